@@ -1,0 +1,94 @@
+"""Batches of real text: the source code of Python's own standard library, as bytes.
+
+On every machine, with no download and no tokenizer: a token is a byte, the vocabulary is 256.
+Python versions differ in their library, so the numbers that come out of it differ too.
+"""
+
+import functools
+import sysconfig
+import zlib
+from pathlib import Path
+
+import grain
+import numpy as np
+
+VOCAB = 256
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+
+
+@functools.cache
+def corpus(split="train"):
+    """The documents of a split, as a tuple of uint8 arrays of shape [bytes], one for each file.
+
+    Whether a file belongs to "train" (nine in ten) or "validation" is decided by a checksum of
+    its name, so that it does not change with the files around it.
+
+    Raises:
+      ValueError: another split.
+      FileNotFoundError: this Python has no source files of its library (a zipped one).
+    """
+    if split not in ("train", "validation"):
+        raise ValueError(f"data: split is {split!r}; expected 'train' or 'validation'.")
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(p.relative_to(root) for p in root.rglob("*.py"))
+    files = [p for p in files if not _LEFT_OUT & set(p.parts)]
+    if not files:
+        raise FileNotFoundError(
+            f"data: no .py files in {root}. The corpus is the source of Python's standard "
+            f"library; use a Python that ships it unzipped."
+        )
+    held_out = {p for p in files if zlib.crc32(p.as_posix().encode()) % 10 == 0}
+    chosen = [p for p in files if (p in held_out) == (split == "validation")]
+    texts = (np.frombuffer((root / p).read_bytes(), np.uint8) for p in chosen)
+    return tuple(text for text in texts if text.size > 1)
+
+
+def batches(batch, seq_len, seed=0, split="train", process_index=0, process_count=1):
+    """An endless, shuffled, deterministic iterator of batches, whose position can be saved.
+
+    Every document is cut into windows of `seq_len` predictions; its last window is padded. One
+    batch is a dict of arrays [batch / process_count, seq_len]:
+      tokens:  int32, the bytes to predict from;
+      targets: int32, the byte that follows each of them;
+      mask:    float32, 1 where the target is real and 0 on padding.
+
+    `batch` is the global batch. Process p of n reads every n-th of its rows, from row p on, and
+    no others; together the processes read what one process would have read.
+
+    The iterator is Grain's: `next(it)`, `it.get_state()`, `it.set_state(state)`.
+
+    Raises:
+      ValueError: sizes below 1, a batch that the processes cannot share evenly, or no such split
+        or process.
+    """
+    _check(batch, seq_len, process_index, process_count)
+    documents = corpus(split)
+    windows = [-(-(text.size - 1) // seq_len) for text in documents]
+    document = np.repeat(np.arange(len(documents)), windows)
+    start = seq_len * np.concatenate([np.arange(n) for n in windows])
+
+    def window(i):
+        text = documents[document[i]][start[i] : start[i] + seq_len + 1].astype(np.int32)
+        real = text.size - 1
+        padded = np.zeros(seq_len + 1, np.int32)
+        padded[: text.size] = text
+        mask = (np.arange(seq_len) < real).astype(np.float32)
+        return {"tokens": padded[:-1], "targets": padded[1:], "mask": mask}
+
+    rows = grain.MapDataset.range(len(document)).shuffle(seed=seed).repeat()
+    share = rows[process_index::process_count].map(window).batch(batch // process_count)
+    few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+    return iter(share.to_iter_dataset(few))
+
+
+def _check(batch, seq_len, process_index, process_count):
+    if min(batch, seq_len, process_count) < 1 or not 0 <= process_index < process_count:
+        raise ValueError(
+            f"data.batches: batch={batch}, seq_len={seq_len} and process_count={process_count} "
+            f"must be positive, and process_index={process_index} below process_count."
+        )
+    if batch % process_count:
+        raise ValueError(
+            f"data.batches: batch={batch} is the global batch and does not divide among "
+            f"process_count={process_count}; use a multiple of {process_count}."
+        )

@@ -1,0 +1,57 @@
+"""Identities that model code may carry; other rooms give them a meaning for one trace.
+
+A model says *what* a value is; where it lives is decided elsewhere. Unbound, each mark returns
+its argument. A room that wants to act on them binds a function for the time of a trace:
+
+    with marks.bind(constrain=lambda x, name: ...):
+        jaxpr = jax.make_jaxpr(loss)(params, batch)
+
+Bindings belong to one thread (a `contextvars.ContextVar`) and nest. They act while Python traces,
+so a `jax.jit` cached without them does not see them: bind inside the function being traced.
+"""
+
+import contextlib
+import contextvars
+
+_MEANINGS = contextvars.ContextVar("shardwise_marks", default={})
+
+
+def constrain(x, name):
+    """`x`, an activation known as `name`: a place where a layout may be pinned."""
+    return _apply("constrain", x, name)
+
+
+def use(weights):
+    """`weights`, a pytree, at the place where one layer's weights are used.
+
+    A scanned stack calls it on the slice that its body receives, inside the rematerialised part:
+    the place where FSDP gathers a layer.
+    """
+    return _apply("use", weights)
+
+
+def stage_boundary(x):
+    """`x`, where one pipeline stage ends and the next begins: k marks make k+1 stages."""
+    return _apply("stage_boundary", x)
+
+
+@contextlib.contextmanager
+def bind(**meanings):
+    """Give marks a meaning within the block: `bind(use=gather)`; the others keep theirs.
+
+    Raises:
+      ValueError: a keyword that is no mark.
+    """
+    known = {"constrain", "use", "stage_boundary"}
+    if unknown := set(meanings) - known:
+        raise ValueError(f"marks.bind: no such mark {sorted(unknown)}; there are {sorted(known)}.")
+    token = _MEANINGS.set(_MEANINGS.get() | meanings)
+    try:
+        yield
+    finally:
+        _MEANINGS.reset(token)
+
+
+def _apply(mark, x, *args):
+    meaning = _MEANINGS.get().get(mark)
+    return x if meaning is None else meaning(x, *args)
