@@ -1,0 +1,103 @@
+"""The look of the site: formulas drawn at build time, and the links above each page.
+
+No page asks for anything from the network. Formulas become MathML, which browsers draw by
+themselves; the theme is Sphinx's `basic` with the two templates in `book/_templates`, because
+sphinx-book-theme loads 2 MB of scripts and fonts on every page, draws two search fields and
+writes to the console.
+"""
+
+import re
+import shutil
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from docutils import nodes
+from latex2mathml.converter import convert
+from sphinx.util import logging
+from sphinx.util.math import get_node_equation_number
+
+log = logging.getLogger(__name__)
+
+# latex2mathml draws a command it does not know as an identifier, and a stray brace likewise.
+NOT_DRAWN = re.compile(r"<m[io]>(\\[A-Za-z]*|[&{}]|&amp;)</m[io]>")
+ALIGNED = re.compile(r"\\(begin|end)\{(aligned|split|align)\}")
+
+
+def mathml(node: nodes.Element, display: str) -> str:
+    """The node's formula as MathML; warns, naming place and formula, where it cannot be drawn."""
+    tex = node.astext().strip()
+    try:
+        # The converter lays out align*, and neither aligned nor a numbered align.
+        drawn = convert(ALIGNED.sub(r"\\\1{align*}", tex), display=display)
+    except Exception as error:  # it raises a class of its own for each kind of mistake
+        log.warning("formula %r: %s %s", tex, type(error).__name__, error, location=node)
+        return ""
+    if wrong := NOT_DRAWN.search(drawn):
+        message = "formula %r: cannot draw %r; write it with commands that latex2mathml knows"
+        log.warning(message, tex, wrong[1], location=node)
+    return drawn
+
+
+def visit_math(self, node):
+    self.body.append(mathml(node, "inline"))
+    raise nodes.SkipNode
+
+
+def visit_math_block(self, node):
+    self.body.append(self.starttag(node, "div", CLASS="math"))
+    if node["number"]:
+        self.body.append(f'<span class="eqno">({get_node_equation_number(self, node)})')
+        self.add_permalink_ref(node, "Link to this equation")
+        self.body.append("</span>")
+    self.body.append(mathml(node, "block") + "</div>\n")
+    raise nodes.SkipNode
+
+
+def take_options(app, config):
+    """Keeps what Jupyter Book says of the repository; `basic` knows none of its options."""
+    options = config.html_theme_options
+    config.html_context["repository"] = (options.get("repository_url") or "").rstrip("/")
+    config.html_context["branch"] = options.get("repository_branch") or "main"
+    config.html_context["colab"] = (options.get("launch_buttons") or {}).get("colab_url") or ""
+    config.html_theme_options = {}
+
+
+def page_links(repository: str, branch: str, colab: str, slug: str) -> list[dict[str, str]]:
+    """The links to a chapter's notebook on Colab and to its source; none without an address."""
+    if not repository:
+        return []
+    links = []
+    address = urlsplit(repository)
+    on_github = address.hostname == "github.com"
+    if colab and (on_github or urlsplit(colab).hostname != "colab.research.google.com"):
+        # Colab itself opens GitHub's repositories only.
+        path = f"{address.path}/blob/{branch}/{slug}.ipynb"
+        links.append({"name": "Colab", "url": f"{colab}/github{path}"})
+    links.append({"name": "Source", "url": f"{repository}/blob/{branch}/{slug}.md"})
+    return links
+
+
+def add_page_context(app, pagename, templatename, context, doctree):
+    """Gives the templates the page's links, and a notebook to download beside each chapter."""
+    # Sphinx's own highlighting colours know one mode; shardwise.css has both.
+    context["css_files"] = [c for c in context["css_files"] if "pygments" not in str(c.filename)]
+    context["page_links"] = []
+    notebook = Path(app.srcdir, f"{pagename}.ipynb")
+    if not pagename.startswith("chapters/") or not notebook.exists():
+        return
+    copy = Path(app.outdir, "_downloads", notebook.name)
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(notebook, copy)
+    links = page_links(context["repository"], context["branch"], context["colab"], pagename)
+    download = {"name": "Notebook", "url": context["pathto"](f"_downloads/{copy.name}", 1)}
+    context["page_links"] = [*links[:-1], download | {"download": True}, *links[-1:]]
+
+
+def setup(app):
+    app.add_html_math_renderer(
+        "mathml",
+        inline_renderers=(visit_math, None),
+        block_renderers=(visit_math_block, None),
+    )
+    app.connect("config-inited", take_options)
+    app.connect("html-page-context", add_page_context)
