@@ -16,6 +16,8 @@ from latex2mathml.converter import convert
 from sphinx.util import logging
 from sphinx.util.math import get_node_equation_number
 
+from . import docstrings
+
 log = logging.getLogger(__name__)
 
 # latex2mathml draws a command it does not know as an identifier, and a stray brace likewise.
@@ -94,6 +96,8 @@ def add_page_context(app, pagename, templatename, context, doctree):
 
 
 def setup(app):
+    # Jupyter Book sets it even where sphinx_comments, which would know it, is not loaded.
+    app.add_config_value("comments_config", {}, "")
     app.add_html_math_renderer(
         "mathml",
         inline_renderers=(visit_math, None),
@@ -101,3 +105,4 @@ def setup(app):
     )
     app.connect("config-inited", take_options)
     app.connect("html-page-context", add_page_context)
+    docstrings.setup(app)
