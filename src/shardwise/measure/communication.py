@@ -1,0 +1,110 @@
+"""Collectives in a program: how many, how often, and how many bytes each device sends."""
+
+import math
+import re
+from dataclasses import replace
+
+import jax
+
+from . import hlo, stablehlo
+from .counts import KINDS, Collectives, Op
+from .program import Program
+from .trips import executed
+
+# Times B (n - 1) / n are sent by each of the n devices of a ring; B is the full tensor.
+_RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
+_UNCOUNTED = ("collective-broadcast", "ragged-all-to-all", "send")
+_MESH_AXIS = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")
+
+
+def collectives(program):
+    """The `Collectives` of a `jax.stages.Compiled` or `jax.stages.Lowered`.
+
+    A compiled program holds what really runs on one device: hand-written collectives and those
+    that the compiler inserted, in the dtypes of its backend (the CPU's turns bfloat16 into
+    float32). A lowered one holds only those written by hand in `jax.shard_map`, in the dtypes
+    written. An asynchronous start and done are one collective, a group of one device sends
+    nothing, and of a conditional's branches the one that sends the most is counted.
+
+    Raises:
+      TypeError: `program` is neither.
+      ValueError: a collective whose bytes depend on data, one in a loop whose number of trips
+        does, or replica groups in a form not known here.
+    """
+    if isinstance(program, jax.stages.Compiled):
+        program = hlo.parse(program.as_text())
+    elif isinstance(program, jax.stages.Lowered):
+        program = stablehlo.read(program)
+    elif not isinstance(program, Program):
+        raise TypeError(
+            f"measure.collectives takes a lowered or compiled program, and got "
+            f"{type(program).__name__}; pass jax.jit(f).lower(*args).compile()."
+        )
+    found = executed(
+        program,
+        lambda frame, op: _read(program, frame, op),
+        weigh=lambda op: op.ring_bytes,
+    )
+    return Collectives([_times(op, trips) for op, trips in found])
+
+
+def _read(program, frame, op):
+    kind = op.opcode.removesuffix("-start")
+    if kind in _UNCOUNTED and op.attributes.get("is_host_transfer") != "true":
+        raise ValueError(
+            f"measure.collectives: cannot count the bytes of {op.name}, a {kind}; known are "
+            f"{', '.join(KINDS)}. Measure the part of the program around it by itself."
+        )
+    if kind not in KINDS:
+        return None
+    arrays = frame.operands(op)
+    size = sum(array.bytes for array in arrays)
+    if kind == "collective-permute":
+        n, sent = None, size if _moves(op) else 0
+    else:
+        n = _group_size(op, program.devices)
+        size *= n if kind == "all-gather" else 1
+        sent = _exact(_RING_PASSES[kind] * size * (n - 1), n)
+    source = re.search(r'op_name="([^"]*)"', op.attributes.get("metadata", ""))
+    types = tuple((array.dtype, array.dims) for array in arrays)
+    return Op(kind, op.name, types, n, 1, size, sent, source[1] if source else "")
+
+
+def _moves(op):
+    pairs = re.findall(r"\{(\d+),(\d+)\}", op.attributes["source_target_pairs"])
+    if "slice_sizes" in op.attributes:
+        raise ValueError(f"measure.collectives: {op.name} sends slices, which are not known here.")
+    return any(source != target for source, target in pairs)
+
+
+def _group_size(op, devices):
+    """The devices in the largest group, from any form in which HLO writes `replica_groups`."""
+    text = op.attributes.get("replica_groups", "{}")
+    iota = re.match(r"\[\d+,(\d+)\]<=", text)
+    if text == "{}":
+        return devices
+    if iota:
+        return int(iota[1])
+    if text.startswith("mesh["):
+        sizes = dict(re.findall(r"'([^']+)'=(\d+)", text))
+        # The axes stand after the mesh, or after the order of its devices where that is given.
+        axes = re.search(r"\{([^{}]*)\}$", op.attributes.get("device_ids", text))
+        if axes:
+            return math.prod(int(part or sizes[a]) for a, part in _MESH_AXIS.findall(axes[1]))
+    groups = re.findall(r"\{([\d, ]+)\}", text)
+    if not groups:
+        raise ValueError(
+            f"measure.collectives: cannot read the replica groups of {op.name}: {text}; expected "
+            f"{{{{0,1}},{{2,3}}}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {{'a'}}."
+        )
+    return max(len(group.split(",")) for group in groups)
+
+
+def _times(op, trips):
+    total = {key: getattr(op, key) * trips for key in ("payload_bytes", "ring_bytes")}
+    return replace(op, trips=trips, **total)
+
+
+def _exact(numerator, denominator):
+    quotient, rest = divmod(numerator, denominator)
+    return numerator / denominator if rest else quotient

@@ -1,0 +1,116 @@
+"""The result of counting collectives: a mapping by kind, a list, and a table to show."""
+
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+_COLUMNS = ("collective", "in program", "times run", "payload bytes", "ring bytes per device")
+
+
+@dataclass(frozen=True)
+class Op:
+    """One collective instruction; its bytes are those of all its trips together.
+
+    `group_size` is the number of devices that take part together (None for a collective-permute),
+    `arrays` what each device puts in, as (dtype, dims), `source` the operation that JAX named.
+    """
+
+    kind: str
+    name: str
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    group_size: int | None
+    trips: int
+    payload_bytes: int
+    ring_bytes: int | float
+    source: str = ""
+
+    @property
+    def dtype(self):
+        return "+".join(dict.fromkeys(dtype for dtype, _ in self.arrays))
+
+
+@dataclass(frozen=True)
+class Count:
+    """How often a kind of collective occurs (`static`) and runs (`dynamic`), and its bytes."""
+
+    static: int
+    dynamic: int
+    payload_bytes: int
+    ring_bytes: int | float
+
+
+class Collectives(Mapping):
+    """From each kind of collective that occurs to its `Count`; `.ops` holds every instruction.
+
+    All bytes are per device and for all trips. `payload_bytes` is the size of the full tensor B:
+    what an all-gather yields, what enters a reduce-scatter, an all-reduce, an all-to-all (on one
+    device) or a collective-permute. `ring_bytes` is what one device sends when n devices pass it
+    on in a ring: B(n-1)/n, twice that for an all-reduce, and B itself for a collective-permute
+    (of a device that sends: those at the end of an open chain send nothing).
+    """
+
+    def __init__(self, ops):
+        self.ops = tuple(ops)
+        self._counts = {
+            kind: _sum([op for op in ops if op.kind == kind])
+            for kind in KINDS
+            if any(op.kind == kind for op in ops)
+        }
+
+    static = property(lambda self: sum(c.static for c in self.values()))
+    dynamic = property(lambda self: sum(c.dynamic for c in self.values()))
+    payload_bytes = property(lambda self: sum(c.payload_bytes for c in self.values()))
+    ring_bytes = property(lambda self: sum(c.ring_bytes for c in self.values()))
+
+    def __getitem__(self, kind):
+        return self._counts[kind]
+
+    def __iter__(self):
+        return iter(self._counts)
+
+    def __len__(self):
+        return len(self._counts)
+
+    def _rows(self):
+        counts = {**self, "total": self} if len(self) > 1 else self
+        rows = [
+            (kind, c.static, c.dynamic, c.payload_bytes, c.ring_bytes) for kind, c in counts.items()
+        ]
+        return [(kind, *(_number(value) for value in values)) for kind, *values in rows]
+
+    def __repr__(self):
+        if not self:
+            return "no collectives"
+        table = [_COLUMNS, *self._rows()]
+        widths = [max(len(row[i]) for row in table) for i in range(len(_COLUMNS))]
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if i else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in table
+        )
+
+    def _repr_html_(self):
+        if not self:
+            return "<p>no collectives</p>"
+        head = "".join(f'<th scope="col">{html.escape(title)}</th>' for title in _COLUMNS)
+        body = "".join(
+            f'<tr><th scope="row">{kind}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+            for kind, *cells in self._rows()
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _sum(ops):
+    return Count(
+        static=len({op.name for op in ops}),
+        dynamic=sum(op.trips for op in ops),
+        payload_bytes=sum(op.payload_bytes for op in ops),
+        ring_bytes=sum(op.ring_bytes for op in ops),
+    )
+
+
+def _number(value):
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"

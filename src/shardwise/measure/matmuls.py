@@ -1,0 +1,120 @@
+"""Floating-point operations of the matrix products and convolutions in a compiled program."""
+
+import math
+import re
+
+import jax
+
+from . import hlo
+from .program import Program, trace
+from .trips import executed
+
+
+def flops(compiled):
+    """FLOPs that one device performs in the products and convolutions of a compiled program.
+
+    A product is 2 × output elements × contracted size, a convolution the same over the kernel's
+    positions that meet data. Products count where they stand, in fusions and library calls too,
+    times the trips of the loops around them: the same for a scanned and an unrolled model. What
+    the backend turns into elementwise code is seen where it still sums what was contracted (an
+    inner product), not where nothing was (an outer product). Elementwise work, Fourier transforms
+    and solvers are not counted. Of a conditional's branches the one with most counts.
+
+    Raises:
+      TypeError: `compiled` is no `jax.stages.Compiled`.
+      ValueError: a product whose size cannot be read, or one in a loop whose trips depend on data.
+    """
+    if isinstance(compiled, jax.stages.Compiled):
+        compiled = hlo.parse(compiled.as_text())
+    if not isinstance(compiled, Program):
+        raise TypeError(
+            f"measure.flops takes a compiled program, and got {type(compiled).__name__}; pass "
+            f"jax.jit(f).lower(*args).compile(). (FLOPs per device are known only then.)"
+        )
+    found = executed(compiled, lambda frame, op: _read(compiled, frame, op))
+    return sum(count * times for count, times in found)
+
+
+def _read(program, frame, op):
+    if op.opcode == "dot":
+        return _dot(frame, op, _numbers(op.attributes["lhs_contracting_dims"]))
+    if op.opcode == "convolution":
+        return _convolution(frame, op)
+    if op.opcode == "custom-call":
+        return _library(frame, op)
+    if op.opcode == "reduce" and '/dot_general"' in op.attributes.get("metadata", ""):
+        return 2 * _summed(program, frame, op).elements
+    if op.opcode in ("ragged-dot", "scaled-dot"):
+        raise ValueError(_unreadable(op, op.opcode))
+    return None
+
+
+def _dot(frame, op, contracted):
+    left = frame.operands(op)[0]
+    return 2 * op.arrays[0].elements * math.prod(left.dims[i] for i in contracted)
+
+
+def _library(frame, op):
+    """A call into a vendor's library: one that carries a product's dimensions, or no product."""
+    target = op.attributes.get("custom_call_target", "").strip('"')
+    dims = re.search(
+        r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', op.attributes.get("backend_config", "")
+    )
+    if dims:
+        return _dot(frame, op, _numbers(dims[1]))
+    if re.search(r"gemm|matmul|dot|conv|fmha|blas|dnn", target, re.IGNORECASE):
+        raise ValueError(_unreadable(op, target))
+    return None
+
+
+def _unreadable(op, what):
+    return (
+        f"measure.flops: cannot read the size of the product in {op.name}, a {what}; known are "
+        f"dot, convolution, and library calls that state their contracted dimensions. Count a "
+        f"program compiled for CPU, or the part around it by itself."
+    )
+
+
+def _summed(program, frame, op):
+    """The array of products that a reduce adds up, before a first pass has shortened it."""
+    at, source = trace(program, frame, op.operands[0])
+    return at.operands(source)[0] if source.opcode == "reduce-window" else source.arrays[0]
+
+
+def _convolution(frame, op):
+    """2 × batch × output features × contracted features × positions where the kernel meets data."""
+    data, kernel = frame.operands(op)
+    out = op.arrays[0]
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", op.attributes["dim_labels"])
+    window = _window(op.attributes.get("window", "{}"))
+    positions = 1
+    for axis in (c for c in labels[2] if c.isdigit()):
+        sizes = (
+            array.dims[label.index(axis)]
+            for array, label in zip((data, kernel, out), labels.groups(), strict=True)
+        )
+        positions *= _meeting(*sizes, *(window[key][int(axis)] for key in _WINDOW))
+    batch, features = (out.dims[labels[3].index(c)] for c in "bf")
+    return 2 * batch * features * kernel.dims[labels[2].index("i")] * positions
+
+
+_WINDOW = {"stride": "1", "pad": "0_0", "lhs_dilate": "1", "rhs_dilate": "1"}
+
+
+def _window(text):
+    given = dict(re.findall(r"(\w+)=(\S+)", text.strip("{}")))
+    rank = len(given["size"].split("x")) if "size" in given else 0
+    return {key: given.get(key, "x".join([one] * rank)).split("x") for key, one in _WINDOW.items()}
+
+
+def _meeting(data, kernel, out, stride, pad, data_dilation, kernel_dilation):
+    """Pairs of output and kernel positions on one axis that fall on data, not padding or holes."""
+    low, spacing = int(pad.split("_")[0]), int(data_dilation)
+    places = (
+        o * int(stride) + k * int(kernel_dilation) - low for o in range(out) for k in range(kernel)
+    )
+    return sum(0 <= p <= (data - 1) * spacing and p % spacing == 0 for p in places)
+
+
+def _numbers(text):
+    return [int(number) for number in re.findall(r"\d+", text)]

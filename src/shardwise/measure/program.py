@@ -1,0 +1,120 @@
+"""One form for programs, whether read from optimized HLO or from lowered StableHLO.
+
+The words are HLO's: a program is a set of computations, a computation a list of instructions,
+and a while loop, a call, a fusion or a conditional names the computations that it runs.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array's type in a program: its dtype as HLO writes it, and its sizes."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def elements(self):
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self):
+        if self.dtype == "pred":
+            return self.elements
+        width = re.match(r"[a-z]+(\d+)", self.dtype)  # Tokens and opaque handles have none.
+        return -(-self.elements * int(width[1]) // 8) if width else 0
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`name = arrays opcode(operands), attributes`, tuples of arrays flattened."""
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]
+    operands: tuple[str, ...]
+    attributes: dict[str, str]
+
+    @property
+    def called(self):
+        """Names of the computations that run when a call, fusion or async start runs."""
+        if self.opcode not in ("call", "fusion", "async-start"):
+            return ()
+        names = self.attributes.get("calls") or self.attributes["to_apply"]
+        return (names.lstrip("%"),)
+
+    @property
+    def branches(self):
+        """Names of the computations of which a conditional runs one."""
+        keys = ("branch_computations", "true_computation", "false_computation")
+        found = ",".join(self.attributes[key] for key in keys if key in self.attributes)
+        return tuple(re.findall(r"[^\s%{},]+", found))
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Instructions by name, in program order, and the name of the one that is the result."""
+
+    name: str
+    instructions: dict[str, Instruction]
+    root: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """Computations by name; `devices` is how many devices run the program."""
+
+    computations: dict[str, Computation]
+    entry: str
+    devices: int
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A computation at one place in the call tree: which instruction of which frame runs it."""
+
+    computation: Computation
+    caller: "Frame | None" = None
+    site: Instruction | None = None
+
+    def find(self, name):
+        """The instruction called `name` and its frame: here, or in a region around this one."""
+        frame = self
+        while name not in frame.computation.instructions:
+            frame = frame.caller
+        return frame, frame.computation.instructions[name]
+
+    def operands(self, op):
+        """The arrays that `op` reads."""
+        return tuple(a for name in op.operands for a in self.find(name)[1].arrays)
+
+
+_SAME_VALUE = {"copy", "bitcast", "convert", "reshape", "transpose", "optimization-barrier"}
+
+
+def trace(program, frame, name):
+    """The instruction that computes `name`, seen through calls, fusions, tuples and copies.
+
+    A loop's parameter is where the trace ends: its value differs from trip to trip.
+    """
+    frame, op = frame.find(name)
+    while True:
+        inlined = frame.site is not None and frame.site.opcode in ("call", "fusion")
+        if op.opcode == "parameter" and inlined:
+            name = frame.site.operands[int(op.operands[0])]
+            frame, op = frame.caller.find(name)
+        elif op.opcode in ("call", "fusion"):
+            frame = Frame(program.computations[op.called[0]], frame, op)
+            op = frame.computation.instructions[frame.computation.root]
+        elif op.opcode == "get-tuple-element":
+            inner, source = trace(program, frame, op.operands[0])
+            if source.opcode != "tuple":
+                return frame, op
+            frame, op = inner.find(source.operands[int(op.attributes["index"])])
+        elif op.opcode in _SAME_VALUE and op.operands:
+            frame, op = frame.find(op.operands[0])
+        else:
+            return frame, op

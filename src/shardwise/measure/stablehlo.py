@@ -1,0 +1,172 @@
+"""Lowered StableHLO, read into the same form and words as optimized HLO.
+
+Here stand the collectives that were written by hand, in the dtypes in which they were written;
+those that the compiler inserts, and the dtypes that its backend prefers, appear in HLO only.
+"""
+
+import re
+
+from .program import Array, Computation, Instruction, Program
+
+# Regions that combine two scalars, or order them: nothing in them is counted.
+_SCALAR_REGIONS = {
+    "stablehlo.all_reduce",
+    "stablehlo.reduce_scatter",
+    "stablehlo.reduce",
+    "stablehlo.reduce_window",
+    "stablehlo.scatter",
+    "stablehlo.select_and_scatter",
+    "stablehlo.sort",
+    "stablehlo.map",
+}
+_INLINE_REGIONS = {"sdy.manual_computation", "sdy.named_computation"}
+_BRANCHES = {"stablehlo.case", "stablehlo.if"}
+_DTYPES = {"i1": "pred", "complex<f32>": "c64", "complex<f64>": "c128"}
+
+
+def read(lowered):
+    """The program of a `jax.stages.Lowered`.
+
+    Raises:
+      ValueError: an operation runs regions in a way that is not known here, or a size is dynamic.
+    """
+    module = lowered.compiler_ir("stablehlo")
+    reader = _Reader(module)
+    for op in module.body.operations:
+        if op.operation.name == "func.func":
+            reader.function(op)
+    count = [
+        module.operation.attributes[f"mhlo.num_{kind}"].value
+        for kind in ("replicas", "partitions")
+        if f"mhlo.num_{kind}" in module.operation.attributes
+    ]
+    devices = count[0] * count[1] if len(count) == 2 else max(count, default=1)
+    return Program(reader.computations, "main", devices)
+
+
+class _Reader:
+    def __init__(self, module):
+        self.computations = {}
+        self.names = {}  # MLIR value -> instruction name, unique in the program
+        self.fresh = 0
+        self.meshes = {
+            op.attributes["sym_name"].value: str(op.attributes["mesh"])
+            for op in module.body.operations
+            if op.operation.name == "sdy.mesh"
+        }
+
+    def function(self, op):
+        self.block(op.attributes["sym_name"].value, op.regions[0].blocks[0])
+
+    def block(self, name, block, loop=None):
+        """Read a block as a computation: what a loop carries is one tuple, as in HLO."""
+        body = {}
+        if loop:
+            self.add(body, "parameter", (), ("0",), {}, name=f"{name}.carry")
+        for i, value in enumerate(block.arguments):
+            arrays = (_array(value.type),)
+            if loop:
+                source, index = (f"{name}.carry",), {"index": str(i)}
+                self.names[value] = self.add(body, "get-tuple-element", arrays, source, index)
+            else:
+                self.names[value] = self.add(body, "parameter", arrays, (str(i),), {})
+        *operations, last = list(block.operations)
+        for op in operations:
+            self.operation(body, op)
+        results = tuple(self.names[value] for value in last.operands)
+        single = len(results) == 1 and loop != "body"
+        root = results[0] if single else self.add(body, "tuple", (), results, {})
+        self.computations[name] = Computation(name, body, root)
+        return name
+
+    def operation(self, body, op):
+        name = op.operation.name
+        results = list(op.results)
+        operands = tuple(self.names[value] for value in op.operands)
+        arrays = tuple(_array(value.type) for value in results)
+        opcode = name.rpartition(".")[2].replace("_", "-")
+        attributes = {}
+        if name == "stablehlo.while":
+            condition, do = (
+                self.block(self.unused(part), region.blocks[0], loop=part)
+                for part, region in zip(("condition", "body"), op.regions, strict=True)
+            )
+            operands = (self.add(body, "tuple", (), operands, {}),)
+            attributes = {"condition": condition, "body": do}
+        elif name in ("func.call", "stablehlo.composite"):
+            key = "callee" if name == "func.call" else "decomposition"
+            opcode, attributes = "call", {"calls": op.attributes[key].value}
+        elif name in _INLINE_REGIONS:
+            inner = self.block(self.unused(opcode), op.regions[0].blocks[0])
+            opcode, attributes = "call", {"calls": inner}
+        elif name in _BRANCHES:
+            inner = [self.block(self.unused("branch"), r.blocks[0]) for r in op.regions]
+            opcode, attributes = "conditional", {"branch_computations": ",".join(inner)}
+        elif name == "stablehlo.constant":
+            value = re.match(r"dense<(-?\d+)>", str(op.attributes["value"]))
+            operands = (value[1],) if value else ()
+        elif len(op.regions) and name not in _SCALAR_REGIONS:
+            raise ValueError(
+                f"measure: how often {name} runs its regions is not known here; compile the "
+                f"program and count in the result: lowered.compile()."
+            )
+        else:
+            attributes = self.attributes(op)
+        result = self.add(body, opcode, arrays, operands, attributes)
+        if len(results) == 1 and name != "stablehlo.while":
+            self.names[results[0]] = result
+            return
+        for i, value in enumerate(results):
+            index = {"index": str(i)}
+            self.names[value] = self.add(body, "get-tuple-element", (arrays[i],), (result,), index)
+
+    def attributes(self, op):
+        """The attributes that are read later, as HLO would print them."""
+        found = {}
+        for key in ("replica_groups", "source_target_pairs", "comparison_direction"):
+            if key in op.attributes:
+                found[key] = str(op.attributes[key])
+        if "comparison_direction" in found:
+            direction = re.search(r"\b([A-Z]{2})\b", found.pop("comparison_direction"))
+            found["direction"] = direction[1]
+        if "source_target_pairs" in found:
+            pairs = re.findall(r"\[(\d+), (\d+)\]", found["source_target_pairs"])
+            found["source_target_pairs"] = "{" + ",".join(f"{{{a},{b}}}" for a, b in pairs) + "}"
+        if "replica_groups" in found:
+            found["replica_groups"] = self.groups(found["replica_groups"])
+        return found
+
+    def groups(self, text):
+        dense = re.search(r": tensor<(\d+)x(\d+)xi64>", text)
+        if dense:
+            return f"[{dense[1]},{dense[2]}]<=[{int(dense[1]) * int(dense[2])}]"
+        symbol = re.search(r"mesh = @([\w.$-]+)", text)
+        sizes = self.meshes[symbol[1]] if symbol else text
+        sizes = re.findall(r'"([^"]+)"\s*=\s*(\d+)', sizes)
+        axes = re.findall(r'axis_ref<name = "([^"]+)"', text)
+        if not sizes or not axes or "sub_axis" in text:
+            raise ValueError(f"measure: these replica groups cannot be read: {text}")
+        mesh = ",".join(f"'{name}'={size}" for name, size in sizes)
+        used = ",".join(f"'{name}'" for name in axes)
+        return f"mesh[{mesh}] {{{used}}}"
+
+    def add(self, body, opcode, arrays, operands, attributes, name=None):
+        name = name or self.unused(opcode)
+        body[name] = Instruction(name, opcode, arrays, operands, attributes)
+        return name
+
+    def unused(self, stem):
+        self.fresh += 1
+        return f"{stem}.{self.fresh}"
+
+
+def _array(mlir_type):
+    text = str(mlir_type)
+    tensor = re.match(r"tensor<((?:\d+x)*)([^,]+?)(?:, .*)?>$", text)
+    if "?" in text:
+        raise ValueError(f"measure: {text} has a size that is not known; lower with fixed shapes.")
+    if tensor is None:
+        return Array("token", ())
+    dtype = tensor[2]
+    name = _DTYPES.get(dtype) or re.sub(r"^i(?=\d)", "s", re.sub(r"^ui", "u", dtype)).lower()
+    return Array(name, tuple(int(size) for size in tensor[1].split("x") if size))

@@ -1,0 +1,77 @@
+"""How long a step takes."""
+
+import time
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+
+class StepTime(NamedTuple):
+    """Seconds of one call: the median, and the spread between the quartiles, on what device."""
+
+    median_s: float
+    spread_s: float
+    device_kind: str
+
+    def __str__(self):
+        return (
+            f"{self.median_s:.3g} s (quartiles {self.spread_s:.2g} s apart) on {self.device_kind}"
+        )
+
+
+def step_time(fn, *args, repeats=10, warmup=1, carry=0):
+    """The `StepTime` of `fn(*args)`, each call waited for; warm-up calls, which compile, not timed.
+
+    `carry=k` gives the first k results of each call to the next as its first k arguments: a
+    step that donates its state needs that, and consumes the state it was given.
+
+    Raises:
+      ValueError: `fn` donates an argument that the next call needs again, `repeats` is not
+        positive, or `fn` returns fewer than `carry` results.
+    """
+    if repeats < 1 or warmup < 0 or not 0 <= carry <= len(args):
+        raise ValueError(
+            f"measure.step_time: repeats={repeats}, warmup={warmup}, carry={carry}: expected at "
+            f"least 1, at least 0, and 0 to {len(args)} (the number of arguments)."
+        )
+    seconds = []
+    for _ in range(warmup + repeats):
+        start = time.perf_counter()
+        out = jax.block_until_ready(fn(*args))
+        seconds.append(time.perf_counter() - start)
+        args = (*_carried(out, carry), *args[carry:])
+        _check_alive(args)
+    low, median, high = np.percentile(seconds[warmup:], [25, 50, 75])
+    return StepTime(float(median), float(high - low), _device_kind(out))
+
+
+def _carried(out, carry):
+    results = out if isinstance(out, tuple | list) else (out,)
+    if len(results) < carry:
+        raise ValueError(
+            f"measure.step_time: carry={carry}, but the function returned {len(results)} "
+            f"result(s); expected at least {carry}, the next call's first arguments."
+        )
+    return tuple(results[:carry])
+
+
+def _check_alive(args):
+    gone = [i for i, arg in enumerate(args) if any(map(_is_deleted, jax.tree.leaves(arg)))]
+    if gone:
+        raise ValueError(
+            f"measure.step_time calls the function again with the same arguments, but argument "
+            f"{', '.join(map(str, gone))} was donated and is gone. If the first results are the "
+            f"next call's first arguments, pass carry={gone[-1] + 1}; or do not donate."
+        )
+
+
+def _is_deleted(leaf):
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
+
+
+def _device_kind(out):
+    for leaf in jax.tree.leaves(out):
+        if isinstance(leaf, jax.Array):
+            return next(iter(leaf.devices())).device_kind
+    return "host"
