@@ -1,0 +1,150 @@
+"""Runs one notebook in a fresh kernel of this interpreter, and says what went wrong where."""
+
+import dataclasses
+import os
+import re
+import tempfile
+import time
+from pathlib import Path
+
+import nbformat
+from ipykernel.kernelspec import make_ipkernel_cmd
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpec
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+CELL_TIMEOUT_S = 900  # for a slow machine: a whole chapter takes well under a minute on a usual one
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # the book speaks of simulated devices, whatever the machine has
+    "TF_CPP_MIN_LOG_LEVEL": "3",  # the compiler's remarks on this machine belong on no page
+    "GRPC_VERBOSITY": "ERROR",
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+}
+
+DEVICES = """\
+import sys
+if "jax" in sys.modules:
+    mesh = sys.modules.get("shardwise.mesh")
+    devices = mesh.devices() if mesh else sys.modules["jax"].devices()
+    print(len(devices), devices[0].device_kind)
+"""
+
+
+@dataclasses.dataclass
+class Run:
+    """One execution: the notebook with outputs, seconds, "8 cpu" and the like, what went wrong."""
+
+    notebook: nbformat.NotebookNode
+    seconds: float
+    devices: str = ""
+    failure: str | None = None
+
+
+class ThisInterpreter(AsyncKernelManager):
+    """Starts kernels with `sys.executable`, whatever a python3 kernelspec at home may say."""
+
+    @property
+    def kernel_spec(self):
+        # Errors only: each kernel warns that its traffic on this machine is not encrypted.
+        command = make_ipkernel_cmd(extra_arguments=["--IPKernelApp.log_level=40"])
+        return KernelSpec(argv=command, display_name="Python 3", language="python")
+
+
+def run(notebook, name, environment=None):
+    """Execute a copy of `notebook` in an empty directory; `name` stands in messages.
+
+    The kernel's environment: ENVIRONMENT, over it this process's own, over it `environment`.
+    """
+    notebook = nbformat.from_dict(notebook)
+    lines = notebook.metadata.pop("source_map", None)
+    notebook.cells.append(nbformat.v4.new_code_cell(DEVICES))
+    started, current = time.perf_counter(), [0]
+    client = NotebookClient(
+        notebook,
+        timeout=CELL_TIMEOUT_S,
+        kernel_manager_class=ThisInterpreter,
+        record_timing=False,
+        on_cell_start=lambda cell, cell_index: current.__setitem__(0, cell_index),
+    )
+    failure = None
+    with tempfile.TemporaryDirectory() as empty:
+        client.resources["metadata"] = {"path": empty}
+        try:
+            client.execute(env=_environment(environment))
+        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+            failure = _failure(name, notebook, current[0], lines, _reason(error))
+        _clean(notebook, empty)
+    devices = "".join(output.get("text", "") for output in notebook.cells.pop().outputs).strip()
+    failure = failure or _silent_cell(name, notebook, lines)
+    return Run(notebook, time.perf_counter() - started, devices, failure)
+
+
+def describe(name, notebook, index, lines=None):
+    """The cell's place and first line; code cells are counted from 1, as In[…] counts them."""
+    number = sum(cell.cell_type == "code" for cell in notebook.cells[: index + 1])
+    where = f" (line {lines[index] + 1})" if lines and index < len(lines) else ""
+    first = next(filter(str.strip, notebook.cells[index].source.split("\n")), "")
+    return f"{name}: cell {number}{where} `{first.strip()}`"
+
+
+def _environment(more):
+    # A backend that a test or a shell asked for would leave the chapters without figures.
+    inline = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    return {**ENVIRONMENT, **os.environ, **inline, **(more or {})}
+
+
+def _failure(name, notebook, index, lines, reason):
+    return f"{describe(name, notebook, index, lines)} failed:\n{_indent(reason)}"
+
+
+def _silent_cell(name, notebook, lines):
+    """A cell that promises an error and raises none would teach what is no longer so."""
+    for index, cell in enumerate(notebook.cells):
+        tagged = "raises-exception" in cell.metadata.get("tags", [])
+        if tagged and not any(output.output_type == "error" for output in cell.get("outputs", [])):
+            where = describe(name, notebook, index, lines)
+            return f"{where} is tagged raises-exception, and raised nothing: mend it or untag it."
+    return None
+
+
+def _reason(error):
+    if isinstance(error, CellTimeoutError):
+        return f"no end after {CELL_TIMEOUT_S} s."
+    if isinstance(error, DeadKernelError):
+        return "the kernel died (out of memory, perhaps, or a crash in compiled code)."
+    return re.sub(r"\x1b\[[0-9;]*m", "", error.traceback)
+
+
+def _indent(text):
+    return "\n".join("    " + line for line in text.rstrip().split("\n"))
+
+
+def _clean(notebook, directory):
+    """Take this machine's paths out of what cells print: a page shows none."""
+    folders = [re.escape(directory), re.escape(os.path.realpath(directory))]
+    patterns = [
+        (re.compile(r"[/~][^\s'\"<>:\x1b]*/site-packages/"), ""),
+        (re.compile(r"[/~][^\s'\"<>:\x1b]*/src/(?=shardwise/)"), ""),
+        (re.compile(rf"{re.escape(_library())}/"), ""),
+        (re.compile("(?:" + "|".join(folders) + ")/?"), ""),
+    ]
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            for holder in (output, output.get("data", {})):
+                for key in ("text", "traceback", "text/plain", "text/html"):
+                    if key in holder:
+                        holder[key] = _substitute(patterns, holder[key])
+
+
+def _substitute(patterns, text):
+    if isinstance(text, list):
+        return [_substitute(patterns, line) for line in text]
+    for pattern, replacement in patterns:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _library():
+    return str(Path(os.__file__).parent)

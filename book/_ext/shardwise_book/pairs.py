@@ -1,0 +1,108 @@
+"""The .ipynb beside each chapter: made from the .md, always the same bytes, never edited by hand.
+
+`python -m shardwise_book.pairs sync` writes them all, `... check` says which are missing or differ.
+"""
+
+import argparse
+import hashlib
+import itertools
+import sys
+from pathlib import Path
+
+import jupytext
+import nbformat
+
+REMEDY = "run `make sync`, then commit the .ipynb"
+
+
+def render(source):
+    """The text of the notebook that belongs to the chapter at `source`, without outputs."""
+    notebook = jupytext.read(source, fmt="md:myst")
+    seen = {}
+    for cell in notebook.cells:
+        # From the content, not at random: an edit of one cell changes one id.
+        digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
+        seen[digest] = seen.get(digest, 0) + 1
+        cell["id"] = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+    return jupytext.writes(notebook, fmt="ipynb").rstrip("\n") + "\n"
+
+
+def problem(source, strict=False):
+    """What is wrong with the pair of the chapter at `source`, in one sentence, or None.
+
+    Outputs that an editor left in the .ipynb are no problem, unless `strict`.
+    """
+    pair = source.with_suffix(".ipynb")
+    if not pair.exists():
+        return f"{source}: its notebook {pair.name} is missing: {REMEDY}."
+    expected = nbformat.reads(render(source), as_version=4)
+    try:
+        found = nbformat.read(pair, as_version=4)
+    except Exception as error:
+        return f"{pair}: not a notebook ({type(error).__name__}: {error}): {REMEDY}."
+    cells = itertools.zip_longest(expected.cells, found.cells)
+    for number, (ours, theirs) in enumerate(cells, start=1):
+        if _content(ours) != _content(theirs):
+            line = _first_line(ours or theirs)
+            return f"{source}: {pair.name} is out of sync at cell {number} ({line!r}): {REMEDY}."
+    if strict and pair.read_text(encoding="utf-8") != render(source):
+        return f"{source}: {pair.name} holds outputs or metadata of an editor: {REMEDY}."
+    return None
+
+
+def chapters(folder):
+    """The chapters in `folder`, as paths of their .md files, sorted."""
+    return sorted(Path(folder).glob("*.md"))
+
+
+def strays(folder):
+    """A sentence for each .ipynb in `folder` that no .md stands beside."""
+    return [
+        f"{path}: no {path.with_suffix('.md').name} beside it: write that one, or delete this one."
+        for path in sorted(Path(folder).glob("*.ipynb"))
+        if not path.with_suffix(".md").exists()
+    ]
+
+
+def sync(folder):
+    """Write the pair of each chapter in `folder`; returns the paths of those that changed."""
+    changed = []
+    for source in chapters(folder):
+        pair, text = source.with_suffix(".ipynb"), render(source)
+        if not pair.exists() or pair.read_text(encoding="utf-8") != text:
+            pair.write_text(text, encoding="utf-8")
+            changed.append(pair)
+    return changed
+
+
+def main(arguments=None):
+    """The command line; the exit status is 1 where `check` finds a problem."""
+    parser = argparse.ArgumentParser(prog="python -m shardwise_book.pairs", description=__doc__)
+    parser.add_argument("action", choices=["sync", "check"])
+    parser.add_argument("--folder", type=Path, default=Path("chapters"))
+    options = parser.parse_args(arguments)
+    if options.action == "sync":
+        changed = sync(options.folder)
+        print("\n".join(f"wrote {path}" for path in changed) or "All pairs were in sync.")
+        return 0
+    found = [problem(source, strict=True) for source in chapters(options.folder)]
+    problems = [*filter(None, found), *strays(options.folder)]
+    print("\n".join(problems) or "All pairs are in sync.")
+    return 1 if problems else 0
+
+
+def _content(cell):
+    return cell and (cell.cell_type, cell.source, _plain(cell.metadata))
+
+
+def _plain(metadata):
+    editors = {"execution", "collapsed", "scrolled", "outputId", "id", "ExecuteTime", "trusted"}
+    return {key: value for key, value in metadata.items() if key not in editors}
+
+
+def _first_line(cell):
+    return cell.source.split("\n")[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

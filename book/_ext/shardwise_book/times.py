@@ -1,0 +1,81 @@
+"""What the reader is told of execution: a line under each chapter's title, and the table of all."""
+
+import os
+
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.util.docutils import SphinxDirective
+
+from . import cache
+
+
+def add_run_time(app, doctree):
+    """Say under the title of an executed page how long it ran, on what, with which versions."""
+    run = app.shardwise_runs.get(app.env.docname)
+    title = next(doctree.findall(nodes.title), None)
+    if run and title is not None:
+        text = f"Executed in {_seconds(run)}{_devices(run)}, with {_stack('jax', 'flax')}."
+        line = nodes.paragraph(text, text, classes=["run-time"])
+        title.parent.insert(title.parent.index(title) + 1, line)
+
+
+class RunTimes(SphinxDirective):
+    """`{run-times}`: each chapter's run time, then the versions and cores of the measurement."""
+
+    def run(self):
+        self.env.note_reread()  # it shows other pages' runs, so it is never up to date
+        runs = self.env.app.shardwise_runs
+        rows = [[_link(name), nodes.Text(_seconds(run))] for name, run in runs.items()]
+        total = sum(run["execution_seconds"] for run in runs.values())
+        rows.append([nodes.Text("All"), nodes.Text(f"{total:.1f} s")])
+        versions = [[nodes.Text(name), nodes.Text(v)] for name, v in cache.versions().items()]
+        cores = f"Measured on {os.cpu_count()} cores, up to {cache.jobs()} chapters at a time"
+        devices = sorted({_devices(run) for run in runs.values()} - {""})
+        cores += ",".join(devices) + "."
+        return [
+            _table(["Chapter", "Run time"], rows, "run-times"),
+            nodes.paragraph(cores, cores),
+            _table(["Package", "Version"], versions, "versions"),
+        ]
+
+
+def _seconds(run):
+    return f"{run['execution_seconds']:.1f} s"
+
+
+def _devices(run):
+    count, _, kind = run["devices"].partition(" ")
+    if kind == "cpu":
+        kind = "simulated CPU"
+    return f" on {count} {kind} device{'s' * (count != '1')}" if kind else ""
+
+
+def _stack(*names):
+    versions = cache.versions()
+    found = [f"{name} {versions[name]}" for name in names if name in versions]
+    return ", ".join([f"Python {versions['Python']}", *found])
+
+
+def _link(docname):
+    reference = addnodes.pending_xref(
+        "", refdomain="std", reftype="doc", reftarget=f"/{docname}", refexplicit=False
+    )
+    reference += nodes.inline("", docname)
+    return reference
+
+
+def _table(header, rows, name):
+    group = nodes.tgroup(cols=len(header))
+    group += [nodes.colspec(colwidth=1) for _ in header]
+    head, body = nodes.thead(), nodes.tbody()
+    head += _row([nodes.Text(text) for text in header])
+    body += [_row(cells) for cells in rows]
+    group += [head, body]
+    return nodes.table("", group, classes=[name])
+
+
+def _row(cells):
+    row = nodes.row()
+    for cell in cells:
+        row += nodes.entry("", nodes.paragraph("", "", cell))
+    return row
