@@ -1,0 +1,372 @@
+"""The built site in a real browser: silent, offline, searchable, legible on a phone, linked.
+
+`page` is for chapters' own figures too: open a chapter, move each control, and compare the number
+shown with Python's. It fails its test when the page asked for anything outside, or said anything.
+"""
+
+import contextlib
+import functools
+import http.server
+import os
+import re
+import shutil
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import yaml
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+
+ROOT = Path(__file__).parent.parent
+SITE = ROOT / "_build" / "html"
+TOC = yaml.safe_load((ROOT / "_toc.yml").read_text())
+CHAPTERS = [entry["file"] for part in TOC["parts"] for entry in part["chapters"]]
+CHAPTERS = [name for name in CHAPTERS if name.startswith("chapters/")]
+PAGES = [TOC["root"], *(e["file"] for part in TOC["parts"] for e in part["chapters"])]
+PAGES += ["search", "genindex"]
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+BROWSERS = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"]
+
+
+@pytest.fixture(scope="session")
+def site():
+    if not (SITE / "index.html").exists():
+        pytest.fail(f"There is no site in {SITE}: run `make book` first.")
+    return SITE
+
+
+@contextlib.contextmanager
+def serve(folder):
+    """The address at which `folder` is served on this machine."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    handler = functools.partial(Quiet, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def server(site):
+    with serve(site) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def browser():
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    with sync_api.sync_playwright() as playwright:
+        try:
+            chromium = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        except sync_api.Error as error:
+            how = "No browser: install chromium, or run `playwright install chromium`."
+            (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{how} ({error.message[:80]})")
+        yield chromium
+        chromium.close()
+
+
+@contextlib.contextmanager
+def silent_page(browser, **settings):
+    """A page of its own context; on leaving, asserts that it was silent and stayed at home."""
+    context = browser.new_context(**settings)
+    page, heard = context.new_page(), []
+    page.set_default_timeout(10_000)
+
+    def hear(*what):
+        heard.append((page.url, *what))
+
+    def watch(request):
+        address = urlsplit(request.url)
+        if address.scheme not in ("file", "data") and address.hostname != "127.0.0.1":
+            hear("left the site", request.url)
+
+    page.on("console", lambda message: hear(message.type, message.text))
+    page.on("pageerror", lambda error: hear("error", str(error)))
+    page.on("requestfailed", lambda request: hear("failed", request.url))
+    page.on("request", watch)
+    yield page
+    context.close()
+    assert heard == []
+
+
+@pytest.fixture
+def page(browser, site):
+    """A silent page at 1280 × 900 in light mode; `page.open("chapters/slug")` opens a chapter."""
+    with silent_page(browser, viewport=DESKTOP, color_scheme="light") as opened:
+        opened.open = lambda name: opened.goto(f"{site.as_uri()}/{name}.html")
+        yield opened
+
+
+class Document(HTMLParser):
+    """What one page links to (`links`), loads (`loads`), shows (`images`) and names (`ids`)."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.links, self.loads, self.images, self.ids = [], [], [], set()
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.ids.add(attrs.get("id"))
+        if tag == "a" and "href" in attrs:
+            self.links.append(attrs["href"])
+        elif tag == "link" and attrs.get("rel") in ("stylesheet", "icon"):
+            self.loads.append(attrs["href"])
+        elif tag == "script" and "src" in attrs:
+            self.loads.append(attrs["src"])
+        elif tag == "img":
+            self.images.append((attrs["src"], attrs.get("alt")))
+
+
+@functools.cache
+def document(path):
+    return Document(path)
+
+
+def target(source, reference):
+    """(file, anchor) that a reference on the page `source` leads to; None where it leaves."""
+    address = urlsplit(reference)
+    if address.scheme or address.netloc:
+        return None
+    path = (source.parent / unquote(address.path)).resolve() if address.path else source
+    return path, unquote(address.fragment)
+
+
+VISITS = [
+    ("file", "light", DESKTOP),
+    ("file", "dark", PHONE),
+    ("server", "light", PHONE),
+    ("server", "dark", DESKTOP),
+]
+
+
+@pytest.mark.parametrize("origin, mode, viewport", VISITS)
+def test_pages_are_silent_and_fit(browser, site, server, origin, mode, viewport):
+    start = site.as_uri() if origin == "file" else server
+    with silent_page(browser, viewport=viewport, color_scheme=mode) as page:
+        for name in PAGES:
+            page.goto(f"{start}/{name}.html")
+            page.wait_for_timeout(50)  # whatever a script of the page still asks for
+            assert page.locator("html").get_attribute("data-theme") == mode
+            width = page.evaluate("document.documentElement.scrollWidth")
+            assert width <= viewport["width"], f"{name} is {width} px wide"
+            if viewport is PHONE and name != "search":
+                assert page.locator("input[name=q]:visible").count() == 0, name
+                page.get_by_role("button", name="Contents").click()
+                page.locator("#contents").wait_for(state="visible")
+            assert page.locator("input[name=q]:visible").count() == 1, name
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_text_contrast(page, name):
+    """At least 4.5:1 for running text, links and code in both modes (WCAG 2.1, AA)."""
+    page.open(name)
+    for mode in ["light", "dark"]:
+        page.evaluate("mode => { document.documentElement.dataset.theme = mode }", mode)
+        pairs = page.evaluate(COLOURS)
+        assert pairs
+        for what, text, ground in pairs:
+            ratio = contrast(colour(text), colour(ground))
+            assert ratio >= 4.5, f"{name}, {mode}: {what} has {ratio:.1f}:1 ({text} on {ground})"
+
+
+COLOURS = """() => {
+  const behind = (e) => { for (; e; e = e.parentElement) {
+    const c = getComputedStyle(e).backgroundColor;
+    if (!/(, 0\\)|transparent)/.test(c)) return c; } return "rgb(255, 255, 255)"; };
+  const seen = new Map();
+  for (const e of document.querySelectorAll("main *, #contents a, .here a")) {
+    if (e.closest("svg, math, .cell_output [style]") ||
+        e.closest("[class*='-Color']")) continue;
+    const own = [...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim());
+    if (!own || !e.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
+    if (e.matches("a.headerlink")) continue;
+    const key = getComputedStyle(e).color + "|" + behind(e);
+    if (!seen.has(key)) seen.set(key, [e.tagName + "." + e.className + " " +
+      e.textContent.trim().slice(0, 30), getComputedStyle(e).color, behind(e)]);
+  }
+  return [...seen.values()];
+}"""
+
+
+def colour(css):
+    return [float(number) for number in re.findall(r"[\d.]+", css)[:3]]
+
+
+def contrast(one, other):
+    def luminance(rgb):
+        parts = [c / 255 for c in rgb]
+        linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    light, dark = sorted([luminance(one), luminance(other)], reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("origin", ["file", "server"])
+def test_search_finds(browser, site, server, origin):
+    start = site.as_uri() if origin == "file" else server
+    with silent_page(browser, viewport=DESKTOP) as page:
+        page.goto(f"{start}/{PAGES[-3]}.html")
+        page.locator("input[name=q]:visible").fill("replicate")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#search-results li a")
+        page.wait_for_function("!/Searching/.test(document.querySelector('h2').textContent)")
+        assert "search.html?q=replicate" in page.url
+        assert page.locator("#search-results li a", has_text="Glossary").count() >= 1
+        excerpts = page.locator("#search-results p.context")
+        if origin == "server":
+            excerpts.first.wait_for()
+            assert "replicate" in " ".join(excerpts.all_inner_texts()).lower()
+        page.locator("#search-results li a", has_text="Glossary").first.click()
+        assert "book/glossary.html" in page.url
+
+
+def test_search_says_when_it_finds_nothing(page):
+    page.open("search")
+    page.locator("input[name=q]").fill("xylophones")
+    page.keyboard.press("Enter")
+    page.wait_for_function("/not match/.test(document.querySelector('#search-results').innerText)")
+
+
+def test_light_and_dark_can_be_switched_and_are_remembered(browser, server):
+    with silent_page(browser, viewport=DESKTOP, color_scheme="light") as page:
+        page.goto(f"{server}/{TOC['root']}.html")
+        before = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        page.locator("button.mode:visible").click()
+        after = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert sum(colour(after)) < sum(colour(before)) / 2
+        page.goto(f"{server}/book/glossary.html")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == after
+
+
+def test_contents_open_and_close_by_keyboard(browser, site):
+    with silent_page(browser, viewport=PHONE) as page:
+        page.goto(f"{site.as_uri()}/book/glossary.html")
+        menu = page.get_by_role("button", name="Contents")
+        menu.focus()
+        page.keyboard.press("Enter")
+        page.locator("#contents").wait_for(state="visible")
+        assert menu.get_attribute("aria-expanded") == "true"
+        page.keyboard.press("Escape")
+        page.locator("#contents").wait_for(state="hidden")
+        assert page.evaluate("document.activeElement.className") == "menu"
+
+
+@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
+def test_without_javascript(browser, site, viewport):
+    with silent_page(browser, viewport=viewport, java_script_enabled=False) as page:
+        for name in PAGES:
+            page.goto(f"{site.as_uri()}/{name}.html")
+            assert page.locator("main h1").first.is_visible(), name
+            assert page.locator("#contents a", has_text="Glossary").is_visible(), name
+            for picture in page.locator("main figure img, main figure svg").all():
+                assert picture.is_visible() and picture.bounding_box()["width"] > 50, name
+            assert page.locator("button.mode:visible, button.copy:visible").count() == 0, name
+
+
+def test_copy_button_copies_the_cell(browser, server):
+    with silent_page(browser, viewport=DESKTOP) as page:
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page.goto(f"{server}/{CHAPTERS[0]}.html")
+        page.locator("div.cell_input pre").first.hover()
+        page.locator("div.cell_input button.copy").first.click()
+        copied = page.evaluate("navigator.clipboard.readText()")
+        assert copied.startswith("import sys\n")
+        assert "Copy" not in copied
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_lead_somewhere(site, name):
+    source = site / f"{name}.html"
+    places = [target(source, link) for link in document(source).links]
+    assert places
+    for path, anchor in filter(None, places):
+        assert path.exists(), f"{name}: link to {path}, which is not there"
+        if anchor and path.suffix == ".html":
+            assert anchor in document(path).ids, f"{name}: no #{anchor} in {path.name}"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_images_say_what_they_show(site, name):
+    source = site / f"{name}.html"
+    for src, alt in document(source).images:
+        if "_static/mark.svg" in src:
+            assert alt == ""  # the title beside it says it
+            continue
+        assert alt and alt.strip(), f"{name}: {src} has no alt text"
+        assert not re.search(r"[/\\]|\.(png|svg|jpe?g)$", alt), f"{name}: alt text {alt!r}"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_weight(site, name):
+    """A page's own HTML under 300 KB without pictures; what it loads besides, under 200 KB."""
+    source = site / f"{name}.html"
+    own = re.sub(r"data:image/[^\"']+", "", source.read_text(encoding="utf-8"))
+    assert len(own.encode()) < 300_000
+    loads = [target(source, load)[0] for load in document(source).loads]
+    shared = sum(path.stat().st_size for path in loads if path.name != "searchindex.js")
+    assert shared < 200_000, f"{name} loads {shared} bytes"
+    assert name == "search" or not [p for p in loads if "search" in p.name]
+
+
+def test_formulas_are_drawn_without_a_script(page):
+    page.open("book/cheatsheet")
+    fractions = page.locator("main math mfrac")
+    assert fractions.count() >= 4
+    box = fractions.first.bounding_box()
+    assert box["height"] > 15, "a fraction stands in two rows"
+    assert "$" not in page.locator("main table").first.inner_text()
+
+
+def test_landing_picture_tells_the_truth(page):
+    """The bytes in the picture are those of a float32 array cut over eight devices."""
+    import numpy as np
+
+    page.open(TOC["root"])
+    said = page.locator("svg.landing").inner_html()
+    shape = [int(n) for n in re.search(r"W \[(\d+), (\d+)\] float32", said).groups()]
+    whole = np.zeros(shape, np.float32).nbytes
+    assert f"{whole:,} bytes<" in said
+    assert f"{whole // 8:,} bytes on each device" in said
+
+
+def config():
+    return yaml.safe_load((ROOT / "_config.yml").read_text())
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_each_chapter_can_be_downloaded(page, site, name):
+    page.open(name)
+    link = page.locator(".tools a[download]")
+    path, _ = target(site / f"{name}.html", link.get_attribute("href"))
+    assert path.read_bytes() == (ROOT / f"{name}.ipynb").read_bytes()
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_other_buttons_only_with_an_address(site, name):
+    shown = re.search(r'<div class="tools">(.*?)</div>', (site / f"{name}.html").read_text(), re.S)
+    names = re.findall(r">(\w+)</a>", shown[1])
+    address = config()["repository"]["url"]
+    assert names == (["Colab", "Notebook", "Source"] if address else ["Notebook"])
+
+
+def test_page_links():
+    from shardwise_book.site import page_links
+
+    colab = "https://colab.research.google.com"
+    assert page_links("", "main", colab, "chapters/x") == []
+    on_github = page_links("https://github.com/o/r", "main", colab, "chapters/x")
+    assert on_github == [
+        {"name": "Colab", "url": f"{colab}/github/o/r/blob/main/chapters/x.ipynb"},
+        {"name": "Source", "url": "https://github.com/o/r/blob/main/chapters/x.md"},
+    ]
+    elsewhere = page_links("https://example.org/o/r", "main", colab, "chapters/x")
+    assert [link["name"] for link in elsewhere] == ["Source"]  # Colab opens only GitHub
