@@ -1,8 +1,14 @@
-"""Runs one notebook in a fresh kernel of this interpreter, and says what went wrong where."""
+"""Runs one notebook in a fresh kernel of this interpreter, and says what went wrong where.
 
+`python execute.py chapters/*.ipynb` runs notebooks for nothing but their errors. That needs
+ipykernel and nbclient only, so that it works in environments that hold no Jupyter Book.
+"""
+
+import argparse
 import dataclasses
 import os
 import re
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -45,17 +51,20 @@ class Run:
 class ThisInterpreter(AsyncKernelManager):
     """Starts kernels with `sys.executable`, whatever a python3 kernelspec at home may say."""
 
+    arguments = ()  # more of them for the kernel's command line
+
     @property
     def kernel_spec(self):
         # Errors only: each kernel warns that its traffic on this machine is not encrypted.
-        command = make_ipkernel_cmd(extra_arguments=["--IPKernelApp.log_level=40"])
+        quiet = "--IPKernelApp.log_level=40"
+        command = make_ipkernel_cmd(extra_arguments=[quiet, *self.arguments])
         return KernelSpec(argv=command, display_name="Python 3", language="python")
 
 
-def run(notebook, name, environment=None):
+def run(notebook, name):
     """Execute a copy of `notebook` in an empty directory; `name` stands in messages.
 
-    The kernel's environment: ENVIRONMENT, over it this process's own, over it `environment`.
+    The kernel sees this process's environment, which wins over ENVIRONMENT.
     """
     notebook = nbformat.from_dict(notebook)
     lines = notebook.metadata.pop("source_map", None)
@@ -72,7 +81,7 @@ def run(notebook, name, environment=None):
     with tempfile.TemporaryDirectory() as empty:
         client.resources["metadata"] = {"path": empty}
         try:
-            client.execute(env=_environment(environment))
+            client.execute(env=_environment())
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             failure = _failure(name, notebook, current[0], lines, _reason(error))
         _clean(notebook, empty)
@@ -89,10 +98,10 @@ def describe(name, notebook, index, lines=None):
     return f"{name}: cell {number}{where} `{first.strip()}`"
 
 
-def _environment(more):
+def _environment():
     # A backend that a test or a shell asked for would leave the chapters without figures.
     inline = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
-    return {**ENVIRONMENT, **os.environ, **inline, **(more or {})}
+    return {**ENVIRONMENT, **os.environ, **inline}
 
 
 def _failure(name, notebook, index, lines, reason):
@@ -148,3 +157,28 @@ def _substitute(patterns, text):
 
 def _library():
     return str(Path(os.__file__).parent)
+
+
+def main(arguments=None):
+    """Run the named notebooks one after the other; exit status 1 where a cell of any failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("notebooks", nargs="+", type=Path)
+    parser.add_argument("--preload", metavar="MODULE", help="what the kernel has imported already")
+    options = parser.parse_args(arguments)
+    if options.preload:
+        ThisInterpreter.arguments = (f"--IPKernelApp.exec_lines=import {options.preload}",)
+    failed = 0
+    for path in options.notebooks:
+        result = run(nbformat.read(path, as_version=4), path.name)
+        print(
+            f"  {path.name}: {'FAILED' if result.failure else f'{result.seconds:.1f} s'}",
+            flush=True,
+        )
+        if result.failure:
+            print(result.failure, flush=True)
+            failed += 1
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

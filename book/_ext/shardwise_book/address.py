@@ -1,0 +1,93 @@
+"""The address of the repository that notebooks install from: `_config.yml` holds it, others repeat.
+
+`python -m shardwise_book.address URL` writes it wherever it stands; an empty URL unsets it.
+"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from . import pairs
+
+CONFIG = re.compile(r'^(repository:\n(?:  .*\n)*?  url: )"(.*)"$', re.M)
+PROJECT = re.compile(r'^\[project\.urls\]\nRepository = "(.*)"\n\n', re.M)
+BEFORE_TOOLS = re.compile(r"^(?=\[tool\.)", re.M)
+CITATION = re.compile(r'^repository-code: "(.*)"\n', re.M)
+CELL = re.compile(r'^(REPOSITORY = )"(.*)"(?=  # written by `make repo)', re.M)
+ADDRESS = re.compile(r"https://[\w.-]+(:\d+)?(/[\w.~-]+){2,}|file:///[\w./~-]+")
+
+
+def check(url):
+    """`url` without a closing slash or .git; ValueError where it is no address of a repository."""
+    plain = url.strip().removesuffix("/").removesuffix(".git")
+    if plain and not ADDRESS.fullmatch(plain):
+        raise ValueError(
+            f"URL={url!r} is no address of a repository: expected https://host/owner/name, as in "
+            "`make repo URL=https://github.com/owner/name`, or nothing, to unset it."
+        )
+    return plain
+
+
+def places(root):
+    """The address found in each file that holds or repeats it: "" where unset, None where lost."""
+    root = Path(root)
+    found = {"_config.yml": _first(CONFIG, root / "_config.yml", 2)}
+    found["pyproject.toml"] = _first(PROJECT, root / "pyproject.toml", 1) or ""
+    found["CITATION.cff"] = _first(CITATION, root / "CITATION.cff", 1) or ""
+    for source in pairs.chapters(root / "chapters"):
+        found[f"chapters/{source.name}"] = _first(CELL, source, 2)
+    return found
+
+
+def write(root, url):
+    """Put `url` into every place, and write the chapters' pairs.
+
+    ValueError names a place whose line for it is lost.
+    """
+    root, url = Path(root), check(url)
+    lost = [place for place, found in places(root).items() if found is None]
+    if lost:
+        raise ValueError(
+            f'{", ".join(lost)}: the line for the address is lost: expected `url: ""` under '
+            "`repository:` in _config.yml, and the first cell of the other chapters in a chapter."
+        )
+    _rewrite(root / "_config.yml", CONFIG, rf'\g<1>"{url}"')
+    block = f'[project.urls]\nRepository = "{url}"\n\n' if url else ""
+    _rewrite(root / "pyproject.toml", PROJECT, "")
+    _rewrite(root / "pyproject.toml", BEFORE_TOOLS, block)
+    _rewrite(root / "CITATION.cff", CITATION, "")
+    _rewrite(root / "CITATION.cff", re.compile(r"\Z"), f'repository-code: "{url}"\n' if url else "")
+    for source in pairs.chapters(root / "chapters"):
+        _rewrite(source, CELL, rf'\g<1>"{url}"')
+    pairs.sync(root / "chapters")
+    return url
+
+
+def main(arguments=None):
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="make repo URL=...", description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("--root", type=Path, default=Path("."))
+    options = parser.parse_args(arguments)
+    try:
+        url = write(options.root, options.url)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"Notebooks install from {url}." if url else "No address: no launch buttons.")
+    return 0
+
+
+def _first(pattern, path, group):
+    match = pattern.search(path.read_text(encoding="utf-8"))
+    return match and match.group(group)
+
+
+def _rewrite(path, pattern, replacement):
+    text = path.read_text(encoding="utf-8")
+    path.write_text(pattern.sub(replacement, text, count=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

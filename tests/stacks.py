@@ -1,0 +1,196 @@
+"""Runs all chapters and tests on three stacks: `make stacks`, or `python tests/stacks.py colab`.
+
+Each stack has an environment of its own in .stacks, made with an interpreter found on the PATH or
+where pyenv and uv keep theirs. A stack that cannot be run is named, and the exit status is then 1,
+as after a failure; `--allow-missing` makes it 0. `--env colab=/path/to/python` takes an environment
+that exists, as it is. The site's own tests do not run here: they test pages, not a stack.
+"""
+
+import argparse
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RUNNER = ROOT / "book/_ext/shardwise_book/execute.py"
+SITE_TESTS = ["tests/test_site.py", "tests/test_build.py"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Its Pythons, the best first, and the requirements file that makes its environment."""
+
+    pythons: tuple
+    requirements: str
+
+
+STACKS = {
+    "newest": Stack(("3.13", "3.12"), "requirements.txt"),
+    "python3.11": Stack(("3.11",), "requirements.txt"),
+    "colab": Stack(("3.13",), "tests/colab.txt"),
+}
+
+
+def interpreter(version):
+    """The path of a Python `version` that can make environments, or None."""
+    home = Path.home()
+    pyenv = Path(os.environ.get("PYENV_ROOT", home / ".pyenv"))
+    uv = Path(os.environ.get("UV_PYTHON_INSTALL_DIR", home / ".local/share/uv/python"))
+    candidates = [Path(folder, f"python{version}") for folder in os.get_exec_path()]
+    candidates += sorted(pyenv.glob(f"versions/{version}.*/bin/python"), reverse=True)
+    candidates += sorted(uv.glob(f"cpython-{version}.*/bin/python{version}"), reverse=True)
+    probe = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
+    for path in filter(Path.exists, candidates):
+        ran = subprocess.run([path, "-c", probe], capture_output=True, text=True)
+        if ran.stdout.strip() == version:
+            return path
+    return None
+
+
+def environment(name, stack):
+    """The interpreter of the stack's environment, made or brought up to date; None without one.
+
+    subprocess.CalledProcessError where pip fails.
+    """
+    found = next(filter(None, map(interpreter, stack.pythons)), None)
+    if found is None:
+        return None
+    folder, pins = ROOT / ".stacks" / name, (ROOT / stack.requirements).read_text()
+    ready, state = folder / "ready", f"{ROOT}\n{found}\n{pins}"
+    python = folder / "bin/python"
+    if not ready.exists() or ready.read_text() != state:
+        say(f"{name}: making its environment with {found}")
+        shutil.rmtree(folder, ignore_errors=True)
+        check([found, "-m", "venv", folder])
+        check([python, "-m", "pip", "install", "--quiet", "-r", ROOT / stack.requirements])
+        ready.write_text(state)
+    return python
+
+
+def chapters_here(python):
+    """Execute every chapter; warnings of deprecation from our code and the cells are errors."""
+    notebooks = sorted((ROOT / "chapters").glob("*.ipynb"))
+    modules = ["__main__", *map(module_name, sorted((ROOT / "src").rglob("*.py")))]
+    errors = ",".join(f"error::DeprecationWarning:{module}" for module in modules)
+    settings = {"PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": errors}
+    return succeeds([python, RUNNER, *notebooks], settings)
+
+
+def chapters_as_on_colab(python):
+    """Execute every notebook alone: its first cell installs the package from a clone.
+
+    What is installed before must be there afterwards, in the same version.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        clone, standin = Path(folder, "shardwise"), Path(folder, "standin")
+        publish(clone)
+        (standin / "google/colab").mkdir(parents=True)
+        for module in ["__init__.py", "output.py"]:  # JAX imports the second where it sees Colab
+            (standin / "google/colab" / module).touch()
+        before, passed = installed(python), True
+        for notebook in sorted((clone / "chapters").glob("*.ipynb")):
+            command = [python, RUNNER, "--preload", "google.colab", notebook]
+            passed &= succeeds(command, {"PYTHONPATH": str(standin)})
+            after = installed(python)
+            added = after.pop("shardwise", None)
+            if added is None or after != before:
+                changed = sorted(set(before.items()) ^ set(after.items()))
+                say(f"  {notebook.name}: installed shardwise {added}, and changed {changed}")
+                passed = False
+            check([python, "-m", "pip", "uninstall", "--quiet", "--yes", "shardwise"])
+    return passed
+
+
+def publish(clone):
+    """A repository at `clone` with this working tree, whose notebooks install from itself."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, clone / name)
+    module = [sys.executable, "-m", "shardwise_book.address", clone.as_uri()]
+    check(module, cwd=clone, env={**os.environ, "PYTHONPATH": str(clone / "book/_ext")})
+    author = ["-c", "user.name=stacks", "-c", "user.email=stacks@localhost"]
+    for command in [["init", "-q"], ["add", "-A"], [*author, "commit", "-q", "-m", "As it is"]]:
+        check(["git", *command], cwd=clone)
+
+
+def tests(python):
+    """Run all tests but the site's."""
+    ignored = [f"--ignore={path}" for path in SITE_TESTS]
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *ignored]
+    return succeeds(command, {"PYTHONPATH": str(ROOT / "src")})
+
+
+def run(name, python):
+    """Chapters, then tests, on one stack; what to print of each."""
+    chapters = chapters_as_on_colab if name == "colab" else chapters_here
+    verdicts = []
+    for part, action in [("chapters", chapters), ("tests", tests)]:
+        say(f"{name}: {part}")
+        verdicts.append(f"{part} {'pass' if action(python) else 'FAIL'}")
+    return ", ".join(verdicts)
+
+
+def main(arguments=None):
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(STACKS), metavar="stack")
+    parser.add_argument("--allow-missing", action="store_true")
+    parser.add_argument("--env", action="append", default=[], metavar="STACK=PYTHON")
+    options = parser.parse_args(arguments)
+    unknown = sorted(set(options.names) - set(STACKS))
+    if unknown:
+        parser.error(f"no stack {', '.join(unknown)}: there are {', '.join(STACKS)}")
+    given, verdicts = dict(item.split("=", 1) for item in options.env), {}
+    for name in options.names:
+        try:
+            python = given.get(name) or environment(name, STACKS[name])
+            verdicts[name] = run(name, python) if python else missing(STACKS[name])
+        except subprocess.CalledProcessError as error:
+            verdicts[name] = f"FAIL: {' '.join(map(str, error.cmd))} exited {error.returncode}"
+    say("\nStacks", *(f"  {name:<11} {verdict}" for name, verdict in verdicts.items()), sep="\n")
+    bad = ["FAIL"] if options.allow_missing else ["FAIL", "not run"]
+    return int(any(word in verdict for verdict in verdicts.values() for word in bad))
+
+
+def missing(stack):
+    """Why a stack was not run, and what to do."""
+    wanted = " or ".join(stack.pythons)
+    return (
+        f"not run: no Python {wanted} with venv on the PATH, nor where pyenv and uv keep theirs: "
+        f"install one, for example with `uv python install {stack.pythons[0]}`"
+    )
+
+
+def installed(python):
+    """Versions by package name, as pip sees them."""
+    command = [python, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return dict(line.split("==", 1) for line in listed.split() if "==" in line)
+
+
+def module_name(path):
+    parts = path.relative_to(ROOT / "src").with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def succeeds(command, settings):
+    return subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}).returncode == 0
+
+
+def check(command, **settings):
+    subprocess.run(command, check=True, **settings)
+
+
+def say(*lines, sep="\n"):
+    print(*lines, sep=sep, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
