@@ -75,7 +75,8 @@ def batches(batch, seq_len, seed=0, split="train", process_index=0, process_coun
         mask = (np.arange(seq_len) < real).astype(np.float32)
         return {"tokens": padded[:-1], "targets": padded[1:], "mask": mask}
 
-    rows = grain.MapDataset.range(len(document)).shuffle(seed=seed).repeat()
+    epochs = 2**20  # endless for all purposes; Grain's own endless repeat overflows on batch 1
+    rows = grain.MapDataset.range(len(document)).shuffle(seed=seed).repeat(epochs)
     share = rows[process_index::process_count].map(window).batch(batch // process_count)
     few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     return iter(share.to_iter_dataset(few))

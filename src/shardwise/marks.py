@@ -12,8 +12,9 @@ so a `jax.jit` cached without them does not see them: bind inside the function b
 
 import contextlib
 import contextvars
+import types
 
-_MEANINGS = contextvars.ContextVar("shardwise_marks", default={})
+_MEANINGS = contextvars.ContextVar("shardwise_marks", default=types.MappingProxyType({}))
 
 
 def constrain(x, name):
@@ -45,7 +46,7 @@ def bind(**meanings):
     known = {"constrain", "use", "stage_boundary"}
     if unknown := set(meanings) - known:
         raise ValueError(f"marks.bind: no such mark {sorted(unknown)}; there are {sorted(known)}.")
-    token = _MEANINGS.set(_MEANINGS.get() | meanings)
+    token = _MEANINGS.set({**_MEANINGS.get(), **meanings})
     try:
         yield
     finally:

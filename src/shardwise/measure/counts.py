@@ -96,8 +96,9 @@ class Collectives(Mapping):
         if not self:
             return "<p>no collectives</p>"
         head = "".join(f'<th scope="col">{html.escape(title)}</th>' for title in _COLUMNS)
+        cell = '<td style="text-align:right">{}</td>'.format
         body = "".join(
-            f'<tr><th scope="row">{kind}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+            f'<tr><th scope="row">{kind}</th>{"".join(map(cell, cells))}</tr>'
             for kind, *cells in self._rows()
         )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

@@ -7,7 +7,7 @@ from .program import Array, Computation, Instruction, Program
 
 _COMMENT = re.compile(r"/\*.*?\*/")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? ?\{$")
-_ASSIGNMENT = re.compile(r"\s+(ROOT )?%?([^\s=]+) = (.*)$")
+_ASSIGNMENT = re.compile(r"\s*(ROOT )?%?([^\s=]+) = (.*)$")
 _OPCODE = re.compile(r" ?([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[()\[\]{},]')
@@ -53,7 +53,7 @@ def _instruction(line):
         raise ValueError(f"measure: this line of the HLO is no instruction: {line.strip()!r}")
     is_root, name, rest = assignment.groups()
     # A tuple's type stands in parentheses and holds spaces; any other type holds none.
-    end = _closing(rest) if rest.startswith("(") else rest.index(" ")
+    end = _closing(rest) if rest.startswith("(") else len(rest.partition(" ")[0])
     opcode = _OPCODE.match(rest, end)
     if opcode is None:
         raise ValueError(f"measure: no opcode in this line of the HLO: {line.strip()!r}")

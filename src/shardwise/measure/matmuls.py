@@ -6,19 +6,23 @@ import re
 import jax
 
 from . import hlo
-from .program import Program, trace
+from .program import Program
 from .trips import executed
+
+# Targets of custom calls that multiply matrices, or are kernels that nobody can look into.
+_PRODUCTS = r"gemm|matmul|dot|conv(?!ert)|fmha|triton|mosaic|tpu_custom_call"
 
 
 def flops(compiled):
-    """FLOPs that one device performs in the products and convolutions of a compiled program.
+    """FLOPs that one device performs in the matrix products and convolutions of a program.
 
     A product is 2 × output elements × contracted size, a convolution the same over the kernel's
-    positions that meet data. Products count where they stand, in fusions and library calls too,
-    times the trips of the loops around them: the same for a scanned and an unrolled model. What
-    the backend turns into elementwise code is seen where it still sums what was contracted (an
-    inner product), not where nothing was (an outer product). Elementwise work, Fourier transforms
-    and solvers are not counted. Of a conditional's branches the one with most counts.
+    positions that meet data. They count where they stand, in fusions and library calls too, times
+    the trips of the loops around them: the same for a scanned and an unrolled model. Of a
+    conditional's branches the one with most counts.
+
+    Not counted: elementwise work, among it inner products (neither side has an axis of its own)
+    and outer ones (nothing is contracted), which some backends compile to it; transforms; solvers.
 
     Raises:
       TypeError: `compiled` is no `jax.stages.Compiled`.
@@ -31,38 +35,42 @@ def flops(compiled):
             f"measure.flops takes a compiled program, and got {type(compiled).__name__}; pass "
             f"jax.jit(f).lower(*args).compile(). (FLOPs per device are known only then.)"
         )
-    found = executed(compiled, lambda frame, op: _read(compiled, frame, op))
+    found = executed(compiled, _read)
     return sum(count * times for count, times in found)
 
 
-def _read(program, frame, op):
+def _read(frame, op):
     if op.opcode == "dot":
-        return _dot(frame, op, _numbers(op.attributes["lhs_contracting_dims"]))
+        return _dot(
+            frame, op, op.attributes["lhs_contracting_dims"], op.attributes.get("lhs_batch_dims")
+        )
     if op.opcode == "convolution":
         return _convolution(frame, op)
     if op.opcode == "custom-call":
         return _library(frame, op)
-    if op.opcode == "reduce" and '/dot_general"' in op.attributes.get("metadata", ""):
-        return 2 * _summed(program, frame, op).elements
     if op.opcode in ("ragged-dot", "scaled-dot"):
         raise ValueError(_unreadable(op, op.opcode))
     return None
 
 
-def _dot(frame, op, contracted):
-    left = frame.operands(op)[0]
-    return 2 * op.arrays[0].elements * math.prod(left.dims[i] for i in contracted)
+def _dot(frame, op, contracted, batch):
+    sizes = frame.operands(op)[0].dims
+    out = op.arrays[0].elements
+    contracted, batch = (
+        math.prod(sizes[int(i)] for i in re.findall(r"\d+", axes or ""))
+        for axes in (contracted, batch)
+    )
+    return 2 * out * contracted if contracted > 1 and out > batch else None
 
 
 def _library(frame, op):
     """A call into a vendor's library: one that carries a product's dimensions, or no product."""
     target = op.attributes.get("custom_call_target", "").strip('"')
-    dims = re.search(
-        r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', op.attributes.get("backend_config", "")
-    )
-    if dims:
-        return _dot(frame, op, _numbers(dims[1]))
-    if re.search(r"gemm|matmul|dot|conv|fmha|blas|dnn", target, re.IGNORECASE):
+    config = op.attributes.get("backend_config", "")
+    dims = dict(re.findall(r'"lhs_(contracting|batch)_dimensions":\s*\[([^\]]*)\]', config))
+    if "contracting" in dims:
+        return _dot(frame, op, dims["contracting"], dims.get("batch"))
+    if re.search(_PRODUCTS, target, re.IGNORECASE):
         raise ValueError(_unreadable(op, target))
     return None
 
@@ -73,12 +81,6 @@ def _unreadable(op, what):
         f"dot, convolution, and library calls that state their contracted dimensions. Count a "
         f"program compiled for CPU, or the part around it by itself."
     )
-
-
-def _summed(program, frame, op):
-    """The array of products that a reduce adds up, before a first pass has shortened it."""
-    at, source = trace(program, frame, op.operands[0])
-    return at.operands(source)[0] if source.opcode == "reduce-window" else source.arrays[0]
 
 
 def _convolution(frame, op):
@@ -114,7 +116,3 @@ def _meeting(data, kernel, out, stride, pad, data_dilation, kernel_dilation):
         o * int(stride) + k * int(kernel_dilation) - low for o in range(out) for k in range(kernel)
     )
     return sum(0 <= p <= (data - 1) * spacing and p % spacing == 0 for p in places)
-
-
-def _numbers(text):
-    return [int(number) for number in re.findall(r"\d+", text)]

@@ -81,11 +81,20 @@ class Frame:
     site: Instruction | None = None
 
     def find(self, name):
-        """The instruction called `name` and its frame: here, or in a region around this one."""
+        """The instruction called `name` and its frame: here, or in a region around this one.
+
+        Raises:
+          ValueError: there is none.
+        """
         frame = self
-        while name not in frame.computation.instructions:
+        while frame is not None:
+            if name in frame.computation.instructions:
+                return frame, frame.computation.instructions[name]
             frame = frame.caller
-        return frame, frame.computation.instructions[name]
+        raise ValueError(
+            f"measure: {self.computation.name} uses {name}, which no instruction defines; expected "
+            f"a whole module, as compiled.as_text() prints it."
+        )
 
     def operands(self, op):
         """The arrays that `op` reads."""

@@ -1,0 +1,109 @@
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise import data
+
+
+def take(n, *args, **kwargs):
+    return list(itertools.islice(data.batches(*args, **kwargs), n))
+
+
+def assert_same(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.keys() == b.keys() == {"tokens", "targets", "mask"}
+        for name in a:
+            np.testing.assert_array_equal(a[name], b[name])
+
+
+def test_splits_share_no_document_and_validation_is_about_a_tenth():
+    train, validation = data.corpus("train"), data.corpus("validation")
+    assert not {t.tobytes() for t in train} & {v.tobytes() for v in validation if v.size > 99}
+    assert 0.03 < len(validation) / (len(train) + len(validation)) < 0.2
+
+
+@settings(max_examples=8)
+@given(batch=st.integers(1, 9), seq_len=st.integers(1, 300), seed=st.integers(0, 99))
+def test_batches_are_real_text_shifted_by_one_and_padded_at_the_end(batch, seq_len, seed):
+    corpus = b"\0\0".join(text.tobytes() for text in data.corpus())
+    for b in take(2, batch, seq_len, seed=seed):
+        assert {k: (v.shape, v.dtype.name) for k, v in b.items()} == {
+            "tokens": ((batch, seq_len), "int32"),
+            "targets": ((batch, seq_len), "int32"),
+            "mask": ((batch, seq_len), "float32"),
+        }
+        for tokens, targets, mask in zip(b["tokens"], b["targets"], b["mask"], strict=True):
+            real = int(mask.sum())
+            assert 1 <= real and (mask[:real] == 1).all() and not targets[real:].any()
+            np.testing.assert_array_equal(tokens[1:real], targets[: real - 1])
+        real = int(b["mask"][0].sum())
+        assert bytes([b["tokens"][0, 0], *b["targets"][0, :real]]) in corpus
+
+
+def test_one_epoch_predicts_every_byte_once():
+    seq_len = 4096
+    texts = data.corpus("validation")
+    windows = sum(-(-(t.size - 1) // seq_len) for t in texts)
+    epoch = take(windows, 1, seq_len, split="validation")
+    assert sum(b["mask"].sum() for b in epoch) == sum(t.size - 1 for t in texts)
+    assert any(b["mask"].min() == 0 for b in epoch)
+    counted = np.zeros(256, int)
+    for b in epoch:
+        counted += np.bincount(b["targets"][b["mask"] == 1], minlength=256)
+    np.testing.assert_array_equal(
+        counted, sum(np.bincount(t[1:], minlength=256).astype(int) for t in texts)
+    )
+
+
+def test_the_seed_decides_and_nothing_else():
+    assert_same(take(3, 4, 32, seed=1), take(3, 4, 32, seed=1))
+    assert (take(1, 4, 32, seed=1)[0]["tokens"] != take(1, 4, 32, seed=2)[0]["tokens"]).any()
+
+
+def test_the_position_can_be_saved_and_restored():
+    batches = data.batches(4, 32)
+    next(batches)
+    position = batches.get_state()
+    ahead = list(itertools.islice(batches, 3))
+    batches.set_state(position)
+    assert_same(itertools.islice(batches, 3), ahead)
+    fresh = data.batches(4, 32)
+    fresh.set_state(position)
+    assert_same(itertools.islice(fresh, 3), ahead)
+
+
+@settings(max_examples=6)
+@given(processes=st.sampled_from([1, 2, 3, 4]), rows=st.integers(1, 3))
+def test_processes_share_each_global_batch(processes, rows):
+    batch = processes * rows
+    whole = take(3, batch, 16)
+    shares = [
+        take(3, batch, 16, process_index=p, process_count=processes) for p in range(processes)
+    ]
+    for step, one in enumerate(whole):
+        for p in range(processes):
+            assert_same([shares[p][step]], [{k: v[p::processes] for k, v in one.items()}])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch": 6, "process_count": 4}, r"batch=6.*process_count=4; use a multiple of 4"),
+        ({"batch": 0}, r"batch=0.*must be positive"),
+        ({"seq_len": 0}, r"seq_len=0.*must be positive"),
+        ({"process_index": 2, "process_count": 2}, r"process_index=2 below"),
+        ({"split": "test"}, r"'test'; expected 'train' or 'validation'"),
+    ],
+)
+def test_errors_say_what_would_do(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        data.batches(**{"batch": 4, "seq_len": 8, **arguments})
+
+
+def test_a_python_without_library_sources_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda _: str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="ships it unzipped"):
+        data.corpus.__wrapped__("train")

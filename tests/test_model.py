@@ -1,0 +1,164 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise import marks, model
+
+SMALL = model.Config(vocab=17, embed=12, layers=4, heads=4, kv_heads=2, head_dim=6, mlp=20)
+
+
+def decoder(config, seed=0):
+    return model.Decoder(config, rngs=nnx.Rngs(seed))
+
+
+def tokens(config, shape=(2, 7)):
+    return jax.random.randint(jax.random.key(1), shape, 0, config.vocab)
+
+
+def loss_and_grad(config, **call):
+    graphdef, params = nnx.split(decoder(config))
+    weights = jax.random.normal(jax.random.key(2), (2, 7, config.vocab))
+
+    def loss(params):
+        return jnp.sum(weights * nnx.merge(graphdef, params)(tokens(config), **call))
+
+    return jax.jit(jax.value_and_grad(loss))(params)
+
+
+@given(st.data())
+@settings(max_examples=12)
+def test_shapes_for_random_configs(draw):
+    n = functools.partial(lambda a, b: draw.draw(st.integers(a, b)))
+    kv_heads, stages = n(1, 3), n(1, 2)
+    config = model.Config(
+        vocab=n(2, 30), embed=n(1, 20), layers=stages * n(1, 2), heads=kv_heads * n(1, 3),
+        kv_heads=kv_heads, head_dim=2 * n(1, 4), mlp=n(1, 20), stages=stages,
+    )  # fmt: skip
+    logits = jax.eval_shape(lambda: decoder(config)(tokens(config, (3, 5))))
+    assert logits.shape == (3, 5, config.vocab) and logits.dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"scan": False}, {"remat": True}, {"stages": 2}, {"stages": 4, "scan": False, "remat": True}],
+)
+def test_how_it_runs_does_not_change_what_it_computes(changes):
+    ours = loss_and_grad(dataclasses.replace(SMALL, **changes))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(loss_and_grad(SMALL)), strict=True):
+        # The same sums in another order: a few units in the last place of float32.
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_needs_a_key_and_depends_on_nothing_else():
+    config = dataclasses.replace(SMALL, dropout=0.5)
+    net = decoder(config)
+    off = net(tokens(config))
+    np.testing.assert_array_equal(off, decoder(SMALL)(tokens(SMALL)))
+    on = net(tokens(config), jax.random.key(0))
+    assert jnp.abs(on - off).max() > 0.1
+    loop = decoder(dataclasses.replace(config, scan=False))(tokens(config), jax.random.key(0))
+    np.testing.assert_allclose(on, loop, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_keeps_the_mean():
+    x = jnp.ones((100, 100))
+    dropped = model.drop(x, 0.25, jax.random.key(0))
+    assert set(np.unique(dropped).round(4)) == {0.0, np.float32(4 / 3).round(4)}
+    # 10,000 draws: the mean's standard deviation is 0.006.
+    assert abs(dropped.mean() - 1) < 0.03
+
+
+def test_attention_is_causal():
+    net = decoder(SMALL)
+    seq = tokens(SMALL, (1, 9))
+    changed = seq.at[0, 5].set((seq[0, 5] + 1) % SMALL.vocab)
+    before, after = net(seq), net(changed)
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert jnp.abs(before[:, 5:] - after[:, 5:]).max(axis=(0, 2)).min() > 0
+
+
+def test_grouped_queries_agree_with_jax():
+    key = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(key[0], (2, 5, 6, 4))
+    k, v = (jax.random.normal(i, (2, 5, 2, 4)) for i in key[1:])
+    theirs = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    np.testing.assert_allclose(model.attend(q, k, v), theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_rotary_scores_depend_on_distance_only():
+    q, k = jax.random.normal(jax.random.key(0), (2, 8))
+    same = lambda x: jnp.broadcast_to(x[None, None, None, :], (1, 10, 1, 8))  # noqa: E731
+    scores = jnp.einsum("bshd,bthd->st", model.rotary(same(q)), model.rotary(same(k)))
+    for distance in range(10):
+        diagonal = jnp.diagonal(scores, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(scores[0, 0], q @ k, rtol=1e-5)
+
+
+def test_every_parameter_names_its_logical_axes():
+    _, params = nnx.split(decoder(SMALL))
+    sizes = {"layers": SMALL.layers, "vocab": SMALL.vocab} | {
+        name: getattr(SMALL, name) for name in ("embed", "heads", "kv_heads", "head_dim", "mlp")
+    }
+    leaves = nnx.to_flat_state(params)
+    for path, leaf in leaves:
+        names = leaf.get_metadata()["logical_axes"]
+        names = ("layers", *names) if path[0] == "blocks" else names
+        assert leaf.shape == tuple(sizes[name] for name in names), path
+    assert ("blocks", "q", "kernel") in {path for path, _ in leaves}
+
+
+def test_compute_dtype_is_separate_from_parameter_dtype():
+    config = dataclasses.replace(SMALL, dtype=jnp.bfloat16)
+    net = decoder(config)
+    assert {a.dtype.name for a in jax.tree.leaves(nnx.split(net)[1])} == {"float32"}
+    seen = []
+    with marks.bind(constrain=lambda x, name: seen.append((name, x.dtype.name)) or x):
+        logits = net(tokens(config))
+    assert set(seen) == {
+        ("embedding", "bfloat16"), ("attention", "bfloat16"), ("mlp", "bfloat16"),
+        ("logits", "float32"),
+    }  # fmt: skip
+    exact = decoder(SMALL)(tokens(SMALL))
+    # bfloat16 keeps 8 bits: a relative error of about 2^-8 for each of a few roundings.
+    assert jnp.abs(logits - exact).max() < 0.05 * jnp.abs(exact).max()
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_marks_stand_where_the_layers_and_stages_meet(scan):
+    config = dataclasses.replace(SMALL, stages=2, scan=scan)
+    count = dict.fromkeys(["use", "stage_boundary"], 0)
+
+    def counted(name):
+        def meaning(x):
+            count[name] += 1
+            return x
+
+        return meaning
+
+    with marks.bind(**{name: counted(name) for name in count}):
+        decoder(config)(tokens(config))
+    assert count["stage_boundary"] == config.stages - 1
+    # A scan's body is traced once, however many layers and stages run it.
+    assert count["use"] >= (1 if scan else config.layers)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"heads": 3, "kv_heads": 2}, "heads=3 must be a multiple of kv_heads=2"),
+        ({"layers": 3, "stages": 2}, "layers=3 must be a multiple of stages=2"),
+        ({"head_dim": 5}, "head_dim=5 must be even"),
+        ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
+    ],
+)
+def test_a_config_that_cannot_be_built_says_why(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        model.Config(**wrong)

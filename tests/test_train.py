@@ -1,0 +1,117 @@
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise import data, mesh, model, train
+
+CONFIG = model.Config(embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=24)
+GRAPHDEF, PARAMS = nnx.split(model.Decoder(CONFIG, rngs=nnx.Rngs(0)))
+LOSS = functools.partial(train.loss, graphdef=GRAPHDEF)
+MEAN_AND_GRAD = jax.jit(train.value_and_grad(LOSS))
+
+
+def fresh():
+    return jax.tree.map(jnp.copy, PARAMS)
+
+
+def assert_close(ours, theirs, rtol=1e-4, atol=1e-6):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
+
+
+def padded(rows, seed=0):
+    """Real batches with a random padding, one row wholly masked."""
+    batch = next(data.batches(rows, 16, seed=seed))
+    real = np.random.default_rng(seed).integers(0, 17, rows)
+    return batch | {"mask": (np.arange(16)[None, :] < real[:, None]).astype(np.float32)}
+
+
+def test_the_loss_is_the_log_probability_of_each_real_target():
+    batch = padded(3)
+    total, count = LOSS(PARAMS, batch)
+    probabilities = jax.nn.softmax(nnx.merge(GRAPHDEF, PARAMS)(batch["tokens"]), axis=-1)
+    expected = 0.0
+    for i, j in itertools.product(range(3), range(16)):
+        if batch["mask"][i, j]:
+            expected -= float(jnp.log(probabilities[i, j, batch["targets"][i, j]]))
+    np.testing.assert_allclose(total, expected, rtol=1e-5)
+    assert count == batch["mask"].sum()
+
+
+def test_a_decoder_and_its_state_give_the_same():
+    batch = padded(2)
+    assert_close(train.loss(nnx.merge(GRAPHDEF, PARAMS), batch), LOSS(PARAMS, batch))
+
+
+@given(rows=st.integers(1, 4), microbatches=st.integers(1, 3), seed=st.integers(0, 99))
+@settings(max_examples=4)
+def test_accumulation_and_padding_are_exact(rows, microbatches, seed):
+    batch = padded(rows * microbatches, seed)
+    one = MEAN_AND_GRAD(PARAMS, batch)
+    parts = jax.jit(train.value_and_grad(LOSS, microbatches))(PARAMS, batch)
+    assert_close(parts, one)
+    more = {k: np.concatenate([v, np.ones_like(v)]) for k, v in batch.items()}
+    more["mask"][len(batch["mask"]) :] = 0
+    assert_close(MEAN_AND_GRAD(PARAMS, more), one)
+
+
+def test_nothing_but_padding_is_a_loss_of_zero():
+    batch = padded(2)
+    batch["mask"] = np.zeros_like(batch["mask"])
+    mean, grads = MEAN_AND_GRAD(PARAMS, batch)
+    assert mean == 0 and all(not g.any() for g in jax.tree.leaves(grads))
+
+
+def test_rows_that_do_not_split_are_named():
+    with pytest.raises(ValueError, match="5 rows does not split into 2 microbatches; pad"):
+        train.value_and_grad(LOSS, 2)(PARAMS, padded(5))
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), train.optimizer(), optax.adafactor(1e-2)])
+def test_step_is_optax_and_donates(tx):
+    batch = padded(4)
+    params, opt_state = fresh(), tx.init(PARAMS)
+    after, _, mean = train.step(LOSS, tx)(params, opt_state, batch)
+    expected, grads = MEAN_AND_GRAD(PARAMS, batch)
+    updates, _ = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
+    np.testing.assert_allclose(mean, expected, rtol=1e-6)
+    assert_close(after, optax.apply_updates(PARAMS, updates), atol=1e-4)
+    assert all(a.is_deleted() for a in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_sharded_batch_gives_the_same_steps(microbatches):
+    along = jax.sharding.NamedSharding(mesh.make(data=-1), jax.sharding.PartitionSpec("data"))
+    whole = jax.sharding.NamedSharding(along.mesh, jax.sharding.PartitionSpec())
+    losses = {}
+    for name, rows, weights in [("one", None, None), ("eight", along, whole)]:
+        tx = optax.sgd(0.1)
+        params = jax.device_put(fresh(), weights)
+        opt_state = jax.device_put(tx.init(params), weights)
+        step = train.step(LOSS, tx, microbatches)
+        losses[name] = []
+        for seed in range(3):
+            params, opt_state, mean = step(
+                params, opt_state, jax.device_put(padded(16, seed), rows)
+            )
+            losses[name].append(mean)
+    np.testing.assert_allclose(losses["eight"], losses["one"], rtol=1e-5)
+
+
+def test_training_beats_guessing_by_frequency():
+    batches = data.batches(8, 64)
+    params, tx = fresh(), train.optimizer(peak=3e-2, steps=80)
+    opt_state, step = tx.init(params), train.step(LOSS, tx)
+    for _ in range(80):
+        params, opt_state, mean = step(params, opt_state, next(batches))
+    frequency = sum(np.bincount(t, minlength=256) for t in data.corpus()) + 1
+    unigram = -np.sum(frequency / frequency.sum() * np.log(frequency / frequency.sum()))
+    assert mean < unigram
