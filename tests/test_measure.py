@@ -1,0 +1,363 @@
+"""What is measured in compiled programs whose content is known, and in arrays and calls."""
+
+import functools
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import measure, mesh, model, train
+from shardwise.measure import timing
+
+
+def compiled(f, *args, **options):
+    return jax.jit(f, **options).lower(*args).compile()
+
+
+def shape(*sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+# --- FLOPs
+
+
+@settings(max_examples=12)
+@given(*[st.integers(1, 40)] * 4)
+def test_flops_of_one_batched_product(batch, m, n, k):
+    program = compiled(
+        lambda x, y: jnp.einsum("bmk,bkn->bmn", x, y), shape(batch, m, k), shape(batch, k, n)
+    )
+    # Inner and outer products become elementwise code on some stacks, and count on none.
+    matrices = k > 1 and m * n > 1
+    assert measure.flops(program) == (2 * batch * m * k * n if matrices else 0)
+    if matrices:
+        assert measure.flops(program) == program.cost_analysis()["flops"]
+
+
+def chain(x, weights):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+
+def unrolled(x, weights):
+    return functools.reduce(lambda x, w: jnp.tanh(x @ w), weights, x)
+
+
+@settings(max_examples=4)
+@given(st.integers(1, 6), st.integers(2, 20), st.integers(2, 20))
+def test_flops_of_a_scan_are_those_of_the_unrolled_loop(trips, rows, size):
+    args = shape(rows, size), shape(trips, size, size)
+    for f, passes in ((lambda f: f, 1), (lambda f: jax.grad(lambda *a: f(*a).sum(), (0, 1)), 3)):
+        expected = passes * trips * 2 * rows * size**2
+        assert measure.flops(compiled(f(chain), *args)) == expected
+        assert measure.flops(compiled(f(unrolled), *args)) == expected
+
+
+def nested(x, weights):
+    return jax.lax.scan(lambda x, _: (chain(x, weights), None), x, None, length=3)[0]
+
+
+def counted(x, weights):
+    return jax.lax.fori_loop(2, 9, lambda i, x: jnp.tanh(x @ weights[0]), x)
+
+
+def branched(x, weights):
+    one, two = (lambda x: x @ weights[0]), (lambda x: x @ weights[0] @ weights[1])
+    return jax.lax.cond(x[0, 0] > 0, two, one, x)
+
+
+def recomputed(x, weights):
+    """Per trip: the product, the same again in the backward pass, and two for the gradients."""
+    body = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w), None))
+    return jax.grad(lambda *a: jax.lax.scan(body, *a)[0].sum(), (0, 1))(x, weights)
+
+
+@pytest.mark.parametrize(
+    ("f", "products"), [(nested, 15), (counted, 7), (branched, 2), (recomputed, 20)]
+)
+def test_flops_in_loops_branches_and_rematerialisation(f, products):
+    program = compiled(f, shape(8, 16), shape(5, 16, 16))
+    assert measure.flops(program) == products * 2 * 8 * 16 * 16
+
+
+def test_flops_of_an_mlp_and_its_gradient():
+    def mlp(first, second, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ first) @ second))
+
+    program = compiled(jax.value_and_grad(mlp, (0, 1)), shape(6, 10), shape(10, 4), shape(8, 6))
+    # Forward and the weights' gradients; the second layer has its input's gradient besides.
+    assert measure.flops(program) == 2 * (2 * 8 * 6 * 10) + 3 * (2 * 8 * 10 * 4)
+
+
+@pytest.mark.parametrize("strides", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_flops_of_convolutions_match_the_compilers_count(strides, padding):
+    def convolve(x, k):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, k, strides, padding, dimension_numbers=numbers)
+
+    args = shape(2, 9, 8, 3), shape(3, 2, 3, 5)
+    program = compiled(convolve, *args)
+    assert measure.flops(program) == program.cost_analysis()["flops"] > 0
+    if padding == "VALID":
+        assert measure.flops(program) == 2 * math.prod(program.out_info.shape) * 3 * 2 * 3
+    _, pullback = jax.vjp(convolve, *(jnp.zeros(a.shape) for a in args))
+    program = compiled(pullback, program.out_info)
+    assert measure.flops(program) == program.cost_analysis()["flops"] > 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_flops_of_the_decoder_do_not_depend_on_scan(dtype):
+    rows, length = 2, 16
+    batch = {key: shape(rows, length, dtype=jnp.int32) for key in ("tokens", "targets")}
+    batch["mask"] = shape(rows, length)
+    found = []
+    for scan in (True, False):
+        c = model.Config(embed=32, layers=2, head_dim=8, mlp=48, dtype=dtype, scan=scan)
+        graphdef, params = nnx.split(nnx.eval_shape(lambda c=c: model.Decoder(c, nnx.Rngs(0))))
+        loss = functools.partial(train.loss, graphdef=graphdef)
+        found.append(measure.flops(compiled(train.value_and_grad(loss), params, batch)))
+    projections = c.embed * c.head_dim * (2 * c.heads + 2 * c.kv_heads) + 3 * c.embed * c.mlp
+    attention = 2 * length * c.heads * c.head_dim
+    expected = 2 * rows * length * (c.layers * (projections + attention) + c.embed * c.vocab)
+    assert measure.flops(compiled(loss, params, batch)) == expected
+    assert found == [3 * expected] * 2
+
+
+# --- Collectives
+
+MESHES = [
+    ({"a": 8}, "a"),
+    ({"a": 4, "b": 2}, "a"),
+    ({"a": 4, "b": 2}, "b"),
+    ({"a": 4, "b": 2}, "ab"),
+    ({"a": 2, "b": 2, "c": 2}, "c"),
+    ({"a": 2, "b": 2, "c": 2}, "ac"),
+    ({"a": 2, "b": 2, "c": 2}, "abc"),
+]
+
+
+def every_kind(axes, n, trips):
+    """A function of one [8 n] array a device, with each kind of collective `trips` times."""
+
+    def once(x, _):
+        gathered = jax.lax.all_gather(x, axes, tiled=True)  # 8 n^2
+        x = jax.lax.psum_scatter(jnp.sin(gathered), axes, tiled=True)  # 8 n
+        x = jax.lax.all_to_all(jnp.sin(x), axes, 0, 0, tiled=True)
+        x = jnp.sin(jax.lax.psum(jnp.sin(x), axes))
+        return jax.lax.ppermute(x, axes, [(i, (i + 1) % n) for i in range(n)]), None
+
+    return lambda x: jax.lax.scan(once, x, None, length=trips)[0]
+
+
+@pytest.mark.parametrize("trips", [1, 3])
+@pytest.mark.parametrize(("axes_sizes", "axes"), MESHES)
+def test_every_kind_of_collective_on_every_mesh(axes_sizes, axes, trips):
+    grid = mesh.make(**axes_sizes)
+    n = math.prod(axes_sizes[axis] for axis in axes)
+    spec = P(tuple(axes_sizes))
+    f = jax.shard_map(
+        every_kind(tuple(axes), n, trips), mesh=grid, in_specs=spec, out_specs=spec, check_vma=False
+    )
+    lowered = jax.jit(f).lower(shape(8 * n * 8))
+    block = 8 * n * 4
+    payload = {
+        "all-gather": block * n,
+        "reduce-scatter": block * n,
+        "all-reduce": block,
+        "all-to-all": block,
+        "collective-permute": block,
+    }
+    passes = dict.fromkeys(payload, (n - 1) / n) | {"all-reduce": 2 * (n - 1) / n}
+    passes["collective-permute"] = 1
+    expected = {
+        kind: measure.Count(1, trips, trips * size, trips * size * passes[kind])
+        for kind, size in payload.items()
+    }
+    for program in (lowered, lowered.compile()):
+        found = measure.collectives(program)
+        assert found == expected
+        assert found.ring_bytes == sum(count.ring_bytes for count in expected.values())
+        assert {op.group_size for op in found.ops} == {n, None}
+        assert {op.trips for op in found.ops} == {trips}
+
+
+def test_lowered_programs_keep_the_dtype_in_which_a_collective_was_written():
+    f = jax.shard_map(
+        lambda x: jax.lax.psum(x, "a"), mesh=mesh.make(a=8), in_specs=P("a"), out_specs=P()
+    )
+    lowered = jax.jit(f).lower(shape(8, 16, dtype=jnp.bfloat16))
+    written, run = measure.collectives(lowered), measure.collectives(lowered.compile())
+    assert [op.dtype for op in written.ops] == ["bf16"]
+    assert written.payload_bytes == 16 * 2
+    assert run.payload_bytes == 16 * {"bf16": 2, "f32": 4}[run.ops[0].dtype]
+    assert "psum" in run.ops[0].source
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "out", "expected", "share"),
+    [
+        (P("a"), P(None, "b"), P("a", "b"), {}, 8),
+        (P(None, "b"), P(), P(), {"all-gather": (64 * 128 * 4, 3 / 4)}, 1),
+        (P(None, "b"), P("b"), P(), {"all-reduce": (64 * 256 * 4, 3 / 2)}, 4),
+        (P("b"), P(None, "b"), P("b"), {"all-gather": (128 * 256 * 4, 3 / 4)}, 4),
+    ],
+)
+def test_products_that_the_compiler_partitions(left, right, out, expected, share):
+    grid = mesh.make(a=2, b=4)
+    given = tuple(NamedSharding(grid, spec) for spec in (left, right))
+    program = compiled(
+        lambda x, y: x @ y,
+        shape(64, 128),
+        shape(128, 256),
+        in_shardings=given,
+        out_shardings=NamedSharding(grid, out),
+    )
+    assert measure.flops(program) * share == 2 * 64 * 128 * 256
+    assert measure.collectives(program) == {
+        kind: measure.Count(1, 1, size, size * passes) for kind, (size, passes) in expected.items()
+    }
+
+
+def test_trips_that_depend_on_data_matter_only_where_something_is_counted():
+    def repeated(f):
+        return lambda n, x: jax.lax.fori_loop(0, n, lambda i, x: f(x), x)
+
+    args = jnp.int32(3), shape(8, 8)
+    assert measure.flops(compiled(repeated(jnp.sin), *args)) == 0
+    with pytest.raises(ValueError, match=r"loop while\S* in main\S* .* is no constant\. Use jax"):
+        measure.flops(compiled(repeated(lambda x: x @ x), *args))
+    f = jax.shard_map(
+        repeated(lambda x: jax.lax.psum(x, "a") / 8),
+        mesh=mesh.make(a=8),
+        in_specs=P(),
+        out_specs=P(),
+    )
+    with pytest.raises(ValueError, match=r"loop while\.\d+ in .* is no constant\. Use jax"):
+        measure.collectives(jax.jit(f).lower(*args))
+
+
+def test_a_conditional_counts_as_its_heaviest_branch():
+    def f(i, x):
+        light, heavy = (lambda x: x), (lambda x: jax.lax.psum(jax.lax.psum(x, "a") / 8, "a") / 8)
+        return jax.lax.switch(i[0], [light, heavy, lambda x: jax.lax.psum(x, "a") / 8], x)
+
+    f = jax.shard_map(f, mesh=mesh.make(a=8), in_specs=P(), out_specs=P(), check_vma=False)
+    lowered = jax.jit(f).lower(shape(1, dtype=jnp.int32), shape(16))
+    for program in (lowered, lowered.compile()):
+        assert measure.collectives(program) == {"all-reduce": measure.Count(2, 2, 128, 224)}
+
+
+# --- What is refused
+
+
+@pytest.mark.parametrize("what", ["collectives", "flops", "bytes_per_device"])
+def test_what_is_no_compiled_program_is_named_with_the_remedy(what):
+    with pytest.raises(TypeError, match=rf"measure\.{what} .*function; pass jax\.jit\(f\)\.lower"):
+        getattr(measure, what)(lambda x: x)
+    if what != "collectives":
+        with pytest.raises(TypeError, match=rf"{what} takes a compiled program, and got Lowered"):
+            getattr(measure, what)(jax.jit(jnp.sin).lower(1.0))
+
+
+# --- Memory
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_bytes_per_device_of_a_sharded_program(donate):
+    sharding = NamedSharding(mesh.make(a=8), P("a"))
+    x = jax.ShapeDtypeStruct((1024,), jnp.float32, sharding=sharding)
+    program = compiled(lambda x: x + 1, x, donate_argnums=(0,) if donate else ())
+    found = measure.bytes_per_device(program)
+    assert (found.arguments, found.outputs, found.aliased) == (512, 512, 512 * donate)
+    assert found.total == 1024 - 512 * donate + found.temporaries
+
+
+def test_temporaries_are_those_of_the_intermediate_value():
+    program = compiled(lambda x: (x @ x.T) @ jnp.sin(x @ x.T) @ x, shape(512, 2))
+    assert measure.bytes_per_device(program).temporaries >= 512 * 512 * 4
+
+
+@settings(max_examples=20)
+@given(st.permutations(["a", "b", None]), st.integers(1, 3), st.sampled_from(["float32", "int8"]))
+def test_bytes_on_devices_for_every_spec(axes, rows, dtype):
+    sizes = {"a": 4, "b": 2, None: 1}
+    spec = P(*axes[:2])
+    x = jnp.zeros((8 * rows, 8), dtype)
+    grid = mesh.make(a=4, b=2)
+    sharded = jax.device_put(x, NamedSharding(grid, spec))
+    parts = sizes[axes[0]] * sizes[axes[1]]
+    tree = {"x": sharded, "again": [sharded], "host": np.ones(9), "step": 3, "none": None}
+    expected = dict.fromkeys(mesh.devices(), x.nbytes // parts)
+    assert measure.bytes_on_devices(tree) == expected
+
+
+def test_bytes_on_devices_of_models_keys_and_deleted_arrays():
+    state = nnx.state(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
+    device = jnp.ones(1).device
+    assert measure.bytes_on_devices(state) == {device: 4 * (4 * 8 + 8)}
+    assert measure.bytes_on_devices(jax.random.key(0)) == {device: 8}
+    x = jnp.ones(4)
+    x.delete()
+    assert measure.bytes_on_devices([x]) == {}
+    with pytest.raises(TypeError, match=r"leaf at \['f'\] is a object; expected arrays"):
+        measure.bytes_on_devices({"f": object()})
+
+
+# --- Time
+
+
+class Clock:
+    """Seconds that pass only while a result is waited for, by a list."""
+
+    def __init__(self, *seconds):
+        self.now, self.seconds = 0.0, list(seconds)
+
+    def __call__(self, *args):
+        return self
+
+    def block_until_ready(self):
+        self.now += self.seconds.pop(0)
+        return self
+
+
+def test_step_time_waits_and_leaves_out_the_warm_up(monkeypatch):
+    clock = Clock(100, 5, 1, 2, 4, 3)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
+    found = measure.step_time(clock, repeats=5)
+    assert (found.median_s, found.spread_s) == (3, 2)
+    assert str(found) == "3 s (quartiles 2 s apart) on host"
+
+
+def test_step_time_of_a_jitted_function_names_the_device():
+    start = time.perf_counter()
+    found = measure.step_time(jax.jit(jnp.sin), jnp.ones(8), repeats=3)
+    assert 0 < found.median_s < time.perf_counter() - start
+    assert found.device_kind == mesh.devices()[0].device_kind
+
+
+def test_step_time_of_a_step_that_donates_its_state():
+    step = jax.jit(lambda a, b, x: (a + x, b - x, x), donate_argnums=(0, 1))
+    with pytest.raises(ValueError, match=r"argument 0, 1 was donated and is gone.*carry=2"):
+        measure.step_time(step, jnp.ones(8), jnp.ones(8), jnp.ones(8))
+    assert measure.step_time(step, *jnp.ones((3, 8)), carry=2, repeats=2).median_s > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"repeats": 0}, "repeats=0, warmup=1, carry=0: expected at least 1"),
+        ({"carry": 3}, r"carry=3: expected .* 0 to 2 \(the number of arguments\)"),
+        ({"carry": 2}, r"carry=2, but the function returned 1 result\(s\)"),
+    ],
+)
+def test_step_time_refuses_what_it_cannot_do(options, message):
+    with pytest.raises(ValueError, match=message):
+        measure.step_time(jnp.add, 1.0, 2.0, **options)

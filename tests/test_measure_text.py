@@ -1,0 +1,223 @@
+"""Programs written out as other backends and other compilers print them, and as no one does."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise import measure
+from shardwise.measure import hlo
+
+
+def module(body, header="num_partitions=8", more=""):
+    return hlo.parse(f"HloModule m, {header}\n\n{more}\nENTRY %main () -> f32[] {{\n{body}\n}}\n")
+
+
+def test_flops_of_library_calls():
+    gemm = """
+      %a = bf16[4,8,16]{2,1,0:T(8,128)(2,1)} parameter(0)
+      %b = bf16[4,16,32]{2,1,0} parameter(1)
+      ROOT %g = (bf16[4,8,32]{2,1,0}, /*index=1*/s8[1024]{0}) custom-call(%a, %b), NAME"""
+    sizes = (
+        ', backend_config={"gemm_backend_config":{"alpha_real":1,"dot_dimension_numbers":'
+        '{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"]}}}'
+    )
+    program = module(gemm.replace("NAME", 'custom_call_target="__cublas$gemm"') + sizes)
+    assert measure.flops(program) == 2 * 4 * 8 * 32 * 16
+    with pytest.raises(ValueError, match=r"g, a __cudnn\$convForward; known are dot"):
+        measure.flops(module(gemm.replace("NAME", 'custom_call_target="__cudnn$convForward"')))
+    assert measure.flops(module(gemm.replace("NAME", 'custom_call_target="TopK"'))) == 0
+
+
+GATHER = (
+    "%p = f32[4,8]{1,0} parameter(0)\n ROOT %g = f32[32,8]{1,0} all-gather(%p), dimensions={0}, "
+)
+
+
+@pytest.mark.parametrize(
+    ("groups", "n"),
+    [
+        ("{{0,1},{2,3},{4,5},{6,7}}", 2),
+        ("{{0,1,2},{3,4,5,6,7}}", 5),
+        ("{{0}}", 1),
+        ("{}", 8),
+        ("[2,4]<=[8]", 4),
+        ("[4,2]<=[2,4]T(1,0)", 2),
+        ("mesh['a'=2,'b'=4] {'b'}", 4),
+        ("mesh['a'=2,'b'=4] {'b','a'}", 8),
+        ("mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}", 4),
+        ("mesh['a'=2,'b'=4] {'a','b':(1)2}", 4),
+    ],
+)
+def test_replica_groups_in_every_form(groups, n):
+    found = measure.collectives(module(GATHER + f"replica_groups={groups}, channel_id=1"))
+    assert found == {"all-gather": measure.Count(1, 1, 128 * n, 128 * (n - 1))}
+    assert found.ops[0].group_size == n
+
+
+SCALARS = """
+%add (x: bf16[], y: bf16[]) -> bf16[] {
+  %x = bf16[] parameter(0)
+  %y = bf16[] parameter(1)
+  ROOT %sum = bf16[] add(%x, %y)
+}
+
+%wrapped (q: bf16[8,16]) -> bf16[4,16] {
+  %q = bf16[8,16]{1,0} parameter(0)
+  ROOT %rs = bf16[4,16]{1,0} reduce-scatter(%q), replica_groups={{0,1}}, to_apply=%add
+}
+"""
+P16, PAIR = "bf16[8,16]{1,0:T(8,128)(2,1)}", "replica_groups={{0,1},{2,3}}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind", "payload", "ring"),
+    [
+        (
+            f"%s = ({P16}, bf16[16,16]) all-gather-start(%p), {PAIR}, dimensions={{0}}\n"
+            "ROOT %d = bf16[16,16] all-gather-done(%s)",
+            "all-gather",
+            512,
+            256,
+        ),
+        (
+            f"%s = ({P16}, f32[]) all-reduce-start(%p, %z), {PAIR}, to_apply=%add\n"
+            f"ROOT %d = ({P16}, f32[]) all-reduce-done(%s)",
+            "all-reduce",
+            260,
+            260,
+        ),
+        (
+            f"%s = ({P16}, {P16}, u32[], u32[]) collective-permute-start({P16} %p), "
+            "source_target_pairs={{0,1},{1,2}}\nROOT %d = bf16[8,16] collective-permute-done(%s)",
+            "collective-permute",
+            256,
+            256,
+        ),
+        (
+            f"%s = (({P16}), bf16[4,16], s32[]) async-start(%p), calls=%wrapped\n"
+            f"%u = (({P16}), bf16[4,16], s32[]) async-update(%s), calls=%wrapped\n"
+            "ROOT %d = bf16[4,16] async-done(%u), calls=%wrapped",
+            "reduce-scatter",
+            256,
+            128,
+        ),
+        (
+            f"%s = (({P16}), {P16}, u32[]) all-to-all-start(%p), {PAIR}, dimensions={{0}}, "
+            'metadata={op_name="jit(f)/{all_to_all}, (x" source_line=3}\n'
+            f"ROOT %d = {P16} all-to-all-done(%s)",
+            "all-to-all",
+            256,
+            128,
+        ),
+        (
+            "ROOT %s = bf16[8,16] collective-permute(%p), source_target_pairs={{0,0},{1,1}}",
+            "collective-permute",
+            256,
+            0,
+        ),
+    ],
+)
+def test_asynchronous_and_combined_collectives_count_once(lines, kind, payload, ring):
+    inputs = f"%p = {P16} parameter(0)\n %z = f32[] parameter(1)\n "
+    found = measure.collectives(module(inputs + lines.replace("\n", "\n "), more=SCALARS))
+    assert found == {kind: measure.Count(1, 1, payload, ring)}
+
+
+def loop(start=0, step=1, bound=5, direction="LT", config="", swap=False):
+    """HLO of a while loop around an all-reduce of 4 bytes on 8 devices; a fusion compares."""
+    sides = "%bound, %i" if swap else "%i, %bound"
+    more = f"""
+%compare (a: s32[], b: s32[]) -> pred[] {{
+  %a = s32[] parameter(0)
+  %b = s32[] parameter(1)
+  ROOT %c = pred[] compare(%a, %b), direction={direction}
+}}
+
+%test (t: (s32[], f32[])) -> pred[] {{
+  %t = (s32[], f32[]) parameter(0)
+  %i = s32[] get-tuple-element(%t), index=0
+  %bound = s32[] constant({bound})
+  ROOT %holds = pred[] fusion({sides}), kind=kLoop, calls=%compare
+}}
+
+%body (t.1: (s32[], f32[])) -> (s32[], f32[]) {{
+  %t.1 = (s32[], f32[]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%t.1), index=0
+  %copy = s32[] copy(%i.1)
+  %step = s32[] constant({step})
+  %next = s32[] add(%step, %copy)
+  %x = f32[] get-tuple-element(%t.1), index=1
+  %r = f32[] all-reduce(%x), replica_groups={{}}, to_apply=%add
+  ROOT %carry = (s32[], f32[]) tuple(%next, %r)
+}}
+"""
+    entry = f"""
+  %start = s32[] constant({start})
+  %one = f32[] constant(1)
+  %first = (s32[], f32[]) tuple(%start, %one)
+  %while.7 = (s32[], f32[]) while(%first), condition=%test, body=%body{config}
+  ROOT %out = f32[] get-tuple-element(%while.7), index=1"""
+    return module(entry, more=SCALARS + more)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize(("direction", "sign"), [("LT", 1), ("LE", 1), ("GT", -1), ("GE", -1)])
+@given(st.integers(-9, 9), st.integers(1, 4), st.integers(-9, 9))
+def test_trips_are_inferred_from_the_condition(direction, sign, swap, start, step, bound):
+    holds = {"LT": int.__lt__, "LE": int.__le__, "GT": int.__gt__, "GE": int.__ge__}[direction]
+    value, trips = start, 0
+    while holds(value, bound):
+        value, trips = value + sign * step, trips + 1
+    written = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}[direction] if swap else direction
+    found = measure.collectives(loop(start, sign * step, bound, written, swap=swap))
+    assert found == {"all-reduce": measure.Count(1, trips, 4 * trips, 7 * trips)}
+
+
+def test_trips_that_the_compiler_noted_are_taken():
+    noted = ', backend_config={"known_trip_count":{"n":"11"},"x":{"init":"0"}}'
+    assert measure.collectives(loop(config=noted)).dynamic == 11
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"step": 0}, "counts from 0 by 0 and never passes 5"),
+        ({"direction": "NE", "step": 2}, "counts from 0 by 2"),
+        ({"direction": "EQ"}, "test is no comparison of a counter"),
+    ],
+)
+def test_a_loop_whose_trips_are_unknown_is_named(options, reason):
+    with pytest.raises(ValueError, match=rf"loop while\.7 in main .*{reason}.*jax\.lax\.scan"):
+        measure.collectives(loop(**options))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("ROOT %g = f32[4,8] ragged-all-to-all(%p)", "bytes of g, a ragged-all-to-all; known are"),
+        ("ROOT %g = f32[4,8] all-gather(%p), replica_groups=new", "groups of g: new; expected"),
+        ("ROOT %g = f32[4,8] all-gather(%lost)", "main uses lost, which no instruction defines"),
+        ("ROOT %g = f32[4,8]", "no opcode in this line"),
+        ("something else", "no instruction: 'something else'"),
+    ],
+)
+def test_programs_that_cannot_be_read_are_refused_by_name(line, message):
+    with pytest.raises(ValueError, match=message):
+        measure.collectives(module(f"  %p = f32[4,8] parameter(0)\n  {line}"))
+
+
+def test_text_that_is_no_module_is_refused():
+    with pytest.raises(ValueError, match=r"no ENTRY computation .*'hello'; expected an HLO module"):
+        hlo.parse("hello")
+
+
+def test_collectives_print_as_a_table():
+    found = measure.collectives(loop(bound=1000))
+    assert repr(found).splitlines()[1].split() == ["all-reduce", "1", "1,000", "4,000", "7,000"]
+    assert "<td>7,000</td>" in found._repr_html_().replace(' style="text-align:right"', "")
+    none = measure.collectives(module("  ROOT %c = f32[] constant(1)"))
+    assert (repr(none), none._repr_html_(), none.ring_bytes) == (
+        "no collectives",
+        "<p>no collectives</p>",
+        0,
+    )
