@@ -28,16 +28,24 @@ ALIGNED = re.compile(r"\\(begin|end)\{(aligned|split|align)\}")
 def mathml(node: nodes.Element, display: str) -> str:
     """The node's formula as MathML; warns, naming place and formula, where it cannot be drawn."""
     tex = node.astext().strip()
+    drawn, mistake = draw(tex, display)
+    if mistake:
+        log.warning("formula %r: %s", tex, mistake, location=node)
+    return drawn
+
+
+def draw(tex: str, display: str) -> tuple[str, str]:
+    """(MathML, mistake): the mistake is empty where all of the formula was understood."""
+    if tex.replace(r"\{", "").count("{") != tex.replace(r"\}", "").count("}"):
+        return "", "its braces do not match; a brace to be shown is \\{ or \\}."
     try:
         # The converter lays out align*, and neither aligned nor a numbered align.
         drawn = convert(ALIGNED.sub(r"\\\1{align*}", tex), display=display)
     except Exception as error:  # it raises a class of its own for each kind of mistake
-        log.warning("formula %r: %s %s", tex, type(error).__name__, error, location=node)
-        return ""
+        return "", f"{type(error).__name__} {error}: check its commands and their arguments."
     if wrong := NOT_DRAWN.search(drawn):
-        message = "formula %r: cannot draw %r; write it with commands that latex2mathml knows"
-        log.warning(message, tex, wrong[1], location=node)
-    return drawn
+        return drawn, f"{wrong[1]!r} would be shown as it stands: use what latex2mathml knows."
+    return drawn, ""
 
 
 def visit_math(self, node):
@@ -65,17 +73,19 @@ def take_options(app, config):
 
 
 def page_links(repository: str, branch: str, colab: str, slug: str) -> list[dict[str, str]]:
-    """The links to a chapter's notebook on Colab and to its source; none without an address."""
+    """The links to a chapter's notebook on Colab and to its source; none without an address.
+
+    Colab opens notebooks from GitHub only. A `file:` address is a clone on this machine.
+    """
+    address = urlsplit(repository)
     if not repository:
         return []
-    links = []
-    address = urlsplit(repository)
-    on_github = address.hostname == "github.com"
-    if colab and (on_github or urlsplit(colab).hostname != "colab.research.google.com"):
-        # Colab itself opens GitHub's repositories only.
-        path = f"{address.path}/blob/{branch}/{slug}.ipynb"
-        links.append({"name": "Colab", "url": f"{colab}/github{path}"})
-    links.append({"name": "Source", "url": f"{repository}/blob/{branch}/{slug}.md"})
+    if address.scheme == "file":
+        return [{"name": "Source", "url": f"{repository}/{slug}.md"}]
+    links = [{"name": "Source", "url": f"{repository}/blob/{branch}/{slug}.md"}]
+    if address.hostname == "github.com":
+        notebook = f"{colab}/github{address.path}/blob/{branch}/{slug}.ipynb"
+        links.insert(0, {"name": "Colab", "url": notebook})
     return links
 
 
