@@ -412,6 +412,20 @@ def test_landing_picture_tells_the_truth(page):
     assert f"{whole // 8:,} bytes on each device" in said
 
 
+def test_one_palette():
+    """The style sheet, the mark and the favicon use the colours of `shardwise.figures`."""
+    from shardwise.figures import palette
+
+    css = (ROOT / "book/_static/shardwise.css").read_text()
+    devices = re.findall(r"--device-(\d): (#\w+)", css)
+    assert devices == [(str(i), colour) for i, colour in enumerate(palette.DEVICES)]
+    assert set(re.findall(r"--(?:blue|red|green|purple): (#\w+)", css)) == set(palette.LINES)
+    mark = re.findall(r'fill="(#\w+)"', (ROOT / "book/_static/mark.svg").read_text())
+    assert mark == list(palette.DEVICES)
+    favicon = re.findall(r'fill="(#\w+)"', (ROOT / "book/_static/favicon.svg").read_text())
+    assert set(favicon) <= set(palette.DEVICES)
+
+
 def config():
     return yaml.safe_load((ROOT / "_config.yml").read_text())
 
