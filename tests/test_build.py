@@ -172,6 +172,7 @@ def test_failing_cells_of_all_chapters_are_named(book):
     assert status != 0 and "chapters/first.md: cell 2" in again
 
 
+@pytest.mark.slow
 def test_cell_that_promises_an_error_and_raises_none(book):
     book.edit("first", "answer = 6 * 7", ":tags: [raises-exception]\nanswer = 6 * 7")
     status, printed, _ = book.build()
@@ -180,6 +181,7 @@ def test_cell_that_promises_an_error_and_raises_none(book):
     assert "is tagged raises-exception, and raised nothing" in printed
 
 
+@pytest.mark.slow
 def test_error_that_a_cell_promises_is_shown(book):
     book.edit("first", "answer = 6 * 7", ":tags: [raises-exception]\nanswer = 6 / 0")
     book.edit("first", 'print("the answer to first is", answer)', "")

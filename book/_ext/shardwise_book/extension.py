@@ -1,0 +1,115 @@
+"""The build: pairs checked, chapters executed, every warning an error.
+
+    config-inited   the cache's folder is named for the state of the package and the stack
+    builder-inited  pairs are checked, then stale chapters execute in parallel
+    the build       MyST-NB finds every result in the cache, and executes nothing
+    build-finished  the table of run times; after a warning, nothing is left that would hide it
+"""
+
+import importlib.util
+from pathlib import Path
+
+from myst_nb.core.read import is_myst_markdown_notebook, read_myst_markdown_notebook
+from sphinx.errors import SphinxError
+from sphinx.util import logging
+
+from . import cache, execute, pairs, site, times
+
+LOGGER = logging.getLogger(__name__)
+CHAPTERS = "chapters"
+
+
+class BookError(SphinxError):
+    """Stops the build; its text names the chapter, and the cell where there is one."""
+
+    category = "The book was not built"
+
+
+def setup(app):
+    # As `-W --keep-going`, also for a plain `jupyter-book build .`: all warnings are shown, and
+    # any of them makes the exit status non-zero.
+    app.keep_going = True
+    app.shardwise_runs, app.shardwise_executed = {}, set()
+    app.add_directive("run-times", times.RunTimes)
+    app.connect("config-inited", _configure)
+    app.connect("builder-inited", _execute, priority=900)  # when MyST's settings are there
+    app.connect("env-get-outdated", _outdated)
+    app.connect("doctree-read", times.add_run_time)
+    app.connect("build-finished", _finish)
+    site.setup(app)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def _configure(app, config):
+    _check_package(Path(app.srcdir, "src", "shardwise"))
+    state = cache.fingerprint(Path(app.srcdir, "src"))
+    config.nb_execution_mode = "cache"
+    config.nb_execution_cache_path = str(Path(app.outdir).parent / ".jupyter_cache" / state)
+    config.nb_execution_raise_on_error = True
+    config.nb_execution_timeout = execute.CELL_TIMEOUT_S
+
+
+def _check_package(folder):
+    """Chapters would import another copy than the one whose edits are watched."""
+    spec = importlib.util.find_spec("shardwise")
+    found = spec and Path(spec.origin or "").parent
+    if folder.is_dir() and (not found or found.resolve() != folder.resolve()):
+        where = "is not installed" if not found else "is imported from elsewhere"
+        raise BookError(f"shardwise {where}: run `pip install -r requirements.txt` in this folder.")
+
+
+def _execute(app):
+    notebooks = dict(_notebooks(app))
+    problems = [
+        problem
+        for docname in notebooks
+        if docname.startswith(f"{CHAPTERS}/")
+        for problem in [pairs.problem(Path(app.srcdir, docname + ".md"))]
+        if problem
+    ]
+    problems = [problem.replace(f"{app.srcdir}/", "") for problem in problems]
+    if problems:
+        raise BookError("\n".join(problems))
+    named = {f"{docname}.md": notebook for docname, notebook in notebooks.items()}
+    path = app.config.nb_execution_cache_path
+    data, failures, executed = cache.update(named, path, LOGGER.info)
+    if failures:
+        raise BookError("\n\n".join(failures))
+    app.shardwise_runs = {name.removesuffix(".md"): run for name, run in data.items()}
+    app.shardwise_executed = {name.removesuffix(".md") for name in executed}
+
+
+def _notebooks(app):
+    """(docname, notebook) for each page of the table of contents that is executed, in its order."""
+    for docname in app.config.external_site_map:
+        path = Path(app.srcdir, docname + ".md")
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        if is_myst_markdown_notebook(text):
+            settings = app.env.myst_config
+            yield docname, read_myst_markdown_notebook(text, settings, add_source_map=True)
+        elif docname.startswith(f"{CHAPTERS}/"):
+            raise BookError(_no_notebook(docname, path))
+
+
+def _no_notebook(docname, path):
+    if not path.exists():
+        return f"{docname}.md: named in _toc.yml, and not there: write it, or take its line out."
+    return (
+        f"{docname}.md: would not be executed: its front matter needs `jupytext: "
+        "text_representation: {extension: .md, format_name: myst}`, as in the other chapters."
+    )
+
+
+def _outdated(app, env, added, changed, removed):
+    """Pages executed since Sphinx last read them: their text may be the same, not their outputs."""
+    known = getattr(env, "shardwise_finished", {})
+    env.shardwise_finished = {name: run["finished"] for name, run in app.shardwise_runs.items()}
+    return [name for name, time in env.shardwise_finished.items() if known.get(name) != time]
+
+
+def _finish(app, exception):
+    if exception or app._warncount:
+        # The next build must read every page again: a page that is up to date repeats no warning.
+        Path(app.doctreedir, "environment.pickle").unlink(missing_ok=True)
+    if not exception and app.shardwise_runs:
+        LOGGER.info("\n".join(cache.table(app.shardwise_runs, app.shardwise_executed)))
