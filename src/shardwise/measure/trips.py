@@ -27,6 +27,9 @@ def _walk(program, frame, read, weigh):
     def enter(name, op):
         return _walk(program, Frame(program.computations[name], frame, op), read, weigh)
 
+    def weight(branch):
+        return sum(weigh(value) * times for value, times in branch), len(branch)
+
     for op in frame.computation.instructions.values():
         value = read(frame, op)
         if value is not None:
@@ -34,18 +37,10 @@ def _walk(program, frame, read, weigh):
         elif op.opcode == "while":
             found += _loop(program, frame, op, enter)
         elif op.branches:
-            found += max((enter(name, op) for name in op.branches), key=_Weight(weigh))
+            found += max((enter(name, op) for name in op.branches), key=weight)
         else:
             found += [item for name in op.called for item in enter(name, op)]
     return found
-
-
-class _Weight:
-    def __init__(self, weigh):
-        self.weigh = weigh
-
-    def __call__(self, found):
-        return sum(self.weigh(value) * times for value, times in found), len(found)
 
 
 def _loop(program, frame, loop, enter):
@@ -131,8 +126,10 @@ def _condition(program, frame, loop):
 def _step(program, frame, loop, index):
     computation = program.computations[loop.attributes["body"].lstrip("%")]
     inside = Frame(computation, frame, loop)
-    _, result = trace(program, inside, computation.root)
-    at, op = trace(program, inside, result.operands[index])
+    at, result = trace(program, inside, computation.root)
+    if result.opcode != "tuple":
+        raise _Unknown(f"its body {computation.name} does not write what it carries")
+    at, op = trace(program, at, result.operands[index])
     if op.opcode not in ("add", "subtract"):
         raise _Unknown(f"its body {computation.name} does not add to the counter")
     counter, step = op.operands
