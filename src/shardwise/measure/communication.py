@@ -23,8 +23,10 @@ def collectives(program):
     A compiled program holds what really runs on one device: hand-written collectives and those
     that the compiler inserted, in the dtypes of its backend (the CPU's turns bfloat16 into
     float32). A lowered one holds only those written by hand in `jax.shard_map`, in the dtypes
-    written, its arrays not yet divided along axes left to the compiler. An asynchronous start and done are one collective, a group of one device sends
-    nothing, and of a conditional's branches the one that sends the most is counted.
+    written, its arrays not yet divided along axes that are left to the compiler.
+
+    An asynchronous start and done are one collective, a group of one device sends nothing, and of
+    a conditional's branches the one that sends the most is counted.
 
     Raises:
       TypeError: `program` is neither.
