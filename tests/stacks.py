@@ -107,12 +107,8 @@ def chapters_as_on_colab(python):
 
 def publish(clone):
     """A repository at `clone` with this working tree, whose notebooks install from itself."""
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, names.split("\0")):
-        if (ROOT / name).is_file():
-            (clone / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, clone / name)
+    made = shutil.ignore_patterns(".git", ".venv", ".stacks", "_build", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, clone, ignore=made)
     module = [sys.executable, "-m", "shardwise_book.address", clone.as_uri()]
     check(module, cwd=clone, env={**os.environ, "PYTHONPATH": str(clone / "book/_ext")})
     author = ["-c", "user.name=stacks", "-c", "user.email=stacks@localhost"]

@@ -1,0 +1,46 @@
+"""What `make stacks` says of a stack that it cannot run, and the clone that Colab installs from."""
+
+import subprocess
+import sys
+
+import pytest
+import stacks
+
+
+def test_a_stack_without_an_interpreter_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(stacks, "interpreter", lambda version: None)
+    assert stacks.main(["colab"]) == 1
+    printed = capsys.readouterr().out
+    assert "colab" in printed and "not run: no Python 3.13" in printed
+    assert "uv python install 3.13" in printed
+    assert stacks.main(["colab", "--allow-missing"]) == 0
+
+
+def test_an_unknown_stack_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        stacks.main(["newest", "oldest"])
+    assert "no stack oldest: there are newest, python3.11, colab" in capsys.readouterr().err
+
+
+def test_interpreters_are_found_where_pyenv_keeps_them(monkeypatch, tmp_path):
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    python = tmp_path / f"versions/{version}.99/bin/python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    monkeypatch.setenv("PATH", "")
+    assert stacks.interpreter(version) == python
+    assert stacks.interpreter("3.2") is None
+
+
+def test_the_clone_installs_from_itself(tmp_path):
+    pytest.importorskip("jupytext", reason="the book is not built on this stack")
+    clone = tmp_path / "clone"
+    stacks.publish(clone)
+    notebooks = sorted((clone / "chapters").glob("*.ipynb"))
+    assert [path.stem for path in notebooks] == [
+        path.stem for path in sorted((stacks.ROOT / "chapters").glob("*.md"))
+    ]
+    assert all(f'REPOSITORY = \\"{clone.as_uri()}\\"' in path.read_text() for path in notebooks)
+    status = subprocess.run(["git", "status", "--short"], cwd=clone, capture_output=True, text=True)
+    assert (status.returncode, status.stdout) == (0, "")
