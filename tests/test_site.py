@@ -169,6 +169,7 @@ def test_pages_are_silent_and_fit(browser, site, server, origin, mode, viewport)
 def test_text_contrast(page, name):
     """At least 4.5:1 for running text, links and code in both modes (WCAG 2.1, AA)."""
     page.open(name)
+    page.add_style_tag(content="* { transition: none !important }")
     for mode in ["light", "dark"]:
         page.evaluate("mode => { document.documentElement.dataset.theme = mode }", mode)
         pairs = page.evaluate(COLOURS)
