@@ -1,9 +1,9 @@
 """The build: pairs checked, chapters executed, every warning an error.
 
-    config-inited   the cache's folder is named for the state of the package and the stack
-    builder-inited  pairs are checked, then stale chapters execute in parallel
-    the build       MyST-NB finds every result in the cache, and executes nothing
-    build-finished  the table of run times; after a warning, nothing is left that would hide it
+config-inited   the cache's folder is named for the state of the package and the stack
+builder-inited  pairs are checked, then stale chapters execute in parallel
+the build       MyST-NB finds every result in the cache, and executes nothing
+build-finished  the table of run times; after a warning, nothing is left that would hide it
 """
 
 import importlib.util
