@@ -74,7 +74,7 @@ def _execute(app):
     path = app.config.nb_execution_cache_path
     data, failures, executed = cache.update(named, path, LOGGER.info)
     if failures:
-        raise BookError("\n\n".join(failures))
+        raise BookError("\n\n".join([*failures, "In short:", *map(_short, failures)]))
     app.shardwise_runs = {name.removesuffix(".md"): run for name, run in data.items()}
     app.shardwise_executed = {name.removesuffix(".md") for name in executed}
 
@@ -89,6 +89,12 @@ def _notebooks(app):
             yield docname, read_myst_markdown_notebook(text, settings, add_source_map=True)
         elif docname.startswith(f"{CHAPTERS}/"):
             raise BookError(_no_notebook(docname, path))
+
+
+def _short(failure):
+    """Place and error on one line, to read below long tracebacks."""
+    first, *rest = failure.strip().split("\n")
+    return " ".join([first, *(line.strip() for line in rest[-1:])])
 
 
 def _no_notebook(docname, path):
