@@ -3,6 +3,8 @@
 import hypothesis
 import jax
 
+pytest_plugins = ["browser"]
+
 # Before anything asks for a device: afterwards JAX refuses another number.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

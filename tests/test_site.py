@@ -1,108 +1,27 @@
 """The built site in a real browser: silent, offline, searchable, legible on a phone, linked.
 
-`page` is for chapters' own figures too: open a chapter, move each control, and compare the number
-shown with Python's. It fails its test when the page asked for anything outside, or said anything.
+Interactive figures are tested here too: `page.open("chapters/slug")`, move each control, and
+compare the number shown with Python's.
 """
 
-import contextlib
 import functools
-import http.server
-import os
 import re
-import shutil
-import threading
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
-from xml.etree import ElementTree
 
 import pytest
 import yaml
+from browser import DESKTOP, PHONE, launch, silent_page
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 
 ROOT = Path(__file__).parent.parent
-SITE = ROOT / "_build" / "html"
 TOC = yaml.safe_load((ROOT / "_toc.yml").read_text())
 CHAPTERS = [entry["file"] for part in TOC["parts"] for entry in part["chapters"]]
 CHAPTERS = [name for name in CHAPTERS if name.startswith("chapters/")]
 PAGES = [TOC["root"], *(e["file"] for part in TOC["parts"] for e in part["chapters"])]
 PAGES += ["search", "genindex"]
-DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
-BROWSERS = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"]
-
-
-@pytest.fixture(scope="session")
-def site():
-    if not (SITE / "index.html").exists():
-        pytest.fail(f"There is no site in {SITE}: run `make book` first.")
-    return SITE
-
-
-@contextlib.contextmanager
-def serve(folder):
-    """The address at which `folder` is served on this machine."""
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *args):
-            pass
-
-    handler = functools.partial(Quiet, directory=folder)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-@pytest.fixture(scope="session")
-def server(site):
-    with serve(site) as address:
-        yield address
-
-
-@pytest.fixture(scope="session")
-def browser():
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    with sync_api.sync_playwright() as playwright:
-        try:
-            chromium = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        except sync_api.Error as error:
-            how = "No browser: install chromium, or run `playwright install chromium`."
-            (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{how} ({error.message[:80]})")
-        yield chromium
-        chromium.close()
-
-
-@contextlib.contextmanager
-def silent_page(browser, **settings):
-    """A page of its own context; on leaving, asserts that it was silent and stayed at home."""
-    context = browser.new_context(**settings)
-    page, heard = context.new_page(), []
-    page.set_default_timeout(10_000)
-
-    def hear(*what):
-        heard.append((page.url, *what))
-
-    def watch(request):
-        address = urlsplit(request.url)
-        if address.scheme not in ("file", "data") and address.hostname != "127.0.0.1":
-            hear("left the site", request.url)
-
-    page.on("console", lambda message: hear(message.type, message.text))
-    page.on("pageerror", lambda error: hear("error", str(error)))
-    page.on("requestfailed", lambda request: hear("failed", request.url))
-    page.on("request", watch)
-    yield page
-    context.close()
-    assert heard == []
-
-
-@pytest.fixture
-def page(browser, site):
-    """A silent page at 1280 × 900 in light mode; `page.open("chapters/slug")` opens a chapter."""
-    with silent_page(browser, viewport=DESKTOP, color_scheme="light") as opened:
-        opened.open = lambda name: opened.goto(f"{site.as_uri()}/{name}.html")
-        yield opened
 
 
 class Document(HTMLParser):
@@ -138,6 +57,19 @@ def target(source, reference):
         return None
     path = (source.parent / unquote(address.path)).resolve() if address.path else source
     return path, unquote(address.fragment)
+
+
+@pytest.mark.parametrize("ci, outcome", [("", pytest.skip.Exception), ("1", pytest.fail.Exception)])
+def test_missing_browser(monkeypatch, ci, outcome):
+    class Nothing:
+        def launch(self, **settings):
+            raise sync_api.Error("no executable")
+
+        chromium = property(lambda self: self)
+
+    monkeypatch.setenv("CI", ci)
+    with pytest.raises(outcome, match="playwright install chromium"):
+        launch(Nothing())
 
 
 VISITS = [
@@ -260,6 +192,8 @@ def test_contents_open_and_close_by_keyboard(browser, site):
         page.keyboard.press("Escape")
         page.locator("#contents").wait_for(state="hidden")
         assert page.evaluate("document.activeElement.className") == "menu"
+        page.keyboard.press("Space")
+        page.locator("#contents").wait_for(state="visible")
 
 
 @pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
@@ -328,79 +262,6 @@ def test_formulas_are_drawn_without_a_script(page):
     assert "$" not in page.locator("main table").first.inner_text()
 
 
-@pytest.fixture(scope="module")
-def miniature(tmp_path_factory):
-    """The book of two tiny chapters, under the project's own settings."""
-    from test_build import Book
-
-    return Book(tmp_path_factory.mktemp("miniature"))
-
-
-@pytest.mark.parametrize(
-    "tex, mistake",
-    [
-        (r"\foo x", r"'\\foo' would be shown as it stands"),
-        ("x^2^3", "DoubleSuperscripts"),
-        (r"\frac{a", "its braces do not match"),
-        (r"\begin{split} a & b", "check its commands"),
-        ("a & b", "'&' would be shown"),
-        (r"\left\{ \frac{a}{b} \right.", ""),
-        (r"\begin{aligned} a &= b \\ &= c \end{aligned}", ""),
-        (r"A[I_X, J]\; B[J, K] \to C[I_X, K]\,\{U_Y\}", ""),
-    ],
-)
-def test_mistakes_in_formulas_are_found(tex, mistake):
-    from shardwise_book.site import draw
-
-    drawn, found = draw(tex, "block")
-    assert mistake in found and bool(mistake) == bool(found)
-    assert found or ElementTree.fromstring(drawn).tag.endswith("math")
-
-
-def test_mistake_in_a_formula_stops_the_build(miniature):
-    miniature.write("intro.md", "# A miniature\n\nText.\n\n$$\n\\foo + 1\n$$\n")
-    status, printed, _ = miniature.build()
-    miniature.write("intro.md", "# A miniature\n")
-    assert status != 0
-    assert re.search(r"intro\.md:5: WARNING: formula .*foo \+ 1.*would be shown as it", printed)
-
-
-def test_docstrings_become_rst():
-    from shardwise_book.docstrings import to_rst
-
-    text = """One `name` and ``more``.
-
-A batch is a dict of arrays [batch, seq]:
-  tokens: int32, the bytes
-    to predict from;
-  mask:   1 where `real`.
-
-Bind it:
-
-    with bind(use=gather):
-        run(`x`)
-
-Raises:
-  ValueError: a `size` below 1."""
-    assert to_rst(text.split("\n")) == [
-        "One ``name`` and ``more``.",
-        "",
-        "A batch is a dict of arrays [batch, seq]:",
-        "",
-        "  - ``tokens``: int32, the bytes",
-        "      to predict from;",
-        "  - ``mask``: 1 where ``real``.",
-        "",
-        "Bind it::",
-        "",
-        "    with bind(use=gather):",
-        "        run(`x`)",
-        "",
-        "Raises:",
-        "  ValueError: a ``size`` below 1.",
-    ]
-
-
 def test_landing_picture_tells_the_truth(page):
     """The bytes in the picture are those of a float32 array cut over eight devices."""
     import numpy as np
@@ -445,77 +306,3 @@ def test_other_buttons_only_with_an_address(site, name):
     names = re.findall(r">(\w+)</a>", shown[1])
     address = config()["repository"]["url"]
     assert names == (["Colab", "Notebook", "Source"] if address else ["Notebook"])
-
-
-@pytest.mark.parametrize("name", CHAPTERS)
-def test_addresses_of_a_chapter(name):
-    """What follows the branch in each link is a file of this repository."""
-    from shardwise_book.site import page_links
-
-    colab = config()["launch_buttons"]["colab_url"]
-    links = page_links("https://github.com/owner/name", "main", colab, name)
-    assert [link["name"] for link in links] == ["Colab", "Source"]
-    for link, suffix in zip(links, [".ipynb", ".md"], strict=True):
-        path = link["url"].partition("/owner/name/blob/main/")[2]
-        assert path == name + suffix and (ROOT / path).exists()
-    elsewhere = page_links("https://example.org/owner/name", "main", colab, name)
-    assert [link["name"] for link in elsewhere] == ["Source"]
-    assert page_links("", "main", colab, name) == []
-
-
-@pytest.fixture(scope="module")
-def addressed(miniature):
-    """A function that builds the miniature book with an address set."""
-    book = miniature
-    settings = (book.folder / "_config.yml").read_text()
-
-    def build(address):
-        url = re.sub(r'(?m)^  url: ".*"', f'  url: "{address}"', settings)
-        book.write("_config.yml", url)
-        status, printed, _ = book.build()
-        assert status == 0, printed
-        return book.folder
-
-    return build
-
-
-def test_buttons_lead_to_existing_files(browser, addressed):
-    """Each button is pressed; the repository's folder answers for GitHub and for Colab."""
-    folder = addressed("https://github.com/owner/name")
-    context, asked = browser.new_context(), []
-
-    def answer(route):
-        asked.append(urlsplit(route.request.url).hostname)
-        path = folder / route.request.url.partition("/owner/name/blob/main/")[2]
-        found = path.is_file()
-        text = path.read_text() if found else "no such file"
-        route.fulfill(status=200 if found else 404, content_type="text/plain", body=text)
-
-    context.route(re.compile("^https://"), answer)
-    page = context.new_page()
-    with serve(folder / "_build/html") as site:  # from a file, browsers show instead of saving
-        for name in ["first", "second"]:
-            for button, suffix in [("Colab", ".ipynb"), ("Source", ".md")]:
-                page.goto(f"{site}/chapters/{name}.html")
-                with page.expect_navigation() as arrival:
-                    page.locator(".tools").get_by_role("link", name=button).click()
-                assert arrival.value.status == 200
-                assert arrival.value.text() == (folder / f"chapters/{name}{suffix}").read_text()
-            page.goto(f"{site}/chapters/{name}.html")
-            with page.expect_download() as download:
-                page.locator(".tools a[download]").click()
-            notebook = folder / f"chapters/{name}.ipynb"
-            assert Path(download.value.path()).read_bytes() == notebook.read_bytes()
-    assert asked == ["colab.research.google.com", "github.com"] * 2
-    context.close()
-
-
-def test_local_address_leads_to_existing_files(page, addressed, tmp_path_factory):
-    folder = addressed(f"file://{tmp_path_factory.getbasetemp()}/clone")
-    page.goto((folder / "_build/html/chapters/first.html").as_uri())
-    links = [link.get_attribute("href") for link in page.locator(".tools a").all()]
-    assert page.locator(".tools a").all_inner_texts() == ["Notebook", "Source"]
-    clone = tmp_path_factory.getbasetemp() / "clone"
-    assert links[1] == f"{clone.as_uri()}/chapters/first.md"
-    shutil.copytree(folder / "chapters", clone / "chapters")
-    assert "# First" in page.goto(links[1]).text()

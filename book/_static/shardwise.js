@@ -20,6 +20,9 @@ addEventListener("DOMContentLoaded", () => {
   menu.setAttribute("role", "button");
   toggle(false);
   menu.addEventListener("click", (event) => { event.preventDefault(); toggle(); });
+  menu.addEventListener("keydown", (event) => {
+    if (event.key === " ") { event.preventDefault(); toggle(); } // as a button, not as a link
+  });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && contents.classList.contains("open")) { toggle(false); menu.focus(); }
   });

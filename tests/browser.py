@@ -1,0 +1,99 @@
+"""Fixtures: a browser, the built site from files and from a server, and a page that must be silent.
+
+`page` fails its test when the page asked for anything outside, or wrote anything to the console.
+"""
+
+import contextlib
+import functools
+import http.server
+import os
+import shutil
+import threading
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+SITE = Path(__file__).parent.parent / "_build" / "html"
+DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+NAMES = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"]
+
+
+@pytest.fixture(scope="session")
+def site():
+    if not (SITE / "index.html").exists():
+        pytest.fail(f"There is no site in {SITE}: run `make book` first.")
+    return SITE
+
+
+@contextlib.contextmanager
+def serve(folder):
+    """The address at which `folder` is served on this machine."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *args):
+            pass
+
+    handler = functools.partial(Quiet, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def server(site):
+    with serve(site) as address:
+        yield address
+
+
+def launch(playwright):
+    """Headless Chromium, from the PATH or Playwright's own; without one, skip, and in CI fail."""
+    error_class = pytest.importorskip("playwright.sync_api").Error
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    try:
+        return playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+    except error_class as error:
+        how = "No browser: install chromium, or run `playwright install chromium`."
+        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{how} ({error.message[:80]})")
+
+
+@pytest.fixture(scope="session")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with sync_api.sync_playwright() as playwright:
+        chromium = launch(playwright)
+        yield chromium
+        chromium.close()
+
+
+@contextlib.contextmanager
+def silent_page(browser, **settings):
+    """A page of its own context; on leaving, asserts that it was silent and stayed at home."""
+    context = browser.new_context(**settings)
+    page, heard = context.new_page(), []
+    page.set_default_timeout(10_000)
+
+    def hear(*what):
+        heard.append((page.url, *what))
+
+    def watch(request):
+        address = urlsplit(request.url)
+        if address.scheme not in ("file", "data") and address.hostname != "127.0.0.1":
+            hear("left the site", request.url)
+
+    page.on("console", lambda message: hear(message.type, message.text))
+    page.on("pageerror", lambda error: hear("error", str(error)))
+    page.on("requestfailed", lambda request: hear("failed", request.url))
+    page.on("request", watch)
+    yield page
+    context.close()
+    assert heard == []
+
+
+@pytest.fixture
+def page(browser, site):
+    """A silent page at 1280 × 900 in light mode; `page.open("chapters/slug")` opens a chapter."""
+    with silent_page(browser, viewport=DESKTOP, color_scheme="light") as opened:
+        opened.open = lambda name: opened.goto(f"{site.as_uri()}/{name}.html")
+        yield opened

@@ -1,0 +1,158 @@
+"""What the extension does to pages: formulas, docstrings, and the links above each chapter."""
+
+import re
+import shutil
+from pathlib import Path
+from urllib.parse import urlsplit
+from xml.etree import ElementTree
+
+import pytest
+from browser import serve
+
+pytest.importorskip("jupyter_book", reason="the book is not built on this stack")
+from shardwise_book.docstrings import to_rst
+from shardwise_book.site import draw, page_links
+
+ROOT = Path(__file__).parent.parent
+CHAPTERS = [f"chapters/{path.stem}" for path in sorted((ROOT / "chapters").glob("*.md"))]
+COLAB = "https://colab.research.google.com"
+
+
+@pytest.fixture(scope="module")
+def miniature(tmp_path_factory):
+    """The book of two tiny chapters, under the project's own settings."""
+    from test_build import Book
+
+    return Book(tmp_path_factory.mktemp("miniature"))
+
+
+@pytest.mark.parametrize(
+    "tex, mistake",
+    [
+        (r"\foo x", r"'\\foo' would be shown as it stands"),
+        ("x^2^3", "DoubleSuperscripts"),
+        (r"\frac{a", "its braces do not match"),
+        (r"\begin{split} a & b", "check its commands"),
+        ("a & b", "'&' would be shown"),
+        (r"\left\{ \frac{a}{b} \right.", ""),
+        (r"\begin{aligned} a &= b \\ &= c \end{aligned}", ""),
+        (r"A[I_X, J]\; B[J, K] \to C[I_X, K]\,\{U_Y\}", ""),
+    ],
+)
+def test_mistakes_in_formulas_are_found(tex, mistake):
+    drawn, found = draw(tex, "block")
+    assert mistake in found and bool(mistake) == bool(found)
+    assert found or ElementTree.fromstring(drawn).tag.endswith("math")
+
+
+def test_mistake_in_a_formula_stops_the_build(miniature):
+    miniature.write("intro.md", "# A miniature\n\nText.\n\n$$\n\\foo + 1\n$$\n")
+    status, printed, _ = miniature.build()
+    miniature.write("intro.md", "# A miniature\n")
+    assert status != 0
+    assert re.search(r"intro\.md:5: WARNING: formula .*foo \+ 1.*would be shown as it", printed)
+
+
+def test_docstrings_become_rst():
+    text = """One `name` and ``more``.
+
+A batch is a dict of arrays [batch, seq]:
+  tokens: int32, the bytes
+    to predict from;
+  mask:   1 where `real`.
+
+Bind it:
+
+    with bind(use=gather):
+        run(`x`)
+
+Raises:
+  ValueError: a `size` below 1."""
+    assert to_rst(text.split("\n")) == [
+        "One ``name`` and ``more``.",
+        "",
+        "A batch is a dict of arrays [batch, seq]:",
+        "",
+        "  - ``tokens``: int32, the bytes",
+        "      to predict from;",
+        "  - ``mask``: 1 where ``real``.",
+        "",
+        "Bind it::",
+        "",
+        "    with bind(use=gather):",
+        "        run(`x`)",
+        "",
+        "Raises:",
+        "  ValueError: a ``size`` below 1.",
+    ]
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_addresses_of_a_chapter(name):
+    """What follows the branch in each link is a file of this repository."""
+    links = page_links("https://github.com/owner/name", "main", COLAB, name)
+    assert [link["name"] for link in links] == ["Colab", "Source"]
+    for link, suffix in zip(links, [".ipynb", ".md"], strict=True):
+        path = link["url"].partition("/owner/name/blob/main/")[2]
+        assert path == name + suffix and (ROOT / path).exists()
+    elsewhere = page_links("https://example.org/owner/name", "main", COLAB, name)
+    assert [link["name"] for link in elsewhere] == ["Source"]
+    assert page_links("", "main", COLAB, name) == []
+
+
+@pytest.fixture(scope="module")
+def addressed(miniature):
+    """A function that builds the miniature book with an address set."""
+    book = miniature
+    settings = (book.folder / "_config.yml").read_text()
+
+    def build(address):
+        url = re.sub(r'(?m)^  url: ".*"', f'  url: "{address}"', settings)
+        book.write("_config.yml", url)
+        status, printed, _ = book.build()
+        assert status == 0, printed
+        return book.folder
+
+    return build
+
+
+def test_buttons_lead_to_existing_files(browser, addressed):
+    """Each button is pressed; the repository's folder answers for GitHub and for Colab."""
+    folder = addressed("https://github.com/owner/name")
+    context, asked = browser.new_context(), []
+
+    def answer(route):
+        asked.append(urlsplit(route.request.url).hostname)
+        path = folder / route.request.url.partition("/owner/name/blob/main/")[2]
+        found = path.is_file()
+        text = path.read_text() if found else "no such file"
+        route.fulfill(status=200 if found else 404, content_type="text/plain", body=text)
+
+    context.route(re.compile("^https://"), answer)
+    page = context.new_page()
+    with serve(folder / "_build/html") as site:  # from a file, browsers show instead of saving
+        for name in ["first", "second"]:
+            for button, suffix in [("Colab", ".ipynb"), ("Source", ".md")]:
+                page.goto(f"{site}/chapters/{name}.html")
+                with page.expect_navigation() as arrival:
+                    page.locator(".tools").get_by_role("link", name=button).click()
+                assert arrival.value.status == 200
+                assert arrival.value.text() == (folder / f"chapters/{name}{suffix}").read_text()
+            page.goto(f"{site}/chapters/{name}.html")
+            with page.expect_download() as download:
+                page.locator(".tools a[download]").click()
+            notebook = folder / f"chapters/{name}.ipynb"
+            assert Path(download.value.path()).read_bytes() == notebook.read_bytes()
+    assert asked == ["colab.research.google.com", "github.com"] * 2
+    context.close()
+
+
+def test_local_address_leads_to_existing_files(page, addressed, tmp_path_factory):
+    folder = addressed(f"file://{tmp_path_factory.getbasetemp()}/clone")
+    page.goto((folder / "_build/html/chapters/first.html").as_uri())
+    links = [link.get_attribute("href") for link in page.locator(".tools a").all()]
+    assert page.locator(".tools a").all_inner_texts() == ["Notebook", "Source"]
+    clone = tmp_path_factory.getbasetemp() / "clone"
+    assert links[1] == f"{clone.as_uri()}/chapters/first.md"
+    shutil.copytree(folder / "chapters", clone / "chapters")
+    assert "# First" in page.goto(links[1]).text()
