@@ -52,8 +52,8 @@ def test_shapes_for_random_configs(draw):
 def test_how_it_runs_does_not_change_what_it_computes(changes):
     ours = loss_and_grad(dataclasses.replace(SMALL, **changes))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(loss_and_grad(SMALL)), strict=True):
-        # The same sums in another order: a few units in the last place of float32.
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        # The same sums in another order: a few float32 roundings of the largest entries.
+        np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
 
 
 def test_dropout_needs_a_key_and_depends_on_nothing_else():
