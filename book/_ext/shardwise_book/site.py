@@ -24,6 +24,15 @@ log = logging.getLogger(__name__)
 NOT_DRAWN = re.compile(r"<m[io]>(\\[A-Za-z]*|[&{}]|&amp;)</m[io]>")
 ALIGNED = re.compile(r"\\(begin|end)\{(aligned|split|align)\}")
 
+# By file: what the HTML of a page that needs it contains; None where no page does.
+NEEDS = {
+    "sphinx-design": "sd-",
+    "design-tabs": "sd-tab",
+    "mystnb": 'class="cell ',
+    "pygments": None,  # its colours know one mode; shardwise.css has both
+}
+NAME = re.compile(r"[\w-]*(?=\.)|$")
+
 
 def mathml(node: nodes.Element, display: str) -> str:
     """The node's formula as MathML; warns, naming place and formula, where it cannot be drawn."""
@@ -89,10 +98,19 @@ def page_links(repository: str, branch: str, colab: str, slug: str) -> list[dict
     return links
 
 
+def drop_unused_files(app, pagename, templatename, context, doctree):
+    """Extensions load their files on every page: leaves out what this page has no use for."""
+    for files in ("css_files", "script_files"):
+        context[files] = [
+            file
+            for file in context[files]
+            for needs in [NEEDS.get(NAME.search(str(file.filename))[0], "")]
+            if needs is not None and needs in context.get("body", "")
+        ]
+
+
 def add_page_context(app, pagename, templatename, context, doctree):
     """Gives the templates the page's links, and a notebook to download beside each chapter."""
-    # Sphinx's own highlighting colours know one mode; shardwise.css has both.
-    context["css_files"] = [c for c in context["css_files"] if "pygments" not in str(c.filename)]
     context["page_links"] = []
     notebook = Path(app.srcdir, f"{pagename}.ipynb")
     if not pagename.startswith("chapters/") or not notebook.exists():
@@ -114,5 +132,6 @@ def setup(app):
         block_renderers=(visit_math_block, None),
     )
     app.connect("config-inited", take_options)
+    app.connect("html-page-context", drop_unused_files)
     app.connect("html-page-context", add_page_context)
     docstrings.setup(app)
