@@ -179,6 +179,10 @@ def test_light_and_dark_can_be_switched_and_are_remembered(browser, server):
         assert sum(colour(after)) < sum(colour(before)) / 2
         page.goto(f"{server}/book/glossary.html")
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == after
+        page.locator("button.mode:visible").click()  # back to what the system says: forgotten
+        page.emulate_media(color_scheme="dark")
+        page.reload()
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == after
 
 
 def test_contents_open_and_close_by_keyboard(browser, site):

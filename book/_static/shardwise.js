@@ -6,8 +6,11 @@ const root = document.documentElement;
 addEventListener("DOMContentLoaded", () => {
   for (const button of document.querySelectorAll("button.mode")) {
     button.addEventListener("click", () => {
-      root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
-      try { localStorage.theme = root.dataset.theme; } catch { /* files may have no storage */ }
+      const theme = root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark";
+      const system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+      try { // files may have no storage; who is back at the system's choice follows it again
+        if (theme === system) localStorage.removeItem("theme"); else localStorage.theme = theme;
+      } catch { /* then the choice lasts for this page */ }
     });
   }
 
