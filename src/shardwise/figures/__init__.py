@@ -1,0 +1,16 @@
+"""What the chapters draw: one palette, still figures as SVG, and interactive ones."""
+
+from shardwise.figures.explorer import mesh_explorer
+from shardwise.figures.palette import DEVICES, style
+from shardwise.figures.plots import bars, canvas, curves, mesh_picture, shards
+
+__all__ = [
+    "DEVICES",
+    "bars",
+    "canvas",
+    "curves",
+    "mesh_explorer",
+    "mesh_picture",
+    "shards",
+    "style",
+]
