@@ -16,16 +16,18 @@ PORT ?= 8000
 STACKS ?= newest python3.11 colab
 ours := src tests book/_ext
 python := .venv/bin/python
+# A file's tests share what they have built, so they stay in one process.
+workers := -n auto --maxprocesses 4 --dist loadfile
 export PYTHONPATH := book/_ext
 
 book: venv
 	@$(python) -m shardwise_book
 
 test: book
-	@$(python) -m pytest -m "not slow" $(PYTEST_ARGS)
+	@$(python) -m pytest $(workers) -m "not slow" $(PYTEST_ARGS)
 
 test-all: book
-	@$(python) -m pytest $(PYTEST_ARGS)
+	@$(python) -m pytest $(workers) $(PYTEST_ARGS)
 
 lint: venv
 	@$(python) -m ruff check $(ours)

@@ -72,6 +72,7 @@ def test_missing_python_is_one_sentence(project):
     assert "\n" not in printed
 
 
+@pytest.mark.slow
 def test_another_python_on_the_path_is_taken(project):
     interpreter(project / "bin/python3", "3.9.1", 3)
     interpreter(project / "bin/python3.13", "3.13.0", 0)
