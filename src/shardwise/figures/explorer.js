@@ -2,6 +2,7 @@
   // Every number comes from `data`, which Python computed with JAX; layouts.py says how to read it.
   const part = (name) => document.getElementById(`${root.id}-${name}`);
   const value = (name) => Number(part(name).value);
+  let offered = data.start.mesh; // the mesh whose entries the selects offer
   const set = (element, attributes) => {
     for (const [name, to] of Object.entries(attributes)) element.setAttribute(name, to);
   };
@@ -73,9 +74,10 @@
     const edge = { width: columns * unit, height: rows * unit };
     set(svg.querySelector(".edge"), { ...edge, "stroke-dasharray": blocks ? "none" : "5 4" });
     set(svg.querySelector(".across"), { x: 40 + edge.width / 2 });
-    set(svg.querySelector(".down"), { y: 34 + edge.height / 2 });
+    const turned = `translate(32 ${30 + edge.height / 2}) rotate(-90)`;
+    set(svg.querySelector(".down"), { transform: turned });
     svg.querySelector(".across").textContent = `${columns} columns`;
-    svg.querySelector(".down").textContent = rows;
+    svg.querySelector(".down").textContent = `${rows} rows`;
     pick.style.display = blocks ? "" : "none";
     if (blocks) {
       const [top, bottom, left, right] = blocks[device].map((n) => n * unit);
@@ -103,6 +105,7 @@
   }
 
   function update() {
+    if (value("mesh") !== offered) offer(); // an input event comes before its change event
     const choice = data.meshes[value("mesh")], device = value("device");
     const shape = ["rows", "columns"].map((name) => data.sizes[value(name)]);
     const answer = look(choice, shape, [value("first"), value("second")]);
@@ -114,18 +117,17 @@
 
   function offer() {
     // Another mesh has other axes: keep an entry that it has too.
+    offered = value("mesh");
     for (const name of ["first", "second"]) {
       const select = part(name), before = select.selectedOptions[0].text;
-      const entries = data.meshes[value("mesh")].entries;
+      const entries = data.meshes[offered].entries;
       select.replaceChildren(...entries.map((text, i) => new Option(text, i)));
       select.value = Math.max(0, entries.indexOf(before));
     }
   }
 
-  part("mesh").addEventListener("change", offer);
   root.addEventListener("input", update);
   root.addEventListener("change", update);
   root.querySelector("fieldset").disabled = false;
-  if (root.querySelector("select").value !== String(data.start.mesh)) offer(); // a restored form
   update();
 }

@@ -17,7 +17,8 @@ _STYLE = """<style>
   margin: .9rem 0 .4rem; }
 .shardwise-figure svg { width: 100%; max-width: 21rem; height: auto; fill: currentColor;
   font: 12px system-ui, sans-serif; }
-.shardwise-figure .error { border-left: 3px solid #c8504b; padding-left: .7rem; }
+.shardwise-figure .error { border-left: 3px solid #c8504b; padding-left: .7rem;
+  overflow-wrap: anywhere; }
 </style>"""
 
 
@@ -100,8 +101,9 @@ def _array(blocks):
     return (
         f'<svg id="@array" viewBox="0 0 300 290" role="img" aria-label="{_alt(blocks)}">'
         f'<text class="across" x="{40 + columns * unit / 2}" y="20" text-anchor="middle">'
-        f'{columns} columns</text><text class="down" x="34" y="{34 + rows * unit / 2}" '
-        f'text-anchor="end">{rows}</text>{"".join(boxes)}'
+        f'{columns} columns</text><text class="down" text-anchor="middle" '
+        f'transform="translate(32 {30 + rows * unit / 2}) rotate(-90)">{rows} rows</text>'
+        f"{''.join(boxes)}"
         f'<path class="lines" d="{_lines(rows, columns, unit)}" stroke="currentColor" '
         f'stroke-opacity=".25" fill="none"/><rect class="edge" x="40" y="30" '
         f'width="{columns * unit}" height="{rows * unit}" fill="none" stroke="currentColor"/>'

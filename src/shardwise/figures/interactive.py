@@ -19,7 +19,7 @@ class Interactive:
     def _repr_html_(self):
         root = f"shardwise-{secrets.token_hex(4)}"
         code = files(__package__).joinpath(self.script).read_text(encoding="utf-8").strip()
-        data = json.dumps(self.data, separators=(",", ":")).replace("</", "<\\/")
+        data = json.dumps(self.data, separators=(",", ":")).replace("<", "\\u003c")
         return (
             f'<div id="{root}" class="shardwise-figure">{self.still.replace("@", root + "-")}</div>'
             f'\n<script>({code})(document.getElementById("{root}"), {data});</script>'

@@ -50,7 +50,7 @@ def device(index):
 
 def ink(colour):
     """Black or white, whichever reads better on `colour`."""
-    return "#ffffff" if luminance(colour) < 0.28 else "#000000"
+    return max("#ffffff", "#000000", key=lambda text: contrast(text, colour))
 
 
 def luminance(colour):

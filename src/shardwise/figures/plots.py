@@ -41,7 +41,8 @@ def shards(array, shape=None, title=None):
     if shape is None or len(shape) not in (1, 2):
         raise ValueError(f"figures.shards draws arrays of 1 or 2 axes, not of shape {shape}.")
     rows, columns = (1, *shape)[-2:]
-    drawing, axes = canvas(4.6, min(3.2, max(1.1, 4.0 * rows / columns)))
+    height = min(3.2, max(1.1, 4.0 * rows / columns))
+    drawing, axes = canvas(min(4.6, max(2.2, 0.6 + height * columns / rows)), height)
     for block, ids in _holders(sharding, shape).items():
         (top, bottom), (left, right) = ((0, 1), *block)[-2:]
         strip = (right - left) / len(ids)
@@ -50,7 +51,8 @@ def shards(array, shape=None, title=None):
     _frame(axes, rows, columns)
     axes.set_xticks([0, columns])
     axes.set_yticks([0, rows] if len(shape) == 2 else [])
-    axes.set_title(title or f"{sharding.spec} of shape {tuple(shape)}")
+    name = getattr(sharding, "spec", type(sharding).__name__)
+    axes.set_title(title or f"{name} of shape {tuple(shape)}")
     return drawing
 
 
@@ -121,7 +123,8 @@ def bars(labels, predicted, measured, unit):
     axes.invert_yaxis()
     axes.margins(x=0.14)
     axes.set_xlabel(unit)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, labelcolor=palette.GREY)
+    with palette.style():
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     return drawing
 
 

@@ -1,0 +1,141 @@
+"""The palette, and what the still figures draw."""
+
+import jax
+import matplotlib.pyplot
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from matplotlib.colors import to_rgb, to_rgba
+
+from shardwise import figures, mesh
+from shardwise.figures import palette
+
+
+def lightness(colour):
+    """CIE L* of a colour, from 0 to 100."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    return 116 * np.cbrt(np.dot([0.2126, 0.7152, 0.0722], linear)) - 16
+
+
+def test_device_colours_differ_in_grey():
+    steps = np.diff([lightness(colour) for colour in palette.DEVICES])
+    assert len(steps) == 7 and steps.min() > 5
+    assert palette.device(8) == palette.device(0)
+
+
+def test_numbers_read_on_their_device_and_lines_on_light_and_dark():
+    assert palette.contrast("#000000", "#ffffff") == pytest.approx(21)
+    for colour in palette.DEVICES:
+        assert palette.contrast(colour, palette.ink(colour)) >= 4.5
+    for page in ("#ffffff", "#121212"):
+        assert min(palette.contrast(page, line) for line in palette.LINES) >= 3
+        assert palette.contrast(page, palette.GREY) >= 4
+
+
+def boxes(axes):
+    """Device number to the box in which it is written, as (left, top, width, height)."""
+    filled = [patch for patch in axes.patches if patch.get_fill()]
+    numbers = [text for text in axes.texts if text.get_text().isdigit()]
+    found = {}
+    for box, number in zip(filled, numbers, strict=True):
+        assert box.contains_point(axes.transData.transform(number.get_position()))
+        found[int(number.get_text())] = (*box.get_xy(), box.get_width(), box.get_height())
+    return found
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from([(8, 1), (4, 2), (2, 4), (1, 8)]),
+    st.permutations([None, "data", "model", ("data", "model"), ("model", "data")]),
+    st.lists(st.integers(1, 3), min_size=1, max_size=2),
+)
+def test_shards_draws_each_device_once_inside_its_block(sizes, entries, counts):
+    named = str(entries[: len(counts)])
+    if named.count("data") > 1 or named.count("model") > 1:
+        entries = [None, entries[0]]
+    shape = tuple(8 * n for n in counts)
+    sharding = NamedSharding(mesh.make(data=sizes[0], model=sizes[1]), P(*entries[: len(shape)]))
+    (axes,) = figures.shards(sharding, shape).axes
+    drawn = boxes(axes)
+    assert sorted(drawn) == list(range(8))
+    area = sum(width * height for *_, width, height in drawn.values())
+    assert area == pytest.approx(np.prod(shape))  # and none outside, so none overlap
+    for device, index in sharding.devices_indices_map(shape).items():
+        left, top, width, height = drawn[device.id]
+        ranges = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+        (first, last), (start, stop) = [(0, 1), *ranges][-2:]
+        assert (top, top + height) == (first, last)
+        assert start <= left and left + width <= stop + 1e-9
+
+
+def test_shards_takes_arrays_and_their_titles():
+    x = jax.device_put(np.zeros((8, 4)), NamedSharding(mesh.make(data=4, model=2), P("data")))
+    (axes,) = figures.shards(x).axes
+    assert "'data'" in axes.get_title() and "(8, 4)" in axes.get_title()
+    assert figures.shards(x, title="Weights").axes[0].get_title() == "Weights"
+    (axes,) = figures.shards(jax.device_put(np.zeros((2, 3)), mesh.devices()[5])).axes
+    assert boxes(axes) == {5: (0, 0, 3, 2)}
+
+
+@pytest.mark.parametrize("shape", [(), (2, 2, 2)])
+def test_shards_says_what_it_cannot_draw(shape):
+    with pytest.raises(ValueError, match=r"1 or 2 axes, not of shape \(.*\)"):
+        figures.shards(jax.numpy.zeros(shape))
+
+
+@pytest.mark.parametrize("sizes", [{"a": 8}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}])
+def test_mesh_picture_writes_each_device_at_its_place(sizes):
+    grid = mesh.make(**sizes)
+    drawing = figures.mesh_picture(grid, per_host=2)
+    panels = grid.devices.reshape((1,) * (3 - len(sizes)) + grid.devices.shape)
+    assert len(drawing.axes) == len(panels)
+    for panel, axes in zip(panels, drawing.axes, strict=True):
+        drawn = boxes(axes)
+        for (row, column), device in np.ndenumerate(panel):
+            left, top, width, height = drawn[device.id]
+            assert column < left < left + width < column + 1
+            assert row < top < top + height < row + 1
+        notes = [text.get_text() for text in axes.texts if "host" in text.get_text()]
+        assert notes == [f"host {device.id // 2}" for device in panel.flat]
+        named = {axes.get_xlabel(), axes.get_ylabel(), axes.get_title().split(" = ")[0]}
+        assert named - {""} == set(sizes)
+
+
+def test_bars_write_both_numbers_of_each_pair():
+    drawing = figures.bars(["one", "two"], [1.0, 2000.0], [1.25, 2100.0], "MB")
+    svg = drawing._repr_svg_()
+    for text in ("one", "two", "1", "1.25", "2,000", "2,100", "MB", "predicted", "measured"):
+        assert f"<!-- {text} -->" in svg, text
+    widths = [bar.get_width() for bar in drawing.axes[0].patches]
+    assert widths == [1.0, 2000.0, 1.25, 2100.0]
+
+
+def test_curves_carry_their_names_apart():
+    steps = [0, 1, 2]
+    runs = {"ours": (steps, [3, 2, 1]), "theirs": (steps, [3, 2.5, 1.01])}
+    drawing = figures.curves(runs, "step", "loss, nats", {"bigram": 1.02})
+    (axes,) = drawing.axes
+    for line, (x, y) in zip(axes.lines, runs.values(), strict=False):
+        assert (list(line.get_xdata()), list(line.get_ydata())) == (x, y)
+    assert axes.lines[2].get_ydata()[0] == 1.02
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == 3
+    svg = drawing._repr_svg_()
+    for text in ("ours", "theirs", "bigram", "step", "loss, nats"):
+        assert f"<!-- {text} -->" in svg, text
+    extents = [text.get_window_extent() for text in axes.texts]
+    assert not any(a.overlaps(b) for i, a in enumerate(extents) for b in extents[:i])
+
+
+def test_drawings_are_transparent_reproducible_and_shown_once():
+    one, two = (figures.curves({"a": ([0, 1], [1, 0])}, "x", "y") for _ in range(2))
+    assert one._repr_svg_() == one._repr_svg_() == two._repr_svg_()
+    assert to_rgba(one.get_facecolor())[3] == 0
+    assert to_rgba(one.axes[0].get_facecolor())[3] == 0
+    assert not matplotlib.pyplot.get_fignums()
+    before = dict(matplotlib.rcParams)
+    with figures.style():
+        assert matplotlib.rcParams["axes.labelcolor"] == palette.GREY
+    assert dict(matplotlib.rcParams) == before
