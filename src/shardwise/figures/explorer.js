@@ -62,10 +62,10 @@
       if (!blocks) return;
       const [top, bottom, left, right] = blocks[i];
       const holders = blocks.flatMap((other, j) => (`${other}` === `${blocks[i]}` ? [j] : []));
-      const strip = ((right - left) * unit) / holders.length;
-      const x = 40 + left * unit + holders.indexOf(i) * strip, height = (bottom - top) * unit;
-      set(box, { x, y: 30 + top * unit, width: strip, height });
-      set(names[i], { x: x + strip / 2, y: 34 + top * unit + height / 2 });
+      const strip = ((right - left) * unit - 3) / holders.length; // blocks stand 3 apart
+      const x = 41.5 + left * unit + holders.indexOf(i) * strip, height = (bottom - top) * unit - 3;
+      set(box, { x, y: 31.5 + top * unit, width: strip, height });
+      set(names[i], { x: x + strip / 2, y: 35.5 + top * unit + height / 2 });
     });
     const line = (i) => `M${40 + i * unit} 30v${rows * unit}`;
     const across = (i) => `M40 ${30 + i * unit}h${columns * unit}`;

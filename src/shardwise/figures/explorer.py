@@ -93,10 +93,9 @@ def _array(blocks):
     for device, block in enumerate(blocks):
         holders = [i for i, other in enumerate(blocks) if other == block]
         top, bottom, left, right = (n * unit for n in block)
-        strip = (right - left) / len(holders)
-        boxes.append(
-            _box(device, 40 + left + holders.index(device) * strip, 30 + top, strip, bottom - top)
-        )
+        strip = (right - left - 3) / len(holders)  # blocks stand 3 apart, strips touch
+        x = 41.5 + left + holders.index(device) * strip
+        boxes.append(_box(device, x, 31.5 + top, strip, bottom - top - 3))
     top, bottom, left, right = (n * unit for n in blocks[START["device"]])
     return (
         f'<svg id="@array" viewBox="0 0 300 290" role="img" aria-label="{_alt(blocks)}">'

@@ -33,8 +33,9 @@ def canvas(width=6.4, height=3.0, columns=1):
 def shards(array, shape=None, title=None):
     """Which device holds which block of a 1-D or 2-D array.
 
-    A block that several devices hold is cut into one strip for each of them. `array` is an array
-    on devices, or a sharding, which needs the `shape` too. Raises ValueError for other ranks.
+    Each block has an outline; one that several devices hold shows a strip for each, undivided.
+    `array` is an array on devices, or a sharding, which needs the `shape` too. Raises ValueError
+    for other ranks.
     """
     sharding = getattr(array, "sharding", array)
     shape = getattr(array, "shape", None) if shape is None else shape
@@ -48,6 +49,8 @@ def shards(array, shape=None, title=None):
         strip = (right - left) / len(ids)
         for i, n in enumerate(ids):
             _box(axes, left + i * strip, top, strip, bottom - top, n)
+        size = (right - left, bottom - top)
+        axes.add_patch(Rectangle((left, top), *size, fill=False, edgecolor=palette.GREY, lw=3))
     _frame(axes, rows, columns)
     axes.set_xticks([0, columns])
     axes.set_yticks([0, rows] if len(shape) == 2 else [])
@@ -118,7 +121,7 @@ def bars(labels, predicted, measured, unit):
             edgecolor=palette.LINES[0],
             hatch=None if fill else "////",
         )
-        axes.bar_label(drawn, labels=[f"{v:,.4g}" for v in values], padding=4, color=palette.GREY)
+        axes.bar_label(drawn, labels=[_number(v) for v in values], padding=4, color=palette.GREY)
     axes.set_yticks(where, labels)
     axes.invert_yaxis()
     axes.margins(x=0.14)
@@ -139,7 +142,7 @@ def _holders(sharding, shape):
 
 def _box(axes, x, y, width, height, device, note=""):
     colour = palette.device(device)
-    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor=palette.GREY))
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, linewidth=0))
     text = {"color": palette.ink(colour), "ha": "center", "va": "center"}
     middle = x + width / 2
     axes.text(middle, y + height * (0.4 if note else 0.5), device, fontweight="bold", **text)
@@ -171,3 +174,7 @@ def _label_ends(axes, ends):
             color=colour,
             annotation_clip=False,
         )
+
+
+def _number(value):
+    return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:,.3g}"
