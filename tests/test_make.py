@@ -37,11 +37,11 @@ def interpreter(path, version, status):
 def venv(project, *arguments, path=None):
     """(exit status, what was printed) of `make venv`, its own lines aside."""
     # Under `make test` the outer make's level, flags and PYTHON= would reach this one.
-    outer = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    ours = {key: os.environ[key] for key in os.environ if not key.startswith(("MAKE", "PYTHON"))}
     ran = subprocess.run(
         ["make", "--no-print-directory", "venv", *arguments],
         cwd=project,
-        env={**outer, "PATH": f"{path}:/usr/bin:/bin" if path else os.environ["PATH"]},
+        env={**ours, "PATH": f"{path}:/usr/bin:/bin" if path else os.environ["PATH"]},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
