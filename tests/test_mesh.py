@@ -23,8 +23,14 @@ def test_simulate_gives_n_devices_before_the_backend_is_up():
 
 
 def test_simulate_too_late_says_what_to_do():
+    jax.devices()  # the backend is up from here on
     with pytest.raises(RuntimeError, match=r"simulate\(9\).*8 CPU device.*Restart Python"):
         mesh.simulate(9)
+
+
+def test_simulate_needs_a_device():
+    with pytest.raises(ValueError, match=r"simulate\(0\).*at least one"):
+        mesh.simulate(0)
 
 
 def test_simulate_can_be_called_again_for_fewer():

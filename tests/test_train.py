@@ -75,6 +75,11 @@ def test_rows_that_do_not_split_are_named():
         train.value_and_grad(LOSS, 2)(PARAMS, padded(5))
 
 
+def test_microbatches_below_one_are_named():
+    with pytest.raises(ValueError, match="microbatches=0; expected 1 or more"):
+        train.step(LOSS, optax.sgd(0.1), microbatches=0)
+
+
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), train.optimizer(), optax.adafactor(1e-2)])
 def test_step_is_optax_and_donates(tx):
     batch = padded(4)

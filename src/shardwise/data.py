@@ -52,8 +52,8 @@ def batches(batch, seq_len, seed=0, split="train", process_index=0, process_coun
       targets: int32, the byte that follows each of them;
       mask:    float32, 1 where the target is real and 0 on padding.
 
-    `batch` is the global batch. Process p of n reads every n-th of its rows, from row p on, and
-    no others; together the processes read what one process would have read.
+    `batch` is the global batch. Process p of n takes every n-th of its rows, from row p on, and
+    no others; together the processes take what one process would have taken.
 
     The iterator is Grain's: `next(it)`, `it.get_state()`, `it.set_state(state)`.
 

@@ -1,7 +1,7 @@
-"""Identities that model code may carry; other rooms give them a meaning for one trace.
+"""Identities that model code may carry; other modules give them a meaning for one trace.
 
 A model says *what* a value is; where it lives is decided elsewhere. Unbound, each mark returns
-its argument. A room that wants to act on them binds a function for the time of a trace:
+its argument. A module that acts on them binds a function for the time of a trace:
 
     with marks.bind(constrain=lambda x, name: ...):
         jaxpr = jax.make_jaxpr(loss)(params, batch)

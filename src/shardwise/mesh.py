@@ -21,17 +21,22 @@ def simulate(n=8):
     one or more accelerators.
 
     Raises:
+      ValueError: `n` is below 1.
       RuntimeError: the backend is already up with fewer than `n` CPU devices.
     """
     global _devices
+    if n < 1:
+        raise ValueError(f"mesh.simulate({n}): ask for at least one device.")
     try:
         jax.config.update("jax_num_cpu_devices", n)
     except RuntimeError:
         pass  # The backend is up already: what it has decides below.
     platform = jax.default_backend()
+    default = None
     if platform != "cpu" and jax.local_device_count() < n:
         platform = "cpu"
-        jax.config.update("jax_default_device", jax.local_devices(backend="cpu")[0])
+        default = jax.local_devices(backend="cpu")[0]
+    jax.config.update("jax_default_device", default)
     here = len(jax.local_devices(backend=platform))
     if here < n:
         raise RuntimeError(
@@ -52,7 +57,8 @@ def make(**axes):
     """A mesh by axis name: `make(data=-1, model=2)` on 8 devices is 4×2.
 
     The axes stand in the order in which they are written: neighbours along the last one are
-    neighbours in `devices()`, so the axis with the most traffic belongs last. One size may be -1,
+    neighbours in `devices()` (on TPU, in the topology that `jax.make_mesh` finds), so the axis
+    with the most traffic belongs last. One size may be -1,
     which takes the devices that remain. If the sizes multiply to fewer devices than there are,
     the first of them are used. Axes are Auto everywhere in the book: the compiler propagates
     shardings from inputs, outputs and constraints.

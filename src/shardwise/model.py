@@ -37,6 +37,9 @@ class Config:
     remat: bool = False  # recompute a layer's activations in the backward pass
 
     def __post_init__(self):
+        for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Config: {name}={getattr(self, name)} must be at least 1.")
         for whole, part in [("heads", "kv_heads"), ("layers", "stages")]:
             if getattr(self, whole) % getattr(self, part):
                 raise ValueError(
@@ -52,8 +55,8 @@ class Config:
 class Linear(nnx.Module):
     """A weight without bias; `fan_in` counts the entries that one output sums over.
 
-    Uniform in ±√(3/fan_in), hence of variance 1/fan_in: uniform draws are bitwise the same under
-    every sharding and on every JAX, normal ones are not.
+    Uniform in ±√(3/fan_in), hence of variance 1/fan_in: inside jit, uniform draws are bitwise
+    the same under every sharding; normal ones are not on every JAX that we support.
     """
 
     def __init__(self, config, shape, axes, fan_in, rngs):
@@ -89,7 +92,7 @@ def rotary(x):
 
 
 def attend(q, k, v):
-    """Causal attention; q [b, s, h, d], k and v [b, t, k, d]: each kv head serves h/k queries."""
+    """Causal attention, q [b, s, h, d], k and v [b, t, k, d]: a kv head serves h/k query heads."""
     b, s, h, d = q.shape
     q = q.reshape(b, s, k.shape[2], h // k.shape[2], d)
     scores = jnp.einsum("bskgd,btkd->bkgst", q, k).astype(jnp.float32) * d**-0.5

@@ -31,8 +31,10 @@ def value_and_grad(loss, microbatches=1):
     so that a batch sharded along its rows stays sharded in every part.
 
     Raises:
-      ValueError: the number of rows is not a multiple of `microbatches`.
+      ValueError: `microbatches` is below 1, or the rows are not a multiple of it.
     """
+    if microbatches < 1:
+        raise ValueError(f"train.value_and_grad: microbatches={microbatches}; expected 1 or more.")
     part = jax.value_and_grad(loss, has_aux=True)
 
     def mean_and_grad(params, batch):
