@@ -82,9 +82,13 @@ def silent_page(browser, **settings):
         if address.scheme not in ("file", "data") and address.hostname != "127.0.0.1":
             hear("left the site", request.url)
 
+    def fail(request):
+        if request.failure != "net::ERR_ABORTED":  # a fetch cut off by leaving the page is no fault
+            hear("failed", request.url, request.failure)
+
     page.on("console", lambda message: hear(message.type, message.text))
     page.on("pageerror", lambda error: hear("error", str(error)))
-    page.on("requestfailed", lambda request: hear("failed", request.url))
+    page.on("requestfailed", fail)
     page.on("request", watch)
     yield page
     context.close()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNNER = ROOT / "book/_ext/shardwise_book/execute.py"
-SITE_TESTS = ["tests/test_site.py"]
+SITE_TESTS = ["tests/test_site.py", "tests/test_theme.py"]
 
 
 @dataclasses.dataclass(frozen=True)
