@@ -1,0 +1,36 @@
+"""Layouts decided beside the model: rules that turn a pytree into PartitionSpecs.
+
+A rule is a callable `rule(tree, mesh)`. `tree` holds arrays or abstract arrays in any pytree, an
+`nnx.State` or an optax state included; the result has the tree's structure, with a PartitionSpec
+in the place of each array. Wherever a rule is taken, a PartitionSpec will do: it stands for every
+array that has axes.
+"""
+
+from shardwise.rules.compiling import jit
+from shardwise.rules.following import follow
+from shardwise.rules.fsdp import FSDPRule
+from shardwise.rules.leaves import Leaf, named_leaves
+from shardwise.rules.logical import LogicalRules
+from shardwise.rules.placement import constrain_tree, gather, global_batch, place, shardings
+from shardwise.rules.policies import PathRules, PolicyRule
+from shardwise.rules.rule import Choice, Rule
+from shardwise.rules.table import describe
+
+__all__ = [
+    "Choice",
+    "FSDPRule",
+    "Leaf",
+    "LogicalRules",
+    "PathRules",
+    "PolicyRule",
+    "Rule",
+    "constrain_tree",
+    "describe",
+    "follow",
+    "gather",
+    "global_batch",
+    "jit",
+    "named_leaves",
+    "place",
+    "shardings",
+]

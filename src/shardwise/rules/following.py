@@ -1,0 +1,73 @@
+"""Optimizer states laid out as their parameters are."""
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardwise.rules.leaves import ends_with, read
+from shardwise.rules.rule import Choice, Rule, as_rule, fit
+
+
+def follow(rule, params):
+    """The rule for whatever belongs to `params` (arrays or abstract): optimizer states, averages.
+
+    A leaf whose path ends with a parameter's path and that has its shape gets the parameter's
+    spec. A factored moment (Adafactor, Shazeer and Stern 2018) gets it on the axes that it has
+    kept. What belongs to no parameter is laid out by `rule` itself.
+
+    Raises, when called:
+      ValueError: a leaf whose shape is neither its parameter's nor lacks one of its axes.
+    """
+    return _Following(rule, params)
+
+
+class _Following(Rule):
+    def __init__(self, rule, params):
+        self.rule, self.params = as_rule(rule), params
+
+    def choices(self, tree, mesh):
+        specs = self.rule(self.params, mesh)
+        specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        leaders = {
+            leaf.path: (leaf.shape, spec)
+            for leaf, spec in zip(read(self.params), specs, strict=True)
+        }
+        return [self._one(leaf, leaders, mesh) for leaf in _unnamed(tree)]
+
+    def _one(self, leaf, leaders, mesh):
+        tails = [path for path in leaders if ends_with(leaf.path, path)]
+        if leaf.size == 1:
+            return Choice(PartitionSpec(), "one element")
+        if not tails:
+            spec = self.rule({leaf.path: leaf.array}, mesh)[leaf.path]
+            return fit("rules.follow", leaf, Choice(spec, "follows no parameter"), mesh, "error")
+        path = max(tails, key=len)
+        shape, spec = leaders[path]
+        kept = _kept(leaf, shape)
+        if kept is None:
+            raise ValueError(
+                f"rules.follow: {leaf.path} has shape {leaf.shape}, and its parameter {path} has "
+                f"{shape}; expected the same, or the same without one axis. Give this leaf a spec "
+                f"of its own, for example by a PolicyRule."
+            )
+        entries = [*spec, *[None] * (len(shape) - len(spec))]
+        spec = PartitionSpec(*(entries[i] for i in kept))
+        return fit("rules.follow", leaf, Choice(spec, f"as {path}"), mesh, "error")
+
+
+def _unnamed(tree):
+    return [leaf._replace(axes=None) for leaf in read(tree, names={})]
+
+
+def _kept(leaf, shape):
+    """Which axes of a parameter of `shape` the leaf has, or None."""
+    if leaf.shape == shape:
+        return list(range(len(shape)))
+    missing = [i for i in range(len(shape)) if shape[:i] + shape[i + 1 :] == leaf.shape]
+    if not missing:
+        return None
+    # Optax factors the two largest axes, of equal ones the last: v_row lacks the largest,
+    # v_col the other. That decides where two axes are equally long.
+    by_size = sorted(range(len(shape)), key=lambda i: shape[i])
+    lacks = by_size[-2 if "v_col" in leaf.path.split("/") else -1]
+    gone = lacks if lacks in missing else missing[0]
+    return [i for i in range(len(shape)) if i != gone]

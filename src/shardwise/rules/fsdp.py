@@ -1,0 +1,88 @@
+"""FSDP as a rule: each large array cut once, along whichever of its axes divides."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from shardwise.rules.leaves import read
+from shardwise.rules.rule import Choice, Rule, as_rule, check_axes, check_not_factored, used_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class FSDPRule(Rule):
+    """Cuts each array of `min_size` elements or more once along mesh axis `axis`.
+
+    Of the axes that the mesh axis divides it takes the largest; of equally large ones the last,
+    or with `ties="first"` the first. The stacked layers are never cut: they are the axis named
+    "layers", or the leading one of the leaves for which `stacked(path)` is true. With `over=`
+    another rule, it cuts what that one leaves whole: `FSDPRule("fsdp", over=tensor)`.
+
+    Raises, when called:
+      ValueError: the mesh lacks the axis, or no axis of a large array divides by it (with
+        uneven="replicate" that array stays as it is).
+    """
+
+    axis: str
+    min_size: int = 2**14
+    over: Any = None
+    ties: str = "last"
+    stacked: Callable | None = None
+    names: Any = None
+    uneven: str = "error"
+
+    def __post_init__(self):
+        self.check_uneven()
+        if self.ties not in ("last", "first"):
+            raise ValueError(f"FSDPRule: ties={self.ties!r}; expected 'last' or 'first'.")
+
+    def choices(self, tree, mesh):
+        check_axes("FSDPRule", [self.axis], mesh)
+        names = self.names if self.names is not None else getattr(self.over, "names", None)
+        leaves = read(tree, names)
+        below = [PartitionSpec()] * len(leaves)
+        if self.over is not None:
+            below = jax.tree.leaves(as_rule(self.over)(tree, mesh), is_leaf=_is_spec)
+        return [self._cut(leaf, spec, mesh) for leaf, spec in zip(leaves, below, strict=True)]
+
+    def _cut(self, leaf, spec, mesh):
+        if leaf.size == 1:
+            return Choice(PartitionSpec(), "one element")
+        if leaf.size < self.min_size:
+            why = f"{leaf.size} elements, fewer than min_size={self.min_size}"
+            return self.fit(leaf, Choice(spec, why), mesh)
+        if self.axis in used_axes(spec):
+            return self.fit(leaf, Choice(spec), mesh)
+        check_not_factored("FSDPRule", leaf)
+        entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
+        free = [i for i, entry in enumerate(entries) if entry is None and not self._layers(leaf, i)]
+        i = self._pick(leaf, free, mesh.shape[self.axis])
+        if i is None:
+            return self.fit(leaf, Choice(spec, f"no axis divides by {self.axis!r}"), mesh)
+        entries[i] = self.axis
+        return self.fit(leaf, Choice(PartitionSpec(*entries)), mesh)
+
+    def _layers(self, leaf, i):
+        if self.stacked is not None:
+            return i == 0 and self.stacked(leaf.path)
+        return leaf.axes is not None and leaf.axes[i] == "layers"
+
+    def _pick(self, leaf, free, size):
+        fits = [i for i in free if leaf.shape[i] % size == 0]
+        if fits:
+            last = self.ties == "last"
+            return max(fits, key=lambda i: (leaf.shape[i], i if last else -i))
+        if self.uneven == "error":
+            open_axes = ", ".join(f"{leaf.axis(i)} of {leaf.shape[i]}" for i in free) or "none"
+            raise ValueError(
+                f"FSDPRule: {leaf.path} of shape {leaf.shape} has no axis that divides over "
+                f"{self.axis!r} ({size}); free are: {open_axes}. Choose other sizes, raise "
+                f"min_size={self.min_size}, or pass uneven='replicate' to leave it as it is."
+            )
+        return None
+
+
+def _is_spec(x):
+    return isinstance(x, PartitionSpec)

@@ -1,0 +1,121 @@
+"""Rules put to work on trees: shardings, placing, gathering, constraining."""
+
+import contextlib
+import contextvars
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from shardwise.rules.leaves import fill
+from shardwise.rules.rule import as_rule
+
+_MESH = contextvars.ContextVar("shardwise_rules_mesh", default=None)
+
+
+def shardings(rule, tree, mesh):
+    """The tree's NamedShardings; `rule` may also be a tree of rules, a prefix of `tree`.
+
+    In such a tree a sharding stands for itself, and None for "not said".
+
+    Raises:
+      ValueError: what the rule raises, or a tree of rules that is no prefix of `tree`.
+    """
+
+    def resolve(rule, part):
+        if rule is None or isinstance(rule, Sharding):
+            return jax.tree.map(lambda _: rule, part)
+        specs = jax.tree.leaves(as_rule(rule)(part, mesh), is_leaf=_is_spec)
+        return fill(part, [NamedSharding(mesh, spec) for spec in specs])
+
+    if _is_rule(rule):
+        return resolve(rule, tree)
+    return jax.tree.map(resolve, rule, tree, is_leaf=_is_rule)
+
+
+def place(tree, rule, mesh):
+    """`tree` with each array laid out by `rule`, wherever it was before."""
+    return jax.device_put(tree, shardings(rule, tree, mesh))
+
+
+def gather(tree):
+    """`tree` with each array whole on every device of its mesh, hence readable in each process."""
+
+    def whole(x):
+        if not isinstance(getattr(x, "sharding", None), NamedSharding):
+            return x
+        target = NamedSharding(x.sharding.mesh, PartitionSpec())
+        return jax.jit(lambda x: x, out_shardings=target)(x)
+
+    return jax.tree.map(whole, tree)
+
+
+def constrain_tree(tree, rule, mesh=None):
+    """Inside jit, `tree` with each array constrained to the layout that `rule` gives it.
+
+    The mesh is that of the `rules.jit` around it, unless given.
+
+    Raises:
+      ValueError: no mesh is given and none is around.
+    """
+    mesh = mesh or _MESH.get()
+    if mesh is None:
+        raise ValueError(
+            "rules.constrain_tree: no mesh here; call it inside a function that rules.jit "
+            "compiles, or pass mesh=."
+        )
+    return jax.tree.map(_constrain, tree, shardings(rule, tree, mesh))
+
+
+def global_batch(batch, rule, mesh):
+    """Each process's rows of a batch, as one global array for each of its leaves.
+
+    Axis 0 of every array is rows; all processes bring equally many, which follow one another in
+    the order of the processes. With one process this is `place`.
+
+    Raises:
+      ValueError: the global shape does not fit the rule or the mesh.
+    """
+    count = jax.process_count()
+
+    def whole(x):
+        shape = jnp.shape(x)
+        shape = (shape[0] * count, *shape[1:]) if shape else shape
+        return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+    targets = shardings(rule, jax.tree.map(whole, batch), mesh)
+    return jax.tree.map(
+        lambda x, sharding: jax.make_array_from_process_local_data(sharding, x), batch, targets
+    )
+
+
+@contextlib.contextmanager
+def mesh_for_constraints(mesh):
+    """Within the block, `constrain_tree` finds this mesh."""
+    token = _MESH.set(mesh)
+    try:
+        yield
+    finally:
+        _MESH.reset(token)
+
+
+def constrain_prefix(rule, tree, mesh):
+    """`tree`, constrained by a rule or a prefix tree of them; where it says None, as it was."""
+    leaves, structure = jax.tree.flatten(tree)
+    wanted = jax.tree.leaves(shardings(rule, tree, mesh), is_leaf=lambda x: x is None)
+    return jax.tree.unflatten(
+        structure,
+        [x if s is None else _constrain(x, s) for x, s in zip(leaves, wanted, strict=True)],
+    )
+
+
+def _constrain(x, sharding):
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _is_rule(x):
+    return x is None or callable(x) or isinstance(x, PartitionSpec | Sharding)
+
+
+def _is_spec(x):
+    return isinstance(x, PartitionSpec)

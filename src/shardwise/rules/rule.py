@@ -1,0 +1,164 @@
+"""What all rules share: from one choice for each leaf to checked specs for the tree."""
+
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from shardwise.rules.leaves import fill, is_factored, read
+
+
+class Choice(NamedTuple):
+    """A leaf's spec, and where it leaves the array whole, why."""
+
+    spec: PartitionSpec
+    why: str = ""
+
+
+class Rule:
+    """A subclass says what it does with one leaf, `choose(leaf, mesh) -> Choice`.
+
+    `names` gives logical axes to the leaves of plain pytrees. `uneven` says what becomes of an
+    axis that its mesh axes do not divide: "error", or "replicate" to leave that axis whole.
+
+    Raises, when called:
+      ValueError: a spec that does not fit its array or the mesh; the message names the path.
+    """
+
+    names = None
+    uneven = "error"
+
+    def __call__(self, tree, mesh):
+        """The tree's PartitionSpecs."""
+        return fill(tree, [choice.spec for choice in self.choices(tree, mesh)])
+
+    def choices(self, tree, mesh):
+        """One `Choice` for each leaf, in order."""
+        return [self.settle(leaf, mesh) for leaf in read(tree, self.names)]
+
+    def settle(self, leaf, mesh):
+        """The choice for one leaf, checked; a single element is always replicated."""
+        if leaf.size == 1:
+            return Choice(PartitionSpec(), "one element")
+        return self.fit(leaf, self.choose(leaf, mesh), mesh)
+
+    def fit(self, leaf, choice, mesh):
+        """`choice` if its spec fits the array and the mesh."""
+        return fit(type(self).__name__, leaf, choice, mesh, self.uneven)
+
+    def check_uneven(self):
+        """Call from a subclass's __post_init__."""
+        if self.uneven not in ("error", "replicate"):
+            raise ValueError(
+                f"{type(self).__name__}: uneven={self.uneven!r}; expected 'error' or 'replicate'."
+            )
+
+
+class Same(Rule):
+    """One PartitionSpec for every array that has axes."""
+
+    def __init__(self, spec):
+        self.spec = spec
+
+    def choose(self, leaf, mesh):
+        return Choice(self.spec, "its spec says so")
+
+    def fit(self, leaf, choice, mesh):
+        return fit(str(self.spec), leaf, choice, mesh, self.uneven)
+
+
+def as_rule(rule):
+    """`rule` itself, or a PartitionSpec as a rule.
+
+    Raises:
+      TypeError: it is neither.
+    """
+    if isinstance(rule, PartitionSpec):
+        return Same(rule)
+    if callable(rule):
+        return rule
+    raise TypeError(
+        f"{rule!r} is no rule: expected a callable rule(tree, mesh), such as "
+        f"rules.FSDPRule('fsdp'), or a PartitionSpec."
+    )
+
+
+def mesh_axes(entry):
+    """The mesh axes in one entry of a spec, as a tuple."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+
+
+def used_axes(spec):
+    """All mesh axes in a spec, in order."""
+    return [axis for entry in spec for axis in mesh_axes(entry)]
+
+
+def parts(entry, mesh):
+    """Into how many parts a spec's entry cuts its axis."""
+    count = 1
+    for axis in mesh_axes(entry):
+        count *= mesh.shape[axis]
+    return count
+
+
+def sizes(mesh):
+    """How messages speak of a mesh: data=4, model=2."""
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+def check_axes(who, axes, mesh):
+    """Raise where the mesh lacks one of `axes`."""
+    if missing := [axis for axis in axes if axis not in mesh.shape]:
+        raise ValueError(
+            f"{who}: the mesh has no axis {missing[0]!r}; it has {sizes(mesh)}. Make the mesh "
+            f"with that axis (its size may be 1), or change the rule."
+        )
+
+
+def check_not_factored(who, leaf):
+    """Raise for a factored moment, whose axes only its parameter knows."""
+    if is_factored(leaf.path):
+        raise ValueError(
+            f"{who}: {leaf.path} of shape {leaf.shape} is an optimizer's factored moment, and "
+            f"which axes it has kept only its parameter can tell: use rules.follow(rule, params)."
+        )
+
+
+def fit(who, leaf, choice, mesh, uneven):
+    """`choice`, checked against the leaf's shape and the mesh; see `Rule`."""
+    spec, dropped = list(choice.spec), []
+    if len(spec) > len(leaf.shape):
+        raise ValueError(
+            f"{who}: {leaf.path} has shape {leaf.shape}, and its spec {choice.spec} is for "
+            f"{len(spec)} axes; expected at most {len(leaf.shape)} entries."
+        )
+    used = used_axes(spec)
+    check_axes(f"{who}, {leaf.path}", used, mesh)
+    if twice := {axis for axis in used if used.count(axis) > 1}:
+        raise ValueError(
+            f"{who}: {leaf.path} would be cut along mesh axis {min(twice)!r} twice, by the spec "
+            f"{choice.spec}; one array can use a mesh axis once."
+        )
+    for i, entry in enumerate(spec):
+        count = parts(entry, mesh)
+        if leaf.shape[i] % count:
+            dropped.append(_uneven(who, leaf, i, entry, count, uneven))
+            spec[i] = None
+    while spec and spec[-1] is None:
+        spec.pop()
+    whole = all(parts(entry, mesh) == 1 for entry in spec)
+    why = "; ".join(dropped) if dropped else choice.why if not used else "mesh axes of size 1"
+    return Choice(PartitionSpec(*spec), why if whole else "")
+
+
+def _uneven(who, leaf, i, entry, count, uneven):
+    over = " × ".join(map(repr, mesh_axes(entry)))
+    what = f"{leaf.axis(i)} of {leaf.shape[i]} does not divide over {over} ({count})"
+    if uneven == "error":
+        raise ValueError(
+            f"{who}: {leaf.path} has shape {leaf.shape}, and {what}. Choose a size that is a "
+            f"multiple of {count}, change the rule, or pass uneven='replicate' to leave that "
+            f"axis whole."
+        )
+    return what

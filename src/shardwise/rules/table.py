@@ -1,0 +1,105 @@
+"""A layout as a table, to be printed before anything runs."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from shardwise.rules.leaves import named_leaves
+from shardwise.rules.rule import Rule, as_rule, parts, sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One array: `bytes` on each device, and why it stayed whole where it did."""
+
+    path: str
+    shape: tuple
+    spec: PartitionSpec
+    bytes: int
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """The layout of a tree; prints as a table, and in a notebook is shown as one."""
+
+    rows: list
+    whole_bytes: int
+    mesh: str
+
+    @property
+    def bytes_per_device(self):
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def replicated(self):
+        """{path: why} of each array that every device holds whole."""
+        return {row.path: row.why for row in self.rows if row.why}
+
+    def __str__(self):
+        lines = [("path", "shape", "spec", "bytes/device", "replicated because"), *self._cells()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        aligned = [
+            "  ".join(
+                cell.rjust(width) if i == 3 else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        return "\n".join([*aligned, self._total()])
+
+    __repr__ = __str__
+
+    def _repr_markdown_(self):
+        head = ["| path | shape | spec | bytes/device | replicated because |"]
+        head += ["| --- | --- | --- | ---: | --- |"]
+        code = [(f"`{c[0]}`", c[1], f"`{c[2]}`", *c[3:]) for c in self._cells()]
+        lines = ["| " + " | ".join(cells) + " |" for cells in code]
+        return "\n".join([*head, *lines, "", self._total()])
+
+    def _cells(self):
+        for row in self.rows:
+            shape = "×".join(map(str, row.shape)) or "scalar"
+            yield row.path, shape, _short(row.spec), f"{row.bytes:,}", row.why
+
+    def _total(self):
+        whole = sum(row.bytes for row in self.rows if row.why)
+        return (
+            f"{self.bytes_per_device:,} bytes on each device of ({self.mesh}), of "
+            f"{self.whole_bytes:,} in all; {len(self.replicated)} of {len(self.rows)} arrays, "
+            f"{whole:,} bytes, are whole on every device."
+        )
+
+
+def describe(rule, tree, mesh):
+    """The layout that `rule` gives `tree`: path, shape, spec and bytes per device of each array.
+
+    Says the total too, and of what stays whole on every device why. Takes abstract arrays: no
+    array need exist.
+    """
+    rule = as_rule(rule)
+    if isinstance(rule, Rule):
+        found = [(choice.spec, choice.why) for choice in rule.choices(tree, mesh)]
+    else:
+        specs = jax.tree.leaves(rule(tree, mesh), is_leaf=lambda x: isinstance(x, PartitionSpec))
+        found = [(spec, "the rule says so") for spec in specs]
+    rows, total = [], 0
+    for (path, array), (spec, why) in zip(named_leaves(tree), found, strict=True):
+        shape = jnp.shape(array)
+        size = math.prod(shape) * _itemsize(array)
+        cut = math.prod(parts(entry, mesh) for entry in spec)
+        total += size
+        rows.append(Row(path, shape, spec, size // cut, why if cut == 1 else ""))
+    return Description(rows, total, sizes(mesh))
+
+
+def _itemsize(array):
+    dtype = getattr(array, "dtype", None)
+    return jnp.result_type(array).itemsize if dtype is None else dtype.itemsize
+
+
+def _short(spec):
+    return f"P({', '.join(map(repr, spec))})"
