@@ -1,0 +1,12 @@
+"""Checkpoints that restore onto any mesh: Orbax's CheckpointManager, asked precisely.
+
+A state is a dict of items, such as `{"params": ..., "opt_state": ..., "rng": key, "data": ...}`,
+each saved on its own, so that each can be read on its own. The directory is Orbax's, in Orbax's
+format: its own tools read it. A directory may be a path on a bucket (`gs://...`), which goes to
+Orbax as it is; that was not tried, local disks were.
+"""
+
+from shardwise.checkpoint.restoring import latest, restore
+from shardwise.checkpoint.saving import save, wait
+
+__all__ = ["latest", "restore", "save", "wait"]

@@ -1,0 +1,108 @@
+"""Whether a checkpoint is what the target asks for, told from its metadata alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwise.checkpoint.items import flat
+
+_SHOWN = 10  # of the leaves that differ; whole models may
+
+
+def check_items(label, wanted, trees, saved):
+    """Raise ValueError if an item is not in the step, or is arrays where plain data is wanted.
+
+    `saved` maps the step's items to the names of the Orbax handlers that wrote them.
+    """
+    if missing := sorted(set(wanted) - set(saved)):
+        raise ValueError(
+            f"{label} has the items {sorted(saved)}, and not {missing}; ask for those it has."
+        )
+    for name in wanted:
+        plain = str(saved[name]).endswith("JsonCheckpointHandler")
+        if plain == (name in trees):
+            told = ("arrays", "none") if name not in trees else ("plain data", "arrays")
+            raise ValueError(f"{label}: item {name!r} holds {told[0]}; the target has {told[1]}.")
+
+
+def check_leaves(label, trees, metadata, partial):
+    """Raise ValueError if paths, shapes or dtypes differ, or FileNotFoundError without metadata.
+
+    `trees` maps items to {path: leaf}, `metadata` to what Orbax wrote about them.
+    """
+    told = []
+    for name, leaves in trees.items():
+        if metadata[name] is None:
+            raise FileNotFoundError(
+                f"{label} is incomplete: item {name!r} has no metadata. Restore another step."
+            )
+        saved = {path: _saved(leaf) for path, leaf in flat(metadata[name].tree).items()}
+        asked = {path: _asked(leaf) for path, leaf in leaves.items()}
+        for path in sorted(saved.keys() | asked.keys()):
+            told += [f"{name}: {line}" for line in _difference(path, saved, asked, partial)]
+    if told:
+        more = f"\n  and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+        raise ValueError(
+            f"{label} is not what the target asks for:\n  "
+            + "\n  ".join(told[:_SHOWN])
+            + f"{more}\nMake the target from the model that was saved. Dtypes are not cast here: "
+            f"restore, then cast. To leave saved arrays unread, pass partial=True."
+        )
+
+
+def check_shardings(label, trees):
+    """Raise ValueError if a sharding cuts its array unevenly, or has other devices than JAX."""
+    for name, leaves in trees.items():
+        for path, leaf in leaves.items():
+            sharding = getattr(leaf, "sharding", None)
+            if sharding is None:
+                continue
+            where = f"{label}: the target's sharding of {name}: {path}, {_spec(sharding)},"
+            try:
+                sharding.shard_shape(leaf.shape)
+            except ValueError as error:
+                raise ValueError(
+                    f"{where} does not fit its shape {leaf.shape}: {error} Change the rule or "
+                    f"the mesh."
+                ) from error
+            _check_devices(where, sharding)
+
+
+def _check_devices(where, sharding):
+    try:
+        devices = set(sharding.device_set)
+    except ValueError:
+        devices = set()  # an abstract mesh has none
+    platforms = {device.platform for device in devices}
+    there = {device for platform in platforms for device in jax.devices(platform)}
+    if not devices or devices - there:
+        raise ValueError(
+            f"{where} is on {sorted(map(str, devices - there)) or 'no devices'}, and JAX has "
+            f"{jax.devices()} here. Make the mesh in this process, with mesh.make."
+        )
+
+
+def _difference(path, saved, asked, partial):
+    if path not in asked:
+        return [] if partial else [f"{path} {saved[path]} is only in the checkpoint"]
+    if path not in saved:
+        return [f"{path} {asked[path]} is only in the target"]
+    if saved[path] == asked[path]:
+        return []
+    return [f"{path} is {saved[path]} in the checkpoint and {asked[path]} in the target"]
+
+
+def _saved(leaf):
+    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+
+
+def _asked(leaf):
+    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        leaf = np.asarray(leaf)
+    elif jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)  # as Orbax stores keys
+    return f"{leaf.dtype.name}{list(leaf.shape)}"
+
+
+def _spec(sharding):
+    return getattr(sharding, "spec", sharding)
