@@ -10,7 +10,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise import data, mesh, model, train
+from shardwise import data, measure, mesh, model, rules, train
 
 CONFIG = model.Config(embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=24)
 GRAPHDEF, PARAMS = nnx.split(model.Decoder(CONFIG, rngs=nnx.Rngs(0)))
@@ -120,3 +120,47 @@ def test_training_beats_guessing_by_frequency():
     frequency = sum(np.bincount(t, minlength=256) for t in data.corpus()) + 1
     unigram = -np.sum(frequency / frequency.sum() * np.log(frequency / frequency.sum()))
     assert mean < unigram
+
+
+TENSOR = rules.LogicalRules(
+    {"vocab": "model", "embed": None, "heads": "model", "kv_heads": "model"}
+    | {"head_dim": None, "mlp": "model"}
+)
+LAYOUTS = {
+    "1": ({"fsdp": 1}, rules.FSDPRule("fsdp")),
+    "8": ({"fsdp": 8}, rules.FSDPRule("fsdp", min_size=1024)),
+    "4x2": ({"fsdp": 4, "model": 2}, rules.FSDPRule("fsdp", min_size=1024, over=TENSOR)),
+    "2x2x2": (
+        {"data": 2, "fsdp": 2, "model": 2},
+        rules.FSDPRule(("data", "fsdp"), min_size=1024, over=TENSOR),
+    ),
+}
+
+
+@pytest.mark.parametrize(("axes", "rule"), LAYOUTS.values(), ids=LAYOUTS)
+def test_state_is_born_sharded_and_the_same_on_every_mesh(axes, rule):
+    config = model.Config(embed=64, layers=4, heads=4, kv_heads=2, head_dim=16, mlp=192)
+    tx, m = optax.adamw(1e-3), mesh.make(**axes)
+    graphdef, params, opt_state = train.init(config, m, rule, tx, seed=3)
+    plain = nnx.jit(lambda: model.Decoder(config, nnx.Rngs(3)))()
+    assert jax.tree.structure(nnx.state(plain)) == jax.tree.structure(params)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(nnx.state(plain)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert graphdef == nnx.graphdef(plain)
+    wanted = rules.shardings(rules.follow(rule, params), opt_state, m)
+    for x, s in zip(jax.tree.leaves(opt_state), jax.tree.leaves(wanted), strict=True):
+        assert x.sharding.is_equivalent_to(s, x.ndim)
+
+
+@pytest.mark.parametrize("layout", ["8", "4x2", "2x2x2"])
+def test_initialising_never_holds_more_than_its_share_and_a_leaf(layout):
+    axes, rule = LAYOUTS[layout]
+    config = model.Config(embed=64, layers=3, heads=4, kv_heads=2, head_dim=16, mlp=192)
+    m, tx = mesh.make(**axes), optax.adamw(1e-3)
+    _, create = train.initializer(config, m, rule, tx)
+    lowered = create.lower(jax.random.key(3))
+    params, opt_state = lowered.out_info
+    state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((params, opt_state)))
+    largest = max(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    held = measure.bytes_per_device(lowered.compile())
+    assert held.outputs + held.temporaries <= state / 8 + largest

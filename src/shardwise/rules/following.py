@@ -45,7 +45,7 @@ class _Following(Rule):
         kept = _kept(leaf, shape)
         if kept is None:
             raise ValueError(
-                f"rules.follow: {leaf.path} has shape {leaf.shape}, and its parameter {path} has "
+                f"rules.follow: {leaf.label} has shape {leaf.shape}, and its parameter {path} has "
                 f"{shape}; expected the same, or the same without one axis. Give this leaf a spec "
                 f"of its own, for example by a PolicyRule."
             )

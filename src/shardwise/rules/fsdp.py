@@ -8,14 +8,24 @@ import jax
 from jax.sharding import PartitionSpec
 
 from shardwise.rules.leaves import read
-from shardwise.rules.rule import Choice, Rule, as_rule, check_axes, check_not_factored, used_axes
+from shardwise.rules.rule import (
+    Choice,
+    Rule,
+    as_rule,
+    check_axes,
+    check_not_factored,
+    mesh_axes,
+    parts,
+    used_axes,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class FSDPRule(Rule):
     """Cuts each array of `min_size` elements or more once along mesh axis `axis`.
 
-    Of the axes that the mesh axis divides it takes the largest; of equally large ones the last,
+    `axis` may be a tuple of mesh axes, together one. Of the axes that it divides the rule takes
+    the largest; of equally large ones the last,
     or with `ties="first"` the first. The stacked layers are never cut: they are the axis named
     "layers", or the leading one of the leaves for which `stacked(path)` is true. With `over=`
     another rule, it cuts what that one leaves whole: `FSDPRule("fsdp", over=tensor)`.
@@ -25,7 +35,7 @@ class FSDPRule(Rule):
         uneven="replicate" that array stays as it is).
     """
 
-    axis: str
+    axis: str | tuple
     min_size: int = 2**14
     over: Any = None
     ties: str = "last"
@@ -39,7 +49,7 @@ class FSDPRule(Rule):
             raise ValueError(f"FSDPRule: ties={self.ties!r}; expected 'last' or 'first'.")
 
     def choices(self, tree, mesh):
-        check_axes("FSDPRule", [self.axis], mesh)
+        check_axes("FSDPRule", mesh_axes(self.axis), mesh)
         names = self.names if self.names is not None else getattr(self.over, "names", None)
         leaves = read(tree, names)
         below = [PartitionSpec()] * len(leaves)
@@ -53,12 +63,12 @@ class FSDPRule(Rule):
         if leaf.size < self.min_size:
             why = f"{leaf.size} elements, fewer than min_size={self.min_size}"
             return self.fit(leaf, Choice(spec, why), mesh)
-        if self.axis in used_axes(spec):
+        if not set(mesh_axes(self.axis)).isdisjoint(used_axes(spec)):
             return self.fit(leaf, Choice(spec), mesh)
         check_not_factored("FSDPRule", leaf)
         entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
         free = [i for i, entry in enumerate(entries) if entry is None and not self._layers(leaf, i)]
-        i = self._pick(leaf, free, mesh.shape[self.axis])
+        i = self._pick(leaf, free, parts(self.axis, mesh))
         if i is None:
             return self.fit(leaf, Choice(spec, f"no axis divides by {self.axis!r}"), mesh)
         entries[i] = self.axis
@@ -77,7 +87,7 @@ class FSDPRule(Rule):
         if self.uneven == "error":
             open_axes = ", ".join(f"{leaf.axis(i)} of {leaf.shape[i]}" for i in free) or "none"
             raise ValueError(
-                f"FSDPRule: {leaf.path} of shape {leaf.shape} has no axis that divides over "
+                f"FSDPRule: {leaf.label} of shape {leaf.shape} has no axis that divides over "
                 f"{self.axis!r} ({size}); free are: {open_axes}. Choose other sizes, raise "
                 f"min_size={self.min_size}, or pass uneven='replicate' to leave it as it is."
             )

@@ -25,6 +25,11 @@ class Leaf(NamedTuple):
     def size(self):
         return math.prod(self.shape)
 
+    @property
+    def label(self):
+        """How messages speak of the leaf: its path, unless the tree is this one array."""
+        return self.path or "the array"
+
     def axis(self, i):
         """How messages speak of axis i: its number, and its name where it has one."""
         return f"axis {i}" + (f" ({self.axes[i]!r})" if self.axes and self.axes[i] else "")
@@ -74,27 +79,28 @@ def fill(tree, values):
     return jax.tree.unflatten(jax.tree.structure(tree), values)
 
 
+def key_name(key):
+    """One component of a path: a dict's key, a field's name or a position."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
 def _walk(tree):
     flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)
     for keys, leaf in flat:
-        path = "/".join(map(_component, keys))
+        path = "/".join(map(key_name, keys))
         if not _is_variable(leaf):
             yield path, leaf, None
             continue
         for inner, array in jax.tree_util.tree_flatten_with_path(leaf)[0]:
             # The first key is the variable's own; more follow where it holds a tree.
-            yield "/".join([path, *map(_component, inner[1:])]), array, leaf
+            yield "/".join([path, *map(key_name, inner[1:])]), array, leaf
 
 
 def _is_variable(x):
     return isinstance(x, nnx.Variable)
-
-
-def _component(key):
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
 
 
 def _tuples(names):
@@ -103,7 +109,7 @@ def _tuples(names):
 
     flat, _ = jax.tree_util.tree_flatten_with_path(names, is_leaf=is_names)
     for keys, axes in flat:
-        path = "/".join(map(_component, keys))
+        path = "/".join(map(key_name, keys))
         if not is_names(axes) or isinstance(axes, PartitionSpec):
             raise ValueError(
                 f"names: {path} is {axes!r}; expected a tuple of axis names, such as "

@@ -56,11 +56,11 @@ class LogicalRules(Rule):
         check_not_factored("LogicalRules", leaf)
         if leaf.axes is None:
             raise ValueError(
-                f"LogicalRules: {leaf.path} of shape {leaf.shape} has no logical axes. Create the "
+                f"LogicalRules: {leaf.label} of shape {leaf.shape} has no logical axes. Create the "
                 f"parameter with metadata logical_axes=(...), or pass names=, a tree of tuples; "
                 f"an activation takes a spec, as rules.spec('batch', None, 'embed') makes it."
             )
-        entries = [self._entry(name, leaf.path, leaf.axes) for name in leaf.axes]
+        entries = [self._entry(name, leaf.label, leaf.axes) for name in leaf.axes]
         self._check_collision(leaf, entries)
         names = ", ".join(str(name) for name in leaf.axes)
         return Choice(PartitionSpec(*entries), f"no mesh axis for {names}")
@@ -83,7 +83,7 @@ class LogicalRules(Rule):
             for axis in mesh_axes(entry):
                 if axis in owner:
                     raise ValueError(
-                        f"LogicalRules: in {leaf.path} the logical axes {owner[axis]!r} and "
+                        f"LogicalRules: in {leaf.label} the logical axes {owner[axis]!r} and "
                         f"{name!r} are both on mesh axis {axis!r}, which can cut an array once. "
                         f"Give one of them None or another mesh axis."
                     )

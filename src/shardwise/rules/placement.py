@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardwise.rules.leaves import fill
+from shardwise.rules.leaves import fill, key_name
 from shardwise.rules.rule import as_rule
 
 _MESH = contextvars.ContextVar("shardwise_rules_mesh", default=None)
@@ -22,15 +22,22 @@ def shardings(rule, tree, mesh):
       ValueError: what the rule raises, or a tree of rules that is no prefix of `tree`.
     """
 
-    def resolve(rule, part):
+    def resolve(where, rule, part):
+        try:
+            return whole(rule, part)
+        except (TypeError, ValueError) as error:
+            path = "/".join(map(key_name, where))
+            raise type(error)(f"At {path}: {error}") from error
+
+    def whole(rule, part):
         if rule is None or isinstance(rule, Sharding):
             return jax.tree.map(lambda _: rule, part)
         specs = jax.tree.leaves(as_rule(rule)(part, mesh), is_leaf=_is_spec)
         return fill(part, [NamedSharding(mesh, spec) for spec in specs])
 
     if _is_rule(rule):
-        return resolve(rule, tree)
-    return jax.tree.map(resolve, rule, tree, is_leaf=_is_rule)
+        return whole(rule, tree)
+    return jax.tree_util.tree_map_with_path(resolve, rule, tree, is_leaf=_is_rule)
 
 
 def place(tree, rule, mesh):

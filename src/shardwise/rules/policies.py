@@ -79,7 +79,7 @@ class PolicyRule(Rule):
         spec = self.fn(leaf.path, leaf.array)
         if not isinstance(spec, PartitionSpec):
             raise TypeError(
-                f"PolicyRule: for {leaf.path} the function returned {spec!r}; expected a "
+                f"PolicyRule: for {leaf.label} the function returned {spec!r}; expected a "
                 f"PartitionSpec, P() for a replicated array."
             )
         return Choice(spec, "the policy says so")

@@ -63,7 +63,7 @@ class Same(Rule):
         return Choice(self.spec, "its spec says so")
 
     def fit(self, leaf, choice, mesh):
-        return fit(str(self.spec), leaf, choice, mesh, self.uneven)
+        return fit(short(self.spec), leaf, choice, mesh, self.uneven)
 
 
 def as_rule(rule):
@@ -107,6 +107,11 @@ def sizes(mesh):
     return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
 
 
+def short(spec):
+    """How tables and messages write a spec, on every JAX: P(None, 'model')."""
+    return f"P({', '.join(map(repr, spec))})"
+
+
 def check_axes(who, axes, mesh):
     """Raise where the mesh lacks one of `axes`."""
     if missing := [axis for axis in axes if axis not in mesh.shape]:
@@ -120,7 +125,7 @@ def check_not_factored(who, leaf):
     """Raise for a factored moment, whose axes only its parameter knows."""
     if is_factored(leaf.path):
         raise ValueError(
-            f"{who}: {leaf.path} of shape {leaf.shape} is an optimizer's factored moment, and "
+            f"{who}: {leaf.label} of shape {leaf.shape} is an optimizer's factored moment, and "
             f"which axes it has kept only its parameter can tell: use rules.follow(rule, params)."
         )
 
@@ -130,15 +135,15 @@ def fit(who, leaf, choice, mesh, uneven):
     spec, dropped = list(choice.spec), []
     if len(spec) > len(leaf.shape):
         raise ValueError(
-            f"{who}: {leaf.path} has shape {leaf.shape}, and its spec {choice.spec} is for "
+            f"{who}: {leaf.label} has shape {leaf.shape}, and its spec {short(choice.spec)} is for "
             f"{len(spec)} axes; expected at most {len(leaf.shape)} entries."
         )
     used = used_axes(spec)
-    check_axes(f"{who}, {leaf.path}", used, mesh)
+    check_axes(f"{who}, {leaf.label}", used, mesh)
     if twice := {axis for axis in used if used.count(axis) > 1}:
         raise ValueError(
-            f"{who}: {leaf.path} would be cut along mesh axis {min(twice)!r} twice, by the spec "
-            f"{choice.spec}; one array can use a mesh axis once."
+            f"{who}: {leaf.label} would be cut along mesh axis {min(twice)!r} twice, by the spec "
+            f"{short(choice.spec)}; one array can use a mesh axis once."
         )
     for i, entry in enumerate(spec):
         count = parts(entry, mesh)
@@ -157,7 +162,7 @@ def _uneven(who, leaf, i, entry, count, uneven):
     what = f"{leaf.axis(i)} of {leaf.shape[i]} does not divide over {over} ({count})"
     if uneven == "error":
         raise ValueError(
-            f"{who}: {leaf.path} has shape {leaf.shape}, and {what}. Choose a size that is a "
+            f"{who}: {leaf.label} has shape {leaf.shape}, and {what}. Choose a size that is a "
             f"multiple of {count}, change the rule, or pass uneven='replicate' to leave that "
             f"axis whole."
         )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardwise.rules.leaves import named_leaves
-from shardwise.rules.rule import Rule, as_rule, parts, sizes
+from shardwise.rules.rule import Rule, as_rule, parts, short, sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Description:
     def _cells(self):
         for row in self.rows:
             shape = "×".join(map(str, row.shape)) or "scalar"
-            yield row.path, shape, _short(row.spec), f"{row.bytes:,}", row.why
+            yield row.path, shape, short(row.spec), f"{row.bytes:,}", row.why
 
     def _total(self):
         whole = sum(row.bytes for row in self.rows if row.why)
@@ -99,7 +99,3 @@ def describe(rule, tree, mesh):
 def _itemsize(array):
     dtype = getattr(array, "dtype", None)
     return jnp.result_type(array).itemsize if dtype is None else dtype.itemsize
-
-
-def _short(spec):
-    return f"P({', '.join(map(repr, spec))})"

@@ -1,0 +1,290 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import measure, mesh, model, rules
+
+mesh.simulate(8)
+CONFIG = model.Config(embed=16, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=24, vocab=32)
+ABSTRACT = nnx.state(nnx.eval_shape(lambda: model.Decoder(CONFIG, nnx.Rngs(0))))
+TABLE = {
+    "vocab": "model",
+    "embed": None,
+    "heads": "model",
+    "kv_heads": "model",
+    "head_dim": None,
+    "mlp": "model",
+}
+TENSOR = rules.LogicalRules(TABLE)
+MESH = mesh.make(fsdp=4, model=2)
+
+# What holds for every rule is tested on these; a new rule is one more entry.
+RULES = {
+    "replicated": P(),
+    "logical": TENSOR,
+    "two axes": TENSOR | {"mlp": ("fsdp", "model")},
+    "fsdp": rules.FSDPRule("fsdp", min_size=64),
+    "fsdp, first tie": rules.FSDPRule("fsdp", min_size=64, ties="first"),
+    "fsdp over logical": rules.FSDPRule("fsdp", min_size=64, over=TENSOR),
+    "paths": rules.PathRules(("kernel$", P(None, "model")), ("scale$", P())),
+    "policy": rules.PolicyRule(lambda path, leaf: P("fsdp") if leaf.shape[0] % 4 == 0 else P()),
+}
+
+
+def specs(rule, tree, m=MESH):
+    """{path: spec}, trailing None left out."""
+    shaped = rules.shardings(rule, tree, m)
+    return {path: sharding.spec for path, sharding in rules.named_leaves(shaped)}
+
+
+def state_of(tx):
+    return jax.eval_shape(tx.init, ABSTRACT)
+
+
+def test_paths_are_the_same_for_every_kind_of_tree():
+    plain = nnx.to_pure_dict(ABSTRACT)
+    assert dict(rules.named_leaves(plain)).keys() == dict(rules.named_leaves(ABSTRACT)).keys()
+    assert "blocks/q/kernel" in dict(rules.named_leaves(plain))
+    adam = [path for path, _ in rules.named_leaves(state_of(optax.adam(1e-3)))]
+    assert "0/mu/blocks/q/kernel" in adam and "0/count" in adam
+    decoder = nnx.eval_shape(lambda: model.Decoder(CONFIG, nnx.Rngs(0)))
+    whole = nnx.eval_shape(lambda: nnx.Optimizer(decoder, optax.adam(1e-3), wrt=nnx.Param))
+    paths = [path for path, _ in rules.named_leaves(nnx.state(whole))]
+    assert "opt_state/0/mu/blocks/q/kernel" in paths and "step" in paths
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_specs_have_the_structure_of_the_tree_and_fit_it(rule):
+    shaped = rules.shardings(rule, ABSTRACT, MESH)
+    assert jax.tree.structure(shaped) == jax.tree.structure(ABSTRACT)
+    for (_, leaf), sharding in zip(
+        rules.named_leaves(ABSTRACT), jax.tree.leaves(shaped), strict=True
+    ):
+        sharding.shard_shape(leaf.shape)  # raises where it does not divide
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_the_description_counts_what_then_lies_on_the_devices(rule):
+    tree = jax.tree.map(lambda x: np.arange(x.size, dtype=x.dtype).reshape(x.shape), ABSTRACT)
+    placed = rules.place(tree, rule, MESH)
+    described = rules.describe(rule, ABSTRACT, MESH)
+    assert set(measure.bytes_on_devices(placed).values()) == {described.bytes_per_device}
+    assert described.whole_bytes == sum(x.nbytes for x in jax.tree.leaves(tree))
+    whole = {path for path, x in rules.named_leaves(placed) if x.sharding.is_fully_replicated}
+    assert whole == set(described.replicated) and all(described.replicated.values())
+    gathered = rules.gather(placed)
+    for a, b in zip(jax.tree.leaves(gathered), jax.tree.leaves(tree), strict=True):
+        assert a.sharding.is_fully_replicated
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("tx", [optax.adam(1e-3), optax.adafactor(1e-3, min_dim_size_to_factor=8)])
+def test_optimizer_states_follow_their_parameters(rule, tx):
+    params, followed = specs(rule, ABSTRACT), rules.follow(rule, ABSTRACT)
+    shapes = {path: leaf.shape for path, leaf in rules.named_leaves(ABSTRACT)}
+    found = 0
+    state = state_of(tx)
+    for (path, leaf), spec in zip(
+        rules.named_leaves(state), specs(followed, state).values(), strict=True
+    ):
+        owner = next((p for p in params if path.endswith("/" + p)), None)
+        if leaf.size == 1 or owner is None:
+            assert spec == P()
+            continue
+        full = list(params[owner]) + [None] * (len(shapes[owner]) - len(params[owner]))
+        if leaf.shape != shapes[owner]:  # factored: by its definition, along the largest axes
+            order = np.argsort(shapes[owner], stable=True)
+            del full[order[-1] if "v_row" in path else order[-2]]
+        want = NamedSharding(MESH, P(*full))
+        assert NamedSharding(MESH, spec).is_equivalent_to(want, len(leaf.shape)), path
+        found += 1
+    assert found >= len(params)
+
+
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=5),
+    size=st.sampled_from([1, 2, 4, 8]),
+    ties=st.sampled_from(["first", "last"]),
+    stacked=st.booleans(),
+)
+@settings(max_examples=60)
+def test_fsdp_cuts_the_largest_axis_that_divides(shapes, size, ties, stacked):
+    tree = [jax.ShapeDtypeStruct(tuple(shape), jnp.float32) for shape in shapes]
+    rule = rules.FSDPRule(
+        "fsdp", min_size=8, ties=ties, stacked=lambda path: stacked, uneven="replicate"
+    )
+    for leaf, spec in zip(tree, rule(tree, mesh.make(fsdp=size)), strict=True):
+        axes = range(1 if stacked else 0, leaf.ndim)
+        fits = [i for i in axes if leaf.shape[i] % size == 0]
+        if leaf.size < 8 or not fits:
+            assert spec == P()
+            continue
+        cut = list(spec).index("fsdp")
+        assert len(spec) == cut + 1 and cut in fits
+        longest = [i for i in fits if leaf.shape[i] == max(leaf.shape[j] for j in fits)]
+        assert cut == (longest[0] if ties == "first" else longest[-1])
+
+
+def test_a_tie_goes_to_the_last_axis_unless_told_otherwise():
+    tree = {"w": jnp.zeros((64, 64, 8))}
+    assert specs(rules.FSDPRule("fsdp"), tree) == {"w": P(None, "fsdp")}
+    assert specs(rules.FSDPRule("fsdp", ties="first"), tree) == {"w": P("fsdp")}
+
+
+def test_layers_are_never_cut_unless_the_table_says_so():
+    tall = model.Config(embed=8, layers=32, heads=2, kv_heads=2, head_dim=4, mlp=8)
+    params = nnx.state(nnx.eval_shape(lambda: model.Decoder(tall, nnx.Rngs(0))))
+    for path, spec in specs(rules.FSDPRule("fsdp", min_size=1), params).items():
+        assert not path.startswith("blocks/") or spec[0] is None, path
+    cut = rules.LogicalRules({**TABLE, "layers": "fsdp"})
+    assert specs(cut, params)["blocks/up/kernel"] == P("fsdp", None, "model")
+
+
+def test_fsdp_over_logical_rules_takes_what_they_leave():
+    found = specs(RULES["fsdp over logical"], ABSTRACT)
+    assert found["blocks/up/kernel"] == P(None, "fsdp", "model")
+    assert found["blocks/down/kernel"] == P(None, "model", "fsdp")
+    already = rules.FSDPRule("fsdp", min_size=64, over=TENSOR | {"mlp": "fsdp"})
+    assert specs(already, ABSTRACT)["blocks/up/kernel"] == P(None, None, "fsdp")
+
+
+def test_names_for_plain_trees():
+    params = nnx.to_pure_dict(ABSTRACT)
+    tree = {k: params[k] for k in ("embed", "head")}
+    names = {"embed": {"kernel": ("vocab", "embed")}, "head": {"kernel": ("embed", None)}}
+    rule = rules.LogicalRules(TABLE, names=names)
+    assert specs(rule, tree) == {"embed/kernel": P("model"), "head/kernel": P()}
+    adam = specs(rule, jax.eval_shape(optax.adam(1e-3).init, tree))
+    assert adam["0/mu/embed/kernel"] == P("model") and adam["0/count"] == P()
+    stacked = {"w": jnp.zeros((3, 16, 24))}
+    rule = rules.LogicalRules(TABLE, names={"w": ("embed", "mlp")})
+    assert specs(rule, stacked) == {"w": P(None, None, "model")}
+
+
+def test_a_trees_own_names_reach_fsdp_over_them():
+    tree = {"w": jnp.zeros((8, 16, 24))}
+    logical = rules.LogicalRules(TABLE, names={"w": ("embed", "mlp")})
+    found = specs(rules.FSDPRule("fsdp", min_size=1, over=logical), tree)
+    assert found == {"w": P(None, "fsdp", "model")}  # and not along the 8 layers
+
+
+def test_activation_specs_by_logical_axes():
+    table = rules.LogicalRules({"batch": ("data", "fsdp"), "embed": None, "mlp": "model"})
+    assert table.spec("batch", None, "mlp") == P(("data", "fsdp"), None, "model")
+    with pytest.raises(ValueError, match=r"no rule for 'sequence'.*There are rules for"):
+        table.spec("batch", "sequence")
+
+
+ARRAY = {"w": jnp.zeros((6, 24))}
+NAMED = {"w": ("embed", "mlp")}
+MISTAKES = {
+    "unknown name": (
+        rules.LogicalRules({"embed": None}, names=NAMED),
+        r"w has the logical axes \('embed', 'mlp'\), and there is no rule for 'mlp'; add",
+    ),
+    "collision": (
+        rules.LogicalRules({"embed": "model", "mlp": "model"}, names=NAMED),
+        "in w the logical axes 'embed' and 'mlp' are both on mesh axis 'model'.*Give one",
+    ),
+    "missing mesh axis": (
+        rules.LogicalRules({"embed": None, "mlp": "tensor"}, names=NAMED),
+        "the mesh has no axis 'tensor'; it has fsdp=4, model=2. Make the mesh",
+    ),
+    "uneven": (
+        rules.LogicalRules({"embed": "fsdp", "mlp": None}, names=NAMED),
+        r"w has shape \(6, 24\), and axis 0 \('embed'\) of 6 does not divide over 'fsdp' \(4\)."
+        ".*uneven='replicate'",
+    ),
+    "no names": (rules.LogicalRules(TABLE), "w of shape .* has no logical axes. Create .* names="),
+    "wrong number of names": (
+        rules.LogicalRules(TABLE, names={"w": ("mlp", "embed", "mlp")}),
+        r"w has shape \(6, 24\) and the logical axes .* expected a name for each axis",
+    ),
+    "not names": (rules.LogicalRules(TABLE, names={"w": "embed"}), "names: w is 'embed'; expected"),
+    "nothing to cut": (
+        rules.FSDPRule("fsdp", min_size=1, stacked=lambda path: True, over=P(None, "model")),
+        r"w of shape \(6, 24\) has no axis that divides over 'fsdp' \(4\); free are: none",
+    ),
+    "fsdp without its axis": (rules.FSDPRule("data"), "FSDPRule: the mesh has no axis 'data'"),
+    "unmatched": (rules.PathRules(("v", P())), "no pattern matches w. Add one"),
+    "unused": (rules.PathRules((".", P()), ("b", P())), "no leaf takes the pattern 'b'"),
+    "policy": (rules.PolicyRule(lambda path, leaf: None), "for w the function returned None"),
+    "spec too long": (P(None, None, "fsdp"), r"w has shape \(6, 24\), and its spec .* 3 axes"),
+    "axis twice": (P("model", "model"), "w would be cut along mesh axis 'model' twice"),
+}
+
+
+@pytest.mark.parametrize(("rule", "message"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_named(rule, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        rules.shardings(rule, ARRAY, MESH)
+
+
+def test_other_mistakes_are_named():
+    with pytest.raises(ValueError, match="no entry 'mpl' to replace; there are"):
+        TENSOR | {"mpl": None}
+    for make in [
+        lambda: rules.LogicalRules({}, uneven="ignore"),
+        lambda: rules.FSDPRule("fsdp", uneven="ignore"),
+    ]:
+        with pytest.raises(ValueError, match="expected 'error' or 'replicate'"):
+            make()
+    with pytest.raises(ValueError, match="ties='middle'; expected 'last' or 'first'"):
+        rules.FSDPRule("fsdp", ties="middle")
+    with pytest.raises(ValueError, match="expected pairs of a regular expression and a Part"):
+        rules.PathRules(("w", "fsdp"))
+    with pytest.raises(TypeError, match="'fsdp' is no rule: expected a callable"):
+        rules.describe("fsdp", ARRAY, MESH)
+    factored = state_of(optax.adafactor(1e-3, min_dim_size_to_factor=8))
+    for rule in TENSOR, rules.FSDPRule("fsdp", min_size=1):
+        with pytest.raises(ValueError, match=r"v_row/.* factored moment.*use rules.follow"):
+            rule(factored, MESH)
+    with pytest.raises(ValueError, match=r"mu/w has shape \(3,\), and its parameter w has \(6, 24"):
+        rules.follow(P(), ARRAY)({"mu": {"w": jnp.zeros(3)}}, MESH)
+
+
+def test_uneven_axes_stay_whole_when_told():
+    logical = rules.LogicalRules({"embed": "fsdp", "mlp": "model"}, NAMED, uneven="replicate")
+    assert specs(logical, ARRAY) == {"w": P(None, "model")}
+    rule = rules.FSDPRule("fsdp", min_size=1, uneven="replicate")
+    described = rules.describe(rule, {"w": jnp.zeros((3, 5))}, MESH)
+    assert described.replicated == {"w": "no axis divides by 'fsdp'"}
+    lenient = rules.PathRules(("v", P("fsdp")), strict=False)
+    assert rules.describe(lenient, ARRAY, MESH).replicated == {"w": "no pattern matches"}
+
+
+def test_the_table_says_what_stays_whole_and_why():
+    described = rules.describe(RULES["fsdp over logical"], ABSTRACT, MESH)
+    text, shown = str(described), described._repr_markdown_()
+    assert "fewer than min_size=64" in text and "blocks/up/kernel" in text
+    total = f"{described.bytes_per_device:,} bytes on each device of (fsdp=4, model=2)"
+    assert total in text and total in shown
+    assert described.bytes_per_device == sum(
+        math.prod(NamedSharding(MESH, row.spec).shard_shape(row.shape)) * 4
+        for row in described.rows
+    )
+    one = rules.describe(TENSOR, ABSTRACT, mesh.make(model=1))
+    assert one.replicated["blocks/up/kernel"] == "mesh axes of size 1"
+    keys = rules.describe(P(), {"rng": jax.random.key(0), "n": 3}, MESH)
+    assert keys.whole_bytes == 12
+
+
+def test_every_user_function_is_a_rule():
+    def rule(tree, m):
+        return jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), "model"), tree)
+
+    assert specs(rule, ARRAY) == {"w": P(None, "model")}
+    assert specs(rules.FSDPRule("fsdp", min_size=1, over=rule), {"w": jnp.zeros((8, 4))}) == {
+        "w": P("fsdp", "model")
+    }
+    assert rules.describe(rule, ARRAY, MESH).bytes_per_device == 6 * 24 * 4 // 2
