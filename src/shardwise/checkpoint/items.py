@@ -25,12 +25,16 @@ def by_path(name, item):
     """{path: leaf} of a tree; a bare array goes by the item's own name.
 
     Raises:
-      ValueError: two leaves have one path, such as keys 1 and "1" of a dict.
+      ValueError: two leaves have one path, as keys of a dict that contain "/" may.
     """
     leaves = [(path or name, leaf) for path, leaf in named_leaves(item)]
     paths = [path for path, _ in leaves]
     if twice := sorted({path for path in paths if paths.count(path) > 1}):
         raise ValueError(f"checkpoint: item {name!r} has two leaves at {twice[0]}; rename one.")
+    if above := [path for path in paths if any(p.startswith(path + "/") for p in paths)]:
+        raise ValueError(
+            f"checkpoint: item {name!r} has a leaf at {above[0]} and others below it; rename one."
+        )
     return dict(leaves)
 
 

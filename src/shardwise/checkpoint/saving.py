@@ -1,6 +1,7 @@
 """Saving while training goes on."""
 
 import atexit
+import math
 import sys
 import threading
 
@@ -74,8 +75,25 @@ def _arguments(name, item, chunk_bytes):
     if not is_tree(item):
         return ocp.args.JsonSave(to_json(name, item))
     tree = nested({path: _array(x) for path, x in by_path(name, item).items()})
-    chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=chunk_bytes), tree)
+    chunks = jax.tree.map(lambda x: _chunks(x, chunk_bytes), tree)
     return ocp.args.StandardSave(tree, save_args=chunks)
+
+
+def _chunks(array, chunk_bytes):
+    """How Orbax cuts what one device writes, so that a later cut along any axis finds an edge.
+
+    Orbax halves the largest axes first, and a short one (layers, heads) might never be cut. We
+    ask for chunks of thickness 1 along the shortest axes, as long as the others fill a chunk.
+    """
+    sharding = getattr(array, "sharding", None)
+    shape = sharding.shard_shape(array.shape) if sharding else array.shape
+    left, thin = math.prod(shape) * array.dtype.itemsize, []
+    for axis in sorted(range(len(shape)), key=lambda axis: shape[axis]):
+        left //= max(shape[axis], 1)
+        if left < chunk_bytes:
+            break
+        thin.append(axis)
+    return ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=tuple(thin))
 
 
 def _array(leaf):
