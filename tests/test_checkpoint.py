@@ -227,9 +227,7 @@ def test_parameters_go_into_a_model_with_a_new_head(root):
     saved = {"body": {"w": jnp.arange(6.0)}, "head": {"w": jnp.ones((6, 2))}}
     new = {"body": {"w": jnp.zeros(6)}, "head": {"w": jnp.zeros((6, 5))}}
     checkpoint.save(root, 1, {"params": saved, "rng": jax.random.key(0)})
-    with pytest.raises(
-        ValueError, match=r"head/w is float32\[6, 2\] .* float32\[6, 5\] in"
-    ):
+    with pytest.raises(ValueError, match=r"head/w is float32\[6, 2\] .* float32\[6, 5\] in"):
         checkpoint.restore(root, {"params": new}, partial=True)
     body = {"body": new["body"]}
     with pytest.raises(ValueError, match=r"params: head/w float32\[6, 2\] is only in the check"):

@@ -122,9 +122,13 @@ def read_shares(root, process, address):
             for shard in x.addressable_shards:
                 np.testing.assert_array_equal(shard.data, expected[path][shard.index])
         del expected
+    checkpoint.save(Path(root) / "two", 1, {"params": found, "data": {"next_index": 3}})
+    checkpoint.wait()
+    with pytest.raises(ValueError, match=f"rng: rng lies on devices of process {process} alone"):
+        checkpoint.save(Path(root) / "local", 1, {"rng": jax.random.key(0)})
 
 
-def test_two_processes_read_their_shares_and_the_chunks_on_their_edges(tmp_path):
+def test_two_processes_read_their_shares_and_save_together(tmp_path):
     whole = values()
     checkpoint.save(tmp_path / "one", 1, {"params": jax.device_put(whole)}, chunk_bytes=CHUNK)
     cut = jax.device_put(whole, NamedSharding(mesh.make(data=8), P("data")))
@@ -137,7 +141,6 @@ def test_two_processes_read_their_shares_and_the_chunks_on_their_edges(tmp_path)
     for out in outputs:
         reports = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
         assert len(reports) == 3
-        print(reports)
         for report in reports:
             metadata = 2**16
             assert report["share"] <= report["read"] <= report["touched"] + metadata
@@ -145,6 +148,10 @@ def test_two_processes_read_their_shares_and_the_chunks_on_their_edges(tmp_path)
         assert reports[0]["read"] < reports[0]["share"] + metadata
         # Orbax holds what it read while JAX copies it; the whole state would be a share more.
         assert reports[0]["peak"] < 2.8 * reports[0]["share"]
+    del whole["short"]
+    found = checkpoint.restore(tmp_path / "two", {"params": whole, "data": None})
+    jax.tree.map(np.testing.assert_array_equal, found["params"], whole)
+    assert found["data"] == {"next_index": 3}
 
 
 def digest(params):
@@ -197,7 +204,7 @@ def test_training_survives_kill_9_as_if_uninterrupted(tmp_path, kills, between):
         try:
             while child.poll() is None and (not log.exists() or log.stat().st_size == size):
                 time.sleep(0.01)
-            time.sleep(draw.uniform(0, 0.6))
+            time.sleep(draw.uniform(0, 1))
         finally:
             child.send_signal(signal.SIGKILL)
         _, errors = child.communicate()
@@ -206,7 +213,7 @@ def test_training_survives_kill_9_as_if_uninterrupted(tmp_path, kills, between):
         assert complete >= newest
         newest = complete
         during += int(log.read_text().split()[-2]) > newest
-    assert during >= between
+    assert during >= between and newest >= kills // 10
     print(f"{during} of {kills} kills came between a save's start and its commit")
     finish(start("train_and_save", root, str(log), newest + 2, large))
     steps = [line.split()[1:] for line in log.read_text().splitlines()]

@@ -28,7 +28,8 @@ def save(directory, step, state, keep=3, chunk_bytes=2**20):
     restores a part of an array reads the chunks that it touches.
 
     Raises:
-      ValueError: `step` is not newer than the newest one there, or the state cannot be saved.
+      ValueError: `step` is not newer than the newest one there, the state cannot be saved, or one
+        of several processes would save an array that it alone has.
       Exception: what went wrong while writing the step before.
     """
     where = address(directory)
@@ -74,7 +75,7 @@ def _checked(state):
 def _arguments(name, item, chunk_bytes):
     if not is_tree(item):
         return ocp.args.JsonSave(to_json(name, item))
-    tree = nested({path: _array(x) for path, x in by_path(name, item).items()})
+    tree = nested({path: _array(name, path, x) for path, x in by_path(name, item).items()})
     chunks = jax.tree.map(lambda x: _chunks(x, chunk_bytes), tree)
     return ocp.args.StandardSave(tree, save_args=chunks)
 
@@ -96,13 +97,21 @@ def _chunks(array, chunk_bytes):
     return ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=tuple(thin))
 
 
-def _array(leaf):
-    return leaf if isinstance(leaf, jax.Array) else np.array(leaf)
+def _array(name, path, leaf):
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf)
+    if jax.process_count() > 1 and leaf.is_fully_addressable:
+        raise ValueError(
+            f"checkpoint.save: {name}: {path} lies on devices of process {jax.process_index()} "
+            f"alone, and {jax.process_count()} processes save. Place it on the mesh of all, with "
+            f"rules.place(tree, PartitionSpec(), mesh)."
+        )
+    return leaf
 
 
 def _manager(where, keep):
     for (place, kept), manager in list(_managers.items()):
-        if place == where and (kept != keep or not manager.directory.exists()):
+        if place == where and kept != keep:
             _managers.pop((place, kept)).close()
     if (where, keep) not in _managers:
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
