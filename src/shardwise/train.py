@@ -104,15 +104,16 @@ def optimizer(peak=3e-3, steps=300, warmup=20):
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
 
 
-def step(loss, optimizer, microbatches=1):
+def step(loss, optimizer, microbatches=1, jit=jax.jit):
     """A jitted `(params, opt_state, batch) -> (params, opt_state, mean_loss)`.
 
     `loss` returns `(total, count)`; `optimizer` is any optax transformation. `params` and
     `opt_state` are donated: their buffers become the results', so use only what is returned.
+    `jit` compiles it: `functools.partial(rules.jit, mesh=..., in_rules=...)` gives it a layout.
     """
     mean_and_grad = value_and_grad(loss, microbatches)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @functools.partial(jit, donate_argnums=(0, 1))
     def run(params, opt_state, batch):
         mean, grads = mean_and_grad(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)

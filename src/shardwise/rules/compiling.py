@@ -40,10 +40,18 @@ def jit(
     `arg_constraints` are applied inside the program, which then moves what lies elsewhere.
     `names` gives `marks.constrain(x, name)` a meaning within `fn`: {name: rule or spec}.
 
+    Raises TypeError for an `fn` that is jitted already: its cached trace would not see `names`.
+
     Raises, at that first call:
       ValueError: what the rules raise, a tuple of the wrong length, a name that `fn` never marks,
         an argument that lies elsewhere (named by its path).
     """
+    if hasattr(fn, "lower"):
+        raise TypeError(
+            f"rules.jit: {getattr(fn, '__name__', fn)} is jitted already, and what was traced "
+            f"before would not see names={names}. Give the function itself; train.step takes "
+            f"jit=functools.partial(rules.jit, mesh=...)."
+        )
     given = dict(in_rules=in_rules, arg_constraints=arg_constraints)
     return _Jit(fn, mesh, given, out_rules, names or {}, static_argnums, donate_argnums)
 
