@@ -192,6 +192,7 @@ def test_a_path_on_a_bucket_reaches_orbax_untouched(monkeypatch, tmp_path, given
 CONFIG = model.Config(embed=16, layers=1, heads=2, kv_heads=1, head_dim=8, mlp=24)
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_any_layout_to_any_other(root):
     """Losses agree to float32's rounding in sums of another order, and bitwise on one mesh."""
     tx, fsdp = optax.adam(1e-3), rules.FSDPRule("a", min_size=1)

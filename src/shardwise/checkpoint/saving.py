@@ -110,7 +110,7 @@ def _array(name, path, leaf):
 
 
 def _manager(where, keep):
-    for (place, kept), manager in list(_managers.items()):
+    for place, kept in list(_managers):
         if place == where and kept != keep:
             _managers.pop((place, kept)).close()
     if (where, keep) not in _managers:
