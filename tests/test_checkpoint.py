@@ -1,5 +1,6 @@
 import functools
 import itertools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +8,12 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+import tensorstore
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import checkpoint, data, mesh, model, rules, train
+from shardwise.checkpoint import saving
 
 MESHES = {
     "1": {"a": 1},
@@ -116,6 +119,42 @@ def test_orbax_itself_reads_what_was_saved(root):
         found = manager.restore(2, args=both)
     assert_bitwise(found["params"]["blocks"], {k: jnp.asarray(v) for k, v in values.items()})
     assert found["data"] == {"next_index": 1}
+
+
+def test_stored_tells_each_chunk_and_its_bytes_in_a_file(root):
+    w = np.random.default_rng(0).integers(0, 2**32, (96, 70), np.uint32)
+    state = {"blocks": {"w": jax.device_put(w, shardings("2x4")["half"]), "v": w.T}, "b": w[0]}
+    checkpoint.save(root, 3, {"params": state}, chunk_bytes=2**11)
+    checkpoint.wait()
+    found = checkpoint.stored(root, 3, "params")
+    assert found.keys() == {"blocks/w", "blocks/v"}  # the third lies in the index
+    folder = pathlib.Path(root) / "3" / "params"
+    values = tensorstore.KvStore.open({"driver": "ocdbt", "base": f"file://{folder}/"}).result()
+    for path, stored in found.items():
+        counts = [-(-n // width) for n, width in zip(stored.shape, stored.chunk, strict=True)]
+        assert set(stored.places) == set(np.ndindex(*counts))
+        assert 4 * np.prod(stored.chunk) <= 2**11
+        for chunk, (file, offset, size) in stored.places.items():
+            key = f"{path.replace('/', '.')}/{chunk[0]}.{chunk[1]}"
+            assert values.read(key).result().value == (folder / file).read_bytes()[offset:][:size]
+    rows, columns = found["blocks/w"].chunk
+    one = found["blocks/w"].touched((slice(rows - 1, rows + 1), slice(0, columns)))
+    assert one == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "thin"),
+    [
+        ((4, 512, 64), (0,)),  # layers, embed, heads: the last would leave too little
+        ((512, 4, 8), (1,)),
+        ((1024, 1024), ()),
+        ((), ()),
+    ],
+)
+def test_short_axes_are_cut_to_one(shape, thin):
+    array = jax.ShapeDtypeStruct(shape, jnp.float32)
+    cut = saving._chunks(array, 2**10)
+    assert cut.shard_axes == thin and cut.chunk_byte_size == 2**10
 
 
 def test_a_step_that_donates_does_not_reach_what_is_saved(root):

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import json
-import math
 import os
 import random
 import signal
@@ -83,20 +82,14 @@ def peak():
 
 def touched(root, sharded):
     """Bytes of the chunks that the devices of this process touch, each device by itself."""
-    handlers = {"params": ocp.PyTreeCheckpointHandler()}
-    with ocp.CheckpointManager(root, item_handlers=handlers) as manager:
-        metadata = manager.item_metadata(1)["params"].tree
-    total = 0
-    for path, x in sharded.items():
-        chunk = metadata[path].storage.chunk_shape
-        assert math.prod(chunk) * 4 <= CHUNK
-        for index in x.sharding.addressable_devices_indices_map(x.shape).values():
-            chunks = 1
-            for cut, size, c in zip(index, x.shape, chunk, strict=True):
-                start, stop, _ = cut.indices(size)
-                chunks *= -(-stop // c) - start // c
-            total += chunks * math.prod(chunk) * 4
-    return total
+    found = checkpoint.stored(root, 1, "params")
+    return sum(
+        found[path].places[chunk][2]
+        for path, x in sharded.items()
+        if path in found
+        for index in x.sharding.addressable_devices_indices_map(x.shape).values()
+        for chunk in found[path].touched(index)
+    )
 
 
 def read_shares(root, process, address):

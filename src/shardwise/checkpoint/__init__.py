@@ -8,5 +8,6 @@ Orbax as it is; that was not tried, local disks were.
 
 from shardwise.checkpoint.restoring import latest, restore
 from shardwise.checkpoint.saving import save, wait
+from shardwise.checkpoint.stored import Chunks, stored
 
-__all__ = ["latest", "restore", "save", "wait"]
+__all__ = ["Chunks", "latest", "restore", "save", "stored", "wait"]

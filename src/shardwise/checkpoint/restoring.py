@@ -14,7 +14,8 @@ from shardwise.rules import named_leaves
 
 def latest(directory):
     """The newest complete step in the directory, or None."""
-    return _reader(address(directory)).latest_step()
+    with _reader(address(directory)) as manager:
+        return manager.latest_step()
 
 
 def restore(directory, target, step=None, partial=False):
@@ -40,22 +41,23 @@ def restore(directory, target, step=None, partial=False):
     """
     wait(directory)
     where = address(directory)
-    step, items = _find(_reader(where), step)
+    with _reader(where) as manager:
+        step, items = _find(manager, step)
     label = f"checkpoint.restore: step {step} in {where}"
     trees = {name: by_path(name, item) for name, item in target.items() if is_tree(item)}
-    manager = _reader(where, {name: name in trees for name in {*items, *trees}})
-    saved = manager.metadata(step)
-    # An item without leaves was not saved; None asks for plain data.
-    wanted = [
-        name
-        for name, item in target.items()
-        if name in saved.item_handlers or item is None or not is_empty(item)
-    ]
-    check_items(label, wanted, trees, saved.item_handlers)
-    check_leaves(label, trees, {name: saved.item_metadata[name] for name in trees}, partial)
-    check_shardings(label, trees)
-    how = {name: _how(trees[name]) if name in trees else ocp.args.JsonRestore() for name in wanted}
-    found = manager.restore(step, args=ocp.args.Composite(**how)) if wanted else {}
+    with _reader(where, {name: name in trees for name in {*items, *trees}}) as manager:
+        saved = manager.metadata(step)
+        # An item without leaves was not saved; None asks for plain data.
+        wanted = [
+            name
+            for name, item in target.items()
+            if name in saved.item_handlers or item is None or not is_empty(item)
+        ]
+        check_items(label, wanted, trees, saved.item_handlers)
+        check_leaves(label, trees, {name: saved.item_metadata[name] for name in trees}, partial)
+        check_shardings(label, trees)
+        how = {name: _how(trees.get(name)) for name in wanted}
+        found = manager.restore(step, args=ocp.args.Composite(**how)) if how else {}
     return target | {name: _fill(name, target[name], found[name]) for name in wanted}
 
 
@@ -87,6 +89,8 @@ def _find(manager, step):
 
 
 def _how(leaves):
+    if leaves is None:
+        return ocp.args.JsonRestore()
     tree = nested({path: _abstract(leaf) for path, leaf in leaves.items()})
     each = ocp.checkpoint_utils.construct_restore_args(tree)
     return ocp.args.PyTreeRestore(tree, restore_args=each, partial_restore=True)

@@ -84,14 +84,15 @@ def _chunks(array, chunk_bytes):
     """How Orbax cuts what one device writes, so that a later cut along any axis finds an edge.
 
     Orbax halves the largest axes first, and a short one (layers, heads) might never be cut. We
-    ask for chunks of thickness 1 along the shortest axes, as long as the others fill a chunk.
+    ask for chunks of thickness 1 along the shortest axes, as long as the others fill 16 chunks and
+    so are cut too.
     """
     sharding = getattr(array, "sharding", None)
     shape = sharding.shard_shape(array.shape) if sharding else array.shape
     left, thin = math.prod(shape) * array.dtype.itemsize, []
     for axis in sorted(range(len(shape)), key=lambda axis: shape[axis]):
         left //= max(shape[axis], 1)
-        if left < chunk_bytes:
+        if left < 16 * chunk_bytes:
             break
         thin.append(axis)
     return ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=tuple(thin))
