@@ -14,7 +14,7 @@
 
 PORT ?= 8000
 STACKS ?= newest python3.11 colab
-ours := src tests book/_ext
+ours := src tests benchmarks book/_ext
 python := .venv/bin/python
 # A file's tests share what they have built, so they stay in one process.
 workers := -n auto --maxprocesses 4 --dist loadfile

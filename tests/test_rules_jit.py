@@ -157,7 +157,7 @@ def test_mistakes_in_the_call_are_named():
         rules.jit(f, MESH, (P(),))(1.0, 2.0)
     with pytest.raises(TypeError, match="'fsdp' is no rule"):
         rules.jit(f, MESH, ("fsdp", P()))(1.0, 2.0)
-    with pytest.raises(TypeError, match="f is jitted already.*Give the function itself"):
+    with pytest.raises(TypeError, match=r"f is jitted already.*Give the function itself"):
         rules.jit(jax.jit(f), MESH)
     with pytest.raises(ValueError, match=r"At 0: .* has shape \(6,\).*6 does not divide over"):
         rules.jit(f, MESH, P("fsdp"))(jnp.ones(6), jnp.ones(6))
