@@ -77,8 +77,8 @@ def init(config, mesh, rule, optimizer, seed=0):
     """(graphdef, params, opt_state) of a `model.Decoder`, each array born in its shards.
 
     `rule` lays out the parameters, and the optimizer's state follows them. The same seed gives
-    the same parameters on every mesh: bit for bit, because all is drawn inside jit and the
-    initialisers are uniform (on JAX 0.7 normal draws differ between meshes in their last bit).
+    the same parameters on every mesh: bit for bit, because all is drawn inside one jit and the
+    initialisers are uniform, whose draws no sharding rounds differently.
 
     Raises:
       ValueError: what the rule raises for the parameters.

@@ -21,12 +21,12 @@ def latest(directory):
 def restore(directory, target, step=None, partial=False):
     """The items of `target`, read from `step` (by default the newest complete one).
 
-    `target` is a dict of any of the saved items. Its leaves say what comes back, and where:
-      a jax.Array, or a jax.ShapeDtypeStruct with a sharding: an array with that sharding, for
-        which each process reads the chunks that its devices need;
-      an uncommitted jax.Array, or a jax.ShapeDtypeStruct without a sharding: an uncommitted array
-        on the default device;
-      a NumPy array or a Python number: one of these.
+    `target` is a dict of any of the saved items. Its leaves say what comes back, and where. A
+    jax.Array, or a jax.ShapeDtypeStruct with a sharding, brings an array with that sharding, for
+    which each process reads the chunks that its devices need. An uncommitted jax.Array, or a
+    jax.ShapeDtypeStruct without a sharding, brings an uncommitted array on the default device; a
+    NumPy array or a Python number, one of these.
+
     No model is needed: `jax.eval_shape` and `rules.shardings` make such targets. For plain data,
     any value without arrays will do, such as None. With `partial`, leaves that only the checkpoint
     has are left unread: drop a new head from the target, and keep its fresh values.
