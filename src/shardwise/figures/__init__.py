@@ -3,6 +3,7 @@
 from shardwise.figures.explorer import mesh_explorer
 from shardwise.figures.palette import DEVICES, style
 from shardwise.figures.plots import bars, canvas, curves, mesh_picture, shards
+from shardwise.figures.resharding import resharding_explorer
 
 __all__ = [
     "DEVICES",
@@ -11,6 +12,7 @@ __all__ = [
     "curves",
     "mesh_explorer",
     "mesh_picture",
+    "resharding_explorer",
     "shards",
     "style",
 ]

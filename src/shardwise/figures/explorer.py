@@ -3,23 +3,9 @@
 from html import escape
 
 from shardwise.figures import layouts, palette
-from shardwise.figures.interactive import Interactive
+from shardwise.figures.interactive import STYLE, Interactive, select
 
 START = {"mesh": 1, "shape": (16, 8), "spec": (1, 0), "device": 0}  # 4×2, P('data', None)
-
-_STYLE = """<style>
-.shardwise-figure { margin: 1rem 0; line-height: 1.45; }
-.shardwise-figure fieldset { border: 0; margin: 0; padding: 0; display: flex; flex-wrap: wrap;
-  gap: .5rem 1.1rem; }
-.shardwise-figure label { font-size: .88em; display: grid; gap: .15rem; }
-.shardwise-figure select, .shardwise-figure input { font: inherit; min-height: 2rem; }
-.shardwise-figure .pictures { display: flex; flex-wrap: wrap; gap: .5rem 2rem;
-  margin: .9rem 0 .4rem; }
-.shardwise-figure svg { width: 100%; max-width: 21rem; height: auto; fill: currentColor;
-  font: 12px system-ui, sans-serif; }
-.shardwise-figure .error { border-left: 3px solid #c8504b; padding-left: .7rem;
-  overflow-wrap: anywhere; }
-</style>"""
 
 
 def mesh_explorer():
@@ -29,7 +15,7 @@ def mesh_explorer():
     """
     data = {**layouts.table(), "start": START}
     return Interactive(
-        "explorer.js", data, _STYLE + _controls(data) + _pictures(data) + _words(data)
+        "explorer.js", data, STYLE + _controls(data) + _pictures(data) + _words(data)
     )
 
 
@@ -63,21 +49,13 @@ def _controls(data):
         ("first", "Rows cut by", choice["entries"], START["spec"][0]),
         ("second", "Columns cut by", choice["entries"], START["spec"][1]),
     )
-    made = "".join(_select(*select) for select in selects)
+    made = "".join(select(*choice) for choice in selects)
     return (
         f"<noscript><p>Without JavaScript this figure shows one layout.</p></noscript>"
         f"<fieldset disabled>{made}"
         f'<label for="@device">Outlined device<input id="@device" type="range" min="0" max="7" '
         f'value="{START["device"]}"></label></fieldset>'
     )
-
-
-def _select(name, label, options, chosen):
-    listed = "".join(
-        f'<option value="{i}"{" selected" if i == chosen else ""}>{escape(text)}</option>'
-        for i, text in enumerate(options)
-    )
-    return f'<label for="@{name}">{label}<select id="@{name}">{listed}</select></label>'
 
 
 def _pictures(data):

@@ -1,0 +1,255 @@
+"""The resharding explorer: Python against a checkpoint's own bytes, the browser against Python."""
+
+import html
+import itertools
+import random
+import re
+
+import jax
+import numpy as np
+import pytest
+from browser import DESKTOP, PHONE, silent_page
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import checkpoint, figures, mesh
+from shardwise.figures import resharding
+
+SHAPE = (64, 96)
+LIMITS = {"small": 2**11, "large": 2**20}
+
+
+@pytest.fixture(scope="module")
+def layouts():
+    grids = {"1": mesh.make(a=1), "8": mesh.make(a=8), "4×2": mesh.make(a=4, b=2)}
+    specs = {
+        "1": [P()],
+        "8": [P(), P("a"), P(None, "a")],
+        "4×2": [P("a", "b"), P("b", "a"), P("a")],
+    }
+    return {
+        name: {f"P{tuple(spec)}": NamedSharding(grids[name], spec) for spec in specs[name]}
+        for name in grids
+    }
+
+
+@pytest.fixture(scope="module")
+def root(layouts, tmp_path_factory):
+    root = tmp_path_factory.mktemp("saved")
+    bits = np.random.default_rng(0).integers(0, 2**32, SHAPE, np.uint32)
+    for limit, size in LIMITS.items():
+        state = {
+            f"{name} {spec}": {"w": jax.device_put(bits, sharding)}
+            for name, listed in layouts.items()
+            for spec, sharding in listed.items()
+        }
+        checkpoint.save(root / limit, 1, state, chunk_bytes=size)
+    checkpoint.wait()
+    return root
+
+
+@pytest.fixture(scope="module")
+def saved(layouts, root):
+    return {
+        limit: {
+            (name, spec): checkpoint.stored(root / limit, 1, f"{name} {spec}")["w"]
+            for name, listed in layouts.items()
+            for spec in listed
+        }
+        for limit in LIMITS
+    }
+
+
+@pytest.fixture(scope="module")
+def data(layouts, saved):
+    return resharding.table(layouts, saved)
+
+
+def choices(data):
+    """Everything that the controls can say."""
+    ends = [(m, s) for m, mesh in enumerate(data["meshes"]) for s in range(len(mesh["specs"]))]
+    for limit, one, other in itertools.product(range(len(data["limits"])), ends, ends):
+        for device in range(len(data["meshes"][other[0]]["blocks"][other[1]])):
+            yield {"limit": limit, "from": [*one], "onto": [*other], "device": device}
+
+
+def test_tells_what_jax_places_and_what_the_checkpoint_holds(data, layouts, saved):
+    seen = set()
+    for choice in choices(data):
+        names = [
+            (list(layouts)[m], data["meshes"][m]["specs"][s])
+            for m, s in (choice["from"], choice["onto"])
+        ]
+        chunks = saved[data["limits"][choice["limit"]]][names[0]]
+        sharding = layouts[names[1][0]][names[1][1]]
+        device = sorted(sharding.device_set, key=lambda d: d.id)[choice["device"]]
+        index = sharding.devices_indices_map(SHAPE)[device]
+        answer = resharding.look(data, choice)
+        assert answer["kept"] == sharding.shard_shape(SHAPE)[0] * sharding.shard_shape(SHAPE)[1] * 4
+        mine = [chunks.places[number] for number in chunks.touched(index)]
+        assert len(answer["touched"]) == len(mine)
+        assert answer["read"] == sum(size for *_, size in mine) >= answer["kept"]
+        ends = [(a, b) for _, a, b in answer["ranges"]]
+        assert sum(b - a for a, b in ends) == answer["read"]
+        assert {a for a, _ in ends} <= {offset for _, offset, _ in mine}
+        seen.add(len(ends))
+    assert len(seen) > 2
+
+
+def test_the_ranges_hold_all_that_a_device_keeps(data, root, saved):
+    """Undo the compression of the chunks that are read, and find the block of the device."""
+    choice = data["start"] | {"device": 3}
+    mesh_, spec = (data["meshes"][choice["from"][0]][key] for key in ("label", "specs"))
+    name = f"{mesh_} {spec[choice['from'][1]]}"
+    whole = checkpoint.restore(root / "small", {name: {"w": np.zeros(SHAPE, np.uint32)}})[name]["w"]
+    answer = resharding.look(data, choice)
+    chunk, across = answer["stored"]["chunk"], SHAPE[1] // answer["stored"]["chunk"][1]
+    places = saved["small"][mesh_, spec[choice["from"][1]]].places
+    top, bottom, left, right = answer["block"]
+    covered = np.zeros(SHAPE, bool)
+    for number in answer["touched"]:
+        i, j = divmod(number, across)
+        file, offset, size = places[i, j]
+        stored = (root / "small" / "1" / name / file).read_bytes()[offset : offset + size]
+        part = (slice(i * chunk[0], (i + 1) * chunk[0]), slice(j * chunk[1], (j + 1) * chunk[1]))
+        assert np.ascontiguousarray(whole[part]).tobytes() in stored  # bits that do not compress
+        covered[part] = True
+    assert covered[top:bottom, left:right].all()
+
+
+def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page(layouts, saved):
+    one, two = (figures.resharding_explorer(layouts, saved)._repr_html_() for _ in range(2))
+    assert len(one.encode()) < 60_000
+    assert not re.findall(r"(?:https?:)?//\w[^\s\"'<]*\.\w", one)
+    ids = [set(re.findall(r'id="([^"]+)"', text)) for text in (one, two)]
+    assert len(ids[0]) == len(ids[1]) == 10 and not ids[0] & ids[1]
+    assert {*re.findall(r'for="([^"]+)"', one)} <= ids[0]
+
+
+# In the browser
+
+
+@pytest.fixture
+def place(tmp_path, layouts, saved):
+    """A file that holds nothing but two explorers, as its address."""
+    head = (
+        '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    )
+    shown = "".join(figures.resharding_explorer(layouts, saved)._repr_html_() for _ in range(2))
+    (tmp_path / "page.html").write_text(f"{head}<title>Test</title>{shown}", encoding="utf-8")
+    return (tmp_path / "page.html").as_uri()
+
+
+@pytest.fixture
+def opened(browser, place):
+    with silent_page(browser, viewport=DESKTOP) as page:
+        page.goto(place)
+        yield page
+
+
+LABELS = [
+    "Saved from mesh",
+    "Saved spec",
+    "Chunks",
+    "Restored onto mesh",
+    "Restored spec",
+    "Device",
+]
+
+
+def control(figure, name):
+    role = "slider" if name == "Device" else "combobox"
+    return figure.get_by_role(role, name=name, exact=True)
+
+
+def chosen(figure):
+    values = figure.locator("select, input").evaluate_all("all => all.map((e) => Number(e.value))")
+    mesh0, spec0, limit, mesh1, spec1, device = values
+    return {"limit": limit, "from": [mesh0, spec0], "onto": [mesh1, spec1], "device": device}
+
+
+SHOWN = """(root) => [root.querySelector("[role=status]"), ...root.querySelectorAll("svg")]
+  .map((e) => e.innerHTML)"""
+
+
+def expected(data, choice):
+    drawn = (resharding.describe, resharding.array_picture, resharding.file_picture)
+    return [html.unescape(draw(data, choice)) for draw in drawn]
+
+
+def agrees(figure, data):
+    choice = chosen(figure)
+    assert [html.unescape(text) for text in figure.evaluate(SHOWN)] == expected(data, choice)
+    return str(choice)
+
+
+def test_every_control_moves_by_keyboard_and_shows_pythons_numbers(opened, data):
+    figure, other = opened.locator(".shardwise-figure").all()
+    first = agrees(figure, data)
+    assert first == str(data["start"])
+    seen = {first}
+    for label in LABELS:
+        moved = control(figure, label)
+        moved.focus()
+        moved.press("Home")
+        here = set()
+        for _ in range(8):
+            here.add(moved.input_value())
+            seen.add(agrees(figure, data))
+            moved.press("ArrowRight" if label == "Device" else "ArrowDown")
+        assert len(here) == {"Chunks": 2, "Device": 8}.get(label, 3), label
+    control(figure, "Restored onto mesh").press("Home")  # one device, and Device goes back to it
+    agrees(figure, data)
+    assert chosen(figure)["device"] == 0
+    assert agrees(other, data) == first and len(seen) > 15
+
+
+def test_random_choices_show_pythons_words_and_pictures(opened, data):
+    every = list(choices(data))
+    picked = random.Random(0).sample(every, 200)
+    values = [
+        [c["from"][0], c["from"][1], c["limit"], c["onto"][0], c["onto"][1], c["device"]]
+        for c in picked
+    ]
+    shown = opened.locator(".shardwise-figure").first.evaluate(
+        f"""(root, all) => all.map((values) => {{
+          const controls = [...root.querySelectorAll("select, input")];
+          for (const i of [0, 3, 1, 2, 4, 5]) {{  // a mesh first: it offers its specs
+            controls[i].value = values[i];
+            controls[i].dispatchEvent(new Event("input", {{ bubbles: true }}));
+          }}
+          return ({SHOWN})(root);
+        }})""",
+        values,
+    )
+    for choice, texts in zip(picked, shown, strict=True):
+        assert [html.unescape(text) for text in texts] == expected(data, choice), choice
+
+
+def test_tab_reaches_every_control_in_order(opened):
+    figure = opened.locator(".shardwise-figure").first
+    names = []
+    for _ in LABELS:
+        opened.keyboard.press("Tab")
+        names.append(figure.locator("label:has(:focus)").evaluate("e => e.firstChild.data"))
+    assert names == LABELS
+
+
+def test_the_still_is_what_the_script_draws_first(browser, place, opened):
+    alive = opened.locator(".shardwise-figure").first
+    with silent_page(browser, viewport=DESKTOP, java_script_enabled=False) as page:
+        page.goto(place)
+        still = page.locator(".shardwise-figure").first
+        assert still.get_by_role("status").is_visible() and still.locator("svg").first.is_visible()
+        assert control(still, "Chunks").is_disabled()
+        assert "Without JavaScript" in still.inner_text()
+        assert still.evaluate(SHOWN) == alive.evaluate(SHOWN)
+
+
+def test_fits_a_phone(browser, place, data):
+    with silent_page(browser, viewport=PHONE) as page:
+        page.goto(place)
+        figure = page.locator(".shardwise-figure").first
+        control(figure, "Saved from mesh").select_option("0")
+        agrees(figure, data)
+        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
