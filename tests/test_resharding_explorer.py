@@ -16,7 +16,12 @@ from shardwise import checkpoint, figures, mesh
 from shardwise.figures import resharding
 
 SHAPE = (64, 96)
+START = ("4×2", "P('a', 'b')"), ("8", "P('a')")
 LIMITS = {"small": 2**11, "large": 2**20}
+
+
+def text(spec):
+    return f"P({', '.join(map(repr, spec))})"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,7 @@ def layouts():
         "4×2": [P("a", "b"), P("b", "a"), P("a")],
     }
     return {
-        name: {f"P{tuple(spec)}": NamedSharding(grids[name], spec) for spec in specs[name]}
+        name: {text(spec): NamedSharding(grids[name], spec) for spec in specs[name]}
         for name in grids
     }
 
@@ -62,7 +67,7 @@ def saved(layouts, root):
 
 @pytest.fixture(scope="module")
 def data(layouts, saved):
-    return resharding.table(layouts, saved)
+    return resharding.table(layouts, saved, *START)
 
 
 def choices(data):
@@ -117,8 +122,19 @@ def test_the_ranges_hold_all_that_a_device_keeps(data, root, saved):
     assert covered[top:bottom, left:right].all()
 
 
+def test_still_says_the_right_numbers(layouts, saved):
+    """64×96 words, from 4×2 in chunks of 2 KiB to eight rows of 8, worked out by hand."""
+    still = figures.resharding_explorer(layouts, saved, *START)._repr_html_().split("<script>")[0]
+    said = dict(re.findall(r'data-name="(\w+)">([^<]+)<', still))
+    chunks = saved["small"][START[0]]
+    assert said["held"] == "[0:8, 0:96]" and said["kept"] == "3,072"
+    assert said["chunk"] == "×".join(map(str, chunks.chunk))
+    assert int(said["chunks"]) == 64 * 96 // np.prod(chunks.chunk)
+    assert int(said["read"].replace(",", "")) >= 3072
+
+
 def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page(layouts, saved):
-    one, two = (figures.resharding_explorer(layouts, saved)._repr_html_() for _ in range(2))
+    one, two = (figures.resharding_explorer(layouts, saved, *START)._repr_html_() for _ in range(2))
     assert len(one.encode()) < 60_000
     assert not re.findall(r"(?:https?:)?//\w[^\s\"'<]*\.\w", one)
     ids = [set(re.findall(r'id="([^"]+)"', text)) for text in (one, two)]
@@ -135,7 +151,9 @@ def place(tmp_path, layouts, saved):
     head = (
         '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
     )
-    shown = "".join(figures.resharding_explorer(layouts, saved)._repr_html_() for _ in range(2))
+    shown = "".join(
+        figures.resharding_explorer(layouts, saved, *START)._repr_html_() for _ in range(2)
+    )
     (tmp_path / "page.html").write_text(f"{head}<title>Test</title>{shown}", encoding="utf-8")
     return (tmp_path / "page.html").as_uri()
 

@@ -62,8 +62,8 @@ def check_shardings(label, trees):
                 sharding.shard_shape(leaf.shape)
             except ValueError as error:
                 raise ValueError(
-                    f"{where} does not fit its shape {leaf.shape}: {error} Change the rule or "
-                    f"the mesh."
+                    f"{where} does not fit its shape {leaf.shape}: {error}. Change the rule "
+                    f"or the mesh."
                 ) from error
             _check_devices(where, sharding)
 

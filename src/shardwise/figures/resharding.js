@@ -51,7 +51,7 @@
   function describe(choice, answer) {
     const [top, bottom, left, right] = answer.block, { chunk, files, places } = answer.stored;
     const shown = answer.ranges.slice(0, 3).map(([f, a, b]) =>
-      `${number(a)} to ${number(b)} of ${files[f]}`);
+      `bytes ${number(a)} to ${number(b)} of ${files[f]}`);
     if (answer.ranges.length > 3) shown.push(`and ${answer.ranges.length - 3} more`);
     return `Saved from ${name(choice.from)}: <b data-name="chunks">${places.length}</b> ` +
       `chunks of <b data-name="chunk">${chunk[0]}×${chunk[1]}</b> elements. Restored onto ` +

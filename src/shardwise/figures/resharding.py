@@ -9,20 +9,21 @@ from shardwise.figures.interactive import STYLE, Interactive, select
 _SHOWN = 3  # byte ranges in the words; a device may read many
 
 
-def resharding_explorer(layouts, saved, itemsize=4):
+def resharding_explorer(layouts, saved, source, goal, itemsize=4):
     """Choose what a checkpoint was saved from, and onto what it is restored; see what is read.
 
     `layouts` maps the name of a mesh to {spec as text: NamedSharding}; `saved` maps the name of a
     limit on chunks to {(mesh, spec as text): `checkpoint.Chunks`}, one for each layout, all of one
-    array of two axes and `itemsize` bytes an element.
+    array of two axes and `itemsize` bytes an element. The figure first shows the layouts `source`
+    and `goal`, each a (mesh, spec as text).
     """
-    data = table(layouts, saved, itemsize)
+    data = table(layouts, saved, source, goal, itemsize)
     still = _controls(data) + _pictures(data, data["start"])
     words = f'<p id="@result" role="status" aria-live="polite">{describe(data, data["start"])}</p>'
     return Interactive("resharding.js", data, STYLE + still + words)
 
 
-def table(layouts, saved, itemsize=4):
+def table(layouts, saved, source, goal, itemsize=4):
     """Everything on offer, as plain numbers; resharding.js reads the same."""
     stored = next(iter(next(iter(saved.values())).values()))
     meshes = [
@@ -37,8 +38,11 @@ def table(layouts, saved, itemsize=4):
         [[_stored(chunks[mesh, spec]) for spec in specs] for mesh, specs in layouts.items()]
         for chunks in saved.values()
     ]
-    last = len(meshes) - 1
-    start = {"limit": 0, "from": [last, 1], "onto": [last, 2], "device": 0}
+    first, then = (
+        [list(layouts).index(mesh), list(layouts[mesh]).index(spec)]
+        for mesh, spec in (source, goal)
+    )
+    start = {"limit": 0, "from": first, "onto": then, "device": 0}
     common = {"shape": list(stored.shape), "itemsize": itemsize, "colours": palette.DEVICES}
     return common | {"limits": list(saved), "meshes": meshes, "saved": found, "start": start}
 
@@ -78,7 +82,7 @@ def describe(data, choice):
     source, goal = (_name(data, choice[end]) for end in ("from", "onto"))
     top, bottom, left, right = answer["block"]
     files = answer["stored"]["files"]
-    shown = [f"{a:,} to {b:,} of {files[f]}" for f, a, b in answer["ranges"][:_SHOWN]]
+    shown = [f"bytes {a:,} to {b:,} of {files[f]}" for f, a, b in answer["ranges"][:_SHOWN]]
     if (more := len(answer["ranges"]) - _SHOWN) > 0:
         shown.append(f"and {more} more")
     high, wide = answer["stored"]["chunk"]
@@ -134,8 +138,9 @@ def file_picture(data, choice):
 def _pictures(data, choice):
     files = max(len(s["files"]) for limit in data["saved"] for mesh in limit for s in mesh)
     rows, columns = data["shape"]
+    wide = max(columns + 60, 300)
     return (
-        f'<div class="pictures"><svg id="@array" viewBox="0 0 {columns + 80} {rows + 40}" '
+        f'<div class="pictures"><svg id="@array" viewBox="0 0 {wide} {rows + 40}" '
         f'role="img" aria-label="The array, its chunks, and the block that the device keeps">'
         f'{array_picture(data, choice)}</svg><svg id="@file" viewBox="0 0 330 {60 * files + 30}" '
         f'role="img" aria-label="The file, and the bytes that the device reads">'
