@@ -25,7 +25,8 @@ def save(directory, step, state, keep=3, chunk_bytes=2**20):
     that is still under way is waited for first. The `keep` newest steps stay (None: all).
 
     Each array is cut into chunks of at most `chunk_bytes`, the unit of reading: a process that
-    restores a part of an array reads the chunks that it touches.
+    restores a part of an array reads the chunks that it touches. An array that lies cut along some
+    axes is cut further along those only, while they last: who wants it cut along others reads more.
 
     Raises:
       ValueError: `step` is not newer than the newest one there, the state cannot be saved, or one
