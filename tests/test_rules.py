@@ -249,6 +249,10 @@ def test_other_mistakes_are_named():
     for rule in TENSOR, rules.FSDPRule("fsdp", min_size=1):
         with pytest.raises(ValueError, match=r"v_row/.* factored moment.*use rules.follow"):
             rule(factored, MESH)
+    with pytest.raises(ValueError, match="an activation the logical axes 'heads' and 'mlp' are"):
+        TENSOR.spec("heads", "mlp")
+    with pytest.raises(TypeError, match=r"LogicalRules \| LogicalRules: expected a dict"):
+        TENSOR | TENSOR
     with pytest.raises(ValueError, match=r"mu/w has shape \(3,\), and its parameter w has \(6, 24"):
         rules.follow(P(), ARRAY)({"mu": {"w": jnp.zeros(3)}}, MESH)
 
@@ -288,3 +292,26 @@ def test_every_user_function_is_a_rule():
         "w": P("fsdp", "model")
     }
     assert rules.describe(rule, ARRAY, MESH).bytes_per_device == 6 * 24 * 4 // 2
+    for wrong, message in [
+        (lambda tree, m: {"w": P("fsdp")}, "of 6 does not divide over 'fsdp'"),
+        (lambda tree, m: {"w": P("nope")}, "the mesh has no axis 'nope'"),
+        (lambda tree, m: {"w": None}, "expected a PartitionSpec for each of 1 arrays"),
+    ]:
+        for use in rules.describe, rules.shardings:
+            with pytest.raises(ValueError, match=message):
+                use(wrong, ARRAY, MESH)
+
+
+def test_a_reason_may_be_left_out():
+    class Whole(rules.Rule):
+        def choose(self, leaf, mesh):
+            return rules.Choice(P())
+
+    assert rules.describe(Whole(), ARRAY, MESH).replicated == {"w": "the rule says so"}
+
+
+def test_states_of_other_shapes_follow_another_rule():
+    state = {"mu": {"w": jnp.zeros((6, 24))}, "history": {"w": jnp.zeros((5, 6, 24))}}
+    rule = rules.follow(P(None, "model"), ARRAY, other=P(None, None, "model"))
+    found = specs(rule, state)
+    assert found == {"mu/w": P(None, "model"), "history/w": P(None, None, "model")}

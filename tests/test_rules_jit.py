@@ -157,6 +157,8 @@ def test_mistakes_in_the_call_are_named():
         rules.jit(f, MESH, (P(),))(1.0, 2.0)
     with pytest.raises(TypeError, match="'fsdp' is no rule"):
         rules.jit(f, MESH, ("fsdp", P()))(1.0, 2.0)
+    with pytest.raises(ValueError, match=r"names has 'typo', which functools.partial"):
+        rules.jit(functools.partial(f, 1.0), MESH, names={"typo": P()})(1.0)
     with pytest.raises(TypeError, match=r"f is jitted already.*Give the function itself"):
         rules.jit(jax.jit(f), MESH)
     with pytest.raises(ValueError, match=r"At 0: .* has shape \(6,\).*6 does not divide over"):

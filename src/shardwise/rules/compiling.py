@@ -62,6 +62,7 @@ class _Jit:
     def __init__(self, fn, mesh, given, out_rules, names, static_argnums, donate_argnums):
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._mesh, self._names = fn, mesh, names
+        self._name = getattr(fn, "__name__", repr(fn))  # a functools.partial has none
         self._given, self._out_rules = given, out_rules
         self._parameters = inspect.signature(fn).parameters
         self._static = self._positions(static_argnums)
@@ -116,7 +117,7 @@ class _Jit:
         def program(*args):
             return jax.tree.unflatten(structure, run(*jax.tree.leaves(args)))
 
-        program.__name__ = getattr(self._fn, "__name__", "program")
+        program.__name__ = getattr(self._fn, "__name__", "program")  # as profiles show it
         options = {} if wanted is None else dict(in_shardings=wanted)
         if self._out_rules is not None:
             options["out_shardings"] = shardings(self._out_rules, out, self._mesh)
@@ -140,8 +141,8 @@ class _Jit:
                 out = call(*args)
             if unused := set(self._names) - seen:
                 raise ValueError(
-                    f"rules.jit: names has {min(unused)!r}, which {self.__name__} never marks; it "
-                    f"marks {sorted(seen)}."
+                    f"rules.jit: names has {min(unused)!r}, which {self._name} never marks; it "
+                    f"marks {sorted(seen)}. (A jax.jit within it hides its marks once traced.)"
                 )
             return out
 
@@ -159,7 +160,7 @@ class _Jit:
         position = {slot: dynamic.index(slot) for slot in at}
         if not len(at) <= len(given) <= len(dynamic) or max(position.values()) >= len(given):
             raise ValueError(
-                f"rules.jit: {which} has {len(given)} entries, and {self.__name__} takes "
+                f"rules.jit: {which} has {len(given)} entries, and {self._name} takes "
                 f"{len(dynamic)} arguments that are not static; expected one entry for each."
             )
         return tuple(given[position[slot]] for slot in at)

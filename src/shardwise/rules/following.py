@@ -7,22 +7,24 @@ from shardwise.rules.leaves import ends_with, read
 from shardwise.rules.rule import Choice, Rule, as_rule, fit
 
 
-def follow(rule, params):
+def follow(rule, params, other=None):
     """The rule for whatever belongs to `params` (arrays or abstract): optimizer states, averages.
 
     A leaf whose path ends with a parameter's path and that has its shape gets the parameter's
     spec. A factored moment (Adafactor, Shazeer and Stern 2018) gets it on the axes that it has
-    kept. What belongs to no parameter is laid out by `rule` itself.
+    kept. A leaf of any other shape is laid out by `other`, a rule, and what belongs to no
+    parameter by `rule` itself.
 
     Raises, when called:
-      ValueError: a leaf whose shape is neither its parameter's nor lacks one of its axes.
+      ValueError: without `other`, a leaf whose shape is neither its parameter's nor lacks one of
+        its axes.
     """
-    return _Following(rule, params)
+    return _Following(as_rule(rule), params, None if other is None else as_rule(other))
 
 
 class _Following(Rule):
-    def __init__(self, rule, params):
-        self.rule, self.params = as_rule(rule), params
+    def __init__(self, rule, params, other):
+        self.rule, self.params, self.other = rule, params, other
 
     def choices(self, tree, mesh):
         specs = self.rule(self.params, mesh)
@@ -38,16 +40,17 @@ class _Following(Rule):
         if leaf.size == 1:
             return Choice(PartitionSpec(), "one element")
         if not tails:
-            spec = self.rule({leaf.path: leaf.array}, mesh)[leaf.path]
-            return fit("rules.follow", leaf, Choice(spec, "follows no parameter"), mesh, "error")
+            return self.rule.choices({leaf.path: leaf.array}, mesh)[0]
         path = max(tails, key=len)
         shape, spec = leaders[path]
         kept = _kept(leaf, shape)
+        if kept is None and self.other is not None:
+            return self.other.choices({leaf.path: leaf.array}, mesh)[0]
         if kept is None:
             raise ValueError(
                 f"rules.follow: {leaf.label} has shape {leaf.shape}, and its parameter {path} has "
-                f"{shape}; expected the same, or the same without one axis. Give this leaf a spec "
-                f"of its own, for example by a PolicyRule."
+                f"{shape}; expected the same, or the same without one axis. Say how to lay "
+                f"it out by other=, such as rules.follow(rule, params, other=PartitionSpec())."
             )
         entries = [*spec, *[None] * (len(shape) - len(spec))]
         spec = PartitionSpec(*(entries[i] for i in kept))

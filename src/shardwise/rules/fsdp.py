@@ -20,7 +20,7 @@ from shardwise.rules.rule import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class FSDPRule(Rule):
     """Cuts each array of `min_size` elements or more once along mesh axis `axis`.
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from shardwise.rules.rule import Choice, Rule, check_axes, check_not_factored, mesh_axes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class LogicalRules(Rule):
     """A table from logical axis names to mesh axes: a name, a tuple of names, or None for whole.
 
@@ -35,6 +35,8 @@ class LogicalRules(Rule):
         Raises:
           ValueError: an entry that is not there to replace.
         """
+        if not isinstance(changes, Mapping):
+            raise TypeError(f"LogicalRules | {type(changes).__name__}: expected a dict of entries.")
         known = {"layers", *self.table}
         if unknown := set(changes) - known:
             raise ValueError(
@@ -44,8 +46,14 @@ class LogicalRules(Rule):
         return dataclasses.replace(self, table={**self.table, **changes})
 
     def spec(self, *axes):
-        """The PartitionSpec of an activation with these logical axes; None for an unnamed one."""
-        return PartitionSpec(*(self._entry(name, "spec", axes) for name in axes))
+        """The PartitionSpec of an activation with these logical axes; None for an unnamed one.
+
+        Raises:
+          ValueError: a name without an entry, or two names on one mesh axis.
+        """
+        entries = [self._entry(name, "an activation", axes) for name in axes]
+        self._check_collision("an activation", axes, entries)
+        return PartitionSpec(*entries)
 
     def choices(self, tree, mesh):
         named = [axis for entry in self.table.values() for axis in mesh_axes(entry)]
@@ -61,7 +69,7 @@ class LogicalRules(Rule):
                 f"an activation takes a spec, as rules.spec('batch', None, 'embed') makes it."
             )
         entries = [self._entry(name, leaf.label, leaf.axes) for name in leaf.axes]
-        self._check_collision(leaf, entries)
+        self._check_collision(leaf.label, leaf.axes, entries)
         names = ", ".join(str(name) for name in leaf.axes)
         return Choice(PartitionSpec(*entries), f"no mesh axis for {names}")
 
@@ -77,13 +85,13 @@ class LogicalRules(Rule):
         entry = self.table[name]
         return tuple(entry) if isinstance(entry, list) else entry
 
-    def _check_collision(self, leaf, entries):
+    def _check_collision(self, label, axes, entries):
         owner = {}
-        for name, entry in zip(leaf.axes, entries, strict=True):
+        for name, entry in zip(axes, entries, strict=True):
             for axis in mesh_axes(entry):
                 if axis in owner:
                     raise ValueError(
-                        f"LogicalRules: in {leaf.label} the logical axes {owner[axis]!r} and "
+                        f"LogicalRules: in {label} the logical axes {owner[axis]!r} and "
                         f"{name!r} are both on mesh axis {axis!r}, which can cut an array once. "
                         f"Give one of them None or another mesh axis."
                     )

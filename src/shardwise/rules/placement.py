@@ -26,6 +26,8 @@ def shardings(rule, tree, mesh):
         try:
             return whole(rule, part)
         except (TypeError, ValueError) as error:
+            if not where:
+                raise
             path = "/".join(map(key_name, where))
             raise type(error)(f"At {path}: {error}") from error
 
@@ -41,7 +43,11 @@ def shardings(rule, tree, mesh):
 
 
 def place(tree, rule, mesh):
-    """`tree` with each array laid out by `rule`, wherever it was before."""
+    """`tree` with each array laid out by `rule`, wherever it was before.
+
+    An array that lies so already, on a device or on all, may share its memory with the result:
+    after donating one of them, use neither.
+    """
     return jax.device_put(tree, shardings(rule, tree, mesh))
 
 

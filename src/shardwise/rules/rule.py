@@ -1,7 +1,9 @@
 """What all rules share: from one choice for each leaf to checked specs for the tree."""
 
+import reprlib
 from typing import NamedTuple
 
+import jax
 from jax.sharding import PartitionSpec
 
 from shardwise.rules.leaves import fill, is_factored, read
@@ -11,7 +13,7 @@ class Choice(NamedTuple):
     """A leaf's spec, and where it leaves the array whole, why."""
 
     spec: PartitionSpec
-    why: str = ""
+    why: str = "the rule says so"
 
 
 class Rule:
@@ -66,18 +68,41 @@ class Same(Rule):
         return fit(short(self.spec), leaf, choice, mesh, self.uneven)
 
 
+class Function(Rule):
+    """What a user's function of (tree, mesh) returns, checked like the choices of our own rules."""
+
+    def __init__(self, function):
+        self.function = function
+        self.name = getattr(function, "__name__", type(function).__name__)
+
+    def choices(self, tree, mesh):
+        specs = jax.tree.leaves(self.function(tree, mesh), is_leaf=lambda x: x is None)
+        leaves = read(tree, names={})
+        if len(specs) != len(leaves) or not all(isinstance(s, PartitionSpec) for s in specs):
+            raise ValueError(
+                f"{self.name}: expected a PartitionSpec for each of {len(leaves)} arrays, P() for "
+                f"a replicated one; got {specs}."
+            )
+        return [
+            fit(self.name, leaf, Choice(spec, f"{self.name} says so"), mesh, "error")
+            for leaf, spec in zip(leaves, specs, strict=True)
+        ]
+
+
 def as_rule(rule):
-    """`rule` itself, or a PartitionSpec as a rule.
+    """A `Rule` for `rule`: itself, a PartitionSpec, or any function of (tree, mesh).
 
     Raises:
       TypeError: it is neither.
     """
     if isinstance(rule, PartitionSpec):
         return Same(rule)
-    if callable(rule):
+    if isinstance(rule, Rule):
         return rule
+    if callable(rule):
+        return Function(rule)
     raise TypeError(
-        f"{rule!r} is no rule: expected a callable rule(tree, mesh), such as "
+        f"{reprlib.repr(rule)} is no rule: expected a callable rule(tree, mesh), such as "
         f"rules.FSDPRule('fsdp'), or a PartitionSpec."
     )
 

@@ -3,17 +3,16 @@
 import dataclasses
 import math
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardwise.rules.leaves import named_leaves
-from shardwise.rules.rule import Rule, as_rule, parts, short, sizes
+from shardwise.rules.rule import as_rule, parts, short, sizes
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One array: `bytes` on each device, and why it stayed whole where it did."""
+    """One array: `bytes` on each device, and if every device holds it whole, why."""
 
     path: str
     shape: tuple
@@ -80,19 +79,16 @@ def describe(rule, tree, mesh):
     Says the total too, and of what stays whole on every device why. Takes abstract arrays: no
     array need exist.
     """
-    rule = as_rule(rule)
-    if isinstance(rule, Rule):
-        found = [(choice.spec, choice.why) for choice in rule.choices(tree, mesh)]
-    else:
-        specs = jax.tree.leaves(rule(tree, mesh), is_leaf=lambda x: isinstance(x, PartitionSpec))
-        found = [(spec, "the rule says so") for spec in specs]
+    found = as_rule(rule).choices(tree, mesh)
     rows, total = [], 0
     for (path, array), (spec, why) in zip(named_leaves(tree), found, strict=True):
         shape = jnp.shape(array)
         size = math.prod(shape) * _itemsize(array)
         cut = math.prod(parts(entry, mesh) for entry in spec)
         total += size
-        rows.append(Row(path, shape, spec, size // cut, why if cut == 1 else ""))
+        rows.append(
+            Row(path, shape, spec, size // cut, (why or "the rule says so") if cut == 1 else "")
+        )
     return Description(rows, total, sizes(mesh))
 
 
