@@ -40,7 +40,6 @@
       read: sizes[choice.device],
       ranges: ranges(reads[choice.device].map((i) => stored.places[i])),
       all: sum(sizes),
-      devices: blocks.length,
     };
   }
 
@@ -59,9 +58,9 @@
       `<b data-name="held">[${top}:${bottom}, ${left}:${right}]</b>, ` +
       `<b data-name="kept">${number(answer.kept)}</b> bytes, touches ` +
       `<b data-name="touched">${answer.touched.length}</b> chunks and reads ` +
-      `<b data-name="read">${number(answer.read)}</b> bytes, with their compression: ` +
-      `<span data-name="ranges">${shown.join("; ")}</span>. All ${answer.devices} devices ` +
-      `read <b data-name="all">${number(answer.all)}</b> bytes.`;
+      `<b data-name="read">${number(answer.read)}</b> bytes as stored ` +
+      `(<span data-name="ranges">${shown.join("; ")}</span>). The whole mesh reads ` +
+      `<b data-name="all">${number(answer.all)}</b> bytes.`;
   }
 
   const box = (x, y, width, height) => `x="${x}" y="${y}" width="${width}" height="${height}"`;

@@ -63,7 +63,6 @@ def look(data, choice):
         "read": sizes[choice["device"]],
         "ranges": _ranges([stored["places"][i] for i in mine]),
         "all": sum(sizes),
-        "devices": len(blocks),
     }
 
 
@@ -92,9 +91,9 @@ def describe(data, choice):
         f'device {choice["device"]} keeps <b data-name="held">[{top}:{bottom}, {left}:{right}]</b>'
         f', <b data-name="kept">{answer["kept"]:,}</b> bytes, touches '
         f'<b data-name="touched">{len(answer["touched"])}</b> chunks and reads '
-        f'<b data-name="read">{answer["read"]:,}</b> bytes, with their compression: '
-        f'<span data-name="ranges">{"; ".join(shown)}</span>. All {answer["devices"]} devices '
-        f'read <b data-name="all">{answer["all"]:,}</b> bytes.'
+        f'<b data-name="read">{answer["read"]:,}</b> bytes as stored '
+        f'(<span data-name="ranges">{"; ".join(shown)}</span>). The whole mesh reads '
+        f'<b data-name="all">{answer["all"]:,}</b> bytes.'
     )
 
 
