@@ -190,7 +190,7 @@ def train_and_save(root, log, steps, large):
     ("kills", "between"), [(1, 0), pytest.param(20, 15, marks=pytest.mark.slow)]
 )
 def test_training_survives_kill_9_as_if_uninterrupted(tmp_path, kills, between):
-    root, log, large = str(tmp_path / "run"), tmp_path / "log", 2**24
+    root, log, large = str(tmp_path / "run"), tmp_path / "log", 2**25
     draw, during, newest = random.Random(0), 0, 0
     log.touch()
     for _ in range(kills):
@@ -199,7 +199,7 @@ def test_training_survives_kill_9_as_if_uninterrupted(tmp_path, kills, between):
         try:
             while child.poll() is None and log.read_text().count("start") < lines + 2:
                 time.sleep(0.01)
-            time.sleep(draw.uniform(0, 0.5))
+            time.sleep(draw.uniform(0, 0.2))
         finally:
             child.send_signal(signal.SIGKILL)
         _, errors = child.communicate()
