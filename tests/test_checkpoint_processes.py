@@ -114,7 +114,6 @@ def read_shares(root, process, address):
         for path, x in found.items():
             for shard in x.addressable_shards:
                 np.testing.assert_array_equal(shard.data, expected[path][shard.index])
-        del expected
     checkpoint.save(Path(root) / "two", 1, {"params": found, "data": {"next_index": 3}})
     checkpoint.wait()
     with pytest.raises(ValueError, match=f"rng: rng lies on devices of process {process} alone"):

@@ -87,13 +87,8 @@ def test_short_axes_are_cut_to_one(shape, thin):
 
 def test_stored_tells_each_chunk_and_its_bytes_in_a_file(root):
     w = np.random.default_rng(0).integers(0, 2**32, (96, 70), np.uint32)
-    state = {
-        "blocks": {
-            "w": jax.device_put(w, NamedSharding(mesh.make(a=2, b=4), P(("a", "b")))),
-            "v": w.T,
-        },
-        "b": w[0],
-    }
+    rows = NamedSharding(mesh.make(a=2, b=4), P(("a", "b")))
+    state = {"blocks": {"w": jax.device_put(w, rows), "v": w.T}, "b": w[0]}
     checkpoint.save(root, 3, {"params": state}, chunk_bytes=2**11)
     checkpoint.wait()
     found = checkpoint.stored(root, 3, "params")
