@@ -1,0 +1,403 @@
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise import data, fsdp, marks, measure, mesh, model, train
+from shardwise.fsdp import gathering, gradients, optimizing
+
+mesh.simulate(8)
+LINE, GRID = mesh.make(fsdp=8), mesh.make(data=2, fsdp=4)
+
+
+def assert_close(ours, theirs, rtol=1e-5):
+    """Relative to each leaf's largest entry: sums over devices are taken in another order."""
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(np.abs(b).max(initial=0), 1e-6))
+
+
+def loss(params, batch):
+    """Uses every entry of any tree, smoothly; one leaf twice."""
+    leaves = [jnp.asarray(p, jnp.float32) for p in jax.tree.leaves(params)]
+    s = sum(jnp.sum(jnp.sin(p * (i + 1))) for i, p in enumerate(leaves))
+    c = sum(jnp.sum(jnp.cos(p)) for p in leaves) + jnp.sum(leaves[0] ** 2)
+    each = jnp.tanh(batch["x"] * s) + 0.01 * c * batch["x"] ** 2
+    return jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"])
+
+
+def tree_of(shapes, seed=0):
+    draw = np.random.default_rng(seed)
+    arrays = [draw.normal(size=shape).astype(np.float32) * 0.3 for shape in shapes]
+    return {"first": arrays[0], "rest": tuple(arrays[1:])}
+
+
+def rows(count, seed=0):
+    draw = np.random.default_rng(seed)
+    x, mask = draw.normal(size=count), draw.integers(0, 2, count)
+    mask[0] = 1
+    return {"x": x.astype(np.float32), "mask": mask.astype(np.float32)}
+
+
+def check(tree, batch, m=LINE, min_size=0, **options):
+    """Equal to one device."""
+    parts = m.size * options.get("microbatches", 1)
+    expected = jax.jit(train.value_and_grad(loss))(tree, batch)
+    sharded = fsdp.shard(tree, m, min_size=min_size)
+    run = jax.jit(fsdp.value_and_grad(loss, m, **options))
+    mean, grads = run(sharded, fsdp.pad(batch, parts))
+    assert_close((mean, fsdp.gather(grads)), expected)
+
+
+SHAPES = st.lists(st.lists(st.integers(0, 13), max_size=3).map(tuple), min_size=1, max_size=4)
+
+
+@given(
+    shapes=SHAPES.map(lambda shapes: [(3,), *shapes]),
+    count=st.integers(1, 40),
+    stage=st.sampled_from([1, 2, 3]),
+    microbatches=st.sampled_from([1, 3]),
+    hybrid=st.booleans(),
+    min_size=st.sampled_from([0, 20]),
+)
+@settings(max_examples=15)
+def test_any_tree_and_any_batch_equal_one_device(
+    shapes, count, stage, microbatches, hybrid, min_size
+):
+    where = dict(m=GRID, replicate=("data",)) if hybrid else dict(m=LINE)
+    check(
+        tree_of(shapes),
+        rows(count),
+        **where,
+        min_size=min_size,
+        stage=stage,
+        microbatches=microbatches,
+    )
+
+
+@given(shapes=SHAPES, n=st.sampled_from([1, 2, 8]))
+@settings(max_examples=30)
+def test_every_device_holds_its_share_and_the_stated_padding(shapes, n):
+    tree = tree_of(shapes)
+    sharded = fsdp.shard(tree, mesh.make(fsdp=n))
+    held = set(measure.bytes_on_devices(sharded).values())
+    bound = 0
+    for x, s in zip(jax.tree.leaves(tree), sharded.layout, strict=True):
+        share = x.nbytes / n + (0 if s.cut is None else x.nbytes / s.shape[s.cut] * (n - 1) / n)
+        bound += x.nbytes if s.cut is None else share
+        if s.cut is None:
+            assert max(x.shape, default=1) <= 1 or x.size == 0
+    assert len(held) <= 1 and max(held, default=0) <= bound + 1e-6
+    for a, b in zip(jax.tree.leaves(fsdp.gather(sharded)), jax.tree.leaves(tree), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert f"of {n} devices" in fsdp.describe(sharded)
+    assert ("size 1" in fsdp.describe(sharded)) == (n == 1)
+
+
+# The decoder, whose layers are gathered one at a time.
+
+
+@functools.cache
+def decoder(remat, scan=True):
+    config = model.Config(
+        embed=24, layers=3, heads=3, kv_heads=3, head_dim=6, mlp=37, remat=remat, scan=scan
+    )
+    graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(config, nnx.Rngs(0)))())
+    return functools.partial(train.loss, graphdef=graphdef), params
+
+
+@pytest.mark.parametrize(("remat", "scan"), [(True, True), (False, True), (True, False)])
+def test_the_decoder_equals_one_device_at_the_textbook_cost(remat, scan):
+    function, params = decoder(remat, scan)
+    batch = fsdp.pad(next(data.batches(5, 16)), 8)
+    expected = jax.jit(train.value_and_grad(function))(params, batch)
+    sharded = fsdp.shard(params, LINE, stacked="layers")
+    compiled = jax.jit(fsdp.value_and_grad(function, LINE)).lower(sharded, batch).compile()
+    mean, grads = compiled(sharded, batch)
+    assert_close((mean, fsdp.gather(grads)), expected)
+    counted = measure.collectives(compiled)
+    if not scan:
+        return  # unrolled, XLA may share or undo gathers
+    stored = {
+        s.path: x.nbytes
+        for x, s in zip(jax.tree.leaves(sharded.tree), sharded.layout, strict=True)
+        if s.cut is not None
+    }
+    psi = sum(stored.values())
+    layers = sum(size for path, size in stored.items() if path.startswith("blocks/"))
+    assert counted["reduce-scatter"].ring_bytes == psi * 7 / 8
+    assert counted["all-gather"].ring_bytes == (psi + (layers if remat else 0)) * 7 / 8
+
+
+def test_a_plain_dict_with_a_scan_and_dropout_keys():
+    def network(params, batch, key):
+        def layer(x, w):
+            w = marks.use(w)
+            return jnp.tanh(x @ w["kernel"] + w["bias"][None]), None
+
+        x, _ = jax.lax.scan(jax.checkpoint(layer), batch["x"], params["layers"])
+        noise = jax.random.normal(key, x.shape[:1])
+        total = jnp.sum((x @ params["out"]) ** 2, axis=1)
+        return (jnp.sum(total), jnp.float32(len(x))), {"noise": jnp.sum(noise), "rows": len(x)}
+
+    draw = np.random.default_rng(0)
+    params = {
+        "layers": {"kernel": draw.normal(size=(4, 6, 6)), "bias": draw.normal(size=(4, 6))},
+        "out": draw.normal(size=(6, 5)),
+    }
+    params = jax.tree.map(lambda x: x.astype(np.float32), params)
+    batch = {"x": draw.normal(size=(16, 6)).astype(np.float32)}
+
+    def alone(params, batch):
+        return network(params, batch, jax.random.key(0))[0]
+
+    expected = jax.jit(train.value_and_grad(alone))(params, batch)
+    sharded = fsdp.shard(params, LINE, stacked=lambda path: path.startswith("layers/"))
+    run = jax.jit(fsdp.value_and_grad(network, LINE, has_aux=True))
+    (mean, aux), grads = run(sharded, batch, jax.random.key(0))
+    assert_close((mean, fsdp.gather(grads)), expected)
+    assert aux["rows"] == 16
+    mixed = fsdp.value_and_grad(
+        network, LINE, has_aux=True, dtype="bfloat16", reduce_dtype="float32"
+    )
+    (mean, _), grads = jax.jit(mixed)(sharded, batch, jax.random.key(0))
+    assert_close((mean, fsdp.gather(grads)), expected, rtol=0.1)
+    assert {str(g.dtype) for g in jax.tree.leaves(grads)} == {"float32"}
+    lowered = jax.jit(mixed).lower(sharded, batch, jax.random.key(0)).as_text()
+    assert "bf16" in lowered and "reduce_scatter" in lowered
+    devices = [jax.random.fold_in(jax.random.key(0), i) for i in range(8)]
+    np.testing.assert_allclose(
+        aux["noise"], sum(jax.random.normal(k, (2,)).sum() for k in devices), rtol=1e-5
+    )
+
+
+def test_a_scalar_loss_is_a_mean_over_rows():
+    tree, batch = tree_of([(5, 7), (3,)]), rows(16)
+    batch["mask"] = np.ones(16, np.float32)
+
+    def mean(params, batch):
+        total, count = loss(params, batch)
+        return total / count
+
+    value, grads = jax.jit(fsdp.value_and_grad(mean, LINE))(fsdp.shard(tree, LINE), batch)
+    assert_close((value, fsdp.gather(grads)), jax.jit(jax.value_and_grad(mean))(tree, batch))
+
+
+# Optimizers.
+
+OPTIMIZERS = {
+    "clipped adam": optax.chain(optax.clip_by_global_norm(0.05), optax.adam(1e-2)),
+    "lamb": optax.lamb(1e-2),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=128),
+    "dadapt": optax.contrib.dadapt_adamw(1.0),
+    "muon": optax.contrib.muon(1e-2),
+}
+
+
+@pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_every_optimizer_equals_one_device(tx, steps=3):
+    tree = tree_of([(131, 137), (7,), (3, 5, 2), ()])
+    batch = rows(13)
+
+    @jax.jit
+    def on_one(params, state):
+        grads = train.value_and_grad(loss)(params, batch)[1]
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    @jax.jit
+    def on_eight(params, state):
+        grads = fsdp.value_and_grad(loss, LINE)(params, fsdp.pad(batch, 8))[1]
+        updates, state = fsdp.update(tx, grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = tree, tx.init(tree)
+    sharded = fsdp.shard(tree, LINE)
+    kept = fsdp.init(tx, sharded)
+    for _ in range(steps):
+        params, state = on_one(params, state)
+        sharded, kept = on_eight(sharded, kept)
+    assert_close(fsdp.gather(sharded), params, rtol=1e-4)
+    whole = [s.path for s in kept.layout if s.cut is None and np.prod(s.shape) > 1]
+    assert not whole  # every state array with axes is cut too
+
+
+def test_a_padded_array_stays_padded_by_zeros():
+    tree, tx = tree_of([(131, 5), (7,)]), optax.adamw(1e-2)
+    params = fsdp.shard(tree, LINE)
+    grads = fsdp.value_and_grad(loss, LINE)(params, fsdp.pad(rows(9), 8))[1]
+    updates, _ = jax.jit(functools.partial(fsdp.update, tx))(grads, fsdp.init(tx, params), params)
+    for sharded in params, grads, updates:
+        for x, s in zip(jax.tree.leaves(sharded.tree), sharded.layout, strict=True):
+            np.testing.assert_array_equal(np.take(x, range(s.shape[s.cut], s.padded), s.cut), 0)
+
+
+# Mixed precision and growth.
+
+
+def test_bytes_follow_the_dtypes_asked_for():
+    tree = tree_of([(64, 64), (16,)])
+    sharded, batch = fsdp.shard(tree, LINE), rows(8)
+    psi = sum(x.nbytes for x in jax.tree.leaves(tree))
+    for dtype, reduce_dtype, gathers, reduces in [
+        (None, None, 1, 1),
+        ("bfloat16", None, 0.5, 0.5),
+        ("bfloat16", "float32", 0.5, 1),
+    ]:
+        run = jax.jit(fsdp.value_and_grad(loss, LINE, dtype=dtype, reduce_dtype=reduce_dtype))
+        counted = measure.collectives(run.lower(sharded, batch))
+        assert counted["all-gather"].ring_bytes == gathers * psi * 7 / 8
+        assert counted["reduce-scatter"].ring_bytes == reduces * psi * 7 / 8
+        mean, grads = run(sharded, batch)
+        assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
+        assert_close(
+            (mean, fsdp.gather(grads)),
+            jax.jit(train.value_and_grad(loss))(tree, batch),
+            rtol=1e-5 if dtype is None else 0.1,
+        )
+
+
+def test_stages_and_accumulation_send_what_zero_says():
+    tree = tree_of([(64, 64), (16,)])
+    sharded, batch = fsdp.shard(tree, LINE), rows(32)
+    psi = sum(x.nbytes for x in jax.tree.leaves(tree)) * 7 / 8
+    for stage, gathers, reduces in [(1, 1, 1), (2, 1, 4), (3, 4, 4)]:
+        run = jax.jit(fsdp.value_and_grad(loss, LINE, stage=stage, microbatches=4))
+        # As asked for: XLA may move a gather that is the same for all microbatches out of the loop.
+        counted = measure.collectives(run.lower(sharded, batch))
+        assert counted["all-gather"].ring_bytes == gathers * psi
+        assert counted["reduce-scatter"].ring_bytes == reduces * psi
+
+
+# Mistakes made on purpose must be seen, and errors must be named.
+
+
+def break_sum(monkeypatch):
+    monkeypatch.setattr(gradients._Device, "_sum", lambda self, grad, how: grad)
+
+
+def break_scatter(monkeypatch):
+    real = gathering.scatter
+    monkeypatch.setattr(gathering, "scatter", lambda g, how: real(g, how) / 8)
+
+
+def break_count(monkeypatch):
+    real = gradients._total_and_count
+
+    def local_mean(out, r):
+        total, count = real(out, r)
+        return total / jnp.maximum(count, 1), jnp.float32(1)
+
+    monkeypatch.setattr(gradients, "_total_and_count", local_mean)
+
+
+@pytest.mark.parametrize("mistake", [break_sum, break_scatter, break_count])
+def test_a_mistake_is_seen(mistake, monkeypatch):
+    tree, batch = tree_of([(5, 7), ()]), rows(13)
+    check(tree, batch)
+    mistake(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(tree, batch)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_an_optimizer_that_sees_padding_is_seen(name, monkeypatch):
+    monkeypatch.setattr(optimizing, "unpad", lambda sharded: sharded.tree)
+    with pytest.raises((AssertionError, ValueError, TypeError)):
+        test_every_optimizer_equals_one_device(OPTIMIZERS[name])
+
+
+def test_errors_are_named():
+    tree, batch = tree_of([(5, 7), (3,)]), rows(8)
+    sharded = fsdp.shard(tree, LINE)
+    cases = [
+        (ValueError, "the mesh has no axis 'model'", lambda: fsdp.shard(tree, LINE, "model")),
+        (
+            ValueError,
+            "stacked='blocks'; expected a pred",
+            lambda: fsdp.shard(tree, LINE, stacked="blocks"),
+        ),
+        (
+            ValueError,
+            "has no axis 'data'",
+            lambda: fsdp.value_and_grad(loss, LINE, replicate=("data",)),
+        ),
+        (
+            ValueError,
+            "stage=4, microbatches=1; expected",
+            lambda: fsdp.value_and_grad(loss, LINE, stage=4),
+        ),
+        (
+            TypeError,
+            "the parameters are a dict; expected what fsdp.shard",
+            lambda: fsdp.value_and_grad(loss, LINE)(tree, batch),
+        ),
+        (
+            ValueError,
+            "sharded along 'fsdp' of",
+            lambda: fsdp.value_and_grad(loss, GRID)(sharded, batch),
+        ),
+        (
+            ValueError,
+            r"mask of shape \(13,\) does not split into 8 parts.*fsdp.pad\(batch, 8\)",
+            lambda: fsdp.value_and_grad(loss, LINE)(sharded, rows(13)),
+        ),
+        (
+            TypeError,
+            r"the loss returned \(5, 7\); expected \(total, count\)",
+            lambda: fsdp.value_and_grad(lambda p, b: p["first"], LINE)(sharded, batch),
+        ),
+        (
+            ValueError,
+            r"expected a dict with 'mask'.*got \['x'\]",
+            lambda: fsdp.pad({"x": batch["x"]}, 8),
+        ),
+        (
+            TypeError,
+            "n is int32, which has no gradient",
+            lambda: fsdp.value_and_grad(loss, LINE)(
+                fsdp.shard({"n": np.arange(8, dtype=np.int32)}, LINE), batch
+            ),
+        ),
+    ]
+    for kind, message, act in cases:
+        with pytest.raises(kind, match=message):
+            act()
+
+
+def stack_loss(body):
+    def run(params, batch):
+        def layer(x, w):
+            return x + jnp.sum(body(w)["kernel"] ** 2), None
+
+        x, _ = jax.lax.scan(layer, jnp.float32(0), params["layers"])
+        return x * jnp.sum(batch["x"]), jnp.float32(len(batch["x"]))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (lambda w: w, "stacked, and never given to marks.use: layers/kernel. Call"),
+        (
+            lambda w: marks.use(marks.use(w)),
+            "kernel of shape .* is whole already: marks.use is called twice",
+        ),
+    ],
+)
+def test_a_layer_that_is_not_gathered_once_is_named(body, message):
+    params = {"layers": {"kernel": np.ones((3, 16, 4), np.float32)}}
+    sharded = fsdp.shard(params, LINE, stacked=lambda path: True)
+    with pytest.raises(ValueError, match=message):
+        fsdp.value_and_grad(stack_loss(body), LINE)(sharded, rows(8))
+    with contextlib.suppress(AssertionError):
+        fsdp.value_and_grad(stack_loss(marks.use), LINE)(sharded, rows(8))
