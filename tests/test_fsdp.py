@@ -226,8 +226,20 @@ def test_every_optimizer_equals_one_device(tx, steps=3):
         params, state = on_one(params, state)
         sharded, kept = on_eight(sharded, kept)
     assert_close(fsdp.gather(sharded), params, rtol=1e-4)
-    whole = [s.path for s in kept.layout if s.cut is None and np.prod(s.shape) > 1]
-    assert not whole  # every state array with axes is cut too
+    for state in kept, fsdp.init(tx, sharded):  # each array with axes is cut, and lies that way
+        for x, s in zip(jax.tree.leaves(state.tree), state.layout, strict=True):
+            assert (s.cut is not None) == (np.prod(s.shape) > 1), s.path
+            assert x.addressable_shards[0].data.shape == s.local_shape(8), s.path
+
+
+def test_arrays_may_be_born_in_shards():
+    def create(key):
+        return fsdp.shard({"w": jax.random.uniform(key, (131, 5))}, LINE)
+
+    born = jax.jit(create)(jax.random.key(0))
+    assert born.tree["w"].addressable_shards[0].data.shape == (17, 5)
+    whole = jax.jit(jax.random.uniform, static_argnums=1)(jax.random.key(0), (131, 5))
+    np.testing.assert_array_equal(fsdp.gather(born)["w"], whole)
 
 
 def test_a_padded_array_stays_padded_by_zeros():

@@ -119,7 +119,9 @@ def store(tree, layout, mesh, axis):
     stored = []
     for x, s in zip(jax.tree.leaves(tree), layout, strict=True):
         x = x if s.cut is None else pad_axis(jnp.asarray(x), s.cut, s.padded)
-        stored.append(jax.device_put(x, NamedSharding(mesh, s.spec(axis))))
+        # Inside jit a device_put is a wish; a constraint is kept.
+        lay = jax.lax.with_sharding_constraint if isinstance(x, jax.core.Tracer) else jax.device_put
+        stored.append(lay(x, NamedSharding(mesh, s.spec(axis))))
     return Sharded(jax.tree.unflatten(jax.tree.structure(tree), stored), layout, mesh, axis)
 
 
