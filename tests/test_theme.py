@@ -74,7 +74,7 @@ Raises:
         "A batch is a dict of arrays [batch, seq]:",
         "",
         "  - ``tokens``: int32, the bytes",
-        "      to predict from;",
+        "    to predict from;",
         "  - ``mask``: 1 where ``real``.",
         "",
         "Bind it::",

@@ -21,9 +21,10 @@ def to_rst(lines):
         elif line.strip() and not indented:
             block = "section" if SECTION.match(line) else None
         if block == "list" and (item := ITEM.match(line)):
+            margin = len(item[1]) + 2  # where the text after the bullet begins
             out.append(f"{item[1]}- ``{item[2]}``: {_code(item[3])}")
         elif block == "list" and indented:
-            out.append("  " + _code(line))
+            out.append(" " * margin + _code(line.strip()))
         else:
             out.append(line if block == "code" else _code(line))
         previous = line.strip() or previous
@@ -52,5 +53,11 @@ def convert(app, what, name, obj, options, lines):
     lines[:] = to_rst(lines)
 
 
+def skip(app, what, name, obj, skipped, options):
+    """A named tuple's fields, of which Python itself says only their number."""
+    return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field") else None
+
+
 def setup(app):
     app.connect("autodoc-process-docstring", convert, priority=400)
+    app.connect("autodoc-skip-member", skip)

@@ -27,11 +27,11 @@ class Leaf(NamedTuple):
 
     @property
     def label(self):
-        """How messages speak of the leaf: its path, unless the tree is this one array."""
+        """What messages call the leaf, which is its path unless the tree is this one array."""
         return self.path or "the array"
 
     def axis(self, i):
-        """How messages speak of axis i: its number, and its name where it has one."""
+        """What messages call axis i, by number, and by name where it has one."""
         return f"axis {i}" + (f" ({self.axes[i]!r})" if self.axes and self.axes[i] else "")
 
 
