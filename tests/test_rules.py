@@ -111,6 +111,16 @@ def test_optimizer_states_follow_their_parameters(rule, tx):
     assert found >= len(params)
 
 
+def test_a_square_matrix_tells_its_factored_moments_apart():
+    square = {"w": jnp.arange(24.0 * 24).reshape(24, 24) ** 2}
+    tx = optax.adafactor(1e-3, min_dim_size_to_factor=8)
+    _, state = tx.update(square, tx.init(square), square)
+    rows = np.asarray(square["w"] ** 2).mean(axis=1)  # keeps axis 0
+    np.testing.assert_allclose(state[0].v_row["w"] / state[0].v_row["w"][0], rows / rows[0], 1e-4)
+    found = specs(rules.follow(P("model", "fsdp"), square), state)
+    assert found["0/v_row/w"] == P("model") and found["0/v_col/w"] == P("fsdp")
+
+
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=5),
     size=st.sampled_from([1, 2, 4, 8]),
