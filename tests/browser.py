@@ -67,6 +67,16 @@ def browser():
         chromium.close()
 
 
+def write_page(folder, *figures):
+    """A file that holds nothing but these interactive figures, as its address."""
+    head = (
+        '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    )
+    shown = "".join(figure._repr_html_() for figure in figures)
+    (folder / "page.html").write_text(f"{head}<title>Test</title>{shown}", encoding="utf-8")
+    return (folder / "page.html").as_uri()
+
+
 @contextlib.contextmanager
 def silent_page(browser, **settings):
     """A page of its own context; on leaving, asserts that it was silent and stayed at home."""

@@ -9,7 +9,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from browser import DESKTOP, PHONE, silent_page
+from browser import DESKTOP, PHONE, silent_page, write_page
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -114,13 +114,7 @@ def test_data_cannot_end_the_script():
 
 @pytest.fixture
 def place(tmp_path):
-    """A file that holds nothing but two explorers, as its address."""
-    head = (
-        '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    )
-    shown = figures.mesh_explorer()._repr_html_() + figures.mesh_explorer()._repr_html_()
-    (tmp_path / "page.html").write_text(f"{head}<title>Test</title>{shown}", encoding="utf-8")
-    return (tmp_path / "page.html").as_uri()
+    return write_page(tmp_path, figures.mesh_explorer(), figures.mesh_explorer())
 
 
 @pytest.fixture

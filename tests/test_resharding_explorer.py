@@ -8,7 +8,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from browser import DESKTOP, PHONE, silent_page
+from browser import DESKTOP, PHONE, silent_page, write_page
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -147,15 +147,8 @@ def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page(layouts, saved):
 
 @pytest.fixture
 def place(tmp_path, layouts, saved):
-    """A file that holds nothing but two explorers, as its address."""
-    head = (
-        '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    )
-    shown = "".join(
-        figures.resharding_explorer(layouts, saved, *START)._repr_html_() for _ in range(2)
-    )
-    (tmp_path / "page.html").write_text(f"{head}<title>Test</title>{shown}", encoding="utf-8")
-    return (tmp_path / "page.html").as_uri()
+    explorers = (figures.resharding_explorer(layouts, saved, *START) for _ in range(2))
+    return write_page(tmp_path, *explorers)
 
 
 @pytest.fixture

@@ -59,21 +59,33 @@ class Use:
 
     def __call__(self, weights):
         flat, structure = jax.tree_util.tree_flatten_with_path(weights)
+        if not self.stacked:
+            return weights
         leaves = [self._layer(path_of(keys), x) for keys, x in flat]
         return jax.tree.unflatten(structure, leaves)
 
     def _layer(self, path, x):
         """One array of one layer: found by its path within the stack, and its shape."""
-        found = [(s, how) for s, how in self.stacked if s.local_shape(self.n)[1:] == x.shape]
+        shared = [_common(s.path, path) for s, _ in self.stacked]
+        if path and not any(shared):
+            return x  # no array of the stack
+        owners = [one for one, k in zip(self.stacked, shared, strict=True) if k == max(shared)]
+        found = [(s, how) for s, how in owners if s.local_shape(self.n)[1:] == x.shape]
         if not found:
-            if any(s.shape[1:] == x.shape and _common(s.path, path) for s, _ in self.stacked):
+            if any(s.shape[1:] == x.shape for s, _ in owners):
                 raise ValueError(
                     f"fsdp: {path} of shape {x.shape} is whole already: marks.use is called twice "
                     f"on the same weights; call it once, in the layer's body."
                 )
             return x
-        stored, how = max(found, key=lambda one: _common(one[0].path, path))
-        self.met.add(stored.path)
+        if len({how for _, how in found}) > 1:
+            paths = ", ".join(s.path for s, _ in found)
+            raise ValueError(
+                f"fsdp: {path or 'an array'} of shape {x.shape} may be a layer of any of {paths}; "
+                f"give marks.use the dict or state that holds it, so that its path tells."
+            )
+        how = found[0][1]
+        self.met.update(s.path for s, _ in found)
         if how is None:
             return cast(x, self.dtype)
         return gather_with_transpose(x, how._replace(cut=how.cut - 1), x.dtype)

@@ -64,10 +64,11 @@ class _Jit:
         self._fn, self._mesh, self._names = fn, mesh, names
         self._name = getattr(fn, "__name__", repr(fn))  # a functools.partial has none
         self._given, self._out_rules = given, out_rules
-        self._parameters = inspect.signature(fn).parameters
+        self._signature = inspect.signature(fn)
+        self._parameters = self._signature.parameters
         self._static = self._positions(static_argnums)
         self._donated = self._positions(donate_argnums)
-        self._programs, self._lock = {}, threading.Lock()
+        self._programs, self._lock = {}, threading.RLock()
 
     def __call__(self, *args, **kwargs):
         program, wanted, dynamic = self._program(args, kwargs)
@@ -85,7 +86,7 @@ class _Jit:
             raise self._explained(error, wanted, dynamic) from error
 
     def _program(self, args, kwargs):
-        bound = inspect.Signature(list(self._parameters.values())).bind(*args, **kwargs)
+        bound = self._signature.bind(*args, **kwargs)
         order = list(self._parameters)
         slots = [*range(len(bound.args)), *(_index(order, name) for name in bound.kwargs)]
         values = [*bound.args, *bound.kwargs.values()]
@@ -100,7 +101,8 @@ class _Jit:
             return self._fn(*full[:count], **dict(zip(bound.kwargs, full[count:], strict=True)))
 
         leaves, structure = jax.tree.flatten(dynamic)
-        key = tuple(fixed.items()), tuple(bound.kwargs), structure, tuple(map(_kind, leaves))
+        static = tuple((i, type(v), v) for i, v in fixed.items())  # 1, 1.0 and True are equal
+        key = static, tuple(bound.kwargs), structure, tuple(map(_kind, leaves))
         with self._lock:
             if key not in self._programs:
                 at = [slots[i] for i in free]
