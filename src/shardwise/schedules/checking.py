@@ -1,0 +1,105 @@
+"""Whether a schedule can run at all, and if not, what stands in the way."""
+
+from shardwise.schedules.table import Task, from_tasks
+
+
+def check(schedule):
+    """Return if `schedule`, a `Schedule` or lists of tasks, runs every task; else raise.
+
+    Raises:
+      ValueError: a task that is missing, doubled, split in half or on a device that does not hold
+        its stage; or an order that comes to a stop, with the first task that can never run and
+        the ring of tasks that wait for each other.
+    """
+    schedule = from_tasks(schedule)
+    _check_placement(schedule)
+    _check_each_once(schedule)
+    run_order(schedule)
+
+
+def run_order(schedule):
+    """All tasks in one order in which each comes after its device's earlier ones and all it needs.
+
+    Raises:
+      ValueError: the order comes to a stop.
+    """
+    schedule = from_tasks(schedule)
+    done, position = {}, [0] * schedule.devices
+    progress = True
+    while progress:
+        progress = False
+        for device, order in enumerate(schedule.tasks):
+            while position[device] < len(order) and all(
+                needed in done for needed in schedule.dependencies(order[position[device]])
+            ):
+                done[order[position[device]]] = None
+                position[device] += 1
+                progress = True
+    if any(at < len(order) for at, order in zip(position, schedule.tasks, strict=True)):
+        raise ValueError(_deadlock(schedule, done, position))
+    return list(done)
+
+
+def _check_placement(schedule):
+    for device, order in enumerate(schedule.tasks):
+        for task in order:
+            if not (
+                0 <= task.stage < schedule.stages and 0 <= task.microbatch < schedule.microbatches
+            ):
+                raise ValueError(
+                    f"{task} on device {device} is outside of {schedule.stages} stages and "
+                    f"{schedule.microbatches} microbatches."
+                )
+            home = schedule.device_of[task.stage]
+            if home != device:
+                raise ValueError(f"{task} is on device {device}; its stage is on {home}: move it.")
+
+
+def _check_each_once(schedule):
+    seen = {}
+    for device, order in enumerate(schedule.tasks):
+        for position, task in enumerate(order):
+            if task in seen:
+                raise ValueError(
+                    f"{task} stands twice on device {device}, at positions {seen[task]} and "
+                    f"{position}; take one out."
+                )
+            seen[task] = position
+    for microbatch in range(schedule.microbatches):
+        for stage in range(schedule.stages):
+            has = {kind for kind in "FBIW" if Task(stage, kind, microbatch) in seen}
+            if has not in ({"F", "B"}, {"F", "I", "W"}):
+                raise ValueError(
+                    f"Stage {stage}, microbatch {microbatch} has {_listed(has)}; it needs F and B, "
+                    f"or F, I and W."
+                )
+
+
+def _deadlock(schedule, done, position):
+    """Follow who waits for whom, from the blocked task that comes earliest in its device's order.
+
+    A blocked device waits for a task that stands behind another blocked one, so following them
+    must come back to where it has been.
+    """
+    blocked = [
+        device for device, order in enumerate(schedule.tasks) if position[device] < len(order)
+    ]
+    device = min(blocked, key=lambda device: (position[device], device))
+    told, visited = [], set()
+    while device is not None and device not in visited:
+        visited.add(device)
+        task = schedule.tasks[device][position[device]]
+        missing = next(need for need in schedule.dependencies(task) if need not in done)
+        at = schedule.device_of[missing.stage]
+        if missing not in schedule.tasks[at]:
+            told.append(f"{task} waits for {missing}, which no device runs")
+            break
+        front = schedule.tasks[at][position[at]]
+        behind = "" if front == missing else f", which device {at} runs after {front}"
+        told.append(f"{task} waits for {missing}{behind}")
+        device = at
+    return "Deadlock: " + ";\n  ".join(told) + ".\nMove a task that is waited for further ahead."
+
+
+def _listed(kinds):
+    return ", ".join(kind for kind in "FBIW" if kind in kinds) or "no task"

@@ -1,0 +1,114 @@
+"""When each task of a schedule runs, and the idle time and memory that follow."""
+
+import dataclasses
+import functools
+import types
+
+from shardwise.schedules.checking import run_order
+from shardwise.schedules.table import Schedule, Task, from_tasks
+
+COSTS = types.MappingProxyType({"F": 1, "B": 2, "I": 1, "W": 1})
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """A schedule with `start[task]` and `end[task]`, in the unit of the costs it was made from."""
+
+    schedule: Schedule
+    start: dict[Task, float]
+    end: dict[Task, float]
+
+    @functools.cached_property
+    def makespan(self):
+        """From time 0 to the end of the last task."""
+        return max(self.end.values())
+
+    @functools.cached_property
+    def busy(self):
+        """For each device, the time that it spends in tasks."""
+        return tuple(
+            sum(self.end[task] - self.start[task] for task in order)
+            for order in self.schedule.tasks
+        )
+
+    @functools.cached_property
+    def idle(self):
+        """For each device, the time without a task between its first start and its last end.
+
+        Qi et al. count this one: where a device may begin the next step before the others have
+        ended this one, waiting at either end costs nothing.
+        """
+        return tuple(
+            self.end[order[-1]] - self.start[order[0]] - busy
+            for order, busy in zip(self.schedule.tasks, self.busy, strict=True)
+        )
+
+    @property
+    def bubble_fraction(self):
+        """The part of all devices' time, from 0 to the makespan, in which they idle."""
+        whole = self.makespan * self.schedule.devices
+        return 1 - sum(self.busy) / whole if whole else 0.0
+
+    @functools.cached_property
+    def peak_live(self):
+        """For each device, the most (stage, microbatch) pairs whose activations it holds at once.
+
+        A pair is live from the start of its F to the end of its B, or of its W where split.
+        """
+        return self._peaks({"F": self.start}, {"B": self.end, "W": self.end})
+
+    @functools.cached_property
+    def peak_weights_pending(self):
+        """For each device, the most pairs at once whose I has ended and whose W has not."""
+        return self._peaks({"I": self.end}, {"W": self.end})
+
+    def _peaks(self, opening, closing):
+        found = []
+        for order in self.schedule.tasks:
+            events = [(opening[t.kind][t], 1) for t in order if t.kind in opening]
+            events += [(closing[t.kind][t], -1) for t in order if t.kind in closing]
+            live = peak = 0
+            for _, change in sorted(events):  # at one instant, what ends makes room first
+                live += change
+                peak = max(peak, live)
+            found.append(peak)
+        return tuple(found)
+
+
+def timeline(schedule, costs=COSTS, transfer=0):
+    """When each task starts and ends, if each device runs its next one as soon as it can.
+
+    `schedule` is a `Schedule` or lists of tasks. `costs` maps a kind to the time that it takes,
+    `{"F": 1, "B": 2}`; a key `(stage, kind)`, or a whole `Task`, goes before it, for stages that
+    differ. `transfer` is the time from the end of a task to the moment at which another device
+    has its result; it keeps neither device from its work.
+
+    Raises:
+      ValueError: no cost for a task, a negative time, or an order that comes to a stop (`check`
+        says more about schedules that are incomplete).
+    """
+    schedule = from_tasks(schedule)
+    if transfer < 0:
+        raise ValueError(f"timeline: transfer is {transfer}; it is a time, 0 or more.")
+    start, end, free = {}, {}, [0] * schedule.devices
+    for task in run_order(schedule):
+        device = schedule.device_of[task.stage]
+        arrivals = (
+            end[needed] + (transfer if schedule.device_of[needed.stage] != device else 0)
+            for needed in schedule.dependencies(task)
+        )
+        start[task] = max(free[device], *arrivals, 0)
+        end[task] = free[device] = start[task] + _cost(costs, task)
+    return Timeline(schedule, start, end)
+
+
+def _cost(costs, task):
+    for key in (task, (task.stage, task.kind), task.kind):
+        if key in costs:
+            if costs[key] < 0:
+                raise ValueError(f"timeline: {key!r} costs {costs[key]}; it is a time, 0 or more.")
+            return costs[key]
+    raise ValueError(
+        f"timeline: no cost for {task}; give one for {task.kind!r}, or for "
+        f"{(task.stage, task.kind)!r}. There are costs for {list(costs)}."
+    )
