@@ -41,6 +41,12 @@ def run_order(schedule):
 
 
 def _check_placement(schedule):
+    homes = schedule.device_of
+    if len(homes) != schedule.stages or not set(homes) <= set(range(schedule.devices)):
+        raise ValueError(
+            f"device_of is {homes}; it needs one of {schedule.devices} devices, counted from 0, "
+            f"for each of {schedule.stages} stages."
+        )
     for device, order in enumerate(schedule.tasks):
         for task in order:
             if not (
@@ -50,9 +56,11 @@ def _check_placement(schedule):
                     f"{task} on device {device} is outside of {schedule.stages} stages and "
                     f"{schedule.microbatches} microbatches."
                 )
-            home = schedule.device_of[task.stage]
-            if home != device:
-                raise ValueError(f"{task} is on device {device}; its stage is on {home}: move it.")
+            if homes[task.stage] != device:
+                raise ValueError(
+                    f"{task} is on device {device}; its stage lives on device "
+                    f"{homes[task.stage]}: move it there."
+                )
 
 
 def _check_each_once(schedule):

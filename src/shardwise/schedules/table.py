@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import numbers
 from typing import NamedTuple
 
 KINDS = {
@@ -115,6 +116,6 @@ def _task(entry, device, position):
         raise ValueError(f"{where} has kind {task.kind!r}; kinds are {', '.join(KINDS)}.")
     for name in ("stage", "microbatch"):
         number = getattr(task, name)
-        if not isinstance(number, int) or number < 0:
+        if not isinstance(number, numbers.Integral) or number < 0:
             raise ValueError(f"{where} has {name} {number!r}; it is a count from 0.")
     return task

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import types
 
-from shardwise.schedules.checking import run_order
+from shardwise.schedules.checking import check, run_order
 from shardwise.schedules.table import Schedule, Task, from_tasks
 
 COSTS = types.MappingProxyType({"F": 1, "B": 2, "I": 1, "W": 1})
@@ -84,10 +84,10 @@ def timeline(schedule, costs=COSTS, transfer=0):
     has its result; it keeps neither device from its work.
 
     Raises:
-      ValueError: no cost for a task, a negative time, or an order that comes to a stop (`check`
-        says more about schedules that are incomplete).
+      ValueError: what `check` raises, no cost for a task, or a negative time.
     """
     schedule = from_tasks(schedule)
+    check(schedule)
     if transfer < 0:
         raise ValueError(f"timeline: transfer is {transfer}; it is a time, 0 or more.")
     start, end, free = {}, {}, [0] * schedule.devices

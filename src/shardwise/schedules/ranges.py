@@ -1,0 +1,42 @@
+"""Which numbers of stages, devices and microbatches a schedule takes; errors name those."""
+
+import itertools
+import numbers
+
+
+def require_counts(name, stages, devices, microbatches):
+    counts = {"stages": stages, "devices": devices, "microbatches": microbatches}
+    for what, count in counts.items():
+        if not isinstance(count, numbers.Integral) or count < 1:
+            raise ValueError(f"{name}: {what}={count!r}; it takes a whole number, 1 or more.")
+
+
+def require_one_to_one(name, stages, devices):
+    if stages != devices:
+        raise ValueError(
+            f"{name}: {stages} stages on {devices} devices; it takes one on each: "
+            f"stages={devices}, or devices={stages}."
+        )
+
+
+def require_microbatches(name, stages, microbatches):
+    if microbatches < stages:
+        raise ValueError(
+            f"{name}: {microbatches} microbatches for {stages} stages; it takes {stages} or more."
+        )
+
+
+def microbatches_per_round(name, devices, microbatches):
+    """`devices` of them, or a few more, so that rounds come out even; all, if they are fewer."""
+
+    def whole(count):
+        return count % max(1, count // devices) == 0
+
+    if not whole(microbatches):
+        below = next(count for count in range(microbatches, 0, -1) if whole(count))
+        above = next(count for count in itertools.count(microbatches) if whole(count))
+        raise ValueError(
+            f"{name}: {microbatches} microbatches do not fall into even rounds of {devices} "
+            f"devices or more; {below} or {above} would."
+        )
+    return microbatches // max(1, microbatches // devices)

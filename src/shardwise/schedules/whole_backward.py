@@ -1,0 +1,88 @@
+"""Schedules whose backward is one task, B."""
+
+import itertools
+
+from shardwise.schedules import ranges
+from shardwise.schedules.table import Schedule, Task
+
+
+def gpipe(stages, devices, microbatches):
+    """All forwards, then all backwards: every microbatch is live at once (Huang et al., 2019)."""
+    return _one_to_one("gpipe", stages, devices, microbatches, lambda after: microbatches)
+
+
+def one_f_one_b(stages, devices, microbatches):
+    """A backward as soon as there is one: at most p - stage live, of p (Narayanan et al., 2019)."""
+    return _one_to_one("1f1b", stages, devices, microbatches, lambda after: after)
+
+
+def eager_1f1b(stages, devices, microbatches):
+    """1F1B with twice the warm-up, so that transfers hide behind work (Zhuang et al., 2023).
+
+    At most 2(p - stage) - 1 live, of p stages.
+    """
+    return _one_to_one("eager_1f1b", stages, devices, microbatches, lambda after: 2 * after)
+
+
+def interleaved_1f1b(stages, devices, microbatches):
+    """Stages dealt round-robin, so that a device's wait is a shorter stage's (Narayanan, 2021).
+
+    Microbatches go in rounds, of `devices` each, or a few more so that they come out even: each
+    stage of a device runs a whole round before the next one does.
+    """
+    return _interleaved("interleaved_1f1b", stages, devices, microbatches, extra=0)
+
+
+def kimi_k2(stages, devices, microbatches):
+    """Interleaved 1F1B with one more warm-up forward (Kimi Team, 2025, Kimi K2).
+
+    In the steady state a forward and a backward that need nothing of each other are neighbours:
+    the communication of one can hide behind the other's work.
+    """
+    return _interleaved("kimi_k2", stages, devices, microbatches, extra=1)
+
+
+def _one_to_one(name, stages, devices, microbatches, warmup):
+    """`warmup(stages after)` forwards, then F and B in turn, then the backwards that are left."""
+    ranges.require_counts(name, stages, devices, microbatches)
+    ranges.require_one_to_one(name, stages, devices)
+    tasks = []
+    for stage in range(stages):
+        forwards = [Task(stage, "F", k) for k in range(microbatches)]
+        backwards = [Task(stage, "B", k) for k in range(microbatches)]
+        tasks.append(_warm_up_then_alternate(forwards, backwards, warmup(stages - 1 - stage)))
+    return Schedule(tuple(tasks), stages, microbatches, tuple(range(stages)))
+
+
+def _warm_up_then_alternate(forwards, backwards, warmup):
+    steady = itertools.zip_longest(forwards[warmup:], backwards)
+    pairs = itertools.chain.from_iterable(steady)
+    return (*forwards[:warmup], *(task for task in pairs if task is not None))
+
+
+def _interleaved(name, stages, devices, microbatches, extra):
+    ranges.require_counts(name, stages, devices, microbatches)
+    if stages % devices:
+        fewer, more = stages - stages % devices, stages + -stages % devices
+        raise ValueError(
+            f"{name}: {stages} stages on {devices} devices; it takes a multiple of {devices}, as "
+            f"{f'{fewer} or {more}' if fewer else more}."
+        )
+    per_round = ranges.microbatches_per_round(name, devices, microbatches)
+    tasks = []
+    for device in range(devices):
+        here = range(device, stages, devices)
+        ahead = _by_round(here, microbatches, per_round)
+        forwards = [Task(stage, "F", k) for stage, k in ahead]
+        back = _by_round(here[::-1], microbatches, per_round)
+        backwards = [Task(stage, "B", k) for stage, k in back]
+        warmup = (len(here) - 1) * per_round + 2 * (devices - 1 - device) + extra
+        tasks.append(_warm_up_then_alternate(forwards, backwards, warmup))
+    homes = tuple(stage % devices for stage in range(stages))
+    return Schedule(tuple(tasks), stages, microbatches, homes)
+
+
+def _by_round(stages, microbatches, per_round):
+    """(stage, microbatch) pairs: each of the stages runs a round before the next one does."""
+    rounds = [range(first, first + per_round) for first in range(0, microbatches, per_round)]
+    return [(stage, k) for a_round in rounds for stage in stages for k in a_round]
