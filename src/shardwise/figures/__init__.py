@@ -4,6 +4,7 @@ from shardwise.figures.explorer import mesh_explorer
 from shardwise.figures.palette import DEVICES, style
 from shardwise.figures.plots import bars, canvas, curves, mesh_picture, shards
 from shardwise.figures.resharding import resharding_explorer
+from shardwise.figures.ring import ring_stepper
 
 __all__ = [
     "DEVICES",
@@ -13,6 +14,7 @@ __all__ = [
     "mesh_explorer",
     "mesh_picture",
     "resharding_explorer",
+    "ring_stepper",
     "shards",
     "style",
 ]
