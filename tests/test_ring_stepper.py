@@ -1,0 +1,218 @@
+"""The ring stepper: Python against real permutes, the browser against Python."""
+
+import html
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from browser import DESKTOP, PHONE, silent_page, write_page
+from jax.sharding import PartitionSpec as P
+
+from shardwise import figures, mesh
+from shardwise.figures import ring
+
+SIZES = range(2, 9)
+PASSES = {"gather": 1, "reduce": 1, "all-reduce": 2, "exchange": 1}
+
+
+def moves(blocks, slots, hop, add=False):
+    """Every device sends its block `slots[0]` on, and puts what arrives into `slots[1]`."""
+    n = len(blocks)
+    pairs = [(d, (d + hop) % n) for d in range(n)]
+    arrived = jax.lax.ppermute(blocks[slots[0] % n], "x", pairs)
+    place = blocks.at[slots[1] % n]
+    return place.add(arrived) if add else place.set(arrived)
+
+
+def histories(marks):
+    n, me = len(marks), jax.lax.axis_index("x")
+    found = {name: [marks] for name in PASSES}
+    found["gather"] = [jnp.where(jnp.arange(n) == me, marks, 0)]
+    for k in range(n - 1):
+        summing = (me - k - 1, me - k - 2)
+        for name in "reduce", "all-reduce":
+            found[name].append(moves(found[name][-1], summing, 1, add=True))
+        found["exchange"].append(moves(found["exchange"][-1], (k + 1, k + 1), k + 1))
+    for k in range(n - 1):
+        for name in "gather", "all-reduce":
+            found[name].append(moves(found[name][-1], (me - k, me - k - 1), 1))
+    return {name: jnp.stack(states)[:, None] for name, states in found.items()}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    runs = {name: {} for name in PASSES}
+    for n in SIZES:
+        specs = {"in_specs": P("x"), "out_specs": P(None, "x"), "check_vma": False}
+        program = jax.jit(jax.shard_map(histories, mesh=mesh.make(x=n), **specs))
+        marks = np.repeat(1 << np.arange(n), n).astype(np.int32)
+        for name, history in program(marks).items():
+            hops = range(1, n) if name == "exchange" else [1] * (len(history) - 1)
+            pairs = [[(d, (d + hop) % n) for d in range(n)] for hop in hops]
+            runs[name][n] = np.array(history), pairs
+    return runs
+
+
+@pytest.fixture(scope="module")
+def data(runs):
+    return ring.table(runs)
+
+
+def choices(data):
+    """Everything that the controls can say."""
+    for kind, found in enumerate(data["kinds"]):
+        for n, run in zip(data["sizes"], found["runs"], strict=True):
+            for step in range(len(run["held"])):
+                yield {"kind": kind, "n": n, "step": step}
+
+
+def test_bytes_are_those_of_the_formula(data):
+    for choice in choices(data):
+        answer, n = ring.look(data, choice), choice["n"]
+        passes = PASSES[data["kinds"][choice["kind"]]["name"]]
+        assert answer["steps"] == passes * (n - 1)
+        assert answer["all"] * n == passes * data["payload"] * (n - 1)
+        assert answer["sent"] == choice["step"] * answer["block"]
+
+
+def test_moves_are_what_the_permutes_moved(data, runs):
+    """Play the moves on the first state, by hand, and arrive at the last."""
+    for kind, (name, found) in enumerate(runs.items()):
+        for n, (history, _) in found.items():
+            held, adds = history[0].copy(), data["kinds"][kind]["adds"]
+            for step in range(1, len(history)):
+                before = held.copy()
+                answer = ring.look(data, {"kind": kind, "n": n, "step": step})
+                assert sorted(move[0] for move in answer["moves"]) == list(range(n))
+                for source, target, slot, count in answer["moves"]:
+                    mark = int(before[source, slot])
+                    assert mark.bit_count() == count
+                    held[target, slot] = mark | (before[target, slot] if adds else 0)
+                np.testing.assert_array_equal(held, history[step], err_msg=f"{name}, {n}, {step}")
+            whole = {"gather": n, "reduce": 1, "all-reduce": n, "exchange": n}[name]
+            complete = held == 2**n - 1 if adds else held > 0
+            assert set(complete.sum(axis=1)) == {whole}
+
+
+def test_a_ring_that_does_not_close_is_refused(runs):
+    history, pairs = runs["gather"][4]
+    broken = history.copy()
+    broken[2, 0] = [0, 0, 8, 0]  # device 0 has another's block, of one that did not send it
+    with pytest.raises(ValueError, match=r"reduce on 4 devices, step 1: .*device 3.* held"):
+        ring.table({"reduce": {4: (broken, pairs)}})
+
+
+def test_still_says_the_right_numbers(runs):
+    still = figures.ring_stepper(runs, name="reduce", devices=8)._repr_html_().split("<script>")[0]
+    said = dict(re.findall(r'data-name="(\w+)">([^<]+)<', still))
+    assert said == {
+        "step": "1",
+        "steps": "7",
+        "sent": "105,000",
+        "all": "735,000",
+        "block": "105,000",
+    }
+    assert still.count('class="block"') == 64 and still.count('class="move"') == 8
+
+
+def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page(runs):
+    one, two = (figures.ring_stepper(runs)._repr_html_() for _ in range(2))
+    assert len(one.encode()) < 100_000
+    assert not re.findall(r"(?:https?:)?//\w[^\s\"'<]*\.\w", one)
+    ids = [set(re.findall(r'id="([^"]+)"', text)) for text in (one, two)]
+    assert len(ids[0]) == len(ids[1]) == 8 and not ids[0] & ids[1]
+    assert {*re.findall(r'for="([^"]+)"', one)} <= ids[0]
+
+
+# In the browser
+
+
+@pytest.fixture
+def place(tmp_path, runs):
+    return write_page(tmp_path, *(figures.ring_stepper(runs, name="reduce") for _ in range(2)))
+
+
+@pytest.fixture
+def opened(browser, place):
+    with silent_page(browser, viewport=DESKTOP) as page:
+        page.goto(place)
+        yield page
+
+
+SHOWN = """(root) => [root.querySelector("[role=status]"), root.querySelector("svg")]
+  .map((e) => e.innerHTML)"""
+
+
+def agrees(figure, data):
+    values = figure.locator("select, input").evaluate_all("all => all.map((e) => Number(e.value))")
+    choice = {"kind": values[0], "n": data["sizes"][values[1]], "step": values[2]}
+    expected = [html.unescape(draw(data, choice)) for draw in (ring.describe, ring.ring_picture)]
+    assert [html.unescape(text) for text in figure.evaluate(SHOWN)] == expected, choice
+    return choice
+
+
+def test_every_choice_shows_pythons_words_and_picture(opened, data):
+    every = list(choices(data))
+    shown = opened.locator(".shardwise-figure").first.evaluate(
+        f"""(root, all) => all.map((values) => {{
+          root.querySelectorAll("select, input").forEach((control, i) => {{
+            control.value = values[i];
+            control.dispatchEvent(new Event("input", {{ bubbles: true }}));
+          }});
+          return ({SHOWN})(root);
+        }})""",
+        [[c["kind"], data["sizes"].index(c["n"]), c["step"]] for c in every],
+    )
+    for choice, texts in zip(every, shown, strict=True):
+        expected = [html.unescape(f(data, choice)) for f in (ring.describe, ring.ring_picture)]
+        assert [html.unescape(text) for text in texts] == expected, choice
+
+
+def test_steps_by_keyboard_and_stays_within_the_run(opened, data):
+    figure, other = opened.locator(".shardwise-figure").all()
+    first = agrees(figure, data)
+    opened.keyboard.press("Tab")  # the collective
+    opened.keyboard.press("Tab")  # the devices
+    opened.keyboard.press("End")
+    assert agrees(figure, data)["n"] == 8
+    opened.keyboard.press("Tab")
+    opened.keyboard.press("ArrowRight")
+    assert agrees(figure, data)["step"] == 2
+    opened.keyboard.press("Tab")
+    opened.keyboard.press("Enter")  # Back
+    opened.keyboard.press("Enter")
+    opened.keyboard.press("Enter")
+    assert agrees(figure, data)["step"] == 0
+    assert figure.get_by_role("button", name="Back").get_attribute("aria-disabled") == "true"
+    opened.keyboard.press("Tab")
+    for _ in range(9):
+        opened.keyboard.press("Enter")  # Next
+    assert agrees(figure, data)["step"] == 7
+    figure.get_by_role("combobox", name="Devices", exact=True).select_option(
+        "0"
+    )  # two devices, one step
+    assert agrees(figure, data) == {"kind": 1, "n": 2, "step": 1}
+    assert agrees(other, data) == first
+
+
+def test_the_still_is_what_the_script_draws_first(browser, place, opened):
+    alive = opened.locator(".shardwise-figure").first
+    with silent_page(browser, viewport=DESKTOP, java_script_enabled=False) as page:
+        page.goto(place)
+        still = page.locator(".shardwise-figure").first
+        assert still.get_by_role("status").is_visible() and still.locator("svg").is_visible()
+        assert still.get_by_role("combobox", name="Collective", exact=True).is_disabled()
+        assert "Without JavaScript" in still.inner_text()
+        assert still.evaluate(SHOWN) == alive.evaluate(SHOWN)
+
+
+@pytest.mark.parametrize("width", [360, PHONE["width"]])
+def test_fits_a_phone(browser, place, data, width):
+    with silent_page(browser, viewport=PHONE | {"width": width}) as page:
+        page.goto(place)
+        figure = page.locator(".shardwise-figure").first
+        figure.get_by_role("combobox", name="Devices", exact=True).select_option(label="8")
+        assert agrees(figure, data)["n"] == 8
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
