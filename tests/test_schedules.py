@@ -392,6 +392,20 @@ def test_check_finds_exactly_the_orders_that_cannot_run(orders, seed):
             done.append(task)
 
 
+@everywhere
+def test_dependencies_are_those_of_the_chain_rule(name):
+    schedule = spread(name, 2, 4)
+    last, there = schedule.stages - 1, {task for order in schedule.tasks for task in order}
+    for task in there:
+        stage, kind, k = task
+        needs = {"F": [("F", stage - 1)], "W": [("I", stage)]}.get(kind)
+        if needs is None:
+            needs = [("F", stage), ("B", stage + 1), ("I", stage + 1)]
+        needs = {Task(s, kind, k) for kind, s in needs if 0 <= s <= last}
+        assert set(schedule.dependencies(task)) == needs & there
+        assert len(schedule.dependencies(task)) == len(needs & there)
+
+
 # Costs of stages, transfers
 
 
@@ -560,8 +574,12 @@ def test_spread_takes_as_many_stages_as_it_may():
     assert spread("interleaved_1f1b", 2, 4, per_device=3).stages == 6
     with pytest.raises(ValueError, match="no schedule 'zb'; there are gpipe, 1f1b"):
         spread("zb", 2, 4)
-    with pytest.raises(ValueError, match="3 microbatches for 4 stages"):
+    with pytest.raises(ValueError, match=r"^dualpipe_v: 3 microbatches for 4 stages[^:]*$"):
         spread("dualpipe_v", 2, 3)
+    with pytest.raises(ValueError, match=r"^zb_h1: 3 microbatches for 4 stages[^:]*$"):
+        spread("zb_h1", 4, 3)
+    with pytest.raises(ValueError, match=r"microbatches=0"):
+        spread("gpipe", 4, 0)
 
 
 def test_schedules_need_no_jax():

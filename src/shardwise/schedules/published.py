@@ -35,10 +35,21 @@ def spread(name, devices, microbatches, per_device=2):
     """
     if name not in SCHEDULES:
         raise ValueError(f"spread: no schedule {name!r}; there are {', '.join(SCHEDULES)}.")
-    refused = []
+    refused = {}
     for stages in range(per_device * devices, 0, -devices):
         try:
             return SCHEDULES[name](stages, devices, microbatches)
         except ValueError as error:
-            refused.append(str(error))
-    raise ValueError("\n".join(refused))
+            refused[stages] = error
+    for stages, error in refused.items():
+        if _takes(name, stages, devices, microbatches=stages):
+            raise error  # only the microbatches are wrong
+    raise ValueError("\n".join(map(str, refused.values())))
+
+
+def _takes(name, stages, devices, microbatches):
+    try:
+        SCHEDULES[name](stages, devices, microbatches)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,260 @@
+"""The pipeline explorer and the timelines: the browser's own simulator against Python's."""
+
+import html
+import itertools
+import re
+
+import pytest
+from browser import DESKTOP, PHONE, silent_page, write_page
+
+from shardwise import figures, schedules
+from shardwise.figures import palette, pipelines, timelines
+
+SIZES = (2, 4), (2, 4, 8)
+LABELS = {
+    "Schedule": 8,
+    "Devices": 2,
+    "Microbatches": 3,
+    "Backward costs": 4,
+    "Transfer takes": 4,
+    "Device": 4,
+    "Task": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def data():
+    return pipelines.table(*SIZES)
+
+
+def choices(data):
+    """Everything that the controls can say, each with some device and task."""
+    offered = [range(len(values)) for values in data["offered"].values()]
+    for number, values in enumerate(itertools.product(*offered)):
+        choice = dict(zip(data["offered"], values, strict=True))
+        run = pipelines.look(data, choice)
+        if isinstance(run, str):
+            yield choice | {"device": 0, "task": 0}
+            continue
+        device = number % run.schedule.devices
+        task = number * 7 % len(run.schedule.tasks[device])
+        yield choice | {"device": device, "task": task}
+
+
+def test_the_still_says_the_right_numbers():
+    """1F1B on four devices: its first backward waits for three more forwards and backwards."""
+    still = figures.pipeline_explorer()._repr_html_().split("<script>")[0]
+    said = dict(re.findall(r'data-name="(\w+)">([^<]+)<', still))
+    assert said == {
+        "makespan": "33",
+        "bubble": "27.3 %",
+        "peaks": "4, 3, 2, 1",
+        "pending": "0, 0, 0, 0",
+    }
+    assert "<b>B of stage 0, microbatch 0</b> on device 0 runs from 10 to 12." in still
+    assert "the device is free from 4 and waits 6." in still
+    assert still.count("stroke-dasharray") == 2  # its forward, and the backward of stage 1
+
+
+def test_stages_share_a_device_s_layers(data):
+    choice = data["start"] | {
+        "schedule": data["offered"]["schedule"].index("dualpipe_v"),
+        "devices": 0,
+    }
+    assert 'Makespan <b data-name="makespan">24.5' in pipelines.describe(data, choice)
+    four = pipelines.table((4,), (8,), {"schedule": "dualpipe_v"})
+    assert 'data-name="makespan">26.5<' in pipelines.describe(four, four["start"])
+    assert 'data-name="peaks">4.5, 4.5, 4.5, 4.5<' in pipelines.describe(four, four["start"])
+
+
+def test_what_a_schedule_does_not_take_is_said():
+    few = pipelines.table((4,), (2,), {"schedule": "zb_h1", "devices": 4, "microbatches": 2})
+    assert "2 microbatches for 4 stages; it takes 4 or more" in pipelines.describe(
+        few, few["start"]
+    )
+    assert pipelines.picture(few, few["start"]) == ""
+
+
+def test_a_new_schedule_is_offered_and_drawn(monkeypatch):
+    monkeypatch.setitem(schedules.SCHEDULES, "new_one", schedules.SCHEDULES["gpipe"])
+    shown = figures.pipeline_explorer(start={"schedule": "new_one"})._repr_html_()
+    assert "<option" in shown and ">new_one</option>" in shown
+    assert 'data-name="peaks">8, 8, 8, 8<' in shown
+
+
+def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
+    one, two = (figures.pipeline_explorer()._repr_html_() for _ in range(2))
+    assert len(one.encode()) < 100_000
+    assert not re.findall(r"(?:https?:)?//\w[^\s\"'<]*\.\w", one)
+    ids = [set(re.findall(r'id="([^"]+)"', text)) for text in (one, two)]
+    assert len(ids[0]) == len(ids[1]) == 10 and not ids[0] & ids[1]
+    assert {*re.findall(r'for="([^"]+)"', one)} <= ids[0]
+
+
+# The still timelines
+
+
+def boxes(drawing):
+    found = [p for p in drawing.axes[0].patches if p.get_height() > 0.5 and p.get_alpha() is None]
+    return [p for p in found if p.get_facecolor()[3] == 1]
+
+
+@pytest.mark.parametrize("name", list(schedules.SCHEDULES))
+def test_timelines_show_every_task_where_it_runs(name):
+    run = schedules.timeline(schedules.spread(name, 2, 4), transfer=0.5)
+    drawn = boxes(figures.schedule(run))
+    assert len(drawn) == len(run.start)
+    for (task, start), box in zip(run.start.items(), sorted_like(run, drawn), strict=True):
+        device = run.schedule.device_of[task.stage]
+        assert (box.get_x(), int(box.get_y())) == (start, 1 + device)
+        assert 0.8 * (run.end[task] - start) < box.get_width() <= run.end[task] - start
+
+
+def sorted_like(run, drawn):
+    """The boxes in the order of `run.start`; they are drawn device by device."""
+    order = [task for tasks in run.schedule.tasks for task in tasks]
+    return [drawn[order.index(task)] for task in run.start]
+
+
+def test_timelines_share_one_axis_and_name_kinds_that_occur():
+    runs = {name: schedules.spread(name, 2, 4) for name in ("gpipe", "zb_h1")}
+    axes = figures.schedule(runs).axes[0]
+    assert {text.get_text() for text in axes.texts} >= {"gpipe", "zb_h1", "0", "3"}
+    kinds = [text.get_text()[0] for text in axes.get_legend().get_texts()]
+    assert kinds == ["F", "B", "I", "W"]
+    one = figures.schedule(runs["gpipe"]).axes[0].get_legend().get_texts()
+    assert [text.get_text() for text in one] == ["F forward", "B whole backward"]
+
+
+def test_kinds_differ_in_grey_and_carry_readable_numbers():
+    grey = sorted(palette.luminance(colour) for colour in timelines.COLOURS.values())
+    assert all(b - a > 0.08 for a, b in itertools.pairwise(grey))
+    for colour in timelines.COLOURS.values():
+        assert palette.contrast(palette.ink(colour), colour) > 4.5
+
+
+# In the browser
+
+
+@pytest.fixture
+def place(tmp_path):
+    return write_page(tmp_path, *(figures.pipeline_explorer(*SIZES) for _ in range(2)))
+
+
+@pytest.fixture
+def opened(browser, place):
+    with silent_page(browser, viewport=DESKTOP) as page:
+        page.goto(place)
+        yield page
+
+
+SHOWN = """(root) => [root.querySelector("[role=status]"), root.querySelector("svg")]
+  .map((e) => e.innerHTML)"""
+
+
+def control(figure, name):
+    role = "slider" if name in ("Device", "Task") else "combobox"
+    return figure.get_by_role(role, name=name, exact=True)
+
+
+def chosen(figure):
+    values = figure.locator("select, input").evaluate_all("all => all.map((e) => Number(e.value))")
+    return dict(zip(pipelines.START, values, strict=True))
+
+
+def agrees(figure, data):
+    choice = chosen(figure)
+    shown = [html.unescape(text) for text in figure.evaluate(SHOWN)]
+    assert shown == [pipelines.describe(data, choice), pipelines.picture(data, choice)]
+    return tuple(choice.values())
+
+
+def test_every_choice_shows_pythons_words_and_picture(opened, data):
+    every = list(choices(data))
+    assert len(every) == 8 * 2 * 3 * 4 * 4
+    shown = opened.locator(".shardwise-figure").first.evaluate(
+        f"""(root, all) => all.map((values) => {{
+          const controls = [...root.querySelectorAll("select, input")];
+          const put = (i) => {{
+            controls[i].value = values[i];
+            controls[i].dispatchEvent(new Event("input", {{ bubbles: true }}));
+          }};
+          values.forEach((_, i) => put(i));
+          return ({SHOWN})(root);
+        }})""",
+        [list(choice.values()) for choice in every],
+    )
+    for choice, texts in zip(every, shown, strict=True):
+        expected = [pipelines.describe(data, choice), pipelines.picture(data, choice)]
+        assert [html.unescape(text) for text in texts] == expected, choice
+
+
+def test_every_control_moves_by_keyboard(opened, data):
+    figure, other = opened.locator(".shardwise-figure").all()
+    first = agrees(figure, data)
+    assert first == tuple(data["start"].values())
+    seen = {first}
+    for label, count in LABELS.items():
+        moved = control(figure, label)
+        moved.focus()
+        moved.press("Home")
+        here = set()
+        for _ in range(20):
+            here.add(moved.input_value())
+            seen.add(agrees(figure, data))
+            moved.press("ArrowRight" if label in ("Device", "Task") else "ArrowDown")
+        assert len(here) in (count, min(count, 20)) or label == "Task", (label, here)
+    assert len(seen) > 30
+    assert agrees(other, data) == first
+
+
+def test_the_pointer_chooses_a_task(opened, data):
+    figure = opened.locator(".shardwise-figure").first
+    figure.locator('rect[data-device="2"][data-task="9"]').hover()
+    assert agrees(figure, data)[-2:] == (2, 9)
+    assert "on device 2 runs from" in figure.get_by_role("status").inner_text()
+    figure.locator('rect[data-device="1"][data-task="15"]').click()
+    assert agrees(figure, data)[-2:] == (1, 15)
+
+
+def test_a_shorter_order_keeps_its_last_task(opened, data):
+    figure = opened.locator(".shardwise-figure").first
+    control(figure, "Device").press("End")
+    control(figure, "Task").press("End")
+    assert agrees(figure, data)[-2:] == (3, 15)
+    control(figure, "Microbatches").select_option("0")
+    control(figure, "Devices").select_option("0")
+    assert agrees(figure, data)[-2:] == (1, 3)
+    control(figure, "Devices").select_option("1")
+    control(figure, "Schedule").select_option("5")  # zb_h1, which takes four or more
+    assert "it takes 4 or more" in figure.get_by_role("status").inner_text()
+    agrees(figure, data)
+
+
+def test_tab_reaches_every_control_in_order(opened):
+    figure = opened.locator(".shardwise-figure").first
+    names = []
+    for _ in LABELS:
+        opened.keyboard.press("Tab")
+        names.append(figure.locator("label:has(:focus)").evaluate("e => e.firstChild.data"))
+    assert names == list(LABELS)
+
+
+def test_the_still_is_what_the_script_draws_first(browser, place, opened):
+    alive = opened.locator(".shardwise-figure").first
+    with silent_page(browser, viewport=DESKTOP, java_script_enabled=False) as page:
+        page.goto(place)
+        still = page.locator(".shardwise-figure").first
+        assert still.get_by_role("status").is_visible() and still.locator("svg").is_visible()
+        assert control(still, "Schedule").is_disabled()
+        assert "Without JavaScript" in still.inner_text()
+        assert still.evaluate(SHOWN) == alive.evaluate(SHOWN)
+
+
+def test_fits_a_phone(browser, place, data):
+    with silent_page(browser, viewport=PHONE | {"width": 360}) as page:
+        page.goto(place)
+        figure = page.locator(".shardwise-figure").first
+        control(figure, "Schedule").select_option("7")
+        agrees(figure, data)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
