@@ -11,13 +11,14 @@ from shardwise import rules
 from shardwise.model import Decoder
 
 
-def loss(params, batch, graphdef=None, key=None):
+def loss(params, batch, key=None, graphdef=None):
     """(total, count): the sum of -log p over real tokens, in nats, and their number.
 
     Dividing once, at the very end, makes any padding, masking, sharding or accumulation exact.
     `params` is a `model.Decoder`, or its state together with the `graphdef` that `nnx.split`
     gave with it; bound by `functools.partial(loss, graphdef=graphdef)`, it is a function of
-    `(params, batch)`. `batch` is a dict as `data.batches` makes them. With a `key`, dropout is on.
+    `(params, batch)` and `(params, batch, key)`. `batch` is a dict as `data.batches` makes them.
+    With a `key`, dropout is on.
     """
     decoder = params if graphdef is None else nnx.merge(graphdef, params)
     logits = decoder(batch["tokens"], key)

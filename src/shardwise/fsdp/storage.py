@@ -49,11 +49,12 @@ def shard(tree, mesh, axis="fsdp", min_size=0, stacked=None):
     """`tree` as `Sharded` over mesh axis `axis`; inside jit, its arrays are born that way.
 
     Each array of `min_size` elements or more is cut along the axis that wastes the least padding,
-    of those the longest. A device holds total/n, the arrays that are not cut (scalars among them),
-    and padding: of an axis of s elements, below n/s of the array. `stacked` says which arrays have
-    a leading axis of layers, never cut, to be gathered one layer at a time where the loss calls
-    `marks.use`: a predicate on paths, or "layers" for NNX parameters whose `logical_axes` leave
-    that axis unnamed.
+    of those the first: its parts are contiguous, and a collective need not transpose them (on CPU
+    a reduce-scatter along another axis takes several times as long). A device holds total/n, the
+    arrays that are not cut (scalars among them), and padding: of an axis of s elements, below n/s
+    of the array. `stacked` says which arrays have a leading axis of layers, never cut, to be
+    gathered one layer at a time where the loss calls `marks.use`: a predicate on paths, or
+    "layers" for NNX parameters whose `logical_axes` leave that axis unnamed.
 
     Raises:
       ValueError: the mesh has no such axis, or `stacked` is neither.
@@ -111,7 +112,7 @@ def choose(path, shape, stacked, n, min_size):
     axes = [i for i in range(1 if stacked else 0, len(shape)) if shape[i] > 1]
     if not axes or math.prod(shape) < max(min_size, 1):
         return Stored(path, shape, stacked, None, None)
-    cut = min(axes, key=lambda i: (-(-shape[i] // n) * n / shape[i], -shape[i], -i))
+    cut = min(axes, key=lambda i: (-(-shape[i] // n) * n / shape[i], i))
     return Stored(path, shape, stacked, cut, -(-shape[cut] // n) * n)
 
 
