@@ -6,13 +6,16 @@ from shardwise.figures.pipelines import pipeline_explorer
 from shardwise.figures.plots import bars, canvas, curves, mesh_picture, shards
 from shardwise.figures.resharding import resharding_explorer
 from shardwise.figures.ring import ring_stepper
+from shardwise.figures.stepping import fsdp_stepper
 from shardwise.figures.timelines import schedule
+from shardwise.figures.zero import training_step
 
 __all__ = [
     "DEVICES",
     "bars",
     "canvas",
     "curves",
+    "fsdp_stepper",
     "mesh_explorer",
     "mesh_picture",
     "pipeline_explorer",
@@ -21,4 +24,5 @@ __all__ = [
     "schedule",
     "shards",
     "style",
+    "training_step",
 ]

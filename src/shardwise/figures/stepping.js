@@ -1,0 +1,116 @@
+(root, data) => {
+  // Every number comes from `data`, which Python computed; stepping.py draws and says the same.
+  const part = (name) => document.getElementById(`${root.id}-${name}`);
+  const value = (name) => Number(part(name).value);
+  const number = (n) => n.toLocaleString("en-US");
+  const sum = (all) => all.reduce((a, b) => a + b, 0);
+  const n = data.devices, cell = 6 * n, left = 52, top = 40, row = 30;
+  const column = (device) => left + device * (3 * cell + 8 + 12);
+  const range = [...Array(n).keys()];
+
+  function look({ stage, kept, step }) {
+    const run = data.runs[stage][kept], held = run.map((one) => sum(one.bytes));
+    const peak = held.indexOf(Math.max(...held));
+    return { frame: run[step], last: run.length - 1, held, peak, all: run.at(-1).sent };
+  }
+
+  function event(frame) {
+    const names = frame.layers.map((i) => data.layers[i]);
+    if (!names.length) return frame.event;
+    return `${frame.event}, ${names.length > 1 ? "all layers" : names[0]}`;
+  }
+
+  function describe({ stage, step }, { frame, last, held, peak, all }) {
+    const [kept, gathered, gradients, moments] = frame.bytes.map(number);
+    const passes = Math.floor((all * n) / (data.psi * (n - 1)));
+    return `Stage ${data.stages[stage]}, event <b data-name="step">${step}</b> of ${last}: ` +
+      `<b data-name="event">${event(frame)}</b>. Each device holds ` +
+      `<b data-name="held">${number(held[step])}</b> bytes: ${kept} of parameters, ${gathered} ` +
+      `gathered, ${gradients} of gradients, ${moments} of moments. The peak is ` +
+      `<b data-name="peak">${number(held[peak])}</b>, at event ${peak}. It has sent ` +
+      `<b data-name="sent">${number(frame.sent)}</b> of <b data-name="all">${number(all)}</b> ` +
+      `bytes, ${passes}Ψ(n − 1)/n for Ψ = ${number(data.psi)} and n = ${n}.`;
+  }
+
+  function fills(frame, stage, kind, layer, device) {
+    const own = range.map((i) => Number(i === device)), all = (x) => range.map(() => x);
+    if (kind === "P") return stage === 0 || frame.gathered[layer] ? all(1) : own;
+    if (kind === "M") return stage === 0 ? all(1) : own;
+    return { "": all(0), partial: all(2), whole: all(1), shard: own }[frame.gradients[layer]];
+  }
+
+  function moving({ event }) {
+    if (event === "update") return "PM";
+    return event.endsWith("all-gather") || event.startsWith("forward") ? "P" : "G";
+  }
+
+  function strip(x, y, filled, bold) {
+    const parts = filled.map((fill, i) => (fill === 0 ? "" :
+      `<rect x="${x + 6 * i}" y="${y}" width="6" height="22" ` +
+      `fill="${data.colours[i]}"${fill === 2 ? ' fill-opacity=".4"' : ""}></rect>`));
+    const edge = bold ? 'stroke-width="2.5"' : 'stroke-opacity=".45"';
+    return `${parts.join("")}<rect class="cell" x="${x}" y="${y}" width="${cell}" height="22" ` +
+      `fill="none" stroke="currentColor" ${edge}></rect>`;
+  }
+
+  function gridPicture({ stage }, { frame }) {
+    const parts = data.layers.map((name, i) => `<text x="0" y="${top + i * row + 16}" ` +
+      `font-weight="${frame.layers.includes(i) ? "bold" : "normal"}">${name}</text>`);
+    for (const device of range) {
+      const x = column(device);
+      parts.push(`<text x="${x + 9 * n + 4}" y="14" text-anchor="middle">` +
+        `device ${device}</text>`);
+      [..."PGM"].forEach((kind, k) => {
+        const at = x + k * (cell + 4);
+        parts.push(`<text x="${at + 3 * n}" y="32" text-anchor="middle">${kind}</text>`);
+        data.layers.forEach((_, i) => parts.push(strip(
+          at,
+          top + i * row,
+          fills(frame, stage, kind, i, device),
+          frame.layers.includes(i) && moving(frame).includes(kind),
+        )));
+      });
+    }
+    return parts.join("");
+  }
+
+  function coursePicture({ step }, { held, peak }) {
+    const width = Math.floor(400 / held.length);
+    const tall = (size) => Math.floor((70 * size) / data.most);
+    const bars = held.map((size, k) => {
+      const high = tall(size), fill = k === step ? "currentColor" : "none";
+      return `<rect class="held" x="${2 + k * width}" y="${100 - high}" width="${width - 2}" ` +
+        `height="${high}" fill="${fill}" stroke="currentColor"></rect>`;
+    });
+    const ends = peak > Math.floor(held.length / 2); // so that the label stays within the picture
+    const x = ends ? peak * width + width : 2 + peak * width, anchor = ends ? "end" : "start";
+    return `${bars.join("")}<text x="${x}" y="${94 - tall(held[peak])}" ` +
+      `text-anchor="${anchor}">peak, ${number(held[peak])} bytes</text>`;
+  }
+
+  function update() {
+    const choice = { stage: value("stage"), kept: value("kept"), step: 0 };
+    const { last } = look(choice);
+    part("step").max = last; // moves it, if it must
+    choice.step = value("step");
+    const answer = look(choice);
+    part("result").innerHTML = describe(choice, answer);
+    part("grid").innerHTML = gridPicture(choice, answer);
+    part("course").innerHTML = coursePicture(choice, answer);
+    // Not disabled: that would take the focus away from whoever steps by keyboard.
+    part("back").setAttribute("aria-disabled", choice.step === 0);
+    part("next").setAttribute("aria-disabled", choice.step === last);
+  }
+
+  function move(by) {
+    part("step").value = value("step") + by; // stays within the range
+    update();
+  }
+
+  part("back").addEventListener("click", () => move(-1));
+  part("next").addEventListener("click", () => move(1));
+  root.addEventListener("input", update);
+  root.addEventListener("change", update);
+  root.querySelector("fieldset").disabled = false;
+  update();
+}
