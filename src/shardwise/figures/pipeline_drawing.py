@@ -73,7 +73,7 @@ def picture(run, chosen):
 
 
 def _waits(run, chosen, scale):
-    """The chosen task outlined, and a line to it from the end of each task that it needs."""
+    """The chosen task outlined, and what it needs; a line from where another device sends it."""
     made, parts = run.schedule, []
 
     def row(task):
@@ -86,6 +86,8 @@ def _waits(run, chosen, scale):
 
     for need in made.dependencies(chosen):
         parts.append(outline(need, ' stroke-dasharray="4 2"'))
+        if row(need) == row(chosen):
+            continue  # a line along the row would hide the numbers in between
         parts.append(
             f'<line x1="{_point(LEFT + scale * run.end[need])}" y1="{row(need) + 13}" '
             f'x2="{_point(LEFT + scale * run.start[chosen])}" y2="{row(chosen) + 13}" '

@@ -100,11 +100,12 @@
     const outline = (task, dashes) => rect(
       LEFT + scale * task.start, row(task), scale * (task.end - task.start), 26,
       `fill="none" stroke="currentColor" stroke-width="2.5"${dashes} pointer-events="none"`);
-    return chosen.needs.map((need) => outline(need, ' stroke-dasharray="4 2"') +
-      `<line x1="${point(LEFT + scale * need.end)}" y1="${row(need) + 13}" ` +
-      `x2="${point(LEFT + scale * chosen.start)}" y2="${row(chosen) + 13}" ` +
-      'stroke="currentColor" stroke-width="2" pointer-events="none"></line>').join("") +
-      outline(chosen, "");
+    const line = (need) => need.device === chosen.device ? "" // it would hide the numbers between
+      : `<line x1="${point(LEFT + scale * need.end)}" y1="${row(need) + 13}" ` +
+        `x2="${point(LEFT + scale * chosen.start)}" y2="${row(chosen) + 13}" ` +
+        'stroke="currentColor" stroke-width="2" pointer-events="none"></line>';
+    return chosen.needs.map((need) => outline(need, ' stroke-dasharray="4 2"') + line(need))
+      .join("") + outline(chosen, "");
   }
 
   function picture({ orders }, makespan, chosen) {
