@@ -125,9 +125,9 @@ def _bar(data, adds, n, middle, slot, mark, arrived):
 
 def _picture(data, choice):
     return (
-        '<p class="hint">A bar is a block. Where blocks are added up, its height and number say '
-        "how many devices have contributed; elsewhere, colour and number say whose it is. Bold "
-        "frames have just arrived.</p>"
+        '<p style="margin: .9rem 0 0; font-size: .88em">A bar is a block. Where blocks are added '
+        "up, its height and number say how many devices have contributed; elsewhere, colour and "
+        "number say whose it is. Bold frames have just arrived.</p>"
         '<div class="pictures"><svg id="@ring" viewBox="0 0 400 400" style="max-width: 29rem" '
         'role="img" aria-label="The devices on a ring, the blocks that each holds, and arrows for '
         f'what has just moved">{ring_picture(data, choice)}</svg></div>'
@@ -139,10 +139,13 @@ def _controls(data, start):
     steps = look(data, start)["steps"]
     made = select("kind", "Collective", names, start["kind"])
     made += select("n", "Devices", sizes, data["sizes"].index(start["n"]))
-    button = '<button id="@{}" type="button" style="font: inherit; min-height: 2rem">{}</button>'
+    button = (
+        '<button id="@{}" type="button" style="font: inherit; min-height: 2rem; align-self: end">'
+        "{}</button>"
+    )
     return (
         "<noscript><p>Without JavaScript this figure shows one step.</p></noscript>"
-        f'<fieldset disabled style="align-items: end">{made}<label for="@step">Step'
+        f'<fieldset disabled>{made}<label for="@step">Step'
         f'<input id="@step" type="range" min="0" max="{steps}" value="{start["step"]}"></label>'
         f"{button.format('back', 'Back')}{button.format('next', 'Next')}</fieldset>"
     )
