@@ -50,7 +50,7 @@
     return `<rect x="${x}" y="${y + 36 - high}" width="${width}" height="${high}" ` +
       `fill="${colour}"></rect><rect class="block" x="${x}" y="${y}" width="${width}" height="36" ` +
       `fill="none" stroke="currentColor" ${frame}></rect><text x="${x + width / 2}" ` +
-      `y="${y + 47}" text-anchor="middle" font-size="9">${label}</text>`;
+      `y="${y + 48}" text-anchor="middle" font-size="11">${label}</text>`;
   }
 
   function ringPicture({ kind, n }, answer) {

@@ -118,7 +118,7 @@ def _bar(data, adds, n, middle, slot, mark, arrived):
         f'<rect x="{x}" y="{y + 36 - high}" width="{width}" height="{high}" fill="{colour}"></rect>'
         f'<rect class="block" x="{x}" y="{y}" width="{width}" height="36" fill="none" '
         f'stroke="currentColor" {frame}></rect>'
-        f'<text x="{x + width / 2:g}" y="{y + 47}" text-anchor="middle" font-size="9">'
+        f'<text x="{x + width / 2:g}" y="{y + 48}" text-anchor="middle" font-size="11">'
         f"{label}</text>"
     )
 
