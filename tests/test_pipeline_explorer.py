@@ -73,6 +73,16 @@ def test_what_a_schedule_does_not_take_is_said():
         few, few["start"]
     )
     assert pipelines.picture(few, few["start"]) == ""
+    start = {"schedule": "zb_h1", "microbatches": 2}
+    still = figures.pipeline_explorer((4,), (2,), start)._repr_html_()
+    assert "it takes 4 or more</span></p>" in still
+
+
+def test_what_cannot_be_offered_is_an_error():
+    with pytest.raises(ValueError, match=r"start has devices 3; on offer are \[2, 4\]"):
+        figures.pipeline_explorer(*SIZES, {"devices": 3})
+    with pytest.raises(ValueError, match="40 microbatches; it numbers 36"):
+        figures.pipeline_explorer((4,), (40,), {"microbatches": 40})
 
 
 def test_a_new_schedule_is_offered_and_drawn(monkeypatch):

@@ -536,6 +536,11 @@ def test_a_deadlock_names_the_first_task_that_never_runs_and_the_ring():
         "  B(stage 0, microbatch 0) waits for B(stage 1, microbatch 0), which device 1 runs after "
         "F(stage 1, microbatch 1).\nMove a task that is waited for further ahead."
     )
+    both = [[Task(0, "B", 0), Task(0, "F", 0)], [Task(1, "F", 0), Task(1, "B", 0)]]
+    with pytest.raises(
+        ValueError, match=r"^Deadlock: B\(stage 0, microbatch 0\) waits for F\(stage 0"
+    ):
+        check(both)  # device 1 is stuck as early, but only because of device 0
     backwards = [[Task(0, "B", 0), Task(0, "F", 0)]]
     with pytest.raises(ValueError, match=r"^Deadlock: B\(.* waits for F\(.* runs after B\("):
         timeline(backwards)

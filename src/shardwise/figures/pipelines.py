@@ -20,6 +20,9 @@ def pipeline_explorer(devices=(2, 4, 8), microbatches=(2, 4, 8, 16), start=None)
     two, as it takes; the stages of a device share its layers, so a device's work is the same. The
     costs: a forward of all its layers is 1. `start` changes what is chosen at first, by the keys
     of `START`.
+
+    Raises:
+      ValueError: more than 36 microbatches, or a start that is not on offer.
     """
     data = table(devices, microbatches, start)
     choice = data["start"]
@@ -27,6 +30,7 @@ def pipeline_explorer(devices=(2, 4, 8), microbatches=(2, 4, 8, 16), start=None)
     return Interactive("pipelines.js", data, STYLE + WIDE + still)
 
 
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 START = {
     "schedule": "1f1b",
     "devices": 4,
@@ -47,7 +51,17 @@ def table(devices, microbatches, start=None):
         "backward": [1, 1.5, 2, 3],
         "transfer": [0, 0.25, 0.5, 1],
     }
+    if max(microbatches) > len(DIGITS):
+        raise ValueError(
+            f"pipeline_explorer: {max(microbatches)} microbatches; it numbers {len(DIGITS)}, and "
+            f"boxes of more would be too narrow to see."
+        )
     chosen = START | (start or {})
+    for key, values in offered.items():
+        if chosen[key] not in values:
+            raise ValueError(
+                f"pipeline_explorer: start has {key} {chosen[key]!r}; on offer are {values}."
+            )
     orders = [
         [[_order(name, p, m) for m in microbatches] for p in devices]
         for name in offered["schedule"]
@@ -73,7 +87,7 @@ def _order(name, devices, microbatches):
     except ValueError as error:
         return str(error)
     letters = [
-        "".join(_letter(made, task) + _digit(task.microbatch) for task in order)
+        "".join(_letter(made, task) + DIGITS[task.microbatch] for task in order)
         for order in made.tasks
     ]
     return [list(made.device_of), letters]
@@ -81,10 +95,6 @@ def _order(name, devices, microbatches):
 
 def _letter(made, task):
     return task.kind.lower() if chunk(made, task) else task.kind
-
-
-def _digit(number):
-    return "0123456789abcdefghijklmnopqrstuvwxyz"[number]
 
 
 def look(data, choice):
@@ -158,10 +168,9 @@ def _controls(data):
         select(key, label, [str(value) for value in data["offered"][key]], start[key])
         for key, label in names.items()
     )
-    last = {
-        "device": run.schedule.devices - 1,
-        "task": len(run.schedule.tasks[start["device"]]) - 1,
-    }
+    orders = [[None]] if isinstance(run, str) else run.schedule.tasks
+    order = orders[min(start["device"], len(orders) - 1)]
+    last = {"device": len(orders) - 1, "task": len(order) - 1}
     sliders = "".join(
         f'<label for="@{key}">{label}<input id="@{key}" type="range" min="0" max="{last[key]}" '
         f'value="{start[key]}"></label>'

@@ -8,18 +8,19 @@ from shardwise.schedules.table import Schedule, Task
 
 
 def zb_h1(stages, devices, microbatches):
-    """1F1B with backwards split and weights last (Qi et al., 2023).
+    """1F1B with backwards split and weights last (Qi et al., 2024).
 
-    Of p stages each has a peak of p, and idles (p-1)(F+I-W) between its first and its last task.
+    Of p stages each has a peak of p, and idles at most (p-1)(F+I-W) between its first task and its
+    last, as long as W costs no more than F.
     """
     return _zero_bubble("zb_h1", stages, devices, microbatches, lambda after: after + 1)
 
 
 def zb_h2(stages, devices, microbatches):
-    """More warm-up, for no idle time where all kinds cost the same (Qi et al., 2023).
+    """More warm-up, for no idle time where all kinds cost the same (Qi et al., 2024).
 
-    Of p stages each has a peak of 2p-1, and idles (p-1)(F+I-2W) between its first and its last
-    task, from 2p-1 microbatches on.
+    Of p stages each has a peak of 2p-1, and idles at most (p-1)(F+I-2W) between its first task and
+    its last, from 2p-1 microbatches on, as long as W costs no more than F.
     """
     return _zero_bubble("zb_h2", stages, devices, microbatches, lambda after: 2 * after + 1)
 
@@ -52,7 +53,8 @@ def dualpipe_v(stages, devices, microbatches):
     Forwards on their way down the V meet backwards on their way up: an F and a backward that need
     nothing of each other are neighbours, to be run as one (DeepSeek-AI, 2024; folded by Sea AI
     Lab). All backwards are split; most of them run I and W one after the other. The order is
-    JaxPP's, in which weights that wait at the end run last of all.
+    JaxPP's (Xhebraj et al., 2024), in which weights that wait at the end run last of all; run
+    between the last I, as DeepSeek does, they cost devices - 1 ticks of idle time.
     """
     ranges.require_counts("dualpipe_v", stages, devices, microbatches)
     if stages != 2 * devices:

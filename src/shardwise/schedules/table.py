@@ -17,7 +17,7 @@ class Task(NamedTuple):
     """One kind of work, of one stage, on one microbatch; kinds are the keys of `KINDS`.
 
     A backward is either one task, B, or two: I, which the stage before waits for, and W, for which
-    nobody waits (Qi et al., 2023, Zero Bubble Pipeline Parallelism).
+    nobody waits (Qi et al., 2024, Zero Bubble Pipeline Parallelism).
     """
 
     stage: int

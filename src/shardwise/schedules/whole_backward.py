@@ -25,7 +25,7 @@ def eager_1f1b(stages, devices, microbatches):
 
 
 def interleaved_1f1b(stages, devices, microbatches):
-    """Stages dealt round-robin, so that a device's wait is a shorter stage's (Narayanan, 2021).
+    """Stages dealt in turn: shorter ones, and a shorter wait (Narayanan et al., 2021).
 
     Microbatches go in rounds, of `devices` each, or a few more so that they come out even: each
     stage of a device runs a whole round before the next one does.
