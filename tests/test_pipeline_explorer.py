@@ -75,7 +75,7 @@ def test_what_a_schedule_does_not_take_is_said():
     assert pipelines.picture(few, few["start"]) == ""
     start = {"schedule": "zb_h1", "microbatches": 2}
     still = figures.pipeline_explorer((4,), (2,), start)._repr_html_()
-    assert "it takes 4 or more</span></p>" in still
+    assert "it takes 4 or more.</span></p>" in still
 
 
 def test_what_cannot_be_offered_is_an_error():
