@@ -74,7 +74,7 @@
     return parts.join("");
   }
 
-  function coursePicture({ step }, { held, peak }) {
+  function coursePicture({ stage, step }, { held, peak }) {
     const width = Math.floor(400 / held.length);
     const tall = (size) => Math.floor((70 * size) / data.most);
     const bars = held.map((size, k) => {
@@ -84,7 +84,9 @@
     });
     const ends = peak > Math.floor(held.length / 2); // so that the label stays within the picture
     const x = ends ? peak * width + width : 2 + peak * width, anchor = ends ? "end" : "start";
-    return `${bars.join("")}<text x="${x}" y="${94 - tall(held[peak])}" ` +
+    const level = '<path d="M2 30H402" stroke="currentColor" stroke-dasharray="1 4"></path>' +
+      (stage ? '<text x="2" y="24">peak of stage 0</text>' : "");
+    return `${level}${bars.join("")}<text x="${x}" y="${94 - tall(held[peak])}" ` +
       `text-anchor="${anchor}">peak, ${number(held[peak])} bytes</text>`;
   }
 

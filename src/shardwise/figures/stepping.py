@@ -113,7 +113,10 @@ def course_picture(data, choice):
     """A bar for each event, as high as what is held after it, on one scale for all stages."""
     answer = look(data, choice)
     held, peak = answer["held"], answer["peak"]
-    width, parts = 400 // len(held), []
+    width = 400 // len(held)
+    parts = ['<path d="M2 30H402" stroke="currentColor" stroke-dasharray="1 4"></path>']
+    if choice["stage"]:
+        parts.append('<text x="2" y="24">peak of stage 0</text>')
     for k, size in enumerate(held):
         high = 70 * size // data["most"]
         fill = "currentColor" if k == choice["step"] else "none"
