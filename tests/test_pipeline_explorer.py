@@ -126,6 +126,17 @@ def sorted_like(run, drawn):
     return [drawn[order.index(task)] for task in run.start]
 
 
+def test_numbers_stand_in_their_boxes():
+    run = schedules.timeline(schedules.spread("1f1b", 2, 4))
+    axes = figures.schedule(run).axes[0]
+    numbers = sorted((*t.get_position(), t.get_text()) for t in axes.texts if t.get_text())
+    expected = sorted(
+        ((start + run.end[task]) / 2, 1.53 + task.stage, str(task.microbatch))
+        for task, start in run.start.items()
+    )
+    assert numbers == expected
+
+
 def test_timelines_share_one_axis_and_name_kinds_that_occur():
     runs = {name: schedules.spread(name, 2, 4) for name in ("gpipe", "zb_h1")}
     axes = figures.schedule(runs).axes[0]
@@ -262,9 +273,11 @@ def test_the_still_is_what_the_script_draws_first(browser, place, opened):
 
 
 def test_fits_a_phone(browser, place, data):
-    with silent_page(browser, viewport=PHONE | {"width": 360}) as page:
+    with silent_page(browser, viewport=PHONE | {"width": 360}, has_touch=True) as page:
         page.goto(place)
         figure = page.locator(".shardwise-figure").first
         control(figure, "Schedule").select_option("7")
         agrees(figure, data)
+        figure.locator('rect[data-device="3"][data-task="20"]').tap()
+        assert agrees(figure, data)[-2:] == (3, 20)
         assert page.evaluate("document.documentElement.scrollWidth") <= 360

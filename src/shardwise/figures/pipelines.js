@@ -139,7 +139,7 @@
     part("result").innerHTML = describe(made, makespan, task);
   }
 
-  function point_at({ target }) {
+  function pointAt({ target }) {
     const { device, task } = target.dataset ?? {};
     if (task === undefined || (part("device").value === device && part("task").value === task)) {
       return;
@@ -152,8 +152,7 @@
 
   root.addEventListener("input", update);
   root.addEventListener("change", update);
-  part("timeline").addEventListener("pointerover", point_at);
-  part("timeline").addEventListener("click", point_at);
+  part("timeline").addEventListener("pointerover", pointAt); // a finger too, as it touches
   root.querySelector("fieldset").disabled = false;
   update();
 }
