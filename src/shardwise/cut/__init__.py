@@ -1,0 +1,31 @@
+"""A traced loss, cut at its marks into one function for each stage, and each into its tasks.
+
+The model stays ordinary code. `marks.stage_boundary` leaves a name in the traced program (a jaxpr),
+and from then on everything is a question of which equation needs which value:
+
+    parts = cut.stages(loss, params, batch)      # abstract values are enough
+    parts[1].rows                                # the parameters of stage 1, and which rows
+    halves = cut.backward(parts[1])              # forward, and the backward whole or in two halves
+
+An equation behind k marks belongs to stage k. One that depends on parameters alone, or on the
+batch alone, is repeated in each stage that needs it. A value that a later stage needs travels
+through the stages between, and so does its cotangent.
+"""
+
+from shardwise.cut.equations import Equation, equations, inlined, needed, read, run
+from shardwise.cut.halves import Halves, backward, differentiable
+from shardwise.cut.stages import Stage, stages
+
+__all__ = [
+    "Equation",
+    "Halves",
+    "Stage",
+    "backward",
+    "differentiable",
+    "equations",
+    "inlined",
+    "needed",
+    "read",
+    "run",
+    "stages",
+]

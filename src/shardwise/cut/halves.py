@@ -1,0 +1,175 @@
+"""A stage's backward: whole, or in the half that others wait for and the half that nobody does."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from shardwise.cut.equations import CALLS, REMAT, equations, inlined, needed, read, run
+from shardwise.cut.scans import split_scans
+
+
+@dataclasses.dataclass(frozen=True)
+class Halves:
+    """The programs of one stage, each a function of lists of arrays.
+
+    - `forward(params, data, carry) -> outputs, residuals`: what the backward needs is returned,
+      but for what follows from parameters or data alone, which the backward computes again;
+    - `whole(params, data, residuals, cotangents) -> cotangents of carry, gradients`;
+    - `to_input(params, data, residuals, cotangents) -> cotangents of carry, pending`;
+    - `to_weights(params, data, residuals, pending) -> gradients`.
+
+    `to_weights` computes nothing that `to_input` has computed: that is in `pending`. Cotangents
+    are those of the outputs that are floating-point numbers, and of a last stage's first output
+    alone. The first stage has nothing to send back: its `to_weights` does everything. `undivided`
+    names the primitives that yield both halves at once and could not be cut: they run in
+    `to_input`, and what they yield of the weights' gradients is pending.
+    """
+
+    forward: Any
+    whole: Any
+    to_input: Any
+    to_weights: Any
+    undivided: tuple
+
+
+def backward(stage):
+    """The `Halves` of a stage, by differentiating its function and slicing the traced result.
+
+    What depends on no cotangent is the forward's. Of what does, equations under `jax.jit` and
+    `jax.checkpoint` are inlined (the forward is another program by then, so nothing that is to be
+    computed again can be taken from it), and a scan is cut into two.
+    """
+    cots = [stage.outputs[i] for i in differentiable(stage)]
+
+    def both(params, data, carry, cot):
+        def outputs(params, carry):
+            out = stage.function(params, data, carry)
+            return [out[i] for i in differentiable(stage)], out
+
+        _, pull, out = jax.vjp(outputs, params, carry, has_aux=True)
+        grads, back = pull(cot)
+        return out, [b for b, x in zip(back, carry, strict=True) if inexact(x)], grads
+
+    traced = _traced(both, CALLS, stage.params, stage.inputs, stage.carry, cots)
+    params, data, carry, cot = traced.inputs
+    outputs, back, grads = traced.outputs
+    repeated, late = traced.repeated(), traced.following(cot)
+    early = [v for v in traced.yielded if v not in late and v not in repeated]
+    kept = traced.used([back, grads], params, data, [*carry, *early], cot)[2]
+    whole = traced.program([back, grads], params, data, kept, cot)
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in kept]
+    to_input, to_weights, undivided = _halves(
+        _traced(whole, CALLS | REMAT, stage.params, stage.inputs, shapes, cots)
+    )
+    forward = traced.program([outputs, kept], params, data, carry)
+    return Halves(forward, whole, to_input, to_weights, undivided)
+
+
+def _halves(traced):
+    params, data, kept, cot = traced.inputs
+    back, grads = traced.outputs
+    traced = dataclasses.replace(traced, eqns=split_scans(traced.eqns, back))
+    needed_here = needed(traced.eqns, back, {*params, *data, *kept, *cot, *traced.constants})[0]
+    repeated = traced.repeated()
+    done = [v for eqn in needed_here for v in eqn.outvars if v not in repeated]
+    pending = traced.used([grads], params, data, kept, [*cot, *done])[3]
+    weights = traced.program([grads], params, data, kept, pending)
+    return (
+        traced.program([back, pending], params, data, kept, cot),
+        lambda *values: weights(*values)[0],
+        _undivided(needed_here, back, pending),
+    )
+
+
+def differentiable(stage):
+    """The numbers of the outputs that have cotangents."""
+    if stage.last:
+        return [0]
+    return [i for i, x in enumerate(stage.outputs) if inexact(x)]
+
+
+def inexact(x):
+    """Whether this is a floating-point number, and has a cotangent."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A traced program: its equations, and its inputs and outputs in the groups it was given in."""
+
+    eqns: list
+    constants: dict
+    inputs: list
+    outputs: list
+
+    @property
+    def yielded(self):
+        return [v for eqn in self.eqns for v in eqn.outvars]
+
+    def following(self, sources):
+        """The variables that depend on `sources`."""
+        found = set(sources)
+        for eqn in self.eqns:
+            if any(not isinstance(v, Literal) and v in found for v in eqn.invars):
+                found.update(eqn.outvars)
+        return found
+
+    def repeated(self):
+        """The variables that follow from the first group of inputs alone, or the second alone."""
+        reads = {v: {i} for i, group in enumerate(self.inputs) for v in group}
+        reads |= {v: set() for v in self.constants}
+        for eqn in self.eqns:
+            kinds = [reads[v] for v in eqn.invars if not isinstance(v, Literal)]
+            reads.update(dict.fromkeys(eqn.outvars, set().union(*kinds)))
+        return {v for v in self.yielded if reads[v] in (set(), {0}, {1})}
+
+    def used(self, outputs, *groups):
+        """Of each group, what `outputs` need if all of the groups are given."""
+        given = {v for group in groups for v in group} | set(self.constants)
+        found = needed(self.eqns, [v for group in outputs for v in group], given)[1]
+        return [[v for v in group if v in found] for group in groups]
+
+    def program(self, outputs, *inputs):
+        """The function from groups of inputs to groups of outputs, of the equations it needs."""
+        given = {v for group in inputs for v in group} | set(self.constants)
+        chosen = needed(self.eqns, [v for group in outputs for v in group], given)[0]
+
+        def function(*values):
+            env = dict(self.constants)
+            for variables, group in zip(inputs, values, strict=True):
+                env.update(zip(variables, group, strict=True))
+            env = run(chosen, env)
+            return tuple(read(env, group) for group in outputs)
+
+        return function
+
+
+def _traced(function, names, *groups):
+    """`function` of groups of abstract arrays, with calls of `names` inlined."""
+    sizes = [len(group) for group in groups]
+    flat = lambda *values: function(*_split(values, sizes))  # noqa: E731
+    closed, out = jax.make_jaxpr(flat, return_shape=True)(*[x for group in groups for x in group])
+    closed = inlined(closed, names)
+    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    outputs = _split(closed.jaxpr.outvars, [len(group) for group in out])
+    return _Traced(equations(closed.jaxpr), constants, _split(closed.jaxpr.invars, sizes), outputs)
+
+
+def _undivided(eqns, back, pending):
+    """Primitives that yield at once what the input's half needs and what only the weights do."""
+    reads = {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)} | set(
+        v for v in back if not isinstance(v, Literal)
+    )
+    found = {e.name for e in eqns if any(v in pending and v not in reads for v in e.outvars)}
+    return tuple(sorted(name for name in found if not name.startswith("scan, ")))
+
+
+def _split(values, sizes):
+    groups, at = [], 0
+    for size in sizes:
+        groups.append(list(values[at : at + size]))
+        at += size
+    return groups

@@ -1,0 +1,154 @@
+"""Where each stage's arrays live, and the way there and back."""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import rules
+
+
+class Piece(NamedTuple):
+    """Where one array lives: `homes` has (stage, rows), rows (a, b) or None for all of it.
+
+    An array in rows has each row on one stage; one that several stages read is whole on each.
+    """
+
+    path: str
+    shape: tuple
+    dtype: Any
+    homes: tuple
+    spec: P
+
+    @property
+    def in_rows(self):
+        """Whether it is cut among stages."""
+        return self.homes[0][1] is not None
+
+    @property
+    def owners(self):
+        """The homes that count it: for an array that is whole on several stages, the first."""
+        return self.homes if self.in_rows else self.homes[:1]
+
+    def rows(self, stage):
+        return dict(self.homes)[stage]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Pipelined:
+    """A pytree whose arrays live on their stages' devices: `tree[path][stage]` is an array.
+
+    `layout` has a `Piece` for each array of the original tree, `structure` is that tree's, and
+    `meshes[stage]` the devices of a stage.
+    """
+
+    tree: dict
+    layout: tuple = dataclasses.field(metadata=dict(static=True))
+    structure: Any = dataclasses.field(metadata=dict(static=True))
+    meshes: tuple = dataclasses.field(metadata=dict(static=True))
+
+    def abstract(self):
+        """The original tree, of shapes and dtypes."""
+        leaves = [jax.ShapeDtypeStruct(piece.shape, piece.dtype) for piece in self.layout]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def split(tree, like, batch=None, *args, rule=P()):
+    """`tree` as `Pipelined`: each array, or its rows, on the devices of the stages that read it.
+
+    `like` is what `value_and_grad` returned, and `batch` (with `args`) what it will be called
+    with, of which only shapes count; or `like` is a `Pipelined` of parameters, and `tree` an
+    optimizer's state for them. `rule`, any rule of `shardwise.rules`, lays the arrays out among
+    the devices of one stage, by their whole shapes.
+
+    Raises:
+      ValueError: two arrays of one path, an optimizer's array that belongs to no parameter and is
+        no scalar, or what the rule raises.
+    """
+    if isinstance(like, Pipelined):
+        layout, meshes = state_layout(tree, like), like.meshes
+    else:
+        homes, meshes = like.homes(tree, batch, *args)
+        layout = _layout(tree, homes, rule, meshes)
+    return place(jax.tree.leaves(tree), layout, jax.tree.structure(tree), meshes)
+
+
+def merge(pipelined):
+    """The original tree, of whole NumPy arrays, bitwise what the stages hold."""
+    leaves = []
+    for piece in pipelined.layout:
+        parts = pipelined.tree[piece.path]
+        if piece.in_rows:
+            ordered = sorted(piece.homes, key=lambda home: home[1])
+            leaves.append(np.concatenate([np.asarray(parts[stage]) for stage, _ in ordered]))
+        else:
+            leaves.append(np.asarray(parts[piece.homes[0][0]]))
+    return jax.tree.unflatten(pipelined.structure, leaves)
+
+
+def place(leaves, layout, structure, meshes):
+    """`Pipelined` of whole arrays."""
+    tree = {}
+    for x, piece in zip(leaves, layout, strict=True):
+        parts = ((stage, x if rows is None else x[slice(*rows)]) for stage, rows in piece.homes)
+        tree[piece.path] = {
+            stage: jax.device_put(part, NamedSharding(meshes[stage], piece.spec))
+            for stage, part in parts
+        }
+    return Pipelined(tree, tuple(layout), structure, tuple(meshes))
+
+
+def stage_meshes(mesh, axis, device_of):
+    """For each stage the devices of its place along `axis`, as a mesh with the same axes."""
+    position = mesh.axis_names.index(axis)
+    ranks = [np.take(mesh.devices, [i], axis=position) for i in range(mesh.shape[axis])]
+    meshes = [Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types) for devices in ranks]
+    return tuple(meshes[device] for device in device_of)
+
+
+def state_layout(state, params):
+    """Pieces of an optimizer's state: what has a parameter's path and shape lives where it does."""
+    layout = []
+    for path, x in rules.named_leaves(state):
+        owned = [p for p in params.layout if path == p.path or path.endswith("/" + p.path)]
+        owner = max(owned, key=lambda p: len(p.path), default=None)
+        shape, dtype = tuple(jnp.shape(x)), jnp.result_type(x)
+        if owner is not None and owner.shape == shape:
+            layout.append(owner._replace(path=path, dtype=dtype, homes=owner.owners))
+        elif owner is not None and not owner.in_rows:
+            layout.append(Piece(path, shape, dtype, owner.owners, P()))
+        elif math.prod(shape) == 1:
+            layout.append(Piece(path, shape, dtype, ((0, None),), P()))
+        else:
+            raise ValueError(
+                f"pipeline: the optimizer's {path} of shape {shape} belongs to no parameter of "
+                f"that shape on one stage. Keep the parameter as an array for each stage, or leave "
+                f"it out of that optimizer with optax.masked."
+            )
+    return _distinct(layout)
+
+
+def _layout(tree, homes, rule, meshes):
+    shardings = jax.tree.leaves(rules.shardings(rule, tree, meshes[0]))
+    found = zip(rules.named_leaves(tree), homes, shardings, strict=True)
+    return _distinct(
+        Piece(path, tuple(jnp.shape(x)), jnp.result_type(x), home, sharding.spec)
+        for (path, x), home, sharding in found
+    )
+
+
+def _distinct(layout):
+    layout, seen = tuple(layout), set()
+    for piece in layout:
+        if piece.path in seen:
+            raise ValueError(
+                f"pipeline.split: two arrays have the path {piece.path!r}; rename one."
+            )
+        seen.add(piece.path)
+    return layout
