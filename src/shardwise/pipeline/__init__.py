@@ -17,6 +17,7 @@ These functions dispatch programs themselves: call them outside of `jax.jit`.
 """
 
 from shardwise.pipeline.gradients import programs, value_and_grad
+from shardwise.pipeline.one_program import gpipe
 from shardwise.pipeline.optimizing import init, update
 from shardwise.pipeline.placing import Piece, Pipelined, merge, split
 from shardwise.pipeline.running import TaskError
@@ -25,6 +26,7 @@ __all__ = [
     "Piece",
     "Pipelined",
     "TaskError",
+    "gpipe",
     "init",
     "merge",
     "programs",

@@ -1,0 +1,42 @@
+"""GPipe in one compiled program: a scan over ticks, in which every stage works and passes on."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+
+def gpipe(stage, mesh, microbatches, axis="stage"):
+    """`run(stack, x)`, which takes `x` through all stages, differentiable like any function.
+
+    `stage(weights, x)` maps rows to rows of the same shape and dtype; `weights` is its part of
+    `stack`, whose arrays are cut along their first axis, so that each rank of `axis` holds its own
+    layers. What comes before and after, an embedding and a head, is outside and the compiler's.
+
+    The backward pass is the transpose: the scan runs back, and each permute sends the other way
+    (Huang et al., 2019, GPipe). Ranks work in every one of the `microbatches + ranks - 1` ticks, in
+    the bubble on what nobody reads. Compare `value_and_grad`, which runs any schedule.
+
+    Raises:
+      ValueError: rows that do not split into the microbatches.
+    """
+    ranks = mesh.shape[axis]
+
+    def rank(stack, parts):
+        first = jax.lax.axis_index(axis) == 0
+
+        def tick(arrived, t):
+            x = jnp.where(first, parts[jnp.minimum(t, microbatches - 1)], arrived)
+            y = stage(stack, x)
+            return jax.lax.ppermute(y, axis, [(i, i + 1) for i in range(ranks - 1)]), y
+
+        ticks = jnp.arange(microbatches + ranks - 1)
+        return jax.lax.scan(tick, jnp.zeros_like(parts[0]), ticks)[1][None, ranks - 1 :]
+
+    def run(stack, x):
+        if x.shape[0] % microbatches:
+            raise ValueError(f"gpipe: {x.shape[0]} rows do not split into {microbatches} parts.")
+        parts = x.reshape(microbatches, -1, *x.shape[1:])
+        specs = dict(in_specs=(P(axis), P()), out_specs=P(axis), check_vma=False)
+        return jax.shard_map(rank, mesh=mesh, **specs)(stack, parts)[-1].reshape(x.shape)
+
+    return run
