@@ -5,7 +5,6 @@ import itertools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from shardwise.cut.equations import Equation, equations, needed, read, run
@@ -63,11 +62,10 @@ def stages(loss, params, *data):
         return loss(tree, *jax.tree.unflatten(data_structure, rest))
 
     closed, shapes, marks = trace(flat, [_abstract(x) for x in (*leaves, *others)])
-    program = _assign(closed, n, marks)
-    chosen = [_choose(program, s, s == marks) for s in range(marks + 1)]
+    program, last = _assign(closed, n, marks), len(marks)
+    chosen = [_choose(program, s, s == last) for s in range(last + 1)]
     rows = _rows(program, chosen)
-    built = [_stage(program, s, s == marks, *chosen[s], rows) for s in range(marks + 1)]
-    return built, shapes
+    return [_stage(program, s, s == last, *chosen[s], rows) for s in range(last + 1)], shapes
 
 
 def _assign(closed, n, marks):
@@ -78,17 +76,17 @@ def _assign(closed, n, marks):
     for eqn in eqns:
         inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
         kinds = set().union(*(reads.get(v, set()) for v in inputs))
-        at, mark = max([level.get(v, 0) for v in inputs], default=0), mark_of(eqn.origin)
+        at, mark = max([level.get(v, 0) for v in inputs], default=0), marks.get(mark_of(eqn.origin))
         if mark is not None:
             kinds, at = {"params", "data"}, mark + 1
         reads.update(dict.fromkeys(eqn.outvars, kinds))
         level.update(dict.fromkeys(eqn.outvars, at))
-    stage, used = {}, {v: marks for v in jaxpr.outvars if not isinstance(v, Literal)}
+    stage, used = {}, {v: len(marks) for v in jaxpr.outvars if not isinstance(v, Literal)}
     first = dict(used)
     for eqn in reversed(eqns):
         if len(reads[eqn.outvars[0]]) < 2:
             continue  # of parameters alone, or of data alone: repeated where it is needed
-        mark = mark_of(eqn.origin)
+        mark = marks.get(mark_of(eqn.origin))
         at = level[eqn.outvars[0]] if mark is None else mark
         if at == 0 and mark is None:  # before every mark: as late as its readers allow
             at = min([first[v] for v in eqn.outvars if v in first], default=0)
@@ -171,9 +169,9 @@ def _stage(program, s, last, eqns, carry, outputs, rows):
         rows={program.params.index(v): ends for v, ends in held.items()},
         data=tuple(program.data.index(v) for v in data),
         params=[_of_rows(v, held[v]) for v in mine],
-        inputs=[_abstract(v.aval) for v in data],
-        carry=[_abstract(v.aval) for v in carry],
-        outputs=[_abstract(v.val if isinstance(v, Literal) else v.aval) for v in outputs],
+        inputs=[_shape(v) for v in data],
+        carry=[_shape(v) for v in carry],
+        outputs=[_abstract(v.val) if isinstance(v, Literal) else _shape(v) for v in outputs],
         function=function,
     )
 
@@ -188,12 +186,15 @@ def _shifted(eqn, held):
     return Equation("slice", eqn.invars, eqn.outvars, run_on_rows, eqn.origin)
 
 
+def _shape(v):
+    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+
+
 def _of_rows(v, ends):
     shape = v.aval.shape if ends is None else (ends[1] - ends[0], *v.aval.shape[1:])
     return jax.ShapeDtypeStruct(shape, v.aval.dtype)
 
 
 def _abstract(x):
-    return jax.ShapeDtypeStruct(
-        jnp.shape(x), jax.dtypes.result_type(x) if not hasattr(x, "dtype") else x.dtype
-    )
+    """Shape and dtype as JAX sees them."""
+    return jax.eval_shape(lambda x: x, x)

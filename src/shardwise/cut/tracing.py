@@ -9,10 +9,11 @@ from shardwise import marks
 from shardwise.cut.equations import CALLS, inlined
 
 MARK = "shardwise stage boundary "
+_calls = itertools.count()  # a name for each call, since jax.jit keeps traces, and names with them
 
 
 def trace(function, args):
-    """(program, shapes of the output, number of marks): the marks stand at its top level.
+    """(program, shapes of the output, {name: number} of its marks, which stand at its top level).
 
     Functions under `jax.jit` are inlined, and marks in them seen.
 
@@ -20,43 +21,31 @@ def trace(function, args):
       ValueError: a mark within a scan, a remat or another inner function, where the program
         cannot be cut.
     """
-    count = itertools.count()
 
     def mark(x):
-        name = f"{MARK}{next(count)}"
+        name = f"{MARK}{next(_calls)}"
         return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), x)
 
     with marks.bind(stage_boundary=mark):
-        # A function of its own: the trace of one seen before might be cached, without the marks.
+        # A function of its own: the trace of one seen before may be cached, without the marks.
         traced, shapes = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)
     closed = inlined(traced, CALLS)
-    seen = [n for eqn in closed.jaxpr.eqns if (n := mark_of(eqn)) is not None]
-    total = next(count)
-    if set(seen) != set(range(total)) or (seen and max(seen) >= total):
-        raise ValueError(_hidden(closed.jaxpr, total, set(seen)))
-    return closed, shapes, total
-
-
-def mark_of(eqn):
-    """Which mark this equation is, counted from 0; None if it is none."""
-    name = str(eqn.params.get("name", "")) if eqn.primitive.name == "name" else ""
-    return int(name.removeprefix(MARK)) if name.startswith(MARK) else None
-
-
-def _hidden(jaxpr, total, seen):
-    for eqn in jaxpr.eqns:
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_jaxpr):
-            if _jaxpr(inner) is not None and MARK in str(_jaxpr(inner)):
-                return (
+    found = dict.fromkeys(name for eqn in closed.jaxpr.eqns if (name := mark_of(eqn)))
+    for eqn in closed.jaxpr.eqns:
+        if any(MARK in str(inner) for inner in jax.tree.leaves(eqn.params, is_leaf=_is_jaxpr)):
+            if mark_of(eqn) is None:
+                raise ValueError(
                     f"cut: marks.stage_boundary stands within a {eqn.primitive.name}, whose inside "
                     f"cannot be cut; call it between such parts, at the loss's own level."
                 )
-    return (
-        f"cut: {total} marks were called and {len(seen)} are in the traced loss; a function that "
-        f"jax.jit has traced before keeps that trace: mark outside of it, or trace it anew."
-    )
+    return closed, shapes, {name: i for i, name in enumerate(found)}
 
 
-def _jaxpr(x):
-    inner = getattr(x, "jaxpr", x)
-    return inner if hasattr(inner, "eqns") else None
+def mark_of(eqn):
+    """The name of the mark that this equation is; None if it is none."""
+    name = str(eqn.params.get("name", "")) if eqn.primitive.name == "name" else ""
+    return name if name.startswith(MARK) else None
+
+
+def _is_jaxpr(x):
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")

@@ -1,0 +1,273 @@
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise import cut, marks, measure, model, train
+
+WIDE, ROWS = 8, 4
+
+
+def assert_close(ours, theirs, rtol=1e-4):
+    """Relative to each array's largest entry: sums are taken in another order."""
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(np.abs(b).max(initial=0), 1e-6))
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32) / 2
+
+
+def alone(loss, params, *data):
+    """(loss, gradient of its first output) on one device."""
+    first = lambda *args: (loss(*args)[0], loss(*args))  # noqa: E731
+    (_, out), grads = jax.jit(jax.value_and_grad(first, has_aux=True))(params, *data)
+    return out, grads
+
+
+def in_stages(loss, params, *data, halves):
+    """The same, stage after stage; backward whole or in halves."""
+    parts, shapes = cut.stages(loss, params, *data)
+    leaves, data = jax.tree.leaves(params), jax.tree.leaves(data)
+    carry, kept, sums = [], [], [jnp.zeros_like(x) for x in leaves]
+    for stage in parts:
+        assert [(x.shape, x.dtype) for x in carry] == [(x.shape, x.dtype) for x in stage.carry]
+        own = [leaves[i] if e is None else leaves[i][slice(*e)] for i, e in stage.rows.items()]
+        given = own, [data[i] for i in stage.data]
+        carry, residuals = jax.jit(cut.backward(stage).forward)(*given, carry)
+        kept.append((given, residuals))
+    out, cots = jax.tree.unflatten(jax.tree.structure(shapes), carry), [jnp.ones_like(carry[0])]
+    for stage, (given, residuals) in reversed(list(zip(parts, kept, strict=True))):
+        programs = cut.backward(stage)
+        if halves:
+            cots, pending = jax.jit(programs.to_input)(*given, residuals, cots)
+            grads = jax.jit(programs.to_weights)(*given, residuals, pending)
+        else:
+            cots, grads = jax.jit(programs.whole)(*given, residuals, cots)
+        for (i, ends), g in zip(stage.rows.items(), grads, strict=True):
+            sums[i] = sums[i].at[... if ends is None else slice(*ends)].add(g)
+    return out, jax.tree.unflatten(jax.tree.structure(params), sums)
+
+
+def check(loss, params, *data):
+    expected = alone(loss, params, *data)
+    for halves in (False, True):
+        assert_close(in_stages(loss, params, *data, halves=halves), expected)
+
+
+# Plain chains, cut anywhere.
+
+
+def chain(params, x, cuts, depth, scan=False, remat=False, skip=False, tied=False):
+    layer = lambda x, w: (jnp.tanh(x @ w["kernel"] + w["bias"][None]), None)  # noqa: E731
+    layer = jax.checkpoint(layer) if remat else layer
+    x = x @ (params["tied"] if tied else params["first"])
+    start, early = 0, x * params["scale"]
+    for end in (*cuts, depth):
+        part = jax.tree.map(lambda a, s=start, e=end: a[s:e], params["layers"])
+        if scan:
+            x, _ = jax.lax.scan(layer, x, part)
+        else:
+            for i in range(end - start):
+                x, _ = layer(x, jax.tree.map(lambda a, i=i: a[i], part))
+        x = marks.stage_boundary(x) if end < depth else x
+        start = end
+    x = x + early if skip else x
+    x = x @ params["tied"].T if tied else x @ params["last"]
+    return jnp.sum(x**2), jnp.float32(x.size)
+
+
+def chain_params(depth):
+    square = (WIDE, WIDE)
+    layers = {"kernel": draw(depth, *square), "bias": draw(depth, WIDE, seed=1)}
+    rest = {name: draw(*square, seed=i) for i, name in enumerate(("first", "last", "tied"), 2)}
+    return {"layers": layers, "scale": np.float32(0.5), **rest}
+
+
+@given(
+    depth=st.integers(2, 5),
+    at=st.sets(st.integers(1, 4), min_size=1, max_size=3),
+    scan=st.booleans(),
+    remat=st.booleans(),
+    skip=st.booleans(),
+    tied=st.booleans(),
+)
+@settings(max_examples=10)
+def test_a_chain_cut_anywhere_equals_one_device(depth, at, scan, remat, skip, tied):
+    cuts = sorted(c for c in at if c < depth)
+    loss = functools.partial(
+        chain, cuts=cuts, depth=depth, scan=scan, remat=remat, skip=skip, tied=tied
+    )
+    check(loss, chain_params(depth), draw(ROWS, WIDE, seed=9))
+
+
+def test_rows_and_what_crosses():
+    loss = functools.partial(chain, cuts=[1, 3], depth=4)
+    params, x = chain_params(4), draw(ROWS, WIDE)
+    parts, _ = cut.stages(loss, params, x)
+    paths = [jax.tree_util.keystr(k) for k, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
+    kernel, first, last = (
+        paths.index(p) for p in ("['layers']['kernel']", "['first']", "['last']")
+    )
+    assert [s.rows[kernel] for s in parts] == [(0, 1), (1, 3), (3, 4)]
+    assert [first in s.rows for s in parts] == [True, False, False]
+    assert [last in s.rows for s in parts] == [False, False, True]
+    assert [s.data for s in parts] == [(0,), (), ()]
+    assert [[x.shape for x in s.carry] for s in parts] == [[], [(ROWS, WIDE)], [(ROWS, WIDE)]]
+    held = sum(np.prod(x.shape) for s in parts for x in s.params)
+    unread = params["tied"].size  # on the first stage, with a gradient of zeros
+    assert held == sum(x.size for x in jax.tree.leaves(params)) and unread
+
+    skipping, _ = cut.stages(functools.partial(loss, skip=True), params, x)
+    assert [len(s.carry) for s in skipping] == [0, 2, 2]
+    tied, _ = cut.stages(functools.partial(loss, tied=True), params, x)
+    at = paths.index("['tied']")
+    assert [tied[s].rows.get(at, "not here") for s in range(3)] == [None, "not here", None]
+
+
+def test_rows_read_twice_or_never_stay_whole():
+    def overlapping(params, x):
+        x = x @ params["w"][0:2].sum(0)
+        x = marks.stage_boundary(x)
+        return jnp.sum(x @ params["w"][1:3].sum(0)), jnp.float32(1)
+
+    params, x = {"w": draw(3, WIDE, WIDE)}, draw(ROWS, WIDE)
+    parts, _ = cut.stages(overlapping, params, x)
+    assert [s.rows for s in parts] == [{0: None}, {0: None}]
+    check(overlapping, params, x)
+
+
+def test_masks_keys_constants_and_integers():
+    table = jnp.asarray(draw(16, WIDE))
+
+    def loss(params, batch, key):
+        x = (table[batch["tokens"]] + params["e"][batch["tokens"]]) * batch["mask"][:, None]
+        x = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
+        best = jnp.argmax(x, axis=1)  # an integer that crosses
+        x = marks.stage_boundary(jnp.tanh(x @ params["a"]))
+        x = marks.stage_boundary(x * batch["mask"][:, None])
+        picked = jnp.take_along_axis(x @ params["b"], best[:, None], axis=1)
+        return jnp.sum(picked), jnp.sum(batch["mask"]), {"rows": x, "best": best}
+
+    params = {"e": draw(16, WIDE), "a": draw(WIDE, WIDE, seed=1), "b": draw(WIDE, WIDE, seed=2)}
+    batch = {"tokens": np.arange(ROWS), "mask": np.array([1, 0, 1, 1], np.float32)}
+    check(loss, params, batch, jax.random.key(3))
+
+
+def test_marks_of_several_arrays_and_within_jit_are_seen():
+    @jax.jit
+    def first(params, x):
+        return marks.stage_boundary({"x": jnp.tanh(x @ params["a"]), "more": x * params["s"]})
+
+    def loss(params, x):
+        both = first(params, x)
+        return jnp.sum(both["x"] @ params["b"] + both["more"]), jnp.float32(1)
+
+    params = {"a": draw(WIDE, WIDE), "b": draw(WIDE, WIDE, seed=1), "s": np.float32(2)}
+    for _ in range(2):  # jax.jit keeps the trace of `first`
+        assert len(cut.stages(loss, params, draw(ROWS, WIDE))[0]) == 2
+    expected = in_stages(loss, params, draw(ROWS, WIDE), halves=False)
+    jax.clear_caches()
+    assert_close(alone(loss, params, draw(ROWS, WIDE)), expected)
+
+
+def test_a_mark_that_cannot_be_cut_at_is_named():
+    def inside(wrap):
+        def loss(params, x):
+            x = wrap(lambda x: marks.stage_boundary(jnp.tanh(x @ params["a"])))(x)
+            return jnp.sum(x), jnp.float32(1)
+
+        return loss
+
+    def scanned(f):
+        return lambda x: jax.lax.scan(lambda x, _: (f(x), None), x, None, length=2)[0]
+
+    params, x = {"a": draw(WIDE, WIDE)}, draw(ROWS, WIDE)
+    with pytest.raises(ValueError, match="stands within a scan, whose inside cannot be cut; call"):
+        cut.stages(inside(scanned), params, x)
+    with pytest.raises(ValueError, match=r"stands within a (remat|checkpoint)"):
+        cut.stages(inside(jax.checkpoint), params, x)
+
+
+# The two halves, in FLOPs.
+
+
+def decoder(scan, remat):
+    config = model.Config(
+        vocab=32, embed=16, layers=4, heads=2, kv_heads=2, head_dim=8, mlp=48,
+        stages=2, scan=scan, remat=remat,
+    )  # fmt: skip
+    graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(config, nnx.Rngs(0)))())
+    tokens = np.random.default_rng(0).integers(32, size=(3, 9))
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": np.ones((3, 8), "f4")}
+    return functools.partial(train.loss, graphdef=graphdef), params, batch
+
+
+@pytest.mark.parametrize(
+    ("scan", "remat"), [(False, False), (True, False), (True, True), (False, True)]
+)
+def test_halves_of_the_decoder_add_up(scan, remat):
+    """The weights' half does nothing again, and the input's half makes no weight gradient."""
+    loss, params, batch = decoder(scan, remat)
+    stage = cut.stages(loss, params, batch)[0][1]
+    programs = cut.backward(stage)
+    assert programs.undivided == ()
+    given = stage.params, stage.inputs
+    _, kept = jax.eval_shape(programs.forward, *given, stage.carry)
+    cots = [stage.outputs[0]]
+    _, pending = jax.eval_shape(programs.to_input, *given, kept, cots)
+    calls = {
+        "B": (programs.whole, *given, kept, cots),
+        "I": (programs.to_input, *given, kept, cots),
+        "W": (programs.to_weights, *given, kept, pending),
+    }
+    compiled = {kind: jax.jit(f).lower(*args).compile() for kind, (f, *args) in calls.items()}
+    flops = {kind: measure.flops(c) for kind, c in compiled.items()}
+    assert abs(flops["I"] + flops["W"] - flops["B"]) <= 0.01 * flops["B"]
+    if not remat:  # with it, the forward is computed again, in the half that comes first
+        assert flops["I"] <= 0.6 * flops["B"]
+    if not scan:
+        assert products(compiled["W"]) & {(16, 48), (48, 16)}
+        assert not products(compiled["I"]) & {(16, 48), (48, 16)}
+
+
+def products(compiled):
+    """The shapes of a compiled program's products; one of 16 × 48 is a weight's gradient."""
+    found = re.findall(r"= f32\[([\d,]+)\]\S* dot\(", compiled.as_text())
+    return {tuple(map(int, shape.split(","))) for shape in found}
+
+
+def test_what_cannot_be_cut_in_two_is_named():
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def both(residuals, g):
+        x, w = residuals
+
+        def body(i, sums):
+            return sums[0] + g @ w.T / 2, sums[1] + x.T @ g / 2
+
+        return jax.lax.while_loop(
+            lambda state: state[0] < 2,
+            lambda state: (state[0] + 1, body(0, state[1])),
+            (0, (jnp.zeros_like(x), jnp.zeros_like(w))),
+        )[1]
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), both)
+
+    def loss(params, x):
+        x = marks.stage_boundary(x @ params["a"])
+        return jnp.sum(product(x, params["b"])), jnp.float32(1)
+
+    params = {"a": draw(WIDE, WIDE), "b": draw(WIDE, WIDE, seed=1)}
+    parts, _ = cut.stages(loss, params, draw(ROWS, WIDE))
+    assert cut.backward(parts[1]).undivided == ("while",)
+    check(loss, params, draw(ROWS, WIDE))
