@@ -1,6 +1,8 @@
 """Loss and gradient by a schedule of tasks on stages."""
 
 import functools
+import math
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -177,6 +179,8 @@ class _Plan:
             compile_stage(stage, params.meshes[stage.index], pieces, owner.rows, self.size)
             for stage, pieces in zip(stages, self.layout, strict=True)
         ]
+        self._check_rows()
+        self._check_halves()
 
     def run(self, params, batch, args):
         step = _Step(self, params, batch, args)
@@ -188,6 +192,28 @@ class _Plan:
         if not self.owner.has_aux:
             return mean, grads, times
         return (mean, self._reduced(extra)), grads, times
+
+    def _check_rows(self):
+        mesh, rows = self.meshes[0], self.owner.rows
+        names = rows[0] if len(rows) else ()
+        names = (names,) if isinstance(names, str) else names or ()
+        devices = math.prod(mesh.shape[name] for name in names)
+        if self.size % devices:
+            raise ValueError(
+                f"pipeline.value_and_grad: microbatches of {self.size} rows do not divide among "
+                f"the {devices} devices of {rows}; take fewer microbatches, or pad the batch with "
+                f"masked rows."
+            )
+
+    def _check_halves(self):
+        kinds = {task.kind for order in self.schedule.tasks for task in order}
+        for programs in self.stages if "I" in kinds else ():
+            if names := programs.halves.undivided:
+                warnings.warn(
+                    f"pipeline: stage {programs.stage.index}: {', '.join(names)} yields both what "
+                    f"the stage before waits for and gradients of weights; all of it runs in I.",
+                    stacklevel=5,
+                )
 
     def _reduced(self, extra):
         """The auxiliary outputs of all microbatches, each reduced in the way asked for."""

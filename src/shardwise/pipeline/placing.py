@@ -115,22 +115,25 @@ def stage_meshes(mesh, axis, device_of):
 def state_layout(state, params):
     """Pieces of an optimizer's state: what has a parameter's path and shape lives where it does."""
     layout = []
+    everywhere = tuple((stage, None) for stage in range(len(params.meshes)))
     for path, x in rules.named_leaves(state):
         owned = [p for p in params.layout if path == p.path or path.endswith("/" + p.path)]
         owner = max(owned, key=lambda p: len(p.path), default=None)
-        shape, dtype = tuple(jnp.shape(x)), jnp.result_type(x)
-        if owner is not None and owner.shape == shape:
-            layout.append(owner._replace(path=path, dtype=dtype, homes=owner.owners))
-        elif owner is not None and not owner.in_rows:
-            layout.append(Piece(path, shape, dtype, owner.owners, P()))
-        elif math.prod(shape) == 1:
-            layout.append(Piece(path, shape, dtype, ((0, None),), P()))
-        else:
+        piece = Piece(path, tuple(jnp.shape(x)), jnp.result_type(x), everywhere, P())
+        if owner is None or piece.shape == ():
+            homes = everywhere if piece.shape else everywhere[:1]  # a table; a counter
+        elif owner.in_rows and owner.shape != piece.shape and math.prod(piece.shape) > 1:
             raise ValueError(
-                f"pipeline: the optimizer's {path} of shape {shape} belongs to no parameter of "
-                f"that shape on one stage. Keep the parameter as an array for each stage, or leave "
-                f"it out of that optimizer with optax.masked."
+                f"pipeline: of the optimizer's {path} of shape {piece.shape}, the parameter "
+                f"{owner.path} of shape {owner.shape} lies in rows on {len(owner.homes)} stages, "
+                f"and has no such array. Keep that parameter as an array for each stage, or leave "
+                f"it out of the transformation with optax.masked."
             )
+        else:
+            homes = owner.homes if owner.homes == everywhere else owner.owners
+            homes = homes if owner.shape == piece.shape else ((homes[0][0], None),)
+        spec = owner.spec if owner is not None and owner.shape == piece.shape else P()
+        layout.append(piece._replace(homes=homes, spec=spec))
     return _distinct(layout)
 
 

@@ -47,7 +47,7 @@ class Spread:
         self.constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self.inputs = list(zip(jaxpr.invars, (p for t in inputs for p in t.layout), strict=True))
         self.goals = list(zip(jaxpr.outvars, (p for t in outputs for p in t.layout), strict=True))
-        placed = _Placed(self.inputs)
+        placed = _Placed(self.inputs, self.meshes)
         self.eqns = [part for eqn in cut.equations(jaxpr) for part in placed.equations(eqn)]
         self.placed, self.exchanges = placed, placed.exchanges(self.eqns)
         self.jitted = {}
@@ -59,7 +59,7 @@ class Spread:
             if piece.shape == ():
                 shared[v] = part[piece.homes[0][0]]
             else:
-                for stage, _ in piece.owners:
+                for stage, _ in piece.homes:
                     local[stage][v] = part[stage]
         for step, exchange in enumerate(self.exchanges):
             found = {}
@@ -72,10 +72,14 @@ class Spread:
         ]
         return self._trees(done)
 
+    def _of(self, piece):
+        """The homes that compute it."""
+        return piece.homes if _everywhere(piece, self.meshes) else piece.owners
+
     def _run(self, stage, step, wanted, local, shared):
         """{variable: number} of one exchange, or {number of the goal: array}."""
         if step == "goals":
-            wanted = [(i, v, p) for i, (v, p) in wanted if stage in dict(p.owners)]
+            wanted = [(i, v, p) for i, (v, p) in wanted if stage in dict(self._of(p))]
         else:
             wanted = [(v, v, None) for v in wanted]
         if (stage, step) not in self.jitted:
@@ -114,7 +118,7 @@ class Spread:
         trees, at = [], 0
         for like in self.outputs:
             tree = {
-                piece.path: {stage: done[stage][at + i] for stage, _ in piece.owners}
+                piece.path: {stage: done[stage][at + i] for stage, _ in self._of(piece)}
                 for i, piece in enumerate(like.layout)
             }
             trees.append(Pipelined(tree, like.layout, like.structure, like.meshes))
@@ -136,8 +140,9 @@ class _Placed:
     kept as that number (`uniform`), since its shape depends on where it is used.
     """
 
-    def __init__(self, inputs):
-        self.homes = {v: p.owners if p.shape else None for v, p in inputs}
+    def __init__(self, inputs, meshes):
+        free = {v for v, p in inputs if not p.shape or _everywhere(p, meshes)}
+        self.homes = {v: None if v in free else p.owners for v, p in inputs}
         self.label = {v: p.path for v, p in inputs}
         self.uniform = set()
 
@@ -243,3 +248,7 @@ class _Placed:
     def _by_entry(self, eqn):
         shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
         return len(shapes) == 1 and eqn.name not in MIXING and len(eqn.outvars) == 1
+
+
+def _everywhere(piece, meshes):
+    return not piece.in_rows and len(piece.homes) == len(meshes)

@@ -1,0 +1,572 @@
+import functools
+import itertools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from shardwise import (
+    checkpoint,
+    data,
+    marks,
+    measure,
+    mesh,
+    model,
+    pipeline,
+    rules,
+    schedules,
+    train,
+)
+from shardwise.pipeline.running import run
+from shardwise.schedules import Task
+
+mesh.simulate(8)
+WIDE, ROWS = 6, 8
+TWO, FOUR = mesh.make(stage=2), mesh.make(stage=4)
+CHEAP = {"xla_backend_optimization_level": 0}
+
+
+def assert_close(ours, theirs, rtol=1e-4):
+    """Relative to each array's largest entry: sums are taken in another order."""
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(np.abs(b).max(initial=0), 1e-6))
+
+
+def chain(params, batch, stages, tied=False):
+    """A layer for each stage, from stacked weights; rows count by their mask."""
+    x = batch["x"] @ params["tied"] if tied else batch["x"] + params["shift"][None]
+    for i in range(stages):
+        x = jnp.tanh(x @ params["w"][i]) + x
+        x = marks.stage_boundary(x) if i < stages - 1 else x
+    x = x @ params["tied"].T if tied else x * params["shift"][None]
+    return jnp.sum(x**2 * batch["mask"][:, None]), jnp.sum(batch["mask"])
+
+
+def chain_of(stages, tied=False):
+    draw = np.random.default_rng(0)
+    shapes = {"w": (stages, WIDE, WIDE), "shift": (WIDE,)} | (
+        {"tied": (WIDE, WIDE)} if tied else {}
+    )
+    params = {k: draw.normal(size=s).astype(np.float32) / 2 for k, s in shapes.items()}
+    batch = {
+        "x": draw.normal(size=(ROWS, WIDE)).astype(np.float32),
+        "mask": np.array([1, 1, 0, 1, 1, 0, 0, 1], np.float32),
+    }
+    return functools.partial(chain, stages=stages, tied=tied), params, batch
+
+
+def on_one(loss, params, batch):
+    return jax.jit(train.value_and_grad(loss))(params, batch)
+
+
+def check(loss, params, batch, grid, schedule, microbatches, rule=P(), **options):
+    expected = on_one(loss, params, batch)
+    function = pipeline.value_and_grad(loss, grid, schedule, microbatches, **options)
+    split = pipeline.split(params, function, batch, rule=rule)
+    for a, b in zip(jax.tree.leaves(pipeline.merge(split)), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    mean, grads = function(split, batch)
+    assert_close((mean, pipeline.merge(grads)), expected)
+    return function, split, grads
+
+
+# Every schedule.
+
+
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
+def test_every_schedule_equals_one_device(name):
+    table = schedules.spread(name, 2, 4)
+    loss, params, batch = chain_of(table.stages)
+    function, _, _ = check(loss, params, batch, TWO, name, 4)
+    assert set(function.times) == {task for order in table.tasks for task in order}
+    for order in table.tasks:  # in the table's order, one at a time
+        ends = [time for task in order for time in function.times[task]]
+        assert ends == sorted(ends)
+    for order in table.tasks:
+        for task in order:
+            for needed in table.dependencies(task):
+                assert function.times[needed][1] <= function.times[task][0]
+
+
+def test_a_new_schedule_is_one_entry(monkeypatch):
+    """All forwards, then backwards from the last microbatch; known by name, as any other."""
+
+    def last_first(stages, devices, microbatches):
+        table = schedules.SCHEDULES["gpipe"](stages, devices, microbatches)
+        turned = [
+            sorted(order, key=lambda t: (t.kind == "B", -t.microbatch if t.kind == "B" else 0))
+            for order in table.tasks
+        ]
+        return schedules.from_tasks(turned)
+
+    monkeypatch.setitem(schedules.SCHEDULES, "last_first", last_first)
+    test_every_schedule_equals_one_device("last_first")
+
+
+@given(
+    stages=st.integers(1, 4),
+    microbatches=st.sampled_from([1, 2, 4, 8]),
+    order=st.randoms(use_true_random=False),
+    split=st.booleans(),
+)
+@settings(max_examples=8)
+def test_any_order_that_can_run_equals_one_device(stages, microbatches, order, split):
+    """A random schedule: of the tasks that could be next, a random one."""
+    devices = [order.randrange(2) if s else 0 for s in range(stages)]
+    kinds = "FIW" if split else "FB"
+    waiting = [Task(s, k, j) for s in range(stages) for k in kinds for j in range(microbatches)]
+    table = schedules.Schedule(
+        (tuple(t for t in waiting if not devices[t.stage]), (Task(0, "F", 0),) * 0),
+        stages, microbatches, tuple(devices),
+    )  # fmt: skip
+    everything = schedules.Schedule((tuple(waiting),), stages, microbatches, (0,) * stages)
+    done, orders = set(), [[], []]
+    while waiting:
+        ready = [t for t in waiting if set(everything.dependencies(t)) <= done]
+        task = order.choice(ready)
+        waiting.remove(task)
+        done.add(task)
+        orders[devices[task.stage]].append(task)
+    table = schedules.Schedule(tuple(map(tuple, orders)), stages, microbatches, tuple(devices))
+    schedules.check(table)
+    loss, params, batch = chain_of(stages)
+    check(loss, params, batch, TWO, table, microbatches)
+
+
+# The decoder, on real text, with layouts within a stage.
+
+
+def decoder(stages=2, **how):
+    config = model.Config(
+        vocab=256, embed=16, layers=2, heads=2, kv_heads=2, head_dim=8, mlp=16, stages=stages, **how
+    )
+    graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(config, nnx.Rngs(0)))())
+    return functools.partial(train.loss, graphdef=graphdef), params, next(data.batches(8, 8))
+
+
+def test_the_decoder_with_fsdp_within_a_stage():
+    loss, params, batch = decoder(remat=True)
+    rule = rules.FSDPRule("fsdp", min_size=64)
+    function, split, grads = check(
+        loss, params, batch, mesh.make(stage=2, fsdp=4), "1f1b", 2, rule, rows=P("fsdp")
+    )
+    for path, parts in split.tree.items():
+        for stage, x in parts.items():
+            assert grads.tree[path][stage].sharding.is_equivalent_to(x.sharding, x.ndim), path
+    held = measure.bytes_on_devices(split)
+    stages = [sum(held[d] for d in m.devices.flat) for m in split.meshes]
+    assert max(held.values()) < 0.2 * sum(x.nbytes for x in jax.tree.leaves(params))
+    assert stages[0] != stages[1]
+    program = pipeline.programs(function, split, batch)[1, "B"].compile(compiler_options=CHEAP)
+    assert measure.collectives(program)["all-gather"].ring_bytes > 0
+
+
+def test_the_decoder_with_tensor_parallelism_within_a_stage():
+    loss, params, batch = decoder()
+    table = dict.fromkeys(["vocab", "embed", "head_dim", "layers"]) | dict.fromkeys(
+        ["mlp", "heads", "kv_heads"], "model"
+    )
+    pinned = dict.fromkeys(["attention", "mlp", "embedding"], P())
+    check(
+        loss, params, batch, mesh.make(stage=2, model=2), "gpipe", 2, rules.LogicalRules(table),
+        names=pinned,
+    )  # fmt: skip
+
+
+def held_by(pipelined):
+    """The bytes of each device, in the order of their numbers."""
+    held = measure.bytes_on_devices(pipelined)
+    return [held[device] for device in sorted(held, key=lambda device: device.id)]
+
+
+def test_each_stage_holds_its_own():
+    loss, params, batch = chain_of(4)
+    function, split, grads = check(loss, params, batch, FOUR, "1f1b", 4)
+    state = pipeline.init(optax.adam(1e-2), split)
+    row, shift = 4 * WIDE * WIDE, 4 * WIDE
+    expected = [row + shift, row, row, row + shift]
+    assert held_by(split) == held_by(grads) == expected
+    assert held_by(state) == [2 * (row + shift) + 4, *[2 * row] * 3]  # and Adam's count, once
+    programs = pipeline.programs(function, split, batch)
+    assert set(programs) == {(s, k) for s in range(4) for k in "FB"}
+    for (s, _), lowered in programs.items():
+        assert f"{4}x{WIDE}x{WIDE}xf32" not in lowered.as_text(), s  # never the whole stack
+
+
+# Losses, auxiliary outputs, keys.
+
+
+def test_a_scalar_loss_and_auxiliary_outputs():
+    def loss(params, batch, key):
+        x = marks.stage_boundary(batch["x"] @ params["w"][0])
+        y = x @ params["w"][1]
+        noise = jax.random.uniform(key)
+        extra = {"most": jnp.max(y), "rows": y[:, 0], "sums": {"n": len(y), "noise": noise}}
+        return jnp.mean(y**2), extra
+
+    _, params, batch = chain_of(2)
+    ways = {"most": "max", "rows": "concatenate", "sums": "sum"}
+    function = pipeline.value_and_grad(loss, TWO, "1f1b", 4, has_aux=True, aux=ways)
+    key = jax.random.key(1)
+    split = pipeline.split(params, function, batch, key)
+    (mean, extra), grads = function(split, batch, key)
+    (value, _), expected = jax.value_and_grad(loss, has_aux=True)(params, batch, key)
+    assert_close((mean, pipeline.merge(grads)), (value, expected))
+    y = batch["x"] @ params["w"][0] @ params["w"][1]
+    assert_close(extra["most"], y.max())
+    assert_close(extra["rows"], y[:, 0])
+    assert extra["sums"]["n"] == ROWS
+    noise = sum(jax.random.uniform(jax.random.fold_in(key, j)) for j in range(4))
+    assert_close(extra["sums"]["noise"], noise)
+
+
+def test_a_tied_parameter_gets_both_gradients_and_stays_equal():
+    loss, params, batch = chain_of(3, tied=True)
+    three = mesh.make(stage=3)
+    function, split, grads = check(loss, params, batch, three, "gpipe", 2)
+    assert list(split.tree["tied"]) == [0, 2]
+    tx = optax.adamw(1e-2)
+    state = pipeline.init(tx, split)
+    for _ in range(2):
+        _, grads = function(split, batch)
+        np.testing.assert_array_equal(*grads.tree["tied"].values())
+        updates, state = pipeline.update(tx, grads, state, split)
+        split = optax.apply_updates(split, updates)
+        np.testing.assert_array_equal(*split.tree["tied"].values())
+
+
+# Optimizers.
+
+
+def steps(tx, count=3, stages=4):
+    """(losses, parameters, state), on one device and in a pipeline."""
+    loss, flat, batch = chain_of(stages)
+    function = pipeline.value_and_grad(loss, mesh.make(stage=stages), "1f1b", 4)
+    split = pipeline.split(flat, function, batch)
+    flat_state, state, losses = tx.init(flat), pipeline.init(tx, split), ([], [])
+    assert_close(pipeline.merge(state), flat_state)
+    for _ in range(count):
+        mean, grads = on_one(loss, flat, batch)
+        updates, flat_state = tx.update(grads, flat_state, flat)
+        flat = optax.apply_updates(flat, updates)
+        losses[0].append(mean)
+        mean, grads = function(split, batch)
+        updates, state = pipeline.update(tx, grads, state, split)
+        split = optax.apply_updates(split, updates)
+        losses[1].append(mean)
+    return (losses[0], flat, flat_state), (losses[1], split, state)
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2)),
+    "lamb": optax.lamb(1e-2),
+    "sgd": optax.sgd(1e-2, momentum=0.9),
+    "lion, by block": optax.chain(optax.clip_by_block_rms(0.1), optax.lion(1e-3)),
+}
+
+
+@pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_optimizers_equal_one_device(tx):
+    theirs, (losses, params, state) = steps(tx)
+    assert_close(losses, theirs[0], rtol=1e-5)
+    assert_close((pipeline.merge(params), pipeline.merge(state)), theirs[1:], rtol=1e-3)
+
+
+def test_only_numbers_cross_in_an_update():
+    loss, params, batch = chain_of(2)
+    split = pipeline.split(params, pipeline.value_and_grad(loss, TWO, "gpipe", 2), batch)
+    tx = OPTIMIZERS["clipped"]
+    state = pipeline.init(tx, split)
+    trees = (split, state, split)
+    spread = pipeline.optimizing.Spread(tx.update, trees, (split, state))
+    crossing = [v for step in spread.exchanges for found in step.values() for v in found]
+    assert crossing and all(getattr(v, "variable", v).aval.shape == () for v in crossing)
+
+
+@pytest.mark.parametrize(
+    ("tx", "message"),
+    [
+        (
+            optax.adafactor(1e-2, min_dim_size_to_factor=2),
+            r"w of shape .* lies in rows on 2 stages",
+        ),
+        (
+            optax.stateless(lambda u, p: {"w": u["w"], "shift": u["shift"] + u["w"][0, 0]}),
+            "on w, of which each of 2 stages holds rows",
+        ),
+    ],
+    ids=["adafactor", "mixing"],
+)
+def test_what_an_update_cannot_do_is_named(tx, message):
+    loss, params, batch = chain_of(2)
+    split = pipeline.split(params, pipeline.value_and_grad(loss, TWO, "gpipe", 2), batch)
+    with pytest.raises(ValueError, match=message):
+        pipeline.update(tx, split, pipeline.init(tx, split), split)
+
+
+def test_muon_takes_whole_matrices():
+    """Its tables of numbers are on every stage; a matrix that lies in rows has no such update."""
+
+    def loss(params, batch):
+        x = marks.stage_boundary(batch["x"] @ params["a"] @ params["rows"][:WIDE])
+        return jnp.sum((x @ params["b"] @ params["rows"][WIDE:]) ** 2), jnp.float32(len(x))
+
+    _, _, batch = chain_of(2)
+    draw = np.random.default_rng(0).normal(size=(4 * WIDE, WIDE)).astype("f4")
+    params = {"a": draw[:WIDE], "b": draw[WIDE : 2 * WIDE], "rows": draw[2 * WIDE :]}
+    function = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
+    split = pipeline.split(params, function, batch)
+    _, grads = function(split, batch)
+    tx = optax.contrib.muon(1e-2)
+    with pytest.raises(
+        ValueError, match="on rows, of which each of 2 stages holds rows, works nei"
+    ):
+        pipeline.update(tx, grads, pipeline.init(tx, split), split)
+    some = optax.contrib.muon(
+        1e-2, muon_weight_dimension_numbers=lambda p: {"a": MATRIX, "b": MATRIX, "rows": None}
+    )
+    flat_updates, _ = some.update(on_one(loss, params, batch)[1], some.init(params), params)
+    updates, _ = pipeline.update(some, grads, pipeline.init(some, split), split)
+    assert_close(pipeline.merge(updates), flat_updates, rtol=1e-3)
+
+
+MATRIX = optax.contrib.MuonDimensionNumbers()
+
+
+def test_arrays_of_two_stages_do_not_meet():
+    def loss(params, batch):
+        x = marks.stage_boundary(batch["x"] @ params["a"])
+        return jnp.sum((x @ params["b"]) ** 2), jnp.float32(len(x))
+
+    _, _, batch = chain_of(2)
+    params = {"a": np.ones((WIDE, WIDE), "f4"), "b": np.ones((WIDE, WIDE), "f4")}
+    split = pipeline.split(params, pipeline.value_and_grad(loss, TWO, "gpipe", 2), batch)
+    swap = optax.stateless(lambda u, p: {"a": u["a"] + u["b"], "b": u["b"]})
+    with pytest.raises(ValueError, match=r"add combines arrays of several stages \(a, b\)"):
+        pipeline.update(swap, split, pipeline.init(swap, split), split)
+
+
+# From one placement to another.
+
+
+def test_from_any_placement_to_any_other_through_a_checkpoint(tmp_path):
+    loss, params, batch = chain_of(4)
+    tx = optax.adamw(1e-2)
+    forwards = [Task(s, "F", j) for s in range(4) for j in range(4)]
+    backwards = [Task(s, "B", j) for s in reversed(range(4)) for j in range(4)]
+    layouts = [
+        (FOUR, "1f1b"),
+        (TWO, "interleaved_1f1b"),
+        (TWO, "dualpipe_v"),
+        (mesh.make(stage=1), [[*forwards, *backwards]]),
+    ]
+    functions = [pipeline.value_and_grad(loss, m, s, 4) for m, s in layouts]
+    split = pipeline.split(params, functions[0], batch)
+    _, grads = functions[0](split, batch)
+    updates, state = pipeline.update(tx, grads, pipeline.init(tx, split), split)
+    split = optax.apply_updates(split, updates)
+    flat, flat_state = pipeline.merge(split), pipeline.merge(state)
+    checkpoint.save(tmp_path / "run", 1, {"params": flat, "opt_state": flat_state})
+    checkpoint.wait()
+    target = {"params": jax.tree.map(jnp.zeros_like, params), "opt_state": tx.init(params)}
+    restored = checkpoint.restore(tmp_path / "run", target)
+    after = []
+    for function in functions:
+        again = pipeline.split(restored["params"], function, batch)
+        kept = pipeline.split(restored["opt_state"], again)
+        for a, b in ((again, flat), (kept, flat_state)):
+            for x, y in zip(jax.tree.leaves(pipeline.merge(a)), jax.tree.leaves(b), strict=True):
+                np.testing.assert_array_equal(x, y)
+        mean, grads = function(again, batch)
+        updates, _ = pipeline.update(tx, grads, kept, again)
+        after.append((mean, pipeline.merge(optax.apply_updates(again, updates))))
+    for other in after[1:]:
+        assert_close(other, after[0])
+
+
+# Threads.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def called(function, x):
+    """x, once `function` has returned it."""
+    return jax.pure_callback(function, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+called.defvjp(lambda function, x: (called(function, x), None), lambda function, _, g: (g,))
+
+
+def test_ranks_run_at_the_same_time():
+    """Stage 0 meets stage 1 in a callback: if one had to wait for the other, they never would."""
+    both = threading.Barrier(2, timeout=60)
+
+    def meeting(at):
+        count = itertools.count()
+
+        def function(x):
+            if next(count) == at:
+                both.wait()
+            return x
+
+        return function
+
+    second, first = meeting(1), meeting(0)
+
+    def loss(params, batch):
+        x = marks.stage_boundary(called(second, batch["x"]) @ params["w"][0])
+        return jnp.sum(called(first, x) @ params["w"][1]), jnp.float32(len(x))
+
+    _, params, batch = chain_of(2)
+    function = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
+    function(pipeline.split(params, function, batch), batch)
+    (_, ours), (_, theirs) = (function.times[Task(s, "F", 1 - s)] for s in (0, 1))
+    starts = [function.times[Task(s, "F", 1 - s)][0] for s in (0, 1)]
+    assert max(starts) < min(ours, theirs)  # they overlap
+
+
+def test_a_task_that_fails_stops_the_run_and_is_named():
+    table = schedules.SCHEDULES["1f1b"](3, 3, 4)
+    done = []
+
+    def perform(task):
+        if task == Task(1, "F", 2):
+            raise ZeroDivisionError("seven")
+        done.append(task)
+
+    message = r"F\(stage 1, microbatch 2\) failed: ZeroDivisionError: seven"
+    with pytest.raises(pipeline.TaskError, match=message):
+        run(table, perform)
+    assert Task(2, "F", 2) not in done and Task(2, "B", 0) in done
+    assert threading.active_count() == 1 or all(
+        not t.name.startswith("rank") for t in threading.enumerate()
+    )
+
+
+def test_a_callback_that_fails_is_named():
+    def explode(x):
+        raise ValueError("out of cheese")
+
+    def loss(params, batch):
+        x = marks.stage_boundary(batch["x"] @ params["w"][0])
+        return jnp.sum(called(explode, x) @ params["w"][1]), jnp.float32(1)
+
+    _, params, batch = chain_of(2)
+    function = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
+    split = pipeline.split(params, function, batch)
+    with pytest.raises(pipeline.TaskError, match=r"F\(stage 1, microbatch 0\) failed"):
+        function(split, batch)
+
+
+# One program.
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_gpipe_in_one_program_equals_one_device(microbatches):
+    expected, params, batch = decoder(stages=1)
+    config = expected.keywords["graphdef"]
+
+    def loss(params, batch):
+        decoder = nnx.merge(config, params)
+        layer, stack = nnx.split(decoder.blocks)
+
+        def stage(weights, x):
+            return jax.lax.scan(lambda x, w: (nnx.merge(layer, w)(x), None), x, weights)[0]
+
+        x = decoder.embed.kernel[...][batch["tokens"]]
+        x = pipeline.gpipe(stage, TWO, microbatches)(stack, x)
+        logits = decoder.head("bse,ev->bsv", decoder.final_norm(x))
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+        return jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"])
+
+    assert_close(on_one(loss, params, batch), on_one(expected, params, batch))
+    with pytest.raises(ValueError, match="8 rows do not split into 3 parts"):
+        pipeline.gpipe(lambda w, x: x, TWO, 3)(params, jnp.ones((8, 2)))
+
+
+# Errors.
+
+
+def test_errors_are_named():
+    loss, params, batch = chain_of(2)
+    good = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
+    split = pipeline.split(params, good, batch)
+
+    def make(loss=loss, grid=TWO, schedule="gpipe", microbatches=2, **options):
+        function = pipeline.value_and_grad(loss, grid, schedule, microbatches, **options)
+        return lambda: function(pipeline.split(params, function, batch), batch)
+
+    deadlock = [
+        [Task(0, "B", 0), Task(0, "F", 0)],
+        [Task(1, "F", 0), Task(1, "B", 0)],
+    ]
+    cases = [
+        (ValueError, "has no axis 'pipe'; it has", make, dict(axis="pipe")),
+        (ValueError, "microbatches=0; expected 1 or more", make, dict(microbatches=0)),
+        (ValueError, "no schedule '2f2b'; there are gpipe, 1f1b", make, dict(schedule="2f2b")),
+        (
+            ValueError,
+            r"of shape \(8.*\) does not split into 3 microbatches",
+            make,
+            dict(microbatches=3),
+        ),
+        (
+            ValueError,
+            "is for 4 stages, 2 devices and 2 microbatches; the loss has 2 stages",
+            make,
+            dict(schedule=schedules.SCHEDULES["interleaved_1f1b"](4, 2, 2)),
+        ),
+        (ValueError, "Deadlock: ", make, dict(schedule=deadlock, microbatches=1)),
+        (
+            TypeError,
+            r"the loss returned \(8, 6\); expected \(total, count\)",
+            make,
+            dict(loss=lambda p, b: marks.stage_boundary(b["x"] * p["shift"][None])),
+        ),
+        (
+            ValueError,
+            "microbatches of 1 rows do not divide among the 2 devices",
+            make,
+            dict(grid=mesh.make(stage=2, data=2), microbatches=8, rows=P("data")),
+        ),
+    ]
+    for kind, message, make_one, options in cases:
+        with pytest.raises(kind, match=message):
+            make_one(**options)()
+    with pytest.raises(TypeError, match=r"the parameters are a dict; expected what pipeline.split"):
+        good(params, batch)
+    with pytest.raises(ValueError, match="placed for other stages or devices; merge them"):
+        pipeline.value_and_grad(loss, mesh.make(stage=1), "gpipe", 2)(split, batch)
+    whole = {"n": np.arange(8), **params}
+    with pytest.raises(TypeError, match=r"'n'.* is int32, which has no gradient"):
+        pipeline.split(whole, good, batch)
+
+
+def test_what_cannot_be_cut_in_two_is_said():
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def both(residuals, g):
+        x, w = residuals
+        zeros = jnp.zeros_like(x), jnp.zeros_like(w)
+        add = lambda state: (state[0] + 1, (state[1][0] + g @ w.T, state[1][1] + x.T @ g))  # noqa: E731
+        return jax.lax.while_loop(lambda state: state[0] < 1, add, (0, zeros))[1]
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), both)
+
+    def loss(params, batch):
+        x = marks.stage_boundary(batch["x"] @ params["w"][0])
+        return jnp.sum(product(x, params["w"][1]) ** 2), jnp.float32(len(x))
+
+    _, params, batch = chain_of(2)
+    with pytest.warns(UserWarning, match="stage 1: while yields both what the stage before waits"):
+        check(loss, params, batch, TWO, "zb_h1", 2)
