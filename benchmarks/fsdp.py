@@ -1,14 +1,15 @@
 """FSDP by shard_map beside what a user would pick instead: jit with shardings, and scalax.
 
 Run from the project's root: `pip install -e . -r benchmarks/requirements.txt`, then
-`python benchmarks/fsdp.py --repeats 7`. Takes a few minutes.
+`python benchmarks/fsdp.py --repeats 7 --models reference decoder`. Takes a few minutes.
 
 Full training steps (loss, gradients, AdamW, donation) on eight simulated CPU devices in one
-process, all on the reference model. Ends with an error if ours holds or sends another number of
-bytes than the formulas say; times are only shown, as in `rules.py`, whose rows stand beside ours.
+process. Ends with an error if ours holds or sends another number of bytes than the formulas say;
+times are only shown, as in `rules.py`, whose rows stand beside ours.
 """
 
 import argparse
+import dataclasses
 import functools
 
 import jax
@@ -16,21 +17,46 @@ import optax
 import reference
 import rounds
 import rules as by_rules
+from flax import nnx
 
-from shardwise import fsdp, measure, mesh
-
-# Of a layer: what the benchmark's other rows keep; or nothing but its input.
-POLICIES = {"products kept": reference.KEPT, "input kept": None}
+from shardwise import fsdp, measure, mesh, model, rules, train
 
 
-def ours(bench):
-    """Stage 3 with either policy, and stage 1, which gathers all at once."""
-    for kept, policy in POLICIES.items():
-        yield variant(bench, f"fsdp, {kept}", functools.partial(reference.loss, policy=policy), 3)
-    yield variant(bench, "fsdp, stage 1", reference.loss, 1)
+def reference_losses():
+    """Of a layer: what the other rows keep; or nothing but its input. The last bias, which no
+    gradient reads, is not gathered again.
+    """
+    policies = {"products kept": reference.KEPT, "input kept": None}
+    losses = {name: functools.partial(reference.loss, policy=p) for name, p in policies.items()}
+    return losses, reference.loss, "blocks/down/bias"
 
 
-def variant(bench, name, loss, stage):
+def decoder_losses():
+    """With remat, a layer keeps its input; without, weights are gathered once and kept."""
+
+    def loss(remat):
+        config = dataclasses.replace(by_rules.DECODER, remat=remat)
+        graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
+        return functools.partial(train.loss, graphdef=graphdef)
+
+    return {"remat": loss(True)}, loss(False), None
+
+
+MODELS = {
+    "reference": (by_rules.reference_model, reference_losses),
+    "decoder": (by_rules.MODELS["decoder"], decoder_losses),
+}
+
+
+def ours(bench, losses):
+    """Stage 3, gathering layers again; and stage 1, which gathers all at once."""
+    again, plain, unread = losses()
+    for name, loss in again.items():
+        yield variant(bench, f"fsdp, {name}", loss, 3, unread)
+    yield variant(bench, "fsdp, stage 1", plain, 1, unread)
+
+
+def variant(bench, name, loss, stage, unread):
     mean_and_grad = fsdp.value_and_grad(loss, bench.mesh, stage=stage)
 
     def step(params, opt_state, batch):
@@ -38,48 +64,54 @@ def variant(bench, name, loss, stage):
         updates, opt_state = fsdp.update(bench.optimizer, grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, mean
 
-    params = fsdp.shard(bench.params, bench.mesh, stacked=is_stacked)
+    params = fsdp.shard(bench.params, bench.mesh, stacked=lambda path: path.startswith("blocks/"))
     state = fsdp.init(bench.optimizer, params)
     step = jax.jit(step, donate_argnums=(0, 1))
-    row = rounds.Variant(name, step, params, state, bench.batch, expected_bytes(params, stage))
+    row = rounds.Variant(
+        name, step, params, state, bench.batch, expected_bytes(bench, stage, unread)
+    )
     assert row.sent.ring_bytes == row.limit, f"{name}: {row.sent.ring_bytes}, not {row.limit}"
     held = set(measure.bytes_on_devices(row.state).values())
-    assert held == {12 * reference.PARAMETERS // 8 + 4}, f"{name} holds {held}"
+    count = sum(x.size for x in jax.tree.leaves(bench.params))
+    assert held == {12 * count // 8 + 4}, f"{name} holds {held}"
     return row
 
 
-def is_stacked(path):
-    return path.startswith("blocks/")
-
-
-def expected_bytes(params, stage):
+def expected_bytes(bench, stage, unread):
     """Ring bytes of a step: gathers, once more for layers that are gathered again, and gradients.
 
-    Every array of the reference model divides by eight. 8 bytes are the total and the count. The
-    bias that a layer adds last is not gathered again: no gradient depends on its value.
+    Every array of these models divides by eight. 8 bytes are the total and the count.
     """
-    whole = sum(x.nbytes for x in jax.tree.leaves(params.tree))
-    blocks = params.tree["blocks"]
-    again = sum(x.nbytes for x in jax.tree.leaves(blocks)) - blocks["down"]["bias"].nbytes
-    again = again if stage == 3 else 0
-    return (2 * whole + again + 2 * 8) * 7 / 8
+    sizes = {path: x.nbytes for path, x in rules.named_leaves(bench.params)}
+    layers = {path for path in sizes if path.startswith("blocks/") and path != unread}
+    again = sum(sizes[path] for path in layers) if stage == 3 else 0
+    return (2 * sum(sizes.values()) + again + 2 * 8) * 7 / 8
 
 
-def compare(repeats):
-    """Print the table of all variants."""
-    bench = by_rules.reference_model()
-    makers = (by_rules.one_device, ours, by_rules.by_hand, by_rules.by_scalax)
+def compare(name, repeats):
+    """Print the table of all variants on one model."""
+    make, losses = MODELS[name]
+    bench = make()
+    makers = (
+        by_rules.one_device,
+        functools.partial(ours, losses=losses),
+        by_rules.by_hand,
+        by_rules.by_scalax,
+    )
     rows = [row for maker in makers for row in maker(bench)]
     variants = [row for row in rows if isinstance(row, rounds.Variant)]
     rounds.check(variants)
     rounds.time_all(variants, repeats)
-    print(f"{reference.PARAMETERS:,} parameters, jax {jax.__version__}, {repeats} rounds")
+    count = sum(x.size for x in jax.tree.leaves(bench.params))
+    print(f"\n{name}: {count:,} parameters, jax {jax.__version__}, {repeats} rounds")
     print(rounds.table(rows))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options = parser.parse_args()
     mesh.simulate(8)
-    compare(options.repeats)
+    for name in options.models:
+        compare(name, options.repeats)
