@@ -44,14 +44,15 @@ class _Program(NamedTuple):
     used: dict  # of an activation: the last stage that reads it
 
 
-def stages(loss, params, *data):
+def stages(loss, params, *data, constrain=None):
     """The stages of `loss(params, *data)`, k + 1 for k calls of `marks.stage_boundary`.
 
-    Arguments may be abstract. A parameter of which every stage takes only rows of its own, by a
-    static slice, lives in rows; one that several stages read lives on each.
+    Arguments may be abstract; `constrain(x, name)`, if given, is what `marks.constrain` does. A
+    parameter of which every stage takes only rows of its own, by a static slice, lives in rows; one
+    that several stages read lives on each.
 
     Raises:
-      ValueError: a mark where the program cannot be cut, or one that stands too early.
+      ValueError: a mark where the program cannot be cut.
     """
     leaves, structure = jax.tree.flatten(params)
     others, data_structure = jax.tree.flatten(data)
@@ -61,7 +62,7 @@ def stages(loss, params, *data):
         tree, rest = jax.tree.unflatten(structure, args[:n]), args[n:]
         return loss(tree, *jax.tree.unflatten(data_structure, rest))
 
-    closed, shapes, marks = trace(flat, [_abstract(x) for x in (*leaves, *others)])
+    closed, shapes, marks = trace(flat, [_abstract(x) for x in (*leaves, *others)], constrain)
     program, last = _assign(closed, n, marks), len(marks)
     chosen = [_choose(program, s, s == last) for s in range(last + 1)]
     rows = _rows(program, chosen)

@@ -12,10 +12,11 @@ MARK = "shardwise stage boundary "
 _calls = itertools.count()  # a name for each call, since jax.jit keeps traces, and names with them
 
 
-def trace(function, args):
+def trace(function, args, constrain=None):
     """(program, shapes of the output, {name: number} of its marks, which stand at its top level).
 
-    Functions under `jax.jit` are inlined, and marks in them seen.
+    Functions under `jax.jit` are inlined, and marks in them seen. `constrain(x, name)` is what
+    `marks.constrain` does within.
 
     Raises:
       ValueError: a mark within a scan, a remat or another inner function, where the program
@@ -26,7 +27,7 @@ def trace(function, args):
         name = f"{MARK}{next(_calls)}"
         return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), x)
 
-    with marks.bind(stage_boundary=mark):
+    with marks.bind(stage_boundary=mark, **({"constrain": constrain} if constrain else {})):
         # A function of its own: the trace of one seen before may be cached, without the marks.
         traced, shapes = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)
     closed = inlined(traced, CALLS)

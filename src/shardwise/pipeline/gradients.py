@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import cut, marks, schedules
+from shardwise import cut, schedules
 from shardwise.pipeline.compiling import compile_stage
 from shardwise.pipeline.placing import Pipelined, stage_meshes
 from shardwise.pipeline.running import run
@@ -32,7 +32,8 @@ def value_and_grad(
     a scalar, a mean over rows; with `has_aux`, that and a tree. The batch's rows are taken in
     `microbatches` contiguous parts. Typed PRNG keys among `args` are folded with the microbatch's
     number. `params` is what `pipeline.split` returns, and so is the gradient. The function has an
-    attribute `times`, {task: (start, end)} of its last run in seconds; the first run compiles.
+    attribute `times`, {task: (start, end)} of its last run in seconds; the first run compiles. The
+    threads do not see JAX's context managers: set `jax.config` instead.
 
     Args:
       schedule: a name in `schedules.SCHEDULES`, a `Schedule`, or lists of tasks written by hand.
@@ -118,8 +119,8 @@ class _ValueAndGrad:
                 spec = self.names.get(name)
                 return x if spec is None else _constrain(x, NamedSharding(mesh, spec))
 
-            with marks.bind(constrain=pin):
-                stages, shapes = cut.stages(self._normal, leaves[0], part, *leaves[2])
+            given = leaves[0], part, *leaves[2]
+            stages, shapes = cut.stages(self._normal, *given, constrain=pin)
             self._cuts[key] = stages, shapes, self._schedule(len(stages))
         return self._cuts[key]
 
