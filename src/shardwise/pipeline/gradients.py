@@ -180,6 +180,9 @@ class _Plan:
             compile_stage(stage, params.meshes[stage.index], pieces, owner.rows, self.size)
             for stage, pieces in zip(stages, self.layout, strict=True)
         ]
+        last, total = self.stages[-1], stages[-1].outputs[0]
+        whole = NamedSharding(last.mesh, P())
+        self.seed = jax.device_put(np.ones((), total.dtype), whole)  # the total's own cotangent
         self._check_rows()
         self._check_halves()
 
@@ -298,7 +301,7 @@ class _Step:
             jax.block_until_ready((outputs, kept))
             if programs.stage.last:
                 self.outputs[j] = outputs
-                self.cots[s, j] = [jnp.ones_like(outputs[0])]
+                self.cots[s, j] = [self.plan.seed]
             else:
                 self.carry[s + 1, j] = self._send(outputs, s + 1)
             return
