@@ -32,6 +32,8 @@ NEEDS = {
     "pygments": None,  # its colours know one mode; shardwise.css has both
 }
 NAME = re.compile(r"[\w-]*(?=\.)|$")
+# Each piece of source that a cell shows brings all of pygments' colours with it, for one mode.
+COLOURS = re.compile(r"<style>pre \{ line-height: 125%; \}.*?</style>", re.DOTALL)
 
 
 def mathml(node: nodes.Element, display: str) -> str:
@@ -112,6 +114,7 @@ def drop_unused_files(app, pagename, templatename, context, doctree):
 def add_page_context(app, pagename, templatename, context, doctree):
     """Gives the templates the page's links, and a notebook to download beside each chapter."""
     context["page_links"] = []
+    context["body"] = COLOURS.sub("", context.get("body", ""))
     notebook = Path(app.srcdir, f"{pagename}.ipynb")
     if not pagename.startswith("chapters/") or not notebook.exists():
         return
