@@ -5,8 +5,10 @@
 
 import contextlib
 import functools
+import html
 import http.server
 import os
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -75,6 +77,48 @@ def write_page(folder, *figures):
     shown = "".join(figure._repr_html_() for figure in figures)
     (folder / "page.html").write_text(f"{head}<title>Test</title>{shown}", encoding="utf-8")
     return (folder / "page.html").as_uri()
+
+
+def check_stands_alone(one, two, limit, ids):
+    """Two showings of one figure, as HTML: small, fetching nothing, with ids of their own."""
+    assert len(one.encode()) < limit
+    assert not re.findall(r"(?:https?:)?//\w[^\s\"'<]*\.\w", one)
+    found = [set(re.findall(r'id="([^"]+)"', text)) for text in (one, two)]
+    assert len(found[0]) == len(found[1]) == ids and not found[0] & found[1]
+    assert {*re.findall(r'for="([^"]+)"', one)} <= found[0]
+
+
+SHOWN = """(root) => [root.querySelector("[role=status]"), ...root.querySelectorAll("svg")]
+  .map((e) => e.innerHTML)"""
+
+
+def shown(figure):
+    """The words and pictures that an interactive figure shows, as its HTML."""
+    return [html.unescape(text) for text in figure.evaluate(SHOWN)]
+
+
+def shown_for_each(figure, choices):
+    """The same for each choice, a list of values for the figure's controls in their order."""
+    texts = figure.evaluate(
+        f"""(root, all) => all.map((values) => {{
+          const controls = [...root.querySelectorAll("select, input")];
+          values.forEach((value, i) => {{
+            controls[i].value = value;
+            controls[i].dispatchEvent(new Event("input", {{ bubbles: true }}));
+          }});
+          return ({SHOWN})(root);
+        }})""",
+        choices,
+    )
+    return [[html.unescape(text) for text in one] for one in texts]
+
+
+@pytest.fixture
+def opened(browser, place):
+    """A silent page at `place`, the address that a test file's own fixture of that name gives."""
+    with silent_page(browser, viewport=DESKTOP) as page:
+        page.goto(place)
+        yield page
 
 
 @contextlib.contextmanager

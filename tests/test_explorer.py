@@ -9,7 +9,7 @@ import re
 import jax
 import numpy as np
 import pytest
-from browser import DESKTOP, PHONE, silent_page, write_page
+from browser import DESKTOP, PHONE, check_stands_alone, silent_page, write_page
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -89,11 +89,7 @@ def test_needs_eight_devices(monkeypatch):
 
 def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
     one, two = (figures.mesh_explorer()._repr_html_() for _ in range(2))
-    assert len(one.encode()) < 60_000
-    assert not re.findall(r"(?:https?:)?//\w[^\s\"'<]*\.\w", one)
-    ids = [set(re.findall(r'id="([^"]+)"', text)) for text in (one, two)]
-    assert len(ids[0]) == len(ids[1]) == 10 and not ids[0] & ids[1]
-    assert {*re.findall(r'for="([^"]+)"', one)} <= ids[0]
+    check_stands_alone(one, two, 60_000, ids=10)
 
 
 def test_still_says_the_right_numbers():

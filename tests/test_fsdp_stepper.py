@@ -8,7 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from browser import DESKTOP, PHONE, silent_page, write_page
+from browser import (
+    DESKTOP,
+    PHONE,
+    check_stands_alone,
+    shown,
+    shown_for_each,
+    silent_page,
+    write_page,
+)
 
 from shardwise import figures, fsdp, marks, measure, mesh
 from shardwise.figures import stepping, zero
@@ -113,11 +121,7 @@ def test_still_says_the_right_numbers():
 
 def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
     one, two = (figures.fsdp_stepper(LAYERS)._repr_html_() for _ in range(2))
-    assert len(one.encode()) < 60_000
-    assert not re.findall(r"(?:https?:)?//\w[^\s\"'<]*\.\w", one)
-    ids = [set(re.findall(r'id="([^"]+)"', text)) for text in (one, two)]
-    assert len(ids[0]) == len(ids[1]) == 9 and not ids[0] & ids[1]
-    assert {*re.findall(r'for="([^"]+)"', one)} <= ids[0]
+    check_stands_alone(one, two, 60_000, ids=9)
 
 
 # In the browser
@@ -128,15 +132,6 @@ def place(tmp_path):
     return write_page(tmp_path, *(figures.fsdp_stepper(LAYERS) for _ in range(2)))
 
 
-@pytest.fixture
-def opened(browser, place):
-    with silent_page(browser, viewport=DESKTOP) as page:
-        page.goto(place)
-        yield page
-
-
-SHOWN = """(root) => [root.querySelector("[role=status]"), ...root.querySelectorAll("svg")]
-  .map((e) => e.innerHTML)"""
 DRAWN = stepping.describe, stepping.grid_picture, stepping.course_picture
 
 
@@ -144,25 +139,17 @@ def agrees(figure, data):
     values = figure.locator("select, input").evaluate_all("all => all.map((e) => Number(e.value))")
     choice = dict(zip(("stage", "kept", "step"), values, strict=True))
     expected = [html.unescape(draw(data, choice)) for draw in DRAWN]
-    assert [html.unescape(text) for text in figure.evaluate(SHOWN)] == expected, choice
+    assert shown(figure) == expected, choice
     return choice
 
 
 def test_every_choice_shows_pythons_words_and_pictures(opened, data):
     every = list(choices(data))
-    shown = opened.locator(".shardwise-figure").first.evaluate(
-        f"""(root, all) => all.map((values) => {{
-          root.querySelectorAll("select, input").forEach((control, i) => {{
-            control.value = values[i];
-            control.dispatchEvent(new Event("input", {{ bubbles: true }}));
-          }});
-          return ({SHOWN})(root);
-        }})""",
-        [list(choice.values()) for choice in every],
-    )
-    for choice, texts in zip(every, shown, strict=True):
+    figure = opened.locator(".shardwise-figure").first
+    found = shown_for_each(figure, [list(choice.values()) for choice in every])
+    for choice, texts in zip(every, found, strict=True):
         expected = [html.unescape(draw(data, choice)) for draw in DRAWN]
-        assert [html.unescape(text) for text in texts] == expected, choice
+        assert texts == expected, choice
 
 
 def test_steps_by_keyboard_and_stays_within_the_run(opened, data):
@@ -197,7 +184,7 @@ def test_the_still_is_what_the_script_draws_first(browser, place, opened):
         assert still.get_by_role("status").is_visible() and still.locator("svg").first.is_visible()
         assert still.get_by_role("combobox", name="ZeRO stage", exact=True).is_disabled()
         assert "Without JavaScript" in still.inner_text()
-        assert still.evaluate(SHOWN) == alive.evaluate(SHOWN)
+        assert shown(still) == shown(alive)
 
 
 @pytest.mark.parametrize("width", [360, PHONE["width"]])

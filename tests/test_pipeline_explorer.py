@@ -1,11 +1,18 @@
 """The pipeline explorer and the timelines: the browser's own simulator against Python's."""
 
-import html
 import itertools
 import re
 
 import pytest
-from browser import DESKTOP, PHONE, silent_page, write_page
+from browser import (
+    DESKTOP,
+    PHONE,
+    check_stands_alone,
+    shown,
+    shown_for_each,
+    silent_page,
+    write_page,
+)
 
 from shardwise import figures, schedules
 from shardwise.figures import palette, pipelines, timelines
@@ -87,18 +94,14 @@ def test_what_cannot_be_offered_is_an_error():
 
 def test_a_new_schedule_is_offered_and_drawn(monkeypatch):
     monkeypatch.setitem(schedules.SCHEDULES, "new_one", schedules.SCHEDULES["gpipe"])
-    shown = figures.pipeline_explorer(start={"schedule": "new_one"})._repr_html_()
-    assert "<option" in shown and ">new_one</option>" in shown
-    assert 'data-name="peaks">8, 8, 8, 8<' in shown
+    text = figures.pipeline_explorer(start={"schedule": "new_one"})._repr_html_()
+    assert "<option" in text and ">new_one</option>" in text
+    assert 'data-name="peaks">8, 8, 8, 8<' in text
 
 
 def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
     one, two = (figures.pipeline_explorer()._repr_html_() for _ in range(2))
-    assert len(one.encode()) < 100_000
-    assert not re.findall(r"(?:https?:)?//\w[^\s\"'<]*\.\w", one)
-    ids = [set(re.findall(r'id="([^"]+)"', text)) for text in (one, two)]
-    assert len(ids[0]) == len(ids[1]) == 10 and not ids[0] & ids[1]
-    assert {*re.findall(r'for="([^"]+)"', one)} <= ids[0]
+    check_stands_alone(one, two, 100_000, ids=10)
 
 
 # The still timelines
@@ -162,17 +165,6 @@ def place(tmp_path):
     return write_page(tmp_path, *(figures.pipeline_explorer(*SIZES) for _ in range(2)))
 
 
-@pytest.fixture
-def opened(browser, place):
-    with silent_page(browser, viewport=DESKTOP) as page:
-        page.goto(place)
-        yield page
-
-
-SHOWN = """(root) => [root.querySelector("[role=status]"), root.querySelector("svg")]
-  .map((e) => e.innerHTML)"""
-
-
 def control(figure, name):
     role = "slider" if name in ("Device", "Task") else "combobox"
     return figure.get_by_role(role, name=name, exact=True)
@@ -185,29 +177,18 @@ def chosen(figure):
 
 def agrees(figure, data):
     choice = chosen(figure)
-    shown = [html.unescape(text) for text in figure.evaluate(SHOWN)]
-    assert shown == [pipelines.describe(data, choice), pipelines.picture(data, choice)]
+    assert shown(figure) == [pipelines.describe(data, choice), pipelines.picture(data, choice)]
     return tuple(choice.values())
 
 
 def test_every_choice_shows_pythons_words_and_picture(opened, data):
     every = list(choices(data))
     assert len(every) == 8 * 2 * 3 * 4 * 4
-    shown = opened.locator(".shardwise-figure").first.evaluate(
-        f"""(root, all) => all.map((values) => {{
-          const controls = [...root.querySelectorAll("select, input")];
-          const put = (i) => {{
-            controls[i].value = values[i];
-            controls[i].dispatchEvent(new Event("input", {{ bubbles: true }}));
-          }};
-          values.forEach((_, i) => put(i));
-          return ({SHOWN})(root);
-        }})""",
-        [list(choice.values()) for choice in every],
-    )
-    for choice, texts in zip(every, shown, strict=True):
+    figure = opened.locator(".shardwise-figure").first
+    found = shown_for_each(figure, [list(choice.values()) for choice in every])
+    for choice, texts in zip(every, found, strict=True):
         expected = [pipelines.describe(data, choice), pipelines.picture(data, choice)]
-        assert [html.unescape(text) for text in texts] == expected, choice
+        assert texts == expected, choice
 
 
 def test_every_control_moves_by_keyboard(opened, data):
@@ -269,7 +250,7 @@ def test_the_still_is_what_the_script_draws_first(browser, place, opened):
         assert still.get_by_role("status").is_visible() and still.locator("svg").is_visible()
         assert control(still, "Schedule").is_disabled()
         assert "Without JavaScript" in still.inner_text()
-        assert still.evaluate(SHOWN) == alive.evaluate(SHOWN)
+        assert shown(still) == shown(alive)
 
 
 def test_fits_a_phone(browser, place, data):

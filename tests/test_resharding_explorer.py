@@ -8,7 +8,15 @@ import re
 import jax
 import numpy as np
 import pytest
-from browser import DESKTOP, PHONE, silent_page, write_page
+from browser import (
+    DESKTOP,
+    PHONE,
+    check_stands_alone,
+    shown,
+    shown_for_each,
+    silent_page,
+    write_page,
+)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -135,11 +143,7 @@ def test_still_says_the_right_numbers(layouts, saved):
 
 def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page(layouts, saved):
     one, two = (figures.resharding_explorer(layouts, saved, *START)._repr_html_() for _ in range(2))
-    assert len(one.encode()) < 60_000
-    assert not re.findall(r"(?:https?:)?//\w[^\s\"'<]*\.\w", one)
-    ids = [set(re.findall(r'id="([^"]+)"', text)) for text in (one, two)]
-    assert len(ids[0]) == len(ids[1]) == 10 and not ids[0] & ids[1]
-    assert {*re.findall(r'for="([^"]+)"', one)} <= ids[0]
+    check_stands_alone(one, two, 60_000, ids=10)
 
 
 # In the browser
@@ -149,13 +153,6 @@ def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page(layouts, saved):
 def place(tmp_path, layouts, saved):
     explorers = (figures.resharding_explorer(layouts, saved, *START) for _ in range(2))
     return write_page(tmp_path, *explorers)
-
-
-@pytest.fixture
-def opened(browser, place):
-    with silent_page(browser, viewport=DESKTOP) as page:
-        page.goto(place)
-        yield page
 
 
 LABELS = [
@@ -179,10 +176,6 @@ def chosen(figure):
     return {"limit": limit, "from": [mesh0, spec0], "onto": [mesh1, spec1], "device": device}
 
 
-SHOWN = """(root) => [root.querySelector("[role=status]"), ...root.querySelectorAll("svg")]
-  .map((e) => e.innerHTML)"""
-
-
 def expected(data, choice):
     drawn = (resharding.describe, resharding.array_picture, resharding.file_picture)
     return [html.unescape(draw(data, choice)) for draw in drawn]
@@ -190,7 +183,7 @@ def expected(data, choice):
 
 def agrees(figure, data):
     choice = chosen(figure)
-    assert [html.unescape(text) for text in figure.evaluate(SHOWN)] == expected(data, choice)
+    assert shown(figure) == expected(data, choice)
     return str(choice)
 
 
@@ -222,19 +215,10 @@ def test_random_choices_show_pythons_words_and_pictures(opened, data):
         [c["from"][0], c["from"][1], c["limit"], c["onto"][0], c["onto"][1], c["device"]]
         for c in picked
     ]
-    shown = opened.locator(".shardwise-figure").first.evaluate(
-        f"""(root, all) => all.map((values) => {{
-          const controls = [...root.querySelectorAll("select, input")];
-          for (const i of [0, 3, 1, 2, 4, 5]) {{  // a mesh first: it offers its specs
-            controls[i].value = values[i];
-            controls[i].dispatchEvent(new Event("input", {{ bubbles: true }}));
-          }}
-          return ({SHOWN})(root);
-        }})""",
-        values,
-    )
-    for choice, texts in zip(picked, shown, strict=True):
-        assert [html.unescape(text) for text in texts] == expected(data, choice), choice
+    figure = opened.locator(".shardwise-figure").first
+    found = shown_for_each(figure, values)
+    for choice, texts in zip(picked, found, strict=True):
+        assert texts == expected(data, choice), choice
 
 
 def test_tab_reaches_every_control_in_order(opened):
@@ -254,7 +238,7 @@ def test_the_still_is_what_the_script_draws_first(browser, place, opened):
         assert still.get_by_role("status").is_visible() and still.locator("svg").first.is_visible()
         assert control(still, "Chunks").is_disabled()
         assert "Without JavaScript" in still.inner_text()
-        assert still.evaluate(SHOWN) == alive.evaluate(SHOWN)
+        assert shown(still) == shown(alive)
 
 
 def test_fits_a_phone(browser, place, data):
