@@ -269,7 +269,7 @@ def test_check_names_the_gradient_that_differs():
         stop = jax.lax.stop_gradient(x.sum(0, keepdims=True))
         return jnp.mean(x + jnp.where(stop > 0, x - jax.lax.stop_gradient(x), 0))
 
-    with pytest.raises(ValueError, match="gradient of [wb] of the loss is no sum over rows"):
+    with pytest.raises(ValueError, match=r"gradient of [wb] of the loss is no sum over rows"):
         objective.check(loss, PARAMS, BATCH)
 
 
