@@ -94,7 +94,10 @@ def mean_and_grads(
     if m == 1:
         run = part.forward(*first)
         whole = division.together(run.mean)
-        grads, extra = part.backward(run, whole), jax.tree.map(lambda x: x[None], run.aux)
+        grads, extra = (
+            part.backward(run, whole),
+            jax.tree.map(lambda x: jnp.asarray(x)[None], run.aux),
+        )
     else:
         whole, grads, extra = _accumulated(part, parts, rows)
     grads = nothing_if_empty(grads, whole.count if traced.has_count else None)
