@@ -3,20 +3,19 @@
 from html import escape
 
 from shardwise.figures import layouts, palette
-from shardwise.figures.interactive import STYLE, Interactive, select
+from shardwise.figures.interactive import STYLE, Interactive, controls, select, slider, status
 
 START = {"mesh": 1, "shape": (16, 8), "spec": (1, 0), "device": 0}  # 4×2, P('data', None)
 
 
-def mesh_explorer():
+def mesh_explorer() -> Interactive:
     """Choose an array's shape, a mesh and a spec; see the blocks, their bytes, or JAX's refusal.
 
     Needs eight CPU devices (`mesh.simulate(8)`). Raises RuntimeError where there are fewer.
     """
     data = {**layouts.table(), "start": START}
-    return Interactive(
-        "explorer.js", data, STYLE + _controls(data) + _pictures(data) + _words(data)
-    )
+    still = _controls(data) + _pictures(data) + status(describe(data, **START))
+    return Interactive("explorer.js", data, STYLE + still)
 
 
 def describe(data, mesh, shape, spec, device):
@@ -50,12 +49,7 @@ def _controls(data):
         ("second", "Columns cut by", choice["entries"], START["spec"][1]),
     )
     made = "".join(select(*choice) for choice in selects)
-    return (
-        f"<noscript><p>Without JavaScript this figure shows one layout.</p></noscript>"
-        f"<fieldset disabled>{made}"
-        f'<label for="@device">Outlined device<input id="@device" type="range" min="0" max="7" '
-        f'value="{START["device"]}"></label></fieldset>'
-    )
+    return controls(made + slider("device", "Outlined device", 7, START["device"]), "layout")
 
 
 def _pictures(data):
@@ -140,8 +134,3 @@ def _alt(blocks):
     """What the picture of the array shows, in words, for those who do not see it."""
     held = (f"device {i} [{t}:{b}, {x}:{y}]" for i, (t, b, x, y) in enumerate(blocks))
     return "Blocks held: " + ", ".join(held)
-
-
-def _words(data):
-    text = describe(data, **START)
-    return f'<p id="@result" role="status" aria-live="polite">{text}</p>'

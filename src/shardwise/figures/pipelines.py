@@ -1,8 +1,12 @@
 """The interactive pipeline: a schedule, its costs, and what each task waits for."""
 
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
 from shardwise import schedules
 from shardwise.figures import pipeline_drawing as drawing
-from shardwise.figures.interactive import STYLE, Interactive, select
+from shardwise.figures.interactive import STYLE, Interactive, controls, select, slider, status
 from shardwise.figures.timelines import COLOURS, chunk
 
 WIDE = """<style>
@@ -13,7 +17,11 @@ WIDE = """<style>
 </style>"""
 
 
-def pipeline_explorer(devices=(2, 4, 8), microbatches=(2, 4, 8, 16), start=None):
+def pipeline_explorer(
+    devices: Sequence[int] = (2, 4, 8),
+    microbatches: Sequence[int] = (2, 4, 8, 16),
+    start: Mapping[str, Any] | None = None,
+) -> Interactive:
     """Choose a schedule, its size and what tasks cost; see when each runs and what it waits for.
 
     Everything in `schedules.SCHEDULES` is on offer, each with as many stages on a device, up to
@@ -26,7 +34,7 @@ def pipeline_explorer(devices=(2, 4, 8), microbatches=(2, 4, 8, 16), start=None)
     """
     data = table(devices, microbatches, start)
     choice = data["start"]
-    still = _controls(data) + _picture(data, choice) + _words(data, choice)
+    still = _controls(data) + _picture(data, choice) + status(describe(data, choice))
     return Interactive("pipelines.js", data, STYLE + WIDE + still)
 
 
@@ -120,7 +128,7 @@ def describe(data, choice):
     """The result in words, or why there is none."""
     run = look(data, choice)
     if isinstance(run, str):
-        return f'<span class="error">{run}</span>'
+        return f'<span class="error">{escape(run)}</span>'
     return drawing.describe(run, picked(run, choice))
 
 
@@ -151,10 +159,6 @@ def _key(data, kind):
     return f'<span style="--kind:{data["colours"][kind]}">{kind} {data["kinds"][kind]}</span>'
 
 
-def _words(data, choice):
-    return f'<p id="@result" role="status" aria-live="polite">{describe(data, choice)}</p>'
-
-
 def _controls(data):
     names = {
         "schedule": "Schedule",
@@ -172,11 +176,7 @@ def _controls(data):
     order = orders[min(start["device"], len(orders) - 1)]
     last = {"device": len(orders) - 1, "task": len(order) - 1}
     sliders = "".join(
-        f'<label for="@{key}">{label}<input id="@{key}" type="range" min="0" max="{last[key]}" '
-        f'value="{start[key]}"></label>'
+        slider(key, label, last[key], start[key])
         for key, label in (("device", "Device"), ("task", "Task"))
     )
-    return (
-        "<noscript><p>Without JavaScript this figure shows one choice.</p></noscript>"
-        f"<fieldset disabled>{made}{sliders}</fieldset>"
-    )
+    return controls(made + sliders, "choice")

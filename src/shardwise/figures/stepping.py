@@ -1,7 +1,10 @@
 """The interactive figure that steps through sharded training: what is where, layer by layer."""
 
+from collections.abc import Mapping
+from html import escape
+
 from shardwise.figures import palette
-from shardwise.figures.interactive import STYLE, Interactive, select
+from shardwise.figures.interactive import STYLE, Interactive, controls, select, status, steps
 from shardwise.figures.zero import training_step
 
 STAGES = ["0, data parallelism", "1, optimizer state cut", "2, gradients too", "3, FSDP"]
@@ -11,7 +14,9 @@ _LEFT, _TOP, _ROW, _PART = 52, 40, 30, 6  # of the grid of layers, in units of t
 _KINDS = ("P", "G", "M")
 
 
-def fsdp_stepper(layers, devices=4, stage=3, step=7):
+def fsdp_stepper(
+    layers: Mapping[str, int], devices: int = 4, stage: int = 3, step: int = 7
+) -> Interactive:
     """Choose a ZeRO stage and step through forward, backward and update on `devices` devices.
 
     `layers` maps the name of each layer to the bytes of its parameters, a multiple of `devices`.
@@ -22,8 +27,7 @@ def fsdp_stepper(layers, devices=4, stage=3, step=7):
     """
     data = table(layers, devices)
     start = {"stage": stage, "kept": 0, "step": step}
-    words = f'<p id="@result" role="status" aria-live="polite">{describe(data, start)}</p>'
-    still = _controls(data, start) + _pictures(data, start) + words
+    still = _controls(data, start) + _pictures(data, start) + status(describe(data, start))
     return Interactive("stepping.js", data | {"start": start}, STYLE + still)
 
 
@@ -82,7 +86,7 @@ def event(data, frame):
     names = [data["layers"][i] for i in frame["layers"]]
     if not names:
         return frame["event"]
-    return f"{frame['event']}, {'all layers' if len(names) > 1 else names[0]}"
+    return f"{frame['event']}, {'all layers' if len(names) > 1 else escape(names[0])}"
 
 
 def grid_picture(data, choice):
@@ -92,7 +96,7 @@ def grid_picture(data, choice):
     for i, name in enumerate(data["layers"]):
         y = _TOP + i * _ROW + 16
         weight = "bold" if i in frame["layers"] else "normal"
-        parts.append(f'<text x="0" y="{y}" font-weight="{weight}">{name}</text>')
+        parts.append(f'<text x="0" y="{y}" font-weight="{weight}">{escape(name)}</text>')
     for device in range(n):
         x = _column(n, device)
         middle = x + 9 * n + 4
@@ -212,11 +216,5 @@ def _pictures(data, choice):
 def _controls(data, start):
     made = select("stage", "ZeRO stage", data["stages"], start["stage"])
     made += select("kept", "Backward pass, in stage 3", PASSES, start["kept"])
-    last = look(data, start)["last"]
-    button = '<button id="@{}" type="button" style="font: inherit; min-height: 2rem">{}</button>'
-    return (
-        "<noscript><p>Without JavaScript this figure shows one event.</p></noscript>"
-        f'<fieldset disabled style="align-items: end">{made}<label for="@step">Event'
-        f'<input id="@step" type="range" min="0" max="{last}" value="{start["step"]}"></label>'
-        f"{button.format('back', 'Back')}{button.format('next', 'Next')}</fieldset>"
-    )
+    made += steps("Event", look(data, start)["last"], start["step"])
+    return controls(made, "event")
