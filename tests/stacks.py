@@ -136,7 +136,8 @@ def run(name, python):
 def main(arguments=None):
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(STACKS), metavar="stack")
+    asked = os.environ.get("STACKS", "").split()  # as `make stacks STACKS="..."` gives them
+    parser.add_argument("names", nargs="*", default=asked or list(STACKS), metavar="stack")
     parser.add_argument("--allow-missing", action="store_true")
     parser.add_argument("--env", action="append", default=[], metavar="STACK=PYTHON")
     options = parser.parse_args(arguments)
