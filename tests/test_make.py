@@ -1,8 +1,10 @@
 """The Makefile's own set-up: from any starting state, and in one sentence where it cannot be."""
 
+import ast
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -146,3 +148,10 @@ def test_every_starting_state_ends_ready(project):
     anew = venv(moved, with_this)
     assert anew[0] == 0 and anew[1].startswith("Making .venv")
     assert venv(moved) == (0, "")
+
+
+def test_the_set_up_is_read_by_pythons_that_are_too_old():
+    """They must get as far as the sentence that says so."""
+    source = (ROOT / "environment.py").read_text()
+    ast.parse(source, feature_version=(3, 6))
+    assert not re.search(r"capture_output|text=|missing_ok|removeprefix|from __future__", source)

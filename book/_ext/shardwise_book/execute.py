@@ -56,7 +56,7 @@ class ThisInterpreter(AsyncKernelManager):
     arguments = ()  # more of them for the kernel's command line
 
     @property
-    def kernel_spec(self):
+    def kernel_spec(self) -> KernelSpec:
         # Errors only: each kernel warns that its traffic on this machine is not encrypted.
         quiet = "--IPKernelApp.log_level=40"
         command = make_ipkernel_cmd(extra_arguments=[quiet, *self.arguments])

@@ -8,8 +8,10 @@ build-finished  the table of run times, and the record of a good end, which no w
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from myst_nb.core.read import is_myst_markdown_notebook, read_myst_markdown_notebook
+from sphinx.application import Sphinx
 from sphinx.errors import SphinxError
 from sphinx.util import logging
 
@@ -25,7 +27,7 @@ class BookError(SphinxError):
     category = "The book was not built"
 
 
-def setup(app):
+def setup(app: Sphinx) -> dict[str, Any]:
     # As `-W --keep-going`, also for a plain `jupyter-book build .`: all warnings are shown, and
     # any of them makes the exit status non-zero.
     app.keep_going = True

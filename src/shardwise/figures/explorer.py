@@ -1,9 +1,10 @@
 """The interactive figure in which to try meshes and specs: which device holds which block."""
 
+from collections.abc import Sequence
 from html import escape
 
 from shardwise.figures import layouts, palette
-from shardwise.figures.interactive import STYLE, Interactive, controls, select, slider, status
+from shardwise.figures.interactive import STYLE, Data, Interactive, controls, select, slider, status
 
 START = {"mesh": 1, "shape": (16, 8), "spec": (1, 0), "device": 0}  # 4×2, P('data', None)
 
@@ -18,7 +19,7 @@ def mesh_explorer() -> Interactive:
     return Interactive("explorer.js", data, STYLE + still)
 
 
-def describe(data, mesh, shape, spec, device):
+def describe(data: Data, mesh: int, shape: Sequence[int], spec: Sequence[int], device: int) -> str:
     """The result in one sentence of HTML, as explorer.js writes it too; numbers carry names."""
     answer = layouts.look(data, mesh, shape, spec)
     choice = data["meshes"][mesh]

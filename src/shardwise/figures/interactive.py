@@ -8,6 +8,9 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+Data = dict[str, Any]  # all that a figure offers; its script reads it as JSON
+Choice = dict[str, Any]  # what its controls say
+
 STYLE = """<style>
 .shardwise-figure { margin: 1rem 0; line-height: 1.45; }
 .shardwise-figure fieldset { border: 0; margin: 0; padding: 0; display: flex; flex-wrap: wrap;
@@ -32,7 +35,7 @@ class Interactive:
     becomes an id of this showing alone, so that one figure may stand on a page many times.
     """
 
-    def __init__(self, script: str, data: dict[str, Any], still: str) -> None:
+    def __init__(self, script: str, data: Data, still: str) -> None:
         self.script, self.data, self.still = script, data, still
 
     def _repr_html_(self) -> str:

@@ -6,7 +6,16 @@ from typing import Any
 
 from shardwise import schedules
 from shardwise.figures import pipeline_drawing as drawing
-from shardwise.figures.interactive import STYLE, Interactive, controls, select, slider, status
+from shardwise.figures.interactive import (
+    STYLE,
+    Choice,
+    Data,
+    Interactive,
+    controls,
+    select,
+    slider,
+    status,
+)
 from shardwise.figures.timelines import COLOURS, chunk
 
 WIDE = """<style>
@@ -50,7 +59,9 @@ START = {
 }
 
 
-def table(devices, microbatches, start=None):
+def table(
+    devices: Sequence[int], microbatches: Sequence[int], start: Mapping[str, Any] | None = None
+) -> Data:
     """Everything on offer; the orders as text, two characters a task, for pipelines.js."""
     offered = {
         "schedule": list(schedules.SCHEDULES),
@@ -105,7 +116,7 @@ def _letter(made, task):
     return task.kind.lower() if chunk(made, task) else task.kind
 
 
-def look(data, choice):
+def look(data: Data, choice: Choice) -> schedules.Timeline | str:
     """The timeline of a choice, by `schedules` itself; the error as text if there is none."""
     name, devices, microbatches, backward, transfer = (
         values[choice[key]] for key, values in data["offered"].items()
@@ -124,7 +135,7 @@ def look(data, choice):
     return schedules.timeline(made, costs, transfer)
 
 
-def describe(data, choice):
+def describe(data: Data, choice: Choice) -> str:
     """The result in words, or why there is none."""
     run = look(data, choice)
     if isinstance(run, str):
@@ -132,13 +143,13 @@ def describe(data, choice):
     return drawing.describe(run, picked(run, choice))
 
 
-def picture(data, choice):
+def picture(data: Data, choice: Choice) -> str:
     """The timeline as the inside of an SVG; empty if there is none."""
     run = look(data, choice)
     return "" if isinstance(run, str) else drawing.picture(run, picked(run, choice))
 
 
-def picked(run, choice):
+def picked(run: schedules.Timeline, choice: Choice) -> schedules.Task:
     """The task that a choice points at; a shorter order's last task where it has no such one."""
     order = run.schedule.tasks[min(choice["device"], run.schedule.devices - 1)]
     return order[min(choice["task"], len(order) - 1)]

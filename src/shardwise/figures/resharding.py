@@ -2,24 +2,36 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
 from jax.sharding import Sharding
 
 from shardwise.figures import palette
-from shardwise.figures.interactive import STYLE, Interactive, controls, select, slider, status
+from shardwise.figures.interactive import (
+    STYLE,
+    Choice,
+    Data,
+    Interactive,
+    controls,
+    select,
+    slider,
+    status,
+)
 
 if TYPE_CHECKING:  # drawing needs no checkpoints
     from shardwise.checkpoint import Chunks
+
+Layouts = Mapping[str, Mapping[str, Sharding]]
+Saved = Mapping[str, Mapping[tuple[str, str], "Chunks"]]
 
 _SHOWN = 3  # byte ranges in the words; a device may read many
 
 
 def resharding_explorer(
-    layouts: Mapping[str, Mapping[str, Sharding]],
-    saved: Mapping[str, Mapping[tuple[str, str], "Chunks"]],
+    layouts: Layouts,
+    saved: Saved,
     source: tuple[str, str],
     goal: tuple[str, str],
     itemsize: int = 4,
@@ -37,7 +49,13 @@ def resharding_explorer(
     return Interactive("resharding.js", data, STYLE + still + words)
 
 
-def table(layouts, saved, source, goal, itemsize=4):
+def table(
+    layouts: Layouts,
+    saved: Saved,
+    source: tuple[str, str],
+    goal: tuple[str, str],
+    itemsize: int = 4,
+) -> Data:
     """Everything on offer, as plain numbers; resharding.js reads the same."""
     stored = next(iter(next(iter(saved.values())).values()))
     meshes = [
@@ -61,7 +79,7 @@ def table(layouts, saved, source, goal, itemsize=4):
     return common | {"limits": list(saved), "meshes": meshes, "saved": found, "start": start}
 
 
-def look(data, choice):
+def look(data: Data, choice: Choice) -> Data:
     """What the chosen device keeps and reads, as a dict; see resharding.js, which does the same."""
     stored = data["saved"][choice["limit"]][choice["from"][0]][choice["from"][1]]
     blocks = data["meshes"][choice["onto"][0]]["blocks"][choice["onto"][1]]
@@ -80,7 +98,7 @@ def look(data, choice):
     }
 
 
-def touched(shape, stored, block):
+def touched(shape: Sequence[int], stored: Data, block: Sequence[int]) -> list[int]:
     """The numbers of the chunks that a block touches, in row-major order."""
     (height, width), (top, bottom, left, right) = stored["chunk"], block
     across = math.ceil(shape[1] / width)
@@ -89,7 +107,7 @@ def touched(shape, stored, block):
     return [i * across + j for i, j in itertools.product(rows, columns)]
 
 
-def describe(data, choice):
+def describe(data: Data, choice: Choice) -> str:
     """The result in words, as resharding.js writes them too; numbers carry names."""
     answer = look(data, choice)
     source, goal = (_name(data, choice[end]) for end in ("from", "onto"))
@@ -111,7 +129,7 @@ def describe(data, choice):
     )
 
 
-def array_picture(data, choice):
+def array_picture(data: Data, choice: Choice) -> str:
     """The array with its chunks; those that are read filled, the block that is kept outlined."""
     answer, (rows, columns) = look(data, choice), data["shape"]
     (height, width), colour = answer["stored"]["chunk"], data["colours"][choice["device"]]
@@ -131,7 +149,7 @@ def array_picture(data, choice):
     )
 
 
-def file_picture(data, choice):
+def file_picture(data: Data, choice: Choice) -> str:
     """Each file as a strip of bytes, chunk after chunk; those that are read filled."""
     answer, parts = look(data, choice), []
     stored, colour = answer["stored"], data["colours"][choice["device"]]

@@ -8,14 +8,24 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shardwise.figures import palette
-from shardwise.figures.interactive import STYLE, Interactive, controls, select, status, steps
+from shardwise.figures.interactive import (
+    STYLE,
+    Choice,
+    Data,
+    Interactive,
+    controls,
+    select,
+    status,
+    steps,
+)
 
 Pairs = Sequence[Sequence[tuple[int, int]]]  # of each step, (from, to)
+Runs = Mapping[str, Mapping[int, tuple[ArrayLike, Pairs]]]
 _RADIUS = 46  # of a device's circle; the ring's own is 152 around (200, 200)
 
 
 def ring_stepper(
-    runs: Mapping[str, Mapping[int, tuple[ArrayLike, Pairs]]],
+    runs: Runs,
     payload: int = 840_000,
     name: str = "all-reduce",
     devices: int = 4,
@@ -37,7 +47,7 @@ def ring_stepper(
     return Interactive("ring.js", data | {"start": start}, STYLE + still)
 
 
-def table(runs, payload=840_000):
+def table(runs: Runs, payload: int = 840_000) -> Data:
     """Everything on offer, as plain numbers; ring.js reads the same."""
     sizes = sorted(next(iter(runs.values())))
     kinds = []
@@ -55,7 +65,7 @@ def table(runs, payload=840_000):
     }
 
 
-def look(data, choice):
+def look(data: Data, choice: Choice) -> Data:
     """What the devices hold after a step, what moved in it and how much so far; as in ring.js."""
     kind, i = data["kinds"][choice["kind"]], data["sizes"].index(choice["n"])
     run, block = kind["runs"][i], data["payload"] // choice["n"]
@@ -70,7 +80,7 @@ def look(data, choice):
     }
 
 
-def describe(data, choice):
+def describe(data: Data, choice: Choice) -> str:
     """The step in words, as ring.js writes them too; numbers carry names."""
     answer, n, kind = look(data, choice), choice["n"], data["kinds"][choice["kind"]]
     turns = answer["all"] * n // (data["payload"] * (n - 1))
@@ -91,7 +101,7 @@ def describe(data, choice):
     return " ".join(words)
 
 
-def ring_picture(data, choice):
+def ring_picture(data: Data, choice: Choice) -> str:
     """The devices on their ring, each with its blocks; arrows for what has just moved."""
     answer, n = look(data, choice), choice["n"]
     i, kind = data["sizes"].index(n), data["kinds"][choice["kind"]]

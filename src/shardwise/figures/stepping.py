@@ -4,7 +4,16 @@ from collections.abc import Mapping
 from html import escape
 
 from shardwise.figures import palette
-from shardwise.figures.interactive import STYLE, Interactive, controls, select, status, steps
+from shardwise.figures.interactive import (
+    STYLE,
+    Choice,
+    Data,
+    Interactive,
+    controls,
+    select,
+    status,
+    steps,
+)
 from shardwise.figures.zero import training_step
 
 STAGES = ["0, data parallelism", "1, optimizer state cut", "2, gradients too", "3, FSDP"]
@@ -31,7 +40,7 @@ def fsdp_stepper(
     return Interactive("stepping.js", data | {"start": start}, STYLE + still)
 
 
-def table(layers, devices=4):
+def table(layers: Mapping[str, int], devices: int = 4) -> Data:
     """Everything on offer, as plain numbers and short words; stepping.js reads the same."""
     sizes = [*layers.values()]
     runs = [
@@ -49,7 +58,7 @@ def table(layers, devices=4):
     }
 
 
-def look(data, choice):
+def look(data: Data, choice: Choice) -> Data:
     """The chosen frame, the peak of its run, and all bytes that are sent; as in stepping.js."""
     run = data["runs"][choice["stage"]][choice["kept"]]
     frame = run[choice["step"]]
@@ -63,7 +72,7 @@ def look(data, choice):
     }
 
 
-def describe(data, choice):
+def describe(data: Data, choice: Choice) -> str:
     """The frame in words, as stepping.js writes them too; numbers carry names."""
     answer = look(data, choice)
     frame, n = answer["frame"], data["devices"]
@@ -81,7 +90,7 @@ def describe(data, choice):
     )
 
 
-def event(data, frame):
+def event(data: Data, frame: Data) -> str:
     """The event and its layers in words."""
     names = [data["layers"][i] for i in frame["layers"]]
     if not names:
@@ -89,7 +98,7 @@ def event(data, frame):
     return f"{frame['event']}, {'all layers' if len(names) > 1 else escape(names[0])}"
 
 
-def grid_picture(data, choice):
+def grid_picture(data: Data, choice: Choice) -> str:
     """A column for each device, a row for each layer; in a cell the n parts, filled where held."""
     frame, n = look(data, choice)["frame"], data["devices"]
     stage, parts = choice["stage"], []
@@ -113,7 +122,7 @@ def grid_picture(data, choice):
     return "".join(parts)
 
 
-def course_picture(data, choice):
+def course_picture(data: Data, choice: Choice) -> str:
     """A bar for each event, as high as what is held after it, on one scale for all stages."""
     answer = look(data, choice)
     held, peak = answer["held"], answer["peak"]
