@@ -5,7 +5,7 @@
 #   make lint    ruff, and every chapter's .ipynb in sync
 #   make sync    write the .ipynb beside each chapter
 #   make serve   the built site on a local port (PORT=8000)
-#   make stacks  chapters and tests on the three stacks (STACKS="newest python3.11 colab")
+#   make stacks  chapters and tests on every stack, or on those named (STACKS="newest colab")
 #   make repo URL=https://github.com/owner/name   the address that notebooks install from
 #   make clean   remove the built site and all results; distclean: the environments too
 
@@ -13,9 +13,19 @@
 .PHONY: book test test-all lint sync serve stacks repo clean distclean venv
 
 PORT ?= 8000
-STACKS ?= newest python3.11 colab
-ours := src tests benchmarks book/_ext
+ours := environment.py src tests benchmarks book/_ext
 python := .venv/bin/python
+
+# What is given on the command line reaches programs as it stands, through the environment: neither
+# make nor a shell reads it as code. PYTEST_ARGS are further options of pytest.
+override URL := $(value URL)
+override PORT := $(value PORT)
+override STACKS := $(value STACKS)
+override PYTHON := $(value PYTHON)
+override PYTEST_ARGS := $(value PYTEST_ARGS)
+override PYTEST_ADDOPTS := $(value PYTEST_ADDOPTS) $(PYTEST_ARGS)
+export URL PORT STACKS PYTHON PYTEST_ADDOPTS
+
 # A file's tests share what they have built, so they stay in one process.
 workers := -n auto --maxprocesses 4 --dist loadfile
 export PYTHONPATH := book/_ext
@@ -24,10 +34,10 @@ book: venv
 	@$(python) -m shardwise_book
 
 test: book
-	@$(python) -m pytest $(workers) -m "not slow" $(PYTEST_ARGS)
+	@$(python) -m pytest $(workers) -m "not slow"
 
 test-all: book
-	@$(python) -m pytest $(workers) $(PYTEST_ARGS)
+	@$(python) -m pytest $(workers)
 
 lint: venv
 	@$(python) -m ruff check $(ours)
@@ -39,14 +49,14 @@ sync: venv
 
 serve: venv
 	@test -f _build/html/index.html || { echo "No site in _build/html yet: run 'make book'." >&2; exit 1; }
-	@echo "http://127.0.0.1:$(PORT)/ (stop with Ctrl-C)"
-	@$(python) -m http.server --bind 127.0.0.1 --directory _build/html $(PORT)
+	@echo "http://127.0.0.1:$$PORT/ (stop with Ctrl-C)"
+	@$(python) -m http.server --bind 127.0.0.1 --directory _build/html "$$PORT"
 
 stacks: venv
-	@$(python) tests/stacks.py $(STACKS)
+	@$(python) tests/stacks.py
 
 repo: venv
-	@$(python) -m shardwise_book.address "$(URL)"
+	@$(python) -m shardwise_book.address
 
 clean:
 	@rm -rf _build
@@ -54,44 +64,11 @@ clean:
 distclean: clean
 	@rm -rf .venv .stacks
 
-# The environment is ready when its interpreter runs and .venv/ready names this folder and the
-# present pins. With other pins it is updated; in any other state it is made anew.
-pins = $(CURDIR) $$(cat requirements.txt pyproject.toml | cksum)
-identity := import sys; print(sys.version_info[:3], sys.base_prefix)
-suits := import sys; from importlib.util import find_spec as found; \
-  known = (3, 11) <= sys.version_info[:2] <= (3, 13); \
-  sys.exit(0 if known and found("venv") and found("ensurepip") else 4 if known else 3)
-
+# Any Python 3 runs environment.py, which chooses the one that .venv is made with.
 venv:
-	@pins="$(pins)"; has=$$($(python) -c '$(identity)' 2>/dev/null); \
-	if [ -n "$$has" ] && [ -n "$(PYTHON)" ]; then \
-	  wants=$$("$(PYTHON)" -c '$(identity)' 2>/dev/null); [ "$$has" = "$$wants" ] || has=; \
-	fi; \
-	if [ -n "$$has" ] && [ "$$(cat .venv/ready 2>/dev/null)" = "$$pins" ]; then exit 0; fi; \
-	case "$$has $$(cat .venv/ready 2>/dev/null)" in \
-	  ?*" $(CURDIR) "*) ;; \
-	  *) $(choose); \
-	     echo "Making .venv with $$chosen"; \
-	     rm -rf .venv && "$$chosen" -m venv .venv || exit 1 ;; \
-	esac; \
-	echo "Installing the pinned set (minutes, the first time)"; \
-	rm -f .venv/ready; \
-	PYTHONPATH= $(python) -m pip install --quiet --disable-pip-version-check -r requirements.txt \
-	  && echo "$$pins" > .venv/ready
-
-# Sets `chosen`, or says in one sentence why nothing suits, and what to do.
-define choose
-for chosen in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
-  "$$chosen" -c '$(suits)' 2>/dev/null; status=$$?; \
-  [ $$status = 0 ] && break; \
-  [ -n "$$first" ] || first=$$status; \
-done; \
-if [ $$status != 0 ]; then \
-  name=$(or $(PYTHON),python3); version=$$("$$name" --version 2>/dev/null); \
-  case $$first in \
-    3) echo "$$name is $$version, and Shardwise needs Python 3.11, 3.12 or 3.13: install one of them, then name it, as in 'make PYTHON=python3.12'." >&2 ;; \
-    4) echo "$$name ($$version) lacks its venv module: install it ('apt install python3-venv' on Debian and Ubuntu), or name another Python, as in 'make PYTHON=python3.12'." >&2 ;; \
-    *) echo "$$name does not run here: install Python 3.11, 3.12 or 3.13, or name one, as in 'make PYTHON=/path/to/python3.12'." >&2 ;; \
-  esac; exit 1; \
-fi
-endef
+	@for runner in python3 python3.13 python3.12 python3.11 "$$PYTHON"; do \
+	  "$$runner" -c 'import sys; sys.exit(sys.version_info < (3, 6))' 2>/dev/null \
+	    && exec "$$runner" environment.py; \
+	done; \
+	echo "No Python 3 runs here: install Python 3.11, 3.12 or 3.13, or name one, as in 'make PYTHON=/path/to/python3.12'." >&2; \
+	exit 1

@@ -79,6 +79,23 @@ def write_page(folder, *figures):
     return (folder / "page.html").as_uri()
 
 
+# A name that a caller may give: text, though it looks like HTML, an id of ours and a prototype.
+NAME = """<img src="x" onerror="document.title='ran'"> & it's id="@step" __proto__"""
+
+
+def check_names_are_text(browser, folder, figure):
+    """A figure that holds NAME shows it as it stands, before its script runs and afterwards."""
+    for script in (False, True):
+        with silent_page(browser, java_script_enabled=script) as page:
+            page.goto(write_page(folder, figure))
+            assert page.title() == "Test" and page.locator("img").count() == 0
+            inside = page.locator(".shardwise-figure")
+            said = inside.locator("[role=status]").inner_text()
+            assert NAME in " ".join([said, *inside.locator("svg, option").all_text_contents()])
+            assert inside.locator("select").first.is_disabled() != script
+            yield inside
+
+
 def check_stands_alone(one, two, limit, ids):
     """Two showings of one figure, as HTML: small, fetching nothing, with ids of their own."""
     assert len(one.encode()) < limit

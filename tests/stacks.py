@@ -1,4 +1,4 @@
-"""Runs all chapters and tests on three stacks: `make stacks`, or `python tests/stacks.py colab`.
+"""Runs all chapters and tests on each stack: `make stacks`, or `python tests/stacks.py colab`.
 
 Each stack has an environment of its own in .stacks, made with an interpreter found on the PATH or
 where pyenv and uv keep theirs. A stack that cannot be run is named, and the exit status is then 1,
@@ -9,33 +9,54 @@ that exists, as it is. The site's own tests do not run here: they test pages, no
 import argparse
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNNER = ROOT / "book/_ext/shardwise_book/execute.py"
+# One chapter asks JAX for a default of which JAX 0.8 announces that it will change.
+ANNOUNCED = "ignore:The default axis_types will change:DeprecationWarning"
 SITE_TESTS = ["tests/test_site.py", "tests/test_theme.py"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Its Pythons, the best first, and the requirements file that makes its environment."""
+    """Its Pythons, the best first, and the requirements file that makes its environment.
 
-    pythons: tuple
-    requirements: str
+    `jax` (and jaxlib) and `flax`, where given, take the place of the versions in that file.
+    """
+
+    pythons: tuple[str, ...]
+    requirements: str = "requirements.txt"
+    jax: str = ""
+    flax: str = ""
+
+    def pins(self) -> str:
+        """The text of its requirements."""
+        text = (ROOT / self.requirements).read_text()
+        for name, version in {"jax": self.jax, "jaxlib": self.jax, "flax": self.flax}.items():
+            if version:
+                text = re.sub(rf"(?m)^{name}==[^;\s]+", f"{name}=={version}", text)
+        return text
 
 
+# The last three are releases of JAX in between, each with the newest Flax that pip takes beside it.
 STACKS = {
-    "newest": Stack(("3.13", "3.12"), "requirements.txt"),
-    "python3.11": Stack(("3.11",), "requirements.txt"),
+    "newest": Stack(("3.13", "3.12")),
+    "python3.11": Stack(("3.11",)),
     "colab": Stack(("3.13",), "tests/colab.txt"),
+    "jax0.8": Stack(("3.13", "3.12"), jax="0.8.3", flax="0.12.6"),
+    "jax0.9": Stack(("3.13", "3.12"), jax="0.9.2", flax="0.12.6"),
+    "jax0.11": Stack(("3.13", "3.12"), jax="0.11.2", flax="0.12.12"),
 }
 
 
-def interpreter(version):
+def interpreter(version: str) -> Path | None:
     """The path of a Python `version` that can make environments, or None."""
     home = Path.home()
     pyenv = Path(os.environ.get("PYENV_ROOT", home / ".pyenv"))
@@ -51,7 +72,7 @@ def interpreter(version):
     return None
 
 
-def environment(name, stack):
+def environment(name: str, stack: Stack) -> Path | None:
     """The interpreter of the stack's environment, made or brought up to date; None without one.
 
     subprocess.CalledProcessError where pip fails.
@@ -59,28 +80,30 @@ def environment(name, stack):
     found = next(filter(None, map(interpreter, stack.pythons)), None)
     if found is None:
         return None
-    folder, pins = ROOT / ".stacks" / name, (ROOT / stack.requirements).read_text()
+    folder, pins = ROOT / ".stacks" / name, stack.pins()
     ready, state = folder / "ready", f"{ROOT}\n{found}\n{pins}"
     python = folder / "bin/python"
     if not ready.exists() or ready.read_text() != state:
         say(f"{name}: making its environment with {found}")
         shutil.rmtree(folder, ignore_errors=True)
         check([found, "-m", "venv", folder])
-        check([python, "-m", "pip", "install", "--quiet", "-r", ROOT / stack.requirements])
+        (folder / "requirements.txt").write_text(pins)
+        install = [python, "-m", "pip", "install", "--quiet", "-r", folder / "requirements.txt"]
+        check(install, cwd=ROOT)  # the last line there installs this package, from here
         ready.write_text(state)
     return python
 
 
-def chapters_here(python):
+def chapters_here(python: Path) -> bool:
     """Execute every chapter; warnings of deprecation from our code and the cells are errors."""
     notebooks = sorted((ROOT / "chapters").glob("*.ipynb"))
     modules = ["__main__", *map(module_name, sorted((ROOT / "src").rglob("*.py")))]
-    errors = ",".join(f"error::DeprecationWarning:{module}" for module in modules)
-    settings = {"PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": errors}
+    filters = [*(f"error::DeprecationWarning:{module}" for module in modules), ANNOUNCED]
+    settings = {"PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": ",".join(filters)}
     return succeeds([python, RUNNER, *notebooks], settings)
 
 
-def chapters_as_on_colab(python):
+def chapters_as_on_colab(python: Path) -> bool:
     """Execute every notebook alone: its first cell installs the package from a clone.
 
     What is installed before must be there afterwards, in the same version.
@@ -105,7 +128,7 @@ def chapters_as_on_colab(python):
     return passed
 
 
-def publish(clone):
+def publish(clone: Path) -> None:
     """A repository at `clone` with this working tree, whose notebooks install from itself."""
     made = shutil.ignore_patterns(".git", ".venv", ".stacks", "_build", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, clone, ignore=made)
@@ -116,14 +139,14 @@ def publish(clone):
         check(["git", *command], cwd=clone)
 
 
-def tests(python):
+def tests(python: Path) -> bool:
     """Run all tests but the site's."""
     ignored = [f"--ignore={path}" for path in SITE_TESTS]
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *ignored]
     return succeeds(command, {"PYTHONPATH": str(ROOT / "src")})
 
 
-def run(name, python):
+def run(name: str, python: Path) -> str:
     """Chapters, then tests, on one stack; what to print of each."""
     chapters = chapters_as_on_colab if name == "colab" else chapters_here
     verdicts = []
@@ -133,10 +156,11 @@ def run(name, python):
     return ", ".join(verdicts)
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", default=list(STACKS), metavar="stack")
+    asked = os.environ.get("STACKS", "").split()  # as `make stacks STACKS="..."` gives them
+    parser.add_argument("names", nargs="*", default=asked or list(STACKS), metavar="stack")
     parser.add_argument("--allow-missing", action="store_true")
     parser.add_argument("--env", action="append", default=[], metavar="STACK=PYTHON")
     options = parser.parse_args(arguments)
@@ -155,7 +179,7 @@ def main(arguments=None):
     return int(any(word in verdict for verdict in verdicts.values() for word in bad))
 
 
-def missing(stack):
+def missing(stack: Stack) -> str:
     """Why a stack was not run, and what to do."""
     wanted = " or ".join(stack.pythons)
     return (
@@ -164,7 +188,7 @@ def missing(stack):
     )
 
 
-def installed(python):
+def installed(python: Path) -> dict[str, str]:
     """Versions by package name, as pip sees them."""
     command = [python, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -43,12 +43,35 @@ def test_set_and_unset(project):
     assert {path: path.read_text() for path in before} == before
 
 
-@pytest.mark.parametrize("url", ["github.com/a/b", "http://x.org/a/b", "https://x.org", "a b"])
-def test_what_is_no_address_is_refused(project, url, capsys):
-    assert address.main([url, "--root", str(project)]) == 1
+NO_ADDRESSES = [
+    "github.com/a/b",
+    "http://x.org/a/b",
+    "https://x.org",
+    "a b",
+    "https://-/./.",
+    "https://x.org/a/..",
+    "https://x.org/-/-",
+    "https://x..org/a/b",
+    "https://x.org:123456/a/b",
+    "file:///a/../b",
+    '-x"; touch hacked; "',
+]
+
+
+@pytest.mark.parametrize("url", NO_ADDRESSES)
+def test_what_is_no_address_is_refused(project, url, monkeypatch, capsys):
+    monkeypatch.setenv("URL", url)
+    assert address.main(["--root", str(project)]) == 1
     message = capsys.readouterr().err
     assert repr(url) in message and "expected https://host/owner/name" in message
     assert set(address.places(project).values()) == {""}
+
+
+@pytest.mark.parametrize(
+    "url", ["https://host:8443/a/.github", "https://x-y.org/a/b.c/d~e", "file:///a"]
+)
+def test_addresses_are_taken_as_they_are(url):
+    assert address.check(url) == url
 
 
 def test_lost_line_is_named(project):

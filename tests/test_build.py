@@ -3,8 +3,10 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -33,8 +35,11 @@ Prose.
 
 ```{{code-cell}}
 import os, pathlib
-with pathlib.Path(os.environ["MINIATURE_LOG"]).open("a") as log:
-    log.write("{name}\\n")
+log = pathlib.Path(os.environ["MINIATURE_LOG"])
+with log.open("a") as file:
+    file.write("{name}\\n")
+source = log.with_name("src") / "mini.py"
+print(source.read_text())
 ```
 
 More prose.
@@ -43,6 +48,18 @@ More prose.
 answer = 6 * 7
 print("the answer to {name} is", answer)
 ```
+"""
+
+
+# What a test has Sphinx do at one of its events.
+MOMENT = """\
+import os, pathlib, signal
+def act(app, *arguments):
+    exec(os.environ["ACTION"], globals(), {"app": app, "arguments": arguments})
+def setup(app):
+    if "MOMENT" in os.environ:
+        app.connect(os.environ["MOMENT"], act, priority=950)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
 """
 
 
@@ -55,6 +72,8 @@ class Book:
             copy(ROOT / part, folder / part)
         self.write("_toc.yml", "format: jb-book\nroot: intro\nchapters:\n- file: chapters/first\n")
         self.append("_toc.yml", "- file: chapters/second\n- file: times\n")
+        self.append("_config.yml", "      - moment\n", after="      - shardwise_book\n")
+        self.write("book/_ext/moment.py", MOMENT)
         self.write("intro.md", "# A miniature\n")
         self.write("times.md", "# Times\n\n```{run-times}\n```\n")
         self.write("book/references.bib", "")
@@ -67,8 +86,11 @@ class Book:
         (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
         (self.folder / path).write_text(text)
 
-    def append(self, path, text):
-        self.write(path, (self.folder / path).read_text() + text)
+    def append(self, path, text, after=""):
+        """Write more at the end of a file, or after the line `after`."""
+        old = (self.folder / path).read_text()
+        head, line, tail = old.partition(after) if after else (old, "", "")
+        self.write(path, head + line + text + tail)
 
     def edit(self, name, old, new, sync=True):
         """Replace `old` in a chapter, and write its pair unless told not to."""
@@ -78,20 +100,25 @@ class Book:
         if sync:
             pairs.sync(path.parent)
 
-    def build(self):
-        """(exit status, what was printed, the chapters that were executed)."""
+    def start(self, **settings):
+        """A build that has begun, with `settings` in its environment."""
         self.log.write_text("")
         extension = os.pathsep.join(["book/_ext", os.environ.get("PYTHONPATH", "")])
-        ran = subprocess.run(
+        ours = {"PYTHONPATH": extension, "MINIATURE_LOG": str(self.log)}
+        return subprocess.Popen(
             [sys.executable, "-m", "shardwise_book"],
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": extension, "MINIATURE_LOG": str(self.log)},
+            env={**os.environ, **ours, **settings},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        printed = re.sub(r"\x1b\[[0-9;]*m", "", ran.stdout)
-        return ran.returncode, printed, sorted(self.log.read_text().split())
+
+    def build(self, **settings):
+        """(exit status, what was printed, the chapters that were executed)."""
+        started = self.start(**settings)
+        printed = re.sub(r"\x1b\[[0-9;]*m", "", started.communicate()[0])
+        return started.returncode, printed, sorted(self.log.read_text().split())
 
     def page(self, name):
         return (self.folder / "_build/html/chapters" / f"{name}.html").read_text()
@@ -164,7 +191,7 @@ def test_failing_cells_of_all_chapters_are_named(book):
     book.edit("second", "answer = 6 * 7", "assert 6 == 7, 'six is not seven'")
     status, printed, _ = book.build()
     assert status != 0
-    assert "chapters/first.md: cell 2 (line 27) `answer = 6 / 0` failed" in printed
+    assert "chapters/first.md: cell 2 (line 30) `answer = 6 / 0` failed" in printed
     short = printed[printed.index("In short:") :]
     assert "`answer = 6 / 0` failed: ZeroDivisionError: division by zero\n" in short
     assert "chapters/second.md: cell 2" in printed
@@ -227,3 +254,148 @@ def test_chapter_that_would_not_be_executed(book):
     status, printed, _ = book.build()
     assert status != 0
     assert "chapters/second.md: would not be executed" in printed
+
+
+SLOW = pytest.mark.slow
+SIGNALS = ["SIGKILL", pytest.param("SIGTERM", marks=SLOW), pytest.param("SIGINT", marks=SLOW)]
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_build_that_is_cut_off_between_two_pages(book, name):
+    """What had been written is older than the source, and no file's time tells."""
+    book.write("src/mini.py", "VALUE = 2\n")
+    action = f'arguments[0] == "chapters/second" and os.kill(os.getpid(), signal.{name})'
+    status, printed, executed = book.build(MOMENT="html-page-context", ACTION=action)
+    assert status != 0 and executed == ["first", "second"], printed
+    assert "VALUE = 2" in book.page("first") and "VALUE = 1" in book.page("second")
+    status, printed, executed = book.build()
+    assert (status, executed) == (0, []), printed
+    assert "VALUE = 2" in book.page("first") and "VALUE = 2" in book.page("second")
+
+
+def test_source_that_is_edited_while_chapters_run(book):
+    """The first result is of two states: it is not stored for the one that the run began with."""
+    edited = (
+        'if "EDIT" in os.environ:\n    source.write_text("VALUE = 3")\nanswer = source.read_text()'
+    )
+    book.edit("second", "answer = 6 * 7", edited)
+    status, printed, _ = book.build(EDIT="now")
+    assert status != 0
+    assert "src/mini.py changed while chapters ran: run `make book` again" in printed
+    book.write("src/mini.py", "VALUE = 1\n")
+    status, printed, executed = book.build()
+    assert status == 0 and "second" in executed, printed
+    assert "the answer to second is VALUE = 1" in book.page("second")
+
+
+@SLOW
+def test_chapter_that_is_edited_after_it_ran(book):
+    action = "pathlib.Path(app.srcdir, 'chapters/second.md').write_text('# Another text')"
+    status, printed, _ = book.build(MOMENT="builder-inited", ACTION=action)
+    assert status != 0
+    assert "chapters/second.md changed while the book was built" in printed
+
+
+@SLOW
+@pytest.mark.parametrize("name", ["XLA_FLAGS", "JAX_DEFAULT_MATMUL_PRECISION"])
+def test_another_environment_executes_everything(book, name):
+    setting = {name: {"XLA_FLAGS": "--xla_dump_max_hlo_modules=1"}.get(name, "highest")}
+    status, printed, executed = book.build(**setting)
+    assert (status, executed) == (0, ["first", "second"]), printed
+    assert book.build(**setting)[2] == []
+    assert book.build(**setting | {"UNRELATED": "1"})[2] == []
+
+
+@SLOW
+def test_chapter_that_is_removed_is_no_longer_published(book):
+    toc = (book.folder / "_toc.yml").read_text()
+    book.write("_toc.yml", toc.replace("- file: chapters/second\n", ""))
+    for path in (book.folder / "chapters").glob("second.*"):
+        path.unlink()
+    status, printed, executed = book.build()
+    assert (status, executed) == (0, []), printed
+    site = book.folder / "_build/html"
+    assert not [path for path in site.rglob("*") if "second" in path.name]
+    assert not [path for path in site.rglob("*.html") if "Second" in path.read_text()]
+    assert "42" in book.page("first") and (site / "_downloads/first.ipynb").exists()
+    assert book.build()[0] == 0
+
+
+@SLOW
+def test_edit_of_the_extension_makes_every_page_anew(book):
+    assert book.build()[0] == 0  # a book that has moved is made anew in any case
+    times = "book/_ext/shardwise_book/times.py"
+    book.write(times, (book.folder / times).read_text().replace("Executed in", "Ran for"))
+    status, printed, executed = book.build()
+    assert status == 0, printed
+    assert executed == []
+    for name in ["first", "second"]:
+        assert re.search(r'<p class="run-time">Ran for \d', book.page(name))
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def change(path):
+    path.write_text(path.read_text().replace(" is 42", " is 43").replace("second is", "second IS"))
+
+
+DAMAGES = {
+    "a result cut short": ("executed/*/base.ipynb", cut_short),
+    "a result changed": ("executed/*/base.ipynb", change),
+    "a result missing": ("executed/*/base.ipynb", Path.unlink),
+    "the list cut short": ("global.db", cut_short),
+    "the list emptied": ("global.db", lambda path: path.write_bytes(b"")),
+}
+
+
+@SLOW
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_cache_is_executed_again(book, damage):
+    pattern, break_ = DAMAGES[damage]
+    found = list((book.folder / "_build/.jupyter_cache").glob(f"*/{pattern}"))
+    assert found
+    for path in found:
+        break_(path)
+    status, printed, executed = book.build()
+    assert (status, executed) == (0, ["first", "second"]), printed
+    assert "the answer to second is 42" in book.page("second")
+
+
+@SLOW
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_interrupt_stops_what_runs_and_starts_no_other(book, name):
+    """Only the build gets the signal, as from `kill`; kernels would go on for ten minutes."""
+    waiting = "log.with_name('kernel').write_text(str(os.getpid()))\nimport time; time.sleep(600)"
+    for chapter in ["first", "second"]:
+        book.edit(chapter, "answer = 6 * 7", waiting)
+    started, kernel = book.start(SHARDWISE_JOBS="1"), book.folder / "kernel"
+    try:
+        until(lambda: kernel.exists() and kernel.read_text())
+        started.send_signal(getattr(signal, name))
+        printed = started.communicate(timeout=60)[0]
+    finally:
+        started.kill()
+    assert started.returncode != 0, printed
+    assert book.log.read_text().split() == ["first"]
+    until(lambda: not Path("/proc", kernel.read_text()).exists())
+
+
+def until(condition):
+    """Wait for what must come; a minute is longer than it takes anywhere."""
+    for _ in range(1200):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise TimeoutError
+
+
+@SLOW
+def test_two_builds_at_once_both_end_well(book):
+    book.write("src/mini.py", "VALUE = 2\n")
+    both = [book.start() for _ in range(2)]
+    printed = [one.communicate()[0] for one in both]
+    assert [one.returncode for one in both] == [0, 0], printed
+    assert "Another build of this book runs: waiting for its end" in "".join(printed)
+    assert "VALUE = 2" in book.page("first") and "VALUE = 2" in book.page("second")

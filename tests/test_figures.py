@@ -1,5 +1,9 @@
 """The palette, and what the still figures draw."""
 
+import importlib
+import subprocess
+import sys
+
 import jax
 import matplotlib.pyplot
 import numpy as np
@@ -139,3 +143,27 @@ def test_drawings_are_transparent_reproducible_and_shown_once():
     with figures.style():
         assert matplotlib.rcParams["axes.labelcolor"] == palette.GREY
     assert dict(matplotlib.rcParams) == before
+
+
+def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch):
+    for name in [*sys.modules]:
+        if name.partition(".")[0] == "matplotlib" or name.startswith("shardwise.figures"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match=r"run `pip install 'shardwise\[figures\]'`"):
+        importlib.import_module("shardwise.figures")
+
+
+@pytest.mark.slow
+def test_all_but_the_figures_imports_without_matplotlib():
+    program = """
+import importlib, pkgutil, sys
+sys.modules["matplotlib"] = None
+import shardwise
+for module in pkgutil.walk_packages(shardwise.__path__, "shardwise."):
+    if not module.name.startswith("shardwise.figures"):
+        importlib.import_module(module.name)
+print(len(sys.modules))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr

@@ -10,7 +10,9 @@ import optax
 import pytest
 from browser import (
     DESKTOP,
+    NAME,
     PHONE,
+    check_names_are_text,
     check_stands_alone,
     shown,
     shown_for_each,
@@ -195,3 +197,9 @@ def test_fits_a_phone(browser, place, data, width):
         figure.get_by_role("combobox", name="ZeRO stage", exact=True).select_option("1")
         assert agrees(figure, data)["stage"] == 1
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_names_are_text(browser, tmp_path):
+    figure = figures.fsdp_stepper({"head": 80, NAME: 40}, devices=4)
+    for alive in check_names_are_text(browser, tmp_path, figure):
+        assert NAME in alive.get_by_role("status").inner_text()

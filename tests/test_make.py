@@ -1,6 +1,10 @@
 """The Makefile's own set-up: from any starting state, and in one sentence where it cannot be."""
 
+import ast
+import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,37 +15,44 @@ import pytest
 if not shutil.which("make"):
     pytest.skip("make is not installed", allow_module_level=True)
 
-MAKEFILE = Path(__file__).parent.parent / "Makefile"
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
 def project(tmp_path):
     """A project with the Makefile, nothing to install, and a folder `bin` to put Pythons in."""
-    folder = tmp_path / "a project"
+    folder = tmp_path / "a 'project' $(touch from-the-folder)"
     (folder / "bin").mkdir(parents=True)
-    shutil.copy(MAKEFILE, folder)
+    for name in ["Makefile", "environment.py"]:
+        shutil.copy(ROOT / name, folder)
     (folder / "requirements.txt").write_text("")
     (folder / "pyproject.toml").write_text("")
-    return folder
+    yield folder
+    assert not list(tmp_path.rglob("from-the-folder")), "the folder's name was run"
 
 
-def interpreter(path, version, status):
-    """A stand-in for a Python `version` that the Makefile's probe of its suitability leaves so."""
-    path.write_text(
-        f'#!/bin/sh\ncase "$*" in\n  --version) echo Python {version} ;;\n'
-        f'  *ensurepip*) exit {status} ;;\n  *) exec {sys.executable} "$@" ;;\nesac\n'
-    )
+PROBED = r"""#!/bin/sh
+case "$*" in
+  *ensurepip*) echo {version} {able} /nowhere ;;
+  *) exec {python} "$@" ;;
+esac
+"""
+
+
+def interpreter(path, version, able):
+    """A stand-in for a Python `version`, with a venv module or without."""
+    path.write_text(PROBED.format(version=version, able=able, python=sys.executable))
     path.chmod(0o755)
 
 
-def venv(project, *arguments, path=None):
-    """(exit status, what was printed) of `make venv`, its own lines aside."""
+def run(project, *arguments, path=None):
+    """(exit status, what was printed) of `make`, its own lines aside."""
     # Under `make test` the outer make's level, flags and PYTHON= would reach this one.
     ours = {key: os.environ[key] for key in os.environ if not key.startswith(("MAKE", "PYTHON"))}
     ran = subprocess.run(
-        ["make", "--no-print-directory", "venv", *arguments],
+        ["make", "--no-print-directory", *arguments],
         cwd=project,
-        env={**ours, "PATH": f"{path}:/usr/bin:/bin" if path else os.environ["PATH"]},
+        env={**ours, "PATH": str(path) if path else os.environ["PATH"]},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -50,16 +61,20 @@ def venv(project, *arguments, path=None):
     return ran.returncode, "\n".join(line for line in lines if not line.startswith("WARNING"))
 
 
+def venv(project, *arguments, path=None):
+    return run(project, "venv", *arguments, path=path)
+
+
 @pytest.mark.parametrize(
-    ("version", "status", "names"),
+    ("version", "able", "names"),
     [
-        ("3.10.9", 3, ["is Python 3.10.9", "needs Python 3.11, 3.12 or 3.13", "make PYTHON="]),
-        ("3.11.2", 4, ["lacks its venv module", "apt install python3-venv", "make PYTHON="]),
+        ("3.10.9", True, ["is Python 3.10.9", "needs Python 3.11, 3.12 or 3.13", "make PYTHON="]),
+        ("3.11.2", False, ["lacks its venv module", "apt install python3-venv", "make PYTHON="]),
     ],
 )
-def test_unsuitable_python_is_one_sentence(project, version, status, names):
+def test_unsuitable_python_is_one_sentence(project, version, able, names):
     stub = project / "bin/python3"
-    interpreter(stub, version, status)
+    interpreter(stub, version, able)
     code, printed = venv(project, "PYTHON=bin/python3")
     assert code != 0
     assert printed.startswith("bin/python3") and "\n" not in printed
@@ -74,11 +89,46 @@ def test_missing_python_is_one_sentence(project):
     assert "\n" not in printed
 
 
+def test_no_python_at_all_is_one_sentence(project):
+    for name in ["make", "sh", "bash"]:  # nothing else is on the PATH
+        (project / "bin" / name).symlink_to(shutil.which(name))
+    code, printed = venv(project, path=project / "bin")
+    assert code != 0 and "\n" not in printed
+    assert printed.startswith("No Python 3 runs here: install Python 3.11, 3.12 or 3.13")
+
+
+READY = """#!/bin/sh
+case "$*" in
+  *ensurepip*) echo 3.12.1 True /nowhere ;;
+  *) echo "$*"; printenv URL STACKS PYTEST_ADDOPTS ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("target", ["repo", "stacks", "lint"])
+def test_values_reach_programs_as_they_stand(project, target):
+    """Neither make nor a shell runs what they say, and no word of them is an option."""
+    prepared = project / ".venv/bin/python"
+    prepared.parent.mkdir(parents=True)
+    prepared.write_text(READY)
+    prepared.chmod(0o755)
+    pins = (project / "requirements.txt").read_bytes() + (project / "pyproject.toml").read_bytes()
+    state = {"folder": str(project), "pins": hashlib.sha256(pins).hexdigest()}
+    (project / ".venv/ready").write_text(json.dumps(state))
+    value = '$(touch a)$$(touch b)`touch c`"; touch d; \'$(shell touch e) -k "f or g"'
+    given = [f"{name}={value}" for name in ("URL", "STACKS", "PYTEST_ARGS")]
+    code, printed = run(project, target, *given)
+    assert code == 0, printed
+    assert printed.count(value) % 3 == 0 and value in printed
+    assert "touch" not in printed.replace(value, "")
+    assert not {"a", "b", "c", "d", "e"} & {path.name for path in project.iterdir()}
+
+
 @pytest.mark.slow
 def test_another_python_on_the_path_is_taken(project):
-    interpreter(project / "bin/python3", "3.9.1", 3)
-    interpreter(project / "bin/python3.13", "3.13.0", 0)
-    code, printed = venv(project, path=project / "bin")
+    interpreter(project / "bin/python3", "3.9.1", True)
+    interpreter(project / "bin/python3.13", "3.13.0", True)
+    code, printed = venv(project, path=f"{project}/bin:/usr/bin:/bin")
     assert code == 0, printed
     assert "Making .venv with python3.13" in printed
 
@@ -98,3 +148,10 @@ def test_every_starting_state_ends_ready(project):
     anew = venv(moved, with_this)
     assert anew[0] == 0 and anew[1].startswith("Making .venv")
     assert venv(moved) == (0, "")
+
+
+def test_the_set_up_is_read_by_pythons_that_are_too_old():
+    """They must get as far as the sentence that says so."""
+    source = (ROOT / "environment.py").read_text()
+    ast.parse(source, feature_version=(3, 6))
+    assert not re.search(r"capture_output|text=|missing_ok|removeprefix|from __future__", source)

@@ -6,7 +6,9 @@ import re
 import pytest
 from browser import (
     DESKTOP,
+    NAME,
     PHONE,
+    check_names_are_text,
     check_stands_alone,
     shown,
     shown_for_each,
@@ -262,3 +264,15 @@ def test_fits_a_phone(browser, place, data):
         figure.locator('rect[data-device="3"][data-task="20"]').tap()
         assert agrees(figure, data)[-2:] == (3, 20)
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
+def test_names_are_text(browser, tmp_path, monkeypatch):
+    """A schedule of the reader's own, which refuses, and says so."""
+
+    def refuse(stages, devices, microbatches):
+        raise ValueError(f"{NAME} wants more")
+
+    monkeypatch.setitem(schedules.SCHEDULES, NAME, refuse)
+    figure = figures.pipeline_explorer(start={"schedule": NAME})
+    for alive in check_names_are_text(browser, tmp_path, figure):
+        assert NAME in alive.get_by_role("status").inner_text()

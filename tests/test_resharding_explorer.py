@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from browser import (
     DESKTOP,
+    NAME,
     PHONE,
+    check_names_are_text,
     check_stands_alone,
     shown,
     shown_for_each,
@@ -248,3 +250,24 @@ def test_fits_a_phone(browser, place, data):
         control(figure, "Saved from mesh").select_option("0")
         agrees(figure, data)
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+def test_names_are_text(browser, tmp_path, layouts, saved):
+    """A mesh, a spec and a limit by such a name, in the words and in the choices."""
+    spec, sharding = next(iter(layouts["8"].items()))
+    named = {NAME: {NAME: sharding, "two  spaces": sharding}, "8": {"two  spaces": sharding}}
+    chunks = next(iter(saved.values()))["8", spec]
+    odd = chunks._replace(
+        places={i: (f"{NAME}/{file}", *at) for i, (file, *at) in chunks.places.items()}
+    )
+    found = {NAME: {(m, s): odd for m, specs in named.items() for s in specs}}
+    figure = figures.resharding_explorer(named, found, (NAME, NAME), (NAME, NAME))
+    for alive in check_names_are_text(browser, tmp_path, figure):
+        words = alive.get_by_role("status").inner_text()
+        assert words.count(f"{NAME}, {NAME}") == 2 and f"of {NAME}/" in words
+        if alive.locator("select").first.is_enabled():
+            control(alive, "Restored spec").select_option(index=1)
+            control(alive, "Restored onto mesh").select_option(index=1)
+            assert chosen(alive)["onto"] == [1, 0]
+            control(alive, "Restored onto mesh").select_option(index=0)
+            assert chosen(alive)["onto"] == [0, 1]  # kept, though options show one space

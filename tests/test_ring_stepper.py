@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from browser import (
     DESKTOP,
+    NAME,
     PHONE,
+    check_names_are_text,
     check_stands_alone,
     shown,
     shown_for_each,
@@ -202,3 +204,20 @@ def test_fits_a_phone(browser, place, data, width):
         figure.get_by_role("combobox", name="Devices", exact=True).select_option(label="8")
         assert agrees(figure, data)["n"] == 8
         assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_names_are_text(browser, tmp_path, runs):
+    figure = figures.ring_stepper({NAME: runs["reduce"]}, name=NAME)
+    for shown_ in check_names_are_text(browser, tmp_path, figure):
+        assert shown_.get_by_role("status").inner_text().startswith(f"{NAME} on 4 devices")
+
+
+def test_a_name_keeps_its_capitals(browser, tmp_path, runs):
+    named = {"all-Reduce v2": runs["all-reduce"]}
+    figure = figures.ring_stepper(named, name="all-Reduce v2")
+    place = write_page(tmp_path, figure)
+    with silent_page(browser) as page:
+        page.goto(place)
+        said = page.get_by_role("status").inner_text()
+        assert said.startswith("All-Reduce v2 on 4 devices")
+    assert "All-Reduce v2 on 4 devices" in figure.still

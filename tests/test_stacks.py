@@ -1,7 +1,9 @@
 """What `make stacks` says of a stack that it cannot run, and the clone that Colab installs from."""
 
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import stacks
@@ -19,7 +21,37 @@ def test_a_stack_without_an_interpreter_is_named(monkeypatch, capsys):
 def test_an_unknown_stack_is_refused(capsys):
     with pytest.raises(SystemExit):
         stacks.main(["newest", "oldest"])
-    assert "no stack oldest: there are newest, python3.11, colab" in capsys.readouterr().err
+    assert "no stack oldest: there are newest, python3.11, colab, jax0.8" in capsys.readouterr().err
+
+
+def test_make_names_stacks_by_the_environment(monkeypatch, capsys):
+    monkeypatch.setattr(stacks, "interpreter", lambda version: None)
+    monkeypatch.setenv("STACKS", "colab jax0.9")
+    stacks.main([])
+    listed = capsys.readouterr().out.split("Stacks\n")[1].splitlines()
+    assert [line.split()[0] for line in listed] == ["colab", "jax0.9"]
+
+
+def test_each_stack_is_one_that_the_package_accepts():
+    """Its range, by pip's own reading, takes each JAX that the stacks run, and not 0.10.2."""
+    packaging = pytest.importorskip("packaging.requirements")
+    project = tomllib.loads((stacks.ROOT / "pyproject.toml").read_text())["project"]
+    ranges = {
+        one.name: one.specifier for one in map(packaging.Requirement, project["dependencies"])
+    }
+    seen = set()
+    for stack in stacks.STACKS.values():
+        pinned = re.findall(r"(?m)^(jax|flax)==([\d.]+)", stack.pins())
+        assert {name for name, _ in pinned} == {"jax", "flax"}
+        assert all(version in ranges[name] for name, version in pinned), pinned
+        seen.update(pinned)
+    assert {("jax", "0.8.3"), ("jax", "0.9.2"), ("jax", "0.11.2"), ("jax", "0.7.2")} <= seen
+    assert "0.10.2" not in ranges["jax"]
+
+
+def test_every_stack_runs_in_the_workflow():
+    workflow = (stacks.ROOT / ".github/workflows/book.yml").read_text()
+    assert re.findall(r"stack: ([\w.]+)", workflow) == list(stacks.STACKS)
 
 
 def test_interpreters_are_found_where_pyenv_keeps_them(monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from xml.etree import ElementTree
 
 import pytest
-from browser import serve
+from browser import serve, silent_page
 
 pytest.importorskip("jupyter_book", reason="the book is not built on this stack")
 from shardwise_book.docstrings import to_rst
@@ -100,6 +100,18 @@ def test_addresses_of_a_chapter(name):
     assert page_links("", "main", COLAB, name) == []
 
 
+def test_every_declaration_of_the_style_sheet_is_one(browser):
+    """A browser drops without a word what it does not know."""
+    text = re.sub(r"/\*.*?\*/", "", (ROOT / "book/_static/shardwise.css").read_text(), flags=re.S)
+    blocks = re.findall(r"\{([^{}]*)\}", text)
+    lines = [line for block in blocks for line in block.split(";") if line.strip()]
+    declared = [line.replace("!important", "").strip().split(":", 1) for line in lines]
+    assert len(declared) > 300
+    with silent_page(browser) as page:
+        unknown = "pairs => pairs.filter(([name, value]) => !CSS.supports(name, value.trim()))"
+        assert page.evaluate(unknown, declared) == []
+
+
 @pytest.fixture(scope="module")
 def addressed(miniature):
     """A function that builds the miniature book with an address set."""
@@ -156,3 +168,25 @@ def test_local_address_leads_to_existing_files(page, addressed, tmp_path_factory
     assert links[1] == f"{clone.as_uri()}/chapters/first.md"
     shutil.copytree(folder / "chapters", clone / "chapters")
     assert "# First" in page.goto(links[1]).text()
+
+
+def test_search_ends_on_words_that_every_object_has(browser, addressed):
+    folder = addressed("")
+    with serve(folder / "_build/html") as site, silent_page(browser) as page:
+        for query in ["constructor", "__proto__", "toString valueOf", "hasOwnProperty"]:
+            page.goto(f"{site}/search.html?q={query}")
+            page.wait_for_selector("#search-results h2:text('Search Results')")
+            assert "did not match any" in page.locator("#search-results").inner_text(), query
+        page.goto(f"{site}/search.html?q=prose+miniature")
+        page.wait_for_selector("#search-results li a")
+
+
+def test_search_finds_such_a_word_where_it_stands(browser, miniature):
+    miniature.write("intro.md", "# A miniature\n\nThe constructor of `__proto__`.\n")
+    status, printed, _ = miniature.build()
+    miniature.write("intro.md", "# A miniature\n")
+    assert status == 0, printed
+    with serve(miniature.folder / "_build/html") as site, silent_page(browser) as page:
+        page.goto(f"{site}/search.html?q=constructor")
+        page.wait_for_selector("#search-results li a")
+        assert page.locator("#search-results li a").all_inner_texts() == ["A miniature"]

@@ -1,11 +1,14 @@
 """The address of the repository that notebooks install from: `_config.yml` holds it, others repeat.
 
-`python -m shardwise_book.address URL` writes it wherever it stands; an empty URL unsets it.
+`python -m shardwise_book.address URL` writes it wherever it stands; an empty URL unsets it. Without
+an argument it takes the environment variable URL, as `make repo` gives it.
 """
 
 import argparse
+import os
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from . import pairs
@@ -15,10 +18,14 @@ PROJECT = re.compile(r'^\[project\.urls\]\nRepository = "(.*)"\n\n', re.M)
 BEFORE_TOOLS = re.compile(r"^(?=\[tool\.)", re.M)
 CITATION = re.compile(r'^repository-code: "(.*)"\n', re.M)
 CELL = re.compile(r'^(REPOSITORY = )"(.*)"(?=  # written by `make repo)', re.M)
-ADDRESS = re.compile(r"https://[\w.-]+(:\d+)?(/[\w.~-]+){2,}|file:///[\w./~-]+")
+LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"  # of a host's name
+PART = r"/(?!\.\.?(/|$))(?=[^/]*[a-z0-9])[\w.~-]+"  # of a path: no step up, and no mere punctuation
+ADDRESS = re.compile(
+    rf"https://{LABEL}(\.{LABEL})*(:\d{{1,5}})?({PART}){{2,}}|file://({PART})+", re.A | re.I
+)
 
 
-def check(url):
+def check(url: str) -> str:
     """`url` without a closing slash or .git; ValueError where it is no address of a repository."""
     plain = url.strip().removesuffix("/").removesuffix(".git")
     if plain and not ADDRESS.fullmatch(plain):
@@ -29,7 +36,7 @@ def check(url):
     return plain
 
 
-def places(root):
+def places(root: Path) -> dict[str, str | None]:
     """The address found in each file that holds or repeats it: "" where unset, None where lost."""
     root = Path(root)
     found = {"_config.yml": _first(CONFIG, root / "_config.yml", 2)}
@@ -40,7 +47,7 @@ def places(root):
     return found
 
 
-def write(root, url):
+def write(root: Path, url: str) -> str:
     """Put `url` into every place, and write the chapters' pairs.
 
     ValueError names a place whose line for it is lost.
@@ -64,10 +71,10 @@ def write(root, url):
     return url
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="make repo URL=...", description=__doc__)
-    parser.add_argument("url")
+    parser.add_argument("url", nargs="?", default=os.environ.get("URL", ""))
     parser.add_argument("--root", type=Path, default=Path("."))
     options = parser.parse_args(arguments)
     try:

@@ -1,7 +1,7 @@
 """Executes what is stale, several chapters at a time; results lie in a jupyter-cache for MyST-NB.
 
 jupyter-cache knows a notebook by its code cells alone, so the cache's folder is named for all else
-that outputs depend on: the package's source and the versions of the stack.
+that outputs depend on: the package's source, the environment, and what is installed.
 """
 
 import concurrent.futures
@@ -11,40 +11,74 @@ import os
 import platform
 import shutil
 import time
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+import nbformat
 from jupyter_cache import get_cache
-from jupyter_cache.base import CacheBundleIn
+from jupyter_cache.base import CacheBundleIn, JupyterCacheAbstract
+from packaging.requirements import Requirement
 
 from . import execute
 
 STACK = ["jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "matplotlib"]
 KEPT = 4  # caches of earlier states, so that going back to one executes nothing
+# Of the environment: what the libraries of the stack and Python itself take settings from.
+SETTINGS = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "TF_", "FLAX_", "ORBAX_", "MPL")
+SETTINGS += ("PYTHONOPTIMIZE", "PYTHONWARNINGS", "PYTHONHASHSEED", "OMP_NUM_THREADS", "TZ", "LC_")
+
+Source = dict[str, tuple[str, int]]
+Data = dict[str, Any]
 
 
-def versions():
+class Changed(Exception):
+    """A file was edited while chapters ran: their outputs may be of either state."""
+
+
+def versions() -> dict[str, str]:
     """Python's and the stack's versions, by name; packages that are not installed are left out."""
     found = {"Python": platform.python_version()}
-    for name in STACK:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
+    return found | {name: version for name in STACK if (version := _version(name))}
+
+
+def closure(roots: Iterable[str] = (*STACK, "shardwise", "ipykernel", "ipython")) -> dict[str, str]:
+    """Versions, by name, of what is installed of `roots` and all that they require."""
+    found, left = {}, [Requirement(root) for root in roots]
+    while left:
+        wanted = left.pop()
+        if wanted.name in found or (version := _version(wanted.name)) is None:
             continue
+        found[wanted.name] = version
+        required = map(Requirement, importlib.metadata.requires(wanted.name) or [])
+        left += [one for one in required if not one.marker or one.marker.evaluate({"extra": ""})]
     return found
 
 
-def fingerprint(package):
-    """A name for what outputs depend on beside the notebook: `package`'s files and the stack."""
-    digest = hashlib.sha256(repr(sorted(versions().items())).encode())
-    digest.update(Path(execute.__file__).read_bytes())
+def snapshot(package: Path) -> Source:
+    """Digest and time of change of each file of the package's source, by its path."""
+    found = {}
     for path in sorted(Path(package).rglob("*")):
         if path.is_file() and "__pycache__" not in path.parts and ".egg-info" not in str(path):
-            digest.update(path.relative_to(package).as_posix().encode() + b"\0")
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()[:16]
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            found[path.relative_to(package).as_posix()] = digest, path.stat().st_mtime_ns
+    return found
 
 
-def jobs():
+def fingerprint(source: Source) -> str:
+    """A name for what outputs depend on beside the notebook."""
+    settings = {k: v for k, v in execute.environment().items() if k.startswith(SETTINGS)}
+    parts = [
+        platform.python_version(),
+        Path(execute.__file__).read_text(),
+        sorted(closure().items()),
+        sorted(settings.items()),
+        [(name, digest) for name, (digest, _) in source.items()],
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def jobs() -> int:
     """How many chapters run at a time: SHARDWISE_JOBS, or the cores that this process may use."""
     asked = os.environ.get("SHARDWISE_JOBS")
     if asked is None:
@@ -56,21 +90,23 @@ def jobs():
 
 
 class Results:
-    """What is known of executions in the jupyter-cache at `path`."""
+    """What is known of executions in the jupyter-cache at `path`; a damaged one is emptied."""
 
-    def __init__(self, path):
-        self.cache = get_cache(path)
+    def __init__(self, path: Path) -> None:
+        self.cache = _open(path)
 
-    def find(self, notebook):
+    def find(self, notebook: nbformat.NotebookNode) -> Data | None:
         """The data stored with `notebook`'s last good run, or None where it must run (again)."""
         try:
             record = self.cache.match_cache_notebook(notebook)
-        except KeyError:
+            stored = self.cache.get_cache_bundle(record.pk).nb
+        except Exception:  # not there, or cut off while it was written: what readers raise varies
             return None
         # Tags change what an execution means, and jupyter-cache does not look at them.
-        return record.data if record.data.get("tags") == _tags(notebook) else None
+        expected = {"tags": _tags(notebook), "digest": _digest(stored)}
+        return record.data if record.data.items() >= expected.items() else None
 
-    def keep(self, name, notebook, run):
+    def keep(self, name: str, notebook: nbformat.NotebookNode, run: execute.Run) -> Data:
         """Store a good run; `notebook` is the one that was asked for."""
         data = {
             "execution_seconds": run.seconds,
@@ -78,16 +114,30 @@ class Results:
             "tags": _tags(notebook),
             "finished": time.time(),
         }
+        hashed, key = self.cache.create_hashed_notebook(run.notebook)
+        data["digest"] = _digest(hashed)
+        # What an interrupted build left here is in jupyter-cache's way.
+        shutil.rmtree(Path(self.cache.path, "executed", key), ignore_errors=True)
         bundle = CacheBundleIn(run.notebook, name, data=data)
         self.cache.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
         return data
 
 
-def update(notebooks, path, say):
+def update(
+    notebooks: Mapping[str, nbformat.NotebookNode],
+    path: Path,
+    say: Callable[[str], None],
+    changed: Callable[[], Collection[str]] = tuple,
+) -> tuple[dict[str, Data], list[str], list[str]]:
     """Execute those of `notebooks` (a dict by name) that the cache at `path` has no run of.
 
     Returns `(data, failures, executed)`: what is stored for each name, a message for each that
     failed, and the names that ran now. Progress goes, line by line, to the function `say`.
+    `changed` names the files of the source that were edited since `path` was chosen. Whatever ends
+    this early ends what runs, too.
+
+    Raises:
+      Changed: some were edited; nothing that ran since then is stored.
     """
     prune(Path(path))
     results = Results(path)
@@ -98,21 +148,28 @@ def update(notebooks, path, say):
         return data, [], []
     at_once = min(jobs(), len(stale))
     say(f"Chapters: {len(stale)} of {len(notebooks)} to execute, {at_once} at a time.")
-    failures = []
+    failures, kernels = [], execute.Kernels()
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        pending = {pool.submit(_run, name, notebooks[name], say): name for name in stale}
-        for done, future in enumerate(concurrent.futures.as_completed(pending), start=1):
-            name, run = pending[future], future.result()
-            verdict = "FAILED after" if run.failure else "done in"
-            say(f"  {name}: {verdict} {run.seconds:.1f} s ({done} of {len(stale)})")
-            if run.failure:
-                failures.append(run.failure)
-            else:
-                data[name] = results.keep(name, notebooks[name], run)
+        pending = {pool.submit(_run, name, notebooks[name], say, kernels): name for name in stale}
+        try:
+            for done, future in enumerate(concurrent.futures.as_completed(pending), start=1):
+                name, run = pending[future], future.result()
+                if edited := changed():
+                    raise Changed(f"{', '.join(edited)} changed while chapters ran")
+                verdict = "FAILED after" if run.failure else "done in"
+                say(f"  {name}: {verdict} {run.seconds:.1f} s ({done} of {len(stale)})")
+                if run.failure:
+                    failures.append(run.failure)
+                else:
+                    data[name] = results.keep(name, notebooks[name], run)
+        except BaseException:  # Ctrl-C too
+            pool.shutdown(wait=False, cancel_futures=True)
+            kernels.stop()
+            raise
     return data, failures, stale
 
 
-def table(data, executed=()):
+def table(data: Mapping[str, Data], executed: Collection[str] = ()) -> list[str]:
     """The run times as lines of text; `executed` are those that ran in this build."""
     width = max(map(len, data), default=0)
     lines = [
@@ -124,7 +181,7 @@ def table(data, executed=()):
     return ["Run times", *lines, f"  {'all':<{width}}  {total:7.1f} s"]
 
 
-def prune(path):
+def prune(path: Path) -> None:
     """Delete the oldest of the caches beside `path`, beyond the KEPT newest."""
     if path.parent.is_dir():
         others = [other for other in path.parent.iterdir() if other.is_dir() and other != path]
@@ -132,9 +189,31 @@ def prune(path):
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _run(name, notebook, say):
+def _open(path: Path) -> JupyterCacheAbstract:
+    """The cache at `path`, made anew where its list of results cannot be read."""
+    cache = get_cache(path)
+    try:
+        cache.list_cache_records()
+    except Exception:
+        cache.clear_cache()
+        cache = get_cache(path)
+    return cache
+
+
+def _run(name, notebook, say, kernels):
     say(f"  {name}: runs")
-    return execute.run(notebook, name)
+    return execute.run(notebook, name, kernels)
+
+
+def _digest(notebook):
+    return hashlib.sha256(nbformat.writes(notebook, nbformat.NO_CONVERT).encode()).hexdigest()
+
+
+def _version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _tags(notebook):

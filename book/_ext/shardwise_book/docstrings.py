@@ -5,13 +5,17 @@ code otherwise. Sections such as `Raises:` are left to napoleon, which runs afte
 """
 
 import re
+from collections.abc import Sequence
+from typing import Any
+
+from sphinx.application import Sphinx
 
 SECTION = re.compile(r"(Raises|Returns|Yields|Args|Attributes|Example|Note):$")
 ITEM = re.compile(r"(\s+)([\w, ]+):\s+(.*)")
 CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 
 
-def to_rst(lines):
+def to_rst(lines: Sequence[str]) -> list[str]:
     """The lines of one docstring, in place of which Sphinx reads what is returned."""
     out, block, previous = [], None, ""  # block: what the lines are in: None, "list" or "code"
     for line in lines:
@@ -49,15 +53,15 @@ def _code(line):
     return CODE.sub(r"``\1``", line)
 
 
-def convert(app, what, name, obj, options, lines):
+def convert(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     lines[:] = to_rst(lines)
 
 
-def skip(app, what, name, obj, skipped, options):
+def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: Any) -> bool | None:
     """A named tuple's fields, of which Python itself says only their number."""
     return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field") else None
 
 
-def setup(app):
+def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", convert, priority=400)
     app.connect("autodoc-skip-member", skip)

@@ -8,9 +8,11 @@ import argparse
 import dataclasses
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import nbformat
@@ -54,43 +56,75 @@ class ThisInterpreter(AsyncKernelManager):
     arguments = ()  # more of them for the kernel's command line
 
     @property
-    def kernel_spec(self):
+    def kernel_spec(self) -> KernelSpec:
         # Errors only: each kernel warns that its traffic on this machine is not encrypted.
         quiet = "--IPKernelApp.log_level=40"
         command = make_ipkernel_cmd(extra_arguments=[quiet, *self.arguments])
         return KernelSpec(argv=command, display_name="Python 3", language="python")
 
 
-def run(notebook, name):
+class Kernels:
+    """Those that run now. Each is a session of its own, so Ctrl-C alone reaches none of them."""
+
+    def __init__(self) -> None:
+        self.clients: set[NotebookClient] = set()
+        self.stopped = False
+
+    def stop(self) -> None:
+        """Kill what runs, with what it has started; whoever executes it gets an exception."""
+        self.stopped = True
+        for client in list(self.clients):
+            process = getattr(getattr(client.km, "provisioner", None), "process", None)
+            if process and process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+    def check(self) -> None:
+        """An exception once they are stopped, for a kernel that was still starting then."""
+        if self.stopped:
+            raise DeadKernelError("stopped")
+
+
+def run(notebook: nbformat.NotebookNode, name: str, kernels: Kernels | None = None) -> Run:
     """Execute a copy of `notebook` in an empty directory; `name` stands in messages.
 
-    The kernel sees this process's environment, which wins over ENVIRONMENT.
+    The kernel sees this process's environment, which wins over ENVIRONMENT. `kernels` can stop it.
     """
+    kernels = kernels or Kernels()
     notebook = nbformat.from_dict(notebook)
     lines = notebook.metadata.pop("source_map", None)
     notebook.cells.append(nbformat.v4.new_code_cell(DEVICES))
     started, current = time.perf_counter(), [0]
+
+    def begin(cell, cell_index):
+        kernels.check()
+        current[0] = cell_index
+
     client = NotebookClient(
         notebook,
         timeout=CELL_TIMEOUT_S,
         kernel_manager_class=ThisInterpreter,
         record_timing=False,
-        on_cell_start=lambda cell, cell_index: current.__setitem__(0, cell_index),
+        on_cell_start=begin,
     )
     failure = None
     with tempfile.TemporaryDirectory() as empty:
         client.resources["metadata"] = {"path": empty}
+        kernels.clients.add(client)
         try:
-            client.execute(env=_environment())
+            client.execute(env=environment())
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             failure = _failure(name, notebook, current[0], lines, _reason(error))
+        finally:
+            kernels.clients.discard(client)
         _clean(notebook, empty)
     devices = "".join(output.get("text", "") for output in notebook.cells.pop().outputs).strip()
     failure = failure or _silent_cell(name, notebook, lines)
     return Run(notebook, time.perf_counter() - started, devices, failure)
 
 
-def describe(name, notebook, index, lines=None):
+def describe(
+    name: str, notebook: nbformat.NotebookNode, index: int, lines: Sequence[int] | None = None
+) -> str:
     """The cell's place and first line; code cells are counted from 1, as In[…] counts them."""
     number = sum(cell.cell_type == "code" for cell in notebook.cells[: index + 1])
     where = f" (line {lines[index] + 1})" if lines and index < len(lines) else ""
@@ -98,7 +132,8 @@ def describe(name, notebook, index, lines=None):
     return f"{name}: cell {number}{where} `{first.strip()}`"
 
 
-def _environment():
+def environment() -> dict[str, str]:
+    """What kernels see."""
     # A backend that a test or a shell asked for would leave the chapters without figures.
     inline = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
     return {**ENVIRONMENT, **os.environ, **inline}
@@ -159,7 +194,7 @@ def _library():
     return str(Path(os.__file__).parent)
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the named notebooks one after the other; exit status 1 where a cell of any failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("notebooks", nargs="+", type=Path)

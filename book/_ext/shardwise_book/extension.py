@@ -1,19 +1,21 @@
 """The build: pairs checked, chapters executed, every warning an error.
 
 config-inited   the cache's folder is named for the state of the package and the stack
-builder-inited  pairs are checked, then stale chapters execute in parallel
+builder-inited  pairs are checked, then stale chapters execute in parallel; now pages may change
 the build       MyST-NB finds every result in the cache, and executes nothing
-build-finished  the table of run times; after a warning, nothing is left that would hide it
+build-finished  the table of run times, and the record of a good end, which no warning has
 """
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from myst_nb.core.read import is_myst_markdown_notebook, read_myst_markdown_notebook
+from sphinx.application import Sphinx
 from sphinx.errors import SphinxError
 from sphinx.util import logging
 
-from . import cache, execute, pairs, site, times
+from . import cache, execute, pairs, record, site, times
 
 LOGGER = logging.getLogger(__name__)
 CHAPTERS = "chapters"
@@ -25,15 +27,16 @@ class BookError(SphinxError):
     category = "The book was not built"
 
 
-def setup(app):
+def setup(app: Sphinx) -> dict[str, Any]:
     # As `-W --keep-going`, also for a plain `jupyter-book build .`: all warnings are shown, and
     # any of them makes the exit status non-zero.
     app.keep_going = True
     app.shardwise_runs, app.shardwise_executed = {}, set()
     app.add_directive("run-times", times.RunTimes)
-    app.connect("config-inited", _configure)
+    app.connect("config-inited", _configure, priority=950)  # when the table of contents is known
     app.connect("builder-inited", _execute, priority=900)  # when MyST's settings are there
     app.connect("env-get-outdated", _outdated)
+    app.connect("source-read", _check_unchanged)
     app.connect("doctree-read", times.add_run_time)
     app.connect("build-finished", _finish)
     site.setup(app)
@@ -42,7 +45,9 @@ def setup(app):
 
 def _configure(app, config):
     _check_package(Path(app.srcdir, "src", "shardwise"))
-    state = cache.fingerprint(Path(app.srcdir, "src"))
+    app.shardwise_record = record.Record(app)
+    app.shardwise_source = cache.snapshot(Path(app.srcdir, "src"))
+    state = cache.fingerprint(app.shardwise_source)
     config.nb_execution_mode = "cache"
     config.nb_execution_cache_path = str(Path(app.outdir).parent / ".jupyter_cache" / state)
     config.nb_execution_raise_on_error = True
@@ -59,6 +64,7 @@ def _check_package(folder):
 
 
 def _execute(app):
+    app.shardwise_texts = dict(_texts(app))
     notebooks = dict(_notebooks(app))
     problems = [
         problem
@@ -72,18 +78,41 @@ def _execute(app):
         raise BookError("\n".join(problems))
     named = {f"{docname}.md": notebook for docname, notebook in notebooks.items()}
     path = app.config.nb_execution_cache_path
-    data, failures, executed = cache.update(named, path, LOGGER.info)
+    try:
+        data, failures, executed = cache.update(named, path, LOGGER.info, lambda: _edited(app))
+    except cache.Changed as error:
+        raise BookError(f"{error}: run `make book` again.") from None
     if failures:
         raise BookError("\n\n".join([*failures, "In short:", *map(_short, failures)]))
     app.shardwise_runs = {name.removesuffix(".md"): run for name, run in data.items()}
     app.shardwise_executed = {name.removesuffix(".md") for name in executed}
+    app.shardwise_record.begin()
+
+
+def _edited(app):
+    """The files of the source that are not as they were when this build began."""
+    now = cache.snapshot(Path(app.srcdir, "src")).items()
+    return sorted({f"src/{name}" for name, _ in now ^ app.shardwise_source.items()})
+
+
+def _texts(app):
+    """(docname, text) of each page of the table of contents."""
+    for docname in app.config.external_site_map:
+        path = Path(app.srcdir, docname + ".md")
+        yield docname, path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _check_unchanged(app, docname, source):
+    """What ran is this text: MyST-NB would execute by itself what it does not find in the cache."""
+    known = app.shardwise_texts.get(docname)
+    if known and known != Path(app.srcdir, docname + ".md").read_text(encoding="utf-8"):
+        raise BookError(f"{docname}.md changed while the book was built: run `make book` again.")
 
 
 def _notebooks(app):
     """(docname, notebook) for each page of the table of contents that is executed, in its order."""
-    for docname in app.config.external_site_map:
+    for docname, text in app.shardwise_texts.items():
         path = Path(app.srcdir, docname + ".md")
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
         if is_myst_markdown_notebook(text):
             settings = app.env.myst_config
             yield docname, read_myst_markdown_notebook(text, settings, add_source_map=True)
@@ -114,8 +143,8 @@ def _outdated(app, env, added, changed, removed):
 
 
 def _finish(app, exception):
-    if exception or app._warncount:
-        # The next build must read every page again: a page that is up to date repeats no warning.
-        Path(app.doctreedir, "environment.pickle").unlink(missing_ok=True)
+    # After a warning too the next build starts over: a page that is up to date repeats none.
+    if not exception and not app._warncount:
+        app.shardwise_record.end()
     if not exception and app.shardwise_runs:
         LOGGER.info("\n".join(cache.table(app.shardwise_runs, app.shardwise_executed)))

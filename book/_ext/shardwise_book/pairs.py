@@ -7,6 +7,7 @@ import argparse
 import hashlib
 import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jupytext
@@ -15,7 +16,7 @@ import nbformat
 REMEDY = "run `make sync`, then commit the .ipynb"
 
 
-def render(source):
+def render(source: Path) -> str:
     """The text of the notebook that belongs to the chapter at `source`, without outputs."""
     notebook = jupytext.read(source, fmt="md:myst")
     seen = {}
@@ -27,7 +28,7 @@ def render(source):
     return jupytext.writes(notebook, fmt="ipynb").rstrip("\n") + "\n"
 
 
-def problem(source, strict=False):
+def problem(source: Path, strict: bool = False) -> str | None:
     """What is wrong with the pair of the chapter at `source`, in one sentence, or None.
 
     Outputs that an editor left in the .ipynb are no problem, unless `strict`.
@@ -50,12 +51,12 @@ def problem(source, strict=False):
     return None
 
 
-def chapters(folder):
+def chapters(folder: Path) -> list[Path]:
     """The chapters in `folder`, as paths of their .md files, sorted."""
     return sorted(Path(folder).glob("*.md"))
 
 
-def strays(folder):
+def strays(folder: Path) -> list[str]:
     """A sentence for each .ipynb in `folder` that no .md stands beside."""
     return [
         f"{path}: no {path.with_suffix('.md').name} beside it: write that one, or delete this one."
@@ -64,7 +65,7 @@ def strays(folder):
     ]
 
 
-def sync(folder):
+def sync(folder: Path) -> list[Path]:
     """Write the pair of each chapter in `folder`; returns the paths of those that changed."""
     changed = []
     for source in chapters(folder):
@@ -75,7 +76,7 @@ def sync(folder):
     return changed
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit status is 1 where `check` finds a problem."""
     parser = argparse.ArgumentParser(prog="python -m shardwise_book.pairs", description=__doc__)
     parser.add_argument("action", choices=["sync", "check"])

@@ -9,10 +9,13 @@ writes to the console.
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from docutils import nodes
 from latex2mathml.converter import convert
+from sphinx.application import Sphinx
+from sphinx.config import Config
 from sphinx.util import logging
 from sphinx.util.math import get_node_equation_number
 
@@ -59,12 +62,12 @@ def draw(tex: str, display: str) -> tuple[str, str]:
     return drawn, ""
 
 
-def visit_math(self, node):
+def visit_math(self, node: nodes.math) -> None:
     self.body.append(mathml(node, "inline"))
     raise nodes.SkipNode
 
 
-def visit_math_block(self, node):
+def visit_math_block(self, node: nodes.math_block) -> None:
     self.body.append(self.starttag(node, "div", CLASS="math"))
     if node["number"]:
         self.body.append(f'<span class="eqno">({get_node_equation_number(self, node)})')
@@ -74,7 +77,7 @@ def visit_math_block(self, node):
     raise nodes.SkipNode
 
 
-def take_options(app, config):
+def take_options(app: Sphinx, config: Config) -> None:
     """Keeps what Jupyter Book says of the repository; `basic` knows none of its options."""
     options = config.html_theme_options
     config.html_context["repository"] = (options.get("repository_url") or "").rstrip("/")
@@ -100,7 +103,13 @@ def page_links(repository: str, branch: str, colab: str, slug: str) -> list[dict
     return links
 
 
-def drop_unused_files(app, pagename, templatename, context, doctree):
+def drop_unused_files(
+    app: Sphinx,
+    pagename: str,
+    templatename: str,
+    context: dict[str, Any],
+    doctree: nodes.document | None,
+) -> None:
     """Extensions load their files on every page: leaves out what this page has no use for."""
     for files in ("css_files", "script_files"):
         context[files] = [
@@ -111,7 +120,13 @@ def drop_unused_files(app, pagename, templatename, context, doctree):
         ]
 
 
-def add_page_context(app, pagename, templatename, context, doctree):
+def add_page_context(
+    app: Sphinx,
+    pagename: str,
+    templatename: str,
+    context: dict[str, Any],
+    doctree: nodes.document | None,
+) -> None:
     """Gives the templates the page's links, and a notebook to download beside each chapter."""
     context["page_links"] = []
     context["body"] = COLOURS.sub("", context.get("body", ""))
@@ -126,7 +141,7 @@ def add_page_context(app, pagename, templatename, context, doctree):
     context["page_links"] = [*links[:-1], download | {"download": True}, *links[-1:]]
 
 
-def setup(app):
+def setup(app: Sphinx) -> None:
     # Jupyter Book sets it even where sphinx_comments, which would know it, is not loaded.
     app.add_config_value("comments_config", {}, "")
     app.add_html_math_renderer(

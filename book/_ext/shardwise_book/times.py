@@ -4,12 +4,13 @@ import os
 
 from docutils import nodes
 from sphinx import addnodes
+from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from . import cache
 
 
-def add_run_time(app, doctree):
+def add_run_time(app: Sphinx, doctree: nodes.document) -> None:
     """Say under the title of an executed page how long it ran, on what, with which versions."""
     run = app.shardwise_runs.get(app.env.docname)
     title = next(doctree.findall(nodes.title), None)
@@ -22,7 +23,7 @@ def add_run_time(app, doctree):
 class RunTimes(SphinxDirective):
     """`{run-times}`: each chapter's run time, then the versions and cores of the measurement."""
 
-    def run(self):
+    def run(self) -> list[nodes.Node]:
         self.env.note_reread()  # it shows other pages' runs, so it is never up to date
         runs = self.env.app.shardwise_runs
         rows = [[_link(name), nodes.Text(_seconds(run))] for name, run in runs.items()]

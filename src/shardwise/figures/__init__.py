@@ -1,5 +1,13 @@
 """What the chapters draw: one palette, still figures as SVG, and interactive ones."""
 
+try:
+    import matplotlib  # noqa: F401
+except ModuleNotFoundError:
+    raise ModuleNotFoundError(
+        "shardwise.figures draws with matplotlib, which is not installed: "
+        "run `pip install 'shardwise[figures]'`."
+    ) from None
+
 from shardwise.figures.explorer import mesh_explorer
 from shardwise.figures.palette import DEVICES, style
 from shardwise.figures.pipelines import pipeline_explorer

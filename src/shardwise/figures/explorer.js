@@ -1,12 +1,9 @@
-(root, data) => {
+(root, data, { part, value, escape, offer, live }) => {
   // Every number comes from `data`, which Python computed with JAX; layouts.py says how to read it.
-  const part = (name) => document.getElementById(`${root.id}-${name}`);
-  const value = (name) => Number(part(name).value);
   let offered = data.start.mesh; // the mesh whose entries the selects offer
   const set = (element, attributes) => {
     for (const [name, to] of Object.entries(attributes)) element.setAttribute(name, to);
   };
-  const escape = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
   function look(choice, shape, spec) {
     const found = choice.specs[spec[0] * choice.entries.length + spec[1]];
@@ -105,7 +102,7 @@
   }
 
   function update() {
-    if (value("mesh") !== offered) offer(); // an input event comes before its change event
+    if (value("mesh") !== offered) offerEntries(); // an input event comes before its change event
     const choice = data.meshes[value("mesh")], device = value("device");
     const shape = ["rows", "columns"].map((name) => data.sizes[value(name)]);
     const answer = look(choice, shape, [value("first"), value("second")]);
@@ -115,19 +112,12 @@
     drawMemories(answer.blocks, shape, device, choice);
   }
 
-  function offer() {
+  function offerEntries() {
     // Another mesh has other axes: keep an entry that it has too.
+    const before = data.meshes[offered].entries;
     offered = value("mesh");
-    for (const name of ["first", "second"]) {
-      const select = part(name), before = select.selectedOptions[0].text;
-      const entries = data.meshes[offered].entries;
-      select.replaceChildren(...entries.map((text, i) => new Option(text, i)));
-      select.value = Math.max(0, entries.indexOf(before));
-    }
+    for (const name of ["first", "second"]) offer(name, before, data.meshes[offered].entries);
   }
 
-  root.addEventListener("input", update);
-  root.addEventListener("change", update);
-  root.querySelector("fieldset").disabled = false;
-  update();
+  live(update);
 }

@@ -1,25 +1,25 @@
 """The interactive figure in which to try meshes and specs: which device holds which block."""
 
+from collections.abc import Sequence
 from html import escape
 
 from shardwise.figures import layouts, palette
-from shardwise.figures.interactive import STYLE, Interactive, select
+from shardwise.figures.interactive import STYLE, Data, Interactive, controls, select, slider, status
 
 START = {"mesh": 1, "shape": (16, 8), "spec": (1, 0), "device": 0}  # 4×2, P('data', None)
 
 
-def mesh_explorer():
+def mesh_explorer() -> Interactive:
     """Choose an array's shape, a mesh and a spec; see the blocks, their bytes, or JAX's refusal.
 
     Needs eight CPU devices (`mesh.simulate(8)`). Raises RuntimeError where there are fewer.
     """
     data = {**layouts.table(), "start": START}
-    return Interactive(
-        "explorer.js", data, STYLE + _controls(data) + _pictures(data) + _words(data)
-    )
+    still = _controls(data) + _pictures(data) + status(describe(data, **START))
+    return Interactive("explorer.js", data, STYLE + still)
 
 
-def describe(data, mesh, shape, spec, device):
+def describe(data: Data, mesh: int, shape: Sequence[int], spec: Sequence[int], device: int) -> str:
     """The result in one sentence of HTML, as explorer.js writes it too; numbers carry names."""
     answer = layouts.look(data, mesh, shape, spec)
     choice = data["meshes"][mesh]
@@ -50,12 +50,7 @@ def _controls(data):
         ("second", "Columns cut by", choice["entries"], START["spec"][1]),
     )
     made = "".join(select(*choice) for choice in selects)
-    return (
-        f"<noscript><p>Without JavaScript this figure shows one layout.</p></noscript>"
-        f"<fieldset disabled>{made}"
-        f'<label for="@device">Outlined device<input id="@device" type="range" min="0" max="7" '
-        f'value="{START["device"]}"></label></fieldset>'
-    )
+    return controls(made + slider("device", "Outlined device", 7, START["device"]), "layout")
 
 
 def _pictures(data):
@@ -140,8 +135,3 @@ def _alt(blocks):
     """What the picture of the array shows, in words, for those who do not see it."""
     held = (f"device {i} [{t}:{b}, {x}:{y}]" for i, (t, b, x, y) in enumerate(blocks))
     return "Blocks held: " + ", ".join(held)
-
-
-def _words(data):
-    text = describe(data, **START)
-    return f'<p id="@result" role="status" aria-live="polite">{text}</p>'

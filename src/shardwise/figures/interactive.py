@@ -1,9 +1,15 @@
 """Interactive figures: a still drawn by Python, numbers computed by Python, a little JavaScript."""
 
 import json
+import re
 import secrets
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
+from typing import Any
+
+Data = dict[str, Any]  # all that a figure offers; its script reads it as JSON
+Choice = dict[str, Any]  # what its controls say
 
 STYLE = """<style>
 .shardwise-figure { margin: 1rem 0; line-height: 1.45; }
@@ -23,28 +29,67 @@ STYLE = """<style>
 class Interactive:
     """A figure that shows itself as HTML, with everything inside it: nothing is fetched.
 
-    `script` is a file of this package that holds one JavaScript function of (root, data); `still`
-    is the HTML it brings to life, which must make sense without it. In `still`, "@" before a name
-    makes an id of this showing alone, so that one figure may stand on a page many times.
+    `script` is a file of this package that holds one JavaScript function of (root, data, shared),
+    where `shared` is what figure.js returns; `still` is the HTML it brings to life, which must make
+    sense without it, and in which names that a caller gave are escaped. In `still`, `id="@name"`
+    becomes an id of this showing alone, so that one figure may stand on a page many times.
     """
 
-    def __init__(self, script, data, still):
+    def __init__(self, script: str, data: Data, still: str) -> None:
         self.script, self.data, self.still = script, data, still
 
-    def _repr_html_(self):
+    def _repr_html_(self) -> str:
         root = f"shardwise-{secrets.token_hex(4)}"
-        code = files(__package__).joinpath(self.script).read_text(encoding="utf-8").strip()
+        # An escaped name holds no quotation mark, so an "@" in one is never taken for an id.
+        still = re.sub(r'((?:id|for)=")@', rf"\g<1>{root}-", self.still)
         data = json.dumps(self.data, separators=(",", ":")).replace("<", "\\u003c")
+        code, shared = _code(self.script), _code("figure.js")
         return (
-            f'<div id="{root}" class="shardwise-figure">{self.still.replace("@", root + "-")}</div>'
-            f'\n<script>({code})(document.getElementById("{root}"), {data});</script>'
+            f'<div id="{root}" class="shardwise-figure">{still}</div>\n'
+            f"<script>((root) => ({code})(root, {data}, ({shared})(root)))"
+            f'(document.getElementById("{root}"));</script>'
         )
 
 
-def select(name, label, options, chosen):
+def _code(script: str) -> str:
+    return files(__package__).joinpath(script).read_text(encoding="utf-8").strip()
+
+
+def select(name: str, label: str, options: Sequence[str], chosen: int) -> str:
     """A labelled choice, with the id "@name"; its value is the number of the option."""
     listed = "".join(
         f'<option value="{i}"{" selected" if i == chosen else ""}>{escape(text)}</option>'
         for i, text in enumerate(options)
     )
     return f'<label for="@{name}">{label}<select id="@{name}">{listed}</select></label>'
+
+
+def slider(name: str, label: str, last: int, chosen: int) -> str:
+    """A labelled range from 0 to `last`, with the id "@name"."""
+    return (
+        f'<label for="@{name}">{label}<input id="@{name}" type="range" min="0" max="{last}" '
+        f'value="{chosen}"></label>'
+    )
+
+
+def steps(label: str, last: int, chosen: int) -> str:
+    """The slider "@step" of a run of events, and buttons to its sides; figure.js moves them."""
+    style = "font: inherit; min-height: 2rem; align-self: end"
+    buttons = (
+        f'<button id="@{name.lower()}" type="button" style="{style}">{name}</button>'
+        for name in ("Back", "Next")
+    )
+    return slider("step", label, last, chosen) + "".join(buttons)
+
+
+def controls(made: str, shows: str) -> str:
+    """The controls, off until the script has come; without it the figure `shows` one thing."""
+    return (
+        f"<noscript><p>Without JavaScript this figure shows one {shows}.</p></noscript>"
+        f"<fieldset disabled>{made}</fieldset>"
+    )
+
+
+def status(text: str) -> str:
+    """The result in words, read aloud when it changes."""
+    return f'<p id="@result" role="status" aria-live="polite">{text}</p>'

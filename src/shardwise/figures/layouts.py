@@ -6,11 +6,14 @@ it. Its refusals are stored word for word, with slots for what varies.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardwise.figures.interactive import Data
 
 MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2))
 NAMES = {1: ("data",), 2: ("data", "model"), 3: ("stage", "data", "model")}
@@ -22,18 +25,18 @@ ITEMSIZE = 4  # float32
 class Answer(NamedTuple):
     """What one layout gives: [start, stop) of rows and columns by device, or JAX's refusal."""
 
-    blocks: list | None
+    blocks: list[tuple[int, int, int, int]] | None
     bytes: int | None
     copies: int | None
     error: str | None
 
 
-def entries(names):
+def entries(names: Sequence[str]) -> list[str | tuple[str, ...] | None]:
     """All that one array axis may be cut by: nothing, or mesh axes in any order."""
     return [None, *names, *(o for n in (2, 3) for o in itertools.permutations(names, n))]
 
 
-def table():
+def table() -> Data:
     """Every mesh, spec and shape as JSON; `look` reads it, and so does explorer.js.
 
     Raises:
@@ -57,7 +60,7 @@ def table():
     }
 
 
-def look(data, mesh, shape, spec):
+def look(data: Data, mesh: int, shape: Sequence[int], spec: Sequence[int]) -> Answer:
     """The `Answer` for mesh number `mesh`, a shape of `SIZES`, and two entry numbers."""
     choice = data["meshes"][mesh]
     found = choice["specs"][spec[0] * len(choice["entries"]) + spec[1]]
@@ -132,6 +135,6 @@ def _slots(prefix, choice, shape, spec, grid):
         yield f"size is {shape[axis]} ", "{size} "
 
 
-def place(sizes, device):
+def place(sizes: Sequence[int], device: int) -> tuple[int, ...]:
     """The coordinates of device number `device` in a mesh of these sizes."""
     return tuple(int(n) for n in np.unravel_index(device, sizes))

@@ -1,5 +1,7 @@
 """One palette for the whole book: eight device colours, and a style for light and dark pages."""
 
+from contextlib import AbstractContextManager
+
 import matplotlib
 from matplotlib.colors import to_rgb
 
@@ -43,28 +45,28 @@ STYLE = {
 }
 
 
-def device(index):
+def device(index: int) -> str:
     """The colour of a device: `index` is its place in `mesh.devices()`; from the ninth, again."""
     return DEVICES[index % len(DEVICES)]
 
 
-def ink(colour):
+def ink(colour: str) -> str:
     """Black or white, whichever reads better on `colour`."""
     return max("#ffffff", "#000000", key=lambda text: contrast(text, colour))
 
 
-def luminance(colour):
+def luminance(colour: str) -> float:
     """Relative luminance of a colour in [0, 1], as WCAG 2 defines it."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
     return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-def contrast(one, other):
+def contrast(one: str, other: str) -> float:
     """Contrast ratio of two colours, from 1 to 21, as WCAG 2 defines it."""
     low, high = sorted((luminance(one), luminance(other)))
     return (high + 0.05) / (low + 0.05)
 
 
-def style():
+def style() -> AbstractContextManager[None]:
     """A context in which matplotlib draws in the book's style: `with figures.style(): ...`."""
     return matplotlib.rc_context(STYLE)

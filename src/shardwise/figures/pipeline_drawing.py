@@ -4,12 +4,13 @@ import math
 
 from shardwise.figures import palette
 from shardwise.figures.timelines import COLOURS, chunk
+from shardwise.schedules import Task, Timeline
 
 LEFT, WIDTH, ROW, TOP = 24, 628, 30, 4  # of the picture, in its own units
 INKS = {kind: palette.ink(colour) for kind, colour in COLOURS.items()}
 
 
-def describe(run, task):
+def describe(run: Timeline, task: Task) -> str:
     """The result, and what one task waits for, in words; numbers carry names."""
     share = run.schedule.devices / run.schedule.stages
     peaks = ", ".join(number(share * peak) for peak in run.peak_live)
@@ -49,7 +50,7 @@ def _name(task):
     return f"{task.kind} of stage {task.stage}, microbatch {task.microbatch}"
 
 
-def picture(run, chosen):
+def picture(run: Timeline, chosen: Task) -> str:
     """The timeline as the inside of an SVG, with what the chosen task needs outlined."""
     scale, made = WIDTH / run.makespan, run.schedule
     parts = []
@@ -106,7 +107,7 @@ def _axis(run):
     return "".join(marks)
 
 
-def number(value):
+def number(value: float) -> str:
     """At most three decimals, as JavaScript writes them: the values are eighths."""
     return f"{value:.3f}".rstrip("0").rstrip(".")
 

@@ -1,8 +1,7 @@
-(root, data) => {
+(root, data, { part, value, escape, sum, box, centred, live }) => {
   // The orders come from `data`; what follows from them is computed here as in pipelines.py.
-  const part = (name) => document.getElementById(`${root.id}-${name}`);
   const choice = () => Object.fromEntries(
-    Object.keys(data.start).map((key) => [key, Number(part(key).value)]));
+    Object.keys(data.start).map((key) => [key, value(key)]));
   const rounded = (value, parts) => Math.floor(value * parts + 0.5) / parts;
   const point = (value) => rounded(value, 100);
   const [LEFT, WIDTH, ROW, TOP] = data.sizes;
@@ -64,8 +63,7 @@
   const name = ({ kind, stage, k }) => `${kind} of stage ${stage}, microbatch ${k}`;
 
   function describe({ orders, share }, makespan, chosen) {
-    const sum = (order) => order.reduce((all, task) => all + (task.end - task.start), 0);
-    const busy = orders.map(sum).reduce((a, b) => a + b, 0);
+    const busy = sum(orders.flat().map((task) => task.end - task.start));
     const bubble = rounded(100 * (1 - busy / (makespan * orders.length)), 10);
     const peaks = orders.map((order) => share * most(order, { F: "start" }, "BW")).join(", ");
     const pending = orders.map((order) => share * most(order, { I: "end" }, "W")).join(", ");
@@ -82,10 +80,10 @@
   }
 
   const rect = (x, y, width, height, more) =>
-    `<rect x="${point(x)}" y="${y}" width="${point(width)}" height="${height}" ${more}></rect>`;
+    `<rect ${box(point(x), y, point(width), height)} ${more}></rect>`;
   const row = (task) => TOP + ROW * task.device;
 
-  function box(task, position, scale) {
+  function drawTask(task, position, scale) {
     const x = LEFT + scale * task.start, wide = scale * (task.end - task.start), y = row(task);
     const ink = `fill="${data.inks[task.kind]}" pointer-events="none"`;
     const label = wide >= 8 * String(task.k).length + 2
@@ -113,10 +111,9 @@
     const rows = orders.map((order, d) =>
       `<text x="${LEFT - 8}" y="${TOP + ROW * d + 18}" text-anchor="end">${d}</text>` +
       rect(LEFT, TOP + ROW * d, WIDTH, 26, 'class="idle" fill="currentColor" opacity=".12"') +
-      order.map((task, position) => box(task, position, scale)).join(""));
+      order.map((task, position) => drawTask(task, position, scale)).join(""));
     const axis = [0, 1, 2, 3, 4].map((i) =>
-      `<text x="${point(LEFT + (WIDTH * i) / 4)}" y="${y}" text-anchor="middle">` +
-      `${rounded((makespan * i) / 4, 10)}</text>`);
+      centred(point(LEFT + (WIDTH * i) / 4), y, rounded((makespan * i) / 4, 10)));
     return rows.join("") + waits(chosen, scale) + axis.join("");
   }
 
@@ -124,15 +121,15 @@
     const chosen = choice(), made = read(chosen);
     part("device").max = data.offered.devices[chosen.devices] - 1; // moves it, if it must
     if (typeof made === "string") {
-      part("result").innerHTML = `<span class="error">${made}</span>`;
+      part("result").innerHTML = `<span class="error">${escape(made)}</span>`;
       part("timeline").innerHTML = "";
       return;
     }
-    const order = made.orders[Number(part("device").value)];
+    const order = made.orders[value("device")];
     part("task").max = order.length - 1;
     const makespan = time(made, data.offered.backward[chosen.backward],
       data.offered.transfer[chosen.transfer]);
-    const task = order[Number(part("task").value)];
+    const task = order[value("task")];
     const height = TOP + ROW * made.orders.length + 20;
     part("timeline").setAttribute("viewBox", `0 0 ${LEFT + WIDTH + 18} ${height}`);
     part("timeline").innerHTML = picture(made, makespan, task);
@@ -150,9 +147,6 @@
     update();
   }
 
-  root.addEventListener("input", update);
-  root.addEventListener("change", update);
   part("timeline").addEventListener("pointerover", pointAt); // a finger too, as it touches
-  root.querySelector("fieldset").disabled = false;
-  update();
+  live(update);
 }

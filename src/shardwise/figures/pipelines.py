@@ -1,8 +1,21 @@
 """The interactive pipeline: a schedule, its costs, and what each task waits for."""
 
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
 from shardwise import schedules
 from shardwise.figures import pipeline_drawing as drawing
-from shardwise.figures.interactive import STYLE, Interactive, select
+from shardwise.figures.interactive import (
+    STYLE,
+    Choice,
+    Data,
+    Interactive,
+    controls,
+    select,
+    slider,
+    status,
+)
 from shardwise.figures.timelines import COLOURS, chunk
 
 WIDE = """<style>
@@ -13,7 +26,11 @@ WIDE = """<style>
 </style>"""
 
 
-def pipeline_explorer(devices=(2, 4, 8), microbatches=(2, 4, 8, 16), start=None):
+def pipeline_explorer(
+    devices: Sequence[int] = (2, 4, 8),
+    microbatches: Sequence[int] = (2, 4, 8, 16),
+    start: Mapping[str, Any] | None = None,
+) -> Interactive:
     """Choose a schedule, its size and what tasks cost; see when each runs and what it waits for.
 
     Everything in `schedules.SCHEDULES` is on offer, each with as many stages on a device, up to
@@ -26,7 +43,7 @@ def pipeline_explorer(devices=(2, 4, 8), microbatches=(2, 4, 8, 16), start=None)
     """
     data = table(devices, microbatches, start)
     choice = data["start"]
-    still = _controls(data) + _picture(data, choice) + _words(data, choice)
+    still = _controls(data) + _picture(data, choice) + status(describe(data, choice))
     return Interactive("pipelines.js", data, STYLE + WIDE + still)
 
 
@@ -42,7 +59,9 @@ START = {
 }
 
 
-def table(devices, microbatches, start=None):
+def table(
+    devices: Sequence[int], microbatches: Sequence[int], start: Mapping[str, Any] | None = None
+) -> Data:
     """Everything on offer; the orders as text, two characters a task, for pipelines.js."""
     offered = {
         "schedule": list(schedules.SCHEDULES),
@@ -97,7 +116,7 @@ def _letter(made, task):
     return task.kind.lower() if chunk(made, task) else task.kind
 
 
-def look(data, choice):
+def look(data: Data, choice: Choice) -> schedules.Timeline | str:
     """The timeline of a choice, by `schedules` itself; the error as text if there is none."""
     name, devices, microbatches, backward, transfer = (
         values[choice[key]] for key, values in data["offered"].items()
@@ -116,21 +135,21 @@ def look(data, choice):
     return schedules.timeline(made, costs, transfer)
 
 
-def describe(data, choice):
+def describe(data: Data, choice: Choice) -> str:
     """The result in words, or why there is none."""
     run = look(data, choice)
     if isinstance(run, str):
-        return f'<span class="error">{run}</span>'
+        return f'<span class="error">{escape(run)}</span>'
     return drawing.describe(run, picked(run, choice))
 
 
-def picture(data, choice):
+def picture(data: Data, choice: Choice) -> str:
     """The timeline as the inside of an SVG; empty if there is none."""
     run = look(data, choice)
     return "" if isinstance(run, str) else drawing.picture(run, picked(run, choice))
 
 
-def picked(run, choice):
+def picked(run: schedules.Timeline, choice: Choice) -> schedules.Task:
     """The task that a choice points at; a shorter order's last task where it has no such one."""
     order = run.schedule.tasks[min(choice["device"], run.schedule.devices - 1)]
     return order[min(choice["task"], len(order) - 1)]
@@ -151,10 +170,6 @@ def _key(data, kind):
     return f'<span style="--kind:{data["colours"][kind]}">{kind} {data["kinds"][kind]}</span>'
 
 
-def _words(data, choice):
-    return f'<p id="@result" role="status" aria-live="polite">{describe(data, choice)}</p>'
-
-
 def _controls(data):
     names = {
         "schedule": "Schedule",
@@ -172,11 +187,7 @@ def _controls(data):
     order = orders[min(start["device"], len(orders) - 1)]
     last = {"device": len(orders) - 1, "task": len(order) - 1}
     sliders = "".join(
-        f'<label for="@{key}">{label}<input id="@{key}" type="range" min="0" max="{last[key]}" '
-        f'value="{start[key]}"></label>'
+        slider(key, label, last[key], start[key])
         for key, label in (("device", "Device"), ("task", "Task"))
     )
-    return (
-        "<noscript><p>Without JavaScript this figure shows one choice.</p></noscript>"
-        f"<fieldset disabled>{made}{sliders}</fieldset>"
-    )
+    return controls(made + sliders, "choice")

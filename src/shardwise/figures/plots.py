@@ -2,10 +2,15 @@
 
 import io
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import Mesh, Sharding
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from numpy.typing import ArrayLike
 
 from shardwise.figures import palette
 
@@ -16,21 +21,23 @@ class Drawing(Figure):
     It belongs to no pyplot state, so that nothing is shown unless it ends a cell.
     """
 
-    def _repr_svg_(self):
+    def _repr_svg_(self) -> str:
         out = io.StringIO()
         with palette.style():
             self.savefig(out, format="svg", bbox_inches="tight", metadata={"Date": None})
         return out.getvalue()
 
 
-def canvas(width=6.4, height=3.0, columns=1):
+def canvas(width: float = 6.4, height: float = 3.0, columns: int = 1) -> tuple[Drawing, Any]:
     """A transparent drawing in the book's style, and its axes: one, or an array of `columns`."""
     with palette.style():
         drawing = Drawing(figsize=(width, height), layout="constrained")
         return drawing, drawing.subplots(1, columns)
 
 
-def shards(array, shape=None, title=None):
+def shards(
+    array: jax.Array | Sharding, shape: Sequence[int] | None = None, title: str | None = None
+) -> Drawing:
     """Which device holds which block of a 1-D or 2-D array.
 
     Each block has an outline; one that several devices hold shows a strip for each, undivided.
@@ -59,7 +66,7 @@ def shards(array, shape=None, title=None):
     return drawing
 
 
-def mesh_picture(mesh, per_host=None):
+def mesh_picture(mesh: Mesh, per_host: int | None = None) -> Drawing:
     """The devices of a mesh of one to three axes, by axis name; a first of three gives panels.
 
     `per_host` notes on each device which machine it would be in, if each held so many.
@@ -83,7 +90,12 @@ def mesh_picture(mesh, per_host=None):
     return drawing
 
 
-def curves(series, xlabel, ylabel, levels=()):
+def curves(
+    series: Mapping[str, tuple[ArrayLike, ArrayLike]],
+    xlabel: str,
+    ylabel: str,
+    levels: Mapping[str, float] | Sequence[tuple[str, float]] = (),
+) -> Drawing:
     """Curves that carry their names at their right ends.
 
     `series` maps a name to (x, y); `levels` maps a name to a height drawn across, such as a bound.
@@ -103,7 +115,9 @@ def curves(series, xlabel, ylabel, levels=()):
     return drawing
 
 
-def bars(labels, predicted, measured, unit):
+def bars(
+    labels: Sequence[str], predicted: Sequence[float], measured: Sequence[float], unit: str
+) -> Drawing:
     """Predicted beside measured, one pair of bars a label, each with its number in `unit`."""
     drawing, axes = canvas(6.4, 0.62 * len(labels) + 1.0)
     where = np.arange(len(labels))

@@ -1,9 +1,5 @@
-(root, data) => {
+(root, data, { part, value, number, sum, escape, box, centred, offer, live }) => {
   // Every number comes from `data`, which Python computed; resharding.py draws and says the same.
-  const part = (name) => document.getElementById(`${root.id}-${name}`);
-  const value = (name) => Number(part(name).value);
-  const number = (n) => n.toLocaleString("en-US");
-  const sum = (all) => all.reduce((a, b) => a + b, 0);
   const offered = [data.start.from[0], data.start.onto[0]]; // the meshes whose specs are offered
 
   function touched(stored, [top, bottom, left, right]) {
@@ -44,13 +40,13 @@
   }
 
   function name([mesh, spec]) {
-    return `<code>${data.meshes[mesh].label}, ${data.meshes[mesh].specs[spec]}</code>`;
+    return `<code>${escape(`${data.meshes[mesh].label}, ${data.meshes[mesh].specs[spec]}`)}</code>`;
   }
 
   function describe(choice, answer) {
     const [top, bottom, left, right] = answer.block, { chunk, files, places } = answer.stored;
     const shown = answer.ranges.slice(0, 3).map(([f, a, b]) =>
-      `bytes ${number(a)} to ${number(b)} of ${files[f]}`);
+      `bytes ${number(a)} to ${number(b)} of ${escape(files[f])}`);
     if (answer.ranges.length > 3) shown.push(`and ${answer.ranges.length - 3} more`);
     return `Saved from ${name(choice.from)}: <b data-name="chunks">${places.length}</b> ` +
       `chunks of <b data-name="chunk">${chunk[0]}×${chunk[1]}</b> elements. Restored onto ` +
@@ -63,7 +59,6 @@
       `<b data-name="all">${number(answer.all)}</b> bytes.`;
   }
 
-  const box = (x, y, width, height) => `x="${x}" y="${y}" width="${width}" height="${height}"`;
   const rect = (kind, place, fill, more = "") =>
     `<rect class="${kind}" ${place} fill="${fill}" stroke="currentColor"${more}></rect>`;
 
@@ -75,8 +70,8 @@
       box(30 + (i % across) * width, 30 + Math.floor(i / across) * height, width, height),
       answer.touched.includes(i) ? data.colours[choice.device] : "none",
     ));
-    return `<text x="${30 + Math.floor(columns / 2)}" y="20" text-anchor="middle">` +
-      `${columns} columns</text><text text-anchor="middle" ` +
+    return centred(30 + Math.floor(columns / 2), 20, `${columns} columns`) +
+      '<text text-anchor="middle" ' +
       `transform="translate(20 ${30 + Math.floor(rows / 2)}) rotate(-90)">${rows} rows</text>` +
       boxes.join("") +
       rect("kept", box(30 + left, 30 + top, right - left, bottom - top), "none", ' stroke-width="5"');
@@ -88,7 +83,7 @@
       const inside = places.map((place, i) => [i, place]).filter(([, place]) => place[0] === f);
       const size = Math.max(...inside.map(([, place]) => place[1] + place[2])), y = 60 * f + 40;
       const at = (byte) => Math.floor((byte * 300) / size);
-      return `<text x="10" y="${y - 10}">${file}, ${number(size)} bytes</text>` +
+      return `<text x="10" y="${y - 10}">${escape(file)}, ${number(size)} bytes</text>` +
         inside.map(([i, [, offset, length]]) => rect(
           "bytes",
           box(10 + at(offset), y, at(offset + length) - at(offset), 26),
@@ -97,18 +92,16 @@
     }).join("");
   }
 
-  function offer(end) {
+  function offerSpecs(end) {
     // Another mesh has other axes: keep a spec that it has too.
-    const mesh = value(`mesh${end}`), select = part(`spec${end}`);
+    const mesh = value(`mesh${end}`), before = data.meshes[offered[end]].specs;
     if (mesh === offered[end]) return;
     offered[end] = mesh;
-    const { specs } = data.meshes[mesh], before = select.selectedOptions[0].text;
-    select.replaceChildren(...specs.map((text, i) => new Option(text, i)));
-    select.value = Math.max(0, specs.indexOf(before));
+    offer(`spec${end}`, before, data.meshes[mesh].specs);
   }
 
   function update() {
-    [0, 1].forEach(offer);
+    [0, 1].forEach(offerSpecs);
     const from = [value("mesh0"), value("spec0")], onto = [value("mesh1"), value("spec1")];
     part("device").max = data.meshes[onto[0]].blocks[onto[1]].length - 1; // moves it, if it must
     const choice = { limit: value("limit"), from, onto, device: value("device") };
@@ -118,8 +111,5 @@
     part("file").innerHTML = filePicture(choice, answer);
   }
 
-  root.addEventListener("input", update);
-  root.addEventListener("change", update);
-  root.querySelector("fieldset").disabled = false;
-  update();
+  live(update);
 }

@@ -2,14 +2,40 @@
 
 import itertools
 import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from jax.sharding import Sharding
 
 from shardwise.figures import palette
-from shardwise.figures.interactive import STYLE, Interactive, select
+from shardwise.figures.interactive import (
+    STYLE,
+    Choice,
+    Data,
+    Interactive,
+    controls,
+    select,
+    slider,
+    status,
+)
+
+if TYPE_CHECKING:  # drawing needs no checkpoints
+    from shardwise.checkpoint import Chunks
+
+Layouts = Mapping[str, Mapping[str, Sharding]]
+Saved = Mapping[str, Mapping[tuple[str, str], "Chunks"]]
 
 _SHOWN = 3  # byte ranges in the words; a device may read many
 
 
-def resharding_explorer(layouts, saved, source, goal, itemsize=4):
+def resharding_explorer(
+    layouts: Layouts,
+    saved: Saved,
+    source: tuple[str, str],
+    goal: tuple[str, str],
+    itemsize: int = 4,
+) -> Interactive:
     """Choose what a checkpoint was saved from, and onto what it is restored; see what is read.
 
     `layouts` maps the name of a mesh to {spec as text: NamedSharding}; `saved` maps the name of a
@@ -19,11 +45,17 @@ def resharding_explorer(layouts, saved, source, goal, itemsize=4):
     """
     data = table(layouts, saved, source, goal, itemsize)
     still = _controls(data) + _pictures(data, data["start"])
-    words = f'<p id="@result" role="status" aria-live="polite">{describe(data, data["start"])}</p>'
+    words = status(describe(data, data["start"]))
     return Interactive("resharding.js", data, STYLE + still + words)
 
 
-def table(layouts, saved, source, goal, itemsize=4):
+def table(
+    layouts: Layouts,
+    saved: Saved,
+    source: tuple[str, str],
+    goal: tuple[str, str],
+    itemsize: int = 4,
+) -> Data:
     """Everything on offer, as plain numbers; resharding.js reads the same."""
     stored = next(iter(next(iter(saved.values())).values()))
     meshes = [
@@ -47,7 +79,7 @@ def table(layouts, saved, source, goal, itemsize=4):
     return common | {"limits": list(saved), "meshes": meshes, "saved": found, "start": start}
 
 
-def look(data, choice):
+def look(data: Data, choice: Choice) -> Data:
     """What the chosen device keeps and reads, as a dict; see resharding.js, which does the same."""
     stored = data["saved"][choice["limit"]][choice["from"][0]][choice["from"][1]]
     blocks = data["meshes"][choice["onto"][0]]["blocks"][choice["onto"][1]]
@@ -66,7 +98,7 @@ def look(data, choice):
     }
 
 
-def touched(shape, stored, block):
+def touched(shape: Sequence[int], stored: Data, block: Sequence[int]) -> list[int]:
     """The numbers of the chunks that a block touches, in row-major order."""
     (height, width), (top, bottom, left, right) = stored["chunk"], block
     across = math.ceil(shape[1] / width)
@@ -75,13 +107,13 @@ def touched(shape, stored, block):
     return [i * across + j for i, j in itertools.product(rows, columns)]
 
 
-def describe(data, choice):
+def describe(data: Data, choice: Choice) -> str:
     """The result in words, as resharding.js writes them too; numbers carry names."""
     answer = look(data, choice)
     source, goal = (_name(data, choice[end]) for end in ("from", "onto"))
     top, bottom, left, right = answer["block"]
     files = answer["stored"]["files"]
-    shown = [f"bytes {a:,} to {b:,} of {files[f]}" for f, a, b in answer["ranges"][:_SHOWN]]
+    shown = [f"bytes {a:,} to {b:,} of {escape(files[f])}" for f, a, b in answer["ranges"][:_SHOWN]]
     if (more := len(answer["ranges"]) - _SHOWN) > 0:
         shown.append(f"and {more} more")
     high, wide = answer["stored"]["chunk"]
@@ -97,7 +129,7 @@ def describe(data, choice):
     )
 
 
-def array_picture(data, choice):
+def array_picture(data: Data, choice: Choice) -> str:
     """The array with its chunks; those that are read filled, the block that is kept outlined."""
     answer, (rows, columns) = look(data, choice), data["shape"]
     (height, width), colour = answer["stored"]["chunk"], data["colours"][choice["device"]]
@@ -117,7 +149,7 @@ def array_picture(data, choice):
     )
 
 
-def file_picture(data, choice):
+def file_picture(data: Data, choice: Choice) -> str:
     """Each file as a strip of bytes, chunk after chunk; those that are read filled."""
     answer, parts = look(data, choice), []
     stored, colour = answer["stored"], data["colours"][choice["device"]]
@@ -125,7 +157,7 @@ def file_picture(data, choice):
         inside = [(i, place) for i, place in enumerate(stored["places"]) if place[0] == f]
         size = max(offset + length for _, (_, offset, length) in inside)
         y = 60 * f + 40
-        parts.append(f'<text x="10" y="{y - 10}">{file}, {size:,} bytes</text>')
+        parts.append(f'<text x="10" y="{y - 10}">{escape(file)}, {size:,} bytes</text>')
         for i, (_, offset, length) in inside:
             x, end = offset * 300 // size, (offset + length) * 300 // size
             fill = colour if i in answer["touched"] else "none"
@@ -158,11 +190,7 @@ def _controls(data):
         + select("spec1", "Restored spec", data["meshes"][goal]["specs"], onto)
     )
     last = len(data["meshes"][goal]["blocks"][onto]) - 1
-    return (
-        "<noscript><p>Without JavaScript this figure shows one choice.</p></noscript>"
-        f'<fieldset disabled>{made}<label for="@device">Device<input id="@device" type="range" '
-        f'min="0" max="{last}" value="{start["device"]}"></label></fieldset>'
-    )
+    return controls(made + slider("device", "Device", last, start["device"]), "choice")
 
 
 def _blocks(sharding, shape):
@@ -200,7 +228,8 @@ def _ranges(places):
 
 def _name(data, layout):
     mesh = data["meshes"][layout[0]]
-    return f"<code>{mesh['label']}, {mesh['specs'][layout[1]]}</code>"
+    name = f"{mesh['label']}, {mesh['specs'][layout[1]]}"
+    return f"<code>{escape(name)}</code>"
 
 
 def _box(x, y, width, height):

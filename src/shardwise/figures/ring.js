@@ -1,9 +1,5 @@
-(root, data) => {
+(root, data, { part, value, number, sum, escape, box, centred, steps }) => {
   // Every number comes from `data`, which Python computed; ring.py draws and says the same.
-  const part = (name) => document.getElementById(`${root.id}-${name}`);
-  const value = (name) => Number(part(name).value);
-  const number = (n) => n.toLocaleString("en-US");
-  const sum = (all) => all.reduce((a, b) => a + b, 0);
   const bits = (mark) => mark.toString(2).replaceAll("0", "").length;
 
   function look({ kind, n, step }) {
@@ -23,7 +19,7 @@
     const { name, adds } = data.kinds[kind];
     const turns = Math.floor((answer.all * n) / (data.payload * (n - 1)));
     const words = [
-      `${name[0].toUpperCase()}${name.slice(1)} on ${n} devices, after <b data-name="step">` +
+      `${escape(name.slice(0, 1).toUpperCase() + name.slice(1))} on ${n} devices, after <b data-name="step">` +
         `${step}</b> of <b data-name="steps">${answer.steps}</b> steps.`,
     ];
     for (const [source, target, slot, count] of answer.moves) {
@@ -47,8 +43,8 @@
     const colour = data.colours[adds ? slot : Math.max(sender, 0)];
     const label = adds ? count : sender < 0 ? "" : sender;
     const frame = arrived ? 'stroke-width="2.5"' : 'stroke-opacity=".5"';
-    return `<rect x="${x}" y="${y + 36 - high}" width="${width}" height="${high}" ` +
-      `fill="${colour}"></rect><rect class="block" x="${x}" y="${y}" width="${width}" height="36" ` +
+    return `<rect ${box(x, y + 36 - high, width, high)} fill="${colour}"></rect>` +
+      `<rect class="block" ${box(x, y, width, 36)} ` +
       `fill="none" stroke="currentColor" ${frame}></rect><text x="${x + width / 2}" ` +
       `y="${y + 48}" text-anchor="middle" font-size="11">${label}</text>`;
   }
@@ -64,7 +60,7 @@
     answer.held.forEach((blocks, device) => {
       const [x, y] = data.places[i][device];
       parts.push(`<circle cx="${x}" cy="${y}" r="46" fill="none" stroke="currentColor"></circle>` +
-        `<text x="${x}" y="${y - 24}" text-anchor="middle">device ${device}</text>`);
+        centred(x, y - 24, `device ${device}`));
       blocks.forEach((mark, slot) => {
         parts.push(bar(adds, n, [x, y], slot, mark, arrived.has(`${device} ${slot}`)));
       });
@@ -72,28 +68,10 @@
     return parts.join("");
   }
 
-  function update() {
-    const choice = { kind: value("kind"), n: data.sizes[value("n")], step: 0 };
-    const last = look(choice).steps;
-    part("step").max = last; // moves it, if it must
-    choice.step = value("step");
+  const choose = () => ({ kind: value("kind"), n: data.sizes[value("n")], step: 0 });
+  steps(choose, (choice) => look(choice).steps, (choice) => {
     const answer = look(choice);
     part("result").innerHTML = describe(choice, answer);
     part("ring").innerHTML = ringPicture(choice, answer);
-    // Not disabled: that would take the focus away from whoever steps by keyboard.
-    part("back").setAttribute("aria-disabled", choice.step === 0);
-    part("next").setAttribute("aria-disabled", choice.step === last);
-  }
-
-  function move(by) {
-    part("step").value = value("step") + by; // stays within the range
-    update();
-  }
-
-  part("back").addEventListener("click", () => move(-1));
-  part("next").addEventListener("click", () => move(1));
-  root.addEventListener("input", update);
-  root.addEventListener("change", update);
-  root.querySelector("fieldset").disabled = false;
-  update();
+  });
 }

@@ -1,16 +1,35 @@
 """The interactive figure that steps through a ring: which device sends which block to whom."""
 
 import math
+from collections.abc import Mapping, Sequence
+from html import escape
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from shardwise.figures import palette
-from shardwise.figures.interactive import STYLE, Interactive, select
+from shardwise.figures.interactive import (
+    STYLE,
+    Choice,
+    Data,
+    Interactive,
+    controls,
+    select,
+    status,
+    steps,
+)
 
+Pairs = Sequence[Sequence[tuple[int, int]]]  # of each step, (from, to)
+Runs = Mapping[str, Mapping[int, tuple[ArrayLike, Pairs]]]
 _RADIUS = 46  # of a device's circle; the ring's own is 152 around (200, 200)
 
 
-def ring_stepper(runs, payload=840_000, name="all-reduce", devices=4):
+def ring_stepper(
+    runs: Runs,
+    payload: int = 840_000,
+    name: str = "all-reduce",
+    devices: int = 4,
+) -> Interactive:
     """Choose a collective and the number of devices; step through what moves, and count it.
 
     `runs` maps the name of a collective to {n: (history, pairs)}, for the same n in all. `history`
@@ -24,12 +43,11 @@ def ring_stepper(runs, payload=840_000, name="all-reduce", devices=4):
     """
     data = table(runs, payload)
     start = {"kind": [*runs].index(name), "n": devices, "step": 1}
-    words = f'<p id="@result" role="status" aria-live="polite">{describe(data, start)}</p>'
-    still = _controls(data, start) + _picture(data, start) + words
+    still = _controls(data, start) + _picture(data, start) + status(describe(data, start))
     return Interactive("ring.js", data | {"start": start}, STYLE + still)
 
 
-def table(runs, payload=840_000):
+def table(runs: Runs, payload: int = 840_000) -> Data:
     """Everything on offer, as plain numbers; ring.js reads the same."""
     sizes = sorted(next(iter(runs.values())))
     kinds = []
@@ -47,7 +65,7 @@ def table(runs, payload=840_000):
     }
 
 
-def look(data, choice):
+def look(data: Data, choice: Choice) -> Data:
     """What the devices hold after a step, what moved in it and how much so far; as in ring.js."""
     kind, i = data["kinds"][choice["kind"]], data["sizes"].index(choice["n"])
     run, block = kind["runs"][i], data["payload"] // choice["n"]
@@ -62,13 +80,14 @@ def look(data, choice):
     }
 
 
-def describe(data, choice):
+def describe(data: Data, choice: Choice) -> str:
     """The step in words, as ring.js writes them too; numbers carry names."""
     answer, n, kind = look(data, choice), choice["n"], data["kinds"][choice["kind"]]
     turns = answer["all"] * n // (data["payload"] * (n - 1))
     formula = f"{'' if turns == 1 else turns}B(n − 1)/n"
+    name = escape(kind["name"][:1].upper() + kind["name"][1:])
     words = [
-        f'{kind["name"].capitalize()} on {n} devices, after <b data-name="step">{choice["step"]}'
+        f'{name} on {n} devices, after <b data-name="step">{choice["step"]}'
         f'</b> of <b data-name="steps">{answer["steps"]}</b> steps.'
     ]
     for source, target, slot, count in (m for m in answer["moves"] if m[0] == 0):
@@ -82,7 +101,7 @@ def describe(data, choice):
     return " ".join(words)
 
 
-def ring_picture(data, choice):
+def ring_picture(data: Data, choice: Choice) -> str:
     """The devices on their ring, each with its blocks; arrows for what has just moved."""
     answer, n = look(data, choice), choice["n"]
     i, kind = data["sizes"].index(n), data["kinds"][choice["kind"]]
@@ -136,19 +155,10 @@ def _picture(data, choice):
 
 def _controls(data, start):
     names, sizes = [k["name"] for k in data["kinds"]], [str(n) for n in data["sizes"]]
-    steps = look(data, start)["steps"]
     made = select("kind", "Collective", names, start["kind"])
     made += select("n", "Devices", sizes, data["sizes"].index(start["n"]))
-    button = (
-        '<button id="@{}" type="button" style="font: inherit; min-height: 2rem; align-self: end">'
-        "{}</button>"
-    )
-    return (
-        "<noscript><p>Without JavaScript this figure shows one step.</p></noscript>"
-        f'<fieldset disabled>{made}<label for="@step">Step'
-        f'<input id="@step" type="range" min="0" max="{steps}" value="{start["step"]}"></label>'
-        f"{button.format('back', 'Back')}{button.format('next', 'Next')}</fieldset>"
-    )
+    made += steps("Step", look(data, start)["steps"], start["step"])
+    return controls(made, "step")
 
 
 def _recorded(name, history, pairs):

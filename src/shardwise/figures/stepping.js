@@ -1,9 +1,5 @@
-(root, data) => {
+(root, data, { part, value, number, sum, escape, box, label, centred, steps }) => {
   // Every number comes from `data`, which Python computed; stepping.py draws and says the same.
-  const part = (name) => document.getElementById(`${root.id}-${name}`);
-  const value = (name) => Number(part(name).value);
-  const number = (n) => n.toLocaleString("en-US");
-  const sum = (all) => all.reduce((a, b) => a + b, 0);
   const n = data.devices, cell = 6 * n, left = 52, top = 40, row = 30;
   const column = (device) => left + device * (3 * cell + 8 + 12);
   const range = [...Array(n).keys()];
@@ -17,7 +13,7 @@
   function event(frame) {
     const names = frame.layers.map((i) => data.layers[i]);
     if (!names.length) return frame.event;
-    return `${frame.event}, ${names.length > 1 ? "all layers" : names[0]}`;
+    return `${frame.event}, ${names.length > 1 ? "all layers" : escape(names[0])}`;
   }
 
   function describe({ stage, step }, { frame, last, held, peak, all }) {
@@ -46,23 +42,22 @@
 
   function strip(x, y, filled, bold) {
     const parts = filled.map((fill, i) => (fill === 0 ? "" :
-      `<rect x="${x + 6 * i}" y="${y}" width="6" height="22" ` +
+      `<rect ${box(x + 6 * i, y, 6, 22)} ` +
       `fill="${data.colours[i]}"${fill === 2 ? ' fill-opacity=".4"' : ""}></rect>`));
     const edge = bold ? 'stroke-width="2.5"' : 'stroke-opacity=".45"';
-    return `${parts.join("")}<rect class="cell" x="${x}" y="${y}" width="${cell}" height="22" ` +
+    return `${parts.join("")}<rect class="cell" ${box(x, y, cell, 22)} ` +
       `fill="none" stroke="currentColor" ${edge}></rect>`;
   }
 
   function gridPicture({ stage }, { frame }) {
-    const parts = data.layers.map((name, i) => `<text x="0" y="${top + i * row + 16}" ` +
-      `font-weight="${frame.layers.includes(i) ? "bold" : "normal"}">${name}</text>`);
+    const parts = data.layers.map((name, i) => label(0, top + i * row + 16, escape(name),
+      ` font-weight="${frame.layers.includes(i) ? "bold" : "normal"}"`));
     for (const device of range) {
       const x = column(device);
-      parts.push(`<text x="${x + 9 * n + 4}" y="14" text-anchor="middle">` +
-        `device ${device}</text>`);
+      parts.push(centred(x + 9 * n + 4, 14, `device ${device}`));
       [..."PGM"].forEach((kind, k) => {
         const at = x + k * (cell + 4);
-        parts.push(`<text x="${at + 3 * n}" y="32" text-anchor="middle">${kind}</text>`);
+        parts.push(centred(at + 3 * n, 32, kind));
         data.layers.forEach((_, i) => parts.push(strip(
           at,
           top + i * row,
@@ -79,40 +74,22 @@
     const tall = (size) => Math.floor((70 * size) / data.most);
     const bars = held.map((size, k) => {
       const high = tall(size), fill = k === step ? "currentColor" : "none";
-      return `<rect class="held" x="${2 + k * width}" y="${100 - high}" width="${width - 2}" ` +
-        `height="${high}" fill="${fill}" stroke="currentColor"></rect>`;
+      return `<rect class="held" ${box(2 + k * width, 100 - high, width - 2, high)} ` +
+        `fill="${fill}" stroke="currentColor"></rect>`;
     });
     const ends = peak > Math.floor(held.length / 2); // so that the label stays within the picture
     const x = ends ? peak * width + width : 2 + peak * width, anchor = ends ? "end" : "start";
     const level = '<path d="M2 30H402" stroke="currentColor" stroke-dasharray="1 4"></path>' +
       (stage ? '<text x="2" y="24">peak of stage 0</text>' : "");
-    return `${level}${bars.join("")}<text x="${x}" y="${94 - tall(held[peak])}" ` +
-      `text-anchor="${anchor}">peak, ${number(held[peak])} bytes</text>`;
+    return `${level}${bars.join("")}` + label(x, 94 - tall(held[peak]),
+      `peak, ${number(held[peak])} bytes`, ` text-anchor="${anchor}"`);
   }
 
-  function update() {
-    const choice = { stage: value("stage"), kept: value("kept"), step: 0 };
-    const { last } = look(choice);
-    part("step").max = last; // moves it, if it must
-    choice.step = value("step");
+  const choose = () => ({ stage: value("stage"), kept: value("kept"), step: 0 });
+  steps(choose, (choice) => look(choice).last, (choice) => {
     const answer = look(choice);
     part("result").innerHTML = describe(choice, answer);
     part("grid").innerHTML = gridPicture(choice, answer);
     part("course").innerHTML = coursePicture(choice, answer);
-    // Not disabled: that would take the focus away from whoever steps by keyboard.
-    part("back").setAttribute("aria-disabled", choice.step === 0);
-    part("next").setAttribute("aria-disabled", choice.step === last);
-  }
-
-  function move(by) {
-    part("step").value = value("step") + by; // stays within the range
-    update();
-  }
-
-  part("back").addEventListener("click", () => move(-1));
-  part("next").addEventListener("click", () => move(1));
-  root.addEventListener("input", update);
-  root.addEventListener("change", update);
-  root.querySelector("fieldset").disabled = false;
-  update();
+  });
 }

@@ -1,7 +1,19 @@
 """The interactive figure that steps through sharded training: what is where, layer by layer."""
 
+from collections.abc import Mapping
+from html import escape
+
 from shardwise.figures import palette
-from shardwise.figures.interactive import STYLE, Interactive, select
+from shardwise.figures.interactive import (
+    STYLE,
+    Choice,
+    Data,
+    Interactive,
+    controls,
+    select,
+    status,
+    steps,
+)
 from shardwise.figures.zero import training_step
 
 STAGES = ["0, data parallelism", "1, optimizer state cut", "2, gradients too", "3, FSDP"]
@@ -11,7 +23,9 @@ _LEFT, _TOP, _ROW, _PART = 52, 40, 30, 6  # of the grid of layers, in units of t
 _KINDS = ("P", "G", "M")
 
 
-def fsdp_stepper(layers, devices=4, stage=3, step=7):
+def fsdp_stepper(
+    layers: Mapping[str, int], devices: int = 4, stage: int = 3, step: int = 7
+) -> Interactive:
     """Choose a ZeRO stage and step through forward, backward and update on `devices` devices.
 
     `layers` maps the name of each layer to the bytes of its parameters, a multiple of `devices`.
@@ -22,12 +36,11 @@ def fsdp_stepper(layers, devices=4, stage=3, step=7):
     """
     data = table(layers, devices)
     start = {"stage": stage, "kept": 0, "step": step}
-    words = f'<p id="@result" role="status" aria-live="polite">{describe(data, start)}</p>'
-    still = _controls(data, start) + _pictures(data, start) + words
+    still = _controls(data, start) + _pictures(data, start) + status(describe(data, start))
     return Interactive("stepping.js", data | {"start": start}, STYLE + still)
 
 
-def table(layers, devices=4):
+def table(layers: Mapping[str, int], devices: int = 4) -> Data:
     """Everything on offer, as plain numbers and short words; stepping.js reads the same."""
     sizes = [*layers.values()]
     runs = [
@@ -45,7 +58,7 @@ def table(layers, devices=4):
     }
 
 
-def look(data, choice):
+def look(data: Data, choice: Choice) -> Data:
     """The chosen frame, the peak of its run, and all bytes that are sent; as in stepping.js."""
     run = data["runs"][choice["stage"]][choice["kept"]]
     frame = run[choice["step"]]
@@ -59,7 +72,7 @@ def look(data, choice):
     }
 
 
-def describe(data, choice):
+def describe(data: Data, choice: Choice) -> str:
     """The frame in words, as stepping.js writes them too; numbers carry names."""
     answer = look(data, choice)
     frame, n = answer["frame"], data["devices"]
@@ -77,22 +90,22 @@ def describe(data, choice):
     )
 
 
-def event(data, frame):
+def event(data: Data, frame: Data) -> str:
     """The event and its layers in words."""
     names = [data["layers"][i] for i in frame["layers"]]
     if not names:
         return frame["event"]
-    return f"{frame['event']}, {'all layers' if len(names) > 1 else names[0]}"
+    return f"{frame['event']}, {'all layers' if len(names) > 1 else escape(names[0])}"
 
 
-def grid_picture(data, choice):
+def grid_picture(data: Data, choice: Choice) -> str:
     """A column for each device, a row for each layer; in a cell the n parts, filled where held."""
     frame, n = look(data, choice)["frame"], data["devices"]
     stage, parts = choice["stage"], []
     for i, name in enumerate(data["layers"]):
         y = _TOP + i * _ROW + 16
         weight = "bold" if i in frame["layers"] else "normal"
-        parts.append(f'<text x="0" y="{y}" font-weight="{weight}">{name}</text>')
+        parts.append(f'<text x="0" y="{y}" font-weight="{weight}">{escape(name)}</text>')
     for device in range(n):
         x = _column(n, device)
         middle = x + 9 * n + 4
@@ -109,7 +122,7 @@ def grid_picture(data, choice):
     return "".join(parts)
 
 
-def course_picture(data, choice):
+def course_picture(data: Data, choice: Choice) -> str:
     """A bar for each event, as high as what is held after it, on one scale for all stages."""
     answer = look(data, choice)
     held, peak = answer["held"], answer["peak"]
@@ -212,11 +225,5 @@ def _pictures(data, choice):
 def _controls(data, start):
     made = select("stage", "ZeRO stage", data["stages"], start["stage"])
     made += select("kept", "Backward pass, in stage 3", PASSES, start["kept"])
-    last = look(data, start)["last"]
-    button = '<button id="@{}" type="button" style="font: inherit; min-height: 2rem">{}</button>'
-    return (
-        "<noscript><p>Without JavaScript this figure shows one event.</p></noscript>"
-        f'<fieldset disabled style="align-items: end">{made}<label for="@step">Event'
-        f'<input id="@step" type="range" min="0" max="{last}" value="{start["step"]}"></label>'
-        f"{button.format('back', 'Back')}{button.format('next', 'Next')}</fieldset>"
-    )
+    made += steps("Event", look(data, start)["last"], start["step"])
+    return controls(made, "event")

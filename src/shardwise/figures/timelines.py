@@ -6,7 +6,9 @@ from matplotlib.patches import Rectangle
 
 from shardwise import schedules
 from shardwise.figures import palette
-from shardwise.figures.plots import canvas
+from shardwise.figures.plots import Drawing, canvas
+
+Run = schedules.Timeline | schedules.Schedule
 
 # Forwards darkest, backwards to the weights lightest, so that they differ in grey too.
 COLOURS = {
@@ -17,7 +19,7 @@ COLOURS = {
 }
 
 
-def schedule(runs, width=6.9):
+def schedule(runs: Run | Mapping[str, Run], width: float = 6.9) -> Drawing:
     """Timelines above each other, on one axis of time.
 
     `runs` is a `schedules.Timeline`, a schedule (drawn at the costs `schedules.COSTS`), or a
@@ -74,7 +76,7 @@ def _task(axes, row, run, task, narrow):
         axes.add_patch(Rectangle(foot, 0.7 * length, 0.06, color=ink, lw=0))
 
 
-def chunk(table, task):
+def chunk(table: schedules.Schedule, task: schedules.Task) -> int:
     """Which of its device's stages a task belongs to, counted from 0 in the order of stages."""
     home = table.device_of[task.stage]
     return sum(device == home for device in table.device_of[: task.stage])

@@ -1,5 +1,6 @@
 """One training step of sharded data parallelism, event by event: what a device holds and sends."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -22,12 +23,14 @@ class Frame(NamedTuple):
     sent: int
 
     @property
-    def held(self):
+    def held(self) -> int:
         """Bytes on each device; activations are not counted."""
         return self.parameter_bytes + self.gathered_bytes + self.gradient_bytes + self.moment_bytes
 
 
-def training_step(layers, devices=4, stage=3, again=True):
+def training_step(
+    layers: Sequence[int], devices: int = 4, stage: int = 3, again: bool = True
+) -> list[Frame]:
     """The `Frame` at the start of a step with Adam, and after each event (ZeRO).
 
     `layers` holds the bytes of each layer's parameters. Stage 0 is data parallelism; from stage 1
