@@ -31,7 +31,8 @@ def collectives(program):
     Raises:
       TypeError: `program` is neither.
       ValueError: a collective whose bytes depend on data, one in a loop whose number of trips
-        does, or replica groups in a form not known here.
+        does, replica groups in a form not known here, or, in a lowered program, a custom call
+        that may send.
     """
     if isinstance(program, jax.stages.Compiled):
         program = hlo.parse(program.as_text())

@@ -101,7 +101,15 @@ class Frame:
         return tuple(a for name in op.operands for a in self.find(name)[1].arrays)
 
 
-_SAME_VALUE = {"copy", "bitcast", "convert", "reshape", "opt-barrier", "optimization-barrier"}
+_SAME_VALUE = {
+    "copy",
+    "bitcast",
+    "convert",
+    "reshape",
+    "opt-barrier",
+    "optimization-barrier",
+    "sharding-constraint",
+}
 
 
 def trace(program, frame, name):

@@ -6,6 +6,7 @@ those that the compiler inserts, and the dtypes that its backend prefers, appear
 
 import re
 
+from . import custom_calls
 from .program import Array, Computation, Instruction, Program
 
 # Regions that combine two scalars, or order them: nothing in them is counted.
@@ -28,7 +29,8 @@ def read(lowered):
     """The program of a `jax.stages.Lowered`.
 
     Raises:
-      ValueError: an operation runs regions in a way that is not known here, or a size is dynamic.
+      ValueError: an operation runs regions in a way that is not known here, a custom call may
+        send what cannot be counted, or a size is dynamic.
     """
     module = lowered.compiler_ir("stablehlo")
     reader = _Reader(module)
@@ -102,6 +104,8 @@ class _Reader:
         elif name in _BRANCHES:
             inner = [self.block(self.unused("branch"), r.blocks[0]) for r in op.regions]
             opcode, attributes = "conditional", {"branch_computations": ",".join(inner)}
+        elif name == "stablehlo.custom_call":
+            opcode = custom_calls.opcode(op)
         elif name == "stablehlo.constant":
             value = re.match(r"dense<(-?\d+)>", str(op.attributes["value"]))
             operands = (value[1],) if value else ()
