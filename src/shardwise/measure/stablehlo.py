@@ -6,6 +6,8 @@ those that the compiler inserts, and the dtypes that its backend prefers, appear
 
 import re
 
+import jax
+
 from . import custom_calls
 from .program import Array, Computation, Instruction, Program
 
@@ -25,7 +27,7 @@ _BRANCHES = {"stablehlo.case", "stablehlo.if"}
 _DTYPES = {"i1": "pred", "complex<f32>": "c64", "complex<f64>": "c128"}
 
 
-def read(lowered):
+def read(lowered: jax.stages.Lowered) -> Program:
     """The program of a `jax.stages.Lowered`.
 
     Raises:
@@ -140,7 +142,7 @@ class _Reader:
             found["replica_groups"] = self.groups(found["replica_groups"])
         return found
 
-    def groups(self, text):
+    def groups(self, text: str) -> str:
         dense = re.search(r": tensor<(\d+)x(\d+)xi64>", text)
         if dense:
             return f"[{dense[1]},{dense[2]}]<=[{int(dense[1]) * int(dense[2])}]"
@@ -159,7 +161,7 @@ class _Reader:
         body[name] = Instruction(name, opcode, arrays, operands, attributes)
         return name
 
-    def unused(self, stem):
+    def unused(self, stem: str) -> str:
         self.fresh += 1
         return f"{stem}.{self.fresh}"
 
