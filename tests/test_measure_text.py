@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from shardwise import measure
 from shardwise.measure import hlo
+from shardwise.measure.program import Array
 
 
 def module(body, header="num_partitions=8", more=""):
@@ -26,6 +27,21 @@ def test_flops_of_library_calls():
     with pytest.raises(ValueError, match=r"g, a __cudnn\$convForward; known are dot"):
         measure.flops(module(gemm.replace("NAME", 'custom_call_target="__cudnn$convForward"')))
     assert measure.flops(module(gemm.replace("NAME", 'custom_call_target="TopK"'))) == 0
+
+
+@pytest.mark.parametrize("opcode", ["ragged-dot", "scaled-dot"])
+def test_products_whose_size_cannot_be_read_are_refused(opcode):
+    body = f"  %p = f32[4,8] parameter(0)\n  ROOT %g = f32[4,8] {opcode}(%p, %p, %p)"
+    with pytest.raises(ValueError, match=rf"the size of the product in g, a {opcode}; known are"):
+        measure.flops(module(body))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("pred", 15), ("s4", 8), ("bf16", 30), ("f8e4m3fn", 15), ("c64", 120), ("token", 0)],
+)
+def test_bytes_of_an_array_of_every_width(dtype, expected):
+    assert Array(dtype, (3, 5)).bytes == expected
 
 
 GATHER = (
@@ -215,6 +231,13 @@ def test_collectives_print_as_a_table():
     found = measure.collectives(loop(bound=1000))
     assert repr(found).splitlines()[1].split() == ["all-reduce", "1", "1,000", "4,000", "7,000"]
     assert "<td>7,000</td>" in found._repr_html_().replace(' style="text-align:right"', "")
+    assert len(repr(found).splitlines()) == 2  # of one kind no total
+    pair = module(
+        "%p = f32[4,8] parameter(0)\n %r = f32[4,8] all-reduce(%p), replica_groups={}\n"
+        "ROOT %g = f32[32,8] all-gather(%r), replica_groups={}, dimensions={0}"
+    )
+    *_, last = repr(measure.collectives(pair)).splitlines()
+    assert last.split() == ["total", "2", "2", "1,152", "1,120"]
     none = measure.collectives(module("  ROOT %c = f32[] constant(1)"))
     assert (repr(none), none._repr_html_(), none.ring_bytes) == (
         "no collectives",
