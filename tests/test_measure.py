@@ -192,6 +192,12 @@ def test_every_kind_of_collective_on_every_mesh(axes_sizes, axes, trips):
         assert {op.trips for op in found.ops} == {trips}
 
 
+def test_lowered_programs_say_how_many_devices_run_them():
+    sharding = NamedSharding(mesh.make(a=8), P("a"))
+    assert stablehlo.read(jax.jit(jnp.sin, in_shardings=sharding).lower(shape(8))).devices == 8
+    assert stablehlo.read(jax.jit(jnp.sin).lower(shape(8))).devices == 1
+
+
 def test_lowered_programs_keep_the_dtype_in_which_a_collective_was_written():
     f = jax.shard_map(
         lambda x: jax.lax.psum(x, "a"), mesh=mesh.make(a=8), in_specs=P("a"), out_specs=P()

@@ -4,6 +4,7 @@ Here stand the collectives that were written by hand, in the dtypes in which the
 those that the compiler inserts, and the dtypes that its backend prefers, appear in HLO only.
 """
 
+import math
 import re
 
 import jax
@@ -39,12 +40,11 @@ def read(lowered: jax.stages.Lowered) -> Program:
     for op in module.body.operations:
         if op.operation.name == "func.func":
             reader.function(op)
-    count = [
+    devices = math.prod(
         module.operation.attributes[f"mhlo.num_{kind}"].value
         for kind in ("replicas", "partitions")
         if f"mhlo.num_{kind}" in module.operation.attributes
-    ]
-    devices = count[0] * count[1] if len(count) == 2 else max(count, default=1)
+    )
     return Program(reader.computations, "main", devices)
 
 
