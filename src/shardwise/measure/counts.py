@@ -23,7 +23,7 @@ class Op:
     trips: int
     payload_bytes: int
     ring_bytes: int | float
-    source: str = ""
+    source: str
 
     @property
     def dtype(self) -> str:
