@@ -4,6 +4,7 @@ import dataclasses
 import graphlib
 import itertools
 import random
+import re
 import subprocess
 import sys
 
@@ -146,6 +147,11 @@ def test_the_order_of_zb_v_and_its_fold():
         "F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3",
     ]
     assert schedule == from_tasks(v_shaped(drawn))
+
+
+@everywhere
+def test_every_schedule_says_where_it_was_published(name):
+    assert re.search(r"\([A-Z].*, 20\d\d\b|https://", SCHEDULES[name].__doc__, re.DOTALL)
 
 
 # Formulas of the papers
