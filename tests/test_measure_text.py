@@ -207,6 +207,13 @@ def test_a_loop_whose_trips_are_unknown_is_named(options, reason):
         measure.collectives(loop(**options))
 
 
+def test_attributes_without_a_value_are_passed_over():
+    body = (
+        "  %p = f32[4,8] parameter(0)\n  ROOT %r = f32[4,8] all-reduce(%p), word, replica_groups={}"
+    )
+    assert measure.collectives(module(body)) == {"all-reduce": measure.Count(1, 1, 128, 224)}
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -230,7 +237,9 @@ def test_text_that_is_no_module_is_refused():
 def test_collectives_print_as_a_table():
     found = measure.collectives(loop(bound=1000))
     assert repr(found).splitlines()[1].split() == ["all-reduce", "1", "1,000", "4,000", "7,000"]
-    assert "<td>7,000</td>" in found._repr_html_().replace(' style="text-align:right"', "")
+    cells = "".join(f"<td>{cell}</td>" for cell in ("1", "1,000", "4,000", "7,000"))
+    row = f'<tbody><tr><th scope="row">all-reduce</th>{cells}</tr></tbody></table>'
+    assert found._repr_html_().replace(' style="text-align:right"', "").endswith(row)
     assert len(repr(found).splitlines()) == 2  # of one kind no total
     pair = module(
         "%p = f32[4,8] parameter(0)\n %r = f32[4,8] all-reduce(%p), replica_groups={}\n"

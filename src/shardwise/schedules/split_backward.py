@@ -94,7 +94,7 @@ def _zb_v_steps(device: int, devices: int, microbatches: int) -> list[str]:
 
 
 def _dualpipe_v_steps(device: int, devices: int, microbatches: int) -> list[str]:
-    """F and whole B in turn; while the pipeline fills and empties, I alone, which others wait for."""
+    """F and whole B in turn; where others wait, as the pipeline fills and empties, I alone."""
     after, upto = devices - 1 - device, device + 1
     steps = ["F0"] * (2 * after) + ["F0", "F1"] * upto + ["I1", "W", "F1"] * after
     steps += ["F0", "B1", "F1", "B0"] * (microbatches - 2 * devices + upto)
