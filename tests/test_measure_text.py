@@ -139,7 +139,10 @@ def test_asynchronous_and_combined_collectives_count_once(lines, kind, payload, 
     assert found == {kind: measure.Count(1, 1, payload, ring)}
 
 
-def loop(start=0, step=1, bound=5, direction="LT", config="", swap=False):
+T, CALL = "tuple({})", 'custom-call({}), custom_call_target="Mix"'
+
+
+def loop(start=0, step=1, bound=5, direction="LT", config="", swap=False, first=T, last=T):
     """HLO of a while loop around an all-reduce of 4 bytes on 8 devices; a fusion compares."""
     sides = "%bound, %i" if swap else "%i, %bound"
     more = f"""
@@ -164,13 +167,13 @@ def loop(start=0, step=1, bound=5, direction="LT", config="", swap=False):
   %next = s32[] add(%step, %copy)
   %x = f32[] get-tuple-element(%t.1), index=1
   %r = f32[] all-reduce(%x), replica_groups={{}}, to_apply=%add
-  ROOT %carry = (s32[], f32[]) tuple(%next, %r)
+  ROOT %carry = (s32[], f32[]) {last.format("%next, %r")}
 }}
 """
     entry = f"""
   %start = s32[] constant({start})
   %one = f32[] constant(1)
-  %first = (s32[], f32[]) tuple(%start, %one)
+  %first = (s32[], f32[]) {first.format("%start, %one")}
   %while.7 = (s32[], f32[]) while(%first), condition=%test, body=%body{config}
   ROOT %out = f32[] get-tuple-element(%while.7), index=1"""
     return module(entry, more=SCALARS + more)
@@ -200,6 +203,8 @@ def test_trips_that_the_compiler_noted_are_taken():
         ({"step": 0}, "counts from 0 by 0 and never passes 5"),
         ({"direction": "NE", "step": 2}, "counts from 0 by 2"),
         ({"direction": "EQ"}, "test is no comparison of a counter"),
+        ({"first": CALL}, "its first values are not written beside it"),
+        ({"last": CALL}, "its body body does not write what it carries"),
     ],
 )
 def test_a_loop_whose_trips_are_unknown_is_named(options, reason):
