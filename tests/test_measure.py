@@ -3,6 +3,7 @@
 import functools
 import math
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,13 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import measure, mesh, model, objective, train
-from shardwise.measure import timing
+from shardwise.measure import stablehlo, timing
 
 
 def compiled(f, *args, **options):
@@ -189,6 +192,12 @@ def test_every_kind_of_collective_on_every_mesh(axes_sizes, axes, trips):
         assert {op.trips for op in found.ops} == {trips}
 
 
+def test_lowered_programs_say_how_many_devices_run_them():
+    sharding = NamedSharding(mesh.make(a=8), P("a"))
+    assert stablehlo.read(jax.jit(jnp.sin, in_shardings=sharding).lower(shape(8))).devices == 8
+    assert stablehlo.read(jax.jit(jnp.sin).lower(shape(8))).devices == 1
+
+
 def test_lowered_programs_keep_the_dtype_in_which_a_collective_was_written():
     f = jax.shard_map(
         lambda x: jax.lax.psum(x, "a"), mesh=mesh.make(a=8), in_specs=P("a"), out_specs=P()
@@ -255,7 +264,125 @@ def test_a_conditional_counts_as_its_heaviest_branch():
         assert measure.collectives(program) == {"all-reduce": measure.Count(2, 2, 128, 224)}
 
 
+def scanned(x):
+    return jax.lax.scan(lambda x, _: (jax.lax.psum(jnp.sin(x), "a"), None), x, None, length=3)[0]
+
+
+def indexed(x):
+    return jax.lax.fori_loop(2, 9, lambda i, x: jax.lax.psum(x * i, "a"), x)
+
+
+def downward(x):
+    def step(carry):
+        return carry[0] - 2, jax.lax.psum(carry[1], "a")
+
+    return jax.lax.while_loop(lambda carry: carry[0] > 0, step, (9, x))[1]
+
+
+@pytest.mark.parametrize(("f", "trips"), [(scanned, 3), (indexed, 7), (downward, 5)])
+def test_loops_beside_axes_that_are_left_to_the_compiler(f, trips):
+    """There every value of a loop, its counter too, is lowered with a sharding constraint."""
+    f = jax.shard_map(
+        f, mesh=mesh.make(a=4, b=2), in_specs=P(), out_specs=P(), axis_names={"a"}, check_vma=False
+    )
+    lowered = jax.jit(f).lower(shape(4, 2))
+    for program in (lowered, lowered.compile()):
+        found = measure.collectives(program)
+        assert found == {"all-reduce": measure.Count(1, trips, trips * 32, trips * 48)}
+
+
+def on_host(x):
+    jax.debug.print("{}", x[0, 0])
+    return jax.pure_callback(np.sin, x, x)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        jnp.linalg.cholesky,
+        jnp.linalg.qr,
+        jnp.linalg.svd,
+        jnp.linalg.eigh,
+        jnp.linalg.inv,
+        jnp.fft.fft,
+        jax.scipy.special.erf,
+        lambda x: jax.lax.top_k(x, 2),
+        lambda x: jax.lax.approx_max_k(x, 2),
+        lambda x: jax.random.normal(jax.random.key(0), x.shape),
+        on_host,
+    ],
+)
+def test_custom_calls_that_stay_on_their_device(f):
+    both = jax.shard_map(
+        lambda x: (f(x), jax.lax.psum(x, "a")),
+        mesh=mesh.make(a=8),
+        in_specs=P("a"),
+        out_specs=(P("a"), P()),
+        check_vma=False,
+    )
+    found = measure.collectives(jax.jit(both).lower(shape(64, 8)))
+    assert found == {"all-reduce": measure.Count(1, 1, 256, 448)}
+
+
 # --- What is refused
+
+
+def test_a_collective_whose_bytes_depend_on_data():
+    f = jax.shard_map(
+        functools.partial(jax.lax.ragged_all_to_all, axis_name="a"),
+        mesh=mesh.make(a=8),
+        in_specs=P("a"),
+        out_specs=P("a"),
+        check_vma=False,
+    )
+    rows, numbers = shape(64, 4), [shape(64, dtype=jnp.int32)] * 4
+    with pytest.raises(
+        ValueError, match=r"bytes of ragged-all-to-all\.\d+, a ragged-all-to-all; kn"
+    ):
+        measure.collectives(jax.jit(f).lower(rows, rows, *numbers))
+
+
+def test_custom_calls_that_nobody_knows():
+    call = jax.ffi.ffi_call("their_exchange", shape(4))
+    with pytest.raises(ValueError, match=r"custom call their_exchange sends .* themselves"):
+        measure.collectives(jax.jit(lambda x: call(x)).lower(shape(4)))
+
+
+def kernel(sends):
+    """A TPU kernel, which doubles its block or copies it to the next device, to lower only."""
+
+    def double(x, out):
+        out[...] = 2 * x[...]
+
+    def copy(x, out, sent, received):
+        to = (jax.lax.axis_index("a") + 1) % 8
+        sending = pltpu.make_async_remote_copy(x, out, sent, received, (to,))
+        sending.start()
+        sending.wait()
+
+    semaphores = [pltpu.SemaphoreType.DMA] * 2 if sends else []
+    call = pl.pallas_call(copy if sends else double, shape(8, 128), scratch_shapes=semaphores)
+    f = jax.shard_map(call, mesh=mesh.make(a=8), in_specs=P("a"), out_specs=P("a"), check_vma=False)
+    return jax.jit(f).trace(shape(64, 128)).lower(lowering_platforms=("tpu",))
+
+
+def test_kernels_that_send_are_refused_and_others_are_not():
+    assert measure.collectives(kernel(sends=False)) == {}
+    with pytest.raises(ValueError, match="whether the custom call tpu_custom_call sends"):
+        measure.collectives(kernel(sends=True))
+
+
+def test_an_operation_whose_regions_run_in_a_way_that_nobody_knows():
+    module = jax.jit(jnp.sin).lower(1.0).compiler_ir("stablehlo")
+    text = str(module).replace(
+        "return", '"new.twice"() ({ "new.end"() : () -> () }) : () -> ()\nreturn'
+    )
+    with module.context as context:
+        context.allow_unregistered_dialects = True
+        new = type(module).parse(text)
+    lowered = types.SimpleNamespace(compiler_ir=lambda dialect: new)
+    with pytest.raises(ValueError, match=r"how often new\.twice runs its regions .*\.compile\(\)"):
+        stablehlo.read(lowered)
 
 
 @pytest.mark.parametrize("what", ["collectives", "flops", "bytes_per_device"])

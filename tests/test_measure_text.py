@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from shardwise import measure
 from shardwise.measure import hlo
+from shardwise.measure.program import Array
 
 
 def module(body, header="num_partitions=8", more=""):
@@ -26,6 +27,21 @@ def test_flops_of_library_calls():
     with pytest.raises(ValueError, match=r"g, a __cudnn\$convForward; known are dot"):
         measure.flops(module(gemm.replace("NAME", 'custom_call_target="__cudnn$convForward"')))
     assert measure.flops(module(gemm.replace("NAME", 'custom_call_target="TopK"'))) == 0
+
+
+@pytest.mark.parametrize("opcode", ["ragged-dot", "scaled-dot"])
+def test_products_whose_size_cannot_be_read_are_refused(opcode):
+    body = f"  %p = f32[4,8] parameter(0)\n  ROOT %g = f32[4,8] {opcode}(%p, %p, %p)"
+    with pytest.raises(ValueError, match=rf"the size of the product in g, a {opcode}; known are"):
+        measure.flops(module(body))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [("pred", 15), ("s4", 8), ("bf16", 30), ("f8e4m3fn", 15), ("c64", 120), ("token", 0)],
+)
+def test_bytes_of_an_array_of_every_width(dtype, expected):
+    assert Array(dtype, (3, 5)).bytes == expected
 
 
 GATHER = (
@@ -123,7 +139,10 @@ def test_asynchronous_and_combined_collectives_count_once(lines, kind, payload, 
     assert found == {kind: measure.Count(1, 1, payload, ring)}
 
 
-def loop(start=0, step=1, bound=5, direction="LT", config="", swap=False):
+T, CALL = "tuple({})", 'custom-call({}), custom_call_target="Mix"'
+
+
+def loop(start=0, step=1, bound=5, direction="LT", config="", swap=False, first=T, last=T):
     """HLO of a while loop around an all-reduce of 4 bytes on 8 devices; a fusion compares."""
     sides = "%bound, %i" if swap else "%i, %bound"
     more = f"""
@@ -148,13 +167,13 @@ def loop(start=0, step=1, bound=5, direction="LT", config="", swap=False):
   %next = s32[] add(%step, %copy)
   %x = f32[] get-tuple-element(%t.1), index=1
   %r = f32[] all-reduce(%x), replica_groups={{}}, to_apply=%add
-  ROOT %carry = (s32[], f32[]) tuple(%next, %r)
+  ROOT %carry = (s32[], f32[]) {last.format("%next, %r")}
 }}
 """
     entry = f"""
   %start = s32[] constant({start})
   %one = f32[] constant(1)
-  %first = (s32[], f32[]) tuple(%start, %one)
+  %first = (s32[], f32[]) {first.format("%start, %one")}
   %while.7 = (s32[], f32[]) while(%first), condition=%test, body=%body{config}
   ROOT %out = f32[] get-tuple-element(%while.7), index=1"""
     return module(entry, more=SCALARS + more)
@@ -184,11 +203,20 @@ def test_trips_that_the_compiler_noted_are_taken():
         ({"step": 0}, "counts from 0 by 0 and never passes 5"),
         ({"direction": "NE", "step": 2}, "counts from 0 by 2"),
         ({"direction": "EQ"}, "test is no comparison of a counter"),
+        ({"first": CALL}, "its first values are not written beside it"),
+        ({"last": CALL}, "its body body does not write what it carries"),
     ],
 )
 def test_a_loop_whose_trips_are_unknown_is_named(options, reason):
     with pytest.raises(ValueError, match=rf"loop while\.7 in main .*{reason}.*jax\.lax\.scan"):
         measure.collectives(loop(**options))
+
+
+def test_attributes_without_a_value_are_passed_over():
+    body = (
+        "  %p = f32[4,8] parameter(0)\n  ROOT %r = f32[4,8] all-reduce(%p), word, replica_groups={}"
+    )
+    assert measure.collectives(module(body)) == {"all-reduce": measure.Count(1, 1, 128, 224)}
 
 
 @pytest.mark.parametrize(
@@ -214,7 +242,16 @@ def test_text_that_is_no_module_is_refused():
 def test_collectives_print_as_a_table():
     found = measure.collectives(loop(bound=1000))
     assert repr(found).splitlines()[1].split() == ["all-reduce", "1", "1,000", "4,000", "7,000"]
-    assert "<td>7,000</td>" in found._repr_html_().replace(' style="text-align:right"', "")
+    cells = "".join(f"<td>{cell}</td>" for cell in ("1", "1,000", "4,000", "7,000"))
+    row = f'<tbody><tr><th scope="row">all-reduce</th>{cells}</tr></tbody></table>'
+    assert found._repr_html_().replace(' style="text-align:right"', "").endswith(row)
+    assert len(repr(found).splitlines()) == 2  # of one kind no total
+    pair = module(
+        "%p = f32[4,8] parameter(0)\n %r = f32[4,8] all-reduce(%p), replica_groups={}\n"
+        "ROOT %g = f32[32,8] all-gather(%r), replica_groups={}, dimensions={0}"
+    )
+    *_, last = repr(measure.collectives(pair)).splitlines()
+    assert last.split() == ["total", "2", "2", "1,152", "1,120"]
     none = measure.collectives(module("  ROOT %c = f32[] constant(1)"))
     assert (repr(none), none._repr_html_(), none.ring_bytes) == (
         "no collectives",

@@ -4,6 +4,7 @@ import dataclasses
 import graphlib
 import itertools
 import random
+import re
 import subprocess
 import sys
 
@@ -81,7 +82,8 @@ any_table = st.one_of(any_schedule, random_orders.map(from_tasks))
         ("kimi_k2", 8, 0.1579, (12, 10, 8, 6)),
         ("zb_h1", 4, 0.1111, (4, 4, 4, 4)),
         ("zb_h2", 4, 0.1111, (7, 7, 7, 7)),
-        ("dualpipe_v", 8, 0.0943, (9, 9, 9, 9)),
+        ("zb_v", 8, 0.0588, (8, 8, 8, 8)),
+        ("dualpipe_v", 8, 0.0588, (9, 9, 9, 9)),
     ],
 )
 def test_bubbles_and_peaks_of_four_devices_and_eight_microbatches(name, stages, bubble, peaks):
@@ -110,17 +112,46 @@ def test_the_orders_of_the_zero_bubble_schedules():
     assert short(h2.tasks[1])[:44] == "F1_0 F1_1 F1_2 I1_0 F1_3 I1_1 F1_4 I1_2 W1_0"
 
 
-def test_the_order_of_dualpipe_v_and_its_fold():
-    schedule = SCHEDULES["dualpipe_v"](4, 2, 4)
+def v_shaped(orders):
+    """Lists of tasks on a V from text: a kind and a microbatch, small letters on the way up."""
+    up = 2 * len(orders) - 1
+    return [
+        [
+            Task(device if step[0].isupper() else up - device, step[0].upper(), int(step[1:]))
+            for step in order.split()
+        ]
+        for device, order in enumerate(orders)
+    ]
+
+
+def test_the_order_of_dualpipe_v_is_the_one_that_its_authors_draw():
+    """Read off the picture in their README, of four devices and ten microbatches."""
+    drawn = [
+        "F0 F1 F2 F3 F4 F5 F6 f0 i0 w0 f1 i1 w1 f2 i2 w2 f3 F7 b3 f4 B0 F8 b4 f5 B1 F9 b5 f6 B2 "
+        "b6 f7 B3 b7 f8 B4 b8 f9 B5 b9 I6 W6 I7 W7 I8 W8 I9 W9",
+        "F0 F1 F2 F3 F4 f0 F5 f1 i0 w0 f2 i1 w1 f3 F6 b2 f4 B0 F7 b3 f5 B1 F8 b4 f6 B2 F9 b5 "
+        "f7 B3 b6 f8 B4 b7 f9 B5 b8 B6 i9 I7 w9 I8 W7 I9 W8 W9",
+        "F0 F1 F2 f0 F3 f1 F4 f2 i0 w0 f3 F5 b1 f4 B0 F6 b2 f5 B1 F7 b3 f6 B2 F8 b4 f7 B3 F9 b5 "
+        "f8 B4 b6 f9 B5 b7 B6 b8 I7 i9 I8 W7 I9 w9 W8 W9",
+        "F0 f0 F1 f1 F2 f2 F3 f3 F4 b0 f4 B0 F5 b1 f5 B1 F6 b2 f6 B2 F7 b3 f7 B3 F8 b4 f8 B4 F9 "
+        "b5 f9 B5 b6 B6 b7 B7 i8 I8 i9 I9 w8 W8 w9 W9",
+    ]
+    assert SCHEDULES["dualpipe_v"](8, 4, 10) == from_tasks(v_shaped(drawn))
+
+
+def test_the_order_of_zb_v_and_its_fold():
+    schedule = SCHEDULES["zb_v"](4, 2, 4)
     assert schedule.device_of == (0, 1, 1, 0)
-    assert short(schedule.tasks[0]) == (
-        "F0_0 F0_1 F0_2 F3_0 I3_0 W3_0 F3_1 F0_3 I3_1 W3_1 F3_2 I0_0 W0_0 "
-        "I3_2 W3_2 F3_3 I0_1 W0_1 I3_3 W3_3 I0_2 W0_2 I0_3 W0_3"
-    )
-    assert short(schedule.tasks[1]) == (
-        "F1_0 F2_0 F1_1 F2_1 F1_2 I2_0 W2_0 F2_2 I1_0 W1_0 F1_3 I2_1 W2_1 F2_3 I1_1 W1_1 "
-        "I2_2 W2_2 I1_2 W1_2 I2_3 I1_3 W1_3 W2_3"
-    )
+    drawn = [
+        "F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3",
+        "F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3",
+    ]
+    assert schedule == from_tasks(v_shaped(drawn))
+
+
+@everywhere
+def test_every_schedule_says_where_it_was_published(name):
+    assert re.search(r"\([A-Z].*, 20\d\d\b|https://", SCHEDULES[name].__doc__, re.DOTALL)
 
 
 # Formulas of the papers
@@ -159,37 +190,76 @@ def test_zero_bubble_idles_as_qi_et_al_say(p, more, forward, to_input, to_weight
     }
 
 
-def by_deepseek(device, p, m):
-    """DualPipeV as its authors end it: weights that wait run between the last I, oldest first."""
-    after, upto = p - 1 - device, device + 1
-    late = 2 * (upto // 2) + (device % 2 == 0)
-    ends = [kind + way for kind, way in zip("B" * late + "I" * upto * 2, "10" * upto, strict=False)]
-    steps = ["F0"] * 2 * after + ["F0", "F1"] * upto + ["I1", "W.", "F1"] * after
-    steps += ["F0", "B1", "F1", "B0"] * (m - 2 * p + upto) + ["B1", "F1", "B0"] * after
-    steps += ends + ["W.", "I0"] * after + ["W."] * upto
-    numbers = {way: itertools.count() for way in ("F0", "F1", "0", "1")}
-    order, waiting = [], []
-    for kind, way in steps:
-        if kind == "W":
-            order.append(waiting.pop(0)._replace(kind="W"))
-            continue
-        number = next(numbers["F" + way if kind == "F" else way])
-        order.append(Task(device if way == "0" else 2 * p - 1 - device, kind, number))
-        waiting += [order[-1]] * (kind == "I")
-    return order
-
-
 @pytest.mark.parametrize("p", range(1, 9))
-def test_dualpipe_v_beside_the_order_and_the_formula_of_its_authors(p):
-    """(PP/2 - 1)(F&B + B - 3W) for PP stages, where F and B that overlap cost F&B, at most both."""
-    m = 3 * p
-    ours = timeline(SCHEDULES["dualpipe_v"](2 * p, p, m))
-    theirs = timeline([by_deepseek(device, p, m) for device in range(p)])
-    assert theirs.schedule.device_of == ours.schedule.device_of
-    assert theirs.peak_live == ours.peak_live == (2 * p + 1,) * p
-    idle, formula = theirs.makespan - 6 * m, (p - 1) * (3 + 2 - 3)
-    assert idle == p - 1 <= formula
-    assert idle <= ours.makespan - 6 * m <= formula + 1
+def test_zb_v_never_idles_in_1f1b_s_memory(p):
+    """Bubble 0 and peak p of whole devices, where F, I and W cost the same (Qi et al.)."""
+    whole = timeline(SCHEDULES["1f1b"](p, p, 2 * p)).peak_live[0]
+    for m in range(2 * p, 4 * p + 1):
+        run = timeline(SCHEDULES["zb_v"](2 * p, p, m))
+        assert run.idle == (0,) * p and run.makespan == 6 * m + p - 1
+        assert {peak / 2 for peak in run.peak_live} == {whole} == {p}
+
+
+def overlapped(schedule, costs, together):
+    """The makespan if an F and the B after it run as one, which takes `together`.
+
+    Both wait until both can start, and both end at the end; as DeepSeek runs DualPipeV, but for
+    the first B on the device of the fold, where overlapping costs more than it saves.
+    """
+    end, free = {}, [0] * schedule.devices
+    left = [list(order) for order in schedule.tasks]
+    first = Task(schedule.devices, "B", 0)
+    while any(left):
+        for device, order in enumerate(left):
+            fused = [task.kind for task in order[:2]] == ["F", "B"] and order[1] != first
+            block = order[: 1 + fused]
+            needs = {need for task in block for need in schedule.dependencies(task)} - {*block}
+            if block and needs <= end.keys():
+                cost = together if fused else costs[block[0].kind]
+                free[device] = max([free[device], *(end[need] for need in needs)]) + cost
+                end |= dict.fromkeys(block, free[device])
+                del order[: len(block)]
+    return max(end.values())
+
+
+@quickly
+@given(st.integers(1, 8), st.integers(0, 9), times, times)
+def test_dualpipe_v_idles_as_its_authors_say(p, more, whole, to_weights):
+    """(PP/2 - 1)(F&B + B - 3W) for PP stages; F&B is what an F and a B take that run as one.
+
+    With one task at a time, an I reaches the next stage sooner, and p - 1 times F + I - W is idle.
+    """
+    to_weights, m = min(to_weights, whole), 2 * p + more
+    costs = {"F": whole, "B": whole + to_weights, "I": whole, "W": to_weights}
+    schedule = SCHEDULES["dualpipe_v"](2 * p, p, m)
+    work, together = 2 * m * (costs["F"] + costs["B"]), costs["F"] + costs["B"]
+    formula = (p - 1) * (together + costs["B"] - 3 * costs["W"])
+    assert overlapped(schedule, costs, together) - work == formula
+    assert timeline(schedule, costs).makespan - work == (p - 1) * (2 * whole - to_weights)
+
+
+def by_jaxpp(device, p, m):
+    """DualPipeV as JaxPP orders it: all backwards split, and the W that wait run last of all."""
+    after, upto, stages = p - 1 - device, device + 1, (device, 2 * p - 1 - device)
+    late = ["i", "I", "W"] if device % 2 else ["i", "w", "I"]
+    steps = ["F"] * 2 * after + ["F", "f"] * upto + ["i", "w", "f"] * after
+    steps += ["F", "i", "w", "f", "I", "W"] * (m - 2 * p + upto) + ["i", "w", "f", "I", "W"] * after
+    if device:
+        steps += ["i", "w", "I", "W"] * (upto // 2) + late * (upto - upto // 2) + ["I"] * after
+    else:
+        steps += ["i", "w", "I", "W"] + ["I", "W"] * after
+    numbers = {step: itertools.count() for step in "FfIiWw"}
+    order = [Task(stages[step.islower()], step.upper(), next(numbers[step])) for step in steps]
+    weights = {task._replace(kind="W") for task in order if task.kind == "I"} - {*order}
+    return order + sorted(weights, key=lambda task: (task.microbatch, task.stage))
+
+
+def test_dualpipe_v_idles_half_as_long_as_in_the_order_of_jaxpp():
+    four = timeline([by_jaxpp(device, 4, 8) for device in range(4)])
+    assert round(four.bubble_fraction, 4) == 0.0943 and four.peak_live == (9,) * 4
+    spans = [timeline([by_jaxpp(device, 8, 16) for device in range(8)]).makespan]
+    spans += [timeline(SCHEDULES["dualpipe_v"](16, 8, 16)).makespan]
+    assert [span - 6 * 16 for span in spans] == [15, 7]
 
 
 # Memory and counts of each paper
@@ -205,6 +275,7 @@ def published_peak(name, p, m, v, after):
         "kimi_k2": round_before + 2 * after + 2,
         "zb_h1": p,
         "zb_h2": 2 * p - 1,
+        "zb_v": 2 * p,
         "dualpipe_v": 2 * p + 1,
     }
     return min(bounds.get(name, m * v), m * v)
@@ -451,6 +522,8 @@ def test_twice_the_warm_up_hides_transfers():
         ("interleaved_1f1b", (8, 4, 9), r"9 microbatches do not .* 4 devices or more; 8 or 10"),
         ("zb_h1", (4, 4, 3), r"zb_h1: 3 microbatches for 4 stages; it takes 4 or more"),
         ("zb_h2", (4, 2, 8), r"zb_h2: 4 stages on 2 devices; .* stages=2, or devices=4"),
+        ("zb_v", (4, 4, 8), r"zb_v: 4 stages on 4 devices; it takes two on each: stages=8"),
+        ("zb_v", (8, 4, 7), r"zb_v: 7 microbatches for 8 stages; it takes 8 or more"),
         ("dualpipe_v", (4, 4, 8), r"dualpipe_v: 4 stages on 4 devices; .* stages=8"),
         ("dualpipe_v", (8, 4, 7), r"dualpipe_v: 7 microbatches for 8 stages; it takes 8 or more"),
     ],
@@ -575,7 +648,8 @@ def test_a_new_schedule_is_one_function_and_one_entry(monkeypatch):
 
 
 def test_spread_takes_as_many_stages_as_it_may():
-    assert [spread(name, 2, 4).stages for name in SCHEDULES] == [2, 2, 2, 4, 4, 2, 2, 4]
+    taken = {name: spread(name, 2, 4).stages for name in ("1f1b", "interleaved_1f1b", "zb_v")}
+    assert taken == {"1f1b": 2, "interleaved_1f1b": 4, "zb_v": 4}
     assert spread("interleaved_1f1b", 2, 4, per_device=3).stages == 6
     with pytest.raises(ValueError, match="no schedule 'zb'; there are gpipe, 1f1b"):
         spread("zb", 2, 4)

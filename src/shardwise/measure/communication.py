@@ -8,7 +8,7 @@ import jax
 
 from . import hlo, stablehlo
 from .counts import KINDS, Collectives, Op
-from .program import Program
+from .program import Frame, Instruction, Program
 from .trips import executed
 
 # Times B (n - 1) / n are sent by each of the n devices of a ring; B is the full tensor.
@@ -17,7 +17,7 @@ _UNCOUNTED = ("collective-broadcast", "ragged-all-to-all", "send")
 _MESH_AXIS = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")
 
 
-def collectives(program):
+def collectives(program: jax.stages.Compiled | jax.stages.Lowered | Program) -> Collectives:
     """The `Collectives` of a `jax.stages.Compiled` or `jax.stages.Lowered`.
 
     A compiled program holds what really runs on one device: hand-written collectives and those
@@ -31,7 +31,8 @@ def collectives(program):
     Raises:
       TypeError: `program` is neither.
       ValueError: a collective whose bytes depend on data, one in a loop whose number of trips
-        does, or replica groups in a form not known here.
+        does, replica groups in a form not known here, or, in a lowered program, a custom call
+        that may send.
     """
     if isinstance(program, jax.stages.Compiled):
         program = hlo.parse(program.as_text())
@@ -50,7 +51,7 @@ def collectives(program):
     return Collectives([_times(op, trips) for op, trips in found])
 
 
-def _read(program, frame, op):
+def _read(program: Program, frame: Frame, op: Instruction) -> Op | None:
     kind = op.opcode.removesuffix("-start")
     if kind in _UNCOUNTED and op.attributes.get("is_host_transfer") != "true":
         raise ValueError(
@@ -72,14 +73,14 @@ def _read(program, frame, op):
     return Op(kind, op.name, types, n, 1, size, sent, source[1] if source else "")
 
 
-def _moves(op):
+def _moves(op: Instruction) -> bool:
     pairs = re.findall(r"\{(\d+),(\d+)\}", op.attributes["source_target_pairs"])
     if "slice_sizes" in op.attributes:
         raise ValueError(f"measure.collectives: {op.name} sends slices, which are not known here.")
     return any(source != target for source, target in pairs)
 
 
-def _group_size(op, devices):
+def _group_size(op: Instruction, devices: int) -> int:
     """The devices in the largest group, from any form in which HLO writes `replica_groups`."""
     text = op.attributes.get("replica_groups", "{}")
     iota = re.match(r"\[\d+,(\d+)\]<=", text)
@@ -102,11 +103,11 @@ def _group_size(op, devices):
     return max(len(group.split(",")) for group in groups)
 
 
-def _times(op, trips):
+def _times(op: Op, trips: int) -> Op:
     total = {key: getattr(op, key) * trips for key in ("payload_bytes", "ring_bytes")}
     return replace(op, trips=trips, **total)
 
 
-def _exact(numerator, denominator):
+def _exact(numerator: int, denominator: int) -> int | float:
     quotient, rest = divmod(numerator, denominator)
     return numerator / denominator if rest else quotient

@@ -1,7 +1,7 @@
 """The result of counting collectives: a mapping by kind, a list, and a table to show."""
 
 import html
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
@@ -23,10 +23,10 @@ class Op:
     trips: int
     payload_bytes: int
     ring_bytes: int | float
-    source: str = ""
+    source: str
 
     @property
-    def dtype(self):
+    def dtype(self) -> str:
         return "+".join(dict.fromkeys(dtype for dtype, _ in self.arrays))
 
 
@@ -40,7 +40,7 @@ class Count:
     ring_bytes: int | float
 
 
-class Collectives(Mapping):
+class Collectives(Mapping[str, Count]):
     """From each kind of collective that occurs to its `Count`; `.ops` holds every instruction.
 
     All bytes are per device and for all trips. `payload_bytes` is the size of the full tensor B:
@@ -50,36 +50,47 @@ class Collectives(Mapping):
     (of a device that sends: those at the end of an open chain send nothing).
     """
 
-    def __init__(self, ops):
-        self.ops = tuple(ops)
+    def __init__(self, ops: Iterable[Op]):
+        self.ops: tuple[Op, ...] = tuple(ops)
         self._counts = {
-            kind: _sum([op for op in ops if op.kind == kind])
+            kind: _sum([op for op in self.ops if op.kind == kind])
             for kind in KINDS
-            if any(op.kind == kind for op in ops)
+            if any(op.kind == kind for op in self.ops)
         }
 
-    static = property(lambda self: sum(c.static for c in self.values()))
-    dynamic = property(lambda self: sum(c.dynamic for c in self.values()))
-    payload_bytes = property(lambda self: sum(c.payload_bytes for c in self.values()))
-    ring_bytes = property(lambda self: sum(c.ring_bytes for c in self.values()))
+    @property
+    def static(self) -> int:
+        return sum(count.static for count in self.values())
 
-    def __getitem__(self, kind):
+    @property
+    def dynamic(self) -> int:
+        return sum(count.dynamic for count in self.values())
+
+    @property
+    def payload_bytes(self) -> int:
+        return sum(count.payload_bytes for count in self.values())
+
+    @property
+    def ring_bytes(self) -> int | float:
+        return sum(count.ring_bytes for count in self.values())
+
+    def __getitem__(self, kind: str) -> Count:
         return self._counts[kind]
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[str]:
         return iter(self._counts)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self._counts)
 
-    def _rows(self):
+    def _rows(self) -> list[tuple[str, ...]]:
         counts = {**self, "total": self} if len(self) > 1 else self
         rows = [
             (kind, c.static, c.dynamic, c.payload_bytes, c.ring_bytes) for kind, c in counts.items()
         ]
         return [(kind, *(_number(value) for value in values)) for kind, *values in rows]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         if not self:
             return "no collectives"
         table = [_COLUMNS, *self._rows()]
@@ -92,7 +103,7 @@ class Collectives(Mapping):
             for row in table
         )
 
-    def _repr_html_(self):
+    def _repr_html_(self) -> str:
         if not self:
             return "<p>no collectives</p>"
         head = "".join(f'<th scope="col">{html.escape(title)}</th>' for title in _COLUMNS)
@@ -104,7 +115,7 @@ class Collectives(Mapping):
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _sum(ops):
+def _sum(ops: list[Op]) -> Count:
     return Count(
         static=len({op.name for op in ops}),
         dynamic=sum(op.trips for op in ops),
@@ -113,5 +124,5 @@ def _sum(ops):
     )
 
 
-def _number(value):
+def _number(value: int | float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"

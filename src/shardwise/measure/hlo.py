@@ -13,7 +13,7 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[()\[\]{},]')
 
 
-def parse(text):
+def parse(text: str) -> Program:
     """The program in an HLO module's text.
 
     Raises:
@@ -41,13 +41,13 @@ def parse(text):
     return Program(computations, entry, _devices(text))
 
 
-def _devices(text):
+def _devices(text: str) -> int:
     header = text.split("\n", 1)[0]
     counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", header)
     return math.prod(int(count) for count in counts)
 
 
-def _instruction(line):
+def _instruction(line: str) -> tuple[bool, Instruction]:
     assignment = _ASSIGNMENT.match(line)
     if assignment is None:
         raise ValueError(f"measure: this line of the HLO is no instruction: {line.strip()!r}")
@@ -64,14 +64,14 @@ def _instruction(line):
     return bool(is_root), Instruction(name, opcode[1], _arrays(rest[:end]), operands, attributes)
 
 
-def _arrays(text):
+def _arrays(text: str) -> tuple[Array, ...]:
     return tuple(
         Array(dtype, tuple(int(size.lstrip("<= ")) for size in sizes.split(",") if size))
         for dtype, sizes in _ARRAY.findall(text)
     )
 
 
-def _closing(text, start=0):
+def _closing(text: str, start: int = 0) -> int:
     """The position after the bracket that closes the one at `start`."""
     depth = 0
     for token in _TOKEN.finditer(text, start):
@@ -81,7 +81,7 @@ def _closing(text, start=0):
     raise ValueError(f"measure: unbalanced brackets in this line of the HLO: {text.strip()!r}")
 
 
-def _split(text):
+def _split(text: str) -> list[str]:
     """The parts between the commas that stand in no bracket and no string."""
     parts, depth, start = [], 0, 0
     for token in _TOKEN.finditer(text):

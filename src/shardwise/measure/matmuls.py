@@ -6,14 +6,14 @@ import re
 import jax
 
 from . import hlo
-from .program import Program
+from .program import Frame, Instruction, Program
 from .trips import executed
 
 # Targets of custom calls that multiply matrices, or are kernels that nobody can look into.
 _PRODUCTS = r"gemm|matmul|dot|conv(?!ert)|fmha|triton|mosaic|tpu_custom_call"
 
 
-def flops(compiled):
+def flops(compiled: jax.stages.Compiled | Program) -> int:
     """FLOPs that one device performs in the matrix products and convolutions of a program.
 
     A product is 2 × output elements × contracted size, a convolution the same over the kernel's
@@ -39,7 +39,7 @@ def flops(compiled):
     return sum(count * times for count, times in found)
 
 
-def _read(frame, op):
+def _read(frame: Frame, op: Instruction) -> int | None:
     if op.opcode == "dot":
         return _dot(
             frame, op, op.attributes["lhs_contracting_dims"], op.attributes.get("lhs_batch_dims")
@@ -53,7 +53,7 @@ def _read(frame, op):
     return None
 
 
-def _dot(frame, op, contracted, batch):
+def _dot(frame: Frame, op: Instruction, contracted: str, batch: str | None) -> int | None:
     sizes = frame.operands(op)[0].dims
     out = op.arrays[0].elements
     contracted, batch = (
@@ -63,7 +63,7 @@ def _dot(frame, op, contracted, batch):
     return 2 * out * contracted if contracted > 1 and out > batch else None
 
 
-def _library(frame, op):
+def _library(frame: Frame, op: Instruction) -> int | None:
     """A call into a vendor's library: one that carries a product's dimensions, or no product."""
     target = op.attributes.get("custom_call_target", "").strip('"')
     config = op.attributes.get("backend_config", "")
@@ -75,7 +75,7 @@ def _library(frame, op):
     return None
 
 
-def _unreadable(op, what):
+def _unreadable(op: Instruction, what: str) -> str:
     return (
         f"measure.flops: cannot read the size of the product in {op.name}, a {what}; known are "
         f"dot, convolution, and library calls that state their contracted dimensions. Count a "
@@ -83,7 +83,7 @@ def _unreadable(op, what):
     )
 
 
-def _convolution(frame, op):
+def _convolution(frame: Frame, op: Instruction) -> int:
     """2 × batch × output features × contracted features × positions where the kernel meets data."""
     data, kernel = frame.operands(op)
     out = op.arrays[0]
@@ -103,13 +103,21 @@ def _convolution(frame, op):
 _WINDOW = {"stride": "1", "pad": "0_0", "lhs_dilate": "1", "rhs_dilate": "1"}
 
 
-def _window(text):
+def _window(text: str) -> dict[str, list[str]]:
     given = dict(re.findall(r"(\w+)=(\S+)", text.strip("{}")))
     rank = len(given["size"].split("x")) if "size" in given else 0
     return {key: given.get(key, "x".join([one] * rank)).split("x") for key, one in _WINDOW.items()}
 
 
-def _meeting(data, kernel, out, stride, pad, data_dilation, kernel_dilation):
+def _meeting(
+    data: int,
+    kernel: int,
+    out: int,
+    stride: str,
+    pad: str,
+    data_dilation: str,
+    kernel_dilation: str,
+) -> int:
     """Pairs of output and kernel positions on one axis that fall on data, not padding or holes."""
     low, spacing = int(pad.split("_")[0]), int(data_dilation)
     places = (

@@ -1,6 +1,6 @@
 """Bytes on each device: what a compiled program needs, and what arrays occupy."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -15,12 +15,12 @@ class DeviceBytes(NamedTuple):
     temporaries: int
 
     @property
-    def total(self):
+    def total(self) -> int:
         """Arguments, outputs and temporaries; what is aliased (donated) is held only once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
 
-def bytes_per_device(compiled):
+def bytes_per_device(compiled: jax.stages.Compiled) -> DeviceBytes:
     """The `DeviceBytes` of a `jax.stages.Compiled`, as its compiler planned them.
 
     The temporaries are the size of one buffer that serves all intermediate values, at their peak.
@@ -49,7 +49,7 @@ def bytes_per_device(compiled):
     )
 
 
-def bytes_on_devices(tree):
+def bytes_on_devices(tree: Any) -> dict[jax.Device, int]:
     """From each device that this process sees to the bytes that the tree's arrays hold on it.
 
     An array that stands in the tree twice counts once, a donated or deleted one not at all, and

@@ -17,11 +17,11 @@ class Array:
     dims: tuple[int, ...]
 
     @property
-    def elements(self):
+    def elements(self) -> int:
         return math.prod(self.dims)
 
     @property
-    def bytes(self):
+    def bytes(self) -> int:
         if self.dtype == "pred":
             return self.elements
         width = re.match(r"[a-z]+(\d+)", self.dtype)  # Tokens and opaque handles have none.
@@ -39,7 +39,7 @@ class Instruction:
     attributes: dict[str, str]
 
     @property
-    def called(self):
+    def called(self) -> tuple[str, ...]:
         """Names of the computations that run when a call, fusion or async start runs."""
         if self.opcode not in ("call", "fusion", "async-start"):
             return ()
@@ -47,7 +47,7 @@ class Instruction:
         return (names.lstrip("%"),)
 
     @property
-    def branches(self):
+    def branches(self) -> tuple[str, ...]:
         """Names of the computations of which a conditional runs one."""
         keys = ("branch_computations", "true_computation", "false_computation")
         found = ",".join(self.attributes[key] for key in keys if key in self.attributes)
@@ -80,7 +80,7 @@ class Frame:
     caller: "Frame | None" = None
     site: Instruction | None = None
 
-    def find(self, name):
+    def find(self, name: str) -> "tuple[Frame, Instruction]":
         """The instruction called `name` and its frame: here, or in a region around this one.
 
         Raises:
@@ -96,15 +96,23 @@ class Frame:
             f"a whole module, as compiled.as_text() prints it."
         )
 
-    def operands(self, op):
+    def operands(self, op: Instruction) -> tuple[Array, ...]:
         """The arrays that `op` reads."""
         return tuple(a for name in op.operands for a in self.find(name)[1].arrays)
 
 
-_SAME_VALUE = {"copy", "bitcast", "convert", "reshape", "opt-barrier", "optimization-barrier"}
+_SAME_VALUE = {
+    "copy",
+    "bitcast",
+    "convert",
+    "reshape",
+    "opt-barrier",
+    "optimization-barrier",
+    "sharding-constraint",
+}
 
 
-def trace(program, frame, name):
+def trace(program: Program, frame: Frame, name: str) -> tuple[Frame, Instruction]:
     """The instruction that computes `name`, seen through calls, fusions, tuples and copies.
 
     A loop's parameter is where the trace ends: its value differs from trip to trip.

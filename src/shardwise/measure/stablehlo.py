@@ -4,8 +4,12 @@ Here stand the collectives that were written by hand, in the dtypes in which the
 those that the compiler inserts, and the dtypes that its backend prefers, appear in HLO only.
 """
 
+import math
 import re
 
+import jax
+
+from . import custom_calls
 from .program import Array, Computation, Instruction, Program
 
 # Regions that combine two scalars, or order them: nothing in them is counted.
@@ -24,23 +28,23 @@ _BRANCHES = {"stablehlo.case", "stablehlo.if"}
 _DTYPES = {"i1": "pred", "complex<f32>": "c64", "complex<f64>": "c128"}
 
 
-def read(lowered):
+def read(lowered: jax.stages.Lowered) -> Program:
     """The program of a `jax.stages.Lowered`.
 
     Raises:
-      ValueError: an operation runs regions in a way that is not known here, or a size is dynamic.
+      ValueError: an operation runs regions in a way that is not known here, a custom call may
+        send what cannot be counted, or a size is dynamic.
     """
     module = lowered.compiler_ir("stablehlo")
     reader = _Reader(module)
     for op in module.body.operations:
         if op.operation.name == "func.func":
             reader.function(op)
-    count = [
+    devices = math.prod(
         module.operation.attributes[f"mhlo.num_{kind}"].value
         for kind in ("replicas", "partitions")
         if f"mhlo.num_{kind}" in module.operation.attributes
-    ]
-    devices = count[0] * count[1] if len(count) == 2 else max(count, default=1)
+    )
     return Program(reader.computations, "main", devices)
 
 
@@ -102,6 +106,8 @@ class _Reader:
         elif name in _BRANCHES:
             inner = [self.block(self.unused("branch"), r.blocks[0]) for r in op.regions]
             opcode, attributes = "conditional", {"branch_computations": ",".join(inner)}
+        elif name == "stablehlo.custom_call":
+            opcode = custom_calls.opcode(op)
         elif name == "stablehlo.constant":
             value = re.match(r"dense<(-?\d+)>", str(op.attributes["value"]))
             operands = (value[1],) if value else ()
@@ -136,7 +142,7 @@ class _Reader:
             found["replica_groups"] = self.groups(found["replica_groups"])
         return found
 
-    def groups(self, text):
+    def groups(self, text: str) -> str:
         dense = re.search(r": tensor<(\d+)x(\d+)xi64>", text)
         if dense:
             return f"[{dense[1]},{dense[2]}]<=[{int(dense[1]) * int(dense[2])}]"
@@ -155,7 +161,7 @@ class _Reader:
         body[name] = Instruction(name, opcode, arrays, operands, attributes)
         return name
 
-    def unused(self, stem):
+    def unused(self, stem: str) -> str:
         self.fresh += 1
         return f"{stem}.{self.fresh}"
 

@@ -1,7 +1,8 @@
 """How long a step takes."""
 
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,13 +15,15 @@ class StepTime(NamedTuple):
     spread_s: float
     device_kind: str
 
-    def __str__(self):
+    def __str__(self) -> str:
         return (
             f"{self.median_s:.3g} s (quartiles {self.spread_s:.2g} s apart) on {self.device_kind}"
         )
 
 
-def step_time(fn, *args, repeats=10, warmup=1, carry=0):
+def step_time(
+    fn: Callable, *args: Any, repeats: int = 10, warmup: int = 1, carry: int = 0
+) -> StepTime:
     """The `StepTime` of `fn(*args)`, each call waited for; warm-up calls, which compile, not timed.
 
     `carry=k` gives the first k results of each call to the next as its first k arguments: a
@@ -46,7 +49,7 @@ def step_time(fn, *args, repeats=10, warmup=1, carry=0):
     return StepTime(float(median), float(high - low), _device_kind(out))
 
 
-def _carried(out, carry):
+def _carried(out: Any, carry: int) -> tuple:
     results = out if isinstance(out, tuple | list) else (out,)
     if len(results) < carry:
         raise ValueError(
@@ -56,7 +59,7 @@ def _carried(out, carry):
     return tuple(results[:carry])
 
 
-def _check_alive(args):
+def _check_alive(args: tuple) -> None:
     gone = [i for i, arg in enumerate(args) if any(map(_is_deleted, jax.tree.leaves(arg)))]
     if gone:
         raise ValueError(
@@ -66,11 +69,11 @@ def _check_alive(args):
         )
 
 
-def _is_deleted(leaf):
+def _is_deleted(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
-def _device_kind(out):
+def _device_kind(out: Any) -> str:
     for leaf in jax.tree.leaves(out):
         if isinstance(leaf, jax.Array):
             return next(iter(leaf.devices())).device_kind

@@ -1,11 +1,19 @@
 """How often each instruction of a program runs."""
 
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
-from .program import Frame, trace
+from .program import Frame, Instruction, Program, trace
+
+Found = TypeVar("Found")
 
 
-def executed(program, read, weigh=lambda value: value):
+def executed(
+    program: Program,
+    read: Callable[[Frame, Instruction], Found | None],
+    weigh: Callable[[Found], float] = lambda value: value,
+) -> list[tuple[Found, int]]:
     """What `read` finds in the program, each with the number of times that it runs.
 
     `read(frame, op)` returns a value, or None for an instruction that is of no interest. A loop's
@@ -21,7 +29,7 @@ def executed(program, read, weigh=lambda value: value):
     return _walk(program, entry, read, weigh)
 
 
-def _walk(program, frame, read, weigh):
+def _walk(program: Program, frame: Frame, read: Callable, weigh: Callable) -> list[tuple]:
     found = []
 
     def enter(name, op):
@@ -43,7 +51,7 @@ def _walk(program, frame, read, weigh):
     return found
 
 
-def _loop(program, frame, loop, enter):
+def _loop(program: Program, frame: Frame, loop: Instruction, enter: Callable) -> list[tuple]:
     body, condition = (enter(loop.attributes[k].lstrip("%"), loop) for k in ("body", "condition"))
     if not body and not condition:
         return []  # Its trips do not matter, and may be unknown.
@@ -52,7 +60,7 @@ def _loop(program, frame, loop, enter):
     return [(v, n * trips) for v, n in body] + [(v, n * (trips + 1)) for v, n in condition]
 
 
-def trip_count(program, frame, loop):
+def trip_count(program: Program, frame: Frame, loop: Instruction) -> int:
     """How many times the body of a while loop runs.
 
     As the compiler has noted it, or else from a counter that starts at a constant, grows by a
@@ -90,7 +98,7 @@ _HOLDS = {
 _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 
 
-def _counted(program, frame, loop):
+def _counted(program: Program, frame: Frame, loop: Instruction) -> int:
     index, direction, bound = _condition(program, frame, loop)
     inner, carry = trace(program, frame, loop.operands[0])
     if carry.opcode != "tuple":
@@ -107,7 +115,7 @@ def _counted(program, frame, loop):
     return steps + (1 if rest or holds(bound, bound) else 0)
 
 
-def _condition(program, frame, loop):
+def _condition(program: Program, frame: Frame, loop: Instruction) -> tuple[int, str, int]:
     computation = program.computations[loop.attributes["condition"].lstrip("%")]
     inside = Frame(computation, frame, loop)
     at, op = trace(program, inside, computation.root)
@@ -123,7 +131,7 @@ def _condition(program, frame, loop):
     return index, direction, _constant(program, at, bound)
 
 
-def _step(program, frame, loop, index):
+def _step(program: Program, frame: Frame, loop: Instruction, index: int) -> int:
     computation = program.computations[loop.attributes["body"].lstrip("%")]
     inside = Frame(computation, frame, loop)
     at, result = trace(program, inside, computation.root)
@@ -140,7 +148,7 @@ def _step(program, frame, loop, index):
     return _constant(program, at, step) * (1 if op.opcode == "add" else -1)
 
 
-def _element(program, inside, frame, name):
+def _element(program: Program, inside: Frame, frame: Frame, name: str) -> int | None:
     """Which element of the carry of the loop `inside` the value is, or None."""
     at, op = trace(program, frame, name)
     if op.opcode != "get-tuple-element":
@@ -150,7 +158,7 @@ def _element(program, inside, frame, name):
     return int(op.attributes["index"]) if own else None
 
 
-def _constant(program, frame, name):
+def _constant(program: Program, frame: Frame, name: str) -> int:
     _, op = trace(program, frame, name)
     if op.opcode != "constant" or not op.operands or not re.fullmatch(r"-?\d+", op.operands[0]):
         raise _Unknown(f"{op.name} is no constant")

@@ -1,9 +1,9 @@
 """Whether a schedule can run at all, and if not, what stands in the way."""
 
-from shardwise.schedules.table import Task, from_tasks
+from shardwise.schedules.table import Lists, Schedule, Task, from_tasks
 
 
-def check(schedule):
+def check(schedule: Schedule | Lists) -> None:
     """Return if `schedule`, a `Schedule` or lists of tasks, runs every task; else raise.
 
     Raises:
@@ -17,7 +17,7 @@ def check(schedule):
     run_order(schedule)
 
 
-def run_order(schedule):
+def run_order(schedule: Schedule | Lists) -> list[Task]:
     """All tasks in one order in which each comes after its device's earlier ones and all it needs.
 
     Raises:
@@ -40,7 +40,7 @@ def run_order(schedule):
     return list(done)
 
 
-def _check_placement(schedule):
+def _check_placement(schedule: Schedule) -> None:
     homes = schedule.device_of
     if len(homes) != schedule.stages or not set(homes) <= set(range(schedule.devices)):
         raise ValueError(
@@ -63,7 +63,7 @@ def _check_placement(schedule):
                 )
 
 
-def _check_each_once(schedule):
+def _check_each_once(schedule: Schedule) -> None:
     seen = {}
     for device, order in enumerate(schedule.tasks):
         for position, task in enumerate(order):
@@ -83,7 +83,7 @@ def _check_each_once(schedule):
                 )
 
 
-def _deadlock(schedule, done, position):
+def _deadlock(schedule: Schedule, done: dict[Task, None], position: list[int]) -> str:
     """Follow who waits for whom, from the blocked task that comes earliest in its device's order.
 
     A blocked device waits for a task that stands behind another blocked one, so following them
@@ -109,5 +109,5 @@ def _deadlock(schedule, done, position):
     return "Deadlock: " + ";\n  ".join(told) + ".\nMove a task that is waited for further ahead."
 
 
-def _listed(kinds):
+def _listed(kinds: set[str]) -> str:
     return ", ".join(kind for kind in "FBIW" if kind in kinds) or "no task"

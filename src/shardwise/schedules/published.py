@@ -4,7 +4,10 @@ Each entry is a function of how many stages, devices and microbatches there are.
 `Schedule`, or raises a ValueError that says which numbers would do.
 """
 
-from shardwise.schedules.split_backward import dualpipe_v, zb_h1, zb_h2
+from collections.abc import Callable
+
+from shardwise.schedules.split_backward import dualpipe_v, zb_h1, zb_h2, zb_v
+from shardwise.schedules.table import Schedule
 from shardwise.schedules.whole_backward import (
     eager_1f1b,
     gpipe,
@@ -13,7 +16,7 @@ from shardwise.schedules.whole_backward import (
     one_f_one_b,
 )
 
-SCHEDULES = {
+SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "eager_1f1b": eager_1f1b,
@@ -21,11 +24,12 @@ SCHEDULES = {
     "kimi_k2": kimi_k2,
     "zb_h1": zb_h1,
     "zb_h2": zb_h2,
+    "zb_v": zb_v,
     "dualpipe_v": dualpipe_v,
 }
 
 
-def spread(name, devices, microbatches, per_device=2):
+def spread(name: str, devices: int, microbatches: int, per_device: int = 2) -> Schedule:
     """`SCHEDULES[name]` with as many stages on each device as it takes, `per_device` at most.
 
     For comparisons that loop over `SCHEDULES`: some take one stage on a device, some two.
@@ -47,7 +51,7 @@ def spread(name, devices, microbatches, per_device=2):
     raise ValueError("\n".join(map(str, refused.values())))
 
 
-def _takes(name, stages, devices, microbatches):
+def _takes(name: str, stages: int, devices: int, microbatches: int) -> bool:
     try:
         SCHEDULES[name](stages, devices, microbatches)
     except ValueError:

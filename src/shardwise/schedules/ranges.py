@@ -4,14 +4,14 @@ import itertools
 import numbers
 
 
-def require_counts(name, stages, devices, microbatches):
+def require_counts(name: str, stages: int, devices: int, microbatches: int) -> None:
     counts = {"stages": stages, "devices": devices, "microbatches": microbatches}
     for what, count in counts.items():
         if not isinstance(count, numbers.Integral) or count < 1:
             raise ValueError(f"{name}: {what}={count!r}; it takes a whole number, 1 or more.")
 
 
-def require_one_to_one(name, stages, devices):
+def require_one_to_one(name: str, stages: int, devices: int) -> None:
     if stages != devices:
         raise ValueError(
             f"{name}: {stages} stages on {devices} devices; it takes one on each: "
@@ -19,17 +19,25 @@ def require_one_to_one(name, stages, devices):
         )
 
 
-def require_microbatches(name, stages, microbatches):
+def require_two_to_one(name: str, stages: int, devices: int) -> None:
+    if stages != 2 * devices:
+        raise ValueError(
+            f"{name}: {stages} stages on {devices} devices; it takes two on each: "
+            f"stages={2 * devices}."
+        )
+
+
+def require_microbatches(name: str, stages: int, microbatches: int) -> None:
     if microbatches < stages:
         raise ValueError(
             f"{name}: {microbatches} microbatches for {stages} stages; it takes {stages} or more."
         )
 
 
-def microbatches_per_round(name, devices, microbatches):
+def microbatches_per_round(name: str, devices: int, microbatches: int) -> int:
     """`devices` of them, or a few more, so that rounds come out even; all, if they are fewer."""
 
-    def whole(count):
+    def whole(count: int) -> bool:
         return count % max(1, count // devices) == 0
 
     if not whole(microbatches):

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import numbers
+from collections.abc import Sequence
 from typing import NamedTuple
 
 KINDS = {
@@ -24,7 +25,7 @@ class Task(NamedTuple):
     kind: str
     microbatch: int
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.kind}(stage {self.stage}, microbatch {self.microbatch})"
 
 
@@ -42,20 +43,20 @@ class Schedule:
     device_of: tuple[int, ...]
 
     @property
-    def devices(self):
+    def devices(self) -> int:
         """How many devices the table has."""
         return len(self.tasks)
 
     @functools.cached_property
-    def _present(self):
+    def _present(self) -> frozenset[Task]:
         return frozenset(task for order in self.tasks for task in order)
 
-    def backward(self, stage, microbatch):
+    def backward(self, stage: int, microbatch: int) -> Task:
         """The task that yields the cotangent of the stage's input: I if split, else B."""
         split = Task(stage, "I", microbatch)
         return split if split in self._present else Task(stage, "B", microbatch)
 
-    def dependencies(self, task):
+    def dependencies(self, task: Task) -> tuple[Task, ...]:
         """The tasks that must have ended before `task` can start, on whatever device they run.
 
         Only data counts here; that a device runs one task at a time is the table's own order.
@@ -71,7 +72,10 @@ class Schedule:
         return (forward, self.backward(stage + 1, microbatch))
 
 
-def from_tasks(tasks):
+Lists = Sequence[Sequence[tuple[int, str, int]]]  # of tasks, one list for each device
+
+
+def from_tasks(tasks: Schedule | Lists) -> Schedule:
     """The `Schedule` of lists of tasks, one list for each device, written by hand or by a program.
 
     How many stages and microbatches there are, and where each stage lives, is read off the tasks.
@@ -107,7 +111,7 @@ def from_tasks(tasks):
     return Schedule(orders, len(homes), len(microbatches), device_of)
 
 
-def _task(entry, device, position):
+def _task(entry: object, device: int, position: int) -> Task:
     where = f"Device {device}, position {position}: {entry!r}"
     if not isinstance(entry, tuple | list) or len(entry) != 3:
         raise ValueError(f"{where} is no task; write Task(stage, kind, microbatch).")

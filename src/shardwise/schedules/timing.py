@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 import types
+from collections.abc import Mapping
 
 from shardwise.schedules.checking import check, run_order
-from shardwise.schedules.table import Schedule, Task, from_tasks
+from shardwise.schedules.table import Lists, Schedule, Task, from_tasks
 
-COSTS = types.MappingProxyType({"F": 1, "B": 2, "I": 1, "W": 1})
+Costs = Mapping[str | tuple[int, str] | Task, float]  # by kind, by stage and kind, by task
+
+COSTS: Costs = types.MappingProxyType({"F": 1, "B": 2, "I": 1, "W": 1})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +22,12 @@ class Timeline:
     end: dict[Task, float]
 
     @functools.cached_property
-    def makespan(self):
+    def makespan(self) -> float:
         """From time 0 to the end of the last task."""
         return max(self.end.values())
 
     @functools.cached_property
-    def busy(self):
+    def busy(self) -> tuple[float, ...]:
         """For each device, the time that it spends in tasks."""
         return tuple(
             sum(self.end[task] - self.start[task] for task in order)
@@ -32,7 +35,7 @@ class Timeline:
         )
 
     @functools.cached_property
-    def idle(self):
+    def idle(self) -> tuple[float, ...]:
         """For each device, the time without a task between its first start and its last end.
 
         Qi et al. count this one: where a device may begin the next step before the others have
@@ -44,13 +47,13 @@ class Timeline:
         )
 
     @property
-    def bubble_fraction(self):
+    def bubble_fraction(self) -> float:
         """The part of all devices' time, from 0 to the makespan, in which they idle."""
         whole = self.makespan * self.schedule.devices
         return 1 - sum(self.busy) / whole if whole else 0.0
 
     @functools.cached_property
-    def peak_live(self):
+    def peak_live(self) -> tuple[int, ...]:
         """For each device, the most (stage, microbatch) pairs whose activations it holds at once.
 
         A pair is live from the start of its F to the end of its B, or of its W where split.
@@ -58,11 +61,11 @@ class Timeline:
         return self._peaks({"F": self.start}, {"B": self.end, "W": self.end})
 
     @functools.cached_property
-    def peak_weights_pending(self):
+    def peak_weights_pending(self) -> tuple[int, ...]:
         """For each device, the most pairs at once whose I has ended and whose W has not."""
         return self._peaks({"I": self.end}, {"W": self.end})
 
-    def _peaks(self, opening, closing):
+    def _peaks(self, opening: dict, closing: dict) -> tuple[int, ...]:
         found = []
         for order in self.schedule.tasks:
             events = [(opening[t.kind][t], 1) for t in order if t.kind in opening]
@@ -75,7 +78,7 @@ class Timeline:
         return tuple(found)
 
 
-def timeline(schedule, costs=COSTS, transfer=0):
+def timeline(schedule: Schedule | Lists, costs: Costs = COSTS, transfer: float = 0) -> Timeline:
     """When each task starts and ends, if each device runs its next one as soon as it can.
 
     `schedule` is a `Schedule` or lists of tasks. `costs` maps a kind to the time that it takes,
@@ -102,7 +105,7 @@ def timeline(schedule, costs=COSTS, transfer=0):
     return Timeline(schedule, start, end)
 
 
-def _cost(costs, task):
+def _cost(costs: Costs, task: Task) -> float:
     for key in (task, (task.stage, task.kind), task.kind):
         if key in costs:
             if costs[key] < 0:

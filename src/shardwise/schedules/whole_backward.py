@@ -1,22 +1,23 @@
 """Schedules whose backward is one task, B."""
 
 import itertools
+from collections.abc import Callable, Sequence
 
 from shardwise.schedules import ranges
 from shardwise.schedules.table import Schedule, Task
 
 
-def gpipe(stages, devices, microbatches):
+def gpipe(stages: int, devices: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards: every microbatch is live at once (Huang et al., 2019)."""
     return _one_to_one("gpipe", stages, devices, microbatches, lambda after: microbatches)
 
 
-def one_f_one_b(stages, devices, microbatches):
+def one_f_one_b(stages: int, devices: int, microbatches: int) -> Schedule:
     """A backward as soon as there is one: at most p - stage live, of p (Narayanan et al., 2019)."""
     return _one_to_one("1f1b", stages, devices, microbatches, lambda after: after)
 
 
-def eager_1f1b(stages, devices, microbatches):
+def eager_1f1b(stages: int, devices: int, microbatches: int) -> Schedule:
     """1F1B with twice the warm-up, so that transfers hide behind work (Zhuang et al., 2023).
 
     At most 2(p - stage) - 1 live, of p stages.
@@ -24,7 +25,7 @@ def eager_1f1b(stages, devices, microbatches):
     return _one_to_one("eager_1f1b", stages, devices, microbatches, lambda after: 2 * after)
 
 
-def interleaved_1f1b(stages, devices, microbatches):
+def interleaved_1f1b(stages: int, devices: int, microbatches: int) -> Schedule:
     """Stages dealt in turn: shorter ones, and a shorter wait (Narayanan et al., 2021).
 
     Microbatches go in rounds, of `devices` each, or a few more so that they come out even: each
@@ -33,7 +34,7 @@ def interleaved_1f1b(stages, devices, microbatches):
     return _interleaved("interleaved_1f1b", stages, devices, microbatches, extra=0)
 
 
-def kimi_k2(stages, devices, microbatches):
+def kimi_k2(stages: int, devices: int, microbatches: int) -> Schedule:
     """Interleaved 1F1B with one more warm-up forward (Kimi Team, 2025, Kimi K2).
 
     In the steady state a forward and a backward that need nothing of each other are neighbours:
@@ -42,7 +43,9 @@ def kimi_k2(stages, devices, microbatches):
     return _interleaved("kimi_k2", stages, devices, microbatches, extra=1)
 
 
-def _one_to_one(name, stages, devices, microbatches, warmup):
+def _one_to_one(
+    name: str, stages: int, devices: int, microbatches: int, warmup: Callable[[int], int]
+) -> Schedule:
     """`warmup(stages after)` forwards, then F and B in turn, then the backwards that are left."""
     ranges.require_counts(name, stages, devices, microbatches)
     ranges.require_one_to_one(name, stages, devices)
@@ -54,13 +57,15 @@ def _one_to_one(name, stages, devices, microbatches, warmup):
     return Schedule(tuple(tasks), stages, microbatches, tuple(range(stages)))
 
 
-def _warm_up_then_alternate(forwards, backwards, warmup):
+def _warm_up_then_alternate(
+    forwards: Sequence[Task], backwards: Sequence[Task], warmup: int
+) -> tuple[Task, ...]:
     steady = itertools.zip_longest(forwards[warmup:], backwards)
     pairs = itertools.chain.from_iterable(steady)
     return (*forwards[:warmup], *(task for task in pairs if task is not None))
 
 
-def _interleaved(name, stages, devices, microbatches, extra):
+def _interleaved(name: str, stages: int, devices: int, microbatches: int, extra: int) -> Schedule:
     ranges.require_counts(name, stages, devices, microbatches)
     if stages % devices:
         fewer, more = stages - stages % devices, stages + -stages % devices
@@ -82,7 +87,7 @@ def _interleaved(name, stages, devices, microbatches, extra):
     return Schedule(tuple(tasks), stages, microbatches, homes)
 
 
-def _by_round(stages, microbatches, per_round):
+def _by_round(stages: Sequence[int], microbatches: int, per_round: int) -> list[tuple[int, int]]:
     """(stage, microbatch) pairs: each of the stages runs a round before the next one does."""
     rounds = [range(first, first + per_round) for first in range(0, microbatches, per_round)]
     return [(stage, k) for a_round in rounds for stage in stages for k in a_round]
