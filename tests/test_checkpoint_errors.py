@@ -84,7 +84,7 @@ def test_another_models_checkpoint_is_told_leaf_by_leaf(root, saved, nothing_rea
         "  params: blocks/k float32[8, 2] is only in the checkpoint",
         "  params: blocks/q is float32[8, 4] in the checkpoint and float32[8, 5] in the target",
         "  params: blocks/v float32[2] is only in the target",
-        "  rng: rng is uint32[2] in the checkpoint and uint32[4] in the target",
+        "  rng: rng is key<fry>[] in the checkpoint and key<rbg>[] in the target",
     ]
     assert "step 5" in lines[0] and "partial=True" in lines[-1]
 
