@@ -11,7 +11,6 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from shardwise.checkpoint import digests, plain
-from shardwise.checkpoint.agreeing import of_all, together
 from shardwise.checkpoint.items import (
     address,
     by_path,
@@ -26,6 +25,7 @@ from shardwise.checkpoint.matching import check_dtypes, check_items, check_leave
 from shardwise.checkpoint.saving import wait
 from shardwise.checkpoint.trimming import METADATA
 from shardwise.checkpoint.writing import Steps
+from shardwise.rules.agreeing import of_all, together
 
 _LISTED = 64  # newest steps that processes tell each other
 

@@ -13,7 +13,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from shardwise.checkpoint import plain
-from shardwise.checkpoint.agreeing import of_all, together
 from shardwise.checkpoint.items import (
     address,
     by_path,
@@ -26,6 +25,7 @@ from shardwise.checkpoint.items import (
 )
 from shardwise.checkpoint.trimming import METADATA
 from shardwise.checkpoint.writing import writer, writers
+from shardwise.rules.agreeing import of_all, together
 
 
 def save(
@@ -146,9 +146,9 @@ def _array(name, path, leaf):
     array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if not is_key(array) and not is_storable(array.dtype):
         raise ValueError(
-            f"checkpoint.save: {name}: {path} is {repr(leaf)[:60]}, of type {type(leaf).__name__} and dtype "
-            f"{array.dtype}, which no array on disk can have. Save the arrays alone, and plain "
-            f"data as an item of its own."
+            f"checkpoint.save: {name}: {path} is {repr(leaf)[:60]}, of type {type(leaf).__name__} "
+            f"and dtype {array.dtype}, which no array on disk can have. Save the arrays alone, "
+            f"and plain data as an item of its own."
         )
     if array.size == 0:
         raise ValueError(

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from shardwise.checkpoint.agreeing import together
 from shardwise.checkpoint.items import is_bucket
 from shardwise.checkpoint.locking import Lock
 from shardwise.checkpoint.trimming import registry
+from shardwise.rules.agreeing import together
 
 _writers = {}  # address: Writer, of what this process has saved
 _registering = threading.Lock()
