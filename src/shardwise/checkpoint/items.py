@@ -36,12 +36,12 @@ class Holder(Protocol):
 def is_tree(item: Any) -> bool:
     """Whether the item holds arrays; else it is plain data, such as a position in a data set."""
     arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-    return any(isinstance(leaf, arrays) for leaf in jax.tree.leaves(item))
+    return any(isinstance(leaf, arrays) for leaf in _leaves(item))
 
 
 def is_empty(item: Any) -> bool:
     """Whether there is nothing to save, as in the state of plain SGD."""
-    return not isinstance(item, bytes) and not jax.tree.leaves(item)
+    return not isinstance(item, bytes) and not _leaves(item)
 
 
 def check_name(name: str) -> None:
@@ -154,6 +154,13 @@ def _check_paths(name, paths):
         raise ValueError(
             f"checkpoint: item {name!r} has a leaf at {above[0]} and others below it; rename one."
         )
+
+
+def _leaves(item):
+    try:
+        return jax.tree.leaves(item)
+    except ValueError:
+        return [item]  # a dict whose keys cannot be sorted, which is no plain data either
 
 
 def _is_holder(node):
