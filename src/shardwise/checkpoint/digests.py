@@ -8,7 +8,7 @@ carries checksums of its own. On a bucket there are none.
 import json
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -34,43 +34,56 @@ def write(item: str) -> None:
     (Path(item) / _FOLDER / f"{process}.json").write_text(json.dumps(found))
 
 
-def check(label: str, item: str, leaves: dict[str, Any], metadata: dict[str, Any]) -> None:
+class Written(NamedTuple):
+    """What an item's index and its checksums say, by names on disk and chunks."""
+
+    places: dict[str, dict[tuple[int, ...], tuple[str, int, int]]]
+    sums: dict[str, dict[str, int]]
+
+
+def read(label: str, item: str) -> Written | None:
+    """What was written of an item, a directory; None if it has no checksums.
+
+    Raises:
+      ValueError: the index or the checksums cannot be read.
+    """
+    if is_bucket(item) or not (Path(item) / _FOLDER).exists():
+        return None
+    sums = {}
+    try:
+        for file in (Path(item) / _FOLDER).iterdir():
+            for name, each in json.loads(file.read_text()).items():
+                sums.setdefault(name, {}).update(each)
+        return Written(places(item), sums)
+    except ValueError as error:
+        raise ValueError(
+            f"{label} is damaged: item {Path(item).name!r} has no readable index. Restore another "
+            f"step. {error}"
+        ) from error
+
+
+def check(
+    label: str, item: str, written: Written, leaves: dict[str, Any], metadata: dict[str, Any]
+) -> None:
     """Read the chunks that this process's devices touch, and compare them.
 
-    `leaves` and `metadata` have an abstract array and Orbax's words on it for each path. A step
-    that was written without checksums passes.
+    `leaves` and `metadata` have an abstract array and Orbax's words on it for each path.
 
     Raises:
       ValueError: a chunk is not what was written.
     """
-    if is_bucket(item) or not (Path(item) / _FOLDER).exists():
-        return
-    written = _written(label, Path(item) / _FOLDER)
-    there = places(item)
     for path, leaf in leaves.items():
         name = stored_name(path)
-        if name not in there:
+        if name not in written.places:
             continue
-        stored = chunks_of(metadata[path], there[name])
+        stored = chunks_of(metadata[path], written.places[name])
         for chunk in sorted(_touched(stored, leaf)):
             number = ".".join(map(str, chunk))
-            if _crc(Path(item), stored.places[chunk]) != written.get(name, {}).get(number):
+            if _crc(Path(item), stored.places[chunk]) != written.sums.get(name, {}).get(number):
                 raise ValueError(
                     f"{label} is damaged: of {Path(item).name}, chunk {chunk} of {path} is not "
                     f"what was saved, by its checksum. Restore another step."
                 )
-
-
-def _written(label, folder):
-    found = {}
-    for file in folder.iterdir():
-        try:
-            each = json.loads(file.read_text())
-        except ValueError as error:
-            raise ValueError(f"{label} is damaged: {file} is not JSON. {error}") from error
-        for name, digests in each.items():
-            found.setdefault(name, {}).update(digests)
-    return found
 
 
 def _touched(stored: Chunks, leaf):

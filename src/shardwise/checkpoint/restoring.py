@@ -78,10 +78,15 @@ def restore(
         facts |= {f"item {n!r}": " ".join(leaves) for n, leaves in trees.items()}
     with _reader(where, {name: name in trees for name in {*items, *trees}}) as manager:
         with together(label):
+            folders = {name: f"{manager.directory}/{step}/{name}" for name in trees}
+            written = {name: digests.read(label, folder) for name, folder in folders.items()}
             saved = manager.metadata(step)
             wanted = _check(label, saved, target, trees, partial)
-            for name in trees:
-                _check_digests(label, f"{manager.directory}/{step}/{name}", trees[name], saved)
+            for name, each in written.items():
+                if each is not None:
+                    arrays = {path: leaf.array for path, leaf in trees[name].items()}
+                    metadata = flat(saved.item_metadata[name].tree)
+                    digests.check(label, folders[name], each, arrays, metadata)
         how = {name: _how(trees.get(name)) for name in wanted}
         found = manager.restore(step, args=ocp.args.Composite(**how)) if how else {}
     with together(label):
@@ -149,11 +154,6 @@ def _check(label, saved, target, trees, partial):
     check_dtypes(label, trees)
     check_shardings(label, trees)
     return wanted
-
-
-def _check_digests(label, folder, leaves, saved):
-    metadata = flat(saved.item_metadata[os.path.basename(folder)].tree)
-    digests.check(label, folder, {path: leaf.array for path, leaf in leaves.items()}, metadata)
 
 
 def _plain(label, name, found, saved):
