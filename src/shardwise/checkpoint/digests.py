@@ -7,6 +7,7 @@ carries checksums of its own. On a bucket there are none.
 
 import json
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,14 +73,15 @@ def check(
     Raises:
       ValueError: a chunk is not what was written.
     """
+    wanted = []
     for path, leaf in leaves.items():
-        name = stored_name(path)
-        if name not in written.places:
-            continue
-        stored = chunks_of(metadata[path], written.places[name])
-        for chunk in sorted(_touched(stored, leaf)):
-            number = ".".join(map(str, chunk))
-            if _crc(Path(item), stored.places[chunk]) != written.sums.get(name, {}).get(number):
+        if there := written.places.get(stored_name(path)):
+            chunks = _touched(chunks_of(metadata[path], there), leaf)
+            wanted += [(path, chunk, there[chunk]) for chunk in sorted(chunks)]
+    with ThreadPoolExecutor() as threads:
+        found = threads.map(lambda each: _crc(Path(item), each[2]), wanted)
+        for (path, chunk, _), digest in zip(wanted, found, strict=True):
+            if digest != written.sums.get(stored_name(path), {}).get(".".join(map(str, chunk))):
                 raise ValueError(
                     f"{label} is damaged: of {Path(item).name}, chunk {chunk} of {path} is not "
                     f"what was saved, by its checksum. Restore another step."
