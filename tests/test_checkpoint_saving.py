@@ -1,4 +1,7 @@
+import itertools
 import pathlib
+import sys
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import checkpoint, mesh
 from shardwise.checkpoint import saving
+from shardwise.checkpoint.items import by_path
 
 
 @pytest.fixture
@@ -34,6 +38,91 @@ def test_the_last_k_steps_are_kept(root):
     checkpoint.save(root, 11, target, keep=None)
     checkpoint.wait(root)
     assert checkpoint.restore(root, target, 5)["params"]["w"][0] == 5
+
+
+def test_a_folder_named_by_a_number_is_neither_counted_nor_deleted(root, tmp_path):
+    mine = tmp_path / "run" / "100"
+    mine.mkdir(parents=True)
+    (mine / "notes.txt").write_text("mine")
+    state = {"params": {"w": jnp.ones(3)}}
+    for step in 1, 2, 3:
+        checkpoint.save(root, step, state, keep=1)
+    checkpoint.wait()
+    assert checkpoint.latest(root) == 3 and (mine / "notes.txt").read_text() == "mine"
+    with pytest.raises(ValueError, match=r"run/100 is there already and is no checkpoint"):
+        checkpoint.save(root, 100, state)
+    assert (mine / "notes.txt").read_text() == "mine"
+    with pytest.raises(FileNotFoundError, match=r"no step 100 .*Complete steps: \[3\]"):
+        checkpoint.restore(root, state, 100)
+
+
+def test_one_directory_under_several_names_is_one(tmp_path, monkeypatch):
+    state = {"params": {"w": np.zeros(2**18)}}
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for step, name in enumerate([tmp_path / "run", "link", "run", "~/run", "else/../run"]):
+        checkpoint.save(name, step, state, keep=None)
+    monkeypatch.chdir("else")
+    checkpoint.save("../run", 9, state, keep=None)
+    checkpoint.wait("../link")
+    assert sorted(p.name for p in (tmp_path / "run").iterdir() if p.name.isdigit()) == [*"012349"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["else", "link", "run"]
+    assert not any((tmp_path / "else").iterdir())
+
+
+def test_threads_take_turns(root):
+    """Each step is there, or refused because a later one is."""
+    state, errors = {"params": {"w": np.zeros(2**18)}}, []
+
+    def work(steps):
+        for step in steps:
+            try:
+                checkpoint.save(root, step, state, keep=None)
+            except ValueError as error:
+                errors.append(str(error))
+            checkpoint.wait(root)
+
+    threads = [
+        threading.Thread(target=work, args=(range(k, 16, 4),), daemon=True) for k in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    saved = [p for p in pathlib.Path(root).iterdir() if p.name.isdigit()]
+    assert len(saved) + len(errors) == 16 and all("is behind step" in e for e in errors)
+    assert checkpoint.latest(root) == 15
+
+
+def test_paths_are_found_in_linear_time():
+    """Counted in calls, for the clock of a busy machine tells nothing."""
+
+    def calls(layers):
+        tree = {f"layer{i}": {"q": 0, "k": 0} for i in range(layers)}
+        count = itertools.count()
+        sys.setprofile(lambda *_: next(count))
+        try:
+            by_path("params", tree)
+        finally:
+            sys.setprofile(None)
+        return next(count)
+
+    assert calls(400) < 3 * calls(200)
+
+
+def test_what_cut_off_saves_left_is_deleted_by_the_next(root, tmp_path):
+    left = tmp_path / "run" / "4.orbax-checkpoint-tmp" / "params.orbax-checkpoint-tmp"
+    left.mkdir(parents=True)
+    (left / "data").write_bytes(bytes(1000))
+    (tmp_path / "run" / "notes.orbax-checkpoint-tmp").mkdir()
+    checkpoint.save(root, 5, {"params": {"w": jnp.ones(3)}})
+    checkpoint.wait()
+    names = {p.name for p in (tmp_path / "run").iterdir()}
+    assert names == {".shardwise-lock", "5", "notes.orbax-checkpoint-tmp"}
 
 
 def test_a_directory_that_was_deleted_starts_anew(root, tmp_path):

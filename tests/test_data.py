@@ -1,4 +1,5 @@
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -73,6 +74,49 @@ def test_the_position_can_be_saved_and_restored():
     fresh = data.batches(4, 32)
     fresh.set_state(position)
     assert_same(itertools.islice(fresh, 3), ahead)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"batch": 8}, "batch was 4 and is 8"),
+        ({"seq_len": 16, "seed": 7}, "seq_len was 32 and is 16; seed was 0 and is 7"),
+        ({"split": "validation"}, r"split was 'train' and is 'validation'; corpus was \d+ and is"),
+    ],
+)
+def test_a_position_in_other_batches_is_refused(other, message):
+    batches = data.batches(4, 32)
+    next(batches)
+    position = json.loads(json.dumps(batches.get_state()))  # as a checkpoint brings it back
+    others = data.batches(**{"batch": 4, "seq_len": 32} | other)
+    with pytest.raises(ValueError, match="a position in other batches: " + message):
+        others.set_state(position)
+    assert_same([next(others)], take(1, **{"batch": 4, "seq_len": 32} | other))
+
+
+def test_a_position_in_another_corpus_is_refused(monkeypatch):
+    position = data.batches(4, 32).get_state()
+    texts = list(data.corpus())
+    texts[3] = texts[3] ^ 1  # one bit of each byte of one document
+    monkeypatch.setattr(data, "corpus", lambda _: tuple(texts))
+    monkeypatch.setattr(data, "fingerprint", data.fingerprint.__wrapped__)
+    with pytest.raises(ValueError, match=r"in other batches: corpus was \d+ and is \d+\. Make"):
+        data.batches(4, 32).set_state(position)
+    with pytest.raises(ValueError, match=r"\{'next_index': 5\} does not say in which batches"):
+        data.batches(4, 32).set_state({"next_index": 5})
+
+
+def test_a_position_is_right_for_another_number_of_processes():
+    batches = data.batches(6, 16, process_index=1, process_count=2)
+    next(batches)
+    whole = take(3, 6, 16)[1:]
+    for processes in 1, 2, 3:
+        for p in range(processes):
+            share = data.batches(6, 16, process_index=p, process_count=processes)
+            share.set_state(batches.get_state())
+            mine = [{k: v[p::processes] for k, v in each.items()} for each in whole]
+            assert_same(itertools.islice(share, 2), mine)
 
 
 @settings(max_examples=6)

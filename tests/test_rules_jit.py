@@ -178,29 +178,52 @@ def test_it_differentiates_nests_and_keeps_its_name():
 
 
 def test_each_process_brings_its_rows():
+    """Their order is that of the processes, whatever the mesh and the rule."""
     code = """
         import sys, jax, numpy as np
         from jax.sharding import PartitionSpec as P
         from shardwise import mesh, rules
-        jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[1]), initialization_timeout=60)
+        process, address = int(sys.argv[1]), sys.argv[2]
+        jax.distributed.initialize(
+            address, 2, process, initialization_timeout=60, coordinator_bind_address=address
+        )
         mesh.simulate(2)
         m = mesh.make(data=-1)
-        rows = np.arange(6).reshape(2, 3) + 6 * jax.process_index()
+        rows = np.arange(6).reshape(2, 3) + 6 * process
         batch = rules.global_batch({"x": rows, "step": np.int32(5)}, P("data"), m)
         assert batch["x"].shape == (4, 3) and batch["x"].sharding.spec == P("data")
-        whole = rules.gather(batch)
-        assert np.array_equal(whole["x"], np.arange(12).reshape(4, 3)) and whole["step"] == 5
-        try:
-            rules.global_batch(rows[:1], P("data"), m)
-        except ValueError as error:
-            assert "axis 0 of 2 does not divide over 'data' (4)" in str(error), error
-            print("ok")
+        grid = mesh.make(model=2, data=2)
+        crossed = rules.global_batch({"x": rows}, P("data"), grid)  # needs the other's rows
+        everywhere = rules.global_batch({"x": rows}, P(), m)
+        columns = rules.global_batch({"x": rows[:, :2]}, P(None, "data"), grid)
+        for found, width in (batch, 3), (crossed, 3), (everywhere, 3), (columns, 2):
+            whole = rules.gather(found)
+            assert found["x"].shape == (4, width), found["x"].shape
+            assert np.array_equal(whole["x"], np.arange(12).reshape(4, 3)[:, :width]), whole
+        assert rules.gather(batch)["step"] == 5
+        def refused(text, *args):
+            try:
+                rules.global_batch(*args)
+            except ValueError as error:
+                assert text in str(error), error
+            else:
+                raise AssertionError(text)
+        refused("axis 0 of 2 does not divide over 'data' (4)", rows[:1], P("data"), m)
+        refused("Process 0 has x int32[4, 3]; Process 1 has x int32[6, 3]",
+                {"x": np.ones((4 + 2 * process, 3), np.int32)}, P(), m)
+        refused("Process 0 has x int32[3]; Process 1 has x float32[3]",
+                {"x": np.ones(3, [np.int32, np.float32][process])}, P(), m)
+        refused("Process 0 has step int32 3; Process 1 has step int32 4",
+                {"step": np.int32(3 + process)}, P(), m)
+        refused("the mesh has devices of the processes [0], and 2 bring rows",
+                {"y": rows}, P(), jax.sharding.Mesh(jax.devices()[:2], ("data",)))
+        print("ok")
     """
     import socket
 
     with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-c", textwrap.dedent(code)]
     both = [
         subprocess.Popen(

@@ -7,7 +7,9 @@ Python versions differ in their library, so the numbers that come out of it diff
 import functools
 import sysconfig
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grain
 import numpy as np
@@ -17,7 +19,7 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2
 
 
 @functools.cache
-def corpus(split="train"):
+def corpus(split: str = "train") -> tuple[np.ndarray, ...]:
     """The documents of a split, as a tuple of uint8 arrays of shape [bytes], one for each file.
 
     Whether a file belongs to "train" (nine in ten) or "validation" is decided by a checksum of
@@ -43,7 +45,52 @@ def corpus(split="train"):
     return tuple(text for text in texts if text.size > 1)
 
 
-def batches(batch, seq_len, seed=0, split="train", process_index=0, process_count=1):
+class Batches(Iterator):
+    """Grain's iterator, whose position says of which batches it is the position.
+
+    A position counts global batches. It is the same in every process, and right for another number
+    of them, but only for the same data, split, batch, seq_len and seed.
+    """
+
+    def __init__(self, batches: Iterator, source: dict[str, Any]):
+        self._batches, self._source = batches, source
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        return next(self._batches)
+
+    def get_state(self) -> dict[str, Any]:
+        """The position, as plain data: Grain's own, and what it is a position in."""
+        return {"position": self._batches.get_state(), "source": dict(self._source)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from a position.
+
+        Raises:
+          ValueError: it is one in other batches, or says not in which.
+        """
+        if not isinstance(state, dict) or not isinstance(state.get("source"), dict):
+            raise ValueError(
+                f"data: {state!r} does not say in which batches it is a position; expected what "
+                f"get_state of such an iterator returned."
+            )
+        saved, here = state["source"], self._source
+        if differ := [name for name in {**here, **saved} if saved.get(name) != here.get(name)]:
+            told = "; ".join(f"{n} was {saved.get(n)!r} and is {here.get(n)!r}" for n in differ)
+            raise ValueError(
+                f"data: this is a position in other batches: {told}. Make the iterator as it was "
+                f"made, or start anew."
+            )
+        self._batches.set_state(state["position"])
+
+
+def batches(
+    batch: int,
+    seq_len: int,
+    seed: int = 0,
+    split: str = "train",
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Batches:
     """An endless, shuffled, deterministic iterator of batches, whose position can be saved.
 
     Every document is cut into windows of `seq_len` predictions; its last window is padded. One
@@ -54,8 +101,6 @@ def batches(batch, seq_len, seed=0, split="train", process_index=0, process_coun
 
     `batch` is the global batch. Process p of n takes every n-th of its rows, from row p on, and
     no others; together the processes take what one process would have taken.
-
-    The iterator is Grain's: `next(it)`, `it.get_state()`, `it.set_state(state)`.
 
     Raises:
       ValueError: sizes below 1, a batch that the processes cannot share evenly, or no such split
@@ -79,7 +124,18 @@ def batches(batch, seq_len, seed=0, split="train", process_index=0, process_coun
     rows = grain.MapDataset.range(len(document)).shuffle(seed=seed).repeat(epochs)
     share = rows[process_index::process_count].map(window).batch(batch // process_count)
     few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-    return iter(share.to_iter_dataset(few))
+    source = {"split": split, "batch": int(batch), "seq_len": int(seq_len), "seed": int(seed)}
+    source["corpus"] = fingerprint(split)
+    return Batches(iter(share.to_iter_dataset(few)), source)
+
+
+@functools.cache
+def fingerprint(split: str = "train") -> int:
+    """A checksum of a split's documents, and of where each of them ends."""
+    found = 0
+    for text in corpus(split):
+        found = zlib.crc32(text, zlib.crc32(b"%d " % text.size, found))
+    return found
 
 
 def _check(batch, seq_len, process_index, process_count):

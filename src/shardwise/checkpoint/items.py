@@ -1,44 +1,100 @@
-"""Items of a state, as Orbax stores them: nested dicts of arrays, or JSON."""
+"""Items of a state: trees of arrays, each with a path of its own, or plain data."""
 
-import base64
-import json
+import functools
 import os
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import tensorstore
 
 from shardwise.rules import named_leaves
 
 
-def is_tree(item):
+class Leaf(NamedTuple):
+    """One array of an item, as it lies (perhaps padded), and the shape that it truly has."""
+
+    array: Any
+    shape: tuple[int, ...]
+
+
+class Holder(Protocol):
+    """A pytree that keeps the arrays of another, padded or in pieces, as `fsdp.Sharded` does."""
+
+    def to_checkpoint(self, abstract: bool) -> tuple[Any, list[tuple[int, ...]]]:
+        """That other tree, of arrays as they lie, and the true shape of each.
+
+        With `abstract`, of what says how an array lies and holds no data.
+        """
+
+    def from_checkpoint(self, arrays: list[Any]) -> Any:
+        """One of the same kind, of arrays as `to_checkpoint` gives them."""
+
+
+def is_tree(item: Any) -> bool:
     """Whether the item holds arrays; else it is plain data, such as a position in a data set."""
     arrays = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-    return any(isinstance(leaf, arrays) for leaf in jax.tree.leaves(item))
+    return any(isinstance(leaf, arrays) for leaf in _leaves(item))
 
 
-def is_empty(item):
+def is_empty(item: Any) -> bool:
     """Whether there is nothing to save, as in the state of plain SGD."""
-    return not isinstance(item, bytes) and not jax.tree.leaves(item)
+    return not isinstance(item, bytes) and not _leaves(item)
 
 
-def by_path(name, item):
-    """{path: leaf} of a tree; a bare array goes by the item's own name.
+def check_name(name: str) -> None:
+    """Raise ValueError if an item cannot go by this name: it names a directory, beside Orbax's."""
+    taken = {"", "self", "metrics", "commit_success.txt", "_CHECKPOINT_METADATA"}
+    if name in taken or name.startswith(".") or {"/", "\\", "\0"} & set(name):
+        raise ValueError(
+            f"checkpoint.save: an item cannot be named {name!r}. Its name is that of a directory: "
+            f"no slashes, no dot in front, and not one of {sorted(taken)}."
+        )
+
+
+def by_path(name: str, item: Any, abstract: bool = False) -> dict[str, Leaf]:
+    """{path: Leaf} of a tree; a bare array goes by the item's own name.
 
     Raises:
-      ValueError: two leaves have one path, as keys of a dict that contain "/" may.
+      ValueError: two leaves have one path, or one name in storage.
     """
-    leaves = [(path or name, leaf) for path, leaf in named_leaves(item)]
-    paths = [path for path, _ in leaves]
-    if twice := sorted({path for path in paths if paths.count(path) > 1}):
-        raise ValueError(f"checkpoint: item {name!r} has two leaves at {twice[0]}; rename one.")
-    if above := [path for path in paths if any(p.startswith(path + "/") for p in paths)]:
-        raise ValueError(
-            f"checkpoint: item {name!r} has a leaf at {above[0]} and others below it; rename one."
-        )
-    return dict(leaves)
+    shapes = []
+
+    def spread(node):
+        if not _is_holder(node):
+            shapes.append(tuple(getattr(node, "shape", ())))
+            return node
+        tree, true = node.to_checkpoint(abstract)
+        shapes.extend(true)
+        return tree
+
+    tree = jax.tree.map(spread, item, is_leaf=_is_holder)
+    found = [(path or name, array) for path, array in named_leaves(tree)]
+    _check_paths(name, [path for path, _ in found])
+    return {p: Leaf(x, shape) for (p, x), shape in zip(found, shapes, strict=True)}
 
 
-def nested(leaves):
+def fill(item: Any, arrays: Iterable[Any]) -> Any:
+    """`item` with arrays, in the order of `by_path`, in the place of its own."""
+    nodes, structure = jax.tree.flatten(item, is_leaf=_is_holder)
+    left, filled = iter(arrays), []
+    for node in nodes:
+        if _is_holder(node):
+            count = len(node.to_checkpoint(abstract=True)[1])
+            filled.append(node.from_checkpoint([next(left) for _ in range(count)]))
+        else:
+            filled.append(next(left))
+    return jax.tree.unflatten(structure, filled)
+
+
+def stored_name(path: str) -> str:
+    """What Orbax calls the array of this path on disk."""
+    return path.replace("/", ".")
+
+
+def nested(leaves: dict[str, Any]) -> dict[str, Any]:
     """The nested dict that {"blocks/q/kernel": x} stands for."""
     tree = {}
     for path, leaf in leaves.items():
@@ -50,37 +106,62 @@ def nested(leaves):
     return tree
 
 
-def flat(tree):
+def flat(tree: dict[str, Any]) -> dict[str, Any]:
     """{path: leaf} of a nested dict whose leaves may be any objects."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: not isinstance(x, dict))
     return {"/".join(str(key.key) for key in keys): leaf for keys, leaf in paths}
 
 
-def to_json(name, item):
-    """The item as JSON can hold it: Grain's positions are dicts of numbers, or bytes.
+def is_key(x: Any) -> bool:
+    """Whether it is a typed PRNG key, or stands for one."""
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(
+        x.dtype, jax.dtypes.prng_key
+    )
 
-    Raises:
-      ValueError: it can not.
-    """
-    if isinstance(item, bytes):
-        return {"base64": base64.b64encode(item).decode()}
+
+@functools.cache
+def is_storable(dtype: np.dtype) -> bool:
+    """Whether TensorStore's arrays, as Orbax asks for them, can have this dtype."""
+    spec = {"driver": "zarr", "kvstore": {"driver": "memory"}}
     try:
-        return json.loads(json.dumps(item))
-    except TypeError as error:
-        raise ValueError(
-            f"checkpoint.save: item {name!r} holds no arrays and is not JSON: {error}. Expected "
-            f"arrays, or plain numbers, strings, lists and dicts."
-        ) from error
+        tensorstore.open(spec, create=True, dtype=tensorstore.dtype(dtype), shape=[1]).result()
+    except ValueError:
+        return False
+    return True
 
 
-def from_json(item):
-    """What `to_json` was given, with lists in the place of tuples."""
-    if isinstance(item, dict) and item.keys() == {"base64"}:
-        return base64.b64decode(item["base64"])
-    return item
-
-
-def address(directory):
-    """The directory as Orbax takes it: a local path made absolute, one on a bucket untouched."""
+def address(directory: str | os.PathLike) -> str:
+    """The directory as Orbax takes it: one on a bucket untouched, else its one true local path."""
     directory = os.fspath(directory)
-    return directory if "://" in directory else os.path.abspath(directory)
+    return directory if "://" in directory else os.path.realpath(os.path.expanduser(directory))
+
+
+def is_bucket(where: str) -> bool:
+    """Whether an address is not one of a local file system."""
+    return "://" in where
+
+
+def _check_paths(name, paths):
+    stored = {}
+    for path in paths:
+        if (other := stored.get(stored_name(path))) is not None:
+            both = f"two leaves at {path}" if other == path else f"leaves at {other} and {path}"
+            why = "" if other == path else ", which have one name on disk"
+            raise ValueError(f"checkpoint: item {name!r} has {both}{why}; rename one.")
+        stored[stored_name(path)] = path
+    parents = {path[:end] for path in paths for end in range(len(path)) if path[end] == "/"}
+    if above := [path for path in paths if path in parents]:
+        raise ValueError(
+            f"checkpoint: item {name!r} has a leaf at {above[0]} and others below it; rename one."
+        )
+
+
+def _leaves(item):
+    try:
+        return jax.tree.leaves(item)
+    except ValueError:
+        return [item]  # a dict whose keys cannot be sorted, which is no plain data either
+
+
+def _is_holder(node):
+    return hasattr(type(node), "from_checkpoint")

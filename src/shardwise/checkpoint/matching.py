@@ -1,15 +1,17 @@
 """Whether a checkpoint is what the target asks for, told from its metadata alone."""
 
+from typing import Any
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from shardwise.checkpoint.items import flat
+from shardwise.checkpoint.items import Leaf, flat, is_key
+from shardwise.checkpoint.trimming import METADATA
 
 _SHOWN = 10  # of the leaves that differ; whole models may
 
 
-def check_items(label, wanted, trees, saved):
+def check_items(label: str, wanted: list[str], trees: dict, saved: dict) -> None:
     """Raise ValueError if an item is not in the step, or is arrays where plain data is wanted.
 
     `saved` maps the step's items to the names of the Orbax handlers that wrote them.
@@ -25,10 +27,12 @@ def check_items(label, wanted, trees, saved):
             raise ValueError(f"{label}: item {name!r} holds {told[0]}; the target has {told[1]}.")
 
 
-def check_leaves(label, trees, metadata, partial):
+def check_leaves(
+    label: str, trees: dict[str, dict[str, Leaf]], metadata: dict[str, Any], partial: bool
+) -> None:
     """Raise ValueError if paths, shapes or dtypes differ, or FileNotFoundError without metadata.
 
-    `trees` maps items to {path: leaf}, `metadata` to what Orbax wrote about them.
+    `trees` maps items to {path: Leaf}, `metadata` to what Orbax wrote about them.
     """
     told = []
     for name, leaves in trees.items():
@@ -36,8 +40,10 @@ def check_leaves(label, trees, metadata, partial):
             raise FileNotFoundError(
                 f"{label} is incomplete: item {name!r} has no metadata. Restore another step."
             )
-        saved = {path: _saved(leaf) for path, leaf in flat(metadata[name].tree).items()}
-        asked = {path: _asked(leaf) for path, leaf in leaves.items()}
+        ours = (metadata[name].custom_metadata or {}).get(METADATA)
+        keys = None if ours is None else ours["keys"]
+        saved = {p: _saved(leaf, keys, p) for p, leaf in flat(metadata[name].tree).items()}
+        asked = {path: _asked(leaf, keys) for path, leaf in leaves.items()}
         for path in sorted(saved.keys() | asked.keys()):
             told += [f"{name}: {line}" for line in _difference(path, saved, asked, partial)]
     if told:
@@ -50,10 +56,23 @@ def check_leaves(label, trees, metadata, partial):
         )
 
 
-def check_shardings(label, trees):
+def check_dtypes(label: str, trees: dict[str, dict[str, Leaf]]) -> None:
+    """Raise ValueError if JAX, as it is configured, cannot hold an array of the target."""
+    for name, leaves in trees.items():
+        for path, (leaf, _) in leaves.items():
+            if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or is_key(leaf):
+                continue
+            if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+                raise ValueError(
+                    f"{label}: {name}: {path} is {leaf.dtype} and JAX holds 32 bits at most here. "
+                    f"Set jax_enable_x64, or give a NumPy array as the target."
+                )
+
+
+def check_shardings(label: str, trees: dict[str, dict[str, Leaf]]) -> None:
     """Raise ValueError if a sharding cuts its array unevenly, or has other devices than JAX."""
     for name, leaves in trees.items():
-        for path, leaf in leaves.items():
+        for path, (leaf, _) in leaves.items():
             sharding = getattr(leaf, "sharding", None)
             if sharding is None:
                 continue
@@ -92,16 +111,22 @@ def _difference(path, saved, asked, partial):
     return [f"{path} is {saved[path]} in the checkpoint and {asked[path]} in the target"]
 
 
-def _saved(leaf):
+def _saved(leaf, keys, path):
+    if keys is not None and path in keys:
+        return f"{keys[path]}{list(leaf.shape[:-1])}"
     return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
 
-def _asked(leaf):
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        leaf = np.asarray(leaf)
-    elif jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)  # as Orbax stores keys
-    return f"{leaf.dtype.name}{list(leaf.shape)}"
+def _asked(leaf, keys):
+    """The leaf in words; typed keys as bits if the checkpoint does not tell them apart."""
+    array, shape = leaf
+    if is_key(array) and keys is not None:
+        return f"{array.dtype}{list(shape)}"
+    if is_key(array):
+        array = jax.eval_shape(jax.random.key_data, array)
+        shape = array.shape
+    dtype = array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype
+    return f"{np.dtype(dtype).name}{list(shape)}"
 
 
 def _spec(sharding):

@@ -1,99 +1,185 @@
 """Restoring onto the shardings that the target has."""
 
+import dataclasses
+import os
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
-from shardwise.checkpoint.items import address, by_path, flat, from_json, is_empty, is_tree, nested
-from shardwise.checkpoint.matching import check_items, check_leaves, check_shardings
+from shardwise.checkpoint import digests, plain
+from shardwise.checkpoint.items import (
+    address,
+    by_path,
+    fill,
+    flat,
+    is_empty,
+    is_key,
+    is_tree,
+    nested,
+)
+from shardwise.checkpoint.matching import check_dtypes, check_items, check_leaves, check_shardings
 from shardwise.checkpoint.saving import wait
-from shardwise.rules import named_leaves
+from shardwise.checkpoint.trimming import METADATA
+from shardwise.checkpoint.writing import Steps
+from shardwise.rules.agreeing import of_all, together
+
+_LISTED = 64  # newest steps that processes tell each other
 
 
-def latest(directory):
+def latest(directory: str | os.PathLike) -> int | None:
     """The newest complete step in the directory, or None."""
     with _reader(address(directory)) as manager:
         return manager.latest_step()
 
 
-def restore(directory, target, step=None, partial=False):
+def restore(
+    directory: str | os.PathLike,
+    target: dict[str, Any],
+    step: int | None = None,
+    partial: bool = False,
+) -> dict[str, Any]:
     """The items of `target`, read from `step` (by default the newest complete one).
 
     `target` is a dict of any of the saved items. Its leaves say what comes back, and where. A
     jax.Array, or a jax.ShapeDtypeStruct with a sharding, brings an array with that sharding, for
     which each process reads the chunks that its devices need. An uncommitted jax.Array, or a
     jax.ShapeDtypeStruct without a sharding, brings an uncommitted array on the default device; a
-    NumPy array or a Python number, one of these.
+    NumPy array or a Python number, one of these. `fsdp.Sharded` and `pipeline.Pipelined` come back
+    as they are in the target, whatever was saved: paths and true shapes decide.
 
     No model is needed: `jax.eval_shape` and `rules.shardings` make such targets. For plain data,
     any value without arrays will do, such as None. With `partial`, leaves that only the checkpoint
     has are left unread: drop a new head from the target, and keep its fresh values.
 
     A save of this process that is still under way is waited for. Everything is compared with the
-    checkpoint's metadata before any array is read; dtypes are never cast.
+    checkpoint's metadata before any array is read; dtypes are never cast. The chunks that devices
+    need are read once more, before that, and checked by their checksums. Several processes restore
+    together, and one step: the newest that all of them see.
 
     Raises:
       FileNotFoundError: no such directory or step, or the step is incomplete.
       ValueError: the step lacks an item or leaf; kinds, shapes or dtypes differ; the checkpoint
-        has leaves that the target lacks (unless `partial`); a sharding does not fit.
+        has leaves that the target lacks (unless `partial`); a sharding does not fit; what was read
+        is not what was saved; processes differ in what they ask for.
+      RuntimeError: another process cannot restore.
     """
     wait(directory)
     where = address(directory)
     with _reader(where) as manager:
         step, items = _find(manager, step)
     label = f"checkpoint.restore: step {step} in {where}"
-    trees = {name: by_path(name, item) for name, item in target.items() if is_tree(item)}
+    with together(label) as facts:
+        trees = {n: by_path(n, item, abstract=True) for n, item in target.items() if is_tree(item)}
+        facts |= {"items": " ".join(sorted(target)), "partial": str(partial)}
+        facts |= {f"item {n!r}": " ".join(leaves) for n, leaves in trees.items()}
     with _reader(where, {name: name in trees for name in {*items, *trees}}) as manager:
-        saved = manager.metadata(step)
-        # An item without leaves was not saved; None asks for plain data.
-        wanted = [
-            name
-            for name, item in target.items()
-            if name in saved.item_handlers or item is None or not is_empty(item)
-        ]
-        check_items(label, wanted, trees, saved.item_handlers)
-        check_leaves(label, trees, {name: saved.item_metadata[name] for name in trees}, partial)
-        check_shardings(label, trees)
+        with together(label):
+            folders = {name: f"{manager.directory}/{step}/{name}" for name in trees}
+            written = {name: digests.read(label, folder) for name, folder in folders.items()}
+            saved = manager.metadata(step)
+            wanted = _check(label, saved, target, trees, partial)
+            for name, each in written.items():
+                if each is not None:
+                    arrays = {path: leaf.array for path, leaf in trees[name].items()}
+                    metadata = flat(saved.item_metadata[name].tree)
+                    digests.check(label, folders[name], each, arrays, metadata)
         how = {name: _how(trees.get(name)) for name in wanted}
         found = manager.restore(step, args=ocp.args.Composite(**how)) if how else {}
-    return target | {name: _fill(name, target[name], found[name]) for name in wanted}
+    with together(label):
+        return target | {
+            name: _fill(trees[name], target[name], found[name])
+            if name in trees
+            else _plain(label, name, found[name], saved)
+            for name in wanted
+        }
 
 
 def _reader(where, items=None):
     """Orbax's manager; `items` says of each item whether its metadata is to be read."""
     kinds = {True: ocp.PyTreeCheckpointHandler, False: ocp.JsonCheckpointHandler}
     handlers = items and {name: kinds[is_tree]() for name, is_tree in items.items()}
-    options = ocp.CheckpointManagerOptions(create=False, save_interval_steps=0)
+    options = ocp.CheckpointManagerOptions(
+        create=False, save_interval_steps=0, step_name_format=Steps()
+    )
     return ocp.CheckpointManager(where, options=options, item_handlers=handlers or None)
 
 
 def _find(manager, step):
     """The step to read, and the names of its items."""
-    if not manager.directory.exists():
-        raise FileNotFoundError(
-            f"checkpoint.restore: no directory {manager.directory}; give the one that "
-            f"checkpoint.save wrote to."
-        )
-    steps = sorted(manager.all_steps())
-    newest = steps[-1] if steps and step is None else step
-    if newest in steps:
+    with together("checkpoint.restore") as facts:
+        facts |= {"step": str(step)}
+        if not manager.directory.exists():
+            raise FileNotFoundError(
+                f"checkpoint.restore: no directory {manager.directory}; give the one that "
+                f"checkpoint.save wrote to."
+            )
+        steps = sorted(manager.all_steps())
+    common = _common(steps)
+    newest = common[-1] if common and step is None else step
+    if newest in common and not isinstance(newest, bool):
         return newest, [p.name for p in (manager.directory / str(newest)).iterdir() if p.is_dir()]
     cut_off = [p.name for p in manager.directory.iterdir() if ocp.utils.is_tmp_checkpoint(p)]
     raise FileNotFoundError(
         f"checkpoint.restore: no {'step' if step is None else f'step {step}'} is complete in "
-        f"{manager.directory}. Complete steps: {steps or 'none'}; incomplete, cut off while "
+        f"{manager.directory}. Complete steps: {common or 'none'}; incomplete, cut off while "
         f"saving: {sorted(cut_off) or 'none'}."
     )
+
+
+def _common(steps):
+    """The steps that all processes see, who may look while another program saves or deletes."""
+    if jax.process_count() == 1:
+        return steps
+    listed = np.full((_LISTED, 2), -1, np.int32)
+    newest = np.array(steps[-_LISTED:], np.int64)
+    listed[: newest.size] = np.stack([newest >> 31, newest & (2**31 - 1)], axis=1)
+    each = [{(int(a) << 31) | int(b) for a, b in rows if b >= 0} for rows in of_all(listed)]
+    return sorted(set.intersection(*each))
+
+
+def _check(label, saved, target, trees, partial):
+    """The items to read; nothing has been read when this raises."""
+    # An item without leaves was not saved; None asks for plain data.
+    wanted = [
+        name
+        for name, item in target.items()
+        if name in saved.item_handlers or item is None or not is_empty(item)
+    ]
+    check_items(label, wanted, trees, saved.item_handlers)
+    check_leaves(label, trees, {name: saved.item_metadata[name] for name in trees}, partial)
+    check_dtypes(label, trees)
+    check_shardings(label, trees)
+    return wanted
+
+
+def _plain(label, name, found, saved):
+    ours = (saved.custom_metadata or {}).get(METADATA)
+    if ours is not None and ours["digests"][name] != plain.digest(found):
+        raise ValueError(
+            f"{label} is damaged: item {name!r} is not what was saved, by its checksum. Restore "
+            f"another step."
+        )
+    return plain.from_json(found)
 
 
 def _how(leaves):
     if leaves is None:
         return ocp.args.JsonRestore()
-    tree = nested({path: _abstract(leaf) for path, leaf in leaves.items()})
+    tree = nested({path: _abstract(leaf.array) for path, leaf in leaves.items()})
     each = ocp.checkpoint_utils.construct_restore_args(tree)
+    # Where an array lies with padding, what is stored is smaller; the rest comes back as zeros.
+    each = jax.tree.map(_with_padding, each)
     return ocp.args.PyTreeRestore(tree, restore_args=each, partial_restore=True)
+
+
+def _with_padding(arguments):
+    if isinstance(arguments, ocp.ArrayRestoreArgs):
+        return dataclasses.replace(arguments, strict=False)
+    return arguments
 
 
 def _abstract(leaf):
@@ -109,20 +195,23 @@ def _is_uncommitted(leaf):
     return leaf.sharding is None or not getattr(leaf, "committed", True)
 
 
-def _fill(name, item, found):
-    if not is_tree(item):
-        return from_json(found)
+def _fill(leaves, item, found):
     found = flat(found)
-    leaves = [_like(leaf, found[path or name]) for path, leaf in named_leaves(item)]
-    return jax.tree.unflatten(jax.tree.structure(item), leaves)
+    return fill(item, [_like(path, leaf.array, found[path]) for path, leaf in leaves.items()])
 
 
-def _like(leaf, array):
+def _like(path, leaf, array):
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return array if isinstance(leaf, np.ndarray) else type(leaf)(array)
+    if str(array.dtype) != str(leaf.dtype):
+        # Told before by our own metadata, but not by that of plain Orbax.
+        raise ValueError(
+            f"checkpoint.restore: {path} is {array.dtype} in the checkpoint and {leaf.dtype} in "
+            f"the target."
+        )
     if not _is_uncommitted(leaf):
         return array
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+    if is_key(array):
         bits = jnp.asarray(np.asarray(jax.random.key_data(array)))
         return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(array))
     return jnp.asarray(np.asarray(array))

@@ -2,67 +2,123 @@
 
 import atexit
 import math
+import os
 import sys
 import threading
+import zlib
+from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from shardwise.checkpoint.items import address, by_path, is_empty, is_tree, nested, to_json
+from shardwise.checkpoint import plain
+from shardwise.checkpoint.items import (
+    address,
+    by_path,
+    check_name,
+    is_empty,
+    is_key,
+    is_storable,
+    is_tree,
+    nested,
+)
+from shardwise.checkpoint.trimming import METADATA
+from shardwise.checkpoint.writing import writer, writers
+from shardwise.rules.agreeing import of_all, together
 
-_managers = {}  # (address, keep): the managers that have saved in this process
 
-
-def save(directory, step, state, keep=3, chunk_bytes=2**20):
+def save(
+    directory: str | os.PathLike,
+    step: int,
+    state: dict[str, Any],
+    keep: int | None = 3,
+    chunk_bytes: int = 2**20,
+) -> None:
     """Start saving `state` as `step`, and return once it is safe to change or donate its arrays.
 
     `state` is a dict of items: pytrees of arrays (typed PRNG keys included), or plain data without
-    arrays, such as the position of a data iterator, the same in every process. An item without
-    leaves (the state of plain SGD) is not written. A thread writes; `wait` waits for it, and so
-    does the end of the program (not on Python 3.12.0 and 3.12.1, which start no threads any more by
-    then: call `wait`). The step appears all at once or, after a crash, not at all. A save
-    that is still under way is waited for first. The `keep` newest steps stay (None: all).
+    arrays, such as the position of a data iterator, the same in every process. What `fsdp` and
+    `pipeline` hold in a form of their own is stored by the paths and shapes of the tree that it
+    was made from. An item without leaves (the state of plain SGD) is not written.
+
+    A thread writes; `wait` waits for it, and so does the end of the program, whose status is 1 if
+    that fails (not on Python 3.12.0 and 3.12.1, which start no threads any more by then: call
+    `wait`). The step appears all at once or, after a crash, not at all. A save that is still under
+    way is waited for first. The `keep` newest steps stay (None: all), and what dead programs left
+    unfinished is deleted. From here until `wait`, other programs cannot save to the directory;
+    threads take turns. On a bucket there is no such lock: let one program save.
 
     Each array is cut into chunks of at most `chunk_bytes`, the unit of reading: a process that
     restores a part of an array reads the chunks that it touches. An array that lies cut along some
     axes is cut further along those only, while they last: who wants it cut along others reads more.
 
+    With several processes all of them call this, with the same step and state. What they say is
+    compared at every save; what each has for itself (NumPy arrays, arrays whole on every device)
+    is compared at the first.
+
     Raises:
-      ValueError: `step` is not newer than the newest one there, the state cannot be saved, or one
-        of several processes would save an array that it alone has.
+      ValueError: `step` is not newer than the newest one there, the state cannot be saved, one of
+        several processes would save an array that it alone has, or they differ.
+      RuntimeError: another program saves there.
       Exception: what went wrong while writing the step before.
     """
     where = address(directory)
-    items = {name: item for name, item in _checked(state).items() if not is_empty(item)}
-    arguments = {name: _arguments(name, item, chunk_bytes) for name, item in items.items()}
-    wait(where)
-    manager = _manager(where, keep)
-    manager.reload()  # another process may have written there, or deleted
-    newest = manager.latest_step()
-    if newest is not None and step <= newest:
-        told = "is saved already" if step in manager.all_steps() else f"is behind step {newest}"
-        raise ValueError(
-            f"checkpoint.save: step {step} {told} in {where}. Steps only grow: save {newest + 1} "
-            f"or later, or use another directory."
-        )
-    # Orbax's own schedule would skip some steps in silence.
-    manager.save(step, args=ocp.args.Composite(**arguments), force=True)
+    place = writer(where)
+    with together("checkpoint.save") as facts:
+        step = _checked_step(step, keep)
+        _check_state(state)
+        trees, others = {}, {}
+        for name, item in state.items():
+            check_name(name)
+            if is_tree(item):
+                trees[name] = by_path(name, item)
+            elif not is_empty(item):
+                others[name] = plain.to_json(name, item)
+        arguments = {name: _arrays(name, leaves, chunk_bytes) for name, leaves in trees.items()}
+        arguments |= {name: ocp.args.JsonSave(item) for name, item in others.items()}
+        digests = {name: plain.digest(item) for name, item in others.items()}
+        facts |= {"directory": where, "step": str(step), "keep": str(keep)}
+        facts |= {f"item {name!r}": str(digest) for name, digest in digests.items()}
+        facts |= {f"chunks and item {n!r}": _facts(t, chunk_bytes) for n, t in trees.items()}
+    if jax.process_count() > 1 and not place.compared:
+        _check_replicas(trees)
+    place.compared = True
+    place.save(step, keep, arguments, {METADATA: {"digests": digests}})
 
 
-def wait(directory=None):
+def wait(directory: str | os.PathLike | None = None) -> None:
     """Block until what this process saves (there, or anywhere) is complete on disk.
 
+    After it, other programs may save there.
+
     Raises:
-      Exception: what went wrong while writing.
+      Exception: what went wrong while writing; an ExceptionGroup, if more than one save did.
     """
-    where = None if directory is None else address(directory)
-    for (place, _), manager in list(_managers.items()):
-        if where in (None, place):
-            manager.wait_until_finished()
+    errors = []
+    for each in writers(None if directory is None else address(directory)):
+        try:
+            each.wait()
+        except Exception as error:
+            errors.append(error)
+    if len(errors) > 1:
+        raise ExceptionGroup(f"checkpoint.wait: {len(errors)} saves failed", errors)
+    if errors:
+        raise errors[0]
 
 
-def _checked(state):
+def _checked_step(step, keep):
+    if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+        raise ValueError(f"checkpoint.save: step is {step!r}; expected a whole number, 0 or more.")
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise ValueError(
+            f"checkpoint.save: keep is {keep!r}; expected how many of the newest steps stay, 1 or "
+            f"more, or None for all."
+        )
+    return int(step)
+
+
+def _check_state(state):
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise ValueError(
             f"checkpoint.save: the state is a {type(state).__name__}; expected a dict of named "
@@ -70,15 +126,42 @@ def _checked(state):
         )
     if all(map(is_empty, state.values())):
         raise ValueError(f"checkpoint.save: nothing to save in the items {sorted(state)}.")
-    return state
 
 
-def _arguments(name, item, chunk_bytes):
-    if not is_tree(item):
-        return ocp.args.JsonSave(to_json(name, item))
-    tree = nested({path: _array(name, path, x) for path, x in by_path(name, item).items()})
-    chunks = jax.tree.map(lambda x: _chunks(x, chunk_bytes), tree)
-    return ocp.args.StandardSave(tree, save_args=chunks)
+def _arrays(name, leaves, chunk_bytes):
+    found = {path: _array(name, path, leaf.array) for path, leaf in leaves.items()}
+    chunks = {path: _chunks(x, chunk_bytes) for path, x in found.items()}
+    ours = {
+        "keys": {path: str(x.dtype) for path, x in found.items() if is_key(x)},
+        "shapes": {
+            path: list(leaf.shape)
+            for path, leaf in leaves.items()
+            if leaf.shape != found[path].shape
+        },
+    }
+    return ocp.args.StandardSave(nested(found), nested(chunks), custom_metadata={METADATA: ours})
+
+
+def _array(name, path, leaf):
+    array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    if not is_key(array) and not is_storable(array.dtype):
+        raise ValueError(
+            f"checkpoint.save: {name}: {path} is {repr(leaf)[:60]}, of type {type(leaf).__name__} "
+            f"and dtype {array.dtype}, which no array on disk can have. Save the arrays alone, "
+            f"and plain data as an item of its own."
+        )
+    if array.size == 0:
+        raise ValueError(
+            f"checkpoint.save: {name}: {path} has the shape {array.shape} and no elements; leave "
+            f"it out of the state."
+        )
+    if isinstance(leaf, jax.Array) and jax.process_count() > 1 and leaf.is_fully_addressable:
+        raise ValueError(
+            f"checkpoint.save: {name}: {path} lies on devices of process {jax.process_index()} "
+            f"alone, and {jax.process_count()} processes save. Place it on the mesh of all, with "
+            f"rules.place(tree, PartitionSpec(), mesh)."
+        )
+    return array
 
 
 def _chunks(array, chunk_bytes):
@@ -99,26 +182,34 @@ def _chunks(array, chunk_bytes):
     return ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=tuple(thin))
 
 
-def _array(name, path, leaf):
-    if not isinstance(leaf, jax.Array):
-        return np.asarray(leaf)
-    if jax.process_count() > 1 and leaf.is_fully_addressable:
+def _facts(leaves, chunk_bytes):
+    """What processes must agree on for a tree."""
+    each = [
+        f"{path} {leaf.shape} {getattr(leaf.array, 'dtype', type(leaf.array).__name__)} "
+        f"{getattr(leaf.array, 'sharding', None)}"
+        for path, leaf in leaves.items()
+    ]
+    return "\n".join([f"chunks of {chunk_bytes}", *each])
+
+
+def _check_replicas(trees):
+    """Raise ValueError, in each process, if they have other values where each has all of them."""
+    labels, sums = [], []
+    for name, leaves in trees.items():
+        for path, (array, _) in leaves.items():
+            if isinstance(array, jax.Array) and not array.is_fully_replicated:
+                continue
+            bits = jax.random.key_data(array) if is_key(array) else array
+            local = bits.addressable_data(0) if isinstance(bits, jax.Array) else bits
+            labels.append(f"{name}: {path}")
+            sums.append(zlib.crc32(np.asarray(local).tobytes()))
+    found = of_all(np.array(sums, np.uint32))
+    if differ := np.flatnonzero((found != found[0]).any(0)).tolist():
         raise ValueError(
-            f"checkpoint.save: {name}: {path} lies on devices of process {jax.process_index()} "
-            f"alone, and {jax.process_count()} processes save. Place it on the mesh of all, with "
-            f"rules.place(tree, PartitionSpec(), mesh)."
+            f"checkpoint.save: the processes have other values in {labels[differ[0]]}"
+            + (f" and in {len(differ) - 1} more" if differ[1:] else "")
+            + ", which each of them has whole. Were they initialised with other seeds?"
         )
-    return leaf
-
-
-def _manager(where, keep):
-    for place, kept in list(_managers):
-        if place == where and kept != keep:
-            _managers.pop((place, kept)).close()
-    if (where, keep) not in _managers:
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
-        _managers[where, keep] = ocp.CheckpointManager(where, options=options)
-    return _managers[where, keep]
 
 
 def _finish():
@@ -126,6 +217,11 @@ def _finish():
         wait()
     except Exception:
         sys.excepthook(*sys.exc_info())
+        # The status of a program is settled by now, but for this way out, which runs nothing more.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 # Orbax writes through thread pools, which Python closes before it runs what atexit registered:

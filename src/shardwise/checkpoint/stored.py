@@ -1,12 +1,14 @@
 """What lies on disk: the chunks of each array, and the bytes of the file that hold them."""
 
 import itertools
-from typing import NamedTuple
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import orbax.checkpoint as ocp
 import tensorstore
 
-from shardwise.checkpoint.items import address, flat
+from shardwise.checkpoint.items import address, flat, stored_name
 
 
 class Chunks(NamedTuple):
@@ -16,11 +18,11 @@ class Chunks(NamedTuple):
     relative to the item's directory. Chunks are compressed, those at an array's end padded.
     """
 
-    shape: tuple
-    chunk: tuple
-    places: dict
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    places: dict[tuple[int, ...], tuple[str, int, int]]
 
-    def touched(self, index):
+    def touched(self, index: tuple[slice, ...]) -> list[tuple[int, ...]]:
         """The chunks that a block of the array touches; `index` is a slice for each axis."""
         layers = []
         for cut, size, width in zip(index, self.shape, self.chunk, strict=True):
@@ -29,7 +31,7 @@ class Chunks(NamedTuple):
         return list(itertools.product(*layers))
 
 
-def stored(directory, step, item):
+def stored(directory: str | os.PathLike, step: int, item: str) -> dict[str, Chunks]:
     """{path: Chunks} of an item's arrays, read from Orbax's metadata and TensorStore's index.
 
     TensorStore keeps arrays below a kilobyte inside its index: they are left out, and so are NumPy
@@ -40,16 +42,22 @@ def stored(directory, step, item):
     where = address(directory)
     with ocp.CheckpointManager(where, options=options, item_handlers=handlers) as manager:
         leaves = flat(manager.item_metadata(step)[item].tree)
-        places = _places(str(manager.directory / str(step) / item))
+        there = places(str(manager.directory / str(step) / item))
     return {
-        path: Chunks(tuple(leaf.shape), tuple(leaf.storage.chunk_shape), places[name])
+        path: chunks_of(leaf, there[name])
         for path, leaf in leaves.items()
-        if (name := path.replace("/", ".")) in places
+        if (name := stored_name(path)) in there
     }
 
 
-def _places(folder):
-    files = tensorstore.KvStore.open({"driver": "file", "path": folder + "/"}).result()
+def chunks_of(metadata: Any, places: dict) -> Chunks:
+    """`Chunks` of an array from Orbax's words on it."""
+    return Chunks(tuple(metadata.shape), tuple(metadata.storage.chunk_shape), places)
+
+
+def places(folder: str | Path) -> dict[str, dict[tuple[int, ...], tuple[str, int, int]]]:
+    """{name on disk: {chunk: its place}} of all arrays in one of TensorStore's databases."""
+    files = tensorstore.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
     versions = tensorstore.ocdbt.dump(files).result()["versions"]
     found, nodes = {}, [versions[-1]["root"]["location"]]
     while nodes:

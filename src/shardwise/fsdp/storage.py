@@ -44,6 +44,20 @@ class Sharded:
     mesh: jax.sharding.Mesh = dataclasses.field(metadata=dict(static=True))
     axis: str = dataclasses.field(metadata=dict(static=True))
 
+    def to_checkpoint(self, abstract: bool) -> tuple[Any, list[tuple[int, ...]]]:
+        """The original tree, of padded arrays or (`abstract`) what they are, and true shapes."""
+        leaves = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
+            if abstract
+            else x
+            for x, spec in ((x, s.spec(self.axis)) for x, s in pairs_of(self))
+        ]
+        return rebuild(self, leaves), [s.shape for s in self.layout]
+
+    def from_checkpoint(self, arrays: list[jax.Array]) -> "Sharded":
+        """The same, of other padded arrays."""
+        return dataclasses.replace(self, tree=rebuild(self, arrays))
+
 
 def shard(tree, mesh, axis="fsdp", min_size=0, stacked=None):
     """`tree` as `Sharded` over mesh axis `axis`; inside jit, its arrays are born that way.

@@ -58,6 +58,18 @@ class Pipelined:
         leaves = [jax.ShapeDtypeStruct(piece.shape, piece.dtype) for piece in self.layout]
         return jax.tree.unflatten(self.structure, leaves)
 
+    def to_checkpoint(self, abstract: bool) -> tuple[Any, list[tuple[int, ...]]]:
+        """The original tree, of whole arrays on the host (`abstract`: of what they are)."""
+        shapes = [piece.shape for piece in self.layout]
+        if not abstract:
+            return merge(self), shapes
+        zeros = [np.broadcast_to(np.zeros((), p.dtype), p.shape) for p in self.layout]
+        return jax.tree.unflatten(self.structure, zeros), shapes
+
+    def from_checkpoint(self, arrays: list[np.ndarray]) -> "Pipelined":
+        """The same, of other whole arrays, which go to their stages one after the other."""
+        return place(arrays, self.layout, self.structure, self.meshes)
+
 
 def split(tree, like, batch=None, *args, rule=P()):
     """`tree` as `Pipelined`: each array, or its rows, on the devices of the stages that read it.

@@ -4,7 +4,6 @@ import contextlib
 import contextvars
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardwise.rules.leaves import fill, key_name
@@ -78,28 +77,6 @@ def constrain_tree(tree, rule, mesh=None):
             "compiles, or pass mesh=."
         )
     return jax.tree.map(_constrain, tree, shardings(rule, tree, mesh))
-
-
-def global_batch(batch, rule, mesh):
-    """Each process's rows of a batch, as one global array for each of its leaves.
-
-    Axis 0 of every array is rows; all processes bring equally many, which follow one another in
-    the order of the processes. With one process this is `place`.
-
-    Raises:
-      ValueError: the global shape does not fit the rule or the mesh.
-    """
-    count = jax.process_count()
-
-    def whole(x):
-        shape = jnp.shape(x)
-        shape = (shape[0] * count, *shape[1:]) if shape else shape
-        return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
-
-    targets = shardings(rule, jax.tree.map(whole, batch), mesh)
-    return jax.tree.map(
-        lambda x, sharding: jax.make_array_from_process_local_data(sharding, x), batch, targets
-    )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,81 @@
+"""One program at a time writes a directory."""
+
+import contextlib
+import errno
+import os
+import socket
+import warnings
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
+
+_NAME = ".shardwise-lock"
+
+
+class Lock:
+    """A lock on a local directory, which the operating system takes back when this process ends.
+
+    It is a lock of the process (POSIX's), hence not inherited by forked children that outlive it.
+    """
+
+    def __init__(self, where: str):
+        self._path = os.path.join(where, _NAME)
+        self._file = None
+
+    def take(self) -> None:
+        """Take the lock, unless this process has it.
+
+        Raises:
+          RuntimeError: another process has it.
+        """
+        if self._held():
+            return
+        self.release()
+        os.makedirs(os.path.dirname(self._path), exist_ok=True)
+        file = open(self._path, "a+")  # closing it gives the lock back
+        try:
+            _lock(file, self._path)
+        except BaseException:
+            file.close()
+            raise
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        self._file = file
+
+    def release(self) -> None:
+        """Let others save here."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _held(self):
+        """Whether the file that is locked is still the one of that name."""
+        if self._file is None:
+            return False
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+        return False
+
+
+def _lock(file, path):
+    try:
+        if fcntl is None:
+            raise OSError(errno.ENOLCK, "no POSIX locks")
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            warnings.warn(
+                f"checkpoint.save: {os.path.dirname(path)} cannot be locked ({error}); make sure "
+                f"that no other program saves there.",
+                stacklevel=2,
+            )
+            return
+        file.seek(0)
+        raise RuntimeError(
+            f"checkpoint.save: another program ({file.read() or 'unknown'}) saves to "
+            f"{os.path.dirname(path)}. Save to another directory, or end that one first; it may "
+            f"also call checkpoint.wait, which lets others in."
+        ) from None

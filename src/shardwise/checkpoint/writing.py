@@ -1,0 +1,136 @@
+"""The one writer of each directory: a thread at a time, a program at a time, a step at a time."""
+
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from shardwise.checkpoint.items import is_bucket
+from shardwise.checkpoint.locking import Lock
+from shardwise.checkpoint.trimming import registry
+from shardwise.rules.agreeing import together
+
+_writers = {}  # address: Writer, of what this process has saved
+_registering = threading.Lock()
+
+
+class Steps:
+    """Orbax's names of steps; a folder with a number for a name is one only if Orbax wrote it."""
+
+    def __init__(self):
+        self._plain = ocp.path.step.standard_name_format()
+        self.build_name = self._plain.build_name
+        self.find_step = self._plain.find_step
+
+    def find_all(self, base_path: Any) -> Iterator[Any]:
+        for found in self._plain.find_all(base_path):
+            if (found.path / "_CHECKPOINT_METADATA").exists():
+                yield found
+
+
+class Writer:
+    """Saves steps to one directory, each in the background, and deletes what is not to be kept.
+
+    A local directory stays locked from the first save on until `wait`.
+    """
+
+    def __init__(self, where: str):
+        self._where = where
+        self._turn = threading.RLock()  # Orbax deadlocks when two threads save
+        self._lock = None if is_bucket(where) else Lock(where)
+        self._keep, self._manager = None, None
+        self.compared = False  # whether replicas in several processes have been
+
+    def save(self, step: int, keep: int | None, arguments: dict, metadata: dict) -> None:
+        """Start saving; a save that is still under way is waited for first.
+
+        Raises:
+          ValueError: there is a newer step, or a folder that is none of ours.
+          RuntimeError: another program saves there.
+          Exception: what went wrong while writing the step before.
+        """
+        with self._turn:
+            try:
+                self._finish()
+                with together("checkpoint.save"):
+                    self._enter()
+                self._open(keep)
+                with together("checkpoint.save"):
+                    self._check(step)
+                # Orbax's own schedule would skip some steps in silence.
+                composite = ocp.args.Composite(**arguments)
+                self._manager.save(step, args=composite, force=True, custom_metadata=metadata)
+            except BaseException:
+                self._leave()
+                raise
+
+    def wait(self) -> None:
+        """Block until all is on disk, and let other programs save here."""
+        with self._turn:
+            try:
+                self._finish()
+            finally:
+                self._leave()
+
+    def _finish(self):
+        if self._manager is not None:
+            self._manager.wait_until_finished()
+
+    def _enter(self):
+        """Lock the directory, and delete what dead processes left unfinished in it."""
+        if self._lock is None or jax.process_index() > 0:
+            return
+        self._lock.take()
+        for path in Path(self._where).iterdir():
+            if re.fullmatch(r"\d+\.orbax-checkpoint-tmp.*", path.name):
+                shutil.rmtree(path)
+
+    def _leave(self):
+        if self._lock is not None:
+            self._lock.release()
+
+    def _open(self, keep):
+        if self._manager is not None and keep != self._keep:
+            self._manager.close()
+            self._manager = None
+        if self._manager is None:
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=keep, create=True, step_name_format=Steps()
+            )
+            self._manager = ocp.CheckpointManager(
+                self._where, options=options, handler_registry=registry()
+            )
+            self._keep = keep
+
+    def _check(self, step):
+        manager = self._manager
+        manager.reload()  # another process may have written there, or deleted
+        newest = manager.latest_step()
+        if newest is not None and step <= newest:
+            told = "is saved already" if step in manager.all_steps() else f"is behind step {newest}"
+            raise ValueError(
+                f"checkpoint.save: step {step} {told} in {self._where}. Steps only grow: save "
+                f"{newest + 1} or later, or use another directory."
+            )
+        if (manager.directory / str(step)).exists():
+            raise ValueError(
+                f"checkpoint.save: {manager.directory / str(step)} is there already and is no "
+                f"checkpoint. Save another step, or to another directory."
+            )
+
+
+def writer(where: str) -> Writer:
+    """The one writer of this address."""
+    with _registering:
+        return _writers.setdefault(where, Writer(where))
+
+
+def writers(where: str | None = None) -> list[Writer]:
+    """Those that have saved, there or anywhere."""
+    with _registering:
+        return [writer for place, writer in _writers.items() if where in (None, place)]

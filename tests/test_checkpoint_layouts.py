@@ -1,0 +1,155 @@
+"""What `fsdp`, `rules` and `pipeline` hold is stored as one device would hold it."""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import checkpoint, fsdp, marks, mesh, pipeline, rules
+
+
+def params():
+    """No axis but "even"'s divides by 8; "blocks" is a stack of two layers, one for each stage."""
+    draw = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(draw.normal(size=shape), jnp.float32)
+
+    return {
+        "blocks": {"w": normal(2, 10, 10), "b": normal(2, 10)},
+        "embed": normal(13, 10),
+        "half": normal(5).astype(jnp.bfloat16),
+        "even": normal(8, 3),
+        "scale": jnp.float32(1.5),
+    }
+
+
+def loss(params, batch):
+    x = batch["x"] @ params["embed"] + params["even"].sum() + params["half"].sum()
+    x = jnp.tanh(x @ params["blocks"]["w"][0] + params["blocks"]["b"][:1])
+    x = marks.stage_boundary(x)
+    x = x @ params["blocks"]["w"][1] + params["blocks"]["b"][1:]
+    return (params["scale"] * x**2).mean()
+
+
+def sharded(n):
+    return lambda tree: fsdp.shard(tree, mesh.make(fsdp=n), stacked=lambda path: "blocks" in path)
+
+
+def by_rule(tree):
+    grid = mesh.make(a=2, b=4)
+    return rules.place(tree, rules.FSDPRule("a", min_size=1, uneven="replicate"), grid)
+
+
+def pipelined(tree):
+    function = pipeline.value_and_grad(loss, mesh.make(stage=2), "gpipe", 2)
+    return pipeline.split(tree, function, {"x": jnp.ones((4, 13))})
+
+
+FORMS = {
+    "one device": lambda tree: tree,
+    "fsdp on 8": sharded(8),
+    "fsdp on 4": sharded(4),
+    "fsdp on 3": sharded(3),
+    "rules": by_rule,
+    "pipeline": pipelined,
+}
+
+
+def whole(tree):
+    """What one device would hold, by way of each strategy's own gathering."""
+    if isinstance(tree, fsdp.Sharded):
+        return fsdp.gather(tree)
+    return pipeline.merge(tree) if isinstance(tree, pipeline.Pipelined) else tree
+
+
+def assert_bitwise(ours, theirs):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.fixture
+def root(tmp_path):
+    yield str(tmp_path / "run")
+    checkpoint.wait()
+
+
+@pytest.fixture(scope="module")
+def forms():
+    return {name: form(params()) for name, form in FORMS.items()}
+
+
+@pytest.mark.parametrize("source", FORMS)
+def test_every_form_restores_as_every_other(root, forms, source):
+    """Bitwise; targets are zeros, so that what comes back was read."""
+    checkpoint.save(root, 1, {"params": forms[source]})
+    for name, form in forms.items():
+        target = jax.tree.map(lambda x: jax.device_put(np.zeros_like(x), x.sharding), form)
+        found = checkpoint.restore(root, {"params": target})["params"]
+        assert_bitwise(whole(found), params())
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(target), strict=True):
+            assert x.sharding.is_equivalent_to(y.sharding, x.ndim), name
+
+
+def test_padding_is_written_by_shards_and_is_no_part_of_what_is_stored(root, forms):
+    """Whatever the padding held, it is gone, and comes back as zeros."""
+    held = forms["fsdp on 8"]
+    cut = {s.path: s for s in held.layout if s.cut is not None}
+    dirty = dict(rules.named_leaves(held.tree))
+    for path, s in cut.items():
+        beyond = np.arange(s.padded) >= s.shape[s.cut]
+        beyond = np.expand_dims(beyond, tuple(i for i in range(len(s.shape)) if i != s.cut))
+        dirty[path] = jnp.where(beyond, jnp.asarray(7, dirty[path].dtype), dirty[path])
+    held = held.from_checkpoint(list(dirty.values()))
+    checkpoint.save(root, 1, {"params": {"model": held}}, chunk_bytes=64)
+    found = checkpoint.restore(root, {"params": {"model": held}})["params"]["model"]
+    assert_bitwise(found.tree, forms["fsdp on 8"].tree)
+    handlers = {"params": ocp.PyTreeCheckpointHandler()}
+    with ocp.CheckpointManager(root, item_handlers=handlers) as manager:
+        stored = manager.item_metadata(1)["params"].tree["model"]
+    for path, x in rules.named_leaves(params()):
+        leaf = functools.reduce(operator.getitem, path.split("/"), stored)
+        assert leaf.shape == x.shape
+        if path in cut:
+            assert leaf.storage.chunk_shape[cut[path].cut] <= cut[path].padded // 8
+
+
+def test_an_optimizers_state_under_fsdp_is_stored_as_on_one_device(root):
+    tx, tree = optax.adam(1e-2), {"w": jnp.arange(30.0).reshape(10, 3)}
+    state = tx.update(tree, tx.init(tree), tree)[1]
+    zeros = fsdp.init(tx, fsdp.shard(tree, mesh.make(fsdp=8)))
+    checkpoint.save(root, 1, {"opt_state": state})
+    held = checkpoint.restore(root, {"opt_state": zeros})["opt_state"]
+    assert isinstance(held, fsdp.Sharded) and held.layout == zeros.layout
+    checkpoint.save(root, 2, {"opt_state": held})
+    assert_bitwise(checkpoint.restore(root, {"opt_state": tx.init(tree)})["opt_state"], state)
+
+
+def test_orbax_reads_what_was_padded_and_is_read_into_padding(root, forms):
+    held, tree = forms["fsdp on 8"], params()
+    checkpoint.save(root, 1, {"params": held})
+    checkpoint.wait()
+    onto = NamedSharding(mesh.make(a=1), P())
+    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=onto), tree)
+    with ocp.CheckpointManager(root) as manager:
+        found = manager.restore(1, args=ocp.args.Composite(params=ocp.args.StandardRestore(target)))
+        assert_bitwise(found["params"], tree)
+        manager.save(2, args=ocp.args.Composite(params=ocp.args.StandardSave(tree)))
+        manager.wait_until_finished()
+    assert_bitwise(whole(checkpoint.restore(root, {"params": held}, 2)["params"]), tree)
+
+
+def test_another_shape_is_refused_by_its_true_one(root, forms):
+    checkpoint.save(root, 1, {"params": forms["fsdp on 8"]})
+    wider = fsdp.shard(params() | {"embed": jnp.ones((14, 10))}, mesh.make(fsdp=8))
+    with pytest.raises(ValueError, match=r"embed is float32\[13, 10\] .* float32\[14, 10\] in"):
+        checkpoint.restore(root, {"params": wider})
