@@ -6,15 +6,21 @@ its argument. A module that acts on them binds a function for the time of a trac
     with marks.bind(constrain=lambda x, name: ...):
         jaxpr = jax.make_jaxpr(loss)(params, batch)
 
-Bindings belong to one thread (a `contextvars.ContextVar`) and nest. They act while Python traces,
-so a `jax.jit` cached without them does not see them: bind inside the function being traced.
+Bindings belong to one thread and nest. They act while Python traces, and are part of the key under
+which JAX keeps what it traced: a scanned body, a rematerialised layer or a jitted block that was
+traced under other meanings is traced again, under equal ones it is not. Two meanings that compare
+equal must therefore do the same; one that records its calls has to be a new object in each `bind`.
+Only what is no Python any more, such as a jaxpr or an exported program, keeps its marks to itself.
 """
 
 import contextlib
 import contextvars
 import types
 
+import jax
+
 _MEANINGS = contextvars.ContextVar("shardwise_marks", default=types.MappingProxyType({}))
+_TRACED_UNDER = jax.make_user_context(None)  # the same, hashable, for JAX's caches
 
 
 def constrain(x, name):
@@ -42,13 +48,23 @@ def bind(**meanings):
 
     Raises:
       ValueError: a keyword that is no mark.
+      TypeError: a meaning without a hash, by which JAX's caches could not tell it from another.
     """
     known = {"constrain", "use", "stage_boundary"}
     if unknown := set(meanings) - known:
         raise ValueError(f"marks.bind: no such mark {sorted(unknown)}; there are {sorted(known)}.")
-    token = _MEANINGS.set({**_MEANINGS.get(), **meanings})
+    bound = {**_MEANINGS.get(), **meanings}
     try:
-        yield
+        hash(frozenset(bound.items()))
+    except TypeError as error:
+        raise TypeError(
+            f"marks.bind: a meaning of {sorted(meanings)} has no hash ({error}), and JAX's caches "
+            f"need one; give a function, or a frozen dataclass of hashable fields."
+        ) from error
+    token = _MEANINGS.set(bound)
+    try:
+        with _TRACED_UNDER(frozenset(bound.items()) or None):
+            yield
     finally:
         _MEANINGS.reset(token)
 

@@ -40,18 +40,13 @@ def jit(
     `arg_constraints` are applied inside the program, which then moves what lies elsewhere.
     `names` gives `marks.constrain(x, name)` a meaning within `fn`: {name: rule or spec}.
 
-    Raises TypeError for an `fn` that is jitted already: its cached trace would not see `names`.
+    An `fn` that is jitted already is traced again, and its marks are seen; what it donates and
+    which of its arguments are static has to be said here.
 
     Raises, at that first call:
       ValueError: what the rules raise, a tuple of the wrong length, a name that `fn` never marks,
         an argument that lies elsewhere (named by its path).
     """
-    if hasattr(fn, "lower"):
-        raise TypeError(
-            f"rules.jit: {getattr(fn, '__name__', fn)} is jitted already, and what was traced "
-            f"before would not see names={names}. Give the function itself; train.step takes "
-            f"jit=functools.partial(rules.jit, mesh=...)."
-        )
     given = dict(in_rules=in_rules, arg_constraints=arg_constraints)
     return _Jit(fn, mesh, given, out_rules, names or {}, static_argnums, donate_argnums)
 
@@ -144,7 +139,7 @@ class _Jit:
             if unused := set(self._names) - seen:
                 raise ValueError(
                     f"rules.jit: names has {min(unused)!r}, which {self._name} never marks; it "
-                    f"marks {sorted(seen)}. (A jax.jit within it hides its marks once traced.)"
+                    f"marks {sorted(seen)}. (A jaxpr or an exported program hides its marks.)"
                 )
             return out
 

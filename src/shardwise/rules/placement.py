@@ -11,6 +11,7 @@ from shardwise.rules.leaves import fill, key_name
 from shardwise.rules.rule import as_rule
 
 _MESH = contextvars.ContextVar("shardwise_rules_mesh", default=None)
+_TRACED_UNDER = jax.make_user_context(None)  # the same, for JAX's caches
 
 
 def shardings(rule, tree, mesh):
@@ -107,7 +108,8 @@ def mesh_for_constraints(mesh):
     """Within the block, `constrain_tree` finds this mesh."""
     token = _MESH.set(mesh)
     try:
-        yield
+        with _TRACED_UNDER(mesh):
+            yield
     finally:
         _MESH.reset(token)
 
