@@ -71,11 +71,12 @@ class Linen(nn.Module):
 
 
 LINEN = nn.remat(Linen)()
+JITTED, VMAPPED = jax.jit(_marked), jax.vmap(jax.jit(_marked))
 
 # Each is one object, whose trace JAX keeps; `while` adds 1 so that it ends.
 KEPT = {
-    "jit": (jax.jit(_marked), 0),
-    "vmap of jit": (lambda x, f=jax.vmap(jax.jit(_marked)): f(x[None])[0], 0),
+    "jit": (JITTED, 0),
+    "vmap of jit": (lambda x: VMAPPED(x[None])[0], 0),
     "scan": (lambda x: jax.lax.scan(CARRIED, x, jnp.zeros(1))[0], 0),
     "remat": (jax.checkpoint(_marked), 0),
     "cond": (lambda x: jax.lax.cond(x < 1, _marked, _marked, x), 0),
@@ -83,7 +84,7 @@ KEPT = {
     "nnx.jit": (nnx.jit(_marked), 0),
     "nnx.remat": (nnx.remat(_marked), 0),
     "linen.remat": (lambda x: LINEN.apply({}, x), 0),
-    "gradient": (lambda x, f=jax.jit(_marked): jax.value_and_grad(f)(x)[0], 0),
+    "gradient": (lambda x: jax.value_and_grad(JITTED)(x)[0], 0),
 }
 
 
