@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks
-from shardwise.fsdp.gathering import How, Use, all_gather, cast, gather_with_transpose, scatter
+from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
 from shardwise.fsdp.storage import Sharded, check_axis, path_of, rebuild
+from shardwise.fsdp.using import use_of
 
 
 def value_and_grad(
@@ -110,14 +111,16 @@ class _Device:
 
     def __call__(self, params, shards, batch, args):
         args = jax.tree.map(self._fold, args)
-        hows = [self._how(s) for s in params.layout]
+        hows = [
+            How.of(s, params.mesh, self.axis, self.dtype, self.reduce_dtype) for s in params.layout
+        ]
         inputs = shards
         if self.stage < 3:  # gather once for all microbatches; nothing is left for `use` to do
-            inputs = _each(all_gather, shards, hows)
+            inputs = all_gather(shards, hows)
         part = functools.partial(self._part, params, hows, args)
         (total, count, aux), grads = self._over_microbatches(part, inputs, batch)
         if self.stage == 1:
-            grads = _each(scatter, grads, hows)
+            grads = scatter(grads, hows)
         everyone = (*self.replicate, self.axis)
         total, count, aux = jax.lax.psum((total, count, aux), everyone)
         count = jnp.maximum(count, 1)  # a batch of nothing but padding has loss 0
@@ -127,23 +130,31 @@ class _Device:
 
     def _part(self, params, hows, args, inputs, batch):
         """Sums and gradients of one microbatch; reduced over `axis` in stages 2 and 3."""
-        use = Use(params.layout, hows, params.mesh.shape[self.axis], self.dtype)
+
+        def loss(arrays, batch, *args):
+            return self.loss(rebuild(params, arrays), batch, *args)
+
+        if self.stage == 3:
+            use = use_of(loss, params, hows, batch, *args)
 
         def total(inputs):
-            each = zip(inputs, hows, params.layout, strict=True)
-            arrays = [self._given(x, how, stored) for x, how, stored in each]
+            if self.stage == 3:
+                first = [None if d else how for how, d in zip(hows, use.deferred, strict=True)]
+                arrays = gather(inputs, first)
             bound = use if self.stage == 3 else lambda weights: weights
-            with use.explained(), marks.bind(use=bound):
-                out = self.loss(rebuild(params, arrays), batch, *args)
+            arrays = [
+                cast(x, self.dtype) if h is None else x
+                for x, h in zip(arrays if self.stage == 3 else inputs, hows)
+            ]
+            with marks.bind(use=bound):
+                out = loss(arrays, batch, *args)
             out, aux = out if self.has_aux else (out, ())
             total, count = _total_and_count(out, len(jax.tree.leaves(batch)[0]))
             return total, (count, aux)
 
         (value, (count, aux)), grads = jax.value_and_grad(total, has_aux=True)(inputs)
-        if self.stage == 3:
-            use.check_all_met()
         if self.stage == 2:
-            grads = _each(scatter, grads, hows)
+            grads = scatter(grads, hows)
         return (value, count, aux), [g.astype(jnp.promote_types(g.dtype, "float32")) for g in grads]
 
     def _over_microbatches(self, part, inputs, batch):
@@ -161,19 +172,7 @@ class _Device:
         return jax.lax.scan(lambda sums, b: (add(sums, part(inputs, b)), None), zeros, parts)[0]
 
     def _how(self, stored):
-        if stored.cut is None:
-            return None
-        size = stored.shape[stored.cut]
-        reduce_dtype = self.reduce_dtype or self.dtype
-        return How(self.axis, stored.cut, size, stored.padded, self.dtype, reduce_dtype)
-
-    def _given(self, x, how, stored):
-        """What the loss receives: a stacked array in its shards, for `use`; any other whole."""
-        if self.stage == 3 and stored.stacked:
-            return x
-        if self.stage == 3 and how is not None:
-            return gather_with_transpose(x, how, x.dtype)
-        return cast(x, self.dtype)
+        return How.of(stored, self.mesh, self.axis, self.dtype, self.reduce_dtype)
 
     def _sum(self, grad, how):
         """Over the devices that hold copies: for an array that is not cut, all of them."""

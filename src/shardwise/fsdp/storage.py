@@ -11,20 +11,28 @@ from jax.sharding import PartitionSpec as P
 
 
 class Stored(NamedTuple):
-    """How one array is kept: cut along `cut` (None: whole on every device), padded to `padded`."""
+    """How one array is kept: cut along `cut` (None: whole on every device), padded to `padded`.
+
+    `beside` are the entries of its PartitionSpec over the mesh's other axes.
+    """
 
     path: str
     shape: tuple
     stacked: bool
     cut: int | None
     padded: int | None
+    beside: tuple = ()
 
-    def spec(self, axis):
+    def spec(self, axis: str) -> P:
         """The PartitionSpec of the stored array."""
-        return P() if self.cut is None else P(*[None] * self.cut, axis)
+        if self.cut is None:
+            return P(*self.beside)
+        entries = [*self.beside, *[None] * (self.cut + 1 - len(self.beside))]
+        entries[self.cut] = axis
+        return P(*entries)
 
-    def local_shape(self, n):
-        """What each of `n` devices holds."""
+    def local_shape(self, n: int) -> tuple:
+        """What each of `n` devices along the axis has, together with those beside it."""
         if self.cut is None:
             return self.shape
         return (*self.shape[: self.cut], self.padded // n, *self.shape[self.cut + 1 :])
