@@ -16,8 +16,10 @@ Only what is no Python any more, such as a jaxpr or an exported program, keeps i
 import contextlib
 import contextvars
 import types
+import weakref
 
 import jax
+import jax.numpy as jnp
 
 _MEANINGS = contextvars.ContextVar("shardwise_marks", default=types.MappingProxyType({}))
 _TRACED_UNDER = jax.make_user_context(None)  # the same, hashable, for JAX's caches
@@ -42,6 +44,16 @@ def stage_boundary(x):
     return _apply("stage_boundary", x)
 
 
+def index(axis, size):
+    """The numbers int32 [size], in the whole batch, of a part's entries along `axis`.
+
+    `axis` is "rows", or "sequence". Unbound, the part is the whole: 0 to size - 1. A draw that
+    depends on its key and on these numbers alone is the same however the batch is divided.
+    """
+    meaning = _MEANINGS.get().get("index")
+    return jnp.arange(size, dtype=jnp.int32) if meaning is None else meaning(axis, size)
+
+
 @contextlib.contextmanager
 def bind(**meanings):
     """Give marks a meaning within the block: `bind(use=gather)`; the others keep theirs.
@@ -50,12 +62,12 @@ def bind(**meanings):
       ValueError: a keyword that is no mark.
       TypeError: a meaning without a hash, by which JAX's caches could not tell it from another.
     """
-    known = {"constrain", "use", "stage_boundary"}
+    known = {"constrain", "index", "stage_boundary", "use"}
     if unknown := set(meanings) - known:
         raise ValueError(f"marks.bind: no such mark {sorted(unknown)}; there are {sorted(known)}.")
     bound = {**_MEANINGS.get(), **meanings}
     try:
-        hash(frozenset(bound.items()))
+        value = frozenset((mark, _key(meaning)) for mark, meaning in bound.items())
     except TypeError as error:
         raise TypeError(
             f"marks.bind: a meaning of {sorted(meanings)} has no hash ({error}), and JAX's caches "
@@ -63,10 +75,18 @@ def bind(**meanings):
         ) from error
     token = _MEANINGS.set(bound)
     try:
-        with _TRACED_UNDER(frozenset(bound.items()) or None):
+        with _TRACED_UNDER(value or None):
             yield
     finally:
         _MEANINGS.reset(token)
+
+
+def _key(meaning):
+    """What stands for a meaning in JAX's caches, which keep no function alive that is told by
+    its identity alone: it may hold arrays of a trace that is over.
+    """
+    by_identity = type(meaning).__eq__ is object.__eq__
+    return weakref.ref(meaning) if by_identity else meaning
 
 
 def _apply(mark, x, *args):

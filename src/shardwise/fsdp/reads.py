@@ -6,12 +6,13 @@ another read can give a number without an error, by broadcasting. At true shapes
 device is made, `use` leaves a name in it, and every parameter is followed to where it is read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Literal
+from jax.sharding import PartitionSpec
 
 from shardwise import marks
 from shardwise.fsdp.storage import path_of
@@ -33,14 +34,26 @@ class Received(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """All uses, and by which operation a parameter is read elsewhere: {its number: a name}."""
+    """What was found.
+
+    `elsewhere` says by which operation a parameter is read outside `use`, {its number: a name};
+    `mesh_axes` are those over which the loss lays out an activation itself.
+    """
 
     uses: list[Received]
     elsewhere: dict[int, str]
+    mesh_axes: set[str]
 
 
-def reads(loss: Callable, arrays: Sequence, inner: Sequence[tuple | None], *rest: Any) -> Reads:
-    """Follow the arrays through `loss(arrays, *rest)`, which may be abstract.
+def reads(
+    loss: Callable,
+    arrays: Sequence,
+    inner: Sequence[tuple | None],
+    batch: Any,
+    args: tuple = (),
+    options: Mapping[str, Any] | None = None,
+) -> Reads:
+    """Follow the arrays through `loss(arrays, batch, *args, **options)`; all may be abstract.
 
     `inner` are the shapes of what has to stay together: of one layer, for a stacked array; None
     for an array that is not followed.
@@ -55,18 +68,18 @@ def reads(loss: Callable, arrays: Sequence, inner: Sequence[tuple | None], *rest
             leaves.append(checkpoint_name(x, f"{MARK}{len(given) - 1}"))
         return jax.tree.unflatten(structure, leaves)
 
-    def traced(*args):
+    def traced(arrays, batch, args, options):
         with marks.bind(use=name):
-            return loss(*args)
+            return loss(arrays, batch, *args, **options)
 
-    program = jax.make_jaxpr(traced)(list(arrays), *rest).jaxpr
-    follower = _Follower(inner, {}, {})
+    program = jax.make_jaxpr(traced)(list(arrays), batch, args, options or {}).jaxpr
+    follower = _Follower(inner, {}, {}, set())
     labels = [NOTHING if shape is None else frozenset([i]) for i, shape in enumerate(inner)]
     labels += [NOTHING] * (len(program.invars) - len(labels))
     for owners in follower.run(program, labels):
         follower.read(owners, "the loss's output")
     uses = [Received(*given[i], owners) for i, owners in sorted(follower.uses.items())]
-    return Reads(uses, follower.elsewhere)
+    return Reads(uses, follower.elsewhere, follower.mesh_axes)
 
 
 class _Follower(NamedTuple):
@@ -75,6 +88,7 @@ class _Follower(NamedTuple):
     inner: Sequence[tuple | None]
     uses: dict[int, frozenset[int]]
     elsewhere: dict[int, str]
+    mesh_axes: set[str]
 
     def read(self, owners, operation):
         for owner in owners:
@@ -87,6 +101,7 @@ class _Follower(NamedTuple):
             env[v] = self._whole(v, owners, "a loop over another axis than its layers")
         for eqn in jaxpr.eqns:
             labels = [_label(env, v) for v in eqn.invars]
+            self.mesh_axes.update(_mesh_axes(eqn.params))
             env.update(zip(eqn.outvars, self._through(eqn, labels), strict=True))
         return [_label(env, v) for v in jaxpr.outvars]
 
@@ -164,6 +179,13 @@ def _keeps_inner(eqn, rank):
 
 def _label(env, v):
     return NOTHING if isinstance(v, Literal) else env.get(v, NOTHING)
+
+
+def _mesh_axes(params):
+    """The mesh axes in the specs and shardings of one equation."""
+    for x in jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, PartitionSpec)):
+        spec = x if isinstance(x, PartitionSpec) else getattr(x, "spec", ())
+        yield from (name for name in jax.tree.leaves(tuple(spec)) if isinstance(name, str))
 
 
 def _programs(value):

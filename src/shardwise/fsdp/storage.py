@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -53,7 +54,14 @@ class Sharded:
     axis: str = dataclasses.field(metadata=dict(static=True))
 
 
-def shard(tree, mesh, axis="fsdp", min_size=0, stacked=None):
+def shard(
+    tree: Any,
+    mesh: jax.sharding.Mesh,
+    axis: str = "fsdp",
+    min_size: int = 0,
+    stacked: Callable[[str], bool] | str | None = None,
+    over: Callable[[Any, jax.sharding.Mesh], Any] | None = None,
+) -> Sharded:
     """`tree` as `Sharded` over mesh axis `axis`; inside jit, its arrays are born that way.
 
     Each array of `min_size` elements or more is cut along the axis that wastes the least padding,
@@ -64,15 +72,36 @@ def shard(tree, mesh, axis="fsdp", min_size=0, stacked=None):
     gathered one layer at a time where the loss calls `marks.use`: a predicate on paths, or
     "layers" for NNX parameters whose `logical_axes` leave that axis unnamed.
 
+    `over`, a rule such as `rules.LogicalRules`, lays arrays out over the mesh's other axes: of
+    what it leaves whole, one axis is cut along `axis` (of a bias that it cuts, none is left).
+
     Raises:
-      ValueError: the mesh has no such axis, or `stacked` is neither.
+      ValueError: the mesh has no such axis or is not Auto, `stacked` is neither, or `over` uses
+        `axis`.
     """
     check_axis("fsdp.shard", mesh, axis)
+    leaves = list(leaves_of(tree, stacked))
     layout = tuple(
-        choose(path, jnp.shape(x), is_stacked, mesh.shape[axis], min_size)
-        for path, x, is_stacked in leaves_of(tree, stacked)
+        choose(path, jnp.shape(x), is_stacked, mesh.shape[axis], min_size, beside)
+        for (path, x, is_stacked), beside in zip(
+            leaves, _beside(over, tree, mesh, axis, len(leaves)), strict=True
+        )
     )
     return store(tree, layout, mesh, axis)
+
+
+def _beside(over, tree, mesh, axis, count):
+    """The entries of each array's spec over the other axes."""
+    if over is None:
+        return [()] * count
+    specs = jax.tree.leaves(over(tree, mesh), is_leaf=lambda x: isinstance(x, P))
+    for spec in specs:
+        if axis in jax.tree.leaves(tuple(spec)):
+            raise ValueError(
+                f"fsdp.shard: over= gives {spec}, which uses the axis {axis!r} that is cut here; "
+                f"give a rule for the mesh's other axes alone."
+            )
+    return [tuple(spec) for spec in specs]
 
 
 def unpad(sharded):
@@ -92,8 +121,10 @@ def describe(sharded):
     lines, held, whole = [], 0, 0
     for x, s in pairs_of(sharded):
         true, kept = math.prod(s.shape) * x.dtype.itemsize, x.size * x.dtype.itemsize
-        mine = kept // (1 if s.cut is None else n)
+        axes = jax.tree.leaves(tuple(s.spec(sharded.axis)))
+        mine = kept // math.prod(sharded.mesh.shape[name] for name in axes)
         where = "whole" if s.cut is None else f"axis {s.cut}, {kept - true:,} bytes of padding"
+        where += f", beside it {P(*s.beside)}" if any(s.beside) else ""
         lines.append(f"{s.path:32} {s.shape!s:18} {mine:12,} bytes  {where}")
         held, whole = held + mine, whole + true
     note = " (an axis of size 1: every device holds everything)" if n == 1 else ""
@@ -116,12 +147,13 @@ def leaves_of(tree, stacked):
             yield path, x, bool(named or (callable(stacked) and stacked(path)))
 
 
-def choose(path, shape, stacked, n, min_size):
-    axes = [i for i in range(1 if stacked else 0, len(shape)) if shape[i] > 1]
+def choose(path, shape, stacked, n, min_size, beside=()):
+    taken = {i for i, entry in enumerate(beside) if entry is not None}
+    axes = [i for i in range(1 if stacked else 0, len(shape)) if shape[i] > 1 and i not in taken]
     if not axes or math.prod(shape) < max(min_size, 1):
-        return Stored(path, shape, stacked, None, None)
+        return Stored(path, shape, stacked, None, None, beside)
     cut = min(axes, key=lambda i: (-(-shape[i] // n) * n / shape[i], i))
-    return Stored(path, shape, stacked, cut, -(-shape[cut] // n) * n)
+    return Stored(path, shape, stacked, cut, -(-shape[cut] // n) * n, beside)
 
 
 def store(tree, layout, mesh, axis):
@@ -163,9 +195,37 @@ def path_of(keys):
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
+def check_params(params: Any, mesh: jax.sharding.Mesh, axis: str) -> None:
+    """Raise where these are no parameters for `fsdp.value_and_grad` over this mesh and axis."""
+    who = "fsdp.value_and_grad"
+    if not isinstance(params, Sharded):
+        raise TypeError(
+            f"{who}: the parameters are a {type(params).__name__}; expected what fsdp.shard "
+            f"returns."
+        )
+    for x, s in pairs_of(params):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"{who}: {s.path} is {x.dtype}, which has no gradient; pass keys and counters in "
+                f"the batch or as further arguments."
+            )
+    if (params.mesh, params.axis) != (mesh, axis):
+        raise ValueError(
+            f"{who}: the parameters are sharded along {params.axis!r} of "
+            f"{dict(params.mesh.shape)}, and this function is for {axis!r} of {dict(mesh.shape)}; "
+            f"shard them for the same mesh, devices and axis."
+        )
+
+
 def check_axis(who, mesh, axis):
     if axis not in mesh.shape:
         raise ValueError(
             f"{who}: the mesh has no axis {axis!r}; it has {dict(mesh.shape)}. Make it with "
             f"mesh.make({axis}=-1), or name another axis."
+        )
+    if any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(
+            f"{who}: the mesh has Explicit axes, as jax.make_mesh makes them since JAX 0.9, and "
+            f"what runs here is for Auto ones: make it with mesh.make, or with "
+            f"jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.shape)})."
         )

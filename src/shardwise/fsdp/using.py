@@ -1,13 +1,15 @@
-"""`marks.use` under FSDP: which arrays it gathers, and how."""
+"""What marks mean under FSDP: which arrays `use` gathers and how, and what `constrain` pins."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from shardwise.fsdp.gathering import How, gather
-from shardwise.fsdp.reads import Received, reads
+from shardwise.fsdp.reads import Reads, Received, reads
 from shardwise.fsdp.storage import Sharded, Stored, path_of
 
 
@@ -27,20 +29,14 @@ class Use(NamedTuple):
         return jax.tree.unflatten(structure, gather([x for _, x in flat], hows))
 
 
-def use_of(loss: Callable, params: Sharded, hows: Sequence[How | None], *rest: Any) -> Use:
-    """What `marks.use` has to do in `loss(arrays, *rest)`, which is traced at true shapes.
+def use_of(found: Reads, params: Sharded, hows: Sequence[How | None]) -> Use:
+    """The meaning of `marks.use` for a loss that reads its parameters so.
 
     Raises:
       ValueError: a stacked array that is read elsewhere, or one of which `use` cannot tell how to
         gather it.
     """
     n, layout = params.mesh.shape[params.axis], params.layout
-    inner = [None if how is None else _inner(s) for s, how in zip(layout, hows, strict=True)]
-    arrays = [
-        jax.ShapeDtypeStruct(s.shape, x.dtype if how is None or how.dtype is None else how.dtype)
-        for x, s, how in zip(jax.tree.leaves(params.tree), layout, hows, strict=True)
-    ]
-    found = reads(loss, arrays, inner, *rest)
     for i, operation in found.elsewhere.items():
         if layout[i].stacked:
             raise ValueError(
@@ -54,6 +50,18 @@ def use_of(loss: Callable, params: Sharded, hows: Sequence[How | None], *rest: A
     for received in found.uses:
         _add(known, received, layout, hows, deferred, n)
     return Use(frozenset((key, how) for key, (how, _) in known.items()), deferred)
+
+
+def reads_of(
+    loss: Callable, params: Sharded, hows: Sequence[How | None], dtype: Any, *rest: Any
+) -> Reads:
+    """Where `loss(arrays, *rest)` reads what has a `How`."""
+    arrays = [
+        jax.ShapeDtypeStruct(s.shape, dtype or x.dtype)
+        for x, s in zip(jax.tree.leaves(params.tree), params.layout, strict=True)
+    ]
+    pairs = zip(params.layout, hows, strict=True)
+    return reads(loss, arrays, [None if how is None else _inner(s) for s, how in pairs], *rest)
 
 
 def _add(known, received: Received, layout, hows, deferred, n):
@@ -88,3 +96,26 @@ def _known(known, path, shape):
             f"weights are in shares, must not depend on their shapes."
         )
     return known[path, shape]
+
+
+def pinned(names: Mapping[str, P], mesh: jax.sharding.Mesh, rows: Sequence[str]) -> tuple:
+    """(the meaning of `marks.constrain`, the set of names that it meets): activations by these
+    specs, without the axes over which rows are cut by hand.
+    """
+    shardings = {name: NamedSharding(mesh, _without(spec, rows)) for name, spec in names.items()}
+    seen = set()
+
+    def constrain(x, name):
+        seen.add(name)
+        return jax.lax.with_sharding_constraint(x, shardings[name]) if name in shardings else x
+
+    return constrain, seen
+
+
+def _without(spec, axes):
+    kept = []
+    for entry in spec:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        names = tuple(name for name in names if name not in axes)
+        kept.append(names if len(names) > 1 else names[0] if names else None)
+    return P(*kept)
