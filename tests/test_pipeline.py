@@ -19,6 +19,7 @@ from shardwise import (
     measure,
     mesh,
     model,
+    objective,
     pipeline,
     rules,
     schedules,
@@ -47,7 +48,7 @@ def chain(params, batch, stages, tied=False):
         x = jnp.tanh(x @ params["w"][i]) + x
         x = marks.stage_boundary(x) if i < stages - 1 else x
     x = x @ params["tied"].T if tied else x * params["shift"][None]
-    return jnp.sum(x**2 * batch["mask"][:, None]), jnp.sum(batch["mask"])
+    return objective.Mean(jnp.sum(x**2 * batch["mask"][:, None]), jnp.sum(batch["mask"]))
 
 
 def chain_of(stages, tied=False):
@@ -64,7 +65,7 @@ def chain_of(stages, tied=False):
 
 
 def on_one(loss, params, batch):
-    return jax.jit(train.value_and_grad(loss))(params, batch)
+    return jax.jit(objective.value_and_grad(loss))(params, batch)
 
 
 def check(loss, params, batch, grid, schedule, microbatches, rule=P(), **options):
@@ -318,7 +319,9 @@ def test_muon_takes_whole_matrices():
 
     def loss(params, batch):
         x = marks.stage_boundary(batch["x"] @ params["a"] @ params["rows"][:WIDE])
-        return jnp.sum((x @ params["b"] @ params["rows"][WIDE:]) ** 2), jnp.float32(len(x))
+        return objective.Mean(
+            jnp.sum((x @ params["b"] @ params["rows"][WIDE:]) ** 2), jnp.float32(len(x))
+        )
 
     _, _, batch = chain_of(2)
     draw = np.random.default_rng(0).normal(size=(4 * WIDE, WIDE)).astype("f4")
@@ -345,7 +348,7 @@ MATRIX = optax.contrib.MuonDimensionNumbers()
 def test_arrays_of_two_stages_do_not_meet():
     def loss(params, batch):
         x = marks.stage_boundary(batch["x"] @ params["a"])
-        return jnp.sum((x @ params["b"]) ** 2), jnp.float32(len(x))
+        return objective.Mean(jnp.sum((x @ params["b"]) ** 2), jnp.float32(len(x)))
 
     _, _, batch = chain_of(2)
     params = {"a": np.ones((WIDE, WIDE), "f4"), "b": np.ones((WIDE, WIDE), "f4")}
@@ -423,7 +426,7 @@ def test_ranks_run_at_the_same_time():
 
     def loss(params, batch):
         x = marks.stage_boundary(called(second, batch["x"]) @ params["w"][0])
-        return jnp.sum(called(first, x) @ params["w"][1]), jnp.float32(len(x))
+        return objective.Mean(jnp.sum(called(first, x) @ params["w"][1]), jnp.float32(len(x)))
 
     _, params, batch = chain_of(2)
     function = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
@@ -457,7 +460,7 @@ def test_a_callback_that_fails_is_named():
 
     def loss(params, batch):
         x = marks.stage_boundary(batch["x"] @ params["w"][0])
-        return jnp.sum(called(explode, x) @ params["w"][1]), jnp.float32(1)
+        return objective.Mean(jnp.sum(called(explode, x) @ params["w"][1]), jnp.float32(1))
 
     _, params, batch = chain_of(2)
     function = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
@@ -485,7 +488,7 @@ def test_gpipe_in_one_program_equals_one_device(microbatches):
         x = pipeline.gpipe(stage, TWO, microbatches)(stack, x)
         logits = decoder.head("bse,ev->bsv", decoder.final_norm(x))
         each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        return jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"])
+        return objective.Mean(jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"]))
 
     assert_close(on_one(loss, params, batch), on_one(expected, params, batch))
     with pytest.raises(ValueError, match="8 rows do not split into 3 parts"):
@@ -566,7 +569,7 @@ def test_what_cannot_be_cut_in_two_is_said():
 
     def loss(params, batch):
         x = marks.stage_boundary(batch["x"] @ params["w"][0])
-        return jnp.sum(product(x, params["w"][1]) ** 2), jnp.float32(len(x))
+        return objective.Mean(jnp.sum(product(x, params["w"][1]) ** 2), jnp.float32(len(x)))
 
     _, params, batch = chain_of(2)
     with pytest.warns(UserWarning, match="stage 1: while yields both what the stage before waits"):

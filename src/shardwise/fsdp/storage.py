@@ -209,6 +209,13 @@ def check_params(params: Any, mesh: jax.sharding.Mesh, axis: str) -> None:
                 f"{who}: {s.path} is {x.dtype}, which has no gradient; pass keys and counters in "
                 f"the batch or as further arguments."
             )
+    around = jax.sharding.get_abstract_mesh()
+    if not around.empty and around != mesh.abstract_mesh:
+        raise ValueError(
+            f"{who}: jax.set_mesh has set another mesh, {dict(around.shape)} of axis types "
+            f"{around.axis_types}; set {dict(mesh.shape)} as mesh.make makes it, for which this "
+            f"function is, or none."
+        )
     if (params.mesh, params.axis) != (mesh, axis):
         raise ValueError(
             f"{who}: the parameters are sharded along {params.axis!r} of "

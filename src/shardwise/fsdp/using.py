@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise.fsdp.gathering import How, gather
 from shardwise.fsdp.reads import Reads, Received, reads
-from shardwise.fsdp.storage import Sharded, Stored, path_of
+from shardwise.fsdp.storage import Sharded, Stored, check_axis, path_of
 
 
 class Use(NamedTuple):
@@ -102,6 +102,9 @@ def pinned(names: Mapping[str, P], mesh: jax.sharding.Mesh, rows: Sequence[str])
     """(the meaning of `marks.constrain`, the set of names that it meets): activations by these
     specs, without the axes over which rows are cut by hand.
     """
+    for name, spec in names.items():
+        for axis in jax.tree.leaves(tuple(spec)):
+            check_axis(f"fsdp.value_and_grad, names[{name!r}]", mesh, axis)
     shardings = {name: NamedSharding(mesh, _without(spec, rows)) for name, spec in names.items()}
     seen = set()
 

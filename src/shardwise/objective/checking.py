@@ -50,8 +50,9 @@ def check(
     expected = forward(params, *whole)
     parts = [forward(params, *half) for half in halves]
     tolerance = _tolerance(params)
-    for name in Mean._fields:
-        _compare(name, getattr(expected, name), [getattr(part, name) for part in parts], tolerance)
+    scalar = jax.eval_shape(bare, params, batch, *args, **given)[0].count is None
+    for name, field in [("mean" if scalar else "total", 0), ("count", 1)]:
+        _compare(name, expected[field], [part[field] for part in parts], tolerance)
     grads = [jax.tree_util.tree_flatten_with_path(backward(params, p, expected))[0] for p in halves]
     of_whole = jax.tree.leaves(backward(params, whole, expected))
     for g, (keys, a), (_, b) in zip(of_whole, *grads, strict=True):
