@@ -171,10 +171,10 @@ def test_stacks_with_equal_inner_names():
     def apart(params, batch):
         total = 0 * jnp.sum(batch["x"])
         for name in "ab":
-            part = lambda x, w, name=name: (
-                x + rows_of(batch) * jnp.sum(pick(w, name)["w"] ** 2),
-                None,
-            )  # noqa: E731
+
+            def part(x, w, name=name):
+                return x + rows_of(batch) * jnp.sum(pick(w, name)["w"] ** 2), None
+
             total = jax.lax.scan(part, total, params[name])[0]
         return objective.Mean(total, rows_of(batch))
 

@@ -12,16 +12,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise.fsdp.storage import Stored, pad_axis
+from shardwise.fsdp.storage import Sharded, Stored, pad_axis
 
 SMALL = 2**14  # elements of a whole array, below which it travels with others
 
 
 class How(NamedTuple):
-    """How one array is gathered, and its gradient reduced; `beside` is its layout on other axes."""
+    """How one array is gathered, and its gradient reduced.
+
+    `beside` is its spec over `others`, the mesh axes that the compiler has; None without them.
+    """
 
     axis: str
     cut: int
@@ -29,25 +31,24 @@ class How(NamedTuple):
     padded: int
     dtype: Any
     reduce_dtype: Any
-    beside: NamedSharding | None = None
+    beside: P | None = None
+    others: frozenset[str] = frozenset()
 
     @classmethod
-    def of(
-        cls, stored: Stored, mesh: Any, axis: str, dtype: Any, reduce_dtype: Any
-    ) -> "How | None":
+    def of(cls, stored: Stored, params: Sharded, dtype: Any, reduce_dtype: Any, rows: Sequence):
         """That of an array that is kept so; None for one that every device holds whole."""
         if stored.cut is None:
             return None
-        beside = NamedSharding(mesh, P(*stored.beside)) if any(stored.beside) else None
-        size = stored.shape[stored.cut]
-        return cls(axis, stored.cut, size, stored.padded, dtype, reduce_dtype or dtype, beside)
+        beside = P(*stored.beside) if any(stored.beside) else None
+        others = frozenset(params.mesh.shape) - {*rows}
+        size, dtypes = stored.shape[stored.cut], (dtype, reduce_dtype or dtype)
+        return cls(params.axis, stored.cut, size, stored.padded, *dtypes, beside, others)
 
     def shifted(self, by: int) -> "How":
         """The same for an array with `by` more leading axes (below 0: fewer)."""
         beside = self.beside
         if beside is not None:
-            entries = [None] * max(by, 0) + list(beside.spec)[max(-by, 0) :]
-            beside = NamedSharding(beside.mesh, P(*entries))
+            beside = P(*[None] * max(by, 0), *list(beside)[max(-by, 0) :])
         return self._replace(cut=self.cut + by, beside=beside)
 
 
@@ -115,17 +116,13 @@ def _gathered(xs, hows):
     """One collective for these arrays."""
     xs = [cast(x, how.dtype) for x, how in zip(xs, hows, strict=True)]
     if len(xs) == 1:
-        whole = [jax.lax.all_gather(xs[0], hows[0].axis, axis=hows[0].cut, tiled=True)]
+        whole = [_by_hand(jax.lax.all_gather, hows[0], axis=hows[0].cut)(xs[0])]
     else:
         flat = jax.lax.all_gather(jnp.concatenate([x.ravel() for x in xs]), hows[0].axis)
         parts = _pieces(flat, [x.size for x in xs])
         whole = [_joined(p, x, how) for p, x, how in zip(parts, xs, hows, strict=True)]
-    return [_trimmed(x, how) for x, how in zip(whole, hows, strict=True)]
-
-
-def _trimmed(x, how):
-    x = jax.lax.slice_in_dim(x, 0, how.size, axis=how.cut)
-    return x if how.beside is None else jax.lax.with_sharding_constraint(x, how.beside)
+    pairs = zip(whole, hows, strict=True)
+    return [jax.lax.slice_in_dim(x, 0, how.size, axis=how.cut) for x, how in pairs]
 
 
 def _joined(part, x, how):
@@ -141,13 +138,25 @@ def _scattered(grads, hows):
     grads = [pad_axis(cast(g, how.reduce_dtype), how.cut, how.padded) for g, how in pairs]
     axis = hows[0].axis
     if len(grads) == 1:
-        return [jax.lax.psum_scatter(grads[0], axis, scatter_dimension=hows[0].cut, tiled=True)]
+        scatter = _by_hand(jax.lax.psum_scatter, hows[0], scatter_dimension=hows[0].cut)
+        return [scatter(grads[0])]
     n = jax.lax.axis_size(axis)
     rows = [_divided(g, how, n) for g, how in zip(grads, hows, strict=True)]
     flat = jnp.concatenate([r.reshape(n, -1) for r in rows], axis=1)
     flat = jax.lax.psum_scatter(flat, axis, scatter_dimension=0)
     parts = _pieces(flat, [math.prod(r.shape[1:]) for r in rows])
     return [part.reshape(r.shape[1:]) for part, r in zip(parts, rows, strict=True)]
+
+
+def _by_hand(collective, how, **options):
+    """The collective, by hand over the other axes too: where these are left to the compiler, it
+    gathers the array over them first, and sends all of it.
+    """
+    function = functools.partial(collective, axis_name=how.axis, tiled=True, **options)
+    if how.beside is None:
+        return function
+    given = dict(in_specs=how.beside, out_specs=how.beside, axis_names=how.others)
+    return jax.shard_map(function, check_vma=False, **given)
 
 
 def _divided(g, how, n):

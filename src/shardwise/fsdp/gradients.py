@@ -121,7 +121,7 @@ class _Device:
     names: Mapping | None
 
     def __call__(self, params, shapes, shards, batch, numbers, args, key):
-        told = self.mesh, self.rows[-1], self.dtype, self.reduce_dtype
+        told = params, self.dtype, self.reduce_dtype, self.rows
         hows = [How.of(s, *told) for s in params.layout]
         parts = [objective.split(tree, self.microbatches) for tree in (batch, numbers)]
         inputs, at_use = shards, hows

@@ -110,9 +110,15 @@ def pinned(names: Mapping[str, P], mesh: jax.sharding.Mesh, rows: Sequence[str])
 
     def constrain(x, name):
         seen.add(name)
-        return jax.lax.with_sharding_constraint(x, shardings[name]) if name in shardings else x
+        return _constrained(x, shardings[name]) if name in shardings else x
 
     return constrain, seen
+
+
+def _constrained(x, sharding):
+    if jax.__version_info__ >= (0, 8):  # where the mesh has to be the one of the shard_map around
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), sharding.spec)
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _without(spec, axes):
