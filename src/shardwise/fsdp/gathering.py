@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardwise.fsdp.storage import pad_axis, path_of
+from shardwise import tree as trees
+from shardwise.fsdp.storage import pad_axis
 
 
 class How(NamedTuple):
@@ -58,11 +59,10 @@ class Use:
         self.n, self.dtype, self.met = n, dtype, set()
 
     def __call__(self, weights):
-        flat, structure = jax.tree_util.tree_flatten_with_path(weights)
         if not self.stacked:
             return weights
-        leaves = [self._layer(path_of(keys), x) for keys, x in flat]
-        return jax.tree.unflatten(structure, leaves)
+        leaves = [self._layer(path, x) for path, x in trees.leaves(weights)]
+        return jax.tree.unflatten(jax.tree.structure(weights), leaves)
 
     def _layer(self, path, x):
         """One array of one layer: found by its path within the stack, and its shape."""

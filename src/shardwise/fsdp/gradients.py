@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks
+from shardwise import tree as trees
 from shardwise.fsdp.gathering import How, Use, all_gather, cast, gather_with_transpose, scatter
-from shardwise.fsdp.storage import Sharded, check_axis, path_of, rebuild
+from shardwise.fsdp.storage import Sharded, check_axis, rebuild
 
 
 def value_and_grad(
@@ -227,10 +228,10 @@ def _check_params(params, mesh, axis):
 
 
 def _check_rows(batch, parts):
-    for keys, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
+    for path, x in trees.leaves(batch):
         if jnp.ndim(x) == 0 or jnp.shape(x)[0] % parts:
             raise ValueError(
-                f"fsdp.value_and_grad: {path_of(keys) or 'the batch'} of shape {jnp.shape(x)} does "
+                f"fsdp.value_and_grad: {path or 'the batch'} of shape {jnp.shape(x)} does "
                 f"not split into {parts} parts (devices times microbatches) along its rows; add "
                 f"masked rows, with fsdp.pad(batch, {parts}) and a loss of (total, count)."
             )

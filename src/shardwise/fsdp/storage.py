@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardwise import tree as trees
+
 
 class Stored(NamedTuple):
     """How one array is kept: cut along `cut` (None: whole on every device), padded to `padded`."""
@@ -99,13 +101,11 @@ def leaves_of(tree, stacked):
         raise ValueError(
             f"fsdp.shard: stacked={stacked!r}; expected a predicate on paths, or 'layers'."
         )
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)
-    for keys, leaf in flat:
-        path = path_of(keys)
-        axes = leaf.get_metadata().get("logical_axes") if _is_variable(leaf) else None
-        for x in jax.tree.leaves(leaf):
-            named = stacked == "layers" and axes is not None and len(axes) < jnp.ndim(x)
-            yield path, x, bool(named or (callable(stacked) and stacked(path)))
+    for keys, x, box in trees.walk(tree):
+        path = "/".join(keys)
+        axes = box.get_metadata().get("logical_axes") if hasattr(box, "get_metadata") else None
+        named = stacked == "layers" and axes is not None and len(axes) < jnp.ndim(x)
+        yield path, x, bool(named or (callable(stacked) and stacked(path)))
 
 
 def choose(path, shape, stacked, n, min_size):
@@ -141,18 +141,6 @@ def pad_axis(x, axis, size):
 
 def _cut_to(x, shape, axis):
     return x if axis is None else jax.lax.slice_in_dim(x, 0, shape[axis], axis=axis)
-
-
-def _is_variable(x):
-    return hasattr(x, "get_metadata")  # an NNX variable; this module needs no Flax
-
-
-def path_of(keys):
-    """blocks/q/kernel, for dicts, tuples and NNX states, whose variables add a last "value"."""
-    last = keys[-1] if keys else None
-    if isinstance(last, jax.tree_util.GetAttrKey) and last.name == "value":
-        keys = keys[:-1]
-    return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
 def check_axis(who, mesh, axis):

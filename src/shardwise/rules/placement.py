@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardwise.rules.leaves import fill, key_name
+from shardwise import tree as trees
+from shardwise.rules.leaves import fill
 from shardwise.rules.rule import as_rule
 
 _MESH = contextvars.ContextVar("shardwise_rules_mesh", default=None)
@@ -28,7 +29,7 @@ def shardings(rule, tree, mesh):
         except (TypeError, ValueError) as error:
             if not where:
                 raise
-            path = "/".join(map(key_name, where))
+            path = trees.path(where)
             raise type(error)(f"At {path}: {error}") from error
 
     def whole(rule, part):
