@@ -185,6 +185,29 @@ def test_constraints_move_what_lies_elsewhere_and_in_rules_refuse_it():
         jax.jit(inside)(tree)
 
 
+def test_arguments_may_hold_none():
+    tree = {"a": None, "w": rules.place(jnp.ones((8, 4)), P("model"), MESH)}
+    add = lambda tree, y: tree["w"] + (0 if y is None else y)  # noqa: E731
+    move = rules.jit(add, MESH, arg_constraints=P("fsdp"))
+    assert move(tree, None).sharding.is_equivalent_to(NamedSharding(MESH, P("fsdp")), 2)
+    assert move(tree, 1.0).sharding.is_equivalent_to(NamedSharding(MESH, P("fsdp")), 2)
+    part = rules.jit(add, MESH, arg_constraints=({"a": None, "w": P("fsdp")}, None))
+    assert part(tree, 1.0).sharding.is_equivalent_to(NamedSharding(MESH, P("fsdp")), 2)
+    refuse = rules.jit(add, MESH, (P("fsdp"), None))
+    with pytest.raises(ValueError, match=r"argument 0/w lies as .*model.*expects.*fsdp.*place it"):
+        refuse(tree, None)
+
+
+def test_a_mesh_of_explicit_axes_is_named():
+    """JAX's own default since 0.9."""
+    explicit = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with pytest.raises(ValueError, match=r"rules.jit: the mesh has Explicit axes, .*mesh.make"):
+        rules.jit(lambda x: x, explicit)
+    add = rules.jit(lambda x: rules.constrain_tree(x + 1, P("fsdp")), MESH, P("fsdp"))
+    with jax.set_mesh(MESH):
+        assert add(np.ones((8, 4))).sharding.is_equivalent_to(NamedSharding(MESH, P("fsdp")), 2)
+
+
 def test_mistakes_in_the_call_are_named():
     def f(x, y):
         return x + y

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwise.fsdp.storage import path_of
+from shardwise import tree as trees
 
 
 def pad(batch: dict, n: int, mask: str = "mask") -> dict:
@@ -25,10 +25,10 @@ def pad(batch: dict, n: int, mask: str = "mask") -> dict:
 
 def check_rows(batch: Any, parts: int) -> None:
     """Raise where an array of the batch does not split into so many parts."""
-    for keys, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
+    for path, x in trees.leaves(batch):
         if jnp.ndim(x) == 0 or jnp.shape(x)[0] % parts:
             raise ValueError(
-                f"fsdp.value_and_grad: {path_of(keys) or 'the batch'} of shape {jnp.shape(x)} does "
+                f"fsdp.value_and_grad: {path or 'the batch'} of shape {jnp.shape(x)} does "
                 f"not split into {parts} parts (devices times microbatches) along its rows; add "
                 f"masked rows: fsdp.pad(batch, {parts}), and a loss that returns objective.Mean."
             )

@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from shardwise import marks
-from shardwise.fsdp.storage import path_of
+from shardwise import tree as trees
 
 MARK = "shardwise use "
 NOTHING: frozenset[int] = frozenset()
@@ -61,12 +61,11 @@ def reads(
     given = []
 
     def name(weights):
-        flat, structure = jax.tree_util.tree_flatten_with_path(weights)
         leaves = []
-        for keys, x in flat:
-            given.append((path_of(keys), jax.numpy.shape(x)))
+        for path, x in trees.leaves(weights):
+            given.append((path, jax.numpy.shape(x)))
             leaves.append(checkpoint_name(x, f"{MARK}{len(given) - 1}"))
-        return jax.tree.unflatten(structure, leaves)
+        return jax.tree.unflatten(jax.tree.structure(weights), leaves)
 
     def traced(arrays, batch, args, options):
         with marks.bind(use=name):

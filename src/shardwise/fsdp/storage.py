@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardwise import tree as trees
+from shardwise.mesh import check_auto
+
 
 class Stored(NamedTuple):
     """How one array is kept: cut along `cut` (None: whole on every device), padded to `padded`.
@@ -70,7 +73,8 @@ def shard(
     arrays that are not cut (scalars among them), and padding: of an axis of s elements, below n/s
     of the array. `stacked` says which arrays have a leading axis of layers, never cut, to be
     gathered one layer at a time where the loss calls `marks.use`: a predicate on paths, or
-    "layers" for NNX parameters whose `logical_axes` leave that axis unnamed.
+    "layers" for parameters that carry names (NNX metadata, Linen's boxes), of which the first is
+    "layers", or which leave the first axis unnamed.
 
     `over`, a rule such as `rules.LogicalRules`, lays arrays out over the mesh's other axes: of
     what it leaves whole, one axis is cut along `axis` (of a bias that it cuts, none is left).
@@ -81,6 +85,13 @@ def shard(
     """
     check_axis("fsdp.shard", mesh, axis)
     leaves = list(leaves_of(tree, stacked))
+    if stacked == "layers" and not any(is_stacked for _, _, is_stacked in leaves):
+        raise ValueError(
+            "fsdp.shard: stacked='layers' finds no array with an axis of layers: none carries "
+            "names, in NNX metadata or Linen's boxes, of which one is 'layers' or the first axis "
+            "has none. Give stacked= a predicate on paths, such as "
+            "lambda path: path.startswith('layers/')."
+        )
     layout = tuple(
         choose(path, jnp.shape(x), is_stacked, mesh.shape[axis], min_size, beside)
         for (path, x, is_stacked), beside in zip(
@@ -138,13 +149,14 @@ def leaves_of(tree, stacked):
         raise ValueError(
             f"fsdp.shard: stacked={stacked!r}; expected a predicate on paths, or 'layers'."
         )
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)
-    for keys, leaf in flat:
-        path = path_of(keys)
-        axes = leaf.get_metadata().get("logical_axes") if _is_variable(leaf) else None
-        for x in jax.tree.leaves(leaf):
-            named = stacked == "layers" and axes is not None and len(axes) < jnp.ndim(x)
-            yield path, x, bool(named or (callable(stacked) and stacked(path)))
+    for keys, x, box in trees.walk(tree):
+        path, axes = "/".join(keys), trees.axis_names(box)
+        named = stacked == "layers" and axes is not None and _has_layers(axes, jnp.ndim(x))
+        yield path, x, bool(named or (callable(stacked) and stacked(path)))
+
+
+def _has_layers(axes, rank):
+    return len(axes) < rank or bool(axes and axes[0] == trees.LAYERS)
 
 
 def choose(path, shape, stacked, n, min_size, beside=()):
@@ -183,18 +195,6 @@ def _cut_to(x, shape, axis):
     return x if axis is None else jax.lax.slice_in_dim(x, 0, shape[axis], axis=axis)
 
 
-def _is_variable(x):
-    return hasattr(x, "get_metadata")  # an NNX variable; this module needs no Flax
-
-
-def path_of(keys):
-    """blocks/q/kernel, for dicts, tuples and NNX states, whose variables add a last "value"."""
-    last = keys[-1] if keys else None
-    if isinstance(last, jax.tree_util.GetAttrKey) and last.name == "value":
-        keys = keys[:-1]
-    return jax.tree_util.keystr(keys, simple=True, separator="/")
-
-
 def check_params(params: Any, mesh: jax.sharding.Mesh, axis: str) -> None:
     """Raise where these are no parameters for `fsdp.value_and_grad` over this mesh and axis."""
     who = "fsdp.value_and_grad"
@@ -230,9 +230,4 @@ def check_axis(who, mesh, axis):
             f"{who}: the mesh has no axis {axis!r}; it has {dict(mesh.shape)}. Make it with "
             f"mesh.make({axis}=-1), or name another axis."
         )
-    if any(kind != jax.sharding.AxisType.Auto for kind in mesh.axis_types):
-        raise ValueError(
-            f"{who}: the mesh has Explicit axes, as jax.make_mesh makes them since JAX 0.9, and "
-            f"what runs here is for Auto ones: make it with mesh.make, or with "
-            f"jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.shape)})."
-        )
+    check_auto(who, mesh)

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardwise import tree as trees
 from shardwise.fsdp.gathering import How, gather
 from shardwise.fsdp.reads import Reads, Received, reads
-from shardwise.fsdp.storage import Sharded, Stored, check_axis, path_of
+from shardwise.fsdp.storage import Sharded, Stored, check_axis
 
 
 class Use(NamedTuple):
@@ -23,9 +24,9 @@ class Use(NamedTuple):
     deferred: tuple[bool, ...]
 
     def __call__(self, weights):
-        flat, structure = jax.tree_util.tree_flatten_with_path(weights)
+        flat, structure = trees.leaves(weights), jax.tree.structure(weights)
         known = dict(self.hows)
-        hows = [_known(known, path_of(keys), jnp.shape(x)) for keys, x in flat]
+        hows = [_known(known, path, jnp.shape(x)) for path, x in flat]
         return jax.tree.unflatten(structure, gather([x for _, x in flat], hows))
 
 
