@@ -49,15 +49,15 @@ MODELS = {
 
 
 def ours(bench, losses):
-    """Stage 3, gathering layers again; and stage 1, which gathers all at once."""
+    """ZeRO-3, gathering layers again; and ZeRO-1, which gathers all at once."""
     again, plain, unread = losses()
     for name, loss in again.items():
         yield variant(bench, f"fsdp, {name}", loss, 3, unread)
-    yield variant(bench, "fsdp, stage 1", plain, 1, unread)
+    yield variant(bench, "fsdp, zero=1", plain, 1, unread)
 
 
-def variant(bench, name, loss, stage, unread):
-    mean_and_grad = fsdp.value_and_grad(loss, bench.mesh, stage=stage)
+def variant(bench, name, loss, zero, unread):
+    mean_and_grad = fsdp.value_and_grad(loss, bench.mesh, zero=zero)
 
     def step(params, opt_state, batch):
         mean, grads = mean_and_grad(params, batch)
@@ -68,7 +68,7 @@ def variant(bench, name, loss, stage, unread):
     state = fsdp.init(bench.optimizer, params)
     step = jax.jit(step, donate_argnums=(0, 1))
     row = rounds.Variant(
-        name, step, params, state, bench.batch, expected_bytes(bench, stage, unread)
+        name, step, params, state, bench.batch, expected_bytes(bench, zero, unread)
     )
     assert row.sent.ring_bytes == row.limit, f"{name}: {row.sent.ring_bytes}, not {row.limit}"
     held = set(measure.bytes_on_devices(row.state).values())
@@ -77,14 +77,14 @@ def variant(bench, name, loss, stage, unread):
     return row
 
 
-def expected_bytes(bench, stage, unread):
+def expected_bytes(bench, zero, unread):
     """Ring bytes of a step: gathers, once more for layers that are gathered again, and gradients.
 
     Every array of these models divides by eight. 8 bytes are the total and the count.
     """
     sizes = {path: x.nbytes for path, x in rules.named_leaves(bench.params)}
     layers = {path for path in sizes if path.startswith("blocks/") and path != unread}
-    again = sum(sizes[path] for path in layers) if stage == 3 else 0
+    again = sum(sizes[path] for path in layers) if zero == 3 else 0
     return (2 * sum(sizes.values()) + again + 2 * 8) * 7 / 8
 
 

@@ -178,6 +178,27 @@ def test_marks_of_several_arrays_and_within_jit_are_seen():
     assert_close(alone(loss, params, draw(ROWS, WIDE)), expected)
 
 
+def test_a_block_under_jit_counts_each_time_it_is_called():
+    """One trace for all three calls; the marks have two leaves each."""
+
+    @jax.jit
+    def block(x, w):
+        x, y = marks.stage_boundary((jnp.tanh(x @ w), x))
+        return x + y
+
+    def loss(params, x):
+        for i in range(3):
+            x = block(x, params["w"][i])
+        return jnp.sum(x**2), jnp.float32(1)
+
+    params, x = {"w": draw(3, WIDE, WIDE)}, draw(ROWS, WIDE)
+    for _ in range(2):
+        parts = cut.stages(loss, params, x)[0]
+        assert len(parts) == 4
+        assert [len(s.carry) for s in parts] == [0, 2, 2, 2]
+    check(loss, params, x)
+
+
 def test_a_mark_that_cannot_be_cut_at_is_named():
     def inside(wrap):
         def loss(params, x):

@@ -82,7 +82,7 @@ def test_the_simulation_is_what_fsdp_compiles(stage, again):
 
     adam, size = optax.adam(1e-3), 0 if stage else 10**9
     params = fsdp.shard(stack, line, min_size=size, stacked=lambda path: True)
-    run = fsdp.value_and_grad(loss, line, stage=stage or 3)
+    run = fsdp.value_and_grad(loss, line, zero=stage or 3)
 
     def step(params, state, batch):
         mean, grads = run(params, batch)

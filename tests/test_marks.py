@@ -1,8 +1,11 @@
+import dataclasses
 import threading
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from shardwise import marks
 
@@ -47,4 +50,76 @@ def test_another_thread_does_not_see_the_binding():
 def test_an_unknown_mark_is_named():
     with pytest.raises(ValueError, match=r"no such mark \['gather'\]; there are .*'use'"):
         with marks.bind(gather=lambda x: x):
+            pass
+
+
+def _marked(x):
+    TRACED.append(1)
+    return marks.constrain(x, "here")
+
+
+TRACED = []
+CARRIED = lambda x, _: (_marked(x), None)  # noqa: E731
+ONCE = lambda x: _marked(x) + 1  # noqa: E731
+BELOW = lambda x: x < 1  # noqa: E731
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return _marked(x)
+
+
+LINEN = nn.remat(Linen)()
+JITTED, VMAPPED = jax.jit(_marked), jax.vmap(jax.jit(_marked))
+
+# Each is one object, whose trace JAX keeps; `while` adds 1 so that it ends.
+KEPT = {
+    "jit": (JITTED, 0),
+    "vmap of jit": (lambda x: VMAPPED(x[None])[0], 0),
+    "scan": (lambda x: jax.lax.scan(CARRIED, x, jnp.zeros(1))[0], 0),
+    "remat": (jax.checkpoint(_marked), 0),
+    "cond": (lambda x: jax.lax.cond(x < 1, _marked, _marked, x), 0),
+    "while": (lambda x: jax.lax.while_loop(BELOW, ONCE, x), 1),
+    "nnx.jit": (nnx.jit(_marked), 0),
+    "nnx.remat": (nnx.remat(_marked), 0),
+    "linen.remat": (lambda x: LINEN.apply({}, x), 0),
+    "gradient": (lambda x: jax.value_and_grad(JITTED)(x)[0], 0),
+}
+
+
+@pytest.mark.parametrize(("function", "extra"), KEPT.values(), ids=KEPT)
+def test_what_jax_keeps_of_a_trace_is_not_used_under_other_meanings(function, extra):
+    add = [lambda x, name, y=y: x + y for y in (0, 10, 20)]
+    for y in (0, 10, 20, 10, 0):
+        with marks.bind(constrain=add[y // 10]):
+            assert function(jnp.float32(0)) == y + extra, y
+        assert function(jnp.float32(0)) == extra
+
+
+def test_equal_meanings_trace_once():
+    block = jax.jit(_marked)
+    for _ in range(3):
+        with marks.bind(constrain=_Add(2)):
+            assert block(jnp.float32(1)) == 3
+    before = len(TRACED)
+    with marks.bind(constrain=_Add(2)):
+        block(jnp.float32(1))
+    assert len(TRACED) == before
+    with marks.bind(constrain=_Add(2), use=lambda w: w):
+        block(jnp.float32(1))
+    assert len(TRACED) == before + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _Add:
+    number: int
+
+    def __call__(self, x, name):
+        return x + self.number
+
+
+def test_a_meaning_without_a_hash_is_named():
+    with pytest.raises(TypeError, match=r"a meaning of \['constrain'\] has no hash \(unhashable"):
+        with marks.bind(constrain=_Add([1])):
             pass

@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import measure, mesh, model, rules
+from shardwise import fsdp, measure, mesh, model, rules
 
 mesh.simulate(8)
 CONFIG = model.Config(embed=16, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=24, vocab=32)
@@ -146,9 +146,23 @@ def test_fsdp_cuts_the_largest_axis_that_divides(shapes, size, ties, stacked):
 
 
 def test_a_tie_goes_to_the_last_axis_unless_told_otherwise():
-    tree = {"w": jnp.zeros((64, 64, 8))}
+    tree = {"w": jnp.zeros((256, 256))}
     assert specs(rules.FSDPRule("fsdp"), tree) == {"w": P(None, "fsdp")}
     assert specs(rules.FSDPRule("fsdp", ties="first"), tree) == {"w": P("fsdp")}
+
+
+def test_what_may_be_layers_is_not_cut_unless_somebody_says_so():
+    plain = {"w": jnp.zeros((64, 32, 8)), "v": jnp.zeros((64, 8))}
+    found = specs(rules.FSDPRule("fsdp", min_size=1), plain)
+    assert found == {"w": P(None, "fsdp"), "v": P("fsdp")}
+    said = rules.FSDPRule("fsdp", min_size=1, stacked=lambda path: False)
+    assert specs(said, plain)["w"] == P("fsdp")
+    only = {"w": jnp.zeros((64, 3, 3))}
+    assert specs(said, only) == {"w": P("fsdp")}
+    with pytest.raises(
+        ValueError, match=r"w of shape \(64, 3, 3\) has no .*axis may be one of lay"
+    ):
+        specs(rules.FSDPRule("fsdp", min_size=1), only)
 
 
 def test_layers_are_never_cut_unless_the_table_says_so():
@@ -186,6 +200,38 @@ def test_a_trees_own_names_reach_fsdp_over_them():
     logical = rules.LogicalRules(TABLE, names={"w": ("embed", "mlp")})
     found = specs(rules.FSDPRule("fsdp", min_size=1, over=logical), tree)
     assert found == {"w": P(None, "fsdp", "model")}  # and not along the 8 layers
+
+
+def test_names_that_models_carry_already():
+    """Those of nnx.with_partitioning, alone and stacked, and of Linen's boxes."""
+    getattr(nnx, "use_eager_sharding", lambda _: None)(False)
+    init = nnx.with_partitioning(nnx.initializers.ones, ("embed", "mlp"))
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.dense = nnx.Linear(8, 16, use_bias=False, kernel_init=init, rngs=rngs)
+
+    def stacked(named):
+        how = {"transform_metadata": {nnx.PARTITION_NAME: "layers"}} if named else {}
+        make = nnx.vmap(lambda key: Layer(nnx.Rngs(params=key)), **how)
+        return nnx.state(nnx.eval_shape(lambda: make(jax.random.split(jax.random.key(0), 4))))
+
+    one = nnx.state(nnx.eval_shape(lambda: Layer(nnx.Rngs(0))))
+    assert specs(TENSOR, one) == {"dense/kernel": P(None, "model")}
+    boxed = linen.with_partitioning(linen.initializers.ones, ("embed", "mlp"))
+    dense = linen.Dense(16, use_bias=False, kernel_init=boxed)
+    found = jax.eval_shape(dense.init, jax.random.key(0), jnp.ones((1, 8)))
+    assert specs(TENSOR, found) == {"params/kernel": P(None, "model")}
+    for named in True, False:
+        tree = stacked(named)
+        assert specs(TENSOR, tree) == {"dense/kernel": P(None, None, "model")}
+        cut = specs(rules.FSDPRule("fsdp", min_size=1), tree)
+        assert cut == {"dense/kernel": P(None, None, "fsdp")}
+        arrays = jax.tree.map(lambda x: jnp.ones(x.shape), tree)
+        [stored] = fsdp.shard(arrays, mesh.make(fsdp=8), stacked="layers").layout
+        assert stored.stacked and stored.cut == 1
+    with pytest.raises(ValueError, match="stacked='layers' finds no array with an axis of layers"):
+        fsdp.shard({"w": jnp.ones((4, 8, 8))}, mesh.make(fsdp=8), stacked="layers")
 
 
 def test_activation_specs_by_logical_axes():
@@ -310,6 +356,30 @@ def test_every_user_function_is_a_rule():
         for use in rules.describe, rules.shardings:
             with pytest.raises(ValueError, match=message):
                 use(wrong, ARRAY, MESH)
+
+
+def test_trees_may_hold_none():
+    tree = {"a": None, "w": jnp.zeros((8, 4)), "z": [None, jnp.zeros(8)]}
+    want = {"w": P("fsdp"), "z/1": P("fsdp")}
+    for rule in (lambda tree, m: jax.tree.map(lambda _: P("fsdp"), tree)), P("fsdp"):
+        assert specs(rule, tree) == want
+        assert specs({"a": None, "w": rule, "z": rule}, tree) == want
+    assert rules.place(tree, P("fsdp"), MESH)["a"] is None
+
+
+def test_a_tree_of_rules_that_does_not_fit_is_told_without_its_arrays():
+    tree = {"a": {"w": jnp.zeros((1000, 100))}, "b": jnp.zeros(3)}
+    for rule, message in [
+        (
+            {"a": {"w": {"deep": P()}}, "b": P()},
+            r"at a/w: there it has dict with \['deep'\], and the tree has an array of shape \(1000",
+        ),
+        ({"a": P()}, r"at its top: there it has dict with \['a'\], and .* dict with \['a', 'b'\]"),
+        ([P(), P()], r"at its top: there it has list with \['0', '1'\], and the tree has dict"),
+    ]:
+        with pytest.raises(ValueError, match=message) as raised:
+            rules.shardings(rule, tree, MESH)
+        assert len(str(raised.value)) < 300
 
 
 def test_a_reason_may_be_left_out():

@@ -4,6 +4,7 @@ import sys
 import textwrap
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -132,6 +133,41 @@ def test_names_bind_marks_for_this_function_only():
     assert by_rule(x).sharding.is_equivalent_to(NamedSharding(MESH, P("fsdp")), 2)
 
 
+def _pinned(x, _):
+    return marks.constrain(x * 2, "hidden"), None
+
+
+def _constrained(x, _):
+    return rules.constrain_tree(x * 2, P("fsdp", "model")), None
+
+
+def test_what_jax_keeps_of_a_trace_has_the_names_and_the_mesh_of_now():
+    """A scanned body, and a jitted block, that stand at a module's top level."""
+    x = np.ones((8, 4), np.float32)
+    block = jax.jit(lambda x: _pinned(x, None)[0])
+    scanned = lambda x: jax.lax.scan(_pinned, x, None, length=2)[0]  # noqa: E731
+    for f in block, scanned, lambda x: block(x) + 1, jax.jit(scanned):
+        for spec in P("fsdp", "model"), P("model", "fsdp"):
+            pinned = rules.jit(f, MESH, P(), names={"hidden": spec})
+            assert pinned(x).sharding.is_equivalent_to(NamedSharding(MESH, spec), 2)
+            assert rules.jit(f, MESH, P())(x).sharding.is_fully_replicated
+            assert f(x).sharding.num_devices == 1
+
+    other = mesh.make(model=4, fsdp=2)
+    for m in MESH, other:
+        out = rules.jit(lambda x: jax.lax.scan(_constrained, x, None, length=2)[0], m)(x)
+        assert out.sharding.is_equivalent_to(NamedSharding(m, P("fsdp", "model")), 2)
+
+
+def test_what_hides_its_marks_is_named():
+    def f(x):
+        return marks.constrain(x * 2, "hidden")
+
+    traced = jax.extend.core.jaxpr_as_fun(jax.make_jaxpr(f)(jnp.ones(8)))
+    with pytest.raises(ValueError, match=r"which .* never marks; .*A jaxpr or an exported program"):
+        rules.jit(lambda x: traced(x)[0], MESH, names={"hidden": P()})(jnp.ones(8))
+
+
 def test_constraints_move_what_lies_elsewhere_and_in_rules_refuse_it():
     tree = {"w": rules.place(jnp.ones((8, 4)), P("model"), MESH), "n": 3}
     wants = ({"w": FSDP, "n": None},)
@@ -149,6 +185,29 @@ def test_constraints_move_what_lies_elsewhere_and_in_rules_refuse_it():
         jax.jit(inside)(tree)
 
 
+def test_arguments_may_hold_none():
+    tree = {"a": None, "w": rules.place(jnp.ones((8, 4)), P("model"), MESH)}
+    add = lambda tree, y: tree["w"] + (0 if y is None else y)  # noqa: E731
+    move = rules.jit(add, MESH, arg_constraints=P("fsdp"))
+    assert move(tree, None).sharding.is_equivalent_to(NamedSharding(MESH, P("fsdp")), 2)
+    assert move(tree, 1.0).sharding.is_equivalent_to(NamedSharding(MESH, P("fsdp")), 2)
+    part = rules.jit(add, MESH, arg_constraints=({"a": None, "w": P("fsdp")}, None))
+    assert part(tree, 1.0).sharding.is_equivalent_to(NamedSharding(MESH, P("fsdp")), 2)
+    refuse = rules.jit(add, MESH, (P("fsdp"), None))
+    with pytest.raises(ValueError, match=r"argument 0/w lies as .*model.*expects.*fsdp.*place it"):
+        refuse(tree, None)
+
+
+def test_a_mesh_of_explicit_axes_is_named():
+    """JAX's own default since 0.9."""
+    explicit = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with pytest.raises(ValueError, match=r"rules.jit: the mesh has Explicit axes, .*mesh.make"):
+        rules.jit(lambda x: x, explicit)
+    add = rules.jit(lambda x: rules.constrain_tree(x + 1, P("fsdp")), MESH, P("fsdp"))
+    with jax.set_mesh(MESH):
+        assert add(np.ones((8, 4))).sharding.is_equivalent_to(NamedSharding(MESH, P("fsdp")), 2)
+
+
 def test_mistakes_in_the_call_are_named():
     def f(x, y):
         return x + y
@@ -159,8 +218,6 @@ def test_mistakes_in_the_call_are_named():
         rules.jit(f, MESH, ("fsdp", P()))(1.0, 2.0)
     with pytest.raises(ValueError, match=r"names has 'typo', which functools.partial"):
         rules.jit(functools.partial(f, 1.0), MESH, names={"typo": P()})(1.0)
-    with pytest.raises(TypeError, match=r"f is jitted already.*Give the function itself"):
-        rules.jit(jax.jit(f), MESH)
     with pytest.raises(ValueError, match=r"At 0: .* has shape \(6,\).*6 does not divide over"):
         rules.jit(f, MESH, P("fsdp"))(jnp.ones(6), jnp.ones(6))
 

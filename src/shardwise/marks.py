@@ -6,17 +6,23 @@ its argument. A module that acts on them binds a function for the time of a trac
     with marks.bind(constrain=lambda x, name: ...):
         jaxpr = jax.make_jaxpr(loss)(params, batch)
 
-Bindings belong to one thread (a `contextvars.ContextVar`) and nest. They act while Python traces,
-so a `jax.jit` cached without them does not see them: bind inside the function being traced.
+Bindings belong to one thread and nest. They act while Python traces, and are part of the key under
+which JAX keeps what it traced: a scanned body, a rematerialised layer or a jitted block that was
+traced under other meanings is traced again, under equal ones it is not. Two meanings that compare
+equal must therefore do the same; one that records its calls has to be a new object in each `bind`.
+Only what is no Python any more, such as a jaxpr or an exported program, keeps its marks to itself.
 """
 
 import contextlib
 import contextvars
 import types
+import weakref
 
+import jax
 import jax.numpy as jnp
 
 _MEANINGS = contextvars.ContextVar("shardwise_marks", default=types.MappingProxyType({}))
+_TRACED_UNDER = jax.make_user_context(None)  # the same, hashable, for JAX's caches
 
 
 def constrain(x, name):
@@ -54,15 +60,33 @@ def bind(**meanings):
 
     Raises:
       ValueError: a keyword that is no mark.
+      TypeError: a meaning without a hash, by which JAX's caches could not tell it from another.
     """
     known = {"constrain", "index", "stage_boundary", "use"}
     if unknown := set(meanings) - known:
         raise ValueError(f"marks.bind: no such mark {sorted(unknown)}; there are {sorted(known)}.")
-    token = _MEANINGS.set({**_MEANINGS.get(), **meanings})
+    bound = {**_MEANINGS.get(), **meanings}
     try:
-        yield
+        value = frozenset((mark, _key(meaning)) for mark, meaning in bound.items())
+    except TypeError as error:
+        raise TypeError(
+            f"marks.bind: a meaning of {sorted(meanings)} has no hash ({error}), and JAX's caches "
+            f"need one; give a function, or a frozen dataclass of hashable fields."
+        ) from error
+    token = _MEANINGS.set(bound)
+    try:
+        with _TRACED_UNDER(value or None):
+            yield
     finally:
         _MEANINGS.reset(token)
+
+
+def _key(meaning):
+    """What stands for a meaning in JAX's caches, which keep no function alive that is told by
+    its identity alone: it may hold arrays of a trace that is over.
+    """
+    by_identity = type(meaning).__eq__ is object.__eq__
+    return weakref.ref(meaning) if by_identity else meaning
 
 
 def _apply(mark, x, *args):

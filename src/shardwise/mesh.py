@@ -78,6 +78,16 @@ def make(**axes):
     )
 
 
+def check_auto(who: str, mesh: jax.sharding.Mesh) -> None:
+    """Raise where a mesh has other axes than Auto ones."""
+    if any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(
+            f"{who}: the mesh has Explicit axes, as jax.make_mesh makes them since JAX 0.9, and "
+            f"what runs here is for Auto ones: make it with mesh.make, or with "
+            f"jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.shape)})."
+        )
+
+
 def _resolve(axes, count):
     asked = ", ".join(f"{name}={size}" for name, size in axes.items())
     free = [name for name, size in axes.items() if size == -1]

@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import Literal
 
 from shardwise.cut.equations import Equation, equations, needed, read, run
-from shardwise.cut.tracing import mark_of, trace
+from shardwise.cut.tracing import trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def stages(loss, params, *data, constrain=None):
         return loss(tree, *jax.tree.unflatten(data_structure, rest))
 
     closed, shapes, marks = trace(flat, [_abstract(x) for x in (*leaves, *others)], constrain)
-    program, last = _assign(closed, n, marks), len(marks)
+    program, last = _assign(closed, n, marks), len(set(marks.values()))
     chosen = [_choose(program, s, s == last) for s in range(last + 1)]
     rows = _rows(program, chosen)
     return [_stage(program, s, s == last, *chosen[s], rows) for s in range(last + 1)], shapes
@@ -77,17 +77,20 @@ def _assign(closed, n, marks):
     for eqn in eqns:
         inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
         kinds = set().union(*(reads.get(v, set()) for v in inputs))
-        at, mark = max([level.get(v, 0) for v in inputs], default=0), marks.get(mark_of(eqn.origin))
+        at, mark = max([level.get(v, 0) for v in inputs], default=0), marks.get(eqn.outvars[0])
         if mark is not None:
             kinds, at = {"params", "data"}, mark + 1
         reads.update(dict.fromkeys(eqn.outvars, kinds))
         level.update(dict.fromkeys(eqn.outvars, at))
-    stage, used = {}, {v: len(marks) for v in jaxpr.outvars if not isinstance(v, Literal)}
+    stage, used = (
+        {},
+        {v: len(set(marks.values())) for v in jaxpr.outvars if not isinstance(v, Literal)},
+    )
     first = dict(used)
     for eqn in reversed(eqns):
         if len(reads[eqn.outvars[0]]) < 2:
             continue  # of parameters alone, or of data alone: repeated where it is needed
-        mark = marks.get(mark_of(eqn.origin))
+        mark = marks.get(eqn.outvars[0])
         at = level[eqn.outvars[0]] if mark is None else mark
         if at == 0 and mark is None:  # before every mark: as late as its readers allow
             at = min([first[v] for v in eqn.outvars if v in first], default=0)

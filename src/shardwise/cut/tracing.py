@@ -1,5 +1,6 @@
 """The loss as a traced program, with its marks found."""
 
+import collections
 import itertools
 
 import jax
@@ -13,7 +14,7 @@ _calls = itertools.count()  # a name for each call, since jax.jit keeps traces, 
 
 
 def trace(function, args, constrain=None):
-    """(program, shapes of the output, {name: number} of its marks, which stand at its top level).
+    """(program, shapes of the output, {variable: number} of its marks, at its top level).
 
     Functions under `jax.jit` are inlined, and marks in them seen. `constrain(x, name)` is what
     `marks.constrain` does within.
@@ -24,14 +25,14 @@ def trace(function, args, constrain=None):
     """
 
     def mark(x):
-        name = f"{MARK}{next(_calls)}"
-        return jax.tree.map(lambda leaf: checkpoint_name(leaf, name), x)
+        call, (leaves, structure) = next(_calls), jax.tree.flatten(x)
+        named = [checkpoint_name(leaf, f"{MARK}{call}.{i}") for i, leaf in enumerate(leaves)]
+        return jax.tree.unflatten(structure, named)
 
     with marks.bind(stage_boundary=mark, **({"constrain": constrain} if constrain else {})):
         # A function of its own: the trace of one seen before may be cached, without the marks.
         traced, shapes = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)
     closed = inlined(traced, CALLS)
-    found = dict.fromkeys(name for eqn in closed.jaxpr.eqns if (name := mark_of(eqn)))
     for eqn in closed.jaxpr.eqns:
         if any(MARK in str(inner) for inner in jax.tree.leaves(eqn.params, is_leaf=_is_jaxpr)):
             if mark_of(eqn) is None:
@@ -39,7 +40,21 @@ def trace(function, args, constrain=None):
                     f"cut: marks.stage_boundary stands within a {eqn.primitive.name}, whose inside "
                     f"cannot be cut; call it between such parts, at the loss's own level."
                 )
-    return closed, shapes, {name: i for i, name in enumerate(found)}
+    return closed, shapes, _numbers(closed.jaxpr)
+
+
+def _numbers(jaxpr):
+    """The number of the mark that yields each variable.
+
+    A jitted block that runs again leaves the same names again: that is a further mark.
+    """
+    seen, numbers, found = collections.Counter(), {}, {}
+    for eqn in jaxpr.eqns:
+        if name := mark_of(eqn):
+            seen[name] += 1
+            mark = name.rpartition(".")[0], seen[name]
+            found[eqn.outvars[0]] = numbers.setdefault(mark, len(numbers))
+    return found
 
 
 def mark_of(eqn):

@@ -16,7 +16,8 @@ compiler's choice costs memory and bytes. The update is left to the compiler: it
 their true shapes, so any optimizer is right, one that looks at the whole tree included.
 """
 
-from shardwise.fsdp.gradients import pad, value_and_grad
+from shardwise.fsdp.batches import pad
+from shardwise.fsdp.gradients import value_and_grad
 from shardwise.fsdp.optimizing import init, update
 from shardwise.fsdp.storage import Sharded, Stored, describe, gather, shard, unpad
 

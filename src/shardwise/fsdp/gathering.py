@@ -1,17 +1,29 @@
-"""Gathering an array where it is used; its transpose, which reduces the gradient."""
+"""Gathering arrays where they are used; the transpose, which reduces their gradients.
 
-import contextlib
+Small arrays that are gathered at one place travel together: flattened, in one collective. What a
+collective costs beside its bytes is then paid once, for a layer's norms and biases.
+"""
+
 import functools
 import itertools
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from shardwise.fsdp.storage import pad_axis, path_of
+from shardwise.fsdp.storage import Sharded, Stored, pad_axis
+
+SMALL = 2**14  # elements of a whole array, below which it travels with others
 
 
 class How(NamedTuple):
-    """How one array is gathered, and its gradient reduced."""
+    """How one array is gathered, and its gradient reduced.
+
+    `beside` is its spec over `others`, the mesh axes that the compiler has; None without them.
+    """
 
     axis: str
     cut: int
@@ -19,102 +31,141 @@ class How(NamedTuple):
     padded: int
     dtype: Any
     reduce_dtype: Any
+    beside: P | None = None
+    others: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, stored: Stored, params: Sharded, dtype: Any, reduce_dtype: Any, rows: Sequence):
+        """That of an array that is kept so; None for one that every device holds whole."""
+        if stored.cut is None:
+            return None
+        beside = P(*stored.beside) if any(stored.beside) else None
+        others = frozenset(params.mesh.shape) - {*rows}
+        size, dtypes = stored.shape[stored.cut], (dtype, reduce_dtype or dtype)
+        return cls(params.axis, stored.cut, size, stored.padded, *dtypes, beside, others)
+
+    def shifted(self, by: int) -> "How":
+        """The same for an array with `by` more leading axes (below 0: fewer)."""
+        beside = self.beside
+        if beside is not None:
+            beside = P(*[None] * max(by, 0), *list(beside)[max(-by, 0) :])
+        return self._replace(cut=self.cut + by, beside=beside)
 
 
-def cast(x, dtype):
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
     """In the dtype asked for, if one is."""
     return x if dtype is None else x.astype(dtype)
 
 
-def all_gather(x, how):
-    """The array whole, in the dtype asked for and without its padding."""
-    x = jax.lax.all_gather(cast(x, how.dtype), how.axis, axis=how.cut, tiled=True)
-    return jax.lax.slice_in_dim(x, 0, how.size, axis=how.cut)
+def gather(xs: Sequence[jax.Array], hows: Sequence[How | None]) -> list[jax.Array]:
+    """The arrays whole; their gradients come back reduced, in shares of the arrays' own dtypes.
+
+    An array without a `How` stays as it is.
+    """
+
+    def bundle(xs, hows):
+        return _gather_with_transpose(xs, hows, tuple(x.dtype for x in xs))
+
+    return _each_bundle(bundle, xs, hows)
 
 
-def scatter(grad, how):
+def all_gather(xs: Sequence[jax.Array], hows: Sequence[How | None]) -> list[jax.Array]:
+    """The arrays whole, in the dtypes asked for and without padding; not to be differentiated."""
+    return _each_bundle(_gathered, xs, hows)
+
+
+def scatter(grads: Sequence[jax.Array], hows: Sequence[How | None]) -> list[jax.Array]:
     """The transpose: padded again, summed over the devices, to each its own part."""
-    grad = pad_axis(cast(grad, how.reduce_dtype), how.cut, how.padded)
-    return jax.lax.psum_scatter(grad, how.axis, scatter_dimension=how.cut, tiled=True)
+    return _each_bundle(_scattered, grads, hows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_with_transpose(x, how, dtype):
-    """`all_gather`, whose gradient is reduced in the dtype asked for, and returned in `dtype`."""
-    return all_gather(x, how)
+def _gather_with_transpose(xs, hows, dtypes):
+    return _gathered(xs, hows)
 
 
-gather_with_transpose.defvjp(
-    lambda x, how, dtype: (all_gather(x, how), None),
-    lambda how, dtype, _, grad: (scatter(grad, how).astype(dtype),),
-)
+def _backward(hows, dtypes, _, grads):
+    parts = _scattered(grads, hows)
+    return ([g.astype(dtype) for g, dtype in zip(parts, dtypes, strict=True)],)
 
 
-class Use:
-    """`marks.use` within one trace: gathers a layer's weights, and knows which it has met."""
-
-    def __init__(self, layout, hows, n, dtype):
-        self.stacked = [(s, how) for s, how in zip(layout, hows, strict=True) if s.stacked]
-        self.n, self.dtype, self.met = n, dtype, set()
-
-    def __call__(self, weights):
-        flat, structure = jax.tree_util.tree_flatten_with_path(weights)
-        if not self.stacked:
-            return weights
-        leaves = [self._layer(path_of(keys), x) for keys, x in flat]
-        return jax.tree.unflatten(structure, leaves)
-
-    def _layer(self, path, x):
-        """One array of one layer: found by its path within the stack, and its shape."""
-        shared = [_common(s.path, path) for s, _ in self.stacked]
-        if path and not any(shared):
-            return x  # no array of the stack
-        owners = [one for one, k in zip(self.stacked, shared, strict=True) if k == max(shared)]
-        found = [(s, how) for s, how in owners if s.local_shape(self.n)[1:] == x.shape]
-        if not found:
-            if any(s.shape[1:] == x.shape for s, _ in owners):
-                raise ValueError(
-                    f"fsdp: {path} of shape {x.shape} is whole already: marks.use is called twice "
-                    f"on the same weights; call it once, in the layer's body."
-                )
-            return x
-        if len({how for _, how in found}) > 1:
-            paths = ", ".join(s.path for s, _ in found)
-            raise ValueError(
-                f"fsdp: {path or 'an array'} of shape {x.shape} may be a layer of any of {paths}; "
-                f"give marks.use the dict or state that holds it, so that its path tells."
-            )
-        how = found[0][1]
-        self.met.update(s.path for s, _ in found)
-        if how is None:
-            return cast(x, self.dtype)
-        return gather_with_transpose(x, how._replace(cut=how.cut - 1), x.dtype)
-
-    def missing(self):
-        return [s.path for s, how in self.stacked if how is not None and s.path not in self.met]
-
-    @contextlib.contextmanager
-    def explained(self):
-        """An error of the loss is explained where it received shards that nobody gathered."""
-        try:
-            yield
-        except (TypeError, ValueError) as error:
-            if self.missing() and self.n > 1 and not str(error).startswith("fsdp"):
-                raise ValueError(f"{self._unmet()} (The loss failed: {error})") from error
-            raise
-
-    def check_all_met(self):
-        if self.missing():
-            raise ValueError(self._unmet())
-
-    def _unmet(self):
-        return (
-            f"fsdp: stacked, and never given to marks.use: {', '.join(self.missing())}. Call "
-            f"`weights = marks.use(weights)` in the layer's body, or leave these out of stacked=."
-        )
+_gather_with_transpose.defvjp(lambda xs, hows, dtypes: (_gathered(xs, hows), None), _backward)
 
 
-def _common(path, other):
-    """How many components two paths share at their ends."""
-    pairs = zip(reversed(path.split("/")), reversed(other.split("/")), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+def _bundles(xs, hows):
+    """The numbers of the arrays that travel together, one list for each collective."""
+    together = {}
+    for i, (x, how) in enumerate(zip(xs, hows, strict=True)):
+        if how is not None:
+            alone = x.size // x.shape[how.cut] * how.padded >= SMALL or how.beside is not None
+            key = i if alone else (how.axis, how.dtype, how.reduce_dtype, x.dtype)
+            together.setdefault(key, []).append(i)
+    return together.values()
+
+
+def _each_bundle(function, xs, hows):
+    out = list(xs)
+    for members in _bundles(xs, hows):
+        found = function([xs[i] for i in members], tuple(hows[i] for i in members))
+        for i, x in zip(members, found, strict=True):
+            out[i] = x
+    return out
+
+
+def _gathered(xs, hows):
+    """One collective for these arrays."""
+    xs = [cast(x, how.dtype) for x, how in zip(xs, hows, strict=True)]
+    if len(xs) == 1:
+        whole = [_by_hand(jax.lax.all_gather, hows[0], axis=hows[0].cut)(xs[0])]
+    else:
+        flat = jax.lax.all_gather(jnp.concatenate([x.ravel() for x in xs]), hows[0].axis)
+        parts = _pieces(flat, [x.size for x in xs])
+        whole = [_joined(p, x, how) for p, x, how in zip(parts, xs, hows, strict=True)]
+    pairs = zip(whole, hows, strict=True)
+    return [jax.lax.slice_in_dim(x, 0, how.size, axis=how.cut) for x, how in pairs]
+
+
+def _joined(part, x, how):
+    """[devices, elements of a share] as the array."""
+    rows = part.reshape(part.shape[0], *x.shape)
+    shape = (*x.shape[: how.cut], how.padded, *x.shape[how.cut + 1 :])
+    return jnp.moveaxis(rows, 0, how.cut).reshape(shape)
+
+
+def _scattered(grads, hows):
+    """One collective for the gradients of these arrays."""
+    pairs = zip(grads, hows, strict=True)
+    grads = [pad_axis(cast(g, how.reduce_dtype), how.cut, how.padded) for g, how in pairs]
+    axis = hows[0].axis
+    if len(grads) == 1:
+        scatter = _by_hand(jax.lax.psum_scatter, hows[0], scatter_dimension=hows[0].cut)
+        return [scatter(grads[0])]
+    n = jax.lax.axis_size(axis)
+    rows = [_divided(g, how, n) for g, how in zip(grads, hows, strict=True)]
+    flat = jnp.concatenate([r.reshape(n, -1) for r in rows], axis=1)
+    flat = jax.lax.psum_scatter(flat, axis, scatter_dimension=0)
+    parts = _pieces(flat, [math.prod(r.shape[1:]) for r in rows])
+    return [part.reshape(r.shape[1:]) for part, r in zip(parts, rows, strict=True)]
+
+
+def _by_hand(collective, how, **options):
+    """The collective, by hand over the other axes too: where these are left to the compiler, it
+    gathers the array over them first, and sends all of it.
+    """
+    function = functools.partial(collective, axis_name=how.axis, tiled=True, **options)
+    if how.beside is None:
+        return function
+    given = dict(in_specs=how.beside, out_specs=how.beside, axis_names=how.others)
+    return jax.shard_map(function, check_vma=False, **given)
+
+
+def _divided(g, how, n):
+    """The array as [devices, *shape of a share]."""
+    shape = (*g.shape[: how.cut], n, how.padded // n, *g.shape[how.cut + 1 :])
+    return jnp.moveaxis(g.reshape(shape), how.cut, 0)
+
+
+def _pieces(flat, sizes):
+    """Parts of these sizes, along the last axis."""
+    ends = list(itertools.accumulate(sizes))
+    return jnp.split(flat, ends[:-1], axis=-1)

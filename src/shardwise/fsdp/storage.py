@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -9,22 +10,33 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardwise import tree as trees
+from shardwise.mesh import check_auto
+
 
 class Stored(NamedTuple):
-    """How one array is kept: cut along `cut` (None: whole on every device), padded to `padded`."""
+    """How one array is kept: cut along `cut` (None: whole on every device), padded to `padded`.
+
+    `beside` are the entries of its PartitionSpec over the mesh's other axes.
+    """
 
     path: str
     shape: tuple
     stacked: bool
     cut: int | None
     padded: int | None
+    beside: tuple = ()
 
-    def spec(self, axis):
+    def spec(self, axis: str) -> P:
         """The PartitionSpec of the stored array."""
-        return P() if self.cut is None else P(*[None] * self.cut, axis)
+        if self.cut is None:
+            return P(*self.beside)
+        entries = [*self.beside, *[None] * (self.cut + 1 - len(self.beside))]
+        entries[self.cut] = axis
+        return P(*entries)
 
-    def local_shape(self, n):
-        """What each of `n` devices holds."""
+    def local_shape(self, n: int) -> tuple:
+        """What each of `n` devices along the axis has, together with those beside it."""
         if self.cut is None:
             return self.shape
         return (*self.shape[: self.cut], self.padded // n, *self.shape[self.cut + 1 :])
@@ -59,7 +71,14 @@ class Sharded:
         return dataclasses.replace(self, tree=rebuild(self, arrays))
 
 
-def shard(tree, mesh, axis="fsdp", min_size=0, stacked=None):
+def shard(
+    tree: Any,
+    mesh: jax.sharding.Mesh,
+    axis: str = "fsdp",
+    min_size: int = 0,
+    stacked: Callable[[str], bool] | str | None = None,
+    over: Callable[[Any, jax.sharding.Mesh], Any] | None = None,
+) -> Sharded:
     """`tree` as `Sharded` over mesh axis `axis`; inside jit, its arrays are born that way.
 
     Each array of `min_size` elements or more is cut along the axis that wastes the least padding,
@@ -68,17 +87,46 @@ def shard(tree, mesh, axis="fsdp", min_size=0, stacked=None):
     arrays that are not cut (scalars among them), and padding: of an axis of s elements, below n/s
     of the array. `stacked` says which arrays have a leading axis of layers, never cut, to be
     gathered one layer at a time where the loss calls `marks.use`: a predicate on paths, or
-    "layers" for NNX parameters whose `logical_axes` leave that axis unnamed.
+    "layers" for parameters that carry names (NNX metadata, Linen's boxes), of which the first is
+    "layers", or which leave the first axis unnamed.
+
+    `over`, a rule such as `rules.LogicalRules`, lays arrays out over the mesh's other axes: of
+    what it leaves whole, one axis is cut along `axis` (of a bias that it cuts, none is left).
 
     Raises:
-      ValueError: the mesh has no such axis, or `stacked` is neither.
+      ValueError: the mesh has no such axis or is not Auto, `stacked` is neither, or `over` uses
+        `axis`.
     """
     check_axis("fsdp.shard", mesh, axis)
+    leaves = list(leaves_of(tree, stacked))
+    if stacked == "layers" and not any(is_stacked for _, _, is_stacked in leaves):
+        raise ValueError(
+            "fsdp.shard: stacked='layers' finds no array with an axis of layers: none carries "
+            "names, in NNX metadata or Linen's boxes, of which one is 'layers' or the first axis "
+            "has none. Give stacked= a predicate on paths, such as "
+            "lambda path: path.startswith('layers/')."
+        )
     layout = tuple(
-        choose(path, jnp.shape(x), is_stacked, mesh.shape[axis], min_size)
-        for path, x, is_stacked in leaves_of(tree, stacked)
+        choose(path, jnp.shape(x), is_stacked, mesh.shape[axis], min_size, beside)
+        for (path, x, is_stacked), beside in zip(
+            leaves, _beside(over, tree, mesh, axis, len(leaves)), strict=True
+        )
     )
     return store(tree, layout, mesh, axis)
+
+
+def _beside(over, tree, mesh, axis, count):
+    """The entries of each array's spec over the other axes."""
+    if over is None:
+        return [()] * count
+    specs = jax.tree.leaves(over(tree, mesh), is_leaf=lambda x: isinstance(x, P))
+    for spec in specs:
+        if axis in jax.tree.leaves(tuple(spec)):
+            raise ValueError(
+                f"fsdp.shard: over= gives {spec}, which uses the axis {axis!r} that is cut here; "
+                f"give a rule for the mesh's other axes alone."
+            )
+    return [tuple(spec) for spec in specs]
 
 
 def unpad(sharded):
@@ -98,8 +146,10 @@ def describe(sharded):
     lines, held, whole = [], 0, 0
     for x, s in pairs_of(sharded):
         true, kept = math.prod(s.shape) * x.dtype.itemsize, x.size * x.dtype.itemsize
-        mine = kept // (1 if s.cut is None else n)
+        axes = jax.tree.leaves(tuple(s.spec(sharded.axis)))
+        mine = kept // math.prod(sharded.mesh.shape[name] for name in axes)
         where = "whole" if s.cut is None else f"axis {s.cut}, {kept - true:,} bytes of padding"
+        where += f", beside it {P(*s.beside)}" if any(s.beside) else ""
         lines.append(f"{s.path:32} {s.shape!s:18} {mine:12,} bytes  {where}")
         held, whole = held + mine, whole + true
     note = " (an axis of size 1: every device holds everything)" if n == 1 else ""
@@ -113,21 +163,23 @@ def leaves_of(tree, stacked):
         raise ValueError(
             f"fsdp.shard: stacked={stacked!r}; expected a predicate on paths, or 'layers'."
         )
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)
-    for keys, leaf in flat:
-        path = path_of(keys)
-        axes = leaf.get_metadata().get("logical_axes") if _is_variable(leaf) else None
-        for x in jax.tree.leaves(leaf):
-            named = stacked == "layers" and axes is not None and len(axes) < jnp.ndim(x)
-            yield path, x, bool(named or (callable(stacked) and stacked(path)))
+    for keys, x, box in trees.walk(tree):
+        path, axes = "/".join(keys), trees.axis_names(box)
+        named = stacked == "layers" and axes is not None and _has_layers(axes, jnp.ndim(x))
+        yield path, x, bool(named or (callable(stacked) and stacked(path)))
 
 
-def choose(path, shape, stacked, n, min_size):
-    axes = [i for i in range(1 if stacked else 0, len(shape)) if shape[i] > 1]
+def _has_layers(axes, rank):
+    return len(axes) < rank or bool(axes and axes[0] == trees.LAYERS)
+
+
+def choose(path, shape, stacked, n, min_size, beside=()):
+    taken = {i for i, entry in enumerate(beside) if entry is not None}
+    axes = [i for i in range(1 if stacked else 0, len(shape)) if shape[i] > 1 and i not in taken]
     if not axes or math.prod(shape) < max(min_size, 1):
-        return Stored(path, shape, stacked, None, None)
+        return Stored(path, shape, stacked, None, None, beside)
     cut = min(axes, key=lambda i: (-(-shape[i] // n) * n / shape[i], i))
-    return Stored(path, shape, stacked, cut, -(-shape[cut] // n) * n)
+    return Stored(path, shape, stacked, cut, -(-shape[cut] // n) * n, beside)
 
 
 def store(tree, layout, mesh, axis):
@@ -157,16 +209,33 @@ def _cut_to(x, shape, axis):
     return x if axis is None else jax.lax.slice_in_dim(x, 0, shape[axis], axis=axis)
 
 
-def _is_variable(x):
-    return hasattr(x, "get_metadata")  # an NNX variable; this module needs no Flax
-
-
-def path_of(keys):
-    """blocks/q/kernel, for dicts, tuples and NNX states, whose variables add a last "value"."""
-    last = keys[-1] if keys else None
-    if isinstance(last, jax.tree_util.GetAttrKey) and last.name == "value":
-        keys = keys[:-1]
-    return jax.tree_util.keystr(keys, simple=True, separator="/")
+def check_params(params: Any, mesh: jax.sharding.Mesh, axis: str) -> None:
+    """Raise where these are no parameters for `fsdp.value_and_grad` over this mesh and axis."""
+    who = "fsdp.value_and_grad"
+    if not isinstance(params, Sharded):
+        raise TypeError(
+            f"{who}: the parameters are a {type(params).__name__}; expected what fsdp.shard "
+            f"returns."
+        )
+    for x, s in pairs_of(params):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(
+                f"{who}: {s.path} is {x.dtype}, which has no gradient; pass keys and counters in "
+                f"the batch or as further arguments."
+            )
+    around = jax.sharding.get_abstract_mesh()
+    if not around.empty and around != mesh.abstract_mesh:
+        raise ValueError(
+            f"{who}: jax.set_mesh has set another mesh, {dict(around.shape)} of axis types "
+            f"{around.axis_types}; set {dict(mesh.shape)} as mesh.make makes it, for which this "
+            f"function is, or none."
+        )
+    if (params.mesh, params.axis) != (mesh, axis):
+        raise ValueError(
+            f"{who}: the parameters are sharded along {params.axis!r} of "
+            f"{dict(params.mesh.shape)}, and this function is for {axis!r} of {dict(mesh.shape)}; "
+            f"shard them for the same mesh, devices and axis."
+        )
 
 
 def check_axis(who, mesh, axis):
@@ -175,3 +244,4 @@ def check_axis(who, mesh, axis):
             f"{who}: the mesh has no axis {axis!r}; it has {dict(mesh.shape)}. Make it with "
             f"mesh.make({axis}=-1), or name another axis."
         )
+    check_auto(who, mesh)

@@ -8,6 +8,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from shardwise import marks
+from shardwise.mesh import check_auto
 from shardwise.rules.leaves import named_leaves
 from shardwise.rules.placement import (
     constrain_prefix,
@@ -40,18 +41,18 @@ def jit(
     `arg_constraints` are applied inside the program, which then moves what lies elsewhere.
     `names` gives `marks.constrain(x, name)` a meaning within `fn`: {name: rule or spec}.
 
-    Raises TypeError for an `fn` that is jitted already: its cached trace would not see `names`.
+    An `fn` that is jitted already is traced again, and its marks are seen; what it donates and
+    which of its arguments are static has to be said here.
 
-    Raises, at that first call:
-      ValueError: what the rules raise, a tuple of the wrong length, a name that `fn` never marks,
+    Parameters that are cut along two mesh axes, as by FSDP over tensor parallelism, want their
+    activations pinned, by `names` or by constraints of the model's own: left free, the compiler
+    moves them between layouts, holds and sends several times as much.
+
+    Raises:
+      ValueError: a mesh with Explicit axes; at that first call, what the rules raise, a tuple of the wrong length, a name that `fn` never marks,
         an argument that lies elsewhere (named by its path).
     """
-    if hasattr(fn, "lower"):
-        raise TypeError(
-            f"rules.jit: {getattr(fn, '__name__', fn)} is jitted already, and what was traced "
-            f"before would not see names={names}. Give the function itself; train.step takes "
-            f"jit=functools.partial(rules.jit, mesh=...)."
-        )
+    check_auto("rules.jit", mesh)
     given = dict(in_rules=in_rules, arg_constraints=arg_constraints)
     return _Jit(fn, mesh, given, out_rules, names or {}, static_argnums, donate_argnums)
 
@@ -144,7 +145,7 @@ class _Jit:
             if unused := set(self._names) - seen:
                 raise ValueError(
                     f"rules.jit: names has {min(unused)!r}, which {self._name} never marks; it "
-                    f"marks {sorted(seen)}. (A jax.jit within it hides its marks once traced.)"
+                    f"marks {sorted(seen)}. (A jaxpr or an exported program hides its marks.)"
                 )
             return out
 
@@ -171,7 +172,7 @@ class _Jit:
         """The error with the path of the argument that lies elsewhere, if that is the reason."""
         if wanted is None:
             return error
-        targets = jax.tree.leaves(wanted, is_leaf=lambda x: x is None)
+        targets = jax.tree.structure(dynamic).flatten_up_to(wanted)  # None: not said
         for (path, array), target in zip(named_leaves(dynamic), targets, strict=True):
             lies = getattr(array, "sharding", None)
             if target is None or lies is None or not getattr(array, "committed", False):

@@ -18,6 +18,7 @@ from shardwise.rules.rule import (
     parts,
     used_axes,
 )
+from shardwise.tree import LAYERS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -25,10 +26,11 @@ class FSDPRule(Rule):
     """Cuts each array of `min_size` elements or more once along mesh axis `axis`.
 
     `axis` may be a tuple of mesh axes, together one. Of the axes that it divides the rule takes
-    the largest; of equally large ones the last,
-    or with `ties="first"` the first. The stacked layers are never cut: they are the axis named
-    "layers", or the leading one of the leaves for which `stacked(path)` is true. With `over=`
-    another rule, it cuts what that one leaves whole: `FSDPRule("fsdp", over=tensor)`.
+    the largest; of equally large ones the last, or with `ties="first"` the first. The stacked
+    layers are never cut: they are the axis named "layers", or the leading one of the leaves for
+    which `stacked(path)` is true. Where neither tells, as in a plain tree, the first of three axes
+    or more may be one of layers: it is not cut, and if no other divides, the error asks. With
+    `over=` another rule, it cuts what that one leaves whole: `FSDPRule("fsdp", over=tensor)`.
 
     Raises, when called:
       ValueError: the mesh lacks the axis, or no axis of a large array divides by it (with
@@ -77,7 +79,13 @@ class FSDPRule(Rule):
     def _layers(self, leaf, i):
         if self.stacked is not None:
             return i == 0 and self.stacked(leaf.path)
-        return leaf.axes is not None and leaf.axes[i] == "layers"
+        if leaf.axes is not None:
+            return leaf.axes[i] == LAYERS
+        return i == 0 and self._unsaid(leaf)
+
+    def _unsaid(self, leaf):
+        """Whether its first axis may be one of layers, and nobody has said."""
+        return self.stacked is None and leaf.axes is None and len(leaf.shape) > 2
 
     def _pick(self, leaf, free, size):
         fits = [i for i in free if leaf.shape[i] % size == 0]
@@ -85,11 +93,13 @@ class FSDPRule(Rule):
             last = self.ties == "last"
             return max(fits, key=lambda i: (leaf.shape[i], i if last else -i))
         if self.uneven == "error":
+            asked = " Its first axis may be one of layers: say by stacked=, a predicate on paths."
             open_axes = ", ".join(f"{leaf.axis(i)} of {leaf.shape[i]}" for i in free) or "none"
             raise ValueError(
                 f"FSDPRule: {leaf.label} of shape {leaf.shape} has no axis that divides over "
                 f"{self.axis!r} ({size}); free are: {open_axes}. Choose other sizes, raise "
                 f"min_size={self.min_size}, or pass uneven='replicate' to leave it as it is."
+                f"{asked if self._unsaid(leaf) else ''}"
             )
         return None
 

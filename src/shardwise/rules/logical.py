@@ -13,8 +13,9 @@ from shardwise.rules.rule import Choice, Rule, check_axes, check_not_factored, m
 class LogicalRules(Rule):
     """A table from logical axis names to mesh axes: a name, a tuple of names, or None for whole.
 
-    Parameters carry the names (metadata `logical_axes` of an NNX variable); for plain pytrees
-    `names` gives them, as a tree of tuples. An unnamed leading axis is "layers", whole unless the
+    Parameters carry the names: metadata `logical_axes` of an NNX variable, what
+    `nnx.with_partitioning` leaves there, or Linen's boxes. For plain pytrees `names` gives them, as
+    a tree of tuples. An unnamed leading axis is "layers", whole unless the
     table says otherwise. `table | {"embed": "fsdp"}` is a variant with that entry replaced.
 
     Raises, when called:

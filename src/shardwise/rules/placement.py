@@ -2,14 +2,17 @@
 
 import contextlib
 import contextvars
+import reprlib
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardwise.rules.leaves import fill, key_name
+from shardwise import tree as trees
+from shardwise.rules.leaves import fill
 from shardwise.rules.rule import as_rule
 
 _MESH = contextvars.ContextVar("shardwise_rules_mesh", default=None)
+_TRACED_UNDER = jax.make_user_context(None)  # the same, for JAX's caches
 
 
 def shardings(rule, tree, mesh):
@@ -27,7 +30,7 @@ def shardings(rule, tree, mesh):
         except (TypeError, ValueError) as error:
             if not where:
                 raise
-            path = "/".join(map(key_name, where))
+            path = trees.path(where)
             raise type(error)(f"At {path}: {error}") from error
 
     def whole(rule, part):
@@ -38,7 +41,39 @@ def shardings(rule, tree, mesh):
 
     if _is_rule(rule):
         return whole(rule, tree)
+    if (unfit := _misfit(rule, tree)) is not None:
+        raise ValueError(unfit)
     return jax.tree_util.tree_map_with_path(resolve, rule, tree, is_leaf=_is_rule)
+
+
+def _misfit(rule, tree, path=()):
+    """Where and why a tree of rules is no prefix of `tree`; None if it is one."""
+    if _is_rule(rule):
+        return None
+    ours, theirs = _children(rule), _children(tree)
+    if theirs is None or [key for key, _ in ours or []] != [key for key, _ in theirs]:
+        return (
+            f"The tree of rules does not fit the tree at {trees.path(path) or 'its top'}: there it "
+            f"has {_told(rule, ours)}, and the tree has {_told(tree, theirs)}. Give a rule, or a "
+            f"tree of rules with the same keys."
+        )
+    for (key, below), (_, part) in zip(ours, theirs, strict=True):
+        if (unfit := _misfit(below, part, (*path, *key))) is not None:
+            return unfit
+    return None
+
+
+def _children(node):
+    """[(key, child)] of a container, of which None is an empty one; None for an array."""
+    flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    return None if len(flat) == 1 and not flat[0][0] else flat
+
+
+def _told(node, children):
+    if children is None:
+        shape = f" of shape {jnp.shape(node)}" if hasattr(node, "shape") else ""
+        return f"{'an array' if shape else reprlib.repr(node)}{shape}"
+    return f"{type(node).__name__} with {[trees.path(key) for key, _ in children]}"
 
 
 def place(tree, rule, mesh):
@@ -84,7 +119,8 @@ def mesh_for_constraints(mesh):
     """Within the block, `constrain_tree` finds this mesh."""
     token = _MESH.set(mesh)
     try:
-        yield
+        with _TRACED_UNDER(mesh):
+            yield
     finally:
         _MESH.reset(token)
 
@@ -92,7 +128,7 @@ def mesh_for_constraints(mesh):
 def constrain_prefix(rule, tree, mesh):
     """`tree`, constrained by a rule or a prefix tree of them; where it says None, as it was."""
     leaves, structure = jax.tree.flatten(tree)
-    wanted = jax.tree.leaves(shardings(rule, tree, mesh), is_leaf=lambda x: x is None)
+    wanted = structure.flatten_up_to(shardings(rule, tree, mesh))  # None may stand for an array
     return jax.tree.unflatten(
         structure,
         [x if s is None else _constrain(x, s) for x, s in zip(leaves, wanted, strict=True)],

@@ -76,12 +76,15 @@ class Function(Rule):
         self.name = getattr(function, "__name__", type(function).__name__)
 
     def choices(self, tree, mesh):
-        specs = jax.tree.leaves(self.function(tree, mesh), is_leaf=lambda x: x is None)
-        leaves = read(tree, names={})
+        found, leaves = self.function(tree, mesh), read(tree, names={})
+        try:
+            specs = jax.tree.structure(tree).flatten_up_to(found)
+        except ValueError:  # another structure
+            specs = jax.tree.leaves(found)
         if len(specs) != len(leaves) or not all(isinstance(s, PartitionSpec) for s in specs):
             raise ValueError(
                 f"{self.name}: expected a PartitionSpec for each of {len(leaves)} arrays, P() for "
-                f"a replicated one; got {specs}."
+                f"a replicated one; got {reprlib.repr(specs)}."
             )
         return [
             fit(self.name, leaf, Choice(spec, f"{self.name} says so"), mesh, "error")

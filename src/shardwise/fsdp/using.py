@@ -1,0 +1,131 @@
+"""What marks mean under FSDP: which arrays `use` gathers and how, and what `constrain` pins."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import tree as trees
+from shardwise.fsdp.gathering import How, gather
+from shardwise.fsdp.reads import Reads, Received, reads
+from shardwise.fsdp.storage import Sharded, Stored, check_axis
+
+
+class Use(NamedTuple):
+    """The meaning of `marks.use`: a `How`, or None, for each array that the loss gives to it.
+
+    `deferred` says of each parameter whether the loss receives it in shares.
+    """
+
+    hows: frozenset
+    deferred: tuple[bool, ...]
+
+    def __call__(self, weights):
+        flat, structure = trees.leaves(weights), jax.tree.structure(weights)
+        known = dict(self.hows)
+        hows = [_known(known, path, jnp.shape(x)) for path, x in flat]
+        return jax.tree.unflatten(structure, gather([x for _, x in flat], hows))
+
+
+def use_of(found: Reads, params: Sharded, hows: Sequence[How | None]) -> Use:
+    """The meaning of `marks.use` for a loss that reads its parameters so.
+
+    Raises:
+      ValueError: a stacked array that is read elsewhere, or one of which `use` cannot tell how to
+        gather it.
+    """
+    n, layout = params.mesh.shape[params.axis], params.layout
+    for i, operation in found.elsewhere.items():
+        if layout[i].stacked:
+            raise ValueError(
+                f"fsdp: {layout[i].path} is stacked, and read outside marks.use, by {operation}: "
+                f"there a device has its share of it alone. Call `weights = marks.use(weights)` "
+                f"before, in the layer's body (or on the whole stack, where all of it is read), or "
+                f"leave it out of stacked=."
+            )
+    deferred = tuple(how is not None and i not in found.elsewhere for i, how in enumerate(hows))
+    known: dict = {}
+    for received in found.uses:
+        _add(known, received, layout, hows, deferred, n)
+    return Use(frozenset((key, how) for key, (how, _) in known.items()), deferred)
+
+
+def reads_of(
+    loss: Callable, params: Sharded, hows: Sequence[How | None], dtype: Any, *rest: Any
+) -> Reads:
+    """Where `loss(arrays, *rest)` reads what has a `How`."""
+    arrays = [
+        jax.ShapeDtypeStruct(s.shape, dtype or x.dtype)
+        for x, s in zip(jax.tree.leaves(params.tree), params.layout, strict=True)
+    ]
+    pairs = zip(params.layout, hows, strict=True)
+    return reads(loss, arrays, [None if how is None else _inner(s) for s, how in pairs], *rest)
+
+
+def _add(known, received: Received, layout, hows, deferred, n):
+    """What is done with an array that `use` receives: {(path, shape in shares): (how, whose)}."""
+    for i in received.owners or [None]:
+        shape, how = received.shape, None
+        if i is not None and deferred[i]:
+            lead = len(shape) - len(_inner(layout[i]))
+            local = layout[i].local_shape(n)
+            shape = (*shape[:lead], *local[len(local) - len(shape) + lead :])
+            how = hows[i].shifted(lead - (1 if layout[i].stacked else 0))
+        whose = "what is whole" if how is None else layout[i].path
+        before, owner = known.setdefault((received.path, shape), (how, whose))
+        if before != how and n > 1:
+            raise ValueError(
+                f"fsdp: marks.use receives {received.path or 'an array'} of shape {shape}, which "
+                f"may be of {owner} or of {whose}; give it the dict or state that holds the array, "
+                f"so that its path tells."
+            )
+
+
+def _inner(stored: Stored):
+    """The shape of what stays together: of one layer, where there are layers."""
+    return stored.shape[1:] if stored.stacked else stored.shape
+
+
+def _known(known, path, shape):
+    if (path, shape) not in known:
+        raise ValueError(
+            f"fsdp: marks.use received {path or 'an array'} of shape {shape}, and no such array "
+            f"when the loss was traced at true shapes: what the loss does before marks.use, where "
+            f"weights are in shares, must not depend on their shapes."
+        )
+    return known[path, shape]
+
+
+def pinned(names: Mapping[str, P], mesh: jax.sharding.Mesh, rows: Sequence[str]) -> tuple:
+    """(the meaning of `marks.constrain`, the set of names that it meets): activations by these
+    specs, without the axes over which rows are cut by hand.
+    """
+    for name, spec in names.items():
+        for axis in jax.tree.leaves(tuple(spec)):
+            check_axis(f"fsdp.value_and_grad, names[{name!r}]", mesh, axis)
+    shardings = {name: NamedSharding(mesh, _without(spec, rows)) for name, spec in names.items()}
+    seen = set()
+
+    def constrain(x, name):
+        seen.add(name)
+        return _constrained(x, shardings[name]) if name in shardings else x
+
+    return constrain, seen
+
+
+def _constrained(x, sharding):
+    if jax.__version_info__ >= (0, 8):  # where the mesh has to be the one of the shard_map around
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), sharding.spec)
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _without(spec, axes):
+    kept = []
+    for entry in spec:
+        names = entry if isinstance(entry, tuple) else (entry,)
+        names = tuple(name for name in names if name not in axes)
+        kept.append(names if len(names) > 1 else names[0] if names else None)
+    return P(*kept)

@@ -1,0 +1,11 @@
+"""Pytrees: the paths of their leaves, and which parameter an optimizer's array belongs to.
+
+tree.leaves(params)                  # [("blocks/q/kernel", array), ...], for any pytree
+tree.owners(tx.init(params), params) # for each array of the state its parameter, or None
+"""
+
+from shardwise.tree.names import LAYERS, axis_names
+from shardwise.tree.owners import Owner, owners
+from shardwise.tree.paths import is_box, leaves, path, walk
+
+__all__ = ["LAYERS", "Owner", "axis_names", "is_box", "leaves", "owners", "path", "walk"]
