@@ -148,8 +148,8 @@ class _Traced:
 
         def function(*values):
             env = dict(self.constants)
-            for variables, group in zip(inputs, values, strict=True):
-                env.update(zip(variables, group, strict=True))
+            for group, arrays in zip(inputs, values, strict=True):
+                env.update(zip(group, arrays, strict=True))
             env = run(chosen, env)
             return tuple(read(env, group) for group in outputs)
 
