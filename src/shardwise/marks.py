@@ -14,6 +14,8 @@ import contextlib
 import contextvars
 import types
 
+import jax.numpy as jnp
+
 _MEANINGS = contextvars.ContextVar("shardwise_marks", default=types.MappingProxyType({}))
 
 
@@ -36,6 +38,16 @@ def stage_boundary(x):
     return _apply("stage_boundary", x)
 
 
+def index(axis, size):
+    """The numbers int32 [size], in the whole batch, of a part's entries along `axis`.
+
+    `axis` is "rows", or "sequence". Unbound, the part is the whole: 0 to size - 1. A draw that
+    depends on its key and on these numbers alone is the same however the batch is divided.
+    """
+    meaning = _MEANINGS.get().get("index")
+    return jnp.arange(size, dtype=jnp.int32) if meaning is None else meaning(axis, size)
+
+
 @contextlib.contextmanager
 def bind(**meanings):
     """Give marks a meaning within the block: `bind(use=gather)`; the others keep theirs.
@@ -43,7 +55,7 @@ def bind(**meanings):
     Raises:
       ValueError: a keyword that is no mark.
     """
-    known = {"constrain", "use", "stage_boundary"}
+    known = {"constrain", "index", "stage_boundary", "use"}
     if unknown := set(meanings) - known:
         raise ValueError(f"marks.bind: no such mark {sorted(unknown)}; there are {sorted(known)}.")
     token = _MEANINGS.set({**_MEANINGS.get(), **meanings})

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from shardwise import rules
+from shardwise import objective, rules
 from shardwise.model import Decoder
 
 
 def loss(params, batch, key=None, graphdef=None):
-    """(total, count): the sum of -log p over real tokens, in nats, and their number.
+    """`objective.Mean`: the sum of -log p over real tokens, in nats, and their number.
 
     Dividing once, at the very end, makes any padding, masking, sharding or accumulation exact.
     `params` is a `model.Decoder`, or its state together with the `graphdef` that `nnx.split`
@@ -23,55 +23,7 @@ def loss(params, batch, key=None, graphdef=None):
     decoder = params if graphdef is None else nnx.merge(graphdef, params)
     logits = decoder(batch["tokens"], key)
     each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    return jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"])
-
-
-def value_and_grad(loss, microbatches=1):
-    """A function of `(params, batch)`: the mean loss and the gradient of the mean.
-
-    `loss` returns `(total, count)`. With `microbatches` = m, the batch is taken in m parts, one
-    after the other, whose totals, counts and gradients are summed before the one division: the
-    result is that of the whole batch, whatever its padding. Part j takes the rows j, j + m, ...,
-    so that a batch sharded along its rows stays sharded in every part.
-
-    Raises:
-      ValueError: `microbatches` is below 1, or the rows are not a multiple of it.
-    """
-    if microbatches < 1:
-        raise ValueError(f"train.value_and_grad: microbatches={microbatches}; expected 1 or more.")
-    part = jax.value_and_grad(loss, has_aux=True)
-
-    def mean_and_grad(params, batch):
-        if microbatches == 1:
-            (total, count), grads = part(params, batch)
-        else:
-            (total, count), grads = _accumulate(part, params, _parts(batch, microbatches))
-        count = jnp.maximum(count, 1)  # a batch of nothing but padding has loss 0
-        return total / count, jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
-
-    return mean_and_grad
-
-
-def _parts(batch, microbatches):
-    def split(x):
-        if x.shape[0] % microbatches:
-            raise ValueError(
-                f"train.value_and_grad: a batch of {x.shape[0]} rows does not split into "
-                f"{microbatches} microbatches; pad it with masked rows to a multiple."
-            )
-        parts = x.reshape(x.shape[0] // microbatches, microbatches, *x.shape[1:])
-        return jnp.swapaxes(parts, 0, 1)
-
-    return jax.tree.map(split, batch)
-
-
-def _accumulate(part, params, parts):
-    def add(sums, batch):
-        return jax.tree.map(jnp.add, sums, part(params, batch)), None
-
-    one = jax.tree.map(lambda x: x[0], parts)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(part, params, one))
-    return jax.lax.scan(add, zeros, parts)[0]
+    return objective.Mean(jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"]))
 
 
 def init(config, mesh, rule, optimizer, seed=0):
@@ -106,17 +58,18 @@ def optimizer(peak=3e-3, steps=300, warmup=20):
 
 
 def step(loss, optimizer, microbatches=1, jit=jax.jit):
-    """A jitted `(params, opt_state, batch) -> (params, opt_state, mean_loss)`.
+    """A jitted `(params, opt_state, batch, key=None) -> (params, opt_state, mean_loss)`.
 
-    `loss` returns `(total, count)`; `optimizer` is any optax transformation. `params` and
+    `loss` and `microbatches` are those of `objective.value_and_grad`; `optimizer` is any optax
+    transformation. With a `key`, one for each step, dropout is on. `params` and
     `opt_state` are donated: their buffers become the results', so use only what is returned.
     `jit` compiles it: `functools.partial(rules.jit, mesh=..., in_rules=...)` gives it a layout.
     """
-    mean_and_grad = value_and_grad(loss, microbatches)
+    mean_and_grad = objective.value_and_grad(loss, microbatches)
 
     @functools.partial(jit, donate_argnums=(0, 1))
-    def run(params, opt_state, batch):
-        mean, grads = mean_and_grad(params, batch)
+    def run(params, opt_state, batch, key=None):
+        mean, grads = mean_and_grad(params, batch, key=key)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, mean
 

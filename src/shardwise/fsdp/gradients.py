@@ -9,9 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from shardwise import marks
+from shardwise import marks, objective
 from shardwise.fsdp.gathering import How, Use, all_gather, cast, gather_with_transpose, scatter
 from shardwise.fsdp.storage import Sharded, check_axis, path_of, rebuild
+
+SUMMED = {"sum", "mean", "max"}  # auxiliary outputs that are whole on every device
 
 
 def value_and_grad(
@@ -24,15 +26,17 @@ def value_and_grad(
     dtype=None,
     reduce_dtype=None,
     has_aux=False,
+    aux="sum",
 ):
-    """A function of `(params, batch, *args)`: the loss over the whole batch, and its gradient.
+    """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
-    `loss(params, batch, *args)` is written for one device. It returns `(total, count)`, whose
-    quotient over all devices is the result, exact for every padding, or a scalar, a mean over
-    rows. With `has_aux` it returns that and a tree, which is summed over devices (and
-    microbatches). `params` is `Sharded`, and so is the gradient; the rows of `batch` are cut over
-    `replicate` and `axis`. `args` are the same on every device, but typed PRNG keys among them are
-    folded with the device's number: dropout then differs from device to device, as from row to row.
+    `loss(params, batch, *args)` is written for one device; it takes `key=` too where one is given,
+    and returns an `objective.Mean`, exact for every padding, or a scalar, a mean over rows. With
+    `has_aux` it returns that and a tree; `aux` says how those of devices and microbatches become
+    one: "sum", "mean", "max" or "concatenate" (whose rows stay cut), or a prefix tree of these.
+    `params` is `Sharded`, and so is the gradient; the rows of `batch` are cut over `replicate` and
+    `axis`, and `args` are the same on every device. A loss whose rows look at each other is another
+    function when they are divided: see `shardwise.objective`, also for keys and microbatches.
 
     A stacked array is gathered at `marks.use`, one layer at a time. If the layer is rematerialised
     (`jax.checkpoint` around the body that calls `use`), it is gathered again in the backward pass,
@@ -51,6 +55,7 @@ def value_and_grad(
       ValueError: an axis that the mesh lacks, parameters of another mesh or axis, rows that do not
         divide, a stacked array that never meets `use` or meets it twice.
       TypeError: `params` is not `Sharded`, or the loss returns something else.
+      ValueError, TypeError: what `objective.trace` says of a loss in several parts.
     """
     for name in (axis, *replicate):
         check_axis("fsdp.value_and_grad", mesh, name)
@@ -59,23 +64,25 @@ def value_and_grad(
             f"fsdp.value_and_grad: stage={stage}, microbatches={microbatches}; expected stage 1, "
             f"2 or 3, and at least 1 microbatch."
         )
-    device = _Device(loss, axis, replicate, stage, microbatches, dtype, reduce_dtype, has_aux)
+    device = _Device(loss, axis, replicate, stage, microbatches, dtype, reduce_dtype, has_aux, aux)
     rows = (*replicate, axis)
 
-    def run(params, batch, *args):
+    def run(params, batch, *args, key=None):
         _check_params(params, mesh, axis)
         _check_rows(batch, math.prod(mesh.shape[name] for name in rows) * microbatches)
         specs = [s.spec(axis) for s in params.layout]
+        shapes = []  # of the auxiliary outputs, which are known once the loss is traced
         manual = jax.shard_map(
-            functools.partial(device, params),
+            functools.partial(device, params, shapes),
             mesh=mesh,
-            in_specs=(specs, P(rows), P()),
-            out_specs=(P(), P(), specs),
+            in_specs=(specs, P(rows), P(rows), P(), P()),
+            out_specs=(P(), (P(), P(rows)), specs),
             check_vma=False,  # every sum over devices is written out, in _Device
         )
-        value, aux, grads = manual(jax.tree.leaves(params.tree), batch, args)
+        numbers = objective.numbers(batch)
+        value, parts, grads = manual(jax.tree.leaves(params.tree), batch, numbers, args, key)
         grads = dataclasses.replace(params, tree=rebuild(params, grads))
-        return ((value, aux) if has_aux else value), grads
+        return ((value, _merged(*parts, *shapes)) if has_aux else value), grads
 
     return run
 
@@ -107,58 +114,56 @@ class _Device:
     dtype: Any
     reduce_dtype: Any
     has_aux: bool
+    aux: Any
 
-    def __call__(self, params, shards, batch, args):
-        args = jax.tree.map(self._fold, args)
+    def __call__(self, params, shapes, shards, batch, rows, args, key):
         hows = [self._how(s) for s in params.layout]
         inputs = shards
         if self.stage < 3:  # gather once for all microbatches; nothing is left for `use` to do
             inputs = _each(all_gather, shards, hows)
-        part = functools.partial(self._part, params, hows, args)
-        (total, count, aux), grads = self._over_microbatches(part, inputs, batch)
-        if self.stage == 1:
-            grads = _each(scatter, grads, hows)
-        everyone = (*self.replicate, self.axis)
-        total, count, aux = jax.lax.psum((total, count, aux), everyone)
-        count = jnp.maximum(count, 1)  # a batch of nothing but padding has loss 0
-        grads = [self._sum(g, how) / count for g, how in zip(grads, hows, strict=True)]
-        grads = [g.astype(x.dtype) for g, x in zip(grads, shards, strict=True)]
-        return total / count, aux, grads
-
-    def _part(self, params, hows, args, inputs, batch):
-        """Sums and gradients of one microbatch; reduced over `axis` in stages 2 and 3."""
         use = Use(params.layout, hows, params.mesh.shape[self.axis], self.dtype)
-
-        def total(inputs):
-            each = zip(inputs, hows, params.layout, strict=True)
-            arrays = [self._given(x, how, stored) for x, how, stored in each]
-            bound = use if self.stage == 3 else lambda weights: weights
-            with use.explained(), marks.bind(use=bound):
-                out = self.loss(rebuild(params, arrays), batch, *args)
-            out, aux = out if self.has_aux else (out, ())
-            total, count = _total_and_count(out, len(jax.tree.leaves(batch)[0]))
-            return total, (count, aux)
-
-        (value, (count, aux)), grads = jax.value_and_grad(total, has_aux=True)(inputs)
+        division = objective.Division(
+            together=functools.partial(jax.lax.psum, axis_name=self._everyone),
+            fold=self._fold,
+            each=lambda grads: _each(scatter, grads, hows) if self.stage == 2 else grads,
+        )
+        value, aux, grads = objective.mean_and_grads(
+            functools.partial(self._loss, params, hows, use),
+            inputs,
+            *(objective.split(tree, self.microbatches) for tree in (batch, rows)),
+            args,
+            key,
+            has_aux=self.has_aux,
+            aux=self.aux,
+            division=division,
+        )
         if self.stage == 3:
             use.check_all_met()
-        if self.stage == 2:
+        if self.stage == 1:
             grads = _each(scatter, grads, hows)
-        return (value, count, aux), [g.astype(jnp.promote_types(g.dtype, "float32")) for g in grads]
+        grads = [self._sum(g, how) for g, how in zip(grads, hows, strict=True)]
+        grads = [g.astype(x.dtype) for g, x in zip(grads, shards, strict=True)]
+        return value, self._over_devices(aux, shapes), grads
 
-    def _over_microbatches(self, part, inputs, batch):
-        if self.microbatches == 1:
-            return part(inputs, batch)
-        m = self.microbatches
+    @property
+    def _everyone(self):
+        return (*self.replicate, self.axis)
 
-        def split(x):
-            return jnp.swapaxes(x.reshape(x.shape[0] // m, m, *x.shape[1:]), 0, 1)
+    def _loss(self, params, hows, use, inputs, batch, *args, **key):
+        """The user's loss on what this device has; `use` gathers the rest."""
+        each = zip(inputs, hows, params.layout, strict=True)
+        arrays = [self._given(x, how, stored) for x, how, stored in each]
+        bound = use if self.stage == 3 else lambda weights: weights
+        with use.explained(), marks.bind(use=bound):
+            return self.loss(rebuild(params, arrays), batch, *args, **key)
 
-        parts = jax.tree.map(split, batch)
-        shapes = jax.eval_shape(part, inputs, jax.tree.map(lambda x: x[0], parts))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        add = functools.partial(jax.tree.map, jnp.add)
-        return jax.lax.scan(lambda sums, b: (add(sums, part(inputs, b)), None), zeros, parts)[0]
+    def _over_devices(self, aux, shapes):
+        """(leaves that are whole everywhere, leaves of rows, which stay cut); how, in `shapes`."""
+        ways = objective.ways(self.aux, aux)
+        shapes += [ways, jax.tree.structure(aux)]
+        pairs = list(zip(jax.tree.leaves(aux), ways, strict=True))
+        whole = [objective.reduced_over(x, w, self._everyone) for x, w in pairs if w in SUMMED]
+        return whole, [x for x, w in pairs if w not in SUMMED]
 
     def _how(self, stored):
         if stored.cut is None:
@@ -180,30 +185,23 @@ class _Device:
         axes = self.replicate if how is not None else (*self.replicate, self.axis)
         return jax.lax.psum(grad, axes) if axes else grad
 
-    def _fold(self, x):
-        if not (hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
-            return x
-        for name in (*self.replicate, self.axis):
-            x = jax.random.fold_in(x, jax.lax.axis_index(name))
-        return x
+    def _fold(self, key):
+        for name in self._everyone if key is not None else ():
+            key = jax.random.fold_in(key, jax.lax.axis_index(name))
+        return key
+
+
+def _merged(whole, rows, ways, structure):
+    """The tree of auxiliary outputs, of its leaves in two groups."""
+    groups = iter(whole), iter(rows)
+    leaves = [next(groups[0] if way in SUMMED else groups[1]) for way in ways]
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _each(function, arrays, hows):
     """The function on each array that is cut."""
     pairs = zip(arrays, hows, strict=True)
     return [x if how is None else function(x, how) for x, how in pairs]
-
-
-def _total_and_count(out, rows):
-    if isinstance(out, tuple) and len(out) == 2 and all(jnp.ndim(x) == 0 for x in out):
-        return out
-    if not isinstance(out, tuple) and jnp.shape(out) == ():
-        return out * rows, jnp.float32(rows)  # a mean over rows, of which devices have equally many
-    shapes = jax.tree.map(jnp.shape, out)
-    raise TypeError(
-        f"fsdp.value_and_grad: the loss returned {shapes}; expected (total, count), two scalars, "
-        f"or one scalar, a mean over rows. For more outputs, return (that, tree) with has_aux=True."
-    )
 
 
 def _check_params(params, mesh, axis):
@@ -232,5 +230,5 @@ def _check_rows(batch, parts):
             raise ValueError(
                 f"fsdp.value_and_grad: {path_of(keys) or 'the batch'} of shape {jnp.shape(x)} does "
                 f"not split into {parts} parts (devices times microbatches) along its rows; add "
-                f"masked rows, with fsdp.pad(batch, {parts}) and a loss of (total, count)."
+                f"masked rows, with fsdp.pad(batch, {parts}) and a loss that returns objective.Mean."
             )

@@ -1,0 +1,52 @@
+"""What a loss returns, and how its parts become one mean and one gradient.
+
+A loss returns `Mean(total, count)`, two sums over the rows of its batch, or one scalar, a mean over
+rows; with `has_aux`, that and a tree. Whatever the batch is divided into, microbatches or shares of
+devices, the result is that of `jax.value_and_grad` of total/count over all of it:
+
+    def loss(params, batch, key=None):
+        each = losses(params, batch, key)                              # [rows, tokens]
+        return objective.Mean((each * batch["mask"]).sum(), batch["mask"].sum())
+
+The division comes first: the cotangent that enters each part's backward pass is 1/count of the
+whole batch, so that a clipped cotangent, a small count or a float16 loss come out as on one device.
+
+**Rows that look at each other** (a contrastive loss, batch statistics, the balance and capacity of
+experts) are another function when rows are divided. `check` finds them. The remedies: sum over an
+axis name where the strategy has one, or a layout by the compiler (`rules.jit`), which sees whole
+arrays and is exact for every loss.
+
+**Microbatches**: microbatch j of m holds the rows r with r % m == j, under every strategy. A batch
+whose rows are cut over devices stays cut so in each of them.
+
+**Keys** go in by `key=`, raw or typed. Draws that depend on the key and on `marks.index` alone are
+those of one device under every strategy, bit for bit. A loss that draws by shape gets a key of its
+own for each part: valid masks, and others than one device's. Without microbatches the compiled
+path (`rules.jit`) divides nothing, and equals one device for these too.
+"""
+
+from shardwise.objective.auxiliary import reduced, reduced_over, ways
+from shardwise.objective.checking import check
+from shardwise.objective.gradients import Division, mean_and_grads, value_and_grad
+from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
+from shardwise.objective.microbatches import numbers, split
+from shardwise.objective.tracing import Traced, trace
+
+__all__ = [
+    "Division",
+    "Mean",
+    "Traced",
+    "check",
+    "cotangents",
+    "mean_and_grads",
+    "normal",
+    "numbers",
+    "quotient",
+    "reduced",
+    "reduced_over",
+    "split",
+    "trace",
+    "value_and_grad",
+    "ways",
+    "wide",
+]

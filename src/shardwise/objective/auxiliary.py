@@ -1,0 +1,49 @@
+"""How the auxiliary outputs of parts become one tree."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwise.objective.microbatches import joined
+
+WAYS = ("sum", "mean", "max", "concatenate")
+
+
+def ways(aux: Any, tree: Any) -> list[str]:
+    """For each leaf of `tree`, how its parts are joined; `aux` is one way, or a prefix tree of ways.
+
+    Raises:
+      ValueError: a way that is none of "sum", "mean", "max" and "concatenate", or `aux` is no
+        prefix of `tree`.
+    """
+    try:
+        spread = jax.tree.map(lambda way, part: [way] * len(jax.tree.leaves(part)), aux, tree)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"aux={aux!r} does not fit the auxiliary outputs, {jax.tree.structure(tree)}: expected "
+            f"one of {', '.join(WAYS)}, or a tree of these that is a prefix of the outputs'."
+        ) from error
+    found = jax.tree.leaves(spread)
+    if unknown := [way for way in found if way not in WAYS]:
+        raise ValueError(f"aux={unknown[0]!r}; expected one of {', '.join(WAYS)}.")
+    return found
+
+
+def reduced(stacked: jax.Array, way: str) -> jax.Array:
+    """One leaf of all parts, stacked along a new first axis, as one."""
+    if way == "concatenate":
+        if stacked.ndim < 2:
+            raise ValueError("aux='concatenate' of a scalar; expected an array that has rows.")
+        return joined(stacked)
+    if way == "sum":
+        return jnp.sum(stacked, axis=0)
+    return {"mean": jnp.mean, "max": jnp.max}[way](stacked, axis=0)
+
+
+def reduced_over(x: jax.Array, way: str, axes: Sequence[str]) -> jax.Array:
+    """The same over mesh axes, inside shard_map; rows to concatenate stay on their devices."""
+    if way == "concatenate" or not axes:
+        return x
+    return {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}[way](x, tuple(axes))

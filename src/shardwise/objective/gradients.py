@@ -1,0 +1,188 @@
+"""The mean and its gradient, from parts: microbatches, and shares of devices."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwise.objective import auxiliary
+from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
+from shardwise.objective.microbatches import numbers, split
+from shardwise.objective.tracing import Traced, trace
+
+
+def _same(x):
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """Into what a batch is divided beside microbatches, and how that is undone.
+
+    `together` adds up a tree of what the parts on all devices have; `fold` makes of the batch's
+    key that of this device's part; `each` is applied to the gradients of each microbatch.
+    """
+
+    together: Callable[[Any], Any] = _same
+    fold: Callable[[Any], Any] = _same
+    each: Callable[[Any], Any] = _same
+
+
+def value_and_grad(
+    loss: Callable, microbatches: int = 1, has_aux: bool = False, aux: Any = "sum"
+) -> Callable:
+    """A function of `(params, batch, *args, key=None)`: the mean loss, and its gradient.
+
+    On whole arrays: for one device, or for a layout by the compiler. `loss(params, batch, *args)`
+    takes `key=` too where one is given, and returns a `Mean` or a scalar (see this package's
+    docstring). With `has_aux` it returns that and a tree, and the result is `((mean, tree), grads)`.
+    With m microbatches the batch is taken in m parts, one after the other, with one part's
+    activations in memory; `aux` says how their trees become one: "sum", "mean", "max" or
+    "concatenate" (in the order of rows), or a prefix tree of these.
+
+    Raises, when called:
+      TypeError: outputs that are no loss.
+      ValueError: rows that do not split; with several microbatches, a loss that is no mean over
+        rows (as far as its trace tells; `objective.check` compares numbers), or a count that
+        depends on the parameters.
+    """
+    if microbatches < 1:
+        raise ValueError(f"value_and_grad: microbatches={microbatches}; expected 1 or more.")
+    bare = normal(loss, has_aux)
+
+    def one(params, batch, *args, key=None):
+        def mean(params):
+            out, extra = bare(params, batch, *args, **({} if key is None else {"key": key}))
+            return quotient(out), (out.count, extra)
+
+        (value, (count, extra)), grads = jax.value_and_grad(mean, has_aux=True)(params)
+        return ((value, extra) if has_aux else value), nothing_if_empty(grads, count)
+
+    def several(params, batch, *args, key=None):
+        parts, rows = split(batch, microbatches), split(numbers(batch), microbatches)
+        given = params, parts, rows, args, key
+        value, extra, grads = mean_and_grads(loss, *given, has_aux=has_aux, aux=aux)
+        grads = jax.tree.map(lambda g, x: g.astype(jnp.result_type(x)), grads, params)
+        return ((value, extra) if has_aux else value), grads
+
+    return one if microbatches == 1 else several
+
+
+def mean_and_grads(
+    loss: Callable,
+    params: Any,
+    parts: Any,
+    rows: Any,
+    args: tuple,
+    key: Any,
+    *,
+    has_aux: bool = False,
+    aux: Any = "sum",
+    division: Division = Division(),
+) -> tuple[jax.Array, Any, Any]:
+    """(mean, aux, gradients summed over the microbatches) of one part of a batch.
+
+    What strategies share. `parts` and `rows` are the part's arrays and row numbers, as `split`
+    gives them. The gradients are in `wide` dtypes, and not yet summed over devices.
+    """
+    m = jax.tree.leaves(parts)[0].shape[0]
+    first = jax.tree.map(lambda x: x[0], (parts, rows))
+    traced = trace(loss, params, *first, args, key, has_aux)
+    part = _Part(traced, params, args, key if traced.by_place else division.fold(key), division)
+    if m == 1:
+        run = part.forward(*first)
+        whole = division.together(run.mean)
+        grads, extra = part.backward(run, whole), jax.tree.map(lambda x: x[None], run.aux)
+    else:
+        whole, grads, extra = _accumulated(part, parts, rows)
+    grads = nothing_if_empty(grads, whole.count if traced.has_count else None)
+    found = auxiliary.ways(aux, extra)
+    leaves = [auxiliary.reduced(x, w) for x, w in zip(jax.tree.leaves(extra), found, strict=True)]
+    extra = jax.tree.unflatten(jax.tree.structure(extra), leaves)
+    return quotient(whole).astype(traced.dtype), extra, grads
+
+
+def nothing_if_empty(grads: Any, count: Any) -> Any:
+    """Gradients, and 0 where the count is exactly 0."""
+    if count is None:
+        return grads
+    return jax.tree.map(lambda g: jnp.where(count == 0, jnp.zeros_like(g), g), grads)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What the forward pass of a microbatch leaves: for the backward pass, and to be summed."""
+
+    outputs: tuple
+    pull: Callable
+    mean: Mean
+    aux: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """The passes of one microbatch."""
+
+    traced: Traced
+    params: Any
+    args: tuple
+    key: Any
+    division: Division
+
+    def forward(self, batch, rows, j=None):
+        key = self.key
+        if key is not None and j is not None and not self.traced.by_place:
+            key = jax.random.fold_in(key, j)
+
+        def outputs(params):
+            (total, count), extra = self.traced(params, batch, rows, self.args, key)
+            count = jnp.float32(1) if count is None else jnp.asarray(count)
+            floating = jnp.issubdtype(count.dtype, jnp.inexact)
+            return ((total, count) if floating else (total,)), (count, extra)
+
+        out, pull, (count, extra) = jax.vjp(outputs, self.params, has_aux=True)
+        return _Run(out, pull, Mean(_wide(out[0]), _wide(count)), extra)
+
+    def backward(self, run, whole):
+        """Gradients with the cotangents of the whole batch's mean, 1/count from the start."""
+        cots = cotangents(whole)[: len(run.outputs)]
+        cots = tuple(c.astype(x.dtype) for c, x in zip(cots, run.outputs, strict=True))
+        return jax.tree.map(_wide, self.division.each(run.pull(cots)[0]))
+
+
+def _accumulated(part, parts, rows):
+    """(sums of all parts, sum of the gradients, stacked aux), one microbatch after the other."""
+    m = jax.tree.leaves(parts)[0].shape[0]
+    if part.traced.count_follows:
+        raise ValueError(
+            "the loss's count depends on the parameters, or its trace cannot tell (within a "
+            "custom_vjp or custom_jvp). With several microbatches the count has to be known before "
+            "the first backward pass: use one microbatch, or a count from the batch alone."
+        )
+
+    def count(one):
+        return _wide(part.traced.count(part.params, *one, part.args, part.key))
+
+    def forward_and_back(one, whole):
+        run = part.forward(*one)
+        return (run.mean.total, part.backward(run, Mean(run.mean.total, whole))), run.aux
+
+    counts = jax.lax.map(count, (parts, rows))
+    whole = part.division.together(jnp.sum(counts))
+    steps = (parts, rows, jnp.arange(m))
+    one = jax.tree.map(lambda x: x[0], steps)
+    shapes = jax.eval_shape(forward_and_back, one, whole)[0]
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def add(sums, one):
+        found, extra = forward_and_back(one, whole)
+        return jax.tree.map(jnp.add, sums, found), extra
+
+    (total, grads), extra = jax.lax.scan(add, zeros, steps)
+    return Mean(part.division.together(total), whole), grads, extra
+
+
+def _wide(x):
+    return x.astype(wide(x.dtype))
