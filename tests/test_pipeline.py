@@ -19,6 +19,7 @@ from shardwise import (
     measure,
     mesh,
     model,
+    objective,
     pipeline,
     rules,
     schedules,
@@ -47,7 +48,7 @@ def chain(params, batch, stages, tied=False):
         x = jnp.tanh(x @ params["w"][i]) + x
         x = marks.stage_boundary(x) if i < stages - 1 else x
     x = x @ params["tied"].T if tied else x * params["shift"][None]
-    return jnp.sum(x**2 * batch["mask"][:, None]), jnp.sum(batch["mask"])
+    return objective.Mean(jnp.sum(x**2 * batch["mask"][:, None]), jnp.sum(batch["mask"]))
 
 
 def chain_of(stages, tied=False):
@@ -64,7 +65,7 @@ def chain_of(stages, tied=False):
 
 
 def on_one(loss, params, batch):
-    return jax.jit(train.value_and_grad(loss))(params, batch)
+    return jax.jit(objective.value_and_grad(loss))(params, batch)
 
 
 def check(loss, params, batch, grid, schedule, microbatches, rule=P(), **options):
@@ -85,15 +86,17 @@ def check(loss, params, batch, grid, schedule, microbatches, rule=P(), **options
 def test_every_schedule_equals_one_device(name):
     table = schedules.spread(name, 2, 4)
     loss, params, batch = chain_of(table.stages)
-    function, _, _ = check(loss, params, batch, TWO, name, 4)
-    assert set(function.times) == {task for order in table.tasks for task in order}
+    function, split, grads = check(loss, params, batch, TWO, name, 4)
+    (_, again), times = function.timed(split, batch)
+    jax.tree.map(np.testing.assert_array_equal, again, grads)
+    assert set(times) == {task for order in table.tasks for task in order}
     for order in table.tasks:  # in the table's order, one at a time
-        ends = [time for task in order for time in function.times[task]]
+        ends = [time for task in order for time in times[task]]
         assert ends == sorted(ends)
     for order in table.tasks:
         for task in order:
             for needed in table.dependencies(task):
-                assert function.times[needed][1] <= function.times[task][0]
+                assert times[needed][1] <= times[task][0]
 
 
 def test_a_new_schedule_is_one_entry(monkeypatch):
@@ -205,27 +208,30 @@ def test_each_stage_holds_its_own():
 
 
 def test_a_scalar_loss_and_auxiliary_outputs():
-    def loss(params, batch, key):
-        x = marks.stage_boundary(batch["x"] @ params["w"][0])
+    """Rows come back in the batch's order, and a key draws as on one device with microbatches."""
+
+    def loss(params, batch, scale, key):
+        x = marks.stage_boundary(batch["x"] @ params["w"][0] * scale)
         y = x @ params["w"][1]
         noise = jax.random.uniform(key)
-        extra = {"most": jnp.max(y), "rows": y[:, 0], "sums": {"n": len(y), "noise": noise}}
-        return jnp.mean(y**2), extra
+        extra = {"most": jnp.max(y), "rows": y[:, 0], "on": jnp.mean(y > 0), "any": y[0, 0] > 0}
+        return jnp.mean(y**2), extra | {"sums": {"n": len(y), "noise": noise}}
 
     _, params, batch = chain_of(2)
-    ways = {"most": "max", "rows": "concatenate", "sums": "sum"}
-    function = pipeline.value_and_grad(loss, TWO, "1f1b", 4, has_aux=True, aux=ways)
-    key = jax.random.key(1)
-    split = pipeline.split(params, function, batch, key)
-    (mean, extra), grads = function(split, batch, key)
-    (value, _), expected = jax.value_and_grad(loss, has_aux=True)(params, batch, key)
-    assert_close((mean, pipeline.merge(grads)), (value, expected))
-    y = batch["x"] @ params["w"][0] @ params["w"][1]
-    assert_close(extra["most"], y.max())
+    ways = {"any": "sum", "most": "max", "on": "mean", "rows": "concatenate", "sums": "sum"}
+    how = dict(microbatches=4, has_aux=True, aux=ways)
+    function = pipeline.value_and_grad(loss, TWO, "1f1b", **how)
+    for key in (jax.random.key(1), jax.random.PRNGKey(1)):
+        split = pipeline.split(params, function, batch, 0.5, key=key)
+        (mean, extra), grads = function(split, batch, 0.5, key=key)
+        one = jax.jit(objective.value_and_grad(loss, **how))
+        (value, theirs), expected = one(params, batch, 0.5, key=key)
+        assert_close((mean, pipeline.merge(grads)), (value, expected))
+        assert_close(extra, theirs)
+    y = batch["x"] @ params["w"][0] @ params["w"][1] / 2
     assert_close(extra["rows"], y[:, 0])
-    assert extra["sums"]["n"] == ROWS
-    noise = sum(jax.random.uniform(jax.random.fold_in(key, j)) for j in range(4))
-    assert_close(extra["sums"]["noise"], noise)
+    assert_close(extra["on"], np.mean(y > 0))
+    assert extra["sums"]["n"] == ROWS and extra["any"] == np.sum(y[:4, 0] > 0)
 
 
 def test_a_tied_parameter_gets_both_gradients_and_stays_equal():
@@ -318,7 +324,9 @@ def test_muon_takes_whole_matrices():
 
     def loss(params, batch):
         x = marks.stage_boundary(batch["x"] @ params["a"] @ params["rows"][:WIDE])
-        return jnp.sum((x @ params["b"] @ params["rows"][WIDE:]) ** 2), jnp.float32(len(x))
+        return objective.Mean(
+            jnp.sum((x @ params["b"] @ params["rows"][WIDE:]) ** 2), jnp.float32(len(x))
+        )
 
     _, _, batch = chain_of(2)
     draw = np.random.default_rng(0).normal(size=(4 * WIDE, WIDE)).astype("f4")
@@ -345,7 +353,7 @@ MATRIX = optax.contrib.MuonDimensionNumbers()
 def test_arrays_of_two_stages_do_not_meet():
     def loss(params, batch):
         x = marks.stage_boundary(batch["x"] @ params["a"])
-        return jnp.sum((x @ params["b"]) ** 2), jnp.float32(len(x))
+        return objective.Mean(jnp.sum((x @ params["b"]) ** 2), jnp.float32(len(x)))
 
     _, _, batch = chain_of(2)
     params = {"a": np.ones((WIDE, WIDE), "f4"), "b": np.ones((WIDE, WIDE), "f4")}
@@ -423,14 +431,13 @@ def test_ranks_run_at_the_same_time():
 
     def loss(params, batch):
         x = marks.stage_boundary(called(second, batch["x"]) @ params["w"][0])
-        return jnp.sum(called(first, x) @ params["w"][1]), jnp.float32(len(x))
+        return objective.Mean(jnp.sum(called(first, x) @ params["w"][1]), jnp.float32(len(x)))
 
     _, params, batch = chain_of(2)
     function = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
-    function(pipeline.split(params, function, batch), batch)
-    (_, ours), (_, theirs) = (function.times[Task(s, "F", 1 - s)] for s in (0, 1))
-    starts = [function.times[Task(s, "F", 1 - s)][0] for s in (0, 1)]
-    assert max(starts) < min(ours, theirs)  # they overlap
+    _, times = function.timed(pipeline.split(params, function, batch), batch)
+    starts, ends = zip(*(times[Task(s, "F", 1 - s)] for s in (0, 1)), strict=True)
+    assert max(starts) < min(ends)  # they overlap
 
 
 def test_a_task_that_fails_stops_the_run_and_is_named():
@@ -457,7 +464,7 @@ def test_a_callback_that_fails_is_named():
 
     def loss(params, batch):
         x = marks.stage_boundary(batch["x"] @ params["w"][0])
-        return jnp.sum(called(explode, x) @ params["w"][1]), jnp.float32(1)
+        return objective.Mean(jnp.sum(called(explode, x) @ params["w"][1]), jnp.float32(len(x)))
 
     _, params, batch = chain_of(2)
     function = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
@@ -485,7 +492,7 @@ def test_gpipe_in_one_program_equals_one_device(microbatches):
         x = pipeline.gpipe(stage, TWO, microbatches)(stack, x)
         logits = decoder.head("bse,ev->bsv", decoder.final_norm(x))
         each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-        return jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"])
+        return objective.Mean(jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"]))
 
     assert_close(on_one(loss, params, batch), on_one(expected, params, batch))
     with pytest.raises(ValueError, match="8 rows do not split into 3 parts"):
@@ -514,7 +521,7 @@ def test_errors_are_named():
         (ValueError, "no schedule '2f2b'; there are gpipe, 1f1b", make, dict(schedule="2f2b")),
         (
             ValueError,
-            r"of shape \(8.*\) does not split into 3 microbatches",
+            r"8 rows \(mask, x\) do not split into 3 microbatches; pad",
             make,
             dict(microbatches=3),
         ),
@@ -527,7 +534,7 @@ def test_errors_are_named():
         (ValueError, "Deadlock: ", make, dict(schedule=deadlock, microbatches=1)),
         (
             TypeError,
-            r"the loss returned \(4, 6\); expected \(total, count\)",
+            r"The loss returned \(4, 6\); expected objective.Mean\(total, count\)",
             make,
             dict(loss=lambda p, b: marks.stage_boundary(b["x"] * p["shift"][None])),
         ),
@@ -566,7 +573,7 @@ def test_what_cannot_be_cut_in_two_is_said():
 
     def loss(params, batch):
         x = marks.stage_boundary(batch["x"] @ params["w"][0])
-        return jnp.sum(product(x, params["w"][1]) ** 2), jnp.float32(len(x))
+        return objective.Mean(jnp.sum(product(x, params["w"][1]) ** 2), jnp.float32(len(x)))
 
     _, params, batch = chain_of(2)
     with pytest.warns(UserWarning, match="stage 1: while yields both what the stage before waits"):

@@ -21,11 +21,11 @@ class Halves:
     - `to_weights(params, data, residuals, pending) -> gradients`.
 
     `to_weights` computes nothing that `to_input` has computed: that is in `pending`. Cotangents
-    are those of the outputs that are floating-point numbers, and of a last stage's first output
-    alone. The first stage has nothing to send back: its `to_weights` does everything. `undivided`
-    names the primitives that yield both halves at once and could not be cut: they run in
-    `to_input`, and what they yield of the weights' gradients is pending. Effects run where they
-    are computed, once: in `forward`, or in `whole`, or in `to_input`.
+    are those of the outputs that are floating-point numbers, and of a last stage's `seeds`. The
+    first stage has nothing to send back: its `to_weights` does everything. `undivided` names the
+    primitives that yield both halves at once and could not be cut: they run in `to_input`, and
+    what they yield of the weights' gradients is pending. Effects run where they are computed,
+    once: in `forward`, or in `whole`, or in `to_input`.
     """
 
     forward: Callable
@@ -89,7 +89,7 @@ def _halves(traced):
 def differentiable(stage):
     """The numbers of the outputs that have cotangents."""
     if stage.last:
-        return [0]
+        return list(stage.seeds)
     return [i for i, x in enumerate(stage.outputs) if inexact(x)]
 
 

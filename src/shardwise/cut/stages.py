@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal
 
+from shardwise.cut.constraints import constrained
 from shardwise.cut.equations import named_as, needed, read, run, variables
 from shardwise.cut.places import assign, crossing
 from shardwise.cut.tracing import row_axes, trace
@@ -22,13 +23,14 @@ class Stage:
     `rows[i]` tells what of the parameter leaf `i` lives here: None all of it, (a, b) its rows a to
     b. `data` are the numbers of the batch's (and further arguments') leaves that it reads;
     `params`, `inputs`, `carry` and `outputs` are the shapes and dtypes of arguments and results.
-    The outputs of the last stage are those of the loss. `axes`, by those last three names, tells of
-    each value along which axis it grows with the batch's rows, or None; where `stages` was not
-    given `more`, it is empty.
+    The outputs of the last stage are those of the loss, of which `seeds` are differentiated.
+    `axes["inputs"]`, and likewise of carry and outputs, tells of each value along which axis it
+    grows with the batch's rows, or None; where `stages` was not given `more`, it is empty.
     """
 
     index: int
     last: bool
+    seeds: tuple[int, ...]
     rows: dict[int, tuple[int, int] | None]
     data: tuple[int, ...]
     params: list[Shape]
@@ -47,15 +49,25 @@ class Cut(NamedTuple):
 
 
 def stages(
-    loss: Callable, params: Any, *data: Any, constrain: Callable | None = None, more: Any = None
+    loss: Callable,
+    params: Any,
+    *data: Any,
+    seeds: int = 1,
+    constrain: Callable | None = None,
+    relocate: Callable | None = None,
+    more: Any = None,
 ) -> Cut:
     """The stages of `loss(params, *data)`, k + 1 for k calls of `marks.stage_boundary`.
 
-    Arguments may be abstract; `constrain(x, name)`, if given, is what `marks.constrain` does. A
-    parameter of which every stage takes only rows of its own, by a static slice, lives in rows; one
-    that several stages read lives on each. `more`, if given, is `data` with another number of rows:
-    what then has another shape follows the rows. (Of a loss that has no such trace, only the data
-    is known to do so.)
+    Arguments may be abstract. A parameter of which every stage takes only rows of its own, by a
+    static slice, lives in rows; one that several stages read lives on each.
+
+    Args:
+      seeds: how many of the loss's outputs, the first ones, are differentiated.
+      constrain: `constrain(x, name)` is what `marks.constrain` does.
+      relocate: `relocate(sharding)` is what a `with_sharding_constraint` of the loss becomes.
+      more: `data` with another number of rows: what then has another shape follows the rows. (Of a
+        loss that has no such trace, only the data is known to do so.)
 
     Raises:
       ValueError: a mark where the program cannot be cut, or around no array; an effect that asks
@@ -69,7 +81,10 @@ def stages(
         tree, rest = jax.tree.unflatten(structure, args[:n]), args[n:]
         return loss(tree, *jax.tree.unflatten(data_structure, rest))
 
-    closed, shapes, marks = trace(flat, [_abstract(x) for x in (*leaves, *others)], constrain)
+    args = [_abstract(x) for x in (*leaves, *others)]
+    closed, shapes, marks = trace(flat, args, constrain)
+    if relocate is not None:
+        closed = constrained(closed, relocate)
     program, last = assign(closed, n, marks), len(marks)
     chosen = [_choose(program, s, s == last) for s in range(last + 1)]
     rows = _rows(program, chosen)
@@ -77,7 +92,11 @@ def stages(
     if more is not None:
         wider = [_abstract(x) for x in (*leaves, *jax.tree.leaves(more))]
         axes = row_axes(closed, flat, wider, constrain)
-    parts = [_stage(program, s, s == last, *chosen[s], rows, axes) for s in range(last + 1)]
+    seeds = tuple(range(seeds))
+    parts = [
+        _stage(program, s, seeds if s == last else None, *chosen[s], rows, axes)
+        for s in range(last + 1)
+    ]
     return Cut(parts, shapes)
 
 
@@ -120,7 +139,7 @@ def _row_slice(eqn):
     return (start[0], limit[0]) if whole else None
 
 
-def _stage(program, s, last, eqns, carry, outputs, rows, axes):
+def _stage(program, s, seeds, eqns, carry, outputs, rows, axes):
     mine = [v for v in program.params if s in rows.get(v, {})]
     if s == 0:  # what nobody reads lives on the first stage
         mine = [v for v in program.params if s in rows.get(v, {s: None})]
@@ -139,7 +158,8 @@ def _stage(program, s, last, eqns, carry, outputs, rows, axes):
 
     return Stage(
         index=s,
-        last=last,
+        last=seeds is not None,
+        seeds=seeds or (),
         rows={program.params.index(v): ends for v, ends in held.items()},
         data=tuple(program.data.index(v) for v in data),
         params=[_of_rows(v, held[v]) for v in mine],
