@@ -48,10 +48,11 @@ def leaves(tree: Any, batch: Any, args: tuple, key: Any) -> None:
         for keys, x in jax.tree_util.tree_flatten_with_path(group)[0]:
             path = f"{name}{jax.tree_util.keystr(keys)}"
             _array(path, x)
-            if group is tree and not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            dtype = jnp.result_type(x)
+            if group is tree and not jnp.issubdtype(dtype, jnp.inexact):
                 raise TypeError(
-                    f"{WHERE}: {path} is {jnp.result_type(x)}, which has no gradient; pass keys and counters "
-                    f"in the batch or as further arguments."
+                    f"{WHERE}: {path} is {dtype}, which has no gradient; pass keys by key=, and "
+                    f"counters in the batch or as further arguments."
                 )
 
 
@@ -78,7 +79,7 @@ def rows(batch: Any, microbatches: int) -> None:
             )
         found.setdefault(jnp.shape(x)[0], []).append(path)
     if len(found) > 1:
-        told = ", ".join(f"{', '.join(paths)}: {count}" for count, paths in found.items())
+        told = ", ".join(f"{path}: {count}" for count, paths in found.items() for path in paths)
         raise ValueError(
             f"{WHERE}: the batch's arrays have different numbers of rows ({told}), and nothing "
             f"says which rows belong together in one of {microbatches} microbatches. Give each "
