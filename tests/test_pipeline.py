@@ -713,7 +713,7 @@ def test_a_count_that_follows_the_parameters_takes_one_microbatch():
     loss = functools.partial(weighted, kind="learned")
     _, params, batch = chain_of(2)
     function = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
-    with pytest.raises(ValueError, match="count depends on the parameters.*use one microbatch"):
+    with pytest.raises(ValueError, match=r"count depends on the parameters.*use one microbatch"):
         pipeline.split(params, function, batch)
 
 
@@ -783,7 +783,7 @@ def test_what_is_cut_by_rows_follows_from_the_batch():
 
 def test_a_rule_chooses_by_what_a_stage_holds():
     """Four rows of a stack divide among four devices; the two of each stage do not."""
-    loss, params, batch = chain_of(4)
+    _, params, batch = chain_of(4)
 
     def halves(params, batch):
         x = batch["x"]

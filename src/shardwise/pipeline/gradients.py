@@ -105,6 +105,7 @@ class ValueAndGrad:
     def plan(self, params: Pipelined, batch: Any, *args: Any, key: Any = None) -> Plan:
         """What does not change from step to step, for arguments of these shapes."""
         checks.parameters(params)
+        checks.leaves((), batch, args, key)
         given = (params.layout, params.structure, params.meshes, _signature((batch, args, key)))
         if given not in self._plans:
             tree = params.abstract()
@@ -125,6 +126,7 @@ class ValueAndGrad:
         return (value, grads), times
 
     def _traced(self, tree, batch, args, key) -> Traced:
+        checks.leaves(tree, batch, args, key)
         given = _signature((tree, batch, args, key))
         if given not in self._traces:
             self._traces[given] = trace(self.asked, tree, batch, args, key)

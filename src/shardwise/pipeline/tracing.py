@@ -55,7 +55,6 @@ def trace(asked: Asked, tree: Any, batch: Any, args: tuple, key: Any) -> Traced:
       ValueError, TypeError: as `value_and_grad`.
     """
     m = asked.microbatches
-    checks.leaves(tree, batch, args, key)
     checks.rows(batch, m)
     tree, batch, args, key = abstract((tree, batch, args, key))
     part = jax.tree.map(lambda x: _resized(x, 1, m), (batch, row_numbers(batch)))
