@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shardwise import marks
+from shardwise import marks, objective
 
 BATCH, HEAD_DIM, PARAMETERS = 16, 64, 4_238_336
 SIZES = dict(layers=4, vocab=2048, sequence=128, embed=256, heads=256, mlp=1024)
@@ -66,7 +66,7 @@ KEPT = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
 def loss(params, batch, policy=KEPT):
-    """(total, count): the sum of -log p over the tokens, in nats, and their number.
+    """`objective.Mean`: the sum of -log p over the tokens, in nats, and their number.
 
     `policy` says which of a layer's activations the backward pass finds and which it computes
     again, as `jax.checkpoint` takes it: None keeps a layer's input alone.
@@ -81,7 +81,7 @@ def loss(params, batch, policy=KEPT):
     logits = x @ params["head"]["kernel"] + params["head"]["bias"]
     logits = marks.constrain(logits, "logits")
     each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    return jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"])
+    return objective.Mean(jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"]))
 
 
 def block(weights, x):

@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import marks, mesh, rules, train
+from shardwise import marks, mesh, objective, rules, train
 from shardwise.model import Config, Decoder
 
 MIN_SIZE = 2**14
@@ -41,7 +41,7 @@ class Benchmark:
         self.optimizer = optax.adamw(3e-4)
         self.opt_state = jax.device_get(self.optimizer.init(self.params))
         self.batch = reference.random_batch()
-        self._mean_and_grad = train.value_and_grad(loss)
+        self._mean_and_grad = objective.value_and_grad(loss)
         self.mesh = mesh.make(fsdp=8)
 
     def step(self, params, opt_state, batch):

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import cut, marks
+from shardwise import cut, marks, objective
 
 SECONDS = 0.020
 WIDTH = 8
@@ -30,14 +30,14 @@ def arguments(stages, microbatches):
 
 
 def loss(seconds):
-    """The loss (total, count) of a chain of stages, each of which sleeps."""
+    """The loss, an `objective.Mean`, of a chain of stages, each of which sleeps."""
     layer = _layer(seconds)
 
     def total_and_count(params, batch):
         x = batch
         for s, (weight, bias) in enumerate(params):
             x = layer(weight, (marks.stage_boundary(x) if s else x) + bias)
-        return x.sum(), jnp.float32(x.shape[0])
+        return objective.Mean(x.sum(), jnp.float32(x.shape[0]))
 
     return total_and_count
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import measure, mesh, model, train
+from shardwise import measure, mesh, model, objective, train
 from shardwise.measure import timing
 
 
@@ -123,7 +123,7 @@ def test_flops_of_the_decoder_do_not_depend_on_scan(dtype):
         c = model.Config(embed=32, layers=2, head_dim=8, mlp=48, dtype=dtype, scan=scan)
         graphdef, params = nnx.split(nnx.eval_shape(lambda c=c: model.Decoder(c, nnx.Rngs(0))))
         loss = functools.partial(train.loss, graphdef=graphdef)
-        found.append(measure.flops(compiled(train.value_and_grad(loss), params, batch)))
+        found.append(measure.flops(compiled(objective.value_and_grad(loss), params, batch)))
     projections = c.embed * c.head_dim * (2 * c.heads + 2 * c.kv_heads) + 3 * c.embed * c.mlp
     attention = 2 * length * c.heads * c.head_dim
     expected = 2 * rows * length * (c.layers * (projections + attention) + c.embed * c.vocab)

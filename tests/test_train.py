@@ -10,12 +10,12 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise import data, measure, mesh, model, rules, train
+from shardwise import data, measure, mesh, model, objective, rules, train
 
 CONFIG = model.Config(embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=24)
 GRAPHDEF, PARAMS = nnx.split(model.Decoder(CONFIG, rngs=nnx.Rngs(0)))
 LOSS = functools.partial(train.loss, graphdef=GRAPHDEF)
-MEAN_AND_GRAD = jax.jit(train.value_and_grad(LOSS))
+MEAN_AND_GRAD = jax.jit(objective.value_and_grad(LOSS))
 
 
 def fresh():
@@ -56,7 +56,7 @@ def test_a_decoder_and_its_state_give_the_same():
 def test_accumulation_and_padding_are_exact(rows, microbatches, seed):
     batch = padded(rows * microbatches, seed)
     one = MEAN_AND_GRAD(PARAMS, batch)
-    parts = jax.jit(train.value_and_grad(LOSS, microbatches))(PARAMS, batch)
+    parts = jax.jit(objective.value_and_grad(LOSS, microbatches))(PARAMS, batch)
     assert_close(parts, one)
     more = {k: np.concatenate([v, np.ones_like(v)]) for k, v in batch.items()}
     more["mask"][len(batch["mask"]) :] = 0
@@ -71,8 +71,10 @@ def test_nothing_but_padding_is_a_loss_of_zero():
 
 
 def test_rows_that_do_not_split_are_named():
-    with pytest.raises(ValueError, match="5 rows does not split into 2 microbatches; pad"):
-        train.value_and_grad(LOSS, 2)(PARAMS, padded(5))
+    with pytest.raises(
+        ValueError, match=r"a batch of 5 rows .*does not split into 2 microbatches; pad"
+    ):
+        objective.value_and_grad(LOSS, 2)(PARAMS, padded(5))
 
 
 def test_microbatches_below_one_are_named():

@@ -230,5 +230,5 @@ def _check_rows(batch, parts):
             raise ValueError(
                 f"fsdp.value_and_grad: {path_of(keys) or 'the batch'} of shape {jnp.shape(x)} does "
                 f"not split into {parts} parts (devices times microbatches) along its rows; add "
-                f"masked rows, with fsdp.pad(batch, {parts}) and a loss that returns objective.Mean."
+                f"masked rows: fsdp.pad(batch, {parts}), and a loss that returns objective.Mean."
             )

@@ -12,7 +12,7 @@ WAYS = ("sum", "mean", "max", "concatenate")
 
 
 def ways(aux: Any, tree: Any) -> list[str]:
-    """For each leaf of `tree`, how its parts are joined; `aux` is one way, or a prefix tree of ways.
+    """For each leaf of `tree`, how its parts are joined; `aux` is a way, or a prefix tree of ways.
 
     Raises:
       ValueError: a way that is none of "sum", "mean", "max" and "concatenate", or `aux` is no

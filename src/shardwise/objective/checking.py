@@ -50,8 +50,9 @@ def check(
     expected = forward(params, *whole)
     parts = [forward(params, *half) for half in halves]
     tolerance = _tolerance(params)
-    for name in Mean._fields:
-        _compare(name, getattr(expected, name), [getattr(part, name) for part in parts], tolerance)
+    scalar = jax.eval_shape(bare, params, batch, *args, **given)[0].count is None
+    for name, field in [("mean" if scalar else "total", 0), ("count", 1)]:
+        _compare(name, expected[field], [part[field] for part in parts], tolerance)
     grads = [jax.tree_util.tree_flatten_with_path(backward(params, p, expected))[0] for p in halves]
     of_whole = jax.tree.leaves(backward(params, whole, expected))
     for g, (keys, a), (_, b) in zip(of_whole, *grads, strict=True):
@@ -78,9 +79,11 @@ def _compare(name, whole, parts, tolerance):
     error = float(np.max(np.abs(whole - sum(parts)), initial=0))
     if error <= tolerance * scale:
         return
-    told = f"{whole:.6g} over the whole batch, {sum(parts):.6g} from its halves" if (
-        whole.ndim == 0
-    ) else f"they differ by {error:.3g} where the largest entry is {scale:.3g}"
+    told = (
+        f"{whole:.6g} over the whole batch, {sum(parts):.6g} from its halves"
+        if (whole.ndim == 0)
+        else f"they differ by {error:.3g} where the largest entry is {scale:.3g}"
+    )
     raise ValueError(
         f"objective.check: the {name} of the loss is no sum over rows: {told}. If it divides by "
         f"something that the batch decides, return objective.Mean(total, count). If rows look at "

@@ -37,8 +37,8 @@ def value_and_grad(
 
     On whole arrays: for one device, or for a layout by the compiler. `loss(params, batch, *args)`
     takes `key=` too where one is given, and returns a `Mean` or a scalar (see this package's
-    docstring). With `has_aux` it returns that and a tree, and the result is `((mean, tree), grads)`.
-    With m microbatches the batch is taken in m parts, one after the other, with one part's
+    docstring). With `has_aux` it returns that and a tree, and what comes back is `((mean, tree),
+    grads)`. With m microbatches the batch is taken in m parts, one after the other, with one part's
     activations in memory; `aux` says how their trees become one: "sum", "mean", "max" or
     "concatenate" (in the order of rows), or a prefix tree of these.
 
@@ -94,7 +94,10 @@ def mean_and_grads(
     if m == 1:
         run = part.forward(*first)
         whole = division.together(run.mean)
-        grads, extra = part.backward(run, whole), jax.tree.map(lambda x: x[None], run.aux)
+        grads, extra = (
+            part.backward(run, whole),
+            jax.tree.map(lambda x: jnp.asarray(x)[None], run.aux),
+        )
     else:
         whole, grads, extra = _accumulated(part, parts, rows)
     grads = nothing_if_empty(grads, whole.count if traced.has_count else None)

@@ -85,7 +85,7 @@ def trace(
     key: Any = None,
     has_aux: bool = False,
 ) -> Traced:
-    """`loss(params, batch, *args)`, with `key=` where one is given, traced for one of several parts.
+    """`loss(params, batch, *args)`, and `key=` where one is given, traced for one part of several.
 
     `rows` are the part's row numbers (`numbers` of the whole batch, divided as it is). All arrays
     may be abstract. What cannot be right when rows are divided is an error here, before

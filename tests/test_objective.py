@@ -1,0 +1,503 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise import fsdp, marks, measure, mesh, model, objective, train
+from shardwise.objective import Mean
+
+mesh.simulate(8)
+LINE, FEW = mesh.make(fsdp=8), mesh.make(fsdp=2)
+DRAW = np.random.default_rng(0)
+PARAMS = {"w": DRAW.normal(size=(5, 7)).astype(np.float32), "b": np.ones(7, np.float32)}
+BATCH = {
+    "x": DRAW.normal(size=(16, 5)).astype(np.float32),
+    "weight": np.where(np.arange(16) % 3 == 1, 0, DRAW.uniform(size=16)).astype(np.float32),
+}
+
+
+def outputs(params, batch):
+    return jnp.tanh(batch["x"] @ params["w"] + params["b"][None])
+
+
+def weighted(params, batch):
+    each = (outputs(params, batch) ** 2).sum(1)
+    return Mean(jnp.sum(each * batch["weight"]), jnp.sum(batch["weight"]))
+
+
+def on_one(loss, params=PARAMS, batch=BATCH, *args, **given):
+    """jax.value_and_grad of total/count over the whole batch: nothing of ours."""
+
+    def mean(params):
+        out = loss(params, batch, *args, **given)
+        return out[0] / out[1] if isinstance(out, tuple) else out
+
+    return jax.jit(jax.value_and_grad(mean))(params)
+
+
+def in_microbatches(m):
+    return lambda loss, params, batch, *args, **given: jax.jit(objective.value_and_grad(loss, m))(
+        params, batch, *args, **given
+    )
+
+
+def in_shards(grid=LINE, stacked=None, **options):
+    def run(loss, params, batch, *args, **given):
+        sharded = fsdp.shard(params, grid, stacked=stacked)
+        function = jax.jit(fsdp.value_and_grad(loss, grid, **options))
+        mean, grads = function(sharded, batch, *args, **given)
+        return mean, fsdp.gather(grads)
+
+    return run
+
+
+DIVIDED = {
+    "1 microbatch": in_microbatches(1),
+    "4 microbatches": in_microbatches(4),
+    "fsdp": in_shards(),
+    "fsdp, 2 microbatches": in_shards(microbatches=2),
+    "fsdp, zero 1": in_shards(FEW, stage=1, microbatches=4),
+    "fsdp, zero 2": in_shards(FEW, stage=2, microbatches=2),
+}
+SEVERAL = {name: run for name, run in DIVIDED.items() if name != "1 microbatch"}
+each_division = pytest.mark.parametrize("run", DIVIDED.values(), ids=DIVIDED)
+
+
+def assert_close(ours, theirs, rtol=1e-5):
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype and a.shape == b.shape
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(np.abs(b).max(), 1e-9))
+
+
+# The mean of the whole batch, for losses at the edges.
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+# Not linear: what comes back is clipped to 0.01.
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.01, 0.01),))
+
+
+def small_count(params, batch):
+    """Weights that sum to far less than 1."""
+    total, count = weighted(params, batch)
+    return Mean(total * 1e-3, count * 1e-3)
+
+
+def negative(params, batch):
+    total, count = weighted(params, batch)
+    return Mean(-total, count)
+
+
+def whole_numbers(params, batch):
+    real = batch["weight"] > 0
+    return Mean(jnp.sum(outputs(params, batch) * real[:, None]), jnp.sum(real))
+
+
+def not_linear(params, batch):
+    each = clipped(outputs(params, batch)).sum(1)
+    return Mean(jnp.sum(each * batch["weight"]), jnp.sum(batch["weight"]))
+
+
+def half(params, batch):
+    """In float16, where 16 × 4,100 overflows and the mean does not."""
+    out = outputs(params, batch).astype(jnp.float16)
+    return 4100 + out.mean()
+
+
+def static_count(params, batch):
+    out = outputs(params, batch)
+    return Mean(out.sum(), out.size)
+
+
+def with_penalty(params, batch):
+    """A mean over rows may have a term without rows: its mean is itself."""
+    return (outputs(params, batch) ** 2).mean() + 0.1 * jnp.sum(params["w"] ** 2)
+
+
+def penalty_by_count(params, batch):
+    total, count = weighted(params, batch)
+    return Mean(total + count * 0.1 * jnp.sum(params["w"] ** 2), count)
+
+
+RIGHT = [small_count, negative, whole_numbers, not_linear, half, static_count]
+RIGHT += [weighted, with_penalty, penalty_by_count]
+
+
+@each_division
+@pytest.mark.parametrize("loss", RIGHT, ids=lambda loss: loss.__name__)
+def test_edges_equal_one_device(loss, run):
+    assert_close(run(loss, PARAMS, BATCH), on_one(loss), 2e-3 if loss is half else 1e-5)
+
+
+def gated(params, batch):
+    """A count that depends on the parameters."""
+    gate = jax.nn.sigmoid(batch["x"] @ params["w"][:, 0])
+    return Mean(jnp.sum(gate * (outputs(params, batch) ** 2).sum(1)), jnp.sum(gate))
+
+
+@jax.custom_vjp
+def opaque(x, weight):
+    return jnp.sum(x * weight[:, None]), jnp.sum(weight)
+
+
+opaque.defvjp(
+    lambda x, weight: (opaque(x, weight), (x, weight)),
+    lambda kept, g: (g[0] * jnp.broadcast_to(kept[1][:, None], kept[0].shape), None),
+)
+
+
+def fused(params, batch):
+    """Total and count come out of one custom_vjp, into which the parameters go."""
+    return Mean(*opaque(outputs(params, batch), batch["weight"]))
+
+
+@pytest.mark.parametrize("loss", [gated, fused], ids=["gated", "fused"])
+def test_a_count_that_may_depend_on_parameters_is_exact_or_an_error(loss):
+    for name, run in DIVIDED.items():
+        if "zero" in name or "microbatches" in name:
+            with pytest.raises(ValueError, match=r"count depends on the parameters.*one microb"):
+                run(loss, PARAMS, BATCH)
+        else:
+            assert_close(run(loss, PARAMS, BATCH), on_one(loss))
+
+
+@each_division
+def test_a_count_of_zero_is_a_loss_of_zero(run):
+    @jax.custom_vjp
+    def ones(x):
+        return x
+
+    ones.defvjp(lambda x: (x, None), lambda _, g: (jnp.ones_like(g),))  # whatever comes in
+
+    def loss(params, batch):
+        return Mean(jnp.sum(ones(outputs(params, batch))), jnp.sum(batch["weight"]))
+
+    mean, grads = run(loss, PARAMS, BATCH | {"weight": np.zeros(16, np.float32)})
+    assert mean == 0 and all(not g.any() for g in jax.tree.leaves(grads))
+
+
+def test_the_count_is_taken_from_the_batch_and_gathers_no_weights():
+    sharded = fsdp.shard(PARAMS, LINE)
+    for m, gathers in [(1, 1), (2, 2)]:
+        function = fsdp.value_and_grad(weighted, LINE, microbatches=m)
+        lowered = jax.jit(function).lower(sharded, BATCH)
+        leaves = len(jax.tree.leaves(PARAMS))
+        assert measure.collectives(lowered)["all-gather"].dynamic == gathers * leaves
+
+
+# Mistakes that are found.
+
+
+def masked_mean(params, batch):
+    total, count = weighted(params, batch)
+    return total / count
+
+
+def average(params, batch):
+    return jnp.average((outputs(params, batch) ** 2).sum(1), weights=batch["weight"])
+
+
+def penalty_in_the_total(params, batch):
+    total, count = weighted(params, batch)
+    return Mean(total + 0.1 * jnp.sum(params["w"] ** 2), count)
+
+
+def count_given(params, batch):
+    return Mean(weighted(params, batch).total, 16.0)
+
+
+def bare_pair(params, batch):
+    return tuple(weighted(params, batch))
+
+
+def contrastive(params, batch):
+    z = outputs(params, batch)
+    return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(z @ z.T)))
+
+
+def batch_norm(params, batch):
+    z = outputs(params, batch)
+    return jnp.mean(jnp.abs(z - z.mean(0, keepdims=True)) ** 3)
+
+
+WRONG = {
+    masked_mean: r"divides by a number that it computes from the batch's values.*Mean\(total",
+    average: "divides by a number that it computes from the batch's values",
+    penalty_in_the_total: "does not depend on the batch.*once for each part",
+    count_given: "count does not depend on the batch.*once for each part",
+    bare_pair: r"bare pair.*objective.Mean\(total, count\).*has_aux=True",
+}
+
+
+@pytest.mark.parametrize("run", SEVERAL.values(), ids=SEVERAL)
+@pytest.mark.parametrize("loss", WRONG, ids=lambda loss: loss.__name__)
+def test_what_cannot_be_right_is_an_error(loss, run):
+    with pytest.raises((TypeError, ValueError), match=WRONG[loss]):
+        run(loss, PARAMS, BATCH)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [masked_mean, average, penalty_in_the_total, contrastive, batch_norm],
+    ids=lambda loss: loss.__name__,
+)
+def test_check_finds_what_is_no_sum_over_rows(loss):
+    with pytest.raises(ValueError, match=r"objective.check: the (mean|total) of the loss.*halves"):
+        objective.check(loss, PARAMS, BATCH)
+
+
+@pytest.mark.parametrize("loss", [*RIGHT, gated, fused], ids=lambda loss: loss.__name__)
+def test_check_passes_what_is_exact(loss):
+    objective.check(loss, PARAMS, BATCH)
+
+
+def test_check_names_the_gradient_that_differs():
+    def loss(params, batch):
+        x = outputs(params, batch)
+        stop = jax.lax.stop_gradient(x.sum(0, keepdims=True))
+        return jnp.mean(x + jnp.where(stop > 0, x - jax.lax.stop_gradient(x), 0))
+
+    with pytest.raises(ValueError, match=r"gradient of [wb] of the loss is no sum over rows"):
+        objective.check(loss, PARAMS, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("loss", "has_aux", "message"),
+    [
+        (weighted, True, "returned a Mean, and has_aux=True expects"),
+        (outputs, False, r"returned \(16, 7\); expected objective.Mean"),
+        (lambda p, b: (weighted(p, b), {}, {}), True, "has_aux=True expects"),
+        (lambda p, b: ((1.0, 2.0), {}), True, "first of its two outputs a bare pair"),
+        (lambda p, b: Mean(outputs(p, b), 1.0), False, "expected objective.Mean"),
+        (lambda p, b: jnp.int32(3), False, "int32, which has no gradient"),
+    ],
+)
+def test_outputs_of_another_form_are_named(loss, has_aux, message):
+    with pytest.raises(TypeError, match=message):
+        objective.value_and_grad(loss, has_aux=has_aux)(PARAMS, BATCH)
+
+
+# Microbatches.
+
+
+def test_a_microbatch_has_every_m_th_row():
+    parts = objective.split({"x": np.arange(12), "y": np.arange(24).reshape(12, 2)}, 3)
+    for j in range(3):
+        np.testing.assert_array_equal(parts["x"][j], np.arange(12)[j::3])
+        np.testing.assert_array_equal(parts["y"][j], np.arange(24).reshape(12, 2)[j::3])
+
+
+def test_arrays_of_other_numbers_of_rows_divide_over_devices_and_not_into_microbatches():
+    """Graphs and their nodes: what belongs together stays together in contiguous shares alone."""
+    batch = {"graphs": np.ones((8, 2), np.float32), "nodes": BATCH["x"]}
+
+    def loss(params, batch):
+        nodes = (batch["nodes"] @ params["w"]).reshape(len(batch["graphs"]), -1)
+        return jnp.mean(jnp.tanh(nodes).sum(1) * batch["graphs"][:, 0])
+
+    assert_close(in_shards()(loss, PARAMS, batch), on_one(loss, PARAMS, batch))
+    with pytest.raises(ValueError, match=r"different numbers of rows \(graphs 8, nodes 16\)"):
+        in_microbatches(2)(loss, PARAMS, batch)
+
+
+# Auxiliary outputs.
+
+
+def with_aux(params, batch):
+    z = outputs(params, batch)
+    extra = {"rows": z, "top": z.max(), "right": z[:, 0] > 0, "mean": z.mean(0)}
+    return weighted(params, batch), extra | {"hits": jnp.sum(z > 0.5)}
+
+
+AUX = {"rows": "concatenate", "top": "max", "right": "concatenate", "mean": "mean", "hits": "sum"}
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_auxiliary_outputs_come_out_as_those_of_the_whole_batch(m):
+    expected = with_aux(PARAMS, BATCH)[1]
+    how = dict(has_aux=True, aux=AUX, microbatches=m)
+    (_, whole), _ = jax.jit(objective.value_and_grad(with_aux, **how))(PARAMS, BATCH)
+    sharded = jax.jit(fsdp.value_and_grad(with_aux, LINE, **how))
+    (_, cut), _ = sharded(fsdp.shard(PARAMS, LINE), BATCH)
+    assert_close(whole, expected)
+    assert_close(cut, expected)
+    assert cut["rows"].addressable_shards[0].data.shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    ("aux", "message"),
+    [
+        ("average", "aux='average'; expected one of sum, mean, max, concatenate"),
+        ({"rows": "sum"}, "does not fit the auxiliary outputs"),
+        ("concatenate", "concatenate' of a scalar"),
+    ],
+)
+def test_ways_that_do_not_fit_are_named(aux, message):
+    with pytest.raises(ValueError, match=message):
+        objective.value_and_grad(with_aux, 2, has_aux=True, aux=aux)(PARAMS, BATCH)
+
+
+# Keys.
+
+CONFIG = model.Config(
+    layers=2, embed=16, heads=2, kv_heads=1, head_dim=8, mlp=16, dropout=0.3, remat=True
+)
+KEYS = {
+    "typed": jax.random.key(3),
+    "raw": jax.random.PRNGKey(3),
+    "rbg": jax.random.key(3, impl="rbg"),
+}
+
+
+@functools.cache
+def decoder():
+    graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(CONFIG, nnx.Rngs(0)))())
+    return functools.partial(train.loss, graphdef=graphdef), params
+
+
+def tokens():
+    draw = np.random.default_rng(1)
+    both = {name: draw.integers(0, 256, (16, 8)).astype(np.int32) for name in ("tokens", "targets")}
+    return both | {"mask": draw.integers(0, 2, (16, 8)).astype(np.float32)}
+
+
+@pytest.mark.parametrize(
+    "key", [KEYS["typed"], pytest.param(KEYS["rbg"], marks=pytest.mark.slow)], ids=["typed", "rbg"]
+)
+def test_the_decoders_dropout_is_one_devices_in_every_part(key):
+    loss, params = decoder()
+    expected = on_one(loss, params, tokens(), key=key)
+    other = on_one(loss, params, tokens())[0]
+    assert abs(expected[0] - other) > 1e-3  # dropout is on
+    for run in in_microbatches(4), in_shards(stacked="layers"), in_shards(FEW, microbatches=2):
+        assert_close(run(loss, params, tokens(), key=key), expected, 1e-4)
+
+
+def masks(batch, key):
+    """Which entries the model would drop, row by row."""
+    return model.drop(jnp.ones((len(batch["x"]), 3, 5)), 0.4, key)
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=KEYS)
+def test_masks_are_those_of_one_device_bit_for_bit(key):
+    def loss(params, batch, key):
+        return weighted(params, batch), masks(batch, key)
+
+    expected = jax.jit(masks)(BATCH, key)
+    assert 0.3 < float((expected == 0).mean()) < 0.5
+    for m in 1, 2:
+        how = dict(has_aux=True, aux="concatenate", microbatches=m)
+        _, found = fsdp.value_and_grad(loss, LINE, **how)(fsdp.shard(PARAMS, LINE), BATCH, key=key)[
+            0
+        ]
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("key", [KEYS["typed"], KEYS["raw"]], ids=["typed", "raw"])
+def test_draws_by_shape_differ_from_part_to_part(key):
+    def loss(params, batch, key):
+        return weighted(params, batch), jax.random.uniform(key, batch["x"].shape)
+
+    for m, run in [(1, LINE), (2, LINE), (4, None)]:
+        how = dict(has_aux=True, aux="concatenate", microbatches=m)
+        if run is None:
+            (_, found), _ = objective.value_and_grad(loss, **how)(PARAMS, BATCH, key=key)
+        else:
+            function = fsdp.value_and_grad(loss, run, **how)
+            (_, found), _ = function(fsdp.shard(PARAMS, run), BATCH, key=key)
+        assert len(np.unique(np.asarray(found))) > 0.99 * found.size
+
+
+def test_keys_in_the_wrong_place_are_named():
+    def loss(params, batch, key):
+        noise = jax.random.normal(key, (len(batch["x"]),))
+        return jnp.mean(outputs(params, batch).sum(1) * noise)
+
+    sharded, typed = fsdp.shard(PARAMS, LINE), jax.random.key(0)
+    for key in typed, jax.random.key_data(typed):
+        with pytest.raises(TypeError, match=r"a(mong its| PRNG key among the).*key="):
+            fsdp.value_and_grad(loss, LINE)(sharded, BATCH, key)
+
+
+def test_draws_by_place_and_by_shape_do_not_mix():
+    def loss(params, batch, key):
+        noise = jax.random.normal(key, (len(batch["x"]),))
+        return jnp.mean(noise + masks(batch, key).sum((1, 2)) + outputs(params, batch).sum(1))
+
+    with pytest.raises(ValueError, match=r"by place \(marks.index\).*by the shape of its part"):
+        fsdp.value_and_grad(loss, LINE)(fsdp.shard(PARAMS, LINE), BATCH, key=KEYS["typed"])
+
+
+def test_an_index_of_rows_that_no_array_has_is_named():
+    def loss(params, batch, key):
+        return jnp.mean(model.drop(outputs(params, batch)[None], 0.5, key))
+
+    with pytest.raises(ValueError, match=r"no array of this part of the batch has 1 rows"):
+        fsdp.value_and_grad(loss, LINE)(fsdp.shard(PARAMS, LINE), BATCH, key=KEYS["typed"])
+
+
+# Losses that nobody listed.
+
+UNARY = {"tanh": jnp.tanh, "square": lambda x: x * x, "clipped": clipped, "cos": jnp.cos}
+
+
+@given(
+    chain=st.lists(st.sampled_from(sorted(UNARY)), min_size=1, max_size=3),
+    weigh=st.sampled_from(["weight", "row", "none"]),
+    scale=st.sampled_from([1.0, -3.0, 1e-4]),
+    where=st.sampled_from(sorted(DIVIDED)),
+    scanned=st.booleans(),
+)
+@settings(max_examples=12)
+def test_random_losses_equal_one_device(chain, weigh, scale, where, scanned):
+    def loss(params, batch):
+        def body(x, w):
+            for name in chain:
+                x = UNARY[name](x @ w)
+            return x, None
+
+        x = outputs(params, batch)
+        w = params["w"].T @ params["w"] * 0.1
+        x = jax.lax.scan(body, x, jnp.stack([w, w]))[0] if scanned else body(x, w)[0]
+        if weigh == "none":
+            return scale * x.mean()
+        each = {"weight": batch["weight"], "row": (batch["x"] > 0).sum(1)}[weigh]
+        return Mean(scale * jnp.sum(x.sum(1) * each), scale**2 * jnp.sum(each))
+
+    assert_close(DIVIDED[where](loss, PARAMS, BATCH), on_one(loss), 1e-4)
+
+
+def test_effects_come_once_for_each_microbatch(capfd):
+    def loss(params, batch):
+        jax.debug.print("seen {n}", n=batch["weight"].shape[0])
+        return weighted(params, batch)
+
+    jax.block_until_ready(objective.value_and_grad(loss, 2)(PARAMS, BATCH))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("seen") == 2
+
+
+def test_every_optimizer_step_of_train_takes_a_key():
+    loss, params = decoder()
+    step = train.step(loss, optax.sgd(0.1), microbatches=2)
+    found = []
+    for key in None, KEYS["typed"], jax.random.key(4):
+        fresh = jax.tree.map(jnp.copy, params)
+        found.append(float(step(fresh, optax.sgd(0.1).init(params), tokens(), key)[2]))
+    assert len(set(found)) == 3
+
+
+def test_a_mark_is_the_whole_where_nothing_divides():
+    np.testing.assert_array_equal(marks.index("rows", 5), np.arange(5))
