@@ -682,24 +682,32 @@ def weighted(params, batch, kind):
     each = jnp.sum(clipped(y) ** 2, axis=1)
     if kind == "learned":
         weight = jax.nn.sigmoid(y[:, 0])
+    elif kind == "scalar":
+        return jnp.sum(each), y
+    elif kind == "constant":
+        return objective.Mean(jnp.sum(each), jnp.float32(3))
     else:
         weight = (batch["mask"] * (0.01 if kind == "below 1" else 1)).astype(each.dtype)
     return objective.Mean(jnp.sum(each * weight), jnp.sum(weight))
 
 
 @pytest.mark.parametrize(
-    ("kind", "microbatches"), [("below 1", 4), ("float16", 2), ("learned", 1), ("empty", 2)]
+    ("kind", "microbatches"),
+    [("below 1", 4), ("float16", 2), ("learned", 1), ("constant", 1), ("scalar", 1), ("empty", 2)],
 )
 def test_the_mean_and_its_gradient_are_one_device_s(kind, microbatches):
     loss = functools.partial(weighted, kind=kind)
     _, params, batch = chain_of(2)
     batch["mask"] = batch["mask"] * (kind != "empty")
-    function = pipeline.value_and_grad(loss, TWO, "1f1b", microbatches)
+    has_aux = kind == "scalar"
+    function = pipeline.value_and_grad(loss, TWO, "1f1b", microbatches, has_aux=has_aux)
     split = pipeline.split(params, function, batch)
     mean, grads = function(split, batch)
+    mean = mean[0] if has_aux else mean
 
     def one(params):
-        return objective.quotient(loss(params, batch))
+        out = loss(params, batch)
+        return out[0] if has_aux else objective.quotient(out)
 
     value, expected = jax.jit(jax.value_and_grad(one))(params)
     expected = jax.tree.map(lambda g: g * (kind != "empty"), expected)
@@ -766,19 +774,19 @@ def test_what_is_cut_by_rows_follows_from_the_batch():
     """A table with as many entries as a microbatch has rows is no activation; [tokens, d] is."""
 
     def loss(params, batch):
-        table = jnp.sin(params["table"]) * jnp.sum(batch["x"])  # [4, WIDE]
+        table = jnp.sin(params["table"]) * jnp.sum(batch["x"])  # [ROWS, WIDE]
         x = (batch["x"] @ params["w"][0]).reshape(-1, 2)
         x, table = marks.stage_boundary((x, table))
         y = x.reshape(-1, WIDE) @ params["w"][1] + table.sum(0)[None]
         return objective.Mean(jnp.sum(y**2 * batch["mask"][:, None]), jnp.sum(batch["mask"]))
 
     _, params, batch = chain_of(2)
-    params["table"] = params["w"].reshape(-1, WIDE)[:4] * 0
+    params["table"] = params["w"].reshape(-1, WIDE)[:ROWS]
     grid = mesh.make(stage=2, fsdp=2)
-    function, split, _ = check(loss, params, batch, grid, "gpipe", 2, rows=P("fsdp"))
+    function, split, _ = check(loss, params, batch, grid, "gpipe", 1, rows=P("fsdp"))
     last = function.plan(split, batch).stages[1]
     specs = {x.shape: s.spec for x, s in zip(last.stage.carry, last.laid["carry"], strict=True)}
-    assert specs == {(12, 2): P("fsdp", None), (4, WIDE): P()}
+    assert specs == {(24, 2): P("fsdp"), (ROWS, WIDE): P()}
 
 
 def test_a_rule_chooses_by_what_a_stage_holds():

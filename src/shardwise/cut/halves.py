@@ -88,9 +88,8 @@ def _halves(traced):
 
 def differentiable(stage):
     """The numbers of the outputs that have cotangents."""
-    if stage.last:
-        return list(stage.seeds)
-    return [i for i, x in enumerate(stage.outputs) if inexact(x)]
+    numbers = stage.seeds if stage.last else range(len(stage.outputs))
+    return [i for i in numbers if inexact(stage.outputs[i])]
 
 
 def inexact(x):

@@ -23,7 +23,8 @@ class Stage:
     `rows[i]` tells what of the parameter leaf `i` lives here: None all of it, (a, b) its rows a to
     b. `data` are the numbers of the batch's (and further arguments') leaves that it reads;
     `params`, `inputs`, `carry` and `outputs` are the shapes and dtypes of arguments and results.
-    The outputs of the last stage are those of the loss, of which `seeds` are differentiated.
+    The outputs of the last stage are those of the loss, of which `seeds` are differentiated, the
+    first one unless the stage is replaced by one of others.
     `axes["inputs"]`, and likewise of carry and outputs, tells of each value along which axis it
     grows with the batch's rows, or None; where `stages` was not given `more`, it is empty.
     """
@@ -52,7 +53,6 @@ def stages(
     loss: Callable,
     params: Any,
     *data: Any,
-    seeds: int = 1,
     constrain: Callable | None = None,
     relocate: Callable | None = None,
     more: Any = None,
@@ -63,7 +63,6 @@ def stages(
     static slice, lives in rows; one that several stages read lives on each.
 
     Args:
-      seeds: how many of the loss's outputs, the first ones, are differentiated.
       constrain: `constrain(x, name)` is what `marks.constrain` does.
       relocate: `relocate(sharding)` is what a `with_sharding_constraint` of the loss becomes.
       more: `data` with another number of rows: what then has another shape follows the rows. (Of a
@@ -92,11 +91,7 @@ def stages(
     if more is not None:
         wider = [_abstract(x) for x in (*leaves, *jax.tree.leaves(more))]
         axes = row_axes(closed, flat, wider, constrain)
-    seeds = tuple(range(seeds))
-    parts = [
-        _stage(program, s, seeds if s == last else None, *chosen[s], rows, axes)
-        for s in range(last + 1)
-    ]
+    parts = [_stage(program, s, s == last, *chosen[s], rows, axes) for s in range(last + 1)]
     return Cut(parts, shapes)
 
 
@@ -139,7 +134,7 @@ def _row_slice(eqn):
     return (start[0], limit[0]) if whole else None
 
 
-def _stage(program, s, seeds, eqns, carry, outputs, rows, axes):
+def _stage(program, s, last, eqns, carry, outputs, rows, axes):
     mine = [v for v in program.params if s in rows.get(v, {})]
     if s == 0:  # what nobody reads lives on the first stage
         mine = [v for v in program.params if s in rows.get(v, {s: None})]
@@ -158,8 +153,8 @@ def _stage(program, s, seeds, eqns, carry, outputs, rows, axes):
 
     return Stage(
         index=s,
-        last=seeds is not None,
-        seeds=seeds or (),
+        last=last,
+        seeds=(0,) if last else (),
         rows={program.params.index(v): ends for v, ends in held.items()},
         data=tuple(program.data.index(v) for v in data),
         params=[_of_rows(v, held[v]) for v in mine],

@@ -8,32 +8,32 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import objective
+from shardwise import cut, objective
 from shardwise.pipeline.compiling import Programs
 from shardwise.pipeline.placing import Pipelined
-from shardwise.pipeline.tracing import abstract, row_numbers
+from shardwise.pipeline.tracing import Traced, abstract, row_numbers
 
 
 class Counted:
     """The count, on the last stage's devices, from the batch alone: no weight is read for it.
 
-    One that depends on the parameters is known after the forward pass of the only microbatch.
+    With one microbatch it is that of its forward pass, and may depend on the parameters.
     """
 
-    def __init__(self, loss: objective.Traced, microbatches: int, last: Programs):
-        self.loss, self.microbatches = loss, microbatches
+    def __init__(self, traced: Traced, microbatches: int, last: Programs):
+        self.loss, self.microbatches, self.has_count = traced.loss, microbatches, traced.has_count
         self.here = NamedSharding(last.mesh, P())
-        self.dtypes = [last.stage.outputs[i].dtype for i in last.stage.seeds]
+        self.dtypes = [last.stage.outputs[i].dtype for i in cut.differentiable(last.stage)]
         self.program = None
         self.seeds = jax.jit(self._seeds, out_shardings=self.here)
         self.after = jax.jit(lambda outputs: _wide(outputs[1]), out_shardings=self.here)
 
     def before(self, params: Pipelined, batch: Any, args: tuple, key: Any) -> jax.Array | None:
-        """The count, before anything else runs; None if it depends on the parameters."""
-        if self.loss.count_follows:
-            return None
-        if not self.loss.has_count:  # a mean over rows: every microbatch counts as one
+        """The count, before anything else runs; None if the only microbatch is to tell it."""
+        if not self.has_count:  # a mean over rows: every microbatch counts as one
             return jax.device_put(jnp.float32(self.microbatches), self.here)
+        if self.microbatches == 1:
+            return None
         leaves = jax.tree.leaves((batch, args, key))
         if self.program is None:
             self.program = self._traced(params.abstract(), *abstract((batch, args, key)))
@@ -46,8 +46,6 @@ class Counted:
 
         def whole(batch, args, key):
             count = lambda part: _wide(self.loss.count(tree, *part, args, key))  # noqa: E731
-            if self.microbatches == 1:
-                return count((batch, rows))
             return jnp.sum(jax.lax.map(count, objective.split((batch, rows), self.microbatches)))
 
         closed = jax.make_jaxpr(whole)(batch, args, key)
@@ -65,7 +63,7 @@ class Counted:
         return jax.jit(run, out_shardings=self.here), used
 
     def _seeds(self, count, total=None):
-        """The cotangents of total, and of a count that depends on the parameters."""
+        """The cotangents of the total, and of a count that is differentiated."""
         cots = objective.cotangents(objective.Mean(0.0 if total is None else _wide(total), count))
         return [c.astype(dtype) for c, dtype in zip(cots, self.dtypes, strict=False)]
 

@@ -38,7 +38,7 @@ class Plan:
             )
             for stage, pieces in zip(stages, self.layout, strict=True)
         ]
-        self.counted = Counted(traced.loss, asked.microbatches, self.stages[-1])
+        self.counted = Counted(traced, asked.microbatches, self.stages[-1])
         self._results = jax.jit(self._joined)
         self._check_halves()
 
@@ -76,8 +76,8 @@ class Plan:
         """The mean of all microbatches, and their auxiliary outputs, each in the way asked for."""
         totals = [jnp.asarray(out[0]) for out in outputs]
         total = functools.reduce(jnp.add, [x.astype(objective.wide(x.dtype)) for x in totals])
-        mean = objective.quotient(objective.Mean(total, count)).astype(self.traced.loss.dtype)
-        leaves = zip(*(out[1 + self.traced.loss.has_count :] for out in outputs), strict=True)
+        mean = objective.quotient(objective.Mean(total, count)).astype(self.traced.dtype)
+        leaves = zip(*(out[1 + self.traced.has_count :] for out in outputs), strict=True)
         pairs = zip(leaves, self.traced.ways, strict=True)
         return mean, [objective.reduced(jnp.stack(parts), way) for parts, way in pairs]
 

@@ -54,7 +54,7 @@ class Step:
             return
         self.outputs[j] = outputs
         counted = self.plan.counted
-        if self.seeds is None:  # the only microbatch, whose count depends on the parameters
+        if self.seeds is None:  # the only microbatch
             self.seeds = counted.seeds(counted.after(outputs), outputs[0])
         self.cots[s, j] = self.seeds
 

@@ -34,18 +34,29 @@ class Asked:
 
 
 class Traced(NamedTuple):
-    """The stages; the loss as `objective` sees it; the auxiliary outputs' tree, and their ways.
+    """The stages; the loss of several microbatches as `objective` sees it; shapes of its outputs.
 
     The last stage's outputs are the total, the count where the loss is a `Mean`, and the leaves of
-    `aux`. The data of stages are the leaves of the batch, of the row numbers, of the further
-    arguments and the key.
+    `aux`, which are joined in these `ways`. The data of stages are the leaves of the batch, of the
+    row numbers, of the further arguments and the key.
     """
 
     stages: list[cut.Stage]
     schedule: schedules.Schedule
-    loss: objective.Traced
+    loss: objective.Traced | None
+    mean: objective.Mean
     aux: Any
     ways: list[str]
+
+    @property
+    def has_count(self) -> bool:
+        """Whether the loss is a `Mean`."""
+        return self.mean.count is not None
+
+    @property
+    def dtype(self) -> Any:
+        """That of the mean, as one device has it."""
+        return jnp.result_type(*(x.dtype for x in jax.tree.leaves(self.mean)))
 
 
 def trace(asked: Asked, tree: Any, batch: Any, args: tuple, key: Any) -> Traced:
@@ -66,23 +77,26 @@ def trace(asked: Asked, tree: Any, batch: Any, args: tuple, key: Any) -> Traced:
             return bare(params, batch, *args, **({} if key is None else {"key": key}))
 
     rank = stage_meshes(asked.mesh, asked.axis, [0])[0]
+    loss = None
     with _as_rank(rank):
-        loss = objective.trace(asked.loss, tree, *part, args, key, asked.has_aux)
-        checks.count(loss, m)
-        stages, shapes = cut.stages(
+        if m > 1:  # one part is the whole, and exact for every loss
+            loss = objective.trace(asked.loss, tree, *part, args, key, asked.has_aux)
+            checks.count(loss, m)
+        stages, (mean, aux) = cut.stages(
             outputs,
             tree,
             *part,
             args,
             key,
-            seeds=1 + loss.count_follows,
             constrain=_constrain(asked, rank.abstract_mesh),
             relocate=_relocate(asked, rank.abstract_mesh),
             more=(*more, args, key) if any(asked.rows) else None,
         )
-    ways = objective.ways(asked.aux, shapes[1])
-    checks.concatenated(ways, shapes[1])
-    return Traced(stages, _schedule(asked, len(stages)), loss, shapes[1], ways)
+    if m == 1 and mean.count is not None:  # which may depend on the parameters
+        stages[-1] = dataclasses.replace(stages[-1], seeds=(0, 1))
+    ways = objective.ways(asked.aux, aux)
+    checks.concatenated(ways, aux)
+    return Traced(stages, _schedule(asked, len(stages)), loss, mean, aux, ways)
 
 
 def abstract(tree: Any) -> Any:
