@@ -108,14 +108,14 @@ class Alone:
 def _steps(plan, s, stage, own, kinds):
     """{(s, kind): function that runs it once, and returns (seconds, seconds with sending)}."""
     data, carry = (_zeros(stage.mesh, x) for x in (stage.stage.inputs, stage.stage.carry))
-    outputs, kept = stage.kinds["F"](own, data, carry)
+    outputs, kept, _ = stage.kinds["F"](own, data, carry)
     cots = [outputs[i] for i in cut.differentiable(stage.stage)]
     pending = stage.kinds["I"](own, data, kept, cots)[1] if "I" in kinds else None
     sums = [stage.zeros()]
 
     def adding(kind, *values):  # these donate the sums that they are given
         out = stage.kinds[kind](own, data, kept, *values, sums[0])
-        sums[0] = out[-1] if kind == "B" else out
+        sums[0] = out[-2]  # before the number that tells that it has run
         return out
 
     calls = {
@@ -124,14 +124,16 @@ def _steps(plan, s, stage, own, kinds):
         "I": lambda: stage.kinds["I"](own, data, kept, cots),
         "W": lambda: adding("W", pending),
     }
-    receivers = {"F": plan.stages[s + 1 : s + 2], "W": []}
+    following = plan.stages[s + 1].laid["carry"] if s + 1 < len(plan.stages) else []
+    before = plan.stages[s - 1].laid["cotangents"] if s else []
+    receivers = {"F": following, "B": before, "I": before, "W": []}
 
     def step(kind):
         start = time.perf_counter()
         result = jax.block_until_ready(calls[kind]())
         done = time.perf_counter() - start
-        for to in receivers.get(kind, plan.stages[max(s - 1, 0) : s]):
-            [jax.device_put(x, to.lay(x, plan.size)) for x in result[0]]
+        for x, sharding in zip(result[0], receivers[kind], strict=False):
+            jax.device_put(x, sharding)
         return done, time.perf_counter() - start
 
     return {(s, kind): functools.partial(step, kind) for kind in kinds}

@@ -1,3 +1,4 @@
+import collections
 import functools
 import re
 
@@ -292,3 +293,166 @@ def test_what_cannot_be_cut_in_two_is_named():
     parts, _ = cut.stages(loss, params, draw(ROWS, WIDE))
     assert cut.backward(parts[1]).undivided == ("while",)
     check(loss, params, draw(ROWS, WIDE))
+
+
+# What the user's code leaves behind: effects, names, source lines.
+
+
+class Heard:
+    """Counts what is said by name, in `jax.debug.callback`s of any trace."""
+
+    def __init__(self):
+        self.counts = collections.Counter()
+
+    def say(self, name, x):
+        jax.debug.callback(lambda _: self.counts.update([name]), x)
+
+    def during(self, run):
+        self.counts.clear()
+        jax.block_until_ready(run())
+        jax.effects_barrier()
+        return dict(self.counts)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_effects_run_once_where_they_are_computed(remat):
+    heard = Heard()
+
+    @jax.custom_vjp
+    def backwards(x):
+        return x
+
+    def told(_, g):
+        heard.say("cotangent", g)
+        return (g,)
+
+    backwards.defvjp(lambda x: (x, None), told)
+
+    def layer(x, w):
+        heard.say("layer", x)
+        return jnp.tanh(backwards(x) @ w), None
+
+    def loss(params, x):
+        heard.say("batch alone", x)
+        x = x @ params["first"]
+        heard.say("first", x)
+        x = marks.stage_boundary(x)
+        heard.say("parameter alone", params["w"][0])
+        body = jax.checkpoint(layer) if remat else layer
+        x, _ = jax.lax.scan(body, x, params["w"])
+        x = marks.stage_boundary(backwards(x))
+        jax.lax.cond(x.sum() > 1e9, lambda: None, lambda: heard.say("branch", x))
+        heard.say("last", x)
+        return jnp.sum(x**2), jnp.float32(len(x))
+
+    params, x = {"first": draw(WIDE, WIDE), "w": draw(2, WIDE, WIDE)}, draw(ROWS, WIDE)
+    expected = heard.during(lambda: alone_once(loss, params, x))
+    assert len(expected) == 7
+    assert expected["cotangent"] == 3 and expected["layer"] == (4 if remat else 2)
+    for halves in (False, True):
+        found = heard.during(lambda h=halves: in_stages(loss, params, x, halves=h))
+        assert found == expected, halves
+    parts = cut.stages(loss, params, x).stages
+    assert [len(s.params) for s in parts] == [1, 1, 0]  # a print draws no parameter elsewhere
+
+
+def alone_once(loss, params, *data):
+    return jax.jit(jax.value_and_grad(lambda *args: loss(*args)[0]))(params, *data)
+
+
+def test_an_ordered_effect_is_refused_by_name():
+    def loss(params, x):
+        x = marks.stage_boundary(x @ params["a"])
+        jax.debug.print("{}", x.sum(), ordered=True)
+        return jnp.sum(x), jnp.float32(1)
+
+    with pytest.raises(ValueError, match="asks for an order, OrderedDebugEffect in debug_"):
+        cut.stages(loss, {"a": draw(WIDE, WIDE)}, draw(ROWS, WIDE))
+
+
+def test_names_and_source_lines_are_the_losses_own():
+    @jax.jit
+    def inner(x, w):
+        with jax.named_scope("mixing"):
+            return jnp.tanh(x @ w)
+
+    def layer(x, w):
+        with jax.named_scope("layer"):
+            return jnp.sin(x @ w), None
+
+    def loss(params, x):
+        x = marks.stage_boundary(x)
+        with jax.named_scope("tower"):
+            x = inner(x, params["a"])
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, params["w"])
+        return jnp.sum(x), jnp.float32(1)
+
+    params = {"a": draw(WIDE, WIDE), "w": draw(2, WIDE, WIDE)}
+    stage = cut.stages(loss, params, draw(ROWS, WIDE)).stages[1]
+    for name, lowered in lowered_programs(stage).items():
+        text = lowered.as_text(debug_info=True)
+        assert "mixing" in text and "tower" in text and "jit(inner)" in text, name
+        assert "layer" in text, name
+        places = set(re.findall(r'loc\("([^"]*\.py)"', text))
+        assert any(place.endswith("test_cut.py") for place in places), name
+        named = [line for line in text.splitlines() if "dot_general" in line and "loc(" in line]
+        named = [n for n in named if "stablehlo" not in n]
+        assert named and all("mixing" in n or "layer" in n for n in named), (name, named)
+
+
+def lowered_programs(stage):
+    programs = cut.backward(stage)
+    given = stage.params, stage.inputs
+    _, kept = jax.eval_shape(programs.forward, *given, stage.carry)
+    cots = [stage.outputs[i] for i in cut.differentiable(stage)]
+    _, pending = jax.eval_shape(programs.to_input, *given, kept, cots)
+    calls = {
+        "F": (programs.forward, *given, stage.carry),
+        "B": (programs.whole, *given, kept, cots),
+        "I": (programs.to_input, *given, kept, cots),
+        "W": (programs.to_weights, *given, kept, pending),
+    }
+    return {kind: jax.jit(f).lower(*args) for kind, (f, *args) in calls.items()}
+
+
+# Which axis follows the batch's rows.
+
+
+def test_axes_follow_the_rows_not_their_number():
+    """A table of as many heads as there are rows is no activation; [tokens, d] is one."""
+
+    def loss(params, x, rows=None):
+        table = jnp.sin(params["heads"])  # [ROWS, WIDE] by chance
+        tokens = (x @ params["a"]).reshape(-1, 2)
+        turned = x.T * jnp.arange(float(rows or len(x)))[None]
+        tokens, turned, scale = marks.stage_boundary((tokens, turned, table * jnp.sum(x)))
+        out = jnp.sum(tokens) + jnp.sum(turned) + jnp.sum(scale * params["b"])
+        return out, jnp.float32(1), {"per row": tokens.reshape(-1, WIDE)[:, 0]}
+
+    params = {"heads": draw(ROWS, WIDE), "a": draw(WIDE, WIDE), "b": draw(ROWS, WIDE)}
+    data, more = (draw(ROWS, WIDE),), (draw(2 * ROWS, WIDE),)
+    first, last = cut.stages(loss, params, *data, more=more).stages
+    shapes = dict(zip([v.shape for v in first.outputs], first.axes["outputs"], strict=True))
+    assert shapes == {(ROWS * WIDE // 2, 2): 0, (WIDE, ROWS): 1, (ROWS, WIDE): None}
+    assert last.axes["outputs"] == [None, None, 0]
+    assert first.axes["inputs"] == [0] and last.axes["carry"] == first.axes["outputs"]
+    # One that is written for its number of rows has no other trace: only the batch is known.
+    first, _ = cut.stages(functools.partial(loss, rows=ROWS), params, *data, more=more).stages
+    assert first.axes == {"inputs": [0], "carry": [], "outputs": [None] * 3}
+
+
+def test_the_example_in_the_docstring_runs():
+    loss = functools.partial(chain, cuts=[1], depth=2)
+    example = [line for line in cut.__doc__.splitlines() if line.startswith("    ")]
+    space = {"cut": cut, "loss": loss, "params": chain_params(2), "batch": draw(ROWS, WIDE)}
+    exec("\n".join(line.strip() for line in example), space)
+    assert len(space["parts"]) == 2 and isinstance(space["halves"], cut.Halves)
+
+
+def test_a_mark_around_nothing_is_named():
+    def loss(params, x):
+        marks.stage_boundary({})
+        return jnp.sum(x @ params["a"]), jnp.float32(1)
+
+    with pytest.raises(ValueError, match="stage_boundary was given no array"):
+        cut.stages(loss, {"a": draw(WIDE, WIDE)}, draw(ROWS, WIDE))

@@ -1,3 +1,4 @@
+import contextlib
 import functools
 import itertools
 import threading
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import (
@@ -86,15 +88,17 @@ def check(loss, params, batch, grid, schedule, microbatches, rule=P(), **options
 def test_every_schedule_equals_one_device(name):
     table = schedules.spread(name, 2, 4)
     loss, params, batch = chain_of(table.stages)
-    function, _, _ = check(loss, params, batch, TWO, name, 4)
-    assert set(function.times) == {task for order in table.tasks for task in order}
+    function, split, grads = check(loss, params, batch, TWO, name, 4)
+    (_, again), times = function.timed(split, batch)
+    jax.tree.map(np.testing.assert_array_equal, again, grads)
+    assert set(times) == {task for order in table.tasks for task in order}
     for order in table.tasks:  # in the table's order, one at a time
-        ends = [time for task in order for time in function.times[task]]
+        ends = [time for task in order for time in times[task]]
         assert ends == sorted(ends)
     for order in table.tasks:
         for task in order:
             for needed in table.dependencies(task):
-                assert function.times[needed][1] <= function.times[task][0]
+                assert times[needed][1] <= times[task][0]
 
 
 def test_a_new_schedule_is_one_entry(monkeypatch):
@@ -206,27 +210,30 @@ def test_each_stage_holds_its_own():
 
 
 def test_a_scalar_loss_and_auxiliary_outputs():
-    def loss(params, batch, key):
-        x = marks.stage_boundary(batch["x"] @ params["w"][0])
+    """Rows come back in the batch's order, and a key draws as on one device with microbatches."""
+
+    def loss(params, batch, scale, key):
+        x = marks.stage_boundary(batch["x"] @ params["w"][0] * scale)
         y = x @ params["w"][1]
         noise = jax.random.uniform(key)
-        extra = {"most": jnp.max(y), "rows": y[:, 0], "sums": {"n": len(y), "noise": noise}}
-        return jnp.mean(y**2), extra
+        extra = {"most": jnp.max(y), "rows": y[:, 0], "on": jnp.mean(y > 0), "any": y[0, 0] > 0}
+        return jnp.mean(y**2), extra | {"sums": {"n": len(y), "noise": noise}}
 
     _, params, batch = chain_of(2)
-    ways = {"most": "max", "rows": "concatenate", "sums": "sum"}
-    function = pipeline.value_and_grad(loss, TWO, "1f1b", 4, has_aux=True, aux=ways)
-    key = jax.random.key(1)
-    split = pipeline.split(params, function, batch, key)
-    (mean, extra), grads = function(split, batch, key)
-    (value, _), expected = jax.value_and_grad(loss, has_aux=True)(params, batch, key)
-    assert_close((mean, pipeline.merge(grads)), (value, expected))
-    y = batch["x"] @ params["w"][0] @ params["w"][1]
-    assert_close(extra["most"], y.max())
+    ways = {"any": "sum", "most": "max", "on": "mean", "rows": "concatenate", "sums": "sum"}
+    how = dict(microbatches=4, has_aux=True, aux=ways)
+    function = pipeline.value_and_grad(loss, TWO, "1f1b", **how)
+    for key in (jax.random.key(1), jax.random.PRNGKey(1)):
+        split = pipeline.split(params, function, batch, 0.5, key=key)
+        (mean, extra), grads = function(split, batch, 0.5, key=key)
+        one = jax.jit(objective.value_and_grad(loss, **how))
+        (value, theirs), expected = one(params, batch, 0.5, key=key)
+        assert_close((mean, pipeline.merge(grads)), (value, expected))
+        assert_close(extra, theirs)
+    y = batch["x"] @ params["w"][0] @ params["w"][1] / 2
     assert_close(extra["rows"], y[:, 0])
-    assert extra["sums"]["n"] == ROWS
-    noise = sum(jax.random.uniform(jax.random.fold_in(key, j)) for j in range(4))
-    assert_close(extra["sums"]["noise"], noise)
+    assert_close(extra["on"], np.mean(y > 0))
+    assert extra["sums"]["n"] == ROWS and extra["any"] == np.sum(y[:4, 0] > 0)
 
 
 def test_a_tied_parameter_gets_both_gradients_and_stays_equal():
@@ -430,10 +437,9 @@ def test_ranks_run_at_the_same_time():
 
     _, params, batch = chain_of(2)
     function = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
-    function(pipeline.split(params, function, batch), batch)
-    (_, ours), (_, theirs) = (function.times[Task(s, "F", 1 - s)] for s in (0, 1))
-    starts = [function.times[Task(s, "F", 1 - s)][0] for s in (0, 1)]
-    assert max(starts) < min(ours, theirs)  # they overlap
+    _, times = function.timed(pipeline.split(params, function, batch), batch)
+    starts, ends = zip(*(times[Task(s, "F", 1 - s)] for s in (0, 1)), strict=True)
+    assert max(starts) < min(ends)  # they overlap
 
 
 def test_a_task_that_fails_stops_the_run_and_is_named():
@@ -460,7 +466,7 @@ def test_a_callback_that_fails_is_named():
 
     def loss(params, batch):
         x = marks.stage_boundary(batch["x"] @ params["w"][0])
-        return objective.Mean(jnp.sum(called(explode, x) @ params["w"][1]), jnp.float32(1))
+        return objective.Mean(jnp.sum(called(explode, x) @ params["w"][1]), jnp.float32(len(x)))
 
     _, params, batch = chain_of(2)
     function = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
@@ -517,7 +523,7 @@ def test_errors_are_named():
         (ValueError, "no schedule '2f2b'; there are gpipe, 1f1b", make, dict(schedule="2f2b")),
         (
             ValueError,
-            r"of shape \(8.*\) does not split into 3 microbatches",
+            r"8 rows \(mask, x\) do not split into 3 microbatches; pad",
             make,
             dict(microbatches=3),
         ),
@@ -530,7 +536,7 @@ def test_errors_are_named():
         (ValueError, "Deadlock: ", make, dict(schedule=deadlock, microbatches=1)),
         (
             TypeError,
-            r"the loss returned \(4, 6\); expected \(total, count\)",
+            r"The loss returned \(4, 6\); expected objective.Mean\(total, count\)",
             make,
             dict(loss=lambda p, b: marks.stage_boundary(b["x"] * p["shift"][None])),
         ),
@@ -574,3 +580,313 @@ def test_what_cannot_be_cut_in_two_is_said():
     _, params, batch = chain_of(2)
     with pytest.warns(UserWarning, match="stage 1: while yields both what the stage before waits"):
         check(loss, params, batch, TWO, "zb_h1", 2)
+
+
+# Beside each other: what a run dispatches, and what it waits for.
+
+
+class Result:
+    """What a task computes, once `there` is set; waiting for it is noted."""
+
+    def __init__(self, error=None):
+        self.there, self.error = threading.Event(), error
+
+    def block_until_ready(self):
+        assert self.there.wait(60), "waited for a task before the next one was dispatched"
+        if self.error:
+            raise self.error
+
+
+def test_a_rank_dispatches_one_task_beyond_the_one_that_runs():
+    """Each task is done only when its successor is dispatched; none has two tasks before it."""
+    table = schedules.from_tasks([[Task(0, k, j) for j in range(4) for k in "FB"]])
+    results = {}
+
+    def perform(task):
+        running = [r for r in results.values() if not r.there.is_set()]
+        assert len(running) <= 1
+        for result in running:
+            result.there.set()
+        results[task] = Result()
+        return results[task]
+
+    ran = run(table, perform)
+    assert not results[Task(0, "B", 3)].there.is_set() and ran.times is None
+    results[Task(0, "B", 3)].there.set()
+    ran.wait()
+
+
+def test_a_task_that_fails_while_others_are_dispatched_is_named():
+    """Those that read what it should have computed fail too, and may be seen first."""
+    table = schedules.SCHEDULES["gpipe"](2, 2, 2)
+
+    def perform(task):
+        result = Result(ValueError(str(task)) if task.stage or task.kind == "B" else None)
+        result.there.set()
+        return result
+
+    with pytest.raises(pipeline.TaskError, match=r"^pipeline: F\(stage 1, microbatch 0\) failed"):
+        run(table, perform).wait()
+
+
+def test_effects_happen_once_for_each_microbatch():
+    heard = []
+
+    def loss(params, batch):
+        x = batch["x"] @ params["w"][0]
+        jax.debug.callback(lambda x: heard.append(("first", float(x))), x.sum())
+        x = marks.stage_boundary(x)
+        jax.debug.callback(lambda x: heard.append(("second", float(x))), x.sum())
+        return objective.Mean(jnp.sum((x @ params["w"][1]) ** 2), jnp.float32(len(x)))
+
+    _, params, batch = chain_of(2)
+    function = pipeline.value_and_grad(loss, TWO, "zb_h1", 4)
+    split = pipeline.split(params, function, batch)
+    heard.clear()
+    function(split, batch)
+    sums = [float((batch["x"][j::4] @ params["w"][0]).sum()) for j in range(4)]
+    for name in "first", "second":
+        found = [x for told, x in heard if told == name]
+        assert_close(sorted(found), sorted(sums))
+
+
+def test_sums_become_the_gradients():
+    loss, params, batch = chain_of(2)
+    params["shift"] = jnp.asarray(params["shift"], jnp.bfloat16)  # its sum is float32
+    function = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
+    split = pipeline.split(params, function, batch)
+    for programs in function.plan(split, batch).stages:
+        sums = programs.zeros()
+        count = jax.device_put(jnp.float32(2), NamedSharding(programs.mesh, P()))
+        grads = programs.finish(sums, count)
+        donated = [x.dtype != jnp.bfloat16 for x in programs.stage.params]
+        assert [x.is_deleted() for x in sums] == donated and any(donated)
+        assert [g.dtype for g in grads] == [x.dtype for x in programs.stage.params]
+
+
+# Losses of every kind, against one device.
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.02, 0.02),))
+
+
+def weighted(params, batch, kind):
+    x = marks.stage_boundary(jnp.tanh(batch["x"] @ params["w"][0]))
+    y = x @ params["w"][1]
+    y = y.astype(jnp.float16) * 40 if kind == "float16" else y
+    each = jnp.sum(clipped(y) ** 2, axis=1)
+    if kind == "learned":
+        weight = jax.nn.sigmoid(y[:, 0])
+    elif kind == "scalar":
+        return jnp.sum(each), y
+    elif kind == "constant":
+        return objective.Mean(jnp.sum(each), jnp.float32(3))
+    else:
+        weight = (batch["mask"] * (0.01 if kind == "below 1" else 1)).astype(each.dtype)
+    return objective.Mean(jnp.sum(each * weight), jnp.sum(weight))
+
+
+@pytest.mark.parametrize(
+    ("kind", "microbatches"),
+    [("below 1", 4), ("float16", 2), ("learned", 1), ("constant", 1), ("scalar", 1), ("empty", 2)],
+)
+def test_the_mean_and_its_gradient_are_one_device_s(kind, microbatches):
+    loss = functools.partial(weighted, kind=kind)
+    _, params, batch = chain_of(2)
+    batch["mask"] = batch["mask"] * (kind != "empty")
+    has_aux = kind == "scalar"
+    function = pipeline.value_and_grad(loss, TWO, "1f1b", microbatches, has_aux=has_aux)
+    split = pipeline.split(params, function, batch)
+    mean, grads = function(split, batch)
+    mean = mean[0] if has_aux else mean
+
+    def one(params):
+        out = loss(params, batch)
+        return out[0] if has_aux else objective.quotient(out)
+
+    value, expected = jax.jit(jax.value_and_grad(one))(params)
+    expected = jax.tree.map(lambda g: g * (kind != "empty"), expected)
+    tolerance = 2e-2 if kind == "float16" else 1e-4
+    assert mean.dtype == value.dtype
+    assert_close((mean, pipeline.merge(grads)), (value, expected), rtol=tolerance)
+    assert kind == "empty" or np.abs(grads.tree["w"][0]).max() > 0
+
+
+def test_a_count_that_follows_the_parameters_takes_one_microbatch():
+    loss = functools.partial(weighted, kind="learned")
+    _, params, batch = chain_of(2)
+    function = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
+    with pytest.raises(ValueError, match=r"count depends on the parameters.*use one microbatch"):
+        pipeline.split(params, function, batch)
+
+
+def test_draws_by_place_are_one_device_s():
+    def loss(params, batch, key):
+        rows = marks.index("rows", len(batch["x"]))
+        keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(rows)
+        mask = jax.vmap(lambda k: jax.random.bernoulli(k, 0.5, (WIDE,)))(keys)
+        x = marks.stage_boundary(jnp.where(mask, batch["x"], 0) @ params["w"][0])
+        return jnp.mean((x @ params["w"][1]) ** 2), mask
+
+    _, params, batch = chain_of(2)
+    function = pipeline.value_and_grad(loss, TWO, "1f1b", 4, has_aux=True, aux="concatenate")
+    key = jax.random.key(3)
+    split = pipeline.split(params, function, batch, key=key)
+    (mean, mask), _ = function(split, batch, key=key)
+    value, theirs = jax.jit(loss)(params, batch, key)
+    np.testing.assert_array_equal(mask, theirs)
+    assert_close(mean, value)
+
+
+# Layouts within a stage.
+
+
+def test_weights_are_gathered_in_each_task_or_once_a_step():
+    loss, params, batch = chain_of(2)
+    grid, rule = mesh.make(stage=2, fsdp=2), rules.FSDPRule("fsdp", min_size=1)
+    gathers = {}
+    for gather in "task", "step":
+        function, split, grads = check(
+            loss, params, batch, grid, "1f1b", 2, rule, rows=P("fsdp"), gather=gather
+        )
+        w = split.tree["w"][1]
+        assert w.sharding.shard_shape(w.shape) != w.shape
+        assert grads.tree["w"][1].sharding.is_equivalent_to(w.sharding, w.ndim)
+        found = pipeline.programs(function, split, batch).items()
+        compiled = {kind: program.compile() for (s, kind), program in found if s == 1}
+        gathers[gather] = {kind: weights_gathered(p) for kind, p in compiled.items()}
+    assert gathers["task"] == {"F": 2, "B": 2}  # w and shift
+    assert gathers["step"] == {"F": 0, "B": 0, "gather": 2}
+
+
+def weights_gathered(program):
+    """The all-gathers of a compiled program that yield a stage's w or shift."""
+    ops = [op for op in measure.collectives(program).ops if op.kind == "all-gather"]
+    return sum(op.payload_bytes in (4 * WIDE * WIDE, 4 * WIDE) for op in ops)
+
+
+def test_what_is_cut_by_rows_follows_from_the_batch():
+    """A table with as many entries as a microbatch has rows is no activation; [tokens, d] is."""
+
+    def loss(params, batch):
+        table = jnp.sin(params["table"]) * jnp.sum(batch["x"])  # [ROWS, WIDE]
+        x = (batch["x"] @ params["w"][0]).reshape(-1, 2)
+        x, table = marks.stage_boundary((x, table))
+        y = x.reshape(-1, WIDE) @ params["w"][1] + table.sum(0)[None]
+        return objective.Mean(jnp.sum(y**2 * batch["mask"][:, None]), jnp.sum(batch["mask"]))
+
+    _, params, batch = chain_of(2)
+    params["table"] = params["w"].reshape(-1, WIDE)[:ROWS]
+    grid = mesh.make(stage=2, fsdp=2)
+    function, split, _ = check(loss, params, batch, grid, "gpipe", 1, rows=P("fsdp"))
+    last = function.plan(split, batch).stages[1]
+    specs = {x.shape: s.spec for x, s in zip(last.stage.carry, last.laid["carry"], strict=True)}
+    assert specs == {(24, 2): P("fsdp"), (ROWS, WIDE): P()}
+
+
+def test_a_rule_chooses_by_what_a_stage_holds():
+    """Four rows of a stack divide among four devices; the two of each stage do not."""
+    _, params, batch = chain_of(4)
+
+    def halves(params, batch):
+        x = batch["x"]
+        for i in range(4):
+            x = jnp.tanh(x @ params["w"][i]) + params["shift"][None]
+            x = marks.stage_boundary(x) if i == 1 else x
+        return objective.Mean(jnp.sum(x), jnp.float32(len(x)))
+
+    grid = mesh.make(stage=2, fsdp=4)
+    rule = rules.PathRules(("w", P("fsdp")), (".*", P()), uneven="replicate")
+    _, split, _ = check(halves, params, batch, grid, "gpipe", 2, rule)
+    assert [piece.spec for piece in split.layout if piece.path == "w"] == [P()]
+
+
+def constrained(params, batch, sharding):
+    pin = lambda x: jax.lax.with_sharding_constraint(x, sharding)  # noqa: E731
+
+    def layer(x, w):
+        return pin(jnp.tanh(x @ w)), None
+
+    x = marks.stage_boundary(pin(batch["x"] + params["shift"][None]))
+    x = jax.lax.scan(jax.checkpoint(layer), x, params["w"])[0]
+    return objective.Mean(jnp.sum(x**2 * batch["mask"][:, None]), jnp.sum(batch["mask"]))
+
+
+@pytest.mark.parametrize("around", ["nothing", "auto", "explicit"])
+def test_the_user_s_own_meshes_and_constraints(around):
+    """jax.set_mesh, JAX's default Explicit mesh, and constraints on it within the loss."""
+    _, params, batch = chain_of(2)
+    expected = on_one(unconstrained, params, batch)
+    auto = mesh.make(stage=2, fsdp=2)
+    explicit = jax.sharding.Mesh(
+        auto.devices, auto.axis_names, axis_types=(jax.sharding.AxisType.Explicit,) * 2
+    )
+    grid = explicit if around == "explicit" else auto
+    sharding = NamedSharding(auto, P("fsdp")) if around == "nothing" else P("fsdp")
+    loss = functools.partial(constrained, sharding=sharding)
+    batch = jax.device_put(batch, NamedSharding(grid, P("fsdp")))
+    with contextlib.nullcontext() if around == "nothing" else jax.set_mesh(grid):
+        function = pipeline.value_and_grad(loss, grid, "1f1b", 2, rows=P("fsdp"))
+        split = pipeline.split(params, function, batch)
+        mean, grads = function(split, batch)
+        assert_close((mean, pipeline.merge(grads)), expected)
+
+
+def unconstrained(params, batch):
+    x = batch["x"] + params["shift"][None]
+    x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0]
+    return objective.Mean(jnp.sum(x**2 * batch["mask"][:, None]), jnp.sum(batch["mask"]))
+
+
+# Said before anything runs.
+
+
+def test_what_a_pipeline_cannot_take_is_said_before_anything_runs(monkeypatch):
+    loss, params, batch = chain_of(2)
+
+    def split(batch=batch, params=params, microbatches=2, loss=loss, **options):
+        function = pipeline.value_and_grad(loss, TWO, "gpipe", microbatches, **options)
+        return pipeline.split(params, function, batch)
+
+    message = r"different numbers of rows \(mask: 8, x: 4\).*use one microbatch"
+    with pytest.raises(ValueError, match=message):
+        split(batch | {"x": batch["x"][:4]})
+    with pytest.raises(TypeError, match=r"the batch has no arrays \(None\)"):
+        split(None)
+    with pytest.raises(TypeError, match=r"parameters\['act'\] is a function, not an array.*eqx"):
+        split(params=params | {"act": lambda x: x})
+    with pytest.raises(ValueError, match="gather='never'; expected 'task' or 'step'"):
+        split(gather="never")
+    aux = lambda params, batch: (loss(params, batch), {"a": batch["x"]})  # noqa: E731
+    with pytest.raises(ValueError, match=r"aux=.* does not fit") as found:
+        split(loss=aux, has_aux=True, aux={"a": {"deeper": "sum"}})
+    assert len(str(found.value)) < 400 and "Traced" not in str(found.value)
+    pinned = functools.partial(constrained, sharding=NamedSharding(TWO, P("stage")))
+    with pytest.raises(ValueError, match=r"constrains an array to .*within a stage there are the"):
+        split(loss=pinned)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with pytest.raises(ValueError, match=r"devices of other processes \(\[0\].*pipeline.gpipe"):
+        pipeline.value_and_grad(loss, TWO, "gpipe", 2)
+
+
+def test_a_typed_key_comes_back_from_its_stages():
+    loss, params, batch = chain_of(2)
+    split = pipeline.split(params, pipeline.value_and_grad(loss, TWO, "gpipe", 2), batch)
+    key = jax.random.key(7, impl="rbg")
+    state = pipeline.split({"key": key, "count": np.int32(3)}, split)
+    back = pipeline.merge(state)
+    assert back["key"].dtype == key.dtype and back["count"] == 3
+    np.testing.assert_array_equal(jax.random.key_data(back["key"]), jax.random.key_data(key))
+
+
+def test_the_example_in_the_docstring_runs():
+    loss, params, batch = chain_of(4)
+    lines = [line.strip() for line in pipeline.__doc__.splitlines() if line.startswith("    ")]
+    space = dict(mesh=mesh, pipeline=pipeline, optax=optax, tx=optax.adam(1e-2), loss=loss)
+    exec("\n".join(lines), space | {"params": params, "batch": batch}, out := {})
+    assert_close(out["mean"], on_one(loss, params, batch)[0])

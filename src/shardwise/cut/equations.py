@@ -1,9 +1,11 @@
 """Equations of a traced program: which are needed for what, and how to run them."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 CALLS = {"jit", "pjit", "closed_call", "core_call"}
@@ -11,34 +13,63 @@ REMAT = {"checkpoint", "remat", "remat2"}
 
 
 class Equation(NamedTuple):
-    """`outvars` from `invars`, by `run(*values) -> list`; `origin` is the jaxpr's own equation."""
+    """`outvars` from `invars`, by `run(*values) -> list`; `origin` is the jaxpr's own equation.
+
+    One with `effects`, such as a `jax.debug.print`, is to run once, whoever reads what it yields.
+    """
 
     name: str
     invars: tuple
     outvars: tuple
-    run: Any
+    run: Callable
     origin: Any
+    effects: bool = False
 
 
 def equations(jaxpr):
     """A jaxpr's equations, in order."""
     return [
-        Equation(e.primitive.name, tuple(e.invars), tuple(e.outvars), functools.partial(bind, e), e)
+        Equation(
+            name=e.primitive.name,
+            invars=tuple(e.invars),
+            outvars=tuple(e.outvars),
+            run=functools.partial(bind, e),
+            origin=e,
+            effects=bool(e.effects),
+        )
         for e in jaxpr.eqns
     ]
 
 
 def bind(eqn, *values):
-    """Run one equation of a jaxpr on values, in whatever trace these belong to."""
+    """Run one equation of a jaxpr on values, in whatever trace these belong to.
+
+    What it leaves there has the names and source lines that it had, so that a profile of the new
+    program speaks of the user's code.
+    """
     found = eqn.primitive.get_bind_params(eqn.params)  # a dict alone, since JAX 0.12
     functions, params = found if isinstance(found, tuple) else ((), found)
-    out = eqn.primitive.bind(*functions, *values, **params)
+    with named_as(eqn), eqn.ctx.manager:
+        out = eqn.primitive.bind(*functions, *values, **params)
     return out if eqn.primitive.multiple_results else [out]
 
 
-def read(env, variables):
+def named_as(eqn, *more):
+    """A context in which equations get the source line of `eqn`, and its names, and `more`."""
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    for name in more:
+        names = names.extend(name)
+    return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
+
+
+def variables(atoms):
+    """Those that are no literals."""
+    return [v for v in atoms if not isinstance(v, Literal)]
+
+
+def read(env, atoms):
     """Their values; a literal is its own."""
-    return [v.val if isinstance(v, Literal) else env[v] for v in variables]
+    return [v.val if isinstance(v, Literal) else env[v] for v in atoms]
 
 
 def run(eqns, env):
@@ -48,18 +79,20 @@ def run(eqns, env):
     return env
 
 
-def needed(eqns, outputs, given):
-    """The equations from which `outputs` follow, in order, and which of the `given` they use."""
+def needed(eqns, outputs, given, keep=lambda eqn: False):
+    """The equations from which `outputs` follow, in order, and which of the `given` they use.
+
+    Those for which `keep` is true are among them, and what they follow from.
+    """
     wanted, used, chosen = set(), set(), []
 
-    def ask(variables):
-        for v in variables:
-            if not isinstance(v, Literal):
-                (used if v in given else wanted).add(v)
+    def ask(atoms):
+        for v in variables(atoms):
+            (used if v in given else wanted).add(v)
 
     ask(outputs)
     for eqn in reversed(eqns):
-        if not wanted.isdisjoint(eqn.outvars):
+        if keep(eqn) or not wanted.isdisjoint(eqn.outvars):
             chosen.append(eqn)
             ask(eqn.invars)
     return chosen[::-1], used
@@ -74,7 +107,8 @@ def inlined(closed, names=frozenset(CALLS)):
             arguments = read(env, eqn.invars)
             if eqn.primitive.name in names:
                 inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-                out = evaluate(getattr(inner, "jaxpr", inner), _consts(inner), arguments)
+                with named_as(eqn, _called(eqn)):
+                    out = evaluate(getattr(inner, "jaxpr", inner), _consts(inner), arguments)
             else:
                 out = bind(eqn, *arguments)
             env.update(zip(eqn.outvars, out, strict=True))
@@ -82,6 +116,11 @@ def inlined(closed, names=frozenset(CALLS)):
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
     return jax.make_jaxpr(lambda *values: evaluate(closed.jaxpr, closed.consts, values))(*avals)
+
+
+def _called(eqn):
+    name = eqn.params.get("name", "")
+    return f"jit({name})" if eqn.primitive.name in CALLS else eqn.primitive.name
 
 
 def _consts(jaxpr):

@@ -1,13 +1,12 @@
 """A stage's backward: whole, or in the half that others wait for and the half that nobody does."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
-from shardwise.cut.equations import CALLS, REMAT, equations, inlined, needed, read, run
+from shardwise.cut.equations import CALLS, REMAT, equations, inlined, needed, read, run, variables
 from shardwise.cut.scans import split_scans
 
 
@@ -22,17 +21,18 @@ class Halves:
     - `to_weights(params, data, residuals, pending) -> gradients`.
 
     `to_weights` computes nothing that `to_input` has computed: that is in `pending`. Cotangents
-    are those of the outputs that are floating-point numbers, and of a last stage's first output
-    alone. The first stage has nothing to send back: its `to_weights` does everything. `undivided`
-    names the primitives that yield both halves at once and could not be cut: they run in
-    `to_input`, and what they yield of the weights' gradients is pending.
+    are those of the outputs that are floating-point numbers, and of a last stage's `seeds`. The
+    first stage has nothing to send back: its `to_weights` does everything. `undivided` names the
+    primitives that yield both halves at once and could not be cut: they run in `to_input`, and
+    what they yield of the weights' gradients is pending. Effects run where they are computed,
+    once: in `forward`, or in `whole`, or in `to_input`.
     """
 
-    forward: Any
-    whole: Any
-    to_input: Any
-    to_weights: Any
-    undivided: tuple
+    forward: Callable
+    whole: Callable
+    to_input: Callable
+    to_weights: Callable
+    undivided: tuple[str, ...]
 
 
 def backward(stage):
@@ -57,14 +57,15 @@ def backward(stage):
     params, data, carry, cot = traced.inputs
     outputs, back, grads = traced.outputs
     repeated, late = traced.repeated(), traced.following(cot)
+    is_early = lambda eqn: late.isdisjoint(variables(eqn.invars))  # noqa: E731
     early = [v for v in traced.yielded if v not in late and v not in repeated]
     kept = traced.used([back, grads], params, data, [*carry, *early], cot)[2]
-    whole = traced.program([back, grads], params, data, kept, cot)
+    whole = traced.program([back, grads], params, data, kept, cot, keep=lambda e: not is_early(e))
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in kept]
     to_input, to_weights, undivided = _halves(
         _traced(whole, CALLS | REMAT, stage.params, stage.inputs, shapes, cots)
     )
-    forward = traced.program([outputs, kept], params, data, carry)
+    forward = traced.program([outputs, kept], params, data, carry, keep=is_early)
     return Halves(forward, whole, to_input, to_weights, undivided)
 
 
@@ -72,13 +73,14 @@ def _halves(traced):
     params, data, kept, cot = traced.inputs
     back, grads = traced.outputs
     traced = dataclasses.replace(traced, eqns=split_scans(traced.eqns, back))
-    needed_here = needed(traced.eqns, back, {*params, *data, *kept, *cot, *traced.constants})[0]
+    given = {*params, *data, *kept, *cot, *traced.constants}
+    needed_here = needed(traced.eqns, back, given, lambda eqn: eqn.effects)[0]
     repeated = traced.repeated()
     done = [v for eqn in needed_here for v in eqn.outvars if v not in repeated]
     pending = traced.used([grads], params, data, kept, [*cot, *done])[3]
     weights = traced.program([grads], params, data, kept, pending)
     return (
-        traced.program([back, pending], params, data, kept, cot),
+        traced.program([back, pending], params, data, kept, cot, keep=lambda eqn: True),
         lambda *values: weights(*values)[0],
         _undivided(needed_here, back, pending),
     )
@@ -86,9 +88,8 @@ def _halves(traced):
 
 def differentiable(stage):
     """The numbers of the outputs that have cotangents."""
-    if stage.last:
-        return [0]
-    return [i for i, x in enumerate(stage.outputs) if inexact(x)]
+    numbers = stage.seeds if stage.last else range(len(stage.outputs))
+    return [i for i in numbers if inexact(stage.outputs[i])]
 
 
 def inexact(x):
@@ -113,17 +114,20 @@ class _Traced:
         """The variables that depend on `sources`."""
         found = set(sources)
         for eqn in self.eqns:
-            if any(not isinstance(v, Literal) and v in found for v in eqn.invars):
+            if not found.isdisjoint(variables(eqn.invars)):
                 found.update(eqn.outvars)
         return found
 
     def repeated(self):
-        """The variables that follow from the first group of inputs alone, or the second alone."""
+        """The variables that follow from the first group of inputs alone, or the second alone.
+
+        Nothing that follows from an effect: that happens once.
+        """
         reads = {v: {i} for i, group in enumerate(self.inputs) for v in group}
         reads |= {v: set() for v in self.constants}
         for eqn in self.eqns:
-            kinds = [reads[v] for v in eqn.invars if not isinstance(v, Literal)]
-            reads.update(dict.fromkeys(eqn.outvars, set().union(*kinds)))
+            kinds = set().union(*(reads[v] for v in variables(eqn.invars)))
+            reads.update(dict.fromkeys(eqn.outvars, {0, 1} if eqn.effects else kinds))
         return {v for v in self.yielded if reads[v] in (set(), {0}, {1})}
 
     def used(self, outputs, *groups):
@@ -132,15 +136,19 @@ class _Traced:
         found = needed(self.eqns, [v for group in outputs for v in group], given)[1]
         return [[v for v in group if v in found] for group in groups]
 
-    def program(self, outputs, *inputs):
-        """The function from groups of inputs to groups of outputs, of the equations it needs."""
+    def program(self, outputs, *inputs, keep=lambda eqn: False):
+        """The function from groups of inputs to groups of outputs, of the equations it needs.
+
+        Of those with effects, it has the ones for which `keep` is true.
+        """
         given = {v for group in inputs for v in group} | set(self.constants)
-        chosen = needed(self.eqns, [v for group in outputs for v in group], given)[0]
+        flat = [v for group in outputs for v in group]
+        chosen = needed(self.eqns, flat, given, lambda eqn: eqn.effects and keep(eqn))[0]
 
         def function(*values):
             env = dict(self.constants)
-            for variables, group in zip(inputs, values, strict=True):
-                env.update(zip(variables, group, strict=True))
+            for group, arrays in zip(inputs, values, strict=True):
+                env.update(zip(group, arrays, strict=True))
             env = run(chosen, env)
             return tuple(read(env, group) for group in outputs)
 
@@ -160,9 +168,7 @@ def _traced(function, names, *groups):
 
 def _undivided(eqns, back, pending):
     """Primitives that yield at once what the input's half needs and what only the weights do."""
-    reads = {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)} | set(
-        v for v in back if not isinstance(v, Literal)
-    )
+    reads = {v for eqn in eqns for v in variables(eqn.invars)} | set(variables(back))
     found = {e.name for e in eqns if any(v in pending and v not in reads for v in e.outvars)}
     return tuple(sorted(name for name in found if not name.startswith("scan, ")))
 

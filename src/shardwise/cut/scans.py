@@ -1,123 +1,145 @@
 """A scan of a backward pass, cut into the scan that others wait for and the rest."""
 
-import functools
+import dataclasses
+from typing import Any
 
 import jax
-from jax.extend.core import Literal
 
-from shardwise.cut.equations import CALLS, REMAT, Equation, equations, inlined, needed, read, run
+from shardwise.cut.equations import (
+    CALLS,
+    REMAT,
+    Equation,
+    equations,
+    inlined,
+    named_as,
+    needed,
+    read,
+    run,
+    variables,
+)
 
 
 def split_scans(eqns, wanted):
     """`eqns`, in which a scan that yields both what `wanted` needs and more is cut in two.
 
-    The first runs what `wanted` needs, and stacks what the second needs of it, layer by layer; the
-    second runs the rest, the weights' gradients. Nothing is computed twice.
+    The first runs what `wanted` needs and what has effects, and stacks what the second needs of
+    it, layer by layer; the second runs the rest, the weights' gradients. Nothing is computed twice.
     """
-    need, result = {v for v in wanted if not isinstance(v, Literal)}, []
+    need, result = set(variables(wanted)), []
     for eqn in reversed(eqns):
         parts = [eqn]
-        if not need.isdisjoint(eqn.outvars):
+        if eqn.effects or not need.isdisjoint(eqn.outvars):
             if eqn.name == "scan":
                 parts = _split(eqn, [i for i, v in enumerate(eqn.outvars) if v in need])
-            need.update(v for v in parts[0].invars if not isinstance(v, Literal))
+            need.update(variables(parts[0].invars))
         result += reversed(parts)
     return result[::-1]
 
 
 def _split(eqn, wanted):
-    params = eqn.origin.params
-    body = inlined(params["jaxpr"], CALLS | REMAT)
-    inner, consts = body.jaxpr, dict(zip(body.jaxpr.constvars, body.consts, strict=True))
-    carries, first_x = _carries(eqn, inner)
-    start = first_x - carries  # of the carry among the inputs
-    eqns, given = equations(inner), {*inner.invars, *consts}
-    chosen = _closed(eqns, inner, given, wanted, range(carries), start)
-    rest = [i for i in range(len(inner.outvars)) if i not in chosen]
-    eqns = split_scans(eqns, [inner.outvars[i] for i in chosen])
-    ours, used = needed(eqns, [inner.outvars[i] for i in chosen], given)
-    known = {v for e in ours for v in e.outvars} | {
-        inner.invars[start + i] for i in chosen if i < carries
-    }
-    theirs, used_later = needed(eqns, [inner.outvars[i] for i in rest], given | known)
+    scan = _Scan.of(eqn)
+    outvars, chosen = scan.body.outvars, scan.closed(wanted)
+    rest = [i for i in range(len(outvars)) if i not in chosen]
+    eqns = split_scans(scan.eqns, [outvars[i] for i in chosen])
+    given = {*scan.body.invars, *scan.consts}
+    effects = lambda eqn: eqn.effects  # noqa: E731
+    ours, used = needed(eqns, [outvars[i] for i in chosen], given, effects)
+    carried = {scan.body.invars[scan.start + i] for i in chosen if i < scan.carries}
+    known = {v for e in ours for v in e.outvars} | carried
+    theirs, used_later = needed(eqns, [outvars[i] for i in rest], given | known)
     if not rest or not theirs:
         return [eqn]
-    order = {v: i for i, v in enumerate((*inner.invars, *(v for e in eqns for v in e.outvars)))}
-    saved = sorted(known & used_later, key=order.__getitem__)
-    tokens = [object() for _ in saved]  # the stacked values, between the two scans
-    make = functools.partial(_half, eqn, inner, consts, carries, start, first_x)
-    first = make("scan, to the input", ours, used, chosen, [], [], saved, tokens)
-    second = make("scan, to the weights", theirs, used_later, rest, saved, tokens, [], [])
-    return [first, second]
+    order = (*scan.body.invars, *(v for e in eqns for v in e.outvars))
+    place = {v: i for i, v in enumerate(order)}
+    saved = sorted(known & used_later, key=place.__getitem__)
+    stacked = {v: object() for v in saved}  # between the two scans
+    return [
+        scan.half("scan, to the input", ours, used, chosen, yields=stacked),
+        scan.half("scan, to the weights", theirs, used_later, rest, receives=stacked),
+    ]
 
 
-def _half(
-    eqn,
-    inner,
-    consts,
-    carries,
-    start,
-    first_x,
-    name,
-    eqns,
-    used,
-    outs,
-    given,
-    given_tokens,
-    saved,
-    tokens,
-):
-    """One of the two scans, as an equation: it yields the outputs `outs`, and stacks `saved`."""
-    used = used | {v for v in (inner.outvars[i] for i in outs) if not isinstance(v, Literal)}
-    fixed = [i for i in range(start) if inner.invars[i] in used]
-    carried = [i for i in outs if i < carries]
-    stacked = [i for i in range(first_x, len(inner.invars)) if inner.invars[i] in used]
-    yielded = [i for i in outs if i >= carries]
-    params = eqn.origin.params
+@dataclasses.dataclass(frozen=True)
+class _Scan:
+    """A scan, and its body's program, whose inputs are `start` constants, then carries, then xs."""
 
-    def scan(*values):
-        constants, rest = values[: len(fixed)], values[len(fixed) :]
-        init, xs = rest[: len(carried)], rest[len(carried) :]
+    origin: Equation
+    body: Any
+    consts: dict
+    eqns: list
+    carries: int
+    start: int
 
-        def body(carry, xs):
-            env = dict(consts)
-            env.update(zip((inner.invars[i] for i in fixed), constants, strict=True))
-            env.update(zip((inner.invars[start + i] for i in carried), carry, strict=True))
-            env.update(zip((*(inner.invars[i] for i in stacked), *given), xs, strict=True))
+    @classmethod
+    def of(cls, eqn):
+        closed = inlined(eqn.origin.params["jaxpr"], CALLS | REMAT)
+        body = closed.jaxpr
+        consts = dict(zip(body.constvars, closed.consts, strict=True))
+        # By their ranks: outside, what is stacked has one axis more than inside.
+        ys = sum(_rank(a) > _rank(b) for a, b in zip(eqn.outvars, body.outvars, strict=True))
+        xs = sum(_rank(a) > _rank(b) for a, b in zip(eqn.invars, body.invars, strict=True))
+        carries = len(body.outvars) - ys
+        start = len(body.invars) - xs - carries
+        return cls(eqn, body, consts, equations(body), carries, start)
+
+    def closed(self, wanted):
+        """The outputs asked for, and each carry on which they depend from one step to the next.
+
+        With effects in the body, what they depend on too.
+        """
+        chosen, given = set(wanted), {*self.body.invars, *self.consts}
+        while True:
+            outvars = [self.body.outvars[i] for i in chosen]
+            used = needed(self.eqns, outvars, given, lambda eqn: eqn.effects)[1]
+            used |= set(variables(outvars))
+            carried = [self.body.invars[self.start + i] for i in range(self.carries)]
+            more = {i for i, v in enumerate(carried) if v in used} - chosen
+            if not more:
+                return sorted(chosen)
+            chosen |= more
+
+    def half(self, name, eqns, used, outs, receives=None, yields=None):
+        """One of the two scans, as an equation that yields the outputs `outs`.
+
+        `yields` and `receives`, {variable of the body: variable outside}, are stacked beside them.
+        """
+        receives, yields, body = receives or {}, yields or {}, self.body
+        used = used | set(variables(body.outvars[i] for i in outs))
+        split = self.start + self.carries
+        fixed = [i for i in range(self.start) if body.invars[i] in used]
+        carried = [self.start + i for i in outs if i < self.carries]
+        stacked = [i for i in range(split, len(body.invars)) if body.invars[i] in used]
+        last = [i for i in outs if i < self.carries]
+        each = [i for i in outs if i >= self.carries]
+        known = [[body.invars[i] for i in group] for group in (fixed, carried, stacked)]
+
+        def step(env, carry, xs):
+            env = env | dict(zip((*known[1], *known[2], *receives), (*carry, *xs), strict=True))
             env = run(eqns, env)
-            kept = read(env, saved)
-            out = [read(env, [inner.outvars[i] for i in group]) for group in (carried, yielded)]
-            return out[0], (out[1], kept)
+            ends = [read(env, [body.outvars[i] for i in group]) for group in (last, each)]
+            return ends[0], (ends[1], read(env, yields))
 
-        options = dict(length=params["length"], reverse=params["reverse"], unroll=params["unroll"])
-        last, (ys, kept) = jax.lax.scan(body, list(init), list(xs), **options)
-        return [*last, *ys, *kept]
+        def scan(*values):
+            constants, values = values[: len(fixed)], values[len(fixed) :]
+            env = self.consts | dict(zip(known[0], constants, strict=True))
+            init, xs = list(values[: len(carried)]), list(values[len(carried) :])
+            params = self.origin.origin.params
+            options = {key: params[key] for key in ("length", "reverse", "unroll")}
+            with named_as(self.origin.origin):
+                found = jax.lax.scan(lambda *given: step(env, *given), init, xs, **options)
+            done, (ys, kept) = found
+            return [*done, *ys, *kept]
 
-    inputs = [eqn.invars[i] for i in (*fixed, *(start + i for i in carried), *stacked)]
-    outputs = [eqn.outvars[i] for i in (*carried, *yielded)]
-    return Equation(name, (*inputs, *given_tokens), (*outputs, *tokens), scan, eqn.origin)
-
-
-def _closed(eqns, inner, given, wanted, carries, start):
-    """The outputs asked for, and each carry on which they depend from one step to the next."""
-    chosen = set(wanted)
-    while True:
-        used = needed(eqns, [inner.outvars[i] for i in chosen], given)[1]
-        used |= {inner.outvars[i] for i in chosen if not isinstance(inner.outvars[i], Literal)}
-        more = {i for i in carries if inner.invars[start + i] in used} - chosen
-        if not more:
-            return sorted(chosen)
-        chosen |= more
-
-
-def _carries(eqn, inner):
-    """(how many values are carried, the number of the first input that is stacked).
-
-    By their ranks: outside, what is stacked has one axis more than inside.
-    """
-    ys = sum(_rank(a) > _rank(b) for a, b in zip(eqn.outvars, inner.outvars, strict=True))
-    xs = sum(_rank(a) > _rank(b) for a, b in zip(eqn.invars, inner.invars, strict=True))
-    return len(inner.outvars) - ys, len(inner.invars) - xs
+        inputs = [self.origin.invars[i] for i in (*fixed, *carried, *stacked)]
+        outputs = [self.origin.outvars[i] for i in (*last, *each)]
+        return Equation(
+            name,
+            (*inputs, *receives.values()),
+            (*outputs, *yields.values()),
+            scan,
+            self.origin.origin,
+            any(eqn.effects for eqn in eqns),
+        )
 
 
 def _rank(v):

@@ -1,14 +1,19 @@
-"""Which equation, which parameter and which value belongs to which stage."""
+"""The stages of a loss: what each reads, what comes in, what goes out, and its function."""
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Literal
 
-from shardwise.cut.equations import Equation, equations, needed, read, run
-from shardwise.cut.tracing import trace
+from shardwise.cut.constraints import constrained
+from shardwise.cut.equations import named_as, needed, read, run, variables
+from shardwise.cut.places import assign, crossing
+from shardwise.cut.tracing import row_axes, trace
+
+Shape = jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,41 +23,54 @@ class Stage:
     `rows[i]` tells what of the parameter leaf `i` lives here: None all of it, (a, b) its rows a to
     b. `data` are the numbers of the batch's (and further arguments') leaves that it reads;
     `params`, `inputs`, `carry` and `outputs` are the shapes and dtypes of arguments and results.
-    The outputs of the last stage are those of the loss.
+    The outputs of the last stage are those of the loss, of which `seeds` are differentiated, the
+    first one unless the stage is replaced by one of others.
+    `axes["inputs"]`, and likewise of carry and outputs, tells of each value along which axis it
+    grows with the batch's rows, or None; where `stages` was not given `more`, it is empty.
     """
 
     index: int
     last: bool
-    rows: dict
-    data: tuple
-    params: list
-    inputs: list
-    carry: list
-    outputs: list
-    function: Any
+    seeds: tuple[int, ...]
+    rows: dict[int, tuple[int, int] | None]
+    data: tuple[int, ...]
+    params: list[Shape]
+    inputs: list[Shape]
+    carry: list[Shape]
+    outputs: list[Shape]
+    axes: dict[str, list[int | None]]
+    function: Callable
 
 
-class _Program(NamedTuple):
-    """The traced loss: its equations, and for each the stage (None: wherever it is needed)."""
+class Cut(NamedTuple):
+    """The stages of a loss, and the tree of its output, of shapes and dtypes."""
 
-    eqns: list
-    constants: dict
-    params: list
-    data: list
-    outputs: list
-    stage: dict  # of an activation: the stage that yields it
-    used: dict  # of an activation: the last stage that reads it
+    stages: list[Stage]
+    shapes: Any
 
 
-def stages(loss, params, *data, constrain=None):
+def stages(
+    loss: Callable,
+    params: Any,
+    *data: Any,
+    constrain: Callable | None = None,
+    relocate: Callable | None = None,
+    more: Any = None,
+) -> Cut:
     """The stages of `loss(params, *data)`, k + 1 for k calls of `marks.stage_boundary`.
 
-    Arguments may be abstract; `constrain(x, name)`, if given, is what `marks.constrain` does. A
-    parameter of which every stage takes only rows of its own, by a static slice, lives in rows; one
-    that several stages read lives on each.
+    Arguments may be abstract. A parameter of which every stage takes only rows of its own, by a
+    static slice, lives in rows; one that several stages read lives on each.
+
+    Args:
+      constrain: `constrain(x, name)` is what `marks.constrain` does.
+      relocate: `relocate(sharding)` is what a `with_sharding_constraint` of the loss becomes.
+      more: `data` with another number of rows: what then has another shape follows the rows. (Of a
+        loss that has no such trace, only the data is known to do so.)
 
     Raises:
-      ValueError: a mark where the program cannot be cut.
+      ValueError: a mark where the program cannot be cut, or around no array; an effect that asks
+        for an order.
     """
     leaves, structure = jax.tree.flatten(params)
     others, data_structure = jax.tree.flatten(data)
@@ -62,61 +80,28 @@ def stages(loss, params, *data, constrain=None):
         tree, rest = jax.tree.unflatten(structure, args[:n]), args[n:]
         return loss(tree, *jax.tree.unflatten(data_structure, rest))
 
-    closed, shapes, marks = trace(flat, [_abstract(x) for x in (*leaves, *others)], constrain)
-    program, last = _assign(closed, n, marks), len(set(marks.values()))
+    args = [_abstract(x) for x in (*leaves, *others)]
+    closed, shapes, marks = trace(flat, args, constrain)
+    if relocate is not None:
+        closed = constrained(closed, relocate)
+    program, last = assign(closed, n, marks), len(set(marks.values()))
     chosen = [_choose(program, s, s == last) for s in range(last + 1)]
     rows = _rows(program, chosen)
-    return [_stage(program, s, s == last, *chosen[s], rows) for s in range(last + 1)], shapes
-
-
-def _assign(closed, n, marks):
-    jaxpr = closed.jaxpr
-    eqns, params, data = equations(jaxpr), jaxpr.invars[:n], jaxpr.invars[n:]
-    reads = {v: {"params"} for v in params} | {v: {"data"} for v in data}
-    level = dict.fromkeys(reads, 0)
-    for eqn in eqns:
-        inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
-        kinds = set().union(*(reads.get(v, set()) for v in inputs))
-        at, mark = max([level.get(v, 0) for v in inputs], default=0), marks.get(eqn.outvars[0])
-        if mark is not None:
-            kinds, at = {"params", "data"}, mark + 1
-        reads.update(dict.fromkeys(eqn.outvars, kinds))
-        level.update(dict.fromkeys(eqn.outvars, at))
-    stage, used = (
-        {},
-        {v: len(set(marks.values())) for v in jaxpr.outvars if not isinstance(v, Literal)},
-    )
-    first = dict(used)
-    for eqn in reversed(eqns):
-        if len(reads[eqn.outvars[0]]) < 2:
-            continue  # of parameters alone, or of data alone: repeated where it is needed
-        mark = marks.get(eqn.outvars[0])
-        at = level[eqn.outvars[0]] if mark is None else mark
-        if at == 0 and mark is None:  # before every mark: as late as its readers allow
-            at = min([first[v] for v in eqn.outvars if v in first], default=0)
-        stage.update(dict.fromkeys(eqn.outvars, at))
-        for v in eqn.invars:
-            if not isinstance(v, Literal) and len(reads.get(v, ())) == 2:
-                used[v], first[v] = max(used.get(v, 0), at), min(first.get(v, at), at)
-    constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    return _Program(eqns, constants, params, data, list(jaxpr.outvars), stage, used)
-
-
-def _crossing(program, boundary):
-    """The activations that go from stage `boundary` to the next."""
-    return [
-        v
-        for v, at in sorted(program.stage.items(), key=lambda item: item[1])
-        if at <= boundary < program.used.get(v, -1)
-    ]
+    axes = None
+    if more is not None:
+        wider = [_abstract(x) for x in (*leaves, *jax.tree.leaves(more))]
+        axes = row_axes(closed, flat, wider, constrain)
+    parts = [_stage(program, s, s == last, *chosen[s], rows, axes) for s in range(last + 1)]
+    return Cut(parts, shapes)
 
 
 def _choose(program, s, last):
     """(equations, carry variables, output variables) of stage `s`."""
-    carry = _crossing(program, s - 1)
-    outputs = program.outputs if last else _crossing(program, s)
+    carry = crossing(program, s - 1)
+    outputs = program.outputs if last else crossing(program, s)
     given = {*carry, *program.params, *program.data, *program.constants}
-    return needed(program.eqns, outputs, given)[0], carry, outputs
+    mine = lambda eqn: program.effects.get(id(eqn)) == s  # noqa: E731
+    return needed(program.eqns, outputs, given, mine)[0], carry, outputs
 
 
 def _rows(program, chosen):
@@ -149,16 +134,15 @@ def _row_slice(eqn):
     return (start[0], limit[0]) if whole else None
 
 
-def _stage(program, s, last, eqns, carry, outputs, rows):
+def _stage(program, s, last, eqns, carry, outputs, rows, axes):
     mine = [v for v in program.params if s in rows.get(v, {})]
     if s == 0:  # what nobody reads lives on the first stage
         mine = [v for v in program.params if s in rows.get(v, {s: None})]
-    used = {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)} | set(
-        v for v in outputs if not isinstance(v, Literal)
-    )
+    used = {v for eqn in eqns for v in variables(eqn.invars)} | set(variables(outputs))
     data = [v for v in program.data if v in used]
     held = {v: rows.get(v, {}).get(s) for v in mine}
     shifted = [_shifted(eqn, held) for eqn in eqns]
+    groups = {"inputs": data, "carry": carry, "outputs": outputs}
 
     def function(params, data_values, carry_values):
         env = dict(program.constants)
@@ -170,12 +154,14 @@ def _stage(program, s, last, eqns, carry, outputs, rows):
     return Stage(
         index=s,
         last=last,
+        seeds=(0,) if last else (),
         rows={program.params.index(v): ends for v, ends in held.items()},
         data=tuple(program.data.index(v) for v in data),
         params=[_of_rows(v, held[v]) for v in mine],
         inputs=[_shape(v) for v in data],
         carry=[_shape(v) for v in carry],
         outputs=[_abstract(v.val) if isinstance(v, Literal) else _shape(v) for v in outputs],
+        axes={} if axes is None else {name: _axes(axes, group) for name, group in groups.items()},
         function=function,
     )
 
@@ -186,8 +172,16 @@ def _shifted(eqn, held):
     if ends is None:
         return eqn
     first, last = (row - ends[0] for row in _row_slice(eqn))
-    run_on_rows = lambda x: [jax.lax.slice_in_dim(x, first, last)]  # noqa: E731
-    return Equation("slice", eqn.invars, eqn.outvars, run_on_rows, eqn.origin)
+
+    def run_on_rows(x):
+        with named_as(eqn.origin):
+            return [jax.lax.slice_in_dim(x, first, last)]
+
+    return eqn._replace(run=run_on_rows)
+
+
+def _axes(axes, group):
+    return [None if isinstance(v, Literal) else axes.get(v) for v in group]
 
 
 def _shape(v):

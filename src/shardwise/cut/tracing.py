@@ -20,12 +20,17 @@ def trace(function, args, constrain=None):
     `marks.constrain` does within.
 
     Raises:
-      ValueError: a mark within a scan, a remat or another inner function, where the program
-        cannot be cut.
+      ValueError: a mark around no array, or within a scan, a remat or another inner function,
+        where the program cannot be cut.
     """
 
     def mark(x):
         call, (leaves, structure) = next(_calls), jax.tree.flatten(x)
+        if not leaves:
+            raise ValueError(
+                "cut: marks.stage_boundary was given no array, so it marks no place; give it the "
+                "activation that the next stage reads."
+            )
         named = [checkpoint_name(leaf, f"{MARK}{call}.{i}") for i, leaf in enumerate(leaves)]
         return jax.tree.unflatten(structure, named)
 
@@ -55,6 +60,35 @@ def _numbers(jaxpr):
             mark = name.rpartition(".")[0], seen[name]
             found[eqn.outvars[0]] = numbers.setdefault(mark, len(numbers))
     return found
+
+
+def row_axes(closed, function, args, constrain=None):
+    """{variable of `closed`: the axis along which it grows with the rows}, where there is one.
+
+    `closed` is the trace of `function`, and `args` have more rows: of what is computed from rows,
+    the shape is another, wherever a reshape or a transpose has put them. A loss that is another
+    program at that size, or none, tells only of its arguments.
+    """
+    axes = {}
+    for v, x in zip(closed.jaxpr.invars, args, strict=True):
+        axes |= _grown(v, x)
+    try:
+        wider = trace(function, args, constrain)[0].jaxpr
+    except Exception:  # it is written for its own number of rows
+        return axes
+    pairs = list(zip(closed.jaxpr.eqns, wider.eqns, strict=False))
+    same = all(a.primitive is b.primitive for a, b in pairs)
+    if same and len(closed.jaxpr.eqns) == len(wider.eqns):
+        for a, b in pairs:
+            for v, w in zip(a.outvars, b.outvars, strict=True):
+                axes |= _grown(v, w.aval)
+    return axes
+
+
+def _grown(v, wider):
+    shape, other = getattr(v.aval, "shape", ()), getattr(wider, "shape", ())
+    grown = [i for i, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b]
+    return {v: grown[0]} if grown and len(shape) == len(other) else {}
 
 
 def mark_of(eqn):

@@ -1,180 +1,138 @@
 """Loss and gradient by a schedule of tasks on stages."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardwise import cut, schedules
-from shardwise.pipeline.placing import Pipelined, stage_meshes
+from shardwise import schedules
+from shardwise.pipeline import checks
+from shardwise.pipeline.placing import Pipelined, outside_meshes, stage_meshes
 from shardwise.pipeline.planning import Plan
+from shardwise.pipeline.tracing import Asked, Traced, abstract, trace
 
 
 def value_and_grad(
-    loss, mesh, schedule, microbatches, axis="stage", rows=P(), names=None, has_aux=False, aux="sum"
-):
-    """A function of `(params, batch, *args)`: the loss over the whole batch, and its gradient.
+    loss: Callable,
+    mesh: Mesh,
+    schedule: str | schedules.Schedule | Sequence,
+    microbatches: int,
+    axis: str = "stage",
+    rows: P = P(),
+    names: dict[str, P] | None = None,
+    has_aux: bool = False,
+    aux: Any = "sum",
+    gather: str = "task",
+) -> "ValueAndGrad":
+    """A function of `(params, batch, *args, key=None)`: the whole batch's loss, and its gradient.
 
     `loss(params, batch, *args)` is written for one device, with `marks.stage_boundary` where a
-    stage ends. It returns `(total, count)`, whose quotient over all microbatches is the result, or
-    a scalar, a mean over rows; with `has_aux`, that and a tree. The batch's rows are taken in
-    `microbatches` contiguous parts. Typed PRNG keys among `args` are folded with the microbatch's
-    number. `params` is what `pipeline.split` returns, and so is the gradient. The function has an
-    attribute `times`, {task: (start, end)} of its last run in seconds; the first run compiles. The
-    threads do not see JAX's context managers: set `jax.config` instead.
+    stage ends. It takes `key=` too where one is given, and returns an `objective.Mean` or a scalar,
+    a mean over rows; with `has_aux`, that and a tree: see `shardwise.objective`, also for keys.
+    Microbatch j of m holds the rows r of the batch with r % m == j. `params` is what
+    `pipeline.split` returns, and so is the gradient.
+
+    Tasks are dispatched, not waited for: while a device runs one, its next one is on its way. The
+    function's method `timed`, with the same arguments, waits for each, and returns its results and
+    {task: (start, end)} in seconds; the first run compiles. The threads do not see JAX's context
+    managers: set `jax.config` instead. Effects (`jax.debug.print`) happen once for each microbatch.
 
     Args:
       schedule: a name in `schedules.SCHEDULES`, a `Schedule`, or lists of tasks written by hand.
-      axis: the mesh axis along which stages are placed; each rank is the rest of the mesh there.
+      axis: the mesh axis along which stages are placed; each rank is the rest of the mesh there,
+        and its layouts are the compiler's, whatever the types of the mesh's axes.
       rows: within a rank, the PartitionSpec of a batch's and an activation's rows.
       names: {name: PartitionSpec} for `marks.constrain` within a rank.
-      aux: how the tree of the microbatches becomes one: "sum", "max", "concatenate", or a tree of
-        these, a prefix of it.
+      aux: how the trees of the microbatches become one: "sum", "mean", "max", "concatenate" (in
+        the order of the batch's rows), or a tree of these, a prefix of it.
+      gather: parameters that are cut along the axes of `rows` (FSDP) are gathered in each "task"
+        that uses them, or once a "step", and then held whole by each device until it ends.
+        Gradients are summed over these axes in each task, either way.
+
+    Raises:
+      ValueError: an axis that the mesh lacks, no such `gather`, a mesh over several processes.
 
     Raises, when called:
-      ValueError: an axis that the mesh lacks, marks that do not fit the schedule or cannot be cut,
-        rows that do not divide, parameters of another placement.
-      TypeError: a loss of another form, parameters that are not `Pipelined`.
+      ValueError: marks that do not fit the schedule or cannot be cut, arrays of different numbers
+        of rows, rows that do not divide, a count that depends on the parameters (with several
+        microbatches), parameters of another placement.
+      TypeError: a loss of another form, leaves that are no arrays, parameters that are not
+        `Pipelined`.
       TaskError: a task failed.
     """
-    if axis not in mesh.shape:
-        raise ValueError(
-            f"pipeline.value_and_grad: the mesh has no axis {axis!r}; it has {dict(mesh.shape)}."
-        )
-    if microbatches < 1:
-        raise ValueError(
-            f"pipeline.value_and_grad: microbatches={microbatches}; expected 1 or more."
-        )
-    return _ValueAndGrad(loss, mesh, schedule, microbatches, axis, rows, names or {}, has_aux, aux)
+    checks.options(mesh, axis, microbatches, gather)
+    asked = Asked(loss, mesh, schedule, microbatches, axis, rows, names or {}, has_aux, aux, gather)
+    return ValueAndGrad(asked)
 
 
-def programs(function, params, batch, *args):
+def programs(
+    function: "ValueAndGrad", params: Pipelined, batch: Any, *args: Any, key: Any = None
+) -> dict[tuple[int, str], jax.stages.Lowered]:
     """{(stage, kind): jax.stages.Lowered}: what each stage runs, to read, compile and count.
 
-    `function` is what `value_and_grad` returned; the kinds are those of its schedule.
+    `function` is what `value_and_grad` returned; the kinds are those of its schedule, and "gather"
+    where parameters are gathered once a step.
     """
-    return function.plan(params, batch, *args).lowered(params)
+    plan = function.plan(params, batch, *args, key=key)
+    with outside_meshes():
+        return plan.lowered(params)
 
 
-class _ValueAndGrad:
-    def __init__(self, loss, mesh, schedule, microbatches, axis, rows, names, has_aux, aux):
-        self.loss, self.mesh, self.axis, self.rows, self.names = loss, mesh, axis, rows, names
-        self.microbatches, self.has_aux, self.aux = microbatches, has_aux, aux
-        self.asked, self.times, self._plans, self._cuts = schedule, {}, {}, {}
+class ValueAndGrad:
+    """What `value_and_grad` returns. It keeps what it traced and compiled, as `jax.jit` does."""
 
-    def __call__(self, params, batch, *args):
-        plan = self.plan(params, batch, *args)
-        value, grads, self.times = plan.run(params, batch, args)
-        return value, grads
+    def __init__(self, asked: Asked):
+        self.asked, self._plans, self._traces = asked, {}, {}
 
-    def homes(self, tree, batch, *args):
+    def __call__(self, params: Pipelined, batch: Any, *args: Any, key: Any = None) -> Any:
+        return self._run(params, batch, args, key, timed=False)[0]
+
+    def timed(self, params: Pipelined, batch: Any, *args: Any, key: Any = None) -> Any:
+        """(what the function returns, {task: (start, end)}), in seconds from the run's start."""
+        return self._run(params, batch, args, key, timed=True)
+
+    def homes(self, tree: Any, batch: Any, *args: Any, key: Any = None) -> tuple[list, tuple]:
         """For `split`: where each leaf of `tree` lives, and the meshes of the stages."""
-        stages, _, schedule = self._cut(tree, batch, args)
+        traced = self._traced(tree, batch, args, key)
         homes = [
-            tuple((s.index, s.rows[i]) for s in stages if i in s.rows)
+            tuple((s.index, s.rows[i]) for s in traced.stages if i in s.rows)
             for i in range(len(jax.tree.leaves(tree)))
         ]
-        return homes, stage_meshes(self.mesh, self.axis, schedule.device_of)
+        return homes, stage_meshes(self.asked.mesh, self.asked.axis, traced.schedule.device_of)
 
-    def plan(self, params, batch, *args):
-        if not isinstance(params, Pipelined):
-            raise TypeError(
-                f"pipeline.value_and_grad: the parameters are a {type(params).__name__}; expected "
-                f"what pipeline.split returns."
-            )
-        key = (params.layout, params.structure, params.meshes, _signature((batch, args)))
-        if key not in self._plans:
-            cut_up = self._cut(params.abstract(), batch, args)
-            homes, meshes = self.homes(params.abstract(), batch, *args)
+    def plan(self, params: Pipelined, batch: Any, *args: Any, key: Any = None) -> Plan:
+        """What does not change from step to step, for arguments of these shapes."""
+        checks.parameters(params)
+        checks.leaves((), batch, args, key)
+        given = (params.layout, params.structure, params.meshes, _signature((batch, args, key)))
+        if given not in self._plans:
+            tree = params.abstract()
+            homes, meshes = self.homes(tree, batch, *args, key=key)
             if (homes, meshes) != ([p.homes for p in params.layout], params.meshes):
                 raise ValueError(
                     "pipeline.value_and_grad: the parameters are placed for other stages or "
                     "devices; merge them, and split them like this function."
                 )
-            self._plans[key] = Plan(self, params, batch, *cut_up)
-        return self._plans[key]
+            with outside_meshes():
+                self._plans[given] = Plan(self.asked, self._traced(tree, batch, args, key), params)
+        return self._plans[given]
 
-    def _cut(self, tree, batch, args):
-        """(stages, shapes of the loss's output, schedule)."""
-        leaves = _abstract((tree, batch, args))
-        key = (jax.tree.structure(tree), _signature(leaves))
-        if key not in self._cuts:
-            _check_floating(leaves[0])
-            part = jax.tree.map(self._part, leaves[1])
-            mesh = stage_meshes(self.mesh, self.axis, [0])[0].abstract_mesh
+    def _run(self, params, batch, args, key, timed):
+        plan = self.plan(params, batch, *args, key=key)
+        with outside_meshes():
+            value, grads, times = plan.run(params, batch, args, key, timed)
+        return (value, grads), times
 
-            def pin(x, name):
-                spec = self.names.get(name)
-                return x if spec is None else _constrain(x, NamedSharding(mesh, spec))
-
-            given = leaves[0], part, *leaves[2]
-            stages, shapes = cut.stages(self._normal, *given, constrain=pin)
-            self._cuts[key] = stages, shapes, self._schedule(len(stages))
-        return self._cuts[key]
-
-    def _part(self, x):
-        if not x.shape or x.shape[0] % self.microbatches:
-            raise ValueError(
-                f"pipeline.value_and_grad: an array of the batch of shape {x.shape} does not split "
-                f"into {self.microbatches} microbatches by its rows; pad it with masked rows."
-            )
-        return jax.ShapeDtypeStruct((x.shape[0] // self.microbatches, *x.shape[1:]), x.dtype)
-
-    def _normal(self, params, batch, *args):
-        """The loss as (total, count, aux)."""
-        out = self.loss(params, batch, *args)
-        out, extra = out if self.has_aux else (out, ())
-        if isinstance(out, tuple) and len(out) == 2 and all(jnp.ndim(x) == 0 for x in out):
-            return (*out, extra)
-        if not isinstance(out, tuple) and jnp.shape(out) == ():
-            rows = jax.tree.leaves(batch)[0].shape[0]
-            return out * rows, jnp.float32(rows), extra
-        raise TypeError(
-            f"pipeline.value_and_grad: the loss returned {jax.tree.map(jnp.shape, out)}; expected "
-            f"(total, count), two scalars, or one scalar, a mean over rows. For more outputs, "
-            f"return (that, tree) with has_aux=True."
-        )
-
-    def _schedule(self, stages):
-        ranks = self.mesh.shape[self.axis]
-        if isinstance(self.asked, str):
-            if self.asked not in schedules.SCHEDULES:
-                raise ValueError(
-                    f"pipeline.value_and_grad: no schedule {self.asked!r}; there are "
-                    f"{', '.join(schedules.SCHEDULES)}."
-                )
-            return schedules.SCHEDULES[self.asked](stages, ranks, self.microbatches)
-        schedule = schedules.from_tasks(self.asked)
-        schedules.check(schedule)
-        given = (schedule.stages, schedule.devices, schedule.microbatches)
-        if given != (stages, ranks, self.microbatches):
-            raise ValueError(
-                f"pipeline.value_and_grad: the schedule is for {given[0]} stages, {given[1]} "
-                f"devices and {given[2]} microbatches; the loss has {stages} stages (one more than "
-                f"calls of marks.stage_boundary), the mesh {ranks} ranks along {self.axis!r}, and "
-                f"microbatches is {self.microbatches}."
-            )
-        return schedule
-
-
-def _abstract(tree):
-    """Shapes and dtypes as JAX sees them."""
-    return jax.eval_shape(lambda tree: tree, tree)
-
-
-def _constrain(x, sharding):
-    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, sharding), x)
+    def _traced(self, tree, batch, args, key) -> Traced:
+        checks.leaves(tree, batch, args, key)
+        given = _signature((tree, batch, args, key))
+        if given not in self._traces:
+            self._traces[given] = trace(self.asked, tree, batch, args, key)
+        return self._traces[given]
 
 
 def _signature(tree):
-    leaves, structure = jax.tree.flatten(_abstract(tree))
-    return structure, tuple((x.shape, str(x.dtype)) for x in leaves)
-
-
-def _check_floating(tree):
-    for keys, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            raise TypeError(
-                f"pipeline.value_and_grad: {jax.tree_util.keystr(keys)} is {x.dtype}, which has no "
-                f"gradient; pass keys and counters in the batch or as further arguments."
-            )
+    leaves, structure = jax.tree.flatten(abstract(tree))
+    return structure, tuple((x.shape, str(x.dtype), x.weak_type) for x in leaves)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import rules
@@ -71,13 +71,16 @@ class Pipelined:
         return place(arrays, self.layout, self.structure, self.meshes)
 
 
-def split(tree, like, batch=None, *args, rule=P()):
+def split(
+    tree: Any, like: Any, batch: Any = None, *args: Any, key: Any = None, rule: Any = P()
+) -> Pipelined:
     """`tree` as `Pipelined`: each array, or its rows, on the devices of the stages that read it.
 
-    `like` is what `value_and_grad` returned, and `batch` (with `args`) what it will be called
-    with, of which only shapes count; or `like` is a `Pipelined` of parameters, and `tree` an
-    optimizer's state for them. `rule`, any rule of `shardwise.rules`, lays the arrays out among
-    the devices of one stage, by their whole shapes.
+    `like` is what `value_and_grad` returned, and `batch` (with `args` and `key`) what it will be
+    called with, of which only shapes count; or `like` is a `Pipelined` of parameters, and `tree`
+    an optimizer's state for them. `rule`, any rule of `shardwise.rules`, lays the arrays out among
+    the devices of one stage, by the shapes that live there: of an array in rows, rows that divide
+    those of every stage.
 
     Raises:
       ValueError: two arrays of one path, an optimizer's array that belongs to no parameter and is
@@ -86,31 +89,41 @@ def split(tree, like, batch=None, *args, rule=P()):
     if isinstance(like, Pipelined):
         layout, meshes = state_layout(tree, like), like.meshes
     else:
-        homes, meshes = like.homes(tree, batch, *args)
-        layout = _layout(tree, homes, rule, meshes)
-    return place(jax.tree.leaves(tree), layout, jax.tree.structure(tree), meshes)
+        homes, meshes = like.homes(tree, batch, *args, key=key)
+        with outside_meshes():
+            layout = _layout(tree, homes, rule, meshes)
+    with outside_meshes():
+        return place(jax.tree.leaves(tree), layout, jax.tree.structure(tree), meshes)
 
 
-def merge(pipelined):
-    """The original tree, of whole NumPy arrays, bitwise what the stages hold."""
+def merge(pipelined: Pipelined) -> Any:
+    """The original tree, of whole NumPy arrays (typed keys: of keys), bitwise what stages hold."""
     leaves = []
     for piece in pipelined.layout:
         parts = pipelined.tree[piece.path]
-        if piece.in_rows:
-            ordered = sorted(piece.homes, key=lambda home: home[1])
-            leaves.append(np.concatenate([np.asarray(parts[stage]) for stage, _ in ordered]))
-        else:
-            leaves.append(np.asarray(parts[piece.homes[0][0]]))
+        ordered = sorted(piece.homes, key=lambda home: home[1]) if piece.in_rows else piece.owners
+        leaves.append(_whole([parts[stage] for stage, _ in ordered]))
     return jax.tree.unflatten(pipelined.structure, leaves)
 
 
+def _whole(parts):
+    if jnp.issubdtype(parts[0].dtype, jax.dtypes.prng_key):
+        data = [np.asarray(jax.random.key_data(part)) for part in parts]
+        return jax.random.wrap_key_data(_joined(data), impl=jax.random.key_impl(parts[0]))
+    return _joined([np.asarray(part) for part in parts])
+
+
+def _joined(arrays):
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
 def place(leaves, layout, structure, meshes):
-    """`Pipelined` of whole arrays."""
+    """`Pipelined` of whole arrays: copies, so that donating one leaves the others alone."""
     tree = {}
-    for x, piece in zip(leaves, layout, strict=True):
+    for x, piece in zip(map(plain, leaves), layout, strict=True):
         parts = ((stage, x if rows is None else x[slice(*rows)]) for stage, rows in piece.homes)
         tree[piece.path] = {
-            stage: jax.device_put(part, NamedSharding(meshes[stage], piece.spec))
+            stage: jax.device_put(part, NamedSharding(meshes[stage], piece.spec), may_alias=False)
             for stage, part in parts
         }
     return Pipelined(tree, tuple(layout), structure, tuple(meshes))
@@ -120,8 +133,27 @@ def stage_meshes(mesh, axis, device_of):
     """For each stage the devices of its place along `axis`, as a mesh with the same axes."""
     position = mesh.axis_names.index(axis)
     ranks = [np.take(mesh.devices, [i], axis=position) for i in range(mesh.shape[axis])]
-    meshes = [Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types) for devices in ranks]
+    # Auto, also of an Explicit mesh: within a rank the compiler lays out what no rule has.
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    meshes = [Mesh(devices, mesh.axis_names, axis_types=types) for devices in ranks]
     return tuple(meshes[device] for device in device_of)
+
+
+def outside_meshes():
+    """A context without the mesh of a `jax.set_mesh` around it: a stage has a mesh of its own."""
+    return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
+
+
+def plain(x: Any) -> Any:
+    """The array; on the Explicit axes of a mesh, the same on Auto ones, where rows can be taken."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(x, jax.Array) or not isinstance(sharding, NamedSharding):
+        return x
+    mesh = sharding.mesh
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return x
+    auto = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
+    return jax.device_put(x, NamedSharding(auto, sharding.spec))
 
 
 def state_layout(state, params):
@@ -150,12 +182,22 @@ def state_layout(state, params):
 
 
 def _layout(tree, homes, rule, meshes):
-    shardings = jax.tree.leaves(rules.shardings(rule, tree, meshes[0]))
+    leaves, structure = jax.tree.flatten(tree)
+    placed = jax.tree.unflatten(structure, list(map(_placed, leaves, homes)))
+    shardings = jax.tree.leaves(rules.shardings(rule, placed, meshes[0]))
     found = zip(rules.named_leaves(tree), homes, shardings, strict=True)
     return _distinct(
         Piece(path, tuple(jnp.shape(x)), jnp.result_type(x), home, sharding.spec)
         for (path, x), home, sharding in found
     )
+
+
+def _placed(x, home):
+    """What of an array lives on a stage, abstractly; of unequal rows, what divides them all."""
+    shape = jnp.shape(x)
+    if home[0][1] is not None:
+        shape = (math.gcd(*(last - first for _, (first, last) in home)), *shape[1:])
+    return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
 
 def _distinct(layout):

@@ -1,67 +1,66 @@
 """What does not change from step to step, and how a step's sums become its results."""
 
 import functools
-import math
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import cut
+from shardwise import cut, objective
+from shardwise.pipeline import checks
 from shardwise.pipeline.compiling import compile_stage
+from shardwise.pipeline.counting import Counted
 from shardwise.pipeline.placing import Pipelined
 from shardwise.pipeline.running import run
 from shardwise.pipeline.stepping import Step
-
-REDUCTIONS = {
-    "sum": lambda parts: functools.reduce(jnp.add, parts),
-    "max": lambda parts: functools.reduce(jnp.maximum, parts),
-    "concatenate": lambda parts: jnp.concatenate(parts),
-}
+from shardwise.pipeline.tracing import Asked, Traced
 
 
 class Plan:
     """Everything that does not change from step to step."""
 
-    def __init__(self, owner, params, batch, stages, shapes, schedule):
-        self.owner, self.schedule, self.shapes, self.meshes = owner, schedule, shapes, params.meshes
-        self.size = jax.tree.leaves(batch)[0].shape[0] // owner.microbatches
+    def __init__(self, asked: Asked, traced: Traced, params: Pipelined):
+        self.asked, self.traced, self.schedule = asked, traced, traced.schedule
+        stages = traced.stages
         self.layout = [[params.layout[i] for i in s.rows] for s in stages]
+        self._check_rows(params.meshes[0])
         self.stages = [
-            compile_stage(stage, params.meshes[stage.index], pieces, owner.rows, self.size)
+            compile_stage(
+                stage,
+                cut.backward(stage),
+                params.meshes[stage.index],
+                [piece.spec for piece in pieces],
+                asked.rows,
+                asked.gather,
+            )
             for stage, pieces in zip(stages, self.layout, strict=True)
         ]
-        last, total = self.stages[-1], stages[-1].outputs[0]
-        whole = NamedSharding(last.mesh, P())
-        self.seed = jax.device_put(np.ones((), total.dtype), whole)  # the total's own cotangent
-        self._check_rows()
+        self.counted = Counted(traced, asked.microbatches, self.stages[-1])
+        self._results = jax.jit(self._joined)
         self._check_halves()
 
-    def run(self, params, batch, args):
-        step = Step(self, params, batch, args)
-        times = run(self.schedule, step.perform)
-        totals, counts, *extra = zip(*(step.outputs[j] for j in sorted(step.outputs)), strict=True)
-        count = functools.reduce(jnp.add, counts)
-        mean = functools.reduce(jnp.add, totals) / jnp.maximum(count, 1)
+    def run(self, params: Pipelined, batch: Any, args: tuple, key: Any, timed: bool) -> tuple:
+        """((mean, aux) or mean, gradients, {task: (start, end)} or None)."""
+        count = self.counted.before(params, batch, args, key)
+        step = Step(self, params, batch, args, key, count)
+        ran = run(self.schedule, step.perform, timed)
+        if count is None:
+            count = self.counted.after(step.outputs[0])
+        outputs = [step.outputs[j] for j in sorted(step.outputs)]
+        mean, extra = self._results(outputs, count)
         grads = self._finish(params, step.sums, count)
-        if not self.owner.has_aux:
-            return mean, grads, times
-        return (mean, self._reduced(extra)), grads, times
+        ran.wait()
+        extra = jax.tree.unflatten(jax.tree.structure(self.traced.aux), extra)
+        return ((mean, extra) if self.asked.has_aux else mean), grads, ran.times
 
-    def _check_rows(self):
-        mesh, rows = self.meshes[0], self.owner.rows
-        names = rows[0] if len(rows) else ()
-        names = (names,) if isinstance(names, str) else names or ()
-        devices = math.prod(mesh.shape[name] for name in names)
-        if self.size % devices:
-            raise ValueError(
-                f"pipeline.value_and_grad: microbatches of {self.size} rows do not divide among "
-                f"the {devices} devices of {rows}; take fewer microbatches, or pad the batch with "
-                f"masked rows."
-            )
+    def _check_rows(self, mesh):
+        for stage in self.traced.stages:
+            for x, axis in zip(stage.inputs, stage.axes.get("inputs", ()), strict=False):
+                if axis is not None:
+                    checks.divided(x.shape[axis], mesh, self.asked.rows)
 
     def _check_halves(self):
         kinds = {task.kind for order in self.schedule.tasks for task in order}
@@ -73,15 +72,17 @@ class Plan:
                     stacklevel=5,
                 )
 
-    def _reduced(self, extra):
-        """The auxiliary outputs of all microbatches, each reduced in the way asked for."""
-        tree, way = self.shapes[2], self.owner.aux
-        ways = jax.tree.map(lambda way, part: [way] * len(jax.tree.leaves(part)), way, tree)
-        reduced = [REDUCTIONS[w](x) for w, x in zip(jax.tree.leaves(ways), extra, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(tree), reduced)
+    def _joined(self, outputs, count):
+        """The mean of all microbatches, and their auxiliary outputs, each in the way asked for."""
+        totals = [jnp.asarray(out[0]) for out in outputs]
+        total = functools.reduce(jnp.add, [x.astype(objective.wide(x.dtype)) for x in totals])
+        mean = objective.quotient(objective.Mean(total, count)).astype(self.traced.dtype)
+        leaves = zip(*(out[1 + self.traced.has_count :] for out in outputs), strict=True)
+        pairs = zip(leaves, self.traced.ways, strict=True)
+        return mean, [objective.reduced(jnp.stack(parts), way) for parts, way in pairs]
 
     def _finish(self, params, sums, count):
-        """The gradients: sums over stages of what several hold, divided by the count."""
+        """The gradients: sums over stages of what several hold."""
         self._share(params.layout, sums)
         tree = {piece.path: {} for piece in params.layout}
         for s, (programs, pieces) in enumerate(zip(self.stages, self.layout, strict=True)):
@@ -96,37 +97,49 @@ class Plan:
                 continue
             places = [(s, self.layout[s].index(piece)) for s, _ in piece.homes]
             first, at = places[0]
-            lies = sums[first][at].sharding
-            parts = [jax.device_put(sums[s][i], lies) for s, i in places]
+            sharding = sums[first][at].sharding
+            parts = [jax.device_put(sums[s][i], sharding) for s, i in places]
             total = functools.reduce(jnp.add, parts)
-            for s, i in places:
-                sums[s][i] = jax.device_put(total, sums[s][i].sharding)
+            for s, i in places:  # of two stages on one device each has its own, which it donates
+                sums[s][i] = jax.device_put(total, sums[s][i].sharding, may_alias=False)
 
-    def lowered(self, params):
-        """The programs of the schedule's kinds, lowered."""
+    def lowered(self, params: Pipelined) -> dict[tuple[int, str], jax.stages.Lowered]:
+        """The programs of the schedule's kinds, lowered; and "gather", where a step has one."""
         found = {}
         kinds = {(task.stage, task.kind) for order in self.schedule.tasks for task in order}
         for s, programs in enumerate(self.stages):
-            stage, jitted = programs.stage, programs.kinds
             own = [params.tree[p.path][s] for p in self.layout[s]]
-            data, carry = (self._laid(programs, x) for x in (stage.inputs, stage.carry))
-            _, kept = jax.eval_shape(programs.halves.forward, own, data, carry)
-            cots = self._laid(programs, [stage.outputs[i] for i in cut.differentiable(stage)])
-            _, pending = jax.eval_shape(programs.halves.to_input, own, data, kept, cots)
-            sums = jax.eval_shape(programs.zeros)
-            arguments = {
-                "F": (own, data, carry),
-                "B": (own, data, kept, cots, sums),
-                "I": (own, data, kept, cots),
-                "W": (own, data, kept, pending, sums),
-            }
-            for kind in "FBIW":
+            if programs.gathered:
+                found[s, "gather"] = programs.gather.lower(programs.cut_up(own))
+            own = [_laid(x, sharding) for x, sharding in zip(own, programs.held, strict=True)]
+            for kind, arguments in _arguments(programs, own).items():
                 if (s, kind) in kinds:
-                    found[s, kind] = jitted[kind].lower(*arguments[kind])
+                    found[s, kind] = programs.kinds[kind].lower(*arguments)
         return found
 
-    def _laid(self, programs, values):
-        return [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=programs.lay(x, self.size))
-            for x in values
-        ]
+
+def _arguments(programs, own):
+    """{kind: abstract arguments} of a stage's programs, for parameters like `own`."""
+    stage, halves = programs.stage, programs.halves
+    outputs = [stage.outputs[i] for i in cut.differentiable(stage)]
+    data, carry, cots = (
+        [_laid(x, sharding) for x, sharding in zip(values, programs.laid[name], strict=True)]
+        for name, values in (
+            ("inputs", stage.inputs),
+            ("carry", stage.carry),
+            ("cotangents", outputs),
+        )
+    )
+    _, kept = jax.eval_shape(halves.forward, own, data, carry)
+    _, pending = jax.eval_shape(halves.to_input, own, data, kept, cots)
+    sums = jax.eval_shape(programs.zeros)
+    return {
+        "F": (own, data, carry),
+        "B": (own, data, kept, cots, sums),
+        "I": (own, data, kept, cots),
+        "W": (own, data, kept, pending, sums),
+    }
+
+
+def _laid(x, sharding):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -1,70 +1,96 @@
 """One run of a schedule: what each task takes, computes and sends on."""
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
+
+from shardwise.pipeline.placing import plain
+from shardwise.pipeline.tracing import row_numbers
 
 
 class Step:
     """One run: what is alive, by stage and microbatch. Each entry is written and read once."""
 
-    def __init__(self, plan, params, batch, args):
-        self.plan, self.batch, self.args = plan, jax.tree.leaves(batch), args
+    def __init__(self, plan, params, batch, args, key, count):
+        self.plan, self.count, self.m = plan, count, plan.asked.microbatches
+        self.in_parts = jax.tree.leaves((jax.tree.map(plain, batch), row_numbers(batch)))
+        self.whole, self.key = jax.tree.leaves(args), key
         self.params = [
-            [params.tree[piece.path][s] for piece in pieces] for s, pieces in enumerate(plan.layout)
+            programs.parameters([params.tree[piece.path][s] for piece in pieces])
+            for s, (programs, pieces) in enumerate(zip(plan.stages, plan.layout, strict=True))
         ]
         self.sums = [programs.zeros() for programs in plan.stages]
+        self.seeds = None if count is None else plan.counted.seeds(count)
         self.carry, self.kept, self.cots, self.pending, self.outputs = {}, {}, {}, {}, {}
 
     def perform(self, task):
-        """Run one task, wait for what it computes, and send on what others need."""
+        """Dispatch one task, and send on what others need; what is there when it has run."""
         s, kind, j = task
         programs, own = self.plan.stages[s], self.params[s]
         jitted = programs.kinds[kind]
         if kind == "F":
             data = self._data(programs, j)
-            outputs, kept = jitted(own, data, self.carry.pop((s, j), []))
+            outputs, kept, done = jitted(own, data, self.carry.pop((s, j), []))
             self.kept[s, j] = data, kept
-            jax.block_until_ready((outputs, kept))
-            if programs.stage.last:
-                self.outputs[j] = outputs
-                self.cots[s, j] = [self.plan.seed]
-            else:
-                self.carry[s + 1, j] = self._send(outputs, s + 1)
-            return
-        if kind in "BI":
-            cots = self.cots.pop((s, j))
-        if kind == "B":
-            back, self.sums[s] = jitted(own, *self.kept.pop((s, j)), cots, self.sums[s])
-        elif kind == "I":
-            back, self.pending[s, j] = jitted(own, *self.kept[s, j], cots)
-        else:
+            self._forwarded(programs, s, j, outputs)
+            return done
+        if kind == "W":
             kept, pending = self.kept.pop((s, j)), self.pending.pop((s, j))
-            self.sums[s] = jitted(own, *kept, pending, self.sums[s])
-            jax.block_until_ready(self.sums[s])
-            return
-        jax.block_until_ready((back, self.sums[s] if kind == "B" else self.pending[s, j]))
+            self.sums[s], done = jitted(own, *kept, pending, self.sums[s])
+            return done
+        cots = self.cots.pop((s, j))
+        if kind == "B":
+            back, self.sums[s], done = jitted(own, *self.kept.pop((s, j)), cots, self.sums[s])
+        else:
+            back, self.pending[s, j], done = jitted(own, *self.kept[s, j], cots)
         if s > 0:
-            self.cots[s - 1, j] = self._send(back, s - 1)
+            self.cots[s - 1, j] = _put(back, self.plan.stages[s - 1].laid["cotangents"])
+        return done
+
+    def _forwarded(self, programs, s, j, outputs):
+        if not programs.stage.last:
+            self.carry[s + 1, j] = _put(outputs, self.plan.stages[s + 1].laid["carry"])
+            return
+        self.outputs[j] = outputs
+        counted = self.plan.counted
+        if self.seeds is None:  # the only microbatch
+            self.seeds = counted.seeds(counted.after(outputs), outputs[0])
+        self.cots[s, j] = self.seeds
 
     def _data(self, programs, j):
         """The parts of the batch, and the arguments, that a stage reads."""
-        size, n = self.plan.size, len(self.batch)
-        arguments = jax.tree.leaves(self.args)
+        n, arguments = len(self.in_parts), [*self.whole, self._key(j)]
         values = [
-            self.batch[i][j * size : (j + 1) * size] if i < n else _folded(arguments[i - n], j)
+            self._part(self.in_parts[i], j) if i < n else arguments[i - n]
             for i in programs.stage.data
         ]
-        return [jax.device_put(x, programs.lay(x, size)) for x in map(_array, values)]
+        return _put(values, programs.laid["inputs"])
 
-    def _send(self, values, stage):
-        programs = self.plan.stages[stage]
-        return [jax.device_put(x, programs.lay(x, self.plan.size)) for x in values]
+    def _key(self, j):
+        """The batch's own, where draws go by place; else one for each microbatch."""
+        if self.key is None or self.m == 1 or self.plan.traced.loss.by_place:
+            return self.key
+        return jax.random.fold_in(self.key, j)
+
+    def _part(self, x, j):
+        """The rows r with r % m == j."""
+        if self.m == 1:
+            return x
+        if isinstance(x, jax.Array):
+            return _strided(x, j, self.m)
+        return np.asarray(x)[j :: self.m]
 
 
-def _folded(x, j):
-    is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.random.fold_in(x, j) if is_key else x
+@functools.partial(jax.jit, static_argnums=2)
+def _strided(x, j, m):
+    parts = x.reshape(x.shape[0] // m, m, *x.shape[1:])
+    return jax.lax.dynamic_index_in_dim(parts, j, axis=1, keepdims=False)
+
+
+def _put(values, shardings):
+    pairs = zip(values, shardings, strict=True)
+    return [jax.device_put(_array(x), sharding) for x, sharding in pairs]
 
 
 def _array(x):

@@ -5,6 +5,7 @@ import contextvars
 import reprlib
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardwise import tree as trees
