@@ -118,9 +118,10 @@ def _find(manager, step):
                 f"checkpoint.save wrote to."
             )
         steps = sorted(manager.all_steps())
-    common = _common(steps)
+    common = _common(steps, step)
     newest = common[-1] if common and step is None else step
     if newest in common and not isinstance(newest, bool):
+        newest = int(newest)
         return newest, [p.name for p in (manager.directory / str(newest)).iterdir() if p.is_dir()]
     cut_off = [p.name for p in manager.directory.iterdir() if ocp.utils.is_tmp_checkpoint(p)]
     raise FileNotFoundError(
@@ -130,13 +131,16 @@ def _find(manager, step):
     )
 
 
-def _common(steps):
-    """The steps that all processes see, who may look while another program saves or deletes."""
+def _common(steps, step):
+    """The steps that all processes see, who may look while another program saves or deletes.
+
+    Of several processes, the newest steps, and the one asked for.
+    """
     if jax.process_count() == 1:
         return steps
+    near = sorted({*steps[-_LISTED + 1 :], *({step} & set(steps))})
     listed = np.full((_LISTED, 2), -1, np.int32)
-    newest = np.array(steps[-_LISTED:], np.int64)
-    listed[: newest.size] = np.stack([newest >> 31, newest & (2**31 - 1)], axis=1)
+    listed[: len(near)] = [(each >> 31, each & (2**31 - 1)) for each in near]
     each = [{(int(a) << 31) | int(b) for a, b in rows if b >= 0} for rows in of_all(listed)]
     return sorted(set.intersection(*each))
 
