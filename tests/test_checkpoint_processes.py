@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import checkpoint, data, fsdp, mesh
-from shardwise.checkpoint import digests, restoring, trimming, writing
+from shardwise.checkpoint import digests, padding, restoring, steps
 
 CHUNK = 2**14
 WIDTH = 261  # bytes are below 256; 8 devices hold 264
@@ -103,8 +103,21 @@ def start_two(function, *args):
     return [start(function, *args, process, address) for process in range(2)]
 
 
+def listens_at(port):
+    """The addresses at which this machine listens on a port, as Linux tells them."""
+    lines = [
+        line.split()
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in (Path(table).read_text().splitlines() if Path(table).exists() else [])
+    ]
+    listening = [line[1].split(":") for line in lines if line[3] == "0A"]
+    return {host for host, each in listening if int(each, 16) == port}
+
+
 def work_together(root, process, address):
     join(process, address, 4)
+    found = listens_at(int(address.rsplit(":", 1)[1]))
+    assert all(host.endswith("0100007F") for host in found), found  # 127.0.0.1, backwards
     read_shares(root, process)
     agree(root, process)
     print("agreed")
@@ -196,9 +209,9 @@ def agree(root, process):
 
 def restore_one_step(run, process, target):
     """Process 1 does not see step 2 yet, as on a file system that takes its time."""
-    labels, seen, told = [], writing.Steps.find_all, restoring.together
+    labels, seen, told = [], steps.Steps.find_all, restoring.together
     if process:
-        writing.Steps.find_all = lambda *args: (s for s in seen(*args) if s.step < 2)
+        steps.Steps.find_all = lambda *args: (s for s in seen(*args) if s.step < 2)
     restoring.together = lambda who: (labels.append(who), told(who))[1]
     checkpoint.restore(run, target, partial=True)
     assert labels[-1].startswith("checkpoint.restore: step 1 in"), labels
@@ -257,7 +270,7 @@ def kill_at(place):
     owner, name = {
         "begun": (ocp.CheckpointManager, "save"),
         "written": (digests, "write"),
-        "padded": (trimming, "trim"),
+        "padded": (padding, "trim"),
         "whole": (ocp.JsonCheckpointHandler, "finalize"),
         "complete": (checkpoint, "wait"),
     }[place]

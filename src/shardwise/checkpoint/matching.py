@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from shardwise.checkpoint.items import Leaf, flat, is_key
-from shardwise.checkpoint.trimming import METADATA
+from shardwise.checkpoint.padding import METADATA
 
 _SHOWN = 10  # of the leaves that differ; whole models may
 

@@ -22,17 +22,15 @@ from shardwise.checkpoint.items import (
     nested,
 )
 from shardwise.checkpoint.matching import check_dtypes, check_items, check_leaves, check_shardings
+from shardwise.checkpoint.padding import METADATA
 from shardwise.checkpoint.saving import wait
-from shardwise.checkpoint.trimming import METADATA
-from shardwise.checkpoint.writing import Steps
-from shardwise.rules.agreeing import of_all, together
-
-_LISTED = 64  # newest steps that processes tell each other
+from shardwise.checkpoint.steps import find, reader
+from shardwise.rules.agreement import together
 
 
 def latest(directory: str | os.PathLike) -> int | None:
     """The newest complete step in the directory, or None."""
-    with _reader(address(directory)) as manager:
+    with reader(address(directory)) as manager:
         return manager.latest_step()
 
 
@@ -69,24 +67,20 @@ def restore(
     """
     wait(directory)
     where = address(directory)
-    with _reader(where) as manager:
-        step, items = _find(manager, step)
+    with reader(where) as manager:
+        step, items = find(manager, step)
     label = f"checkpoint.restore: step {step} in {where}"
     with together(label) as facts:
         trees = {n: by_path(n, item, abstract=True) for n, item in target.items() if is_tree(item)}
         facts |= {"items": " ".join(sorted(target)), "partial": str(partial)}
         facts |= {f"item {n!r}": " ".join(leaves) for n, leaves in trees.items()}
-    with _reader(where, {name: name in trees for name in {*items, *trees}}) as manager:
+    with reader(where, {name: name in trees for name in {*items, *trees}}) as manager:
         with together(label):
             folders = {name: f"{manager.directory}/{step}/{name}" for name in trees}
             written = {name: digests.read(label, folder) for name, folder in folders.items()}
             saved = manager.metadata(step)
             wanted = _check(label, saved, target, trees, partial)
-            for name, each in written.items():
-                if each is not None:
-                    arrays = {path: leaf.array for path, leaf in trees[name].items()}
-                    metadata = flat(saved.item_metadata[name].tree)
-                    digests.check(label, folders[name], each, arrays, metadata)
+            _check_digests(label, folders, written, saved, trees)
         how = {name: _how(trees.get(name)) for name in wanted}
         found = manager.restore(step, args=ocp.args.Composite(**how)) if how else {}
     with together(label):
@@ -96,49 +90,6 @@ def restore(
             else _plain(label, name, found[name], saved)
             for name in wanted
         }
-
-
-def _reader(where, items=None):
-    """Orbax's manager; `items` says of each item whether its metadata is to be read."""
-    kinds = {True: ocp.PyTreeCheckpointHandler, False: ocp.JsonCheckpointHandler}
-    handlers = items and {name: kinds[is_tree]() for name, is_tree in items.items()}
-    options = ocp.CheckpointManagerOptions(
-        create=False, save_interval_steps=0, step_name_format=Steps()
-    )
-    return ocp.CheckpointManager(where, options=options, item_handlers=handlers or None)
-
-
-def _find(manager, step):
-    """The step to read, and the names of its items."""
-    with together("checkpoint.restore") as facts:
-        facts |= {"step": str(step)}
-        if not manager.directory.exists():
-            raise FileNotFoundError(
-                f"checkpoint.restore: no directory {manager.directory}; give the one that "
-                f"checkpoint.save wrote to."
-            )
-        steps = sorted(manager.all_steps())
-    common = _common(steps)
-    newest = common[-1] if common and step is None else step
-    if newest in common and not isinstance(newest, bool):
-        return newest, [p.name for p in (manager.directory / str(newest)).iterdir() if p.is_dir()]
-    cut_off = [p.name for p in manager.directory.iterdir() if ocp.utils.is_tmp_checkpoint(p)]
-    raise FileNotFoundError(
-        f"checkpoint.restore: no {'step' if step is None else f'step {step}'} is complete in "
-        f"{manager.directory}. Complete steps: {common or 'none'}; incomplete, cut off while "
-        f"saving: {sorted(cut_off) or 'none'}."
-    )
-
-
-def _common(steps):
-    """The steps that all processes see, who may look while another program saves or deletes."""
-    if jax.process_count() == 1:
-        return steps
-    listed = np.full((_LISTED, 2), -1, np.int32)
-    newest = np.array(steps[-_LISTED:], np.int64)
-    listed[: newest.size] = np.stack([newest >> 31, newest & (2**31 - 1)], axis=1)
-    each = [{(int(a) << 31) | int(b) for a, b in rows if b >= 0} for rows in of_all(listed)]
-    return sorted(set.intersection(*each))
 
 
 def _check(label, saved, target, trees, partial):
@@ -154,6 +105,14 @@ def _check(label, saved, target, trees, partial):
     check_dtypes(label, trees)
     check_shardings(label, trees)
     return wanted
+
+
+def _check_digests(label, folders, written, saved, trees):
+    for name, leaves in trees.items():
+        if written[name] is not None:
+            arrays = {path: leaf.array for path, leaf in leaves.items()}
+            metadata = flat(saved.item_metadata[name].tree)
+            digests.check(label, folders[name], written[name], arrays, metadata)
 
 
 def _plain(label, name, found, saved):

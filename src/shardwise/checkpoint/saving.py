@@ -1,31 +1,20 @@
 """Saving while training goes on."""
 
 import atexit
-import math
 import os
 import sys
 import threading
-import zlib
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from shardwise.checkpoint import plain
-from shardwise.checkpoint.items import (
-    address,
-    by_path,
-    check_name,
-    is_empty,
-    is_key,
-    is_storable,
-    is_tree,
-    nested,
-)
-from shardwise.checkpoint.trimming import METADATA
-from shardwise.checkpoint.writing import writer, writers
-from shardwise.rules.agreeing import of_all, together
+from shardwise.checkpoint import arrays, plain
+from shardwise.checkpoint.items import address, by_path, check_name, is_empty, is_tree
+from shardwise.checkpoint.padding import METADATA
+from shardwise.checkpoint.writer import writer_of, writers
+from shardwise.rules.agreement import together
 
 
 def save(
@@ -40,7 +29,8 @@ def save(
     `state` is a dict of items: pytrees of arrays (typed PRNG keys included), or plain data without
     arrays, such as the position of a data iterator, the same in every process. What `fsdp` and
     `pipeline` hold in a form of their own is stored by the paths and shapes of the tree that it
-    was made from. An item without leaves (the state of plain SGD) is not written.
+    was made from; devices write their own shards, but a `Pipelined` passes through the host, which
+    holds it whole. An item without leaves (the state of plain SGD) is not written.
 
     A thread writes; `wait` waits for it, and so does the end of the program, whose status is 1 if
     that fails (not on Python 3.12.0 and 3.12.1, which start no threads any more by then: call
@@ -64,25 +54,22 @@ def save(
       Exception: what went wrong while writing the step before.
     """
     where = address(directory)
-    place = writer(where)
+    place = writer_of(where)
     with together("checkpoint.save") as facts:
         step = _checked_step(step, keep)
         _check_state(state)
-        trees, others = {}, {}
-        for name, item in state.items():
-            check_name(name)
-            if is_tree(item):
-                trees[name] = by_path(name, item)
-            elif not is_empty(item):
-                others[name] = plain.to_json(name, item)
-        arguments = {name: _arrays(name, leaves, chunk_bytes) for name, leaves in trees.items()}
+        trees = {name: by_path(name, item) for name, item in state.items() if is_tree(item)}
+        others = {
+            n: plain.to_json(n, x) for n, x in state.items() if not (n in trees or is_empty(x))
+        }
+        arguments = {name: arrays.to_orbax(name, x, chunk_bytes) for name, x in trees.items()}
         arguments |= {name: ocp.args.JsonSave(item) for name, item in others.items()}
         digests = {name: plain.digest(item) for name, item in others.items()}
         facts |= {"directory": where, "step": str(step), "keep": str(keep)}
         facts |= {f"item {name!r}": str(digest) for name, digest in digests.items()}
-        facts |= {f"chunks and item {n!r}": _facts(t, chunk_bytes) for n, t in trees.items()}
+        facts |= {f"item {n!r}": arrays.describe(x, chunk_bytes) for n, x in trees.items()}
     if jax.process_count() > 1 and not place.compared:
-        _check_replicas(trees)
+        arrays.check_replicas(trees)
     place.compared = True
     place.save(step, keep, arguments, {METADATA: {"digests": digests}})
 
@@ -124,92 +111,10 @@ def _check_state(state):
             f"checkpoint.save: the state is a {type(state).__name__}; expected a dict of named "
             f"items, such as {{'params': params, 'opt_state': opt_state}}."
         )
+    for name in state:
+        check_name(name)
     if all(map(is_empty, state.values())):
         raise ValueError(f"checkpoint.save: nothing to save in the items {sorted(state)}.")
-
-
-def _arrays(name, leaves, chunk_bytes):
-    found = {path: _array(name, path, leaf.array) for path, leaf in leaves.items()}
-    chunks = {path: _chunks(x, chunk_bytes) for path, x in found.items()}
-    ours = {
-        "keys": {path: str(x.dtype) for path, x in found.items() if is_key(x)},
-        "shapes": {
-            path: list(leaf.shape)
-            for path, leaf in leaves.items()
-            if leaf.shape != found[path].shape
-        },
-    }
-    return ocp.args.StandardSave(nested(found), nested(chunks), custom_metadata={METADATA: ours})
-
-
-def _array(name, path, leaf):
-    array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    if not is_key(array) and not is_storable(array.dtype):
-        raise ValueError(
-            f"checkpoint.save: {name}: {path} is {repr(leaf)[:60]}, of type {type(leaf).__name__} "
-            f"and dtype {array.dtype}, which no array on disk can have. Save the arrays alone, "
-            f"and plain data as an item of its own."
-        )
-    if array.size == 0:
-        raise ValueError(
-            f"checkpoint.save: {name}: {path} has the shape {array.shape} and no elements; leave "
-            f"it out of the state."
-        )
-    if isinstance(leaf, jax.Array) and jax.process_count() > 1 and leaf.is_fully_addressable:
-        raise ValueError(
-            f"checkpoint.save: {name}: {path} lies on devices of process {jax.process_index()} "
-            f"alone, and {jax.process_count()} processes save. Place it on the mesh of all, with "
-            f"rules.place(tree, PartitionSpec(), mesh)."
-        )
-    return array
-
-
-def _chunks(array, chunk_bytes):
-    """How Orbax cuts what one device writes, so that a later cut along any axis finds an edge.
-
-    Orbax halves the largest axes first, and a short one (layers, heads) might never be cut. We
-    ask for chunks of thickness 1 along the shortest axes, as long as the others fill 16 chunks and
-    so are cut too.
-    """
-    sharding = getattr(array, "sharding", None)
-    shape = sharding.shard_shape(array.shape) if sharding else array.shape
-    left, thin = math.prod(shape) * array.dtype.itemsize, []
-    for axis in sorted(range(len(shape)), key=lambda axis: shape[axis]):
-        left //= max(shape[axis], 1)
-        if left < 16 * chunk_bytes:
-            break
-        thin.append(axis)
-    return ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=tuple(thin))
-
-
-def _facts(leaves, chunk_bytes):
-    """What processes must agree on for a tree."""
-    each = [
-        f"{path} {leaf.shape} {getattr(leaf.array, 'dtype', type(leaf.array).__name__)} "
-        f"{getattr(leaf.array, 'sharding', None)}"
-        for path, leaf in leaves.items()
-    ]
-    return "\n".join([f"chunks of {chunk_bytes}", *each])
-
-
-def _check_replicas(trees):
-    """Raise ValueError, in each process, if they have other values where each has all of them."""
-    labels, sums = [], []
-    for name, leaves in trees.items():
-        for path, (array, _) in leaves.items():
-            if isinstance(array, jax.Array) and not array.is_fully_replicated:
-                continue
-            bits = jax.random.key_data(array) if is_key(array) else array
-            local = bits.addressable_data(0) if isinstance(bits, jax.Array) else bits
-            labels.append(f"{name}: {path}")
-            sums.append(zlib.crc32(np.asarray(local).tobytes()))
-    found = of_all(np.array(sums, np.uint32))
-    if differ := np.flatnonzero((found != found[0]).any(0)).tolist():
-        raise ValueError(
-            f"checkpoint.save: the processes have other values in {labels[differ[0]]}"
-            + (f" and in {len(differ) - 1} more" if differ[1:] else "")
-            + ", which each of them has whole. Were they initialised with other seeds?"
-        )
 
 
 def _finish():

@@ -67,7 +67,7 @@ class Pipelined:
         return jax.tree.unflatten(self.structure, zeros), shapes
 
     def from_checkpoint(self, arrays: list[np.ndarray]) -> "Pipelined":
-        """The same, of other whole arrays, which go to their stages one after the other."""
+        """The same, of other whole arrays on the host, each laid on its stages by itself."""
         return place(arrays, self.layout, self.structure, self.meshes)
 
 

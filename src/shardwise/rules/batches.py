@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from shardwise.rules.agreeing import together
+from shardwise.rules.agreement import together
 from shardwise.rules.leaves import named_leaves
 from shardwise.rules.placement import place, shardings
 

@@ -3,34 +3,19 @@
 import re
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
 from shardwise.checkpoint.items import is_bucket
-from shardwise.checkpoint.locking import Lock
-from shardwise.checkpoint.trimming import registry
-from shardwise.rules.agreeing import together
+from shardwise.checkpoint.lock import Lock
+from shardwise.checkpoint.padding import registry
+from shardwise.checkpoint.steps import Steps
+from shardwise.rules.agreement import together
 
 _writers = {}  # address: Writer, of what this process has saved
 _registering = threading.Lock()
-
-
-class Steps:
-    """Orbax's names of steps; a folder with a number for a name is one only if Orbax wrote it."""
-
-    def __init__(self):
-        self._plain = ocp.path.step.standard_name_format()
-        self.build_name = self._plain.build_name
-        self.find_step = self._plain.find_step
-
-    def find_all(self, base_path: Any) -> Iterator[Any]:
-        for found in self._plain.find_all(base_path):
-            if (found.path / "_CHECKPOINT_METADATA").exists():
-                yield found
 
 
 class Writer:
@@ -117,14 +102,15 @@ class Writer:
                 f"checkpoint.save: step {step} {told} in {self._where}. Steps only grow: save "
                 f"{newest + 1} or later, or use another directory."
             )
-        if (manager.directory / str(step)).exists():
+        # On a bucket a save that was cut off has its step's own name.
+        if self._lock is not None and (manager.directory / str(step)).exists():
             raise ValueError(
                 f"checkpoint.save: {manager.directory / str(step)} is there already and is no "
                 f"checkpoint. Save another step, or to another directory."
             )
 
 
-def writer(where: str) -> Writer:
+def writer_of(where: str) -> Writer:
     """The one writer of this address."""
     with _registering:
         return _writers.setdefault(where, Writer(where))
