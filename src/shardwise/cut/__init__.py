@@ -12,7 +12,7 @@ batch alone, is repeated in each stage that needs it. A value that a later stage
 through the stages between, and so does its cotangent.
 """
 
-from shardwise.cut.equations import Equation, equations, inlined, needed, read, run
+from shardwise.cut.equations import Equation, bind, equations, inlined, needed, read, run
 from shardwise.cut.halves import Halves, backward, differentiable
 from shardwise.cut.stages import Stage, stages
 
@@ -21,6 +21,7 @@ __all__ = [
     "Halves",
     "Stage",
     "backward",
+    "bind",
     "differentiable",
     "equations",
     "inlined",
