@@ -286,8 +286,8 @@ def test_only_numbers_cross_in_an_update():
     split = pipeline.split(params, pipeline.value_and_grad(loss, TWO, "gpipe", 2), batch)
     tx = OPTIMIZERS["clipped"]
     state = pipeline.init(tx, split)
-    trees = (split, state, split)
-    spread = pipeline.optimizing.Spread(tx.update, trees, (split, state))
+    kinds = tuple((tree.layout, tree.structure, tree.meshes) for tree in (split, state, split))
+    spread = pipeline.optimizing._program(tx, (), kinds)
     crossing = [v for step in spread.exchanges for found in step.values() for v in found]
     assert crossing and all(getattr(v, "variable", v).aval.shape == () for v in crossing)
 
