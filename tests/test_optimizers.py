@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
 
-from shardwise import fsdp, mesh, pipeline, rules
+from shardwise import fsdp, measure, mesh, pipeline, rules
 
 mesh.simulate(8)
-LINE, STAGES = mesh.make(fsdp=4), mesh.make(stage=3)
+LINE, PAIR, STAGES = mesh.make(fsdp=4), mesh.make(fsdp=2), mesh.make(stage=3)
 contrib = optax.contrib
 
 # Where each parameter lives in the pipeline: in rows on three stages, on one, on two, on all.
@@ -226,11 +227,11 @@ def by_fsdp(tx, name):
 
 
 def by_rules(tx, name):
-    rule = rules.FSDPRule("fsdp", min_size=8)
-    params = rules.place(arrays(0), rule, LINE)
+    rule = rules.FSDPRule("fsdp", min_size=8, uneven="replicate")
+    params = rules.place(arrays(0), rule, PAIR)
     state = tx.init(arrays(0))
     followed = rules.follow(rule, arrays(0))
-    state = rules.place(state, followed, LINE)
+    state = rules.place(state, followed, PAIR)
     by_path = {path: x.sharding for path, x in rules.named_leaves(params)}
     for path, x in rules.named_leaves(state):
         owner = next((p for p in by_path if path.endswith(f"/{p}") and x.shape == SHAPES[p]), None)
@@ -239,11 +240,11 @@ def by_rules(tx, name):
     @jax.jit
     def step(params, state, grads, extra):
         updates, state = tx.update(grads, state, params, **extra, **search(name, grads))
-        state = rules.constrain_tree(state, followed, LINE)
+        state = rules.constrain_tree(state, followed, PAIR)
         return optax.apply_updates(params, updates), state
 
     for i in range(3):
-        grads = rules.place(gradients(name, i), rule, LINE)
+        grads = rules.place(gradients(name, i), rule, PAIR)
         params, state = step(params, state, grads, further(name, i))
         yield params, state
 
@@ -275,6 +276,64 @@ def assert_close(ours, theirs, rtol=1e-4):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         most = np.abs(b[np.isfinite(b)]).max(initial=1e-6)
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * most)
+
+
+def psi(tx, update, shapes):
+    """Bytes that a device sends in an update, and its temporaries, in those of all parameters."""
+    params = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in shapes.items()}
+    line = mesh.make(fsdp=8)
+
+    def sharded(tree, make):
+        return jax.eval_shape(lambda tree: make(fsdp.shard(tree, line)), tree)
+
+    def laid(sharded):
+        places = [NamedSharding(line, s.spec("fsdp")) for s in sharded.layout]
+        shapes = zip(jax.tree.leaves(sharded.tree), places, strict=True)
+        leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in shapes]
+        return jax.tree.unflatten(jax.tree.structure(sharded), leaves)
+
+    stored = laid(sharded(params, lambda params: params))
+    state = laid(sharded(params, lambda params: fsdp.init(tx, params)))
+    program = jax.jit(functools.partial(update, tx)).lower(stored, state, stored).compile()
+    sent = sum(kind.ring_bytes for kind in measure.collectives(program).values())
+    return sent / sum(4 * np.prod(shape) for shape in shapes.values())
+
+
+MATRICES = {"a": (64, 128), "b": (128, 64), "c": (64, 64), "v": (128,), "stack": (4, 32, 64)}
+EVERY_MATRIX = contrib.muon(
+    1e-2,
+    muon_weight_dimension_numbers=lambda params: jax.tree.map(
+        lambda x: contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) if x.ndim > 1 else None,
+        params,
+    ),
+)
+SENT = {
+    "adam": (optax.adam(1e-2), 0),
+    "adafactor": (optax.adafactor(1e-2, min_dim_size_to_factor=32), 0.06),
+    "muon": (contrib.muon(1e-2), 1),
+    "muon of stacks": (EVERY_MATRIX, 1),
+    "galore": (contrib.galore(1e-2, rank=4), 2),
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_an_update_gathers_each_matrix_at_most_once(name):
+    tx, most = SENT[name]
+    assert psi(tx, fsdp.update, MATRICES) <= most
+
+
+def test_a_state_that_fsdp_did_not_make_is_named():
+    params = fsdp.shard({"w": jnp.ones((8, 3))}, LINE)
+    tx = optax.adam(1e-2)
+    plain = tx.init({"w": jnp.ones((8, 3))})
+    with pytest.raises(
+        TypeError, match=r"opt_state is a tuple; expected .* fsdp.init\(tx, params\)"
+    ):
+        fsdp.update(tx, params, plain, params)
+    with pytest.raises(TypeError, match=r"grads is a dict; .* fsdp.shard\("):
+        fsdp.update(tx, {"w": jnp.ones((8, 3))}, fsdp.init(tx, params), params)
+    with pytest.raises(TypeError, match=r"fsdp.init: params is a dict"):
+        fsdp.init(tx, {"w": jnp.ones((8, 3))})
 
 
 @functools.cache
