@@ -144,6 +144,10 @@ WITH_NANS = {"apply_if_finite", "skip_not_finite", "zero_nans"}
 IN_ROWS = "of which each of 3 stages holds rows, works neither entry by entry nor by a sum over all"
 NO_SUCH_ARRAY = r"lies in rows on 3 stages, and has no such array"
 REFUSED = {
+    (
+        "rules",
+        "galore",
+    ): r"mu/bias has shape \(4, 2\), and its parameter bias has \(4, 6\); .* other=",
     ("pipeline", "adafactor, of stacks"): NO_SUCH_ARRAY,
     ("pipeline", "adaptive_grad_clip"): f"reduce_sum on bias, {IN_ROWS}",
     ("pipeline", "galore"): NO_SUCH_ARRAY,

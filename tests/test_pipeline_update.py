@@ -86,7 +86,7 @@ REDUCTIONS = {
 
 
 @pytest.mark.parametrize("function", REDUCTIONS.values(), ids=REDUCTIONS)
-@pytest.mark.parametrize("shape", [(4,), (4, 3)])
+@pytest.mark.parametrize("shape", [pytest.param((4,), marks=pytest.mark.slow), (4, 3)])
 def test_what_is_combined_over_rows(function, shape):
     for homes in (HALVES, UNEVEN):
         check(each(function), {"g": draw(shape)}, {"g": draw(shape, 1)}, At(g=homes), steps=1)
@@ -275,7 +275,7 @@ def test_noise_of_the_whole_shape_is_cut_to_the_rows():
     assert_close(pipeline.merge(updates), expected)
 
 
-@pytest.mark.parametrize("name", ["dadapt_adamw", "prodigy"])
+@pytest.mark.parametrize("name", [pytest.param("dadapt_adamw", marks=pytest.mark.slow), "prodigy"])
 def test_a_state_whose_dtype_changes(name):
     tx = getattr(optax.contrib, name)()
     params = {"w": draw((4, 3), 1, "bfloat16"), "s": draw((), 2, "bfloat16")}
@@ -293,7 +293,9 @@ def test_a_state_whose_dtype_changes(name):
     assert dtypes[0] != dtypes[1]
 
 
-@pytest.mark.parametrize("name", ["lamb", "lars", "fromage"])
+@pytest.mark.parametrize(
+    "name", ["lamb", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lars", "fromage"))]
+)
 def test_empty_arrays_and_constants(name):
     shapes = {"empty": (0, 3), "rows": (4, 0), "w": (4, 3)}
     grads = {k: draw(shape) for k, shape in shapes.items()}
@@ -419,7 +421,36 @@ def test_lbfgs_of_whole_arrays():
         )  # fmt: skip
 
 
+MATRIX = optax.contrib.MuonDimensionNumbers()
+
+
+def test_muon_takes_whole_matrices_and_matrices_of_a_stack():
+    """Its tables of numbers are on every stage; what lies in rows has no such update."""
+    shapes = {"a": (4, 3), "b": (3, 4), "rows": (4, 6), "v": (5,)}
+    params = {k: draw(shape, 1) for k, shape in shapes.items()}
+    at = At(a=((0, None),), b=((1, None),), rows=HALVES, v=((1, None),))
+    split = pipeline.split(params, at)
+    every = optax.contrib.muon(1e-2)
+    with pytest.raises(
+        ValueError, match="on rows, of which each of 2 stages holds rows, works nei"
+    ):
+        pipeline.update(every, split, pipeline.init(every, split), split)
+    of = {"a": MATRIX, "b": MATRIX, "rows": None, "v": None}
+    some = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=lambda params: of)
+    check(some, {k: draw(shape) for k, shape in shapes.items()}, params, at)
+
+
 # Memory, programs, mistakes.
+
+
+def test_only_numbers_cross():
+    tx = optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2))
+    at = At(w=HALVES, v=((1, None),))
+    params, grads, state = state_of(tx, at, {"w": draw((4, 3)), "v": draw((5,))})
+    kinds = tuple((tree.layout, tree.structure, tree.meshes) for tree in (grads, state, params))
+    program = optimizing._program(tx, (), kinds)
+    crossing = [v for step in program.exchanges for found in step.values() for v in found]
+    assert crossing and all(getattr(v, "variable", v).aval.shape == () for v in crossing)
 
 
 def state_of(tx, at, params):
