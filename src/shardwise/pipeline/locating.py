@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 
 from shardwise import cut
 from shardwise.cut.equations import CALLS, REMAT
-from shardwise.pipeline.rows import by_rows
+from shardwise.pipeline.rows import by_rows, run_by_rows
 
 # What is run as the equations within: an update is not differentiated, and keeps nothing.
 INLINED = frozenset({*CALLS, *REMAT, "custom_jvp_call", "custom_vjp_call"})
@@ -107,7 +107,7 @@ class Located:
                 f"stages holds rows, works neither entry by entry nor by a sum over all. Keep the "
                 f"parameter as an array for each stage."
             )
-        run = functools.partial(_run_rows, eqn, how, axes, total)
+        run = functools.partial(run_by_rows, eqn, how, axes, total)
         if how.result is not None:
             self.axis |= dict.fromkeys(eqn.outvars, how.result)
             yield self._step(eqn, homes, guards, run)
@@ -133,32 +133,6 @@ class Located:
         for v, *cases in zip(eqn.outvars, *outs, strict=True):
             choice = cut.Equation("select_n", (index, *cases), (v,), _choose, None)
             yield from self._steps(choice, guards)
-
-    def crossing(self, steps, goals):
-        """{number: its stage} of those that one stage computes and others need."""
-        found = {}
-        for step in steps:
-            for v in step.invars:
-                home = None if isinstance(v, Literal) else self.stage_of(v)
-                if home is not None and _stages(step.homes) != [home]:
-                    found[v] = home
-        for v, piece in goals:
-            home = None if isinstance(v, Literal) else self.stage_of(v)
-            if home is not None and _stages(piece.homes) != [home]:
-                found[v] = home
-        return found
-
-    def exchanges(self, steps, goals):
-        """[{stage: numbers}]: those that other stages need, in the order in which they can be."""
-        crossing, depth = self.crossing(steps, goals), {}
-        for step in steps:
-            inputs = [v for v in step.invars if not isinstance(v, Literal)]
-            at = max((depth.get(v, 0) + (v in crossing) for v in inputs), default=0)
-            depth.update(dict.fromkeys(step.outvars, at))
-        found = [{} for _ in range(max((depth[v] for v in crossing), default=-1) + 1)]
-        for v, stage in crossing.items():
-            found[depth[v]].setdefault(stage, []).append(v)
-        return found
 
     def stage_of(self, v):
         """The stage of a number that one stage computes; None for anything else."""
@@ -198,27 +172,6 @@ def _homes(piece, meshes):
     if not piece.shape or everywhere(piece, meshes):
         return None
     return piece.owners if len(piece.owners) > 1 else ((piece.owners[0][0], None),)
-
-
-def _stages(homes):
-    return None if homes is None else [stage for stage, _ in homes]
-
-
-def _run_rows(eqn, how, axes, total, rows, *values):
-    """The equation on a stage's rows."""
-
-    def sliced(x, v, axis, known):
-        if axis is None or known is not None:
-            return x
-        per_row = v.aval.shape[axis] // total
-        return jax.lax.slice_in_dim(x, rows[0] * per_row, rows[1] * per_row, axis=axis)
-
-    values = [sliced(*one) for one in zip(values, eqn.invars, how.operands, axes, strict=True)]
-    changed = how.params(rows[1] - rows[0])
-    if not changed:
-        return eqn.run(*values)
-    origin = eqn.origin.replace(params={**eqn.origin.params, **changed})
-    return cut.bind(origin, *values)
 
 
 def _choose(index, *cases):

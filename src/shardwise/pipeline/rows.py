@@ -8,7 +8,10 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+
+from shardwise import cut
 
 ENTRYWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
@@ -48,7 +51,7 @@ class ByRows(NamedTuple):
     params: Callable[[int], dict[str, Any]] = lambda rows: {}
 
 
-def by_rows(eqn: Any, axes: tuple[int | None, ...], total: int) -> ByRows | None:
+def by_rows(eqn: cut.Equation, axes: tuple[int | None, ...], total: int) -> ByRows | None:
     """How to run a `cut.Equation` whose operands lie in rows along `axes`; None if it cannot be.
 
     An axis is None for an operand of which every stage has all. `total` is the number of rows: an
@@ -65,14 +68,33 @@ def by_rows(eqn: Any, axes: tuple[int | None, ...], total: int) -> ByRows | None
     return None
 
 
+def run_by_rows(
+    eqn: cut.Equation, how: ByRows, axes: tuple, total: int, rows: tuple[int, int], *values: Any
+) -> list[Any]:
+    """The equation on the `rows` of a stage; of what every stage has, it takes these."""
+
+    def sliced(x, v, axis, known):
+        if axis is None or known is not None:
+            return x
+        per_row = v.aval.shape[axis] // total
+        return jax.lax.slice_in_dim(x, rows[0] * per_row, rows[1] * per_row, axis=axis)
+
+    values = [sliced(*one) for one in zip(values, eqn.invars, how.operands, axes, strict=True)]
+    changed = how.params(rows[1] - rows[0])
+    if not changed:
+        return eqn.run(*values)
+    origin = eqn.origin.replace(params={**eqn.origin.params, **changed})
+    return cut.bind(origin, *values)
+
+
 def _entrywise(eqn, axes):
     axis, *others = {axis for axis in axes if axis is not None}
     shape = eqn.outvars[0].aval.shape
     if others or any(len(v.aval.shape) not in (0, len(shape)) for v in eqn.invars):
         return None
     # An operand may have size 1 where the others have rows: it is the same for all of them.
-    cut = (v.aval.shape and v.aval.shape[axis] == shape[axis] for v in eqn.invars)
-    return ByRows(tuple(axis if here else None for here in cut), axis)
+    in_rows = (v.aval.shape and v.aval.shape[axis] == shape[axis] for v in eqn.invars)
+    return ByRows(tuple(axis if here else None for here in in_rows), axis)
 
 
 def _along_one(eqn, axes):

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import cut
 from shardwise.pipeline.branches import run_steps
+from shardwise.pipeline.crossing import exchanges
 from shardwise.pipeline.locating import INLINED, Located, everywhere
 from shardwise.pipeline.placing import Pipelined
 
@@ -52,7 +53,7 @@ class Spread:
         self.goals = list(zip(outvars, outputs, strict=True))
         for v, piece in self.goals:
             located.check(v, piece, self.meshes)
-        self.located, self.exchanges = located, located.exchanges(self.steps, self.goals)
+        self.located, self.exchanges = located, exchanges(located, self.steps, self.goals)
         self.jitted = {}
 
     def __call__(self, trees: tuple[Pipelined, ...]) -> tuple[Pipelined, ...]:
