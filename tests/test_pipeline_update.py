@@ -268,7 +268,7 @@ def test_a_nested_condition_with_numbers_alone():
 
 
 def test_noise_of_the_whole_shape_is_cut_to_the_rows():
-    """A row of one entry would broadcast with the whole noise, and the norm would count it twice."""
+    """A row of one entry would broadcast with all of the noise, and the norm count it twice."""
     params = {"w": draw((2, 1))}
     at = At(w=((0, (0, 1)), (1, (1, 2))))
     tx = optax.chain(optax.add_noise(1.0, 0.5, 3), optax.normalize_by_update_norm())
