@@ -20,7 +20,7 @@ from browser import (
     write_page,
 )
 
-from shardwise import figures, fsdp, marks, measure, mesh
+from shardwise import figures, fsdp, marks, measure, mesh, objective
 from shardwise.figures import stepping, zero
 
 LAYERS = {f"layer {i}": 4096 for i in range(3)}
@@ -78,7 +78,7 @@ def test_the_simulation_is_what_fsdp_compiles(stage, again):
 
         body = jax.checkpoint(body) if again else body
         x, _ = jax.lax.scan(body, batch, params)
-        return jnp.sum(x**2), jnp.float32(len(x))
+        return objective.Mean(jnp.sum(x**2), jnp.float32(len(x)))
 
     adam, size = optax.adam(1e-3), 0 if stage else 10**9
     params = fsdp.shard(stack, line, min_size=size, stacked=lambda path: True)

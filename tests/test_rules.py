@@ -390,6 +390,20 @@ def test_a_reason_may_be_left_out():
     assert rules.describe(Whole(), ARRAY, MESH).replicated == {"w": "the rule says so"}
 
 
+def test_what_belongs_to_no_parameter_follows_another_rule():
+    params = nnx.to_pure_dict(ABSTRACT)["blocks"]["up"]["kernel"]
+    names = {"w": (None, "embed", "mlp")}
+    rule = rules.LogicalRules(TABLE, names=names)
+    state = jax.eval_shape(optax.contrib.muon(1e-2, ns_coeffs=(3.4, -4.7, 2.0)).init, {"w": params})
+    with pytest.raises(ValueError, match=r"ns_coeffs .* belongs to no parameter, .* by other="):
+        rules.follow(rule, {"w": params})(state, MESH)
+    found = specs(rules.follow(rule, {"w": params}, other=P()), state)
+    assert next(spec for path, spec in found.items() if path.endswith("ns_coeffs")) == P()
+    assert next(spec for path, spec in found.items() if path.endswith("mu/w")) == P(
+        None, None, "model"
+    )
+
+
 def test_states_of_other_shapes_follow_another_rule():
     state = {"mu": {"w": jnp.zeros((6, 24))}, "history": {"w": jnp.zeros((5, 6, 24))}}
     rule = rules.follow(P(None, "model"), ARRAY, other=P(None, None, "model"))

@@ -117,7 +117,8 @@ def owned(state, params):
 
 
 def test_arrays_of_other_shapes_have_the_axes_that_they_kept():
-    params = {"w": jnp.ones((2, 5, 7)), "square": jnp.ones((6, 6)), "b": jnp.ones(4)}
+    shapes = {"w": (2, 5, 7), "square": (6, 6), "b": (4,), "scalar": ()}
+    params = {k: jnp.ones(shape) for k, shape in shapes.items()}
     factored = optax.scale_by_factored_rms(min_dim_size_to_factor=2)
     assert owned(factored.init(params), params) == {
         "v/b": ("b", (0,)),
@@ -129,6 +130,7 @@ def test_arrays_of_other_shapes_have_the_axes_that_they_kept():
     history = owned(optax.scale_by_lbfgs(3).init(params), params)
     assert history["diff_params_memory/w"] == ("w", (None, 0, 1, 2))
     assert history["diff_updates_memory/b"] == ("b", (None, 0))
+    assert history["diff_params_memory/scalar"] == ("scalar", (None,))
     assert history["weights_memory"] is None
     covers = owned(
         optax.scale_by_sm3().init([jnp.ones((2, 5)), jnp.ones(5)]), [*map(jnp.ones, ((2, 5), 5))]

@@ -36,11 +36,12 @@ def update(
     """
     _check_sharded("update", grads=grads, opt_state=opt_state, params=params)
 
-    def whole(grads, opt_state, params, extra):
+    extra = jax.tree.map(lambda x: unpad(x) if _is_sharded(x) else x, extra, is_leaf=_is_sharded)
+
+    def whole(grads, opt_state, params):
         return tx.update(unpad(grads), unpad(opt_state), unpad(params), **extra)
 
-    extra = jax.tree.map(lambda x: unpad(x) if _is_sharded(x) else x, extra, is_leaf=_is_sharded)
-    updates, state = whole_in_products(whole, params.mesh, grads, opt_state, params, extra)
+    updates, state = whole_in_products(whole, params.mesh, grads, opt_state, params)
     stored = store(updates, params.layout, params.mesh, params.axis)
     return stored, store(state, _layout(state, params), params.mesh, params.axis)
 

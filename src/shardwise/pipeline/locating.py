@@ -1,150 +1,188 @@
 """Where each equation of a function on arrays of several stages is to run."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from shardwise import cut
+from shardwise.cut.equations import CALLS, REMAT
+from shardwise.pipeline.rows import by_rows, run_by_rows
 
-# Reductions over all of an array, and how those of its rows become one.
-REDUCTIONS = {
-    "reduce_sum": jnp.add,
-    "reduce_max": jnp.maximum,
-    "reduce_min": jnp.minimum,
-    "reduce_prod": jnp.multiply,
-}
-# The same shape in and out, and yet not entry by entry.
-MIXING = {"rev", "sort", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "scan", "while"}
-# Of the same number everywhere, these make the same number everywhere.
-RESHAPING = {"broadcast_in_dim", "reshape", "squeeze"}
+# What is run as the equations within: an update is not differentiated, and keeps nothing.
+INLINED = frozenset({*CALLS, *REMAT, "custom_jvp_call", "custom_vjp_call"})
 
 
-class _Part(NamedTuple):
+class Step(NamedTuple):
+    """What a stage runs: `outvars` from `invars`, by `run(rows, *values) -> list`.
+
+    `rows` is the stage's range of the rows, where the arrays lie in rows. `homes` says where it
+    runs, None: wherever it is needed. Of `guards`, [(variable, number)], each is a branch of a
+    `cond`: the step matters only where all of these variables have these numbers.
+    """
+
+    name: str
+    invars: tuple
+    outvars: tuple
+    run: Callable
+    homes: tuple | None
+    guards: tuple
+
+
+class Part(NamedTuple):
     """What one stage's rows of an array reduce to; a variable of its own."""
 
     variable: Any
     stage: int
 
 
-class Placed:
-    """Where each variable lives: `homes[v]` as in a `Piece`, or None, wherever it is needed.
+class Located:
+    """Where each variable lives, and the steps that a traced function becomes.
 
-    An array that follows from scalars alone by broadcasting has the same number everywhere; it is
-    kept as that number (`uniform`), since its shape depends on where it is used.
+    `homes[v]` is as in a `Piece`; None is said of what follows from numbers alone, which any stage
+    can compute. `axis[v]` is the axis along which an array lies in rows. Numbers travel.
     """
 
     def __init__(self, inputs, meshes):
-        free = {v for v, p in inputs if not p.shape or everywhere(p, meshes)}
-        self.homes = {v: None if v in free else p.owners for v, p in inputs}
-        self.label = {v: p.path for v, p in inputs}
-        self.uniform = set()
+        self.homes = {v: _homes(piece, meshes) for v, piece in inputs}
+        self.axis = {v: 0 for v in self.homes if self._in_rows(self.homes[v])}
+        self.label = {v: piece.path for v, piece in inputs}
+        self.alias, self.constants = {}, {}
 
-    def equations(self, eqn):
-        """The equation as it is to run: itself, or a sum by parts and what adds them up."""
-        located = [v for v in eqn.invars if self._located(v)]
+    def steps(self, closed, guards=()):
+        """Those of a traced function without inner functions."""
+        self.constants |= zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        for eqn in cut.equations(closed.jaxpr):
+            invars = tuple(map(self.resolved, eqn.invars))
+            yield from self._steps(eqn._replace(invars=invars), guards)
+
+    def resolved(self, v):
+        """The variable outside of a branch that a variable in it stands for."""
+        return v if isinstance(v, Literal) else self.alias.get(v, v)
+
+    def _steps(self, eqn, guards):
+        _check_effects(eqn)
+        located = [v for v in eqn.invars if self._is_located(v)]
         found = {self.homes[v] for v in located}
+        homes = next(iter(found), None)
+        if eqn.name == "cond" and (len(found) > 1 or self._in_rows(homes)):
+            yield from self._branches(eqn, guards)
+            return
         if len(found) > 1:
-            paths = ", ".join(self.label[v] for v in located)
+            paths = ", ".join(dict.fromkeys(self.label[v] for v in located))
             raise ValueError(
                 f"pipeline.update: {eqn.name} combines arrays of several stages ({paths}); arrays "
                 f"stay where they are, and only sums and other scalars cross. Use a transformation "
                 f"that works array by array."
             )
-        homes = next(iter(found), None)
         if located:
             self.label |= dict.fromkeys(eqn.outvars, self.label[located[0]])
-        if homes is None:
-            return [self._free(eqn)]
-        if len(homes) > 1 and eqn.name in REDUCTIONS and eqn.outvars[0].aval.shape == ():
-            return self._reduced(eqn, homes)
-        if len(homes) > 1 and not self._by_entry(eqn):
+        if self._in_rows(homes):
+            yield from self._by_rows(eqn, homes, guards)
+        else:
+            yield self._step(eqn, homes, guards, lambda rows, *values: eqn.run(*values))
+
+    def _step(self, eqn, homes, guards, run, outvars=None):
+        outvars = outvars or eqn.outvars
+        self.homes |= dict.fromkeys(outvars, homes)
+        # What a step is guarded by is one of its inputs, to be there wherever it runs.
+        watched = tuple(v for v, _ in guards if not isinstance(v, Literal))
+        count = len(eqn.invars)
+        return Step(
+            eqn.name, (*eqn.invars, *watched), outvars,
+            lambda rows, *values: run(rows, *values[:count]), homes, guards,
+        )  # fmt: skip
+
+    def _by_rows(self, eqn, homes, guards):
+        axes = tuple(None if isinstance(v, Literal) else self.axis.get(v) for v in eqn.invars)
+        total = max(rows[1] for _, rows in homes)
+        how = by_rows(eqn, axes, total)
+        if how is None:
+            paths = dict.fromkeys(self.label[v] for v in eqn.invars if self._is_located(v))
             raise ValueError(
-                f"pipeline.update: {eqn.name} on {self.label[located[0]]}, of which each of "
-                f"{len(homes)} stages holds rows, works neither entry by entry nor by a sum over "
-                f"all. Keep the parameter as an array for each stage."
+                f"pipeline.update: {eqn.name} on {', '.join(paths)}, of which each of {len(homes)} "
+                f"stages holds rows, works neither entry by entry nor by a sum over all. Keep the "
+                f"parameter as an array for each stage."
             )
-        self.homes |= dict.fromkeys(eqn.outvars, homes)
-        return [self._widened(eqn, rows=len(homes) > 1)]
+        run = functools.partial(run_by_rows, eqn, how, axes, total)
+        if how.result is not None:
+            self.axis |= dict.fromkeys(eqn.outvars, how.result)
+            yield self._step(eqn, homes, guards, run)
+            return
+        parts = [Part(eqn.outvars[0], stage) for stage, _ in homes]
+        for part in parts:
+            here = ((part.stage, dict(homes)[part.stage]),)
+            yield self._step(eqn, here, guards, run, (part,))
+        whole = eqn._replace(name="combine", invars=tuple(parts))
+        combine = functools.partial(functools.reduce, how.combine)
+        yield self._step(whole, None, guards, lambda rows, *values: [combine(values)])
 
-    def exchanges(self, eqns):
-        """[{stage: numbers}]: those that other stages need, in the order in which they can be."""
-        crossing, depth = {}, {}
-        for eqn in eqns:
-            at = self._homes_of(eqn)
-            for v in eqn.invars:
-                home = None if isinstance(v, Literal) else self._number(v)
-                if home is not None and at != ((home, None),):
-                    crossing[v] = home
-        for eqn in eqns:
-            inputs = [v for v in eqn.invars if not isinstance(v, Literal)]
-            step = max((depth.get(v, 0) + (v in crossing) for v in inputs), default=0)
-            depth.update(dict.fromkeys(eqn.outvars, step))
-        steps = [{} for _ in range(max((depth[v] for v in crossing), default=-1) + 1)]
-        for v, stage in crossing.items():
-            steps[depth[v]].setdefault(stage, []).append(v)
-        return steps
+    def _branches(self, eqn, guards):
+        """A `cond` as its branches' steps, and the choice among what they yield."""
+        index, *operands = eqn.invars
+        outs = []
+        for number, branch in enumerate(eqn.origin.params["branches"]):
+            # Traced anew: one branch may stand in several places.
+            closed = cut.inlined(branch, INLINED)
+            self.alias |= zip(closed.jaxpr.invars, operands, strict=True)
+            yield from self.steps(closed, (*guards, (index, number)))
+            outs.append([self.resolved(v) for v in closed.jaxpr.outvars])
+        for v, *cases in zip(eqn.outvars, *outs, strict=True):
+            choice = cut.Equation("select_n", (index, *cases), (v,), _choose, None)
+            yield from self._steps(choice, guards)
 
-    def _homes_of(self, eqn):
-        if isinstance(eqn.outvars[0], _Part):
-            return ((eqn.outvars[0].stage, None),)
-        return self.homes.get(eqn.outvars[0])
-
-    def _number(self, v):
+    def stage_of(self, v):
         """The stage of a number that one stage computes; None for anything else."""
-        if isinstance(v, _Part):
+        if isinstance(v, Part):
             return v.stage
         homes = self.homes.get(v)
         return homes[0][0] if homes is not None and v.aval.shape == () else None
 
-    def _located(self, v):
+    def check(self, v, piece, meshes):
+        """Raise where an output lives elsewhere than it is computed."""
+        if isinstance(v, Literal) or not self._is_located(v):
+            return
+        if self.homes[v] == _homes(piece, meshes) and self.axis.get(v, 0) == 0:
+            return
+        raise ValueError(
+            f"pipeline.update: {piece.path} combines arrays of several stages, or their rows: it "
+            f"would come from {self.label[v]}, and arrays stay where they are. Use a "
+            f"transformation that works array by array."
+        )
+
+    def _is_located(self, v):
         known = not isinstance(v, Literal) and self.homes.get(v) is not None
         return known and v.aval.shape != ()
 
-    def _free(self, eqn):
-        """From numbers alone, or from nothing: wherever it is needed."""
-        self.homes |= dict.fromkeys(eqn.outvars)
-        arrays = [v for v in eqn.invars if not isinstance(v, Literal) and v.aval.shape != ()]
-        if eqn.name in RESHAPING and set(arrays) <= self.uniform:
-            self.uniform.update(v for v in eqn.outvars if v.aval.shape != ())
-            return eqn._replace(run=lambda x: [x])
-        if arrays and set(arrays) <= self.uniform and self._by_entry(eqn):
-            self.uniform.update(eqn.outvars)
-            return eqn
-        return self._widened(eqn, rows=False)
-
-    def _widened(self, eqn, rows):
-        """The equation, with the numbers that stand for arrays made arrays."""
-        if not any(not isinstance(v, Literal) and v in self.uniform for v in eqn.invars):
-            return eqn
-        which = [not isinstance(v, Literal) and v in self.uniform for v in eqn.invars]
-
-        def run(*values):
-            here = [x for x, number in zip(values, which, strict=True) if not number]
-            shape = next((jnp.shape(x) for x in here if jnp.shape(x)), ())
-            wide = [
-                jnp.broadcast_to(x, shape if rows else v.aval.shape) if number else x
-                for x, v, number in zip(values, eqn.invars, which, strict=True)
-            ]
-            return eqn.run(*wide)
-
-        return eqn._replace(run=run)
-
-    def _reduced(self, eqn, homes):
-        parts = [_Part(eqn.outvars[0], stage) for stage, _ in homes]
-        self.homes[eqn.outvars[0]] = None
-        combine = functools.partial(functools.reduce, REDUCTIONS[eqn.name])
-        whole = cut.Equation(
-            "sum of parts", tuple(parts), eqn.outvars, lambda *x: [combine(x)], eqn.origin
-        )
-        return [*(eqn._replace(outvars=(part,)) for part in parts), whole]
-
-    def _by_entry(self, eqn):
-        shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
-        return len(shapes) == 1 and eqn.name not in MIXING and len(eqn.outvars) == 1
+    @staticmethod
+    def _in_rows(homes):
+        return homes is not None and len(homes) > 1
 
 
 def everywhere(piece, meshes):
     """Whether it is whole on each stage."""
     return not piece.in_rows and len(piece.homes) == len(meshes)
+
+
+def _homes(piece, meshes):
+    """Where it counts as living: None for what every stage has, one stage for what one has."""
+    if not piece.shape or everywhere(piece, meshes):
+        return None
+    return piece.owners if len(piece.owners) > 1 else ((piece.owners[0][0], None),)
+
+
+def _choose(index, *cases):
+    if index.dtype != bool or len(cases) != 2:
+        index = jnp.clip(index.astype("int32"), 0, len(cases) - 1)
+    return [jax.lax.select_n(index, *cases)]
+
+
+def _check_effects(eqn):
+    if eqn.origin is not None and eqn.origin.effects:
+        raise ValueError(
+            f"pipeline.update: {eqn.name} has an effect, and an update runs in pieces on several "
+            f"stages, some of them several times. Print or call back on what it returns."
+        )

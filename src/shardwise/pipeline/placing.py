@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import rules
+from shardwise import tree as trees
 
 
 class Piece(NamedTuple):
@@ -156,29 +157,37 @@ def plain(x: Any) -> Any:
     return jax.device_put(x, NamedSharding(auto, sharding.spec))
 
 
-def state_layout(state, params):
-    """Pieces of an optimizer's state: what has a parameter's path and shape lives where it does."""
-    layout = []
+def state_layout(state: Any, params: Pipelined) -> tuple[Piece, ...]:
+    """Pieces of an optimizer's state: what belongs to a parameter lives where that does.
+
+    Whatever has no parameter, or one element alone, is whole on every stage; of a scalar the first
+    has it. Of an array in rows, what has its rows lies in rows too.
+    """
+    owners = trees.owners(state, params.abstract())
+    found = zip(trees.leaves(state), owners, strict=True)
+    return _distinct(_state_piece(path, x, owner, params) for (path, x), owner in found)
+
+
+def _state_piece(path, x, owner, params):
     everywhere = tuple((stage, None) for stage in range(len(params.meshes)))
-    for path, x in rules.named_leaves(state):
-        owned = [p for p in params.layout if path == p.path or path.endswith("/" + p.path)]
-        owner = max(owned, key=lambda p: len(p.path), default=None)
-        piece = Piece(path, tuple(jnp.shape(x)), jnp.result_type(x), everywhere, P())
-        if owner is None or piece.shape == ():
-            homes = everywhere if piece.shape else everywhere[:1]  # a table; a counter
-        elif owner.in_rows and owner.shape != piece.shape and math.prod(piece.shape) > 1:
-            raise ValueError(
-                f"pipeline: of the optimizer's {path} of shape {piece.shape}, the parameter "
-                f"{owner.path} of shape {owner.shape} lies in rows on {len(owner.homes)} stages, "
-                f"and has no such array. Keep that parameter as an array for each stage, or leave "
-                f"it out of the transformation with optax.masked."
-            )
-        else:
-            homes = owner.homes if owner.homes == everywhere else owner.owners
-            homes = homes if owner.shape == piece.shape else ((homes[0][0], None),)
-        spec = owner.spec if owner is not None and owner.shape == piece.shape else P()
-        layout.append(piece._replace(homes=homes, spec=spec))
-    return _distinct(layout)
+    piece = Piece(path, tuple(jnp.shape(x)), jnp.result_type(x), everywhere, P())
+    if owner is None or math.prod(piece.shape) == 1:
+        return piece if piece.shape else piece._replace(homes=everywhere[:1])
+    parameter = params.layout[owner.index]
+    homes = parameter.homes if parameter.homes == everywhere else parameter.owners
+    if len(homes) > 1 and parameter.in_rows and (owner.axes or (None,))[0] != 0:
+        raise ValueError(
+            f"pipeline: of the optimizer's {path} of shape {piece.shape}, the parameter "
+            f"{parameter.path} of shape {parameter.shape} lies in rows on {len(homes)} stages, "
+            f"and has no such array. Keep that parameter as an array for each stage, or leave "
+            f"it out of the transformation with optax.masked."
+        )
+    if not owner.axes or owner.axes[0] != 0:
+        homes = tuple((stage, None) for stage, _ in homes)
+    entries = [*parameter.spec, *[None] * (len(parameter.shape) - len(parameter.spec))]
+    spec = P(*(None if i is None else entries[i] for i in owner.axes)) if owner.axes else P()
+    spec = parameter.spec if piece.shape == parameter.shape else spec
+    return piece._replace(homes=homes, spec=spec)
 
 
 def _layout(tree, homes, rule, meshes):

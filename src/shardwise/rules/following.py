@@ -17,10 +17,11 @@ def follow(rule: Any, params: Any, other: Any = None) -> Rule:
     its parameter's spec on the axes that it has of it: on all of them where it has the same shape,
     on some where it is a factored moment (Adafactor, Shazeer and Stern 2018), on all but the first
     where it remembers several steps (L-BFGS). An array of any other shape is laid out by `other`,
-    a rule, and what belongs to no parameter by `rule` itself.
+    a rule, and so is what belongs to no parameter; without `other`, that is by `rule` itself.
 
     Raises, when called:
-      ValueError: without `other`, an array that has none of its parameter's axes.
+      ValueError: without `other`, an array that has none of its parameter's axes, or one that
+        belongs to no parameter and of which `rule` knows nothing, such as Muon's coefficients.
     """
     return _Following(as_rule(rule), params, None if other is None else as_rule(other))
 
@@ -39,10 +40,10 @@ class _Following(Rule):
     def _one(self, leaf, owner, specs, mesh):
         if leaf.size == 1:
             return Choice(PartitionSpec(), "one element")
-        if owner is None:
-            return self.rule.choices({leaf.path: leaf.array}, mesh)[0]
-        if owner.axes is None and self.other is not None:
+        if self.other is not None and (owner is None or owner.axes is None):
             return self.other.choices({leaf.path: leaf.array}, mesh)[0]
+        if owner is None:
+            return self._alone(leaf, mesh)
         if owner.axes is None:
             raise ValueError(
                 f"rules.follow: {leaf.label} has shape {leaf.shape}, and its parameter "
@@ -54,3 +55,13 @@ class _Following(Rule):
         spec = PartitionSpec(*(None if i is None else entries[i] for i in owner.axes))
         why = f"as {owner.path or 'the parameter'}"
         return fit("rules.follow", leaf, Choice(spec, why), mesh, "error")
+
+    def _alone(self, leaf, mesh):
+        try:
+            return self.rule.choices({leaf.path: leaf.array}, mesh)[0]
+        except ValueError as error:
+            raise ValueError(
+                f"rules.follow: {leaf.label} of shape {leaf.shape} belongs to no parameter, and by "
+                f"itself the rule refuses it. Say how to lay out such arrays by other=, such as "
+                f"rules.follow(rule, params, other=PartitionSpec()). ({error})"
+            ) from error

@@ -15,7 +15,7 @@ def kept_axes(
     """
     if shape == whole:
         return tuple(range(len(whole)))
-    if shape[1:] == whole and whole:
+    if shape and shape[1:] == whole:
         return (None, *range(len(whole)))
     if len(shape) == len(whole):
         fits = all(a in (1, b) for a, b in zip(shape, whole, strict=True))
