@@ -49,8 +49,9 @@ def jit(
     moves them between layouts, holds and sends several times as much.
 
     Raises:
-      ValueError: a mesh with Explicit axes; at that first call, what the rules raise, a tuple of the wrong length, a name that `fn` never marks,
-        an argument that lies elsewhere (named by its path).
+      ValueError: a mesh with Explicit axes; at that first call, what the rules raise, a tuple of
+        the wrong length, a name that `fn` never marks, an argument that lies elsewhere (named by
+        its path).
     """
     check_auto("rules.jit", mesh)
     given = dict(in_rules=in_rules, arg_constraints=arg_constraints)
