@@ -23,12 +23,10 @@ from shardwise import fsdp, measure, mesh, model, rules, train
 
 
 def reference_losses():
-    """Of a layer: what the other rows keep; or nothing but its input. The last bias, which no
-    gradient reads, is not gathered again.
-    """
+    """Of a layer: what the other rows keep; or nothing but its input."""
     policies = {"products kept": reference.KEPT, "input kept": None}
     losses = {name: functools.partial(reference.loss, policy=p) for name, p in policies.items()}
-    return losses, reference.loss, "blocks/down/bias"
+    return losses, reference.loss
 
 
 def decoder_losses():
@@ -39,7 +37,7 @@ def decoder_losses():
         graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
         return functools.partial(train.loss, graphdef=graphdef)
 
-    return {"remat": loss(True)}, loss(False), None
+    return {"remat": loss(True)}, loss(False)
 
 
 MODELS = {
@@ -50,13 +48,13 @@ MODELS = {
 
 def ours(bench, losses):
     """ZeRO-3, gathering layers again; and ZeRO-1, which gathers all at once."""
-    again, plain, unread = losses()
+    again, plain = losses()
     for name, loss in again.items():
-        yield variant(bench, f"fsdp, {name}", loss, 3, unread)
-    yield variant(bench, "fsdp, zero=1", plain, 1, unread)
+        yield variant(bench, f"fsdp, {name}", loss, 3)
+    yield variant(bench, "fsdp, zero=1", plain, 1)
 
 
-def variant(bench, name, loss, zero, unread):
+def variant(bench, name, loss, zero):
     mean_and_grad = fsdp.value_and_grad(loss, bench.mesh, zero=zero)
 
     def step(params, opt_state, batch):
@@ -67,9 +65,7 @@ def variant(bench, name, loss, zero, unread):
     params = fsdp.shard(bench.params, bench.mesh, stacked=lambda path: path.startswith("blocks/"))
     state = fsdp.init(bench.optimizer, params)
     step = jax.jit(step, donate_argnums=(0, 1))
-    row = rounds.Variant(
-        name, step, params, state, bench.batch, expected_bytes(bench, zero, unread)
-    )
+    row = rounds.Variant(name, step, params, state, bench.batch, expected_bytes(bench, zero))
     assert row.sent.ring_bytes == row.limit, f"{name}: {row.sent.ring_bytes}, not {row.limit}"
     held = set(measure.bytes_on_devices(row.state).values())
     count = sum(x.size for x in jax.tree.leaves(bench.params))
@@ -77,13 +73,13 @@ def variant(bench, name, loss, zero, unread):
     return row
 
 
-def expected_bytes(bench, zero, unread):
+def expected_bytes(bench, zero):
     """Ring bytes of a step: gathers, once more for layers that are gathered again, and gradients.
 
     Every array of these models divides by eight. 8 bytes are the total and the count.
     """
     sizes = {path: x.nbytes for path, x in rules.named_leaves(bench.params)}
-    layers = {path for path in sizes if path.startswith("blocks/") and path != unread}
+    layers = {path for path in sizes if path.startswith("blocks/")}
     again = sum(sizes[path] for path in layers) if zero == 3 else 0
     return (2 * sum(sizes.values()) + again + 2 * 8) * 7 / 8
 

@@ -149,7 +149,7 @@ def describe(sharded):
         axes = jax.tree.leaves(tuple(s.spec(sharded.axis)))
         mine = kept // math.prod(sharded.mesh.shape[name] for name in axes)
         where = "whole" if s.cut is None else f"axis {s.cut}, {kept - true:,} bytes of padding"
-        where += f", beside it {P(*s.beside)}" if any(s.beside) else ""
+        where += f", beside it P({', '.join(map(repr, s.beside))})" if any(s.beside) else ""
         lines.append(f"{s.path:32} {s.shape!s:18} {mine:12,} bytes  {where}")
         held, whole = held + mine, whole + true
     note = " (an axis of size 1: every device holds everything)" if n == 1 else ""

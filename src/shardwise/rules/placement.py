@@ -52,7 +52,9 @@ def _misfit(rule, tree, path=()):
     if _is_rule(rule):
         return None
     ours, theirs = _children(rule), _children(tree)
-    if theirs is None or [key for key, _ in ours or []] != [key for key, _ in theirs]:
+    if ours is None:
+        return None  # no rule at all, and told so when it is called
+    if theirs is None or [key for key, _ in ours] != [key for key, _ in theirs]:
         return (
             f"The tree of rules does not fit the tree at {trees.path(path) or 'its top'}: there it "
             f"has {_told(rule, ours)}, and the tree has {_told(tree, theirs)}. Give a rule, or a "
