@@ -181,6 +181,7 @@ def test_search_ends_on_words_that_every_object_has(browser, addressed):
         page.wait_for_selector("#search-results li a")
 
 
+@pytest.mark.slow
 def test_search_finds_such_a_word_where_it_stands(browser, miniature):
     miniature.write("intro.md", "# A miniature\n\nThe constructor of `__proto__`.\n")
     status, printed, _ = miniature.build()

@@ -52,7 +52,9 @@ class Interactive:
 
 
 def _code(script: str) -> str:
-    return files(__package__).joinpath(script).read_text(encoding="utf-8").strip()
+    """The script without indentation and lines of comment: each showing on a page repeats it."""
+    lines = files(__package__).joinpath(script).read_text(encoding="utf-8").split("\n")
+    return "\n".join(line.strip() for line in lines if not line.strip().startswith("//")).strip()
 
 
 def select(name: str, label: str, options: Sequence[str], chosen: int) -> str:
