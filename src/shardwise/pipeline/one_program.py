@@ -1,16 +1,20 @@
 """GPipe in one compiled program: a scan over ticks, in which every stage works and passes on."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 
-def gpipe(stage, mesh, microbatches, axis="stage"):
+def gpipe(stage: Callable, mesh: Mesh, microbatches: int, axis: str = "stage") -> Callable:
     """`run(stack, x)`, which takes `x` through all stages, differentiable like any function.
 
     `stage(weights, x)` maps rows to rows of the same shape and dtype; `weights` is its part of
     `stack`, whose arrays are cut along their first axis, so that each rank of `axis` holds its own
-    layers. What comes before and after, an embedding and a head, is outside and the compiler's.
+    layers. Microbatch j has the rows r with r % microbatches == j. What comes before and after, an
+    embedding and a head, is outside and the compiler's.
 
     The backward pass is the transpose: the scan runs back, and each permute sends the other way
     (Huang et al., 2019, GPipe). Ranks work in every one of the `microbatches + ranks - 1` ticks, in
@@ -35,8 +39,9 @@ def gpipe(stage, mesh, microbatches, axis="stage"):
     def run(stack, x):
         if x.shape[0] % microbatches:
             raise ValueError(f"gpipe: {x.shape[0]} rows do not split into {microbatches} parts.")
-        parts = x.reshape(microbatches, -1, *x.shape[1:])
+        parts = jnp.swapaxes(x.reshape(-1, microbatches, *x.shape[1:]), 0, 1)
         specs = dict(in_specs=(P(axis), P()), out_specs=P(axis), check_vma=False)
-        return jax.shard_map(rank, mesh=mesh, **specs)(stack, parts)[-1].reshape(x.shape)
+        done = jax.shard_map(rank, mesh=mesh, **specs)(stack, parts)[-1]
+        return jnp.swapaxes(done, 0, 1).reshape(x.shape)
 
     return run
