@@ -62,7 +62,7 @@ def variant(bench, name, loss, zero):
         updates, opt_state = fsdp.update(bench.optimizer, grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, mean
 
-    params = fsdp.shard(bench.params, bench.mesh, stacked=lambda path: path.startswith("blocks/"))
+    params = fsdp.place(bench.params, bench.mesh, stacked=lambda path: path.startswith("blocks/"))
     state = fsdp.init(bench.optimizer, params)
     step = jax.jit(step, donate_argnums=(0, 1))
     row = rounds.Variant(name, step, params, state, bench.batch, expected_bytes(bench, zero))

@@ -42,7 +42,7 @@ class Timed:
         grid = mesh.make(stage=devices)
         loss = sleeping.loss(seconds)
         self.function = pipeline.value_and_grad(loss, grid, self.schedule, microbatches)
-        self.params, self.batch = pipeline.split(params, self.function, batch), batch
+        self.params, self.batch = pipeline.place(params, self.function, batch), batch
         self.check(params)
         kinds = {task.kind for order in self.schedule.tasks for task in order}
         plan = self.function.plan(self.params, batch)
@@ -52,7 +52,7 @@ class Timed:
         """The first run, which compiles: one device's loss and gradients."""
         mean, grads = self.function(self.params, self.batch)
         expected = jax.value_and_grad(sleeping.mean)(params, self.batch)
-        found = mean, pipeline.merge(grads)
+        found = mean, pipeline.whole(grads)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, err_msg=self.name)
 

@@ -61,7 +61,7 @@ def _decoder(schedule, remat):
     batch = next(data.batches(MICROBATCHES * ROWS, LENGTH))
     grid = mesh.make(stage=DEVICES)
     function = pipeline.value_and_grad(loss, grid, schedule, MICROBATCHES)
-    return function, pipeline.split(flat, function, batch), batch
+    return function, pipeline.place(flat, function, batch), batch
 
 
 @functools.cache

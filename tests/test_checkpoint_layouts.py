@@ -40,7 +40,7 @@ def loss(params, batch):
 
 
 def sharded(n):
-    return lambda tree: fsdp.shard(tree, mesh.make(fsdp=n), stacked=lambda path: "blocks" in path)
+    return lambda tree: fsdp.place(tree, mesh.make(fsdp=n), stacked=lambda path: "blocks" in path)
 
 
 def by_rule(tree):
@@ -50,7 +50,7 @@ def by_rule(tree):
 
 def pipelined(tree):
     function = pipeline.value_and_grad(loss, mesh.make(stage=2), "gpipe", 2)
-    return pipeline.split(tree, function, {"x": jnp.ones((4, 13))})
+    return pipeline.place(tree, function, {"x": jnp.ones((4, 13))})
 
 
 FORMS = {
@@ -66,8 +66,8 @@ FORMS = {
 def whole(tree):
     """What one device would hold, by way of each strategy's own gathering."""
     if isinstance(tree, fsdp.Sharded):
-        return fsdp.gather(tree)
-    return pipeline.merge(tree) if isinstance(tree, pipeline.Pipelined) else tree
+        return fsdp.whole(tree)
+    return pipeline.whole(tree) if isinstance(tree, pipeline.Pipelined) else tree
 
 
 def assert_bitwise(ours, theirs):
@@ -126,7 +126,7 @@ def test_padding_is_written_by_shards_and_is_no_part_of_what_is_stored(root, for
 def test_an_optimizers_state_under_fsdp_is_stored_as_on_one_device(root):
     tx, tree = optax.adam(1e-2), {"w": jnp.arange(30.0).reshape(10, 3)}
     state = tx.update(tree, tx.init(tree), tree)[1]
-    zeros = fsdp.init(tx, fsdp.shard(tree, mesh.make(fsdp=8)))
+    zeros = fsdp.init(tx, fsdp.place(tree, mesh.make(fsdp=8)))
     checkpoint.save(root, 1, {"opt_state": state})
     held = checkpoint.restore(root, {"opt_state": zeros})["opt_state"]
     assert isinstance(held, fsdp.Sharded) and held.layout == zeros.layout
@@ -150,6 +150,6 @@ def test_orbax_reads_what_was_padded_and_is_read_into_padding(root, forms):
 
 def test_another_shape_is_refused_by_its_true_one(root, forms):
     checkpoint.save(root, 1, {"params": forms["fsdp on 8"]})
-    wider = fsdp.shard(params() | {"embed": jnp.ones((14, 10))}, mesh.make(fsdp=8))
+    wider = fsdp.place(params() | {"embed": jnp.ones((14, 10))}, mesh.make(fsdp=8))
     with pytest.raises(ValueError, match=r"embed is float32\[13, 10\] .* float32\[14, 10\] in"):
         checkpoint.restore(root, {"params": wider})

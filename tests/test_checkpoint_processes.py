@@ -143,7 +143,7 @@ def read_shares(root, process):
             for shard in x.addressable_shards:
                 np.testing.assert_array_equal(shard.data, expected[path][shard.index])
     checkpoint.save(Path(root) / "two", 1, {"params": found, "data": {"next_index": 3}})
-    held = fsdp.shard(PADDED, mesh.make(fsdp=-1))
+    held = fsdp.place(PADDED, mesh.make(fsdp=-1))
     checkpoint.save(Path(root) / "padded", 1, {"params": held})
     zeros = jax.tree.map(jnp.zeros_like, held)
     checkpoint.wait()
@@ -295,11 +295,11 @@ def train_and_save(root, log, steps, place=None):
     @functools.partial(jax.jit, donate_argnums=0)
     def step(params, key, tokens):
         noise = jax.random.normal(key, (WIDTH,))
-        counts = fsdp.shard({"w": jnp.bincount(tokens.ravel(), length=WIDTH) + noise}, eight)
+        counts = fsdp.place({"w": jnp.bincount(tokens.ravel(), length=WIDTH) + noise}, eight)
         return jax.tree.map(lambda w, c: 0.9 * w + c, params, counts)
 
     eight, batches, key = mesh.make(fsdp=8), data.batches(4, 32), jax.random.key(0)
-    params = fsdp.shard({"w": np.zeros(WIDTH, np.float32)}, eight)
+    params = fsdp.place({"w": np.zeros(WIDTH, np.float32)}, eight)
     state = {"params": params, "rng": key, "data": None}
     if done := checkpoint.latest(root) or 0:
         state = checkpoint.restore(root, state)
@@ -310,7 +310,7 @@ def train_and_save(root, log, steps, place=None):
             key, used = jax.random.split(key)
             params = step(params, used, next(batches)["tokens"])
             checkpoint.wait()
-            print(n, digest(fsdp.gather(params)), file=lines)
+            print(n, digest(fsdp.whole(params)), file=lines)
             if n == steps and place:
                 kill_at(place)
             checkpoint.save(

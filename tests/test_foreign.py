@@ -180,17 +180,12 @@ def one_device(case, tx):
 
 
 def in_fsdp(case, tx, **options):
-    params = fsdp.shard(case.params, LINE)
-    state, run = fsdp.init(tx, params), fsdp.value_and_grad(case.loss, LINE, **options)
-
-    @jax.jit
-    def step(params, state):
-        mean, grads = run(params, case.batch)
-        updates, state = fsdp.update(tx, grads, state, params)
-        return optax.apply_updates(params, updates), state, (mean, grads)
-
-    params, state, (mean, grads) = step(params, state)
-    return (mean, fsdp.gather(grads)), fsdp.gather(step(params, state)[0])
+    params = fsdp.place(case.params, LINE)
+    state, step = fsdp.init(tx, params), fsdp.step(case.loss, tx, LINE, **options)
+    mean, grads = fsdp.value_and_grad(case.loss, LINE, **options)(params, case.batch)
+    for _ in range(2):
+        params, state, _ = step(params, state, case.batch)
+    return (mean, fsdp.whole(grads)), fsdp.whole(params)
 
 
 def by_rules(case, tx):
@@ -211,15 +206,13 @@ def by_rules(case, tx):
 
 
 def in_stages(case, tx, schedule):
-    run = pipeline.value_and_grad(case.loss, STAGES, schedule, microbatches=4)
-    params = pipeline.split(case.params, run, case.batch)
-    state, first = pipeline.init(tx, params), None
+    step = pipeline.step(case.loss, tx, STAGES, schedule, microbatches=4)
+    params = pipeline.place(case.params, step.loss_and_grad, case.batch)
+    state = pipeline.init(tx, params)
+    mean, grads = step.loss_and_grad(params, case.batch)
     for _ in range(2):
-        mean, grads = run(params, case.batch)
-        first = first or (mean, pipeline.merge(grads))
-        updates, state = pipeline.update(tx, grads, state, params)
-        params = optax.apply_updates(params, updates)
-    return first, pipeline.merge(params)
+        params, state, _ = step(params, state, case.batch)
+    return (mean, pipeline.whole(grads)), pipeline.whole(params)
 
 
 STRATEGIES = {
@@ -321,8 +314,8 @@ def test_batch_norm_by_axis_name_is_that_of_the_whole_batch():
     (value, stats), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, vectors())
     _, synchronised = normed("fsdp")
     run = jax.jit(fsdp.value_and_grad(synchronised, LINE, has_aux=True, aux="mean"))
-    (mean, found), sharded = run(fsdp.shard(params, LINE), vectors())
-    assert_close((mean, found, fsdp.gather(sharded)), (value, stats, grads))
+    (mean, found), sharded = run(fsdp.place(params, LINE), vectors())
+    assert_close((mean, found, fsdp.whole(sharded)), (value, stats, grads))
 
 
 def test_batch_norm_without_an_axis_name_is_found():

@@ -52,10 +52,10 @@ def check(tree, batch, m=LINE, min_size=0, rtol=1e-5, **options):
     """Equal to one device."""
     parts = m.size * options.get("microbatches", 1)
     expected = jax.jit(objective.value_and_grad(loss))(tree, batch)
-    sharded = fsdp.shard(tree, m, min_size=min_size)
+    sharded = fsdp.place(tree, m, min_size=min_size)
     run = jax.jit(fsdp.value_and_grad(loss, m, **options))
     mean, grads = run(sharded, fsdp.pad(batch, parts))
-    assert_close((mean, fsdp.gather(grads)), expected, rtol)
+    assert_close((mean, fsdp.whole(grads)), expected, rtol)
 
 
 SHAPES = st.lists(st.lists(st.integers(0, 13), max_size=3).map(tuple), min_size=1, max_size=4)
@@ -91,7 +91,7 @@ def test_any_tree_and_any_batch_equal_one_device(
 @settings(max_examples=30)
 def test_every_device_holds_its_share_and_the_stated_padding(shapes, n):
     tree = tree_of(shapes)
-    sharded = fsdp.shard(tree, mesh.make(fsdp=n))
+    sharded = fsdp.place(tree, mesh.make(fsdp=n))
     held = set(measure.bytes_on_devices(sharded).values())
     bound = 0
     for x, s in zip(jax.tree.leaves(tree), sharded.layout, strict=True):
@@ -100,7 +100,7 @@ def test_every_device_holds_its_share_and_the_stated_padding(shapes, n):
         if s.cut is None:
             assert max(x.shape, default=1) <= 1 or x.size == 0
     assert len(held) <= 1 and max(held, default=0) <= bound + 1e-6
-    for a, b in zip(jax.tree.leaves(fsdp.gather(sharded)), jax.tree.leaves(tree), strict=True):
+    for a, b in zip(jax.tree.leaves(fsdp.whole(sharded)), jax.tree.leaves(tree), strict=True):
         np.testing.assert_array_equal(a, b)
     assert f"of {n} devices" in fsdp.describe(sharded)
     assert ("size 1" in fsdp.describe(sharded)) == (n == 1)
@@ -123,10 +123,10 @@ def test_the_decoder_equals_one_device_at_the_textbook_cost(remat, scan):
     function, params = decoder(remat, scan)
     batch = fsdp.pad(next(data.batches(5, 16)), 8)
     expected = jax.jit(objective.value_and_grad(function))(params, batch)
-    sharded = fsdp.shard(params, LINE, stacked="layers")
+    sharded = fsdp.place(params, LINE, stacked="layers")
     compiled = jax.jit(fsdp.value_and_grad(function, LINE)).lower(sharded, batch).compile()
     mean, grads = compiled(sharded, batch)
-    assert_close((mean, fsdp.gather(grads)), expected)
+    assert_close((mean, fsdp.whole(grads)), expected)
     counted = measure.collectives(compiled)
     if not scan:
         return  # unrolled, XLA may share or undo gathers
@@ -165,16 +165,16 @@ def test_a_plain_dict_with_a_scan_and_dropout_keys():
         return network(params, batch, key=jax.random.key(0))[0]
 
     expected = jax.jit(objective.value_and_grad(alone))(params, batch)
-    sharded = fsdp.shard(params, LINE, stacked=lambda path: path.startswith("layers/"))
+    sharded = fsdp.place(params, LINE, stacked=lambda path: path.startswith("layers/"))
     run = jax.jit(fsdp.value_and_grad(network, LINE, has_aux=True))
     (mean, aux), grads = run(sharded, batch, key=jax.random.key(0))
-    assert_close((mean, fsdp.gather(grads)), expected)
+    assert_close((mean, fsdp.whole(grads)), expected)
     assert aux["rows"] == 16
     mixed = fsdp.value_and_grad(
         network, LINE, has_aux=True, dtype="bfloat16", reduce_dtype="float32"
     )
     (mean, _), grads = jax.jit(mixed)(sharded, batch, key=jax.random.key(0))
-    assert_close((mean, fsdp.gather(grads)), expected, rtol=0.1)
+    assert_close((mean, fsdp.whole(grads)), expected, rtol=0.1)
     assert {str(g.dtype) for g in jax.tree.leaves(grads)} == {"float32"}
     lowered = jax.jit(mixed).lower(sharded, batch, key=jax.random.key(0)).as_text()
     assert "bf16" in lowered and "reduce_scatter" in lowered
@@ -190,8 +190,8 @@ def test_a_scalar_loss_is_a_mean_over_rows():
     def mean(params, batch):
         return loss(params, batch).total / len(batch["x"])
 
-    value, grads = jax.jit(fsdp.value_and_grad(mean, LINE))(fsdp.shard(tree, LINE), batch)
-    assert_close((value, fsdp.gather(grads)), jax.jit(jax.value_and_grad(mean))(tree, batch))
+    value, grads = jax.jit(fsdp.value_and_grad(mean, LINE))(fsdp.place(tree, LINE), batch)
+    assert_close((value, fsdp.whole(grads)), jax.jit(jax.value_and_grad(mean))(tree, batch))
 
 
 def test_a_shared_variable_is_one_array():
@@ -207,12 +207,10 @@ def test_a_shared_variable_is_one_array():
         x = jnp.tanh(batch["x"][:, None, None] * tied.embed[...][None])
         return objective.Mean(jnp.sum((x @ tied.head[...].T) ** 2), jnp.float32(len(batch["x"])))
 
-    sharded = fsdp.shard(params, LINE)
+    sharded = fsdp.place(params, LINE)
     assert len(jax.tree.leaves(sharded.tree)) == 1
     mean, grads = jax.jit(fsdp.value_and_grad(run, LINE))(sharded, rows(8))
-    assert_close(
-        (mean, fsdp.gather(grads)), jax.jit(objective.value_and_grad(run))(params, rows(8))
-    )
+    assert_close((mean, fsdp.whole(grads)), jax.jit(objective.value_and_grad(run))(params, rows(8)))
 
 
 # Optimizers.
@@ -242,12 +240,12 @@ def check_steps(tx, tree, batch, m=LINE, steps=3, **options):
         return optax.apply_updates(params, updates), state
 
     params, state = tree, tx.init(tree)
-    sharded = fsdp.shard(tree, m)
+    sharded = fsdp.place(tree, m)
     kept = fsdp.init(tx, sharded)
     for _ in range(steps):
         params, state = on_one(params, state)
         sharded, kept = on_many(sharded, kept)
-    assert_close(fsdp.gather(sharded), params, rtol=1e-4)
+    assert_close(fsdp.whole(sharded), params, rtol=1e-4)
     return kept, fsdp.init(tx, sharded)
 
 
@@ -277,17 +275,17 @@ def test_random_trees_train_as_on_one_device(name, shapes, count, where, zero):
 
 def test_arrays_may_be_born_in_shards():
     def create(key):
-        return fsdp.shard({"w": jax.random.uniform(key, (131, 5))}, LINE)
+        return fsdp.place({"w": jax.random.uniform(key, (131, 5))}, LINE)
 
     born = jax.jit(create)(jax.random.key(0))
     assert born.tree["w"].addressable_shards[0].data.shape == (17, 5)
     whole = jax.jit(jax.random.uniform, static_argnums=1)(jax.random.key(0), (131, 5))
-    np.testing.assert_array_equal(fsdp.gather(born)["w"], whole)
+    np.testing.assert_array_equal(fsdp.whole(born)["w"], whole)
 
 
 def test_a_padded_array_stays_padded_by_zeros():
     tree, tx = tree_of([(131, 5), (7,)]), optax.adamw(1e-2)
-    params = fsdp.shard(tree, LINE)
+    params = fsdp.place(tree, LINE)
     grads = fsdp.value_and_grad(loss, LINE)(params, fsdp.pad(rows(9), 8))[1]
     updates, _ = jax.jit(functools.partial(fsdp.update, tx))(grads, fsdp.init(tx, params), params)
     for sharded in params, grads, updates:
@@ -300,7 +298,7 @@ def test_a_padded_array_stays_padded_by_zeros():
 
 def test_bytes_follow_the_dtypes_asked_for():
     tree = tree_of([(64, 64), (16,)])
-    sharded, batch = fsdp.shard(tree, LINE), rows(8)
+    sharded, batch = fsdp.place(tree, LINE), rows(8)
     psi = sum(x.nbytes for x in jax.tree.leaves(tree))
     for dtype, reduce_dtype, gathers, reduces in [
         (None, None, 1, 1),
@@ -314,7 +312,7 @@ def test_bytes_follow_the_dtypes_asked_for():
         mean, grads = run(sharded, batch)
         assert all(g.dtype == jnp.float32 for g in jax.tree.leaves(grads))
         assert_close(
-            (mean, fsdp.gather(grads)),
+            (mean, fsdp.whole(grads)),
             jax.jit(objective.value_and_grad(loss))(tree, batch),
             rtol=1e-5 if dtype is None else 0.1,
         )
@@ -322,7 +320,7 @@ def test_bytes_follow_the_dtypes_asked_for():
 
 def test_zeros_numbers_and_accumulation_send_what_zero_says():
     tree = tree_of([(64, 64), (16,)])
-    sharded, batch = fsdp.shard(tree, LINE), rows(32)
+    sharded, batch = fsdp.place(tree, LINE), rows(32)
     psi = sum(x.nbytes for x in jax.tree.leaves(tree)) * 7 / 8
     for zero, gathers, reduces in [(1, 1, 1), (2, 1, 4), (3, 4, 4)]:
         run = jax.jit(fsdp.value_and_grad(loss, LINE, zero=zero, microbatches=4))
@@ -336,7 +334,7 @@ def test_copies_of_the_shards_cost_an_all_reduce_of_a_share():
     """Hybrid sharding: gathers and scatters among 4, then a share summed between the 2 copies."""
     tree = tree_of([(64, 64), (16,)])
     run = jax.jit(fsdp.value_and_grad(loss, GRID, replicate=("data",)))
-    counted = measure.collectives(run.lower(fsdp.shard(tree, GRID), rows(8)).compile())
+    counted = measure.collectives(run.lower(fsdp.place(tree, GRID), rows(8)).compile())
     psi = sum(x.nbytes for x in jax.tree.leaves(tree))
     assert counted["all-gather"].ring_bytes == psi * 3 / 4
     assert counted["reduce-scatter"].ring_bytes == psi * 3 / 4
@@ -364,7 +362,7 @@ def stack(depth, checkpoint=jax.checkpoint, gather_within=True, whole=lambda los
         return objective.Mean(jnp.sum(x**2), jnp.float32(len(x)))
 
     params = {"w": np.ones((depth, WIDE, WIDE), np.float32)}
-    sharded = fsdp.shard(params, LINE, stacked=lambda path: True)
+    sharded = fsdp.place(params, LINE, stacked=lambda path: True)
     batch = {"x": np.ones((8, WIDE), np.float32)}
     function = fsdp.value_and_grad(whole(run), LINE)
     return jax.jit(function).lower(sharded, batch).compile()
@@ -465,13 +463,13 @@ def test_an_optimizer_that_sees_padding_is_seen(name, monkeypatch):
 
 def test_errors_are_named():
     tree, batch = tree_of([(5, 7), (3,)]), rows(8)
-    sharded = fsdp.shard(tree, LINE)
+    sharded = fsdp.place(tree, LINE)
     cases = [
-        (ValueError, "the mesh has no axis 'model'", lambda: fsdp.shard(tree, LINE, "model")),
+        (ValueError, "the mesh has no axis 'model'", lambda: fsdp.place(tree, LINE, "model")),
         (
             ValueError,
             "stacked='blocks'; expected a pred",
-            lambda: fsdp.shard(tree, LINE, stacked="blocks"),
+            lambda: fsdp.place(tree, LINE, stacked="blocks"),
         ),
         (
             ValueError,
@@ -485,7 +483,7 @@ def test_errors_are_named():
         ),
         (
             TypeError,
-            "the parameters are a dict; expected what fsdp.shard",
+            "the parameters are a dict; expected what fsdp.place",
             lambda: fsdp.value_and_grad(loss, LINE)(tree, batch),
         ),
         (
@@ -512,7 +510,7 @@ def test_errors_are_named():
             TypeError,
             "n is int32, which has no gradient",
             lambda: fsdp.value_and_grad(loss, LINE)(
-                fsdp.shard({"n": np.arange(8, dtype=np.int32)}, LINE), batch
+                fsdp.place({"n": np.arange(8, dtype=np.int32)}, LINE), batch
             ),
         ),
     ]
@@ -524,7 +522,7 @@ def test_errors_are_named():
 def test_a_layer_whose_owner_cannot_be_told_is_named():
     """Two bare arrays of one shape, cut along different axes."""
     params = {"a": np.ones((2, 8, 4), np.float32), "b": np.ones((2, 1, 32), np.float32)}
-    sharded = fsdp.shard(params, LINE, stacked=lambda path: True)
+    sharded = fsdp.place(params, LINE, stacked=lambda path: True)
     assert len({s.local_shape(8) for s in sharded.layout}) == 1
 
     def run(params, batch):

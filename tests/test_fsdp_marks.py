@@ -39,18 +39,18 @@ def check(loss, params, stacked=everything, m=LINE, **options):
     """Equal to one device; returns what is sent, as asked for."""
     batch = {"x": draw(32, 16, seed=9)}
     expected = jax.jit(objective.value_and_grad(loss))(params, batch)
-    sharded = fsdp.shard(params, m, stacked=stacked)
+    sharded = fsdp.place(params, m, stacked=stacked)
     run = jax.jit(fsdp.value_and_grad(loss, m, **options))
     mean, grads = run(sharded, batch)
     rtol = 0.05 if options.get("dtype") else 1e-5
-    assert_close((mean, fsdp.gather(grads)), expected, rtol)
+    assert_close((mean, fsdp.whole(grads)), expected, rtol)
     return measure.collectives(run.lower(sharded, batch))
 
 
 def refused(loss, params, message, stacked=everything):
     with pytest.raises(ValueError, match=message):
         fsdp.value_and_grad(loss, LINE)(
-            fsdp.shard(params, LINE, stacked=stacked), {"x": draw(8, 16)}
+            fsdp.place(params, LINE, stacked=stacked), {"x": draw(8, 16)}
         )
 
 

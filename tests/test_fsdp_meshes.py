@@ -60,11 +60,11 @@ def expected():
 )
 def test_tensor_parallelism_by_rules_within(m, options):
     (loss, params), (batch, one_device) = decoder(), expected()
-    sharded = fsdp.shard(params, m, stacked="layers", over=TENSOR)
+    sharded = fsdp.place(params, m, stacked="layers", over=TENSOR)
     run = jax.jit(fsdp.value_and_grad(loss, m, names=NAMES, **options))
     compiled = run.lower(sharded, batch).compile()
     mean, grads = compiled(sharded, batch)
-    assert_close((mean, fsdp.gather(grads)), one_device)
+    assert_close((mean, fsdp.whole(grads)), one_device)
     for x, s in zip(jax.tree.leaves(grads.tree), grads.layout, strict=True):
         assert x.sharding.is_equivalent_to(NamedSharding(m, s.spec("fsdp")), x.ndim), s.path
     assert measure.collectives(compiled)["reduce-scatter"].static
@@ -73,7 +73,7 @@ def test_tensor_parallelism_by_rules_within(m, options):
 def test_what_lies_on_both_axes_is_held_and_sent_by_both():
     """Each device has 1/8 of a matrix on both axes, and gathers its half among four."""
     loss, params = decoder()
-    sharded = fsdp.shard(params, GRID, stacked="layers", over=TENSOR)
+    sharded = fsdp.place(params, GRID, stacked="layers", over=TENSOR)
     by_path = {
         s.path: (x, s) for x, s in zip(jax.tree.leaves(sharded.tree), sharded.layout, strict=True)
     }
@@ -84,7 +84,7 @@ def test_what_lies_on_both_axes_is_held_and_sent_by_both():
     assert f"{gate.addressable_shards[0].data.nbytes:,} bytes  axis 1, 912 bytes of padding" in told
     assert told.endswith("beside it P(None, None, 'model')")
     np.testing.assert_array_equal(
-        fsdp.gather(sharded)["blocks"]["gate"]["kernel"][...], params["blocks"]["gate"]["kernel"]
+        fsdp.whole(sharded)["blocks"]["gate"]["kernel"][...], params["blocks"]["gate"]["kernel"]
     )
     batch, _ = expected()
     run = jax.jit(fsdp.value_and_grad(loss, GRID, names=NAMES))
@@ -95,7 +95,7 @@ def test_what_lies_on_both_axes_is_held_and_sent_by_both():
             again = 2 if s.stacked else 1
             gathered += again * x.nbytes // (2 if any(s.beside) else 1) * 3 // 4
     assert sent["all-gather"].ring_bytes >= gathered
-    alone = fsdp.shard(params, mesh.make(fsdp=4), stacked="layers")
+    alone = fsdp.place(params, mesh.make(fsdp=4), stacked="layers")
     run = jax.jit(fsdp.value_and_grad(loss, mesh.make(fsdp=4)))
     without = measure.collectives(run.lower(alone, batch).compile())
     assert sent["reduce-scatter"].ring_bytes < 0.6 * without["reduce-scatter"].ring_bytes
@@ -112,9 +112,9 @@ def test_a_model_that_constrains_its_own_activations():
         with marks.bind(constrain=pin):
             return loss(params, batch)
 
-    sharded = fsdp.shard(params, GRID, stacked="layers")
+    sharded = fsdp.place(params, GRID, stacked="layers")
     mean, grads = fsdp.value_and_grad(constrained, GRID)(sharded, batch)
-    assert_close((mean, fsdp.gather(grads)), one_device)
+    assert_close((mean, fsdp.whole(grads)), one_device)
 
 
 def test_an_axis_that_nothing_uses_is_named():
@@ -122,15 +122,15 @@ def test_an_axis_that_nothing_uses_is_named():
     batch, _ = expected()
     message = r"nothing is laid out over the mesh axis 'model' of size 2, .*replicate=\('model',\)"
     with pytest.raises(ValueError, match=message):
-        fsdp.value_and_grad(loss, GRID)(fsdp.shard(params, GRID, stacked="layers"), batch)
+        fsdp.value_and_grad(loss, GRID)(fsdp.place(params, GRID, stacked="layers"), batch)
     with pytest.raises(ValueError, match=r"names has 'logit', which the loss never marks; it mar"):
         wrong = fsdp.value_and_grad(loss, GRID, names={"logit": P()})
-        wrong(fsdp.shard(params, GRID, stacked="layers"), batch)
+        wrong(fsdp.place(params, GRID, stacked="layers"), batch)
     with pytest.raises(ValueError, match=r"over= gives .*uses the axis 'fsdp' that is cut here"):
-        fsdp.shard({"w": np.ones((8, 8))}, GRID, over=rules.FSDPRule("fsdp", 1))
+        fsdp.place({"w": np.ones((8, 8))}, GRID, over=rules.FSDPRule("fsdp", 1))
     with pytest.raises(ValueError, match=r"names\['logits'\]: the mesh has no axis 'data'; it has"):
         wrong = fsdp.value_and_grad(loss, GRID, names={"logits": P("data")})
-        wrong(fsdp.shard(params, GRID, stacked="layers"), batch)
+        wrong(fsdp.place(params, GRID, stacked="layers"), batch)
 
 
 def test_training_over_both_axes_equals_one_device():
@@ -149,13 +149,13 @@ def test_training_over_both_axes_equals_one_device():
         updates, state = fsdp.update(tx, grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    sharded = fsdp.shard(params, GRID, stacked="layers", over=TENSOR)
+    sharded = fsdp.place(params, GRID, stacked="layers", over=TENSOR)
     layout, kept, state = sharded.layout, fsdp.init(tx, sharded), tx.init(params)
     for _ in range(2):
         params, state = on_one(params, state)
         sharded, kept = on_many(sharded, kept)
     assert sharded.layout == layout
-    assert_close(fsdp.gather(sharded), params, rtol=1e-4)
+    assert_close(fsdp.whole(sharded), params, rtol=1e-4)
 
 
 # As users call it.
@@ -181,10 +181,10 @@ BATCH = {"x": np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32)}
 def test_a_call_outside_jit_traces_once():
     loss, runs = traced_once()
     run = fsdp.value_and_grad(loss, LINE)
-    sharded = fsdp.shard(PARAMS, LINE, stacked=lambda path: True)
+    sharded = fsdp.place(PARAMS, LINE, stacked=lambda path: True)
     want = jax.jit(objective.value_and_grad(loss))(PARAMS, BATCH)
     mean, grads = run(sharded, BATCH)
-    assert_close((mean, fsdp.gather(grads)), want)
+    assert_close((mean, fsdp.whole(grads)), want)
     before = len(runs)
     for _ in range(3):
         sharded = optax.apply_updates(sharded, jax.tree.map(lambda g: -0.1 * g, grads))
@@ -205,9 +205,9 @@ def test_a_mesh_in_context_changes_nothing(kind):
     want = jax.jit(objective.value_and_grad(loss))(PARAMS, BATCH)
 
     def step():
-        sharded = fsdp.shard(PARAMS, LINE, stacked=lambda path: True)
+        sharded = fsdp.place(PARAMS, LINE, stacked=lambda path: True)
         mean, grads = fsdp.value_and_grad(loss, LINE)(sharded, BATCH)
-        return mean, fsdp.gather(grads)
+        return mean, fsdp.whole(grads)
 
     if around is None:
         assert_close(step(), want)
@@ -224,6 +224,6 @@ def test_jaxs_own_default_mesh_is_named():
     explicit = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
     message = r"the mesh has Explicit axes, .*make it with mesh.make, or with jax.make_mesh\("
     with pytest.raises(ValueError, match=message):
-        fsdp.shard(PARAMS, explicit)
+        fsdp.place(PARAMS, explicit)
     with pytest.raises(ValueError, match=message):
         fsdp.value_and_grad(traced_once()[0], explicit)

@@ -81,7 +81,7 @@ def test_the_simulation_is_what_fsdp_compiles(stage, again):
         return objective.Mean(jnp.sum(x**2), jnp.float32(len(x)))
 
     adam, size = optax.adam(1e-3), 0 if stage else 10**9
-    params = fsdp.shard(stack, line, min_size=size, stacked=lambda path: True)
+    params = fsdp.place(stack, line, min_size=size, stacked=lambda path: True)
     run = fsdp.value_and_grad(loss, line, zero=stage or 3)
 
     def step(params, state, batch):

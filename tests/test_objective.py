@@ -49,10 +49,10 @@ def in_microbatches(m):
 
 def in_shards(grid=LINE, stacked=None, **options):
     def run(loss, params, batch, *args, **given):
-        sharded = fsdp.shard(params, grid, stacked=stacked)
+        sharded = fsdp.place(params, grid, stacked=stacked)
         function = jax.jit(fsdp.value_and_grad(loss, grid, **options))
         mean, grads = function(sharded, batch, *args, **given)
-        return mean, fsdp.gather(grads)
+        return mean, fsdp.whole(grads)
 
     return run
 
@@ -62,8 +62,8 @@ DIVIDED = {
     "4 microbatches": in_microbatches(4),
     "fsdp": in_shards(),
     "fsdp, 2 microbatches": in_shards(microbatches=2),
-    "fsdp, zero 1": in_shards(FEW, stage=1, microbatches=4),
-    "fsdp, zero 2": in_shards(FEW, stage=2, microbatches=2),
+    "fsdp, zero 1": in_shards(FEW, zero=1, microbatches=4),
+    "fsdp, zero 2": in_shards(FEW, zero=2, microbatches=2),
 }
 SEVERAL = {name: run for name, run in DIVIDED.items() if name != "1 microbatch"}
 each_division = pytest.mark.parametrize("run", DIVIDED.values(), ids=DIVIDED)
@@ -126,13 +126,18 @@ def with_penalty(params, batch):
     return (outputs(params, batch) ** 2).mean() + 0.1 * jnp.sum(params["w"] ** 2)
 
 
+def penalty_by_static_count(params, batch):
+    out = outputs(params, batch)
+    return Mean((out**2).sum() + out.size * 0.1 * jnp.sum(params["w"] ** 2), out.size)
+
+
 def penalty_by_count(params, batch):
     total, count = weighted(params, batch)
     return Mean(total + count * 0.1 * jnp.sum(params["w"] ** 2), count)
 
 
 RIGHT = [small_count, negative, whole_numbers, not_linear, half, static_count]
-RIGHT += [weighted, with_penalty, penalty_by_count]
+RIGHT += [weighted, with_penalty, penalty_by_count, penalty_by_static_count]
 
 
 @each_division
@@ -174,7 +179,8 @@ def test_a_count_that_may_depend_on_parameters_is_exact_or_an_error(loss):
 
 
 @each_division
-def test_a_count_of_zero_is_a_loss_of_zero(run):
+@pytest.mark.parametrize("rule", [True, False], ids=["a rule of its own", "linear"])
+def test_a_count_of_zero_is_a_loss_of_zero(run, rule):
     @jax.custom_vjp
     def ones(x):
         return x
@@ -182,19 +188,21 @@ def test_a_count_of_zero_is_a_loss_of_zero(run):
     ones.defvjp(lambda x: (x, None), lambda _, g: (jnp.ones_like(g),))  # whatever comes in
 
     def loss(params, batch):
-        return Mean(jnp.sum(ones(outputs(params, batch))), jnp.sum(batch["weight"]))
+        out = outputs(params, batch)
+        return Mean(jnp.sum(ones(out) if rule else out), jnp.sum(batch["weight"]))
 
     mean, grads = run(loss, PARAMS, BATCH | {"weight": np.zeros(16, np.float32)})
     assert mean == 0 and all(not g.any() for g in jax.tree.leaves(grads))
 
 
 def test_the_count_is_taken_from_the_batch_and_gathers_no_weights():
-    sharded = fsdp.shard(PARAMS, LINE)
-    for m, gathers in [(1, 1), (2, 2)]:
+    """Two microbatches gather twice what one gathers: their counting pass gathers nothing."""
+    sharded, gathers = fsdp.place(PARAMS, LINE), {}
+    for m in 1, 2:
         function = fsdp.value_and_grad(weighted, LINE, microbatches=m)
-        lowered = jax.jit(function).lower(sharded, BATCH)
-        leaves = len(jax.tree.leaves(PARAMS))
-        assert measure.collectives(lowered)["all-gather"].dynamic == gathers * leaves
+        counted = measure.collectives(jax.jit(function).lower(sharded, BATCH))["all-gather"]
+        gathers[m] = counted.dynamic, counted.ring_bytes
+    assert gathers[2] == tuple(2 * x for x in gathers[1])
 
 
 # Mistakes that are found.
@@ -330,7 +338,7 @@ def test_auxiliary_outputs_come_out_as_those_of_the_whole_batch(m):
     how = dict(has_aux=True, aux=AUX, microbatches=m)
     (_, whole), _ = jax.jit(objective.value_and_grad(with_aux, **how))(PARAMS, BATCH)
     sharded = jax.jit(fsdp.value_and_grad(with_aux, LINE, **how))
-    (_, cut), _ = sharded(fsdp.shard(PARAMS, LINE), BATCH)
+    (_, cut), _ = sharded(fsdp.place(PARAMS, LINE), BATCH)
     assert_close(whole, expected)
     assert_close(cut, expected)
     assert cut["rows"].addressable_shards[0].data.shape == (2, 7)
@@ -399,7 +407,7 @@ def test_masks_are_those_of_one_device_bit_for_bit(key):
     assert 0.3 < float((expected == 0).mean()) < 0.5
     for m in 1, 2:
         how = dict(has_aux=True, aux="concatenate", microbatches=m)
-        _, found = fsdp.value_and_grad(loss, LINE, **how)(fsdp.shard(PARAMS, LINE), BATCH, key=key)[
+        _, found = fsdp.value_and_grad(loss, LINE, **how)(fsdp.place(PARAMS, LINE), BATCH, key=key)[
             0
         ]
         np.testing.assert_array_equal(found, expected)
@@ -416,7 +424,7 @@ def test_draws_by_shape_differ_from_part_to_part(key):
             (_, found), _ = objective.value_and_grad(loss, **how)(PARAMS, BATCH, key=key)
         else:
             function = fsdp.value_and_grad(loss, run, **how)
-            (_, found), _ = function(fsdp.shard(PARAMS, run), BATCH, key=key)
+            (_, found), _ = function(fsdp.place(PARAMS, run), BATCH, key=key)
         assert len(np.unique(np.asarray(found))) > 0.99 * found.size
 
 
@@ -425,7 +433,7 @@ def test_keys_in_the_wrong_place_are_named():
         noise = jax.random.normal(key, (len(batch["x"]),))
         return jnp.mean(outputs(params, batch).sum(1) * noise)
 
-    sharded, typed = fsdp.shard(PARAMS, LINE), jax.random.key(0)
+    sharded, typed = fsdp.place(PARAMS, LINE), jax.random.key(0)
     for key in typed, jax.random.key_data(typed):
         with pytest.raises(TypeError, match=r"a(mong its| PRNG key among the).*key="):
             fsdp.value_and_grad(loss, LINE)(sharded, BATCH, key)
@@ -437,7 +445,7 @@ def test_draws_by_place_and_by_shape_do_not_mix():
         return jnp.mean(noise + masks(batch, key).sum((1, 2)) + outputs(params, batch).sum(1))
 
     with pytest.raises(ValueError, match=r"by place \(marks.index\).*by the shape of its part"):
-        fsdp.value_and_grad(loss, LINE)(fsdp.shard(PARAMS, LINE), BATCH, key=KEYS["typed"])
+        fsdp.value_and_grad(loss, LINE)(fsdp.place(PARAMS, LINE), BATCH, key=KEYS["typed"])
 
 
 def test_an_index_of_rows_that_no_array_has_is_named():
@@ -445,7 +453,7 @@ def test_an_index_of_rows_that_no_array_has_is_named():
         return jnp.mean(model.drop(outputs(params, batch)[None], 0.5, key))
 
     with pytest.raises(ValueError, match=r"no array of this part of the batch has 1 rows"):
-        fsdp.value_and_grad(loss, LINE)(fsdp.shard(PARAMS, LINE), BATCH, key=KEYS["typed"])
+        fsdp.value_and_grad(loss, LINE)(fsdp.place(PARAMS, LINE), BATCH, key=KEYS["typed"])
 
 
 # Losses that nobody listed.

@@ -193,9 +193,9 @@ def search(name, grads):
 
 
 class Placement:
-    """What `pipeline.split` asks of a loss, with the homes of `HOMES`."""
+    """What `pipeline.place` asks of a loss, with the homes of `HOMES`."""
 
-    def homes(self, tree, batch):
+    def homes(self, tree, batch, key=None):
         meshes = pipeline.placing.stage_meshes(STAGES, "stage", (0, 1, 2))
         return [HOMES[key] for key in sorted(SHAPES)], meshes
 
@@ -216,7 +216,7 @@ def on_one(tx, name):
 
 
 def by_fsdp(tx, name):
-    params = fsdp.shard(arrays(0), LINE, stacked=lambda path: path == "w")
+    params = fsdp.place(arrays(0), LINE, stacked=lambda path: path == "w")
     state = fsdp.init(tx, params)
 
     @jax.jit
@@ -226,9 +226,9 @@ def by_fsdp(tx, name):
         return optax.apply_updates(params, updates), state
 
     for i in range(3):
-        grads = fsdp.shard(gradients(name, i), LINE, stacked=lambda path: path == "w")
+        grads = fsdp.place(gradients(name, i), LINE, stacked=lambda path: path == "w")
         params, state = step(params, state, grads, further(name, i))
-        yield fsdp.gather(params), fsdp.gather(state)
+        yield fsdp.whole(params), fsdp.whole(state)
 
 
 def by_rules(tx, name):
@@ -255,17 +255,17 @@ def by_rules(tx, name):
 
 
 def by_pipeline(tx, name):
-    params = pipeline.split(arrays(0), Placement())
+    params = pipeline.place(arrays(0), Placement())
     state = pipeline.init(tx, params)
     for i in range(3):
-        grads = pipeline.split(gradients(name, i), Placement())
+        grads = pipeline.place(gradients(name, i), Placement())
         extra = further(name, i) | search(name, grads)
         updates, state = pipeline.update(tx, grads, state, params, **extra)
         params = optax.apply_updates(params, updates)
         np.testing.assert_array_equal(*params.tree["tied"].values())
         for piece, x in zip(params.layout, jax.tree.leaves(arrays(0)), strict=True):
             assert (piece.homes, piece.shape) == (HOMES[piece.path], x.shape)
-        yield pipeline.merge(params), pipeline.merge(state)
+        yield pipeline.whole(params), pipeline.whole(state)
 
 
 WAYS = {"fsdp": by_fsdp, "rules": by_rules, "pipeline": by_pipeline}
@@ -289,7 +289,7 @@ def psi(tx, update, shapes):
     line = mesh.make(fsdp=8)
 
     def sharded(tree, make):
-        return jax.eval_shape(lambda tree: make(fsdp.shard(tree, line)), tree)
+        return jax.eval_shape(lambda tree: make(fsdp.place(tree, line)), tree)
 
     def laid(sharded):
         places = [NamedSharding(line, s.spec("fsdp")) for s in sharded.layout]
@@ -333,14 +333,14 @@ def test_an_update_gathers_each_matrix_at_most_once(name):
 
 
 def test_a_state_that_fsdp_did_not_make_is_named():
-    params = fsdp.shard({"w": jnp.ones((8, 3))}, LINE)
+    params = fsdp.place({"w": jnp.ones((8, 3))}, LINE)
     tx = optax.adam(1e-2)
     plain = tx.init({"w": jnp.ones((8, 3))})
     with pytest.raises(
         TypeError, match=r"opt_state is a tuple; expected .* fsdp.init\(tx, params\)"
     ):
         fsdp.update(tx, params, plain, params)
-    with pytest.raises(TypeError, match=r"grads is a dict; .* fsdp.shard\("):
+    with pytest.raises(TypeError, match=r"grads is a dict; .* fsdp.place\("):
         fsdp.update(tx, {"w": jnp.ones((8, 3))}, fsdp.init(tx, params), params)
     with pytest.raises(TypeError, match=r"fsdp.init: params is a dict"):
         fsdp.init(tx, {"w": jnp.ones((8, 3))})

@@ -73,11 +73,11 @@ def on_one(loss, params, batch):
 def check(loss, params, batch, grid, schedule, microbatches, rule=P(), **options):
     expected = on_one(loss, params, batch)
     function = pipeline.value_and_grad(loss, grid, schedule, microbatches, **options)
-    split = pipeline.split(params, function, batch, rule=rule)
-    for a, b in zip(jax.tree.leaves(pipeline.merge(split)), jax.tree.leaves(params), strict=True):
+    split = pipeline.place(params, function, batch, rule=rule)
+    for a, b in zip(jax.tree.leaves(pipeline.whole(split)), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(a, b)
     mean, grads = function(split, batch)
-    assert_close((mean, pipeline.merge(grads)), expected)
+    assert_close((mean, pipeline.whole(grads)), expected)
     return function, split, grads
 
 
@@ -224,11 +224,11 @@ def test_a_scalar_loss_and_auxiliary_outputs():
     how = dict(microbatches=4, has_aux=True, aux=ways)
     function = pipeline.value_and_grad(loss, TWO, "1f1b", **how)
     for key in (jax.random.key(1), jax.random.PRNGKey(1)):
-        split = pipeline.split(params, function, batch, 0.5, key=key)
+        split = pipeline.place(params, function, batch, 0.5, key=key)
         (mean, extra), grads = function(split, batch, 0.5, key=key)
         one = jax.jit(objective.value_and_grad(loss, **how))
         (value, theirs), expected = one(params, batch, 0.5, key=key)
-        assert_close((mean, pipeline.merge(grads)), (value, expected))
+        assert_close((mean, pipeline.whole(grads)), (value, expected))
         assert_close(extra, theirs)
     y = batch["x"] @ params["w"][0] @ params["w"][1] / 2
     assert_close(extra["rows"], y[:, 0])
@@ -258,9 +258,9 @@ def steps(tx, count=3, stages=4):
     """(losses, parameters, state), on one device and in a pipeline."""
     loss, flat, batch = chain_of(stages)
     function = pipeline.value_and_grad(loss, mesh.make(stage=stages), "1f1b", 4)
-    split = pipeline.split(flat, function, batch)
+    split = pipeline.place(flat, function, batch)
     flat_state, state, losses = tx.init(flat), pipeline.init(tx, split), ([], [])
-    assert_close(pipeline.merge(state), flat_state)
+    assert_close(pipeline.whole(state), flat_state)
     for _ in range(count):
         mean, grads = on_one(loss, flat, batch)
         updates, flat_state = tx.update(grads, flat_state, flat)
@@ -278,7 +278,7 @@ def test_training_with_a_clipped_norm_equals_one_device():
     tx = optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2))
     theirs, (losses, params, state) = steps(tx)
     assert_close(losses, theirs[0], rtol=1e-5)
-    assert_close((pipeline.merge(params), pipeline.merge(state)), theirs[1:], rtol=1e-3)
+    assert_close((pipeline.whole(params), pipeline.whole(state)), theirs[1:], rtol=1e-3)
 
 
 # From one placement to another.
@@ -296,25 +296,25 @@ def test_from_any_placement_to_any_other_through_a_checkpoint(tmp_path):
         (mesh.make(stage=1), [[*forwards, *backwards]]),
     ]
     functions = [pipeline.value_and_grad(loss, m, s, 4) for m, s in layouts]
-    split = pipeline.split(params, functions[0], batch)
+    split = pipeline.place(params, functions[0], batch)
     _, grads = functions[0](split, batch)
     updates, state = pipeline.update(tx, grads, pipeline.init(tx, split), split)
     split = optax.apply_updates(split, updates)
-    flat, flat_state = pipeline.merge(split), pipeline.merge(state)
+    flat, flat_state = pipeline.whole(split), pipeline.whole(state)
     checkpoint.save(tmp_path / "run", 1, {"params": flat, "opt_state": flat_state})
     checkpoint.wait()
     target = {"params": jax.tree.map(jnp.zeros_like, params), "opt_state": tx.init(params)}
     restored = checkpoint.restore(tmp_path / "run", target)
     after = []
     for function in functions:
-        again = pipeline.split(restored["params"], function, batch)
-        kept = pipeline.split(restored["opt_state"], again)
+        again = pipeline.place(restored["params"], function, batch)
+        kept = pipeline.place(restored["opt_state"], again)
         for a, b in ((again, flat), (kept, flat_state)):
-            for x, y in zip(jax.tree.leaves(pipeline.merge(a)), jax.tree.leaves(b), strict=True):
+            for x, y in zip(jax.tree.leaves(pipeline.whole(a)), jax.tree.leaves(b), strict=True):
                 np.testing.assert_array_equal(x, y)
         mean, grads = function(again, batch)
         updates, _ = pipeline.update(tx, grads, kept, again)
-        after.append((mean, pipeline.merge(optax.apply_updates(again, updates))))
+        after.append((mean, pipeline.whole(optax.apply_updates(again, updates))))
     for other in after[1:]:
         assert_close(other, after[0])
 
@@ -353,7 +353,7 @@ def test_ranks_run_at_the_same_time():
 
     _, params, batch = chain_of(2)
     function = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
-    _, times = function.timed(pipeline.split(params, function, batch), batch)
+    _, times = function.timed(pipeline.place(params, function, batch), batch)
     starts, ends = zip(*(times[Task(s, "F", 1 - s)] for s in (0, 1)), strict=True)
     assert max(starts) < min(ends)  # they overlap
 
@@ -386,7 +386,7 @@ def test_a_callback_that_fails_is_named():
 
     _, params, batch = chain_of(2)
     function = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
-    split = pipeline.split(params, function, batch)
+    split = pipeline.place(params, function, batch)
     with pytest.raises(pipeline.TaskError, match=r"F\(stage 1, microbatch 0\) failed"):
         function(split, batch)
 
@@ -423,11 +423,11 @@ def test_gpipe_in_one_program_equals_one_device(microbatches):
 def test_errors_are_named():
     loss, params, batch = chain_of(2)
     good = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
-    split = pipeline.split(params, good, batch)
+    split = pipeline.place(params, good, batch)
 
     def make(loss=loss, grid=TWO, schedule="gpipe", microbatches=2, **options):
         function = pipeline.value_and_grad(loss, grid, schedule, microbatches, **options)
-        return lambda: function(pipeline.split(params, function, batch), batch)
+        return lambda: function(pipeline.place(params, function, batch), batch)
 
     deadlock = [
         [Task(0, "B", 0), Task(0, "F", 0)],
@@ -466,14 +466,14 @@ def test_errors_are_named():
     for kind, message, make_one, options in cases:
         with pytest.raises(kind, match=message):
             make_one(**options)()
-    with pytest.raises(TypeError, match=r"the parameters are a dict; expected what pipeline.split"):
+    with pytest.raises(TypeError, match=r"the parameters are a dict; expected what pipeline.place"):
         good(params, batch)
-    with pytest.raises(ValueError, match="placed for other stages or devices; merge them"):
+    with pytest.raises(ValueError, match="placed for other stages or devices; take them whole"):
         other = mesh.make(data=2, stage=2)
         pipeline.value_and_grad(loss, other, "gpipe", 2)(split, batch)
     whole = {"n": np.arange(8), **params}
     with pytest.raises(TypeError, match=r"'n'.* is int32, which has no gradient"):
-        pipeline.split(whole, good, batch)
+        pipeline.place(whole, good, batch)
 
 
 def test_what_cannot_be_cut_in_two_is_said():
@@ -557,7 +557,7 @@ def test_effects_happen_once_for_each_microbatch():
 
     _, params, batch = chain_of(2)
     function = pipeline.value_and_grad(loss, TWO, "zb_h1", 4)
-    split = pipeline.split(params, function, batch)
+    split = pipeline.place(params, function, batch)
     heard.clear()
     function(split, batch)
     sums = [float((batch["x"][j::4] @ params["w"][0]).sum()) for j in range(4)]
@@ -570,7 +570,7 @@ def test_sums_become_the_gradients():
     loss, params, batch = chain_of(2)
     params["shift"] = jnp.asarray(params["shift"], jnp.bfloat16)  # its sum is float32
     function = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
-    split = pipeline.split(params, function, batch)
+    split = pipeline.place(params, function, batch)
     for programs in function.plan(split, batch).stages:
         sums = programs.zeros()
         count = jax.device_put(jnp.float32(2), NamedSharding(programs.mesh, P()))
@@ -617,7 +617,7 @@ def test_the_mean_and_its_gradient_are_one_device_s(kind, microbatches):
     batch["mask"] = batch["mask"] * (kind != "empty")
     has_aux = kind == "scalar"
     function = pipeline.value_and_grad(loss, TWO, "1f1b", microbatches, has_aux=has_aux)
-    split = pipeline.split(params, function, batch)
+    split = pipeline.place(params, function, batch)
     mean, grads = function(split, batch)
     mean = mean[0] if has_aux else mean
 
@@ -629,7 +629,7 @@ def test_the_mean_and_its_gradient_are_one_device_s(kind, microbatches):
     expected = jax.tree.map(lambda g: g * (kind != "empty"), expected)
     tolerance = 2e-2 if kind == "float16" else 1e-4
     assert mean.dtype == value.dtype
-    assert_close((mean, pipeline.merge(grads)), (value, expected), rtol=tolerance)
+    assert_close((mean, pipeline.whole(grads)), (value, expected), rtol=tolerance)
     assert kind == "empty" or np.abs(grads.tree["w"][0]).max() > 0
 
 
@@ -638,7 +638,7 @@ def test_a_count_that_follows_the_parameters_takes_one_microbatch():
     _, params, batch = chain_of(2)
     function = pipeline.value_and_grad(loss, TWO, "gpipe", 2)
     with pytest.raises(ValueError, match=r"count depends on the parameters.*use one microbatch"):
-        pipeline.split(params, function, batch)
+        pipeline.place(params, function, batch)
 
 
 def test_draws_by_place_are_one_device_s():
@@ -652,7 +652,7 @@ def test_draws_by_place_are_one_device_s():
     _, params, batch = chain_of(2)
     function = pipeline.value_and_grad(loss, TWO, "1f1b", 4, has_aux=True, aux="concatenate")
     key = jax.random.key(3)
-    split = pipeline.split(params, function, batch, key=key)
+    split = pipeline.place(params, function, batch, key=key)
     (mean, mask), _ = function(split, batch, key=key)
     value, theirs = jax.jit(loss)(params, batch, key)
     np.testing.assert_array_equal(mask, theirs)
@@ -748,9 +748,9 @@ def test_the_user_s_own_meshes_and_constraints(around):
     batch = jax.device_put(batch, NamedSharding(grid, P("fsdp")))
     with contextlib.nullcontext() if around == "nothing" else jax.set_mesh(grid):
         function = pipeline.value_and_grad(loss, grid, "1f1b", 2, rows=P("fsdp"))
-        split = pipeline.split(params, function, batch)
+        split = pipeline.place(params, function, batch)
         mean, grads = function(split, batch)
-        assert_close((mean, pipeline.merge(grads)), expected)
+        assert_close((mean, pipeline.whole(grads)), expected)
 
 
 def unconstrained(params, batch):
@@ -767,7 +767,7 @@ def test_what_a_pipeline_cannot_take_is_said_before_anything_runs(monkeypatch):
 
     def split(batch=batch, params=params, microbatches=2, loss=loss, **options):
         function = pipeline.value_and_grad(loss, TWO, "gpipe", microbatches, **options)
-        return pipeline.split(params, function, batch)
+        return pipeline.place(params, function, batch)
 
     message = r"different numbers of rows \(mask: 8, x: 4\).*use one microbatch"
     with pytest.raises(ValueError, match=message):
@@ -792,10 +792,10 @@ def test_what_a_pipeline_cannot_take_is_said_before_anything_runs(monkeypatch):
 
 def test_a_typed_key_comes_back_from_its_stages():
     loss, params, batch = chain_of(2)
-    split = pipeline.split(params, pipeline.value_and_grad(loss, TWO, "gpipe", 2), batch)
+    split = pipeline.place(params, pipeline.value_and_grad(loss, TWO, "gpipe", 2), batch)
     key = jax.random.key(7, impl="rbg")
-    state = pipeline.split({"key": key, "count": np.int32(3)}, split)
-    back = pipeline.merge(state)
+    state = pipeline.place({"key": key, "count": np.int32(3)}, split)
+    back = pipeline.whole(state)
     assert back["key"].dtype == key.dtype and back["count"] == 3
     np.testing.assert_array_equal(jax.random.key_data(back["key"]), jax.random.key_data(key))
 

@@ -18,12 +18,12 @@ UNEVEN = ((0, (0, 1)), (1, (1, 4)))
 
 
 class At:
-    """What `pipeline.split` asks of a loss: where each array is to live."""
+    """What `pipeline.place` asks of a loss: where each array is to live."""
 
     def __init__(self, stages=2, **homes):
         self.stages, self.of = stages, homes
 
-    def homes(self, tree, batch):
+    def homes(self, tree, batch, key=None):
         grid = mesh.make(stage=self.stages)
         meshes = pipeline.placing.stage_meshes(grid, "stage", tuple(range(self.stages)))
         return [self.of[key] for key in sorted(tree)], meshes
@@ -46,14 +46,14 @@ def assert_close(ours, theirs, rtol=1e-5):
 
 def check(tx, grads, params, at, steps=2, **extra):
     """Updates and states of several steps equal one device's; the last of them."""
-    split, whole = pipeline.split(params, at), tx.init(params)
+    split, whole = pipeline.place(params, at), tx.init(params)
     state = pipeline.init(tx, split)
-    assert_close(pipeline.merge(state), whole)
+    assert_close(pipeline.whole(state), whole)
     for _ in range(steps):
         expected, whole = jax.jit(tx.update)(grads, whole, params, **extra)
-        updates, state = pipeline.update(tx, pipeline.split(grads, at), state, split, **extra)
-        assert_close(pipeline.merge(updates), expected)
-        assert_close(pipeline.merge(state), whole)
+        updates, state = pipeline.update(tx, pipeline.place(grads, at), state, split, **extra)
+        assert_close(pipeline.whole(updates), expected)
+        assert_close(pipeline.whole(state), whole)
     return updates, state
 
 
@@ -123,7 +123,7 @@ REFUSED = {
 @pytest.mark.parametrize(("function", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_mixes_rows_is_refused(function, message):
     params = {"g": draw((4, 4))}
-    split = pipeline.split(params, At(g=HALVES))
+    split = pipeline.place(params, At(g=HALVES))
     tx = each(function)
     with pytest.raises(ValueError, match=f"pipeline.update: .*({message})"):
         pipeline.update(tx, split, pipeline.init(tx, split), split)
@@ -132,7 +132,7 @@ def test_what_mixes_rows_is_refused(function, message):
 @pytest.mark.parametrize("mix", ["add", "swap"])
 def test_arrays_of_two_stages_do_not_meet(mix):
     params = {"a": draw((3, 3)), "b": draw((3, 3), 1)}
-    split = pipeline.split(params, At(a=((0, None),), b=((1, None),)))
+    split = pipeline.place(params, At(a=((0, None),), b=((1, None),)))
     swapped = optax.stateless(lambda u, p: {"a": u["b"], "b": u["a"]})
     added = optax.stateless(lambda u, p: {"a": u["a"] + u["b"], "b": u["b"]})
     tx, message = {
@@ -240,8 +240,8 @@ def test_a_condition_is_one_for_each_stage():
     at = At(w=UNEVEN, v=((1, None),), s=((0, None), (1, None)))
     check(tx, grads, params, at, steps=3)
     split, state = (
-        pipeline.split(params, at),
-        pipeline.split(jnp.float32(1), pipeline.split(params, at)),
+        pipeline.place(params, at),
+        pipeline.place(jnp.float32(1), pipeline.place(params, at)),
     )
     kinds = tuple((t.layout, t.structure, t.meshes) for t in (split, state, split))
     program = optimizing._program(tx, (), kinds)
@@ -281,15 +281,15 @@ def test_a_state_whose_dtype_changes(name):
     params = {"w": draw((4, 3), 1, "bfloat16"), "s": draw((), 2, "bfloat16")}
     grads = {"w": draw((4, 3), 3), "s": draw((), 4)}
     at = At(w=HALVES, s=((1, None),))
-    split, whole = pipeline.split(params, at), tx.init(params)
+    split, whole = pipeline.place(params, at), tx.init(params)
     state = pipeline.init(tx, split)
     dtypes = [[x.dtype for x in jax.tree.leaves(whole)]]
     for _ in range(2):
         _, whole = tx.update(grads, whole, params)
-        _, state = pipeline.update(tx, pipeline.split(grads, at), state, split)
+        _, state = pipeline.update(tx, pipeline.place(grads, at), state, split)
         dtypes.append([x.dtype for x in jax.tree.leaves(whole)])
         assert dtypes[-1] == [piece.dtype for piece in state.layout]
-        assert_close(pipeline.merge(state), whole, rtol=0.02)
+        assert_close(pipeline.whole(state), whole, rtol=0.02)
     assert dtypes[0] != dtypes[1]
 
 
@@ -314,11 +314,11 @@ def test_dtypes_that_must_agree():
 
 def test_keys_in_a_state_are_merged():
     tx = optax.add_noise(1.0, 0.5, 3)
-    params = pipeline.split({"w": draw((4, 3))}, At(w=HALVES))
-    merged = pipeline.merge(pipeline.init(tx, params))
+    params = pipeline.place({"w": draw((4, 3))}, At(w=HALVES))
+    merged = pipeline.whole(pipeline.init(tx, params))
     expected = tx.init({"w": draw((4, 3))})
     assert jax.tree.structure(merged) == jax.tree.structure(expected)
-    again = pipeline.merge(pipeline.split(merged, params))
+    again = pipeline.whole(pipeline.place(merged, params))
     for tree in (merged, again):
         keys = [jax.random.key_data(x) for x in jax.tree.leaves(tree) if is_key(x)]
         assert len(keys) == 1
@@ -334,10 +334,10 @@ def test_moments_of_nested_names_live_with_their_own_parameters():
     params = {"w": draw((4, 3)), "mu": {"w": draw((4, 3), 1)}}
 
     class Nested(At):
-        def homes(self, tree, batch):
+        def homes(self, tree, batch, key=None):
             return [((0, None),), ((1, None),)], super().homes({}, batch)[1]
 
-    split = pipeline.split(params, Nested())
+    split = pipeline.place(params, Nested())
     state = pipeline.init(optax.adam(1e-2), split)
     homes = {piece.path: piece.homes for piece in state.layout}
     for moment in ("mu", "nu"):
@@ -345,7 +345,7 @@ def test_moments_of_nested_names_live_with_their_own_parameters():
         assert homes[f"0/{moment}/mu/w"] == ((0, None),)
     updates, _ = pipeline.update(optax.adam(1e-2), split, state, split)
     expected, _ = optax.adam(1e-2).update(params, optax.adam(1e-2).init(params), params)
-    assert_close(pipeline.merge(updates), expected, rtol=1e-4)
+    assert_close(pipeline.whole(updates), expected, rtol=1e-4)
 
 
 def test_factored_moments_lie_in_rows_where_they_have_them():
@@ -360,15 +360,15 @@ def test_layouts_within_a_stage_are_kept():
     grid = mesh.make(stage=2, fsdp=2)
 
     class Both(At):
-        def homes(self, tree, batch):
+        def homes(self, tree, batch, key=None):
             return [HALVES], pipeline.placing.stage_meshes(grid, "stage", (0, 1))
 
     params = {"w": draw((4, 6, 8))}
-    split = pipeline.split(params, Both(), rule=P(None, "fsdp"))
+    split = pipeline.place(params, Both(), rule=P(None, "fsdp"))
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=5)
     state = pipeline.init(tx, split)
     updates, state = pipeline.update(
-        tx, pipeline.split(params, Both(), rule=P(None, "fsdp")), state, split
+        tx, pipeline.place(params, Both(), rule=P(None, "fsdp")), state, split
     )
     for tree in (updates, state):
         for piece in tree.layout:
@@ -393,14 +393,14 @@ def test_further_arguments():
         ), state
 
     tx = optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
-    split = pipeline.split(params, at)
+    split = pipeline.place(params, at)
     tables = {"a": jnp.arange(3.0), "none": None}
     expected, _ = tx.update(grads, tx.init(params), params, value=2.0, other=params, tables=tables)
     updates, _ = pipeline.update(
-        tx, pipeline.split(grads, at), pipeline.init(tx, split), split,
+        tx, pipeline.place(grads, at), pipeline.init(tx, split), split,
         value=jnp.float32(2), other=split, tables=tables,
     )  # fmt: skip
-    assert_close(pipeline.merge(updates), expected)
+    assert_close(pipeline.whole(updates), expected)
 
 
 def test_lbfgs_of_whole_arrays():
@@ -408,7 +408,7 @@ def test_lbfgs_of_whole_arrays():
     grads = {k: draw(shape) for k, shape in shapes.items()}
     params = {k: draw(shape, 1) for k, shape in shapes.items()}
     tx = optax.lbfgs(1e-2, memory_size=2, linesearch=None)
-    split = pipeline.split(params, at)
+    split = pipeline.place(params, at)
     with pytest.raises(ValueError, match=r"scan combines arrays of several stages \(0/diff_par"):
         check(tx, grads, params, at)
     one = At(a=((1, None),), b=((1, None),))
@@ -429,7 +429,7 @@ def test_muon_takes_whole_matrices_and_matrices_of_a_stack():
     shapes = {"a": (4, 3), "b": (3, 4), "rows": (4, 6), "v": (5,)}
     params = {k: draw(shape, 1) for k, shape in shapes.items()}
     at = At(a=((0, None),), b=((1, None),), rows=HALVES, v=((1, None),))
-    split = pipeline.split(params, at)
+    split = pipeline.place(params, at)
     every = optax.contrib.muon(1e-2)
     with pytest.raises(
         ValueError, match="on rows, of which each of 2 stages holds rows, works nei"
@@ -454,8 +454,8 @@ def test_only_numbers_cross():
 
 
 def state_of(tx, at, params):
-    split = pipeline.split(params, at)
-    return split, pipeline.split(params, at), pipeline.init(tx, split)
+    split = pipeline.place(params, at)
+    return split, pipeline.place(params, at), pipeline.init(tx, split)
 
 
 def deleted(tree):
@@ -481,9 +481,9 @@ def test_a_state_that_is_the_parameters_has_its_own_memory():
     at, whole = At(w=HALVES), {"w": draw((4, 3))}
     params, grads, state = state_of(tx, at, whole)
     pipeline.update(tx, grads, state, params)
-    np.testing.assert_array_equal(pipeline.merge(params)["w"], whole["w"])
+    np.testing.assert_array_equal(pipeline.whole(params)["w"], whole["w"])
     _, grads, _ = state_of(tx, at, whole)
-    given = pipeline.split(jax.tree.map(jnp.asarray, whole), params)
+    given = pipeline.place(jax.tree.map(jnp.asarray, whole), params)
     pipeline.update(tx, grads, given, params)
     assert not any(deleted(whole))
 
@@ -506,7 +506,7 @@ def test_other_mistakes_are_named():
     plain = optax.adam(1e-2).init({"w": draw((4, 3))})
     for args, message in [
         ((grads, plain, params), r"opt_state is a tuple; expected .* pipeline.init\(tx, params\)"),
-        (({"w": draw((4, 3))}, state, params), r"grads is a dict; .* pipeline.split\("),
+        (({"w": draw((4, 3))}, state, params), r"grads is a dict; .* pipeline.place\("),
     ]:
         with pytest.raises(TypeError, match=message):
             pipeline.update(optax.adam(1e-2), *args)

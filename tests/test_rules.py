@@ -81,7 +81,7 @@ def test_the_description_counts_what_then_lies_on_the_devices(rule):
     assert described.whole_bytes == sum(x.nbytes for x in jax.tree.leaves(tree))
     whole = {path for path, x in rules.named_leaves(placed) if x.sharding.is_fully_replicated}
     assert whole == set(described.replicated) and all(described.replicated.values())
-    gathered = rules.gather(placed)
+    gathered = rules.whole(placed)
     for a, b in zip(jax.tree.leaves(gathered), jax.tree.leaves(tree), strict=True):
         assert a.sharding.is_fully_replicated
         np.testing.assert_array_equal(a, b)
@@ -228,10 +228,10 @@ def test_names_that_models_carry_already():
         cut = specs(rules.FSDPRule("fsdp", min_size=1), tree)
         assert cut == {"dense/kernel": P(None, None, "fsdp")}
         arrays = jax.tree.map(lambda x: jnp.ones(x.shape), tree)
-        [stored] = fsdp.shard(arrays, mesh.make(fsdp=8), stacked="layers").layout
+        [stored] = fsdp.place(arrays, mesh.make(fsdp=8), stacked="layers").layout
         assert stored.stacked and stored.cut == 1
     with pytest.raises(ValueError, match="stacked='layers' finds no array with an axis of layers"):
-        fsdp.shard({"w": jnp.ones((4, 8, 8))}, mesh.make(fsdp=8), stacked="layers")
+        fsdp.place({"w": jnp.ones((4, 8, 8))}, mesh.make(fsdp=8), stacked="layers")
 
 
 def test_activation_specs_by_logical_axes():

@@ -254,10 +254,10 @@ def test_each_process_brings_its_rows():
         everywhere = rules.global_batch({"x": rows}, P(), m)
         columns = rules.global_batch({"x": rows[:, :2]}, P(None, "data"), grid)
         for found, width in (batch, 3), (crossed, 3), (everywhere, 3), (columns, 2):
-            whole = rules.gather(found)
+            whole = rules.whole(found)
             assert found["x"].shape == (4, width), found["x"].shape
             assert np.array_equal(whole["x"], np.arange(12).reshape(4, 3)[:, :width]), whole
-        assert rules.gather(batch)["step"] == 5
+        assert rules.whole(batch)["step"] == 5
         def refused(text, *args):
             try:
                 rules.global_batch(*args)

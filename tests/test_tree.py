@@ -214,7 +214,7 @@ def test_moments_of_nested_names_go_to_their_own_parameters():
 
 def test_fsdp_stores_a_moment_as_its_own_parameter():
     params = {"w": jnp.ones((8, 3)), "mu": {"w": jnp.ones((8, 3))}}
-    stacked = fsdp.shard(params, mesh.make(fsdp=2), stacked=lambda path: path == "mu/w")
+    stacked = fsdp.place(params, mesh.make(fsdp=2), stacked=lambda path: path == "mu/w")
     layout = {s.path: s for s in fsdp.init(optax.adam(1e-2), stacked).layout}
     assert layout["0/mu/w"].cut == 0 and layout["0/mu/mu/w"].cut == 1
     assert layout["0/nu/w"].cut == 0 and layout["0/nu/mu/w"].cut == 1

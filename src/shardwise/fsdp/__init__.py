@@ -4,12 +4,13 @@ Between steps every device holds one n-th of each array (Rajbhandari et al., 202
 step an array is gathered where it is used, and the gradient is reduce-scattered on its way back,
 because a reduce-scatter is the transpose of an all-gather:
 
-    params = fsdp.shard(params, mesh, stacked="layers")     # or inside jit, to be born sharded
-    loss_and_grad = fsdp.value_and_grad(loss, mesh)         # loss(params, batch), for one device
+    params = fsdp.place(params, mesh, stacked="layers")     # or inside jit, to be born sharded
     opt_state = fsdp.init(tx, params)
-    mean, grads = loss_and_grad(params, batch)
-    updates, opt_state = fsdp.update(tx, grads, opt_state, params)
-    params = optax.apply_updates(params, updates)
+    step = fsdp.step(loss, tx, mesh)                        # loss(params, batch), for one device
+    params, opt_state, mean = step(params, opt_state, batch)
+    fsdp.whole(params)                                      # as one device has them
+
+A step is `value_and_grad`, `update` and `optax.apply_updates`, which can be called one by one.
 
 Two parts of this must be manual, the gather and the reduction of gradients, since there the
 compiler's choice costs memory and bytes. The update is left to the compiler: it sees arrays of
@@ -19,17 +20,19 @@ their true shapes, so any optimizer is right, one that looks at the whole tree i
 from shardwise.fsdp.batches import pad
 from shardwise.fsdp.gradients import value_and_grad
 from shardwise.fsdp.optimizing import init, update
-from shardwise.fsdp.storage import Sharded, Stored, describe, gather, shard, unpad
+from shardwise.fsdp.storage import Sharded, Stored, describe, place, unpad, whole
+from shardwise.fsdp.training import step
 
 __all__ = [
     "Sharded",
     "Stored",
     "describe",
-    "gather",
     "init",
     "pad",
-    "shard",
+    "place",
+    "step",
     "unpad",
     "update",
     "value_and_grad",
+    "whole",
 ]

@@ -49,7 +49,7 @@ def value_and_grad(
     call it, and else before the loss: for the compiler the same, unless rematerialised.
 
     Other axes of the mesh are left to the compiler: parameters may be laid out over them
-    (`fsdp.shard(..., over=rule)`), the loss may constrain its activations, and `names` does so
+    (`fsdp.place(..., over=rule)`), the loss may constrain its activations, and `names` does so
     where it calls `marks.constrain(x, name)`: {name: PartitionSpec}, of which `axis` and
     `replicate`, over which rows are cut already, are left out.
 
@@ -177,7 +177,7 @@ class _Device:
                 raise ValueError(
                     f"fsdp.value_and_grad: nothing is laid out over the mesh axis {name!r} of size "
                     f"{size}, so that all work would be done {size} times. Cut rows over it, with "
-                    f"replicate=({name!r},); or lay out parameters over it, with fsdp.shard(..., "
+                    f"replicate=({name!r},); or lay out parameters over it, with fsdp.place(..., "
                     f"over=rule), or activations, with names= or a constraint in the loss."
                 )
 

@@ -68,7 +68,7 @@ def _is_sharded(x):
 def _check_sharded(who, **given):
     for name, tree in given.items():
         if not _is_sharded(tree):
-            remedy = "fsdp.init(tx, params)" if name == "opt_state" else "fsdp.shard(params, mesh)"
+            remedy = "fsdp.init(tx, params)" if name == "opt_state" else "fsdp.place(params, mesh)"
             raise TypeError(
                 f"fsdp.{who}: {name} is a {type(tree).__name__}; expected a Sharded tree. Make it "
                 f"with {remedy}."

@@ -71,7 +71,7 @@ class Sharded:
         return dataclasses.replace(self, tree=rebuild(self, arrays))
 
 
-def shard(
+def place(
     tree: Any,
     mesh: jax.sharding.Mesh,
     axis: str = "fsdp",
@@ -97,11 +97,11 @@ def shard(
       ValueError: the mesh has no such axis or is not Auto, `stacked` is neither, or `over` uses
         `axis`.
     """
-    check_axis("fsdp.shard", mesh, axis)
+    check_axis("fsdp.place", mesh, axis)
     leaves = list(leaves_of(tree, stacked))
     if stacked == "layers" and not any(is_stacked for _, _, is_stacked in leaves):
         raise ValueError(
-            "fsdp.shard: stacked='layers' finds no array with an axis of layers: none carries "
+            "fsdp.place: stacked='layers' finds no array with an axis of layers: none carries "
             "names, in NNX metadata or Linen's boxes, of which one is 'layers' or the first axis "
             "has none. Give stacked= a predicate on paths, such as "
             "lambda path: path.startswith('layers/')."
@@ -123,7 +123,7 @@ def _beside(over, tree, mesh, axis, count):
     for spec in specs:
         if axis in jax.tree.leaves(tuple(spec)):
             raise ValueError(
-                f"fsdp.shard: over= gives {spec}, which uses the axis {axis!r} that is cut here; "
+                f"fsdp.place: over= gives {spec}, which uses the axis {axis!r} that is cut here; "
                 f"give a rule for the mesh's other axes alone."
             )
     return [tuple(spec) for spec in specs]
@@ -134,10 +134,10 @@ def unpad(sharded):
     return rebuild(sharded, [_cut_to(x, s.shape, s.cut) for x, s in pairs_of(sharded)])
 
 
-def gather(sharded):
+def whole(sharded):
     """The tree in its true shapes, whole on every device."""
-    whole = NamedSharding(sharded.mesh, P())
-    return jax.jit(unpad, out_shardings=whole)(sharded)
+    everywhere = NamedSharding(sharded.mesh, P())
+    return jax.jit(unpad, out_shardings=everywhere)(sharded)
 
 
 def describe(sharded):
@@ -161,7 +161,7 @@ def leaves_of(tree, stacked):
     """(path, array, whether it has a leading axis of layers) for each leaf."""
     if not (stacked is None or stacked == "layers" or callable(stacked)):
         raise ValueError(
-            f"fsdp.shard: stacked={stacked!r}; expected a predicate on paths, or 'layers'."
+            f"fsdp.place: stacked={stacked!r}; expected a predicate on paths, or 'layers'."
         )
     for keys, x, box in trees.walk(tree):
         path, axes = "/".join(keys), trees.axis_names(box)
@@ -214,7 +214,7 @@ def check_params(params: Any, mesh: jax.sharding.Mesh, axis: str) -> None:
     who = "fsdp.value_and_grad"
     if not isinstance(params, Sharded):
         raise TypeError(
-            f"{who}: the parameters are a {type(params).__name__}; expected what fsdp.shard "
+            f"{who}: the parameters are a {type(params).__name__}; expected what fsdp.place "
             f"returns."
         )
     for x, s in pairs_of(params):

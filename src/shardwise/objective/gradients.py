@@ -100,7 +100,8 @@ def mean_and_grads(
         )
     else:
         whole, grads, extra = _accumulated(part, parts, rows)
-    grads = nothing_if_empty(grads, whole.count if traced.has_count else None)
+    if not traced.linear:  # and else 0 is what a cotangent of 0 gives
+        grads = nothing_if_empty(grads, whole.count if traced.has_count else None)
     found = auxiliary.ways(aux, extra)
     leaves = [auxiliary.reduced(x, w) for x, w in zip(jax.tree.leaves(extra), found, strict=True)]
     extra = jax.tree.unflatten(jax.tree.structure(extra), leaves)

@@ -128,10 +128,10 @@ def constraint(sharding: Any, mesh: Any, axis: str) -> None:
 
 
 def parameters(params: Any) -> None:
-    """They are what `split` returns."""
+    """They are what `place` returns."""
     if not isinstance(params, Pipelined):
         raise TypeError(
-            f"{WHERE}: the parameters are a {type(params).__name__}; expected what pipeline.split "
+            f"{WHERE}: the parameters are a {type(params).__name__}; expected what pipeline.place "
             f"returns."
         )
 

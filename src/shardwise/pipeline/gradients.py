@@ -32,7 +32,7 @@ def value_and_grad(
     stage ends. It takes `key=` too where one is given, and returns an `objective.Mean` or a scalar,
     a mean over rows; with `has_aux`, that and a tree: see `shardwise.objective`, also for keys.
     Microbatch j of m holds the rows r of the batch with r % m == j. `params` is what
-    `pipeline.split` returns, and so is the gradient.
+    `pipeline.place` returns, and so is the gradient.
 
     Tasks are dispatched, not waited for: while a device runs one, its next one is on its way. The
     function's method `timed`, with the same arguments, waits for each, and returns its results and
@@ -94,7 +94,7 @@ class ValueAndGrad:
         return self._run(params, batch, args, key, timed=True)
 
     def homes(self, tree: Any, batch: Any, *args: Any, key: Any = None) -> tuple[list, tuple]:
-        """For `split`: where each leaf of `tree` lives, and the meshes of the stages."""
+        """For `place`: where each leaf of `tree` lives, and the meshes of the stages."""
         traced = self._traced(tree, batch, args, key)
         homes = [
             tuple((s.index, s.rows[i]) for s in traced.stages if i in s.rows)
@@ -113,7 +113,7 @@ class ValueAndGrad:
             if (homes, meshes) != ([p.homes for p in params.layout], params.meshes):
                 raise ValueError(
                     "pipeline.value_and_grad: the parameters are placed for other stages or "
-                    "devices; merge them, and split them like this function."
+                    "devices; take them whole, and place them for this function."
                 )
             with outside_meshes():
                 self._plans[given] = Plan(self.asked, self._traced(tree, batch, args, key), params)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise.pipeline.placing import Piece, Pipelined, place, state_layout
+from shardwise.pipeline.placing import Piece, Pipelined, laid, state_layout
 from shardwise.pipeline.spreading import Spread
 
 
@@ -98,7 +98,7 @@ def _whole(name, tree, meshes):
         homes = everywhere if jnp.ndim(x) else everywhere[:1]
         layout.append(Piece(f"{len(layout)}", jnp.shape(x), jnp.result_type(x), homes, P()))
         leaves.append(x)
-    return place(leaves, layout, jax.tree.structure(tree), meshes)
+    return laid(leaves, layout, jax.tree.structure(tree), meshes)
 
 
 def _copied(updates):
@@ -116,7 +116,7 @@ def _copied(updates):
 def _check_pipelined(who, **given):
     for name, tree in given.items():
         if not isinstance(tree, Pipelined):
-            remedy = "init(tx, params)" if name == "opt_state" else "split(params, function, batch)"
+            remedy = "init(tx, params)" if name == "opt_state" else "place(params, function, batch)"
             raise TypeError(
                 f"pipeline.{who}: {name} is a {type(tree).__name__}; expected a Pipelined tree. "
                 f"Make it with pipeline.{remedy}."

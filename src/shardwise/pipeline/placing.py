@@ -63,16 +63,16 @@ class Pipelined:
         """The original tree, of whole arrays on the host (`abstract`: of what they are)."""
         shapes = [piece.shape for piece in self.layout]
         if not abstract:
-            return merge(self), shapes
+            return whole(self), shapes
         zeros = [np.broadcast_to(np.zeros((), p.dtype), p.shape) for p in self.layout]
         return jax.tree.unflatten(self.structure, zeros), shapes
 
     def from_checkpoint(self, arrays: list[np.ndarray]) -> "Pipelined":
         """The same, of other whole arrays on the host, each laid on its stages by itself."""
-        return place(arrays, self.layout, self.structure, self.meshes)
+        return laid(arrays, self.layout, self.structure, self.meshes)
 
 
-def split(
+def place(
     tree: Any, like: Any, batch: Any = None, *args: Any, key: Any = None, rule: Any = P()
 ) -> Pipelined:
     """`tree` as `Pipelined`: each array, or its rows, on the devices of the stages that read it.
@@ -94,10 +94,10 @@ def split(
         with outside_meshes():
             layout = _layout(tree, homes, rule, meshes)
     with outside_meshes():
-        return place(jax.tree.leaves(tree), layout, jax.tree.structure(tree), meshes)
+        return laid(jax.tree.leaves(tree), layout, jax.tree.structure(tree), meshes)
 
 
-def merge(pipelined: Pipelined) -> Any:
+def whole(pipelined: Pipelined) -> Any:
     """The original tree, of whole NumPy arrays (typed keys: of keys), bitwise what stages hold."""
     leaves = []
     for piece in pipelined.layout:
@@ -118,7 +118,7 @@ def _joined(arrays):
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def place(leaves, layout, structure, meshes):
+def laid(leaves, layout, structure, meshes):
     """`Pipelined` of whole arrays: copies, so that donating one leaves the others alone."""
     tree = {}
     for x, piece in zip(map(plain, leaves), layout, strict=True):
@@ -214,7 +214,7 @@ def _distinct(layout):
     for piece in layout:
         if piece.path in seen:
             raise ValueError(
-                f"pipeline.split: two arrays have the path {piece.path!r}; rename one."
+                f"pipeline.place: two arrays have the path {piece.path!r}; rename one."
             )
         seen.add(piece.path)
     return layout

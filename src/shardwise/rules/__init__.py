@@ -12,7 +12,7 @@ from shardwise.rules.following import follow
 from shardwise.rules.fsdp import FSDPRule
 from shardwise.rules.leaves import Leaf, named_leaves
 from shardwise.rules.logical import LogicalRules
-from shardwise.rules.placement import constrain_tree, gather, place, shardings
+from shardwise.rules.placement import constrain_tree, place, shardings, whole
 from shardwise.rules.policies import PathRules, PolicyRule
 from shardwise.rules.rule import Choice, Rule
 from shardwise.rules.table import describe
@@ -28,10 +28,10 @@ __all__ = [
     "constrain_tree",
     "describe",
     "follow",
-    "gather",
     "global_batch",
     "jit",
     "named_leaves",
     "place",
     "shardings",
+    "whole",
 ]

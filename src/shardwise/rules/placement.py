@@ -88,16 +88,16 @@ def place(tree, rule, mesh):
     return jax.device_put(tree, shardings(rule, tree, mesh))
 
 
-def gather(tree):
+def whole(tree):
     """`tree` with each array whole on every device of its mesh, hence readable in each process."""
 
-    def whole(x):
+    def replicated(x):
         if not isinstance(getattr(x, "sharding", None), NamedSharding):
             return x
         target = NamedSharding(x.sharding.mesh, PartitionSpec())
         return jax.jit(lambda x: x, out_shardings=target)(x)
 
-    return jax.tree.map(whole, tree)
+    return jax.tree.map(replicated, tree)
 
 
 def constrain_tree(tree, rule, mesh=None):
