@@ -10,6 +10,7 @@ import pytest
 from browser import serve, silent_page
 
 pytest.importorskip("jupyter_book", reason="the book is not built on this stack")
+from shardwise_book import site
 from shardwise_book.docstrings import to_rst
 from shardwise_book.site import draw, page_links
 
@@ -110,6 +111,16 @@ def test_every_declaration_of_the_style_sheet_is_one(browser):
     with silent_page(browser) as page:
         unknown = "pairs => pairs.filter(([name, value]) => !CSS.supports(name, value.trim()))"
         assert page.evaluate(unknown, declared) == []
+
+
+def test_no_colour_of_code_is_left_out():
+    """Spans that pages leave out to weigh less are those that the style sheet has no rule for."""
+    rules = re.findall(r"\.highlight ([^{]*)\{", (ROOT / "book/_static/shardwise.css").read_text())
+    coloured = set(re.findall(r"\.([a-z][a-z0-9]?)\b", " ".join(rules)))
+    assert {"k", "s1", "nf", "c1"} <= coloured
+    assert coloured.isdisjoint(site.UNCOLOURED)
+    code = '<span class="n">x</span> <span class="o">=</span> <span class="mi">1</span>'
+    assert site.PLAIN.sub(r"\1", code) == 'x = <span class="mi">1</span>'
 
 
 @pytest.fixture(scope="module")

@@ -38,6 +38,10 @@ NAME = re.compile(r"[\w-]*(?=\.)|$")
 # Each piece of source that a cell shows brings all of pygments' colours with it, for one mode.
 COLOURS = re.compile(r"<style>pre \{ line-height: 125%; \}.*?</style>", re.DOTALL)
 
+# Names, operators and punctuation have the text's own colour: half of a page with much code.
+UNCOLOURED = ("n", "nb", "nn", "o", "p", "w")
+PLAIN = re.compile(rf'<span class="(?:{"|".join(UNCOLOURED)})">([^<]*)</span>')
+
 
 def mathml(node: nodes.Element, display: str) -> str:
     """The node's formula as MathML; warns, naming place and formula, where it cannot be drawn."""
@@ -129,7 +133,7 @@ def add_page_context(
 ) -> None:
     """Gives the templates the page's links, and a notebook to download beside each chapter."""
     context["page_links"] = []
-    context["body"] = COLOURS.sub("", context.get("body", ""))
+    context["body"] = PLAIN.sub(r"\1", COLOURS.sub("", context.get("body", "")))
     notebook = Path(app.srcdir, f"{pagename}.ipynb")
     if not pagename.startswith("chapters/") or not notebook.exists():
         return
