@@ -17,6 +17,8 @@ import contextlib
 import contextvars
 import types
 import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +27,12 @@ _MEANINGS = contextvars.ContextVar("shardwise_marks", default=types.MappingProxy
 _TRACED_UNDER = jax.make_user_context(None)  # the same, hashable, for JAX's caches
 
 
-def constrain(x, name):
+def constrain(x: Any, name: str) -> Any:
     """`x`, an activation known as `name`: a place where a layout may be pinned."""
     return _apply("constrain", x, name)
 
 
-def use(weights):
+def use(weights: Any) -> Any:
     """`weights`, a pytree, at the place where one layer's weights are used.
 
     A scanned stack calls it on the slice that its body receives, inside the rematerialised part:
@@ -39,12 +41,12 @@ def use(weights):
     return _apply("use", weights)
 
 
-def stage_boundary(x):
+def stage_boundary(x: Any) -> Any:
     """`x`, where one pipeline stage ends and the next begins: k marks make k+1 stages."""
     return _apply("stage_boundary", x)
 
 
-def index(axis, size):
+def index(axis: str, size: int) -> jax.Array:
     """The numbers int32 [size], in the whole batch, of a part's entries along `axis`.
 
     `axis` is "rows", or "sequence". Unbound, the part is the whole: 0 to size - 1. A draw that
@@ -55,7 +57,7 @@ def index(axis, size):
 
 
 @contextlib.contextmanager
-def bind(**meanings):
+def bind(**meanings: Callable) -> Iterator[None]:
     """Give marks a meaning within the block: `bind(use=gather)`; the others keep theirs.
 
     Raises:

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 _devices = None
 
 
-def simulate(n=8):
+def simulate(n: int = 8) -> None:
     """Make `n` devices available in this process, on CPU where there are too few accelerators.
 
     First asks for `n` CPU devices, which must happen before JAX first touches a device. Then
@@ -48,12 +48,12 @@ def simulate(n=8):
     _devices = found if jax.process_count() > 1 else found[:n]
 
 
-def devices():
+def devices() -> list[jax.Device]:
     """The devices that meshes are made of: those of `simulate`, else all of `jax.devices()`."""
     return list(jax.devices() if _devices is None else _devices)
 
 
-def make(**axes):
+def make(**axes: int) -> jax.sharding.Mesh:
     """A mesh by axis name: `make(data=-1, model=2)` on 8 devices is 4×2.
 
     The axes stand in the order in which they are written: neighbours along the last one are

@@ -59,7 +59,14 @@ class Linear(nnx.Module):
     the same under every sharding; normal ones are not on every JAX that we support.
     """
 
-    def __init__(self, config, shape, axes, fan_in, rngs):
+    def __init__(
+        self,
+        config: Config,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        fan_in: int,
+        rngs: nnx.Rngs,
+    ):
         limit = (3 / fan_in) ** 0.5
         kernel = jax.random.uniform(rngs.params(), shape, config.param_dtype, -limit, limit)
         self.kernel = nnx.Param(kernel, logical_axes=axes)
@@ -72,7 +79,7 @@ class Linear(nnx.Module):
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation over embed, in float32 (Zhang and Sennrich, 2019)."""
 
-    def __init__(self, config):
+    def __init__(self, config: Config):
         self.scale = nnx.Param(jnp.ones(config.embed, config.param_dtype), logical_axes=("embed",))
 
     def __call__(self, x):
@@ -81,7 +88,7 @@ class RMSNorm(nnx.Module):
         return (wide * self.scale[...].astype(jnp.float32)[None, None, :]).astype(x.dtype)
 
 
-def rotary(x):
+def rotary(x: jax.Array) -> jax.Array:
     """Rotate the halves of x [b, s, h, d] by angles that grow with the position (Su et al.)."""
     half = x.shape[-1] // 2
     frequency = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -91,7 +98,7 @@ def rotary(x):
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def attend(q, k, v):
+def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Causal attention, q [b, s, h, d], k and v [b, t, k, d]: a kv head serves h/k query heads."""
     b, s, h, d = q.shape
     q = q.reshape(b, s, k.shape[2], h // k.shape[2], d)
@@ -104,7 +111,7 @@ def attend(q, k, v):
 class Block(nnx.Module):
     """One layer: grouped-query attention, then a gated MLP, each after an RMSNorm."""
 
-    def __init__(self, config, rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs):
         c = config
         self.attention_norm = RMSNorm(c)
         query = ("embed", "heads", "head_dim")
@@ -132,7 +139,7 @@ class Block(nnx.Module):
         return marks.constrain(x + drop(y, self.dropout, keys[1]), "mlp")
 
 
-def drop(x, rate, key):
+def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Zero each entry of x [b, s, e] with probability `rate`, scaling the rest; no key, no dropout.
 
     A draw depends on the key and on the entry's place in the whole batch: however that is divided,
@@ -165,7 +172,7 @@ class Decoder(nnx.Module):
     which its logical axes do not name.
     """
 
-    def __init__(self, config, rngs):
+    def __init__(self, config: Config, rngs: nnx.Rngs):
         self.config = config
         table = (config.vocab, config.embed)
         self.embed = Linear(config, table, ("vocab", "embed"), config.embed, rngs)

@@ -1,17 +1,22 @@
 """Loss, gradients and the training step, for one device; sharded initialisation by a rule."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from shardwise import objective, rules
-from shardwise.model import Decoder
+from shardwise.model import Config, Decoder
 
 
-def loss(params, batch, key=None, graphdef=None):
+def loss(
+    params: Any, batch: dict[str, Any], key: jax.Array | None = None, graphdef: Any = None
+) -> objective.Mean:
     """`objective.Mean`: the sum of -log p over real tokens, in nats, and their number.
 
     Dividing once, at the very end, makes any padding, masking, sharding or accumulation exact.
@@ -26,7 +31,9 @@ def loss(params, batch, key=None, graphdef=None):
     return objective.Mean(jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"]))
 
 
-def init(config, mesh, rule, optimizer, seed=0):
+def init(
+    config: Config, mesh: Mesh, rule: Any, optimizer: Any, seed: int = 0
+) -> tuple[Any, Any, Any]:
     """(graphdef, params, opt_state) of a `model.Decoder`, each array born in its shards.
 
     `rule` lays out the parameters, and the optimizer's state follows them. The same seed gives
@@ -40,7 +47,7 @@ def init(config, mesh, rule, optimizer, seed=0):
     return graphdef, *create(jax.random.key(seed))
 
 
-def initializer(config, mesh, rule, optimizer):
+def initializer(config: Config, mesh: Mesh, rule: Any, optimizer: Any) -> tuple[Any, Callable]:
     """(graphdef, create): `create(key)` is the jitted program of `init`, to be lowered and read."""
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
 
@@ -51,13 +58,17 @@ def initializer(config, mesh, rule, optimizer):
     return graphdef, rules.jit(create, mesh, out_rules=(rule, rules.follow(rule, abstract)))
 
 
-def optimizer(peak=3e-3, steps=300, warmup=20):
+def optimizer(
+    peak: float = 3e-3, steps: int = 300, warmup: int = 20
+) -> optax.GradientTransformation:
     """AdamW after clipping the global norm to 1, with linear warm-up and cosine decay to 0."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
 
 
-def step(loss, optimizer, microbatches=1, jit=jax.jit):
+def step(
+    loss: Callable, optimizer: Any, microbatches: int = 1, jit: Callable = jax.jit
+) -> Callable:
     """A jitted `(params, opt_state, batch, key=None) -> (params, opt_state, mean_loss)`.
 
     `loss` and `microbatches` are those of `objective.value_and_grad`; `optimizer` is any optax

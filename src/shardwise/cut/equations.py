@@ -1,7 +1,7 @@
 """Equations of a traced program: which are needed for what, and how to run them."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ class Equation(NamedTuple):
     effects: bool = False
 
 
-def equations(jaxpr):
+def equations(jaxpr: Any) -> list[Equation]:
     """A jaxpr's equations, in order."""
     return [
         Equation(
@@ -41,7 +41,7 @@ def equations(jaxpr):
     ]
 
 
-def bind(eqn, *values):
+def bind(eqn: Any, *values: Any) -> list:
     """Run one equation of a jaxpr on values, in whatever trace these belong to.
 
     What it leaves there has the names and source lines that it had, so that a profile of the new
@@ -67,19 +67,24 @@ def variables(atoms):
     return [v for v in atoms if not isinstance(v, Literal)]
 
 
-def read(env, atoms):
+def read(env: dict, atoms: Iterable) -> list:
     """Their values; a literal is its own."""
     return [v.val if isinstance(v, Literal) else env[v] for v in atoms]
 
 
-def run(eqns, env):
+def run(eqns: Iterable[Equation], env: dict) -> dict:
     """Run equations in order, adding what they yield to `env`."""
     for eqn in eqns:
         env.update(zip(eqn.outvars, eqn.run(*read(env, eqn.invars)), strict=True))
     return env
 
 
-def needed(eqns, outputs, given, keep=lambda eqn: False):
+def needed(
+    eqns: Sequence[Equation],
+    outputs: Iterable,
+    given: Collection,
+    keep: Callable[[Equation], bool] = lambda eqn: False,
+) -> tuple[list[Equation], set]:
     """The equations from which `outputs` follow, in order, and which of the `given` they use.
 
     Those for which `keep` is true are among them, and what they follow from.
@@ -98,7 +103,7 @@ def needed(eqns, outputs, given, keep=lambda eqn: False):
     return chosen[::-1], used
 
 
-def inlined(closed, names=frozenset(CALLS)):
+def inlined(closed: Any, names: Collection[str] = frozenset(CALLS)) -> Any:
     """The same traced program, with calls of the primitives in `names` replaced by their bodies."""
 
     def evaluate(jaxpr, consts, values):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from shardwise.cut.equations import CALLS, REMAT, equations, inlined, needed, read, run, variables
 from shardwise.cut.scans import split_scans
+from shardwise.cut.stages import Stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Halves:
     undivided: tuple[str, ...]
 
 
-def backward(stage):
+def backward(stage: Stage) -> Halves:
     """The `Halves` of a stage, by differentiating its function and slicing the traced result.
 
     What depends on no cotangent is the forward's. Of what does, equations under `jax.jit` and
@@ -86,7 +87,7 @@ def _halves(traced):
     )
 
 
-def differentiable(stage):
+def differentiable(stage: Stage) -> list[int]:
     """The numbers of the outputs that have cotangents."""
     numbers = stage.seeds if stage.last else range(len(stage.outputs))
     return [i for i in numbers if inexact(stage.outputs[i])]

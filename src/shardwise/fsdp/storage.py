@@ -129,18 +129,18 @@ def _beside(over, tree, mesh, axis, count):
     return [tuple(spec) for spec in specs]
 
 
-def unpad(sharded):
+def unpad(sharded: Sharded) -> Any:
     """The tree in its true shapes; to be called inside jit, where these need not divide."""
     return rebuild(sharded, [_cut_to(x, s.shape, s.cut) for x, s in pairs_of(sharded)])
 
 
-def whole(sharded):
+def whole(sharded: Sharded) -> Any:
     """The tree in its true shapes, whole on every device."""
     everywhere = NamedSharding(sharded.mesh, P())
     return jax.jit(unpad, out_shardings=everywhere)(sharded)
 
 
-def describe(sharded):
+def describe(sharded: Sharded) -> str:
     """How each array is kept, as text: path, shape, cut axis, padding, bytes on each device."""
     n = sharded.mesh.shape[sharded.axis]
     lines, held, whole = [], 0, 0

@@ -13,7 +13,7 @@ from shardwise.objective.microbatches import numbers, split
 from shardwise.objective.tracing import Traced, trace
 
 
-def _same(x):
+def _same(x: Any) -> Any:
     return x
 
 

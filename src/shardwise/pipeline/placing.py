@@ -36,7 +36,7 @@ class Piece(NamedTuple):
         """The homes that count it: for an array that is whole on several stages, the first."""
         return self.homes if self.in_rows else self.homes[:1]
 
-    def rows(self, stage):
+    def rows(self, stage: int) -> tuple[int, int] | None:
         return dict(self.homes)[stage]
 
 
@@ -54,7 +54,7 @@ class Pipelined:
     structure: Any = dataclasses.field(metadata=dict(static=True))
     meshes: tuple = dataclasses.field(metadata=dict(static=True))
 
-    def abstract(self):
+    def abstract(self) -> Any:
         """The original tree, of shapes and dtypes."""
         leaves = [jax.ShapeDtypeStruct(piece.shape, piece.dtype) for piece in self.layout]
         return jax.tree.unflatten(self.structure, leaves)

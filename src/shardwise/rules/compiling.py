@@ -3,9 +3,12 @@
 import functools
 import inspect
 import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Mesh
 
 from shardwise import marks
 from shardwise.mesh import check_auto
@@ -19,15 +22,15 @@ from shardwise.rules.placement import (
 
 
 def jit(
-    fn,
-    mesh,
-    in_rules=None,
-    out_rules=None,
-    arg_constraints=None,
-    names=None,
-    static_argnums=(),
-    donate_argnums=(),
-):
+    fn: Callable,
+    mesh: Mesh,
+    in_rules: Any = None,
+    out_rules: Any = None,
+    arg_constraints: Any = None,
+    names: Mapping[str, Any] | None = None,
+    static_argnums: int | Sequence[int] = (),
+    donate_argnums: int | Sequence[int] = (),
+) -> Callable:
     """`jax.jit(fn)` over `mesh`, with rules in the place of shardings.
 
     Rules need shapes: they are resolved at the first call, or `.lower`, with arguments of a new

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from shardwise.rules.leaves import read
 from shardwise.rules.rule import (
@@ -50,7 +50,7 @@ class FSDPRule(Rule):
         if self.ties not in ("last", "first"):
             raise ValueError(f"FSDPRule: ties={self.ties!r}; expected 'last' or 'first'.")
 
-    def choices(self, tree, mesh):
+    def choices(self, tree: Any, mesh: Mesh) -> list[Choice]:
         check_axes("FSDPRule", mesh_axes(self.axis), mesh)
         names = self.names if self.names is not None else getattr(self.over, "names", None)
         leaves = read(tree, names)

@@ -31,7 +31,7 @@ class Leaf(NamedTuple):
         """What messages call the leaf, which is its path unless the tree is this one array."""
         return self.path or "the array"
 
-    def axis(self, i):
+    def axis(self, i: int) -> str:
         """What messages call axis i, by number, and by name where it has one."""
         return f"axis {i}" + (f" ({self.axes[i]!r})" if self.axes and self.axes[i] else "")
 

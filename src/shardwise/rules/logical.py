@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
+from shardwise.rules.leaves import Leaf
 from shardwise.rules.rule import Choice, Rule, check_axes, check_not_factored, mesh_axes
 
 
@@ -46,7 +47,7 @@ class LogicalRules(Rule):
             )
         return dataclasses.replace(self, table={**self.table, **changes})
 
-    def spec(self, *axes):
+    def spec(self, *axes: str | None) -> PartitionSpec:
         """The PartitionSpec of an activation with these logical axes; None for an unnamed one.
 
         Raises:
@@ -56,12 +57,12 @@ class LogicalRules(Rule):
         self._check_collision("an activation", axes, entries)
         return PartitionSpec(*entries)
 
-    def choices(self, tree, mesh):
+    def choices(self, tree: Any, mesh: Mesh) -> list[Choice]:
         named = [axis for entry in self.table.values() for axis in mesh_axes(entry)]
         check_axes("LogicalRules", named, mesh)
         return super().choices(tree, mesh)
 
-    def choose(self, leaf, mesh):
+    def choose(self, leaf: Leaf, mesh: Mesh) -> Choice:
         check_not_factored("LogicalRules", leaf)
         if leaf.axes is None:
             raise ValueError(

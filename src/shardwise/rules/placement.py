@@ -3,10 +3,11 @@
 import contextlib
 import contextvars
 import reprlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardwise import tree as trees
 from shardwise.rules.leaves import fill
@@ -16,7 +17,7 @@ _MESH = contextvars.ContextVar("shardwise_rules_mesh", default=None)
 _TRACED_UNDER = jax.make_user_context(None)  # the same, for JAX's caches
 
 
-def shardings(rule, tree, mesh):
+def shardings(rule: Any, tree: Any, mesh: Mesh) -> Any:
     """The tree's NamedShardings; `rule` may also be a tree of rules, a prefix of `tree`.
 
     In such a tree a sharding stands for itself, and None for "not said".
@@ -79,7 +80,7 @@ def _told(node, children):
     return f"{type(node).__name__} with {[trees.path(key) for key, _ in children]}"
 
 
-def place(tree, rule, mesh):
+def place(tree: Any, rule: Any, mesh: Mesh) -> Any:
     """`tree` with each array laid out by `rule`, wherever it was before.
 
     An array that lies so already, on a device or on all, may share its memory with the result:
@@ -88,7 +89,7 @@ def place(tree, rule, mesh):
     return jax.device_put(tree, shardings(rule, tree, mesh))
 
 
-def whole(tree):
+def whole(tree: Any) -> Any:
     """`tree` with each array whole on every device of its mesh, hence readable in each process."""
 
     def replicated(x):
@@ -100,7 +101,7 @@ def whole(tree):
     return jax.tree.map(replicated, tree)
 
 
-def constrain_tree(tree, rule, mesh=None):
+def constrain_tree(tree: Any, rule: Any, mesh: Mesh | None = None) -> Any:
     """Inside jit, `tree` with each array constrained to the layout that `rule` gives it.
 
     The mesh is that of the `rules.jit` around it, unless given.

@@ -3,10 +3,11 @@
 import dataclasses
 import re
 from collections.abc import Callable
+from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from shardwise.rules.leaves import read
+from shardwise.rules.leaves import Leaf, read
 from shardwise.rules.rule import Choice, Rule
 
 
@@ -21,7 +22,9 @@ class PathRules(Rule):
         unused patterns, and what `Rule` lists.
     """
 
-    def __init__(self, *pairs, strict=True, uneven="error"):
+    def __init__(
+        self, *pairs: tuple[str, PartitionSpec], strict: bool = True, uneven: str = "error"
+    ):
         for pair in pairs:
             if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)) or (
                 not isinstance(pair[1], PartitionSpec)
@@ -34,12 +37,12 @@ class PathRules(Rule):
         self.strict, self.uneven = strict, uneven
         self.check_uneven()
 
-    def choices(self, tree, mesh):
+    def choices(self, tree: Any, mesh: Mesh) -> list[Choice]:
         if self.strict:
             self._check_complete([leaf.path for leaf in read(tree) if leaf.size != 1])
         return super().choices(tree, mesh)
 
-    def choose(self, leaf, mesh):
+    def choose(self, leaf: Leaf, mesh: Mesh) -> Choice:
         for pattern, spec in self.pairs:
             if pattern.search(leaf.path):
                 return Choice(spec, f"{pattern.pattern!r} says so")
@@ -75,7 +78,7 @@ class PolicyRule(Rule):
     def __post_init__(self):
         self.check_uneven()
 
-    def choose(self, leaf, mesh):
+    def choose(self, leaf: Leaf, mesh: Mesh) -> Choice:
         spec = self.fn(leaf.path, leaf.array)
         if not isinstance(spec, PartitionSpec):
             raise TypeError(

@@ -1,12 +1,12 @@
 """What all rules share: from one choice for each leaf to checked specs for the tree."""
 
 import reprlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from shardwise.rules.leaves import fill, is_factored, read
+from shardwise.rules.leaves import Leaf, fill, is_factored, read
 
 
 class Choice(NamedTuple):
@@ -29,25 +29,25 @@ class Rule:
     names = None
     uneven = "error"
 
-    def __call__(self, tree, mesh):
+    def __call__(self, tree: Any, mesh: Mesh) -> Any:
         """The tree's PartitionSpecs."""
         return fill(tree, [choice.spec for choice in self.choices(tree, mesh)])
 
-    def choices(self, tree, mesh):
+    def choices(self, tree: Any, mesh: Mesh) -> list[Choice]:
         """One `Choice` for each leaf, in order."""
         return [self.settle(leaf, mesh) for leaf in read(tree, self.names)]
 
-    def settle(self, leaf, mesh):
+    def settle(self, leaf: Leaf, mesh: Mesh) -> Choice:
         """The choice for one leaf, checked; a single element is always replicated."""
         if leaf.size == 1:
             return Choice(PartitionSpec(), "one element")
         return self.fit(leaf, self.choose(leaf, mesh), mesh)
 
-    def fit(self, leaf, choice, mesh):
+    def fit(self, leaf: Leaf, choice: Choice, mesh: Mesh) -> Choice:
         """`choice` if its spec fits the array and the mesh."""
         return fit(type(self).__name__, leaf, choice, mesh, self.uneven)
 
-    def check_uneven(self):
+    def check_uneven(self) -> None:
         """Call from a subclass's __post_init__."""
         if self.uneven not in ("error", "replicate"):
             raise ValueError(

@@ -2,9 +2,10 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from shardwise.rules.leaves import named_leaves
 from shardwise.rules.rule import as_rule, parts, short, sizes
@@ -73,7 +74,7 @@ class Description:
         )
 
 
-def describe(rule, tree, mesh):
+def describe(rule: Any, tree: Any, mesh: Mesh) -> str:
     """The layout that `rule` gives `tree`: path, shape, spec and bytes per device of each array.
 
     Says the total too, and of what stays whole on every device why. Takes abstract arrays: no
