@@ -144,6 +144,15 @@ def test_arrays_of_other_shapes_have_the_axes_that_they_kept():
     }
 
 
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [((7,), (2,)), ((5,), (1,)), ((7, 5), (2, 3)), ((5, 5), (1, 3)), ((5, 2), None), ((3,), None)],
+)
+def test_an_array_that_lacks_several_axes_has_the_first_of_its_sizes(shape, axes):
+    params = {"w": jnp.ones((2, 5, 7, 5))}
+    assert owned({"w": jnp.ones(shape)}, params) == {"w": ("w", axes)}
+
+
 def test_what_lies_beside_the_parameters_has_no_owner():
     params = {"a": jnp.ones((3, 3)), "count": jnp.ones(3)}
     state = optax.chain(optax.add_noise(1.0, 0.5, 3), optax.adam(1e-2)).init(params)
