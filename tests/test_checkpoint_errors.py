@@ -174,6 +174,8 @@ def test_steps_only_grow(root, saved, step, message):
         ({"params": {"w": 2**70, "x": jnp.ones(3)}}, "params: w is 1180.* of type int and dtype"),
         ({"params": {"w": jnp.zeros((0, 3))}}, r"params: w has the shape \(0, 3\) and no elements"),
         ({"a/b": {"w": jnp.ones(3)}}, "an item cannot be named 'a/b'.* no slashes"),
+        ({"a\\b": {"w": jnp.ones(3)}}, r"an item cannot be named 'a\\\\b'"),
+        ({"a\0b": {"w": jnp.ones(3)}}, r"an item cannot be named 'a\\x00b'"),
         ({"..": {"w": jnp.ones(3)}}, r"an item cannot be named '\.\.'.* no dot in front"),
         ({"": {"w": jnp.ones(3)}}, "an item cannot be named ''"),
         ({"metrics": {"w": jnp.ones(3)}}, "an item cannot be named 'metrics'"),

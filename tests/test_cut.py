@@ -295,6 +295,18 @@ def test_what_cannot_be_cut_in_two_is_named():
     check(loss, params, draw(ROWS, WIDE))
 
 
+def test_a_scan_whose_gradient_of_weights_is_what_it_sends_back_stays_whole_and_is_named():
+    def loss(params, x):
+        x = marks.stage_boundary(x @ params["a"])
+        x, _ = jax.lax.scan(lambda x, b: (jnp.tanh(x + b), None), x, params["b"])
+        return jnp.sum(x), jnp.float32(1)
+
+    params = {"a": draw(WIDE, WIDE), "b": draw(3, ROWS, WIDE, seed=1)}
+    parts, _ = cut.stages(loss, params, draw(ROWS, WIDE))
+    assert cut.backward(parts[1]).undivided == ("scan",)
+    check(loss, params, draw(ROWS, WIDE))
+
+
 # What the user's code leaves behind: effects, names, source lines.
 
 

@@ -1,5 +1,7 @@
 import dataclasses
+import gc
 import threading
+import weakref
 
 import flax.linen as nn
 import jax
@@ -15,6 +17,7 @@ def test_unbound_marks_are_identities_that_leave_no_trace():
     assert marks.use(tree) is tree
     x = jnp.ones(3)
     assert marks.constrain(x, "logits") is x and marks.stage_boundary(x) is x
+    assert marks.index("rows", 3).tolist() == [0, 1, 2]
     assert not jax.make_jaxpr(lambda x: marks.stage_boundary(marks.constrain(x, "a")))(x).eqns
 
 
@@ -123,3 +126,13 @@ def test_a_meaning_without_a_hash_is_named():
     with pytest.raises(TypeError, match=r"a meaning of \['constrain'\] has no hash \(unhashable"):
         with marks.bind(constrain=_Add([1])):
             pass
+
+
+def test_what_jax_keeps_of_a_trace_keeps_no_function_alive():
+    meaning = lambda x, name: x + 1  # noqa: E731
+    alive = weakref.ref(meaning)
+    with marks.bind(constrain=meaning):
+        assert JITTED(jnp.float32(0)) == 1
+    del meaning
+    gc.collect()
+    assert alive() is None

@@ -43,6 +43,20 @@ def test_simulate_can_be_called_again_for_fewer():
     assert mesh.devices() == jax.devices()
 
 
+def test_simulate_takes_the_first_cpu_device_as_default_where_accelerators_are_too_few(monkeypatch):
+    jax.devices()  # the backend is up from here on
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "default_backend", lambda: "gpu")
+            patch.setattr(jax, "local_device_count", lambda: 1)
+            mesh.simulate(4)
+        assert jax.config.jax_default_device == jax.devices("cpu")[0]
+        assert mesh.devices() == jax.devices("cpu")[:4]
+    finally:
+        mesh.simulate(8)
+    assert jax.config.jax_default_device is None
+
+
 @given(st.data())
 def test_make_resolves_every_factorisation(draw):
     devices = len(mesh.devices())

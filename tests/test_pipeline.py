@@ -28,6 +28,7 @@ from shardwise import (
     train,
 )
 from shardwise.pipeline.running import run
+from shardwise.pipeline.stepping import Step
 from shardwise.schedules import Task
 
 mesh.simulate(8)
@@ -204,6 +205,22 @@ def test_each_stage_holds_its_own():
     assert set(programs) == {(s, k) for s in range(4) for k in "FB"}
     for (s, _), lowered in programs.items():
         assert f"{4}x{WIDE}x{WIDE}xf32" not in lowered.as_text(), s  # never the whole stack
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_every_task_has_its_program_and_says_when_it_has_run(name, monkeypatch):
+    """Without that, a rank would run ahead of its device, and times would be those of dispatch."""
+    performed, perform = {}, Step.perform
+    monkeypatch.setattr(
+        Step, "perform", lambda self, task: performed.setdefault(task, perform(self, task))
+    )
+    loss, params, batch = chain_of(2)
+    function, split, _ = check(loss, params, batch, TWO, name, 2)
+    table = schedules.SCHEDULES[name](2, 2, 2)
+    assert set(performed) == {task for order in table.tasks for task in order}
+    assert all(isinstance(done, jax.Array) for done in performed.values())
+    kinds = {(task.stage, task.kind) for task in performed}
+    assert set(pipeline.programs(function, split, batch)) == kinds
 
 
 # Losses, auxiliary outputs, keys.

@@ -238,8 +238,14 @@ def test_each_process_brings_its_rows():
     """Their order is that of the processes, whatever the mesh and the rule."""
     code = """
         import sys, jax, numpy as np
+        from jax.experimental import multihost_utils
         from jax.sharding import PartitionSpec as P
         from shardwise import mesh, rules
+        tiled, gather = [], multihost_utils.process_allgather
+        def seen(x, **options):
+            tiled.append(options.get("tiled", False))
+            return gather(x, **options)
+        multihost_utils.process_allgather = seen
         process, address = int(sys.argv[1]), sys.argv[2]
         jax.distributed.initialize(
             address, 2, process, initialization_timeout=60, coordinator_bind_address=address
@@ -249,8 +255,10 @@ def test_each_process_brings_its_rows():
         rows = np.arange(6).reshape(2, 3) + 6 * process
         batch = rules.global_batch({"x": rows, "step": np.int32(5)}, P("data"), m)
         assert batch["x"].shape == (4, 3) and batch["x"].sharding.spec == P("data")
+        assert tiled and not any(tiled)  # no rows go to another process
         grid = mesh.make(model=2, data=2)
         crossed = rules.global_batch({"x": rows}, P("data"), grid)  # needs the other's rows
+        assert any(tiled)
         everywhere = rules.global_batch({"x": rows}, P(), m)
         columns = rules.global_batch({"x": rows[:, :2]}, P(None, "data"), grid)
         for found, width in (batch, 3), (crossed, 3), (everywhere, 3), (columns, 2):

@@ -144,6 +144,25 @@ def test_arrays_of_other_shapes_have_the_axes_that_they_kept():
     }
 
 
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [
+        ((7,), (2,)),
+        ((5,), (1,)),
+        ((7, 5), (2, 3)),
+        ((5, 5), (1, 3)),
+        ((5, 2), None),
+        ((3,), None),
+        ((1, 5, 1, 5), (None, 1, None, 3)),
+        ((2, 1, 7, 5), (0, None, 2, 3)),
+        ((2, 2, 7, 5), None),
+    ],
+)
+def test_an_array_without_some_axes_or_with_size_1_there_has_the_first_of_its_sizes(shape, axes):
+    params = {"w": jnp.ones((2, 5, 7, 5))}
+    assert owned({"w": jnp.ones(shape)}, params) == {"w": ("w", axes)}
+
+
 def test_what_lies_beside_the_parameters_has_no_owner():
     params = {"a": jnp.ones((3, 3)), "count": jnp.ones(3)}
     state = optax.chain(optax.add_noise(1.0, 0.5, 3), optax.adam(1e-2)).init(params)
