@@ -428,6 +428,18 @@ def test_draws_by_shape_differ_from_part_to_part(key):
         assert len(np.unique(np.asarray(found))) > 0.99 * found.size
 
 
+@pytest.mark.parametrize("run", DIVIDED.values(), ids=DIVIDED)
+def test_a_count_of_what_is_drawn_counts_the_draws_of_the_loss(run):
+    """As masked language models draw what they predict: of ones, the mean is 1, whatever it is."""
+
+    def loss(params, batch, key):
+        chosen = jax.random.bernoulli(key, 0.5, batch["weight"].shape) * (batch["weight"] > 0)
+        return Mean(jnp.sum(chosen * params["b"].mean()), jnp.sum(chosen))
+
+    for seed in range(3):
+        assert abs(run(loss, PARAMS, BATCH, key=jax.random.key(seed))[0] - 1) < 1e-6
+
+
 def test_keys_in_the_wrong_place_are_named():
     def loss(params, batch, key):
         noise = jax.random.normal(key, (len(batch["x"]),))
