@@ -98,7 +98,7 @@ def standing(program: Any, output: Any) -> list[float]:
 def _stacked(program, v):
     """The numbers that were stacked to an array, to be added up."""
     step = program.made_by.get(v)
-    parts = step.inputs if step is not None and step.name == "concatenate" else ()
+    parts = step.inputs if step is not None and step.name in ("concatenate", "stack") else ()
     return [program.stripped(x) for x in parts if math.prod(x.aval.shape) == 1]
 
 
