@@ -88,9 +88,11 @@ def trace(
     anything runs.
 
     Raises:
-      TypeError: outputs that are no loss, or a PRNG key among `args`.
+      TypeError: outputs that are no loss, an auxiliary output that is no array, or a PRNG key
+        among `args`.
       ValueError: a mean over something that the batch's values decide, a term of the total that
-        does not depend on the batch, or draws of which some go by place and others by shape.
+        does not depend on the batch, a scalar that is a sum over rows, a total or count that is
+        none, or draws of which some go by place and others by shape.
     """
     _check_args(args)
     bare = normal(loss, has_aux)
