@@ -256,6 +256,98 @@ def test_what_cannot_be_right_is_an_error(loss, run):
         run(loss, PARAMS, BATCH)
 
 
+def each(params, batch):
+    return (outputs(params, batch) ** 2).sum(1)
+
+
+@jax.custom_jvp
+def safe_division(a, b):
+    return jnp.where(b == 0, 0, a / jnp.where(b == 0, 1, b))
+
+
+safe_division.defjvp(lambda at, along: (safe_division(*at), along[0] / at[1]))
+
+
+def of_weights(combine):
+    """A loss that combines the weighted sum of its rows' losses with the sum of their weights."""
+    return lambda p, b: combine(jnp.sum(each(p, b) * b["weight"]), jnp.sum(b["weight"]))
+
+
+NO_SUMS = {
+    "a sum": (lambda p, b: 0.5 * each(p, b).sum(), "has a sum over rows in it"),
+    "a mean and a sum": (lambda p, b: each(p, b).mean() + each(p, b).sum(), "has a sum over rows"),
+    "normalised weights": (
+        lambda p, b: jnp.sum(each(p, b) * (b["weight"] / b["weight"].sum())),
+        "divides an array by a sum over the batch's values",
+    ),
+    "a root": (lambda p, b: jnp.sqrt(each(p, b).mean()), "is a root, a power, a logarithm"),
+    "within a cond": (
+        of_weights(lambda t, n: jax.lax.cond(n > 0, lambda: t / n, lambda: 0.0)),
+        "divides by a number that it computes from the batch's values",
+    ),
+    "within a rule": (of_weights(safe_division), "divides by a number that it computes"),
+    "a count of at least 1": (
+        of_weights(lambda t, n: Mean(t, jnp.maximum(n, 1))),
+        "not a bare sum",
+    ),
+    "a count and 1": (of_weights(lambda t, n: Mean(t, n + 1)), "count is not a bare sum over rows"),
+    "a chosen count": (
+        of_weights(lambda t, n: Mean(t, jnp.where(n > 0, n, 1))),
+        "count is not a bare sum over rows",
+    ),
+    "a total that is a mean": (
+        lambda p, b: Mean(each(p, b).mean(), b["weight"].sum()),
+        "total of the loss's Mean has a mean over rows in it",
+    ),
+    "a count that is a mean": (
+        lambda p, b: Mean(each(p, b).sum(), b["weight"].mean()),
+        "count of the loss's Mean has a mean over rows in it",
+    ),
+    "a stacked penalty": (
+        lambda p, b: Mean(jnp.stack([each(p, b).sum(), p["w"].sum()]).sum(), b["weight"].sum()),
+        "does not depend on the batch",
+    ),
+    "a bool": (lambda p, b: Mean(each(p, b).sum(), b["weight"].any()), "count is bool"),
+}
+
+
+@pytest.mark.parametrize("name", NO_SUMS)
+def test_what_grows_otherwise_than_rows_is_an_error(name):
+    loss, message = NO_SUMS[name]
+    with pytest.raises((TypeError, ValueError), match=message):
+        jax.eval_shape(objective.value_and_grad(loss, 2), PARAMS, BATCH)
+
+
+SUMS = {
+    "divided first": lambda p, b: (each(p, b) / len(b["x"])).sum(),
+    "divided within": lambda p, b: (jax.nn.relu(each(p, b) / len(b["x"])) * b["weight"]).sum(),
+    "a product": lambda p, b: each(p, b) @ np.full(len(b["x"]), 1 / len(b["x"]), np.float32),
+    "by ones": lambda p, b: each(p, b).sum() / jnp.ones_like(b["weight"]).sum(),
+    "means of columns": lambda p, b: (outputs(p, b) ** 2).mean(0).sum(),
+    "by row": lambda p, b: jnp.mean(jnp.sqrt(each(p, b)) / (1 + (b["x"] ** 2).sum(1))),
+    "means times rows": lambda p, b: Mean(each(p, b).mean() * len(b["x"]), len(b["x"])),
+    "an epsilon": of_weights(lambda t, n: Mean(t, n + 1e-8)),
+    "at least an epsilon": of_weights(lambda t, n: Mean(t, jnp.maximum(n, 1e-6))),
+    "a guard": lambda p, b: jnp.nan_to_num(each(p, b).mean()),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_and_means_however_they_are_written_pass(name):
+    assert_close(in_microbatches(2)(SUMS[name], PARAMS, BATCH), on_one(SUMS[name]))
+
+
+def test_an_auxiliary_output_that_is_no_array_is_named():
+    loss = lambda p, b: (weighted(p, b), {"name": "x"})  # noqa: E731
+    with pytest.raises(TypeError, match=r"auxiliary output \['name'\] is a str"):
+        objective.value_and_grad(loss, 2, has_aux=True)(PARAMS, BATCH)
+
+
+def test_a_scalar_of_the_batch_is_named():
+    with pytest.raises(ValueError, match=r"t is a scalar, and has no rows.*further argument"):
+        fsdp.value_and_grad(weighted, LINE)(fsdp.place(PARAMS, LINE), BATCH | {"t": 1.0})
+
+
 @pytest.mark.parametrize(
     "loss",
     [masked_mean, average, penalty_in_the_total, contrastive, batch_norm],
@@ -426,6 +518,18 @@ def test_draws_by_shape_differ_from_part_to_part(key):
             function = fsdp.value_and_grad(loss, run, **how)
             (_, found), _ = function(fsdp.place(PARAMS, run), BATCH, key=key)
         assert len(np.unique(np.asarray(found))) > 0.99 * found.size
+
+
+@pytest.mark.parametrize("run", DIVIDED.values(), ids=DIVIDED)
+def test_a_count_of_what_is_drawn_counts_the_draws_of_the_loss(run):
+    """As masked language models draw what they predict: of ones, the mean is 1, whatever it is."""
+
+    def loss(params, batch, key):
+        chosen = jax.random.bernoulli(key, 0.5, batch["weight"].shape) * (batch["weight"] > 0)
+        return Mean(jnp.sum(chosen * params["b"].mean()), jnp.sum(chosen))
+
+    for seed in range(3):
+        assert abs(run(loss, PARAMS, BATCH, key=jax.random.key(seed))[0] - 1) < 1e-6
 
 
 def test_keys_in_the_wrong_place_are_named():

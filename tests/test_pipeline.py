@@ -676,6 +676,21 @@ def test_draws_by_place_are_one_device_s():
     assert_close(mean, value)
 
 
+def test_a_count_of_what_is_drawn_counts_the_draws_of_the_loss():
+    """Of ones, the mean is 1, whatever is drawn."""
+
+    def loss(params, batch, key):
+        chosen = jax.random.bernoulli(key, 0.5, batch["mask"].shape) * (batch["mask"] > 0)
+        x = marks.stage_boundary(batch["x"] @ params["w"][0]) @ params["w"][1]
+        each = 1 + x.sum(1) - jax.lax.stop_gradient(x.sum(1))
+        return objective.Mean(jnp.sum(chosen * each), jnp.sum(chosen))
+
+    _, params, batch = chain_of(2)
+    function, key = pipeline.value_and_grad(loss, TWO, "gpipe", 4), jax.random.key(1)
+    mean, _ = function(pipeline.place(params, function, batch, key=key), batch, key=key)
+    assert abs(mean - 1) < 1e-6
+
+
 # Layouts within a stage.
 
 

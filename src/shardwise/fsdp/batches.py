@@ -26,7 +26,13 @@ def pad(batch: dict, n: int, mask: str = "mask") -> dict:
 def check_rows(batch: Any, parts: int) -> None:
     """Raise where an array of the batch does not split into so many parts."""
     for path, x in trees.leaves(batch):
-        if jnp.ndim(x) == 0 or jnp.shape(x)[0] % parts:
+        if jnp.ndim(x) == 0:
+            raise ValueError(
+                f"fsdp.value_and_grad: {path or 'the batch'} is a scalar, and has no rows to cut "
+                f"into {parts} parts (devices times microbatches); hand it to the loss as a "
+                f"further argument."
+            )
+        if jnp.shape(x)[0] % parts:
             raise ValueError(
                 f"fsdp.value_and_grad: {path or 'the batch'} of shape {jnp.shape(x)} does "
                 f"not split into {parts} parts (devices times microbatches) along its rows; add "

@@ -1,17 +1,18 @@
 """What cannot be right when rows are divided, found in the trace of a loss."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
-from shardwise.objective.following import Labels, Step, every, label_of
+from shardwise.objective import growing
+from shardwise.objective.following import Labels, Step, every, label_of, programs
+from shardwise.objective.sums import check_sums
 
 BATCH = frozenset({"batch", "rows"})
-# Of one number these make a number that is linear in it: a sum over rows stays one.
-LINEAR = {"neg", "convert_element_type", "reshape", "squeeze", "reduce_sum", "copy", "name"}
 CONVERTING = {"convert_element_type", "reshape", "squeeze", "copy", "broadcast_in_dim"}
 INVERTING = {"div", "rsqrt", "integer_pow", "pow"}
 
@@ -20,6 +21,7 @@ INVERTING = {"div", "rsqrt", "integer_pow", "pow"}
 class Program:
     """A traced loss, opened: its outputs, what made each variable, and what that follows from."""
 
+    steps: list[Step]
     outputs: list
     made_by: dict[Any, Step]
     labels: dict[Any, Labels]
@@ -41,11 +43,23 @@ class Program:
         steps, outputs, found = every(closed.jaxpr, labels, visit)
         made_by = {v: step for step in steps for v in step.outputs}
         constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        return cls(outputs, made_by, found, constants, draws, bool(rules))
+        return cls(steps, outputs, made_by, found, constants, draws, bool(rules))
 
     def of_batch(self, v: Any) -> bool:
         """Whether it follows from values of the batch."""
         return bool(label_of(self.labels, v) & BATCH)
+
+    def labelled(self, v: Any) -> bool:
+        """Whether it follows from any input."""
+        return bool(label_of(self.labels, v))
+
+    def stripped(self, v: Any) -> Any:
+        """What an array was before it was converted or broadcast."""
+        while not isinstance(v, Literal) and v in self.made_by:
+            if self.made_by[v].name not in CONVERTING:
+                break
+            v = self.made_by[v].inputs[0]
+        return v
 
     def static(self, v: Any) -> float | None:
         """The number that stands in the program, perhaps converted; None for anything else."""
@@ -67,7 +81,7 @@ class Program:
             return 1.0
         if step.name == "mul":
             return self.factor(step.inputs[0]) * self.factor(step.inputs[1])
-        return self.factor(step.inputs[0]) if step.name in LINEAR else 1.0
+        return self.factor(step.inputs[0]) if step.name in growing.LINEAR else 1.0
 
 
 def examine(program: Program, has_count: bool, doubled: Callable[[], Program]) -> dict[str, bool]:
@@ -78,31 +92,55 @@ def examine(program: Program, has_count: bool, doubled: Callable[[], Program]) -
     """
     _check_quotients(program)
     facts = dict(by_place=_check_draws(program.draws), linear=not program.has_rules)
+    doubled = functools.cache(doubled)
     if not has_count:
+        check_sums(program, has_count, doubled)
         return facts
-    count, factors = program.outputs[1], _factors(program)
-    count_stands = not program.of_batch(count)
+    count, factors = program.outputs[1], growing.standing(program, program.outputs[0])
+    # What is drawn for each part is a number of its own.
+    count_stands = not program.of_batch(count) and "key" not in label_of(program.labels, count)
     if count_stands or factors:
         more = doubled()
         if count_stands:
             _check_static_count(program.static(count), more.static(more.outputs[1]))
-        _check_terms(factors, _factors(more))
+        _check_terms(factors, growing.standing(more, more.outputs[0]))
+    check_sums(program, has_count, doubled)
     return facts | {"count_follows": "params" in label_of(program.labels, count)}
 
 
 def _check_quotients(program):
     """A number divided by what the batch's values add up to is no sum, and no mean, over rows."""
-    for step in _numbers_behind(program.outputs[0], program.made_by):
+    for step in growing.numbers_behind(program, program.outputs[0]):
+        if step.name.startswith("custom_") and not any(map(_rank, step.inputs)):
+            _check_rule(program, step)
         if step.name not in INVERTING or (step.name == "integer_pow" and step.params["y"] > 0):
             continue
         below = step.inputs[1 if step.name == "div" else 0]
         if program.of_batch(below) and _rank(below) == 0:
-            raise ValueError(
-                "the loss divides by a number that it computes from the batch's values, such as "
-                "the number of tokens that a mask leaves. Each part of the batch would divide by "
-                "its own, and the mean of these is not the mean of all: return "
-                "objective.Mean(total, count), undivided."
-            )
+            _refuse_quotient()
+
+
+def _check_rule(program, step):
+    """The same of a function of numbers with a rule of its own, such as a safe division."""
+    if sum(map(program.of_batch, step.inputs)) > 1 and _divides(step.params):
+        _refuse_quotient()
+
+
+def _divides(params):
+    return any(
+        (eqn.primitive.name == "div" and not isinstance(eqn.invars[1], Literal))
+        or _divides(eqn.params)
+        for body in programs(params)
+        for eqn in body.eqns
+    )
+
+
+def _refuse_quotient():
+    raise ValueError(
+        "the loss divides by a number that it computes from the batch's values, such as the number "
+        "of tokens that a mask leaves. Each part of the batch would divide by its own, and the "
+        "mean of these is not the mean of all: return objective.Mean(total, count), undivided."
+    )
 
 
 def _check_static_count(count, doubled):
@@ -111,7 +149,8 @@ def _check_static_count(count, doubled):
         raise ValueError(
             "the loss's count does not depend on the batch, and so would be added up once for each "
             "part. Return the number of what total adds up, counted in the batch that the loss is "
-            "given: Mean(total, batch['mask'].sum()); or a scalar, a mean over rows."
+            "given, Mean(total, batch['mask'].sum()) or Mean(total, batch['x'].size); or return a "
+            "scalar, a mean over rows."
         )
 
 
@@ -127,27 +166,6 @@ def _check_terms(factors, doubled):
             "Mean(total + count * penalty, count), which adds it to the mean once; return "
             "a scalar, a mean over rows; or leave weight decay to the optimizer."
         )
-
-
-def _factors(program):
-    """Of each term of the total that no value of the batch is in: its static factor, if not 0."""
-    found, pending = [], [program.outputs[0]]
-    while pending:
-        v = pending.pop()
-        if not program.of_batch(v):
-            found += [factor] if (factor := program.factor(v)) != 0 else []
-            continue
-        step = program.made_by.get(v)
-        if step is None or any(_rank(x) for x in step.inputs):
-            continue
-        if step.name in LINEAR or step.name in ("add", "sub", "add_any"):
-            pending += step.inputs
-        elif step.name == "mul":
-            dependent = [x for x in step.inputs if program.of_batch(x)]
-            pending += dependent if len(dependent) == 1 else []
-        elif step.name == "div" and not program.of_batch(step.inputs[1]):
-            pending.append(step.inputs[0])
-    return found
 
 
 def _check_draws(draws: list) -> bool:
@@ -166,19 +184,6 @@ def _check_draws(draws: list) -> bool:
             f"each part. Draw all of them by place, as model.drop does, or none."
         )
     return not by_shape
-
-
-def _numbers_behind(v: Any, made_by: dict[Any, Step]) -> list[Step]:
-    """The steps that made a scalar out of scalars, from it backwards."""
-    found, pending, seen = [], [v], set()
-    while pending:
-        step = made_by.get(pending.pop())
-        if step is None or id(step) in seen:
-            continue
-        seen.add(id(step))
-        found.append(step)
-        pending += [x for x in step.inputs if not isinstance(x, Literal) and _rank(x) == 0]
-    return found
 
 
 def _rank(v: Any) -> int:

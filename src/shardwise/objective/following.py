@@ -69,10 +69,7 @@ def _through(step, given, visit):
         return _follow(_inner(step.params), given, visit)
     if step.name == "scan":
         return _scan(step, list(given), visit)
-    if step.name == "cond":
-        branches = [_follow(b.jaxpr, given[1:], visit) for b in step.params["branches"]]
-        return [given[0].union(*labels) for labels in zip(*branches, strict=True)]
-    for body in _bodies(step.params):
+    for body in programs(step.params):
         _follow(body, [everything] * len(body.invars), visit)
     return [everything] * len(step.outputs)
 
@@ -101,7 +98,8 @@ def _inner(params):
     return getattr(found, "jaxpr", found)
 
 
-def _bodies(params) -> Iterator:
+def programs(params: dict) -> Iterator:
+    """The inner programs of a step."""
     for value in params.values():
         for one in value if isinstance(value, tuple | list) else (value,):
             one = getattr(one, "jaxpr", one)
@@ -117,10 +115,24 @@ def _opened(jaxpr, names, top=False):
             inside = dict(zip(body.invars, inputs, strict=True))
             yield from _opened(body, inside)
             names.update(zip(eqn.outvars, (_named(v, inside) for v in body.outvars), strict=True))
+        elif eqn.primitive.name == "cond":
+            yield from _branches(eqn, inputs, names, top)
         else:
             outputs = tuple(v if top else _Variable(v.aval) for v in eqn.outvars)
             names.update(zip(eqn.outvars, outputs, strict=True))
             yield Step(eqn.primitive.name, inputs, outputs, eqn.params)
+
+
+def _branches(eqn, inputs, names, top):
+    """All of its branches, and for each output the choice."""
+    cases = []
+    for branch in eqn.params["branches"]:
+        inside = dict(zip(branch.jaxpr.invars, inputs[1:], strict=True))
+        yield from _opened(branch.jaxpr, inside)
+        cases.append([_named(v, inside) for v in branch.jaxpr.outvars])
+    for v, *chosen in zip(eqn.outvars, *cases, strict=True):
+        names[v] = v if top else _Variable(v.aval)
+        yield Step("select_n", (inputs[0], *chosen), (names[v],), {})
 
 
 def _named(v, names):

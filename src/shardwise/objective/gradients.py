@@ -135,10 +135,14 @@ class _Part:
     key: Any
     division: Division
 
+    def key_of(self, j):
+        """That of microbatch `j`, for its count as for its loss: what is drawn may be counted."""
+        if self.key is None or j is None or self.traced.by_place:
+            return self.key
+        return jax.random.fold_in(self.key, j)
+
     def forward(self, batch, rows, j=None):
-        key = self.key
-        if key is not None and j is not None and not self.traced.by_place:
-            key = jax.random.fold_in(key, j)
+        key = self.key_of(j)
 
         def outputs(params):
             (total, count), extra = self.traced(params, batch, rows, self.args, key)
@@ -167,15 +171,15 @@ def _accumulated(part, parts, rows):
         )
 
     def count(one):
-        return _wide(part.traced.count(part.params, *one, part.args, part.key))
+        *one, j = one
+        return _wide(part.traced.count(part.params, *one, part.args, part.key_of(j)))
 
     def forward_and_back(one, whole):
         run = part.forward(*one)
         return (run.mean.total, part.backward(run, Mean(run.mean.total, whole))), run.aux
 
-    counts = jax.lax.map(count, (parts, rows))
-    whole = part.division.together(jnp.sum(counts))
     steps = (parts, rows, jnp.arange(m))
+    whole = part.division.together(jnp.sum(jax.lax.map(count, steps)))
     one = jax.tree.map(lambda x: x[0], steps)
     shapes = jax.eval_shape(forward_and_back, one, whole)[0]
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)

@@ -94,6 +94,11 @@ def _mean(out, has_aux):
             f"The loss is {jnp.result_type(mean.total)}, which has no gradient; expected a "
             f"floating-point number."
         )
+    if mean.count is not None and jnp.issubdtype(jnp.result_type(mean.count), jnp.bool_):
+        raise TypeError(
+            "The loss's count is bool, which does not add up; expected a sum over rows, such as "
+            "mask.sum()."
+        )
     return mean
 
 

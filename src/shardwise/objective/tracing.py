@@ -88,16 +88,20 @@ def trace(
     anything runs.
 
     Raises:
-      TypeError: outputs that are no loss, or a PRNG key among `args`.
+      TypeError: outputs that are no loss, an auxiliary output that is no array, or a PRNG key
+        among `args`.
       ValueError: a mean over something that the batch's values decide, a term of the total that
-        does not depend on the batch, or draws of which some go by place and others by shape.
+        does not depend on the batch, a scalar that is a sum over rows, a total or count that is
+        none, or draws of which some go by place and others by shape.
     """
     _check_args(args)
     bare = normal(loss, has_aux)
 
     def part(params, batch, rows, args, key):
         with marks.bind(index=microbatches.meaning(rows)):
-            return bare(params, batch, *args, **({} if key is None else {"key": key}))
+            out = bare(params, batch, *args, **({} if key is None else {"key": key}))
+        _check_aux(out[1])
+        return out
 
     groups = (params, batch, rows, args, key)
     # A function of its own for each trace: the trace of one seen before may be cached.
@@ -117,6 +121,16 @@ def trace(
 
 def _doubled(tree):
     return jax.tree.map(lambda x: jnp.concatenate([x, x]) if jnp.ndim(x) else x, tree)
+
+
+def _check_aux(aux: Any) -> None:
+    for keys, x in jax.tree_util.tree_flatten_with_path(aux)[0]:
+        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+            path = jax.tree_util.keystr(keys)
+            raise TypeError(
+                f"the loss's auxiliary output {path or 'tree'} is a {type(x).__name__}; expected "
+                f"arrays and numbers, of which those of all parts become one."
+            )
 
 
 def _check_args(args: Any) -> None:

@@ -45,8 +45,15 @@ class Counted:
         rows = row_numbers(batch)
 
         def whole(batch, args, key):
-            count = lambda part: _wide(self.loss.count(tree, *part, args, key))  # noqa: E731
-            return jnp.sum(jax.lax.map(count, objective.split((batch, rows), self.microbatches)))
+            def count(part):
+                *part, j = part
+                own = key  # that of the microbatch's loss: what is drawn may be counted
+                if key is not None and not self.loss.by_place:
+                    own = jax.random.fold_in(key, j)
+                return _wide(self.loss.count(tree, *part, args, own))
+
+            parts = objective.split((batch, rows), self.microbatches)
+            return jnp.sum(jax.lax.map(count, (*parts, jnp.arange(self.microbatches))))
 
         closed = jax.make_jaxpr(whole)(batch, args, key)
         read = {id(v) for e in closed.jaxpr.eqns for v in e.invars}
