@@ -273,6 +273,7 @@ def test_build_that_is_cut_off_between_two_pages(book, name):
     assert "VALUE = 2" in book.page("first") and "VALUE = 2" in book.page("second")
 
 
+@SLOW
 def test_source_that_is_edited_while_chapters_run(book):
     """The first result is of two states: it is not stored for the one that the run began with."""
     edited = (

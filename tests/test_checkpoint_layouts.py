@@ -88,7 +88,10 @@ def forms():
     return {name: form(params()) for name, form in FORMS.items()}
 
 
-@pytest.mark.parametrize("source", FORMS)
+@pytest.mark.parametrize(
+    "source",
+    [pytest.param(f, marks=[pytest.mark.slow] if i % 3 else []) for i, f in enumerate(FORMS)],
+)
 def test_every_form_restores_as_every_other(root, forms, source):
     """Bitwise; targets are zeros, so that what comes back was read."""
     checkpoint.save(root, 1, {"params": forms[source]})

@@ -79,7 +79,7 @@ def unrolled(params, batch):
     return mean_of(x)
 
 
-@pytest.mark.parametrize("loss", [scanned, unrolled])
+@pytest.mark.parametrize("loss", [scanned, pytest.param(unrolled, marks=pytest.mark.slow)])
 def test_a_body_at_a_modules_top_level_means_what_it_means_now(loss):
     for options in {}, {}, {"microbatches": 2}, {"dtype": "bfloat16"}, {}, {"zero": 1}:
         check(loss, STACK, **options)

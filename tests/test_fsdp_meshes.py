@@ -52,8 +52,8 @@ def expected():
     ("m", "options"),
     [
         (GRID, dict(microbatches=2)),
-        (CUBE, dict(replicate=("data",))),
-        (CUBE, dict(replicate=("data",), zero=1)),
+        pytest.param(CUBE, dict(replicate=("data",)), marks=pytest.mark.slow),
+        pytest.param(CUBE, dict(replicate=("data",), zero=1), marks=pytest.mark.slow),
         (GRID, dict(zero=2, microbatches=2)),
     ],
     ids=["3", "3 and copies", "1", "2"],
@@ -133,6 +133,7 @@ def test_an_axis_that_nothing_uses_is_named():
         wrong(fsdp.place(params, GRID, stacked="layers"), batch)
 
 
+@pytest.mark.slow
 def test_training_over_both_axes_equals_one_device():
     (loss, params), (batch, _) = decoder(), expected()
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adafactor(1e-2))

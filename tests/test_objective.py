@@ -565,6 +565,7 @@ def test_an_index_of_rows_that_no_array_has_is_named():
 UNARY = {"tanh": jnp.tanh, "square": lambda x: x * x, "clipped": clipped, "cos": jnp.cos}
 
 
+@pytest.mark.slow
 @given(
     chain=st.lists(st.sampled_from(sorted(UNARY)), min_size=1, max_size=3),
     weigh=st.sampled_from(["weight", "row", "none"]),
@@ -601,6 +602,7 @@ def test_effects_come_once_for_each_microbatch(capfd):
     assert capfd.readouterr().out.count("seen") == 2
 
 
+@pytest.mark.slow
 def test_every_optimizer_step_of_train_takes_a_key():
     loss, params = decoder()
     step = train.step(loss, optax.sgd(0.1), microbatches=2)
