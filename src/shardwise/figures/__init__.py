@@ -12,6 +12,7 @@ from shardwise.figures.explorer import mesh_explorer
 from shardwise.figures.palette import DEVICES, style
 from shardwise.figures.pipelines import pipeline_explorer
 from shardwise.figures.plots import bars, canvas, curves, mesh_picture, shards
+from shardwise.figures.questions import choose, fill_in, questions
 from shardwise.figures.resharding import resharding_explorer
 from shardwise.figures.ring import ring_stepper
 from shardwise.figures.stepping import fsdp_stepper
@@ -22,11 +23,14 @@ __all__ = [
     "DEVICES",
     "bars",
     "canvas",
+    "choose",
     "curves",
+    "fill_in",
     "fsdp_stepper",
     "mesh_explorer",
     "mesh_picture",
     "pipeline_explorer",
+    "questions",
     "resharding_explorer",
     "ring_stepper",
     "schedule",
