@@ -1,5 +1,5 @@
-// Light and dark, the contents on a phone, copy buttons, where we are on the page, and which of its
-// questions were answered.
+// Light and dark, the contents on a phone, copy buttons, where we are on the page, which of its
+// questions were answered, and the field over the gallery of failures.
 "use strict";
 
 const root = document.documentElement;
@@ -60,7 +60,34 @@ addEventListener("DOMContentLoaded", () => {
   for (const heading of links.keys()) spy.observe(heading);
 
   keepAnswers();
+  for (const gallery of document.querySelectorAll("div.failures")) filterFailures(gallery);
 });
+
+// A field over the gallery of failures. A pasted message has numbers and names of its own: where no
+// entry has all of its words, those stay that have the most.
+function filterFailures(gallery) {
+  const entries = [...gallery.querySelectorAll("div.failure")], field = document.createElement("p");
+  if (!entries.length) return;
+  const words = (text) => new Set(text.toLowerCase().match(/[\p{L}\p{N}_]+/gu));
+  const texts = entries.map((entry) => entry.textContent.toLowerCase()), whole = texts.map(words);
+  const holds = (i, word) => (word.length < 3 ? whole[i].has(word) : texts[i].includes(word));
+  field.className = "filter";
+  field.innerHTML = '<label>Symptom or error message <input type="search" autocomplete="off" spellcheck="false">' +
+    '</label><span role="status"></span>';
+  const [input, status] = [field.querySelector("input"), field.querySelector("span")];
+  const update = () => {
+    const asked = [...words(input.value)];
+    const has = texts.map((_, i) => asked.filter((word) => holds(i, word)).length);
+    const most = Math.max(...has), enough = most === asked.length || (most > 1 && most * 2 > asked.length);
+    entries.forEach((entry, i) => { entry.hidden = !enough || has[i] < most; });
+    const shown = entries.filter((entry) => !entry.hidden).length;
+    status.textContent = !asked.length ? `${entries.length} failures` : !shown ? "No failure has these words." :
+      `${shown} of ${entries.length} failures ${most < asked.length ? "have most of these words" : "have these words"}`;
+  };
+  input.addEventListener("input", update);
+  gallery.before(field);
+  update();
+}
 
 // Answers, as questions.js tells of them: {total, given: {question: [answer, right]}} by page, on
 // this device alone. Storage may be refused, full or damaged: then an answer lasts for this page.
