@@ -72,7 +72,7 @@ function reachScrolling() {
       else target.removeAttribute("tabindex");
     }
   });
-  for (const element of document.querySelectorAll("article :is(pre, table, div.math, .output, .pictures)")) {
+  for (const element of document.querySelectorAll("article :is(pre, table, div.math, figure, .output, .pictures)")) {
     if (/auto|scroll/.test(getComputedStyle(element).overflow)) changed.observe(element);
   }
 }
