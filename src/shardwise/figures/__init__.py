@@ -9,6 +9,8 @@ except ModuleNotFoundError:
     ) from None
 
 from shardwise.figures.explorer import mesh_explorer
+from shardwise.figures.lanes import lanes_explorer
+from shardwise.figures.overlap import overlap
 from shardwise.figures.palette import DEVICES, style
 from shardwise.figures.pipelines import pipeline_explorer
 from shardwise.figures.plots import bars, canvas, curves, mesh_picture, shards
@@ -27,8 +29,10 @@ __all__ = [
     "curves",
     "fill_in",
     "fsdp_stepper",
+    "lanes_explorer",
     "mesh_explorer",
     "mesh_picture",
+    "overlap",
     "pipeline_explorer",
     "questions",
     "resharding_explorer",
