@@ -20,7 +20,7 @@ TENSOR = rules.LogicalRules(
     {"vocab": "model", "embed": None, "heads": "model", "kv_heads": "model"}
     | {"head_dim": None, "mlp": "model"},
 )
-NAMES = dict.fromkeys(("embedding", "attention", "mlp"), P("fsdp"))
+NAMES = dict.fromkeys(("embedding_output", "attention_output", "mlp_output"), P("fsdp"))
 NAMES |= {"logits": P("fsdp", None, "model")}
 
 

@@ -22,7 +22,9 @@ TENSOR = rules.LogicalRules(
     {"vocab": "model", "embed": None, "heads": "model", "kv_heads": "model"}
     | {"head_dim": None, "mlp": "model"}
 )
-ROWS = {name: P("fsdp") for name in ("embedding", "attention", "mlp", "logits")}
+ROWS = {
+    name: P("fsdp") for name in ("embedding_output", "attention_output", "mlp_output", "logits")
+}
 LAYOUTS = {
     "replicated": (P(), ROWS),
     "fsdp": (FSDP, ROWS),
