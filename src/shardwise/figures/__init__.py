@@ -8,10 +8,12 @@ except ModuleNotFoundError:
         "run `pip install 'shardwise[figures]'`."
     ) from None
 
+from shardwise.figures.collectives import collective_picture
 from shardwise.figures.explorer import mesh_explorer
 from shardwise.figures.palette import DEVICES, style
 from shardwise.figures.pipelines import pipeline_explorer
 from shardwise.figures.plots import bars, canvas, curves, mesh_picture, shards
+from shardwise.figures.products import Product, product_explorer
 from shardwise.figures.resharding import resharding_explorer
 from shardwise.figures.ring import ring_stepper
 from shardwise.figures.stepping import fsdp_stepper
@@ -20,13 +22,16 @@ from shardwise.figures.zero import training_step
 
 __all__ = [
     "DEVICES",
+    "Product",
     "bars",
     "canvas",
+    "collective_picture",
     "curves",
     "fsdp_stepper",
     "mesh_explorer",
     "mesh_picture",
     "pipeline_explorer",
+    "product_explorer",
     "resharding_explorer",
     "ring_stepper",
     "schedule",
