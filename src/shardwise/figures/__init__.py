@@ -15,6 +15,7 @@ from shardwise.figures.pipelines import pipeline_explorer
 from shardwise.figures.plots import bars, canvas, curves, mesh_picture, shards
 from shardwise.figures.resharding import resharding_explorer
 from shardwise.figures.ring import ring_stepper
+from shardwise.figures.slices import slice_graph
 from shardwise.figures.stepping import fsdp_stepper
 from shardwise.figures.timelines import schedule
 from shardwise.figures.zero import training_step
@@ -33,6 +34,7 @@ __all__ = [
     "ring_stepper",
     "schedule",
     "shards",
+    "slice_graph",
     "style",
     "training_step",
 ]
