@@ -8,6 +8,7 @@ except ModuleNotFoundError:
         "run `pip install 'shardwise[figures]'`."
     ) from None
 
+from shardwise.figures.counters import counters
 from shardwise.figures.explorer import mesh_explorer
 from shardwise.figures.palette import DEVICES, style
 from shardwise.figures.pipelines import pipeline_explorer
@@ -22,6 +23,7 @@ __all__ = [
     "DEVICES",
     "bars",
     "canvas",
+    "counters",
     "curves",
     "fsdp_stepper",
     "mesh_explorer",
