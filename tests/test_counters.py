@@ -18,7 +18,7 @@ def test_each_shard_holds_the_counters_of_its_block(spec):
     found, devices = origins(key, array)
     np.testing.assert_array_equal(found, np.arange(128).reshape(8, 16))
     for shard in array.addressable_shards:
-        if not where.is_fully_replicated:
+        if shard.replica_id == 0:
             assert (devices[shard.index] == shard.device.id).all()
     assert "<svg" in figures.counters(key, {"one": array})._repr_svg_()
 

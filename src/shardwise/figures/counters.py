@@ -11,7 +11,7 @@ from shardwise.figures.plots import Drawing, canvas
 
 
 def counters(key: jax.Array, drawn: Mapping[str, jax.Array]) -> Drawing:
-    """Arrays of `jax.random.bits(key, shape)` under several layouts, by the counters they came from.
+    """Arrays of `jax.random.bits(key, shape)`, cut in several ways, by the counters behind them.
 
     `drawn` maps a title to such an array of two axes. Each entry of each shard is looked up in the
     stream `jax.random.bits(key, (size,))`, and its place there is the number written into it; its
@@ -52,11 +52,12 @@ def origins(key: jax.Array, array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
         block = np.asarray(shard.data)
         if strange := [bits for bits in block.ravel().tolist() if bits not in place]:
             raise ValueError(
-                f"figures.counters: device {shard.device.id} holds {strange[0]}, which is not among "
-                f"the {array.size} numbers that this key draws; was it drawn with another key?"
+                f"figures.counters: device {shard.device.id} holds {strange[0]}, which is not "
+                f"among the {array.size} numbers that this key draws; was it drawn with another key?"
             )
         found[shard.index] = np.vectorize(place.get, otypes=[int])(block)
-        devices[shard.index] = shard.device.id
+        if shard.replica_id == 0:  # of several that hold the same block, one gives the colour
+            devices[shard.index] = shard.device.id
     return found, devices
 
 
