@@ -20,6 +20,7 @@ def counters(key: jax.Array, drawn: Mapping[str, jax.Array]) -> Drawing:
     Raises:
       ValueError: a shard holds a number that stands nowhere in the stream.
     """
+    plain = {"fontsize": 11, "color": palette.GREY}
     drawing, panels = canvas(3.4 * len(drawn), 4.1, len(drawn))
     for axes, (title, array) in zip(np.atleast_1d(panels), drawn.items(), strict=True):
         found, devices = origins(key, array)
@@ -33,8 +34,8 @@ def counters(key: jax.Array, drawn: Mapping[str, jax.Array]) -> Drawing:
         ends = {0: "left", found.size - 1: "right"}
         for counter, side in ends.items():
             x = (counter + (side == "right")) * width
-            axes.text(x, rows + 2.6, counter, ha=side, va="center", fontsize=11)
-        axes.text(columns / 2, rows + 2.6, "the stream", ha="center", va="center", fontsize=11)
+            axes.text(x, rows + 2.6, counter, ha=side, va="center", **plain)
+        axes.text(columns / 2, rows + 2.6, "the stream", ha="center", va="center", **plain)
         axes.set_xlim(-0.1, columns + 0.1)
         axes.set_ylim(rows + 3.1, -0.1)
         axes.set_title(title, fontsize=12)
@@ -52,8 +53,9 @@ def origins(key: jax.Array, array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
         block = np.asarray(shard.data)
         if strange := [bits for bits in block.ravel().tolist() if bits not in place]:
             raise ValueError(
-                f"figures.counters: device {shard.device.id} holds {strange[0]}, which is not "
-                f"among the {array.size} numbers that this key draws; was it drawn with another key?"
+                f"figures.counters: device {shard.device.id} holds {strange[0]}, which is "
+                f"not among the {array.size} numbers that this key draws; was it drawn with "
+                f"another key?"
             )
         found[shard.index] = np.vectorize(place.get, otypes=[int])(block)
         if shard.replica_id == 0:  # of several that hold the same block, one gives the colour
@@ -64,7 +66,8 @@ def origins(key: jax.Array, array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
 def _cell(axes, x, y, width, device, number=None):
     colour = palette.device(device)
     height = 0.96 if number is not None else 1.0
-    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, linewidth=0))
+    edge = 0 if number is not None else 0.4  # neighbours in the strip touch
+    axes.add_patch(Rectangle((x, y), width, height, fc=colour, ec=colour, linewidth=edge))
     if number is not None:
         text = {"color": palette.ink(colour), "ha": "center", "va": "center_baseline"}
         axes.text(x + width / 2, y + height / 2, number, fontsize=11, **text)
