@@ -47,7 +47,9 @@ class Collectives(Mapping[str, Count]):
     what an all-gather yields, what enters a reduce-scatter, an all-reduce, an all-to-all (on one
     device) or a collective-permute. `ring_bytes` is what one device sends when n devices pass it
     on in a ring: B(n-1)/n, twice that for an all-reduce, and B itself for a collective-permute
-    (of a device that sends: those at the end of an open chain send nothing).
+    (of a device that sends: those at the end of an open chain send nothing). For an all-to-all
+    B(n-1)/n is what a device sends of its own, over a switch or links between all pairs; on a
+    ring, where devices forward the blocks of others, it is B(n-1)/2 in one direction.
     """
 
     def __init__(self, ops: Iterable[Op]):
