@@ -9,6 +9,7 @@ except ModuleNotFoundError:
     ) from None
 
 from shardwise.figures.explorer import mesh_explorer
+from shardwise.figures.layer import layer_explorer
 from shardwise.figures.palette import DEVICES, style
 from shardwise.figures.pipelines import pipeline_explorer
 from shardwise.figures.plots import bars, canvas, curves, mesh_picture, shards
@@ -24,6 +25,7 @@ __all__ = [
     "canvas",
     "curves",
     "fsdp_stepper",
+    "layer_explorer",
     "mesh_explorer",
     "mesh_picture",
     "pipeline_explorer",
