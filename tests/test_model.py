@@ -135,7 +135,7 @@ def test_compute_dtype_is_separate_from_parameter_dtype():
     assert jnp.abs(logits - exact).max() < 0.05 * jnp.abs(exact).max()
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_marks_stand_where_the_layers_and_stages_meet(scan):
     config = dataclasses.replace(SMALL, stages=2, scan=scan)
     count = dict.fromkeys(["use", "stage_boundary"], 0)
