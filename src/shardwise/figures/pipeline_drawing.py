@@ -6,7 +6,7 @@ from shardwise.figures import palette
 from shardwise.figures.timelines import COLOURS, chunk, number
 from shardwise.schedules import Task, Timeline
 
-LEFT, WIDTH, ROW, TOP = 24, 628, 30, 4  # of the picture, in its own units
+LEFT, WIDTH, ROW, TOP = 24, 430, 30, 4  # of the picture, in its own units
 INKS = {kind: palette.ink(colour) for kind, colour in COLOURS.items()}
 
 
