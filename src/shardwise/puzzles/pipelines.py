@@ -35,7 +35,7 @@ def order(lists: Sequence[str]) -> Verdict:
         raise Wrong(f"makespan {makespan}, but {live} microbatches live on a device; two may be.")
     if makespan > 17:
         raise Wrong(f"it runs, two are live, and the makespan is {makespan}; 17 is possible.")
-    return f"makespan {makespan}, bubble {run.bubble_fraction:.1%}, live {run.peak_live}."
+    return f"makespan {makespan}, bubble {run.bubble:.1%}, live {run.peak_live}."
 
 
 def _task(stage, word):
