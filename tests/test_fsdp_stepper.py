@@ -123,7 +123,7 @@ def test_still_says_the_right_numbers():
 
 def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
     one, two = (figures.fsdp_stepper(LAYERS)._repr_html_() for _ in range(2))
-    check_stands_alone(one, two, 60_000, ids=9)
+    check_stands_alone(one, two, 60_000, ids=10)
 
 
 # In the browser
@@ -171,6 +171,7 @@ def test_steps_by_keyboard_and_stays_within_the_run(opened, data):
         opened.keyboard.press("Enter")  # Back
     assert agrees(figure, data)["step"] == 0
     assert figure.get_by_role("button", name="Back").get_attribute("aria-disabled") == "true"
+    opened.keyboard.press("Tab")  # Play
     opened.keyboard.press("Tab")
     for _ in range(30):
         opened.keyboard.press("Enter")  # Next

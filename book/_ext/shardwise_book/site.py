@@ -19,7 +19,7 @@ from sphinx.config import Config
 from sphinx.util import logging
 from sphinx.util.math import get_node_equation_number
 
-from . import docstrings
+from . import accessible, docstrings
 
 log = logging.getLogger(__name__)
 
@@ -131,9 +131,12 @@ def add_page_context(
     context: dict[str, Any],
     doctree: nodes.document | None,
 ) -> None:
-    """Gives the templates the page's links, and a notebook to download beside each chapter."""
+    """Gives the templates the page's links and text, and each chapter a notebook to download."""
     context["page_links"] = []
-    context["body"] = PLAIN.sub(r"\1", COLOURS.sub("", context.get("body", "")))
+    plain = PLAIN.sub(r"\1", COLOURS.sub("", context.get("body", "")))
+    context["body"] = accessible.mend(plain)
+    contents = context["toctree"]
+    context["toctree"] = lambda **options: accessible.mend(contents(**options))
     notebook = Path(app.srcdir, f"{pagename}.ipynb")
     if not pagename.startswith("chapters/") or not notebook.exists():
         return

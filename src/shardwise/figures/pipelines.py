@@ -19,7 +19,8 @@ from shardwise.figures.interactive import (
 from shardwise.figures.timelines import COLOURS, chunk
 
 WIDE = """<style>
-.shardwise-figure svg.timeline { max-width: 46rem; cursor: pointer; touch-action: manipulation; }
+.shardwise-figure svg.timeline { max-width: 46rem; min-width: 38.5rem;
+  cursor: pointer; touch-action: manipulation; }
 .shardwise-figure .key { display: flex; flex-wrap: wrap; gap: .1rem 1.1rem; font-size: .88em; }
 .shardwise-figure .key span::before { content: ""; display: inline-block; width: .8em;
   height: .8em; margin-right: .35em; background: var(--kind); }

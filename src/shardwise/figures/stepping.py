@@ -209,7 +209,7 @@ def _run(frames):
 def _pictures(data, choice):
     n, rows = data["devices"], len(data["layers"])
     wide, high = _column(n, n) - 8, _TOP + rows * _ROW
-    style = 'style="max-width: 34rem"'
+    style = f'style="max-width: 34rem; min-width: {wide * 11 // 13}px; font-size: 13px"'
     return (
         '<p class="hint" style="margin-top: .7rem">P parameters, G gradients, M moments, each cut into a part for every '
         "device and filled where this device holds it. Pale gradients are the device's own, not "
