@@ -2,7 +2,7 @@
 #
 #   make book    execute the chapters that changed, build the site in _build/html
 #   make test    the same, then the tests; test-all: the slow ones too
-#   make lint    ruff, and every chapter's .ipynb in sync
+#   make lint    ruff, types of public signatures, and every chapter's .ipynb in sync
 #   make sync    write the .ipynb beside each chapter
 #   make serve   the built site on a local port (PORT=8000)
 #   make stacks  chapters and tests on every stack, or on those named (STACKS="newest colab")
@@ -42,6 +42,7 @@ test-all: book
 lint: venv
 	@$(python) -m ruff check $(ours)
 	@$(python) -m ruff format --check $(ours)
+	@$(python) -m pytest -q tests/test_annotations.py
 	@$(python) -m shardwise_book.pairs check
 
 sync: venv

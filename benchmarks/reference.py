@@ -72,7 +72,7 @@ def loss(params, batch, policy=KEPT):
     again, as `jax.checkpoint` takes it: None keeps a layer's input alone.
     """
     x = params["tokens"][batch["tokens"]] + params["positions"][None]
-    x = marks.constrain(x, "embedding")
+    x = marks.constrain(x, "embedding_output")
 
     def body(x, weights):
         return block(marks.use(weights), x), None
@@ -89,11 +89,11 @@ def block(weights, x):
     y = norm(weights["attention_norm"], x)
     q, k, v = (split_heads(y @ weights[name]) for name in "qkv")
     y = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
-    x = marks.constrain(x + y @ weights["o"], "attention")
+    x = marks.constrain(x + y @ weights["o"], "attention_output")
     y = norm(weights["mlp_norm"], x)
     y = jax.nn.gelu(y @ weights["up"]["kernel"] + weights["up"]["bias"])
     y = y @ weights["down"]["kernel"] + weights["down"]["bias"]
-    return marks.constrain(x + y, "mlp")
+    return marks.constrain(x + y, "mlp_output")
 
 
 def norm(weights, x):

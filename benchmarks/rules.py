@@ -27,7 +27,9 @@ from shardwise.model import Config, Decoder
 
 MIN_SIZE = 2**14
 WITHIN = 1.2  # of the fastest step
-ACTIVATIONS = dict.fromkeys(["embedding", "attention", "mlp", "logits"], P("fsdp"))
+ACTIVATIONS = dict.fromkeys(
+    ["embedding_output", "attention_output", "mlp_output", "logits"], P("fsdp")
+)
 DECODER = Config(vocab=2048, embed=256, layers=4, heads=4, kv_heads=4, head_dim=64, mlp=768)
 # No weight of DECODER has two axes that tie for the largest; with mlp=256 three of a layer do.
 SQUARE = Config(vocab=2048, embed=256, layers=4, heads=4, kv_heads=4, head_dim=64, mlp=256)

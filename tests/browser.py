@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 import pytest
 
 SITE = Path(__file__).parent.parent / "_build" / "html"
+STATIC = Path(__file__).parent.parent / "book" / "_static"
+SITE_SCRIPTS = f"<script>{(STATIC / 'shardwise.js').read_text(encoding='utf-8')}</script>"
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 NAMES = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"]
 

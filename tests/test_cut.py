@@ -233,7 +233,13 @@ def decoder(scan, remat):
 
 
 @pytest.mark.parametrize(
-    ("scan", "remat"), [(False, False), (True, False), (True, True), (False, True)]
+    ("scan", "remat"),
+    [
+        pytest.param(False, False, marks=pytest.mark.slow),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
 )
 def test_halves_of_the_decoder_add_up(scan, remat):
     """The weights' half does nothing again, and the input's half makes no weight gradient."""

@@ -118,7 +118,14 @@ def decoder(remat, scan=True):
     return functools.partial(train.loss, graphdef=graphdef), params
 
 
-@pytest.mark.parametrize(("remat", "scan"), [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("remat", "scan"),
+    [
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        pytest.param(True, False, marks=pytest.mark.slow),
+    ],
+)
 def test_the_decoder_equals_one_device_at_the_textbook_cost(remat, scan):
     function, params = decoder(remat, scan)
     batch = fsdp.pad(next(data.batches(5, 16)), 8)

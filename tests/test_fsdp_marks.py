@@ -124,8 +124,8 @@ def returned(params, batch):
     [
         (penalised, "w", "integer_pow|square"),
         (forgetful, "b", "slice"),
-        (half_used, "b", "reduce_sum"),
-        (looped, "w", "reduce_sum"),
+        pytest.param(half_used, "b", "reduce_sum", marks=pytest.mark.slow),
+        pytest.param(looped, "w", "reduce_sum", marks=pytest.mark.slow),
         (branched, "b", "reduce_sum"),
         (returned, "b", "slice"),
     ],

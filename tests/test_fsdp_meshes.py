@@ -20,7 +20,7 @@ TENSOR = rules.LogicalRules(
     {"vocab": "model", "embed": None, "heads": "model", "kv_heads": "model"}
     | {"head_dim": None, "mlp": "model"},
 )
-NAMES = dict.fromkeys(("embedding", "attention", "mlp"), P("fsdp"))
+NAMES = dict.fromkeys(("embedding_output", "attention_output", "mlp_output"), P("fsdp"))
 NAMES |= {"logits": P("fsdp", None, "model")}
 
 
@@ -51,7 +51,7 @@ def expected():
 @pytest.mark.parametrize(
     ("m", "options"),
     [
-        (GRID, dict(microbatches=2)),
+        pytest.param(GRID, dict(microbatches=2), marks=pytest.mark.slow),
         pytest.param(CUBE, dict(replicate=("data",)), marks=pytest.mark.slow),
         pytest.param(CUBE, dict(replicate=("data",), zero=1), marks=pytest.mark.slow),
         (GRID, dict(zero=2, microbatches=2)),
@@ -101,6 +101,7 @@ def test_what_lies_on_both_axes_is_held_and_sent_by_both():
     assert sent["reduce-scatter"].ring_bytes < 0.6 * without["reduce-scatter"].ring_bytes
 
 
+@pytest.mark.slow
 def test_a_model_that_constrains_its_own_activations():
     (loss, params), (batch, one_device) = decoder(), expected()
 

@@ -473,9 +473,8 @@ def tokens():
     return both | {"mask": draw.integers(0, 2, (16, 8)).astype(np.float32)}
 
 
-@pytest.mark.parametrize(
-    "key", [KEYS["typed"], pytest.param(KEYS["rbg"], marks=pytest.mark.slow)], ids=["typed", "rbg"]
-)
+@pytest.mark.parametrize("key", [KEYS["typed"], KEYS["rbg"]], ids=["typed", "rbg"])
+@pytest.mark.slow
 def test_the_decoders_dropout_is_one_devices_in_every_part(key):
     loss, params = decoder()
     expected = on_one(loss, params, tokens(), key=key)

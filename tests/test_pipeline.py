@@ -180,7 +180,7 @@ def test_the_decoder_with_tensor_parallelism_within_a_stage():
     table = dict.fromkeys(["vocab", "embed", "head_dim", "layers"]) | dict.fromkeys(
         ["mlp", "heads", "kv_heads"], "model"
     )
-    pinned = dict.fromkeys(["attention", "mlp", "embedding"], P())
+    pinned = dict.fromkeys(["attention_output", "mlp_output", "embedding_output"], P())
     check(
         loss, params, batch, mesh.make(stage=2, model=2), "gpipe", 2, rules.LogicalRules(table),
         names=pinned,

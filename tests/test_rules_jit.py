@@ -22,7 +22,9 @@ TENSOR = rules.LogicalRules(
     {"vocab": "model", "embed": None, "heads": "model", "kv_heads": "model"}
     | {"head_dim": None, "mlp": "model"}
 )
-ROWS = {name: P("fsdp") for name in ("embedding", "attention", "mlp", "logits")}
+ROWS = {
+    name: P("fsdp") for name in ("embedding_output", "attention_output", "mlp_output", "logits")
+}
 LAYOUTS = {
     "replicated": (P(), ROWS),
     "fsdp": (FSDP, ROWS),
@@ -41,8 +43,15 @@ def reference():
     return function, params, batch, jax.jit(function)(params, batch)
 
 
-@pytest.mark.parametrize(("rule", "names"), LAYOUTS.values(), ids=LAYOUTS)
-def test_every_layout_gives_the_gradient_of_one_device(rule, names):
+FAST = ("tensor", "fsdp and tensor")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
+)
+def test_every_layout_gives_the_gradient_of_one_device(layout):
+    rule, names = LAYOUTS[layout]
     function, params, batch, (mean, grads) = reference()
     jitted = rules.jit(function, MESH, (rule, P("fsdp")), (P(), rule), names=names)
     placed = rules.place(params, rule, MESH)
@@ -234,6 +243,7 @@ def test_it_differentiates_nests_and_keeps_its_name():
     assert (square.__name__, square.__doc__) == ("square", "Squares.")
 
 
+@pytest.mark.slow
 def test_each_process_brings_its_rows():
     """Their order is that of the processes, whatever the mesh and the rule."""
     code = """

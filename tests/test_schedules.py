@@ -88,7 +88,7 @@ any_table = st.one_of(any_schedule, random_orders.map(from_tasks))
 )
 def test_bubbles_and_peaks_of_four_devices_and_eight_microbatches(name, stages, bubble, peaks):
     run = timeline(SCHEDULES[name](stages, 4, 8), {"F": 1, "B": 2, "I": 1, "W": 1})
-    assert round(run.bubble_fraction, 4) == bubble
+    assert round(run.bubble, 4) == bubble
     assert run.peak_live == peaks
 
 
@@ -159,11 +159,11 @@ def test_every_schedule_says_where_it_was_published(name):
 
 @quickly
 @given(st.integers(1, 8), st.integers(1, 40), kinds)
-def test_gpipe_and_1f1b_idle_as_their_papers_say(p, m, costs):
+def test_gpipe_and_1f1b_wait_as_their_papers_say(p, m, costs):
     for name in "gpipe", "1f1b", "eager_1f1b":
         run = timeline(SCHEDULES[name](p, p, m), costs)
-        assert run.bubble_fraction == pytest.approx((p - 1) / (m + p - 1))
-        assert max(run.idle) == (p - 1) * (costs["F"] + costs["B"])
+        assert run.bubble == pytest.approx((p - 1) / (m + p - 1))
+        assert max(run.gaps) == (p - 1) * (costs["F"] + costs["B"])
 
 
 @quickly
@@ -177,13 +177,13 @@ def test_interleaving_divides_the_bubble_by_the_stages_on_a_device(p, v, rounds,
 
 @quickly
 @given(st.integers(1, 7), st.integers(0, 20), times, times, times)
-def test_zero_bubble_idles_as_qi_et_al_say(p, more, forward, to_input, to_weights):
+def test_zero_bubble_waits_as_qi_et_al_say(p, more, forward, to_input, to_weights):
     to_weights = min(to_weights, forward)  # as where the formulas hold
     costs = {"F": forward, "B": to_input + to_weights, "I": to_input, "W": to_weights}
     m = 2 * p - 1 + more
-    idle = {name: max(timeline(spread(name, p, m, 1), costs).idle) for name in ("zb_h1", "zb_h2")}
-    idle["1f1b"] = max(timeline(SCHEDULES["1f1b"](p, p, m), costs).idle)
-    assert idle == {
+    gaps = {name: max(timeline(spread(name, p, m, 1), costs).gaps) for name in ("zb_h1", "zb_h2")}
+    gaps["1f1b"] = max(timeline(SCHEDULES["1f1b"](p, p, m), costs).gaps)
+    assert gaps == {
         "1f1b": (p - 1) * (forward + to_input + to_weights),
         "zb_h1": (p - 1) * (forward + to_input - to_weights),
         "zb_h2": (p - 1) * max(0, forward + to_input - 2 * to_weights),
@@ -191,12 +191,12 @@ def test_zero_bubble_idles_as_qi_et_al_say(p, more, forward, to_input, to_weight
 
 
 @pytest.mark.parametrize("p", range(1, 9))
-def test_zb_v_never_idles_in_1f1b_s_memory(p):
+def test_zb_v_has_no_gap_in_1f1b_s_memory(p):
     """Bubble 0 and peak p of whole devices, where F, I and W cost the same (Qi et al.)."""
     whole = timeline(SCHEDULES["1f1b"](p, p, 2 * p)).peak_live[0]
     for m in range(2 * p, 4 * p + 1):
         run = timeline(SCHEDULES["zb_v"](2 * p, p, m))
-        assert run.idle == (0,) * p and run.makespan == 6 * m + p - 1
+        assert run.gaps == (0,) * p and run.makespan == 6 * m + p - 1
         assert {peak / 2 for peak in run.peak_live} == {whole} == {p}
 
 
@@ -224,10 +224,10 @@ def overlapped(schedule, costs, together):
 
 @quickly
 @given(st.integers(1, 8), st.integers(0, 9), times, times)
-def test_dualpipe_v_idles_as_its_authors_say(p, more, whole, to_weights):
+def test_dualpipe_v_waits_as_its_authors_say(p, more, whole, to_weights):
     """(PP/2 - 1)(F&B + B - 3W) for PP stages; F&B is what an F and a B take that run as one.
 
-    With one task at a time, an I reaches the next stage sooner, and p - 1 times F + I - W is idle.
+    With one task at a time, an I reaches the next stage sooner, and p - 1 times F + I - W are gaps.
     """
     to_weights, m = min(to_weights, whole), 2 * p + more
     costs = {"F": whole, "B": whole + to_weights, "I": whole, "W": to_weights}
@@ -254,9 +254,9 @@ def by_jaxpp(device, p, m):
     return order + sorted(weights, key=lambda task: (task.microbatch, task.stage))
 
 
-def test_dualpipe_v_idles_half_as_long_as_in_the_order_of_jaxpp():
+def test_dualpipe_v_waits_half_as_long_as_in_the_order_of_jaxpp():
     four = timeline([by_jaxpp(device, 4, 8) for device in range(4)])
-    assert round(four.bubble_fraction, 4) == 0.0943 and four.peak_live == (9,) * 4
+    assert round(four.bubble, 4) == 0.0943 and four.peak_live == (9,) * 4
     spans = [timeline([by_jaxpp(device, 8, 16) for device in range(8)]).makespan]
     spans += [timeline(SCHEDULES["dualpipe_v"](16, 8, 16)).makespan]
     assert [span - 6 * 16 for span in spans] == [15, 7]
@@ -396,7 +396,7 @@ def test_no_schedule_beats_the_dependency_bound(schedule, costs, transfer):
     for order in schedule.tasks:
         work = sum(costs[task.kind] for task in order)
         assert run.makespan >= min(arrival[task] for task in order) + work
-    assert 0 <= run.bubble_fraction < 1 and min(run.idle) >= 0
+    assert 0 <= run.bubble < 1 and min(run.gaps) >= 0
 
 
 @quickly
@@ -407,7 +407,7 @@ def test_scaling_all_times_scales_the_makespan(schedule, costs, transfer, factor
         schedule, {kind: factor * cost for kind, cost in costs.items()}, factor * transfer
     )
     assert longer.makespan == factor * run.makespan
-    assert longer.bubble_fraction == pytest.approx(run.bubble_fraction)
+    assert longer.bubble == pytest.approx(run.bubble)
     assert longer.peak_live == run.peak_live
 
 
@@ -477,6 +477,23 @@ def test_dependencies_are_those_of_the_chain_rule(name):
         assert len(schedule.dependencies(task)) == len(needs & there)
 
 
+def test_what_is_live_over_time():
+    """1F1B on two devices, F 1 and B 2: the second forward's activations come and go."""
+    run = timeline(SCHEDULES["1f1b"](2, 2, 2), {"F": 1, "B": 2})
+    assert run.live == (((0, 1), (1, 2), (6, 1), (9, 0)), ((0, 0), (1, 1), (4, 1), (7, 0)))
+
+
+@quickly
+@given(any_table, kinds)
+def test_what_is_live_is_what_has_begun_and_not_ended(schedule, costs):
+    run = timeline(schedule, costs)
+    for order, counts in zip(schedule.tasks, run.live, strict=True):
+        for time, number in counts:
+            begun = [t for t in order if t.kind == "F" and run.start[t] <= time]
+            done = [t for t in order if t.kind in "BW" and run.end[t] <= time]
+            assert number == len(begun) - len(done)
+
+
 # Costs of stages, transfers
 
 
@@ -487,7 +504,7 @@ def test_costs_by_stage_and_by_task_go_before_costs_by_kind():
     assert run.end[Task(1, "B", 0)] - run.start[Task(1, "B", 0)] == 5
     assert run.end[odd] - run.start[odd] == 9
     assert run.makespan == 1 + 2 + 5 + 9 + 2
-    assert run.busy == (6, 16) and run.idle == (13, 0)
+    assert run.busy == (6, 16) and run.gaps == (13, 0)
 
 
 def test_transfers_take_time_between_devices_only():

@@ -82,7 +82,15 @@ def test_microbatches_below_one_are_named():
         train.step(LOSS, optax.sgd(0.1), microbatches=0)
 
 
-@pytest.mark.parametrize("tx", [optax.sgd(0.1), train.optimizer(), optax.adafactor(1e-2)])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(0.1),
+        pytest.param(train.optimizer(), marks=pytest.mark.slow),
+        pytest.param(optax.adafactor(1e-2), marks=pytest.mark.slow),
+    ],
+    ids=["sgd", "adamw", "adafactor"],
+)
 def test_step_is_optax_and_donates(tx):
     batch = padded(4)
     params, opt_state = fresh(), tx.init(PARAMS)
@@ -94,7 +102,7 @@ def test_step_is_optax_and_donates(tx):
     assert all(a.is_deleted() for a in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_sharded_batch_gives_the_same_steps(microbatches):
     along = jax.sharding.NamedSharding(mesh.make(data=-1), jax.sharding.PartitionSpec("data"))
     whole = jax.sharding.NamedSharding(along.mesh, jax.sharding.PartitionSpec())
@@ -139,8 +147,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(("axes", "rule"), LAYOUTS.values(), ids=LAYOUTS)
-def test_state_is_born_sharded_and_the_same_on_every_mesh(axes, rule):
+def some(*fast, among):
+    """All of them as parameters; those that are not named are slow."""
+    return [x if x in fast else pytest.param(x, marks=pytest.mark.slow) for x in among]
+
+
+@pytest.mark.parametrize("layout", some("2x2x2", among=LAYOUTS))
+def test_state_is_born_sharded_and_the_same_on_every_mesh(layout):
+    axes, rule = LAYOUTS[layout]
     config = model.Config(embed=64, layers=4, heads=4, kv_heads=2, head_dim=16, mlp=192)
     tx, m = optax.adamw(1e-3), mesh.make(**axes)
     graphdef, params, opt_state = train.init(config, m, rule, tx, seed=3)
@@ -154,7 +168,7 @@ def test_state_is_born_sharded_and_the_same_on_every_mesh(axes, rule):
         assert x.sharding.is_equivalent_to(s, x.ndim)
 
 
-@pytest.mark.parametrize("layout", ["8", "4x2", "2x2x2"])
+@pytest.mark.parametrize("layout", some("4x2", among=["8", "4x2", "2x2x2"]))
 def test_initialising_never_holds_more_than_its_share_and_a_leaf(layout):
     axes, rule = LAYOUTS[layout]
     config = model.Config(embed=64, layers=3, heads=4, kv_heads=2, head_dim=16, mlp=192)

@@ -1,4 +1,5 @@
-// Light and dark, the contents on a phone, copy buttons, and where we are on the page.
+// Light and dark, the contents on a phone, copy buttons, where we are on the page, which of its
+// questions were answered, and the field over the gallery of failures.
 "use strict";
 
 const root = document.documentElement;
@@ -57,4 +58,97 @@ addEventListener("DOMContentLoaded", () => {
     links.get(seen.target).setAttribute("aria-current", "true");
   }, { rootMargin: "0px 0px -70% 0px" });
   for (const heading of links.keys()) spy.observe(heading);
+
+  keepAnswers();
+  for (const gallery of document.querySelectorAll("div.failures")) filterFailures(gallery);
 });
+
+// A field over the gallery of failures. A pasted message has numbers and names of its own: where no
+// entry has all of its words, those stay that have the most.
+function filterFailures(gallery) {
+  const entries = [...gallery.querySelectorAll("div.failure")], field = document.createElement("p");
+  if (!entries.length) return;
+  const words = (text) => new Set(text.toLowerCase().match(/[\p{L}\p{N}_]+/gu));
+  const texts = entries.map((entry) => entry.textContent.toLowerCase()), whole = texts.map(words);
+  const holds = (i, word) => (word.length < 3 ? whole[i].has(word) : texts[i].includes(word));
+  field.className = "filter";
+  field.innerHTML = '<label>Symptom or error message <input type="search" autocomplete="off" spellcheck="false">' +
+    '</label><span role="status"></span>';
+  const [input, status] = [field.querySelector("input"), field.querySelector("span")];
+  const update = () => {
+    const asked = [...words(input.value)];
+    const has = texts.map((_, i) => asked.filter((word) => holds(i, word)).length);
+    const most = Math.max(...has), enough = most === asked.length || (most > 1 && most * 2 > asked.length);
+    entries.forEach((entry, i) => { entry.hidden = !enough || has[i] < most; });
+    const shown = entries.filter((entry) => !entry.hidden).length;
+    status.textContent = !asked.length ? `${entries.length} failures` : !shown ? "No failure has these words." :
+      `${shown} of ${entries.length} failures ${most < asked.length ? "have most of these words" : "have these words"}`;
+  };
+  input.addEventListener("input", update);
+  gallery.before(field);
+  update();
+}
+
+// Answers, as questions.js tells of them: {total, given: {question: [answer, right]}} by page, on
+// this device alone. Storage may be refused, full or damaged: then an answer lasts for this page.
+function keepAnswers() {
+  const name = (path) => `questions ${path.replace(/(index)?\.html$/, "")}`, here = name(location.pathname);
+  const asked = [...document.querySelectorAll("[data-question]")].map((one) => one.dataset.question);
+  const read = (key) => {
+    try {
+      const { total, given } = JSON.parse(localStorage.getItem(key));
+      return { total, given: Object.fromEntries(Object.entries(given).filter(([, one]) => Array.isArray(one))) };
+    } catch { return { total: 0, given: {} }; }
+  };
+  const kept = new Map(), notes = [];
+  const known = (key) => kept.get(key) ?? kept.set(key, read(key)).get(key);
+  const right = ({ given }) => Object.values(given).filter((one) => one[1] === true).length;
+
+  function show() {
+    for (const link of document.querySelectorAll("#contents li a[href]")) {
+      const page = known(name(new URL(link.href).pathname));
+      link.querySelector(".answered")?.remove();
+      if (!Object.keys(page.given).length) continue;
+      const count = document.createElement("small");
+      count.className = "answered";
+      count.innerHTML = `${right(page)} of ${Number(page.total)}<span class="unseen"> questions right</span>`;
+      link.append(" ", count);
+    }
+    for (const note of notes) {
+      note.hidden = !Object.keys(known(here).given).length;
+      note.firstChild.textContent = `${right(known(here))} of ${asked.length} right. Your answers stay in this browser. `;
+    }
+  }
+
+  function keep(change) {
+    const page = known(here);
+    const given = Object.entries(page.given).filter(([key]) => asked.includes(key));
+    kept.set(here, { total: asked.length, given: change(Object.fromEntries(given)) });
+    try {
+      if (Object.keys(known(here).given).length) localStorage.setItem(here, JSON.stringify(known(here)));
+      else localStorage.removeItem(here);
+    } catch { /* refused */ }
+    show();
+  }
+
+  for (const figure of new Set(Array.from(document.querySelectorAll("[data-question]"), (one) => one.parentElement))) {
+    const note = document.createElement("p"), forget = document.createElement("button");
+    note.className = "kept";
+    forget.type = "button";
+    forget.textContent = "Forget them";
+    forget.addEventListener("click", () => {
+      figure.querySelector("input").focus(); // the button goes
+      keep(() => ({}));
+      for (const one of notes) one.parentElement.dispatchEvent(new CustomEvent("shardwise-restore", { detail: {} }));
+    });
+    note.append("", forget);
+    figure.append(note);
+    notes.push(note);
+    const given = Object.entries(known(here).given).map(([key, [answer]]) => [key, answer]);
+    figure.dispatchEvent(new CustomEvent("shardwise-restore", { detail: Object.fromEntries(given) }));
+    figure.addEventListener("shardwise-answered", ({ detail: { key, given, right } }) => {
+      keep((others) => ({ ...others, [key]: [given, right] }));
+    });
+  }
+  show();
+}

@@ -1,8 +1,9 @@
 """A present-day decoder in Flax NNX, written for one device.
 
 Every parameter carries the names of its logical axes (metadata `logical_axes`) and the code
-carries marks; of meshes it knows nothing. Letters in einsums: b batch, s and t sequence, e embed,
-h heads, k kv_heads, g query heads for each kv head, d head_dim, m mlp, v vocab.
+carries marks (`marks.constrain` names embedding_output, attention_output, mlp_output, logits); of
+meshes it knows nothing. Letters in einsums: b batch, s and t sequence, e embed, h heads,
+k kv_heads, g query heads for each kv head, d head_dim, m mlp, v vocab.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ class Config:
     stages: int = 1  # stacks of layers, with a stage boundary between them
     dropout: float = 0.0
     dtype: jnp.dtype = jnp.float32  # of activations, and of weights where they are used
-    param_dtype: jnp.dtype = jnp.float32  # of weights where they are kept
+    param_dtype: jnp.dtype = jnp.float32  # of weights where they are held
     scan: bool = True  # run the layers by scan, or by a Python loop
     remat: bool = False  # recompute a layer's activations in the backward pass
 
@@ -132,11 +133,11 @@ class Block(nnx.Module):
         y = self.attention_norm(x)
         q, k = rotary(self.q("bse,ehd->bshd", y)), rotary(self.k("bse,ekd->bskd", y))
         y = self.o("bshd,hde->bse", attend(q, k, self.v("bse,ekd->bskd", y)))
-        x = marks.constrain(x + drop(y, self.dropout, keys[0]), "attention")
+        x = marks.constrain(x + drop(y, self.dropout, keys[0]), "attention_output")
         y = self.mlp_norm(x)
         y = jax.nn.silu(self.gate("bse,em->bsm", y)) * self.up("bse,em->bsm", y)
         y = self.down("bsm,me->bse", y)
-        return marks.constrain(x + drop(y, self.dropout, keys[1]), "mlp")
+        return marks.constrain(x + drop(y, self.dropout, keys[1]), "mlp_output")
 
 
 def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -185,7 +186,7 @@ class Decoder(nnx.Module):
     def __call__(self, tokens, key=None):
         """Logits; with a `key` dropout is on, without one it is off."""
         x = self.embed.kernel[...].astype(self.config.dtype)[tokens]
-        x = marks.constrain(x, "embedding")
+        x = marks.constrain(x, "embedding_output")
         x = self._layers(x, key)
         logits = self.head("bse,ev->bsv", self.final_norm(x)).astype(jnp.float32)
         return marks.constrain(logits, "logits")

@@ -106,6 +106,11 @@ class Results:
         expected = {"tags": _tags(notebook), "digest": _digest(stored)}
         return record.data if record.data.items() >= expected.items() else None
 
+    def outputs(self, notebook: nbformat.NotebookNode) -> list[list[nbformat.NotebookNode]]:
+        """Those of each code cell in the run that `find` found."""
+        record = self.cache.match_cache_notebook(notebook)
+        return [cell.outputs for cell in self.cache.get_cache_bundle(record.pk).nb.cells]
+
     def keep(self, name: str, notebook: nbformat.NotebookNode, run: execute.Run) -> Data:
         """Store a good run; `notebook` is the one that was asked for."""
         data = {

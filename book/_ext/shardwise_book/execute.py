@@ -177,7 +177,7 @@ def _clean(notebook, directory):
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             for holder in (output, output.get("data", {})):
-                for key in ("text", "traceback", "text/plain", "text/html"):
+                for key in ("text", "traceback", "evalue", "text/plain", "text/html"):
                     if key in holder:
                         holder[key] = _substitute(patterns, holder[key])
 

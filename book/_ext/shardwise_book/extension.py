@@ -2,7 +2,8 @@
 
 config-inited   the cache's folder is named for the state of the package and the stack
 builder-inited  pairs are checked, then stale chapters execute in parallel; now pages may change
-the build       MyST-NB finds every result in the cache, and executes nothing
+the build       MyST-NB finds every result in the cache, and executes nothing; the gallery of
+                failures is filled when every page was read
 build-finished  the table of run times, and the record of a good end, which no warning has
 """
 
@@ -15,7 +16,7 @@ from sphinx.application import Sphinx
 from sphinx.errors import SphinxError
 from sphinx.util import logging
 
-from . import cache, execute, pairs, record, site, times
+from . import cache, execute, failures, pairs, record, site, times
 
 LOGGER = logging.getLogger(__name__)
 CHAPTERS = "chapters"
@@ -40,6 +41,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("doctree-read", times.add_run_time)
     app.connect("build-finished", _finish)
     site.setup(app)
+    failures.setup(app)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -74,19 +76,31 @@ def _execute(app):
         if problem
     ]
     problems = [problem.replace(f"{app.srcdir}/", "") for problem in problems]
+    named = {f"{docname}.md": notebook for docname, notebook in notebooks.items()}
+    problems += [one for name in named for one in failures.problems(name, named[name])]
     if problems:
         raise BookError("\n".join(problems))
-    named = {f"{docname}.md": notebook for docname, notebook in notebooks.items()}
     path = app.config.nb_execution_cache_path
     try:
-        data, failures, executed = cache.update(named, path, LOGGER.info, lambda: _edited(app))
+        data, failed, executed = cache.update(named, path, LOGGER.info, lambda: _edited(app))
     except cache.Changed as error:
         raise BookError(f"{error}: run `make book` again.") from None
-    if failures:
-        raise BookError("\n\n".join([*failures, "In short:", *map(_short, failures)]))
+    if failed:
+        raise BookError("\n\n".join([*failed, "In short:", *map(_short, failed)]))
+    _collect_failures(app, named, cache.Results(path))
     app.shardwise_runs = {name.removesuffix(".md"): run for name, run in data.items()}
     app.shardwise_executed = {name.removesuffix(".md") for name in executed}
     app.shardwise_record.begin()
+
+
+def _collect_failures(app, named, results):
+    problems = []
+    for name, notebook in named.items():
+        found, silent = failures.collect(name, notebook, results.outputs(notebook))
+        app.shardwise_failures[name.removesuffix(".md")] = found
+        problems += silent
+    if problems:
+        raise BookError("\n".join(problems))
 
 
 def _edited(app):

@@ -8,33 +8,46 @@ except ModuleNotFoundError:
         "run `pip install 'shardwise[figures]'`."
     ) from None
 
+from shardwise.figures.collectives import collective_picture
 from shardwise.figures.explorer import mesh_explorer
 from shardwise.figures.lanes import lanes_explorer
+from shardwise.figures.memory import live_activations
 from shardwise.figures.overlap import overlap
 from shardwise.figures.palette import DEVICES, style
 from shardwise.figures.pipelines import pipeline_explorer
 from shardwise.figures.plots import bars, canvas, curves, mesh_picture, shards
+from shardwise.figures.products import Product, product_explorer
+from shardwise.figures.questions import choose, fill_in, questions
 from shardwise.figures.resharding import resharding_explorer
 from shardwise.figures.ring import ring_stepper
+from shardwise.figures.slices import slice_graph
 from shardwise.figures.stepping import fsdp_stepper
 from shardwise.figures.timelines import schedule
 from shardwise.figures.zero import training_step
 
 __all__ = [
     "DEVICES",
+    "Product",
     "bars",
     "canvas",
+    "choose",
+    "collective_picture",
     "curves",
+    "fill_in",
     "fsdp_stepper",
     "lanes_explorer",
+    "live_activations",
     "mesh_explorer",
     "mesh_picture",
     "overlap",
     "pipeline_explorer",
+    "product_explorer",
+    "questions",
     "resharding_explorer",
     "ring_stepper",
     "schedule",
     "shards",
+    "slice_graph",
     "style",
     "training_step",
 ]

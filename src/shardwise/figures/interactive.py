@@ -31,8 +31,8 @@ class Interactive:
 
     `script` is a file of this package that holds one JavaScript function of (root, data, shared),
     where `shared` is what figure.js returns; `still` is the HTML it brings to life, which must make
-    sense without it, and in which names that a caller gave are escaped. In `still`, `id="@name"`
-    becomes an id of this showing alone, so that one figure may stand on a page many times.
+    sense without it, and in which names that a caller gave are escaped. In `still`, "@name" as
+    an id or a name becomes one of this showing alone: a figure may stand on a page many times.
     """
 
     def __init__(self, script: str, data: Data, still: str) -> None:
@@ -41,7 +41,7 @@ class Interactive:
     def _repr_html_(self) -> str:
         root = f"shardwise-{secrets.token_hex(4)}"
         # An escaped name holds no quotation mark, so an "@" in one is never taken for an id.
-        still = re.sub(r'((?:id|for)=")@', rf"\g<1>{root}-", self.still)
+        still = re.sub(r'((?:id|for|name)=")@', rf"\g<1>{root}-", self.still)
         data = json.dumps(self.data, separators=(",", ":")).replace("<", "\\u003c")
         code, shared = _code(self.script), _code("figure.js")
         return (

@@ -3,7 +3,7 @@
 import math
 
 from shardwise.figures import palette
-from shardwise.figures.timelines import COLOURS, chunk
+from shardwise.figures.timelines import COLOURS, chunk, number
 from shardwise.schedules import Task, Timeline
 
 LEFT, WIDTH, ROW, TOP = 24, 628, 30, 4  # of the picture, in its own units
@@ -17,7 +17,7 @@ def describe(run: Timeline, task: Task) -> str:
     pending = ", ".join(number(share * peak) for peak in run.peak_weights_pending)
     return (
         f'Makespan <b data-name="makespan">{number(run.makespan)}</b>, bubble '
-        f'<b data-name="bubble">{number(_rounded(100 * run.bubble_fraction, 10))} %</b>. At most '
+        f'<b data-name="bubble">{number(_rounded(100 * run.bubble, 10))} %</b>. At most '
         f'live, in microbatches through all layers of a device: <b data-name="peaks">{peaks}</b>; '
         f'waiting for W: <b data-name="pending">{pending}</b>.<br>'
         f"{_story(run, task)}"
@@ -57,7 +57,7 @@ def picture(run: Timeline, chosen: Task) -> str:
     for device, order in enumerate(made.tasks):
         y = TOP + ROW * device
         parts.append(f'<text x="{LEFT - 8}" y="{y + 18}" text-anchor="end">{device}</text>')
-        parts.append(_rect(LEFT, y, WIDTH, 26, 'class="idle" fill="currentColor" opacity=".12"'))
+        parts.append(_rect(LEFT, y, WIDTH, 26, 'class="waits" fill="currentColor" opacity=".12"'))
         for position, task in enumerate(order):
             x, wide = LEFT + scale * run.start[task], scale * (run.end[task] - run.start[task])
             at = f'data-device="{device}" data-task="{position}" fill="{COLOURS[task.kind]}"'
@@ -105,11 +105,6 @@ def _axis(run):
         for part in range(5)
     )
     return "".join(marks)
-
-
-def number(value: float) -> str:
-    """At most three decimals, as JavaScript writes them: the values are eighths."""
-    return f"{value:.3f}".rstrip("0").rstrip(".")
 
 
 def _rounded(value, parts):

@@ -110,7 +110,7 @@
     const scale = WIDTH / makespan, y = TOP + ROW * orders.length + 14;
     const rows = orders.map((order, d) =>
       `<text x="${LEFT - 8}" y="${TOP + ROW * d + 18}" text-anchor="end">${d}</text>` +
-      rect(LEFT, TOP + ROW * d, WIDTH, 26, 'class="idle" fill="currentColor" opacity=".12"') +
+      rect(LEFT, TOP + ROW * d, WIDTH, 26, 'class="waits" fill="currentColor" opacity=".12"') +
       order.map((task, position) => drawTask(task, position, scale)).join(""));
     const axis = [0, 1, 2, 3, 4].map((i) =>
       centred(point(LEFT + (WIDTH * i) / 4), y, rounded((makespan * i) / 4, 10)));

@@ -19,13 +19,15 @@ COLOURS = {
 }
 
 
-def schedule(runs: Run | Mapping[str, Run], width: float = 6.9) -> Drawing:
+def schedule(
+    runs: Run | Mapping[str, Run], width: float = 6.9, xlabel: str = "time, in ticks"
+) -> Drawing:
     """Timelines above each other, on one axis of time.
 
     `runs` is a `schedules.Timeline`, a schedule (drawn at the costs `schedules.COSTS`), or a
     mapping of titles to these. A box is a task; its colour is the kind, its number the
-    microbatch. A bar at the foot marks a device's second stage, two bars its third. What is
-    shaded is idle.
+    microbatch. A bar at the foot marks a device's second stage, two bars its third. Where it is
+    shaded, the device waits.
     """
     titled = runs if isinstance(runs, Mapping) else {"": runs}
     named = {title: _timed(run) for title, run in titled.items()}
@@ -37,13 +39,13 @@ def schedule(runs: Run | Mapping[str, Run], width: float = 6.9) -> Drawing:
         for device, order in enumerate(run.schedule.tasks):
             row = top + device + 1
             ticks[row + 0.5] = str(device)
-            _idle(axes, row, run.makespan)
+            _waits(axes, row, run.makespan)
             for task in order:
                 _task(axes, row, run, task, span / (13 * width))
         top += run.schedule.devices + 1.4
     axes.set_yticks(list(ticks), ticks.values(), fontsize=8)
     axes.set_ylabel("device")
-    axes.set_xlabel("time")
+    axes.set_xlabel(xlabel)
     axes.set_xlim(0, span * 1.001)
     axes.set_ylim(top - 0.3, 0)
     axes.spines[:].set_visible(False)
@@ -57,7 +59,7 @@ def _timed(run):
     return run if isinstance(run, schedules.Timeline) else schedules.timeline(run)
 
 
-def _idle(axes, row, makespan):
+def _waits(axes, row, makespan):
     axes.add_patch(Rectangle((0, row + 0.06), makespan, 0.88, color=palette.GREY, alpha=0.18, lw=0))
 
 
@@ -80,6 +82,11 @@ def chunk(table: schedules.Schedule, task: schedules.Task) -> int:
     """Which of its device's stages a task belongs to, counted from 0 in the order of stages."""
     home = table.device_of[task.stage]
     return sum(device == home for device in table.device_of[: task.stage])
+
+
+def number(value: float) -> str:
+    """At most three decimals, as JavaScript writes them: the values are eighths."""
+    return f"{value:.3f}".rstrip("0").rstrip(".")
 
 
 def _legend(axes, kinds):

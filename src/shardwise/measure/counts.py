@@ -47,7 +47,9 @@ class Collectives(Mapping[str, Count]):
     what an all-gather yields, what enters a reduce-scatter, an all-reduce, an all-to-all (on one
     device) or a collective-permute. `ring_bytes` is what one device sends when n devices pass it
     on in a ring: B(n-1)/n, twice that for an all-reduce, and B itself for a collective-permute
-    (of a device that sends: those at the end of an open chain send nothing).
+    (of a device that sends: those at the end of an open chain send nothing). An all-to-all's
+    B(n-1)/n is what a device sends of its own, as over a switch: one way round a ring, where blocks
+    are passed on, it would be B(n-1)/2.
     """
 
     def __init__(self, ops: Iterable[Op]):

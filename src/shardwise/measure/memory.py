@@ -1,5 +1,6 @@
 """Bytes on each device: what a compiled program needs, and what arrays occupy."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -70,6 +71,8 @@ def bytes_on_devices(tree: Any) -> dict[jax.Device, int]:
         if id(leaf) in seen or leaf.is_deleted():
             continue
         seen.add(id(leaf))
-        for shard in leaf.addressable_shards:
-            sizes[shard.device] = sizes.get(shard.device, 0) + shard.data.nbytes
+        # Not by addressable_shards: what they hold lives, on some releases, until the next gc.
+        held = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for device in leaf.sharding.addressable_devices:
+            sizes[device] = sizes.get(device, 0) + held
     return dict(sorted(sizes.items(), key=lambda item: item[0].id))

@@ -1,12 +1,12 @@
 """Pipeline schedules as data: in which order each device runs its tasks, and what follows from it.
 
 A schedule is a table, `tasks[device]`, and nothing else: no clock, no devices, no JAX. When a task
-starts, how long devices idle and how much they hold follows from the table and from what tasks
-cost:
+starts, how long devices wait and how many microbatches are live on them follows from the table and
+from what tasks cost:
 
     schedule = schedules.SCHEDULES["1f1b"](stages=4, devices=4, microbatches=8)
     run = schedules.timeline(schedule, {"F": 1, "B": 2}, transfer=0.1)
-    run.makespan, run.bubble_fraction, run.peak_live
+    run.makespan, run.bubble, run.peak_live
 
 Lists of tasks written by hand are a schedule like any other: pass them to `check`, to `timeline`,
 or to `from_tasks`. A new schedule is one function and one entry in `SCHEDULES`.

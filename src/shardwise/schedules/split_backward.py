@@ -11,26 +11,26 @@ from shardwise.schedules.table import Schedule, Task
 def zb_h1(stages: int, devices: int, microbatches: int) -> Schedule:
     """1F1B with backwards split and weights last (Qi et al., 2024, Zero Bubble).
 
-    Of p stages each has a peak of p, and idles at most (p-1)(F+I-W) between its first task and its
-    last, as long as W costs no more than F.
+    Of p stages each has a peak of p, and gaps of at most (p-1)(F+I-W) between its first task and
+    its last, as long as W costs no more than F.
     """
     return _zero_bubble("zb_h1", stages, devices, microbatches, lambda after: after + 1)
 
 
 def zb_h2(stages: int, devices: int, microbatches: int) -> Schedule:
-    """More warm-up, for no idle time where all kinds cost the same (Qi et al., 2024, Zero Bubble).
+    """More warm-up, for no gaps where all kinds cost the same (Qi et al., 2024, Zero Bubble).
 
-    Of p stages each has a peak of 2p-1, and idles at most (p-1)(F+I-2W) between its first task and
-    its last, from 2p-1 microbatches on, as long as W costs no more than F.
+    Of p stages each has a peak of 2p-1, and gaps of at most (p-1)(F+I-2W) between its first task
+    and its last, from 2p-1 microbatches on, as long as W costs no more than F.
     """
     return _zero_bubble("zb_h2", stages, devices, microbatches, lambda after: 2 * after + 1)
 
 
 def zb_v(stages: int, devices: int, microbatches: int) -> Schedule:
-    """No idle time in 1F1B's memory, on a V: device d holds the stages d and 2·devices - 1 - d.
+    """No gaps in 1F1B's memory, on a V: device d holds the stages d and 2·devices - 1 - d.
 
-    Of p devices each has a peak of 2p stages, half as large as where a device holds one, and idles
-    at no time between its first task and its last where F, I and W cost the same (Qi et al., 2024,
+    Of p devices each has a peak of 2p stages, half as large as where a device holds one, and no
+    gap between its first task and its last where F, I and W cost the same (Qi et al., 2024,
     Pipeline Parallelism with Controllable Memory, arXiv:2405.15362; its V-ZB).
     """
     return _folded("zb_v", stages, devices, microbatches, _zb_v_steps)

@@ -1,4 +1,4 @@
-"""When each task of a schedule runs, and the idle time and memory that follow."""
+"""When each task of a schedule runs, and the bubble and the memory that follow."""
 
 import dataclasses
 import functools
@@ -35,11 +35,11 @@ class Timeline:
         )
 
     @functools.cached_property
-    def idle(self) -> tuple[float, ...]:
+    def gaps(self) -> tuple[float, ...]:
         """For each device, the time without a task between its first start and its last end.
 
-        Qi et al. count this one: where a device may begin the next step before the others have
-        ended this one, waiting at either end costs nothing.
+        Qi et al. count these: where a device may begin the next step before the others have
+        ended this one, what it waits at either end costs nothing.
         """
         return tuple(
             self.end[order[-1]] - self.start[order[0]] - busy
@@ -47,35 +47,45 @@ class Timeline:
         )
 
     @property
-    def bubble_fraction(self) -> float:
-        """The part of all devices' time, from 0 to the makespan, in which they idle."""
+    def bubble(self) -> float:
+        """The bubble fraction: the share of all devices' time, to the makespan, without a task."""
         whole = self.makespan * self.schedule.devices
         return 1 - sum(self.busy) / whole if whole else 0.0
 
     @functools.cached_property
-    def peak_live(self) -> tuple[int, ...]:
-        """For each device, the most (stage, microbatch) pairs whose activations it holds at once.
+    def live(self) -> tuple[tuple[tuple[float, int], ...], ...]:
+        """For each device, (time, number) pairs: from that time on so many activations live there.
 
-        A pair is live from the start of its F to the end of its B, or of its W where split.
+        They are counted by (stage, microbatch) pairs. One is live from the start of its F to the
+        end of its B, or of its W where split.
         """
-        return self._peaks({"F": self.start}, {"B": self.end, "W": self.end})
+        return self._counts({"F": self.start}, {"B": self.end, "W": self.end})
 
-    @functools.cached_property
+    @property
+    def peak_live(self) -> tuple[int, ...]:
+        """For each device, the most (stage, microbatch) pairs whose activations live there."""
+        return _most(self.live)
+
+    @property
     def peak_weights_pending(self) -> tuple[int, ...]:
         """For each device, the most pairs at once whose I has ended and whose W has not."""
-        return self._peaks({"I": self.end}, {"W": self.end})
+        return _most(self._counts({"I": self.end}, {"W": self.end}))
 
-    def _peaks(self, opening: dict, closing: dict) -> tuple[int, ...]:
+    def _counts(self, opening: dict, closing: dict) -> tuple[tuple[tuple[float, int], ...], ...]:
         found = []
         for order in self.schedule.tasks:
             events = [(opening[t.kind][t], 1) for t in order if t.kind in opening]
             events += [(closing[t.kind][t], -1) for t in order if t.kind in closing]
-            live = peak = 0
-            for _, change in sorted(events):  # at one instant, what ends makes room first
-                live += change
-                peak = max(peak, live)
-            found.append(peak)
+            counts, number = {0: 0}, 0
+            for time, change in sorted(events):  # at one instant, what ends makes room first
+                number += change
+                counts[time] = number
+            found.append(tuple(counts.items()))
         return tuple(found)
+
+
+def _most(counts):
+    return tuple(max(number for _, number in of_device) for of_device in counts)
 
 
 def timeline(schedule: Schedule | Lists, costs: Costs = COSTS, transfer: float = 0) -> Timeline:

@@ -1,4 +1,4 @@
-"""What only other processes show: what each one reads, and what is left when one is killed."""
+"""What only other processes show: what each reads, what is left when one is killed, who may run."""
 
 import functools
 import hashlib
@@ -20,7 +20,7 @@ import tensorstore
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import checkpoint, data, fsdp, mesh
+from shardwise import checkpoint, data, fsdp, mesh, pipeline
 from shardwise.checkpoint import digests, padding, restoring, steps
 
 CHUNK = 2**14
@@ -30,7 +30,7 @@ LOCK = ".shardwise-lock"
 
 def start(function, *args):
     """`function(*args)` of this file, in a Python of its own."""
-    source = f"import test_checkpoint_processes as t; t.{function}(*{args!r})"
+    source = f"import test_processes as t; t.{function}(*{args!r})"
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     return subprocess.Popen(
         [sys.executable, "-c", source],
@@ -179,6 +179,54 @@ def test_two_processes_read_their_shares_and_save_together(tmp_path):
     assert found["data"] == {"next_index": 3}
     found = checkpoint.restore(tmp_path / "padded", {"params": PADDED})["params"]
     jax.tree.map(np.testing.assert_array_equal, found, PADDED)
+
+
+def multiply(weights, x):
+    return jnp.tanh(x @ weights[0])
+
+
+def chain(stack, batch, run):
+    return jnp.mean((run(stack, batch["x"]) - batch["y"]) ** 2)
+
+
+def numbers():
+    draw = np.random.default_rng(3)
+    stack = draw.normal(size=(8, 6, 6)).astype(np.float32)
+    return stack, {name: draw.normal(size=(12, 6)).astype(np.float32) for name in "xy"}
+
+
+def run_pipelines(process, address):
+    """A schedule is refused, for it runs in one process; `gpipe` runs in both as one program."""
+    join(process, address, 4)
+    stages, (stack, batch) = mesh.make(stage=8), numbers()
+    with pytest.raises(ValueError, match=r"devices of other processes \(\[\d\].*pipeline.gpipe"):
+        pipeline.value_and_grad(chain, stages, "1f1b", 4)
+    loss = functools.partial(chain, run=pipeline.gpipe(multiply, stages, 4))
+    stack = jax.make_array_from_callback(
+        stack.shape, NamedSharding(stages, P("stage")), lambda index: stack[index]
+    )
+    value, grads = jax.jit(jax.value_and_grad(loss))(stack, batch)
+    own = {shard.index[0].start: shard.data.tolist() for shard in grads.addressable_shards}
+    print(json.dumps({"loss": float(value), "grads": own}))
+
+
+@pytest.mark.slow
+def test_a_schedule_is_refused_on_two_processes_where_gpipe_equals_one_device():
+    def one_by_one(stack, x):
+        for weights in stack:
+            x = multiply(weights[None], x)
+        return x
+
+    stack, batch = numbers()
+    loss, grads = jax.value_and_grad(functools.partial(chain, run=one_by_one))(stack, batch)
+    seen = set()
+    for out in finish(*start_two("run_pipelines")):
+        found = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
+        np.testing.assert_allclose(found["loss"], loss, rtol=1e-5)
+        for stage, g in found["grads"].items():
+            np.testing.assert_allclose(g[0], grads[int(stage)], rtol=1e-4, atol=1e-6)
+            seen.add(int(stage))
+    assert seen == set(range(8))
 
 
 def agree(root, process):
