@@ -9,8 +9,10 @@ except ModuleNotFoundError:
     ) from None
 
 from shardwise.figures.collectives import collective_picture
+from shardwise.figures.counters import counters
 from shardwise.figures.explorer import mesh_explorer
 from shardwise.figures.lanes import lanes_explorer
+from shardwise.figures.layer import layer_explorer
 from shardwise.figures.memory import live_activations
 from shardwise.figures.overlap import overlap
 from shardwise.figures.palette import DEVICES, style
@@ -20,6 +22,7 @@ from shardwise.figures.products import Product, product_explorer
 from shardwise.figures.questions import choose, fill_in, questions
 from shardwise.figures.resharding import resharding_explorer
 from shardwise.figures.ring import ring_stepper
+from shardwise.figures.saving import saving_explorer, share_lost
 from shardwise.figures.slices import slice_graph
 from shardwise.figures.stepping import fsdp_stepper
 from shardwise.figures.timelines import schedule
@@ -32,10 +35,12 @@ __all__ = [
     "canvas",
     "choose",
     "collective_picture",
+    "counters",
     "curves",
     "fill_in",
     "fsdp_stepper",
     "lanes_explorer",
+    "layer_explorer",
     "live_activations",
     "mesh_explorer",
     "mesh_picture",
@@ -45,8 +50,10 @@ __all__ = [
     "questions",
     "resharding_explorer",
     "ring_stepper",
+    "saving_explorer",
     "schedule",
     "shards",
+    "share_lost",
     "slice_graph",
     "style",
     "training_step",
