@@ -12,6 +12,7 @@ from shardwise.figures.collectives import collective_picture
 from shardwise.figures.counters import counters
 from shardwise.figures.explorer import mesh_explorer
 from shardwise.figures.lanes import lanes_explorer
+from shardwise.figures.layer import layer_explorer
 from shardwise.figures.memory import live_activations
 from shardwise.figures.overlap import overlap
 from shardwise.figures.palette import DEVICES, style
@@ -39,6 +40,7 @@ __all__ = [
     "fill_in",
     "fsdp_stepper",
     "lanes_explorer",
+    "layer_explorer",
     "live_activations",
     "mesh_explorer",
     "mesh_picture",

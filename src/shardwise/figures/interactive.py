@@ -52,16 +52,16 @@ class Interactive:
         # An escaped name holds no quotation mark, so an "@" in one is never taken for an id.
         still = re.sub(r'((?:id|for|name)=")@', rf"\g<1>{root}-", self.still)
         data = json.dumps(self.data, separators=(",", ":")).replace("<", "\\u003c")
-        code, shared = _code(self.script), _code("figure.js")
+        own, shared = code(self.script), code("figure.js")
         return (
             f'<div id="{root}" class="shardwise-figure">{still}</div>\n'
-            f"<script>((root) => ({code})(root, {data}, ({shared})(root)))"
+            f"<script>((root) => ({own})(root, {data}, ({shared})(root)))"
             f'(document.getElementById("{root}"));</script>'
         )
 
 
-def _code(script: str) -> str:
-    """The script without indentation and lines of comment: each showing on a page repeats it."""
+def code(script: str) -> str:
+    """The script without indentation and lines of comment: each showing repeats it."""
     lines = files(__package__).joinpath(script).read_text(encoding="utf-8").split("\n")
     return "\n".join(line.strip() for line in lines if not line.strip().startswith("//")).strip()
 

@@ -21,7 +21,7 @@
       "goes to failures. Of the intervals here, " +
       `<b data-name="best">${data.intervals[best]}</b> steps lose least, ` +
       `<b data-name="least">${percent(shares[best])}</b>. Young's formula gives ` +
-      `<b data-name="young">${young[0]}</b>.`;
+      `<b data-name="young">${young[0]}</b> steps.`;
   }
 
   function lanesPicture({ lanes: [end, ...boxes] }) {
@@ -42,7 +42,7 @@
     const line = xs.map((x, i) => `${x} ${ys[i]}`).join("L");
     const ticks = [0, 3, 6, 9, 12].map((j) =>
       `<text x="${xs[j]}" y="165" text-anchor="middle">${data.intervals[j]}</text>`).join("");
-    return `<text x="0" y="12">time lost, up to ${percent(most)}</text>` +
+    return `<text x="0" y="12">top: ${percent(most)} of the time lost</text>` +
       `<path d="M44 150H344" stroke="currentColor"></path>${ticks}` +
       '<text x="344" y="180" text-anchor="end">steps between saves</text>' +
       `<path d="M${young} 34V150" stroke="currentColor" stroke-dasharray="3 4"></path>` +

@@ -84,7 +84,7 @@ def curve_picture(data: Data, choice: Choice, answer: Data) -> str:
         for j in (0, 3, 6, 9, 12)
     )
     return (
-        f'<text x="0" y="12">time lost, up to {most // 100}.{most % 100:02d} %</text>'
+        f'<text x="0" y="12">top: {most // 100}.{most % 100:02d} % of the time lost</text>'
         f'<path d="M{_LEFT} {_FOOT}H{_LEFT + _WIDE}" stroke="currentColor"></path>{ticks}'
         f'<text x="{_LEFT + _WIDE}" y="{_FOOT + 30}" text-anchor="end">steps between saves</text>'
         f'<path d="M{young} 34V{_FOOT}" stroke="currentColor" stroke-dasharray="3 4"></path>'
@@ -99,8 +99,8 @@ def curve_picture(data: Data, choice: Choice, answer: Data) -> str:
 def pictures(data: Data, choice: Choice, answer: Data) -> str:
     """Both pictures of a choice."""
     inside = {
-        "lanes": ("0 0 360 108", lanes_picture(data, answer)),
-        "curve": ("0 0 360 184", curve_picture(data, choice, answer)),
+        "lanes": ("0 0 372 108", lanes_picture(data, answer)),
+        "curve": ("0 0 372 184", curve_picture(data, choice, answer)),
     }
     labels = {
         "lanes": "Two saves over time: training, copying to the host, writing, and a failure",

@@ -32,7 +32,7 @@ def segments(chain: Callable[[jax.Array, jax.Array], jax.Array]) -> Verdict:
     def plain(weights, x):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
 
-    for rows, width in ((256, 16), (128, 32)):
+    for rows, width in ((256, 16), (512, 32)):
         weights, x = normal(rows, LAYERS, width, width) / np.sqrt(width), normal(width, rows, width)
         slope = [jax.grad(lambda w, x, f=f: jnp.sum(f(w, x) ** 2)) for f in (chain, plain)]
         program = compiled(slope[0], weights, x)
