@@ -21,7 +21,7 @@
       "goes to failures. Of the intervals here, " +
       `<b data-name="best">${data.intervals[best]}</b> steps lose least, ` +
       `<b data-name="least">${percent(shares[best])}</b>. Young's formula gives ` +
-      `<b data-name="young">${young[0]}</b>.`;
+      `<b data-name="young">${young[0]}</b> steps.`;
   }
 
   function lanesPicture({ lanes: [end, ...boxes] }) {

@@ -152,7 +152,7 @@ def describe(data: Data, choice: Choice) -> str:
         f"goes to failures. Of the intervals here, "
         f'<b data-name="best">{data["intervals"][best]}</b> steps lose least, '
         f'<b data-name="least">{percent(answer["shares"][best])}</b>. Young\'s formula gives '
-        f'<b data-name="young">{answer["young"][0]}</b>.'
+        f'<b data-name="young">{answer["young"][0]}</b> steps.'
     )
 
 

@@ -213,8 +213,8 @@ def _pictures(data, choice):
     return (
         '<p class="hint" style="margin-top: .7rem">P parameters, G gradients, M moments, each cut '
         "into a shard for every device and filled where this device holds it. Pale gradients are "
-        "the device's own, not yet summed. Bold frames are what the event is "
-        "about. Below, a bar for every event: the bytes then held.</p>"
+        "the device's own, not yet summed. Bold frames are what the event is about. Below, a bar "
+        "for every event: the bytes then held.</p>"
         f'<div class="pictures"><svg id="@grid" viewBox="0 0 {wide} {high}" {style} role="img" '
         f'aria-label="What each device holds of each layer">{grid_picture(data, choice)}</svg>'
         f'<svg id="@course" viewBox="0 0 404 102" {style} role="img" '

@@ -40,36 +40,36 @@ def _error(body, stack, batch):
 @puzzle("return what the layer yields, and None.")
 def gather(body: Callable[[jax.Array, Any], tuple[jax.Array, None]]) -> Verdict:
     """A scan's `body(x, w)` on a device's rows and its eighth of each matrix, cut along "fsdp"."""
-    batch = {"x": normal(2, 16, EMBED), "y": normal(3, 16, EMBED)}
-    temporaries = {}
-    for layers in (2, 4):
-        stack = _stack(layers)
-
-        def run(stack, batch):
-            value, slope = jax.value_and_grad(lambda s: _error(body, s, batch))(stack)
-            return jax.lax.psum(value, "fsdp"), slope
-
-        cut = P(None, "fsdp")
-        specs = dict(in_specs=(cut, P("fsdp")), out_specs=(P(), cut))
-        program = on_each(run, mesh.make(fsdp=8), stack, batch, **specs)
-        value, slope = program(stack, batch)
-        whole = jax.value_and_grad(lambda s: _error(lambda x, w: (layer(x, w), None), s, batch))
-        expected = in_one(whole)(stack)
-        require_close(value, expected[0], "the loss")
-        require_close(slope, expected[1], "the gradient")
-        temporaries[layers] = measure.bytes_per_device(program).temporaries
-    psi = sum(a.nbytes for a in stack.values())
-    grown = (temporaries[4] - temporaries[2]) / (psi / 2)
+    programs = {layers: _like_one_device(body, _stack(layers)) for layers in (2, 4)}
+    temporaries = {n: measure.bytes_per_device(p).temporaries for n, p in programs.items()}
+    one = sum(a.nbytes for a in _stack(1).values())
+    grown = (temporaries[4] - temporaries[2]) / (2 * one)
     if grown > 0.2:
         raise Wrong(
             f"right gradients, but each layer more takes {grown:.2f} layers' bytes of temporaries: "
             f"gathered weights are kept for the backward pass, or gathered too early."
         )
-    sent = measure.collectives(program).ring_bytes
-    require_at_most(sent, (3 * psi + 8) * 7 / 8, "ring bytes")
-    return (
-        f"{sent:,.0f} ring bytes, 3Ψ(n−1)/n, and {temporaries[4] / psi * 4:.2f} layers in memory."
-    )
+    sent = measure.collectives(programs[4]).ring_bytes
+    require_at_most(sent, (3 * 4 * one + 8) * 7 / 8, "ring bytes")
+    return f"{sent:,.0f} ring bytes, 3Ψ(n−1)/n, and {temporaries[4] / one:.2f} layers in memory."
+
+
+def _like_one_device(body, stack):
+    """The gradient's program under FSDP by `body`, after a comparison with one device."""
+    batch, cut = {"x": normal(2, 16, EMBED), "y": normal(3, 16, EMBED)}, P(None, "fsdp")
+
+    def run(stack, batch):
+        value, slope = jax.value_and_grad(lambda s: _error(body, s, batch))(stack)
+        return jax.lax.psum(value, "fsdp"), slope
+
+    specs = dict(in_specs=(cut, P("fsdp")), out_specs=(P(), cut))
+    program = on_each(run, mesh.make(fsdp=8), stack, batch, **specs)
+    value, slope = program(stack, batch)
+    whole = jax.value_and_grad(lambda s: _error(lambda x, w: (layer(x, w), None), s, batch))
+    expected = in_one(whole)(stack)
+    require_close(value, expected[0], "the loss")
+    require_close(slope, expected[1], "the gradient")
+    return program
 
 
 @puzzle("return the clipped gradients, as a dict.")
@@ -106,20 +106,7 @@ def settings(options: Mapping[str, Any]) -> Verdict:
     """Options of `fsdp.step` for four microbatches: at most 2.9Ψ in memory, sums in float32."""
     if unknown := set(options) - {"zero", "dtype", "reduce_dtype"}:
         raise Wrong(f"choose zero, dtype and reduce_dtype, and leave out {sorted(unknown)}.")
-
-    def loss(stack, batch):
-        body = jax.checkpoint(lambda x, w: (layer(x, marks.use(w)), None))
-        return jnp.mean((jax.lax.scan(body, batch["x"], stack)[0] - batch["y"]) ** 2)
-
-    grid, stack, adam = mesh.make(fsdp=8), _stack(4), optax.adam(1e-3)
-    batch = {"x": normal(2, 64, EMBED), "y": normal(3, 64, EMBED)}
-    psi = sum(a.nbytes for a in stack.values())
-    stored = fsdp.place(stack, grid, stacked=lambda path: True)
-    step = fsdp.step(loss, adam, grid, microbatches=4, **options)
-    lowered = step.lower(stored, fsdp.init(adam, stored), batch)
-    program = lowered.compile(QUICK)
-    mean = program(stored, fsdp.init(adam, stored), batch)[2]
-    require_close(np.asarray(mean), np.asarray(in_one(loss)(stack, batch)), "the loss", 1e-2)
+    lowered, program, psi = _step(options)
     total, written = measure.bytes_per_device(program).total / psi, measure.collectives(lowered)
     if total > 2.9:
         raise Wrong(f"a device needs {total:.2f}Ψ during the step; the budget is 2.9Ψ.")
@@ -130,3 +117,21 @@ def settings(options: Mapping[str, Any]) -> Verdict:
     if sent > 4.5:
         raise Wrong(f"within the budget ({total:.2f}Ψ), {sent:g}Ψ sent; 4.5Ψ are enough.")
     return f"{sent:g}Ψ sent as written, in {total:.2f}Ψ of memory."
+
+
+def _step(options):
+    """A step of four layers, lowered and compiled, and the bytes of their parameters."""
+
+    def loss(stack, batch):
+        body = jax.checkpoint(lambda x, w: (layer(x, marks.use(w)), None))
+        return jnp.mean((jax.lax.scan(body, batch["x"], stack)[0] - batch["y"]) ** 2)
+
+    grid, stack, adam = mesh.make(fsdp=8), _stack(4), optax.adam(1e-3)
+    batch = {"x": normal(2, 64, EMBED), "y": normal(3, 64, EMBED)}
+    stored = fsdp.place(stack, grid, stacked=lambda path: True)
+    step = fsdp.step(loss, adam, grid, microbatches=4, **options)
+    lowered = step.lower(stored, fsdp.init(adam, stored), batch)
+    program = lowered.compile(QUICK)
+    mean = program(stored, fsdp.init(adam, stored), batch)[2]
+    require_close(np.asarray(mean), np.asarray(in_one(loss)(stack, batch)), "the loss", 1e-2)
+    return lowered, program, sum(a.nbytes for a in stack.values())

@@ -58,23 +58,8 @@ def boundaries(forward: Callable[[list[jax.Array], jax.Array], jax.Array]) -> Ve
     weights = [normal(i, *size) / np.sqrt(size[0]) for i, size in enumerate(sizes)]
     batch = {"x": normal(9, 24, WIDTHS[0])}
     stages, _ = cut.stages(loss, weights, {"x": batch["x"][:4]})
-    if len(stages) == 1:
-        raise NotYet
-    if len(stages) != 3:
-        raise Wrong(f"{len(stages)} stages; two marks make three.")
-    whole = sum(w.size for w in weights)
-    for stage in stages:
-        part = sum(x.size for x in stage.params) / whole
-        if part > 0.5:
-            raise Wrong(f"stage {stage.index} has {part:.0%} of the parameters; at most half.")
-
-    def reference(weights, batch):
-        x = batch["x"]
-        for w in weights:
-            x = jnp.tanh(x @ w)
-        return jnp.sum(x**2) / len(x)
-
-    expected = in_one(jax.value_and_grad(reference))(weights, batch)
+    _check_stages(stages, weights)
+    expected = in_one(jax.value_and_grad(_on_one_device))(weights, batch)
     run = pipeline.value_and_grad(loss, mesh.make(stage=3), "1f1b", 6)
     mean, slope = run(pipeline.place(weights, run, batch), batch)
     require_close(mean, np.asarray(expected[0]), "the loss")
@@ -86,3 +71,22 @@ def boundaries(forward: Callable[[list[jax.Array], jax.Array], jax.Array]) -> Ve
             f"equal to one device, {2 * crossing:,} bytes a row; {2 * 4 * 48:,} are enough."
         )
     return f"three stages equal to one device, and {2 * crossing:,} bytes a row cross."
+
+
+def _check_stages(stages, weights):
+    if len(stages) == 1:
+        raise NotYet
+    if len(stages) != 3:
+        raise Wrong(f"{len(stages)} stages; two marks make three.")
+    whole = sum(w.size for w in weights)
+    for stage in stages:
+        share = sum(x.size for x in stage.params) / whole
+        if share > 0.5:
+            raise Wrong(f"stage {stage.index} has {share:.0%} of the parameters; at most half.")
+
+
+def _on_one_device(weights, batch):
+    x = batch["x"]
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x**2) / len(x)

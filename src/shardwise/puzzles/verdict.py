@@ -46,7 +46,8 @@ class NotYet(Exception):
 def puzzle(todo: str) -> Callable:
     """Make `check(answer)`, which returns the praise or raises `Wrong`, a checker of answers.
 
-    `todo` is said to an unedited stub: None or ... as the answer, or as what it returns.
+    `todo` is said to an unedited stub: None or ... as the answer, or as what it returns. What the
+    answer raises is told, not raised. `check` is annotated with what the checker returns.
     """
 
     def decorate(check):
