@@ -12,7 +12,7 @@ from shardwise.figures.timelines import COLOURS, number
 GAP = 0.25  # between rows, in heights of a row
 
 
-def live_activations(runs: Mapping[str, schedules.Timeline], width: float = 4.7) -> Drawing:
+def live_activations(runs: Mapping[str, schedules.Timeline], width: float = 3.9) -> Drawing:
     """A panel for each timeline, two in a line: a row for each device, filled as high as it holds.
 
     Heights and numbers, each row's highest, count microbatches through all layers of a device, on

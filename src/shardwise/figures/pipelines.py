@@ -19,7 +19,7 @@ from shardwise.figures.interactive import (
 from shardwise.figures.timelines import COLOURS, chunk
 
 WIDE = """<style>
-.shardwise-figure svg.timeline { max-width: 40rem; min-width: 27rem;
+.shardwise-figure svg.timeline { max-width: 40rem;
   cursor: pointer; touch-action: manipulation; }
 .shardwise-figure .key { display: flex; flex-wrap: wrap; gap: .1rem 1.1rem; font-size: .88em; }
 .shardwise-figure .key span::before { content: ""; display: inline-block; width: .8em;
