@@ -20,8 +20,8 @@ def counters(key: jax.Array, drawn: Mapping[str, jax.Array]) -> Drawing:
     Raises:
       ValueError: a shard holds a number that stands nowhere in the stream.
     """
-    plain = {"fontsize": 14, "color": palette.GREY}
-    drawing, panels = canvas(3.4 * len(drawn), 4.1, len(drawn))
+    plain = {"fontsize": 9, "color": palette.GREY}
+    drawing, panels = canvas(2.05 * len(drawn), 2.6, len(drawn))
     for axes, (title, array) in zip(np.atleast_1d(panels), drawn.items(), strict=True):
         found, devices = origins(key, array)
         rows, columns = found.shape
@@ -38,7 +38,7 @@ def counters(key: jax.Array, drawn: Mapping[str, jax.Array]) -> Drawing:
         axes.text(columns / 2, rows + 2.6, "the stream", ha="center", va="center", **plain)
         axes.set_xlim(-0.1, columns + 0.1)
         axes.set_ylim(rows + 3.1, -0.1)
-        axes.set_title(title, fontsize=14)
+        axes.set_title(title, fontsize=9)
         axes.set_aspect("equal")
         axes.axis("off")
     return drawing
@@ -70,4 +70,4 @@ def _cell(axes, x, y, width, device, number=None):
     axes.add_patch(Rectangle((x, y), width, height, fc=colour, ec=colour, linewidth=edge))
     if number is not None:
         text = {"color": palette.ink(colour), "ha": "center", "va": "center_baseline"}
-        axes.text(x + width / 2, y + height / 2, number, fontsize=14, **text)
+        axes.text(x + width / 2, y + height / 2, number, fontsize=9, **text)
