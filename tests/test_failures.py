@@ -128,6 +128,8 @@ def test_what_was_printed_is_trimmed():
         return nbformat.v4.new_output("stream", text=text)
 
     assert printed(stream("\n\x1b[31mred\x1b[0m \n\n"), stream("more\n")) == "red\nmore"
+    remark = nbformat.v4.new_output("stream", name="stderr", text="a remark")
+    assert printed(remark) == "" and printed(remark, stream("more")) == "more"
     lines = printed(stream("\n".join(map(str, range(100))))).split("\n")
     assert lines == [*"01234567", "…", "97", "98", "99"]
     assert len(printed(stream("x" * 1000))) == failures.WIDTH + 2

@@ -1,5 +1,6 @@
 """The palette, and what the still figures draw."""
 
+import collections
 import importlib
 import subprocess
 import sys
@@ -106,6 +107,21 @@ def test_mesh_picture_writes_each_device_at_its_place(sizes):
         assert notes == [f"host {device.id // 2}" for device in panel.flat]
         named = {axes.get_xlabel(), axes.get_ylabel(), axes.get_title().split(" = ")[0]}
         assert named - {""} == set(sizes)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_the_picture_of_collectives_shows_what_they_did(n):
+    names = ["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+    drawing = figures.collective_picture(mesh.make(x=n), names)
+    (axes,) = drawing.axes
+    assert [t.get_text() for t in axes.texts if t.get_fontweight() == "bold"] == names
+    said = [t.get_text() for t in axes.texts if "sends" in t.get_text()][:4]
+    turns = [f"each sends {k * (n - 1)} blocks" for k in (1, 1, 2, 1)]
+    assert said == [*turns[:3], turns[3] + " of its own"]
+    # Blocks drawn: all those held, and n colours in each that is a sum.
+    colours = collections.Counter(p.get_facecolor() for p in axes.patches if p.get_linewidth() == 0)
+    held = (n + n * n) + (n * n + n * n) + (n * n + n * n * n) + 2 * n * n
+    assert [colours[to_rgba(palette.device(d))] for d in range(n)] == [held // n + 1] * n
 
 
 def test_bars_write_both_numbers_of_each_pair():

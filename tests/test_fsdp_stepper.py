@@ -34,22 +34,22 @@ def data():
 
 def choices(data):
     """Everything that the controls can say."""
-    for stage, runs in enumerate(data["runs"]):
-        for kept, run in enumerate(runs):
+    for number, runs in enumerate(data["runs"]):
+        for passes, run in enumerate(runs):
             for step in range(len(run)):
-                yield {"stage": stage, "kept": kept, "step": step}
+                yield {"zero": number, "passes": passes, "step": step}
 
 
 def test_bytes_are_those_of_the_paper():
     """n = 4, and Ψ bytes of parameters: what is held at the start, at the peak, and sent."""
-    for stage, again, start, peak, passes in [
+    for number, again, start, peak, passes in [
         (0, True, 3, 4, 2),
         (1, True, 3 / 4, 2 + 3 / 4, 2),
         (2, True, 3 / 4, 1 + 3 / 4 + 1 / 3 + 1 / 4 * 2 / 3, 2),
         (3, True, 3 / 4, 3 / 4 + 1 / 3 + 1 / 3 + 1 / 4 * 2 / 3, 3),
         (3, False, 3 / 4, 3 / 4 + 1 + 1 / 3, 2),
     ]:
-        frames = figures.training_step([*LAYERS.values()], 4, stage, again)
+        frames = figures.training_step([*LAYERS.values()], 4, number, again)
         assert frames[0].held == frames[-1].held == start * PSI
         assert max(f.held for f in frames) == pytest.approx(peak * PSI)
         assert frames[-1].sent == passes * PSI * 3 / 4
@@ -65,9 +65,9 @@ def test_a_layer_is_whole_only_while_it_is_used():
     assert frames[-2].gradients == ("shard",) * 3
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
 @pytest.mark.parametrize("again", [True, False])
-def test_the_simulation_is_what_fsdp_compiles(stage, again):
+def test_the_simulation_is_what_fsdp_compiles(number, again):
     """Arguments and ring bytes of a step of fsdp with Adam, on layers of these sizes."""
     line = mesh.make(fsdp=4)
     stack = {"w": np.ones((3, 32, 32), np.float32)}
@@ -80,9 +80,9 @@ def test_the_simulation_is_what_fsdp_compiles(stage, again):
         x, _ = jax.lax.scan(body, batch, params)
         return objective.Mean(jnp.sum(x**2), jnp.float32(len(x)))
 
-    adam, size = optax.adam(1e-3), 0 if stage else 10**9
+    adam, size = optax.adam(1e-3), 0 if number else 10**9
     params = fsdp.place(stack, line, min_size=size, stacked=lambda path: True)
-    run = fsdp.value_and_grad(loss, line, zero=stage or 3)
+    run = fsdp.value_and_grad(loss, line, zero=number or 3)
 
     def step(params, state, batch):
         mean, grads = run(params, batch)
@@ -90,7 +90,7 @@ def test_the_simulation_is_what_fsdp_compiles(stage, again):
 
     args = params, fsdp.init(adam, params), np.ones((4, 32), np.float32)
     compiled = jax.jit(step).lower(*args).compile()
-    frames = figures.training_step([4096] * 3, 4, stage, again)
+    frames = figures.training_step([4096] * 3, 4, number, again)
     held = set(measure.bytes_on_devices(args[:2]).values())
     assert held == {frames[0].held + 4}  # and Adam's count
     assert (
@@ -99,7 +99,7 @@ def test_the_simulation_is_what_fsdp_compiles(stage, again):
 
 
 def test_errors_are_named():
-    with pytest.raises(ValueError, match=r"stage=4; expected 0, 1, 2 or 3"):
+    with pytest.raises(ValueError, match=r"zero=4; expected 0, 1, 2 or 3"):
         zero.training_step([8], 4, 4)
     with pytest.raises(ValueError, match=r"10 bytes does not divide over 4 devices"):
         stepping.table({"layer": 10})
@@ -123,7 +123,7 @@ def test_still_says_the_right_numbers():
 
 def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
     one, two = (figures.fsdp_stepper(LAYERS)._repr_html_() for _ in range(2))
-    check_stands_alone(one, two, 60_000, ids=9)
+    check_stands_alone(one, two, 60_000, ids=10)
 
 
 # In the browser
@@ -139,7 +139,7 @@ DRAWN = stepping.describe, stepping.grid_picture, stepping.course_picture
 
 def agrees(figure, data):
     values = figure.locator("select, input").evaluate_all("all => all.map((e) => Number(e.value))")
-    choice = dict(zip(("stage", "kept", "step"), values, strict=True))
+    choice = dict(zip(("zero", "passes", "step"), values, strict=True))
     expected = [html.unescape(draw(data, choice)) for draw in DRAWN]
     assert shown(figure) == expected, choice
     return choice
@@ -157,11 +157,11 @@ def test_every_choice_shows_pythons_words_and_pictures(opened, data):
 def test_steps_by_keyboard_and_stays_within_the_run(opened, data):
     figure, other = opened.locator(".shardwise-figure").all()
     first = agrees(figure, data)
-    assert first == {"stage": 3, "kept": 0, "step": 7}
-    opened.keyboard.press("Tab")  # the stage
+    assert first == {"zero": 3, "passes": 0, "step": 7}
+    opened.keyboard.press("Tab")  # ZeRO's number
     opened.keyboard.press("Home")
-    assert agrees(figure, data)["stage"] == 0
-    opened.keyboard.press("Tab")  # again, or kept
+    assert agrees(figure, data)["zero"] == 0
+    opened.keyboard.press("Tab")  # again, or once
     opened.keyboard.press("Tab")
     opened.keyboard.press("Home")
     opened.keyboard.press("ArrowRight")
@@ -171,6 +171,7 @@ def test_steps_by_keyboard_and_stays_within_the_run(opened, data):
         opened.keyboard.press("Enter")  # Back
     assert agrees(figure, data)["step"] == 0
     assert figure.get_by_role("button", name="Back").get_attribute("aria-disabled") == "true"
+    opened.keyboard.press("Tab")  # Play
     opened.keyboard.press("Tab")
     for _ in range(30):
         opened.keyboard.press("Enter")  # Next
@@ -184,7 +185,7 @@ def test_the_still_is_what_the_script_draws_first(browser, place, opened):
         page.goto(place)
         still = page.locator(".shardwise-figure").first
         assert still.get_by_role("status").is_visible() and still.locator("svg").first.is_visible()
-        assert still.get_by_role("combobox", name="ZeRO stage", exact=True).is_disabled()
+        assert still.get_by_role("combobox", name="ZeRO", exact=True).is_disabled()
         assert "Without JavaScript" in still.inner_text()
         assert shown(still) == shown(alive)
 
@@ -194,8 +195,8 @@ def test_fits_a_phone(browser, place, data, width):
     with silent_page(browser, viewport=PHONE | {"width": width}) as page:
         page.goto(place)
         figure = page.locator(".shardwise-figure").first
-        figure.get_by_role("combobox", name="ZeRO stage", exact=True).select_option("1")
-        assert agrees(figure, data)["stage"] == 1
+        figure.get_by_role("combobox", name="ZeRO", exact=True).select_option("1")
+        assert agrees(figure, data)["zero"] == 1
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 

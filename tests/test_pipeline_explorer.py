@@ -149,7 +149,7 @@ def test_timelines_share_one_axis_and_name_kinds_that_occur():
     kinds = [text.get_text()[0] for text in axes.get_legend().get_texts()]
     assert kinds == ["F", "B", "I", "W"]
     one = figures.schedule(runs["gpipe"]).axes[0].get_legend().get_texts()
-    assert [text.get_text() for text in one] == ["F forward", "B whole backward"]
+    assert [text.get_text() for text in one] == ["F forward", "B backward"]
 
 
 def test_kinds_differ_in_grey_and_carry_readable_numbers():

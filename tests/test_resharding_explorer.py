@@ -100,10 +100,10 @@ def test_tells_what_jax_places_and_what_the_checkpoint_holds(data, layouts, save
         device = sorted(sharding.device_set, key=lambda d: d.id)[choice["device"]]
         index = sharding.devices_indices_map(SHAPE)[device]
         answer = resharding.look(data, choice)
-        assert answer["kept"] == sharding.shard_shape(SHAPE)[0] * sharding.shard_shape(SHAPE)[1] * 4
+        assert answer["held"] == sharding.shard_shape(SHAPE)[0] * sharding.shard_shape(SHAPE)[1] * 4
         mine = [chunks.places[number] for number in chunks.touched(index)]
         assert len(answer["touched"]) == len(mine)
-        assert answer["read"] == sum(size for *_, size in mine) >= answer["kept"]
+        assert answer["read"] == sum(size for *_, size in mine) >= answer["held"]
         ends = [(a, b) for _, a, b in answer["ranges"]]
         assert sum(b - a for a, b in ends) == answer["read"]
         assert {a for a, _ in ends} <= {offset for _, offset, _ in mine}
@@ -111,7 +111,7 @@ def test_tells_what_jax_places_and_what_the_checkpoint_holds(data, layouts, save
     assert len(seen) > 2
 
 
-def test_the_ranges_hold_all_that_a_device_keeps(data, root, saved):
+def test_the_ranges_hold_all_that_a_device_holds(data, root, saved):
     """Undo the compression of the chunks that are read, and find the block of the device."""
     choice = data["start"] | {"device": 3}
     mesh_, spec = (data["meshes"][choice["from"][0]][key] for key in ("label", "specs"))
@@ -137,7 +137,7 @@ def test_still_says_the_right_numbers(layouts, saved):
     still = figures.resharding_explorer(layouts, saved, *START)._repr_html_().split("<script>")[0]
     said = dict(re.findall(r'data-name="(\w+)">([^<]+)<', still))
     chunks = saved["small"][START[0]]
-    assert said["held"] == "[0:8, 0:96]" and said["kept"] == "3,072"
+    assert said["block"] == "[0:8, 0:96]" and said["held"] == "3,072"
     assert said["chunk"] == "×".join(map(str, chunks.chunk))
     assert int(said["chunks"]) == 64 * 96 // np.prod(chunks.chunk)
     assert int(said["read"].replace(",", "")) >= 3072
@@ -270,4 +270,4 @@ def test_names_are_text(browser, tmp_path, layouts, saved):
             control(alive, "Restored onto mesh").select_option(index=1)
             assert chosen(alive)["onto"] == [1, 0]
             control(alive, "Restored onto mesh").select_option(index=0)
-            assert chosen(alive)["onto"] == [0, 1]  # kept, though options show one space
+            assert chosen(alive)["onto"] == [0, 1]  # held, though options show one space

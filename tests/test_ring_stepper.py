@@ -129,7 +129,7 @@ def test_still_says_the_right_numbers(runs):
 
 def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page(runs):
     one, two = (figures.ring_stepper(runs)._repr_html_() for _ in range(2))
-    check_stands_alone(one, two, 100_000, ids=8)
+    check_stands_alone(one, two, 100_000, ids=9)
 
 
 # In the browser
@@ -174,6 +174,7 @@ def test_steps_by_keyboard_and_stays_within_the_run(opened, data):
     opened.keyboard.press("Enter")
     assert agrees(figure, data)["step"] == 0
     assert figure.get_by_role("button", name="Back").get_attribute("aria-disabled") == "true"
+    opened.keyboard.press("Tab")  # Play
     opened.keyboard.press("Tab")
     for _ in range(9):
         opened.keyboard.press("Enter")  # Next
@@ -183,6 +184,39 @@ def test_steps_by_keyboard_and_stays_within_the_run(opened, data):
     )  # two devices, one step
     assert agrees(figure, data) == {"kind": 1, "n": 2, "step": 1}
     assert agrees(other, data) == first
+
+
+def test_plays_to_the_end_and_pauses(browser, place, data):
+    with silent_page(browser, viewport=DESKTOP) as page:
+        page.clock.install()
+        page.goto(place)
+        figure = page.locator(".shardwise-figure").first
+        play = figure.locator("button").nth(1)
+        page.clock.run_for(10_000)
+        assert agrees(figure, data)["step"] == 1  # nothing moves by itself
+        play.press("Enter")
+        assert play.inner_text() == "Pause"
+        page.clock.run_for(1_000)
+        assert agrees(figure, data)["step"] == 2
+        play.press("Enter")
+        page.clock.run_for(10_000)
+        assert agrees(figure, data)["step"] == 2 and play.inner_text() == "Play"
+        play.press("Enter")
+        page.clock.run_for(10_000)
+        assert agrees(figure, data)["step"] == 3 and play.inner_text() == "Play"
+        play.press("Enter")  # at the end: from the start
+        assert agrees(figure, data)["step"] == 0
+        page.clock.run_for(1_000)
+        figure.get_by_role("button", name="Back").click()  # the reader takes over
+        page.clock.run_for(10_000)
+        assert agrees(figure, data)["step"] == 0 and play.inner_text() == "Play"
+
+
+def test_less_motion_is_stepped_by_hand(browser, place):
+    with silent_page(browser, reduced_motion="reduce") as page:
+        page.goto(place)
+        buttons = page.locator(".shardwise-figure").first.locator("button:visible")
+        assert buttons.all_inner_texts() == ["Back", "Next"]
 
 
 def test_the_still_is_what_the_script_draws_first(browser, place, opened):

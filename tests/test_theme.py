@@ -12,7 +12,10 @@ from browser import serve, silent_page
 pytest.importorskip("jupyter_book", reason="the book is not built on this stack")
 from shardwise_book import site
 from shardwise_book.docstrings import to_rst
+from shardwise_book.lifted import lift
 from shardwise_book.site import draw, page_links
+
+from shardwise import figures
 
 ROOT = Path(__file__).parent.parent
 CHAPTERS = [f"chapters/{path.stem}" for path in sorted((ROOT / "chapters").glob("*.md"))]
@@ -202,3 +205,24 @@ def test_search_finds_such_a_word_where_it_stands(browser, miniature):
         page.goto(f"{site}/search.html?q=constructor")
         page.wait_for_selector("#search-results li a")
         assert page.locator("#search-results li a").all_inner_texts() == ["A miniature"]
+
+
+def test_figures_share_their_scripts_and_styles(browser, tmp_path):
+    """Three questions' blocks on a page: one copy of what they share, in files; all work."""
+    block = figures.questions(figures.fill_in("How many?", 8, why="Eight."))
+    inline = "".join(block._repr_html_() for _ in range(3))
+    (tmp_path / "chapters").mkdir()
+    text = lift(f"<p>before</p>{inline}", tmp_path, "../_static/figures")
+    assert len(text) < len(inline) / 3 and "<style>" not in text
+    assert text.count("<script src=") == 2 and text.count("<link") == 2
+    page = f'<!doctype html><meta charset="utf-8"><title>x</title>{text}'
+    (tmp_path / "chapters/page.html").write_text(page, encoding="utf-8")
+    with silent_page(browser) as page:
+        page.goto((tmp_path / "chapters/page.html").as_uri())
+        for field, told in zip(
+            page.get_by_role("textbox").all(), page.get_by_role("status").all(), strict=True
+        ):
+            field.fill("8")
+            field.press("Enter")
+            assert told.inner_text() == "Right. Eight."
+    assert lift("<p>none</p>", tmp_path, "") == "<p>none</p>"

@@ -1,5 +1,5 @@
-// Light and dark, the contents on a phone, copy buttons, where we are on the page, which of its
-// questions were answered, and the field over the gallery of failures.
+// Light and dark, the contents on a phone, copy buttons, where we are on the page, what can be
+// scrolled, which questions were answered, and the field over the gallery of failures.
 "use strict";
 
 const root = document.documentElement;
@@ -59,9 +59,23 @@ addEventListener("DOMContentLoaded", () => {
   }, { rootMargin: "0px 0px -70% 0px" });
   for (const heading of links.keys()) spy.observe(heading);
 
+  reachScrolling();
   keepAnswers();
   for (const gallery of document.querySelectorAll("div.failures")) filterFailures(gallery);
 });
+
+// What overflows at this width can be scrolled by keyboard; what fits is no stop on the way.
+function reachScrolling() {
+  const changed = new ResizeObserver((seen) => {
+    for (const { target } of seen) {
+      if (target.scrollWidth > target.clientWidth + 1 || target.scrollHeight > target.clientHeight + 1) target.tabIndex = 0;
+      else target.removeAttribute("tabindex");
+    }
+  });
+  for (const element of document.querySelectorAll("article :is(pre, table, div.math, figure, .output, .pictures)")) {
+    if (/auto|scroll/.test(getComputedStyle(element).overflow)) changed.observe(element);
+  }
+}
 
 // A field over the gallery of failures. A pasted message has numbers and names of its own: where no
 // entry has all of its words, those stay that have the most.

@@ -1,7 +1,7 @@
 """The book's one Sphinx extension, and the command lines that `make` calls.
 
 `extension` wires the build, with `pairs`, `cache`, `execute`, `record`, `times` and `failures`;
-`site` has what concerns the pages' looks; `address` keeps the repository's address.
+`site`, `accessible` and `lifted` make the pages; `address` keeps the repository's address.
 """
 
 

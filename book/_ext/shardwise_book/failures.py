@@ -109,6 +109,8 @@ def _mistake(given):
 def _printed(outputs):
     """What a cell said as text; an error without its trace, and nothing that is shown as HTML."""
     for output in outputs:
+        if output.get("name") == "stderr":
+            continue  # a library's or the compiler's remarks
         if output.output_type == "stream":
             yield output.text.rstrip("\n")
         elif output.output_type == "error":

@@ -19,7 +19,7 @@ from sphinx.config import Config
 from sphinx.util import logging
 from sphinx.util.math import get_node_equation_number
 
-from . import docstrings
+from . import accessible, docstrings, lifted
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,9 @@ NAME = re.compile(r"[\w-]*(?=\.)|$")
 COLOURS = re.compile(r"<style>pre \{ line-height: 125%; \}.*?</style>", re.DOTALL)
 
 # Names, operators and punctuation have the text's own colour: half of a page with much code.
-UNCOLOURED = ("n", "nb", "nn", "o", "p", "w")
+UNCOLOURED = ("n", "nb", "nn", "o", "p", "w", "default_value", "sig-paren")
+# In code each word is told not to break; most could not.
+WORD = re.compile(r'<span class="pre">([\w.=*()]+)</span>')
 PLAIN = re.compile(rf'<span class="(?:{"|".join(UNCOLOURED)})">([^<]*)</span>')
 
 
@@ -131,9 +133,14 @@ def add_page_context(
     context: dict[str, Any],
     doctree: nodes.document | None,
 ) -> None:
-    """Gives the templates the page's links, and a notebook to download beside each chapter."""
+    """Gives the templates the page's links and text, and each chapter a notebook to download."""
     context["page_links"] = []
-    context["body"] = PLAIN.sub(r"\1", COLOURS.sub("", context.get("body", "")))
+    words = WORD.sub(r"\1", COLOURS.sub("", context.get("body", "")))
+    plain = PLAIN.sub(r"\1", words)
+    address = context["pathto"](lifted.FOLDER, 1)
+    context["body"] = lifted.lift(accessible.mend(plain), Path(app.outdir), address)
+    contents = context["toctree"]
+    context["toctree"] = lambda **options: accessible.mend(contents(**options))
     notebook = Path(app.srcdir, f"{pagename}.ipynb")
     if not pagename.startswith("chapters/") or not notebook.exists():
         return

@@ -9,6 +9,7 @@ except ModuleNotFoundError:
     ) from None
 
 from shardwise.figures.collectives import collective_picture
+from shardwise.figures.counters import counters
 from shardwise.figures.explorer import mesh_explorer
 from shardwise.figures.lanes import lanes_explorer
 from shardwise.figures.layer import layer_explorer
@@ -21,6 +22,7 @@ from shardwise.figures.products import Product, product_explorer
 from shardwise.figures.questions import choose, fill_in, questions
 from shardwise.figures.resharding import resharding_explorer
 from shardwise.figures.ring import ring_stepper
+from shardwise.figures.saving import saving_explorer, share_lost
 from shardwise.figures.slices import slice_graph
 from shardwise.figures.stepping import fsdp_stepper
 from shardwise.figures.timelines import schedule
@@ -33,6 +35,7 @@ __all__ = [
     "canvas",
     "choose",
     "collective_picture",
+    "counters",
     "curves",
     "fill_in",
     "fsdp_stepper",
@@ -47,8 +50,10 @@ __all__ = [
     "questions",
     "resharding_explorer",
     "ring_stepper",
+    "saving_explorer",
     "schedule",
     "shards",
+    "share_lost",
     "slice_graph",
     "style",
     "training_step",

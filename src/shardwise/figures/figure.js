@@ -24,8 +24,12 @@
     update();
   }
 
-  // A run of events: `last(choice)` is the number of its last, `draw` shows one.
+  // A run of events: `last(choice)` is the number of its last, `draw` shows one. Playing goes on
+  // until the end, or until the reader takes over.
   function steps(choose, last, draw) {
+    const play = part("play");
+    let timer = 0;
+    const stop = () => { clearInterval(timer); timer = 0; play.textContent = "Play"; };
     const update = () => {
       part("step").max = last(choose()); // moves it, if it must
       const step = value("step");
@@ -34,10 +38,20 @@
       part("back").setAttribute("aria-disabled", step === 0);
       part("next").setAttribute("aria-disabled", step === Number(part("step").max));
     };
+    const ends = () => part("next").getAttribute("aria-disabled") === "true";
     const move = (by) => { part("step").value = value("step") + by; update(); }; // within the range
-    part("back").addEventListener("click", () => move(-1));
-    part("next").addEventListener("click", () => move(1));
-    live(update);
+    const tick = () => { if (root.isConnected) move(1); if (ends() || !root.isConnected) stop(); };
+    part("back").addEventListener("click", () => { stop(); move(-1); });
+    part("next").addEventListener("click", () => { stop(); move(1); });
+    play.addEventListener("click", () => {
+      if (timer) return stop();
+      if (ends()) move(-value("step")); // from the start again
+      play.textContent = "Pause";
+      timer = setInterval(tick, 900);
+    });
+    // Who asked for less motion steps by hand.
+    play.hidden = matchMedia("(prefers-reduced-motion: reduce)").matches;
+    live(() => { stop(); update(); });
   }
 
   return { part, value, number, sum, escape, box, label, centred, offer, live, steps };

@@ -17,8 +17,17 @@ STYLE = """<style>
   gap: .5rem 1.1rem; }
 .shardwise-figure label { font-size: .88em; display: grid; gap: .15rem; }
 .shardwise-figure select, .shardwise-figure input { font: inherit; min-height: 2rem; }
+.shardwise-figure .steps, .shardwise-figure .steps div { display: flex; flex-wrap: wrap;
+  gap: .5rem; align-items: end; }
+.shardwise-figure .steps button { font: inherit; font-size: .88em; min-height: 2rem;
+  min-width: 4.2em; }
+@media (max-width: 30rem) {
+  .shardwise-figure fieldset { display: grid; grid-template-columns: 1fr 1fr; align-items: end; }
+  .shardwise-figure .steps, .shardwise-figure .steps label { grid-column: 1 / -1; flex-grow: 1; }
+  .shardwise-figure select, .shardwise-figure input[type=range] { width: 100%; min-width: 0; }
+}
 .shardwise-figure .pictures { display: flex; flex-wrap: wrap; gap: .5rem 2rem;
-  margin: .9rem 0 .4rem; }
+  margin: .9rem 0 .4rem; overflow-x: auto; }
 .shardwise-figure svg { width: 100%; max-width: 21rem; height: auto; fill: currentColor;
   font: 12px system-ui, sans-serif; }
 .shardwise-figure .error { border-left: 3px solid #c8504b; padding-left: .7rem;
@@ -43,16 +52,16 @@ class Interactive:
         # An escaped name holds no quotation mark, so an "@" in one is never taken for an id.
         still = re.sub(r'((?:id|for|name)=")@', rf"\g<1>{root}-", self.still)
         data = json.dumps(self.data, separators=(",", ":")).replace("<", "\\u003c")
-        code, shared = _code(self.script), _code("figure.js")
+        own, shared = code(self.script), code("figure.js")
         return (
             f'<div id="{root}" class="shardwise-figure">{still}</div>\n'
-            f"<script>((root) => ({code})(root, {data}, ({shared})(root)))"
+            f"<script>((root) => ({own})(root, {data}, ({shared})(root)))"
             f'(document.getElementById("{root}"));</script>'
         )
 
 
-def _code(script: str) -> str:
-    """The script without indentation and lines of comment: each showing on a page repeats it."""
+def code(script: str) -> str:
+    """The script without indentation and lines of comment: each showing repeats it."""
     lines = files(__package__).joinpath(script).read_text(encoding="utf-8").split("\n")
     return "\n".join(line.strip() for line in lines if not line.strip().startswith("//")).strip()
 
@@ -75,13 +84,12 @@ def slider(name: str, label: str, last: int, chosen: int) -> str:
 
 
 def steps(label: str, last: int, chosen: int) -> str:
-    """The slider "@step" of a run of events, and buttons to its sides; figure.js moves them."""
-    style = "font: inherit; min-height: 2rem; align-self: end"
-    buttons = (
-        f'<button id="@{name.lower()}" type="button" style="{style}">{name}</button>'
-        for name in ("Back", "Next")
+    """The slider "@step" of a run of events, and buttons below; figure.js moves and plays them."""
+    buttons = "".join(
+        f'<button id="@{name.lower()}" type="button">{name}</button>'
+        for name in ("Back", "Play", "Next")
     )
-    return slider("step", label, last, chosen) + "".join(buttons)
+    return f'<div class="steps">{slider("step", label, last, chosen)}<div>{buttons}</div></div>'
 
 
 def controls(made: str, shows: str) -> str:

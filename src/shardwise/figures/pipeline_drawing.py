@@ -6,7 +6,8 @@ from shardwise.figures import palette
 from shardwise.figures.timelines import COLOURS, chunk, number
 from shardwise.schedules import Task, Timeline
 
-LEFT, WIDTH, ROW, TOP = 24, 628, 30, 4  # of the picture, in its own units
+# Of the picture, in its own units; a row is a box of 26, and below it what is live, up to HIGH.
+LEFT, WIDTH, ROW, TOP, HIGH = 24, 430, 44, 4, 12
 INKS = {kind: palette.ink(colour) for kind, colour in COLOURS.items()}
 
 
@@ -70,7 +71,19 @@ def picture(run: Timeline, chosen: Task) -> str:
                 )
             if chunk(made, task):
                 parts.append(_rect(x + wide / 8, y + 21, 3 * wide / 4, 2, ink))
+        parts.append(_area(run, device, scale))
     return "".join(parts) + _waits(run, chosen, scale) + _axis(run)
+
+
+def _area(run, device, scale):
+    """What is live on a device, as an area under its row; the highest of any device fills it."""
+    foot, most = TOP + ROW * device + 26 + HIGH, max(run.peak_live)
+    steps = "".join(
+        f"H{_point(LEFT + scale * time)}V{_point(foot - HIGH * count / most)}"
+        for time, count in run.live[device]
+    )
+    path = f'd="M{LEFT} {foot}{steps}Z" fill="currentColor" opacity=".45"'
+    return f'<path class="live" {path}></path>'
 
 
 def _waits(run, chosen, scale):

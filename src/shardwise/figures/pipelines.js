@@ -1,10 +1,10 @@
-(root, data, { part, value, escape, sum, box, centred, live }) => {
+(root, data, { part, value, escape, sum, box, centred, live: start }) => {
   // The orders come from `data`; what follows from them is computed here as in pipelines.py.
   const choice = () => Object.fromEntries(
     Object.keys(data.start).map((key) => [key, value(key)]));
   const rounded = (value, parts) => Math.floor(value * parts + 0.5) / parts;
   const point = (value) => rounded(value, 100);
-  const [LEFT, WIDTH, ROW, TOP] = data.sizes;
+  const [LEFT, WIDTH, ROW, TOP, HIGH] = data.sizes;
 
   function read(chosen) {
     const found = data.orders[chosen.schedule][chosen.devices][chosen.microbatches];
@@ -51,22 +51,28 @@
     return Math.max(...free);
   }
 
-  function most(order, opening, closing) {
+  // [time, how many from then on], as `live` of schedules.Timeline has them.
+  function counts(order, opening, closing) {
     const events = order.flatMap((task) =>
       opening[task.kind] ? [[task[opening[task.kind]], 1]]
         : closing.includes(task.kind) ? [[task.end, -1]] : []);
     events.sort((a, b) => a[0] - b[0] || a[1] - b[1]); // what ends makes room first
-    let live = 0;
-    return Math.max(...events.map(([, change]) => (live += change)), 0);
+    const found = new Map([[0, 0]]);
+    let number = 0;
+    events.forEach(([time, change]) => found.set(time, (number += change)));
+    return [...found];
   }
+
+  const most = (changes) => Math.max(...changes.map(([, number]) => number));
+  const live = (order) => counts(order, { F: "start" }, "BW");
 
   const name = ({ kind, stage, k }) => `${kind} of stage ${stage}, microbatch ${k}`;
 
   function describe({ orders, share }, makespan, chosen) {
     const busy = sum(orders.flat().map((task) => task.end - task.start));
     const bubble = rounded(100 * (1 - busy / (makespan * orders.length)), 10);
-    const peaks = orders.map((order) => share * most(order, { F: "start" }, "BW")).join(", ");
-    const pending = orders.map((order) => share * most(order, { I: "end" }, "W")).join(", ");
+    const peaks = orders.map((order) => share * most(live(order))).join(", ");
+    const pending = orders.map((order) => share * most(counts(order, { I: "end" }, "W"))).join(", ");
     const wait = chosen.start - chosen.free;
     return `Makespan <b data-name="makespan">${makespan}</b>, bubble ` +
       `<b data-name="bubble">${bubble} %</b>. At most live, in microbatches through all layers ` +
@@ -106,12 +112,23 @@
       .join("") + outline(chosen, "");
   }
 
+  // What is live on a device, as an area under its row; the highest of any device fills it.
+  function area(changes, device, scale, highest) {
+    const foot = TOP + ROW * device + 26 + HIGH;
+    const steps = changes.map(([time, number]) =>
+      `H${point(LEFT + scale * time)}V${point(foot - (HIGH * number) / highest)}`);
+    return `<path class="live" d="M${LEFT} ${foot}${steps.join("")}Z" fill="currentColor" ` +
+      'opacity=".45"></path>';
+  }
+
   function picture({ orders }, makespan, chosen) {
     const scale = WIDTH / makespan, y = TOP + ROW * orders.length + 14;
+    const lives = orders.map(live), highest = Math.max(...lives.map(most));
     const rows = orders.map((order, d) =>
       `<text x="${LEFT - 8}" y="${TOP + ROW * d + 18}" text-anchor="end">${d}</text>` +
       rect(LEFT, TOP + ROW * d, WIDTH, 26, 'class="waits" fill="currentColor" opacity=".12"') +
-      order.map((task, position) => drawTask(task, position, scale)).join(""));
+      order.map((task, position) => drawTask(task, position, scale)).join("") +
+      area(lives[d], d, scale, highest));
     const axis = [0, 1, 2, 3, 4].map((i) =>
       centred(point(LEFT + (WIDTH * i) / 4), y, rounded((makespan * i) / 4, 10)));
     return rows.join("") + waits(chosen, scale) + axis.join("");
@@ -148,5 +165,5 @@
   }
 
   part("timeline").addEventListener("pointerover", pointAt); // a finger too, as it touches
-  live(update);
+  start(update);
 }

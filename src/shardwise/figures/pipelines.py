@@ -19,7 +19,8 @@ from shardwise.figures.interactive import (
 from shardwise.figures.timelines import COLOURS, chunk
 
 WIDE = """<style>
-.shardwise-figure svg.timeline { max-width: 46rem; cursor: pointer; touch-action: manipulation; }
+.shardwise-figure svg.timeline { max-width: 40rem; min-width: 27rem;
+  cursor: pointer; touch-action: manipulation; }
 .shardwise-figure .key { display: flex; flex-wrap: wrap; gap: .1rem 1.1rem; font-size: .88em; }
 .shardwise-figure .key span::before { content: ""; display: inline-block; width: .8em;
   height: .8em; margin-right: .35em; background: var(--kind); }
@@ -31,7 +32,7 @@ def pipeline_explorer(
     microbatches: Sequence[int] = (2, 4, 8, 16),
     start: Mapping[str, Any] | None = None,
 ) -> Interactive:
-    """Choose a schedule, its size and what tasks cost; see when each runs and what it waits for.
+    """Choose a schedule, its size and costs; see when tasks run, wait for what, and what is live.
 
     Everything in `schedules.SCHEDULES` is on offer, each with as many stages on a device, up to
     two, as it takes; the stages of a device share its layers, so a device's work is the same. The
@@ -90,7 +91,7 @@ def table(
         "orders": orders,
         "colours": COLOURS,
         "inks": drawing.INKS,
-        "sizes": [drawing.LEFT, drawing.WIDTH, drawing.ROW, drawing.TOP],
+        "sizes": [drawing.LEFT, drawing.WIDTH, drawing.ROW, drawing.TOP, drawing.HIGH],
         "kinds": schedules.KINDS,
         "start": {
             key: offered[key].index(value) if key in offered else value
@@ -157,12 +158,13 @@ def picked(run: schedules.Timeline, choice: Choice) -> schedules.Task:
 
 def _picture(data, choice):
     devices = data["offered"]["devices"][choice["devices"]]
-    left, width, row, top = data["sizes"]
+    left, width, row, top, _ = data["sizes"]
     return (
         f'<div class="key">{"".join(_key(data, kind) for kind in data["kinds"])}</div>'
         f'<div class="pictures"><svg id="@timeline" class="timeline" viewBox="0 0 '
         f'{left + width + 18} {top + row * devices + 20}" role="img" aria-label="A row for each '
-        f'device: its tasks over time">{picture(data, choice)}</svg></div>'
+        f'device: its tasks over time, and below them what is live">'
+        f"{picture(data, choice)}</svg></div>"
     )
 
 

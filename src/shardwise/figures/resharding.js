@@ -32,7 +32,7 @@
       stored,
       block: blocks[choice.device],
       touched: reads[choice.device],
-      kept: (bottom - top) * (right - left) * data.itemsize,
+      held: (bottom - top) * (right - left) * data.itemsize,
       read: sizes[choice.device],
       ranges: ranges(reads[choice.device].map((i) => stored.places[i])),
       all: sum(sizes),
@@ -50,9 +50,9 @@
     if (answer.ranges.length > 3) shown.push(`and ${answer.ranges.length - 3} more`);
     return `Saved from ${name(choice.from)}: <b data-name="chunks">${places.length}</b> ` +
       `chunks of <b data-name="chunk">${chunk[0]}×${chunk[1]}</b> elements. Restored onto ` +
-      `${name(choice.onto)}: device ${choice.device} keeps ` +
-      `<b data-name="held">[${top}:${bottom}, ${left}:${right}]</b>, ` +
-      `<b data-name="kept">${number(answer.kept)}</b> bytes, touches ` +
+      `${name(choice.onto)}: device ${choice.device} holds ` +
+      `<b data-name="block">[${top}:${bottom}, ${left}:${right}]</b>, ` +
+      `<b data-name="held">${number(answer.held)}</b> bytes, touches ` +
       `<b data-name="touched">${answer.touched.length}</b> chunks and reads ` +
       `<b data-name="read">${number(answer.read)}</b> bytes as stored ` +
       `(<span data-name="ranges">${shown.join("; ")}</span>). The whole mesh reads ` +
@@ -74,7 +74,7 @@
       '<text text-anchor="middle" ' +
       `transform="translate(20 ${30 + Math.floor(rows / 2)}) rotate(-90)">${rows} rows</text>` +
       boxes.join("") +
-      rect("kept", box(30 + left, 30 + top, right - left, bottom - top), "none", ' stroke-width="5"');
+      rect("held", box(30 + left, 30 + top, right - left, bottom - top), "none", ' stroke-width="5"');
   }
 
   function filePicture(choice, answer) {

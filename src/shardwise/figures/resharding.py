@@ -80,7 +80,7 @@ def table(
 
 
 def look(data: Data, choice: Choice) -> Data:
-    """What the chosen device keeps and reads, as a dict; see resharding.js, which does the same."""
+    """What the chosen device holds and reads, as a dict; see resharding.js, which does the same."""
     stored = data["saved"][choice["limit"]][choice["from"][0]][choice["from"][1]]
     blocks = data["meshes"][choice["onto"][0]]["blocks"][choice["onto"][1]]
     reads = [touched(data["shape"], stored, block) for block in blocks]
@@ -91,7 +91,7 @@ def look(data: Data, choice: Choice) -> Data:
         "stored": stored,
         "block": block,
         "touched": mine,
-        "kept": (bottom - top) * (right - left) * data["itemsize"],
+        "held": (bottom - top) * (right - left) * data["itemsize"],
         "read": sizes[choice["device"]],
         "ranges": _ranges([stored["places"][i] for i in mine]),
         "all": sum(sizes),
@@ -120,8 +120,8 @@ def describe(data: Data, choice: Choice) -> str:
     return (
         f'Saved from {source}: <b data-name="chunks">{len(answer["stored"]["places"])}</b> '
         f'chunks of <b data-name="chunk">{high}×{wide}</b> elements. Restored onto {goal}: '
-        f'device {choice["device"]} keeps <b data-name="held">[{top}:{bottom}, {left}:{right}]</b>'
-        f', <b data-name="kept">{answer["kept"]:,}</b> bytes, touches '
+        f'device {choice["device"]} holds <b data-name="block">[{top}:{bottom}, {left}:{right}]</b>'
+        f', <b data-name="held">{answer["held"]:,}</b> bytes, touches '
         f'<b data-name="touched">{len(answer["touched"])}</b> chunks and reads '
         f'<b data-name="read">{answer["read"]:,}</b> bytes as stored '
         f'(<span data-name="ranges">{"; ".join(shown)}</span>). The whole mesh reads '
@@ -130,7 +130,7 @@ def describe(data: Data, choice: Choice) -> str:
 
 
 def array_picture(data: Data, choice: Choice) -> str:
-    """The array with its chunks; those that are read filled, the block that is kept outlined."""
+    """The array with its chunks; those that are read filled, the block that is held outlined."""
     answer, (rows, columns) = look(data, choice), data["shape"]
     (height, width), colour = answer["stored"]["chunk"], data["colours"][choice["device"]]
     across = math.ceil(columns / width)
@@ -140,12 +140,12 @@ def array_picture(data: Data, choice: Choice) -> str:
         place = _box(30 + i % across * width, 30 + i // across * height, width, height)
         boxes.append(f'<rect class="chunk" {place} fill="{fill}" stroke="currentColor"></rect>')
     top, bottom, left, right = answer["block"]
-    kept = _box(30 + left, 30 + top, right - left, bottom - top)
+    held = _box(30 + left, 30 + top, right - left, bottom - top)
     return (
         f'<text x="{30 + columns // 2}" y="20" text-anchor="middle">{columns} columns</text>'
         f'<text text-anchor="middle" transform="translate(20 {30 + rows // 2}) rotate(-90)">'
         f"{rows} rows</text>{''.join(boxes)}"
-        f'<rect class="kept" {kept} fill="none" stroke="currentColor" stroke-width="5"></rect>'
+        f'<rect class="held" {held} fill="none" stroke="currentColor" stroke-width="5"></rect>'
     )
 
 
@@ -172,7 +172,7 @@ def _pictures(data, choice):
     wide = max(columns + 60, 300)
     return (
         f'<div class="pictures"><svg id="@array" viewBox="0 0 {wide} {rows + 40}" '
-        f'role="img" aria-label="The array, its chunks, and the block that the device keeps">'
+        f'role="img" aria-label="The array, its chunks, and the block that the device holds">'
         f'{array_picture(data, choice)}</svg><svg id="@file" viewBox="0 0 330 {60 * files + 30}" '
         f'role="img" aria-label="The file, and the bytes that the device reads">'
         f"{file_picture(data, choice)}</svg></div>"

@@ -37,7 +37,7 @@
   }
 
   function bar(adds, n, [left, top], slot, mark, arrived) {
-    const width = Math.floor(60 / n), count = bits(mark), sender = mark ? 31 - Math.clz32(mark) : -1;
+    const width = Math.floor(64 / n), count = bits(mark), sender = mark ? 31 - Math.clz32(mark) : -1;
     const x = left - Math.floor((width * n) / 2) + slot * width, y = top - 18;
     const high = adds ? Math.floor((36 * count) / n) : 36 * Math.min(count, 1);
     const colour = data.colours[adds ? slot : Math.max(sender, 0)];
@@ -46,7 +46,7 @@
     return `<rect ${box(x, y + 36 - high, width, high)} fill="${colour}"></rect>` +
       `<rect class="block" ${box(x, y, width, 36)} ` +
       `fill="none" stroke="currentColor" ${frame}></rect><text x="${x + width / 2}" ` +
-      `y="${y + 48}" text-anchor="middle" font-size="11">${label}</text>`;
+      `y="${y + 48}" text-anchor="middle">${label}</text>`;
   }
 
   function ringPicture({ kind, n }, answer) {

@@ -126,7 +126,7 @@ def ring_picture(data: Data, choice: Choice) -> str:
 
 def _bar(data, adds, n, middle, slot, mark, arrived):
     """One block: as high as the share of its contributions, and how many or whose they are."""
-    width = 60 // n
+    width = 64 // n
     x, y = middle[0] - width * n // 2 + slot * width, middle[1] - 18
     count, sender = mark.bit_count(), mark.bit_length() - 1
     high = 36 * count // n if adds else 36 * min(count, 1)
@@ -137,8 +137,8 @@ def _bar(data, adds, n, middle, slot, mark, arrived):
         f'<rect x="{x}" y="{y + 36 - high}" width="{width}" height="{high}" fill="{colour}"></rect>'
         f'<rect class="block" x="{x}" y="{y}" width="{width}" height="36" fill="none" '
         f'stroke="currentColor" {frame}></rect>'
-        f'<text x="{x + width / 2:g}" y="{y + 48}" text-anchor="middle" font-size="11">'
-        f"{label}</text>"
+        f'<text x="{x + width / 2:g}" y="{y + 48}" text-anchor="middle">{label}'
+        "</text>"
     )
 
 
@@ -147,7 +147,8 @@ def _picture(data, choice):
         '<p style="margin: .9rem 0 0; font-size: .88em">A bar is a block. Where blocks are added '
         "up, its height and number say how many devices have contributed; elsewhere, colour and "
         "number say whose it is. Bold frames have just arrived.</p>"
-        '<div class="pictures"><svg id="@ring" viewBox="0 0 400 400" style="max-width: 29rem" '
+        '<div class="pictures"><svg id="@ring" viewBox="0 0 400 400" style="max-width: 29rem; '
+        'font-size: 12.5px" '
         'role="img" aria-label="The devices on a ring, the blocks that each holds, and arrows for '
         f'what has just moved">{ring_picture(data, choice)}</svg></div>'
     )

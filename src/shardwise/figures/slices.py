@@ -104,9 +104,10 @@ def _slice(found: Graph, number: int, names: list[str]) -> dict[str, Any]:
     others = sorted({found.owners[node] for node in read} - {None})
     colour = COLOURS.get(names[number][:1], palette.DEVICES[4])
     equations = sum(owner is not None for owner in found.owners)
-    told = ", ".join(
-        given + [f"what {' and '.join(names[i] for i in others)} computed"] * bool(others)
-    )
+    told = ", ".join(given)
+    if others:
+        made = " and ".join(names[other] for other in others)
+        told += f"{', and ' if given else ''}what {made} computed"
     words = (
         f"<b>{escape(names[number])}</b>: {len(on)} of {equations} equations, {products} of them "
         f"{'a product' if products == 1 else 'products'} of matrices. It reads {escape(told)}."
@@ -159,8 +160,10 @@ def _curve(wide, places, a, b):
     """From the right side to the left one; between rows, or backwards, from above or below."""
     (x, y), (to_x, to_y) = places[a], places[b]
     if to_x >= x + wide:
+        bow = HIGH if y == to_y and to_x > x + 2 * wide else 0  # over the boxes in between
         x, y, to_y, bend = x + wide, y + HIGH / 2, to_y + HIGH / 2, (to_x - x - wide) / 2
-        return f"M{x} {y:g}C{x + bend:g} {y:g} {to_x - bend:g} {to_y:g} {to_x} {to_y:g}"
+        by, to_by = y - bow, to_y - bow
+        return f"M{x} {y:g}C{x + bend:g} {by:g} {to_x - bend:g} {to_by:g} {to_x} {to_y:g}"
     down = to_y > y
     x, to_x, y, to_y = x + wide / 2, to_x + wide / 2, y + HIGH * down, to_y + HIGH * (not down)
     bend = (to_y - y) / 2

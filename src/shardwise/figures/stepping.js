@@ -4,8 +4,8 @@
   const column = (device) => left + device * (3 * cell + 8 + 12);
   const range = [...Array(n).keys()];
 
-  function look({ stage, kept, step }) {
-    const run = data.runs[stage][kept], held = run.map((one) => sum(one.bytes));
+  function look({ zero, passes, step }) {
+    const run = data.runs[zero][passes], held = run.map((one) => sum(one.bytes));
     const peak = held.indexOf(Math.max(...held));
     return { frame: run[step], last: run.length - 1, held, peak, all: run.at(-1).sent };
   }
@@ -16,22 +16,22 @@
     return `${frame.event}, ${names.length > 1 ? "all layers" : escape(names[0])}`;
   }
 
-  function describe({ stage, step }, { frame, last, held, peak, all }) {
-    const [kept, gathered, gradients, moments] = frame.bytes.map(number);
-    const passes = Math.floor((all * n) / (data.psi * (n - 1)));
-    return `Stage ${data.stages[stage]}, event <b data-name="step">${step}</b> of ${last}: ` +
+  function describe({ zero, step }, { frame, last, held, peak, all }) {
+    const [shards, gathered, gradients, moments] = frame.bytes.map(number);
+    const times = Math.floor((all * n) / (data.psi * (n - 1)));
+    return `ZeRO ${data.zeros[zero]}. Event <b data-name="step">${step}</b> of ${last}: ` +
       `<b data-name="event">${event(frame)}</b>. Each device holds ` +
-      `<b data-name="held">${number(held[step])}</b> bytes: ${kept} of parameters, ${gathered} ` +
+      `<b data-name="held">${number(held[step])}</b> bytes: ${shards} of parameters, ${gathered} ` +
       `gathered, ${gradients} of gradients, ${moments} of moments. The peak is ` +
       `<b data-name="peak">${number(held[peak])}</b>, at event ${peak}. It has sent ` +
       `<b data-name="sent">${number(frame.sent)}</b> of <b data-name="all">${number(all)}</b> ` +
-      `bytes, ${passes}Ψ(n − 1)/n for Ψ = ${number(data.psi)} and n = ${n}.`;
+      `bytes, ${times}Ψ(n − 1)/n for Ψ = ${number(data.psi)} and n = ${n}.`;
   }
 
-  function fills(frame, stage, kind, layer, device) {
+  function fills(frame, zero, kind, layer, device) {
     const own = range.map((i) => Number(i === device)), all = (x) => range.map(() => x);
-    if (kind === "P") return stage === 0 || frame.gathered[layer] ? all(1) : own;
-    if (kind === "M") return stage === 0 ? all(1) : own;
+    if (kind === "P") return zero === 0 || frame.gathered[layer] ? all(1) : own;
+    if (kind === "M") return zero === 0 ? all(1) : own;
     return { "": all(0), partial: all(2), whole: all(1), shard: own }[frame.gradients[layer]];
   }
 
@@ -49,7 +49,7 @@
       `fill="none" stroke="currentColor" ${edge}></rect>`;
   }
 
-  function gridPicture({ stage }, { frame }) {
+  function gridPicture({ zero }, { frame }) {
     const parts = data.layers.map((name, i) => label(0, top + i * row + 16, escape(name),
       ` font-weight="${frame.layers.includes(i) ? "bold" : "normal"}"`));
     for (const device of range) {
@@ -61,7 +61,7 @@
         data.layers.forEach((_, i) => parts.push(strip(
           at,
           top + i * row,
-          fills(frame, stage, kind, i, device),
+          fills(frame, zero, kind, i, device),
           frame.layers.includes(i) && moving(frame).includes(kind),
         )));
       });
@@ -69,7 +69,7 @@
     return parts.join("");
   }
 
-  function coursePicture({ stage, step }, { held, peak }) {
+  function coursePicture({ zero, step }, { held, peak }) {
     const width = Math.floor(400 / held.length);
     const tall = (size) => Math.floor((70 * size) / data.most);
     const bars = held.map((size, k) => {
@@ -80,12 +80,12 @@
     const ends = peak > Math.floor(held.length / 2); // so that the label stays within the picture
     const x = ends ? peak * width + width : 2 + peak * width, anchor = ends ? "end" : "start";
     const level = '<path d="M2 30H402" stroke="currentColor" stroke-dasharray="1 4"></path>' +
-      (stage ? '<text x="2" y="24">peak of stage 0</text>' : "");
+      (zero ? '<text x="2" y="24">peak of data parallelism</text>' : "");
     return `${level}${bars.join("")}` + label(x, 94 - tall(held[peak]),
       `peak, ${number(held[peak])} bytes`, ` text-anchor="${anchor}"`);
   }
 
-  const choose = () => ({ stage: value("stage"), kept: value("kept"), step: 0 });
+  const choose = () => ({ zero: value("zero"), passes: value("passes"), step: 0 });
   steps(choose, (choice) => look(choice).last, (choice) => {
     const answer = look(choice);
     part("result").innerHTML = describe(choice, answer);

@@ -16,7 +16,7 @@ from shardwise.figures.interactive import (
 )
 from shardwise.figures.zero import training_step
 
-STAGES = ["0, data parallelism", "1, optimizer state cut", "2, gradients too", "3, FSDP"]
+ZEROS = ["0, data parallelism", "1, optimizer state cut", "2, gradients too", "3, FSDP"]
 PASSES = ["gather layers again", "keep them gathered"]
 
 _LEFT, _TOP, _ROW, _PART = 52, 40, 30, 6  # of the grid of layers, in units of the picture
@@ -24,18 +24,18 @@ _KINDS = ("P", "G", "M")
 
 
 def fsdp_stepper(
-    layers: Mapping[str, int], devices: int = 4, stage: int = 3, step: int = 7
+    layers: Mapping[str, int], devices: int = 4, zero: int = 3, step: int = 7
 ) -> Interactive:
-    """Choose a ZeRO stage and step through forward, backward and update on `devices` devices.
+    """Choose ZeRO's number and step through forward, backward and update on `devices` devices.
 
     `layers` maps the name of each layer to the bytes of its parameters, a multiple of `devices`.
-    The figure first shows `stage`, after event `step`.
+    The figure first shows `zero`, after event `step`.
 
     Raises:
       ValueError: what `training_step` raises.
     """
     data = table(layers, devices)
-    start = {"stage": stage, "kept": 0, "step": step}
+    start = {"zero": zero, "passes": 0, "step": step}
     still = _controls(data, start) + _pictures(data, start) + status(describe(data, start))
     return Interactive("stepping.js", data | {"start": start}, STYLE + still)
 
@@ -44,15 +44,15 @@ def table(layers: Mapping[str, int], devices: int = 4) -> Data:
     """Everything on offer, as plain numbers and short words; stepping.js reads the same."""
     sizes = [*layers.values()]
     runs = [
-        [training_step(sizes, devices, stage, again) for again in (True, False)]
-        for stage in range(len(STAGES))
+        [training_step(sizes, devices, zero, again) for again in (True, False)]
+        for zero in range(len(ZEROS))
     ]
     return {
         "layers": [*layers],
         "devices": devices,
         "psi": sum(sizes),
         "colours": palette.DEVICES,
-        "stages": STAGES,
+        "zeros": ZEROS,
         "most": max(frame.held for pair in runs for run in pair for frame in run),
         "runs": [[_run(frames) for frames in pair] for pair in runs],
     }
@@ -60,7 +60,7 @@ def table(layers: Mapping[str, int], devices: int = 4) -> Data:
 
 def look(data: Data, choice: Choice) -> Data:
     """The chosen frame, the peak of its run, and all bytes that are sent; as in stepping.js."""
-    run = data["runs"][choice["stage"]][choice["kept"]]
+    run = data["runs"][choice["zero"]][choice["passes"]]
     frame = run[choice["step"]]
     held = [sum(one["bytes"]) for one in run]
     return {
@@ -76,12 +76,12 @@ def describe(data: Data, choice: Choice) -> str:
     """The frame in words, as stepping.js writes them too; numbers carry names."""
     answer = look(data, choice)
     frame, n = answer["frame"], data["devices"]
-    kept, gathered, gradients, moments = frame["bytes"]
+    shards, gathered, gradients, moments = frame["bytes"]
     passes = answer["all"] * n // (data["psi"] * (n - 1))
     return (
-        f'Stage {data["stages"][choice["stage"]]}, event <b data-name="step">{choice["step"]}</b> '
+        f'ZeRO {data["zeros"][choice["zero"]]}. Event <b data-name="step">{choice["step"]}</b> '
         f'of {answer["last"]}: <b data-name="event">{event(data, frame)}</b>. Each device holds '
-        f'<b data-name="held">{answer["held"][choice["step"]]:,}</b> bytes: {kept:,} of '
+        f'<b data-name="held">{answer["held"][choice["step"]]:,}</b> bytes: {shards:,} of '
         f"parameters, {gathered:,} gathered, {gradients:,} of gradients, {moments:,} of moments. "
         f'The peak is <b data-name="peak">{answer["held"][answer["peak"]]:,}</b>, at event '
         f'{answer["peak"]}. It has sent <b data-name="sent">{frame["sent"]:,}</b> of '
@@ -101,7 +101,7 @@ def event(data: Data, frame: Data) -> str:
 def grid_picture(data: Data, choice: Choice) -> str:
     """A column for each device, a row for each layer; in a cell the n parts, filled where held."""
     frame, n = look(data, choice)["frame"], data["devices"]
-    stage, parts = choice["stage"], []
+    zero, parts = choice["zero"], []
     for i, name in enumerate(data["layers"]):
         y = _TOP + i * _ROW + 16
         weight = "bold" if i in frame["layers"] else "normal"
@@ -115,7 +115,7 @@ def grid_picture(data: Data, choice: Choice) -> str:
             centre = left + 3 * n
             parts.append(f'<text x="{centre}" y="32" text-anchor="middle">{kind}</text>')
             for i in range(len(data["layers"])):
-                fills = _fills(frame, stage, kind, i, device, n)
+                fills = _fills(frame, zero, kind, i, device, n)
                 moving = i in frame["layers"] and kind in _moving(frame)
                 place = left, _TOP + i * _ROW
                 parts.append(_strip(data["colours"], place, fills, moving))
@@ -123,13 +123,13 @@ def grid_picture(data: Data, choice: Choice) -> str:
 
 
 def course_picture(data: Data, choice: Choice) -> str:
-    """A bar for each event, as high as what is held after it, on one scale for all stages."""
+    """A bar for each event, as high as what is held after it, on one scale for all of ZeRO."""
     answer = look(data, choice)
     held, peak = answer["held"], answer["peak"]
     width = 400 // len(held)
     parts = ['<path d="M2 30H402" stroke="currentColor" stroke-dasharray="1 4"></path>']
-    if choice["stage"]:
-        parts.append('<text x="2" y="24">peak of stage 0</text>')
+    if choice["zero"]:
+        parts.append('<text x="2" y="24">peak of data parallelism</text>')
     for k, size in enumerate(held):
         high = 70 * size // data["most"]
         fill = "currentColor" if k == choice["step"] else "none"
@@ -146,13 +146,13 @@ def course_picture(data: Data, choice: Choice) -> str:
     return "".join(parts)
 
 
-def _fills(frame, stage, kind, layer, device, n):
+def _fills(frame, zero, kind, layer, device, n):
     """How each of the n parts is drawn: 0 not held, 1 held, 2 the device's own unsummed part."""
     own = [int(part == device) for part in range(n)]
     if kind == "P":
-        return [1] * n if stage == 0 or frame["gathered"][layer] else own
+        return [1] * n if zero == 0 or frame["gathered"][layer] else own
     if kind == "M":
-        return [1] * n if stage == 0 else own
+        return [1] * n if zero == 0 else own
     return {"": [0] * n, "partial": [2] * n, "whole": [1] * n, "shard": own}[
         frame["gradients"][layer]
     ]
@@ -209,12 +209,12 @@ def _run(frames):
 def _pictures(data, choice):
     n, rows = data["devices"], len(data["layers"])
     wide, high = _column(n, n) - 8, _TOP + rows * _ROW
-    style = 'style="max-width: 34rem"'
+    style = f'style="max-width: 34rem; min-width: {wide * 11 // 13}px; font-size: 13px"'
     return (
-        '<p class="hint">P parameters, G gradients, M moments, each cut into a part for every '
-        "device and filled where this device holds it. Pale gradients are the device's own, not "
-        "yet summed. Bold frames are what the event is about. Below, a bar for every event: the "
-        "bytes then held.</p>"
+        '<p class="hint" style="margin-top: .7rem">P parameters, G gradients, M moments, each cut '
+        "into a shard for every device and filled where this device holds it. Pale gradients are "
+        "the device's own, not yet summed. Bold frames are what the event is about. Below, a bar "
+        "for every event: the bytes then held.</p>"
         f'<div class="pictures"><svg id="@grid" viewBox="0 0 {wide} {high}" {style} role="img" '
         f'aria-label="What each device holds of each layer">{grid_picture(data, choice)}</svg>'
         f'<svg id="@course" viewBox="0 0 404 102" {style} role="img" '
@@ -223,7 +223,7 @@ def _pictures(data, choice):
 
 
 def _controls(data, start):
-    made = select("stage", "ZeRO stage", data["stages"], start["stage"])
-    made += select("kept", "Backward pass, in stage 3", PASSES, start["kept"])
+    made = select("zero", "ZeRO", data["zeros"], start["zero"])
+    made += select("passes", "Backward pass, with ZeRO 3", PASSES, start["passes"])
     made += steps("Event", look(data, start)["last"], start["step"])
     return controls(made, "event")

@@ -20,7 +20,7 @@ COLOURS = {
 
 
 def schedule(
-    runs: Run | Mapping[str, Run], width: float = 6.9, xlabel: str = "time, in ticks"
+    runs: Run | Mapping[str, Run], width: float = 5.2, xlabel: str = "time, in ticks"
 ) -> Drawing:
     """Timelines above each other, on one axis of time.
 
@@ -32,18 +32,18 @@ def schedule(
     titled = runs if isinstance(runs, Mapping) else {"": runs}
     named = {title: _timed(run) for title, run in titled.items()}
     rows = sum(run.schedule.devices + 1.4 for run in named.values())
-    drawing, axes = canvas(width, 0.235 * rows + 0.55)
+    drawing, axes = canvas(width, 0.24 * rows + 0.6)
     span, top, ticks = max(run.makespan for run in named.values()), 0, {}
     for title, run in named.items():
-        axes.text(0, top + 0.62, title, fontweight="bold", fontsize=9, color=palette.GREY)
+        axes.text(0, top + 0.62, title, fontweight="bold", fontsize=9.5, color=palette.GREY)
         for device, order in enumerate(run.schedule.tasks):
             row = top + device + 1
             ticks[row + 0.5] = str(device)
             _waits(axes, row, run.makespan)
             for task in order:
-                _task(axes, row, run, task, span / (13 * width))
+                _task(axes, row, run, task, span / (11 * width))
         top += run.schedule.devices + 1.4
-    axes.set_yticks(list(ticks), ticks.values(), fontsize=8)
+    axes.set_yticks(list(ticks), ticks.values(), fontsize=9)
     axes.set_ylabel("device")
     axes.set_xlabel(xlabel)
     axes.set_xlim(0, span * 1.001)
@@ -71,7 +71,7 @@ def _task(axes, row, run, task, narrow):
     axes.add_patch(Rectangle((start, row + 0.06), length - gap, 0.88, color=colour, lw=0))
     ink = palette.ink(colour)
     if length > narrow * len(str(task.microbatch)):
-        place = {"ha": "center", "va": "center_baseline", "fontsize": 7, "color": ink}
+        place = {"ha": "center", "va": "center_baseline", "fontsize": 8, "color": ink}
         axes.text(start + length / 2, row + 0.53, task.microbatch, **place)
     for bar in range(chunk(run.schedule, task)):
         foot = (start + 0.15 * length, row + 0.84 - 0.16 * bar)
@@ -100,7 +100,9 @@ def _legend(axes, kinds):
             loc="lower right",
             bbox_to_anchor=(1, 1),
             ncols=len(marks),
-            fontsize=8,
+            fontsize=9,
+            handletextpad=0.4,
+            columnspacing=1.2,
             borderaxespad=0.1,
             handlelength=1,
             handleheight=1,

@@ -29,48 +29,48 @@ class Frame(NamedTuple):
 
 
 def training_step(
-    layers: Sequence[int], devices: int = 4, stage: int = 3, again: bool = True
+    layers: Sequence[int], devices: int = 4, zero: int = 3, again: bool = True
 ) -> list[Frame]:
     """The `Frame` at the start of a step with Adam, and after each event (ZeRO).
 
-    `layers` holds the bytes of each layer's parameters. Stage 0 is data parallelism; from stage 1
-    on, parameters and moments are kept in shards. Stages 1 and 2 gather all layers before the
-    forward pass, stage 3 each where it is used, and in the backward pass `again` or not; stage 1
+    `layers` holds the bytes of each layer's parameters. `zero` is ZeRO's number: 0 is data
+    parallelism; from 1 on, parameters and moments are held in shards. 1 and 2 gather all layers
+    before the forward pass, 3 each where it is used, and in the backward pass `again` or not; 1
     reduce-scatters all gradients at the end, 2 and 3 each layer's at once (Rajbhandari et al.,
     2020).
 
     Raises:
-      ValueError: no such stage, or a layer that does not divide over the devices.
+      ValueError: another number, or a layer that does not divide over the devices.
     """
-    if stage not in (0, 1, 2, 3):
-        raise ValueError(f"figures.training_step: stage={stage}; expected 0, 1, 2 or 3.")
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"figures.training_step: zero={zero}; expected 0, 1, 2 or 3.")
     if bad := [size for size in layers if size % devices]:
         raise ValueError(
             f"figures.training_step: a layer of {bad[0]} bytes does not divide over {devices} "
             f"devices; give each layer a multiple of {devices}."
         )
-    run, every = _Run(layers, devices, stage), tuple(range(len(layers)))
+    run, every = _Run(layers, devices, zero), tuple(range(len(layers)))
     run.record("start", ())
-    if stage in (1, 2):
+    if zero in (1, 2):
         run.gather("before the loss", every)
     for i in every:
-        if stage == 3:
+        if zero == 3:
             run.gather("forward", (i,))
         run.record("forward: compute", (i,))
-        if stage == 3 and again:
+        if zero == 3 and again:
             run.release((i,))
     for i in reversed(every):
-        if stage == 3 and again:
+        if zero == 3 and again:
             run.gather("backward", (i,))
         run.differentiate(i)
-        if stage == 3:
+        if zero == 3:
             run.release((i,))
-        if stage >= 2:
+        if zero >= 2:
             run.scatter("backward", (i,))
     run.release(every)
-    if stage == 0:
+    if zero == 0:
         run.all_reduce(every)
-    if stage == 1:
+    if zero == 1:
         run.scatter("after the backward pass", every)
     run.update(every)
     return run.frames
@@ -79,19 +79,19 @@ def training_step(
 class _Run:
     """The state of one device, and the frames recorded so far."""
 
-    def __init__(self, layers, devices, stage):
-        self.layers, self.n, self.parts = layers, devices, devices if stage else 1
+    def __init__(self, layers, devices, zero):
+        self.layers, self.n, self.parts = layers, devices, devices if zero else 1
         self.gathered, self.gradients = [False] * len(layers), [""] * len(layers)
         self.sent, self.frames = 0, []
 
     def record(self, event, layers):
         pieces = {"": 0, "partial": 1, "whole": 1, "shard": 1 / self.n}
-        kept = sum(self.layers) // self.parts
+        shards = sum(self.layers) // self.parts
         gathered = sum(b for b, whole in zip(self.layers, self.gathered, strict=True) if whole)
         pairs = zip(self.layers, self.gradients, strict=True)
         gradients = sum(int(b * pieces[kind]) for b, kind in pairs)
         state = tuple(self.gathered), tuple(self.gradients)
-        held = kept, gathered, gradients, 2 * kept
+        held = shards, gathered, gradients, 2 * shards
         self.frames.append(Frame(event, layers, *state, *held, self.sent))
 
     def gather(self, when, layers):

@@ -11,7 +11,8 @@ from .counts import KINDS, Collectives, Op
 from .program import Frame, Instruction, Program
 from .trips import executed
 
-# Times B (n - 1) / n are sent by each of the n devices of a ring; B is the full tensor.
+# Times B (n - 1) / n are sent by each of the n devices of a ring; B is the full tensor. In an
+# all-to-all that is a device's own; what it forwards for others depends on the links.
 _RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
 _UNCOUNTED = ("collective-broadcast", "ragged-all-to-all", "send")
 _MESH_AXIS = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")

@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 KINDS = {
     "F": "forward",
-    "B": "whole backward",
-    "I": "backward to the input",
-    "W": "backward to the weights",
+    "B": "backward",
+    "I": "input half",
+    "W": "weight half",
 }
 
 
 class Task(NamedTuple):
     """One kind of work, of one stage, on one microbatch; kinds are the keys of `KINDS`.
 
-    A backward is either one task, B, or two: I, which the stage before waits for, and W, for which
-    nobody waits (Qi et al., 2024, Zero Bubble Pipeline Parallelism).
+    A backward is either one task, B, or two halves: I, which the stage before waits for, and W, for
+    which nobody waits (Qi et al., 2024, Zero Bubble Pipeline Parallelism).
     """
 
     stage: int

@@ -1,0 +1,89 @@
+"""Fresh Python processes on this machine, for what one process alone cannot show."""
+
+import inspect
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def start(function: Callable, *args: Any, xla_flags: str = "") -> subprocess.Popen:
+    """A fresh Python on CPU that calls `function(*args)`; its output is captured as text.
+
+    It gets the function's source, and imports the modules, classes and functions that this names
+    and that the caller imported. The arguments go there as their `repr`, and nothing else goes.
+    `xla_flags` are added to this process's XLA_FLAGS.
+    """
+    source = textwrap.dedent(inspect.getsource(function))
+    call = f"{function.__name__}(*{args!r})"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()
+    program = "\n".join([*_imports(function), source, call])
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(
+    function: Callable, count: int, *args: Any, timeout: float = 300, xla_flags: str = ""
+) -> list[str]:
+    """What `count` processes print, each of which calls `function(process, address, *args)`.
+
+    `process` counts from 0, and `address` is one of this machine alone, at a free port, where
+    `jax.distributed.initialize(address, count, process, coordinator_bind_address=address)` lets
+    them find each other. None outlives this call, which waits `timeout` seconds at most.
+    `xla_flags` are as in `start`.
+
+    Raises:
+      RuntimeError: one of them failed or took too long; the message holds what all printed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    each = range(count)
+    children = [start(function, i, address, *args, xla_flags=xla_flags) for i in each]
+    try:
+        printed = [_output(child, timeout) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+    codes = [child.returncode for child in children]
+    if any(codes):
+        told = "\n".join(f"process {i}:\n{out}\n{err}" for i, (out, err) in enumerate(printed))
+        raise RuntimeError(f"processes.run: {function.__name__} ended with {codes}.\n{told}")
+    return [out for out, _ in printed]
+
+
+def _output(child, timeout):
+    try:
+        return child.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:  # another may have failed, and this one waits for it
+        child.kill()
+        return child.communicate()
+
+
+def _imports(function: Callable) -> Iterator[str]:
+    """The lines that import what the function's code names."""
+    for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
+        found = function.__globals__[name]
+        if isinstance(found, types.ModuleType):
+            yield f"import {found.__name__} as {name}"
+            continue
+        # Of data there is none: what has a place in another module is a class or a function.
+        module, original = (getattr(found, a, "") for a in ("__module__", "__qualname__"))
+        if module not in ("", None, "__main__", function.__module__) and original.isidentifier():
+            yield f"from {module} import {original} as {name}"
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)

@@ -1,0 +1,47 @@
+"""processes: fresh Pythons get the function, its imports and its arguments, and none is left."""
+
+import functools
+import json
+import os
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from shardwise import mesh, processes
+
+devices = functools.partial(print)  # shares its name with an attribute below, and stays here
+
+
+def named(process, address, word):
+    spec = P("data")
+    inner = lambda: mesh.devices.__name__  # noqa: E731
+    print(json.dumps([process, word, str(spec), inner()]))
+
+
+def unlucky(process, address):
+    print("before")
+    if process:
+        raise ValueError("on purpose")
+
+
+def ends(code):
+    print(os.environ["XLA_FLAGS"])
+    os._exit(code)
+
+
+def test_each_process_calls_the_function_with_what_it_names():
+    found = [json.loads(out) for out in processes.run(named, 2, "it's")]
+    assert found == [[i, "it's", str(P("data")), "devices"] for i in range(2)]
+
+
+def test_a_failure_says_what_all_printed():
+    with pytest.raises(
+        RuntimeError, match=r"unlucky ended with \[0, 1\](?s:.)*before(?s:.)*on purp"
+    ):
+        processes.run(unlucky, 2)
+
+
+def test_start_leaves_the_end_to_the_caller():
+    child = processes.start(ends, 7, xla_flags="--xla_dump_to=")
+    assert child.communicate(timeout=60)[0].split()[-1] == "--xla_dump_to="
+    assert child.returncode == 7
