@@ -10,14 +10,14 @@ from shardwise.figures.overlap import STRATEGIES, Overlap, overlap
 OFFERED = {
     "data": {
         "name": "Data parallelism",
-        "ahead": ["all-reduce after all layers", "all-reduce layer by layer"],
+        "ahead": ["at the end", "layer by layer"],
         "reduce": "all-reduce",
         "held": "Weights and gradients of all {6} layers lie whole on the device at any time, "
         '<b data-name="held">{7}</b>.',
     },
     "fsdp": {
         "name": "FSDP",
-        "ahead": [f"gather {n} layer{'s' * (n != 1)} ahead" for n in range(3)],
+        "ahead": [f"{n} layer{'s' * (n != 1)} ahead" for n in range(3)],
         "reduce": "reduce-scatter",
         "held": 'At most <b data-name="whole">{5}</b> of {6} layers have their weights whole on '
         "the device, arriving ones too, and {8} their gradients: "
