@@ -275,6 +275,10 @@ def of_weights(combine):
 
 NO_SUMS = {
     "a sum": (lambda p, b: 0.5 * each(p, b).sum(), "has a sum over rows in it"),
+    "a sum of means over features": (
+        lambda p, b: (jnp.tile(outputs(p, b), (1, len(b["x"]))) ** 2).mean(1).sum(),
+        "has a sum over rows in it",
+    ),
     "a mean and a sum": (lambda p, b: each(p, b).mean() + each(p, b).sum(), "has a sum over rows"),
     "normalised weights": (
         lambda p, b: jnp.sum(each(p, b) * (b["weight"] / b["weight"].sum())),

@@ -54,9 +54,18 @@ def terms(program: Any, output: Any) -> list[Term]:
 
 
 def looks_like_mean(term: Term) -> bool:
-    """Whether it is divided by a multiple of the length of its first axis, as by `jnp.mean`."""
-    size, rows = math.prod(term.of.aval.shape), (*term.of.aval.shape, 1)[0]
-    return any(d % rows == 0 and (rows > 1 or d == size) for d in term.divisors)
+    """Whether its divisors leave no doubt, as those of `jnp.mean` over all entries, or over rows.
+
+    A number that the other axes could account for leaves one: a sum over rows of means over
+    features divides by their number, which may be a multiple of the rows'.
+    """
+    rows, *others = (*term.of.aval.shape, 1)[: max(1, len(term.of.aval.shape))]
+    size = rows * math.prod(others)
+    of_features = {1}
+    for axis in others:
+        of_features |= {axis * product for product in of_features}
+    whole = size in term.divisors or math.prod(term.divisors) == size
+    return rows > 1 and (whole or any(d == rows and d not in of_features for d in term.divisors))
 
 
 def behind(program: Any, v: Any) -> list[Step]:
