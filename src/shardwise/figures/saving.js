@@ -42,7 +42,9 @@
     const line = xs.map((x, i) => `${x} ${ys[i]}`).join("L");
     const ticks = [0, 3, 6, 9, 12].map((j) =>
       `<text x="${xs[j]}" y="165" text-anchor="middle">${data.intervals[j]}</text>`).join("");
-    return `<text x="0" y="12">top: ${percent(most)} of the time lost</text>` +
+    const marks = [[154, 0], [99, Math.floor(most / 2)], [44, most]].map(([y, n]) =>
+      `<text x="40" y="${y}" text-anchor="end">${percent(n).slice(0, -2)}</text>`).join("");
+    return `<text x="0" y="12">% of the time lost, cut off at the top</text>${marks}` +
       `<path d="M44 150H344" stroke="currentColor"></path>${ticks}` +
       '<text x="344" y="180" text-anchor="end">steps between saves</text>' +
       `<path d="M${young} 34V150" stroke="currentColor" stroke-dasharray="3 4"></path>` +

@@ -83,8 +83,13 @@ def curve_picture(data: Data, choice: Choice, answer: Data) -> str:
         f'<text x="{xs[j]}" y="{_FOOT + 15}" text-anchor="middle">{data["intervals"][j]}</text>'
         for j in (0, 3, 6, 9, 12)
     )
+    marks = "".join(
+        f'<text x="{_LEFT - 4}" y="{_FOOT - y + 4}" text-anchor="end">'
+        f"{n // 100}.{n % 100:02d}</text>"
+        for y, n in ((0, 0), (_HIGH // 2, most // 2), (_HIGH, most))
+    )
     return (
-        f'<text x="0" y="12">top: {most // 100}.{most % 100:02d} % of the time lost</text>'
+        f'<text x="0" y="12">% of the time lost, cut off at the top</text>{marks}'
         f'<path d="M{_LEFT} {_FOOT}H{_LEFT + _WIDE}" stroke="currentColor"></path>{ticks}'
         f'<text x="{_LEFT + _WIDE}" y="{_FOOT + 30}" text-anchor="end">steps between saves</text>'
         f'<path d="M{young} 34V{_FOOT}" stroke="currentColor" stroke-dasharray="3 4"></path>'
