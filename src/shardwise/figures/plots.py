@@ -28,11 +28,13 @@ class Drawing(Figure):
         return out.getvalue()
 
 
-def canvas(width: float = 6.4, height: float = 3.0, columns: int = 1) -> tuple[Drawing, Any]:
-    """A transparent drawing in the book's style, and its axes: one, or an array of `columns`."""
+def canvas(
+    width: float = 6.4, height: float = 3.0, columns: int = 1, rows: int = 1
+) -> tuple[Drawing, Any]:
+    """A transparent drawing in the book's style, and its axes: one, or an array, as of subplots."""
     with palette.style():
         drawing = Drawing(figsize=(width, height), layout="constrained")
-        return drawing, drawing.subplots(1, columns)
+        return drawing, drawing.subplots(rows, columns)
 
 
 def shards(
