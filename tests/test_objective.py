@@ -276,7 +276,7 @@ def of_weights(combine):
 NO_SUMS = {
     "a sum": (lambda p, b: 0.5 * each(p, b).sum(), "has a sum over rows in it"),
     "a sum of means over features": (
-        lambda p, b: (jnp.tile(outputs(p, b), (1, len(b["x"]))) ** 2).mean(1).sum(),
+        lambda p, b: (jnp.tile(outputs(p, b), (1, 16)) ** 2).mean(1).sum(),
         "has a sum over rows in it",
     ),
     "a mean and a sum": (lambda p, b: each(p, b).mean() + each(p, b).sum(), "has a sum over rows"),
