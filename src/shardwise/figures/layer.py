@@ -64,7 +64,7 @@ def layer_explorer(
     data = table(mesh, rows, layouts, itemsize) | {"start": [chosen, 0]}
     first = data["frames"][chosen]
     made = select("layout", "Layout", list(layouts), chosen)
-    made += slider("device", "Device", mesh.size - 1, 0)
+    made += slider("device", f"Device, 0 to {mesh.size - 1}", mesh.size - 1, 0)
     picture = (
         f'<div class="pictures"><svg id="@picture" viewBox="0 0 {_WIDE} {data["height"]}" '
         f'role="img" aria-label="The matrices of one layer: filled where the device holds them, '
