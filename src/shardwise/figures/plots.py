@@ -118,14 +118,18 @@ def curves(
 
 
 def bars(
-    labels: Sequence[str], predicted: Sequence[float], measured: Sequence[float], unit: str
+    labels: Sequence[str],
+    predicted: Sequence[float],
+    measured: Sequence[float],
+    unit: str,
+    found: str = "measured",
 ) -> Drawing:
-    """Predicted beside measured, one pair of bars a label, each with its number in `unit`."""
+    """Predicted beside `found`, one pair of bars a label, each with its number in `unit`."""
     drawing, axes = canvas(6.4, 0.62 * len(labels) + 1.0)
     where = np.arange(len(labels))
     for shift, values, name, fill in (
         (-0.19, predicted, "predicted", False),
-        (0.19, measured, "measured", True),
+        (0.19, measured, found, True),
     ):
         drawn = axes.barh(
             where + shift,
