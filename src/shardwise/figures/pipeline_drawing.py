@@ -111,11 +111,11 @@ def _waits(run, chosen, scale):
 
 
 def _axis(run):
-    y = TOP + ROW * run.schedule.devices + 14
+    y, scale = TOP + ROW * run.schedule.devices + 14, WIDTH / run.makespan
+    step = max(1, math.floor(run.makespan / 4))
     marks = (
-        f'<text x="{_point(LEFT + WIDTH * part / 4)}" y="{y}" text-anchor="middle">'
-        f"{number(_rounded(run.makespan * part / 4, 10))}</text>"
-        for part in range(5)
+        f'<text x="{_point(LEFT + scale * tick)}" y="{y}" text-anchor="middle">{tick}</text>'
+        for tick in range(0, math.floor(run.makespan) + 1, step)
     )
     return "".join(marks)
 

@@ -129,8 +129,8 @@
       rect(LEFT, TOP + ROW * d, WIDTH, 26, 'class="waits" fill="currentColor" opacity=".12"') +
       order.map((task, position) => drawTask(task, position, scale)).join("") +
       area(lives[d], d, scale, highest));
-    const axis = [0, 1, 2, 3, 4].map((i) =>
-      centred(point(LEFT + (WIDTH * i) / 4), y, rounded((makespan * i) / 4, 10)));
+    const step = Math.max(1, Math.floor(makespan / 4)), axis = [];
+    for (let tick = 0; tick <= makespan; tick += step) axis.push(centred(point(LEFT + scale * tick), y, tick));
     return rows.join("") + waits(chosen, scale) + axis.join("");
   }
 
