@@ -27,7 +27,7 @@ class Stored(NamedTuple):
     padded: int | None
     beside: tuple = ()
 
-    def spec(self, axis: str) -> P:
+    def spec(self, axis: "str | tuple[str, ...]") -> P:
         """The PartitionSpec of the stored array."""
         if self.cut is None:
             return P(*self.beside)
@@ -54,7 +54,12 @@ class Sharded:
     tree: Any
     layout: tuple = dataclasses.field(metadata=dict(static=True))
     mesh: jax.sharding.Mesh = dataclasses.field(metadata=dict(static=True))
-    axis: str = dataclasses.field(metadata=dict(static=True))
+    axis: str | tuple[str, ...] = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def parts(self) -> int:
+        """Into how many an array is cut: the size of the axis."""
+        return parts_of(self.mesh, self.axis)
 
     def to_checkpoint(self, abstract: bool) -> tuple[Any, list[tuple[int, ...]]]:
         """The original tree, of padded arrays or (`abstract`) what they are, and true shapes."""
@@ -74,12 +79,14 @@ class Sharded:
 def place(
     tree: Any,
     mesh: jax.sharding.Mesh,
-    axis: str = "fsdp",
+    axis: str | tuple[str, ...] = "fsdp",
     min_size: int = 0,
     stacked: Callable[[str], bool] | str | None = None,
     over: Callable[[Any, jax.sharding.Mesh], Any] | None = None,
 ) -> Sharded:
     """`tree` as `Sharded` over mesh axis `axis`; inside jit, its arrays are born that way.
+
+    `axis` may be a tuple of mesh axes, together one; of none, every array stays whole.
 
     Each array of `min_size` elements or more is cut along the axis that wastes the least padding,
     of those the first: its parts are contiguous, and a collective need not transpose them (on CPU
@@ -107,7 +114,7 @@ def place(
             "lambda path: path.startswith('layers/')."
         )
     layout = tuple(
-        choose(path, jnp.shape(x), is_stacked, mesh.shape[axis], min_size, beside)
+        choose(path, jnp.shape(x), is_stacked, parts_of(mesh, axis), min_size, beside)
         for (path, x, is_stacked), beside in zip(
             leaves, _beside(over, tree, mesh, axis, len(leaves)), strict=True
         )
@@ -121,7 +128,7 @@ def _beside(over, tree, mesh, axis, count):
         return [()] * count
     specs = jax.tree.leaves(over(tree, mesh), is_leaf=lambda x: isinstance(x, P))
     for spec in specs:
-        if axis in jax.tree.leaves(tuple(spec)):
+        if not set(axes_of(axis)).isdisjoint(jax.tree.leaves(tuple(spec))):
             raise ValueError(
                 f"fsdp.place: over= gives {spec}, which uses the axis {axis!r} that is cut here; "
                 f"give a rule for the mesh's other axes alone."
@@ -142,7 +149,7 @@ def whole(sharded: Sharded) -> Any:
 
 def describe(sharded: Sharded) -> str:
     """How each array is kept, as text: path, shape, cut axis, padding, bytes on each device."""
-    n = sharded.mesh.shape[sharded.axis]
+    n = sharded.parts
     lines, held, whole = [], 0, 0
     for x, s in pairs_of(sharded):
         true, kept = math.prod(s.shape) * x.dtype.itemsize, x.size * x.dtype.itemsize
@@ -176,7 +183,7 @@ def _has_layers(axes, rank):
 def choose(path, shape, stacked, n, min_size, beside=()):
     taken = {i for i, entry in enumerate(beside) if entry is not None}
     axes = [i for i in range(1 if stacked else 0, len(shape)) if shape[i] > 1 and i not in taken]
-    if not axes or math.prod(shape) < max(min_size, 1):
+    if n == 0 or not axes or math.prod(shape) < max(min_size, 1):
         return Stored(path, shape, stacked, None, None, beside)
     cut = min(axes, key=lambda i: (-(-shape[i] // n) * n / shape[i], i))
     return Stored(path, shape, stacked, cut, -(-shape[cut] // n) * n, beside)
@@ -238,10 +245,22 @@ def check_params(params: Any, mesh: jax.sharding.Mesh, axis: str) -> None:
         )
 
 
+def axes_of(axis: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The mesh axes that are meant, together one."""
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def parts_of(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...]) -> int:
+    """Into how many parts an array is cut; 0 where no axis is named, so that none is."""
+    axes = axes_of(axis)
+    return math.prod(mesh.shape[name] for name in axes) if axes else 0
+
+
 def check_axis(who, mesh, axis):
-    if axis not in mesh.shape:
-        raise ValueError(
-            f"{who}: the mesh has no axis {axis!r}; it has {dict(mesh.shape)}. Make it with "
-            f"mesh.make({axis}=-1), or name another axis."
-        )
+    for name in axes_of(axis):
+        if name not in mesh.shape:
+            raise ValueError(
+                f"{who}: the mesh has no axis {name!r}; it has {dict(mesh.shape)}. Make it with "
+                f"mesh.make({name}=-1), or name another axis."
+            )
     check_auto(who, mesh)

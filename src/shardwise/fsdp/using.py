@@ -37,7 +37,7 @@ def use_of(found: Reads, params: Sharded, hows: Sequence[How | None]) -> Use:
       ValueError: a stacked array that is read elsewhere, or one of which `use` cannot tell how to
         gather it.
     """
-    n, layout = params.mesh.shape[params.axis], params.layout
+    n, layout = params.parts, params.layout
     for i, operation in found.elsewhere.items():
         if layout[i].stacked:
             raise ValueError(
