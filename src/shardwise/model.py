@@ -1,9 +1,9 @@
 """A present-day decoder in Flax NNX, written for one device.
 
 Every parameter carries the names of its logical axes (metadata `logical_axes`) and the code
-carries marks (`marks.constrain` names embedding_output, attention_output, mlp_output, logits); of
-meshes it knows nothing. Letters in einsums: b batch, s and t sequence, e embed, h heads,
-k kv_heads, g query heads for each kv head, d head_dim, m mlp, v vocab.
+carries marks (`marks.attend`; `marks.constrain` names embedding_output, attention_output,
+mlp_output, logits); of meshes it knows nothing. Letters in einsums: b batch, s sequence, e embed,
+h heads, k kv_heads, d head_dim, m mlp, v vocab.
 """
 
 import dataclasses
@@ -89,24 +89,14 @@ class RMSNorm(nnx.Module):
         return (wide * self.scale[...].astype(jnp.float32)[None, None, :]).astype(x.dtype)
 
 
-def rotary(x: jax.Array) -> jax.Array:
-    """Rotate the halves of x [b, s, h, d] by angles that grow with the position (Su et al.)."""
+def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotate the halves of x [b, s, h, d] by angles that grow with positions [b, s] (Su et al.)."""
     half = x.shape[-1] // 2
     frequency = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency[None, :]
-    cos, sin = (f(angle).astype(x.dtype)[None, :, None, :] for f in (jnp.cos, jnp.sin))
+    angle = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
+    cos, sin = (f(angle).astype(x.dtype)[:, :, None, :] for f in (jnp.cos, jnp.sin))
     first, second = x[..., :half], x[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention, q [b, s, h, d], k and v [b, t, k, d]: a kv head serves h/k query heads."""
-    b, s, h, d = q.shape
-    q = q.reshape(b, s, k.shape[2], h // k.shape[2], d)
-    scores = jnp.einsum("bskgd,btkd->bkgst", q, k).astype(jnp.float32) * d**-0.5
-    causal = jnp.tril(jnp.ones((s, s), bool))[None, None, None]
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgst,btkd->bskgd", weights, v).reshape(b, s, h, d)
 
 
 class Block(nnx.Module):
@@ -128,11 +118,14 @@ class Block(nnx.Module):
         self.down = Linear(c, (c.mlp, c.embed), ("mlp", "embed"), c.mlp, rngs)
         self.dropout = c.dropout
 
-    def __call__(self, x, key=None):
+    def __call__(self, x, key=None, places=None):
+        places = places or marks.places(None, *x.shape[:2])
         keys = (None, None) if key is None else jax.random.split(key)
         y = self.attention_norm(x)
-        q, k = rotary(self.q("bse,ehd->bshd", y)), rotary(self.k("bse,ekd->bskd", y))
-        y = self.o("bshd,hde->bse", attend(q, k, self.v("bse,ekd->bskd", y)))
+        q = rotary(self.q("bse,ehd->bshd", y), places.positions)
+        k = rotary(self.k("bse,ekd->bskd", y), places.positions)
+        y = marks.attend(q, k, self.v("bse,ekd->bskd", y), places)
+        y = self.o("bshd,hde->bse", y)
         x = marks.constrain(x + drop(y, self.dropout, keys[0]), "attention_output")
         y = self.mlp_norm(x)
         y = jax.nn.silu(self.gate("bse,em->bsm", y)) * self.up("bse,em->bsm", y)
@@ -183,22 +176,24 @@ class Decoder(nnx.Module):
         head = (config.embed, config.vocab)
         self.head = Linear(config, head, ("embed", "vocab"), config.embed, rngs)
 
-    def __call__(self, tokens, key=None):
-        """Logits; with a `key` dropout is on, without one it is off."""
+    def __call__(self, tokens, key=None, places=None):
+        """Logits; with a `key` dropout is on. `places` are `marks.Places`, by default those of
+        rows that are one document each.
+        """
         x = self.embed.kernel[...].astype(self.config.dtype)[tokens]
         x = marks.constrain(x, "embedding_output")
-        x = self._layers(x, key)
+        x = self._layers(x, key, places)
         logits = self.head("bse,ev->bsv", self.final_norm(x)).astype(jnp.float32)
         return marks.constrain(logits, "logits")
 
-    def _layers(self, x, key):
+    def _layers(self, x, key, places):
         c = self.config
         graphdef, stack = nnx.split(self.blocks)
         keys = None if key is None or c.dropout == 0 else jax.random.split(key, c.layers)
 
         def layer(x, weights_and_key):
             weights, key = weights_and_key
-            return nnx.merge(graphdef, marks.use(weights))(x, key), None
+            return nnx.merge(graphdef, marks.use(weights))(x, key, places), None
 
         body = jax.checkpoint(layer) if c.remat else layer
         size = c.layers // c.stages
