@@ -60,6 +60,14 @@ def use(weights: Any) -> Any:
     return _apply("use", weights)
 
 
+def layer(body: Callable) -> Callable:
+    """`body`, the function of one layer: where a layout decides what is kept for its backward pass.
+
+    A stack calls it on what its scan runs, and `use` is called inside.
+    """
+    return _apply("layer", body)
+
+
 def stage_boundary(x: Any) -> Any:
     """`x`, where one pipeline stage ends and the next begins: k marks make k+1 stages."""
     return _apply("stage_boundary", x)
@@ -124,7 +132,7 @@ def bind(**meanings: Callable) -> Iterator[None]:
       ValueError: a keyword that is no mark.
       TypeError: a meaning without a hash, by which JAX's caches could not tell it from another.
     """
-    known = {"attend", "constrain", "index", "stage_boundary", "use"}
+    known = {"attend", "constrain", "index", "layer", "stage_boundary", "use"}
     if unknown := set(meanings) - known:
         raise ValueError(f"marks.bind: no such mark {sorted(unknown)}; there are {sorted(known)}.")
     bound = {**_MEANINGS.get(), **meanings}

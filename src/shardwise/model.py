@@ -195,7 +195,7 @@ class Decoder(nnx.Module):
             weights, key = weights_and_key
             return nnx.merge(graphdef, marks.use(weights))(x, key, places), None
 
-        body = jax.checkpoint(layer) if c.remat else layer
+        body = jax.checkpoint(layer) if c.remat else marks.layer(layer)
         size = c.layers // c.stages
         for first in range(0, c.layers, size):
             part = jax.tree.map(lambda a, i=first: a[i : i + size], (stack, keys))

@@ -13,7 +13,7 @@ from shardwise import marks, objective, rules
 from shardwise import tree as trees
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings
-from shardwise.layouts.placing import parameter_rule
+from shardwise.layouts.placing import cast, parameter_rule
 
 
 def place(layout: Layout, tree: Any) -> Any:
@@ -38,23 +38,15 @@ def update(layout: Layout, tx: Any, grads: Any, opt_state: Any, params: Any) -> 
 
 
 def _state_rule(layout, params):
-    other = P()
-    return rules.follow(parameter_rule(layout, zero=1), params, other=other)
+    return rules.follow(parameter_rule(layout, zero=1), params, other=P())
 
 
 def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any) -> Callable:
     """That of `objective` on whole arrays, batch, activations and gradients pinned."""
 
-    def cast(params):
-        def one(x):
-            floating = layout.dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
-            return x.astype(layout.dtype) if floating else x
-
-        return jax.tree.map(one, params)
-
     def marked(params, *args, **options):
         with marks.bind(**meanings(layout)):
-            return loss(cast(params), *args, **options)
+            return loss(cast(layout, params), *args, **options)
 
     mean_and_grad = objective.value_and_grad(marked, layout.microbatches, has_aux, aux)
 

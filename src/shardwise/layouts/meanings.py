@@ -8,7 +8,6 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import context
 from shardwise.layouts.layout import Layout
 
 LOGITS = "logits"
@@ -73,6 +72,8 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
 
 def attention(layout: Layout) -> Callable:
     """The form of attention by hand over the context axes."""
+    from shardwise import context
+
     forms = {"all_gather": context.all_gather, "ulysses": context.ulysses}
     axes = layout.context
     return forms.get(layout.attention, context.ring)(axes[0] if len(axes) == 1 else axes)
@@ -80,4 +81,8 @@ def attention(layout: Layout) -> Callable:
 
 def order(layout: Layout) -> Callable | None:
     """The order in which the sequence is cut; None for its own."""
+    if layout.attention not in ("striped", "zigzag"):
+        return None
+    from shardwise import context
+
     return {"striped": context.striped, "zigzag": context.zigzag}.get(layout.attention)

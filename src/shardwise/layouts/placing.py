@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -41,7 +42,7 @@ def stacked(layout: Layout, tree: Any) -> Any:
         return layout.stacked
     for _, x, box in trees.walk(tree):
         axes = trees.axis_names(box)
-        if axes is not None and (len(axes) < jax.numpy.ndim(x) or axes[:1] == (trees.LAYERS,)):
+        if axes is not None and (len(axes) < jnp.ndim(x) or axes[:1] == (trees.LAYERS,)):
             return trees.LAYERS
     return None
 
@@ -54,3 +55,13 @@ def parameter_rule(layout: Layout, zero: int = 3) -> Any:
     axis = layout.fsdp[0] if len(layout.fsdp) == 1 else layout.fsdp
     given = layout.stacked if callable(layout.stacked) else None
     return rules.FSDPRule(axis, layout.min_size, over=over, stacked=given)
+
+
+def cast(layout: Layout, params: Any) -> Any:
+    """Weights in the dtype in which the layout uses them."""
+
+    def one(x):
+        floating = layout.dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(layout.dtype) if floating else x
+
+    return jax.tree.map(one, params)
