@@ -10,10 +10,11 @@ A `Layout` gives the axes of a mesh their roles, and roles combine:
     layouts.whole(layout, params)                               # as one device has them
 
 The loss knows of no layout. Every combination has one device's loss and gradients; they differ in
-what a device holds, and in what it sends.
+what a device holds, and in what it sends. `LAYOUTS` has them by name.
 """
 
+from shardwise.layouts.catalogue import LAYOUTS
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.training import init, place, step, value_and_grad, whole
 
-__all__ = ["Layout", "init", "place", "step", "value_and_grad", "whole"]
+__all__ = ["LAYOUTS", "Layout", "init", "place", "step", "value_and_grad", "whole"]

@@ -159,3 +159,19 @@ class Layout:
             )
         if len(self.stage) > 1:
             raise ValueError(f"layouts.Layout: stage={self.stage}; stages lie along one axis.")
+        within = [role for role in ("data", "fsdp", "context") if getattr(self, role)]
+        if self.stage and within and self.by == "hand":
+            raise ValueError(
+                f"layouts.Layout: stages and {' and '.join(within)} by hand: within a stage the "
+                f"collectives are the compiler's as yet. Say by='compiler'."
+            )
+        if self.by == "compiler" and self.context and self.attention in ("striped", "zigzag"):
+            raise ValueError(
+                f"layouts.Layout: attention={self.attention!r} is an order of the sequence for "
+                f"rings by hand; by the compiler, which sees whole sequences, leave it out."
+            )
+        if self.reduce_dtype is not None and not self.by_hand:
+            raise ValueError(
+                "layouts.Layout: reduce_dtype= is that of reductions by hand; the compiler reduces "
+                "in the dtype that it computes in."
+            )
