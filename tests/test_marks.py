@@ -152,6 +152,8 @@ def test_places_come_from_the_batch_where_it_has_them():
     given = {"positions": [[0, 1, 0]], "documents": [[4, 4, 7]]}
     found = marks.places({k: jnp.array(x) for k, x in given.items()}, 1, 3)
     assert [x.tolist() for x in found] == [[[0, 1, 0]], [[4, 4, 7]], [[0, 1, 2]]]
+    moved = marks.places({"index": jnp.array([[5, 2]])}, 1, 2)  # as a cut batch has it
+    assert moved.index.tolist() == moved.positions.tolist() == [[5, 2]]
     with pytest.raises(ValueError, match=r"'documents' of the batch is \[3\]; .* token, \[1, 3\]"):
         marks.places({"documents": jnp.zeros(3, int)}, 1, 3)
 

@@ -86,14 +86,17 @@ def index(axis: str, size: int) -> jax.Array:
 def places(batch: Mapping[str, Any] | None, rows: int, size: int) -> Places:
     """The `Places` of a batch's tokens [rows, size], as its "positions", "documents" and "index".
 
-    What it does not have is that of rows which are one document each.
+    What it does not have is that of rows which are one document each; "index" is what
+    `marks.index` says.
 
     Raises:
       ValueError: one of the three is of another shape.
     """
-    whole = jnp.broadcast_to(index("sequence", size)[None], (rows, size))
-    found = {"positions": whole, "documents": jnp.zeros_like(whole), "index": whole}
-    found |= {name: jnp.asarray(batch[name]) for name in found if batch and name in batch}
+    given = {name: jnp.asarray(batch[name]) for name in Places._fields if batch and name in batch}
+    if "index" not in given:
+        given["index"] = jnp.broadcast_to(index("sequence", size)[None], (rows, size))
+    whole = given["index"]
+    found = {"positions": whole, "documents": jnp.zeros_like(whole)} | given
     for name, x in found.items():
         if x.shape != (rows, size):
             raise ValueError(
