@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from shardwise import dispatch
+
 _MEANINGS = contextvars.ContextVar("shardwise_marks", default=types.MappingProxyType({}))
 _TRACED_UNDER = jax.make_user_context(None)  # the same, hashable, for JAX's caches
 
@@ -127,6 +129,43 @@ def seen(query: Places, key: Places, mask: Callable) -> jax.Array:
     return mask(query, key)
 
 
+def experts(
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    apply: Callable,
+    stacked: Any,
+    experts: int,
+    capacity: float | None = None,
+    index: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """(y [b, s, e], kept bool [b, s, k]): tokens x [b, s, e] through the experts that they chose.
+
+    `chosen` int [b, s, k] are numbers below `experts`, `weights` [b, s, k] those of the sum over a
+    token's choices; `stacked` is a pytree with a leading axis of experts. `apply(stacked, xs)` is
+    called with xs [experts, c, e], and `apply(stacked, xs, sizes)` with xs [rows, e] in groups of
+    sizes [experts], as `jax.lax.ragged_dot` takes them; each returns what it makes of every row.
+
+    With a `capacity` an expert has capacity·s·k/experts slots for each row of the batch, in the
+    order of tokens (of `index` [b, s], where memory has another); a choice without a slot adds
+    nothing to y, and `kept` says so. None drops nothing. Who is dropped depends on the row alone:
+    it is the same on every mesh, and in every microbatch.
+
+    A meaning receives the same, with the experts' weights that one device has.
+    """
+    meaning = _MEANINGS.get().get("experts", dispatch.on_one_device)
+    return meaning(x, chosen, weights, apply, stacked, experts, capacity, index)
+
+
+def total(x: Any, axes: tuple[str, ...] = ("rows", "sequence")) -> Any:
+    """The sum of `x`, statistics of a part, over all parts into which these axes are divided.
+
+    Unbound, the part is the whole. No gradient flows through it: each part would add its own of a
+    sum that all of them see.
+    """
+    return _apply("total", jax.lax.stop_gradient(x), axes)
+
+
 @contextlib.contextmanager
 def bind(**meanings: Callable) -> Iterator[None]:
     """Give marks a meaning within the block: `bind(use=gather)`; the others keep theirs.
@@ -135,7 +174,7 @@ def bind(**meanings: Callable) -> Iterator[None]:
       ValueError: a keyword that is no mark.
       TypeError: a meaning without a hash, by which JAX's caches could not tell it from another.
     """
-    known = {"attend", "constrain", "index", "layer", "stage_boundary", "use"}
+    known = {"attend", "constrain", "experts", "index", "layer", "stage_boundary", "total", "use"}
     if unknown := set(meanings) - known:
         raise ValueError(f"marks.bind: no such mark {sorted(unknown)}; there are {sorted(known)}.")
     bound = {**_MEANINGS.get(), **meanings}

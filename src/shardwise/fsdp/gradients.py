@@ -95,7 +95,7 @@ def value_and_grad(
     def loss_and_grad(params, batch, *args, key=None):
         check_params(params, mesh, axis)
         batch, numbers, cut = division(batch, microbatches)
-        specs = [P() if s.cut is None else P(*[None] * s.cut, axis) for s in params.layout]
+        specs = [s.manual(axis) for s in params.layout]
         shapes = []  # of the auxiliary outputs, which are known once the loss is traced
         manual = jax.shard_map(
             functools.partial(device, params, shapes),
@@ -171,7 +171,7 @@ class _Device:
         )
         if self.zero == 1:
             grads = scatter(grads, hows)
-        grads = [self._sum(g, how) for g, how in zip(grads, hows, strict=True)]
+        grads = [self._sum(g, s, params.axis) for g, s in zip(grads, params.layout, strict=True)]
         grads = [g.astype(x.dtype) for g, x in zip(grads, shards, strict=True)]
         return value, self._over_devices(aux, shapes), grads
 
@@ -208,9 +208,9 @@ class _Device:
         whole = [objective.reduced_over(x, w, self.divided.axes) for x, w in pairs if w in SUMMED]
         return whole, [x for x, w in pairs if w not in SUMMED]
 
-    def _sum(self, grad, how):
+    def _sum(self, grad, stored, axis):
         """Over the devices that hold copies: for an array that is not cut, all of them."""
-        cut = () if how is None else axes_of(how.axis)
+        cut = {*stored.apart_axes(), *(() if stored.cut is None else axes_of(axis))}
         axes = tuple(name for name in self.divided.axes if name not in cut)
         return jax.lax.psum(grad, axes) if axes else grad
 

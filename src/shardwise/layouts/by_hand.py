@@ -6,7 +6,7 @@ from typing import Any
 from shardwise import fsdp
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings, order
-from shardwise.layouts.placing import stacked, tensor_rule
+from shardwise.layouts.placing import compiler_rule, expert_rule, stacked
 
 
 def place(layout: Layout, tree: Any) -> fsdp.Sharded:
@@ -17,7 +17,8 @@ def place(layout: Layout, tree: Any) -> fsdp.Sharded:
         layout.fsdp,
         layout.min_size,
         stacked(layout, tree),
-        over=tensor_rule(layout),
+        over=compiler_rule(layout),
+        apart=expert_rule(layout),
     )
 
 
@@ -27,7 +28,7 @@ def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any) -> C
         loss,
         layout.mesh,
         layout.fsdp,
-        replicate=layout.data,
+        replicate=[name for name in layout.rows if name not in layout.fsdp],
         columns=layout.context,
         order=order(layout),
         zero=layout.zero,

@@ -32,7 +32,7 @@ def over(roles: tuple[str, ...], n: int, **settings: Any) -> Layout:
 
 
 # From the links that carry least to those that carry most.
-ORDER = ("stage", "data", "fsdp", "context", "tensor")
+ORDER = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 
 def entry(*roles: str, **settings: Any) -> Callable[[int], Layout]:
@@ -55,6 +55,11 @@ LAYOUTS: dict[str, Callable[[int], Layout]] = {
     "all_gather": entry("context", attention="all_gather"),
     "ulysses": entry("context", "data", attention="ulysses"),
     "context by compiler": entry("context", by="compiler"),
+    "expert": entry("expert"),
+    "expert by gathering": entry("expert", dispatch="gather"),
+    "fsdp, expert": entry("fsdp", "expert"),
+    "expert by compiler": entry("expert", by="compiler"),
+    "fsdp, expert, context": entry("fsdp", "expert", "context"),
     "stage": entry("stage", microbatches=8),
     "fsdp, tensor": entry("fsdp", "tensor", sequence=True),
     "fsdp, tensor by compiler": entry("fsdp", "tensor", by="compiler"),

@@ -23,6 +23,9 @@ class Layout:
       fsdp: rows are cut, and so is each parameter of `min_size` elements or more, which is gathered
         where it is used (Rajbhandari et al., 2020).
       tensor: products are cut by the logical axes in `cut`; by the compiler (Shoeybi et al., 2019).
+      expert: rows are cut, and the experts of a mixture, the logical axis "experts": tokens travel to
+        them (`shardwise.experts`). It may be an axis of `data` or `fsdp` too; on one of its own, all
+        other parameters are whole along it.
       context: the sequence is cut, axis 1 of each array of the batch that has two or more; tokens
         see each other in `marks.attend` (Liu et al., 2023).
       stage: the layers are cut at `marks.stage_boundary`, and run by `schedule`.
@@ -40,6 +43,7 @@ class Layout:
         sequence over the tensor axis (Korthikanti et al., 2022).
       attention: how `context` runs by hand: "ring", in the sequence's own order, in "striped" or
         "zigzag" order; "all_gather"; "ulysses".
+      dispatch: how tokens reach experts by hand: "all_to_all" or "gather".
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
       remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`.
 
@@ -52,6 +56,7 @@ class Layout:
     data: str | tuple[str, ...] = ()
     fsdp: str | tuple[str, ...] = ()
     tensor: str | tuple[str, ...] = ()
+    expert: str | tuple[str, ...] = ()
     context: str | tuple[str, ...] = ()
     stage: str | tuple[str, ...] = ()
     by: str = "hand"
@@ -62,6 +67,7 @@ class Layout:
     over: Any = None
     sequence: bool = False
     attention: str = "ring"
+    dispatch: str = "all_to_all"
     schedule: Any = "1f1b"
     microbatches: int = 1
     dtype: Any = None
@@ -69,7 +75,7 @@ class Layout:
     remat: Any = None
 
     def __post_init__(self):
-        for role in self._roles():
+        for role in ROLES:
             axes = getattr(self, role)
             object.__setattr__(self, role, (axes,) if isinstance(axes, str) else tuple(axes))
         object.__setattr__(self, "cut", tuple(self.cut))
@@ -80,7 +86,11 @@ class Layout:
     @property
     def rows(self) -> tuple[str, ...]:
         """The mesh axes over which rows are cut."""
-        return (*self.data, *self.fsdp)
+        return (*self.data, *(name for name in self.expert if name not in self._shared()), *self.fsdp)
+
+    def _shared(self):
+        """The axes that are the experts' and something else's too."""
+        return {*self.expert} & {*self.data, *self.fsdp}
 
     @property
     def by_hand(self) -> bool:
@@ -93,16 +103,13 @@ class Layout:
 
     def roles(self) -> dict[str, tuple[str, ...]]:
         """{role: its mesh axes}, of those that have any."""
-        return {role: getattr(self, role) for role in self._roles() if getattr(self, role)}
+        return {role: getattr(self, role) for role in ROLES if getattr(self, role)}
 
     def __str__(self):
         lines = [f"Layout over {dict(self.mesh.shape)}, by {self.by}:"]
         for role, axes in self.roles().items():
             lines.append(f"  {' × '.join(axes):12} ({self.size(role)})  {role}: {self._does(role)}")
         return "\n".join(lines)
-
-    def _roles(self):
-        return [role for role in ROLES if hasattr(self, role)]
 
     def _does(self, role):
         gathered = "gathered where it is used" if self.zero == 3 else f"ZeRO {self.zero}"
@@ -111,6 +118,7 @@ class Layout:
             "fsdp": f"rows are cut, and each parameter, {gathered}",
             "tensor": f"{', '.join(self.cut)} are cut"
             + ("; between products, the sequence" if self.sequence else ""),
+            "expert": f"rows are cut, and experts; tokens travel by {self.dispatch}",
             "context": f"the sequence is cut; attention by {self.attention}",
             "stage": f"layers are cut into stages, run by {self.schedule}",
         }[role]
@@ -124,7 +132,7 @@ class Layout:
                         f"layouts.Layout: {role}={name!r}, and the mesh has no such axis; it has "
                         f"{dict(self.mesh.shape)}."
                     )
-                if name in owner:
+                if name in owner and {role, owner[name]} - {"data", "fsdp"} != {"expert"}:
                     raise ValueError(
                         f"layouts.Layout: the axis {name!r} is given to {owner[name]} and to "
                         f"{role}; it can do one of them. Make the mesh with an axis more."
@@ -135,7 +143,7 @@ class Layout:
             raise ValueError(
                 f"layouts.Layout: the mesh axis {idle[0]!r} of size {self.mesh.shape[idle[0]]} has "
                 f"no role, so that all work would be done {self.mesh.shape[idle[0]]} times; give "
-                f"it one of {self._roles()}, such as data={idle[0]!r}."
+                f"it one of {', '.join(ROLES)}, such as data={idle[0]!r}."
             )
 
     def _check_settings(self):
@@ -143,6 +151,7 @@ class Layout:
             ("by", ("hand", "compiler")),
             ("zero", (1, 2, 3)),
             ("attention", ATTENTION),
+            ("dispatch", ("all_to_all", "gather")),
         ]
         for name, values in wrong:
             if getattr(self, name) not in values:
@@ -157,9 +166,11 @@ class Layout:
                 "layouts.Layout: sequence=True cuts activations over the tensor axis between its "
                 "products; name one, tensor=..., or cut the sequence itself, context=..."
             )
+        if len(self.expert) > 1:
+            raise ValueError(f"layouts.Layout: expert={self.expert}; experts lie along one axis.")
         if len(self.stage) > 1:
             raise ValueError(f"layouts.Layout: stage={self.stage}; stages lie along one axis.")
-        within = [role for role in ("data", "fsdp", "context") if getattr(self, role)]
+        within = [role for role in ("data", "fsdp", "expert", "context") if getattr(self, role)]
         if self.stage and within and self.by == "hand":
             raise ValueError(
                 f"layouts.Layout: stages and {' and '.join(within)} by hand: within a stage the "

@@ -1,6 +1,7 @@
 """Which rules a layout has for parameters."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -12,28 +13,45 @@ from shardwise import rules
 from shardwise import tree as trees
 from shardwise.layouts.layout import Layout
 
+EXPERTS = "experts"  # the logical axis
 
-def tensor_rule(layout: Layout) -> Callable | None:
-    """The rule over the tensor axis: by logical axes, or the layout's own; None without one."""
-    if not layout.tensor:
-        return None
-    if layout.over is not None:
+
+def compiler_rule(layout: Layout) -> Callable | None:
+    """The rule over the axes that a compiler has; None where it has none."""
+    by_hand = layout.by_hand
+    if layout.over is not None or not (layout.tensor or (layout.expert and not by_hand)):
         return layout.over
-    axes = layout.tensor[0] if len(layout.tensor) == 1 else layout.tensor
+    table = dict.fromkeys(layout.cut, _entry(layout.tensor)) if layout.tensor else {}
+    return Named(table if by_hand else table | {EXPERTS: _entry(layout.expert)})
 
-    def by_names(tree: Any, mesh: Mesh) -> Any:
+
+def expert_rule(layout: Layout) -> Callable | None:
+    """The rule that cuts experts by hand."""
+    return Named({EXPERTS: _entry(layout.expert)}) if layout.expert else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A rule that cuts the logical axes in `table`, and leaves whole all others."""
+
+    table: Mapping[str, Any]
+
+    def __call__(self, tree: Any, mesh: Mesh) -> Any:
+        """The PartitionSpecs; raises ValueError where no parameter carries one of the names."""
         names = {name for _, _, box in trees.walk(tree) for name in trees.axis_names(box) or ()}
-        table = {name: axes if name in layout.cut else None for name in names - {None}}
-        if not set(table).intersection(layout.cut):
+        if not names.intersection(self.table):
             raise ValueError(
-                f"layouts: tensor={layout.tensor} cuts the logical axes {layout.cut}, and no "
-                f"parameter carries one of these names (found: {sorted(table) or 'none'}). Name "
-                f"the axes in NNX metadata logical_axes, say cut=, or give over=, a rule for the "
+                f"layouts: no parameter carries one of the logical axes {sorted(self.table)} "
+                f"(found: {sorted(names - {None}) or 'none'}), which the layout cuts. Name the "
+                f"axes in NNX metadata logical_axes, say cut=, or give over=, a rule for the "
                 f"tensor axis."
             )
+        table = {name: self.table.get(name) for name in names - {None}}
         return rules.LogicalRules(table)(tree, mesh)
 
-    return by_names
+
+def _entry(axes):
+    return axes[0] if len(axes) == 1 else axes or None
 
 
 def stacked(layout: Layout, tree: Any) -> Any:
@@ -49,12 +67,11 @@ def stacked(layout: Layout, tree: Any) -> Any:
 
 def parameter_rule(layout: Layout, zero: int = 3) -> Any:
     """For a layout by the compiler: parameters, and with `zero` 1 what their state is cut like."""
-    over = tensor_rule(layout)
+    over = compiler_rule(layout)
     if not layout.fsdp or (zero == 3 and layout.zero < 3):
         return P() if over is None else over
-    axis = layout.fsdp[0] if len(layout.fsdp) == 1 else layout.fsdp
     given = layout.stacked if callable(layout.stacked) else None
-    return rules.FSDPRule(axis, layout.min_size, over=over, stacked=given)
+    return rules.FSDPRule(_entry(layout.fsdp), layout.min_size, over=over, stacked=given)
 
 
 def cast(layout: Layout, params: Any) -> Any:
