@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from shardwise import checkpoint, data, layouts, mesh, model, objective, train
+from shardwise import checkpoint, data, layouts, marks, mesh, model, objective, train
 from shardwise.layouts import catalogue
 
 CONFIG = model.Config(
@@ -27,12 +27,18 @@ KEY = jax.random.key(7)
 
 
 @functools.cache
-def parts(stages, layers=4):
-    """(the loss, what creates the parameters) of a decoder with so many stages."""
+def parts(stages=1, layers=4, mixed=False):
+    """(the loss, what creates the parameters) of a decoder with so many stages.
+
+    A mixed one has experts, with a capacity that drops some choices.
+    """
     config = dataclasses.replace(CONFIG, stages=stages, layers=layers)
+    if mixed:
+        mixture = dict(experts=8, experts_per_token=2, capacity_factor=0.75, mlp=16, dropout=0.0)
+        config = dataclasses.replace(config, **mixture)
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
-    create = functools.partial(_create, config)
-    return functools.partial(train.loss, graphdef=graphdef), create
+    loss = train.routed_loss if mixed else train.loss
+    return functools.partial(loss, graphdef=graphdef), functools.partial(_create, config)
 
 
 def _create(config, key):
@@ -51,21 +57,21 @@ def batches():
 
 
 @functools.cache
-def one_device(optimizer, layers=4):
-    """[(loss, optimizer's state after the step)] of each step."""
-    loss, create = parts(1, layers)
+def one_device(optimizer, layers=4, mixed=False):
+    """[(what a step returns beside the parameters, and its state)] of each step."""
+    loss, create = parts(1, layers, mixed)
     tx, params = OPTIMIZERS[optimizer], jax.jit(create)(KEY)
     opt_state, found = tx.init(params), []
 
     @jax.jit
     def step(params, opt_state, batch, key):
-        mean, grads = objective.value_and_grad(loss)(params, batch, key=key)
+        out, grads = objective.value_and_grad(loss, has_aux=mixed)(params, batch, key=key)
         updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, mean
+        return optax.apply_updates(params, updates), opt_state, out
 
     for i, batch in enumerate(batches()):
-        params, opt_state, mean = step(params, opt_state, batch, jax.random.key(i))
-        found.append((mean, jax.tree.map(np.asarray, opt_state)))
+        params, opt_state, out = step(params, opt_state, batch, jax.random.key(i))
+        found.append((jax.tree.leaves(out), jax.tree.map(np.asarray, opt_state)))
     return found
 
 
@@ -73,16 +79,17 @@ def check(layout, optimizer="adamw"):
     """Two steps, with padding and dropout: losses, and the state after the first step, which has
     the gradients in it, as one device has them.
     """
-    layers = max(4, layout.size("stage"))
-    loss, create = parts(layout.size("stage"), layers)
-    tx = OPTIMIZERS[optimizer]
-    params, opt_state = layouts.init(layout, create, tx, KEY, loss, batches()[0])
-    step = layouts.step(layout, loss, tx)
-    for i, (batch, (mean, state)) in enumerate(
-        zip(batches(), one_device(optimizer, layers), strict=True)
-    ):
-        params, opt_state, found = step(params, opt_state, batch, key=jax.random.key(i))
-        np.testing.assert_allclose(found, mean, rtol=2e-5)
+    layers, mixed = max(4, layout.size("stage")), bool(layout.expert)
+    loss, create = parts(layout.size("stage"), layers, mixed)
+    tx, theirs = OPTIMIZERS[optimizer], one_device(optimizer, layers, mixed)
+    params, opt_state = layouts.init(layout, create, tx, KEY, loss, batches()[0], mixed)
+    step = layouts.step(layout, loss, tx, has_aux=mixed)
+    for i, (batch, (expected, state)) in enumerate(zip(batches(), theirs, strict=True)):
+        params, opt_state, *out = step(params, opt_state, batch, key=jax.random.key(i))
+        for a, b in zip(jax.tree.leaves(out), expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5)
+        if mixed and i == 0:
+            assert out[1]["dropped"].sum() > 0  # or the capacity would not be seen
         if i == 0:  # later ones differ by more: Adam amplifies rounding
             ours = jax.tree.leaves(layouts.whole(layout, opt_state))
             for a, b in zip(ours, jax.tree.leaves(state), strict=True):
@@ -90,6 +97,7 @@ def check(layout, optimizer="adamw"):
 
 
 FAST = {"zero2", "hybrid", "zigzag", "fsdp, context, tensor", "fsdp, tensor by compiler"}
+FAST |= {"fsdp, expert, context"}
 
 
 def marked(cases, fast):
@@ -103,7 +111,7 @@ def test_a_layout_is_one_device(name):
     check(layouts.LAYOUTS[name](8), optimizer)
 
 
-BY_HAND = ("data", "fsdp", "context", "tensor")
+BY_HAND = ("data", "fsdp", "expert", "context", "tensor")
 COMBINED = [
     (*roles, by)
     for by, known in (("hand", BY_HAND), ("compiler", ("stage", *BY_HAND)))
@@ -116,7 +124,8 @@ PAIRS = {("data", "context", "hand"), ("stage", "data", "context", "compiler")}
 @pytest.mark.parametrize("case", marked(COMBINED, PAIRS), ids=lambda case: "-".join(case))
 def test_roles_combine(case):
     *roles, by = case
-    settings = dict(microbatches=4 if "stage" in roles else 2, by=by)
+    parts = 4 if "stage" in roles else 1 if "expert" in roles else 2  # balance is over the batch
+    settings = dict(microbatches=parts, by=by)
     if by == "hand" and "context" in roles:
         settings["attention"] = "zigzag" if "fsdp" in roles else "ulysses"
     n = 4 if case in PAIRS else 8
@@ -189,9 +198,9 @@ def test_heads_have_to_divide():
     _, create = parts(1)
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(create, KEY))
     odd = dataclasses.replace(layouts.LAYOUTS["tensor"](8), cut=("head_dim",))
-    with pytest.raises(ValueError, match="'head_dim'.* of 2 does not divide"):
+    with pytest.raises(ValueError, match=r"'head_dim'.* of 2 does not divide"):
         layouts.place(odd, params)
-    with pytest.raises(ValueError, match="no parameter carries one of these names"):
+    with pytest.raises(ValueError, match="no parameter carries one of the logical axes"):
         layouts.place(dataclasses.replace(odd, cut=("experts",)), params)
 
 
@@ -201,36 +210,48 @@ def test_attention_that_is_not_marked_is_refused():
         return objective.Mean(jnp.sum(seen), jnp.sum(batch["mask"]))
 
     layout = layouts.LAYOUTS["ring"](8)
-    with pytest.raises(ValueError, match="never calls marks.attend"):
+    with pytest.raises(ValueError, match=r"never calls marks\.attend"):
         run(layout, loss, {"w": jnp.ones(())}, tokens(8, 32))
 
 
 def test_a_mean_over_rows_is_refused_where_the_sequence_is_cut():
     def loss(params, batch):
-        return jnp.mean(jnp.max(batch["tokens"] * params["w"], axis=1))
+        x = (batch["tokens"] * params["w"])[:, :, None, None]
+        x = marks.attend(x, x, x, marks.places(batch, *x.shape[:2]))
+        return jnp.mean(jnp.max(x, axis=1))
 
     layout = layouts.LAYOUTS["ring"](8)
     with pytest.raises(ValueError, match=r"Return objective.Mean\(total, count\)"):
         run(layout, loss, {"w": jnp.ones(())}, tokens(8, 32))
 
 
+RESTORED = [
+    ("fsdp", "fsdp, tensor by compiler"),
+    ("fsdp, context, tensor", "zero1"),
+    ("tensor", "stage, fsdp"),
+]
+
+
 @pytest.mark.slow
-def test_a_checkpoint_of_any_restores_under_any_other(tmp_path):
-    _, create = parts(1)
-    tx = OPTIMIZERS["adamw"]
-    params = jax.jit(create)(KEY)
-    for i, (a, b) in enumerate(
-        [("fsdp", "fsdp, tensor by compiler"), ("fsdp, context, tensor", "zero1"), ("tensor", "fsdp")]
-    ):
-        first, second = layouts.LAYOUTS[a](8), layouts.LAYOUTS[b](8)
-        saved, state = layouts.init(first, create, tx, KEY)
-        checkpoint.save(tmp_path, i, {"params": saved, "opt_state": state})
-        target, target_state = layouts.init(second, create, tx, jax.random.key(99))
-        target = {"params": target, "opt_state": target_state}
-        restored = checkpoint.restore(tmp_path, target, i)
-        for x, y in zip(
-            jax.tree.leaves(layouts.whole(second, restored["params"])),
-            jax.tree.leaves(params),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(x, y)
+@pytest.mark.parametrize("pair", RESTORED, ids=" to ".join)
+def test_a_checkpoint_restores_under_another_layout(pair, tmp_path):
+    first, second = (layouts.LAYOUTS[name](8) for name in pair)
+    tx, batch = OPTIMIZERS["adamw"], batches()[0]
+
+    def born(layout, key):
+        loss, create = parts(layout.size("stage"))
+        return dict(
+            zip(
+                ("params", "opt_state"),
+                layouts.init(layout, create, tx, key, loss, batch),
+                strict=True,
+            )
+        )
+
+    saved = born(first, KEY)
+    checkpoint.save(tmp_path, 1, saved)
+    restored = checkpoint.restore(tmp_path, born(second, jax.random.key(99)), 1)
+    for name, tree in saved.items():
+        ours = layouts.whole(second, restored[name]), layouts.whole(first, tree)
+        for a, b in zip(*map(jax.tree.leaves, ours), strict=True):
+            np.testing.assert_array_equal(a, b)

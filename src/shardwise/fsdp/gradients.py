@@ -74,8 +74,9 @@ def value_and_grad(
 
     Raises, when called:
       ValueError: an axis that the mesh lacks, parameters of another mesh or axis, rows or a
-        sequence that do not divide, a stacked array that is read outside `use`, a further mesh axis that nothing uses,
-        so that all work would be repeated along it, a name that the loss never marks.
+        sequence that do not divide, a stacked array that is read outside `use`, a further mesh
+        axis that nothing uses, so that all work would be repeated along it, a name that the loss
+        never marks, a sequence that is cut and attention that is not marked.
       TypeError: `params` is not `Sharded`, or the loss returns something else.
       ValueError, TypeError: what `objective.trace` says of a loss in several parts.
     """

@@ -62,7 +62,9 @@ def reads_of(
         for x, s in zip(jax.tree.leaves(params.tree), params.layout, strict=True)
     ]
     pairs = zip(params.layout, hows, strict=True)
-    return reads(loss, arrays, [None if how is None else _inner(s, params) for s, how in pairs], *rest)
+    return reads(
+        loss, arrays, [None if how is None else _inner(s, params) for s, how in pairs], *rest
+    )
 
 
 def _add(known, received: Received, params, hows, deferred):

@@ -5,7 +5,7 @@ A `Layout` gives the axes of a mesh their roles, and roles combine:
     grid = mesh.make(fsdp=2, context=2, model=2)
     layout = layouts.Layout(grid, fsdp="fsdp", context="context", tensor="model")
     params, opt_state = layouts.init(layout, create, tx, key)   # create(key): one device's
-    step = layouts.step(layout, loss, tx)                       # loss(params, batch), for one device
+    step = layouts.step(layout, loss, tx)                       # loss(params, batch): one device's
     params, opt_state, mean = step(params, opt_state, batch)
     layouts.whole(layout, params)                               # as one device has them
 

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from shardwise.mesh import check_auto
@@ -23,9 +22,9 @@ class Layout:
       fsdp: rows are cut, and so is each parameter of `min_size` elements or more, which is gathered
         where it is used (Rajbhandari et al., 2020).
       tensor: products are cut by the logical axes in `cut`; by the compiler (Shoeybi et al., 2019).
-      expert: rows are cut, and the experts of a mixture, the logical axis "experts": tokens travel to
-        them (`shardwise.experts`). It may be an axis of `data` or `fsdp` too; on one of its own, all
-        other parameters are whole along it.
+      expert: rows are cut, and the experts of a mixture, the logical axis "experts": tokens travel
+        to them (`shardwise.experts`). It may be an axis of `data` or `fsdp` too; on one of its own,
+        all other parameters are whole along it.
       context: the sequence is cut, axis 1 of each array of the batch that has two or more; tokens
         see each other in `marks.attend` (Liu et al., 2023).
       stage: the layers are cut at `marks.stage_boundary`, and run by `schedule`.
@@ -86,11 +85,8 @@ class Layout:
     @property
     def rows(self) -> tuple[str, ...]:
         """The mesh axes over which rows are cut."""
-        return (*self.data, *(name for name in self.expert if name not in self._shared()), *self.fsdp)
-
-    def _shared(self):
-        """The axes that are the experts' and something else's too."""
-        return {*self.expert} & {*self.data, *self.fsdp}
+        own = [name for name in self.expert if name not in (*self.data, *self.fsdp)]
+        return (*self.data, *own, *self.fsdp)
 
     @property
     def by_hand(self) -> bool:
@@ -160,7 +156,9 @@ class Layout:
                     f"layouts.Layout: {name}={getattr(self, name)!r}; expected one of {told}."
                 )
         if self.microbatches < 1:
-            raise ValueError(f"layouts.Layout: microbatches={self.microbatches}; expected 1 or more.")
+            raise ValueError(
+                f"layouts.Layout: microbatches={self.microbatches}; expected 1 or more."
+            )
         if self.sequence and not self.tensor:
             raise ValueError(
                 "layouts.Layout: sequence=True cuts activations over the tensor axis between its "

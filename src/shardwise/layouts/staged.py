@@ -7,7 +7,6 @@ pinned, as `by_compiler` does.
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, pipeline
@@ -38,7 +37,9 @@ def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any) -> C
     )
 
 
-def place(layout: Layout, tree: Any, loss: Callable, batch: Any, has_aux: bool) -> pipeline.Pipelined:
+def place(
+    layout: Layout, tree: Any, loss: Callable, batch: Any, has_aux: bool
+) -> pipeline.Pipelined:
     """Parameters on the stages that read them."""
     like = value_and_grad(layout, loss, has_aux, "sum")
     return pipeline.place(tree, like, batch, rule=parameter_rule(layout))

@@ -13,7 +13,11 @@ from shardwise.layouts.layout import Layout
 
 
 def place(
-    layout: Layout, tree: Any, loss: Callable | None = None, batch: Any = None, has_aux: bool = False
+    layout: Layout,
+    tree: Any,
+    loss: Callable | None = None,
+    batch: Any = None,
+    has_aux: bool = False,
 ) -> Any:
     """One device's parameters, laid out; inside jit, they are born so.
 
