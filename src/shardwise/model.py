@@ -1,9 +1,10 @@
 """A present-day decoder in Flax NNX, written for one device.
 
 Every parameter carries the names of its logical axes (metadata `logical_axes`) and the code
-carries marks (`marks.constrain` names embedding_output, attention_output, mlp_output, logits); of
-meshes it knows nothing. Letters in einsums: b batch, s and t sequence, e embed, h heads,
-k kv_heads, g query heads for each kv head, d head_dim, m mlp, v vocab.
+carries marks: `marks.constrain` names embedding_output, attention_input, attended,
+attention_output, mlp_input, mlp_hidden, mlp_output and logits. Of meshes it knows nothing. Letters
+in einsums: b batch, s and t sequence, e embed, h heads, k kv_heads, g query heads for each kv head,
+d head_dim, m mlp, v vocab.
 """
 
 import dataclasses
@@ -130,13 +131,14 @@ class Block(nnx.Module):
 
     def __call__(self, x, key=None):
         keys = (None, None) if key is None else jax.random.split(key)
-        y = self.attention_norm(x)
+        y = marks.constrain(self.attention_norm(x), "attention_input")
         q, k = rotary(self.q("bse,ehd->bshd", y)), rotary(self.k("bse,ekd->bskd", y))
-        y = self.o("bshd,hde->bse", attend(q, k, self.v("bse,ekd->bskd", y)))
+        y = marks.constrain(attend(q, k, self.v("bse,ekd->bskd", y)), "attended")
+        y = self.o("bshd,hde->bse", y)
         x = marks.constrain(x + drop(y, self.dropout, keys[0]), "attention_output")
-        y = self.mlp_norm(x)
+        y = marks.constrain(self.mlp_norm(x), "mlp_input")
         y = jax.nn.silu(self.gate("bse,em->bsm", y)) * self.up("bse,em->bsm", y)
-        y = self.down("bsm,me->bse", y)
+        y = self.down("bsm,me->bse", marks.constrain(y, "mlp_hidden"))
         return marks.constrain(x + drop(y, self.dropout, keys[1]), "mlp_output")
 
 
