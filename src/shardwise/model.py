@@ -1,9 +1,10 @@
 """A present-day decoder in Flax NNX, written for one device.
 
 Every parameter carries the names of its logical axes (metadata `logical_axes`) and the code
-carries marks (`marks.attend`; `marks.constrain` names embedding_output, attention_output,
-mlp_output, logits); of meshes it knows nothing. Letters in einsums: b batch, s sequence, e embed,
-h heads, k kv_heads, d head_dim, m mlp, v vocab.
+carries marks: `marks.attend`, and `marks.constrain` with the names embedding_output,
+attention_input, attended, attention_output, mlp_input, mlp_hidden, mlp_output and logits. Of meshes
+it knows nothing. Letters in einsums: b batch, s sequence, e embed, h heads, k kv_heads, d head_dim,
+m mlp, v vocab.
 """
 
 from typing import Any
@@ -68,20 +69,20 @@ class Block(nnx.Module):
     def __call__(self, x, key=None, places=None):
         places = places or marks.places(None, *x.shape[:2])
         keys = (None, None) if key is None else jax.random.split(key)
-        y = self.attention_norm(x)
+        y = marks.constrain(self.attention_norm(x), "attention_input")
         q = rotary(self.q("bse,ehd->bshd", y), places.positions)
         k = rotary(self.k("bse,ekd->bskd", y), places.positions)
         y = marks.attend(q, k, self.v("bse,ekd->bskd", y), places)
-        y = self.o("bshd,hde->bse", y)
+        y = self.o("bshd,hde->bse", marks.constrain(y, "attended"))
         x = marks.constrain(x + drop(y, self.dropout, keys[0]), "attention_output")
-        y, routing = self._mlp(self.mlp_norm(x), places)
+        y, routing = self._mlp(marks.constrain(self.mlp_norm(x), "mlp_input"), places)
         return marks.constrain(x + drop(y, self.dropout, keys[1]), "mlp_output"), routing
 
     def _mlp(self, x, places):
         if self.routed:
             return self.experts(x, places.index)
         y = jax.nn.silu(self.gate("bse,em->bsm", x)) * self.up("bse,em->bsm", x)
-        return self.down("bsm,me->bse", y), None
+        return self.down("bsm,me->bse", marks.constrain(y, "mlp_hidden")), None
 
 
 def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:

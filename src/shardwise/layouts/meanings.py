@@ -8,46 +8,50 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import context, experts
+from shardwise import context, experts, tensor
 from shardwise.layouts.layout import Layout
-
-LOGITS, EXPERTS = "logits", "expert_inputs"
 
 
 @dataclasses.dataclass(frozen=True)
 class Pins:
-    """The meaning of `marks.constrain`: [rows, sequence, features] is cut over these mesh axes.
+    """The meaning of `marks.constrain`: activations laid out by name.
 
-    `features` are those of the activation named "logits" alone, the vocabulary; "expert_inputs"
-    [experts, tokens, features] are cut over `expert`. `between` cuts the
-    sequence further where no product is. Of `rows` and `sequence`, what a shard_map around cuts by
-    hand is left out.
+    A name that `specs` lacks is that of an activation [rows, sequence, features], laid out as
+    `others`; one of other axes is left alone.
     """
 
     mesh: Mesh
     by_hand: bool
-    rows: tuple[str, ...]
-    sequence: tuple[str, ...]
-    features: tuple[str, ...]
-    between: tuple[str, ...]
-    expert: tuple[str, ...] = ()
+    specs: tuple[tuple[str, P], ...]
+    others: P
 
     def __call__(self, x: jax.Array, name: str) -> jax.Array:
-        """`x` pinned, if it has these three axes."""
-        logits = name == LOGITS
-        columns = self.sequence if logits else (*self.sequence, *self.between)
-        axes = (self.rows, columns, self.features * logits)
-        if name == EXPERTS:  # [experts, tokens, features]
-            axes = (self.expert, (), ())
-        entries = [entry or None for entry in axes]
-        if x.ndim != 3 or (self.by_hand and not any(entries) and not self.features):
+        """`x` pinned, if it has a spec."""
+        spec = dict(self.specs).get(name, self.others if x.ndim == 3 else None)
+        if spec is None:
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh(), P(*entries)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh(), spec))
 
     def _mesh(self):
         if self.by_hand and jax.__version_info__ >= (0, 8):
             return jax.sharding.get_abstract_mesh()  # that of the shard_map around
         return self.mesh
+
+
+def pins(layout: Layout) -> Pins:
+    """That of a layout; what a shard_map around the loss cuts by hand is left out."""
+    hand = layout.by_hand
+    rows, columns = ((), ()) if hand else (layout.rows, layout.context)
+    specs = tensor.activations(layout.tensor, rows, columns, layout.sequence)
+    within = P(rows, columns, layout.tensor)  # of what is cut between two products
+    specs |= dict(attended=within, mlp_hidden=within)
+    specs["expert_inputs"] = P(() if hand else layout.expert)  # [experts, tokens, features]
+    found = tuple((name, _spec(spec)) for name, spec in sorted(specs.items()))
+    return Pins(layout.mesh, hand, found, _spec(specs["mlp_output"]))
+
+
+def _spec(spec):
+    return P(*(entry or None for entry in spec))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,13 +66,9 @@ class Remat:
 
 def meanings(layout: Layout) -> Mapping[str, Callable]:
     """{mark: meaning} of the marks that the layout gives one, beside `use`."""
-    rows, columns = (() if layout.by_hand else axes for axes in (layout.rows, layout.context))
-    between = layout.tensor if layout.sequence else ()
     found: dict[str, Callable] = {}
     if layout.tensor or not layout.by_hand:
-        own = () if layout.by_hand else layout.expert
-        given = rows, columns, layout.tensor, between, own
-        found["constrain"] = Pins(layout.mesh, layout.by_hand, *given)
+        found["constrain"] = pins(layout)
     if layout.context and layout.by_hand:
         found["attend"] = attention(layout)
     if layout.by_hand and layout.expert:
