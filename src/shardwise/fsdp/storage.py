@@ -177,13 +177,14 @@ def describe(sharded: Sharded) -> str:
     """How each array is kept, as text: path, shape, cut axis, padding, bytes on each device."""
     n = sharded.parts
     lines, held, whole = [], 0, 0
+    wide = max((len(s.path) for s in sharded.layout), default=0)
     for x, s in pairs_of(sharded):
         true, kept = math.prod(s.shape) * x.dtype.itemsize, x.size * x.dtype.itemsize
         axes = jax.tree.leaves(tuple(s.spec(sharded.axis)))
         mine = kept // math.prod(sharded.mesh.shape[name] for name in axes)
         where = "whole" if s.cut is None else f"axis {s.cut}, {kept - true:,} bytes of padding"
         where += f", beside it P({', '.join(map(repr, s.beside))})" if any(s.beside) else ""
-        lines.append(f"{s.path:32} {s.shape!s:18} {mine:12,} bytes  {where}")
+        lines.append(f"{s.path:{wide}}  {s.shape!s:18} {mine:12,} bytes  {where}")
         held, whole = held + mine, whole + true
     note = " (an axis of size 1: every device holds everything)" if n == 1 else ""
     total = f"{held:,} bytes on each of {n} devices along {sharded.axis!r}{note}; {whole:,} in all"
