@@ -127,6 +127,19 @@ def place(
       ValueError: the mesh has no such axis or is not Auto, `stacked` is neither, or `over` uses
         `axis`.
     """
+    return store(tree, plan(tree, mesh, axis, min_size, stacked, over, apart), mesh, axis)
+
+
+def plan(
+    tree: Any,
+    mesh: jax.sharding.Mesh,
+    axis: str | tuple[str, ...] = "fsdp",
+    min_size: int = 0,
+    stacked: Callable[[str], bool] | str | None = None,
+    over: Callable[[Any, jax.sharding.Mesh], Any] | None = None,
+    apart: Callable[[Any, jax.sharding.Mesh], Any] | None = None,
+) -> tuple[Stored, ...]:
+    """How `place` would keep each array of `tree`, which may be abstract."""
     check_axis("fsdp.place", mesh, axis)
     leaves = list(leaves_of(tree, stacked))
     if stacked == "layers" and not any(is_stacked for _, _, is_stacked in leaves):
@@ -136,7 +149,7 @@ def place(
             "has none. Give stacked= a predicate on paths, such as "
             "lambda path: path.startswith('layers/')."
         )
-    layout = tuple(
+    return tuple(
         choose(path, jnp.shape(x), is_stacked, parts_of(mesh, axis), min_size, beside, own, axis)
         for (path, x, is_stacked), beside, own in zip(
             leaves,
@@ -145,7 +158,6 @@ def place(
             strict=True,
         )
     )
-    return store(tree, layout, mesh, axis)
 
 
 def _beside(over, tree, mesh, axis, count):
