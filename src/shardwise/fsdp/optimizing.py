@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from shardwise import tree as trees
 from shardwise.fsdp.matrices import whole_in_products
-from shardwise.fsdp.storage import Sharded, choose, leaves_of, pairs_of, rebuild, store, unpad
+from shardwise.fsdp.planning import choose, leaves_of
+from shardwise.fsdp.storage import Sharded, pairs_of, rebuild, store, unpad
 
 
 def init(tx: Any, params: Sharded) -> Sharded:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise import fsdp
-from shardwise.fsdp import storage
+from shardwise.fsdp import planning
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings, order
 from shardwise.layouts.placing import compiler_rule, expert_rule, stacked
@@ -17,7 +17,7 @@ def place(layout: Layout, tree: Any) -> fsdp.Sharded:
 
 def plan(layout: Layout, shapes: Any) -> tuple[fsdp.Stored, ...]:
     """How `place` would keep these arrays, which may be abstract."""
-    return storage.plan(shapes, *_placed(layout, shapes))
+    return planning.plan(shapes, *_placed(layout, shapes))
 
 
 def _placed(layout, tree):

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from shardwise import tensor
 from shardwise import tree as trees
 from shardwise.fsdp.optimizing import state_layout
-from shardwise.fsdp.storage import Sharded, Stored
+from shardwise.fsdp.planning import Stored
+from shardwise.fsdp.storage import Sharded
 from shardwise.layouts import by_hand
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import attention
