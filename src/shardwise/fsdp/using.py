@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import tree as trees
 from shardwise.fsdp.gathering import How, gather
+from shardwise.fsdp.planning import Stored, check_axis
 from shardwise.fsdp.reads import Reads, Received, reads
-from shardwise.fsdp.storage import Sharded, Stored, check_axis
+from shardwise.fsdp.storage import Sharded
 
 
 class Use(NamedTuple):
