@@ -280,3 +280,57 @@ def test_bytes_held_are_the_formula():
         held = set(measure.bytes_on_devices(tree).values())
         assert held == {predicted.held[name]}
     assert ("model",) not in predicted.sent and predicted.sent[("tensor",)] > 0
+
+
+def with_statistics(params, batch):
+    """A plain tree's loss, with a bias that balances and a running mean, both without gradients."""
+    x = marks.stage_boundary(batch["x"] @ params["w"]) + params["bias"][None]
+    new = {
+        "bias": params["bias"] - 0.1 * jnp.sign(marks.total(jnp.sum(x, axis=0))),
+        "mean": 0.9 * params["mean"] + 0.1 * jnp.mean(batch["x"], axis=0),
+    }
+    found = {"frozen": new, "rows": jnp.float32(len(x))}
+    return objective.Mean(jnp.sum((x - params["mean"][:3][None]) ** 2), jnp.float32(len(x))), found
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hybrid", "fsdp by compiler", "stage"])
+def test_what_changes_without_a_gradient_is_put_back(name):
+    layout = layouts.LAYOUTS[name](2 if name == "stage" else 8)
+    layout = dataclasses.replace(layout, microbatches=1, min_size=0 if layout.by_hand else 100)
+    rng = np.random.default_rng(0)
+    params = {"bias": np.zeros(3), "mean": np.ones(7), "w": rng.normal(size=(7, 3))}
+    params = {path: jnp.float32(x) for path, x in params.items()}
+    batch, tx = {"x": np.float32(rng.normal(size=(16, 7)))}, optax.adamw(0.1)
+    frozen = {"bias", "mean"}.__contains__
+
+    def create(key):
+        return jax.tree.map(jnp.asarray, params)
+
+    ours, state = layouts.init(layout, create, tx, KEY, with_statistics, batch, True)
+    step = layouts.step(layout, with_statistics, tx, frozen=frozen)
+    theirs, expected = params, tx.init(params)
+    for _ in range(3):
+        ours, state, mean, aux = step(ours, state, batch)
+        grad = jax.value_and_grad(lambda p: _divided(with_statistics(p, batch)), has_aux=True)
+        (value, found), grads = grad(theirs)
+        updates, expected = tx.update(grads, expected, theirs)
+        theirs = optax.apply_updates(theirs, updates) | found["frozen"]
+        np.testing.assert_allclose(mean, value, rtol=1e-5)
+        assert aux == {"rows": 16}
+    for path, x in layouts.whole(layout, ours).items():
+        np.testing.assert_allclose(x, theirs[path], rtol=1e-4, atol=1e-6, err_msg=path)
+
+
+def _divided(out):
+    mean, aux = out
+    return mean.total / mean.count, aux
+
+
+def test_new_values_of_other_arrays_are_refused():
+    layout = layouts.LAYOUTS["fsdp"](8)
+    params = {"bias": jnp.zeros(3), "mean": jnp.zeros(7), "w": jnp.zeros((7, 3))}
+    placed, batch = layouts.place(layout, params), {"x": jnp.zeros((16, 7))}
+    tx = optax.sgd(0.1)
+    step = layouts.step(layout, with_statistics, tx, frozen=lambda path: path == "bias")
+    with pytest.raises(ValueError, match=r"names \{'bias': \(3,\)\}, and the loss returns new"):
+        step(placed, layouts.init(layout, lambda key: params, tx, KEY)[1], batch)
