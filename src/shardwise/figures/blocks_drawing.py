@@ -31,7 +31,7 @@ def matrices(n: int, states: Iterable[str]) -> Iterator[str]:
 
 def _matrix(n, state, left, top, wide, high):
     if state == "whole":
-        return _box(left, top, wide, high, "currentColor", 'fill-opacity=".22"')
+        return _box(left, top, wide, high, "currentColor", ' fill-opacity=".22"')
     if state == "partial":
         step = _PILE / (n - 1)
         return "".join(
@@ -48,7 +48,7 @@ def _matrix(n, state, left, top, wide, high):
 def _box(left, top, wide, high, colour, more=""):
     return (
         f'<rect x="{left:g}" y="{top:g}" width="{wide:g}" height="{high:g}" fill="{colour}" '
-        f'stroke="currentColor" stroke-width=".7" {more}></rect>'
+        f'stroke="currentColor" stroke-width=".7"{more}></rect>'
     )
 
 
