@@ -15,10 +15,10 @@ _PLACES = (
     (2, 160, _F, _T),
     (100, 152, _E, _F),
     (158, 160, _E, _T),
-    (258, 160, _E, _T),
+    (276, 160, _E, _T),
 )
 _NAMES = ("x", "x", "up", "hidden", "hidden", "down", "y", "y")
-_LABELS = {"before": (72, 66), "between": (140, 122), "after": (232, 192)}
+_LABELS = {"before": (72, 66), "between": (140, 122), "after": (244, 192)}
 
 
 def matrices(n: int, states: Iterable[str]) -> Iterator[str]:
@@ -77,7 +77,7 @@ def picture(drawn: str, said: str) -> str:
     arrow = 'fill="none" stroke="currentColor" stroke-width="1.3"'
     heads = "".join(
         f'<path d="M{x} {y}h{length}m-5 -4l5 4l-5 4" {arrow}></path>'
-        for x, y, length in ((48, 66, 46), (216, 192, 36))
+        for x, y, length in ((48, 66, 46), (220, 192, 48))
     )
     down = f'<path d="M130 108v22m-4 -5l4 5l4 -5" {arrow}></path>'
     signs = "".join(
