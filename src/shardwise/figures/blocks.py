@@ -8,9 +8,9 @@ from shardwise.figures.interactive import STYLE, Data, Interactive, controls, se
 
 CUTS = ("columns", "rows")
 ORDERS = (
-    "every collective in its place",
-    "the nonlinearity before the collective",
-    "the last collective left out",
+    "in their places",
+    "relu before them",
+    "last one left out",
 )
 _NAMES = ("devices", "first", "second", "sequence")
 
@@ -53,7 +53,7 @@ def block_explorer(blocks: Sequence[Block], start: int = 0) -> Interactive:
     for name, label, offered, stride in zip(_NAMES, labels, options, data["strides"], strict=True):
         made += select(name, label, offered, chosen // stride)
         chosen %= stride
-    made += select("order", "With", ORDERS, 0)
+    made += select("order", "Collectives", ORDERS, 0)
     drawn = "".join(data["pieces"][i] for i in (*frame["pieces"], frame["labels"][0]))
     still = controls(made, "choice") + drawing.picture(drawn, status(frame["words"][0]))
     return Interactive("blocks.js", data, STYLE + still)
