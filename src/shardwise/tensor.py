@@ -28,7 +28,7 @@ def table(axis: Axes) -> dict[str, Axes]:
 
 
 def activations(
-    axis: str, rows: Axes = None, context: Axes = None, sequence: bool = False
+    axis: Axes, rows: Axes = None, context: Axes = None, sequence: bool = False
 ) -> dict[str, P]:
     """Specs by the names of the model's marks: rows over `rows`, tokens over `context`.
 
@@ -36,7 +36,7 @@ def activations(
     and the MLP and what is cut inside them is pinned as well: left free, XLA for CPU keeps the
     tokens cut there, and gathers weights.
     """
-    tokens = (*_tuple(context), axis) if sequence else _tuple(context)
+    tokens = (*_tuple(context), *_tuple(axis)) if sequence else _tuple(context)
     between = ("embedding_output", "attention_output", "mlp_output")
     pins = dict.fromkeys(between, P(rows, _entry(tokens)))
     pins["logits"] = P(rows, _entry(_tuple(context)), axis)
