@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from shardwise import checkpoint, data, layouts, marks, mesh, model, objective, train
+from shardwise import checkpoint, data, layouts, marks, measure, mesh, model, objective, train
 from shardwise.layouts import catalogue
 
 CONFIG = model.Config(
@@ -255,3 +255,28 @@ def test_a_checkpoint_restores_under_another_layout(pair, tmp_path):
         ours = layouts.whole(second, restored[name]), layouts.whole(first, tree)
         for a, b in zip(*map(jax.tree.leaves, ours), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+EXACT = ["data", "zero1", "zero2", "fsdp", "hybrid", "ring", "zigzag", "all_gather", "ulysses"]
+
+
+@pytest.mark.parametrize("name", [*EXACT, "fsdp, context"])
+def test_bytes_on_axes_by_hand_are_the_formula(name):
+    layout, (loss, create) = layouts.LAYOUTS[name](8), parts()
+    params, batch = jax.eval_shape(create, KEY), batches()[0]
+    predicted = layouts.predict(layout, params, batch, OPTIMIZERS["adamw"], remat=CONFIG.remat)
+    placed = jax.eval_shape(lambda key: layouts.place(layout, create(key)), KEY)
+    lowered = layouts.value_and_grad(layout, loss).lower(placed, batch, key=KEY)
+    counted = sum(op.ring_bytes for op in measure.collectives(lowered).ops)
+    np.testing.assert_allclose(sum(predicted.sent.values()), counted, rtol=1e-9)
+
+
+def test_bytes_held_are_the_formula():
+    layout, (_, create) = layouts.LAYOUTS["fsdp, context, tensor"](8), parts()
+    tx, batch = OPTIMIZERS["adamw"], batches()[0]
+    predicted = layouts.predict(layout, jax.eval_shape(create, KEY), batch, tx)
+    params, opt_state = layouts.init(layout, create, tx, KEY)
+    for tree, name in ((params, "parameters"), (opt_state, "state")):
+        held = set(measure.bytes_on_devices(tree).values())
+        assert held == {predicted.held[name]}
+    assert ("model",) not in predicted.sent and predicted.sent[("tensor",)] > 0

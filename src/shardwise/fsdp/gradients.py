@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from shardwise import marks, objective
 from shardwise.fsdp.batches import Divided
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
-from shardwise.fsdp.storage import axes_of, check_axis, check_params, rebuild
+from shardwise.fsdp.planning import axes_of, check_axis
+from shardwise.fsdp.storage import check_params, rebuild
 from shardwise.fsdp.using import pinned, reads_of, use_of
 
 SUMMED = {"sum", "mean", "max"}  # auxiliary outputs that are whole on every device
