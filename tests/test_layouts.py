@@ -11,7 +11,18 @@ import optax
 import pytest
 from flax import nnx
 
-from shardwise import checkpoint, data, layouts, marks, measure, mesh, model, objective, train
+from shardwise import (
+    checkpoint,
+    context,
+    data,
+    layouts,
+    marks,
+    measure,
+    mesh,
+    model,
+    objective,
+    train,
+)
 from shardwise.layouts import catalogue
 
 CONFIG = model.Config(
@@ -30,15 +41,17 @@ KEY = jax.random.key(7)
 def parts(stages=1, layers=4, mixed=False):
     """(the loss, what creates the parameters) of a decoder with so many stages.
 
-    A mixed one has experts, with a capacity that drops some choices.
+    A mixed one has experts, balanced over "rows" or the "batch", and a capacity that drops choices.
     """
     config = dataclasses.replace(CONFIG, stages=stages, layers=layers)
     if mixed:
         mixture = dict(experts=8, experts_per_token=2, capacity_factor=0.75, mlp=16, dropout=0.0)
         config = dataclasses.replace(config, **mixture)
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
-    loss = train.routed_loss if mixed else train.loss
-    return functools.partial(loss, graphdef=graphdef), functools.partial(_create, config)
+    loss = functools.partial(train.loss, graphdef=graphdef)
+    if mixed:
+        loss = functools.partial(train.routed_loss, graphdef=graphdef, over=mixed)
+    return loss, functools.partial(_create, config)
 
 
 def _create(config, key):
@@ -65,7 +78,7 @@ def one_device(optimizer, layers=4, mixed=False):
 
     @jax.jit
     def step(params, opt_state, batch, key):
-        out, grads = objective.value_and_grad(loss, has_aux=mixed)(params, batch, key=key)
+        out, grads = objective.value_and_grad(loss, has_aux=bool(mixed))(params, batch, key=key)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, out
 
@@ -79,11 +92,12 @@ def check(layout, optimizer="adamw"):
     """Two steps, with padding and dropout: losses, and the state after the first step, which has
     the gradients in it, as one device has them.
     """
-    layers, mixed = max(4, layout.size("stage")), bool(layout.expert)
+    layers = max(4, layout.size("stage"))
+    mixed = layout.expert and ("batch" if layout.microbatches == 1 else "rows")
     loss, create = parts(layout.size("stage"), layers, mixed)
     tx, theirs = OPTIMIZERS[optimizer], one_device(optimizer, layers, mixed)
-    params, opt_state = layouts.init(layout, create, tx, KEY, loss, batches()[0], mixed)
-    step = layouts.step(layout, loss, tx, has_aux=mixed)
+    params, opt_state = layouts.init(layout, create, tx, KEY, loss, batches()[0], bool(mixed))
+    step = layouts.step(layout, loss, tx, has_aux=bool(mixed))
     for i, (batch, (expected, state)) in enumerate(zip(batches(), theirs, strict=True)):
         params, opt_state, *out = step(params, opt_state, batch, key=jax.random.key(i))
         for a, b in zip(jax.tree.leaves(out), expected, strict=True):
@@ -96,8 +110,8 @@ def check(layout, optimizer="adamw"):
                 np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6 * (1 + np.abs(b).max()))
 
 
-FAST = {"zero2", "hybrid", "zigzag", "fsdp, context, tensor", "fsdp, tensor by compiler"}
-FAST |= {"fsdp, expert, context"}
+# Between them: all roles, and both ways to realise them.
+FAST = {"fsdp, context, tensor", "fsdp, tensor by compiler", "fsdp, expert, context"}
 
 
 def marked(cases, fast):
@@ -124,8 +138,7 @@ PAIRS = {("data", "context", "hand"), ("stage", "data", "context", "compiler")}
 @pytest.mark.parametrize("case", marked(COMBINED, PAIRS), ids=lambda case: "-".join(case))
 def test_roles_combine(case):
     *roles, by = case
-    parts = 4 if "stage" in roles else 1 if "expert" in roles else 2  # balance is over the batch
-    settings = dict(microbatches=parts, by=by)
+    settings = dict(microbatches=4 if "stage" in roles else 2, by=by)
     if by == "hand" and "context" in roles:
         settings["attention"] = "zigzag" if "fsdp" in roles else "ulysses"
     n = 4 if case in PAIRS else 8
@@ -250,7 +263,7 @@ def test_a_checkpoint_restores_under_another_layout(pair, tmp_path):
 EXACT = ["data", "zero1", "zero2", "fsdp", "hybrid", "ring", "zigzag", "all_gather", "ulysses"]
 
 
-@pytest.mark.parametrize("name", [*EXACT, "fsdp, context"])
+@pytest.mark.parametrize("name", marked([*EXACT, "fsdp, context"], {"zero2", "hybrid", "zigzag"}))
 def test_bytes_on_axes_by_hand_are_the_formula(name):
     layout, (loss, create) = layouts.LAYOUTS[name](8), parts()
     params, batch = jax.eval_shape(create, KEY), batches()[0]
@@ -425,8 +438,11 @@ def test_tokens_that_see_each_other_outside_marks_are_refused(name):
         )
 
 
-def test_what_sees_no_other_token_runs():
+@pytest.mark.parametrize("attention", ["zigzag", context.all_gather], ids=["named", "given"])
+def test_what_sees_no_other_token_runs(attention):
+    """Also with a form of attention that stands in no dict: anybody's."""
     layout, params = layouts.LAYOUTS["fsdp, context"](8), {"w": jnp.float32(0.5)}
+    layout = dataclasses.replace(layout, attention=attention)
     batch = next(data.batches(8, 32)) | {"rows": np.arange(8, dtype=np.float32)}
 
     def loss(params, batch):

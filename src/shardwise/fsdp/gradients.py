@@ -165,6 +165,7 @@ class _Device:
             together=functools.partial(jax.lax.psum, axis_name=self.divided.axes),
             fold=self._fold,
             each=lambda grads: scatter(grads, hows) if self.zero == 2 else grads,
+            along=functools.partial(jax.lax.psum, axis_name=self.divided.columns),
         )
         ways = dict(has_aux=self.has_aux, aux=self.aux, division=division)
         with marks.bind(**pins):

@@ -23,13 +23,15 @@ def _same(x: Any) -> Any:
 class Division:
     """Into what a batch is divided beside microbatches, and how that is undone.
 
-    `together` adds up a tree of what the parts on all devices have; `fold` makes of the batch's
-    key that of this device's part; `each` is applied to the gradients of each microbatch.
+    `together` adds up a tree of what the parts on all devices have, and `along` of what those of
+    the same rows have, where the sequence is cut; `fold` makes of the batch's key that of this
+    device's part; `each` is applied to the gradients of each microbatch.
     """
 
     together: Callable[[Any], Any] = _same
     fold: Callable[[Any], Any] = _same
     each: Callable[[Any], Any] = _same
+    along: Callable[[Any], Any] = _same
 
 
 def value_and_grad(
@@ -91,7 +93,7 @@ def mean_and_grads(
     """
     m = jax.tree.leaves(parts)[0].shape[0]
     first = jax.tree.map(lambda x: x[0], (parts, rows))
-    with marks.bind(total=Totals(m, division.together)):
+    with marks.bind(total=Totals(m, division.together, division.along)):
         traced = trace(loss, params, *first, args, key, has_aux)
     part = _Part(traced, params, args, key if traced.by_place else division.fold(key), division)
     if m == 1:

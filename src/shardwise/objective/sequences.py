@@ -23,7 +23,17 @@ PARTIAL, COUNTED = "partial", "counted"  # a sum over the part's tokens; numbers
 ALONG = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "argmax", "argmin"}
 ALONG |= {"top_k", "conv_general_dilated", "fft", "reduce_window_sum", "reduce_window"}
 LINEAR = {"neg", "convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "reduce_sum"}
-LINEAR |= {"copy", "transpose", "concatenate", "name", "expand_dims", "slice", "select_n", "stack"}
+LINEAR |= {
+    "stop_gradient",
+    "copy",
+    "transpose",
+    "concatenate",
+    "name",
+    "expand_dims",
+    "slice",
+    "select_n",
+    "stack",
+}
 COMPARING = {"lt", "le", "gt", "ge", "eq", "ne"}
 Flags = frozenset
 NONE: Flags = frozenset()
