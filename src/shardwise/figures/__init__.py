@@ -8,6 +8,7 @@ except ModuleNotFoundError:
         "run `pip install 'shardwise[figures]'`."
     ) from None
 
+from shardwise.figures.balance import balance_explorer
 from shardwise.figures.collectives import collective_picture
 from shardwise.figures.counters import counters
 from shardwise.figures.explorer import mesh_explorer
@@ -31,6 +32,7 @@ from shardwise.figures.zero import training_step
 __all__ = [
     "DEVICES",
     "Product",
+    "balance_explorer",
     "bars",
     "canvas",
     "choose",
