@@ -297,7 +297,8 @@ def test_a_decoder_with_its_sequence_cut_is_one_devices():
         return found / count, jax.tree.map(lambda g: g / count, grads)
 
     batch |= {"index": np.broadcast_to(np.arange(24, dtype=np.int32), (2, 24))}
-    ours = jax.jit(
+    moved = {name: x[:, order] for name, x in batch.items()}
+    program = jax.jit(
         jax.shard_map(
             local,
             mesh=mesh.make(context=4),
@@ -305,7 +306,13 @@ def test_a_decoder_with_its_sequence_cut_is_one_devices():
             out_specs=P(),
             check_vma=False,
         )
-    )(params, {name: x[:, order] for name, x in batch.items()})
+    ).lower(params, moved)
+    # Each layer sends the formula, forward twice: nothing is taken out of the scan and kept.
+    q, k = (jax.ShapeDtypeStruct((2, 24, h, 4), jnp.float32) for h in (4, 2))
+    sent = context.bytes_sent(context.ring("context"), 4, q, k)
+    hops = measure.collectives(program)["collective-permute"]
+    assert hops.ring_bytes == CONFIG.layers * (2 * sent.forward + sent.backward)
+    ours = program.compile()(params, moved)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves((mean, grads)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * max(1, np.abs(b).max()))
 
