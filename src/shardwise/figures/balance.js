@@ -14,7 +14,7 @@
     const mean = rounded(total, n), waits = rounded(100 * (n * takes - total), n * takes);
     return `<b>${order}</b>, ${length} tokens on ${n} devices, ${mask}: ` +
       `<b data-name="mean">${mean}</b> scores for a device on average, and the ring ` +
-      `takes as long as <b data-name="takes">${takes}</b>. Devices wait for others ` +
+      `takes as long as <b data-name="takes">${takes}</b> of them. Devices wait for others ` +
       `<b data-name="waits">${waits}</b> % of the time. Each sends, forward: ` +
       `${data.sent[c.devices][c.length]}.`;
   }
@@ -59,5 +59,7 @@
     part("result").innerHTML = describe(choice);
     part("seen").innerHTML = seen(choice);
     part("ring").innerHTML = ring(choice);
+    const high = 24 * data.devices[choice.devices] + 18;
+    part("ring").setAttribute("viewBox", `0 0 320 ${high}`);
   });
 }

@@ -64,7 +64,7 @@ def balance_explorer(
         f'{_SIDE + 28}" role="img" aria-label="A square of queries, from top to bottom, and keys, '
         f"from left to right; what a query sees has the colour of the device that has the query, "
         f'and a strip above shows which device has each key">{seen(data, shown)}</svg>'
-        f'<svg id="@ring" class="ring" viewBox="0 0 {_LEFT + _WIDE} {_ROW * max(devices) + 34}" '
+        f'<svg id="@ring" class="ring" viewBox="0 0 {_LEFT + _WIDE} {_height(data, shown)}" '
         f'role="img" aria-label="A row for each device over time: in each step of the ring a bar '
         f'as long as its scores, and a gap until the slowest device is ready">'
         f"{ring(data, shown)}</svg></div>"
@@ -87,7 +87,7 @@ def describe(data: Data, choice: Choice) -> str:
     return (
         f"<b>{order}</b>, {length} tokens on {n} devices, {mask}: "
         f'<b data-name="mean">{mean}</b> scores for a device on average, and the ring takes '
-        f'as long as <b data-name="takes">{takes}</b>. Devices wait for others '
+        f'as long as <b data-name="takes">{takes}</b> of them. Devices wait for others '
         f'<b data-name="waits">{waits}</b> % of the time. Each sends, '
         f"forward: {listed}."
     )
@@ -145,6 +145,10 @@ def ring(data: Data, choice: Choice) -> str:
         f'scale({scale} 1)">{rows}<path d="{lines}" fill="none" stroke="currentColor" '
         f'stroke-dasharray="2 2" vector-effect="non-scaling-stroke"></path></g>'
     )
+
+
+def _height(data, choice):
+    return _ROW * data["devices"][choice["devices"]] + 18
 
 
 def _rounded(numerator, denominator):
