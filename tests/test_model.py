@@ -132,7 +132,11 @@ def test_compute_dtype_is_separate_from_parameter_dtype():
         logits = net(tokens(config))
     assert set(seen) == {
         ("embedding_output", "bfloat16"),
+        ("attention_input", "bfloat16"),
+        ("attended", "bfloat16"),
         ("attention_output", "bfloat16"),
+        ("mlp_input", "bfloat16"),
+        ("mlp_hidden", "bfloat16"),
         ("mlp_output", "bfloat16"),
         ("logits", "float32"),
     }

@@ -1,92 +1,33 @@
 """A present-day decoder in Flax NNX, written for one device.
 
 Every parameter carries the names of its logical axes (metadata `logical_axes`) and the code
-carries marks (`marks.attend`; `marks.constrain` names embedding_output, attention_output,
-mlp_output, logits); of meshes it knows nothing. Letters in einsums: b batch, s sequence, e embed,
-h heads, k kv_heads, d head_dim, m mlp, v vocab.
+carries marks: `marks.attend`, and `marks.constrain` with the names embedding_output,
+attention_input, attended, attention_output, mlp_input, mlp_hidden, mlp_output and logits. Of meshes
+it knows nothing. Letters in einsums: b batch, s sequence, e embed, h heads, k kv_heads, d head_dim,
+m mlp, v vocab.
 """
 
-import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from shardwise import marks
+from shardwise.layers import Config, Linear, RMSNorm
+from shardwise.mixture import Experts, Routing
 
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The decoder's sizes and how it runs.
-
-    Raises:
-      ValueError: sizes that do not fit each other.
-    """
-
-    vocab: int = 256
-    embed: int = 128
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    mlp: int = 384
-    stages: int = 1  # stacks of layers, with a stage boundary between them
-    dropout: float = 0.0
-    dtype: jnp.dtype = jnp.float32  # of activations, and of weights where they are used
-    param_dtype: jnp.dtype = jnp.float32  # of weights where they are held
-    scan: bool = True  # run the layers by scan, or by a Python loop
-    remat: bool = False  # recompute a layer's activations in the backward pass
-
-    def __post_init__(self):
-        for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "stages"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Config: {name}={getattr(self, name)} must be at least 1.")
-        for whole, part in [("heads", "kv_heads"), ("layers", "stages")]:
-            if getattr(self, whole) % getattr(self, part):
-                raise ValueError(
-                    f"Config: {whole}={getattr(self, whole)} must be a multiple of "
-                    f"{part}={getattr(self, part)}."
-                )
-        if self.head_dim % 2:
-            raise ValueError(f"Config: head_dim={self.head_dim} must be even for rotary positions.")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"Config: dropout={self.dropout} must be at least 0 and below 1.")
-
-
-class Linear(nnx.Module):
-    """A weight without bias; `fan_in` counts the entries that one output sums over.
-
-    Uniform in ±√(3/fan_in), hence of variance 1/fan_in: inside jit, uniform draws are bitwise
-    the same under every sharding; normal ones are not on every JAX that we support.
-    """
-
-    def __init__(
-        self,
-        config: Config,
-        shape: tuple[int, ...],
-        axes: tuple[str, ...],
-        fan_in: int,
-        rngs: nnx.Rngs,
-    ):
-        limit = (3 / fan_in) ** 0.5
-        kernel = jax.random.uniform(rngs.params(), shape, config.param_dtype, -limit, limit)
-        self.kernel = nnx.Param(kernel, logical_axes=axes)
-        self.dtype = config.dtype
-
-    def __call__(self, letters, x):
-        return jnp.einsum(letters, x, self.kernel[...].astype(self.dtype))
-
-
-class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation over embed, in float32 (Zhang and Sennrich, 2019)."""
-
-    def __init__(self, config: Config):
-        self.scale = nnx.Param(jnp.ones(config.embed, config.param_dtype), logical_axes=("embed",))
-
-    def __call__(self, x):
-        wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
-        return (wide * self.scale[...].astype(jnp.float32)[None, None, :]).astype(x.dtype)
+__all__ = [
+    "Block",
+    "Config",
+    "Decoder",
+    "Experts",
+    "Linear",
+    "RMSNorm",
+    "Routing",
+    "drop",
+    "rotary",
+]
 
 
 def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
@@ -100,7 +41,10 @@ def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """One layer: grouped-query attention, then a gated MLP, each after an RMSNorm."""
+    """One layer: grouped-query attention, then a gated MLP or experts, each after an RMSNorm.
+
+    Returns the activations, and the `Routing` of a layer with experts (else None).
+    """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         c = config
@@ -113,24 +57,32 @@ class Block(nnx.Module):
         out = ("heads", "head_dim", "embed")
         self.o = Linear(c, (c.heads, c.head_dim, c.embed), out, c.heads * c.head_dim, rngs)
         self.mlp_norm = RMSNorm(c)
-        self.gate = Linear(c, (c.embed, c.mlp), ("embed", "mlp"), c.embed, rngs)
-        self.up = Linear(c, (c.embed, c.mlp), ("embed", "mlp"), c.embed, rngs)
-        self.down = Linear(c, (c.mlp, c.embed), ("mlp", "embed"), c.mlp, rngs)
+        if c.experts:
+            self.experts = Experts(c, rngs)
+        else:
+            self.gate = Linear(c, (c.embed, c.mlp), ("embed", "mlp"), c.embed, rngs)
+            self.up = Linear(c, (c.embed, c.mlp), ("embed", "mlp"), c.embed, rngs)
+            self.down = Linear(c, (c.mlp, c.embed), ("mlp", "embed"), c.mlp, rngs)
+        self.routed = bool(c.experts)
         self.dropout = c.dropout
 
     def __call__(self, x, key=None, places=None):
         places = places or marks.places(None, *x.shape[:2])
         keys = (None, None) if key is None else jax.random.split(key)
-        y = self.attention_norm(x)
+        y = marks.constrain(self.attention_norm(x), "attention_input")
         q = rotary(self.q("bse,ehd->bshd", y), places.positions)
         k = rotary(self.k("bse,ekd->bskd", y), places.positions)
         y = marks.attend(q, k, self.v("bse,ekd->bskd", y), places)
-        y = self.o("bshd,hde->bse", y)
+        y = self.o("bshd,hde->bse", marks.constrain(y, "attended"))
         x = marks.constrain(x + drop(y, self.dropout, keys[0]), "attention_output")
-        y = self.mlp_norm(x)
-        y = jax.nn.silu(self.gate("bse,em->bsm", y)) * self.up("bse,em->bsm", y)
-        y = self.down("bsm,me->bse", y)
-        return marks.constrain(x + drop(y, self.dropout, keys[1]), "mlp_output")
+        y, routing = self._mlp(marks.constrain(self.mlp_norm(x), "mlp_input"), places)
+        return marks.constrain(x + drop(y, self.dropout, keys[1]), "mlp_output"), routing
+
+    def _mlp(self, x, places):
+        if self.routed:
+            return self.experts(x, places.index)
+        y = jax.nn.silu(self.gate("bse,em->bsm", x)) * self.up("bse,em->bsm", x)
+        return self.down("bsm,me->bse", marks.constrain(y, "mlp_hidden")), None
 
 
 def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -180,11 +132,17 @@ class Decoder(nnx.Module):
         """Logits; with a `key` dropout is on. `places` are `marks.Places`, by default those of
         rows that are one document each.
         """
+        return self.route(tokens, key, places)[0]
+
+    def route(
+        self, tokens: jax.Array, key: jax.Array | None = None, places: marks.Places | None = None
+    ) -> tuple[jax.Array, Any]:
+        """(logits, the `Routing` of all layers, each with a leading axis of layers; else None)."""
         x = self.embed.kernel[...].astype(self.config.dtype)[tokens]
         x = marks.constrain(x, "embedding_output")
-        x = self._layers(x, key, places)
+        x, routing = self._layers(x, key, places)
         logits = self.head("bse,ev->bsv", self.final_norm(x)).astype(jnp.float32)
-        return marks.constrain(logits, "logits")
+        return marks.constrain(logits, "logits"), routing
 
     def _layers(self, x, key, places):
         c = self.config
@@ -193,20 +151,24 @@ class Decoder(nnx.Module):
 
         def layer(x, weights_and_key):
             weights, key = weights_and_key
-            return nnx.merge(graphdef, marks.use(weights))(x, key, places), None
+            return nnx.merge(graphdef, marks.use(weights))(x, key, places)
 
-        body = jax.checkpoint(layer) if c.remat else layer
+        body = jax.checkpoint(layer) if c.remat else marks.layer(layer)
         size = c.layers // c.stages
+        routings = []
         for first in range(0, c.layers, size):
             part = jax.tree.map(lambda a, i=first: a[i : i + size], (stack, keys))
             x = marks.stage_boundary(x) if first else x
-            x = _run(body, x, part, size, c.scan)
-        return x
+            x, routing = _run(body, x, part, size, c.scan)
+            routings.append(routing)
+        return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
 
 
 def _run(body, x, stack, size, scan):
     if scan:
-        return jax.lax.scan(body, x, stack)[0]
+        return jax.lax.scan(body, x, stack)
+    found = []
     for i in range(size):
-        x, _ = body(x, jax.tree.map(lambda a, i=i: a[i], stack))
-    return x
+        x, routing = body(x, jax.tree.map(lambda a, i=i: a[i], stack))
+        found.append(routing)
+    return x, jax.tree.map(lambda *layers: jnp.stack(layers), *found)

@@ -3,43 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import tree as trees
-from shardwise.mesh import check_auto
-
-
-class Stored(NamedTuple):
-    """How one array is kept: cut along `cut` (None: whole on every device), padded to `padded`.
-
-    `beside` are the entries of its PartitionSpec over the mesh's other axes.
-    """
-
-    path: str
-    shape: tuple
-    stacked: bool
-    cut: int | None
-    padded: int | None
-    beside: tuple = ()
-
-    def spec(self, axis: str) -> P:
-        """The PartitionSpec of the stored array."""
-        if self.cut is None:
-            return P(*self.beside)
-        entries = [*self.beside, *[None] * (self.cut + 1 - len(self.beside))]
-        entries[self.cut] = axis
-        return P(*entries)
-
-    def local_shape(self, n: int) -> tuple:
-        """What each of `n` devices along the axis has, together with those beside it."""
-        if self.cut is None:
-            return self.shape
-        return (*self.shape[: self.cut], self.padded // n, *self.shape[self.cut + 1 :])
+from shardwise.fsdp.planning import parts_of, plan
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +25,12 @@ class Sharded:
     tree: Any
     layout: tuple = dataclasses.field(metadata=dict(static=True))
     mesh: jax.sharding.Mesh = dataclasses.field(metadata=dict(static=True))
-    axis: str = dataclasses.field(metadata=dict(static=True))
+    axis: str | tuple[str, ...] = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def parts(self) -> int:
+        """Into how many an array is cut: the size of the axis."""
+        return parts_of(self.mesh, self.axis)
 
     def to_checkpoint(self, abstract: bool) -> tuple[Any, list[tuple[int, ...]]]:
         """The original tree, of padded arrays or (`abstract`) what they are, and true shapes."""
@@ -74,12 +50,15 @@ class Sharded:
 def place(
     tree: Any,
     mesh: jax.sharding.Mesh,
-    axis: str = "fsdp",
+    axis: str | tuple[str, ...] = "fsdp",
     min_size: int = 0,
     stacked: Callable[[str], bool] | str | None = None,
     over: Callable[[Any, jax.sharding.Mesh], Any] | None = None,
+    apart: Callable[[Any, jax.sharding.Mesh], Any] | None = None,
 ) -> Sharded:
     """`tree` as `Sharded` over mesh axis `axis`; inside jit, its arrays are born that way.
+
+    `axis` may be a tuple of mesh axes, together one; of none, every array stays whole.
 
     Each array of `min_size` elements or more is cut along the axis that wastes the least padding,
     of those the first: its parts are contiguous, and a collective need not transpose them (on CPU
@@ -92,41 +71,14 @@ def place(
 
     `over`, a rule such as `rules.LogicalRules`, lays arrays out over the mesh's other axes: of
     what it leaves whole, one axis is cut along `axis` (of a bias that it cuts, none is left).
+    `apart`, a rule too, cuts arrays over axes by hand along which they are never gathered: each
+    device uses its own part (`experts`). What it cuts along `axis` is cut by nothing else.
 
     Raises:
       ValueError: the mesh has no such axis or is not Auto, `stacked` is neither, or `over` uses
         `axis`.
     """
-    check_axis("fsdp.place", mesh, axis)
-    leaves = list(leaves_of(tree, stacked))
-    if stacked == "layers" and not any(is_stacked for _, _, is_stacked in leaves):
-        raise ValueError(
-            "fsdp.place: stacked='layers' finds no array with an axis of layers: none carries "
-            "names, in NNX metadata or Linen's boxes, of which one is 'layers' or the first axis "
-            "has none. Give stacked= a predicate on paths, such as "
-            "lambda path: path.startswith('layers/')."
-        )
-    layout = tuple(
-        choose(path, jnp.shape(x), is_stacked, mesh.shape[axis], min_size, beside)
-        for (path, x, is_stacked), beside in zip(
-            leaves, _beside(over, tree, mesh, axis, len(leaves)), strict=True
-        )
-    )
-    return store(tree, layout, mesh, axis)
-
-
-def _beside(over, tree, mesh, axis, count):
-    """The entries of each array's spec over the other axes."""
-    if over is None:
-        return [()] * count
-    specs = jax.tree.leaves(over(tree, mesh), is_leaf=lambda x: isinstance(x, P))
-    for spec in specs:
-        if axis in jax.tree.leaves(tuple(spec)):
-            raise ValueError(
-                f"fsdp.place: over= gives {spec}, which uses the axis {axis!r} that is cut here; "
-                f"give a rule for the mesh's other axes alone."
-            )
-    return [tuple(spec) for spec in specs]
+    return store(tree, plan(tree, mesh, axis, min_size, stacked, over, apart), mesh, axis)
 
 
 def unpad(sharded: Sharded) -> Any:
@@ -142,44 +94,20 @@ def whole(sharded: Sharded) -> Any:
 
 def describe(sharded: Sharded) -> str:
     """How each array is kept, as text: path, shape, cut axis, padding, bytes on each device."""
-    n = sharded.mesh.shape[sharded.axis]
+    n = sharded.parts
     lines, held, whole = [], 0, 0
+    wide = max((len(s.path) for s in sharded.layout), default=0)
     for x, s in pairs_of(sharded):
         true, kept = math.prod(s.shape) * x.dtype.itemsize, x.size * x.dtype.itemsize
         axes = jax.tree.leaves(tuple(s.spec(sharded.axis)))
         mine = kept // math.prod(sharded.mesh.shape[name] for name in axes)
         where = "whole" if s.cut is None else f"axis {s.cut}, {kept - true:,} bytes of padding"
         where += f", beside it P({', '.join(map(repr, s.beside))})" if any(s.beside) else ""
-        lines.append(f"{s.path:32} {s.shape!s:18} {mine:12,} bytes  {where}")
+        lines.append(f"{s.path:{wide}}  {s.shape!s:18} {mine:12,} bytes  {where}")
         held, whole = held + mine, whole + true
     note = " (an axis of size 1: every device holds everything)" if n == 1 else ""
     total = f"{held:,} bytes on each of {n} devices along {sharded.axis!r}{note}; {whole:,} in all"
     return "\n".join([*lines, total])
-
-
-def leaves_of(tree, stacked):
-    """(path, array, whether it has a leading axis of layers) for each leaf."""
-    if not (stacked is None or stacked == "layers" or callable(stacked)):
-        raise ValueError(
-            f"fsdp.place: stacked={stacked!r}; expected a predicate on paths, or 'layers'."
-        )
-    for keys, x, box in trees.walk(tree):
-        path, axes = "/".join(keys), trees.axis_names(box)
-        named = stacked == "layers" and axes is not None and _has_layers(axes, jnp.ndim(x))
-        yield path, x, bool(named or (callable(stacked) and stacked(path)))
-
-
-def _has_layers(axes, rank):
-    return len(axes) < rank or bool(axes and axes[0] == trees.LAYERS)
-
-
-def choose(path, shape, stacked, n, min_size, beside=()):
-    taken = {i for i, entry in enumerate(beside) if entry is not None}
-    axes = [i for i in range(1 if stacked else 0, len(shape)) if shape[i] > 1 and i not in taken]
-    if not axes or math.prod(shape) < max(min_size, 1):
-        return Stored(path, shape, stacked, None, None, beside)
-    cut = min(axes, key=lambda i: (-(-shape[i] // n) * n / shape[i], i))
-    return Stored(path, shape, stacked, cut, -(-shape[cut] // n) * n, beside)
 
 
 def store(tree, layout, mesh, axis):
@@ -236,12 +164,3 @@ def check_params(params: Any, mesh: jax.sharding.Mesh, axis: str) -> None:
             f"{dict(params.mesh.shape)}, and this function is for {axis!r} of {dict(mesh.shape)}; "
             f"shard them for the same mesh, devices and axis."
         )
-
-
-def check_axis(who, mesh, axis):
-    if axis not in mesh.shape:
-        raise ValueError(
-            f"{who}: the mesh has no axis {axis!r}; it has {dict(mesh.shape)}. Make it with "
-            f"mesh.make({axis}=-1), or name another axis."
-        )
-    check_auto(who, mesh)

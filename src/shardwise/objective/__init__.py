@@ -11,10 +11,10 @@ devices, the result is that of `jax.value_and_grad` of total/count over all of i
 The division comes first: the cotangent that enters each part's backward pass is 1/count of the
 whole batch, so that a clipped cotangent, a small count or a float16 loss come out as on one device.
 
-**Rows that look at each other** (a contrastive loss, batch statistics, the balance and capacity of
-experts) are another function when rows are divided. `check` finds them. The remedies: sum over an
-axis name where the strategy has one, or a layout by the compiler (`rules.jit`), which sees whole
-arrays and is exact for every loss.
+**Rows that look at each other** (a contrastive loss, batch statistics, the balance of experts) are
+another function when rows are divided. `check` finds them. The remedies: statistics of the whole
+batch by `marks.total`, exact over devices and refused with microbatches; or a layout by the
+compiler (`rules.jit`), which sees whole arrays and is exact for every loss.
 
 **Microbatches**: microbatch j of m holds the rows r with r % m == j, under every strategy. A batch
 whose rows are cut over devices stays cut so in each of them.
@@ -30,11 +30,13 @@ from shardwise.objective.checking import check
 from shardwise.objective.gradients import Division, mean_and_grads, value_and_grad
 from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
 from shardwise.objective.microbatches import numbers, split
+from shardwise.objective.totals import Totals
 from shardwise.objective.tracing import Traced, trace
 
 __all__ = [
     "Division",
     "Mean",
+    "Totals",
     "Traced",
     "check",
     "cotangents",

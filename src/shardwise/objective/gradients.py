@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardwise import marks
 from shardwise.objective import auxiliary
 from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
 from shardwise.objective.microbatches import numbers, split
+from shardwise.objective.totals import Totals
 from shardwise.objective.tracing import Traced, trace
 
 
@@ -89,7 +91,8 @@ def mean_and_grads(
     """
     m = jax.tree.leaves(parts)[0].shape[0]
     first = jax.tree.map(lambda x: x[0], (parts, rows))
-    traced = trace(loss, params, *first, args, key, has_aux)
+    with marks.bind(total=Totals(m, division.together)):
+        traced = trace(loss, params, *first, args, key, has_aux)
     part = _Part(traced, params, args, key if traced.by_place else division.fold(key), division)
     if m == 1:
         run = part.forward(*first)

@@ -73,7 +73,7 @@ def trace(asked: Asked, tree: Any, batch: Any, args: tuple, key: Any) -> Traced:
     bare = objective.normal(asked.loss, asked.has_aux)
 
     def outputs(params, batch, rows, args, key):
-        with marks.bind(index=meaning(rows)):
+        with marks.bind(index=meaning(rows), total=objective.Totals(m)):
             return bare(params, batch, *args, **({} if key is None else {"key": key}))
 
     rank = stage_meshes(asked.mesh, asked.axis, [0])[0]

@@ -1,0 +1,146 @@
+"""Tokens to experts and back, on one device: places in queues, buffers, groups of rows.
+
+Letters: b rows, s tokens of a row, k choices of a token, e embed; n experts, c slots of a buffer.
+What decides who is dropped is one rule, whatever the mesh: each row of the batch has its own
+queues, one for each expert, in the order of its tokens and of a token's choices. So no row depends
+on another, and a causal model stays causal: an earlier token never waits for a later one.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def slots(capacity: float, tokens: int, per_token: int, experts: int) -> int:
+    """Slots that an expert has for one row: `capacity` times those of an even router, rounded up.
+
+    Raises:
+      ValueError: a capacity that is not positive.
+    """
+    if not capacity > 0:
+        raise ValueError(f"capacity={capacity}; expected a factor above 0 (1.25), or None.")
+    even = capacity * tokens * per_token / experts
+    return min(tokens, math.ceil(round(even, 6)))  # a token is in one queue once
+
+
+def queued(chosen: jax.Array, experts: int, index: jax.Array | None = None) -> jax.Array:
+    """The place int32 [b, s, k] of each choice in the queue of its expert; -1 beyond `experts`.
+
+    `index` [b, s] are the tokens' places in the whole row, where the order in memory is another.
+    """
+    b, s, k = chosen.shape
+    if index is not None:
+        order = jnp.argsort(index, axis=1)
+        found = queued(jnp.take_along_axis(chosen, order[..., None], axis=1), experts)
+        return jnp.take_along_axis(found, jnp.argsort(order, axis=1)[..., None], axis=1)
+    numbers = jnp.arange(experts, dtype=chosen.dtype)[None, None]
+    hot = (chosen.reshape(b, s * k, 1) == numbers).astype(jnp.int32)
+    return (jnp.sum(jnp.cumsum(hot, axis=1) * hot, axis=2) - 1).reshape(b, s, k)
+
+
+def packed(x: jax.Array, chosen: jax.Array, slot: jax.Array, experts: int, size: int) -> jax.Array:
+    """Buffers [n, b·c, e] of x [b, s, e]; a choice of another expert or slot is left out."""
+    b, s, k = chosen.shape
+    copies = jnp.broadcast_to(x[:, :, None], (b, s, k, x.shape[-1]))
+    buffers = jnp.zeros((experts, b, size, x.shape[-1]), x.dtype)
+    buffers = buffers.at[_at(chosen, slot)].set(copies, mode="drop")
+    return buffers.reshape(experts, b * size, x.shape[-1])
+
+
+def combined(
+    buffers: jax.Array, chosen: jax.Array, slot: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """The weighted sum [b, s, e] of what stands in buffers [n, b·c, e]; 0 for what was left out."""
+    n, rows, e = buffers.shape
+    buffers = buffers.reshape(n, chosen.shape[0], rows // chosen.shape[0], e)
+    found = buffers.at[_at(chosen, slot)].get(mode="fill", fill_value=0)
+    return weighted(found, weights)
+
+
+def weighted(found: jax.Array, weights: jax.Array) -> jax.Array:
+    """The sum over choices [b, s, e] of found [b, s, k, e], by weights [b, s, k]."""
+    return jnp.einsum("bske,bsk->bse", found, weights.astype(found.dtype))
+
+
+def grouped(x: jax.Array, chosen: jax.Array, apply: Callable, stacked: Any) -> jax.Array:
+    """What these experts make of each choice, [b, s, k, e], without buffers and without drops.
+
+    Rows stand in groups, one for each expert; a choice of none of them yields 0.
+    """
+    (b, s, k), n = chosen.shape, leading(stacked)
+    flat = jnp.where((chosen >= 0) & (chosen < n), chosen, n).reshape(-1)
+    order = jnp.argsort(flat, stable=True)[: b * s * min(k, n)]  # who is of no group comes last
+    sizes = jnp.sum(flat[:, None] == jnp.arange(n)[None], axis=0, dtype=jnp.int32)
+    real = (jnp.arange(order.size) < jnp.sum(sizes))[:, None]
+    rows = jnp.where(real, x.reshape(b * s, -1)[order // k], 0)
+    found = jnp.where(real, apply(stacked, rows, sizes), 0)
+    out = jnp.zeros((b * s * k, found.shape[-1]), found.dtype).at[order].set(found)
+    return out.reshape(b, s, k, -1)
+
+
+def on_one_device(
+    x: jax.Array,
+    chosen: jax.Array,
+    weights: jax.Array,
+    apply: Callable,
+    stacked: Any,
+    experts: int,
+    capacity: float | None = None,
+    index: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """What `marks.experts` does where nothing is bound."""
+    check(x, chosen, weights, stacked, experts, 1, "")
+    if capacity is None:
+        return weighted(grouped(x, chosen, apply, stacked), weights), jnp.ones(chosen.shape, bool)
+    size = slots(capacity, chosen.shape[1], chosen.shape[2], experts)
+    slot = queued(chosen, experts, index)
+    buffers = apply(stacked, packed(x, chosen, slot, experts, size))
+    return combined(buffers, chosen, slot, weights), slot < size
+
+
+def leading(stacked: Any) -> int:
+    """The number of experts whose weights these are."""
+    sizes = {jnp.shape(x)[0] for x in jax.tree.leaves(stacked)}
+    if len(sizes) != 1:
+        raise ValueError(f"marks.experts: stacked weights have leading axes {sorted(sizes)}.")
+    return sizes.pop()
+
+
+def check(
+    x: Any, chosen: Any, weights: Any, stacked: Any, experts: int, devices: int, axis: str
+) -> None:
+    """Raise ValueError where shapes do not fit each other, or experts the devices of `axis`."""
+    if x.ndim != 3 or chosen.shape[:2] != x.shape[:2] or chosen.shape != weights.shape:
+        raise ValueError(
+            f"marks.experts: x {list(x.shape)}, chosen {list(chosen.shape)}, weights "
+            f"{list(weights.shape)}; expected [rows, tokens, embed] and twice [rows, tokens, k]."
+        )
+    divides(experts, devices, axis)
+    if (held := leading(stacked)) * devices != experts:
+        place = f"each of {devices} devices of axis {axis!r}" if axis else "one device"
+        raise ValueError(
+            f"marks.experts: weights of {held} experts on {place}, and {experts} experts in all; "
+            f"expected those of {experts // devices}."
+        )
+
+
+def divides(experts: int, devices: int, axis: str) -> None:
+    """Raise ValueError, with the numbers that would do, where experts do not divide."""
+    if experts % devices:
+        fewer, more = experts // devices * devices, -(-experts // devices) * devices
+        would = " or ".join(str(m) for m in (fewer, more) if m)
+        others = ", ".join(str(d) for d in range(1, experts + 1) if experts % d == 0)
+        raise ValueError(
+            f"{experts} experts do not divide over the {devices} devices of axis {axis!r}: take "
+            f"{would} experts, or an axis of {others} devices."
+        )
+
+
+def _at(chosen, slot):
+    """An index into [n, b, c]; below 0 counts from the end, so what is left out goes beyond it."""
+    beyond = jnp.iinfo(jnp.int32).max
+    rows = jnp.broadcast_to(jnp.arange(chosen.shape[0])[:, None, None], chosen.shape)
+    return jnp.where(chosen < 0, beyond, chosen), rows, jnp.where(slot < 0, beyond, slot)

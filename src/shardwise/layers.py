@@ -1,0 +1,107 @@
+"""The decoder's sizes, and what its layers are made of; `shardwise.model` has the whole."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The decoder's sizes and how it runs.
+
+    Raises:
+      ValueError: sizes that do not fit each other.
+    """
+
+    vocab: int = 256
+    embed: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    mlp: int = 384  # of a layer's MLP, or of each expert
+    experts: int = 0  # MLPs of a layer, of which each token uses a few; 0: one for all tokens
+    experts_per_token: int = 2
+    shared_experts: int = 0  # further ones, which every token uses
+    capacity_factor: float | None = None  # see marks.experts; None: nothing is dropped
+    router: str = "softmax"  # or "sigmoid"
+    router_bias: bool = False  # added to the scores by which experts are chosen, nowhere else
+    stages: int = 1  # stacks of layers, with a stage boundary between them
+    dropout: float = 0.0
+    dtype: jnp.dtype = jnp.float32  # of activations, and of weights where they are used
+    param_dtype: jnp.dtype = jnp.float32  # of weights where they are held
+    scan: bool = True  # run the layers by scan, or by a Python loop
+    remat: bool = False  # recompute a layer's activations in the backward pass
+
+    def __post_init__(self):
+        for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "stages"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Config: {name}={getattr(self, name)} must be at least 1.")
+        for whole, part in [("heads", "kv_heads"), ("layers", "stages")]:
+            if getattr(self, whole) % getattr(self, part):
+                raise ValueError(
+                    f"Config: {whole}={getattr(self, whole)} must be a multiple of "
+                    f"{part}={getattr(self, part)}."
+                )
+        if self.head_dim % 2:
+            raise ValueError(f"Config: head_dim={self.head_dim} must be even for rotary positions.")
+        self._check_experts()
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"Config: dropout={self.dropout} must be at least 0 and below 1.")
+
+    def _check_experts(self):
+        if min(self.experts, self.shared_experts) < 0 or (self.shared_experts and not self.experts):
+            raise ValueError(
+                f"Config: experts={self.experts} and shared_experts={self.shared_experts} must be "
+                f"0 or more, and shared ones stand beside others."
+            )
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise ValueError(
+                f"Config: experts_per_token={self.experts_per_token} must be from 1 to "
+                f"experts={self.experts}."
+            )
+        if self.router not in ("softmax", "sigmoid"):
+            raise ValueError(f"Config: router={self.router!r}; expected 'softmax' or 'sigmoid'.")
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise ValueError(
+                f"Config: capacity_factor={self.capacity_factor} must be above 0, or None for no "
+                f"drops."
+            )
+
+
+class Linear(nnx.Module):
+    """A weight without bias; `fan_in` counts the entries that one output sums over.
+
+    Uniform in ±√(3/fan_in), hence of variance 1/fan_in: inside jit, uniform draws are bitwise
+    the same under every sharding; normal ones are not on every JAX that we support.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        shape: tuple[int, ...],
+        axes: tuple[str, ...],
+        fan_in: int,
+        rngs: nnx.Rngs,
+    ):
+        limit = (3 / fan_in) ** 0.5
+        kernel = jax.random.uniform(rngs.params(), shape, config.param_dtype, -limit, limit)
+        self.kernel = nnx.Param(kernel, logical_axes=axes)
+        self.dtype = config.dtype
+
+    def __call__(self, letters, x):
+        return jnp.einsum(letters, x, self.kernel[...].astype(self.dtype))
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square normalisation over embed, in float32 (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, config: Config):
+        self.scale = nnx.Param(jnp.ones(config.embed, config.param_dtype), logical_axes=("embed",))
+
+    def __call__(self, x):
+        wide = x.astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+        return (wide * self.scale[...].astype(jnp.float32)[None, None, :]).astype(x.dtype)

@@ -1,0 +1,527 @@
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from shardwise import (
+    dispatch,
+    experts,
+    fsdp,
+    marks,
+    measure,
+    mesh,
+    mixture,
+    model,
+    objective,
+    rules,
+    train,
+)
+
+
+def problem(rows, tokens, k, n, skew=0.0, embed=6, mlp=5, seed=0):
+    """(x, chosen, weights, stacked); a high skew sends nearly all tokens to the last experts."""
+    keys = jax.random.split(jax.random.key(seed), 6)
+    x = jax.random.normal(keys[0], (rows, tokens, embed))
+    favour = skew * jnp.arange(n, dtype=jnp.float32)
+    scores = jax.random.gumbel(keys[1], (rows, tokens, n)) + favour[None, None]
+    chosen = jax.lax.top_k(scores, k)[1]
+    weights = jax.random.uniform(keys[2], (rows, tokens, k))
+    sizes = [(n, embed, mlp), (n, embed, mlp), (n, mlp, embed)]
+    stacked = [jax.random.normal(i, s) for i, s in zip(keys[3:], sizes, strict=True)]
+    return x, chosen, weights, stacked
+
+
+def by_loops(x, chosen, weights, stacked, capacity):
+    """What is defined: every row has queues of its own, in the order of tokens and choices."""
+    x, chosen, weights = (np.asarray(v) for v in (x, chosen, weights))
+    y, kept = np.zeros(x.shape), np.zeros(chosen.shape, bool)
+    n, k = len(stacked[0]), chosen.shape[2]
+    size = math.inf if capacity is None else math.ceil(capacity * x.shape[1] * k / n)
+    for row in range(x.shape[0]):
+        queues = [0] * n
+        for token in range(x.shape[1]):
+            for choice, e in enumerate(chosen[row, token]):
+                kept[row, token, choice] = queues[e] < size
+                queues[e] += 1
+                if kept[row, token, choice]:
+                    gate, up, down = (np.asarray(w[e]) for w in stacked)
+                    inner = np.asarray(jax.nn.silu(x[row, token] @ gate)) * (x[row, token] @ up)
+                    y[row, token] += weights[row, token, choice] * (inner @ down)
+    return y, kept
+
+
+def on_one(given, *, chosen, capacity, weigh):
+    """(sum of what is weighed, kept) on one device, as a function to be differentiated."""
+    x, weights, stacked = given
+    n = len(stacked[0])
+    y, kept = marks.experts(x, chosen, weights, mixture.gated, stacked, n, capacity)
+    return jnp.sum(y * weigh), (y, kept)
+
+
+def on_many(meaning, devices, capacity, n, order=None, check_vma=False):
+    """The same over a mesh: rows and experts are cut over "expert", tokens over "sequence"."""
+    grid = mesh.make(expert=devices[0], sequence=devices[1])
+    cut, whole = P("expert", "sequence"), P("expert")
+
+    def local(given, chosen, weigh, numbers):
+        index = lambda axis, size: numbers if axis == "sequence" else jnp.arange(size)  # noqa: E731
+
+        def loss(given):
+            x, weights, stacked = given
+            with marks.bind(experts=meaning, index=index):
+                y, kept = marks.experts(x, chosen, weights, mixture.gated, stacked, n, capacity)
+            return jnp.sum(y * weigh), (y, kept)
+
+        grads, (y, kept) = jax.grad(loss, has_aux=True)(given)
+        if devices[1] > 1:
+            grads = grads[0], grads[1], jax.lax.psum(grads[2], "sequence")
+        return y, kept, grads
+
+    specs = (cut, cut, whole), cut, cut, P("sequence")
+    mapped = jax.shard_map(
+        local, mesh=grid, in_specs=specs, out_specs=(cut, cut, specs[0]), check_vma=check_vma
+    )
+
+    def run(given, chosen, weigh):
+        numbers = jnp.arange(chosen.shape[1]) if order is None else order
+        return mapped(given, chosen, weigh, numbers)
+
+    return jax.jit(run)
+
+
+def compare(case, meaning, devices, order=None, **options):
+    rows, tokens, k, n, capacity, skew = case
+    x, chosen, weights, stacked = problem(rows, tokens, k, n, skew)
+    weigh = jax.random.normal(jax.random.key(9), x.shape)
+    given = x, weights, stacked
+    step = jax.jit(jax.grad(functools.partial(on_one, capacity=capacity), has_aux=True))
+    expected, (y, kept) = step(given, chosen=chosen, weigh=weigh)
+    moved = lambda v: v if order is None else v[:, order]  # noqa: E731
+    sent = (moved(x), moved(weights), stacked), moved(chosen), moved(weigh)
+    found = on_many(meaning, devices, capacity, n, order, **options)(*sent)
+    np.testing.assert_array_equal(found[1], moved(kept))
+    wanted = moved(y), (moved(expected[0]), moved(expected[1]), expected[2])
+    for a, b in zip(jax.tree.leaves(found[::2]), jax.tree.leaves(wanted), strict=True):
+        # The same sums in another order: a few float32 roundings of the largest entries.
+        np.testing.assert_allclose(a, b, rtol=0, atol=5e-6 * max(1, np.abs(b).max()))
+    return kept
+
+
+# rows, tokens, k, experts, capacity, skew
+CASES = [
+    (8, 7, 2, 8, 1.0, 0.0),
+    (8, 7, 2, 8, None, 0.0),
+    (4, 9, 3, 12, 1.25, 0.3),
+    (4, 5, 1, 4, 1.0, 50.0),
+    (8, 6, 2, 16, None, 50.0),
+    (8, 6, 4, 8, 2.0, 1.0),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_device_does_what_the_loops_do(case):
+    rows, tokens, k, n, capacity, skew = case
+    x, chosen, weights, stacked = problem(rows, tokens, k, n, skew)
+    expected = by_loops(x, chosen, weights, stacked, capacity)
+    run = jax.jit(functools.partial(on_one, chosen=chosen, capacity=capacity, weigh=x))
+    _, (y, kept) = run((x, weights, stacked))
+    np.testing.assert_array_equal(kept, expected[1])
+    np.testing.assert_allclose(y, expected[0], rtol=0, atol=1e-5 * np.abs(expected[0]).max())
+    if capacity is None:
+        assert kept.all()
+    if skew == 50 and capacity == 1:  # one expert of four has slots for 2 of 5 tokens
+        assert kept.sum() == rows * 2
+
+
+SLOW = pytest.mark.slow
+FORMS = {"all_to_all": experts.all_to_all("expert"), "gather": experts.gather("expert")}
+
+
+EACH = [(case, form) for case in CASES for form in FORMS]
+QUICK = [(CASES[0], "all_to_all"), (CASES[2], "all_to_all"), (CASES[1], "gather")]
+EACH = [pytest.param(*x, marks=() if x in QUICK else SLOW, id=f"{x[1]} {x[0]}") for x in EACH]
+
+
+@pytest.mark.parametrize(("case", "form"), EACH)
+def test_an_axis_of_experts_equals_one_device(case, form):
+    n = min(4, case[0], case[3])
+    compare(case, FORMS[form], (n, 1))
+
+
+@SLOW
+@pytest.mark.parametrize("seed", range(12))
+def test_random_sizes_equal_one_device(seed):
+    draw = np.random.default_rng(seed)
+    n = int(draw.choice([1, 2, 4, 8]))
+    count = n * int(draw.integers(1, 4))
+    case = (
+        n * int(draw.integers(1, 3)), int(draw.integers(1, 12)),
+        int(draw.integers(1, min(count, 5) + 1)), count,
+        [None, 0.5, 1.0, 1.3, float(count)][draw.integers(5)], [0.0, 0.5, 50.0][draw.integers(3)],
+    )  # fmt: skip
+    for form in FORMS.values():
+        compare(case, form, (n, 1))
+
+
+ZIGZAG = np.array([0, 1, 6, 7, 2, 3, 4, 5])
+
+
+@pytest.mark.parametrize(
+    ("form", "order"),
+    [
+        ("all_to_all", ZIGZAG),
+        pytest.param("all_to_all", None, marks=SLOW),
+        pytest.param("gather", ZIGZAG, marks=SLOW),
+        ("local", None),
+        pytest.param("local", ZIGZAG, marks=SLOW),
+    ],
+)
+def test_a_cut_sequence_keeps_whom_the_whole_row_keeps(form, order):
+    meaning = experts.local("sequence")
+    if form != "local":
+        meaning = dataclasses.replace(FORMS[form], sequence="sequence")
+    devices = (1, 4) if form == "local" else (2, 4)
+    kept = compare((4, 8, 2, 4, 1.0, 0.7), meaning, devices, order)
+    assert 0 < kept.sum() < kept.size
+
+
+def test_the_default_check_of_shard_map_accepts_the_exchange():
+    compare((4, 6, 2, 8, 1.0, 0.5), FORMS["all_to_all"], (4, 1), check_vma=True)
+
+
+def test_who_is_dropped_depends_on_the_row_up_to_the_token_alone():
+    x, chosen, weights, stacked = problem(2, 9, 2, 4, skew=1.0)
+
+    @jax.jit
+    def run(x, chosen):
+        w = weights[: len(chosen)]
+        return marks.experts(x, chosen, w, mixture.gated, stacked, 4, 0.7)
+
+    y, kept = run(x, chosen)
+    assert 0 < kept.sum() < kept.size
+    other = run(x.at[0, 5:].set(1.0), chosen.at[0, 5:].set(jnp.array([0, 1])))
+    np.testing.assert_array_equal(other[1][0, :5], kept[0, :5])
+    np.testing.assert_array_equal(other[0][0, :5], y[0, :5])
+    np.testing.assert_array_equal(other[1][1], kept[1])
+    np.testing.assert_array_equal(run(x[:1], chosen[:1])[1], kept[:1])
+
+
+def test_order_in_memory_does_not_matter_where_the_index_is_given():
+    x, chosen, weights, stacked = problem(2, 8, 2, 4, skew=1.0)
+    kept = marks.experts(x, chosen, weights, mixture.gated, stacked, 4, 0.7)[1]
+    moved = [v[:, ZIGZAG] for v in (x, chosen, weights)]
+    index = jnp.broadcast_to(ZIGZAG, (2, 8))
+    found = marks.experts(*moved, mixture.gated, stacked, 4, 0.7, index)[1]
+    np.testing.assert_array_equal(found, kept[:, ZIGZAG])
+
+
+SENT = [
+    ("all_to_all", 4, dict(rows=3, tokens=8, k=2, n=8, capacity=1.0)),
+    ("all_to_all", 8, dict(rows=1, tokens=5, k=1, n=16, capacity=1.25)),
+    ("all_to_all", 4, dict(rows=2, tokens=4, k=2, n=4, capacity=None)),
+    ("gather", 2, dict(rows=2, tokens=4, k=3, n=6, capacity=1.5)),
+]
+
+
+@pytest.mark.parametrize(("form", "devices", "size"), SENT, ids=str)
+def test_bytes_sent_are_the_formula(form, devices, size):
+    rows, tokens, k, n, capacity = size.values()
+    x, chosen, weights, stacked = problem(rows * devices, tokens, k, n)
+    run = on_many(FORMS[form], (devices, 1), capacity, n)
+    lowered = run.lower((x, weights, stacked), chosen, x)
+    given = rows, tokens, x.shape[-1], k, n, devices, capacity, form
+    forward = experts.bytes_sent(*given)
+    # Back: the activations again, and the gradients of the weights where these were gathered.
+    gathers = form == "gather" or capacity is None
+    numbers = rows * tokens * k * 4 * (2 if capacity else 1) * (devices - 1) if gathers else 0
+    for program in (lowered, lowered.compile()):
+        assert measure.collectives(program).ring_bytes == 2 * forward - numbers
+
+
+def test_activations_travel_in_their_own_dtype():
+    x, chosen, weights, stacked = problem(4, 6, 2, 8)
+    narrow = jax.tree.map(lambda v: v.astype(jnp.bfloat16), (x, stacked))
+    run = on_many(FORMS["all_to_all"], (4, 1), 1.0, 8)
+    lowered = run.lower((narrow[0], weights, narrow[1]), chosen, x)
+    sent = experts.bytes_sent(1, 6, 6, 2, 8, 4, 1.0, itemsize=2)
+    assert measure.collectives(lowered).ring_bytes == 2 * sent
+    assert {op.dtype for op in measure.collectives(lowered).ops} == {"bf16"}
+
+
+def test_all_to_all_wins_while_capacity_times_choices_is_below_the_devices():
+    sent = functools.partial(experts.bytes_sent, 1, 64, 1024, 2, 8)
+    for n in (2, 4, 8):
+        for capacity in (1.0, 1.5, 2.0, 4.0):
+            gathered = sent(n, form="gather") - 64 * 2 * 8 * (n - 1)  # activations alone
+            exchanged = sent(n, capacity)
+            assert (exchanged < gathered) == (2 * capacity < n)
+            assert (exchanged == gathered) == (2 * capacity == n)
+
+
+@pytest.mark.parametrize(
+    ("n", "devices", "message"),
+    [
+        (6, 4, r"6 experts do not divide over the 4 devices.*4 or 8 experts, or .* 1, 2, 3, 6 dev"),
+        (2, 4, r"2 experts do not divide over the 4 devices.* take 4 experts, or .* 1, 2 devices"),
+    ],
+)
+def test_experts_that_do_not_divide_are_told_what_would(n, devices, message):
+    with pytest.raises(ValueError, match=message):
+        experts.bytes_sent(1, 4, 8, 2, n, devices, 1.0)
+    x, chosen, weights, stacked = problem(4, 4, 2, n)
+    with pytest.raises(ValueError, match=message):
+        grid = mesh.make(expert=devices)
+        with marks.bind(experts=FORMS["gather"]):
+            run = lambda *given: marks.experts(*given, mixture.gated, stacked, n)[0]  # noqa: E731
+            cut = P("expert")
+            jax.shard_map(run, mesh=grid, in_specs=(cut,) * 3, out_specs=cut, check_vma=False)(
+                x, chosen, weights
+            )
+
+
+def test_weights_of_all_experts_on_each_device_are_refused():
+    x, chosen, weights, stacked = problem(4, 4, 2, 8)
+    run = lambda *given: marks.experts(*given, mixture.gated, stacked, 8, 1.0)[0]  # noqa: E731
+    cut = P("expert")
+    mapped = jax.shard_map(
+        run, mesh=mesh.make(expert=4), in_specs=(cut,) * 3, out_specs=cut, check_vma=False
+    )
+    with marks.bind(experts=FORMS["all_to_all"]):
+        with pytest.raises(ValueError, match=r"weights of 8 .* each of 4 .* expected those of 2\."):
+            mapped(x, chosen, weights)
+    with pytest.raises(ValueError, match=r"weights of 8 experts on one device, and 16 experts"):
+        marks.experts(x, chosen, weights, mixture.gated, stacked, 16)
+    with pytest.raises(ValueError, match=r"x \[4, 4, 6\], chosen \[2, 4, 2\].*\[rows, tokens, k\]"):
+        marks.experts(x, chosen[:2], weights, mixture.gated, stacked, 8)
+    with pytest.raises(ValueError, match=r"capacity=0; expected a factor above 0"):
+        marks.experts(x, chosen, weights, mixture.gated, stacked, 8, 0)
+
+
+def test_capacity_is_rounded_up_once():
+    assert dispatch.slots(1.25, 8, 2, 8) == 3
+    assert dispatch.slots(1.1, 10, 1, 1) == 10  # never more than the row's tokens
+    assert dispatch.slots(0.3, 10, 1, 1) == 3  # though 0.3 · 10 is above 3 in floating point
+
+
+SMALL = model.Config(
+    vocab=17, embed=12, layers=2, heads=2, kv_heads=1, head_dim=6, mlp=8, experts=4,
+    experts_per_token=2, capacity_factor=1.0,
+)  # fmt: skip
+
+
+def decoder(config, seed=0):
+    return nnx.split(model.Decoder(config, nnx.Rngs(seed)))
+
+
+def batch_of(rows=8, tokens=6, seed=1):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    lengths = jax.random.randint(keys[2], (rows, 1), 1, tokens + 1)
+    return {
+        "tokens": jax.random.randint(keys[0], (rows, tokens), 0, SMALL.vocab),
+        "targets": jax.random.randint(keys[1], (rows, tokens), 0, SMALL.vocab),
+        "mask": (jnp.arange(tokens)[None] < lengths).astype(jnp.float32),
+    }
+
+
+def close(found, expected):
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * max(1, np.abs(b).max()))
+
+
+CONFIGS = [
+    SMALL,
+    dataclasses.replace(SMALL, capacity_factor=None, shared_experts=2, remat=True),
+    dataclasses.replace(SMALL, router="sigmoid", router_bias=True, scan=False, stages=2),
+    dataclasses.replace(SMALL, experts_per_token=1),
+]
+
+
+FIRST_QUICK = [pytest.param(c, marks=SLOW if i else (), id=str(i)) for i, c in enumerate(CONFIGS)]
+
+
+@pytest.mark.parametrize("config", FIRST_QUICK)
+def test_fsdp_trains_a_decoder_with_experts_as_one_device_does(config):
+    graphdef, params = decoder(config)
+    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    batch = batch_of()
+    expected = jax.jit(objective.value_and_grad(loss, has_aux=True))(params, batch)
+    grid = mesh.make(fsdp=4)
+    stacked = fsdp.place(params, grid, stacked=lambda path: "blocks" in path)
+    (mean, aux), grads = fsdp.value_and_grad(loss, grid, has_aux=True)(stacked, batch)
+    close(((mean, aux), fsdp.whole(grads)), expected)
+    assert aux["loads"].sum() == 2 * config.experts_per_token * batch["mask"].sum()
+    dropped = np.asarray(aux["dropped"])
+    assert (dropped > 0).all() if config.capacity_factor else (dropped == 0).all()
+    for path, g in nnx.to_flat_state(expected[1]):  # the router learns, its bias never by gradient
+        assert np.any(np.asarray(jax.tree.leaves(g)[0])) == ("bias" not in path), path
+
+
+@SLOW
+@pytest.mark.parametrize("changes", [{"scan": False}, {"remat": True}, {"stages": 2}], ids=str)
+def test_how_a_decoder_with_experts_runs_does_not_change_it(changes):
+    found = []
+    for config in (SMALL, dataclasses.replace(SMALL, **changes)):
+        graphdef, params = decoder(config)
+        loss = functools.partial(train.routed_loss, graphdef=graphdef)
+        found.append(jax.jit(objective.value_and_grad(loss, has_aux=True))(params, batch_of()))
+    close(found[1], found[0])
+
+
+def test_the_balance_of_a_batch_is_refused_in_microbatches():
+    graphdef, params = decoder(SMALL)
+    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    with pytest.raises(ValueError, match=r"taken in 2 microbatches.*over='rows'.*by a bias"):
+        jax.eval_shape(objective.value_and_grad(loss, 2, has_aux=True), params, batch_of())
+
+
+@SLOW
+def test_the_balance_of_rows_is_exact_in_microbatches():
+    graphdef, params = decoder(SMALL)
+    grid = mesh.make(fsdp=2)
+    stored = fsdp.place(params, grid, stacked=lambda path: "blocks" in path)
+    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    how = dict(microbatches=2, has_aux=True)
+    with pytest.raises(ValueError, match=r"taken in 2 microbatches"):
+        fsdp.value_and_grad(loss, grid, **how)(stored, batch_of())
+    loss = functools.partial(loss, over="rows")
+    expected = jax.jit(objective.value_and_grad(loss, has_aux=True))(params, batch_of())
+    (mean, aux), grads = fsdp.value_and_grad(loss, grid, **how)(stored, batch_of())
+    close(((mean, aux), fsdp.whole(grads)), expected)
+    objective.check(lambda *given: loss(*given)[0], params, batch_of())
+
+
+def test_the_penalty_is_switchs_formula_over_real_tokens():
+    _, chosen, _, _ = problem(3, 7, 2, 5, skew=0.4)
+    probabilities = jax.nn.softmax(jax.random.normal(jax.random.key(3), (3, 7, 5)))
+    mask = batch_of(3, 7)["mask"]
+    real = np.asarray(mask, bool)
+    f = np.bincount(np.asarray(chosen)[real].ravel(), minlength=5) / (2 * real.sum())
+    p = np.asarray(probabilities)[real].mean(0)
+    found = experts.penalty(chosen, probabilities, mask) / mask.sum()
+    np.testing.assert_allclose(found, 5 * (f * p).sum(), rtol=1e-5)
+    rows = [
+        experts.penalty(chosen[i : i + 1], probabilities[i : i + 1], mask[i : i + 1])
+        for i in range(3)
+    ]
+    found = experts.penalty(chosen, probabilities, mask, over="rows")
+    np.testing.assert_allclose(found, sum(rows), rtol=1e-5)
+    even = jnp.tile(jnp.arange(4)[None, :, None], (1, 1, 1))
+    assert experts.penalty(even, jnp.full((1, 4, 4), 0.25), jnp.ones((1, 4))) == 4
+    with pytest.raises(ValueError, match="over='tokens'; expected 'batch' or 'rows'"):
+        experts.penalty(chosen, probabilities, mask, over="tokens")
+
+
+def test_biases_even_out_a_skewed_router():
+    noise = jax.random.normal(jax.random.key(0), (4, 64, 8))
+    scores = jax.nn.sigmoid(noise + jnp.arange(8)[None, None] / 2.0)
+    mask, bias = jnp.ones((4, 64)), jnp.zeros(8)
+
+    @jax.jit
+    def step(bias):
+        found = experts.loads(jax.lax.top_k(scores + bias[None, None], 2)[1], mask, 8)
+        return experts.rebalanced(bias, found, 0.01), found
+
+    first = step(bias)[1]
+    for _ in range(200):
+        bias, last = step(bias)
+    assert first.sum() == last.sum() == 4 * 64 * 2
+    assert first.max() > 2 * 64 and last.max() < 1.3 * 64 and last.min() > 0.7 * 64
+    assert experts.rebalanced(jnp.zeros(3), jnp.array([1, 2, 3])).tolist() == pytest.approx(
+        [0.001, 0, -0.001]
+    )
+
+
+TABLE = {
+    "vocab": None, "embed": None, "heads": None, "kv_heads": None, "head_dim": None, "mlp": None,
+    "router": None, "experts": "expert",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", FIRST_QUICK[:2])
+def test_the_compiler_cuts_experts_by_rule(config):
+    graphdef, params = decoder(config)
+    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    run = objective.value_and_grad(loss, has_aux=True)
+    expected = jax.jit(run)(params, batch_of())
+    grid, rule = mesh.make(expert=4), rules.LogicalRules(TABLE)
+    compiled = rules.jit(run, grid, in_rules=(rule, P("expert")))
+    close(compiled(params, batch_of()), expected)
+    spec = {row.path: tuple(row.spec) for row in rules.describe(rule, params, grid).rows}
+    assert spec["blocks/experts/gate/kernel"][:2] == (None, "expert")
+    assert "expert" not in spec["blocks/experts/router/kernel"]
+
+
+def is_cut(path):
+    return "experts" in path and not {"gate", "up", "down"}.isdisjoint(path)
+
+
+def by_hand(loss, params, batch, meaning, devices):
+    """(mean, aux, gradients): rows and experts cut over one axis, all other weights whole."""
+    flat = nnx.to_flat_state(params)
+    specs = [P(None, "expert") if is_cut(path) else P() for path, _ in flat]
+
+    def local(arrays, batch):
+        def total(arrays):
+            pairs = [(path, v.replace(a)) for (path, v), a in zip(flat, arrays, strict=True)]
+            meanings = {"total": lambda x, axes: jax.lax.psum(x, "expert"), "experts": meaning}
+            with marks.bind(**meanings):
+                mean, aux = loss(nnx.from_flat_state(pairs), batch)
+            return mean.total, (mean.count, aux)
+
+        (found, (count, aux)), grads = jax.value_and_grad(total, has_aux=True)(arrays)
+        found, count, aux = jax.lax.psum((found, count, aux), "expert")
+        grads = [
+            g if is_cut(path) else jax.lax.psum(g, "expert")
+            for (path, _), g in zip(flat, grads, strict=True)
+        ]
+        return found / count, aux, [g / count for g in grads]
+
+    run = jax.shard_map(
+        local, mesh=mesh.make(expert=devices), in_specs=(specs, P("expert")),
+        out_specs=(P(), P(), specs), check_vma=False,
+    )  # fmt: skip
+    return jax.jit(run)([v[...] for _, v in flat], batch)
+
+
+@pytest.mark.parametrize(
+    ("config", "form"),
+    [
+        (CONFIGS[0], "all_to_all"),
+        pytest.param(CONFIGS[0], "gather", marks=SLOW),
+        pytest.param(CONFIGS[1], "all_to_all", marks=SLOW),
+        pytest.param(CONFIGS[2], "all_to_all", marks=SLOW),
+    ],
+    ids=["capacity", "gathered", "dropless", "biased"],
+)
+def test_a_decoder_on_an_axis_of_experts_equals_one_device(config, form):
+    graphdef, params = decoder(config)
+    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    (mean, aux), grads = jax.jit(objective.value_and_grad(loss, has_aux=True))(params, batch_of())
+    expected = mean, aux, [v[...] for _, v in nnx.to_flat_state(grads)]
+    close(by_hand(loss, params, batch_of(), FORMS[form], 4), expected)
+
+
+def test_meanings_are_values():
+    assert experts.all_to_all("expert") == experts.all_to_all("expert")
+    assert hash(experts.gather("a")) == hash(experts.gather("a"))
+    assert experts.gather("a") != experts.all_to_all("a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"experts_per_token": 5}, r"experts_per_token=5 must be from 1 to experts=4"),
+        ({"experts": 0, "shared_experts": 1}, r"shared_experts=1 .* stand beside others"),
+        ({"router": "tanh"}, r"router='tanh'; expected 'softmax' or 'sigmoid'"),
+        ({"capacity_factor": 0}, r"capacity_factor=0 must be above 0, or None"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **changes)
