@@ -147,7 +147,8 @@ def test_bfloat16_is_as_near_to_the_truth_as_on_one_device():
     many = over_devices(context.ring("context"), 4, window)(*in_order((rounded, places), order))
     many = in_order(many, context.inverse(order))
     for a, b, c in zip(many, one, truth, strict=True):
-        assert np.abs(a - c).max() <= max(1.5 * np.abs(b - c).max(), 2**-7 * np.abs(c).max())
+        # 0.75 to 1.03 of one device's mean error; with sums in bfloat16, 1.2 to 1.9.
+        assert np.abs(a - c).mean() <= 1.1 * np.abs(b - c).mean()
 
 
 def test_a_query_that_sees_no_key_is_loud_everywhere():
