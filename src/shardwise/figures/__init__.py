@@ -9,6 +9,7 @@ except ModuleNotFoundError:
     ) from None
 
 from shardwise.figures.balance import balance_explorer
+from shardwise.figures.blocks import Block, block_explorer
 from shardwise.figures.collectives import collective_picture
 from shardwise.figures.counters import counters
 from shardwise.figures.explorer import mesh_explorer
@@ -31,9 +32,11 @@ from shardwise.figures.zero import training_step
 
 __all__ = [
     "DEVICES",
+    "Block",
     "Product",
     "balance_explorer",
     "bars",
+    "block_explorer",
     "canvas",
     "choose",
     "collective_picture",
