@@ -147,7 +147,8 @@ def test_bfloat16_is_as_near_to_the_truth_as_on_one_device():
     many = over_devices(context.ring("context"), 4, window)(*in_order((rounded, places), order))
     many = in_order(many, context.inverse(order))
     for a, b, c in zip(many, one, truth, strict=True):
-        assert np.abs(a - c).max() <= max(1.5 * np.abs(b - c).max(), 2**-7 * np.abs(c).max())
+        # 0.75 to 1.03 of one device's mean error; with sums in bfloat16, 1.2 to 1.9.
+        assert np.abs(a - c).mean() <= 1.1 * np.abs(b - c).mean()
 
 
 def test_a_query_that_sees_no_key_is_loud_everywhere():
@@ -297,7 +298,8 @@ def test_a_decoder_with_its_sequence_cut_is_one_devices():
         return found / count, jax.tree.map(lambda g: g / count, grads)
 
     batch |= {"index": np.broadcast_to(np.arange(24, dtype=np.int32), (2, 24))}
-    ours = jax.jit(
+    moved = {name: x[:, order] for name, x in batch.items()}
+    program = jax.jit(
         jax.shard_map(
             local,
             mesh=mesh.make(context=4),
@@ -305,7 +307,13 @@ def test_a_decoder_with_its_sequence_cut_is_one_devices():
             out_specs=P(),
             check_vma=False,
         )
-    )(params, {name: x[:, order] for name, x in batch.items()})
+    ).lower(params, moved)
+    # Each layer sends the formula, forward twice: nothing is taken out of the scan and kept.
+    q, k = (jax.ShapeDtypeStruct((2, 24, h, 4), jnp.float32) for h in (4, 2))
+    sent = context.bytes_sent(context.ring("context"), 4, q, k)
+    hops = measure.collectives(program)["collective-permute"]
+    assert hops.ring_bytes == CONFIG.layers * (2 * sent.forward + sent.backward)
+    ours = program.compile()(params, moved)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves((mean, grads)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * max(1, np.abs(b).max()))
 

@@ -151,3 +151,33 @@ def test_a_python_without_library_sources_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(data.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(FileNotFoundError, match="ships it unzipped"):
         data.corpus.__wrapped__("train")
+
+
+def test_packed_rows_are_documents_without_padding():
+    texts, seq_len = data.corpus("validation"), 512
+    count = -(-(sum(t.size for t in texts) - 1) // seq_len)
+    epoch = take(count, 1, seq_len, split="validation", packed=True)
+    # Every byte but the first of its document, which follows none, is predicted where its row
+    # has the byte before it.
+    assert sum(b["mask"].sum() for b in epoch) == sum(t.size - 1 for t in texts)
+    stream = np.concatenate(texts).tobytes()
+    for b in epoch:
+        row = {name: x[0] for name, x in b.items()}
+        starts = np.flatnonzero(row["positions"] == 0)
+        assert starts[0] == 0 and row["documents"][starts].tolist() == [*range(len(starts))]
+        steps = np.diff(row["positions"])
+        assert ((steps == 1) | (row["positions"][1:] == 0)).all()
+        np.testing.assert_array_equal(np.diff(row["documents"]), row["positions"][1:] == 0)
+        inside = np.flatnonzero(row["mask"]).max()  # up to the padding of the very last row
+        ends = np.diff(row["documents"]) == 1
+        np.testing.assert_array_equal(row["mask"][:inside] == 0, ends[:inside])
+        np.testing.assert_array_equal(row["tokens"][1:], row["targets"][:-1])
+        if row["mask"][-1]:
+            assert row["tokens"].astype(np.uint8).tobytes() in stream
+    assert max(b["documents"].max() for b in epoch) > 1
+
+
+def test_a_position_in_packed_batches_is_none_in_others():
+    packed, padded = data.batches(2, 16, packed=True), data.batches(2, 16)
+    with pytest.raises(ValueError, match="packed was True and is None"):
+        padded.set_state(packed.get_state())

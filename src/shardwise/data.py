@@ -90,6 +90,7 @@ def batches(
     split: str = "train",
     process_index: int = 0,
     process_count: int = 1,
+    packed: bool = False,
 ) -> Batches:
     """An endless, shuffled, deterministic iterator of batches, whose position can be saved.
 
@@ -98,6 +99,10 @@ def batches(
       tokens:  int32, the bytes to predict from;
       targets: int32, the byte that follows each of them;
       mask:    float32, 1 where the target is real and 0 on padding.
+    If `packed`, documents follow one another without padding, and two arrays more tell them apart:
+      documents: int32, the number in its row of each token's document;
+      positions: int32, the token's place in its document, or in what of it the row has.
+    There the mask is 0 on a document's last token, whose target is another document's first.
 
     `batch` is the global batch. Process p of n takes every n-th of its rows, from row p on, and
     no others; together the processes take what one process would have taken.
@@ -107,7 +112,19 @@ def batches(
         or process.
     """
     _check(batch, seq_len, process_index, process_count)
-    documents = corpus(split)
+    count, window = (_packed if packed else _padded)(corpus(split), seq_len)
+    epochs = 2**20  # endless for all purposes; Grain's own endless repeat overflows on batch 1
+    rows = grain.MapDataset.range(count).shuffle(seed=seed).repeat(epochs)
+    share = rows[process_index::process_count].map(window).batch(batch // process_count)
+    few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+    source = {"split": split, "batch": int(batch), "seq_len": int(seq_len), "seed": int(seed)}
+    source["corpus"] = fingerprint(split)
+    source |= {"packed": True} if packed else {}
+    return Batches(iter(share.to_iter_dataset(few)), source)
+
+
+def _padded(documents, seq_len):
+    """(number of windows, the function that makes the i-th): each of one document."""
     windows = [-(-(text.size - 1) // seq_len) for text in documents]
     document = np.repeat(np.arange(len(documents)), windows)
     start = seq_len * np.concatenate([np.arange(n) for n in windows])
@@ -120,13 +137,30 @@ def batches(
         mask = (np.arange(seq_len) < real).astype(np.float32)
         return {"tokens": padded[:-1], "targets": padded[1:], "mask": mask}
 
-    epochs = 2**20  # endless for all purposes; Grain's own endless repeat overflows on batch 1
-    rows = grain.MapDataset.range(len(document)).shuffle(seed=seed).repeat(epochs)
-    share = rows[process_index::process_count].map(window).batch(batch // process_count)
-    few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-    source = {"split": split, "batch": int(batch), "seq_len": int(seq_len), "seed": int(seed)}
-    source["corpus"] = fingerprint(split)
-    return Batches(iter(share.to_iter_dataset(few)), source)
+    return len(document), window
+
+
+def _packed(documents, seq_len):
+    """The same, of all documents one after the other; what pads the last window is one more."""
+    starts = np.cumsum([0, *(text.size for text in documents)])
+    count = -(-(int(starts[-1]) - 1) // seq_len)
+    stream = np.zeros(count * seq_len + 1, np.int32)
+    stream[: starts[-1]] = np.concatenate(documents)
+
+    def window(i):
+        place = np.arange(i * seq_len, (i + 1) * seq_len + 1)
+        document = np.searchsorted(starts, place, side="right") - 1
+        text, first = stream[place], np.maximum(starts[document], place[0])
+        same = (document[1:] == document[:-1]) & (place[1:] < starts[-1])
+        return {
+            "tokens": text[:-1],
+            "targets": text[1:],
+            "mask": same.astype(np.float32),
+            "documents": (document - document[0])[:-1].astype(np.int32),
+            "positions": (place - first)[:-1].astype(np.int32),
+        }
+
+    return count, window
 
 
 @functools.cache

@@ -32,8 +32,8 @@ class Ulysses:
         self._check(jax.lax.axis_size(self.axis), q.shape[2], k.shape[2])
         if self.copies > 1:
             k, v = (jnp.repeat(x, self.copies, axis=2) for x in (k, v))
+        everywhere = gather_places(self.axis, places, q)
         q, k, v = (jax.lax.all_to_all(x, self.axis, 2, 1, tiled=True) for x in (q, k, v))
-        everywhere = gather_places(self.axis, places)
         out = self.local(q, k, v, everywhere, everywhere, mask)
         return jax.lax.all_to_all(out, self.axis, 1, 2, tiled=True)
 

@@ -38,8 +38,9 @@ class AllGather:
     local: Callable = in_tiles
 
     def __call__(self, q, k, v, places, mask=marks.causal):
+        everywhere = gather_places(self.axis, places, q)
         k, v = gather(self.axis, k), gather(self.axis, v)
-        return self.local(q, k, v, places, gather_places(self.axis, places), mask)
+        return self.local(q, k, v, places, everywhere, mask)
 
     def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
         """n - 1 other devices' K, V and places, and as many parts of dK and dV."""
@@ -61,6 +62,8 @@ def _scatter(axis, _, g):
 gather.defvjp(lambda axis, x: (gather(axis, x), None), _scatter)
 
 
-def gather_places(axis: Axis, places: marks.Places) -> marks.Places:
-    """Of all tokens along `axis`, in the order in which `gather` has them."""
-    return marks.Places(*jax.lax.all_gather(jnp.stack(places), axis, axis=2, tiled=True))
+def gather_places(axis: Axis, places: marks.Places, q: jax.Array) -> marks.Places:
+    """Of all tokens along `axis`, in the order in which `gather` has them; anew for each q."""
+    # Tied to q: otherwise a scan over layers gathers them once, or in each, as JAX sees fit.
+    own = jax.lax.optimization_barrier((jnp.stack(places), jax.lax.stop_gradient(q)))[0]
+    return marks.Places(*jax.lax.all_gather(own, axis, axis=2, tiled=True))

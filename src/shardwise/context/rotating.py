@@ -56,6 +56,10 @@ def attention(
 
 
 def _forward(axis, mask, block, q, k, v, query, key):
+    kept = q, k, v, query, key
+    # Tied to q: JAX would take what depends on places alone, the mask of every tile, out of a scan
+    # over layers, and keep it.
+    q, query, key = jax.lax.optimization_barrier((q, query, key))
     queries = _grouped(q, k, block), tiles.tiled(query, block, axis=2)
     keys = *(tiles.tiled(x, block) for x in (k, v)), tiles.tiled(key, block, axis=2)
 
@@ -67,7 +71,7 @@ def _forward(axis, mask, block, q, k, v, query, key):
     sums, keys = _around(step, (tiles.nothing(queries[0]), keys), axis)
     out, log_total = tiles.result(tiles.add(sums, queries, keys, mask), q.dtype)
     out = tiles.joined(out).reshape(q.shape)
-    return out, (q, k, v, query, key, out, log_total)
+    return out, (*kept, out, log_total)
 
 
 def _backward(axis, mask, block, kept, g):

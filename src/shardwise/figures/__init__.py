@@ -8,6 +8,7 @@ except ModuleNotFoundError:
         "run `pip install 'shardwise[figures]'`."
     ) from None
 
+from shardwise.figures.balance import balance_explorer
 from shardwise.figures.blocks import Block, block_explorer
 from shardwise.figures.collectives import collective_picture
 from shardwise.figures.counters import counters
@@ -33,6 +34,7 @@ __all__ = [
     "DEVICES",
     "Block",
     "Product",
+    "balance_explorer",
     "bars",
     "block_explorer",
     "canvas",

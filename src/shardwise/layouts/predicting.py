@@ -134,8 +134,6 @@ def _attention(layout, shapes, batch, again, sent):
     n = layout.size("context")
     one = attention(layout).bytes_sent(n, q, k)
     total = layers * (one.forward * (2 if again else 1) + one.backward)
-    if again:  # the places of tokens are the same in each layer: JAX takes them out of the loop
-        total -= (layers - 1) * (n - 1) * 3 * 4 * rows * length // n
     _add(sent, layout.context, layout.microbatches * total)
 
 
