@@ -453,7 +453,7 @@ def test_the_compiler_cuts_experts_by_rule(config):
     compiled = rules.jit(run, grid, in_rules=(rule, P("expert")))
     close(compiled(params, batch_of()), expected)
     spec = {row.path: tuple(row.spec) for row in rules.describe(rule, params, grid).rows}
-    assert spec["blocks/experts/gate/kernel"] [:2] == (None, "expert")
+    assert spec["blocks/experts/gate/kernel"][:2] == (None, "expert")
     assert "expert" not in spec["blocks/experts/router/kernel"]
 
 
