@@ -415,7 +415,7 @@ def test_gathered_weights_that_are_kept_are_seen(mistake):
 def break_sum(monkeypatch):
     """Forgets what is replicated, as one may who takes check_vma for True."""
     real = gradients._Device._sum
-    forget = lambda self, grad, how: real(self, grad, how) if how else grad  # noqa: E731
+    forget = lambda self, grad, s, axis: grad if s.cut is None else real(self, grad, s, axis)  # noqa: E731
     monkeypatch.setattr(gradients._Device, "_sum", forget)
 
 
@@ -428,7 +428,7 @@ def break_check_vma(monkeypatch):
 
 def break_axis(monkeypatch):
     """Sums the shards' gradients over the wrong axis: that of the shards, not of their copies."""
-    wrong = lambda self, grad, how: jax.lax.psum(grad, self.rows[-1])  # noqa: E731
+    wrong = lambda self, grad, s, axis: jax.lax.psum(grad, self.divided.rows[-1])  # noqa: E731
     monkeypatch.setattr(gradients._Device, "_sum", wrong)
 
 

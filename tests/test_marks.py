@@ -6,6 +6,7 @@ import weakref
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -136,3 +137,56 @@ def test_what_jax_keeps_of_a_trace_keeps_no_function_alive():
     del meaning
     gc.collect()
     assert alive() is None
+
+
+def test_places_are_those_of_single_documents_where_a_batch_says_nothing():
+    for batch in (None, {"tokens": jnp.zeros((2, 3))}):
+        found = marks.places(batch, 2, 3)
+        assert found.positions.tolist() == found.index.tolist() == [[0, 1, 2]] * 2
+        assert found.documents.tolist() == [[0] * 3] * 2
+    with marks.bind(index=lambda axis, size: jnp.arange(size) + {"sequence": 10}[axis]):
+        assert marks.places(None, 1, 2).index.tolist() == [[10, 11]]
+
+
+def test_places_come_from_the_batch_where_it_has_them():
+    given = {"positions": [[0, 1, 0]], "documents": [[4, 4, 7]]}
+    found = marks.places({k: jnp.array(x) for k, x in given.items()}, 1, 3)
+    assert [x.tolist() for x in found] == [[[0, 1, 0]], [[4, 4, 7]], [[0, 1, 2]]]
+    moved = marks.places({"index": jnp.array([[5, 2]])}, 1, 2)  # as a cut batch has it
+    assert moved.index.tolist() == moved.positions.tolist() == [[5, 2]]
+    with pytest.raises(ValueError, match=r"'documents' of the batch is \[3\]; .* token, \[1, 3\]"):
+        marks.places({"documents": jnp.zeros(3, int)}, 1, 3)
+
+
+def qkv(rows=2, length=5, heads=6, kv_heads=2, size=4):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [jax.random.normal(k, (rows, length, n, size)) for k, n in zip(
+        keys, (heads, kv_heads, kv_heads), strict=True)]  # fmt: skip
+
+
+def test_unbound_attention_agrees_with_jax():
+    theirs = jax.nn.dot_product_attention(*qkv(), is_causal=True)
+    ours = marks.attend(*qkv(), marks.places(None, 2, 5))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_attention_sees_what_the_mask_says_of_the_places():
+    order = np.array([3, 0, 4, 1, 2])
+    documents = np.array([[0, 0, 0, 1, 1], [2, 2, 2, 2, 2]])
+    places = marks.places({"documents": documents}, 2, 5)
+    window = lambda q, k: marks.causal(q, k) & (q.index - k.index < 3)  # noqa: E731
+    near = np.subtract.outer(range(5), range(5))
+    near = ((near >= 0) & (near < 3))[None] & (documents[:, :, None] == documents[:, None, :])
+    theirs = jax.nn.dot_product_attention(*qkv(), mask=near[:, None])
+    ours = marks.attend(*qkv(), places, window)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    moved = [x[:, order] for x in qkv()]  # the order in memory does not matter
+    elsewhere = marks.Places(*(x[:, order] for x in places))
+    ours = marks.attend(*moved, elsewhere, window)
+    np.testing.assert_allclose(ours, theirs[:, order], rtol=1e-5, atol=1e-6)
+
+
+def test_bound_attention_receives_what_the_model_gave():
+    given = (*qkv(), marks.places(None, 2, 5))
+    with marks.bind(attend=lambda *args: args):
+        assert marks.attend(*given) == (*given, marks.causal)

@@ -84,18 +84,26 @@ def test_attention_is_causal():
     assert jnp.abs(before[:, 5:] - after[:, 5:]).max(axis=(0, 2)).min() > 0
 
 
-def test_grouped_queries_agree_with_jax():
-    key = jax.random.split(jax.random.key(0), 3)
-    q = jax.random.normal(key[0], (2, 5, 6, 4))
-    k, v = (jax.random.normal(i, (2, 5, 2, 4)) for i in key[1:])
-    theirs = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    np.testing.assert_allclose(model.attend(q, k, v), theirs, rtol=1e-5, atol=1e-6)
+def test_packed_documents_do_not_see_each_other():
+    net, seq = decoder(SMALL), tokens(SMALL, (1, 9))
+    alone = jnp.concatenate([net(seq[:, :4]), net(seq[:, 4:])], axis=1)
+    batch = {
+        "positions": jnp.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]]),
+        "documents": jnp.array([[0] * 4 + [1] * 5]),
+    }
+    packed = net(seq, places=marks.places(batch, 1, 9))
+    np.testing.assert_allclose(packed, alone, rtol=1e-5, atol=1e-5)
+    positions_alone = {"positions": batch["positions"]}  # apart in angle, still seen
+    assert jnp.abs(net(seq, places=marks.places(positions_alone, 1, 9)) - alone).max() > 0.01
 
 
 def test_rotary_scores_depend_on_distance_only():
     q, k = jax.random.normal(jax.random.key(0), (2, 8))
     same = lambda x: jnp.broadcast_to(x[None, None, None, :], (1, 10, 1, 8))  # noqa: E731
-    scores = jnp.einsum("bshd,bthd->st", model.rotary(same(q)), model.rotary(same(k)))
+    places = jnp.arange(10)[None]
+    scores = jnp.einsum(
+        "bshd,bthd->st", model.rotary(same(q), places), model.rotary(same(k), places)
+    )
     for distance in range(10):
         diagonal = jnp.diagonal(scores, distance)
         np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-5)
@@ -124,7 +132,11 @@ def test_compute_dtype_is_separate_from_parameter_dtype():
         logits = net(tokens(config))
     assert set(seen) == {
         ("embedding_output", "bfloat16"),
+        ("attention_input", "bfloat16"),
+        ("attended", "bfloat16"),
         ("attention_output", "bfloat16"),
+        ("mlp_input", "bfloat16"),
+        ("mlp_hidden", "bfloat16"),
         ("mlp_output", "bfloat16"),
         ("logits", "float32"),
     }

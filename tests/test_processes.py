@@ -82,9 +82,9 @@ def touched(root, sharded):
     return sum(
         found[path].places[chunk][2]
         for path, x in sharded.items()
-        if path in found
         for index in x.sharding.addressable_devices_indices_map(x.shape).values()
         for chunk in found[path].touched(index)
+        if chunk in found[path].places
     )
 
 

@@ -323,6 +323,14 @@ def test_uneven_axes_stay_whole_when_told():
     assert rules.describe(lenient, ARRAY, MESH).replicated == {"w": "no pattern matches"}
 
 
+def test_the_description_counts_numpys_float64_as_jax_places_it():
+    tree = {"w": np.ones((16, 8))}
+    assert tree["w"].dtype == np.float64 and not jax.config.jax_enable_x64
+    described, placed = rules.describe(P("fsdp"), tree, MESH), rules.place(tree, P("fsdp"), MESH)
+    assert set(measure.bytes_on_devices(placed).values()) == {described.bytes_per_device}
+    assert described.whole_bytes == placed["w"].nbytes == 16 * 8 * 4
+
+
 def test_the_table_says_what_stays_whole_and_why():
     described = rules.describe(RULES["fsdp over logical"], ABSTRACT, MESH)
     text, shown = str(described), described._repr_markdown_()

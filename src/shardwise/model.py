@@ -1,9 +1,10 @@
 """A present-day decoder in Flax NNX, written for one device.
 
 Every parameter carries the names of its logical axes (metadata `logical_axes`) and the code
-carries marks (`marks.constrain` names embedding_output, attention_output, mlp_output, logits); of
-meshes it knows nothing. Letters in einsums: b batch, s and t sequence, e embed, h heads,
-k kv_heads, g query heads for each kv head, d head_dim, m mlp, v vocab.
+carries marks: `marks.attend`, and `marks.constrain` with the names embedding_output,
+attention_input, attended, attention_output, mlp_input, mlp_hidden, mlp_output and logits. Of meshes
+it knows nothing. Letters in einsums: b batch, s sequence, e embed, h heads, k kv_heads, d head_dim,
+m mlp, v vocab.
 """
 
 from typing import Any
@@ -24,30 +25,19 @@ __all__ = [
     "Linear",
     "RMSNorm",
     "Routing",
-    "attend",
     "drop",
     "rotary",
 ]
 
 
-def rotary(x: jax.Array) -> jax.Array:
-    """Rotate the halves of x [b, s, h, d] by angles that grow with the position (Su et al.)."""
+def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
+    """Rotate the halves of x [b, s, h, d] by angles that grow with positions [b, s] (Su et al.)."""
     half = x.shape[-1] // 2
     frequency = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency[None, :]
-    cos, sin = (f(angle).astype(x.dtype)[None, :, None, :] for f in (jnp.cos, jnp.sin))
+    angle = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
+    cos, sin = (f(angle).astype(x.dtype)[:, :, None, :] for f in (jnp.cos, jnp.sin))
     first, second = x[..., :half], x[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention, q [b, s, h, d], k and v [b, t, k, d]: a kv head serves h/k query heads."""
-    b, s, h, d = q.shape
-    q = q.reshape(b, s, k.shape[2], h // k.shape[2], d)
-    scores = jnp.einsum("bskgd,btkd->bkgst", q, k).astype(jnp.float32) * d**-0.5
-    causal = jnp.tril(jnp.ones((s, s), bool))[None, None, None]
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgst,btkd->bskgd", weights, v).reshape(b, s, h, d)
 
 
 class Block(nnx.Module):
@@ -76,20 +66,23 @@ class Block(nnx.Module):
         self.routed = bool(c.experts)
         self.dropout = c.dropout
 
-    def __call__(self, x, key=None):
+    def __call__(self, x, key=None, places=None):
+        places = places or marks.places(None, *x.shape[:2])
         keys = (None, None) if key is None else jax.random.split(key)
-        y = self.attention_norm(x)
-        q, k = rotary(self.q("bse,ehd->bshd", y)), rotary(self.k("bse,ekd->bskd", y))
-        y = self.o("bshd,hde->bse", attend(q, k, self.v("bse,ekd->bskd", y)))
+        y = marks.constrain(self.attention_norm(x), "attention_input")
+        q = rotary(self.q("bse,ehd->bshd", y), places.positions)
+        k = rotary(self.k("bse,ekd->bskd", y), places.positions)
+        y = marks.attend(q, k, self.v("bse,ekd->bskd", y), places)
+        y = self.o("bshd,hde->bse", marks.constrain(y, "attended"))
         x = marks.constrain(x + drop(y, self.dropout, keys[0]), "attention_output")
-        y, routing = self._mlp(self.mlp_norm(x))
+        y, routing = self._mlp(marks.constrain(self.mlp_norm(x), "mlp_input"), places)
         return marks.constrain(x + drop(y, self.dropout, keys[1]), "mlp_output"), routing
 
-    def _mlp(self, x):
+    def _mlp(self, x, places):
         if self.routed:
-            return self.experts(x)
+            return self.experts(x, places.index)
         y = jax.nn.silu(self.gate("bse,em->bsm", x)) * self.up("bse,em->bsm", x)
-        return self.down("bsm,me->bse", y), None
+        return self.down("bsm,me->bse", marks.constrain(y, "mlp_hidden")), None
 
 
 def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -135,28 +128,32 @@ class Decoder(nnx.Module):
         head = (config.embed, config.vocab)
         self.head = Linear(config, head, ("embed", "vocab"), config.embed, rngs)
 
-    def __call__(self, tokens, key=None):
-        """Logits; with a `key` dropout is on, without one it is off."""
-        return self.route(tokens, key)[0]
+    def __call__(self, tokens, key=None, places=None):
+        """Logits; with a `key` dropout is on. `places` are `marks.Places`, by default those of
+        rows that are one document each.
+        """
+        return self.route(tokens, key, places)[0]
 
-    def route(self, tokens: jax.Array, key: jax.Array | None = None) -> tuple[jax.Array, Any]:
+    def route(
+        self, tokens: jax.Array, key: jax.Array | None = None, places: marks.Places | None = None
+    ) -> tuple[jax.Array, Any]:
         """(logits, the `Routing` of all layers, each with a leading axis of layers; else None)."""
         x = self.embed.kernel[...].astype(self.config.dtype)[tokens]
         x = marks.constrain(x, "embedding_output")
-        x, routing = self._layers(x, key)
+        x, routing = self._layers(x, key, places)
         logits = self.head("bse,ev->bsv", self.final_norm(x)).astype(jnp.float32)
         return marks.constrain(logits, "logits"), routing
 
-    def _layers(self, x, key):
+    def _layers(self, x, key, places):
         c = self.config
         graphdef, stack = nnx.split(self.blocks)
         keys = None if key is None or c.dropout == 0 else jax.random.split(key, c.layers)
 
         def layer(x, weights_and_key):
             weights, key = weights_and_key
-            return nnx.merge(graphdef, marks.use(weights))(x, key)
+            return nnx.merge(graphdef, marks.use(weights))(x, key, places)
 
-        body = jax.checkpoint(layer) if c.remat else layer
+        body = jax.checkpoint(layer) if c.remat else marks.layer(layer)
         size = c.layers // c.stages
         routings = []
         for first in range(0, c.layers, size):

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from shardwise import experts, objective, rules
+from shardwise import experts, marks, objective, rules
 from shardwise.model import Config, Decoder
 
 
@@ -26,7 +26,8 @@ def loss(
     With a `key`, dropout is on.
     """
     decoder = params if graphdef is None else nnx.merge(graphdef, params)
-    logits = decoder(batch["tokens"], key)
+    tokens = batch["tokens"]
+    logits = decoder(tokens, key, marks.places(batch, *tokens.shape))
     each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     return objective.Mean(jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"]))
 
@@ -46,7 +47,8 @@ def routed_loss(
     the total without the penalty. Balancing by a bias needs no penalty: balance=0.
     """
     decoder = params if graphdef is None else nnx.merge(graphdef, params)
-    logits, routing = decoder.route(batch["tokens"], key)
+    tokens = batch["tokens"]
+    logits, routing = decoder.route(tokens, key, marks.places(batch, *tokens.shape))
     mask, count = batch["mask"], decoder.config.experts
     each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     nats = jnp.sum(each * mask)

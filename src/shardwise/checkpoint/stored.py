@@ -15,7 +15,8 @@ class Chunks(NamedTuple):
     """How one array is stored.
 
     `places` maps the number of a chunk along each axis to (file, offset, bytes), the file's path
-    relative to the item's directory. Chunks are compressed, those at an array's end padded.
+    relative to the item's directory. Chunks are compressed, those at an array's end padded. One
+    that comes to less than a kilobyte lies in TensorStore's index itself, and has no place.
     """
 
     shape: tuple[int, ...]
@@ -32,10 +33,9 @@ class Chunks(NamedTuple):
 
 
 def stored(directory: str | os.PathLike, step: int, item: str) -> dict[str, Chunks]:
-    """{path: Chunks} of an item's arrays, read from Orbax's metadata and TensorStore's index.
+    """{path: Chunks} of an item's arrays, from Orbax's metadata and TensorStore's index.
 
-    TensorStore keeps arrays below a kilobyte inside its index: they are left out, and so are NumPy
-    scalars. For local directories.
+    For local directories.
     """
     handlers = {item: ocp.PyTreeCheckpointHandler()}
     options = ocp.CheckpointManagerOptions(create=False, save_interval_steps=0)
@@ -44,9 +44,9 @@ def stored(directory: str | os.PathLike, step: int, item: str) -> dict[str, Chun
         leaves = flat(manager.item_metadata(step)[item].tree)
         there = places(str(manager.directory / str(step) / item))
     return {
-        path: chunks_of(leaf, there[name])
+        path: chunks_of(leaf, there.get(stored_name(path), {}))
         for path, leaf in leaves.items()
-        if (name := stored_name(path)) in there
+        if getattr(leaf, "storage", None) is not None
     }
 
 

@@ -29,9 +29,9 @@ class Drawing(Figure):
 
 
 def canvas(
-    width: float = 6.4, height: float = 3.0, columns: int = 1, rows: int = 1
+    width: float = 4.3, height: float = 3.0, columns: int = 1, rows: int = 1
 ) -> tuple[Drawing, Any]:
-    """A transparent drawing in the book's style, and its axes: one, or an array, as of subplots."""
+    """A transparent drawing in the book's style, in inches (4.5 fit a phone), and its axes."""
     with palette.style():
         drawing = Drawing(figsize=(width, height), layout="constrained")
         return drawing, drawing.subplots(rows, columns)
@@ -102,7 +102,7 @@ def curves(
 
     `series` maps a name to (x, y); `levels` maps a name to a height drawn across, such as a bound.
     """
-    drawing, axes = canvas(6.4, 3.4)
+    drawing, axes = canvas(height=3.2)
     ends = []
     for i, (name, (x, y)) in enumerate(series.items()):
         colour = palette.LINES[i % len(palette.LINES)]
@@ -125,7 +125,7 @@ def bars(
     found: str = "measured",
 ) -> Drawing:
     """Predicted beside `found`, one pair of bars a label, each with its number in `unit`."""
-    drawing, axes = canvas(6.4, 0.62 * len(labels) + 1.0)
+    drawing, axes = canvas(height=0.62 * len(labels) + 1.0)
     where = np.arange(len(labels))
     for shift, values, name, fill in (
         (-0.19, predicted, "predicted", False),

@@ -1,11 +1,18 @@
-"""Batches whose rows are cut over devices and microbatches."""
+"""Batches whose rows, and perhaps columns, are cut over devices and microbatches."""
 
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
 
+from shardwise import objective
 from shardwise import tree as trees
+
+WHO = "fsdp.value_and_grad"
 
 
 def pad(batch: dict, n: int, mask: str = "mask") -> dict:
@@ -23,18 +30,76 @@ def pad(batch: dict, n: int, mask: str = "mask") -> dict:
     return jax.tree.map(lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), batch)
 
 
+class Divided(NamedTuple):
+    """Over which mesh axes a batch's rows and columns are cut by hand, in which order."""
+
+    mesh: jax.sharding.Mesh
+    rows: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    order: Callable[[int, int], Any] | None = None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All of these axes, over which the parts' sums are added up."""
+        return (*self.columns, *self.rows)
+
+    def __call__(self, batch: Any, microbatches: int) -> tuple[Any, Any, tuple]:
+        """(the batch, its columns in order; the numbers of rows and columns; the specs of both).
+
+        Raises:
+          ValueError: rows or columns that do not divide.
+        """
+        check_rows(batch, self._parts(self.rows) * microbatches)
+        if not self.columns:
+            return batch, objective.numbers(batch), (P(self.rows), P(self.rows))
+        length, parts = _sequence(batch), self._parts(self.columns)
+        if length % parts:
+            raise ValueError(
+                f"{WHO}: a sequence of {length} does not split into {parts} parts, over "
+                f"{self.columns}; pad it, with a mask of 0, to {-(-length // parts) * parts}."
+            )
+        order = np.arange(length) if self.order is None else self.order(length, parts)
+        if (np.asarray(order) != np.arange(length)).any():
+            batch = jax.tree.map(lambda x: x[:, order] if jnp.ndim(x) > 1 else x, batch)
+        numbers = objective.numbers(batch, order)
+
+        def spec(x):
+            return P(self.rows, self.columns) if jnp.ndim(x) > 1 else P(self.rows)
+
+        return batch, numbers, (jax.tree.map(spec, batch), jax.tree.map(spec, numbers))
+
+    def _parts(self, axes):
+        return math.prod(self.mesh.shape[name] for name in axes)
+
+
+def _sequence(batch):
+    """The length of the batch's sequences, axis 1 of each array that has two or more."""
+    lengths: dict[int, str] = {}
+    for path, x in trees.leaves(batch):
+        if jnp.ndim(x) > 1:
+            lengths.setdefault(jnp.shape(x)[1], path or "the batch")
+    if len(lengths) != 1:
+        told = ", ".join(f"{path} has {n}" for n, path in lengths.items()) or "there is none"
+        raise ValueError(
+            f"{WHO}: columns= cuts the sequence, axis 1 of each array of the batch that has two "
+            f"axes or more, which has to be one length: {told}. Hand over what is no sequence as a "
+            f"further argument."
+        )
+    return next(iter(lengths))
+
+
 def check_rows(batch: Any, parts: int) -> None:
     """Raise where an array of the batch does not split into so many parts."""
     for path, x in trees.leaves(batch):
         if jnp.ndim(x) == 0:
             raise ValueError(
-                f"fsdp.value_and_grad: {path or 'the batch'} is a scalar, and has no rows to cut "
+                f"{WHO}: {path or 'the batch'} is a scalar, and has no rows to cut "
                 f"into {parts} parts (devices times microbatches); hand it to the loss as a "
                 f"further argument."
             )
         if jnp.shape(x)[0] % parts:
             raise ValueError(
-                f"fsdp.value_and_grad: {path or 'the batch'} of shape {jnp.shape(x)} does "
+                f"{WHO}: {path or 'the batch'} of shape {jnp.shape(x)} does "
                 f"not split into {parts} parts (devices times microbatches) along its rows; add "
                 f"masked rows: fsdp.pad(batch, {parts}), and a loss that returns objective.Mean."
             )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +10,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective
-from shardwise.fsdp.batches import check_rows
+from shardwise.fsdp.batches import Divided
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
-from shardwise.fsdp.storage import check_axis, check_params, rebuild
+from shardwise.fsdp.storage import axes_of, check_axis, check_params, rebuild
 from shardwise.fsdp.using import pinned, reads_of, use_of
 
 SUMMED = {"sum", "mean", "max"}  # auxiliary outputs that are whole on every device
@@ -22,8 +21,10 @@ SUMMED = {"sum", "mean", "max"}  # auxiliary outputs that are whole on every dev
 def value_and_grad(
     loss: Callable,
     mesh: jax.sharding.Mesh,
-    axis: str = "fsdp",
+    axis: str | Sequence[str] = "fsdp",
     replicate: Sequence[str] = (),
+    columns: Sequence[str] = (),
+    order: Callable[[int, int], Any] | None = None,
     zero: int = 3,
     microbatches: int = 1,
     dtype: Any = None,
@@ -31,6 +32,7 @@ def value_and_grad(
     has_aux: bool = False,
     aux: Any = "sum",
     names: Mapping[str, P] | None = None,
+    meanings: Mapping[str, Callable] | None = None,
 ) -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
@@ -56,8 +58,14 @@ def value_and_grad(
     The function is jitted, and may be called within another jit.
 
     Args:
+      axis: the mesh axis along which parameters are cut, or several, together one.
       replicate: mesh axes over which the shards are copied (hybrid sharding); gradients are summed
         over them too.
+      columns: mesh axes over which the sequence is cut, axis 1 of each array of the batch that has
+        two or more. Tokens then see each other in `marks.attend` alone, by a meaning that knows
+        these axes; the loss has to return an `objective.Mean`.
+      order: (sequence, parts) to the order in which the sequence is cut, as `context.zigzag`.
+      meanings: of further marks, {mark: meaning}, such as attend=context.ring("context").
       zero: ZeRO's number. 3 as above; 2 gathers all before the loss and scatters the gradients of
         each microbatch; 1 sums the microbatches' gradients whole, and scatters once.
       microbatches: parts of each device's rows, one after the other.
@@ -65,38 +73,41 @@ def value_and_grad(
       reduce_dtype: in which gradients are reduced; default the gathered dtype.
 
     Raises, when called:
-      ValueError: an axis that the mesh lacks, parameters of another mesh or axis, rows that do not
-        divide, a stacked array that is read outside `use`, a further mesh axis that nothing uses,
-        so that all work would be repeated along it, a name that the loss never marks.
+      ValueError: an axis that the mesh lacks, parameters of another mesh or axis, rows or a
+        sequence that do not divide, a stacked array that is read outside `use`, a further mesh
+        axis that nothing uses, so that all work would be repeated along it, a name that the loss
+        never marks, a sequence that is cut and attention that is not marked.
       TypeError: `params` is not `Sharded`, or the loss returns something else.
       ValueError, TypeError: what `objective.trace` says of a loss in several parts.
     """
-    for name in (axis, *replicate):
+    axis = axis if isinstance(axis, str) else tuple(axis)
+    rows, columns = (*replicate, *axes_of(axis)), tuple(columns)
+    for name in (*rows, *columns):
         check_axis("fsdp.value_and_grad", mesh, name)
     if zero not in (1, 2, 3) or microbatches < 1:
         raise ValueError(
             f"fsdp.value_and_grad: zero={zero}, microbatches={microbatches}; expected zero=1, 2 or "
             f"3, and at least 1 microbatch."
         )
-    rows = (*replicate, axis)
-    device = _Device(loss, mesh, rows, zero, microbatches, dtype, reduce_dtype, has_aux, aux, names)
+    division = Divided(mesh, rows, columns, order)
+    options = zero, microbatches, dtype, reduce_dtype, has_aux, aux, names, meanings or {}
+    device = _Device(loss, division, *options)
 
     def loss_and_grad(params, batch, *args, key=None):
         check_params(params, mesh, axis)
-        check_rows(batch, math.prod(mesh.shape[name] for name in rows) * microbatches)
-        specs = [P() if s.cut is None else P(*[None] * s.cut, axis) for s in params.layout]
+        batch, numbers, cut = division(batch, microbatches)
+        specs = [s.manual(axis) for s in params.layout]
         shapes = []  # of the auxiliary outputs, which are known once the loss is traced
         manual = jax.shard_map(
             functools.partial(device, params, shapes),
             mesh=mesh,
-            in_specs=(specs, P(rows), P(rows), P(), P()),
+            in_specs=(specs, *cut, P(), P()),
             out_specs=(P(), (P(), P(rows)), specs),
-            axis_names=set(rows),
+            axis_names={*rows, *columns},
             check_vma=False,  # every sum over devices is written out, in _Device
         )
-        numbers = objective.numbers(batch)
         value, parts, grads = manual(jax.tree.leaves(params.tree), batch, numbers, args, key)
-        if set(mesh.shape) != set(rows):
+        if set(mesh.shape) != {*rows, *columns}:
             targets = [NamedSharding(mesh, s.spec(axis)) for s in params.layout]
             grads = jax.lax.with_sharding_constraint(grads, targets)
         grads = dataclasses.replace(params, tree=rebuild(params, grads))
@@ -110,8 +121,7 @@ class _Device:
     """The loss and gradient of one device's rows, and every sum over devices."""
 
     loss: Callable
-    mesh: jax.sharding.Mesh
-    rows: tuple
+    divided: Divided
     zero: int
     microbatches: int
     dtype: Any
@@ -119,17 +129,20 @@ class _Device:
     has_aux: bool
     aux: Any
     names: Mapping | None
+    meanings: Mapping
 
     def __call__(self, params, shapes, shards, batch, numbers, args, key):
-        told = params, self.dtype, self.reduce_dtype, self.rows
+        told = params, self.dtype, self.reduce_dtype, self.divided.axes
         hows = [How.of(s, *told) for s in params.layout]
         parts = [objective.split(tree, self.microbatches) for tree in (batch, numbers)]
         inputs, at_use = shards, hows
         if self.zero < 3:  # gather once for all microbatches; nothing is left for `use` to do
             inputs, at_use = all_gather(shards, hows), [None] * len(hows)
-        pins, seen = {}, set()
+        used: set[str] = set()
+        pins = {mark: _noting(mark, meaning, used) for mark, meaning in self.meanings.items()}
+        seen: set[str] = set()
         if self.names is not None:
-            pins["constrain"], seen = pinned(self.names, self.mesh, self.rows)
+            pins["constrain"], seen = pinned(self.names, params.mesh, self.divided.axes)
 
         def loss(arrays, batch, *args, **key):
             with marks.bind(**pins):
@@ -138,7 +151,7 @@ class _Device:
         first = jax.tree.map(lambda x: x[0], parts[0])
         given = first, args, {} if key is None else {"key": key}
         found = reads_of(loss, params, at_use, self.dtype, *given)
-        self._check(params, found, seen)
+        self._check(params, found, seen, used)
         use = use_of(found, params, at_use)
 
         def whole(inputs, batch, *args, **key):
@@ -150,7 +163,7 @@ class _Device:
                 return loss(arrays, batch, *args, **key)
 
         division = objective.Division(
-            together=functools.partial(jax.lax.psum, axis_name=self.rows),
+            together=functools.partial(jax.lax.psum, axis_name=self.divided.axes),
             fold=self._fold,
             each=lambda grads: scatter(grads, hows) if self.zero == 2 else grads,
         )
@@ -159,20 +172,27 @@ class _Device:
         )
         if self.zero == 1:
             grads = scatter(grads, hows)
-        grads = [self._sum(g, how) for g, how in zip(grads, hows, strict=True)]
+        grads = [self._sum(g, s, params.axis) for g, s in zip(grads, params.layout, strict=True)]
         grads = [g.astype(x.dtype) for g, x in zip(grads, shards, strict=True)]
         return value, self._over_devices(aux, shapes), grads
 
-    def _check(self, params, found, seen):
+    def _check(self, params, found, seen, marked):
         """Raise for names that the loss never marks, and for mesh axes that nothing uses."""
+        if unused := {"attend"} & set(self.meanings) - marked:
+            raise ValueError(
+                f"fsdp.value_and_grad: the loss never calls marks.{min(unused)}, and the sequence "
+                f"is cut over {self.divided.columns}: attention of the loss's own would see the "
+                f"tokens of its part alone. Call marks.attend(q, k, v, places) there; where no "
+                f"token looks at another, give it no meaning."
+            )
         if unused := set(self.names or ()) - seen:
             raise ValueError(
                 f"fsdp.value_and_grad: names has {min(unused)!r}, which the loss never marks; it "
                 f"marks {sorted(seen)}."
             )
-        used = {*self.rows, *found.mesh_axes}
+        used = {*self.divided.axes, *found.mesh_axes}
         used.update(name for s in params.layout for name in jax.tree.leaves(s.beside))
-        for name, size in self.mesh.shape.items():
+        for name, size in params.mesh.shape.items():
             if size > 1 and name not in used:
                 raise ValueError(
                     f"fsdp.value_and_grad: nothing is laid out over the mesh axis {name!r} of size "
@@ -186,18 +206,29 @@ class _Device:
         ways = objective.ways(self.aux, aux)
         shapes += [ways, jax.tree.structure(aux)]
         pairs = list(zip(jax.tree.leaves(aux), ways, strict=True))
-        whole = [objective.reduced_over(x, w, self.rows) for x, w in pairs if w in SUMMED]
+        whole = [objective.reduced_over(x, w, self.divided.axes) for x, w in pairs if w in SUMMED]
         return whole, [x for x, w in pairs if w not in SUMMED]
 
-    def _sum(self, grad, how):
+    def _sum(self, grad, stored, axis):
         """Over the devices that hold copies: for an array that is not cut, all of them."""
-        axes = self.rows if how is None else self.rows[:-1]
+        cut = {*stored.apart_axes(), *(() if stored.cut is None else axes_of(axis))}
+        axes = tuple(name for name in self.divided.axes if name not in cut)
         return jax.lax.psum(grad, axes) if axes else grad
 
     def _fold(self, key):
-        for name in self.rows if key is not None else ():
+        for name in self.divided.axes if key is not None else ():
             key = jax.random.fold_in(key, jax.lax.axis_index(name))
         return key
+
+
+def _noting(mark, meaning, used):
+    """The meaning, which notes that it was asked."""
+
+    def noting(*args, **options):
+        used.add(mark)
+        return meaning(*args, **options)
+
+    return noting
 
 
 def _merged(whole, rows, ways, structure):

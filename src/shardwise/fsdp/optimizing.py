@@ -56,8 +56,7 @@ def _layout(state, params):
             layout.append(kept._replace(path=path))
         else:
             stacked = bool(owner and kept.stacked and owner.axes and owner.axes[0] == 0)
-            n = params.mesh.shape[params.axis]
-            layout.append(choose(path, jnp.shape(x), stacked, n, 0))
+            layout.append(choose(path, jnp.shape(x), stacked, params.parts, 0))
     return tuple(layout)
 
 

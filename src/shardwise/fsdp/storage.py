@@ -17,7 +17,8 @@ from shardwise.mesh import check_auto
 class Stored(NamedTuple):
     """How one array is kept: cut along `cut` (None: whole on every device), padded to `padded`.
 
-    `beside` are the entries of its PartitionSpec over the mesh's other axes.
+    `beside` are the entries of its PartitionSpec over the mesh's other axes; `apart` those over
+    axes by hand along which it is never gathered: each device uses its own part, as of experts.
     """
 
     path: str
@@ -26,20 +27,39 @@ class Stored(NamedTuple):
     cut: int | None
     padded: int | None
     beside: tuple = ()
+    apart: tuple = ()
 
-    def spec(self, axis: str) -> P:
+    def spec(self, axis: "str | tuple[str, ...]") -> P:
         """The PartitionSpec of the stored array."""
-        if self.cut is None:
-            return P(*self.beside)
-        entries = [*self.beside, *[None] * (self.cut + 1 - len(self.beside))]
-        entries[self.cut] = axis
-        return P(*entries)
+        return self._over(axis, self.beside, self.apart)
 
-    def local_shape(self, n: int) -> tuple:
+    def manual(self, axis: "str | tuple[str, ...]") -> P:
+        """Of these, the entries that are by hand."""
+        return self._over(axis, self.apart)
+
+    def _over(self, axis, *others):
+        at = {i: entry for entries in others for i, entry in enumerate(entries) if entry}
+        at |= {} if self.cut is None else {self.cut: axis}
+        return P(*(at.get(i) for i in range(max(at, default=-1) + 1)))
+
+    def apart_axes(self) -> list[str]:
+        """The mesh axes along which it is never gathered."""
+        return jax.tree.leaves(self.apart)
+
+    def inside(self, mesh: jax.sharding.Mesh) -> tuple:
+        """Its shape where it is used: of what is never gathered, one device's part."""
+        entries = [*self.apart, *[None] * (len(self.shape) - len(self.apart))]
+        return tuple(
+            size // math.prod(mesh.shape[name] for name in jax.tree.leaves(entry))
+            for size, entry in zip(self.shape, entries, strict=True)
+        )
+
+    def local_shape(self, n: int, mesh: jax.sharding.Mesh | None = None) -> tuple:
         """What each of `n` devices along the axis has, together with those beside it."""
+        shape = self.shape if mesh is None else self.inside(mesh)
         if self.cut is None:
-            return self.shape
-        return (*self.shape[: self.cut], self.padded // n, *self.shape[self.cut + 1 :])
+            return shape
+        return (*shape[: self.cut], self.padded // n, *shape[self.cut + 1 :])
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +74,12 @@ class Sharded:
     tree: Any
     layout: tuple = dataclasses.field(metadata=dict(static=True))
     mesh: jax.sharding.Mesh = dataclasses.field(metadata=dict(static=True))
-    axis: str = dataclasses.field(metadata=dict(static=True))
+    axis: str | tuple[str, ...] = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def parts(self) -> int:
+        """Into how many an array is cut: the size of the axis."""
+        return parts_of(self.mesh, self.axis)
 
     def to_checkpoint(self, abstract: bool) -> tuple[Any, list[tuple[int, ...]]]:
         """The original tree, of padded arrays or (`abstract`) what they are, and true shapes."""
@@ -74,12 +99,15 @@ class Sharded:
 def place(
     tree: Any,
     mesh: jax.sharding.Mesh,
-    axis: str = "fsdp",
+    axis: str | tuple[str, ...] = "fsdp",
     min_size: int = 0,
     stacked: Callable[[str], bool] | str | None = None,
     over: Callable[[Any, jax.sharding.Mesh], Any] | None = None,
+    apart: Callable[[Any, jax.sharding.Mesh], Any] | None = None,
 ) -> Sharded:
     """`tree` as `Sharded` over mesh axis `axis`; inside jit, its arrays are born that way.
+
+    `axis` may be a tuple of mesh axes, together one; of none, every array stays whole.
 
     Each array of `min_size` elements or more is cut along the axis that wastes the least padding,
     of those the first: its parts are contiguous, and a collective need not transpose them (on CPU
@@ -92,6 +120,8 @@ def place(
 
     `over`, a rule such as `rules.LogicalRules`, lays arrays out over the mesh's other axes: of
     what it leaves whole, one axis is cut along `axis` (of a bias that it cuts, none is left).
+    `apart`, a rule too, cuts arrays over axes by hand along which they are never gathered: each
+    device uses its own part (`experts`). What it cuts along `axis` is cut by nothing else.
 
     Raises:
       ValueError: the mesh has no such axis or is not Auto, `stacked` is neither, or `over` uses
@@ -107,9 +137,12 @@ def place(
             "lambda path: path.startswith('layers/')."
         )
     layout = tuple(
-        choose(path, jnp.shape(x), is_stacked, mesh.shape[axis], min_size, beside)
-        for (path, x, is_stacked), beside in zip(
-            leaves, _beside(over, tree, mesh, axis, len(leaves)), strict=True
+        choose(path, jnp.shape(x), is_stacked, parts_of(mesh, axis), min_size, beside, own, axis)
+        for (path, x, is_stacked), beside, own in zip(
+            leaves,
+            _beside(over, tree, mesh, axis, len(leaves)),
+            _beside(apart, tree, mesh, (), len(leaves)),
+            strict=True,
         )
     )
     return store(tree, layout, mesh, axis)
@@ -121,7 +154,7 @@ def _beside(over, tree, mesh, axis, count):
         return [()] * count
     specs = jax.tree.leaves(over(tree, mesh), is_leaf=lambda x: isinstance(x, P))
     for spec in specs:
-        if axis in jax.tree.leaves(tuple(spec)):
+        if not set(axes_of(axis)).isdisjoint(jax.tree.leaves(tuple(spec))):
             raise ValueError(
                 f"fsdp.place: over= gives {spec}, which uses the axis {axis!r} that is cut here; "
                 f"give a rule for the mesh's other axes alone."
@@ -142,7 +175,7 @@ def whole(sharded: Sharded) -> Any:
 
 def describe(sharded: Sharded) -> str:
     """How each array is kept, as text: path, shape, cut axis, padding, bytes on each device."""
-    n = sharded.mesh.shape[sharded.axis]
+    n = sharded.parts
     lines, held, whole = [], 0, 0
     for x, s in pairs_of(sharded):
         true, kept = math.prod(s.shape) * x.dtype.itemsize, x.size * x.dtype.itemsize
@@ -173,13 +206,15 @@ def _has_layers(axes, rank):
     return len(axes) < rank or bool(axes and axes[0] == trees.LAYERS)
 
 
-def choose(path, shape, stacked, n, min_size, beside=()):
-    taken = {i for i, entry in enumerate(beside) if entry is not None}
+def choose(path, shape, stacked, n, min_size, beside=(), apart=(), axis=()):
+    taken = {i for one in (beside, apart) for i, entry in enumerate(one) if entry is not None}
+    if not set(axes_of(axis)).isdisjoint(jax.tree.leaves(apart)):
+        return Stored(path, shape, stacked, None, None, beside, apart)
     axes = [i for i in range(1 if stacked else 0, len(shape)) if shape[i] > 1 and i not in taken]
-    if not axes or math.prod(shape) < max(min_size, 1):
-        return Stored(path, shape, stacked, None, None, beside)
+    if n == 0 or not axes or math.prod(shape) < max(min_size, 1):
+        return Stored(path, shape, stacked, None, None, beside, apart)
     cut = min(axes, key=lambda i: (-(-shape[i] // n) * n / shape[i], i))
-    return Stored(path, shape, stacked, cut, -(-shape[cut] // n) * n, beside)
+    return Stored(path, shape, stacked, cut, -(-shape[cut] // n) * n, beside, apart)
 
 
 def store(tree, layout, mesh, axis):
@@ -238,10 +273,22 @@ def check_params(params: Any, mesh: jax.sharding.Mesh, axis: str) -> None:
         )
 
 
+def axes_of(axis: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The mesh axes that are meant, together one."""
+    return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def parts_of(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...]) -> int:
+    """Into how many parts an array is cut; 0 where no axis is named, so that none is."""
+    axes = axes_of(axis)
+    return math.prod(mesh.shape[name] for name in axes) if axes else 0
+
+
 def check_axis(who, mesh, axis):
-    if axis not in mesh.shape:
-        raise ValueError(
-            f"{who}: the mesh has no axis {axis!r}; it has {dict(mesh.shape)}. Make it with "
-            f"mesh.make({axis}=-1), or name another axis."
-        )
+    for name in axes_of(axis):
+        if name not in mesh.shape:
+            raise ValueError(
+                f"{who}: the mesh has no axis {name!r}; it has {dict(mesh.shape)}. Make it with "
+                f"mesh.make({name}=-1), or name another axis."
+            )
     check_auto(who, mesh)

@@ -37,7 +37,7 @@ def use_of(found: Reads, params: Sharded, hows: Sequence[How | None]) -> Use:
       ValueError: a stacked array that is read elsewhere, or one of which `use` cannot tell how to
         gather it.
     """
-    n, layout = params.mesh.shape[params.axis], params.layout
+    layout = params.layout
     for i, operation in found.elsewhere.items():
         if layout[i].stacked:
             raise ValueError(
@@ -49,7 +49,7 @@ def use_of(found: Reads, params: Sharded, hows: Sequence[How | None]) -> Use:
     deferred = tuple(how is not None and i not in found.elsewhere for i, how in enumerate(hows))
     known: dict = {}
     for received in found.uses:
-        _add(known, received, layout, hows, deferred, n)
+        _add(known, received, params, hows, deferred)
     return Use(frozenset((key, how) for key, (how, _) in known.items()), deferred)
 
 
@@ -58,20 +58,23 @@ def reads_of(
 ) -> Reads:
     """Where `loss(arrays, *rest)` reads what has a `How`."""
     arrays = [
-        jax.ShapeDtypeStruct(s.shape, dtype or x.dtype)
+        jax.ShapeDtypeStruct(s.inside(params.mesh), dtype or x.dtype)
         for x, s in zip(jax.tree.leaves(params.tree), params.layout, strict=True)
     ]
     pairs = zip(params.layout, hows, strict=True)
-    return reads(loss, arrays, [None if how is None else _inner(s) for s, how in pairs], *rest)
+    return reads(
+        loss, arrays, [None if how is None else _inner(s, params) for s, how in pairs], *rest
+    )
 
 
-def _add(known, received: Received, layout, hows, deferred, n):
+def _add(known, received: Received, params, hows, deferred):
     """What is done with an array that `use` receives: {(path, shape in shares): (how, whose)}."""
+    layout, n = params.layout, params.parts
     for i in received.owners or [None]:
         shape, how = received.shape, None
         if i is not None and deferred[i]:
-            lead = len(shape) - len(_inner(layout[i]))
-            local = layout[i].local_shape(n)
+            lead = len(shape) - len(_inner(layout[i], params))
+            local = layout[i].local_shape(n, params.mesh)
             shape = (*shape[:lead], *local[len(local) - len(shape) + lead :])
             how = hows[i].shifted(lead - (1 if layout[i].stacked else 0))
         whose = "what is whole" if how is None else layout[i].path
@@ -84,9 +87,10 @@ def _add(known, received: Received, layout, hows, deferred, n):
             )
 
 
-def _inner(stored: Stored):
+def _inner(stored: Stored, params: Sharded):
     """The shape of what stays together: of one layer, where there are layers."""
-    return stored.shape[1:] if stored.stacked else stored.shape
+    shape = stored.inside(params.mesh)
+    return shape[1:] if stored.stacked else shape
 
 
 def _known(known, path, shape):

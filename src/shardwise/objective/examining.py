@@ -84,14 +84,18 @@ class Program:
         return self.factor(step.inputs[0]) if step.name in growing.LINEAR else 1.0
 
 
-def examine(program: Program, has_count: bool, doubled: Callable[[], Program]) -> dict[str, bool]:
+def examine(
+    program: Program, has_count: bool, doubled: Callable[[], Program], cut: int | None = None
+) -> dict[str, bool]:
     """The facts of a `Traced`; `doubled` traces the loss again, for twice as many rows.
+
+    `cut` is the length of a part of the sequence, where that is cut too.
 
     Raises:
       TypeError, ValueError: as `trace`.
     """
     _check_quotients(program)
-    facts = dict(by_place=_check_draws(program.draws), linear=not program.has_rules)
+    facts = dict(by_place=_check_draws(program.draws, cut), linear=not program.has_rules)
     doubled = functools.cache(doubled)
     if not has_count:
         check_sums(program, has_count, doubled)
@@ -168,7 +172,7 @@ def _check_terms(factors, doubled):
         )
 
 
-def _check_draws(draws: list) -> bool:
+def _check_draws(draws: list, cut: int | None = None) -> bool:
     """Whether all draws from the key go by place."""
     if any("args" in labels and "key" not in labels for labels, _ in draws):
         raise TypeError(
@@ -183,6 +187,13 @@ def _check_draws(draws: list) -> bool:
             f"its part, {by_shape[0]}: the former want the batch's own key, the latter one for "
             f"each part. Draw all of them by place, as model.drop does, or none."
         )
+    for labels, shape in from_key if cut is not None else ():
+        if "rows" in labels and "sequence" not in labels and cut in (shape or ()):
+            raise ValueError(
+                f"the loss draws random numbers of shape {shape}, and the sequence is cut, {cut} "
+                f"entries to a part: each part would draw the same for its own. Draw by place, "
+                f"from marks.index('sequence', size) too, as model.drop does."
+            )
     return not by_shape
 
 

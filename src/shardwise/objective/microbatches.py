@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+SEQUENCE = "sequence"
+
 
 def split(batch: Any, m: int) -> Any:
     """Each array [rows, ...] of the batch as [m, rows/m, ...]: part j has the rows r, r % m == j.
@@ -28,21 +30,30 @@ def joined(parts: jax.Array) -> jax.Array:
     return jnp.swapaxes(parts, 0, 1).reshape(m * rows, *parts.shape[2:])
 
 
-def numbers(batch: Any) -> dict[str, jax.Array]:
+def numbers(batch: Any, order: Any = None) -> dict[str, jax.Array]:
     """The row numbers [rows] for each number of rows that arrays of the batch have.
 
     They travel beside the batch, are divided as it is, and answer `marks.index("rows", ...)`.
+    Where the sequence is cut too, `order` [sequence] has the place of each entry in the whole
+    sequence: as "sequence" [rows, sequence], it answers `marks.index("sequence", ...)`.
     """
     sizes = {jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
-    return {str(size): jnp.arange(size, dtype=jnp.int32) for size in sorted(sizes)}
+    found = {str(size): jnp.arange(size, dtype=jnp.int32) for size in sorted(sizes)}
+    if order is not None:
+        places = jnp.asarray(order, jnp.int32)
+        found[SEQUENCE] = jnp.broadcast_to(places, (min(sizes), *places.shape))
+    return found
 
 
 def meaning(rows: dict[str, jax.Array]) -> Any:
     """What `marks.index` means in a part whose rows have these numbers."""
 
+    places = rows.get(SEQUENCE)
+    rows = {name: x for name, x in rows.items() if name != SEQUENCE}
+
     def index(axis, size):
         if axis != "rows":
-            return jnp.arange(size, dtype=jnp.int32)
+            return jnp.arange(size, dtype=jnp.int32) if places is None else _columns(places, size)
         found = [x for x in rows.values() if x.shape[0] == size]
         if not found:
             held = sorted(x.shape[0] for x in rows.values())
@@ -53,6 +64,15 @@ def meaning(rows: dict[str, jax.Array]) -> Any:
         return found[0]
 
     return index
+
+
+def _columns(places, size):
+    if places.shape[1] != size:
+        raise ValueError(
+            f"marks.index('sequence', {size}): the sequence is cut, and this part has "
+            f"{places.shape[1]} of its entries. Ask for as many as the model's input has."
+        )
+    return places[0]
 
 
 def _parts(x, m):

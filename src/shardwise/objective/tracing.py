@@ -106,8 +106,7 @@ def trace(
     groups = (params, batch, rows, args, key)
     # A function of its own for each trace: the trace of one seen before may be cached.
     closed, shapes = jax.make_jaxpr(lambda *groups: part(*groups), return_shape=True)(*groups)
-    pairs = zip(GROUPS, groups, strict=True)
-    labels = [frozenset({name}) for name, tree in pairs for _ in jax.tree.leaves(tree)]
+    labels = [label for name, tree in zip(GROUPS, groups, strict=True) for label in _of(name, tree)]
 
     def doubled():
         more = jax.eval_shape(_doubled, (batch, rows))
@@ -115,8 +114,22 @@ def trace(
         return Program.read(again, labels)
 
     traced = Traced(closed, jax.tree.structure(shapes))
-    facts = examine(Program.read(closed, labels), traced.has_count, doubled)
+    places = rows.get(microbatches.SEQUENCE) if isinstance(rows, dict) else None
+    cut = None if places is None else places.shape[1]
+    if cut is not None and not traced.has_count:
+        raise ValueError(
+            "the sequence is cut, and the loss is one scalar: a mean over rows, of what each makes "
+            "of its whole sequence. Return objective.Mean(total, count), two sums over tokens."
+        )
+    facts = examine(Program.read(closed, labels), traced.has_count, doubled, cut)
     return dataclasses.replace(traced, **facts)
+
+
+def _of(name, tree):
+    """The labels of a group's leaves; the places in a sequence that is cut have one more."""
+    for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        places = name == "rows" and keys[-1].key == microbatches.SEQUENCE
+        yield frozenset({name, microbatches.SEQUENCE} if places else {name})
 
 
 def _doubled(tree):

@@ -16,6 +16,7 @@ Every device (every rank, where a stage has several devices) is driven by a thre
 These functions dispatch programs themselves: call them outside of `jax.jit`.
 """
 
+from shardwise.pipeline.creating import create
 from shardwise.pipeline.gradients import programs, value_and_grad
 from shardwise.pipeline.one_program import gpipe
 from shardwise.pipeline.optimizing import init, update
@@ -27,6 +28,7 @@ __all__ = [
     "Piece",
     "Pipelined",
     "TaskError",
+    "create",
     "gpipe",
     "init",
     "place",

@@ -90,11 +90,18 @@ def place(
     if isinstance(like, Pipelined):
         layout, meshes = state_layout(tree, like), like.meshes
     else:
-        homes, meshes = like.homes(tree, batch, *args, key=key)
-        with outside_meshes():
-            layout = _layout(tree, homes, rule, meshes)
+        layout, meshes = located(tree, like, batch, *args, key=key, rule=rule)
     with outside_meshes():
         return laid(jax.tree.leaves(tree), layout, jax.tree.structure(tree), meshes)
+
+
+def located(
+    tree: Any, like: Any, batch: Any, *args: Any, key: Any = None, rule: Any = P()
+) -> tuple[tuple[Piece, ...], tuple[Mesh, ...]]:
+    """(the pieces of a tree of arrays or shapes, the meshes of the stages); see `place`."""
+    homes, meshes = like.homes(tree, batch, *args, key=key)
+    with outside_meshes():
+        return _layout(tree, homes, rule, meshes), meshes
 
 
 def whole(pipelined: Pipelined) -> Any:

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardwise.rules.leaves import named_leaves
@@ -94,5 +95,7 @@ def describe(rule: Any, tree: Any, mesh: Mesh) -> str:
 
 
 def _itemsize(array):
+    """Of the array that JAX makes: with 64 bits off, NumPy's float64 comes to lie as float32."""
     dtype = getattr(array, "dtype", None)
-    return jnp.result_type(array).itemsize if dtype is None else dtype.itemsize
+    on_host = dtype is None or isinstance(array, np.ndarray)
+    return jnp.result_type(array).itemsize if on_host else dtype.itemsize

@@ -1,0 +1,36 @@
+"""Context parallelism: the sequence is cut, and attention is what devices must exchange for.
+
+A form is what `marks.attend` means where a mesh axis cuts the sequence; all of them equal one
+device, and differ in what they send, keep and allow:
+
+    with marks.bind(attend=context.ring("context")):            # inside a shard_map
+        mean = loss(params, batch)
+    attend = context.within(mesh, "context", context.ring("context"))   # under jit
+
+    all_gather(axis)  every device gets all of K and V
+    ring(axis)        K and V go around, and attention is summed up block by block
+    ulysses(axis)     tokens are exchanged for heads, and back
+
+Which tokens a device has is an order of the whole sequence: `contiguous`, `striped` or `zigzag`.
+"""
+
+from shardwise.context.compiling import Within as within
+from shardwise.context.counting import Sent, bytes_sent, work
+from shardwise.context.exchanging import Ulysses as ulysses
+from shardwise.context.gathering import AllGather as all_gather
+from shardwise.context.orders import contiguous, inverse, striped, zigzag
+from shardwise.context.rotating import Ring as ring
+
+__all__ = [
+    "Sent",
+    "all_gather",
+    "bytes_sent",
+    "contiguous",
+    "inverse",
+    "ring",
+    "striped",
+    "ulysses",
+    "within",
+    "work",
+    "zigzag",
+]

@@ -1,0 +1,66 @@
+"""All-gather: every device gets all of K and V before it begins."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwise import marks
+from shardwise.context.counting import Axis, Sent, sizes
+from shardwise.context.rotating import attention
+
+
+def in_tiles(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    query: marks.Places,
+    key: marks.Places,
+    mask: Callable,
+) -> jax.Array:
+    """Attention of q to k and v on this device alone, in tiles."""
+    return attention(None, mask, 128, q, k, v, jnp.stack(query), jnp.stack(key))
+
+
+@dataclasses.dataclass(frozen=True)
+class AllGather:
+    """Attention of a device's queries to K and V gathered over `axis`.
+
+    A meaning for `marks.attend` inside a shard_map that is manual over `axis`. The gathered K and
+    V are kept for the backward pass, in which dK and dV are reduce-scattered, in float32.
+    `local(q, k, v, query, key, mask)` computes attention on the device; query and key are Places.
+    """
+
+    axis: Axis
+    local: Callable = in_tiles
+
+    def __call__(self, q, k, v, places, mask=marks.causal):
+        k, v = gather(self.axis, k), gather(self.axis, v)
+        return self.local(q, k, v, places, gather_places(self.axis, places), mask)
+
+    def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
+        """n - 1 other devices' K, V and places, and as many parts of dK and dV."""
+        size = sizes(n, q, k)
+        return Sent((n - 1) * (2 * size.keys + size.places), (n - 1) * 2 * size.gradients)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gather(axis: Axis, x: jax.Array) -> jax.Array:
+    """x [b, s, ...] of all devices along `axis`, [b, S, ...]; its gradient is summed in float32."""
+    return jax.lax.all_gather(x, axis, axis=1, tiled=True)
+
+
+def _scatter(axis, _, g):
+    total = jax.lax.psum_scatter(g.astype(jnp.float32), axis, scatter_dimension=1, tiled=True)
+    return (total.astype(g.dtype),)
+
+
+gather.defvjp(lambda axis, x: (gather(axis, x), None), _scatter)
+
+
+def gather_places(axis: Axis, places: marks.Places) -> marks.Places:
+    """Of all tokens along `axis`, in the order in which `gather` has them."""
+    return marks.Places(*jax.lax.all_gather(jnp.stack(places), axis, axis=2, tiled=True))

@@ -1,0 +1,113 @@
+"""The ring: K and V visit every device, one hop at a time (Liu et al., 2023)."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwise import marks
+from shardwise.context import tiles
+from shardwise.context.counting import Axis, Sent, sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Attention to K and V that go around `axis`; a device never has more than two n-ths of them.
+
+    A meaning for `marks.attend` inside a shard_map (`check_vma=False`) that is manual over `axis`.
+    Keys travel with their places, so any order of the sequence and any mask is right. Backward, K
+    and V go around once more, and their gradients with them, summed in float32: what is kept for
+    it are the device's own arrays. `block` is the largest tile of scores (see `tiles.tiled`).
+    """
+
+    axis: Axis
+    block: int = 128
+
+    def __call__(self, q, k, v, places, mask=marks.causal):
+        own = jnp.stack(places)
+        return attention(self.axis, mask, self.block, q, k, v, own, own)
+
+    def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
+        """n - 1 hops of K, V and places each way, and n hops of dK and dV."""
+        size = sizes(n, q, k)
+        around = (n - 1) * (2 * size.keys + size.places)
+        return Sent(around, around + 2 * n * size.gradients if n > 1 else 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def attention(
+    axis: Axis | None,
+    mask: Callable,
+    block: int,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+) -> jax.Array:
+    """Attention of q [b, s, h, d] to k and v [b, t, kv_heads, d], which go around `axis`, if any.
+
+    `query` int32 [3, b, s] and `key` [3, b, t] are the fields of their `marks.Places`.
+    """
+    return _forward(axis, mask, block, q, k, v, query, key)[0]
+
+
+def _forward(axis, mask, block, q, k, v, query, key):
+    queries = _grouped(q, k, block), tiles.tiled(query, block, axis=2)
+    keys = *(tiles.tiled(x, block) for x in (k, v)), tiles.tiled(key, block, axis=2)
+
+    def step(carry, _):
+        sums, keys = carry
+        arriving = _sent_on(keys, axis)  # while these are worked on
+        return (tiles.add(sums, queries, keys, mask), arriving), None
+
+    sums, keys = _around(step, (tiles.nothing(queries[0]), keys), axis)
+    out, log_total = tiles.result(tiles.add(sums, queries, keys, mask), q.dtype)
+    out = tiles.joined(out).reshape(q.shape)
+    return out, (q, k, v, query, key, out, log_total)
+
+
+def _backward(axis, mask, block, kept, g):
+    q, k, v, query, key, out, log_total = kept
+    g_out = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
+    q, g, g_out = (_grouped(x, k, block) for x in (q, g, g_out))
+    g_out = jnp.moveaxis(g_out[..., 0], 2, 4)
+    queries = q, tiles.tiled(query, block, axis=2), g, log_total, g_out
+    keys = *(tiles.tiled(x, block) for x in (k, v)), tiles.tiled(key, block, axis=2)
+    zeros = functools.partial(jnp.zeros_like, dtype=jnp.float32)
+
+    def step(carry, _):
+        dq, dkv, keys = carry
+        arriving = _sent_on(keys, axis)
+        dq, dkv = tiles.add_gradients(dq, dkv, queries, keys, mask)
+        return (dq, _sent_on(dkv, axis), arriving), None
+
+    dq, dkv, keys = _around(step, (zeros(q), (zeros(keys[0]), zeros(keys[1])), keys), axis)
+    dq, dkv = tiles.add_gradients(dq, dkv, queries, keys, mask)
+    dk, dv = (tiles.joined(x).astype(k.dtype) for x in _sent_on(dkv, axis))  # home
+    return tiles.joined(dq).reshape(out.shape).astype(out.dtype), dk, dv, None, None
+
+
+attention.defvjp(_forward, _backward)
+
+
+def _grouped(x, k, block):
+    """x [b, s, h, ...] in tiles of queries, its heads grouped by the kv head that serves them."""
+    b, s, h, d = x.shape
+    return tiles.tiled(x.reshape(b, s, k.shape[2], h // k.shape[2], d), block)
+
+
+def _around(step, carry, axis):
+    """All steps but the last, after which nothing has to be sent on to be worked on."""
+    n = 1 if axis is None else jax.lax.axis_size(axis)
+    return carry if n == 1 else jax.lax.scan(step, carry, length=n - 1)[0]
+
+
+def _sent_on(arrays, axis):
+    n = 1 if axis is None else jax.lax.axis_size(axis)
+    if n == 1:
+        return arrays
+    return jax.lax.ppermute(arrays, axis, [(i, (i + 1) % n) for i in range(n)])

@@ -1,0 +1,70 @@
+"""The layouts by name, each a function of the number of devices.
+
+Tests and comparisons loop over `LAYOUTS`; a new strategy is one entry more.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from shardwise import mesh
+from shardwise.layouts.layout import Layout
+
+
+def over(roles: tuple[str, ...], n: int, **settings: Any) -> Layout:
+    """A layout of these roles on `n` devices, each role on an axis of its name.
+
+    Every role but the first has two devices, and the first has what remains; the last axis, along
+    which neighbours talk most, is that of `tensor`.
+
+    Raises:
+      ValueError: `n` is no multiple of what the other roles take.
+    """
+    first, rest = roles[0], roles[1:]
+    if n % 2 ** len(rest):
+        raise ValueError(
+            f"layouts: {', '.join(rest)} take 2 devices each, {2 ** len(rest)} together, which do "
+            f"not divide {n}; take a multiple of {2 ** len(rest)}."
+        )
+    sizes = {first: n // 2 ** len(rest)} | dict.fromkeys(rest, 2)
+    ordered = sorted(sizes, key=ORDER.index)
+    grid = mesh.make(**{role: sizes[role] for role in ordered})
+    return Layout(grid, **{role: role for role in roles}, **settings)
+
+
+# From the links that carry least to those that carry most.
+ORDER = ("stage", "data", "fsdp", "expert", "context", "tensor")
+
+
+def entry(*roles: str, **settings: Any) -> Callable[[int], Layout]:
+    """What stands in `LAYOUTS`: `over` these roles, with these settings."""
+    return lambda n: over(roles, n, **settings)
+
+
+LAYOUTS: dict[str, Callable[[int], Layout]] = {
+    "data": entry("data"),
+    "zero1": entry("fsdp", zero=1),
+    "zero2": entry("fsdp", zero=2, microbatches=2),
+    "fsdp": entry("fsdp"),
+    "fsdp by compiler": entry("fsdp", by="compiler"),
+    "hybrid": entry("fsdp", "data"),
+    "tensor": entry("tensor"),
+    "tensor, sequence": entry("tensor", sequence=True),
+    "ring": entry("context"),
+    "striped": entry("context", attention="striped"),
+    "zigzag": entry("context", attention="zigzag"),
+    "all_gather": entry("context", attention="all_gather"),
+    "ulysses": entry("context", "data", attention="ulysses"),
+    "context by compiler": entry("context", by="compiler"),
+    "expert": entry("expert"),
+    "expert by gathering": entry("expert", dispatch="gather"),
+    "fsdp, expert": entry("fsdp", "expert"),
+    "expert by compiler": entry("expert", by="compiler"),
+    "fsdp, expert, context": entry("fsdp", "expert", "context"),
+    "stage": entry("stage", microbatches=8),
+    "fsdp, tensor": entry("fsdp", "tensor", sequence=True),
+    "fsdp, tensor by compiler": entry("fsdp", "tensor", by="compiler"),
+    "fsdp, context": entry("fsdp", "context", attention="zigzag"),
+    "fsdp, context, tensor": entry("fsdp", "context", "tensor"),
+    "stage, fsdp": entry("stage", "fsdp", microbatches=4, by="compiler"),
+    "stage, fsdp, tensor": entry("stage", "fsdp", "tensor", microbatches=4, by="compiler"),
+}

@@ -1,0 +1,186 @@
+"""A layout: the role of each mesh axis, and how the roles are realised; a value."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import Mesh
+
+from shardwise.mesh import check_auto
+
+ROLES = ("data", "fsdp", "expert", "context", "tensor", "stage")
+ATTENTION = ("ring", "striped", "zigzag", "all_gather", "ulysses")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What each axis of `mesh` does. A role is one mesh axis or a tuple of them, together one.
+
+    Roles:
+      data: rows are cut, parameters are whole; gradients are summed.
+      fsdp: rows are cut, and so is each parameter of `min_size` elements or more, which is gathered
+        where it is used (Rajbhandari et al., 2020).
+      tensor: products are cut by the logical axes in `cut`; by the compiler (Shoeybi et al., 2019).
+      expert: rows are cut, and the experts of a mixture, the logical axis "experts": tokens travel
+        to them (`shardwise.experts`). It may be an axis of `data` or `fsdp` too; on one of its own,
+        all other parameters are whole along it.
+      context: the sequence is cut, axis 1 of each array of the batch that has two or more; tokens
+        see each other in `marks.attend` (Liu et al., 2023).
+      stage: the layers are cut at `marks.stage_boundary`, and run by `schedule`.
+
+    Further settings:
+      by: "hand", where data, fsdp and context are collectives written out, in one shard_map; or
+        "compiler", where all is one jitted program whose arrays and activations are pinned.
+      zero: ZeRO's number; below 3 parameters are gathered once a step, or are whole.
+      min_size: arrays of fewer elements stay whole along `fsdp`.
+      stacked: which arrays have a leading axis of layers: "layers" for trees that carry names, or a
+        predicate on paths; by default "layers" where the tree has such names.
+      cut: the logical axes that `tensor` cuts.
+      over: a rule for the tensor axis instead, for trees that carry no names.
+      sequence: Megatron's sequence parallelism: between the products, activations are cut along the
+        sequence over the tensor axis (Korthikanti et al., 2022).
+      attention: how `context` runs by hand: "ring", in the sequence's own order, in "striped" or
+        "zigzag" order; "all_gather"; "ulysses".
+      dispatch: how tokens reach experts by hand: "all_to_all" or "gather".
+      microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
+      remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`.
+
+    Raises:
+      ValueError: an axis without a role, with two, or that the mesh lacks; no such value of a
+        setting; settings that cannot be combined.
+    """
+
+    mesh: Mesh
+    data: str | tuple[str, ...] = ()
+    fsdp: str | tuple[str, ...] = ()
+    tensor: str | tuple[str, ...] = ()
+    expert: str | tuple[str, ...] = ()
+    context: str | tuple[str, ...] = ()
+    stage: str | tuple[str, ...] = ()
+    by: str = "hand"
+    zero: int = 3
+    min_size: int = 0
+    stacked: Callable[[str], bool] | str | None = None
+    cut: tuple[str, ...] = ("heads", "kv_heads", "mlp", "vocab")
+    over: Any = None
+    sequence: bool = False
+    attention: str = "ring"
+    dispatch: str = "all_to_all"
+    schedule: Any = "1f1b"
+    microbatches: int = 1
+    dtype: Any = None
+    reduce_dtype: Any = None
+    remat: Any = None
+
+    def __post_init__(self):
+        for role in ROLES:
+            axes = getattr(self, role)
+            object.__setattr__(self, role, (axes,) if isinstance(axes, str) else tuple(axes))
+        object.__setattr__(self, "cut", tuple(self.cut))
+        check_auto("layouts.Layout", self.mesh)
+        self._check_axes()
+        self._check_settings()
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The mesh axes over which rows are cut."""
+        own = [name for name in self.expert if name not in (*self.data, *self.fsdp)]
+        return (*self.data, *own, *self.fsdp)
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether collectives are written out: where `by` says so, and an axis asks for one."""
+        return self.by == "hand" and bool(self.rows or self.context)
+
+    def size(self, role: str) -> int:
+        """Into how many parts a role cuts: the product of its axes' sizes."""
+        return math.prod(self.mesh.shape[name] for name in getattr(self, role))
+
+    def roles(self) -> dict[str, tuple[str, ...]]:
+        """{role: its mesh axes}, of those that have any."""
+        return {role: getattr(self, role) for role in ROLES if getattr(self, role)}
+
+    def __str__(self):
+        lines = [f"Layout over {dict(self.mesh.shape)}, by {self.by}:"]
+        for role, axes in self.roles().items():
+            lines.append(f"  {' × '.join(axes):12} ({self.size(role)})  {role}: {self._does(role)}")
+        return "\n".join(lines)
+
+    def _does(self, role):
+        gathered = "gathered where it is used" if self.zero == 3 else f"ZeRO {self.zero}"
+        return {
+            "data": "rows are cut; parameters are whole, gradients are summed",
+            "fsdp": f"rows are cut, and each parameter, {gathered}",
+            "tensor": f"{', '.join(self.cut)} are cut"
+            + ("; between products, the sequence" if self.sequence else ""),
+            "expert": f"rows are cut, and experts; tokens travel by {self.dispatch}",
+            "context": f"the sequence is cut; attention by {self.attention}",
+            "stage": f"layers are cut into stages, run by {self.schedule}",
+        }[role]
+
+    def _check_axes(self):
+        owner: dict[str, str] = {}
+        for role, axes in self.roles().items():
+            for name in axes:
+                if name not in self.mesh.shape:
+                    raise ValueError(
+                        f"layouts.Layout: {role}={name!r}, and the mesh has no such axis; it has "
+                        f"{dict(self.mesh.shape)}."
+                    )
+                if name in owner and {role, owner[name]} - {"data", "fsdp"} != {"expert"}:
+                    raise ValueError(
+                        f"layouts.Layout: the axis {name!r} is given to {owner[name]} and to "
+                        f"{role}; it can do one of them. Make the mesh with an axis more."
+                    )
+                owner[name] = role
+        idle = [n for n, size in self.mesh.shape.items() if n not in owner and size > 1]
+        if idle:
+            raise ValueError(
+                f"layouts.Layout: the mesh axis {idle[0]!r} of size {self.mesh.shape[idle[0]]} has "
+                f"no role, so that all work would be done {self.mesh.shape[idle[0]]} times; give "
+                f"it one of {', '.join(ROLES)}, such as data={idle[0]!r}."
+            )
+
+    def _check_settings(self):
+        wrong = [
+            ("by", ("hand", "compiler")),
+            ("zero", (1, 2, 3)),
+            ("attention", ATTENTION),
+            ("dispatch", ("all_to_all", "gather")),
+        ]
+        for name, values in wrong:
+            if getattr(self, name) not in values:
+                told = ", ".join(map(repr, values))
+                raise ValueError(
+                    f"layouts.Layout: {name}={getattr(self, name)!r}; expected one of {told}."
+                )
+        if self.microbatches < 1:
+            raise ValueError(
+                f"layouts.Layout: microbatches={self.microbatches}; expected 1 or more."
+            )
+        if self.sequence and not self.tensor:
+            raise ValueError(
+                "layouts.Layout: sequence=True cuts activations over the tensor axis between its "
+                "products; name one, tensor=..., or cut the sequence itself, context=..."
+            )
+        if len(self.expert) > 1:
+            raise ValueError(f"layouts.Layout: expert={self.expert}; experts lie along one axis.")
+        if len(self.stage) > 1:
+            raise ValueError(f"layouts.Layout: stage={self.stage}; stages lie along one axis.")
+        within = [role for role in ("data", "fsdp", "expert", "context") if getattr(self, role)]
+        if self.stage and within and self.by == "hand":
+            raise ValueError(
+                f"layouts.Layout: stages and {' and '.join(within)} by hand: within a stage the "
+                f"collectives are the compiler's as yet. Say by='compiler'."
+            )
+        if self.by == "compiler" and self.context and self.attention in ("striped", "zigzag"):
+            raise ValueError(
+                f"layouts.Layout: attention={self.attention!r} is an order of the sequence for "
+                f"rings by hand; by the compiler, which sees whole sequences, leave it out."
+            )
+        if self.reduce_dtype is not None and not self.by_hand:
+            raise ValueError(
+                "layouts.Layout: reduce_dtype= is that of reductions by hand; the compiler reduces "
+                "in the dtype that it computes in."
+            )

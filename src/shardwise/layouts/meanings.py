@@ -1,0 +1,97 @@
+"""What marks mean under a layout."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import context, experts, tensor
+from shardwise.layouts.layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Pins:
+    """The meaning of `marks.constrain`: activations laid out by name.
+
+    A name that `specs` lacks is that of an activation [rows, sequence, features], laid out as
+    `others`; one of other axes is left alone.
+    """
+
+    mesh: Mesh
+    by_hand: bool
+    specs: tuple[tuple[str, P], ...]
+    others: P
+
+    def __call__(self, x: jax.Array, name: str) -> jax.Array:
+        """`x` pinned, if it has a spec."""
+        spec = dict(self.specs).get(name, self.others if x.ndim == 3 else None)
+        if spec is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh(), spec))
+
+    def _mesh(self):
+        if self.by_hand and jax.__version_info__ >= (0, 8):
+            return jax.sharding.get_abstract_mesh()  # that of the shard_map around
+        return self.mesh
+
+
+def pins(layout: Layout) -> Pins:
+    """That of a layout; what a shard_map around the loss cuts by hand is left out."""
+    hand = layout.by_hand
+    rows, columns = ((), ()) if hand else (layout.rows, layout.context)
+    specs = tensor.activations(layout.tensor, rows, columns, layout.sequence)
+    within = P(rows, columns, layout.tensor)  # of what is cut between two products
+    specs |= dict(attended=within, mlp_hidden=within)
+    specs["expert_inputs"] = P(() if hand else layout.expert)  # [experts, tokens, features]
+    found = tuple((name, _spec(spec)) for name, spec in sorted(specs.items()))
+    return Pins(layout.mesh, hand, found, _spec(specs["mlp_output"]))
+
+
+def _spec(spec):
+    return P(*(entry or None for entry in spec))
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """The meaning of `marks.layer`: what it keeps for its backward pass, a policy says."""
+
+    policy: Any
+
+    def __call__(self, body: Callable) -> Callable:
+        return jax.checkpoint(body, policy=self.policy)
+
+
+def meanings(layout: Layout) -> Mapping[str, Callable]:
+    """{mark: meaning} of the marks that the layout gives one, beside `use`."""
+    found: dict[str, Callable] = {}
+    if layout.tensor or not layout.by_hand:
+        found["constrain"] = pins(layout)
+    if layout.context and layout.by_hand:
+        found["attend"] = attention(layout)
+    if layout.by_hand and layout.expert:
+        form = {"gather": experts.gather}.get(layout.dispatch, experts.all_to_all)
+        found["experts"] = form(layout.expert[0], sequence=_one(layout.context))
+    elif layout.by_hand and layout.context:
+        found["experts"] = experts.local(_one(layout.context))
+    if layout.remat is not None:
+        found["layer"] = Remat(layout.remat)
+    return found
+
+
+def attention(layout: Layout) -> Callable:
+    """The form of attention by hand over the context axes."""
+    forms = {"all_gather": context.all_gather, "ulysses": context.ulysses}
+    return forms.get(layout.attention, context.ring)(_one(layout.context))
+
+
+def order(layout: Layout) -> Callable | None:
+    """The order in which the sequence is cut; None for its own."""
+    return {"striped": context.striped, "zigzag": context.zigzag}.get(layout.attention)
+
+
+def _one(axes):
+    """One axis by its name, several as a tuple, None for none."""
+    return axes[0] if len(axes) == 1 else axes or None

@@ -1,0 +1,84 @@
+"""Which rules a layout has for parameters."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from shardwise import rules
+from shardwise import tree as trees
+from shardwise.layouts.layout import Layout
+
+EXPERTS = "experts"  # the logical axis
+
+
+def compiler_rule(layout: Layout) -> Callable | None:
+    """The rule over the axes that a compiler has; None where it has none."""
+    by_hand = layout.by_hand
+    if layout.over is not None or not (layout.tensor or (layout.expert and not by_hand)):
+        return layout.over
+    table = dict.fromkeys(layout.cut, _entry(layout.tensor)) if layout.tensor else {}
+    return Named(table if by_hand else table | {EXPERTS: _entry(layout.expert)})
+
+
+def expert_rule(layout: Layout) -> Callable | None:
+    """The rule that cuts experts by hand."""
+    return Named({EXPERTS: _entry(layout.expert)}) if layout.expert else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A rule that cuts the logical axes in `table`, and leaves whole all others."""
+
+    table: Mapping[str, Any]
+
+    def __call__(self, tree: Any, mesh: Mesh) -> Any:
+        """The PartitionSpecs; raises ValueError where no parameter carries one of the names."""
+        names = {name for _, _, box in trees.walk(tree) for name in trees.axis_names(box) or ()}
+        if not names.intersection(self.table):
+            raise ValueError(
+                f"layouts: no parameter carries one of the logical axes {sorted(self.table)} "
+                f"(found: {sorted(names - {None}) or 'none'}), which the layout cuts. Name the "
+                f"axes in NNX metadata logical_axes, say cut=, or give over=, a rule for the "
+                f"tensor axis."
+            )
+        table = {name: self.table.get(name) for name in names - {None}}
+        return rules.LogicalRules(table)(tree, mesh)
+
+
+def _entry(axes):
+    return axes[0] if len(axes) == 1 else axes or None
+
+
+def stacked(layout: Layout, tree: Any) -> Any:
+    """What says which arrays have a leading axis of layers."""
+    if layout.stacked is not None:
+        return layout.stacked
+    for _, x, box in trees.walk(tree):
+        axes = trees.axis_names(box)
+        if axes is not None and (len(axes) < jnp.ndim(x) or axes[:1] == (trees.LAYERS,)):
+            return trees.LAYERS
+    return None
+
+
+def parameter_rule(layout: Layout, zero: int = 3) -> Any:
+    """For a layout by the compiler: parameters, and with `zero` 1 what their state is cut like."""
+    over = compiler_rule(layout)
+    if not layout.fsdp or (zero == 3 and layout.zero < 3):
+        return P() if over is None else over
+    given = layout.stacked if callable(layout.stacked) else None
+    return rules.FSDPRule(_entry(layout.fsdp), layout.min_size, over=over, stacked=given)
+
+
+def cast(layout: Layout, params: Any) -> Any:
+    """Weights in the dtype in which the layout uses them."""
+
+    def one(x):
+        floating = layout.dtype is not None and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(layout.dtype) if floating else x
+
+    return jax.tree.map(one, params)

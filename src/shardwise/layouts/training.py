@@ -1,0 +1,113 @@
+"""A layout put to work: parameters, loss and gradient, the whole step."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from shardwise import fsdp, pipeline
+from shardwise.layouts import by_compiler, by_hand, staged
+from shardwise.layouts.layout import Layout
+
+
+def place(
+    layout: Layout,
+    tree: Any,
+    loss: Callable | None = None,
+    batch: Any = None,
+    has_aux: bool = False,
+) -> Any:
+    """One device's parameters, laid out; inside jit, they are born so.
+
+    With stages, the `loss` and a `batch`, of which only shapes count, tell which stage reads what.
+
+    Raises:
+      ValueError: an array that a role cannot cut, by its path, with the size that would do.
+    """
+    if layout.stage:
+        return staged.place(layout, tree, *_told(loss, batch), has_aux)
+    return by_hand.place(layout, tree) if layout.by_hand else by_compiler.place(layout, tree)
+
+
+def whole(layout: Layout, tree: Any) -> Any:
+    """What `place`, `init` or a step returned, as one device has it."""
+    if isinstance(tree, pipeline.Pipelined):
+        return pipeline.whole(tree)
+    return fsdp.whole(tree) if isinstance(tree, fsdp.Sharded) else by_compiler.whole(tree)
+
+
+def init(
+    layout: Layout,
+    create: Callable,
+    tx: Any,
+    key: jax.Array,
+    loss: Callable | None = None,
+    batch: Any = None,
+    has_aux: bool = False,
+) -> tuple[Any, Any]:
+    """(params, opt_state): `create(key)`, each array born where it lives, and `tx`'s state for it.
+
+    `loss`, `batch` and `has_aux` are needed with stages, as in `place`.
+
+    Raises:
+      ValueError: as `place`.
+    """
+    if layout.stage:
+        params = staged.create(layout, create, key, *_told(loss, batch), has_aux)
+        return params, pipeline.init(tx, params)
+    params = jax.jit(lambda key: place(layout, create(key)))(key)
+    if layout.by_hand:
+        return params, fsdp.init(tx, params)
+    return params, by_compiler.init(layout, tx, params)
+
+
+def value_and_grad(
+    layout: Layout, loss: Callable, has_aux: bool = False, aux: Any = "sum"
+) -> Callable:
+    """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
+
+    `loss(params, batch, *args)` is written for one device, with marks where a role needs them:
+    `marks.attend` for context by hand, `marks.stage_boundary` for stages. It returns an
+    `objective.Mean`, or a scalar, a mean over rows; see `shardwise.objective`, also for `has_aux`,
+    `aux` and keys.
+
+    Raises, when called:
+      ValueError: rows, or a sequence, that do not divide; what `fsdp.value_and_grad` and
+        `pipeline.value_and_grad` raise.
+    """
+    strategy = staged if layout.stage else by_hand if layout.by_hand else by_compiler
+    return strategy.value_and_grad(layout, loss, has_aux, aux)
+
+
+def step(
+    layout: Layout, loss: Callable, tx: Any, has_aux: bool = False, aux: Any = "sum"
+) -> Callable:
+    """A function `(params, opt_state, batch, *args, key=None) -> (params, opt_state, mean[, aux])`.
+
+    `params` and `opt_state` are what `init` returns. Both are donated: use only what is returned.
+    It is jitted, but with stages, whose programs are.
+    """
+    mean_and_grad = value_and_grad(layout, loss, has_aux, aux)
+    updated = functools.partial(by_compiler.update, layout)
+    if layout.stage:
+        updated = pipeline.update
+    elif layout.by_hand:
+        updated = fsdp.update
+
+    def run(params, opt_state, batch, *args, key=None):
+        mean, grads = mean_and_grad(params, batch, *args, key=key)
+        updates, opt_state = updated(tx, grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, *(mean if has_aux else (mean,))
+
+    return run if layout.stage else jax.jit(run, donate_argnums=(0, 1))
+
+
+def _told(loss, batch):
+    if loss is None or batch is None:
+        raise ValueError(
+            "layouts: with stages, which stage reads what the loss tells: give loss= and batch= "
+            "(shapes are enough), as layouts.init(layout, create, tx, key, loss, batch)."
+        )
+    return loss, batch

@@ -1,0 +1,126 @@
+"""Tensor and sequence parallelism: which axes are cut, how activations lie, what is sent.
+
+The matrices of a layer are cut over the devices of one mesh axis, which work on the same tokens
+(Shoeybi et al., 2019). Sequence parallelism cuts the tokens over the same axis wherever no product
+needs them whole (Korthikanti et al., 2023). Both are plain data here, for whoever lays a program
+out: a table for `rules.LogicalRules`, specs for the model's marks, and formulas of bytes.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jax.sharding import PartitionSpec as P
+
+Axes = str | tuple[str, ...] | None
+
+_CUT = ("vocab", "heads", "kv_heads", "mlp")
+_WHOLE = ("embed", "head_dim")
+_KV_HEADS = " Or leave kv heads whole, every device computing all: table(...) | {'kv_heads': None}."
+
+
+def table(axis: Axes) -> dict[str, Axes]:
+    """From the logical axes of a decoder to the mesh axis that cuts them, or to None.
+
+    Heads, the MLP's width and the vocabulary are cut; `embed` stays whole: one product's output is
+    cut and the next one contracts it. Models with other axes add theirs: `table(axis) | {...}`.
+    """
+    return {**dict.fromkeys(_CUT, axis), **dict.fromkeys(_WHOLE)}
+
+
+def activations(
+    axis: Axes, rows: Axes = None, context: Axes = None, sequence: bool = False
+) -> dict[str, P]:
+    """Specs by the names of the model's marks: rows over `rows`, tokens over `context`.
+
+    With `sequence`, tokens are cut over `axis` too between the products. Then what enters attention
+    and the MLP and what is cut inside them is pinned as well: left free, XLA for CPU keeps the
+    tokens cut there, and gathers weights.
+    """
+    tokens = (*_tuple(context), *_tuple(axis)) if sequence else _tuple(context)
+    between = ("embedding_output", "attention_output", "mlp_output")
+    pins = dict.fromkeys(between, P(rows, _entry(tokens)))
+    pins["logits"] = P(rows, _entry(_tuple(context)), axis)
+    if sequence:
+        pins |= dict.fromkeys(("attention_input", "mlp_input"), P(rows, context))
+        pins |= dict.fromkeys(("attended", "mlp_hidden"), P(rows, context, axis))
+    return pins
+
+
+def check(axis: str, n: int, sizes: Mapping[str, int], length: int | None = None) -> None:
+    """Raise where `n` devices along `axis` cannot divide what they would cut.
+
+    `sizes` maps logical axes to their sizes; others than those that are cut do not matter. `length`
+    is that of the sequence, for sequence parallelism.
+
+    Raises:
+      ValueError: a size that `n` does not divide, with the numbers of devices that would do.
+    """
+    cut = {name: sizes[name] for name in _CUT if name in sizes}
+    cut |= {} if length is None else {"sequence": length}
+    fits = [k for k in range(1, n) if not any(size % k for size in cut.values())]
+    for name, size in cut.items():
+        if size % n:
+            raise ValueError(
+                f"tensor: {name}={size} does not divide over {n} devices along {axis!r}: choose a "
+                f"multiple of {n}, or fewer devices: {', '.join(map(str, fits))} divide all of "
+                f"{', '.join(f'{key}={value}' for key, value in cut.items())}."
+                + (_KV_HEADS if name == "kv_heads" else "")
+            )
+
+
+class Sent(NamedTuple):
+    """Bytes that one device sends in a step, forward and backward, around a ring.
+
+    `layers` is all layers together; `head` is for what enters the last product, `loss` for what the
+    softmax and the target's logit need, `norms` for the gradients of the norms' scales.
+    """
+
+    embedding: float
+    layers: float
+    head: float
+    loss: float
+    norms: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def bytes_sent(
+    n: int,
+    rows: int,
+    length: int,
+    embed: int,
+    layers: int,
+    itemsize: int = 4,
+    sequence: bool = False,
+    gathers_again: bool = False,
+    norm_itemsize: int = 4,
+) -> Sent:
+    """What tensor parallelism over `n` devices sends for `rows` of `length` tokens of one group.
+
+    An activation is rows × length × embed × itemsize bytes. A layer takes four all-reduces of one,
+    two each way; the embedding one forward, the head one backward; the loss three float32 numbers
+    for each token. With `sequence` an all-reduce becomes a gather and a scatter, each of half the
+    bytes, and the norms' scales are summed; with `gathers_again` what entered a product is not
+    kept, and gathered a second time.
+    """
+    share = (n - 1) / n
+    activation = rows * length * embed * itemsize * share  # of one gather, or one scatter
+    again = activation if sequence and gathers_again else 0
+    scales = (2 * layers + 1) * embed * norm_itemsize
+    return Sent(
+        embedding=2 * activation,
+        layers=layers * (8 * activation + 2 * again),
+        head=2 * activation + again,
+        loss=3 * 2 * rows * length * 4 * share,
+        norms=2 * scales * share if sequence else 0,
+    )
+
+
+def _tuple(axes):
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+
+
+def _entry(axes):
+    return None if not axes else axes[0] if len(axes) == 1 else axes

@@ -1,0 +1,257 @@
+"""Every layout, and every pair and triple of roles, is one device: losses, gradients, states."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from shardwise import checkpoint, data, layouts, marks, mesh, model, objective, train
+from shardwise.layouts import catalogue
+
+CONFIG = model.Config(
+    embed=32, layers=4, heads=16, kv_heads=8, head_dim=2, mlp=48, dropout=0.1, remat=True
+)
+OPTIMIZERS = {
+    "adamw": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+    "adafactor": optax.chain(
+        optax.clip_by_global_norm(0.1), optax.adafactor(1e-2, min_dim_size_to_factor=16)
+    ),
+}
+KEY = jax.random.key(7)
+
+
+@functools.cache
+def parts(stages=1, layers=4, mixed=False):
+    """(the loss, what creates the parameters) of a decoder with so many stages.
+
+    A mixed one has experts, with a capacity that drops some choices.
+    """
+    config = dataclasses.replace(CONFIG, stages=stages, layers=layers)
+    if mixed:
+        mixture = dict(experts=8, experts_per_token=2, capacity_factor=0.75, mlp=16, dropout=0.0)
+        config = dataclasses.replace(config, **mixture)
+    graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
+    loss = train.routed_loss if mixed else train.loss
+    return functools.partial(loss, graphdef=graphdef), functools.partial(_create, config)
+
+
+def _create(config, key):
+    return nnx.state(model.Decoder(config, nnx.Rngs(params=key)))
+
+
+@functools.cache
+def batches():
+    """Two batches of real bytes, padded at random, one row wholly masked."""
+    found, rng = [], np.random.default_rng(3)
+    for batch in itertools.islice(data.batches(16, 32, seed=1), 2):
+        real = rng.integers(1, 33, 16)
+        real[5] = 0
+        found.append(batch | {"mask": (np.arange(32)[None] < real[:, None]).astype(np.float32)})
+    return found
+
+
+@functools.cache
+def one_device(optimizer, layers=4, mixed=False):
+    """[(what a step returns beside the parameters, and its state)] of each step."""
+    loss, create = parts(1, layers, mixed)
+    tx, params = OPTIMIZERS[optimizer], jax.jit(create)(KEY)
+    opt_state, found = tx.init(params), []
+
+    @jax.jit
+    def step(params, opt_state, batch, key):
+        out, grads = objective.value_and_grad(loss, has_aux=mixed)(params, batch, key=key)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, out
+
+    for i, batch in enumerate(batches()):
+        params, opt_state, out = step(params, opt_state, batch, jax.random.key(i))
+        found.append((jax.tree.leaves(out), jax.tree.map(np.asarray, opt_state)))
+    return found
+
+
+def check(layout, optimizer="adamw"):
+    """Two steps, with padding and dropout: losses, and the state after the first step, which has
+    the gradients in it, as one device has them.
+    """
+    layers, mixed = max(4, layout.size("stage")), bool(layout.expert)
+    loss, create = parts(layout.size("stage"), layers, mixed)
+    tx, theirs = OPTIMIZERS[optimizer], one_device(optimizer, layers, mixed)
+    params, opt_state = layouts.init(layout, create, tx, KEY, loss, batches()[0], mixed)
+    step = layouts.step(layout, loss, tx, has_aux=mixed)
+    for i, (batch, (expected, state)) in enumerate(zip(batches(), theirs, strict=True)):
+        params, opt_state, *out = step(params, opt_state, batch, key=jax.random.key(i))
+        for a, b in zip(jax.tree.leaves(out), expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5)
+        if mixed and i == 0:
+            assert out[1]["dropped"].sum() > 0  # or the capacity would not be seen
+        if i == 0:  # later ones differ by more: Adam amplifies rounding
+            ours = jax.tree.leaves(layouts.whole(layout, opt_state))
+            for a, b in zip(ours, jax.tree.leaves(state), strict=True):
+                np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6 * (1 + np.abs(b).max()))
+
+
+FAST = {"zero2", "hybrid", "zigzag", "fsdp, context, tensor", "fsdp, tensor by compiler"}
+FAST |= {"fsdp, expert, context"}
+
+
+def marked(cases, fast):
+    """The cases, slow but for these."""
+    return [c if c in fast else pytest.param(c, marks=pytest.mark.slow) for c in cases]
+
+
+@pytest.mark.parametrize("name", marked(layouts.LAYOUTS, FAST))
+def test_a_layout_is_one_device(name):
+    optimizer = "adafactor" if len(name) % 2 and "stage" not in name else "adamw"
+    check(layouts.LAYOUTS[name](8), optimizer)
+
+
+BY_HAND = ("data", "fsdp", "expert", "context", "tensor")
+COMBINED = [
+    (*roles, by)
+    for by, known in (("hand", BY_HAND), ("compiler", ("stage", *BY_HAND)))
+    for size in (2, 3)
+    for roles in itertools.combinations(known, size)
+]
+PAIRS = {("data", "context", "hand"), ("stage", "data", "context", "compiler")}
+
+
+@pytest.mark.parametrize("case", marked(COMBINED, PAIRS), ids=lambda case: "-".join(case))
+def test_roles_combine(case):
+    *roles, by = case
+    parts = 4 if "stage" in roles else 1 if "expert" in roles else 2  # balance is over the batch
+    settings = dict(microbatches=parts, by=by)
+    if by == "hand" and "context" in roles:
+        settings["attention"] = "zigzag" if "fsdp" in roles else "ulysses"
+    n = 4 if case in PAIRS else 8
+    check(catalogue.over(tuple(roles), n, **settings))
+
+
+def test_printing_a_layout_tells_what_each_axis_does():
+    told = str(layouts.LAYOUTS["fsdp, context, tensor"](8))
+    for words in ("by hand", "gathered where it is used", "attention by ring", "heads", "context"):
+        assert words in told
+    assert layouts.LAYOUTS["fsdp"](8) == layouts.LAYOUTS["fsdp"](8)
+    assert len({layouts.LAYOUTS["fsdp"](8), layouts.LAYOUTS["fsdp"](8)}) == 1
+
+
+GRID = functools.partial(mesh.make, a=2, b=2)
+MISTAKES = {
+    "no role": (lambda: layouts.Layout(GRID(), fsdp="a"), "axis 'b' of size 2 has no role"),
+    "two roles": (lambda: layouts.Layout(GRID(), fsdp="a", data=("a", "b")), "given to data and"),
+    "no axis": (lambda: layouts.Layout(GRID(), fsdp="a", data="c"), "no such axis; it has"),
+    "by": (lambda: layouts.Layout(GRID(), data=("a", "b"), by="magic"), "'hand', 'compiler'"),
+    "zero": (lambda: layouts.Layout(GRID(), data=("a", "b"), zero=4), "zero=4"),
+    "sequence": (
+        lambda: layouts.Layout(GRID(), data=("a", "b"), sequence=True),
+        "name one, tensor=",
+    ),
+    "hand in stages": (
+        lambda: layouts.Layout(GRID(), stage="a", fsdp="b"),
+        "stages and fsdp by hand.*Say by='compiler'",
+    ),
+    "order": (
+        lambda: layouts.Layout(GRID(), data="a", context="b", by="compiler", attention="zigzag"),
+        "'zigzag' is an order",
+    ),
+    "many stages": (lambda: layouts.Layout(GRID(), stage=("a", "b")), "lie along one axis"),
+    "microbatches": (lambda: layouts.Layout(GRID(), data=("a", "b"), microbatches=0), "1 or more"),
+    "devices": (lambda: catalogue.over(("fsdp", "tensor", "context"), 6), "a multiple of 4"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_named(name):
+    make, told = MISTAKES[name]
+    with pytest.raises(ValueError, match=told):
+        make()
+
+
+def run(layout, loss, params, batch):
+    placed = layouts.place(layout, params, loss, batch)
+    return layouts.value_and_grad(layout, loss)(placed, batch)
+
+
+def tokens(rows, length):
+    whole = np.zeros((rows, length), np.int32)
+    return {"tokens": whole, "targets": whole, "mask": whole.astype(np.float32)}
+
+
+def test_rows_and_sequences_have_to_divide():
+    loss, create = parts(1)
+    params = jax.eval_shape(create, KEY)
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+    for by in ("hand", "compiler"):
+        layout = catalogue.over(("fsdp", "context"), 8, by=by)
+        with pytest.raises(ValueError, match=r"\(6, 32\) does not split into 4 parts"):
+            run(layout, loss, params, tokens(6, 32))
+        with pytest.raises(ValueError, match=r"pad it.* 32"):
+            run(layout, loss, params, tokens(8, 31))
+
+
+def test_heads_have_to_divide():
+    _, create = parts(1)
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(create, KEY))
+    odd = dataclasses.replace(layouts.LAYOUTS["tensor"](8), cut=("head_dim",))
+    with pytest.raises(ValueError, match=r"'head_dim'.* of 2 does not divide"):
+        layouts.place(odd, params)
+    with pytest.raises(ValueError, match="no parameter carries one of the logical axes"):
+        layouts.place(dataclasses.replace(odd, cut=("experts",)), params)
+
+
+def test_attention_that_is_not_marked_is_refused():
+    def loss(params, batch):
+        seen = jnp.cumsum(batch["tokens"] * params["w"], axis=1)
+        return objective.Mean(jnp.sum(seen), jnp.sum(batch["mask"]))
+
+    layout = layouts.LAYOUTS["ring"](8)
+    with pytest.raises(ValueError, match=r"never calls marks\.attend"):
+        run(layout, loss, {"w": jnp.ones(())}, tokens(8, 32))
+
+
+def test_a_mean_over_rows_is_refused_where_the_sequence_is_cut():
+    def loss(params, batch):
+        x = (batch["tokens"] * params["w"])[:, :, None, None]
+        x = marks.attend(x, x, x, marks.places(batch, *x.shape[:2]))
+        return jnp.mean(jnp.max(x, axis=1))
+
+    layout = layouts.LAYOUTS["ring"](8)
+    with pytest.raises(ValueError, match=r"Return objective.Mean\(total, count\)"):
+        run(layout, loss, {"w": jnp.ones(())}, tokens(8, 32))
+
+
+RESTORED = [
+    ("fsdp", "fsdp, tensor by compiler"),
+    ("fsdp, context, tensor", "zero1"),
+    ("tensor", "stage, fsdp"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", RESTORED, ids=" to ".join)
+def test_a_checkpoint_restores_under_another_layout(pair, tmp_path):
+    first, second = (layouts.LAYOUTS[name](8) for name in pair)
+    tx, batch = OPTIMIZERS["adamw"], batches()[0]
+
+    def born(layout, key):
+        loss, create = parts(layout.size("stage"))
+        return dict(
+            zip(
+                ("params", "opt_state"),
+                layouts.init(layout, create, tx, key, loss, batch),
+                strict=True,
+            )
+        )
+
+    saved = born(first, KEY)
+    checkpoint.save(tmp_path, 1, saved)
+    restored = checkpoint.restore(tmp_path, born(second, jax.random.key(99)), 1)
+    for name, tree in saved.items():
+        ours = layouts.whole(second, restored[name]), layouts.whole(first, tree)
+        for a, b in zip(*map(jax.tree.leaves, ours), strict=True):
+            np.testing.assert_array_equal(a, b)
