@@ -306,7 +306,7 @@ def test_weights_of_all_experts_on_each_device_are_refused():
 def test_capacity_is_rounded_up_once():
     assert dispatch.slots(1.25, 8, 2, 8) == 3
     assert dispatch.slots(1.1, 10, 1, 1) == 10  # never more than the row's tokens
-    assert dispatch.slots(0.3, 10, 1, 1) == 3  # though 0.3 · 10 is above 3 in floating point
+    assert dispatch.slots(0.07, 100, 1, 1) == 7  # though 0.07 · 100 is above 7 in floating point
 
 
 SMALL = model.Config(
@@ -360,6 +360,15 @@ def test_fsdp_trains_a_decoder_with_experts_as_one_device_does(config):
     assert (dropped > 0).all() if config.capacity_factor else (dropped == 0).all()
     for path, g in nnx.to_flat_state(expected[1]):  # the router learns, its bias never by gradient
         assert np.any(np.asarray(jax.tree.leaves(g)[0])) == ("bias" not in path), path
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_router_learns_from_what_experts_return(k):
+    config = dataclasses.replace(SMALL, experts_per_token=k, capacity_factor=None)
+    layer, params = nnx.split(mixture.Experts(config, nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(1), (2, 3, 12))
+    grads = jax.jit(jax.grad(lambda p: jnp.sum(nnx.merge(layer, p)(x)[0] ** 2)))(params)
+    assert jnp.abs(grads["router"]["kernel"][...]).max() > 1e-3
 
 
 @SLOW
