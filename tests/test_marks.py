@@ -190,3 +190,11 @@ def test_bound_attention_receives_what_the_model_gave():
     given = (*qkv(), marks.places(None, 2, 5))
     with marks.bind(attend=lambda *args: args):
         assert marks.attend(*given) == (*given, marks.causal)
+
+
+def test_totals_carry_no_gradient():
+    x = jnp.array([2.0, 3.0])
+    product = lambda x: jnp.sum(marks.total(x) * x)  # noqa: E731
+    assert jax.grad(product)(x).tolist() == [2, 3]
+    with marks.bind(total=lambda x, axes: 10 * x if axes == ("rows", "sequence") else None):
+        assert jax.grad(product)(x).tolist() == [20, 30]

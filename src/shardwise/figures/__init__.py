@@ -15,6 +15,7 @@ from shardwise.figures.counters import counters
 from shardwise.figures.explorer import mesh_explorer
 from shardwise.figures.lanes import lanes_explorer
 from shardwise.figures.layer import layer_explorer
+from shardwise.figures.loads import loads_explorer
 from shardwise.figures.memory import live_activations
 from shardwise.figures.overlap import overlap
 from shardwise.figures.palette import DEVICES, style
@@ -47,6 +48,7 @@ __all__ = [
     "lanes_explorer",
     "layer_explorer",
     "live_activations",
+    "loads_explorer",
     "mesh_explorer",
     "mesh_picture",
     "overlap",
