@@ -6,9 +6,7 @@ from jax.sharding import AbstractMesh, Mesh
 from .counts import Collectives, Op
 
 
-def by_axis(
-    found: Collectives, mesh: Mesh | AbstractMesh
-) -> dict[tuple[str, ...], Collectives]:
+def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ...], Collectives]:
     """{mesh axes: the `Collectives` along them}, in the order in which the axes are met.
 
     An axis counts if devices that take part together differ in their place along it: a sum over all
