@@ -46,7 +46,7 @@ def ours(name):
 
 
 class Staged(rounds.Row):
-    """A layout with stages, whose step is many programs: the most of any stage, updates left out."""
+    """A layout with stages, whose step is many programs: the most of any stage, but its update."""
 
     def __init__(self, layout, bench, *args):
         self._loss = layouts.value_and_grad(layout, bench.loss)
@@ -174,7 +174,9 @@ def table(first, rows):
 
 def _cells(row, same, fastest, roles):
     best = min(other.memory.temporaries for other in same)
-    times = (f"{row.median:.3f}", f"{row.median / fastest:.2f}")
+    times = ("-", "-")
+    if row.seconds:
+        times = (f"{row.median:.3f}", f"{row.median / fastest:.2f}")
     held = (_mb(row.memory.arguments), _mb(row.memory.temporaries))
     limit = row.limit or {}
     sent = "; ".join(
