@@ -3,6 +3,7 @@
 In a round every variant takes one step, so that what else the machine does meets them all.
 """
 
+import sys
 import time
 from typing import NamedTuple
 
@@ -46,6 +47,44 @@ class Variant:
         """Seconds of a step: the median, and the spread between the quartiles."""
         low, median, high = np.percentile(self.seconds, [25, 50, 75])
         return median, high - low
+
+
+class Row:
+    """A step on a mesh, compiled once and run as compiled: by `lowered`, or a step as it is."""
+
+    def __init__(self, name, mesh, step, state, batch, whole=None):
+        self.name, self._state, self._batch = name, list(state), batch
+        self._whole = whole or (lambda tree: tree)
+        self.losses, self.seconds = [], []
+        start = time.perf_counter()
+        self.memory, self.sent, self._step = self.measured(mesh, step)
+        told = f"{self.memory.temporaries:,} B of temporaries, sends {self.sent}"
+        print(f"{name}: {time.perf_counter() - start:.0f} s; {told}", file=sys.stderr, flush=True)
+
+    def measured(self, mesh, step):
+        """(`measure.DeviceBytes`, {mesh axes: bytes sent}, what runs)."""
+        compiled = step.lower(*self._state, self._batch).compile()
+        found = measure.by_axis(measure.collectives(compiled), mesh)
+        sent = {axes: part.ring_bytes for axes, part in found.items()}
+        return measure.bytes_per_device(compiled), sent, compiled
+
+    def run(self):
+        """One step, waited for."""
+        start = time.perf_counter()
+        out = jax.block_until_ready(self._step(*self._state, self._batch))
+        self.seconds.append(time.perf_counter() - start)
+        self._state = list(out[:2])
+        self.losses.append(float(out[2]))
+
+    @property
+    def state(self):
+        """Parameters and the optimizer's state, as one device has them."""
+        return [self._whole(tree) for tree in self._state]
+
+    @property
+    def median(self):
+        """Seconds of a step; NaN where none was run."""
+        return float(np.median(self.seconds)) if self.seconds else float("nan")
 
 
 class Missing(NamedTuple):

@@ -190,6 +190,25 @@ def test_every_kind_of_collective_on_every_mesh(axes_sizes, axes, trips):
         assert found.ring_bytes == sum(count.ring_bytes for count in expected.values())
         assert {op.group_size for op in found.ops} == {n, None}
         assert {op.trips for op in found.ops} == {trips}
+        assert measure.by_axis(found, grid) == {tuple(axes): expected}
+
+
+def test_collectives_by_axis():
+    grid = mesh.make(a=2, b=2, c=2)
+
+    def f(x):
+        x = jax.lax.psum(jax.lax.all_gather(x, "c", tiled=True), ("a", "b"))
+        swap = [(i, 3 - i) for i in range(4)]  # both places change
+        return jax.lax.ppermute(jax.lax.ppermute(x, ("b", "c"), swap), "b", [(0, 0), (1, 1)])
+
+    f = jax.shard_map(f, mesh=grid, in_specs=P("c"), out_specs=P(), check_vma=False)
+    lowered = jax.jit(f).lower(shape(16))
+    for program in (lowered, lowered.compile()):
+        found = measure.by_axis(measure.collectives(program), grid)
+        sent = {axes: part.ring_bytes for axes, part in found.items()}
+        assert sent == {("c",): 32, ("a", "b"): 2 * 64 * 3 / 4, ("b", "c"): 64}
+    with pytest.raises(ValueError, match=r"number 7, and the mesh \{'a': 4\} has 4"):
+        measure.by_axis(measure.collectives(lowered), jax.sharding.AbstractMesh((4,), ("a",)))
 
 
 def test_lowered_programs_say_how_many_devices_run_them():

@@ -70,6 +70,28 @@ def test_replica_groups_in_every_form(groups, n):
     assert found.ops[0].group_size == n
 
 
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("{{0,1},{2,3},{4,5},{6,7}}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("{}", (tuple(range(8)),)),
+        ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['a'=2,'b'=4] {'b'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['a'=2,'b'=4] {'a'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        (
+            "mesh['a'=1,'b'=4,'c'=2], device_ids=([2,4]T(1,0)) {'b'}",
+            ((0, 1, 2, 3), (4, 5, 6, 7)),
+        ),
+        ("mesh['a'=2,'b'=4] {'a','b':(1)2}", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("mesh['a'=2,'b'=4] {'b':(2)2}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+    ],
+)
+def test_which_devices_form_a_group(groups, expected):
+    found = measure.collectives(module(GATHER + f"replica_groups={groups}, channel_id=1"))
+    assert sorted(found.ops[0].groups) == sorted(expected)
+
+
 SCALARS = """
 %add (x: bf16[], y: bf16[]) -> bf16[] {
   %x = bf16[] parameter(0)

@@ -3,6 +3,7 @@
 Compiled programs are read, not run: `jax.jit(f).lower(*args).compile()` is what to pass.
 """
 
+from .axes import by_axis
 from .communication import collectives
 from .counts import Collectives, Count
 from .matmuls import flops
@@ -14,6 +15,7 @@ __all__ = [
     "Count",
     "DeviceBytes",
     "StepTime",
+    "by_axis",
     "bytes_on_devices",
     "bytes_per_device",
     "collectives",

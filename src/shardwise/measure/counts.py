@@ -13,7 +13,8 @@ class Op:
     """One collective instruction; its bytes are those of all its trips together.
 
     `group_size` is the number of devices that take part together (None for a collective-permute),
-    `arrays` what each device puts in, as (dtype, dims), `source` the operation that JAX named.
+    `arrays` what each device puts in, as (dtype, dims), `source` the operation that JAX named,
+    `groups` the numbers of the devices that take part together, or each (source, target).
     """
 
     kind: str
@@ -24,6 +25,7 @@ class Op:
     payload_bytes: int
     ring_bytes: int | float
     source: str
+    groups: tuple[tuple[int, ...], ...] = ()
 
     @property
     def dtype(self) -> str:

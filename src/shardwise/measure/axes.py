@@ -1,0 +1,35 @@
+"""Along which mesh axes collectives run."""
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from .counts import Collectives, Op
+
+
+def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ...], Collectives]:
+    """{mesh axes: the `Collectives` along them}, in the order in which the axes are met.
+
+    An axis counts if devices that take part together differ in their place along it: a sum over all
+    devices of a mesh of two axes runs along both, and stands under both names. `mesh` is that of
+    the program, whose devices have numbers in its order. What moves nothing is left out.
+
+    Raises:
+      ValueError: a collective among other devices than those of the mesh.
+    """
+    shape = tuple(mesh.shape.values())
+    parts: dict[tuple[str, ...], list[Op]] = {}
+    for op in found.ops:
+        parts.setdefault(_axes(op, tuple(mesh.shape), shape), []).append(op)
+    return {axes: Collectives(ops) for axes, ops in parts.items() if axes}
+
+
+def _axes(op: Op, names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[str, ...]:
+    if max(map(max, op.groups)) >= np.prod(shape):
+        raise ValueError(
+            f"measure.by_axis: {op.name} runs among devices up to number "
+            f"{max(map(max, op.groups))}, and the mesh {dict(zip(names, shape, strict=True))} has "
+            f"{np.prod(shape)}; give the mesh that the program was written for."
+        )
+    places = [np.stack(np.unravel_index(group, shape)) for group in op.groups]
+    along = [any(np.ptp(place[i]) for place in places) for i in range(len(names))]
+    return tuple(name for name, differs in zip(names, along, strict=True) if differs)

@@ -1,0 +1,54 @@
+"""The benchmark of layouts runs: one small row, beside what a user would pick instead."""
+
+import dataclasses
+import importlib
+import pathlib
+import sys
+import types
+
+import pytest
+
+ROOM = pathlib.Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """Of `benchmarks/layouts.py` the module, on a decoder of two layers and short rows."""
+    monkeypatch.syspath_prepend(ROOM)
+    decoders = importlib.import_module("decoders")
+    small = dataclasses.replace(decoders.DENSE, embed=16, layers=2, heads=2, kv_heads=2, mlp=32)
+    decoders.DENSE, decoders.LENGTH = small, 8
+    yield importlib.import_module("layouts")
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(ROOM)):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("others", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_row_equals_one_device_and_sends_what_its_formula_says(
+    benchmark, capsys, monkeypatch, others
+):
+    if not others:
+        monkeypatch.setattr(benchmark, "others", lambda names: [])
+    assert benchmark.compare(["data"], 1) == []
+    printed = capsys.readouterr().out
+    for told in ("one device", *["rules, constrained"] * others, "/0.", "1.00"):
+        assert told in printed
+
+
+def test_what_sends_or_holds_too_much_is_told(benchmark):
+    layout = benchmark.layouts.LAYOUTS["hybrid"](8)
+
+    def row(name, sent, limit, temporaries):
+        memory = benchmark.measure.DeviceBytes(0, 0, 0, temporaries)
+        return types.SimpleNamespace(
+            name=name, layout=layout, sent={("fsdp",): sent}, limit=limit, memory=memory
+        )
+
+    best, right = row("best", 99, None, 10), row("right", 8, {("fsdp",): 8}, 12)
+    wrong = row("wrong", 9, {("fsdp",): 8}, 13)
+    rows = [best, right, wrong]
+    assert not [told for fine in (best, right) for told in benchmark.misses(fine, rows)]
+    sends, holds = benchmark.misses(wrong, rows)
+    assert "wrong sends 9 along ('fsdp',), and its formula says 8" in sends
+    assert "wrong holds 1.30 of the temporaries of best" in holds

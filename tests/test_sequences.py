@@ -1,0 +1,150 @@
+"""A sequence that is cut by hand: what lets tokens see each other outside marks is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from shardwise import context, data, layouts, marks, objective
+
+
+def run(layout, loss, params, batch):
+    placed = layouts.place(layout, params, loss, batch)
+    return layouts.value_and_grad(layout, loss)(placed, batch)
+
+
+def tokens(rows, length):
+    whole = np.zeros((rows, length), np.int32)
+    return {"tokens": whole, "targets": whole, "mask": whole.astype(np.float32)}
+
+
+def rolled(params, batch):
+    targets = jnp.roll(batch["tokens"], -1, axis=1)
+    return each(params, batch, params["w"] * batch["tokens"] - targets)
+
+
+def shifted(params, batch):
+    x = params["w"] * batch["tokens"]
+    return objective.Mean(jnp.sum((x[:, :-1] - batch["targets"][:, 1:]) ** 2), jnp.float32(len(x)))
+
+
+def each(params, batch, x):
+    x = x[:, :, None, None]
+    x = marks.attend(x, x, x, marks.places(batch, *x.shape[:2]))[:, :, 0, 0]
+    return objective.Mean(jnp.sum(x**2 * batch["mask"]), jnp.sum(batch["mask"]))
+
+
+def looped(params, batch):
+    def token(carry, x):
+        return carry + x, carry * params["w"]
+
+    _, x = jax.lax.scan(token, jnp.zeros(len(batch["mask"])), batch["mask"].T)
+    return each(params, batch, x.T)
+
+
+SEEING = {
+    "a shift": (shifted, "a slice takes a part of the sequence"),
+    "a roll": (rolled, "takes a part of the sequence"),
+    "a running sum": (
+        lambda p, b: each(p, b, jnp.cumsum(b["mask"] * p["w"], axis=1)),
+        "cumsum goes along the sequence",
+    ),
+    "a mean": (
+        lambda p, b: each(p, b, b["mask"] * p["w"] - jnp.mean(b["mask"], axis=1, keepdims=True)),
+        "goes back to the tokens",
+    ),
+    "a maximum": (
+        lambda p, b: each(p, b, b["mask"] * jnp.max(b["mask"] * p["w"], axis=1)[:, None]),
+        "reduce_max takes one number of a sequence",
+    ),
+    "own attention": (
+        lambda p, b: each(
+            p, b, jnp.einsum("bs,bt,bt->bs", b["mask"] * p["w"], b["mask"], b["mask"])
+        ),
+        "goes back to the tokens",
+    ),
+    "scores": (
+        lambda p, b: each(
+            p,
+            b,
+            jnp.max(b["mask"][:, :, None] * b["mask"][:, None] * p["w"], axis=2),
+        ),
+        "compares tokens with tokens",
+    ),
+    "own positions": (
+        lambda p, b: each(p, b, b["mask"] * jnp.sin(p["w"] * jnp.arange(b["mask"].shape[1]))[None]),
+        r"numbered by jnp\.arange",
+    ),
+    "a table of positions": (
+        lambda p, b: each(
+            p, b, b["mask"] * (p["w"] * jnp.ones(64))[jnp.arange(b["mask"].shape[1])][None]
+        ),
+        r"numbered by jnp\.arange",
+    ),
+    "a length": (
+        lambda p, b: each(
+            p,
+            b,
+            p["w"] * (jnp.arange(b["mask"].shape[1])[None] < b["rows"][:, None]),
+        ),
+        r"numbered by jnp\.arange",
+    ),
+    "a loop": (looped, "a loop goes over the sequence"),
+    "a square": (
+        lambda p, b: objective.Mean(
+            jnp.sum(jnp.sum(p["w"] * b["mask"], axis=1) ** 2),
+            jnp.sum(b["mask"]),
+        ),
+        "of a sum over tokens is no sum",
+    ),
+    "rows": (
+        lambda p, b: each(p, b, b["mask"] * p["w"])._replace(total=jnp.sum(b["rows"] * p["w"])),
+        "the total is no sum over tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_tokens_that_see_each_other_outside_marks_are_refused(name):
+    loss, told = SEEING[name]
+    batch = tokens(8, 32) | {"rows": np.ones(8, np.float32)}
+    with pytest.raises(ValueError, match=told):
+        run(
+            dataclasses.replace(layouts.LAYOUTS["fsdp, context"](8), stacked=None),
+            loss,
+            {"w": jnp.ones(())},
+            batch,
+        )
+
+
+@pytest.mark.parametrize("attention", ["zigzag", context.all_gather], ids=["named", "given"])
+def test_what_sees_no_other_token_runs(attention):
+    """Also with a form of attention that stands in no dict: anybody's."""
+    layout, params = layouts.LAYOUTS["fsdp, context"](8), {"w": jnp.float32(0.5)}
+    layout = dataclasses.replace(layout, attention=attention)
+    batch = next(data.batches(8, 32)) | {"rows": np.arange(8, dtype=np.float32)}
+
+    def loss(params, batch):
+        size = batch["mask"].shape[1]
+        x = jnp.sin(params["w"] * marks.index("sequence", size))[None] * batch["rows"][:, None]
+        return each(
+            params, batch, x + jnp.flip(x[:, :, None] * jnp.ones((1, 1, 3)), 2).mean(axis=2)
+        )
+
+    value, grads = run(layout, loss, params, batch)
+    expected = objective.value_and_grad(loss)(params, batch)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(layouts.whole(layout, grads)["w"], expected[1]["w"], rtol=1e-4)
+
+
+def test_a_mean_over_rows_is_refused_where_the_sequence_is_cut():
+    def loss(params, batch):
+        x = (batch["tokens"] * params["w"])[:, :, None, None]
+        x = marks.attend(x, x, x, marks.places(batch, *x.shape[:2]))
+        return jnp.mean(jnp.max(x, axis=1))
+
+    layout = layouts.LAYOUTS["ring"](8)
+    with pytest.raises(ValueError, match=r"Return objective.Mean\(total, count\)"):
+        run(layout, loss, {"w": jnp.ones(())}, tokens(8, 32))
