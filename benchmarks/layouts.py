@@ -15,13 +15,13 @@ stay); times, which depend on what else the machine does, are only shown.
 import argparse
 import collections
 import functools
+import math
 
 import alternatives
 import attention
 import decoders
 import formulas
 import jax
-import numpy as np
 import rounds
 
 from shardwise import layouts, measure, mesh, pipeline
@@ -65,21 +65,23 @@ class Staged(rounds.Row):
             for axes, part in measure.by_axis(found, plan.stages[stage].mesh).items():
                 sent[stage][axes] += times * part.ring_bytes
         for stage, programs in enumerate(plan.stages):
-            sent[stage]["stage",] = self._microbatches * _crossing(programs)
+            last = stage == len(plan.stages) - 1
+            sent[stage]["stage",] = self._microbatches * _crossing(programs, last)
         most = max(sent.values(), key=lambda each: sum(each.values()))
         arguments = max(measure.bytes_on_devices((self._state, batch)).values())
         return measure.DeviceBytes(arguments, 0, 0, max(held.values())), dict(most), step
 
 
-def _crossing(programs):
+def _crossing(programs, last):
     """Bytes that one device sends for a microbatch: activations onward, cotangents back."""
 
     def size(values, shardings):
         pairs = zip(values, shardings, strict=True)
-        return sum(np.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
+        return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
 
     stage, laid = programs.stage, programs.laid
-    return size(stage.outputs, laid["outputs"]) + size(stage.carry, laid["carry"])
+    onward = 0 if last else size(stage.outputs, laid["outputs"])
+    return onward + size(stage.carry, laid["carry"])
 
 
 def others(chosen):
