@@ -13,7 +13,6 @@ stay); times, which depend on what else the machine does, are only shown.
 """
 
 import argparse
-import collections
 import functools
 
 import alternatives
@@ -21,10 +20,10 @@ import attention
 import decoders
 import formulas
 import jax
-import numpy as np
 import rounds
+import stages
 
-from shardwise import layouts, measure, mesh, pipeline
+from shardwise import layouts, mesh
 
 DEVICES, WITHIN = 8, 1.2
 
@@ -37,49 +36,12 @@ def ours(name):
     given = key, bench.loss, decoders.batch(), bench.mixed
     state = layouts.init(layout, bench.create, decoders.OPTIMIZER, *given)
     step = layouts.step(layout, bench.loss, decoders.OPTIMIZER, has_aux=bench.mixed)
-    kind = functools.partial(Staged, layout, bench) if layout.stage else rounds.Row
+    kind = functools.partial(stages.Staged, layout, bench) if layout.stage else rounds.Row
     whole = functools.partial(layouts.whole, layout)
     row = kind(name, layout.mesh, step, state, decoders.batch(), whole)
     row.layout = layout
     row.limit = formulas.by_hand(layout, bench) if layout.by_hand else None
     return row
-
-
-class Staged(rounds.Row):
-    """A layout with stages, whose step is many programs: the most of any stage, but its update."""
-
-    def __init__(self, layout, bench, *args):
-        self._loss = layouts.value_and_grad(layout, bench.loss)
-        self._microbatches = layout.microbatches
-        super().__init__(*args)
-
-    def measured(self, grid, step):
-        params, batch = self._state[0], self._batch
-        plan = self._loss.plan(params, batch)
-        held, sent = collections.defaultdict(int), collections.defaultdict(collections.Counter)
-        for (stage, kind), lowered in pipeline.programs(self._loss, params, batch).items():
-            compiled = lowered.compile()
-            held[stage] = max(held[stage], measure.bytes_per_device(compiled).temporaries)
-            found = measure.collectives(compiled)
-            times = 1 if kind == "gather" else self._microbatches
-            for axes, part in measure.by_axis(found, plan.stages[stage].mesh).items():
-                sent[stage][axes] += times * part.ring_bytes
-        for stage, programs in enumerate(plan.stages):
-            sent[stage]["stage",] = self._microbatches * _crossing(programs)
-        most = max(sent.values(), key=lambda each: sum(each.values()))
-        arguments = max(measure.bytes_on_devices((self._state, batch)).values())
-        return measure.DeviceBytes(arguments, 0, 0, max(held.values())), dict(most), step
-
-
-def _crossing(programs):
-    """Bytes that one device sends for a microbatch: activations onward, cotangents back."""
-
-    def size(values, shardings):
-        pairs = zip(values, shardings, strict=True)
-        return sum(np.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
-
-    stage, laid = programs.stage, programs.laid
-    return size(stage.outputs, laid["outputs"]) + size(stage.carry, laid["carry"])
 
 
 def others(chosen):
@@ -106,7 +68,8 @@ def compare(chosen, count):
             found = [ours(name) for name in names] + others(names)
             rows = [row for row in found if isinstance(row, rounds.Row)]
             first = one_device(bench)
-            rounds.time_all([first, *rows], count)  # compiled already: no step is a warm-up
+            rounds.time_all([first, *rows], min(count, 1))  # in which programs of stages compile
+            rounds.time_all([first, *rows], count)
             if count:
                 rounds.check([first, *rows], steps=0)
             total = sum(x.size for x in jax.tree.leaves(bench.abstract))

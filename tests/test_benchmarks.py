@@ -8,6 +8,8 @@ import types
 
 import pytest
 
+from shardwise import measure
+
 ROOM = pathlib.Path(__file__).parents[1] / "benchmarks"
 
 
@@ -40,7 +42,7 @@ def test_what_sends_or_holds_too_much_is_told(benchmark):
     layout = benchmark.layouts.LAYOUTS["hybrid"](8)
 
     def row(name, sent, limit, temporaries):
-        memory = benchmark.measure.DeviceBytes(0, 0, 0, temporaries)
+        memory = measure.DeviceBytes(0, 0, 0, temporaries)
         return types.SimpleNamespace(
             name=name, layout=layout, sent={("fsdp",): sent}, limit=limit, memory=memory
         )
