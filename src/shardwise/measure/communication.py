@@ -1,12 +1,11 @@
 """Collectives in a program: how many, how often, and how many bytes each device sends."""
 
-import math
 import re
 from dataclasses import replace
 
 import jax
 
-from . import hlo, stablehlo
+from . import groups, hlo, stablehlo
 from .counts import KINDS, Collectives, Op
 from .program import Frame, Instruction, Program
 from .trips import executed
@@ -15,7 +14,6 @@ from .trips import executed
 # all-to-all that is a device's own; what it forwards for others depends on the links.
 _RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
 _UNCOUNTED = ("collective-broadcast", "ragged-all-to-all", "send")
-_MESH_AXIS = re.compile(r"'([^']+)'(?::\(\d+\)(\d+))?")
 
 
 def collectives(program: jax.stages.Compiled | jax.stages.Lowered | Program) -> Collectives:
@@ -63,45 +61,22 @@ def _read(program: Program, frame: Frame, op: Instruction) -> Op | None:
         return None
     arrays = frame.operands(op)
     size = sum(array.bytes for array in arrays)
+    together = _groups(op, program.devices)
     if kind == "collective-permute":
-        n, sent = None, size if _moves(op) else 0
+        n, sent = None, size if together else 0
     else:
-        n = _group_size(op, program.devices)
+        n = max(map(len, together))
         size *= n if kind == "all-gather" else 1
         sent = _exact(_RING_PASSES[kind] * size * (n - 1), n)
     source = re.search(r'op_name="([^"]*)"', op.attributes.get("metadata", ""))
     types = tuple((array.dtype, array.dims) for array in arrays)
-    return Op(kind, op.name, types, n, 1, size, sent, source[1] if source else "")
+    return Op(kind, op.name, types, n, 1, size, sent, source[1] if source else "", together)
 
 
-def _moves(op: Instruction) -> bool:
-    pairs = re.findall(r"\{(\d+),(\d+)\}", op.attributes["source_target_pairs"])
+def _groups(op: Instruction, devices: int) -> groups.Groups:
     if "slice_sizes" in op.attributes:
         raise ValueError(f"measure.collectives: {op.name} sends slices, which are not known here.")
-    return any(source != target for source, target in pairs)
-
-
-def _group_size(op: Instruction, devices: int) -> int:
-    """The devices in the largest group, from any form in which HLO writes `replica_groups`."""
-    text = op.attributes.get("replica_groups", "{}")
-    iota = re.match(r"\[\d+,(\d+)\]<=", text)
-    if text == "{}":
-        return devices
-    if iota:
-        return int(iota[1])
-    if text.startswith("mesh["):
-        sizes = dict(re.findall(r"'([^']+)'=(\d+)", text))
-        # The axes stand after the mesh, or after the order of its devices where that is given.
-        axes = re.search(r"\{([^{}]*)\}$", op.attributes.get("device_ids", text))
-        if axes:
-            return math.prod(int(part or sizes[a]) for a, part in _MESH_AXIS.findall(axes[1]))
-    groups = re.findall(r"\{([\d, ]+)\}", text)
-    if not groups:
-        raise ValueError(
-            f"measure.collectives: cannot read the replica groups of {op.name}: {text}; expected "
-            f"{{{{0,1}},{{2,3}}}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {{'a'}}."
-        )
-    return max(len(group.split(",")) for group in groups)
+    return groups.read(op, devices)
 
 
 def _times(op: Op, trips: int) -> Op:

@@ -4,6 +4,10 @@ import html
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from jax.sharding import Mesh
+
+from .groups import Groups, axes
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _COLUMNS = ("collective", "in program", "times run", "payload bytes", "ring bytes per device")
 
@@ -13,7 +17,8 @@ class Op:
     """One collective instruction; its bytes are those of all its trips together.
 
     `group_size` is the number of devices that take part together (None for a collective-permute),
-    `arrays` what each device puts in, as (dtype, dims), `source` the operation that JAX named.
+    `arrays` what each device puts in, as (dtype, dims), `source` the operation that JAX named,
+    `groups` who takes part together, as places in the order of the mesh; of a permute, the pairs.
     """
 
     kind: str
@@ -24,6 +29,7 @@ class Op:
     payload_bytes: int
     ring_bytes: int | float
     source: str
+    groups: Groups = ()
 
     @property
     def dtype(self) -> str:
@@ -75,6 +81,20 @@ class Collectives(Mapping[str, Count]):
     @property
     def ring_bytes(self) -> int | float:
         return sum(count.ring_bytes for count in self.values())
+
+    def by_axes(self, mesh: Mesh) -> dict[tuple[str, ...], int | float]:
+        """Ring bytes by the mesh axes along which those differ who take part together.
+
+        `mesh` is the one that the program was compiled for. What crosses several axes at once, as
+        a sum over data and context, stands under both names together.
+        """
+        found: dict[tuple[str, ...], int | float] = {}
+        for op in self.ops:
+            key = axes(op.groups, mesh.shape)
+            if op.ring_bytes:
+                found[key] = found.get(key, 0) + op.ring_bytes
+        order = list(mesh.shape)
+        return dict(sorted(found.items(), key=lambda item: [order.index(a) for a in item[0]]))
 
     def __getitem__(self, kind: str) -> Count:
         return self._counts[kind]

@@ -6,8 +6,10 @@ those that the compiler inserts, and the dtypes that its backend prefers, appear
 
 import math
 import re
+from typing import Any
 
 import jax
+import numpy as np
 
 from . import custom_calls
 from .program import Array, Computation, Instruction, Program
@@ -139,13 +141,14 @@ class _Reader:
             pairs = re.findall(r"\[(\d+), (\d+)\]", found["source_target_pairs"])
             found["source_target_pairs"] = "{" + ",".join(f"{{{a},{b}}}" for a, b in pairs) + "}"
         if "replica_groups" in found:
-            found["replica_groups"] = self.groups(found["replica_groups"])
+            found["replica_groups"] = self.groups(op.attributes["replica_groups"])
         return found
 
-    def groups(self, text: str) -> str:
-        dense = re.search(r": tensor<(\d+)x(\d+)xi64>", text)
-        if dense:
-            return f"[{dense[1]},{dense[2]}]<=[{int(dense[1]) * int(dense[2])}]"
+    def groups(self, attribute: Any) -> str:
+        text = str(attribute)
+        if text.startswith("dense<"):
+            rows = (",".join(map(str, row)) for row in np.array(attribute).tolist())
+            return "{" + ",".join(f"{{{row}}}" for row in rows) + "}"
         symbol = re.search(r"mesh = @([\w.$-]+)", text)
         sizes = self.meshes[symbol[1]] if symbol else text
         sizes = re.findall(r'"([^"]+)"\s*=\s*(\d+)', sizes)
