@@ -42,7 +42,7 @@ def split_explorer(
     if isinstance(first, str):
         raise ValueError(f"figures.split_explorer: chosen={chosen} is no split: {first}")
     made = "".join(
-        select(f"choice{i}", label, options, at)
+        select(f"choice{i}", escape(label), options, at)
         for i, ((label, options), at) in enumerate(zip(choices.items(), chosen, strict=True))
     )
     names = ", ".join(first.axes)
