@@ -33,34 +33,45 @@ def alone(loss, params, *data):
     return out, grads
 
 
-def in_stages(loss, params, *data, halves):
-    """The same, stage after stage; backward whole or in halves."""
+def forward(loss, params, *data):
+    """What the last stage yields; and each stage, its programs, and what it read and kept."""
     parts, shapes = cut.stages(loss, params, *data)
     leaves, data = jax.tree.leaves(params), jax.tree.leaves(data)
-    carry, kept, sums = [], [], [jnp.zeros_like(x) for x in leaves]
+    carry, ran = [], []
     for stage in parts:
         assert [(x.shape, x.dtype) for x in carry] == [(x.shape, x.dtype) for x in stage.carry]
         own = [leaves[i] if e is None else leaves[i][slice(*e)] for i, e in stage.rows.items()]
-        given = own, [data[i] for i in stage.data]
-        carry, residuals = jax.jit(cut.backward(stage).forward)(*given, carry)
-        kept.append((given, residuals))
-    out, cots = jax.tree.unflatten(jax.tree.structure(shapes), carry), [jnp.ones_like(carry[0])]
-    for stage, (given, residuals) in reversed(list(zip(parts, kept, strict=True))):
-        programs = cut.backward(stage)
+        read, programs = (own, [data[i] for i in stage.data]), cut.backward(stage)
+        carry, kept = jax.jit(programs.forward)(*read, carry)
+        ran.append((stage, programs, read, kept))
+    return jax.tree.unflatten(jax.tree.structure(shapes), carry), ran
+
+
+def backward(params, out, ran, halves):
+    """The gradient, from the last stage to the first; each backward whole or in halves."""
+    sums = [np.zeros(x.shape, x.dtype) for x in jax.tree.leaves(params)]
+    cots = [np.ones(out[0].shape, out[0].dtype)]
+    for stage, programs, read, kept in reversed(ran):
         if halves:
-            cots, pending = jax.jit(programs.to_input)(*given, residuals, cots)
-            grads = jax.jit(programs.to_weights)(*given, residuals, pending)
+            cots, pending = jax.jit(programs.to_input)(*read, kept, cots)
+            grads = jax.jit(programs.to_weights)(*read, kept, pending)
         else:
-            cots, grads = jax.jit(programs.whole)(*given, residuals, cots)
+            cots, grads = jax.jit(programs.whole)(*read, kept, cots)
         for (i, ends), g in zip(stage.rows.items(), grads, strict=True):
-            sums[i] = sums[i].at[... if ends is None else slice(*ends)].add(g)
-    return out, jax.tree.unflatten(jax.tree.structure(params), sums)
+            sums[i][... if ends is None else slice(*ends)] += np.asarray(g)
+    return jax.tree.unflatten(jax.tree.structure(params), sums)
+
+
+def in_stages(loss, params, *data, halves):
+    out, ran = forward(loss, params, *data)
+    return out, backward(params, out, ran, halves)
 
 
 def check(loss, params, *data):
     expected = alone(loss, params, *data)
+    out, ran = forward(loss, params, *data)
     for halves in (False, True):
-        assert_close(in_stages(loss, params, *data, halves=halves), expected)
+        assert_close((out, backward(params, out, ran, halves)), expected)
 
 
 # Plain chains, cut anywhere.

@@ -25,7 +25,7 @@ from shardwise.objective import Mean
 
 mesh.simulate(8)
 LINE, STAGES = mesh.make(fsdp=8), mesh.make(stage=2)
-ROWS, LENGTH, WIDE, VOCAB = 16, 6, 8, 11
+ROWS, LENGTH, WIDE, VOCAB = 16, 4, 8, 11
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +61,15 @@ class Encoder(nn.Module):
     @nn.compact
     def __call__(self, tokens):
         x = nn.Embed(VOCAB, WIDE)(tokens)
-        for i in range(2):
-            x = marks.stage_boundary(x) if i else x
-            y = nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x))
-            x = x + nn.Dense(WIDE)(nn.gelu(nn.Dense(3 * WIDE)(x + y)))
+        x = x + nn.MultiHeadDotProductAttention(num_heads=2)(nn.LayerNorm()(x))
+        x = marks.stage_boundary(x)
+        x = x + nn.Dense(WIDE)(nn.gelu(nn.Dense(3 * WIDE)(nn.LayerNorm()(x))))
         return nn.Dense(VOCAB)(x)
 
 
 def linen():
     model, batch = Encoder(), texts()
-    params = model.init(jax.random.key(0), batch["x"])["params"]
+    params = jax.jit(model.init)(jax.random.key(0), batch["x"])["params"]
     state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
 
     def loss(params, batch):
@@ -101,7 +100,7 @@ class Recurrent(nnx.Module):
 
 
 def in_nnx():
-    graphdef, params = nnx.split(Recurrent(nnx.Rngs(0)))
+    graphdef, params = nnx.split(nnx.jit(lambda: Recurrent(nnx.Rngs(0)))())
 
     def loss(params, batch):
         return cross_entropy(nnx.merge(graphdef, params)(batch["x"]), batch)

@@ -135,7 +135,7 @@ def test_a_stacked_array_read_outside_use_is_named(loss, path, operation):
         loss,
         STACK,
         rf"fsdp: {path} is stacked, and read outside marks.use, by ({operation}): there a device "
-        r"has its share of it alone. Call `weights = marks.use\(weights\)`",
+        r"has only its share of it. Call `weights = marks.use\(weights\)`",
     )
     if loss is not branched:
         check(loss, STACK, stacked=None)  # without stacked= every read is right

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from shardwise import checkpoint, data, layouts, marks, mesh, model, objective, train
+from shardwise import checkpoint, data, layouts, marks, measure, mesh, model, objective, train
 from shardwise.layouts import catalogue
 
 CONFIG = model.Config(
@@ -204,16 +204,6 @@ def test_heads_have_to_divide():
         layouts.place(dataclasses.replace(odd, cut=("experts",)), params)
 
 
-def test_attention_that_is_not_marked_is_refused():
-    def loss(params, batch):
-        seen = jnp.cumsum(batch["tokens"] * params["w"], axis=1)
-        return objective.Mean(jnp.sum(seen), jnp.sum(batch["mask"]))
-
-    layout = layouts.LAYOUTS["ring"](8)
-    with pytest.raises(ValueError, match=r"never calls marks\.attend"):
-        run(layout, loss, {"w": jnp.ones(())}, tokens(8, 32))
-
-
 def test_a_mean_over_rows_is_refused_where_the_sequence_is_cut():
     def loss(params, batch):
         x = (batch["tokens"] * params["w"])[:, :, None, None]
@@ -255,3 +245,198 @@ def test_a_checkpoint_restores_under_another_layout(pair, tmp_path):
         ours = layouts.whole(second, restored[name]), layouts.whole(first, tree)
         for a, b in zip(*map(jax.tree.leaves, ours), strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+EXACT = ["data", "zero1", "zero2", "fsdp", "hybrid", "ring", "zigzag", "all_gather", "ulysses"]
+
+
+@pytest.mark.parametrize("name", [*EXACT, "fsdp, context"])
+def test_bytes_on_axes_by_hand_are_the_formula(name):
+    layout, (loss, create) = layouts.LAYOUTS[name](8), parts()
+    params, batch = jax.eval_shape(create, KEY), batches()[0]
+    predicted = layouts.predict(layout, params, batch, OPTIMIZERS["adamw"], remat=CONFIG.remat)
+    placed = jax.eval_shape(lambda key: layouts.place(layout, create(key)), KEY)
+    lowered = layouts.value_and_grad(layout, loss).lower(placed, batch, key=KEY)
+    counted = sum(op.ring_bytes for op in measure.collectives(lowered).ops)
+    np.testing.assert_allclose(sum(predicted.sent.values()), counted, rtol=1e-9)
+
+
+def test_bytes_held_are_the_formula():
+    layout, (_, create) = layouts.LAYOUTS["fsdp, context, tensor"](8), parts()
+    tx, batch = OPTIMIZERS["adamw"], batches()[0]
+    predicted = layouts.predict(layout, jax.eval_shape(create, KEY), batch, tx)
+    params, opt_state = layouts.init(layout, create, tx, KEY)
+    for tree, name in ((params, "parameters"), (opt_state, "state")):
+        held = set(measure.bytes_on_devices(tree).values())
+        assert held == {predicted.held[name]}
+    assert ("model",) not in predicted.sent and predicted.sent[("tensor",)] > 0
+
+
+def with_statistics(params, batch):
+    """A plain tree's loss, with a bias that balances and a running mean, both without gradients."""
+    x = marks.stage_boundary(batch["x"] @ params["w"]) + params["bias"][None]
+    new = {
+        "bias": params["bias"] - 0.1 * jnp.sign(marks.total(jnp.sum(x, axis=0))),
+        "mean": 0.9 * params["mean"] + 0.1 * jnp.mean(batch["x"], axis=0),
+    }
+    found = {"frozen": new, "rows": jnp.float32(len(x))}
+    return objective.Mean(jnp.sum((x - params["mean"][:3][None]) ** 2), jnp.float32(len(x))), found
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hybrid", "fsdp by compiler", "stage"])
+def test_what_changes_without_a_gradient_is_put_back(name):
+    layout = layouts.LAYOUTS[name](2 if name == "stage" else 8)
+    layout = dataclasses.replace(layout, microbatches=1, min_size=0 if layout.by_hand else 100)
+    rng = np.random.default_rng(0)
+    params = {"bias": np.zeros(3), "mean": np.ones(7), "w": rng.normal(size=(7, 3))}
+    params = {path: jnp.float32(x) for path, x in params.items()}
+    batch, tx = {"x": np.float32(rng.normal(size=(16, 7)))}, optax.adamw(0.1)
+    frozen = {"bias", "mean"}.__contains__
+
+    def create(key):
+        return jax.tree.map(jnp.asarray, params)
+
+    ours, state = layouts.init(layout, create, tx, KEY, with_statistics, batch, True)
+    step = layouts.step(layout, with_statistics, tx, frozen=frozen)
+    theirs, expected = params, tx.init(params)
+    for _ in range(3):
+        ours, state, mean, aux = step(ours, state, batch)
+        grad = jax.value_and_grad(lambda p: _divided(with_statistics(p, batch)), has_aux=True)
+        (value, found), grads = grad(theirs)
+        updates, expected = tx.update(grads, expected, theirs)
+        theirs = optax.apply_updates(theirs, updates) | found["frozen"]
+        np.testing.assert_allclose(mean, value, rtol=1e-5)
+        assert aux == {"rows": 16}
+    for path, x in layouts.whole(layout, ours).items():
+        np.testing.assert_allclose(x, theirs[path], rtol=1e-4, atol=1e-6, err_msg=path)
+
+
+def _divided(out):
+    mean, aux = out
+    return mean.total / mean.count, aux
+
+
+def test_new_values_of_other_arrays_are_refused():
+    layout = layouts.LAYOUTS["fsdp"](8)
+    params = {"bias": jnp.zeros(3), "mean": jnp.zeros(7), "w": jnp.zeros((7, 3))}
+    placed, batch = layouts.place(layout, params), {"x": jnp.zeros((16, 7))}
+    tx = optax.sgd(0.1)
+    step = layouts.step(layout, with_statistics, tx, frozen=lambda path: path == "bias")
+    with pytest.raises(ValueError, match=r"names \{'bias': \(3,\)\}, and the loss returns new"):
+        step(placed, layouts.init(layout, lambda key: params, tx, KEY)[1], batch)
+
+
+def rolled(params, batch):
+    targets = jnp.roll(batch["tokens"], -1, axis=1)
+    return each(params, batch, params["w"] * batch["tokens"] - targets)
+
+
+def shifted(params, batch):
+    x = params["w"] * batch["tokens"]
+    return objective.Mean(jnp.sum((x[:, :-1] - batch["targets"][:, 1:]) ** 2), jnp.float32(len(x)))
+
+
+def each(params, batch, x):
+    x = x[:, :, None, None]
+    x = marks.attend(x, x, x, marks.places(batch, *x.shape[:2]))[:, :, 0, 0]
+    return objective.Mean(jnp.sum(x**2 * batch["mask"]), jnp.sum(batch["mask"]))
+
+
+def looped(params, batch):
+    def token(carry, x):
+        return carry + x, carry * params["w"]
+
+    _, x = jax.lax.scan(token, jnp.zeros(len(batch["mask"])), batch["mask"].T)
+    return each(params, batch, x.T)
+
+
+SEEING = {
+    "a shift": (shifted, "a slice takes a part of the sequence"),
+    "a roll": (rolled, "takes a part of the sequence"),
+    "a running sum": (
+        lambda p, b: each(p, b, jnp.cumsum(b["mask"] * p["w"], axis=1)),
+        "cumsum goes along the sequence",
+    ),
+    "a mean": (
+        lambda p, b: each(p, b, b["mask"] * p["w"] - jnp.mean(b["mask"], axis=1, keepdims=True)),
+        "goes back to the tokens",
+    ),
+    "a maximum": (
+        lambda p, b: each(p, b, b["mask"] * jnp.max(b["mask"] * p["w"], axis=1)[:, None]),
+        "reduce_max takes one number of a sequence",
+    ),
+    "own attention": (
+        lambda p, b: each(
+            p, b, jnp.einsum("bs,bt,bt->bs", b["mask"] * p["w"], b["mask"], b["mask"])
+        ),
+        "goes back to the tokens",
+    ),
+    "scores": (
+        lambda p, b: each(
+            p,
+            b,
+            jnp.max(b["mask"][:, :, None] * b["mask"][:, None] * p["w"], axis=2),
+        ),
+        "compares tokens with tokens",
+    ),
+    "own positions": (
+        lambda p, b: each(p, b, b["mask"] * jnp.sin(p["w"] * jnp.arange(b["mask"].shape[1]))[None]),
+        r"numbered by jnp\.arange",
+    ),
+    "a table of positions": (
+        lambda p, b: each(
+            p, b, b["mask"] * (p["w"] * jnp.ones(64))[jnp.arange(b["mask"].shape[1])][None]
+        ),
+        r"numbered by jnp\.arange",
+    ),
+    "a length": (
+        lambda p, b: each(
+            p,
+            b,
+            p["w"] * (jnp.arange(b["mask"].shape[1])[None] < b["rows"][:, None]),
+        ),
+        r"numbered by jnp\.arange",
+    ),
+    "a loop": (looped, "a loop goes over the sequence"),
+    "a square": (
+        lambda p, b: objective.Mean(
+            jnp.sum(jnp.sum(p["w"] * b["mask"], axis=1) ** 2),
+            jnp.sum(b["mask"]),
+        ),
+        "of a sum over tokens is no sum",
+    ),
+    "rows": (
+        lambda p, b: each(p, b, b["mask"] * p["w"])._replace(total=jnp.sum(b["rows"] * p["w"])),
+        "the total is no sum over tokens",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_tokens_that_see_each_other_outside_marks_are_refused(name):
+    loss, told = SEEING[name]
+    batch = tokens(8, 32) | {"rows": np.ones(8, np.float32)}
+    with pytest.raises(ValueError, match=told):
+        run(
+            dataclasses.replace(layouts.LAYOUTS["fsdp, context"](8), stacked=None),
+            loss,
+            {"w": jnp.ones(())},
+            batch,
+        )
+
+
+def test_what_sees_no_other_token_runs():
+    layout, params = layouts.LAYOUTS["fsdp, context"](8), {"w": jnp.float32(0.5)}
+    batch = next(data.batches(8, 32)) | {"rows": np.arange(8, dtype=np.float32)}
+
+    def loss(params, batch):
+        size = batch["mask"].shape[1]
+        x = jnp.sin(params["w"] * marks.index("sequence", size))[None] * batch["rows"][:, None]
+        return each(
+            params, batch, x + jnp.flip(x[:, :, None] * jnp.ones((1, 1, 3)), 2).mean(axis=2)
+        )
+
+    value, grads = run(layout, loss, params, batch)
+    expected = objective.value_and_grad(loss)(params, batch)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(layouts.whole(layout, grads)["w"], expected[1]["w"], rtol=1e-4)

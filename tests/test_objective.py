@@ -362,6 +362,14 @@ def test_check_finds_what_is_no_sum_over_rows(loss):
         objective.check(loss, PARAMS, BATCH)
 
 
+@pytest.mark.parametrize("mask", [np.arange(16) % 5 < 3, np.arange(16) % 4 < 1])
+def test_check_divides_rows_in_two_ways(mask):
+    """Masks that leave as many even rows as odd ones, or as many of the first as of the last."""
+    assert (sum(mask[::2]) == sum(mask[1::2])) != (sum(mask[:8]) == sum(mask[8:]))
+    with pytest.raises(ValueError, match="the mean of the loss is no sum over rows"):
+        objective.check(masked_mean, PARAMS, BATCH | {"weight": mask.astype(np.float32)})
+
+
 @pytest.mark.parametrize("loss", [*RIGHT, gated, fused], ids=lambda loss: loss.__name__)
 def test_check_passes_what_is_exact(loss):
     objective.check(loss, PARAMS, BATCH)

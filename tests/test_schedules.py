@@ -536,7 +536,7 @@ def test_twice_the_warm_up_hides_transfers():
         ("eager_1f1b", (0, 4, 1), r"eager_1f1b: stages=0; it takes a whole number"),
         ("interleaved_1f1b", (6, 4, 8), r"6 stages on 4 devices; .* as 4 or 8\."),
         ("kimi_k2", (3, 4, 8), r"kimi_k2: 3 stages on 4 devices; .* multiple of 4, as 4\."),
-        ("interleaved_1f1b", (8, 4, 9), r"9 microbatches do not .* 4 devices or more; 8 or 10"),
+        ("interleaved_1f1b", (8, 4, 9), r"9 microbatches do not .* 4 or more; 8 or 10"),
         ("zb_h1", (4, 4, 3), r"zb_h1: 3 microbatches for 4 stages; it takes 4 or more"),
         ("zb_h2", (4, 2, 8), r"zb_h2: 4 stages on 2 devices; .* stages=2, or devices=4"),
         ("zb_v", (4, 4, 8), r"zb_v: 4 stages on 4 devices; it takes two on each: stages=8"),
@@ -662,6 +662,17 @@ def test_a_new_schedule_is_one_function_and_one_entry(monkeypatch):
     assert len(list(served(name="in_reverse"))) > 20
     assert spread("in_reverse", 4, 8).stages == 4
     assert timeline(spread("in_reverse", 4, 8)).makespan == 33
+
+
+def test_spread_refuses_a_table_on_other_devices(monkeypatch):
+    def one_each(stages, devices, microbatches):  # takes any number of stages, a device for each
+        return SCHEDULES["gpipe"](stages, stages, microbatches)
+
+    monkeypatch.setitem(SCHEDULES, "one_each", one_each)
+    assert spread("one_each", 3, 6).devices == 3
+    monkeypatch.setitem(SCHEDULES, "one_each", lambda *numbers: SCHEDULES["gpipe"](2, 2, 4))
+    with pytest.raises(ValueError, match="asked for 8 stages on 4 devices, and its table has 2"):
+        spread("one_each", 4, 4)
 
 
 def test_spread_takes_as_many_stages_as_it_may():

@@ -43,7 +43,7 @@ def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
 class Block(nnx.Module):
     """One layer: grouped-query attention, then a gated MLP or experts, each after an RMSNorm.
 
-    Returns the activations, and the `Routing` of a layer with experts (else None).
+    `route` returns the activations and the `Routing` of a layer with experts (else None).
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
@@ -67,6 +67,12 @@ class Block(nnx.Module):
         self.dropout = c.dropout
 
     def __call__(self, x, key=None, places=None):
+        return self.route(x, key, places)[0]
+
+    def route(
+        self, x: jax.Array, key: jax.Array | None = None, places: marks.Places | None = None
+    ) -> tuple[jax.Array, Routing | None]:
+        """(the activations [b, s, e] after this layer, its routing)."""
         places = places or marks.places(None, *x.shape[:2])
         keys = (None, None) if key is None else jax.random.split(key)
         y = marks.constrain(self.attention_norm(x), "attention_input")
@@ -151,7 +157,7 @@ class Decoder(nnx.Module):
 
         def layer(x, weights_and_key):
             weights, key = weights_and_key
-            return nnx.merge(graphdef, marks.use(weights))(x, key, places)
+            return nnx.merge(graphdef, marks.use(weights)).route(x, key, places)
 
         body = jax.checkpoint(layer) if c.remat else marks.layer(layer)
         size = c.layers // c.stages

@@ -21,7 +21,17 @@ from shardwise.context.gathering import AllGather as all_gather
 from shardwise.context.orders import contiguous, inverse, striped, zigzag
 from shardwise.context.rotating import Ring as ring
 
+# What `layouts` knows by name: a form, and the order that it wants (None: the sequence's own).
+FORMS = {
+    "ring": (ring, None),
+    "striped": (ring, striped),
+    "zigzag": (ring, zigzag),
+    "all_gather": (all_gather, None),
+    "ulysses": (ulysses, None),
+}
+
 __all__ = [
+    "FORMS",
     "Sent",
     "all_gather",
     "bytes_sent",

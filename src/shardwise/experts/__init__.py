@@ -25,7 +25,11 @@ from shardwise.experts.balance import loads, penalty, rebalanced
 from shardwise.experts.costs import bytes_sent
 from shardwise.experts.exchange import Exchange, all_to_all, gather, local
 
+# What `layouts` knows by name.
+FORMS = {"all_to_all": all_to_all, "gather": gather}
+
 __all__ = [
+    "FORMS",
     "Exchange",
     "all_to_all",
     "bytes_sent",

@@ -8,6 +8,7 @@ except ModuleNotFoundError:
         "run `pip install 'shardwise[figures]'`."
     ) from None
 
+from shardwise.figures.blocks import Block, block_explorer
 from shardwise.figures.collectives import collective_picture
 from shardwise.figures.counters import counters
 from shardwise.figures.explorer import mesh_explorer
@@ -31,9 +32,11 @@ from shardwise.figures.zero import training_step
 
 __all__ = [
     "DEVICES",
+    "Block",
     "Load",
     "Product",
     "bars",
+    "block_explorer",
     "canvas",
     "choose",
     "collective_picture",

@@ -24,7 +24,7 @@
     ];
     for (const [source, target, slot, count] of answer.moves) {
       if (source !== 0) continue;
-      const what = `block ${slot}` + (adds ? `, a sum of ${count},` : "");
+      const what = `block ${slot}` + (adds ? `, ${count} of ${n} added up,` : "");
       words.push(`Device ${source} has just sent ${what} to device ${target}.`);
     }
     words.push(

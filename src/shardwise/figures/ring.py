@@ -91,7 +91,7 @@ def describe(data: Data, choice: Choice) -> str:
         f'</b> of <b data-name="steps">{answer["steps"]}</b> steps.'
     ]
     for source, target, slot, count in (m for m in answer["moves"] if m[0] == 0):
-        what = f"block {slot}" + (f", a sum of {count}," if kind["adds"] else "")
+        what = f"block {slot}" + (f", {count} of {n} added up," if kind["adds"] else "")
         words.append(f"Device {source} has just sent {what} to device {target}.")
     words.append(
         f'Each device has sent <b data-name="sent">{answer["sent"]:,}</b> of '
@@ -145,8 +145,8 @@ def _bar(data, adds, n, middle, slot, mark, arrived):
 def _picture(data, choice):
     return (
         '<p style="margin: .9rem 0 0; font-size: .88em">A bar is a block. Where blocks are added '
-        "up, its height and number say how many devices have contributed; elsewhere, colour and "
-        "number say whose it is. Bold frames have just arrived.</p>"
+        "up, its colour says which, its height and number how many devices have contributed; "
+        "elsewhere, colour and number say whose it is. Bold frames have just arrived.</p>"
         '<div class="pictures"><svg id="@ring" viewBox="0 0 400 400" style="max-width: 29rem; '
         'font-size: 12.5px" '
         'role="img" aria-label="The devices on a ring, the blocks that each holds, and arrows for '

@@ -97,8 +97,8 @@ def _legend(axes, kinds):
     with palette.style():
         axes.legend(
             handles=marks,
-            loc="lower right",
-            bbox_to_anchor=(1, 1),
+            loc="lower left",  # on a phone the right side is out of sight
+            bbox_to_anchor=(0, 1),
             ncols=len(marks),
             fontsize=9,
             handletextpad=0.4,

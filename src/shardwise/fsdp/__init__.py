@@ -20,7 +20,8 @@ their true shapes, so any optimizer is right, one that looks at the whole tree i
 from shardwise.fsdp.batches import pad
 from shardwise.fsdp.gradients import value_and_grad
 from shardwise.fsdp.optimizing import init, update
-from shardwise.fsdp.storage import Sharded, Stored, describe, place, unpad, whole
+from shardwise.fsdp.planning import Stored
+from shardwise.fsdp.storage import Sharded, describe, place, unpad, whole
 from shardwise.fsdp.training import step
 
 __all__ = [

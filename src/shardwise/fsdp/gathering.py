@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from shardwise.fsdp.storage import Sharded, Stored, pad_axis
+from shardwise.fsdp.planning import Stored
+from shardwise.fsdp.storage import Sharded, pad_axis
 
 SMALL = 2**14  # elements of a whole array, below which it travels with others
 

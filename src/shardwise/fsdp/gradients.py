@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from shardwise import marks, objective
 from shardwise.fsdp.batches import Divided
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
-from shardwise.fsdp.storage import axes_of, check_axis, check_params, rebuild
+from shardwise.fsdp.planning import axes_of, check_axis
+from shardwise.fsdp.storage import check_params, rebuild
 from shardwise.fsdp.using import pinned, reads_of, use_of
 
 SUMMED = {"sum", "mean", "max"}  # auxiliary outputs that are whole on every device
@@ -76,7 +77,7 @@ def value_and_grad(
       ValueError: an axis that the mesh lacks, parameters of another mesh or axis, rows or a
         sequence that do not divide, a stacked array that is read outside `use`, a further mesh
         axis that nothing uses, so that all work would be repeated along it, a name that the loss
-        never marks, a sequence that is cut and attention that is not marked.
+        never marks, tokens of a sequence that is cut that see each other outside marks.
       TypeError: `params` is not `Sharded`, or the loss returns something else.
       ValueError, TypeError: what `objective.trace` says of a loss in several parts.
     """
@@ -138,20 +139,18 @@ class _Device:
         inputs, at_use = shards, hows
         if self.zero < 3:  # gather once for all microbatches; nothing is left for `use` to do
             inputs, at_use = all_gather(shards, hows), [None] * len(hows)
-        used: set[str] = set()
-        pins = {mark: _noting(mark, meaning, used) for mark, meaning in self.meanings.items()}
-        seen: set[str] = set()
+        pins, seen = dict(self.meanings), set()
         if self.names is not None:
             pins["constrain"], seen = pinned(self.names, params.mesh, self.divided.axes)
 
         def loss(arrays, batch, *args, **key):
-            with marks.bind(**pins):
-                return self.loss(rebuild(params, arrays), batch, *args, **key)
+            return self.loss(rebuild(params, arrays), batch, *args, **key)
 
         first = jax.tree.map(lambda x: x[0], parts[0])
         given = first, args, {} if key is None else {"key": key}
-        found = reads_of(loss, params, at_use, self.dtype, *given)
-        self._check(params, found, seen, used)
+        with marks.bind(**pins):
+            found = reads_of(loss, params, at_use, self.dtype, *given)
+        self._check(params, found, seen)
         use = use_of(found, params, at_use)
 
         def whole(inputs, batch, *args, **key):
@@ -167,24 +166,17 @@ class _Device:
             fold=self._fold,
             each=lambda grads: scatter(grads, hows) if self.zero == 2 else grads,
         )
-        value, aux, grads = objective.mean_and_grads(
-            whole, inputs, *parts, args, key, has_aux=self.has_aux, aux=self.aux, division=division
-        )
+        ways = dict(has_aux=self.has_aux, aux=self.aux, division=division)
+        with marks.bind(**pins):
+            value, aux, grads = objective.mean_and_grads(whole, inputs, *parts, args, key, **ways)
         if self.zero == 1:
             grads = scatter(grads, hows)
         grads = [self._sum(g, s, params.axis) for g, s in zip(grads, params.layout, strict=True)]
         grads = [g.astype(x.dtype) for g, x in zip(grads, shards, strict=True)]
         return value, self._over_devices(aux, shapes), grads
 
-    def _check(self, params, found, seen, marked):
+    def _check(self, params, found, seen):
         """Raise for names that the loss never marks, and for mesh axes that nothing uses."""
-        if unused := {"attend"} & set(self.meanings) - marked:
-            raise ValueError(
-                f"fsdp.value_and_grad: the loss never calls marks.{min(unused)}, and the sequence "
-                f"is cut over {self.divided.columns}: attention of the loss's own would see the "
-                f"tokens of its part alone. Call marks.attend(q, k, v, places) there; where no "
-                f"token looks at another, give it no meaning."
-            )
         if unused := set(self.names or ()) - seen:
             raise ValueError(
                 f"fsdp.value_and_grad: names has {min(unused)!r}, which the loss never marks; it "
@@ -219,16 +211,6 @@ class _Device:
         for name in self.divided.axes if key is not None else ():
             key = jax.random.fold_in(key, jax.lax.axis_index(name))
         return key
-
-
-def _noting(mark, meaning, used):
-    """The meaning, which notes that it was asked."""
-
-    def noting(*args, **options):
-        used.add(mark)
-        return meaning(*args, **options)
-
-    return noting
 
 
 def _merged(whole, rows, ways, structure):

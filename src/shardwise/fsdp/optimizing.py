@@ -7,7 +7,8 @@ import jax.numpy as jnp
 
 from shardwise import tree as trees
 from shardwise.fsdp.matrices import whole_in_products
-from shardwise.fsdp.storage import Sharded, choose, leaves_of, pairs_of, rebuild, store, unpad
+from shardwise.fsdp.planning import choose, leaves_of
+from shardwise.fsdp.storage import Sharded, pairs_of, rebuild, store, unpad
 
 
 def init(tx: Any, params: Sharded) -> Sharded:
@@ -16,7 +17,7 @@ def init(tx: Any, params: Sharded) -> Sharded:
 
     def create(params):
         state = tx.init(unpad(params))
-        return store(state, _layout(state, params), params.mesh, params.axis)
+        return store(state, state_layout(state, params), params.mesh, params.axis)
 
     return jax.jit(create)(params)
 
@@ -43,10 +44,10 @@ def update(
 
     updates, state = whole_in_products(whole, params.mesh, grads, opt_state, params)
     stored = store(updates, params.layout, params.mesh, params.axis)
-    return stored, store(state, _layout(state, params), params.mesh, params.axis)
+    return stored, store(state, state_layout(state, params), params.mesh, params.axis)
 
 
-def _layout(state, params):
+def state_layout(state: Any, params: Sharded) -> tuple:
     """How an optimizer's state is kept: what has its parameter's shape is kept as that is."""
     shapes = [jax.ShapeDtypeStruct(s.shape, x.dtype) for x, s in pairs_of(params)]
     owners, layout = trees.owners(state, rebuild(params, shapes)), []

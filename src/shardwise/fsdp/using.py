@@ -10,8 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import tree as trees
 from shardwise.fsdp.gathering import How, gather
+from shardwise.fsdp.planning import Stored, check_axis
 from shardwise.fsdp.reads import Reads, Received, reads
-from shardwise.fsdp.storage import Sharded, Stored, check_axis
+from shardwise.fsdp.storage import Sharded
 
 
 class Use(NamedTuple):
@@ -42,7 +43,7 @@ def use_of(found: Reads, params: Sharded, hows: Sequence[How | None]) -> Use:
         if layout[i].stacked:
             raise ValueError(
                 f"fsdp: {layout[i].path} is stacked, and read outside marks.use, by {operation}: "
-                f"there a device has its share of it alone. Call `weights = marks.use(weights)` "
+                f"there a device has only its share of it. Call `weights = marks.use(weights)` "
                 f"before, in the layer's body (or on the whole stack, where all of it is read), or "
                 f"leave it out of stacked=."
             )

@@ -15,6 +15,17 @@ what a device holds, and in what it sends. `LAYOUTS` has them by name.
 
 from shardwise.layouts.catalogue import LAYOUTS
 from shardwise.layouts.layout import Layout
+from shardwise.layouts.predicting import Prediction, predict
 from shardwise.layouts.training import init, place, step, value_and_grad, whole
 
-__all__ = ["LAYOUTS", "Layout", "init", "place", "step", "value_and_grad", "whole"]
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "Prediction",
+    "init",
+    "place",
+    "predict",
+    "step",
+    "value_and_grad",
+    "whole",
+]

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise import fsdp
+from shardwise.fsdp import planning
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings, order
 from shardwise.layouts.placing import compiler_rule, expert_rule, stacked
@@ -11,15 +12,18 @@ from shardwise.layouts.placing import compiler_rule, expert_rule, stacked
 
 def place(layout: Layout, tree: Any) -> fsdp.Sharded:
     """Parameters in shares."""
-    return fsdp.place(
-        tree,
-        layout.mesh,
-        layout.fsdp,
-        layout.min_size,
-        stacked(layout, tree),
-        over=compiler_rule(layout),
-        apart=expert_rule(layout),
-    )
+    return fsdp.place(tree, *_placed(layout, tree))
+
+
+def plan(layout: Layout, shapes: Any) -> tuple[fsdp.Stored, ...]:
+    """How `place` would keep these arrays, which may be abstract."""
+    return planning.plan(shapes, *_placed(layout, shapes))
+
+
+def _placed(layout, tree):
+    """The arguments of `fsdp.place`, after the tree."""
+    rules = compiler_rule(layout), expert_rule(layout)
+    return layout.mesh, layout.fsdp, layout.min_size, stacked(layout, tree), *rules
 
 
 def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any) -> Callable:

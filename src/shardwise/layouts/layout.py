@@ -7,10 +7,10 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from shardwise import context, experts
 from shardwise.mesh import check_auto
 
 ROLES = ("data", "fsdp", "expert", "context", "tensor", "stage")
-ATTENTION = ("ring", "striped", "zigzag", "all_gather", "ulysses")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,10 @@ class Layout:
       sequence: Megatron's sequence parallelism: between the products, activations are cut along the
         sequence over the tensor axis (Korthikanti et al., 2022).
       attention: how `context` runs by hand: "ring", in the sequence's own order, in "striped" or
-        "zigzag" order; "all_gather"; "ulysses".
-      dispatch: how tokens reach experts by hand: "all_to_all" or "gather".
+        "zigzag" order; "all_gather"; "ulysses"; or a function of the axis to a meaning of
+        `marks.attend`.
+      dispatch: how tokens reach experts by hand: "all_to_all" or "gather", or a function of the
+        axis and `sequence=` to a meaning of `marks.experts`.
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
       remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`.
 
@@ -65,8 +67,8 @@ class Layout:
     cut: tuple[str, ...] = ("heads", "kv_heads", "mlp", "vocab")
     over: Any = None
     sequence: bool = False
-    attention: str = "ring"
-    dispatch: str = "all_to_all"
+    attention: str | Callable[[str], Callable] = "ring"
+    dispatch: str | Callable[..., Callable] = "all_to_all"
     schedule: Any = "1f1b"
     microbatches: int = 1
     dtype: Any = None
@@ -146,11 +148,11 @@ class Layout:
         wrong = [
             ("by", ("hand", "compiler")),
             ("zero", (1, 2, 3)),
-            ("attention", ATTENTION),
-            ("dispatch", ("all_to_all", "gather")),
+            ("attention", tuple(context.FORMS)),
+            ("dispatch", tuple(experts.FORMS)),
         ]
         for name, values in wrong:
-            if getattr(self, name) not in values:
+            if getattr(self, name) not in values and not callable(getattr(self, name)):
                 told = ", ".join(map(repr, values))
                 raise ValueError(
                     f"layouts.Layout: {name}={getattr(self, name)!r}; expected one of {told}."

@@ -72,7 +72,7 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
     if layout.context and layout.by_hand:
         found["attend"] = attention(layout)
     if layout.by_hand and layout.expert:
-        form = {"gather": experts.gather}.get(layout.dispatch, experts.all_to_all)
+        form = experts.FORMS.get(layout.dispatch, layout.dispatch)
         found["experts"] = form(layout.expert[0], sequence=_one(layout.context))
     elif layout.by_hand and layout.context:
         found["experts"] = experts.local(_one(layout.context))
@@ -83,13 +83,13 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
 
 def attention(layout: Layout) -> Callable:
     """The form of attention by hand over the context axes."""
-    forms = {"all_gather": context.all_gather, "ulysses": context.ulysses}
-    return forms.get(layout.attention, context.ring)(_one(layout.context))
+    form, _ = context.FORMS.get(layout.attention, (layout.attention, None))
+    return form(_one(layout.context))
 
 
 def order(layout: Layout) -> Callable | None:
     """The order in which the sequence is cut; None for its own."""
-    return {"striped": context.striped, "zigzag": context.zigzag}.get(layout.attention)
+    return context.FORMS.get(layout.attention, (None, None))[1]
 
 
 def _one(axes):

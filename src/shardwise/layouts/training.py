@@ -8,7 +8,7 @@ import jax
 import optax
 
 from shardwise import fsdp, pipeline
-from shardwise.layouts import by_compiler, by_hand, staged
+from shardwise.layouts import by_compiler, by_hand, freezing, staged
 from shardwise.layouts.layout import Layout
 
 
@@ -82,13 +82,24 @@ def value_and_grad(
 
 
 def step(
-    layout: Layout, loss: Callable, tx: Any, has_aux: bool = False, aux: Any = "sum"
+    layout: Layout,
+    loss: Callable,
+    tx: Any,
+    has_aux: bool = False,
+    aux: Any = "sum",
+    frozen: Callable[[str], bool] | None = None,
 ) -> Callable:
     """A function `(params, opt_state, batch, *args, key=None) -> (params, opt_state, mean[, aux])`.
 
     `params` and `opt_state` are what `init` returns. Both are donated: use only what is returned.
     It is jitted, but with stages, whose programs are.
+
+    `frozen` tells by their paths which parameters change without a gradient: of these the loss
+    returns new values, in aux, which is a dict then, as "frozen" {path: value}; of parts of the
+    batch the mean is taken. The optimizer's updates of them count for nothing.
     """
+    if frozen is not None:
+        loss, has_aux, aux = freezing.apart(loss, frozen), True, ("mean", aux)
     mean_and_grad = value_and_grad(layout, loss, has_aux, aux)
     updated = functools.partial(by_compiler.update, layout)
     if layout.stage:
@@ -99,7 +110,11 @@ def step(
     def run(params, opt_state, batch, *args, key=None):
         mean, grads = mean_and_grad(params, batch, *args, key=key)
         updates, opt_state = updated(tx, grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, *(mean if has_aux else (mean,))
+        params, outputs = optax.apply_updates(params, updates), mean if has_aux else (mean,)
+        if frozen is not None:
+            mean, (new, rest) = outputs
+            params, outputs = freezing.put_back(params, new), (mean, rest)
+        return params, opt_state, *outputs
 
     return run if layout.stage else jax.jit(run, donate_argnums=(0, 1))
 

@@ -19,7 +19,9 @@ def check(
 
     Run it once, on one device, with a batch whose rows differ, in padding too: what it finds
     unequal is another function under every strategy that divides rows. The halves are the even
-    rows and the odd ones. A loss that draws by shape draws otherwise in a half: leave its key out.
+    rows and the odd ones, as microbatches divide, and then the first rows and the last, as devices
+    do: a mask that leaves as many in both of one pair is uneven in the other. A loss that draws by
+    shape draws otherwise in a half: leave its key out.
 
     Raises:
       ValueError: total, count, mean or gradient are no sums, or no mean, over rows; the message
@@ -45,25 +47,36 @@ def check(
 
     rows = numbers(batch)
     whole = batch, rows, jnp.float32(1)
-    halves = [(*_half((batch, rows), j), jnp.float32(_share(max(sizes), j))) for j in (0, 1)]
     forward = jax.jit(sums)
     expected = forward(params, *whole)
-    parts = [forward(params, *half) for half in halves]
     tolerance = _tolerance(params)
     scalar = jax.eval_shape(bare, params, batch, *args, **given)[0].count is None
-    for name, field in [("mean" if scalar else "total", 0), ("count", 1)]:
-        _compare(name, expected[field], [part[field] for part in parts], tolerance)
-    grads = [jax.tree_util.tree_flatten_with_path(backward(params, p, expected))[0] for p in halves]
     of_whole = jax.tree.leaves(backward(params, whole, expected))
     # Of a gradient that is zero but for rounding, only the others tell the size.
     largest = max(float(jnp.max(jnp.abs(g), initial=0)) for g in of_whole)
-    for g, (keys, a), (_, b) in zip(of_whole, *grads, strict=True):
-        path = jax.tree_util.keystr(keys, simple=True, separator="/")
-        _compare(f"gradient of {path or 'the parameters'}", g, [a, b], tolerance, largest / 100)
+    shares = [jnp.float32(_share(max(sizes), j)) for j in (0, 1)]
+    for half in _alternate, _in_order:
+        halves = [(*half((batch, rows), j), share) for j, share in enumerate(shares)]
+        parts = [forward(params, *half) for half in halves]
+        for name, field in [("mean" if scalar else "total", 0), ("count", 1)]:
+            _compare(name, expected[field], [part[field] for part in parts], tolerance)
+        grads = [backward(params, half, expected) for half in halves]
+        flat = [jax.tree_util.tree_flatten_with_path(g)[0] for g in grads]
+        for g, (keys, a), (_, b) in zip(of_whole, *flat, strict=True):
+            path = jax.tree_util.keystr(keys, simple=True, separator="/")
+            _compare(f"gradient of {path or 'the parameters'}", g, [a, b], tolerance, largest / 100)
 
 
-def _half(tree, j):
+def _alternate(tree, j):
     return jax.tree.map(lambda x: x[j::2] if jnp.ndim(x) else x, tree)
+
+
+def _in_order(tree, j):
+    def half(x):
+        middle = (len(x) + 1) // 2
+        return x[middle:] if j else x[:middle]
+
+    return jax.tree.map(lambda x: half(x) if jnp.ndim(x) else x, tree)
 
 
 def _share(rows, j):

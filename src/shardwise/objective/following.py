@@ -76,17 +76,24 @@ def _through(step, given, visit):
 
 def _scan(step, given, visit):
     body = _inner(step.params)
-    # Counted by ranks, since JAX's versions tell them in different ways: what is stacked has one
-    # axis more outside than inside.
-    ys = sum(_rank(a) > _rank(b) for a, b in zip(step.outputs, body.outvars, strict=True))
-    xs = sum(_rank(a) > _rank(b) for a, b in zip(step.inputs, body.invars, strict=True))
-    carries = slice(len(given) - xs - (len(body.outvars) - ys), len(given) - xs)
+    carries = scan_carries(step.inputs, step.outputs, body)
     while True:
         out = _follow(body, given, None)
         carried = [a | b for a, b in zip(given[carries], out, strict=False)]
         if carried == given[carries]:
             return out if visit is None else _follow(body, given, visit)
         given[carries] = carried
+
+
+def scan_carries(inputs: Sequence, outputs: Sequence, body: Any) -> slice:
+    """Which inputs of a scan are carried round.
+
+    Counted by ranks, since JAX's versions tell them in different ways: what is stacked has one
+    axis more outside than inside.
+    """
+    ys = sum(_rank(a) > _rank(b) for a, b in zip(outputs, body.outvars, strict=True))
+    xs = sum(_rank(a) > _rank(b) for a, b in zip(inputs, body.invars, strict=True))
+    return slice(len(inputs) - xs - (len(body.outvars) - ys), len(inputs) - xs)
 
 
 def _rank(v):

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from shardwise import marks
-from shardwise.objective import microbatches
+from shardwise.objective import microbatches, sequences
 from shardwise.objective.examining import Program, examine
 from shardwise.objective.means import Mean, normal
 
@@ -121,6 +121,8 @@ def trace(
             "the sequence is cut, and the loss is one scalar: a mean over rows, of what each makes "
             "of its whole sequence. Return objective.Mean(total, count), two sums over tokens."
         )
+    if cut is not None:
+        sequences.check(bare, *groups)
     facts = examine(Program.read(closed, labels), traced.has_count, doubled, cut)
     return dataclasses.replace(traced, **facts)
 

@@ -42,7 +42,7 @@ def spread(name: str, devices: int, microbatches: int, per_device: int = 2) -> S
     refused = {}
     for stages in range(per_device * devices, 0, -devices):
         try:
-            return SCHEDULES[name](stages, devices, microbatches)
+            return _made(name, stages, devices, microbatches)
         except ValueError as error:
             refused[stages] = error
     for stages, error in refused.items():
@@ -51,9 +51,20 @@ def spread(name: str, devices: int, microbatches: int, per_device: int = 2) -> S
     raise ValueError("\n".join(map(str, refused.values())))
 
 
+def _made(name: str, stages: int, devices: int, microbatches: int) -> Schedule:
+    """The schedule, on as many devices as were asked for: one of a reader's own may not look."""
+    made = SCHEDULES[name](stages, devices, microbatches)
+    if made.devices != devices:
+        raise ValueError(
+            f"{name}: asked for {stages} stages on {devices} devices, and its table has "
+            f"{made.devices}; raise a ValueError for numbers that it does not take."
+        )
+    return made
+
+
 def _takes(name: str, stages: int, devices: int, microbatches: int) -> bool:
     try:
-        SCHEDULES[name](stages, devices, microbatches)
+        _made(name, stages, devices, microbatches)
     except ValueError:
         return False
     return True

@@ -45,6 +45,6 @@ def microbatches_per_round(name: str, devices: int, microbatches: int) -> int:
         above = next(count for count in itertools.count(microbatches) if whole(count))
         raise ValueError(
             f"{name}: {microbatches} microbatches do not fall into even rounds of {devices} "
-            f"devices or more; {below} or {above} would."
+            f"or more; {below} or {above} would."
         )
     return microbatches // max(1, microbatches // devices)

@@ -1,0 +1,83 @@
+"""Arrays that change without a gradient: a router's bias, the statistics of a batch."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from shardwise import fsdp, pipeline
+from shardwise import tree as trees
+from shardwise.fsdp.storage import store
+
+KEY = "frozen"
+
+
+def apart(loss: Callable, frozen: Callable[[str], bool]) -> Callable:
+    """`loss`, whose aux is a dict with "frozen" {path: new value}, with aux (these, the rest).
+
+    Raises, when called:
+      TypeError, ValueError: another aux; other paths than those of parameters that are `frozen`;
+        a new value of another shape.
+    """
+
+    def split(params, *args, **options):
+        mean, aux = loss(params, *args, **options)
+        if not isinstance(aux, dict) or not isinstance(aux.get(KEY), dict):
+            raise TypeError(
+                f"layouts.step: with frozen=, the loss returns (mean, aux), and aux is a dict with "
+                f"{KEY!r}: {{path: new value}}; got {type(aux).__name__}"
+                f"{f' with {sorted(aux)}' if isinstance(aux, dict) else ''}."
+            )
+        named = {path: jnp.shape(x) for path, x in trees.leaves(params) if frozen(path)}
+        given = {path: jnp.shape(x) for path, x in aux[KEY].items()}
+        if named != given:
+            raise ValueError(
+                f"layouts.step: frozen= names {named}, and the loss returns new values for "
+                f"{given}; expected one for each, of its shape."
+            )
+        new = jax.lax.stop_gradient(aux[KEY])
+        return mean, (new, {name: x for name, x in aux.items() if name != KEY})
+
+    return split
+
+
+def put_back(params: Any, new: dict[str, jax.Array]) -> Any:
+    """`params`, in the form that a layout gives them, with these arrays in the place of theirs."""
+    if isinstance(params, pipeline.Pipelined):
+        return _on_stages(params, new)
+    if not isinstance(params, fsdp.Sharded):
+        return _replaced(params, {p: lambda old, x=x: x.astype(old.dtype) for p, x in new.items()})
+    changes = {}
+    for kept in params.layout:
+        if kept.path in new:
+            laid = store([new[kept.path]], (kept,), params.mesh, params.axis).tree[0]
+            changes[kept.path] = lambda old, laid=laid: laid.astype(old.dtype)
+    return dataclasses.replace(params, tree=_replaced(params.tree, changes))
+
+
+def _same(x):
+    return x
+
+
+def _replaced(tree, changes):
+    leaves = [changes.get(path, _same)(x) for path, x in trees.leaves(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _on_stages(params, new):
+    tree = dict(params.tree)
+    for piece in params.layout:
+        if piece.path in new:
+            x = new[piece.path].astype(piece.dtype)
+            tree[piece.path] = {
+                stage: jax.device_put(
+                    x if rows is None else x[slice(*rows)],
+                    NamedSharding(params.meshes[stage], piece.spec),
+                    may_alias=False,
+                )
+                for stage, rows in piece.homes
+            }
+    return pipeline.Pipelined(tree, params.layout, params.structure, params.meshes)
