@@ -507,3 +507,23 @@ def test_step_time_of_a_step_that_donates_its_state():
 def test_step_time_refuses_what_it_cannot_do(options, message):
     with pytest.raises(ValueError, match=message):
         measure.step_time(jnp.add, 1.0, 2.0, **options)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["lowered", "compiled"])
+def test_bytes_go_to_the_axes_over_which_they_were_sent(compiled):
+    grid = mesh.make(a=2, b=2, c=2)
+
+    def exchange(x):  # [2, 2, 2] on a device
+        turned = jax.lax.ppermute(x, "a", [(0, 1), (1, 0)])
+        summed = jax.lax.psum(turned, ("a", "c"))
+        return jax.lax.all_gather(summed, "b", tiled=True)
+
+    run = jax.shard_map(
+        exchange, mesh=grid, in_specs=P("a", "b", "c"), out_specs=P(), check_vma=False
+    )
+    program = jax.jit(run).lower(jnp.ones((4, 4, 4), jnp.float32))
+    found = measure.collectives(program.compile() if compiled else program)
+    size = 2 * 2 * 2 * 4
+    expected = {("a",): size, ("a", "c"): 2 * size * 3 / 4, ("b",): 2 * size / 2}
+    parts = measure.by_axis(found, grid)
+    assert {axes: part.ring_bytes for axes, part in parts.items()} == expected

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise import measure
+from shardwise import measure, mesh
 from shardwise.measure import hlo
 from shardwise.measure.program import Array
 
@@ -68,6 +68,29 @@ def test_replica_groups_in_every_form(groups, n):
     found = measure.collectives(module(GATHER + f"replica_groups={groups}, channel_id=1"))
     assert found == {"all-gather": measure.Count(1, 1, 128 * n, 128 * (n - 1))}
     assert found.ops[0].group_size == n
+    together = sorted(i for group in found.ops[0].groups for i in group)
+    assert together == list(range(len(together)))
+
+
+AXES = [
+    ("{{0,1},{2,3},{4,5},{6,7}}", ("c",)),
+    ("{{0,2},{1,3},{4,6},{5,7}}", ("b",)),
+    ("[2,4]<=[2,2,2]T(1,0,2)", ("a", "c")),
+    ("[4,2]<=[2,4]T(1,0)", ("a",)),
+    ("{}", ("a", "b", "c")),
+    ("mesh['x'=4,'y'=2] {'x':(1)2}", ("a",)),
+    ("mesh['x'=4,'y'=2] {'x':(2)2}", ("b",)),
+    ("mesh['x'=2,'y'=2,'z'=2] {'z','x'}", ("a", "c")),
+    ("mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'x'}", ("b", "c")),
+    ("mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'y'}", ("a",)),
+]
+
+
+@pytest.mark.parametrize(("groups", "axes"), AXES)
+def test_bytes_by_the_axes_of_a_mesh(groups, axes):
+    found = measure.collectives(module(GATHER + f"replica_groups={groups}, channel_id=1"))
+    parts = measure.by_axis(found, mesh.make(a=2, b=2, c=2))
+    assert {axes: part.ring_bytes for axes, part in parts.items()} == {axes: found.ring_bytes}
 
 
 @pytest.mark.parametrize(

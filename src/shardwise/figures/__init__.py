@@ -27,6 +27,7 @@ from shardwise.figures.resharding import resharding_explorer
 from shardwise.figures.ring import ring_stepper
 from shardwise.figures.saving import saving_explorer, share_lost
 from shardwise.figures.slices import slice_graph
+from shardwise.figures.splits import Load, split_explorer
 from shardwise.figures.stepping import fsdp_stepper
 from shardwise.figures.timelines import schedule
 from shardwise.figures.zero import training_step
@@ -34,6 +35,7 @@ from shardwise.figures.zero import training_step
 __all__ = [
     "DEVICES",
     "Block",
+    "Load",
     "Product",
     "balance_explorer",
     "bars",
@@ -62,6 +64,7 @@ __all__ = [
     "shards",
     "share_lost",
     "slice_graph",
+    "split_explorer",
     "style",
     "training_step",
 ]
