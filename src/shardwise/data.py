@@ -99,9 +99,11 @@ def batches(
       tokens:  int32, the bytes to predict from;
       targets: int32, the byte that follows each of them;
       mask:    float32, 1 where the target is real and 0 on padding.
+
     If `packed`, documents follow one another without padding, and two arrays more tell them apart:
       documents: int32, the number in its row of each token's document;
       positions: int32, the token's place in its document, or in what of it the row has.
+
     There the mask is 0 on a document's last token, whose target is another document's first.
 
     `batch` is the global batch. Process p of n takes every n-th of its rows, from row p on, and
