@@ -206,6 +206,14 @@ def test_rows_and_sequences_have_to_divide():
             run(layout, loss, params, tokens(8, 31))
 
 
+def test_arrays_that_do_not_divide_are_refused_or_left_whole_by_the_compiler():
+    layout, params = layouts.LAYOUTS["fsdp by compiler"](8), {"bias": jnp.ones(10)}
+    with pytest.raises(ValueError, match=r"bias of shape \(10,\).*uneven='replicate'"):
+        layouts.place(layout, params)
+    placed = layouts.place(dataclasses.replace(layout, uneven="replicate"), params)
+    assert placed["bias"].sharding.is_fully_replicated
+
+
 def test_heads_have_to_divide():
     _, create = parts(1)
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(create, KEY))

@@ -34,6 +34,8 @@ class Layout:
         "compiler", where all is one jitted program whose arrays and activations are pinned.
       zero: ZeRO's number; below 3 parameters are gathered once a step, or are whole.
       min_size: arrays of fewer elements stay whole along `fsdp`.
+      uneven: by the compiler, which pads nothing: "error" for an array of which no axis divides, or
+        "replicate" to leave it whole.
       stacked: which arrays have a leading axis of layers: "layers" for trees that carry names, or a
         predicate on paths; by default "layers" where the tree has such names.
       cut: the logical axes that `tensor` cuts.
@@ -63,6 +65,7 @@ class Layout:
     by: str = "hand"
     zero: int = 3
     min_size: int = 0
+    uneven: str = "error"
     stacked: Callable[[str], bool] | str | None = None
     cut: tuple[str, ...] = ("heads", "kv_heads", "mlp", "vocab")
     over: Any = None
@@ -148,6 +151,7 @@ class Layout:
         wrong = [
             ("by", ("hand", "compiler")),
             ("zero", (1, 2, 3)),
+            ("uneven", ("error", "replicate")),
             ("attention", tuple(context.FORMS)),
             ("dispatch", tuple(experts.FORMS)),
         ]

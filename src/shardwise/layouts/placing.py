@@ -71,7 +71,8 @@ def parameter_rule(layout: Layout, zero: int = 3) -> Any:
     if not layout.fsdp or (zero == 3 and layout.zero < 3):
         return P() if over is None else over
     given = layout.stacked if callable(layout.stacked) else None
-    return rules.FSDPRule(_entry(layout.fsdp), layout.min_size, over=over, stacked=given)
+    options = dict(over=over, stacked=given, uneven=layout.uneven)
+    return rules.FSDPRule(_entry(layout.fsdp), layout.min_size, **options)
 
 
 def cast(layout: Layout, params: Any) -> Any:
