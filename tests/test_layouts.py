@@ -284,7 +284,8 @@ def test_bytes_held_are_the_formula():
     for tree, name in ((params, "parameters"), (opt_state, "state")):
         held = set(measure.bytes_on_devices(tree).values())
         assert held == {predicted.held[name]}
-    assert ("model",) not in predicted.sent and predicted.sent[("tensor",)] > 0
+    every = {("fsdp",), ("context",), ("tensor",), ("context", "fsdp")}  # the last: two numbers
+    assert set(predicted.sent) == every
 
 
 def with_statistics(params, batch):
