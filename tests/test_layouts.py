@@ -144,6 +144,12 @@ def test_roles_combine(case):
     check(catalogue.over(tuple(roles), n, **settings))
 
 
+@pytest.mark.parametrize("shared", marked(["fsdp", "data"], {"fsdp"}))
+def test_experts_may_lie_on_the_axis_of_another_role(shared):
+    grid = mesh.make(data=2, fsdp=4)
+    check(layouts.Layout(grid, data="data", fsdp="fsdp", expert=shared, microbatches=2))
+
+
 def test_printing_a_layout_tells_what_each_axis_does():
     told = str(layouts.LAYOUTS["fsdp, context, tensor"](8))
     for words in ("by hand", "gathered where it is used", "attention by ring", "heads", "context"):
@@ -278,7 +284,8 @@ def test_bytes_held_are_the_formula():
     for tree, name in ((params, "parameters"), (opt_state, "state")):
         held = set(measure.bytes_on_devices(tree).values())
         assert held == {predicted.held[name]}
-    assert ("model",) not in predicted.sent and predicted.sent[("tensor",)] > 0
+    every = {("fsdp",), ("context",), ("tensor",), ("context", "fsdp")}  # the last: two numbers
+    assert set(predicted.sent) == every
 
 
 def with_statistics(params, batch):

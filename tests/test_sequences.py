@@ -53,6 +53,10 @@ SEEING = {
     ),
     "a mean": (
         lambda p, b: each(p, b, b["mask"] * p["w"] - jnp.mean(b["mask"], axis=1, keepdims=True)),
+        "a number is the length of a part",
+    ),
+    "a sum": (
+        lambda p, b: each(p, b, b["mask"] * p["w"] - jnp.sum(b["mask"], axis=1, keepdims=True)),
         "goes back to the tokens",
     ),
     "a maximum": (
@@ -99,6 +103,24 @@ SEEING = {
         ),
         "of a sum over tokens is no sum",
     ),
+    "a count of rows": (
+        lambda p, b: each(p, b, b["mask"] * p["w"])._replace(count=jnp.float32(len(b["mask"]))),
+        "the count is no number of tokens",
+    ),
+    "weights of rows": (
+        lambda p, b: each(p, b, b["mask"] * p["w"])._replace(count=jnp.sum(b["rows"])),
+        "the count is no number of tokens",
+    ),
+    "a sum of means": (
+        lambda p, b: objective.Mean(
+            jnp.sum(jnp.mean(p["w"] * b["mask"], axis=1)), jnp.sum(b["mask"])
+        ),
+        "a number is the length of a part",
+    ),
+    "divided first": (
+        lambda p, b: each(p, b, p["w"] * b["mask"] / b["mask"].shape[1]),
+        "a number is the length of a part",
+    ),
     "rows": (
         lambda p, b: each(p, b, b["mask"] * p["w"])._replace(total=jnp.sum(b["rows"] * p["w"])),
         "the total is no sum over tokens",
@@ -117,6 +139,28 @@ def test_tokens_that_see_each_other_outside_marks_are_refused(name):
             {"w": jnp.ones(())},
             batch,
         )
+
+
+def test_a_static_count_of_tokens_runs():
+    def loss(params, batch):
+        found = each(params, batch, batch["mask"] * params["w"])
+        return found._replace(count=jnp.float32(batch["mask"].size))
+
+    layout, params = layouts.LAYOUTS["fsdp, context"](8), {"w": jnp.float32(0.5)}
+    batch = next(data.batches(8, 32))
+    expected = objective.value_and_grad(loss)(params, batch)
+    np.testing.assert_allclose(run(layout, loss, params, batch)[0], expected[0], rtol=1e-5)
+
+
+def test_rows_of_an_aux_are_refused_where_the_sequence_is_cut():
+    def loss(params, batch):
+        x = batch["mask"] * params["w"]
+        return each(params, batch, x), {"x": x}
+
+    layout = layouts.LAYOUTS["fsdp, context"](8)
+    placed = layouts.place(layout, {"w": jnp.ones(())})
+    with pytest.raises(ValueError, match="a part of the sequence alone"):
+        layouts.value_and_grad(layout, loss, True, "concatenate")(placed, tokens(8, 32))
 
 
 @pytest.mark.parametrize("attention", ["zigzag", context.all_gather], ids=["named", "given"])

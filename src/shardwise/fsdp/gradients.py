@@ -199,6 +199,12 @@ class _Device:
         ways = objective.ways(self.aux, aux)
         shapes += [ways, jax.tree.structure(aux)]
         pairs = list(zip(jax.tree.leaves(aux), ways, strict=True))
+        if self.divided.columns and not SUMMED.issuperset(ways):
+            raise ValueError(
+                f"fsdp.value_and_grad: aux 'concatenate' joins rows, and of each row a device has "
+                f"a part of the sequence alone, over {self.divided.columns}. Return sums over "
+                f"tokens, or lay the sequence out by the compiler."
+            )
         whole = [objective.reduced_over(x, w, self.divided.axes) for x, w in pairs if w in SUMMED]
         return whole, [x for x, w in pairs if w not in SUMMED]
 

@@ -43,6 +43,3 @@ def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any) -> C
         aux=aux,
         meanings=meanings(layout),
     )
-
-
-init, update, whole = fsdp.init, fsdp.update, fsdp.whole

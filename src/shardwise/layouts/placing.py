@@ -22,7 +22,8 @@ def compiler_rule(layout: Layout) -> Callable | None:
     if layout.over is not None or not (layout.tensor or (layout.expert and not by_hand)):
         return layout.over
     table = dict.fromkeys(layout.cut, _entry(layout.tensor)) if layout.tensor else {}
-    return Named(table if by_hand else table | {EXPERTS: _entry(layout.expert)})
+    experts = {EXPERTS: _entry(layout.expert)} if layout.expert and not by_hand else {}
+    return Named(table | experts)
 
 
 def expert_rule(layout: Layout) -> Callable | None:

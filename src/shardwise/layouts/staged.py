@@ -14,8 +14,6 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import cast, parameter_rule
 
-init, update, whole = pipeline.init, pipeline.update, pipeline.whole
-
 
 def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any) -> Callable:
     """That of `pipeline`, with rows and sequences cut within the stages."""
