@@ -148,6 +148,7 @@ class _Run:
                     self._evaluate(step)
                     if step % settings.save_every == 0:
                         self._save(step)
+                    self.report.restart()
             stopped = step < settings.steps and self.first <= settings.steps
             self._flush()
             self._save(step)
@@ -164,10 +165,13 @@ class _Run:
         given = self.params, self.opt_state, batch, np.int32(step), flags
         with jax.profiler.StepTraceAnnotation("step", step_num=step):
             self.params, self.opt_state, record = self.program(*given)
+        # A step is looked at when the next one is under way, so that devices never wait for this
+        # process; but for the first, and for stages, whose tasks this process runs itself.
         before, self.pending = self.pending, (step, record)
         agreed = self._flush_one(before)
-        if step == self.first:
+        if step == self.first or self.layout.stage:
             agreed = self._flush()
+        if step == self.first:
             self.watchdog.pause()  # what took so long was compiling
             self.watchdog.done()
         return agreed

@@ -87,6 +87,10 @@ class Report:
             self.print(text)
         return text
 
+    def restart(self) -> None:
+        """What was done since the last step was no step."""
+        self._since = time.perf_counter()
+
     def print(self, text: str) -> None:
         """A line that stays."""
         if self._main:

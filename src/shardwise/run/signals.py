@@ -5,7 +5,8 @@ import signal
 import threading
 from types import FrameType
 
-ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)  # a scheduler's, Ctrl-C, submitit's
+# A scheduler's, Ctrl-C, and what SLURM is told to send ahead of the end (submitit: USR2).
+ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Stop:
