@@ -11,6 +11,7 @@ import numpy as np
 
 from shardwise import checkpoint, layouts, measure
 from shardwise import tree as trees
+from shardwise.rules.agreement import together
 from shardwise.run import program, state
 from shardwise.run.feed import feed
 from shardwise.run.folder import Folder, Note
@@ -19,6 +20,8 @@ from shardwise.run.settings import Settings, check_resumable, flat
 from shardwise.run.signals import Stop
 from shardwise.run.transformations import averaged, guarded
 from shardwise.run.watchdog import Watchdog
+
+OWN = "processes.index"  # what each process has for itself
 
 
 class BadStep(RuntimeError):
@@ -84,14 +87,17 @@ def train(
 
 def _begin(settings, folder, facts):
     """What the newest checkpoint says; settings are compared, and written."""
-    before = folder.settings()
-    if before is not None and not settings.resume:
-        raise FileExistsError(
-            f"run: {folder.path} has a run already. Go on with it by --resume, or name another "
-            f"folder by --run."
-        )
-    if before is not None:
-        check_resumable(before, settings)
+    now = flat(settings)
+    with together("run") as told:  # all have looked before one writes
+        told |= {name: str(value) for name, value in (now | facts).items() if name != OWN}
+        before = folder.settings()
+        if before is not None and not settings.resume:
+            raise FileExistsError(
+                f"run: {folder.path} has a run already. Go on with it by --resume, or name another "
+                f"folder by --run."
+            )
+        if before is not None:
+            check_resumable(before, settings)
     saved = state.saved(folder) if settings.resume else None
     for name, value in (facts if saved else {}).items():
         if saved["facts"].get(name) != value:
@@ -99,7 +105,7 @@ def _begin(settings, folder, facts):
                 f"run: {folder.path} was trained on other {name}: {saved['facts'].get(name)!r} "
                 f"then, {value!r} now."
             )
-    folder.write_settings(flat(settings))
+    folder.write_settings(now)
     return saved
 
 

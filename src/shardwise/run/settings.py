@@ -15,7 +15,6 @@ from shardwise import layouts, mesh
 from shardwise.layouts.catalogue import ORDER
 from shardwise.model import Config
 
-
 F32 = jnp.dtype("float32")
 
 
