@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 
 from shardwise import layouts, mesh
 from shardwise.layouts.catalogue import ORDER
@@ -84,7 +85,7 @@ def _policy(name):
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """An optimizer and its schedule, each a function of optax by name.
+    """An optimizer and its schedule, each a function of optax (or optax.contrib) by name.
 
     A setting that the function does not take is not given to it.
     """
@@ -129,9 +130,11 @@ class Optimizer:
 
 
 def _called(setting, name, **given):
-    function = getattr(optax, name, None)
+    function = getattr(optax, name, None) or getattr(optax.contrib, name, None)
     if not callable(function):
-        raise ValueError(f"run: optimizer.{setting}={name!r}; optax has no such function.")
+        raise ValueError(
+            f"run: optimizer.{setting}={name!r}; optax has no such function, nor optax.contrib."
+        )
     takes = inspect.signature(function).parameters
     lacks = [n for n, p in takes.items() if p.default is p.empty and n not in given]
     if lacks:

@@ -64,7 +64,7 @@ def guarded(tx: Any, limit: float = float("inf"), halt: bool = False) -> Any:
         return Guarded(jnp.zeros((), jnp.float32), no, no, tx.init(params))
 
     def update(grads, state, params=None, **extra):
-        norm = optax.global_norm(grads).astype(jnp.float32)
+        norm = optax.tree.norm(grads).astype(jnp.float32)
         bad = ~(jnp.isfinite(norm) & (norm <= limit))
         still = state.halted if halt else jnp.zeros((), bool)
         skip = bad | still
