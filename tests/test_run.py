@@ -109,7 +109,7 @@ def test_a_signal_saves_and_the_run_goes_on_from_there(tmp_path, reference):
     "roles",
     [
         dict(data=2, fsdp=4),
-        dict(fsdp=8, by="compiler"),
+        dict(fsdp=8, by="compiler", uneven="replicate"),
         dict(fsdp=8, zero=1),
         dict(fsdp=2, data=4, microbatches=1),
     ],

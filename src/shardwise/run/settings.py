@@ -36,6 +36,7 @@ class Roles:
     by: Literal["hand", "compiler"] = "hand"
     zero: Literal[1, 2, 3] = 3
     min_size: int = 0
+    uneven: Literal["error", "replicate"] = "error"
     sequence: bool = False  # Megatron's sequence parallelism, beside tensor
     attention: Literal["ring", "striped", "zigzag", "all_gather", "ulysses"] = "ring"
     dispatch: Literal["all_to_all", "gather"] = "all_to_all"
@@ -203,6 +204,7 @@ class Settings:
     processes: Processes = Processes()
 
     def __post_init__(self):
+        object.__setattr__(self, "run", Path(self.run))
         least = dict(steps=1, batch=1, sequence=1, save_every=1, keep=1, devices=1, seed=0)
         for name, low in least.items():
             if getattr(self, name) < low:
