@@ -29,8 +29,9 @@ def join(processes: Processes, devices: int) -> None:
     count = processes.count if not missing else _found()
     if count is not None:
         _share(devices, count)  # an error before any process waits for the others
-        jax.config.update("jax_num_cpu_devices", devices // count)
     if count != 1:
+        if count is not None:
+            jax.config.update("jax_num_cpu_devices", devices // count)
         options = dict(heartbeat_timeout_seconds=processes.heartbeat)
         if not missing:
             options |= dict(
