@@ -55,6 +55,12 @@ def train(argv: Sequence[str]) -> int:
     settings = parsed(argv)
     joining.join(settings.processes, settings.devices)
     result = decoding.run(settings)
+    if jax.process_index() == 0:
+        more = "" if result.stopped else f" --steps {2 * settings.steps}"
+        plot = settings.run / "metrics.png"
+        print(f"Look:   {plot}" if plot.exists() else "No plot: pip install matplotlib draws one.")
+        print(f"Go on:  shardwise train --run {settings.run} --resume{more}")
+        print(f"Write:  shardwise sample {settings.run}", flush=True)
     joining.leave()
     return STOPPED if result.stopped else 0
 

@@ -111,16 +111,11 @@ class Report:
             self._events.add_scalar("held_out_loss", loss, step)
 
     def finish(self, step: int, stopped: bool) -> None:
-        """Say how it ended, and what to do next."""
-        name = self._settings.run
+        """Say how it ended, and draw it."""
         if self._main:
-            drawn = plot(self._folder)
-            self.print(f"{'Stopped' if stopped else 'Done'} at step {step:,}; all is in {name}.")
-            if drawn:
-                self.print(f"Look at {drawn}")
-            more = "" if stopped else f" --steps {2 * self._settings.steps}"
-            self.print(f"Go on:   shardwise train --run {name} --resume{more}")
-            self.print(f"Write:   shardwise sample {name}")
+            plot(self._folder)
+            told = f"Stopped, and saved, at step {step:,}" if stopped else f"Done at step {step:,}"
+            self.print(f"{told}; all is in {self._settings.run}")
 
     def close(self) -> None:
         if self._progress is not None:
