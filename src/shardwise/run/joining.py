@@ -42,7 +42,8 @@ def join(processes: Processes, devices: int) -> None:
         if processes.index == 0:  # by default it listens on all of the machine's addresses
             options["coordinator_bind_address"] = processes.address
         jax.distributed.initialize(**options)
-    mesh.simulate(_share(devices, jax.process_count()))
+    # Not jax.process_count() where we know: it would start the backend.
+    mesh.simulate(_share(devices, jax.process_count() if count is None else count))
 
 
 def _share(devices, count):
