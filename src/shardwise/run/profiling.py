@@ -34,7 +34,10 @@ class Op(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of a device in one run of a program; `idle` is between its operations."""
+    """Seconds of a device in one run of a program; `idle` is when none of its operations runs.
+
+    Compute and collectives may be under way at once.
+    """
 
     compute: float
     collectives: float
@@ -114,11 +117,20 @@ def times(ops: list[Op], program: str | None = None) -> dict[tuple[int, int], Ti
 
 
 def _times(ops: list[Op]) -> Times:
-    span = max(op.stop for op in ops) - min(op.start for op in ops)
-    compute = sum(op.stop - op.start for op in ops if not op.collective)
-    together = sum(op.stop - op.start for op in ops if op.collective)
+    compute = _covered(op for op in ops if not op.collective)
+    together = _covered(op for op in ops if op.collective)
     waiting = sum(op.waiting for op in ops)
-    return Times(*(x / 1e9 for x in (compute, together, waiting, span - compute - together)))
+    idle = max(op.stop for op in ops) - min(op.start for op in ops) - _covered(ops)
+    return Times(*(x / 1e9 for x in (compute, together, waiting, idle)))
+
+
+def _covered(ops: Iterable[Op]) -> float:
+    """The time in which one of them runs, at least; a device may run several at once."""
+    total, until = 0.0, float("-inf")
+    for op in sorted(ops, key=lambda op: op.start):
+        total += max(op.stop - max(op.start, until), 0.0)
+        until = max(until, op.stop)
+    return total
 
 
 def table(found: dict[tuple[int, int], Times]) -> str:
