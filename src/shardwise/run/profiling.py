@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+STEP = "jit_train_step"
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-", "send", "recv")
 
 
@@ -89,17 +90,17 @@ def _innermost(ops: list[Op]) -> list[Op]:
 def _with_waiting(op: Op, waits: list[tuple[float, float]]) -> Op:
     first = bisect.bisect_left(waits, (op.start, 0.0))
     last = bisect.bisect_left(waits, (op.stop, 0.0))
-    waiting = sum(length for _, length in waits[first:last])
+    waiting = min(sum(length for _, length in waits[first:last]), op.stop - op.start)
     collective = last > first or op.name.startswith(_COLLECTIVES)
     return op._replace(collective=collective, waiting=waiting)
 
 
 def main_program(ops: Iterable[Op]) -> str:
-    """The program that took most of the time: that of the steps."""
+    """That of a run's steps; in another trace, the program that took most of the time."""
     total: dict[str, float] = {}
     for op in ops:
         total[op.program] = total.get(op.program, 0.0) + op.stop - op.start
-    return max(total, key=lambda name: total[name])
+    return STEP if STEP in total else max(total, key=lambda name: total[name])
 
 
 def times(ops: list[Op], program: str | None = None) -> dict[tuple[int, int], Times]:
@@ -119,7 +120,7 @@ def times(ops: list[Op], program: str | None = None) -> dict[tuple[int, int], Ti
 def _times(ops: list[Op]) -> Times:
     compute = _covered(op for op in ops if not op.collective)
     together = _covered(op for op in ops if op.collective)
-    waiting = sum(op.waiting for op in ops)
+    waiting = min(sum(op.waiting for op in ops), together)
     idle = max(op.stop for op in ops) - min(op.start for op in ops) - _covered(ops)
     return Times(*(x / 1e9 for x in (compute, together, waiting, idle)))
 
