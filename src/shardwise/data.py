@@ -114,15 +114,28 @@ def batches(
         or process.
     """
     _check(batch, seq_len, process_index, process_count)
-    count, window = (_packed if packed else _padded)(corpus(split), seq_len)
-    epochs = 2**20  # endless for all purposes; Grain's own endless repeat overflows on batch 1
-    rows = grain.MapDataset.range(count).shuffle(seed=seed).repeat(epochs)
-    share = rows[process_index::process_count].map(window).batch(batch // process_count)
+    each = rows(corpus(split), seq_len, seed, packed)
+    share = each[process_index::process_count].batch(batch // process_count)
     few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     source = {"split": split, "batch": int(batch), "seq_len": int(seq_len), "seed": int(seed)}
     source["corpus"] = fingerprint(split)
     source |= {"packed": True} if packed else {}
     return Batches(iter(share.to_iter_dataset(few)), source)
+
+
+def rows(
+    documents: tuple[np.ndarray, ...], seq_len: int, seed: int | None = 0, packed: bool = False
+) -> grain.MapDataset:
+    """Rows of documents, arrays of token numbers: endless, shuffled anew in each epoch, by place.
+
+    Row i is a dict as in `batches`, of arrays [seq_len]. Without a seed they are not shuffled.
+    """
+    count, window = (_packed if packed else _padded)(documents, seq_len)
+    each = grain.MapDataset.range(count)
+    if seed is not None:
+        each = each.shuffle(seed=seed)
+    # Endless for all purposes; Grain's own endless repeat overflows on batch 1.
+    return each.repeat(2**20).map(window)
 
 
 def _padded(documents, seq_len):
@@ -146,13 +159,16 @@ def _packed(documents, seq_len):
     """The same, of all documents one after the other; what pads the last window is one more."""
     starts = np.cumsum([0, *(text.size for text in documents)])
     count = -(-(int(starts[-1]) - 1) // seq_len)
-    stream = np.zeros(count * seq_len + 1, np.int32)
-    stream[: starts[-1]] = np.concatenate(documents)
+    # One document may be larger than memory: an array in a file is read where it is needed.
+    stream = documents[0] if len(documents) == 1 else np.concatenate(documents)
 
     def window(i):
         place = np.arange(i * seq_len, (i + 1) * seq_len + 1)
         document = np.searchsorted(starts, place, side="right") - 1
-        text, first = stream[place], np.maximum(starts[document], place[0])
+        text = np.zeros(seq_len + 1, np.int32)
+        real = stream[place[0] : place[-1] + 1]
+        text[: real.size] = real
+        first = np.maximum(starts[document], place[0])
         same = (document[1:] == document[:-1]) & (place[1:] < starts[-1])
         return {
             "tokens": text[:-1],
@@ -168,8 +184,13 @@ def _packed(documents, seq_len):
 @functools.cache
 def fingerprint(split: str = "train") -> int:
     """A checksum of a split's documents, and of where each of them ends."""
+    return checksum(corpus(split))
+
+
+def checksum(documents: tuple[np.ndarray, ...]) -> int:
+    """That of documents of bytes, and of where each of them ends."""
     found = 0
-    for text in corpus(split):
+    for text in documents:
         found = zlib.crc32(text, zlib.crc32(b"%d " % text.size, found))
     return found
 

@@ -1,0 +1,31 @@
+"""A run: the training program, its settings, and what it promises.
+
+    settings = run.Settings(run=Path("runs/mine"), steps=1000, layout=run.Roles(fsdp=4, context=2))
+    result = run.train(settings, create=create, loss=loss, batches=rows, tx=tx)
+
+`shardwise train` does this for the decoder and text files. A run that is stopped, by a signal or by
+anything else, goes on from its newest whole checkpoint (`resume`): bit for bit on the same devices,
+to rounding on other ones.
+"""
+
+from shardwise.run.folder import Folder
+from shardwise.run.keys import stream
+from shardwise.run.loop import BadStep, Result, train
+from shardwise.run.settings import Data, Evaluation, Optimizer, Processes, Roles, Settings
+from shardwise.run.transformations import averaged, guarded
+
+__all__ = [
+    "BadStep",
+    "Data",
+    "Evaluation",
+    "Folder",
+    "Optimizer",
+    "Processes",
+    "Result",
+    "Roles",
+    "Settings",
+    "averaged",
+    "guarded",
+    "stream",
+    "train",
+]

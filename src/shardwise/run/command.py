@@ -1,0 +1,192 @@
+"""The command `shardwise`: train, sample, profile, launch."""
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from shardwise import mesh
+from shardwise.run import decoding, joining, profiling
+from shardwise.run.folder import Folder
+from shardwise.run.settings import Settings, from_flat
+
+STOPPED = 75  # the exit status of a run that a signal stopped, after saving (EX_TEMPFAIL)
+
+HELP = """shardwise: training across devices in JAX
+
+  shardwise train                 train a decoder on eight devices, simulated or real
+  shardwise train --run FOLDER --resume
+  shardwise sample FOLDER         write text from a checkpoint
+  shardwise profile FOLDER        what devices did in the steps of `train --profile 10:13`
+  shardwise launch local --processes 4 -- train ...
+
+Each has --help."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line, `sys.argv` by default; its exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    commands = {"train": train, "sample": sample, "profile": profile, "launch": launch}
+    if not argv or argv[0] in ("-h", "--help"):
+        print(HELP)
+        return 0 if argv else 2
+    if argv[0] not in commands:
+        print(
+            f"shardwise: no command {argv[0]!r}; there are {', '.join(commands)}.", file=sys.stderr
+        )
+        return 2
+    try:
+        return commands[argv[0]](argv[1:])
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        if os.environ.get("SHARDWISE_TRACEBACK") or not _ours(error):
+            traceback.print_exc()
+        else:
+            print(f"shardwise: {error}", file=sys.stderr)
+        return _end(1)
+
+
+def train(argv: Sequence[str]) -> int:
+    """0 when done, 75 when a signal stopped it after saving."""
+    settings = parsed(argv)
+    joining.join(settings.processes, settings.devices)
+    result = decoding.run(settings)
+    if jax.process_index() == 0:
+        more = "" if result.stopped else f" --steps {2 * settings.steps}"
+        plot = settings.run / "metrics.png"
+        print(f"Look:   {plot}" if plot.exists() else "No plot: pip install matplotlib draws one.")
+        print(f"Go on:  shardwise train --run {settings.run} --resume{more}")
+        print(f"Write:  shardwise sample {settings.run}", flush=True)
+    joining.leave()
+    return STOPPED if result.stopped else 0
+
+
+def parsed(argv: Sequence[str]) -> Settings:
+    """Settings of flags; a run that goes on has its saved ones for defaults."""
+    default = Settings()
+    if "--resume" in argv:
+        saved = Folder(_run_of(argv)).settings()
+        default = from_flat(saved) if saved else default
+    return tyro.cli(
+        Settings,
+        prog="shardwise train",
+        args=list(argv),
+        default=default,
+        registry=_registry(),
+    )
+
+
+def _run_of(argv):
+    for at, word in enumerate(argv):
+        if word == "--run" and at + 1 < len(argv):
+            return argv[at + 1]
+        if word.startswith("--run="):
+            return word.partition("=")[2]
+    return Settings().run
+
+
+def _registry():
+    """How tyro reads a dtype."""
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def dtype(info):
+        if info.type is not np.dtype:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="{float32,bfloat16,float16}",
+            instance_from_str=lambda words: jnp.dtype(words[0]),
+            is_instance=lambda x: isinstance(x, np.dtype),
+            str_from_instance=lambda x: [jnp.dtype(x).name],
+        )
+
+    return registry
+
+
+def sample(argv: Sequence[str]) -> int:
+    """Write text from a checkpoint."""
+
+    def arguments(
+        run: tyro.conf.Positional[Path],
+        prompt: str = decoding.PROMPT,
+        tokens: int = 400,
+        temperature: float = 0.8,
+        seed: int = 0,
+        mean: bool = False,
+        step: int | None = None,
+        devices: int = 1,
+    ) -> str:
+        """Write text from a run's checkpoint.
+
+        Args:
+          run: the run folder.
+          prompt: what the text begins with.
+          tokens: how many are written.
+          temperature: of the draws; 0 takes the likeliest.
+          seed: of the draws.
+          mean: whether the mean of the parameters writes (EMA), or they themselves.
+          step: which checkpoint; by default the newest.
+          devices: over how many the parameters are cut, simulated where there are fewer.
+        """
+        mesh.simulate(devices)
+        return decoding.sample(run, prompt, tokens, temperature, seed, mean, step)
+
+    print(tyro.cli(arguments, prog="shardwise sample", args=list(argv)))
+    return 0
+
+
+def profile(argv: Sequence[str]) -> int:
+    """Read a run's newest trace."""
+
+    def arguments(run: tyro.conf.Positional[Path]) -> Folder:
+        """Show what each device did in the steps of a run's newest trace.
+
+        Args:
+          run: the run folder.
+        """
+        return Folder(run)
+
+    folder = tyro.cli(arguments, prog="shardwise profile", args=list(argv))
+    ops = profiling.read(folder.path / "profile")
+    print(profiling.table(profiling.times(ops)))
+    drawn = profiling.draw(ops, folder.path / "profile.png")
+    print(f"Look: {drawn}" if drawn else "No picture: matplotlib is not installed.")
+    return 0
+
+
+def launch(argv: Sequence[str]) -> int:
+    """Start several processes of a command."""
+    from shardwise.run import launch as launchers
+
+    return launchers.main(argv)
+
+
+def _ours(error):
+    """Whether the message says what is wrong by itself."""
+    return ":" in str(error) and str(error).split(":")[0].split(".")[0].split(" ")[0] in (
+        "run",
+        "data",
+        "layouts",
+        "checkpoint",
+        "mesh",
+        "fsdp",
+        "pipeline",
+        "rules",
+        "objective",
+        "Config",
+    )
+
+
+def _end(status):
+    """Leave with others waiting: a process that is in trouble does not wait for them."""
+    if jax.process_count() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status

@@ -1,0 +1,116 @@
+"""`shardwise train` and `shardwise sample`: the decoder on what the settings name."""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from shardwise import checkpoint, mesh, rules, train
+from shardwise.model import Config, Decoder
+from shardwise.run import keys, sampling, text
+from shardwise.run.folder import Folder
+from shardwise.run.loop import Result
+from shardwise.run.loop import train as train_loop
+from shardwise.run.settings import Settings, from_flat
+
+PROMPT = "def "
+
+
+def run(settings: Settings) -> Result:
+    """Train the decoder; see `shardwise.run.train`.
+
+    Raises:
+      ValueError: a token that the vocabulary lacks, and what `train` raises.
+    """
+    config = of(settings)
+    if (most := text.vocabulary(settings.data)) > config.vocab:
+        raise ValueError(
+            f"run: the data has a token {most - 1}, and model.vocab is {config.vocab}; say "
+            f"--model.vocab {most}."
+        )
+    graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
+    loss = train.routed_loss if config.experts else train.loss
+    options: dict[str, Any] = {}
+    if settings.data.tokens is None and settings.evaluation.sample:
+        options["sample"] = functools.partial(_sample, config, settings)
+    return train_loop(
+        settings,
+        create=functools.partial(_create, config),
+        loss=functools.partial(loss, graphdef=graphdef),
+        batches=text.rows(settings.data, settings.sequence, settings.seed),
+        validation=text.rows(settings.data, settings.sequence, settings.seed, "validation"),
+        has_aux=bool(config.experts),
+        facts={"data": text.fingerprint(settings.data)},
+        **options,
+    )
+
+
+def of(settings: Settings) -> Config:
+    """The decoder's sizes, with a stage boundary for each stage of the layout."""
+    stages = max(settings.layout.stage, settings.model.stages)
+    return dataclasses.replace(settings.model, stages=stages)
+
+
+def _create(config, key):
+    return nnx.state(Decoder(config, nnx.Rngs(params=key)))
+
+
+def _sample(config, settings, params):
+    params = jax.tree.map(jnp.asarray, params)
+    prompt = np.frombuffer(PROMPT.encode(), np.uint8)
+    key = keys.stream(jax.random.key(settings.seed), "samples")
+    return sampling.text(sampling.write(config, params, prompt, settings.evaluation.sample, key))
+
+
+def sample(
+    path: Path,
+    prompt: str = PROMPT,
+    count: int = 400,
+    temperature: float = 0.8,
+    seed: int = 0,
+    mean: bool = False,
+    step: int | None = None,
+) -> str:
+    """Text from a run's checkpoint, by its parameters or by their mean, over all devices here.
+
+    Raises:
+      FileNotFoundError: no such run, or nothing saved in it.
+      ValueError: a run of tokens, which are no text.
+    """
+    folder = Folder(path)
+    saved = folder.settings()
+    if saved is None:
+        raise FileNotFoundError(f"run: {folder.path} is no run folder: it has no settings.json.")
+    settings = from_flat(saved)
+    if settings.data.tokens is not None:
+        raise ValueError("run: this run has token numbers, and no text to write.")
+    config = of(settings)
+    params = _restored(folder, config, settings, mean, step)
+    tokens = np.frombuffer(prompt.encode(), np.uint8)
+    key = keys.stream(jax.random.key(seed), "samples")
+    return sampling.text(sampling.write(config, params, tokens, count, key, temperature))
+
+
+def _restored(folder, config, settings, mean, step):
+    """The parameters of a checkpoint, cut over the devices where they divide."""
+    shapes = jax.eval_shape(functools.partial(_create, config), jax.random.key(0))
+    rule = rules.FSDPRule("fsdp", uneven="replicate")
+    target = jax.tree.map(
+        lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
+        shapes,
+        rules.shardings(rule, shapes, mesh.make(fsdp=-1)),
+    )
+    if not mean:
+        return checkpoint.restore(folder.checkpoints, {"params": target}, step)["params"]
+    if settings.ema is None:
+        raise ValueError("run: this run kept no mean of its parameters (ema=None).")
+    part = {"inner": {"sum": target, "count": jax.ShapeDtypeStruct((), jnp.int32)}}
+    found = checkpoint.restore(folder.checkpoints, {"opt_state": part}, step, partial=True)
+    found = found["opt_state"]["inner"]
+    by = 1 - settings.ema ** int(found["count"])
+    return jax.tree.map(lambda x: x / by, found["sum"])

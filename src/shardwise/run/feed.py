@@ -1,0 +1,154 @@
+"""Batches of a run: which rows a step has, decided by the step; which of them a process reads."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise.layouts import Layout
+
+_READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+
+
+class Feed:
+    """Step k (from 1) has the rows (k-1)·batch to k·batch of a dataset, in their order.
+
+    No position has to be saved, and it does not matter how many processes read: each reads the rows
+    that its own devices need, which follow one another.
+    """
+
+    def __init__(self, dataset: grain.MapDataset, batch: int, layout: Layout):
+        self._dataset, self._batch = dataset, batch
+        self._sharding = None if layout.stage else sharding(layout, batch)
+        self._mine = _local_rows(self._sharding, batch)
+
+    def whole(self, step: int) -> Any:
+        """The batch of a step, all of its rows, as NumPy arrays."""
+        return self._read(step, range(self._batch))
+
+    def shapes(self) -> Any:
+        """What a batch is, as shapes and dtypes."""
+        one = self._dataset[0]
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((self._batch, *np.shape(x)), np.asarray(x).dtype), one
+        )
+
+    def go(self, first: int, last: int) -> Iterator[Any]:
+        """The batches of these steps, each laid over the devices; read ahead of their use."""
+        steps = grain.MapDataset.range(first, last + 1)
+        read = steps.map(lambda step: self._read(int(step), self._mine)).to_iter_dataset(_READ)
+        return map(self._place, iter(read))
+
+    def state(self, step: int) -> None:
+        """There is none to save: a step says all."""
+
+    def _read(self, step, rows):
+        start = (step - 1) * self._batch
+        found = [self._dataset[start + row] for row in rows]
+        return jax.tree.map(lambda *each: np.stack(each), *found)
+
+    def _place(self, local):
+        return place(local, self._mine[0], self._batch, self._sharding)
+
+
+class Stream:
+    """Whole batches from an iterator that knows its position (`get_state`, `set_state`).
+
+    Every process reads all of each batch.
+    """
+
+    def __init__(self, batches: Any, batch: int, layout: Layout, state: Any = None):
+        self._batches = iter(batches)
+        if not all(hasattr(self._batches, name) for name in ("get_state", "set_state")):
+            raise TypeError(
+                f"run.train: batches is a {type(batches).__name__} without get_state and "
+                f"set_state, so that a run could not go on from where it was; hand over a "
+                f"grain.MapDataset of rows, or a Grain iterator of batches."
+            )
+        start = self._batches.get_state()
+        self._peeked = next(self._batches)
+        self._batches.set_state(start)
+        if state is not None:
+            self._batches.set_state(state)
+        self._batch = batch
+        self._recent, self._after = {}, {}
+        self._sharding = None if layout.stage else sharding(layout, batch)
+        found = {len(x) for x in jax.tree.leaves(self._peeked)}
+        if found != {batch}:
+            raise ValueError(
+                f"run.train: the batches have {sorted(found)} rows, and settings.batch says "
+                f"{batch}; make them equal."
+            )
+
+    def whole(self, step: int) -> Any:
+        """The batch of one of the last steps."""
+        return self._recent[step]
+
+    def shapes(self) -> Any:
+        """What a batch is, as shapes and dtypes."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._peeked)
+
+    def go(self, first: int, last: int) -> Iterator[Any]:
+        """The batches of these steps, laid over the devices."""
+        for step in range(first, last + 1):
+            self._after.setdefault(step - 1, self._batches.get_state())
+            batch = next(self._batches)
+            self._recent[step], self._after[step] = batch, self._batches.get_state()
+            for old in (self._recent, self._after):  # a bad step is known a step later
+                old.pop(step - 4, None)
+            yield place(batch, 0, self._batch, self._sharding)
+
+    def state(self, step: int) -> Any:
+        """The position after the batch of one of the last steps."""
+        return self._after[step]
+
+
+def feed(batches: Any, batch: int, layout: Layout, state: Any = None) -> Feed | Stream:
+    """The batches of a run, from a `grain.MapDataset` of rows or an iterator of whole batches."""
+    if isinstance(batches, grain.MapDataset):
+        return Feed(batches, batch, layout)
+    return Stream(batches, batch, layout, state)
+
+
+def sharding(layout: Layout, batch: int) -> NamedSharding:
+    """How rows are laid: over the axes that cut them, contiguous.
+
+    Raises:
+      ValueError: rows that do not divide.
+    """
+    parts = int(np.prod([layout.mesh.shape[name] for name in layout.rows]))
+    each = parts * layout.microbatches
+    if batch % each:
+        raise ValueError(
+            f"run: a batch of {batch} rows does not split into {parts} devices' parts of "
+            f"{layout.microbatches} microbatches; take {-(-batch // each) * each}, say."
+        )
+    return NamedSharding(layout.mesh, P(layout.rows or None))
+
+
+def _local_rows(sharding, batch):
+    """The rows that this process's devices need."""
+    if sharding is None or jax.process_count() == 1:
+        return range(batch)
+    found = [index[0] for index in sharding.addressable_devices_indices_map((batch,)).values()]
+    bounds = [index.indices(batch)[:2] for index in found]
+    return range(min(start for start, _ in bounds), max(stop for _, stop in bounds))
+
+
+def place(local: Any, first: int, batch: int, sharding: NamedSharding | None) -> Any:
+    """Rows of a batch, from `first` on, as global arrays; as they are, where stages lay them."""
+    if sharding is None:
+        return local
+
+    def one(x):
+        def block(index):
+            start, stop, _ = index[0].indices(batch)
+            return x[start - first : stop - first]
+
+        return jax.make_array_from_callback((batch, *x.shape[1:]), sharding, block)
+
+    return jax.tree.map(one, local)

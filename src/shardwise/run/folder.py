@@ -1,0 +1,83 @@
+"""The run folder: settings, metrics, checkpoints, and what each process says it is doing."""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+class Folder:
+    """Where a run lies. Process 0 writes, but for the notes, of which each process has its own.
+
+    settings.json        every setting, as the run last started
+    metrics.jsonl        a line of JSON for each step that is done
+    evaluations.jsonl    one for each evaluation
+    metrics.png, .svg    loss and throughput, drawn
+    checkpoints/         Orbax, one folder for each saved step
+    processes/0.json     process, pid, host, step, doing, time, line
+    batches/12.npz       the batch of a bad step
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path).expanduser().absolute()
+        self.metrics = self.path / "metrics.jsonl"
+        self.evaluations = self.path / "evaluations.jsonl"
+        self.checkpoints = self.path / "checkpoints"
+
+    def settings(self) -> dict[str, Any] | None:
+        """What `settings.flat` gave when the run last started, or None.
+
+        Raises:
+          ValueError: the file is none of ours.
+        """
+        file = self.path / "settings.json"
+        if not file.exists():
+            return None
+        try:
+            return json.loads(file.read_text())
+        except ValueError as error:
+            raise ValueError(f"run: {file} is no JSON ({error}); is this a run folder?") from None
+
+    def write_settings(self, values: dict[str, Any]) -> None:
+        if jax.process_index() == 0:
+            write(self.path / "settings.json", json.dumps(values, indent=1) + "\n")
+
+    def notes(self) -> list[dict[str, Any]]:
+        """What each process last said."""
+        files = sorted((self.path / "processes").glob("*.json"), key=lambda p: int(p.stem))
+        return [json.loads(file.read_text()) for file in files]
+
+
+class Note:
+    """What one process is doing, for those who watch it from outside."""
+
+    def __init__(self, folder: Folder, index: int):
+        self._file = folder.path / "processes" / f"{index}.json"
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self.index, self.step, self.doing, self.line = index, 0, "starting", ""
+        self._who = {"process": index, "pid": os.getpid(), "host": socket.gethostname()}
+        self.say("starting")
+
+    def say(self, doing: str, step: int | None = None, line: str | None = None) -> None:
+        self.doing = doing
+        self.step = self.step if step is None else step
+        self.line = self.line if line is None else line
+        self.time = time.time()
+        state = {"step": self.step, "doing": doing, "time": self.time, "line": self.line}
+        write(self._file, json.dumps(self._who | state) + "\n")
+
+
+def write(file: Path, text: str) -> None:
+    """All of the text, or nothing: what was there stays until the new is whole."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        new.write_text(text)
+        os.replace(new, file)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise

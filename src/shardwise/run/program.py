@@ -1,0 +1,92 @@
+"""What runs each step, as one program where the layout is one; what an evaluation runs."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import layouts
+from shardwise.layouts import Layout
+from shardwise.run import keys
+from shardwise.run.state import field, mean
+
+
+def step_program(layout: Layout, loss: Callable, tx: Any, seed: int, has_aux: bool) -> Callable:
+    """(params, opt_state, batch, step, flags) -> (params, opt_state, record); the former donated.
+
+    `flags` is a vector with a number for each device, 1 where its process was asked to stop. The
+    record is a dict of scalars that every process has: loss, norm, bad, stop, and the scalars of
+    aux by their names.
+    """
+    run = layouts.step(layout, loss, tx, has_aux)
+    keyed = takes_key(loss)
+
+    def train_step(params, opt_state, batch, step, flags):
+        key = {"key": keys.of_step(seed, step)} if keyed else {}
+        params, opt_state, value, *aux = run(params, opt_state, batch, **key)
+        aux = aux[0] if aux and isinstance(aux[0], dict) else {}
+        record = {name: x for name, x in aux.items() if jnp.ndim(x) == 0}
+        record |= {"loss": value, "stop": flags.max()}
+        record |= {name: field(opt_state, name) for name in ("norm", "bad")}
+        return params, opt_state, record
+
+    if layout.stage:
+        return train_step
+    # The same program for every step: what comes out is laid out as what goes in.
+    whole = NamedSharding(layout.mesh, P())
+
+    def jitted(params, opt_state, batch, step, flags):
+        shardings = jax.tree.map(lambda x: x.sharding, (params, opt_state))
+        return _jitted(train_step, whole, *jax.tree.flatten(shardings))(
+            params, opt_state, batch, step, flags
+        )
+
+    return jitted
+
+
+@functools.lru_cache(maxsize=4)
+def _cached(one, whole, structure, leaves):
+    shardings = jax.tree.unflatten(structure, leaves)
+    return jax.jit(one, donate_argnums=(0, 1), out_shardings=(*shardings, whole))
+
+
+def _jitted(one, whole, leaves, structure):
+    return _cached(one, whole, structure, tuple(leaves))
+
+
+def flags(layout: Layout, asked: bool) -> Any:
+    """Whether this process was asked to stop, beside what the others say."""
+    if layout.stage:
+        return np.asarray([asked], np.int32)
+    cut = NamedSharding(layout.mesh, P(layout.mesh.axis_names))
+    shape = (layout.mesh.size,)
+    return jax.make_array_from_callback(shape, cut, lambda index: np.asarray([asked], np.int32))
+
+
+def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: bool) -> Callable:
+    """(params, opt_state, batch) -> [the loss, that of the parameters' mean], without dropout."""
+    # Of this program only the value is used: a compiler leaves the gradient out.
+    mean_and_grad = layouts.value_and_grad(layout, loss, has_aux)
+
+    def value(params, batch):
+        found = mean_and_grad(params, batch)[0]
+        return found[0] if has_aux else found
+
+    def both(params, opt_state, batch):
+        averages = [] if decay is None else [mean(params, opt_state, decay)]
+        return [value(each, batch) for each in (params, *averages)]
+
+    return both if layout.stage else jax.jit(both)
+
+
+def takes_key(loss: Callable) -> bool:
+    """Whether a loss has a parameter `key`."""
+    taken = inspect.signature(loss).parameters
+    given = getattr(loss, "keywords", {}) or {}
+    return "key" in taken and "key" not in given

@@ -1,0 +1,93 @@
+"""What a run holds between steps: made, found by name, saved and restored."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwise import checkpoint, layouts, pipeline
+from shardwise import tree as trees
+from shardwise.fsdp import Sharded
+from shardwise.run import keys
+from shardwise.run.folder import Folder
+from shardwise.run.transformations import correction
+
+
+def create(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, batch: Any) -> tuple:
+    """(params, opt_state), each array born where it lives."""
+    told = (loss, batch) if layout.stage else ()
+    return layouts.init(layout, make, tx, keys.of_seed(seed), *told)
+
+
+def field(opt_state: Any, path: str) -> jax.Array:
+    """One array of an optimizer's state, in whatever form the layout keeps it."""
+    if isinstance(opt_state, pipeline.Pipelined):
+        return next(iter(opt_state.tree[path].values()))
+    tree = opt_state.tree if isinstance(opt_state, Sharded) else opt_state
+    return dict(trees.leaves(tree))[path]
+
+
+def replaced(opt_state: Any, path: str, value: Any) -> Any:
+    """The state with another value of one scalar."""
+    if isinstance(opt_state, pipeline.Pipelined):
+        each = {s: jax.device_put(value, x.sharding) for s, x in opt_state.tree[path].items()}
+        return dataclasses.replace(opt_state, tree=opt_state.tree | {path: each})
+    tree = opt_state.tree if isinstance(opt_state, Sharded) else opt_state
+    found = [
+        jax.device_put(jnp.asarray(value, x.dtype), x.sharding) if name == path else x
+        for name, x in trees.leaves(tree)
+    ]
+    tree = jax.tree.unflatten(jax.tree.structure(tree), found)
+    return dataclasses.replace(opt_state, tree=tree) if isinstance(opt_state, Sharded) else tree
+
+
+def mean(params: Any, opt_state: Any, decay: float) -> Any:
+    """The mean of the parameters that `averaged` keeps in the state, corrected, laid out as they.
+
+    Of `params` the form counts alone. Inside jit, but for stages.
+    """
+    if isinstance(opt_state, pipeline.Pipelined):
+        by = correction(decay, jax.device_get(field(opt_state, "inner/count")))
+        sums = [p.path for p in opt_state.layout if p.path.startswith("inner/sum/")]
+        paths = [piece.path for piece in params.layout]
+        found = {
+            path: jax.tree.map(lambda x: x / by, opt_state.tree[other])
+            for path, other in zip(paths, sums, strict=True)
+        }
+        return dataclasses.replace(params, tree=found)
+    state = opt_state.tree if isinstance(opt_state, Sharded) else opt_state
+    by = correction(decay, state.inner.count)
+    found = jax.tree.map(lambda x: (x / by).astype(x.dtype), state.inner.sum)
+    return dataclasses.replace(params, tree=found) if isinstance(params, Sharded) else found
+
+
+def save(folder: Folder, step: int, params: Any, opt_state: Any, facts: dict, keep: int) -> None:
+    """Start saving; returns once the arrays may be donated."""
+    items = {"params": params, "opt_state": opt_state, "run": {"step": step} | facts}
+    checkpoint.save(folder.checkpoints, step, items, keep=keep)
+
+
+def saved(folder: Folder) -> dict[str, Any] | None:
+    """The facts of the newest whole checkpoint, None where there is none."""
+    if not folder.checkpoints.exists() or checkpoint.latest(folder.checkpoints) is None:
+        return None
+    return checkpoint.restore(folder.checkpoints, {"run": None})["run"]
+
+
+def restore(folder: Folder, step: int, params: Any, opt_state: Any) -> tuple[Any, Any]:
+    """(params, opt_state) of a step, in the form and on the devices of those given.
+
+    What was given is deleted first, so that no device holds both.
+    """
+    given = {"params": params, "opt_state": opt_state}
+    target = jax.tree.map(_abstract, given)
+    for x in jax.tree.leaves(given):
+        x.delete()
+    found = checkpoint.restore(folder.checkpoints, target, step)
+    return found["params"], found["opt_state"]
+
+
+def _abstract(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

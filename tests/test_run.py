@@ -1,0 +1,367 @@
+"""Runs: what is stopped and goes on equals what was not stopped, bit for bit."""
+
+import dataclasses
+import itertools
+import json
+import os
+import signal
+from pathlib import Path
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardwise import context, experts, layouts, marks, mesh, objective, run
+from shardwise.run import command, joining, keys, metrics, profiling, settings, state, text
+from shardwise.run.transformations import averaged, correction, guarded
+
+F32 = np.float32
+
+
+def create(key):
+    """A model of nobody's library: a dict with a matrix, a bias and noise on its inputs."""
+    return {"w": jax.random.normal(key, (12, 3)) / 4, "b": jnp.zeros(3)}
+
+
+def loss(params, batch, key=None):
+    x = batch["x"]
+    if key is not None:
+        row = jax.vmap(lambda r: jax.random.fold_in(run.stream(key, "noise"), r))
+        x = (
+            x
+            + jax.vmap(lambda k: jax.random.normal(k, (12,)))(row(marks.index("rows", len(x)))) / 8
+        )
+    error = (jnp.tanh(x @ params["w"] + params["b"][None]) - batch["y"]) ** 2
+    return objective.Mean(error.sum(), jnp.asarray(error.size, F32))
+
+
+def rows(bad=(), at=None):
+    """Rows of a fixed problem; those in `bad` are infinite, and reading row `at` sends a signal."""
+
+    def row(i):
+        if i == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        draw = np.random.default_rng(i)
+        x = draw.normal(size=12).astype(F32)
+        y = np.sin(x[:3]).astype(F32)
+        return {"x": x, "y": y * (np.inf if i in bad else 1), "row": np.int32(i)}
+
+    return grain.MapDataset.range(10_000).map(row)
+
+
+def given(folder, **changes):
+    base = dict(run=folder, steps=8, batch=8, save_every=3, ema=0.9)
+    base |= dict(evaluation=run.Evaluation(every=4, batches=2))
+    return run.Settings(**base | changes)
+
+
+def trained(folder, batches=None, tx=None, **changes):
+    options = dict(create=create, loss=loss, validation=rows(), tx=tx or optax.adam(1e-2))
+    return run.train(given(folder, **changes), batches=batches or rows(), **options)
+
+
+def lines(folder):
+    return [
+        (x["step"], x["loss"], x["gradient_norm"]) for x in metrics.read(folder / "metrics.jsonl")
+    ]
+
+
+def whole(result, layout):
+    return jax.tree.map(np.asarray, layouts.whole(layout, (result.opt_state)))
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference") / "run"
+    return folder, trained(folder)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_a_run_that_goes_on_is_the_one_that_was_not_stopped(tmp_path, reference, stop):
+    trained(tmp_path / "r", steps=stop)
+    result = trained(tmp_path / "r", resume=True)
+    folder, other = reference
+    assert lines(tmp_path / "r") == lines(folder) and len(lines(folder)) == 8
+    equal(result.opt_state.tree, other.opt_state.tree)
+    equal(result.params.tree, other.params.tree)
+    assert [x["loss"] for x in metrics.read(tmp_path / "r/evaluations.jsonl")] == [
+        x["loss"] for x in metrics.read(folder / "evaluations.jsonl")
+    ]
+
+
+def test_a_signal_saves_and_the_run_goes_on_from_there(tmp_path, reference):
+    before = signal.getsignal(signal.SIGTERM)
+    first = trained(tmp_path / "r", batches=rows(at=4 * 8 + 2))  # read ahead of step 5
+    assert first.stopped and first.step < 8 and signal.getsignal(signal.SIGTERM) == before
+    last = trained(tmp_path / "r", resume=True)
+    assert not last.stopped and lines(tmp_path / "r") == lines(reference[0])
+    equal(last.opt_state.tree, reference[1].opt_state.tree)
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        dict(data=2, fsdp=4),
+        dict(fsdp=8, by="compiler", uneven="replicate"),
+        dict(fsdp=8, zero=1),
+        dict(fsdp=2, data=4, microbatches=1),
+    ],
+    ids=str,
+)
+def test_on_another_mesh_it_sees_the_same_rows(tmp_path, reference, roles):
+    trained(tmp_path / "r", steps=4)
+    trained(tmp_path / "r", resume=True, layout=run.Roles(**roles))
+    np.testing.assert_allclose(lines(tmp_path / "r"), lines(reference[0]), rtol=2e-5)
+
+
+def test_an_iterator_with_a_position_goes_on_from_it(tmp_path):
+    def batches():
+        each = rows().batch(8).to_iter_dataset(grain.ReadOptions(num_threads=1))
+        return iter(each)
+
+    trained(tmp_path / "a", batches=batches())
+    trained(tmp_path / "b", batches=batches(), steps=5)
+    trained(tmp_path / "b", batches=batches(), resume=True)
+    assert lines(tmp_path / "a") == lines(tmp_path / "b")
+
+
+def test_batches_without_a_position_are_refused(tmp_path):
+    with pytest.raises(TypeError, match="without get_state"):
+        trained(tmp_path / "r", batches=iter([{"x": np.zeros((8, 12))}]))
+
+
+def test_a_bad_step_is_skipped_and_its_batch_kept(tmp_path):
+    result = trained(tmp_path / "r", batches=rows(bad=[17]), bad="skip")
+    found = metrics.read(tmp_path / "r/metrics.jsonl")
+    assert [x["step"] for x in found if x.get("bad")] == [3] and result.step == 8
+    kept = np.load(tmp_path / "r/batches/3.npz")
+    assert np.isinf(kept["y"]).any() and kept["row"].tolist() == list(range(16, 24))
+    # One device that leaves out that step.
+    tx = optax.adam(1e-2)
+    params = create(keys.of_seed(0))
+    opt_state = tx.init(params)
+    for step in [1, 2, 4, 5, 6, 7, 8]:
+        batch = jax.tree.map(
+            lambda *x: np.stack(x), *[rows()[8 * (step - 1) + i] for i in range(8)]
+        )
+        key = keys.of_step(0, step)
+        grads = objective.value_and_grad(loss)(params, batch, key=key)[1]
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    mine = layouts.whole(run.Roles().layout(), result.params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), mine, params)
+
+
+def test_a_bad_step_ends_a_run_with_the_state_before_it(tmp_path):
+    with pytest.raises(run.BadStep, match=r"step 3, .*batches/3.npz.*state of step 2 is saved"):
+        trained(tmp_path / "r", batches=rows(bad=[17]))
+    assert state.saved(run.Folder(tmp_path / "r"))["step"] == 2
+    # Replayed on mended data, it is the run that never saw the bad one.
+    trained(tmp_path / "r", resume=True)
+    trained(tmp_path / "good")
+    assert lines(tmp_path / "r") == lines(tmp_path / "good")
+
+
+def test_a_norm_above_the_limit_is_bad(tmp_path):
+    with pytest.raises(run.BadStep, match=r"limit 0\.001"):
+        trained(tmp_path / "r", limit=1e-3)
+
+
+def test_the_mean_of_the_parameters_is_corrected(reference):
+    _, result = reference
+    tx, params = optax.adam(1e-2), create(keys.of_seed(0))
+    opt_state, seen = tx.init(params), []
+    for step in range(1, 9):
+        batch = jax.tree.map(
+            lambda *x: np.stack(x), *[rows()[8 * (step - 1) + i] for i in range(8)]
+        )
+        grads = objective.value_and_grad(loss)(params, batch, key=keys.of_step(0, step))[1]
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        seen.append(params)
+    weights = 0.9 ** np.arange(7, -1, -1)
+    wanted = jax.tree.map(lambda *x: np.tensordot(weights / weights.sum(), np.stack(x), 1), *seen)
+    mine = state.mean(result.params, result.opt_state, 0.9)
+    mine = layouts.whole(run.Roles().layout(), mine)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), mine, wanted)
+
+
+def test_correction_makes_the_first_mean_the_parameters():
+    tx = averaged(optax.sgd(0.1), 0.99)
+    params = {"w": jnp.arange(3.0)}
+    updates, new = tx.update({"w": jnp.ones(3)}, tx.init(params), params)
+    after = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(new.sum["w"] / correction(0.99, 1), after["w"], rtol=1e-6)
+
+
+def test_a_halted_guard_changes_nothing_any_more():
+    tx = guarded(optax.sgd(0.1), halt=True)
+    params = {"w": jnp.ones(2)}
+    held = tx.init(params)
+    _, held = tx.update({"w": jnp.array([jnp.nan, 0.0])}, held, params)
+    updates, held = tx.update({"w": jnp.ones(2)}, held, params)
+    assert held.halted and not held.bad and not updates["w"].any()
+
+
+def test_streams_are_independent_and_the_seed_s_alone():
+    key = keys.of_step(3, 7)
+    assert (run.stream(key, "noise") == run.stream(keys.of_step(3, 7), "noise")).all()
+    found = {tuple(jax.random.key_data(run.stream(key, n)).tolist()) for n in ("noise", "dropout")}
+    assert len(found) == 2
+
+
+def test_a_folder_with_a_run_is_not_written_over(tmp_path, reference):
+    before = (reference[0] / "metrics.jsonl").read_text()
+    with pytest.raises(FileExistsError, match="has a run already"):
+        trained(reference[0])
+    assert (reference[0] / "metrics.jsonl").read_text() == before
+
+
+def test_other_settings_are_named(reference):
+    with pytest.raises(ValueError, match=r"seed was 0 and is 5; optimizer.peak was 0.003"):
+        trained(reference[0], resume=True, seed=5, optimizer=run.Optimizer(peak=0.1))
+
+
+def test_other_data_are_named(tmp_path):
+    options = dict(create=create, loss=loss, batches=rows(), tx=optax.adam(1e-2))
+    run.train(given(tmp_path, steps=1), facts={"data": 1}, **options)
+    with pytest.raises(ValueError, match="other data: 1 then, 2 now"):
+        run.train(given(tmp_path, resume=True), facts={"data": 2}, **options)
+
+
+def test_a_line_cut_off_while_it_was_written_is_left_out(tmp_path):
+    file = tmp_path / "m.jsonl"
+    file.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.5}\n{"step": 3, "lo')
+    each = metrics.Lines(file, 2)
+    each.add({"step": 2, "loss": float("nan")})
+    each.close()
+    assert metrics.read(file) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": "nan"}]
+
+
+def test_a_trace_tells_compute_from_collectives(tmp_path):
+    trained(tmp_path / "r", steps=6, profile="3:5")
+    ops = profiling.read(tmp_path / "r" / "profile")
+    found = profiling.times(ops)
+    assert {step for step, _ in found} == {0, 1, 2} and {device for _, device in found} == set(
+        range(8)
+    )
+    names = {op.name.partition(".")[0] for op in ops if op.collective}
+    told = ("all-", "all_", "psum", "reduce-", "reduce_")
+    assert names and all(name.startswith(told) for name in names)
+    for each in found.values():
+        assert each.compute > 0 and each.collectives >= each.waiting >= 0 and each.idle >= 0
+    assert profiling.table(found).count("\n") == 24
+    assert profiling.draw(ops, tmp_path / "p.png").stat().st_size > 5000
+
+
+def test_a_profile_that_is_no_range_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected the first and the last step"):
+        run.Settings(profile="10-13")
+    with pytest.raises(FileNotFoundError, match="no trace in"):
+        profiling.read(tmp_path)
+
+
+def test_settings_go_to_json_and_back():
+    original = run.Settings(
+        run=Path("x"), limit=2.5, profile="3:5", layout=run.Roles(context=2, attention="zigzag")
+    )
+    for each in (original, run.Settings()):
+        values = json.loads(json.dumps(settings.flat(each)))
+        assert settings.from_flat(values) == each
+
+
+def test_flags_become_settings():
+    words = "--layout.fsdp 4 --layout.context 2 --layout.attention zigzag --model.dtype bfloat16"
+    made = command.parsed([*words.split(), "--run", "somewhere", "--ema", "None"])
+    assert (made.layout.fsdp, made.layout.context, made.layout.attention) == (4, 2, "zigzag")
+    assert made.model.dtype == jnp.bfloat16 and made.ema is None and made.run == Path("somewhere")
+
+
+def test_a_misspelt_flag_is_told_what_is_near(capsys):
+    with pytest.raises(SystemExit):
+        command.parsed(["--layout.fdsp", "4"])
+    assert "--layout.fsdp" in capsys.readouterr().err
+
+
+def test_the_choices_are_those_that_layouts_have():
+    hints = {f.name: f.type for f in dataclasses.fields(settings.Roles)}
+    assert hints["attention"].__args__ == tuple(context.FORMS)
+    assert hints["dispatch"].__args__ == tuple(experts.FORMS)
+
+
+@pytest.mark.parametrize(
+    ("roles", "told"),
+    [
+        (dict(fsdp=3), "does not fit 8 devices"),
+        (dict(fsdp=2), "takes 2 of 8 devices"),
+        (dict(fsdp=-1, data=-1), "one at most is -1"),
+        (dict(remat="all"), "remat='all'; expected one of"),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(roles, told):
+    mesh.simulate(8)
+    with pytest.raises(ValueError, match=told):
+        run.Roles(**roles).layout()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (dict(name="adamz"), "no such function"),
+        (dict(name="lars_"), "no such function"),
+        (dict(schedule="piecewise_interpolate_schedule"), "needs interpolate_type"),
+    ],
+)
+def test_optimizers_that_cannot_be_are_refused(change, told):
+    with pytest.raises(ValueError, match=told):
+        run.Optimizer(**change).transformation()
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor", "muon"])
+def test_optimizers_go_by_optax_name(name):
+    tx = run.Optimizer(name=name, schedule="warmup_cosine_decay_schedule").transformation()
+    tx.init({"w": jnp.ones((4, 4))})
+
+
+def test_half_of_a_cluster_is_told(monkeypatch, capsys):
+    with pytest.raises(ValueError, match=r"processes\.count is missing"):
+        joining.join(run.Processes(address="127.0.0.1:1", index=0), 8)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    joining.join(run.Processes(), 8)
+    assert "SLURM_STEP_NODELIST is not" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="do not divide among 3"):
+        joining.join(run.Processes(address="127.0.0.1:1", index=0, count=3), 8)
+
+
+def test_text_of_a_folder_is_split_by_file(tmp_path):
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_text(f"document {i} " * 5)
+    source = run.Data(text=str(tmp_path))
+    train, held = (text.documents(source, split) for split in ("train", "validation"))
+    assert len(train) + len(held) == 40 and len(held) > 0
+    assert text.fingerprint(source) == text.fingerprint(run.Data(text=f"{tmp_path}/*.txt"))
+    with pytest.raises(FileNotFoundError, match="no files at"):
+        text.documents(run.Data(text=str(tmp_path / "none")))
+
+
+def test_tokens_are_read_where_they_are_needed(tmp_path):
+    array = np.arange(1000, dtype=np.uint16) % 700
+    np.save(tmp_path / "t.npy", array)
+    source = run.Data(tokens=tmp_path / "t.npy")
+    each = text.rows(source, 16, 0)
+    for row in itertools.islice((each[i] for i in range(5)), 5):
+        real = row["mask"].astype(bool)
+        assert (row["targets"][real] == (row["tokens"][real] + 1) % 700).all()
+    assert text.vocabulary(source) == 700
+    (document,) = text.documents(source)
+    assert isinstance(document, np.memmap) and document.size == 900
+    np.save(tmp_path / "f.npy", np.zeros(30))
+    with pytest.raises(ValueError, match="expected token numbers"):
+        text.documents(run.Data(tokens=tmp_path / "f.npy"))

@@ -1,0 +1,204 @@
+"""The command `shardwise train` in processes of its own, stopped in every way."""
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardwise import checkpoint, run
+from shardwise.run import command, metrics, watchdog
+
+pytestmark = pytest.mark.slow
+
+SMALL = """--steps 30 --save-every 8 --batch 8 --sequence 32 --devices 4 --model.embed 32
+--model.layers 2 --model.mlp 64 --model.dropout 0.1 --evaluation.every 0""".split()
+SOURCE = str(Path(run.__file__).parents[2])
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Programs compiled once for all processes here."""
+    folder = str(tmp_path_factory.mktemp("cache"))
+    return {
+        "JAX_COMPILATION_CACHE_DIR": folder,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": SOURCE,
+    }
+
+
+def start(cache, folder, count=1, extra=(), **options):
+    """`count` processes of one run, and a file of what each says."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    found = []
+    for index in range(count):
+        several = ["--processes.address", address, "--processes.count", str(count)]
+        several = [*several, "--processes.index", str(index)] if count > 1 else []
+        words = ["train", "--run", str(folder), *SMALL, *extra, *several]
+        with open(f"{folder}.{index}.log", "a") as log:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "shardwise", *words],
+                env=os.environ | cache,
+                stdout=log,
+                stderr=log,
+                **options,
+            )
+        found.append(child)
+    return found
+
+
+def statuses(children, seconds=200):
+    try:
+        return [child.wait(seconds) for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def said(folder, index=0):
+    return Path(f"{folder}.{index}.log").read_text()
+
+
+def wait_for(folder, step, children):
+    """Until so many steps are done."""
+    file = Path(folder) / "metrics.jsonl"
+    while not file.exists() or len(file.read_text().splitlines()) < step:
+        assert all(child.poll() is None for child in children), said(folder)
+        time.sleep(0.01)
+
+
+def losses(folder):
+    return [(x["step"], x["loss"]) for x in metrics.read(Path(folder) / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def references(cache, tmp_path_factory):
+    """The losses of a run that nothing stopped, on so many processes."""
+    found = {}
+
+    def reference(count):
+        if count not in found:
+            folder = tmp_path_factory.mktemp("reference") / str(count)
+            assert statuses(start(cache, folder, count)) == [0] * count, said(folder)
+            found[count] = losses(folder)
+        return found[count]
+
+    return reference
+
+
+@pytest.mark.parametrize(
+    ("number", "count", "which"),
+    [
+        (signal.SIGTERM, 1, 0),
+        (signal.SIGINT, 2, 1),
+        (signal.SIGUSR2, 4, 2),
+        (signal.SIGKILL, 1, 0),
+        (signal.SIGKILL, 2, 1),
+    ],
+)
+def test_stopped_and_resumed_is_not_stopped(cache, references, tmp_path, number, count, which):
+    folder = tmp_path / "run"
+    children = start(cache, folder, count)
+    wait_for(folder, 5 + 3 * count, children)
+    children[which].send_signal(number)
+    found = statuses(children)
+    if number == signal.SIGKILL:
+        assert found[which] == -signal.SIGKILL and 0 not in found
+    else:
+        assert found == [command.STOPPED] * count, said(folder)
+    assert statuses(start(cache, folder, count, ["--resume"])) == [0] * count, said(folder)
+    assert losses(folder) == references(count)
+
+
+def test_with_another_number_of_processes_it_goes_on(cache, references, tmp_path):
+    folder = tmp_path / "run"
+    assert statuses(start(cache, folder, 2, ["--steps", "12"])) == [0, 0], said(folder)
+    assert statuses(start(cache, folder, 4, ["--resume"])) == [0] * 4, said(folder)
+    np.testing.assert_allclose(losses(folder), references(1), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "roles",
+    ["context 2 --layout.attention zigzag", "tensor 2", "data 2 --layout.by compiler"],
+)
+def test_layouts_over_two_processes_are_one_device(cache, tmp_path, roles):
+    words = f"--layout.{roles} --steps 4".split()
+    found = []
+    for count in (1, 2):
+        folder = tmp_path / str(count)
+        assert statuses(start(cache, folder, count, words)) == [0] * count, said(folder)
+        found.append(losses(folder))
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_a_second_signal_ends_a_process_that_waits_in_a_collective(cache, tmp_path):
+    folder = tmp_path / "run"
+    children = start(cache, folder, 2)
+    wait_for(folder, 4, children)
+    children[1].send_signal(signal.SIGSTOP)
+    time.sleep(1)  # by then the other waits for it
+    children[0].send_signal(signal.SIGTERM)
+    time.sleep(0.2)
+    children[0].send_signal(signal.SIGTERM)
+    try:
+        assert children[0].wait(5) == 128 + signal.SIGTERM
+        assert "ending without saving" in said(folder)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
+def test_a_process_that_hangs_ends_the_others(cache, tmp_path):
+    folder = tmp_path / "run"
+    children = start(cache, folder, 2, ["--processes.hang", "3"])
+    wait_for(folder, 4, children)
+    children[1].send_signal(signal.SIGSTOP)
+    try:
+        assert children[0].wait(30) == watchdog.STATUS
+        assert "has made no progress" in said(folder)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    notes = {note["process"]: note for note in run.Folder(folder).notes()}
+    assert set(notes) == {0, 1} and all(note["step"] >= 4 for note in notes.values())
+
+
+def test_a_disk_that_is_full_leaves_the_last_checkpoint(cache, references, tmp_path):
+    folder = tmp_path / "run"
+    assert statuses(start(cache, folder, 1, ["--steps", "8"])) == [0]
+
+    def small():  # no file above 32 KiB: what a checkpoint writes fails, what a metric does not
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, 2**15))
+
+    broken = dict(cache, JAX_ENABLE_COMPILATION_CACHE="false")
+    (status,) = statuses(start(broken, folder, 1, ["--resume"], preexec_fn=small))
+    assert status not in (0, command.STOPPED), said(folder)
+    assert checkpoint.latest(folder / "checkpoints") == 8
+    assert statuses(start(cache, folder, 1, ["--resume"])) == [0], said(folder)
+    assert losses(folder) == references(1)
+
+
+def test_the_command_writes_from_a_checkpoint(cache, tmp_path):
+    folder = tmp_path / "run"
+    assert statuses(start(cache, folder, 1, ["--steps", "2"])) == [0], said(folder)
+    for words in ([], ["--mean", "--devices", "2"]):
+        text = subprocess.check_output(
+            [sys.executable, "-m", "shardwise", "sample", str(folder), "--tokens", "9", *words],
+            env=os.environ | cache,
+        )
+        assert text.decode().startswith("def ")
+    assert json.loads((folder / "settings.json").read_text())["model.embed"] == 32
