@@ -174,12 +174,6 @@ class Layout:
             raise ValueError(f"layouts.Layout: expert={self.expert}; experts lie along one axis.")
         if len(self.stage) > 1:
             raise ValueError(f"layouts.Layout: stage={self.stage}; stages lie along one axis.")
-        within = [role for role in ("data", "fsdp", "expert", "context") if getattr(self, role)]
-        if self.stage and within and self.by == "hand":
-            raise ValueError(
-                f"layouts.Layout: stages and {' and '.join(within)} by hand: within a stage the "
-                f"collectives are the compiler's as yet. Say by='compiler'."
-            )
         if self.by == "compiler" and self.context and self.attention in ("striped", "zigzag"):
             raise ValueError(
                 f"layouts.Layout: attention={self.attention!r} is an order of the sequence for "

@@ -18,6 +18,7 @@ These functions dispatch programs themselves: call them outside of `jax.jit`.
 
 from shardwise.pipeline.creating import create
 from shardwise.pipeline.gradients import programs, value_and_grad
+from shardwise.pipeline.manual import Manual
 from shardwise.pipeline.one_program import gpipe
 from shardwise.pipeline.optimizing import init, update
 from shardwise.pipeline.placing import Piece, Pipelined, place, whole
@@ -25,6 +26,7 @@ from shardwise.pipeline.running import TaskError
 from shardwise.pipeline.training import step
 
 __all__ = [
+    "Manual",
     "Piece",
     "Pipelined",
     "TaskError",
