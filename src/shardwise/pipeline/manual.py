@@ -118,14 +118,14 @@ def trace_by_hand(asked: Asked, params: Pipelined, batch: Any, args: tuple, key:
             shares = manual.shares(params, rank, asked.loss, given[0], args, options)
 
         def loss(*arguments, **options):
-            with marks.bind(use=shares.use, **bound):
+            with marks.bind(use=shares.use):
                 return asked.loss(*arguments, **options)
 
         whole = jax.tree.unflatten(jax.tree.structure(tree), shares.shapes)
         total = objective.Totals(m, manual.together, manual.along)
         options = dict(fold=manual.fold, relocate=functools.partial(_relocated, rank))
-        found = traced_parts(asked, loss, (whole, *given), True, total, **options)
-        return found, shares
+        with marks.bind(**bound):
+            return traced_parts(asked, loss, (whole, *given), True, total, **options), shares
 
     found, shares = manual.within(rank, traced)
     _check(manual, found, params)
