@@ -77,8 +77,8 @@ def programs(
 ) -> dict[tuple[int, str], jax.stages.Lowered]:
     """{(stage, kind): jax.stages.Lowered}: what each stage runs, to read, compile and count.
 
-    `function` is what `value_and_grad` returned; the kinds are those of its schedule, and "gather"
-    where parameters are gathered once a step.
+    `function` is what `value_and_grad` returned; the kinds are those of its schedule, "gather"
+    where parameters are gathered once a step, and by hand "total", which then adds up gradients.
     """
     plan = function.plan(params, batch, *args, key=key)
     with outside_meshes():

@@ -106,13 +106,15 @@ class Plan:
                 sums[s][i] = jax.device_put(total, sums[s][i].sharding, may_alias=False)
 
     def lowered(self, params: Pipelined) -> dict[tuple[int, str], jax.stages.Lowered]:
-        """The programs of the schedule's kinds, lowered; and "gather", where a step has one."""
+        """The programs of the schedule's kinds, lowered; and those that a step has once."""
         found = {}
         kinds = {(task.stage, task.kind) for order in self.schedule.tasks for task in order}
         for s, programs in enumerate(self.stages):
             if programs.form.gathered:
                 own = [params.tree[p.path][s] for p in self.layout[s]]
                 found[s, "gather"] = programs.gather.lower(programs.cut_up(own))
+            if self.asked.manual is not None:
+                found[s, "total"] = jax.jit(programs.form.total).lower(programs.form.sums)
             for kind, arguments in _arguments(programs).items():
                 if (s, kind) in kinds:
                     found[s, kind] = programs.kinds[kind].lower(*arguments)
@@ -133,7 +135,7 @@ def _arguments(programs):
     )
     _, kept = jax.eval_shape(halves.forward, own, data, carry)
     _, pending = jax.eval_shape(halves.to_input, own, data, kept, cots)
-    sums = jax.eval_shape(programs.zeros)
+    sums = programs.form.sums
     return {
         "F": (own, data, carry),
         "B": (own, data, kept, cots, sums),
