@@ -20,6 +20,7 @@ from shardwise import (
     mesh,
     model,
     objective,
+    pipeline,
     train,
 )
 from shardwise.layouts import catalogue
@@ -271,6 +272,41 @@ def test_bytes_on_axes_by_hand_are_the_formula(name):
     lowered = layouts.value_and_grad(layout, loss).lower(placed, batch, key=KEY)
     counted = sum(op.ring_bytes for op in measure.collectives(lowered).ops)
     np.testing.assert_allclose(sum(predicted.sent.values()), counted, rtol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
+def test_bytes_of_a_stage_by_hand_are_the_formula(schedule):
+    layout = layouts.LAYOUTS["stage, fsdp, context by hand"](8)
+    layout, (loss, create) = dataclasses.replace(layout, schedule=schedule), parts(2)
+    params, batch = jax.jit(create)(KEY), batches()[0]
+    function, placed = (
+        layouts.value_and_grad(layout, loss),
+        layouts.place(layout, params, loss, batch),
+    )
+    counted = pipeline.programs(function, placed, batch)
+    held = measure.bytes_on_devices(placed)
+    for stage, devices in enumerate(layout.mesh.devices):
+        found = layouts.predict(layout, params, batch, remat=CONFIG.remat, loss=loss, stage=stage)
+        sent = sum(
+            op.ring_bytes * (1 if kind == "total" else layout.microbatches)
+            for (s, kind), program in counted.items()
+            for op in measure.collectives(program).ops
+            if s == stage
+        )
+        sent += 2 * 4 * 3 / 4 if stage else 0  # the count of the whole batch, before all else
+        del found.sent["stage",]
+        np.testing.assert_allclose(sum(found.sent.values()), sent, rtol=1e-9)
+        assert {held[device] for device in devices.flat} == {found.held["parameters"]}
+
+
+def test_a_prediction_of_stages_needs_the_loss():
+    layout, (_, create) = layouts.LAYOUTS["stage, fsdp by hand"](8), parts(2)
+    with pytest.raises(ValueError, match="which stage reads what the loss tells: give loss="):
+        layouts.predict(layout, jax.eval_shape(create, KEY), batches()[0])
+    layout = layouts.LAYOUTS["stage, fsdp"](8)
+    with pytest.raises(ValueError, match="formulas are for layouts by hand"):
+        layouts.predict(layout, jax.eval_shape(create, KEY), batches()[0])
 
 
 def test_bytes_held_are_the_formula():

@@ -205,30 +205,56 @@ def sent(layout, loss, params, batch):
     }
 
 
-@pytest.mark.parametrize("zero", [3, pytest.param(2, marks=pytest.mark.slow)])
-def test_what_programs_send_is_the_formula(zero):
-    """A stage gathers what it reads; layers without remat once a task, their gradients scattered.
+TASKS = {
+    "zero 3": {},
+    "zero 2": dict(zero=2, dtype=jnp.bfloat16),
+    "zero 1, remat": dict(zero=1, remat=jax.checkpoint_policies.nothing_saveable),
+    "remat, split backward": dict(
+        schedule="zb_h1", remat=jax.checkpoint_policies.nothing_saveable, reduce_dtype=jnp.bfloat16
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "zero 3" else pytest.param(n, marks=pytest.mark.slow) for n in TASKS]
+)
+def test_what_a_stage_sends_is_the_formula(name):
+    """A task gathers what it reads; layers without remat once, their gradients scattered.
 
     The table is read at both ends: as rows, of which no gradient needs the values, and by a
-    product. Copies along `data` are summed once a step.
+    product. What `data` has copies of is summed once a step.
     """
     params, batch = drawn(16)
-    layout = catalogue.over(("stage", "fsdp", "data"), 8, microbatches=2, zero=zero)
-    found = sent(dataclasses.replace(layout, stacked=stacked), net, params, batch)
-    table, scale, layers = 4 * 20 * WIDE, 4 * WIDE, 2 * 2 * 4 * WIDE * HIDDEN
-    of_stage = [table + scale + layers, table + layers]  # bytes of what a stage reads, whole
-    half = lambda size: size / 2  # noqa: E731  one of two devices sends half of what it gathers
-    loss = 2 * 8 * 3 / 4  # the total and the count, summed over four devices
-    if zero == 3:
-        assert found[0, "F"] == half(of_stage[0])
-        assert found[1, "F"] == half(of_stage[1]) + loss
-        assert found[0, "B"] == half(of_stage[0]) + half(scale)  # of the table, rows
-        assert found[1, "B"] == half(of_stage[1]) + half(table)
-    else:
-        assert [found[s, "gather"] for s in range(2)] == [half(size) for size in of_stage]
-        assert [found[s, "F"] for s in range(2)] == [0, loss]
-        assert [found[s, "B"] for s in range(2)] == [half(size) for size in of_stage]
-    assert [found[s, "total"] for s in range(2)] == [half(size) for size in of_stage]
+    settings = {"microbatches": 2, "stacked": stacked} | TASKS[name]
+    layout = catalogue.over(("stage", "fsdp", "data"), 8, **settings)
+    function, tx = layouts.value_and_grad(layout, net), optax.adam(1e-3)
+    placed = layouts.place(layout, params, net, batch)
+    counted = pipeline.programs(function, placed, batch)
+    counted = {
+        (stage, kind): sum(op.ring_bytes for op in measure.collectives(program).ops)
+        for (stage, kind), program in counted.items()
+    }
+    times = {kind: 1 if kind in ("gather", "total") else 2 for _, kind in counted}
+    held = measure.bytes_on_devices(placed)
+    for stage in range(2):
+        found = layouts.predict(layout, params, batch, tx, loss=net, stage=stage)
+        sent = sum(times[kind] * size for (s, kind), size in counted.items() if s == stage)
+        sent += 2 * 4 * 3 / 4 if stage else 0  # the count of the whole batch, before all else
+        size = 16 // 2 // 4 * LENGTH * WIDE * (2 if layout.dtype else 4)  # rows of a microbatch
+        assert found.sent.pop(("stage",)) == 2 * size
+        assert sum(found.sent.values()) == sent
+        devices = layout.mesh.devices[stage].flat
+        assert {held[device] for device in devices} == {found.held["parameters"]}
+        assert found.held["state"] - 2 * found.held["parameters"] in (0, 4)  # and Adam's count
+    if name == "zero 3":
+        table, scale, layers = 4 * 20 * WIDE, 4 * WIDE, 2 * 2 * 4 * WIDE * HIDDEN
+        first, last = table + scale + layers, table + layers  # what a stage reads, in bytes
+        loss = 2 * 8 * 3 / 4  # the total and the count, over four devices
+        assert counted[0, "F"] == first / 2  # one of two devices sends half of what it gathers
+        assert counted[1, "F"] == last / 2 + loss
+        assert counted[0, "B"] == first / 2 + scale / 2
+        assert counted[1, "B"] == last / 2 + table / 2
+        assert [counted[s, "total"] for s in range(2)] == [first / 2, last / 2]
 
 
 def outside(params, batch):

@@ -30,12 +30,13 @@ class Layout:
       stage: the layers are cut at `marks.stage_boundary`, and run by `schedule`.
 
     Further settings:
-      by: "hand", where data, fsdp and context are collectives written out, in one shard_map; or
-        "compiler", where all is one jitted program whose arrays and activations are pinned.
+      by: "hand", where data, fsdp, expert and context are collectives written out, in one shard_map
+        (with stages, in one for each of their programs); or "compiler", where all is one jitted
+        program (or a stage's own) whose arrays and activations are pinned.
       zero: ZeRO's number; below 3 parameters are gathered once a step, or are whole.
       min_size: arrays of fewer elements stay whole along `fsdp`.
-      uneven: by the compiler, which pads nothing: "error" for an array of which no axis divides, or
-        "replicate" to leave it whole.
+      uneven: by the compiler, and in stages, where nothing is padded: "error" for an array of which
+        no axis divides, or "replicate" to leave it whole.
       stacked: which arrays have a leading axis of layers: "layers" for trees that carry names, or a
         predicate on paths; by default "layers" where the tree has such names.
       cut: the logical axes that `tensor` cuts.

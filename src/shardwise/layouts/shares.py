@@ -59,7 +59,7 @@ class Shares:
     def terms(self, i: int) -> tuple[str, ...]:
         """The mesh axes over which the sums of all devices are then to be added up."""
         once = self.layout.zero == 1 and self.hows[i] is not None
-        return (*self._copied(i), *(self.layout.fsdp if once else ()))
+        return (*self.copied(i), *(self.layout.fsdp if once else ()))
 
     def gather(self, numbers: Sequence[int], arrays: list) -> list:
         """These parameters as tasks find them, once a step."""
@@ -83,7 +83,7 @@ class Shares:
         once = numbers if self.layout.zero == 1 else ()
         sums = scatter(sums, self._hows(numbers, sums, once))
         pairs = zip(numbers, sums, strict=True)
-        return [jax.lax.psum(x, axes) if (axes := self._copied(i)) else x for i, x in pairs]
+        return [jax.lax.psum(x, axes) if (axes := self.copied(i)) else x for i, x in pairs]
 
     def _at_ends(self, i):
         """Whether a task gathers it where it begins."""
@@ -100,8 +100,8 @@ class Shares:
             found.append(how)
         return found
 
-    def _copied(self, i):
-        """The axes along which devices have copies, or the same share."""
+    def copied(self, i: int) -> tuple[str, ...]:
+        """The mesh axes along which devices have copies of it, or of its share."""
         stored = self.params.layout[i]
         own = {*stored.apart_axes(), *(() if stored.cut is None else self.layout.fsdp)}
         return tuple(name for name in (*self.layout.context, *self.layout.rows) if name not in own)

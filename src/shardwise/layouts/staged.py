@@ -2,9 +2,10 @@
 
 By the compiler a stage's programs are jitted, and their arrays and activations pinned, as
 `by_compiler` does. By hand each is a shard_map on the stage's own devices: rows, sequence, shares
-of parameters and experts are cut as `by_hand` does it, and the tensor axis is left to the compiler.
-A stage's arrays are not padded: an array of which no axis divides is an error, or whole
-(`uneven="replicate"`).
+of parameters and experts are cut as `by_hand` cuts them, and the tensor axis is the compiler's. A
+task gathers the parameters that it reads and scatters their gradients; what devices have copies of
+is summed once a step. A stage's arrays are not padded: one of which no axis divides is an error, or
+stays whole (`uneven="replicate"`).
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, pipeline
@@ -72,3 +74,9 @@ def create(
     """`place(layout, function(key), ...)`, each array born on its stages."""
     like = value_and_grad(layout, loss, has_aux, "sum")
     return pipeline.create(function, key, like, batch, rule=_rule(layout))
+
+
+def located(layout: Layout, shapes: Any, like: Any, batch: Any) -> pipeline.Pipelined:
+    """`place`, of shapes: where arrays would live, and no arrays."""
+    pieces, meshes = pipeline.located(shapes, like, batch, rule=_rule(layout))
+    return pipeline.Pipelined({}, pieces, jax.tree.structure(shapes), meshes)

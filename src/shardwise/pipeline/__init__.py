@@ -21,7 +21,7 @@ from shardwise.pipeline.gradients import programs, value_and_grad
 from shardwise.pipeline.manual import Manual
 from shardwise.pipeline.one_program import gpipe
 from shardwise.pipeline.optimizing import init, update
-from shardwise.pipeline.placing import Piece, Pipelined, place, whole
+from shardwise.pipeline.placing import Piece, Pipelined, located, place, whole
 from shardwise.pipeline.running import TaskError
 from shardwise.pipeline.training import step
 
@@ -33,6 +33,7 @@ __all__ = [
     "create",
     "gpipe",
     "init",
+    "located",
     "place",
     "programs",
     "step",
