@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +154,8 @@ class _Traced:
         return _Program(chosen, self.constants, inputs, outputs, reads)
 
 
-class _Program(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Program:
     """Equations as a function; `reads` are the numbers of the first group's inputs in use."""
 
     eqns: list
