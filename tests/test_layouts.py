@@ -151,6 +151,14 @@ def test_experts_may_lie_on_the_axis_of_another_role(shared):
     check(layouts.Layout(grid, data="data", fsdp="fsdp", expert=shared, microbatches=2))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", ["fsdp", "data"])
+def test_experts_within_a_stage_may_lie_on_the_axis_of_another_role(shared):
+    grid = mesh.make(stage=2, data=2, fsdp=2)
+    roles = dict(stage="stage", data="data", fsdp="fsdp", expert=shared)
+    check(layouts.Layout(grid, **roles, microbatches=2))
+
+
 def test_printing_a_layout_tells_what_each_axis_does():
     told = str(layouts.LAYOUTS["fsdp, context, tensor"](8))
     for words in ("by hand", "gathered where it is used", "attention by ring", "heads", "context"):

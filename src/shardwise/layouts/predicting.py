@@ -53,8 +53,10 @@ def predict(
     are read from the parameters' logical axes, heads, kv_heads and head_dim. `remat` says whether
     layers are rematerialised, by default whether the layout does it.
 
-    With stages, the `loss` (and `has_aux`) tells which stage reads what, and the devices of `stage`
-    are predicted; along the stage axis it is what they send to the stages beside theirs.
+    With stages, the `loss` (and `has_aux`) tells which stage reads what, and a device of the stage
+    of number `stage` is predicted: what is held of it, but for the batch, and what its tasks send;
+    along the stage axis, to the stages beside it. A parameter that the loss gives to `marks.use`
+    counts as used once in a stage.
 
     Raises:
       ValueError: a layout by the compiler, whose bytes its programs tell; stages, and no loss.
