@@ -12,8 +12,8 @@ stages (`shardwise.cut`), and a table from `shardwise.schedules` says which devi
 
 A step is `value_and_grad`, `update` and `optax.apply_updates`, which can be called one by one.
 
-Where a stage has several devices, a rank, its programs are laid out by the compiler; `Manual`, which
-`layouts` makes, has their collectives written out. Every rank is driven by a thread of its own.
+Where a stage has several devices, a rank, the compiler lays out its programs; by a `Manual`, such
+as `layouts` makes, their collectives are written out. Every rank is driven by a thread of its own.
 These functions dispatch programs themselves: call them outside of `jax.jit`.
 """
 
