@@ -16,6 +16,7 @@ class Equation(NamedTuple):
     """`outvars` from `invars`, by `run(*values) -> list`; `origin` is the jaxpr's own equation.
 
     One with `effects`, such as a `jax.debug.print`, is to run once, whoever reads what it yields.
+    That a collective has the name of an axis is no such effect, though JAX counts it as one.
     """
 
     name: str
@@ -35,7 +36,7 @@ def equations(jaxpr: Any) -> list[Equation]:
             outvars=tuple(e.outvars),
             run=functools.partial(bind, e),
             origin=e,
-            effects=bool(e.effects),
+            effects=any(type(effect).__name__ != "NamedAxisEffect" for effect in e.effects),
         )
         for e in jaxpr.eqns
     ]

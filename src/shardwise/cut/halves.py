@@ -26,7 +26,8 @@ class Halves:
     first stage has nothing to send back: its `to_weights` does everything. `undivided` names the
     primitives that yield both halves at once and could not be cut: they run in `to_input`, and
     what they yield of the weights' gradients is pending. Effects run where they are computed,
-    once: in `forward`, or in `whole`, or in `to_input`.
+    once: in `forward`, or in `whole`, or in `to_input`. `reads` has, for each program by its name,
+    the numbers of the parameters that it reads.
     """
 
     forward: Callable
@@ -34,6 +35,7 @@ class Halves:
     to_input: Callable
     to_weights: Callable
     undivided: tuple[str, ...]
+    reads: dict[str, tuple[int, ...]]
 
 
 def backward(stage: Stage) -> Halves:
@@ -63,11 +65,14 @@ def backward(stage: Stage) -> Halves:
     kept = traced.used([back, grads], params, data, [*carry, *early], cot)[2]
     whole = traced.program([back, grads], params, data, kept, cot, keep=lambda e: not is_early(e))
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in kept]
-    to_input, to_weights, undivided = _halves(
+    to_input, weights, undivided = _halves(
         _traced(whole, CALLS | REMAT, stage.params, stage.inputs, shapes, cots)
     )
     forward = traced.program([outputs, kept], params, data, carry, keep=is_early)
-    return Halves(forward, whole, to_input, to_weights, undivided)
+    programs = dict(forward=forward, whole=whole, to_input=to_input, to_weights=weights)
+    reads = {name: program.reads for name, program in programs.items()}
+    to_weights = lambda *values: weights(*values)[0]  # noqa: E731
+    return Halves(forward, whole, to_input, to_weights, undivided, reads)
 
 
 def _halves(traced):
@@ -82,7 +87,7 @@ def _halves(traced):
     weights = traced.program([grads], params, data, kept, pending)
     return (
         traced.program([back, pending], params, data, kept, cot, keep=lambda eqn: True),
-        lambda *values: weights(*values)[0],
+        weights,
         _undivided(needed_here, back, pending),
     )
 
@@ -144,16 +149,27 @@ class _Traced:
         """
         given = {v for group in inputs for v in group} | set(self.constants)
         flat = [v for group in outputs for v in group]
-        chosen = needed(self.eqns, flat, given, lambda eqn: eqn.effects and keep(eqn))[0]
+        chosen, used = needed(self.eqns, flat, given, lambda eqn: eqn.effects and keep(eqn))
+        reads = tuple(i for i, v in enumerate(inputs[0]) if v in used)
+        return _Program(chosen, self.constants, inputs, outputs, reads)
 
-        def function(*values):
-            env = dict(self.constants)
-            for group, arrays in zip(inputs, values, strict=True):
-                env.update(zip(group, arrays, strict=True))
-            env = run(chosen, env)
-            return tuple(read(env, group) for group in outputs)
 
-        return function
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Program:
+    """Equations as a function; `reads` are the numbers of the first group's inputs in use."""
+
+    eqns: list
+    constants: dict
+    inputs: tuple
+    outputs: list
+    reads: tuple[int, ...]
+
+    def __call__(self, *values):
+        env = dict(self.constants)
+        for group, arrays in zip(self.inputs, values, strict=True):
+            env.update(zip(group, arrays, strict=True))
+        env = run(self.eqns, env)
+        return tuple(read(env, group) for group in self.outputs)
 
 
 def _traced(function, names, *groups):

@@ -67,4 +67,12 @@ LAYOUTS: dict[str, Callable[[int], Layout]] = {
     "fsdp, context, tensor": entry("fsdp", "context", "tensor"),
     "stage, fsdp": entry("stage", "fsdp", microbatches=4, by="compiler"),
     "stage, fsdp, tensor": entry("stage", "fsdp", "tensor", microbatches=4, by="compiler"),
+    "stage, fsdp by hand": entry("stage", "fsdp", microbatches=4),
+    "stage, fsdp, context by hand": entry(
+        "stage", "fsdp", "context", microbatches=4, attention="zigzag"
+    ),
+    "stage, fsdp, tensor by hand": entry(
+        "stage", "fsdp", "tensor", microbatches=4, schedule="zb_h1"
+    ),
+    "stage, fsdp, expert by hand": entry("stage", "fsdp", "expert", microbatches=4),
 }

@@ -30,12 +30,13 @@ class Layout:
       stage: the layers are cut at `marks.stage_boundary`, and run by `schedule`.
 
     Further settings:
-      by: "hand", where data, fsdp and context are collectives written out, in one shard_map; or
-        "compiler", where all is one jitted program whose arrays and activations are pinned.
+      by: "hand", where data, fsdp, expert and context are collectives written out, in one shard_map
+        (with stages, in one for each of their programs); or "compiler", where all is one jitted
+        program (or a stage's own) whose arrays and activations are pinned.
       zero: ZeRO's number; below 3 parameters are gathered once a step, or are whole.
       min_size: arrays of fewer elements stay whole along `fsdp`.
-      uneven: by the compiler, which pads nothing: "error" for an array of which no axis divides, or
-        "replicate" to leave it whole.
+      uneven: by the compiler, and in stages, where nothing is padded: "error" for an array of which
+        no axis divides, or "replicate" to leave it whole.
       stacked: which arrays have a leading axis of layers: "layers" for trees that carry names, or a
         predicate on paths; by default "layers" where the tree has such names.
       cut: the logical axes that `tensor` cuts.
@@ -174,12 +175,6 @@ class Layout:
             raise ValueError(f"layouts.Layout: expert={self.expert}; experts lie along one axis.")
         if len(self.stage) > 1:
             raise ValueError(f"layouts.Layout: stage={self.stage}; stages lie along one axis.")
-        within = [role for role in ("data", "fsdp", "expert", "context") if getattr(self, role)]
-        if self.stage and within and self.by == "hand":
-            raise ValueError(
-                f"layouts.Layout: stages and {' and '.join(within)} by hand: within a stage the "
-                f"collectives are the compiler's as yet. Say by='compiler'."
-            )
         if self.by == "compiler" and self.context and self.attention in ("striped", "zigzag"):
             raise ValueError(
                 f"layouts.Layout: attention={self.attention!r} is an order of the sequence for "

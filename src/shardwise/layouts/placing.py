@@ -18,7 +18,7 @@ EXPERTS = "experts"  # the logical axis
 
 def compiler_rule(layout: Layout) -> Callable | None:
     """The rule over the axes that a compiler has; None where it has none."""
-    by_hand = layout.by_hand
+    by_hand = layout.by_hand and not layout.stage  # a stage keeps its arrays as the compiler does
     if layout.over is not None or not (layout.tensor or (layout.expert and not by_hand)):
         return layout.over
     table = dict.fromkeys(layout.cut, _entry(layout.tensor)) if layout.tensor else {}

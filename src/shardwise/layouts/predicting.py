@@ -2,19 +2,17 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from shardwise import tensor
-from shardwise import tree as trees
 from shardwise.fsdp.optimizing import state_layout
 from shardwise.fsdp.planning import Stored
 from shardwise.fsdp.storage import Sharded
-from shardwise.layouts import by_hand
+from shardwise.layouts import activation_bytes, by_hand, stage_bytes
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.meanings import attention
 from shardwise.objective import wide
 
 Axes = tuple[str, ...]
@@ -37,7 +35,14 @@ class Prediction:
 
 
 def predict(
-    layout: Layout, params: Any, batch: Any, tx: Any = None, remat: bool | None = None
+    layout: Layout,
+    params: Any,
+    batch: Any,
+    tx: Any = None,
+    remat: bool | None = None,
+    loss: Callable | None = None,
+    has_aux: bool = False,
+    stage: int = 0,
 ) -> Prediction:
     """The `Prediction` for parameters and a batch, of which shapes count; `tx` adds its state.
 
@@ -48,16 +53,23 @@ def predict(
     are read from the parameters' logical axes, heads, kv_heads and head_dim. `remat` says whether
     layers are rematerialised, by default whether the layout does it.
 
+    With stages, the `loss` (and `has_aux`) tells which stage reads what, and a device of the stage
+    of number `stage` is predicted: what is held of it, but for the batch, and what its tasks send;
+    along the stage axis, to the stages beside it. A parameter that the loss gives to `marks.use`
+    counts as used once in a stage.
+
     Raises:
-      ValueError: a layout by the compiler or with stages, whose bytes its programs tell.
+      ValueError: a layout by the compiler, whose bytes its programs tell; stages, and no loss.
     """
-    if layout.stage or not layout.by_hand:
+    if not layout.by_hand:
         raise ValueError(
             "layouts.predict: formulas are for layouts by hand, whose collectives are written out; "
             "lower and compile this one's step, and count with measure.collectives."
         )
     again = (layout.remat is not None) if remat is None else remat
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+    if layout.stage:
+        return _of_stage(layout, params, batch, tx, again, (loss, has_aux, stage))
+    shapes = _abstract(params)
     stored = by_hand.plan(layout, shapes)
     sharded = Sharded(shapes, stored, layout.mesh, layout.fsdp)
     arrays = list(zip(stored, jax.tree.leaves(shapes), strict=True))
@@ -71,11 +83,23 @@ def predict(
         _parameter(layout, s, x, again, sent)
     every = (*layout.context, *layout.rows)
     _add(sent, every, 2 * 8 * _share(layout, every))  # the total and the count, in float32
-    if layout.context:
-        _attention(layout, shapes, batch, again, sent)
-    if layout.tensor:
-        _tensor(layout, shapes, batch, sent)
+    activation_bytes.add(layout, shapes, batch, again, sent)
     return Prediction(held, sent)
+
+
+def _of_stage(layout, params, batch, tx, again, told):
+    if told[0] is None:
+        raise ValueError(
+            "layouts.predict: with stages, which stage reads what the loss tells: give loss=."
+        )
+    found = stage_bytes.of_stage(layout, _abstract(params), batch, tx, *told)
+    sent = dict(found.sent)
+    activation_bytes.add(layout, found.shapes, batch, again, sent)
+    return Prediction(found.held, sent)
+
+
+def _abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 
 def _held(layout, arrays):
@@ -115,62 +139,6 @@ def _parameter(layout, s: Stored, x, again, sent):
         _add(sent, layout.fsdp, whole * size * share)
         over = [name for name in over if name not in layout.fsdp]
     _add(sent, tuple(over), 2 * held * wide(x.dtype).itemsize * _share(layout, over))
-
-
-def _attention(layout, shapes, batch, again, sent):
-    """Keys and values around the ring, or gathered, or exchanged, in each layer."""
-    found = _heads(shapes)
-    if found is None:
-        raise ValueError(
-            "layouts.predict: what attention sends depends on heads, kv_heads and head_dim, and no "
-            "parameter carries these logical axes."
-        )
-    layers, heads, kv_heads, size, dtype = found
-    rows, length = _tokens(batch)
-    rows //= math.prod(layout.mesh.shape[name] for name in layout.rows) * layout.microbatches
-    t, dtype = layout.size("tensor"), layout.dtype or dtype
-    q = jax.ShapeDtypeStruct((rows, length, heads // t, size), dtype)
-    k = jax.ShapeDtypeStruct((rows, length, kv_heads // t, size), dtype)
-    n = layout.size("context")
-    one = attention(layout).bytes_sent(n, q, k)
-    total = layers * (one.forward * (2 if again else 1) + one.backward)
-    _add(sent, layout.context, layout.microbatches * total)
-
-
-def _heads(shapes):
-    """(layers, heads, kv_heads, head_dim, dtype), by the names that parameters carry."""
-    sizes: dict[str, int] = {}
-    for _, x, box in trees.walk(shapes):
-        axes = trees.axis_names(box) or ()
-        lead = x.ndim - len(axes)
-        sizes |= dict(zip(axes, x.shape[lead:], strict=True))
-        if "kv_heads" in axes:
-            sizes |= {"layers": math.prod(x.shape[:lead]), "dtype": x.dtype}
-    wanted = ("layers", "heads", "kv_heads", "head_dim", "dtype")
-    return [sizes[name] for name in wanted] if all(n in sizes for n in wanted) else None
-
-
-def _tensor(layout, shapes, batch, sent):
-    """Megatron's sums, for models of these layers."""
-    embed = [
-        x.shape[x.ndim - len(axes) + axes.index("embed")]
-        for _, x, box in trees.walk(shapes)
-        if "embed" in (axes := trees.axis_names(box) or ())
-    ]
-    found = _heads(shapes)
-    if not embed or found is None:
-        return
-    rows, length = _tokens(batch)
-    parts = math.prod(layout.mesh.shape[name] for name in layout.rows)
-    length //= layout.size("context")
-    n, itemsize = layout.size("tensor"), jnp.dtype(layout.dtype or found[-1]).itemsize
-    given = n, rows // parts, length, embed[0], found[0], itemsize, layout.sequence
-    _add(sent, layout.tensor, tensor.bytes_sent(*given).total)
-
-
-def _tokens(batch):
-    """(rows, sequence) of the batch."""
-    return next(jnp.shape(x)[:2] for x in jax.tree.leaves(batch) if jnp.ndim(x) > 1)
 
 
 def _share(layout, axes):

@@ -1,22 +1,35 @@
 """Stages: the layers of each on devices of their own, by a schedule; the other roles within them.
 
-Within a stage all is the compiler's: its programs are jitted, and their arrays and activations
-pinned, as `by_compiler` does.
+By the compiler a stage's programs are jitted, and their arrays and activations pinned, as
+`by_compiler` does. By hand each is a shard_map on the stage's own devices: rows, sequence, shares
+of parameters and experts are cut as `by_hand` cuts them, and the tensor axis is the compiler's. A
+task gathers the parameters that it reads and scatters their gradients; what devices have copies of
+is summed once a step. A stage's arrays are not padded: one of which no axis divides is an error, or
+stays whole (`uneven="replicate"`).
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, pipeline
+from shardwise.fsdp.batches import Divided
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.meanings import meanings
+from shardwise.layouts.meanings import meanings, order
 from shardwise.layouts.placing import cast, parameter_rule
+from shardwise.layouts.shares import shares
 
 
 def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any) -> Callable:
     """That of `pipeline`, with rows and sequences cut within the stages."""
+    given = layout.mesh, layout.schedule, layout.microbatches
+    options = dict(axis=layout.stage[0], has_aux=has_aux, aux=aux)
+    if layout.by_hand:
+        return pipeline.value_and_grad(loss, *given, manual=_manual(layout), **options)
 
     def marked(params, *args, **options):
         with marks.bind(**meanings(layout)):
@@ -24,15 +37,27 @@ def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any) -> C
 
     return pipeline.value_and_grad(
         marked,
-        layout.mesh,
-        layout.schedule,
-        layout.microbatches,
-        axis=layout.stage[0],
+        *given,
         rows=P(layout.rows or None, layout.context or None),
-        has_aux=has_aux,
-        aux=aux,
         gather="task" if layout.zero == 3 else "step",
+        **options,
     )
+
+
+def _manual(layout):
+    return pipeline.Manual(
+        rows=layout.rows,
+        columns=layout.context,
+        free=layout.tensor,
+        divide=Divided(layout.mesh, layout.rows, layout.context, order(layout)),
+        meanings=lambda mesh: meanings(dataclasses.replace(layout, mesh=mesh)),
+        shares=functools.partial(shares, layout),
+    )
+
+
+def _rule(layout):
+    """That of parameters; by hand they are kept in shares with every ZeRO."""
+    return parameter_rule(layout, zero=1 if layout.by_hand else 3)
 
 
 def place(
@@ -40,7 +65,7 @@ def place(
 ) -> pipeline.Pipelined:
     """Parameters on the stages that read them."""
     like = value_and_grad(layout, loss, has_aux, "sum")
-    return pipeline.place(tree, like, batch, rule=parameter_rule(layout))
+    return pipeline.place(tree, like, batch, rule=_rule(layout))
 
 
 def create(
@@ -48,4 +73,10 @@ def create(
 ) -> pipeline.Pipelined:
     """`place(layout, function(key), ...)`, each array born on its stages."""
     like = value_and_grad(layout, loss, has_aux, "sum")
-    return pipeline.create(function, key, like, batch, rule=parameter_rule(layout))
+    return pipeline.create(function, key, like, batch, rule=_rule(layout))
+
+
+def located(layout: Layout, shapes: Any, like: Any, batch: Any) -> pipeline.Pipelined:
+    """`place`, of shapes: where arrays would live, and no arrays."""
+    pieces, meshes = pipeline.located(shapes, like, batch, rule=_rule(layout))
+    return pipeline.Pipelined({}, pieces, jax.tree.structure(shapes), meshes)

@@ -12,25 +12,29 @@ stages (`shardwise.cut`), and a table from `shardwise.schedules` says which devi
 
 A step is `value_and_grad`, `update` and `optax.apply_updates`, which can be called one by one.
 
-Every device (every rank, where a stage has several devices) is driven by a thread of its own.
+Where a stage has several devices, a rank, the compiler lays out its programs; by a `Manual`, such
+as `layouts` makes, their collectives are written out. Every rank is driven by a thread of its own.
 These functions dispatch programs themselves: call them outside of `jax.jit`.
 """
 
 from shardwise.pipeline.creating import create
 from shardwise.pipeline.gradients import programs, value_and_grad
+from shardwise.pipeline.manual import Manual
 from shardwise.pipeline.one_program import gpipe
 from shardwise.pipeline.optimizing import init, update
-from shardwise.pipeline.placing import Piece, Pipelined, place, whole
+from shardwise.pipeline.placing import Piece, Pipelined, located, place, whole
 from shardwise.pipeline.running import TaskError
 from shardwise.pipeline.training import step
 
 __all__ = [
+    "Manual",
     "Piece",
     "Pipelined",
     "TaskError",
     "create",
     "gpipe",
     "init",
+    "located",
     "place",
     "programs",
     "step",

@@ -96,7 +96,7 @@ def rows(batch: Any, microbatches: int) -> None:
 
 def count(loss: objective.Traced, microbatches: int) -> None:
     """The count is known before the first of several backward passes."""
-    if loss.count_follows:
+    if microbatches > 1 and loss.count_follows:
         raise ValueError(
             f"{WHERE}: the loss's count depends on the parameters, or its trace cannot tell "
             f"(within a custom_vjp or custom_jvp). With {microbatches} microbatches it has to be "

@@ -1,9 +1,7 @@
 """The programs of one stage, each a `jax.jit` for the devices of that stage."""
 
 import dataclasses
-import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import cut
 from shardwise.objective import wide
+from shardwise.pipeline.forms import Form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,72 +24,60 @@ class Programs:
 
     The gradients are added to `sums`, which come in donated. `done` is a number that is there when
     the program has run: nothing else that it yields is sure to live until somebody waits for it.
-    `gather` gathers the parameters of the numbers `gathered`, once a step, into the shardings in
-    which tasks find them, `held`; `finish` takes sums (donated) and the count, and returns the
-    gradients. `laid` has the shardings of "inputs", "carry", "outputs", and of the "cotangents" of
-    these last.
+    `gather` gathers the parameters of the form's `gathered`, once a step; `finish` takes sums
+    (donated, where they can be the gradients) and the count, and returns the gradients.
     """
 
-    stage: cut.Stage
-    halves: cut.Halves
-    mesh: Mesh
+    form: Form
     kinds: dict[str, Callable]
     zeros: Callable
     gather: Callable
-    gathered: list[int]
-    held: list[NamedSharding]
     finish: Callable
-    laid: dict[str, list[NamedSharding]]
+
+    @property
+    def stage(self) -> cut.Stage:
+        return self.form.stage
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.form.mesh
+
+    @property
+    def laid(self) -> dict[str, list[NamedSharding]]:
+        return self.form.laid
 
     def parameters(self, stored: list[jax.Array]) -> list[jax.Array]:
         """As tasks take them."""
-        if not self.gathered:
+        gathered = self.form.gathered
+        if not gathered:
             return stored
-        whole = dict(zip(self.gathered, self.gather(self.cut_up(stored)), strict=True))
+        whole = dict(zip(gathered, self.gather(self.cut_up(stored)), strict=True))
         return [whole.get(i, x) for i, x in enumerate(stored)]
 
     def cut_up(self, stored: list[jax.Array]) -> list[jax.Array]:
         """Those that `gather` takes."""
-        return [stored[i] for i in self.gathered]
+        return [stored[i] for i in self.form.gathered]
 
 
-def compile_stage(
-    stage: cut.Stage, halves: cut.Halves, mesh: Mesh, specs: list[P], rows: P, gather: str
-) -> Programs:
-    """The `Programs` of a stage whose parameters lie on `mesh` as `specs` say."""
-    own = [NamedSharding(mesh, spec) for spec in specs]
-    sums = [jax.ShapeDtypeStruct(x.shape, wide(x.dtype)) for x in stage.params]
-    laid = {name: _laid(stage, name, mesh, rows) for name in ("inputs", "carry", "outputs")}
-    seeded = cut.differentiable(stage)
-    laid["cotangents"] = [laid["outputs"][i] for i in seeded]
-    back = [
-        s
-        for s, x in zip(laid["carry"], stage.carry, strict=True)
-        if jnp.issubdtype(x.dtype, jnp.inexact)
-    ]
-    here = NamedSharding(mesh, P())
+def compile_stage(form: Form) -> Programs:
+    """The `Programs` of a stage."""
+    laid, halves = form.laid, form.halves
+    here = NamedSharding(form.mesh, P())
+    summed = [x.sharding for x in form.sums]
     kinds = {
         "F": jax.jit(_forward(halves), out_shardings=(laid["outputs"], None, here)),
-        "B": jax.jit(_whole(halves), out_shardings=(back, own, here), donate_argnums=4),
-        "I": jax.jit(_to_input(halves), out_shardings=(back, None, here)),
-        "W": jax.jit(_to_weights(halves), out_shardings=(own, here), donate_argnums=4),
+        "B": jax.jit(_whole(halves), out_shardings=(laid["back"], summed, here), donate_argnums=4),
+        "I": jax.jit(_to_input(halves), out_shardings=(laid["back"], None, here)),
+        "W": jax.jit(_to_weights(halves), out_shardings=(summed, here), donate_argnums=4),
     }
-    zeros = jax.jit(lambda: [jnp.zeros(x.shape, x.dtype) for x in sums], out_shardings=own)
-    along = {name for entry in rows for name in names_of(entry)} if gather == "step" else set()
-    held = [NamedSharding(mesh, _without(spec, along)) for spec in specs]
-    gathered = [i for i, (a, b) in enumerate(zip(own, held, strict=True)) if a != b]
-    gathering = jax.jit(lambda arrays: arrays, out_shardings=[held[i] for i in gathered])
+    zeros = lambda: [jnp.zeros(x.shape, x.dtype) for x in form.sums]  # noqa: E731
+    held = [form.held[i].sharding for i in form.gathered]
     return Programs(
-        stage=stage,
-        halves=halves,
-        mesh=mesh,
+        form=form,
         kinds=kinds,
-        zeros=zeros,
-        gather=gathering,
-        gathered=gathered,
-        held=held,
-        finish=_finish(stage, own),
-        laid=laid,
+        zeros=jax.jit(zeros, out_shardings=summed),
+        gather=jax.jit(form.gather, out_shardings=held),
+        finish=_finish(form),
     )
 
 
@@ -125,50 +112,24 @@ def _add(sums, grads):
     return [total + g.astype(total.dtype) for total, g in zip(sums, grads, strict=True)]
 
 
-def names_of(entry: Any) -> tuple[str, ...]:
-    """The mesh axes in one entry of a PartitionSpec."""
-    return entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
-
-
-def _without(spec, names):
-    if not any(name in names for entry in spec for name in names_of(entry)):
-        return spec
-    kept = (tuple(name for name in names_of(entry) if name not in names) for entry in spec)
-    return P(*(entry or None for entry in kept))
-
-
-def _finish(stage, own):
+def _finish(form):
     """Gradients of sums, 0 where nothing counts; sums that can be the gradients' are donated."""
-    same = [wide(x.dtype) == x.dtype for x in stage.params]
+    params = form.stage.params
+    same = [
+        wide(x.dtype) == x.dtype and (s.shape, s.sharding) == (x.shape, own)
+        for x, s, own in zip(params, form.sums, form.own, strict=True)
+    ]
 
     def gradients(kept, others, count):
-        kept, others, found = iter(kept), iter(others), []
-        for x, donated in zip(stage.params, same, strict=True):
-            g = next(kept) if donated else next(others)
-            found.append(jnp.where(count == 0, 0, g).astype(x.dtype))
-        return found
+        kept, others = iter(kept), iter(others)
+        totals = form.total([next(kept) if donated else next(others) for donated in same])
+        pairs = zip(params, totals, strict=True)
+        return [jnp.where(count == 0, 0, g).astype(x.dtype) for x, g in pairs]
 
-    run = jax.jit(gradients, out_shardings=own, donate_argnums=0)
+    run = jax.jit(gradients, out_shardings=form.own, donate_argnums=0)
 
     def finish(sums, count):
         kept = [x for x, donated in zip(sums, same, strict=True) if donated]
         return run(kept, [x for x, donated in zip(sums, same, strict=True) if not donated], count)
 
     return finish
-
-
-def _laid(stage, name, mesh, rows):
-    shapes = getattr(stage, name)
-    axes = stage.axes.get(name, [None] * len(shapes))
-    pairs = zip(shapes, axes, strict=True)
-    return [NamedSharding(mesh, _spec(x, axis, mesh, rows)) for x, axis in pairs]
-
-
-def _spec(x, axis, mesh, rows):
-    """`rows`, from the axis of the batch's rows on, if the devices divide it."""
-    if axis is None:
-        return P()
-    spec = P(*[None] * axis, *tuple(rows)[: x.ndim - axis])
-    devices = [math.prod(mesh.shape[name] for name in names_of(entry)) for entry in spec]
-    divide = all(size % count == 0 for size, count in zip(x.shape, devices, strict=False))
-    return spec if divide else P()

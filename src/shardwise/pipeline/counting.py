@@ -1,5 +1,6 @@
 """The count of the whole batch, and the cotangents that it makes of the loss's outputs."""
 
+import math
 from typing import Any
 
 import jax
@@ -20,8 +21,9 @@ class Counted:
     With one microbatch it is that of its forward pass, and may depend on the parameters.
     """
 
-    def __init__(self, traced: Traced, microbatches: int, last: Programs):
+    def __init__(self, traced: Traced, microbatches: int, last: Programs, manual: Any = None):
         self.loss, self.microbatches, self.has_count = traced.loss, microbatches, traced.has_count
+        self.manual, self.local, self.mesh = manual, traced.local, last.mesh
         self.here = NamedSharding(last.mesh, P())
         self.dtypes = [last.stage.outputs[i].dtype for i in cut.differentiable(last.stage)]
         self.program = None
@@ -30,8 +32,8 @@ class Counted:
 
     def before(self, params: Pipelined, batch: Any, args: tuple, key: Any) -> jax.Array | None:
         """The count, before anything else runs; None if the only microbatch is to tell it."""
-        if not self.has_count:  # a mean over rows: every microbatch counts as one
-            return jax.device_put(jnp.float32(self.microbatches), self.here)
+        if not self.has_count:  # a mean over rows: every part counts as one
+            return jax.device_put(jnp.float32(self.microbatches * self._devices()), self.here)
         if self.microbatches == 1:
             return None
         leaves = jax.tree.leaves((batch, args, key))
@@ -45,15 +47,11 @@ class Counted:
         rows = row_numbers(batch)
 
         def whole(batch, args, key):
-            def count(part):
-                *part, j = part
-                own = key  # that of the microbatch's loss: what is drawn may be counted
-                if key is not None and not self.loss.by_place:
-                    own = jax.random.fold_in(key, j)
-                return _wide(self.loss.count(tree, *part, args, own))
-
-            parts = objective.split((batch, rows), self.microbatches)
-            return jnp.sum(jax.lax.map(count, (*parts, jnp.arange(self.microbatches))))
+            if self.manual is not None:
+                divided = self.manual.divide(batch, self.microbatches)[:2]
+                parts = objective.split(divided, self.microbatches)
+                return self._over_devices(tree, parts, args, key)
+            return self._summed(tree, objective.split((batch, rows), self.microbatches), args, key)
 
         closed = jax.make_jaxpr(whole)(batch, args, key)
         read = {id(v) for e in closed.jaxpr.eqns for v in e.invars}
@@ -68,6 +66,34 @@ class Counted:
             return jaxpr_as_fun(closed)(*each)[0]
 
         return jax.jit(run, out_shardings=self.here), used
+
+    def _summed(self, tree, parts, args, key):
+        """The count of all microbatches."""
+
+        def count(part):
+            *part, j = part
+            own = key  # that of the microbatch's loss: what is drawn may be counted
+            if key is not None and not self.loss.by_place:
+                own = jax.random.fold_in(key, j)
+                own = own if self.manual is None else self.manual.fold(own)
+            return _wide(self.loss.count(tree, *part, args, own))
+
+        return jnp.sum(jax.lax.map(count, (*parts, jnp.arange(self.microbatches))))
+
+    def _over_devices(self, tree, parts, args, key):
+        """The same, of parts of which each device has its own."""
+
+        def count(parts, args, key):
+            return self.manual.together(self._summed(tree, parts, args, key))
+
+        leaves, structure = jax.tree.flatten(parts)
+        specs = [P(None, *spec) for spec in self.local.specs[: len(leaves)]]
+        specs = jax.tree.unflatten(structure, specs), P(), P()
+        return self.manual.mapped(count, self.mesh, specs, P())(parts, args, key)
+
+    def _devices(self):
+        names = () if self.manual is None else self.manual.axes
+        return math.prod(self.mesh.shape[name] for name in names)
 
     def _seeds(self, count, total=None):
         """The cotangents of the total, and of a count that is differentiated."""

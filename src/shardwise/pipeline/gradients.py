@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import schedules
 from shardwise.pipeline import checks
+from shardwise.pipeline.manual import Manual, trace_by_hand
 from shardwise.pipeline.placing import Pipelined, outside_meshes, stage_meshes
 from shardwise.pipeline.planning import Plan
 from shardwise.pipeline.tracing import Asked, Traced, abstract, trace
@@ -25,6 +26,7 @@ def value_and_grad(
     has_aux: bool = False,
     aux: Any = "sum",
     gather: str = "task",
+    manual: Manual | None = None,
 ) -> "ValueAndGrad":
     """A function of `(params, batch, *args, key=None)`: the whole batch's loss, and its gradient.
 
@@ -50,6 +52,8 @@ def value_and_grad(
       gather: parameters that are cut along the axes of `rows` (FSDP) are gathered in each "task"
         that uses them, or once a "step", and then held whole by each device until it ends.
         Gradients are summed over these axes in each task, either way.
+      manual: with a `Manual`, collectives within a rank are written out, and each program is a
+        shard_map; it takes the place of `rows`, `names` and `gather`.
 
     Raises:
       ValueError: an axis that the mesh lacks, no such `gather`, a mesh over several processes.
@@ -63,7 +67,8 @@ def value_and_grad(
       TaskError: a task failed.
     """
     checks.options(mesh, axis, microbatches, gather)
-    asked = Asked(loss, mesh, schedule, microbatches, axis, rows, names or {}, has_aux, aux, gather)
+    options = axis, rows, names or {}, has_aux, aux, gather, manual
+    asked = Asked(loss, mesh, schedule, microbatches, *options)
     return ValueAndGrad(asked)
 
 
@@ -72,8 +77,8 @@ def programs(
 ) -> dict[tuple[int, str], jax.stages.Lowered]:
     """{(stage, kind): jax.stages.Lowered}: what each stage runs, to read, compile and count.
 
-    `function` is what `value_and_grad` returned; the kinds are those of its schedule, and "gather"
-    where parameters are gathered once a step.
+    `function` is what `value_and_grad` returned; the kinds are those of its schedule, "gather"
+    where parameters are gathered once a step, and by hand "total", which then adds up gradients.
     """
     plan = function.plan(params, batch, *args, key=key)
     with outside_meshes():
@@ -116,7 +121,9 @@ class ValueAndGrad:
                     "devices; take them whole, and place them for this function."
                 )
             with outside_meshes():
-                self._plans[given] = Plan(self.asked, self._traced(tree, batch, args, key), params)
+                self._plans[given] = Plan(
+                    self.asked, self._planned(params, batch, args, key), params
+                )
         return self._plans[given]
 
     def _run(self, params, batch, args, key, timed):
@@ -124,6 +131,11 @@ class ValueAndGrad:
         with outside_meshes():
             value, grads, times = plan.run(params, batch, args, key, timed)
         return (value, grads), times
+
+    def _planned(self, params, batch, args, key) -> Traced:
+        if self.asked.manual is not None:
+            return trace_by_hand(self.asked, params, batch, args, key)
+        return self._traced(params.abstract(), batch, args, key)
 
     def _traced(self, tree, batch, args, key) -> Traced:
         checks.leaves(tree, batch, args, key)

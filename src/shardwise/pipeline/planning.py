@@ -11,8 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import cut, objective
 from shardwise.pipeline import checks
+from shardwise.pipeline.by_hand import by_hand
 from shardwise.pipeline.compiling import compile_stage
 from shardwise.pipeline.counting import Counted
+from shardwise.pipeline.forms import by_compiler, shaped
 from shardwise.pipeline.placing import Pipelined
 from shardwise.pipeline.running import run
 from shardwise.pipeline.stepping import Step
@@ -28,17 +30,10 @@ class Plan:
         self.layout = [[params.layout[i] for i in s.rows] for s in stages]
         self._check_rows(params.meshes[0])
         self.stages = [
-            compile_stage(
-                stage,
-                cut.backward(stage),
-                params.meshes[stage.index],
-                [piece.spec for piece in pieces],
-                asked.rows,
-                asked.gather,
-            )
+            compile_stage(self._form(stage, params.meshes[stage.index], pieces))
             for stage, pieces in zip(stages, self.layout, strict=True)
         ]
-        self.counted = Counted(traced, asked.microbatches, self.stages[-1])
+        self.counted = Counted(traced, asked.microbatches, self.stages[-1], asked.manual)
         self._results = jax.jit(self._joined)
         self._check_halves()
 
@@ -56,6 +51,13 @@ class Plan:
         extra = jax.tree.unflatten(jax.tree.structure(self.traced.aux), extra)
         return ((mean, extra) if self.asked.has_aux else mean), grads, ran.times
 
+    def _form(self, stage, mesh, pieces):
+        if self.asked.manual is not None:
+            return by_hand(self.asked.manual, self.traced, stage, mesh, pieces)
+        specs = [piece.spec for piece in pieces]
+        halves = cut.backward(stage)
+        return by_compiler(stage, halves, mesh, specs, self.asked.rows, self.asked.gather)
+
     def _check_rows(self, mesh):
         for stage in self.traced.stages:
             for x, axis in zip(stage.inputs, stage.axes.get("inputs", ()), strict=False):
@@ -65,7 +67,7 @@ class Plan:
     def _check_halves(self):
         kinds = {task.kind for order in self.schedule.tasks for task in order}
         for programs in self.stages if "I" in kinds else ():
-            if names := programs.halves.undivided:
+            if names := programs.form.halves.undivided:
                 warnings.warn(
                     f"pipeline: stage {programs.stage.index}: {', '.join(names)} yields both what "
                     f"the stage before waits for and gradients of weights; all of it runs in I.",
@@ -104,26 +106,27 @@ class Plan:
                 sums[s][i] = jax.device_put(total, sums[s][i].sharding, may_alias=False)
 
     def lowered(self, params: Pipelined) -> dict[tuple[int, str], jax.stages.Lowered]:
-        """The programs of the schedule's kinds, lowered; and "gather", where a step has one."""
+        """The programs of the schedule's kinds, lowered; and those that a step has once."""
         found = {}
         kinds = {(task.stage, task.kind) for order in self.schedule.tasks for task in order}
         for s, programs in enumerate(self.stages):
-            own = [params.tree[p.path][s] for p in self.layout[s]]
-            if programs.gathered:
+            if programs.form.gathered:
+                own = [params.tree[p.path][s] for p in self.layout[s]]
                 found[s, "gather"] = programs.gather.lower(programs.cut_up(own))
-            own = [_laid(x, sharding) for x, sharding in zip(own, programs.held, strict=True)]
-            for kind, arguments in _arguments(programs, own).items():
+            if self.asked.manual is not None:
+                found[s, "total"] = jax.jit(programs.form.total).lower(programs.form.sums)
+            for kind, arguments in _arguments(programs).items():
                 if (s, kind) in kinds:
                     found[s, kind] = programs.kinds[kind].lower(*arguments)
         return found
 
 
-def _arguments(programs, own):
-    """{kind: abstract arguments} of a stage's programs, for parameters like `own`."""
-    stage, halves = programs.stage, programs.halves
+def _arguments(programs):
+    """{kind: abstract arguments} of a stage's programs."""
+    stage, halves, own = programs.stage, programs.form.halves, programs.form.held
     outputs = [stage.outputs[i] for i in cut.differentiable(stage)]
     data, carry, cots = (
-        [_laid(x, sharding) for x, sharding in zip(values, programs.laid[name], strict=True)]
+        [shaped(x, sharding) for x, sharding in zip(values, programs.laid[name], strict=True)]
         for name, values in (
             ("inputs", stage.inputs),
             ("carry", stage.carry),
@@ -132,14 +135,10 @@ def _arguments(programs, own):
     )
     _, kept = jax.eval_shape(halves.forward, own, data, carry)
     _, pending = jax.eval_shape(halves.to_input, own, data, kept, cots)
-    sums = jax.eval_shape(programs.zeros)
+    sums = programs.form.sums
     return {
         "F": (own, data, carry),
         "B": (own, data, kept, cots, sums),
         "I": (own, data, kept, cots),
         "W": (own, data, kept, pending, sums),
     }
-
-
-def _laid(x, sharding):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

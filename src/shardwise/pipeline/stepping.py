@@ -14,7 +14,7 @@ class Step:
 
     def __init__(self, plan, params, batch, args, key, count):
         self.plan, self.count, self.m = plan, count, plan.asked.microbatches
-        self.in_parts = jax.tree.leaves((jax.tree.map(plain, batch), row_numbers(batch)))
+        self.in_parts = jax.tree.leaves(self._divided(jax.tree.map(plain, batch)))
         self.whole, self.key = jax.tree.leaves(args), key
         self.params = [
             programs.parameters([params.tree[piece.path][s] for piece in pieces])
@@ -23,6 +23,14 @@ class Step:
         self.sums = [programs.zeros() for programs in plan.stages]
         self.seeds = None if count is None else plan.counted.seeds(count)
         self.carry, self.kept, self.cots, self.pending, self.outputs = {}, {}, {}, {}, {}
+
+    def _divided(self, batch):
+        """The batch, and the numbers of its rows."""
+        manual = self.plan.asked.manual
+        if manual is None:
+            return batch, row_numbers(batch)
+        batch, numbers, _ = manual.divide(batch, self.m)
+        return batch, jax.tree.map(np.asarray, numbers)
 
     def perform(self, task):
         """Dispatch one task, and send on what others need; what is there when it has run."""

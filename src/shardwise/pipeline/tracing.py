@@ -31,6 +31,7 @@ class Asked:
     has_aux: bool
     aux: Any
     gather: str
+    manual: Any = None
 
 
 class Traced(NamedTuple):
@@ -38,7 +39,8 @@ class Traced(NamedTuple):
 
     The last stage's outputs are the total, the count where the loss is a `Mean`, and the leaves of
     `aux`, which are joined in these `ways`. The data of stages are the leaves of the batch, of the
-    row numbers, of the further arguments and the key.
+    row numbers, of the further arguments and the key. `local` is of a trace by hand
+    (`pipeline.manual`).
     """
 
     stages: list[cut.Stage]
@@ -47,6 +49,7 @@ class Traced(NamedTuple):
     mean: objective.Mean
     aux: Any
     ways: list[str]
+    local: Any = None
 
     @property
     def has_count(self) -> bool:
@@ -70,33 +73,53 @@ def trace(asked: Asked, tree: Any, batch: Any, args: tuple, key: Any) -> Traced:
     tree, batch, args, key = abstract((tree, batch, args, key))
     part = jax.tree.map(lambda x: _resized(x, 1, m), (batch, row_numbers(batch)))
     more = jax.tree.map(lambda x: _resized(x, 2, m), (batch, row_numbers(batch)))
-    bare = objective.normal(asked.loss, asked.has_aux)
-
-    def outputs(params, batch, rows, args, key):
-        with marks.bind(index=meaning(rows), total=objective.Totals(m)):
-            return bare(params, batch, *args, **({} if key is None else {"key": key}))
-
     rank = stage_meshes(asked.mesh, asked.axis, [0])[0]
-    loss = None
     with _as_rank(rank):
-        if m > 1:  # one part is the whole, and exact for every loss
-            loss = objective.trace(asked.loss, tree, *part, args, key, asked.has_aux)
-            checks.count(loss, m)
-        stages, (mean, aux) = cut.stages(
-            outputs,
-            tree,
-            *part,
-            args,
-            key,
+        return traced_parts(
+            asked,
+            asked.loss,
+            (tree, *part, args, key),
+            in_parts=m > 1,  # one part is the whole, and exact for every loss
+            total=objective.Totals(m),
             constrain=_constrain(asked, rank.abstract_mesh),
             relocate=_relocate(asked, rank.abstract_mesh),
             more=(*more, args, key) if any(asked.rows) else None,
         )
+
+
+def traced_parts(
+    asked: Asked,
+    loss: Callable,
+    groups: tuple,
+    in_parts: bool,
+    total: Callable,
+    fold: Callable = lambda key: key,
+    **options: Any,
+) -> Traced:
+    """`loss` of one part of the batch, of (params, batch, rows, args, key), traced and cut.
+
+    `total` is what `marks.total` means, `fold` makes of the key that of the part, where draws go by
+    shape; `options` are those of `cut.stages`.
+    """
+    m, traced = asked.microbatches, None
+    with marks.bind(total=total):
+        if in_parts:
+            traced = objective.trace(loss, *groups, asked.has_aux)
+            checks.count(traced, m)
+    bare = objective.normal(loss, asked.has_aux)
+    folded = traced is not None and not traced.by_place
+
+    def outputs(params, batch, rows, args, key):
+        own = {} if key is None else {"key": fold(key) if folded else key}
+        with marks.bind(index=meaning(rows), total=total):
+            return bare(params, batch, *args, **own)
+
+    stages, (mean, aux) = cut.stages(outputs, *groups, **options)
     if m == 1 and mean.count is not None:  # which may depend on the parameters
         stages[-1] = dataclasses.replace(stages[-1], seeds=(0, 1))
     ways = objective.ways(asked.aux, aux)
     checks.concatenated(ways, aux)
-    return Traced(stages, _schedule(asked, len(stages)), loss, mean, aux, ways)
+    return Traced(stages, _schedule(asked, len(stages)), traced, mean, aux, ways)
 
 
 def abstract(tree: Any) -> Any:

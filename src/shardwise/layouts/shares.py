@@ -1,0 +1,162 @@
+"""Shares of parameters within a stage: gathered, and their gradients reduced, as `fsdp` does it."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from shardwise import fsdp, pipeline
+from shardwise.fsdp.gathering import How, all_gather, cast, scatter
+from shardwise.fsdp.planning import leaves_of
+from shardwise.fsdp.storage import rebuild
+from shardwise.fsdp.using import Use, reads_of, use_of
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.placing import expert_rule, stacked
+
+Shape = jax.ShapeDtypeStruct
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """What a stage's programs do with shares of parameters; these go by their numbers.
+
+    With ZeRO 3 a task gathers what it reads, and scatters its gradients: those that the loss gives
+    to `marks.use` there, the others where it begins and ends. With 2 they are gathered once a step;
+    with 1 gradients too are scattered once. Functions of arrays are one device's.
+    """
+
+    layout: Layout
+    params: fsdp.Sharded
+    hows: tuple[How | None, ...]
+    use: Use
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The parameters as the loss receives them, one device's."""
+        mesh, n, found = self.params.mesh, self.params.parts, []
+        leaves = zip(self.params.layout, jax.tree.leaves(self.params.tree), strict=True)
+        for late, (s, x) in zip(self.use.deferred, leaves, strict=True):
+            if late:
+                found.append(Shape(s.local_shape(n, mesh), x.dtype))
+            else:
+                found.append(Shape(s.inside(mesh), self.layout.dtype or x.dtype))
+        return found
+
+    def held(self, i: int, x: Any) -> tuple[P, Any]:
+        """How tasks find a parameter that is kept as `x`: its spec and its dtype."""
+        if self.layout.zero == 3 or self.hows[i] is None:
+            return x.sharding.spec, x.dtype
+        return self._whole(i, x.sharding.spec), self.layout.dtype or x.dtype
+
+    def summed(self, i: int, x: Any) -> P:
+        """The spec of what its gradients are added to."""
+        once = self.layout.zero == 1 and self.hows[i] is not None
+        return self._whole(i, x.sharding.spec) if once else x.sharding.spec
+
+    def terms(self, i: int) -> tuple[str, ...]:
+        """The mesh axes over which the sums of all devices are then to be added up."""
+        once = self.layout.zero == 1 and self.hows[i] is not None
+        return (*self.copied(i), *(self.layout.fsdp if once else ()))
+
+    def gather(self, numbers: Sequence[int], arrays: list) -> list:
+        """These parameters as tasks find them, once a step."""
+        return all_gather(arrays, self._hows(numbers, arrays, numbers, self.params.parts))
+
+    def enter(self, numbers: Sequence[int], arrays: list, reads: Sequence[int]) -> list:
+        """A task's parameters as its program takes them; it reads those at the places `reads`."""
+        read = {numbers[place] for place in reads}
+        early = [i for i in numbers if i in read and self._at_ends(i)]
+        whole = all_gather(arrays, self._hows(numbers, arrays, early, self.params.parts))
+        pairs = zip(numbers, whole, strict=True)
+        return [x if self.use.deferred[i] else cast(x, self.layout.dtype) for i, x in pairs]
+
+    def leave(self, numbers: Sequence[int], grads: list) -> list:
+        """A task's gradients, as they are added to sums."""
+        now = [i for i in numbers if self._at_ends(i) or self.layout.zero == 2]
+        return scatter(grads, self._hows(numbers, grads, now))
+
+    def total(self, numbers: Sequence[int], sums: list) -> list:
+        """The gradients that all devices' sums make, once a step."""
+        once = numbers if self.layout.zero == 1 else ()
+        sums = scatter(sums, self._hows(numbers, sums, once))
+        pairs = zip(numbers, sums, strict=True)
+        return [jax.lax.psum(x, axes) if (axes := self.copied(i)) else x for i, x in pairs]
+
+    def _at_ends(self, i):
+        """Whether a task gathers it where it begins."""
+        return self.layout.zero == 3 and not self.use.deferred[i]
+
+    def _hows(self, numbers, arrays, wanted, parts=1):
+        """How those that are wanted are gathered, or scattered: at the size that a stage has."""
+        found = []
+        for i, x in zip(numbers, arrays, strict=True):
+            how = self.hows[i] if i in wanted else None
+            if how is not None:
+                size = x.shape[how.cut] * parts
+                how = how._replace(size=size, padded=size)
+            found.append(how)
+        return found
+
+    def copied(self, i: int) -> tuple[str, ...]:
+        """The mesh axes along which devices have copies of it, or of its share."""
+        stored = self.params.layout[i]
+        own = {*stored.apart_axes(), *(() if stored.cut is None else self.layout.fsdp)}
+        return tuple(name for name in (*self.layout.context, *self.layout.rows) if name not in own)
+
+    def _whole(self, i, spec):
+        cut = self.params.layout[i].cut
+        return P(*(None if axis == cut else entry for axis, entry in enumerate(spec)))
+
+
+def shares(
+    layout: Layout,
+    params: pipeline.Pipelined,
+    mesh: Mesh,
+    loss: Callable,
+    batch: Any,
+    args: tuple,
+    options: dict,
+) -> Shares:
+    """The `Shares` of a loss of one device's part; called where the axes of `mesh` have names.
+
+    Raises:
+      ValueError: what `fsdp.value_and_grad` says of reads outside `marks.use`.
+    """
+    tree = params.abstract()
+    stored = _stored(layout, params, tree, mesh)
+    sharded = fsdp.Sharded(tree, stored, mesh, layout.fsdp)
+    by_hand = tuple(name for name in mesh.axis_names if name not in layout.tensor)
+    told = sharded, layout.dtype, layout.reduce_dtype, by_hand
+    hows = tuple(How.of(s, *told) for s in stored)
+    at_use = hows if layout.zero == 3 else [None] * len(hows)
+
+    def of_leaves(arrays, *rest, **options):
+        return loss(rebuild(sharded, arrays), *rest, **options)
+
+    found = reads_of(of_leaves, sharded, at_use, layout.dtype, batch, args, options)
+    return Shares(layout, sharded, hows, use_of(found, sharded, at_use))
+
+
+def _stored(layout, params, tree, mesh):
+    """How each array is kept, as its spec says; nothing is padded within a stage."""
+    leaves = list(leaves_of(tree, stacked(layout, tree)))
+    own = [P()] * len(leaves)
+    if layout.expert:
+        specs = expert_rule(layout)(tree, mesh)
+        own = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+    found = []
+    for piece, (path, _, is_stacked), apart in zip(params.layout, leaves, own, strict=True):
+        entries = [() if e is None else e for e in piece.spec]
+        entries = [(e,) if isinstance(e, str) else tuple(e) for e in entries]
+        taken = {i for i, entry in enumerate(apart) if entry}
+        cut = [i for i, e in enumerate(entries) if e and e == layout.fsdp and i not in taken]
+        beside = [tuple(n for n in e if n in layout.tensor) or None for e in entries]
+        at = cut[0] if cut else None
+        size = piece.shape[at] if cut else None
+        beside = tuple(beside) if any(beside) else ()
+        told = at, size, beside, tuple(apart)
+        found.append(fsdp.Stored(path, piece.shape, is_stacked, *told))
+    return tuple(found)

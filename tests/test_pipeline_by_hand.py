@@ -1,0 +1,317 @@
+"""Collectives by hand within stages: one device's numbers, under every schedule and setting."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from shardwise import layouts, marks, measure, mesh, objective, pipeline, schedules
+from shardwise.layouts import catalogue
+
+mesh.simulate(8)
+WIDE, HIDDEN, LENGTH = 8, 12, 6
+
+
+def assert_close(ours, theirs, rtol=2e-5):
+    """Relative to each array's largest entry: sums are taken in another order."""
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(np.abs(b).max(initial=0), 1e-6))
+
+
+def net(params, batch, key=None, stages=2, used=True, attend=False):
+    """Layers in a stack, of which each stage scans its own; a table that both ends read."""
+    x = params["table"][batch["tokens"]] * params["scale"][None, None]
+    size = len(params["up"]) // stages
+
+    def layer(x, w):
+        w = marks.use(w) if used else w
+        if attend:
+            heads = x.reshape(*x.shape[:2], 2, -1)
+            x = x + marks.attend(heads, heads, heads, marks.places(batch, *x.shape[:2])).reshape(
+                x.shape
+            )
+        return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+    for i in range(stages):
+        own = {name: params[name][i * size : (i + 1) * size] for name in ("up", "down")}
+        x, _ = jax.lax.scan(marks.layer(layer), x, own)
+        x = marks.stage_boundary(x) if i < stages - 1 else x
+    if key is not None:
+        x = x * jax.random.bernoulli(key, 0.7, x.shape)
+    each = optax.softmax_cross_entropy_with_integer_labels(x @ params["table"].T, batch["targets"])
+    return objective.Mean(jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"]))
+
+
+def drawn(rows, layers=4, seed=0):
+    """(parameters, a batch of so many rows with padding)."""
+    rng = np.random.default_rng(seed)
+    shapes = dict(table=(20, WIDE), scale=(WIDE,), up=(layers, WIDE, HIDDEN))
+    shapes["down"] = (layers, HIDDEN, WIDE)
+    params = {name: np.float32(rng.normal(size=shape) / 3) for name, shape in shapes.items()}
+    text = rng.integers(0, 20, (rows, LENGTH + 1), dtype=np.int32)
+    real = rng.integers(0, LENGTH + 1, rows)
+    mask = np.float32(np.arange(LENGTH)[None] < real[:, None])
+    return params, {"tokens": text[:, :-1], "targets": text[:, 1:], "mask": mask}
+
+
+def run(layout, loss, params, batch, *args, **options):
+    """(the function, placed parameters, what it returns of them)."""
+    has_aux = options.get("has_aux", False)
+    function = layouts.value_and_grad(layout, loss, **options)
+    placed = layouts.place(layout, params, loss, batch, has_aux)
+    return function, placed, function(placed, batch, *args)
+
+
+def stacked(path):
+    return path in ("up", "down")
+
+
+def check(layout, loss, params, batch, rtol=2e-5):
+    layout = dataclasses.replace(layout, stacked=stacked)
+    function, placed, (mean, grads) = run(layout, loss, params, batch)
+    expected = jax.jit(objective.value_and_grad(loss))(params, batch)
+    assert_close((mean, layouts.whole(layout, grads)), expected, rtol)
+    return function, placed
+
+
+FAST = {"zb_h1"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in schedules.SCHEDULES],
+)
+def test_every_schedule_equals_one_device(name):
+    table = schedules.spread(name, 2, 4)
+    params, batch = drawn(8, layers=table.stages)
+    layout = catalogue.over(("stage", "fsdp"), 4, schedule=name, microbatches=4)
+    loss = functools.partial(net, stages=table.stages)
+    _, placed = check(layout, loss, params, batch)
+    up = placed.tree["up"][0]
+    assert up.shape[0] == 1 and up.size == 2 * up.addressable_shards[0].data.size
+
+
+SETTINGS = {
+    "data": ("data",),
+    "data, one microbatch": ("data", dict(microbatches=1)),
+    "zero 1": ("fsdp", "data", dict(zero=1)),
+    "zero 2": ("fsdp", "context", dict(zero=2)),
+    "ring": ("fsdp", "context"),
+    "ulysses, split backward": ("context", dict(attention="ulysses", schedule="zb_h1")),
+    "one microbatch, zigzag": ("fsdp", "context", dict(attention="zigzag", microbatches=1)),
+    "small arrays whole, remat": (
+        "fsdp",
+        "data",
+        dict(min_size=100, remat=jax.checkpoint_policies.nothing_saveable),
+    ),
+    "bfloat16": ("fsdp", dict(dtype=jnp.bfloat16, reduce_dtype=jnp.float32)),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in {"zero 1", "ring"} else pytest.param(n, marks=pytest.mark.slow) for n in SETTINGS],
+)
+@pytest.mark.parametrize("seed", [3])
+def test_every_setting_equals_one_device(name, seed):
+    *roles, last = SETTINGS[name]
+    roles, settings = (roles, last) if isinstance(last, dict) else ([*roles, last], {})
+    rows = 4 * 4 * int(np.random.default_rng(seed).integers(1, 4))
+    params, batch = drawn(rows, seed=seed)
+    batch = jax.tree.map(lambda x: np.concatenate([x, x[:, :2]], axis=1), batch)  # of 8 tokens
+    layout = catalogue.over(
+        ("stage", *roles), 2 * 2 ** len(roles), **{"microbatches": 4} | settings
+    )
+    loss = functools.partial(net, attend="context" in roles)
+    check(layout, loss, params, batch, 4e-2 if layout.dtype else 2e-5)
+
+
+def told(params, batch):
+    """A mean over rows, and auxiliary outputs of every kind; its layers read no `marks.use`."""
+    x = params["table"][batch["tokens"]].mean(axis=1)
+    for i in range(4):
+        x = x + jnp.tanh(x @ params["up"][i]) @ params["down"][i]
+        x = marks.stage_boundary(x) if i == 1 else x
+    each = jnp.sum(x**2 * params["scale"][None], axis=-1)
+    aux = {"sum": jnp.sum(x, axis=0), "mean": each.mean(), "max": each.max(), "rows": x}
+    return jnp.mean(each), aux | {"parts": jnp.float32(1)}
+
+
+def test_a_mean_over_rows_and_auxiliary_outputs():
+    """Of plain arrays that lie in rows, each stage holds shares of its own."""
+    params, batch = drawn(24)
+    ways = {"sum": "sum", "mean": "mean", "max": "max", "rows": "concatenate"}
+    ways["parts"] = "sum"
+    layout = catalogue.over(("stage", "fsdp", "data"), 8, microbatches=3, schedule="gpipe")
+    _, placed, found = run(layout, told, params, batch, has_aux=True, aux=ways)
+    (mean, aux), grads = found
+    (expected, theirs), gradient = jax.value_and_grad(told, has_aux=True)(params, batch)
+    assert_close((mean, layouts.whole(layout, grads)), (expected, gradient))
+    assert aux.pop("parts") == 3 * 4 and theirs.pop("parts") == 1
+    assert_close(aux, theirs)
+    shapes = {stage: x.sharding.shard_shape(x.shape) for stage, x in placed.tree["up"].items()}
+    assert shapes == {0: (2, WIDE, HIDDEN // 2), 1: (2, WIDE, HIDDEN // 2)}
+
+
+def test_draws_by_shape_are_each_device_s_own():
+    """The count counts the draws of the loss: of ones, the mean is 1, whatever is drawn."""
+
+    def loss(params, batch, key=None):
+        drawn = jax.random.uniform(jax.random.key(0) if key is None else key, batch["mask"].shape)
+        chosen = (drawn < 0.5) & (batch["tokens"] > 3)
+        x = marks.stage_boundary(params["table"][batch["tokens"]]) * params["scale"][None, None]
+        each = 1 + x.sum(-1) - jax.lax.stop_gradient(x.sum(-1))
+        return objective.Mean(jnp.sum(chosen * each), jnp.sum(chosen)), drawn
+
+    params, batch = drawn(16)
+    layout = catalogue.over(("stage", "fsdp"), 4, microbatches=2)
+    function = layouts.value_and_grad(layout, loss, has_aux=True, aux="concatenate")
+    placed = layouts.place(layout, params, loss, batch, True)
+    found = [function(placed, batch, key=jax.random.key(i))[0] for i in (1, 1, 2)]
+    assert [float(mean) for mean, _ in found] == pytest.approx([1, 1, 1])
+    draws = [np.asarray(draw) for _, draw in found]
+    assert (draws[0] == draws[1]).all() and (draws[0] != draws[2]).all()
+    assert len(np.unique(draws[0])) == draws[0].size
+
+
+def centred(params, batch):
+    """Rows that look at each other, by a sum over the whole batch."""
+    x = marks.stage_boundary(params["table"][batch["tokens"]].sum(1)) * params["scale"][None]
+    total, count = marks.total((jnp.sum(x, axis=0), jnp.float32(len(x))))
+    return objective.Mean(jnp.sum((x - total[None] / count) ** 2), jnp.float32(len(x)))
+
+
+def test_sums_over_the_whole_batch():
+    params, batch = drawn(12)
+    layout = catalogue.over(("stage", "fsdp"), 4, schedule="gpipe")
+    check(layout, centred, params, batch)
+    with pytest.raises(ValueError, match=r"taken in 2 microbatches"):
+        run(dataclasses.replace(layout, microbatches=2), centred, params, batch)
+
+
+def sent(layout, loss, params, batch):
+    """{(stage, kind): ring bytes} of the programs as they are lowered."""
+    function = layouts.value_and_grad(layout, loss)
+    placed = layouts.place(layout, params, loss, batch)
+    programs = pipeline.programs(function, placed, batch)
+    return {
+        key: sum(op.ring_bytes for op in measure.collectives(program).ops)
+        for key, program in programs.items()
+    }
+
+
+TASKS = {
+    "zero 3": {},
+    "zero 2": dict(zero=2, dtype=jnp.bfloat16),
+    "zero 1, remat": dict(zero=1, remat=jax.checkpoint_policies.nothing_saveable),
+    "remat, split backward": dict(
+        schedule="zb_h1", remat=jax.checkpoint_policies.nothing_saveable, reduce_dtype=jnp.bfloat16
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "zero 3" else pytest.param(n, marks=pytest.mark.slow) for n in TASKS]
+)
+def test_what_a_stage_sends_is_the_formula(name):
+    """A task gathers what it reads; layers without remat once, their gradients scattered.
+
+    The table is read at both ends: as rows, of which no gradient needs the values, and by a
+    product. What `data` has copies of is summed once a step.
+    """
+    params, batch = drawn(16)
+    settings = {"microbatches": 2, "stacked": stacked} | TASKS[name]
+    layout = catalogue.over(("stage", "fsdp", "data"), 8, **settings)
+    function, tx = layouts.value_and_grad(layout, net), optax.adam(1e-3)
+    placed = layouts.place(layout, params, net, batch)
+    lowered = pipeline.programs(function, placed, batch)
+    ops = {key: measure.collectives(program).ops for key, program in lowered.items()}
+    counted = {key: sum(op.ring_bytes for op in found) for key, found in ops.items()}
+    times = {kind: 1 if kind in ("gather", "total") else 2 for _, kind in counted}
+    held = measure.bytes_on_devices(placed)
+    for stage in range(2):
+        found = layouts.predict(layout, params, batch, tx, loss=net, stage=stage)
+        sent = sum(times[kind] * size for (s, kind), size in counted.items() if s == stage)
+        sent += 2 * 4 * 3 / 4 if stage else 0  # the count of the whole batch, before all else
+        size = 16 // 2 // 4 * LENGTH * WIDE * (2 if layout.dtype else 4)  # rows of a microbatch
+        assert found.sent.pop(("stage",)) == 2 * size
+        assert sum(found.sent.values()) == sent
+        devices = layout.mesh.devices[stage].flat
+        assert {held[device] for device in devices} == {found.held["parameters"]}
+        assert found.held["state"] - 2 * found.held["parameters"] in (0, 4)  # and Adam's count
+    if "I" in times:  # gradients of weights are what nobody waits for
+        kinds = {kind: {op.kind for op in ops[1, kind]} for kind in "IW"}
+        assert kinds == {"I": {"all-gather"}, "W": {"reduce-scatter"}}
+    if name == "zero 3":
+        table, scale, layers = 4 * 20 * WIDE, 4 * WIDE, 2 * 2 * 4 * WIDE * HIDDEN
+        first, last = table + scale + layers, table + layers  # what a stage reads, in bytes
+        loss = 2 * 8 * 3 / 4  # the total and the count, over four devices
+        assert counted[0, "F"] == first / 2  # one of two devices sends half of what it gathers
+        assert counted[1, "F"] == last / 2 + loss
+        assert counted[0, "B"] == first / 2 + scale / 2
+        assert counted[1, "B"] == last / 2 + table / 2
+        assert [counted[s, "total"] for s in range(2)] == [first / 2, last / 2]
+
+
+def outside(params, batch):
+    return net(params, batch, used=False)
+
+
+def by_shape(params, batch):
+    """Takes as many layers to a stage as a weight's columns tell."""
+    size = params["up"].shape[2] * 2 // HIDDEN
+    cut = {name: x[: 2 * size] if name in ("up", "down") else x for name, x in params.items()}
+    return net(cut, batch)
+
+
+def shorter(batch, rows=None, length=None):
+    return jax.tree.map(lambda x: x[:rows, :length], batch)
+
+
+@pytest.mark.parametrize(
+    ("roles", "change", "expected"),
+    [
+        ("fsdp", dict(rows=12), r"mask of shape \(12, 6\) does not split into 8 parts"),
+        ("context", dict(length=5), r"a sequence of 5 does not split into 2 parts.* to 6"),
+        ("fsdp", dict(loss=outside), r"(down|up) is stacked, and read outside marks.use"),
+        (
+            "fsdp",
+            dict(loss=by_shape),
+            r"(down|up) is read by other stages.*must not depend on shapes",
+        ),
+        ("fsdp", dict(odd=True), r"odd of shape \(3,\) has no axis that divides over 'fsdp' \(2\)"),
+        ("context", dict(aux=True), r"aux 'concatenate' joins rows, and of each row a device has"),
+        ("context", dict(loss=told), r"the loss is one scalar: a mean over rows"),
+    ],
+)
+def test_what_a_stage_cannot_take_is_said(roles, change, expected):
+    params, batch = drawn(16)
+    batch = shorter(batch, change.get("rows"), change.get("length"))
+    if "odd" in change:
+        params["odd"] = np.ones(3, np.float32)
+    loss, options = change.get("loss", net), {}
+    if loss is told or "aux" in change:
+        options = dict(has_aux=True, aux="concatenate" if "aux" in change else "sum")
+    if "aux" in change:
+        loss = lambda *given: (net(*given), given[1]["mask"])  # noqa: E731
+    layout = catalogue.over(("stage", roles), 4, microbatches=4, stacked=stacked)
+    with pytest.raises(ValueError, match=expected):
+        run(layout, loss, params, batch, **options)
+
+
+def test_an_array_that_does_not_divide_may_stay_whole():
+    params, batch = drawn(8)
+    params["table"] = params["table"][:, :7]
+    params |= {
+        "scale": params["scale"][:7],
+        "up": params["up"][:, :7],
+        "down": params["down"][..., :7],
+    }
+    layout = catalogue.over(("stage", "fsdp"), 4, uneven="replicate", microbatches=2)
+    _, placed = check(layout, net, params, batch)
+    assert placed.tree["scale"][0].sharding.is_fully_replicated
