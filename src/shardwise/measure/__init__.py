@@ -1,11 +1,13 @@
 """What a program costs: bytes on each device, collectives, FLOPs, and time.
 
-Compiled programs are read, not run: `jax.jit(f).lower(*args).compile()` is what to pass.
+Compiled programs are read, not run: `jax.jit(f).lower(*args).compile()` is what to pass, or what
+`topology.compile` returns for chips that are not here.
 """
 
 from .axes import by_axis
 from .communication import collectives
 from .counts import Collectives, Count
+from .forms import Form, by_form
 from .matmuls import flops
 from .memory import DeviceBytes, bytes_on_devices, bytes_per_device
 from .timing import StepTime, step_time
@@ -14,8 +16,10 @@ __all__ = [
     "Collectives",
     "Count",
     "DeviceBytes",
+    "Form",
     "StepTime",
     "by_axis",
+    "by_form",
     "bytes_on_devices",
     "bytes_per_device",
     "collectives",

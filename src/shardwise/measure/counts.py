@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+BETWEEN_SLICES = " between slices"  # after a kind: of TPUs, over the data centre's network
 _COLUMNS = ("collective", "in program", "times run", "payload bytes", "ring bytes per device")
 
 
@@ -15,6 +16,12 @@ class Op:
     `group_size` is the number of devices that take part together (None for a collective-permute),
     `arrays` what each device puts in, as (dtype, dims), `source` the operation that JAX named,
     `groups` the numbers of the devices that take part together, or each (source, target).
+
+    Of a TPU's program: `strategy` is the compiler's name for how the chips exchange, `written` the
+    kind whose work an all-reduce does, of each array (empty if sums), `asynchronous` whether other
+    work may stand between its start and its end, and `notes` are of "padded" (the arrays are larger
+    than those written), "windowed" (it passes on the shares of a product), "combined" (several
+    arrays in one) and "bound" (at most so many bytes).
     """
 
     kind: str
@@ -26,6 +33,10 @@ class Op:
     ring_bytes: int | float
     source: str
     groups: tuple[tuple[int, ...], ...] = ()
+    strategy: str = ""
+    written: tuple[str, ...] = ()
+    asynchronous: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> str:
@@ -58,7 +69,7 @@ class Collectives(Mapping[str, Count]):
         self.ops: tuple[Op, ...] = tuple(ops)
         self._counts = {
             kind: _sum([op for op in self.ops if op.kind == kind])
-            for kind in KINDS
+            for kind in (*KINDS, *(kind + BETWEEN_SLICES for kind in KINDS))
             if any(op.kind == kind for op in self.ops)
         }
 

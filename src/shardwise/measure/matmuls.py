@@ -2,18 +2,17 @@
 
 import math
 import re
-
-import jax
+from typing import Any
 
 from . import hlo
-from .program import Frame, Instruction, Program
+from .program import Frame, Instruction, Program, is_compiled
 from .trips import executed
 
 # Targets of custom calls that multiply matrices, or are kernels that nobody can look into.
 _PRODUCTS = r"gemm|matmul|dot|conv(?!ert)|fmha|triton|mosaic|tpu_custom_call"
 
 
-def flops(compiled: jax.stages.Compiled | Program) -> int:
+def flops(compiled: Any) -> int:
     """FLOPs that one device performs in the matrix products and convolutions of a program.
 
     A product is 2 × output elements × contracted size, a convolution the same over the kernel's
@@ -25,10 +24,10 @@ def flops(compiled: jax.stages.Compiled | Program) -> int:
     and outer ones (nothing is contracted), which some backends compile to it; transforms; solvers.
 
     Raises:
-      TypeError: `compiled` is no `jax.stages.Compiled`.
+      TypeError: `compiled` is no `jax.stages.Compiled`, nor what `topology.compile` returns.
       ValueError: a product whose size cannot be read, or one in a loop whose trips depend on data.
     """
-    if isinstance(compiled, jax.stages.Compiled):
+    if is_compiled(compiled):
         compiled = hlo.parse(compiled.as_text())
     if not isinstance(compiled, Program):
         raise TypeError(

@@ -1,0 +1,290 @@
+"""What is counted in a TPU's program, against what was written: bytes equal, or named apart."""
+
+import functools
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import measure, topology
+from shardwise.measure import hlo
+
+needs_libtpu = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"),
+    reason="libtpu, the TPU compiler, is not installed: pip install 'shardwise[tpu]'",
+)
+WRITTEN = ("all_gather", "reduce_scatter", "psum", "ppermute", "all_to_all")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path_factory.getbasetemp()))
+
+
+def sharded(mesh, shape, *spec, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh.abstract, P(*spec)))
+
+
+def compiled(mesh, f, *args):
+    jitted = f if hasattr(f, "trace") else jax.jit(f)
+    return topology.compile(topology.lower(jitted, *args), mesh)
+
+
+def manual(mesh, f, in_specs, out_specs):
+    return jax.shard_map(
+        f, mesh=mesh.abstract, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+@functools.cache
+def by_hand(name, axis, rows, slices=1, **axes):
+    """(n, bytes of a share, what was counted) of one program with each collective over `axis`."""
+    mesh = topology.chips(name, slices).mesh(**axes)
+    n = mesh.shape[axis]
+
+    def each(share, whole):
+        ring = [(i, (i + 1) % n) for i in range(n)]
+        return (
+            jax.lax.all_gather(share, axis, tiled=True),
+            jax.lax.psum_scatter(whole, axis, tiled=True),
+            jax.lax.psum(whole * 2, axis),
+            jax.lax.ppermute(share, axis, ring),
+            jax.lax.all_to_all(share, axis, 0, 1, tiled=True),
+        )
+
+    out = (P(), P(axis), P(), P(axis), P(axis))
+    program = manual(mesh, each, (P(axis), P()), out)
+    share, whole = sharded(mesh, (n * rows, 384), axis), sharded(mesh, (n * rows, 384))
+    return n, rows * 384 * 2, measure.collectives(compiled(mesh, program, share, whole))
+
+
+def formula(written, n, share):
+    """What a device sends in a ring, by hand."""
+    return {
+        "all_gather": share * (n - 1),
+        "reduce_scatter": share * (n - 1),
+        "psum": 2 * share * (n - 1),
+        "ppermute": share,
+        "halo": share,
+        "all_to_all": share * (n - 1) // n,
+    }[written]
+
+
+NAMES = {
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-reduce": "psum",
+    "all-to-all": "all_to_all",
+}
+
+
+def origins(op):
+    """Which of the collectives an instruction does the work of."""
+    if op.kind == "collective-permute":
+        return ("ppermute" if op.source.endswith("ppermute") else "halo",)
+    return tuple(NAMES[kind] for kind in op.written or (op.kind,) * len(op.arrays))
+
+
+PLACES = {
+    "v5e:2x4": dict(name="v5e:2x4", axis="x", rows=512, x=8),
+    "v5p:2x2x2": dict(name="v5p:2x2x2", axis="x", rows=512, x=8),
+    "v5p:4x4x8, an axis of 32": dict(name="v5p:4x4x8", axis="x", rows=512, x=32, y=4),
+    "v5p:4x4x8": dict(name="v5p:4x4x8", axis="x", rows=128, x=128),
+    "v5e:4x4": dict(name="v5e:4x4", axis="y", rows=256, x=2, y=8),
+}
+CHEAP = ("v5e:2x4", "v5p:4x4x8")
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "place", [p if p in CHEAP else pytest.param(p, marks=pytest.mark.slow) for p in PLACES]
+)
+def test_bytes_are_those_written_or_the_difference_has_a_name(place):
+    n, share, found = by_hand(**PLACES[place])
+    made = [origin for op in found.ops for origin in origins(op)]
+    padded = any("padded" in op.notes for op in found.ops)
+    assert sorted(made) == sorted([*WRITTEN, *["halo"] * padded])
+    for op in found.ops:
+        expected = sum(formula(origin, n, share) for origin in origins(op))
+        if op.written:  # Sums over the torus instead: twice the bytes, and a name for how.
+            expected = formula("psum", n, share) * len(op.written)
+            assert op.kind == "all-reduce" and op.strategy
+        assert ("combined" in op.notes) == (len(op.arrays) > 1)
+        if "padded" in op.notes:
+            rows = op.arrays[0][1][0]
+            expected = expected * rows * 384 * 2 // (n * share)
+            assert op.kind == "reduce-scatter" and rows * 384 * 2 > n * share
+        if origins(op) == ("halo",):  # What the padding has shifted moves on by one chip.
+            assert op.ring_bytes < expected
+        else:
+            assert op.ring_bytes == expected, op
+        assert op.asynchronous == (op.kind == "collective-permute")
+
+
+@needs_libtpu
+def test_what_the_torus_makes_of_a_gather_and_a_scatter_is_told():
+    n, share, found = by_hand(**PLACES["v5p:4x4x8"])
+    forms = measure.by_form(found)
+    written = [kind for form in forms for kind in form.written]
+    assert sorted(written) == ["all-gather", "all-reduce", "reduce-scatter"]
+    assert sum(part.ring_bytes for part in forms.values()) == found.ring_bytes
+    assert found["all-reduce"].ring_bytes == 3 * formula("psum", n, share)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("size", [2, 16])
+def test_between_slices_transfers_have_kinds_of_their_own(size):
+    """Over both networks together a device sends what one ring of all would have it send."""
+    axes = dict(s=2, y=8) if size == 2 else dict(x=16)
+    axis = "s" if size == 2 else "x"
+    n, share, found = by_hand("v5e:2x4", axis, 512, slices=2, **axes)
+    between = {kind.removesuffix(" between slices") for kind in found if "between" in kind}
+    assert between == set(measure.counts.KINDS)
+    within = {op.kind: op for op in found.ops if "between" not in op.kind and not op.written}
+    sent = {kind: found[f"{kind} between slices"].ring_bytes for kind in between}
+    assert sent["all-gather"] == share  # to the other slice, once
+    assert sent["all-to-all"] == formula("all_to_all", n, share)
+    assert sent["collective-permute"] == share
+    if size == 2:
+        assert not within
+        assert sent["all-reduce"] == formula("psum", n, share)
+        assert sent["reduce-scatter"] == formula("reduce_scatter", n, share)
+        return
+    assert sent["all-gather"] + within["all-gather"].ring_bytes >= formula("all_gather", n, share)
+    # A sum is scattered within a slice, summed between slices, and gathered.
+    assert sent["all-reduce"] == 2 * (n * share // 8) // 2
+
+
+@needs_libtpu
+def test_between_slices_the_axes_are_known():
+    mesh = topology.chips("v5e:2x4", 2).mesh(s=2, y=8)
+    program = manual(mesh, lambda x: jax.lax.psum(jax.lax.psum(x, "y") * 2, "s"), P(), P())
+    found = measure.collectives(compiled(mesh, program, sharded(mesh, (512, 256))))
+    parts = measure.by_axis(found, mesh.abstract)
+    assert {axes: set(part) for axes, part in parts.items()} == {
+        ("y",): {"all-reduce"},
+        ("s",): {"all-reduce between slices"},
+    }
+    _, _, told_by_place = by_hand("v5e:2x4", "x", 512, slices=2, x=16)
+    with pytest.raises(ValueError, match="tells who takes part by places"):
+        measure.by_axis(told_by_place, topology.chips("v5e:2x4", 2).mesh(x=16).abstract)
+
+
+@needs_libtpu
+def test_a_carried_gather_counts_once_in_each_trip():
+    """Three gathers a layer, some of them carried by the products of the others."""
+    mesh, layers, size = topology.chips("v5e:2x4").mesh(x=8), 3, 1024
+
+    def run(x, stack):
+        def layer(x, weights):
+            for i in range(3):
+                x = jnp.tanh(x @ jax.lax.all_gather(weights[i], "x", tiled=True))
+            return x, None
+
+        return jax.lax.scan(layer, x, stack)[0]
+
+    program = manual(mesh, run, (P("x"), P(None, None, "x")), P("x"))
+    x, stack = (
+        sharded(mesh, (8 * 512, size), "x"),
+        sharded(mesh, (layers, 3, size, size), None, None, "x"),
+    )
+    made = compiled(mesh, program, x, stack)
+    found = measure.collectives(made)
+    bytes_sent = layers * 3 * size * size * 2 * 7 // 8
+    assert found == {
+        "all-gather": measure.Count(3, 3 * layers, layers * 3 * size * size * 2, bytes_sent)
+    }
+    carried = [op for op in found.ops if op.asynchronous]
+    assert 1 <= len(carried) <= 2
+    assert made.as_text().count(" all-gather(") > 3  # each is written out where it is carried
+    assert measure.flops(made) == layers * 3 * 2 * 512 * size * size
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, axes, shards", [("v5e:2x4", dict(x=4, y=2), 3), ("v5e:2x4", dict(x=8), 9)]
+)
+def test_a_product_in_windows_sends_shares_by_its_trips(name, axes, shards):
+    """Of 8 chips in a ring 9 shares are sent where a gather would send 7."""
+    mesh = topology.chips(name).mesh(**axes)
+    y = "y" if "y" in axes else None
+    rows, inner, columns = 2048 * axes["x"], 1024, 4096
+    out = NamedSharding(mesh.abstract, P("x", y))
+    program = jax.jit(lambda x, w: jnp.tanh(x @ w), out_shardings=out)
+    x, w = sharded(mesh, (rows, inner), "x"), sharded(mesh, (inner, columns), "x", y)
+    found = measure.collectives(compiled(mesh, program, x, w))
+    assert set(found) == {"collective-permute"}
+    assert all(op.notes == ("windowed",) and op.asynchronous for op in found.ops)
+    share = inner * columns * 2 // axes["x"] // axes.get("y", 1)
+    assert found.ring_bytes == shards * share
+
+
+@needs_libtpu
+def test_a_gather_in_bfloat16_stays_so_and_one_too_wide_is_narrowed():
+    mesh = topology.chips("v5e:2x4").mesh(x=8)
+
+    def wide(x, w):
+        return x @ jax.lax.all_gather(w, "x", tiled=True).astype(jnp.bfloat16)
+
+    program = jax.jit(manual(mesh, wide, (P("x"), P("x")), P("x")))
+    args = sharded(mesh, (4096, 512), "x"), sharded(mesh, (512, 512), "x", dtype=jnp.float32)
+    lowered = topology.lower(program, *args)
+    (written,) = measure.collectives(lowered).ops
+    (made,) = measure.collectives(topology.compile(lowered, mesh)).ops
+    assert (written.dtype, made.dtype) == ("f32", "bf16")
+    assert made.ring_bytes * 2 == written.ring_bytes
+
+
+@needs_libtpu
+@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="libtpu 0.0.23 takes no such program")
+def test_a_ragged_exchange_is_a_bound():
+    mesh = topology.chips("v5e:2x4").mesh(x=8)
+
+    def exchange(rows, out, numbers):
+        return jax.lax.ragged_all_to_all(rows, out, *[numbers] * 4, axis_name="x")
+
+    program = manual(mesh, exchange, P("x"), P("x"))
+    rows, numbers = sharded(mesh, (8 * 64, 256), "x"), sharded(mesh, (64,), "x", dtype=jnp.int32)
+    (op,) = measure.collectives(compiled(mesh, program, rows, rows, numbers)).ops
+    assert op.notes == ("bound",) and op.ring_bytes == 64 * 256 * 2
+
+
+@needs_libtpu
+def test_text_and_compiled_programs_are_read_alike():
+    mesh = topology.chips("v5e:2x4").mesh(x=8)
+    made = compiled(
+        mesh, manual(mesh, lambda x: jax.lax.psum(x, "x"), P(), P()), sharded(mesh, (512, 256))
+    )
+    assert repr(measure.collectives(made.as_text())) == repr(measure.collectives(made))
+    memory = measure.bytes_per_device(made)
+    assert memory.arguments == memory.outputs == 512 * 256 * 2
+    assert hlo.parse(made.as_text()).devices == 8
+
+
+def send(attributes):
+    attributes = f"is_host_transfer=true, frontend_attributes={{{attributes}}}"
+    return f"""HloModule m, num_partitions=8
+
+ENTRY %main (p: f32[4]) -> f32[4] {{
+  %p = f32[4]{{0}} parameter(0)
+  %t = token[] after-all()
+  %s = (f32[4]{{0}}, u32[], token[]) send(%p, %t), {attributes}
+  %d = token[] send-done(%s), is_host_transfer=true
+  ROOT %c = f32[4]{{0}} copy(%p)
+}}
+"""
+
+
+def test_a_transfer_between_slices_of_an_unknown_kind_is_refused_by_name():
+    unknown = '_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="GOSSIP"'
+    with pytest.raises(ValueError, match=re.escape("between slices s: ") + ".*GOSSIP"):
+        measure.collectives(send(unknown))
+    strange = '_xla_megascale_target="all",_xla_megascale_transfer_type="ALL_REDUCE"'
+    with pytest.raises(ValueError, match="cannot read the transfer"):
+        measure.collectives(send(strange))
+    assert measure.collectives(send('_xla_host_transfer_handler_name="callback"')) == {}
