@@ -241,7 +241,6 @@ def test_a_gather_in_bfloat16_stays_so_and_one_too_wide_is_narrowed():
 
 
 @needs_libtpu
-@pytest.mark.skipif(jax.__version_info__ < (0, 8), reason="libtpu 0.0.23 takes no such program")
 def test_a_ragged_exchange_is_a_bound():
     mesh = topology.chips("v5e:2x4").mesh(x=8)
 

@@ -113,6 +113,8 @@ class Frame:
 
 _SAME_VALUE = {
     "copy",
+    "copy-start",
+    "copy-done",
     "bitcast",
     "convert",
     "reshape",

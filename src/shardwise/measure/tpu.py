@@ -5,7 +5,8 @@ import re
 from .program import Frame, Instruction, Program, trace
 
 _CARRIED = '"async_collective_fusion_config"'
-_PASSES_ON = ("bitcast", "copy", "reshape", "get-tuple-element", "convert", "opt-barrier")
+_COPIES = ("copy", "copy-start", "copy-done")
+_PASSES_ON = (*_COPIES, "bitcast", "reshape", "get-tuple-element", "convert", "opt-barrier")
 
 
 def starts(frame: Frame, op: Instruction) -> bool | None:
