@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import rules, topology
+from shardwise import measure, rules, topology
 from shardwise.topology import cache, child
 
 needs_libtpu = pytest.mark.skipif(
@@ -210,6 +210,9 @@ def test_a_compiled_program_is_a_value_and_nothing_reaches_the_caller(capfd, mon
     assert sizes.argument_size_in_bytes == 2 * 128 * 96 + 2 * 384 * 64 + 4 * 256 * 640
     assert sizes.alias_size_in_bytes == 4 * 256 * 640
     assert "is_scheduled=true" in first.as_text()
+    fit = measure.fits(first)
+    assert fit and fit.spare == mesh.chips.chip.usable_hbm - fit.memory.total
+    assert {b.source for b in fit.buffers if b.kind == "argument"} == {"x", "w", "old"}
     assert dict(first.versions)["jax"] == jax.__version__
     monkeypatch.setattr(child, "run", None)  # From here on, only what is kept.
     again = topology.compile(topology.lower(program(mesh), *arguments(mesh)), mesh)
@@ -301,6 +304,9 @@ def test_a_refusal_has_both_totals_and_the_largest_arrays(monkeypatch):
     error, buffer = refused.value, refused.value.buffers[0]
     assert error.needed >= 2 * size * (size + size // 4) > error.allowed
     assert error.allowed == mesh.chips.chip.usable_hbm
+    fit = measure.fits(error)
+    assert not fit and (fit.needed, fit.allowed) == (error.needed, error.allowed)
+    assert fit.buffers == error.buffers and "does not fit" in repr(fit)
     assert (buffer.bytes, buffer.kind) == (2 * size * size, "temporary")
     assert "layer/dot_general" in buffer.source
     assert {b.source for b in error.buffers if b.kind == "argument"} == {"x"}

@@ -7,6 +7,7 @@ Compiled programs are read, not run: `jax.jit(f).lower(*args).compile()` is what
 from .axes import by_axis
 from .communication import collectives
 from .counts import Collectives, Count
+from .fitting import Fit, fits
 from .forms import Form, by_form
 from .matmuls import flops
 from .memory import DeviceBytes, bytes_on_devices, bytes_per_device
@@ -16,6 +17,7 @@ __all__ = [
     "Collectives",
     "Count",
     "DeviceBytes",
+    "Fit",
     "Form",
     "StepTime",
     "by_axis",
@@ -23,6 +25,7 @@ __all__ = [
     "bytes_on_devices",
     "bytes_per_device",
     "collectives",
+    "fits",
     "flops",
     "step_time",
 ]

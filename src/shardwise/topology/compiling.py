@@ -7,16 +7,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from shardwise.measure.fitting import refused
 from shardwise.topology import cache, child
 from shardwise.topology.buffers import Buffer, largest, total
 from shardwise.topology.slices import ChipMesh
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_TOTALS = (
-    r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
-    r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
-)
-_ONE_ARRAY = r"Allocation \(size=(\d+)\) would exceed memory"
+_ROUNDING = 2**30 / 100  # of the totals that a refusal names
 
 
 class Sizes(NamedTuple):
@@ -127,8 +123,7 @@ def _value(mesh, request, versions, result):
     buffers = tuple(Buffer(*buffer) for buffer in result["buffers"])
     if "refusal" in result:
         usable = mesh.chips.chip.usable_hbm
-        needed, allowed = _totals(result["refusal"], usable)
-        needed = total(result["report"]) or needed
+        needed, allowed = _totals(result, usable)
         raise DoesNotFit(mesh, needed, allowed, buffers, result["refusal"])
     return Compiled(
         mesh=mesh,
@@ -142,14 +137,15 @@ def _value(mesh, request, versions, result):
     )
 
 
-def _totals(said: str, usable: int) -> tuple[int, int]:
-    for pattern in _TOTALS:
-        if found := re.search(pattern, said):
-            numbers = zip(found.groups()[::2], found.groups()[1::2], strict=True)
-            return tuple(int(float(number) * _UNITS[unit]) for number, unit in numbers)
-    if found := re.search(_ONE_ARRAY, said):
-        return int(found[1]), usable
-    raise RuntimeError(f"topology.compile: the compiler refuses, for another reason: {said}")
+def _totals(result, usable: int) -> tuple[int, int]:
+    """Bytes needed and allowed: as the compiler says, and exactly where its report agrees."""
+    said = result["refusal"]
+    told = refused(said)
+    if told is None:
+        raise RuntimeError(f"topology.compile: the compiler refuses, for another reason: {said}")
+    exact = total(result["report"]) or 0
+    agrees = abs(exact - told[0]) < _ROUNDING or "Allocation" in said  # of one array alone
+    return (exact or told[0]) if agrees else told[0], min(told[1], usable)
 
 
 def _request(mesh, options):
