@@ -41,25 +41,26 @@ def manual(mesh, f, in_specs, out_specs):
 
 
 @functools.cache
-def by_hand(name, axis, rows, slices=1, **axes):
-    """(n, bytes of a share, what was counted) of one program with each collective over `axis`."""
+def by_hand(name, axis, rows, slices=1, columns=384, only=WRITTEN, **axes):
+    """(n, bytes of a share, what was counted) of one program with these collectives over `axis`."""
     mesh = topology.chips(name, slices).mesh(**axes)
     n = mesh.shape[axis]
 
     def each(share, whole):
         ring = [(i, (i + 1) % n) for i in range(n)]
-        return (
-            jax.lax.all_gather(share, axis, tiled=True),
-            jax.lax.psum_scatter(whole, axis, tiled=True),
-            jax.lax.psum(whole * 2, axis),
-            jax.lax.ppermute(share, axis, ring),
-            jax.lax.all_to_all(share, axis, 0, 1, tiled=True),
-        )
+        made = {
+            "all_gather": lambda: jax.lax.all_gather(share, axis, tiled=True),
+            "reduce_scatter": lambda: jax.lax.psum_scatter(whole, axis, tiled=True),
+            "psum": lambda: jax.lax.psum(whole * 2, axis),
+            "ppermute": lambda: jax.lax.ppermute(share, axis, ring),
+            "all_to_all": lambda: jax.lax.all_to_all(share, axis, 0, 1, tiled=True),
+        }
+        return [made[written]() for written in only]
 
-    out = (P(), P(axis), P(), P(axis), P(axis))
+    out = [P() if written in ("all_gather", "psum") else P(axis) for written in only]
     program = manual(mesh, each, (P(axis), P()), out)
-    share, whole = sharded(mesh, (n * rows, 384), axis), sharded(mesh, (n * rows, 384))
-    return n, rows * 384 * 2, measure.collectives(compiled(mesh, program, share, whole))
+    share, whole = sharded(mesh, (n * rows, columns), axis), sharded(mesh, (n * rows, columns))
+    return n, rows * columns * 2, measure.collectives(compiled(mesh, program, share, whole))
 
 
 def formula(written, n, share):
@@ -94,9 +95,12 @@ PLACES = {
     "v5p:2x2x2": dict(name="v5p:2x2x2", axis="x", rows=512, x=8),
     "v5p:4x4x8, an axis of 32": dict(name="v5p:4x4x8", axis="x", rows=512, x=32, y=4),
     "v5p:4x4x8": dict(name="v5p:4x4x8", axis="x", rows=128, x=128),
+    "padded": dict(
+        name="v5p:4x4x8", axis="x", rows=512, columns=1024, only=WRITTEN[1:2], x=32, y=4
+    ),
     "v5e:4x4": dict(name="v5e:4x4", axis="y", rows=256, x=2, y=8),
 }
-CHEAP = ("v5e:2x4", "v5p:4x4x8")
+CHEAP = ("v5e:2x4", "padded")
 
 
 @needs_libtpu
@@ -105,9 +109,11 @@ CHEAP = ("v5e:2x4", "v5p:4x4x8")
 )
 def test_bytes_are_those_written_or_the_difference_has_a_name(place):
     n, share, found = by_hand(**PLACES[place])
+    written = PLACES[place].get("only", WRITTEN)
     made = [origin for op in found.ops for origin in origins(op)]
     padded = any("padded" in op.notes for op in found.ops)
-    assert sorted(made) == sorted([*WRITTEN, *["halo"] * padded])
+    assert sorted(made) == sorted([*written, *["halo"] * padded])
+    assert padded == (place == "padded")
     for op in found.ops:
         expected = sum(formula(origin, n, share) for origin in origins(op))
         if op.written:  # Sums over the torus instead: twice the bytes, and a name for how.
@@ -115,9 +121,9 @@ def test_bytes_are_those_written_or_the_difference_has_a_name(place):
             assert op.kind == "all-reduce" and op.strategy
         assert ("combined" in op.notes) == (len(op.arrays) > 1)
         if "padded" in op.notes:
-            rows = op.arrays[0][1][0]
-            expected = expected * rows * 384 * 2 // (n * share)
-            assert op.kind == "reduce-scatter" and rows * 384 * 2 > n * share
+            ((_, (rows, columns)),) = op.arrays
+            assert op.kind == "reduce-scatter" and rows * columns * 2 > n * share
+            expected = formula("reduce_scatter", n, rows * columns * 2 // n)
         if origins(op) == ("halo",):  # What the padding has shifted moves on by one chip.
             assert op.ring_bytes < expected
         else:
@@ -127,7 +133,7 @@ def test_bytes_are_those_written_or_the_difference_has_a_name(place):
 
 @needs_libtpu
 def test_what_the_torus_makes_of_a_gather_and_a_scatter_is_told():
-    n, share, found = by_hand(**PLACES["v5p:4x4x8"])
+    n, share, found = by_hand("v5p:4x4x8", "x", 128, only=WRITTEN[:3], x=128)
     forms = measure.by_form(found)
     written = [kind for form in forms for kind in form.written]
     assert sorted(written) == ["all-gather", "all-reduce", "reduce-scatter"]
@@ -202,6 +208,19 @@ def test_a_carried_gather_counts_once_in_each_trip():
     assert 1 <= len(carried) <= 2
     assert made.as_text().count(" all-gather(") > 3  # each is written out where it is carried
     assert measure.flops(made) == layers * 3 * 2 * 512 * size * size
+
+
+@needs_libtpu
+def test_a_scatter_that_the_compiler_fuses_is_one():
+    """The sum after a product cut by its contraction, of which each chip keeps its rows."""
+    mesh = topology.chips("v5e:2x4").mesh(x=8)
+    out = NamedSharding(mesh.abstract, P("x"))
+    program = jax.jit(lambda x, w: x @ w, out_shardings=out)
+    x, w = sharded(mesh, (1024, 512), None, "x"), sharded(mesh, (512, 256), "x")
+    made = compiled(mesh, program, x, w)
+    assert " all-reduce(" in made.as_text() and " reduce-scatter(" not in made.as_text()
+    size = 1024 * 256 * 2
+    assert measure.collectives(made) == {"reduce-scatter": measure.Count(1, 1, size, size * 7 // 8)}
 
 
 @needs_libtpu

@@ -213,6 +213,10 @@ def test_a_compiled_program_is_a_value_and_nothing_reaches_the_caller(capfd, mon
     fit = measure.fits(first)
     assert fit and fit.spare == mesh.chips.chip.usable_hbm - fit.memory.total
     assert {b.source for b in fit.buffers if b.kind == "argument"} == {"x", "w", "old"}
+    held = sum(b.bytes for b in fit.buffers if b.kind == "argument")
+    assert held == sizes.argument_size_in_bytes
+    temporaries = [b.bytes for b in fit.buffers if b.kind == "temporary"]
+    assert max(temporaries) <= max(sizes.temp_size_in_bytes, 4096)  # scalars have 512 bytes each
     assert dict(first.versions)["jax"] == jax.__version__
     monkeypatch.setattr(child, "run", None)  # From here on, only what is kept.
     again = topology.compile(topology.lower(program(mesh), *arguments(mesh)), mesh)

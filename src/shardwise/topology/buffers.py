@@ -37,7 +37,8 @@ def largest(assignment: str, text: str, number: int = 16) -> tuple[Buffer, ...]:
                 break
         elif kind and (value := _VALUE.match(line)):
             at = place, int(value[3])
-            buffer = int(value[2]), kind, value[4], value[1].split("{")[0]
+            array = "tuple" if value[4].startswith("(") else value[4]
+            buffer = int(value[2]), kind, array, value[1].split("{")[0]
             found[at] = max(found.get(at, buffer), buffer, key=lambda buffer: buffer[0])
     chosen = sorted(found.values(), key=lambda buffer: -buffer[0])[:number]
     return tuple(Buffer(*buffer, _source(text, buffer[-1])) for buffer in chosen)

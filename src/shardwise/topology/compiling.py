@@ -74,8 +74,9 @@ class DoesNotFit(ValueError):
 def lower(fn: Callable, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
     """A jitted function, lowered for TPUs with abstract arguments; nothing is allocated.
 
-    `fn` is made by `jax.jit` or `rules.jit`, with shardings of `ChipMesh.abstract`; arguments are
-    `jax.ShapeDtypeStruct`s, with shardings where their layout is to be fixed.
+    `fn` is made by `jax.jit` or `rules.jit`, with shardings of `ChipMesh.abstract`. Of arguments
+    only shapes, dtypes and shardings count, as in `jax.ShapeDtypeStruct`; the compiler lays out
+    those that have no sharding, and at least one has to have one.
 
     Raises:
       TypeError: `fn` is not jitted.
