@@ -1,5 +1,6 @@
 """What is counted in a TPU's program, against what was written: bytes equal, or named apart."""
 
+import dataclasses
 import functools
 import importlib.util
 import re
@@ -183,29 +184,14 @@ def test_between_slices_the_axes_are_known():
 @needs_libtpu
 def test_a_carried_gather_counts_once_in_each_trip():
     """Three gathers a layer, some of them carried by the products of the others."""
-    mesh, layers, size = topology.chips("v5e:2x4").mesh(x=8), 3, 1024
-
-    def run(x, stack):
-        def layer(x, weights):
-            for i in range(3):
-                x = jnp.tanh(x @ jax.lax.all_gather(weights[i], "x", tiled=True))
-            return x, None
-
-        return jax.lax.scan(layer, x, stack)[0]
-
-    program = manual(mesh, run, (P("x"), P(None, None, "x")), P("x"))
-    x, stack = (
-        sharded(mesh, (8 * 512, size), "x"),
-        sharded(mesh, (layers, 3, size, size), None, None, "x"),
-    )
-    made = compiled(mesh, program, x, stack)
+    layers, size = 3, 1024
+    made = carried(512, size, layers)
     found = measure.collectives(made)
     bytes_sent = layers * 3 * size * size * 2 * 7 // 8
     assert found == {
         "all-gather": measure.Count(3, 3 * layers, layers * 3 * size * size * 2, bytes_sent)
     }
-    carried = [op for op in found.ops if op.asynchronous]
-    assert 1 <= len(carried) <= 2
+    assert 1 <= sum(op.asynchronous for op in found.ops) <= 2
     assert made.as_text().count(" all-gather(") > 3  # each is written out where it is carried
     assert measure.flops(made) == layers * 3 * 2 * 512 * size * size
 
@@ -282,6 +268,144 @@ def test_text_and_compiled_programs_are_read_alike():
     memory = measure.bytes_per_device(made)
     assert memory.arguments == memory.outputs == 512 * 256 * 2
     assert hlo.parse(made.as_text()).devices == 8
+
+
+# --- What stands beside a collective
+
+
+def carried(rows, size, layers):
+    """A program with three gathers a layer, of which products carry some."""
+    mesh = topology.chips("v5e:2x4").mesh(x=8)
+
+    def run(x, stack):
+        def layer(x, weights):
+            for i in range(3):
+                x = jnp.tanh(x @ jax.lax.all_gather(weights[i], "x", tiled=True))
+            return x, None
+
+        return jax.lax.scan(layer, x, stack)[0]
+
+    program = manual(mesh, run, (P("x"), P(None, None, "x")), P("x"))
+    x = sharded(mesh, (8 * rows, size), "x")
+    return compiled(mesh, program, x, sharded(mesh, (layers, 3, size, size), None, None, "x"))
+
+
+@needs_libtpu
+def test_a_carried_gather_is_covered_by_the_product_that_carries_it():
+    rows, size, layers, chip = 512, 1024, 3, topology.CHIPS["v5e"]
+    found = measure.overlap(carried(rows, size, layers), chip)
+    product = 2 * rows * size * size / 197e12
+    gather = size * size * 2 * 7 / 8 / (2 * 45e9)  # a ring of eight, both ways
+    assert found.seconds == pytest.approx(3 * layers * gather)
+    for beside in found.found:
+        assert (beside.times, beside.seconds) == (layers, pytest.approx(gather))
+        if beside.op.asynchronous:
+            assert len(beside.products) >= 1 and beside.cycles > 0
+            assert beside.arithmetic == pytest.approx(product * len(beside.products))
+        else:
+            assert (beside.covered, beside.arithmetic, beside.products) == (0.0, 0.0, ())
+    hidden = [beside for beside in found.found if beside.op.asynchronous]
+    beside = {name for b in hidden for name in b.products}
+    covered = sum(b.covered for b in hidden)
+    assert covered == pytest.approx(len(beside) * product)  # far less than a gather takes
+    assert found.exposed == pytest.approx(found.seconds - layers * covered)
+    assert found.share == pytest.approx(covered / gather / 3)
+    assert "not a measurement" in repr(found)
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_products_beside_a_permute_are_those_between_its_lines():
+    """Read off the lines of the text, and no second of arithmetic stands beside two."""
+    mesh = topology.chips("v5e:2x4").mesh(x=4, y=2)
+    out = NamedSharding(mesh.abstract, P("x", "y"))
+    program = jax.jit(lambda x, w: jnp.tanh(x @ w), out_shardings=out)
+    x, w = sharded(mesh, (8192, 1024), "x"), sharded(mesh, (1024, 4096), "x", "y")
+    made, chip = compiled(mesh, program, x, w), topology.CHIPS["v5e"]
+    found = measure.overlap(made, chip)
+    lines = made.as_text().partition("ENTRY")[2].splitlines()
+    whole = {line.split(" ")[0]: body for line, body in _bodies(made.as_text())}
+    for beside in found.found:
+        (start,) = (i for i, line in enumerate(lines) if f" %{beside.op.name} = " in line)
+        (end,) = (i for i, line in enumerate(lines) if f"-done(%{beside.op.name})" in line)
+        between = [line for line in lines[start + 1 : end] if "calls=" in line]
+        called = [re.search(r"calls=(%[\w.\-]+)", line)[1] for line in between]
+        names = [
+            line.split(" = ")[0].strip().removeprefix("ROOT ").lstrip("%")
+            for line, body in zip(between, called, strict=True)
+            if " convolution(" in whole[body]
+        ]
+        assert list(beside.products) == names
+    given = sum(b.covered * b.times for b in found.found)
+    assert 0 < given <= measure.flops(made) / chip.peak() * (1 + 1e-9)
+
+
+def _bodies(text):
+    """Computations by their first lines."""
+    for part in re.split(r"\n(?=%)", text.partition("ENTRY")[0]):
+        if part.startswith("%"):
+            yield part.split("\n", 1)
+
+
+CHIP = dataclasses.replace(
+    topology.CHIPS["v5e"], flops=(("bfloat16", 1.0),), link_bandwidth=1.0, devices=1
+)
+LOOP = """HloModule m, is_scheduled=true, num_partitions=8
+
+%body (c: (f32[2,2], s32[], f32[64])) -> (f32[2,2], s32[], f32[64]) {
+  %c = (f32[2,2], s32[], f32[64]) parameter(0)
+  %x = f32[2,2] get-tuple-element(%c), index=0
+  %i = s32[] get-tuple-element(%c), index=1
+  %s = (f32[64], f32[64], u32[]) get-tuple-element(%c), index=2
+  %first = f32[2,2] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %done = f32[64] collective-permute-done(%s)
+  %second = f32[2,2] dot(%first, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %start = (f32[64], f32[64], u32[]) collective-permute-start(%done), source_target_pairs={{0,1}}
+  %third = f32[2,2] dot(%second, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %r = (f32[2,2], s32[], f32[64]) tuple(%third, %next, %start)
+}
+
+%condition (c.1: (f32[2,2], s32[], f32[64])) -> pred[] {
+  %c.1 = (f32[2,2], s32[], f32[64]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%c.1), index=1
+  %five = s32[] constant(5)
+  ROOT %lt = pred[] compare(%i.1, %five), direction=LT
+}
+
+ENTRY %main (p: f32[2,2], v: f32[64]) -> f32[64] {
+  %p = f32[2,2] parameter(0)
+  %v = f32[64] parameter(1)
+  %zero = s32[] constant(0)
+  %over = (f32[64], f32[64], u32[]) collective-permute-start(%v), source_target_pairs={{0,1}}
+  %t = (f32[2,2], s32[], f32[64]) tuple(%p, %zero, %v)
+  %loop = (f32[2,2], s32[], f32[64]) while(%t), condition=%condition, body=%body
+  %end = f32[64] collective-permute-done(%over)
+  ROOT %out = f32[64] copy(%end)
+}
+"""
+
+
+def test_a_collective_may_end_in_the_next_trip_and_no_second_is_given_twice():
+    found = {beside.op.name: beside for beside in measure.overlap(LOOP, CHIP).found}
+    inner, outer = found["start"], found["over"]
+    assert inner.products == ("third", "first") and inner.times == 5
+    assert (inner.seconds, inner.covered) == (64 * 4, 2 * 16)
+    # Around the loop: fifteen products, of which ten are beside the loop's own.
+    assert outer.products == ("loop",) and outer.arithmetic == 15 * 16
+    assert outer.covered == 5 * 16
+
+
+def test_what_is_not_scheduled_has_no_overlap():
+    compiled = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((4, 4), "float32")).compile()
+    if "is_scheduled=true" not in compiled.as_text():
+        with pytest.raises(ValueError, match="is no schedule; compile it for TPUs"):
+            measure.overlap(compiled, CHIP)
+    with pytest.raises(ValueError, match="is no schedule"):
+        measure.overlap(LOOP.replace(", is_scheduled=true", ""), CHIP)
+    with pytest.raises(TypeError, match="takes a compiled program, and got int"):
+        measure.overlap(3, CHIP)
 
 
 def send(attributes):

@@ -11,14 +11,17 @@ from .fitting import Fit, fits
 from .forms import Form, by_form
 from .matmuls import flops
 from .memory import DeviceBytes, bytes_on_devices, bytes_per_device
+from .overlap import Beside, Overlap, overlap
 from .timing import StepTime, step_time
 
 __all__ = [
+    "Beside",
     "Collectives",
     "Count",
     "DeviceBytes",
     "Fit",
     "Form",
+    "Overlap",
     "StepTime",
     "by_axis",
     "by_form",
@@ -27,5 +30,6 @@ __all__ = [
     "collectives",
     "fits",
     "flops",
+    "overlap",
     "step_time",
 ]

@@ -51,13 +51,14 @@ def collectives(program: Any) -> Collectives:
         )
     found = executed(
         program,
-        lambda frame, op: _read(program, frame, op),
+        lambda frame, op: read(program, frame, op),
         weigh=lambda op: op.ring_bytes,
     )
     return Collectives([_times(op, trips) for op, trips in found])
 
 
-def _read(program: Program, frame: Frame, op: Instruction) -> Op | None:
+def read(program: Program, frame: Frame, op: Instruction) -> Op | None:
+    """The collective that one instruction is or starts, run once; None for any other."""
     kind = op.opcode.removesuffix("-start")
     if between := dcn.read(op, program.devices):
         return _between_slices(frame, op, *between)

@@ -34,11 +34,12 @@ def flops(compiled: Any) -> int:
             f"measure.flops takes a compiled program, and got {type(compiled).__name__}; pass "
             f"jax.jit(f).lower(*args).compile(). (FLOPs per device are known only then.)"
         )
-    found = executed(compiled, _read)
+    found = executed(compiled, read)
     return sum(count * times for count, times in found)
 
 
-def _read(frame: Frame, op: Instruction) -> int | None:
+def read(frame: Frame, op: Instruction) -> int | None:
+    """FLOPs of one instruction, None of one that is no product."""
     if op.opcode == "dot":
         return _dot(
             frame, op, op.attributes["lhs_contracting_dims"], op.attributes.get("lhs_batch_dims")
