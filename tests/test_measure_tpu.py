@@ -7,12 +7,15 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import measure, topology
+from shardwise import data, layouts, measure, model, topology, train
 from shardwise.measure import hlo
+from shardwise.measure.program import Array
 
 needs_libtpu = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"),
@@ -268,6 +271,56 @@ def test_text_and_compiled_programs_are_read_alike():
     memory = measure.bytes_per_device(made)
     assert memory.arguments == memory.outputs == 512 * 256 * 2
     assert hlo.parse(made.as_text()).devices == 8
+
+
+# --- A whole training step
+
+
+def fsdp_step(mesh):
+    """(FSDP's step of a decoder, lowered; the bytes of its parameters and optimizer's state)."""
+    config = model.Config(
+        embed=256, layers=2, heads=2, kv_heads=2, head_dim=128, mlp=512, remat=True
+    )
+    graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
+    loss = functools.partial(train.loss, graphdef=graphdef)
+    layout = layouts.Layout(mesh.abstract, fsdp="fsdp", dtype=jnp.bfloat16)
+    tx = optax.sgd(1e-3, momentum=0.9)
+
+    def create(key):
+        return nnx.state(model.Decoder(config, nnx.Rngs(params=key)))
+
+    state = jax.eval_shape(lambda key: layouts.init(layout, create, tx, key), jax.random.key(0))
+    rows = next(iter(data.batches(2 * mesh.chips.devices, 128, seed=1)))
+    batch = jax.tree.map(lambda x: sharded(mesh, x.shape, "fsdp", dtype=x.dtype), rows)
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    return topology.lower(layouts.step(layout, loss, tx), *state, batch), size
+
+
+def payloads(found):
+    """{kind that was written: bytes}, whatever was made of it."""
+    sums = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), 0)
+    for op in found.ops:
+        kinds = op.written or (op.kind,) * len(op.arrays)
+        each = [Array(*array).bytes * op.trips for array in op.arrays]
+        sizes = [size * op.payload_bytes // sum(each) for size in each]
+        for kind, size in zip(kinds, sizes, strict=True):
+            sums[kind] += size
+    return sums
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v5e:2x4", "v5p:2x2x2"])
+def test_a_whole_step_sends_what_was_written_and_holds_its_share(name):
+    mesh = topology.chips(name).mesh(fsdp=8)
+    lowered, state = fsdp_step(mesh)
+    made = topology.compile(lowered, mesh)
+    written, found = measure.collectives(lowered), measure.collectives(made)
+    assert payloads(found) == payloads(written)
+    assert found.payload_bytes == written.payload_bytes
+    memory = measure.fits(made).memory
+    assert state // 8 <= memory.arguments < state // 8 * 1.05  # small arrays are padded to tiles
+    assert memory.aliased >= state // 8  # both are donated
 
 
 # --- What stands beside a collective
