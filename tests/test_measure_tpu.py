@@ -346,7 +346,8 @@ def carried(rows, size, layers):
 @needs_libtpu
 def test_a_carried_gather_is_covered_by_the_product_that_carries_it():
     rows, size, layers, chip = 512, 1024, 3, topology.CHIPS["v5e"]
-    found = measure.overlap(carried(rows, size, layers), chip)
+    made = carried(rows, size, layers)
+    found = measure.overlap(made, chip)
     product = 2 * rows * size * size / 197e12
     gather = size * size * 2 * 7 / 8 / (2 * 45e9)  # a ring of eight, both ways
     assert found.seconds == pytest.approx(3 * layers * gather)
@@ -358,6 +359,13 @@ def test_a_carried_gather_is_covered_by_the_product_that_carries_it():
         else:
             assert (beside.covered, beside.arithmetic, beside.products) == (0.0, 0.0, ())
     hidden = [beside for beside in found.found if beside.op.asynchronous]
+    lines = made.as_text().splitlines()
+    starts, ends = (
+        [i for i, line in enumerate(lines) if f" %async-collective-{end}" in line.split(" = ")[0]]
+        for end in ("start", "done")
+    )
+    expected = [products(made, lines[i:j]) for i, j in zip(starts, ends, strict=True)]
+    assert [list(b.products) for b in hidden] == expected
     beside = {name for b in hidden for name in b.products}
     covered = sum(b.covered for b in hidden)
     assert covered == pytest.approx(len(beside) * product)  # far less than a gather takes
@@ -377,27 +385,26 @@ def test_the_products_beside_a_permute_are_those_between_its_lines():
     made, chip = compiled(mesh, program, x, w), topology.CHIPS["v5e"]
     found = measure.overlap(made, chip)
     lines = made.as_text().partition("ENTRY")[2].splitlines()
-    whole = {line.split(" ")[0]: body for line, body in _bodies(made.as_text())}
     for beside in found.found:
         (start,) = (i for i, line in enumerate(lines) if f" %{beside.op.name} = " in line)
         (end,) = (i for i, line in enumerate(lines) if f"-done(%{beside.op.name})" in line)
-        between = [line for line in lines[start + 1 : end] if "calls=" in line]
-        called = [re.search(r"calls=(%[\w.\-]+)", line)[1] for line in between]
-        names = [
-            line.split(" = ")[0].strip().removeprefix("ROOT ").lstrip("%")
-            for line, body in zip(between, called, strict=True)
-            if " convolution(" in whole[body]
-        ]
+        names = products(made, lines[start:end])
         assert list(beside.products) == names
     given = sum(b.covered * b.times for b in found.found)
     assert 0 < given <= measure.flops(made) / chip.peak() * (1 + 1e-9)
 
 
-def _bodies(text):
-    """Computations by their first lines."""
-    for part in re.split(r"\n(?=%)", text.partition("ENTRY")[0]):
-        if part.startswith("%"):
-            yield part.split("\n", 1)
+def products(made, lines):
+    """The names of those fusions whose computation multiplies, by the lines of the text alone."""
+    bodies = {}
+    for part in re.split(r"\n(?=%)", made.as_text().partition("ENTRY")[0]):
+        bodies[part.split(" ")[0]] = part
+    found = []
+    for line in lines:
+        called = re.search(r"^ *(?:ROOT )?%(\S+) = .* fusion\(.*calls=(%[\w.\-]+)", line)
+        if called and " convolution(" in bodies[called[2]]:
+            found.append(called[1])
+    return found
 
 
 CHIP = dataclasses.replace(

@@ -227,6 +227,14 @@ def test_a_compiled_program_is_a_value_and_nothing_reaches_the_caller(capfd, mon
         topology.compile(lowered, mesh, options={"xla_tpu_enable_latency_hiding_scheduler": True})
 
 
+@needs_libtpu
+def test_a_failure_says_what_the_compiler_said():
+    mesh = topology.chips("v5e:2x4").mesh(x=8)
+    lowered = topology.lower(jax.jit(jnp.sin), sharded(mesh, (8,), P("x")))
+    with pytest.raises(RuntimeError, match=r"for v5e:2x4 (?s:.*)xla_no_such_option"):
+        topology.compile(lowered, mesh, options={"xla_no_such_option": True})
+
+
 PUBLIC = """
 import sys
 from jax.experimental import mesh_utils, topologies

@@ -182,7 +182,8 @@ def _check(module, mesh):
     if devices != mesh.chips.devices:
         raise ValueError(
             f"topology.compile: the program is lowered for {devices} devices, and {mesh.chips} "
-            f"have {mesh.chips.devices}; trace it with shardings of mesh.abstract."
+            f"have {mesh.chips.devices}; trace it with shardings of mesh.abstract, of which one "
+            f"argument at least has to have one."
         )
     meshes = [
         {name: int(size) for name, size in re.findall(r'"([^"]+)"=(\d+)', axes)}
