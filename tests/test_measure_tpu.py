@@ -146,7 +146,7 @@ def test_what_the_torus_makes_of_a_gather_and_a_scatter_is_told():
 
 
 @needs_libtpu
-@pytest.mark.parametrize("size", [2, 16])
+@pytest.mark.parametrize("size", [2, pytest.param(16, marks=pytest.mark.slow)])
 def test_between_slices_transfers_have_kinds_of_their_own(size):
     """Over both networks together a device sends what one ring of all would have it send."""
     axes = dict(s=2, y=8) if size == 2 else dict(x=16)
@@ -170,6 +170,7 @@ def test_between_slices_transfers_have_kinds_of_their_own(size):
 
 
 @needs_libtpu
+@pytest.mark.slow
 def test_between_slices_the_axes_are_known():
     mesh = topology.chips("v5e:2x4", 2).mesh(s=2, y=8)
     program = manual(mesh, lambda x: jax.lax.psum(jax.lax.psum(x, "y") * 2, "s"), P(), P())
@@ -233,6 +234,7 @@ def test_a_product_in_windows_sends_shares_by_its_trips(name, axes, shards):
 
 
 @needs_libtpu
+@pytest.mark.slow
 def test_a_gather_in_bfloat16_stays_so_and_one_too_wide_is_narrowed():
     mesh = topology.chips("v5e:2x4").mesh(x=8)
 
@@ -249,6 +251,7 @@ def test_a_gather_in_bfloat16_stays_so_and_one_too_wide_is_narrowed():
 
 
 @needs_libtpu
+@pytest.mark.slow
 def test_a_ragged_exchange_is_a_bound():
     mesh = topology.chips("v5e:2x4").mesh(x=8)
 
@@ -262,6 +265,7 @@ def test_a_ragged_exchange_is_a_bound():
 
 
 @needs_libtpu
+@pytest.mark.slow
 def test_text_and_compiled_programs_are_read_alike():
     mesh = topology.chips("v5e:2x4").mesh(x=8)
     made = compiled(

@@ -26,7 +26,7 @@ needs_libtpu = pytest.mark.skipif(
     reason="libtpu, the TPU compiler, is not installed: pip install 'shardwise[tpu]'",
 )
 refuses = pytest.mark.skipif(
-    jax.__version_info__ < (0, 8), reason="libtpu 0.0.23 refuses only single arrays"
+    jax.__version_info__ < (0, 8), reason="libtpu 0.0.23 counts temporaries only"
 )
 
 
@@ -285,7 +285,11 @@ def _bare(text):
 @needs_libtpu
 @pytest.mark.parametrize(
     "name, slices, axes",
-    [("v5p:4x4x8", 1, dict(a=32, b=4)), ("v5e:4x4", 2, dict(a=8, b=4)), ("v4:2x2x2", 1, dict(a=8))],
+    [
+        ("v5p:4x4x8", 1, dict(a=32, b=4)),
+        pytest.param("v5e:4x4", 2, dict(a=8, b=4), marks=pytest.mark.slow),
+        pytest.param("v4:2x2x2", 1, dict(a=8), marks=pytest.mark.slow),
+    ],
 )
 def test_axes_are_laid_along_the_torus(name, slices, axes):
     mesh = topology.chips(name, slices).mesh(**axes)
@@ -300,11 +304,10 @@ def test_axes_are_laid_along_the_torus(name, slices, axes):
     assert steps.max() == 1 or mesh.chips.shape[-1] == 2
 
 
-@refuses
 @needs_libtpu
 def test_a_refusal_has_both_totals_and_the_largest_arrays(monkeypatch):
     mesh = topology.chips("v5e:2x4").mesh(x=8)
-    size = 88064
+    size = 92160  # an array that alone is a little less than the memory
 
     def fn(x):
         with jax.named_scope("layer"):
@@ -314,7 +317,9 @@ def test_a_refusal_has_both_totals_and_the_largest_arrays(monkeypatch):
     with pytest.raises(topology.DoesNotFit, match="GiB of HBM on a device") as refused:
         topology.compile(lowered, mesh)
     error, buffer = refused.value, refused.value.buffers[0]
-    assert error.needed >= 2 * size * (size + size // 4) > error.allowed
+    # Told to a hundredth of a GiB; libtpu 0.0.23 counts temporaries only.
+    held = 2 * size * size + (4 * size * size // 8 if jax.__version_info__ >= (0, 8) else 0)
+    assert error.needed >= held - 2**30 // 100 > error.allowed
     assert error.allowed == mesh.chips.chip.usable_hbm
     fit = measure.fits(error)
     assert not fit and (fit.needed, fit.allowed) == (error.needed, error.allowed)
