@@ -10,6 +10,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import pallas as pl
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as attention
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -275,6 +278,37 @@ def test_text_and_compiled_programs_are_read_alike():
     memory = measure.bytes_per_device(made)
     assert memory.arguments == memory.outputs == 512 * 256 * 2
     assert hlo.parse(made.as_text()).devices == 8
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_kernels_count_by_their_formula():
+    """One that states it, one that is told, and one whose metadata stands on lines of its own."""
+    mesh = topology.chips("v5e:2x4").mesh(x=8)
+
+    def product(a, b, out):
+        out[...] = jnp.dot(a[...], b[...])
+
+    def run(a, b, estimate):
+        out = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+        return pl.pallas_call(product, out_shape=out, cost_estimate=estimate)(a, b)
+
+    said = pl.CostEstimate(flops=7 * 128**3, bytes_accessed=1, transcendentals=0)
+    arrays = [sharded(mesh, (8 * 128, 128), "x", dtype=jnp.float32)] * 2
+    told, untold = (
+        compiled(mesh, manual(mesh, functools.partial(run, estimate=e), P("x"), P("x")), *arrays)
+        for e in (said, None)
+    )
+    assert measure.flops(told) == 7 * 128**3
+    assert measure.flops(untold, kernels={"pallas_call": 3}) == 3
+    with pytest.raises(ValueError, match=r"a tpu_custom_call; .* say kernels="):
+        measure.flops(untold)
+    mask = masks.MultiHeadMask([masks.CausalMask((256, 256))])
+    splash = attention.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
+    heads = [sharded(mesh, (8, 1, 256, 128), "x", dtype=jnp.float32)] * 3
+    made = compiled(mesh, manual(mesh, jax.vmap(splash), P("x"), P("x")), *heads)
+    assert measure.flops(made, kernels={"splash": 5}) == 5
+    assert measure.collectives(made) == {}
 
 
 # --- A whole training step

@@ -1,7 +1,7 @@
 """How much of what is sent can run beside products: by the schedule, and by a model of time."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,13 +76,14 @@ class Overlap:
         return "\n".join([*lines, *([f"  and {more} more, shorter ones"] if more > 0 else [])])
 
 
-def overlap(program: Any, chip: Any) -> Overlap:
+def overlap(program: Any, chip: Any, kernels: Mapping[str, int] | None = None) -> Overlap:
     """The `Overlap` of a program compiled for TPUs, on a `chip` of `topology.CHIPS`.
 
     A TPU's program is printed in the order in which it runs. What stands there between the start
     of a collective and its end can run beside it; synchronous collectives are exposed. How long
     each takes is a model: bytes over the links that the compiler's strategy uses (a ring goes both
-    ways where nothing is said), FLOPs over the peak in bfloat16. Other work is not counted.
+    ways where nothing is said), FLOPs over the peak in bfloat16, Pallas kernels' by `kernels` as in
+    `flops`. Other work is not counted.
 
     Raises:
       TypeError: `program` is no compiled program.
@@ -100,10 +101,10 @@ def overlap(program: Any, chip: Any) -> Overlap:
             "for TPUs, by topology.compile."
         )
     parsed = hlo.parse(text)
-    return Overlap(tuple(_beside(parsed, chip)))
+    return Overlap(tuple(_beside(parsed, chip, kernels or {})))
 
 
-def _beside(program: Program, chip: Any) -> Iterator[Beside]:
+def _beside(program: Program, chip: Any, kernels: Mapping[str, int]) -> Iterator[Beside]:
     groups: dict[int, list[tuple[Op, Frame, Instruction, int]]] = {}
 
     def read(frame, op):
@@ -117,10 +118,10 @@ def _beside(program: Program, chip: Any) -> Iterator[Beside]:
     # Innermost first: what is beside a collective of a loop is beside none around the loop.
     taken: dict[tuple[int, str], float] = {}
     for group in sorted(groups.values(), key=lambda group: -len(_around(group[0][1]))):
-        yield from _shared(program, chip, group, taken)
+        yield from _shared(program, chip, group, taken, kernels)
 
 
-def _shared(program, chip, group, taken):
+def _shared(program, chip, group, taken, kernels):
     """Those that start in one computation: a product's time goes to whoever is open, once."""
     for found, frame, start, times in group:
         lanes = _lanes(found, chip, start)
@@ -130,7 +131,8 @@ def _shared(program, chip, group, taken):
             yield Beside(found, times, lanes, seconds)
             continue
         beside = schedule.between(program, frame, start)
-        work = {op.name: schedule.flops(program, frame, op) / chip.peak() for op in beside}
+        count = (schedule.flops(program, frame, op, kernels) for op in beside)
+        work = {op.name: n / chip.peak() for op, n in zip(beside, count, strict=True)}
         products, covered = tuple(name for name, time in work.items() if time), 0.0
         for name in products:
             left = work[name] - taken.get((id(frame), name), 0.0) / times

@@ -1,7 +1,7 @@
 """What stands between the start and the end of a collective, in the order of a TPU's program."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from . import matmuls
 from .program import Computation, Frame, Instruction, Program
@@ -32,9 +32,9 @@ def between(program: Program, frame: Frame, start: Instruction) -> list[Instruct
     return [*after, *order[: order.index(end) if end in order else 0]]
 
 
-def flops(program: Program, frame: Frame, op: Instruction) -> int:
+def flops(program: Program, frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int:
     """FLOPs of the products in one instruction, and in what it runs."""
-    return _sum(program, frame, op, matmuls.read)
+    return _sum(program, frame, op, lambda frame, op: matmuls.read(frame, op, kernels))
 
 
 def cycles(program: Program, frame: Frame, op: Instruction) -> int:
