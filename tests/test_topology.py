@@ -352,9 +352,8 @@ def test_the_usable_hbm_is_where_programs_begin_to_be_refused(kind):
         attempt(1 + 1 / 2000)
 
 
-@needs_libtpu
-def test_rules_jit_compiles_on_abstract_arrays():
-    mesh = topology.chips("v5e:2x4").mesh(fsdp=8)
+def doubled(mesh):
+    """A function jitted by rules, lowered, that donates its only argument."""
     tree = {"w": jax.ShapeDtypeStruct((256, 512), jnp.float32)}
     jitted = rules.jit(
         lambda tree: jax.tree.map(lambda x: x * 2, tree),
@@ -363,5 +362,17 @@ def test_rules_jit_compiles_on_abstract_arrays():
         out_rules=rules.FSDPRule("fsdp"),
         donate_argnums=0,
     )
-    sizes = topology.compile(topology.lower(jitted, tree), mesh).memory_analysis()
+    return topology.lower(jitted, tree)
+
+
+def test_rules_jit_is_lowered_for_a_mesh_without_devices():
+    text = doubled(topology.chips("v5p:4x4x8").mesh(fsdp=128)).as_text()
+    assert "mhlo.num_partitions = 128" in text and text.count('{"fsdp"}') >= 2
+    assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
+
+
+@needs_libtpu
+def test_rules_jit_compiles_on_abstract_arrays():
+    mesh = topology.chips("v5e:2x4").mesh(fsdp=8)
+    sizes = topology.compile(doubled(mesh), mesh).memory_analysis()
     assert sizes.argument_size_in_bytes == sizes.alias_size_in_bytes == 4 * 256 * 512 // 8
