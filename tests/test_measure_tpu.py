@@ -146,6 +146,10 @@ def test_what_the_torus_makes_of_a_gather_and_a_scatter_is_told():
     assert sorted(written) == ["all-gather", "all-reduce", "reduce-scatter"]
     assert sum(part.ring_bytes for part in forms.values()) == found.ring_bytes
     assert found["all-reduce"].ring_bytes == 3 * formula("psum", n, share)
+    head, row = repr(forms).splitlines()
+    assert head.split()[:3] == ["collective", "written", "as"] and "combined" in row
+    assert all(word in forms._repr_html_() for word in ("reduce-scatter", "combined", "<th"))
+    assert repr(measure.by_form(measure.counts.Collectives([]))) == "no collectives"
 
 
 @needs_libtpu

@@ -8,7 +8,7 @@ from .axes import by_axis
 from .communication import collectives
 from .counts import Collectives, Count
 from .fitting import Fit, fits
-from .forms import Form, by_form
+from .forms import Form, Forms, by_form
 from .matmuls import flops
 from .memory import DeviceBytes, bytes_on_devices, bytes_per_device
 from .overlap import Beside, Overlap, overlap
@@ -21,6 +21,7 @@ __all__ = [
     "DeviceBytes",
     "Fit",
     "Form",
+    "Forms",
     "Overlap",
     "StepTime",
     "by_axis",

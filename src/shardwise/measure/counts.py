@@ -1,8 +1,9 @@
 """The result of counting collectives: a mapping by kind, a list, and a table to show."""
 
-import html
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+
+from . import tables
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 BETWEEN_SLICES = " between slices"  # after a kind: of TPUs, over the data centre's network
@@ -103,31 +104,13 @@ class Collectives(Mapping[str, Count]):
         rows = [
             (kind, c.static, c.dynamic, c.payload_bytes, c.ring_bytes) for kind, c in counts.items()
         ]
-        return [(kind, *(_number(value) for value in values)) for kind, *values in rows]
+        return [(kind, *map(tables.number, values)) for kind, *values in rows]
 
     def __repr__(self) -> str:
-        if not self:
-            return "no collectives"
-        table = [_COLUMNS, *self._rows()]
-        widths = [max(len(row[i]) for row in table) for i in range(len(_COLUMNS))]
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if i else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in table
-        )
+        return tables.plain(_COLUMNS, self._rows()) if self else "no collectives"
 
     def _repr_html_(self) -> str:
-        if not self:
-            return "<p>no collectives</p>"
-        head = "".join(f'<th scope="col">{html.escape(title)}</th>' for title in _COLUMNS)
-        cell = '<td style="text-align:right">{}</td>'.format
-        body = "".join(
-            f'<tr><th scope="row">{kind}</th>{"".join(map(cell, cells))}</tr>'
-            for kind, *cells in self._rows()
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return tables.page(_COLUMNS, self._rows()) if self else "<p>no collectives</p>"
 
 
 def _sum(ops: list[Op]) -> Count:
@@ -137,7 +120,3 @@ def _sum(ops: list[Op]) -> Count:
         payload_bytes=sum(op.payload_bytes for op in ops),
         ring_bytes=sum(op.ring_bytes for op in ops),
     )
-
-
-def _number(value: int | float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
