@@ -1,5 +1,6 @@
 """Programs written out as other backends and other compilers print them, and as no one does."""
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -303,3 +304,37 @@ def test_collectives_print_as_a_table():
         "<p>no collectives</p>",
         0,
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "needed", "allowed"),
+    [
+        ("Ran out of memory. Used 18.75G of 15.75G hbm. Exceeded", 18.75 * 2**30, 15.75 * 2**30),
+        ("HLO temporaries (17.5G) exceeds available HBM (512.0M). H", 17.5 * 2**30, 2**29),
+        (
+            "Allocation (size=29262643200) would exceed memory (size=17179869184)",
+            29262643200,
+            2**34,
+        ),
+    ],
+)
+def test_a_refusal_tells_what_was_needed_and_allowed(said, needed, allowed):
+    fit = measure.fits(RuntimeError(said))
+    assert (fit.needed, fit.allowed, fit.memory, fit.buffers) == (needed, allowed, None, ())
+    assert not fit and fit.spare == allowed - needed
+    assert measure.fits(RuntimeError(said), allowed=2**40)
+
+
+def test_what_tells_no_memory_is_refused_by_name():
+    with pytest.raises(ValueError, match="this KeyError tells no numbers of memory"):
+        measure.fits(KeyError("x"))
+    with pytest.raises(TypeError, match="takes a compiled program, and got str"):
+        measure.fits("x")
+    compiled = jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((4,), "float32")).compile()
+    with pytest.raises(ValueError, match=r"say measure\.fits\(compiled, allowed="):
+        measure.fits(compiled)
+    memory = measure.bytes_per_device(compiled)
+    for allowed in (memory.total, memory.total - 1):
+        fit = measure.fits(compiled, allowed)
+        assert bool(fit) == (allowed == memory.total) and fit.memory == memory
+    assert repr(fit).startswith("does not fit: 0.00 of 0.00 GiB\n  arguments 0.00")

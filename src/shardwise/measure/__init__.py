@@ -1,24 +1,36 @@
 """What a program costs: bytes on each device, collectives, FLOPs, and time.
 
-Compiled programs are read, not run: `jax.jit(f).lower(*args).compile()` is what to pass.
+Compiled programs are read, not run: `jax.jit(f).lower(*args).compile()` is what to pass, or what
+`topology.compile` returns for chips that are not here.
 """
 
 from .axes import by_axis
 from .communication import collectives
 from .counts import Collectives, Count
+from .fitting import Fit, fits
+from .forms import Form, Forms, by_form
 from .matmuls import flops
 from .memory import DeviceBytes, bytes_on_devices, bytes_per_device
+from .overlap import Beside, Overlap, overlap
 from .timing import StepTime, step_time
 
 __all__ = [
+    "Beside",
     "Collectives",
     "Count",
     "DeviceBytes",
+    "Fit",
+    "Form",
+    "Forms",
+    "Overlap",
     "StepTime",
     "by_axis",
+    "by_form",
     "bytes_on_devices",
     "bytes_per_device",
     "collectives",
+    "fits",
     "flops",
+    "overlap",
     "step_time",
 ]

@@ -14,9 +14,16 @@ def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ..
     the program, whose devices have numbers in its order. What moves nothing is left out.
 
     Raises:
-      ValueError: a collective among other devices than those of the mesh.
+      ValueError: a collective among other devices than those of the mesh, or, between slices of
+        TPUs, among devices whose numbers are not told.
     """
     shape = tuple(mesh.shape.values())
+    for op in found.ops:
+        if not op.groups:
+            raise ValueError(
+                f"measure.by_axis: {op.name}, a {op.kind}, tells who takes part by places on the "
+                f"chips, not by numbers; leave it out."
+            )
     parts: dict[tuple[str, ...], list[Op]] = {}
     for op in found.ops:
         parts.setdefault(_axes(op, tuple(mesh.shape), shape), []).append(op)

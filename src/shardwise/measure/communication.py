@@ -2,12 +2,13 @@
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import jax
 
-from . import groups, hlo, stablehlo
-from .counts import KINDS, Collectives, Op
-from .program import Frame, Instruction, Program
+from . import dcn, groups, hlo, stablehlo, tpu
+from .counts import BETWEEN_SLICES, KINDS, Collectives, Op
+from .program import Frame, Instruction, Program, is_compiled
 from .trips import executed
 
 # Times B (n - 1) / n are sent by each of the n devices of a ring; B is the full tensor. In an
@@ -16,8 +17,8 @@ _RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-a
 _UNCOUNTED = ("collective-broadcast", "ragged-all-to-all", "send")
 
 
-def collectives(program: jax.stages.Compiled | jax.stages.Lowered | Program) -> Collectives:
-    """The `Collectives` of a `jax.stages.Compiled` or `jax.stages.Lowered`.
+def collectives(program: Any) -> Collectives:
+    """The `Collectives` of a lowered program, a compiled one, or one's optimized HLO text.
 
     A compiled program holds what really runs on one device: hand-written collectives and those
     that the compiler inserted, in the dtypes of its backend (the CPU's turns bfloat16 into
@@ -25,18 +26,24 @@ def collectives(program: jax.stages.Compiled | jax.stages.Lowered | Program) -> 
     written, its arrays not yet divided along axes that are left to the compiler.
 
     An asynchronous start and done are one collective, a group of one device sends nothing, and of
-    a conditional's branches the one that sends the most is counted.
+    a conditional's branches the one that sends the most is counted. A compiled program is a
+    `jax.stages.Compiled` or what `topology.compile` returns.
+
+    In a TPU's program, what is carried by fusions counts once, where it starts; an all-reduce of
+    which the same fusion keeps a share is a reduce-scatter, of the padded array; transfers between
+    slices are kinds of their own, such as "all-reduce between slices"; and ragged-all-to-all
+    counts as if every row left its device: a bound. See `measure.by_form`.
 
     Raises:
-      TypeError: `program` is neither.
+      TypeError: `program` is none of these.
       ValueError: a collective whose bytes depend on data, one in a loop whose number of trips
         does, replica groups in a form not known here, or, in a lowered program, a custom call
         that may send.
     """
-    if isinstance(program, jax.stages.Compiled):
-        program = hlo.parse(program.as_text())
-    elif isinstance(program, jax.stages.Lowered):
+    if isinstance(program, jax.stages.Lowered):
         program = stablehlo.read(program)
+    elif isinstance(program, str) or is_compiled(program):
+        program = hlo.parse(program if isinstance(program, str) else program.as_text())
     elif not isinstance(program, Program):
         raise TypeError(
             f"measure.collectives takes a lowered or compiled program, and got "
@@ -44,34 +51,91 @@ def collectives(program: jax.stages.Compiled | jax.stages.Lowered | Program) -> 
         )
     found = executed(
         program,
-        lambda frame, op: _read(program, frame, op),
+        lambda frame, op: read(program, frame, op),
         weigh=lambda op: op.ring_bytes,
     )
     return Collectives([_times(op, trips) for op, trips in found])
 
 
-def _read(program: Program, frame: Frame, op: Instruction) -> Op | None:
+def read(program: Program, frame: Frame, op: Instruction) -> Op | None:
+    """The collective that one instruction is or starts, run once; None for any other."""
     kind = op.opcode.removesuffix("-start")
+    if between := dcn.read(op, program.devices):
+        return _between_slices(frame, op, *between)
+    if kind == "ragged-all-to-all" and "replica_groups" in op.attributes:
+        return _ragged(program, frame, op)
     if kind in _UNCOUNTED and op.attributes.get("is_host_transfer") != "true":
         raise ValueError(
             f"measure.collectives: cannot count the bytes of {op.name}, a {kind}; known are "
             f"{', '.join(KINDS)}. Measure the part of the program around it by itself."
         )
-    if kind not in KINDS:
+    started = tpu.starts(frame, op)
+    if kind not in KINDS or started is None:
         return None
-    arrays = frame.operands(op)
-    size = sum(array.bytes for array in arrays)
     if kind == "collective-permute":
-        among = groups.pairs(op)
-        n, sent = None, size if any(len(set(pair)) > 1 for pair in among) else 0
+        among, n = groups.pairs(op), None
     else:
         among = groups.replicas(op, program.devices)
         n = max(map(len, among))
-        size *= n if kind == "all-gather" else 1
-        sent = _exact(_RING_PASSES[kind] * size * (n - 1), n)
-    source = re.search(r'op_name="([^"]*)"', op.attributes.get("metadata", ""))
+    source = _source(op)
+    written = tpu.written_as(program, frame, op, n) if n else ()
+    if tpu.is_scatter(frame, op):
+        kind, written = "reduce-scatter", ()
+    notes = {
+        "padded": tpu.is_padded(frame, op),
+        "windowed": tpu.is_windowed(op, source),
+        "combined": len(op.operands) > 1 and kind != "all-to-all",
+    }
+    return _op(
+        kind,
+        op.name,
+        frame.operands(op),
+        n,
+        among,
+        source=source,
+        strategy=tpu.strategy(frame, op),
+        written=written,
+        asynchronous=started,
+        notes=tuple(note for note, holds in notes.items() if holds),
+    )
+
+
+def _op(kind, name, arrays, n, among, **more) -> Op:
+    """One instruction that runs once; what leaves a device by the formulas of a ring."""
+    size = sum(array.bytes for array in arrays)
+    base = kind.removesuffix(BETWEEN_SLICES)
+    if base == "collective-permute":
+        sent = size if any(len(set(pair)) > 1 for pair in among) else 0
+        n = None
+    else:
+        size *= n if base == "all-gather" else 1
+        sent = _exact(_RING_PASSES[base] * size * (n - 1), n)
     types = tuple((array.dtype, array.dims) for array in arrays)
-    return Op(kind, op.name, types, n, 1, size, sent, source[1] if source else "", among)
+    return Op(kind, name, types, n, 1, size, sent, groups=among, **more)
+
+
+def _between_slices(frame, op, kind, n, among):
+    arrays = frame.operands(op)[:1]  # and a token
+    sends = among or ((0, 1),)  # where numbers are not known, devices differ
+    found = _op(
+        kind + BETWEEN_SLICES, op.name, arrays, n, sends, source=_source(op), asynchronous=True
+    )
+    return replace(found, groups=among)
+
+
+def _ragged(program, frame, op):
+    """All rows of the operand, as if none stayed."""
+    among = groups.replicas(op, program.devices)
+    rows = frame.find(op.operands[0])[1].arrays[0]
+    n, types = max(map(len, among)), ((rows.dtype, rows.dims),)
+    sent = rows.bytes if n > 1 else 0
+    found = dict(source=_source(op), groups=among, strategy=tpu.strategy(frame, op))
+    return Op("all-to-all", op.name, types, n, 1, rows.bytes, sent, notes=("bound",), **found)
+
+
+def _source(op: Instruction) -> str:
+    source = re.search(r'op_name="([^"]*)"', op.attributes.get("metadata", ""))
+    return source[1] if source else ""
 
 
 def _times(op: Op, trips: int) -> Op:

@@ -1,10 +1,12 @@
 """The result of counting collectives: a mapping by kind, a list, and a table to show."""
 
-import html
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from . import tables
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+BETWEEN_SLICES = " between slices"  # after a kind: of TPUs, over the data centre's network
 _COLUMNS = ("collective", "in program", "times run", "payload bytes", "ring bytes per device")
 
 
@@ -15,6 +17,12 @@ class Op:
     `group_size` is the number of devices that take part together (None for a collective-permute),
     `arrays` what each device puts in, as (dtype, dims), `source` the operation that JAX named,
     `groups` the numbers of the devices that take part together, or each (source, target).
+
+    Of a TPU's program: `strategy` is the compiler's name for how the chips exchange, `written` the
+    kind whose work an all-reduce does, of each array (empty if sums), `asynchronous` whether other
+    work may stand between its start and its end, and `notes` are of "padded" (the arrays are larger
+    than those written), "windowed" (it passes on the shares of a product), "combined" (several
+    arrays in one) and "bound" (at most so many bytes).
     """
 
     kind: str
@@ -26,6 +34,10 @@ class Op:
     ring_bytes: int | float
     source: str
     groups: tuple[tuple[int, ...], ...] = ()
+    strategy: str = ""
+    written: tuple[str, ...] = ()
+    asynchronous: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def dtype(self) -> str:
@@ -58,7 +70,7 @@ class Collectives(Mapping[str, Count]):
         self.ops: tuple[Op, ...] = tuple(ops)
         self._counts = {
             kind: _sum([op for op in self.ops if op.kind == kind])
-            for kind in KINDS
+            for kind in (*KINDS, *(kind + BETWEEN_SLICES for kind in KINDS))
             if any(op.kind == kind for op in self.ops)
         }
 
@@ -92,31 +104,13 @@ class Collectives(Mapping[str, Count]):
         rows = [
             (kind, c.static, c.dynamic, c.payload_bytes, c.ring_bytes) for kind, c in counts.items()
         ]
-        return [(kind, *(_number(value) for value in values)) for kind, *values in rows]
+        return [(kind, *map(tables.number, values)) for kind, *values in rows]
 
     def __repr__(self) -> str:
-        if not self:
-            return "no collectives"
-        table = [_COLUMNS, *self._rows()]
-        widths = [max(len(row[i]) for row in table) for i in range(len(_COLUMNS))]
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if i else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in table
-        )
+        return tables.plain(_COLUMNS, self._rows()) if self else "no collectives"
 
     def _repr_html_(self) -> str:
-        if not self:
-            return "<p>no collectives</p>"
-        head = "".join(f'<th scope="col">{html.escape(title)}</th>' for title in _COLUMNS)
-        cell = '<td style="text-align:right">{}</td>'.format
-        body = "".join(
-            f'<tr><th scope="row">{kind}</th>{"".join(map(cell, cells))}</tr>'
-            for kind, *cells in self._rows()
-        )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return tables.page(_COLUMNS, self._rows()) if self else "<p>no collectives</p>"
 
 
 def _sum(ops: list[Op]) -> Count:
@@ -126,7 +120,3 @@ def _sum(ops: list[Op]) -> Count:
         payload_bytes=sum(op.payload_bytes for op in ops),
         ring_bytes=sum(op.ring_bytes for op in ops),
     )
-
-
-def _number(value: int | float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"

@@ -6,6 +6,8 @@ import re
 from .program import Array, Computation, Instruction, Program
 
 _COMMENT = re.compile(r"/\*.*?\*/")
+# A kernel's metadata may stand on lines of their own, in the middle of its instruction.
+_BROKEN = re.compile(r"=\{\n(?:[^\n}][^\n]*\n)*\}")
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? ?\{$")
 _ASSIGNMENT = re.compile(r"\s*(ROOT )?%?([^\s=]+) = (.*)$")
 _OPCODE = re.compile(r" ?([a-z][\w\-]*)\(")
@@ -20,6 +22,7 @@ def parse(text: str) -> Program:
       ValueError: the text is no HLO module, or holds a line that is no instruction.
     """
     computations, entry, current = {}, None, None
+    text = _BROKEN.sub(lambda found: found[0].replace("\n", " "), text)
     for line in _COMMENT.sub("", text).splitlines():
         header = _HEADER.match(line)
         if current is None and header and not line.startswith("HloModule"):

@@ -2,18 +2,18 @@
 
 import math
 import re
-
-import jax
+from collections.abc import Mapping
+from typing import Any
 
 from . import hlo
-from .program import Frame, Instruction, Program
+from .program import Frame, Instruction, Program, is_compiled
 from .trips import executed
 
 # Targets of custom calls that multiply matrices, or are kernels that nobody can look into.
 _PRODUCTS = r"gemm|matmul|dot|conv(?!ert)|fmha|triton|mosaic|tpu_custom_call"
 
 
-def flops(compiled: jax.stages.Compiled | Program) -> int:
+def flops(compiled: Any, kernels: Mapping[str, int] | None = None) -> int:
     """FLOPs that one device performs in the matrix products and convolutions of a program.
 
     A product is 2 × output elements × contracted size, a convolution the same over the kernel's
@@ -24,22 +24,26 @@ def flops(compiled: jax.stages.Compiled | Program) -> int:
     Not counted: elementwise work, among it inner products (neither side has an axis of its own)
     and outer ones (nothing is contracted), which some backends compile to it; transforms; solvers.
 
+    Into a Pallas kernel nobody can look: it counts by the formula that its author gave it
+    (`pl.CostEstimate`), or by `kernels`, {a part of its name or source: FLOPs of one run}.
+
     Raises:
-      TypeError: `compiled` is no `jax.stages.Compiled`.
+      TypeError: `compiled` is no `jax.stages.Compiled`, nor what `topology.compile` returns.
       ValueError: a product whose size cannot be read, or one in a loop whose trips depend on data.
     """
-    if isinstance(compiled, jax.stages.Compiled):
+    if is_compiled(compiled):
         compiled = hlo.parse(compiled.as_text())
     if not isinstance(compiled, Program):
         raise TypeError(
             f"measure.flops takes a compiled program, and got {type(compiled).__name__}; pass "
             f"jax.jit(f).lower(*args).compile(). (FLOPs per device are known only then.)"
         )
-    found = executed(compiled, _read)
+    found = executed(compiled, lambda frame, op: read(frame, op, kernels or {}))
     return sum(count * times for count, times in found)
 
 
-def _read(frame: Frame, op: Instruction) -> int | None:
+def read(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | None:
+    """FLOPs of one instruction, None of one that is no product."""
     if op.opcode == "dot":
         return _dot(
             frame, op, op.attributes["lhs_contracting_dims"], op.attributes.get("lhs_batch_dims")
@@ -47,7 +51,7 @@ def _read(frame: Frame, op: Instruction) -> int | None:
     if op.opcode == "convolution":
         return _convolution(frame, op)
     if op.opcode == "custom-call":
-        return _library(frame, op)
+        return _kernel(op, kernels) or _library(frame, op)
     if op.opcode in ("ragged-dot", "scaled-dot"):
         raise ValueError(_unreadable(op, op.opcode))
     return None
@@ -61,6 +65,18 @@ def _dot(frame: Frame, op: Instruction, contracted: str, batch: str | None) -> i
         for axes in (contracted, batch)
     )
     return 2 * out * contracted if contracted > 1 and out > batch else None
+
+
+def _kernel(op: Instruction, kernels: Mapping[str, int]) -> int | None:
+    """A kernel by a formula: the caller's, or else its author's."""
+    if op.attributes.get("custom_call_target") != '"tpu_custom_call"':
+        return None
+    for part, count in kernels.items():
+        if part in op.name or part in op.attributes.get("metadata", ""):
+            return count
+    config = op.attributes.get("backend_config", "")
+    told = re.search(r'"cost_estimate":\{"flops":"(\d+)"', config)
+    return int(told[1]) if told else None
 
 
 def _library(frame: Frame, op: Instruction) -> int | None:
@@ -79,7 +95,8 @@ def _unreadable(op: Instruction, what: str) -> str:
     return (
         f"measure.flops: cannot read the size of the product in {op.name}, a {what}; known are "
         f"dot, convolution, and library calls that state their contracted dimensions. Count a "
-        f"program compiled for CPU, or the part around it by itself."
+        f"program compiled for CPU, or the part around it by itself; of a kernel say kernels="
+        f"{{{op.name!r}: FLOPs}}."
     )
 
 

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from .program import is_compiled
+
 
 class DeviceBytes(NamedTuple):
     """Bytes on one device while a compiled program runs."""
@@ -21,8 +23,8 @@ class DeviceBytes(NamedTuple):
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
 
-def bytes_per_device(compiled: jax.stages.Compiled) -> DeviceBytes:
-    """The `DeviceBytes` of a `jax.stages.Compiled`, as its compiler planned them.
+def bytes_per_device(compiled: Any) -> DeviceBytes:
+    """The `DeviceBytes` of a `jax.stages.Compiled`, or of what `topology.compile` returns.
 
     The temporaries are the size of one buffer that serves all intermediate values, at their peak.
 
@@ -30,7 +32,7 @@ def bytes_per_device(compiled: jax.stages.Compiled) -> DeviceBytes:
       TypeError: `compiled` is something else.
       ValueError: the backend does not say.
     """
-    if not isinstance(compiled, jax.stages.Compiled):
+    if not is_compiled(compiled):
         raise TypeError(
             f"measure.bytes_per_device takes a compiled program, and got "
             f"{type(compiled).__name__}; pass jax.jit(f).lower(*args).compile()."

@@ -7,6 +7,16 @@ and a while loop, a call, a fusion or a conditional names the computations that 
 import math
 import re
 from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+def is_compiled(program: Any) -> bool:
+    """Whether it is a `jax.stages.Compiled`, or says what one says, as `topology.compile`'s do."""
+    kinds = jax.stages.Lowered, type
+    says = hasattr(program, "as_text") and hasattr(program, "memory_analysis")
+    return says and not isinstance(program, kinds)
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,8 @@ class Frame:
 
 _SAME_VALUE = {
     "copy",
+    "copy-start",
+    "copy-done",
     "bitcast",
     "convert",
     "reshape",

@@ -26,14 +26,20 @@ def executed(
       ValueError: something found stands in a loop whose number of trips cannot be known.
     """
     entry = Frame(program.computations[program.entry])
-    return _walk(program, entry, read, weigh)
+    return executed_in(program, entry, read, weigh)
 
 
-def _walk(program: Program, frame: Frame, read: Callable, weigh: Callable) -> list[tuple]:
+def executed_in(
+    program: Program,
+    frame: Frame,
+    read: Callable[[Frame, Instruction], Found | None],
+    weigh: Callable[[Found], float] = lambda value: value,
+) -> list[tuple[Found, int]]:
+    """The same for one run of a part of the program."""
     found = []
 
     def enter(name, op):
-        return _walk(program, Frame(program.computations[name], frame, op), read, weigh)
+        return executed_in(program, Frame(program.computations[name], frame, op), read, weigh)
 
     def weight(branch):
         return sum(weigh(value) * times for value, times in branch), len(branch)

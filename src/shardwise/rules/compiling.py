@@ -90,6 +90,14 @@ class _Jit:
         except ValueError as error:
             raise self._explained(error, wanted, dynamic) from error
 
+    def trace(self, *args, **kwargs):
+        """The traced program, as `jax.jit(fn).trace`: to lower for a platform that is not here."""
+        program, wanted, dynamic = self._program(args, kwargs)
+        try:
+            return program.trace(*dynamic)
+        except ValueError as error:
+            raise self._explained(error, wanted, dynamic) from error
+
     def _program(self, args, kwargs):
         bound = self._signature.bind(*args, **kwargs)
         order = list(self._parameters)

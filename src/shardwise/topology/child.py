@@ -1,0 +1,103 @@
+"""Runs the worker: libtpu, what it needs in the environment and what it prints stay in a child."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+# libtpu asks for a machine's TPU, its metadata server and a lock, and logs that it has none.
+_QUIET = {
+    "JAX_PLATFORMS": "cpu",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+}
+# What would change the program without being part of the request.
+_DROPPED = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR")
+
+
+def versions() -> dict[str, str]:
+    """Of jax, jaxlib and libtpu, on which a result depends.
+
+    Raises:
+      ImportError: no libtpu: it does not exist for this platform, or is not installed.
+    """
+    try:
+        libtpu = importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        raise ImportError(missing(sys.platform, platform.machine())) from None
+    jaxlib = importlib.metadata.version("jaxlib")
+    return {"jax": jax.__version__, "jaxlib": jaxlib, "libtpu": libtpu}
+
+
+def missing(system: str, machine: str) -> str:
+    """Why there is no libtpu, and what would do."""
+    if system == "linux" and machine == "x86_64":
+        return (
+            "topology.compile needs Google's TPU compiler, the package libtpu: "
+            "pip install 'shardwise[tpu]' (Google Cloud's terms apply to it)."
+        )
+    return (
+        f"topology.compile needs Google's TPU compiler, the package libtpu, which does not exist "
+        f"for {system} on {machine}; it runs on Linux on x86_64, on Colab for instance."
+    )
+
+
+def run(request: Mapping[str, Any], module: str) -> dict[str, Any]:
+    """What the compiler says: sizes, text and report, or a refusal.
+
+    Raises:
+      ValueError: this libtpu does not know the kind of chip.
+      RuntimeError: it failed in another way; with the end of what it printed.
+    """
+    with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
+        folder = Path(name)
+        (folder / "module.mlir").write_text(module)
+        options = {**request["options"], "xla_dump_to": str(folder / "dump")}
+        (folder / "request.json").write_text(json.dumps({**request, "options": options}))
+        worker = str(Path(__file__).with_name("worker.py"))
+        done = subprocess.run(
+            [sys.executable, "-P", worker, name],  # -P: this folder is no place to import from
+            env={**{k: v for k, v in os.environ.items() if k not in _DROPPED}, **_QUIET},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode or not (folder / "result.json").exists():
+            raise _failure(request["name"], done)
+        result = json.loads((folder / "result.json").read_text())
+        # Where the compiler refuses, what it had made until then stands in the dump.
+        result["text"] = _read(folder, "hlo.txt") or _read(folder, "dump/*after_optimizations.txt")
+        result["report"] = _read(folder, "dump/*memory-usage-report.txt")
+        result["assignment"] = _read(folder, "dump/*after_optimizations-buffer-assignment.txt")
+        return result
+
+
+def _failure(name, done):
+    printed = done.stdout + done.stderr
+    if "Invalid TPU external name" in printed:
+        version = importlib.metadata.version("libtpu")
+        return ValueError(
+            f"topology.compile: libtpu {version} does not know {name}; it needs a newer JAX, with "
+            f"the libtpu beside it."
+        )
+    said = "\n".join(printed.strip().splitlines()[-8:])
+    return RuntimeError(
+        f"topology.compile: the compiler for {name} ended with {done.returncode}:\n{said}"
+    )
+
+
+def _read(folder, pattern):
+    """The last file of that pattern, which is the whole program's."""
+    found = sorted(folder.glob(pattern))
+    return found[-1].read_text() if found else ""

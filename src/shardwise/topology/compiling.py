@@ -1,0 +1,197 @@
+"""Programs compiled for chips that are not here, by the compiler that is used where they are."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from shardwise.measure.fitting import refused
+from shardwise.topology import cache, child
+from shardwise.topology.buffers import Buffer, largest, total
+from shardwise.topology.slices import ChipMesh
+
+_ROUNDING = 2**30 / 100  # of the totals that a refusal names
+
+
+class Sizes(NamedTuple):
+    """Bytes on each device, by the names that JAX gives them."""
+
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+    generated_code_size_in_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program as the compiler made it: a value, which cannot run.
+
+    `measure` takes it for a `jax.stages.Compiled`. `text` is optimized HLO, in the order in which
+    it is executed; `buffers` are the largest arrays; `coordinates` tells where each device of the
+    mesh, in its order, lies: along each axis of the torus, then its core, then its slice.
+    """
+
+    mesh: ChipMesh
+    text: str = dataclasses.field(repr=False)
+    sizes: Sizes
+    buffers: tuple[Buffer, ...] = dataclasses.field(repr=False)
+    report: str = dataclasses.field(repr=False)
+    coordinates: tuple[tuple[int, ...], ...] = dataclasses.field(repr=False)
+    options: tuple[tuple[str, Any], ...]
+    versions: tuple[tuple[str, str], ...]
+
+    @property
+    def usable_hbm(self) -> int:
+        return self.mesh.chips.chip.usable_hbm
+
+    def as_text(self) -> str:
+        return self.text
+
+    def memory_analysis(self) -> Sizes:
+        return self.sizes
+
+
+class DoesNotFit(ValueError):
+    """The compiler refused: `needed` and `allowed` bytes of HBM, and the largest `buffers`."""
+
+    def __init__(
+        self, mesh: ChipMesh, needed: int, allowed: int, buffers: Iterable[Buffer], said: str
+    ) -> None:
+        self.mesh, self.needed, self.allowed = mesh, needed, allowed
+        self.buffers, self.said = tuple(buffers), said
+        lines = [
+            f"topology.compile: on {mesh.chips} this program needs {needed / 2**30:.2f} GiB of "
+            f"HBM on a device, and the compiler allows {allowed / 2**30:.2f}. The largest arrays:"
+        ]
+        for b in self.buffers[:5]:
+            lines.append(f"  {b.bytes / 2**30:8.2f} GiB  {b.kind} {b.array}  {b.source or b.name}")
+        super().__init__("\n".join(lines))
+
+
+def lower(fn: Callable, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    """A jitted function, lowered for TPUs with abstract arguments; nothing is allocated.
+
+    `fn` is made by `jax.jit` or `rules.jit`, with shardings of `ChipMesh.abstract`. Of arguments
+    only shapes, dtypes and shardings count, as in `jax.ShapeDtypeStruct`; the compiler lays out
+    those that have no sharding, and at least one has to have one.
+
+    Raises:
+      TypeError: `fn` is not jitted.
+    """
+    if not hasattr(fn, "trace"):
+        raise TypeError(
+            f"topology.lower takes a function made by jax.jit or rules.jit, and got "
+            f"{type(fn).__name__}; jit it first."
+        )
+    return fn.trace(*args, **kwargs).lower(lowering_platforms=("tpu",))
+
+
+def compile(
+    lowered: jax.stages.Lowered,
+    mesh: ChipMesh,
+    options: Mapping[str, Any] | None = None,
+    cached: bool = True,
+) -> Compiled:
+    """What the TPU compiler makes of a lowered program on the chips of `mesh`.
+
+    Runs in a child process. What it said is kept in `topology.cache_folder()`, by a hash of the
+    program (its operations' names, but no files and lines), the chips, options and versions.
+
+    Raises:
+      DoesNotFit: the compiler refuses.
+      ValueError: the program was lowered for another mesh.
+      ImportError: libtpu is not installed, or does not exist for this platform.
+      RuntimeError: the compiler fails in another way.
+    """
+    module = _program(lowered)
+    _check(module, mesh)
+    request, versions = _request(mesh, options or {}), child.versions()
+    name = cache.key(request, versions, module)
+    result = cache.load(name) if cached else None
+    if result is None:
+        result = child.run(request, module)
+        # The assignment is large, and only its largest entries are asked for.
+        result["buffers"] = largest(result.pop("assignment"), result["text"])
+        if cached:
+            cache.save(name, result)
+    return _value(mesh, request, versions, result)
+
+
+def _value(mesh, request, versions, result):
+    buffers = tuple(Buffer(*buffer) for buffer in result["buffers"])
+    if "refusal" in result:
+        usable = mesh.chips.chip.usable_hbm
+        needed, allowed = _totals(result, usable)
+        raise DoesNotFit(mesh, needed, allowed, buffers, result["refusal"])
+    return Compiled(
+        mesh=mesh,
+        text=result["text"],
+        sizes=Sizes(*result["sizes"]),
+        buffers=buffers,
+        report=result["report"],
+        coordinates=tuple(map(tuple, result["coordinates"])),
+        options=tuple(sorted(request["options"].items())),
+        versions=tuple(sorted(versions.items())),
+    )
+
+
+def _totals(result, usable: int) -> tuple[int, int]:
+    """Bytes needed and allowed: as the compiler says, and exactly where its report agrees."""
+    said = result["refusal"]
+    told = refused(said)
+    if told is None:
+        raise RuntimeError(f"topology.compile: the compiler refuses, for another reason: {said}")
+    exact = total(result["report"]) or 0
+    agrees = abs(exact - told[0]) < _ROUNDING or "Allocation" in said  # of one array alone
+    return (exact or told[0]) if agrees else told[0], min(told[1], usable)
+
+
+def _request(mesh, options):
+    chips, across = mesh.chips, mesh.across_slices()
+    topology = {}
+    if chips.slices > 1:
+        topology["num_slices"] = chips.slices
+    if chips.kind == "v4":
+        topology["chip_config_name"] = "megacore"  # else a chip is two devices
+    return {
+        "name": f"{chips.kind}:{'x'.join(map(str, chips.shape))}",
+        "topology": topology,
+        "inside": [size // part for (_, size), part in zip(mesh.axes, across, strict=True)],
+        "across": list(across),
+        "options": dict(options),
+    }
+
+
+def _program(lowered):
+    """The text of the program, with the names of operations, but not where they are written."""
+    if not isinstance(lowered, jax.stages.Lowered):
+        raise TypeError(
+            f"topology.compile takes a lowered program, and got {type(lowered).__name__}; pass "
+            f"topology.lower(jitted, *abstract_arguments)."
+        )
+    text = lowered.as_text(debug_info=True)
+    return re.sub(r'^(#loc\d*) = loc\("[^"]*":\d+.*\)$', r"\1 = loc(unknown)", text, flags=re.M)
+
+
+def _check(module, mesh):
+    said = re.search(r"mhlo.num_partitions = (\d+)", module)
+    devices = int(said[1]) if said else 1
+    if devices != mesh.chips.devices:
+        raise ValueError(
+            f"topology.compile: the program is lowered for {devices} devices, and {mesh.chips} "
+            f"have {mesh.chips.devices}; trace it with shardings of mesh.abstract, of which one "
+            f"argument at least has to have one."
+        )
+    meshes = [
+        {name: int(size) for name, size in re.findall(r'"([^"]+)"=(\d+)', axes)}
+        for axes in re.findall(r"sdy\.mesh @\S+ = <\[(.*?)\]", module)
+    ]
+    whole = [list(found.items()) for found in meshes if found]
+    if whole and list(mesh.axes) not in whole:
+        raise ValueError(
+            f"topology.compile: the program is lowered for the mesh {dict(whole[0])}, not for "
+            f"{mesh.shape}; make it by chips.mesh with the same axes in the same order."
+        )

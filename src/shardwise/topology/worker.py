@@ -1,0 +1,102 @@
+"""The child process: reads a request, lays the mesh, compiles, writes what the compiler said.
+
+Run as a script, so that nothing but JAX is imported. It alone uses JAX's private modules: a lowered
+program that was made elsewhere is compiled for a topology by no public function.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from jax._src import compiler
+from jax._src.interpreters import mlir
+from jax._src.lib import xla_client
+from jax._src.lib.mlir import ir
+from jax.experimental import mesh_utils, topologies
+
+_TUPLED = 2000  # arguments; with more, JAX hands them to a TPU as one tuple
+_SIZES = ("argument", "output", "alias", "temp", "generated_code")
+
+
+def main(folder: Path) -> None:
+    """Compile `folder`/module.mlir as `folder`/request.json asks; write result.json, hlo.txt."""
+    request = json.loads((folder / "request.json").read_text())
+    grid = _lay(request)
+    result = {"coordinates": [_place(device) for device in grid.flat]}
+    try:
+        executable = _compile((folder / "module.mlir").read_text(), grid, request["options"])
+    except RuntimeError as error:  # JAX's own error is one
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        result["refusal"] = str(error)
+    else:
+        stats = executable.get_compiled_memory_stats()
+        result["sizes"] = [getattr(stats, f"{name}_size_in_bytes") for name in _SIZES]
+        text = "\n\n".join(module.to_string() for module in executable.hlo_modules())
+        (folder / "hlo.txt").write_text(text)
+    (folder / "result.json").write_text(json.dumps(result))
+
+
+def _lay(request) -> np.ndarray:
+    """The devices of the topology as the mesh has them."""
+    found = topologies.get_topology_desc(
+        platform="tpu", topology_name=request["name"], **request["topology"]
+    )
+    inside, across = request["inside"], request["across"]
+    if max(across) == 1:
+        return _split(mesh_utils.create_device_mesh, inside, devices=found.devices)
+    return _split(mesh_utils.create_hybrid_device_mesh, inside, across, devices=found.devices)
+
+
+def _split(make, *args, **options):
+    """Whole axes of the torus where that is possible, and parts of them where not."""
+    try:
+        return make(*args, **options)
+    except NotImplementedError:
+        return make(*args, **options, allow_split_physical_axes=True)
+
+
+def _place(device) -> list[int]:
+    """Where a device is: along each axis of the torus, which core, which slice."""
+    core, number = getattr(device, "core_on_chip", 0), getattr(device, "slice_index", 0)
+    return [*device.coords, core, number]
+
+
+def _compile(text, grid, options):
+    with mlir.make_ir_context():
+        module = ir.Module.parse(text)
+        main = next(op for op in module.body.operations if _name(op) == "main")
+        asked = compiler.get_compile_options(
+            num_replicas=1,
+            num_partitions=grid.size,
+            device_assignment=grid.reshape(1, -1),
+            env_options_overrides=dict(options),
+        )
+        asked.parameter_is_tupled_arguments = len(main.arguments) > _TUPLED
+        build = asked.executable_build_options
+        build.use_shardy_partitioner = "sdy." in text
+        # Where the program does not say how an array is laid out, the compiler may.
+        build.allow_spmd_sharding_propagation_to_parameters = _free(main, "arg_attrs")
+        build.allow_spmd_sharding_propagation_to_output = _free(main, "res_attrs")
+        devices = xla_client.DeviceList(tuple(grid.flat))
+        client = grid.flat[0].client
+        return compiler.backend_compile_and_load(client, module, devices, asked, [])
+
+
+def _name(op) -> str:
+    known = "sym_name" in op.attributes
+    return ir.StringAttr(op.attributes["sym_name"]).value if known else ""
+
+
+def _free(main, which) -> list[bool]:
+    """Of each argument or result, whether its sharding is left open."""
+    kind = main.type.inputs if which == "arg_attrs" else main.type.results
+    if which not in main.attributes:
+        return [True] * len(kind)
+    each = [ir.DictAttr(attributes) for attributes in ir.ArrayAttr(main.attributes[which])]
+    return [not {"sdy.sharding", "mhlo.sharding"} & {name.name for name in a} for a in each]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

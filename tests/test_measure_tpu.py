@@ -1,0 +1,534 @@
+"""What is counted in a TPU's program, against what was written: bytes equal, or named apart."""
+
+import dataclasses
+import functools
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.experimental import pallas as pl
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as attention
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import data, layouts, measure, model, topology, train
+from shardwise.measure import hlo
+from shardwise.measure.program import Array
+
+needs_libtpu = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"),
+    reason="libtpu, the TPU compiler, is not installed: pip install 'shardwise[tpu]'",
+)
+WRITTEN = ("all_gather", "reduce_scatter", "psum", "ppermute", "all_to_all")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path_factory.getbasetemp()))
+
+
+def sharded(mesh, shape, *spec, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh.abstract, P(*spec)))
+
+
+def compiled(mesh, f, *args):
+    jitted = f if hasattr(f, "trace") else jax.jit(f)
+    return topology.compile(topology.lower(jitted, *args), mesh)
+
+
+def manual(mesh, f, in_specs, out_specs):
+    return jax.shard_map(
+        f, mesh=mesh.abstract, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+@functools.cache
+def by_hand(name, axis, rows, slices=1, columns=384, only=WRITTEN, **axes):
+    """(n, bytes of a share, what was counted) of one program with these collectives over `axis`."""
+    mesh = topology.chips(name, slices).mesh(**axes)
+    n = mesh.shape[axis]
+
+    def each(share, whole):
+        ring = [(i, (i + 1) % n) for i in range(n)]
+        made = {
+            "all_gather": lambda: jax.lax.all_gather(share, axis, tiled=True),
+            "reduce_scatter": lambda: jax.lax.psum_scatter(whole, axis, tiled=True),
+            "psum": lambda: jax.lax.psum(whole * 2, axis),
+            "ppermute": lambda: jax.lax.ppermute(share, axis, ring),
+            "all_to_all": lambda: jax.lax.all_to_all(share, axis, 0, 1, tiled=True),
+        }
+        return [made[written]() for written in only]
+
+    out = [P() if written in ("all_gather", "psum") else P(axis) for written in only]
+    program = manual(mesh, each, (P(axis), P()), out)
+    share, whole = sharded(mesh, (n * rows, columns), axis), sharded(mesh, (n * rows, columns))
+    return n, rows * columns * 2, measure.collectives(compiled(mesh, program, share, whole))
+
+
+def formula(written, n, share):
+    """What a device sends in a ring, by hand."""
+    return {
+        "all_gather": share * (n - 1),
+        "reduce_scatter": share * (n - 1),
+        "psum": 2 * share * (n - 1),
+        "ppermute": share,
+        "halo": share,
+        "all_to_all": share * (n - 1) // n,
+    }[written]
+
+
+NAMES = {
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-reduce": "psum",
+    "all-to-all": "all_to_all",
+}
+
+
+def origins(op):
+    """Which of the collectives an instruction does the work of."""
+    if op.kind == "collective-permute":
+        return ("ppermute" if op.source.endswith("ppermute") else "halo",)
+    return tuple(NAMES[kind] for kind in op.written or (op.kind,) * len(op.arrays))
+
+
+PLACES = {
+    "v5e:2x4": dict(name="v5e:2x4", axis="x", rows=512, x=8),
+    "v5p:2x2x2": dict(name="v5p:2x2x2", axis="x", rows=512, x=8),
+    "v5p:4x4x8, an axis of 32": dict(name="v5p:4x4x8", axis="x", rows=512, x=32, y=4),
+    "v5p:4x4x8": dict(name="v5p:4x4x8", axis="x", rows=128, x=128),
+    "padded": dict(
+        name="v5p:4x4x8", axis="x", rows=512, columns=1024, only=WRITTEN[1:2], x=32, y=4
+    ),
+    "v5e:4x4": dict(name="v5e:4x4", axis="y", rows=256, x=2, y=8),
+}
+CHEAP = ("v5e:2x4", "padded")
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "place", [p if p in CHEAP else pytest.param(p, marks=pytest.mark.slow) for p in PLACES]
+)
+def test_bytes_are_those_written_or_the_difference_has_a_name(place):
+    n, share, found = by_hand(**PLACES[place])
+    written = PLACES[place].get("only", WRITTEN)
+    made = [origin for op in found.ops for origin in origins(op)]
+    padded = any("padded" in op.notes for op in found.ops)
+    assert sorted(made) == sorted([*written, *["halo"] * padded])
+    assert padded == (place == "padded")
+    for op in found.ops:
+        expected = sum(formula(origin, n, share) for origin in origins(op))
+        if op.written:  # Sums over the torus instead: twice the bytes, and a name for how.
+            expected = formula("psum", n, share) * len(op.written)
+            assert op.kind == "all-reduce" and op.strategy
+        assert ("combined" in op.notes) == (len(op.arrays) > 1)
+        if "padded" in op.notes:
+            ((_, (rows, columns)),) = op.arrays
+            assert op.kind == "reduce-scatter" and rows * columns * 2 > n * share
+            expected = formula("reduce_scatter", n, rows * columns * 2 // n)
+        if origins(op) == ("halo",):  # What the padding has shifted moves on by one chip.
+            assert op.ring_bytes < expected
+        else:
+            assert op.ring_bytes == expected, op
+        assert op.asynchronous == (op.kind == "collective-permute")
+
+
+@needs_libtpu
+def test_what_the_torus_makes_of_a_gather_and_a_scatter_is_told():
+    n, share, found = by_hand("v5p:4x4x8", "x", 128, only=WRITTEN[:3], x=128)
+    forms = measure.by_form(found)
+    written = [kind for form in forms for kind in form.written]
+    assert sorted(written) == ["all-gather", "all-reduce", "reduce-scatter"]
+    assert sum(part.ring_bytes for part in forms.values()) == found.ring_bytes
+    assert found["all-reduce"].ring_bytes == 3 * formula("psum", n, share)
+    head, row = repr(forms).splitlines()
+    assert head.split()[:3] == ["collective", "written", "as"] and "combined" in row
+    assert all(word in forms._repr_html_() for word in ("reduce-scatter", "combined", "<th"))
+    assert repr(measure.by_form(measure.counts.Collectives([]))) == "no collectives"
+
+
+@needs_libtpu
+@pytest.mark.parametrize("size", [2, pytest.param(16, marks=pytest.mark.slow)])
+def test_between_slices_transfers_have_kinds_of_their_own(size):
+    """Over both networks together a device sends what one ring of all would have it send."""
+    axes = dict(s=2, y=8) if size == 2 else dict(x=16)
+    axis = "s" if size == 2 else "x"
+    n, share, found = by_hand("v5e:2x4", axis, 512, slices=2, **axes)
+    between = {kind.removesuffix(" between slices") for kind in found if "between" in kind}
+    assert between == set(measure.counts.KINDS)
+    within = {op.kind: op for op in found.ops if "between" not in op.kind and not op.written}
+    sent = {kind: found[f"{kind} between slices"].ring_bytes for kind in between}
+    assert sent["all-gather"] == share  # to the other slice, once
+    assert sent["all-to-all"] == formula("all_to_all", n, share)
+    assert sent["collective-permute"] == share
+    if size == 2:
+        assert not within
+        assert sent["all-reduce"] == formula("psum", n, share)
+        assert sent["reduce-scatter"] == formula("reduce_scatter", n, share)
+        return
+    assert sent["all-gather"] + within["all-gather"].ring_bytes >= formula("all_gather", n, share)
+    # A sum is scattered within a slice, summed between slices, and gathered.
+    assert sent["all-reduce"] == 2 * (n * share // 8) // 2
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_between_slices_the_axes_are_known():
+    mesh = topology.chips("v5e:2x4", 2).mesh(s=2, y=8)
+    program = manual(mesh, lambda x: jax.lax.psum(jax.lax.psum(x, "y") * 2, "s"), P(), P())
+    found = measure.collectives(compiled(mesh, program, sharded(mesh, (512, 256))))
+    parts = measure.by_axis(found, mesh.abstract)
+    assert {axes: set(part) for axes, part in parts.items()} == {
+        ("y",): {"all-reduce"},
+        ("s",): {"all-reduce between slices"},
+    }
+    _, _, told_by_place = by_hand("v5e:2x4", "x", 512, slices=2, x=16)
+    with pytest.raises(ValueError, match="tells who takes part by places"):
+        measure.by_axis(told_by_place, topology.chips("v5e:2x4", 2).mesh(x=16).abstract)
+
+
+@needs_libtpu
+def test_a_carried_gather_counts_once_in_each_trip():
+    """Three gathers a layer, some of them carried by the products of the others."""
+    layers, size = 3, 1024
+    made = carried(512, size, layers)
+    found = measure.collectives(made)
+    bytes_sent = layers * 3 * size * size * 2 * 7 // 8
+    assert found == {
+        "all-gather": measure.Count(3, 3 * layers, layers * 3 * size * size * 2, bytes_sent)
+    }
+    assert 1 <= sum(op.asynchronous for op in found.ops) <= 2
+    assert made.as_text().count(" all-gather(") > 3  # each is written out where it is carried
+    assert measure.flops(made) == layers * 3 * 2 * 512 * size * size
+
+
+@needs_libtpu
+def test_a_scatter_that_the_compiler_fuses_is_one():
+    """The sum after a product cut by its contraction, of which each chip keeps its rows."""
+    mesh = topology.chips("v5e:2x4").mesh(x=8)
+    out = NamedSharding(mesh.abstract, P("x"))
+    program = jax.jit(lambda x, w: x @ w, out_shardings=out)
+    x, w = sharded(mesh, (1024, 512), None, "x"), sharded(mesh, (512, 256), "x")
+    made = compiled(mesh, program, x, w)
+    assert " all-reduce(" in made.as_text() and " reduce-scatter(" not in made.as_text()
+    size = 1024 * 256 * 2
+    assert measure.collectives(made) == {"reduce-scatter": measure.Count(1, 1, size, size * 7 // 8)}
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, axes, shards", [("v5e:2x4", dict(x=4, y=2), 3), ("v5e:2x4", dict(x=8), 9)]
+)
+def test_a_product_in_windows_sends_shares_by_its_trips(name, axes, shards):
+    """Of 8 chips in a ring 9 shares are sent where a gather would send 7."""
+    mesh = topology.chips(name).mesh(**axes)
+    y = "y" if "y" in axes else None
+    rows, inner, columns = 2048 * axes["x"], 1024, 4096
+    out = NamedSharding(mesh.abstract, P("x", y))
+    program = jax.jit(lambda x, w: jnp.tanh(x @ w), out_shardings=out)
+    x, w = sharded(mesh, (rows, inner), "x"), sharded(mesh, (inner, columns), "x", y)
+    found = measure.collectives(compiled(mesh, program, x, w))
+    assert set(found) == {"collective-permute"}
+    assert all(op.notes == ("windowed",) and op.asynchronous for op in found.ops)
+    share = inner * columns * 2 // axes["x"] // axes.get("y", 1)
+    assert found.ring_bytes == shards * share
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_gather_in_bfloat16_stays_so_and_one_too_wide_is_narrowed():
+    mesh = topology.chips("v5e:2x4").mesh(x=8)
+
+    def wide(x, w):
+        return x @ jax.lax.all_gather(w, "x", tiled=True).astype(jnp.bfloat16)
+
+    program = jax.jit(manual(mesh, wide, (P("x"), P("x")), P("x")))
+    args = sharded(mesh, (4096, 512), "x"), sharded(mesh, (512, 512), "x", dtype=jnp.float32)
+    lowered = topology.lower(program, *args)
+    (written,) = measure.collectives(lowered).ops
+    (made,) = measure.collectives(topology.compile(lowered, mesh)).ops
+    assert (written.dtype, made.dtype) == ("f32", "bf16")
+    assert made.ring_bytes * 2 == written.ring_bytes
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_ragged_exchange_is_a_bound():
+    mesh = topology.chips("v5e:2x4").mesh(x=8)
+
+    def exchange(rows, out, numbers):
+        return jax.lax.ragged_all_to_all(rows, out, *[numbers] * 4, axis_name="x")
+
+    program = manual(mesh, exchange, P("x"), P("x"))
+    rows, numbers = sharded(mesh, (8 * 64, 256), "x"), sharded(mesh, (64,), "x", dtype=jnp.int32)
+    (op,) = measure.collectives(compiled(mesh, program, rows, rows, numbers)).ops
+    assert op.notes == ("bound",) and op.ring_bytes == 64 * 256 * 2
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_text_and_compiled_programs_are_read_alike():
+    mesh = topology.chips("v5e:2x4").mesh(x=8)
+    made = compiled(
+        mesh, manual(mesh, lambda x: jax.lax.psum(x, "x"), P(), P()), sharded(mesh, (512, 256))
+    )
+    assert repr(measure.collectives(made.as_text())) == repr(measure.collectives(made))
+    memory = measure.bytes_per_device(made)
+    assert memory.arguments == memory.outputs == 512 * 256 * 2
+    assert hlo.parse(made.as_text()).devices == 8
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_kernels_count_by_their_formula():
+    """One that states it, one that is told, and one whose metadata stands on lines of its own."""
+    mesh = topology.chips("v5e:2x4").mesh(x=8)
+
+    def product(a, b, out):
+        out[...] = jnp.dot(a[...], b[...])
+
+    def run(a, b, estimate):
+        out = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+        return pl.pallas_call(product, out_shape=out, cost_estimate=estimate)(a, b)
+
+    said = pl.CostEstimate(flops=7 * 128**3, bytes_accessed=1, transcendentals=0)
+    arrays = [sharded(mesh, (8 * 128, 128), "x", dtype=jnp.float32)] * 2
+    told, untold = (
+        compiled(mesh, manual(mesh, functools.partial(run, estimate=e), P("x"), P("x")), *arrays)
+        for e in (said, None)
+    )
+    assert measure.flops(told) == 7 * 128**3
+    assert measure.flops(untold, kernels={"pallas_call": 3}) == 3
+    with pytest.raises(ValueError, match=r"a tpu_custom_call; .* say kernels="):
+        measure.flops(untold)
+    mask = masks.MultiHeadMask([masks.CausalMask((256, 256))])
+    splash = attention.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
+    heads = [sharded(mesh, (8, 1, 256, 128), "x", dtype=jnp.float32)] * 3
+    made = compiled(mesh, manual(mesh, jax.vmap(splash), P("x"), P("x")), *heads)
+    assert measure.flops(made, kernels={"splash": 5}) == 5
+    assert measure.collectives(made) == {}
+
+
+# --- A whole training step
+
+
+def fsdp_step(mesh):
+    """(FSDP's step of a decoder, lowered; the bytes of its parameters and optimizer's state)."""
+    config = model.Config(
+        embed=256, layers=2, heads=2, kv_heads=2, head_dim=128, mlp=512, remat=True
+    )
+    graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
+    loss = functools.partial(train.loss, graphdef=graphdef)
+    layout = layouts.Layout(mesh.abstract, fsdp="fsdp", dtype=jnp.bfloat16)
+    tx = optax.sgd(1e-3, momentum=0.9)
+
+    def create(key):
+        return nnx.state(model.Decoder(config, nnx.Rngs(params=key)))
+
+    state = jax.eval_shape(lambda key: layouts.init(layout, create, tx, key), jax.random.key(0))
+    rows = next(iter(data.batches(2 * mesh.chips.devices, 128, seed=1)))
+    batch = jax.tree.map(lambda x: sharded(mesh, x.shape, "fsdp", dtype=x.dtype), rows)
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    return topology.lower(layouts.step(layout, loss, tx), *state, batch), size
+
+
+def payloads(found):
+    """{kind that was written: bytes}, whatever was made of it."""
+    sums = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), 0)
+    for op in found.ops:
+        kinds = op.written or (op.kind,) * len(op.arrays)
+        each = [Array(*array).bytes * op.trips for array in op.arrays]
+        sizes = [size * op.payload_bytes // sum(each) for size in each]
+        for kind, size in zip(kinds, sizes, strict=True):
+            sums[kind] += size
+    return sums
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v5e:2x4", "v5p:2x2x2"])
+def test_a_whole_step_sends_what_was_written_and_holds_its_share(name):
+    mesh = topology.chips(name).mesh(fsdp=8)
+    lowered, state = fsdp_step(mesh)
+    made = topology.compile(lowered, mesh)
+    written, found = measure.collectives(lowered), measure.collectives(made)
+    assert payloads(found) == payloads(written)
+    assert found.payload_bytes == written.payload_bytes
+    memory = measure.fits(made).memory
+    assert state // 8 <= memory.arguments < state // 8 * 1.05  # small arrays are padded to tiles
+    assert memory.aliased >= state // 8  # both are donated
+
+
+# --- What stands beside a collective
+
+
+def carried(rows, size, layers):
+    """A program with three gathers a layer, of which products carry some."""
+    mesh = topology.chips("v5e:2x4").mesh(x=8)
+
+    def run(x, stack):
+        def layer(x, weights):
+            for i in range(3):
+                x = jnp.tanh(x @ jax.lax.all_gather(weights[i], "x", tiled=True))
+            return x, None
+
+        return jax.lax.scan(layer, x, stack)[0]
+
+    program = manual(mesh, run, (P("x"), P(None, None, "x")), P("x"))
+    x = sharded(mesh, (8 * rows, size), "x")
+    return compiled(mesh, program, x, sharded(mesh, (layers, 3, size, size), None, None, "x"))
+
+
+@needs_libtpu
+def test_a_carried_gather_is_covered_by_the_product_that_carries_it():
+    rows, size, layers, chip = 512, 1024, 3, topology.CHIPS["v5e"]
+    made = carried(rows, size, layers)
+    found = measure.overlap(made, chip)
+    product = 2 * rows * size * size / 197e12
+    gather = size * size * 2 * 7 / 8 / (2 * 45e9)  # a ring of eight, both ways
+    assert found.seconds == pytest.approx(3 * layers * gather)
+    for beside in found.found:
+        assert (beside.times, beside.seconds) == (layers, pytest.approx(gather))
+        if beside.op.asynchronous:
+            assert len(beside.products) >= 1 and beside.cycles > 0
+            assert beside.arithmetic == pytest.approx(product * len(beside.products))
+        else:
+            assert (beside.covered, beside.arithmetic, beside.products) == (0.0, 0.0, ())
+    hidden = [beside for beside in found.found if beside.op.asynchronous]
+    lines = made.as_text().splitlines()
+    starts, ends = (
+        [i for i, line in enumerate(lines) if f" %async-collective-{end}" in line.split(" = ")[0]]
+        for end in ("start", "done")
+    )
+    expected = [products(made, lines[i:j]) for i, j in zip(starts, ends, strict=True)]
+    assert [list(b.products) for b in hidden] == expected
+    beside = {name for b in hidden for name in b.products}
+    covered = sum(b.covered for b in hidden)
+    assert covered == pytest.approx(len(beside) * product)  # far less than a gather takes
+    assert found.exposed == pytest.approx(found.seconds - layers * covered)
+    assert found.share == pytest.approx(covered / gather / 3)
+    assert "not a measurement" in repr(found)
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_products_beside_a_permute_are_those_between_its_lines():
+    """Read off the lines of the text, and no second of arithmetic stands beside two."""
+    mesh = topology.chips("v5e:2x4").mesh(x=4, y=2)
+    out = NamedSharding(mesh.abstract, P("x", "y"))
+    program = jax.jit(lambda x, w: jnp.tanh(x @ w), out_shardings=out)
+    x, w = sharded(mesh, (8192, 1024), "x"), sharded(mesh, (1024, 4096), "x", "y")
+    made, chip = compiled(mesh, program, x, w), topology.CHIPS["v5e"]
+    found = measure.overlap(made, chip)
+    lines = made.as_text().partition("ENTRY")[2].splitlines()
+    for beside in found.found:
+        (start,) = (i for i, line in enumerate(lines) if f" %{beside.op.name} = " in line)
+        (end,) = (i for i, line in enumerate(lines) if f"-done(%{beside.op.name})" in line)
+        names = products(made, lines[start:end])
+        assert list(beside.products) == names
+    given = sum(b.covered * b.times for b in found.found)
+    assert 0 < given <= measure.flops(made) / chip.peak() * (1 + 1e-9)
+
+
+def products(made, lines):
+    """The names of those fusions whose computation multiplies, by the lines of the text alone."""
+    bodies = {}
+    for part in re.split(r"\n(?=%)", made.as_text().partition("ENTRY")[0]):
+        bodies[part.split(" ")[0]] = part
+    found = []
+    for line in lines:
+        called = re.search(r"^ *(?:ROOT )?%(\S+) = .* fusion\(.*calls=(%[\w.\-]+)", line)
+        if called and " convolution(" in bodies[called[2]]:
+            found.append(called[1])
+    return found
+
+
+CHIP = dataclasses.replace(
+    topology.CHIPS["v5e"], flops=(("bfloat16", 1.0),), link_bandwidth=1.0, devices=1
+)
+LOOP = """HloModule m, is_scheduled=true, num_partitions=8
+
+%body (c: (f32[2,2], s32[], f32[64])) -> (f32[2,2], s32[], f32[64]) {
+  %c = (f32[2,2], s32[], f32[64]) parameter(0)
+  %x = f32[2,2] get-tuple-element(%c), index=0
+  %i = s32[] get-tuple-element(%c), index=1
+  %s = (f32[64], f32[64], u32[]) get-tuple-element(%c), index=2
+  %first = f32[2,2] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %done = f32[64] collective-permute-done(%s)
+  %second = f32[2,2] dot(%first, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %start = (f32[64], f32[64], u32[]) collective-permute-start(%done), source_target_pairs={{0,1}}
+  %third = f32[2,2] dot(%second, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  ROOT %r = (f32[2,2], s32[], f32[64]) tuple(%third, %next, %start)
+}
+
+%condition (c.1: (f32[2,2], s32[], f32[64])) -> pred[] {
+  %c.1 = (f32[2,2], s32[], f32[64]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%c.1), index=1
+  %five = s32[] constant(5)
+  ROOT %lt = pred[] compare(%i.1, %five), direction=LT
+}
+
+ENTRY %main (p: f32[2,2], v: f32[64]) -> f32[64] {
+  %p = f32[2,2] parameter(0)
+  %v = f32[64] parameter(1)
+  %zero = s32[] constant(0)
+  %over = (f32[64], f32[64], u32[]) collective-permute-start(%v), source_target_pairs={{0,1}}
+  %t = (f32[2,2], s32[], f32[64]) tuple(%p, %zero, %v)
+  %loop = (f32[2,2], s32[], f32[64]) while(%t), condition=%condition, body=%body
+  %end = f32[64] collective-permute-done(%over)
+  ROOT %out = f32[64] copy(%end)
+}
+"""
+
+
+def test_a_collective_may_end_in_the_next_trip_and_no_second_is_given_twice():
+    found = {beside.op.name: beside for beside in measure.overlap(LOOP, CHIP).found}
+    inner, outer = found["start"], found["over"]
+    assert inner.products == ("third", "first") and inner.times == 5
+    assert (inner.seconds, inner.covered) == (64 * 4, 2 * 16)
+    # Around the loop: fifteen products, of which ten are beside the loop's own.
+    assert outer.products == ("loop",) and outer.arithmetic == 15 * 16
+    assert outer.covered == 5 * 16
+
+
+def test_what_is_not_scheduled_has_no_overlap():
+    compiled = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((4, 4), "float32")).compile()
+    if "is_scheduled=true" not in compiled.as_text():
+        with pytest.raises(ValueError, match="is no schedule; compile it for TPUs"):
+            measure.overlap(compiled, CHIP)
+    with pytest.raises(ValueError, match="is no schedule"):
+        measure.overlap(LOOP.replace(", is_scheduled=true", ""), CHIP)
+    with pytest.raises(TypeError, match="takes a compiled program, and got int"):
+        measure.overlap(3, CHIP)
+
+
+def send(attributes):
+    attributes = f"is_host_transfer=true, frontend_attributes={{{attributes}}}"
+    return f"""HloModule m, num_partitions=8
+
+ENTRY %main (p: f32[4]) -> f32[4] {{
+  %p = f32[4]{{0}} parameter(0)
+  %t = token[] after-all()
+  %s = (f32[4]{{0}}, u32[], token[]) send(%p, %t), {attributes}
+  %d = token[] send-done(%s), is_host_transfer=true
+  ROOT %c = f32[4]{{0}} copy(%p)
+}}
+"""
+
+
+def test_a_transfer_between_slices_of_an_unknown_kind_is_refused_by_name():
+    unknown = '_xla_megascale_target="{1,2}x{0:7}",_xla_megascale_transfer_type="GOSSIP"'
+    with pytest.raises(ValueError, match=re.escape("between slices s: ") + ".*GOSSIP"):
+        measure.collectives(send(unknown))
+    strange = '_xla_megascale_target="all",_xla_megascale_transfer_type="ALL_REDUCE"'
+    with pytest.raises(ValueError, match="cannot read the transfer"):
+        measure.collectives(send(strange))
+    assert measure.collectives(send('_xla_host_transfer_handler_name="callback"')) == {}

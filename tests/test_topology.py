@@ -1,0 +1,378 @@
+"""Chips that are not here: their arithmetic, their meshes, and what their compiler says."""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import measure, rules, topology
+from shardwise.topology import cache, child
+
+needs_libtpu = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"),
+    reason="libtpu, the TPU compiler, is not installed: pip install 'shardwise[tpu]'",
+)
+refuses = pytest.mark.skipif(
+    jax.__version_info__ < (0, 8), reason="libtpu 0.0.23 counts temporaries only"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+
+
+def sharded(mesh, shape, spec, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh.abstract, spec))
+
+
+@pytest.mark.parametrize(
+    "name, slices, number, devices",
+    [
+        ("v5p:4x4x8", 1, 128, 128),
+        ("v5e:16x16", 2, 512, 512),
+        ("v4:2x2x1", 1, 4, 4),
+        ("tpu7x:2x2x2", 1, 8, 16),
+    ],
+)
+def test_chips_are_counted_not_cores(name, slices, number, devices):
+    chips = topology.chips(name, slices)
+    assert (chips.number, chips.devices) == (number, devices)
+    assert chips == topology.chips(name, slices) and len({chips, topology.chips(name, slices)}) == 1
+    assert str(chips).startswith(name)
+
+
+@pytest.mark.parametrize(
+    "name, slices, said",
+    [
+        ("v9:2x2", 1, "v4, v5e, v5p, v6e, tpu7x"),
+        ("h100:8", 1, "h100 is in topology.CHIPS for arithmetic only"),
+        ("v5p:4x4", 1, "3 axes; write its chips along each, as 2x2x2"),
+        ("v5e:2x2x2", 1, "2 axes"),
+        ("v5e:", 1, "2x2 or 4x4"),
+        ("v5e:axb", 1, "2x2 or 4x4"),
+        ("v5e:3x4", 1, "the first two sizes are even"),
+        ("v5p:4x4x0", 1, "even"),
+        ("v5e:16x32", 1, "512 chips; a slice of v5e has 256 at most"),
+        ("v5e:2x2", 0, "one slice or more"),
+    ],
+)
+def test_a_name_that_is_wrong_says_what_would_do(name, slices, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        topology.chips(name, slices)
+
+
+@pytest.mark.parametrize(
+    "axes", [{}, {"a": 3}, {"a": 0}, {"a": -1, "b": -1}, {"a": 4}, {"a": -2}, {"a": 3, "b": -1}]
+)
+def test_axes_multiply_to_the_devices(axes):
+    with pytest.raises(ValueError, match=r"2 devices each, .* multiply to 16, not"):
+        topology.chips("tpu7x:2x2x2").mesh(**axes)
+
+
+@given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.lists(st.sampled_from([1, 2, 3, 4, 8]), max_size=3))
+def test_slices_are_outermost(slices, sizes):
+    """What crosses between slices is a prefix of the axes' product, as the hybrid mesh has it."""
+    chips = topology.chips("v5e:2x4", slices)
+    rest = chips.devices
+    for size in sizes:
+        rest //= math.gcd(rest, size)
+    axes = {f"a{i}": math.gcd(chips.devices, size) for i, size in enumerate(sizes)}
+    if chips.devices % math.prod(axes.values()):
+        return
+    try:
+        mesh = chips.mesh(**axes, last=-1)
+    except ValueError as error:
+        assert "slices, which cut it unevenly" in str(error)
+        return
+    parts = mesh.across_slices()
+    assert math.prod(parts) == slices
+    inside = [size // part for size, part in zip(mesh.shape.values(), parts, strict=True)]
+    assert math.prod(inside) == 8
+    # Once an axis has a part inside a slice, the next ones lie within it.
+    cut = next((i for i, size in enumerate(inside) if size > 1), len(parts))
+    assert all(part == 1 for part in parts[cut + 1 :])
+
+
+def test_a_mesh_has_no_devices_and_auto_axes():
+    abstract = topology.chips("v5e:2x4").mesh(data=-1, model=4).abstract
+    assert dict(abstract.shape) == {"data": 2, "model": 4}
+    assert set(abstract.axis_types) == {AxisType.Auto}
+
+
+def test_every_number_of_a_chip_has_a_source():
+    told = {"kind", "sources", "links", "dimensions", "devices"}
+    for chip in topology.CHIPS.values():
+        numbers = {f.name for f in dataclasses.fields(chip) if getattr(chip, f.name) is not None}
+        sourced = {name for names, _ in chip.sources for name in names.split(", ")}
+        assert numbers - told <= sourced, chip.kind
+        assert all(re.search(r"https://|libtpu", where) for _, where in chip.sources)
+
+
+def test_a_chip_says_its_peak_and_its_rings():
+    v7x, v5e, v5p = (topology.CHIPS[kind] for kind in ("tpu7x", "v5e", "v5p"))
+    assert v7x.peak() * v7x.devices == dict(v7x.flops)["bfloat16"]
+    assert [v5e.is_ring(n) for n in (4, 8, 16)] == [False, False, True]
+    assert [v5p.is_ring(n) for n in (2, 4, 6, 8)] == [False, True, False, True]
+    assert not topology.CHIPS["h100"].is_ring(8)
+    with pytest.raises(ValueError, match="no peak of v4 in float8 is known; known are bfloat16"):
+        topology.CHIPS["v4"].peak("float8")
+
+
+def test_where_libtpu_is_missing_the_error_says_whether_it_can_be_had(monkeypatch):
+    assert "pip install 'shardwise[tpu]'" in child.missing("linux", "x86_64")
+    for system, machine in (("darwin", "arm64"), ("linux", "aarch64"), ("win32", "AMD64")):
+        said = child.missing(system, machine)
+        assert "does not exist" in said and system in said and "pip" not in said
+    monkeypatch.setattr(child, "missing", lambda *_: "no compiler")
+    monkeypatch.setattr(child.importlib.metadata, "version", _absent)
+    with pytest.raises(ImportError, match="no compiler"):
+        child.versions()
+
+
+def _absent(name):
+    raise child.importlib.metadata.PackageNotFoundError(name)
+
+
+def test_an_entry_of_the_cache_is_all_there_or_not_at_all(tmp_path):
+    name = cache.key({"a": 1}, {"jax": "1"}, "module")
+    others = [({"a": 2}, {"jax": "1"}, "module"), ({"a": 1}, {"jax": "2"}, "module")]
+    assert name not in [cache.key(*other) for other in [*others, ({"a": 1}, {"jax": "1"}, "m")]]
+    assert cache.load(name) is None
+    cache.save(name, {"text": "x" * 100})
+    assert cache.load(name) == {"text": "x" * 100}
+    (file,) = (tmp_path / "compiled").iterdir()
+    file.write_text(file.read_text()[:50])
+    assert cache.load(name) is None
+
+
+def test_what_is_not_lowered_or_for_other_axes_is_refused_before_anything_runs(monkeypatch):
+    monkeypatch.setattr(child, "run", None)
+    ours = topology.chips("v5e:2x4").mesh(data=2, model=4)
+    lowered = topology.lower(jax.jit(jnp.sin), sharded(ours, (8, 8), P("data")))
+    for other, said in (
+        (topology.chips("v5e:4x4").mesh(data=4, model=4), "for 8 devices, and v5e:4x4 have 16"),
+        (topology.chips("v5e:2x4").mesh(data=4, model=2), "not for {'data': 4, 'model': 2}"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            topology.compile(lowered, other)
+    with pytest.raises(TypeError, match="takes a lowered program, and got function"):
+        topology.compile(lambda x: x, ours)
+    with pytest.raises(TypeError, match=r"made by jax\.jit or rules\.jit, and got function"):
+        topology.lower(lambda x: x, 1.0)
+
+
+def program(mesh):
+    """A product, laid out by the compiler, a sum by hand, a donated argument, a scan."""
+
+    def fn(x, w, old):
+        y = jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh.abstract, P("data")))
+        total = jax.shard_map(
+            lambda a: jax.lax.psum(a, "data"),
+            mesh=mesh.abstract,
+            in_specs=P("data"),
+            out_specs=P(),
+        )(y)
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c @ c.T) @ c, None), total, None, 3)[0], old + 1
+
+    return jax.jit(fn, donate_argnums=2)
+
+
+def arguments(mesh):
+    x = sharded(mesh, (256, 384), P("data", "model"), jnp.bfloat16)
+    w = sharded(mesh, (384, 256), P(None, "model"), jnp.bfloat16)
+    return x, w, sharded(mesh, (512, 640), P("data"))
+
+
+@needs_libtpu
+def test_a_compiled_program_is_a_value_and_nothing_reaches_the_caller(capfd, monkeypatch):
+    mesh = topology.chips("v5e:2x4").mesh(data=2, model=4)
+    before = dict(os.environ)
+    lowered = topology.lower(program(mesh), *arguments(mesh))
+    first = topology.compile(lowered, mesh)
+    assert dict(os.environ) == before
+    assert "libtpu.so" not in Path("/proc/self/maps").read_text()
+    assert capfd.readouterr() == ("", "")
+    sizes = first.memory_analysis()
+    assert sizes.argument_size_in_bytes == 2 * 128 * 96 + 2 * 384 * 64 + 4 * 256 * 640
+    assert sizes.alias_size_in_bytes == 4 * 256 * 640
+    assert "is_scheduled=true" in first.as_text()
+    fit = measure.fits(first)
+    assert fit and fit.spare == mesh.chips.chip.usable_hbm - fit.memory.total
+    assert {b.source for b in fit.buffers if b.kind == "argument"} == {"x", "w", "old"}
+    held = sum(b.bytes for b in fit.buffers if b.kind == "argument")
+    assert held == sizes.argument_size_in_bytes
+    temporaries = [b.bytes for b in fit.buffers if b.kind == "temporary"]
+    assert max(temporaries) <= max(sizes.temp_size_in_bytes, 4096)  # scalars have 512 bytes each
+    assert dict(first.versions)["jax"] == jax.__version__
+    monkeypatch.setattr(child, "run", None)  # From here on, only what is kept.
+    again = topology.compile(topology.lower(program(mesh), *arguments(mesh)), mesh)
+    assert again == first and hash(again) == hash(first)
+    with pytest.raises(TypeError):
+        topology.compile(lowered, mesh, cached=False)
+    with pytest.raises(TypeError):
+        topology.compile(lowered, mesh, options={"xla_tpu_enable_latency_hiding_scheduler": True})
+
+
+@needs_libtpu
+def test_a_failure_says_what_the_compiler_said():
+    mesh = topology.chips("v5e:2x4").mesh(x=8)
+    lowered = topology.lower(jax.jit(jnp.sin), sharded(mesh, (8,), P("x")))
+    with pytest.raises(RuntimeError, match=r"for v5e:2x4 (?s:.*)xla_no_such_option"):
+        topology.compile(lowered, mesh, options={"xla_no_such_option": True})
+
+
+PUBLIC = """
+import sys
+from jax.experimental import mesh_utils, topologies
+from jax.sharding import AxisType, Mesh
+sys.path.insert(0, {tests!r})
+import jax
+import test_topology as tests
+devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x4").devices
+class OnDevices:
+    abstract = Mesh(
+        mesh_utils.create_device_mesh((2, 4), devices=devices),
+        ("data", "model"),
+        axis_types=(AxisType.Auto,) * 2,
+    )
+compiled = tests.program(OnDevices).lower(*tests.arguments(OnDevices)).compile()
+sizes = compiled.memory_analysis()
+print(sizes.temp_size_in_bytes, sizes.output_size_in_bytes)
+print(compiled.as_text())
+"""
+
+
+@needs_libtpu
+def test_it_is_what_jax_itself_compiles_where_the_devices_are_known():
+    """The same program by JAX's public functions alone, in a process that loads libtpu."""
+    mesh = topology.chips("v5e:2x4").mesh(data=2, model=4)
+    ours = topology.compile(topology.lower(program(mesh), *arguments(mesh)), mesh)
+    code = PUBLIC.format(tests=os.path.dirname(__file__))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **child._QUIET},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    sizes, _, text = done.stdout.partition("\n")
+    said = ours.memory_analysis()
+    assert sizes == f"{said.temp_size_in_bytes} {said.output_size_in_bytes}"
+    assert _bare(text) == _bare(ours.as_text())
+
+
+def _bare(text):
+    """Instructions without where they were written, and the names that come from it."""
+    text = re.sub(r', metadata=\{(?:[^{}"]|"[^"]*")*\}', "", text)
+    text = re.sub(r"(?ms)^(FileNames|FunctionNames|FileLocations|StackFrames)\n.*?\n\n", "", text)
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    "name, slices, axes",
+    [
+        ("v5p:4x4x8", 1, dict(a=32, b=4)),
+        pytest.param("v5e:4x4", 2, dict(a=8, b=4), marks=pytest.mark.slow),
+        pytest.param("v4:2x2x2", 1, dict(a=8), marks=pytest.mark.slow),
+    ],
+)
+def test_axes_are_laid_along_the_torus(name, slices, axes):
+    mesh = topology.chips(name, slices).mesh(**axes)
+    x = sharded(mesh, (mesh.chips.devices,), P(tuple(axes)))
+    compiled = topology.compile(topology.lower(jax.jit(jnp.sin), x), mesh)
+    places = np.array(compiled.coordinates).reshape(*axes.values(), -1)
+    assert len(set(compiled.coordinates)) == mesh.chips.devices
+    numbers = places[..., -1].reshape(-1)  # of slices
+    assert sorted(numbers) == list(numbers) and set(numbers) == set(range(slices))
+    # Neighbours along the last axis are one link apart.
+    steps = np.abs(np.diff(places[..., :-2], axis=-2)).sum(-1)
+    assert steps.max() == 1 or mesh.chips.shape[-1] == 2
+
+
+@needs_libtpu
+def test_a_refusal_has_both_totals_and_the_largest_arrays(monkeypatch):
+    mesh = topology.chips("v5e:2x4").mesh(x=8)
+    size = 92160  # an array that alone is a little less than the memory
+
+    def fn(x):
+        with jax.named_scope("layer"):
+            return jnp.tanh(x @ x.T) @ x
+
+    lowered = topology.lower(jax.jit(fn), sharded(mesh, (size, size), P(None, "x"), jnp.bfloat16))
+    with pytest.raises(topology.DoesNotFit, match="GiB of HBM on a device") as refused:
+        topology.compile(lowered, mesh)
+    error, buffer = refused.value, refused.value.buffers[0]
+    # Told to a hundredth of a GiB; libtpu 0.0.23 counts temporaries only.
+    held = 2 * size * size + (4 * size * size // 8 if jax.__version_info__ >= (0, 8) else 0)
+    assert error.needed >= held - 2**30 // 100 > error.allowed
+    assert error.allowed == mesh.chips.chip.usable_hbm
+    fit = measure.fits(error)
+    assert not fit and (fit.needed, fit.allowed) == (error.needed, error.allowed)
+    assert fit.buffers == error.buffers and "does not fit" in repr(fit)
+    assert (buffer.bytes, buffer.kind) == (2 * size * size, "temporary")
+    assert "layer/dot_general" in buffer.source
+    assert {b.source for b in error.buffers if b.kind == "argument"} == {"x"}
+    monkeypatch.setattr(child, "run", None)
+    with pytest.raises(topology.DoesNotFit) as again:
+        topology.compile(lowered, mesh)
+    assert str(again.value) == str(error)
+
+
+@refuses
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [k for k, chip in topology.CHIPS.items() if chip.dimensions])
+def test_the_usable_hbm_is_where_programs_begin_to_be_refused(kind):
+    """Arguments and results of 1/2000 less compile, of 1/2000 more do not."""
+    chip = topology.CHIPS[kind]
+    mesh = topology.chips(f"{kind}:{'x'.join(['2'] * chip.dimensions)}").mesh(x=-1)
+
+    def attempt(share):
+        rows = int(chip.usable_hbm * share / 2 / 4096) // 8 * 8
+        x = sharded(mesh, (rows * mesh.chips.devices, 1024), P("x"))
+        return topology.compile(topology.lower(jax.jit(lambda x: x + 1), x), mesh)
+
+    assert attempt(1 - 1 / 2000).memory_analysis().argument_size_in_bytes
+    with pytest.raises(topology.DoesNotFit):
+        attempt(1 + 1 / 2000)
+
+
+def doubled(mesh):
+    """A function jitted by rules, lowered, that donates its only argument."""
+    tree = {"w": jax.ShapeDtypeStruct((256, 512), jnp.float32)}
+    jitted = rules.jit(
+        lambda tree: jax.tree.map(lambda x: x * 2, tree),
+        mesh.abstract,
+        in_rules=rules.FSDPRule("fsdp"),
+        out_rules=rules.FSDPRule("fsdp"),
+        donate_argnums=0,
+    )
+    return topology.lower(jitted, tree)
+
+
+def test_rules_jit_is_lowered_for_a_mesh_without_devices():
+    text = doubled(topology.chips("v5p:4x4x8").mesh(fsdp=128)).as_text()
+    assert "mhlo.num_partitions = 128" in text and text.count('{"fsdp"}') >= 2
+    assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
+
+
+@needs_libtpu
+def test_rules_jit_compiles_on_abstract_arrays():
+    mesh = topology.chips("v5e:2x4").mesh(fsdp=8)
+    sizes = topology.compile(doubled(mesh), mesh).memory_analysis()
+    assert sizes.argument_size_in_bytes == sizes.alias_size_in_bytes == 4 * 256 * 512 // 8
