@@ -1,0 +1,165 @@
+"""Runs processes to their ends: the first failure or a hang ends all, and signals are passed on."""
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardwise.run.launch import notes, reports, statuses
+from shardwise.run.launch.children import Child, Children
+from shardwise.run.launch.watching import Hang, Watch, never
+
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+GLANCE = 0.1  # seconds between looks at the processes
+READING = 0.5  # seconds between readings of their notes
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: until processes that step hang, until others do, and from SIGTERM to SIGKILL.
+
+    With `patient`, a second signal kills nobody: what sends it kills by itself.
+    """
+
+    hang_after: float = 20.0
+    hang_after_long: float = 600.0
+    grace: float = 5.0
+    patient: bool = False
+
+
+@dataclass(frozen=True)
+class End:
+    """How it ended: the status for all, each process's code, and what to say of a failure."""
+
+    status: int
+    codes: tuple[int, ...]
+    report: list[str] = field(default_factory=list)
+
+
+def supervise(
+    commands: Sequence[Sequence[str]],
+    folder: Path | None,
+    limits: Limits = Limits(),
+    environment: Mapping[str, str] | None = None,
+) -> End:
+    """Start the commands as processes 0, 1, 2, ..., show what they print, and wait for all.
+
+    `folder` is the run folder, where they note their steps; without it no hang is seen.
+    """
+    with Children() as children, _Run(children, folder, limits).passing_on() as run:
+        for command in commands:
+            children.start(command, environment or {})
+        return run.to_the_end()
+
+
+class _Run:
+    def __init__(self, children: Children, folder: Path | None, limits: Limits):
+        self._children, self._folder, self._limits = children, folder, limits
+        self._watch: Watch | None = None
+        self._looked = 0.0
+        self._notes: dict[int, notes.Note] = {}
+        self._failed: list[Child] = []
+        self._hang: Hang | None = None
+        self._signal = self._again = 0
+        self._kill_at: float | None = None
+
+    @contextlib.contextmanager
+    def passing_on(self) -> Iterator["_Run"]:
+        """Handle signals here, in the one thread that can."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
+        before = {number: signal.signal(number, self._handle) for number in PASSED_ON}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number, _):
+        # Done here and not in the loop, which may be held up by a full pipe.
+        if not self._signal:
+            self._signal = number
+            self._children.pass_on(number)
+        elif not self._limits.patient:
+            self._again = number
+            self._children.kill()
+
+    def to_the_end(self) -> End:
+        started = [child.started for child in self._children.all]
+        self._watch = Watch(started, self._limits.hang_after, self._limits.hang_after_long)
+        said = 0
+        while self._children.running():
+            for child in self._children.wait(GLANCE):
+                self._failed += [child] if child.code not in statuses.WELL else []
+            if self._signal:
+                self._children.pass_on(self._signal)  # to those that were not started then
+                said = said or _say(f"{statuses.named(self._signal)} is passed on to all")
+            self._look()
+            self._end_others()
+        return self._end()
+
+    def _look(self):
+        """Read the notes now and then, and judge by them."""
+        now = time.monotonic()
+        if self._kill_at is not None or now - self._looked < READING:
+            return
+        self._looked = now
+        self._note()
+        self._watch.see(self._notes, now)
+        running = [child.index for child in self._children.running()]
+        if not never(self._limits.hang_after):
+            stopped = [child.index for child in self._children.running() if _is_stopped(child.pid)]
+            self._hang = self._watch.hang(running, now, stopped)
+
+    def _note(self):
+        pids = {child.index: child.pid for child in self._children.all}
+        try:
+            self._notes = notes.read(self._folder, pids)
+        except ValueError as error:  # no reason to end what trains
+            self._folder = None
+            _say(f"{error}; from here on, hangs are not seen")
+
+    def _end_others(self):
+        """After a failure or a hang: SIGTERM to all, and SIGKILL when their time is over."""
+        if self._kill_at is None and (self._failed or self._hang):
+            self._note()
+            self._kill_at = time.monotonic() + self._limits.grace
+            first = self._failed[0] if self._failed else None
+            why = f"process {first.index} {statuses.told(first.code)}" if first else "they hang"
+            if self._children.running():
+                _say(f"{why}; ending the others" if first else f"{why}; ending all")
+            for child in self._children.running():
+                child.send(signal.SIGTERM)
+        if self._kill_at is not None and time.monotonic() > self._kill_at:
+            self._children.kill()
+
+    def _end(self):
+        every = self._children.all
+        codes = tuple(child.code for child in every)
+        first = self._failed[:1]
+        rest = [child for child in every if child not in first]
+        status = statuses.overall([child.code for child in (*self._failed, *rest)])
+        if self._hang is not None:
+            return End(status, codes, reports.hanging(self._hang, every))
+        told = reports.failure(first[0], rest, self._notes) if first else []
+        if self._again:
+            told.insert(0, f"a second signal, {statuses.named(self._again)}, killed those that ran")
+        return End(status, codes, told)
+
+
+def _say(line):
+    print(f"[launch] {line}", file=sys.stderr, flush=True)
+    return 1
+
+
+def _is_stopped(pid):
+    """Whether the operating system has stopped a process (SIGSTOP, a debugger); Linux only."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        return stat.rpartition(")")[2].split()[0] in "Tt"
+    return False
