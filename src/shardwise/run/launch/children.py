@@ -13,7 +13,7 @@ from pathlib import Path
 
 LEASH = Path(__file__).with_name("leash.py")
 REMEMBERED = 20  # lines of each process
-LONGEST = 2**16  # bytes of a line; a longer one is shown in pieces
+LONGEST = 2**20  # bytes of a line; a longer one is shown in pieces
 DRAINING = 100  # reads of a dead process's pipe, which another that escaped may hold open
 
 

@@ -15,7 +15,7 @@ from shardwise.run.launch.watching import Hang, Watch, never
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 GLANCE = 0.1  # seconds between looks at the processes
-READING = 0.5  # seconds between readings of their notes
+READING = 0.5  # seconds between readings of their notes, at most
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,19 @@ class _Run:
     def _look(self):
         """Read the notes now and then, and judge by them."""
         now = time.monotonic()
-        if self._kill_at is not None or now - self._looked < READING:
+        pause = min(READING, self._limits.hang_after / 4)
+        if (
+            self._kill_at is not None
+            or never(self._limits.hang_after)
+            or now - self._looked < pause
+        ):
             return
         self._looked = now
         self._note()
         self._watch.see(self._notes, now)
-        running = [child.index for child in self._children.running()]
-        if not never(self._limits.hang_after):
-            stopped = [child.index for child in self._children.running() if _is_stopped(child.pid)]
-            self._hang = self._watch.hang(running, now, stopped)
+        running = self._children.running()
+        stopped = [child.index for child in running if _is_stopped(child.pid)]
+        self._hang = self._watch.hang([child.index for child in running], now, stopped)
 
     def _note(self):
         pids = {child.index: child.pid for child in self._children.all}
