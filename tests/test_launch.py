@@ -288,6 +288,7 @@ def test_a_note_that_is_none_ends_nobody(run, tmp_path):
 LAUNCHER = """
 import sys
 from shardwise.run import launch
+open(sys.argv[1] + ".begun", "w").close()
 sys.exit(launch.main(sys.argv[2:], (sys.executable, "-S", sys.argv[1])))
 """
 
@@ -329,19 +330,30 @@ def test_no_process_outlives_a_launcher_that_is_killed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
 def test_no_process_outlives_a_launcher_that_is_killed_while_it_starts_them(tmp_path):
-    started = 0
-    for i in range(25):
-        folder = tmp_path / str(i)
+    def begin(name):
+        folder = tmp_path / name
         folder.mkdir()
         launcher = start_launcher(folder, STUBBORN)
-        time.sleep(0.1 + 0.01 * i)
+        while not (folder / "child.py.begun").exists():
+            time.sleep(0.001)
+        return folder, launcher, time.monotonic()
+
+    def end(folder, launcher):
         launcher.kill()
         launcher.wait()
         time.sleep(0.3)  # for those that were on their way
-        started += len(pids(folder))
         await_end(pids(folder))
         assert not running_in(folder)
-    assert started
+
+    folder, launcher, begun = begin("whole")
+    while len(list(folder.glob("ready.*"))) < 3:
+        time.sleep(0.001)
+    takes = time.monotonic() - begun
+    end(folder, launcher)
+    for i in range(20):
+        folder, launcher, _ = begin(str(i))
+        time.sleep(takes * (0.5 + i / 40))
+        end(folder, launcher)
 
 
 def running_in(folder):

@@ -67,7 +67,7 @@ def run_folder(command: Sequence[str], launcher: str) -> Path:
     return Path(run).expanduser().absolute()
 
 
-def of_process(command: Sequence[str], address: str, count: int, index: int) -> list[str]:
+def of_process(command: Sequence[str], address: str, count: int, index: int | str) -> list[str]:
     """The command of one of several processes that meet at an address.
 
     A single one gets them too: only who has joined a coordinator hears of preemption.

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardwise.run.launch import commands, statuses
+from shardwise.run.launch import commands, pods
 from shardwise.run.launch.commands import Refused
 
 PORT = 8476  # of the coordinator, on worker 0 of GPU nodes
-PYTHON = ("python3", "-m", "shardwise")  # of the image
-INDEX = "SHARDWISE_PROCESS"
+EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"
 
 
 @dataclass(frozen=True)
@@ -62,26 +61,41 @@ class JobSet:
           Refused: names, sizes or a run folder that Kubernetes or the pods could not use.
         """
         self._check(command)
+        tpu = self.accelerator == "tpu"
         metadata = {"name": self.name}
         if self.namespace is not None:
             metadata["namespace"] = self.namespace
-        if self.accelerator == "tpu":
-            # Each slice on a node pool of its own.
-            key = "alpha.jobset.sigs.k8s.io/exclusive-topology"
-            metadata["annotations"] = {key: "cloud.google.com/gke-nodepool"}
-        replicas = self.slices if self.accelerator == "tpu" else 1
-        job = {"name": "workers", "replicas": replicas, "template": {"spec": self._job(command)}}
+        if tpu:  # each slice on a node pool of its own
+            metadata["annotations"] = {EXCLUSIVE: "cloud.google.com/gke-nodepool"}
+        workers = {
+            "name": "workers",
+            "replicas": self.slices if tpu else 1,
+            "template": {"spec": pods.job(self.pods(), self._pod(command))},
+        }
         spec = {
-            "replicatedJobs": [job],
+            "replicatedJobs": [workers],
             "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-            "failurePolicy": self._failures(),
+            "failurePolicy": pods.failures(self.restarts),
         }
-        return {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": metadata,
-            "spec": spec,
-        }
+        head = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
+        return {**head, "metadata": metadata, "spec": spec}
+
+    def _pod(self, command):
+        command = commands.resuming(command)
+        if self.accelerator == "tpu":
+            limits = {"google.com/tpu": self.tpus_per_node}
+            labels = {
+                "cloud.google.com/gke-tpu-accelerator": self.tpu_type,
+                "cloud.google.com/gke-tpu-topology": self.tpu_topology,
+            }
+        else:
+            # A Job's index is a process's only where there is one Job: slices would repeat it
+            # (kubeflow trainer 3537).
+            address = f"{self.name}-workers-0-0.{self.name}:{PORT}"
+            command = commands.of_process(command, address, self.nodes, pods.INDEX)
+            limits = {"nvidia.com/gpu": self.gpus_per_node}
+            labels = {"cloud.google.com/gke-accelerator": self.gpu_type} if self.gpu_type else {}
+        return pods.pod(self.image, command, limits, self.grace, labels, self.volume)
 
     def pods(self) -> int:
         """How many pods one Job has: a slice's hosts, or all GPU nodes."""
@@ -98,13 +112,13 @@ class JobSet:
         longest = 63 - len(f"-workers-{self.slices}-{self.pods()}-abcde")
         if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", self.name) or len(self.name) > longest:
             raise Refused(
-                f"--name {self.name}: expected lower-case letters, digits and dashes, from a letter "
-                f"on, {longest} at most."
+                f"--name {self.name}: expected {longest} lower-case letters, digits and dashes at "
+                f"most, from a letter on."
             )
         if self.accelerator == "tpu" and _chips(self.tpu_topology) % self.tpus_per_node:
             raise Refused(
-                f"--tpu-topology {self.tpu_topology}: its {_chips(self.tpu_topology)} chips are not "
-                f"a multiple of --tpus-per-node {self.tpus_per_node}."
+                f"--tpu-topology {self.tpu_topology}: its {_chips(self.tpu_topology)} chips are "
+                f"not a multiple of --tpus-per-node {self.tpus_per_node}."
             )
         self._check_run(command)
 
@@ -120,84 +134,6 @@ class JobSet:
                 f"the run folder {run or '(no --run)'} is not on what pods share: say --run "
                 f"gs://BUCKET/FOLDER, or --volume CLAIM:/runs and --run /runs/FOLDER."
             )
-
-    def _failures(self):
-        """Start all again; as often as it takes where all that happened was an eviction."""
-        evicted = {
-            "name": "evicted",
-            "action": "RestartJobSetAndIgnoreMaxRestarts",
-            "onJobFailureReasons": ["PodFailurePolicy"],
-        }
-        return {"maxRestarts": self.restarts, "rules": [evicted]}
-
-    def _job(self, command):
-        stopped = {"containerName": "train", "operator": "In", "values": [statuses.STOPPED]}
-        lost = {"type": "DisruptionTarget", "status": "True"}
-        return {
-            "parallelism": self.pods(),
-            "completions": self.pods(),
-            "completionMode": "Indexed",
-            "backoffLimit": 0,  # one pod alone cannot start again
-            "podFailurePolicy": {
-                "rules": [
-                    {"action": "FailJob", "onExitCodes": stopped},
-                    {"action": "FailJob", "onPodConditions": [lost]},
-                ]
-            },
-            "template": {"spec": self._pod(command)},
-        }
-
-    def _pod(self, command):
-        spec = {
-            "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": self.grace,
-            "containers": [self._container(command)],
-        }
-        if self._selected():
-            spec["nodeSelector"] = self._selected()
-        if self.volume is not None:
-            claim = {"claimName": self.volume.partition(":")[0]}
-            spec["volumes"] = [{"name": "runs", "persistentVolumeClaim": claim}]
-        return spec
-
-    def _selected(self):
-        if self.accelerator == "tpu":
-            return {
-                "cloud.google.com/gke-tpu-accelerator": self.tpu_type,
-                "cloud.google.com/gke-tpu-topology": self.tpu_topology,
-            }
-        return {"cloud.google.com/gke-accelerator": self.gpu_type} if self.gpu_type else {}
-
-    def _container(self, command):
-        command = commands.resuming(command)
-        variables = []
-        if self.accelerator == "gpu":
-            address = f"{self.name}-workers-0-0.{self.name}:{PORT}"
-            command = commands.of_process(command, address, self.nodes, f"$({INDEX})")
-            at = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-            variables.append({"name": INDEX, "valueFrom": {"fieldRef": {"fieldPath": at}}})
-        amount, resource = (
-            (self.tpus_per_node, "google.com/tpu")
-            if self.accelerator == "tpu"
-            else (self.gpus_per_node, "nvidia.com/gpu")
-        )
-        container = {
-            "name": "train",
-            "image": self.image,
-            "command": list(PYTHON),
-            "args": [_literal(word) for word in command],
-            "env": [*variables, {"name": "PYTHONUNBUFFERED", "value": "1"}],
-            "resources": {"limits": {resource: amount}},
-        }
-        if self.volume is not None:
-            mount = {"name": "runs", "mountPath": self.volume.partition(":")[2]}
-            container["volumeMounts"] = [mount]
-        return container
-
-
-def _literal(word):
-    """An argument as Kubernetes leaves it: of other than our variable, $( is no reference."""
-    return word if word == f"$({INDEX})" else word.replace("$(", "$$(")
 
 
 def _chips(topology):

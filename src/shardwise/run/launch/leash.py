@@ -1,7 +1,7 @@
 """Becomes another program, which the kernel kills when the process that started it is gone.
 
-It runs as a file, `python -I -S leash.py PID PROGRAM ARGUMENT...`, before anything of this package
-or of JAX is imported. PID is the process that started it. Not on Linux, it only becomes the program.
+It runs as a file, `python -I -S leash.py PID PROGRAM ARGUMENT...`, and imports nothing of this
+package. PID is the process that started it. Elsewhere than on Linux it only becomes the program.
 """
 
 import ctypes

@@ -1,19 +1,17 @@
 """A job of SLURM, by submitit."""
 
-import os
 import shutil
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from shardwise.run.launch import commands, statuses
 from shardwise.run.launch.commands import Refused
-from shardwise.run.launch.local import free_address, report
-from shardwise.run.launch.supervising import Limits, supervise
+from shardwise.run.launch.local import free_address
+from shardwise.run.launch.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,8 @@ class Slurm:
                 raise Refused(f"--{flag} {getattr(self, name)}: expected 1 or more.")
         if not 0 < self.signal_before < 60 * self.time:
             raise Refused(
-                f"--signal-before {self.signal_before}: expected 1 to {60 * self.time - 1} seconds, "
-                f"of the {self.time} minutes that the job has."
+                f"--signal-before {self.signal_before}: expected 1 to {60 * self.time - 1} "
+                f"seconds, of the {self.time} minutes that the job has."
             )
         if self.cluster == "local" and self.nodes > 1:
             raise Refused(f"--nodes {self.nodes}: --cluster local has one; raise --tasks-per-node.")
@@ -89,8 +87,8 @@ class Slurm:
         missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
         if missing:
             raise Refused(
-                f"{' and '.join(missing)} cannot be found: submit from a machine of the cluster, or "
-                f"try it here with --cluster local."
+                f"{' and '.join(missing)} cannot be found: submit from a machine of the cluster, "
+                f"or try it here with --cluster local."
             )
         return submitit.SlurmExecutor(folder)
 
@@ -150,59 +148,6 @@ def batch_file(submitit: Any, folder: Path, parameters: dict[str, Any]) -> str:
     executor = Paper(folder)
     executor.update_parameters(**parameters)
     return executor._make_submission_file_text(executor._submitit_command_str, "")
-
-
-@dataclass(frozen=True)
-class Task:
-    """What each task does: the command in a process of its own, and the queue afterwards.
-
-    With an address, tasks meet there, by submitit's numbers; without, by SLURM's.
-    """
-
-    program: tuple[str, ...]
-    command: tuple[str, ...]
-    address: str | None
-    requeue: bool
-    gpus: int
-
-    def __call__(self) -> int:
-        """0 or 75.
-
-        Raises:
-          RuntimeError: the process failed; the message says how.
-        """
-        import submitit
-
-        here = submitit.JobEnvironment()
-        again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
-        command = commands.resuming(self.command) if again else list(self.command)
-        if self.address is not None:
-            command = commands.of_process(command, self.address, here.num_tasks, here.global_rank)
-        limits = Limits(hang_after=0, patient=True)  # SLURM sends several signals, and kills
-        folder = commands.run_folder(command, "slurm")
-        end = supervise(
-            [[*self.program, *command]], folder, limits, own_gpus(self.gpus, os.environ)
-        )
-        if report(end) not in statuses.WELL:
-            raise RuntimeError(f"task {here.global_rank}: {end.report[-1]}")
-        if end.status == statuses.STOPPED and self._queues_again(here):
-            subprocess.run(["scontrol", "requeue", here.job_id], check=True)
-        return end.status
-
-    def _queues_again(self, here):
-        # Process 0 is the last to leave.
-        return self.requeue and self.address is None and here.global_rank == 0
-
-
-def own_gpus(count: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Which of a node's GPUs are a task's own, in the variable that JAX reads.
-
-    Without it JAX takes one for each task of SLURM's, however many there are.
-    """
-    if not count:
-        return {}
-    first = count * int(environment["SLURM_LOCALID"])
-    return {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + count)))}
 
 
 def finish(job: Any, tasks: int) -> int:
