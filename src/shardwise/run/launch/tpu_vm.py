@@ -30,7 +30,7 @@ class TpuVm:
     source: Path = Path(".")
     """A clone of shardwise, of which the newest commit is installed."""
     output: Path | None = None
-    """Where files go on this machine, in place of the run folder."""
+    """The folder of this machine that gets all files; without it, the run folder's place here."""
     dry_run: bool = False
     """Print what would run, and run nothing."""
 
@@ -90,7 +90,8 @@ class TpuVm:
         if run is None or commands.is_remote(run):
             return []
         found = f"{self.name}:{run.rstrip('/')}"
-        return [self._gcloud("scp", "--recurse", found, str(output.parent), "--worker=0")]
+        into = output.parent if self.output is None else output  # which gets the folder's own name
+        return [self._gcloud("scp", "--recurse", found, str(into), "--worker=0")]
 
     def _ssh(self, words):
         # ssh takes one string, which the worker's shell reads: every word is quoted for it.
