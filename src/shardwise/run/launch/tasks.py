@@ -28,6 +28,7 @@ class Task:
 
         Raises:
           RuntimeError: the process failed; the message says how.
+          SystemExit: it was stopped, and the job is queued again.
         """
         import submitit
 
@@ -43,13 +44,11 @@ class Task:
         )
         if report(end) not in statuses.WELL:
             raise RuntimeError(f"task {here.global_rank}: {end.report[-1]}")
-        if end.status == statuses.STOPPED and self._queues_again(here):
-            subprocess.run(["scontrol", "requeue", here.job_id], check=True)
+        if end.status == statuses.STOPPED and self.requeue and self.address is None:
+            if here.global_rank == 0:  # whose process is the last to leave
+                subprocess.run(["scontrol", "requeue", here.job_id], check=True)
+            raise SystemExit(0)  # no result: the job is not over; and no failure, which ends others
         return end.status
-
-    def _queues_again(self, here):
-        # Process 0 is the last to leave.
-        return self.requeue and self.address is None and here.global_rank == 0
 
 
 def own_gpus(count: int, environment: Mapping[str, str]) -> dict[str, str]:
