@@ -36,8 +36,10 @@ def forever():
 
 
 @pytest.fixture
-def run(tmp_path, capfd):
+def run(tmp_path, capfd, monkeypatch):
     """run(script, flag, ...): the status, what was printed, and what was said beside it."""
+
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
 
     def go(script, *flags, processes=3):
         body = tmp_path / "child.py"
@@ -257,6 +259,24 @@ def test_processes_that_hang_are_ended_and_the_odd_one_is_named(run, notes, then
         assert f"process {index}: step {step}, {doing}, for" in err
 
 
+def test_one_that_ends_itself_as_stuck_is_not_the_one_that_is_named(run):
+    """The programs have a watchdog of their own, and one that waits may be the first to go."""
+    status, _, err = run(
+        """
+        note(17, "reading" if index == 1 else "stepping")
+        mark("ready")
+        wait_for("ready")
+        if index == 2: sys.exit(70)
+        forever()
+        """,
+        *("--grace", "1000"),
+    )
+    assert status == 70
+    assert "process 2 exited with status 70 (no progress); ending the others" in err
+    last = err.splitlines()[-1]
+    assert last.startswith("[launch] process 1 ") and "at step 17, reading, hangs" in last
+
+
 def test_notes_of_an_earlier_run_do_not_count(run, tmp_path):
     status, _, err = run(
         """
@@ -403,10 +423,10 @@ def test_a_flag_that_there_is_not_is_named(capfd):
     assert "--proceses" in capfd.readouterr().err
 
 
-def test_without_a_run_folder_hangs_are_said_not_to_be_seen(tmp_path, capfd):
+def test_where_no_note_can_be_read_hangs_are_said_not_to_be_seen(tmp_path, capfd):
     script = tmp_path / "child.py"
     script.write_text("")
-    for run in ([], ["--run", "gs://bucket/run"]):
+    for run, told in ([], False), (["--run", "gs://bucket/run"], True):
         argv = ["local", "--processes", "1", "--", "train", *run]
         assert launch.main(argv, (sys.executable, "-S", str(script))) == 0
-        assert "hangs are not seen" in capfd.readouterr().err
+        assert ("hangs are not seen" in capfd.readouterr().err) == told

@@ -10,6 +10,9 @@ from shardwise.run.launch.commands import Refused
 from shardwise.run.launch.supervising import End, Limits, supervise
 
 
+FIRST = "runs/first"  # where `train` writes without --run
+
+
 @dataclass(frozen=True)
 class Local:
     """Processes on this machine, with their output line by line; the first failure ends all.
@@ -48,12 +51,12 @@ class Local:
         return report(supervise(each, self._folder(command), limits))
 
     def _folder(self, command):
-        run = commands.option(command, "--run")
-        if run is not None and not commands.is_remote(run):
-            return commands.run_folder(command, "local")
+        run = commands.option(command, "--run") or FIRST
+        if not commands.is_remote(run):
+            return commands.run_folder(["--run", run], "local")
         if self.hang_after > 0:
-            told = "no --run after --" if run is None else f"{run} is on no disk of this machine"
-            print(f"[launch] {told}: hangs are not seen", file=sys.stderr, flush=True)
+            told = f"[launch] {run} is on no disk of this machine: hangs are not seen"
+            print(told, file=sys.stderr, flush=True)
         return None
 
 

@@ -4,6 +4,7 @@ import signal
 from collections.abc import Sequence
 
 DONE, STOPPED = 0, 75  # 75: stopped by a signal, after saving
+STUCK = 70  # a process saw by itself that it makes no progress
 WELL = (DONE, STOPPED)
 
 
@@ -19,7 +20,11 @@ def told(code: int) -> str:
     """How a process ended, from what `subprocess` calls its return code."""
     if code < 0:
         return f"was killed by {named(-code)}"
-    meaning = {DONE: " (done)", STOPPED: " (stopped by a signal, after saving)"}
+    meaning = {
+        DONE: " (done)",
+        STOPPED: " (stopped by a signal, after saving)",
+        STUCK: " (no progress)",
+    }
     return f"exited with status {code}{meaning.get(code, '')}"
 
 

@@ -120,6 +120,14 @@ class _Run:
         stopped = [child.index for child in running if _is_stopped(child.pid)]
         self._hang = self._watch.hang([child.index for child in running], now, stopped)
 
+    def _stuck(self):
+        """One process has ended itself because nothing moves, and may be one that waited."""
+        now = time.monotonic()
+        self._watch.see(self._notes, now)
+        which = [child for child in self._children.all if child.code not in statuses.WELL]
+        stopped = [child.index for child in which if child.code is None and _is_stopped(child.pid)]
+        self._hang = self._watch.standing([child.index for child in which], now, stopped)
+
     def _note(self):
         pids = {child.index: child.pid for child in self._children.all}
         try:
@@ -134,6 +142,8 @@ class _Run:
             self._note()
             self._kill_at = time.monotonic() + self._limits.grace
             first = self._failed[0] if self._failed else None
+            if first and first.code == statuses.STUCK:
+                self._stuck()
             why = f"process {first.index} {statuses.told(first.code)}" if first else "they hang"
             if self._children.running():
                 _say(f"{why}; ending the others" if first else f"{why}; ending all")

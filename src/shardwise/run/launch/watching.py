@@ -77,7 +77,13 @@ class Watch:
         idle = {index: now - each.changed for index, each in seen.items()}
         if any(idle[i] <= each.limit(self._after, self._longer) for i, each in seen.items()):
             return None
+        return self.standing(running, now, stopped)
+
+    def standing(self, which: Collection[int], now: float, stopped: Collection[int] = ()) -> Hang:
+        """How these processes stand, which are known to hang; of those that have noted anything."""
+        seen = {i: self._seen[i] for i in which if self._seen[i].note is not None}
         notes = {index: each.note for index, each in seen.items()}
+        idle = {index: now - each.changed for index, each in seen.items()}
         return Hang(notes, idle, tuple(sorted(stopped)) or odd(notes))
 
 
