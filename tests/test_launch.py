@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.run import launch
-from shardwise.run.launch import statuses
+from shardwise.run.launch import statuses, supervising
 
 CHILD = """
 import json, os, signal, subprocess, sys, time
@@ -218,7 +218,7 @@ def test_a_second_signal_kills_those_that_wait(run, tmp_path):
         "1000",
     )
     assert status == 137
-    assert "a second signal, SIGTERM (15), killed" in err
+    assert err.splitlines()[-1] == "[launch] a second signal, SIGTERM (15), killed those that ran"
 
 
 HANGING = """
@@ -259,22 +259,38 @@ def test_processes_that_hang_are_ended_and_the_odd_one_is_named(run, notes, then
         assert f"process {index}: step {step}, {doing}, for" in err
 
 
-def test_one_that_ends_itself_as_stuck_is_not_the_one_that_is_named(run):
-    """The programs have a watchdog of their own, and one that waits may be the first to go."""
+@pytest.mark.parametrize("end", ["sys.exit(70)", "time.sleep(1); os.abort()"])
+def test_one_that_ends_for_having_waited_is_not_the_one_that_is_named(run, monkeypatch, end):
+    """Its own watchdog ends it, or the runtime's heartbeat aborts it."""
+    monkeypatch.setattr(supervising, "STANDSTILL", 0.2)
+    status, _, err = run(
+        f"""
+        note(17, "reading" if index == 1 else "stepping")
+        mark("ready")
+        wait_for("ready")
+        if index == 2: {end}
+        forever()
+        """,
+        *("--grace", "1000"),
+    )
+    told = {70: "exited with status 70 (no progress)", 134: "was killed by SIGABRT (6)"}[status]
+    assert f"process 2 {told}; ending the others" in err
+    last = err.splitlines()[-1]
+    assert last.startswith("[launch] process 1 ") and "at step 17, reading, hangs" in last
+
+
+def test_one_that_fails_while_others_move_is_the_one_that_is_named(run):
     status, _, err = run(
         """
         note(17, "reading" if index == 1 else "stepping")
         mark("ready")
         wait_for("ready")
-        if index == 2: sys.exit(70)
+        if index == 2: os.abort()
         forever()
-        """,
-        *("--grace", "1000"),
+        """
     )
-    assert status == 70
-    assert "process 2 exited with status 70 (no progress); ending the others" in err
     last = err.splitlines()[-1]
-    assert last.startswith("[launch] process 1 ") and "at step 17, reading, hangs" in last
+    assert status == 134 and last.startswith("[launch] process 2 ") and "SIGABRT" in last
 
 
 def test_notes_of_an_earlier_run_do_not_count(run, tmp_path):

@@ -9,7 +9,6 @@ from shardwise.run.launch import commands
 from shardwise.run.launch.commands import Refused
 from shardwise.run.launch.supervising import End, Limits, supervise
 
-
 FIRST = "runs/first"  # where `train` writes without --run
 
 

@@ -15,8 +15,9 @@ def failure(first: Child, others: Sequence[Child], notes: Mapping[int, Note]) ->
 
 def hanging(hang: Hang, children: Sequence[Child]) -> list[str]:
     """The lines that tell of processes that hang; the odd ones come last."""
+    codes = {child.index: child.code for child in children}
     lines = [
-        f"process {i}: {note.told()}, for {hang.idle[i]:.0f} s"
+        f"process {i}: {note.told()}, for {hang.idle[i]:.0f} s; it {statuses.told(codes[i])}"
         for i, note in sorted(hang.notes.items())
     ]
     odd = [child for child in children if child.index in hang.odd]
@@ -25,11 +26,13 @@ def hanging(hang: Hang, children: Sequence[Child]) -> list[str]:
         lines += ["No process moves, and all note the same: which one hangs cannot be told."]
     rest = sorted({n.told() for i, n in hang.notes.items() if i not in hang.odd})
     beside = f", while the others wait ({'; '.join(rest)})" if rest else ""
-    ends = {child.index: f"; it {statuses.told(child.code)} in the end" for child in odd}
-    return [
-        *lines,
-        *(_named(child, f"hangs{beside}{ends[child.index]}", hang.notes) for child in odd),
-    ]
+    return [*lines, *(_named(child, f"hangs{beside}", hang.notes) for child in odd)]
+
+
+def killed(number: str, children: Sequence[Child], notes: Mapping[int, Note]) -> list[str]:
+    """The lines that tell of a second signal, which nobody survived."""
+    ends = [_named(child, statuses.told(child.code), notes) for child in children]
+    return [*ends, f"a second signal, {number}, killed those that ran"]
 
 
 def _named(child, what, notes):

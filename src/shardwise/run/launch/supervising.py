@@ -15,6 +15,7 @@ from shardwise.run.launch.watching import Hang, Watch, never
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
 GLANCE = 0.1  # seconds between looks at the processes
+STANDSTILL = 5.0  # seconds after which a process that fails may have waited for another
 READING = 0.5  # seconds between readings of their notes, at most
 
 
@@ -106,27 +107,28 @@ class _Run:
     def _look(self):
         """Read the notes now and then, and judge by them."""
         now = time.monotonic()
-        pause = min(READING, self._limits.hang_after / 4)
-        if (
-            self._kill_at is not None
-            or never(self._limits.hang_after)
-            or now - self._looked < pause
-        ):
+        judged = not never(self._limits.hang_after)
+        pause = min(READING, self._limits.hang_after / 4) if judged else READING
+        if self._kill_at is not None or now - self._looked < pause:
             return
         self._looked = now
         self._note()
         self._watch.see(self._notes, now)
         running = self._children.running()
-        stopped = [child.index for child in running if _is_stopped(child.pid)]
-        self._hang = self._watch.hang([child.index for child in running], now, stopped)
+        if judged:
+            self._hang = self._watch.hang([c.index for c in running], now, _stopped(running))
 
-    def _stuck(self):
-        """One process has ended itself because nothing moves, and may be one that waited."""
+    def _blamed(self, first):
+        """The hang of which a failure came, if another hung: who waits for it may be first to end.
+
+        A watchdog of its own ends such a process, or the runtime's heartbeat, which aborts it.
+        """
         now = time.monotonic()
         self._watch.see(self._notes, now)
-        which = [child for child in self._children.all if child.code not in statuses.WELL]
-        stopped = [child.index for child in which if child.code is None and _is_stopped(child.pid)]
-        self._hang = self._watch.standing([child.index for child in which], now, stopped)
+        unwell = [child for child in self._children.all if child.code not in statuses.WELL]
+        found = self._watch.standing([c.index for c in unwell], now, _stopped(unwell))
+        stood = first.code == statuses.STUCK or found.idle.get(first.index, 0) > STANDSTILL
+        return found if stood and found.odd and first.index not in found.odd else None
 
     def _note(self):
         pids = {child.index: child.pid for child in self._children.all}
@@ -142,10 +144,9 @@ class _Run:
             self._note()
             self._kill_at = time.monotonic() + self._limits.grace
             first = self._failed[0] if self._failed else None
-            if first and first.code == statuses.STUCK:
-                self._stuck()
+            self._hang = self._blamed(first) if first else self._hang
             why = f"process {first.index} {statuses.told(first.code)}" if first else "they hang"
-            if self._children.running():
+            if self._children.running() and not self._again:
                 _say(f"{why}; ending the others" if first else f"{why}; ending all")
             for child in self._children.running():
                 child.send(signal.SIGTERM)
@@ -158,12 +159,12 @@ class _Run:
         first = self._failed[:1]
         rest = [child for child in every if child not in first]
         status = statuses.overall([child.code for child in (*self._failed, *rest)])
-        if self._hang is not None:
+        if self._hang is not None and not self._again:
             return End(status, codes, reports.hanging(self._hang, every))
-        told = reports.failure(first[0], rest, self._notes) if first else []
         if self._again:
-            told.insert(0, f"a second signal, {statuses.named(self._again)}, killed those that ran")
-        return End(status, codes, told)
+            told = reports.killed(statuses.named(self._again), every, self._notes)
+            return End(status, codes, told)
+        return End(status, codes, reports.failure(first[0], rest, self._notes) if first else [])
 
 
 def _say(line):
@@ -171,9 +172,12 @@ def _say(line):
     return 1
 
 
-def _is_stopped(pid):
-    """Whether the operating system has stopped a process (SIGSTOP, a debugger); Linux only."""
+def _stopped(children):
+    """Those that the operating system has stopped (SIGSTOP, a debugger); on Linux only."""
+    return [child.index for child in children if child.code is None and _state(child.pid) in "Tt"]
+
+
+def _state(pid):
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        return stat.rpartition(")")[2].split()[0] in "Tt"
-    return False
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "?"
