@@ -95,5 +95,6 @@ def test_a_process_that_hangs_is_named_and_all_end(run, who, end):
     found, printed = run(who, end, "--hang-after", "5")
     last = printed.err.splitlines()[-1]
     assert last.startswith(f"[launch] process {who} (pid"), printed.err
-    assert "at step 17, reading, hangs, while the others wait (step 17, stepping)" in last
+    what = "is stopped (SIGSTOP, or a debugger)" if "SIGSTOP" in end else "hangs"
+    assert f"at step 17, reading, {what}, while the others wait (step 17, stepping)" in last
     assert found in (134, 137, 143)

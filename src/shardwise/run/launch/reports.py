@@ -26,7 +26,8 @@ def hanging(hang: Hang, children: Sequence[Child]) -> list[str]:
         lines += ["No process moves, and all note the same: which one hangs cannot be told."]
     rest = sorted({n.told() for i, n in hang.notes.items() if i not in hang.odd})
     beside = f", while the others wait ({'; '.join(rest)})" if rest else ""
-    return [*lines, *(_named(child, f"hangs{beside}", hang.notes) for child in odd)]
+    what = f"{'is stopped (SIGSTOP, or a debugger)' if hang.stopped else 'hangs'}{beside}"
+    return [*lines, *(_named(child, what, hang.notes) for child in odd)]
 
 
 def killed(number: str, children: Sequence[Child], notes: Mapping[int, Note]) -> list[str]:

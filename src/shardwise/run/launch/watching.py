@@ -19,6 +19,7 @@ class Hang:
     notes: dict[int, Note]
     idle: dict[int, float]
     odd: tuple[int, ...]
+    stopped: bool = False  # the odd ones, by the operating system
 
 
 class _Seen:
@@ -84,7 +85,9 @@ class Watch:
         seen = {i: self._seen[i] for i in which if self._seen[i].note is not None}
         notes = {index: each.note for index, each in seen.items()}
         idle = {index: now - each.changed for index, each in seen.items()}
-        return Hang(notes, idle, tuple(sorted(stopped)) or odd(notes))
+        if stopped:
+            return Hang(notes, idle, tuple(sorted(stopped)), stopped=True)
+        return Hang(notes, idle, odd(notes))
 
 
 def odd(notes: Mapping[int, Note]) -> tuple[int, ...]:
