@@ -413,7 +413,7 @@ def test_submitits_own_executor_runs_two_tasks(tmp_path, code, expected):
         flags = ["--processes.address", address, "--processes.count", "2"]
         assert words == [*flags, "--processes.index", str(index)]
     logs = "".join(file.read_text() for file in (tmp_path / "submitit").glob("*.out"))
-    assert "[0] task 0 first" in logs and "[0] task 1 first" in logs
+    assert "[0] task 0 first" in logs and "[1] task 1 first" in logs
     if code == 3:
         assert "exited with status 3" in done.stderr
 

@@ -22,7 +22,7 @@ class Clock:
 
     def __init__(self, count, after=AFTER):
         self.now, self.count = 0.0, count
-        self.watch = Watch([0.0] * count, after, LONGER)
+        self.watch = Watch(dict.fromkeys(range(count), 0.0), after, LONGER)
         self.notes = {}
 
     def see(self, now, **changed):

@@ -88,10 +88,11 @@ class Child:
 
 
 class Children:
-    """Processes 0, 1, 2 and so on. Leaving the context kills those that run."""
+    """Processes `first` and so on. Leaving the context kills those that run."""
 
-    def __init__(self):
+    def __init__(self, first: int = 0):
         self.all: list[Child] = []
+        self._first = first
         self._pipes = selectors.DefaultSelector()
 
     def __enter__(self) -> "Children":
@@ -106,7 +107,7 @@ class Children:
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the next one."""
-        child = Child(len(self.all), command, environment)
+        child = Child(self._first + len(self.all), command, environment)
         self.all.append(child)
         self._pipes.register(child.pipe, selectors.EVENT_READ, child)
 

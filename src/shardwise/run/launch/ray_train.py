@@ -132,7 +132,7 @@ def work(given: dict[str, Any]) -> int:
     address, again = broadcast_from_rank_zero(told)
     command = commands.resuming(given["command"]) if again else given["command"]
     command = commands.of_process(command, address, count, rank)
-    end = supervise([[*given["program"], *command]], folder, Limits(hang_after=0))
+    end = supervise([[*given["program"], *command]], folder, Limits(hang_after=0), first=rank)
     if report(end) not in statuses.WELL:
         raise RuntimeError(f"worker {rank}: {end.report[-1]}")
     return end.status

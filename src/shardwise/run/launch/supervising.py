@@ -46,12 +46,13 @@ def supervise(
     folder: Path | None,
     limits: Limits = Limits(),
     environment: Mapping[str, str] | None = None,
+    first: int = 0,
 ) -> End:
-    """Start the commands as processes 0, 1, 2, ..., show what they print, and wait for all.
+    """Start the commands as processes `first` and so on, show what they print, wait for all.
 
     `folder` is the run folder, where they note their steps; without it no hang is seen.
     """
-    with Children() as children, _Run(children, folder, limits).passing_on() as run:
+    with Children(first) as children, _Run(children, folder, limits).passing_on() as run:
         for command in commands:
             children.start(command, environment or {})
         return run.to_the_end()
@@ -91,7 +92,7 @@ class _Run:
             self._children.kill()
 
     def to_the_end(self) -> End:
-        started = [child.started for child in self._children.all]
+        started = {child.index: child.started for child in self._children.all}
         self._watch = Watch(started, self._limits.hang_after, self._limits.hang_after_long)
         said = 0
         while self._children.running():

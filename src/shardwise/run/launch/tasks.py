@@ -39,13 +39,12 @@ class Task:
             command = commands.of_process(command, self.address, here.num_tasks, here.global_rank)
         limits = Limits(hang_after=0, patient=True)  # SLURM sends several signals, and kills
         folder = commands.run_folder(command, "slurm")
-        end = supervise(
-            [[*self.program, *command]], folder, limits, own_gpus(self.gpus, os.environ)
-        )
+        gpus, rank = own_gpus(self.gpus, os.environ), here.global_rank
+        end = supervise([[*self.program, *command]], folder, limits, gpus, rank)
         if report(end) not in statuses.WELL:
-            raise RuntimeError(f"task {here.global_rank}: {end.report[-1]}")
+            raise RuntimeError(f"task {rank}: {end.report[-1]}")
         if end.status == statuses.STOPPED and self.requeue and self.address is None:
-            if here.global_rank == 0:  # whose process is the last to leave
+            if rank == 0:  # whose process is the last to leave
                 subprocess.run(["scontrol", "requeue", here.job_id], check=True)
             raise SystemExit(0)  # no result: the job is not over; and no failure, which ends others
         return end.status

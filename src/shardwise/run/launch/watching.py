@@ -50,14 +50,14 @@ class _Seen:
 
 
 class Watch:
-    """Judges processes of which all have noted a first step; `started` is when each was started.
+    """Judges processes of which all have noted a first step; `started` is when each was, by index.
 
     After `after` seconds, or five of its own steps where these take longer, a process that steps or
     reads stands still; after `longer` seconds one that starts, compiles, evaluates or saves.
     """
 
-    def __init__(self, started: Collection[float], after: float, longer: float):
-        self._seen = [_Seen(when) for when in started]
+    def __init__(self, started: Mapping[int, float], after: float, longer: float):
+        self._seen = {index: _Seen(when) for index, when in started.items()}
         self._after, self._longer = after, longer
 
     def see(self, notes: Mapping[int, Note], now: float) -> None:
@@ -73,7 +73,7 @@ class Watch:
         `stopped` are known not to run at all, by the operating system.
         """
         seen = {index: self._seen[index] for index in running}
-        if not seen or any(each.note is None or each.note.step < 1 for each in self._seen):
+        if not seen or any(each.note is None or each.note.step < 1 for each in self._seen.values()):
             return None
         idle = {index: now - each.changed for index, each in seen.items()}
         if any(idle[i] <= each.limit(self._after, self._longer) for i, each in seen.items()):
