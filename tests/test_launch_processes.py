@@ -56,7 +56,7 @@ def run(tmp_path, capfd):
         notes = [json.loads(file.read_text()) for file in tmp_path.glob("processes/*.json")]
         [last] = [note["time"] for note in notes if note["process"] == who]
         assert time.time() - last < 30
-        assert sorted(note["step"] for note in notes) == [17] * 4
+        assert len(notes) == 4 and {note["step"] for note in notes} <= {16, 17}
         return status, capfd.readouterr()
 
     return go
