@@ -221,6 +221,42 @@ def test_a_second_signal_kills_those_that_wait(run, tmp_path):
     assert err.splitlines()[-1] == "[launch] a second signal, SIGTERM (15), killed those that ran"
 
 
+def test_signals_arrive_also_while_nobody_reads_what_is_printed(tmp_path):
+    launcher = start_launcher(
+        tmp_path,
+        """
+        signal.signal(signal.SIGTERM, lambda *_: mark("told"))
+        open(f"{run}/pid.{index}", "w").write(str(os.getpid()))
+        os.set_blocking(1, False)
+        full = 0
+        while True:  # until there is no room left, here and in the launcher
+            try:
+                os.write(1, b"x" * 4095 + b"\\n")
+                full = 0
+            except BlockingIOError:
+                full += 1
+                time.sleep(0.01)
+            if full == 50: mark("full")
+        """,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        for name in "full", "told":
+            wait_until(lambda: len(list(tmp_path.glob(f"{name}.*"))) == 3, launcher)  # noqa: B023
+            launcher.send_signal(signal.SIGTERM)
+        await_end(pids(tmp_path))
+    finally:
+        launcher.kill()
+        launcher.communicate()
+
+
+def wait_until(true, launcher):
+    deadline = time.monotonic() + 60
+    while not true():
+        assert launcher.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 HANGING = """
     step, doing = {notes!r}[index]
     note(step, doing, f"line of {{index}}")
@@ -330,13 +366,13 @@ sys.exit(launch.main(sys.argv[2:], (sys.executable, "-S", sys.argv[1])))
 """
 
 
-def start_launcher(folder, script):
+def start_launcher(folder, script, stdout=subprocess.DEVNULL):
     body = folder / "child.py"
     body.write_text(CHILD + textwrap.dedent(script))
     argv = ["local", "--processes", "3", "--", "train", "--run", str(folder)]
     return subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, str(body), *argv],
-        stdout=subprocess.DEVNULL,
+        stdout=stdout,
         stderr=subprocess.DEVNULL,
     )
 
@@ -354,9 +390,7 @@ STUBBORN = """
 def test_no_process_outlives_a_launcher_that_is_killed(tmp_path):
     launcher = start_launcher(tmp_path, STUBBORN)
     try:
-        while len(list(tmp_path.glob("ready.*"))) < 3:
-            assert launcher.poll() is None
-            time.sleep(0.02)
+        wait_until(lambda: len(list(tmp_path.glob("ready.*"))) == 3, launcher)
     finally:
         launcher.kill()
         launcher.wait()
