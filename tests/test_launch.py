@@ -14,6 +14,7 @@ import pytest
 
 from shardwise.run import launch
 from shardwise.run.launch import statuses, supervising
+from shardwise.run.launch.children import Children
 
 CHILD = """
 import json, os, signal, subprocess, sys, time
@@ -155,6 +156,15 @@ def test_the_first_failure_ends_those_who_ignore_sigterm_and_is_shown_last(
     assert any("[launch] [1] " in line for line in others)
     assert all(f"process {i} was killed by SIGKILL (9)" in err for i in (0, 2))
     assert len(pids(tmp_path)) == 3 and all(map(is_gone, pids(tmp_path)))
+
+
+def test_of_several_that_end_at_once_one_that_aborts_comes_last():
+    """The runtime aborts those whose peer is gone."""
+    with Children() as children:
+        for end in "os.abort()", "sys.exit(3)", "os.kill(os.getpid(), 9)":
+            children.start([sys.executable, "-S", "-c", f"import os, sys; {end}"], {})
+        await_end([child.pid for child in children.all])
+        assert [child.code for child in children.wait(0)] == [3, -9, -6]
 
 
 def test_after_a_failure_the_others_may_leave_by_themselves(run, tmp_path):

@@ -349,6 +349,18 @@ def test_an_extra_that_is_not_there_is_named(package, launcher, monkeypatch, cap
     assert "pip install" in capfd.readouterr().err
 
 
+def test_a_dry_run_for_ray_prints_what_each_worker_would_run(tmp_path, capfd):
+    argv = ["ray", "--workers", "3", "--gpus-per-worker", "4", "--dry-run", "--", "train", "--run"]
+    assert launch.main([*argv, str(tmp_path)], ("program",)) == 0
+    told, *workers = capfd.readouterr().out.splitlines()
+    assert "'num_workers': 3" in told and "'GPU': 4" in told and "'use_gpu': True" in told
+    for index, line in enumerate(workers):
+        words = shlex.split(line)
+        assert words[:4] == ["program", "train", "--run", str(tmp_path)]
+        assert commands.option(words, "--processes.index") == str(index)
+    assert len(workers) == 3 and not list(tmp_path.iterdir())
+
+
 def test_tasks_of_a_node_share_out_its_gpus():
     found = [own_gpus(2, {"SLURM_LOCALID": str(i)})["JAX_LOCAL_DEVICE_IDS"] for i in range(4)]
     assert found == ["0,1", "2,3", "4,5", "6,7"]
