@@ -21,6 +21,7 @@ def main(argv: Sequence[str], program: Sequence[str] = commands.PROGRAM) -> int:
     `argv` is what follows `shardwise launch`; `program` is what runs a command of shardwise. 0: all
     processes are done, or nothing was to be run; 75: they were stopped by a signal, after saving;
     2: refused before anything ran; else the first failure's, 128 + signal where a signal killed it.
+    Of a task of SLURM's or a worker of Ray's that failed, only 1 is known here.
     """
     given, command = commands.split(argv)
     launcher = tyro.extras.subcommand_cli_from_dict(
