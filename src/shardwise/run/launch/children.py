@@ -1,0 +1,153 @@
+"""Processes that this one has started: their output line by line, their ends, and no orphan."""
+
+import collections
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+LEASH = Path(__file__).with_name("leash.py")
+REMEMBERED = 20  # lines of each process
+LONGEST = 2**20  # bytes of a line; a longer one is shown in pieces
+DRAINING = 100  # reads of a dead process's pipe, which another that escaped may hold open
+
+
+class Child:
+    """One process, with its own session: a terminal's Ctrl-C reaches only who started it.
+
+    `code` is its return code as in `subprocess`, None while it runs; `lines` are its last ones.
+    """
+
+    def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str]):
+        self.index = index
+        self.lines = collections.deque(maxlen=REMEMBERED)
+        self.signalled = False
+        self.started = time.monotonic()
+        self._begun = b""  # of a line that has not ended
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            # Python holds back what it prints to a pipe, and loses it when it is killed.
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+        )
+        self.pid = self._process.pid
+        self.pipe = self._process.stdout
+
+    @property
+    def code(self) -> int | None:
+        return self._process.returncode
+
+    def send(self, number: int) -> None:
+        """Send it a signal, unless it is gone."""
+        if self.code is None:
+            with contextlib.suppress(ProcessLookupError):  # it ended since we last looked
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill it and what it has started."""
+        if self.code is None:
+            # It ended since we last looked; of one that was not yet waited for, macOS says EPERM.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def has_ended(self) -> bool:
+        """Whether it ended since this was last asked; what it had started is then killed."""
+        if self.code is not None:
+            return False
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        if os.waitid(os.P_PID, self.pid, flags) is None:
+            return False
+        self.kill()  # the rest of its group, before its number can be another's
+        self._process.wait()
+        return True
+
+    def take(self) -> bool:
+        """Print what it has written; False at the end of it."""
+        block = os.read(self.pipe.fileno(), 2**16)
+        *whole, self._begun = (self._begun + block).split(b"\n")
+        if self._begun and (not block or len(self._begun) > LONGEST):
+            whole, self._begun = [*whole, self._begun], b""
+        for line in whole:
+            self.lines.append(line.decode(errors="backslashreplace"))
+            show(f"[{self.index}] {self.lines[-1]}")
+        return bool(block)
+
+    def close(self) -> None:
+        """Kill it if it runs, wait for it, and close its pipe."""
+        self.kill()
+        self._process.wait()
+        self.pipe.close()
+
+
+class Children:
+    """Processes `first` and so on. Leaving the context kills those that run."""
+
+    def __init__(self, first: int = 0):
+        self.all: list[Child] = []
+        self._first = first
+        self._pipes = selectors.DefaultSelector()
+
+    def __enter__(self) -> "Children":
+        return self
+
+    def __exit__(self, *failure) -> None:
+        for child in self.all:
+            child.kill()
+        for child in self.all:
+            child.close()
+        self._pipes.close()
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start the next one."""
+        child = Child(self._first + len(self.all), command, environment)
+        self.all.append(child)
+        self._pipes.register(child.pipe, selectors.EVENT_READ, child)
+
+    def running(self) -> list[Child]:
+        """Those whose end has not been seen."""
+        return [child for child in self.all if child.code is None]
+
+    def pass_on(self, number: int) -> None:
+        """Send a signal to each that has had none."""
+        for child in self.running():
+            if not child.signalled:
+                child.signalled = True
+                child.send(number)
+
+    def kill(self) -> None:
+        """Kill all that run."""
+        for child in self.running():
+            child.kill()
+
+    def wait(self, seconds: float) -> list[Child]:
+        """Print what arrives, for some seconds at most; who ended, with all its output printed."""
+        self._read(seconds)
+        ended = [child for child in self.all if child.has_ended()]
+        for _ in range(DRAINING):
+            if not any(key.data in ended for key in self._pipes.get_map().values()):
+                break
+            self._read(0.02)
+        # Of several that end at once, one that aborts does so because another is gone.
+        return sorted(ended, key=lambda child: child.code == -signal.SIGABRT)
+
+    def _read(self, seconds: float) -> None:
+        if not self._pipes.get_map():
+            time.sleep(seconds)
+            return
+        for key, _ in self._pipes.select(seconds):
+            if not key.data.take():
+                self._pipes.unregister(key.data.pipe)
+
+
+def show(line: str) -> None:
+    """Print a line, also where the terminal cannot show all of its characters."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)

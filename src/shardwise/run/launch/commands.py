@@ -1,0 +1,86 @@
+"""The command that is launched: what stands after `--`, and what the launchers must know of it."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+PROGRAM = (sys.executable, "-m", "shardwise")
+
+
+class Refused(ValueError):
+    """What cannot be launched, found before anything ran."""
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A launcher's arguments, and the command after the first `--`, empty where there is none."""
+    argv = list(argv)
+    at = argv.index("--") if "--" in argv else len(argv)
+    return argv[:at], argv[at + 1 :]
+
+
+def check(command: Sequence[str]) -> None:
+    """See that there is a command, and that it leaves the processes to the launcher.
+
+    Raises:
+      Refused: it is empty, starts with a flag, or sets a flag that the launcher sets.
+    """
+    if not command or command[0].startswith("-"):
+        found = f"{command[0]!r}" if command else "nothing"
+        raise Refused(
+            f"after -- stands {found}; write a command of shardwise there, such as -- train "
+            f"--run runs/first."
+        )
+    for word in command:
+        if word.startswith("--processes."):
+            raise Refused(f"{word} is what the launcher gives each process; leave it out.")
+
+
+def option(command: Sequence[str], name: str) -> str | None:
+    """The value of `--name value` or `--name=value`, the last one, as parsers take it."""
+    found = None
+    for i, word in enumerate(command):
+        if word == name and i + 1 < len(command):
+            found = command[i + 1]
+        elif word.startswith(f"{name}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def is_remote(run: str) -> bool:
+    """Whether a run folder is an address, such as gs://bucket/run."""
+    return "://" in run
+
+
+def run_folder(command: Sequence[str], launcher: str) -> Path:
+    """The run folder on this machine, for launchers that write to it.
+
+    Raises:
+      Refused: no --run, or one that is an address.
+    """
+    run = option(command, "--run")
+    if run is None or is_remote(run):
+        raise Refused(
+            f"{launcher} keeps its files in the run folder; say --run FOLDER after --"
+            f"{'' if run is None else f', a folder of this machine and not {run}'}."
+        )
+    return Path(run).expanduser().absolute()
+
+
+def of_process(command: Sequence[str], address: str, count: int, index: int | str) -> list[str]:
+    """The command of one of several processes that meet at an address.
+
+    A single one gets them too: only who has joined a coordinator hears of preemption.
+    """
+    flags = {"address": address, "count": count, "index": index}
+    return [*command, *(x for k, v in flags.items() for x in (f"--processes.{k}", str(v)))]
+
+
+def resuming(command: Sequence[str]) -> list[str]:
+    """The command that goes on where an earlier one stopped."""
+    return [*command] if "--resume" in command else [*command, "--resume"]
+
+
+def shown(words: Sequence[str]) -> str:
+    """An argument list quoted for a reader's shell; nothing here hands it to one."""
+    return shlex.join(words)

@@ -1,0 +1,163 @@
+"""A job of SLURM, by submitit."""
+
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shardwise.run.launch import commands, statuses
+from shardwise.run.launch.commands import Refused
+from shardwise.run.launch.local import free_address
+from shardwise.run.launch.tasks import Task
+
+
+@dataclass(frozen=True)
+class Slurm:
+    """A job of SLURM, submitted by submitit (`pip install submitit`).
+
+    Every task runs the command with SLURM's variables, by which JAX finds the others. SIGUSR2 comes
+    before the end of the job's time: the run saves, and is queued again. Written for SLURM, and not
+    tried on a real one: its tests run submitit's own executor on one machine, and stand-ins for
+    sbatch and srun. The run folder lies where all nodes see it.
+    """
+
+    nodes: int = 1
+    tasks_per_node: int = 1
+    """Processes on each node."""
+    gpus_per_task: int = 0
+    cpus_per_task: int | None = None
+    time: int = 60
+    """Minutes."""
+    partition: str | None = None
+    account: str | None = None
+    name: str = "shardwise"
+    signal_before: int = 120
+    """Seconds before the end of its time at which the job is told to save and leave."""
+    requeue: bool = True
+    """Queue a job again that has saved and left; it then goes on with --resume."""
+    cluster: Literal["slurm", "local"] = "slurm"
+    """local: submitit's own processes on this machine, without SLURM."""
+    wait: bool = False
+    """Wait for the end of the job, and exit with its status."""
+    dry_run: bool = False
+    """Print what would be submitted, and submit nothing."""
+
+    def launch(self, command: Sequence[str], program: Sequence[str]) -> int:
+        """Submit it; 0, or with `wait` the exit status for all tasks."""
+        self._check()
+        folder = commands.run_folder(command, "slurm") / "submitit"
+        submitit = _submitit()
+        task = Task(
+            tuple(program), tuple(command), self._address(), self.requeue, self.gpus_per_task
+        )
+        if self.dry_run:
+            print(self._shown(submitit, folder, task))
+            return 0
+        executor = self._executor(submitit, folder)
+        executor.update_parameters(**self._parameters())
+        job = executor.submit(task)
+        print(f"job {job.job_id}; what it prints is in {folder}", flush=True)
+        return finish(job, self._tasks()) if self.wait else 0
+
+    def _tasks(self):
+        return self.nodes * self.tasks_per_node
+
+    def _check(self):
+        for name in ("nodes", "tasks_per_node", "time"):
+            if getattr(self, name) < 1:
+                flag = name.replace("_", "-")
+                raise Refused(f"--{flag} {getattr(self, name)}: expected 1 or more.")
+        if not 0 < self.signal_before < 60 * self.time:
+            raise Refused(
+                f"--signal-before {self.signal_before}: expected 1 to {60 * self.time - 1} "
+                f"seconds, of the {self.time} minutes that the job has."
+            )
+        if self.cluster == "local" and self.nodes > 1:
+            raise Refused(f"--nodes {self.nodes}: --cluster local has one; raise --tasks-per-node.")
+
+    def _address(self):
+        return free_address() if self.cluster == "local" else None
+
+    def _executor(self, submitit, folder):
+        if self.cluster == "local":
+            return submitit.LocalExecutor(folder)
+        missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
+        if missing:
+            raise Refused(
+                f"{' and '.join(missing)} cannot be found: submit from a machine of the cluster, "
+                f"or try it here with --cluster local."
+            )
+        return submitit.SlurmExecutor(folder)
+
+    def _parameters(self) -> dict[str, Any]:
+        """What submitit's executor is told, in its own words."""
+        told = {"signal_delay_s": self.signal_before}
+        if self.cluster == "local":
+            return told | {"timeout_min": self.time, "tasks_per_node": self.tasks_per_node}
+        told |= {
+            "job_name": self.name,
+            "time": self.time,
+            "nodes": self.nodes,
+            "ntasks_per_node": self.tasks_per_node,
+            # One task that fails ends the others, which would wait for it.
+            "srun_args": ["--kill-on-bad-exit=1"],
+        }
+        if self.gpus_per_task:
+            # Every task sees all of its node's; JAX is told which of them are its own.
+            told["gpus_per_node"] = self.gpus_per_task * self.tasks_per_node
+        for name in ("cpus_per_task", "partition", "account"):
+            if getattr(self, name) is not None:
+                told[name] = getattr(self, name)
+        extra = {"requeue": True} if self.requeue else {"no-requeue": True}
+        return told | {"additional_parameters": extra}
+
+    def _shown(self, submitit, folder, task):
+        if self.cluster == "local":
+            count = self._tasks()
+            each = [commands.of_process(task.command, task.address, count, i) for i in range(count)]
+            return "\n".join(commands.shown([*task.program, *one]) for one in each)
+        return "\n".join(
+            [
+                f"# sbatch, with this file in {folder}:",
+                batch_file(submitit, folder, self._parameters()),
+                f"# in each of {self._tasks()} tasks:",
+                commands.shown([*task.program, *task.command]),
+            ]
+        )
+
+
+def _submitit():
+    try:
+        import submitit
+    except ImportError:
+        raise Refused("slurm goes by submitit, which is not here: pip install submitit") from None
+    return submitit
+
+
+def batch_file(submitit: Any, folder: Path, parameters: dict[str, Any]) -> str:
+    """The text that submitit would hand to sbatch, made without SLURM."""
+
+    class Paper(submitit.SlurmExecutor):
+        @classmethod
+        def affinity(cls):
+            return 1  # as if there were an srun
+
+    executor = Paper(folder)
+    executor.update_parameters(**parameters)
+    return executor._make_submission_file_text(executor._submitit_command_str, "")
+
+
+def finish(job: Any, tasks: int) -> int:
+    """Wait for a job of submitit's; the status for all its tasks."""
+    while not job.done():
+        time.sleep(0.2)
+    codes = []
+    for index in range(tasks):
+        error = job.task(index).exception()
+        codes.append(job.task(index).result() if error is None else 1)
+        if error is not None:
+            print(f"[{index}] {error}", file=sys.stderr)
+    return statuses.overall(codes)

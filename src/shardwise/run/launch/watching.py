@@ -1,0 +1,114 @@
+"""Whether processes hang, judged by their notes: nothing moves, and one is the odd one."""
+
+import collections
+import math
+import statistics
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from shardwise.run.launch.notes import Note
+
+LONG = ("starting", "compiling", "evaluating", "saving", "leaving", "done")
+STEPS = 5  # a process that steps may take as many times its usual step before it is said to hang
+
+
+@dataclass(frozen=True)
+class Hang:
+    """Processes none of which moves: their notes, for how many seconds, and which are odd."""
+
+    notes: dict[int, Note]
+    idle: dict[int, float]
+    odd: tuple[int, ...]
+    stopped: bool = False  # the odd ones, by the operating system
+
+
+class _Seen:
+    """What was seen of one process: its note, when this last changed, and how long steps take."""
+
+    def __init__(self, started):
+        self.note, self.changed, self.started = None, started, started
+        self._stepped = None  # when its step last changed
+        self._steps = collections.deque(maxlen=32)
+
+    def see(self, note, now):
+        if note == self.note:
+            return
+        if self.note is not None and note.step > self.note.step:
+            if self._stepped is not None:
+                self._steps.append((now - self._stepped) / (note.step - self.note.step))
+            self._stepped = now
+        self.note, self.changed = note, now
+
+    def limit(self, after, longer):
+        """How long it may stand still."""
+        if self.note.doing in LONG:
+            return max(after, longer)
+        if self._steps:
+            return max(after, STEPS * statistics.median(self._steps))
+        # It has taken no step while it was seen: as long as it took to get here.
+        return max(after, self.changed - self.started)
+
+
+class Watch:
+    """Judges processes of which all have noted a first step; `started` is when each was, by index.
+
+    After `after` seconds, or five of its own steps where these take longer, a process that steps or
+    reads stands still; after `longer` seconds one that starts, compiles, evaluates or saves.
+    """
+
+    def __init__(self, started: Mapping[int, float], after: float, longer: float):
+        self._seen = {index: _Seen(when) for index, when in started.items()}
+        self._after, self._longer = after, longer
+
+    def see(self, notes: Mapping[int, Note], now: float) -> None:
+        """Take in what the processes have noted, by index, at a time of one steady clock."""
+        for index, note in notes.items():
+            self._seen[index].see(note, now)
+
+    def hang(
+        self, running: Collection[int], now: float, stopped: Collection[int] = ()
+    ) -> Hang | None:
+        """Those that run and hang, if they do: one that still moves shows that no other blocks it.
+
+        `stopped` are known not to run at all, by the operating system.
+        """
+        seen = {index: self._seen[index] for index in running}
+        if not seen or any(each.note is None or each.note.step < 1 for each in self._seen.values()):
+            return None
+        idle = {index: now - each.changed for index, each in seen.items()}
+        if any(idle[i] <= each.limit(self._after, self._longer) for i, each in seen.items()):
+            return None
+        return self.standing(running, now, stopped)
+
+    def standing(self, which: Collection[int], now: float, stopped: Collection[int] = ()) -> Hang:
+        """How these processes stand, which are known to hang; of those that have noted anything."""
+        seen = {i: self._seen[i] for i in which if self._seen[i].note is not None}
+        notes = {index: each.note for index, each in seen.items()}
+        idle = {index: now - each.changed for index, each in seen.items()}
+        if stopped:
+            return Hang(notes, idle, tuple(sorted(stopped)), stopped=True)
+        return Hang(notes, idle, odd(notes))
+
+
+def odd(notes: Mapping[int, Note]) -> tuple[int, ...]:
+    """The processes that do something else than most; none where all do the same.
+
+    Of two equally many, those that step wait (in a collective, for the others), and of these the
+    ones with the higher step.
+    """
+    kinds = collections.Counter(
+        (note.doing == "stepping", note.step, note.doing) for note in notes.values()
+    )
+    if len(kinds) < 2:
+        return ()
+    waiting = max(kinds, key=lambda kind: (kinds[kind], kind))
+    return tuple(
+        i
+        for i, note in sorted(notes.items())
+        if (note.doing == "stepping", note.step, note.doing) != waiting
+    )
+
+
+def never(after: float) -> bool:
+    """Whether a limit says that hangs are not judged."""
+    return after <= 0 or math.isinf(after)

@@ -1,0 +1,174 @@
+"""Whether processes hang, on a clock of our own."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.run.launch import watching
+from shardwise.run.launch.notes import Note, read
+from shardwise.run.launch.watching import Watch
+
+AFTER, LONGER = 20.0, 600.0
+
+
+def note(process, step, doing="stepping", line=""):
+    return Note(process, 100 + process, "here", step, doing, 0.0, line)
+
+
+class Clock:
+    """Some processes and their watch, started at 0; every process takes a step a second."""
+
+    def __init__(self, count, after=AFTER):
+        self.now, self.count = 0.0, count
+        self.watch = Watch(dict.fromkeys(range(count), 0.0), after, LONGER)
+        self.notes = {}
+
+    def see(self, now, **changed):
+        self.now = now
+        self.notes |= {int(name[1:]): note(int(name[1:]), *what) for name, what in changed.items()}
+        self.watch.see(self.notes, now)
+
+    def step(self, steps, seconds=1.0):
+        for step in steps:
+            self.see(self.now + seconds, **{f"p{i}": (step,) for i in range(self.count)})
+
+    def hang(self, now, running=None, stopped=()):
+        return self.watch.hang(range(self.count) if running is None else running, now, stopped)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_all_that_stand_still_hang_after_the_limit_and_not_before(count):
+    clock = Clock(count)
+    clock.step(range(1, 9))
+    assert clock.hang(clock.now + AFTER) is None
+    found = clock.hang(clock.now + AFTER + 0.1)
+    assert found.odd == () and set(found.notes) == set(range(count))
+    assert found.idle[0] == pytest.approx(AFTER + 0.1)
+
+
+def test_the_one_that_does_something_else_is_odd():
+    clock = Clock(4)
+    clock.step(range(1, 18))
+    clock.see(clock.now + 0.1, p2=(17, "reading"))
+    assert clock.hang(clock.now + AFTER + 1).odd == (2,)
+
+
+def test_one_that_still_moves_shows_that_nobody_hangs():
+    clock = Clock(3)
+    clock.step(range(1, 9))
+    for late in range(1, 100):
+        clock.see(clock.now + AFTER / 2, p1=(8, "reading", f"line {late}"))
+        assert clock.hang(clock.now) is None
+    assert clock.hang(clock.now + AFTER + 1).odd == (1,)
+
+
+@pytest.mark.parametrize("doing", watching.LONG)
+def test_one_that_compiles_or_saves_has_longer(doing):
+    clock = Clock(3)
+    clock.step(range(1, 9))
+    clock.see(clock.now, p0=(8, doing))
+    assert clock.hang(clock.now + LONGER - 1) is None
+    assert clock.hang(clock.now + LONGER + 1).odd == (0,)
+
+
+def test_nobody_hangs_before_all_have_noted_a_step():
+    clock = Clock(3)
+    clock.see(1.0, p0=(1,), p1=(1,))
+    assert clock.hang(10_000.0) is None  # process 2 has noted nothing
+    clock.see(10_000.0, p2=(0, "reading"))
+    assert clock.hang(50_000.0) is None
+    clock.see(50_000.0, p2=(1, "reading"))
+    assert clock.hang(150_000.0).odd == (2,)
+
+
+@pytest.mark.parametrize("seconds", [0.01, 1.0, 7.0, 90.0])
+def test_slow_steps_have_the_time_of_five(seconds):
+    clock = Clock(2)
+    clock.step(range(1, 30), seconds)
+    limit = max(AFTER, 5 * seconds)
+    assert clock.hang(clock.now + limit - 0.1) is None
+    assert clock.hang(clock.now + limit + 0.1) is not None
+
+
+def test_steps_that_nobody_saw_count():
+    clock = Clock(2)
+    clock.step(range(1, 1000, 100), seconds=30.0)  # 0.3 s each
+    assert clock.hang(clock.now + AFTER + 0.1) is not None
+
+
+def test_one_slow_step_in_many_changes_nothing():
+    clock = Clock(2)
+    clock.step(range(1, 10))
+    clock.step([10], seconds=300.0)
+    clock.step(range(11, 20))
+    assert clock.hang(clock.now + AFTER + 0.1) is not None
+
+
+def test_before_a_second_step_was_seen_one_has_the_time_that_the_first_took():
+    clock = Clock(2)
+    clock.see(90.0, p0=(1,), p1=(1,))
+    assert clock.hang(179.9) is None
+    assert clock.hang(180.1) is not None
+
+
+def test_those_that_ended_are_not_waited_for():
+    clock = Clock(3)
+    clock.step(range(1, 9))
+    clock.see(clock.now, p0=(9, "done"))
+    assert clock.hang(clock.now + AFTER + 1) is None
+    assert clock.hang(clock.now + AFTER + 1, running=[1, 2]).notes.keys() == {1, 2}
+    assert clock.hang(clock.now + AFTER + 1, running=[]) is None
+
+
+def test_one_that_the_system_has_stopped_is_odd():
+    clock = Clock(3)
+    clock.step(range(1, 9))
+    assert clock.hang(clock.now + AFTER + 1, stopped=[1]).odd == (1,)
+
+
+@given(seed=st.integers(0, 2**32), count=st.integers(1, 6))
+def test_random_runs_hang_when_they_stop_and_only_then(seed, count):
+    draw = random.Random(seed)
+    clock = Clock(count)
+    clock.step([draw.randint(1, 5)])
+    for _ in range(30):
+        later = clock.now + draw.uniform(0, AFTER)
+        who = draw.randrange(count)
+        step = clock.notes[who].step + draw.randint(0, 2)
+        before = clock.notes[who]
+        clock.see(later, **{f"p{who}": (step, draw.choice(["reading", "stepping"]), str(later))})
+        assert before != clock.notes[who] and clock.hang(clock.now) is None
+    last = {i: clock.notes[i] for i in range(count)}
+    limit = 5 * clock.now + AFTER  # no step took longer than all
+    found = clock.hang(clock.now + limit + 1)
+    assert found.notes == last
+    assert len({(last[i].step, last[i].doing) for i in range(count) if i not in found.odd}) == 1
+    assert len(found.odd) < count
+
+
+@pytest.mark.parametrize(
+    "said, odd",
+    [
+        ([(5, "saving"), (5, "stepping")], (0,)),
+        ([(5, "stepping"), (4, "stepping")], (1,)),
+        ([(5, "reading"), (5, "reading"), (5, "stepping")], (2,)),
+        ([(5, "stepping"), (5, "stepping")], ()),
+        ([(5, "stepping")], ()),
+        ([(5, "stepping"), (4, "stepping"), (5, "reading"), (5, "stepping")], (1, 2)),
+    ],
+)
+def test_who_is_odd(said, odd):
+    assert watching.odd({i: note(i, *what) for i, what in enumerate(said)}) == odd
+
+
+def test_a_note_of_another_process_is_not_read(tmp_path):
+    (tmp_path / "processes").mkdir()
+    text = '{"process": 0, "pid": 7, "host": "h", "step": 3, "doing": "saving", "time": 1.5, '
+    (tmp_path / "processes" / "0.json").write_text(text + '"line": "x", "more": 1}')
+    assert read(tmp_path, {0: 7}) == {0: Note(0, 7, "h", 3, "saving", 1.5, "x")}
+    assert read(tmp_path, {0: 8}) == read(tmp_path, {1: 7}) == read(None, {0: 7}) == {}
+    (tmp_path / "processes" / "0.json").write_text(text + '"lime": "x"}')
+    with pytest.raises(ValueError, match=r"0\.json is no note of a process .*line"):
+        read(tmp_path, {0: 7})
