@@ -340,6 +340,18 @@ def test_half_of_a_cluster_is_told(monkeypatch, capsys):
         joining.join(run.Processes(address="127.0.0.1:1", index=0, count=3), 8)
 
 
+def test_messages_of_ours_need_no_traceback(capsys, tmp_path):
+    words = ["train", "--run", str(tmp_path), "--layout.fsdp", "3"]
+    assert command.main(words) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("shardwise: run: the layout fsdp 3 does not fit 8 devices")
+    assert "Traceback" not in told
+    assert command.main(["sample", str(tmp_path / "none")]) == 1
+    assert "is no run folder" in capsys.readouterr().err
+    assert command.main(["tarin"]) == 2 and "no command 'tarin'" in capsys.readouterr().err
+    assert command.main([]) == 2
+
+
 def test_text_of_a_folder_is_split_by_file(tmp_path):
     for i in range(40):
         (tmp_path / f"{i}.txt").write_text(f"document {i} " * 5)

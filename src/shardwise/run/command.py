@@ -1,6 +1,7 @@
 """The command `shardwise`: train, sample, profile, launch."""
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -43,11 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return commands[argv[0]](argv[1:])
-    except (ValueError, OSError, ImportError, RuntimeError) as error:
-        if os.environ.get("SHARDWISE_TRACEBACK") or not _ours(error):
-            traceback.print_exc()
-        else:
+    except Exception as error:
+        if _told(error) and not os.environ.get("SHARDWISE_TRACEBACK"):
             print(f"shardwise: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         return _end(1)
 
 
@@ -167,20 +168,14 @@ def launch(argv: Sequence[str]) -> int:
     return launchers.main(argv)
 
 
-def _ours(error):
-    """Whether the message says what is wrong by itself."""
-    return ":" in str(error) and str(error).split(":")[0].split(".")[0].split(" ")[0] in (
-        "run",
-        "data",
-        "layouts",
-        "checkpoint",
-        "mesh",
-        "fsdp",
-        "pipeline",
-        "rules",
-        "objective",
-        "Config",
-    )
+_ROOMS = ("run", "data", "layouts", "checkpoint", "mesh", "fsdp", "pipeline", "rules", "objective")
+
+
+def _told(error):
+    """Whether the message is one of this package's, which say by themselves what is wrong."""
+    first = re.match(r"(\w+)[\w.]*(\([^)]*\))?( |:)", str(error))
+    expected = ValueError, TypeError, OSError, ImportError, RuntimeError
+    return isinstance(error, expected) and bool(first) and first[1] in (*_ROOMS, "Config")
 
 
 def _end(status):

@@ -78,5 +78,6 @@ def _found():
         return int(env["SLURM_NTASKS"])
     if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= env.keys():
         return None
-    hosts = env.get("TPU_WORKER_HOSTNAMES", "")
-    return len(hosts.split(",")) if hosts else 1
+    hosts = len(env.get("TPU_WORKER_HOSTNAMES", "").split(","))
+    slices = int(env.get("MEGASCALE_NUM_SLICES", 1))
+    return 1 if hosts * slices == 1 else None
