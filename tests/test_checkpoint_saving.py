@@ -174,6 +174,15 @@ def test_short_axes_are_cut_to_one(shape, thin):
     assert cut.shard_axes == thin and cut.chunk_byte_size == 2**10
 
 
+def test_stored_reads_one_item_of_many_and_orbax_warns_of_no_other(root, caplog):
+    checkpoint.save(root, 1, {"params": {"w": jnp.ones(3)}, "opt": {"v": jnp.ones(4)}, "data": 5})
+    checkpoint.wait()
+    caplog.clear()
+    found = checkpoint.stored(root, 1, "opt")
+    assert {path: chunks.shape for path, chunks in found.items()} == {"v": (4,)}
+    assert "could not be restored" not in caplog.text
+
+
 def test_stored_tells_each_chunk_and_its_bytes_in_a_file(root):
     w = np.random.default_rng(0).integers(0, 2**32, (96, 70), np.uint32)
     rows = NamedSharding(mesh.make(a=2, b=4), P(("a", "b")))

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from shardwise import context, experts, layouts, marks, mesh, objective, run
-from shardwise.run import command, joining, keys, metrics, settings, state, text
+from shardwise.run import command, joining, keys, metrics, profiling, settings, state, text
 from shardwise.run.transformations import averaged, correction, guarded
 
 F32 = np.float32
@@ -245,9 +245,32 @@ def test_a_line_cut_off_while_it_was_written_is_left_out(tmp_path):
     assert metrics.read(file) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": "nan"}]
 
 
+def test_a_trace_tells_compute_from_collectives(tmp_path):
+    trained(tmp_path / "r", steps=6, profile="3:5")
+    ops = profiling.read(tmp_path / "r" / "profile")
+    found = profiling.times(ops)
+    assert {step for step, _ in found} == {0, 1, 2} and {device for _, device in found} == set(
+        range(8)
+    )
+    names = {op.name.partition(".")[0] for op in ops if op.collective}
+    told = ("all-", "all_", "psum", "reduce-", "reduce_")
+    assert names and all(name.startswith(told) for name in names)
+    for each in found.values():
+        assert each.compute > 0 and each.collectives >= each.waiting >= 0 and each.idle >= 0
+    assert profiling.table(found).count("\n") == 24
+    assert profiling.draw(ops, tmp_path / "p.png").stat().st_size > 5000
+
+
+def test_a_profile_that_is_no_range_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected the first and the last step"):
+        run.Settings(profile="10-13")
+    with pytest.raises(FileNotFoundError, match="no trace in"):
+        profiling.read(tmp_path)
+
+
 def test_settings_go_to_json_and_back():
     original = run.Settings(
-        run=Path("x"), limit=2.5, profile=(3, 5), layout=run.Roles(context=2, attention="zigzag")
+        run=Path("x"), limit=2.5, profile="3:5", layout=run.Roles(context=2, attention="zigzag")
     )
     for each in (original, run.Settings()):
         values = json.loads(json.dumps(settings.flat(each)))

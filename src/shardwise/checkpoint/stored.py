@@ -5,10 +5,10 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orbax.checkpoint as ocp
 import tensorstore
 
 from shardwise.checkpoint.items import address, flat, stored_name
+from shardwise.checkpoint.steps import reader
 
 
 class Chunks(NamedTuple):
@@ -37,10 +37,10 @@ def stored(directory: str | os.PathLike, step: int, item: str) -> dict[str, Chun
 
     For local directories.
     """
-    handlers = {item: ocp.PyTreeCheckpointHandler()}
-    options = ocp.CheckpointManagerOptions(create=False, save_interval_steps=0)
     where = address(directory)
-    with ocp.CheckpointManager(where, options=options, item_handlers=handlers) as manager:
+    # Of an item without a handler Orbax warns that it could not be restored.
+    others = [path.name for path in Path(where, str(step)).glob("*/")]
+    with reader(where, dict.fromkeys(others, False) | {item: True}) as manager:
         leaves = flat(manager.item_metadata(step)[item].tree)
         there = places(str(manager.directory / str(step) / item))
     return {

@@ -12,6 +12,7 @@ from shardwise.run.folder import Folder
 from shardwise.run.keys import stream
 from shardwise.run.loop import BadStep, Result, train
 from shardwise.run.settings import Data, Evaluation, Optimizer, Processes, Roles, Settings
+from shardwise.run.transformations import averaged, guarded
 
 __all__ = [
     "BadStep",
@@ -23,6 +24,8 @@ __all__ = [
     "Result",
     "Roles",
     "Settings",
+    "averaged",
+    "guarded",
     "stream",
     "train",
 ]

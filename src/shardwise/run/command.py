@@ -1,4 +1,4 @@
-"""The command `shardwise`: train, sample, launch."""
+"""The command `shardwise`: train, sample, profile, launch."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ import numpy as np
 import tyro
 
 from shardwise import mesh
-from shardwise.run import decoding, joining
+from shardwise.run import decoding, joining, profiling
 from shardwise.run.folder import Folder
 from shardwise.run.settings import Settings, from_flat
 
@@ -23,6 +23,7 @@ HELP = """shardwise: training across devices in JAX
   shardwise train                 train a decoder on eight devices, simulated or real
   shardwise train --run FOLDER --resume
   shardwise sample FOLDER         write text from a checkpoint
+  shardwise profile FOLDER        what devices did in the steps of `train --profile 10:13`
   shardwise launch local --processes 4 -- train ...
 
 Each has --help."""
@@ -31,7 +32,7 @@ Each has --help."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, `sys.argv` by default; its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    commands = {"train": train, "sample": sample, "launch": launch}
+    commands = {"train": train, "sample": sample, "profile": profile, "launch": launch}
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0 if argv else 2
@@ -137,6 +138,25 @@ def sample(argv: Sequence[str]) -> int:
         return decoding.sample(run, prompt, tokens, temperature, seed, mean, step)
 
     print(tyro.cli(arguments, prog="shardwise sample", args=list(argv)))
+    return 0
+
+
+def profile(argv: Sequence[str]) -> int:
+    """Read a run's newest trace."""
+
+    def arguments(run: tyro.conf.Positional[Path]) -> Folder:
+        """Show what each device did in the steps of a run's newest trace.
+
+        Args:
+          run: the run folder.
+        """
+        return Folder(run)
+
+    folder = tyro.cli(arguments, prog="shardwise profile", args=list(argv))
+    ops = profiling.read(folder.path / "profile")
+    print(profiling.table(profiling.times(ops)))
+    drawn = profiling.draw(ops, folder.path / "profile.png")
+    print(f"Look: {drawn}" if drawn else "No picture: matplotlib is not installed.")
     return 0
 
 

@@ -120,6 +120,7 @@ class _Run:
         self.note = Note(folder, jax.process_index())
         self.validation, self.pending, self.loss_value = None, None, float("nan")
         self.saved_at = None
+        self.profiled, self.tracing = settings.profiled(), False
 
     def make(self, create, saved):
         shapes = self.source.shapes()
@@ -143,6 +144,7 @@ class _Run:
         with contextlib.ExitStack() as stack:
             self.report = Report(settings, self.folder, self.first, self.rate)
             stack.callback(self.report.close)
+            stack.callback(self._end_trace)  # a run may end within it
             self.watchdog = stack.enter_context(Watchdog(self.note, settings.processes.hang))
             stop = stack.enter_context(Stop())
             batches = self.source.go(self.first, settings.steps)
@@ -164,6 +166,10 @@ class _Run:
 
     def _advance(self, step, batches: Iterator, stop: Stop) -> bool:
         """One step; whether the processes agreed, a step ago, to stop after it."""
+        if step in self.profiled and not self.tracing:
+            self._flush()  # a trace of whole steps
+            jax.profiler.start_trace(self.folder.path / "profile")
+            self.tracing = True
         self.note.say("reading", step)
         batch = next(batches)
         self.note.say("compiling" if step == self.first else "stepping", step)
@@ -175,12 +181,20 @@ class _Run:
         # process; but for the first, and for stages, whose tasks this process runs itself.
         before, self.pending = self.pending, (step, record)
         agreed = self._flush_one(before)
-        if step == self.first or self.layout.stage:
+        ends = self.tracing and step == self.profiled[-1]
+        if step == self.first or self.layout.stage or ends:
             agreed = self._flush()
+        if ends:
+            self._end_trace()
         if step == self.first:
             self.watchdog.pause()  # what took so long was compiling
             self.watchdog.done()
         return agreed
+
+    def _end_trace(self):
+        if self.tracing:
+            jax.profiler.stop_trace()
+            self.tracing = False
 
     def _flush(self):
         before, self.pending = self.pending, None

@@ -27,7 +27,7 @@ def step_program(layout: Layout, loss: Callable, tx: Any, seed: int, has_aux: bo
     run = layouts.step(layout, loss, tx, has_aux)
     keyed = takes_key(loss)
 
-    def one(params, opt_state, batch, step, flags):
+    def train_step(params, opt_state, batch, step, flags):
         key = {"key": keys.of_step(seed, step)} if keyed else {}
         params, opt_state, value, *aux = run(params, opt_state, batch, **key)
         aux = aux[0] if aux and isinstance(aux[0], dict) else {}
@@ -37,13 +37,13 @@ def step_program(layout: Layout, loss: Callable, tx: Any, seed: int, has_aux: bo
         return params, opt_state, record
 
     if layout.stage:
-        return one
+        return train_step
     # The same program for every step: what comes out is laid out as what goes in.
     whole = NamedSharding(layout.mesh, P())
 
     def jitted(params, opt_state, batch, step, flags):
         shardings = jax.tree.map(lambda x: x.sharding, (params, opt_state))
-        return _jitted(one, whole, *jax.tree.flatten(shardings))(
+        return _jitted(train_step, whole, *jax.tree.flatten(shardings))(
             params, opt_state, batch, step, flags
         )
 

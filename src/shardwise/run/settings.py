@@ -195,7 +195,7 @@ class Settings:
     limit: float = float("inf")  # norm of the gradients above which a step counts as bad
     devices: int = 8  # simulated, where there are fewer real ones; of all processes together
     tensorboard: bool = False  # events too, by the extra `tensorboard`
-    profile: tuple[int, int] | None = None  # first and last step of a trace
+    profile: str | None = None  # first and last step of a trace, as 10:13
     layout: Roles = Roles()
     model: Config = dataclasses.field(default_factory=lambda: Config(dtype=F32, param_dtype=F32))
     optimizer: Optimizer = Optimizer()
@@ -211,8 +211,24 @@ class Settings:
                 raise ValueError(f"run: {name}={getattr(self, name)}; expected {low} or more.")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"run: ema={self.ema}; expected a decay between 0 and 1, or None.")
+        self.profiled()
         if not self.limit > 0:
             raise ValueError(f"run: limit={self.limit}; expected a norm above 0.")
+
+    def profiled(self) -> range:
+        """The steps of which a trace is made.
+
+        Raises:
+          ValueError: `profile` is no range of steps.
+        """
+        if self.profile is None:
+            return range(0)
+        first, _, last = self.profile.partition(":")
+        if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
+            raise ValueError(
+                f"run: profile={self.profile!r}; expected the first and the last step, as 10:13."
+            )
+        return range(int(first), int(last) + 1)
 
 
 # What may differ when a run goes on. The rest decides which numbers come next.

@@ -1,0 +1,196 @@
+"""What devices did in the steps of a trace: compute, collectives, and waiting in them.
+
+Traces are those of `jax.profiler`, read by its own `ProfileData`; XProf and Perfetto open the same
+files. On CPU a device is a thread, and a collective's waiting is its rendezvous; what two threads
+of one core do in turn looks like work on both, so that times there tell of order and of waiting,
+and nothing of speed.
+"""
+
+import bisect
+import importlib.util
+import itertools
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STEP = "jit_train_step"
+_COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-", "send", "recv")
+
+
+class Op(NamedTuple):
+    """One operation of a program on a device: `start` and `stop` in ns, `waiting` of it in ns.
+
+    `run` numbers the program's runs as the trace does, `compiled` the times that it was compiled.
+    """
+
+    device: int
+    name: str
+    program: str
+    compiled: int
+    run: int
+    start: float
+    stop: float
+    collective: bool
+    waiting: float
+
+
+class Times(NamedTuple):
+    """Seconds of a device in one run of a program; `idle` is when none of its operations runs.
+
+    Compute and collectives may be under way at once.
+    """
+
+    compute: float
+    collectives: float
+    waiting: float
+    idle: float
+
+
+def read(folder: str | Path) -> list[Op]:
+    """The operations of the newest trace in a folder, without those that hold others (loops).
+
+    Raises:
+      FileNotFoundError: no trace there.
+    """
+    from jax.profiler import ProfileData
+
+    files = sorted(Path(folder).rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+    if not files:
+        raise FileNotFoundError(
+            f"run: no trace in {folder}; make one by `shardwise train --profile 10:13`."
+        )
+    with warnings.catch_warnings():  # jaxlib's own types, of some releases
+        warnings.simplefilter("ignore", DeprecationWarning)
+        found = ProfileData.from_file(str(files[-1]))
+        return [op for plane in found.planes for line in plane.lines for op in _ops(plane, line)]
+
+
+def _ops(plane: Any, line: Any) -> list[Op]:
+    ops, waits = [], []
+    for event in line.events:
+        stats = dict(event.stats)
+        if event.name == "Rendezvous":
+            waits.append((event.start_ns, event.duration_ns))
+        elif "hlo_op" in stats and "run_id" in stats:
+            device = stats.get("device_ordinal", plane.name.rpartition(":")[2])
+            program = str(stats.get("hlo_module"))
+            start, stop = event.start_ns, event.start_ns + event.duration_ns
+            compiled, run = int(stats.get("program_id", 0)), int(stats["run_id"])
+            ops.append(Op(int(device), event.name, program, compiled, run, start, stop, False, 0.0))
+    waits.sort()
+    return [_with_waiting(op, waits) for op in _innermost(ops)]
+
+
+def _innermost(ops: list[Op]) -> list[Op]:
+    ordered = sorted(ops, key=lambda op: (op.start, -op.stop))
+    pairs = itertools.zip_longest(ordered, ordered[1:])
+    return [op for op, after in pairs if after is None or after.start >= op.stop]
+
+
+def _with_waiting(op: Op, waits: list[tuple[float, float]]) -> Op:
+    first = bisect.bisect_left(waits, (op.start, 0.0))
+    last = bisect.bisect_left(waits, (op.stop, 0.0))
+    waiting = min(sum(length for _, length in waits[first:last]), op.stop - op.start)
+    collective = last > first or op.name.startswith(_COLLECTIVES)
+    return op._replace(collective=collective, waiting=waiting)
+
+
+def main_program(ops: Iterable[Op]) -> str:
+    """That of a run's steps; in another trace, the program that took most of the time."""
+    total: dict[str, float] = {}
+    for op in ops:
+        total[op.program] = total.get(op.program, 0.0) + op.stop - op.start
+    return STEP if STEP in total else max(total, key=lambda name: total[name])
+
+
+def compilations(ops: Iterable[Op]) -> dict[str, int]:
+    """How many versions of each program ran: one, where shapes and settings stay the same."""
+    found: dict[str, set[int]] = {}
+    for op in ops:
+        found.setdefault(op.program, set()).add(op.compiled)
+    return {name: len(versions) for name, versions in found.items()}
+
+
+def gaps(ops: list[Op], program: str | None = None) -> list[float]:
+    """Seconds from the end of each run of a program, on all devices, to the start of the next."""
+    program = program or main_program(ops)
+    spans: dict[int, tuple[float, float]] = {}
+    for op in (op for op in ops if op.program == program):
+        start, stop = spans.get(op.run, (op.start, op.stop))
+        spans[op.run] = min(start, op.start), max(stop, op.stop)
+    ordered = sorted(spans.values())
+    pairs = itertools.pairwise(ordered)
+    return [(after[0] - before[1]) / 1e9 for before, after in pairs]
+
+
+def times(ops: list[Op], program: str | None = None) -> dict[tuple[int, int], Times]:
+    """{(run, device): Times} of a program, by default the main one; runs count from 0."""
+    program = program or main_program(ops)
+    chosen = [op for op in ops if op.program == program]
+    starts: dict[int, float] = {}
+    for op in chosen:
+        starts[op.run] = min(op.start, starts.get(op.run, op.start))
+    number = {run: i for i, run in enumerate(sorted(starts, key=lambda run: starts[run]))}
+    groups: dict[tuple[int, int], list[Op]] = {}
+    for op in chosen:
+        groups.setdefault((number[op.run], op.device), []).append(op)
+    return {key: _times(groups[key]) for key in sorted(groups)}
+
+
+def _times(ops: list[Op]) -> Times:
+    compute = _covered(op for op in ops if not op.collective)
+    together = _covered(op for op in ops if op.collective)
+    waiting = min(sum(op.waiting for op in ops), together)
+    idle = max(op.stop for op in ops) - min(op.start for op in ops) - _covered(ops)
+    return Times(*(x / 1e9 for x in (compute, together, waiting, idle)))
+
+
+def _covered(ops: Iterable[Op]) -> float:
+    """The time in which one of them runs, at least; a device may run several at once."""
+    total, until = 0.0, float("-inf")
+    for op in sorted(ops, key=lambda op: op.start):
+        total += max(op.stop - max(op.start, until), 0.0)
+        until = max(until, op.stop)
+    return total
+
+
+def table(found: dict[tuple[int, int], Times]) -> str:
+    """The times as text, in ms."""
+    lines = ["step  device   compute  collectives  of it waiting     idle   (ms)"]
+    for (step, device), each in found.items():
+        values = [1e3 * x for x in each]
+        lines.append(
+            f"{step:4}  {device:6}  {values[0]:8.2f}  {values[1]:11.2f}  {values[2]:13.2f}  "
+            f"{values[3]:7.2f}"
+        )
+    return "\n".join(lines)
+
+
+def draw(ops: list[Op], file: Path, step: int = 0) -> Path | None:
+    """A picture of one run of the main program, a lane a device; None without matplotlib."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return None
+    from matplotlib.figure import Figure
+
+    program = main_program(ops)
+    runs = sorted(
+        {op.run for op in ops if op.program == program},
+        key=lambda run: min(op.start for op in ops if op.run == run and op.program == program),
+    )
+    chosen = [op for op in ops if op.program == program and op.run == runs[step]]
+    zero = min(op.start for op in chosen)
+    devices = sorted({op.device for op in chosen})
+    figure = Figure(figsize=(9, 0.4 * len(devices) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    kinds = {"compute": "#3a7bc8", "collective": "#fe996b"}
+    for kind, colour in kinds.items():
+        for device in devices:
+            mine = [o for o in chosen if o.device == device and o.collective == (kind != "compute")]
+            bars = [((o.start - zero) / 1e6, (o.stop - o.start) / 1e6) for o in mine]
+            label = kind if device == devices[0] else None
+            axes.broken_barh(bars, (device - 0.4, 0.8), facecolors=colour, label=label)
+    axes.set(xlabel="ms", ylabel="device", yticks=devices)
+    axes.legend(loc="upper right")
+    figure.savefig(file, dpi=150)
+    return file
