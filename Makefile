@@ -6,11 +6,12 @@
 #   make sync    write the .ipynb beside each chapter
 #   make serve   the built site on a local port (PORT=8000)
 #   make stacks  chapters and tests on every stack, or on those named (STACKS="newest colab")
+#   make dist    sdist and wheel in dist/, from what is installed: no network
 #   make repo URL=https://github.com/owner/name   the address that notebooks install from
 #   make clean   remove the built site and all results; distclean: the environments too
 
 .DEFAULT_GOAL := book
-.PHONY: book test test-all lint sync serve stacks repo clean distclean venv
+.PHONY: book test test-all lint sync serve stacks dist repo clean distclean venv
 
 PORT ?= 8000
 ours := environment.py src tests benchmarks book/_ext
@@ -55,6 +56,10 @@ serve: venv
 
 stacks: venv
 	@$(python) tests/stacks.py
+
+dist: venv
+	@rm -rf dist
+	@$(python) -m hatchling build -d dist
 
 repo: venv
 	@$(python) -m shardwise_book.address

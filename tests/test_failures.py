@@ -3,11 +3,11 @@
 import html
 import re
 
-import nbformat
 import pytest
 from browser import SITE_SCRIPTS, silent_page
 
 pytest.importorskip("jupyter_book", reason="the book is not built on this stack")
+import nbformat
 from shardwise_book import failures, pairs
 from test_build import CHAPTER, Book
 

@@ -21,12 +21,13 @@ _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-", "send", "rec
 class Op(NamedTuple):
     """One operation of a program on a device: `start` and `stop` in ns, `waiting` of it in ns.
 
-    `run` numbers the program's runs as the trace does.
+    `run` numbers the program's runs as the trace does, `compiled` the times that it was compiled.
     """
 
     device: int
     name: str
     program: str
+    compiled: int
     run: int
     start: float
     stop: float
@@ -75,8 +76,8 @@ def _ops(plane: Any, line: Any) -> list[Op]:
             device = stats.get("device_ordinal", plane.name.rpartition(":")[2])
             program = str(stats.get("hlo_module"))
             start, stop = event.start_ns, event.start_ns + event.duration_ns
-            run = int(stats["run_id"])
-            ops.append(Op(int(device), event.name, program, run, start, stop, False, 0.0))
+            compiled, run = int(stats.get("program_id", 0)), int(stats["run_id"])
+            ops.append(Op(int(device), event.name, program, compiled, run, start, stop, False, 0.0))
     waits.sort()
     return [_with_waiting(op, waits) for op in _innermost(ops)]
 
@@ -101,6 +102,26 @@ def main_program(ops: Iterable[Op]) -> str:
     for op in ops:
         total[op.program] = total.get(op.program, 0.0) + op.stop - op.start
     return STEP if STEP in total else max(total, key=lambda name: total[name])
+
+
+def compilations(ops: Iterable[Op]) -> dict[str, int]:
+    """How many versions of each program ran: one, where shapes and settings stay the same."""
+    found: dict[str, set[int]] = {}
+    for op in ops:
+        found.setdefault(op.program, set()).add(op.compiled)
+    return {name: len(versions) for name, versions in found.items()}
+
+
+def gaps(ops: list[Op], program: str | None = None) -> list[float]:
+    """Seconds from the end of each run of a program, on all devices, to the start of the next."""
+    program = program or main_program(ops)
+    spans: dict[int, tuple[float, float]] = {}
+    for op in (op for op in ops if op.program == program):
+        start, stop = spans.get(op.run, (op.start, op.stop))
+        spans[op.run] = min(start, op.start), max(stop, op.stop)
+    ordered = sorted(spans.values())
+    pairs = itertools.pairwise(ordered)
+    return [(after[0] - before[1]) / 1e9 for before, after in pairs]
 
 
 def times(ops: list[Op], program: str | None = None) -> dict[tuple[int, int], Times]:

@@ -60,7 +60,7 @@ class Report:
         line["gradient_norm"] = record["norm"]
         if self._rate is not None:
             line["learning_rate"] = float(self._rate(step - 1 - self._skipped))
-        line["bytes"] = held
+        line |= {"bytes": held, "time": round(time.time(), 3)}
         line |= {name: x for name, x in record.items() if name not in ("loss", "norm")}
         if bad:
             self._skipped += 1
