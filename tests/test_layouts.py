@@ -268,6 +268,46 @@ def test_a_checkpoint_restores_under_another_layout(pair, tmp_path):
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
+def test_a_checkpoint_goes_through_every_layout_and_comes_back(tmp_path):
+    """Each layout restores what the one before saved, and saves it again: bit for bit."""
+    tx, batch = OPTIMIZERS["adamw"], batches()[0]
+    truth, names = None, [*layouts.LAYOUTS, next(iter(layouts.LAYOUTS))]
+    for step, name in enumerate(names, 1):
+        layout = layouts.LAYOUTS[name](8)
+        loss, create = parts(layout.size("stage"), 8, mixed="rows")
+        born = layouts.init(layout, create, tx, jax.random.key(step), loss, batch, has_aux=True)
+        state = dict(zip(("params", "opt_state"), born, strict=True))
+        if truth is not None:
+            state = checkpoint.restore(tmp_path, state, step - 1)
+        found = [layouts.whole(layout, state[item]) for item in ("params", "opt_state")]
+        truth = found if truth is None else truth
+        for a, b in zip(*map(jax.tree.leaves, (found, truth)), strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=name)
+        checkpoint.save(tmp_path, step, state, keep=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["hand", "compiler"])
+def test_activations_may_be_kept_on_the_host(by):
+    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    layout = layouts.Layout(mesh.make(fsdp=8), fsdp="fsdp", by=by, remat=policy)
+    config = dataclasses.replace(CONFIG, remat=False, layers=1)
+    graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
+    loss, batch = functools.partial(train.loss, graphdef=graphdef), batches()[0]
+    params = jax.jit(functools.partial(_create, config))(KEY)
+    value, grads = jax.jit(objective.value_and_grad(loss))(params, batch)
+    function, placed = layouts.value_and_grad(layout, loss), layouts.place(layout, params)
+    # On CPU the compiler drops what it was asked: the host's memory is the device's.
+    assert "device_put[" in str(jax.make_jaxpr(function)(placed, batch))
+    kept = layouts.value_and_grad(dataclasses.replace(layout, remat=None), loss)
+    assert "device_put[" not in str(jax.make_jaxpr(kept)(placed, batch))
+    ours, ours_grads = function(placed, batch)
+    np.testing.assert_allclose(ours, value, rtol=1e-5)
+    for a, b in zip(*map(jax.tree.leaves, (layouts.whole(layout, ours_grads), grads)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
 EXACT = ["data", "zero1", "zero2", "fsdp", "hybrid", "ring", "zigzag", "all_gather", "ulysses"]
 
 
