@@ -1,6 +1,5 @@
 """Runs: what is stopped and goes on equals what was not stopped, bit for bit."""
 
-import dataclasses
 import itertools
 import json
 import os
@@ -14,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardwise import context, experts, layouts, marks, mesh, objective, run
+from shardwise import layouts, marks, mesh, objective, run
 from shardwise.run import command, joining, keys, metrics, profiling, settings, state, text
 from shardwise.run.transformations import averaged, correction, guarded
 
@@ -229,6 +228,25 @@ def test_other_settings_are_named(reference):
         trained(reference[0], resume=True, seed=5, optimizer=run.Optimizer(peak=0.1))
 
 
+def test_a_run_that_is_done_says_its_loss_again(reference):
+    again = trained(reference[0], resume=True)
+    assert again.loss == reference[1].loss and again.step == 8
+
+
+def test_other_rows_are_named(tmp_path):
+    trained(tmp_path, steps=1)
+    with pytest.raises(ValueError, match="other first rows"):
+        trained(tmp_path, batches=rows().shuffle(seed=1), resume=True)
+
+
+def test_a_key_goes_by_its_name(tmp_path):
+    def unnamed(params, batch, rng):
+        return loss(params, batch, rng)
+
+    with pytest.raises(TypeError, match=r"'rng'.*call it key"):
+        run.train(given(tmp_path), create=create, loss=unnamed, batches=rows())
+
+
 def test_other_data_are_named(tmp_path):
     options = dict(create=create, loss=loss, batches=rows(), tx=optax.adam(1e-2))
     run.train(given(tmp_path, steps=1), facts={"data": 1}, **options)
@@ -290,18 +308,13 @@ def test_a_misspelt_flag_is_told_what_is_near(capsys):
     assert "--layout.fsdp" in capsys.readouterr().err
 
 
-def test_the_choices_are_those_that_layouts_have():
-    hints = {f.name: f.type for f in dataclasses.fields(settings.Roles)}
-    assert hints["attention"].__args__ == tuple(context.FORMS)
-    assert hints["dispatch"].__args__ == tuple(experts.FORMS)
-
-
 @pytest.mark.parametrize(
     ("roles", "told"),
     [
         (dict(fsdp=3), "does not fit 8 devices"),
         (dict(fsdp=2), "takes 2 of 8 devices"),
         (dict(fsdp=-1, data=-1), "one at most is -1"),
+        (dict(fsdp=4, context=2, attention="rnig"), "attention='rnig'; expected one of 'ring'"),
         (dict(remat="all"), "remat='all'; expected one of"),
     ],
 )

@@ -12,7 +12,7 @@ from flax import nnx
 
 from shardwise import checkpoint, mesh, rules, train
 from shardwise.model import Config, Decoder
-from shardwise.run import keys, sampling, text
+from shardwise.run import keys, sampling, state, text
 from shardwise.run.folder import Folder
 from shardwise.run.loop import Result
 from shardwise.run.loop import train as train_loop
@@ -45,7 +45,7 @@ def run(settings: Settings) -> Result:
         batches=text.rows(settings.data, settings.sequence, settings.seed),
         validation=text.rows(settings.data, settings.sequence, settings.seed, "validation"),
         has_aux=bool(config.experts),
-        facts={"data": text.fingerprint(settings.data)},
+        facts={"data": text.fingerprint(settings.data), "program": "shardwise train"},
         **options,
     )
 
@@ -86,6 +86,9 @@ def sample(
     saved = folder.settings()
     if saved is None:
         raise FileNotFoundError(f"run: {folder.path} is no run folder: it has no settings.json.")
+    facts = (state.saved(folder) or {}).get("facts", {})
+    if facts and "program" not in facts:
+        raise ValueError(f"run: {folder.path} trained a model of its own, and no decoder of text.")
     settings = from_flat(saved)
     if settings.data.tokens is not None:
         raise ValueError("run: this run has token numbers, and no text to write.")

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 import numpy as np
 
 from shardwise import checkpoint, layouts, measure
 from shardwise import tree as trees
 from shardwise.rules.agreement import together
-from shardwise.run import program, state
+from shardwise.run import metrics, program, state
 from shardwise.run.feed import feed
 from shardwise.run.folder import Folder, Note
 from shardwise.run.reports import Report
@@ -57,8 +58,8 @@ def train(
       settings: of which `model` and `data` count for nothing here.
       create: of a key, one device's parameters.
       loss: of (params, batch) or (params, batch, key), as in `shardwise.layouts`.
-      batches: a `grain.MapDataset` of rows, endless, of which step k has the k-th `batch`; or an
-        iterator of whole batches with get_state and set_state, as Grain's are.
+      batches: a `grain.MapDataset` of single rows, endless, of which step k has the k-th
+        `settings.batch`; or an iterator of whole batches with get_state and set_state, as Grain's.
       tx: an optax transformation; by default `settings.optimizer`'s.
       validation: as `batches`, a MapDataset, of which evaluations read the first batches.
       has_aux: whether the loss returns aux too: scalars in a dict stand in the metrics, summed.
@@ -76,9 +77,12 @@ def train(
     tx = settings.optimizer.transformation() if tx is None else tx
     tx = tx if settings.ema is None else averaged(tx, settings.ema)
     tx = guarded(tx, settings.limit, settings.bad == "stop")
-    saved = _begin(settings, folder, facts or {})
+    facts = dict(facts or {})
+    if isinstance(batches, grain.MapDataset):
+        facts["first rows"] = feed(batches, settings.batch, layout).fingerprint()
+    saved = _begin(settings, folder, facts)
     source = feed(batches, settings.batch, layout, saved and saved["position"])
-    run = _Run(settings, layout, folder, loss, tx, source, has_aux, sample, facts or {})
+    run = _Run(settings, layout, folder, loss, tx, source, has_aux, sample, facts)
     run.validation = validation and feed(validation, settings.batch, layout)
     run.rate = rate
     run.make(create, saved)
@@ -118,7 +122,9 @@ class _Run:
         self.program = program.step_program(layout, loss, tx, settings.seed, has_aux)
         self.evaluate = program.evaluation(layout, loss, settings.ema, has_aux)
         self.note = Note(folder, jax.process_index())
-        self.validation, self.pending, self.loss_value = None, None, float("nan")
+        done = metrics.read(folder.metrics)  # of a run that is done, and asked for no more
+        self.loss_value = float(done[-1]["loss"]) if done else float("nan")
+        self.validation, self.pending = None, None
         self.saved_at = None
         self.profiled, self.tracing = settings.profiled(), False
 
@@ -138,8 +144,7 @@ class _Run:
     def go(self):
         """Steps until the last one, or until a signal."""
         settings, step = self.settings, self.first - 1
-        leaf = jax.tree.leaves(self.source.shapes())[0]
-        self.tokens = int(np.prod(leaf.shape[:2]))
+        self.amount = _amount(self.source.shapes())
         self.held = max(measure.bytes_on_devices((self.params, self.opt_state)).values())
         with contextlib.ExitStack() as stack:
             self.report = Report(settings, self.folder, self.first, self.rate)
@@ -208,7 +213,7 @@ class _Run:
         record = {name: np.asarray(x).item() for name, x in jax.device_get(record).items()}
         stop, bad = record.pop("stop"), record.pop("bad")
         self.loss_value = record["loss"]
-        line = self.report.line(step, record, bad, self.tokens, self.held)
+        line = self.report.line(step, record, bad, self.amount, self.held)
         self.watchdog.done()
         self.note.say(self.note.doing, line=self.report.say(line))
         if bad or not np.isfinite(record["loss"]):
@@ -272,3 +277,10 @@ class _Run:
         checkpoint.wait(self.folder.checkpoints)
         self.report.finish(step, stopped)
         self.note.say("done", step)
+
+
+def _amount(batch):
+    """What a step is counted in: tokens, where the batch has an array of that name; else rows."""
+    if isinstance(batch, dict) and "tokens" in batch:
+        return "tokens", int(np.prod(batch["tokens"].shape))
+    return "rows", jax.tree.leaves(batch)[0].shape[0]

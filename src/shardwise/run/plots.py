@@ -26,9 +26,10 @@ def plot(folder: Folder) -> Path | None:
             values = [x["loss_of_mean"] for x in held_out]
             loss.plot(at, values, "s:", label="held out, mean of the parameters")
         loss.legend()
-    loss.set_ylabel("loss (nats a token)")
-    speed.plot(steps, [x["tokens_per_second"] for x in lines])
-    speed.set(xlabel="step", ylabel="tokens/s", ylim=(0, None))
+    loss.set_ylabel("loss")
+    what = "tokens" if "tokens" in lines[0] else "rows"
+    speed.plot(steps, [x[f"{what}_per_second"] for x in lines])
+    speed.set(xlabel="step", ylabel=f"{what}/s", ylim=(0, None))
     for kind in ("png", "svg"):
         figure.savefig(folder.path / f"metrics.{kind}", dpi=150)
     return folder.path / "metrics.png"

@@ -86,7 +86,17 @@ def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: boo
 
 
 def takes_key(loss: Callable) -> bool:
-    """Whether a loss has a parameter `key`."""
+    """Whether a loss has a parameter `key`.
+
+    Raises:
+      TypeError: it needs more than parameters, batch and key.
+    """
     taken = inspect.signature(loss).parameters
     given = getattr(loss, "keywords", {}) or {}
+    needed = [n for n, p in taken.items() if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    if further := [name for name in needed[2:] if name not in ("key", *given)]:
+        raise TypeError(
+            f"run.train: the loss needs {further[0]!r}, and gets (params, batch) and key= by name: "
+            f"if that is the random key, call it key; else bind it by functools.partial."
+        )
     return "key" in taken and "key" not in given

@@ -50,13 +50,14 @@ class Report:
         return SummaryWriter(str(self._folder.path / "events"))
 
     def line(
-        self, step: int, record: dict[str, float], bad: bool, tokens: int, held: int
+        self, step: int, record: dict[str, float], bad: bool, amount: tuple[str, int], held: int
     ) -> dict[str, Any]:
         """What stands in the metrics for a step; seconds since the line before."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        line: dict[str, Any] = {"step": step, "loss": record["loss"], "tokens": tokens}
-        line |= {"tokens_per_second": round(tokens / seconds, 1), "seconds": round(seconds, 6)}
+        (what, count), self._what = amount, amount[0]
+        line: dict[str, Any] = {"step": step, "loss": record["loss"], what: count}
+        line |= {f"{what}_per_second": round(count / seconds, 1), "seconds": round(seconds, 6)}
         line["gradient_norm"] = record["norm"]
         if self._rate is not None:
             line["learning_rate"] = float(self._rate(step - 1 - self._skipped))
@@ -74,7 +75,7 @@ class Report:
             self._files[0].add(line)
         text = (
             f"step {step:,} of {steps:,}  loss {line['loss']:.4f}  "
-            f"{line['tokens_per_second']:,.0f} tokens/s"
+            f"{line[f'{self._what}_per_second']:,.0f} {self._what}/s"
         )
         if self._events is not None:
             for name, value in line.items():

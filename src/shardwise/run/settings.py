@@ -38,8 +38,8 @@ class Roles:
     min_size: int = 0
     uneven: Literal["error", "replicate"] = "error"
     sequence: bool = False  # Megatron's sequence parallelism, beside tensor
-    attention: Literal["ring", "striped", "zigzag", "all_gather", "ulysses"] = "ring"
-    dispatch: Literal["all_to_all", "gather"] = "all_to_all"
+    attention: str = "ring"  # over context; one of shardwise.context.FORMS
+    dispatch: str = "all_to_all"  # to experts; one of shardwise.experts.FORMS
     schedule: str = "1f1b"  # of the stages
     microbatches: int = 1
     dtype: Literal["float32", "bfloat16"] | None = None  # in which weights are gathered and used
@@ -60,12 +60,13 @@ class Roles:
         if min(sizes.values()) < -1 or 0 in sizes.values() or len(free) > 1 or count % known:
             raise ValueError(
                 f"run: the layout {told} does not fit {count} devices: sizes are positive, one at "
-                f"most is -1, and the others multiply to a divisor of {count}."
+                f"most is -1, and the others multiply to a divisor of {count}.{_more(count)}"
             )
         if not free and known != count:
             raise ValueError(
                 f"run: the layout {told} takes {known} of {count} devices; give one role -1, such "
                 f"as --layout.fsdp -1, for those that remain, or say --devices {known}."
+                f"{_more(count)}"
             )
         sizes = {role: count // known if size == -1 else size for role, size in sizes.items()}
         taken = {role: size for role, size in sizes.items() if size > 1} or {"data": 1}
@@ -75,6 +76,11 @@ class Roles:
         for name in ("dtype", "reduce_dtype"):
             options[name] = options[name] and jnp.dtype(options[name])
         return layouts.Layout(mesh.make(**taken), **{role: role for role in taken}, **options)
+
+
+def _more(count):
+    """What a program of one's own forgets, which the command does."""
+    return " Simulate more by mesh.simulate(8), before anything runs." if count == 1 else ""
 
 
 def _policy(name):
