@@ -359,7 +359,7 @@ def test_what_cannot_be_saved_says_why(tmp_path):
     params = weights(SMALL)
     stored = layouts.place(layouts.Layout(mesh.make(a=8), fsdp="a"), params)
     for changes, message in [
-        (dict(config=dataclasses.replace(SMALL, mlp=8)), r"gate/kernel is \(3, 16, 40\), expected"),
+        (dict(config=dataclasses.replace(SMALL, mlp=8)), r"gate/kernel is \(4, 16, 40\), expected"),
         (dict(config=dataclasses.replace(SMALL, experts=4)), "Config.experts is 4"),
         (dict(params={"w": np.ones(2)}), "w is .*expected nothing"),
         (dict(params=stored), r"layouts\.whole"),
