@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from shardwise.model import Config
 
-SIZES = dict(
-    v="vocab", e="embed", h="heads", k="kv_heads", d="head_dim", m="mlp", l="layers"
-)  # the field of Config that has a letter's size
+# The field of Config that has a letter's size.
+_FIELDS = dict(v="vocab", e="embed", h="heads", k="kv_heads", d="head_dim", m="mlp", l="layers")
 
 
 class Weight(NamedTuple):
@@ -73,7 +72,7 @@ WEIGHTS = {
 
 def sizes(config: Config) -> dict[str, int]:
     """The size of each letter."""
-    return {letter: getattr(config, field) for letter, field in SIZES.items()}
+    return {letter: getattr(config, field) for letter, field in _FIELDS.items()}
 
 
 def check_dense(config: Config) -> None:

@@ -22,10 +22,10 @@ def load(
 ) -> tuple[Config, nnx.State]:
     """(config, params) of a folder, the state of a `model.Decoder`, laid out over `mesh` by `rule`.
 
-    `config` is by default that of `llama.config(folder)`, whose dtype is the file's: bfloat16
-    stays. One that is given has the same sizes; its `param_dtype` is what weights become. Without
-    a mesh all lies on the default device. A slice that several devices of a process need is read
-    once, and a host holds at a time no more than its devices' part of one parameter.
+    `config` is by default that of `llama.config(folder)`: bfloat16 stays bfloat16. One that is
+    given has the same sizes; its `param_dtype` is what weights become. Without a mesh all lies on
+    the default device. A slice that several devices of a process need is read once, and the
+    process holds at a time no more than its devices' part of one parameter.
 
     Tied embeddings (`tie_word_embeddings`) are read twice: from then on, embedding and head are
     two parameters.
