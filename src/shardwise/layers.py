@@ -34,6 +34,8 @@ class Config:
     param_dtype: jnp.dtype = jnp.float32  # of weights where they are held
     scan: bool = True  # run the layers by scan, or by a Python loop
     remat: bool = False  # recompute a layer's activations in the backward pass
+    rope_theta: float = 10_000.0  # base of the wavelengths of rotary positions
+    norm_epsilon: float = 1e-6  # added to the mean square in RMSNorm
 
     def __post_init__(self):
         for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "stages"):
@@ -50,6 +52,9 @@ class Config:
         self._check_experts()
         if not 0 <= self.dropout < 1:
             raise ValueError(f"Config: dropout={self.dropout} must be at least 0 and below 1.")
+        for name in ("rope_theta", "norm_epsilon"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"Config: {name}={getattr(self, name)} must be above 0.")
 
     def _check_experts(self):
         if min(self.experts, self.shared_experts) < 0 or (self.shared_experts and not self.experts):
@@ -100,8 +105,9 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, config: Config):
         self.scale = nnx.Param(jnp.ones(config.embed, config.param_dtype), logical_axes=("embed",))
+        self.epsilon = config.norm_epsilon
 
     def __call__(self, x):
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + 1e-6)
+        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
         return (wide * self.scale[...].astype(jnp.float32)[None, None, :]).astype(x.dtype)

@@ -30,10 +30,10 @@ __all__ = [
 ]
 
 
-def rotary(x: jax.Array, positions: jax.Array) -> jax.Array:
+def rotary(x: jax.Array, positions: jax.Array, theta: float = 10_000.0) -> jax.Array:
     """Rotate the halves of x [b, s, h, d] by angles that grow with positions [b, s] (Su et al.)."""
     half = x.shape[-1] // 2
-    frequency = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions.astype(jnp.float32)[:, :, None] * frequency[None, None, :]
     cos, sin = (f(angle).astype(x.dtype)[:, :, None, :] for f in (jnp.cos, jnp.sin))
     first, second = x[..., :half], x[..., half:]
@@ -64,6 +64,7 @@ class Block(nnx.Module):
             self.up = Linear(c, (c.embed, c.mlp), ("embed", "mlp"), c.embed, rngs)
             self.down = Linear(c, (c.mlp, c.embed), ("mlp", "embed"), c.mlp, rngs)
         self.routed = bool(c.experts)
+        self.rope_theta = c.rope_theta
         self.dropout = c.dropout
 
     def __call__(self, x, key=None, places=None):
@@ -76,8 +77,8 @@ class Block(nnx.Module):
         places = places or marks.places(None, *x.shape[:2])
         keys = (None, None) if key is None else jax.random.split(key)
         y = marks.constrain(self.attention_norm(x), "attention_input")
-        q = rotary(self.q("bse,ehd->bshd", y), places.positions)
-        k = rotary(self.k("bse,ekd->bskd", y), places.positions)
+        q = rotary(self.q("bse,ehd->bshd", y), places.positions, self.rope_theta)
+        k = rotary(self.k("bse,ekd->bskd", y), places.positions, self.rope_theta)
         y = marks.attend(q, k, self.v("bse,ekd->bskd", y), places)
         y = self.o("bshd,hde->bse", marks.constrain(y, "attended"))
         x = marks.constrain(x + drop(y, self.dropout, keys[0]), "attention_output")

@@ -168,7 +168,7 @@ def launch(argv: Sequence[str]) -> int:
     return launchers.main(argv)
 
 
-_ROOMS = ("run", "data", "layouts", "checkpoint", "mesh", "fsdp", "pipeline", "rules", "objective")
+_ROOMS = ("run", "data", "layouts", "checkpoint", "mesh", "fsdp", "pipeline", "rules", "llama")
 
 
 def _told(error):

@@ -1,0 +1,130 @@
+"""Reading: each process takes from the files what its own devices need, a parameter at a time."""
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from shardwise import rules, tree
+from shardwise.llama import configuration, files, names
+from shardwise.llama.names import WEIGHTS
+from shardwise.model import Config, Decoder
+
+
+def load(
+    folder: str | Path, config: Config | None = None, rule: Any = None, mesh: Mesh | None = None
+) -> tuple[Config, nnx.State]:
+    """(config, params) of a folder, the state of a `model.Decoder`, laid out over `mesh` by `rule`.
+
+    `config` is by default that of `llama.config(folder)`: bfloat16 stays bfloat16. One that is
+    given has the same sizes; its `param_dtype` is what weights become. Without a mesh all lies on
+    the default device. A slice that several devices of a process need is read once, and the
+    process holds at a time no more than its devices' part of one parameter.
+
+    Tied embeddings (`tie_word_embeddings`) are read twice: from then on, embedding and head are
+    two parameters.
+
+    Raises:
+      FileNotFoundError: a file is missing.
+      ImportError: safetensors is.
+      ValueError: what `llama.config` raises; a config of other sizes; missing or unexpected names,
+        other shapes; a rule without a mesh or a mesh without a rule; what the rule raises.
+    """
+    if (rule is None) != (mesh is None):
+        raise ValueError("llama.load: give both rule= and mesh=, or neither for one device.")
+    theirs = configuration.config(folder)
+    config = theirs if config is None else config
+    names.check_dense(config)
+    configuration.check_same(folder, config, theirs)
+    abstract = nnx.state(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
+    placed = [None] * len(WEIGHTS)
+    if mesh is not None:
+        placed = jax.tree.leaves(rules.shardings(rule, abstract, mesh))
+    with files.opened(folder) as found:
+        weights = _checked(folder, config, found)
+        read = [
+            _parameter(config, weights[path], found, leaf, sharding)
+            for (path, leaf), sharding in zip(tree.leaves(abstract), placed, strict=True)
+        ]
+    return config, jax.tree.unflatten(jax.tree.structure(abstract), read)
+
+
+def _checked(folder, config, found):
+    """{path: weight} as the files have them: with tied embeddings the head is the embedding."""
+    weights, sizes = dict(WEIGHTS), names.sizes(config)
+    if configuration.is_tied(configuration.read(folder)):
+        weights["head/kernel"] = WEIGHTS["head/kernel"]._replace(name=names.EMBEDDING)
+        found.pop(names.HEAD, None)
+    shapes = {n: w.shape(sizes) for w in weights.values() for n in w.names(config)}
+    # Older files have what rotary positions are computed from, which follows from the config.
+    present = {name for name in found if not name.endswith(".rotary_emb.inv_freq")}
+    files.check_names(str(folder), set(shapes), present)
+    files.check_arrays(str(folder), shapes, found)
+    return weights
+
+
+def _parameter(config, weight, found, leaf, sharding):
+    """One parameter on its devices."""
+    each, sizes, read = [found[name] for name in weight.names(config)], names.sizes(config), {}
+
+    def part(index):
+        asked = tuple(s.indices(n)[:2] for s, n in zip(index, leaf.shape, strict=True))
+        if asked not in read:
+            read[asked] = _part(weight, each, asked, sizes, leaf.dtype)
+        return read[asked]
+
+    if sharding is None:
+        return jnp.asarray(part((slice(None),) * len(leaf.shape)))
+    return jax.make_array_from_callback(leaf.shape, sharding, part)
+
+
+def _part(weight, each, asked, sizes, dtype):
+    """The entries `asked`, (start, stop) for each axis, of a parameter, filled layer by layer."""
+    taken = dict(zip(weight.ours, asked, strict=True))
+    first, last = taken.pop("l", (0, 1))
+    runs = [ranges(word, taken, sizes) for word in weight.words]
+    out = np.empty([stop - start for start, stop in asked], dtype)
+    layers = out if weight.stacked else out[None]
+    for i in range(first, last):
+        layers[i - first] = _unmerged(weight, _read(each[i], runs), taken)
+    return out
+
+
+def _unmerged(weight, array, taken):
+    """An array with the file's axes as one with the parameter's: "hd e" -> "hde" -> "ehd"."""
+    array = array.reshape([taken[letter][1] - taken[letter][0] for letter in weight.letters])
+    return array.transpose(
+        [weight.letters.index(letter) for letter in weight.ours if letter != "l"]
+    )
+
+
+def ranges(
+    word: str, taken: Mapping[str, tuple[int, int]], sizes: Mapping[str, int]
+) -> list[tuple[int, int]]:
+    """The ranges of a file's axis, merged of `word`'s letters, that hold those `taken` of each.
+
+    Several heads with all of head_dim are one range; with a part of it, one for each head.
+    """
+    found, size = [(0, 1)], 1
+    for letter in reversed(word):
+        start, stop = taken[letter]
+        if found == [(0, size)]:
+            found = [(start * size, stop * size)]
+        else:
+            found = [(i * size + a, i * size + b) for i in range(start, stop) for a, b in found]
+        size *= sizes[letter]
+    return found
+
+
+def _read(array, runs):
+    """The product of the ranges of each axis, of which one axis at most has several."""
+    pieces = [array[tuple(slice(*r) for r in each)] for each in itertools.product(*runs)]
+    if len(pieces) == 1:
+        return pieces[0]
+    return np.concatenate(pieces, max(range(len(runs)), key=lambda axis: len(runs[axis])))

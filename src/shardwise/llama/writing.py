@@ -1,0 +1,157 @@
+"""Writing: one layer's weight at a time to the host, one file at a time to the folder."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from shardwise import tree
+from shardwise.llama import configuration, files, names
+from shardwise.llama.names import WEIGHTS, Weight
+from shardwise.model import Config
+from shardwise.rules.agreement import together
+
+
+class _Entry(NamedTuple):
+    """An array of the files, and the parameter, or the layer of it, that it is."""
+
+    name: str
+    path: str
+    layer: int | None
+    bytes: int
+
+
+def save(
+    folder: str | Path,
+    params: Any,
+    config: Config,
+    shard_bytes: int = 5 * 10**9,
+    fields: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the state of a `model.Decoder`, however it is laid out, in its own dtype.
+
+    A file holds at most `shard_bytes`, or one array that is larger. Process 0 writes, and a host
+    holds one file's arrays at a time. The index comes last: a folder in which writing broke off is
+    no model. `fields` are added to `config.json`: what the decoder does not know, such as
+    max_position_embeddings or eos_token_id.
+
+    With several processes all of them call this. What `fsdp` or `pipeline` hold in a form of their
+    own goes through `layouts.whole` first.
+
+    Raises:
+      FileExistsError: the folder has a model already.
+      ImportError: safetensors is not installed.
+      ValueError: a decoder with experts; parameters that are not the config's; dtypes that differ
+        or that the format lacks; a field that the config decides; `shard_bytes` below 1.
+      OSError: what went wrong while writing, on process 0; a RuntimeError on the others.
+    """
+    folder, writes = Path(folder), jax.process_index() == 0
+    leaves = dict(tree.leaves(params))
+    with together("llama.save"):
+        dtype = _checked(leaves, config)
+        plan = _planned(config, dtype.itemsize, shard_bytes)
+        text = configuration.text(config, dtype.name, dict(fields or {}))
+        files.library()
+        if writes:
+            _make(folder)
+    with together("llama.save"):
+        _write(folder, plan, leaves, writes)
+        if writes:
+            (folder / configuration.NAME).write_text(text)
+            (folder / files.INDEX).write_text(_index(plan))
+
+
+def _checked(leaves, config):
+    """The dtype of all parameters."""
+    names.check_dense(config)
+    sizes = names.sizes(config)
+    wanted = {path: tuple(sizes[letter] for letter in w.ours) for path, w in WEIGHTS.items()}
+    found = {path: tuple(np.shape(x)) for path, x in leaves.items()}
+    told = [
+        f"{path} is {found.get(path, 'missing')}, expected {wanted.get(path, 'nothing')}"
+        for path in sorted(found.keys() | wanted.keys())
+        if found.get(path) != wanted.get(path)
+    ]
+    if told:
+        raise ValueError(
+            f"llama.save: params are not the state of a model.Decoder of this config: "
+            f"{'; '.join(told)}. What a layout holds in a form of its own, layouts.whole undoes."
+        )
+    dtypes = {x.dtype for x in leaves.values()}
+    if len(dtypes) > 1 or min(dtypes).name not in configuration.DTYPES:
+        raise ValueError(
+            f"llama.save: parameters of {', '.join(sorted(d.name for d in dtypes))}; expected one "
+            f"of {', '.join(configuration.DTYPES)} for all."
+        )
+    return dtypes.pop()
+
+
+def _planned(config, itemsize, shard_bytes):
+    """{file: its entries}, in the files' order."""
+    if shard_bytes < 1:
+        raise ValueError(f"llama.save: shard_bytes={shard_bytes}; expected 1 or more.")
+    sizes, shards, room = names.sizes(config), [], 0
+    for path, layer, name in _order(config):
+        size = itemsize * math.prod(WEIGHTS[path].shape(sizes))
+        if not shards or size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(_Entry(name, path, layer, size))
+        room -= size
+    count = len(shards)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": s for i, s in enumerate(shards, 1)}
+
+
+def _order(config):
+    """(path, layer, name) of all arrays, layer after layer."""
+    stacked = [path for path, weight in WEIGHTS.items() if weight.stacked]
+    single = [(path, None, weight.name) for path, weight in WEIGHTS.items() if not weight.stacked]
+    layers = [
+        (path, i, WEIGHTS[path].name.format(i)) for i in range(config.layers) for path in stacked
+    ]
+    return [single[0], *layers, *single[1:]]
+
+
+def _make(folder):
+    there = [folder / configuration.NAME, folder / files.INDEX, *folder.glob("*.safetensors")]
+    if there := [path.name for path in there if path.exists()]:
+        raise FileExistsError(
+            f"llama.save: {folder} has {', '.join(there[:3])} already; choose a new folder."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _write(folder, plan, leaves, writes):
+    failed = None
+    for name, entries in plan.items():
+        arrays = {e.name: _gathered(leaves[e.path], WEIGHTS[e.path], e.layer) for e in entries}
+        try:
+            if writes and failed is None:
+                files.write(folder / name, arrays)
+        except Exception as error:  # raised when the others wait for this process no more
+            failed = error
+    if failed is not None:
+        raise failed
+
+
+def _gathered(leaf, weight: Weight, layer):
+    """The file's array, whole in each process: "ehd" -> "hde" -> "hd e"."""
+    x = leaf if layer is None else leaf[layer]
+    if not getattr(x, "is_fully_addressable", True):
+        x = multihost_utils.process_allgather(x, tiled=True)
+    x, ours = np.asarray(x), weight.ours.removeprefix("l")
+    x = x.transpose([ours.index(letter) for letter in weight.letters])
+    sizes = dict(zip(weight.letters, x.shape, strict=True))
+    # safetensors writes memory as it lies, whatever the strides say.
+    return np.ascontiguousarray(x.reshape(weight.shape(sizes)))
+
+
+def _index(plan):
+    total = sum(entry.bytes for entries in plan.values() for entry in entries)
+    places = {entry.name: file for file, entries in plan.items() for entry in entries}
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
