@@ -302,6 +302,16 @@ def test_flags_become_settings():
     assert made.model.dtype == jnp.bfloat16 and made.ema is None and made.run == Path("somewhere")
 
 
+def test_a_run_that_goes_on_has_its_own_settings_but_for_who_runs_it(tmp_path):
+    first = ["--run", str(tmp_path), "--seed", "4", "--profile", "3:4", "--processes.hang", "60"]
+    alone = ["--processes.address", "127.0.0.1:1", "--processes.count", "2"]
+    made = command.parsed([*first, *alone, "--processes.index", "1"])
+    run.Folder(tmp_path).write_settings(settings.flat(made))
+    again = command.parsed(["--run", str(tmp_path), "--resume", "--steps", "7"])
+    assert (again.seed, again.steps, again.resume, again.profile) == (4, 7, True, None)
+    assert again.processes == run.Processes(hang=60.0)
+
+
 def test_a_misspelt_flag_is_told_what_is_near(capsys):
     with pytest.raises(SystemExit):
         command.parsed(["--layout.fdsp", "4"])

@@ -1,5 +1,6 @@
 """The command `shardwise`: train, sample, profile, launch."""
 
+import dataclasses
 import os
 import re
 import sys
@@ -72,7 +73,7 @@ def parsed(argv: Sequence[str]) -> Settings:
     default = Settings()
     if "--resume" in argv:
         saved = Folder(_run_of(argv)).settings()
-        default = from_flat(saved) if saved else default
+        default = _again(from_flat(saved)) if saved else default
     return tyro.cli(
         Settings,
         prog="shardwise train",
@@ -80,6 +81,13 @@ def parsed(argv: Sequence[str]) -> Settings:
         default=default,
         registry=_registry(),
     )
+
+
+def _again(settings):
+    """A run's settings but for who runs it, which is another matter each time."""
+    alone = dict(address=None, count=None, index=None)
+    processes = dataclasses.replace(settings.processes, **alone)
+    return dataclasses.replace(settings, processes=processes, profile=None)
 
 
 def _run_of(argv):
