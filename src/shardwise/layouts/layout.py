@@ -50,8 +50,8 @@ class Layout:
         axis and `sequence=` to a meaning of `marks.experts`.
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
       remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`; one
-        that offloads, as `offload_dot_with_no_batch_dims("device", "pinned_host")`, keeps on the
-        host what it names.
+        that offloads (`offload_dot_with_no_batch_dims`, from "device" to "pinned_host") keeps on
+        the host what it names.
 
     Raises:
       ValueError: an axis without a role, with two, or that the mesh lacks; no such value of a
