@@ -76,6 +76,12 @@ def equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.fixture(autouse=True)
+def devices(monkeypatch):
+    """Commands choose devices for their process, which is that of other tests too."""
+    monkeypatch.setattr(mesh, "_devices", None)
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference") / "run"

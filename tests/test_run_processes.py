@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -35,8 +34,9 @@ def cache(tmp_path_factory):
     }
 
 
-def start(cache, folder, count=1, extra=(), **options):
-    """`count` processes of one run, and a file of what each says."""
+def start(cache, folder, count=1, extra=(), before="pass"):
+    """`count` processes of one run, and a file of what each says; `before` is run in them first."""
+    program = f"{before}; import runpy; runpy.run_module('shardwise', run_name='__main__')"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -47,11 +47,10 @@ def start(cache, folder, count=1, extra=(), **options):
         words = ["train", "--run", str(folder), *SMALL, *extra, *several]
         with open(f"{folder}.{index}.log", "a") as log:
             child = subprocess.Popen(
-                [sys.executable, "-m", "shardwise", *words],
+                [sys.executable, "-c", program, *words],
                 env=os.environ | cache,
                 stdout=log,
                 stderr=log,
-                **options,
             )
         found.append(child)
     return found
@@ -180,12 +179,10 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint(cache, references, tmp_p
     folder = tmp_path / "run"
     assert statuses(start(cache, folder, 1, ["--steps", "8"])) == [0]
 
-    def small():  # no file above 32 KiB: what a checkpoint writes fails, what a metric does not
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, 2**15))
-
+    # No file above 32 KiB: what a checkpoint writes fails, what a metric writes does not.
+    small = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, 2**15))"
     broken = dict(cache, JAX_ENABLE_COMPILATION_CACHE="false")
-    (status,) = statuses(start(broken, folder, 1, ["--resume"], preexec_fn=small))
+    (status,) = statuses(start(broken, folder, 1, ["--resume"], before=small))
     assert status not in (0, command.STOPPED), said(folder)
     assert checkpoint.latest(folder / "checkpoints") == 8
     assert statuses(start(cache, folder, 1, ["--resume"])) == [0], said(folder)
