@@ -1,8 +1,10 @@
 """Runs: what is stopped and goes on equals what was not stopped, bit for bit."""
 
+import dataclasses
 import itertools
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -14,8 +16,8 @@ import optax
 import pytest
 
 from shardwise import layouts, marks, mesh, objective, run
-from shardwise.run import command, joining, keys, metrics, profiling, settings, state, text
-from shardwise.run.transformations import averaged, correction, guarded
+from shardwise.run import command, joining, keys, metrics, profiling, state, stored, text
+from shardwise.run.transformations import Guarded, averaged, correction, guarded
 
 F32 = np.float32
 
@@ -206,6 +208,51 @@ def test_correction_makes_the_first_mean_the_parameters():
     np.testing.assert_allclose(new.sum["w"] / correction(0.99, 1), after["w"], rtol=1e-6)
 
 
+def test_the_mean_of_bfloat16_parameters_does_not_stand_still():
+    tx = averaged(optax.sgd(1.0), 0.999)
+    params = {"w": jnp.full(4, 1.0, jnp.bfloat16)}
+    held, seen = tx.init(params), []
+    for _ in range(50):
+        updates, held = tx.update({"w": jnp.full(4, -0.25, jnp.bfloat16)}, held, params)
+        params = optax.apply_updates(params, updates)
+        seen.append(np.asarray(params["w"], np.float64))
+    weights = 0.999 ** np.arange(49, -1, -1)
+    wanted = np.tensordot(weights / weights.sum(), np.stack(seen), 1)
+    np.testing.assert_allclose(held.sum["w"] / correction(0.999, 50), wanted, rtol=1e-4)
+    assert state.mean(params, Guarded(0.0, False, False, held), 0.999)["w"].dtype == jnp.bfloat16
+
+
+def test_rows_that_a_filter_left_out_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="a filter has left some out"):
+        trained(tmp_path, batches=rows().filter(lambda row: row["row"] % 3 > 0))
+
+
+def test_no_mean_and_vectors_of_aux(tmp_path):
+    def with_aux(params, batch):
+        mean = loss(params, batch)
+        return mean, {"each": jnp.sum(batch["y"], axis=0), "rows": jnp.float32(len(batch["y"]))}
+
+    options = dict(create=create, loss=with_aux, has_aux=True, validation=rows())
+    result = run.train(given(tmp_path, steps=4, ema=None), batches=rows(), **options)
+    line = metrics.read(tmp_path / "metrics.jsonl")[1]
+    batch = np.stack([rows()[i]["y"] for i in range(8, 16)])
+    np.testing.assert_allclose(line["each"], batch.sum(0), rtol=1e-5)
+    assert line["rows"] == 8 and result.step == 4
+    assert "loss_of_mean" not in metrics.read(tmp_path / "evaluations.jsonl")[0]
+
+
+def test_steps_that_are_done_again_count_once_as_skipped(tmp_path):
+    options = dict(bad="skip", steps=6, save_every=2, evaluation=run.Evaluation(every=0))
+    folder = tmp_path / "r"
+    settings = given(folder, **options)
+    tools = dict(create=create, loss=loss, batches=rows(bad=[33]))  # row 33 is of step 5
+    run.train(settings, **tools)
+    rates = [line["learning_rate"] for line in metrics.read(folder / "metrics.jsonl")]
+    shutil.rmtree(folder / "checkpoints" / "6")  # as if it had been killed while saving
+    run.train(dataclasses.replace(settings, resume=True), **tools)
+    assert [x["learning_rate"] for x in metrics.read(folder / "metrics.jsonl")] == rates
+
+
 def test_a_halted_guard_changes_nothing_any_more():
     tx = guarded(optax.sgd(0.1), halt=True)
     params = {"w": jnp.ones(2)}
@@ -297,8 +344,8 @@ def test_settings_go_to_json_and_back():
         run=Path("x"), limit=2.5, profile="3:5", layout=run.Roles(context=2, attention="zigzag")
     )
     for each in (original, run.Settings()):
-        values = json.loads(json.dumps(settings.flat(each)))
-        assert settings.from_flat(values) == each
+        values = json.loads(json.dumps(stored.flat(each)))
+        assert stored.from_flat(values) == each
 
 
 def test_flags_become_settings():
@@ -312,7 +359,7 @@ def test_a_run_that_goes_on_has_its_own_settings_but_for_who_runs_it(tmp_path):
     first = ["--run", str(tmp_path), "--seed", "4", "--profile", "3:4", "--processes.hang", "60"]
     alone = ["--processes.address", "127.0.0.1:1", "--processes.count", "2"]
     made = command.parsed([*first, *alone, "--processes.index", "1"])
-    run.Folder(tmp_path).write_settings(settings.flat(made))
+    run.Folder(tmp_path).write_settings(stored.flat(made))
     again = command.parsed(["--run", str(tmp_path), "--resume", "--steps", "7"])
     assert (again.seed, again.steps, again.resume, again.profile) == (4, 7, True, None)
     assert again.processes == run.Processes(hang=60.0)

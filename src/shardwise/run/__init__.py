@@ -10,8 +10,11 @@ to rounding on other ones.
 
 from shardwise.run.folder import Folder
 from shardwise.run.keys import stream
-from shardwise.run.loop import BadStep, Result, train
-from shardwise.run.settings import Data, Evaluation, Optimizer, Processes, Roles, Settings
+from shardwise.run.loop import BadStep, Result
+from shardwise.run.optimizers import Optimizer
+from shardwise.run.roles import Roles
+from shardwise.run.settings import Data, Evaluation, Processes, Settings
+from shardwise.run.training import train
 from shardwise.run.transformations import averaged, guarded
 
 __all__ = [

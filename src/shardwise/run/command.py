@@ -16,7 +16,8 @@ import tyro
 from shardwise import mesh
 from shardwise.run import decoding, joining, profiling
 from shardwise.run.folder import Folder
-from shardwise.run.settings import Settings, from_flat
+from shardwise.run.settings import Settings
+from shardwise.run.stored import from_flat
 
 STOPPED = 75  # the exit status of a run that a signal stopped, after saving (EX_TEMPFAIL)
 
@@ -57,6 +58,9 @@ def train(argv: Sequence[str]) -> int:
     """0 when done, 75 when a signal stopped it after saving."""
     settings = parsed(argv)
     joining.join(settings.processes, settings.devices)
+    layout = settings.layout.layout()
+    if jax.process_index() == 0:
+        print(f"On {len(mesh.devices())} devices, {mesh.devices()[0].device_kind}. {layout}")
     result = decoding.run(settings)
     if jax.process_index() == 0:
         more = "" if result.stopped else f" --steps {2 * settings.steps}"

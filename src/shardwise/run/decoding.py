@@ -15,8 +15,10 @@ from shardwise.model import Config, Decoder
 from shardwise.run import keys, sampling, state, text
 from shardwise.run.folder import Folder
 from shardwise.run.loop import Result
-from shardwise.run.loop import train as train_loop
-from shardwise.run.settings import Settings, from_flat
+from shardwise.run.settings import Settings
+from shardwise.run.stored import from_flat
+from shardwise.run.training import train as train_loop
+from shardwise.run.transformations import correction, wide
 
 PROMPT = "def "
 
@@ -112,8 +114,11 @@ def _restored(folder, config, settings, mean, step):
         return checkpoint.restore(folder.checkpoints, {"params": target}, step)["params"]
     if settings.ema is None:
         raise ValueError("run: this run kept no mean of its parameters (ema=None).")
-    part = {"inner": {"sum": target, "count": jax.ShapeDtypeStruct((), jnp.int32)}}
+    sums = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, wide(x.dtype), sharding=x.sharding), target
+    )
+    part = {"inner": {"sum": sums, "count": jax.ShapeDtypeStruct((), jnp.int32)}}
     found = checkpoint.restore(folder.checkpoints, {"opt_state": part}, step, partial=True)
     found = found["opt_state"]["inner"]
-    by = 1 - settings.ema ** int(found["count"])
-    return jax.tree.map(lambda x: x / by, found["sum"])
+    by = correction(settings.ema, int(found["count"]))
+    return jax.tree.map(lambda x, like: (x / by).astype(like.dtype), found["sum"], target)

@@ -57,6 +57,12 @@ class Feed:
     def _read(self, step, rows):
         start = (step - 1) * self._batch
         found = [self._dataset[start + row] for row in rows]
+        if any(row is None for row in found):
+            raise ValueError(
+                f"run.train: of the rows of step {step} a filter has left some out, and a step has "
+                f"the rows of its places: filter before the places are given, or hand over an "
+                f"iterator of batches."
+            )
         return jax.tree.map(lambda *each: np.stack(each), *found)
 
     def _place(self, local):

@@ -42,4 +42,6 @@ def _text(line):
 
 def _finite(x):
     # JSON knows neither infinity nor NaN: these become their names.
+    if isinstance(x, list):
+        return [_finite(each) for each in x]
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x

@@ -21,7 +21,7 @@ def step_program(layout: Layout, loss: Callable, tx: Any, seed: int, has_aux: bo
     """(params, opt_state, batch, step, flags) -> (params, opt_state, record); the former donated.
 
     `flags` is a vector with a number for each device, 1 where its process was asked to stop. The
-    record is a dict of scalars that every process has: loss, norm, bad, stop, and the scalars of
+    record is a dict that every process has: loss, norm, bad, stop, and the scalars and vectors of
     aux by their names.
     """
     run = layouts.step(layout, loss, tx, has_aux)
@@ -31,7 +31,7 @@ def step_program(layout: Layout, loss: Callable, tx: Any, seed: int, has_aux: bo
         key = {"key": keys.of_step(seed, step)} if keyed else {}
         params, opt_state, value, *aux = run(params, opt_state, batch, **key)
         aux = aux[0] if aux and isinstance(aux[0], dict) else {}
-        record = {name: x for name, x in aux.items() if jnp.ndim(x) == 0}
+        record = {name: x for name, x in aux.items() if jnp.ndim(x) <= 1}
         record |= {"loss": value, "stop": flags.max()}
         record |= {name: field(opt_state, name) for name in ("norm", "bad")}
         return params, opt_state, record

@@ -23,7 +23,8 @@ class Report:
         self, settings: Settings, folder: Folder, first: int, rate: Callable | None = None
     ):
         self._settings, self._folder, self._rate = settings, folder, rate
-        self._skipped = sum(bool(line.get("bad")) for line in read(folder.metrics))
+        before = [line for line in read(folder.metrics) if line["step"] < first]
+        self._skipped = sum(bool(line.get("bad")) for line in before)
         self._main = jax.process_index() == 0
         self._since, self._said = time.perf_counter(), -math.inf
         self._progress = self._bar(first) if self._main and sys.stdout.isatty() else None

@@ -46,21 +46,27 @@ def replaced(opt_state: Any, path: str, value: Any) -> Any:
 def mean(params: Any, opt_state: Any, decay: float) -> Any:
     """The mean of the parameters that `averaged` keeps in the state, corrected, laid out as they.
 
-    Of `params` the form counts alone. Inside jit, but for stages.
+    Of `params` form and dtypes count alone. Inside jit, but for stages.
     """
+
+    def one(x, param):
+        return (x / by).astype(param.dtype)
+
     if isinstance(opt_state, pipeline.Pipelined):
         by = correction(decay, jax.device_get(field(opt_state, "inner/count")))
         sums = [p.path for p in opt_state.layout if p.path.startswith("inner/sum/")]
         paths = [piece.path for piece in params.layout]
         found = {
-            path: jax.tree.map(lambda x: x / by, opt_state.tree[other])
+            path: jax.tree.map(one, opt_state.tree[other], params.tree[path])
             for path, other in zip(paths, sums, strict=True)
         }
         return dataclasses.replace(params, tree=found)
     state = opt_state.tree if isinstance(opt_state, Sharded) else opt_state
     by = correction(decay, state.inner.count)
-    found = jax.tree.map(lambda x: (x / by).astype(x.dtype), state.inner.sum)
-    return dataclasses.replace(params, tree=found) if isinstance(params, Sharded) else found
+    if isinstance(params, Sharded):
+        found = jax.tree.map(one, state.inner.sum, params.tree)
+        return dataclasses.replace(params, tree=found)
+    return jax.tree.map(one, state.inner.sum, params)
 
 
 def save(folder: Folder, step: int, params: Any, opt_state: Any, facts: dict, keep: int) -> None:

@@ -32,19 +32,28 @@ def averaged(tx: Any, decay: float) -> optax.GradientTransformation:
     """`tx`, keeping an exponential moving average of the parameters beside its own state.
 
     The sum starts from zero; `correction` divides by what its weights add up to (Kingma and Ba,
-    2015, section 3), so that after k steps the mean is over those k and nothing else.
+    2015, section 3), so that after k steps the mean is over those k and nothing else. It is held in
+    float32 at least: in bfloat16, a hundredth of what is new would be rounded away.
     """
 
     def init(params):
-        return Averaged(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params), tx.init(params))
+        sums = jax.tree.map(lambda p: jnp.zeros(p.shape, wide(p.dtype)), params)
+        return Averaged(jnp.zeros((), jnp.int32), sums, tx.init(params))
 
     def update(grads, state, params=None, **extra):
         updates, inner = tx.update(grads, state.inner, params, **extra)
         new = optax.apply_updates(params, updates)
-        sums = jax.tree.map(lambda s, p: decay * s + (1 - decay) * p, state.sum, new)
+        sums = jax.tree.map(
+            lambda s, p: decay * s + (1 - decay) * p.astype(s.dtype), state.sum, new
+        )
         return updates, Averaged(state.count + 1, sums, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which the sum of parameters of a dtype is held."""
+    return jnp.promote_types(dtype, jnp.float32)
 
 
 def correction(decay: float, count: Any) -> Any:

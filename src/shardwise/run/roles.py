@@ -1,0 +1,82 @@
+"""The layout of a run, as settings say it: how many devices each role has."""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardwise import layouts, mesh
+from shardwise.layouts.catalogue import ORDER
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """How many devices each role of a layout has, and how roles are realised.
+
+    The sizes multiply to the number of devices; one may be -1, for the devices that remain. The
+    rest is as in `layouts.Layout`.
+    """
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+    expert: int = 1
+    context: int = 1
+    stage: int = 1
+    by: Literal["hand", "compiler"] = "hand"
+    zero: Literal[1, 2, 3] = 3
+    min_size: int = 0
+    uneven: Literal["error", "replicate"] = "error"
+    sequence: bool = False  # Megatron's sequence parallelism, beside tensor
+    attention: str = "ring"  # over context; one of shardwise.context.FORMS
+    dispatch: str = "all_to_all"  # to experts; one of shardwise.experts.FORMS
+    schedule: str = "1f1b"  # of the stages
+    microbatches: int = 1
+    dtype: Literal["float32", "bfloat16"] | None = None  # in which weights are gathered and used
+    reduce_dtype: Literal["float32", "bfloat16"] | None = None
+    remat: str | None = None  # a policy of jax.checkpoint_policies
+
+    def layout(self) -> layouts.Layout:
+        """The layout over the devices there are, an axis of its own name for each role above 1.
+
+        Raises:
+          ValueError: sizes that do not fit the devices, no such policy, what `Layout` raises.
+        """
+        count = len(mesh.devices())
+        sizes = {role: getattr(self, role) for role in ORDER}
+        free = [role for role, size in sizes.items() if size == -1]
+        known = int(np.prod([size for size in sizes.values() if size != -1]))
+        told = " × ".join(f"{role} {size}" for role, size in sizes.items() if size != 1) or "1"
+        if min(sizes.values()) < -1 or 0 in sizes.values() or len(free) > 1 or count % known:
+            raise ValueError(
+                f"run: the layout {told} does not fit {count} devices: sizes are positive, one at "
+                f"most is -1, and the others multiply to a divisor of {count}.{_more(count)}"
+            )
+        if not free and known != count:
+            raise ValueError(
+                f"run: the layout {told} takes {known} of {count} devices; give one role -1, such "
+                f"as --layout.fsdp -1, for those that remain, or say --devices {known}."
+                f"{_more(count)}"
+            )
+        sizes = {role: count // known if size == -1 else size for role, size in sizes.items()}
+        taken = {role: size for role, size in sizes.items() if size > 1} or {"data": 1}
+        names = [f.name for f in dataclasses.fields(self) if f.name not in ORDER]
+        options = {name: getattr(self, name) for name in names}
+        options["remat"] = _policy(self.remat)
+        for name in ("dtype", "reduce_dtype"):
+            options[name] = options[name] and jnp.dtype(options[name])
+        return layouts.Layout(mesh.make(**taken), **{role: role for role in taken}, **options)
+
+
+def _more(count):
+    """What a program of one's own forgets, which the command does."""
+    return " Simulate more by mesh.simulate(8), before anything runs." if count == 1 else ""
+
+
+def _policy(name):
+    if name is not None and not hasattr(jax.checkpoint_policies, name):
+        known = [n for n in dir(jax.checkpoint_policies) if not n.startswith("_")]
+        raise ValueError(f"run: remat={name!r}; expected one of {', '.join(known)}.")
+    return name and getattr(jax.checkpoint_policies, name)

@@ -1,0 +1,90 @@
+"""`train`: what a run begins with, and from where it goes on."""
+
+from collections.abc import Callable
+from typing import Any
+
+import grain
+
+from shardwise.rules.agreement import together
+from shardwise.run import state
+from shardwise.run.feed import feed
+from shardwise.run.folder import Folder
+from shardwise.run.loop import Result, Run
+from shardwise.run.settings import Settings
+from shardwise.run.stored import check_resumable, flat
+from shardwise.run.transformations import averaged, guarded
+
+OWN = "processes.index"  # what each process has for itself
+
+
+def train(
+    settings: Settings,
+    create: Callable,
+    loss: Callable,
+    batches: Any,
+    tx: Any = None,
+    validation: Any = None,
+    has_aux: bool = False,
+    sample: Callable | None = None,
+    facts: dict[str, Any] | None = None,
+) -> Result:
+    """Train, from the start or from the newest whole checkpoint, until `settings.steps`.
+
+    Args:
+      settings: of which `model` and `data` count for nothing here.
+      create: of a key, one device's parameters.
+      loss: of (params, batch) or (params, batch, key), as in `shardwise.layouts`.
+      batches: a `grain.MapDataset` of single rows, endless, of which step k has the k-th
+        `settings.batch`; or an iterator of whole batches with get_state and set_state, as Grain's.
+      tx: an optax transformation; by default `settings.optimizer`'s.
+      validation: as `batches`, a MapDataset, of which evaluations read the first batches.
+      has_aux: whether the loss returns aux too: scalars and vectors of a dict stand in the metrics,
+        summed.
+      sample: of whole parameters, a text for the log at each evaluation.
+      facts: what must be equal when the run goes on, beside the settings, such as checksums.
+
+    Raises:
+      FileExistsError: the folder has a run, and `settings.resume` is false.
+      ValueError: other settings than the saved ones, or other facts.
+      BadStep: a bad step, where `settings.bad` says stop; the state before it is saved.
+      Exception: what `shardwise.layouts` and `shardwise.checkpoint` raise.
+    """
+    layout, folder = settings.layout.layout(), Folder(settings.run)
+    rate = settings.optimizer.rate() if tx is None else None
+    tx = settings.optimizer.transformation() if tx is None else tx
+    tx = tx if settings.ema is None else averaged(tx, settings.ema)
+    tx = guarded(tx, settings.limit, settings.bad == "stop")
+    facts = dict(facts or {})
+    if isinstance(batches, grain.MapDataset):
+        facts["first rows"] = feed(batches, settings.batch, layout).fingerprint()
+    saved = _begin(settings, folder, facts)
+    source = feed(batches, settings.batch, layout, saved and saved["position"])
+    run = Run(settings, layout, folder, loss, tx, source, has_aux, sample, facts)
+    run.validation = validation and feed(validation, settings.batch, layout)
+    run.rate = rate
+    run.make(create, saved)
+    return run.go()
+
+
+def _begin(settings, folder, facts):
+    """What the newest checkpoint says; settings are compared, and written."""
+    now = flat(settings)
+    with together("run") as told:  # all have looked before one writes
+        told |= {name: str(value) for name, value in (now | facts).items() if name != OWN}
+        before = folder.settings()
+        if before is not None and not settings.resume:
+            raise FileExistsError(
+                f"run: {folder.path} has a run already. Go on with it by --resume, or name another "
+                f"folder by --run."
+            )
+        if before is not None:
+            check_resumable(before, settings)
+    saved = state.saved(folder) if settings.resume else None
+    for name, value in (facts if saved else {}).items():
+        if saved["facts"].get(name) != value:
+            raise ValueError(
+                f"run: {folder.path} was trained on other {name}: {saved['facts'].get(name)!r} "
+                f"then, {value!r} now."
+            )
+    folder.write_settings(now)
+    return saved
