@@ -288,11 +288,14 @@ def shorter(batch, rows=None, length=None):
     return jax.tree.map(lambda x: x[:rows, :length], batch)
 
 
+WHO = "^layouts.value_and_grad:"  # what was called
+
+
 @pytest.mark.parametrize(
     ("roles", "change", "expected"),
     [
-        ("fsdp", dict(rows=12), r"mask of shape \(12, 6\) does not split into 8 parts"),
-        ("context", dict(length=5), r"a sequence of 5 does not split into 2 parts.* to 6"),
+        ("fsdp", dict(rows=12), rf"{WHO} mask of shape \(12, 6\) does not split into 8 parts"),
+        ("context", dict(length=5), rf"{WHO} a sequence of 5 does not split into 2 parts.* to 6"),
         ("fsdp", dict(loss=outside), r"(down|up) is stacked, and read outside marks.use"),
         (
             "fsdp",

@@ -27,6 +27,8 @@ from shardwise.layouts.meanings import meanings, order
 from shardwise.layouts.placing import cast, parameter_rule
 from shardwise.layouts.shares import shares
 
+WHO = "layouts.value_and_grad"
+
 
 def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any) -> Callable:
     """That of `pipeline`, with rows and sequences cut within the stages."""
@@ -53,7 +55,7 @@ def _manual(layout):
         rows=layout.rows,
         columns=layout.context,
         free=layout.tensor,
-        divide=Divided(layout.mesh, layout.rows, layout.context, order(layout)),
+        divide=Divided(layout.mesh, layout.rows, layout.context, order(layout), WHO),
         meanings=lambda mesh: meanings(dataclasses.replace(layout, mesh=mesh)),
         shares=functools.partial(shares, layout),
     )
