@@ -59,7 +59,7 @@ class Part:
 def parts(
     roles: Roles, config: Config, arrays: Arrays, batch: int, sequence: int
 ) -> tuple[Part, ...]:
-    """The stages that differ: the first, one between, the last."""
+    """The stages that differ: the first, the last, and the one before it for those between."""
     rows = batch // roles.rows // roles.microbatches
-    stages = sorted({0, min(1, roles.stage - 1), roles.stage - 1})
+    stages = sorted({0, max(0, roles.stage - 2), roles.stage - 1})
     return tuple(Part(config, arrays, roles, stage, rows, sequence) for stage in stages)

@@ -46,7 +46,9 @@ def program(roles: Roles, config: Config, batch: int, sequence: int) -> Program:
     config = dataclasses.replace(config, remat=roles.remat, stages=roles.stage)
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
     has_aux = bool(config.experts)
-    loss = functools.partial(train.routed_loss if has_aux else train.loss, graphdef=graphdef)
+    loss = functools.partial(train.loss, graphdef=graphdef)
+    if has_aux:  # balanced over each row, so that microbatches are the same function
+        loss = functools.partial(train.routed_loss, graphdef=graphdef, over="rows")
     shape = batch, sequence
     ints, floats = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
     fields = {"tokens": ints, "targets": ints, "mask": floats}

@@ -1,7 +1,7 @@
 """How long a step takes at best: arithmetic, memory and links as a roofline, each term shown."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardwise.model import Config
@@ -147,12 +147,17 @@ def _time(chip, sent, ways):
 
 
 def _bubble(parts, found):
-    """The share of waiting: a microbatch goes through all stages, the slowest has all of them."""
     p, m = parts[0].roles.stage, parts[0].roles.microbatches
-    if p == 1:
-        return 0.0
     times = [(max(s.arithmetic, s.weights, s.hidden) + s.waited) / m for s in found]
-    middle = times[len(times) // 2] if len(times) > 2 else 0.0
-    whole = times[0] + times[-1] + middle * (p - 2)
-    most = max(times)
-    return 1 - m * most / (whole + (m - 1) * most)
+    middle = times[1:-1] * (p - 2)
+    return bubble([*times[:1], *middle, *times[1:][-1:]], m)
+
+
+def bubble(times: Sequence[float], microbatches: int) -> float:
+    """The share of a step that the busiest stage waits, at least; of each stage's time for one.
+
+    A stage begins when the ones before it have passed on their first microbatch, and they end
+    after it: of equal stages (p - 1)/(m + p - 1) (Narayanan et al., 2021).
+    """
+    least = max(sum(times[:k]) + microbatches * time for k, time in enumerate(times))
+    return 1 - microbatches * max(times) / least

@@ -6,6 +6,7 @@ Of parameters, gradients, attention and the loss's two sums these are the bytes 
 """
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -21,7 +22,8 @@ class Sent(NamedTuple):
     """Ring bytes along `roles` together, in a step.
 
     `kind` is "weights" (gathers, and scatters of gradients), "gradients" (sums of what devices have
-    copies of), "attention", "activations" (of tensor), "tokens" (to experts), "stages" or "loss".
+    copies of), "attention", "activations" (of tensor), "tokens" (to experts), "stages", or "loss"
+    and "counts" (a few numbers).
     """
 
     roles: tuple[str, ...]
@@ -41,8 +43,7 @@ def sent(part: Part) -> tuple[Sent, ...]:
     if r.expert > 1:
         found.append(Sent(("expert",), "tokens", _experts(part)))
     if r.stage > 1:
-        ways = (not part.is_first) + (not part.is_last)
-        found.append(Sent(("stage",), "stages", ways * r.microbatches * _activation(part)))
+        found.append(Sent(("stage",), "stages", r.microbatches * _passed(part)))
     return tuple(s for s in found if s.bytes)
 
 
@@ -94,6 +95,10 @@ def _loss(part):
     if part.roles.stage > 1:
         numbers = m * 2 * _WIDE + (_WIDE if m > 1 else 0)
     yield Sent(over, "loss", 2 * numbers * _share(part, over))
+    if part.config.experts:  # loads, drops and nats, as `train.routed_loss` counts them
+        c = part.config
+        counts = (c.layers * (c.experts + 1) + 1) * _WIDE
+        yield Sent(over, "counts", 2 * counts * _share(part, over))
 
 
 def _attention(part):
@@ -124,6 +129,17 @@ def _activation(part):
     return part.tokens * part.config.embed * itemsize(part) / part.roles.tensor
 
 
+def _passed(part):
+    """To the stages beside: activations there, gradients back; and, for the last stage's balance of
+    experts, what all routers before decided.
+    """
+    c, layers = part.config, part.layers * part.stage
+    gradients = 4 * c.experts * layers * part.tokens
+    routing = (4 * c.experts + 5 * c.experts_per_token) * (layers + part.layers) * part.tokens
+    back = 0 if part.is_first else _activation(part) + gradients
+    return back + (0 if part.is_last else _activation(part) + (routing if c.experts else 0))
+
+
 def _experts(part):
     """Tokens to their experts and back, in each pass of a layer; the all-to-all, where it pays."""
     c, n = part.config, part.roles.expert
@@ -150,7 +166,7 @@ def slots(part: Part) -> float:
     return each * c.experts / part.sequence
 
 
-def by_role(found: tuple[Sent, ...]) -> dict[tuple[str, ...], float]:
+def by_role(found: Iterable[Sent]) -> dict[tuple[str, ...], float]:
     """{roles: ring bytes}."""
     total: dict[tuple[str, ...], float] = {}
     for s in found:

@@ -54,7 +54,7 @@ def _row(i, c: Candidate):
 def _sends(c: Candidate):
     told = []
     for t in c.step.transfers:
-        if t.sent.kind == "loss":
+        if t.sent.kind in ("loss", "counts"):
             continue
         over = " and ".join(map(str, t.over))
         told.append(
