@@ -107,7 +107,8 @@ def test_bytes_sent_by_hand_are_those_in_the_lowered_program(mixed, seed):
     """All of them: of tokens that travel to experts, too."""
     each, config, rows = drawn(100 + seed, mixed=bool(mixed))
     if each.tensor > 1:  # what the compiler cuts there is whole in a lowered program
-        each = dataclasses.replace(each, tensor=1, data=each.data * each.tensor)
+        changes = dict(tensor=1, data=each.data * each.tensor, microbatches=1)
+        each = dataclasses.replace(each, **changes)
     layout = programs.layout(each, config, mesh.make(**each.sizes))
     program = programs.program(each, config, rows, LENGTH)
     placed = jax.eval_shape(lambda key: layouts.place(layout, program.create(key)), KEY)

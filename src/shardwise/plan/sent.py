@@ -151,10 +151,16 @@ def _experts(part):
 
 
 def _choices(part):
-    """Experts' queues are decided from whole rows: choices and places of the other devices."""
-    c, n = part.config, part.roles.context
-    once = part.tokens * (c.experts_per_token + 1) * 4 * (n - 1) if c.experts else 0
-    return part.roles.microbatches * part.layers * (2 if part.roles.remat else 1) * once
+    """Experts' queues are decided from whole rows, as is the balance: choices, places and loads.
+
+    Of places a forward pass needs one gather for all layers, and each layer done again another.
+    """
+    c, n, again = part.config, part.roles.context, part.roles.remat
+    if not c.experts:
+        return 0
+    gathers = part.layers * (1 + again) * c.experts_per_token + 1 + part.layers * again
+    loads = 2 * part.rows * part.layers * c.experts * _WIDE / n
+    return part.roles.microbatches * (n - 1) * (gathers * part.tokens * 4 + loads)
 
 
 def slots(part: Part) -> float:
