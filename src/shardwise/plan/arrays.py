@@ -1,5 +1,6 @@
 """A model's parameters, and its optimizer's state, as plain numbers: what is cut, into what."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -41,7 +42,8 @@ class Array(NamedTuple):
         return math.prod(self.shape)
 
 
-class Arrays(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity: it is asked for often
+class Arrays:
     """A model's parameters, and the state that an optimizer keeps for them.
 
     Of the state, what has its parameter's shape has its path too.
@@ -87,7 +89,17 @@ class Share(NamedTuple):
     is_gathered: bool
 
 
+Shares = tuple[tuple[Array, Share], ...]
+
+
 @functools.lru_cache(maxsize=4096)
+def shares(held: Arrays, fsdp: int, tensor: int, expert: int) -> tuple[Shares, Shares]:
+    """Of parameters, and of the state, each with a device's part."""
+    cut = fsdp, tensor, expert
+    parameters = tuple((array, share(array, *cut)) for array in held.parameters)
+    return parameters, tuple((array, share(array, *cut)) for array in held.state)
+
+
 def share(array: Array, fsdp: int, tensor: int, expert: int) -> Share:
     """As `fsdp.place` cuts what tensor and expert leave whole."""
     beside = tuple("tensor" if tensor > 1 and name in TENSOR else None for name in array.names)

@@ -1,14 +1,13 @@
 """What a device holds: parameters and state exactly, and by a formula what a step needs besides.
 
-What a step needs besides is a sum of terms in bytes, each times a coefficient. The terms are what
-the program has to have at its fullest; the coefficients say how many copies of it the compiler
-keeps, fitted by `benchmarks/plan.py` on programs that it compiled.
+What a step needs besides is a sum of terms in bytes, each times a coefficient: of what the program
+has to have at its fullest, how many copies the compiler keeps. It is fullest either while it works
+on the logits, or in the backward pass of a layer: of these two terms the larger counts.
 """
 
 import dataclasses
 from typing import NamedTuple
 
-from shardwise.plan.arrays import share
 from shardwise.plan.parts import Part
 from shardwise.plan.sent import itemsize, slots
 
@@ -31,8 +30,8 @@ class Terms(NamedTuple):
     logits: float
 
 
-# How many copies of each term the compiler keeps.
-COEFFICIENTS = Terms(gradients=1.0, weights=1.0, kept=1.0, layer=1.0, logits=1.0)
+# How many copies of each term the compiler keeps; `benchmarks/plan.py` fits the last two.
+COEFFICIENTS = Terms(gradients=1.0, weights=1.0, kept=1.0, layer=0.65, logits=1.5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +45,11 @@ class Memory:
 
     @property
     def of_step(self) -> Terms:
-        """The terms, each times its coefficient."""
-        return Terms(*(c * n for c, n in zip(COEFFICIENTS, self.terms, strict=True)))
+        """The terms, each times its coefficient; 0 for the smaller of logits and layer."""
+        found = Terms(*(c * n for c, n in zip(COEFFICIENTS, self.terms, strict=True)))
+        if found.layer > found.logits:
+            return found._replace(logits=0.0)
+        return found._replace(layer=0.0)
 
     @property
     def step(self) -> float:
@@ -61,21 +63,11 @@ class Memory:
 
 def memory(part: Part) -> Memory:
     """That of one stage's devices."""
-    arrays, r = part.arrays, part.roles
-    parameters = sum(part.elements(a) * a.itemsize for a in arrays.parameters if part.has(a))
+    parameters = sum(elements * array.itemsize for array, elements, _ in part.held())
+    state = sum(elements * array.itemsize for array, elements, _ in part.held(state=True))
     # Of tokens, targets, a mask, and on request places: as `data.batches` makes them.
-    batch = 3 * 4 * part.tokens * r.microbatches
-    return Memory(parameters, _state(part), batch, _terms(part, parameters))
-
-
-def _state(part):
-    found = 0
-    for array in part.arrays.state:
-        if not array.shape:  # counters are on the first stage
-            found += array.itemsize if part.is_first else 0
-        elif part.has(array):
-            found += part.elements(array) * array.itemsize
-    return found
+    batch = 3 * 4 * part.tokens * part.roles.microbatches
+    return Memory(parameters, state, batch, _terms(part, parameters))
 
 
 def _terms(part, parameters):
@@ -95,11 +87,9 @@ def _weights(part):
     """Bytes of parameters as they are used: gathered, or cast to a narrower dtype."""
     r, used = part.roles, itemsize(part)
     total = 0
-    for array in filter(part.has, part.arrays.parameters):
-        whole = share(array, 1, r.tensor, r.expert).elements
-        layers = 1 if r.remat or not array.stacked else part.layers
-        each = whole // part.config.layers if array.stacked else whole
-        total += each * layers * used
+    for array, elements, is_gathered in part.held():
+        whole = elements * (r.fsdp if is_gathered else 1)
+        total += whole * used // (part.layers if r.remat and array.stacked else 1)
     return total
 
 

@@ -1,9 +1,10 @@
 """What one stage has of a model: which layers, and how many of a device's tokens go through it."""
 
 import dataclasses
+from collections.abc import Iterator
 
 from shardwise.model import Config
-from shardwise.plan.arrays import Array, Arrays, share
+from shardwise.plan.arrays import Array, Arrays, shares
 from shardwise.plan.roles import Roles
 
 
@@ -44,16 +45,19 @@ class Part:
         """Whether the stage reads a parameter."""
         if array.stacked:
             return True
-        return self.is_first if array.path.startswith("embed") else self.is_last
+        first = array.path.startswith("embed") or not array.shape
+        return self.is_first if first else self.is_last
 
-    def elements(self, array: Array) -> int:
-        """Those of the stage's parameter, or of what is kept as it, on a device."""
+    def held(self, state: bool = False) -> Iterator[tuple[Array, int, bool]]:
+        """(parameter, a device's elements of the stage's part, whether fsdp cuts it).
+
+        Of the optimizer's `state` the same; its counters are on the first stage.
+        """
         r = self.roles
-        whole = share(array, r.fsdp, r.tensor, r.expert).elements
-        return whole // (r.stage if array.stacked else 1)
-
-    def is_gathered(self, array: Array) -> bool:
-        return share(array, self.roles.fsdp, self.roles.tensor, self.roles.expert).is_gathered
+        for array, share in shares(self.arrays, r.fsdp, r.tensor, r.expert)[state]:
+            if self.has(array):
+                layers = r.stage if array.stacked else 1
+                yield array, share.elements // layers, share.is_gathered
 
 
 def parts(

@@ -129,12 +129,12 @@ def candidate(
 ) -> Candidate:
     """What a layout that can be costs, whether it fits or not."""
     of_stages = parts.parts(each, config, arrays, batch, sequence)
-    told = {part: (sent(part), memory(part)) for part in of_stages}
+    told = [(part, sent(part), memory(part)) for part in of_stages]
     ways = links.lay(chips, tuple(each.sizes.items()))
     return Candidate(
         roles=each,
-        memory=max((m for _, m in told.values()), key=lambda m: m.total),
-        sent=largest(tuple(s for s, _ in told.values())),
+        memory=max((m for _, _, m in told), key=lambda m: m.total),
+        sent=largest(s for _, s, _ in told),
         step=step(chips.chip, told, ways),
         flops=model_flops(config, batch, sequence),
         peak=chips.chip.peak() * chips.devices,

@@ -111,12 +111,14 @@ def flops(part: Part) -> float:
 
 
 def step(
-    chip: Chip, parts: Mapping[Part, tuple[tuple[Sent, ...], Memory]], ways: Mapping[str, Way]
+    chip: Chip,
+    stages: Sequence[tuple[Part, tuple[Sent, ...], Memory]],
+    ways: Mapping[str, Way],
 ) -> Step:
     """The `Step` of a layout, by what its stages send and hold."""
-    found = [_of_part(chip, part, *told, ways) for part, told in parts.items()]
+    found = [_of_part(chip, *stage, ways) for stage in stages]
     slowest = max(found, key=lambda s: s.seconds)
-    return dataclasses.replace(slowest, bubble=_bubble(list(parts), found))
+    return dataclasses.replace(slowest, bubble=_bubble(stages[0][0].roles, found))
 
 
 def _of_part(chip, part, sent, memory, ways):
@@ -146,8 +148,8 @@ def _time(chip, sent, ways):
     return over, ring_seconds(chip, over, sent.bytes)
 
 
-def _bubble(parts, found):
-    p, m = parts[0].roles.stage, parts[0].roles.microbatches
+def _bubble(roles, found):
+    p, m = roles.stage, roles.microbatches
     times = [(max(s.arithmetic, s.weights, s.hidden) + s.waited) / m for s in found]
     middle = times[1:-1] * (p - 2)
     return bubble([*times[:1], *middle, *times[1:][-1:]], m)

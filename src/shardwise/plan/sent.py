@@ -60,10 +60,9 @@ def _copied(part: Part, without: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 def _parameters(part):
     weights, sums = 0.0, {}
-    for array in filter(part.has, part.arrays.parameters):
-        held = part.elements(array)
+    for array, held, is_gathered in part.held():
         without = ("expert",) if array.is_expert else ()
-        if part.is_gathered(array):
+        if is_gathered:
             weights += held * part.roles.fsdp * _passes(part, array) * itemsize(part)
             without = (*without, "fsdp")
         over = _copied(part, without)
@@ -180,7 +179,7 @@ def by_role(found: Iterable[Sent]) -> dict[tuple[str, ...], float]:
     return total
 
 
-def largest(found: tuple[tuple[Sent, ...], ...]) -> tuple[Sent, ...]:
+def largest(found: Iterable[Iterable[Sent]]) -> tuple[Sent, ...]:
     """Of several stages, the most of each."""
     most: dict[tuple[tuple[str, ...], str], float] = {}
     for s in (s for of_part in found for s in of_part):
