@@ -1,4 +1,4 @@
-"""The command `shardwise`: train, sample, profile, launch."""
+"""The command `shardwise`: train, sample, profile, launch, plan."""
 
 import dataclasses
 import os
@@ -28,6 +28,7 @@ HELP = """shardwise: training across devices in JAX
   shardwise sample FOLDER         write text from a checkpoint
   shardwise profile FOLDER        what devices did in the steps of `train --profile 10:13`
   shardwise launch local --processes 4 -- train ...
+  shardwise plan --model llama3-8b --chips v5p:4x4x8 --batch 1024 --sequence 8192
 
 Each has --help."""
 
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, `sys.argv` by default; its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     commands = {"train": train, "sample": sample, "profile": profile, "launch": launch}
+    commands["plan"] = plan
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0 if argv else 2
@@ -180,7 +182,15 @@ def launch(argv: Sequence[str]) -> int:
     return launchers.main(argv)
 
 
+def plan(argv: Sequence[str]) -> int:
+    """Propose layouts for chips that need not be here."""
+    from shardwise.plan import command
+
+    return command.main(argv)
+
+
 _ROOMS = ("run", "data", "layouts", "checkpoint", "mesh", "fsdp", "pipeline", "rules", "llama")
+_ROOMS = (*_ROOMS, "plan", "topology")
 
 
 def _told(error):
