@@ -1,5 +1,6 @@
 """Runs: what is stopped and goes on equals what was not stopped, bit for bit."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -458,6 +459,19 @@ def test_a_reader_that_has_gone_ends_a_command_in_silence(monkeypatch, capfd):
             monkeypatch.setattr("sys.stdout", out)
             assert command.main(words) == 128 + signal.SIGPIPE
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command_of", [["train", "--run"], ["train", "--resume", "--run"]])
+def test_a_run_folder_on_a_bucket_is_refused(command_of, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="gs://bucket/x is an address, and a run folder lies on"):
+        run.Settings(run="gs://bucket/x")
+    with contextlib.suppress(SystemExit):  # by tyro, for what is no setting
+        assert command.main([*command_of, "gs://bucket/x"]) == 1
+    told = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "is an address, and a run folder lies on a disk" in told
+    assert command.main(["sample", "gs://bucket/x"]) == 1
+    assert "is an address" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_messages_of_ours_need_no_traceback(capsys, tmp_path):

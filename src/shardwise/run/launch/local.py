@@ -51,12 +51,7 @@ class Local:
 
     def _folder(self, command):
         run = commands.option(command, "--run") or FIRST
-        if not commands.is_remote(run):
-            return commands.run_folder(["--run", run], "local")
-        if self.hang_after > 0:
-            told = f"[launch] {run} is on no disk of this machine: hangs are not seen"
-            print(told, file=sys.stderr, flush=True)
-        return None
+        return commands.run_folder(["--run", run], "local")
 
 
 def free_address() -> str:
