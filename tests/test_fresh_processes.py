@@ -29,6 +29,22 @@ def ends(code):
     os._exit(code)
 
 
+def twice(x):
+    return 2 * x if x < 3 else once(x)
+
+
+def once(x):
+    return os.path.join(str(x), str(twice(1)))
+
+
+def neighbours(x):
+    print(twice(x), flush=True)
+
+
+def test_functions_beside_it_go_with_it_and_bring_their_imports():
+    assert processes.start(neighbours, 5).communicate(timeout=60)[0] == "5/2\n"
+
+
 def test_each_process_calls_the_function_with_what_it_names():
     found = [json.loads(out) for out in processes.run(named, 2, "it's")]
     assert found == [[i, "it's", str(P("data")), "devices"] for i in range(2)]
