@@ -181,6 +181,7 @@ def launch(argv: Sequence[str]) -> int:
 
 
 _ROOMS = ("run", "data", "layouts", "checkpoint", "mesh", "fsdp", "pipeline", "rules", "llama")
+_ROOMS += ("processes",)
 
 
 def _told(error):
