@@ -180,8 +180,7 @@ def launch(argv: Sequence[str]) -> int:
     return launchers.main(argv)
 
 
-_ROOMS = ("run", "data", "layouts", "checkpoint", "mesh", "fsdp", "pipeline", "rules", "llama")
-_ROOMS += ("processes",)
+_ROOMS = "run data layouts checkpoint mesh fsdp pipeline rules llama processes".split()
 
 
 def _told(error):
