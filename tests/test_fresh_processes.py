@@ -4,6 +4,7 @@ import functools
 import json
 import os
 
+import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -61,3 +62,17 @@ def test_start_leaves_the_end_to_the_caller():
     child = processes.start(ends, 7, xla_flags="--xla_dump_to=")
     assert child.communicate(timeout=60)[0].split()[-1] == "--xla_dump_to="
     assert child.returncode == 7
+
+
+def joined(process, address):
+    processes.join(address, 2, process, devices=4)
+    rows = mesh.make(data=-1)
+    facts = jax.process_count(), jax.local_device_count(), rows.size, len(mesh.devices())
+    print(json.dumps(facts), flush=True)
+    processes.leave()
+
+
+@pytest.mark.slow
+def test_processes_that_join_share_their_devices():
+    for out in processes.run(joined, 2):
+        assert json.dumps([2, 2, 4, 4]) in out.splitlines()
