@@ -4,6 +4,7 @@ import functools
 import json
 import os
 
+import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -29,6 +30,22 @@ def ends(code):
     os._exit(code)
 
 
+def twice(x):
+    return 2 * x if x < 3 else once(x)
+
+
+def once(x):
+    return os.path.join(str(x), str(twice(1)))
+
+
+def neighbours(x):
+    print(twice(x), flush=True)
+
+
+def test_functions_beside_it_go_with_it_and_bring_their_imports():
+    assert processes.start(neighbours, 5).communicate(timeout=60)[0] == "5/2\n"
+
+
 def test_each_process_calls_the_function_with_what_it_names():
     found = [json.loads(out) for out in processes.run(named, 2, "it's")]
     assert found == [[i, "it's", str(P("data")), "devices"] for i in range(2)]
@@ -45,3 +62,17 @@ def test_start_leaves_the_end_to_the_caller():
     child = processes.start(ends, 7, xla_flags="--xla_dump_to=")
     assert child.communicate(timeout=60)[0].split()[-1] == "--xla_dump_to="
     assert child.returncode == 7
+
+
+def joined(process, address):
+    processes.join(address, 2, process, devices=4)
+    rows = mesh.make(data=-1)
+    facts = jax.process_count(), jax.local_device_count(), rows.size, len(mesh.devices())
+    print(json.dumps(facts), flush=True)
+    processes.leave()
+
+
+@pytest.mark.slow
+def test_processes_that_join_share_their_devices():
+    for out in processes.run(joined, 2):
+        assert json.dumps([2, 2, 4, 4]) in out.splitlines()

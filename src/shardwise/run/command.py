@@ -218,7 +218,7 @@ def plan(argv: Sequence[str]) -> int:
 
 
 _ROOMS = ("run", "data", "layouts", "checkpoint", "mesh", "fsdp", "pipeline", "rules", "llama")
-_ROOMS = (*_ROOMS, "plan", "topology")
+_ROOMS = (*_ROOMS, "plan", "processes", "topology")
 
 
 def _told(error):

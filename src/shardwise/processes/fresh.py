@@ -7,23 +7,32 @@ import subprocess
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 
-def start(function: Callable, *args: Any, xla_flags: str = "") -> subprocess.Popen:
-    """A fresh Python on CPU that calls `function(*args)`; its output is captured as text.
+def command(function: Callable, *args: Any) -> list[str]:
+    """The argument list of a Python that calls `function(*args)`, for whatever starts processes.
 
-    It gets the function's source, and imports the modules, classes and functions that this names
-    and that the caller imported. The arguments go there as their `repr`, and nothing else goes.
+    It gets the source of the function, and of those beside it that this names, and imports the
+    modules, classes and functions that these name and that the caller imported. The arguments go
+    there as their `repr`, and nothing else goes.
+    """
+    together = _with_neighbours(function, {})
+    lines = {line for each in together for line in _imports(each, together)}
+    sources = [textwrap.dedent(inspect.getsource(each)) for each in together]
+    call = f"{function.__name__}(*{args!r})"
+    return [sys.executable, "-c", "\n".join([*sorted(lines), *sources, call])]
+
+
+def start(function: Callable, *args: Any, xla_flags: str = "") -> subprocess.Popen:
+    """A fresh Python on CPU that runs `command(function, *args)`; its output is captured as text.
+
     `xla_flags` are added to this process's XLA_FLAGS.
     """
-    source = textwrap.dedent(inspect.getsource(function))
-    call = f"{function.__name__}(*{args!r})"
     flags = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()
-    program = "\n".join([*_imports(function), source, call])
     return subprocess.Popen(
-        [sys.executable, "-c", program],
+        command(function, *args),
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -69,10 +78,23 @@ def _output(child, timeout):
         return child.communicate()
 
 
-def _imports(function: Callable) -> Iterator[str]:
-    """The lines that import what the function's code names."""
+def _with_neighbours(function: Callable, found: dict[Callable, None]) -> dict[Callable, None]:
+    """The function and, by way of what they name, those that were defined beside it."""
+    found[function] = None
+    for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
+        other = function.__globals__[name]
+        beside = isinstance(other, types.FunctionType) and other.__module__ == function.__module__
+        if beside and other.__name__ == name and other not in found:
+            _with_neighbours(other, found)
+    return found
+
+
+def _imports(function: Callable, together: Collection[Callable]) -> Iterator[str]:
+    """The lines that import what the function's code names, but for what goes with it."""
     for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
         found = function.__globals__[name]
+        if isinstance(found, types.FunctionType) and found in together:
+            continue
         if isinstance(found, types.ModuleType):
             yield f"import {found.__name__} as {name}"
             continue

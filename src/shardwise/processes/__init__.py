@@ -1,0 +1,6 @@
+"""Processes that form one system: joining it, and fresh ones on this machine."""
+
+from shardwise.processes.fresh import command, run, start
+from shardwise.processes.joining import join, leave
+
+__all__ = ["command", "join", "leave", "run", "start"]

@@ -1,0 +1,89 @@
+"""Joining the processes of one system, as arguments or a cluster's environment say it."""
+
+import os
+import sys
+
+import jax
+from jax.experimental import multihost_utils
+
+from shardwise import mesh
+
+_SLURM = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+
+
+def join(
+    address: str | None = None,
+    count: int | None = None,
+    index: int | None = None,
+    *,
+    devices: int = 8,
+    heartbeat: int = 20,
+) -> None:
+    """Make this process one of `count`, with its share of so many devices, simulated or real.
+
+    Without the first three they are what SLURM, Kubernetes or a TPU VM says, and where none of them
+    says anything, this is one process. Call it before anything touches a device. `heartbeat` is
+    after how many seconds a process that is silent is taken for dead.
+
+    Raises:
+      ValueError: some of address, count and index without the others; devices that the processes
+        cannot share evenly.
+    """
+    given = {"address": address, "count": count, "index": index}
+    missing = [name for name, value in given.items() if value is None]
+    if missing and len(missing) < 3:
+        raise ValueError(
+            f"processes.join: processes.{missing[0]} is missing; give address, count and index "
+            f"together, or none of them where SLURM, Kubernetes or a TPU VM says them."
+        )
+    count = count if not missing else _found()
+    if count is not None:
+        _share(devices, count)  # an error before any process waits for the others
+    if count != 1:
+        if count is not None:
+            jax.config.update("jax_num_cpu_devices", devices // count)
+        options = dict(heartbeat_timeout_seconds=heartbeat)
+        if not missing:
+            options |= dict(coordinator_address=address, num_processes=count, process_id=index)
+        if index == 0:  # by default it listens on all of the machine's addresses
+            options["coordinator_bind_address"] = address
+        jax.distributed.initialize(**options)
+    # Not jax.process_count() where we know: it would start the backend.
+    mesh.simulate(_share(devices, jax.process_count() if count is None else count))
+
+
+def leave() -> None:
+    """Wait for the others, then leave, process 0 last: if it left first, they would be aborted."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("leaving")
+        jax.distributed.shutdown()
+
+
+def _share(devices, count):
+    if devices % count:
+        raise ValueError(
+            f"processes.join: {devices} devices do not divide among {count} processes; take "
+            f"devices={-(-devices // count) * count}, say."
+        )
+    return devices // count
+
+
+def _found():
+    """How many processes the environment tells of: 1 for none, None where JAX has to ask."""
+    env = os.environ
+    if "SLURM_JOB_ID" in env:
+        lacks = [name for name in _SLURM if name not in env]
+        if lacks:
+            # JAX fails here, and older ones take the job for their own.
+            print(
+                f"processes.join: SLURM_JOB_ID is set and {lacks[0]} is not, as in a shell inside "
+                f"a job: this is one process. Start several with srun.",
+                file=sys.stderr,
+            )
+            return 1
+        return int(env["SLURM_NTASKS"])
+    if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= env.keys():
+        return None
+    hosts = len(env.get("TPU_WORKER_HOSTNAMES", "").split(","))
+    slices = int(env.get("MEGASCALE_NUM_SLICES", 1))
+    return 1 if hosts * slices == 1 else None
