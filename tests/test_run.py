@@ -385,7 +385,7 @@ def test_settings_go_to_json_and_back():
 
 def test_flags_become_settings():
     words = "--layout.fsdp 4 --layout.context 2 --layout.attention zigzag --model.dtype bfloat16"
-    made = command.parsed([*words.split(), "--run", "somewhere", "--ema", "None"])
+    made = run.flags(argv=[*words.split(), "--run", "somewhere", "--ema", "None"])
     assert (made.layout.fsdp, made.layout.context, made.layout.attention) == (4, 2, "zigzag")
     assert made.model.dtype == jnp.bfloat16 and made.ema is None and made.run == Path("somewhere")
 
@@ -393,16 +393,16 @@ def test_flags_become_settings():
 def test_a_run_that_goes_on_has_its_own_settings_but_for_who_runs_it(tmp_path):
     first = ["--run", str(tmp_path), "--seed", "4", "--profile", "3:4", "--processes.hang", "60"]
     alone = ["--processes.address", "127.0.0.1:1", "--processes.count", "2"]
-    made = command.parsed([*first, *alone, "--processes.index", "1"])
+    made = run.flags(argv=[*first, *alone, "--processes.index", "1"])
     run.Folder(tmp_path).write_settings(stored.flat(made))
-    again = command.parsed(["--run", str(tmp_path), "--resume", "--steps", "7"])
+    again = run.flags(argv=["--run", str(tmp_path), "--resume", "--steps", "7"])
     assert (again.seed, again.steps, again.resume, again.profile) == (4, 7, True, None)
     assert again.processes == run.Processes(hang=60.0)
 
 
 def test_a_misspelt_flag_is_told_what_is_near(capsys):
     with pytest.raises(SystemExit):
-        command.parsed(["--layout.fdsp", "4"])
+        run.flags(argv=["--layout.fdsp", "4"])
     assert "--layout.fsdp" in capsys.readouterr().err
 
 

@@ -7,18 +7,23 @@ import jax
 from jax.experimental import multihost_utils
 
 from shardwise import mesh
+from shardwise.run.loop import Result
 from shardwise.run.settings import Processes
+from shardwise.run.signals import STOPPED
 
 _SLURM = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
-def join(processes: Processes, devices: int) -> None:
+def join(processes: Processes | None = None, devices: int = 8) -> None:
     """Make this process one of several, if it is one, with its share of so many devices.
+
+    To be called before anything touches a device; of one process it is `mesh.simulate`.
 
     Raises:
       ValueError: some of address, count and index without the others; devices that the processes
         cannot share evenly.
     """
+    processes = processes or Processes()
     given = {n: getattr(processes, n) for n in ("address", "count", "index")}
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < 3:
@@ -55,11 +60,15 @@ def _share(devices, count):
     return devices // count
 
 
-def leave() -> None:
-    """Wait for the others, then leave, process 0 last: if it left first, they would be aborted."""
+def leave(result: Result | None = None) -> int:
+    """Wait for the others, then leave, process 0 last: if it left first, they would be aborted.
+
+    The exit status that says how a run ended: 0 when done, 75 when a signal stopped it.
+    """
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("run: leaving")
         jax.distributed.shutdown()
+    return STOPPED if result is not None and result.stopped else 0
 
 
 def _found():
