@@ -129,6 +129,22 @@ def test_on_another_mesh_it_sees_the_same_rows(tmp_path, reference, roles):
     np.testing.assert_allclose(lines(tmp_path / "r"), lines(reference[0]), rtol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "roles", [dict(fsdp=8), dict(fsdp=8, by="compiler", uneven="replicate"), dict(data=8)], ids=str
+)
+def test_what_goes_on_is_laid_out_as_what_is_made_and_is_not_made(tmp_path, monkeypatch, roles):
+    layout = run.Roles(**{"fsdp": 1} | roles).layout()
+    wanted = layout, create, averaged(optax.adam(1e-2), 0.9), 0, loss, None
+    made, told = state.create(*wanted), state.abstract(*wanted)
+    assert jax.tree.structure(made) == jax.tree.structure(told)
+    for x, like in zip(jax.tree.leaves(made), jax.tree.leaves(told), strict=True):
+        assert (x.shape, x.dtype) == (like.shape, like.dtype)
+        assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+    trained(tmp_path, steps=2, layout=run.Roles(**{"fsdp": 1} | roles))
+    monkeypatch.setattr(state, "create", None)
+    trained(tmp_path, steps=3, resume=True, layout=run.Roles(**{"fsdp": 1} | roles))
+
+
 def test_an_iterator_with_a_position_goes_on_from_it(tmp_path):
     def batches():
         each = rows().batch(8).to_iter_dataset(grain.ReadOptions(num_threads=1))
