@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.run import Folder, metrics
-from shardwise.run.command import STOPPED
+from shardwise.run.signals import STOPPED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGKILL)
 PROCESSES = (1, 2, 4)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import shlex
 import signal
 import subprocess
@@ -490,3 +491,15 @@ def test_a_flag_that_there_is_not_is_named(capfd):
 def test_a_run_folder_that_is_an_address_is_refused(launcher, run, capfd):
     assert launch.main([*launcher.split(), "--", "train", *run]) == 2
     assert "bucket/run is an address, and a run folder lies on a disk" in capfd.readouterr().err
+
+
+def test_a_file_of_one_s_own_is_launched_with_the_same_flags(tmp_path, capfd):
+    file = tmp_path / "mine.py"
+    file.write_text("import sys; print(*sys.argv[1:])")
+    argv = ["local", "--processes", "2", "--", str(file), "--run", str(tmp_path)]
+    assert launch.main(argv) == 0
+    printed = capfd.readouterr().out
+    for index in range(2):
+        assert re.search(rf"--run .*--processes.address .*--processes.index {index}", printed)
+    assert launch.main(["jobset", "--image", "i", "--", "mine.py"]) == 2
+    assert "files, such as mine.py, are for local" in capfd.readouterr().err

@@ -129,6 +129,22 @@ def test_on_another_mesh_it_sees_the_same_rows(tmp_path, reference, roles):
     np.testing.assert_allclose(lines(tmp_path / "r"), lines(reference[0]), rtol=2e-5)
 
 
+@pytest.mark.parametrize(
+    "roles", [dict(fsdp=8), dict(fsdp=8, by="compiler", uneven="replicate"), dict(data=8)], ids=str
+)
+def test_what_goes_on_is_laid_out_as_what_is_made_and_is_not_made(tmp_path, monkeypatch, roles):
+    layout = run.Roles(**{"fsdp": 1} | roles).layout()
+    wanted = layout, create, averaged(optax.adam(1e-2), 0.9), 0, loss, None
+    made, told = state.create(*wanted), state.abstract(*wanted)
+    assert jax.tree.structure(made) == jax.tree.structure(told)
+    for x, like in zip(jax.tree.leaves(made), jax.tree.leaves(told), strict=True):
+        assert (x.shape, x.dtype) == (like.shape, like.dtype)
+        assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+    trained(tmp_path, steps=2, layout=run.Roles(**{"fsdp": 1} | roles))
+    monkeypatch.setattr(state, "create", None)
+    trained(tmp_path, steps=3, resume=True, layout=run.Roles(**{"fsdp": 1} | roles))
+
+
 def test_an_iterator_with_a_position_goes_on_from_it(tmp_path):
     def batches():
         each = rows().batch(8).to_iter_dataset(grain.ReadOptions(num_threads=1))
@@ -385,7 +401,7 @@ def test_settings_go_to_json_and_back():
 
 def test_flags_become_settings():
     words = "--layout.fsdp 4 --layout.context 2 --layout.attention zigzag --model.dtype bfloat16"
-    made = command.parsed([*words.split(), "--run", "somewhere", "--ema", "None"])
+    made = run.flags(argv=[*words.split(), "--run", "somewhere", "--ema", "None"])
     assert (made.layout.fsdp, made.layout.context, made.layout.attention) == (4, 2, "zigzag")
     assert made.model.dtype == jnp.bfloat16 and made.ema is None and made.run == Path("somewhere")
 
@@ -393,16 +409,16 @@ def test_flags_become_settings():
 def test_a_run_that_goes_on_has_its_own_settings_but_for_who_runs_it(tmp_path):
     first = ["--run", str(tmp_path), "--seed", "4", "--profile", "3:4", "--processes.hang", "60"]
     alone = ["--processes.address", "127.0.0.1:1", "--processes.count", "2"]
-    made = command.parsed([*first, *alone, "--processes.index", "1"])
+    made = run.flags(argv=[*first, *alone, "--processes.index", "1"])
     run.Folder(tmp_path).write_settings(stored.flat(made))
-    again = command.parsed(["--run", str(tmp_path), "--resume", "--steps", "7"])
+    again = run.flags(argv=["--run", str(tmp_path), "--resume", "--steps", "7"])
     assert (again.seed, again.steps, again.resume, again.profile) == (4, 7, True, None)
     assert again.processes == run.Processes(hang=60.0)
 
 
 def test_a_misspelt_flag_is_told_what_is_near(capsys):
     with pytest.raises(SystemExit):
-        command.parsed(["--layout.fdsp", "4"])
+        run.flags(argv=["--layout.fdsp", "4"])
     assert "--layout.fsdp" in capsys.readouterr().err
 
 

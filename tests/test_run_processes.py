@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from shardwise import checkpoint, run
-from shardwise.run import command, metrics, watchdog
+from shardwise.run import metrics, signals, watchdog
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +116,7 @@ def test_stopped_and_resumed_is_not_stopped(cache, references, tmp_path, number,
     if number == signal.SIGKILL:
         assert found[which] == -signal.SIGKILL and 0 not in found
     else:
-        assert found == [command.STOPPED] * count, said(folder)
+        assert found == [signals.STOPPED] * count, said(folder)
     assert statuses(start(cache, folder, count, ["--resume"])) == [0] * count, said(folder)
     assert losses(folder) == references(count)
 
@@ -184,7 +185,7 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint(cache, references, tmp_p
     small = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, 2**15))"
     broken = dict(cache, JAX_ENABLE_COMPILATION_CACHE="false")
     (status,) = statuses(start(broken, folder, 1, ["--resume"], before=small))
-    assert status not in (0, command.STOPPED), said(folder)
+    assert status not in (0, signals.STOPPED), said(folder)
     assert checkpoint.latest(folder / "checkpoints") == 8
     assert statuses(start(cache, folder, 1, ["--resume"])) == [0], said(folder)
     assert losses(folder) == references(1)
@@ -200,3 +201,24 @@ def test_the_command_writes_from_a_checkpoint(cache, tmp_path):
         )
         assert text.decode().startswith("def ")
     assert json.loads((folder / "settings.json").read_text())["model.embed"] == 32
+
+
+def test_the_file_in_the_readme_trains_alone_and_launched(cache, tmp_path):
+    """Twenty lines, with a model of nobody's library, that resume and run in several processes."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    code = re.search(r"```python\n(import sys\n.*?)```", text, re.DOTALL)[1]
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 20
+    (tmp_path / "mine.py").write_text(code)
+
+    def go(*words):
+        words = words if "--steps" in words else (*words, "--steps", "30")
+        command = [sys.executable, *words]
+        subprocess.run(command, env=os.environ | cache, cwd=tmp_path, check=True)
+
+    go("mine.py", "--run", "whole")
+    go("mine.py", "--run", "again", "--steps", "12")
+    go("mine.py", "--run", "again", "--resume")
+    go(*"-m shardwise launch local --processes 2 -- mine.py --run two".split())
+    assert len(losses(tmp_path / "whole")) == 30
+    assert losses(tmp_path / "again") == losses(tmp_path / "whole")
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "whole"), rtol=1e-4)

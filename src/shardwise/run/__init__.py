@@ -3,15 +3,18 @@
     settings = run.Settings(run=Path("runs/mine"), steps=1000, layout=run.Roles(fsdp=4, context=2))
     result = run.train(settings, create=create, loss=loss, batches=rows, tx=tx)
 
-`shardwise train` does this for the decoder and text files. A run that is stopped, by a signal or by
-anything else, goes on from its newest whole checkpoint (`resume`): bit for bit on the same devices,
-to rounding on other ones.
+`shardwise train` does this for the decoder and text files. A program of one's own takes its flags
+by `run.flags`, and may be one of several processes, between `run.join` and `run.leave`. A run that
+is stopped, by a signal or by anything else, goes on from its newest whole checkpoint (`resume`):
+bit for bit on the same devices, to rounding on other ones.
 """
 
 from shardwise.run.folder import Folder
+from shardwise.run.joining import join, leave
 from shardwise.run.keys import stream
 from shardwise.run.loop import BadStep, Result
 from shardwise.run.optimizers import Optimizer
+from shardwise.run.parsing import flags
 from shardwise.run.roles import Roles
 from shardwise.run.settings import Data, Evaluation, Processes, Settings
 from shardwise.run.training import train
@@ -28,7 +31,10 @@ __all__ = [
     "Roles",
     "Settings",
     "averaged",
+    "flags",
     "guarded",
+    "join",
+    "leave",
     "stream",
     "train",
 ]

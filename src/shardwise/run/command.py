@@ -1,6 +1,5 @@
 """The command `shardwise`: train, sample, profile, launch, plan."""
 
-import dataclasses
 import os
 import re
 import signal
@@ -10,17 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import tyro
 
 from shardwise import mesh
-from shardwise.run import decoding, joining, profiling
+from shardwise.run import decoding, joining, parsing, profiling
 from shardwise.run.folder import Folder
-from shardwise.run.settings import Settings
-from shardwise.run.stored import from_flat
 
-STOPPED = 75  # the exit status of a run that a signal stopped, after saving (EX_TEMPFAIL)
 UNREAD = 128 + signal.SIGPIPE  # of a command whose reader is gone, as a shell has it
 
 HELP = """shardwise: training across devices in JAX
@@ -86,7 +80,7 @@ def _is_unread(error):
 
 def train(argv: Sequence[str]) -> int:
     """0 when done, 75 when a signal stopped it after saving."""
-    settings = parsed(argv)
+    settings = parsing.flags(argv=argv, prog="shardwise train")
     joining.join(settings.processes, settings.devices)
     layout = settings.layout.layout()
     if jax.process_index() == 0:
@@ -98,58 +92,7 @@ def train(argv: Sequence[str]) -> int:
         print(f"Look:   {plot}" if plot.exists() else "No plot: pip install matplotlib draws one.")
         print(f"Go on:  shardwise train --run {settings.run} --resume{more}")
         print(f"Write:  shardwise sample {settings.run}", flush=True)
-    joining.leave()
-    return STOPPED if result.stopped else 0
-
-
-def parsed(argv: Sequence[str]) -> Settings:
-    """Settings of flags; a run that goes on has its saved ones for defaults."""
-    default = Settings()
-    if "--resume" in argv:
-        saved = Folder(_run_of(argv)).settings()
-        default = _again(from_flat(saved)) if saved else default
-    return tyro.cli(
-        Settings,
-        prog="shardwise train",
-        args=list(argv),
-        default=default,
-        registry=_registry(),
-    )
-
-
-def _again(settings):
-    """A run's settings but for who runs it, which is another matter each time."""
-    alone = dict(address=None, count=None, index=None)
-    processes = dataclasses.replace(settings.processes, **alone)
-    return dataclasses.replace(settings, processes=processes, profile=None)
-
-
-def _run_of(argv):
-    for at, word in enumerate(argv):
-        if word == "--run" and at + 1 < len(argv):
-            return argv[at + 1]
-        if word.startswith("--run="):
-            return word.partition("=")[2]
-    return Settings().run
-
-
-def _registry():
-    """How tyro reads a dtype."""
-    registry = tyro.constructors.ConstructorRegistry()
-
-    @registry.primitive_rule
-    def dtype(info):
-        if info.type is not np.dtype:
-            return None
-        return tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="{float32,bfloat16,float16}",
-            instance_from_str=lambda words: jnp.dtype(words[0]),
-            is_instance=lambda x: isinstance(x, np.dtype),
-            str_from_instance=lambda x: [jnp.dtype(x).name],
-        )
-
-    return registry
+    return joining.leave(result)
 
 
 def sample(argv: Sequence[str]) -> int:

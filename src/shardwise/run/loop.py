@@ -52,15 +52,15 @@ class Run:
     def make(self, create, saved):
         shapes = self.source.shapes()
         self.note.say("compiling")
-        made = state.create(self.layout, create, self.tx, self.settings.seed, self.loss, shapes)
-        self.params, self.opt_state = made
-        self.first = 1
-        if saved is not None:
-            self.first = saved["step"] + 1
-            made = state.restore(self.folder, saved["step"], *made)
-            self.params, opt_state = made
-            self.opt_state = state.replaced(opt_state, "halted", False)
-            self.saved_at = saved["step"]
+        wanted = self.layout, create, self.tx, self.settings.seed, self.loss, shapes
+        if saved is None:
+            self.first = 1
+            self.params, self.opt_state = state.create(*wanted)
+            return
+        self.first, self.saved_at = saved["step"] + 1, saved["step"]
+        found = state.restore(self.folder, self.saved_at, *state.abstract(*wanted))
+        self.params, opt_state = found
+        self.opt_state = state.replaced(opt_state, "halted", False)
 
     def go(self):
         """Steps until the last one, or until a signal."""

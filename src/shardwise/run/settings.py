@@ -29,7 +29,9 @@ class Evaluation:
 
     every: int = 100  # steps; 0: never
     batches: int = 4
-    sample: int = 120  # tokens written from the parameters at each evaluation; 0: none
+    sample: int = (
+        120  # tokens written at each evaluation, by parameters whole on each device; 0: none
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ import signal
 import threading
 from types import FrameType
 
+STOPPED = 75  # the exit status of a run that one of them stopped, after saving (EX_TEMPFAIL)
 # A scheduler's, Ctrl-C, and what SLURM is told to send ahead of the end (submitit: USR2).
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 

@@ -21,6 +21,23 @@ def create(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, batc
     return layouts.init(layout, make, tx, keys.of_seed(seed), *told)
 
 
+def abstract(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, batch: Any) -> tuple:
+    """What `create` would make, as shapes with shardings: nothing is held that is not wanted."""
+    if layout.stage:  # whose arrays are born by many programs
+        made = create(layout, make, tx, seed, loss, batch)
+        found = jax.tree.map(_abstract, made)
+        for x in jax.tree.leaves(made):
+            x.delete()
+        return found
+    lowered = jax.jit(lambda key: layouts.init(layout, make, tx, key)).lower(keys.of_seed(seed))
+    shardings = lowered.compile().output_shardings
+    return jax.tree.map(
+        lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
+        lowered.out_info,
+        shardings,
+    )
+
+
 def field(opt_state: Any, path: str) -> jax.Array:
     """One array of an optimizer's state, in whatever form the layout keeps it."""
     if isinstance(opt_state, pipeline.Pipelined):
@@ -83,14 +100,8 @@ def saved(folder: Folder) -> dict[str, Any] | None:
 
 
 def restore(folder: Folder, step: int, params: Any, opt_state: Any) -> tuple[Any, Any]:
-    """(params, opt_state) of a step, in the form and on the devices of those given.
-
-    What was given is deleted first, so that no device holds both.
-    """
-    given = {"params": params, "opt_state": opt_state}
-    target = jax.tree.map(_abstract, given)
-    for x in jax.tree.leaves(given):
-        x.delete()
+    """(params, opt_state) of a step, as `abstract` describes them."""
+    target = {"params": params, "opt_state": opt_state}
     found = checkpoint.restore(folder.checkpoints, target, step)
     return found["params"], found["opt_state"]
 

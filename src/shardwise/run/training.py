@@ -43,7 +43,8 @@ def train(
       validation: as `batches`, a MapDataset, of which evaluations read the first batches.
       has_aux: whether the loss returns aux too: scalars and vectors of a dict stand in the metrics,
         summed.
-      sample: of whole parameters, a text for the log at each evaluation.
+      sample: of parameters, which are then whole on each device, a text for the log at each
+        evaluation. Where they do not fit, leave it out, and sample from checkpoints.
       facts: what must be equal when the run goes on, beside the settings, such as checksums.
 
     Raises:

@@ -27,12 +27,13 @@ def main(argv: Sequence[str], program: Sequence[str] = commands.PROGRAM) -> int:
     launcher = tyro.extras.subcommand_cli_from_dict(
         LAUNCHERS,
         prog="shardwise launch",
-        description="Launch a command of shardwise, written after --, as several processes.",
+        description="Launch a command of shardwise, or a Python file that takes its flags, written "
+        "after --, as several processes.",
         args=given,
     )
     try:
         commands.check(command)
-        return launcher.launch(command, program)
+        return launcher.launch(command, commands.program_of(command, program))
     except commands.Refused as refused:
         print(f"shardwise launch: {refused}", file=sys.stderr)
         return 2

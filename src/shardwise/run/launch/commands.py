@@ -32,7 +32,7 @@ def check(command: Sequence[str]) -> None:
         found = f"{command[0]!r}" if command else "nothing"
         raise Refused(
             f"after -- stands {found}; write a command of shardwise there, such as -- train "
-            f"--run runs/first."
+            f"--run runs/first, or a file of your own, -- mine.py."
         )
     for word in command:
         if word.startswith("--processes."):
@@ -41,6 +41,20 @@ def check(command: Sequence[str]) -> None:
         on_disk(option(command, "--run") or ".")
     except ValueError as error:
         raise Refused(str(error)) from None
+
+
+def program_of(command: Sequence[str], program: Sequence[str]) -> tuple[str, ...]:
+    """What runs the command: `program`, or Python where it is a file of the user's own."""
+    return (sys.executable,) if command[0].endswith(".py") else tuple(program)
+
+
+def check_installed(command: Sequence[str], launcher: str) -> None:
+    """Raise Refused for a file, where only what is installed can run."""
+    if command[0].endswith(".py"):
+        raise Refused(
+            f"{launcher} runs commands of shardwise; files, such as {command[0]}, are for local, "
+            f"slurm and ray."
+        )
 
 
 def option(command: Sequence[str], name: str) -> str | None:

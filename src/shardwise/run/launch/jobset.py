@@ -52,6 +52,7 @@ class JobSet:
 
     def launch(self, command: Sequence[str], program: Sequence[str]) -> int:
         """Print the manifest; 0."""
+        commands.check_installed(command, "jobset")
         print(json.dumps(self.manifest(command), indent=2))
         return 0
 

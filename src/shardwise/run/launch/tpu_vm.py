@@ -37,6 +37,7 @@ class TpuVm:
 
     def launch(self, command: Sequence[str], program: Sequence[str]) -> int:
         """Install, run and fetch; the status of the run, or of what failed before it."""
+        commands.check_installed(command, "tpu-vm")
         output = self._output(command)
         commit = self._commit()
         before = self._installing(output / f"shardwise-{commit[:12]}.tar.gz", commit)
