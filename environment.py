@@ -7,6 +7,7 @@ The environment variable PYTHON names the interpreter that `.venv` is to be made
 import hashlib
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 KNOWN = ("3.11", "3.12", "3.13")
 CANDIDATES = ("python3", "python3.13", "python3.12", "python3.11")
 FOLDER = Path(".venv")
+PINS = "requirements.txt"
+COMPILER = "requirements-tpu.txt"  # what can be done without
 READY = FOLDER / "ready"  # written last: the folder and the pins that `.venv` was made for
 PROBE = """\
 import sys
@@ -63,7 +66,7 @@ class Python:
 
 def wanted() -> "dict[str, str]":
     """What READY says of an environment that needs nothing: this folder, and the present pins."""
-    pins = b"".join(Path(name).read_bytes() for name in ("requirements.txt", "pyproject.toml"))
+    pins = b"".join(Path(name).read_bytes() for name in (PINS, COMPILER, "pyproject.toml"))
     return {"folder": os.getcwd(), "pins": hashlib.sha256(pins).hexdigest()}
 
 
@@ -101,11 +104,24 @@ def main() -> None:
     if READY.exists():
         READY.unlink()
     pip = [str(FOLDER / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    pip = [*pip, "--disable-pip-version-check", "-r"]
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.check_call(
-        [*pip, "--disable-pip-version-check", "-r", "requirements.txt"], env=outside
-    )
+    subprocess.check_call([*pip, PINS], env=outside)
+    add_compiler([*pip, COMPILER], outside)
     READY.write_text(json.dumps(ready))
+
+
+def add_compiler(install: "list[str]", outside: "dict[str, str]") -> None:
+    """Google's TPU compiler; one sentence, and no failure, where it cannot be had."""
+    without = "the book goes without, and the chapter that needs it says so"
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        print(f"No TPU compiler for {sys.platform} on {platform.machine()}: {without}.")
+        return
+    ran = subprocess.run(install, env=outside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    if ran.returncode:
+        said = ran.stdout.decode(errors="replace").strip().splitlines()[-1:] or ["no word from pip"]
+        again = " ".join(install[:4] + install[-2:])
+        print(f"No TPU compiler ({said[0]}): {without}; to try again, run {again}.")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ def others(chosen):
         if roles not in seen:
             seen.add(roles)
             for row in alternatives.of(layout, decoders.of(layout)):
-                row.layout, row.limit = layout, None
+                if isinstance(row, rounds.Row):
+                    row.layout, row.limit = layout, None
                 found.append(row)
     return found
 

@@ -9,6 +9,7 @@ that exists, as it is. The site's own tests do not run here: they test pages, no
 import argparse
 import dataclasses
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -43,6 +44,11 @@ class Stack:
             if version:
                 text = re.sub(rf"(?m)^{name}==[^;\s]+", f"{name}=={version}", text)
         return text
+
+    def compiler(self, jax: str) -> list[str]:
+        """What pip installs for Google's TPU compiler: our pin, or what this JAX names itself."""
+        ours = self == Stack(self.pythons)
+        return ["-r", str(ROOT / "requirements-tpu.txt")] if ours else [f"jax[tpu]=={jax}"]
 
 
 # The last three are releases of JAX in between, each with the newest Flax that pip takes beside it.
@@ -81,7 +87,7 @@ def environment(name: str, stack: Stack) -> Path | None:
     if found is None:
         return None
     folder, pins = ROOT / ".stacks" / name, stack.pins()
-    ready, state = folder / "ready", f"{ROOT}\n{found}\n{pins}"
+    ready, state = folder / "ready", f"{ROOT}\n{found}\n{pins}\n{stack.compiler('pinned')}"
     python = folder / "bin/python"
     if not ready.exists() or ready.read_text() != state:
         say(f"{name}: making its environment with {found}")
@@ -90,8 +96,18 @@ def environment(name: str, stack: Stack) -> Path | None:
         (folder / "requirements.txt").write_text(pins)
         install = [python, "-m", "pip", "install", "--quiet", "-r", folder / "requirements.txt"]
         check(install, cwd=ROOT)  # the last line there installs this package, from here
+        add_compiler(name, stack, python)
         ready.write_text(state)
     return python
+
+
+def add_compiler(name: str, stack: Stack, python: Path) -> None:
+    """Beside what is there; tests and cells that need it are skipped where it cannot be had."""
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        return say(f"{name}: no TPU compiler for {sys.platform} on {platform.machine()}")
+    install = [python, "-m", "pip", "install", "--quiet", *stack.compiler(installed(python)["jax"])]
+    if subprocess.run(install, cwd=ROOT).returncode:
+        say(f"{name}: no TPU compiler could be installed; what needs it is left out")
 
 
 def chapters_here(python: Path) -> bool:

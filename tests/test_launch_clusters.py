@@ -128,13 +128,14 @@ def faults(value, schema, at=""):
     ]
 
 
-TRAIN = ["train", "--run", "gs://bucket/run", "--steps", "5"]
+TRAIN = ["train", "--run", "/runs/first", "--steps", "5"]
+SHARED = "claim:/runs"
 JOBSETS = [
-    JobSet("image"),
-    JobSet("image", slices=3, tpu_topology="2x2x4", namespace="team"),
-    JobSet("image", tpu_topology="2x4", tpus_per_node=8),
-    JobSet("image", "gpu", nodes=4, gpu_type="nvidia-h100-80gb", volume="claim:/runs"),
-    JobSet("image", "gpu", gpus_per_node=1),
+    JobSet("image", volume=SHARED),
+    JobSet("image", slices=3, tpu_topology="2x2x4", namespace="team", volume=SHARED),
+    JobSet("image", tpu_topology="2x4", tpus_per_node=8, volume=SHARED),
+    JobSet("image", "gpu", nodes=4, gpu_type="nvidia-h100-80gb", volume=SHARED),
+    JobSet("image", "gpu", gpus_per_node=1, volume=SHARED),
 ]
 
 
@@ -192,30 +193,32 @@ def test_pods_of_slices_leave_their_numbers_to_what_gke_sets(settings, hosts):
 
 
 def test_arguments_reach_the_program_as_they_are():
-    words = ["train", "--run", "gs://b/r", "--data.text", "a $(HOME) 'b' $$(x) \"c\""]
+    words = ["train", "--run", "/runs/r", "--data.text", "a $(HOME) 'b' $$(x) \"c\""]
     for each in pods_of(JOBSETS[0], words).values():
         assert each == [*words, "--resume"]
 
 
 def test_the_manifest_is_printed_as_json(capfd):
-    argv = ["jobset", "--image", "image", "--slices", "2", "--", *TRAIN]
+    argv = ["jobset", "--image", "image", "--slices", "2", "--volume", SHARED, "--", *TRAIN]
     for more in [], ["--dry-run"]:
         assert launch.main([*argv[:3], *more, *argv[3:]]) == 0
-        assert json.loads(capfd.readouterr().out) == JobSet("image", slices=2).manifest(TRAIN)
+        assert json.loads(capfd.readouterr().out) == JobSet(
+            "image", slices=2, volume=SHARED
+        ).manifest(TRAIN)
 
 
 @pytest.mark.parametrize(
     "given, run, told",
     [
-        ({"name": "My_run"}, "gs://b/r", "--name My_run: expected 4"),
-        ({"name": "a" * 60}, "gs://b/r", "--name aaa"),
-        ({"tpu_topology": "4"}, "gs://b/r", "--tpu-topology 4: expected sizes such as"),
+        ({"name": "My_run"}, "/runs/r", "--name My_run: expected 4"),
+        ({"name": "a" * 60}, "/runs/r", "--name aaa"),
+        ({"tpu_topology": "4"}, "/runs/r", "--tpu-topology 4: expected sizes such as"),
         (
             {"tpu_topology": "3x3"},
-            "gs://b/r",
+            "/runs/r",
             "its 9 chips are not a multiple of --tpus-per-node 4",
         ),
-        ({"slices": 0}, "gs://b/r", "--slices 0: expected 1 or more"),
+        ({"slices": 0}, "/runs/r", "--slices 0: expected 1 or more"),
         ({}, "runs/first", "the run folder runs/first is not on what pods share"),
         ({"volume": "claim"}, "/runs/first", "--volume claim: expected CLAIM:/path"),
         (
@@ -321,9 +324,8 @@ def test_a_tpu_vm_gets_nothing_that_no_commit_holds(tpu_vm, clone, tmp_path):
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "ray", "tpu-vm --name v --zone z"])
-@pytest.mark.parametrize("run", [[], ["--run", "gs://bucket/run"]])
-def test_launchers_that_keep_files_need_a_run_folder_here(launcher, run, capfd):
-    assert launch.main([*launcher.split(), "--dry-run", "--", "train", *run]) == 2
+def test_launchers_that_keep_files_need_a_run_folder_here(launcher, capfd):
+    assert launch.main([*launcher.split(), "--dry-run", "--", "train"]) == 2
     assert "keeps its files in the run folder" in capfd.readouterr().err
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -16,6 +17,7 @@ if not shutil.which("make"):
     pytest.skip("make is not installed", allow_module_level=True)
 
 ROOT = Path(__file__).parent.parent
+PINS = ["requirements.txt", "requirements-tpu.txt", "pyproject.toml"]
 
 
 @pytest.fixture
@@ -25,8 +27,8 @@ def project(tmp_path):
     (folder / "bin").mkdir(parents=True)
     for name in ["Makefile", "environment.py"]:
         shutil.copy(ROOT / name, folder)
-    (folder / "requirements.txt").write_text("")
-    (folder / "pyproject.toml").write_text("")
+    for name in PINS:
+        (folder / name).write_text("")
     yield folder
     assert not list(tmp_path.rglob("from-the-folder")), "the folder's name was run"
 
@@ -97,6 +99,12 @@ def test_no_python_at_all_is_one_sentence(project):
     assert printed.startswith("No Python 3 runs here: install Python 3.11, 3.12 or 3.13")
 
 
+def state(project):
+    """What says that `.venv` is ready: where it is, and what was installed."""
+    pins = b"".join((project / name).read_bytes() for name in PINS)
+    return {"folder": str(project), "pins": hashlib.sha256(pins).hexdigest()}
+
+
 READY = """#!/bin/sh
 case "$*" in
   *ensurepip*) echo 3.12.1 True /nowhere ;;
@@ -112,9 +120,7 @@ def test_values_reach_programs_as_they_stand(project, target):
     prepared.parent.mkdir(parents=True)
     prepared.write_text(READY)
     prepared.chmod(0o755)
-    pins = (project / "requirements.txt").read_bytes() + (project / "pyproject.toml").read_bytes()
-    state = {"folder": str(project), "pins": hashlib.sha256(pins).hexdigest()}
-    (project / ".venv/ready").write_text(json.dumps(state))
+    (project / ".venv/ready").write_text(json.dumps(state(project)))
     value = '$(touch a)$$(touch b)`touch c`"; touch d; \'$(shell touch e) -k "f or g"'
     given = [f"{name}={value}" for name in ("URL", "STACKS", "PYTEST_ARGS")]
     code, printed = run(project, target, *given)
@@ -122,6 +128,50 @@ def test_values_reach_programs_as_they_stand(project, target):
     assert printed.count(value) % 3 == 0 and value in printed
     assert "touch" not in printed.replace(value, "")
     assert not {"a", "b", "c", "d", "e"} & {path.name for path in project.iterdir()}
+
+
+INSTALLS = r"""#!/bin/sh
+case "$*" in
+  *ensurepip*) echo 3.12.1 True /nowhere ;;
+  *{fails}) echo Looking; echo "ERROR: No route to {fails}" >&2; exit 1 ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("fails", PINS[:2])
+def test_only_the_tpu_compiler_may_be_missing(project, fails):
+    """The book is made without it, and is told so once; without anything else it is not."""
+    prepared = project / ".venv/bin/python"
+    prepared.parent.mkdir(parents=True)
+    prepared.write_text(INSTALLS.format(fails=fails))
+    prepared.chmod(0o755)
+    ready = project / ".venv/ready"
+    (project / "requirements-tpu.txt").write_text("other pins")
+    ready.write_text(json.dumps({**state(project), "pins": "old"}))
+    code, printed = venv(project)
+    if fails == "requirements.txt":
+        assert code != 0 and "No route" in printed and not ready.exists()
+        return
+    assert code == 0 and json.loads(ready.read_text()) == state(project)
+    _, said = printed.splitlines()
+    assert said.startswith(
+        "No TPU compiler (ERROR: No route to requirements-tpu.txt): the book goe"
+    )
+    assert said.endswith("run .venv/bin/python -m pip install -r requirements-tpu.txt.")
+    assert venv(project) == (0, "")
+
+
+@pytest.mark.parametrize(("system", "machine"), [("darwin", "arm64"), ("linux", "aarch64")])
+def test_where_no_tpu_compiler_exists_one_sentence_says_so(monkeypatch, capfd, system, machine):
+    spec = importlib.util.spec_from_file_location("environment", ROOT / "environment.py")
+    environment = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(environment)
+    monkeypatch.setattr(environment.sys, "platform", system)
+    monkeypatch.setattr(environment.platform, "machine", lambda: machine)
+    environment.add_compiler(["false"], {})
+    printed = capfd.readouterr().out
+    assert printed.startswith(f"No TPU compiler for {system} on {machine}: the book goes without")
+    assert printed.count("\n") == 1
 
 
 @pytest.mark.slow

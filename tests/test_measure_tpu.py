@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import re
 
 import jax
@@ -413,6 +414,17 @@ def test_a_carried_gather_is_covered_by_the_product_that_carries_it():
     assert covered == pytest.approx(len(beside) * product)  # far less than a gather takes
     assert found.exposed == pytest.approx(found.seconds - layers * covered)
     assert found.share == pytest.approx(covered / gather / 3)
+    drawn = measure.lanes(made, chip, trips=1)
+    for lane, seconds in {"links": 3 * gather, "products": 3 * product}.items():
+        spans = [span for span in drawn if span.lane == lane]
+        assert sum(span.end - span.start for span in spans) == pytest.approx(seconds)
+        assert all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(spans))
+    for sent in (span for span in drawn if span.lane == "links" and not span.asynchronous):
+        assert not [
+            p
+            for p in drawn
+            if p.lane == "products" and p.start < sent.end - 1e-12 and p.end > sent.start + 1e-12
+        ]
     assert "not a measurement" in repr(found)
 
 
@@ -499,6 +511,36 @@ def test_a_collective_may_end_in_the_next_trip_and_no_second_is_given_twice():
     assert outer.covered == 5 * 16
 
 
+def test_lanes_are_the_order_with_what_is_awaited():
+    """By hand: products of 16 s, a permute of 256 that begins after two and ends in the next trip.
+
+    The third product runs beside it, and the first of the next trip; the second one waits.
+    """
+    spans = measure.lanes(LOOP, CHIP)
+    found = [(span.lane, span.name, span.start, span.end) for span in spans]
+    one, two = 32 + 256, 32 + 256 + 16
+    assert found == [
+        ("products", "first", 0, 16),
+        ("products", "second", 16, 32),
+        ("links", "start", 32, one),
+        ("products", "third", 32, 48),
+        ("products", "first", 48, 64),
+        ("products", "second", one, two),
+        ("links", "start", two, two + 256),
+        ("products", "third", two, two + 16),
+    ]
+    (sent, _) = (span for span in spans if span.lane == "links")
+    assert (sent.kind, sent.asynchronous) == ("collective-permute", True)
+    assert (
+        measure.lanes(
+            "HloModule m, is_scheduled=true\n\nENTRY %e (p: f32[]) -> f32[] {\n"
+            "  ROOT %p = f32[] parameter(0)\n}\n",
+            CHIP,
+        )
+        == ()
+    )
+
+
 def test_what_is_not_scheduled_has_no_overlap():
     compiled = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((4, 4), "float32")).compile()
     if "is_scheduled=true" not in compiled.as_text():
@@ -506,6 +548,8 @@ def test_what_is_not_scheduled_has_no_overlap():
             measure.overlap(compiled, CHIP)
     with pytest.raises(ValueError, match="is no schedule"):
         measure.overlap(LOOP.replace(", is_scheduled=true", ""), CHIP)
+    with pytest.raises(ValueError, match=r"measure\.lanes: .* is no schedule"):
+        measure.lanes(LOOP.replace(", is_scheduled=true", ""), CHIP)
     with pytest.raises(TypeError, match="takes a compiled program, and got int"):
         measure.overlap(3, CHIP)
 

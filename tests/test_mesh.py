@@ -1,6 +1,12 @@
+import fnmatch
+import importlib.util
+import json
 import math
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -15,6 +21,65 @@ def in_fresh_python(code):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+ROOT = Path(__file__).parent.parent
+SIMULATE = "from shardwise import mesh; mesh.simulate(8); assert len(mesh.devices()) == 8"
+TRAIN = "import sys; from shardwise.run import command; sys.exit(command.main(['train', '--help']))"
+
+
+def first_cell():
+    """Of a chapter, as a notebook runs it where JAX_PLATFORMS is not set."""
+    notebook = json.loads((ROOT / "chapters/device_meshes.ipynb").read_text())
+    cell = next(cell for cell in notebook["cells"] if cell["cell_type"] == "code")
+    return re.sub("%pip .*", "pass", "".join(cell["source"]))
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(SIMULATE, id="simulate"),
+        pytest.param(first_cell(), id="cell", marks=pytest.mark.slow),
+        pytest.param(TRAIN, id="train", marks=pytest.mark.slow),
+    ],
+)
+def test_libtpu_without_a_tpu_says_nothing(code):
+    unset = {key: os.environ[key] for key in os.environ if key != "JAX_PLATFORMS"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=unset)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("WARNING:absl:Grain")]
+    assert (done.returncode, said) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("asked", "installed", "files", "expected"),
+    [
+        (None, {"libtpu"}, [], "cpu"),
+        ("", {"libtpu"}, [], "cpu"),
+        (None, set(), [], None),
+        (None, {"libtpu"}, ["/dev/accel0"], None),
+        (None, {"libtpu"}, ["/dev/vfio/0"], None),
+        (None, {"libtpu", "jax_plugins"}, [], None),
+        ("tpu,cpu", {"libtpu"}, [], "tpu,cpu"),
+    ],
+)
+def test_only_a_compiler_without_a_chip_makes_cpu_the_one_platform(
+    monkeypatch, asked, installed, files, expected
+):
+    """Where there may be a TPU or a GPU, or somebody chose, JAX looks for itself."""
+    before = jax.config.jax_platforms
+    jax.devices()  # the backend is up from here on, and only what would be asked of it changes
+    monkeypatch.setattr(mesh.util, "find_spec", lambda name: name in installed or None)
+    monkeypatch.setattr(mesh.metadata, "entry_points", lambda group: ())
+    monkeypatch.setattr(
+        mesh.glob, "glob", lambda pattern: [f for f in files if fnmatch.fnmatch(f, pattern)]
+    )
+    try:
+        jax.config.update("jax_platforms", asked)
+        mesh.simulate(8)
+        assert jax.config.jax_platforms == expected
+    finally:
+        jax.config.update("jax_platforms", before)
 
 
 def test_simulate_gives_n_devices_before_the_backend_is_up():

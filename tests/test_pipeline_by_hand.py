@@ -131,6 +131,21 @@ def test_every_setting_equals_one_device(name, seed):
     check(layout, loss, params, batch, 4e-2 if layout.dtype else 2e-5)
 
 
+@pytest.mark.parametrize("zero", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_with_every_zero_a_stage_s_arrays_are_kept_in_shares(zero):
+    """By the compiler too: parameters, gradients, and the optimizer's state."""
+    params, batch = drawn(16)
+    layout = catalogue.over(("stage", "fsdp"), 4, zero=zero, by="compiler", microbatches=4)
+    function, placed = check(layout, net, params, batch)
+    state = pipeline.init(optax.adam(1e-3), placed)
+    for x in jax.tree.leaves((placed, state, function(placed, batch)[1])):
+        assert x.ndim == 0 or x.size == 2 * x.addressable_shards[0].data.size
+    found = pipeline.programs(function, placed, batch)
+    kinds = {key: measure.collectives(program.compile()) for key, program in found.items()}
+    assert all("all-gather" in kinds[s, "gather"] for s in range(2))
+    assert all("all-gather" not in kinds[s, "F"] for s in range(2))  # once a step
+
+
 def told(params, batch):
     """A mean over rows, and auxiliary outputs of every kind; its layers read no `marks.use`."""
     x = params["table"][batch["tokens"]].mean(axis=1)
@@ -273,11 +288,14 @@ def shorter(batch, rows=None, length=None):
     return jax.tree.map(lambda x: x[:rows, :length], batch)
 
 
+WHO = "^layouts.value_and_grad:"  # what was called
+
+
 @pytest.mark.parametrize(
     ("roles", "change", "expected"),
     [
-        ("fsdp", dict(rows=12), r"mask of shape \(12, 6\) does not split into 8 parts"),
-        ("context", dict(length=5), r"a sequence of 5 does not split into 2 parts.* to 6"),
+        ("fsdp", dict(rows=12), rf"{WHO} mask of shape \(12, 6\) does not split into 8 parts"),
+        ("context", dict(length=5), rf"{WHO} a sequence of 5 does not split into 2 parts.* to 6"),
         ("fsdp", dict(loss=outside), r"(down|up) is stacked, and read outside marks.use"),
         (
             "fsdp",

@@ -1,5 +1,6 @@
 """Runs: what is stopped and goes on equals what was not stopped, bit for bit."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -277,8 +278,42 @@ def test_a_folder_with_a_run_is_not_written_over(tmp_path, reference):
 
 
 def test_other_settings_are_named(reference):
-    with pytest.raises(ValueError, match=r"seed was 0 and is 5; optimizer.peak was 0.003"):
-        trained(reference[0], resume=True, seed=5, optimizer=run.Optimizer(peak=0.1))
+    with pytest.raises(ValueError, match="seed was 0 and is 5; batch was 8 and is 16"):
+        trained(reference[0], resume=True, seed=5, batch=16)
+
+
+def test_a_run_folder_has_the_settings_that_were_used(tmp_path, reference):
+    folder, _ = reference
+    names = {name.partition(".")[0] for name in run.Folder(folder).settings()}
+    assert {"seed", "batch", "layout", "evaluation"} <= names
+    assert not names & {"model", "data", "sequence", "devices", "optimizer"}
+    options = dict(create=create, loss=loss, batches=rows())  # whose optimizer the settings name
+    run.train(given(tmp_path, steps=1), **options)
+    assert run.Folder(tmp_path).settings()["optimizer.peak"] == run.Optimizer().peak
+    with pytest.raises(ValueError, match=r"optimizer\.peak was"):
+        again = given(tmp_path, resume=True, optimizer=run.Optimizer(peak=0.1))
+        run.train(again, **options)
+
+
+@pytest.mark.parametrize("scalar", [False, True])
+def test_a_held_out_loss_is_that_of_one_large_batch(tmp_path, scalar):
+    """Of rows that count from none to many: a mean of the batches' means is another number."""
+
+    def weighed(params, batch):
+        error = jnp.sum((batch["x"] @ params["w"] - batch["y"]) ** 2, axis=1)
+        if scalar:
+            return error.mean()
+        return objective.Mean(jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]))
+
+    held = rows().map(lambda row: row | {"weight": F32(row["row"] ** 2 * (row["row"] >= 8))})
+    options = dict(create=create, loss=weighed, batches=held, validation=held)
+    settings = given(tmp_path, steps=4, evaluation=run.Evaluation(every=4, batches=3))
+    result = run.train(settings, **options)
+    (found,) = metrics.read(tmp_path / "evaluations.jsonl")
+    params = layouts.whole(run.Roles().layout(), result.params)
+    batch = jax.tree.map(lambda *x: np.stack(x), *[held[i] for i in range(3 * 8)])
+    wanted = objective.value_and_grad(weighed)(params, batch)[0]
+    np.testing.assert_allclose(found["loss"], wanted, rtol=1e-5)
 
 
 def test_a_run_that_is_done_says_its_loss_again(reference):
@@ -414,6 +449,29 @@ def test_half_of_a_cluster_is_told(monkeypatch, capsys):
     assert "SLURM_STEP_NODELIST is not" in capsys.readouterr().err
     with pytest.raises(ValueError, match="do not divide among 3"):
         joining.join(run.Processes(address="127.0.0.1:1", index=0, count=3), 8)
+
+
+def test_a_reader_that_has_gone_ends_a_command_in_silence(monkeypatch, capfd):
+    for words in ["train", "--help"], ["launch", "local", "--help"], ["--help"]:
+        unread, written = os.pipe()
+        os.close(unread)
+        with os.fdopen(written, "w") as out:
+            monkeypatch.setattr("sys.stdout", out)
+            assert command.main(words) == 128 + signal.SIGPIPE
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command_of", [["train", "--run"], ["train", "--resume", "--run"]])
+def test_a_run_folder_on_a_bucket_is_refused(command_of, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="gs://bucket/x is an address, and a run folder lies on"):
+        run.Settings(run="gs://bucket/x")
+    with contextlib.suppress(SystemExit):  # by tyro, for what is no setting
+        assert command.main([*command_of, "gs://bucket/x"]) == 1
+    told = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert "is an address, and a run folder lies on a disk" in told
+    assert command.main(["sample", "gs://bucket/x"]) == 1
+    assert "is an address" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_messages_of_ours_need_no_traceback(capsys, tmp_path):

@@ -211,7 +211,10 @@ def test_a_compiled_program_is_a_value_and_nothing_reaches_the_caller(capfd, mon
     assert sizes.alias_size_in_bytes == 4 * 256 * 640
     assert "is_scheduled=true" in first.as_text()
     fit = measure.fits(first)
-    assert fit and fit.spare == mesh.chips.chip.usable_hbm - fit.memory.total
+    assert fit and fit.spare == mesh.chips.chip.usable_hbm - fit.needed
+    held = fit.memory.arguments + fit.memory.outputs - fit.memory.aliased
+    assert held <= fit.needed < held + fit.memory.temporaries + 2**20  # padded, and some beside
+    assert str(fit.needed) in first.report
     assert {b.source for b in fit.buffers if b.kind == "argument"} == {"x", "w", "old"}
     held = sum(b.bytes for b in fit.buffers if b.kind == "argument")
     assert held == sizes.argument_size_in_bytes

@@ -1,11 +1,14 @@
 """Named meshes over the devices that the book runs on, simulated or real."""
 
+import glob
 import math
+from importlib import metadata, util
 
 import jax
 from jax.sharding import AxisType
 
 _devices = None
+_TPU = ("/dev/accel*", "/dev/vfio/[0-9]*")  # the files by which a machine's TPU is reached
 
 
 def simulate(n: int = 8) -> None:
@@ -16,6 +19,7 @@ def simulate(n: int = 8) -> None:
     runtime with one GPU), the first `n` CPU devices are taken and CPU becomes the default device.
     Called again with the same or a smaller `n`, it selects again. Where several processes form
     one system (`jax.distributed`), every process asks for `n`, and all their devices are taken.
+    Where only the TPU's compiler (libtpu) is installed, no TPU is looked for.
 
     Tried on CPU, with one process and with two; written for, but not tried on, machines with
     one or more accelerators.
@@ -27,6 +31,7 @@ def simulate(n: int = 8) -> None:
     global _devices
     if n < 1:
         raise ValueError(f"mesh.simulate({n}): ask for at least one device.")
+    _look_for_no_tpu()
     try:
         jax.config.update("jax_num_cpu_devices", n)
     except RuntimeError:
@@ -50,7 +55,10 @@ def simulate(n: int = 8) -> None:
 
 def devices() -> list[jax.Device]:
     """The devices that meshes are made of: those of `simulate`, else all of `jax.devices()`."""
-    return list(jax.devices() if _devices is None else _devices)
+    if _devices is None:
+        _look_for_no_tpu()
+        return jax.devices()
+    return list(_devices)
 
 
 def make(**axes: int) -> jax.sharding.Mesh:
@@ -86,6 +94,19 @@ def check_auto(who: str, mesh: jax.sharding.Mesh) -> None:
             f"what runs here is for Auto ones: make it with mesh.make, or with "
             f"jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.shape)})."
         )
+
+
+def _look_for_no_tpu() -> None:
+    """Take CPU for the only platform where libtpu is installed and nothing that it could drive.
+
+    It would print errors whenever JAX first looks for devices. Where JAX_PLATFORMS is set, where a
+    TPU is, or a plugin for another accelerator, all stays as it is.
+    """
+    if jax.config.jax_platforms or not util.find_spec("libtpu"):
+        return
+    plugins = util.find_spec("jax_plugins") or metadata.entry_points(group="jax_plugins")
+    if not plugins and not any(map(glob.glob, _TPU)):
+        jax.config.update("jax_platforms", "cpu")
 
 
 def _resolve(axes, count):

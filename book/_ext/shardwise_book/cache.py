@@ -23,6 +23,7 @@ from packaging.requirements import Requirement
 from . import execute
 
 STACK = ["jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "matplotlib"]
+STACK += ["libtpu"]  # one chapter compiles for chips where it is there
 KEPT = 4  # caches of earlier states, so that going back to one executes nothing
 # Of the environment: what the libraries of the stack and Python itself take settings from.
 SETTINGS = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "TF_", "FLAX_", "ORBAX_", "MPL")

@@ -11,6 +11,10 @@ device, and differ in what they send, keep and allow:
     ring(axis)        K and V go around, and attention is summed up block by block
     ulysses(axis)     tokens are exchanged for heads, and back
 
+Where a device sees whole sequences, as without a context axis or by ulysses, a kernel may compute
+what it does with them: `layouts.Layout(kernel=...)`. On TPUs that is `splash()`, which keeps no
+scores. `jax.nn.dot_product_attention` (cuDNN's on GPUs) has to be wrapped in as few lines.
+
 Which tokens a device has is an order of the whole sequence: `contiguous`, `striped` or `zigzag`.
 """
 
@@ -18,6 +22,7 @@ from shardwise.context.compiling import Within as within
 from shardwise.context.counting import Sent, bytes_sent, work
 from shardwise.context.exchanging import Ulysses as ulysses
 from shardwise.context.gathering import AllGather as all_gather
+from shardwise.context.kernels import Splash as splash
 from shardwise.context.orders import contiguous, inverse, striped, zigzag
 from shardwise.context.rotating import Ring as ring
 
@@ -38,6 +43,7 @@ __all__ = [
     "contiguous",
     "inverse",
     "ring",
+    "splash",
     "striped",
     "ulysses",
     "within",

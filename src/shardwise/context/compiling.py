@@ -16,38 +16,47 @@ class Within:
     """`form` for whole arrays under jit: manual over `axis`, which cuts the sequence, and `rows`.
 
     Other mesh axes stay the compiler's. Name in `rows` those that cut rows: whether a tile is
-    skipped is then asked of a device's rows alone.
+    skipped is then asked of a device's rows alone. Name in `heads` those that cut heads where the
+    form is a kernel, which the compiler cannot cut; `axis` is () where none cuts the sequence.
 
     Raises:
-      ValueError: at the call, a sequence or rows that do not divide.
+      ValueError: at the call, a sequence, rows or heads that do not divide.
     """
 
     mesh: Mesh | AbstractMesh
     axis: Axis
     form: Callable
     rows: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
 
     def __call__(self, q, k, v, places, mask=marks.causal):
         here = jax.sharding.get_abstract_mesh()
         mesh = self.mesh if here.empty else here
-        self._check(mesh, *q.shape[:2])
-        spec = P(self.rows or None, self.axis)
+        self._check(mesh, q, k)
+        tokens = P(self.rows or None, self.axis or None)
+        spec = P(*tokens, self.heads or None)
 
         def local(q, k, v, places):
             return self.form(q, k, v, places, mask)
 
-        manual = {*self.rows, *_names(self.axis)}
+        manual = {*self.rows, *_names(self.axis), *self.heads}
         return jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=spec,
+            in_specs=(spec, spec, spec, tokens),
             out_specs=spec,
             axis_names=manual,
             check_vma=False,
         )(q, k, v, places)
 
-    def _check(self, mesh, rows, length):
-        for what, size, axes in ("rows", rows, self.rows), ("tokens", length, _names(self.axis)):
+    def _check(self, mesh, q, k):
+        cuts = (
+            ("rows", q.shape[0], self.rows),
+            ("tokens", q.shape[1], _names(self.axis)),
+            ("heads", q.shape[2], self.heads),
+            ("kv heads", k.shape[2], self.heads),
+        )
+        for what, size, axes in cuts:
             n = 1
             for axis in axes:
                 n *= mesh.shape[axis]

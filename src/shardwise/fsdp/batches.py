@@ -31,12 +31,16 @@ def pad(batch: dict, n: int, mask: str = "mask") -> dict:
 
 
 class Divided(NamedTuple):
-    """Over which mesh axes a batch's rows and columns are cut by hand, in which order."""
+    """Over which mesh axes a batch's rows and columns are cut by hand, in which order.
+
+    Errors begin with `who`: what the user called.
+    """
 
     mesh: jax.sharding.Mesh
     rows: tuple[str, ...]
     columns: tuple[str, ...] = ()
     order: Callable[[int, int], Any] | None = None
+    who: str = WHO
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -49,13 +53,13 @@ class Divided(NamedTuple):
         Raises:
           ValueError: rows or columns that do not divide.
         """
-        check_rows(batch, self._parts(self.rows) * microbatches)
+        check_rows(batch, self._parts(self.rows) * microbatches, self.who)
         if not self.columns:
             return batch, objective.numbers(batch), (P(self.rows), P(self.rows))
-        length, parts = _sequence(batch), self._parts(self.columns)
+        length, parts = _sequence(batch, self.who), self._parts(self.columns)
         if length % parts:
             raise ValueError(
-                f"{WHO}: a sequence of {length} does not split into {parts} parts, over "
+                f"{self.who}: a sequence of {length} does not split into {parts} parts, over "
                 f"{self.columns}; pad it, with a mask of 0, to {-(-length // parts) * parts}."
             )
         order = np.arange(length) if self.order is None else self.order(length, parts)
@@ -72,7 +76,7 @@ class Divided(NamedTuple):
         return math.prod(self.mesh.shape[name] for name in axes)
 
 
-def _sequence(batch):
+def _sequence(batch, who):
     """The length of the batch's sequences, axis 1 of each array that has two or more."""
     lengths: dict[int, str] = {}
     for path, x in trees.leaves(batch):
@@ -81,25 +85,25 @@ def _sequence(batch):
     if len(lengths) != 1:
         told = ", ".join(f"{path} has {n}" for n, path in lengths.items()) or "there is none"
         raise ValueError(
-            f"{WHO}: columns= cuts the sequence, axis 1 of each array of the batch that has two "
+            f"{who}: columns= cuts the sequence, axis 1 of each array of the batch that has two "
             f"axes or more, which has to be one length: {told}. Hand over what is no sequence as a "
             f"further argument."
         )
     return next(iter(lengths))
 
 
-def check_rows(batch: Any, parts: int) -> None:
+def check_rows(batch: Any, parts: int, who: str = WHO) -> None:
     """Raise where an array of the batch does not split into so many parts."""
     for path, x in trees.leaves(batch):
         if jnp.ndim(x) == 0:
             raise ValueError(
-                f"{WHO}: {path or 'the batch'} is a scalar, and has no rows to cut "
+                f"{who}: {path or 'the batch'} is a scalar, and has no rows to cut "
                 f"into {parts} parts (devices times microbatches); hand it to the loss as a "
                 f"further argument."
             )
         if jnp.shape(x)[0] % parts:
             raise ValueError(
-                f"{WHO}: {path or 'the batch'} of shape {jnp.shape(x)} does "
+                f"{who}: {path or 'the batch'} of shape {jnp.shape(x)} does "
                 f"not split into {parts} parts (devices times microbatches) along its rows; add "
                 f"masked rows: fsdp.pad(batch, {parts}), and a loss that returns objective.Mean."
             )

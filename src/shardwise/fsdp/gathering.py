@@ -1,7 +1,8 @@
 """Gathering arrays where they are used; the transpose, which reduces their gradients.
 
 Small arrays that are gathered at one place travel together: flattened, in one collective. What a
-collective costs beside its bytes is then paid once, for a layer's norms and biases.
+collective costs beside its bytes is then paid once, for a layer's norms and biases. What travels
+together is there twice, flat and in its own shapes: so it is little of what is gathered there.
 """
 
 import functools
@@ -17,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 from shardwise.fsdp.planning import Stored
 from shardwise.fsdp.storage import Sharded, pad_axis
 
-SMALL = 2**14  # elements of a whole array, below which it travels with others
+SMALL = 2**14  # elements, of the whole arrays that travel together,
+SHARE = 8  # and one of so many parts of all that is gathered there
 
 
 class How(NamedTuple):
@@ -95,13 +97,22 @@ _gather_with_transpose.defvjp(lambda xs, hows, dtypes: (_gathered(xs, hows), Non
 
 def _bundles(xs, hows):
     """The numbers of the arrays that travel together, one list for each collective."""
-    together = {}
-    for i, (x, how) in enumerate(zip(xs, hows, strict=True)):
-        if how is not None:
-            alone = x.size // x.shape[how.cut] * how.padded >= SMALL or how.beside is not None
-            key = i if alone else (how.axis, how.dtype, how.reduce_dtype, x.dtype)
-            together.setdefault(key, []).append(i)
-    return together.values()
+    # Counted whole, whether these are shares, to be gathered, or gradients, to be scattered.
+    cut = [(i, x, how) for i, (x, how) in enumerate(zip(xs, hows, strict=True)) if how is not None]
+    sizes = {i: x.size // x.shape[how.cut] * how.padded for i, x, how in cut}
+    most = min(SMALL, sum(sizes.values()) // SHARE)
+    found, room = [], {}  # room: {what has to be equal: (members, elements that they may still be)}
+    for i, x, how in cut:
+        key = how.axis, how.dtype, how.reduce_dtype, x.dtype
+        members, left = room.get(key, ([], 0))
+        alone = how.beside is not None or sizes[i] > most
+        if alone or sizes[i] > left:
+            members, left = [], most
+            found.append(members)
+        members.append(i)
+        if not alone:
+            room[key] = members, left - sizes[i]
+    return found
 
 
 def _each_bundle(function, xs, hows):

@@ -46,6 +46,8 @@ class Layout:
       attention: how `context` runs by hand: "ring", in the sequence's own order, in "striped" or
         "zigzag" order; "all_gather"; "ulysses"; or a function of the axis to a meaning of
         `marks.attend`.
+      kernel: what computes attention where a device sees whole sequences, so without `context` or
+        with "ulysses": a meaning of `marks.attend`, such as `context.splash()` on TPUs.
       dispatch: how tokens reach experts by hand: "all_to_all" or "gather", or a function of the
         axis and `sequence=` to a meaning of `marks.experts`.
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
@@ -74,6 +76,7 @@ class Layout:
     over: Any = None
     sequence: bool = False
     attention: str | Callable[[str], Callable] = "ring"
+    kernel: Callable | None = None
     dispatch: str | Callable[..., Callable] = "all_to_all"
     schedule: Any = "1f1b"
     microbatches: int = 1
@@ -181,6 +184,17 @@ class Layout:
             raise ValueError(
                 f"layouts.Layout: attention={self.attention!r} is an order of the sequence for "
                 f"rings by hand; by the compiler, which sees whole sequences, leave it out."
+            )
+        if self.kernel and self.context and (self.attention != "ulysses" or not self.by_hand):
+            raise ValueError(
+                f"layouts.Layout: kernel= computes attention to whole sequences, and context="
+                f"{self.context} cuts them; by hand and with attention='ulysses' a device sees "
+                f"all tokens of some heads, which a kernel can do."
+            )
+        if self.kernel and self.stage and not self.by_hand:
+            raise ValueError(
+                "layouts.Layout: kernel= in stages is cut by hand; the compiler cannot cut one. "
+                "Leave by='compiler' out, and give rows an axis: data= or fsdp=."
             )
         if self.reduce_dtype is not None and not self.by_hand:
             raise ValueError(

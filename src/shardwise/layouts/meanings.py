@@ -71,6 +71,8 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
         found["constrain"] = pins(layout)
     if layout.context and layout.by_hand:
         found["attend"] = attention(layout)
+    elif layout.kernel:
+        found["attend"] = _kernel(layout)
     if layout.by_hand and layout.expert:
         form = experts.FORMS.get(layout.dispatch, layout.dispatch)
         found["experts"] = form(layout.expert[0], sequence=_one(layout.context))
@@ -84,7 +86,26 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
 def attention(layout: Layout) -> Callable:
     """The form of attention by hand over the context axes."""
     form, _ = context.FORMS.get(layout.attention, (layout.attention, None))
-    return form(_one(layout.context))
+    given = {"local": Alone(_kernel(layout))} if layout.kernel else {}
+    return form(_one(layout.context), **given)
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """A meaning of `marks.attend` as what Ulysses computes on a device."""
+
+    attend: Callable
+
+    def __call__(self, q, k, v, query, key, mask):
+        return self.attend(q, k, v, query, mask)
+
+
+def _kernel(layout):
+    """The layout's kernel, whose rows and heads the compiler cannot cut, so that they are here."""
+    rows = () if layout.by_hand else layout.rows
+    if not rows and not layout.tensor:
+        return layout.kernel
+    return context.within(layout.mesh, (), layout.kernel, rows, layout.tensor)
 
 
 def order(layout: Layout) -> Callable | None:

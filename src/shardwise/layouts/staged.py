@@ -4,8 +4,12 @@ By the compiler a stage's programs are jitted, and their arrays and activations 
 `by_compiler` does. By hand each is a shard_map on the stage's own devices: rows, sequence, shares
 of parameters and experts are cut as `by_hand` cuts them, and the tensor axis is the compiler's. A
 task gathers the parameters that it reads and scatters their gradients; what devices have copies of
-is summed once a step. A stage's arrays are not padded: one of which no axis divides is an error, or
-stays whole (`uneven="replicate"`).
+is summed once a step.
+
+Either way parameters, and with them their state, are kept in shares with every ZeRO: below 3 they
+are gathered once a step. The compiler sums gradients into shares in each task, with 1 as with 2. A
+stage's arrays are not padded: one of which no axis divides is an error, or stays whole
+(`uneven="replicate"`).
 """
 
 import dataclasses
@@ -22,6 +26,8 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings, order
 from shardwise.layouts.placing import cast, parameter_rule
 from shardwise.layouts.shares import shares
+
+WHO = "layouts.value_and_grad"
 
 
 def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any) -> Callable:
@@ -49,15 +55,10 @@ def _manual(layout):
         rows=layout.rows,
         columns=layout.context,
         free=layout.tensor,
-        divide=Divided(layout.mesh, layout.rows, layout.context, order(layout)),
+        divide=Divided(layout.mesh, layout.rows, layout.context, order(layout), WHO),
         meanings=lambda mesh: meanings(dataclasses.replace(layout, mesh=mesh)),
         shares=functools.partial(shares, layout),
     )
-
-
-def _rule(layout):
-    """That of parameters; by hand they are kept in shares with every ZeRO."""
-    return parameter_rule(layout, zero=1 if layout.by_hand else 3)
 
 
 def place(
@@ -65,7 +66,7 @@ def place(
 ) -> pipeline.Pipelined:
     """Parameters on the stages that read them."""
     like = value_and_grad(layout, loss, has_aux, "sum")
-    return pipeline.place(tree, like, batch, rule=_rule(layout))
+    return pipeline.place(tree, like, batch, rule=parameter_rule(layout, zero=1))
 
 
 def create(
@@ -73,10 +74,10 @@ def create(
 ) -> pipeline.Pipelined:
     """`place(layout, function(key), ...)`, each array born on its stages."""
     like = value_and_grad(layout, loss, has_aux, "sum")
-    return pipeline.create(function, key, like, batch, rule=_rule(layout))
+    return pipeline.create(function, key, like, batch, rule=parameter_rule(layout, zero=1))
 
 
 def located(layout: Layout, shapes: Any, like: Any, batch: Any) -> pipeline.Pipelined:
     """`place`, of shapes: where arrays would live, and no arrays."""
-    pieces, meshes = pipeline.located(shapes, like, batch, rule=_rule(layout))
+    pieces, meshes = pipeline.located(shapes, like, batch, rule=parameter_rule(layout, zero=1))
     return pipeline.Pipelined({}, pieces, jax.tree.structure(shapes), meshes)

@@ -9,6 +9,7 @@ from .communication import collectives
 from .counts import Collectives, Count
 from .fitting import Fit, fits
 from .forms import Form, Forms, by_form
+from .lanes import Span, lanes
 from .matmuls import flops
 from .memory import DeviceBytes, bytes_on_devices, bytes_per_device
 from .overlap import Beside, Overlap, overlap
@@ -23,6 +24,7 @@ __all__ = [
     "Form",
     "Forms",
     "Overlap",
+    "Span",
     "StepTime",
     "by_axis",
     "by_form",
@@ -31,6 +33,7 @@ __all__ = [
     "collectives",
     "fits",
     "flops",
+    "lanes",
     "overlap",
     "step_time",
 ]

@@ -48,9 +48,11 @@ class Fit:
 def fits(program: Any, allowed: int | None = None) -> Fit:
     """The `Fit` of a compiled program, or of the error with which a compiler refused one.
 
-    A program needs its arguments and outputs, less what is aliased, and its temporaries. What the
-    device allows is known for what `topology.compile` returns or raises, and for TPU's errors;
-    for another `jax.stages.Compiled` say `allowed`, in bytes. (An old TPU compiler, libtpu 0.0.23,
+    A program needs its arguments and outputs, less what is aliased, and its temporaries: so much
+    at most, since temporaries may lie where a donated argument was. `needed` is what the compiler
+    itself counted, where it says so, as what `topology.compile` returns does. What the device
+    allows is known for that, for what it raises, and for TPU's errors; for another
+    `jax.stages.Compiled` say `allowed`, in bytes. (An old TPU compiler, libtpu 0.0.23,
     does not look at arguments and outputs: it returns what does not fit, and this tells.)
 
     Raises:
@@ -66,7 +68,8 @@ def fits(program: Any, allowed: int | None = None) -> Fit:
             "measure.fits: how much the device allows is not known for a program compiled here; "
             "say measure.fits(compiled, allowed=16 * 2**30), or compile by topology.compile."
         )
-    return Fit(memory.total, allowed, memory, getattr(program, "buffers", ()))
+    needed = getattr(program, "hbm_bytes", None) or memory.total
+    return Fit(needed, allowed, memory, getattr(program, "buffers", ()))
 
 
 def refused(text: str) -> tuple[int, int] | None:

@@ -11,6 +11,7 @@ from .program import Frame, Instruction, Program, is_compiled
 from .trips import executed
 
 _SHOWN = 16  # of the collectives in the table
+Begun = tuple[Op, Frame, Instruction, int]
 _NOTE = "a schedule and a model of time, not a measurement"
 
 
@@ -89,23 +90,28 @@ def overlap(program: Any, chip: Any, kernels: Mapping[str, int] | None = None) -
       TypeError: `program` is no compiled program.
       ValueError: it is not scheduled, as those for CPUs are not; what `collectives` raises.
     """
+    return Overlap(tuple(_beside(scheduled("overlap", program), chip, kernels or {})))
+
+
+def scheduled(who: str, program: Any) -> Program:
+    """A compiled program whose text is its schedule; TypeError or ValueError for another."""
     if not is_compiled(program) and not isinstance(program, str):
         raise TypeError(
-            f"measure.overlap takes a compiled program, and got {type(program).__name__}; pass "
+            f"measure.{who} takes a compiled program, and got {type(program).__name__}; pass "
             f"what topology.compile returns."
         )
     text = program if isinstance(program, str) else program.as_text()
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError(
-            "measure.overlap: the order of this program's instructions is no schedule; compile it "
-            "for TPUs, by topology.compile."
+            f"measure.{who}: the order of this program's instructions is no schedule; compile it "
+            f"for TPUs, by topology.compile."
         )
-    parsed = hlo.parse(text)
-    return Overlap(tuple(_beside(parsed, chip, kernels or {})))
+    return hlo.parse(text)
 
 
-def _beside(program: Program, chip: Any, kernels: Mapping[str, int]) -> Iterator[Beside]:
-    groups: dict[int, list[tuple[Op, Frame, Instruction, int]]] = {}
+def begun(program: Program) -> list[list[Begun]]:
+    """Every collective where it begins, those of one computation together, and its times run."""
+    groups: dict[int, list[Begun]] = {}
 
     def read(frame, op):
         found = communication.read(program, frame, op)
@@ -115,9 +121,13 @@ def _beside(program: Program, chip: Any, kernels: Mapping[str, int]) -> Iterator
 
     for (found, frame, start), times in executed(program, read, lambda f: f[0].ring_bytes):
         groups.setdefault(id(frame), []).append((found, frame, start, times))
+    return list(groups.values())
+
+
+def _beside(program: Program, chip: Any, kernels: Mapping[str, int]) -> Iterator[Beside]:
     # Innermost first: what is beside a collective of a loop is beside none around the loop.
     taken: dict[tuple[int, str], float] = {}
-    for group in sorted(groups.values(), key=lambda group: -len(_around(group[0][1]))):
+    for group in sorted(begun(program), key=lambda group: -len(_around(group[0][1]))):
         yield from _shared(program, chip, group, taken, kernels)
 
 
@@ -125,8 +135,7 @@ def _shared(program, chip, group, taken, kernels):
     """Those that start in one computation: a product's time goes to whoever is open, once."""
     for found, frame, start, times in group:
         lanes = _lanes(found, chip, start)
-        bandwidth = lanes * chip.link_bandwidth if lanes else chip.dcn_bandwidth
-        seconds = found.ring_bytes / bandwidth * chip.devices
+        seconds = link_seconds(found, chip, start)
         if not found.asynchronous:
             yield Beside(found, times, lanes, seconds)
             continue
@@ -143,6 +152,13 @@ def _shared(program, chip, group, taken, kernels):
         cycles = sum(schedule.cycles(program, frame, op) for op in beside)
         arithmetic = sum(work.values())
         yield Beside(found, times, lanes, seconds, products, arithmetic, covered, cycles)
+
+
+def link_seconds(op: Op, chip: Any, start: Instruction) -> float:
+    """How long one run of a collective takes, by the links that its strategy uses."""
+    lanes = _lanes(op, chip, start)
+    bandwidth = lanes * chip.link_bandwidth if lanes else chip.dcn_bandwidth
+    return op.ring_bytes / bandwidth * chip.devices
 
 
 def _around(frame: Frame) -> list[tuple[Frame, str]]:

@@ -16,20 +16,32 @@ def between(program: Program, frame: Frame, start: Instruction) -> list[Instruct
     A collective that ends in the next trip of its loop runs beside the rest of the body, and its
     beginning; one that is handed to a loop counts as waited for there.
     """
+    after, order, place = _end(program, frame, start)
+    return after if place is None else [*after, *order][:place]
+
+
+def end(program: Program, frame: Frame, start: Instruction) -> str | None:
+    """The name of what waits for `start`, in this trip or the next; None where nothing does."""
+    after, order, place = _end(program, frame, start)
+    return None if place is None else [*after, *order][place].name
+
+
+def _end(program, frame, start):
+    """What comes after `start`, all in order, and how many instructions further it is awaited."""
     order = list(frame.computation.instructions.values())
     after = order[order.index(start) + 1 :]
     end, leaves_as = _follow(program, frame, after, {start.name})
     if end is not None:
-        return after[: after.index(end)]
+        return after, order, after.index(end)
     if leaves_as is None or frame.site is None or frame.site.opcode != "while":
-        return after
+        return after, order, None
     carried = {
         op.name
         for op in order
         if op.opcode == "get-tuple-element" and op.attributes["index"] == str(leaves_as)
     }
     end, _ = _follow(program, frame, order, carried)
-    return [*after, *order[: order.index(end) if end in order else 0]]
+    return after, order, len(after) + order.index(end) if end in order else None
 
 
 def flops(program: Program, frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int:

@@ -1,8 +1,9 @@
-"""The command `shardwise`: train, sample, profile, launch."""
+"""The command `shardwise`: train, sample, profile, launch, plan."""
 
 import dataclasses
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from shardwise.run.settings import Settings
 from shardwise.run.stored import from_flat
 
 STOPPED = 75  # the exit status of a run that a signal stopped, after saving (EX_TEMPFAIL)
+UNREAD = 128 + signal.SIGPIPE  # of a command whose reader is gone, as a shell has it
 
 HELP = """shardwise: training across devices in JAX
 
@@ -28,6 +30,7 @@ HELP = """shardwise: training across devices in JAX
   shardwise sample FOLDER         write text from a checkpoint
   shardwise profile FOLDER        what devices did in the steps of `train --profile 10:13`
   shardwise launch local --processes 4 -- train ...
+  shardwise plan --model llama3-8b --chips v5p:4x4x8 --batch 1024 --sequence 8192
 
 Each has --help."""
 
@@ -35,7 +38,29 @@ Each has --help."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, `sys.argv` by default; its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _flushed(argv)
+    except Exception as error:
+        if _is_unread(error):
+            return _end(UNREAD)
+        if _told(error) and not os.environ.get("SHARDWISE_TRACEBACK"):
+            print(f"shardwise: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        return _end(1)
+
+
+def _flushed(argv):
+    """A command's status, once all that it printed is out."""
+    try:
+        return _command(argv)
+    finally:
+        sys.stdout.flush()
+
+
+def _command(argv):
     commands = {"train": train, "sample": sample, "profile": profile, "launch": launch}
+    commands["plan"] = plan
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0 if argv else 2
@@ -44,14 +69,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"shardwise: no command {argv[0]!r}; there are {', '.join(commands)}.", file=sys.stderr
         )
         return 2
+    return commands[argv[0]](argv[1:])
+
+
+def _is_unread(error):
+    """Whether who read the output has gone, as in `... | head`; then no more is written."""
+    if not isinstance(error, BrokenPipeError):
+        return False
     try:
-        return commands[argv[0]](argv[1:])
-    except Exception as error:
-        if _told(error) and not os.environ.get("SHARDWISE_TRACEBACK"):
-            print(f"shardwise: {error}", file=sys.stderr)
-        else:
-            traceback.print_exc()
-        return _end(1)
+        os.write(sys.stdout.fileno(), b"\n")  # it may be another pipe that broke
+        return False
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
 
 
 def train(argv: Sequence[str]) -> int:
@@ -180,7 +210,15 @@ def launch(argv: Sequence[str]) -> int:
     return launchers.main(argv)
 
 
-_ROOMS = "run data layouts checkpoint mesh fsdp pipeline rules llama processes".split()
+def plan(argv: Sequence[str]) -> int:
+    """Propose layouts for chips that need not be here."""
+    from shardwise.plan import command
+
+    return command.main(argv)
+
+
+_ROOMS = ("run", "data", "layouts", "checkpoint", "mesh", "fsdp", "pipeline", "rules", "llama")
+_ROOMS = (*_ROOMS, "plan", "processes", "topology")
 
 
 def _told(error):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ class Folder:
     """
 
     def __init__(self, path: str | os.PathLike):
-        self.path = Path(path).expanduser().absolute()
+        self.path = on_disk(path).expanduser().absolute()
         self.metrics = self.path / "metrics.jsonl"
         self.evaluations = self.path / "evaluations.jsonl"
         self.checkpoints = self.path / "checkpoints"
@@ -50,6 +51,21 @@ class Folder:
         """What each process last said."""
         files = sorted((self.path / "processes").glob("*.json"), key=lambda p: int(p.stem))
         return [json.loads(file.read_text()) for file in files]
+
+
+def on_disk(path: str | os.PathLike) -> Path:
+    """The path of a run folder.
+
+    Raises:
+      ValueError: it is an address, such as gs://bucket/run; a `Path` of one has lost a slash.
+    """
+    if re.match(r"\w[\w.+-]+:/", str(path)):
+        raise ValueError(
+            f"run: {path} is an address, and a run folder lies on a disk that all processes see: "
+            f"lines are added to its files. Mount the bucket (Cloud Storage FUSE, mountpoint-s3), "
+            f"and name the folder there."
+        )
+    return Path(path)
 
 
 class Note:

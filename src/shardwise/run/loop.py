@@ -176,7 +176,7 @@ class Run:
         self.watchdog.pause()
         batches = self.validation.go(1, self.settings.evaluation.batches)
         found = [self.evaluate(self.params, self.opt_state, batch) for batch in batches]
-        values = np.mean(np.asarray(jax.device_get(found), np.float64), axis=0)
+        values = program.together(found)
         whole = self.sample and layouts.whole(self.layout, self.params)
         text = "" if self.sample is None else self.sample(whole)
         self.report.evaluated(step, *values, text=text)

@@ -1,9 +1,9 @@
 """What devices did in the steps of a trace: compute, collectives, and waiting in them.
 
-Traces are those of `jax.profiler`, read by its own `ProfileData`; XProf and Perfetto open the same
-files. On CPU a device is a thread, and a collective's waiting is its rendezvous; what two threads
-of one core do in turn looks like work on both, so that times there tell of order and of waiting,
-and nothing of speed.
+Traces are those of `jax.profiler`, read by its own `ProfileData`; XProf opens the same folder, and
+Perfetto the `.trace.json.gz` in it. On CPU a device is a thread, and a collective's waiting is its
+rendezvous; what two threads of one core do in turn looks like work on both, so that times there
+tell of order and of waiting, and nothing of speed.
 """
 
 import bisect

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import layouts
+from shardwise import layouts, objective
 from shardwise.layouts import Layout
 from shardwise.run import keys
 from shardwise.run.state import field, mean
@@ -70,19 +70,36 @@ def flags(layout: Layout, asked: bool) -> Any:
 
 
 def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: bool) -> Callable:
-    """(params, opt_state, batch) -> [the loss, that of the parameters' mean], without dropout."""
+    """(params, opt_state, batch) -> [(loss, count) of them, and of their mean], without dropout."""
     # Of this program only the value is used: a compiler leaves the gradient out.
-    mean_and_grad = layouts.value_and_grad(layout, loss, has_aux)
-
-    def value(params, batch):
-        found = mean_and_grad(params, batch)[0]
-        return found[0] if has_aux else found
+    mean_and_grad = layouts.value_and_grad(layout, _counted(loss, has_aux), has_aux=True)
 
     def both(params, opt_state, batch):
         averages = [] if decay is None else [mean(params, opt_state, decay)]
-        return [value(each, batch) for each in (params, *averages)]
+        return [mean_and_grad(each, batch)[0] for each in (params, *averages)]
 
     return both if layout.stage else jax.jit(both)
+
+
+def _counted(loss, has_aux):
+    """The loss, and its count beside it, by which batches are weighed; 1 of a mean over rows."""
+    bare = objective.normal(loss, has_aux)
+
+    def counted(params, batch):
+        found, _ = bare(params, batch)
+        if found.count is None:
+            return found.total, jnp.float32(1)
+        return found, jnp.asarray(found.count, jnp.float32)
+
+    return counted
+
+
+def together(found: Sequence[Sequence[tuple[Any, Any]]]) -> list[float]:
+    """One loss of those of several batches, for each of what `evaluation` evaluates."""
+    values = np.asarray(jax.device_get(found), np.float64)  # [batches, evaluated, loss and count]
+    total = np.sum(values[..., 0] * values[..., 1], axis=0)
+    count = np.sum(values[..., 1], axis=0)
+    return (total / np.where(count == 0, 1, count)).tolist()
 
 
 def takes_key(loss: Callable) -> bool:

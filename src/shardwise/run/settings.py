@@ -7,6 +7,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from shardwise.model import Config
+from shardwise.run.folder import on_disk
 from shardwise.run.optimizers import Optimizer
 from shardwise.run.roles import Roles
 
@@ -49,7 +50,7 @@ class Processes:
 class Settings:
     """A whole run. Every field is a flag, and stands in the run folder."""
 
-    run: Path = Path("runs/first")  # the run folder
+    run: Path = Path("runs/first")  # the run folder, on a disk that all processes see
     steps: int = 300
     seed: int = 0
     batch: int = 32  # rows of a step, of all devices together
@@ -71,7 +72,7 @@ class Settings:
     processes: Processes = Processes()
 
     def __post_init__(self):
-        object.__setattr__(self, "run", Path(self.run))
+        object.__setattr__(self, "run", on_disk(self.run))
         least = dict(steps=1, batch=1, sequence=1, save_every=1, keep=1, devices=1, seed=0)
         for name, low in least.items():
             if getattr(self, name) < low:

@@ -65,26 +65,25 @@ def _parsed(name, value, default):
     return tuple(value) if isinstance(value, list) else value
 
 
-def differing(saved: dict[str, Any], settings: Settings) -> dict[str, tuple[Any, Any]]:
+def differing(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """{name: (saved, now)} of the settings that differ, of those that were saved."""
-    now = flat(settings)
     return {n: (saved.get(n), x) for n, x in now.items() if n in saved and saved[n] != x}
 
 
-def check_resumable(saved: dict[str, Any], settings: Settings) -> list[str]:
-    """The names of settings that differ and may.
+def check_resumable(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> list[str]:
+    """The names of settings that differ from those that `folder` has, and may; both as in `flat`.
 
     Raises:
       ValueError: others differ, each with what it was and is.
     """
-    found = differing(saved, settings)
+    found = differing(saved, now)
     held = {n: pair for n, pair in found.items() if not {n, n.partition(".")[0]} & set(FREE)}
     if held:
         told = "; ".join(
             f"{n} was {json.dumps(a)} and is {json.dumps(b)}" for n, (a, b) in held.items()
         )
         raise ValueError(
-            f"run: {settings.run} cannot go on with other settings: {told}. What may differ: "
+            f"run: {folder} cannot go on with other settings: {told}. What may differ: "
             f"{', '.join(FREE)}. Leave these as they were, or start another run."
         )
     return [name for name in found if name not in ("run", "resume")]

@@ -15,6 +15,7 @@ from shardwise.run.stored import check_resumable, flat
 from shardwise.run.transformations import averaged, guarded
 
 OWN = "processes.index"  # what each process has for itself
+DECODER = ("devices", "sequence", "model", "data")  # settings of the command's own program
 
 
 def train(
@@ -31,7 +32,8 @@ def train(
     """Train, from the start or from the newest whole checkpoint, until `settings.steps`.
 
     Args:
-      settings: of which `model` and `data` count for nothing here.
+      settings: of which `model`, `data`, `sequence` and `devices` count for nothing here, nor does
+        `optimizer` beside a `tx`; the run folder has the others.
       create: of a key, one device's parameters.
       loss: of (params, batch) or (params, batch, key), as in `shardwise.layouts`. Rows that look at
         each other make another function of it by hand: `objective.check` finds out.
@@ -50,6 +52,8 @@ def train(
       BadStep: a bad step, where `settings.bad` says stop; the state before it is saved.
       Exception: what `shardwise.layouts` and `shardwise.checkpoint` raise.
     """
+    unused = () if "program" in (facts or {}) else DECODER
+    unused = unused if tx is None else (*unused, "optimizer")
     layout, folder = settings.layout.layout(), Folder(settings.run)
     rate = settings.optimizer.rate() if tx is None else None
     tx = settings.optimizer.transformation() if tx is None else tx
@@ -58,7 +62,7 @@ def train(
     facts = dict(facts or {})
     if isinstance(batches, grain.MapDataset):
         facts["first rows"] = feed(batches, settings.batch, layout).fingerprint()
-    saved = _begin(settings, folder, facts)
+    saved = _begin(settings, folder, facts, unused)
     source = feed(batches, settings.batch, layout, saved and saved["position"])
     run = Run(settings, layout, folder, loss, tx, source, has_aux, sample, facts)
     run.validation = validation and feed(validation, settings.batch, layout)
@@ -67,9 +71,9 @@ def train(
     return run.go()
 
 
-def _begin(settings, folder, facts):
-    """What the newest checkpoint says; settings are compared, and written."""
-    now = flat(settings)
+def _begin(settings, folder, facts, unused):
+    """What the newest checkpoint says; settings that are used are compared, and written."""
+    now = {n: value for n, value in flat(settings).items() if n.partition(".")[0] not in unused}
     with together("run") as told:  # all have looked before one writes
         told |= {name: str(value) for name, value in (now | facts).items() if name != OWN}
         before = folder.settings()
@@ -79,7 +83,7 @@ def _begin(settings, folder, facts):
                 f"folder by --run."
             )
         if before is not None:
-            check_resumable(before, settings)
+            check_resumable(before, now, settings.run)
     saved = state.saved(folder) if settings.resume else None
     for name, value in (facts if saved else {}).items():
         if saved["facts"].get(name) != value:

@@ -47,6 +47,11 @@ class Compiled:
     def usable_hbm(self) -> int:
         return self.mesh.chips.chip.usable_hbm
 
+    @property
+    def hbm_bytes(self) -> int | None:
+        """What the compiler counts against `usable_hbm`, as its report says, if it does."""
+        return total(self.report)
+
     def as_text(self) -> str:
         return self.text
 

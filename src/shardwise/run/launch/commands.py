@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardwise.run.folder import on_disk
+
 PROGRAM = (sys.executable, "-m", "shardwise")
 
 
@@ -23,7 +25,8 @@ def check(command: Sequence[str]) -> None:
     """See that there is a command, and that it leaves the processes to the launcher.
 
     Raises:
-      Refused: it is empty, starts with a flag, or sets a flag that the launcher sets.
+      Refused: it is empty, starts with a flag, or sets a flag that the launcher sets; its run
+        folder is an address.
     """
     if not command or command[0].startswith("-"):
         found = f"{command[0]!r}" if command else "nothing"
@@ -34,6 +37,10 @@ def check(command: Sequence[str]) -> None:
     for word in command:
         if word.startswith("--processes."):
             raise Refused(f"{word} is what the launcher gives each process; leave it out.")
+    try:
+        on_disk(option(command, "--run") or ".")
+    except ValueError as error:
+        raise Refused(str(error)) from None
 
 
 def option(command: Sequence[str], name: str) -> str | None:
@@ -47,23 +54,15 @@ def option(command: Sequence[str], name: str) -> str | None:
     return found
 
 
-def is_remote(run: str) -> bool:
-    """Whether a run folder is an address, such as gs://bucket/run."""
-    return "://" in run
-
-
 def run_folder(command: Sequence[str], launcher: str) -> Path:
     """The run folder on this machine, for launchers that write to it.
 
     Raises:
-      Refused: no --run, or one that is an address.
+      Refused: no --run.
     """
     run = option(command, "--run")
-    if run is None or is_remote(run):
-        raise Refused(
-            f"{launcher} keeps its files in the run folder; say --run FOLDER after --"
-            f"{'' if run is None else f', a folder of this machine and not {run}'}."
-        )
+    if run is None:
+        raise Refused(f"{launcher} keeps its files in the run folder; say --run FOLDER after --.")
     return Path(run).expanduser().absolute()
 
 

@@ -41,7 +41,8 @@ class JobSet:
     gpu_type: str | None = None
     """GKE's name of the GPU, such as nvidia-h100-80gb."""
     volume: str | None = None
-    """CLAIM:/path, a volume claim that all pods share, and where the run folder lies below."""
+    """CLAIM:/path, a volume claim that all pods share (of a bucket by Cloud Storage FUSE, or of a
+    file server), and where the run folder lies below."""
     restarts: int = 10
     """How often all start again after a failure."""
     grace: int = 300
@@ -124,15 +125,13 @@ class JobSet:
 
     def _check_run(self, command):
         run = commands.option(command, "--run")
-        if run is not None and commands.is_remote(run):
-            return
         mount = "" if self.volume is None else self.volume.partition(":")[2]
         if self.volume is not None and not mount.startswith("/"):
             raise Refused(f"--volume {self.volume}: expected CLAIM:/path.")
         if run is None or not mount or not run.startswith(mount.rstrip("/") + "/"):
             raise Refused(
-                f"the run folder {run or '(no --run)'} is not on what pods share: say --run "
-                f"gs://BUCKET/FOLDER, or --volume CLAIM:/runs and --run /runs/FOLDER."
+                f"the run folder {run or '(no --run)'} is not on what pods share: say --volume "
+                f"CLAIM:/runs and --run /runs/FOLDER."
             )
 
 

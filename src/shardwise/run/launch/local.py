@@ -16,8 +16,8 @@ FIRST = "runs/first"  # where `train` writes without --run
 class Local:
     """Processes on this machine, with their output line by line; the first failure ends all.
 
-    SIGTERM, SIGINT and SIGUSR2 are passed on once, and a second signal kills all processes. None of
-    them outlives this one, however it ends (on Linux).
+    SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 are passed on once, and a second signal kills all
+    processes. None of them outlives this one, however it ends (on Linux).
     """
 
     processes: int = 2
@@ -51,12 +51,7 @@ class Local:
 
     def _folder(self, command):
         run = commands.option(command, "--run") or FIRST
-        if not commands.is_remote(run):
-            return commands.run_folder(["--run", run], "local")
-        if self.hang_after > 0:
-            told = f"[launch] {run} is on no disk of this machine: hangs are not seen"
-            print(told, file=sys.stderr, flush=True)
-        return None
+        return commands.run_folder(["--run", run], "local")
 
 
 def free_address() -> str:

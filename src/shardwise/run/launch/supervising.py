@@ -13,7 +13,7 @@ from shardwise.run.launch import notes, reports, statuses
 from shardwise.run.launch.children import Child, Children
 from shardwise.run.launch.watching import Hang, Watch, never
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 GLANCE = 0.1  # seconds between looks at the processes
 STANDSTILL = 5.0  # seconds after which a process that fails may have waited for another
 READING = 0.5  # seconds between readings of their notes, at most

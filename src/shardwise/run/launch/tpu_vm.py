@@ -17,8 +17,9 @@ ENVIRONMENT = "shardwise-venv"  # in the home folder of each worker
 class TpuVm:
     """All workers of a TPU VM that is there: install this commit, run, fetch worker 0's run folder.
 
-    By gcloud alone. A slice of several workers needs a run folder that all see (--run gs://...).
-    Written for TPU VMs, and not tried on one; Ctrl-C ends gcloud here, and not what runs there.
+    By gcloud alone. A slice of several workers needs a run folder that all see: on a disk that they
+    share, or in a bucket that each has mounted (Cloud Storage FUSE). Written for TPU VMs, and not
+    tried on one; Ctrl-C ends gcloud here, and not what runs there.
     """
 
     name: str
@@ -87,7 +88,7 @@ class TpuVm:
 
     def _fetching(self, command, output):
         run = commands.option(command, "--run")
-        if run is None or commands.is_remote(run):
+        if run is None:
             return []
         found = f"{self.name}:{run.rstrip('/')}"
         into = output.parent if self.output is None else output  # which gets the folder's own name

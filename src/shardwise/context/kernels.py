@@ -1,0 +1,87 @@
+"""A kernel for TPUs where a device sees whole sequences: Pallas' splash attention."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from shardwise import marks
+
+LANES = 128  # of a TPU's vector registers: what tiles, and head_dim, are multiples of
+
+
+@dataclasses.dataclass(frozen=True)
+class Splash:
+    """Attention on one device by JAX's splash kernel, which keeps no scores: for TPUs alone.
+
+    A meaning of `marks.attend` for causal attention to whole sequences, packed documents included,
+    in tiles of at most `block` tokens. Tokens have to stand in their own order: a sequence whose
+    `places.index` is another yields NaN. `interpret` runs it on any device, slowly, for tests.
+
+    Raises:
+      ValueError: at the call, another mask than `marks.causal`, or a sequence that no multiple of
+        128 divides.
+    """
+
+    block: int = 512
+    interpret: bool = False
+
+    def __call__(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        places: marks.Places,
+        mask=marks.causal,
+    ) -> jax.Array:
+        if mask is not marks.causal:
+            raise ValueError(
+                f"context.splash: the mask {getattr(mask, '__name__', mask)!r} is a function of "
+                f"places, and the kernel knows marks.causal alone; leave kernel= out, or use "
+                f"attention by tiles, context.ring and its like."
+            )
+        size, depth = q.shape[1], q.shape[3]
+        kernel = self._kernel(size, q.shape[2])
+
+        def heads_first(x):
+            width = [(0, 0)] * 3 + [(0, -depth % LANES)]
+            return jnp.pad(x, width).transpose(0, 2, 1, 3)
+
+        scaled = (q * depth**-0.5).astype(q.dtype)
+        out = jax.vmap(kernel)(*map(heads_first, (scaled, k, v)), _segments(places))
+        out = out.transpose(0, 2, 1, 3)[..., :depth].astype(v.dtype)
+        ordered = jnp.all(places.index == jnp.arange(size)[None], axis=1)
+        return jnp.where(ordered[:, None, None, None], out, jnp.nan)
+
+    def _kernel(self, size, heads):
+        # Imported where it is used: Pallas' TPU half takes its time, and few need it.
+        from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+        tile = _tile(size, self.block)
+        names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+        mask = splash.MultiHeadMask([splash.CausalMask((size, size))] * heads)
+        return splash.make_splash_mha(
+            mask,
+            block_sizes=splash.BlockSizes(**{f"block_{name}": tile for name in names}),
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=self.interpret,
+        )
+
+
+def _segments(places):
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    return splash.SegmentIds(places.documents, places.documents)
+
+
+def _tile(size, block):
+    """The largest multiple of LANES, up to `block`, that divides `size`."""
+    fit = [t for t in range(LANES, min(block, size) + 1, LANES) if size % t == 0]
+    if not fit:
+        raise ValueError(
+            f"context.splash: a sequence of {size} tokens is no multiple of {LANES}, which the "
+            f"kernel's tiles are; pad it to {-(-size // LANES) * LANES}, with a mask of 0, and "
+            f"expected block={block} to be {LANES} or more."
+        )
+    return fit[-1]

@@ -1,0 +1,119 @@
+"""A model's parameters, and its optimizer's state, as plain numbers: what is cut, into what."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from shardwise import train
+from shardwise import tree as trees
+from shardwise.fsdp.planning import choose, leaves_of
+from shardwise.model import Config, Decoder
+
+# What `layouts.Layout` cuts over the tensor axis, and over the expert axis.
+TENSOR, EXPERT = ("heads", "kv_heads", "mlp", "vocab"), "experts"
+
+
+class Array(NamedTuple):
+    """One array: its logical axes by their names, None where it has none."""
+
+    path: str
+    shape: tuple[int, ...]
+    names: tuple[str | None, ...]
+    stacked: bool
+    itemsize: int
+
+    @property
+    def is_expert(self) -> bool:
+        return EXPERT in self.names
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the tensor axis cuts it."""
+        return bool({*TENSOR} & {*self.names})
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity: it is asked for often
+class Arrays:
+    """A model's parameters, and the state that an optimizer keeps for them.
+
+    Of the state, what has its parameter's shape has its path too.
+    """
+
+    parameters: tuple[Array, ...]
+    state: tuple[Array, ...]
+
+
+def of(shapes: Any, tx: Any) -> Arrays:
+    """Those of a pytree of arrays or `ShapeDtypeStruct`, by the names that its leaves carry."""
+    parameters = tuple(_parameter(*walked) for walked in trees.walk(shapes))
+    plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+    state = jax.eval_shape(tx.init, plain)
+    owners, found = trees.owners(state, plain), []
+    for (path, x, _), owner in zip(leaves_of(state, None), owners, strict=True):
+        like = parameters[owner.index] if owner else None
+        if like is None or owner.shape != x.shape:
+            stacked = bool(like and like.stacked and owner.axes and owner.axes[0] == 0)
+            like = Array(path, x.shape, (None,) * x.ndim, stacked, 0)
+        found.append(like._replace(itemsize=x.dtype.itemsize))
+    return Arrays(parameters, tuple(found))
+
+
+def _parameter(keys, x, box):
+    axes, rank = trees.axis_names(box), len(x.shape)
+    named = axes is not None and (len(axes) < rank or axes[:1] == (trees.LAYERS,))
+    names = (*[None] * (rank - len(axes or ())), *(axes or ()))
+    return Array("/".join(keys), x.shape, names, named, jnp.dtype(x.dtype).itemsize)
+
+
+@functools.lru_cache(maxsize=64)
+def of_decoder(config: Config, optimizer: Callable[[], Any] = train.optimizer) -> Arrays:
+    """Those of `model.Decoder`, with AdamW by default."""
+    shapes = nnx.state(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
+    return of(shapes, optimizer())
+
+
+class Share(NamedTuple):
+    """A device's part of an array: how many elements, padding too, and whether fsdp cuts it."""
+
+    elements: int
+    is_gathered: bool
+
+
+Shares = tuple[tuple[Array, Share], ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def shares(held: Arrays, fsdp: int, tensor: int, expert: int) -> tuple[Shares, Shares]:
+    """Of parameters, and of the state, each with a device's part."""
+    cut = fsdp, tensor, expert
+    parameters = tuple((array, share(array, *cut)) for array in held.parameters)
+    return parameters, tuple((array, share(array, *cut)) for array in held.state)
+
+
+def share(array: Array, fsdp: int, tensor: int, expert: int) -> Share:
+    """As `fsdp.place` cuts what tensor and expert leave whole."""
+    beside = tuple("tensor" if tensor > 1 and name in TENSOR else None for name in array.names)
+    apart = tuple("expert" if expert > 1 and name == EXPERT else None for name in array.names)
+    given = array.path, array.shape, array.stacked, fsdp if fsdp > 1 else 0, 0
+    stored = choose(*given, beside if any(beside) else (), apart if any(apart) else ())
+    whole, parts = array.size, tensor ** any(beside) * expert ** any(apart)
+    if stored.cut is not None:
+        whole, parts = whole // array.shape[stored.cut] * stored.padded, parts * fsdp
+    return Share(whole // parts, stored.cut is not None)
+
+
+def divides(array: Array, fsdp: int, tensor: int, expert: int) -> bool:
+    """Whether fsdp can cut it without padding, as arrays of stages have to be."""
+    cut = {*(TENSOR if tensor > 1 else ()), *((EXPERT,) if expert > 1 else ())}
+    pairs = list(zip(array.shape, array.names, strict=True))[array.stacked :]
+    return array.size == 1 or any(size % fsdp == 0 for size, name in pairs if name not in cut)

@@ -1,0 +1,83 @@
+"""`shardwise plan`: the best layouts of a model on some chips, as tables or as JSON."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from shardwise import llama, topology
+from shardwise.model import Config
+from shardwise.plan import tables
+from shardwise.plan.planning import plan
+from shardwise.plan.presets import PRESETS
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command line; its exit status."""
+
+    def arguments(
+        model: str,
+        chips: str,
+        batch: int,
+        sequence: int,
+        slices: int = 1,
+        top: int = 10,
+        as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+        compiled: Annotated[int, tyro.conf.arg(name="compile")] = 0,
+    ) -> int:
+        """Propose layouts of a decoder on TPUs, by formula; the best first.
+
+        Args:
+          model: a published model's name (llama3-8b, llama3-70b, llama3-405b, llama2-70b,
+            mixtral-8x7b), or a folder with the config.json of a Llama.
+          chips: their kind and shape, such as v5p:4x4x8 (128 chips).
+          batch: rows of a step, of all devices together.
+          sequence: tokens of a row.
+          slices: of these chips, joined by the data centre's network.
+          top: how many layouts are shown.
+          as_json: print JSON on stdout, and nothing else there.
+          compiled: how many of the best Google's compiler checks (needs shardwise[tpu]).
+        """
+        return _run(model, chips, batch, sequence, slices, top, as_json, compiled)
+
+    return tyro.cli(arguments, prog="shardwise plan", args=list(argv))
+
+
+def _run(model, chips, batch, sequence, slices, top, as_json, compiled):
+    for flag, value in (("batch", batch), ("sequence", sequence), ("slices", slices), ("top", top)):
+        if value < 1:
+            raise ValueError(f"plan: --{flag} {value}; expected 1 or more.")
+    if not 0 <= compiled <= top:
+        raise ValueError(f"plan: --compile {compiled}; expected 0 to --top {top}.")
+    found = plan(_config(model), _chips(chips, slices), batch, sequence)
+    if not as_json:
+        print(tables.text(found, top), flush=True)
+    told = tables.facts(found, top) | {"model": model}
+    if compiled:
+        from shardwise.plan import compiling
+
+        told["compiled"] = compiling.checked(found, compiled, sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(told, indent=1))
+    return 0 if found.fitting else 1
+
+
+def _config(model: str) -> Config:
+    if model in PRESETS:
+        return PRESETS[model].config
+    if Path(model).is_dir():
+        return llama.config(model)
+    raise ValueError(
+        f"plan: --model {model!r} is no folder, and no name: {', '.join(PRESETS)} are known."
+    )
+
+
+def _chips(name, slices):
+    try:
+        return topology.chips(name, slices)
+    except ValueError as error:
+        told = str(error).partition(": ")[2]
+        raise ValueError(f"plan: --chips {name}: {told}") from None

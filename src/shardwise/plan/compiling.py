@@ -1,0 +1,127 @@
+"""The best layouts as whole steps, by the compiler of the chips: its memory beside the formula's."""
+
+import time
+from typing import Any, NamedTuple, TextIO
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import fsdp, layouts, measure, rules, topology, train
+from shardwise.layouts.placing import parameter_rule
+from shardwise.plan import programs, sent
+from shardwise.plan.planning import Candidate, Plan
+from shardwise.plan.roles import Roles
+
+
+class Check(NamedTuple):
+    """What the compiler said: `fit` as `measure.fits` tells it, and the compiled program, if any.
+
+    `lowered` are the ring bytes of the collectives that are written by hand; `sent` those of the
+    compiled program, by kind.
+    """
+
+    candidate: Candidate
+    fit: measure.Fit
+    compiled: topology.Compiled | None
+    lowered: float
+    sent: dict[str, float]
+    seconds: float
+
+
+def abstract(tree: Any, layout: layouts.Layout, like: Any = None) -> Any:
+    """Shapes of parameters, or of the state for parameters `like`, with their shardings."""
+    if isinstance(tree, fsdp.Sharded):
+        return tree.from_checkpoint(jax.tree.leaves(tree.to_checkpoint(True)[0]))
+    rule = parameter_rule(layout)
+    rule = rule if like is None else rules.follow(rule, like, other=P())
+    shardings = rules.shardings(rule, tree, layout.mesh)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+    )
+
+
+def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowered]:
+    """The training step of a layout without stages, for the plan's chips; nothing is allocated."""
+    mesh = plan.chips.mesh(**(each.sizes or {"data": 1}))
+    layout = programs.layout(each, plan.config, mesh.abstract)
+    program = programs.program(each, plan.config, plan.batch, plan.sequence)
+    tx, create = train.optimizer(), program.create
+    params, state = jax.eval_shape(
+        lambda key: layouts.init(layout, create, tx, key), jax.random.key(0)
+    )
+    state = abstract(state, layout, params)
+    cut = NamedSharding(mesh.abstract, P(layout.rows or None, layout.context or None))
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut), program.batch
+    )
+    step = layouts.step(layout, program.loss, tx, program.has_aux)
+    return mesh, topology.lower(step, abstract(params, layout), state, batch)
+
+
+def check(candidate: Candidate, plan: Plan) -> Check:
+    """Compile one layout without stages.
+
+    Raises:
+      ImportError: there is no libtpu.
+      ValueError: a layout with stages, which are several programs.
+    """
+    if candidate.roles.stage > 1:
+        raise ValueError(f"plan: {candidate.roles} has stages, which are several programs.")
+    began = time.perf_counter()
+    mesh, program = lowered(candidate.roles, plan)
+    by_hand = measure.collectives(program).ring_bytes
+    compiled = None
+    try:
+        compiled = topology.compile(program, mesh)
+        fit = measure.fits(compiled)
+        found = {kind: c.ring_bytes for kind, c in measure.collectives(compiled).items()}
+    except topology.DoesNotFit as error:
+        fit, found = measure.fits(error), {}
+    return Check(candidate, fit, compiled, by_hand, found, time.perf_counter() - began)
+
+
+def checked(plan: Plan, number: int, out: TextIO) -> list[dict[str, Any]]:
+    """Compile the best without stages, tell each on `out` when it is done, and return facts."""
+    chosen = [c for c in plan.best if c.roles.stage == 1][:number]
+    print("\nCompiled, GiB on a device (those with stages are several programs, and left out):",
+          file=out)  # fmt: skip
+    facts = []
+    for candidate in chosen:
+        try:
+            found = check(candidate, plan)
+        except ImportError as error:
+            print(f"  Nothing was compiled. {error}", file=out, flush=True)
+            return []
+        print(_line(found), file=out, flush=True)
+        facts.append(_facts(found))
+    return facts
+
+
+def _line(found):
+    said, ours = found.fit.needed / 2**30, found.candidate.memory.total / 2**30
+    kinds = ", ".join(f"{kind} {size / 1e9:.4g} GB" for kind, size in found.sent.items())
+    fits = "fits" if found.fit else "does not fit"
+    return (
+        f"  {found.candidate.roles}: {fits}, {said:.2f}, by formula {ours:.2f} ({ours / said - 1:+.0%}); "
+        f"sends {kinds or 'nothing that it told'}; {found.seconds:.0f} s"
+    )
+
+
+def _facts(found):
+    by_hand = [s for s in found.candidate.sent if s.roles != ("tensor",)]
+    return {
+        "roles": found.candidate.roles.sizes,
+        "microbatches": found.candidate.roles.microbatches,
+        "remat": found.candidate.roles.remat,
+        "fits": bool(found.fit),
+        "bytes": found.fit.needed,
+        "bytes_by_formula": found.candidate.memory.total,
+        "memory": found.fit.memory._asdict() if found.fit.memory else None,
+        "sent_by_hand_lowered": found.lowered,
+        "sent_by_hand_by_formula": sum(sent.by_role(by_hand).values()),
+        "sent": found.sent,
+        "seconds": found.seconds,
+    }
+
+

@@ -1,0 +1,139 @@
+"""How mesh axes lie along a torus, and how long collectives take there.
+
+A collective over a ring of chips sends both ways, over a line one way at a time; an axis over
+several sides of the torus uses all of them at once. Parts of one side that lie in between each
+other share its links.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from shardwise.plan.roles import ORDER
+from shardwise.topology import Chip, Chips
+
+
+class Side(NamedTuple):
+    """A mesh axis along one side of the torus: `size` chips, every `stride`-th of `whole`."""
+
+    size: int
+    stride: int
+    whole: int
+    on_chip: bool = False
+
+    def bandwidth(self, chip: Chip) -> float:
+        """Bytes/s that a device sends in a ring collective, in the directions that there are."""
+        if self.on_chip:
+            return chip.links * chip.link_bandwidth
+        ways = 2 if self.size * self.stride == self.whole and chip.is_ring(self.whole) else 1
+        return ways * self.lane(chip)
+
+    def lane(self, chip: Chip) -> float:
+        """The same, one way."""
+        return chip.link_bandwidth / (1 if self.on_chip else self.stride * chip.devices)
+
+
+class Way(NamedTuple):
+    """What a role's devices talk over: sides of the torus, and `across` slices."""
+
+    sides: tuple[Side, ...]
+    across: int = 1
+
+    @property
+    def inside(self) -> int:
+        return math.prod(side.size for side in self.sides)
+
+    def __str__(self):
+        told = [f"{s.size} of {s.whole}" if not s.on_chip else "a chip" for s in self.sides]
+        told += [f"{self.across} slices"] if self.across > 1 else []
+        return " × ".join(told)
+
+
+@functools.lru_cache(maxsize=8192)
+def lay(chips: Chips, sizes: tuple[tuple[str, int], ...]) -> Mapping[str, Way]:
+    """{role: its Way}: slices outermost, and what talks most chooses its sides first.
+
+    Whole sides are taken where they fit, as `mesh_utils` does, as many as possible; else sides are
+    split, for the most bandwidth. `topology` asks `mesh_utils`, which may split them otherwise.
+    """
+    mesh = chips.mesh(**(dict(sizes) or {"data": 1}))
+    inside = {
+        name: (size // part, part)
+        for (name, size), part in zip(mesh.axes, mesh.across_slices(), strict=True)
+    }
+    free = [[whole, 1] for whole in chips.shape]  # what is left of a side, and the next stride
+    free += [[chips.chip.devices, 1]] if chips.chip.devices > 1 else []
+    found = {}
+    for role in sorted(inside, key=ORDER.index, reverse=True):
+        size, across = inside[role]
+        factors = _choose(size, free, chips)
+        sides = tuple(_side(f, i, free, chips) for i, f in enumerate(factors) if f > 1)
+        found[role] = Way(sides, across)
+        for place, factor in zip(free, factors, strict=True):
+            place[0] //= factor
+            place[1] *= factor
+    return found
+
+
+def _side(factor, i, free, chips):
+    on_chip = i == len(chips.shape)
+    whole = chips.chip.devices if on_chip else chips.shape[i]
+    return Side(factor, free[i][1], whole, on_chip)
+
+
+def _choose(size, free, chips):
+    """Into which factors a size is cut, one for each side."""
+
+    def order(factors):
+        sides = [_side(f, i, free, chips) for i, f in enumerate(factors) if f > 1]
+        whole = all(f in (1, left) for f, (left, _) in zip(factors, free, strict=True))
+        return whole, sum(side.bandwidth(chips.chip) for side in sides), factors
+
+    options = ([f for f in range(1, left + 1) if left % f == 0] for left, _ in free)
+    return max((f for f in itertools.product(*options) if math.prod(f) == size), key=order)
+
+
+def ring_seconds(chip: Chip, ways: Iterable[Way], sent: float) -> float:
+    """Of gathers, scatters and sums that send so many ring bytes, over these roles as one.
+
+    Between slices each device sends its part of what its slice has, over the data centre's network;
+    within them all links are used.
+    """
+    ways = tuple(ways)
+    inside = math.prod(way.inside for way in ways)
+    across = math.prod(way.across for way in ways)
+    n = inside * across
+    whole = sent * n / (n - 1) if n > 1 else 0.0
+    bandwidth = sum(side.bandwidth(chip) for way in ways for side in way.sides)
+    seconds = whole * (inside - 1) / inside / bandwidth if inside > 1 else 0.0
+    if across > 1:
+        seconds += whole / inside * (across - 1) / across / _dcn(chip)
+    return seconds
+
+
+def hop_seconds(chip: Chip, way: Way, sent: float) -> float:
+    """Of bytes that each device passes on to the next: one way, along one side."""
+    if way.across > 1:
+        return sent / _dcn(chip)
+    return sent / max(side.lane(chip) for side in way.sides)
+
+
+def exchange_seconds(chip: Chip, way: Way, sent: float) -> float:
+    """Of an all-to-all in which a device sends so many bytes of its own.
+
+    A block crosses a quarter of a ring on average, and a third of a line, whose middle link half of
+    all blocks pass: size/8 and size/4 of a device's bytes are on the busiest link, each way.
+    """
+    n = way.inside * way.across
+    whole = sent * n / (n - 1) if n > 1 else 0.0
+    busiest = [whole * side.size / 4 / side.bandwidth(chip) for side in way.sides]
+    seconds = max(busiest, default=0.0)
+    if way.across > 1:
+        seconds += whole * (way.across - 1) / way.across / _dcn(chip)
+    return seconds
+
+
+def _dcn(chip):
+    return chip.dcn_bandwidth / chip.devices

@@ -1,0 +1,113 @@
+"""What a device holds: parameters and state exactly, and by a formula what a step needs besides.
+
+What a step needs besides is a sum of terms in bytes, each times a coefficient: of what the program
+has to have at its fullest, how many copies the compiler keeps. It is fullest either while it works
+on the logits, or in the backward pass of a layer: of these two terms the larger counts.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from shardwise.plan.parts import Part
+from shardwise.plan.sent import itemsize, slots
+
+_WIDE = 4
+
+
+class Terms(NamedTuple):
+    """Bytes of what a step needs beside parameters and state.
+
+    `gradients` of the device's shares; `weights` whole, in the dtype of use: with remat those of
+    one layer, else of all, and those of embedding and head; `kept` activations between forward and
+    backward, of all live microbatches; `layer`, all that one layer's backward pass has; `logits` in
+    float32.
+    """
+
+    gradients: float
+    weights: float
+    kept: float
+    layer: float
+    logits: float
+
+
+# How many copies of each term the compiler keeps; `benchmarks/plan.py` fits the last two.
+COEFFICIENTS = Terms(gradients=1.0, weights=1.0, kept=1.0, layer=0.65, logits=1.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on a device: `parameters` and `state` exact, `step` an estimate made of `terms`."""
+
+    parameters: int
+    state: int
+    batch: int
+    terms: Terms
+
+    @property
+    def of_step(self) -> Terms:
+        """The terms, each times its coefficient; 0 for the smaller of logits and layer."""
+        found = Terms(*(c * n for c, n in zip(COEFFICIENTS, self.terms, strict=True)))
+        if found.layer > found.logits:
+            return found._replace(logits=0.0)
+        return found._replace(layer=0.0)
+
+    @property
+    def step(self) -> float:
+        """Gradients, activations and all else that is gone when the step ends."""
+        return sum(self.of_step)
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.state + self.batch + self.step
+
+
+def memory(part: Part) -> Memory:
+    """That of one stage's devices."""
+    parameters = sum(elements * array.itemsize for array, elements, _ in part.held())
+    state = sum(elements * array.itemsize for array, elements, _ in part.held(state=True))
+    # Of tokens, targets, a mask, and on request places: as `data.batches` makes them.
+    batch = 3 * 4 * part.tokens * part.roles.microbatches
+    return Memory(parameters, state, batch, _terms(part, parameters))
+
+
+def _terms(part, parameters):
+    r = part.roles
+    kept = layer(part) if not r.remat else part.tokens * _between(part)
+    logits = part.tokens * part.config.vocab // r.tensor * _WIDE if part.is_last else 0
+    return Terms(
+        gradients=parameters,
+        weights=_weights(part),
+        kept=kept * part.layers * part.live,
+        layer=layer(part),
+        logits=logits,
+    )
+
+
+def _weights(part):
+    """Bytes of parameters as they are used: gathered, or cast to a narrower dtype."""
+    r, used = part.roles, itemsize(part)
+    total = 0
+    for array, elements, is_gathered in part.held():
+        whole = elements * (r.fsdp if is_gathered else 1)
+        total += whole * used // (part.layers if r.remat and array.stacked else 1)
+    return total
+
+
+def _between(part):
+    """Bytes of a token where it enters a layer, cut over the tensor axis."""
+    return part.config.embed * itemsize(part) / part.roles.tensor
+
+
+def layer(part: Part) -> float:
+    """Bytes that one layer keeps for its backward pass, where nothing is recomputed.
+
+    For each token: what enters the layer and its MLP, and their float32 in the norms; what enters
+    products, whole; q, k, v and what attention makes of them, but no scores; the MLP's gate, its
+    sigmoid, up, and their products.
+    """
+    c, t, used = part.config, part.roles.tensor, itemsize(part)
+    norms = 2 * c.embed * (used + _WIDE) / t + 2 * c.embed * used
+    heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim * used / t + c.heads * _WIDE / t
+    wide = c.mlp * (slots(part) + c.shared_experts if c.experts else 1)
+    rows = 2 * c.embed * slots(part) * used if c.experts else 0
+    return part.tokens * (norms + heads + rows + 5 * wide * used / t)

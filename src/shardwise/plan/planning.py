@@ -1,0 +1,141 @@
+"""All layouts of a model on some chips: what each holds, sends and takes; the best first."""
+
+import collections
+import dataclasses
+from typing import Any
+
+from shardwise import topology
+from shardwise.model import Config
+from shardwise.plan import links, parts, roles
+from shardwise.plan.arrays import Arrays, of_decoder
+from shardwise.plan.memory import Memory, memory
+from shardwise.plan.presets import preset
+from shardwise.plan.roles import Refusal, Roles
+from shardwise.plan.seconds import Step, model_flops, step
+from shardwise.plan.sent import Sent, largest, sent
+from shardwise.topology import Chips
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A layout with what it costs on its fullest, and on its busiest, device.
+
+    `sent` is the most of any stage. `flops` are those that MFU counts, of a step on all devices, and
+    `peak` FLOP/s of all devices together.
+    """
+
+    roles: Roles
+    memory: Memory
+    sent: tuple[Sent, ...]
+    step: Step
+    flops: float
+    peak: float
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over what the chips could do in the step's estimated seconds."""
+        return self.flops / self.peak / self.step.seconds
+
+    @property
+    def mfu_bound(self) -> float:
+        """The same, if all transfers ran beside products."""
+        return self.flops / self.peak / self.step.bound
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The layouts that fit, best first; what does not fit, with its memory; what cannot be."""
+
+    config: Config
+    chips: Chips
+    batch: int
+    sequence: int
+    fitting: tuple[Candidate, ...]
+    too_large: tuple[Candidate, ...]
+    refused: tuple[Refusal, ...]
+
+    @property
+    def usable(self) -> int:
+        """Bytes of HBM that the compiler allows on a device."""
+        return usable(self.chips)
+
+    @property
+    def best(self) -> tuple[Candidate, ...]:
+        """Of each division of the devices the best number of microbatches, and remat or none."""
+        found = {tuple(c.roles.sizes.items()): c for c in reversed(self.fitting)}
+        return tuple(sorted(found.values(), key=_order))
+
+    @property
+    def why_not(self) -> dict[str, tuple[int, str]]:
+        """{reason: (how many layouts, an example)}, of what cannot be and of what does not fit."""
+        found: dict[str, list[str]] = collections.defaultdict(list)
+        for refusal in self.refused:
+            found[refusal.kind].append(f"{refusal.roles}: {refusal.reason}")
+        least = sorted(self.too_large, key=lambda c: c.memory.total)
+        for c in least:
+            told = f"{c.roles}: {c.memory.total / 2**30:.1f} of {self.usable / 2**30:.1f} GiB"
+            found["more memory than a device has"].append(told)
+        return {kind: (len(told), told[0]) for kind, told in found.items()}
+
+
+def usable(chips: Chips) -> int:
+    """Bytes of HBM that the compiler allows on a device."""
+    return chips.chip.usable_hbm or chips.chip.hbm_bytes // chips.chip.devices
+
+
+def plan(
+    model: str | Config, chips: str | Chips, batch: int, sequence: int, slices: int = 1
+) -> Plan:
+    """All layouts of `model.Decoder` for a batch of so many rows of so many tokens, by formula.
+
+    `model` is a name in `PRESETS` or a `Config`, whose dtype is that of products and of what is
+    gathered; its remat and stages are chosen here. Layouts are by hand, with ZeRO 3, sequence
+    parallelism beside tensor, zigzag over context and the schedule 1f1b; AdamW keeps two moments.
+    Attention computes its scores in tiles, and never keeps them. `chips` are those of
+    `topology.chips`, whose `slices` count.
+
+    Parameters and state are exact, and so is what is sent along axes by hand; what a step needs
+    besides is a fitted formula, and seconds are a roofline: an estimate that no program beats.
+
+    Raises:
+      ValueError: no such model or chips; a batch or sequence below 1.
+    """
+    config = preset(model) if isinstance(model, str) else model
+    config = dataclasses.replace(config, remat=False, stages=1)
+    chips = topology.chips(chips, slices) if isinstance(chips, str) else chips
+    for name, value in (("batch", batch), ("sequence", sequence)):
+        if value < 1:
+            raise ValueError(f"plan: {name}={value}; expected 1 or more.")
+    arrays, fitting, too_large, refused = of_decoder(config), [], [], []
+    for division in roles.every(chips.devices):
+        if told := roles.refusal(division, config, arrays, chips, batch, sequence):
+            refused.append(told)
+            continue
+        for each in roles.variants(division, batch):
+            found = candidate(each, config, arrays, chips, batch, sequence)
+            (fitting if found.memory.total <= usable(chips) else too_large).append(found)
+    fitting.sort(key=_order)
+    told = tuple(fitting), tuple(too_large), tuple(refused)
+    return Plan(config, chips, batch, sequence, *told)
+
+
+def _order(c: Candidate) -> tuple[Any, ...]:
+    """The fastest first; of equally fast ones, what sends least, then what holds least."""
+    return c.step.seconds, c.step.hidden + c.step.waited, c.memory.total
+
+
+def candidate(
+    each: Roles, config: Config, arrays: Arrays, chips: Chips, batch: int, sequence: int
+) -> Candidate:
+    """What a layout that can be costs, whether it fits or not."""
+    of_stages = parts.parts(each, config, arrays, batch, sequence)
+    told = [(part, sent(part), memory(part)) for part in of_stages]
+    ways = links.lay(chips, tuple(each.sizes.items()))
+    return Candidate(
+        roles=each,
+        memory=max((m for _, _, m in told), key=lambda m: m.total),
+        sent=largest(s for _, s, _ in told),
+        step=step(chips.chip, told, ways),
+        flops=model_flops(config, batch, sequence),
+        peak=chips.chip.peak() * chips.devices,
+    )

@@ -1,0 +1,159 @@
+"""Which layouts there are for a number of devices, and which of them cannot be."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from shardwise.model import Config
+from shardwise.plan.arrays import Arrays, divides
+from shardwise.topology import Chips
+
+# As `layouts.catalogue` orders mesh axes: from the links that carry least to those that carry most.
+ORDER = ("stage", "data", "fsdp", "expert", "context", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """How many devices each role of a layout has; they multiply to the number of devices.
+
+    `expert` is an axis of its own, along which all but the experts is whole. With tensor the
+    sequence is cut between its products. `remat` says whether a layer is recomputed in the backward
+    pass, from what enters it.
+    """
+
+    stage: int = 1
+    data: int = 1
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+    microbatches: int = 1
+    remat: bool = False
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """{role: devices}, of those that have more than one, in the order of the mesh."""
+        return {role: n for role in ORDER if (n := getattr(self, role)) > 1}
+
+    @property
+    def rows(self) -> int:
+        """Into how many parts devices cut the rows of the batch."""
+        return self.data * self.fsdp * self.expert
+
+    def __str__(self):
+        told = " × ".join(f"{role} {n}" for role, n in self.sizes.items()) or "one device"
+        return f"{told}, {self.microbatches} microbatches" + (", remat" if self.remat else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A layout that cannot be, or does not fit: `kind` in a few words, `reason` with numbers."""
+
+    roles: Roles
+    kind: str
+    reason: str
+
+
+def every(devices: int) -> Iterator[Roles]:
+    """All factorisations of the devices into roles, in one microbatch."""
+    for sizes in _factorisations(devices, len(ORDER)):
+        yield Roles(**dict(zip(ORDER, sizes, strict=True)))
+
+
+def _factorisations(n, parts):
+    if parts == 1:
+        yield (n,)
+        return
+    for first in divisors(n):
+        for rest in _factorisations(n // first, parts - 1):
+            yield (first, *rest)
+
+
+def divisors(n: int) -> list[int]:
+    """Of a positive number, in order."""
+    small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
+    return sorted({*small, *(n // i for i in small)})
+
+
+def variants(roles: Roles, batch: int) -> Iterator[Roles]:
+    """The same devices with every number of microbatches worth trying, with and without remat.
+
+    These are powers of two that divide a device's rows; with stages, as many as stages or more,
+    and the rows themselves.
+    """
+    rows, least = batch // roles.rows, roles.stage
+    numbers = {m for m in (2**i for i in range(12)) if rows % m == 0} | {*[rows][: least - 1]}
+    for m in sorted(m for m in numbers if m >= least):
+        for remat in (False, True):
+            yield dataclasses.replace(roles, microbatches=m, remat=remat)
+
+
+def refusal(
+    roles: Roles, config: Config, arrays: Arrays, chips: Chips, batch: int, sequence: int
+) -> Refusal | None:
+    """Why a layout cannot be; None if it can. The first reason counts."""
+    checks = (_of_heads, _of_layers, _of_rows, _of_tokens, _of_slices, _of_arrays)
+    for check in checks:
+        if told := check(roles, config, arrays, chips, batch, sequence):
+            return Refusal(roles, *told)
+    return None
+
+
+def _uneven(what, size, role, n):
+    fitting = ", ".join(map(str, divisors(size)))
+    return f"{what} do not divide over {role}", f"{what}={size} over {n} devices; {fitting} divide"
+
+
+def _of_heads(roles, c, *_):
+    if roles.tensor > 1:
+        sizes = {"kv_heads": c.kv_heads, "heads": c.heads, "vocab": c.vocab, "mlp": c.mlp}
+        for name, size in sizes.items():
+            if size % roles.tensor:
+                return _uneven(name, size, "tensor", roles.tensor)
+    if roles.expert > 1 and not c.experts:
+        return "the model has no experts", "an axis of experts needs a mixture"
+    if roles.expert > 1 and c.experts % roles.expert:
+        return _uneven("experts", c.experts, "expert", roles.expert)
+    return None
+
+
+def _of_layers(roles, c, *_):
+    if c.layers % roles.stage:
+        return _uneven("layers", c.layers, "stage", roles.stage)
+    return None
+
+
+def _of_rows(roles, _, __, ___, batch, ____):
+    if batch % roles.rows:
+        return _uneven("rows", batch, "data, fsdp and expert", roles.rows)
+    if (rows := batch // roles.rows) < roles.stage:
+        told = f"{rows} rows on a device, of {batch}, and {roles.stage} stages"
+        return "fewer rows than stages", told
+    return None
+
+
+def _of_tokens(roles, _, __, ___, ____, sequence):
+    chunks = 2 * roles.context if roles.context > 1 else 1  # zigzag
+    if sequence % chunks:
+        return _uneven("half-chunks of the sequence", sequence, "context", chunks)
+    if sequence // roles.context % roles.tensor:
+        return _uneven("tokens", sequence // roles.context, "tensor", roles.tensor)
+    return None
+
+
+def _of_slices(roles, _, __, chips, *___):
+    try:
+        chips.mesh(**(roles.sizes or {"data": 1}))
+    except ValueError as error:
+        return "slices cut an axis unevenly", str(error).removeprefix("topology: ")
+    return None
+
+
+def _of_arrays(roles, _, arrays, *__):
+    if roles.stage == 1 or roles.fsdp == 1:
+        return None
+    for array in arrays.parameters:
+        if not divides(array, roles.fsdp, roles.tensor, roles.expert):
+            told = f"{array.path} of shape {array.shape} over {roles.fsdp} devices"
+            return "an array does not divide over fsdp within a stage", told
+    return None

@@ -1,0 +1,165 @@
+"""How long a step takes at best: arithmetic, memory and links as a roofline, each term shown."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from shardwise.model import Config
+from shardwise.plan.links import Way, exchange_seconds, hop_seconds, ring_seconds
+from shardwise.plan.memory import Memory
+from shardwise.plan.parts import Part
+from shardwise.plan.sent import Sent, itemsize, slots
+from shardwise.topology import Chip
+
+# What the next product waits for; all else can be sent while products run.
+WAITED = ("activations", "tokens")
+
+
+class Transfer(NamedTuple):
+    """What is `sent`, over which links, and the seconds that it takes them in a step."""
+
+    sent: Sent
+    over: tuple[Way, ...]
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """Seconds of a step on the busiest stage, and what they are made of.
+
+    `arithmetic` at the chip's peak; `weights`, to read them from HBM for every microbatch;
+    `update`, to read and write parameters and state; `transfers`, each by itself. `bubble` is the
+    share of a step that devices wait for other stages.
+    """
+
+    arithmetic: float
+    weights: float
+    update: float
+    transfers: tuple[Transfer, ...]
+    bubble: float
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of transfers that nothing waits for."""
+        return sum(t.seconds for t in self.transfers if t.sent.kind not in WAITED)
+
+    @property
+    def waited(self) -> float:
+        """Seconds of transfers that products wait for, if the compiler does not interleave them."""
+        return sum(t.seconds for t in self.transfers if t.sent.kind in WAITED)
+
+    @property
+    def seconds(self) -> float:
+        """Products wait for activations and tokens; all other transfers run beside products."""
+        work = max(self.arithmetic, self.weights) + self.waited
+        return max(work, self.hidden + self.waited) / (1 - self.bubble) + self.update
+
+    @property
+    def bound(self) -> float:
+        """No program takes less by this count: all transfers run beside products, and each other."""
+        longest = max((t.seconds for t in self.transfers), default=0.0)
+        return max(self.arithmetic, self.weights, longest) / (1 - self.bubble) + self.update
+
+    @property
+    def binds(self) -> str:
+        """What the step takes longest for."""
+        terms = {"arithmetic": self.arithmetic, "weights": self.weights}
+        for t in self.transfers:
+            name = " × ".join(t.sent.roles)
+            terms[name] = terms.get(name, 0) + t.seconds
+        return max(terms, key=lambda name: terms[name])
+
+
+def model_flops(config: Config, batch: int, sequence: int, causal: bool = True) -> float:
+    """Those of a step that MFU counts: of products with weights, and of attention.
+
+    Six for each weight that a token is multiplied with (three products of two operations);
+    attention over all pairs of tokens, or over the half that a causal mask lets through. Nothing
+    that is computed again (Chowdhery et al., 2022, appendix B).
+    """
+    tokens, pairs = batch * sequence, batch * sequence**2 / (2 if causal else 1)
+    weights = config.layers * _layer_weights(config, config.experts_per_token) + _head(config)
+    return 6 * weights * tokens + 12 * config.layers * config.heads * config.head_dim * pairs
+
+
+def _head(c):
+    return c.embed * c.vocab
+
+
+def _layer_weights(c: Config, rows: float) -> float:
+    """Weights of a layer that a token meets; `rows` of it go to experts."""
+    attention = 2 * c.embed * (c.heads + c.kv_heads) * c.head_dim
+    if not c.experts:
+        return attention + 3 * c.embed * c.mlp
+    return attention + c.embed * c.experts + 3 * c.embed * c.mlp * (rows + c.shared_experts)
+
+
+def flops(part: Part) -> float:
+    """Those of a device in a step on this stage: with slots and with what remat does again.
+
+    Attention's scores are never kept, so its backward pass has five products where its forward one
+    has two; masked tiles are left out.
+    """
+    c, r = part.config, part.roles
+    tokens = part.tokens * r.microbatches
+    passes = 8 if r.remat else 6
+    work = passes * part.layers * _layer_weights(c, slots(part)) * tokens
+    work += 6 * _head(c) * tokens if part.is_last else 0
+    scores = part.layers * c.heads * c.head_dim * tokens * part.sequence / 2
+    work += (2 * (2 if r.remat else 1) + 5) * 2 * scores
+    return work / r.tensor
+
+
+def step(
+    chip: Chip,
+    stages: Sequence[tuple[Part, tuple[Sent, ...], Memory]],
+    ways: Mapping[str, Way],
+) -> Step:
+    """The `Step` of a layout, by what its stages send and hold."""
+    found = [_of_part(chip, *stage, ways) for stage in stages]
+    slowest = max(found, key=lambda s: s.seconds)
+    return dataclasses.replace(slowest, bubble=_bubble(stages[0][0].roles, found))
+
+
+def _of_part(chip, part, sent, memory, ways):
+    peak = chip.peak("bfloat16")  # of narrower and of wider ones no peaks are compared
+    transfers = tuple(Transfer(s, *_time(chip, s, ways)) for s in sent)
+    read = (3 + part.roles.remat) * part.roles.microbatches * _read(part)
+    held = memory.parameters + memory.state
+    bandwidth = chip.hbm_bandwidth / chip.devices
+    update = (2 * held + memory.terms.gradients) / bandwidth
+    return Step(flops(part) / peak, read / bandwidth, update, transfers, 0.0)
+
+
+def _read(part):
+    """Bytes of the weights that a microbatch's products read."""
+    per_expert = part.config.experts // part.roles.expert if part.config.experts else 0
+    layer = _layer_weights(part.config, per_expert) * part.layers
+    head = _head(part.config) if part.is_last else 0
+    return (layer + head) * itemsize(part) / part.roles.tensor
+
+
+def _time(chip, sent, ways):
+    over = tuple(ways[role] for role in sent.roles)
+    if sent.kind == "stages" or (sent.kind == "attention"):
+        return over, hop_seconds(chip, over[0], sent.bytes)
+    if sent.kind == "tokens" and sent.roles == ("expert",):
+        return over, exchange_seconds(chip, over[0], sent.bytes)
+    return over, ring_seconds(chip, over, sent.bytes)
+
+
+def _bubble(roles, found):
+    p, m = roles.stage, roles.microbatches
+    times = [(max(s.arithmetic, s.weights, s.hidden) + s.waited) / m for s in found]
+    middle = times[1:-1] * (p - 2)
+    return bubble([*times[:1], *middle, *times[1:][-1:]], m)
+
+
+def bubble(times: Sequence[float], microbatches: int) -> float:
+    """The share of a step that the busiest stage waits, at least; of each stage's time for one.
+
+    A stage begins when the ones before it have passed on their first microbatch, and they end
+    after it: of equal stages (p - 1)/(m + p - 1) (Narayanan et al., 2021).
+    """
+    least = max(sum(times[:k]) + microbatches * time for k, time in enumerate(times))
+    return 1 - microbatches * max(times) / least

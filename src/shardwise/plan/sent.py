@@ -1,0 +1,189 @@
+"""What a device sends in a step, by formula: bytes along each group of roles, and for what.
+
+Of parameters, gradients, attention and the loss's two sums these are the bytes that
+`layouts.predict` tells of layouts by hand; of the tensor axis, Megatron's formula
+(`tensor.bytes_sent`), with what a recomputed layer gathers and scatters once more.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from shardwise import dispatch, experts, tensor
+from shardwise.plan.parts import Part
+from shardwise.plan.roles import ORDER
+
+_WIDE = 4  # bytes of the sums' float32
+
+
+class Sent(NamedTuple):
+    """Ring bytes along `roles` together, in a step.
+
+    `kind` is "weights" (gathers, and scatters of gradients), "gradients" (sums of what devices have
+    copies of), "attention", "activations" (of tensor), "tokens" (to experts), "stages", or "loss"
+    and "counts" (a few numbers).
+    """
+
+    roles: tuple[str, ...]
+    kind: str
+    bytes: float
+
+
+def sent(part: Part) -> tuple[Sent, ...]:
+    """All that a device of this stage sends; what is nothing is left out."""
+    found = [*_parameters(part), *_loss(part)]
+    r = part.roles
+    if r.context > 1:
+        found.append(Sent(("context",), "attention", _attention(part)))
+        found.append(Sent(("context",), "tokens", _choices(part)))
+    if r.tensor > 1:
+        found.append(Sent(("tensor",), "activations", _tensor(part)))
+    if r.expert > 1:
+        found.append(Sent(("expert",), "tokens", _experts(part)))
+    if r.stage > 1:
+        found.append(Sent(("stage",), "stages", r.microbatches * _passed(part)))
+    return tuple(s for s in found if s.bytes)
+
+
+def _share(part: Part, roles: tuple[str, ...]) -> float:
+    n = math.prod(getattr(part.roles, role) for role in roles)
+    return (n - 1) / n
+
+
+def _copied(part: Part, without: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The roles by hand along which devices have copies, as meshes order them."""
+    by_hand = [role for role in ORDER if role not in ("stage", "tensor", *without)]
+    return tuple(role for role in by_hand if getattr(part.roles, role) > 1)
+
+
+def _parameters(part):
+    weights, sums = 0.0, {}
+    for array, held, is_gathered in part.held():
+        without = ("expert",) if array.is_expert else ()
+        if is_gathered:
+            weights += held * part.roles.fsdp * _passes(part, array) * itemsize(part)
+            without = (*without, "fsdp")
+        over = _copied(part, without)
+        sums[over] = sums.get(over, 0) + 2 * held * _WIDE * _share(part, over)
+    yield Sent(("fsdp",), "weights", weights * _share(part, ("fsdp",)))
+    for over, size in sums.items():
+        yield Sent(over, "gradients", size)
+
+
+def itemsize(part: Part) -> int:
+    """Bytes of an activation's element."""
+    return jnp.dtype(part.config.dtype).itemsize
+
+
+def _passes(part, array):
+    """Gathers, and one scatter, of each microbatch."""
+    again = array.stacked and part.roles.remat
+    if part.roles.stage > 1 and not array.stacked:
+        again = part.is_last and not array.path.startswith("embed")
+    return (2 + again) * part.roles.microbatches
+
+
+def _loss(part):
+    """The total and the count, in float32."""
+    if not part.is_last:
+        return
+    over, m = _copied(part), part.roles.microbatches
+    numbers = 2 * _WIDE
+    if part.roles.stage > 1:
+        numbers = m * 2 * _WIDE + (_WIDE if m > 1 else 0)
+    yield Sent(over, "loss", 2 * numbers * _share(part, over))
+    if part.config.experts:  # loads, drops and nats, as `train.routed_loss` counts them
+        c = part.config
+        counts = (c.layers * (c.experts + 1) + 1) * _WIDE
+        yield Sent(over, "counts", 2 * counts * _share(part, over))
+
+
+def _attention(part):
+    """A ring's: K, V and places there, and K, V, places, dK and dV back."""
+    c, n = part.config, part.roles.context
+    keys = part.tokens * (c.kv_heads // part.roles.tensor) * c.head_dim
+    around = (n - 1) * (2 * keys * itemsize(part) + 3 * 4 * part.tokens)
+    backward = around + 2 * n * keys * _WIDE
+    forward = around * (2 if part.roles.remat else 1)
+    return part.roles.microbatches * part.layers * (forward + backward)
+
+
+def _tensor(part):
+    c, n, m = part.config, part.roles.tensor, part.roles.microbatches
+    given = part.rows, part.sequence // part.roles.context, c.embed, part.layers
+    norms = part.arrays.parameters[0].itemsize
+    told = tensor.bytes_sent(n, *given, itemsize(part), sequence=True, norm_itemsize=norms)
+    once = told.layers
+    if part.roles.remat:  # forward again, but for what the last product adds up to
+        once += part.layers * 3 * _activation(part) * n * (n - 1) / n
+    once += told.embedding if part.is_first else 0
+    once += told.head + told.loss if part.is_last else 0
+    return m * once + told.norms
+
+
+def _activation(part):
+    """What enters a layer, cut over the tensor axis."""
+    return part.tokens * part.config.embed * itemsize(part) / part.roles.tensor
+
+
+def _passed(part):
+    """To the stages beside: activations there, gradients back; and, for the last stage's balance of
+    experts, what all routers before decided.
+    """
+    c, layers = part.config, part.layers * part.stage
+    gradients = 4 * c.experts * layers * part.tokens
+    routing = (4 * c.experts + 5 * c.experts_per_token) * (layers + part.layers) * part.tokens
+    back = 0 if part.is_first else _activation(part) + gradients
+    return back + (0 if part.is_last else _activation(part) + (routing if c.experts else 0))
+
+
+def _experts(part):
+    """Tokens to their experts and back, in each pass of a layer; the all-to-all, where it pays."""
+    c, n = part.config, part.roles.expert
+    # The slots of an all-to-all are those of a whole row, wherever its tokens are.
+    given = c.embed, c.experts_per_token, c.experts, n, c.capacity_factor
+    once = experts.bytes_sent(part.rows, part.sequence, *given, "all_to_all", itemsize(part))
+    passes = 3 if part.roles.remat else 2
+    return part.roles.microbatches * part.layers * passes * once
+
+
+def _choices(part):
+    """Experts' queues are decided from whole rows, as is the balance: choices, places and loads.
+
+    Of places a forward pass needs one gather for all layers, and each layer done again another.
+    """
+    c, n, again = part.config, part.roles.context, part.roles.remat
+    if not c.experts:
+        return 0
+    gathers = part.layers * (1 + again) * c.experts_per_token + 1 + part.layers * again
+    loads = 2 * part.rows * part.layers * c.experts * _WIDE / n
+    return part.roles.microbatches * (n - 1) * (gathers * part.tokens * 4 + loads)
+
+
+def slots(part: Part) -> float:
+    """Rows that the experts of a layer work on, for each token; its choices, if none is dropped."""
+    c = part.config
+    if c.capacity_factor is None:
+        return c.experts_per_token
+    each = dispatch.slots(c.capacity_factor, part.sequence, c.experts_per_token, c.experts)
+    return each * c.experts / part.sequence
+
+
+def by_role(found: Iterable[Sent]) -> dict[tuple[str, ...], float]:
+    """{roles: ring bytes}."""
+    total: dict[tuple[str, ...], float] = {}
+    for s in found:
+        total[s.roles] = total.get(s.roles, 0) + s.bytes
+    return total
+
+
+def largest(found: Iterable[Iterable[Sent]]) -> tuple[Sent, ...]:
+    """Of several stages, the most of each."""
+    most: dict[tuple[tuple[str, ...], str], float] = {}
+    for s in (s for of_part in found for s in of_part):
+        most[s.roles, s.kind] = max(most.get((s.roles, s.kind), 0), s.bytes)
+    return tuple(Sent(*key, size) for key, size in most.items())
+
+

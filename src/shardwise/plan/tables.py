@@ -1,0 +1,125 @@
+"""A plan to read: what each layout holds, sends and takes, and why others are left out."""
+
+from typing import Any
+
+from shardwise.plan.planning import Candidate, Plan
+
+_GIB, _GB = 2**30, 1e9
+_MEMORY = ("layout", "parameters", "state", "gradients", "weights", "kept", "layer", "logits")
+_SECONDS = ("arithmetic", "waited", "hidden", "update", "bubble", "step s", "MFU", "at most")
+NOTES = (
+    "Memory in GiB on a device: parameters and state are exact, the rest is a fitted formula.",
+    "Seconds are a roofline, of a step: products at the chip's peak; they wait for activations and "
+    "tokens (waited), all else is sent beside them (hidden). MFU at most: nothing waits.",
+)
+
+
+def text(plan: Plan, top: int) -> str:
+    """The best layouts as tables, then what each sends, then the rejected by reason."""
+    best = plan.best[:top]
+    lines = [_title(plan), ""]
+    lines += _table(("", *_MEMORY, "all"), [_memory_row(i, c) for i, c in enumerate(best, 1)])
+    lines += ["", *_table(("", *_SECONDS, "binds"), [_row(i, c) for i, c in enumerate(best, 1)])]
+    lines += ["", "Sent by a device in a step, and over which sides of the torus:"]
+    lines += [f"  {i}  {_sends(c)}" for i, c in enumerate(best, 1)]
+    if not best:
+        lines += ["  Nothing fits."]
+    lines += ["", "Left out:"]
+    for why, (count, example) in plan.why_not.items():
+        lines.append(f"  {count:6,}  {why}; such as {example}")
+    return "\n".join([*lines, "", *NOTES])
+
+
+def _title(plan):
+    fitting, gib = len(plan.fitting), plan.usable / _GIB
+    return (
+        f"{plan.batch:,} rows of {plan.sequence:,} tokens on {plan.chips}, {plan.chips.devices} "
+        f"devices of {gib:.1f} GiB: {fitting:,} layouts fit, in {len(plan.best):,} divisions."
+    )
+
+
+def _memory_row(i, c: Candidate):
+    m = c.memory
+    parts = [m.parameters, m.state, *m.of_step, m.total]
+    return (str(i), str(c.roles), *(f"{part / _GIB:.2f}" for part in parts))
+
+
+def _row(i, c: Candidate):
+    s = c.step
+    times = (s.arithmetic, s.waited, s.hidden, s.update)
+    shares = f"{s.bubble:.1%}", f"{s.seconds:.4g}", f"{c.mfu:.1%}", f"{c.mfu_bound:.1%}"
+    return (str(i), *(f"{time:.4g}" for time in times), *shares, s.binds)
+
+
+def _sends(c: Candidate):
+    told = []
+    for t in c.step.transfers:
+        if t.sent.kind in ("loss", "counts"):
+            continue
+        over = " and ".join(map(str, t.over))
+        told.append(
+            f"{t.sent.kind} along {' × '.join(t.sent.roles)} {t.sent.bytes / _GB:.4g} GB over "
+            f"{over} in {t.seconds:.3g} s"
+        )
+    return "; ".join(told) or "nothing"
+
+
+def _table(columns, rows):
+    rows = [columns, *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    aligned = ["<" if name in ("layout", "binds") else ">" for name in columns]
+    pairs = list(zip(aligned, widths, strict=True))
+    told = [[f"{x:{a}{w}}" for x, (a, w) in zip(row, pairs, strict=True)] for row in rows]
+    return ["  " + "  ".join(row).rstrip() for row in told]
+
+
+def facts(plan: Plan, top: int) -> dict[str, Any]:
+    """The same as numbers, for `--json`: bytes, seconds and shares."""
+    return {
+        "chips": str(plan.chips),
+        "devices": plan.chips.devices,
+        "batch": plan.batch,
+        "sequence": plan.sequence,
+        "usable_bytes": plan.usable,
+        "layouts": [layout(c) for c in plan.best[:top]],
+        "left_out": {
+            why: {"count": count, "example": example}
+            for why, (count, example) in plan.why_not.items()
+        },
+        "notes": list(NOTES),
+    }
+
+
+def layout(c: Candidate) -> dict[str, Any]:
+    """One layout's numbers."""
+    m, s, r = c.memory, c.step, c.roles
+    return {
+        "roles": r.sizes,
+        "microbatches": r.microbatches,
+        "remat": r.remat,
+        "bytes": {
+            "parameters": m.parameters,
+            "state": m.state,
+            "batch": m.batch,
+            **m.of_step._asdict(),
+            "total": m.total,
+        },
+        "sent": [
+            {
+                "along": list(t.sent.roles),
+                "kind": t.sent.kind,
+                "bytes": t.sent.bytes,
+                "over": [str(way) for way in t.over],
+                "seconds": t.seconds,
+            }
+            for t in s.transfers
+        ],
+        "seconds": {
+            name: getattr(s, name)
+            for name in ("arithmetic", "weights", "waited", "hidden", "update", "seconds", "bound")
+        },
+        "bubble": s.bubble,
+        "binds": s.binds,
+        "mfu": c.mfu,
+        "mfu_bound": c.mfu_bound,
+    }

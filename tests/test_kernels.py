@@ -1,0 +1,158 @@
+"""Attention by Pallas' splash kernel, interpreted: alone, and where a layout's devices run it."""
+
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import context, layouts, marks, measure, mesh, model, objective, topology, train
+
+SPLASH = context.splash(block=128, interpret=True)
+CONFIG = model.Config(layers=2, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=32, vocab=64)
+KEY = jax.random.key(0)
+
+
+def arrays(rows, size, heads, kv_heads, depth, dtype=jnp.float32):
+    """(q, k, v, what weighs the output, places of packed documents)."""
+    keys = jax.random.split(KEY, 5)
+    shapes = (heads, kv_heads, kv_heads, heads)
+    pairs = zip(keys, shapes, strict=False)
+    found = [jax.random.normal(k, (rows, size, n, depth), dtype) for k, n in pairs]
+    documents = jnp.sort(jax.random.randint(keys[4], (rows, size), 0, 4), axis=1)
+    return *found, marks.places({"documents": documents}, rows, size)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, tolerance",
+    [((2, 256, 4, 2, 24), jnp.float32, 2e-6), ((1, 384, 3, 1, 128), jnp.bfloat16, 2e-2)],
+)
+def test_the_kernel_is_attention(shape, dtype, tolerance):
+    q, k, v, weights, places = arrays(*shape, dtype)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(attend, q, k, v):
+        def total(q, k, v):
+            out = attend(q, k, v, places)
+            return jnp.sum((out * weights).astype(jnp.float32)), out
+
+        return jax.value_and_grad(total, (0, 1, 2), has_aux=True)(q, k, v)
+
+    ours, theirs = both(SPLASH, q, k, v), both(marks.attend, q, k, v)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        np.testing.assert_allclose(a, b, atol=tolerance * (1 + np.abs(b).max()))
+
+
+def test_a_sequence_in_another_order_is_not_a_number():
+    q, k, v, _, places = arrays(2, 128, 2, 2, 8)
+    places = places._replace(index=places.index.at[1].set(places.index[1, ::-1]))
+    out = SPLASH(q, k, v, places)
+    assert jnp.isfinite(out[0]).all() and jnp.isnan(out[1]).all()
+
+
+def near(query, key):
+    return marks.causal(query, key) & (query.index - key.index < 8)
+
+
+@pytest.mark.parametrize(
+    "size, mask, told",
+    [
+        (128, near, "the mask 'near'.*knows marks.causal alone"),
+        (100, marks.causal, "a sequence of 100 tokens is no multiple of 128.*pad it to 128"),
+    ],
+)
+def test_what_the_kernel_cannot_do_is_refused(size, mask, told):
+    q, k, v, _, places = arrays(1, size, 2, 2, 8)
+    with pytest.raises(ValueError, match=told):
+        SPLASH(q, k, v, places, mask)
+
+
+@functools.cache
+def parts(stages=1):
+    """(the loss, what creates the parameters, a batch of packed documents)."""
+    config = dataclasses.replace(CONFIG, stages=stages)
+    graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
+    rng = np.random.default_rng(5)
+    batch = {name: rng.integers(0, 64, (8, 128)) for name in ("tokens", "targets")}
+    batch["mask"] = (rng.random((8, 128)) < 0.8).astype(np.float32)
+    batch["documents"] = np.sort(rng.integers(0, 3, (8, 128)), axis=1)
+
+    def create(key):
+        return nnx.state(model.Decoder(config, nnx.Rngs(params=key)))
+
+    return functools.partial(train.loss, graphdef=graphdef), create, batch
+
+
+@functools.cache
+def one_device():
+    loss, create, batch = parts()
+    return jax.jit(objective.value_and_grad(loss))(jax.jit(create)(KEY), batch)
+
+
+LAYOUTS = {
+    "fsdp": dict(data=2, fsdp=4),
+    "fsdp, tensor": dict(fsdp=4, tensor=2),
+    "fsdp, tensor by compiler": dict(fsdp=4, tensor=2, by="compiler"),
+    "ulysses": dict(context=2, tensor=2, data=2, attention="ulysses"),
+    "stage, fsdp": dict(stage=2, fsdp=4, microbatches=2),
+}
+FAST = {"fsdp, tensor"}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
+)
+def test_under_a_layout_it_is_one_device(name):
+    asked = LAYOUTS[name]
+    sizes = {k: v for k, v in asked.items() if k in ("stage", "data", "fsdp", "context", "tensor")}
+    settings = {k: v for k, v in asked.items() if k not in sizes} | {k: k for k in sizes}
+    layout = layouts.Layout(mesh.make(**sizes), kernel=SPLASH, **settings)
+    loss, create, batch = parts(layout.size("stage"))
+    params, _ = layouts.init(layout, create, optax.sgd(0.1), KEY, loss, batch)
+    mean, grads = layouts.value_and_grad(layout, loss)(params, batch)
+    expected, theirs = one_device()
+    np.testing.assert_allclose(mean, expected, rtol=2e-6)
+    ours = layouts.whole(layout, grads)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6 * (1 + np.abs(b).max()))
+
+
+@pytest.mark.parametrize("settings", [{}, {"attention": "ulysses", "by": "compiler"}])
+def test_a_kernel_needs_whole_sequences(settings):
+    with pytest.raises(ValueError, match="kernel= computes attention to whole sequences"):
+        layouts.Layout(mesh.make(context=8), context="context", kernel=SPLASH, **settings)
+
+
+def test_the_compiler_cannot_cut_a_kernel_in_stages():
+    with pytest.raises(ValueError, match="kernel= in stages is cut by hand"):
+        grid = mesh.make(stage=2, fsdp=4)
+        layouts.Layout(grid, stage="stage", fsdp="fsdp", by="compiler", kernel=SPLASH)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+def test_on_a_chip_it_keeps_no_scores(monkeypatch, tmp_path):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    chips = topology.chips("v5e:2x4").mesh(fsdp=4, tensor=2)
+    size, heads, depth = 4096, 16, 128  # 134 MB of scores a device: no room for them in VMEM
+    spec = NamedSharding(chips.abstract, P("fsdp", None, "tensor"))
+    q = jax.ShapeDtypeStruct((4, size, heads, depth), jnp.bfloat16, sharding=spec)
+    kernel = context.within(chips.abstract, (), context.splash(), ("fsdp",), ("tensor",))
+
+    def temporaries(attend):
+        def total(q, k, v):
+            return jnp.sum(attend(q, k, v, marks.places(None, 4, size)).astype(jnp.float32))
+
+        lowered = topology.lower(jax.jit(jax.grad(total, (0, 1, 2))), q, q, q)
+        return measure.fits(topology.compile(lowered, chips)).memory.temporaries
+
+    scores = size**2 * heads // 2 * 2  # bytes on a device, in bfloat16
+    assert temporaries(kernel) < scores / 2 < scores < temporaries(marks.attend)

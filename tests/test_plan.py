@@ -1,0 +1,272 @@
+"""What `plan` says by formula is what layouts say, what devices hold, and what programs send."""
+
+import dataclasses
+import functools
+import math
+import random
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise import layouts, measure, mesh, model, plan, schedules, topology, train
+from shardwise.plan import arrays, memory, parts, planning, programs, roles, seconds, sent
+
+CHIPS = topology.chips("v5e:2x4")
+KEY = jax.random.key(0)
+LENGTH = 32
+COSTS = {"F": 1, "B": 2}
+
+
+def drawn(seed, staged=False, mixed=None):
+    """(the roles of a random layout on eight devices, a random decoder, rows of a batch)."""
+    rng, rows = random.Random(seed), 64 if staged else 32
+    while True:
+        config = _config(rng, rng.random() < 0.3 if mixed is None else mixed)
+        held = arrays.of_decoder(config)
+        possible = [
+            r
+            for r in roles.every(8)
+            if (r.stage > 1) == staged
+            and r.rows * r.context > 1
+            and not roles.refusal(r, config, held, CHIPS, rows, LENGTH)
+        ]
+        if possible:
+            each = list(roles.variants(rng.choice(possible), rows))
+            return rng.choice([r for r in each if r.microbatches <= 8] or each), config, rows
+
+
+def _config(rng, mixed):
+    mixture = dict(experts=8, capacity_factor=1.25) if mixed else {}
+    return model.Config(
+        vocab=4 * rng.randrange(8, 30),
+        embed=rng.choice([24, 30, 32, 40]),
+        layers=rng.choice([2, 4]),
+        heads=4 * rng.choice([1, 2]),
+        kv_heads=4,
+        head_dim=2 * rng.randrange(1, 5),
+        mlp=4 * rng.randrange(3, 12),
+        dtype=rng.choice([jnp.bfloat16, jnp.float32]),
+        **mixture,
+    )
+
+
+def compare(part, layout, program, shapes):
+    """State and bytes sent by formula with those of `layouts.predict`, for one stage."""
+    told = dict(loss=program.loss, has_aux=program.has_aux, stage=part.stage)
+    told = told if layout.stage else {}
+    tx, again = train.optimizer(), part.roles.remat
+    expected = layouts.predict(layout, shapes, program.batch, tx, remat=again, **told)
+    found = memory.memory(part)
+    names = ("parameters", "state", "batch")
+    held = {name: getattr(found, name) for name in names if name in expected.held}
+    assert held == expected.held
+    ours = sent.by_role(s for s in sent.sent(part) if s.kind not in ("tokens", "counts"))
+    theirs = {tuple(sorted(k)): v for k, v in expected.sent.items()}
+    if part.roles.stage > 1 and part.roles.tensor > 1:
+        del ours["stage",], theirs["stage",]  # in a prediction whole, however tensor cuts it
+    ours = {tuple(sorted(k)): v for k, v in ours.items()}
+    assert ours.keys() == theirs.keys()
+    for along, size in theirs.items():
+        if along != ("tensor",) or not (again or part.roles.stage > 1 or part.roles.context > 1):
+            assert math.isclose(ours[along], size), along
+
+
+def slow(case):
+    values = case if isinstance(case, tuple) else (case,)
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def marked(cases, fast):
+    return [c if c in fast else slow(c) for c in cases]
+
+
+@pytest.mark.parametrize("seed", marked(range(40), range(12)))
+def test_bytes_are_those_of_the_layout(seed):
+    each, config, rows = drawn(seed)
+    layout = programs.layout(each, config, mesh.make(**each.sizes))
+    program = programs.program(each, config, rows, LENGTH)
+    (part,) = parts.parts(each, config, arrays.of_decoder(config), rows, LENGTH)
+    compare(part, layout, program, jax.eval_shape(program.create, KEY))
+
+
+@pytest.mark.parametrize("seed", marked(range(12), [1]))
+def test_bytes_of_stages_are_those_of_the_layout(seed):
+    each, config, rows = drawn(seed, staged=True)
+    layout = programs.layout(each, config, mesh.make(**each.sizes))
+    program = programs.program(each, config, rows, LENGTH)
+    shapes = jax.eval_shape(program.create, KEY)
+    for part in parts.parts(each, config, arrays.of_decoder(config), rows, LENGTH):
+        compare(part, layout, program, shapes)
+
+
+@pytest.mark.parametrize("mixed, seed", marked([(m, s) for m in (0, 1) for s in range(12)], [(1, 4)]))
+def test_bytes_sent_by_hand_are_those_in_the_lowered_program(mixed, seed):
+    """All of them: of tokens that travel to experts, too."""
+    each, config, rows = drawn(100 + seed, mixed=bool(mixed))
+    if each.tensor > 1:  # what the compiler cuts there is whole in a lowered program
+        changes = dict(tensor=1, data=each.data * each.tensor, microbatches=1)
+        each = dataclasses.replace(each, **changes)
+    layout = programs.layout(each, config, mesh.make(**each.sizes))
+    program = programs.program(each, config, rows, LENGTH)
+    placed = jax.eval_shape(lambda key: layouts.place(layout, program.create(key)), KEY)
+    function = layouts.value_and_grad(layout, program.loss, program.has_aux)
+    counted = measure.collectives(function.lower(placed, program.batch)).ring_bytes
+    (part,) = parts.parts(each, config, arrays.of_decoder(config), rows, LENGTH)
+    assert math.isclose(sum(s.bytes for s in sent.sent(part)), counted)
+
+
+@pytest.mark.parametrize("seed", marked(range(6), [2]))
+def test_state_is_what_devices_hold(seed):
+    each, config, rows = drawn(200 + seed)
+    layout = programs.layout(each, config, mesh.make(**each.sizes))
+    program = programs.program(each, config, rows, LENGTH)
+    params, state = layouts.init(layout, program.create, train.optimizer(), KEY)
+    (part,) = parts.parts(each, config, arrays.of_decoder(config), rows, LENGTH)
+    found = memory.memory(part)
+    assert set(measure.bytes_on_devices(params).values()) == {found.parameters}
+    assert set(measure.bytes_on_devices(state).values()) == {found.state}
+
+
+SMALL = model.Config(vocab=512, embed=64, layers=8, heads=8, kv_heads=4, head_dim=16, mlp=128)
+
+
+@functools.cache
+def small(batch=64, sequence=64, name="v5e:2x4", **changes):
+    return plan.plan(dataclasses.replace(SMALL, **changes), name, batch, sequence)
+
+
+@given(st.integers(1, 360))
+def test_every_division_of_the_devices_comes_once(n):
+    found = list(roles.every(n))
+    assert len({str(r) for r in found}) == len(found)
+    assert all(math.prod(r.sizes.values()) == n for r in found)
+    exponents = [next(e for e in range(9, -1, -1) if n % p**e == 0) for p in (2, 3, 5, 7, 11, 13)]
+    rest = n // math.prod(p**e for p, e in zip((2, 3, 5, 7, 11, 13), exponents, strict=True))
+    if rest == 1:  # as many as ways to give each prime's exponents to six roles
+        assert len(found) == math.prod(math.comb(e + 5, 5) for e in exponents)
+
+
+def test_a_plan_leaves_nothing_out_and_is_in_order():
+    found = small(experts=4, capacity_factor=1.0)
+    told = {str(dataclasses.replace(c.roles, microbatches=1, remat=False)) for c in found.fitting}
+    refused = {str(r.roles) for r in found.refused}
+    assert not found.too_large and not told & refused
+    assert told | refused == {str(r) for r in roles.every(8)}
+    times = [c.step.seconds for c in found.best]
+    assert times == sorted(times) and times[0] == min(c.step.seconds for c in found.fitting)
+    assert len({str(c.roles.sizes) for c in found.best}) == len(found.best) == len(told)
+    assert sum(count for count, _ in found.why_not.values()) == len(found.refused)
+    for c in found.fitting:
+        assert 0 < c.mfu <= c.mfu_bound <= 1 and c.step.bound <= c.step.seconds
+        work = max(c.step.arithmetic, c.step.weights) + c.step.hidden + c.step.waited
+        assert c.step.seconds <= work / (1 - c.step.bubble) + c.step.update + 1e-12
+
+
+@given(st.integers(0, 10**6))
+def test_more_needs_more(index):
+    """Rows, tokens, layers and a batch in one piece need more memory, and remat less."""
+    found = small()
+    c = found.fitting[index % len(found.fitting)]
+    held = arrays.of_decoder(found.config)
+
+    def total(batch=64, sequence=64, layers=8, **changes):
+        config = dataclasses.replace(found.config, layers=layers)
+        held = arrays.of_decoder(config)
+        each = dataclasses.replace(c.roles, **changes)
+        return planning.candidate(each, config, held, CHIPS, batch, sequence).memory.total
+
+    assert math.isclose(total(), c.memory.total) and held
+    assert total(remat=True) <= total(remat=False)
+    assert total() < total(batch=128) and total() < total(sequence=128)
+    assert total() < total(layers=16)
+    assert total(batch=128, microbatches=2 * c.roles.microbatches) < total(batch=128)
+
+
+def test_what_is_too_large_is_told_with_its_bytes():
+    found = plan.plan("llama3-8b", "v5e:2x4", 64, 8192)
+    assert not found.fitting and not found.best
+    count, example = found.why_not["more memory than a device has"]
+    least = min(c.memory.total for c in found.too_large)
+    assert count == len(found.too_large) and f"{least / 2**30:.1f} of 15.8 GiB" in example
+    roomy = plan.plan("llama3-8b", "v5e:4x4", 64, 8192)
+    both = len(roomy.fitting), len(roomy.too_large)
+    assert all(both) and all(c.memory.total <= roomy.usable for c in roomy.fitting)
+    assert all(c.memory.total > roomy.usable for c in roomy.too_large)
+
+
+REFUSED = {
+    "kv_heads": (dict(tensor=8), {}, 64, 64, r"kv_heads=4 over 8 devices; 1, 2, 4 divide"),
+    "heads": (dict(tensor=8), dict(heads=12, kv_heads=12), 64, 64, "kv_heads=12 over 8"),
+    "vocab": (dict(tensor=4, data=2), dict(vocab=510), 64, 64, "vocab=510 over 4"),
+    "mlp": (dict(tensor=4, data=2), dict(mlp=102), 64, 64, "mlp=102 over 4"),
+    "no experts": (dict(expert=8), {}, 64, 64, "needs a mixture"),
+    "experts": (dict(expert=8), dict(experts=4), 64, 64, "experts=4 over 8 devices; 1, 2, 4"),
+    "layers": (dict(stage=8), dict(layers=12), 64, 64, "layers=12 over 8 devices; 1, 2, 3, 4, 6"),
+    "rows": (dict(data=2, fsdp=4), {}, 12, 64, "rows=12 over 8 devices; 1, 2, 3, 4, 6, 12 divide"),
+    "few rows": (dict(stage=4, data=2), {}, 4, 64, "2 rows on a device, of 4, and 4 stages"),
+    "sequence": (dict(context=8), {}, 64, 24, "over 16 devices"),
+    "tokens": (dict(tensor=4, context=2), {}, 64, 4, "tokens=2 over 4 devices"),
+    "arrays": (dict(stage=2, fsdp=4), dict(embed=30), 64, 64, r"scale of shape \(8, 30\) over 4"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_with_numbers_that_would_do(name):
+    given_roles, changes, batch, sequence, told = REFUSED[name]
+    config = dataclasses.replace(SMALL, **changes)
+    each, held = roles.Roles(**given_roles), arrays.of_decoder(config)
+    found = roles.refusal(each, config, held, CHIPS, batch, sequence)
+    assert found is not None
+    with pytest.raises(ValueError, match=told):
+        raise ValueError(found.reason)
+
+
+def test_slices_refuse_what_they_cut_unevenly():
+    six = topology.chips("v5e:2x4", 6)
+    held = arrays.of_decoder(SMALL)
+    found = roles.refusal(roles.Roles(data=4, fsdp=12), SMALL, held, six, 96, 64)
+    assert found and "lies along 6 slices" in found.reason
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 9))
+def test_the_bubble_is_at_most_that_of_the_schedule(costs, more):
+    """Of equal stages it is the schedule's."""
+    p, m = len(costs), len(costs) + more
+    table = schedules.SCHEDULES["1f1b"](p, p, m)
+    for times in (costs, [costs[0]] * p):
+        by_stage = {(s, kind): c * t for s, t in enumerate(times) for kind, c in COSTS.items()}
+        run = schedules.timeline(table, by_stage)
+        waits = 1 - max(run.busy) / run.makespan
+        found = seconds.bubble(times, m)
+        assert found <= waits + 1e-9
+        assert len(set(times)) > 1 or math.isclose(found, waits, abs_tol=1e-9)
+
+
+def test_flops_are_those_of_the_program():
+    """Of the step that is differentiated, with attention over all pairs."""
+    config = dataclasses.replace(SMALL, layers=2, scan=False)
+    program = programs.program(roles.Roles(context=8), config, 2, 64)
+    params = jax.eval_shape(program.create, KEY)
+    step = jax.jit(jax.grad(lambda params, batch: program.loss(params, batch).total))
+    counted = measure.flops(step.lower(params, program.batch).compile())
+    expected = plan.model_flops(config, 2, 64, causal=False)
+    assert abs(counted / expected - 1) < 0.02
+    causal = plan.model_flops(config, 2, 64)
+    assert expected - causal == 6 * 2 * config.heads * config.head_dim * 2 * 64**2
+
+
+@pytest.mark.parametrize(
+    "given_to, told",
+    [
+        (("llama9", "v5e:2x4", 8, 8), "known are llama3-8b, llama3-70b"),
+        (("llama3-8b", "v5e:8", 8, 8), "2 axes; write its chips along each"),
+        (("llama3-8b", "v5e:2x4", 0, 8), "batch=0; expected 1 or more"),
+        (("llama3-8b", "v5e:2x4", 8, -1), "sequence=-1; expected 1 or more"),
+    ],
+)
+def test_a_mistake_is_named(given_to, told):
+    with pytest.raises(ValueError, match=told):
+        plan.plan(*given_to)

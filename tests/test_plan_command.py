@@ -1,0 +1,106 @@
+"""`shardwise plan`: what it prints, and what it says of flags that are wrong."""
+
+import importlib.util
+import json
+
+import pytest
+
+from shardwise import plan, topology
+from shardwise.run import command
+
+ARGUMENTS = ["plan", "--model", "llama3-8b", "--chips", "v5e:4x4", "--batch", "64"]
+ARGUMENTS += ["--sequence", "4096"]
+
+
+def test_json_is_all_that_stands_on_stdout(capsys):
+    assert command.main([*ARGUMENTS, "--json", "--top", "3"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    found = plan.plan("llama3-8b", "v5e:4x4", 64, 4096)
+    assert [x["roles"] for x in told["layouts"]] == [c.roles.sizes for c in found.best[:3]]
+    for one, c in zip(told["layouts"], found.best, strict=False):
+        parts = one["bytes"]
+        assert parts.pop("total") == c.memory.total == sum(parts.values())
+        assert parts["parameters"] == c.memory.parameters and one["mfu"] == c.mfu
+        assert {tuple(s["along"]): s["bytes"] for s in one["sent"] if s["kind"] == "weights"} == {
+            s.roles: s.bytes for s in c.sent if s.kind == "weights"
+        }
+    assert {why: x["count"] for why, x in told["left_out"].items()} == {
+        why: count for why, (count, _) in found.why_not.items()
+    }
+    assert (told["devices"], told["usable_bytes"]) == (16, topology.CHIPS["v5e"].usable_hbm)
+
+
+def test_tables_show_every_term_and_the_rejected_by_reason(capsys):
+    assert command.main([*ARGUMENTS, "--top", "2"]) == 0
+    out = capsys.readouterr().out
+    found = plan.plan("llama3-8b", "v5e:4x4", 64, 4096)
+    for word in ("parameters", "state", "kept", "arithmetic", "waited", "bubble", "MFU", "binds"):
+        assert word in out
+    for c in found.best[:2]:
+        assert f" {c.roles} " in out and f"{c.memory.total / 2**30:.2f}" in out
+        assert f"{c.step.seconds:.4g}" in out and f"{c.mfu:.1%}" in out
+    assert str(found.best[2].roles) not in out
+    for why, (count, example) in found.why_not.items():
+        assert f"{count:6,}  {why}; such as {example}" in out
+    assert max(map(len, out.splitlines()[:8])) <= 130
+
+
+def test_where_nothing_fits_the_exit_status_says_so(capsys):
+    arguments = ["plan", "--model", "llama3-405b", "--chips", "v5e:2x2", "--batch", "4"]
+    assert command.main([*arguments, "--sequence", "128"]) == 1
+    out = capsys.readouterr().out
+    assert "Nothing fits" in out and "more memory than a device has" in out
+
+
+@pytest.mark.parametrize(
+    "flag, value, told",
+    [
+        ("--model", "llama9", "--model 'llama9' is no folder, and no name: llama3-8b,"),
+        ("--chips", "v5p:4x4", "--chips v5p:4x4: a v5p lies in a torus of 3 axes"),
+        ("--chips", "h100:8", "--chips h100:8: h100 is in topology.CHIPS for arithmetic only"),
+        ("--batch", "0", "--batch 0; expected 1 or more"),
+        ("--sequence", "-5", "--sequence -5; expected 1 or more"),
+        ("--slices", "0", "--slices 0; expected 1 or more"),
+        ("--top", "0", "--top 0; expected 1 or more"),
+        ("--compile", "11", "--compile 11; expected 0 to --top 10"),
+    ],
+)
+def test_an_error_names_its_flag_and_what_would_do(flag, value, told, capsys):
+    assert command.main([*ARGUMENTS, flag, value]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("shardwise: plan: ") and told in said.err
+
+
+def test_help_and_missing_flags(capsys):
+    assert command.main([]) == 2 and "shardwise plan --model" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        command.main(["plan", "--model", "llama3-8b"])
+    assert "--chips" in capsys.readouterr().err
+
+
+def test_without_libtpu_one_sentence_says_so(capsys, monkeypatch):
+    def missing():
+        raise ImportError("topology.compile needs Google's TPU compiler, the package libtpu.")
+
+    monkeypatch.setattr("shardwise.topology.child.versions", missing)
+    small = ["plan", "--model", "llama3-8b", "--chips", "v5e:4x4", "--batch", "16"]
+    assert command.main([*small, "--sequence", "128", "--compile", "1", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["compiled"] == []
+    assert said.err.count("Nothing was compiled. topology.compile needs Google's") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+def test_the_compiler_checks_the_best(capsys, tmp_path, monkeypatch):
+    """What is written by hand is sent as the formula says; state is what the program is given."""
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    (tmp_path / "llama").mkdir()
+    sizes = dict(vocab_size=512, hidden_size=256, num_hidden_layers=2, intermediate_size=512)
+    heads = dict(num_attention_heads=2, num_key_value_heads=2, head_dim=128)
+    config = dict(architectures=["LlamaForCausalLM"], torch_dtype="bfloat16", **sizes, **heads)
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
+    arguments = ["plan", "--model", str(tmp_path / "llama"), "--chips", "v5e:2x4", "--batch", "16"]
+    assert command.main([*arguments, "--sequence", "256", "--compile", "1", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["compiled"]
+    assert one["fits"] and one["sent_by_hand_lowered"] == one["sent_by_hand_by_formula"]

@@ -1,0 +1,138 @@
+"""Every layout as a run on one, two and four processes: equal losses, and resumed bit for bit."""
+
+import dataclasses
+import functools
+import os
+import random
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import conftest
+import numpy as np
+import pytest
+
+from shardwise import layouts, model, run
+from shardwise.layouts.layout import ROLES
+from shardwise.run import decoding, joining, metrics
+from shardwise.run.settings import F32
+
+STAGED = {name for name in layouts.LAYOUTS if "stage" in name}
+NAMES = [name for name in layouts.LAYOUTS if name not in STAGED]
+SEED, STEPS = 12, 4
+RESUMED = random.Random(SEED).sample(NAMES, 3)  # which are stopped and go on, on each number
+# The least that a compiler can do, as in `make test`.
+QUICK = {"XLA_FLAGS": " ".join([conftest.QUICK, conftest.QUICKER])}
+CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
+
+
+def settings(name, folder, **changes):
+    """Of a small run whose sizes eight devices divide, in each role."""
+    layout = layouts.LAYOUTS[name](8)
+    fields = {field.name for field in dataclasses.fields(run.Roles)}
+    roles = {n: getattr(layout, n) for n in fields - set(ROLES)}
+    roles = run.Roles(**roles, **{role: layout.size(role) for role in ROLES})
+    assert roles.layout() == layout
+    sizes = dict(embed=32, layers=2, heads=16, kv_heads=8, head_dim=2, mlp=48, dropout=0.1)
+    if layout.expert:
+        sizes |= dict(experts=8, experts_per_token=2, capacity_factor=None, dropout=0.0, mlp=16)
+    return run.Settings(
+        run=Path(folder) / name,
+        layout=roles,
+        model=model.Config(dtype=F32, param_dtype=F32, **sizes),
+        evaluation=run.Evaluation(every=0),
+        processes=run.Processes(hang=1000),
+        **dict(steps=STEPS, batch=16, sequence=32) | changes,
+    )
+
+
+def train(process, address, count, folder):
+    """A run of each layout, in one of `count` processes; of some a second one, in two parts."""
+    who = dict(address=address, count=count, index=process) if count > 1 else {}
+    joining.join(run.Processes(**who, heartbeat=200), 8)
+    for name in NAMES:
+        decoding.run(settings(name, folder))
+    for name in RESUMED:
+        again = settings(name, f"{folder}/again")
+        decoding.run(dataclasses.replace(again, steps=random.Random(name).randint(1, STEPS - 1)))
+        decoding.run(dataclasses.replace(again, resume=True))
+    joining.leave()
+
+
+def started(function, count, folder):
+    """What `count` processes end with, and say, that call a function of this file."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    children = []
+    for process in range(count):
+        call = f"{function.__name__}{(process, address, count, str(folder))!r}"
+        command = [sys.executable, "-c", f"import {__name__}; {__name__}.{call}"]
+        env = os.environ | QUICK | CACHE | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+        env["JAX_COMPILATION_CACHE_DIR"] = f"{folder}.cache"  # what goes on is compiled already
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        children.append(subprocess.Popen(command, env=env, **pipes))
+    try:
+        with ThreadPoolExecutor(count) as threads:
+            said = list(threads.map(lambda child: child.communicate(timeout=1500)[0], children))
+    finally:
+        for child in children:
+            child.kill()
+    return [child.returncode for child in children], said
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """{name: losses} of each layout on so many processes, and of those that were stopped."""
+
+    @functools.cache
+    def on(count):
+        folder = tmp_path_factory.mktemp(f"on{count}")
+        codes, said = started(train, count, folder)
+        assert codes == [0] * count, "\n".join(text[-3000:] for text in said)
+        return (
+            {name: losses(folder / name) for name in NAMES},
+            {name: losses(folder / "again" / name) for name in RESUMED},
+        )
+
+    return on
+
+
+def losses(folder):
+    return [(x["step"], x["loss"]) for x in metrics.read(folder / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layout_over_processes_is_that_of_one(found, name, count):
+    """To rounding: sums between processes have another order than within one."""
+    ours, theirs = found(count)[0][name], found(1)[0][name]
+    assert [step for step, _ in ours] == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(ours, theirs, rtol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_layout_that_was_stopped_goes_on_bit_for_bit(found, name, count):
+    every, resumed = found(count)
+    assert resumed[name] == every[name]
+
+
+def refused(process, address, count, folder):
+    """A layout with stages, in one of several processes."""
+    joining.join(run.Processes(address=address, count=count, index=process), 8)
+    with pytest.raises(ValueError, match=r"the layout stage 4 × fsdp 2 has stages.*2 processes"):
+        decoding.run(settings("stage, fsdp", folder))
+    joining.leave()
+
+
+@pytest.mark.slow
+def test_stages_in_several_processes_are_refused(tmp_path):
+    codes, said = started(refused, 2, tmp_path)
+    assert codes == [0, 0], "\n".join(said)
+    assert not list(tmp_path.iterdir())
