@@ -1,7 +1,9 @@
 """What a user would pick instead of a layout of the same roles: jit with rules, scalax, recipes."""
 
+import dataclasses
 import functools
 
+import floors
 import jax
 import jax.numpy as jnp
 import optax
@@ -15,29 +17,40 @@ from shardwise import marks, rules, tensor
 from shardwise import tree as trees
 from shardwise.layouts import Layout
 
+ANY = "any"  # the strategy of what the compiler chooses: it is compared with all
+
 
 def of(layout: Layout, bench):
     """The rows of a layout's roles; stages have theirs in `pipeline.py`."""
     if layout.stage:
         return
     yield from by_rules(layout, bench)
-    if set(layout.roles()) == {"fsdp"}:
+    if set(layout.roles()) == {"fsdp"} and layout.zero == 3:
         yield from by_scalax(layout, bench)
     if set(layout.roles()) == {"context"}:
-        for name, attend in recipes.RECIPES.items():
-            yield by_shard_map(layout, bench, name, attend)
+        for form, attend in recipes.RECIPES.items():
+            yield by_shard_map(layout, bench, form, attend)
 
 
 def by_rules(layout, bench):
-    """jit, its arguments laid out by rules; activations left free, or pinned."""
+    """jit, its arguments laid out by rules; activations left free, or pinned.
+
+    With ZeRO 1 and 2 the optimizer's state is cut and parameters are not; with 2 gradients are.
+    """
     spec = P(layout.rows or None, layout.context or None)
-    rule = parameters(layout, bench)
-    given = rule, rules.follow(rule, bench.abstract), spec
+    cut, told = parameters(layout, bench), ""
+    given = cut if layout.zero == 3 else P(), rules.follow(cut, bench.abstract), spec
+    settings = dict(microbatches=layout.microbatches)
+    if layout.fsdp and layout.zero < 3:
+        told = f", ZeRO {layout.zero}"
+    if layout.fsdp and layout.zero == 2:
+        settings["pin"] = lambda grads: rules.constrain_tree(grads, cut, layout.mesh)
+    run = functools.partial(bench.step, **settings)
     tensors = layout.tensor or None
     names = tensor.activations(tensors, layout.rows or None, layout.context or None)
-    for told, pins in (("", None), (", constrained", names)):
+    for how, pins in (("", None), (", constrained", names)):
         step = rules.jit(
-            bench.step,
+            run,
             layout.mesh,
             in_rules=given,
             out_rules=(*given[:2], P()),
@@ -45,7 +58,9 @@ def by_rules(layout, bench):
             donate_argnums=(0, 1),
         )
         shardings = rules.shardings(given, arguments(bench, abstract=True), layout.mesh)
-        yield row(f"rules{told}", layout, bench, step, shardings)
+        found = row(f"rules{told}{how}", layout, bench, step, shardings)
+        found.strategy = floors.strategy(layout) if layout.fsdp else ANY
+        yield found
 
 
 def parameters(layout, bench):
@@ -83,7 +98,7 @@ def by_scalax(layout, bench):
         yield row(f"scalax{told}", layout, bench, step, shardings)
 
 
-def by_shard_map(layout, bench, name, attend):
+def by_shard_map(layout, bench, form, attend):
     """The gradient of one device's tokens in a shard_map, and its sum over the devices."""
     (axis,) = layout.context
 
@@ -110,7 +125,10 @@ def by_shard_map(layout, bench, name, attend):
 
     whole, cut = (NamedSharding(layout.mesh, spec) for spec in (P(), P(None, axis)))
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=whole)
-    return row(name, layout, bench, jitted, (whole, whole, cut))
+    name = f"shard_map, plain {form}"
+    found = row(name, layout, bench, jitted, (whole, whole, cut))
+    found.strategy = floors.strategy(dataclasses.replace(layout, attention=form))
+    return found
 
 
 def arguments(bench, abstract=False):
@@ -124,4 +142,6 @@ def arguments(bench, abstract=False):
 def row(name, layout, bench, step, shardings):
     """The measured row of a jitted step, arguments laid out so."""
     *state, tokens = map(jax.device_put, arguments(bench), shardings)
-    return rounds.Row(name, layout.mesh, step, state, tokens)
+    found = rounds.Row(name, layout.mesh, step, state, tokens)
+    found.strategy = ""
+    return found

@@ -43,10 +43,12 @@ class Bench:
     def abstract(self):
         return jax.eval_shape(self.create, jax.random.key(SEED))
 
-    def step(self, params, opt_state, batch, **meanings):
-        """One device's; `meanings` are of marks."""
+    def step(self, params, opt_state, batch, microbatches=1, pin=None, **meanings):
+        """One device's; `pin` is what gradients go through, `meanings` are of marks."""
+        mean_and_grad = objective.value_and_grad(self.loss, microbatches, has_aux=self.mixed)
         with marks.bind(**meanings):
-            found, grads = objective.value_and_grad(self.loss, has_aux=self.mixed)(params, batch)
+            found, grads = mean_and_grad(params, batch)
+        grads = grads if pin is None else pin(grads)
         updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
         mean = found[0] if self.mixed else found
         return optax.apply_updates(params, updates), opt_state, mean

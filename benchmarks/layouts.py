@@ -6,10 +6,16 @@ on two cores.
 
 Full training steps (loss, gradients, AdamW, donation) of one decoder, and of one with experts, on
 eight simulated CPU devices in one process. All bytes are those of one device; `sent` has those of
-each mesh axis, and after a slash what the formula says of axes by hand. Ends with an error if a
-layout by hand sends more than its formula, or holds more than 1.2 of the temporaries of the best
-row of the same roles, unless its settings ask for that (ZeRO 1 and 2, keys or tokens gathered to
-stay); times, which depend on what else the machine does, are only shown.
+each mesh axis, and after a slash what the formula says of axes by hand.
+
+Temporaries are compared three times: `of best` with the least of all rows of the same roles; `of
+same` with the least of the same strategy too, for ZeRO 1 and 2 hold weights or gradients whole, and
+who gathers keys or tokens holds all of them, whoever writes it; `of floor` with what the strategy
+cannot but hold (`floors.py`). What a row keeps in its arguments, and others do not, counts as
+temporary: by hand weights lie in shares with every ZeRO.
+
+Ends with an error if a layout by hand sends more than its formula, or holds more than 1.2 of the
+best row of its strategy; times, which depend on what else the machine does, are only shown.
 """
 
 import argparse
@@ -18,6 +24,7 @@ import functools
 import alternatives
 import attention
 import decoders
+import floors
 import formulas
 import jax
 import rounds
@@ -39,22 +46,23 @@ def ours(name):
     kind = functools.partial(stages.Staged, layout, bench) if layout.stage else rounds.Row
     whole = functools.partial(layouts.whole, layout)
     row = kind(name, layout.mesh, step, state, decoders.batch(), whole)
-    row.layout = layout
+    row.layout, row.bench, row.strategy = layout, bench, floors.strategy(layout)
     row.limit = formulas.by_hand(layout, bench) if layout.by_hand else None
     return row
 
 
 def others(chosen):
-    """[rows] of what a user would pick, once for each set of roles that is among the chosen."""
+    """[rows] of what a user would pick, once for each set of roles, and ZeRO, among the chosen."""
     found, seen = [], set()
     for name in chosen:
         layout = layouts.LAYOUTS[name](DEVICES)
-        roles = frozenset(layout.roles())
-        if roles not in seen:
-            seen.add(roles)
-            for row in alternatives.of(layout, decoders.of(layout)):
+        kind = frozenset(layout.roles()), layout.zero
+        if kind not in seen:
+            seen.add(kind)
+            bench = decoders.of(layout)
+            for row in alternatives.of(layout, bench):
                 if isinstance(row, rounds.Row):
-                    row.layout, row.limit = layout, None
+                    row.layout, row.bench, row.limit = layout, bench, None
                 found.append(row)
     return found
 
@@ -89,7 +97,8 @@ def one_device(bench):
     *state, batch = alternatives.arguments(bench)
     grid = mesh.make(data=1)
     row = rounds.Row("one device", grid, jax.jit(bench.step, donate_argnums=(0, 1)), state, batch)
-    row.layout, row.limit = layouts.Layout(grid, data="data"), None
+    row.layout, row.bench = layouts.Layout(grid, data="data"), bench
+    row.limit, row.strategy = None, ""
     return row
 
 
@@ -101,27 +110,33 @@ def misses(row, rows):
         most = row.limit.get(axes, 0)
         if set(axes).isdisjoint(row.layout.tensor) and size > most:
             yield f"{row.name} sends {size:,} along {axes}, and its formula says {most:,}"
-    best = min(_like(row, rows), key=lambda other: other.memory.temporaries)
-    ratio = row.memory.temporaries / best.memory.temporaries
-    if ratio > WITHIN and not _holds_more(row.layout):
+    ratio, best = compared(row, _like(row, rows))
+    if ratio > WITHIN:
         yield f"{row.name} holds {ratio:.2f} of the temporaries of {best.name}"
 
 
-def _holds_more(layout):
-    """Whether its settings ask for memory: weights, keys or tokens gathered to stay."""
-    gathers = layout.attention == "all_gather" or layout.dispatch == "gather"
-    return gathers or (bool(layout.fsdp) and layout.zero < 3)
+def compared(row, rows):
+    """(the row's temporaries by the least of all rows, whose these are)."""
+    least = min(other.memory.arguments for other in rows)
+
+    def held(row):
+        return row.memory.temporaries + row.memory.arguments - least
+
+    best = min(rows, key=held)
+    return held(row) / held(best), best
 
 
 def _like(row, rows):
-    """The rows of the same roles, in the same sizes."""
-    return [r for r in rows if r.layout.roles() == row.layout.roles()]
+    """The rows of the same roles, in the same sizes, of the same strategy or any."""
+    same = [r for r in rows if r.layout.roles() == row.layout.roles()]
+    return [r for r in same if r.strategy in (row.strategy, alternatives.ANY)]
 
 
 def table(first, rows):
     """The rows by their roles, as text."""
     fastest = min(row.median for row in [first, *rows])
-    head = ("roles", "", "step s", "ratio", "args MB", "temp MB", "of best", "sent MB")
+    held = ("args MB", "temp MB", "of best", "of same", "floor MB", "of floor")
+    head = ("roles", "", "step s", "ratio", *held, "sent MB")
     cells = [head, _cells(first, [first], fastest, "")]
     groups = dict.fromkeys(tuple(row.layout.roles()) for row in rows)
     for roles in groups:
@@ -137,18 +152,26 @@ def table(first, rows):
 
 
 def _cells(row, same, fastest, roles):
-    best = min(other.memory.temporaries for other in same)
     times = ("-", "-")
     if row.seconds:
         times = (f"{row.median:.3f}", f"{row.median / fastest:.2f}")
     held = (_mb(row.memory.arguments), _mb(row.memory.temporaries))
+    found = [f"{compared(row, group)[0]:.2f}" for group in (same, _like(row, same))]
     limit = row.limit or {}
     sent = "; ".join(
         f"{'×'.join(axes)} {_mb(row.sent.get(axes, 0))}"
         + (f"/{_mb(limit[axes])}" if axes in limit else "")
         for axes in dict.fromkeys([*row.sent, *limit])
     )
-    return roles, row.name, *times, *held, f"{row.memory.temporaries / best:.2f}", sent or "-"
+    return roles, row.name, *times, *held, *found, *_floor(row), sent or "-"
+
+
+def _floor(row):
+    """(the floor, temporaries by it), as text."""
+    if row.layout.stage or row.strategy == alternatives.ANY:
+        return "-", "-"
+    floor = floors.floor(row.layout, row.bench)
+    return _mb(floor), f"{row.memory.temporaries / floor:.2f}"
 
 
 def _mb(size):

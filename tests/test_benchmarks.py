@@ -41,16 +41,20 @@ def test_a_row_equals_one_device_and_sends_what_its_formula_says(
 def test_what_sends_or_holds_too_much_is_told(benchmark):
     layout = benchmark.layouts.LAYOUTS["hybrid"](8)
 
-    def row(name, sent, limit, temporaries):
-        memory = measure.DeviceBytes(0, 0, 0, temporaries)
-        return types.SimpleNamespace(
-            name=name, layout=layout, sent={("fsdp",): sent}, limit=limit, memory=memory
-        )
+    def row(name, sent, limit, temporaries, arguments=5, strategy=""):
+        memory = measure.DeviceBytes(arguments, 0, 0, temporaries)
+        sent = {("fsdp",): sent}
+        told = dict(layout=layout, strategy=strategy, limit=limit, memory=memory, sent=sent)
+        return types.SimpleNamespace(name=name, **told)
 
     best, right = row("best", 99, None, 10), row("right", 8, {("fsdp",): 8}, 12)
     wrong = row("wrong", 9, {("fsdp",): 8}, 13)
-    rows = [best, right, wrong]
+    other = row("other", 0, None, 1, strategy="ZeRO 1")  # not to be compared with
+    rows = [best, right, wrong, other]
     assert not [told for fine in (best, right) for told in benchmark.misses(fine, rows)]
     sends, holds = benchmark.misses(wrong, rows)
     assert "wrong sends 9 along ('fsdp',), and its formula says 8" in sends
     assert "wrong holds 1.30 of the temporaries of best" in holds
+    more = row("more", 8, {("fsdp",): 8}, 10, arguments=8)  # what others gather, it keeps
+    (holds,) = benchmark.misses(more, [*rows, more])
+    assert "more holds 1.30 of the temporaries of best" in holds

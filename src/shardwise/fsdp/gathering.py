@@ -77,6 +77,13 @@ def all_gather(xs: Sequence[jax.Array], hows: Sequence[How | None]) -> list[jax.
     return _each_bundle(_gathered, xs, hows)
 
 
+def take(
+    xs: Sequence[jax.Array], wholes: Sequence[jax.Array], hows: Sequence[How | None]
+) -> list[jax.Array]:
+    """`wholes`, which are `xs` gathered before; their gradients come back as those of `gather`."""
+    return _take(list(xs), list(wholes), tuple(hows), tuple(x.dtype for x in xs))
+
+
 def scatter(grads: Sequence[jax.Array], hows: Sequence[How | None]) -> list[jax.Array]:
     """The transpose: padded again, summed over the devices, to each its own part."""
     return _each_bundle(_scattered, grads, hows)
@@ -93,6 +100,19 @@ def _backward(hows, dtypes, _, grads):
 
 
 _gather_with_transpose.defvjp(lambda xs, hows, dtypes: (_gathered(xs, hows), None), _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _take(xs, wholes, hows, dtypes):
+    return wholes
+
+
+def _give_back(hows, dtypes, _, grads):
+    parts = scatter(grads, hows)
+    return [g.astype(dtype) for g, dtype in zip(parts, dtypes, strict=True)], None
+
+
+_take.defvjp(lambda xs, wholes, hows, dtypes: (wholes, None), _give_back)
 
 
 def _bundles(xs, hows):

@@ -14,6 +14,7 @@ from shardwise.fsdp.batches import Divided
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
 from shardwise.fsdp.planning import axes_of, check_axis
 from shardwise.fsdp.storage import check_params, rebuild
+from shardwise.fsdp.taking import Way, late, taken
 from shardwise.fsdp.using import pinned, reads_of, use_of
 
 SUMMED = {"sum", "mean", "max"}  # auxiliary outputs that are whole on every device
@@ -68,7 +69,8 @@ def value_and_grad(
       order: (sequence, parts) to the order in which the sequence is cut, as `context.zigzag`.
       meanings: of further marks, {mark: meaning}, such as attend=context.ring("context").
       zero: ZeRO's number. 3 as above; 2 gathers all before the loss and scatters the gradients of
-        each microbatch; 1 sums the microbatches' gradients whole, and scatters once.
+        each microbatch, those that the loss gives to `marks.use` there, so that they are never all
+        whole; 1 sums the microbatches' gradients whole, and scatters once.
       microbatches: parts of each device's rows, one after the other.
       dtype: in which weights are gathered and used; default their own.
       reduce_dtype: in which gradients are reduced; default the gathered dtype.
@@ -136,9 +138,7 @@ class _Device:
         told = params, self.dtype, self.reduce_dtype, self.divided.axes
         hows = [How.of(s, *told) for s in params.layout]
         parts = [objective.split(tree, self.microbatches) for tree in (batch, numbers)]
-        inputs, at_use = shards, hows
-        if self.zero < 3:  # gather once for all microbatches; nothing is left for `use` to do
-            inputs, at_use = all_gather(shards, hows), [None] * len(hows)
+        once = self.zero == 1 and self.microbatches > 1  # scattered when all are summed
         pins, seen = dict(self.meanings), set()
         if self.names is not None:
             pins["constrain"], seen = pinned(self.names, params.mesh, self.divided.axes)
@@ -148,29 +148,36 @@ class _Device:
 
         first = jax.tree.map(lambda x: x[0], parts[0])
         given = first, args, {} if key is None else {"key": key}
+        at_use = [None] * len(hows) if once else hows
         with marks.bind(**pins):
             found = reads_of(loss, params, at_use, self.dtype, *given)
         self._check(params, found, seen)
+        if self.zero < 3:
+            at_use = late(found, params.layout, at_use)
         use = use_of(found, params, at_use)
+        now = [None if later else how for how, later in zip(hows, use.deferred, strict=True)]
+        way = Way(shards, use, lambda xs: gather(xs, now))
+        if self.zero < 3:  # gather once for all microbatches
+            wholes = all_gather(shards, hows)
+            way = Way(wholes, use, list) if once else taken(wholes, shards, use, now, params.layout)
 
         def whole(inputs, batch, *args, **key):
-            now = [None if late else how for how, late in zip(at_use, use.deferred, strict=True)]
-            arrays = gather(inputs, now)
-            each = zip(arrays, at_use, strict=True)
-            arrays = [cast(x, self.dtype) if how is None else x for x, how in each]
-            with marks.bind(use=use):
+            pairs = zip(way.arrays(inputs), use.deferred, strict=True)
+            arrays = [x if later else cast(x, self.dtype) for x, later in pairs]
+            with marks.bind(use=way.use):
                 return loss(arrays, batch, *args, **key)
 
         division = objective.Division(
             together=functools.partial(jax.lax.psum, axis_name=self.divided.axes),
             fold=self._fold,
-            each=lambda grads: scatter(grads, hows) if self.zero == 2 else grads,
             along=functools.partial(jax.lax.psum, axis_name=self.divided.columns),
         )
         ways = dict(has_aux=self.has_aux, aux=self.aux, division=division)
         with marks.bind(**pins):
-            value, aux, grads = objective.mean_and_grads(whole, inputs, *parts, args, key, **ways)
-        if self.zero == 1:
+            value, aux, grads = objective.mean_and_grads(
+                whole, way.inputs, *parts, args, key, **ways
+            )
+        if once:
             grads = scatter(grads, hows)
         grads = [self._sum(g, s, params.axis) for g, s in zip(grads, params.layout, strict=True)]
         grads = [g.astype(x.dtype) for g, x in zip(grads, shards, strict=True)]

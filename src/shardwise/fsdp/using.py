@@ -18,7 +18,8 @@ from shardwise.fsdp.storage import Sharded
 class Use(NamedTuple):
     """The meaning of `marks.use`: a `How`, or None, for each array that the loss gives to it.
 
-    `deferred` says of each parameter whether the loss receives it in shares.
+    With it goes the number of the parameter that it is. `deferred` says of each parameter whether
+    the loss receives it in shares.
     """
 
     hows: frozenset
@@ -26,9 +27,13 @@ class Use(NamedTuple):
 
     def __call__(self, weights):
         flat, structure = trees.leaves(weights), jax.tree.structure(weights)
-        known = dict(self.hows)
-        hows = [_known(known, path, jnp.shape(x)) for path, x in flat]
+        hows = [how for how, _ in self.known(flat)]
         return jax.tree.unflatten(structure, gather([x for _, x in flat], hows))
+
+    def known(self, flat):
+        """(its `How`, its number) of each of these (path, array)."""
+        known = dict(self.hows)
+        return [_known(known, path, jnp.shape(x)) for path, x in flat]
 
 
 def use_of(found: Reads, params: Sharded, hows: Sequence[How | None]) -> Use:
@@ -40,7 +45,7 @@ def use_of(found: Reads, params: Sharded, hows: Sequence[How | None]) -> Use:
     """
     layout = params.layout
     for i, operation in found.elsewhere.items():
-        if layout[i].stacked:
+        if layout[i].stacked and hows[i] is not None:
             raise ValueError(
                 f"fsdp: {layout[i].path} is stacked, and read outside marks.use, by {operation}: "
                 f"there a device has only its share of it. Call `weights = marks.use(weights)` "
@@ -51,7 +56,7 @@ def use_of(found: Reads, params: Sharded, hows: Sequence[How | None]) -> Use:
     known: dict = {}
     for received in found.uses:
         _add(known, received, params, hows, deferred)
-    return Use(frozenset((key, how) for key, (how, _) in known.items()), deferred)
+    return Use(frozenset((key, (how, i)) for key, (how, i, _) in known.items()), deferred)
 
 
 def reads_of(
@@ -79,7 +84,7 @@ def _add(known, received: Received, params, hows, deferred):
             shape = (*shape[:lead], *local[len(local) - len(shape) + lead :])
             how = hows[i].shifted(lead - (1 if layout[i].stacked else 0))
         whose = "what is whole" if how is None else layout[i].path
-        before, owner = known.setdefault((received.path, shape), (how, whose))
+        before, _, owner = known.setdefault((received.path, shape), (how, i, whose))
         if before != how and n > 1:
             raise ValueError(
                 f"fsdp: marks.use receives {received.path or 'an array'} of shape {shape}, which "

@@ -1,0 +1,164 @@
+"""What a step holds on a device: its share, the layers in flight, and what rematerialising keeps.
+
+Layers are so many that one gathered before its time, or a gradient kept whole, is seen.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from shardwise import layouts, measure, mesh, model, pipeline, train
+from shardwise import tree as trees
+from shardwise.layouts.meanings import order
+
+mesh.simulate(8)
+FLOAT, ROWS, LENGTH, DEPTH = 4, 16, 32, 32  # layers of a stage
+CONFIG = model.Config(embed=64, heads=8, kv_heads=8, head_dim=8, mlp=128, remat=True)
+MIXTURE = dict(mlp=16, experts=8, experts_per_token=2, capacity_factor=1.25)
+
+
+def config_of(layout):
+    stages = layout.size("stage")
+    mixture = MIXTURE if layout.expert else {}
+    return dataclasses.replace(CONFIG, layers=DEPTH * stages, stages=stages, **mixture)
+
+
+def placed(layout):
+    """(the loss and gradient, its arguments) of a decoder."""
+    config = config_of(layout)
+    mixed = bool(config.experts)
+    graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
+    loss = train.routed_loss if mixed else train.loss
+    over = dict(over="rows") if mixed and layout.microbatches > 1 else {}
+    loss = functools.partial(loss, graphdef=graphdef, **over)
+    whole = np.zeros((ROWS, LENGTH), np.int32)
+    batch = {"tokens": whole, "targets": whole, "mask": np.ones(whole.shape, np.float32)}
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes(config))
+    function = layouts.value_and_grad(layout, loss, has_aux=mixed)
+    return function, (layouts.place(layout, params, loss, batch, mixed), batch)
+
+
+@functools.cache
+def shapes(config):
+    return nnx.state(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))
+
+
+def compiled(layout):
+    """(`measure.DeviceBytes` of the program, of a stage the first one's backward; parameters)."""
+    function, (params, batch) = placed(layout)
+    if layout.stage:
+        programs = pipeline.programs(function, params, batch)
+        program = programs.get((0, "B")) or programs[0, "W"]  # of the first stage, all of it
+    else:
+        program = (function if layout.by_hand else jax.jit(function)).lower(params, batch)
+    return measure.bytes_per_device(program.compile()), params
+
+
+class Held:
+    """What one device holds of a layout, by formula, in bytes."""
+
+    def __init__(self, layout):
+        self.layout, self.config = layout, config_of(layout)
+        self.shares = self.layers = self.rest = self.largest = 0  # in shares; whole, of a stage
+        for path, x, box in trees.walk(shapes(self.config)):
+            names = set(trees.axis_names(box) or ())
+            size = x.size * FLOAT // (layout.size("tensor") if names & {*layout.cut} else 1)
+            size //= layout.size("expert") if "experts" in names else 1
+            size //= layout.size("stage") if path[0] == "blocks" else 1
+            self.shares += size // layout.size("fsdp")
+            self.largest = max(self.largest, size)
+            self.layers += size if path[0] == "blocks" else 0
+            self.rest += size if path[0] != "blocks" else 0
+
+    @property
+    def tokens(self):
+        """Those of a microbatch on a device."""
+        layout = self.layout
+        rows = math.prod(layout.mesh.shape[name] for name in layout.rows) * layout.microbatches
+        return ROWS * LENGTH // rows // layout.size("context")
+
+    @property
+    def batch(self):
+        """Tokens, targets and mask; whole where they are first to be put in order."""
+        layout = self.layout
+        cut = self.tokens * layout.microbatches
+        return 3 * FLOAT * (cut if order(layout) is None else ROWS * LENGTH)
+
+    def weights(self):
+        """Gradients in shares; one layer and its gradient, whole, and so all that is no layer.
+
+        With microbatches there are gradients of one beside the sums of all. Below ZeRO 3 all is
+        gathered for a step, the last array from a copy of it, and there are the numbers of layers;
+        with 1 the sums of several microbatches are whole, and the gradients of one.
+        """
+        layout, whole = self.layout, self.layers + self.rest
+        several = layout.microbatches > 1 and not layout.stage  # whose sums are arguments
+        held = self.shares * (2 if several else 1) + 2 * self.layers // DEPTH + 2 * self.rest
+        if layout.fsdp and layout.zero < 3:
+            held += (
+                whole
+                + self.largest
+                + self.shares
+                + (2 * whole if layout.zero == 1 and several else 0)
+            )
+        return held
+
+    def activations(self):
+        """The input of each layer, and what one layer and the loss have on their way."""
+        c, t, layout = self.config, self.layout.size("tensor"), self.layout
+        kept = DEPTH * c.embed // (t if layout.sequence else 1)
+        seen = LENGTH if layout.attention == "all_gather" else LENGTH // layout.size("context")
+        of_layer = 8 * c.embed + 4 * c.mlp // t + 3 * c.heads // t * seen
+        of_layer += 4 * c.kv_heads * c.head_dim // t * self._gathered()
+        if c.experts:
+            times = layout.size("expert") if layout.dispatch == "gather" else 1
+            of_layer += 6 * times * c.embed * c.experts_per_token
+        return FLOAT * self.tokens * (kept + max(of_layer, 3 * c.vocab // t))
+
+    def _gathered(self):
+        """Of keys and values, and of their gradients, how many parts there are at once."""
+        return self.layout.size("context") if self.layout.attention == "all_gather" else 2
+
+
+# By hand and by the compiler, in one program and in a stage's.
+FAST = {"fsdp", "stage, fsdp by hand"}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in layouts.LAYOUTS]
+)
+def test_no_device_holds_more_than_its_share_and_what_is_in_flight(name):
+    layout = layouts.LAYOUTS[name](8)
+    found, params = compiled(layout)
+    held, most = Held(layout), bound(layout)
+    on_devices = set(measure.bytes_on_devices(params).values())
+    if layout.stage:  # of what is no layer, each has some
+        assert max(on_devices) <= held.shares
+    else:
+        assert on_devices == {held.shares}
+        assert held.shares < found.arguments <= held.shares + held.batch
+    assert found.temporaries <= most
+    if layout.fsdp:  # sharp: with the weights gathered, or gradients whole, it would be more
+        assert found.temporaries + held.layers * (1 - 1 / layout.size("fsdp")) > most
+
+
+def bound(layout):
+    held = Held(layout)
+    return held.weights() + held.activations()
+
+
+@pytest.mark.parametrize("name", ["gathered before", pytest.param("kept", marks=pytest.mark.slow)])
+def test_what_holds_more_is_seen(name, monkeypatch):
+    """All weights gathered before the step, or each layer's kept for the backward pass."""
+    layout = layouts.LAYOUTS["fsdp"](8)
+    most = bound(layout)
+    if name == "kept":
+        monkeypatch.setitem(globals(), "CONFIG", dataclasses.replace(CONFIG, remat=False))
+    else:
+        layout = dataclasses.replace(layout, zero=2)
+    assert compiled(layout)[0].temporaries > most
