@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import measure, rules, topology
-from shardwise.topology import cache, child
+from shardwise.topology import buffers, cache, child
 
 needs_libtpu = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"),
@@ -157,6 +157,15 @@ def test_an_entry_of_the_cache_is_all_there_or_not_at_all(tmp_path):
     (file,) = (tmp_path / "compiled").iterdir()
     file.write_text(file.read_text()[:50])
     assert cache.load(name) is None
+
+
+def test_an_array_is_named_as_jax_names_it():
+    """HLO escapes the quotes of a tree's path; of a report both forms are read."""
+    line = r"""  %p.1 = f32[2]{0} parameter(0), metadata={op_name="p[\'up\']"}"""
+    assert buffers._source(line, "p.1") == "p['up']" and buffers._source(line, "p.2") == ""
+    assert buffers.total("Memory Space: default (color=0)\nTotal bytes: 12 (12B)\n") == 12
+    assert buffers.total("Total bytes used: 34 (34B)\n") == 34
+    assert buffers.total("Memory Space: vmem (color=1)\nTotal bytes: 56 (56B)\n") is None
 
 
 def test_what_is_not_lowered_or_for_other_axes_is_refused_before_anything_runs(monkeypatch):

@@ -56,7 +56,7 @@ def _kind(attributes):
 def _source(text, name):
     line = re.search(rf"^\s*(?:ROOT )?%?{re.escape(name)} = .*$", text, re.MULTILINE)
     source = re.search(r'op_name="([^"]*)"', line[0]) if line else None
-    return source[1] if source else ""
+    return source[1].replace("\\'", "'") if source else ""
 
 
 def total(report: str) -> int | None:
