@@ -56,7 +56,7 @@ class Step:
 
     @property
     def bound(self) -> float:
-        """No program takes less by this count: all transfers run beside products, and each other."""
+        """No program takes less: all transfers run beside products, and beside each other."""
         longest = max((t.seconds for t in self.transfers), default=0.0)
         return max(self.arithmetic, self.weights, longest) / (1 - self.bubble) + self.update
 

@@ -185,5 +185,3 @@ def largest(found: Iterable[Iterable[Sent]]) -> tuple[Sent, ...]:
     for s in (s for of_part in found for s in of_part):
         most[s.roles, s.kind] = max(most.get((s.roles, s.kind), 0), s.bytes)
     return tuple(Sent(*key, size) for key, size in most.items())
-
-
