@@ -46,10 +46,7 @@ class Memory:
     @property
     def of_step(self) -> Terms:
         """The terms, each times its coefficient; 0 for the smaller of logits and layer."""
-        found = Terms(*(c * n for c, n in zip(COEFFICIENTS, self.terms, strict=True)))
-        if found.layer > found.logits:
-            return found._replace(logits=0.0)
-        return found._replace(layer=0.0)
+        return counted(self.terms, COEFFICIENTS)
 
     @property
     def step(self) -> float:
@@ -59,6 +56,12 @@ class Memory:
     @property
     def total(self) -> float:
         return self.parameters + self.state + self.batch + self.step
+
+
+def counted(terms: Terms, coefficients: Terms) -> Terms:
+    """Each term times its coefficient; of logits and layer the smaller counts for nothing."""
+    found = Terms(*(c * n for c, n in zip(coefficients, terms, strict=True)))
+    return found._replace(**{"logits" if found.layer > found.logits else "layer": 0.0})
 
 
 def memory(part: Part) -> Memory:

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from shardwise.model import Config
 from shardwise.plan.links import Way, exchange_seconds, hop_seconds, ring_seconds
@@ -15,7 +14,8 @@ from shardwise.topology import Chip
 WAITED = ("activations", "tokens")
 
 
-class Transfer(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Transfer:
     """What is `sent`, over which links, and the seconds that it takes them in a step."""
 
     sent: Sent

@@ -5,9 +5,9 @@ Of parameters, gradients, attention and the loss's two sums these are the bytes 
 (`tensor.bytes_sent`), with what a recomputed layer gathers and scatters once more.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -18,7 +18,8 @@ from shardwise.plan.roles import ORDER
 _WIDE = 4  # bytes of the sums' float32
 
 
-class Sent(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Sent:
     """Ring bytes along `roles` together, in a step.
 
     `kind` is "weights" (gathers, and scatters of gradients), "gradients" (sums of what devices have
