@@ -102,7 +102,10 @@ def test_bytes_of_stages_are_those_of_the_layout(seed):
         compare(part, layout, program, shapes)
 
 
-@pytest.mark.parametrize("mixed, seed", marked([(m, s) for m in (0, 1) for s in range(12)], [(1, 4)]))
+LOWERED = [(mixed, seed) for mixed in (0, 1) for seed in range(12)]
+
+
+@pytest.mark.parametrize("mixed, seed", marked(LOWERED, [(1, 4)]))
 def test_bytes_sent_by_hand_are_those_in_the_lowered_program(mixed, seed):
     """All of them: of tokens that travel to experts, too."""
     each, config, rows = drawn(100 + seed, mixed=bool(mixed))

@@ -191,7 +191,7 @@ def test_the_worked_plan_splits_fsdp_and_tensor():
 
 
 def test_the_planner_agrees_with_the_worked_plan():
-    """4M tokens on 8,960 chips: no FSDP alone; with tensor, and sequences cut in two, arithmetic."""
+    """4M tokens on a pod: FSDP alone waits for links; with tensor, arithmetic binds."""
     shape = topology.chips("v5p:16x16x32")  # 1024 rows do not divide over 5 and 7
     held = arrays.of_decoder(LLAMA)
 

@@ -1,4 +1,4 @@
-"""The best layouts as whole steps, by the compiler of the chips: its memory beside the formula's."""
+"""The best layouts as whole steps, by the chips' compiler: its memory beside the formula's."""
 
 import time
 from typing import Any, NamedTuple, TextIO
@@ -103,8 +103,8 @@ def _line(found):
     kinds = ", ".join(f"{kind} {size / 1e9:.4g} GB" for kind, size in found.sent.items())
     fits = "fits" if found.fit else "does not fit"
     return (
-        f"  {found.candidate.roles}: {fits}, {said:.2f}, by formula {ours:.2f} ({ours / said - 1:+.0%}); "
-        f"sends {kinds or 'nothing that it told'}; {found.seconds:.0f} s"
+        f"  {found.candidate.roles}: {fits}, {said:.2f}, by formula {ours:.2f} "
+        f"({ours / said - 1:+.0%}); sends {kinds or 'nothing'}; {found.seconds:.0f} s"
     )
 
 
@@ -123,5 +123,3 @@ def _facts(found):
         "sent": found.sent,
         "seconds": found.seconds,
     }
-
-

@@ -31,7 +31,7 @@ class Terms(NamedTuple):
 
 
 # How many copies of each term the compiler keeps; `benchmarks/plan.py` fits the last two.
-COEFFICIENTS = Terms(gradients=1.0, weights=1.0, kept=1.0, layer=0.65, logits=1.5)
+COEFFICIENTS = Terms(gradients=1.0, weights=1.0, kept=1.0, layer=0.56, logits=1.4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +46,7 @@ class Memory:
     @property
     def of_step(self) -> Terms:
         """The terms, each times its coefficient; 0 for the smaller of logits and layer."""
-        found = Terms(*(c * n for c, n in zip(COEFFICIENTS, self.terms, strict=True)))
-        if found.layer > found.logits:
-            return found._replace(logits=0.0)
-        return found._replace(layer=0.0)
+        return counted(self.terms, COEFFICIENTS)
 
     @property
     def step(self) -> float:
@@ -59,6 +56,12 @@ class Memory:
     @property
     def total(self) -> float:
         return self.parameters + self.state + self.batch + self.step
+
+
+def counted(terms: Terms, coefficients: Terms) -> Terms:
+    """Each term times its coefficient; of logits and layer the smaller counts for nothing."""
+    found = Terms(*(c * n for c, n in zip(coefficients, terms, strict=True)))
+    return found._replace(**{"logits" if found.layer > found.logits else "layer": 0.0})
 
 
 def memory(part: Part) -> Memory:
@@ -101,13 +104,13 @@ def _between(part):
 def layer(part: Part) -> float:
     """Bytes that one layer keeps for its backward pass, where nothing is recomputed.
 
-    For each token: what enters the layer and its MLP, and their float32 in the norms; what enters
-    products, whole; q, k, v and what attention makes of them, but no scores; the MLP's gate, its
-    sigmoid, up, and their products.
+    For each token: three float32 copies in each norm; what enters products, whole; q, k, v and what
+    attention makes of them, but no scores; six arrays of the MLP's width (gate, its sigmoid, up and
+    products of them). So many stacks does the TPU compiler keep.
     """
     c, t, used = part.config, part.roles.tensor, itemsize(part)
-    norms = 2 * c.embed * (used + _WIDE) / t + 2 * c.embed * used
+    norms = 6 * c.embed * _WIDE / t + 2 * c.embed * used
     heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim * used / t + c.heads * _WIDE / t
     wide = c.mlp * (slots(part) + c.shared_experts if c.experts else 1)
     rows = 2 * c.embed * slots(part) * used if c.experts else 0
-    return part.tokens * (norms + heads + rows + 5 * wide * used / t)
+    return part.tokens * (norms + heads + rows + 6 * wide * used / t)

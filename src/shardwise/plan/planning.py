@@ -18,10 +18,10 @@ from shardwise.topology import Chips
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A layout with what it costs on its fullest, and on its busiest, device.
+    """A layout with what it costs on its fullest and on its busiest device.
 
-    `sent` is the most of any stage. `flops` are those that MFU counts, of a step on all devices, and
-    `peak` FLOP/s of all devices together.
+    `sent` is the most of any stage. `flops` are those that MFU counts, of a step on all devices,
+    and `peak` FLOP/s of all devices together.
     """
 
     roles: Roles

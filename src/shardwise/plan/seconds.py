@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from shardwise.model import Config
 from shardwise.plan.links import Way, exchange_seconds, hop_seconds, ring_seconds
@@ -15,7 +14,8 @@ from shardwise.topology import Chip
 WAITED = ("activations", "tokens")
 
 
-class Transfer(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Transfer:
     """What is `sent`, over which links, and the seconds that it takes them in a step."""
 
     sent: Sent
@@ -56,7 +56,7 @@ class Step:
 
     @property
     def bound(self) -> float:
-        """No program takes less by this count: all transfers run beside products, and each other."""
+        """No program takes less: all transfers run beside products, and beside each other."""
         longest = max((t.seconds for t in self.transfers), default=0.0)
         return max(self.arithmetic, self.weights, longest) / (1 - self.bubble) + self.update
 

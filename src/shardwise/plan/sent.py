@@ -5,9 +5,9 @@ Of parameters, gradients, attention and the loss's two sums these are the bytes 
 (`tensor.bytes_sent`), with what a recomputed layer gathers and scatters once more.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -18,7 +18,8 @@ from shardwise.plan.roles import ORDER
 _WIDE = 4  # bytes of the sums' float32
 
 
-class Sent(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Sent:
     """Ring bytes along `roles` together, in a step.
 
     `kind` is "weights" (gathers, and scatters of gradients), "gradients" (sums of what devices have
@@ -185,5 +186,3 @@ def largest(found: Iterable[Iterable[Sent]]) -> tuple[Sent, ...]:
     for s in (s for of_part in found for s in of_part):
         most[s.roles, s.kind] = max(most.get((s.roles, s.kind), 0), s.bytes)
     return tuple(Sent(*key, size) for key, size in most.items())
-
-
