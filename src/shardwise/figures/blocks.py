@@ -110,7 +110,7 @@ def describe(block: Block, order: int = 0) -> str:
     return (
         f'<b data-name="verdict">Right.</b> Forward, a device sends '
         f'<b data-name="sent">{sent:,}</b> bytes: {listed}. Of both matrices it holds '
-        f'<b data-name="held">{block.held:,}</b>.'
+        f'<b data-name="held">{block.held:,}</b> bytes.'
     )
 
 
