@@ -27,7 +27,6 @@ STANDSTILL = 400  # seconds
 RESUMED = random.Random(SEED).sample(NAMES, 3)  # which are stopped and go on, on each number
 # The least that a compiler can do, as in `make test`.
 QUICK = {"XLA_FLAGS": " ".join([conftest.QUICK, conftest.QUICKER])}
-QUICK |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
 
 
 def settings(name, folder, **changes):
@@ -75,8 +74,9 @@ def losses(folder):
 def started(function, count, folder):
     """What `count` processes end with, and say, that call a function of this file.
 
-    Between processes on CPU, XLA's collectives over gloo have deadlocked under load, two of one
-    device at once: where all stands still, all are killed, and go on once more.
+    Without a cache of programs: of several processes on CPU the first alone finds them there, and
+    collectives of what it found and what others compiled have deadlocked over gloo, two of one
+    device at once. Where all stands still, all are killed, and go on once more.
     """
     for _ in range(2):
         codes, said = _once(function, count, folder)
@@ -91,7 +91,6 @@ def _once(function, count, folder):
         address = f"127.0.0.1:{free.getsockname()[1]}"
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     env = os.environ | QUICK | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    env["JAX_COMPILATION_CACHE_DIR"] = f"{folder}.cache"  # what goes on is compiled already
     children, logs = [], [Path(f"{folder}.{process}.log") for process in range(count)]
     for process, log in enumerate(logs):
         call = f"{function.__name__}{(process, address, count, str(folder))!r}"
