@@ -172,7 +172,9 @@ def pods_of(settings, command=TRAIN):
 
 
 def test_every_gpu_node_has_its_own_number_and_all_meet_at_the_first():
-    assert len(pods_of(JobSet("image", "gpu", nodes=2, slices=3))) == 2  # slices are of TPUs
+    assert (
+        len(pods_of(JobSet("image", "gpu", nodes=2, slices=3, volume=SHARED))) == 2
+    )  # slices are of TPUs
     found = pods_of(JOBSETS[3])
     numbers = sorted(int(commands.option(words, "--processes.index")) for words in found.values())
     assert numbers == list(range(4)) and len(found) == 4

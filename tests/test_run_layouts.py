@@ -4,10 +4,11 @@ import dataclasses
 import functools
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
 from pathlib import Path
 
 import conftest
@@ -22,10 +23,10 @@ from shardwise.run.settings import F32
 STAGED = {name for name in layouts.LAYOUTS if "stage" in name}
 NAMES = [name for name in layouts.LAYOUTS if name not in STAGED]
 SEED, STEPS = 12, 4
+STANDSTILL = 400  # seconds
 RESUMED = random.Random(SEED).sample(NAMES, 3)  # which are stopped and go on, on each number
 # The least that a compiler can do, as in `make test`.
 QUICK = {"XLA_FLAGS": " ".join([conftest.QUICK, conftest.QUICKER])}
-CACHE = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
 
 
 def settings(name, folder, **changes):
@@ -53,35 +54,58 @@ def train(process, address, count, folder):
     who = dict(address=address, count=count, index=process) if count > 1 else {}
     joining.join(run.Processes(**who, heartbeat=200), 8)
     for name in NAMES:
-        decoding.run(settings(name, folder))
+        go(settings(name, folder))
     for name in RESUMED:
-        again = settings(name, f"{folder}/again")
-        decoding.run(dataclasses.replace(again, steps=random.Random(name).randint(1, STEPS - 1)))
-        decoding.run(dataclasses.replace(again, resume=True))
+        go(settings(name, f"{folder}/again", steps=random.Random(name).randint(1, STEPS - 1)))
+        go(settings(name, f"{folder}/again"))
     joining.leave()
 
 
+def go(each):
+    """Train, but for what is done; all that was begun is gone on with."""
+    if len(losses(each.run)) < each.steps:
+        decoding.run(dataclasses.replace(each, resume=True))
+
+
+def losses(folder):
+    return [(x["step"], x["loss"]) for x in metrics.read(folder / "metrics.jsonl")]
+
+
 def started(function, count, folder):
-    """What `count` processes end with, and say, that call a function of this file."""
+    """What `count` processes end with, and say, that call a function of this file.
+
+    Without a cache of programs: of several processes on CPU the first alone finds them there, and
+    collectives of what it found and what others compiled have deadlocked over gloo, two of one
+    device at once. Where all stands still, all are killed, and go on once more.
+    """
+    for _ in range(2):
+        codes, said = _once(function, count, folder)
+        if codes != [-signal.SIGKILL] * count:
+            break
+    return codes, said
+
+
+def _once(function, count, folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    children = []
-    for process in range(count):
+    env = os.environ | QUICK | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    children, logs = [], [Path(f"{folder}.{process}.log") for process in range(count)]
+    for process, log in enumerate(logs):
         call = f"{function.__name__}{(process, address, count, str(folder))!r}"
         command = [sys.executable, "-c", f"import {__name__}; {__name__}.{call}"]
-        env = os.environ | QUICK | CACHE | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-        env["JAX_COMPILATION_CACHE_DIR"] = f"{folder}.cache"  # what goes on is compiled already
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        children.append(subprocess.Popen(command, env=env, **pipes))
-    try:
-        with ThreadPoolExecutor(count) as threads:
-            said = list(threads.map(lambda child: child.communicate(timeout=1500)[0], children))
-    finally:
-        for child in children:
-            child.kill()
-    return [child.returncode for child in children], said
+        with log.open("w") as out:
+            children.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
+    before, since = None, time.monotonic()
+    while any(child.poll() is None for child in children):
+        now = sorted((str(x), x.stat().st_mtime) for x in [*folder.rglob("[0-9].json"), *logs])
+        before, since = (now, time.monotonic()) if now != before else (before, since)
+        if time.monotonic() - since > STANDSTILL:
+            for child in children:
+                child.kill()
+        time.sleep(0.5)
+    return [child.returncode for child in children], [log.read_text() for log in logs]
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +123,6 @@ def found(tmp_path_factory):
         )
 
     return on
-
-
-def losses(folder):
-    return [(x["step"], x["loss"]) for x in metrics.read(folder / "metrics.jsonl")]
 
 
 @pytest.mark.slow
