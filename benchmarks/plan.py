@@ -1,7 +1,7 @@
 """The planner's memory beside the TPU compiler's, on models apart from those of the fit.
 
 `python benchmarks/plan.py` compiles whole steps (15 s to 3 minutes each on two idle cores; what was
-compiled before is kept), fits the two coefficients that are no counts on FITTED, and prints how far
+compiled before is kept), fits the coefficients that are no counts on FITTED, and prints how far
 off the planner is on JUDGED. Needs libtpu: `pip install "shardwise[tpu]"`.
 """
 
@@ -37,12 +37,10 @@ FITTED = {
     "remat, vocabulary": Case(
         dataclasses.replace(SMALL, vocab=8192), "v5e:2x4", 64, 1024, roles.Roles(fsdp=8, remat=True)
     ),
+    "tensor, remat": Case(DEEPER, "v5e:2x4", 64, 1024, roles.Roles(fsdp=4, tensor=2, remat=True)),
     "all kept": Case(DEEPER, "v5e:2x4", 64, 1024, roles.Roles(fsdp=8)),
 }
 JUDGED = {
-    "tensor, remat": Case(
-        DEEPER, "v5e:2x4", 64, 1024, roles.Roles(fsdp=4, tensor=2, remat=True)
-    ),
     "llama3-8b": Case(
         plan.preset("llama3-8b"), "v5e:16x16", 256, 2048, roles.Roles(fsdp=256, remat=True)
     ),
@@ -68,10 +66,11 @@ def compiled(case: Case) -> compiling.Check:
 
 
 def fitted(checks: list[compiling.Check]) -> memory.Terms:
-    """The coefficients of layer and logits with the least error at its worst."""
-    steps = [0.5 + 0.05 * i for i in range(31)]
-    tried = itertools.product(steps, steps)
-    options = [memory.COEFFICIENTS._replace(layer=a, logits=b) for a, b in tried]
+    """The coefficients of layer, around and logits with the least error at its worst."""
+    shares = [0.4 + 0.04 * i for i in range(16)]
+    tried = itertools.product(shares, range(12), (1.0, 1.2, 1.4, 1.6))
+    names = ("layer", "around", "logits")
+    options = [memory.COEFFICIENTS._replace(**dict(zip(names, t, strict=True))) for t in tried]
     return min(options, key=lambda c: max(abs(off(check, c)) for check in checks))
 
 

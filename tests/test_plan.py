@@ -173,15 +173,20 @@ def test_more_needs_more(index):
     """Rows, tokens, layers and a batch in one piece need more memory, and remat less."""
     found = small()
     c = found.fitting[index % len(found.fitting)]
-    held = arrays.of_decoder(found.config)
 
-    def total(batch=64, sequence=64, layers=8, **changes):
+    def needed(batch=64, sequence=64, layers=8, **changes):
         config = dataclasses.replace(found.config, layers=layers)
         held = arrays.of_decoder(config)
         each = dataclasses.replace(c.roles, **changes)
-        return planning.candidate(each, config, held, CHIPS, batch, sequence).memory.total
+        return planning.candidate(each, config, held, CHIPS, batch, sequence).memory
 
-    assert math.isclose(total(), c.memory.total) and held
+    def total(**changes):
+        return needed(**changes).total
+
+    assert math.isclose(total(), c.memory.total)
+    if c.roles.stage == 1:
+        assert needed(layers=16).terms.kept == 2 * c.memory.terms.kept
+        assert needed(layers=16).terms.layer == c.memory.terms.layer
     assert total(remat=True) <= total(remat=False)
     assert total() < total(batch=128) and total() < total(sequence=128)
     assert total() < total(layers=16)

@@ -17,21 +17,23 @@ _WIDE = 4
 class Terms(NamedTuple):
     """Bytes of what a step needs beside parameters and state.
 
-    `gradients` of the device's shares; `weights` whole, in the dtype of use: with remat those of
-    one layer, else of all, and those of embedding and head; `kept` activations between forward and
-    backward, of all live microbatches; `layer`, all that one layer's backward pass has; `logits` in
-    float32.
+    `gradients` of the device's shares, twice where those of microbatches are summed; `weights`
+    whole, in the dtype of use: with remat those of one layer, else of all, and those of embedding
+    and head; `kept` activations between forward and backward, of all live microbatches; `layer`,
+    all that one layer's backward pass has; `around`, an activation whole where tensor cuts the
+    products between; `logits` in float32.
     """
 
     gradients: float
     weights: float
     kept: float
     layer: float
+    around: float
     logits: float
 
 
-# How many copies of each term the compiler keeps; `benchmarks/plan.py` fits the last two.
-COEFFICIENTS = Terms(gradients=1.0, weights=1.0, kept=1.0, layer=0.56, logits=1.4)
+# How many copies of each term the compiler keeps; `benchmarks/plan.py` fits the last three.
+COEFFICIENTS = Terms(gradients=1.0, weights=1.0, kept=1.0, layer=0.56, around=7.0, logits=1.4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Memory:
 
     @property
     def of_step(self) -> Terms:
-        """The terms, each times its coefficient; 0 for the smaller of logits and layer."""
+        """The terms, each times its coefficient; 0 in the less full of the two phases."""
         return counted(self.terms, COEFFICIENTS)
 
     @property
@@ -59,9 +61,11 @@ class Memory:
 
 
 def counted(terms: Terms, coefficients: Terms) -> Terms:
-    """Each term times its coefficient; of logits and layer the smaller counts for nothing."""
+    """Each term times its coefficient; the phase that is less full counts for nothing."""
     found = Terms(*(c * n for c, n in zip(coefficients, terms, strict=True)))
-    return found._replace(**{"logits" if found.layer > found.logits else "layer": 0.0})
+    if found.layer + found.around > found.logits:
+        return found._replace(logits=0.0)
+    return found._replace(layer=0.0, around=0.0)
 
 
 def memory(part: Part) -> Memory:
@@ -77,11 +81,13 @@ def _terms(part, parameters):
     r = part.roles
     kept = layer(part) if not r.remat else part.tokens * _between(part)
     logits = part.tokens * part.config.vocab // r.tensor * _WIDE if part.is_last else 0
+    whole = part.tokens * part.config.embed * itemsize(part)
     return Terms(
-        gradients=parameters,
+        gradients=parameters * (2 if r.microbatches > 1 and r.stage == 1 else 1),
         weights=_weights(part),
         kept=kept * part.layers * part.live,
         layer=layer(part),
+        around=whole if r.tensor > 1 else 0,
         logits=logits,
     )
 

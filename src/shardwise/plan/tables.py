@@ -5,12 +5,15 @@ from typing import Any
 from shardwise.plan.planning import Candidate, Plan
 
 _GIB, _GB = 2**30, 1e9
-_MEMORY = ("layout", "parameters", "state", "gradients", "weights", "kept", "layer", "logits")
+_MEMORY = ("layout", "parameters", "state", "gradients", "weights", "kept", "layer", "around")
+_MEMORY = (*_MEMORY, "logits")
 _SECONDS = ("arithmetic", "waited", "hidden", "update", "bubble", "step s", "MFU", "at most")
 NOTES = (
-    "Memory in GiB on a device: parameters and state are exact, the rest is a fitted formula.",
-    "Seconds are a roofline, of a step: products at the chip's peak; they wait for activations and "
-    "tokens (waited), all else is sent beside them (hidden). MFU at most: nothing waits.",
+    "Memory in GiB on a device: parameters and state are exact; the rest is a formula, fitted to a "
+    "few programs of one stage, and to none of several. Scores of attention are never kept.",
+    "Seconds of a step are a roofline: products at the chip's peak; they wait for activations and "
+    "tokens (waited), all else is sent beside them (hidden). At most: nothing waits. MFU counts "
+    "the half of attention that a causal mask lets through.",
 )
 
 
