@@ -1,0 +1,20 @@
+"""The order of the chapters, which `_toc.yml` alone knows, is that of cards and of last lines."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CHAPTERS = re.findall(r"file: chapters/(\w+)", (ROOT / "_toc.yml").read_text())
+
+
+def test_the_introduction_has_a_card_for_each_chapter():
+    assert re.findall(r":link: /chapters/(\w+)", (ROOT / "book/intro.md").read_text()) == CHAPTERS
+
+
+@pytest.mark.parametrize("slug, after", list(zip(CHAPTERS, CHAPTERS[1:], strict=False)))
+def test_what_comes_next_is_the_next_chapter(slug, after):
+    text = (ROOT / f"chapters/{slug}.md").read_text()
+    lines = text[text.rindex("comes next") :] if "comes next" in text else text[-1500:]
+    assert f"({after}.md)" in lines
