@@ -1,5 +1,6 @@
 """The order of the chapters, which `_toc.yml` alone knows, is that of cards and of last lines."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -13,7 +14,7 @@ def test_the_introduction_has_a_card_for_each_chapter():
     assert re.findall(r":link: /chapters/(\w+)", (ROOT / "book/intro.md").read_text()) == CHAPTERS
 
 
-@pytest.mark.parametrize("slug, after", list(zip(CHAPTERS, CHAPTERS[1:], strict=False)))
+@pytest.mark.parametrize("slug, after", list(itertools.pairwise(CHAPTERS)))
 def test_what_comes_next_is_the_next_chapter(slug, after):
     text = (ROOT / f"chapters/{slug}.md").read_text()
     lines = text[text.rindex("comes next") :] if "comes next" in text else text[-1500:]
