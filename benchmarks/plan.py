@@ -39,11 +39,11 @@ FITTED = {
     ),
     "tensor, remat": Case(DEEPER, "v5e:2x4", 64, 1024, roles.Roles(fsdp=4, tensor=2, remat=True)),
     "all kept": Case(DEEPER, "v5e:2x4", 64, 1024, roles.Roles(fsdp=8)),
-}
-JUDGED = {
     "llama3-8b": Case(
         plan.preset("llama3-8b"), "v5e:16x16", 256, 2048, roles.Roles(fsdp=256, remat=True)
     ),
+}
+JUDGED = {
     "tensor": Case(DEEPER, "v5e:2x4", 64, 1024, roles.Roles(fsdp=4, tensor=2)),
     "context, remat": Case(
         dataclasses.replace(SMALL, layers=8), "v5e:2x4", 32, 2048,

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from shardwise import plan, topology
+from shardwise import measure, plan, topology
+from shardwise.plan import compiling
 from shardwise.run import command
 
 ARGUMENTS = ["plan", "--model", "llama3-8b", "--chips", "v5e:4x4", "--batch", "64"]
@@ -104,3 +105,26 @@ def test_the_compiler_checks_the_best(capsys, tmp_path, monkeypatch):
     assert command.main([*arguments, "--sequence", "256", "--compile", "1", "--json"]) == 0
     (one,) = json.loads(capsys.readouterr().out)["compiled"]
     assert one["fits"] and one["sent_by_hand_lowered"] == one["sent_by_hand_by_formula"]
+
+
+def test_what_the_compiler_says_stands_beside_the_formula(capsys, monkeypatch):
+    def check(candidate, whole):
+        needed = int(candidate.memory.total / 1.25)
+        fit = measure.Fit(needed, whole.usable)
+        return compiling.Check(candidate, fit, None, 7.0, {"all-gather": 3e9}, 12.0)
+
+    monkeypatch.setattr(compiling, "check", check)
+    assert command.main([*ARGUMENTS, "--compile", "2"]) == 0
+    lines = capsys.readouterr().out.partition("Compiled, GiB")[2].splitlines()[1:]
+    found = plan.plan("llama3-8b", "v5e:4x4", 64, 4096)
+    chosen = [c for c in found.best if c.roles.stage == 1][:2]
+    for line, c in zip(lines, chosen, strict=True):
+        assert line.startswith(
+            f"  {c.roles}: fits, {c.memory.total / 1.25 / 2**30:.2f}, by formula"
+        )
+        assert "(+25%)" in line and "sends all-gather 3 GB" in line
+    assert command.main([*ARGUMENTS, "--compile", "1", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out)["compiled"]
+    by_hand = sum(s.bytes for s in chosen[0].sent if s.roles != ("tensor",))
+    assert one["sent_by_hand_by_formula"] == by_hand and one["sent_by_hand_lowered"] == 7.0
+    assert one["roles"] == chosen[0].roles.sizes and one["fits"]
