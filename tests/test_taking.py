@@ -58,8 +58,7 @@ def alone(params, x):
 
 
 READ = [used, kept, outside, at_once, shared, jitted, alone]
-FAST = {(used, 2, 2), (outside, 2, 1), (at_once, 1, 1), (shared, 2, 2), (jitted, 2, 2)}
-FAST |= {(alone, 1, 1), (used, 1, 2)}
+FAST = {(used, 2, 2), (outside, 1, 1), (shared, 2, 2), (alone, 1, 2)}
 CASES = [(read, zero, m) for read in READ for zero in (1, 2) for m in (1, 2)]
 
 
