@@ -117,6 +117,19 @@ def test_more_layers_than_a_dtype_numbers():
     check(used, params, batch)
 
 
+def test_a_dtype_that_cannot_number_the_layers_is_refused():
+    def narrow(params, x):
+        def body(x, w):
+            w = marks.use(jax.tree.map(lambda a: a.astype(jnp.float8_e4m3fn), w))
+            return layer(x, jax.tree.map(lambda a: a.astype(jnp.float32), w)), None
+
+        return jax.lax.scan(body, x, params["stack"])[0]
+
+    params, batch = drawn(17)
+    with pytest.raises(ValueError, match="cast to float8_e4m3fn before marks.use.* 17 layers"):
+        check(narrow, params, batch)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtypes", [dict(dtype=jnp.bfloat16), dict(reduce_dtype=jnp.bfloat16)])
 def test_other_dtypes(dtypes):

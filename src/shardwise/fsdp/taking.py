@@ -18,7 +18,7 @@ from shardwise.fsdp.planning import Stored
 from shardwise.fsdp.reads import Reads
 from shardwise.fsdp.using import Use
 
-LAYERS = 2**8  # whose numbers every floating-point dtype has
+LAYERS = 2**8  # whose numbers bfloat16 has, and wider dtypes
 
 
 class Way(NamedTuple):
@@ -68,6 +68,12 @@ class Taking:
         """That whose number `x` holds, or those."""
         whole = self.wholes[i] if self.layout[i].stacked else self.wholes[i][None]
         x = jax.lax.stop_gradient(x)
+        if len(whole) > 2 ** (jnp.finfo(x.dtype).nmant + 1):
+            raise ValueError(
+                f"fsdp: {self.layout[i].path} is cast to {x.dtype} before marks.use, which ZeRO 1 "
+                f"and 2 cannot tell {len(whole)} layers by; cast what marks.use returns, or take "
+                f"zero=3."
+            )
         numbers = x[(..., *[0] * (whole.ndim - 1))].astype(jnp.int32)
         if numbers.ndim:
             found = whole[numbers]
