@@ -158,3 +158,12 @@ def test_make_may_use_fewer_devices():
 def test_make_says_what_does_not_fit(axes, message):
     with pytest.raises(ValueError, match=message):
         mesh.make(**axes)
+
+
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_cache_whose_collectives_stand_still_is_not_used(n):
+    """On JAX 0.12 every run of the command that found its step there hung."""
+    code = f"from shardwise import mesh; mesh.simulate({n}); "
+    code += "import jax; print(jax.config.jax_enable_compilation_cache)"
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert said.strip() == str(n == 1 or jax.__version_info__ < (0, 12))
