@@ -126,7 +126,7 @@ def test_a_dtype_that_cannot_number_the_layers_is_refused():
         return jax.lax.scan(body, x, params["stack"])[0]
 
     params, batch = drawn(17)
-    with pytest.raises(ValueError, match="cast to float8_e4m3fn before marks.use.* 17 layers"):
+    with pytest.raises(ValueError, match=r"cast to float8_e4m3fn before marks.use.* 17 layers"):
         check(narrow, params, batch)
 
 
