@@ -99,15 +99,26 @@ def _once(function, count, folder):
         command = [sys.executable, "-c", f"import {__name__}; {__name__}.{call}"]
         with log.open("w") as out:
             children.append(subprocess.Popen(command, env=env, stdout=out, stderr=out))
+    try:
+        _watch(children, folder, logs)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    return [child.returncode for child in children], [log.read_text() for log in logs]
+
+
+def _watch(children, folder, logs):
+    """Until all have ended, or nothing has moved for so long."""
     before, since = None, time.monotonic()
     while any(child.poll() is None for child in children):
-        now = sorted((str(x), x.stat().st_mtime) for x in [*folder.rglob("[0-9].json"), *logs])
+        # Notes alone: checkpoints are renamed while one looks.
+        notes = [*folder.glob("*/processes/[0-9].json"), *folder.glob("again/*/processes/*.json")]
+        now = sorted((str(x), x.stat().st_mtime) for x in [*notes, *logs])
         before, since = (now, time.monotonic()) if now != before else (before, since)
         if time.monotonic() - since > STANDSTILL:
-            for child in children:
-                child.kill()
+            return
         time.sleep(0.5)
-    return [child.returncode for child in children], [log.read_text() for log in logs]
 
 
 @pytest.fixture(scope="module")
