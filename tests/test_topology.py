@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import measure, rules, topology
-from shardwise.topology import buffers, cache, child
+from shardwise.topology import buffers, cache, child, compiling
 
 needs_libtpu = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"),
@@ -145,6 +145,27 @@ def test_where_libtpu_is_missing_the_error_says_whether_it_can_be_had(monkeypatc
 
 def _absent(name):
     raise child.importlib.metadata.PackageNotFoundError(name)
+
+
+def test_a_program_is_the_same_whoever_lowers_it():
+    """Or a chapter would compile anew what a script has compiled; names of operations are in it."""
+    mesh = topology.chips("v5e:2x4").mesh(fsdp=8)
+    x = sharded(mesh, (64, 64), P("fsdp"))
+
+    def total(x):
+        step = jax.checkpoint(lambda c, _: (jnp.tanh(c @ c.T @ x), None))
+        return jax.lax.scan(step, x, None, length=3)[0].sum()
+
+    def here():
+        return topology.lower(jax.jit(jax.grad(total)), x)
+
+    def there():
+        return (lambda: here())()
+
+    one, other = here(), there()
+    assert one.as_text(debug_info=True) != other.as_text(debug_info=True)
+    assert compiling._program(one) == compiling._program(other)
+    assert 'loc("jit(total)/' in compiling._program(one)
 
 
 def test_an_entry_of_the_cache_is_all_there_or_not_at_all(tmp_path):

@@ -171,14 +171,27 @@ def _request(mesh, options):
 
 
 def _program(lowered):
-    """The text of the program, with the names of operations, but not where they are written."""
+    """The text of the program, with the names of operations, but not who wrote and who called."""
     if not isinstance(lowered, jax.stages.Lowered):
         raise TypeError(
             f"topology.compile takes a lowered program, and got {type(lowered).__name__}; pass "
             f"topology.lower(jitted, *abstract_arguments)."
         )
     text = lowered.as_text(debug_info=True)
-    return re.sub(r'^(#loc\d*) = loc\("[^"]*":\d+.*\)$', r"\1 = loc(unknown)", text, flags=re.M)
+    places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, flags=re.M))
+    body = "\n".join(line for line in text.splitlines() if not line.startswith("#loc"))
+    return re.sub(
+        r"loc\((#loc\d*)\)", lambda m: f"loc({_named(places, m[1]) or 'unknown'})", body
+    )
+
+
+def _named(places, alias):
+    """The name that a place gives to an operation, without the calls that lead there."""
+    found = re.fullmatch(r'("(?:[^"\\]|\\.)*")(?:\((#loc\d*)\))?', places[alias])
+    if found is None:
+        return None
+    within = _named(places, found[2]) if found[2] else None
+    return f"{found[1]}({within})" if within else found[1]
 
 
 def _check(module, mesh):
