@@ -141,7 +141,7 @@ def _read(part):
 
 def _time(chip, sent, ways):
     over = tuple(ways[role] for role in sent.roles)
-    if sent.kind == "stages" or (sent.kind == "attention"):
+    if sent.kind in ("stages", "attention"):
         return over, hop_seconds(chip, over[0], sent.bytes)
     if sent.kind == "tokens" and sent.roles == ("expert",):
         return over, exchange_seconds(chip, over[0], sent.bytes)

@@ -41,23 +41,18 @@ def step_program(layout: Layout, loss: Callable, tx: Any, seed: int, has_aux: bo
     # The same program for every step: what comes out is laid out as what goes in.
     whole = NamedSharding(layout.mesh, P())
 
-    def jitted(params, opt_state, batch, step, flags):
+    def jitted(params, opt_state, *rest):
         shardings = jax.tree.map(lambda x: x.sharding, (params, opt_state))
-        return _jitted(train_step, whole, *jax.tree.flatten(shardings))(
-            params, opt_state, batch, step, flags
-        )
+        leaves, structure = jax.tree.flatten((*shardings, whole))
+        return _jitted(train_step, structure, tuple(leaves))(params, opt_state, *rest)
 
     return jitted
 
 
 @functools.lru_cache(maxsize=4)
-def _cached(one, whole, structure, leaves):
+def _jitted(step, structure, leaves):
     shardings = jax.tree.unflatten(structure, leaves)
-    return jax.jit(one, donate_argnums=(0, 1), out_shardings=(*shardings, whole))
-
-
-def _jitted(one, whole, leaves, structure):
-    return _cached(one, whole, structure, tuple(leaves))
+    return jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
 
 
 def flags(layout: Layout, asked: bool) -> Any:
