@@ -66,10 +66,11 @@ def compiled(case: Case) -> compiling.Check:
 
 
 def fitted(checks: list[compiling.Check]) -> memory.Terms:
-    """The coefficients of layer, around and logits with the least error at its worst."""
-    shares = [0.4 + 0.04 * i for i in range(16)]
-    tried = itertools.product(shares, range(12), (1.0, 1.2, 1.4, 1.6))
-    names = ("layer", "around", "logits")
+    """The coefficients of weights, layer, around and logits with the least error at its worst."""
+    names = ("weights", "layer", "around", "logits")
+    copies = (0.25, 0.5, 0.75, 1.0)
+    layers = [0.04 * i for i in range(26)]
+    tried = itertools.product(copies, layers, range(9), (0.5, *copies[2:], 1.25, 1.5))
     options = [memory.COEFFICIENTS._replace(**dict(zip(names, t, strict=True))) for t in tried]
     return min(options, key=lambda c: max(abs(off(check, c)) for check in checks))
 
