@@ -1,6 +1,7 @@
 """Chips that are not here: their arithmetic, their meshes, and what their compiler says."""
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import os
@@ -154,7 +155,11 @@ def test_a_program_is_the_same_whoever_lowers_it():
 
     def total(x):
         step = jax.checkpoint(lambda c, _: (jnp.tanh(c @ c.T @ x), None))
-        return jax.lax.scan(step, x, None, length=3)[0].sum()
+        return jax.lax.scan(step, x, None, length=3)[0].sum() + gathered(x).sum()
+
+    @functools.partial(jax.shard_map, mesh=mesh.abstract, in_specs=P("fsdp"), out_specs=P("fsdp"))
+    def gathered(x):
+        return jax.lax.all_gather(x, "fsdp")[0]
 
     def here():
         return topology.lower(jax.jit(jax.grad(total)), x)
@@ -166,6 +171,7 @@ def test_a_program_is_the_same_whoever_lowers_it():
     assert one.as_text(debug_info=True) != other.as_text(debug_info=True)
     assert compiling._program(one) == compiling._program(other)
     assert 'loc("jit(total)/' in compiling._program(one)
+    assert "#loc" not in compiling._program(one)  # or it could not be read back
 
 
 def test_an_entry_of_the_cache_is_all_there_or_not_at_all(tmp_path):

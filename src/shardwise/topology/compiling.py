@@ -180,7 +180,7 @@ def _program(lowered):
     text = lowered.as_text(debug_info=True)
     places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, flags=re.M))
     body = "\n".join(line for line in text.splitlines() if not line.startswith("#loc"))
-    return re.sub(r"loc\((#loc\d*)\)", lambda m: f"loc({_named(places, m[1]) or 'unknown'})", body)
+    return re.sub(r"#loc\d*", lambda m: _named(places, m[0]) or "unknown", body)
 
 
 def _named(places, alias):
