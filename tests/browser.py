@@ -71,6 +71,13 @@ def browser():
         chromium.close()
 
 
+def expect(locator):
+    """Playwright's assertions of it, which wait."""
+    expect = pytest.importorskip("playwright.sync_api").expect
+    expect.set_options(timeout=30_000)
+    return expect(locator)
+
+
 def write_page(folder, *figures):
     """A file that holds nothing but these interactive figures, as its address."""
     head = (
@@ -145,7 +152,7 @@ def silent_page(browser, **settings):
     """A page of its own context; on leaving, asserts that it was silent and stayed at home."""
     context = browser.new_context(**settings)
     page, heard = context.new_page(), []
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(30_000)
 
     def hear(*what):
         heard.append((page.url, *what))

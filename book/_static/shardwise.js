@@ -145,6 +145,11 @@ function keepAnswers() {
     show();
   }
 
+  function restore(figure) {
+    const given = Object.entries(known(here).given).map(([key, [answer]]) => [key, answer]);
+    figure.dispatchEvent(new CustomEvent("shardwise-restore", { detail: Object.fromEntries(given) }));
+  }
+
   for (const figure of new Set(Array.from(document.querySelectorAll("[data-question]"), (one) => one.parentElement))) {
     const note = document.createElement("p"), forget = document.createElement("button");
     note.className = "kept";
@@ -153,16 +158,20 @@ function keepAnswers() {
     forget.addEventListener("click", () => {
       figure.querySelector("input").focus(); // the button goes
       keep(() => ({}));
-      for (const one of notes) one.parentElement.dispatchEvent(new CustomEvent("shardwise-restore", { detail: {} }));
+      for (const one of notes) restore(one.parentElement);
     });
     note.append("", forget);
     figure.append(note);
     notes.push(note);
-    const given = Object.entries(known(here).given).map(([key, [answer]]) => [key, answer]);
-    figure.dispatchEvent(new CustomEvent("shardwise-restore", { detail: Object.fromEntries(given) }));
+    restore(figure);
     figure.addEventListener("shardwise-answered", ({ detail: { key, given, right } }) => {
       keep((others) => ({ ...others, [key]: [given, right] }));
     });
   }
+  addEventListener("storage", ({ key }) => { // another tab's, or the last page's, if it was late
+    if (key === null) kept.clear(); else kept.delete(key);
+    if (key === here || key === null) for (const one of notes) restore(one.parentElement);
+    show();
+  });
   show();
 }

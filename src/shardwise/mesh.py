@@ -32,7 +32,7 @@ def simulate(n: int = 8) -> None:
     global _devices
     if n < 1:
         raise ValueError(f"mesh.simulate({n}): ask for at least one device.")
-    _look_for_no_tpu()
+    look_for_no_tpu()
     try:
         jax.config.update("jax_num_cpu_devices", n)
     except RuntimeError:
@@ -61,7 +61,7 @@ def simulate(n: int = 8) -> None:
 def devices() -> list[jax.Device]:
     """The devices that meshes are made of: those of `simulate`, else all of `jax.devices()`."""
     if _devices is None:
-        _look_for_no_tpu()
+        look_for_no_tpu()
         return jax.devices()
     return list(_devices)
 
@@ -101,7 +101,7 @@ def check_auto(who: str, mesh: jax.sharding.Mesh) -> None:
         )
 
 
-def _look_for_no_tpu() -> None:
+def look_for_no_tpu() -> None:
     """Take CPU for the only platform where libtpu is installed and nothing that it could drive.
 
     It would print errors whenever JAX first looks for devices. Where JAX_PLATFORMS is set, where a
