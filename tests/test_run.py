@@ -217,8 +217,7 @@ def test_the_mean_of_the_parameters_is_corrected(reference):
         seen.append(params)
     weights = 0.9 ** np.arange(7, -1, -1)
     wanted = jax.tree.map(lambda *x: np.tensordot(weights / weights.sum(), np.stack(x), 1), *seen)
-    mine = state.mean(result.params, result.opt_state, 0.9)
-    mine = layouts.whole(run.Roles().layout(), mine)
+    mine = layouts.whole(run.Roles().layout(), result.mean)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), mine, wanted)
 
 
@@ -259,7 +258,7 @@ def test_no_mean_and_vectors_of_aux(tmp_path):
     line = metrics.read(tmp_path / "metrics.jsonl")[1]
     batch = np.stack([rows()[i]["y"] for i in range(8, 16)])
     np.testing.assert_allclose(line["each"], batch.sum(0), rtol=1e-5)
-    assert line["rows"] == 8 and result.step == 4
+    assert line["rows"] == 8 and result.step == 4 and result.mean is None
     assert "loss_of_mean" not in metrics.read(tmp_path / "evaluations.jsonl")[0]
 
 

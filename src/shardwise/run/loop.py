@@ -24,7 +24,10 @@ class BadStep(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a run ended: `stopped` by a signal or done; `params` as the layout keeps them."""
+    """How a run ended: `stopped` by a signal or done; `params` as the layout keeps them.
+
+    `ema` is the decay of the parameters' `mean`, where one is kept.
+    """
 
     folder: Path
     step: int
@@ -32,6 +35,12 @@ class Result:
     stopped: bool
     params: Any
     opt_state: Any
+    ema: float | None
+
+    @property
+    def mean(self) -> Any:
+        """The bias-corrected mean of the parameters, laid out as they; None where none is kept."""
+        return self.ema and state.mean(self.params, self.opt_state, self.ema)
 
 
 class Run:
@@ -87,7 +96,7 @@ class Run:
             self._flush()
             self._save(step)
             self._finish(step, stopped)
-        values = self.params, self.opt_state
+        values = self.params, self.opt_state, settings.ema
         return Result(self.folder.path, step, self.loss_value, stopped, *values)
 
     def _advance(self, step, batches: Iterator, stop: Stop) -> bool:
@@ -162,7 +171,7 @@ class Run:
         checkpoint.wait(self.folder.checkpoints)
         raise BadStep(
             f"run: bad {told}. The state of step {self.saved_at} is saved. Look at the batch, or "
-            f"go on without it: --resume --bad skip."
+            f"go on without it, with resume=True and bad='skip' (--resume --bad skip)."
         )
 
     def _evaluates(self, step):
