@@ -16,7 +16,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardwise import layouts, marks, mesh, objective, run
+from shardwise import layouts, marks, mesh, objective, run, topology
 from shardwise.run import command, joining, keys, metrics, profiling, state, stored, text
 from shardwise.run.transformations import Guarded, averaged, correction, guarded
 
@@ -65,8 +65,9 @@ def given(folder, **changes):
     return run.Settings(**base | changes)
 
 
-def trained(folder, batches=None, tx=None, **changes):
+def trained(folder, batches=None, tx=None, flops=None, **changes):
     options = dict(create=create, loss=loss, validation=rows(), tx=tx or optax.adam(1e-2))
+    options["flops"] = flops
     return run.train(given(folder, **changes), batches=batches or rows(), **options)
 
 
@@ -469,6 +470,17 @@ def test_half_of_a_cluster_is_told(monkeypatch, capsys):
     assert "SLURM_STEP_NODELIST is not" in capsys.readouterr().err
     with pytest.raises(ValueError, match="do not divide among 3"):
         joining.join(run.Processes(address="127.0.0.1:1", index=0, count=3), 8)
+
+
+def test_mfu_where_the_chip_is_known(tmp_path, monkeypatch):
+    """The share of eight v5e's bfloat16 peak, 197 TFLOP/s each; nothing where no chip is known."""
+    trained(tmp_path / "none", steps=2, flops=3e12)
+    monkeypatch.setitem(topology.chip._OF_DEVICES, jax.devices()[0].device_kind, "v5e")
+    trained(tmp_path / "some", steps=2, flops=3e12)
+    assert all("mfu" not in line for line in metrics.read(tmp_path / "none/metrics.jsonl"))
+    for line in metrics.read(tmp_path / "some/metrics.jsonl"):
+        assert abs(line["mfu"] - 3e12 / line["seconds"] / (8 * 197e12)) < 1e-4
+        assert line["mfu"] > 0
 
 
 def test_a_reader_that_has_gone_ends_a_command_in_silence(monkeypatch, capfd):

@@ -372,6 +372,25 @@ def test_a_refusal_has_both_totals_and_the_largest_arrays(monkeypatch):
     assert str(again.value) == str(error)
 
 
+NAMES = """
+from jax.experimental import topologies
+for name in ("v4:2x2x1", "v5e:2x4", "v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1"):
+    print(topologies.get_topology_desc(name, "tpu").devices[0].device_kind)
+"""
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_tpu_is_known_by_the_name_that_jax_has_for_it():
+    done = subprocess.run(
+        [sys.executable, "-c", NAMES], capture_output=True, text=True, env=os.environ | child._QUIET
+    )
+    found = [topology.of_device(name) for name in done.stdout.splitlines()]
+    known = [chip.kind for chip in found if chip]
+    assert known == ["v4", "v5e", "v5p", "v6e", "tpu7x"][: len(found)] and len(found) >= 4, done
+    assert topology.of_device("cpu") is None and topology.of_device("NVIDIA H100 PCIe") is None
+
+
 @refuses
 @needs_libtpu
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from shardwise import checkpoint, mesh, rules, train
+from shardwise import checkpoint, mesh, plan, rules, train
 from shardwise.model import Config, Decoder
 from shardwise.run import keys, sampling, state, text
 from shardwise.run.folder import Folder
@@ -48,6 +48,7 @@ def run(settings: Settings) -> Result:
         validation=text.rows(settings.data, settings.sequence, settings.seed, "validation"),
         has_aux=bool(config.experts),
         facts={"data": text.fingerprint(settings.data), "program": "shardwise train"},
+        flops=plan.model_flops(config, settings.batch, settings.sequence),
         **options,
     )
 

@@ -77,7 +77,7 @@ class Run:
         self.amount = _amount(self.source.shapes())
         self.held = max(measure.bytes_on_devices((self.params, self.opt_state)).values())
         with contextlib.ExitStack() as stack:
-            self.report = Report(settings, self.folder, self.first, self.rate)
+            self.report = Report(settings, self.folder, self.first, self.rate, self.at_peak)
             stack.callback(self.report.close)
             stack.callback(self._end_trace)  # a run may end within it
             self.watchdog = stack.enter_context(Watchdog(self.note, settings.processes.hang))

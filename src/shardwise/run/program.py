@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import layouts, objective
+from shardwise import layouts, objective, topology
 from shardwise.layouts import Layout
 from shardwise.run import keys
 from shardwise.run.state import field, mean
@@ -62,6 +62,12 @@ def flags(layout: Layout, asked: bool) -> Any:
     cut = NamedSharding(layout.mesh, P(layout.mesh.axis_names))
     shape = (layout.mesh.size,)
     return jax.make_array_from_callback(shape, cut, lambda index: np.asarray([asked], np.int32))
+
+
+def at_peak(layout: Layout, flops: float | None) -> float | None:
+    """Seconds of a step's products at the chips' bfloat16 peak, where both are known."""
+    chip = topology.of_device(layout.mesh.devices.flat[0].device_kind)
+    return flops and chip and flops / (layout.mesh.size * chip.peak())
 
 
 def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: bool) -> Callable:

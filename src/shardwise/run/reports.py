@@ -20,9 +20,15 @@ class Report:
     """Of one process; only process 0 says anything."""
 
     def __init__(
-        self, settings: Settings, folder: Folder, first: int, rate: Callable | None = None
+        self,
+        settings: Settings,
+        folder: Folder,
+        first: int,
+        rate: Callable | None = None,
+        at_peak: float | None = None,
     ):
         self._settings, self._folder, self._rate = settings, folder, rate
+        self._at_peak = at_peak  # seconds of a step's products
         before = [line for line in read(folder.metrics) if line["step"] < first]
         self._skipped = sum(bool(line.get("bad")) for line in before)
         self._main = jax.process_index() == 0
@@ -59,6 +65,8 @@ class Report:
         (what, count), self._what = amount, amount[0]
         line: dict[str, Any] = {"step": step, "loss": record["loss"], what: count}
         line |= {f"{what}_per_second": round(count / seconds, 1), "seconds": round(seconds, 6)}
+        if self._at_peak:
+            line["mfu"] = round(self._at_peak / seconds, 4)
         line["gradient_norm"] = record["norm"]
         if self._rate is not None:
             line["learning_rate"] = float(self._rate(step - 1 - self._skipped))
@@ -78,6 +86,7 @@ class Report:
             f"step {step:,} of {steps:,}  loss {line['loss']:.4f}  "
             f"{line[f'{self._what}_per_second']:,.0f} {self._what}/s"
         )
+        text += f"  MFU {line['mfu']:.1%}" if "mfu" in line else ""
         if self._events is not None:
             for name, value in line.items():
                 if name != "step" and isinstance(value, int | float):

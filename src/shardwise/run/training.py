@@ -10,6 +10,7 @@ from shardwise.run import state
 from shardwise.run.feed import feed
 from shardwise.run.folder import Folder
 from shardwise.run.loop import Result, Run
+from shardwise.run.program import at_peak
 from shardwise.run.settings import Settings
 from shardwise.run.stored import check_resumable, flat
 from shardwise.run.transformations import averaged, guarded
@@ -28,6 +29,7 @@ def train(
     has_aux: bool = False,
     sample: Callable | None = None,
     facts: dict[str, Any] | None = None,
+    flops: float | None = None,
 ) -> Result:
     """Train, from the start or from the newest whole checkpoint, until `settings.steps`.
 
@@ -46,6 +48,10 @@ def train(
       sample: of parameters, which are then whole on each device, a text for the log at each
         evaluation. Where they do not fit, leave it out, and sample from checkpoints.
       facts: what must be equal when the run goes on, beside the settings, such as checksums.
+
+      flops: a step's model FLOPs (`plan.model_flops` of a decoder), from which each line of the
+        metrics has its `mfu`: their share of the bfloat16 peak, where `topology.of_device` knows
+        the devices.
 
     Raises:
       FileExistsError: the folder has a run, and `settings.resume` is false.
@@ -67,7 +73,7 @@ def train(
     source = feed(batches, settings.batch, layout, saved and saved["position"])
     run = Run(settings, layout, folder, loss, tx, source, has_aux, sample, facts)
     run.validation = validation and feed(validation, settings.batch, layout)
-    run.rate = rate
+    run.rate, run.at_peak = rate, at_peak(layout, flops)
     run.make(create, saved)
     return run.go()
 

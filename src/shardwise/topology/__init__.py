@@ -7,7 +7,7 @@ program, its memory and its largest arrays, for `shardwise.measure` to read.
 
 from .buffers import Buffer
 from .cache import folder as cache_folder
-from .chip import CHIPS, Chip
+from .chip import CHIPS, Chip, of_device
 from .compiling import Compiled, DoesNotFit, Sizes, compile, lower
 from .slices import ChipMesh, Chips, chips
 
@@ -24,4 +24,5 @@ __all__ = [
     "chips",
     "compile",
     "lower",
+    "of_device",
 ]

@@ -118,3 +118,25 @@ _TABLE = (
     _gpu("b200", 2300, 192, 8.0, 900),
 )  # fmt: skip
 CHIPS = {chip.kind: chip for chip in _TABLE}
+
+# By the names that JAX has for devices. Of GPUs, those whose peaks the table has: a board for PCIe
+# or with less memory has another name, and lower peaks.
+_OF_DEVICES = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+}
+
+
+def of_device(kind: str) -> Chip | None:
+    """The chip of a device, by its `jax.Device.device_kind`; None where the table lacks it."""
+    return CHIPS.get(_OF_DEVICES.get(kind, ""))
