@@ -217,6 +217,39 @@ def test_rows_and_sequences_have_to_divide():
             run(layout, loss, params, tokens(8, 31))
 
 
+def squares(params, batch):
+    x = marks.stage_boundary(batch["x"] @ params["w"]) @ params["v"]
+    return objective.Mean(jnp.sum(x**2), jnp.float32(len(x)))
+
+
+CALLED = {
+    "layouts.value_and_grad": lambda layout: layouts.value_and_grad(layout, squares),
+    "layouts.step": lambda layout: functools.partial(
+        lambda step, params, batch: step(params, None, batch),
+        layouts.step(layout, squares, OPTIMIZERS["adamw"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ["fsdp", "fsdp by compiler", "stage, fsdp", "stage, fsdp by hand"])
+@pytest.mark.parametrize("called", CALLED)
+def test_an_error_names_what_was_called(name, called):
+    layout = layouts.LAYOUTS[name](4)
+    params = {"w": np.ones((8, 8), np.float32), "v": np.ones((8, 8), np.float32)}
+    batch, odd = {"x": np.ones((16, 8), np.float32)}, {"x": np.ones((15, 8), np.float32)}
+    run, placed = CALLED[called](layout), layouts.place(layout, params, squares, batch)
+    with pytest.raises(ValueError, match=rf"^{called}: .*15.*do(es)? not split into \d+"):
+        run(placed, odd)
+    if name != "fsdp by compiler":  # there they are arrays like any
+        with pytest.raises(TypeError, match=rf"^{called}: .* a dict; expected what layouts.place"):
+            run(params, batch)
+    if layout.stage:
+        with pytest.raises(ValueError, match=r"^layouts.place: 15 rows \(x\) do not split"):
+            layouts.place(layout, params, squares, odd)
+        with pytest.raises(ValueError, match=r"^layouts.init: 15 rows \(x\) do not split"):
+            layouts.init(layout, lambda key: params, optax.sgd(1.0), KEY, squares, odd)
+
+
 def test_arrays_that_do_not_divide_are_refused_or_left_whole_by_the_compiler():
     layout, params = layouts.LAYOUTS["fsdp by compiler"](8), {"bias": jnp.ones(10)}
     with pytest.raises(ValueError, match=r"bias of shape \(10,\).*uneven='replicate'"):

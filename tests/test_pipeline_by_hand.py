@@ -79,21 +79,43 @@ def check(layout, loss, params, batch, rtol=2e-5):
     return function, placed
 
 
-FAST = {"zb_h1"}
+def weighed(batch, m):
+    """The batch with weights: a whole microbatch of nothing, and a row of nothing in another."""
+    rng = np.random.default_rng(m)
+    weights = np.float32(rng.uniform(0.5, 2, batch["mask"].shape)) * batch["mask"]
+    weights[1::m] = weights[0] = 0
+    return batch | {"mask": weights}
+
+
+SCHEDULED = [(name, by) for by in ("hand", "compiler") for name in schedules.SCHEDULES]
 
 
 @pytest.mark.parametrize(
-    "name",
-    [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in schedules.SCHEDULES],
+    ("name", "by"),
+    [c if c == ("zb_h1", "hand") else pytest.param(*c, marks=pytest.mark.slow) for c in SCHEDULED],
 )
-def test_every_schedule_equals_one_device(name):
+def test_every_schedule_equals_one_device(name, by):
+    """Where microbatches, and the rows in them, count differently."""
     table = schedules.spread(name, 2, 4)
     params, batch = drawn(8, layers=table.stages)
-    layout = catalogue.over(("stage", "fsdp"), 4, schedule=name, microbatches=4)
+    batch = weighed(batch, 4)
+    counts = [batch["mask"][j::4].sum() for j in range(4)]
+    assert counts[1] == 0 and len(set(counts)) == 4
+    layout = catalogue.over(("stage", "fsdp"), 4, by=by, schedule=name, microbatches=4)
     loss = functools.partial(net, stages=table.stages)
     _, placed = check(layout, loss, params, batch)
     up = placed.tree["up"][0]
     assert up.shape[0] == 1 and up.size == 2 * up.addressable_shards[0].data.size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["hand", "compiler"])
+def test_of_padding_alone_the_loss_and_its_gradients_are_nothing(by):
+    params, batch = drawn(8)
+    batch |= {"mask": np.zeros_like(batch["mask"])}
+    layout = catalogue.over(("stage", "fsdp"), 4, by=by, microbatches=2)
+    _, _, (mean, grads) = run(layout, net, params, batch)
+    assert mean == 0 and not any(x.any() for x in jax.tree.leaves(layouts.whole(layout, grads)))
 
 
 SETTINGS = {

@@ -85,9 +85,9 @@ def _sequence(batch, who):
     if len(lengths) != 1:
         told = ", ".join(f"{path} has {n}" for n, path in lengths.items()) or "there is none"
         raise ValueError(
-            f"{who}: columns= cuts the sequence, axis 1 of each array of the batch that has two "
-            f"axes or more, which has to be one length: {told}. Hand over what is no sequence as a "
-            f"further argument."
+            f"{who}: the sequence is cut, axis 1 of each array of the batch that has two axes or "
+            f"more, which has to be one length: {told}. Hand over what is no sequence as a further "
+            f"argument."
         )
     return next(iter(lengths))
 

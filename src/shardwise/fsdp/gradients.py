@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective
-from shardwise.fsdp.batches import Divided
+from shardwise.fsdp.batches import WHO, Divided
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
 from shardwise.fsdp.planning import axes_of, check_axis
 from shardwise.fsdp.storage import check_params, rebuild
@@ -35,6 +35,7 @@ def value_and_grad(
     aux: Any = "sum",
     names: Mapping[str, P] | None = None,
     meanings: Mapping[str, Callable] | None = None,
+    who: str = WHO,
 ) -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
@@ -68,6 +69,7 @@ def value_and_grad(
         these axes; the loss has to return an `objective.Mean`.
       order: (sequence, parts) to the order in which the sequence is cut, as `context.zigzag`.
       meanings: of further marks, {mark: meaning}, such as attend=context.ring("context").
+      who: the function that was called, which errors name.
       zero: ZeRO's number. 3 as above; 2 gathers all before the loss and scatters the gradients of
         each microbatch, those that the loss gives to `marks.use` there, so that they are never all
         whole; 1 sums the microbatches' gradients whole, and scatters once.
@@ -86,18 +88,18 @@ def value_and_grad(
     axis = axis if isinstance(axis, str) else tuple(axis)
     rows, columns = (*replicate, *axes_of(axis)), tuple(columns)
     for name in (*rows, *columns):
-        check_axis("fsdp.value_and_grad", mesh, name)
+        check_axis(who, mesh, name)
     if zero not in (1, 2, 3) or microbatches < 1:
         raise ValueError(
-            f"fsdp.value_and_grad: zero={zero}, microbatches={microbatches}; expected zero=1, 2 or "
-            f"3, and at least 1 microbatch."
+            f"{who}: zero={zero}, microbatches={microbatches}; expected zero=1, 2 or 3, and at "
+            f"least 1 microbatch."
         )
-    division = Divided(mesh, rows, columns, order)
+    division = Divided(mesh, rows, columns, order, who)
     options = zero, microbatches, dtype, reduce_dtype, has_aux, aux, names, meanings or {}
     device = _Device(loss, division, *options)
 
     def loss_and_grad(params, batch, *args, key=None):
-        check_params(params, mesh, axis)
+        check_params(params, mesh, axis, who)
         batch, numbers, cut = division(batch, microbatches)
         specs = [s.manual(axis) for s in params.layout]
         shapes = []  # of the auxiliary outputs, which are known once the loss is traced
@@ -187,7 +189,7 @@ class _Device:
         """Raise for names that the loss never marks, and for mesh axes that nothing uses."""
         if unused := set(self.names or ()) - seen:
             raise ValueError(
-                f"fsdp.value_and_grad: names has {min(unused)!r}, which the loss never marks; it "
+                f"{self.divided.who}: names has {min(unused)!r}, which the loss never marks; it "
                 f"marks {sorted(seen)}."
             )
         used = {*self.divided.axes, *found.mesh_axes}
@@ -195,10 +197,11 @@ class _Device:
         for name, size in params.mesh.shape.items():
             if size > 1 and name not in used:
                 raise ValueError(
-                    f"fsdp.value_and_grad: nothing is laid out over the mesh axis {name!r} of size "
+                    f"{self.divided.who}: nothing is laid out over the mesh axis {name!r} of size "
                     f"{size}, so that all work would be done {size} times. Cut rows over it, with "
-                    f"replicate=({name!r},); or lay out parameters over it, with fsdp.place(..., "
-                    f"over=rule), or activations, with names= or a constraint in the loss."
+                    f"replicate=({name!r},), or data={name!r} in a layout; or lay out parameters "
+                    f"over it, with over=rule, or activations, with names= or a constraint in the "
+                    f"loss."
                 )
 
     def _over_devices(self, aux, shapes):
@@ -208,8 +211,8 @@ class _Device:
         pairs = list(zip(jax.tree.leaves(aux), ways, strict=True))
         if self.divided.columns and not SUMMED.issuperset(ways):
             raise ValueError(
-                f"fsdp.value_and_grad: aux 'concatenate' joins rows, and of each row a device has "
-                f"a part of the sequence alone, over {self.divided.columns}. Return sums over "
+                f"{self.divided.who}: aux 'concatenate' joins rows, and of each row a device has a "
+                f"part of the sequence alone, over {self.divided.columns}. Return sums over "
                 f"tokens, or lay the sequence out by the compiler."
             )
         whole = [objective.reduced_over(x, w, self.divided.axes) for x, w in pairs if w in SUMMED]

@@ -137,13 +137,12 @@ def _cut_to(x, shape, axis):
     return x if axis is None else jax.lax.slice_in_dim(x, 0, shape[axis], axis=axis)
 
 
-def check_params(params: Any, mesh: jax.sharding.Mesh, axis: str) -> None:
-    """Raise where these are no parameters for `fsdp.value_and_grad` over this mesh and axis."""
-    who = "fsdp.value_and_grad"
+def check_params(params: Any, mesh: jax.sharding.Mesh, axis: str, who: str) -> None:
+    """Raise where these are no parameters for `who`, a loss's gradient over this mesh and axis."""
     if not isinstance(params, Sharded):
         raise TypeError(
-            f"{who}: the parameters are a {type(params).__name__}; expected what fsdp.place "
-            f"returns."
+            f"{who}: the parameters are a {type(params).__name__}; expected what "
+            f"{who.split('.')[0]}.place returns."
         )
     for x, s in pairs_of(params):
         if not jnp.issubdtype(x.dtype, jnp.inexact):

@@ -41,7 +41,7 @@ def _state_rule(layout, params):
     return rules.follow(parameter_rule(layout, zero=1), params, other=P())
 
 
-def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any) -> Callable:
+def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str) -> Callable:
     """That of `objective` on whole arrays, batch, activations and gradients pinned."""
 
     def marked(params, *args, **options):
@@ -51,7 +51,7 @@ def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any) -> C
     mean_and_grad = objective.value_and_grad(marked, layout.microbatches, has_aux, aux)
 
     def run(params, batch, *args, key=None):
-        check(layout, batch)
+        check(layout, batch, who)
         value, grads = mean_and_grad(params, _laid(layout, batch), *args, key=key)
         return value, rules.constrain_tree(grads, parameter_rule(layout), layout.mesh)
 
@@ -68,7 +68,7 @@ def _laid(layout, batch):
     return jax.tree.map(laid, batch)
 
 
-def check(layout: Layout, batch: Any) -> None:
+def check(layout: Layout, batch: Any, who: str) -> None:
     """Raise where rows or sequences of the batch do not divide."""
     parts = math.prod(layout.mesh.shape[name] for name in layout.rows) * layout.microbatches
     columns = layout.size("context")
@@ -77,9 +77,8 @@ def check(layout: Layout, batch: Any) -> None:
         for axis, by, what in ((0, parts, "rows"), (1, columns, "sequence")):
             if len(shape) > axis and shape[axis] % by:
                 raise ValueError(
-                    f"layouts.value_and_grad: {path or 'the batch'} of shape {shape} does not "
-                    f"split into {by} parts along its {what}; pad it to "
-                    f"{-(-shape[axis] // by) * by}, with a mask of 0."
+                    f"{who}: {path or 'the batch'} of shape {shape} does not split into {by} parts "
+                    f"along its {what}; pad it to {-(-shape[axis] // by) * by}, with a mask of 0."
                 )
 
 

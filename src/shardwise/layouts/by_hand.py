@@ -26,7 +26,7 @@ def _placed(layout, tree):
     return layout.mesh, layout.fsdp, layout.min_size, stacked(layout, tree), *rules
 
 
-def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any) -> Callable:
+def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str) -> Callable:
     """That of `fsdp`, with the layout's meanings of marks."""
     return fsdp.value_and_grad(
         loss,
@@ -42,4 +42,5 @@ def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any) -> C
         has_aux=has_aux,
         aux=aux,
         meanings=meanings(layout),
+        who=who,
     )

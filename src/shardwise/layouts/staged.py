@@ -27,15 +27,13 @@ from shardwise.layouts.meanings import meanings, order
 from shardwise.layouts.placing import cast, parameter_rule
 from shardwise.layouts.shares import shares
 
-WHO = "layouts.value_and_grad"
 
-
-def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any) -> Callable:
+def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str) -> Callable:
     """That of `pipeline`, with rows and sequences cut within the stages."""
     given = layout.mesh, layout.schedule, layout.microbatches
-    options = dict(axis=layout.stage[0], has_aux=has_aux, aux=aux)
+    options = dict(axis=layout.stage[0], has_aux=has_aux, aux=aux, who=who)
     if layout.by_hand:
-        return pipeline.value_and_grad(loss, *given, manual=_manual(layout), **options)
+        return pipeline.value_and_grad(loss, *given, manual=_manual(layout, who), **options)
 
     def marked(params, *args, **options):
         with marks.bind(**meanings(layout)):
@@ -50,12 +48,12 @@ def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any) -> C
     )
 
 
-def _manual(layout):
+def _manual(layout, who):
     return pipeline.Manual(
         rows=layout.rows,
         columns=layout.context,
         free=layout.tensor,
-        divide=Divided(layout.mesh, layout.rows, layout.context, order(layout), WHO),
+        divide=Divided(layout.mesh, layout.rows, layout.context, order(layout), who),
         meanings=lambda mesh: meanings(dataclasses.replace(layout, mesh=mesh)),
         shares=functools.partial(shares, layout),
     )
@@ -65,7 +63,7 @@ def place(
     layout: Layout, tree: Any, loss: Callable, batch: Any, has_aux: bool
 ) -> pipeline.Pipelined:
     """Parameters on the stages that read them."""
-    like = value_and_grad(layout, loss, has_aux, "sum")
+    like = value_and_grad(layout, loss, has_aux, "sum", "layouts.place")
     return pipeline.place(tree, like, batch, rule=parameter_rule(layout, zero=1))
 
 
@@ -73,7 +71,7 @@ def create(
     layout: Layout, function: Callable, key: Any, loss: Callable, batch: Any, has_aux: bool
 ) -> pipeline.Pipelined:
     """`place(layout, function(key), ...)`, each array born on its stages."""
-    like = value_and_grad(layout, loss, has_aux, "sum")
+    like = value_and_grad(layout, loss, has_aux, "sum", "layouts.init")
     return pipeline.create(function, key, like, batch, rule=parameter_rule(layout, zero=1))
 
 

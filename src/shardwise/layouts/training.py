@@ -77,8 +77,12 @@ def value_and_grad(
       ValueError: rows, or a sequence, that do not divide; what `fsdp.value_and_grad` and
         `pipeline.value_and_grad` raise.
     """
+    return _mean_and_grad(layout, loss, has_aux, aux, "layouts.value_and_grad")
+
+
+def _mean_and_grad(layout, loss, has_aux, aux, who):
     strategy = staged if layout.stage else by_hand if layout.by_hand else by_compiler
-    return strategy.value_and_grad(layout, loss, has_aux, aux)
+    return strategy.value_and_grad(layout, loss, has_aux, aux, who)
 
 
 def step(
@@ -100,7 +104,7 @@ def step(
     """
     if frozen is not None:
         loss, has_aux, aux = freezing.apart(loss, frozen), True, ("mean", aux)
-    mean_and_grad = value_and_grad(layout, loss, has_aux, aux)
+    mean_and_grad = _mean_and_grad(layout, loss, has_aux, aux, "layouts.step")
     updated = functools.partial(by_compiler.update, layout)
     if layout.stage:
         updated = pipeline.update

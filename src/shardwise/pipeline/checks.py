@@ -10,18 +10,18 @@ from jax.sharding import Mesh, NamedSharding
 from shardwise import objective
 from shardwise.pipeline.placing import Pipelined
 
-WHERE = "pipeline.value_and_grad"
+WHO = "pipeline.value_and_grad"  # what errors name, if not what called it
 
 
-def options(mesh: Mesh, axis: str, microbatches: int, gather: str) -> None:
+def options(who: str, mesh: Mesh, axis: str, microbatches: int, gather: str) -> None:
     """Those of `value_and_grad` that need no loss."""
-    one_process(WHERE, mesh)
+    one_process(who, mesh)
     if axis not in mesh.shape:
-        raise ValueError(f"{WHERE}: the mesh has no axis {axis!r}; it has {dict(mesh.shape)}.")
+        raise ValueError(f"{who}: the mesh has no axis {axis!r}; it has {dict(mesh.shape)}.")
     if microbatches < 1:
-        raise ValueError(f"{WHERE}: microbatches={microbatches}; expected 1 or more.")
+        raise ValueError(f"{who}: microbatches={microbatches}; expected 1 or more.")
     if gather not in ("task", "step"):
-        raise ValueError(f"{WHERE}: gather={gather!r}; expected 'task' or 'step'.")
+        raise ValueError(f"{who}: gather={gather!r}; expected 'task' or 'step'.")
 
 
 def one_process(where: str, mesh: Mesh) -> None:
@@ -36,36 +36,36 @@ def one_process(where: str, mesh: Mesh) -> None:
         )
 
 
-def leaves(tree: Any, batch: Any, args: tuple, key: Any) -> None:
+def leaves(who: str, tree: Any, batch: Any, args: tuple, key: Any) -> None:
     """Parameters are floating-point arrays, and all else is arrays."""
     if not jax.tree.leaves(batch):
         raise TypeError(
-            f"{WHERE}: the batch has no arrays ({batch!r}); its rows are what is cut into "
+            f"{who}: the batch has no arrays ({batch!r}); its rows are what is cut into "
             f"microbatches. Hand what has no rows over as further arguments."
         )
     named = {"the parameters": tree, "the batch": batch, "the arguments": args, "key": key}
     for name, group in named.items():
         for keys, x in jax.tree_util.tree_flatten_with_path(group)[0]:
             path = f"{name}{jax.tree_util.keystr(keys)}"
-            _array(path, x)
+            _array(who, path, x)
             dtype = jnp.result_type(x)
             if group is tree and not jnp.issubdtype(dtype, jnp.inexact):
                 raise TypeError(
-                    f"{WHERE}: {path} is {dtype}, which has no gradient; pass keys by key=, and "
+                    f"{who}: {path} is {dtype}, which has no gradient; pass keys by key=, and "
                     f"counters in the batch or as further arguments."
                 )
 
 
-def _array(path, x):
+def _array(who, path, x):
     if not (hasattr(x, "dtype") and hasattr(x, "shape")) and not isinstance(x, int | float):
         raise TypeError(
-            f"{WHERE}: {path} is a {type(x).__name__}, not an array. Keep what is no array out of "
+            f"{who}: {path} is a {type(x).__name__}, not an array. Keep what is no array out of "
             f"the tree, and put it back within the loss (nnx.split and nnx.merge; eqx.partition "
             f"with eqx.is_array and eqx.combine)."
         )
 
 
-def rows(batch: Any, microbatches: int) -> None:
+def rows(who: str, batch: Any, microbatches: int) -> None:
     """With several microbatches: every array has rows, equally many, a multiple of these."""
     if microbatches == 1:
         return
@@ -74,14 +74,14 @@ def rows(batch: Any, microbatches: int) -> None:
         path = jax.tree_util.keystr(keys, simple=True, separator="/") or "the batch"
         if not jnp.ndim(x):
             raise ValueError(
-                f"{WHERE}: {path} of the batch is a scalar, and has no rows to cut into "
+                f"{who}: {path} of the batch is a scalar, and has no rows to cut into "
                 f"{microbatches} microbatches; hand it over as a further argument."
             )
         found.setdefault(jnp.shape(x)[0], []).append(path)
     if len(found) > 1:
         told = ", ".join(f"{path}: {count}" for count, paths in found.items() for path in paths)
         raise ValueError(
-            f"{WHERE}: the batch's arrays have different numbers of rows ({told}), and nothing "
+            f"{who}: the batch's arrays have different numbers of rows ({told}), and nothing "
             f"says which rows belong together in one of {microbatches} microbatches. Give each "
             f"row its own part of the longer arrays, as [rows, per row, ...], or use one "
             f"microbatch."
@@ -89,60 +89,60 @@ def rows(batch: Any, microbatches: int) -> None:
     count, paths = next(iter(found.items()))
     if count % microbatches:
         raise ValueError(
-            f"{WHERE}: {count} rows ({', '.join(paths)}) do not split into {microbatches} "
+            f"{who}: {count} rows ({', '.join(paths)}) do not split into {microbatches} "
             f"microbatches; pad the batch with masked rows."
         )
 
 
-def count(loss: objective.Traced, microbatches: int) -> None:
+def count(who: str, loss: objective.Traced, microbatches: int) -> None:
     """The count is known before the first of several backward passes."""
     if microbatches > 1 and loss.count_follows:
         raise ValueError(
-            f"{WHERE}: the loss's count depends on the parameters, or its trace cannot tell "
+            f"{who}: the loss's count depends on the parameters, or its trace cannot tell "
             f"(within a custom_vjp or custom_jvp). With {microbatches} microbatches it has to be "
             f"known before the first backward pass: use one microbatch, or a count from the batch "
             f"alone."
         )
 
 
-def concatenated(ways: list[str], tree: Any) -> None:
+def concatenated(who: str, ways: list[str], tree: Any) -> None:
     """What is to be concatenated has rows."""
     for way, (keys, x) in zip(ways, jax.tree_util.tree_flatten_with_path(tree)[0], strict=True):
         if way == "concatenate" and not x.shape:
             raise ValueError(
-                f"{WHERE}: aux='concatenate' for the scalar aux{jax.tree_util.keystr(keys)}; "
+                f"{who}: aux='concatenate' for the scalar aux{jax.tree_util.keystr(keys)}; "
                 f"expected an array that has rows."
             )
 
 
-def constraint(sharding: Any, mesh: Any, axis: str) -> None:
+def constraint(who: str, sharding: Any, mesh: Any, axis: str) -> None:
     """A `with_sharding_constraint` of the loss speaks of a rank's own axes."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else None
     names = [n for entry in spec or () for n in (entry if isinstance(entry, tuple) else (entry,))]
     known = [name for name in mesh.axis_names if name != axis]
     if spec is None or not {n for n in names if isinstance(n, str)} <= set(known):
         raise ValueError(
-            f"{WHERE}: the loss constrains an array to {sharding}; within a stage there are the "
+            f"{who}: the loss constrains an array to {sharding}; within a stage there are the "
             f"axes {known}. Constrain to a PartitionSpec of these."
         )
 
 
-def parameters(params: Any) -> None:
+def parameters(who: str, params: Any) -> None:
     """They are what `place` returns."""
     if not isinstance(params, Pipelined):
         raise TypeError(
-            f"{WHERE}: the parameters are a {type(params).__name__}; expected what pipeline.place "
-            f"returns."
+            f"{who}: the parameters are a {type(params).__name__}; expected what "
+            f"{who.split('.')[0]}.place returns."
         )
 
 
-def divided(rows: int, mesh: Mesh, spec: Any) -> None:
+def divided(who: str, rows: int, mesh: Mesh, spec: Any) -> None:
     """The rows of a microbatch divide among the devices of `spec`."""
     names = spec[0] if len(spec) else ()
     names = (names,) if isinstance(names, str) else names or ()
     devices = math.prod(mesh.shape[name] for name in names)
     if rows % devices:
         raise ValueError(
-            f"{WHERE}: microbatches of {rows} rows do not divide among the {devices} devices of "
+            f"{who}: microbatches of {rows} rows do not divide among the {devices} devices of "
             f"{spec}; take fewer microbatches, or pad the batch with masked rows."
         )

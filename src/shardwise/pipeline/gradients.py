@@ -27,6 +27,7 @@ def value_and_grad(
     aux: Any = "sum",
     gather: str = "task",
     manual: Manual | None = None,
+    who: str = checks.WHO,
 ) -> "ValueAndGrad":
     """A function of `(params, batch, *args, key=None)`: the whole batch's loss, and its gradient.
 
@@ -54,6 +55,7 @@ def value_and_grad(
         Gradients are summed over these axes in each task, either way.
       manual: with a `Manual`, collectives within a rank are written out, and each program is a
         shard_map; it takes the place of `rows`, `names` and `gather`.
+      who: the function that was called, which errors name.
 
     Raises:
       ValueError: an axis that the mesh lacks, no such `gather`, a mesh over several processes.
@@ -66,8 +68,8 @@ def value_and_grad(
         `Pipelined`.
       TaskError: a task failed.
     """
-    checks.options(mesh, axis, microbatches, gather)
-    options = axis, rows, names or {}, has_aux, aux, gather, manual
+    checks.options(who, mesh, axis, microbatches, gather)
+    options = axis, rows, names or {}, has_aux, aux, gather, manual, who
     asked = Asked(loss, mesh, schedule, microbatches, *options)
     return ValueAndGrad(asked)
 
@@ -109,16 +111,16 @@ class ValueAndGrad:
 
     def plan(self, params: Pipelined, batch: Any, *args: Any, key: Any = None) -> Plan:
         """What does not change from step to step, for arguments of these shapes."""
-        checks.parameters(params)
-        checks.leaves((), batch, args, key)
+        checks.parameters(self.asked.who, params)
+        checks.leaves(self.asked.who, (), batch, args, key)
         given = (params.layout, params.structure, params.meshes, _signature((batch, args, key)))
         if given not in self._plans:
             tree = params.abstract()
             homes, meshes = self.homes(tree, batch, *args, key=key)
             if (homes, meshes) != ([p.homes for p in params.layout], params.meshes):
                 raise ValueError(
-                    "pipeline.value_and_grad: the parameters are placed for other stages or "
-                    "devices; take them whole, and place them for this function."
+                    f"{self.asked.who}: the parameters are placed for other stages or devices; "
+                    "take them whole, and place them for this function."
                 )
             with outside_meshes():
                 self._plans[given] = Plan(
@@ -138,7 +140,7 @@ class ValueAndGrad:
         return self._traced(params.abstract(), batch, args, key)
 
     def _traced(self, tree, batch, args, key) -> Traced:
-        checks.leaves(tree, batch, args, key)
+        checks.leaves(self.asked.who, tree, batch, args, key)
         given = _signature((tree, batch, args, key))
         if given not in self._traces:
             self._traces[given] = trace(self.asked, tree, batch, args, key)

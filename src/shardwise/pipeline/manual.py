@@ -128,7 +128,7 @@ def trace_by_hand(asked: Asked, params: Pipelined, batch: Any, args: tuple, key:
             return traced_parts(asked, loss, (whole, *given), True, total, **options), shares
 
     found, shares = manual.within(rank, traced)
-    _check(manual, found, params)
+    _check(asked.who, manual, found, params)
     further = [P()] * len(jax.tree.leaves((args, key)))
     return found._replace(local=Local(shares, [*specs, *further]))
 
@@ -161,19 +161,19 @@ def _relocated(rank, sharding):
     return NamedSharding(here or rank.abstract_mesh, sharding.spec)
 
 
-def _check(manual, traced, params):
+def _check(who, manual, traced, params):
     """The program of one device reads what that of the whole rank does; aux has its parts."""
     for i, piece in enumerate(params.layout):
         homes = tuple((s.index, s.rows[i]) for s in traced.stages if i in s.rows)
         if homes != piece.homes:
             raise ValueError(
-                f"pipeline.value_and_grad: {piece.path} is read by other stages, or in other rows, "
+                f"{who}: {piece.path} is read by other stages, or in other rows, "
                 f"where a device has its share of it ({homes}) than where it is whole "
                 f"({piece.homes}). What the loss does before marks.use must not depend on shapes."
             )
     if manual.columns and not SUMMED.issuperset(traced.ways):
         raise ValueError(
-            f"pipeline.value_and_grad: aux 'concatenate' joins rows, and of each row a device has "
+            f"{who}: aux 'concatenate' joins rows, and of each row a device has "
             f"a part of the sequence alone, over {manual.columns}. Return sums over tokens, or lay "
             f"the sequence out by the compiler."
         )

@@ -62,7 +62,7 @@ class Plan:
         for stage in self.traced.stages:
             for x, axis in zip(stage.inputs, stage.axes.get("inputs", ()), strict=False):
                 if axis is not None:
-                    checks.divided(x.shape[axis], mesh, self.asked.rows)
+                    checks.divided(self.asked.who, x.shape[axis], mesh, self.asked.rows)
 
     def _check_halves(self):
         kinds = {task.kind for order in self.schedule.tasks for task in order}

@@ -32,6 +32,7 @@ class Asked:
     aux: Any
     gather: str
     manual: Any = None
+    who: str = checks.WHO
 
 
 class Traced(NamedTuple):
@@ -69,7 +70,7 @@ def trace(asked: Asked, tree: Any, batch: Any, args: tuple, key: Any) -> Traced:
       ValueError, TypeError: as `value_and_grad`.
     """
     m = asked.microbatches
-    checks.rows(batch, m)
+    checks.rows(asked.who, batch, m)
     tree, batch, args, key = abstract((tree, batch, args, key))
     part = jax.tree.map(lambda x: _resized(x, 1, m), (batch, row_numbers(batch)))
     more = jax.tree.map(lambda x: _resized(x, 2, m), (batch, row_numbers(batch)))
@@ -105,7 +106,7 @@ def traced_parts(
     with marks.bind(total=total):
         if in_parts:
             traced = objective.trace(loss, *groups, asked.has_aux)
-            checks.count(traced, m)
+            checks.count(asked.who, traced, m)
     bare = objective.normal(loss, asked.has_aux)
     folded = traced is not None and not traced.by_place
 
@@ -118,7 +119,7 @@ def traced_parts(
     if m == 1 and mean.count is not None:  # which may depend on the parameters
         stages[-1] = dataclasses.replace(stages[-1], seeds=(0, 1))
     ways = objective.ways(asked.aux, aux)
-    checks.concatenated(ways, aux)
+    checks.concatenated(asked.who, ways, aux)
     return Traced(stages, _schedule(asked, len(stages)), traced, mean, aux, ways)
 
 
@@ -169,7 +170,7 @@ def _constrain(asked, mesh):
 
 def _relocate(asked, mesh):
     def relocate(sharding):
-        checks.constraint(sharding, mesh, asked.axis)
+        checks.constraint(asked.who, sharding, mesh, asked.axis)
         return NamedSharding(mesh, sharding.spec)
 
     return relocate
@@ -180,7 +181,7 @@ def _schedule(asked, stages):
     if isinstance(asked.schedule, str):
         if asked.schedule not in schedules.SCHEDULES:
             raise ValueError(
-                f"pipeline.value_and_grad: no schedule {asked.schedule!r}; there are "
+                f"{asked.who}: no schedule {asked.schedule!r}; there are "
                 f"{', '.join(schedules.SCHEDULES)}."
             )
         return schedules.SCHEDULES[asked.schedule](stages, ranks, asked.microbatches)
@@ -189,9 +190,9 @@ def _schedule(asked, stages):
     given = (schedule.stages, schedule.devices, schedule.microbatches)
     if given != (stages, ranks, asked.microbatches):
         raise ValueError(
-            f"pipeline.value_and_grad: the schedule is for {given[0]} stages, {given[1]} "
-            f"devices and {given[2]} microbatches; the loss has {stages} stages (one more than "
-            f"calls of marks.stage_boundary), the mesh {ranks} ranks along {asked.axis!r}, and "
+            f"{asked.who}: the schedule is for {given[0]} stages, {given[1]} devices and "
+            f"{given[2]} microbatches; the loss has {stages} stages (one more than calls of "
+            f"marks.stage_boundary), the mesh {ranks} ranks along {asked.axis!r}, and "
             f"microbatches is {asked.microbatches}."
         )
     return schedule
