@@ -359,7 +359,7 @@ def test_a_key_goes_by_its_name(tmp_path):
 def test_other_data_are_named(tmp_path):
     options = dict(create=create, loss=loss, batches=rows(), tx=optax.adam(1e-2))
     run.train(given(tmp_path, steps=1), facts={"data": 1}, **options)
-    with pytest.raises(ValueError, match="other data: 1 then, 2 now"):
+    with pytest.raises(ValueError, match="other facts: data was 1 and is 2"):
         run.train(given(tmp_path, resume=True), facts={"data": 2}, **options)
 
 
