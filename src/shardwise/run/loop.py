@@ -152,14 +152,16 @@ class Run:
 
     def _bad(self, step, record, applied):
         """Keep the batch of a bad step, and end the run where that is asked."""
-        file = self.folder.path / "batches" / f"{step}.npz"
+        name = f"batches/{step}.npz"
+        file = self.folder.path / name
         if jax.process_index() == 0:
             file.parent.mkdir(exist_ok=True)
             rows = jax.tree_util.tree_leaves_with_path(self.source.whole(step))
             np.savez(file, **{trees.path(keys): x for keys, x in rows})
         told = (
             f"step {step}, with loss {record['loss']:g} and a norm of the gradients of "
-            f"{record['norm']:g} (limit {self.settings.limit:g}); its batch is in {file}"
+            f"{record['norm']:g} (limit {self.settings.limit:g}); its batch is in "
+            f"{self.settings.run / name}"
         )
         if self.settings.bad == "skip":
             self.report.print(f"{'Bad' if applied else 'Skipped'}: {told}.")

@@ -95,8 +95,8 @@ def _begin(settings, folder, facts, unused):
     for name, value in (facts if saved else {}).items():
         if saved["facts"].get(name) != value:
             raise ValueError(
-                f"run: {folder.path} was trained on other {name}: {saved['facts'].get(name)!r} "
-                f"then, {value!r} now."
+                f"run: {settings.run} was trained with other facts: {name} was "
+                f"{saved['facts'].get(name)!r} and is {value!r}."
             )
     folder.write_settings(now)
     return saved
