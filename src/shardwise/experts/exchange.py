@@ -89,7 +89,10 @@ def all_to_all(axis: str, sequence: str | None = None) -> Exchange:
     """Tokens travel to their experts over `axis`, in buffers of the capacity, and back.
 
     Without a capacity a buffer has to be as large as the worst case, in which all tokens go to one
-    device: what an all-gather sends. Then this is `gather`.
+    device: what an all-gather sends. Then this is `gather`. With n devices and k experts a token,
+    `jax.lax.ragged_all_to_all` would send n/k times less for an even router, into buffers as large;
+    it is not used, since XLA compiles it for TPUs and not for CPUs, where nothing could be compared
+    with one device.
     """
     return Exchange("all_to_all", axis, sequence)
 

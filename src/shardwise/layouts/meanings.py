@@ -1,6 +1,7 @@
 """What marks mean under a layout."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -30,7 +31,19 @@ class Pins:
         spec = dict(self.specs).get(name, self.others if x.ndim == 3 else None)
         if spec is None:
             return x
+        if x.ndim == 3:
+            self._check(x.shape[1], name, spec)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh(), spec))
+
+    def _check(self, length, name, spec):
+        """A compiler would pad a sequence in silence, and send the padding."""
+        axes = jax.tree.leaves(list(spec)[1:2])
+        parts = math.prod(self.mesh.shape[axis] for axis in axes)
+        if length % parts:
+            raise ValueError(
+                f"layouts: a sequence of {length} does not split into {parts} parts, over {axes}, "
+                f"at {name!r}; pad it, with a mask of 0, to {-(-length // parts) * parts}."
+            )
 
     def _mesh(self):
         if self.by_hand and jax.__version_info__ >= (0, 8):
