@@ -11,8 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise import layouts, measure, mesh, model, plan, schedules, topology, train
-from shardwise.plan import arrays, memory, parts, planning, programs, roles, seconds, sent
+from shardwise import context, layouts, measure, mesh, model, plan, schedules, topology, train
+from shardwise.plan import (
+    arrays,
+    compiling,
+    memory,
+    parts,
+    planning,
+    programs,
+    roles,
+    seconds,
+    sent,
+)
 
 CHIPS = topology.chips("v5e:2x4")
 KEY = jax.random.key(0)
@@ -278,3 +288,17 @@ def test_flops_are_those_of_the_program():
 def test_a_mistake_is_named(given_to, told):
     with pytest.raises(ValueError, match=told):
         plan.plan(*given_to)
+
+
+def test_the_compiler_is_given_the_kernel_where_devices_see_whole_sequences():
+    """128 tokens are a tile of the splash kernel; a context axis cuts the sequence."""
+    devices = mesh.make(data=8)
+    assert programs.has_kernel(roles.Roles(fsdp=8), 256)
+    assert not programs.has_kernel(roles.Roles(fsdp=8), 96)
+    assert not programs.has_kernel(roles.Roles(fsdp=4, context=2), 256)
+    each = roles.Roles(data=8)
+    assert programs.layout(each, SMALL, devices).kernel is None
+    assert isinstance(programs.layout(each, SMALL, devices, kernel=True).kernel, context.splash)
+    whole = plan.Plan(dataclasses.replace(SMALL, layers=2), CHIPS, 8, 128, (), (), ())
+    _, lowered = compiling.lowered(each, whole)
+    assert "splash_mha_fwd" in lowered.as_text()

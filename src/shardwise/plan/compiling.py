@@ -44,8 +44,9 @@ def abstract(tree: Any, layout: layouts.Layout, like: Any = None) -> Any:
 def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowered]:
     """The training step of a layout without stages, for the plan's chips; nothing is allocated."""
     mesh = plan.chips.mesh(**(each.sizes or {"data": 1}))
-    layout = programs.layout(each, plan.config, mesh.abstract)
-    program = programs.program(each, plan.config, plan.batch, plan.sequence)
+    kernel = programs.has_kernel(each, plan.sequence)
+    layout = programs.layout(each, plan.config, mesh.abstract, kernel)
+    program = programs.program(each, plan.config, plan.batch, plan.sequence, kernel)
     tx, create = train.optimizer(), program.create
     params, state = jax.eval_shape(
         lambda key: layouts.init(layout, create, tx, key), jax.random.key(0)
