@@ -15,6 +15,7 @@ from shardwise import context, layouts, measure, mesh, model, plan, schedules, t
 from shardwise.plan import (
     arrays,
     compiling,
+    inserted,
     memory,
     parts,
     planning,
@@ -302,3 +303,14 @@ def test_the_compiler_is_given_the_kernel_where_devices_see_whole_sequences():
     whole = plan.Plan(dataclasses.replace(SMALL, layers=2), CHIPS, 8, 128, (), (), ())
     _, lowered = compiling.lowered(each, whole)
     assert "splash_mha_fwd" in lowered.as_text()
+
+
+@pytest.mark.parametrize("seed", marked(range(40), range(8)))
+def test_what_the_compiler_inserts_sends_what_the_formula_says(seed):
+    """One by one, and in all."""
+    each, config, rows = drawn(300 + seed, staged=seed % 2 == 0)
+    for part in parts.parts(each, config, arrays.of_decoder(config), rows, LENGTH):
+        found = inserted.inserted(part)
+        expected = sum(s.bytes for s in sent.sent(part) if s.roles == ("tensor",))
+        assert math.isclose(sum(op.ring_bytes for op in found), expected)
+        assert bool(found) == (each.tensor > 1)
