@@ -254,7 +254,7 @@ WRONG = [
 ]
 STUBS = {name: (..., None, lambda *args: None, lambda *args: ...) for name in NAMES} | {
     "table": (..., dict.fromkeys(DECODER, ...)),
-    "bands": (..., None),
+    **dict.fromkeys(["bands", "smallest", "division"], (..., None)),
     "settings": (..., dict(zero=..., dtype=...)),
     "order": (..., ["...", "...", "..."]),
     "boundaries": (..., lambda *args: None, marked()),
