@@ -11,8 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise import layouts, measure, mesh, model, plan, schedules, topology, train
-from shardwise.plan import arrays, memory, parts, planning, programs, roles, seconds, sent
+from shardwise import context, layouts, measure, mesh, model, plan, schedules, topology, train
+from shardwise.plan import (
+    arrays,
+    compiling,
+    inserted,
+    memory,
+    parts,
+    planning,
+    programs,
+    roles,
+    seconds,
+    sent,
+)
 
 CHIPS = topology.chips("v5e:2x4")
 KEY = jax.random.key(0)
@@ -278,3 +289,28 @@ def test_flops_are_those_of_the_program():
 def test_a_mistake_is_named(given_to, told):
     with pytest.raises(ValueError, match=told):
         plan.plan(*given_to)
+
+
+def test_the_compiler_is_given_the_kernel_where_devices_see_whole_sequences():
+    """128 tokens are a tile of the splash kernel; a context axis cuts the sequence."""
+    devices = mesh.make(data=8)
+    assert programs.has_kernel(roles.Roles(fsdp=8), 256)
+    assert not programs.has_kernel(roles.Roles(fsdp=8), 96)
+    assert not programs.has_kernel(roles.Roles(fsdp=4, context=2), 256)
+    each = roles.Roles(data=8)
+    assert programs.layout(each, SMALL, devices).kernel is None
+    assert isinstance(programs.layout(each, SMALL, devices, kernel=True).kernel, context.splash)
+    whole = plan.Plan(dataclasses.replace(SMALL, layers=2), CHIPS, 8, 128, (), (), ())
+    _, lowered = compiling.lowered(each, whole)
+    assert "splash_mha_fwd" in lowered.as_text()
+
+
+@pytest.mark.parametrize("seed", marked(range(40), range(8)))
+def test_what_the_compiler_inserts_sends_what_the_formula_says(seed):
+    """One by one, and in all."""
+    each, config, rows = drawn(300 + seed, staged=seed % 2 == 0)
+    for part in parts.parts(each, config, arrays.of_decoder(config), rows, LENGTH):
+        found = inserted.inserted(part)
+        expected = sum(s.bytes for s in sent.sent(part) if s.roles == ("tensor",))
+        assert math.isclose(sum(op.ring_bytes for op in found), expected)
+        assert bool(found) == (each.tensor > 1)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 
 import jax.numpy as jnp
 import pytest
@@ -106,6 +107,9 @@ def test_the_compiler_checks_the_best(capsys, tmp_path, monkeypatch):
     assert command.main([*arguments, "--sequence", "256", "--compile", "1", "--json"]) == 0
     (one,) = json.loads(capsys.readouterr().out)["compiled"]
     assert one["fits"] and one["sent_by_hand_lowered"] == one["sent_by_hand_by_formula"]
+    became = one["differences"]
+    assert "left over" not in became and became["as written"]["written"] > 0
+    assert math.isclose(sum(d["compiled"] for d in became.values()), sum(one["sent"].values()))
 
 
 @pytest.mark.slow
@@ -127,14 +131,16 @@ def test_what_the_compiler_says_stands_beside_the_formula(capsys, monkeypatch):
     def check(candidate, whole):
         needed = int(candidate.memory.total / 1.25)
         fit = measure.Fit(needed, whole.usable)
-        return compiling.Check(candidate, fit, None, 7.0, {"all-gather": 3e9}, 12.0)
+        became = measure.Differences({"all-reduce": measure.Difference(2, 3e6, 5e6)})
+        return compiling.Check(candidate, fit, None, 7.0, {"all-gather": 3e9}, 12.0, became)
 
     monkeypatch.setattr(compiling, "check", check)
     assert command.main([*ARGUMENTS, "--compile", "2"]) == 0
     lines = capsys.readouterr().out.partition("Compiled, GiB")[2].splitlines()[1:]
     found = plan.plan("llama3-8b", "v5e:4x4", 64, 4096)
     chosen = [c for c in found.best if c.roles.stage == 1][:2]
-    for line, c in zip(lines, chosen, strict=True):
+    assert [line.partition(": ")[2] for line in lines[1::2]] == ["all-reduce 3.0 MB (+2.0)"] * 2
+    for line, c in zip(lines[::2], chosen, strict=True):
         assert line.startswith(
             f"  {c.roles}: fits, {c.memory.total / 1.25 / 2**30:.2f}, by formula"
         )
@@ -144,3 +150,5 @@ def test_what_the_compiler_says_stands_beside_the_formula(capsys, monkeypatch):
     by_hand = sum(s.bytes for s in chosen[0].sent if s.roles != ("tensor",))
     assert one["sent_by_hand_by_formula"] == by_hand and one["sent_by_hand_lowered"] == 7.0
     assert one["roles"] == chosen[0].roles.sizes and one["fits"]
+    told = {"static": 2, "written": 3e6, "compiled": 5e6}
+    assert one["differences"] == {"all-reduce": told}

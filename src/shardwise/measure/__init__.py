@@ -7,6 +7,7 @@ Compiled programs are read, not run: `jax.jit(f).lower(*args).compile()` is what
 from .axes import by_axis
 from .communication import collectives
 from .counts import Collectives, Count
+from .differences import Difference, Differences, differences
 from .fitting import Fit, fits
 from .forms import Form, Forms, by_form
 from .lanes import Span, lanes
@@ -20,6 +21,8 @@ __all__ = [
     "Collectives",
     "Count",
     "DeviceBytes",
+    "Difference",
+    "Differences",
     "Fit",
     "Form",
     "Forms",
@@ -31,6 +34,7 @@ __all__ = [
     "bytes_on_devices",
     "bytes_per_device",
     "collectives",
+    "differences",
     "fits",
     "flops",
     "lanes",

@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp, layouts, measure, rules, topology, train
 from shardwise.layouts.placing import parameter_rule
-from shardwise.plan import programs, sent
+from shardwise.plan import inserted, parts, programs, sent
+from shardwise.plan.arrays import of_decoder
 from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.roles import Roles
 
@@ -21,7 +22,8 @@ class Check(NamedTuple):
     """What the compiler said: `fit` as `measure.fits` tells it, and the compiled program, if any.
 
     `lowered` are the ring bytes of the collectives that are written by hand; `sent` those of the
-    compiled program, by kind.
+    compiled program, by kind; `differences` what became of those that are written, and of those
+    that the compiler was expected to insert along tensor.
     """
 
     candidate: Candidate
@@ -30,6 +32,7 @@ class Check(NamedTuple):
     lowered: float
     sent: dict[str, float]
     seconds: float
+    differences: measure.Differences = measure.Differences()
 
 
 def abstract(tree: Any, layout: layouts.Layout, like: Any = None) -> Any:
@@ -47,8 +50,9 @@ def abstract(tree: Any, layout: layouts.Layout, like: Any = None) -> Any:
 def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowered]:
     """The training step of a layout without stages, for the plan's chips; nothing is allocated."""
     mesh = plan.chips.mesh(**(each.sizes or {"data": 1}))
-    layout = programs.layout(each, plan.config, mesh.abstract)
-    program = programs.program(each, plan.config, plan.batch, plan.sequence)
+    kernel = programs.has_kernel(each, plan.sequence)
+    layout = programs.layout(each, plan.config, mesh.abstract, kernel)
+    program = programs.program(each, plan.config, plan.batch, plan.sequence, kernel)
     tx, create = train.optimizer(), program.create
     params, state = jax.eval_shape(
         lambda key: layouts.init(layout, create, tx, key), jax.random.key(0)
@@ -74,16 +78,24 @@ def check(candidate: Candidate, plan: Plan) -> Check:
     began = time.perf_counter()
     mesh, program = lowered(candidate.roles, plan)
     by_hand = measure.collectives(program).ring_bytes
-    compiled = None
+    compiled, became = None, measure.Differences()
     try:
         compiled = topology.compile(
             program, mesh, WITHOUT if candidate.roles.microbatches > 1 else {}
         )
         fit = measure.fits(compiled)
         found = {kind: c.ring_bytes for kind, c in measure.collectives(compiled).items()}
+        became = measure.differences(program, compiled, _expected(candidate.roles, plan))
     except topology.DoesNotFit as error:
         fit, found = measure.fits(error), {}
-    return Check(candidate, fit, compiled, by_hand, found, time.perf_counter() - began)
+    spent = time.perf_counter() - began
+    return Check(candidate, fit, compiled, by_hand, found, spent, became)
+
+
+def _expected(each, plan):
+    given = of_decoder(plan.config), plan.batch, plan.sequence
+    (part,) = parts.parts(each, plan.config, *given)
+    return inserted.inserted(part)
 
 
 def checked(plan: Plan, number: int, out: TextIO) -> list[dict[str, Any]]:
@@ -99,6 +111,8 @@ def checked(plan: Plan, number: int, out: TextIO) -> list[dict[str, Any]]:
             print(f"  Nothing was compiled. {error}", file=out, flush=True)
             return []
         print(_line(found), file=out, flush=True)
+        if found.differences:
+            print(_became(found), file=out, flush=True)
         facts.append(_facts(found))
     return facts
 
@@ -111,6 +125,15 @@ def _line(found):
         f"  {found.candidate.roles}: {fits}, {said:.2f}, by formula {ours:.2f} "
         f"({ours / said - 1:+.0%}); sends {kinds or 'nothing'}; {found.seconds:.0f} s"
     )
+
+
+def _became(found):
+    """What the compiler made of the bytes by formula; all of them together are those it sends."""
+    told = [
+        f"{name} {d.written / 1e6:,.1f} MB" + (f" ({d.more / 1e6:+,.1f})" if d.more else "")
+        for name, d in found.differences.items()
+    ]
+    return f"    by formula and what the compiler made of it: {'; '.join(told)}"
 
 
 def _facts(found):
@@ -126,5 +149,6 @@ def _facts(found):
         "sent_by_hand_lowered": found.lowered,
         "sent_by_hand_by_formula": sum(sent.by_role(by_hand).values()),
         "sent": found.sent,
+        "differences": {name: d._asdict() for name, d in found.differences.items()},
         "seconds": found.seconds,
     }

@@ -10,14 +10,23 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from shardwise import layouts, marks, train
+from shardwise import context, layouts, marks, train
 from shardwise.context.gathering import in_tiles
+from shardwise.context.kernels import LANES
 from shardwise.model import Config, Decoder
 from shardwise.plan.roles import Roles
 
 
-def layout(roles: Roles, config: Config, mesh: Mesh) -> layouts.Layout:
-    """The layout on a mesh that has an axis of its own name for each role above 1."""
+def has_kernel(roles: Roles, sequence: int) -> bool:
+    """Whether Pallas' splash kernel can do the attention: to whole sequences, in its tiles."""
+    return roles.context == 1 and sequence % LANES == 0
+
+
+def layout(roles: Roles, config: Config, mesh: Mesh, kernel: bool = False) -> layouts.Layout:
+    """The layout on a mesh that has an axis of its own name for each role above 1.
+
+    With `kernel`, which is for TPUs alone, attention is Pallas' splash kernel.
+    """
     taken = {role: role for role in roles.sizes} or {"data": "data"}
     narrow = jnp.dtype(config.dtype) != jnp.dtype(config.param_dtype)
     return layouts.Layout(
@@ -25,6 +34,7 @@ def layout(roles: Roles, config: Config, mesh: Mesh) -> layouts.Layout:
         **taken,
         sequence=roles.tensor > 1,
         attention="zigzag",
+        kernel=context.splash() if kernel else None,
         microbatches=roles.microbatches,
         dtype=config.dtype if narrow else None,
     )
@@ -41,8 +51,10 @@ class Program:
     batch: dict[str, Any]
 
 
-def program(roles: Roles, config: Config, batch: int, sequence: int) -> Program:
-    """Attention's scores are computed in tiles, where no context axis means it otherwise."""
+def program(
+    roles: Roles, config: Config, batch: int, sequence: int, kernel: bool = False
+) -> Program:
+    """Attention's scores are computed in tiles, where no axis or kernel means it otherwise."""
     config = dataclasses.replace(config, remat=roles.remat, stages=roles.stage)
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
     has_aux = bool(config.experts)
@@ -52,7 +64,7 @@ def program(roles: Roles, config: Config, batch: int, sequence: int) -> Program:
     shape = batch, sequence
     ints, floats = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
     fields = {"tokens": ints, "targets": ints, "mask": floats}
-    if roles.context == 1:
+    if roles.context == 1 and not kernel:
         loss = _tiled(loss)
     return Program(config, functools.partial(_create, config), loss, has_aux, fields)
 

@@ -1,0 +1,177 @@
+"""What became of written collectives: known programs compiled here, and ops made by hand."""
+
+import dataclasses
+import importlib.util
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import measure, mesh, topology
+from shardwise.measure import pairing
+from shardwise.measure.counts import Op
+
+N = 8
+BY_HAND = "jit(run)/shard_map/"
+
+
+def op(kind, dims, dtype="f32", trips=1, source=BY_HAND, n=N, **more):
+    """One whose ring bytes are those of its formula."""
+    arrays = tuple((dtype, d) for d in (dims if isinstance(dims, list) else [dims]))
+    size = sum(math.prod(d) for _, d in arrays) * (2 if dtype == "bf16" else 4)
+    whole = size * (n if kind == "all-gather" else 1)
+    sent = size if n is None else {"all-reduce": 2}.get(kind, 1) * whole * (n - 1) // n
+    name = f"{kind}.{id(arrays)}"
+    return Op(kind, name, arrays, n, trips, whole * trips, sent * trips, source, **more)
+
+
+def named(written, compiled):
+    """{name: (bytes written, bytes compiled)}; of all together no byte is lost."""
+    found = list(pairing.pairs(written, compiled))
+    for i, ops in ((2, written), (3, compiled)):
+        assert math.isclose(sum(pair[i] for pair in found), sum(o.ring_bytes for o in ops))
+    told = {}
+    for pair in found:
+        before = told.get(pair.name, (0, 0))
+        told[pair.name] = before[0] + pair.written, before[1] + pair.compiled
+    return told
+
+
+GATHER, SCATTER = op("all-gather", (1, 128, 96)), op("reduce-scatter", (1000, 96), trips=3)
+REASONS = {
+    "as written": ([GATHER], [op("all-gather", (128, 96), source="")]),
+    "narrowed": ([GATHER], [op("all-gather", (128, 96), "bf16")]),
+    "widened": ([op("all-reduce", (7,), "bf16")], [op("all-reduce", (7,))]),
+    "padded": ([SCATTER], [op("reduce-scatter", (1024, 96), trips=3, notes=("padded",))]),
+    "all-reduce": ([SCATTER], [op("all-reduce", (1000, 96), trips=3, source="")]),
+    "divided": ([GATHER], [op("all-gather", (128, 24), source=BY_HAND + "all_gather")]),
+    "dropped": ([SCATTER], [op("reduce-scatter", (1000, 96), trips=1)]),
+    "repeated": ([SCATTER], [op("reduce-scatter", (1000, 96), trips=4, source=BY_HAND + "psum")]),
+    "windowed": ([], [op("collective-permute", (8, 4), n=None, notes=("windowed",))]),
+    "inserted": ([], [op("all-reduce", (8, 4), source="jit(run)/reduce_sum")]),
+    "left over": ([GATHER], []),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_each_difference_has_its_name(name):
+    found = named(*REASONS[name])
+    assert found.keys() - {"as written"} <= {name} or name in ("dropped", "repeated")
+    assert name in found and "left over" not in found.keys() - {name}
+
+
+def test_what_is_written_several_times_is_paired_once_each():
+    both = [op("all-gather", (64, 3), trips=2), op("all-gather", (1, 64, 3), trips=5)]
+    found = named(both, [op("all-gather", (64, 3), trips=6, source=BY_HAND + "all_gather")])
+    each = both[0].ring_bytes / 2
+    assert found == {"as written": (6 * each, 6 * each), "dropped": (each, 0)}
+
+
+def test_arrays_of_one_collective_are_paired_by_themselves():
+    """A sum of which one part does the work of a scatter; written in two dtypes."""
+    written = [op("all-reduce", (16,)), op("reduce-scatter", (80, 8))]
+    made = [op("all-reduce", [(16,), (80, 8)], notes=("combined",))]
+    assert named(written, made) == {"combined": (112, 112), "all-reduce": (2240, 4480)}
+
+
+def test_another_collective_of_as_many_bytes_is_no_fellow():
+    gathered = op("all-gather", (32, 4), source=BY_HAND + "all_gather")
+    for changed in (dict(group_size=4), dict(arrays=(("f32", (32, 5)),)), dict(kind="all-to-all")):
+        other = dataclasses.replace(gathered, **changed)
+        assert named([gathered], [other]).keys() == {"left over"}
+
+
+def test_a_gather_may_be_a_window_of_products():
+    """Seven hops of a share, or of half of one; another share is of another gather."""
+    gathered = op("all-gather", (16, 32))
+    for rows, written in ((16, "windowed"), (8, "windowed"), (7, "left over")):
+        hop = op("collective-permute", (rows, 32), trips=7, n=None, notes=("windowed",))
+        found = named([gathered], [hop])
+        assert found[written][0] == gathered.ring_bytes
+        assert found["windowed"][1] == hop.ring_bytes
+
+
+def test_what_trims_the_padding_belongs_to_it():
+    padded = op("reduce-scatter", (1024, 96), trips=3, source="", notes=("padded",))
+    trims = op("collective-permute", (24, 96), trips=3, n=None, source="")
+    assert named([SCATTER], [padded, trims]).keys() == {"padded"}
+    assert "inserted" in named([SCATTER], [padded, op("collective-permute", (7,), n=None)])
+
+
+@given(st.lists(st.sampled_from([pair for pair in REASONS.values()]), max_size=6))
+def test_no_byte_is_lost(pairs):
+    named([o for w, _ in pairs for o in w], [o for _, m in pairs for o in m])
+
+
+# --- Programs of known content, compiled
+
+
+def compiled(f, devices, *arrays):
+    """Differences of f under a shard_map of `devices`, of arrays [8, 16] cut by rows."""
+    spec = P("fsdp")
+    run = jax.shard_map(f, mesh=devices, in_specs=spec, out_specs=P(), check_vma=False,
+                        axis_names={"fsdp"})  # fmt: skip
+    sharding = NamedSharding(devices, spec)
+    given = [jax.ShapeDtypeStruct(x, jnp.float32, sharding=sharding) for x in arrays]
+    lowered = jax.jit(run).lower(*given)
+    return measure.differences(lowered, lowered.compile())
+
+
+def gather(x):
+    return jax.lax.all_gather(x, "fsdp", tiled=True)
+
+
+def test_a_program_as_written():
+    found = compiled(lambda x, y: gather(x).sum() + gather(y).sum(), mesh.make(fsdp=8), *SHAPES)
+    assert found.keys() <= {"as written", "combined"}
+    assert sum(d.compiled for d in found.values()) == 7 * 4 * (16 + 3 * 5)
+
+
+SHAPES = (8, 16), (24, 5)
+
+
+def test_a_gather_written_twice_is_dropped_once():
+    found = compiled(lambda x: gather(x).sum() * gather(x).max(), mesh.make(fsdp=8), SHAPES[0])
+    assert found["dropped"] == (0, 7 * 4 * 16, 0) and found["as written"].static == 1
+
+
+def test_what_the_compiler_inserts_is_told_apart():
+    """Rows are summed by hand along one axis, columns by the compiler along the other."""
+    devices = mesh.make(fsdp=4, model=2)
+
+    def f(x):
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(inner(), P(None, "model")))
+        return jax.lax.psum(x, "fsdp").sum()
+
+    def inner():
+        return jax.sharding.get_abstract_mesh()
+
+    found = compiled(f, devices, (8, 16))
+    assert found.keys() == {"divided", "inserted"} and found["inserted"].written == 0
+    assert found["divided"].written == 2 * found["divided"].compiled
+    assert found["inserted"].compiled > 0 and found["inserted"].static == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+def test_on_a_torus_scatters_become_all_reduces(tmp_path, monkeypatch):
+    """On v5p:2x2x2 a scatter is a sum over all three axes; on v5e:2x4 it stays one."""
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    names = {}
+    for name in ("v5p:2x2x2", "v5e:2x4"):
+        chips = topology.chips(name).mesh(fsdp=8)
+        run = jax.shard_map(
+            lambda x: jax.lax.psum_scatter(x, "fsdp", tiled=True) * 2.0,
+            mesh=chips.abstract, in_specs=P(), out_specs=P("fsdp"), check_vma=False,
+        )  # fmt: skip
+        whole = NamedSharding(chips.abstract, P())
+        x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16, sharding=whole)
+        lowered = topology.lower(jax.jit(run), x)
+        found = measure.differences(lowered, topology.compile(lowered, chips))
+        names[name] = set(found)
+    assert names == {"v5p:2x2x2": {"all-reduce"}, "v5e:2x4": {"as written"}}
