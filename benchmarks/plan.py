@@ -1,113 +1,132 @@
-"""The planner's memory beside the TPU compiler's, on models apart from those of the fit.
+"""The planner beside the TPU compiler: memory, and what became of each byte by formula.
 
-`python benchmarks/plan.py` compiles whole steps (15 s to 3 minutes each on two idle cores; what was
-compiled before is kept), fits the coefficients that are no counts on FITTED, and prints how far
-off the planner is on JUDGED. Needs libtpu: `pip install "shardwise[tpu]"`.
+`python benchmarks/plan.py` compiles whole training steps (15 s to 3 minutes each on two idle cores;
+what was compiled before is kept), fits the coefficients of the memory formula that are no counts
+on `plan_cases.FITTED`, judges the formula by `plan_cases.JUDGED`, of other models, and writes what
+the compiler said to benchmarks/plan.json and the table to book/judged.md. With names it compiles
+these alone; with `--table` nothing, and writes the table by today's formula. Needs libtpu:
+`pip install "shardwise[tpu]"`.
 """
 
-import dataclasses
+import argparse
+import datetime
 import itertools
+import json
+import pathlib
 import sys
-from typing import NamedTuple
 
-import jax.numpy as jnp
+import plan_table
+from plan_cases import FITTED, JUDGED, Case
 
-from shardwise import model, plan, topology
-from shardwise.plan import arrays, compiling, memory, planning, roles
+from shardwise import plan, topology
+from shardwise.plan import arrays, compiling, memory, planning
+from shardwise.topology import child
 
-SMALL = model.Config(
-    vocab=1024, embed=1024, layers=2, heads=8, kv_heads=8, head_dim=128, mlp=4096,
-    dtype=jnp.bfloat16,
-)  # fmt: skip
-DEEPER = dataclasses.replace(SMALL, layers=4)
-
-
-class Case(NamedTuple):
-    """A model and a layout on some chips."""
-
-    config: model.Config
-    chips: str
-    batch: int
-    sequence: int
-    roles: roles.Roles
+RECORD = pathlib.Path(__file__).with_suffix(".json")
+PAGE = RECORD.parent.parent / "book" / "judged.md"
+CASES = {f"fitted: {n}": c for n, c in FITTED.items()} | JUDGED
 
 
-FITTED = {
-    "remat": Case(SMALL, "v5e:2x4", 64, 1024, roles.Roles(fsdp=8, remat=True)),
-    "remat, vocabulary": Case(
-        dataclasses.replace(SMALL, vocab=8192), "v5e:2x4", 64, 1024, roles.Roles(fsdp=8, remat=True)
-    ),
-    "tensor, remat": Case(DEEPER, "v5e:2x4", 64, 1024, roles.Roles(fsdp=4, tensor=2, remat=True)),
-    "all kept": Case(DEEPER, "v5e:2x4", 64, 1024, roles.Roles(fsdp=8)),
-    "llama3-8b": Case(
-        plan.preset("llama3-8b"), "v5e:16x16", 256, 2048, roles.Roles(fsdp=256, remat=True)
-    ),
-}
-JUDGED = {
-    "tensor": Case(DEEPER, "v5e:2x4", 64, 1024, roles.Roles(fsdp=4, tensor=2)),
-    "context, remat": Case(
-        dataclasses.replace(SMALL, layers=8), "v5e:2x4", 32, 2048,
-        roles.Roles(fsdp=4, context=2, remat=True),
-    ),
-    "llama3-70b": Case(
-        plan.preset("llama3-70b"), "v5p:4x4x8", 128, 4096,
-        roles.Roles(fsdp=32, tensor=4, remat=True),
-    ),
-}  # fmt: skip
-
-
-def compiled(case: Case) -> compiling.Check:
-    """What the compiler makes of it."""
+def candidate(case: Case) -> plan.Candidate:
+    """The layout by formula."""
     chips = topology.chips(case.chips)
     given = case.config, arrays.of_decoder(case.config), chips, case.batch, case.sequence
-    found = planning.candidate(case.roles, *given)
+    return planning.candidate(case.roles, *given)
+
+
+def compiled(case: Case) -> dict:
+    """What the compiler says of it, as it is recorded; bytes on a device.
+
+    Raises:
+      AssertionError: the program holds or sends by hand other bytes than the formula says.
+    """
+    chips, found = topology.chips(case.chips), candidate(case)
     whole = plan.Plan(case.config, chips, case.batch, case.sequence, (), (), ())
-    return compiling.check(found, whole)
-
-
-def fitted(checks: list[compiling.Check]) -> memory.Terms:
-    """The coefficients of weights, layer, around and logits with the least error at its worst."""
-    names = ("weights", "layer", "around", "logits")
-    copies = (0.25, 0.5, 0.75, 1.0)
-    layers = [0.04 * i for i in range(26)]
-    tried = itertools.product(copies, layers, range(9), (0.5, *copies[2:], 1.25, 1.5))
-    options = [memory.COEFFICIENTS._replace(**dict(zip(names, t, strict=True))) for t in tried]
-    return min(options, key=lambda c: max(abs(off(check, c)) for check in checks))
-
-
-def off(check: compiling.Check, coefficients: memory.Terms) -> float:
-    """How far the formula with these coefficients is from the compiler, as a share of it."""
-    held = check.candidate.memory
-    step = sum(memory.counted(held.terms, coefficients))
-    return (held.parameters + held.state + held.batch + step) / check.fit.needed - 1
-
-
-def told(name: str, check: compiling.Check, coefficients: memory.Terms) -> None:
-    """A line of the table."""
-    found, said = check.candidate, check.fit
-    gib = said.needed / 2**30, found.memory.total / 2**30
+    check = compiling.check(found, whole)
     by_hand = sum(s.bytes for s in found.sent if s.roles != ("tensor",))
-    print(
-        f"{name:20} {found.roles!s:45} {gib[0]:8.3f} {gib[1]:8.3f} "
-        f"{off(check, coefficients):+7.1%}  {'fits' if said else 'refused':8}"
-        f"{check.lowered / 1e6:12,.1f} {by_hand / 1e6:12,.1f} {check.seconds:5.0f} s",
-        flush=True,
+    assert abs(check.lowered - by_hand) <= 1e-9 * by_hand, (case, check.lowered, by_hand)
+    held = found.memory.parameters + found.memory.state + found.memory.batch
+    if check.fit.memory:  # small arrays of the program's arguments are padded
+        assert 0 <= check.fit.memory.arguments / held - 1 < 0.01, (case, check.fit.memory, held)
+    return {
+        "needed": check.fit.needed,
+        "fits": bool(check.fit),
+        "by_hand": check.lowered,
+        "differences": {name: [*d] for name, d in check.differences.items()},
+        "seconds": round(check.seconds),
+        "date": datetime.date.today().isoformat(),
+        "versions": child.versions(),
+    }
+
+
+def recorded() -> dict[str, dict]:
+    """What the compiler said, by the names of `CASES`."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def write(record: dict[str, dict]) -> None:
+    """In the order of `CASES`, what is no longer one left out."""
+    told = (f"{json.dumps(n)}: {json.dumps(record[n])}" for n in CASES if n in record)
+    RECORD.write_text("{\n" + ",\n".join(told) + "\n}\n")
+
+
+def fitted(record: dict) -> memory.Terms:
+    """The coefficients with the least error at its worst: first those of all programs, then those
+    of what only a context axis, or experts, have.
+    """
+    copies, tenths = (0.25, 0.5, 0.75, 1.0), [0.1 * i for i in range(16)]
+    layers = [0.04 * i for i in range(26)]
+    plain = [n for n in record if n in CASES and not (_has(n, "ring") or _has(n, "dispatch"))]
+    tried = itertools.product(copies, layers, range(9), (0.5, *copies[2:], 1.25, 1.5))
+    best = _best(
+        record, plain, ("weights", "layer", "around", "logits"), tried, memory.COEFFICIENTS
     )
+    for term in ("ring", "dispatch"):
+        those = [n for n in record if n in CASES and _has(n, term)]
+        best = _best(record, those, (term,), ((x,) for x in tenths), best)
+    return best
 
 
-def main() -> int:
-    """0 if what is judged is within 30 %, and eight of ten within 15 %."""
-    print(f"{'':66} {'compiler':>8} {'formula':>8}  off, GiB; MB by hand: lowered, formula")
-    checks = {}
-    for name, case in (FITTED | JUDGED).items():
-        checks[name] = compiled(case)
-        told(name, checks[name], memory.COEFFICIENTS)
-    best = fitted([checks[name] for name in FITTED])
-    print(f"\nfitted: {best}\nthe planner's: {memory.COEFFICIENTS}")
-    errors = sorted(abs(off(checks[name], memory.COEFFICIENTS)) for name in JUDGED)
-    print(f"judged: {', '.join(f'{error:.1%}' for error in errors)} off")
-    return int(errors[-1] > 0.3 or errors[int(0.8 * len(errors)) - 1] > 0.15)
+def _has(name, term):
+    return getattr(candidate(CASES[name]).memory.terms, term) > 0
+
+
+def _best(record, names, terms, tried, start):
+    options = [start._replace(**dict(zip(terms, values, strict=True))) for values in tried]
+    held = [(candidate(CASES[n]).memory, record[n]["needed"]) for n in names]
+
+    def worst(c):
+        return max(
+            (abs((m.total - m.step + sum(memory.counted(m.terms, c))) / n - 1) for m, n in held),
+            default=0.0,
+        )
+
+    return min(options, key=worst)
+
+
+def main(argv: list[str]) -> int:
+    """0 if all that is judged keeps what `plan_table.verdict` asks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="of cases; all by default")
+    parser.add_argument("--table", action="store_true", help="compile nothing")
+    told = parser.parse_args(argv)
+    for name in [] if told.table else told.names or CASES:
+        said = compiled(CASES[name])
+        write(recorded() | {name: said})
+        print(
+            *plan_table.row(name, CASES[name], candidate(CASES[name]), said), sep="  ", flush=True
+        )
+    record = recorded()
+    print(f"fitted: {fitted({n: r for n, r in record.items() if n.startswith('fitted: ')})}")
+    print(f"the planner's: {memory.COEFFICIENTS}")
+    found = {name: candidate(case) for name, case in CASES.items() if name in record}
+    if not found.keys() & JUDGED.keys():
+        return 1
+    PAGE.write_text(plan_table.page(CASES, found, record))
+    verdict = plan_table.verdict(CASES, found, record)
+    print("\n".join(verdict.told))
+    return int(not verdict.kept)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -162,6 +162,10 @@ class _Device:
             way = Way(wholes, use, list) if once else taken(wholes, shards, use, now, params.layout)
 
         def whole(inputs, batch, *args, **key):
+            if self.microbatches > 1:
+                # The TPU's compiler would take scatters out of the loop that adds up their shares,
+                # and its libtpu 0.0.41 fails at it (while_loop_all_reduce_code_motion.cc).
+                inputs = jax.lax.optimization_barrier(inputs)
             pairs = zip(way.arrays(inputs), use.deferred, strict=True)
             arrays = [x if later else cast(x, self.dtype) for x, later in pairs]
             with marks.bind(use=way.use):

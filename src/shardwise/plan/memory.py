@@ -21,7 +21,8 @@ class Terms(NamedTuple):
     whole, in the dtype of use: with remat those of one layer, else of all, and those of embedding
     and head; `kept` activations between forward and backward, of all live microbatches; `layer`,
     all that one layer's backward pass has; `around`, an activation whole where tensor cuts the
-    products between; `logits` in float32.
+    products between; `logits` in float32. Beside one layer's backward pass: `ring`, what goes
+    around a context axis, there and arriving; `dispatch`, rows on their way to experts and back.
     """
 
     gradients: float
@@ -30,12 +31,23 @@ class Terms(NamedTuple):
     layer: float
     around: float
     logits: float
+    ring: float = 0.0
+    dispatch: float = 0.0
 
 
 # How many copies of each term the compiler keeps; `benchmarks/plan.py` fits weights, layer, around
 # and logits on five programs (v5e, libtpu 0.0.41), to 2 %. Three others were 4, 6 and -17 % off:
 # Llama 3 70B on 128 v5p, tensor without remat, and context, whose ring keeps what no term counts.
-COEFFICIENTS = Terms(gradients=1.0, weights=0.75, kept=1.0, layer=0.44, around=6.0, logits=0.75)
+COEFFICIENTS = Terms(
+    gradients=1.0,
+    weights=0.75,
+    kept=1.0,
+    layer=0.44,
+    around=6.0,
+    logits=0.75,
+    ring=0.7,
+    dispatch=0.8,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +77,9 @@ class Memory:
 def counted(terms: Terms, coefficients: Terms) -> Terms:
     """Each term times its coefficient; the phase that is less full counts for nothing."""
     found = Terms(*(c * n for c, n in zip(coefficients, terms, strict=True)))
-    if found.layer + found.around > found.logits:
+    if found.layer + found.around + found.ring + found.dispatch > found.logits:
         return found._replace(logits=0.0)
-    return found._replace(layer=0.0, around=0.0)
+    return found._replace(layer=0.0, around=0.0, ring=0.0, dispatch=0.0)
 
 
 def memory(part: Part) -> Memory:
@@ -91,6 +103,8 @@ def _terms(part, parameters):
         layer=layer(part),
         around=whole if r.tensor > 1 else 0,
         logits=logits,
+        ring=_ring(part) if r.context > 1 else 0,
+        dispatch=_dispatch(part) if part.config.experts else 0,
     )
 
 
@@ -113,6 +127,24 @@ def _weights(part):
 def _between(part):
     """Bytes of a token where it enters a layer, cut over the tensor axis."""
     return part.config.embed * itemsize(part) / part.roles.tensor
+
+
+def _ring(part):
+    """K and V, and in float32 their gradients, each twice: worked on, and arriving; and q's."""
+    c, used = part.config, itemsize(part)
+    around = 2 * 2 * c.kv_heads * c.head_dim * (used + _WIDE)
+    return part.tokens * (around + c.heads * c.head_dim * _WIDE) / part.roles.tensor
+
+
+def _dispatch(part):
+    """Rows of tokens for their experts and of the results, each way.
+
+    As chosen, in the dtype of use and, for gathers and scatters of rows, in words of 32 bits; in
+    the experts' slots; and of the experts' width two arrays that no product is fused with.
+    """
+    c, used, n = part.config, itemsize(part), part.roles.tensor
+    chosen = 2 * c.experts_per_token * c.embed * (used + _WIDE)
+    return part.tokens * (chosen + 2 * slots(part) * used * (c.embed + c.mlp / n))
 
 
 def layer(part: Part) -> float:

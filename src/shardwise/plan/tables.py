@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from shardwise.plan.memory import Terms
 from shardwise.plan.planning import Candidate, Plan
 
 _GIB, _GB = 2**30, 1e9
-_MEMORY = ("layout", "parameters", "state", "gradients", "weights", "kept", "layer", "around")
-_MEMORY = (*_MEMORY, "logits")
+_HELD = ("layout", "parameters", "state")
 _SECONDS = ("arithmetic", "waited", "hidden", "update", "bubble", "step s", "MFU", "at most")
 NOTES = (
     "Memory in GiB on a device: parameters and state are exact; the rest is a formula, fitted to a "
@@ -20,8 +20,10 @@ NOTES = (
 def text(plan: Plan, top: int) -> str:
     """The best layouts as tables, then what each sends, then the rejected by reason."""
     best = plan.best[:top]
+    terms = [name for name in Terms._fields if any(getattr(c.memory.of_step, name) for c in best)]
     lines = [_title(plan), ""]
-    lines += _table(("", *_MEMORY, "all"), [_memory_row(i, c) for i, c in enumerate(best, 1)])
+    rows = [_memory_row(i, c, terms) for i, c in enumerate(best, 1)]
+    lines += _table(("", *_HELD, *terms, "all"), rows)
     lines += ["", *_table(("", *_SECONDS, "binds"), [_row(i, c) for i, c in enumerate(best, 1)])]
     lines += ["", "Sent by a device in a step, and over which sides of the torus:"]
     lines += [f"  {i}  {_sends(c)}" for i, c in enumerate(best, 1)]
@@ -41,9 +43,9 @@ def _title(plan):
     )
 
 
-def _memory_row(i, c: Candidate):
+def _memory_row(i, c: Candidate, terms):
     m = c.memory
-    parts = [m.parameters, m.state, *m.of_step, m.total]
+    parts = [m.parameters, m.state, *(getattr(m.of_step, name) for name in terms), m.total]
     return (str(i), str(c.roles), *(f"{part / _GIB:.2f}" for part in parts))
 
 

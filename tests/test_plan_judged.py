@@ -1,0 +1,105 @@
+"""The planner's memory as judged by the TPU compiler: the cases, and what is said of them."""
+
+import dataclasses
+import importlib
+import pathlib
+import sys
+
+import pytest
+
+from shardwise import topology
+from shardwise.plan import arrays, memory, roles
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """The module `benchmarks/plan.py`."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    yield importlib.import_module("plan")
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(ROOT / "benchmarks")):
+            del sys.modules[name]
+
+
+def whole(config):
+    """A model's sizes, however many layers it has."""
+    return dataclasses.replace(config, layers=1)
+
+
+def test_those_judged_are_many_of_all_kinds_and_of_other_models(benchmark):
+    judged, fitted = benchmark.JUDGED.values(), benchmark.FITTED.values()
+    assert len(judged) >= 24
+    assert not {whole(case.config) for case in judged} & {whole(case.config) for case in fitted}
+    devices = {topology.chips(case.chips).devices for case in judged}
+    assert {8, 256} <= devices and {case.chips.partition(":")[0] for case in judged} >= {
+        "v5e",
+        "v5p",
+        "v6e",
+    }
+    used = {role for case in judged for role in case.roles.sizes}
+    assert used == {*roles.ORDER} - {"stage"}
+    for trait in (
+        lambda case: case.roles.remat,
+        lambda case: case.roles.microbatches > 1,
+        lambda case: case.config.experts,
+    ):
+        assert 0 < sum(map(bool, map(trait, judged))) < len(judged)
+
+
+def test_each_case_can_be(benchmark):
+    for name, case in benchmark.CASES.items():
+        given = case.config, arrays.of_decoder(case.config), topology.chips(case.chips)
+        assert not roles.refusal(case.roles, *given, case.batch, case.sequence), name
+
+
+def test_the_page_is_what_the_record_and_the_formula_say(benchmark):
+    """Who changes the formula runs `python benchmarks/plan.py --table`."""
+    record = benchmark.recorded()
+    found = {n: benchmark.candidate(c) for n, c in benchmark.CASES.items() if n in record}
+    page = benchmark.plan_table.page(benchmark.CASES, found, record)
+    assert benchmark.PAGE.read_text() == page
+    assert found.keys() == record.keys()
+
+
+def test_the_formula_keeps_what_was_asked(benchmark):
+    record = benchmark.recorded()
+    found = {n: benchmark.candidate(c) for n, c in benchmark.CASES.items() if n in record}
+    verdict = benchmark.plan_table.verdict(benchmark.CASES, found, record)
+    assert verdict.kept, verdict.told
+
+
+def doctored(benchmark, **changes):
+    """The verdict on ten cases, all of them right but for what `changes` says of the first."""
+    names = [*benchmark.JUDGED][:10]
+    found = {name: benchmark.candidate(benchmark.CASES[name]) for name in names}
+    record = {}
+    for name in names:
+        size = found[name].memory.total
+        fits = size <= benchmark.plan_table._usable(benchmark.CASES[name])
+        record[name] = {"needed": size, "fits": fits, "differences": {}}
+    for key, change in changes.items():
+        record[names[0]][key] = change(record[names[0]][key])
+    return benchmark.plan_table.verdict(benchmark.CASES, found, record)
+
+
+def test_a_verdict_finds_each_fault(benchmark):
+    assert doctored(benchmark).kept
+    assert doctored(benchmark, needed=lambda x: x * 1.25).kept  # one of ten, within 30 %
+    assert not doctored(benchmark, needed=lambda x: x * 1.5).kept
+    assert not doctored(benchmark, fits=lambda fits: False).kept
+    assert not doctored(benchmark, differences=lambda _: {"left over": [0, 1.0, 0]}).kept
+
+
+def test_the_fit_finds_coefficients_again(benchmark):
+    """Of made-up programs, whose sizes are those of coefficients on the grid."""
+    made = memory.COEFFICIENTS._replace(
+        weights=0.5, layer=0.6, around=3, logits=1.25, ring=0.4, dispatch=1.2
+    )
+    record = {}
+    for name in benchmark.CASES:
+        held = benchmark.candidate(benchmark.CASES[name]).memory
+        step = sum(memory.counted(held.terms, made))
+        record[name] = {"needed": held.total - held.step + step}
+    assert tuple(benchmark.fitted(record)) == pytest.approx(tuple(made))
