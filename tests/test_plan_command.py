@@ -115,7 +115,7 @@ def test_the_compiler_checks_the_best(capsys, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
 def test_the_compiler_takes_microbatches(tmp_path, monkeypatch):
-    """Their sum of gradients fails in a pass of libtpu's, which is left out."""
+    """A pass of libtpu's fails on scatters that a loop adds up, unless they are kept in it."""
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     sizes = dict(vocab=512, embed=256, layers=2, heads=2, kv_heads=2, head_dim=128, mlp=512)
     config, chips = model.Config(**sizes, dtype=jnp.bfloat16), topology.chips("v5e:2x4")

@@ -14,9 +14,6 @@ from shardwise.plan.arrays import of_decoder
 from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.roles import Roles
 
-# This pass fails on sums over microbatches: an internal error of libtpu 0.0.41 and 0.0.50.1.
-WITHOUT = {"xla_disable_hlo_passes": "while-loop-all-reduce-code-motion"}
-
 
 class Check(NamedTuple):
     """What the compiler said: `fit` as `measure.fits` tells it, and the compiled program, if any.
@@ -80,9 +77,7 @@ def check(candidate: Candidate, plan: Plan) -> Check:
     by_hand = measure.collectives(program).ring_bytes
     compiled, became = None, measure.Differences()
     try:
-        compiled = topology.compile(
-            program, mesh, WITHOUT if candidate.roles.microbatches > 1 else {}
-        )
+        compiled = topology.compile(program, mesh)
         fit = measure.fits(compiled)
         found = {kind: c.ring_bytes for kind, c in measure.collectives(compiled).items()}
         became = measure.differences(program, compiled, _expected(candidate.roles, plan))
