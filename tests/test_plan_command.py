@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 
-from shardwise import measure, plan, topology
-from shardwise.plan import compiling
+from shardwise import measure, model, plan, topology
+from shardwise.plan import arrays, compiling, planning
 from shardwise.run import command
 
 ARGUMENTS = ["plan", "--model", "llama3-8b", "--chips", "v5e:4x4", "--batch", "64"]
@@ -118,6 +119,21 @@ def test_the_compiler_checks_the_best_in_silence(tmp_path):
     became = one["differences"]
     assert "left over" not in became and became["as written"]["written"] > 0
     assert math.isclose(sum(d["compiled"] for d in became.values()), sum(one["sent"].values()))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+def test_the_compiler_takes_microbatches(tmp_path, monkeypatch):
+    """A pass of libtpu's fails on scatters that a loop adds up, unless they are kept in it."""
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    sizes = dict(vocab=512, embed=256, layers=2, heads=2, kv_heads=2, head_dim=128, mlp=512)
+    config, chips = model.Config(**sizes, dtype=jnp.bfloat16), topology.chips("v5e:2x4")
+    whole = plan.Plan(config, chips, 16, 256, (), (), ())
+    each = plan.Roles(fsdp=8, microbatches=2, remat=True)
+    given = each, config, arrays.of_decoder(config), chips, 16, 256
+    found = compiling.check(planning.candidate(*given), whole)
+    by_hand = sum(s.bytes for s in found.candidate.sent)
+    assert found.fit and found.lowered == by_hand
 
 
 def test_what_the_compiler_says_stands_beside_the_formula(capsys, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import marks, mesh, puzzles, rules, schedules
+from shardwise import marks, mesh, plan, puzzles, rules, schedules
 
 NAMES = [n for n in puzzles.__all__ if n not in ("Verdict", "halo", "layer", "squares")]
 DECODER = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp")
@@ -107,6 +107,10 @@ def marked(*after):
     return forward
 
 
+def over_sides(sent, sides, link, ring_from, line=1):
+    return sent / sum(link * (line if side % ring_from else 2) for side in sides)
+
+
 TABLE = dict(zip(DECODER, ("model", "data", "model", "model", None, "model"), strict=True))
 LISTS = [
     "F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3",
@@ -128,6 +132,9 @@ SOLUTIONS = {
     "settings": dict(zero=2, dtype="bfloat16", reduce_dtype="float32"),
     "order": LISTS,
     "boundaries": marked(3, 5),
+    "smallest": "v5p:2x2x4",
+    "division": plan.Roles(fsdp=32, tensor=2, remat=True),
+    "gather_seconds": over_sides,
 }
 
 
@@ -188,6 +195,16 @@ def placed_whole(tree, grid):
 
 
 WRONG = [
+    ("smallest", "v5p:2x4x4", "it fits on 32 chips, and on 16 too"),
+    ("smallest", "v5p:2x2x2", "of 95.7"),
+    ("smallest", "v5e:16x16", "the slice is to be of v5p"),
+    ("division", plan.Roles(fsdp=64, remat=True), "bound by fsdp"),
+    ("division", plan.Roles(fsdp=32), "are 32 devices, and there are 64"),
+    ("division", plan.Roles(data=64), "GiB of 15.75"),
+    ("division", plan.Roles(tensor=64), "kv_heads"),
+    ("division", plan.Roles(fsdp=64, microbatches=2), "do not divide into microbatches"),
+    ("division", plan.Roles(stage=2, fsdp=32), "stages are left out"),
+    ("gather_seconds", functools.partial(over_sides, line=2), "on v5e (rings from 16)"),
     ("bands", P(("data", "model")), "device (0, 1) holds band 1, and should hold band 4"),
     ("bands", P("data"), "holds 0.25"),
     ("bands", P("data", "model"), "other than the rows"),
@@ -237,7 +254,7 @@ WRONG = [
 ]
 STUBS = {name: (..., None, lambda *args: None, lambda *args: ...) for name in NAMES} | {
     "table": (..., dict.fromkeys(DECODER, ...)),
-    "bands": (..., None),
+    **dict.fromkeys(["bands", "smallest", "division"], (..., None)),
     "settings": (..., dict(zero=..., dtype=...)),
     "order": (..., ["...", "...", "..."]),
     "boundaries": (..., lambda *args: None, marked()),
@@ -245,7 +262,7 @@ STUBS = {name: (..., None, lambda *args: None, lambda *args: ...) for name in NA
 
 
 def test_every_puzzle_has_a_solution_here():
-    assert set(SOLUTIONS) == set(NAMES) and len(NAMES) == 14
+    assert set(SOLUTIONS) == set(NAMES) and len(NAMES) == 17
 
 
 @pytest.mark.parametrize("name", NAMES)

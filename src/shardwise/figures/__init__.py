@@ -20,6 +20,7 @@ from shardwise.figures.memory import live_activations
 from shardwise.figures.overlap import overlap
 from shardwise.figures.palette import DEVICES, style
 from shardwise.figures.pipelines import pipeline_explorer
+from shardwise.figures.plans import Budget, plan_explorer
 from shardwise.figures.plots import bars, canvas, curves, mesh_picture, shards
 from shardwise.figures.products import Product, product_explorer
 from shardwise.figures.questions import choose, fill_in, questions
@@ -35,6 +36,7 @@ from shardwise.figures.zero import training_step
 __all__ = [
     "DEVICES",
     "Block",
+    "Budget",
     "Load",
     "Product",
     "balance_explorer",
@@ -55,6 +57,7 @@ __all__ = [
     "mesh_picture",
     "overlap",
     "pipeline_explorer",
+    "plan_explorer",
     "product_explorer",
     "questions",
     "resharding_explorer",

@@ -16,6 +16,7 @@ from shardwise.puzzles.gathering import clip, gather, layer, settings
 from shardwise.puzzles.layouts import bands, product, table
 from shardwise.puzzles.parts import accumulated, segments, squares
 from shardwise.puzzles.pipelines import boundaries, order
+from shardwise.puzzles.plans import division, gather_seconds, smallest
 from shardwise.puzzles.rings import halo, scatter, transpose
 from shardwise.puzzles.states import born, target
 from shardwise.puzzles.verdict import Verdict
@@ -27,7 +28,9 @@ __all__ = [
     "born",
     "boundaries",
     "clip",
+    "division",
     "gather",
+    "gather_seconds",
     "halo",
     "layer",
     "order",
@@ -35,6 +38,7 @@ __all__ = [
     "scatter",
     "segments",
     "settings",
+    "smallest",
     "squares",
     "table",
     "target",
