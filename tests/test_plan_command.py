@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from shardwise import measure, plan, topology
-from shardwise.plan import compiling
+from shardwise import measure, model, plan, topology
+from shardwise.plan import arrays, compiling, planning, roles
 from shardwise.run import command
 
 ARGUMENTS = ["plan", "--model", "llama3-8b", "--chips", "v5e:4x4", "--batch", "64"]
@@ -107,6 +107,30 @@ def test_the_compiler_checks_the_best(capsys, tmp_path, monkeypatch):
     assert one["fits"] and one["sent_by_hand_lowered"] == one["sent_by_hand_by_formula"]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+def test_the_compiler_checks_stages_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    config = model.Config(vocab=512, embed=128, layers=4, heads=2, head_dim=64, mlp=256)
+    each = roles.Roles(stage=2, fsdp=4, microbatches=2)
+    given = config, arrays.of_decoder(config), topology.chips("v5e:2x4"), 16, 256
+    found = planning.candidate(each, *given)
+    said = compiling.check(found, plan.Plan(config, *given[2:], (), (), ()))
+    by_hand = sum(s.bytes for s in found.sent)
+    assert said.fit and said.lowered == pytest.approx(by_hand)
+    assert said.sent["between stages"] == sum(s.bytes for s in found.sent if s.kind == "stages")
+    assert said.fit.needed > found.memory.parameters + found.memory.state
+
+
+def test_what_cannot_be_compiled_is_said_and_the_next_is(capsys, monkeypatch):
+    def check(candidate, whole):
+        raise ValueError("no box of the torus")
+
+    monkeypatch.setattr(compiling, "check", check)
+    assert command.main([*ARGUMENTS, "--compile", "2"]) == 0
+    assert capsys.readouterr().out.count("not compiled. no box of the torus") == 2
+
+
 def test_what_the_compiler_says_stands_beside_the_formula(capsys, monkeypatch):
     def check(candidate, whole):
         needed = int(candidate.memory.total / 1.25)
@@ -117,7 +141,7 @@ def test_what_the_compiler_says_stands_beside_the_formula(capsys, monkeypatch):
     assert command.main([*ARGUMENTS, "--compile", "2"]) == 0
     lines = capsys.readouterr().out.partition("Compiled, GiB")[2].splitlines()[1:]
     found = plan.plan("llama3-8b", "v5e:4x4", 64, 4096)
-    chosen = [c for c in found.best if c.roles.stage == 1][:2]
+    chosen = found.best[:2]
     for line, c in zip(lines, chosen, strict=True):
         assert line.startswith(
             f"  {c.roles}: fits, {c.memory.total / 1.25 / 2**30:.2f}, by formula"
