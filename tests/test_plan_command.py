@@ -116,8 +116,8 @@ def test_the_compiler_checks_stages_too(tmp_path, monkeypatch):
     given = config, arrays.of_decoder(config), topology.chips("v5e:2x4"), 16, 256
     found = planning.candidate(each, *given)
     said = compiling.check(found, plan.Plan(config, *given[2:], (), (), ()))
-    by_hand = sum(s.bytes for s in found.sent)
-    assert said.fit and said.lowered == pytest.approx(by_hand)
+    count = 2 * 4 * 3 / 4  # of the loss, in float32 over four devices: no stage's program
+    assert said.fit and said.lowered == sum(s.bytes for s in found.sent) - count
     assert said.sent["between stages"] == sum(s.bytes for s in found.sent if s.kind == "stages")
     assert said.fit.needed > found.memory.parameters + found.memory.state
 

@@ -12,14 +12,15 @@ from shardwise.layouts.placing import parameter_rule
 from shardwise.plan import programs, sent
 from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.roles import Roles
+from shardwise.topology import child
 
 
 class Check(NamedTuple):
     """What the compiler said: `fit` as `measure.fits` tells it, and the compiled program, if any.
 
     `lowered` are the ring bytes of the collectives that are written by hand; `sent` those of the
-    compiled program, by kind. Of stages, `sent` is the most of any rank; `lowered` is not known where
-    one of their programs was refused.
+    compiled program, by kind. Of stages, either is the most of any rank; where one of their
+    programs was refused, `lowered` is not known.
     """
 
     candidate: Candidate
@@ -65,8 +66,9 @@ def check(candidate: Candidate, plan: Plan) -> Check:
 
     Raises:
       ImportError: there is no libtpu.
-      ValueError: stages whose devices are no box of the torus.
+      ValueError: stages whose devices are no box of the torus; weights that several hold whole.
     """
+    child.versions()  # or there is no compiler, and nothing need be traced
     if candidate.roles.stage > 1:
         return _of_stages(candidate, plan)
     began = time.perf_counter()
