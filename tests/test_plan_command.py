@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardwise import measure, model, plan, topology
-from shardwise.plan import arrays, compiling, planning
+from shardwise.plan import arrays, compiling, planning, roles
 from shardwise.run import command
 
 ARGUMENTS = ["plan", "--model", "llama3-8b", "--chips", "v5e:4x4", "--batch", "64"]
@@ -112,8 +112,8 @@ def test_the_compiler_checks_the_best_in_silence(tmp_path):
     run = [sys.executable, "-m", "shardwise", *arguments]
     done = subprocess.run(run, capture_output=True, text=True, env=unset)
     assert done.returncode == 0, done.stderr
-    heading, line = done.stderr.split("\n\n")[-1].strip().splitlines()
-    assert done.stderr.strip() == f"{heading}\n{line}" and heading.startswith("Compiled, GiB")
+    heading, *lines = done.stderr.strip().splitlines()
+    assert heading.startswith("Compiled, GiB") and all(line.startswith("  ") for line in lines)
     (one,) = json.loads(done.stdout)["compiled"]
     assert one["fits"] and one["sent_by_hand_lowered"] == one["sent_by_hand_by_formula"]
     became = one["differences"]
@@ -136,6 +136,30 @@ def test_the_compiler_takes_microbatches(tmp_path, monkeypatch):
     assert found.fit and found.lowered == by_hand
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+def test_the_compiler_checks_stages_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    config = model.Config(vocab=512, embed=128, layers=4, heads=2, head_dim=64, mlp=256)
+    each = roles.Roles(stage=2, fsdp=4, microbatches=2)
+    given = config, arrays.of_decoder(config), topology.chips("v5e:2x4"), 16, 256
+    found = planning.candidate(each, *given)
+    said = compiling.check(found, plan.Plan(config, *given[2:], (), (), ()))
+    count = 2 * 4 * 3 / 4  # of the loss, in float32 over four devices: no stage's program
+    assert said.fit and said.lowered == sum(s.bytes for s in found.sent) - count
+    assert said.sent["between stages"] == sum(s.bytes for s in found.sent if s.kind == "stages")
+    assert said.fit.needed > found.memory.parameters + found.memory.state
+
+
+def test_what_cannot_be_compiled_is_said_and_the_next_is(capsys, monkeypatch):
+    def check(candidate, whole):
+        raise ValueError("no box of the torus")
+
+    monkeypatch.setattr(compiling, "check", check)
+    assert command.main([*ARGUMENTS, "--compile", "2"]) == 0
+    assert capsys.readouterr().out.count("not compiled. no box of the torus") == 2
+
+
 def test_what_the_compiler_says_stands_beside_the_formula(capsys, monkeypatch):
     def check(candidate, whole):
         needed = int(candidate.memory.total / 1.25)
@@ -147,7 +171,7 @@ def test_what_the_compiler_says_stands_beside_the_formula(capsys, monkeypatch):
     assert command.main([*ARGUMENTS, "--compile", "2"]) == 0
     lines = capsys.readouterr().out.partition("Compiled, GiB")[2].splitlines()[1:]
     found = plan.plan("llama3-8b", "v5e:4x4", 64, 4096)
-    chosen = [c for c in found.best if c.roles.stage == 1][:2]
+    chosen = found.best[:2]
     assert [line.partition(": ")[2] for line in lines[1::2]] == ["all-reduce 3.0 MB (+2.0)"] * 2
     for line, c in zip(lines[::2], chosen, strict=True):
         assert line.startswith(

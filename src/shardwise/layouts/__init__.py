@@ -16,6 +16,7 @@ what a device holds, and in what it sends. `LAYOUTS` has them by name.
 from shardwise.layouts.catalogue import LAYOUTS
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.predicting import Prediction, predict
+from shardwise.layouts.staged import lower
 from shardwise.layouts.training import init, place, step, value_and_grad, whole
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Layout",
     "Prediction",
     "init",
+    "lower",
     "place",
     "predict",
     "step",

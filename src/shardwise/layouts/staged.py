@@ -79,3 +79,24 @@ def located(layout: Layout, shapes: Any, like: Any, batch: Any) -> pipeline.Pipe
     """`place`, of shapes: where arrays would live, and no arrays."""
     pieces, meshes = pipeline.located(shapes, like, batch, rule=parameter_rule(layout, zero=1))
     return pipeline.Pipelined({}, pieces, jax.tree.structure(shapes), meshes)
+
+
+def lower(
+    layout: Layout, create: Callable, tx: Any, loss: Callable, batch: Any, has_aux: bool = False
+) -> pipeline.Step:
+    """A training step with stages on an abstract mesh, for `topology.compile_stages`.
+
+    `create(key)` makes one device's parameters, `batch` is one of shapes; nothing is allocated. A
+    layout without stages is one program: `topology.lower(layouts.step(layout, loss, tx), ...)`.
+
+    Raises:
+      ValueError: no stages, parameters that several stages hold whole, and as `place`.
+    """
+    if not layout.stage:
+        raise ValueError(
+            "layouts.lower: a layout without stages is one program; give the step that "
+            "layouts.step(layout, loss, tx) returns to topology.lower, with abstract arguments."
+        )
+    shapes = jax.eval_shape(create, jax.random.key(0))
+    function = value_and_grad(layout, loss, has_aux, "sum")
+    return pipeline.lower(function, located(layout, shapes, function, batch), tx, batch)

@@ -19,6 +19,7 @@ These functions dispatch programs themselves: call them outside of `jax.jit`.
 
 from shardwise.pipeline.creating import create
 from shardwise.pipeline.gradients import programs, value_and_grad
+from shardwise.pipeline.lowering import Step, lower
 from shardwise.pipeline.manual import Manual
 from shardwise.pipeline.one_program import gpipe
 from shardwise.pipeline.optimizing import init, update
@@ -30,11 +31,13 @@ __all__ = [
     "Manual",
     "Piece",
     "Pipelined",
+    "Step",
     "TaskError",
     "create",
     "gpipe",
     "init",
     "located",
+    "lower",
     "place",
     "programs",
     "step",

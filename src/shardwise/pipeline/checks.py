@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardwise import objective
 from shardwise.pipeline.placing import Pipelined
@@ -26,6 +26,8 @@ def options(who: str, mesh: Mesh, axis: str, microbatches: int, gather: str) -> 
 
 def one_process(where: str, mesh: Mesh) -> None:
     """All devices are driven from here."""
+    if isinstance(mesh, AbstractMesh):  # which has no devices: it is lowered for, and not run
+        return
     here = jax.process_index()
     others = sorted({device.process_index for device in mesh.devices.flat} - {here})
     if others:

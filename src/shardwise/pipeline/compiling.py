@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ class Programs:
     kinds: dict[str, Callable]
     zeros: Callable
     gather: Callable
-    finish: Callable
+    finish: "Finish"
 
     @property
     def stage(self) -> cut.Stage:
@@ -77,7 +78,7 @@ def compile_stage(form: Form) -> Programs:
         kinds=kinds,
         zeros=jax.jit(zeros, out_shardings=summed),
         gather=jax.jit(form.gather, out_shardings=held),
-        finish=_finish(form),
+        finish=Finish(form),
     )
 
 
@@ -112,24 +113,27 @@ def _add(sums, grads):
     return [total + g.astype(total.dtype) for total, g in zip(sums, grads, strict=True)]
 
 
-def _finish(form):
+class Finish:
     """Gradients of sums, 0 where nothing counts; sums that can be the gradients' are donated."""
-    params = form.stage.params
-    same = [
-        wide(x.dtype) == x.dtype and (s.shape, s.sharding) == (x.shape, own)
-        for x, s, own in zip(params, form.sums, form.own, strict=True)
-    ]
 
-    def gradients(kept, others, count):
+    def __init__(self, form: Form):
+        self.form = form
+        self.same = [
+            wide(x.dtype) == x.dtype and (s.shape, s.sharding) == (x.shape, own)
+            for x, s, own in zip(form.stage.params, form.sums, form.own, strict=True)
+        ]
+        self.jitted = jax.jit(self._gradients, out_shardings=form.own, donate_argnums=0)
+
+    def __call__(self, sums: list[jax.Array], count: jax.Array) -> list[jax.Array]:
+        return self.jitted(*self.arguments(sums, count))
+
+    def arguments(self, sums: list, count: Any) -> tuple[list, list, Any]:
+        """Those of `jitted`: what it may use up, the other sums, the count."""
+        pairs = list(zip(sums, self.same, strict=True))
+        return [x for x, donated in pairs if donated], [x for x, d in pairs if not d], count
+
+    def _gradients(self, kept, others, count):
         kept, others = iter(kept), iter(others)
-        totals = form.total([next(kept) if donated else next(others) for donated in same])
-        pairs = zip(params, totals, strict=True)
+        totals = self.form.total([next(kept) if d else next(others) for d in self.same])
+        pairs = zip(self.form.stage.params, totals, strict=True)
         return [jnp.where(count == 0, 0, g).astype(x.dtype) for x, g in pairs]
-
-    run = jax.jit(gradients, out_shardings=form.own, donate_argnums=0)
-
-    def finish(sums, count):
-        kept = [x for x, donated in zip(sums, same, strict=True) if donated]
-        return run(kept, [x for x, donated in zip(sums, same, strict=True) if not donated], count)
-
-    return finish

@@ -49,13 +49,13 @@ def update(
     further = tuple(_whole(name, x, params.meshes) for name, x in extra.items())
     inputs = grads, opt_state, params, *further
     kinds = tuple((tree.layout, tree.structure, tree.meshes) for tree in inputs)
-    updates, state = _program(tx, tuple(extra), kinds)(inputs)
+    updates, state = program(tx, tuple(extra), kinds)(inputs)
     return _copied(updates), state
 
 
 @functools.lru_cache(maxsize=16)
-def _program(tx, names, kinds):
-    """The update as programs of the stages, for trees of these layouts."""
+def program(tx: Any, names: tuple[str, ...], kinds: tuple) -> Spread:
+    """The update as programs of the stages, for trees of these (layout, structure, meshes)."""
     inputs = tuple(Pipelined({}, *kind) for kind in kinds)
     params = inputs[2]
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import rules
@@ -139,6 +139,10 @@ def laid(leaves, layout, structure, meshes):
 
 def stage_meshes(mesh, axis, device_of):
     """For each stage the devices of its place along `axis`, as a mesh with the same axes."""
+    if isinstance(mesh, AbstractMesh):  # all places are alike
+        sizes = tuple((mesh.shape | {axis: 1}).values())
+        types = (AxisType.Auto,) * len(sizes)
+        return (AbstractMesh(sizes, mesh.axis_names, axis_types=types),) * len(device_of)
     position = mesh.axis_names.index(axis)
     ranks = [np.take(mesh.devices, [i], axis=position) for i in range(mesh.shape[axis])]
     # Auto, also of an Explicit mesh: within a rank the compiler lays out what no rule has.

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from shardwise import cut, objective
 from shardwise.pipeline import checks
 from shardwise.pipeline.by_hand import by_hand
-from shardwise.pipeline.compiling import compile_stage
+from shardwise.pipeline.compiling import Programs, compile_stage
 from shardwise.pipeline.counting import Counted
 from shardwise.pipeline.forms import by_compiler, shaped
 from shardwise.pipeline.placing import Pipelined
@@ -115,14 +115,14 @@ class Plan:
                 found[s, "gather"] = programs.gather.lower(programs.cut_up(own))
             if self.asked.manual is not None:
                 found[s, "total"] = jax.jit(programs.form.total).lower(programs.form.sums)
-            for kind, arguments in _arguments(programs).items():
+            for kind, given in arguments(programs).items():
                 if (s, kind) in kinds:
-                    found[s, kind] = programs.kinds[kind].lower(*arguments)
+                    found[s, kind] = programs.kinds[kind].lower(*given)
         return found
 
 
-def _arguments(programs):
-    """{kind: abstract arguments} of a stage's programs."""
+def arguments(programs: Programs) -> dict[str, tuple]:
+    """{kind: abstract arguments} of a stage's programs; kept and pending have no shardings."""
     stage, halves, own = programs.stage, programs.form.halves, programs.form.held
     outputs = [stage.outputs[i] for i in cut.differentiable(stage)]
     data, carry, cots = (

@@ -6,7 +6,7 @@ global norm, and the norm of each array, come out as on one device.
 """
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -73,11 +73,42 @@ class Spread:
                 goals = [(v, v, None) for v in wanted]
                 found |= self._run(stage, number, goals, local[stage], shared, False)
             shared |= found
-        done = []
-        for stage in range(len(self.meshes)):
-            goals = [(i, v, p) for i, (v, p) in enumerate(self.goals) if stage in dict(self._of(p))]
-            done.append(self._run(stage, "goals", goals, local[stage], shared, once))
+        stages = range(len(self.meshes))
+        done = [self._run(s, "goals", self._goals(s), local[s], shared, once) for s in stages]
         return self._trees(done)
+
+    def programs(self) -> Iterator[tuple[int, int | str, Callable, tuple]]:
+        """(stage, number of an exchange or "goals", jitted, abstract arguments), in their order."""
+        local, shared = [{} for _ in self.meshes], {}
+        for v, piece in self.inputs:
+            for stage, _ in piece.homes if piece.shape else ():
+                laid = NamedSharding(self.meshes[stage], piece.spec)
+                kind = _kind(piece, stage)
+                local[stage][v] = jax.ShapeDtypeStruct(*kind[:2], sharding=laid)
+            if not piece.shape:
+                shared[v] = piece
+        for number, exchange in enumerate(self.exchanges):
+            found = {}
+            for stage, wanted in exchange.items():
+                goals = [(v, v, None) for v in wanted]
+                jitted, given = self._abstract(stage, goals, local[stage], shared, False)
+                found |= zip(wanted, jax.eval_shape(jitted, *given), strict=True)
+                yield stage, number, jitted, given
+            shared |= found
+        for stage, here in enumerate(local):
+            goals = self._goals(stage)
+            if goals:
+                yield stage, "goals", *self._abstract(stage, goals, here, shared, True)
+
+    def _abstract(self, stage, goals, local, shared, donate):
+        jitted, given, spent, numbers = self._compile(stage, goals, local, shared, donate)
+        whole = NamedSharding(self.meshes[stage], P())
+        told = [jax.ShapeDtypeStruct((), shared[v].dtype, sharding=whole) for v in numbers]
+        return jitted, ([local[v] for v in spent], [local[v] for v in given], told)
+
+    def _goals(self, stage):
+        """[(number, variable, `Piece`)] of the outputs that a stage computes."""
+        return [(i, v, p) for i, (v, p) in enumerate(self.goals) if stage in dict(self._of(p))]
 
     def _of(self, piece):
         """The homes that compute it."""

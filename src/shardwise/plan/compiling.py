@@ -13,6 +13,7 @@ from shardwise.plan import inserted, parts, programs, sent
 from shardwise.plan.arrays import of_decoder
 from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.roles import Roles
+from shardwise.topology import child
 
 
 class Check(NamedTuple):
@@ -20,13 +21,14 @@ class Check(NamedTuple):
 
     `lowered` are the ring bytes of the collectives that are written by hand; `sent` those of the
     compiled program, by kind; `differences` what became of those that are written, and of those
-    that the compiler was expected to insert along tensor.
+    that the compiler was expected to insert along tensor. Of stages, sums are the most of any
+    rank; where one of their programs was refused, `lowered` is not known.
     """
 
     candidate: Candidate
     fit: measure.Fit
-    compiled: topology.Compiled | None
-    lowered: float
+    compiled: topology.Compiled | topology.Stages | None
+    lowered: float | None
     sent: dict[str, float]
     seconds: float
     differences: measure.Differences = measure.Differences()
@@ -64,14 +66,15 @@ def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowe
 
 
 def check(candidate: Candidate, plan: Plan) -> Check:
-    """Compile one layout without stages.
+    """Compile one layout; with stages, each stage's programs.
 
     Raises:
       ImportError: there is no libtpu.
-      ValueError: a layout with stages, which are several programs.
+      ValueError: stages whose devices are no box of the torus; weights that several hold whole.
     """
+    child.versions()  # or there is no compiler, and nothing need be traced
     if candidate.roles.stage > 1:
-        raise ValueError(f"plan: {candidate.roles} has stages, which are several programs.")
+        return _of_stages(candidate, plan)
     began = time.perf_counter()
     mesh, program = lowered(candidate.roles, plan)
     by_hand = measure.collectives(program).ring_bytes
@@ -93,11 +96,25 @@ def _expected(each, plan):
     return inserted.inserted(part)
 
 
+def _of_stages(candidate, plan):
+    began, each = time.perf_counter(), candidate.roles
+    mesh = plan.chips.mesh(**each.sizes)
+    layout = programs.layout(each, plan.config, mesh.abstract)
+    program = programs.program(each, plan.config, plan.batch, plan.sequence)
+    told = program.create, train.optimizer(), program.loss, program.batch, program.has_aux
+    compiled, found, by_hand = None, {}, None
+    try:
+        compiled = topology.compile_stages(layouts.lower(layout, *told), mesh)
+        fit, found, by_hand = compiled.fit, compiled.sent_by_kind, compiled.sent_by_hand
+    except topology.DoesNotFit as error:
+        fit = measure.fits(error)
+    return Check(candidate, fit, compiled, by_hand, found, time.perf_counter() - began)
+
+
 def checked(plan: Plan, number: int, out: TextIO) -> list[dict[str, Any]]:
-    """Compile the best without stages, tell each on `out` when it is done, and return facts."""
-    chosen = [c for c in plan.best if c.roles.stage == 1][:number]
-    print("\nCompiled, GiB on a device (those with stages are several programs, and left out):",
-          file=out)  # fmt: skip
+    """Compile the best, tell each on `out` when it is done, and return facts."""
+    chosen = plan.best[:number]
+    print("\nCompiled, GiB on a device (of stages the fullest):", file=out)
     facts = []
     for candidate in chosen:
         try:
@@ -105,6 +122,9 @@ def checked(plan: Plan, number: int, out: TextIO) -> list[dict[str, Any]]:
         except ImportError as error:
             print(f"  Nothing was compiled. {error}", file=out, flush=True)
             return []
+        except ValueError as error:
+            print(f"  {candidate.roles}: not compiled. {error}", file=out, flush=True)
+            continue
         print(_line(found), file=out, flush=True)
         if found.differences:
             print(_became(found), file=out, flush=True)

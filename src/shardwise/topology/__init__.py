@@ -10,6 +10,7 @@ from .cache import folder as cache_folder
 from .chip import CHIPS, Chip, of_device
 from .compiling import Compiled, DoesNotFit, Sizes, compile, lower
 from .slices import ChipMesh, Chips, chips
+from .stages import Rank, Stages, compile_stages
 
 __all__ = [
     "CHIPS",
@@ -19,10 +20,13 @@ __all__ = [
     "Chips",
     "Compiled",
     "DoesNotFit",
+    "Rank",
     "Sizes",
+    "Stages",
     "cache_folder",
     "chips",
     "compile",
+    "compile_stages",
     "lower",
     "of_device",
 ]

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -58,7 +59,7 @@ def run(request: Mapping[str, Any], module: str) -> dict[str, Any]:
     """What the compiler says: sizes, text and report, or a refusal.
 
     Raises:
-      ValueError: this libtpu does not know the kind of chip.
+      ValueError: this libtpu does not know the kind of chip; a part of a mesh that is no box.
       RuntimeError: it failed in another way; with the end of what it printed.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
@@ -90,6 +91,12 @@ def _failure(name, done):
         return ValueError(
             f"topology.compile: libtpu {version} does not know {name}; it needs a newer JAX, with "
             f"the libtpu beside it."
+        )
+    if no_box := re.search(r"PART (.*)", printed):
+        return ValueError(
+            f"topology.compile: a part of {name} that is no box of the torus cannot be compiled "
+            f"for: {no_box[1]}. Put its axis first in the mesh, as in "
+            f"mesh(stage=2, fsdp=4), and slices along it."
         )
     said = "\n".join(printed.strip().splitlines()[-8:])
     return RuntimeError(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import PartitionSpec as P
 
 from shardwise.measure.fitting import refused
 from shardwise.topology import cache, child
@@ -32,6 +33,8 @@ class Compiled:
     `measure` takes it for a `jax.stages.Compiled`. `text` is optimized HLO, in the order in which
     it is executed; `buffers` are the largest arrays; `coordinates` tells where each device of the
     mesh, in its order, lies: along each axis of the torus, then its core, then its slice.
+    For a part of a mesh, places are counted from its own corner, and `outputs` are the
+    PartitionSpecs of what the program returns.
     """
 
     mesh: ChipMesh
@@ -42,6 +45,7 @@ class Compiled:
     coordinates: tuple[tuple[int, ...], ...] = dataclasses.field(repr=False)
     options: tuple[tuple[str, Any], ...]
     versions: tuple[tuple[str, str], ...]
+    outputs: tuple[P, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def usable_hbm(self) -> int:
@@ -111,7 +115,7 @@ def compile(
       ImportError: libtpu is not installed, or does not exist for this platform.
       RuntimeError: the compiler fails in another way.
     """
-    module = _program(lowered)
+    module = program_text(lowered)
     _check(module, mesh)
     request, versions = _request(mesh, options or {}), child.versions()
     name = cache.key(request, versions, module)
@@ -140,7 +144,12 @@ def _value(mesh, request, versions, result):
         coordinates=tuple(map(tuple, result["coordinates"])),
         options=tuple(sorted(request["options"].items())),
         versions=tuple(sorted(versions.items())),
+        outputs=tuple(P(*map(_entry, spec)) for spec in result.get("outputs", ())),
     )
+
+
+def _entry(names):
+    return tuple(names) if isinstance(names, list) else names
 
 
 def _totals(result, usable: int) -> tuple[int, int]:
@@ -167,10 +176,21 @@ def _request(mesh, options):
         "inside": [size // part for (_, size), part in zip(mesh.axes, across, strict=True)],
         "across": list(across),
         "options": dict(options),
+        **(_part(mesh) if mesh.at else {}),
     }
 
 
-def _program(lowered):
+def _part(mesh):
+    """What a part adds to a request: its place by the numbers of axes, and what closes a ring."""
+    numbers = {name: i for i, (name, _) in enumerate(mesh.axes)}
+    return {
+        "part": [[numbers[name], place] for name, place in mesh.at],
+        "axes": list(mesh.shape.items()),
+        "ring_from": mesh.chips.chip.ring_from,
+    }
+
+
+def program_text(lowered: jax.stages.Lowered) -> str:
     """The text of the program, with the names of operations, but not who wrote and who called."""
     if not isinstance(lowered, jax.stages.Lowered):
         raise TypeError(
@@ -195,10 +215,11 @@ def _named(places, alias):
 def _check(module, mesh):
     said = re.search(r"mhlo.num_partitions = (\d+)", module)
     devices = int(said[1]) if said else 1
-    if devices != mesh.chips.devices:
+    if devices != mesh.devices:
+        which = f"the part of {mesh.chips} at {dict(mesh.at)}" if mesh.at else f"{mesh.chips}"
         raise ValueError(
-            f"topology.compile: the program is lowered for {devices} devices, and {mesh.chips} "
-            f"have {mesh.chips.devices}; trace it with shardings of mesh.abstract, of which one "
+            f"topology.compile: the program is lowered for {devices} devices, and {which} "
+            f"have {mesh.devices}; trace it with shardings of mesh.abstract, of which one "
             f"argument at least has to have one."
         )
     meshes = [
@@ -206,7 +227,7 @@ def _check(module, mesh):
         for axes in re.findall(r"sdy\.mesh @\S+ = <\[(.*?)\]", module)
     ]
     whole = [list(found.items()) for found in meshes if found]
-    if whole and list(mesh.axes) not in whole:
+    if whole and list(mesh.shape.items()) not in whole:
         raise ValueError(
             f"topology.compile: the program is lowered for the mesh {dict(whole[0])}, not for "
             f"{mesh.shape}; make it by chips.mesh with the same axes in the same order."

@@ -50,17 +50,40 @@ class Chips:
 
 @dataclasses.dataclass(frozen=True)
 class ChipMesh:
-    """Named axes along `chips`: what `topology.compile` lays out, and what to trace for."""
+    """Named axes along `chips`: what `topology.compile` lays out, and what to trace for.
+
+    A `part` of one has the devices at one place along some axes, which have size 1 there.
+    """
 
     chips: Chips
     axes: tuple[tuple[str, int], ...]
+    at: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self):
         self.across_slices()
 
     @property
     def shape(self) -> dict[str, int]:
-        return dict(self.axes)
+        return dict(self.axes) | {name: 1 for name, _ in self.at}
+
+    @property
+    def devices(self) -> int:
+        """How many there are: all of the chips', or a part's."""
+        return math.prod(self.shape.values())
+
+    def part(self, **places: int) -> "ChipMesh":
+        """The devices at these places along axes: `part(stage=1)`, a pipeline's second rank.
+
+        Raises:
+          ValueError: no such axis, or no such place along it.
+        """
+        for name, place in places.items():
+            if not 0 <= place < self.shape.get(name, 0):
+                raise ValueError(
+                    f"topology: no part at {name}={place}; the mesh has {self.shape}, and places "
+                    f"are counted from 0."
+                )
+        return dataclasses.replace(self, at=(*self.at, *places.items()))
 
     @property
     def abstract(self) -> AbstractMesh:

@@ -1,0 +1,246 @@
+"""Layouts with stages on chips that are not here: what their programs hold, send and say."""
+
+import dataclasses
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import layouts, marks, measure, schedules, topology
+from shardwise.pipeline import live
+
+needs_libtpu = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"),
+    reason="libtpu, the TPU compiler, is not installed: pip install 'shardwise[tpu]'",
+)
+NOTHING = live.Held(*[0] * len(live.Held._fields))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+
+
+def fullest(schedule, **held):
+    """Of each device, the most that lies there when one of its tasks starts."""
+    every = [NOTHING._replace(**held)] * schedule.stages
+    found = [0] * schedule.devices
+    for stage, name, size in live.moments(schedule, every):
+        if name in "FBIW":
+            found[schedule.device_of[stage]] = max(found[schedule.device_of[stage]], size)
+    return tuple(found)
+
+
+@pytest.mark.parametrize("name", schedules.SCHEDULES)
+def test_what_lies_there_is_what_the_schedule_keeps_live(name):
+    """Data lies from a forward's start to its backward's end, as `Timeline` counts; and so on."""
+    stages = 8 if name in ("interleaved_1f1b", "zb_v", "dualpipe_v") else 4
+    schedule = schedules.SCHEDULES[name](stages, 4, 8)
+    line = schedules.timeline(schedule)
+    assert fullest(schedule, data=1) == line.peak_live
+    assert fullest(schedule, pending=1) == line.peak_weights_pending
+    assert fullest(schedule, own=3, state=5, sums=7, found=11) == (26 * stages // 4,) * 4
+
+
+def test_gpipe_holds_all_and_1f1b_as_many_as_stages_follow():
+    at_start = lambda name: fullest(schedules.SCHEDULES[name](4, 4, 8), kept=1)  # noqa: E731
+    assert at_start("gpipe") == (8, 8, 8, 8)
+    assert at_start("1f1b") == (4, 3, 2, 1)
+
+
+def test_what_is_sent_stays_on_a_device_that_has_both_stages():
+    held = [NOTHING._replace(outputs=10, back=1)] * 8
+    looped = schedules.SCHEDULES["interleaved_1f1b"](8, 4, 4)
+    assert live.transfers(looped, held) == [
+        4 * 21,
+        4 * 22,
+        4 * 22,
+        4 * 12,
+    ]  # the last has nothing to send on
+    there_and_back = dataclasses.replace(looped, device_of=(0, 1, 2, 3, 3, 2, 1, 0))
+    assert live.transfers(there_and_back, held) == [4 * 11, 4 * 22, 4 * 22, 4 * 11]
+
+
+D, ROWS, M = 512, 128, 4
+ARRAY = ROWS // M // 4 * D * 4  # bytes of one device's rows of a microbatch
+WEIGHT = D * D * 4
+
+
+def create(key):
+    keys = jax.random.split(key, 4)
+    return {f"w{i}": jax.random.normal(k, (D, D)) for i, k in enumerate(keys)}
+
+
+def loss(params, batch):
+    """Of products alone: what one keeps is what enters it."""
+    x = batch["x"] @ params["w0"] @ params["w1"]
+    x = marks.stage_boundary(x) @ params["w2"] @ params["w3"]
+    return jnp.mean(x * batch["y"])
+
+
+ADAM = optax.adam(1e-3)
+BATCH = {name: jax.ShapeDtypeStruct((ROWS, D), jnp.float32) for name in "xy"}
+
+
+def staged(by, schedule, chips="v5e:2x4", tx=ADAM, **axes):
+    mesh = topology.chips(chips).mesh(**(axes or dict(stage=2, fsdp=4)))
+    roles = {name: name for name in mesh.shape}
+    options = dict(by=by, schedule=schedule, microbatches=M)
+    layout = layouts.Layout(mesh.abstract, **roles, **options)
+    return mesh, layouts.lower(layout, create, tx, loss, BATCH)
+
+
+def sent_by_hand():
+    """Bytes that a device sends in F and in B of stage 0, written without any of our stages."""
+    mesh = topology.chips("v5e:2x2").mesh(fsdp=4)
+
+    def of(fn, outputs, *shapes):
+        specs = tuple(P("fsdp") for _ in shapes)
+        given = [jax.ShapeDtypeStruct(s, jnp.float32, sharding=_laid(mesh, P("fsdp")))
+                 for s in shapes]  # fmt: skip
+        mapped = jax.shard_map(fn, mesh=mesh.abstract, in_specs=specs, out_specs=outputs)
+        compiled = topology.compile(topology.lower(jax.jit(mapped), *given), mesh)
+        return measure.collectives(compiled).ring_bytes
+
+    def whole(w):
+        return jax.lax.all_gather(w, "fsdp", tiled=True)
+
+    def forward(x, w0, w1):
+        h = x @ whole(w0)
+        return h @ whole(w1), h
+
+    def backward(x, h, g, w1):
+        grads = x.T @ (g @ whole(w1).T), h.T @ g
+        return [jax.lax.psum_scatter(grad, "fsdp", tiled=True) for grad in grads]
+
+    rows, weight = (ROWS // M, D), (D, D)
+    return of(forward, P("fsdp"), rows, weight, weight), of(
+        backward, P("fsdp"), rows, rows, rows, weight
+    )
+
+
+def _laid(mesh, spec):
+    return NamedSharding(mesh.abstract, spec)
+
+
+# (microbatches live on each stage, cotangents that wait on the first) when most lies there
+LIVE = {"gpipe": ((4, 4), 1), "1f1b": ((2, 1), 1)}
+
+
+def check_memory(found, schedule):
+    """Parameters, Adam's two moments and the sums, and what products keep: counted by hand."""
+    live_parts, waiting = LIVE[schedule]
+    own = 2 * WEIGHT // 4
+    within = [own + 2 * own + own] * 2
+    within[0] += live_parts[0] * (1 + 1) * ARRAY + waiting * ARRAY + 4  # x, what enters w1; Adam's
+    within[1] += live_parts[1] * (1 + 2) * ARRAY  # y, what enters w2 and w3
+    for s in (0, 1):
+        program = found.programs[s, "B"]
+        beyond = measure.fits(program).needed - program.memory_analysis().argument_size_in_bytes
+        (rank,) = [rank for rank in found.ranks if rank.stages == (s,)]
+        slack = M * 16  # the loss's numbers
+        assert within[s] + beyond <= rank.needed <= within[s] + beyond + slack or rank.name != "B"
+        assert rank.needed >= within[s] + beyond
+    assert found.fit.needed == max(rank.needed for rank in found.ranks)
+    assert found.fit.allowed == topology.CHIPS["v5e"].usable_hbm
+
+
+BY = ["hand", pytest.param("compiler", marks=pytest.mark.slow)]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("by", BY)
+def test_memory_and_bytes_are_those_counted_by_hand(by):
+    for name in LIVE:
+        mesh, step = staged(by, name)
+        found = topology.compile_stages(step, mesh)
+        check_memory(found, name)
+        assert found.sent["stage",] == M * ARRAY
+        kinds = {(s, kind) for s in (0, 1) for kind in ("F", "B", "finish", "update")}
+        assert set(found.programs) == kinds
+        assert {c.mesh.devices for c in found.programs.values()} == {4}
+        for rank in found.ranks:
+            assert f"{rank.needed:,}" in repr(found)
+    if by == "hand":
+        forward, backward = sent_by_hand()
+        assert found.ranks[0].sent["fsdp",] == M * (forward + backward)
+        # Of stage 1: two gathers in F, two and two scatters in B; in the first B w0 is not read.
+        written = M * (6 * WEIGHT * 3 // 4 + ARRAY)
+        assert written <= found.sent_by_hand <= written + M * 64  # the loss's numbers
+        assert sum(found.sent_by_kind.values()) >= found.ranks[1].sent["fsdp",] + M * ARRAY
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["hand", "compiler"])
+def test_halves_of_a_backward_are_programs_of_their_own(by):
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), ADAM)
+    mesh, step = staged(by, "zb_h1", tx=clipped)
+    found = topology.compile_stages(step, mesh)
+    names = {"F", "I", "W", "finish", "update 0", "update"}  # the norm is of all stages
+    assert {name for _, name in found.programs} == names
+    assert found.sent["stage",] == M * ARRAY
+    own = 2 * WEIGHT // 4
+    for rank in found.ranks:
+        assert rank.live >= 4 * own + 2 * ARRAY
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_stage_may_have_fewer_chips_than_a_host():
+    mesh, step = staged("compiler", "1f1b", "v5e:2x2", stage=2, data=2)
+    found = topology.compile_stages(step, mesh)
+    assert found.sent["stage",] == M * 2 * ARRAY
+    for program in found.programs.values():
+        assert len(program.coordinates) == 2
+        assert measure.collectives(program).ring_bytes <= 2 * (2 * WEIGHT + 64)  # sums of gradients
+
+
+@needs_libtpu
+def test_a_part_is_compiled_as_a_slice_of_its_size_and_no_box_is_refused():
+    whole, alone = topology.chips("v5e:2x4").mesh(stage=2, x=4), topology.chips("v5e:2x2").mesh(x=4)
+
+    def on(mesh):
+        x = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=_laid(mesh, P("x")))
+        jitted = jax.jit(lambda x: (x @ x.T, jnp.tanh(x).sum(0)))
+        return topology.compile(topology.lower(jitted, x), mesh)
+
+    ours = on(whole.part(stage=1))
+    assert ours.outputs == (P("x"), P())
+    assert {place[:2] for place in ours.coordinates} == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    said, theirs = (measure.collectives(c).ring_bytes for c in (ours, on(alone)))
+    assert said == theirs > 0
+    with pytest.raises(ValueError, match=r"no box of the torus(?s:.*)Put its axis first"):
+        on(topology.chips("v5e:2x4").mesh(x=4, stage=2).part(stage=0))
+
+
+def test_what_cannot_be_is_named_before_anything_is_compiled():
+    mesh = topology.chips("v5e:2x4").mesh(stage=2, fsdp=4)
+    for places in ({"stage": 2}, {"rows": 0}):
+        with pytest.raises(ValueError, match=r"no part at \w+=\d; the mesh has"):
+            mesh.part(**places)
+    one = layouts.Layout(topology.chips("v5e:2x4").mesh(fsdp=8).abstract, fsdp="fsdp")
+    with pytest.raises(ValueError, match="without stages is one program"):
+        layouts.lower(one, create, ADAM, loss, BATCH)
+    _, step = staged("hand", "1f1b")
+    other = topology.chips("v5e:2x4").mesh(stage=4, fsdp=2)
+    with pytest.raises(ValueError, match=re.escape("has 2 ranks along 'stage'")):
+        topology.compile_stages(step, other)
+
+
+def test_weights_that_several_stages_hold_are_refused_by_name():
+    def tied(params, batch):
+        x = marks.stage_boundary(batch["x"] @ params["w0"])
+        return jnp.mean(x @ params["w0"].T * batch["y"])
+
+    mesh = topology.chips("v5e:2x4").mesh(stage=2, fsdp=4)
+    layout = layouts.Layout(
+        mesh.abstract, stage="stage", fsdp="fsdp", schedule="1f1b", microbatches=M
+    )
+    with pytest.raises(ValueError, match=r"w0 is read by the stages \[0, 1\]"):
+        layouts.lower(layout, lambda key: {"w0": create(key)["w0"]}, ADAM, tied, BATCH)
