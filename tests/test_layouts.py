@@ -14,6 +14,7 @@ from flax import nnx
 from shardwise import (
     checkpoint,
     data,
+    experts,
     layouts,
     marks,
     measure,
@@ -23,7 +24,8 @@ from shardwise import (
     pipeline,
     train,
 )
-from shardwise.layouts import catalogue
+from shardwise import tree as trees
+from shardwise.layouts import catalogue, freezing
 
 CONFIG = model.Config(
     embed=32, layers=4, heads=16, kv_heads=8, head_dim=2, mlp=48, dropout=0.1, remat=True
@@ -45,7 +47,7 @@ def parts(stages=1, layers=4, mixed=False):
     """
     config = dataclasses.replace(CONFIG, stages=stages, layers=layers)
     if mixed:
-        mixture = dict(experts=8, experts_per_token=2, capacity_factor=0.75, mlp=16, dropout=0.0)
+        mixture = dict(experts=8, experts_per_token=2, capacity_factor=0.75, mlp=16)
         config = dataclasses.replace(config, **mixture)
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
     loss = functools.partial(train.loss, graphdef=graphdef)
@@ -142,7 +144,8 @@ def test_roles_combine(case):
     if by == "hand" and "context" in roles:
         settings["attention"] = "zigzag" if "fsdp" in roles else "ulysses"
     n = 4 if case in PAIRS else 8
-    check(catalogue.over(tuple(roles), n, **settings))
+    optimizer = "adafactor" if COMBINED.index(case) % 2 else "adamw"
+    check(catalogue.over(tuple(roles), n, **settings), optimizer)
 
 
 @pytest.mark.parametrize("shared", marked(["fsdp", "data"], {"fsdp"}))
@@ -181,6 +184,17 @@ MISTAKES = {
     "order": (
         lambda: layouts.Layout(GRID(), data="a", context="b", by="compiler", attention="zigzag"),
         "'zigzag' is an order",
+    ),
+    "expert": (lambda: layouts.Layout(GRID(), expert=("a", "b")), "experts lie along one axis"),
+    "attention": (
+        lambda: layouts.Layout(GRID(), context=("a", "b"), attention="snake"),
+        "'zigzag'",
+    ),
+    "dispatch": (lambda: layouts.Layout(GRID(), data=("a", "b"), dispatch="mail"), "'gather'"),
+    "uneven": (lambda: layouts.Layout(GRID(), data=("a", "b"), uneven="pad"), "'replicate'"),
+    "reduce_dtype": (
+        lambda: layouts.Layout(GRID(), data=("a", "b"), by="compiler", reduce_dtype=jnp.float32),
+        "is that of reductions by hand",
     ),
     "many stages": (lambda: layouts.Layout(GRID(), stage=("a", "b")), "lie along one axis"),
     "microbatches": (lambda: layouts.Layout(GRID(), data=("a", "b"), microbatches=0), "1 or more"),
@@ -266,6 +280,38 @@ def test_heads_have_to_divide():
         layouts.place(odd, params)
     with pytest.raises(ValueError, match="no parameter carries one of the logical axes"):
         layouts.place(dataclasses.replace(odd, cut=("experts",)), params)
+
+
+MIXTURE = dict(experts=6, experts_per_token=2, mlp=16)
+UNDIVIDED = {
+    "kv_heads": ("tensor", dict(kv_heads=4), r"\('kv_heads'\) of 4 .* a multiple of 8"),
+    "mlp": ("tensor", dict(mlp=36), r"\('mlp'\) of 36 .* a multiple of 8"),
+    "experts": ("expert", MIXTURE, r"\('experts'\) of 6 .* a multiple of 8"),
+    "experts by compiler": ("expert by compiler", MIXTURE, r"\('experts'\) of 6 .* of 8"),
+    "stages": ("stage, fsdp", dict(stages=2), "2 stages on 4 devices; .* stages=4, or devices=2"),
+}
+
+
+@pytest.mark.parametrize("name", UNDIVIDED)
+def test_what_does_not_divide_is_told_what_would(name):
+    layout, sizes, told = UNDIVIDED[name]
+    config = dataclasses.replace(CONFIG, **sizes)
+    graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
+    loss = functools.partial(train.loss, graphdef=graphdef)
+    shapes = jax.eval_shape(functools.partial(_create, config), KEY)
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    with pytest.raises(ValueError, match=told):
+        layouts.place(layouts.LAYOUTS[layout](8), params, loss, tokens(16, 32))
+
+
+@pytest.mark.parametrize("name", ["tensor, sequence", "fsdp, tensor"])
+def test_a_sequence_between_products_has_to_divide(name):
+    layout, (loss, create) = layouts.LAYOUTS[name](8), parts(1)
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(create, KEY))
+    n = layout.size("tensor")
+    told = rf"a sequence of 31 does not split into {n} parts, over \['tensor'\].* to 32"
+    with pytest.raises(ValueError, match=told):
+        run(layout, loss, params, tokens(16, 31))
 
 
 RESTORED = [
@@ -450,6 +496,25 @@ def _divided(out):
     return mean.total / mean.count, aux
 
 
+def test_new_values_of_what_is_in_shares_are_whole():
+    """Of layers that the loss receives in shares, and gathers by `marks.use`."""
+
+    def loss(params, batch):
+        layer = lambda x, w: (x * marks.use(w)["scale"][None], None)  # noqa: E731
+        x, _ = jax.lax.scan(layer, batch["x"], params)
+        new = {"scale": marks.use(params)["scale"] - jnp.arange(3.0)[:, None]}
+        return objective.Mean(jnp.sum(x), jnp.float32(len(x))), {"frozen": new}
+
+    layout = dataclasses.replace(layouts.LAYOUTS["fsdp"](8), stacked=lambda path: True)
+    create, tx = lambda key: {"scale": jnp.ones((3, 16))}, optax.sgd(0.1)
+    params, state = layouts.init(layout, create, tx, KEY)
+    assert params.tree["scale"].sharding.shard_shape((3, 16)) == (3, 2)
+    step = layouts.step(layout, loss, tx, frozen=lambda path: path == "scale")
+    params, *_ = step(params, state, {"x": jnp.ones((8, 16))})
+    expected = np.repeat([[1], [0], [-1]], 16, axis=1)
+    np.testing.assert_array_equal(layouts.whole(layout, params)["scale"], expected)
+
+
 def test_new_values_of_other_arrays_are_refused():
     layout = layouts.LAYOUTS["fsdp"](8)
     params = {"bias": jnp.zeros(3), "mean": jnp.zeros(7), "w": jnp.zeros((7, 3))}
@@ -527,3 +592,57 @@ def test_a_model_that_nobody_here_wrote_needs_no_marks(name):
     np.testing.assert_allclose(found, mean, rtol=2e-6)
     for a, b in zip(*map(jax.tree.leaves, (layouts.whole(layout, theirs), grads)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * np.abs(b).max())
+
+
+@functools.cache
+def biased(stages=1):
+    """(the loss, what creates the parameters) of a mixture balanced by its routers' biases."""
+    mixture = dict(experts=8, experts_per_token=2, mlp=16, dropout=0.0, router_bias=True)
+    mixture |= dict(stages=stages, layers=2, remat=False)
+    config = dataclasses.replace(CONFIG, **mixture)
+    graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
+
+    def loss(params, batch):
+        mean, aux = train.routed_loss(params, batch, graphdef=graphdef, balance=0)
+        old = marks.use(nnx.filter_state(params, nnx.PathContains("bias")))
+        (path, bias), *_ = trees.leaves(old)
+        loads = marks.total(aux["loads"])
+        return mean, {"frozen": {path: experts.rebalanced(bias, loads, 0.1)}}
+
+    return loss, functools.partial(_create, config)
+
+
+@functools.cache
+def one_device_biased():
+    """[(loss, biases)] of two steps."""
+    loss, create = biased()
+    params, found = jax.jit(create)(KEY), []
+
+    @jax.jit
+    def step(params, batch):
+        (mean, aux), grads = objective.value_and_grad(loss, has_aux=True)(params, batch)
+        ((path, bias),) = aux["frozen"].items()
+        params = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
+        return freezing.put_back(params, {path: bias}), (mean, bias)
+
+    for batch in batches():
+        params, out = step(params, batch)
+        found.append(out)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", layouts.LAYOUTS)
+def test_routers_are_balanced_by_biases(name):
+    layout = layouts.LAYOUTS[name](2 ** (name.count(",") + 1) if "stage" in name else 8)
+    # The loads are those of the whole batch, which microbatches never see.
+    layout = dataclasses.replace(layout, microbatches=1, schedule="1f1b")
+    loss, create = biased(layout.size("stage"))
+    tx, is_bias = optax.sgd(0.01), lambda path: "bias" in path
+    params, state = layouts.init(layout, create, tx, KEY, loss, batches()[0], has_aux=True)
+    step = layouts.step(layout, loss, tx, frozen=is_bias)
+    for batch, (mean, bias) in zip(batches(), one_device_biased(), strict=True):
+        params, state, found, _ = step(params, state, batch)
+        np.testing.assert_allclose(found, mean, rtol=2e-5)
+        ours = [x for path, x in trees.leaves(layouts.whole(layout, params)) if is_bias(path)]
+        np.testing.assert_allclose(ours, [bias], atol=1e-6)

@@ -15,8 +15,11 @@ from shardwise.fsdp.storage import store
 KEY = "frozen"
 
 
-def apart(loss: Callable, frozen: Callable[[str], bool]) -> Callable:
+def apart(loss: Callable, frozen: Callable[[str], bool], shapes: dict[str, tuple]) -> Callable:
     """`loss`, whose aux is a dict with "frozen" {path: new value}, with aux (these, the rest).
+
+    `shapes` has those of the parameters, {path: shape}, at the latest when the loss is traced: it
+    may receive them in shares, and returns new values whole.
 
     Raises, when called:
       TypeError, ValueError: another aux; other paths than those of parameters that are `frozen`;
@@ -31,7 +34,7 @@ def apart(loss: Callable, frozen: Callable[[str], bool]) -> Callable:
                 f"{KEY!r}: {{path: new value}}; got {type(aux).__name__}"
                 f"{f' with {sorted(aux)}' if isinstance(aux, dict) else ''}."
             )
-        named = {path: jnp.shape(x) for path, x in trees.leaves(params) if frozen(path)}
+        named = {path: shape for path, shape in shapes.items() if frozen(path)}
         given = {path: jnp.shape(x) for path, x in aux[KEY].items()}
         if named != given:
             raise ValueError(
@@ -42,6 +45,13 @@ def apart(loss: Callable, frozen: Callable[[str], bool]) -> Callable:
         return mean, (new, {name: x for name, x in aux.items() if name != KEY})
 
     return split
+
+
+def shapes_of(params: Any) -> dict[str, tuple]:
+    """{path: shape as one device has it} of parameters in the form that a layout gives them."""
+    if isinstance(params, pipeline.Pipelined | fsdp.Sharded):
+        return {kept.path: kept.shape for kept in params.layout}
+    return {path: jnp.shape(x) for path, x in trees.leaves(params)}
 
 
 def put_back(params: Any, new: dict[str, jax.Array]) -> Any:

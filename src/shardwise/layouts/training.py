@@ -102,8 +102,9 @@ def step(
     returns new values, in aux, which is a dict then, as "frozen" {path: value}; of parts of the
     batch the mean is taken. The optimizer's updates of them count for nothing.
     """
+    shapes: dict[str, tuple] = {}
     if frozen is not None:
-        loss, has_aux, aux = freezing.apart(loss, frozen), True, ("mean", aux)
+        loss, has_aux, aux = freezing.apart(loss, frozen, shapes), True, ("mean", aux)
     mean_and_grad = _mean_and_grad(layout, loss, has_aux, aux, "layouts.step")
     updated = functools.partial(by_compiler.update, layout)
     if layout.stage:
@@ -112,6 +113,7 @@ def step(
         updated = fsdp.update
 
     def run(params, opt_state, batch, *args, key=None):
+        shapes.update(freezing.shapes_of(params))
         mean, grads = mean_and_grad(params, batch, *args, key=key)
         updates, opt_state = updated(tx, grads, opt_state, params)
         params, outputs = optax.apply_updates(params, updates), mean if has_aux else (mean,)
