@@ -13,8 +13,10 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 FILE = Path("book/observatory.json")
-NOTABLE = 0.01  # a smaller change of bytes is not told
+# What is told of changes in bytes: from one per cent, and from a tenth of a megabyte.
+NOTABLE, LEAST = 0.01, 1e5
 _MB = 1e6
+_COLOURS = (1, 5, 3, 7, 2, 6)  # of the palette: neighbours differ, in grey too
 # What is compared between releases, in the words of the page, with its unit.
 _BYTES = {"sent": "sent", "temporaries": "temporaries", "hbm": "HBM"}
 
@@ -107,7 +109,7 @@ def _differences(old, new):
             yield f"{kind} {was} → {now}"
     for field, word in _BYTES.items():
         was, now = old[field], new[field]
-        if abs(now - was) > NOTABLE * max(was, 1):
+        if abs(now - was) > max(NOTABLE * was, LEAST):
             yield f"{word} {was / _MB:,.1f} → {now / _MB:,.1f} MB"
 
 
@@ -116,13 +118,13 @@ def drawing(stacks: list[Stack]) -> str:
     from shardwise.figures import canvas, palette  # where no page asks, nothing is drawn
 
     programs = names(stacks)
-    drawn, panels = canvas(4.4, 1.2 + 1.3 * len(programs) * (0.1 + 0.08 * len(stacks)), rows=2)
+    drawn, panels = canvas(4.4, 1.4 + 2 * len(programs) * (0.12 + 0.07 * len(stacks)), rows=2)
     height = 0.8 / len(stacks)
     for axes, field in zip(panels, ("sent", "temporaries"), strict=True):
         for i, stack in enumerate(stacks):
             values = [stack.programs.get(name, {}).get(field, 0) / _MB for name in programs]
             places = [at + (i - (len(stacks) - 1) / 2) * height for at in range(len(programs))]
-            colour = palette.device(i)
+            colour = palette.device(_COLOURS[i % len(_COLOURS)])
             axes.barh(places, values, height, label=stack.jax, color=colour, edgecolor=palette.GREY)
         axes.set_yticks(range(len(programs)), programs)
         axes.invert_yaxis()
