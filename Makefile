@@ -6,12 +6,13 @@
 #   make sync    write the .ipynb beside each chapter
 #   make serve   the built site on a local port (PORT=8000)
 #   make stacks  chapters and tests on every stack, or on those named (STACKS="newest colab")
+#   make observe  what each JAX's TPU compiler makes of the same programs, for the appendix
 #   make dist    sdist and wheel in dist/, from what is installed: no network
 #   make repo URL=https://github.com/owner/name   the address that notebooks install from
 #   make clean   remove the built site and all results; distclean: the environments too
 
 .DEFAULT_GOAL := book
-.PHONY: book test test-all lint sync serve stacks dist repo clean distclean venv
+.PHONY: book test test-all lint sync serve stacks observe dist repo clean distclean venv
 
 PORT ?= 8000
 ours := environment.py src tests benchmarks book/_ext
@@ -22,10 +23,11 @@ python := .venv/bin/python
 override URL := $(value URL)
 override PORT := $(value PORT)
 override STACKS := $(value STACKS)
+override INTERPRETERS := $(value INTERPRETERS)
 override PYTHON := $(value PYTHON)
 override PYTEST_ARGS := $(value PYTEST_ARGS)
 override PYTEST_ADDOPTS := $(value PYTEST_ADDOPTS) $(PYTEST_ARGS)
-export URL PORT STACKS PYTHON PYTEST_ADDOPTS
+export URL PORT STACKS INTERPRETERS PYTHON PYTEST_ADDOPTS
 
 # A file's tests share what they have built, so they stay in one process.
 workers := -n auto --maxprocesses 4 --dist loadfile
@@ -56,6 +58,9 @@ serve: venv
 
 stacks: venv
 	@$(python) tests/stacks.py
+
+observe: venv
+	@PYTHONPATH=$(PYTHONPATH):tests $(python) benchmarks/observatory.py
 
 dist: venv
 	@rm -rf dist

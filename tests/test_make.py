@@ -108,12 +108,12 @@ def state(project):
 READY = """#!/bin/sh
 case "$*" in
   *ensurepip*) echo 3.12.1 True /nowhere ;;
-  *) echo "$*"; printenv URL STACKS PYTEST_ADDOPTS ;;
+  *) echo "$*"; printenv URL STACKS INTERPRETERS PYTEST_ADDOPTS ;;
 esac
 """
 
 
-@pytest.mark.parametrize("target", ["repo", "stacks", "lint"])
+@pytest.mark.parametrize("target", ["repo", "stacks", "lint", "observe"])
 def test_values_reach_programs_as_they_stand(project, target):
     """Neither make nor a shell runs what they say, and no word of them is an option."""
     prepared = project / ".venv/bin/python"
@@ -122,10 +122,10 @@ def test_values_reach_programs_as_they_stand(project, target):
     prepared.chmod(0o755)
     (project / ".venv/ready").write_text(json.dumps(state(project)))
     value = '$(touch a)$$(touch b)`touch c`"; touch d; \'$(shell touch e) -k "f or g"'
-    given = [f"{name}={value}" for name in ("URL", "STACKS", "PYTEST_ARGS")]
+    given = [f"{name}={value}" for name in ("URL", "STACKS", "INTERPRETERS", "PYTEST_ARGS")]
     code, printed = run(project, target, *given)
     assert code == 0, printed
-    assert printed.count(value) % 3 == 0 and value in printed
+    assert printed.count(value) % 4 == 0 and value in printed
     assert "touch" not in printed.replace(value, "")
     assert not {"a", "b", "c", "d", "e"} & {path.name for path in project.iterdir()}
 

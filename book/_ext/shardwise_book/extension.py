@@ -16,7 +16,7 @@ from sphinx.application import Sphinx
 from sphinx.errors import SphinxError
 from sphinx.util import logging
 
-from . import cache, execute, failures, pairs, record, site, times
+from . import cache, execute, failures, observatory, pairs, record, site, times
 
 LOGGER = logging.getLogger(__name__)
 CHAPTERS = "chapters"
@@ -42,6 +42,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("build-finished", _finish)
     site.setup(app)
     failures.setup(app)
+    observatory.setup(app)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
 
