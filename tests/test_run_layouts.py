@@ -1,4 +1,4 @@
-"""Every layout as a run on one, two and four processes: equal losses, and resumed bit for bit."""
+"""Layouts, drawn by a seed, as runs on one, two and four processes: equal losses, and resumed bit for bit."""
 
 import dataclasses
 import functools
@@ -25,8 +25,9 @@ NAMES = [name for name in layouts.LAYOUTS if name not in STAGED]
 SEED, STEPS = 12, 4
 STANDSTILL = 400  # seconds
 RESUMED = random.Random(SEED).sample(NAMES, 3)  # which are stopped and go on, on each number
-# On four processes a seeded part of them: each compiles every program itself, on two cores.
-ON = {1: NAMES, 2: NAMES, 4: sorted({*RESUMED, *random.Random(4 * SEED).sample(NAMES, 4)})}
+# On several processes a seeded part of them: each compiles every program itself, on two cores.
+ON = {n: sorted({*RESUMED, *random.Random(n * SEED).sample(NAMES, 16 // n)}) for n in (2, 4)}
+ON[1] = sorted({*ON[2], *ON[4]})
 # The least that a compiler can do, as in `make test`.
 QUICK = {"XLA_FLAGS": " ".join([conftest.QUICK, conftest.QUICKER])}
 
