@@ -1,4 +1,4 @@
-"""Layouts, drawn by a seed, as runs on one, two and four processes: equal losses, and resumed bit for bit."""
+"""Layouts, drawn by a seed, as runs on one, two and four processes: equal, and bit for bit."""
 
 import dataclasses
 import functools
