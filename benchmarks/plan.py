@@ -63,7 +63,7 @@ def compiled(case: Case) -> dict:
 def recorded() -> dict[str, dict]:
     """What the compiler said, by the names of `CASES`; of cases as they are."""
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    return {n: s for n, s in record.items() if n in CASES and s["case"] == told(CASES[n])}
+    return {n: s for n, s in record.items() if n in CASES and s.get("case") == told(CASES[n])}
 
 
 def told(case: Case) -> str:

@@ -40,7 +40,7 @@ The same for the models on which the coefficients were fitted.
 MB that a device sends in a step, as a ring would count them: what is written by hand (in the
 lowered program exactly what the formula says), with what the formula expects the compiler to insert
 along the tensor axis; and what the compiled program sends more or less, each by its reason, as
-{{func}}`measure.differences <shardwise.measure.differences>` names them. Nothing is left over.
+{{ref}}`measure.differences <api-measure>` names them. Nothing is left over.
 
 {sent}
 """
@@ -58,7 +58,7 @@ def row(name: str, case: Case, found: plan.Candidate, said: Mapping) -> tuple[st
     told = "" if said["fits"] else ", refused"
     needed, ours = said["needed"] / _GIB, found.memory.total / _GIB
     share = f"{_off(found, said):+.1%}"
-    return name, f"{case.roles}", case.chips, f"{needed:.2f}{told}", f"{ours:.2f}", share
+    return name, f"{needed:.2f}{told}", f"{ours:.2f}", share, f"{case.roles}", case.chips
 
 
 def _off(found, said):
@@ -101,7 +101,7 @@ def page(
 ) -> str:
     """The book's page: what the record has, beside the formula as it is."""
     rows = {n: row(n.removeprefix("fitted: "), cases[n], found[n], record[n]) for n in found}
-    columns = ("program", "layout", "chips", "compiler", "formula", "off")
+    columns = ("program", "compiler", "formula", "off", "layout", "chips")
     first = [r for n, r in rows.items() if n.startswith("fitted: ")]
     second = [r for n, r in rows.items() if not n.startswith("fitted: ")]
     return PAGE.format(
