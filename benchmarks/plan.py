@@ -49,6 +49,7 @@ def compiled(case: Case) -> dict:
     if check.fit.memory:  # small arrays of the program's arguments are padded
         assert 0 <= check.fit.memory.arguments / held - 1 < 0.01, (case, check.fit.memory, held)
     return {
+        "case": told(case),
         "needed": check.fit.needed,
         "fits": bool(check.fit),
         "by_hand": check.lowered,
@@ -60,8 +61,16 @@ def compiled(case: Case) -> dict:
 
 
 def recorded() -> dict[str, dict]:
-    """What the compiler said, by the names of `CASES`."""
-    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    """What the compiler said, by the names of `CASES`; of cases as they are."""
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return {n: s for n, s in record.items() if n in CASES and s.get("case") == told(CASES[n])}
+
+
+def told(case: Case) -> str:
+    """All that its memory depends on."""
+    sizes = "vocab embed layers heads kv_heads head_dim mlp experts experts_per_token"
+    sizes = (f"{name} {getattr(case.config, name)}" for name in sizes.split())
+    return f"{', '.join(sizes)}; {case.batch} × {case.sequence} on {case.chips}, {case.roles}"
 
 
 def write(record: dict[str, dict]) -> None:
@@ -71,20 +80,17 @@ def write(record: dict[str, dict]) -> None:
 
 
 def fitted(record: dict) -> memory.Terms:
-    """The coefficients with the least error at its worst: first those of all programs, then those
-    of what only a context axis, or experts, have.
+    """The coefficients that are no counts, with the least error at its worst: first what all
+    programs have, then what only a context axis has, or experts.
     """
-    copies, tenths = (0.25, 0.5, 0.75, 1.0), [0.1 * i for i in range(16)]
-    layers = [0.04 * i for i in range(26)]
-    plain = [n for n in record if n in CASES and not (_has(n, "ring") or _has(n, "dispatch"))]
-    tried = itertools.product(copies, layers, range(9), (0.5, *copies[2:], 1.25, 1.5))
-    best = _best(
-        record, plain, ("weights", "layer", "around", "logits"), tried, memory.COEFFICIENTS
-    )
-    for term in ("ring", "dispatch"):
-        those = [n for n in record if n in CASES and _has(n, term)]
-        best = _best(record, those, (term,), ((x,) for x in tenths), best)
-    return best
+    fifties, tenths = [i / 50 for i in range(51)], [(i / 10,) for i in range(16)]
+    mixed = [n for n in record if _has(n, "dispatch")]
+    around = [n for n in record if _has(n, "ring") and n not in mixed]
+    plain = [n for n in record if n not in mixed and n not in around]
+    tried = itertools.product(fifties, range(10))
+    best = _best(record, plain, ("layer", "around"), tried, memory.COEFFICIENTS)
+    best = _best(record, around, ("ring",), tenths, best)
+    return _best(record, mixed, ("dispatch",), tenths, best)
 
 
 def _has(name, term):
@@ -109,13 +115,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="of cases; all by default")
     parser.add_argument("--table", action="store_true", help="compile nothing")
-    told = parser.parse_args(argv)
-    for name in [] if told.table else told.names or CASES:
+    asked = parser.parse_args(argv)
+    for name in [] if asked.table else asked.names or CASES:
         said = compiled(CASES[name])
         write(recorded() | {name: said})
-        print(
-            *plan_table.row(name, CASES[name], candidate(CASES[name]), said), sep="  ", flush=True
-        )
+        row = plan_table.row(name, CASES[name], candidate(CASES[name]), said)
+        print(*row, sep="  ", flush=True)
     record = recorded()
     print(f"fitted: {fitted({n: r for n, r in record.items() if n.startswith('fitted: ')})}")
     print(f"the planner's: {memory.COEFFICIENTS}")

@@ -18,9 +18,10 @@ PAGE = """# The planner, judged
 `shardwise plan` counts parameters and state, and what is sent, exactly; what a step needs besides
 is a formula with a few fitted coefficients ({{ref}}`api-plan`). Here Google's TPU compiler compiles
 whole training steps, and stands beside it: the coefficients were fitted on some models, and judged
-on others, of other widths, heads, vocabularies and experts. Nothing ran on a chip: this is what the
-compiler reserves and writes. Compiled {dates}, with {versions}, by `python benchmarks/plan.py`,
-which anyone can run.
+on others, of other widths, heads, vocabularies and experts. (What there is to count, which arrays
+are held when, was read from the compiler's reports on some of both.) Nothing ran on a chip: this is
+what the compiler reserves and writes. `python benchmarks/plan.py`, which anyone can run, compiled
+it {dates}, with {versions}.
 
 {verdict}
 
@@ -39,7 +40,7 @@ The same for the models on which the coefficients were fitted.
 MB that a device sends in a step, as a ring would count them: what is written by hand (in the
 lowered program exactly what the formula says), with what the formula expects the compiler to insert
 along the tensor axis; and what the compiled program sends more or less, each by its reason, as
-{{func}}`measure.differences <shardwise.measure.differences>` names them. Nothing is left over.
+{{ref}}`measure.differences <api-measure>` names them. Nothing is left over.
 
 {sent}
 """
@@ -56,8 +57,8 @@ def row(name: str, case: Case, found: plan.Candidate, said: Mapping) -> tuple[st
     """A line of the table of memory."""
     told = "" if said["fits"] else ", refused"
     needed, ours = said["needed"] / _GIB, found.memory.total / _GIB
-    share = f"{_off(found, said):+.0%}"
-    return name, f"{case.roles}", case.chips, f"{needed:.2f}{told}", f"{ours:.2f}", share
+    share = f"{_off(found, said):+.1%}"
+    return name, f"{needed:.2f}{told}", f"{ours:.2f}", share, f"{case.roles}", case.chips
 
 
 def _off(found, said):
@@ -81,8 +82,10 @@ def verdict(
     over = [n for n in names if 1 < share[n] < _NEAR]
     compiles = [n for n in over if record[n]["fits"]]
     left = [n for n in record if "left over" in record[n]["differences"]]
+    of = sum(not n.startswith("fitted: ") for n in cases)
+    so_far = f"Of {of} programs {len(names)} are compiled so far. " if len(names) < of else ""
     told = (
-        f"Of {len(names)} programs {near} are within 15 % of the compiler, and all within "
+        f"{so_far}{near} of {len(names)} are within 15 % of the compiler, and all within "
         f"{max(errors.values()):.0%}; the worst is “{worst}”.",
         f"Of {sum(x <= 1 for x in share.values())} that the formula calls fitting the compiler "
         f"refuses {len(wrong)}; of {len(over)} that it calls too large by under 20 %, "
@@ -98,7 +101,7 @@ def page(
 ) -> str:
     """The book's page: what the record has, beside the formula as it is."""
     rows = {n: row(n.removeprefix("fitted: "), cases[n], found[n], record[n]) for n in found}
-    columns = ("", "layout", "chips", "compiler", "formula", "off")
+    columns = ("program", "compiler", "formula", "off", "layout", "chips")
     first = [r for n, r in rows.items() if n.startswith("fitted: ")]
     second = [r for n, r in rows.items() if not n.startswith("fitted: ")]
     return PAGE.format(
@@ -120,9 +123,15 @@ def _sent(record):
     for name, became in known.items():
         more = [became[r][2] - became[r][1] if r in became else 0 for r in shown]
         total = sum(d[1] for d in became.values())
-        told = [f"{x / _MB:+,.1f}" if x else "" for x in more]
+        told = [_megabytes(x) for x in more]
         rows.append((name, f"{total / _MB:,.1f}", *told))
-    return _table(("", "formula", *shown), rows)
+    return _table(("program", "formula", *shown), rows)
+
+
+def _megabytes(size):
+    if abs(size) < 0.05 * _MB:
+        return "< 0.1" if size else ""
+    return f"{size / _MB:+,.1f}"
 
 
 def _table(columns, rows):
@@ -137,5 +146,5 @@ def _dates(record):
 
 def _versions(record):
     found = {tuple(sorted(said["versions"].items())) for said in record.values()}
-    told = [" and ".join(f"{name} {version}" for name, version in each) for each in sorted(found)]
+    told = [", ".join(f"{name} {version}" for name, version in each) for each in sorted(found)]
     return "; ".join(told)

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import measure, mesh, topology
+from shardwise import measure, mesh, model, plan, topology
 from shardwise.measure import pairing
 from shardwise.measure.counts import Op
+from shardwise.plan import compiling, roles
 
 N = 8
 BY_HAND = "jit(run)/shard_map/"
@@ -77,6 +78,20 @@ def test_arrays_of_one_collective_are_paired_by_themselves():
     written = [op("all-reduce", (16,)), op("reduce-scatter", (80, 8))]
     made = [op("all-reduce", [(16,), (80, 8)], notes=("combined",))]
     assert named(written, made) == {"combined": (112, 112), "all-reduce": (2240, 4480)}
+
+
+def test_of_two_of_one_size_each_finds_its_own_width():
+    """A ring's K in bfloat16, and their gradients in float32; in whatever order."""
+    both = [op("collective-permute", (8, 4), d, n=None) for d in ("bf16", "f32")]
+    for made in (both, both[::-1]):
+        assert named(both, made).keys() == {"as written"}
+
+
+def test_what_is_combined_with_another_is_known_by_it():
+    """The compiler tells of several in one the origin of the first alone."""
+    made = op("all-reduce", [(), (4, 8)], source="jit(run)/reduce_sum", notes=("combined",))
+    found = named([op("all-reduce", (4, 8))], [made])
+    assert found.keys() == {"combined", "inserted"} and found["combined"] == (224, 224)
 
 
 def test_another_collective_of_as_many_bytes_is_no_fellow():
@@ -175,3 +190,19 @@ def test_on_a_torus_scatters_become_all_reduces(tmp_path, monkeypatch):
         found = measure.differences(lowered, topology.compile(lowered, chips))
         names[name] = set(found)
     assert names == {"v5p:2x2x2": {"all-reduce"}, "v5e:2x4": {"as written"}}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+def test_a_tpus_compiler_leaves_scatters_in_the_loop_of_microbatches(tmp_path, monkeypatch):
+    """It would take the head's out, and add up its gradient whole; libtpu 0.0.41 fails at that."""
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    config = model.Config(
+        vocab=2048, embed=256, layers=2, heads=2, kv_heads=2, head_dim=128, mlp=512,
+        dtype=jnp.bfloat16,
+    )  # fmt: skip
+    whole = plan.Plan(config, topology.chips("v5e:2x4"), 32, 128, (), (), ())
+    each = roles.Roles(fsdp=8, microbatches=4)
+    chips, lowered = compiling.lowered(each, whole)
+    found = measure.differences(lowered, topology.compile(lowered, chips))
+    assert found["dropped"].written < 100 and found["as written"].static > 8

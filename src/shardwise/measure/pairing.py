@@ -70,8 +70,9 @@ class _Piece:
 
     @property
     def may_be_by_hand(self):
-        """Whether it may be: of some the compiler does not tell the origin."""
-        return "shard_map" in self.op.source or not self.op.source
+        """Also if the compiler tells no origin, or, of several in one, another's."""
+        source = self.op.source
+        return "shard_map" in source or not source or "combined" in self.op.notes
 
     def differs_in_one(self, other):
         """Whether all sizes of the arrays are alike but one."""
@@ -87,7 +88,7 @@ def pairs(written: Iterable[Op], compiled: Iterable[Op]) -> Iterator[Pair]:
         pool[piece.key].append(piece)
     met, padded = set(), []
     made = sorted(_pieces(compiled), key=lambda piece: not piece.is_by_hand)
-    for rule in (_same, _for_all_reduce, _padded, _divided):
+    for rule in (_alike, _of_other_width, _for_all_reduce, _padded, _divided):
         for piece in made:
             while piece.times and (fellow := rule(piece, pool)):
                 times = min(piece.times, fellow.times)
@@ -114,18 +115,22 @@ def _pieces(ops):
 
 
 def _left(pool, key):
-    return next((fellow for fellow in pool.get(key, ()) if fellow.times), None)
+    return (fellow for fellow in pool.get(key, ()) if fellow.times)
 
 
-def _same(piece, pool):
-    return _left(pool, piece.key) if piece.may_be_by_hand else None
+def _alike(piece, pool):
+    fellows = _left(pool, piece.key) if piece.may_be_by_hand else ()
+    return next((fellow for fellow in fellows if fellow.width == piece.width), None)
+
+
+def _of_other_width(piece, pool):
+    return next(_left(pool, piece.key), None) if piece.may_be_by_hand else None
 
 
 def _for_all_reduce(piece, pool):
     if piece.op.kind != "all-reduce" or not piece.may_be_by_hand:
         return None
-    found = (_left(pool, piece.of(kind)) for kind in _SUMS)
-    return next((fellow for fellow in found if fellow), None)
+    return next((fellow for kind in _SUMS for fellow in _left(pool, piece.of(kind))), None)
 
 
 def _padded(piece, pool):
@@ -133,7 +138,7 @@ def _padded(piece, pool):
     kinds = _SUMS if piece.op.kind == "all-reduce" else (piece.op.kind,)
     if "padded" not in piece.op.notes:
         return None
-    smaller = (f for f in _alike(piece, pool, kinds) if f.key[1] < piece.key[1])
+    smaller = (f for f in _but_one(piece, pool, kinds) if f.key[1] < piece.key[1])
     return max(smaller, key=lambda fellow: fellow.key[1], default=None)
 
 
@@ -141,11 +146,11 @@ def _divided(piece, pool):
     """One written over whole arrays, which the compiler cut along an axis that is left to it."""
     if not piece.is_by_hand:
         return None
-    larger = (f for f in _alike(piece, pool, (piece.op.kind,)) if f.key[1] % piece.key[1] == 0)
+    larger = (f for f in _but_one(piece, pool, (piece.op.kind,)) if f.key[1] % piece.key[1] == 0)
     return min(larger, key=lambda fellow: fellow.key[1], default=None)
 
 
-def _alike(piece, pool, kinds):
+def _but_one(piece, pool, kinds):
     """Those among as many devices, of which but one size is another."""
     for fellow in (fellow for found in pool.values() for fellow in found if fellow.times):
         among = fellow.op.kind in kinds and fellow.op.group_size == piece.op.group_size
@@ -154,10 +159,10 @@ def _alike(piece, pool, kinds):
 
 
 def _name(rule, piece, fellow):
-    if rule is not _same:
-        return {_for_all_reduce: "all-reduce", _padded: "padded", _divided: "divided"}[rule]
-    if piece.width != fellow.width:
+    if rule is _of_other_width:
         return "narrowed" if piece.width < fellow.width else "widened"
+    if rule is not _alike:
+        return {_for_all_reduce: "all-reduce", _padded: "padded", _divided: "divided"}[rule]
     return "combined" if "combined" in piece.op.notes else "as written"
 
 

@@ -1,8 +1,8 @@
 """What a device holds: parameters and state exactly, and by a formula what a step needs besides.
 
-What a step needs besides is a sum of terms in bytes, each times a coefficient: of what the program
-has to have at its fullest, how many copies the compiler keeps. It is fullest either while it works
-on the logits, or in the backward pass of a layer: of these two terms the larger counts.
+What a step needs besides is a sum of terms in bytes. Most are counts; those of what a layer works
+on have a coefficient: of all that it could have, how much the compiler keeps at once. A device is
+fullest either at the loss, or in the backward pass of a layer: of these two the larger counts.
 """
 
 import dataclasses
@@ -17,12 +17,16 @@ _WIDE = 4
 class Terms(NamedTuple):
     """Bytes of what a step needs beside parameters and state.
 
-    `gradients` of the device's shares, twice where those of microbatches are summed; `weights`
-    whole, in the dtype of use: with remat those of one layer, else of all, and those of embedding
-    and head; `kept` activations between forward and backward, of all live microbatches; `layer`,
-    all that one layer's backward pass has; `around`, an activation whole where tensor cuts the
-    products between; `logits` in float32. Beside one layer's backward pass: `ring`, what goes
-    around a context axis, there and arriving; `dispatch`, rows on their way to experts and back.
+    At any time: `weights` whole, in the dtype of use, with remat those of one layer, else of all,
+    and those of the head; `kept` activations from forward to backward, of all live microbatches;
+    `summed`, the gradients of the device's shares where those of microbatches are added up.
+
+    At the loss: `logits`, in float32 and in the dtype of use, or the head's gradient.
+
+    In a layer's backward pass: `gradients` of the device's shares; `layer`, all that one layer's
+    backward pass has; `around`, an activation whole where tensor cuts the products between; `ring`,
+    what goes around a context axis, there and arriving; `dispatch`, rows on their way to experts
+    and back.
     """
 
     gradients: float
@@ -33,21 +37,23 @@ class Terms(NamedTuple):
     logits: float
     ring: float = 0.0
     dispatch: float = 0.0
+    summed: float = 0.0
 
 
-# How many copies of each term the compiler keeps; `benchmarks/plan.py` fits weights, layer, around
-# and logits on five programs (v5e, libtpu 0.0.41), to 2 %. Three others were 4, 6 and -17 % off:
-# Llama 3 70B on 128 v5p, tensor without remat, and context, whose ring keeps what no term counts.
+# How many copies of each term the compiler keeps. `benchmarks/plan.py` fits layer, around, ring and
+# dispatch, and judges the whole on other models; all others are counts.
 COEFFICIENTS = Terms(
     gradients=1.0,
-    weights=0.75,
+    weights=1.0,
     kept=1.0,
-    layer=0.44,
+    layer=0.42,
     around=6.0,
-    logits=0.75,
+    logits=1.0,
     ring=0.7,
     dispatch=0.8,
+    summed=1.0,
 )
+_BACKWARD = ("gradients", "layer", "around", "ring", "dispatch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +83,9 @@ class Memory:
 def counted(terms: Terms, coefficients: Terms) -> Terms:
     """Each term times its coefficient; the phase that is less full counts for nothing."""
     found = Terms(*(c * n for c, n in zip(coefficients, terms, strict=True)))
-    if found.layer + found.around + found.ring + found.dispatch > found.logits:
+    if sum(getattr(found, name) for name in _BACKWARD) > found.logits:
         return found._replace(logits=0.0)
-    return found._replace(layer=0.0, around=0.0, ring=0.0, dispatch=0.0)
+    return found._replace(**dict.fromkeys(_BACKWARD, 0.0))
 
 
 def memory(part: Part) -> Memory:
@@ -94,34 +100,43 @@ def memory(part: Part) -> Memory:
 def _terms(part, parameters):
     r = part.roles
     kept = layer(part) if not r.remat else part.tokens * _between(part)
-    logits = part.tokens * part.config.vocab // r.tensor * _WIDE if part.is_last else 0
     whole = part.tokens * part.config.embed * itemsize(part)
+    weights, head = _weights(part)
     return Terms(
-        gradients=parameters * (2 if r.microbatches > 1 and r.stage == 1 else 1),
-        weights=_weights(part),
+        gradients=parameters if r.stage == 1 else 0,
+        weights=weights + head,
         kept=kept * part.layers * part.live,
         layer=layer(part),
         around=whole if r.tensor > 1 else 0,
-        logits=logits,
+        logits=_logits(part, head) if part.is_last else 0,
         ring=_ring(part) if r.context > 1 else 0,
         dispatch=_dispatch(part) if part.config.experts else 0,
+        summed=parameters if r.microbatches > 1 or r.stage > 1 else 0,
     )
 
 
 def _weights(part):
-    """Bytes of parameters as they are used: gathered, or cast to a narrower dtype.
+    """Bytes of parameters as they are used, gathered or cast: (of layers, of the head).
 
-    Embedding and head twice: their gradients are whole too, before they are scattered.
+    The embedding is gathered and read before all else, and gone.
     """
-    r, used = part.roles, itemsize(part)
-    total = 0
+    r, layers, head = part.roles, 0, 0
     for array, elements, is_gathered in part.held():
-        whole = elements * (r.fsdp if is_gathered else 1)
+        whole = elements * (r.fsdp if is_gathered else 1) * itemsize(part)
         if array.stacked:
-            total += whole * used // (part.layers if r.remat else 1)
-        else:
-            total += 2 * whole * used
-    return total
+            layers += whole // (part.layers if r.remat else 1)
+        elif not array.path.startswith("embed"):
+            head += whole
+    return layers, head
+
+
+def _logits(part, head):
+    """Logits and their gradient at the loss; or, after it, one of them and of the head's gradient
+    what is summed and the sum.
+    """
+    used = itemsize(part)
+    logits = part.tokens * part.config.vocab // part.roles.tensor
+    return max(logits * (_WIDE + used), logits * used + 2 * head)
 
 
 def _between(part):

@@ -127,7 +127,7 @@ def _of_part(chip, part, sent, memory, ways):
     read = (3 + part.roles.remat) * part.roles.microbatches * _read(part)
     held = memory.parameters + memory.state
     bandwidth = chip.hbm_bandwidth / chip.devices
-    update = (2 * held + memory.terms.gradients) / bandwidth
+    update = (2 * held + memory.terms.gradients + memory.terms.summed) / bandwidth
     return Step(flops(part) / peak, read / bandwidth, update, transfers, 0.0)
 
 
