@@ -162,6 +162,13 @@ def test_experts_within_a_stage_may_lie_on_the_axis_of_another_role(shared):
     check(layouts.Layout(grid, **roles, microbatches=2))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["hand", "compiler"])
+def test_a_role_may_have_several_axes(by):
+    grid = mesh.make(a=2, b=2, c=2)
+    check(layouts.Layout(grid, fsdp=("a", "b"), context="c", microbatches=2, by=by))
+
+
 def test_printing_a_layout_tells_what_each_axis_does():
     told = str(layouts.LAYOUTS["fsdp, context, tensor"](8))
     for words in ("by hand", "gathered where it is used", "attention by ring", "heads", "context"):
