@@ -191,7 +191,7 @@ def test_an_array_is_named_as_jax_names_it():
     line = r"""  %p.1 = f32[2]{0} parameter(0), metadata={op_name="p[\'up\']"}"""
     assert buffers._source(line, "p.1") == "p['up']" and buffers._source(line, "p.2") == ""
     assert buffers.total("Memory Space: default (color=0)\nTotal bytes: 12 (12B)\n") == 12
-    assert buffers.total("Total bytes used: 34 (34B)\n") == 34
+    assert buffers.total("Total bytes used: 34 (34B)\n") is None  # VMEM is in it
     assert buffers.total("Memory Space: vmem (color=1)\nTotal bytes: 56 (56B)\n") is None
 
 
@@ -250,7 +250,10 @@ def test_a_compiled_program_is_a_value_and_nothing_reaches_the_caller(capfd, mon
     assert fit and fit.spare == mesh.chips.chip.usable_hbm - fit.needed
     held = fit.memory.arguments + fit.memory.outputs - fit.memory.aliased
     assert held <= fit.needed < held + fit.memory.temporaries + 2**20  # padded, and some beside
-    assert str(fit.needed) in first.report
+    if first.hbm_bytes is None:  # libtpu 0.0.23
+        assert fit.needed == fit.memory.total
+    else:
+        assert str(fit.needed) in first.report
     assert {b.source for b in fit.buffers if b.kind == "argument"} == {"x", "w", "old"}
     held = sum(b.bytes for b in fit.buffers if b.kind == "argument")
     assert held == sizes.argument_size_in_bytes

@@ -60,7 +60,9 @@ def _source(text, name):
 
 
 def total(report: str) -> int | None:
-    """Bytes of HBM in all, from a memory usage report; None where it does not say."""
+    """Bytes of HBM in all, from a memory usage report; None where it does not say.
+
+    That of libtpu 0.0.23 does not: its one total counts VMEM too.
+    """
     said = re.search(r"Memory Space: default.*\nTotal bytes: (\d+)", report)
-    said = said or re.match(r"Total bytes used: (\d+)", report)  # libtpu 0.0.23
     return int(said[1]) if said else None
