@@ -73,6 +73,7 @@ def test_what_changed_is_told_in_numbers_and_what_did_not_is_not():
     assert told(PROGRAM, changed(collectives=other, hbm=50_000_000)) == [
         "ring: all-gather 2 → 0, all-to-all 0 → 1, HBM 40.0 → 50.0 MB."
     ]
+    assert told(changed(hbm=None), PROGRAM) == []  # an old compiler does not say
     assert told({"failed": "no"}, PROGRAM) == ["ring: compiles now."]
     assert told(PROGRAM, {"failed": "no"}) == ["ring: is refused now."]
 

@@ -78,8 +78,12 @@ def row(stack: Stack, name: str) -> list[str]:
         return [found["failed"], *[""] * 5]
     kinds = ", ".join(_kind(kind, c) for kind, c in sorted(found["collectives"].items()))
     runs = sum(c["asynchronous"] for c in found["collectives"].values())
-    sizes = [f"{found[field] / _MB:,.1f}" for field in _BYTES]
+    sizes = [_megabytes(found[field]) for field in _BYTES]
     return [kinds or "none", str(runs), *sizes, f"{found['seconds']:.0f}"]
+
+
+def _megabytes(size):
+    return "not said" if size is None else f"{size / _MB:,.1f}"
 
 
 def _kind(kind, counted):
@@ -109,7 +113,7 @@ def _differences(old, new):
             yield f"{kind} {was} → {now}"
     for field, word in _BYTES.items():
         was, now = old[field], new[field]
-        if abs(now - was) > max(NOTABLE * was, LEAST):
+        if None not in (was, now) and abs(now - was) > max(NOTABLE * was, LEAST):
             yield f"{word} {was / _MB:,.1f} → {now / _MB:,.1f} MB"
 
 
