@@ -80,8 +80,8 @@ def write(record: dict[str, dict]) -> None:
 
 
 def fitted(record: dict) -> memory.Terms:
-    """The coefficients that are no counts, with the least error at its worst: first what all
-    programs have, then what only a context axis has, or experts.
+    """The coefficients that are no counts, by least squares: first of what all programs have, then
+    of what only a context axis has, or experts.
     """
     fifties, tenths = [i / 50 for i in range(51)], [(i / 10,) for i in range(16)]
     mixed = [n for n in record if _has(n, "dispatch")]
@@ -101,13 +101,11 @@ def _best(record, names, terms, tried, start):
     options = [start._replace(**dict(zip(terms, values, strict=True))) for values in tried]
     held = [(candidate(CASES[n]).memory, record[n]["needed"]) for n in names]
 
-    def worst(c):
-        return max(
-            (abs((m.total - m.step + sum(memory.counted(m.terms, c))) / n - 1) for m, n in held),
-            default=0.0,
-        )
+    def squares(c):
+        ours = (m.total - m.step + sum(memory.counted(m.terms, c)) for m, _ in held)
+        return sum((x / n - 1) ** 2 for x, (_, n) in zip(ours, held, strict=True))
 
-    return min(options, key=worst)
+    return min(options, key=squares)
 
 
 def main(argv: list[str]) -> int:

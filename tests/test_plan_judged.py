@@ -70,6 +70,11 @@ def test_the_formula_keeps_what_was_asked(benchmark):
     assert verdict.kept, verdict.told
 
 
+def test_the_coefficients_are_those_of_the_fit(benchmark):
+    record = {n: s for n, s in benchmark.recorded().items() if n.startswith("fitted: ")}
+    assert tuple(benchmark.fitted(record)) == pytest.approx(tuple(memory.COEFFICIENTS))
+
+
 def doctored(benchmark, **changes):
     """The verdict on ten cases, all of them right but for what `changes` says of the first."""
     names = [*benchmark.JUDGED][:10]

@@ -49,7 +49,7 @@ COEFFICIENTS = Terms(
     layer=0.42,
     around=6.0,
     logits=1.0,
-    ring=0.7,
+    ring=0.8,
     dispatch=0.8,
     summed=1.0,
 )
