@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import random
 
 import jax
 import jax.numpy as jnp
