@@ -187,6 +187,33 @@ def test_a_role_may_have_several_axes(by):
     check(layouts.Layout(grid, fsdp=("a", "b"), context="c", microbatches=2, by=by))
 
 
+@dataclasses.dataclass(frozen=True)
+class Summed:
+    """A stranger's form of attention: all sum K and V, each in its place, and see them whole."""
+
+    axis: str
+
+    def __call__(self, q, k, v, places, mask=marks.causal):
+        query = marks.Places(*(x[:, :, None] for x in places))
+        key = marks.Places(*(self.whole(x)[:, None] for x in places))
+        k, v = (jnp.repeat(self.whole(x), q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        scores = jnp.einsum("bshd,bthd->bhst", q, k) / q.shape[-1] ** 0.5
+        weights = jax.nn.softmax(jnp.where(mask(query, key)[:, None], scores, -jnp.inf), axis=-1)
+        return jnp.einsum("bhst,bthd->bshd", weights, v)
+
+    def whole(self, x):
+        start = jax.lax.axis_index(self.axis) * x.shape[1]
+        size = jax.lax.psum(1, self.axis) * x.shape[1]
+        zeros = jnp.zeros((x.shape[0], size, *x.shape[2:]), x.dtype)
+        return jax.lax.psum(jax.lax.dynamic_update_slice_in_dim(zeros, x, start, 1), self.axis)
+
+
+def test_a_strangers_attention_is_one_device():
+    """As the README says that a strategy is added: a module, a role, and no line of the package."""
+    grid = mesh.make(fsdp=2, context=2)
+    check(layouts.Layout(grid, fsdp="fsdp", context="context", attention=Summed, microbatches=2))
+
+
 def test_printing_a_layout_tells_what_each_axis_does():
     told = str(layouts.LAYOUTS["fsdp, context, tensor"](8))
     for words in ("by hand", "gathered where it is used", "attention by ring", "heads", "context"):
