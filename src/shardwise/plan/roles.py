@@ -42,7 +42,8 @@ class Roles:
 
     def __str__(self):
         told = " × ".join(f"{role} {n}" for role, n in self.sizes.items()) or "one device"
-        return f"{told}, {self.microbatches} microbatches" + (", remat" if self.remat else "")
+        told += f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
+        return told + (", remat" if self.remat else "")
 
 
 @dataclasses.dataclass(frozen=True)
