@@ -205,4 +205,5 @@ def test_a_tpus_compiler_leaves_scatters_in_the_loop_of_microbatches(tmp_path, m
     each = roles.Roles(fsdp=8, microbatches=4)
     chips, lowered = compiling.lowered(each, whole)
     found = measure.differences(lowered, topology.compile(lowered, chips))
-    assert found["dropped"].written < 100 and found["as written"].static > 8
+    dropped = found.get("dropped", measure.Difference(0, 0, 0))
+    assert dropped.written < 100 and found["as written"].static > 8

@@ -249,7 +249,7 @@ def test_a_condition_is_one_for_each_stage():
         pipeline.place(jnp.float32(1), pipeline.place(params, at)),
     )
     kinds = tuple((t.layout, t.structure, t.meshes) for t in (split, state, split))
-    program = optimizing._program(tx, (), kinds)
+    program = optimizing.program(tx, (), kinds)
     assert {len(step.guards) for step in program.steps} == {0, 1}
     assert len({step.guards[0] for step in program.steps if step.guards}) == 2
 
@@ -453,7 +453,7 @@ def test_only_numbers_cross():
     at = At(w=HALVES, v=((1, None),))
     params, grads, state = state_of(tx, at, {"w": draw((4, 3)), "v": draw((5,))})
     kinds = tuple((tree.layout, tree.structure, tree.meshes) for tree in (grads, state, params))
-    program = optimizing._program(tx, (), kinds)
+    program = optimizing.program(tx, (), kinds)
     crossing = [v for step in program.exchanges for found in step.values() for v in found]
     assert crossing and all(getattr(v, "variable", v).aval.shape == () for v in crossing)
 
@@ -495,15 +495,15 @@ def test_a_state_that_is_the_parameters_has_its_own_memory():
 
 def test_programs_are_not_kept_for_ever():
     params, _, state = state_of(optax.sgd(1e-2), At(w=HALVES), {"w": draw((4, 3))})
-    most = optimizing._program.cache_info().maxsize
+    most = optimizing.program.cache_info().maxsize
     for i in range(most + 4):
         _, state = pipeline.update(optax.sgd(1e-2 / (i + 1)), params, state, params)
-    assert optimizing._program.cache_info().currsize <= most
-    before = optimizing._program.cache_info().hits
+    assert optimizing.program.cache_info().currsize <= most
+    before = optimizing.program.cache_info().hits
     tx = optax.sgd(1e-2)
     for _ in range(3):
         _, state = pipeline.update(tx, params, state, params)
-    assert optimizing._program.cache_info().hits == before + 2
+    assert optimizing.program.cache_info().hits == before + 2
 
 
 def test_other_mistakes_are_named():

@@ -345,7 +345,7 @@ def test_a_run_that_is_done_says_its_loss_again(reference):
 
 def test_other_rows_are_named(tmp_path):
     trained(tmp_path, steps=1)
-    with pytest.raises(ValueError, match="other first rows"):
+    with pytest.raises(ValueError, match="other facts: first rows"):
         trained(tmp_path, batches=rows().shuffle(seed=1), resume=True)
 
 

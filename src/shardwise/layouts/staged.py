@@ -98,5 +98,5 @@ def lower(
             "layouts.step(layout, loss, tx) returns to topology.lower, with abstract arguments."
         )
     shapes = jax.eval_shape(create, jax.random.key(0))
-    function = value_and_grad(layout, loss, has_aux, "sum")
+    function = value_and_grad(layout, loss, has_aux, "sum", "layouts.lower")
     return pipeline.lower(function, located(layout, shapes, function, batch), tx, batch)
