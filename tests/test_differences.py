@@ -163,8 +163,8 @@ def test_what_the_compiler_inserts_is_told_apart():
         x = jax.lax.with_sharding_constraint(x, NamedSharding(inner(), P(None, "model")))
         return jax.lax.psum(x, "fsdp").sum()
 
-    def inner():
-        return jax.sharding.get_abstract_mesh()
+    def inner():  # as `layouts.meanings.Pins`: JAX 0.7 takes the mesh outside
+        return devices if jax.__version_info__ < (0, 8) else jax.sharding.get_abstract_mesh()
 
     found = compiled(f, devices, (8, 16))
     assert found.keys() == {"divided", "inserted"} and found["inserted"].written == 0
