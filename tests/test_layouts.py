@@ -567,6 +567,21 @@ def test_new_values_of_what_is_in_shares_are_whole():
     np.testing.assert_array_equal(layouts.whole(layout, params)["scale"], expected)
 
 
+def test_a_step_takes_another_tree_of_parameters_next():
+    """What it froze of the first is no claim on the second."""
+
+    def loss(params, batch):
+        new = {path: x - 1 for path, x in params.items()}
+        return objective.Mean(jnp.sum(batch["x"]), jnp.float32(8)), {"frozen": new}
+
+    layout, tx = layouts.LAYOUTS["fsdp by compiler"](8), optax.sgd(0.1)
+    step = layouts.step(layout, loss, tx, frozen=lambda path: True)
+    for name in ("mean", "other"):
+        params, state = layouts.init(layout, lambda key, name=name: {name: jnp.ones(8)}, tx, KEY)
+        params, *_ = step(params, state, {"x": jnp.ones((8, 16))})
+        np.testing.assert_array_equal(layouts.whole(layout, params)[name], np.zeros(8))
+
+
 def test_new_values_of_other_arrays_are_refused():
     layout = layouts.LAYOUTS["fsdp"](8)
     params = {"bias": jnp.zeros(3), "mean": jnp.zeros(7), "w": jnp.zeros((7, 3))}

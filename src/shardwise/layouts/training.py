@@ -113,6 +113,7 @@ def step(
         updated = fsdp.update
 
     def run(params, opt_state, batch, *args, key=None):
+        shapes.clear()
         shapes.update(freezing.shapes_of(params))
         mean, grads = mean_and_grad(params, batch, *args, key=key)
         updates, opt_state = updated(tx, grads, opt_state, params)
