@@ -40,7 +40,7 @@ The same for the models on which the coefficients were fitted.
 MB that a device sends in a step, as a ring would count them: what is written by hand (in the
 lowered program exactly what the formula says), with what the formula expects the compiler to insert
 along the tensor axis; and what the compiled program sends more or less, each by its reason, as
-{{ref}}`measure.differences <api-measure>` names them. Nothing is left over.
+{{ref}}`measure.differences <api-measure>` names them. {left}
 
 {sent}
 """
@@ -110,8 +110,14 @@ def page(
         verdict=" ".join(verdict(cases, found, record).told),
         memory=_table(columns, second),
         fitted=_table(columns, first),
+        left=_left(record),
         sent=_sent(record),
     )
+
+
+def _left(record):
+    names = [n for n, said in record.items() if "left over" in said["differences"]]
+    return f"Left over, without a reason: {', '.join(names)}." if names else "Nothing is left over."
 
 
 def _sent(record):

@@ -12,6 +12,8 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
+from .times import table
+
 FILE = Path("book/observatory.json")
 # What is told of changes in bytes: from one per cent, and from a tenth of a megabyte.
 NOTABLE, LEAST = 0.01, 1e5
@@ -152,7 +154,7 @@ class Observatory(SphinxDirective):
 
 
 def _made(stacks):
-    yield _table(
+    yield table(
         ["JAX", "jaxlib", "libtpu", "Flax", "made on", "chips"],
         [[*(s.versions[n] for n in ("jax", "jaxlib", "libtpu", "flax")), s.date, s.chips]
          for s in stacks],
@@ -180,24 +182,7 @@ def _compared(stacks):
     header = ["program", "JAX", "collectives", "asynchronous", *_BYTES.values(), "seconds"]
     header[4:7] = [f"{word}, MB" for word in header[4:7]]
     rows = [[name, s.jax, *row(s, name)] for name in names(stacks) for s in stacks]
-    return _table(header, rows, "observed")
-
-
-def _table(header, rows, name):
-    group = nodes.tgroup(cols=len(header))
-    group += [nodes.colspec(colwidth=1) for _ in header]
-    head, body = nodes.thead(), nodes.tbody()
-    head += _row(header)
-    body += [_row(cells) for cells in rows]
-    group += [head, body]
-    return nodes.table("", group, classes=[name])
-
-
-def _row(cells):
-    made = nodes.row()
-    for text in cells:
-        made += nodes.entry("", nodes.paragraph(text, text))
-    return made
+    return table(header, rows, "observed")
 
 
 def setup(app: Sphinx) -> None:

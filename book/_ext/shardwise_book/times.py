@@ -1,6 +1,7 @@
 """What the reader is told of execution: a line under each chapter's title, and the table of all."""
 
 import os
+from collections.abc import Iterable
 
 from docutils import nodes
 from sphinx import addnodes
@@ -26,17 +27,16 @@ class RunTimes(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         self.env.note_reread()  # it shows other pages' runs, so it is never up to date
         runs = self.env.app.shardwise_runs
-        rows = [[_link(name), nodes.Text(_seconds(run))] for name, run in runs.items()]
+        rows = [[_link(name), _seconds(run)] for name, run in runs.items()]
         total = sum(run["execution_seconds"] for run in runs.values())
-        rows.append([nodes.Text("All"), nodes.Text(f"{total:.1f} s")])
-        versions = [[nodes.Text(name), nodes.Text(v)] for name, v in cache.versions().items()]
+        rows.append(["All", f"{total:.1f} s"])
         cores = f"Measured on {os.cpu_count()} cores, up to {cache.jobs()} chapters at a time"
         devices = sorted({_devices(run) for run in runs.values()} - {""})
         cores += ",".join(devices) + "."
         return [
-            _table(["Chapter", "Run time"], rows, "run-times"),
+            table(["Chapter", "Run time"], rows, "run-times"),
             nodes.paragraph(cores, cores),
-            _table(["Package", "Version"], versions, "versions"),
+            table(["Package", "Version"], cache.versions().items(), "versions"),
         ]
 
 
@@ -65,11 +65,12 @@ def _link(docname):
     return reference
 
 
-def _table(header, rows, name):
+def table(header: list[str], rows: Iterable[Iterable], name: str) -> nodes.table:
+    """A table of that class; its cells are texts or inline nodes."""
     group = nodes.tgroup(cols=len(header))
     group += [nodes.colspec(colwidth=1) for _ in header]
     head, body = nodes.thead(), nodes.tbody()
-    head += _row([nodes.Text(text) for text in header])
+    head += _row(header)
     body += [_row(cells) for cells in rows]
     group += [head, body]
     return nodes.table("", group, classes=[name])
@@ -78,5 +79,6 @@ def _table(header, rows, name):
 def _row(cells):
     row = nodes.row()
     for cell in cells:
-        row += nodes.entry("", nodes.paragraph("", "", cell))
+        inline = nodes.Text(cell) if isinstance(cell, str) else cell
+        row += nodes.entry("", nodes.paragraph("", "", inline))
     return row
