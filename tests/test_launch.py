@@ -123,15 +123,23 @@ def test_the_launcher_exits_with_the_status_for_all(run, codes, expected):
 
 
 @pytest.mark.parametrize(
-    "end, status, told",
+    "end, status, told, raised",
     [
-        ("sys.exit(3)", 3, "exited with status 3"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV (11)"),
-        ("raise ValueError('no such batch')", 1, "exited with status 1"),
+        ("sys.exit(3)", 3, "exited with status 3", ""),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "was killed by SIGSEGV (11)", ""),
+        ("raise ValueError('no such batch')", 1, "exited with status 1", "no such batch"),
+        # The runtime's own words after it, more than are remembered.
+        (
+            r"print('Traceback (most recent call last):\n  File\nValueError: no such batch');"
+            r"print('\n' * 30); os._exit(1)",
+            1,
+            "exited with status 1",
+            "no such batch",
+        ),
     ],
 )
 def test_the_first_failure_ends_those_who_ignore_sigterm_and_is_shown_last(
-    run, tmp_path, end, status, told
+    run, tmp_path, end, status, told, raised
 ):
     found, _, err = run(
         f"""
@@ -153,6 +161,7 @@ def test_the_first_failure_ends_those_who_ignore_sigterm_and_is_shown_last(
     *others, last = err.splitlines()
     assert last.startswith("[launch] process 1 (pid ") and last.endswith(
         f"at step 17, reading, {told}; its note says: batch 18"
+        + f"; its last traceback ends: ValueError: {raised}" * bool(raised)
     )
     assert any("[launch] [1] " in line for line in others)
     assert all(f"process {i} was killed by SIGKILL (9)" in err for i in (0, 2))

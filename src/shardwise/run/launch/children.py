@@ -20,12 +20,15 @@ DRAINING = 100  # reads of a dead process's pipe, which another that escaped may
 class Child:
     """One process, with its own session: a terminal's Ctrl-C reaches only who started it.
 
-    `code` is its return code as in `subprocess`, None while it runs; `lines` are its last ones.
+    `code` is its return code as in `subprocess`, None while it runs; `lines` are its last ones, and
+    `raised` the last line of its last traceback, which the runtime's own words may follow.
     """
 
     def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str]):
         self.index = index
         self.lines = collections.deque(maxlen=REMEMBERED)
+        self.raised = ""
+        self._in_traceback = False
         self.signalled = False
         self.started = time.monotonic()
         self._begun = b""  # of a line that has not ended
@@ -76,9 +79,15 @@ class Child:
         if self._begun and (not block or len(self._begun) > LONGEST):
             whole, self._begun = [*whole, self._begun], b""
         for line in whole:
-            self.lines.append(line.decode(errors="backslashreplace"))
+            self._remember(line.decode(errors="backslashreplace"))
             show(f"[{self.index}] {self.lines[-1]}")
         return bool(block)
+
+    def _remember(self, line):
+        self.lines.append(line)
+        if self._in_traceback and line[:1].strip():  # the first that is not indented
+            self.raised, self._in_traceback = line, False
+        self._in_traceback |= line == "Traceback (most recent call last):"
 
     def close(self) -> None:
         """Kill it if it runs, wait for it, and close its pipe."""

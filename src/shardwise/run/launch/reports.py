@@ -40,7 +40,8 @@ def _named(child, what, notes):
     note = notes.get(child.index)
     where = "before it noted a step" if note is None else f"at {note.told()}"
     line = f"; its note says: {note.line}" if note is not None and note.line else ""
-    return f"process {child.index} (pid {child.pid}), {where}, {what}{line}"
+    raised = f"; its last traceback ends: {child.raised}" if child.raised else ""
+    return f"process {child.index} (pid {child.pid}), {where}, {what}{line}{raised}"
 
 
 def _ends(children):
