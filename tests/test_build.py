@@ -1,5 +1,6 @@
 """The build, on a miniature book of two tiny chapters: what stops it, what is executed again."""
 
+import ast
 import os
 import re
 import shutil
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("jupyter_book", reason="the book is not built on this stack")
-from shardwise_book import pairs
+import nbformat
+from shardwise_book import execute, pairs
 
 ROOT = Path(__file__).parent.parent
 CHAPTER = """\
@@ -216,6 +218,16 @@ def test_error_that_a_cell_promises_is_shown(book):
     status, printed, _ = book.build()
     assert status == 0, printed
     assert "ZeroDivisionError" in book.page("first")
+
+
+def test_temporary_files_go_with_the_kernel():
+    source = """import os, tempfile
+print(repr((os.getcwd(), tempfile.mkdtemp(), tempfile.gettempdir()))[::-1])"""
+    cells = [nbformat.v4.new_code_cell(source)]
+    ran = execute.run(nbformat.v4.new_notebook(cells=cells), "leaving")
+    # Backwards, since paths of this machine are taken out of what cells print.
+    folders = ast.literal_eval(ran.notebook.cells[0].outputs[0].text.strip()[::-1])
+    assert len(folders) == 3 and not any(map(os.path.exists, folders)), folders
 
 
 def test_dangling_reference_is_an_error_each_time(book):

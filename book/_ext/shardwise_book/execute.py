@@ -87,7 +87,8 @@ class Kernels:
 def run(notebook: nbformat.NotebookNode, name: str, kernels: Kernels | None = None) -> Run:
     """Execute a copy of `notebook` in an empty directory; `name` stands in messages.
 
-    The kernel sees this process's environment, which wins over ENVIRONMENT. `kernels` can stop it.
+    The kernel sees this process's environment, which wins over ENVIRONMENT; temporary files that a
+    chapter leaves behind go with it. `kernels` can stop it.
     """
     kernels = kernels or Kernels()
     notebook = nbformat.from_dict(notebook)
@@ -107,11 +108,11 @@ def run(notebook: nbformat.NotebookNode, name: str, kernels: Kernels | None = No
         on_cell_start=begin,
     )
     failure = None
-    with tempfile.TemporaryDirectory() as empty:
+    with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as temporary:
         client.resources["metadata"] = {"path": empty}
         kernels.clients.add(client)
         try:
-            client.execute(env=environment())
+            client.execute(env=environment() | {"TMPDIR": temporary})
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
             failure = _failure(name, notebook, current[0], lines, _reason(error))
         finally:
