@@ -3,20 +3,26 @@
 found = plan.plan("llama3-8b", "v5p:4x4x8", batch=1024, sequence=8192)
 found.best[0].roles, found.best[0].memory, found.best[0].step, found.best[0].mfu
 found.why_not                                      # what cannot be, and what does not fit
+
+found = plan.own(create, loss, tx, "v5e:4x4", batch)  # a model of your own, over data and fsdp
+print(plan.text(found, top=5))
 """
 
 from shardwise.plan.memory import Memory, Terms
+from shardwise.plan.own import Own, own
 from shardwise.plan.parts import Part
 from shardwise.plan.planning import Candidate, Plan, plan
 from shardwise.plan.presets import PRESETS, preset
 from shardwise.plan.roles import Refusal, Roles
 from shardwise.plan.seconds import Step, Transfer, model_flops
 from shardwise.plan.sent import Sent
+from shardwise.plan.tables import text
 
 __all__ = [
     "PRESETS",
     "Candidate",
     "Memory",
+    "Own",
     "Part",
     "Plan",
     "Refusal",
@@ -26,6 +32,8 @@ __all__ = [
     "Terms",
     "Transfer",
     "model_flops",
+    "own",
     "plan",
     "preset",
+    "text",
 ]

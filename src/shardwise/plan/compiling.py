@@ -49,17 +49,24 @@ def abstract(tree: Any, layout: layouts.Layout, like: Any = None) -> Any:
 def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowered]:
     """The training step of a layout without stages, for the plan's chips; nothing is allocated."""
     mesh = plan.chips.mesh(**(each.sizes or {"data": 1}))
-    kernel = programs.has_kernel(each, plan.sequence)
-    layout = programs.layout(each, plan.config, mesh.abstract, kernel)
-    program = programs.program(each, plan.config, plan.batch, plan.sequence, kernel)
-    tx, create = train.optimizer(), program.create
+    if plan.own:
+        layout, program, tx = plan.own.layout(each, mesh.abstract), plan.own, plan.own.tx
+    else:
+        kernel = programs.has_kernel(each, plan.sequence)
+        layout = programs.layout(each, plan.config, mesh.abstract, kernel)
+        program = programs.program(each, plan.config, plan.batch, plan.sequence, kernel)
+        tx = train.optimizer()
+    create = program.create
     params, state = jax.eval_shape(
         lambda key: layouts.init(layout, create, tx, key), jax.random.key(0)
     )
     state = abstract(state, layout, params)
-    cut = NamedSharding(mesh.abstract, P(layout.rows or None, layout.context or None))
+    axes = [entry or None for entry in (layout.rows, layout.context)]
     batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=cut), program.batch
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh.abstract, P(*axes[: len(x.shape)]))
+        ),
+        program.batch,
     )
     step = layouts.step(layout, program.loss, tx, program.has_aux)
     return mesh, topology.lower(step, abstract(params, layout), state, batch)
@@ -91,6 +98,8 @@ def check(candidate: Candidate, plan: Plan) -> Check:
 
 
 def _expected(each, plan):
+    if plan.own:
+        return None
     given = of_decoder(plan.config), plan.batch, plan.sequence
     (part,) = parts.parts(each, plan.config, *given)
     return inserted.inserted(part)

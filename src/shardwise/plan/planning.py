@@ -44,15 +44,19 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The layouts that fit, best first; what does not fit, with its memory; what cannot be."""
+    """The layouts that fit, best first; what does not fit, with its memory; what cannot be.
 
-    config: Config
+    Of a program of your own there is no `config` and no `sequence`, and `own` has it.
+    """
+
+    config: Config | None
     chips: Chips
     batch: int
-    sequence: int
+    sequence: int | None
     fitting: tuple[Candidate, ...]
     too_large: tuple[Candidate, ...]
     refused: tuple[Refusal, ...]
+    own: Any = None
 
     @property
     def usable(self) -> int:
@@ -63,7 +67,7 @@ class Plan:
     def best(self) -> tuple[Candidate, ...]:
         """Of each division of the devices the best number of microbatches, and remat or none."""
         found = {tuple(c.roles.sizes.items()): c for c in reversed(self.fitting)}
-        return tuple(sorted(found.values(), key=_order))
+        return tuple(sorted(found.values(), key=order))
 
     @property
     def why_not(self) -> dict[str, tuple[int, str]]:
@@ -115,12 +119,12 @@ def plan(
         for each in roles.variants(division, batch):
             found = candidate(each, config, arrays, chips, batch, sequence)
             (fitting if found.memory.total <= usable(chips) else too_large).append(found)
-    fitting.sort(key=_order)
+    fitting.sort(key=order)
     told = tuple(fitting), tuple(too_large), tuple(refused)
     return Plan(config, chips, batch, sequence, *told)
 
 
-def _order(c: Candidate) -> tuple[Any, ...]:
+def order(c: Candidate) -> tuple[Any, ...]:
     """The fastest first; of equally fast ones, what sends least, then what holds least."""
     return c.step.seconds, c.step.hidden + c.step.waited, c.memory.total
 

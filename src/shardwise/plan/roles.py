@@ -100,6 +100,11 @@ def refusal(
     return None
 
 
+def refusal_of_rows(roles: Roles, chips: Chips, rows: int) -> tuple[str, str] | None:
+    """Why rows, or slices, cannot be divided so: (a few words, with numbers)."""
+    return _of_rows(roles, None, None, None, rows, None) or _of_slices(roles, None, None, chips)
+
+
 def _uneven(what, size, role, n):
     fitting = ", ".join(map(str, divisors(size)))
     return f"{what} do not divide over {role}", f"{what}={size} over {n} devices; {fitting} divide"

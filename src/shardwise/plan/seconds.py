@@ -123,7 +123,7 @@ def step(
 
 def _of_part(chip, part, sent, memory, ways):
     peak = chip.peak("bfloat16")  # of narrower and of wider ones no peaks are compared
-    transfers = tuple(Transfer(s, *_time(chip, s, ways)) for s in sent)
+    transfers = tuple(Transfer(s, *over_links(chip, s, ways)) for s in sent)
     read = (3 + part.roles.remat) * part.roles.microbatches * _read(part)
     held = memory.parameters + memory.state
     bandwidth = chip.hbm_bandwidth / chip.devices
@@ -139,7 +139,8 @@ def _read(part):
     return (layer + head) * itemsize(part) / part.roles.tensor
 
 
-def _time(chip, sent, ways):
+def over_links(chip: Chip, sent: Sent, ways: Mapping[str, Way]) -> tuple[tuple[Way, ...], float]:
+    """(what it is sent over, seconds)."""
     over = tuple(ways[role] for role in sent.roles)
     if sent.kind in ("stages", "attention"):
         return over, hop_seconds(chip, over[0], sent.bytes)

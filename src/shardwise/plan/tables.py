@@ -8,12 +8,19 @@ from shardwise.plan.planning import Candidate, Plan
 _GIB, _GB = 2**30, 1e9
 _HELD = ("layout", "parameters", "state")
 _SECONDS = ("arithmetic", "waited", "hidden", "update", "bubble", "step s", "MFU", "at most")
-NOTES = (
-    "Memory in GiB on a device: parameters and state are exact; the rest is a formula, fitted to a "
-    "few programs of one stage, and to none of several. Scores of attention are never kept.",
+_ROOFLINE = (
     "Seconds of a step are a roofline: products at the chip's peak; they wait for activations and "
     "tokens (waited), all else is sent beside them (hidden). At most: nothing waits. MFU counts "
-    "the half of attention that a causal mask lets through.",
+)
+_EXACT = "Memory in GiB on a device: parameters and state are exact; the rest is "
+NOTES = (
+    f"{_EXACT}a formula, fitted to a "
+    "few programs of one stage, and to none of several. Scores of attention are never kept.",
+    f"{_ROOFLINE}the half of attention that a causal mask lets through.",
+)
+NOTES_OF_OWN = (
+    f"{_EXACT}what JAX keeps for the backward pass, and the largest gradient.",
+    f"{_ROOFLINE}three times the forward pass.",
 )
 
 
@@ -32,13 +39,18 @@ def text(plan: Plan, top: int) -> str:
     lines += ["", "Left out:"]
     for why, (count, example) in plan.why_not.items():
         lines.append(f"  {count:6,}  {why}; such as {example}")
-    return "\n".join([*lines, "", *NOTES])
+    return "\n".join([*lines, "", *_notes(plan)])
+
+
+def _notes(plan):
+    return NOTES_OF_OWN if plan.own else NOTES
 
 
 def _title(plan):
     fitting, gib = len(plan.fitting), plan.usable / _GIB
+    of_tokens = f" of {plan.sequence:,} tokens" if plan.sequence else ""
     return (
-        f"{plan.batch:,} rows of {plan.sequence:,} tokens on {plan.chips}, {plan.chips.devices} "
+        f"{plan.batch:,} rows{of_tokens} on {plan.chips}, {plan.chips.devices} "
         f"devices of {gib:.1f} GiB: {fitting:,} layouts fit, in {len(plan.best):,} divisions."
     )
 
@@ -91,7 +103,7 @@ def facts(plan: Plan, top: int) -> dict[str, Any]:
             why: {"count": count, "example": example}
             for why, (count, example) in plan.why_not.items()
         },
-        "notes": list(NOTES),
+        "notes": list(_notes(plan)),
     }
 
 

@@ -1,0 +1,261 @@
+"""Layouts for a model, a loss and an optimizer of your own: rows divided over data and fsdp."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from shardwise import layouts, marks, measure, objective, topology
+from shardwise.fsdp.planning import Stored
+from shardwise.layouts import by_hand
+from shardwise.plan import links, planning, roles
+from shardwise.plan.memory import Memory, Terms
+from shardwise.plan.roles import Refusal, Roles
+from shardwise.plan.seconds import Step, Transfer, over_links
+from shardwise.plan.sent import Sent
+from shardwise.topology import Chips
+
+SETTINGS = ("zero", "min_size", "stacked", "dtype", "reduce_dtype", "remat")
+
+
+def own(
+    create: Callable[..., Any],
+    loss: Callable[..., Any],
+    tx: Any,
+    chips: str | Chips,
+    batch: Any,
+    has_aux: bool = False,
+    slices: int = 1,
+    **settings: Any,
+) -> "planning.Plan":
+    """All divisions of the devices into data and fsdp, with microbatches, by what the loss traces.
+
+    `create(key)`, `loss(params, batch)` and `tx` are those of `layouts.init` and `layouts.step`;
+    of `batch`, all rows of a step, shapes count. `settings` are the layout's: zero, min_size,
+    stacked, dtype, reduce_dtype, remat. Nothing is allocated or run.
+
+    Exact are parameters, state, and what is sent. An estimate is what a step needs besides: what
+    JAX keeps from the forward pass to the backward one, with weights that are gathered or cast, and
+    the gradient of the largest of it, or those of the parameters. (The TPU compiler computes some
+    of it again, and needs more within a layer; what is too large by estimate may still fit:
+    `check` asks.) Seconds are a roofline whose products are counted in the program of one device,
+    compiled for this machine, and grow with the rows; MFU counts three times those of the forward
+    pass. Roles that need marks in the loss (tensor, context, experts, stages) are not proposed;
+    `topology.compile` tells what a layout of these needs.
+
+    Raises:
+      ValueError: no such chips; arrays of the batch with other rows; another setting; what
+        `layouts.predict` and `measure.flops` raise.
+    """
+    chips = topology.chips(chips, slices) if isinstance(chips, str) else chips
+    if unknown := sorted(set(settings) - set(SETTINGS)):
+        raise ValueError(f"plan.own: {unknown[0]}= is no setting here; {', '.join(SETTINGS)} are.")
+    job = Own(create, loss, tx, _shapes(batch), has_aux, settings)
+    rows, fitting, too_large, refused = job.rows, [], [], []
+    for each in _divisions(chips.devices):
+        if told := roles.refusal_of_rows(each, chips, rows):
+            refused.append(Refusal(each, *told))
+            continue
+        for variant in (v for v in roles.variants(each, rows) if not v.remat):
+            found = _candidate(job, variant, chips)
+            is_small = found.memory.total <= planning.usable(chips)
+            (fitting if is_small else too_large).append(found)
+    fitting.sort(key=planning.order)
+    told = tuple(fitting), tuple(too_large), tuple(refused)
+    return planning.Plan(None, chips, rows, None, *told, own=job)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Own:
+    """What `own` was given; `batch` as shapes."""
+
+    create: Callable[..., Any]
+    loss: Callable[..., Any]
+    tx: Any
+    batch: Any
+    has_aux: bool
+    settings: dict[str, Any]
+
+    @functools.cached_property
+    def params(self) -> Any:
+        """Their shapes."""
+        return jax.eval_shape(self.create, jax.random.key(0))
+
+    @property
+    def rows(self) -> int:
+        """Of a step.
+
+        Raises:
+          ValueError: arrays have other numbers of rows, or none.
+        """
+        walked = jax.tree_util.tree_flatten_with_path(self.batch)[0]
+        found = [(jax.tree_util.keystr(k), x.shape[0] if x.shape else 0) for k, x in walked]
+        if len({rows for _, rows in found}) != 1 or not found[0][1]:
+            told = ", ".join(f"{name} {rows}" for name, rows in found)
+            raise ValueError(
+                f"plan.own: expected arrays with as many rows, and one at least; the batch has "
+                f"{told or 'none'}."
+            )
+        return found[0][1]
+
+    def layout(self, each: Roles, mesh: Any) -> layouts.Layout:
+        """On a mesh that has an axis of its own name for each role above 1."""
+        taken = {role: role for role in each.sizes} or {"data": "data"}
+        return layouts.Layout(mesh, **taken, microbatches=each.microbatches, **self.settings)
+
+    def part(self, rows: int) -> Any:
+        """Shapes of so many rows."""
+        cut = lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)  # noqa: E731
+        return jax.tree.map(cut, self.batch)
+
+    def mean(self, params: Any, batch: Any) -> Any:
+        """The loss alone."""
+        return objective.quotient(objective.normal(self.loss, self.has_aux)(params, batch)[0])
+
+    @functools.cached_property
+    def flops(self) -> tuple[float, float]:
+        """(of a row's forward pass, of both), in a program for one device."""
+        # Of one row, gradients of weights are outer products, which are not counted.
+        given, count = (self.params, self.part(2)), []
+        for program in (self.mean, jax.value_and_grad(self.mean, allow_int=True)):
+            count.append(measure.flops(jax.jit(program).lower(*given).compile()) / 2)
+        return count[0], count[1]
+
+    @functools.cached_property
+    def gathers_again(self) -> bool:
+        """Whether weights are gathered once more in the backward pass, by the loss's own doing."""
+        return _gathers_again(self)
+
+    @functools.cached_property
+    def _kept(self):
+        return {}
+
+    def kept(self, stored: tuple[Stored, ...], rows: int) -> tuple[int, int]:
+        """Bytes that JAX keeps from forward to backward for so many rows, and of one gradient.
+
+        It is that of the largest array that is kept. Weights that are cut or cast count whole,
+        where they are gathered and kept.
+        """
+        given = rows, tuple(s.cut is not None for s in stored)
+        if given not in self._kept:
+            self._kept[given] = _residuals(self, stored, rows)
+        return self._kept[given]
+
+
+def _shapes(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
+
+
+def _divisions(devices):
+    return (Roles(data=devices // n, fsdp=n) for n in roles.divisors(devices))
+
+
+def _residuals(job, stored, rows):
+    """By the jaxpr: outputs of the forward pass that are no inputs of it."""
+    dtype, treedef = job.settings.get("dtype"), jax.tree.structure(job.params)
+    taken = functools.partial(_taken, dtype)
+
+    def forward(params, batch):
+        def mean(params):
+            pairs = zip(jax.tree.leaves(params), stored, strict=True)
+            now = [x if s.stacked else taken(x, s.cut is not None) for x, s in pairs]
+            with marks.bind(use=lambda tree: jax.tree.map(taken, tree)):
+                return job.mean(jax.tree.unflatten(treedef, now), batch)
+
+        return jax.tree.leaves(jax.vjp(mean, params)[1])
+
+    jaxpr = jax.make_jaxpr(forward)(job.params, job.part(rows)).jaxpr
+    kept = {v for v in jaxpr.outvars if not isinstance(v, Literal)} - {*jaxpr.invars}
+    sizes = [v.aval.size * v.aval.dtype.itemsize for v in kept]
+    floats = [v.aval for v in kept if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+    width = lambda x: jnp.dtype(dtype or x.dtype).itemsize  # noqa: E731
+    return sum(sizes), max((x.size * width(x) for x in floats), default=0)
+
+
+def _taken(dtype, x, is_cut=True):
+    """A gather, or a cast, makes another array, which nobody had: so does a barrier, in a trace."""
+    is_cast = dtype is not None and jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype != dtype
+    x = x.astype(dtype) if is_cast else x
+    return jax.lax.optimization_barrier(x) if is_cut or is_cast else x
+
+
+def _gathers_again(job):
+    """Whether the loss calls `marks.use` in what it rematerialises."""
+
+    def mean(params, batch):
+        with marks.bind(use=lambda tree: jax.tree.map(jax.lax.optimization_barrier, tree)):
+            return job.mean(params, batch)
+
+    def found(jaxpr, again):
+        for eqn in jaxpr.eqns:
+            if again and eqn.primitive.name == "optimization_barrier":
+                return True
+            inner = again or eqn.primitive.name in ("checkpoint", "remat", "remat2")
+            if any(found(sub, inner) for sub in _inside(eqn)):
+                return True
+        return False
+
+    return found(jax.make_jaxpr(mean)(job.params, job.part(1)).jaxpr, False)
+
+
+def _inside(eqn):
+    """The jaxprs among an equation's parameters."""
+    for value in eqn.params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            each = getattr(each, "jaxpr", each)
+            if hasattr(each, "eqns"):
+                yield each
+
+
+def _candidate(job, each, chips):
+    mesh = chips.mesh(**(each.sizes or {"data": 1})).abstract
+    layout = job.layout(each, mesh)
+    told = layouts.predict(layout, job.params, job.batch, job.tx, remat=job.gathers_again or None)
+    kept, largest = job.kept(
+        by_hand.plan(layout, job.params), job.rows // each.rows // each.microbatches
+    )
+    held = told.held["parameters"]
+    terms = Terms(
+        gradients=held,
+        weights=0.0,
+        kept=kept,
+        layer=0.0,
+        around=0.0,
+        logits=largest,
+        summed=held if each.microbatches > 1 else 0.0,
+    )
+    memory = Memory(held, told.held["state"], told.held["batch"], terms)
+    kinds = {("fsdp",): "weights"}
+    sent = tuple(Sent(axes, kinds.get(axes, "gradients"), n) for axes, n in told.sent.items())
+    forward, both = job.flops
+    return planning.Candidate(
+        roles=each,
+        memory=memory,
+        sent=sent,
+        step=_step(job, each, chips, memory, sent, both * job.rows / chips.devices),
+        flops=3 * forward * job.rows,
+        peak=chips.chip.peak() * chips.devices,
+    )
+
+
+def _step(job, each, chips, memory, sent, flops):
+    chip, ways = chips.chip, links.lay(chips, tuple(each.sizes.items()))
+    bandwidth = chip.hbm_bandwidth / chip.devices
+    dtype = job.settings.get("dtype")
+    whole = sum(
+        math.prod(x.shape) * jnp.dtype(dtype or x.dtype).itemsize
+        for x in jax.tree.leaves(job.params)
+    )
+    moved = 2 * (memory.parameters + memory.state) + memory.terms.gradients + memory.terms.summed
+    return Step(
+        arithmetic=flops / chip.peak("bfloat16"),
+        weights=3 * each.microbatches * whole / bandwidth,
+        update=moved / bandwidth,
+        transfers=tuple(Transfer(s, *over_links(chip, s, ways)) for s in sent),
+        bubble=0.0,
+    )

@@ -1,0 +1,157 @@
+"""`plan.own`: a stranger's model, loss and optimizer, by formula, by trace, and by the compiler."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from shardwise import mesh, model, objective, plan, topology, train
+from shardwise.plan import programs, tables
+
+mesh.simulate(8)
+ROWS, WIDE, HIDDEN = 64, 128, 256
+
+
+def create(key):
+    draw = jax.random.normal(key, (WIDE, HIDDEN)) / 8
+    return {"into": draw, "out": draw.T * 2, "bias": jnp.zeros(HIDDEN)}
+
+
+def loss(params, batch):
+    hidden = jnp.tanh(batch["x"] @ params["into"] + params["bias"][None])
+    return jnp.mean((hidden @ params["out"] - batch["y"]) ** 2)
+
+
+def batch(rows=ROWS):
+    x = jax.ShapeDtypeStruct((rows, WIDE), jnp.float32)
+    return {"x": x, "y": x}
+
+
+@functools.cache
+def usual():
+    return own()
+
+
+def own(chips="v5e:2x4", given=None, **settings):
+    given = batch() if given is None else given
+    return plan.own(create, loss, optax.adam(1e-2), chips, given, **settings)
+
+
+def test_memory_of_two_products_is_the_count():
+    """What tanh gave, and its slope's factor; what is left of y, twice, and the weights used."""
+    found = {(c.roles.fsdp, c.roles.microbatches): c for c in usual().fitting}
+    assert {n for n, _ in found} == {1, 2, 4, 8} and {m for _, m in found} == {1, 2, 4, 8}
+    size, rows = 4 * (2 * WIDE * HIDDEN + HIDDEN), ROWS // 8
+    for n in (1, 8):
+        held = found[n, 1].memory
+        assert (held.parameters, held.state) == (size // n, 2 * size // n + 4)
+        assert held.batch == 2 * 4 * rows * WIDE
+    cut, whole = found[8, 1].memory.terms, found[1, 1].memory.terms
+    # Of the weights the backward pass needs the last alone: x has no gradient.
+    assert cut.kept - whole.kept == 4 * WIDE * HIDDEN
+    assert 4 * rows * (HIDDEN + WIDE) <= whole.kept <= 4 * rows * 2 * (HIDDEN + WIDE)
+    assert whole.gradients == size and whole.summed == 0
+    assert found[1, 4].memory.terms.summed == size
+    assert found[1, 4].memory.terms.kept == whole.kept // 4
+
+
+def test_seconds_are_those_of_the_products():
+    step = usual().fitting[0].step
+    chip = topology.chips("v5e:2x4").chip
+    products = 5 * 2 * ROWS * WIDE * HIDDEN  # two forward, two for weights, one for what is between
+    assert step.arithmetic == pytest.approx(products / 8 / chip.peak("bfloat16"))
+    assert usual().fitting[0].flops == 3 * 2 * 2 * ROWS * WIDE * HIDDEN
+
+
+def test_weights_in_another_dtype_are_kept_in_it():
+    plans = usual(), own(dtype=jnp.bfloat16)
+    of_eight = [
+        next(c for c in p.fitting if c.roles.fsdp == 8 and c.roles.microbatches == 1) for p in plans
+    ]
+    wide, narrow = of_eight
+    assert wide.memory.parameters == narrow.memory.parameters
+    assert narrow.memory.terms.kept < wide.memory.terms.kept
+    sent = [sum(s.bytes for s in c.sent if s.kind == "weights") for c in of_eight]
+    assert sent[0] / sent[1] == pytest.approx(2, rel=0.01)
+
+
+@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_of_the_books_decoder_it_is_the_planners(remat):
+    """State and bytes sent; products but for what no formula of products has."""
+    config = model.Config(vocab=256, embed=64, layers=2, heads=4, kv_heads=4, head_dim=16, mlp=128)
+    known = plan.plan(config, "v5e:2x4", 16, 64)
+    program = programs.program(plan.Roles(remat=remat), config, 16, 64)
+    job = program.create, program.loss, train.optimizer()
+    found = {c.roles: c for c in plan.own(*job, "v5e:2x4", program.batch).fitting}
+    seen = 0
+    assert len(found) == 8  # four divisions, in one microbatch or two
+    for c in known.fitting:
+        if c.roles.remat == remat and not set(c.roles.sizes) - {"data", "fsdp"}:
+            ours = found[c.roles.__class__(**{**vars(c.roles), "remat": False})]
+            assert ours.memory.parameters == c.memory.parameters
+            assert ours.memory.state == c.memory.state
+            by_axes = [{s.roles: 0.0 for s in p.sent} for p in (ours, c)]
+            for total, p in zip(by_axes, (ours, c), strict=True):
+                for s in p.sent:
+                    total[s.roles] += s.bytes
+            assert by_axes[0] == pytest.approx(by_axes[1])
+            seen += 1
+    assert seen == len(found)
+
+
+class Mixer(nn.Module):
+    """A block of an MLP-Mixer in Linen, with dropout left out and a norm."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.Dense(16)(nn.gelu(nn.Dense(32)(jnp.swapaxes(nn.LayerNorm()(x), 1, 2))))
+        x = x + jnp.swapaxes(y, 1, 2)
+        return nn.Dense(10)(x.mean(1))
+
+
+def images():
+    pixels = jax.ShapeDtypeStruct((32, 16, 48), jnp.uint8)
+    return {"patches": pixels, "label": jax.ShapeDtypeStruct((32,), jnp.int32)}
+
+
+def classify(params, batch):
+    logits = Mixer().apply(params, batch["patches"] / 255)
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return objective.Mean(each.sum(), jnp.float32(each.size)), {"right": jnp.sum(each)}
+
+
+def mixer(chips="v5e:2x4"):
+    make = lambda key: Mixer().init(key, jnp.zeros((1, 16, 48)))  # noqa: E731
+    return plan.own(make, classify, optax.adamw(1e-3), chips, images(), has_aux=True)
+
+
+def test_a_strangers_module_has_a_plan_to_read():
+    found = mixer()
+    assert {c.roles.fsdp for c in found.fitting} == {1, 2, 4, 8}
+    told = plan.text(found, top=4)
+    assert told.startswith("32 rows on 8 v5e") or told.startswith("32 rows on")
+    assert tables.NOTES_OF_OWN[0] in told and tables.facts(found, 2)["sequence"] is None
+
+
+def test_rows_that_do_not_divide_are_left_out_with_the_reason():
+    found = own("v5e:4x4", batch(24))
+    assert not found.fitting and found.why_not
+    assert "24" in str(found.why_not)
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ({"tensor": "model"}, "tensor= is no setting here; zero, min_size"),
+        ({"given": {"x": jnp.zeros((4, 2)), "y": jnp.zeros((5, 2))}}, r"\['x'\] 4, \['y'\] 5"),
+        ({"given": {"x": jnp.zeros(())}}, r"\['x'\] 0"),
+        ({"given": {}}, "the batch has none"),
+        ({"chips": "v5e"}, "v5e"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(change, told):
+    with pytest.raises(ValueError, match=told):
+        own(**change)
