@@ -479,12 +479,10 @@ def test_bytes_of_a_stage_by_hand_are_the_formula(schedule):
         assert {held[device] for device in devices.flat} == {found.held["parameters"]}
 
 
-def test_a_prediction_of_stages_needs_the_loss():
-    layout, (_, create) = layouts.LAYOUTS["stage, fsdp by hand"](8), parts(2)
+@pytest.mark.parametrize("name", ["stage, fsdp by hand", "stage, fsdp"])
+def test_a_prediction_of_stages_needs_the_loss(name):
+    layout, (_, create) = layouts.LAYOUTS[name](8), parts(2)
     with pytest.raises(ValueError, match="which stage reads what the loss tells: give loss="):
-        layouts.predict(layout, jax.eval_shape(create, KEY), batches()[0])
-    layout = layouts.LAYOUTS["stage, fsdp"](8)
-    with pytest.raises(ValueError, match="formulas are for layouts by hand"):
         layouts.predict(layout, jax.eval_shape(create, KEY), batches()[0])
 
 

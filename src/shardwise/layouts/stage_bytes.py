@@ -19,11 +19,12 @@ Sent = dict[tuple[str, ...], float]
 
 
 class StageBytes(NamedTuple):
-    """`held` and `sent` as in a `Prediction`, and the parameters' shapes there."""
+    """`held` and `sent` as in a `Prediction`, the parameters' shapes there, if it has the ends."""
 
     held: dict[str, int]
     sent: Sent
     shapes: Any
+    ends: tuple[bool, bool]
 
 
 def of_stage(
@@ -41,7 +42,8 @@ def of_stage(
         pieces = state_layout(jax.eval_shape(tx.init, placed.abstract()), placed)
         held["state"] = sum(map(one.held, pieces))
     here = [jax.ShapeDtypeStruct(one.shape(p), p.dtype) for p in placed.layout]
-    return StageBytes(held, one.sent(), jax.tree.unflatten(placed.structure, here))
+    ends = stage == 0, one.plan.traced.stages[stage].last
+    return StageBytes(held, one.sent(), jax.tree.unflatten(placed.structure, here), ends)
 
 
 class _Stage(NamedTuple):
@@ -66,8 +68,10 @@ class _Stage(NamedTuple):
         """Bytes that one device sends in a step."""
         found: Sent = {}
         own, m = self.plan.traced.stages[self.stage], self.layout.microbatches
-        for i, x in zip(own.rows, self.plan.stages[self.stage].form.stage.params, strict=True):
-            self._parameter(list(own.rows).index(i), i, x, found)
+        if self.layout.by_hand:  # else no axis within the stage cuts rows, sequence or parameters
+            params = self.plan.stages[self.stage].form.stage.params
+            for place, (i, x) in enumerate(zip(own.rows, params, strict=True)):
+                self._parameter(place, i, x, found)
         back = [x for x in own.carry if jnp.issubdtype(x.dtype, jnp.inexact)]
         passed = back if own.last else [*back, *own.outputs]
         size = sum(math.prod(x.shape) * x.dtype.itemsize for x in passed)
