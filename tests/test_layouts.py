@@ -316,6 +316,24 @@ def test_an_error_names_what_was_called(name, called):
             layouts.init(layout, lambda key: params, optax.sgd(1.0), KEY, squares, odd)
 
 
+@pytest.mark.parametrize("name", ["stage", "stage, fsdp", "stage, fsdp, tensor by hand"])
+def test_a_loss_without_a_mark_is_told_where_stages_end(name):
+    def unmarked(params, batch):
+        return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+    layout, params = layouts.LAYOUTS[name](8), {"w": np.ones((8, 8), np.float32)}
+    given, n = (unmarked, {"x": np.ones((16, 8), np.float32)}), layout.size("stage")
+    asked = {
+        "place": lambda: layouts.place(layout, params, *given),
+        "init": lambda: layouts.init(layout, lambda key: params, optax.sgd(1.0), KEY, *given),
+        "predict": lambda: layouts.predict(layout, params, given[1], loss=unmarked),
+    }
+    told = rf"no stage boundary.* on {n} ranks along 'stage' takes {n}.*stage_boundary\(x\) where"
+    for called, ask in asked.items():
+        with pytest.raises(ValueError, match=rf"^layouts.{called}: .*{told}.* need {n - 1} of"):
+            ask()
+
+
 def test_arrays_that_do_not_divide_are_refused_or_left_whole_by_the_compiler():
     layout, params = layouts.LAYOUTS["fsdp by compiler"](8), {"bias": jnp.ones(10)}
     with pytest.raises(ValueError, match=r"bias of shape \(10,\).*uneven='replicate'"):

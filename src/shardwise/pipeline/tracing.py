@@ -179,11 +179,7 @@ def _relocate(asked, mesh):
 def _schedule(asked, stages):
     ranks = asked.mesh.shape[asked.axis]
     if isinstance(asked.schedule, str):
-        if asked.schedule not in schedules.SCHEDULES:
-            raise ValueError(
-                f"{asked.who}: no schedule {asked.schedule!r}; there are "
-                f"{', '.join(schedules.SCHEDULES)}."
-            )
+        checks.schedule(asked.who, asked.schedule, stages, ranks, asked.axis)
         return schedules.SCHEDULES[asked.schedule](stages, ranks, asked.microbatches)
     schedule = schedules.from_tasks(asked.schedule)
     schedules.check(schedule)
