@@ -365,13 +365,42 @@ UNDIVIDED = {
 @pytest.mark.parametrize("name", UNDIVIDED)
 def test_what_does_not_divide_is_told_what_would(name):
     layout, sizes, told = UNDIVIDED[name]
-    config = dataclasses.replace(CONFIG, **sizes)
+    layout, config = layouts.LAYOUTS[layout](8), dataclasses.replace(CONFIG, **sizes)
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
-    loss = functools.partial(train.loss, graphdef=graphdef)
+    loss, create = functools.partial(train.loss, graphdef=graphdef), lambda _: params
     shapes = jax.eval_shape(functools.partial(_create, config), KEY)
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    with pytest.raises(ValueError, match=told):
-        layouts.place(layouts.LAYOUTS[layout](8), params, loss, tokens(16, 32))
+    given, tx = (loss, tokens(16, 32)), optax.sgd(1.0)
+    with pytest.raises(ValueError, match=rf"^layouts.place: .*{told}"):
+        layouts.place(layout, params, *given)
+    with pytest.raises(ValueError, match=rf"^layouts.init: .*{told}"):
+        layouts.init(layout, create, tx, KEY, *given)
+    with pytest.raises(ValueError, match=rf"^layouts.predict: .*{told}"):
+        layouts.predict(layout, params, given[1], loss=loss)
+
+
+@pytest.mark.parametrize("name", ["fsdp by compiler", "stage, fsdp", "stage, fsdp by hand"])
+def test_an_error_of_a_rule_names_what_was_called(name):
+    layout = layouts.LAYOUTS[name](8)
+    params, batch = {"w": np.ones((9, 9), np.float32)}, {"x": np.ones((16, 9), np.float32)}
+
+    def loss(params, batch):
+        x = batch["x"]
+        for _ in range(layout.size("stage") - 1):
+            x = marks.stage_boundary(x @ params["w"])
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    told = r"w of shape \(9, 9\) has no axis that divides over 'fsdp'"
+    with pytest.raises(ValueError, match=rf"^layouts.place: .*{told}"):
+        layouts.place(layout, params, loss, batch)
+    with pytest.raises(ValueError, match=rf"^layouts.init: .*{told}"):
+        layouts.init(layout, lambda key: params, optax.sgd(1.0), KEY, loss, batch)
+
+
+def test_an_error_of_how_arrays_are_stored_names_what_was_called():
+    layout = dataclasses.replace(layouts.LAYOUTS["fsdp"](8), stacked="layers")
+    with pytest.raises(ValueError, match=r"^layouts.place: stacked='layers' finds no array"):
+        layouts.place(layout, {"w": np.ones((8, 8), np.float32)})
 
 
 @pytest.mark.parametrize("name", ["tensor, sequence", "fsdp, tensor"])

@@ -1,7 +1,8 @@
 """Which rules a layout has for parameters."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -75,6 +76,16 @@ def parameter_rule(layout: Layout, zero: int = 3) -> Any:
     given = layout.stacked if callable(layout.stacked) else None
     options = dict(over=over, stacked=given, uneven=layout.uneven)
     return rules.FSDPRule(_entry(layout.fsdp), layout.min_size, **options)
+
+
+@contextlib.contextmanager
+def naming(who: str) -> Iterator[None]:
+    """Errors of the rules and stores within name what was called; also to decorate a rule with."""
+    try:
+        yield
+    except ValueError as error:
+        told = str(error).removeprefix("layouts: ").removeprefix("fsdp.place: ")
+        raise ValueError(f"{who}: {told}") from error
 
 
 def stored(layout: Layout, tree: Any, specs: Sequence[P], mesh: Mesh) -> tuple[fsdp.Stored, ...]:

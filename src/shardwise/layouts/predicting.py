@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from shardwise.fsdp import Stored
 from shardwise.layouts import activation_bytes, held_bytes, stage_bytes
 from shardwise.layouts.layout import Layout
+from shardwise.layouts.placing import naming
 from shardwise.objective import wide
 
 Axes = tuple[str, ...]
@@ -69,8 +70,10 @@ def predict(
     if layout.stage:
         return _of_stage(layout, params, batch, tx, again, (loss, has_aux, stage))
     shapes, asked = _abstract(params), _asked(layout)
+    with naming("layouts.predict"):
+        arrays = held_bytes.arrays(layout, shapes)
     sent: dict[Axes, float] = {}
-    for s, x in zip(held_bytes.arrays(layout, shapes), jax.tree.leaves(shapes), strict=True):
+    for s, x in zip(arrays, jax.tree.leaves(shapes), strict=True):
         _parameter(asked, s, x, again, sent)
     every = (*layout.context, *layout.rows)
     _add(sent, every, 2 * 8 * _share(layout, every))  # the total and the count, in float32

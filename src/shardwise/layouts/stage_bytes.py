@@ -34,8 +34,9 @@ def of_stage(
 
     Which tasks read a parameter, and so gather it, the cut loss tells.
     """
-    function = staged.value_and_grad(layout, loss, has_aux, "sum", "layouts.predict")
-    placed = staged.located(layout, shapes, function, batch)
+    who = "layouts.predict"
+    function = staged.value_and_grad(layout, loss, has_aux, "sum", who)
+    placed = staged.located(layout, shapes, function, batch, who)
     one = _Stage(layout, function.plan(placed, batch), stage)
     held = {"parameters": sum(map(one.held, placed.layout))}
     if tx is not None:

@@ -180,7 +180,10 @@ def _schedule(asked, stages):
     ranks = asked.mesh.shape[asked.axis]
     if isinstance(asked.schedule, str):
         checks.schedule(asked.who, asked.schedule, stages, ranks, asked.axis)
-        return schedules.SCHEDULES[asked.schedule](stages, ranks, asked.microbatches)
+        try:
+            return schedules.SCHEDULES[asked.schedule](stages, ranks, asked.microbatches)
+        except ValueError as error:
+            raise ValueError(f"{asked.who}: {error}") from error
     schedule = schedules.from_tasks(asked.schedule)
     schedules.check(schedule)
     given = (schedule.stages, schedule.devices, schedule.microbatches)
