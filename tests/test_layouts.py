@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import COMBINED, ROLES, layout_of
 from flax import nnx
 
 from shardwise import (
@@ -128,13 +129,6 @@ def test_a_layout_is_one_device(name):
     check(layouts.LAYOUTS[name](8), optimizer)
 
 
-ROLES = ("stage", "data", "fsdp", "expert", "context", "tensor")
-COMBINED = [
-    (*roles, by)
-    for by in ("hand", "compiler")
-    for size in (2, 3)
-    for roles in itertools.combinations(ROLES, size)
-]
 # With FAST, in which each pair of roles occurs; on four devices, where that is enough.
 PAIRS = {
     ("data", "context", "hand"),
@@ -157,13 +151,8 @@ def test_what_is_fast_has_every_pair_of_roles_and_every_role_both_ways():
 
 @pytest.mark.parametrize("case", marked(COMBINED, PAIRS), ids=lambda case: "-".join(case))
 def test_roles_combine(case):
-    *roles, by = case
-    settings = dict(microbatches=4 if "stage" in roles else 2, by=by)
-    if by == "hand" and "context" in roles:
-        settings["attention"] = "zigzag" if "fsdp" in roles else "ulysses"
-    n = 4 if case in PAIRS and len(roles) == 2 else 8
-    optimizer = "adafactor" if COMBINED.index(case) % 2 else "adamw"
-    check(catalogue.over(tuple(roles), n, **settings), optimizer)
+    layout = layout_of(case, 4 if case in PAIRS and len(case) == 3 else 8)
+    check(layout, "adafactor" if COMBINED.index(case) % 2 else "adamw")
 
 
 @pytest.mark.parametrize("shared", marked(["fsdp", "data"], {"fsdp"}))
