@@ -6,7 +6,9 @@ on two cores.
 
 Full training steps (loss, gradients, AdamW, donation) of one decoder, and of one with experts, on
 eight simulated CPU devices in one process. All bytes are those of one device; `sent` has those of
-each mesh axis, and after a slash what the formula says of axes by hand.
+each mesh axis, and after a slash what the formula says of axes by hand; of a layout by the
+compiler, what it asks for (`layouts.predict`, without the tokens that travel to experts), which
+`tests/test_layouts_asked.py` compares cause by cause.
 
 Temporaries are compared three times: `of best` with the least of all rows of the same roles; `of
 same` with the least of the same strategy too, for ZeRO 1 and 2 hold weights or gradients whole, and
@@ -48,7 +50,17 @@ def ours(name):
     row = kind(name, layout.mesh, step, state, decoders.batch(), whole)
     row.layout, row.bench, row.strategy = layout, bench, floors.strategy(layout)
     row.limit = formulas.by_hand(layout, bench) if layout.by_hand else None
+    row.asked = row.limit or asked(layout, bench)
     return row
+
+
+def asked(layout, bench):
+    """{mesh axes: bytes} that a layout by the compiler asks for; the most of any stage."""
+    given = bench.abstract, decoders.batch()
+    more = dict(remat=bench.config.remat, loss=bench.loss, has_aux=bench.mixed)
+    stages = range(layout.size("stage"))
+    found = [layouts.predict(layout, *given, stage=stage, **more).sent for stage in stages]
+    return max(found, key=lambda sent: sum(sent.values()))
 
 
 def others(chosen):
@@ -62,7 +74,7 @@ def others(chosen):
             bench = decoders.of(layout)
             for row in alternatives.of(layout, bench):
                 if isinstance(row, rounds.Row):
-                    row.layout, row.bench, row.limit = layout, bench, None
+                    row.layout, row.bench, row.limit, row.asked = layout, bench, None, {}
                 found.append(row)
     return found
 
@@ -98,7 +110,7 @@ def one_device(bench):
     grid = mesh.make(data=1)
     row = rounds.Row("one device", grid, jax.jit(bench.step, donate_argnums=(0, 1)), state, batch)
     row.layout, row.bench = layouts.Layout(grid, data="data"), bench
-    row.limit, row.strategy = None, ""
+    row.limit, row.asked, row.strategy = None, {}, ""
     return row
 
 
@@ -157,11 +169,10 @@ def _cells(row, same, fastest, roles):
         times = (f"{row.median:.3f}", f"{row.median / fastest:.2f}")
     held = (_mb(row.memory.arguments), _mb(row.memory.temporaries))
     found = [f"{compared(row, group)[0]:.2f}" for group in (same, _like(row, same))]
-    limit = row.limit or {}
     sent = "; ".join(
         f"{'×'.join(axes)} {_mb(row.sent.get(axes, 0))}"
-        + (f"/{_mb(limit[axes])}" if axes in limit else "")
-        for axes in dict.fromkeys([*row.sent, *limit])
+        + (f"/{_mb(row.asked[axes])}" if axes in row.asked else "")
+        for axes in dict.fromkeys([*row.sent, *row.asked])
     )
     return roles, row.name, *times, *held, *found, *_floor(row), sent or "-"
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import COMBINED, ROLES, layout_of
 from flax import nnx
 
 from shardwise import (
@@ -128,13 +129,6 @@ def test_a_layout_is_one_device(name):
     check(layouts.LAYOUTS[name](8), optimizer)
 
 
-ROLES = ("stage", "data", "fsdp", "expert", "context", "tensor")
-COMBINED = [
-    (*roles, by)
-    for by in ("hand", "compiler")
-    for size in (2, 3)
-    for roles in itertools.combinations(ROLES, size)
-]
 # With FAST, in which each pair of roles occurs; on four devices, where that is enough.
 PAIRS = {
     ("data", "context", "hand"),
@@ -157,13 +151,8 @@ def test_what_is_fast_has_every_pair_of_roles_and_every_role_both_ways():
 
 @pytest.mark.parametrize("case", marked(COMBINED, PAIRS), ids=lambda case: "-".join(case))
 def test_roles_combine(case):
-    *roles, by = case
-    settings = dict(microbatches=4 if "stage" in roles else 2, by=by)
-    if by == "hand" and "context" in roles:
-        settings["attention"] = "zigzag" if "fsdp" in roles else "ulysses"
-    n = 4 if case in PAIRS and len(roles) == 2 else 8
-    optimizer = "adafactor" if COMBINED.index(case) % 2 else "adamw"
-    check(catalogue.over(tuple(roles), n, **settings), optimizer)
+    layout = layout_of(case, 4 if case in PAIRS and len(case) == 3 else 8)
+    check(layout, "adafactor" if COMBINED.index(case) % 2 else "adamw")
 
 
 @pytest.mark.parametrize("shared", marked(["fsdp", "data"], {"fsdp"}))
@@ -316,6 +305,24 @@ def test_an_error_names_what_was_called(name, called):
             layouts.init(layout, lambda key: params, optax.sgd(1.0), KEY, squares, odd)
 
 
+@pytest.mark.parametrize("name", ["stage", "stage, fsdp", "stage, fsdp, tensor by hand"])
+def test_a_loss_without_a_mark_is_told_where_stages_end(name):
+    def unmarked(params, batch):
+        return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+    layout, params = layouts.LAYOUTS[name](8), {"w": np.ones((8, 8), np.float32)}
+    given, n = (unmarked, {"x": np.ones((16, 8), np.float32)}), layout.size("stage")
+    asked = {
+        "place": lambda: layouts.place(layout, params, *given),
+        "init": lambda: layouts.init(layout, lambda key: params, optax.sgd(1.0), KEY, *given),
+        "predict": lambda: layouts.predict(layout, params, given[1], loss=unmarked),
+    }
+    told = rf"no stage boundary.* on {n} ranks along 'stage' takes {n}.*stage_boundary\(x\) where"
+    for called, ask in asked.items():
+        with pytest.raises(ValueError, match=rf"^layouts.{called}: .*{told}.* need {n - 1} of"):
+            ask()
+
+
 def test_arrays_that_do_not_divide_are_refused_or_left_whole_by_the_compiler():
     layout, params = layouts.LAYOUTS["fsdp by compiler"](8), {"bias": jnp.ones(10)}
     with pytest.raises(ValueError, match=r"bias of shape \(10,\).*uneven='replicate'"):
@@ -347,13 +354,42 @@ UNDIVIDED = {
 @pytest.mark.parametrize("name", UNDIVIDED)
 def test_what_does_not_divide_is_told_what_would(name):
     layout, sizes, told = UNDIVIDED[name]
-    config = dataclasses.replace(CONFIG, **sizes)
+    layout, config = layouts.LAYOUTS[layout](8), dataclasses.replace(CONFIG, **sizes)
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
-    loss = functools.partial(train.loss, graphdef=graphdef)
+    loss, create = functools.partial(train.loss, graphdef=graphdef), lambda _: params
     shapes = jax.eval_shape(functools.partial(_create, config), KEY)
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    with pytest.raises(ValueError, match=told):
-        layouts.place(layouts.LAYOUTS[layout](8), params, loss, tokens(16, 32))
+    given, tx = (loss, tokens(16, 32)), optax.sgd(1.0)
+    with pytest.raises(ValueError, match=rf"^layouts.place: .*{told}"):
+        layouts.place(layout, params, *given)
+    with pytest.raises(ValueError, match=rf"^layouts.init: .*{told}"):
+        layouts.init(layout, create, tx, KEY, *given)
+    with pytest.raises(ValueError, match=rf"^layouts.predict: .*{told}"):
+        layouts.predict(layout, params, given[1], loss=loss)
+
+
+@pytest.mark.parametrize("name", ["fsdp by compiler", "stage, fsdp", "stage, fsdp by hand"])
+def test_an_error_of_a_rule_names_what_was_called(name):
+    layout = layouts.LAYOUTS[name](8)
+    params, batch = {"w": np.ones((9, 9), np.float32)}, {"x": np.ones((16, 9), np.float32)}
+
+    def loss(params, batch):
+        x = batch["x"]
+        for _ in range(layout.size("stage") - 1):
+            x = marks.stage_boundary(x @ params["w"])
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    told = r"w of shape \(9, 9\) has no axis that divides over 'fsdp'"
+    with pytest.raises(ValueError, match=rf"^layouts.place: .*{told}"):
+        layouts.place(layout, params, loss, batch)
+    with pytest.raises(ValueError, match=rf"^layouts.init: .*{told}"):
+        layouts.init(layout, lambda key: params, optax.sgd(1.0), KEY, loss, batch)
+
+
+def test_an_error_of_how_arrays_are_stored_names_what_was_called():
+    layout = dataclasses.replace(layouts.LAYOUTS["fsdp"](8), stacked="layers")
+    with pytest.raises(ValueError, match=r"^layouts.place: stacked='layers' finds no array"):
+        layouts.place(layout, {"w": np.ones((8, 8), np.float32)})
 
 
 @pytest.mark.parametrize("name", ["tensor, sequence", "fsdp, tensor"])
@@ -479,12 +515,10 @@ def test_bytes_of_a_stage_by_hand_are_the_formula(schedule):
         assert {held[device] for device in devices.flat} == {found.held["parameters"]}
 
 
-def test_a_prediction_of_stages_needs_the_loss():
-    layout, (_, create) = layouts.LAYOUTS["stage, fsdp by hand"](8), parts(2)
+@pytest.mark.parametrize("name", ["stage, fsdp by hand", "stage, fsdp"])
+def test_a_prediction_of_stages_needs_the_loss(name):
+    layout, (_, create) = layouts.LAYOUTS[name](8), parts(2)
     with pytest.raises(ValueError, match="which stage reads what the loss tells: give loss="):
-        layouts.predict(layout, jax.eval_shape(create, KEY), batches()[0])
-    layout = layouts.LAYOUTS["stage, fsdp"](8)
-    with pytest.raises(ValueError, match="formulas are for layouts by hand"):
         layouts.predict(layout, jax.eval_shape(create, KEY), batches()[0])
 
 

@@ -484,6 +484,12 @@ def test_errors_are_named():
         ),
         (
             ValueError,
+            "no stage boundary.* zb_v on 2 ranks along 'stage' takes 4.* 4 stages need 3 of",
+            make,
+            dict(loss=lambda p, b: jnp.mean(b["x"] * p["shift"][None]), schedule="zb_v"),
+        ),
+        (
+            ValueError,
             "microbatches of 1 rows do not divide among the 2 devices",
             make,
             dict(grid=mesh.make(stage=2, data=2), microbatches=8, rows=P("data")),

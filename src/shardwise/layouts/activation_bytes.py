@@ -13,13 +13,21 @@ from shardwise.layouts.meanings import attention
 
 
 def add(
-    layout: Layout, shapes: Any, batch: Any, again: bool, sent: dict[tuple[str, ...], float]
+    layout: Layout,
+    shapes: Any,
+    batch: Any,
+    again: bool,
+    sent: dict[tuple[str, ...], float],
+    ends: tuple[bool, bool] = (True, True),
 ) -> None:
-    """Add what a device sends in a step to `sent`, {mesh axes: bytes}; `again` with remat."""
+    """Add what a device sends in a step to `sent`, {mesh axes: bytes}; `again` with remat.
+
+    `ends` tells whether it has the embedding, and the head.
+    """
     if layout.context:
         _attention(layout, shapes, batch, again, sent)
     if layout.tensor:
-        _tensor(layout, shapes, batch, sent)
+        _tensor(layout, shapes, batch, sent, *ends)
 
 
 def _attention(layout, shapes, batch, again, sent):
@@ -55,7 +63,7 @@ def _heads(shapes):
     return [sizes[name] for name in wanted] if all(n in sizes for n in wanted) else None
 
 
-def _tensor(layout, shapes, batch, sent):
+def _tensor(layout, shapes, batch, sent, first, last):
     """Megatron's sums, for models of these layers."""
     embed = [
         x.shape[x.ndim - len(axes) + axes.index("embed")]
@@ -70,7 +78,9 @@ def _tensor(layout, shapes, batch, sent):
     length //= layout.size("context")
     n, itemsize = layout.size("tensor"), jnp.dtype(layout.dtype or found[-1]).itemsize
     given = n, rows // parts, length, embed[0], found[0], itemsize, layout.sequence
-    _add(sent, layout.tensor, tensor.bytes_sent(*given).total)
+    told = tensor.bytes_sent(*given)
+    of_ends = first * told.embedding + last * (told.head + told.loss)
+    _add(sent, layout.tensor, told.layers + told.norms + of_ends)
 
 
 def _tokens(batch):

@@ -27,17 +27,18 @@ def place(layout: Layout, tree: Any) -> Any:
 def init(layout: Layout, tx: Any, params: Any) -> Any:
     """The optimizer's state, each array cut as its parameter; by ZeRO 1 and 2, more than it."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    return rules.jit(tx.init, layout.mesh, out_rules=_state_rule(layout, shapes))(params)
+    return rules.jit(tx.init, layout.mesh, out_rules=state_rule(layout, shapes))(params)
 
 
 def update(layout: Layout, tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
     """`tx.update`, what comes out laid out as what went in; inside jit."""
     updates, state = tx.update(grads, opt_state, params)
-    state = rules.constrain_tree(state, _state_rule(layout, params), layout.mesh)
+    state = rules.constrain_tree(state, state_rule(layout, params), layout.mesh)
     return rules.constrain_tree(updates, parameter_rule(layout), layout.mesh), state
 
 
-def _state_rule(layout, params):
+def state_rule(layout: Layout, params: Any) -> rules.Rule:
+    """The rule of an optimizer's state for these parameters, which may be abstract."""
     return rules.follow(parameter_rule(layout, zero=1), params, other=P())
 
 

@@ -1,7 +1,8 @@
 """Which rules a layout has for parameters."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,8 +10,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardwise import rules
+from shardwise import fsdp, rules
 from shardwise import tree as trees
+from shardwise.fsdp.planning import leaves_of
 from shardwise.layouts.layout import Layout
 
 EXPERTS = "experts"  # the logical axis
@@ -74,6 +76,37 @@ def parameter_rule(layout: Layout, zero: int = 3) -> Any:
     given = layout.stacked if callable(layout.stacked) else None
     options = dict(over=over, stacked=given, uneven=layout.uneven)
     return rules.FSDPRule(_entry(layout.fsdp), layout.min_size, **options)
+
+
+@contextlib.contextmanager
+def naming(who: str) -> Iterator[None]:
+    """Errors of the rules and stores within name what was called; also to decorate a rule with."""
+    try:
+        yield
+    except ValueError as error:
+        told = str(error).removeprefix("layouts: ").removeprefix("fsdp.place: ")
+        raise ValueError(f"{who}: {told}") from error
+
+
+def stored(layout: Layout, tree: Any, specs: Sequence[P], mesh: Mesh) -> tuple[fsdp.Stored, ...]:
+    """How arrays are kept that lie as these specs say: as by hand, but nothing is padded."""
+    leaves = list(leaves_of(tree, stacked(layout, tree)))
+    own = [P()] * len(leaves)
+    if layout.expert:
+        own = jax.tree.leaves(expert_rule(layout)(tree, mesh), is_leaf=lambda x: isinstance(x, P))
+    found = []
+    for (path, x, is_stacked), spec, apart in zip(leaves, specs, own, strict=True):
+        entries = [() if e is None else e for e in spec]
+        entries = [(e,) if isinstance(e, str) else tuple(e) for e in entries]
+        taken = {i for i, entry in enumerate(apart) if entry}
+        cut = [i for i, e in enumerate(entries) if e and e == layout.fsdp and i not in taken]
+        beside = [tuple(n for n in e if n in layout.tensor) or None for e in entries]
+        at = cut[0] if cut else None
+        size = x.shape[at] if cut else None
+        beside = tuple(beside) if any(beside) else ()
+        told = at, size, beside, tuple(apart)
+        found.append(fsdp.Stored(path, x.shape, is_stacked, *told))
+    return tuple(found)
 
 
 def cast(layout: Layout, params: Any) -> Any:

@@ -8,11 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwise.fsdp.optimizing import state_layout
-from shardwise.fsdp.planning import Stored
-from shardwise.fsdp.storage import Sharded
-from shardwise.layouts import activation_bytes, by_hand, stage_bytes
+from shardwise.fsdp import Stored
+from shardwise.layouts import activation_bytes, held_bytes, stage_bytes
 from shardwise.layouts.layout import Layout
+from shardwise.layouts.placing import naming
 from shardwise.objective import wide
 
 Axes = tuple[str, ...]
@@ -46,45 +45,47 @@ def predict(
 ) -> Prediction:
     """The `Prediction` for parameters and a batch, of which shapes count; `tx` adds its state.
 
-    Of a layout by hand. What runs along axes by hand is exact in the lowered program, and in the
-    compiled one for CPU: parameters, their gradients, attention; a mixture's dispatch is left out,
-    since it depends on what a router chooses (`experts.bytes_sent`). Along the tensor axis it is
-    Megatron's formula, and a compiler does what it does (`tensor.bytes_sent`). Attention's sizes
-    are read from the parameters' logical axes, heads, kv_heads and head_dim. `remat` says whether
-    layers are rematerialised, by default whether the layout does it.
+    What runs along axes by hand is exact in the lowered program, and in the compiled one for CPU:
+    parameters, their gradients, attention; a mixture's dispatch is left out, since it depends on
+    what a router chooses (`experts.bytes_sent`). Along the tensor axis it is Megatron's formula,
+    and a compiler does what it does (`tensor.bytes_sent`). Attention's sizes are read from the
+    parameters' logical axes, heads, kv_heads and head_dim. `remat` says whether layers are
+    rematerialised, by default whether the layout does it.
+
+    By the compiler, `held` is exact, and `sent` what the layout asks for, not what is inserted: the
+    bytes of the same roles by hand, with keys and values gathered along context. No equality is
+    promised; a compiler may sum where a scatter would do, repeat a gather, or lay out anew what
+    lies otherwise. What it inserted, `measure.collectives` counts in the compiled program.
 
     With stages, the `loss` (and `has_aux`) tells which stage reads what, and a device of the stage
     of number `stage` is predicted: what is held of it, but for the batch, and what its tasks send;
     along the stage axis, to the stages beside it. A parameter that the loss gives to `marks.use`
-    counts as used once in a stage.
+    counts as used once in a stage. The loss is traced as by hand, and has the marks for it.
 
     Raises:
-      ValueError: a layout by the compiler, whose bytes its programs tell; stages, and no loss.
+      ValueError: stages, and no loss; context, and parameters without these logical axes; what
+        `place` says of arrays, and tracing by hand of a loss.
     """
-    if not layout.by_hand:
-        raise ValueError(
-            "layouts.predict: formulas are for layouts by hand, whose collectives are written out; "
-            "lower and compile this one's step, and count with measure.collectives."
-        )
     again = (layout.remat is not None) if remat is None else remat
     if layout.stage:
         return _of_stage(layout, params, batch, tx, again, (loss, has_aux, stage))
-    shapes = _abstract(params)
-    stored = by_hand.plan(layout, shapes)
-    sharded = Sharded(shapes, stored, layout.mesh, layout.fsdp)
-    arrays = list(zip(stored, jax.tree.leaves(shapes), strict=True))
-    held = {"parameters": _held(layout, arrays), "batch": _batch_held(layout, batch)}
-    if tx is not None:
-        state = jax.eval_shape(tx.init, shapes)
-        kept = zip(state_layout(state, sharded), jax.tree.leaves(state), strict=True)
-        held["state"] = _held(layout, kept)
+    shapes, asked = _abstract(params), _asked(layout)
+    with naming("layouts.predict"):
+        arrays = held_bytes.arrays(layout, shapes)
     sent: dict[Axes, float] = {}
-    for s, x in arrays:
-        _parameter(layout, s, x, again, sent)
+    for s, x in zip(arrays, jax.tree.leaves(shapes), strict=True):
+        _parameter(asked, s, x, again, sent)
     every = (*layout.context, *layout.rows)
     _add(sent, every, 2 * 8 * _share(layout, every))  # the total and the count, in float32
-    activation_bytes.add(layout, shapes, batch, again, sent)
-    return Prediction(held, sent)
+    activation_bytes.add(asked, shapes, batch, again, sent)
+    return Prediction(held_bytes.held(layout, shapes, batch, tx), sent)
+
+
+def _asked(layout):
+    """The layout by hand that sends what this one asks for."""
+    if layout.by == "hand":
+        return layout
+    return dataclasses.replace(layout, by="hand", attention="all_gather", kernel=None)
 
 
 def _of_stage(layout, params, batch, tx, again, told):
@@ -92,9 +93,10 @@ def _of_stage(layout, params, batch, tx, again, told):
         raise ValueError(
             "layouts.predict: with stages, which stage reads what the loss tells: give loss=."
         )
-    found = stage_bytes.of_stage(layout, _abstract(params), batch, tx, *told)
+    asked = _asked(layout)
+    found = stage_bytes.of_stage(asked, _abstract(params), batch, tx, *told)
     sent = dict(found.sent)
-    activation_bytes.add(layout, found.shapes, batch, again, sent)
+    activation_bytes.add(asked, found.shapes, batch, again, sent, found.ends)
     return Prediction(found.held, sent)
 
 
@@ -102,31 +104,9 @@ def _abstract(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 
-def _held(layout, arrays):
-    """Bytes of one device's shares of these arrays."""
-    return sum(_elements(layout, s) * x.dtype.itemsize for s, x in arrays)
-
-
-def _elements(layout, s: Stored):
-    """Those of one device's share."""
-    whole = math.prod(s.shape)
-    if s.cut is not None:
-        whole = whole // s.shape[s.cut] * s.padded
-    return whole // math.prod(layout.mesh.shape[a] for e in s.spec(layout.fsdp) for a in _names(e))
-
-
-def _batch_held(layout, batch):
-    total = 0
-    for x in jax.tree.leaves(batch):
-        columns = layout.size("context") if jnp.ndim(x) > 1 else 1
-        parts = math.prod(layout.mesh.shape[name] for name in layout.rows) * columns
-        total += math.prod(jnp.shape(x)) * jnp.result_type(x).itemsize // parts
-    return total
-
-
 def _parameter(layout, s: Stored, x, again, sent):
     """Its gathers, and the reduction of its gradient."""
-    held = _elements(layout, s)
+    held = held_bytes.elements(layout, s)
     used = layout.dtype or x.dtype
     over = [name for name in (*layout.context, *layout.rows) if name not in s.apart_axes()]
     if s.cut is not None:
@@ -149,7 +129,3 @@ def _share(layout, axes):
 def _add(sent, axes, size):
     if size:
         sent[tuple(axes)] = sent.get(tuple(axes), 0) + size
-
-
-def _names(entry):
-    return entry if isinstance(entry, tuple) else (entry,) if entry else ()

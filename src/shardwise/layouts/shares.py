@@ -10,11 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp, pipeline
 from shardwise.fsdp.gathering import How, all_gather, cast, scatter
-from shardwise.fsdp.planning import leaves_of
 from shardwise.fsdp.storage import rebuild
 from shardwise.fsdp.using import Use, reads_of, use_of
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.placing import expert_rule, stacked
+from shardwise.layouts.placing import stored
 
 Shape = jax.ShapeDtypeStruct
 
@@ -126,11 +125,11 @@ def shares(
       ValueError: what `fsdp.value_and_grad` says of reads outside `marks.use`.
     """
     tree = params.abstract()
-    stored = _stored(layout, params, tree, mesh)
-    sharded = fsdp.Sharded(tree, stored, mesh, layout.fsdp)
+    kept = stored(layout, tree, [piece.spec for piece in params.layout], mesh)
+    sharded = fsdp.Sharded(tree, kept, mesh, layout.fsdp)
     by_hand = tuple(name for name in mesh.axis_names if name not in layout.tensor)
     told = sharded, layout.dtype, layout.reduce_dtype, by_hand
-    hows = tuple(How.of(s, *told) for s in stored)
+    hows = tuple(How.of(s, *told) for s in kept)
     at_use = hows if layout.zero == 3 else [None] * len(hows)
 
     def of_leaves(arrays, *rest, **options):
@@ -138,25 +137,3 @@ def shares(
 
     found = reads_of(of_leaves, sharded, at_use, layout.dtype, batch, args, options)
     return Shares(layout, sharded, hows, use_of(found, sharded, at_use))
-
-
-def _stored(layout, params, tree, mesh):
-    """How each array is kept, as its spec says; nothing is padded within a stage."""
-    leaves = list(leaves_of(tree, stacked(layout, tree)))
-    own = [P()] * len(leaves)
-    if layout.expert:
-        specs = expert_rule(layout)(tree, mesh)
-        own = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
-    found = []
-    for piece, (path, _, is_stacked), apart in zip(params.layout, leaves, own, strict=True):
-        entries = [() if e is None else e for e in piece.spec]
-        entries = [(e,) if isinstance(e, str) else tuple(e) for e in entries]
-        taken = {i for i, entry in enumerate(apart) if entry}
-        cut = [i for i, e in enumerate(entries) if e and e == layout.fsdp and i not in taken]
-        beside = [tuple(n for n in e if n in layout.tensor) or None for e in entries]
-        at = cut[0] if cut else None
-        size = piece.shape[at] if cut else None
-        beside = tuple(beside) if any(beside) else ()
-        told = at, size, beside, tuple(apart)
-        found.append(fsdp.Stored(path, piece.shape, is_stacked, *told))
-    return tuple(found)

@@ -19,11 +19,12 @@ Sent = dict[tuple[str, ...], float]
 
 
 class StageBytes(NamedTuple):
-    """`held` and `sent` as in a `Prediction`, and the parameters' shapes there."""
+    """`held` and `sent` as in a `Prediction`, the parameters' shapes there, if it has the ends."""
 
     held: dict[str, int]
     sent: Sent
     shapes: Any
+    ends: tuple[bool, bool]
 
 
 def of_stage(
@@ -33,15 +34,17 @@ def of_stage(
 
     Which tasks read a parameter, and so gather it, the cut loss tells.
     """
-    function = staged.value_and_grad(layout, loss, has_aux, "sum", "layouts.predict")
-    placed = staged.located(layout, shapes, function, batch)
+    who = "layouts.predict"
+    function = staged.value_and_grad(layout, loss, has_aux, "sum", who)
+    placed = staged.located(layout, shapes, function, batch, who)
     one = _Stage(layout, function.plan(placed, batch), stage)
     held = {"parameters": sum(map(one.held, placed.layout))}
     if tx is not None:
         pieces = state_layout(jax.eval_shape(tx.init, placed.abstract()), placed)
         held["state"] = sum(map(one.held, pieces))
     here = [jax.ShapeDtypeStruct(one.shape(p), p.dtype) for p in placed.layout]
-    return StageBytes(held, one.sent(), jax.tree.unflatten(placed.structure, here))
+    ends = stage == 0, one.plan.traced.stages[stage].last
+    return StageBytes(held, one.sent(), jax.tree.unflatten(placed.structure, here), ends)
 
 
 class _Stage(NamedTuple):
@@ -66,8 +69,10 @@ class _Stage(NamedTuple):
         """Bytes that one device sends in a step."""
         found: Sent = {}
         own, m = self.plan.traced.stages[self.stage], self.layout.microbatches
-        for i, x in zip(own.rows, self.plan.stages[self.stage].form.stage.params, strict=True):
-            self._parameter(list(own.rows).index(i), i, x, found)
+        if self.layout.by_hand:  # else no axis within the stage cuts rows, sequence or parameters
+            params = self.plan.stages[self.stage].form.stage.params
+            for place, (i, x) in enumerate(zip(own.rows, params, strict=True)):
+                self._parameter(place, i, x, found)
         back = [x for x in own.carry if jnp.issubdtype(x.dtype, jnp.inexact)]
         passed = back if own.last else [*back, *own.outputs]
         size = sum(math.prod(x.shape) * x.dtype.itemsize for x in passed)

@@ -24,7 +24,7 @@ from shardwise import marks, pipeline
 from shardwise.fsdp.batches import Divided
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings, order
-from shardwise.layouts.placing import cast, parameter_rule
+from shardwise.layouts.placing import cast, naming, parameter_rule
 from shardwise.layouts.shares import shares
 
 
@@ -63,21 +63,29 @@ def place(
     layout: Layout, tree: Any, loss: Callable, batch: Any, has_aux: bool
 ) -> pipeline.Pipelined:
     """Parameters on the stages that read them."""
-    like = value_and_grad(layout, loss, has_aux, "sum", "layouts.place")
-    return pipeline.place(tree, like, batch, rule=parameter_rule(layout, zero=1))
+    who = "layouts.place"
+    like = value_and_grad(layout, loss, has_aux, "sum", who)
+    return pipeline.place(tree, like, batch, rule=_rule(layout, who))
 
 
 def create(
     layout: Layout, function: Callable, key: Any, loss: Callable, batch: Any, has_aux: bool
 ) -> pipeline.Pipelined:
     """`place(layout, function(key), ...)`, each array born on its stages."""
-    like = value_and_grad(layout, loss, has_aux, "sum", "layouts.init")
-    return pipeline.create(function, key, like, batch, rule=parameter_rule(layout, zero=1))
+    who = "layouts.init"
+    like = value_and_grad(layout, loss, has_aux, "sum", who)
+    return pipeline.create(function, key, like, batch, rule=_rule(layout, who))
 
 
-def located(layout: Layout, shapes: Any, like: Any, batch: Any) -> pipeline.Pipelined:
+def _rule(layout, who):
+    """That of parameters, whose errors name what was called."""
+    rule = parameter_rule(layout, zero=1)
+    return rule if isinstance(rule, P) else naming(who)(rule)
+
+
+def located(layout: Layout, shapes: Any, like: Any, batch: Any, who: str) -> pipeline.Pipelined:
     """`place`, of shapes: where arrays would live, and no arrays."""
-    pieces, meshes = pipeline.located(shapes, like, batch, rule=parameter_rule(layout, zero=1))
+    pieces, meshes = pipeline.located(shapes, like, batch, rule=_rule(layout, who))
     return pipeline.Pipelined({}, pieces, jax.tree.structure(shapes), meshes)
 
 
@@ -98,5 +106,6 @@ def lower(
             "layouts.step(layout, loss, tx) returns to topology.lower, with abstract arguments."
         )
     shapes = jax.eval_shape(create, jax.random.key(0))
-    function = value_and_grad(layout, loss, has_aux, "sum", "layouts.lower")
-    return pipeline.lower(function, located(layout, shapes, function, batch), tx, batch)
+    who = "layouts.lower"
+    function = value_and_grad(layout, loss, has_aux, "sum", who)
+    return pipeline.lower(function, located(layout, shapes, function, batch, who), tx, batch)

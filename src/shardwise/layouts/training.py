@@ -10,6 +10,7 @@ import optax
 from shardwise import fsdp, pipeline
 from shardwise.layouts import by_compiler, by_hand, freezing, staged
 from shardwise.layouts.layout import Layout
+from shardwise.layouts.placing import naming
 
 
 def place(
@@ -28,7 +29,12 @@ def place(
     """
     if layout.stage:
         return staged.place(layout, tree, *_told(loss, batch), has_aux)
-    return by_hand.place(layout, tree) if layout.by_hand else by_compiler.place(layout, tree)
+    return _placed(layout, tree, "layouts.place")
+
+
+def _placed(layout, tree, who):
+    with naming(who):
+        return by_hand.place(layout, tree) if layout.by_hand else by_compiler.place(layout, tree)
 
 
 def whole(layout: Layout, tree: Any) -> Any:
@@ -57,7 +63,7 @@ def init(
     if layout.stage:
         params = staged.create(layout, create, key, *_told(loss, batch), has_aux)
         return params, pipeline.init(tx, params)
-    params = jax.jit(lambda key: place(layout, create(key)))(key)
+    params = jax.jit(lambda key: _placed(layout, create(key), "layouts.init"))(key)
     if layout.by_hand:
         return params, fsdp.init(tx, params)
     return params, by_compiler.init(layout, tx, params)

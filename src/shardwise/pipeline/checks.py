@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardwise import objective
+from shardwise import objective, schedules
 from shardwise.pipeline.placing import Pipelined
 
 WHO = "pipeline.value_and_grad"  # what errors name, if not what called it
@@ -105,6 +105,32 @@ def count(who: str, loss: objective.Traced, microbatches: int) -> None:
             f"known before the first backward pass: use one microbatch, or a count from the batch "
             f"alone."
         )
+
+
+def schedule(who: str, name: str, stages: int, ranks: int, axis: str) -> None:
+    """There is one of this name; and where it takes several stages, the loss has a mark."""
+    if name not in schedules.SCHEDULES:
+        raise ValueError(
+            f"{who}: no schedule {name!r}; there are {', '.join(schedules.SCHEDULES)}."
+        )
+    if stages > 1:  # too many or too few, the schedule says
+        return
+    least = (n for n in range(1, 2 * ranks + 1) if _takes(name, n, ranks))
+    if (wanted := next(least, 1)) > 1:
+        raise ValueError(
+            f"{who}: the loss has no stage boundary, so that all of it is one stage, and {name} on "
+            f"{ranks} ranks along {axis!r} takes {wanted}. Write x = marks.stage_boundary(x) where "
+            f"a stage ends, on all that it hands to the next, between layers and in no loop; "
+            f"{wanted} stages need {wanted - 1} of these marks."
+        )
+
+
+def _takes(name, stages, ranks):
+    enough = 2 * stages  # microbatches, of which some want as many as stages
+    try:
+        return schedules.SCHEDULES[name](stages, ranks, enough)
+    except ValueError:
+        return None
 
 
 def concatenated(who: str, ways: list[str], tree: Any) -> None:

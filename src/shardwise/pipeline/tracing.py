@@ -179,12 +179,11 @@ def _relocate(asked, mesh):
 def _schedule(asked, stages):
     ranks = asked.mesh.shape[asked.axis]
     if isinstance(asked.schedule, str):
-        if asked.schedule not in schedules.SCHEDULES:
-            raise ValueError(
-                f"{asked.who}: no schedule {asked.schedule!r}; there are "
-                f"{', '.join(schedules.SCHEDULES)}."
-            )
-        return schedules.SCHEDULES[asked.schedule](stages, ranks, asked.microbatches)
+        checks.schedule(asked.who, asked.schedule, stages, ranks, asked.axis)
+        try:
+            return schedules.SCHEDULES[asked.schedule](stages, ranks, asked.microbatches)
+        except ValueError as error:
+            raise ValueError(f"{asked.who}: {error}") from error
     schedule = schedules.from_tasks(asked.schedule)
     schedules.check(schedule)
     given = (schedule.stages, schedule.devices, schedule.microbatches)

@@ -4,12 +4,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from shardwise.layouts.catalogue import ORDER
 from shardwise.model import Config
 from shardwise.plan.arrays import Arrays, divides
 from shardwise.topology import Chips
-
-# As `layouts.catalogue` orders mesh axes: from the links that carry least to those that carry most.
-ORDER = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
