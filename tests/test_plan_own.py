@@ -1,6 +1,7 @@
 """`plan.own`: a stranger's model, loss and optimizer, by formula, by trace, and by the compiler."""
 
 import functools
+import importlib.util
 
 import flax.linen as nn
 import jax
@@ -9,7 +10,7 @@ import optax
 import pytest
 
 from shardwise import mesh, model, objective, plan, topology, train
-from shardwise.plan import programs, tables
+from shardwise.plan import compiling, programs, tables
 
 mesh.simulate(8)
 ROWS, WIDE, HIDDEN = 64, 128, 256
@@ -155,3 +156,15 @@ def test_rows_that_do_not_divide_are_left_out_with_the_reason():
 def test_what_cannot_be_planned_is_said(change, told):
     with pytest.raises(ValueError, match=told):
         own(**change)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+def test_the_compiler_is_asked_as_for_the_decoder():
+    found = mixer()
+    chosen = next(c for c in found.fitting if c.roles.fsdp == 8)
+    said = compiling.check(chosen, found)
+    assert said.fit and said.compiled is not None
+    ours = sum(s.bytes for s in chosen.sent)
+    assert said.lowered == ours + 2 * 4 * 7 / 8  # aux is one number, summed over devices
+    assert sum(d.written for d in said.differences.values()) == pytest.approx(said.lowered)

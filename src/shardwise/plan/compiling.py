@@ -99,7 +99,7 @@ def check(candidate: Candidate, plan: Plan) -> Check:
 
 def _expected(each, plan):
     if plan.own:
-        return None
+        return ()
     given = of_decoder(plan.config), plan.batch, plan.sequence
     (part,) = parts.parts(each, plan.config, *given)
     return inserted.inserted(part)

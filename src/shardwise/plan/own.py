@@ -32,21 +32,24 @@ def own(
     has_aux: bool = False,
     slices: int = 1,
     **settings: Any,
-) -> "planning.Plan":
+) -> planning.Plan:
     """All divisions of the devices into data and fsdp, with microbatches, by what the loss traces.
 
     `create(key)`, `loss(params, batch)` and `tx` are those of `layouts.init` and `layouts.step`;
     of `batch`, all rows of a step, shapes count. `settings` are the layout's: zero, min_size,
     stacked, dtype, reduce_dtype, remat. Nothing is allocated or run.
 
-    Exact are parameters, state, and what is sent. An estimate is what a step needs besides: what
-    JAX keeps from the forward pass to the backward one, with weights that are gathered or cast, and
-    the gradient of the largest of it, or those of the parameters. (The TPU compiler computes some
-    of it again, and needs more within a layer; what is too large by estimate may still fit:
-    `check` asks.) Seconds are a roofline whose products are counted in the program of one device,
-    compiled for this machine, and grow with the rows; MFU counts three times those of the forward
-    pass. Roles that need marks in the loss (tensor, context, experts, stages) are not proposed;
-    `topology.compile` tells what a layout of these needs.
+    Exact are parameters, state, and what is sent (but for sums of aux). An estimate is what a step
+    needs besides: what JAX keeps from the forward pass to the backward one, with weights that are
+    gathered or cast, and the gradient of the largest of it, or those of the parameters. The TPU
+    compiler computes some of it again, and needs more within a layer: `benchmarks/plan_own.py` has
+    both. What is too large by estimate may still fit: `compiling.check(candidate, found)` asks the
+    compiler, for each of `found.fitting` and `found.too_large`.
+
+    Seconds are a roofline. Products are counted in the program of one device, compiled for this
+    machine, and taken to grow with the rows; MFU counts three times those of the forward pass.
+    Roles that need marks in the loss (tensor, context, experts, stages) are not proposed; what a
+    layout of these needs `topology.compile` tells.
 
     Raises:
       ValueError: no such chips; arrays of the batch with other rows; another setting; what
@@ -62,7 +65,7 @@ def own(
             refused.append(Refusal(each, *told))
             continue
         for variant in (v for v in roles.variants(each, rows) if not v.remat):
-            found = _candidate(job, variant, chips)
+            found = candidate(job, variant, chips)
             is_small = found.memory.total <= planning.usable(chips)
             (fitting if is_small else too_large).append(found)
     fitting.sort(key=planning.order)
@@ -212,7 +215,8 @@ def _inside(eqn):
                 yield each
 
 
-def _candidate(job, each, chips):
+def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
+    """What a layout costs, whether it fits or not."""
     mesh = chips.mesh(**(each.sizes or {"data": 1})).abstract
     layout = job.layout(each, mesh)
     told = layouts.predict(layout, job.params, job.batch, job.tx, remat=job.gathers_again or None)
