@@ -468,7 +468,9 @@ def test_a_strategy_counts_no_more_links_than_lead_to_its_group(chips, axes):
         assert len(found) >= 2  # a scatter that became a sum goes with the other
         for beside in found:
             named.add(beside.op.strategy)
-            assert beside.lanes == neighbours(made, beside.op), beside.op.strategy
+            name = beside.op.strategy
+            around = 2 if "1D" in name or name == "StrategyRing" else 6
+            assert beside.lanes == min(around, neighbours(made, beside.op)), name
             expected = beside.op.ring_bytes / (beside.lanes * bandwidth)
             assert beside.seconds == pytest.approx(expected)
     assert {name.startswith("UniDirection") for name in named} == {True, False}
