@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise import cut, marks, measure, model, train
+from shardwise.cut import rows as cut_rows
 
 WIDE, ROWS = 8, 4
 
@@ -67,11 +68,11 @@ def in_stages(loss, params, *data, halves):
     return out, backward(params, out, ran, halves)
 
 
-def check(loss, params, *data):
+def check(loss, params, *data, rtol=1e-4):
     expected = alone(loss, params, *data)
     out, ran = forward(loss, params, *data)
     for halves in (False, True):
-        assert_close((out, backward(params, out, ran, halves)), expected)
+        assert_close((out, backward(params, out, ran, halves)), expected, rtol)
 
 
 # Plain chains, cut anywhere.
@@ -154,6 +155,31 @@ def test_rows_read_twice_or_never_stay_whole():
     parts, _ = cut.stages(overlapping, params, x)
     assert [s.rows for s in parts] == [{0: None}, {0: None}]
     check(overlapping, params, x)
+
+
+@pytest.mark.parametrize("narrow", [[jnp.bfloat16], [jnp.bfloat16, jnp.float16], []])
+def test_rows_of_cast_parameters_are_casts_of_rows(narrow):
+    """Of one that is cast before it is sliced, a stage holds its rows and casts no others."""
+
+    def loss(params, x):
+        cast = params
+        for dtype in narrow:
+            cast = jax.tree.map(lambda w, dtype=dtype: w.astype(dtype), cast)
+        x = jnp.tanh(x @ cast["w"][0:1].sum(0) @ cast["read whole"][0])
+        x = marks.stage_boundary(x) @ cast["w"][1:4].sum(0)
+        return jnp.sum(x @ cast["read whole"].sum(0)), jnp.float32(1)
+
+    params = {"w": draw(4, WIDE, WIDE), "read whole": draw(2, WIDE, WIDE, seed=1)}
+    x, whole, w = draw(ROWS, WIDE), *range(2)
+    parts, _ = cut.stages(loss, params, x)
+    assert [s.rows for s in parts] == [{whole: None, w: (0, 1)}, {whole: None, w: (1, 4)}]
+    for stage, rows in zip(parts, (1, 3), strict=True):
+        assert [x.shape[0] for x in stage.params] == [2, rows]
+        assert [x.dtype for x in stage.params] == [jnp.float32] * 2
+        traced = jax.make_jaxpr(stage.function)(stage.params, stage.inputs, stage.carry)
+        cast = [e.invars[0].aval for e in traced.eqns if e.primitive.name == cut_rows.CAST]
+        assert {x.shape[0] for x in cast if x.ndim == 3} <= {2, rows}  # 2: what is read whole
+    check(loss, params, x, rtol=2e-2 if narrow else 1e-4)  # terms are rounded, then added
 
 
 def test_masks_keys_constants_and_integers():

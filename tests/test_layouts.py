@@ -435,6 +435,27 @@ def test_a_checkpoint_restores_under_another_layout(pair, tmp_path):
             np.testing.assert_array_equal(a, b)
 
 
+def test_stages_by_the_compiler_hold_and_cast_their_own_layers_alone():
+    """A cast before the layers are cut is a cast after: each stage holds half, as without one."""
+    grid, (loss, create) = mesh.make(stage=2, model=2), parts(2)
+    roles = dict(stage="stage", tensor="model", by="compiler", microbatches=2)
+    layout, batch = layouts.Layout(grid, dtype=jnp.bfloat16, **roles), batches()[0]
+    params = jax.jit(create)(KEY)
+    placed = layouts.place(layout, params, loss, batch)
+    plain = layouts.place(dataclasses.replace(layout, dtype=None), params, loss, batch)
+    assert measure.bytes_on_devices(placed) == measure.bytes_on_devices(plain)
+
+    def narrow(params, batch):
+        return parts()[0](jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch)
+
+    value, grads = jax.jit(objective.value_and_grad(narrow))(params, batch)
+    ours, ours_grads = layouts.value_and_grad(layout, loss)(placed, batch)
+    np.testing.assert_allclose(ours, value, rtol=2e-5)
+    pairs = zip(*map(jax.tree.leaves, (layouts.whole(layout, ours_grads), grads)), strict=True)
+    for a, b in pairs:  # those of two microbatches are rounded, then added
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-2 * np.abs(b).max())
+
+
 @pytest.mark.slow
 def test_a_checkpoint_goes_through_every_layout_and_comes_back(tmp_path):
     """Each layout restores what the one before saved, and saves it again: bit for bit."""

@@ -428,6 +428,54 @@ def test_a_carried_gather_is_covered_by_the_product_that_carries_it():
     assert "not a measurement" in repr(found)
 
 
+def neighbours(made, op):
+    """The fewest chips of its own group that a chip has beside it; of a group on a ring, two."""
+    places, found = made.coordinates, []
+    for group in op.groups:
+        cells = [places[i][:3] for i in group]
+        apart = [[sum(abs(a - b) for a, b in zip(x, y, strict=True)) for y in cells] for x in cells]
+        found += [row.count(1) for row in apart]
+    return min(found)
+
+
+ON_LINKS = [
+    ("v5e:2x4", dict(x=8)),
+    ("v5p:2x2x2", dict(x=8)),
+    pytest.param("v5e:2x4", dict(y=4, x=2), marks=pytest.mark.slow),
+    pytest.param("v5p:2x2x2", dict(y=2, x=4), marks=pytest.mark.slow),
+    pytest.param("v5p:2x2x2", dict(y=4, x=2), marks=pytest.mark.slow),
+]
+
+
+@needs_libtpu
+@pytest.mark.parametrize("chips, axes", ON_LINKS)
+def test_a_strategy_counts_no_more_links_than_lead_to_its_group(chips, axes):
+    """Whatever it is called and however many colors it has, for a small array and a large one."""
+    mesh, named = topology.chips(chips).mesh(**axes), set()
+    chip, bandwidth = mesh.chips.chip, mesh.chips.chip.link_bandwidth
+
+    def each(share, whole):
+        gathered = jax.lax.all_gather(share, "x", tiled=True)
+        scattered = jax.lax.psum_scatter(whole, "x", tiled=True)
+        return gathered, scattered, jax.lax.psum(whole * 2, "x")
+
+    program = manual(mesh, each, (P("x"), P()), (P(), P("x"), P()))
+    for rows in (64, 4096):
+        share, whole = sharded(mesh, (rows, 4096), "x"), sharded(mesh, (rows, 4096))
+        made = compiled(mesh, program, share, whole)
+        found = [b for b in measure.overlap(made, chip).found if b.op.groups]
+        found = [b for b in found if b.op.kind != "collective-permute"]
+        assert len(found) >= 2  # a scatter that became a sum goes with the other
+        for beside in found:
+            named.add(beside.op.strategy)
+            name = beside.op.strategy
+            around = 2 if "1D" in name or name == "StrategyRing" else 6
+            assert beside.lanes == min(around, neighbours(made, beside.op)), name
+            expected = beside.op.ring_bytes / (beside.lanes * bandwidth)
+            assert beside.seconds == pytest.approx(expected)
+    assert {name.startswith("UniDirection") for name in named} == {True, False}
+
+
 @needs_libtpu
 @pytest.mark.slow
 def test_the_products_beside_a_permute_are_those_between_its_lines():

@@ -76,8 +76,6 @@ def compare(part, layout, program, shapes):
     assert held == expected.held
     ours = sent.by_role(s for s in sent.sent(part) if s.kind not in ("tokens", "counts"))
     theirs = {tuple(sorted(k)): v for k, v in expected.sent.items()}
-    if part.roles.stage > 1 and part.roles.tensor > 1:
-        del ours["stage",], theirs["stage",]  # in a prediction whole, however tensor cuts it
     ours = {tuple(sorted(k)): v for k, v in ours.items()}
     assert ours.keys() == theirs.keys()
     for along, size in theirs.items():
@@ -103,7 +101,7 @@ def test_bytes_are_those_of_the_layout(seed):
     compare(part, layout, program, jax.eval_shape(program.create, KEY))
 
 
-@pytest.mark.parametrize("seed", marked(range(12), [1]))
+@pytest.mark.parametrize("seed", marked(range(12), [10]))
 def test_bytes_of_stages_are_those_of_the_layout(seed):
     each, config, rows = drawn(seed, staged=True)
     layout = programs.layout(each, config, mesh.make(**each.sizes))

@@ -138,17 +138,24 @@ def test_the_compiler_takes_microbatches(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
-def test_the_compiler_checks_stages_too(tmp_path, monkeypatch):
+@pytest.mark.parametrize("cut, dtype", [("fsdp", jnp.float32), ("tensor", jnp.bfloat16)])
+def test_the_compiler_checks_stages_too(cut, dtype, tmp_path, monkeypatch):
+    """By hand; and by the compiler, with weights that are cast where they are used."""
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
-    config = model.Config(vocab=512, embed=128, layers=4, heads=2, head_dim=64, mlp=256)
-    each = roles.Roles(stage=2, fsdp=4, microbatches=2)
+    config = model.Config(
+        vocab=512, embed=128, layers=4, heads=4, kv_heads=4, head_dim=64, mlp=256, dtype=dtype
+    )
+    each = roles.Roles(stage=2, microbatches=2, **{cut: 4})
     given = config, arrays.of_decoder(config), topology.chips("v5e:2x4"), 16, 256
     found = planning.candidate(each, *given)
     said = compiling.check(found, plan.Plan(config, *given[2:], (), (), ()))
+    by_hand = [s for s in found.sent if s.roles != ("tensor",)]
     count = 2 * 4 * 3 / 4  # of the loss, in float32 over four devices: no stage's program
-    assert said.fit and said.lowered == sum(s.bytes for s in found.sent) - count
+    count = count if cut == "fsdp" else 0
+    assert said.fit and said.lowered == sum(s.bytes for s in by_hand) - count
     assert said.sent["between stages"] == sum(s.bytes for s in found.sent if s.kind == "stages")
     assert said.fit.needed > found.memory.parameters + found.memory.state
+    assert abs(found.memory.total / said.fit.needed - 1) < 0.15
 
 
 def test_what_cannot_be_compiled_is_said_and_the_next_is(capsys, monkeypatch):

@@ -214,6 +214,33 @@ def test_memory_and_bytes_are_those_counted_by_hand(by):
 
 @needs_libtpu
 @pytest.mark.slow
+def test_layers_are_cast_on_their_own_stage_alone():
+    """What a stage holds and needs by the compiler is, with weights used in bfloat16, no more."""
+
+    def stacked(params, batch):
+        def layers(x, stack):
+            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ marks.use(w)), None), x, stack)[0]
+
+        x = layers(batch["x"], params["w"][:4])
+        return jnp.mean(layers(marks.stage_boundary(x), params["w"][4:]))
+
+    def made(key):
+        return {"w": jax.random.normal(key, (8, D, D))}
+
+    mesh, needed = topology.chips("v5e:2x4").mesh(stage=2, fsdp=4), []
+    for dtype in (None, jnp.bfloat16):
+        options = dict(stage="stage", fsdp="fsdp", by="compiler", microbatches=M, dtype=dtype)
+        layout = layouts.Layout(mesh.abstract, **options)
+        step = layouts.lower(layout, made, ADAM, stacked, BATCH)
+        found = topology.compile_stages(step, mesh)
+        held = step.compiled(lambda s, name, lowered: found.programs[s, name])[1]  # noqa: B023
+        assert [h.own for h in held] == [4 * WEIGHT // 4] * 2
+        needed.append([rank.needed for rank in found.ranks])
+    assert all(narrow <= wide for wide, narrow in zip(*needed, strict=True))
+
+
+@needs_libtpu
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["hand", "compiler"])
 def test_halves_of_a_backward_are_programs_of_their_own(by):
     clipped = optax.chain(optax.clip_by_global_norm(1.0), ADAM)

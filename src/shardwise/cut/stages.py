@@ -1,7 +1,6 @@
 """The stages of a loss: what each reads, what comes in, what goes out, and its function."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,8 +8,9 @@ import jax
 from jax.extend.core import Literal
 
 from shardwise.cut.constraints import constrained
-from shardwise.cut.equations import named_as, needed, read, run, variables
+from shardwise.cut.equations import needed, read, run, variables
 from shardwise.cut.places import assign, crossing
+from shardwise.cut.rows import rows_of, shifted, taken_first
 from shardwise.cut.tracing import row_axes, trace
 
 Shape = jax.ShapeDtypeStruct
@@ -60,7 +60,7 @@ def stages(
     """The stages of `loss(params, *data)`, k + 1 for k calls of `marks.stage_boundary`.
 
     Arguments may be abstract. A parameter of which every stage takes only rows of its own, by a
-    static slice, lives in rows; one that several stages read lives on each.
+    static slice, of it or of its cast, lives in rows; one that several stages read lives on each.
 
     Args:
       constrain: `constrain(x, name)` is what `marks.constrain` does.
@@ -85,8 +85,9 @@ def stages(
     if relocate is not None:
         closed = constrained(closed, relocate)
     program, last = assign(closed, n, marks), len(set(marks.values()))
+    program = program._replace(eqns=taken_first(program.eqns, program.params))
     chosen = [_choose(program, s, s == last) for s in range(last + 1)]
-    rows = _rows(program, chosen)
+    rows = rows_of(program.params, [(eqns, outputs) for eqns, _, outputs in chosen])
     axes = None
     if more is not None:
         wider = [_abstract(x) for x in (*leaves, *jax.tree.leaves(more))]
@@ -104,36 +105,6 @@ def _choose(program, s, last):
     return needed(program.eqns, outputs, given, mine)[0], carry, outputs
 
 
-def _rows(program, chosen):
-    """For each parameter that every stage slices along its first axis: {stage: (first, last)}."""
-    found = {}
-    for s, (eqns, _, outputs) in enumerate(chosen):
-        for v in program.params:
-            readers = [eqn for eqn in eqns if v in eqn.invars]
-            if readers or v in outputs:
-                cuts = [_row_slice(eqn) for eqn in readers]
-                whole = None in cuts or v in outputs
-                ends = None if whole else (min(a for a, _ in cuts), max(b for _, b in cuts))
-                found.setdefault(v, {})[s] = ends
-    for v, ends in found.items():
-        parts = sorted(ends.values()) if None not in ends.values() else []
-        tiles = parts and parts[0][0] == 0 and parts[-1][1] == v.aval.shape[0]
-        tiles = tiles and all(a[1] == b[0] for a, b in itertools.pairwise(parts))
-        if not tiles or len(parts) == 1:
-            found[v] = dict.fromkeys(ends)
-    return found
-
-
-def _row_slice(eqn):
-    """The rows that a static slice takes of whole rows; None for any other equation."""
-    if eqn.name != "slice" or eqn.origin.params["strides"] is not None:
-        return None
-    start, limit = eqn.origin.params["start_indices"], eqn.origin.params["limit_indices"]
-    shape = eqn.invars[0].aval.shape
-    whole = shape and (*start[1:], *limit[1:]) == (*[0] * len(shape[1:]), *shape[1:])
-    return (start[0], limit[0]) if whole else None
-
-
 def _stage(program, s, last, eqns, carry, outputs, rows, axes):
     mine = [v for v in program.params if s in rows.get(v, {})]
     if s == 0:  # what nobody reads lives on the first stage
@@ -141,7 +112,7 @@ def _stage(program, s, last, eqns, carry, outputs, rows, axes):
     used = {v for eqn in eqns for v in variables(eqn.invars)} | set(variables(outputs))
     data = [v for v in program.data if v in used]
     held = {v: rows.get(v, {}).get(s) for v in mine}
-    shifted = [_shifted(eqn, held) for eqn in eqns]
+    here = [shifted(eqn, held) for eqn in eqns]
     groups = {"inputs": data, "carry": carry, "outputs": outputs}
 
     def function(params, data_values, carry_values):
@@ -149,7 +120,7 @@ def _stage(program, s, last, eqns, carry, outputs, rows, axes):
         env.update(zip(mine, params, strict=True))
         env.update(zip(data, data_values, strict=True))
         env.update(zip(carry, carry_values, strict=True))
-        return read(run(shifted, env), outputs)
+        return read(run(here, env), outputs)
 
     return Stage(
         index=s,
@@ -164,20 +135,6 @@ def _stage(program, s, last, eqns, carry, outputs, rows, axes):
         axes={} if axes is None else {name: _axes(axes, group) for name, group in groups.items()},
         function=function,
     )
-
-
-def _shifted(eqn, held):
-    """A slice of rows, as a slice of the rows that are held."""
-    ends = held.get(eqn.invars[0]) if eqn.name == "slice" else None
-    if ends is None:
-        return eqn
-    first, last = (row - ends[0] for row in _row_slice(eqn))
-
-    def run_on_rows(x):
-        with named_as(eqn.origin):
-            return [jax.lax.slice_in_dim(x, first, last)]
-
-    return eqn._replace(run=run_on_rows)
 
 
 def _axes(axes, group):

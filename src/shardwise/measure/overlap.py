@@ -1,12 +1,12 @@
 """How much of what is sent can run beside products: by the schedule, and by a model of time."""
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from . import communication, hlo, schedule
-from .counts import BETWEEN_SLICES, Op
+from .counts import Op
+from .links import lanes_of, link_seconds
 from .program import Frame, Instruction, Program, is_compiled
 from .trips import executed
 
@@ -82,9 +82,15 @@ def overlap(program: Any, chip: Any, kernels: Mapping[str, int] | None = None) -
 
     A TPU's program is printed in the order in which it runs. What stands there between the start
     of a collective and its end can run beside it; synchronous collectives are exposed. How long
-    each takes is a model: bytes over the links that the compiler's strategy uses (a ring goes both
-    ways where nothing is said), FLOPs over the peak in bfloat16, Pallas kernels' by `kernels` as in
-    `flops`. Other work is not counted.
+    each takes is a model: bytes over the links that the compiler's strategy uses, as its text and
+    the torus let us infer (below); FLOPs over the peak in bfloat16, Pallas kernels' by `kernels` as
+    in `flops`. Other work is not counted.
+
+    A strategy has colors, parts of the array that travel at once. Where its name begins with
+    `UniDirection` each counts for one direction, else (`StrategyRing`, `StrategyND`) for two: for
+    the same axes the compiler then has half as many. The text does not say so. No more links count
+    than there are: along each of several axes two where it closes into a ring, one where it is a
+    line, or two chips; along one axis two, as if the chips lay on a ring. A permute goes one way.
 
     Raises:
       TypeError: `program` is no compiled program.
@@ -134,7 +140,7 @@ def _beside(program: Program, chip: Any, kernels: Mapping[str, int]) -> Iterator
 def _shared(program, chip, group, taken, kernels):
     """Those that start in one computation: a product's time goes to whoever is open, once."""
     for found, frame, start, times in group:
-        lanes = _lanes(found, chip, start)
+        lanes = lanes_of(found, chip, start)
         seconds = link_seconds(found, chip, start)
         if not found.asynchronous:
             yield Beside(found, times, lanes, seconds)
@@ -154,13 +160,6 @@ def _shared(program, chip, group, taken, kernels):
         yield Beside(found, times, lanes, seconds, products, arithmetic, covered, cycles)
 
 
-def link_seconds(op: Op, chip: Any, start: Instruction) -> float:
-    """How long one run of a collective takes, by the links that its strategy uses."""
-    lanes = _lanes(op, chip, start)
-    bandwidth = lanes * chip.link_bandwidth if lanes else chip.dcn_bandwidth
-    return op.ring_bytes / bandwidth * chip.devices
-
-
 def _around(frame: Frame) -> list[tuple[Frame, str]]:
     """The frames around one, each with the name of its instruction that runs it."""
     found = []
@@ -168,18 +167,3 @@ def _around(frame: Frame) -> list[tuple[Frame, str]]:
         found.append((frame.caller, frame.site.name))
         frame = frame.caller
     return found
-
-
-def _lanes(op: Op, chip: Any, start: Instruction) -> int:
-    """Directions of links that a strategy sends along at once; 0 between slices."""
-    if op.kind.endswith(BETWEEN_SLICES):
-        return 0
-    if op.kind == "collective-permute":
-        return 1
-    if op.kind == "all-to-all":
-        return chip.links
-    config = start.attributes.get("backend_config", "")
-    if colors := re.search(r"colors:(\d+)", config):
-        return min(int(colors[1]), chip.links)
-    dimensions = re.match(r"(\d)D", op.strategy)
-    return min(2 * int(dimensions[1]), chip.links) if dimensions else 2

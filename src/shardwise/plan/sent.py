@@ -132,12 +132,16 @@ def _activation(part):
 def _passed(part):
     """To the stages beside: activations there, gradients back; and, for the last stage's balance of
     experts, what all routers before decided.
+
+    All of it is whole along the tensor axis, and each device sends its copy to the next stage's:
+    only between the products of one stage is it cut.
     """
     c, layers = part.config, part.layers * part.stage
+    whole = part.tokens * c.embed * itemsize(part)
     gradients = 4 * c.experts * layers * part.tokens
     routing = (4 * c.experts + 5 * c.experts_per_token) * (layers + part.layers) * part.tokens
-    back = 0 if part.is_first else _activation(part) + gradients
-    return back + (0 if part.is_last else _activation(part) + (routing if c.experts else 0))
+    back = 0 if part.is_first else whole + gradients
+    return back + (0 if part.is_last else whole + (routing if c.experts else 0))
 
 
 def _experts(part):
