@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from shardwise import mesh, model, objective, plan, topology, train
+from shardwise import marks, mesh, model, objective, plan, topology, train
 from shardwise.plan import compiling, programs, tables
 
 mesh.simulate(8)
@@ -168,3 +168,29 @@ def test_the_compiler_is_asked_as_for_the_decoder():
     ours = sum(s.bytes for s in chosen.sent)
     assert said.lowered == ours + 2 * 4 * 7 / 8  # aux is one number, summed over devices
     assert sum(d.written for d in said.differences.values()) == pytest.approx(said.lowered)
+
+
+def test_layers_done_again_keep_less_and_gather_twice():
+    """By the loss's own checkpoint, and by a layout's policy for what it marks."""
+
+    def make(key):
+        return {"layers": jax.random.normal(key, (3, WIDE, WIDE)) / 8}
+
+    def through(checkpoint, params, batch):
+        def layer(x, w):
+            return jnp.tanh(jnp.tanh(x @ marks.use(w)) * 2), None
+
+        x = jax.lax.scan(checkpoint(marks.layer(layer)), batch["x"], params["layers"])[0]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def cost(checkpoint=lambda body: body, **settings):
+        loss = functools.partial(through, checkpoint)
+        told = make, loss, optax.sgd(1e-2), "v5e:2x4", batch()
+        found = plan.own(*told, stacked=lambda path: True, **settings)
+        c = next(c for c in found.fitting if c.roles.fsdp == 8 and c.roles.microbatches == 1)
+        return c.memory.terms.kept, sum(s.bytes for s in c.sent if s.kind == "weights")
+
+    kept, sent = cost()
+    for again in (cost(jax.checkpoint), cost(remat=jax.checkpoint_policies.nothing_saveable)):
+        assert again[0] <= kept - 3 * 4 * WIDE * (WIDE + ROWS // 8)  # weights, and a tanh's slope
+        assert again[1] / sent == pytest.approx(3 / 2, rel=0.01)

@@ -8,12 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
-from shardwise import layouts, marks, measure, objective, topology
-from shardwise.fsdp.planning import Stored
+from shardwise import layouts, measure, objective, topology
 from shardwise.layouts import by_hand
-from shardwise.plan import links, planning, roles
+from shardwise.layouts.meanings import meanings
+from shardwise.plan import keeping, links, planning, roles
 from shardwise.plan.memory import Memory, Terms
 from shardwise.plan.roles import Refusal, Roles
 from shardwise.plan.seconds import Step, Transfer, over_links
@@ -132,21 +131,19 @@ class Own:
     @functools.cached_property
     def gathers_again(self) -> bool:
         """Whether weights are gathered once more in the backward pass, by the loss's own doing."""
-        return _gathers_again(self)
+        return keeping.gathers_again(self.mean, self.params, self.part(1))
 
     @functools.cached_property
     def _kept(self):
         return {}
 
-    def kept(self, stored: tuple[Stored, ...], rows: int) -> tuple[int, int]:
-        """Bytes that JAX keeps from forward to backward for so many rows, and of one gradient.
-
-        It is that of the largest array that is kept. Weights that are cut or cast count whole,
-        where they are gathered and kept.
-        """
+    def kept(self, layout: layouts.Layout, rows: int) -> tuple[int, int]:
+        """As `keeping.residuals` tells of so many rows."""
+        stored = by_hand.plan(layout, self.params)
         given = rows, tuple(s.cut is not None for s in stored)
         if given not in self._kept:
-            self._kept[given] = _residuals(self, stored, rows)
+            told = self.part(rows), layout.dtype, meanings(layout)
+            self._kept[given] = keeping.residuals(self.mean, self.params, stored, *told)
         return self._kept[given]
 
 
@@ -158,71 +155,12 @@ def _divisions(devices):
     return (Roles(data=devices // n, fsdp=n) for n in roles.divisors(devices))
 
 
-def _residuals(job, stored, rows):
-    """By the jaxpr: outputs of the forward pass that are no inputs of it."""
-    dtype, treedef = job.settings.get("dtype"), jax.tree.structure(job.params)
-    taken = functools.partial(_taken, dtype)
-
-    def forward(params, batch):
-        def mean(params):
-            pairs = zip(jax.tree.leaves(params), stored, strict=True)
-            now = [x if s.stacked else taken(x, s.cut is not None) for x, s in pairs]
-            with marks.bind(use=lambda tree: jax.tree.map(taken, tree)):
-                return job.mean(jax.tree.unflatten(treedef, now), batch)
-
-        return jax.tree.leaves(jax.vjp(mean, params)[1])
-
-    jaxpr = jax.make_jaxpr(forward)(job.params, job.part(rows)).jaxpr
-    kept = {v for v in jaxpr.outvars if not isinstance(v, Literal)} - {*jaxpr.invars}
-    sizes = [v.aval.size * v.aval.dtype.itemsize for v in kept]
-    floats = [v.aval for v in kept if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-    width = lambda x: jnp.dtype(dtype or x.dtype).itemsize  # noqa: E731
-    return sum(sizes), max((x.size * width(x) for x in floats), default=0)
-
-
-def _taken(dtype, x, is_cut=True):
-    """A gather, or a cast, makes another array, which nobody had: so does a barrier, in a trace."""
-    is_cast = dtype is not None and jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype != dtype
-    x = x.astype(dtype) if is_cast else x
-    return jax.lax.optimization_barrier(x) if is_cut or is_cast else x
-
-
-def _gathers_again(job):
-    """Whether the loss calls `marks.use` in what it rematerialises."""
-
-    def mean(params, batch):
-        with marks.bind(use=lambda tree: jax.tree.map(jax.lax.optimization_barrier, tree)):
-            return job.mean(params, batch)
-
-    def found(jaxpr, again):
-        for eqn in jaxpr.eqns:
-            if again and eqn.primitive.name == "optimization_barrier":
-                return True
-            inner = again or eqn.primitive.name in ("checkpoint", "remat", "remat2")
-            if any(found(sub, inner) for sub in _inside(eqn)):
-                return True
-        return False
-
-    return found(jax.make_jaxpr(mean)(job.params, job.part(1)).jaxpr, False)
-
-
-def _inside(eqn):
-    """The jaxprs among an equation's parameters."""
-    for value in eqn.params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            each = getattr(each, "jaxpr", each)
-            if hasattr(each, "eqns"):
-                yield each
-
-
 def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
     """What a layout costs, whether it fits or not."""
     mesh = chips.mesh(**(each.sizes or {"data": 1})).abstract
     layout = job.layout(each, mesh)
     told = layouts.predict(layout, job.params, job.batch, job.tx, remat=job.gathers_again or None)
-    kept, largest = job.kept(
-        by_hand.plan(layout, job.params), job.rows // each.rows // each.microbatches
-    )
+    kept, largest = job.kept(layout, job.rows // each.rows // each.microbatches)
     held = told.held["parameters"]
     terms = Terms(
         gradients=held,
