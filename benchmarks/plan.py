@@ -18,7 +18,7 @@ import sys
 import plan_table
 from plan_cases import FITTED, JUDGED, Case
 
-from shardwise import plan, topology
+from shardwise import mesh, plan, topology
 from shardwise.plan import arrays, compiling, memory, planning
 from shardwise.topology import child
 
@@ -114,6 +114,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("names", nargs="*", help="of cases; all by default")
     parser.add_argument("--table", action="store_true", help="compile nothing")
     asked = parser.parse_args(argv)
+    mesh.look_for_no_tpu()  # of this machine: its absence would be told at length
     for name in [] if asked.table else asked.names or CASES:
         said = compiled(CASES[name])
         write(recorded() | {name: said})
