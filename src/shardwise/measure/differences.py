@@ -52,6 +52,7 @@ def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differe
     - padded, so that all shares are alike, and what trims them again;
     - all-reduce, in the place of a gather or scatter, over several axes of a torus at once;
     - divided, where arrays are written whole that the compiler cuts along axes that are left to it;
+    - of equal rows, of which the compiler sends one;
     - dropped, where it is written several times or in a loop, and done fewer times;
     - repeated, where it is done more often than written;
     - windowed, the shares of a product's operand passed on beside it, by the compiler;

@@ -16,6 +16,7 @@ NAMES = (
     "padded",
     "all-reduce",
     "divided",
+    "of equal rows",
     "dropped",
     "repeated",
     "windowed",
@@ -88,7 +89,7 @@ def pairs(written: Iterable[Op], compiled: Iterable[Op]) -> Iterator[Pair]:
         pool[piece.key].append(piece)
     met, padded = set(), []
     made = sorted(_pieces(compiled), key=lambda piece: not piece.is_by_hand)
-    for rule in (_alike, _of_other_width, _for_all_reduce, _padded, _divided):
+    for rule in (_alike, _of_other_width, _for_all_reduce, _padded, _divided, _of_equal_rows):
         for piece in made:
             while piece.times and (fellow := rule(piece, pool)):
                 times = min(piece.times, fellow.times)
@@ -150,6 +151,18 @@ def _divided(piece, pool):
     return min(larger, key=lambda fellow: fellow.key[1], default=None)
 
 
+def _of_equal_rows(piece, pool):
+    """One written of rows that are all alike, as the compiler finds, and sends the first."""
+    if not piece.is_by_hand:
+        return None
+    mine = [d for d in piece.array.dims if d > 1]
+    for fellow in (fellow for found in pool.values() for fellow in found if fellow.times):
+        among = fellow.op.kind == piece.op.kind and fellow.op.group_size == piece.op.group_size
+        if among and mine and [d for d in fellow.array.dims if d > 1][1:] == mine:
+            return fellow
+    return None
+
+
 def _but_one(piece, pool, kinds):
     """Those among as many devices, of which but one size is another."""
     for fellow in (fellow for found in pool.values() for fellow in found if fellow.times):
@@ -162,8 +175,16 @@ def _name(rule, piece, fellow):
     if rule is _of_other_width:
         return "narrowed" if piece.width < fellow.width else "widened"
     if rule is not _alike:
-        return {_for_all_reduce: "all-reduce", _padded: "padded", _divided: "divided"}[rule]
+        return _REASONS[rule]
     return "combined" if "combined" in piece.op.notes else "as written"
+
+
+_REASONS = {
+    _for_all_reduce: "all-reduce",
+    _padded: "padded",
+    _divided: "divided",
+    _of_equal_rows: "of equal rows",
+}
 
 
 def _of_nobody(piece, met, padded):
