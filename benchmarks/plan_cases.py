@@ -67,9 +67,7 @@ FITTED = {
     "experts": _case(MIXED, "v5e:2x4", 32, 1024, fsdp=8),
     "expert axis, remat": _case(MIXED, "v5e:2x4", 64, 1024, fsdp=2, expert=4, remat=True),
     "expert axis": _case(MIXED, "v5e:2x4", 32, 1024, expert=8),
-    "tensor, vocabulary, remat": _case(
-        MORE, "v5e:2x4", 128, 1024, fsdp=4, tensor=2, remat=True
-    ),
+    "tensor, vocabulary, remat": _case(MORE, "v5e:2x4", 128, 1024, fsdp=4, tensor=2, remat=True),
     "context and tensor": _case(
         DEEPER, "v5p:2x2x2", 32, 2048, fsdp=2, context=2, tensor=2, remat=True
     ),
