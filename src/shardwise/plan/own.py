@@ -32,23 +32,31 @@ def own(
     slices: int = 1,
     **settings: Any,
 ) -> planning.Plan:
-    """All divisions of the devices into data and fsdp, with microbatches, by what the loss traces.
+    """All layouts of your program over data and fsdp, with microbatches, from a trace of its loss.
 
-    `create(key)`, `loss(params, batch)` and `tx` are those of `layouts.init` and `layouts.step`;
-    of `batch`, all rows of a step, shapes count. `settings` are the layout's: zero, min_size,
-    stacked, dtype, reduce_dtype, remat. Nothing is allocated or run.
+    `create(key)`, `loss(params, batch)` and `tx` are those of `layouts.init` and `layouts.step`.
+    `batch` has all rows of a step; only its shapes and dtypes are used. `settings` are the
+    layout's: zero, min_size, stacked, dtype, reduce_dtype, remat. No array of the model is
+    allocated, and no step is run.
 
-    Exact are parameters, state, and what is sent (but for sums of aux). An estimate is what a step
-    needs besides: what JAX keeps from the forward pass to the backward one, with weights that are
-    gathered or cast, and the gradient of the largest of it, or those of the parameters. The TPU
-    compiler computes some of it again, and needs more within a layer: `benchmarks/plan_own.py` has
-    both. What is too large by estimate may still fit: `compiling.check(candidate, found)` asks the
-    compiler, for each of `found.fitting` and `found.too_large`.
+    Parameters, state, and the bytes that the program asks to send (without sums of aux) are exact.
+    What a step needs besides is an estimate, the sum of
 
-    Seconds are a roofline. Products are counted in the program of one device, compiled for this
-    machine, and taken to grow with the rows; MFU counts three times those of the forward pass.
-    Roles that need marks in the loss (tensor, context, experts, stages) are not proposed; what a
-    layout of these needs `topology.compile` tells.
+    - what JAX keeps from the forward pass to the backward one, with weights that are gathered or
+      cast;
+    - the gradient of the largest array that is kept, or those of all parameters, whichever is more;
+    - with microbatches, the sum of their gradients.
+
+    The TPU compiler keeps less where it computes some of that again, and needs more within a layer:
+    `benchmarks/plan_own.py` prints how far the memory is from the compiler's. A layout that is too
+    large by this estimate may still fit. With `found = own(...)`,
+    `compiling.check(candidate, found)` asks the compiler, for a candidate of `found.fitting` or
+    `found.too_large`.
+
+    Seconds are a roofline. FLOPs of products are counted in the program of one device, compiled for
+    this machine, and taken to grow with the rows; MFU counts three times those of the forward pass.
+    Roles that need marks in the loss (tensor, context, expert, stage) are not proposed;
+    `topology.compile` tells what such a layout needs.
 
     Raises:
       ValueError: no such chips; arrays of the batch with other rows; another setting; what
