@@ -149,7 +149,25 @@ def test_what_is_fast_has_every_pair_of_roles_and_every_role_both_ways():
         assert any(role in roles for roles, how in ways if how == by), (role, by)
 
 
-@pytest.mark.parametrize("case", marked(COMBINED, PAIRS), ids=lambda case: "-".join(case))
+TRIPLES = sorted({case[:-1] for case in COMBINED if len(case) == 4})
+
+
+def occurs(case):
+    """Pairs both by hand and by the compiler, triples by one of them."""
+    by_hand = TRIPLES.index(case[:-1]) // 2 % 2 == 0 if case[:-1] in TRIPLES else None
+    return by_hand in (None, case[-1] == "hand") or case in PAIRS
+
+
+TOGETHER = [case for case in COMBINED if occurs(case)]
+
+
+def test_each_pair_and_triple_occurs():
+    roles = lambda cases: {case[:-1] for case in cases}  # noqa: E731
+    assert roles(TOGETHER) == roles(COMBINED) and len(TRIPLES) == 20
+    assert {case for case in COMBINED if len(case) == 3} <= {*TOGETHER}
+
+
+@pytest.mark.parametrize("case", marked(TOGETHER, PAIRS), ids=lambda case: "-".join(case))
 def test_roles_combine(case):
     layout = layout_of(case, 4 if case in PAIRS and len(case) == 3 else 8)
     check(layout, "adafactor" if COMBINED.index(case) % 2 else "adamw")
