@@ -146,7 +146,7 @@ def test_rows_that_do_not_divide_are_left_out_with_the_reason():
 @pytest.mark.parametrize(
     "change, told",
     [
-        ({"tensor": "model"}, "tensor= is no setting here; zero, min_size"),
+        ({"tensor": "model"}, "tensor= is no setting here; min_size, stacked"),
         ({"given": {"x": jnp.zeros((4, 2)), "y": jnp.zeros((5, 2))}}, r"\['x'\] 4, \['y'\] 5"),
         ({"given": {"x": jnp.zeros(())}}, r"\['x'\] 0"),
         ({"given": {}}, "the batch has none"),

@@ -158,7 +158,8 @@ def _of_equal_rows(piece, pool):
     mine = [d for d in piece.array.dims if d > 1]
     for fellow in (fellow for found in pool.values() for fellow in found if fellow.times):
         among = fellow.op.kind == piece.op.kind and fellow.op.group_size == piece.op.group_size
-        if among and mine and [d for d in fellow.array.dims if d > 1][1:] == mine:
+        alike = among and mine and fellow.array.dtype == piece.array.dtype
+        if alike and [d for d in fellow.array.dims if d > 1][1:] == mine:
             return fellow
     return None
 

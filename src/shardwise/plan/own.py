@@ -19,7 +19,7 @@ from shardwise.plan.seconds import Step, Transfer, over_links
 from shardwise.plan.sent import Sent
 from shardwise.topology import Chips
 
-SETTINGS = ("zero", "min_size", "stacked", "dtype", "reduce_dtype", "remat")
+SETTINGS = ("min_size", "stacked", "dtype", "reduce_dtype", "remat")
 
 
 def own(
@@ -35,9 +35,9 @@ def own(
     """All layouts of your program over data and fsdp, with microbatches, from a trace of its loss.
 
     `create(key)`, `loss(params, batch)` and `tx` are those of `layouts.init` and `layouts.step`.
-    `batch` has all rows of a step; only its shapes and dtypes are used. `settings` are the
-    layout's: zero, min_size, stacked, dtype, reduce_dtype, remat. No array of the model is
-    allocated, and no step is run.
+    `batch` has all rows of a step; only its shapes and dtypes are used. Layouts are by hand, with
+    ZeRO 3; `settings` are further ones: min_size, stacked, dtype, reduce_dtype, remat. No array of
+    the model is allocated, and no step is run.
 
     Parameters, state, and the bytes that the program asks to send (without sums of aux) are exact.
     What a step needs besides is an estimate, the sum of
@@ -47,9 +47,11 @@ def own(
     - the gradient of the largest array that is kept, or those of all parameters, whichever is more;
     - with microbatches, the sum of their gradients.
 
-    The TPU compiler keeps less where it computes some of that again, and needs more within a layer:
-    `benchmarks/plan_own.py` prints how far the memory is from the compiler's. A layout that is too
-    large by this estimate may still fit. With `found = own(...)`,
+    How good that is depends on the program. What a scan stacks stays, and of layers in a scan it is
+    near what the TPU compiler reserves: `benchmarks/plan_own.py` prints how far off. Of layers that
+    are not in a scan the compiler computes again what is elementwise, scores of attention among it,
+    and the estimate is far too high: 9.0 GiB for 3.4 of six layers of NanoDO's transformer. So a
+    layout that is too large by it may still fit. With `found = own(...)`,
     `compiling.check(candidate, found)` asks the compiler, for a candidate of `found.fitting` or
     `found.too_large`.
 

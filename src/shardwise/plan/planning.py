@@ -99,8 +99,8 @@ def plan(
     `topology.chips`, whose `slices` count.
 
     Parameters and state are exact, and so is what is sent along axes by hand; what a step needs
-    besides is a fitted formula, and seconds are a roofline. Not there: models of your own, offload,
-    experts on the axis of another role, stages by other schedules, GPUs.
+    besides is a fitted formula, and seconds are a roofline. Not there: models of your own (which
+    `own` plans), offload, experts on the axis of another role, stages by other schedules, GPUs.
 
     Raises:
       ValueError: no such model or chips; a batch or sequence below 1.
