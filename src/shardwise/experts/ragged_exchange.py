@@ -127,6 +127,6 @@ def in_blocks(
 def _places(offsets, sizes, most):
     """Where the rows of a block stand, int32 [most], slice after slice; far beyond for no row."""
     ends, row = jnp.cumsum(sizes), jnp.arange(most, dtype=sizes.dtype)
-    entry = jnp.searchsorted(ends, row, side="right")
+    entry = jnp.sum(ends[None] <= row[:, None], axis=1)
     found = (offsets - ends + sizes).at[entry].get(mode="clip") + row
     return jnp.where(row < ends[-1], found, jnp.iinfo(sizes.dtype).max)
