@@ -56,7 +56,8 @@ def slices_of(counts, home):
 
 
 # devices, experts, tokens of each device, k
-SIZES = [(1, 3, 4, 2), (2, 2, 5, 1), (4, 4, 7, 3), (4, 12, 6, 4), (8, 16, 9, 2)]
+SIZES = [(4, 12, 6, 4), (8, 16, 9, 2)]
+SIZES += [pytest.param(s, marks=SLOW) for s in [(1, 3, 4, 2), (2, 2, 5, 1), (4, 4, 7, 3)]]
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -152,6 +153,20 @@ def test_each_platform_gets_what_it_has(platform):
     assert text.count('"stablehlo.all_gather"') == 1
 
 
+@SLOW
+@pytest.mark.parametrize("capacity", [None, 0.75])
+def test_a_layout_sends_what_is_predicted_and_the_dispatch(capacity):
+    config = small(capacity, 32)
+    layout = layouts.Layout(mesh.make(expert=4), expert="expert", dispatch="ragged")
+    run, placed, batch = step(config, layout)
+    found = measure.by_axis(measure.collectives(run.lower(placed, batch)), layout.mesh)
+    forward = experts.bytes_sent(2, 64, 32, 2, 8, 4, capacity, "ragged")
+    dispatched = config.layers * (3 * forward - 4 * 8 * 3)  # counts are gathered in forward passes
+    balance = 2 * 4 * (config.layers * (2 * config.experts + 1) + 1) * 3 / 4  # and what aux has
+    said = layouts.predict(layout, placed, batch, remat=True).sent
+    assert found[("expert",)].ring_bytes == said[("expert",)] + dispatched + balance
+
+
 RAGGED = re.compile(r" ragged-all-to-all(?:-start)?\(")
 
 
@@ -180,24 +195,30 @@ def test_a_layer_on_chips_exchanges_raggedly_four_times(chips, capacity):
 @SLOW
 @pytest.mark.parametrize("chips", ["v5e:2x4", "v5p:2x2x2"])
 def test_a_decoder_on_chips_exchanges_raggedly(chips):
-    config = model.Config(
-        vocab=256, embed=128, layers=2, heads=2, kv_heads=2, head_dim=64, mlp=256, experts=8,
-        experts_per_token=2, remat=True,
-    )  # fmt: skip
     grid = topology.chips(chips).mesh(fsdp=2, expert=4)
     layout = layouts.Layout(grid.abstract, fsdp="fsdp", expert="expert", dispatch="ragged")
-    assert config.capacity_factor is None
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))
-    loss = functools.partial(train.routed_loss, graphdef=graphdef)
-    placed = jax.eval_shape(functools.partial(layouts.place, layout), params)
-    sharding = NamedSharding(grid.abstract, P(("expert", "fsdp")))
-    batch = {
-        name: jax.ShapeDtypeStruct((8, 64), dtype, sharding=sharding)
-        for name, dtype in dict(tokens=jnp.int32, targets=jnp.int32, mask=jnp.float32).items()
-    }
-    run = jax.jit(layouts.value_and_grad(layout, loss, has_aux=True))
-    program = topology.compile(topology.lower(run, placed, batch), grid)
+    program = topology.compile(topology.lower(*step(small(None, 128), layout)), grid)
     found = exchanges(program)
     # There and back in a scan's body: forward, again, and backward.
     assert len(RAGGED.findall(program.as_text())) == len(found) == 6
     assert {op.trips for op in found} == {2} and {op.group_size for op in found} == {4}
+
+
+def small(capacity, embed):
+    return model.Config(
+        vocab=256, embed=embed, layers=2, heads=2, kv_heads=2, head_dim=64, mlp=256, experts=8,
+        experts_per_token=2, capacity_factor=capacity, remat=True,
+    )  # fmt: skip
+
+
+def step(config, layout):
+    """(loss and gradient of a decoder, what it is called with, in shapes)."""
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))
+    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    placed = jax.eval_shape(functools.partial(layouts.place, layout), params)
+    make = functools.partial(
+        jax.ShapeDtypeStruct, sharding=NamedSharding(layout.mesh, P(layout.rows))
+    )
+    batch = {name: make((8, 64), jnp.int32) for name in ("tokens", "targets")}
+    batch["mask"] = make((8, 64), jnp.float32)
+    return jax.jit(layouts.value_and_grad(layout, loss, has_aux=True)), placed, batch

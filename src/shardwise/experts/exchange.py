@@ -115,8 +115,8 @@ def ragged(axis: str, sequence: str | None = None) -> Exchange:
     """As many rows travel over `axis` as tokens chose experts, and back; for no capacity.
 
     With n devices and k experts a token that is n/k times less than `gather` sends, for an even
-    router. What arrives stands in a buffer for the worst case: rows·tokens·min(k, experts held) of
-    each device, which the experts' products skip and memory does not. With a capacity, choices
+    router. What arrives stands in a buffer for the worst case, however little it is: for
+    rows·tokens·min(k, experts held) from each device. With a capacity it is smaller, and choices
     that are dropped are not sent.
 
     On TPUs and GPUs rows travel by `jax.lax.ragged_all_to_all`. XLA:CPU has none: there each device
