@@ -29,7 +29,8 @@ def bytes_sent(
 
     "ragged" is exact on CPU, where blocks are sent that have room for all that a device can choose
     of another's m experts: 2·T·min(k, m)·h·e·(n-1), or with a capacity m·slots for each row if that
-    is less; and numbers of rows, 4·(n + 2)·m·(n-1) bytes, of which a backward pass sends 8·m·(n-1).
+    is less; and numbers of rows, 4·(n + 2)·m·(n-1) bytes, of which a backward pass sends 8·m·(n-1)
+    (or none, where XLA finds that it has them).
     On TPUs and GPUs the rows are sent that there are: there T·k·h·e·(n-1)/n for an even router and
     T·k·h·e at most, and back what arrived, at most (n-1) times that.
 
