@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from shardwise import marks
-from shardwise.objective import microbatches, sequences
+from shardwise.objective import microbatches, mixing, sequences
 from shardwise.objective.examining import Program, examine
 from shardwise.objective.means import Mean, normal
 
@@ -98,7 +99,7 @@ def trace(
     bare = normal(loss, has_aux)
 
     def part(params, batch, rows, args, key):
-        with marks.bind(index=microbatches.meaning(rows)):
+        with marks.bind(index=microbatches.meaning(rows), local=_named):
             out = bare(params, batch, *args, **({} if key is None else {"key": key}))
         _check_aux(out[1])
         return out
@@ -108,10 +109,11 @@ def trace(
     closed, shapes = jax.make_jaxpr(lambda *groups: part(*groups), return_shape=True)(*groups)
     labels = [label for name, tree in zip(GROUPS, groups, strict=True) for label in _of(name, tree)]
 
-    def doubled():
-        more = jax.eval_shape(_doubled, (batch, rows))
-        again = jax.make_jaxpr(lambda *groups: part(*groups))(params, *more, args, key)
-        return Program.read(again, labels)
+    @functools.cache
+    def of(times):
+        """The trace for so many times the rows."""
+        more = jax.eval_shape(functools.partial(_repeated, times), (batch, rows))
+        return jax.make_jaxpr(lambda *groups: part(*groups))(params, *more, args, key)
 
     traced = Traced(closed, jax.tree.structure(shapes))
     places = rows.get(microbatches.SEQUENCE) if isinstance(rows, dict) else None
@@ -123,7 +125,9 @@ def trace(
         )
     if cut is not None:
         sequences.check(bare, *groups)
-    facts = examine(Program.read(closed, labels), traced.has_count, doubled, cut)
+    program = Program.read(closed, labels)
+    facts = examine(program, traced.has_count, lambda: Program.read(of(2), labels), cut)
+    _check_rows(closed, of, labels, 1 + traced.has_count)
     return dataclasses.replace(traced, **facts)
 
 
@@ -134,8 +138,24 @@ def _of(name, tree):
         yield frozenset({name, microbatches.SEQUENCE} if places else {name})
 
 
-def _doubled(tree):
-    return jax.tree.map(lambda x: jnp.concatenate([x, x]) if jnp.ndim(x) else x, tree)
+def _repeated(times, tree):
+    return jax.tree.map(lambda x: jnp.concatenate([x] * times) if jnp.ndim(x) else x, tree)
+
+
+def _named(x):
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, mixing.LOCAL), x)
+
+
+def _check_rows(closed, of, labels, outputs):
+    """Raise where rows look at each other; of one row nothing shows, since its axis broadcasts."""
+    of_batch = ["batch" in own for own in labels]
+    sizes = [v.aval.shape[0] for v, own in zip(closed.jaxpr.invars, of_batch, strict=True)
+             if own and v.aval.shape]  # fmt: skip
+    try:
+        pair = (of(2), of(4)) if 1 in sizes else (closed, of(2))
+    except Exception:  # the loss takes batches of this size alone
+        return
+    mixing.check(*pair, of_batch, outputs)
 
 
 def _check_aux(aux: Any) -> None:
