@@ -1,13 +1,13 @@
 """Losses whose rows look at each other are refused where rows are divided; others never are."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from shardwise import fsdp, marks, mesh, objective
 from shardwise.objective import Mean
@@ -263,20 +263,22 @@ MIXING = {
 }
 
 
-def in_two(loss, batch=BATCH, **given):
-    function = functools.partial(objective.value_and_grad(loss, 2), **given)
-    return jax.eval_shape(function, PARAMS, batch)
+def trace(loss, batch=BATCH, key=None, has_aux=False):
+    return objective.trace(loss, PARAMS, batch, objective.numbers(batch), (), key, has_aux)
 
 
 @pytest.mark.parametrize("loss", MIXING, ids=lambda loss: loss.__name__)
 def test_rows_that_look_at_each_other_are_refused(loss):
     with pytest.raises(ValueError, match="rows of the batch look at each other") as error:
-        in_two(loss)
+        trace(loss)
     assert MIXING[loss] in str(error.value)
-    jax.eval_shape(objective.value_and_grad(loss), PARAMS, BATCH)  # whole, it is exact
 
 
 # Losses of rows that each are their own.
+
+
+def each_mean(p, b):
+    return each(p, b).mean()
 
 
 def layer_norm(p, b):
@@ -523,23 +525,204 @@ def nnx_model(p, b):
     return masked(p, b, Net(nnx.Rngs(0))(b["s"]).max(-1) * p["b"].sum())
 
 
-RIGHT = [each, layer_norm, norm_over_tokens, attention, recurrent, convolved, mapped, vmapped]
+RIGHT = [each_mean, layer_norm, norm_over_tokens, attention, recurrent, convolved, mapped, vmapped]
 RIGHT += [summed_by_scan, in_chunks, clipped_rows, focal, ctc, smoothed, paired, segments]
 RIGHT += [paired_by_concatenation, embedded, z_loss, in_bfloat16, online_softmax, by_place]
 RIGHT += [by_shape, penalised, guarded, one_to_itself, pooled, added_mean, sorted_by_expert]
 RIGHT += [gradient_penalty, per_row_maml, searched, not_a_number, nnx_model]
 
 
-def mean(p, b):
-    return each(p, b).mean()
-
-
-RIGHT[0] = mean
-
-
 @pytest.mark.parametrize("loss", RIGHT, ids=lambda loss: loss.__name__)
 def test_rows_of_their_own_are_never_refused(loss):
-    given = {"key": jax.random.key(0)} if loss in (by_place, by_shape) else {}
-    in_two(loss, **given)
-    one_each = jax.tree.map(lambda x: x[:2], BATCH)  # a part has one row
-    in_two(loss, one_each, **given)
+    trace(loss, key=jax.random.key(0) if loss in (by_place, by_shape) else None)
+
+
+@pytest.mark.parametrize("loss", [each_mean, attention, in_chunks, recurrent, batch_norm, distances])
+def test_a_part_of_one_row_tells_the_same(loss):
+    one = jax.tree.map(lambda x: x[:1], BATCH)
+    if loss in MIXING:
+        with pytest.raises(ValueError, match=MIXING[loss]):
+            trace(loss, one)
+    else:
+        trace(loss, one)
+
+
+PER_ROW = ["l2_loss", "squared_error", "huber_loss", "log_cosh", "cosine_distance"]
+PER_ROW += ["softmax_cross_entropy", "safe_softmax_cross_entropy", "sigmoid_binary_cross_entropy"]
+PER_ROW += ["sigmoid_focal_loss", "kl_divergence", "hinge_loss"]
+PER_ROW += ["kl_divergence_with_log_targets", "poly_loss_cross_entropy", "make_fenchel_young_loss"]
+PER_ROW += ["ranking_softmax_loss", "perceptron_loss", "sparsemax_loss", "cosine_similarity"]
+PER_ROW += ["absolute_error"]
+
+
+@pytest.mark.parametrize("name", [n for n in PER_ROW if hasattr(optax.losses, n)])
+def test_losses_of_optax_are_of_rows(name):
+    function = getattr(optax.losses, name)
+    if name == "make_fenchel_young_loss":
+        function = function(max_fun=jax.nn.logsumexp)
+
+    def loss(p, b):
+        found = tokens(p, b)
+        targets = jax.nn.softmax(jax.nn.one_hot(b["t"], CLASSES))
+        if name in ("sparsemax_loss", "perceptron_loss"):
+            targets = (targets > 0.2).astype(jnp.int32)
+        over_rows = jax.vmap(jax.vmap(function))(found, targets)
+        return Mean(jnp.sum(over_rows), over_rows.size) if name == "ranking_softmax_loss" else (
+            function(found, targets).mean())
+
+    trace(loss)
+
+
+# What is meant, what is exact, and what does not count.
+
+
+def test_a_part_of_its_own_is_said_by_a_mark():
+    def ghost(p, b):
+        z = logits(p, b)
+        return jnp.mean(jnp.abs(z - marks.local(z.mean(0))) ** 3)
+
+    def own_pairs(p, b):
+        return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(marks.local(similarity(p, b)))))
+
+    def stabilised(p, b):
+        z = logits(p, b)
+        z = z - marks.local(jax.lax.stop_gradient(z.max()))
+        return jnp.mean(jnp.log(jnp.exp(z).sum(1)) - z[:, 0])
+
+    def divided(p, b):
+        x = b["x"] / marks.local(b["x"].std(0))
+        return jnp.mean((x @ p["w"]) ** 2)
+
+    for loss in own_pairs, stabilised, divided:
+        trace(loss)
+    mean, _ = jax.jit(objective.value_and_grad(ghost, 2))(PARAMS, BATCH)
+    halves = [jax.tree.map(lambda x, j=j: x[j::2], BATCH) for j in (0, 1)]
+    alone = [jax.jit(ghost)(PARAMS, half) for half in halves]
+    np.testing.assert_allclose(mean, (alone[0] + alone[1]) / 2, rtol=1e-5)
+
+
+def test_totals_and_collectives_of_the_whole_are_exact():
+    def by_total(p, b):
+        z = logits(p, b)
+        spread = marks.total(jnp.sum(z, 0)) / marks.total(jnp.float32(len(z)))
+        return jnp.mean(jnp.abs(z - spread) ** 3)
+
+    def by_gather(p, b):
+        z = logits(p, b)
+        every = jax.lax.all_gather(z, "fsdp", tiled=True)
+        return -jnp.mean(jax.nn.log_softmax(z @ every.T)[:, 0])
+
+    def by_mean(p, b):
+        z = logits(p, b)
+        return jnp.mean(jnp.abs(z - jax.lax.pmean(z.mean(0), "fsdp")) ** 3)
+
+    def by_largest(p, b):
+        z = logits(p, b)
+        return jnp.mean(z / jax.lax.pmax(jax.lax.stop_gradient(jnp.abs(z).max()), "fsdp"))
+
+    grid = mesh.make(fsdp=4)
+    sharded = fsdp.place(PARAMS, grid)
+    for loss in by_total, by_gather, by_mean, by_largest:
+        jax.eval_shape(fsdp.value_and_grad(loss, grid), sharded, BATCH)
+    with pytest.raises(ValueError, match="look at each other.*marks.total"):
+        jax.eval_shape(fsdp.value_and_grad(batch_norm, grid), sharded, BATCH)
+
+
+def test_auxiliary_outputs_may_be_anything():
+    def loss(p, b):
+        z = logits(p, b)
+        jax.debug.print("{}", z.max())
+        told = {"std": z.std(), "largest": z.max(), "median": jnp.median(z), "pairs": z @ z.T}
+        return each(p, b).mean(), told
+
+    trace(loss, has_aux=True)
+
+
+def test_a_loss_of_one_number_of_rows_is_left_alone():
+    def loss(p, b):
+        z = jnp.concatenate([b["x"] @ p["w"], np.ones((ROWS, 1), np.float32)], 1)
+        return jnp.mean(jnp.abs(z - z.mean(0)) ** 3)
+
+    trace(loss)
+
+
+def test_the_error_says_where_and_what_to_do():
+    with pytest.raises(ValueError) as error:
+        trace(contrastive)
+    told = str(error.value)
+    assert "a product compares rows with rows (test_mixing.py:" in told and "(similarity)" in told
+    for remedy in "marks.total", "by='compiler'", "rules.jit", "marks.local(x)":
+        assert remedy in told
+
+
+# Losses that nobody wrote: steps of rows of their own, and steps that mix them, in any order.
+
+OF_ROWS = {
+    "layer": lambda z, p: jnp.tanh(z @ p["u"]),
+    "norm": lambda z, p: z / (1 + z.std(1, keepdims=True)),
+    "softmax": lambda z, p: jax.nn.softmax(z),
+    "sorted features": lambda z, p: jnp.sort(z, axis=1),
+    "running features": lambda z, p: jnp.cumsum(z, 1),
+    "map": lambda z, p: jax.lax.map(lambda row: row * row.max(), z),
+    "product of features": lambda z, p: jnp.einsum("rc,rd->rcd", z, z) @ p["b"],
+    "gather": lambda z, p: z + p["u"][jnp.argmax(z, 1)],
+    "loop": lambda z, p: jax.lax.fori_loop(0, 2, lambda _, z: jnp.sin(z + p["b"]), z),
+    "transposed": lambda z, p: jnp.tanh(p["u"] @ z.T).T,
+    "shape": lambda z, p: jnp.tanh(z.reshape(-1, 1) * p["b"]).reshape(len(z), -1, CLASSES).sum(1),
+    "remat": lambda z, p: jax.checkpoint(jax.jit(lambda z: jnp.exp(-(z**2))))(z),
+}
+OVER_ROWS = {
+    "mean": lambda z, p: jnp.tanh(z - z.mean(0)),
+    "deviation": lambda z, p: z / (1 + z.std(0)),
+    "largest": lambda z, p: z / (1 + jnp.abs(z).max()),
+    "pairs": lambda z, p: jax.nn.softmax(z @ z.T) @ z,
+    "distances": lambda z, p: z + jnp.exp(-((z[:, None] - z[None]) ** 2)).sum(0),
+    "running": lambda z, p: jnp.tanh(jnp.cumsum(z, 0)),
+    "hard": lambda z, p: z[jax.lax.top_k(z.sum(1), len(z) // 2)[1]],
+    "sorted": lambda z, p: z * jnp.sort(z, axis=0),
+    "product": lambda z, p: z * jnp.einsum("rc,rd->cd", z, z).sum(0),
+    "loop": lambda z, p: jax.lax.scan(lambda h, x: (jnp.tanh(h + x),) * 2, z[0] * 0, z)[1],
+    "adapted": lambda z, p: z @ (p["u"] - jax.grad(lambda u: jnp.tanh(z @ u).mean())(p["u"])),
+}
+ENDS = {
+    "mean": lambda z: jnp.mean(z**2),
+    "sums": lambda z: Mean(jnp.sum(z**2), z.size),
+    "sums of rows": lambda z: Mean(jnp.sum(jax.nn.logsumexp(z, 1)), len(z)),
+}
+STEPS = {f"{kind} {name}": step for kind, steps in (("rowwise", OF_ROWS), ("mixing", OVER_ROWS))
+         for name, step in steps.items()}  # fmt: skip
+PLAIN = st.lists(st.sampled_from([n for n in STEPS if "rowwise" in n]), max_size=4)
+
+
+@settings(max_examples=12, deadline=None)
+@given(PLAIN, st.sampled_from(["", *(n for n in STEPS if "mixing" in n)]), PLAIN,
+       st.sampled_from(list(ENDS)))  # fmt: skip
+def test_what_is_let_through_is_what_numbers_say(before, mixing, after, end):
+    agree(before, mixing, after, end)
+
+
+@pytest.mark.slow
+@settings(max_examples=120, deadline=None)
+@given(PLAIN, st.sampled_from(["", *(n for n in STEPS if "mixing" in n)]), PLAIN,
+       st.sampled_from(list(ENDS)))  # fmt: skip
+def test_what_is_let_through_is_what_numbers_say_often(before, mixing, after, end):
+    agree(before, mixing, after, end)
+
+
+def agree(before, mixing, after, end):
+    """What mixes is refused, as numbers confirm; what does not is let through, as they do."""
+
+    def loss(p, b):
+        z = logits(p, b)
+        for name in (*before, *([mixing] if mixing else []), *after):
+            z = STEPS[name](z, p)
+        return ENDS[end](z)
+
+    try:
+        trace(loss)
+    except ValueError as error:
+        assert "look at each other" in str(error) and mixing
+        with pytest.raises(ValueError, match="no sum over rows"):
+            objective.check(loss, PARAMS, {"x": BATCH["x"]})
+    else:
+        objective.check(loss, PARAMS, {"x": BATCH["x"]})

@@ -12,10 +12,10 @@ from typing import Any
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 
+from shardwise.objective.following import is_local
 from shardwise.objective.row_values import ROW, SUM, Value, after
 from shardwise.objective.side_by_side import Pair, carries, grown
 
-LOCAL = "shardwise local"
 CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
 CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 ACROSS = {"psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_to_all"}
@@ -76,7 +76,7 @@ class Rows(Pair):
                 return self._call(a, b, given)
         except Unlike:
             return [Value()] * len(a.outvars)
-        if name in ACROSS or (name == "name" and LOCAL in str(a.params.get("name", ""))):
+        if name in ACROSS or is_local(name, a.params):
             return [Value()] * len(a.outvars)
         return self._step(a, b, given)
 

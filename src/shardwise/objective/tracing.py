@@ -14,6 +14,7 @@ from jax.interpreters import partial_eval
 from shardwise import marks
 from shardwise.objective import microbatches, mixing, sequences
 from shardwise.objective.examining import Program, examine
+from shardwise.objective.following import LOCAL
 from shardwise.objective.means import Mean, normal
 
 GROUPS = ("params", "batch", "rows", "args", "key")
@@ -143,7 +144,7 @@ def _repeated(times, tree):
 
 
 def _named(x):
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, mixing.LOCAL), x)
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, LOCAL), x)
 
 
 def _check_rows(closed, of, labels, outputs):
