@@ -289,7 +289,9 @@ def layer_norm(p, b):
 
 def norm_over_tokens(p, b):
     z = tokens(p, b)
-    return masked(p, b, ((z - z.mean(1, keepdims=True)) / (z.std((1, 2))[:, None, None] + 1)).max(2))
+    return masked(
+        p, b, ((z - z.mean(1, keepdims=True)) / (z.std((1, 2))[:, None, None] + 1)).max(2)
+    )
 
 
 def attention(p, b):
@@ -372,7 +374,9 @@ def focal(p, b):
 
 
 def ctc(p, b):
-    return optax.ctc_loss(tokens(p, b), 1 - b["mask"], b["t"][:, :3], jnp.zeros((len(b["t"]), 3))).mean()
+    return optax.ctc_loss(
+        tokens(p, b), 1 - b["mask"], b["t"][:, :3], jnp.zeros((len(b["t"]), 3))
+    ).mean()
 
 
 def smoothed(p, b):
@@ -487,7 +491,7 @@ def gradient_penalty(p, b):
 
 def per_row_maml(p, b):
     def task(s, t):
-        inner = jax.grad(lambda p: jnp.mean((jnp.tanh(s @ p["w"]) ** 2)))(p)
+        inner = jax.grad(lambda p: jnp.mean(jnp.tanh(s @ p["w"]) ** 2))(p)
         return jnp.mean(jnp.tanh(s @ (p["w"] - 0.1 * inner["w"])) ** 2)
 
     return jax.vmap(task)(b["s"], b["t"]).mean()
@@ -537,7 +541,9 @@ def test_rows_of_their_own_are_never_refused(loss):
     trace(loss, key=jax.random.key(0) if loss in (by_place, by_shape) else None)
 
 
-@pytest.mark.parametrize("loss", [each_mean, attention, in_chunks, recurrent, batch_norm, distances])
+@pytest.mark.parametrize(
+    "loss", [each_mean, attention, in_chunks, recurrent, batch_norm, distances]
+)
 def test_a_part_of_one_row_tells_the_same(loss):
     one = jax.tree.map(lambda x: x[:1], BATCH)
     if loss in MIXING:
@@ -567,8 +573,11 @@ def test_losses_of_optax_are_of_rows(name):
         if name in ("sparsemax_loss", "perceptron_loss"):
             targets = (targets > 0.2).astype(jnp.int32)
         over_rows = jax.vmap(jax.vmap(function))(found, targets)
-        return Mean(jnp.sum(over_rows), over_rows.size) if name == "ranking_softmax_loss" else (
-            function(found, targets).mean())
+        return (
+            Mean(jnp.sum(over_rows), over_rows.size)
+            if name == "ranking_softmax_loss"
+            else (function(found, targets).mean())
+        )
 
     trace(loss)
 
@@ -624,7 +633,7 @@ def test_totals_and_collectives_of_the_whole_are_exact():
     sharded = fsdp.place(PARAMS, grid)
     for loss in by_total, by_gather, by_mean, by_largest:
         jax.eval_shape(fsdp.value_and_grad(loss, grid), sharded, BATCH)
-    with pytest.raises(ValueError, match="look at each other.*marks.total"):
+    with pytest.raises(ValueError, match=r"look at each other.*marks\.total"):
         jax.eval_shape(fsdp.value_and_grad(batch_norm, grid), sharded, BATCH)
 
 
@@ -653,6 +662,29 @@ def test_the_error_says_where_and_what_to_do():
     assert "a product compares rows with rows (test_mixing.py:" in told and "(similarity)" in told
     for remedy in "marks.total", "by='compiler'", "rules.jit", "marks.local(x)":
         assert remedy in told
+
+
+@pytest.mark.parametrize("where", ["closed over", "among the parameters"])
+def test_draws_for_rows_from_another_key_are_refused(where):
+    key = jax.random.key(3)
+
+    def loss(params, b):
+        own = params["seed"] if where == "among the parameters" else key
+        z = logits(params, b)
+        return jnp.mean(jnp.where(jax.random.bernoulli(own, 0.5, z.shape), z, 0) ** 2)
+
+    def of_features(params, b):
+        return jnp.mean((logits(params, b) * jax.random.normal(key, (CLASSES,))) ** 2)
+
+    def of_numbered_rows(params, b):
+        keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(marks.index("rows", len(b["x"])))
+        return jnp.mean((logits(params, b) * jax.vmap(jax.random.normal)(keys)[:, None]) ** 2)
+
+    rows = objective.numbers(BATCH)
+    with pytest.raises(TypeError, match=r"key of its own.*Hand the key over by key=."):
+        objective.trace(loss, PARAMS | {"seed": key}, BATCH, rows)
+    trace(of_features)
+    trace(of_numbered_rows)
 
 
 # Losses that nobody wrote: steps of rows of their own, and steps that mix them, in any order.

@@ -48,6 +48,20 @@ def check(closed: ClosedJaxpr, again: ClosedJaxpr, of_batch: list[bool], outputs
             )
 
 
+def check_draws(draws: list, more: list) -> None:
+    """Raise TypeError for numbers drawn for rows from a key that is the same in every part.
+
+    `draws` are those of a `Program`, `more` those of the same for twice as many rows.
+    """
+    for (labels, shape), (_, longer) in zip(draws, more, strict=False):
+        if shape != longer and not labels & {"key", "batch", "rows"}:
+            raise TypeError(
+                f"the loss draws random numbers of shape {shape}, in which there are rows, from a "
+                f"key of its own, such as one it closes over or has among its parameters: each "
+                f"part of the batch would draw the same for its rows. Hand the key over by key=."
+            )
+
+
 class Unlike(Exception):
     """The two programs are not one program for two numbers of rows."""
 
@@ -58,7 +72,7 @@ class Rows(Pair):
     nothing = Value()
 
     def __init__(self):
-        self.path = ()  # the calls that lead to a step: programs are shared by calls of one function
+        self.path = ()  # the calls that lead to a step, since several may share one program
 
     def differ(self, what):
         raise Unlike

@@ -61,9 +61,7 @@ class Value:
         return frozenset(flag for flag in self.flags if isinstance(flag, int))
 
 
-def after(
-    eqn: Any, given: list[Value], longer: list[int] | None, i: int, number: int = 0
-) -> Value:
+def after(eqn: Any, given: list[Value], longer: list[int] | None, i: int, number: int = 0) -> Value:
     """The value of output `i`, of which the axes `longer` grow with the rows; None is unknown.
 
     `number` is the equation's own, by which one sorting is told from another.
@@ -92,7 +90,7 @@ def _flags(eqn, given, along, longer, i):
 def _orders(eqn, given, along, longer, number):
     """In which orders the rows of an output are, as far as values have sorted them.
 
-    Rows sorted by whole numbers may be groups, and those taken in an order may be back in their own.
+    Rows sorted by whole numbers may be groups; those taken in an order may be back in their own.
     """
     name, orders = eqn.primitive.name, [v.orders for v in given]
     if name == "sort":

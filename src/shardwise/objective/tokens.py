@@ -1,6 +1,5 @@
 """What lets tokens see each other, in two traces of a loss: where a sequence is cut by hand."""
 
-
 import jax.numpy as jnp
 from jax.extend.core import Literal
 

@@ -90,11 +90,12 @@ def trace(
     anything runs.
 
     Raises:
-      TypeError: outputs that are no loss, an auxiliary output that is no array, or a PRNG key
-        among `args`.
-      ValueError: a mean over something that the batch's values decide, a term of the total that
-        does not depend on the batch, a scalar that is a sum over rows, a total or count that is
-        none, or draws of which some go by place and others by shape.
+      TypeError: outputs that are no loss, an auxiliary output that is no array, a PRNG key among
+        `args`, or draws for rows from another key than `key`.
+      ValueError: rows that look at each other, as far as the trace tells; a mean over something
+        that the batch's values decide, a term of the total that does not depend on the batch, a
+        scalar that is a sum over rows, a total or count that is none, or draws of which some go
+        by place and others by shape.
     """
     _check_args(args)
     bare = normal(loss, has_aux)
@@ -128,7 +129,11 @@ def trace(
         sequences.check(bare, *groups)
     program = Program.read(closed, labels)
     facts = examine(program, traced.has_count, lambda: Program.read(of(2), labels), cut)
-    _check_rows(closed, of, labels, 1 + traced.has_count)
+    pair = _for_two_sizes(closed, of, labels)
+    if pair is not None:
+        mixing.check(*pair, ["batch" in own for own in labels], 1 + traced.has_count)
+        if program.draws:
+            mixing.check_draws(*(Program.read(one, labels).draws for one in pair))
     return dataclasses.replace(traced, **facts)
 
 
@@ -147,16 +152,17 @@ def _named(x):
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, LOCAL), x)
 
 
-def _check_rows(closed, of, labels, outputs):
-    """Raise where rows look at each other; of one row nothing shows, since its axis broadcasts."""
-    of_batch = ["batch" in own for own in labels]
-    sizes = [v.aval.shape[0] for v, own in zip(closed.jaxpr.invars, of_batch, strict=True)
-             if own and v.aval.shape]  # fmt: skip
+def _for_two_sizes(closed, of, labels):
+    """The loss for some number of rows and for twice that; None where it takes its own alone.
+
+    Of one row nothing shows, since its axis broadcasts.
+    """
+    inputs = zip(closed.jaxpr.invars, labels, strict=True)
+    sizes = {v.aval.shape[0] for v, own in inputs if "batch" in own and v.aval.shape}
     try:
-        pair = (of(2), of(4)) if 1 in sizes else (closed, of(2))
-    except Exception:  # the loss takes batches of this size alone
-        return
-    mixing.check(*pair, of_batch, outputs)
+        return (of(2), of(4)) if 1 in sizes else (closed, of(2))
+    except Exception:
+        return None
 
 
 def _check_aux(aux: Any) -> None:
