@@ -267,7 +267,20 @@ def trace(loss, batch=BATCH, key=None, has_aux=False):
     return objective.trace(loss, PARAMS, batch, objective.numbers(batch), (), key, has_aux)
 
 
-@pytest.mark.parametrize("loss", MIXING, ids=lambda loss: loss.__name__)
+FEW = {contrastive, batch_norm, scaled_by_maximum, hard_examples_by_order, median, transport}
+FEW |= {recurrent_over_rows, global_maml, class_weights, by_rule}
+
+
+def cases(losses, fast):
+    """All of them, of which only some run in the fast tests."""
+    return [x if x in fast else pytest.param(x, marks=pytest.mark.slow) for x in losses]
+
+
+def name_of(case):
+    return getattr(case, "__name__", case)
+
+
+@pytest.mark.parametrize("loss", cases(MIXING, FEW), ids=name_of)
 def test_rows_that_look_at_each_other_are_refused(loss):
     with pytest.raises(ValueError, match="rows of the batch look at each other") as error:
         trace(loss)
@@ -536,7 +549,11 @@ RIGHT += [by_shape, penalised, guarded, one_to_itself, pooled, added_mean, sorte
 RIGHT += [gradient_penalty, per_row_maml, searched, not_a_number, nnx_model]
 
 
-@pytest.mark.parametrize("loss", RIGHT, ids=lambda loss: loss.__name__)
+OFTEN = {layer_norm, attention, in_chunks, clipped_rows, paired_by_concatenation, pooled}
+OFTEN |= {added_mean, sorted_by_expert, guarded, one_to_itself, by_place}
+
+
+@pytest.mark.parametrize("loss", cases(RIGHT, OFTEN), ids=name_of)
 def test_rows_of_their_own_are_never_refused(loss):
     trace(loss, key=jax.random.key(0) if loss in (by_place, by_shape) else None)
 
@@ -561,6 +578,7 @@ PER_ROW += ["ranking_softmax_loss", "perceptron_loss", "sparsemax_loss", "cosine
 PER_ROW += ["absolute_error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in PER_ROW if hasattr(optax.losses, n)])
 def test_losses_of_optax_are_of_rows(name):
     function = getattr(optax.losses, name)
@@ -680,11 +698,16 @@ def test_draws_for_rows_from_another_key_are_refused(where):
         keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(marks.index("rows", len(b["x"])))
         return jnp.mean((logits(params, b) * jax.vmap(jax.random.normal)(keys)[:, None]) ** 2)
 
+    def without_its_key(params, b, key=None):  # as a pipeline traces a loss that it places
+        z = logits(params, b)
+        return jnp.mean(z * jax.random.normal(jax.random.key(0) if key is None else key, z.shape))
+
     rows = objective.numbers(BATCH)
     with pytest.raises(TypeError, match=r"key of its own.*Hand the key over by key=."):
         objective.trace(loss, PARAMS | {"seed": key}, BATCH, rows)
     trace(of_features)
     trace(of_numbered_rows)
+    trace(without_its_key)
 
 
 # Losses that nobody wrote: steps of rows of their own, and steps that mix them, in any order.
@@ -726,22 +749,11 @@ STEPS = {f"{kind} {name}": step for kind, steps in (("rowwise", OF_ROWS), ("mixi
 PLAIN = st.lists(st.sampled_from([n for n in STEPS if "rowwise" in n]), max_size=4)
 
 
-@settings(max_examples=12, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
 @given(PLAIN, st.sampled_from(["", *(n for n in STEPS if "mixing" in n)]), PLAIN,
        st.sampled_from(list(ENDS)))  # fmt: skip
 def test_what_is_let_through_is_what_numbers_say(before, mixing, after, end):
-    agree(before, mixing, after, end)
-
-
-@pytest.mark.slow
-@settings(max_examples=120, deadline=None)
-@given(PLAIN, st.sampled_from(["", *(n for n in STEPS if "mixing" in n)]), PLAIN,
-       st.sampled_from(list(ENDS)))  # fmt: skip
-def test_what_is_let_through_is_what_numbers_say_often(before, mixing, after, end):
-    agree(before, mixing, after, end)
-
-
-def agree(before, mixing, after, end):
     """What mixes is refused, as numbers confirm; what does not is let through, as they do."""
 
     def loss(p, b):

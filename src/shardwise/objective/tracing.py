@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -132,7 +133,7 @@ def trace(
     pair = _for_two_sizes(closed, of, labels)
     if pair is not None:
         mixing.check(*pair, ["batch" in own for own in labels], 1 + traced.has_count)
-        if program.draws:
+        if program.draws and (key is not None or not _takes_key(loss)):
             mixing.check_draws(*(Program.read(one, labels).draws for one in pair))
     return dataclasses.replace(traced, **facts)
 
@@ -163,6 +164,15 @@ def _for_two_sizes(closed, of, labels):
         return (of(2), of(4)) if 1 in sizes else (closed, of(2))
     except Exception:
         return None
+
+
+def _takes_key(loss):
+    """Whether it may be traced without its key, for shapes alone, and draw from one instead."""
+    try:
+        parameters = inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        return True
+    return "key" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _check_aux(aux: Any) -> None:
