@@ -670,7 +670,12 @@ def test_a_loss_of_one_number_of_rows_is_left_alone():
         z = jnp.concatenate([b["x"] @ p["w"], np.ones((ROWS, 1), np.float32)], 1)
         return jnp.mean(jnp.abs(z - z.mean(0)) ** 3)
 
+    def by_row(p, b):
+        rows = jnp.stack(list(b["x"] @ p["w"]))  # as many steps as rows
+        return jnp.mean(rows**2)
+
     trace(loss)
+    trace(by_row)
 
 
 def test_the_error_says_where_and_what_to_do():

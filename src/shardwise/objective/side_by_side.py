@@ -34,7 +34,8 @@ class Pair:
             self.differ("is another program for a longer {}, such as a loop over it")
         env = dict(zip(one.invars, given, strict=True))
         for a, b in zip(one.eqns, two.eqns, strict=True):
-            if a.primitive is not b.primitive:
+            sizes = [(len(eqn.invars), len(eqn.outvars)) for eqn in (a, b)]
+            if a.primitive is not b.primitive or sizes[0] != sizes[1]:
                 self.differ("is another program for a longer {}")
             known = [self._known(env, v) for v in a.invars]
             env.update(zip(a.outvars, self.through(a, b, known), strict=True))
