@@ -221,13 +221,21 @@ def within_map(p, b):
     return jax.lax.map(lambda row: jnp.exp(z @ row).sum(), z).mean()
 
 
+def reversed_negatives(p, b):
+    z = logits(p, b)
+    return jnp.mean(jax.nn.relu(1 - (z * z[::-1]).sum(1)))
+
+
+def spectral(p, b):
+    return jnp.linalg.norm(logits(p, b), 2) / len(b["x"])
+
+
 def nnx_batch_norm(p, b):
     model = nnx.BatchNorm(CLASSES, rngs=nnx.Rngs(0), use_running_average=False)
     return jnp.mean(model(logits(p, b)) ** 3)
 
 
-PAIRS, SUMS = "compares rows with rows", "a sum or mean over rows goes into"
-SORTED = "sorted"
+PAIRS, SUMS = "compares rows with rows", "a sum or mean over rows"
 MIXING = {
     contrastive: PAIRS,
     contrastive_by_labels: PAIRS,
@@ -246,7 +254,7 @@ MIXING = {
     median: "some of the sorted rows",
     quantile: "some of the sorted rows",
     hardest: "rows are chosen by comparing them",
-    transport: "sorted ones",
+    transport: "those in another order",
     running: "cumsum goes over the rows",
     recurrent_over_rows: SUMS,
     global_maml: SUMS,
@@ -259,6 +267,8 @@ MIXING = {
     remat_and_jit: SUMS,
     by_rule: SUMS,
     within_map: "compares a row with others",
+    reversed_negatives: "those in another order",
+    spectral: "svd goes over the rows",
     nnx_batch_norm: SUMS,
 }
 
@@ -601,6 +611,13 @@ def test_losses_of_optax_are_of_rows(name):
 
 
 # What is meant, what is exact, and what does not count.
+
+
+@pytest.mark.parametrize("loss", [contrastive, batch_norm, median], ids=name_of)
+def test_whole_arrays_are_exact_for_every_loss(loss):
+    jax.eval_shape(objective.value_and_grad(loss), PARAMS, BATCH)
+    with pytest.raises(ValueError, match="look at each other"):
+        jax.eval_shape(objective.value_and_grad(loss, 2), PARAMS, BATCH)
 
 
 def test_a_part_of_its_own_is_said_by_a_mark():

@@ -14,11 +14,11 @@ whole batch, so that a clipped cotangent, a small count or a float16 loss come o
 **Rows that look at each other** (a contrastive loss, batch statistics, the balance of experts) are
 another function when rows are divided. `trace` refuses what is certain in the program: rows that
 are compared, sorted or chosen among, and sums over rows that go on otherwise than linearly. It
-cannot tell what the batch's own numbers point to (`z[batch["negative"]]`), nor look into kernels;
-`check` compares numbers, and finds those too. The remedies: statistics of the whole batch by
-`marks.total`, exact over devices and refused with microbatches; or a layout by the compiler
-(`rules.jit`), which sees whole arrays and is exact for every loss. Where a part's own rows are
-meant, as in batch norm by device, `marks.local` says so.
+cannot tell to which rows numbers point (`z[batch["negative"]]`), leaves shifts and groups of
+neighbouring rows alone, and looks into no kernel; `check` compares numbers, and finds those too.
+The remedies: statistics of the whole batch by `marks.total`, exact over devices and refused with
+microbatches; or a layout by the compiler (`rules.jit`), which sees whole arrays and is exact for
+every loss. Where a part's own rows are meant, as in batch norm by device, `marks.local` says so.
 
 **Microbatches**: microbatch j of m holds the rows r with r % m == j, under every strategy. A batch
 whose rows are cut over devices stays cut so in each of them.

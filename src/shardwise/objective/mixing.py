@@ -72,7 +72,7 @@ class Rows(Pair):
     nothing = Value()
 
     def __init__(self):
-        self.path = ()  # the calls that lead to a step, since several may share one program
+        self.path = ()  # the calls that lead to a step: several may share one program
 
     def differ(self, what):
         raise Unlike
@@ -97,13 +97,13 @@ class Rows(Pair):
     def _step(self, a, b, given):
         found, before = [], self.union(given).mixed
         for i, (v, w) in enumerate(zip(a.outvars, b.outvars, strict=True)):
-            value = after(a, given, grown(v, w), i, hash((*self.path, id(a))))
-            mixed = before or (value.mixed and f"{value.mixed} ({_place(a)})")
+            value = after(a, given, grown(v, w), i, hash((*map(id, self.path), id(a))))
+            mixed = before or (value.mixed and value.mixed + _place(*self.path, a))
             found.append(dataclasses.replace(value, mixed=mixed))
         return found
 
     def _call(self, a, b, given):
-        before, self.path = self.path, (*self.path, id(a))
+        before, self.path = self.path, (*self.path, a)
         try:
             return self.called(self.within(a, b), given, len(a.outvars))
         finally:
@@ -153,7 +153,10 @@ def _all(v: Value, over_rows: bool, stacked: bool) -> Value:
     return dataclasses.replace(v, axes=axes, flags=v.flags - {ROW} if rows else v.flags)
 
 
-def _place(eqn: Any) -> str:
-    """Where the loss says so: file, line and function."""
-    told = source_info_util.summarize(eqn.source_info)
-    return told.rpartition("/")[2]
+def _place(*eqns: Any) -> str:
+    """Where the loss says so, file, line and function: the last that is known."""
+    for eqn in reversed(eqns):
+        told = source_info_util.summarize(eqn.source_info).rpartition("/")[2]
+        if ":" in told:
+            return f" ({told})"
+    return ""

@@ -4,6 +4,7 @@ from typing import Any
 
 REDUCING = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin"}
 RUNNING = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
+DECOMPOSING = {"svd", "qr", "eigh", "lu", "cholesky", "householder_product", "schur", "geqrf"}
 SCATTERING = {"scatter-add", "scatter_add"}
 
 
@@ -14,6 +15,11 @@ def along(eqn: Any, given: list) -> frozenset[int]:
         return given[0].axes & frozenset(params["axes"])
     if name in RUNNING:
         return given[0].axes & {params["axis"]}
+    if name == "rev":
+        return given[0].axes & frozenset(params["dimensions"])
+    if name in DECOMPOSING:
+        rank = len(eqn.invars[0].aval.shape)
+        return given[0].axes & {rank - 2, rank - 1}
     if name == "sort":
         keys = frozenset().union(*(v.axes for v in given[: params["num_keys"]]))
         return keys & {params["dimension"]}

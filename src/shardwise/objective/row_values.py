@@ -95,6 +95,8 @@ def _orders(eqn, given, along, longer, number):
     name, orders = eqn.primitive.name, [v.orders for v in given]
     if name == "sort":
         return frozenset({number}) if along and _floating(eqn.invars[0]) else frozenset()
+    if name == "rev" and along:  # twice, they are in their own
+        return frozenset() if orders[0] else frozenset({number})
     if not longer or name.startswith("scatter") or (name == "gather" and any(orders[1:])):
         return frozenset()
     return frozenset().union(*orders)
@@ -122,11 +124,13 @@ def _mixing(eqn, given, along, kept, i):
         ):
             return f"{what} compares a row with others"
         if _disordered(given):
-            return f"{what} combines rows with sorted ones"
+            return f"{what} combines rows with those in another order"
     if any(sums) and _nonlinear(eqn, given, i):
-        return f"a sum or mean over rows goes into {what}, beside rows or not linearly"
+        meets = name in PRODUCTS or name == "div"
+        told = f"meets rows or another sum in {what}" if meets else f"goes into {what}, not linear"
+        return f"a sum or mean over rows {told}"
     if along and _floating(eqn.outvars[i]):
-        if name in EXTREMES or name in RUNNING:
+        if name in EXTREMES or name in RUNNING or name in row_axes.DECOMPOSING:
             return f"{name} goes over the rows"
         if name == "top_k" and i == 0 and row_axes.chooses(eqn):
             return "top_k chooses among the rows"
