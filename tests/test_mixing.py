@@ -230,6 +230,19 @@ def spectral(p, b):
     return jnp.linalg.norm(logits(p, b), 2) / len(b["x"])
 
 
+def normed_within_vmap(p, b):
+    def norm(z):
+        mean, square = jax.lax.pmean((z, z**2), "batch")
+        return (z - mean) * jax.lax.rsqrt(square - mean**2 + 1e-5)
+
+    return jnp.mean(jnp.abs(jax.vmap(norm, axis_name="batch")(logits(p, b))))
+
+
+def scaled_within_vmap(p, b):
+    scaled = jax.vmap(lambda z: z / jax.lax.pmax(jnp.abs(z), "batch"), axis_name="batch")
+    return jnp.mean(scaled(logits(p, b)))
+
+
 def nnx_batch_norm(p, b):
     model = nnx.BatchNorm(CLASSES, rngs=nnx.Rngs(0), use_running_average=False)
     return jnp.mean(model(logits(p, b)) ** 3)
@@ -269,6 +282,8 @@ MIXING = {
     within_map: "compares a row with others",
     reversed_negatives: "those in another order",
     spectral: "svd goes over the rows",
+    normed_within_vmap: SUMS,
+    scaled_within_vmap: "pmax goes over the rows",
     nnx_batch_norm: SUMS,
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 
+from shardwise.objective import row_axes
 from shardwise.objective.following import is_local
 from shardwise.objective.row_values import ROW, SUM, Value, after
 from shardwise.objective.side_by_side import Pair, carries, grown
@@ -90,14 +91,17 @@ class Rows(Pair):
                 return self._call(a, b, given)
         except Unlike:
             return [Value()] * len(a.outvars)
-        if name in ACROSS or is_local(name, a.params):
+        over_places = name in row_axes.COLLECTIVE and row_axes.over_places(a)
+        if is_local(name, a.params) or (name in ACROSS and not over_places):
             return [Value()] * len(a.outvars)
-        return self._step(a, b, given)
+        return self._step(a, b, given, over_places)
 
-    def _step(self, a, b, given):
+    def _step(self, a, b, given, each):
+        """The values of its outputs; where it does the same to `each` input, of its own alone."""
         found, before = [], self.union(given).mixed
+        number = hash((*map(id, self.path), id(a)))
         for i, (v, w) in enumerate(zip(a.outvars, b.outvars, strict=True)):
-            value = after(a, given, grown(v, w), i, hash((*map(id, self.path), id(a))))
+            value = after(a, given[i : i + 1] if each else given, grown(v, w), i, number)
             mixed = before or (value.mixed and value.mixed + _place(*self.path, a))
             found.append(dataclasses.replace(value, mixed=mixed))
         return found

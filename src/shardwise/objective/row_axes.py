@@ -2,7 +2,9 @@
 
 from typing import Any
 
+COLLECTIVE = {"psum", "pmax", "pmin"}  # which are reductions where vmap has named the axis
 REDUCING = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "argmin"}
+REDUCING |= COLLECTIVE
 RUNNING = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
 DECOMPOSING = {"svd", "qr", "eigh", "lu", "cholesky", "householder_product", "schur", "geqrf"}
 SCATTERING = {"scatter-add", "scatter_add"}
@@ -32,6 +34,11 @@ def along(eqn: Any, given: list) -> frozenset[int]:
     if name in SCATTERING:
         return given[1].axes | given[2].axes
     return frozenset()
+
+
+def over_places(eqn: Any) -> bool:
+    """Whether a collective is along axes of its array alone, and of no mesh."""
+    return all(isinstance(axis, int) for axis in eqn.params["axes"])
 
 
 def chooses(eqn: Any) -> bool:
