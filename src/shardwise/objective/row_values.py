@@ -114,33 +114,33 @@ def _is_sum(eqn, given, handed):
 
 def _mixing(eqn, given, along, kept, i):
     """What this step does to rows that a part of them cannot do; nothing where that is unknown."""
-    name, sums = eqn.primitive.name, [v.has(SUM) for v in given]
+    name = eqn.primitive.name
     what = {"dot_general": "a product", "select_n": "a choice"}.get(name, name)
     if len(kept) > 1 and all(len(v.axes) < 2 for v in given):
         return f"{what} compares rows with rows"
-    if name in COMBINING and _floating(eqn.outvars[i]):
-        if any(v.axes and not v.has(ROW) for v in given) and any(
-            v.has(ROW) and not v.axes for v in given
-        ):
-            return f"{what} compares a row with others"
-        if _disordered(given):
-            return f"{what} combines rows with those in another order"
-    if any(sums) and _nonlinear(eqn, given, i):
-        meets = name in PRODUCTS or name == "div"
-        told = f"meets rows or another sum in {what}" if meets else f"goes into {what}, not linear"
-        return f"a sum or mean over rows {told}"
-    if along and _floating(eqn.outvars[i]):
-        if name in EXTREMES or name in RUNNING or name in row_axes.DECOMPOSING:
-            return f"{name} goes over the rows"
-        if name == "top_k" and i == 0 and row_axes.chooses(eqn):
-            return "top_k chooses among the rows"
     if name in TAKING and given[0].of_rows and any(v.has(PLACE) for v in given[1:]):
         return "rows are chosen by comparing them"
-    if _floating(eqn.outvars[i]) and _takes_sorted(eqn, given) and not kept:
-        return "some of the sorted rows are taken"
-    if name == "slice" and _floating(eqn.outvars[i]) and _takes_sorted(eqn, given):
+    if not _floating(eqn.outvars[i]):  # whole numbers may be places of rows, in groups of them
+        return ""
+    if any(v.has(SUM) for v in given) and (told := _bent(eqn, given)):
+        return f"a sum or mean over rows {told.format(what)}"
+    if name in COMBINING and _compares_one(given):
+        return f"{what} compares a row with others"
+    if name in COMBINING and _disordered(given):
+        return f"{what} combines rows with those in another order"
+    if along and name in EXTREMES | RUNNING | row_axes.DECOMPOSING:
+        return f"{name} goes over the rows"
+    if along and name == "top_k" and row_axes.chooses(eqn):
+        return "top_k chooses among the rows"
+    if _takes_sorted(eqn, given) and (name == "slice" or not kept):
         return "some of the sorted rows are taken"
     return ""
+
+
+def _compares_one(given):
+    """Whether one row, within a loop over rows, meets all of them."""
+    one = any(v.has(ROW) and not v.axes for v in given)
+    return one and any(v.axes and not v.has(ROW) for v in given)
 
 
 def _disordered(given):
@@ -160,15 +160,15 @@ def _takes_sorted(eqn, given):
     return name in TAKING
 
 
-def _nonlinear(eqn, given, i):
-    """Whether what it does to a sum over rows is no sum over rows."""
+def _bent(eqn, given):
+    """What happens to a sum over rows by which it is none any more."""
     name, sums = eqn.primitive.name, [v.has(SUM) for v in given]
     if name in PRODUCTS:
         rows = any(v.of_rows for v, is_sum in zip(given, sums, strict=True) if not is_sum)
-        return sum(sums) > 1 or rows
+        return "meets rows or another sum in {}" if sum(sums) > 1 or rows else ""
     if name == "div":
-        return sums[1] or given[1].of_rows
-    return name in BENDING and _floating(eqn.outvars[i]) and _bends(eqn)
+        return "meets rows or another sum in {}" if sums[1] or given[1].of_rows else ""
+    return "goes into {}, which is not linear" if name in BENDING and _bends(eqn) else ""
 
 
 def _bends(eqn):
