@@ -23,8 +23,8 @@ def strategy(layout: Layout) -> str:
         found.append(f"ZeRO {layout.zero}")
     if layout.context and layout.attention in ("all_gather", "ulysses"):
         found.append(layout.attention)
-    if layout.expert and layout.dispatch == "gather":
-        found.append("gather")
+    if layout.expert and layout.dispatch != "all_to_all":
+        found.append(layout.dispatch)
     return ", ".join(found)
 
 

@@ -66,11 +66,12 @@ def _attention(sent, layout, config):
 def _experts(sent, layout, config, manual):
     n, cut, form = layout.size("expert"), layout.size("context"), layout.dispatch
     rows, per_token = ROWS // _parts(layout, layout.rows), config.experts_per_token
-    # The slots of an all-to-all are those of a whole row, wherever its tokens are.
-    tokens = LENGTH if form == "all_to_all" else LENGTH // cut
+    tokens = LENGTH // cut
     given = config.embed, per_token, config.experts, n, config.capacity_factor, form
-    forward = experts.bytes_sent(rows, tokens, *given)
+    forward = experts.bytes_sent(rows, tokens, *given, sequence=cut)
     again, backward = forward, forward
+    if form == "ragged":  # how many rows there are is known
+        backward -= config.experts * FLOAT * (n - 1)
     if form == "gather":  # choices and slots have no gradients; sums are not asked for again
         backward -= 2 * rows * tokens * per_token * FLOAT * (n - 1)
         again -= rows * tokens * config.embed * FLOAT * (n - 1)

@@ -179,6 +179,16 @@ def test_experts_may_lie_on_the_axis_of_another_role(shared):
     check(layouts.Layout(grid, data="data", fsdp="fsdp", expert=shared, microbatches=2))
 
 
+SLICED = [("context", "expert"), ("expert", "tensor"), ("stage", "expert")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("roles", SLICED, ids="-".join)
+def test_experts_by_slices_combine_with_other_roles(roles):
+    settings = dict(dispatch="ragged", microbatches=4 if "stage" in roles else 1)
+    check(catalogue.over(roles, 4, **settings))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", ["fsdp", "data"])
 def test_experts_within_a_stage_may_lie_on_the_axis_of_another_role(shared):

@@ -23,6 +23,10 @@ NOT_PLANNED = {
     ("attention", "all_gather"): "it keeps K and V of the whole sequence",
     ("attention", "ulysses"): "its limit is the kv heads left by tensor; seconds are of rings",
     ("dispatch", "gather"): "it sends more, while choices times capacity are below the devices",
+    (
+        "dispatch",
+        "ragged",
+    ): "what it sends depends on data; it was never run where it pays",
     ("schedule", "zb_h1"): "seconds and memory are those of 1f1b",
 }
 

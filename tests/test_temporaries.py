@@ -116,7 +116,7 @@ class Held:
         of_layer = 8 * c.embed + 4 * c.mlp // t + 3 * c.heads // t * seen
         of_layer += 4 * c.kv_heads * c.head_dim // t * self._gathered()
         if c.experts:
-            times = layout.size("expert") if layout.dispatch == "gather" else 1
+            times = 1 if layout.dispatch == "all_to_all" else layout.size("expert")
             of_layer += 6 * times * c.embed * c.experts_per_token
         return self.kept + FLOAT * self.tokens * max(of_layer, 3 * c.vocab // t)
 

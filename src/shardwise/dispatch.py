@@ -65,20 +65,34 @@ def weighted(found: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.einsum("bske,bsk->bse", found, weights.astype(found.dtype))
 
 
+def by_expert(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
+    """(order int32 [b·s·k], sizes int32 [experts]): the choices' numbers, sorted by their expert.
+
+    A choice below 0, or from `experts` on, is of none: it comes last, and is not in the sizes.
+    """
+    flat = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(-1)
+    sizes = jnp.sum(flat[:, None] == jnp.arange(experts)[None], axis=0, dtype=jnp.int32)
+    return jnp.argsort(flat, stable=True), sizes
+
+
+def in_place(found: jax.Array, order: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Rows that stand in this order of choices, as [b, s, k, e]; 0 for choices that it lacks."""
+    out = jnp.zeros((math.prod(shape), found.shape[-1]), found.dtype).at[order].set(found)
+    return out.reshape(*shape, -1)
+
+
 def grouped(x: jax.Array, chosen: jax.Array, apply: Callable, stacked: Any) -> jax.Array:
     """What these experts make of each choice, [b, s, k, e], without buffers and without drops.
 
     Rows stand in groups, one for each expert; a choice of none of them yields 0.
     """
     (b, s, k), n = chosen.shape, leading(stacked)
-    flat = jnp.where((chosen >= 0) & (chosen < n), chosen, n).reshape(-1)
-    order = jnp.argsort(flat, stable=True)[: b * s * min(k, n)]  # who is of no group comes last
-    sizes = jnp.sum(flat[:, None] == jnp.arange(n)[None], axis=0, dtype=jnp.int32)
+    order, sizes = by_expert(chosen, n)
+    order = order[: b * s * min(k, n)]  # who is of no group comes last
     real = (jnp.arange(order.size) < jnp.sum(sizes))[:, None]
     rows = jnp.where(real, x.reshape(b * s, -1)[order // k], 0)
     found = jnp.where(real, apply(stacked, rows, sizes), 0)
-    out = jnp.zeros((b * s * k, found.shape[-1]), found.dtype).at[order].set(found)
-    return out.reshape(b, s, k, -1)
+    return in_place(found, order, chosen.shape)
 
 
 def on_one_device(

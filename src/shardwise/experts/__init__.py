@@ -7,8 +7,10 @@ weights of experts/n experts:
         y, kept = layer(x, weights)
 
 `all_to_all` sends each token to the devices of its experts and back (Lepikhin et al., 2020,
-GShard), `gather` brings all tokens to all experts and reduce-scatters what they make of them:
-which sends less, `bytes_sent` says. Outputs, gradients and who is dropped are those of one device.
+GShard), in buffers of a capacity; `ragged` sends as many rows as there are, for no capacity (Gale
+et al., 2023, MegaBlocks); `gather` brings all tokens to all experts and reduce-scatters what they
+make of them. Which sends less, `bytes_sent` says. Outputs, gradients and who is dropped are those
+of one device.
 
 **Gradients.** What comes back for `stacked` is whole: the tokens of every device of the axis are in
 it, with the cotangents that their own devices had. Sum it over the axes along which these experts
@@ -23,10 +25,10 @@ row, for the cost of gathering the choices, four bytes each.
 
 from shardwise.experts.balance import loads, penalty, rebalanced
 from shardwise.experts.costs import bytes_sent
-from shardwise.experts.exchange import Exchange, all_to_all, gather, local
+from shardwise.experts.exchange import Exchange, all_to_all, gather, local, ragged
 
 # What `layouts` knows by name.
-FORMS = {"all_to_all": all_to_all, "gather": gather}
+FORMS = {"all_to_all": all_to_all, "gather": gather, "ragged": ragged}
 
 __all__ = [
     "FORMS",
@@ -37,5 +39,6 @@ __all__ = [
     "loads",
     "local",
     "penalty",
+    "ragged",
     "rebalanced",
 ]

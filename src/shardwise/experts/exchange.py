@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwise import dispatch, marks
+from shardwise.experts import ragged_exchange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,10 @@ class Exchange:
         slot, size, kept = None, None, jnp.ones(chosen.shape, bool)
         if capacity is not None:
             slot, size, kept = self._slots(chosen, experts, capacity, index)
-        if self.form == "all_to_all" and size is not None:
+        if self.form == "ragged":
+            wanted = jnp.where(kept, chosen, experts)
+            y = self._in_slices(x, wanted, weights, apply, stacked, size)
+        elif self.form == "all_to_all" and size is not None:
             y = self._sent(x, chosen, weights, apply, stacked, slot, size)
         else:
             y = self._gathered(x, chosen, weights, apply, stacked, slot, size)
@@ -67,6 +71,19 @@ class Exchange:
         buffers = jax.lax.all_to_all(made, self.axis, 1, 0, tiled=True)
         return dispatch.combined(buffers, chosen, slot, weights)
 
+    def _in_slices(self, x, chosen, weights, apply, stacked, size):
+        """Choices sorted by expert, to their devices in slices of any size, and back."""
+        (b, s, k), held = chosen.shape, dispatch.leading(stacked)
+        n, me = jax.lax.axis_size(self.axis), jax.lax.axis_index(self.axis)
+        order, sizes = dispatch.by_expert(chosen, n * held)
+        counts = jax.lax.all_gather(sizes, self.axis)  # [devices, experts]
+        most = ragged_exchange.most_rows(b, s, k, held, size)
+        way = ragged_exchange.Way(self.axis, order.size, most)
+        arrived = ragged_exchange.exchange(way, x.reshape(b * s, -1)[order // k], counts)
+        groups = jnp.sum(counts, axis=0).reshape(n, held)[me]
+        found = ragged_exchange.exchange(way.back(), apply(stacked, arrived, groups), counts)
+        return dispatch.weighted(dispatch.in_place(found, order, chosen.shape), weights)
+
     def _gathered(self, x, chosen, weights, apply, stacked, slot, size):
         """All tokens of the axis through this device's experts, and the sums to their owners."""
         if self.axis is not None:
@@ -89,12 +106,24 @@ def all_to_all(axis: str, sequence: str | None = None) -> Exchange:
     """Tokens travel to their experts over `axis`, in buffers of the capacity, and back.
 
     Without a capacity a buffer has to be as large as the worst case, in which all tokens go to one
-    device: what an all-gather sends. Then this is `gather`. With n devices and k experts a token,
-    `jax.lax.ragged_all_to_all` would send n/k times less for an even router, into buffers as large;
-    it is not used, since XLA compiles it for TPUs and not for CPUs, where nothing could be compared
-    with one device.
+    device: what an all-gather sends. Then this is `gather`; `ragged` sends less on TPUs and GPUs.
     """
     return Exchange("all_to_all", axis, sequence)
+
+
+def ragged(axis: str, sequence: str | None = None) -> Exchange:
+    """As many rows travel over `axis` as tokens chose experts, and back; for no capacity.
+
+    With n devices and k experts a token that is n/k times less than `gather` sends, for an even
+    router. What arrives stands in a buffer for the worst case, however little it is: for
+    rows·tokens·min(k, experts held) from each device. With a capacity it is smaller, and choices
+    that are dropped are not sent.
+
+    On TPUs and GPUs rows travel by `jax.lax.ragged_all_to_all`. XLA:CPU has none: there each device
+    sends each other a block as large as the worst case, to the same effect. The programs for TPUs
+    were compiled by Google's compiler; they have not been run on one.
+    """
+    return Exchange("ragged", axis, sequence)
 
 
 def gather(axis: str, sequence: str | None = None) -> Exchange:

@@ -57,6 +57,7 @@ LAYOUTS: dict[str, Callable[[int], Layout]] = {
     "context by compiler": entry("context", by="compiler"),
     "expert": entry("expert"),
     "expert by gathering": entry("expert", dispatch="gather"),
+    "expert by slices": entry("expert", dispatch="ragged"),
     "fsdp, expert": entry("fsdp", "expert"),
     "expert by compiler": entry("expert", by="compiler"),
     "fsdp, expert, context": entry("fsdp", "expert", "context"),

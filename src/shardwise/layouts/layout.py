@@ -48,8 +48,8 @@ class Layout:
         `marks.attend`.
       kernel: what computes attention where a device sees whole sequences, so without `context` or
         with "ulysses": a meaning of `marks.attend`, such as `context.splash()` on TPUs.
-      dispatch: how tokens reach experts by hand: "all_to_all" or "gather", or a function of the
-        axis and `sequence=` to a meaning of `marks.experts`.
+      dispatch: how tokens reach experts by hand: "all_to_all", "gather" or "ragged", or a function
+        of the axis and `sequence=` to a meaning of `marks.experts`.
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
       remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`; one
         that offloads (`offload_dot_with_no_batch_dims`, from "device" to "pinned_host") keeps on

@@ -130,7 +130,8 @@ def _ragged(program, frame, op):
     n, types = max(map(len, among)), ((rows.dtype, rows.dims),)
     sent = rows.bytes if n > 1 else 0
     found = dict(source=_source(op), groups=among, strategy=tpu.strategy(frame, op))
-    return Op("all-to-all", op.name, types, n, 1, rows.bytes, sent, notes=("bound",), **found)
+    found |= dict(asynchronous=bool(tpu.starts(frame, op)), notes=("bound",))
+    return Op("all-to-all", op.name, types, n, 1, rows.bytes, sent, **found)
 
 
 def _source(op: Instruction) -> str:

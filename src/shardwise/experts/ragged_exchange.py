@@ -1,0 +1,132 @@
+"""Rows to the devices of their experts in slices of any size, and back: `ragged_all_to_all`.
+
+A device has rows sorted by expert, and each device knows how many every other has for each expert.
+What arrives stands in groups, one for each expert held, and within a group by sender; so it needs
+no second sorting. A slice is what one device has for one expert. XLA:CPU has no such operation:
+there the same operands are given to `in_blocks`, an all-to-all of blocks for the worst case.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """Over `axis`, from devices with `rows` rows each, of which `most` at most go to one device.
+
+    `home` is the way back, from the experts' devices to the rows' own.
+    """
+
+    axis: str
+    rows: int
+    most: int
+    home: bool = False
+
+    def back(self) -> "Way":
+        """The other direction."""
+        return dataclasses.replace(self, home=not self.home)
+
+
+class Slices(NamedTuple):
+    """What `jax.lax.ragged_all_to_all` is told, int32 [experts] each: one entry for each slice.
+
+    Entry i sends `send_sizes[i]` rows from `input_offsets[i]` on, to where they stand in the
+    receiver's array from `output_offsets[i]` on. Receivers (for `recv_sizes`, senders) follow each
+    other in the order of the axis, each with as many entries as a device has experts.
+    """
+
+    input_offsets: jax.Array
+    send_sizes: jax.Array
+    output_offsets: jax.Array
+    recv_sizes: jax.Array
+
+
+def most_rows(rows: int, tokens: int, per_token: int, held: int, slots: int | None = None) -> int:
+    """How many of rows·tokens tokens' choices can fall on one device, which has `held` experts.
+
+    A token chooses an expert once; with a capacity an expert has `slots` for each row.
+    """
+    found = rows * tokens * min(per_token, held)
+    return found if slots is None else min(found, rows * held * slots)
+
+
+def slices(counts: jax.Array, me: jax.Array | int, home: bool) -> Slices:
+    """Those of device `me`, where device i has counts[i, e] rows for expert e: int32 [n, experts].
+
+    `home` is the way back, of which entries are slices of the experts held, by owner.
+    """
+    n, experts = counts.shape
+    before = jnp.cumsum(counts, axis=1) - counts  # where slices begin on the rows' own devices,
+    groups = jnp.sum(counts, axis=0).reshape(n, experts // n)
+    first = (jnp.cumsum(groups, axis=1) - groups).reshape(1, experts)
+    placed = first + jnp.cumsum(counts, axis=0) - counts  # and on those of their experts
+
+    def arriving(x):
+        return x.reshape(n, n, experts // n)[:, me].reshape(experts)
+
+    if home:
+        return Slices(arriving(placed), arriving(counts), arriving(before), counts[me])
+    return Slices(before[me], counts[me], placed[me], arriving(counts))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def exchange(way: Way, rows: jax.Array, counts: jax.Array) -> jax.Array:
+    """Rows [way.rows, e], sorted by expert, as [n·way.most, e] in groups; `home`, the inverse.
+
+    What no row is sent to is 0. The gradient is the exchange in the other direction: JAX's own
+    would ask again, by two more all-to-alls, for offsets that `counts` tells.
+    """
+    n, me = jax.lax.axis_size(way.axis), jax.lax.axis_index(way.axis)
+    size = way.rows if way.home else n * way.most
+    room = jnp.zeros_like(rows, shape=(size, rows.shape[1]))
+    given = rows, room, *slices(counts, me, way.home)
+    ragged = functools.partial(jax.lax.ragged_all_to_all, axis_name=way.axis)
+    blocks = functools.partial(in_blocks, axis=way.axis, most=way.most)
+    return jax.lax.platform_dependent(*given, cpu=blocks, default=ragged)
+
+
+def _forward(way, rows, counts):
+    return exchange(way, rows, counts), counts
+
+
+def _backward(way, counts, gradient):
+    return exchange(way.back(), gradient, counts), None
+
+
+exchange.defvjp(_forward, _backward)
+
+
+def in_blocks(
+    rows: jax.Array,
+    room: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    axis: str,
+    most: int,
+) -> jax.Array:
+    """What `jax.lax.ragged_all_to_all` returns, by an all-to-all of blocks [n, most, e].
+
+    No two devices exchange more than `most` rows, those of all their slices together.
+    """
+    n = jax.lax.axis_size(axis)
+    places = jax.vmap(functools.partial(_places, most=most))
+    leaving = places(input_offsets.reshape(n, -1), send_sizes.reshape(n, -1))
+    blocks = rows.at[leaving].get(mode="fill", fill_value=0)
+    blocks = jax.lax.all_to_all(blocks, axis, 0, 0, tiled=True)
+    offsets = jax.lax.all_to_all(output_offsets, axis, 0, 0, tiled=True)
+    arriving = places(offsets.reshape(n, -1), recv_sizes.reshape(n, -1))
+    return room.at[arriving].set(blocks, mode="drop")
+
+
+def _places(offsets, sizes, most):
+    """Where the rows of a block stand, int32 [most], slice after slice; far beyond for no row."""
+    ends, row = jnp.cumsum(sizes), jnp.arange(most, dtype=sizes.dtype)
+    entry = jnp.sum(ends[None] <= row[:, None], axis=1)
+    found = (offsets - ends + sizes).at[entry].get(mode="clip") + row
+    return jnp.where(row < ends[-1], found, jnp.iinfo(sizes.dtype).max)
