@@ -3,7 +3,7 @@
 What grows with the axis has twice the length in the second program, wherever a transpose or a
 reshape has put it. `Pair` walks through both, and through the programs within them; what it
 carries from step to step, and what that must not do, a subclass says: `tokens` for a sequence that
-is cut, `rowwise` for rows.
+is cut, `mixing` for rows.
 """
 
 import functools
