@@ -363,8 +363,9 @@ def test_heads_have_to_divide():
     _, create = parts(1)
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(create, KEY))
     odd = dataclasses.replace(layouts.LAYOUTS["tensor"](8), cut=("head_dim",))
-    with pytest.raises(ValueError, match=r"'head_dim'.* of 2 does not divide"):
+    with pytest.raises(ValueError, match=r"'head_dim'.* of 2 does not divide") as error:
         layouts.place(odd, params)
+    assert "cut= leaves out stays whole" in str(error.value) and "uneven" not in str(error.value)
     with pytest.raises(ValueError, match="no parameter carries one of the logical axes"):
         layouts.place(dataclasses.replace(odd, cut=("experts",)), params)
 

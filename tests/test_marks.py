@@ -18,6 +18,7 @@ def test_unbound_marks_are_identities_that_leave_no_trace():
     assert marks.use(tree) is tree
     x = jnp.ones(3)
     assert marks.constrain(x, "logits") is x and marks.stage_boundary(x) is x
+    assert marks.local(tree) is tree
     assert marks.index("rows", 3).tolist() == [0, 1, 2]
     assert not jax.make_jaxpr(lambda x: marks.stage_boundary(marks.constrain(x, "a")))(x).eqns
 

@@ -14,6 +14,7 @@ from shardwise import fsdp, rules
 from shardwise import tree as trees
 from shardwise.fsdp.planning import leaves_of
 from shardwise.layouts.layout import Layout
+from shardwise.rules.rule import WHOLE
 
 EXPERTS = "experts"  # the logical axis
 
@@ -50,7 +51,13 @@ class Named:
                 f"tensor axis."
             )
         table = {name: self.table.get(name) for name in names - {None}}
-        return rules.LogicalRules(table)(tree, mesh)
+        try:
+            return rules.LogicalRules(table)(tree, mesh)
+        except ValueError as error:  # it advises on a rule that is not the caller's
+            advice = (
+                "or a mesh axis that divides it (what the layout's cut= leaves out stays whole)"
+            )
+            raise ValueError(str(error).replace(WHOLE, advice)) from error
 
 
 def _entry(axes):

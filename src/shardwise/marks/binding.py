@@ -10,7 +10,8 @@ import jax
 
 _MEANINGS = contextvars.ContextVar("shardwise_marks", default=types.MappingProxyType({}))
 _TRACED_UNDER = jax.make_user_context(None)  # the same, hashable, for JAX's caches
-KNOWN = {"attend", "constrain", "experts", "index", "layer", "stage_boundary", "total", "use"}
+KNOWN = {"attend", "constrain", "experts", "index", "layer", "local", "stage_boundary"}
+KNOWN |= {"total", "use"}
 
 
 @contextlib.contextmanager

@@ -53,3 +53,13 @@ def total(x: Any, axes: tuple[str, ...] = ("rows", "sequence")) -> Any:
     sum that all of them see.
     """
     return _apply("total", jax.lax.stop_gradient(x), axes)
+
+
+def local(x: Any) -> Any:
+    """`x`, a pytree, made of rows of one part of the batch alone, where that is meant.
+
+    So are a part's own statistics, or comparisons of its own rows. Without this mark, a loss whose
+    rows look at each other is an error where they are divided; what `x` makes of the batch is then
+    taken for the part's own.
+    """
+    return _apply("local", x)

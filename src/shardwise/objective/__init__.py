@@ -12,9 +12,13 @@ The division comes first: the cotangent that enters each part's backward pass is
 whole batch, so that a clipped cotangent, a small count or a float16 loss come out as on one device.
 
 **Rows that look at each other** (a contrastive loss, batch statistics, the balance of experts) are
-another function when rows are divided. `check` finds them. The remedies: statistics of the whole
-batch by `marks.total`, exact over devices and refused with microbatches; or a layout by the
-compiler (`rules.jit`), which sees whole arrays and is exact for every loss.
+another function when rows are divided. `trace` refuses what is certain in the program: rows that
+are compared, sorted or chosen among, and sums over rows that go on otherwise than linearly. It
+cannot tell to which rows numbers point (`z[batch["negative"]]`), leaves shifts and groups of
+neighbouring rows alone, and looks into no kernel; `check` compares numbers, and finds those too.
+The remedies: statistics of the whole batch by `marks.total`, exact over devices and refused with
+microbatches; or a layout by the compiler (`rules.jit`), which sees whole arrays and is exact for
+every loss. Where a part's own rows are meant, as in batch norm by device, `marks.local` says so.
 
 **Microbatches**: microbatch j of m holds the rows r with r % m == j, under every strategy. A batch
 whose rows are cut over devices stays cut so in each of them.

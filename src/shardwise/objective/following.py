@@ -7,6 +7,7 @@ from jax.extend.core import Literal
 
 Labels = frozenset
 NOTHING: Labels = frozenset()
+LOCAL = "shardwise local"  # the name of what marks.local says is made of one part alone
 
 # These run their inner program once, on their own inputs in their order.
 CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map"}
@@ -65,6 +66,8 @@ def _follow(jaxpr, labels, visit):
 
 def _through(step, given, visit):
     everything = NOTHING.union(*given)
+    if is_local(step.name, step.params):  # a number to the batch as any other
+        return [everything - {"batch", "rows"}] * len(step.outputs)
     if step.name == "shard_map":
         return _follow(_inner(step.params), given, visit)
     if step.name == "scan":
@@ -83,6 +86,11 @@ def _scan(step, given, visit):
         if carried == given[carries]:
             return out if visit is None else _follow(body, given, visit)
         given[carries] = carried
+
+
+def is_local(name: str, params: dict) -> bool:
+    """Whether an equation is `marks.local`, as `trace` marks it."""
+    return name == "name" and LOCAL in str(params.get("name", ""))
 
 
 def scan_carries(inputs: Sequence, outputs: Sequence, body: Any) -> slice:

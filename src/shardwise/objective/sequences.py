@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 from shardwise import marks
 from shardwise.objective import microbatches
-from shardwise.objective.side_by_side import NONE, PARTIAL, TOTAL, Pair, refuse
+from shardwise.objective.tokens import NONE, PARTIAL, TOTAL, Tokens, refuse
 
 
 def check(bare: Callable, params: Any, batch: Any, rows: Any, args: tuple, key: Any) -> None:
@@ -33,7 +33,7 @@ def check(bare: Callable, params: Any, batch: Any, rows: Any, args: tuple, key: 
         return jax.make_jaxpr(lambda *given: part(*given))(params, batch, rows, args, key)
 
     one, two = traced(batch, rows), traced(*jax.eval_shape(_longer, (batch, rows)))
-    flags = Pair().run(one.jaxpr, two.jaxpr, [NONE] * len(one.jaxpr.invars))
+    flags = Tokens().run(one.jaxpr, two.jaxpr, [NONE] * len(one.jaxpr.invars))
     if PARTIAL not in flags[0]:
         refuse("the total is no sum over tokens: each part of the sequence would add all of it")
     counts = [_number(closed, closed.jaxpr.outvars[1]) for closed in (one, two)]

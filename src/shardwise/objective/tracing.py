@@ -2,17 +2,20 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from shardwise import marks
-from shardwise.objective import microbatches, sequences
+from shardwise.objective import microbatches, mixing, sequences
 from shardwise.objective.examining import Program, examine
+from shardwise.objective.following import LOCAL
 from shardwise.objective.means import Mean, normal
 
 GROUPS = ("params", "batch", "rows", "args", "key")
@@ -88,17 +91,18 @@ def trace(
     anything runs.
 
     Raises:
-      TypeError: outputs that are no loss, an auxiliary output that is no array, or a PRNG key
-        among `args`.
-      ValueError: a mean over something that the batch's values decide, a term of the total that
-        does not depend on the batch, a scalar that is a sum over rows, a total or count that is
-        none, or draws of which some go by place and others by shape.
+      TypeError: outputs that are no loss, an auxiliary output that is no array, a PRNG key among
+        `args`, or draws for rows from another key than `key`.
+      ValueError: rows that look at each other, as far as the trace tells; a mean over something
+        that the batch's values decide, a term of the total that does not depend on the batch, a
+        scalar that is a sum over rows, a total or count that is none, or draws of which some go
+        by place and others by shape.
     """
     _check_args(args)
     bare = normal(loss, has_aux)
 
     def part(params, batch, rows, args, key):
-        with marks.bind(index=microbatches.meaning(rows)):
+        with marks.bind(index=microbatches.meaning(rows), local=_named):
             out = bare(params, batch, *args, **({} if key is None else {"key": key}))
         _check_aux(out[1])
         return out
@@ -108,10 +112,11 @@ def trace(
     closed, shapes = jax.make_jaxpr(lambda *groups: part(*groups), return_shape=True)(*groups)
     labels = [label for name, tree in zip(GROUPS, groups, strict=True) for label in _of(name, tree)]
 
-    def doubled():
-        more = jax.eval_shape(_doubled, (batch, rows))
-        again = jax.make_jaxpr(lambda *groups: part(*groups))(params, *more, args, key)
-        return Program.read(again, labels)
+    @functools.cache
+    def of(times):
+        """The trace for so many times the rows."""
+        more = jax.eval_shape(functools.partial(_repeated, times), (batch, rows))
+        return jax.make_jaxpr(lambda *groups: part(*groups))(params, *more, args, key)
 
     traced = Traced(closed, jax.tree.structure(shapes))
     places = rows.get(microbatches.SEQUENCE) if isinstance(rows, dict) else None
@@ -123,7 +128,13 @@ def trace(
         )
     if cut is not None:
         sequences.check(bare, *groups)
-    facts = examine(Program.read(closed, labels), traced.has_count, doubled, cut)
+    program = Program.read(closed, labels)
+    facts = examine(program, traced.has_count, lambda: Program.read(of(2), labels), cut)
+    pair = _for_two_sizes(closed, of, labels)
+    if pair is not None:
+        mixing.check(*pair, ["batch" in own for own in labels], 1 + traced.has_count)
+        if program.draws and (key is not None or not _takes_key(loss)):
+            mixing.check_draws(*(Program.read(one, labels).draws for one in pair))
     return dataclasses.replace(traced, **facts)
 
 
@@ -134,8 +145,34 @@ def _of(name, tree):
         yield frozenset({name, microbatches.SEQUENCE} if places else {name})
 
 
-def _doubled(tree):
-    return jax.tree.map(lambda x: jnp.concatenate([x, x]) if jnp.ndim(x) else x, tree)
+def _repeated(times, tree):
+    return jax.tree.map(lambda x: jnp.concatenate([x] * times) if jnp.ndim(x) else x, tree)
+
+
+def _named(x):
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, LOCAL), x)
+
+
+def _for_two_sizes(closed, of, labels):
+    """The loss for some number of rows and for twice that; None where it takes its own alone.
+
+    Of one row nothing shows, since its axis broadcasts.
+    """
+    inputs = zip(closed.jaxpr.invars, labels, strict=True)
+    sizes = {v.aval.shape[0] for v, own in inputs if "batch" in own and v.aval.shape}
+    try:
+        return (of(2), of(4)) if 1 in sizes else (closed, of(2))
+    except Exception:
+        return None
+
+
+def _takes_key(loss):
+    """Whether it may be traced without its key, for shapes alone, and draw from one instead."""
+    try:
+        parameters = inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        return True
+    return "key" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _check_aux(aux: Any) -> None:

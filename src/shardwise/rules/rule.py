@@ -8,6 +8,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardwise.rules.leaves import Leaf, fill, is_factored, read
 
+# What else may be done with an axis that does not divide; a layout, whose rule it is, says its own.
+WHOLE = "change the rule, or pass uneven='replicate' to leave that axis whole"
+
 
 class Choice(NamedTuple):
     """A leaf's spec, and where it leaves the array whole, why."""
@@ -191,7 +194,6 @@ def _uneven(who, leaf, i, entry, count, uneven):
     if uneven == "error":
         raise ValueError(
             f"{who}: {leaf.label} has shape {leaf.shape}, and {what}. Choose a size that is a "
-            f"multiple of {count}, change the rule, or pass uneven='replicate' to leave that "
-            f"axis whole."
+            f"multiple of {count}, {WHOLE}."
         )
     return what

@@ -38,7 +38,7 @@ def train(
         `optimizer` beside a `tx`; the run folder has the others.
       create: of a key, one device's parameters.
       loss: of (params, batch) or (params, batch, key), as in `shardwise.layouts`. Rows that look at
-        each other make another function of it by hand: `objective.check` finds out.
+        each other are refused by hand, as far as a trace tells; `objective.check` compares numbers.
       batches: a `grain.MapDataset` of single rows, endless, of which step k has the k-th
         `settings.batch`; or an iterator of whole batches with get_state and set_state, as Grain's.
       tx: an optax transformation; by default `settings.optimizer`'s.
