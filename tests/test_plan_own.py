@@ -194,3 +194,58 @@ def test_layers_done_again_keep_less_and_gather_twice():
     for again in (cost(jax.checkpoint), cost(remat=jax.checkpoint_policies.nothing_saveable)):
         assert again[0] <= kept - 3 * 4 * WIDE * (WIDE + ROWS // 8)  # weights, and a tanh's slope
         assert again[1] / sent == pytest.approx(3 / 2, rel=0.01)
+
+
+class Block(nn.Module):
+    """A transformer's, of Flax's own parts."""
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(4)(y, y)
+        return x + nn.Dense(WIDE)(nn.gelu(nn.Dense(4 * WIDE)(nn.LayerNorm()(x))))
+
+
+def unrolled(chips="v5e:2x4", layers=3, wrap=lambda block: block, tokens=256):
+    stack = nn.Sequential([nn.Dense(WIDE), *(wrap(Block)() for _ in range(layers)), nn.Dense(512)])
+
+    def likelihood(params, batch):
+        logits = stack.apply(params, batch["x"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+    given = {
+        "x": jax.ShapeDtypeStruct((ROWS, tokens, WIDE), jnp.float32),
+        "y": jax.ShapeDtypeStruct((ROWS, tokens), jnp.int32),
+    }
+    make = lambda key: stack.init(key, jnp.zeros((1, tokens, WIDE)))  # noqa: E731
+    return plan.own(make, likelihood, optax.adamw(1e-3), chips, given)
+
+
+def of_eight(found):
+    every = *found.fitting, *found.too_large
+    return next(c for c in every if c.roles.fsdp == 8 and c.roles.microbatches == 1)
+
+
+def test_layers_outside_of_a_scan_keep_their_scores_once():
+    tokens, rows = 256, ROWS // 8
+    kept = [of_eight(unrolled(layers=n)).memory.terms.kept for n in (2, 3)]
+    scores, token = 4 * rows * 4 * tokens**2, 4 * rows * tokens
+    products = token * (3 * WIDE + WIDE + WIDE + 4 * WIDE + WIDE)  # q, k, v; sums; out; up; down
+    of_weights = 4 * 12 * WIDE**2
+    assert 0.8 <= (kept[1] - kept[0]) / (scores + products + of_weights) <= 1.2
+
+
+def test_layers_done_again_need_one_at_a_time():
+    usual, again = (of_eight(unrolled(wrap=wrap)).memory for wrap in (lambda b: b, nn.remat))
+    assert again.terms.kept < usual.terms.kept / 3
+    assert again.terms.layer > (usual.terms.kept - again.terms.kept) / 4  # one of three, and more
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
+def test_of_layers_outside_of_a_scan_it_is_near_the_compilers():
+    """Large enough that what is kept does not lie in the chip's own memory, VMEM."""
+    found = unrolled(layers=2, tokens=1024)
+    chosen = of_eight(found)
+    needed = compiling.check(chosen, found).fit.needed
+    assert 0.8 <= chosen.memory.total / needed <= 1.2

@@ -1,16 +1,29 @@
 """What JAX keeps of a loss's forward pass for the backward one, read from its trace."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from shardwise import marks
 from shardwise.fsdp.planning import Stored
+from shardwise.objective.following import steps
+from shardwise.plan import recomputing
 
 REMATERIALISED = ("checkpoint", "remat", "remat2")
+
+
+class Kept(NamedTuple):
+    """Bytes of one device: `stored` from the forward pass to the backward one, and beside these
+    either `gradient`, of the largest array at the backward pass's beginning; or `layer`, what the
+    largest rematerialised body needs, less what is gone by then.
+    """
+
+    stored: int
+    gradient: int
+    layer: int
 
 
 def residuals(
@@ -20,33 +33,88 @@ def residuals(
     batch: Any,
     dtype: Any,
     meanings: Mapping[str, Callable[..., Any]],
-) -> tuple[int, int]:
-    """(bytes that are kept, bytes of the gradient of the largest array kept) of one device.
+) -> Kept:
+    """What a loss keeps, but for what a compiler computes again (`recomputing.stored`).
 
-    `mean(params, batch)` is the loss of its rows; `params` and `batch` are shapes, `stored` says
-    which parameters are gathered, `dtype` in which they are used; `meanings` are of other marks.
-    What goes in is not counted, and nothing twice; weights that are gathered or cast are.
+    `mean(params, batch)` is the loss of a device's rows; `params` and `batch` are shapes, `stored`
+    says which parameters are gathered, `dtype` in which they are used; `meanings` are of other
+    marks. What goes in is not counted, and nothing twice; weights that are gathered or cast are.
     """
     treedef, is_cut = jax.tree.structure(params), any(s.cut is not None for s in stored)
 
     def at_use(tree):
         return jax.tree.map(lambda x: _taken(x, dtype, is_cut), tree)
 
-    def forward(params, batch):
-        def here(params):
-            pairs = zip(jax.tree.leaves(params), stored, strict=True)
-            now = [x if s.stacked else _taken(x, dtype, s.cut is not None) for x, s in pairs]
-            with marks.bind(use=at_use, **meanings):
-                return mean(jax.tree.unflatten(treedef, now), batch)
+    def here(params, batch):
+        pairs = zip(jax.tree.leaves(params), stored, strict=True)
+        now = [x if s.stacked else _taken(x, dtype, s.cut is not None) for x, s in pairs]
+        with marks.bind(use=at_use, **meanings):
+            return mean(jax.tree.unflatten(treedef, now), batch)
 
-        return jax.tree.leaves(jax.vjp(here, params)[1])
+    def forward(params, batch):
+        return jax.tree.leaves(jax.vjp(lambda params: here(params, batch), params)[1])
 
     jaxpr = jax.make_jaxpr(forward)(params, batch).jaxpr
-    kept = {v for v in jaxpr.outvars if not isinstance(v, Literal)} - {*jaxpr.invars}
-    sizes = [v.aval.size * v.aval.dtype.itemsize for v in kept]
-    floats = [v.aval for v in kept if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-    largest = (x.size * jnp.dtype(dtype or x.dtype).itemsize for x in floats)
-    return sum(sizes), max(largest, default=0)
+    program, outputs = steps(jaxpr)
+    found = recomputing.stored(program, outputs)
+    working = max(map(_working, _again(jax.make_jaxpr(here)(params, batch).jaxpr)), default=0)
+    after = _after_the_last(jaxpr)
+    gone = sum(s.bytes for s in found if s.step >= after) if working else 0
+    return Kept(sum(s.bytes for s in found), _gradient(program, found), max(working - gone, 0))
+
+
+def _gradient(program, found, at_the_end=True):
+    """Bytes of the gradient of what is stored largest, in the dtype that its product had.
+
+    At the end of the forward pass, one of the same size takes the place of its array, when no later
+    product needs that: as the gradient of float32 logits does.
+    """
+    floats = [s for s in found if jnp.issubdtype(s.variable.aval.dtype, jnp.inexact)]
+    if not floats:
+        return 0
+    largest = max(floats, key=lambda s: recomputing.size(s.variable))
+    size = recomputing.size(recomputing.origin(program, largest.variable))
+    needed = any(step.name in recomputing.AT_WORK for step in program[largest.step + 1 :])
+    return 0 if at_the_end and size == largest.bytes and not needed else size
+
+
+def _again(jaxpr: Any) -> Iterator[Any]:
+    """The bodies that run again in the backward pass."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in REMATERIALISED:
+            yield getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+        else:
+            for body in _inside(eqn):
+                yield from _again(body)
+
+
+def _after_the_last(jaxpr):
+    """The number of the first step after all that runs again: what is stored there is gone then."""
+    found = [i for i, eqn in enumerate(jaxpr.eqns, 1) if any(_again(jaxpr.replace(eqns=[eqn])))]
+    return len(steps(jaxpr.replace(eqns=jaxpr.eqns[: max(found, default=0)]))[0])
+
+
+def _working(body):
+    """Bytes that one body's own backward pass has."""
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars]
+    moving = [i for i, x in enumerate(avals) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    run = jaxpr_as_fun(ClosedJaxpr(body, ()))
+
+    def forward(*given):
+        def here(*floats):
+            every = list(given)
+            for i, x in zip(moving, floats, strict=True):
+                every[i] = x
+            return [x for x in run(*every) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        return jax.tree.leaves(jax.vjp(here, *(given[i] for i in moving))[1])
+
+    program, outputs = steps(jax.make_jaxpr(forward)(*avals).jaxpr)
+    found = recomputing.stored(program, outputs)
+    # Gathered weights have gradients that are whole until they are scattered.
+    gathered = sum(s.bytes for s in found if program[s.step].name == "optimization_barrier")
+    largest = _gradient(program, found, at_the_end=False)
+    return sum(s.bytes for s in found) + max(gathered, largest)
 
 
 def gathers_again(mean: Callable[..., Any], params: Any, batch: Any) -> bool:

@@ -53,22 +53,26 @@ COEFFICIENTS = Terms(
     dispatch=0.7,
     summed=1.0,
 )
+COUNTS = Terms(*[1.0] * len(Terms._fields))
 _BACKWARD = ("gradients", "layer", "around", "ring", "dispatch")
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on a device: `parameters` and `state` exact, `step` an estimate made of `terms`."""
+    """Bytes on a device: `parameters` and `state` exact, `step` an estimate made of `terms`, each
+    times its coefficient.
+    """
 
     parameters: int
     state: int
     batch: int
     terms: Terms
+    coefficients: Terms = COEFFICIENTS
 
     @property
     def of_step(self) -> Terms:
         """The terms, each times its coefficient; 0 in the less full of the two phases."""
-        return counted(self.terms, COEFFICIENTS)
+        return counted(self.terms, self.coefficients)
 
     @property
     def step(self) -> float:

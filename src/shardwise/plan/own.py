@@ -13,7 +13,7 @@ from shardwise import layouts, measure, objective, topology
 from shardwise.layouts import by_hand
 from shardwise.layouts.meanings import meanings
 from shardwise.plan import keeping, links, planning, roles
-from shardwise.plan.memory import Memory, Terms
+from shardwise.plan.memory import COUNTS, Memory, Terms
 from shardwise.plan.roles import Refusal, Roles
 from shardwise.plan.seconds import Step, Transfer, over_links
 from shardwise.plan.sent import Sent
@@ -43,17 +43,15 @@ def own(
     What a step needs besides is an estimate, the sum of
 
     - what JAX keeps from the forward pass to the backward one, with weights that are gathered or
-      cast;
-    - the gradient of the largest array that is kept, or those of all parameters, whichever is more;
+      cast; but for what follows from the rest entry by entry, which a compiler computes again;
+    - the gradient of the largest array that is kept; or what a rematerialised body keeps while it
+      runs again, with the gradients of all parameters; whichever is more;
     - with microbatches, the sum of their gradients.
 
-    How good that is depends on the program. What a scan stacks stays, and of layers in a scan it is
-    near what the TPU compiler reserves: `benchmarks/plan_own.py` prints how far off. Of layers that
-    are not in a scan the compiler computes again what is elementwise, scores of attention among it,
-    and the estimate is far too high: 9.0 GiB for 3.4 of six layers of NanoDO's transformer. So a
-    layout that is too large by it may still fit. With `found = own(...)`,
-    `compiling.check(candidate, found)` asks the compiler, for a candidate of `found.fitting` or
-    `found.too_large`.
+    It was beside what the TPU compiler reserves for 17 decoders of layers in scans and for
+    transformers and a CNN of other libraries (`benchmarks/plan_own.py` prints the former). With
+    `found = own(...)`, `compiling.check(candidate, found)` asks the compiler, for a candidate of
+    `found.fitting` or `found.too_large`.
 
     Seconds are a roofline. FLOPs of products are counted in the program of one device, compiled for
     this machine, and taken to grow with the rows; MFU counts three times those of the forward pass.
@@ -147,8 +145,8 @@ class Own:
     def _kept(self):
         return {}
 
-    def kept(self, layout: layouts.Layout, rows: int) -> tuple[int, int]:
-        """As `keeping.residuals` tells of so many rows."""
+    def kept(self, layout: layouts.Layout, rows: int) -> keeping.Kept:
+        """Of so many rows."""
         stored = by_hand.plan(layout, self.params)
         given = rows, tuple(s.cut is not None for s in stored)
         if given not in self._kept:
@@ -170,18 +168,18 @@ def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
     mesh = chips.mesh(**(each.sizes or {"data": 1})).abstract
     layout = job.layout(each, mesh)
     told = layouts.predict(layout, job.params, job.batch, job.tx, remat=job.gathers_again or None)
-    kept, largest = job.kept(layout, job.rows // each.rows // each.microbatches)
+    kept = job.kept(layout, job.rows // each.rows // each.microbatches)
     held = told.held["parameters"]
     terms = Terms(
         gradients=held,
         weights=0.0,
-        kept=kept,
-        layer=0.0,
+        kept=kept.stored,
+        layer=kept.layer,
         around=0.0,
-        logits=largest,
+        logits=kept.gradient,
         summed=held if each.microbatches > 1 else 0.0,
     )
-    memory = Memory(held, told.held["state"], told.held["batch"], terms)
+    memory = Memory(held, told.held["state"], told.held["batch"], terms, COUNTS)
     kinds = {("fsdp",): "weights"}
     sent = tuple(Sent(axes, kinds.get(axes, "gradients"), n) for axes, n in told.sent.items())
     forward, both = job.flops

@@ -19,9 +19,8 @@ NOTES = (
     f"{_ROOFLINE}the half of attention that a causal mask lets through.",
 )
 NOTES_OF_OWN = (
-    f"{_EXACT}what JAX keeps for the backward pass, and the largest gradient. Outside of scans a "
-    "compiler may compute much of that again, and need less than half: what is too large here may "
-    "fit.",
+    f"{_EXACT}what JAX keeps for the backward pass, less what follows from the rest entry by "
+    "entry, and the largest gradient, or a rematerialised layer's.",
     f"{_ROOFLINE}three times the forward pass.",
 )
 
