@@ -19,7 +19,8 @@ ENTRYWISE = frozenset(
     erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag integer_pow is_finite le le_to
     lgamma log log1p logistic lt lt_to max min mul name ne neg nextafter not one_minus_square
     or polygamma population_count pow real reduce_precision rem round rsqrt select_n shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor zeta""".split()
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh xor
+    zeta""".split()
 )
 REDUCTIONS = {
     "reduce_sum": jnp.add,
