@@ -253,15 +253,41 @@ def test_rows_that_a_filter_left_out_are_refused(tmp_path):
 def test_no_mean_and_vectors_of_aux(tmp_path):
     def with_aux(params, batch):
         mean = loss(params, batch)
-        return mean, {"each": jnp.sum(batch["y"], axis=0), "rows": jnp.float32(len(batch["y"]))}
+        size = objective.Mean(jnp.abs(batch["y"]).sum(), jnp.float32(batch["y"].size))
+        seen = {"each": jnp.sum(batch["y"], axis=0), "seen": jnp.float32(len(batch["y"]))}
+        return mean, seen | {"size": size}
 
     options = dict(create=create, loss=with_aux, has_aux=True, validation=rows())
     result = run.train(given(tmp_path, steps=4, ema=None), batches=rows(), **options)
     line = metrics.read(tmp_path / "metrics.jsonl")[1]
     batch = np.stack([rows()[i]["y"] for i in range(8, 16)])
     np.testing.assert_allclose(line["each"], batch.sum(0), rtol=1e-5)
-    assert line["rows"] == 8 and result.step == 4 and result.mean is None
+    np.testing.assert_allclose(line["size"], np.abs(batch).mean(), rtol=1e-5)
+    assert line["seen"] == line["rows"] == 8 and result.step == 4 and result.mean is None
     assert "loss_of_mean" not in metrics.read(tmp_path / "evaluations.jsonl")[0]
+
+
+@pytest.mark.parametrize("aux, expected", [("sum", 8.0), ("mean", 1.0), ({"part": "max"}, 1.0)])
+def test_how_aux_of_parts_becomes_one_is_the_users_to_say(tmp_path, aux, expected):
+    def with_aux(params, batch):
+        return loss(params, batch), {"part": jnp.float32(1)}  # of each of eight devices
+
+    settings = given(
+        tmp_path, steps=1, layout=run.Roles(fsdp=8), evaluation=run.Evaluation(every=0)
+    )
+    tools = dict(create=create, loss=with_aux, batches=rows(), has_aux=True, aux=aux)
+    run.train(settings, **tools)
+    assert metrics.read(tmp_path / "metrics.jsonl")[0]["part"] == expected
+
+
+@pytest.mark.parametrize("name", ["loss", "norm", "tokens_per_second"])
+def test_aux_does_not_take_the_place_of_a_metric(tmp_path, name):
+    def with_aux(params, batch):
+        return loss(params, batch), {name: jnp.float32(0)}
+
+    with pytest.raises(ValueError, match=f"aux has '{name}', which the metrics have already"):
+        run.train(given(tmp_path), create, with_aux, rows(), optax.sgd(0.1), has_aux=True)
+    assert not metrics.read(tmp_path / "metrics.jsonl")
 
 
 def test_steps_that_are_done_again_count_once_as_skipped(tmp_path):

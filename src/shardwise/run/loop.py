@@ -46,10 +46,10 @@ class Result:
 class Run:
     """One process's part in a run, from its first step here to its last."""
 
-    def __init__(self, settings, layout, folder, loss, tx, source, has_aux, sample, facts):
+    def __init__(self, settings, layout, folder, loss, tx, source, has_aux, sample, facts, aux):
         self.settings, self.layout, self.folder = settings, layout, folder
         self.loss, self.tx, self.source, self.sample, self.facts = loss, tx, source, sample, facts
-        self.program = program.step_program(layout, loss, tx, settings.seed, has_aux)
+        self.program = program.step_program(layout, loss, tx, settings.seed, has_aux, aux)
         self.evaluate = program.evaluation(layout, loss, settings.ema, has_aux)
         self.note = Note(folder, jax.process_index())
         done = metrics.read(folder.metrics)  # of a run that is done, and asked for no more

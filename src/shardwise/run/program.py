@@ -16,22 +16,29 @@ from shardwise.layouts import Layout
 from shardwise.run import keys
 from shardwise.run.state import field, mean
 
+# What a line of the metrics says itself.
+RESERVED = frozenset(
+    """bad bytes gradient_norm learning_rate loss mfu norm rows rows_per_second seconds step stop
+    time tokens tokens_per_second""".split()
+)
 
-def step_program(layout: Layout, loss: Callable, tx: Any, seed: int, has_aux: bool) -> Callable:
+
+def step_program(
+    layout: Layout, loss: Callable, tx: Any, seed: int, has_aux: bool, aux: Any = "sum"
+) -> Callable:
     """(params, opt_state, batch, step, flags) -> (params, opt_state, record); the former donated.
 
     `flags` is a vector with a number for each device, 1 where its process was asked to stop. The
-    record is a dict that every process has: loss, norm, bad, stop, and the scalars and vectors of
-    aux by their names.
+    record is a dict that every process has: loss, norm, bad, stop, and what `_recorded` takes of
+    aux, of which `aux` says how parts become one.
     """
-    run = layouts.step(layout, loss, tx, has_aux)
+    run = layouts.step(layout, loss, tx, has_aux, aux)
     keyed = takes_key(loss)
 
     def train_step(params, opt_state, batch, step, flags):
         key = {"key": keys.of_step(seed, step)} if keyed else {}
-        params, opt_state, value, *aux = run(params, opt_state, batch, **key)
-        aux = aux[0] if aux and isinstance(aux[0], dict) else {}
-        record = {name: x for name, x in aux.items() if jnp.ndim(x) <= 1}
+        params, opt_state, value, *extra = run(params, opt_state, batch, **key)
+        record = _recorded(extra[0]) if extra and isinstance(extra[0], dict) else {}
         record |= {"loss": value, "stop": flags.max()}
         record |= {name: field(opt_state, name) for name in ("norm", "bad")}
         return params, opt_state, record
@@ -47,6 +54,22 @@ def step_program(layout: Layout, loss: Callable, tx: Any, seed: int, has_aux: bo
         return _jitted(train_step, structure, tuple(leaves))(params, opt_state, *rest)
 
     return jitted
+
+
+def _recorded(aux):
+    """Its scalars and vectors, and the quotient of each `Mean`, by their names.
+
+    Raises:
+      ValueError: a name by which the metrics have something else.
+    """
+    if taken := sorted(RESERVED.intersection(aux)):
+        raise ValueError(
+            f"run.train: the loss's aux has {taken[0]!r}, which the metrics have already: call it "
+            f"something else. Theirs are {', '.join(sorted(RESERVED))}."
+        )
+    means = {name: x for name, x in aux.items() if isinstance(x, objective.Mean)}
+    found = {n: x for n, x in aux.items() if hasattr(x, "ndim") and x.ndim <= 1}
+    return found | {name: objective.quotient(x) for name, x in means.items()}
 
 
 @functools.lru_cache(maxsize=4)

@@ -30,6 +30,7 @@ def train(
     sample: Callable | None = None,
     facts: dict[str, Any] | None = None,
     flops: float | None = None,
+    aux: Any = "sum",
 ) -> Result:
     """Train, from the start or from the newest whole checkpoint, until `settings.steps`.
 
@@ -43,19 +44,21 @@ def train(
         `settings.batch`; or an iterator of whole batches with get_state and set_state, as Grain's.
       tx: an optax transformation; by default `settings.optimizer`'s.
       validation: as `batches`, a MapDataset, of which evaluations read the first batches.
-      has_aux: whether the loss returns aux too: scalars and vectors of a dict stand in the metrics,
-        summed.
+      has_aux: whether the loss returns aux too. If that is a dict, its scalars and vectors stand in
+        the metrics, and of an `objective.Mean` the quotient, exact for every padding.
       sample: of parameters, which are then whole on each device, a text for the log at each
         evaluation. Where they do not fit, leave it out, and sample from checkpoints.
       facts: what must be equal when the run goes on, beside the settings, such as checksums.
-
       flops: a step's model FLOPs (`plan.model_flops` of a decoder), from which each line of the
         metrics has its `mfu`: their share of the bfloat16 peak, where `topology.of_device` knows
         the devices.
+      aux: how the aux of devices and microbatches become one, as in `layouts.step`: of a mean over
+        rows say "mean", or return a `Mean`, since "sum" adds it up once for each part.
 
     Raises:
       FileExistsError: the folder has a run, and `settings.resume` is false.
-      ValueError: other settings than the saved ones, or other facts.
+      ValueError: other settings than the saved ones, or other facts; aux with a name that the
+        metrics use.
       BadStep: a bad step, where `settings.bad` says stop; the state before it is saved.
       Exception: what `shardwise.layouts` and `shardwise.checkpoint` raise.
     """
@@ -71,7 +74,7 @@ def train(
         facts["first rows"] = feed(batches, settings.batch, layout).fingerprint()
     saved = _begin(settings, folder, facts, unused)
     source = feed(batches, settings.batch, layout, saved and saved["position"])
-    run = Run(settings, layout, folder, loss, tx, source, has_aux, sample, facts)
+    run = Run(settings, layout, folder, loss, tx, source, has_aux, sample, facts, aux)
     run.validation = validation and feed(validation, settings.batch, layout)
     run.rate, run.at_peak = rate, at_peak(layout, flops)
     run.make(create, saved)
