@@ -172,7 +172,8 @@ def test_what_sees_no_other_token_runs(attention):
 
     def loss(params, batch):
         size = batch["mask"].shape[1]
-        x = jnp.sin(params["w"] * marks.index("sequence", size))[None] * batch["rows"][:, None]
+        turns = marks.index("sequence", size) / 32  # large ones cancel in the gradient's sum
+        x = jnp.sin(params["w"] * turns)[None] * batch["rows"][:, None]
         return each(
             params, batch, x + jnp.flip(x[:, :, None] * jnp.ones((1, 1, 3)), 2).mean(axis=2)
         )
@@ -180,7 +181,7 @@ def test_what_sees_no_other_token_runs(attention):
     value, grads = run(layout, loss, params, batch)
     expected = objective.value_and_grad(loss)(params, batch)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
-    np.testing.assert_allclose(layouts.whole(layout, grads)["w"], expected[1]["w"], rtol=1e-4)
+    np.testing.assert_allclose(layouts.whole(layout, grads)["w"], expected[1]["w"], rtol=1e-5)
 
 
 def test_a_mean_over_rows_is_refused_where_the_sequence_is_cut():
