@@ -47,3 +47,23 @@ def reduced_over(x: jax.Array, way: str, axes: Sequence[str]) -> jax.Array:
     if way == "concatenate" or not axes:
         return x
     return {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}[way](x, tuple(axes))
+
+
+def outputs(aux: Any, tree: Any, first: int) -> dict[int, tuple[str, str]]:
+    """{number: (path, way)} of the leaves, which are a loss's outputs from `first` on."""
+    paths = [
+        jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+    each = zip(paths, ways(aux, tree), strict=True)
+    return {i: (path or "tree", way) for i, (path, way) in enumerate(each, first)}
+
+
+def check(aux: Any) -> None:
+    """Raise TypeError for a leaf that is neither an array nor a number."""
+    for keys, x in jax.tree_util.tree_flatten_with_path(aux)[0]:
+        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+            path = jax.tree_util.keystr(keys)
+            raise TypeError(
+                f"the loss's auxiliary output {path or 'tree'} is a {type(x).__name__}; expected "
+                f"arrays and numbers, of which those of all parts become one."
+            )

@@ -142,7 +142,8 @@ class Growth:
 
     def grows(self, v: Any) -> bool:
         """Whether it has more entries where there are more rows."""
-        return v in self.twin and v.aval.shape != self.twin[v].aval.shape
+        known = not isinstance(v, Literal) and v in self.twin
+        return known and v.aval.shape != self.twin[v].aval.shape
 
     def is_sum(self, v: Any) -> bool:
         """Whether a sum over rows of the batch's values is in it, and it has no rows itself."""
@@ -157,7 +158,7 @@ class Growth:
                 yield 2 * b.factor / a.factor
 
     def _grows_of_batch(self, v):
-        return not isinstance(v, Literal) and self.program.of_batch(v) and self.grows(v)
+        return self.program.of_batch(v) and self.grows(v)
 
     def _hides_number(self, a, b):
         """Whether the number of rows may be in what these arrays hold."""
