@@ -86,7 +86,7 @@ def standing(program: Any, output: Any) -> list[float]:
     found, pending = [], [output]
     while pending:
         v = pending.pop()
-        if not program.of_batch(v):
+        if not program.of_part(v):
             found += [factor] if (factor := program.factor(v)) != 0 else []
             continue
         step = program.made_by.get(v)
@@ -97,7 +97,7 @@ def standing(program: Any, output: Any) -> list[float]:
         if step.name in LINEAR or step.name in ADDING:
             pending += step.inputs
         elif step.name == "mul":
-            dependent = [x for x in step.inputs if program.of_batch(x)]
+            dependent = [x for x in step.inputs if program.of_part(x)]
             pending += dependent if len(dependent) == 1 else []
         elif step.name == "div" and not program.of_batch(step.inputs[1]):
             pending.append(step.inputs[0])

@@ -19,6 +19,7 @@ from shardwise.objective.following import LOCAL
 from shardwise.objective.means import Mean, normal
 from shardwise.objective.sums import check_aux
 
+ENOUGH = 8  # rows, to tell one part from the whole batch
 GROUPS = ("params", "batch", "rows", "args", "key")
 
 
@@ -165,12 +166,13 @@ def _named(x):
 def _for_two_sizes(closed, of, labels):
     """The loss for some number of rows and for twice that; None where it takes its own alone.
 
-    Of one row nothing shows, since its axis broadcasts.
+    Of few rows little shows: the axis of one broadcasts, and the two largest of two are all.
     """
     inputs = zip(closed.jaxpr.invars, labels, strict=True)
     sizes = {v.aval.shape[0] for v, own in inputs if "batch" in own and v.aval.shape}
+    times = -(-ENOUGH // max(1, min(sizes, default=ENOUGH)))
     try:
-        return (of(2), of(4)) if 1 in sizes else (closed, of(2))
+        return (of(times), of(2 * times)) if times > 1 else (closed, of(2))
     except Exception:
         return None
 
