@@ -14,10 +14,13 @@ WAYS = ("sum", "mean", "max", "concatenate")
 def ways(aux: Any, tree: Any) -> list[str]:
     """For each leaf of `tree`, how its parts are joined; `aux` is a way, or a prefix tree of ways.
 
+    None, where nobody reads them, is "sum" too.
+
     Raises:
       ValueError: a way that is none of "sum", "mean", "max" and "concatenate", or `aux` is no
         prefix of `tree`.
     """
+    aux = "sum" if aux is None else aux
     try:
         spread = jax.tree.map(lambda way, part: [way] * len(jax.tree.leaves(part)), aux, tree)
     except (ValueError, TypeError) as error:
@@ -50,12 +53,15 @@ def reduced_over(x: jax.Array, way: str, axes: Sequence[str]) -> jax.Array:
 
 
 def outputs(aux: Any, tree: Any, first: int) -> dict[int, tuple[str, str]]:
-    """{number: (path, way)} of the leaves, which are a loss's outputs from `first` on."""
-    paths = [
-        jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
-    ]
-    each = zip(paths, ways(aux, tree), strict=True)
-    return {i: (path or "tree", way) for i, (path, way) in enumerate(each, first)}
+    """{number: (path, way)} of the leaves, which are a loss's outputs from `first` on.
+
+    Of none where `aux` is None: nobody reads them.
+    """
+    if aux is None:
+        return {}
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    paths = [jax.tree_util.keystr(keys) or "tree" for keys, _ in leaves]
+    return dict(enumerate(zip(paths, ways(aux, tree), strict=True), first))
 
 
 def check(aux: Any) -> None:
