@@ -691,7 +691,7 @@ def test_auxiliary_outputs_may_be_anything():
     def loss(p, b):
         z = logits(p, b)
         jax.debug.print("{}", z.max())
-        told = {"std": z.std(), "largest": z.max(), "median": jnp.median(z), "pairs": z @ z.T}
+        told = {"std": z.std(), "largest": z.max(), "median": jnp.median(z)}
         return each(p, b).mean(), told
 
     trace(loss, has_aux=True)
@@ -717,6 +717,32 @@ def test_the_error_says_where_and_what_to_do():
     assert "a product compares rows with rows (test_mixing.py:" in told and "(similarity)" in told
     for remedy in "marks.total", "by='compiler'", "rules.jit", "marks.local(x)":
         assert remedy in told
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+def test_the_largest_of_a_small_part_are_a_choice_too(rows):
+    """A part may have as many rows as are chosen; the batch has more."""
+    part = jax.tree.map(lambda x: x[:rows], BATCH)
+    with pytest.raises(ValueError, match="top_k chooses among the rows"):
+        trace(lambda p, b: jax.lax.top_k(each(p, b), min(2, len(b["x"])))[0].mean(), part)
+
+
+def test_what_is_local_is_a_part_of_the_total():
+    def one_sum(p, b):
+        z = logits(p, b)
+        one = marks.local(jnp.abs(z - z.mean(0)).sum(1))
+        return objective.Mean(one.sum(), jnp.float32(one.size))
+
+    def both(p, b):
+        seen = marks.local(jnp.where(each(p, b) > 0, 1.0, 0.0))
+        return objective.Mean((each(p, b) * seen).sum(), seen.sum())
+
+    for loss in one_sum, both:
+        trace(loss)
+    with pytest.raises(ValueError, match="does not depend on the batch, such as a penalty"):
+        trace(
+            lambda p, b: objective.Mean(marks.local((p["w"] ** 2).sum()), jnp.float32(b["x"].size))
+        )
 
 
 @pytest.mark.parametrize("where", ["closed over", "among the parameters"])

@@ -626,3 +626,68 @@ def test_every_optimizer_step_of_train_takes_a_key():
 
 def test_a_mark_is_the_whole_where_nothing_divides():
     np.testing.assert_array_equal(marks.index("rows", 5), np.arange(5))
+
+
+LOGITS = {
+    "accuracy": lambda z, y: jnp.mean(z.argmax(1) == y),
+    "loss": lambda z, y: -jax.nn.log_softmax(z)[:, 0].mean(),
+    "masked mean": lambda z, y: (z[:, 0] * (y > 0)).sum() / (y > 0).sum(),
+    "mean of logits": lambda z, y: {"each": z.mean(0)},
+    "sum": lambda z, y: z.sum(),
+    "right": lambda z, y: (z.argmax(1) == y).sum(),
+    "mean over features": lambda z, y: z.mean(1).sum(),
+    "largest": lambda z, y: z.max(),
+    "spread": lambda z, y: (z**2).sum(),
+    "Mean": lambda z, y: objective.Mean(z.sum(), jnp.float32(z.size)),
+    "constant": lambda z, y: jnp.float32(1),
+    "rows": lambda z, y: z[:, 0],
+    "which": lambda z, y: z.argmax(1),
+}
+OF_MEANS = ["accuracy", "loss", "masked mean", "mean of logits"]
+
+
+def with_logits(name):
+    def loss(params, batch):
+        z = batch["x"] @ params["w"]
+        each = jax.nn.logsumexp(z, axis=1)
+        return objective.Mean(each.sum(), jnp.float32(each.size)), LOGITS[name](z, batch["y"])
+
+    key = jax.random.key(0)
+    batch = {"x": jax.random.normal(key, (16, 6)), "y": jnp.arange(16) % 3}
+    return loss, {"w": jax.random.normal(key, (6, 3))}, batch
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_what_is_no_sum_is_not_added_up(name):
+    """A mean of eight devices would come out eight times too large, rows would be mixed."""
+    loss, params, batch = with_logits(name)
+    run = objective.value_and_grad(loss, 4, has_aux=True)
+    if name in OF_MEANS:
+        with pytest.raises(ValueError, match=r"is a mean over rows, and aux='sum' would add it up"):
+            run(params, batch)
+    elif name in ("rows", "which"):
+        with pytest.raises(ValueError, match=r"has the rows of its part.*say aux='concatenate'"):
+            run(params, batch)
+    else:
+        (_, found), _ = run(params, batch)
+        if name not in ("constant", "largest"):  # sums of parts, which are not those of the whole
+            expected = loss(params, batch)[1]
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize(
+    "name, way",
+    [("accuracy", "mean"), ("loss", "mean"), ("mean of logits", {"each": "mean"}),
+     ("rows", "concatenate"), ("which", "concatenate"), ("largest", "max")],
+)  # fmt: skip
+def test_said_how_it_is_that_of_the_whole_batch(name, way):
+    loss, params, batch = with_logits(name)
+    (_, found), _ = objective.value_and_grad(loss, 4, has_aux=True, aux=way)(params, batch)
+    expected = loss(params, batch)[1]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+
+
+def test_rows_are_no_maximum():
+    loss, params, batch = with_logits("rows")
+    with pytest.raises(ValueError, match=r"auxiliary output tree has the rows.*aux='max'"):
+        objective.value_and_grad(loss, 4, has_aux=True, aux="max")(params, batch)

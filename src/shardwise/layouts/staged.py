@@ -64,7 +64,7 @@ def place(
 ) -> pipeline.Pipelined:
     """Parameters on the stages that read them."""
     who = "layouts.place"
-    like = value_and_grad(layout, loss, has_aux, "sum", who)
+    like = value_and_grad(layout, loss, has_aux, None, who)
     return pipeline.place(tree, like, batch, rule=_rule(layout, who))
 
 
@@ -73,7 +73,7 @@ def create(
 ) -> pipeline.Pipelined:
     """`place(layout, function(key), ...)`, each array born on its stages."""
     who = "layouts.init"
-    like = value_and_grad(layout, loss, has_aux, "sum", who)
+    like = value_and_grad(layout, loss, has_aux, None, who)
     return pipeline.create(function, key, like, batch, rule=_rule(layout, who))
 
 
@@ -107,5 +107,5 @@ def lower(
         )
     shapes = jax.eval_shape(create, jax.random.key(0))
     who = "layouts.lower"
-    function = value_and_grad(layout, loss, has_aux, "sum", who)
+    function = value_and_grad(layout, loss, has_aux, None, who)
     return pipeline.lower(function, located(layout, shapes, function, batch, who), tx, batch)

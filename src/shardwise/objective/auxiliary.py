@@ -14,10 +14,13 @@ WAYS = ("sum", "mean", "max", "concatenate")
 def ways(aux: Any, tree: Any) -> list[str]:
     """For each leaf of `tree`, how its parts are joined; `aux` is a way, or a prefix tree of ways.
 
+    None, where nobody reads them, is "sum" too.
+
     Raises:
       ValueError: a way that is none of "sum", "mean", "max" and "concatenate", or `aux` is no
         prefix of `tree`.
     """
+    aux = "sum" if aux is None else aux
     try:
         spread = jax.tree.map(lambda way, part: [way] * len(jax.tree.leaves(part)), aux, tree)
     except (ValueError, TypeError) as error:
@@ -47,3 +50,26 @@ def reduced_over(x: jax.Array, way: str, axes: Sequence[str]) -> jax.Array:
     if way == "concatenate" or not axes:
         return x
     return {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}[way](x, tuple(axes))
+
+
+def outputs(aux: Any, tree: Any, first: int) -> dict[int, tuple[str, str]]:
+    """{number: (path, way)} of the leaves, which are a loss's outputs from `first` on.
+
+    Of none where `aux` is None: nobody reads them.
+    """
+    if aux is None:
+        return {}
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    paths = [jax.tree_util.keystr(keys) or "tree" for keys, _ in leaves]
+    return dict(enumerate(zip(paths, ways(aux, tree), strict=True), first))
+
+
+def check(aux: Any) -> None:
+    """Raise TypeError for a leaf that is neither an array nor a number."""
+    for keys, x in jax.tree_util.tree_flatten_with_path(aux)[0]:
+        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+            path = jax.tree_util.keystr(keys)
+            raise TypeError(
+                f"the loss's auxiliary output {path or 'tree'} is a {type(x).__name__}; expected "
+                f"arrays and numbers, of which those of all parts become one."
+            )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
 
 from shardwise.objective import growing
-from shardwise.objective.following import Labels, Step, every, label_of, programs
+from shardwise.objective.following import LOCAL, Labels, Step, every, label_of, programs
 from shardwise.objective.sums import check_sums
 
 BATCH = frozenset({"batch", "rows"})
@@ -48,6 +48,10 @@ class Program:
     def of_batch(self, v: Any) -> bool:
         """Whether it follows from values of the batch."""
         return bool(label_of(self.labels, v) & BATCH)
+
+    def of_part(self, v: Any) -> bool:
+        """Whether it follows from them, or from what `marks.local` made of them."""
+        return bool(label_of(self.labels, v) & (BATCH | {LOCAL}))
 
     def labelled(self, v: Any) -> bool:
         """Whether it follows from any input."""
@@ -102,7 +106,7 @@ def examine(
         return facts
     count, factors = program.outputs[1], growing.standing(program, program.outputs[0])
     # What is drawn for each part is a number of its own.
-    count_stands = not program.of_batch(count) and "key" not in label_of(program.labels, count)
+    count_stands = not program.of_part(count) and "key" not in label_of(program.labels, count)
     if count_stands or factors:
         more = doubled()
         if count_stands:

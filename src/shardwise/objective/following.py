@@ -66,8 +66,9 @@ def _follow(jaxpr, labels, visit):
 
 def _through(step, given, visit):
     everything = NOTHING.union(*given)
-    if is_local(step.name, step.params):  # a number to the batch as any other
-        return [everything - {"batch", "rows"}] * len(step.outputs)
+    if is_local(step.name, step.params):  # a number to the batch as any other, and each part's own
+        own = {LOCAL} if everything & {"batch", "rows"} else NOTHING
+        return [everything - {"batch", "rows"} | own] * len(step.outputs)
     if step.name == "shard_map":
         return _follow(_inner(step.params), given, visit)
     if step.name == "scan":

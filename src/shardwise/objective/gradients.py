@@ -94,7 +94,7 @@ def mean_and_grads(
     m = jax.tree.leaves(parts)[0].shape[0]
     first = jax.tree.map(lambda x: x[0], (parts, rows))
     with marks.bind(total=Totals(m, division.together, division.along)):
-        traced = trace(loss, params, *first, args, key, has_aux)
+        traced = trace(loss, params, *first, args, key, has_aux, aux)
     part = _Part(traced, params, args, key if traced.by_place else division.fold(key), division)
     if m == 1:
         run = part.forward(*first)

@@ -86,7 +86,7 @@ def standing(program: Any, output: Any) -> list[float]:
     found, pending = [], [output]
     while pending:
         v = pending.pop()
-        if not program.of_batch(v):
+        if not program.of_part(v):
             found += [factor] if (factor := program.factor(v)) != 0 else []
             continue
         step = program.made_by.get(v)
@@ -97,7 +97,7 @@ def standing(program: Any, output: Any) -> list[float]:
         if step.name in LINEAR or step.name in ADDING:
             pending += step.inputs
         elif step.name == "mul":
-            dependent = [x for x in step.inputs if program.of_batch(x)]
+            dependent = [x for x in step.inputs if program.of_part(x)]
             pending += dependent if len(dependent) == 1 else []
         elif step.name == "div" and not program.of_batch(step.inputs[1]):
             pending.append(step.inputs[0])
@@ -142,7 +142,8 @@ class Growth:
 
     def grows(self, v: Any) -> bool:
         """Whether it has more entries where there are more rows."""
-        return v in self.twin and v.aval.shape != self.twin[v].aval.shape
+        known = not isinstance(v, Literal) and v in self.twin
+        return known and v.aval.shape != self.twin[v].aval.shape
 
     def is_sum(self, v: Any) -> bool:
         """Whether a sum over rows of the batch's values is in it, and it has no rows itself."""
@@ -157,7 +158,7 @@ class Growth:
                 yield 2 * b.factor / a.factor
 
     def _grows_of_batch(self, v):
-        return not isinstance(v, Literal) and self.program.of_batch(v) and self.grows(v)
+        return self.program.of_batch(v) and self.grows(v)
 
     def _hides_number(self, a, b):
         """Whether the number of rows may be in what these arrays hold."""

@@ -45,7 +45,8 @@ def check(closed: ClosedJaxpr, again: ClosedJaxpr, of_batch: list[bool], outputs
                 f"would be another function of them. Take sums by marks.total, which adds up "
                 f"those of all devices, without a gradient; or lay the batch out by the compiler "
                 f"(by='compiler', rules.jit) and without microbatches, which is exact for every "
-                f"loss. Where a part's own rows are meant, say so: marks.local(x)."
+                f"loss. Where a part's own rows are meant, or make no difference, say so of the "
+                f"result: marks.local(x)."
             )
 
 

@@ -51,6 +51,41 @@ def check_sums(program: Any, has_count: bool, doubled: Callable[[], Any]) -> Non
     _check_ratios(growth, has_count)
 
 
+def check_aux(
+    program: Any, doubled: Callable[[], Any], outputs: dict[int, tuple[str, str]]
+) -> None:
+    """Raise where auxiliary outputs of parts do not become one; `outputs` {number: (path, way)}.
+
+    Raises:
+      ValueError: a mean over rows that would be added up, or rows, of which those of other parts
+        would be added to each.
+    """
+    try:
+        growth = growing.Growth(program, doubled())
+    except Exception:  # the loss takes batches of this size alone
+        return
+    for i, (path, way) in outputs.items() if growth.corresponds else ():
+        told = f"the loss's auxiliary output {path}"
+        if way != "concatenate" and growth.grows(program.outputs[i]):
+            raise ValueError(
+                f"{told} has the rows of its part of the batch, and aux={way!r} would make one of "
+                f"the rows of all parts: say aux='concatenate', or sum over them in the loss."
+            )
+        if way == "sum" and _is_mean(growth, i):
+            raise ValueError(
+                f"{told} is a mean over rows, and aux='sum' would add it up once for each part of "
+                f"the batch. Return objective.Mean(total, count) for it, exact for every padding; "
+                f"or say aux='mean', exact where parts count alike."
+            )
+
+
+def _is_mean(growth, i):
+    """Whether output `i` is divided by the number of rows, or by a sum over rows."""
+    numbers = growing.numbers_behind(growth.program, growth.program.outputs[i])
+    divided = any(s.name == "div" and growth.is_sum(s.inputs[1]) for s in numbers)
+    return divided or any(abs(ratio - 1) < 1e-3 for ratio in growth.ratios(i))
+
+
 def _check_ratios(growth, has_count):
     ratios = [list(growth.ratios(i)) for i in range(1 + has_count)]
     if not has_count and any(abs(ratio - 2) < 1e-3 for ratio in ratios[0]):

@@ -13,11 +13,13 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from shardwise import marks
-from shardwise.objective import microbatches, mixing, sequences
+from shardwise.objective import auxiliary, microbatches, mixing, sequences
 from shardwise.objective.examining import Program, examine
 from shardwise.objective.following import LOCAL
 from shardwise.objective.means import Mean, normal
+from shardwise.objective.sums import check_aux
 
+ENOUGH = 8  # rows, to tell one part from the whole batch
 GROUPS = ("params", "batch", "rows", "args", "key")
 
 
@@ -83,20 +85,22 @@ def trace(
     args: tuple = (),
     key: Any = None,
     has_aux: bool = False,
+    aux: Any = "sum",
 ) -> Traced:
     """`loss(params, batch, *args)`, and `key=` where one is given, traced for one part of several.
 
     `rows` are the part's row numbers (`numbers` of the whole batch, divided as it is). All arrays
-    may be abstract. What cannot be right when rows are divided is an error here, before
-    anything runs.
+    may be abstract. `aux` says how the auxiliary outputs of all parts become one. What cannot be
+    right when rows are divided is an error here, before anything runs.
 
     Raises:
       TypeError: outputs that are no loss, an auxiliary output that is no array, a PRNG key among
         `args`, or draws for rows from another key than `key`.
       ValueError: rows that look at each other, as far as the trace tells; a mean over something
         that the batch's values decide, a term of the total that does not depend on the batch, a
-        scalar that is a sum over rows, a total or count that is none, or draws of which some go
-        by place and others by shape.
+        scalar that is a sum over rows, a total or count that is none; an auxiliary output that is a
+        mean and would be added up, or has rows and would not be concatenated; draws of which some
+        go by place and others by shape.
     """
     _check_args(args)
     bare = normal(loss, has_aux)
@@ -104,7 +108,7 @@ def trace(
     def part(params, batch, rows, args, key):
         with marks.bind(index=microbatches.meaning(rows), local=_named):
             out = bare(params, batch, *args, **({} if key is None else {"key": key}))
-        _check_aux(out[1])
+        auxiliary.check(out[1])
         return out
 
     groups = (params, batch, rows, args, key)
@@ -129,7 +133,13 @@ def trace(
     if cut is not None:
         sequences.check(bare, *groups)
     program = Program.read(closed, labels)
-    facts = examine(program, traced.has_count, lambda: Program.read(of(2), labels), cut)
+
+    def doubled():
+        return Program.read(of(2), labels)
+
+    facts = examine(program, traced.has_count, doubled, cut)
+    if outputs := auxiliary.outputs(aux, shapes[1], 1 + traced.has_count):
+        check_aux(program, doubled, outputs)
     pair = _for_two_sizes(closed, of, labels)
     if pair is not None:
         mixing.check(*pair, ["batch" in own for own in labels], 1 + traced.has_count)
@@ -156,12 +166,13 @@ def _named(x):
 def _for_two_sizes(closed, of, labels):
     """The loss for some number of rows and for twice that; None where it takes its own alone.
 
-    Of one row nothing shows, since its axis broadcasts.
+    Of few rows little shows: the axis of one broadcasts, and the two largest of two are all.
     """
     inputs = zip(closed.jaxpr.invars, labels, strict=True)
     sizes = {v.aval.shape[0] for v, own in inputs if "batch" in own and v.aval.shape}
+    times = -(-ENOUGH // max(1, min(sizes, default=ENOUGH)))
     try:
-        return (of(2), of(4)) if 1 in sizes else (closed, of(2))
+        return (of(times), of(2 * times)) if times > 1 else (closed, of(2))
     except Exception:
         return None
 
@@ -173,16 +184,6 @@ def _takes_key(loss):
     except (TypeError, ValueError):
         return True
     return "key" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-
-def _check_aux(aux: Any) -> None:
-    for keys, x in jax.tree_util.tree_flatten_with_path(aux)[0]:
-        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
-            path = jax.tree_util.keystr(keys)
-            raise TypeError(
-                f"the loss's auxiliary output {path or 'tree'} is a {type(x).__name__}; expected "
-                f"arrays and numbers, of which those of all parts become one."
-            )
 
 
 def _check_args(args: Any) -> None:
