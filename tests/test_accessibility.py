@@ -45,7 +45,9 @@ def check(browser, site, names, mode, viewport):
     assert not told, "\n".join([f"{len(told)} violations", *told[:30]])
 
 
-@pytest.mark.parametrize("view", range(len(VIEWS)))
+@pytest.mark.parametrize(
+    "view", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, len(VIEWS)))]
+)
 def test_no_violations(browser, site, view):
     """Each page in one of the views, in turn."""
     check(browser, site, PAGES[view :: len(VIEWS)], *VIEWS[view])

@@ -46,6 +46,7 @@ def gallery(book):
     return found
 
 
+@pytest.mark.slow
 def test_the_life_of_a_gallery(book):
     status, printed, _ = book.build()
     assert status == 0, printed

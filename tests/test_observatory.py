@@ -130,6 +130,7 @@ def page(book):
     return (book.folder / "_build/html/observed.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_page_is_made_of_the_file_and_follows_it(book):
     status, printed, _ = book.build()
     assert status == 0, printed

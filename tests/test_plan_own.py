@@ -235,6 +235,7 @@ def test_layers_outside_of_a_scan_keep_their_scores_once():
     assert 0.8 <= (kept[1] - kept[0]) / (scores + products + of_weights) <= 1.2
 
 
+@pytest.mark.slow
 def test_layers_done_again_need_one_at_a_time():
     usual, again = (of_eight(unrolled(wrap=wrap)).memory for wrap in (lambda b: b, nn.remat))
     assert again.terms.kept < usual.terms.kept / 3

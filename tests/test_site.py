@@ -75,9 +75,9 @@ def test_missing_browser(monkeypatch, ci, outcome):
 
 VISITS = [
     ("file", "light", DESKTOP),
-    ("file", "dark", PHONE),
+    pytest.param("file", "dark", PHONE, marks=pytest.mark.slow),
     ("server", "light", PHONE),
-    ("server", "dark", DESKTOP),
+    pytest.param("server", "dark", DESKTOP, marks=pytest.mark.slow),
 ]
 
 
