@@ -21,10 +21,11 @@ def experts(
 ) -> tuple[jax.Array, jax.Array]:
     """(y [b, s, e], kept bool [b, s, k]): tokens x [b, s, e] through the experts that they chose.
 
-    `chosen` int [b, s, k] are numbers below `experts`, `weights` [b, s, k] those of the sum over a
-    token's choices; `stacked` is a pytree with a leading axis of experts. `apply(stacked, xs)` is
-    called with xs [experts, c, e], and `apply(stacked, xs, sizes)` with xs [rows, e] in groups of
-    sizes [experts], as `jax.lax.ragged_dot` takes them; each returns what it makes of every row.
+    `chosen` int [b, s, k] are numbers below `experts`, no two of a token alike (buffers have room
+    for no more), `weights` [b, s, k] those of the sum over a token's choices; `stacked` is a pytree
+    with a leading axis of experts. `apply(stacked, xs)` is called with xs [experts, c, e], and
+    `apply(stacked, xs, sizes)` with xs [rows, e] in groups of sizes [experts], as
+    `jax.lax.ragged_dot` takes them; each returns what it makes of every row.
 
     With a `capacity` an expert has capacity·s·k/experts slots for each row of the batch, in the
     order of tokens (of `index` [b, s], where memory has another); a choice without a slot adds

@@ -12,12 +12,11 @@ from typing import Any
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 
-from shardwise.objective import row_axes
-from shardwise.objective.following import is_local
+from shardwise.objective import following, row_axes
 from shardwise.objective.row_values import ROW, SUM, Value, after
 from shardwise.objective.side_by_side import Pair, carries, grown
 
-CALLS = {"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"}
+CALLS = following.CALLS - {"shard_map"}
 CALLS |= {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 ACROSS = {"psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "all_to_all"}
 ACROSS |= {"all_gather", "all_gather_invariant", "all_gather_reduced", "reduce_scatter"}
@@ -93,7 +92,7 @@ class Rows(Pair):
         except Unlike:
             return [Value()] * len(a.outvars)
         over_places = name in row_axes.COLLECTIVE and row_axes.over_places(a)
-        if is_local(name, a.params) or (name in ACROSS and not over_places):
+        if following.is_local(name, a.params) or (name in ACROSS and not over_places):
             return [Value()] * len(a.outvars)
         return self._step(a, b, given, over_places)
 

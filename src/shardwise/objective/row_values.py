@@ -28,7 +28,6 @@ BENDING |= {"abs", "square", "integer_pow", "pow", "max", "min", "clamp", "sin",
 BENDING |= {"reduce_max", "reduce_min", "reduce_prod", "sort", "top_k", "atan2", "lgamma"}
 BENDING |= {"cholesky", "eigh", "eig", "lu", "qr", "svd", "triangular_solve"}
 EXTREMES = {"reduce_max", "reduce_min", "reduce_prod", "pmax", "pmin"}
-RUNNING = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
 TAKING = {"gather", "dynamic_slice"}
 COMBINING = {"add", "sub", "mul", "div", "max", "min", "dot_general"}
 # Which inputs of a step are what it adds up or hands on; of all others, all.
@@ -128,7 +127,7 @@ def _mixing(eqn, given, along, kept, i):
         return f"{what} compares a row with others"
     if name in COMBINING and _disordered(given):
         return f"{what} combines rows with those in another order"
-    if along and name in EXTREMES | RUNNING | row_axes.DECOMPOSING:
+    if along and name in EXTREMES | row_axes.RUNNING | row_axes.DECOMPOSING:
         return f"{name} goes over the rows"
     if along and name == "top_k" and row_axes.chooses(eqn):
         return "top_k chooses among the rows"
