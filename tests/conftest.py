@@ -11,15 +11,10 @@ pytest_plugins = ["browser"]
 # little there is, takes half the time, and leaves memory, collectives and FLOPs as they are.
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 # Fusions become machine code by MLIR, which takes as long as all else. The way before it is still
-# in these releases: `make test` goes it, and compares and counts the same.
+# in these releases, and compares and counts the same; chapters, and the newest stack, go the new.
 QUICKER = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
-
-
-def pytest_configure(config):
-    """XLA reads its flags when it starts: before anything asks for a device."""
-    fast = QUICKER if config.option.markexpr == "not slow" else ""
-    os.environ["XLA_FLAGS"] = " ".join([QUICK, fast, os.environ.get("XLA_FLAGS", "")])
-
+# XLA reads its flags when it starts: before anything asks for a device.
+os.environ["XLA_FLAGS"] = " ".join([QUICK, QUICKER, os.environ.get("XLA_FLAGS", "")])
 
 # Before anything asks for a device: afterwards JAX refuses another number.
 jax.config.update("jax_platforms", "cpu")
