@@ -24,9 +24,9 @@ STAGED = {name for name in layouts.LAYOUTS if "stage" in name}
 NAMES = [name for name in layouts.LAYOUTS if name not in STAGED]
 SEED, STEPS = 12, 4
 STANDSTILL = 400  # seconds
-RESUMED = random.Random(SEED).sample(NAMES, 3)  # which are stopped and go on, on each number
+RESUMED = random.Random(SEED).sample(NAMES, 2)  # which are stopped and go on, on each number
 # On several processes a seeded part of them: each compiles every program itself, on two cores.
-ON = {n: sorted({*RESUMED, *random.Random(n * SEED).sample(NAMES, 16 // n)}) for n in (2, 4)}
+ON = {n: sorted({*RESUMED, *random.Random(n * SEED).sample(NAMES, 10 // n)}) for n in (2, 4)}
 ON[1] = sorted({*ON[2], *ON[4]})
 # The least that a compiler can do, as in `make test`.
 QUICK = {"XLA_FLAGS": " ".join([conftest.QUICK, conftest.QUICKER])}

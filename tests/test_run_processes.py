@@ -18,7 +18,8 @@ from shardwise.run import metrics, signals, watchdog
 
 pytestmark = pytest.mark.slow
 
-SMALL = """--steps 100 --save-every 25 --batch 8 --sequence 32 --devices 4 --model.embed 32
+STEPS = {1: 100, 2: 60, 4: 40}  # of a run in so many processes, which share few cores
+SMALL = """--save-every 6 --batch 8 --sequence 32 --devices 4 --model.embed 32
 --model.layers 2 --model.mlp 64 --model.dropout 0.1 --evaluation.every 0""".split()
 SOURCE = str(Path(run.__file__).parents[2])
 
@@ -45,7 +46,8 @@ def start(cache, folder, count=1, extra=(), before="pass"):
     for index in range(count):
         several = ["--processes.address", address, "--processes.count", str(count)]
         several = [*several, "--processes.index", str(index)] if count > 1 else []
-        words = ["train", "--run", str(folder), *SMALL, *extra, *several]
+        words = ["train", "--run", str(folder), "--steps", str(STEPS[count]), *SMALL]
+        words = [*words, *extra, *several]
         with open(f"{folder}.{index}.log", "a") as log:
             child = subprocess.Popen(
                 [sys.executable, "-c", program, *words],
