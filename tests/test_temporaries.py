@@ -50,11 +50,13 @@ def shapes(config):
 
 
 def compiled(layout):
-    """(`measure.DeviceBytes` of the program, of a stage the first one's backward; parameters)."""
+    """(`measure.DeviceBytes` of the program, parameters); of stages the first one's backward, or,
+    where backward passes are split, the second one's half, to which the other leaves most.
+    """
     function, (params, batch) = placed(layout)
     if layout.stage:
         programs = pipeline.programs(function, params, batch)
-        program = programs.get((0, "B")) or programs[0, "W"]  # of the first stage, all of it
+        program = programs.get((0, "B")) or programs[1, "W"]
     else:
         program = (function if layout.by_hand else jax.jit(function)).lower(params, batch)
     return measure.bytes_per_device(program.compile()), params
@@ -127,6 +129,15 @@ class Held:
         cut = layout.size("tensor") if layout.sequence else 1
         return FLOAT * self.tokens * DEPTH * embed // cut
 
+    @property
+    def pending(self):
+        """What the gradients of weights need: of every product what enters it, of the last one's
+        two factors, and the gradient of what comes out; and the same of norms.
+        """
+        c, t = self.config, self.layout.size("tensor")
+        cut = 2 * (c.heads + c.kv_heads) * c.head_dim + 4 * c.mlp
+        return FLOAT * self.tokens * DEPTH * (8 * c.embed + cut // t)
+
     def _gathered(self):
         """Of keys and values, and of their gradients, how many parts there are at once."""
         return self.layout.size("context") if self.layout.attention == "all_gather" else 2
@@ -153,15 +164,15 @@ def law(layout):
     """Of parameters, arguments and temporaries one device holds no more than the formulas say.
 
     A stage's arguments are besides the sums of gradients and what entered its layers; and, where a
-    backward pass is split, what one half leaves to the other, of which no formula is given.
+    backward pass is split, what one half leaves to the other.
     """
     found, params = compiled(layout)
     held, most = Held(layout), bound(layout)
     on_devices = set(measure.bytes_on_devices(params).values())
     if layout.stage:  # of what is no layer, each has some
         assert max(on_devices) <= held.shares
-        if layout.schedule == "1f1b":
-            assert found.arguments <= 2 * held.shares + held.kept + held.batch
+        left = 0 if layout.schedule == "1f1b" else held.pending
+        assert found.arguments <= 2 * held.shares + held.kept + held.batch + left
     else:
         assert on_devices == {held.shares}
         assert held.shares < found.arguments <= held.shares + held.batch
