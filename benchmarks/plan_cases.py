@@ -111,6 +111,22 @@ JUDGED = {
         EIGHT, "v5e:4x4", 32, 2048, fsdp=4, expert=2, context=2, remat=True
     ),
     "shared experts, remat": _case(SHARED, "v5e:4x4", 128, 1024, fsdp=16, remat=True),
+    "stages": _case(GROUPED, "v5e:2x4", 128, 1024, stage=2, fsdp=4, microbatches=8),
+    "stages, remat": _case(
+        NARROW, "v6e:2x4", 256, 1024, stage=2, data=4, microbatches=8, remat=True
+    ),
+    "four stages, remat": _case(
+        SEVEN, "v5e:4x4", 128, 1024, stage=4, fsdp=4, microbatches=8, remat=True
+    ),
+    "stages, tensor, remat": _case(
+        GROUPED, "v5e:4x4", 128, 1024, stage=2, fsdp=2, tensor=4, microbatches=4, remat=True
+    ),
+    "stages, context, remat": _case(
+        GROUPED, "v5p:2x2x2", 32, 4096, stage=2, fsdp=2, context=2, microbatches=4, remat=True
+    ),
+    "stages, experts, remat": _case(
+        EIGHT, "v5e:4x4", 256, 1024, stage=2, fsdp=2, expert=4, microbatches=4, remat=True
+    ),
     # At the edge of what fits: by formula 94 to 98 % of a device, and 6 to 19 % too much.
     "edge, fsdp": _case(GROUPED, "v5e:2x4", 144, 1024, fsdp=8),
     "edge, remat": _case(SEVEN, "v5e:2x4", 480, 1024, fsdp=8, remat=True),

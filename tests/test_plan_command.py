@@ -154,6 +154,7 @@ def test_the_compiler_checks_stages_too(cut, dtype, tmp_path, monkeypatch):
     count = count if cut == "fsdp" else 0
     assert said.fit and said.lowered == sum(s.bytes for s in by_hand) - count
     assert said.sent["between stages"] == sum(s.bytes for s in found.sent if s.kind == "stages")
+    assert said.differences and "left over" not in said.differences
     assert said.fit.needed > found.memory.parameters + found.memory.state
     assert abs(found.memory.total / said.fit.needed - 1) < 0.15
 

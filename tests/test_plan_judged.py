@@ -39,7 +39,7 @@ def test_those_judged_are_many_of_all_kinds_and_of_other_models(benchmark):
         "v6e",
     }
     used = {role for case in judged for role in case.roles.sizes}
-    assert used == {*roles.ORDER} - {"stage"}
+    assert used == {*roles.ORDER}
     for trait in (
         lambda case: case.roles.remat,
         lambda case: case.roles.microbatches > 1,

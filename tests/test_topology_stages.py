@@ -210,6 +210,10 @@ def test_memory_and_bytes_are_those_counted_by_hand(by):
         written = M * (6 * WEIGHT * 3 // 4 + ARRAY)
         assert written <= found.sent_by_hand <= written + M * 64  # the loss's numbers
         assert sum(found.sent_by_kind.values()) >= found.ranks[1].sent["fsdp",] + M * ARRAY
+        became = found.differences(found.busiest)
+        assert found.busiest == 1 and "left over" not in became
+        assert sum(d.written for d in became.values()) == found.sent_by_hand - M * ARRAY
+        assert sum(d.compiled for d in became.values()) == found.ranks[1].sent["fsdp",]
 
 
 @needs_libtpu

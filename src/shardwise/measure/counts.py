@@ -1,7 +1,7 @@
 """The result of counting collectives: a mapping by kind, a list, and a table to show."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from . import tables
 
@@ -22,7 +22,8 @@ class Op:
     kind whose work an all-reduce does, of each array (empty if sums), `asynchronous` whether other
     work may stand between its start and its end, and `notes` are of "padded" (the arrays are larger
     than those written), "windowed" (it passes on the shares of a product), "combined" (several
-    arrays in one) and "bound" (at most so many bytes).
+    arrays in one) and "bound" (at most so many bytes). "expected" is one that no program has, but a
+    formula.
     """
 
     kind: str
@@ -42,6 +43,15 @@ class Op:
     @property
     def dtype(self) -> str:
         return "+".join(dict.fromkeys(dtype for dtype, _ in self.arrays))
+
+    def repeated(self, times: int) -> "Op":
+        """That of a program that runs so many times."""
+        return replace(
+            self,
+            trips=self.trips * times,
+            payload_bytes=self.payload_bytes * times,
+            ring_bytes=self.ring_bytes * times,
+        )
 
 
 @dataclass(frozen=True)

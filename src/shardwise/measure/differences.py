@@ -62,7 +62,11 @@ def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differe
     `written` of all names together is what `lowered` and `also` send, `compiled` what `compiled`
     sends.
     """
-    written, made = collectives(lowered).ops + tuple(also), collectives(compiled).ops
+    return became(collectives(lowered).ops + tuple(also), collectives(compiled).ops)
+
+
+def became(written: Iterable[Op], made: Iterable[Op]) -> Differences:
+    """The same of collectives that are counted already."""
     found: dict[str, list[pairing.Pair]] = {}
     for pair in pairing.pairs(written, made):
         found.setdefault(pair.name, []).append(pair)

@@ -115,23 +115,25 @@ def _pieces(ops):
             yield _Piece(op, array, op.trips)
 
 
-def _left(pool, key):
-    return (fellow for fellow in pool.get(key, ()) if fellow.times)
+def _left(pool, key, piece):
+    """Those of this key, of which `piece` may be one: by hand, or expected of the compiler."""
+    found = (fellow for fellow in pool.get(key, ()) if fellow.times)
+    return (f for f in found if piece.may_be_by_hand or "expected" in f.op.notes)
 
 
 def _alike(piece, pool):
-    fellows = _left(pool, piece.key) if piece.may_be_by_hand else ()
+    fellows = _left(pool, piece.key, piece)
     return next((fellow for fellow in fellows if fellow.width == piece.width), None)
 
 
 def _of_other_width(piece, pool):
-    return next(_left(pool, piece.key), None) if piece.may_be_by_hand else None
+    return next(_left(pool, piece.key, piece), None)
 
 
 def _for_all_reduce(piece, pool):
-    if piece.op.kind != "all-reduce" or not piece.may_be_by_hand:
+    if piece.op.kind != "all-reduce":
         return None
-    return next((fellow for kind in _SUMS for fellow in _left(pool, piece.of(kind))), None)
+    return next((fellow for kind in _SUMS for fellow in _left(pool, piece.of(kind), piece)), None)
 
 
 def _padded(piece, pool):

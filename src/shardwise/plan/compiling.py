@@ -22,7 +22,8 @@ class Check(NamedTuple):
     `lowered` are the ring bytes of the collectives that are written by hand; `sent` those of the
     compiled program, by kind; `differences` what became of those that are written, and of those
     that the compiler was expected to insert along tensor. Of stages, sums are the most of any
-    rank; where one of their programs was refused, `lowered` is not known.
+    rank, and differences those of the rank that sends most by hand, but for what goes between
+    stages; where one of their programs was refused, `lowered` is not known.
     """
 
     candidate: Candidate
@@ -97,12 +98,12 @@ def check(candidate: Candidate, plan: Plan) -> Check:
     return Check(candidate, fit, compiled, by_hand, found, spent, became)
 
 
-def _expected(each, plan):
+def _expected(each, plan, stage=0):
     if plan.own:
         return ()
     given = of_decoder(plan.config), plan.batch, plan.sequence
-    (part,) = parts.parts(each, plan.config, *given)
-    return inserted.inserted(part)
+    of_stages = parts.parts(each, plan.config, *given)
+    return inserted.inserted(next(part for part in of_stages if part.stage >= stage))
 
 
 def _of_stages(candidate, plan):
@@ -111,13 +112,15 @@ def _of_stages(candidate, plan):
     layout = programs.layout(each, plan.config, mesh.abstract)
     program = programs.program(each, plan.config, plan.batch, plan.sequence)
     told = program.create, train.optimizer(), program.loss, program.batch, program.has_aux
-    compiled, found, by_hand = None, {}, None
+    compiled, found, by_hand, became = None, {}, None, measure.Differences()
     try:
         compiled = topology.compile_stages(layouts.lower(layout, *told), mesh)
         fit, found, by_hand = compiled.fit, compiled.sent_by_kind, compiled.sent_by_hand
+        became = compiled.differences(compiled.busiest, _expected(each, plan, compiled.busiest))
     except topology.DoesNotFit as error:
         fit = measure.fits(error)
-    return Check(candidate, fit, compiled, by_hand, found, time.perf_counter() - began)
+    spent = time.perf_counter() - began
+    return Check(candidate, fit, compiled, by_hand, found, spent, became)
 
 
 def checked(plan: Plan, number: int, out: TextIO) -> list[dict[str, Any]]:

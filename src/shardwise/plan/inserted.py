@@ -44,4 +44,4 @@ def _op(part, kind, dims, width, times):
     size = math.prod(dims) * width * (n if kind == "all-gather" else 1) * times
     sent = _RING_PASSES.get(kind, 1) * size * (n - 1) / n
     arrays = ((_DTYPES[width], dims),)
-    return Op(kind, "", arrays, n, times, size, sent, source="shard_map")
+    return Op(kind, "", arrays, n, times, size, sent, source="", notes=("expected",))

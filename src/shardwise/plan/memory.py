@@ -2,7 +2,8 @@
 
 What a step needs besides is a sum of terms in bytes. Most are counts; those of what a layer works
 on have a coefficient: of all that it could have, how much the compiler keeps at once. A device is
-fullest either at the loss, or in the backward pass of a layer: of these two the larger counts.
+fullest at the loss, or in the backward pass of a layer, or, where stages update their parameters by
+programs of their own, in these: the largest counts.
 """
 
 import dataclasses
@@ -19,7 +20,10 @@ class Terms(NamedTuple):
 
     At any time: `weights` whole, in the dtype of use, with remat those of one layer, else of all,
     and those of the head; `kept` activations from forward to backward, of all live microbatches;
-    `summed`, the gradients of the device's shares where those of microbatches are added up.
+    `summed`, the gradients of the device's shares where those of microbatches are added up. Of
+    stages, whose forward and backward passes are programs of their own, what goes from one to the
+    other is kept too: the float32 logits and, without remat, each live microbatch's weights; and an
+    activation that arrives from another stage, and one that is sent, whole along tensor.
 
     At the loss: `logits`, in float32 and in the dtype of use, or the head's gradient.
 
@@ -27,17 +31,21 @@ class Terms(NamedTuple):
     backward pass has; `around`, an activation whole where tensor cuts the products between; `ring`,
     what goes around a context axis, there and arriving; `dispatch`, rows on their way to experts
     and back.
+
+    Of stages, when a step ends: `update`, the optimizer's updates and the parameters that come of
+    them, beside the old ones; all else is gone by then.
     """
 
-    gradients: float
-    weights: float
-    kept: float
-    layer: float
-    around: float
-    logits: float
+    gradients: float = 0.0
+    weights: float = 0.0
+    kept: float = 0.0
+    layer: float = 0.0
+    around: float = 0.0
+    logits: float = 0.0
     ring: float = 0.0
     dispatch: float = 0.0
     summed: float = 0.0
+    update: float = 0.0
 
 
 # How many copies of each term the compiler keeps. `benchmarks/plan.py` fits layer, around, ring and
@@ -52,9 +60,15 @@ COEFFICIENTS = Terms(
     ring=0.8,
     dispatch=0.7,
     summed=1.0,
+    update=1.0,
 )
 COUNTS = Terms(*[1.0] * len(Terms._fields))
-_BACKWARD = ("gradients", "layer", "around", "ring", "dispatch")
+_ALWAYS = ("weights", "kept", "summed")
+_PHASES = (
+    (*_ALWAYS, "logits"),
+    (*_ALWAYS, "gradients", "layer", "around", "ring", "dispatch"),
+    ("update",),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +85,7 @@ class Memory:
 
     @property
     def of_step(self) -> Terms:
-        """The terms, each times its coefficient; 0 in the less full of the two phases."""
+        """The terms, each times its coefficient; 0 where it is not in the fullest phase."""
         return counted(self.terms, self.coefficients)
 
     @property
@@ -85,11 +99,10 @@ class Memory:
 
 
 def counted(terms: Terms, coefficients: Terms) -> Terms:
-    """Each term times its coefficient; the phase that is less full counts for nothing."""
+    """Each term times its coefficient; 0 for what is not there in the fullest phase."""
     found = Terms(*(c * n for c, n in zip(coefficients, terms, strict=True)))
-    if sum(getattr(found, name) for name in _BACKWARD) > found.logits:
-        return found._replace(logits=0.0)
-    return found._replace(**dict.fromkeys(_BACKWARD, 0.0))
+    fullest = max(_PHASES, key=lambda names: sum(getattr(found, name) for name in names))
+    return Terms(**{name: getattr(found, name) for name in fullest})
 
 
 def memory(part: Part) -> Memory:
@@ -103,19 +116,25 @@ def memory(part: Part) -> Memory:
 
 def _terms(part, parameters):
     r = part.roles
-    kept = layer(part) if not r.remat else part.tokens * _between(part)
+    kept = part.layers * (layer(part) if not r.remat else part.tokens * _between(part))
     whole = part.tokens * part.config.embed * itemsize(part)
     weights, head = _weights(part)
+    if r.stage > 1 and not r.remat:
+        kept, weights = kept + weights, 0
+    kept *= part.live
+    if r.stage > 1:
+        kept += 2 * whole + (_of_vocabulary(part) * _WIDE if part.is_last else 0)
     return Terms(
-        gradients=parameters if r.stage == 1 else 0,
+        gradients=parameters,
         weights=weights + head,
-        kept=kept * part.layers * part.live,
+        kept=kept,
         layer=layer(part),
         around=whole if r.tensor > 1 else 0,
         logits=_logits(part, head) if part.is_last else 0,
         ring=_ring(part) if r.context > 1 else 0,
         dispatch=_dispatch(part) if part.config.experts else 0,
         summed=parameters if r.microbatches > 1 or r.stage > 1 else 0,
+        update=2 * parameters if r.stage > 1 else 0,
     )
 
 
@@ -134,6 +153,11 @@ def _weights(part):
     return layers, head
 
 
+def _of_vocabulary(part):
+    """Logits, in numbers."""
+    return part.tokens * part.config.vocab // part.roles.tensor
+
+
 def _logits(part, head):
     """Logits and their gradient at the loss; or, after it, one of them and of the head's gradient
     what is summed and the sum.
@@ -142,9 +166,9 @@ def _logits(part, head):
     both sides: two parts of each of the three.
     """
     used, n = itemsize(part), part.roles.tensor
-    logits = part.tokens * part.config.vocab // n
+    logits, wide = _of_vocabulary(part), _WIDE if part.roles.stage == 1 else 0
     parts = 3 * 2 / n * logits * used if n >= 4 else 0
-    return max(logits * (_WIDE + used) + parts, logits * used + 2 * head)
+    return max(logits * (wide + used) + parts, logits * used + 2 * head)
 
 
 def _between(part):

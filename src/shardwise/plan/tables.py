@@ -15,7 +15,7 @@ _ROOFLINE = (
 _EXACT = "Memory in GiB on a device: parameters and state are exact; the rest is "
 NOTES = (
     f"{_EXACT}a formula, fitted to a "
-    "few programs of one stage, and to none of several. Scores of attention are never kept.",
+    "few programs without stages. Scores of attention are never kept.",
     f"{_ROOFLINE}the half of attention that a causal mask lets through.",
 )
 NOTES_OF_OWN = (

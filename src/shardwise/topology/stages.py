@@ -3,11 +3,14 @@
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from shardwise.measure import tables
 from shardwise.measure.axes import by_axis
 from shardwise.measure.communication import collectives
+from shardwise.measure.counts import Collectives, Op
+from shardwise.measure.differences import Differences, became
 from shardwise.measure.fitting import Fit, fits
 from shardwise.topology.compiling import Compiled, compile, program_text
 from shardwise.topology.slices import ChipMesh
@@ -38,16 +41,17 @@ class Rank(NamedTuple):
 class Stages:
     """A step as the compiler made it: `programs[stage, name]`, and what each rank needs and sends.
 
-    A program runs so many `times` in a step, and as it is `written` by hand sends so many bytes. A
-    schedule and a compiler's account, not a measurement. Not counted: the few numbers that an
-    optimizer exchanges between stages, and the count of the loss, which the last stage computes.
+    A program runs so many `times` in a step; `written` are its collectives by hand, before any
+    compiler. A schedule and a compiler's account, not a measurement. Not counted: the few numbers
+    that an optimizer exchanges between stages, and the count of the loss, which the last stage
+    computes.
     """
 
     mesh: ChipMesh
     axis: str
     programs: dict[tuple[int, str], Compiled] = dataclasses.field(repr=False)
     times: dict[tuple[int, str], int] = dataclasses.field(repr=False)
-    written: dict[tuple[int, str], float] = dataclasses.field(repr=False)
+    written: dict[tuple[int, str], Collectives] = dataclasses.field(repr=False)
     ranks: tuple[Rank, ...]
 
     @property
@@ -81,11 +85,28 @@ class Stages:
         """Ring bytes that a device sends as it is written, before any compiler, on the most busy
         rank: of collectives by hand, and between stages.
         """
-        return max(
-            rank.sent.get((self.axis,), 0)
-            + sum(times * self.written[key] for key, times in self._runs(rank))
-            for rank in self.ranks
-        )
+        return max(map(self._by_hand, self.ranks))
+
+    @property
+    def busiest(self) -> int:
+        """The place along the stage axis of the rank that `sent_by_hand` is of."""
+        return max(range(len(self.ranks)), key=lambda i: self._by_hand(self.ranks[i]))
+
+    def differences(self, rank: int, also: Iterable[Op] = ()) -> Differences:
+        """`measure.differences` of a step on one rank, without what goes between stages.
+
+        Args:
+          rank: the place along the stage axis.
+          also: as `measure.differences` takes it, of this rank.
+        """
+        runs = self._runs(self.ranks[rank])
+        written = [op.repeated(n) for key, n in runs for op in self.written[key].ops]
+        made = [op.repeated(n) for key, n in runs for op in collectives(self.programs[key]).ops]
+        return became([*written, *also], made)
+
+    def _by_hand(self, rank):
+        passed = rank.sent.get((self.axis,), 0)
+        return passed + sum(n * self.written[key].ring_bytes for key, n in self._runs(rank))
 
     def _runs(self, rank):
         return [(key, times) for key, times in self.times.items() if key[0] in rank.stages]
@@ -122,7 +143,7 @@ def compile_stages(step: Any, mesh: ChipMesh, cached: bool = True) -> Stages:
 
     def one(stage, name, lowered):
         text = program_text(lowered)
-        written[stage, name] = collectives(lowered).ring_bytes
+        written[stage, name] = collectives(lowered)
         if text not in seen:
             part = mesh.part(**{step.axis: device_of[stage]})
             seen[text] = compile(lowered, part, cached=cached)
