@@ -211,6 +211,24 @@ def test_collectives_by_axis():
         measure.by_axis(measure.collectives(lowered), jax.sharding.AbstractMesh((4,), ("a",)))
 
 
+@pytest.mark.parametrize("n", [8, 50, 51, 128, 4096])
+def test_collectives_of_many_devices_are_read_as_those_of_few(n):
+    """More than a hundred numbers MLIR writes in hexadecimal."""
+    grid = jax.sharding.AbstractMesh((n, 2), ("a", "b"))
+    ring = [(i, (i + 1) % n) for i in range(n)]
+
+    def of_one(x):
+        return jax.lax.psum(jax.lax.ppermute(x, "a", ring), "b")
+
+    mapped = jax.shard_map(of_one, mesh=grid, in_specs=P(("a", "b")), out_specs=P("a"))
+    x = jax.ShapeDtypeStruct((2 * n, 3), jnp.float32, sharding=NamedSharding(grid, P(("a", "b"))))
+    lowered = jax.jit(mapped).trace(x).lower(lowering_platforms=("cpu",))
+    found = measure.collectives(lowered)
+    assert found["collective-permute"].ring_bytes == found["all-reduce"].ring_bytes == 12
+    assert found["all-reduce"].payload_bytes == 12 and found.ops[1].group_size == 2
+    assert len(found.ops[0].groups) == 2 * n
+
+
 def test_lowered_programs_say_how_many_devices_run_them():
     sharding = NamedSharding(mesh.make(a=8), P("a"))
     assert stablehlo.read(jax.jit(jnp.sin, in_shardings=sharding).lower(shape(8))).devices == 8

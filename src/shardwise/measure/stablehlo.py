@@ -136,9 +136,8 @@ class _Reader:
         if "comparison_direction" in found:
             direction = re.search(r"\b([A-Z]{2})\b", found.pop("comparison_direction"))
             found["direction"] = direction[1]
-        if "source_target_pairs" in found:
-            pairs = re.findall(r"\[(\d+), (\d+)\]", found["source_target_pairs"])
-            found["source_target_pairs"] = "{" + ",".join(f"{{{a},{b}}}" for a, b in pairs) + "}"
+        if "source_target_pairs" in found:  # printed, more than a hundred numbers are hexadecimal
+            found["source_target_pairs"] = _listed(op.attributes["source_target_pairs"])
         if "replica_groups" in found:
             found["replica_groups"] = self.groups(op.attributes["replica_groups"])
         return found
@@ -147,8 +146,7 @@ class _Reader:
         """Listed, as HLO writes them, or along the axes of a mesh."""
         text = str(attribute)
         if re.search(r": tensor<\d+x\d+xi64>", text):
-            rows = [",".join(map(str, row)) for row in np.asarray(attribute)]
-            return "{" + ",".join(f"{{{row}}}" for row in rows) + "}"
+            return _listed(attribute)
         symbol = re.search(r"mesh = @([\w.$-]+)", text)
         sizes = self.meshes[symbol[1]] if symbol else text
         sizes = re.findall(r'"([^"]+)"\s*=\s*(\d+)', sizes)
@@ -167,6 +165,12 @@ class _Reader:
     def unused(self, stem: str) -> str:
         self.fresh += 1
         return f"{stem}.{self.fresh}"
+
+
+def _listed(attribute):
+    """A table of numbers as HLO writes it."""
+    rows = [",".join(map(str, row)) for row in np.asarray(attribute)]
+    return "{" + ",".join(f"{{{row}}}" for row in rows) + "}"
 
 
 def _array(mlir_type):
