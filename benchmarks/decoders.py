@@ -34,7 +34,9 @@ class Bench:
     @functools.cached_property
     def loss(self):
         graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(self.config, nnx.Rngs(0))))[0]
-        return functools.partial(train.routed_loss if self.mixed else train.loss, graphdef=graphdef)
+        if self.mixed:  # balanced over rows, which stages can do too: their microbatches are apart
+            return functools.partial(train.routed_loss, graphdef=graphdef, over="rows")
+        return functools.partial(train.loss, graphdef=graphdef)
 
     def create(self, key):
         return nnx.state(Decoder(self.config, nnx.Rngs(params=key)))

@@ -9,6 +9,7 @@ these alone; with `--table` nothing, and writes the table by today's formula. Ne
 """
 
 import argparse
+import dataclasses
 import datetime
 import itertools
 import json
@@ -69,10 +70,20 @@ def compiled(case: Case) -> dict:
 
 
 def sent_by_hand(case: Case) -> float:
-    """Bytes by formula of the stage that sends most, but along tensor."""
-    given = case.roles, case.config, arrays.of_decoder(case.config), case.batch, case.sequence
-    told = (sent.sent(part) for part in parts.parts(*given))
-    return max(sum(s.bytes for s in of_part if s.roles != ("tensor",)) for of_part in told)
+    """Bytes by formula of the stage that sends most, but along tensor, as they are written.
+
+    Sums of gradients, and what goes around a ring, are written whole along tensor, where the
+    compiler is to cut them.
+    """
+    found, whole_kinds = [], ("gradients", "attention")
+    for roles in (case.roles, dataclasses.replace(case.roles, tensor=1)):
+        given = roles, case.config, arrays.of_decoder(case.config), case.batch, case.sequence
+        found.append([sent.sent(part) for part in parts.parts(*given)])
+    return max(
+        sum(s.bytes for s in cut if s.roles != ("tensor",) and s.kind not in whole_kinds)
+        + sum(s.bytes for s in whole if s.kind in whole_kinds)
+        for cut, whole in zip(*found, strict=True)
+    )
 
 
 def argument_bytes_of_update(stages: topology.Stages) -> int:

@@ -52,8 +52,9 @@ reason:
 
 - *all-reduce*: one stands in the place of a gather or a scatter, and sends twice as much
   ({{doc}}`why </chapters/real_compiler>`);
-- *dropped* and *repeated*: done fewer times than written, or more often;
+- *dropped* and *repeated*: done fewer times than written or expected, or more often;
 - *inserted*: added by the compiler, beyond what was expected;
+- *divided*: cut along the tensor axis, along which it is written whole;
 - *windowed*: the shares of a product's operand are passed on while it runs;
 - *padded* and *narrowed*: with more elements, so that all shares are alike, or in a smaller dtype;
 - *of equal rows*: the compiler sends one of them.

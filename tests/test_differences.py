@@ -115,6 +115,20 @@ def test_a_gather_may_be_a_window_of_products():
         assert found["windowed"][1] == hop.ring_bytes
 
 
+def test_what_is_expected_of_the_compiler_may_have_any_origin():
+    """A collective by hand has its own; what the compiler does not insert is dropped."""
+    expected = op("all-gather", (32, 4), trips=3, source="", notes=("expected",))
+    inserted = op("all-gather", (32, 4), trips=2, source="jit(run)/dot_general")
+    found = named([expected], [inserted])
+    assert (
+        found.keys() == {"as written", "dropped"}
+        and found["as written"][0] == found["dropped"][0] * 2
+    )
+    assert named([expected], []).keys() == {"dropped"}
+    by_hand = dataclasses.replace(expected, source=BY_HAND + "all_gather", notes=())
+    assert named([by_hand], [inserted]).keys() == {"left over", "inserted"}
+
+
 def test_what_trims_the_padding_belongs_to_it():
     padded = op("reduce-scatter", (1024, 96), trips=3, source="", notes=("padded",))
     trims = op("collective-permute", (24, 96), trips=3, n=None, source="")

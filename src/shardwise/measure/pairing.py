@@ -208,4 +208,5 @@ def _of_none(fellow, met, windows):
         share = fellow.key[1] // fellow.op.group_size
         if any(share % window.array.elements == 0 for window in windows):
             return "windowed"
-    return "dropped" if fellow.key in met else "left over"
+    is_known = fellow.key in met or "expected" in fellow.op.notes
+    return "dropped" if is_known else "left over"
