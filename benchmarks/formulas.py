@@ -82,5 +82,14 @@ def _experts(sent, layout, config, manual):
     _summed(sent, layout, manual, FLOAT * (2 * loads + config.layers + 1))  # balance, and aux
 
 
+def of_aux(layout: Layout, bench) -> dict[tuple[str, ...], float]:
+    """What stages sum up beside the mean of a loss with experts, in each microbatch."""
+    sent, config = collections.Counter(), bench.config
+    size = FLOAT * (config.layers * (config.experts + 1) + 1)
+    if bench.mixed:
+        _summed(sent, layout, (*layout.rows, *layout.context), size * layout.microbatches)
+    return sent
+
+
 def _parts(layout, axes):
     return math.prod(layout.mesh.shape[name] for name in axes)

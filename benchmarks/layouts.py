@@ -21,6 +21,7 @@ best row of its strategy; times, which depend on what else the machine does, are
 """
 
 import argparse
+import collections
 import functools
 
 import alternatives
@@ -49,8 +50,11 @@ def ours(name):
     whole = functools.partial(layouts.whole, layout)
     row = kind(name, layout.mesh, step, state, decoders.batch(), whole)
     row.layout, row.bench, row.strategy = layout, bench, floors.strategy(layout)
-    row.limit = formulas.by_hand(layout, bench) if layout.by_hand else None
-    row.asked = row.limit or asked(layout, bench)
+    # The formulas are of one program; those of stages are the package's own, but for tokens.
+    row.asked = asked(layout, bench)
+    if layout.by_hand and not layout.stage:
+        row.asked = formulas.by_hand(layout, bench)
+    row.limit = row.asked if layout.by_hand else None
     return row
 
 
@@ -60,7 +64,12 @@ def asked(layout, bench):
     more = dict(remat=bench.config.remat, loss=bench.loss, has_aux=bench.mixed)
     stages = range(layout.size("stage"))
     found = [layouts.predict(layout, *given, stage=stage, **more).sent for stage in stages]
-    return max(found, key=lambda sent: sum(sent.values()))
+    more = formulas.of_aux(layout, bench) if layout.stage and layout.by_hand else {}
+    total, order = collections.Counter(), list(layout.mesh.shape)
+    for sent in (max(found, key=lambda sent: sum(sent.values())), more):
+        for axes, size in sent.items():
+            total[tuple(sorted(axes, key=order.index))] += size
+    return dict(total)
 
 
 def others(chosen):
@@ -119,6 +128,8 @@ def misses(row, rows):
     if row.limit is None:
         return
     for axes, size in row.sent.items():
+        if row.layout.stage and set(axes) == {*row.layout.expert}:
+            continue
         most = row.limit.get(axes, 0)
         if set(axes).isdisjoint(row.layout.tensor) and size > most:
             yield f"{row.name} sends {size:,} along {axes}, and its formula says {most:,}"

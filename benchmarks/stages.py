@@ -3,6 +3,7 @@
 import collections
 import math
 
+import jax.numpy as jnp
 import rounds
 
 from shardwise import layouts, measure, pipeline
@@ -24,7 +25,7 @@ class Staged(rounds.Row):
             compiled = lowered.compile()
             held[stage] = max(held[stage], measure.bytes_per_device(compiled).temporaries)
             found = measure.collectives(compiled)
-            times = 1 if kind == "gather" else self._microbatches
+            times = 1 if kind in ("gather", "total") else self._microbatches
             for axes, part in measure.by_axis(found, plan.stages[stage].mesh).items():
                 sent[stage][axes] += times * part.ring_bytes
         for stage, programs in enumerate(plan.stages):
@@ -36,7 +37,9 @@ class Staged(rounds.Row):
 
 
 def _crossing(programs, last):
-    """Bytes that one device sends for a microbatch: activations onward, cotangents back."""
+    """Bytes that one device sends for a microbatch: activations onward, cotangents back; whole
+    numbers have none.
+    """
 
     def size(values, shardings):
         pairs = zip(values, shardings, strict=True)
@@ -44,4 +47,5 @@ def _crossing(programs, last):
 
     stage, laid = programs.stage, programs.laid
     onward = 0 if last else size(stage.outputs, laid["outputs"])
-    return onward + size(stage.carry, laid["carry"])
+    back = [x for x in stage.carry if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return onward + size(back, laid["back"])
