@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import pathlib
+import re
 import sys
 import types
 
@@ -36,6 +37,16 @@ def test_a_row_equals_one_device_and_sends_what_its_formula_says(
     printed = capsys.readouterr().out
     for told in ("one device", *["rules, constrained"] * others, "/0.", "1.00"):
         assert told in printed
+
+
+@pytest.mark.slow
+def test_a_row_with_experts_in_stages_sends_what_its_formula_says(benchmark, capsys, monkeypatch):
+    monkeypatch.setattr(benchmark, "others", lambda names: [])
+    assert benchmark.compare(["stage, fsdp, expert by hand"], 0) == []
+    row = capsys.readouterr().out.splitlines()[-1]
+    pairs = re.findall(r"(fsdp|stage) ([\d.]+)/([\d.]+)", row)
+    assert {name for name, *_ in pairs} == {"fsdp", "stage"}
+    assert all(0 < float(sent) == float(asked) for _, sent, asked in pairs)
 
 
 def test_what_sends_or_holds_too_much_is_told(benchmark):
