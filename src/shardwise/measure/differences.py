@@ -53,8 +53,8 @@ def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differe
     - all-reduce, in the place of a gather or scatter, over several axes of a torus at once;
     - divided, where arrays are written whole that the compiler cuts along axes that are left to it;
     - of equal rows, of which the compiler sends one;
-    - dropped, where it is written several times or in a loop, and done fewer times, or is expected
-      alone;
+    - dropped, where it is written several times or in a loop, and done fewer times; or where it is
+      expected, and the compiler does without;
     - repeated, where it is done more often than written;
     - windowed, the shares of a product's operand passed on beside it, by the compiler;
     - inserted, along axes that are left to the compiler, or outside of `jax.shard_map`;

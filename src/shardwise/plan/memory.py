@@ -3,7 +3,7 @@
 What a step needs besides is a sum of terms in bytes. Most are counts; those of what a layer works
 on have a coefficient: of all that it could have, how much the compiler keeps at once. A device is
 fullest at the loss, or in the backward pass of a layer, or, where stages update their parameters by
-programs of their own, in these: the largest counts.
+a program of its own, in that one: the fullest of the three counts.
 """
 
 import dataclasses
