@@ -81,6 +81,7 @@ FITTED = {
     ),
     "16 layers, remat": _case(DEEP, "v5e:2x4", 256, 1024, fsdp=8, remat=True),
     "16 layers, context": _case(DEEP, "v5e:2x4", 64, 4096, fsdp=4, context=2, remat=True),
+    "16 layers, tensor": _case(DEEP, "v5e:2x4", 128, 1024, fsdp=2, tensor=4, remat=True),
     "offload": _case(DEEP, "v5e:2x4", 256, 1024, fsdp=8, **_AWAY),
     "offload, tensor": _case(DEEP, "v5e:2x4", 256, 1024, fsdp=4, tensor=2, **_AWAY),
     "offload, context": _case(DEEP, "v5e:2x4", 64, 4096, fsdp=4, context=2, **_AWAY),
@@ -171,6 +172,9 @@ JUDGED = {
     "over, offload": _case(_deep(SEVEN, 24), "v5e:2x4", 288, 1024, fsdp=8, **_AWAY),
     "over, narrow heads": _case(NARROW, "v5e:2x4", 112, 1024, fsdp=8),
     "over, experts": _case(EIGHT, "v5e:2x4", 144, 1024, fsdp=8),
+    "llama3-70b, offload": _case(
+        plan.preset("llama3-70b"), "v6e:8x8", 64, 8192, fsdp=64, **_AWAY
+    ),
     "llama3-70b": _case(
         plan.preset("llama3-70b"), "v5p:4x4x8", 128, 4096, fsdp=32, tensor=4, remat=True
     ),

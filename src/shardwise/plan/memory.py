@@ -25,14 +25,15 @@ class Terms(NamedTuple):
     other is kept too: the float32 logits and, without remat, each live microbatch's weights; and an
     activation that arrives from another stage, and one that is sent, whole along tensor. Of what
     waits on the host, two layers' inputs are kept: one is on its way. The compiler takes the last
-    layer out of the loop there and gathers ahead: `weights` has three layers, not one.
+    layer out of the loop there, and gathers ahead for it: `weights` has three layers, not one, and
+    of `around` and `ring` there is half as much again.
 
     At the loss: `logits`, in float32 and in the dtype of use, or the head's gradient.
 
     In a layer's backward pass: `gradients` of the device's shares; `layer`, all that one layer's
-    backward pass has; `around`, an activation whole where tensor cuts the products between; `ring`,
-    what goes around a context axis, there and arriving; `dispatch`, rows on their way to experts
-    and back.
+    backward pass has; `around`, an activation whole, as tensor's products need it, and half of one
+    cut, as it is between them; `ring`, what goes around a context axis, there and arriving; `dispatch`, rows
+    on their way to experts and back.
 
     Of stages, when a step ends: `update`, the optimizer's updates and the parameters that come of
     them, beside the old ones; all else is gone by then.
@@ -56,11 +57,11 @@ COEFFICIENTS = Terms(
     gradients=1.0,
     weights=1.0,
     kept=1.0,
-    layer=0.42,
-    around=6.0,
+    layer=0.44,
+    around=4.5,
     logits=1.0,
     ring=0.8,
-    dispatch=0.7,
+    dispatch=0.5,
     summed=1.0,
     update=1.0,
 )
@@ -126,6 +127,7 @@ def _terms(part, parameters):
     whole = part.tokens * part.config.embed * itemsize(part)
     weights, head = _weights(part)
     weights *= min(3, part.layers) if r.offload else 1
+    ahead = 1.5 if r.offload else 1
     if r.stage > 1 and not r.remat:
         kept, weights = kept + weights, 0
     kept *= part.live
@@ -136,9 +138,9 @@ def _terms(part, parameters):
         weights=weights + head + _cast(part),
         kept=kept,
         layer=layer(part),
-        around=whole if r.tensor > 1 else 0,
+        around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
         logits=_logits(part, head) if part.is_last else 0,
-        ring=_ring(part) if r.context > 1 else 0,
+        ring=ahead * _ring(part) if r.context > 1 else 0,
         dispatch=_dispatch(part) if part.config.experts else 0,
         summed=parameters if r.microbatches > 1 or r.stage > 1 else 0,
         update=2 * parameters if r.stage > 1 else 0,
