@@ -542,7 +542,7 @@ def test_between_the_two_programs_of_a_stage_nothing_waits_on_the_host():
     loss, batch = functools.partial(train.loss, graphdef=graphdef), batches()[0]
     create, tx = functools.partial(_create, config), OPTIMIZERS["adamw"]
     params, state = layouts.init(layout, create, tx, KEY, loss, batch)
-    with pytest.raises(ValueError, match="offloads to the host, and with stages .* no stages"):
+    with pytest.raises(ValueError, match=r"offloads to the host, and with stages .* no stages"):
         layouts.step(layout, loss, tx)(params, state, batch)
 
 

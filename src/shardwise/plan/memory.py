@@ -20,20 +20,21 @@ class Terms(NamedTuple):
 
     At any time: `weights` whole, in the dtype of use, with remat those of one layer, else of all,
     and those of the head, and all layers' shares, where they are cast before they are gathered;
-    `kept` activations from forward to backward, of all live microbatches; `summed`, the gradients of the device's shares where those of microbatches are added up. Of
-    stages, whose forward and backward passes are programs of their own, what goes from one to the
-    other is kept too: the float32 logits and, without remat, each live microbatch's weights; and an
-    activation that arrives from another stage, and one that is sent, whole along tensor. Of what
-    waits on the host, two layers' inputs are kept: one is on its way. The compiler takes the last
-    layer out of the loop there, and gathers ahead for it: `weights` has three layers, not one, and
-    of `around` and `ring` there is half as much again.
+    `kept` activations from forward to backward, of all live microbatches; `summed`, the gradients
+    of the device's shares where those of microbatches are added up. Of stages, whose forward and
+    backward passes are programs of their own, what goes from one to the other is kept too: the
+    float32 logits and, without remat, each live microbatch's weights; and an activation that
+    arrives from another stage, and one that is sent, whole along tensor. Of what waits on the host,
+    two layers' inputs are kept: one is on its way. The compiler takes the last layer out of the
+    loop there, and gathers ahead for it: `weights` has three layers, not one, and of `around` and
+    `ring` there is half as much again.
 
     At the loss: `logits`, in float32 and in the dtype of use, or the head's gradient.
 
     In a layer's backward pass: `gradients` of the device's shares; `layer`, all that one layer's
     backward pass has; `around`, an activation whole, as tensor's products need it, and half of one
-    cut, as it is between them; `ring`, what goes around a context axis, there and arriving; `dispatch`, rows
-    on their way to experts and back.
+    cut, as it is between them; `ring`, what goes around a context axis, there and arriving;
+    `dispatch`, rows on their way to experts and back.
 
     Of stages, when a step ends: `update`, the optimizer's updates and the parameters that come of
     them, beside the old ones; all else is gone by then.

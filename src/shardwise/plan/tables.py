@@ -141,8 +141,7 @@ def layout(c: Candidate) -> dict[str, Any]:
             for t in s.transfers
         ],
         "seconds": {
-            name: getattr(s, name)
-            for name in (*_TIMES, "host", "weights", "seconds", "bound")
+            name: getattr(s, name) for name in (*_TIMES, "host", "weights", "seconds", "bound")
         },
         "bubble": s.bubble,
         "binds": s.binds,

@@ -18,8 +18,9 @@ class Chip:
     `links` is 1, and `link_bandwidth` is what it sends into its switch.
 
     `host_bandwidth` is that of PCIe between a chip and its host, each way, and `host_bytes` the
-    chip's part of the host's memory; None where no source says. `usable_hbm` is what the compiler lets a program hold on one *device*; None where it was
-    not asked. `devices` is the number of JAX devices on a chip, which share its HBM and its peak.
+    chip's part of the host's memory; None where no source says. `usable_hbm` is what the compiler
+    lets a program hold on one *device*; None where it was not asked. `devices` is the number of JAX
+    devices on a chip, which share its HBM and its peak.
     """
 
     kind: str
