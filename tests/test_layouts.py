@@ -510,8 +510,8 @@ DOTS = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_
 @pytest.mark.parametrize(
     "by, policy",
     [
-        ("hand", layouts.OFFLOAD),
-        pytest.param("compiler", layouts.OFFLOAD, marks=pytest.mark.slow),
+        ("hand", layouts.offload),
+        pytest.param("compiler", layouts.offload, marks=pytest.mark.slow),
         pytest.param("hand", DOTS, marks=pytest.mark.slow),
         pytest.param("compiler", DOTS, marks=pytest.mark.slow),
     ],
@@ -536,7 +536,7 @@ def test_activations_may_be_kept_on_the_host(by, policy):
 
 def test_between_the_two_programs_of_a_stage_nothing_waits_on_the_host():
     layout = layouts.Layout(mesh.make(stage=2, fsdp=4), stage="stage", fsdp="fsdp")
-    layout = dataclasses.replace(layout, remat=layouts.OFFLOAD, microbatches=2)
+    layout = dataclasses.replace(layout, remat=layouts.offload, microbatches=2)
     config = dataclasses.replace(CONFIG, remat=False, stages=2)
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
     loss, batch = functools.partial(train.loss, graphdef=graphdef), batches()[0]

@@ -52,7 +52,7 @@ class Layout:
         of the axis and `sequence=` to a meaning of `marks.experts`.
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
       remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`; what
-        enters a layer has the name "layer_input" there. `layouts.OFFLOAD` keeps that on the host
+        enters a layer has the name "layer_input" there. `layouts.offload` keeps that on the host
         until the backward pass, and computes all else again; other policies that offload
         (`offload_dot_with_no_batch_dims`, from "device" to "pinned_host") keep what they name.
 

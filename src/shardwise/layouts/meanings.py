@@ -69,12 +69,19 @@ def _spec(spec):
 
 
 ENTERS = "layer_input"
-OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
+_ENTERING_TO_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
     names_which_can_be_offloaded=[ENTERS],
     offload_src="device",
     offload_dst="pinned_host",
 )
+
+
+def offload(primitive: Any, *given: Any, **params: Any) -> Any:
+    """A policy for `Layout(remat=...)`: what enters layers waits on the host, all else is computed
+    again.
+    """
+    return _ENTERING_TO_HOST(primitive, *given, **params)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ def layout(roles: Roles, config: Config, mesh: Mesh, kernel: bool = False) -> la
         kernel=context.splash() if kernel else None,
         microbatches=roles.microbatches,
         dtype=config.dtype if narrow else None,
-        remat=layouts.OFFLOAD if roles.offload else None,
+        remat=layouts.offload if roles.offload else None,
     )
 
 

@@ -14,7 +14,7 @@ from shardwise.layouts.catalogue import ORDER
 _PLAIN = """checkpoint_dots checkpoint_dots_with_no_batch_dims dots_saveable
 dots_with_no_batch_dims_saveable everything_saveable nothing_saveable""".split()
 POLICIES = {name: getattr(jax.checkpoint_policies, name) for name in _PLAIN}
-POLICIES["offload"] = layouts.OFFLOAD
+POLICIES["offload"] = layouts.offload
 
 
 @dataclasses.dataclass(frozen=True)
