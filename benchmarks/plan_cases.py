@@ -121,6 +121,11 @@ JUDGED = {
     "experts, tensor": _case(
         EIGHT, "v5e:4x4", 64, 1024, fsdp=4, expert=2, tensor=2, remat=True
     ),
+    "experts, tensor, all kept": _case(EIGHT, "v5e:4x4", 64, 1024, fsdp=8, tensor=2),
+    "experts, wide tensor": _case(
+        EIGHT, "v5e:4x4", 64, 1024, fsdp=2, expert=2, tensor=4, remat=True
+    ),
+    "shared experts, tensor": _case(SHARED, "v5e:4x4", 64, 1024, fsdp=8, tensor=2, remat=True),
     "experts, context": _case(
         EIGHT, "v5e:4x4", 32, 2048, fsdp=4, expert=2, context=2, remat=True
     ),
