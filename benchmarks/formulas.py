@@ -64,6 +64,16 @@ def _attention(sent, layout, config):
 
 
 def _experts(sent, layout, config, manual):
+    _tokens(sent, layout, config)
+    rows, cut = ROWS // _parts(layout, layout.rows), layout.size("context")
+    choices = rows * LENGTH // cut * (config.experts_per_token + 1) * FLOAT * (cut - 1)
+    sent[layout.context] += config.layers * 2 * choices
+    loads = config.layers * config.experts
+    _summed(sent, layout, manual, FLOAT * (2 * loads + config.layers + 1))  # balance, and aux
+
+
+def _tokens(sent, layout, config):
+    """To their experts and back; of stages, of each one's layers."""
     n, cut, form = layout.size("expert"), layout.size("context"), layout.dispatch
     rows, per_token = ROWS // _parts(layout, layout.rows), config.experts_per_token
     tokens = LENGTH // cut
@@ -75,19 +85,18 @@ def _experts(sent, layout, config, manual):
     if form == "gather":  # choices and slots have no gradients; sums are not asked for again
         backward -= 2 * rows * tokens * per_token * FLOAT * (n - 1)
         again -= rows * tokens * config.embed * FLOAT * (n - 1)
-    sent[layout.expert] += config.layers * (forward + again + backward)
-    choices = rows * LENGTH // cut * (per_token + 1) * FLOAT * (cut - 1)
-    sent[layout.context] += config.layers * 2 * choices
-    loads = config.layers * config.experts
-    _summed(sent, layout, manual, FLOAT * (2 * loads + config.layers + 1))  # balance, and aux
+    sent[layout.expert] += config.layers // layout.size("stage") * (forward + again + backward)
 
 
-def of_aux(layout: Layout, bench) -> dict[tuple[str, ...], float]:
-    """What stages sum up beside the mean of a loss with experts, in each microbatch."""
+def of_experts(layout: Layout, bench) -> dict[tuple[str, ...], float]:
+    """What stages send for a loss with experts beside what `layouts.predict` says: tokens, and in
+    each microbatch the sums beside the mean.
+    """
     sent, config = collections.Counter(), bench.config
     size = FLOAT * (config.layers * (config.experts + 1) + 1)
     if bench.mixed:
         _summed(sent, layout, (*layout.rows, *layout.context), size * layout.microbatches)
+        _tokens(sent, layout, config)
     return sent
 
 

@@ -50,7 +50,7 @@ def ours(name):
     whole = functools.partial(layouts.whole, layout)
     row = kind(name, layout.mesh, step, state, decoders.batch(), whole)
     row.layout, row.bench, row.strategy = layout, bench, floors.strategy(layout)
-    # The formulas are of one program; those of stages are the package's own, but for tokens.
+    # The formulas are of one program; those of stages are the package's own, but for experts.
     row.asked = asked(layout, bench)
     if layout.by_hand and not layout.stage:
         row.asked = formulas.by_hand(layout, bench)
@@ -64,7 +64,7 @@ def asked(layout, bench):
     more = dict(remat=bench.config.remat, loss=bench.loss, has_aux=bench.mixed)
     stages = range(layout.size("stage"))
     found = [layouts.predict(layout, *given, stage=stage, **more).sent for stage in stages]
-    more = formulas.of_aux(layout, bench) if layout.stage and layout.by_hand else {}
+    more = formulas.of_experts(layout, bench) if layout.stage and layout.by_hand else {}
     total, order = collections.Counter(), list(layout.mesh.shape)
     for sent in (max(found, key=lambda sent: sum(sent.values())), more):
         for axes, size in sent.items():
@@ -128,8 +128,6 @@ def misses(row, rows):
     if row.limit is None:
         return
     for axes, size in row.sent.items():
-        if row.layout.stage and set(axes) == {*row.layout.expert}:
-            continue
         most = row.limit.get(axes, 0)
         if set(axes).isdisjoint(row.layout.tensor) and size > most:
             yield f"{row.name} sends {size:,} along {axes}, and its formula says {most:,}"

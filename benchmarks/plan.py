@@ -56,7 +56,7 @@ def compiled(case: Case) -> dict:
         given = check.fit.memory.arguments if check.fit.memory else None
         held += found.memory.batch
     if given:  # small arrays of a program's arguments are padded
-        assert 0 <= given / held - 1 < 0.01, (case, given, held)
+        assert 0 <= given / held - 1 < 0.02, (case, given, held)
     return {
         "case": told(case),
         "needed": check.fit.needed,
@@ -119,7 +119,8 @@ def fitted(record: dict) -> memory.Terms:
     mixed = [n for n in record if _has(n, "dispatch")]
     around = [n for n in record if _has(n, "ring") and n not in mixed]
     plain = [n for n in record if n not in mixed and n not in around]
-    tried = itertools.product(fifties, range(10))
+    halves = [i / 2 for i in range(20)]
+    tried = itertools.product(fifties, halves)
     best = _best(record, plain, ("layer", "around"), tried, memory.COEFFICIENTS)
     best = _best(record, around, ("ring",), tenths, best)
     return _best(record, mixed, ("dispatch",), tenths, best)

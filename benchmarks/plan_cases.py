@@ -1,7 +1,8 @@
 """Pairs of model and layout: what the memory formula is fitted on, and what it is judged by.
 
 No model of the one set is in the other: those judged have other widths, heads, vocabularies and
-experts. Two to eight layers are enough: the compiler's work, and its way, hardly depend on depth.
+experts. Few layers are enough for most: the compiler's work, and its way, hardly depend on depth;
+but of many, what is held of all of them shows, and what may wait on the host.
 Rows are so many that what a layer works on is too large for a chip's own memory (VMEM), as in a run
 that fills its chips: smaller arrays never come to HBM.
 """
@@ -29,6 +30,10 @@ def _case(config, chips, batch, sequence, **sizes):
     return Case(config, chips, batch, sequence, roles.Roles(**sizes))
 
 
+def _deep(config, layers):
+    return dataclasses.replace(config, layers=layers)
+
+
 _HELD = dict(head_dim=128, dtype=jnp.bfloat16, param_dtype=jnp.float32)
 _MIXED = dict(experts=8, experts_per_token=2, capacity_factor=1.25)
 SMALL = model.Config(
@@ -51,6 +56,9 @@ SHARED = dataclasses.replace(
     EIGHT, experts=16, experts_per_token=4, mlp=1024, shared_experts=1, vocab=16_384
 )
 
+DEEP = dataclasses.replace(SMALL, layers=16)
+_AWAY = dict(remat=True, offload=True)
+
 FITTED = {
     "remat": _case(SMALL, "v5e:2x4", 64, 1024, fsdp=8, remat=True),
     "remat, vocabulary": _case(WORDS, "v5e:2x4", 64, 1024, fsdp=8, remat=True),
@@ -71,6 +79,12 @@ FITTED = {
     "context and tensor": _case(
         DEEPER, "v5p:2x2x2", 32, 2048, fsdp=2, context=2, tensor=2, remat=True
     ),
+    "16 layers, remat": _case(DEEP, "v5e:2x4", 256, 1024, fsdp=8, remat=True),
+    "16 layers, context": _case(DEEP, "v5e:2x4", 64, 4096, fsdp=4, context=2, remat=True),
+    "16 layers, tensor": _case(DEEP, "v5e:2x4", 128, 1024, fsdp=2, tensor=4, remat=True),
+    "offload": _case(DEEP, "v5e:2x4", 256, 1024, fsdp=8, **_AWAY),
+    "offload, tensor": _case(DEEP, "v5e:2x4", 256, 1024, fsdp=4, tensor=2, **_AWAY),
+    "offload, context": _case(DEEP, "v5e:2x4", 64, 4096, fsdp=4, context=2, **_AWAY),
     "llama3-8b": _case(plan.preset("llama3-8b"), "v5e:16x16", 256, 2048, fsdp=256, remat=True),
 }
 
@@ -107,6 +121,11 @@ JUDGED = {
     "experts, tensor": _case(
         EIGHT, "v5e:4x4", 64, 1024, fsdp=4, expert=2, tensor=2, remat=True
     ),
+    "experts, tensor, all kept": _case(EIGHT, "v5e:4x4", 64, 1024, fsdp=8, tensor=2),
+    "experts, wide tensor": _case(
+        EIGHT, "v5e:4x4", 64, 1024, fsdp=2, expert=2, tensor=4, remat=True
+    ),
+    "shared experts, tensor": _case(SHARED, "v5e:4x4", 64, 1024, fsdp=8, tensor=2, remat=True),
     "experts, context": _case(
         EIGHT, "v5e:4x4", 32, 2048, fsdp=4, expert=2, context=2, remat=True
     ),
@@ -127,17 +146,40 @@ JUDGED = {
     "stages, experts, remat": _case(
         EIGHT, "v5e:4x4", 256, 1024, stage=2, fsdp=2, expert=4, microbatches=4, remat=True
     ),
+    "16 layers, remat": _case(_deep(SEVEN, 16), "v5e:2x4", 128, 1024, fsdp=8, remat=True),
+    "32 layers, tensor": _case(
+        _deep(SEVEN, 32), "v5p:2x2x2", 16, 8192, fsdp=4, tensor=2, remat=True
+    ),
+    "offload": _case(_deep(SEVEN, 16), "v5e:2x4", 128, 1024, fsdp=8, **_AWAY),
+    "offload, tensor": _case(
+        _deep(GROUPED, 16), "v5e:4x4", 256, 1024, fsdp=4, tensor=4, **_AWAY
+    ),
+    "offload, 32 layers": _case(
+        _deep(SEVEN, 32), "v5p:2x2x2", 16, 8192, fsdp=4, tensor=2, **_AWAY
+    ),
+    "offload, microbatches": _case(
+        _deep(NARROW, 24), "v6e:2x4", 256, 1024, fsdp=8, microbatches=2, **_AWAY
+    ),
+    "offload, context": _case(
+        _deep(GROUPED, 16), "v5p:2x2x2", 32, 8192, fsdp=2, context=4, **_AWAY
+    ),
+    "offload, experts": _case(_deep(EIGHT, 16), "v5e:2x4", 64, 1024, fsdp=8, **_AWAY),
     # At the edge of what fits: by formula 94 to 98 % of a device, and 6 to 19 % too much.
     "edge, fsdp": _case(GROUPED, "v5e:2x4", 144, 1024, fsdp=8),
     "edge, remat": _case(SEVEN, "v5e:2x4", 480, 1024, fsdp=8, remat=True),
     "edge, tensor": _case(SEVEN, "v5e:2x4", 304, 1024, fsdp=2, tensor=4, remat=True),
+    "edge, offload": _case(_deep(SEVEN, 24), "v5e:2x4", 192, 1024, fsdp=8, **_AWAY),
     "over, fsdp": _case(GROUPED, "v5e:2x4", 184, 1024, fsdp=8),
     "over, data": _case(GROUPED, "v5e:2x4", 136, 1024, data=8),
     "over, remat": _case(SEVEN, "v5e:2x4", 544, 1024, fsdp=8, remat=True),
     "far over, remat": _case(SEVEN, "v5e:2x4", 608, 1024, fsdp=8, remat=True),
     "over, tensor": _case(SEVEN, "v5e:2x4", 336, 1024, fsdp=2, tensor=4, remat=True),
+    "over, offload": _case(_deep(SEVEN, 24), "v5e:2x4", 288, 1024, fsdp=8, **_AWAY),
     "over, narrow heads": _case(NARROW, "v5e:2x4", 112, 1024, fsdp=8),
     "over, experts": _case(EIGHT, "v5e:2x4", 144, 1024, fsdp=8),
+    "llama3-70b, offload": _case(
+        plan.preset("llama3-70b"), "v6e:8x8", 64, 8192, fsdp=64, **_AWAY
+    ),
     "llama3-70b": _case(
         plan.preset("llama3-70b"), "v5p:4x4x8", 128, 4096, fsdp=32, tensor=4, remat=True
     ),

@@ -44,8 +44,8 @@ def test_a_row_with_experts_in_stages_sends_what_its_formula_says(benchmark, cap
     monkeypatch.setattr(benchmark, "others", lambda names: [])
     assert benchmark.compare(["stage, fsdp, expert by hand"], 0) == []
     row = capsys.readouterr().out.splitlines()[-1]
-    pairs = re.findall(r"(fsdp|stage) ([\d.]+)/([\d.]+)", row)
-    assert {name for name, *_ in pairs} == {"fsdp", "stage"}
+    pairs = re.findall(r"(fsdp|stage|expert) ([\d.]+)/([\d.]+)", row)
+    assert {name for name, *_ in pairs} == {"fsdp", "stage", "expert"}
     assert all(0 < float(sent) == float(asked) for _, sent, asked in pairs)
 
 

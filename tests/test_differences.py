@@ -70,6 +70,12 @@ def test_each_difference_has_its_name(name):
     assert name in found and "left over" not in found.keys() - {name}
 
 
+def test_what_is_cut_to_one_is_divided_too():
+    """As the only head of keys that a device has left."""
+    made = op("all-reduce", (4, 768, 1, 128), source=BY_HAND + "psum")
+    assert named([op("all-reduce", (4, 768, 4, 128))], [made]).keys() == {"divided"}
+
+
 def test_what_is_written_several_times_is_paired_once_each():
     both = [op("all-gather", (64, 3), trips=2), op("all-gather", (1, 64, 3), trips=5)]
     found = named(both, [op("all-gather", (64, 3), trips=6, source=BY_HAND + "all_gather")])

@@ -504,10 +504,19 @@ def test_a_checkpoint_goes_through_every_layout_and_comes_back(tmp_path):
         checkpoint.save(tmp_path, step, state, keep=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("by", ["hand", "compiler"])
-def test_activations_may_be_kept_on_the_host(by):
-    policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+DOTS = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+
+@pytest.mark.parametrize(
+    "by, policy",
+    [
+        ("hand", layouts.offload),
+        pytest.param("compiler", layouts.offload, marks=pytest.mark.slow),
+        pytest.param("hand", DOTS, marks=pytest.mark.slow),
+        pytest.param("compiler", DOTS, marks=pytest.mark.slow),
+    ],
+)
+def test_activations_may_be_kept_on_the_host(by, policy):
     layout = layouts.Layout(mesh.make(fsdp=8), fsdp="fsdp", by=by, remat=policy)
     config = dataclasses.replace(CONFIG, remat=False, layers=1)
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
@@ -523,6 +532,18 @@ def test_activations_may_be_kept_on_the_host(by):
     np.testing.assert_allclose(ours, value, rtol=1e-5)
     for a, b in zip(*map(jax.tree.leaves, (layouts.whole(layout, ours_grads), grads)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_between_the_two_programs_of_a_stage_nothing_waits_on_the_host():
+    layout = layouts.Layout(mesh.make(stage=2, fsdp=4), stage="stage", fsdp="fsdp")
+    layout = dataclasses.replace(layout, remat=layouts.offload, microbatches=2)
+    config = dataclasses.replace(CONFIG, remat=False, stages=2)
+    graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
+    loss, batch = functools.partial(train.loss, graphdef=graphdef), batches()[0]
+    create, tx = functools.partial(_create, config), OPTIMIZERS["adamw"]
+    params, state = layouts.init(layout, create, tx, KEY, loss, batch)
+    with pytest.raises(ValueError, match=r"offloads to the host, and with stages .* no stages"):
+        layouts.step(layout, loss, tx)(params, state, batch)
 
 
 EXACT = ["data", "zero1", "zero2", "fsdp", "hybrid", "ring", "zigzag", "all_gather", "ulysses"]

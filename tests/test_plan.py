@@ -45,7 +45,7 @@ def drawn(seed, staged=False, mixed=None):
             and not roles.refusal(r, config, held, CHIPS, rows, LENGTH)
         ]
         if possible:
-            each = list(roles.variants(rng.choice(possible), rows))
+            each = list(roles.variants(rng.choice(possible), rows, CHIPS))
             return rng.choice([r for r in each if r.microbatches <= 8] or each), config, rows
 
 
@@ -79,7 +79,8 @@ def compare(part, layout, program, shapes):
     ours = {tuple(sorted(k)): v for k, v in ours.items()}
     assert ours.keys() == theirs.keys()
     for along, size in theirs.items():
-        if along != ("tensor",) or not (again or part.roles.stage > 1 or part.roles.context > 1):
+        plain = part.roles.stage == 1 and part.roles.context == 1 and not part.config.experts
+        if along != ("tensor",) or (plain and not again):
             assert math.isclose(ours[along], size), along
 
 
@@ -130,6 +131,34 @@ def test_bytes_sent_by_hand_are_those_in_the_lowered_program(mixed, seed):
     assert math.isclose(sum(s.bytes for s in sent.sent(part)), counted)
 
 
+def on_host(jaxpr, times=1):
+    """Bytes that a device writes to its host, by the program as it is traced."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "device_put" and "Host" in str(eqn.params["devices"]):
+            total += times * sum(v.aval.size * v.aval.dtype.itemsize for v in eqn.invars)
+        inner = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            value = getattr(value, "jaxpr", value)
+            total += on_host(value, inner) if hasattr(value, "eqns") else 0
+    return total
+
+
+@pytest.mark.parametrize("seed", marked(range(8), [1]))
+def test_what_waits_on_the_host_is_what_enters_layers(seed):
+    each, config, rows = drawn(300 + seed)
+    each = dataclasses.replace(each, remat=True, offload=True)
+    if each.tensor > 1:  # what the compiler cuts there is whole in a traced program
+        each = dataclasses.replace(each, tensor=1, data=each.data * each.tensor, microbatches=1)
+    layout = programs.layout(each, config, mesh.make(**each.sizes))
+    program = programs.program(each, config, rows, LENGTH)
+    placed = jax.eval_shape(lambda key: layouts.place(layout, program.create(key)), KEY)
+    function = layouts.value_and_grad(layout, program.loss, program.has_aux)
+    written = on_host(jax.make_jaxpr(function)(placed, program.batch).jaxpr)
+    (part,) = parts.parts(each, config, arrays.of_decoder(config), rows, LENGTH)
+    assert each.microbatches * memory.memory(part).host == written
+
+
 @pytest.mark.parametrize("seed", marked(range(6), [2]))
 def test_state_is_what_devices_hold(seed):
     each, config, rows = drawn(200 + seed)
@@ -163,7 +192,8 @@ def test_every_division_of_the_devices_comes_once(n):
 
 def test_a_plan_leaves_nothing_out_and_is_in_order():
     found = small(experts=4, capacity_factor=1.0)
-    told = {str(dataclasses.replace(c.roles, microbatches=1, remat=False)) for c in found.fitting}
+    plain = dict(microbatches=1, remat=False, offload=False)
+    told = {str(dataclasses.replace(c.roles, **plain)) for c in found.fitting}
     refused = {str(r.roles) for r in found.refused}
     assert not found.too_large and not told & refused
     assert told | refused == {str(r) for r in roles.every(8)}
@@ -174,6 +204,7 @@ def test_a_plan_leaves_nothing_out_and_is_in_order():
     for c in found.fitting:
         assert 0 < c.mfu <= c.mfu_bound <= 1 and c.step.bound <= c.step.seconds
         work = max(c.step.arithmetic, c.step.weights) + c.step.hidden + c.step.waited
+        work += 2 * c.step.host
         assert c.step.seconds <= work / (1 - c.step.bubble) + c.step.update + 1e-12
 
 
@@ -181,7 +212,8 @@ def test_a_plan_leaves_nothing_out_and_is_in_order():
 def test_more_needs_more(index):
     """Rows, tokens, layers and a batch in one piece need more memory, and remat less."""
     found = small()
-    c = found.fitting[index % len(found.fitting)]
+    kept_here = [c for c in found.fitting if not c.roles.offload]
+    c = kept_here[index % len(kept_here)]
 
     def needed(batch=64, sequence=64, layers=8, **changes):
         config = dataclasses.replace(found.config, layers=layers)
@@ -197,6 +229,10 @@ def test_more_needs_more(index):
         assert needed(layers=16).terms.kept == 2 * c.memory.terms.kept
         assert needed(layers=16).terms.layer == c.memory.terms.layer
     assert total(remat=True) <= total(remat=False)
+    again, away = (needed(remat=True, offload=offload) for offload in (False, True))
+    if c.roles.stage == 1:
+        assert away.terms.kept == again.terms.kept / 4  # two layers of eight are entered
+        assert away.host == again.terms.kept and not again.host
     assert total() < total(batch=128) and total() < total(sequence=128)
     assert total() < total(layers=16)
     assert total(batch=128, microbatches=2 * c.roles.microbatches) < total(batch=128)

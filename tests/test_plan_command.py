@@ -27,6 +27,7 @@ def test_json_is_all_that_stands_on_stdout(capsys):
         parts = one["bytes"]
         assert parts.pop("total") == c.memory.total == sum(parts.values())
         assert parts["parameters"] == c.memory.parameters and one["mfu"] == c.mfu
+        assert (one["offload"], one["bytes_on_host"]) == (c.roles.offload, c.memory.host)
         assert {tuple(s["along"]): s["bytes"] for s in one["sent"] if s["kind"] == "weights"} == {
             s.roles: s.bytes for s in c.sent if s.kind == "weights"
         }

@@ -42,6 +42,7 @@ def test_those_judged_are_many_of_all_kinds_and_of_other_models(benchmark):
     assert used == {*roles.ORDER}
     for trait in (
         lambda case: case.roles.remat,
+        lambda case: case.roles.offload,
         lambda case: case.roles.microbatches > 1,
         lambda case: case.config.experts,
     ):

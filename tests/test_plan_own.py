@@ -90,6 +90,8 @@ def test_of_the_books_decoder_it_is_the_planners(remat):
     seen = 0
     assert len(found) == 8  # four divisions, in one microbatch or two
     for c in known.fitting:
+        if c.roles.offload:
+            continue
         if c.roles.remat == remat and not set(c.roles.sizes) - {"data", "fsdp"}:
             ours = found[c.roles.__class__(**{**vars(c.roles), "remat": False})]
             assert ours.memory.parameters == c.memory.parameters

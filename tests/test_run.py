@@ -462,6 +462,7 @@ def test_a_misspelt_flag_is_told_what_is_near(capsys):
         (dict(fsdp=-1, data=-1), "one at most is -1"),
         (dict(fsdp=4, context=2, attention="rnig"), "attention='rnig'; expected one of 'ring'"),
         (dict(remat="all"), "remat='all'; expected one of"),
+        (dict(remat="save_only_these_names"), "remat='save_only_these_names'; expected one of"),
     ],
 )
 def test_layouts_that_cannot_be_are_refused(roles, told):

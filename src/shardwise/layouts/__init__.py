@@ -15,6 +15,7 @@ what a device holds, and in what it sends. `LAYOUTS` has them by name.
 
 from shardwise.layouts.catalogue import LAYOUTS
 from shardwise.layouts.layout import Layout
+from shardwise.layouts.meanings import offload
 from shardwise.layouts.predicting import Prediction, predict
 from shardwise.layouts.staged import lower
 from shardwise.layouts.training import init, place, step, value_and_grad, whole
@@ -25,6 +26,7 @@ __all__ = [
     "Prediction",
     "init",
     "lower",
+    "offload",
     "place",
     "predict",
     "step",

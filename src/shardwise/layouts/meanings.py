@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -67,14 +68,48 @@ def _spec(spec):
     return P(*(entry or None for entry in spec))
 
 
+ENTERS = "layer_input"
+_ENTERING_TO_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=[ENTERS],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+
+
+def offload(primitive: Any, *given: Any, **params: Any) -> Any:
+    """A policy for `Layout(remat=...)`: what enters layers waits on the host, all else is computed
+    again.
+    """
+    return _ENTERING_TO_HOST(primitive, *given, **params)
+
+
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """The meaning of `marks.layer`: what it keeps for its backward pass, a policy says."""
+    """The meaning of `marks.layer`: what it keeps for its backward pass, a policy says.
+
+    What enters a layer, its first argument, has the name `ENTERS`. Without a policy by names it is
+    kept where it is, on the device. `staged`: forward and backward passes are two programs.
+    """
 
     policy: Any
+    staged: bool = False
 
     def __call__(self, body: Callable) -> Callable:
-        return jax.checkpoint(body, policy=self.policy)
+        def named(x, *rest):
+            return body(checkpoint_name(x, ENTERS), *rest)
+
+        return jax.checkpoint(named, policy=self._here if self.staged else self.policy)
+
+    def _here(self, *given, **params):
+        found = self.policy(*given, **params)
+        if hasattr(found, "dst"):  # neither "save" nor "recompute"
+            raise ValueError(
+                "layouts: remat= offloads to the host, and with stages a forward and a backward "
+                "pass are two programs, between which nothing waits there. Take a policy that "
+                "saves, such as jax.checkpoint_policies.nothing_saveable, or no stages."
+            )
+        return found
 
 
 def meanings(layout: Layout) -> Mapping[str, Callable]:
@@ -92,7 +127,7 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
     elif layout.by_hand and layout.context:
         found["experts"] = experts.local(_one(layout.context))
     if layout.remat is not None:
-        found["layer"] = Remat(layout.remat)
+        found["layer"] = Remat(layout.remat, bool(layout.stage))
     return found
 
 

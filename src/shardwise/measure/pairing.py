@@ -76,10 +76,14 @@ class _Piece:
         return "shard_map" in source or not source or "combined" in self.op.notes
 
     def differs_in_one(self, other):
-        """Whether all sizes of the arrays are alike but one."""
-        mine, theirs = ([d for d in x.array.dims if d > 1] for x in (self, other))
-        pairs = zip(mine, theirs, strict=False)
-        return len(mine) == len(theirs) and sum(a != b for a, b in pairs) == 1
+        """Whether all sizes of the arrays are alike but one, which may be 1 in one of them."""
+        both = self.array.dims, other.array.dims
+        return _differ_in_one(*both) or _differ_in_one(*([d for d in x if d > 1] for x in both))
+
+
+def _differ_in_one(mine, theirs):
+    pairs = zip(mine, theirs, strict=False)
+    return len(mine) == len(theirs) and sum(a != b for a, b in pairs) == 1
 
 
 def pairs(written: Iterable[Op], compiled: Iterable[Op]) -> Iterator[Pair]:

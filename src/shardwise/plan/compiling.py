@@ -169,6 +169,7 @@ def _facts(found):
         "roles": found.candidate.roles.sizes,
         "microbatches": found.candidate.roles.microbatches,
         "remat": found.candidate.roles.remat,
+        "offload": found.candidate.roles.offload,
         "fits": bool(found.fit),
         "bytes": found.fit.needed,
         "bytes_by_formula": found.candidate.memory.total,

@@ -19,18 +19,22 @@ class Terms(NamedTuple):
     """Bytes of what a step needs beside parameters and state.
 
     At any time: `weights` whole, in the dtype of use, with remat those of one layer, else of all,
-    and those of the head; `kept` activations from forward to backward, of all live microbatches;
-    `summed`, the gradients of the device's shares where those of microbatches are added up. Of
-    stages, whose forward and backward passes are programs of their own, what goes from one to the
-    other is kept too: the float32 logits and, without remat, each live microbatch's weights; and an
-    activation that arrives from another stage, and one that is sent, whole along tensor.
+    and those of the head, and all layers' shares, where they are cast before they are gathered;
+    `kept` activations from forward to backward, of all live microbatches; `summed`, the gradients
+    of the device's shares where those of microbatches are added up. Of stages, whose forward and
+    backward passes are programs of their own, what goes from one to the other is kept too: the
+    float32 logits and, without remat, each live microbatch's weights; and an activation that
+    arrives from another stage, and one that is sent, whole along tensor. Of what waits on the host,
+    two layers' inputs are kept: one is on its way. The compiler takes the last layer out of the
+    loop there, and gathers ahead for it: `weights` has three layers, not one, and of `around` and
+    `ring` there is half as much again.
 
     At the loss: `logits`, in float32 and in the dtype of use, or the head's gradient.
 
     In a layer's backward pass: `gradients` of the device's shares; `layer`, all that one layer's
-    backward pass has; `around`, an activation whole where tensor cuts the products between; `ring`,
-    what goes around a context axis, there and arriving; `dispatch`, rows on their way to experts
-    and back.
+    backward pass has; `around`, an activation whole, as tensor's products need it, and half of one
+    cut, as it is between them; `ring`, what goes around a context axis, there and arriving;
+    `dispatch`, rows on their way to experts and back.
 
     Of stages, when a step ends: `update`, the optimizer's updates and the parameters that come of
     them, beside the old ones; all else is gone by then.
@@ -54,11 +58,11 @@ COEFFICIENTS = Terms(
     gradients=1.0,
     weights=1.0,
     kept=1.0,
-    layer=0.42,
-    around=6.0,
+    layer=0.44,
+    around=4.5,
     logits=1.0,
     ring=0.8,
-    dispatch=0.7,
+    dispatch=0.5,
     summed=1.0,
     update=1.0,
 )
@@ -74,7 +78,8 @@ _PHASES = (
 @dataclasses.dataclass(frozen=True)
 class Memory:
     """Bytes on a device: `parameters` and `state` exact, `step` an estimate made of `terms`, each
-    times its coefficient.
+    times its coefficient. `host`, bytes of the device's activations that wait on its host, is none
+    of them.
     """
 
     parameters: int
@@ -82,6 +87,7 @@ class Memory:
     batch: int
     terms: Terms
     coefficients: Terms = COEFFICIENTS
+    host: int = 0
 
     @property
     def of_step(self) -> Terms:
@@ -111,14 +117,18 @@ def memory(part: Part) -> Memory:
     state = sum(elements * array.itemsize for array, elements, _ in part.held(state=True))
     # Of tokens, targets, a mask, and on request places: as `data.batches` makes them.
     batch = 3 * 4 * part.tokens * part.roles.microbatches
-    return Memory(parameters, state, batch, _terms(part, parameters))
+    host = int(part.layers * part.tokens * _between(part)) if part.roles.offload else 0
+    return Memory(parameters, state, batch, _terms(part, parameters), host=host)
 
 
 def _terms(part, parameters):
     r = part.roles
-    kept = part.layers * (layer(part) if not r.remat else part.tokens * _between(part))
+    layers = min(2, part.layers) if r.offload else part.layers
+    kept = layers * (layer(part) if not r.remat else part.tokens * _between(part))
     whole = part.tokens * part.config.embed * itemsize(part)
     weights, head = _weights(part)
+    weights *= min(3, part.layers) if r.offload else 1
+    ahead = 1.5 if r.offload else 1
     if r.stage > 1 and not r.remat:
         kept, weights = kept + weights, 0
     kept *= part.live
@@ -126,12 +136,12 @@ def _terms(part, parameters):
         kept += 2 * whole + (_of_vocabulary(part) * _WIDE if part.is_last else 0)
     return Terms(
         gradients=parameters,
-        weights=weights + head,
+        weights=weights + head + _cast(part),
         kept=kept,
         layer=layer(part),
-        around=whole if r.tensor > 1 else 0,
+        around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
         logits=_logits(part, head) if part.is_last else 0,
-        ring=_ring(part) if r.context > 1 else 0,
+        ring=ahead * _ring(part) if r.context > 1 else 0,
         dispatch=_dispatch(part) if part.config.experts else 0,
         summed=parameters if r.microbatches > 1 or r.stage > 1 else 0,
         update=2 * parameters if r.stage > 1 else 0,
@@ -151,6 +161,15 @@ def _weights(part):
         elif not array.path.startswith("embed"):
             head += whole
     return layers, head
+
+
+def _cast(part):
+    """Bytes of the layers' shares in the dtype of use: all are cast before the loop over layers."""
+    return sum(
+        elements * itemsize(part)
+        for array, elements, is_gathered in part.held()
+        if array.stacked and is_gathered and itemsize(part) < array.itemsize
+    )
 
 
 def _of_vocabulary(part):

@@ -71,10 +71,9 @@ def own(
         if told := roles.refusal_of_rows(each, chips, rows):
             refused.append(Refusal(each, *told))
             continue
-        for variant in (v for v in roles.variants(each, rows) if not v.remat):
+        for variant in (v for v in roles.variants(each, rows, chips) if not v.remat):
             found = candidate(job, variant, chips)
-            is_small = found.memory.total <= planning.usable(chips)
-            (fitting if is_small else too_large).append(found)
+            (fitting if planning.fits(found.memory, chips) else too_large).append(found)
     fitting.sort(key=planning.order)
     told = tuple(fitting), tuple(too_large), tuple(refused)
     return planning.Plan(None, chips, rows, None, *told, own=job)

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 from typing import Any
 
 from shardwise import topology
@@ -75,16 +76,25 @@ class Plan:
         found: dict[str, list[str]] = collections.defaultdict(list)
         for refusal in self.refused:
             found[refusal.kind].append(f"{refusal.roles}: {refusal.reason}")
-        least = sorted(self.too_large, key=lambda c: c.memory.total)
-        for c in least:
-            told = f"{c.roles}: {c.memory.total / 2**30:.1f} of {self.usable / 2**30:.1f} GiB"
-            found["more memory than a device has"].append(told)
+        for c in sorted(self.too_large, key=lambda c: c.memory.total):
+            if c.memory.total > self.usable:
+                told = f"{c.roles}: {c.memory.total / 2**30:.1f} of {self.usable / 2**30:.1f} GiB"
+                found["more memory than a device has"].append(told)
+            else:
+                told = f"{c.roles}: {c.memory.host / 2**30:.1f} GiB of a device on its host"
+                found["more memory than a host has"].append(told)
         return {kind: (len(told), told[0]) for kind, told in found.items()}
 
 
 def usable(chips: Chips) -> int:
     """Bytes of HBM that the compiler allows on a device."""
     return chips.chip.usable_hbm or chips.chip.hbm_bytes // chips.chip.devices
+
+
+def fits(memory: Memory, chips: Chips) -> bool:
+    """Whether a device has room, and its host for what waits there."""
+    of_host = (chips.chip.host_bytes or math.inf) / chips.chip.devices
+    return memory.total <= usable(chips) and memory.host <= of_host
 
 
 def plan(
@@ -95,12 +105,13 @@ def plan(
     `model` is a name in `PRESETS` or a `Config`, whose dtype is that of products and of what is
     gathered; its remat and stages are chosen here. Layouts are by hand, with ZeRO 3, sequence
     parallelism beside tensor, zigzag over context and the schedule 1f1b; AdamW keeps two moments.
-    Attention computes its scores in tiles, and never keeps them. `chips` are those of
-    `topology.chips`, whose `slices` count.
+    Attention computes its scores in tiles, and never keeps them. Activations may wait on the host
+    (offload) where layers are recomputed, and no stages are; optimizer state stays. `chips` are
+    those of `topology.chips`, whose `slices` count.
 
     Parameters and state are exact, and so is what is sent along axes by hand; what a step needs
     besides is a fitted formula, and seconds are a roofline. Not there: models of your own (which
-    `own` plans), offload, experts on the axis of another role, stages by other schedules, GPUs.
+    `own` plans), experts on the axis of another role, stages by other schedules, GPUs.
 
     Raises:
       ValueError: no such model or chips; a batch or sequence below 1.
@@ -116,9 +127,9 @@ def plan(
         if told := roles.refusal(division, config, arrays, chips, batch, sequence):
             refused.append(told)
             continue
-        for each in roles.variants(division, batch):
+        for each in roles.variants(division, batch, chips):
             found = candidate(each, config, arrays, chips, batch, sequence)
-            (fitting if found.memory.total <= usable(chips) else too_large).append(found)
+            (fitting if fits(found.memory, chips) else too_large).append(found)
     fitting.sort(key=order)
     told = tuple(fitting), tuple(too_large), tuple(refused)
     return Plan(config, chips, batch, sequence, *told)
@@ -126,7 +137,7 @@ def plan(
 
 def order(c: Candidate) -> tuple[Any, ...]:
     """The fastest first; of equally fast ones, what sends least, then what holds least."""
-    return c.step.seconds, c.step.hidden + c.step.waited, c.memory.total
+    return c.step.seconds, c.step.hidden + c.step.waited + 2 * c.step.host, c.memory.total
 
 
 def candidate(

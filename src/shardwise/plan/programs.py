@@ -37,6 +37,7 @@ def layout(roles: Roles, config: Config, mesh: Mesh, kernel: bool = False) -> la
         kernel=context.splash() if kernel else None,
         microbatches=roles.microbatches,
         dtype=config.dtype if narrow else None,
+        remat=layouts.offload if roles.offload else None,
     )
 
 
@@ -55,7 +56,8 @@ def program(
     roles: Roles, config: Config, batch: int, sequence: int, kernel: bool = False
 ) -> Program:
     """Attention's scores are computed in tiles, where no axis or kernel means it otherwise."""
-    config = dataclasses.replace(config, remat=roles.remat, stages=roles.stage)
+    again = roles.remat and not roles.offload  # else the layout does it
+    config = dataclasses.replace(config, remat=again, stages=roles.stage)
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
     has_aux = bool(config.experts)
     loss = functools.partial(train.loss, graphdef=graphdef)

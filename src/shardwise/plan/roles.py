@@ -16,7 +16,7 @@ class Roles:
 
     `expert` is an axis of its own, along which all but the experts is whole. With tensor the
     sequence is cut between its products. `remat` says whether a layer is recomputed in the backward
-    pass, from what enters it.
+    pass, from what enters it; `offload`, whether that waits on the host meanwhile.
     """
 
     stage: int = 1
@@ -27,6 +27,7 @@ class Roles:
     tensor: int = 1
     microbatches: int = 1
     remat: bool = False
+    offload: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -41,7 +42,8 @@ class Roles:
     def __str__(self):
         told = " × ".join(f"{role} {n}" for role, n in self.sizes.items()) or "one device"
         told += f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
-        return told + (", remat" if self.remat else "")
+        told += ", remat" if self.remat else ""
+        return told + (", offload" if self.offload else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,17 +76,20 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // i for i in small)})
 
 
-def variants(roles: Roles, batch: int) -> Iterator[Roles]:
+def variants(roles: Roles, batch: int, chips: Chips) -> Iterator[Roles]:
     """The same devices with every number of microbatches worth trying, with and without remat.
 
     These are powers of two that divide a device's rows; with stages, as many as stages or more,
-    and the rows themselves.
+    and the rows themselves. Where remat is, offload is tried beside it: in one program, on chips
+    whose way to the host is known.
     """
+    may_offload = roles.stage == 1 and chips.chip.host_bandwidth is not None
     rows, least = batch // roles.rows, roles.stage
     numbers = {m for m in (2**i for i in range(12)) if rows % m == 0} | {*[rows][: least - 1]}
     for m in sorted(m for m in numbers if m >= least):
-        for remat in (False, True):
-            yield dataclasses.replace(roles, microbatches=m, remat=remat)
+        for remat, offload in ((False, False), (True, False), (True, True)):
+            if may_offload or not offload:
+                yield dataclasses.replace(roles, microbatches=m, remat=remat, offload=offload)
 
 
 def refusal(

@@ -29,7 +29,8 @@ class Step:
 
     `arithmetic` at the chip's peak; `weights`, to read them from HBM for every microbatch;
     `update`, to read and write parameters and state; `transfers`, each by itself. `bubble` is the
-    share of a step that devices wait for other stages.
+    share of a step that devices wait for other stages. `host` is how long activations take to the
+    host, and as long again back.
     """
 
     arithmetic: float
@@ -37,6 +38,7 @@ class Step:
     update: float
     transfers: tuple[Transfer, ...]
     bubble: float
+    host: float = 0.0
 
     @property
     def hidden(self) -> float:
@@ -52,18 +54,26 @@ class Step:
     def seconds(self) -> float:
         """Products wait for activations and tokens; all other transfers run beside products."""
         work = max(self.arithmetic, self.weights) + self.waited
-        return max(work, self.hidden + self.waited) / (1 - self.bubble) + self.update
+        work = self._beside_host(max(work, self.hidden + self.waited))
+        return work / (1 - self.bubble) + self.update
 
     @property
     def bound(self) -> float:
         """No program takes less: all transfers run beside products, and beside each other."""
         longest = max((t.seconds for t in self.transfers), default=0.0)
-        return max(self.arithmetic, self.weights, longest) / (1 - self.bubble) + self.update
+        work = self._beside_host(max(self.arithmetic, self.weights, longest))
+        return work / (1 - self.bubble) + self.update
+
+    def _beside_host(self, work):
+        """With remat, a quarter of the work is the forward pass, which writes to the host; the rest
+        reads.
+        """
+        return max(work / 4, self.host) + max(3 * work / 4, self.host)
 
     @property
     def binds(self) -> str:
         """What the step takes longest for."""
-        terms = {"arithmetic": self.arithmetic, "weights": self.weights}
+        terms = {"arithmetic": self.arithmetic, "weights": self.weights, "host": 2 * self.host}
         for t in self.transfers:
             name = " × ".join(t.sent.roles)
             terms[name] = terms.get(name, 0) + t.seconds
@@ -128,7 +138,9 @@ def _of_part(chip, part, sent, memory, ways):
     held = memory.parameters + memory.state
     bandwidth = chip.hbm_bandwidth / chip.devices
     update = (2 * held + memory.terms.gradients + memory.terms.summed) / bandwidth
-    return Step(flops(part) / peak, read / bandwidth, update, transfers, 0.0)
+    host = memory.host and part.roles.microbatches * memory.host * chip.devices
+    host = host / chip.host_bandwidth if host else 0.0
+    return Step(flops(part) / peak, read / bandwidth, update, transfers, 0.0, host)
 
 
 def _read(part):

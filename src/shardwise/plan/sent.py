@@ -2,12 +2,14 @@
 
 Of parameters, gradients, attention and the loss's two sums these are the bytes that
 `layouts.predict` tells of layouts by hand; of the tensor axis, Megatron's formula
-(`tensor.bytes_sent`), with what a recomputed layer gathers and scatters once more.
+(`tensor.bytes_sent`), with what a recomputed layer gathers and scatters once more, and of experts
+what the TPU compiler inserts.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -16,6 +18,7 @@ from shardwise.plan.parts import Part
 from shardwise.plan.roles import ORDER
 
 _WIDE = 4  # bytes of the sums' float32
+_WORD = 4  # bytes in which the TPU compiler scatters rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,12 +119,42 @@ def _tensor(part):
     given = part.rows, part.sequence // part.roles.context, c.embed, part.layers
     norms = part.arrays.parameters[0].itemsize
     told = tensor.bytes_sent(n, *given, itemsize(part), sequence=True, norm_itemsize=norms)
-    once = told.layers
-    if part.roles.remat:  # forward again, but for what the last product adds up to
-        once += part.layers * 3 * _activation(part) * n * (n - 1) / n
+    whole = tensor_passes(part)
+    once = (whole.gathers + whole.scatters) * _activation(part) * (n - 1)
+    once += 2 * whole.sums * slots(part) * part.tokens * c.embed * itemsize(part) * (n - 1) / n
+    chosen = whole.words * _WORD + whole.chosen * itemsize(part)
+    once = part.layers * (once + chosen * c.experts_per_token * part.tokens * c.embed * (n - 1) / n)
     once += told.embedding if part.is_first else 0
     once += told.head + told.loss if part.is_last else 0
     return m * once + told.norms
+
+
+class Passes(NamedTuple):
+    """How often a layer's step sends something along tensor, in a microbatch: activations, which
+    are gathered and scattered; the experts' rows, which are summed; and the rows that tokens
+    chose, which are gathered, `words` of them in words of 32 bits.
+    """
+
+    gathers: int
+    scatters: int
+    sums: int = 0
+    chosen: int = 0
+    words: int = 0
+
+
+def tensor_passes(part: Part) -> Passes:
+    """Megatron's with a cut sequence (Korthikanti et al., 2022); of experts what the TPU compiler
+    does.
+
+    Attention and the MLP are entered by a gather and left by a scatter, and backward the same; done
+    again, all but the last scatter. Experts are entered by rows of tokens, which scatters need
+    whole, forward in words of 32 bits; the products that end them are summed.
+    """
+    again, c = int(part.roles.remat), part.config
+    if not c.experts:
+        return Passes(4 + 2 * again, 4 + again)
+    dense = (4 + 2 * again, 4 + again) if c.shared_experts else (2 + again, 2 + again)
+    return Passes(*dense, sums=2 + again, chosen=2 + again, words=1)
 
 
 def _activation(part):

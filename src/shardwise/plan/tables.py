@@ -7,10 +7,13 @@ from shardwise.plan.planning import Candidate, Plan
 
 _GIB, _GB = 2**30, 1e9
 _HELD = ("layout", "parameters", "state")
-_SECONDS = ("arithmetic", "waited", "hidden", "update", "bubble", "step s", "MFU", "at most")
+_TIMES = ("arithmetic", "waited", "hidden", "update")
+_SHARES = ("bubble", "step s", "MFU", "at most")
 _ROOFLINE = (
     "Seconds of a step are a roofline: products at the chip's peak; they wait for activations and "
-    "tokens (waited), all else is sent beside them (hidden). At most: nothing waits. MFU counts "
+    "tokens (waited), all else is sent beside them (hidden). With offload, what enters layers goes "
+    "to the host beside the forward pass, and comes back beside the rest. At most: nothing waits. "
+    "MFU counts "
 )
 _EXACT = "Memory in GiB on a device: parameters and state are exact; the rest is "
 NOTES = (
@@ -30,9 +33,12 @@ def text(plan: Plan, top: int) -> str:
     best = plan.best[:top]
     terms = [name for name in Terms._fields if any(getattr(c.memory.of_step, name) for c in best)]
     lines = [_title(plan), ""]
-    rows = [_memory_row(i, c, terms) for i, c in enumerate(best, 1)]
-    lines += _table(("", *_HELD, *terms, "all"), rows)
-    lines += ["", *_table(("", *_SECONDS, "binds"), [_row(i, c) for i, c in enumerate(best, 1)])]
+    away = any(c.memory.host for c in best)
+    rows = [_memory_row(i, c, terms, away) for i, c in enumerate(best, 1)]
+    lines += _table(("", *_HELD, *terms, "all", *["on host"][:away]), rows)
+    times = (*_TIMES, *["host"][:away])
+    rows = [_row(i, c, times) for i, c in enumerate(best, 1)]
+    lines += ["", *_table(("", *times, *_SHARES, "binds"), rows)]
     lines += ["", "Sent by a device in a step, and over which sides of the torus:"]
     lines += [f"  {i}  {_sends(c)}" for i, c in enumerate(best, 1)]
     if not best:
@@ -56,17 +62,17 @@ def _title(plan):
     )
 
 
-def _memory_row(i, c: Candidate, terms):
+def _memory_row(i, c: Candidate, terms, away):
     m = c.memory
     parts = [m.parameters, m.state, *(getattr(m.of_step, name) for name in terms), m.total]
+    parts += [m.host] if away else []
     return (str(i), str(c.roles), *(f"{part / _GIB:.2f}" for part in parts))
 
 
-def _row(i, c: Candidate):
+def _row(i, c: Candidate, times):
     s = c.step
-    times = (s.arithmetic, s.waited, s.hidden, s.update)
     shares = f"{s.bubble:.1%}", f"{s.seconds:.4g}", f"{c.mfu:.1%}", f"{c.mfu_bound:.1%}"
-    return (str(i), *(f"{time:.4g}" for time in times), *shares, s.binds)
+    return (str(i), *(f"{getattr(s, name):.4g}" for name in times), *shares, s.binds)
 
 
 def _sends(c: Candidate):
@@ -115,6 +121,7 @@ def layout(c: Candidate) -> dict[str, Any]:
         "roles": r.sizes,
         "microbatches": r.microbatches,
         "remat": r.remat,
+        "offload": r.offload,
         "bytes": {
             "parameters": m.parameters,
             "state": m.state,
@@ -122,6 +129,7 @@ def layout(c: Candidate) -> dict[str, Any]:
             **m.of_step._asdict(),
             "total": m.total,
         },
+        "bytes_on_host": m.host,
         "sent": [
             {
                 "along": list(t.sent.roles),
@@ -133,8 +141,7 @@ def layout(c: Candidate) -> dict[str, Any]:
             for t in s.transfers
         ],
         "seconds": {
-            name: getattr(s, name)
-            for name in ("arithmetic", "weights", "waited", "hidden", "update", "seconds", "bound")
+            name: getattr(s, name) for name in (*_TIMES, "host", "weights", "seconds", "bound")
         },
         "bubble": s.bubble,
         "binds": s.binds,

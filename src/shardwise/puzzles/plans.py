@@ -58,7 +58,7 @@ def division(answer: plan.Roles) -> Verdict:
         raise Wrong("stages are left out here.")
     if told := roles.refusal(answer, *given):
         raise Wrong(f"{told.kind}: {told.reason}.")
-    if answer not in roles.variants(answer, _FEW[0]):
+    if answer not in roles.variants(answer, _FEW[0], chips):
         raise Wrong(f"a device's {_FEW[0] // answer.rows} rows do not divide into microbatches.")
     ours, room = planning.candidate(answer, *given), planning.usable(chips)
     if ours.memory.total > room:

@@ -10,6 +10,12 @@ import numpy as np
 from shardwise import layouts, mesh
 from shardwise.layouts.catalogue import ORDER
 
+# Others of JAX's policies are functions that make one, of names.
+_PLAIN = """checkpoint_dots checkpoint_dots_with_no_batch_dims dots_saveable
+dots_with_no_batch_dims_saveable everything_saveable nothing_saveable""".split()
+POLICIES = {name: getattr(jax.checkpoint_policies, name) for name in _PLAIN}
+POLICIES["offload"] = layouts.offload
+
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
@@ -36,7 +42,7 @@ class Roles:
     microbatches: int = 1
     dtype: Literal["float32", "bfloat16"] | None = None  # in which weights are gathered and used
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
-    remat: str | None = None  # a policy of jax.checkpoint_policies
+    remat: str | None = None  # a policy of jax.checkpoint_policies, or "offload" to the host
 
     def layout(self) -> layouts.Layout:
         """The layout over the devices there are, an axis of its own name for each role above 1.
@@ -83,7 +89,6 @@ def _more(count):
 
 
 def _policy(name):
-    if name is not None and not hasattr(jax.checkpoint_policies, name):
-        known = [n for n in dir(jax.checkpoint_policies) if not n.startswith("_")]
-        raise ValueError(f"run: remat={name!r}; expected one of {', '.join(known)}.")
-    return name and getattr(jax.checkpoint_policies, name)
+    if name is not None and name not in POLICIES:
+        raise ValueError(f"run: remat={name!r}; expected one of {', '.join(POLICIES)}.")
+    return POLICIES[name] if name else None

@@ -17,8 +17,10 @@ class Chip:
     a ring from `ring_from` chips on (a multiple of it), and is a line below. A GPU has no torus:
     `links` is 1, and `link_bandwidth` is what it sends into its switch.
 
-    `usable_hbm` is what the compiler lets a program hold on one *device*; None where it was not
-    asked. `devices` is the number of JAX devices on a chip, which share its HBM and its peak.
+    `host_bandwidth` is that of PCIe between a chip and its host, each way, and `host_bytes` the
+    chip's part of the host's memory; None where no source says. `usable_hbm` is what the compiler
+    lets a program hold on one *device*; None where it was not asked. `devices` is the number of JAX
+    devices on a chip, which share its HBM and its peak.
     """
 
     kind: str
@@ -32,6 +34,8 @@ class Chip:
     ring_from: int | None = None
     largest: int | None = None
     dcn_bandwidth: float | None = None
+    host_bandwidth: float | None = None
+    host_bytes: int | None = None
     usable_hbm: int | None = None
     devices: int = 1
 
@@ -54,7 +58,12 @@ class Chip:
         return bool(self.ring_from) and size >= self.ring_from and size % self.ring_from == 0
 
 
-def _tpu(kind, page, flops, hbm_gib, bandwidth, link, dcn, usable_gib, **more):
+def _tpu(kind, page, flops, hbm_gib, bandwidth, link, dcn, usable_gib, host=None, **more):
+    beside, sources = {}, ()
+    if host:
+        beside = dict(host_bandwidth=host[0] * 1e9, host_bytes=host[1] and int(host[1] * 1e9))
+        sources = (("host_bandwidth", SCALING_BOOK + "tpus"),)
+        sources += (("host_bytes", host[2]),) if host[1] else ()
     return Chip(
         kind=kind,
         flops=tuple((dtype, tera * 1e12) for dtype, tera in flops.items()),
@@ -69,7 +78,9 @@ def _tpu(kind, page, flops, hbm_gib, bandwidth, link, dcn, usable_gib, **more):
             ("dcn_bandwidth", dcn[1]),
             ("ring_from", SCALING_BOOK + "tpus"),
             ("usable_hbm", _COMPILER),
+            *sources,
         ),
+        **beside,
         **more,
     )
 
@@ -90,23 +101,28 @@ def _gpu(kind, tera, hbm_gb, bandwidth, nvlink):
 _TORUS_2D = dict(dimensions=2, links=4, ring_from=16, largest=256)
 _TORUS_3D = dict(dimensions=3, links=6, ring_from=4)
 _LINKS = SCALING_BOOK + "tpus"
+_HOSTS = GOOGLE + "tpu7x: RAM of a machine with 4 chips"
+_MACHINES = "https://cloud.google.com/kubernetes-engine/docs/concepts/tpus: 384 GB for 8 chips"
 _HALF_OF_BOTH_WAYS = GOOGLE + "tpu7x: 1,200 GB/s over 6 links both ways"
 _TABLE = (
     _tpu(
         "v4", "v4", {"bfloat16": 275, "int8": 275}, 32, 1200, (45, _LINKS),
-        (6.25, SCALING_BOOK + "tpus: 25 GB/s a host, of 4 chips"), 30.75, largest=4096, **_TORUS_3D,
+        (6.25, SCALING_BOOK + "tpus: 25 GB/s a host, of 4 chips"), 30.75, (16, None), largest=4096,
+        **_TORUS_3D,
     ),
     _tpu(
         "v5e", "v5e", {"bfloat16": 197, "int8": 393}, 16, 819, (45, _LINKS),
-        (3.125, GOOGLE + "v5e: 2 × 100 Gb/s a host, of 8 chips"), 15.75, **_TORUS_2D,
+        (3.125, GOOGLE + "v5e: 2 × 100 Gb/s a host, of 8 chips"), 15.75, (15, 48, _MACHINES),
+        **_TORUS_2D,
     ),
     _tpu(
         "v5p", "v5p", {"bfloat16": 459, "float8": 459, "int8": 918}, 95, 2765, (90, _LINKS),
-        (6.25, GOOGLE + "v5p: 50 Gb/s a chip"), 95.73, largest=8960, **_TORUS_3D,
+        (6.25, GOOGLE + "v5p: 50 Gb/s a chip"), 95.73, (15, 112, _HOSTS), largest=8960,
+        **_TORUS_3D,
     ),
     _tpu(
         "v6e", "v6e", {"bfloat16": 918, "float8": 918, "int8": 1836}, 32, 1638, (90, _LINKS),
-        (12.5, GOOGLE + "tpu7x: v6e, 100 Gb/s a chip"), 31.24, **_TORUS_2D,
+        (12.5, GOOGLE + "tpu7x: v6e, 100 Gb/s a chip"), 31.24, (32, 180, _HOSTS), **_TORUS_2D,
     ),
     _tpu(
         "tpu7x", "tpu7x", {"bfloat16": 2307, "float8": 4614}, 192, 7380, (100, _HALF_OF_BOTH_WAYS),
