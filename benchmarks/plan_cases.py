@@ -164,7 +164,7 @@ JUDGED = {
         _deep(GROUPED, 16), "v5p:2x2x2", 32, 8192, fsdp=2, context=4, **_AWAY
     ),
     "offload, experts": _case(_deep(EIGHT, 16), "v5e:2x4", 64, 1024, fsdp=8, **_AWAY),
-    # At the edge of what fits: by formula 94 to 98 % of a device, and 6 to 19 % too much.
+    # At the edge of what fits: by formula 94 to 98 % of a device, and 2 to 19 % too much.
     "edge, fsdp": _case(GROUPED, "v5e:2x4", 144, 1024, fsdp=8),
     "edge, remat": _case(SEVEN, "v5e:2x4", 480, 1024, fsdp=8, remat=True),
     "edge, tensor": _case(SEVEN, "v5e:2x4", 304, 1024, fsdp=2, tensor=4, remat=True),

@@ -26,8 +26,8 @@ The coefficients were fitted on some models, and are judged on others, of other 
 vocabularies and experts. The judged programs are not wholly unseen. Which arrays are held when was
 read from the compiler's reports on programs of both sets. Three counts were added after judged
 programs showed them missing: the parts in which the compiler takes the head's products (before
-that 26 of 30 were within 15 %); shares that are cast before they are gathered, which tell with
-sixteen layers or more; and that less lies around tensor's products the more devices cut them
+that 26 of 30 were within 15 %); shares that are cast before they are gathered, which matter from
+sixteen layers on; and activations around tensor's products, which shrink as more devices cut them
 (before that 48 of 51). What stages keep from one of their programs to the next was read from the
 first four programs with stages; the other two were compiled after it was counted. What offload
 needs was read from programs of both sets; *llama3-70b, offload* was compiled after it was counted.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from shardwise import marks, mesh, model, objective, plan, topology, train
+from shardwise import layouts, marks, mesh, model, objective, plan, topology, train
 from shardwise.plan import compiling, programs, tables
 
 mesh.simulate(8)
@@ -77,6 +77,14 @@ def test_weights_in_another_dtype_are_kept_in_it():
     assert narrow.memory.terms.kept < wide.memory.terms.kept
     sent = [sum(s.bytes for s in c.sent if s.kind == "weights") for c in of_eight]
     assert sent[0] / sent[1] == pytest.approx(2, rel=0.01)
+
+
+def test_what_waits_on_the_host_is_not_planned():
+    config = model.Config(vocab=256, embed=64, layers=2, heads=4, kv_heads=4, head_dim=16, mlp=128)
+    program = programs.program(plan.Roles(), config, 16, 64)
+    job = program.create, program.loss, train.optimizer()
+    with pytest.raises(ValueError, match="moves arrays to the host"):
+        plan.own(*job, "v5e:2x4", program.batch, remat=layouts.offload)
 
 
 @pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])

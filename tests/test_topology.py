@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import measure, rules, topology
+from shardwise import layouts, measure, rules, topology
+from shardwise.layouts import meanings
 from shardwise.topology import buffers, cache, child, compiling
 
 needs_libtpu = pytest.mark.skipif(
@@ -437,3 +438,28 @@ def test_rules_jit_compiles_on_abstract_arrays():
     mesh = topology.chips("v5e:2x4").mesh(fsdp=8)
     sizes = topology.compile(doubled(mesh), mesh).memory_analysis()
     assert sizes.argument_size_in_bytes == sizes.alias_size_in_bytes == 4 * 256 * 512 // 8
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_what_waits_on_the_host_takes_no_hbm():
+    """Of sixteen layers two are entered from HBM; a JAX that loses the host's part says so."""
+    mesh = topology.chips("v5e:2x4").mesh(x=-1)
+    layers, rows, size = 16, 8 * 8192, 1024
+    x = sharded(mesh, (rows, size), P("x"), jnp.bfloat16)
+    w = sharded(mesh, (layers, size, size), P(), jnp.bfloat16)
+    needed = []
+    for policy in (jax.checkpoint_policies.nothing_saveable, layouts.offload):
+        layer = meanings.Remat(policy)(lambda x, w: (jnp.tanh(x @ w) @ w.T, None))
+
+        def mean(w, x, layer=layer):
+            return jnp.mean(jax.lax.scan(layer, x, w)[0].astype(jnp.float32))
+
+        try:
+            lowered = topology.lower(jax.jit(jax.grad(mean)), w, x)
+        except NotImplementedError as error:
+            assert policy is layouts.offload and "leaves that out" in str(error)
+            return
+        needed.append(measure.fits(topology.compile(lowered, mesh)).needed)
+    entering = rows // 8 * size * 2
+    assert needed[0] - needed[1] > (layers - 4) * entering

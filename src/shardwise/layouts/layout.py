@@ -52,9 +52,10 @@ class Layout:
         of the axis and `sequence=` to a meaning of `marks.experts`.
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
       remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`; what
-        enters a layer has the name "layer_input" there. `layouts.offload` keeps that on the host
-        until the backward pass, and computes all else again; other policies that offload
-        (`offload_dot_with_no_batch_dims`, from "device" to "pinned_host") keep what they name.
+        enters a layer, its first argument, has the name "layer_input" there. `layouts.offload`
+        keeps that on the host until the backward pass, and computes all else again; other policies
+        that offload (`offload_dot_with_no_batch_dims`, from "device" to "pinned_host") keep what
+        they name.
 
     Raises:
       ValueError: an axis without a role, with two, or that the mesh lacks; no such value of a

@@ -96,8 +96,8 @@ class Remat:
     staged: bool = False
 
     def __call__(self, body: Callable) -> Callable:
-        def named(x, *rest):
-            return body(checkpoint_name(x, ENTERS), *rest)
+        def named(x, *rest, **more):
+            return body(checkpoint_name(x, ENTERS), *rest, **more)
 
         return jax.checkpoint(named, policy=self._here if self.staged else self.policy)
 

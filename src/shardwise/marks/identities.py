@@ -26,7 +26,8 @@ def use(weights: Any) -> Any:
 def layer(body: Callable) -> Callable:
     """`body`, the function of one layer: where a layout decides what is kept for its backward pass.
 
-    A stack calls it on what its scan runs, and `use` is called inside.
+    A stack calls it on what its scan runs, and `use` is called inside. The body's first argument is
+    what enters the layer, the carry of a scan.
     """
     return _apply("layer", body)
 

@@ -134,7 +134,7 @@ def checked(plan: Plan, number: int, out: TextIO) -> list[dict[str, Any]]:
         except ImportError as error:
             print(f"  Nothing was compiled. {error}", file=out, flush=True)
             return []
-        except ValueError as error:
+        except (NotImplementedError, ValueError) as error:
             print(f"  {candidate.roles}: not compiled. {error}", file=out, flush=True)
             continue
         print(_line(found), file=out, flush=True)

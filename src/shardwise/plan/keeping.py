@@ -11,6 +11,7 @@ from shardwise import marks
 from shardwise.fsdp.planning import Stored
 from shardwise.objective.following import steps
 from shardwise.plan import recomputing
+from shardwise.topology.compiling import to_host
 
 REMATERIALISED = ("checkpoint", "remat", "remat2")
 
@@ -39,6 +40,9 @@ def residuals(
     `mean(params, batch)` is the loss of a device's rows; `params` and `batch` are shapes, `stored`
     says which parameters are gathered, `dtype` in which they are used; `meanings` are of other
     marks. What goes in is not counted, and nothing twice; weights that are gathered or cast are.
+
+    Raises:
+      ValueError: it moves arrays to the host.
     """
     treedef, is_cut = jax.tree.structure(params), any(s.cut is not None for s in stored)
 
@@ -55,6 +59,11 @@ def residuals(
         return jax.tree.leaves(jax.vjp(lambda params: here(params, batch), params)[1])
 
     jaxpr = jax.make_jaxpr(forward)(params, batch).jaxpr
+    if to_host(jaxpr):
+        raise ValueError(
+            "plan.own: the loss, or remat=, moves arrays to the host; what waits there is not "
+            "planned for programs of your own. topology.compile tells what a layout of one needs."
+        )
     program, outputs = steps(jaxpr)
     found = recomputing.stored(program, outputs)
     working = max(map(_working, _again(jax.make_jaxpr(here)(params, batch).jaxpr)), default=0)

@@ -53,7 +53,8 @@ class Terms(NamedTuple):
 
 
 # How many copies of each term the compiler keeps. `benchmarks/plan.py` fits layer, around, ring and
-# dispatch, and judges the whole on other models; all others are counts.
+# dispatch, and judges the whole on other models; all others are counts, but for what offload needs,
+# which was read from a few programs.
 COEFFICIENTS = Terms(
     gradients=1.0,
     weights=1.0,

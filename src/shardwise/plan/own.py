@@ -59,8 +59,8 @@ def own(
     `topology.compile` tells what such a layout needs.
 
     Raises:
-      ValueError: no such chips; arrays of the batch with other rows; another setting; what
-        `layouts.predict` and `measure.flops` raise.
+      ValueError: no such chips; arrays of the batch with other rows; another setting; a loss that
+        moves arrays to the host; what `layouts.predict` and `measure.flops` raise.
     """
     chips = topology.chips(chips, slices) if isinstance(chips, str) else chips
     if unknown := sorted(set(settings) - set(SETTINGS)):

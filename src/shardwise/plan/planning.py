@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def best(self) -> tuple[Candidate, ...]:
-        """Of each division of the devices the best number of microbatches, and remat or none."""
+        """Of each division of the devices the best number of microbatches, remat and offload."""
         found = {tuple(c.roles.sizes.items()): c for c in reversed(self.fitting)}
         return tuple(sorted(found.values(), key=order))
 
@@ -81,7 +81,8 @@ class Plan:
                 told = f"{c.roles}: {c.memory.total / 2**30:.1f} of {self.usable / 2**30:.1f} GiB"
                 found["more memory than a device has"].append(told)
             else:
-                told = f"{c.roles}: {c.memory.host / 2**30:.1f} GiB of a device on its host"
+                room = host_bytes(self.chips) / 2**30
+                told = f"{c.roles}: {c.memory.host / 2**30:.1f} of {room:.1f} GiB for a device"
                 found["more memory than a host has"].append(told)
         return {kind: (len(told), told[0]) for kind, told in found.items()}
 
@@ -93,8 +94,12 @@ def usable(chips: Chips) -> int:
 
 def fits(memory: Memory, chips: Chips) -> bool:
     """Whether a device has room, and its host for what waits there."""
-    of_host = (chips.chip.host_bytes or math.inf) / chips.chip.devices
-    return memory.total <= usable(chips) and memory.host <= of_host
+    return memory.total <= usable(chips) and memory.host <= host_bytes(chips)
+
+
+def host_bytes(chips: Chips) -> float:
+    """A device's part of its host's memory; without end where no source says."""
+    return (chips.chip.host_bytes or math.inf) / chips.chip.devices
 
 
 def plan(
@@ -106,8 +111,9 @@ def plan(
     gathered; its remat and stages are chosen here. Layouts are by hand, with ZeRO 3, sequence
     parallelism beside tensor, zigzag over context and the schedule 1f1b; AdamW keeps two moments.
     Attention computes its scores in tiles, and never keeps them. Activations may wait on the host
-    (offload) where layers are recomputed, and no stages are; optimizer state stays. `chips` are
-    those of `topology.chips`, whose `slices` count.
+    (offload) where layers are recomputed and no stages are, and where it is known how fast a chip
+    reaches its host (v4, v5e, v5p, v6e; of v4 not how much room is there); optimizer state stays.
+    `chips` are those of `topology.chips`, whose `slices` count.
 
     Parameters and state are exact, and so is what is sent along axes by hand; what a step needs
     besides is a fitted formula, and seconds are a roofline. Not there: models of your own (which

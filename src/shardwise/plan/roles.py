@@ -96,7 +96,7 @@ def refusal(
     roles: Roles, config: Config, arrays: Arrays, chips: Chips, batch: int, sequence: int
 ) -> Refusal | None:
     """Why a layout cannot be; None if it can. The first reason counts."""
-    checks = (_of_heads, _of_layers, _of_rows, _of_tokens, _of_slices, _of_arrays)
+    checks = (_of_host, _of_heads, _of_layers, _of_rows, _of_tokens, _of_slices, _of_arrays)
     for check in checks:
         if told := check(roles, config, arrays, chips, batch, sequence):
             return Refusal(roles, *told)
@@ -111,6 +111,13 @@ def refusal_of_rows(roles: Roles, chips: Chips, rows: int) -> tuple[str, str] | 
 def _uneven(what, size, role, n):
     fitting = ", ".join(map(str, divisors(size)))
     return f"{what} do not divide over {role}", f"{what}={size} over {n} devices; {fitting} divide"
+
+
+def _of_host(roles, *_):
+    if roles.offload and (roles.stage > 1 or not roles.remat):
+        told = "what enters layers waits there to be computed from again, in one program"
+        return "offload without remat, or with stages", told
+    return None
 
 
 def _of_heads(roles, c, *_):

@@ -61,13 +61,11 @@ class Step:
     def bound(self) -> float:
         """No program takes less: all transfers run beside products, and beside each other."""
         longest = max((t.seconds for t in self.transfers), default=0.0)
-        work = self._beside_host(max(self.arithmetic, self.weights, longest))
+        work = max(self.arithmetic, self.weights, longest, self.host)
         return work / (1 - self.bubble) + self.update
 
     def _beside_host(self, work):
-        """With remat, a quarter of the work is the forward pass, which writes to the host; the rest
-        reads.
-        """
+        """With remat, a quarter of the FLOPs is the forward pass, which writes; the rest reads."""
         return max(work / 4, self.host) + max(3 * work / 4, self.host)
 
     @property

@@ -132,7 +132,7 @@ def _tensor(part):
 class Passes(NamedTuple):
     """How often a layer's step sends something along tensor, in a microbatch: activations, which
     are gathered and scattered; the experts' rows, which are summed; and the rows that tokens
-    chose, which are gathered, `words` of them in words of 32 bits.
+    chose, which are gathered, `chosen` times in the dtype of use and `words` times in 32 bits.
     """
 
     gathers: int

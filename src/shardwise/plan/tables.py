@@ -11,9 +11,7 @@ _TIMES = ("arithmetic", "waited", "hidden", "update")
 _SHARES = ("bubble", "step s", "MFU", "at most")
 _ROOFLINE = (
     "Seconds of a step are a roofline: products at the chip's peak; they wait for activations and "
-    "tokens (waited), all else is sent beside them (hidden). With offload, what enters layers goes "
-    "to the host beside the forward pass, and comes back beside the rest. At most: nothing waits. "
-    "MFU counts "
+    "tokens (waited), all else is sent beside them (hidden). At most: nothing waits. MFU counts "
 )
 _EXACT = "Memory in GiB on a device: parameters and state are exact; the rest is "
 NOTES = (
@@ -46,11 +44,18 @@ def text(plan: Plan, top: int) -> str:
     lines += ["", "Left out:"]
     for why, (count, example) in plan.why_not.items():
         lines.append(f"  {count:6,}  {why}; such as {example}")
-    return "\n".join([*lines, "", *_notes(plan)])
+    return "\n".join([*lines, "", *_notes(plan, best)])
 
 
-def _notes(plan):
-    return NOTES_OF_OWN if plan.own else NOTES
+NOTE_OF_HOST = (
+    "With offload, what enters layers goes to the host beside the forward pass, and comes back "
+    "beside the rest; host: seconds each way."
+)
+
+
+def _notes(plan, shown):
+    notes = NOTES_OF_OWN if plan.own else NOTES
+    return (*notes, NOTE_OF_HOST) if any(c.roles.offload for c in shown) else notes
 
 
 def _title(plan):
@@ -110,7 +115,7 @@ def facts(plan: Plan, top: int) -> dict[str, Any]:
             why: {"count": count, "example": example}
             for why, (count, example) in plan.why_not.items()
         },
-        "notes": list(_notes(plan)),
+        "notes": list(_notes(plan, plan.best[:top])),
     }
 
 

@@ -13,6 +13,7 @@ from shardwise.topology import cache, child
 from shardwise.topology.buffers import Buffer, largest, total
 from shardwise.topology.slices import ChipMesh
 
+_PLACED = "annotate_device_placement"  # what XLA knows a memory by
 _ROUNDING = 2**30 / 100  # of the totals that a refusal names
 
 
@@ -89,13 +90,35 @@ def lower(fn: Callable, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
 
     Raises:
       TypeError: `fn` is not jitted.
+      NotImplementedError: it moves arrays to the host, and this JAX loses that here.
     """
     if not hasattr(fn, "trace"):
         raise TypeError(
             f"topology.lower takes a function made by jax.jit or rules.jit, and got "
             f"{type(fn).__name__}; jit it first."
         )
-    return fn.trace(*args, **kwargs).lower(lowering_platforms=("tpu",))
+    traced = fn.trace(*args, **kwargs)
+    found = traced.lower(lowering_platforms=("tpu",))
+    # 0.7.2 does where there is no device to ask.
+    if to_host(traced.jaxpr.jaxpr) and _PLACED not in found.as_text():
+        raise NotImplementedError(
+            f"topology.lower: the program moves arrays to the host, and jax {jax.__version__} "
+            f"leaves that out for chips that are not here: its memory would be wrong. Take a later "
+            f"one, or a program that does not offload."
+        )
+    return found
+
+
+def to_host(jaxpr: Any) -> bool:
+    """Whether a traced program moves arrays to the host's memory."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "device_put" and "Host" in str(eqn.params["devices"]):
+            return True
+        for value in jax.tree.leaves(list(eqn.params.values())):
+            value = getattr(value, "jaxpr", value)
+            if hasattr(value, "eqns") and to_host(value):
+                return True
+    return False
 
 
 def compile(
