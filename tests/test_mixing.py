@@ -1,5 +1,7 @@
 """Losses whose rows look at each other are refused where rows are divided; others never are."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,6 +144,36 @@ def quantile(p, b):
     return jnp.mean(jax.nn.relu(each(p, b) - jnp.quantile(each(p, b), 0.25)))
 
 
+def above_average(p, b):
+    return jnp.mean(each(p, b) * (each(p, b) > each(p, b).mean()))
+
+
+def weighed_by_rank(p, b):
+    return jnp.mean(each(p, b) * each(p, b).argsort().argsort())
+
+
+def of_high_rank(p, b):
+    return jnp.mean(jnp.where(each(p, b).argsort().argsort() >= 3, each(p, b), 0))
+
+
+def bent_otherwise(p, b):
+    return jnp.mean(jnp.cosh(logits(p, b).mean(0)))
+
+
+def frequencies_of_rows(p, b):
+    return jnp.mean(jnp.abs(jnp.fft.fft(logits(p, b), axis=0)))
+
+
+def windows_of_rows(p, b):
+    window = (2, 1), (1, 1), "SAME"
+    return jnp.mean(jax.lax.reduce_window(logits(p, b), -jnp.inf, jax.lax.max, *window))
+
+
+def convolved_rows(p, b):
+    smooth = functools.partial(jnp.convolve, v=jnp.ones(3), mode="same")
+    return jnp.mean(jnp.tanh(jax.vmap(smooth, 1, 1)(logits(p, b))))
+
+
 def hardest(p, b):
     return logits(p, b)[jnp.argmax(each(p, b))].sum()
 
@@ -266,6 +298,13 @@ MIXING = {
     half_of_sorted: "some of the sorted rows",
     median: "some of the sorted rows",
     quantile: "some of the sorted rows",
+    above_average: "gt compares rows with a sum or mean over them",
+    weighed_by_rank: "the places that rows have in an order",
+    of_high_rank: "the places that rows have in an order",
+    bent_otherwise: SUMS,
+    frequencies_of_rows: "fft goes over the rows",
+    windows_of_rows: "reduce_window_max goes over the rows",
+    convolved_rows: "conv_general_dilated goes over the rows",
     hardest: "rows are chosen by comparing them",
     transport: "those in another order",
     running: "cumsum goes over the rows",
@@ -380,6 +419,20 @@ def in_chunks(p, b):
         return (sums[0] + (found * mask).sum(), sums[1] + mask.sum()), None
 
     return Mean(*jax.lax.scan(step, (0.0, 0.0), (z, y, mask))[0])
+
+
+def back_in_their_order(p, b):
+    z = logits(p, b)
+    order = jnp.argsort(z[:, 0])
+    return jnp.mean(jnp.tanh(z[order])[jnp.argsort(order)] ** 2 * each(p, b)[:, None])
+
+
+def of_features(p, b):
+    """Orders, frequencies, windows and averages of each row by itself."""
+    z = logits(p, b)
+    window = jax.lax.reduce_window(z, -jnp.inf, jax.lax.max, (1, 2), (1, 1), "SAME")
+    found = z * z.argsort(-1).argsort(-1) + window + jnp.abs(jnp.fft.fft(z))
+    return jnp.mean(found * (z > z.mean(-1, keepdims=True)) + jnp.cosh(z))
 
 
 def vmapped(p, b):
@@ -567,7 +620,8 @@ def nnx_model(p, b):
     return masked(p, b, Net(nnx.Rngs(0))(b["s"]).max(-1) * p["b"].sum())
 
 
-RIGHT = [each_mean, layer_norm, norm_over_tokens, attention, recurrent, convolved, mapped, vmapped]
+RIGHT = [back_in_their_order, of_features]
+RIGHT += [each_mean, layer_norm, norm_over_tokens, attention, recurrent, convolved, mapped, vmapped]
 RIGHT += [summed_by_scan, in_chunks, clipped_rows, focal, ctc, smoothed, paired, segments]
 RIGHT += [paired_by_concatenation, embedded, z_loss, in_bfloat16, online_softmax, by_place]
 RIGHT += [by_shape, penalised, guarded, one_to_itself, pooled, added_mean, sorted_by_expert]

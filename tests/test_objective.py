@@ -280,6 +280,14 @@ NO_SUMS = {
         "has a sum over rows in it",
     ),
     "a mean and a sum": (lambda p, b: each(p, b).mean() + each(p, b).sum(), "has a sum over rows"),
+    "a mean, times the rows": (
+        lambda p, b: len(b["x"]) * each(p, b).mean(),
+        "has a sum over rows in it",
+    ),
+    "a mean, and one weighed by the rows": (
+        lambda p, b: each(p, b).mean() + len(b["x"]) / 1000 * jnp.mean(outputs(p, b) ** 4),
+        "has a sum over rows in it",
+    ),
     "normalised weights": (
         lambda p, b: jnp.sum(each(p, b) * (b["weight"] / b["weight"].sum())),
         "divides an array by a sum over the batch's values",
@@ -332,6 +340,7 @@ SUMS = {
     "means times rows": lambda p, b: Mean(each(p, b).mean() * len(b["x"]), len(b["x"])),
     "an epsilon": of_weights(lambda t, n: Mean(t, n + 1e-8)),
     "at least an epsilon": of_weights(lambda t, n: Mean(t, jnp.maximum(n, 1e-6))),
+    "a weighed mean": lambda p, b: each(p, b).mean() + 0.01 * jnp.mean(outputs(p, b) ** 4),
     "a guard": lambda p, b: jnp.nan_to_num(each(p, b).mean()),
 }
 

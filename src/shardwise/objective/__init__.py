@@ -15,9 +15,11 @@ whole batch, so that a clipped cotangent, a small count or a float16 loss come o
 another function when rows are divided. `trace` refuses what is certain in the program: rows that
 are compared, sorted or chosen among, and sums over rows that go on otherwise than linearly. It
 cannot tell to which rows numbers point (`z[batch["negative"]]`), leaves shifts, single rows
-(`z[0]`) and groups of neighbouring rows alone, and looks into no kernel. Nor does it know where the
-number of a part's rows goes: into a power, or into numbers for them (`jnp.arange(len(x))`;
-`marks.index` gives those of the batch). `check` compares numbers, and finds those too.
+(`z[0]`) and groups of neighbouring rows alone, and looks into no kernel. It does not follow sums
+over rows into conditions (`z.mean(0) > 0`), nor whole numbers that go over the rows, such as places
+in a queue by `cumsum`. Nor does it know where the number of a part's rows goes: into a power, or
+into numbers for them (`jnp.arange(len(x))`; `marks.index` gives those of the batch). `check`
+compares numbers, and finds those too.
 The remedies: statistics of the whole batch by `marks.total`, exact over devices and refused with
 microbatches; or a layout by the compiler (`rules.jit`), which sees whole arrays and is exact for
 every loss. Where a part's own rows are meant, as in batch norm by device, `marks.local` says so.

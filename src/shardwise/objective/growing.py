@@ -57,7 +57,8 @@ def looks_like_mean(term: Term) -> bool:
     """Whether its divisors leave no doubt, as those of `jnp.mean` over all entries, or over rows.
 
     A number that the other axes could account for leaves one: a sum over rows of means over
-    features divides by their number, which may be a multiple of the rows'.
+    features divides by their number, which may be a multiple of the rows'. So does one that it is
+    multiplied with, which may be the number of rows.
     """
     rows, *others = (*term.of.aval.shape, 1)[: max(1, len(term.of.aval.shape))]
     size = rows * math.prod(others)
@@ -65,7 +66,12 @@ def looks_like_mean(term: Term) -> bool:
     for axis in others:
         of_features |= {axis * product for product in of_features}
     whole = size in term.divisors or math.prod(term.divisors) == size
-    return rows > 1 and (whole or any(d == rows and d not in of_features for d in term.divisors))
+    weighed = not math.isclose(abs(term.factor) * math.prod(term.divisors), 1, rel_tol=1e-3)
+    return (
+        rows > 1
+        and not weighed
+        and (whole or any(d == rows and d not in of_features for d in term.divisors))
+    )
 
 
 def behind(program: Any, v: Any) -> list[Step]:

@@ -7,6 +7,7 @@ REDUCING = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "argmax", "
 REDUCING |= COLLECTIVE
 RUNNING = {"cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"}
 DECOMPOSING = {"svd", "qr", "eigh", "lu", "cholesky", "householder_product", "schur", "geqrf"}
+WINDOWED = {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"}
 SCATTERING = {"scatter-add", "scatter_add"}
 
 
@@ -15,6 +16,18 @@ def along(eqn: Any, given: list) -> frozenset[int]:
     name, params = eqn.primitive.name, eqn.params
     if name in REDUCING:
         return given[0].axes & frozenset(params["axes"])
+    if name == "reduce":
+        return frozenset().union(*(v.axes for v in given)) & frozenset(params["dimensions"])
+    if name in WINDOWED:
+        wide = {k for k, size in enumerate(params["window_dimensions"]) if size > 1}
+        return given[0].axes & wide
+    if name == "fft":
+        rank = len(eqn.invars[0].aval.shape)
+        return given[0].axes & frozenset(range(rank - len(params["fft_lengths"]), rank))
+    if name == "conv_general_dilated":
+        return _convolved(params, given)
+    if name == "approx_top_k":
+        return given[0].axes & {params["reduction_dimension"]}
     if name in RUNNING:
         return given[0].axes & {params["axis"]}
     if name == "rev":
@@ -34,6 +47,14 @@ def along(eqn: Any, given: list) -> frozenset[int]:
     if name in SCATTERING:
         return given[1].axes | given[2].axes
     return frozenset()
+
+
+def _convolved(params, given):
+    """Axes along which one image's places lie; where it is several in one, which is not known."""
+    groups = params["feature_group_count"], params["batch_group_count"]
+    if groups != (1, 1) or given[1].axes:
+        return frozenset()
+    return given[0].axes & frozenset(params["dimension_numbers"].lhs_spec[2:])
 
 
 def over_places(eqn: Any) -> bool:

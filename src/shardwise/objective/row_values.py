@@ -15,6 +15,7 @@ from shardwise.objective import row_axes
 ROW = "row"  # one row, within a loop over rows
 SUM = "sum"  # a sum over rows, perhaps with rows beside it
 PLACE = "place"  # the places of chosen rows
+RANK = "rank"  # whole numbers that come of sorting rows: their places in an order
 NEGLIGIBLE = 1e-5  # so small a least value of a sum is there to divide by it
 
 SAME = {"add", "sub", "add_any", "neg", "convert_element_type", "copy", "copy_p", "real", "imag"}
@@ -26,9 +27,16 @@ ADDING = {"reduce_sum", "psum", "dot_general", "scatter-add", "scatter_add"}
 BENDING = {"exp", "exp2", "expm1", "log", "log1p", "sqrt", "rsqrt", "cbrt", "tanh", "logistic"}
 BENDING |= {"abs", "square", "integer_pow", "pow", "max", "min", "clamp", "sin", "cos", "erf"}
 BENDING |= {"reduce_max", "reduce_min", "reduce_prod", "sort", "top_k", "atan2", "lgamma"}
+BENDING |= {"cosh", "sinh", "tan", "acos", "acosh", "asin", "asinh", "atan", "atanh", "erfc"}
+BENDING |= {"erf_inv", "digamma", "polygamma", "zeta", "igamma", "igammac", "bessel_i0e"}
+BENDING |= {"bessel_i1e", "sign", "floor", "ceil", "round", "rem"}
 BENDING |= {"cholesky", "eigh", "eig", "lu", "qr", "svd", "triangular_solve"}
 EXTREMES = {"reduce_max", "reduce_min", "reduce_prod", "pmax", "pmin"}
+GOING_OVER = EXTREMES | row_axes.RUNNING | row_axes.DECOMPOSING | row_axes.WINDOWED
+GOING_OVER |= {"reduce", "fft", "conv_general_dilated", "approx_top_k"}
 TAKING = {"gather", "dynamic_slice"}
+USING = {"convert_element_type": 1, "select_n": 1}  # and how many inputs from the first on
+COMPARING = {"gt", "ge", "lt", "le", "eq", "ne"}
 COMBINING = {"add", "sub", "mul", "div", "max", "min", "dot_general"}
 # Which inputs of a step are what it adds up or hands on; of all others, all.
 HANDED = {"gather": (0,), "dynamic_slice": (0,), "scatter-add": (0, 2), "scatter_add": (0, 2)}
@@ -81,6 +89,9 @@ def _flags(eqn, given, along, longer, i):
     whole = not _floating(eqn.outvars[i])
     chosen = name in ("argmax", "argmin") or (name == "top_k" and i == 1)
     chosen |= name == "slice" and whole and _takes_sorted(eqn, given)
+    ranked = name == "sort" and along and _floating(eqn.invars[0])
+    if whole and (ranked or any(v.has(RANK) for v in given)):
+        found.add(RANK)
     if whole and ((chosen and (along or name == "slice")) or any(v.has(PLACE) for v in given)):
         found.add(PLACE)
     return frozenset(found)
@@ -119,6 +130,10 @@ def _mixing(eqn, given, along, kept, i):
         return f"{what} compares rows with rows"
     if name in TAKING and given[0].of_rows and any(v.has(PLACE) for v in given[1:]):
         return "rows are chosen by comparing them"
+    if name in USING and any(v.has(RANK) for v in given[: USING[name]]) and _floating(*eqn.outvars):
+        return f"{what} makes numbers of the places that rows have in an order"
+    if name in COMPARING and _compares_sum(given):
+        return f"{what} compares rows with a sum or mean over them"
     if not _floating(eqn.outvars[i]):  # whole numbers may be places of rows, in groups of them
         return ""
     if any(v.has(SUM) for v in given) and (told := _bent(eqn, given)):
@@ -127,7 +142,7 @@ def _mixing(eqn, given, along, kept, i):
         return f"{what} compares a row with others"
     if name in COMBINING and _disordered(given):
         return f"{what} combines rows with those in another order"
-    if along and name in EXTREMES | row_axes.RUNNING | row_axes.DECOMPOSING:
+    if along and name in GOING_OVER:
         return f"{name} goes over the rows"
     if along and name == "top_k" and row_axes.chooses(eqn):
         return "top_k chooses among the rows"
@@ -140,6 +155,12 @@ def _compares_one(given):
     """Whether one row, within a loop over rows, meets all of them."""
     one = any(v.has(ROW) and not v.axes for v in given)
     return one and any(v.axes and not v.has(ROW) for v in given)
+
+
+def _compares_sum(given):
+    """Whether rows meet a sum over them, in floats."""
+    sums = [v.has(SUM) and not v.of_rows for v in given]
+    return any(sums) and any(v.of_rows and not v.has(SUM) for v in given)
 
 
 def _disordered(given):
