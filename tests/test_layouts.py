@@ -534,6 +534,59 @@ def test_activations_may_be_kept_on_the_host(by, policy):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+WITH_VALUE = {
+    "polyak": optax.polyak_sgd(),
+    "plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1, rtol=0.5)),
+}
+DIVIDED = {
+    "hand": dict(fsdp=8),
+    "compiler": dict(fsdp=8),
+    "stages": dict(stage=2, data=4),
+}
+
+
+def _of_rows(params, batch):
+    hidden = marks.stage_boundary(jnp.tanh(batch @ params["w"]))
+    return jnp.mean((hidden @ params["v"] - 1) ** 2)
+
+
+def _square(key):
+    return {"w": jax.random.normal(key, (8, 8)) / 3, "v": jnp.full((8, 8), 0.1)}
+
+
+def _on_eight(name):
+    sizes = DIVIDED[name]
+    options = dict(by="compiler") if name == "compiler" else {}
+    options |= dict(microbatches=2) if "stage" in sizes else {}
+    return layouts.Layout(mesh.make(**sizes), **{role: role for role in sizes}, **options)
+
+
+@pytest.mark.parametrize("name", marked(DIVIDED, {"hand"}))
+@pytest.mark.parametrize("which", WITH_VALUE)
+def test_an_optimizer_that_asks_for_the_loss_gets_the_mean(name, which):
+    layout, tx = _on_eight(name), WITH_VALUE[which]
+    batch, one = jax.random.normal(jax.random.key(1), (16, 8)), _square(KEY)
+    state = tx.init(one)
+    for _ in range(3):
+        value, grads = jax.value_and_grad(_of_rows)(one, batch)
+        updates, state = tx.update(grads, state, one, value=value)
+        one = optax.apply_updates(one, updates)
+    params, state = layouts.init(layout, _square, tx, KEY, _of_rows, batch)
+    step = layouts.step(layout, _of_rows, tx)
+    for _ in range(3):
+        params, state, _ = step(params, state, batch)
+    pairs = zip(*map(jax.tree.leaves, (layouts.whole(layout, params), one)), strict=True)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimizer_that_evaluates_the_loss_again_is_an_error():
+    layout, tx = _on_eight("hand"), optax.lbfgs()
+    params, state = layouts.init(layout, _square, tx, KEY)
+    with pytest.raises(TypeError, match="as a line search does, and a step has no loss for it"):
+        layouts.step(layout, _of_rows, tx)(params, state, jnp.ones((16, 8)))
+
+
 def test_between_the_two_programs_of_a_stage_nothing_waits_on_the_host():
     layout = layouts.Layout(mesh.make(stage=2, fsdp=4), stage="stage", fsdp="fsdp")
     layout = dataclasses.replace(layout, remat=layouts.offload, microbatches=2)

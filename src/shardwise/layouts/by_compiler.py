@@ -30,9 +30,11 @@ def init(layout: Layout, tx: Any, params: Any) -> Any:
     return rules.jit(tx.init, layout.mesh, out_rules=state_rule(layout, shapes))(params)
 
 
-def update(layout: Layout, tx: Any, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+def update(
+    layout: Layout, tx: Any, grads: Any, opt_state: Any, params: Any, **extra: Any
+) -> tuple[Any, Any]:
     """`tx.update`, what comes out laid out as what went in; inside jit."""
-    updates, state = tx.update(grads, opt_state, params)
+    updates, state = tx.update(grads, opt_state, params, **extra)
     state = rules.constrain_tree(state, state_rule(layout, params), layout.mesh)
     return rules.constrain_tree(updates, parameter_rule(layout), layout.mesh), state
 

@@ -102,7 +102,11 @@ def step(
     """A function `(params, opt_state, batch, *args, key=None) -> (params, opt_state, mean[, aux])`.
 
     `params` and `opt_state` are what `init` returns. Both are donated: use only what is returned.
-    It is jitted, but with stages, whose programs are.
+    It is jitted, but with stages, whose programs are. An optimizer that asks for `value=` gets the
+    mean.
+
+    Raises, when called:
+      TypeError: an optimizer that evaluates the loss again, as a line search does.
 
     `frozen` tells by their paths which parameters change without a gradient: of these the loss
     returns new values, in aux, which is a dict then, as "frozen" {path: value}; of parts of the
@@ -122,7 +126,19 @@ def step(
         shapes.clear()
         shapes.update(freezing.shapes_of(params))
         mean, grads = mean_and_grad(params, batch, *args, key=key)
-        updates, opt_state = updated(tx, grads, opt_state, params)
+        given = tx, grads, opt_state, params
+        try:
+            updates, opt_state = updated(*given)
+        except TypeError as error:  # some ask for the loss, as `optax.polyak_sgd` does
+            if "'value_fn'" in str(error):
+                raise TypeError(
+                    f"layouts.step: the optimizer evaluates the loss again within its update, as "
+                    f"a line search does, and a step has no loss for it ({error}). Take another, "
+                    f"or write the step with layouts.value_and_grad."
+                ) from error
+            if "'value'" not in str(error):
+                raise
+            updates, opt_state = updated(*given, value=mean[0] if has_aux else mean)
         params, outputs = optax.apply_updates(params, updates), mean if has_aux else (mean,)
         if frozen is not None:
             mean, (new, rest) = outputs

@@ -27,7 +27,7 @@ def along(eqn: Any, given: list) -> frozenset[int]:
     if name == "conv_general_dilated":
         return _convolved(params, given)
     if name == "approx_top_k":
-        return given[0].axes & {params["reduction_dimension"]}
+        return given[0].axes & {params["reduction_dimension"] % len(eqn.invars[0].aval.shape)}
     if name in RUNNING:
         return given[0].axes & {params["axis"]}
     if name == "rev":
