@@ -57,9 +57,8 @@ def check_aux(
     """Raise where auxiliary outputs of parts do not become one; `outputs` {number: (path, way)}.
 
     Raises:
-      ValueError: a mean over rows that would be added up, or a root, a power, a logarithm or an
-        exponential of a sum over them; or rows, of which those of other parts would be added to
-        each.
+      ValueError: a mean over rows that would be added up, or rows, of which those of other parts
+        would be added to each.
     """
     try:
         growth = growing.Growth(program, doubled())
@@ -78,12 +77,6 @@ def check_aux(
                 f"the batch. Return objective.Mean(total, count) for it, exact for every padding; "
                 f"or say aux='mean', exact where parts count alike."
             )
-        if way == "sum" and _is_bent(growth, i):
-            raise ValueError(
-                f"{told} is a root, a power, a logarithm or an exponential of a sum over the "
-                f"batch, and aux='sum' would add up those of its parts. Return what is within, a "
-                f"sum or objective.Mean(total, count), and take the function of what comes back."
-            )
 
 
 def _is_mean(growth, i):
@@ -91,12 +84,6 @@ def _is_mean(growth, i):
     numbers = growing.numbers_behind(growth.program, growth.program.outputs[i])
     divided = any(s.name == "div" and growth.is_sum(s.inputs[1]) for s in numbers)
     return divided or any(abs(ratio - 1) < 1e-3 for ratio in growth.ratios(i))
-
-
-def _is_bent(growth, i):
-    """Whether output `i` is a function of a sum over rows that is not linear."""
-    numbers = growing.numbers_behind(growth.program, growth.program.outputs[i])
-    return any(s.name in growing.BENDING and _bends(growth, s) for s in numbers)
 
 
 def _check_ratios(growth, has_count):
