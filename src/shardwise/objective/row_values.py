@@ -158,7 +158,7 @@ def _compares_one(given):
 
 
 def _compares_sum(given):
-    """Whether rows meet a sum over them, in floats."""
+    """Whether rows meet a sum over them."""
     sums = [v.has(SUM) and not v.of_rows for v in given]
     return any(sums) and any(v.of_rows and not v.has(SUM) for v in given)
 

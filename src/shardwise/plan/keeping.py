@@ -11,7 +11,7 @@ from shardwise import marks
 from shardwise.fsdp.planning import Stored
 from shardwise.objective.following import steps
 from shardwise.plan import recomputing
-from shardwise.topology.compiling import to_host
+from shardwise.topology.lowering import to_host
 
 REMATERIALISED = ("checkpoint", "remat", "remat2")
 

@@ -8,7 +8,8 @@ program, its memory and its largest arrays, for `shardwise.measure` to read.
 from .buffers import Buffer
 from .cache import folder as cache_folder
 from .chip import CHIPS, Chip, of_device
-from .compiling import Compiled, DoesNotFit, Sizes, compile, lower
+from .compiling import Compiled, DoesNotFit, Sizes, compile
+from .lowering import lower
 from .slices import ChipMesh, Chips, chips
 from .stages import Rank, Stages, compile_stages
 

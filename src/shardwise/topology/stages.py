@@ -12,7 +12,8 @@ from shardwise.measure.communication import collectives
 from shardwise.measure.counts import Collectives, Op
 from shardwise.measure.differences import Differences, became
 from shardwise.measure.fitting import Fit, fits
-from shardwise.topology.compiling import Compiled, compile, program_text
+from shardwise.topology.compiling import Compiled, compile
+from shardwise.topology.lowering import program_text
 from shardwise.topology.slices import ChipMesh
 
 _COLUMNS = ("rank", "stages", "needed", "in", "live", "beyond", "sent along")
