@@ -1,18 +1,7 @@
 # Each target does its own set-up in .venv. PYTHON=python3.12 chooses another interpreter.
-#
-#   make book    execute the chapters that changed, build the site in _build/html
-#   make test    the same, then the tests; test-all: the slow ones too
-#   make lint    ruff, types of public signatures, and every chapter's .ipynb in sync
-#   make sync    write the .ipynb beside each chapter
-#   make serve   the built site on a local port (PORT=8000)
-#   make stacks  chapters and tests on every stack, or on those named (STACKS="newest colab")
-#   make observe  what each JAX's TPU compiler makes of the same programs, for the appendix
-#   make dist    sdist and wheel in dist/, from what is installed: no network
-#   make repo URL=https://github.com/owner/name   the address that notebooks install from
-#   make clean   remove the built site and all results; distclean: the environments too
 
-.DEFAULT_GOAL := book
-.PHONY: book test test-all lint sync serve stacks observe dist repo clean distclean venv
+.DEFAULT_GOAL := help
+.PHONY: help book test test-all lint sync serve stacks observe dist repo clean distclean venv
 
 PORT ?= 8000
 ours := environment.py src tests benchmarks book/_ext
@@ -33,10 +22,24 @@ export URL PORT STACKS INTERPRETERS PYTHON PYTEST_ADDOPTS
 workers := -n auto --maxprocesses 4 --dist loadfile
 export PYTHONPATH := book/_ext
 
+help:
+	@echo "make book      execute the chapters that changed, build the site in _build/html"
+	@echo "make test      the tests; no book needed"
+	@echo "make test-all  the book, then all tests: the slow ones and the site's too"
+	@echo "make lint      ruff, types of public signatures, and every chapter's .ipynb in sync"
+	@echo "make sync      write the .ipynb beside each chapter"
+	@echo "make serve     the built site on a local port (PORT=8000)"
+	@echo "make stacks    chapters and tests on every stack, or on some (STACKS=\"newest colab\")"
+	@echo "make observe   what each JAX's TPU compiler makes of the same programs, for the appendix"
+	@echo "make dist      sdist and wheel in dist/, from what is installed: no network"
+	@echo "make repo URL=https://github.com/owner/name   the address that notebooks install from"
+	@echo "make clean     remove the built site and all results; distclean: the environments too"
+	@echo "Each does its own set-up in .venv; PYTHON=python3.12 chooses another interpreter."
+
 book: venv
 	@$(python) -m shardwise_book
 
-test: book
+test: venv
 	@$(python) -m pytest $(workers) -m "not slow"
 
 test-all: book

@@ -2,20 +2,18 @@
 
 import gc
 import os
+from pathlib import Path
 
 import hypothesis
+from shardwise_book import compiler
+
+# Before JAX is imported, and XLA starts. Chapters go the same way, into the same folder.
+os.environ["XLA_FLAGS"] = f"{compiler.flags()} {os.environ.get('XLA_FLAGS', '')}"
+os.environ.update(compiler.kept(Path(__file__).parent.parent / "_build/.programs"))
+
 import jax
 
 pytest_plugins = ["browser"]
-
-# Most programs here run once: a compiler that optimises machine code less, and does not divide the
-# little there is, takes half the time, and leaves memory, collectives and FLOPs as they are.
-QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-# Fusions become machine code by MLIR, which takes as long as all else. The way before it is still
-# in these releases, and compares and counts the same; chapters, and the newest stack, go the new.
-QUICKER = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
-# XLA reads its flags when it starts: before anything asks for a device.
-os.environ["XLA_FLAGS"] = " ".join([QUICK, QUICKER, os.environ.get("XLA_FLAGS", "")])
 
 # JAX keeps what it traced: millions of objects, which the collector would go through again and
 # again, a tenth of the tests' time.

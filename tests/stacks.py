@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RUNNER = ROOT / "book/_ext/shardwise_book/execute.py"
+EXTENSION = ROOT / "book/_ext"
+RUNNER = ["-m", "shardwise_book.execute"]
 # One chapter asks JAX for a default of which JAX 0.8 announces that it will change.
 ANNOUNCED = "ignore:The default axis_types will change:DeprecationWarning"
 SITE_TESTS = ["tests/test_site.py", "tests/test_theme.py"]
@@ -115,8 +116,9 @@ def chapters_here(python: Path) -> bool:
     notebooks = sorted((ROOT / "chapters").glob("*.ipynb"))
     modules = ["__main__", *map(module_name, sorted((ROOT / "src").rglob("*.py")))]
     filters = [*(f"error::DeprecationWarning:{module}" for module in modules), ANNOUNCED]
-    settings = {"PYTHONPATH": str(ROOT / "src"), "PYTHONWARNINGS": ",".join(filters)}
-    return succeeds([python, RUNNER, *notebooks], settings)
+    paths = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{EXTENSION}"}
+    settings = {**paths, "PYTHONWARNINGS": ",".join(filters)}
+    return succeeds([python, *RUNNER, *notebooks], settings)
 
 
 def chapters_as_on_colab(python: Path) -> bool:
@@ -132,8 +134,8 @@ def chapters_as_on_colab(python: Path) -> bool:
             (standin / "google/colab" / module).touch()
         before, passed = installed(python), True
         for notebook in sorted((clone / "chapters").glob("*.ipynb")):
-            command = [python, RUNNER, "--preload", "google.colab", notebook]
-            passed &= succeeds(command, {"PYTHONPATH": str(standin)})
+            command = [python, *RUNNER, "--preload", "google.colab", notebook]
+            passed &= succeeds(command, {"PYTHONPATH": f"{standin}{os.pathsep}{EXTENSION}"})
             after = installed(python)
             added = after.pop("shardwise", None)
             if added is None or after != before:

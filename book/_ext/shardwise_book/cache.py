@@ -1,15 +1,18 @@
 """Executes what is stale, several chapters at a time; results lie in a jupyter-cache for MyST-NB.
 
-jupyter-cache knows a notebook by its code cells alone, so the cache's folder is named for all else
-that outputs depend on: the package's source, the environment, and what is installed.
+jupyter-cache knows a notebook by its code cells alone. The cache's folder is named for what all
+outputs depend on besides: the environment and what is installed. With each result stand the
+project's files that the execution read (`inputs`), and it holds as long as these are the same.
 """
 
 import concurrent.futures
 import hashlib
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -20,16 +23,17 @@ from jupyter_cache import get_cache
 from jupyter_cache.base import CacheBundleIn, JupyterCacheAbstract
 from packaging.requirements import Requirement
 
-from . import execute
+from . import compiler, execute, inputs
 
 STACK = ["jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "matplotlib"]
 STACK += ["libtpu"]  # one chapter compiles for chips where it is there
-KEPT = 4  # caches of earlier states, so that going back to one executes nothing
+KEPT = 4  # caches of other stacks, so that going back to one executes nothing
+PROGRAMS = ".programs"  # the folder of compiled ones, beside that of the caches; tests share it
+PROGRAMS_BYTES = 2**30  # above it the folder is emptied
 # Of the environment: what the libraries of the stack and Python itself take settings from.
 SETTINGS = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "TF_", "FLAX_", "ORBAX_", "MPL")
 SETTINGS += ("PYTHONOPTIMIZE", "PYTHONWARNINGS", "PYTHONHASHSEED", "OMP_NUM_THREADS", "TZ", "LC_")
 
-Source = dict[str, tuple[str, int]]
 Data = dict[str, Any]
 
 
@@ -56,25 +60,16 @@ def closure(roots: Iterable[str] = (*STACK, "shardwise", "ipykernel", "ipython")
     return found
 
 
-def snapshot(package: Path) -> Source:
-    """Digest and time of change of each file of the package's source, by its path."""
-    found = {}
-    for path in sorted(Path(package).rglob("*")):
-        if path.is_file() and "__pycache__" not in path.parts and ".egg-info" not in str(path):
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            found[path.relative_to(package).as_posix()] = digest, path.stat().st_mtime_ns
-    return found
-
-
-def fingerprint(source: Source) -> str:
-    """A name for what outputs depend on beside the notebook."""
+def fingerprint(root: Path) -> str:
+    """A name for what every output depends on beside the notebook and the files that it read."""
     settings = {k: v for k, v in execute.environment().items() if k.startswith(SETTINGS)}
     parts = [
         platform.python_version(),
-        Path(execute.__file__).read_text(),
+        *(Path(module.__file__).read_text() for module in (execute, inputs)),
         sorted(closure().items()),
         sorted(settings.items()),
-        [(name, digest) for name, (digest, _) in source.items()],
+        # What stands here may be imported in place of an installed package of that name.
+        sorted(path.name for path in (root / "src").glob("[!_.]*") if path.suffix != ".egg-info"),
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
@@ -91,10 +86,14 @@ def jobs() -> int:
 
 
 class Results:
-    """What is known of executions in the jupyter-cache at `path`; a damaged one is emptied."""
+    """What is known of executions in the jupyter-cache at `path`; a damaged one is emptied.
 
-    def __init__(self, path: Path) -> None:
-        self.cache = _open(path)
+    `root` is the project's folder.
+    """
+
+    def __init__(self, path: Path, root: Path) -> None:
+        self.cache, self.root = _open(path), root
+        self.files = inputs.Files(root)
 
     def find(self, notebook: nbformat.NotebookNode) -> Data | None:
         """The data stored with `notebook`'s last good run, or None where it must run (again)."""
@@ -105,16 +104,33 @@ class Results:
             return None
         # Tags change what an execution means, and jupyter-cache does not look at them.
         expected = {"tags": _tags(notebook), "digest": _digest(stored)}
-        return record.data if record.data.items() >= expected.items() else None
+        known = record.data.items() >= expected.items()
+        return record.data if known and self.files.same(record.data["files"]) else None
 
     def outputs(self, notebook: nbformat.NotebookNode) -> list[list[nbformat.NotebookNode]]:
         """Those of each code cell in the run that `find` found."""
         record = self.cache.match_cache_notebook(notebook)
         return [cell.outputs for cell in self.cache.get_cache_bundle(record.pk).nb.cells]
 
-    def keep(self, name: str, notebook: nbformat.NotebookNode, run: execute.Run) -> Data:
-        """Store a good run; `notebook` is the one that was asked for."""
+    def seconds(self, notebook: nbformat.NotebookNode) -> float:
+        """Those of an earlier run of the same cells; infinite where there was none."""
+        try:
+            return self.cache.match_cache_notebook(notebook).data["execution_seconds"]
+        except Exception:  # as in `find`
+            return math.inf
+
+    def keep(
+        self, name: str, notebook: nbformat.NotebookNode, run: execute.Run, opened: inputs.Opened
+    ) -> Data:
+        """Store a good run; `notebook` is the one that was asked for.
+
+        Raises:
+          Changed: a file is no longer what the run opened; nothing is stored.
+        """
+        if edited := self.files.edited(opened):
+            raise Changed(f"{', '.join(edited)} changed while chapters ran")
         data = {
+            "files": {path: self.files.digest(path) for path in opened},
             "execution_seconds": run.seconds,
             "devices": run.devices,
             "tags": _tags(notebook),
@@ -132,21 +148,20 @@ class Results:
 def update(
     notebooks: Mapping[str, nbformat.NotebookNode],
     path: Path,
+    root: Path,
     say: Callable[[str], None],
-    changed: Callable[[], Collection[str]] = tuple,
 ) -> tuple[dict[str, Data], list[str], list[str]]:
     """Execute those of `notebooks` (a dict by name) that the cache at `path` has no run of.
 
     Returns `(data, failures, executed)`: what is stored for each name, a message for each that
-    failed, and the names that ran now. Progress goes, line by line, to the function `say`.
-    `changed` names the files of the source that were edited since `path` was chosen. Whatever ends
-    this early ends what runs, too.
+    failed, and the names that ran now. Progress goes, line by line, to the function `say`; `root`
+    is the project's folder. Whatever ends this early ends what runs, too.
 
     Raises:
-      Changed: some were edited; nothing that ran since then is stored.
+      Changed: a file was edited after a chapter had read it; that run is not stored.
     """
     prune(Path(path))
-    results = Results(path)
+    results = Results(path, root)
     data = {name: results.find(notebook) for name, notebook in notebooks.items()}
     stale = [name for name, known in data.items() if known is None]
     if not stale:
@@ -154,25 +169,36 @@ def update(
         return data, [], []
     at_once = min(jobs(), len(stale))
     say(f"Chapters: {len(stale)} of {len(notebooks)} to execute, {at_once} at a time.")
+    settings = compiler.kept(programs(path))
     failures, kernels = [], execute.Kernels()
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        pending = {pool.submit(_run, name, notebooks[name], say, kernels): name for name in stale}
+        ordered = sorted(stale, key=lambda name: _length(results, notebooks[name]), reverse=True)
+        pending = {
+            pool.submit(_run, name, notebooks[name], root, settings, say, kernels): name
+            for name in ordered
+        }
         try:
             for done, future in enumerate(concurrent.futures.as_completed(pending), start=1):
-                name, run = pending[future], future.result()
-                if edited := changed():
-                    raise Changed(f"{', '.join(edited)} changed while chapters ran")
+                name, (run, opened) = pending[future], future.result()
                 verdict = "FAILED after" if run.failure else "done in"
                 say(f"  {name}: {verdict} {run.seconds:.1f} s ({done} of {len(stale)})")
                 if run.failure:
                     failures.append(run.failure)
                 else:
-                    data[name] = results.keep(name, notebooks[name], run)
+                    data[name] = results.keep(name, notebooks[name], run, opened)
         except BaseException:  # Ctrl-C too
             pool.shutdown(wait=False, cancel_futures=True)
             kernels.stop()
             raise
     return data, failures, stale
+
+
+def programs(path: Path) -> Path:
+    """The folder of compiled programs for the cache at `path`; emptied where it has grown."""
+    folder = path.parent.with_name(PROGRAMS)
+    if sum(file.stat().st_size for file in folder.glob("*")) > PROGRAMS_BYTES:
+        shutil.rmtree(folder, ignore_errors=True)
+    return folder
 
 
 def table(data: Mapping[str, Data], executed: Collection[str] = ()) -> list[str]:
@@ -206,9 +232,18 @@ def _open(path: Path) -> JupyterCacheAbstract:
     return cache
 
 
-def _run(name, notebook, say, kernels):
+def _run(name, notebook, root, settings, say, kernels):
     say(f"  {name}: runs")
-    return execute.run(notebook, name, kernels)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "opened")
+        seen = {**settings, **inputs.environment(root, log)}
+        return execute.run(notebook, name, kernels, seen), inputs.opened(log)
+
+
+def _length(results, notebook):
+    """The longest starts first: by its last run, or as it seems from the length of its cells."""
+    code = sum(len(cell.source) for cell in notebook.cells if cell.cell_type == "code")
+    return results.seconds(notebook), code
 
 
 def _digest(notebook):

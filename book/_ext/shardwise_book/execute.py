@@ -1,7 +1,7 @@
 """Runs one notebook in a fresh kernel of this interpreter, and says what went wrong where.
 
-`python execute.py chapters/*.ipynb` runs notebooks for nothing but their errors. That needs
-ipykernel and nbclient only, so that it works in environments that hold no Jupyter Book.
+`python -m shardwise_book.execute chapters/*.ipynb` runs notebooks for nothing but their errors.
+That needs ipykernel and nbclient only, so that it works in environments without Jupyter Book.
 """
 
 import argparse
@@ -9,20 +9,29 @@ import dataclasses
 import os
 import re
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import nbformat
+import psutil
 from ipykernel.kernelspec import make_ipkernel_cmd
 from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpec
 from nbclient import NotebookClient
-from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbclient.exceptions import CellExecutionError, DeadKernelError
 
-CELL_TIMEOUT_S = 900  # for a slow machine: a whole chapter takes well under a minute on a usual one
+from . import compiler
+
+# Both are for cells that hang, on however slow a machine: no clock on the wall ends one that works.
+STILL_S = 600  # without a hundredth of it in processor time
+BUSY_S = 1800  # of processor time: a whole chapter takes well under a minute
+LOOK_S = 5
+PRINTED = 20  # lines of what a kernel that died had written
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # the book speaks of simulated devices, whatever the machine has
@@ -51,9 +60,20 @@ class Run:
 
 
 class ThisInterpreter(AsyncKernelManager):
-    """Starts kernels with `sys.executable`, whatever a python3 kernelspec at home may say."""
+    """Starts kernels with `sys.executable`, whatever a python3 kernelspec at home may say.
+
+    They are spoken to through files where the system has such sockets: a port that was free when
+    it was chosen may be another program's by the time the kernel takes it.
+    """
 
     arguments = ()  # more of them for the kernel's command line
+
+    def __init__(self, **options: object) -> None:
+        super().__init__(**options)
+        if hasattr(socket, "AF_UNIX"):
+            self._sockets = tempfile.TemporaryDirectory(prefix="kernel-")
+            self.transport = "ipc"
+            self.connection_file = str(Path(self._sockets.name, "kernel.json"))
 
     @property
     def kernel_spec(self) -> KernelSpec:
@@ -74,9 +94,7 @@ class Kernels:
         """Kill what runs, with what it has started; whoever executes it gets an exception."""
         self.stopped = True
         for client in list(self.clients):
-            process = getattr(getattr(client.km, "provisioner", None), "process", None)
-            if process and process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            kill(client)
 
     def check(self) -> None:
         """An exception once they are stopped, for a kernel that was still starting then."""
@@ -84,11 +102,84 @@ class Kernels:
             raise DeadKernelError("stopped")
 
 
-def run(notebook: nbformat.NotebookNode, name: str, kernels: Kernels | None = None) -> Run:
+def kill(client: NotebookClient) -> None:
+    """Kill its kernel with all that it has started."""
+    process = _process(client)
+    if process and process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def processor_seconds(client: NotebookClient) -> float:
+    """Of its kernel and all that it has started, ended ones included."""
+    total, process = 0.0, _process(client)
+    try:
+        kernel = psutil.Process(process.pid) if process else None
+        members = [kernel, *kernel.children(recursive=True)] if kernel else []
+    except psutil.Error:
+        return total
+    for member in members:
+        try:
+            total += sum(member.cpu_times()[:4])  # user, system, and both of ended children
+        except psutil.Error:  # it ended meanwhile, and counts with its parent's
+            pass
+    return total
+
+
+class Watchdog:
+    """A thread that kills a kernel whose cell hangs, and remembers why in `verdict`."""
+
+    def __init__(
+        self,
+        spent: Callable[[], float],
+        kill: Callable[[], None],
+        still: float = STILL_S,
+        busy: float = BUSY_S,
+        look: float = LOOK_S,
+    ) -> None:
+        self.verdict: str | None = None
+        self._spent, self._kill, self._limits, self._look = spent, kill, (still, busy), look
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.begin()
+
+    def begin(self) -> None:
+        """A cell begins."""
+        now = self._spent()
+        self._cell, self._moved = now, (time.monotonic(), now)
+
+    def __enter__(self) -> "Watchdog":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self):
+        still, busy = self._limits
+        while not self._ended.wait(self._look):
+            now, spent = time.monotonic(), self._spent()
+            if spent - self._moved[1] >= still / 100:
+                self._moved = now, spent
+            if now - self._moved[0] > still:
+                self.verdict = f"it stood still: no work of the processor in {still:g} s."
+            elif spent - self._cell > busy:
+                self.verdict = f"no end after {busy:g} s of the processor's time."
+            if self.verdict:
+                return self._kill()
+
+
+def run(
+    notebook: nbformat.NotebookNode,
+    name: str,
+    kernels: Kernels | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> Run:
     """Execute a copy of `notebook` in an empty directory; `name` stands in messages.
 
-    The kernel sees this process's environment, which wins over ENVIRONMENT; temporary files that a
-    chapter leaves behind go with it. `kernels` can stop it.
+    The kernel sees this process's environment, which wins over ENVIRONMENT, and `settings` before
+    both; temporary files that a chapter leaves behind go with it. `kernels` can stop it. What
+    compiled code writes past Python goes to a file, whose end is told where the kernel dies.
     """
     kernels = kernels or Kernels()
     notebook = nbformat.from_dict(notebook)
@@ -99,22 +190,31 @@ def run(notebook: nbformat.NotebookNode, name: str, kernels: Kernels | None = No
     def begin(cell, cell_index):
         kernels.check()
         current[0] = cell_index
+        watchdog.begin()
 
     client = NotebookClient(
         notebook,
-        timeout=CELL_TIMEOUT_S,
+        timeout=None,
         kernel_manager_class=ThisInterpreter,
         record_timing=False,
         on_cell_start=begin,
     )
+    watchdog = Watchdog(lambda: processor_seconds(client), lambda: kill(client))
     failure = None
-    with tempfile.TemporaryDirectory() as empty, tempfile.TemporaryDirectory() as temporary:
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        tempfile.TemporaryDirectory() as temporary,
+        tempfile.TemporaryFile() as printed,
+        watchdog,
+    ):
         client.resources["metadata"] = {"path": empty}
         kernels.clients.add(client)
         try:
-            client.execute(env=environment() | {"TMPDIR": temporary})
-        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-            failure = _failure(name, notebook, current[0], lines, _reason(error))
+            seen = {**environment(), **(settings or {}), "TMPDIR": temporary}
+            client.execute(env=seen, stdout=printed, stderr=printed)
+        except (CellExecutionError, DeadKernelError) as error:
+            reason = watchdog.verdict or _reason(error, printed)
+            failure = _failure(name, notebook, current[0], lines, reason)
         finally:
             kernels.clients.discard(client)
         _clean(notebook, empty)
@@ -137,7 +237,8 @@ def environment() -> dict[str, str]:
     """What kernels see."""
     # A backend that a test or a shell asked for would leave the chapters without figures.
     inline = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
-    return {**ENVIRONMENT, **os.environ, **inline}
+    xla = {"XLA_FLAGS": f"{compiler.flags()} {os.environ.get('XLA_FLAGS', '')}".strip()}
+    return {**ENVIRONMENT, **os.environ, **inline, **xla}
 
 
 def _failure(name, notebook, index, lines, reason):
@@ -154,12 +255,17 @@ def _silent_cell(name, notebook, lines):
     return None
 
 
-def _reason(error):
-    if isinstance(error, CellTimeoutError):
-        return f"no end after {CELL_TIMEOUT_S} s."
+def _reason(error, printed):
     if isinstance(error, DeadKernelError):
-        return "the kernel died (out of memory, perhaps, or a crash in compiled code)."
+        printed.seek(0)
+        end = printed.read().decode(errors="replace").splitlines()[-PRINTED:]
+        died = "the kernel died (out of memory, perhaps, or a crash in compiled code)."
+        return "\n".join([died, *end])
     return re.sub(r"\x1b\[[0-9;]*m", "", error.traceback)
+
+
+def _process(client):
+    return getattr(getattr(client.km, "provisioner", None), "process", None)
 
 
 def _indent(text):

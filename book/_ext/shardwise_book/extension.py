@@ -1,6 +1,6 @@
 """The build: pairs checked, chapters executed, every warning an error.
 
-config-inited   the cache's folder is named for the state of the package and the stack
+config-inited   the cache's folder is named for the state of the stack
 builder-inited  pairs are checked, then stale chapters execute in parallel; now pages may change
 the build       MyST-NB finds every result in the cache, and executes nothing; the gallery of
                 failures is filled when every page was read
@@ -16,7 +16,7 @@ from sphinx.application import Sphinx
 from sphinx.errors import SphinxError
 from sphinx.util import logging
 
-from . import cache, execute, failures, observatory, pairs, record, site, times
+from . import cache, failures, observatory, pairs, record, site, times
 
 LOGGER = logging.getLogger(__name__)
 CHAPTERS = "chapters"
@@ -49,12 +49,10 @@ def setup(app: Sphinx) -> dict[str, Any]:
 def _configure(app, config):
     _check_package(Path(app.srcdir, "src", "shardwise"))
     app.shardwise_record = record.Record(app)
-    app.shardwise_source = cache.snapshot(Path(app.srcdir, "src"))
-    state = cache.fingerprint(app.shardwise_source)
+    state = cache.fingerprint(Path(app.srcdir))
     config.nb_execution_mode = "cache"
     config.nb_execution_cache_path = str(Path(app.outdir).parent / ".jupyter_cache" / state)
     config.nb_execution_raise_on_error = True
-    config.nb_execution_timeout = execute.CELL_TIMEOUT_S
 
 
 def _check_package(folder):
@@ -83,12 +81,12 @@ def _execute(app):
         raise BookError("\n".join(problems))
     path = app.config.nb_execution_cache_path
     try:
-        data, failed, executed = cache.update(named, path, LOGGER.info, lambda: _edited(app))
+        data, failed, executed = cache.update(named, Path(path), Path(app.srcdir), LOGGER.info)
     except cache.Changed as error:
         raise BookError(f"{error}: run `make book` again.") from None
     if failed:
         raise BookError("\n\n".join([*failed, "In short:", *map(_short, failed)]))
-    _collect_failures(app, named, cache.Results(path))
+    _collect_failures(app, named, cache.Results(path, Path(app.srcdir)))
     app.shardwise_runs = {name.removesuffix(".md"): run for name, run in data.items()}
     app.shardwise_executed = {name.removesuffix(".md") for name in executed}
     app.shardwise_record.begin()
@@ -102,12 +100,6 @@ def _collect_failures(app, named, results):
         problems += silent
     if problems:
         raise BookError("\n".join(problems))
-
-
-def _edited(app):
-    """The files of the source that are not as they were when this build began."""
-    now = cache.snapshot(Path(app.srcdir, "src")).items()
-    return sorted({f"src/{name}" for name, _ in now ^ app.shardwise_source.items()})
 
 
 def _texts(app):
