@@ -4,7 +4,7 @@
 .PHONY: help book test test-all lint sync serve stacks observe dist repo clean distclean venv
 
 PORT ?= 8000
-ours := environment.py src tests benchmarks book/_ext
+ours := environment.py src tests benchmarks examples book/_ext
 python := .venv/bin/python
 
 # What is given on the command line reaches programs as it stands, through the environment: neither

@@ -5,7 +5,9 @@ That needs ipykernel and nbclient only, so that it works in environments without
 """
 
 import argparse
+import asyncio
 import dataclasses
+import functools
 import os
 import re
 import signal
@@ -24,6 +26,7 @@ from jupyter_client import AsyncKernelManager
 from jupyter_client.kernelspec import KernelSpec
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
+from traitlets.config import Config
 
 from . import compiler
 
@@ -60,20 +63,9 @@ class Run:
 
 
 class ThisInterpreter(AsyncKernelManager):
-    """Starts kernels with `sys.executable`, whatever a python3 kernelspec at home may say.
-
-    They are spoken to through files where the system has such sockets: a port that was free when
-    it was chosen may be another program's by the time the kernel takes it.
-    """
+    """Starts kernels with `sys.executable`, whatever a python3 kernelspec at home may say."""
 
     arguments = ()  # more of them for the kernel's command line
-
-    def __init__(self, **options: object) -> None:
-        super().__init__(**options)
-        if hasattr(socket, "AF_UNIX"):
-            self._sockets = tempfile.TemporaryDirectory(prefix="kernel-")
-            self.transport = "ipc"
-            self.connection_file = str(Path(self._sockets.name, "kernel.json"))
 
     @property
     def kernel_spec(self) -> KernelSpec:
@@ -132,9 +124,9 @@ class Watchdog:
         self,
         spent: Callable[[], float],
         kill: Callable[[], None],
-        still: float = STILL_S,
-        busy: float = BUSY_S,
-        look: float = LOOK_S,
+        still: float,
+        busy: float,
+        look: float,
     ) -> None:
         self.verdict: str | None = None
         self._spent, self._kill, self._limits, self._look = spent, kill, (still, busy), look
@@ -192,26 +184,29 @@ def run(
         current[0] = cell_index
         watchdog.begin()
 
-    client = NotebookClient(
-        notebook,
-        timeout=None,
-        kernel_manager_class=ThisInterpreter,
-        record_timing=False,
-        on_cell_start=begin,
-    )
-    watchdog = Watchdog(lambda: processor_seconds(client), lambda: kill(client))
     failure = None
     with (
         tempfile.TemporaryDirectory() as empty,
         tempfile.TemporaryDirectory() as temporary,
+        tempfile.TemporaryDirectory() as sockets,
         tempfile.TemporaryFile() as printed,
-        watchdog,
     ):
+        client = NotebookClient(
+            notebook,
+            timeout=None,
+            kernel_manager_class=ThisInterpreter,
+            record_timing=False,
+            on_cell_start=begin,
+            config=Config(ThisInterpreter=reached_through(sockets)),
+        )
+        spent, end = functools.partial(processor_seconds, client), functools.partial(kill, client)
+        watchdog = Watchdog(spent, end, still=STILL_S, busy=BUSY_S, look=LOOK_S)
         client.resources["metadata"] = {"path": empty}
         kernels.clients.add(client)
         try:
             seen = {**environment(), **(settings or {}), "TMPDIR": temporary}
-            client.execute(env=seen, stdout=printed, stderr=printed)
+            with watchdog:
+                asyncio.run(client.async_execute(env=seen, stdout=printed, stderr=printed))
         except (CellExecutionError, DeadKernelError) as error:
             reason = watchdog.verdict or _reason(error, printed)
             failure = _failure(name, notebook, current[0], lines, reason)
@@ -221,6 +216,16 @@ def run(
     devices = "".join(output.get("text", "") for output in notebook.cells.pop().outputs).strip()
     failure = failure or _silent_cell(name, notebook, lines)
     return Run(notebook, time.perf_counter() - started, devices, failure)
+
+
+def reached_through(folder: str) -> dict[str, str]:
+    """Settings of a kernel that is spoken to by files in `folder`, where the system can.
+
+    A port that was free when it was chosen may be another program's when the kernel takes it.
+    """
+    if not hasattr(socket, "AF_UNIX"):
+        return {}
+    return {"transport": "ipc", "connection_file": str(Path(folder, "kernel.json"))}
 
 
 def describe(

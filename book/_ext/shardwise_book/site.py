@@ -19,7 +19,7 @@ from sphinx.config import Config
 from sphinx.util import logging
 from sphinx.util.math import get_node_equation_number
 
-from . import accessible, docstrings, lifted
+from . import accessible, docstrings, lifted, modules
 
 log = logging.getLogger(__name__)
 
@@ -164,3 +164,4 @@ def setup(app: Sphinx) -> None:
     app.connect("html-page-context", drop_unused_files)
     app.connect("html-page-context", add_page_context)
     docstrings.setup(app)
+    modules.setup(app)
