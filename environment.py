@@ -103,7 +103,7 @@ def main() -> None:
     print("Installing the pinned set (minutes, the first time)", flush=True)
     if READY.exists():
         READY.unlink()
-    pip = [str(FOLDER / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    pip = [str(FOLDER / "bin" / "python"), "-m", "pip", "install", "-qq"]  # errors alone
     pip = [*pip, "--disable-pip-version-check", "-r"]
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.check_call([*pip, PINS], env=outside)

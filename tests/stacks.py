@@ -95,7 +95,7 @@ def environment(name: str, stack: Stack) -> Path | None:
         shutil.rmtree(folder, ignore_errors=True)
         check([found, "-m", "venv", folder])
         (folder / "requirements.txt").write_text(pins)
-        install = [python, "-m", "pip", "install", "--quiet", "-r", folder / "requirements.txt"]
+        install = [python, "-m", "pip", "install", "-qq", "-r", folder / "requirements.txt"]
         check(install, cwd=ROOT)  # the last line there installs this package, from here
         add_compiler(name, stack, python)
         ready.write_text(state)
@@ -106,7 +106,7 @@ def add_compiler(name: str, stack: Stack, python: Path) -> None:
     """Beside what is there; tests and cells that need it are skipped where it cannot be had."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return say(f"{name}: no TPU compiler for {sys.platform} on {platform.machine()}")
-    install = [python, "-m", "pip", "install", "--quiet", *stack.compiler(installed(python)["jax"])]
+    install = [python, "-m", "pip", "install", "-qq", *stack.compiler(installed(python)["jax"])]
     if subprocess.run(install, cwd=ROOT).returncode:
         say(f"{name}: no TPU compiler could be installed; what needs it is left out")
 
