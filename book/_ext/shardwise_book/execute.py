@@ -71,7 +71,10 @@ class ThisInterpreter(AsyncKernelManager):
     def kernel_spec(self) -> KernelSpec:
         # Errors only: each kernel warns that its traffic on this machine is not encrypted.
         quiet = "--IPKernelApp.log_level=40"
-        command = make_ipkernel_cmd(extra_arguments=[quiet, *self.arguments])
+        # JAX keeps what it traced: millions of objects, which the collector would go through
+        # again and again, a tenth of a chapter's time.
+        rarely = "--IPKernelApp.exec_lines=import gc; gc.set_threshold(2000, 20, 50)"
+        command = make_ipkernel_cmd(extra_arguments=[quiet, rarely, *self.arguments])
         return KernelSpec(argv=command, display_name="Python 3", language="python")
 
 
