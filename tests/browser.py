@@ -1,11 +1,11 @@
 """Fixtures: a browser, the built site from files and from a server, and a page that must be silent.
 
 `page` fails its test when the page asked for anything outside, or wrote anything to the console.
+A test that needs the browser or the site is slow: `make test` does without both.
 """
 
 import contextlib
 import functools
-import html
 import http.server
 import os
 import re
@@ -23,10 +23,22 @@ DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 NAMES = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable"]
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` names
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if not {"browser", "site"}.isdisjoint(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")
+
+
+def missing(what):
+    """Without a part of the machinery tests skip, and in CI fail."""
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(what)
+
+
 @pytest.fixture(scope="session")
 def site():
     if not (SITE / "index.html").exists():
-        pytest.fail(f"There is no site in {SITE}: run `make book` first.")
+        missing("There is no site in _build/html: run `make book` first.")
     return SITE
 
 
@@ -52,14 +64,14 @@ def server(site):
 
 
 def launch(playwright):
-    """Headless Chromium, from the PATH or Playwright's own; without one, skip, and in CI fail."""
+    """Headless Chromium, from the PATH or Playwright's own."""
     error_class = pytest.importorskip("playwright.sync_api").Error
     found = next(filter(None, map(shutil.which, NAMES)), None)
     try:
         return playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
     except error_class as error:
         how = "No browser: install chromium, or run `playwright install chromium`."
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{how} ({error.message[:80]})")
+        missing(f"{how} ({error.message[:80]})")
 
 
 @pytest.fixture(scope="session")
@@ -92,19 +104,6 @@ def write_page(folder, *figures):
 NAME = """<img src="x" onerror="document.title='ran'"> & it's id="@step" __proto__"""
 
 
-def check_names_are_text(browser, folder, figure):
-    """A figure that holds NAME shows it as it stands, before its script runs and afterwards."""
-    for script in (False, True):
-        with silent_page(browser, java_script_enabled=script) as page:
-            page.goto(write_page(folder, figure))
-            assert page.title() == "Test" and page.locator("img").count() == 0
-            inside = page.locator(".shardwise-figure")
-            said = inside.locator("[role=status]").inner_text()
-            assert NAME in " ".join([said, *inside.locator("svg, option").all_text_contents()])
-            assert inside.locator("select").first.is_disabled() != script
-            yield inside
-
-
 def check_stands_alone(one, two, limit, ids):
     """Two showings of one figure, as HTML: small, fetching nothing, with ids of their own."""
     assert len(one.encode()) < limit
@@ -112,31 +111,6 @@ def check_stands_alone(one, two, limit, ids):
     found = [set(re.findall(r'id="([^"]+)"', text)) for text in (one, two)]
     assert len(found[0]) == len(found[1]) == ids and not found[0] & found[1]
     assert {*re.findall(r'for="([^"]+)"', one)} <= found[0]
-
-
-SHOWN = """(root) => [root.querySelector("[role=status]"), ...root.querySelectorAll("svg")]
-  .map((e) => e.innerHTML)"""
-
-
-def shown(figure):
-    """The words and pictures that an interactive figure shows, as its HTML."""
-    return [html.unescape(text) for text in figure.evaluate(SHOWN)]
-
-
-def shown_for_each(figure, choices):
-    """The same for each choice, a list of values for the figure's controls in their order."""
-    texts = figure.evaluate(
-        f"""(root, all) => all.map((values) => {{
-          const controls = [...root.querySelectorAll("select, input")];
-          values.forEach((value, i) => {{
-            controls[i].value = value;
-            controls[i].dispatchEvent(new Event("input", {{ bubbles: true }}));
-          }});
-          return ({SHOWN})(root);
-        }})""",
-        choices,
-    )
-    return [[html.unescape(text) for text in one] for one in texts]
 
 
 @pytest.fixture

@@ -1,22 +1,11 @@
-"""The explorer of balance: its numbers are `context.work`'s, and the browser shows Python's."""
+"""The explorer of balance: its numbers are `context.work`'s."""
 
-import html
 import itertools
 import re
 
 import numpy as np
-import pytest
-from browser import (
-    DESKTOP,
-    NAME,
-    PHONE,
-    check_names_are_text,
-    check_stands_alone,
-    shown,
-    shown_for_each,
-    silent_page,
-    write_page,
-)
+from browser import NAME
+from explorers import Explorer
 
 from shardwise import context, figures, marks
 from shardwise.figures import balance
@@ -86,42 +75,18 @@ def test_a_bar_is_as_long_as_its_scores():
             assert bars == expected
 
 
-def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
-    one, two = (explorer()._repr_html_() for _ in range(2))
-    check_stands_alone(one, two, 60_000, ids=8)
+def expected(data, at):
+    choice = dict(zip(balance.KEYS, at, strict=True))
+    return [draw(data, choice) for draw in (balance.describe, balance.seen, balance.ring)]
 
 
-@pytest.fixture
-def place(tmp_path):
-    return write_page(tmp_path, explorer())
-
-
-def test_every_choice_shows_pythons_words_and_pictures(opened):
-    data = explorer().data
-    figure = opened.locator(".shardwise-figure").first
-    every = [*choices(data)]
-    texts = shown_for_each(figure, [values for values, _ in every])
-    for (_, choice), found in zip(every, texts, strict=True):
-        expected = [draw(data, choice) for draw in (balance.describe, balance.seen, balance.ring)]
-        assert sorted(found) == sorted(map(html.unescape, expected)), choice
-
-
-def test_the_still_is_what_the_script_draws_first(browser, place, opened):
-    alive = opened.locator(".shardwise-figure").first
-    with silent_page(browser, viewport=DESKTOP, java_script_enabled=False) as page:
-        page.goto(place)
-        assert shown(page.locator(".shardwise-figure").first) == shown(alive)
-
-
-@pytest.mark.parametrize("width", [360, PHONE["width"]])
-def test_fits_a_phone(browser, place, width):
-    with silent_page(browser, viewport=PHONE | {"width": width}) as page:
-        page.goto(place)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-def test_names_are_text(browser, tmp_path):
-    for _ in check_names_are_text(
-        browser, tmp_path, explorer(orders={NAME: context.zigzag} | ORDERS)
-    ):
-        pass
+EXPLORER = Explorer(
+    explorer,
+    start=[0, 1, 1, 0],
+    controls={"Order": 2, "Devices": 2, "Tokens": 2, "Mask": 3},
+    states=lambda data: [at for at, _ in choices(data)],
+    expected=expected,
+    bytes=60_000,
+    ids=8,
+    named=lambda: explorer(orders={NAME: context.zigzag} | ORDERS),
+)

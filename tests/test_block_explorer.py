@@ -1,10 +1,10 @@
-"""The explorer of two cut products: what it says and draws, and the browser against Python."""
+"""The explorer of two cut products: what it says and draws."""
 
 import itertools
 import re
 
 import pytest
-from browser import DESKTOP, PHONE, check_stands_alone, shown_for_each, silent_page, write_page
+from explorers import Explorer
 
 from shardwise import figures
 from shardwise.figures import blocks, blocks_drawing
@@ -56,33 +56,28 @@ def test_wants_every_combination_in_order():
         figures.block_explorer(BLOCKS[:-1])
 
 
-def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
-    one, two = (figures.block_explorer(BLOCKS)._repr_html_() for _ in range(2))
-    check_stands_alone(one, two, 60_000, ids=8)
+def expected(data, at):
+    *place, order = at
+    frame = data["frames"][
+        sum(i * stride for i, stride in zip(place, data["strides"], strict=True))
+    ]
+    drawn = (*frame["pieces"], frame["labels"][order])
+    return [frame["words"][order], "".join(data["pieces"][i] for i in drawn)]
 
 
-def test_every_choice_shows_what_python_drew(browser, tmp_path):
-    data = blocks.table(BLOCKS)
-    place = write_page(tmp_path, figures.block_explorer(BLOCKS, start=10))
-    with silent_page(browser, viewport=DESKTOP) as page:
-        page.goto(place)
-        inside = page.locator(".shardwise-figure").first
-        values = [(1, 0, 1, 0, 2), (2, 1, 1, 1, 1), (0, 1, 0, 0, 0)]
-        found = shown_for_each(inside, [list(v) for v in values])
-        for (words, picture), (n, first, second, sequence, order) in zip(
-            found, values, strict=True
-        ):
-            frame = data["frames"][8 * n + 4 * first + 2 * second + sequence]
-            assert words == frame["words"][order]
-            drawn = [data["pieces"][i] for i in (*frame["pieces"], frame["labels"][order])]
-            assert picture.count("<rect") == "".join(drawn).count("<rect")
-            assert all(piece in picture for piece in drawn)
-
-
-def test_fits_a_phone_and_makes_sense_without_javascript(browser, tmp_path):
-    place = write_page(tmp_path, figures.block_explorer(BLOCKS, start=10))
-    with silent_page(browser, viewport=PHONE | {"width": 360}, java_script_enabled=False) as page:
-        page.goto(place)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        assert "Without JavaScript" in page.locator(".shardwise-figure").inner_text()
-        assert page.locator("svg rect").count() > 8
+EXPLORER = Explorer(
+    lambda: figures.block_explorer(BLOCKS, start=10),
+    start=[1, 0, 1, 0, 0],
+    controls={
+        "Devices": 3,
+        "First matrix by": 2,
+        "Second matrix by": 2,
+        "Tokens outside": 2,
+        "Collectives": 3,
+    },
+    states=lambda data: [*itertools.product(*map(range, (3, 2, 2, 2, 3)))],
+    expected=expected,
+    read=lambda texts: [texts[0], re.search(r'-block">(.*)</g>', texts[1])[1]],
+    bytes=60_000,
+    ids=8,
+)

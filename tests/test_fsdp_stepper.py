@@ -1,6 +1,5 @@
-"""The FSDP stepper: its simulation against compiled programs, the browser against Python."""
+"""The FSDP stepper: its simulation against compiled programs."""
 
-import html
 import re
 
 import jax
@@ -8,28 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from browser import (
-    DESKTOP,
-    NAME,
-    PHONE,
-    check_names_are_text,
-    check_stands_alone,
-    shown,
-    shown_for_each,
-    silent_page,
-    write_page,
-)
+from browser import NAME
+from explorers import Explorer
 
 from shardwise import figures, fsdp, marks, measure, mesh, objective
 from shardwise.figures import stepping, zero
 
 LAYERS = {f"layer {i}": 4096 for i in range(3)}
 PSI = 3 * 4096
-
-
-@pytest.fixture(scope="module")
-def data():
-    return stepping.table(LAYERS)
 
 
 def choices(data):
@@ -121,86 +106,21 @@ def test_still_says_the_right_numbers():
     assert still.count('height="22" fill="#') == 4 * (4 + 2 + 3)
 
 
-def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
-    one, two = (figures.fsdp_stepper(LAYERS)._repr_html_() for _ in range(2))
-    check_stands_alone(one, two, 60_000, ids=10)
+def expected(data, at):
+    choice = dict(zip(("zero", "passes", "step"), at, strict=True))
+    drawn = stepping.describe, stepping.grid_picture, stepping.course_picture
+    return [draw(data, choice) for draw in drawn]
 
 
-# In the browser
-
-
-@pytest.fixture
-def place(tmp_path):
-    return write_page(tmp_path, *(figures.fsdp_stepper(LAYERS) for _ in range(2)))
-
-
-DRAWN = stepping.describe, stepping.grid_picture, stepping.course_picture
-
-
-def agrees(figure, data):
-    values = figure.locator("select, input").evaluate_all("all => all.map((e) => Number(e.value))")
-    choice = dict(zip(("zero", "passes", "step"), values, strict=True))
-    expected = [html.unescape(draw(data, choice)) for draw in DRAWN]
-    assert shown(figure) == expected, choice
-    return choice
-
-
-def test_every_choice_shows_pythons_words_and_pictures(opened, data):
-    every = list(choices(data))
-    figure = opened.locator(".shardwise-figure").first
-    found = shown_for_each(figure, [list(choice.values()) for choice in every])
-    for choice, texts in zip(every, found, strict=True):
-        expected = [html.unescape(draw(data, choice)) for draw in DRAWN]
-        assert texts == expected, choice
-
-
-def test_steps_by_keyboard_and_stays_within_the_run(opened, data):
-    figure, other = opened.locator(".shardwise-figure").all()
-    first = agrees(figure, data)
-    assert first == {"zero": 3, "passes": 0, "step": 7}
-    opened.keyboard.press("Tab")  # ZeRO's number
-    opened.keyboard.press("Home")
-    assert agrees(figure, data)["zero"] == 0
-    opened.keyboard.press("Tab")  # again, or once
-    opened.keyboard.press("Tab")
-    opened.keyboard.press("Home")
-    opened.keyboard.press("ArrowRight")
-    assert agrees(figure, data)["step"] == 1
-    opened.keyboard.press("Tab")
-    for _ in range(3):
-        opened.keyboard.press("Enter")  # Back
-    assert agrees(figure, data)["step"] == 0
-    assert figure.get_by_role("button", name="Back").get_attribute("aria-disabled") == "true"
-    opened.keyboard.press("Tab")  # Play
-    opened.keyboard.press("Tab")
-    for _ in range(30):
-        opened.keyboard.press("Enter")  # Next
-    assert agrees(figure, data)["step"] == 8  # forward 3, backward 3, all-reduce, update
-    assert agrees(other, data) == first
-
-
-def test_the_still_is_what_the_script_draws_first(browser, place, opened):
-    alive = opened.locator(".shardwise-figure").first
-    with silent_page(browser, viewport=DESKTOP, java_script_enabled=False) as page:
-        page.goto(place)
-        still = page.locator(".shardwise-figure").first
-        assert still.get_by_role("status").is_visible() and still.locator("svg").first.is_visible()
-        assert still.get_by_role("combobox", name="ZeRO", exact=True).is_disabled()
-        assert "Without JavaScript" in still.inner_text()
-        assert shown(still) == shown(alive)
-
-
-@pytest.mark.parametrize("width", [360, PHONE["width"]])
-def test_fits_a_phone(browser, place, data, width):
-    with silent_page(browser, viewport=PHONE | {"width": width}) as page:
-        page.goto(place)
-        figure = page.locator(".shardwise-figure").first
-        figure.get_by_role("combobox", name="ZeRO", exact=True).select_option("1")
-        assert agrees(figure, data)["zero"] == 1
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-def test_names_are_text(browser, tmp_path):
-    figure = figures.fsdp_stepper({"head": 80, NAME: 40}, devices=4)
-    for alive in check_names_are_text(browser, tmp_path, figure):
-        assert NAME in alive.get_by_role("status").inner_text()
+EXPLORER = Explorer(
+    lambda: figures.fsdp_stepper(LAYERS),
+    start=[3, 0, 7],
+    controls={"ZeRO": 4, "Backward pass, with ZeRO 3": 2, "Event": 14},
+    states=lambda data: [[*choice.values()] for choice in choices(data)],
+    expected=expected,
+    bytes=60_000,
+    ids=10,
+    named=lambda: figures.fsdp_stepper({"head": 80, NAME: 40}, devices=4),
+    told=lambda words: NAME in words,
+    steps=True,
+)

@@ -1,20 +1,10 @@
-"""The lanes of compute and network: the laws of the simulation, the browser against Python."""
+"""The lanes of compute and network: the laws of the simulation."""
 
-import html
 import itertools
 
 import pytest
-from browser import (
-    DESKTOP,
-    NAME,
-    PHONE,
-    check_names_are_text,
-    check_stands_alone,
-    shown,
-    shown_for_each,
-    silent_page,
-    write_page,
-)
+from browser import NAME, PHONE, silent_page, write_page
+from explorers import Explorer
 
 from shardwise import figures
 from shardwise.figures import lanes
@@ -100,34 +90,27 @@ def test_still_says_what_the_simulation_says():
     assert 'data-name="whole">3</b> of 4 layers' in fsdp
 
 
-def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
-    one, two = (explorer()._repr_html_() for _ in range(2))
-    check_stands_alone(one, two, 60_000, ids=7)
-
-
-@pytest.fixture
-def place(tmp_path):
-    return write_page(tmp_path, *(explorer() for _ in range(2)))
-
-
-def test_every_choice_shows_pythons_words_and_pictures(opened):
-    data, choices = explorer().data, []
+def states(data):
     for strategy, kind in enumerate(data["strategies"]):
         for more in itertools.product(range(2), range(2), range(len(kind["ahead"]))):
-            choices.append((strategy, *more))
-    figure = opened.locator(".shardwise-figure").first
-    for values, texts in zip(choices, shown_for_each(figure, choices), strict=True):
-        choice = dict(zip(("strategy", "tokens", "bandwidth", "ahead"), values, strict=True))
-        expected = [html.unescape(draw(data, choice)) for draw in (lanes.describe, lanes.picture)]
-        assert texts == expected, choice
+            yield strategy, *more
 
 
-def test_offers_each_strategys_ways_by_keyboard(opened):
-    figure = opened.locator(".shardwise-figure").first
-    opened.keyboard.press("Tab")
-    opened.keyboard.press("End")  # FSDP
-    ways = figure.get_by_role("combobox", name="Overlap").locator("option")
-    assert ways.all_text_contents() == lanes.OFFERED["fsdp"]["ahead"]
+def expected(data, at):
+    choice = dict(zip(("strategy", "tokens", "bandwidth", "ahead"), at, strict=True))
+    return [draw(data, choice) for draw in (lanes.describe, lanes.picture)]
+
+
+EXPLORER = Explorer(
+    explorer,
+    start=[0, 1, 0, 1],
+    controls={"Strategy": 2, "Tokens on each device": 2, "Bandwidth": 2, "Overlap": 3},
+    states=lambda data: [*states(data)],
+    expected=expected,
+    bytes=60_000,
+    ids=7,
+    named=lambda: explorer({NAME: 1e11}),
+)
 
 
 def test_a_strategy_alone_is_no_choice(browser, tmp_path):
@@ -136,22 +119,3 @@ def test_a_strategy_alone_is_no_choice(browser, tmp_path):
         figure = page.locator(".shardwise-figure")
         assert figure.get_by_role("combobox").count() == 3
         assert "At most 3 of 4 layers" in figure.get_by_role("status").inner_text()
-
-
-def test_the_still_is_what_the_script_draws_first(browser, place, opened):
-    alive = opened.locator(".shardwise-figure").first
-    with silent_page(browser, viewport=DESKTOP, java_script_enabled=False) as page:
-        page.goto(place)
-        assert shown(page.locator(".shardwise-figure").first) == shown(alive)
-
-
-@pytest.mark.parametrize("width", [360, PHONE["width"]])
-def test_fits_a_phone(browser, place, width):
-    with silent_page(browser, viewport=PHONE | {"width": width}) as page:
-        page.goto(place)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-def test_names_are_text(browser, tmp_path):
-    for _ in check_names_are_text(browser, tmp_path, explorer({NAME: 1e11})):
-        pass

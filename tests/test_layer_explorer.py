@@ -1,10 +1,11 @@
-"""The figure of one layer: its blocks against JAX's own shardings, the browser against Python."""
+"""The figure of one layer: its blocks against JAX's own shardings."""
 
 import re
 
 import jax.numpy as jnp
 import pytest
-from browser import NAME, check_names_are_text, check_stands_alone, silent_page, write_page
+from browser import NAME
+from explorers import Explorer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -74,32 +75,33 @@ def test_a_block_that_is_no_rectangle_is_an_error():
         figures.layer_explorer(GRID, ROWS, {"heads in half": (cut, cut, [])})
 
 
-def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
-    one, two = (figures.layer_explorer(GRID, ROWS, LAYOUTS)._repr_html_() for _ in range(2))
-    check_stands_alone(one, two, 40_000, ids=8)
+def expected(data, at):
+    layout, device = data["frames"][at[0]], data["frames"][at[0]]["devices"][at[1]]
+    table = re.fullmatch("<table>(.*)</table>", layout["sends"])[1]
+    assert table.count("<tr>") == 1 + len(LAYOUTS[[*LAYOUTS][at[0]]][2])
+    return [device["words"], layout["sums"], device["blocks"], table]
 
 
-def test_every_choice_shows_what_python_drew(browser, tmp_path):
-    data = figures.layer.table(GRID, ROWS, LAYOUTS)
-    place = write_page(tmp_path, figures.layer_explorer(GRID, ROWS, LAYOUTS, chosen=1))
-    with silent_page(browser, viewport={"width": 360, "height": 800}) as page:
-        page.goto(place)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        for layout, device in [(1, 0), (1, 5), (0, 7)]:
-            page.get_by_role("combobox").select_option(str(layout))
-            page.get_by_role("slider").fill(str(device))
-            frame = data["frames"][layout]
-            assert page.get_by_role("status").inner_html() == frame["devices"][device]["words"]
-            assert (
-                page.locator("svg")
-                .inner_html()
-                .endswith(f"{frame['devices'][device]['blocks']}</g>")
-            )
-            assert page.locator("tbody tr").count() == len(LAYOUTS[[*LAYOUTS][layout]][2])
+def read(texts):
+    words, picture, table = texts
+    return [
+        words,
+        *re.search(r'-sums">(.*)</g><g id="[^"]*-blocks">(.*)</g>', picture).groups(),
+        table,
+    ]
 
 
-def test_names_are_text(browser, tmp_path):
-    named = {NAME: (TENSOR, TENSOR, [("forward", NAME, 1, 2)])}
-    figure = figures.layer_explorer(GRID, {NAME: ROWS["attention"]}, named)
-    for inside in check_names_are_text(browser, tmp_path, figure):
-        assert inside.get_by_role("status").inner_text().startswith(NAME)
+EXPLORER = Explorer(
+    lambda: figures.layer_explorer(GRID, ROWS, LAYOUTS, chosen=1),
+    start=[1, 0],
+    controls={"Layout": 2, "Device, 0 to 7": 8},
+    states=lambda data: [(layout, device) for layout in range(2) for device in range(8)],
+    expected=expected,
+    read=read,
+    bytes=40_000,
+    ids=8,
+    named=lambda: figures.layer_explorer(
+        GRID, {NAME: ROWS["attention"]}, {NAME: (TENSOR, TENSOR, [("forward", NAME, 1, 2)])}
+    ),
+    told=lambda words: words.startswith(NAME),
+)

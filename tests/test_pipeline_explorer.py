@@ -1,39 +1,17 @@
-"""The pipeline explorer and the timelines: the browser's own simulator against Python's."""
+"""The pipeline explorer, and the still timelines."""
 
 import itertools
 import re
+from unittest import mock
 
 import pytest
-from browser import (
-    DESKTOP,
-    NAME,
-    PHONE,
-    check_names_are_text,
-    check_stands_alone,
-    shown,
-    shown_for_each,
-    silent_page,
-    write_page,
-)
+from browser import NAME, PHONE, silent_page, write_page
+from explorers import Explorer
 
 from shardwise import figures, schedules
 from shardwise.figures import palette, pipelines, timelines
 
 SIZES = (2, 4), (2, 4, 8)
-LABELS = {
-    "Schedule": len(schedules.SCHEDULES),
-    "Devices": 2,
-    "Microbatches": 3,
-    "Backward costs": 4,
-    "Transfer takes": 4,
-    "Device": 4,
-    "Task": 16,
-}
-
-
-@pytest.fixture(scope="module")
-def data():
-    return pipelines.table(*SIZES)
 
 
 def choices(data):
@@ -65,7 +43,8 @@ def test_the_still_says_the_right_numbers():
     assert still.count("stroke-dasharray") == 2  # its forward, and the backward of stage 1
 
 
-def test_stages_share_a_device_s_layers(data):
+def test_stages_share_a_device_s_layers():
+    data = pipelines.table(*SIZES)
     choice = data["start"] | {
         "schedule": data["offered"]["schedule"].index("dualpipe_v"),
         "devices": 0,
@@ -99,11 +78,6 @@ def test_a_new_schedule_is_offered_and_drawn(monkeypatch):
     text = figures.pipeline_explorer(start={"schedule": "new_one"})._repr_html_()
     assert "<option" in text and ">new_one</option>" in text
     assert 'data-name="peaks">8, 8, 8, 8<' in text
-
-
-def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
-    one, two = (figures.pipeline_explorer()._repr_html_() for _ in range(2))
-    check_stands_alone(one, two, 100_000, ids=10)
 
 
 # The still timelines
@@ -162,120 +136,79 @@ def test_kinds_differ_in_grey_and_carry_readable_numbers():
 # In the browser
 
 
-@pytest.fixture
-def place(tmp_path):
-    return write_page(tmp_path, *(figures.pipeline_explorer(*SIZES) for _ in range(2)))
+def expected(data, at):
+    choice = dict(zip(pipelines.START, at, strict=True))
+    return [pipelines.describe(data, choice), pipelines.picture(data, choice)]
 
 
-def control(figure, name):
-    role = "slider" if name in ("Device", "Task") else "combobox"
-    return figure.get_by_role(role, name=name, exact=True)
-
-
-def chosen(figure):
-    values = figure.locator("select, input").evaluate_all("all => all.map((e) => Number(e.value))")
-    return dict(zip(pipelines.START, values, strict=True))
-
-
-def agrees(figure, data):
-    choice = chosen(figure)
-    assert shown(figure) == [pipelines.describe(data, choice), pipelines.picture(data, choice)]
-    return tuple(choice.values())
-
-
-def test_every_choice_shows_pythons_words_and_picture(opened, data):
-    every = list(choices(data))
-    assert len(every) == len(schedules.SCHEDULES) * 2 * 3 * 4 * 4
-    figure = opened.locator(".shardwise-figure").first
-    found = shown_for_each(figure, [list(choice.values()) for choice in every])
-    for choice, texts in zip(every, found, strict=True):
-        expected = [pipelines.describe(data, choice), pipelines.picture(data, choice)]
-        assert texts == expected, choice
-
-
-def test_every_control_moves_by_keyboard(opened, data):
-    figure, other = opened.locator(".shardwise-figure").all()
-    first = agrees(figure, data)
-    assert first == tuple(data["start"].values())
-    seen = {first}
-    for label, count in LABELS.items():
-        moved = control(figure, label)
-        moved.focus()
-        moved.press("Home")
-        here = set()
-        for _ in range(20):
-            here.add(moved.input_value())
-            seen.add(agrees(figure, data))
-            moved.press("ArrowRight" if label in ("Device", "Task") else "ArrowDown")
-        assert len(here) in (count, min(count, 20)) or label == "Task", (label, here)
-    assert len(seen) > 30
-    assert agrees(other, data) == first
-
-
-def test_the_pointer_chooses_a_task(opened, data):
-    figure = opened.locator(".shardwise-figure").first
-    figure.locator('rect[data-device="2"][data-task="9"]').hover()
-    assert agrees(figure, data)[-2:] == (2, 9)
-    assert "on device 2 runs from" in figure.get_by_role("status").inner_text()
-    figure.locator('rect[data-device="1"][data-task="15"]').click()
-    assert agrees(figure, data)[-2:] == (1, 15)
-
-
-def test_a_shorter_order_keeps_its_last_task(opened, data):
-    figure = opened.locator(".shardwise-figure").first
-    control(figure, "Device").press("End")
-    control(figure, "Task").press("End")
-    assert agrees(figure, data)[-2:] == (3, 15)
-    control(figure, "Microbatches").select_option("0")
-    control(figure, "Devices").select_option("0")
-    assert agrees(figure, data)[-2:] == (1, 3)
-    control(figure, "Devices").select_option("1")
-    control(figure, "Schedule").select_option(label="zb_h1")  # takes four or more
-    assert "it takes 4 or more" in figure.get_by_role("status").inner_text()
-    agrees(figure, data)
-
-
-def test_tab_reaches_every_control_in_order(opened):
-    figure = opened.locator(".shardwise-figure").first
-    names = []
-    for _ in LABELS:
-        opened.keyboard.press("Tab")
-        names.append(figure.locator("label:has(:focus)").evaluate("e => e.firstChild.data"))
-    assert names == list(LABELS)
-
-
-def test_the_still_is_what_the_script_draws_first(browser, place, opened):
-    alive = opened.locator(".shardwise-figure").first
-    with silent_page(browser, viewport=DESKTOP, java_script_enabled=False) as page:
-        page.goto(place)
-        still = page.locator(".shardwise-figure").first
-        assert still.get_by_role("status").is_visible() and still.locator("svg").is_visible()
-        assert control(still, "Schedule").is_disabled()
-        assert "Without JavaScript" in still.inner_text()
-        assert shown(still) == shown(alive)
-
-
-def test_fits_a_phone(browser, place, data):
-    with silent_page(browser, viewport=PHONE | {"width": 360}, has_touch=True) as page:
-        page.goto(place)
-        figure = page.locator(".shardwise-figure").first
-        control(figure, "Schedule").select_option(label="dualpipe_v")
-        agrees(figure, data)
-        figure.locator('rect[data-device="3"][data-task="20"]').tap()
-        assert agrees(figure, data)[-2:] == (3, 20)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
-
-
-def test_names_are_text(browser, tmp_path, monkeypatch):
+def named():
     """A schedule of the reader's own, which refuses, and says so."""
 
     def refuse(stages, devices, microbatches):
         raise ValueError(f"{NAME} wants more")
 
-    monkeypatch.setitem(schedules.SCHEDULES, NAME, refuse)
-    figure = figures.pipeline_explorer(start={"schedule": NAME})
-    for alive in check_names_are_text(browser, tmp_path, figure):
-        assert NAME in alive.get_by_role("status").inner_text()
+    with mock.patch.dict(schedules.SCHEDULES, {NAME: refuse}):
+        return figures.pipeline_explorer(start={"schedule": NAME})
+
+
+EXPLORER = Explorer(
+    lambda: figures.pipeline_explorer(*SIZES),
+    start=[1, 1, 2, 2, 0, 0, 4],
+    controls={
+        "Schedule": len(schedules.SCHEDULES),
+        "Devices": 2,
+        "Microbatches": 3,
+        "Backward costs": 4,
+        "Transfer takes": 4,
+        "Device": 4,
+        "Task": 36,  # of the last device, under the last schedule
+    },
+    states=lambda data: [[*choice.values()] for choice in choices(data)],
+    expected=expected,
+    bytes=100_000,
+    ids=10,
+    named=named,
+    told=lambda words: NAME in words,
+)
+
+
+def test_every_choice_is_tried():
+    every = EXPLORER.states(EXPLORER.figure().data)
+    assert len(every) == len(schedules.SCHEDULES) * 2 * 3 * 4 * 4
+
+
+def test_the_pointer_chooses_a_task_and_a_shorter_order_keeps_its_last(browser, tmp_path):
+    made = EXPLORER.figure()
+    with silent_page(browser, viewport=PHONE | {"width": 360}, has_touch=True) as page:
+        page.goto(write_page(tmp_path, made))
+        figure = page.locator(".shardwise-figure")
+
+        def picked():
+            return tuple(EXPLORER.agrees(figure, made.data)[-2:])
+
+        def choose(name, option):
+            figure.get_by_role("combobox", name=name, exact=True).select_option(label=option)
+
+        figure.locator('rect[data-device="2"][data-task="9"]').hover()
+        assert picked() == (2, 9)
+        assert "on device 2 runs from" in figure.get_by_role("status").inner_text()
+        figure.locator('rect[data-device="1"][data-task="15"]').click()
+        assert picked() == (1, 15)
+        page.mouse.move(0, 0)  # or it points at what is drawn next
+        figure.get_by_role("slider", name="Device").press("End")
+        figure.get_by_role("slider", name="Task").press("End")
+        assert picked() == (3, 15)
+        choose("Microbatches", "2")
+        choose("Devices", "2")
+        assert picked() == (1, 3)
+        choose("Devices", "4")
+        choose("Schedule", "zb_h1")  # takes four or more
+        assert "it takes 4 or more" in figure.get_by_role("status").inner_text()
+        picked()
+        choose("Microbatches", "8")
+        choose("Schedule", "dualpipe_v")
+        figure.locator('rect[data-device="3"][data-task="20"]').tap()
+        assert picked() == (3, 20)
 
 
 # What is live over time

@@ -1,9 +1,10 @@
-"""The figure of a plan: its numbers and words, the browser against Python."""
+"""The figure of a plan: its numbers and words."""
 
 import itertools
 
 import pytest
-from browser import NAME, check_names_are_text, check_stands_alone, shown, silent_page, write_page
+from browser import NAME
+from explorers import Explorer
 
 from shardwise import figures
 from shardwise.figures import Budget, plans
@@ -51,29 +52,23 @@ def test_what_is_too_large_is_drawn_to_the_edge_and_no_further():
     assert 'x="4" y="18" width="322"' in drawn and 'x="326" y="18" width="0"' in drawn
 
 
-def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
-    check_stands_alone(figure()._repr_html_(), figure()._repr_html_(), 20_000, ids=5)
+def expected(data, at):
+    frame = data["frames"][3 * at[0] + at[1]]
+    if isinstance(frame, int):
+        return [f'<span class="error">{data["told"][frame]}</span>', ""]
+    name, *numbers = frame
+    return [plans.words(data, name, numbers), plans.drawn(data, numbers)]
 
 
-def test_every_choice_shows_what_python_would_draw(browser, tmp_path):
-    place, data = write_page(tmp_path, figure()), plans.table(CHOICES, BUDGETS)
-    with silent_page(browser, viewport={"width": 360, "height": 800}) as page:
-        page.goto(place)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        for at, frame in zip(BUDGETS, data["frames"], strict=True):
-            for control, option in zip(page.get_by_role("combobox").all(), at, strict=True):
-                control.select_option(index=option)
-            if isinstance(frame, int):
-                assert page.get_by_role("status").inner_text() == data["told"][frame]
-                continue
-            name, *numbers = frame
-            found = shown(page.locator(".shardwise-figure"))
-            assert found == [plans.words(data, name, numbers), plans.drawn(data, numbers)]
-
-
-def test_names_are_text(browser, tmp_path):
-    named = Budget(NAME, {NAME: 1e9}, 2e9, {NAME: 1}, 2, 0.5)
-    for inside in check_names_are_text(
-        browser, tmp_path, figure({NAME: [NAME, NAME]}, {(0,): named, (1,): NAME}, (0,))
-    ):
-        assert NAME in inside.get_by_role("status").inner_text()
+NAMED = {(0,): Budget(NAME, {NAME: 1e9}, 2e9, {NAME: 1}, 2, 0.5), (1,): NAME}
+EXPLORER = Explorer(
+    figure,
+    start=[0, 1],
+    controls={"Chips": 2, "Tensor": 3},
+    states=lambda data: [*BUDGETS],
+    expected=expected,
+    bytes=20_000,
+    ids=5,
+    named=lambda: figure({NAME: [NAME, NAME]}, NAMED, (0,)),
+    told=lambda words: NAME in words,
+)

@@ -1,23 +1,14 @@
-"""The ring stepper: Python against real permutes, the browser against Python."""
+"""The ring stepper: Python against real permutes."""
 
-import html
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from browser import (
-    DESKTOP,
-    NAME,
-    PHONE,
-    check_names_are_text,
-    check_stands_alone,
-    shown,
-    shown_for_each,
-    silent_page,
-    write_page,
-)
+from browser import DESKTOP, NAME, silent_page, write_page
+from explorers import Explorer
 from jax.sharding import PartitionSpec as P
 
 from shardwise import figures, mesh
@@ -51,9 +42,9 @@ def histories(marks):
     return {name: jnp.stack(states)[:, None] for name, states in found.items()}
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def runs():
-    runs = {name: {} for name in PASSES}
+    found = {name: {} for name in PASSES}
     for n in SIZES:
         specs = {"in_specs": P("x"), "out_specs": P(None, "x"), "check_vma": False}
         program = jax.jit(jax.shard_map(histories, mesh=mesh.make(x=n), **specs))
@@ -61,13 +52,13 @@ def runs():
         for name, history in program(marks).items():
             hops = range(1, n) if name == "exchange" else [1] * (len(history) - 1)
             pairs = [[(d, (d + hop) % n) for d in range(n)] for hop in hops]
-            runs[name][n] = np.array(history), pairs
-    return runs
+            found[name][n] = np.array(history), pairs
+    return found
 
 
-@pytest.fixture(scope="module")
-def data(runs):
-    return ring.table(runs)
+@functools.cache
+def table():
+    return ring.table(runs())
 
 
 def choices(data):
@@ -78,7 +69,8 @@ def choices(data):
                 yield {"kind": kind, "n": n, "step": step}
 
 
-def test_bytes_are_those_of_the_formula(data):
+def test_bytes_are_those_of_the_formula():
+    data = table()
     for choice in choices(data):
         answer, n = ring.look(data, choice), choice["n"]
         passes = PASSES[data["kinds"][choice["kind"]]["name"]]
@@ -87,9 +79,10 @@ def test_bytes_are_those_of_the_formula(data):
         assert answer["sent"] == choice["step"] * answer["block"]
 
 
-def test_moves_are_what_the_permutes_moved(data, runs):
+def test_moves_are_what_the_permutes_moved():
     """Play the moves on the first state, by hand, and arrive at the last."""
-    for kind, (name, found) in enumerate(runs.items()):
+    data = table()
+    for kind, (name, found) in enumerate(runs().items()):
         for n, (history, _) in found.items():
             held, adds = history[0].copy(), data["kinds"][kind]["adds"]
             for step in range(1, len(history)):
@@ -106,16 +99,18 @@ def test_moves_are_what_the_permutes_moved(data, runs):
             assert set(complete.sum(axis=1)) == {whole}
 
 
-def test_a_ring_that_does_not_close_is_refused(runs):
-    history, pairs = runs["gather"][4]
+def test_a_ring_that_does_not_close_is_refused():
+    history, pairs = runs()["gather"][4]
     broken = history.copy()
     broken[2, 0] = [0, 0, 8, 0]  # device 0 has another's block, of one that did not send it
     with pytest.raises(ValueError, match=r"reduce on 4 devices, step 1: .*device 3.* held"):
         ring.table({"reduce": {4: (broken, pairs)}})
 
 
-def test_still_says_the_right_numbers(runs):
-    still = figures.ring_stepper(runs, name="reduce", devices=8)._repr_html_().split("<script>")[0]
+def test_still_says_the_right_numbers():
+    still = (
+        figures.ring_stepper(runs(), name="reduce", devices=8)._repr_html_().split("<script>")[0]
+    )
     said = dict(re.findall(r'data-name="(\w+)">([^<]+)<', still))
     assert said == {
         "step": "1",
@@ -127,127 +122,71 @@ def test_still_says_the_right_numbers(runs):
     assert still.count('class="block"') == 64 and still.count('class="move"') == 8
 
 
-def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page(runs):
-    one, two = (figures.ring_stepper(runs)._repr_html_() for _ in range(2))
-    check_stands_alone(one, two, 100_000, ids=9)
+def expected(data, at):
+    choice = {"kind": at[0], "n": data["sizes"][at[1]], "step": at[2]}
+    return [draw(data, choice) for draw in (ring.describe, ring.ring_picture)]
+
+
+EXPLORER = Explorer(
+    lambda: figures.ring_stepper(runs(), name="reduce"),
+    start=[1, 2, 1],
+    controls={"Collective": 4, "Devices": 7, "Step": 8},
+    states=lambda data: [
+        (choice["kind"], data["sizes"].index(choice["n"]), choice["step"])
+        for choice in choices(data)
+    ],
+    expected=expected,
+    bytes=100_000,
+    ids=9,
+    named=lambda: figures.ring_stepper({NAME: runs()["reduce"]}, name=NAME),
+    told=lambda words: words.startswith(f"{NAME} on 4 devices"),
+    steps=True,
+)
 
 
 # In the browser
 
 
-@pytest.fixture
-def place(tmp_path, runs):
-    return write_page(tmp_path, *(figures.ring_stepper(runs, name="reduce") for _ in range(2)))
+def test_plays_to_the_end_and_pauses(browser, tmp_path):
+    made = EXPLORER.figure()
 
+    def step():
+        return EXPLORER.agrees(figure, made.data)[-1]
 
-def agrees(figure, data):
-    values = figure.locator("select, input").evaluate_all("all => all.map((e) => Number(e.value))")
-    choice = {"kind": values[0], "n": data["sizes"][values[1]], "step": values[2]}
-    expected = [html.unescape(draw(data, choice)) for draw in (ring.describe, ring.ring_picture)]
-    assert shown(figure) == expected, choice
-    return choice
-
-
-def test_every_choice_shows_pythons_words_and_picture(opened, data):
-    every = list(choices(data))
-    figure = opened.locator(".shardwise-figure").first
-    values = [[c["kind"], data["sizes"].index(c["n"]), c["step"]] for c in every]
-    found = shown_for_each(figure, values)
-    for choice, texts in zip(every, found, strict=True):
-        expected = [html.unescape(f(data, choice)) for f in (ring.describe, ring.ring_picture)]
-        assert texts == expected, choice
-
-
-def test_steps_by_keyboard_and_stays_within_the_run(opened, data):
-    figure, other = opened.locator(".shardwise-figure").all()
-    first = agrees(figure, data)
-    opened.keyboard.press("Tab")  # the collective
-    opened.keyboard.press("Tab")  # the devices
-    opened.keyboard.press("End")
-    assert agrees(figure, data)["n"] == 8
-    opened.keyboard.press("Tab")
-    opened.keyboard.press("ArrowRight")
-    assert agrees(figure, data)["step"] == 2
-    opened.keyboard.press("Tab")
-    opened.keyboard.press("Enter")  # Back
-    opened.keyboard.press("Enter")
-    opened.keyboard.press("Enter")
-    assert agrees(figure, data)["step"] == 0
-    assert figure.get_by_role("button", name="Back").get_attribute("aria-disabled") == "true"
-    opened.keyboard.press("Tab")  # Play
-    opened.keyboard.press("Tab")
-    for _ in range(9):
-        opened.keyboard.press("Enter")  # Next
-    assert agrees(figure, data)["step"] == 7
-    figure.get_by_role("combobox", name="Devices", exact=True).select_option(
-        "0"
-    )  # two devices, one step
-    assert agrees(figure, data) == {"kind": 1, "n": 2, "step": 1}
-    assert agrees(other, data) == first
-
-
-def test_plays_to_the_end_and_pauses(browser, place, data):
     with silent_page(browser, viewport=DESKTOP) as page:
         page.clock.install()
-        page.goto(place)
-        figure = page.locator(".shardwise-figure").first
+        page.goto(write_page(tmp_path, made))
+        figure = page.locator(".shardwise-figure")
         play = figure.locator("button").nth(1)
         page.clock.run_for(10_000)
-        assert agrees(figure, data)["step"] == 1  # nothing moves by itself
+        assert step() == 1  # nothing moves by itself
         play.press("Enter")
         assert play.inner_text() == "Pause"
         page.clock.run_for(1_000)
-        assert agrees(figure, data)["step"] == 2
+        assert step() == 2
         play.press("Enter")
         page.clock.run_for(10_000)
-        assert agrees(figure, data)["step"] == 2 and play.inner_text() == "Play"
+        assert step() == 2 and play.inner_text() == "Play"
         play.press("Enter")
         page.clock.run_for(10_000)
-        assert agrees(figure, data)["step"] == 3 and play.inner_text() == "Play"
+        assert step() == 3 and play.inner_text() == "Play"
         play.press("Enter")  # at the end: from the start
-        assert agrees(figure, data)["step"] == 0
+        assert step() == 0
         page.clock.run_for(1_000)
         figure.get_by_role("button", name="Back").click()  # the reader takes over
         page.clock.run_for(10_000)
-        assert agrees(figure, data)["step"] == 0 and play.inner_text() == "Play"
+        assert step() == 0 and play.inner_text() == "Play"
 
 
-def test_less_motion_is_stepped_by_hand(browser, place):
+def test_less_motion_is_stepped_by_hand(browser, tmp_path):
     with silent_page(browser, reduced_motion="reduce") as page:
-        page.goto(place)
-        buttons = page.locator(".shardwise-figure").first.locator("button:visible")
+        page.goto(write_page(tmp_path, EXPLORER.figure()))
+        buttons = page.locator(".shardwise-figure button:visible")
         assert buttons.all_inner_texts() == ["Back", "Next"]
 
 
-def test_the_still_is_what_the_script_draws_first(browser, place, opened):
-    alive = opened.locator(".shardwise-figure").first
-    with silent_page(browser, viewport=DESKTOP, java_script_enabled=False) as page:
-        page.goto(place)
-        still = page.locator(".shardwise-figure").first
-        assert still.get_by_role("status").is_visible() and still.locator("svg").is_visible()
-        assert still.get_by_role("combobox", name="Collective", exact=True).is_disabled()
-        assert "Without JavaScript" in still.inner_text()
-        assert shown(still) == shown(alive)
-
-
-@pytest.mark.parametrize("width", [360, PHONE["width"]])
-def test_fits_a_phone(browser, place, data, width):
-    with silent_page(browser, viewport=PHONE | {"width": width}) as page:
-        page.goto(place)
-        figure = page.locator(".shardwise-figure").first
-        figure.get_by_role("combobox", name="Devices", exact=True).select_option(label="8")
-        assert agrees(figure, data)["n"] == 8
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-def test_names_are_text(browser, tmp_path, runs):
-    figure = figures.ring_stepper({NAME: runs["reduce"]}, name=NAME)
-    for shown_ in check_names_are_text(browser, tmp_path, figure):
-        assert shown_.get_by_role("status").inner_text().startswith(f"{NAME} on 4 devices")
-
-
-def test_a_name_keeps_its_capitals(browser, tmp_path, runs):
-    named = {"all-Reduce v2": runs["all-reduce"]}
+def test_a_name_keeps_its_capitals(browser, tmp_path):
+    named = {"all-Reduce v2": runs()["all-reduce"]}
     figure = figures.ring_stepper(named, name="all-Reduce v2")
     place = write_page(tmp_path, figure)
     with silent_page(browser) as page:

@@ -1,21 +1,12 @@
-"""How often to save: the formula against a simulation, the browser against Python."""
+"""How often to save: the formula against a simulation."""
 
-import html
+import itertools
 import math
 import random
 
 import pytest
-from browser import (
-    DESKTOP,
-    NAME,
-    PHONE,
-    check_names_are_text,
-    check_stands_alone,
-    shown,
-    shown_for_each,
-    silent_page,
-    write_page,
-)
+from browser import NAME
+from explorers import Explorer
 
 from shardwise import figures
 from shardwise.figures import saving
@@ -27,7 +18,14 @@ SAVES = {
     "1 min, then 1 h": (60, 3600),
 }
 FAILURES = {"20 min": 1200, "3.1 h": 54 * 24 / 419 * 3600}
-CONTROLS = ["steps", "saves", "failures", "way", "interval"]
+CONTROLS = {
+    "steps": "A step takes",
+    "saves": "A save takes",
+    "failures": "Mean time between failures",
+    "way": "It is written",
+    "interval": "Steps between saves",
+}
+SIZES = [len(STEPS), len(SAVES), len(FAILURES), 2, len(saving.INTERVALS)]
 
 
 def simulated(interval, copy, write, mtbf, restart, failures=40_000, seed=0):
@@ -75,66 +73,23 @@ def explorer():
     return figures.saving_explorer(STEPS, SAVES, FAILURES, 300, {"steps": 1, "saves": 1})
 
 
-def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
-    check_stands_alone(*(explorer()._repr_html_() for _ in range(2)), 60_000, ids=9)
-
-
-@pytest.fixture
-def place(tmp_path):
-    return write_page(tmp_path, explorer(), explorer())
-
-
-def expected(data, values):
-    choice = dict(zip(CONTROLS, values, strict=True))
+def expected(data, at):
+    choice = dict(zip(CONTROLS, at, strict=True))
     answer = saving.look(data, choice)
-    drawn = saving.drawing.lanes_picture(data, answer)
     return [
-        html.unescape(text)
-        for text in (
-            saving.describe(data, choice),
-            drawn,
-            saving.drawing.curve_picture(data, choice, answer),
-        )
+        saving.describe(data, choice),
+        saving.drawing.lanes_picture(data, answer),
+        saving.drawing.curve_picture(data, choice, answer),
     ]
 
 
-def test_random_choices_show_pythons_words_and_pictures(opened):
-    draw, figure, data = (
-        random.Random(0),
-        opened.locator(".shardwise-figure").first,
-        explorer().data,
-    )
-    sizes = [len(STEPS), len(SAVES), len(FAILURES), 2, len(saving.INTERVALS)]
-    picked = [[draw.randrange(n) for n in sizes] for _ in range(120)]
-    found = shown_for_each(figure, picked)
-    for values, (lanes, curve, said) in zip(picked, map(_by_place, found), strict=True):
-        assert [said, lanes, curve] == expected(data, values), values
-
-
-def _by_place(texts):
-    return texts[1], texts[2], texts[0]
-
-
-def test_the_still_is_what_the_script_draws_first(browser, place, opened):
-    alive = opened.locator(".shardwise-figure").first
-    with silent_page(browser, viewport=DESKTOP, java_script_enabled=False) as page:
-        page.goto(place)
-        still = page.locator(".shardwise-figure").first
-        assert still.get_by_role("status").is_visible()
-        assert shown(still) == shown(alive)
-
-
-def test_fits_a_phone_and_moves_by_keyboard(browser, place):
-    with silent_page(browser, viewport=PHONE) as page:
-        page.goto(place)
-        figure = page.locator(".shardwise-figure").first
-        moved = figure.get_by_role("slider", name="Steps between saves")
-        moved.press("ArrowRight")
-        assert figure.locator("[data-name=interval]").inner_text() == "200"
-        assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
-
-
-def test_names_are_text(browser, tmp_path):
-    figure = figures.saving_explorer({NAME: 1.0}, {NAME: (1, 2)}, {NAME: 3600}, 0)
-    for _ in check_names_are_text(browser, tmp_path, figure):
-        pass
+EXPLORER = Explorer(
+    explorer,
+    start=[1, 1, 0, 0, 6],
+    controls=dict(zip(CONTROLS.values(), SIZES, strict=True)),
+    states=lambda data: [*itertools.product(*map(range, SIZES))],
+    expected=expected,
+    bytes=60_000,
+    ids=9,
+    named=lambda: figures.saving_explorer({NAME: 1.0}, {NAME: (1, 2)}, {NAME: 3600}, 0),
+)

@@ -1,8 +1,4 @@
-"""The built site in a real browser: silent, offline, searchable, legible on a phone, linked.
-
-Interactive figures are tested here too: `page.open("chapters/slug")`, move each control, and
-compare the number shown with Python's.
-"""
+"""The built site in a real browser: silent, offline, searchable, legible on a phone, linked."""
 
 import functools
 import gzip
@@ -15,7 +11,9 @@ import pytest
 import yaml
 from browser import DESKTOP, PHONE, launch, silent_page
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+from playwright import sync_api
+from test_accessibility import STILL, violations
 
 ROOT = Path(__file__).parent.parent
 TOC = yaml.safe_load((ROOT / "_toc.yml").read_text())
@@ -73,43 +71,59 @@ def test_missing_browser(monkeypatch, ci, outcome):
         launch(Nothing())
 
 
-VISITS = [
+VISITS = [  # on a phone and beside one, light and dark, from files and from a server
     ("file", "light", DESKTOP),
-    pytest.param("file", "dark", PHONE, marks=pytest.mark.slow),
+    ("server", "dark", DESKTOP),
     ("server", "light", PHONE),
-    pytest.param("server", "dark", DESKTOP, marks=pytest.mark.slow),
+    ("file", "dark", PHONE),
 ]
 
 
-@pytest.mark.parametrize("origin, mode, viewport", VISITS)
-def test_pages_are_silent_and_fit(browser, site, server, origin, mode, viewport):
-    start = site.as_uri() if origin == "file" else server
+@pytest.mark.parametrize("visit", range(len(VISITS)))
+def test_every_page(browser, site, server, visit):
+    """In each of the four ways: silent, legible, no wider than the screen, with its contents.
+
+    What axe-core finds is asked of a page in one way, in turn, and in the opposite one: so each is
+    judged in both schemes and at both widths.
+    """
+    origin, mode, viewport = VISITS[visit]
+    start, told = site.as_uri() if origin == "file" else server, []
     with silent_page(browser, viewport=viewport, color_scheme=mode) as page:
-        for name in PAGES:
+        for number, name in enumerate(PAGES):
             page.goto(f"{start}/{name}.html")
-            page.wait_for_timeout(50)  # whatever a script of the page still asks for
+            page.add_style_tag(content=STILL)
+            page.wait_for_timeout(100)  # what a script still asks for, and measures
             assert page.locator("html").get_attribute("data-theme") == mode
-            width = page.evaluate("document.documentElement.scrollWidth")
-            assert width <= viewport["width"], f"{name} is {width} px wide"
+            found = [*unfit(page, viewport), *pale(page)]
+            if number % 4 in (visit, 3 - visit):
+                found += violations(page)
             if viewport is PHONE and name != "search":
                 assert page.locator("input[name=q]:visible").count() == 0, name
                 page.get_by_role("button", name="Contents").click()
                 page.locator("#contents").wait_for(state="visible")
             assert page.locator("input[name=q]:visible").count() == 1, name
+            told += [f"{name}: {one}" for one in found]
+    assert not told, "\n".join([f"{len(told)} faults", *told[:30]])
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_text_contrast(page, name):
-    """At least 4.5:1 for running text, links and code in both modes (WCAG 2.1, AA)."""
-    page.open(name)
-    page.add_style_tag(content="* { transition: none !important }")
-    for mode in ["light", "dark"]:
-        page.evaluate("mode => { document.documentElement.dataset.theme = mode }", mode)
-        pairs = page.evaluate(COLOURS)
-        assert pairs
-        for what, text, ground in pairs:
-            ratio = contrast(colour(text), colour(ground))
-            assert ratio >= 4.5, f"{name}, {mode}: {what} has {ratio:.1f}:1 ({text} on {ground})"
+def test_opposite_visits_have_nothing_in_common():
+    for (_, *one), (_, *other) in zip(VISITS, reversed(VISITS), strict=True):
+        assert one[0] != other[0] and one[1] != other[1]
+
+
+def unfit(page, viewport):
+    width = page.evaluate("document.documentElement.scrollWidth")
+    return [f"is {width} px wide"] if width > viewport["width"] else []
+
+
+def pale(page):
+    """What has less than 4.5:1, of running text, links and code (WCAG 2.1, AA)."""
+    pairs = page.evaluate(COLOURS)
+    assert pairs
+    for what, text, ground in pairs:
+        ratio = contrast(colour(text), colour(ground))
+        if ratio < 4.5:
+            yield f"{what} has {ratio:.1f}:1 ({text} on {ground})"
 
 
 COLOURS = """() => {
@@ -201,16 +215,22 @@ def test_contents_open_and_close_by_keyboard(browser, site):
         page.locator("#contents").wait_for(state="visible")
 
 
-@pytest.mark.parametrize("viewport", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_without_javascript(browser, site, viewport):
-    with silent_page(browser, viewport=viewport, java_script_enabled=False) as page:
+def test_without_javascript(browser, site):
+    with silent_page(browser, viewport=DESKTOP, java_script_enabled=False) as page:
         for name in PAGES:
             page.goto(f"{site.as_uri()}/{name}.html")
-            assert page.locator("main h1").first.is_visible(), name
-            assert page.locator("#contents a", has_text="Glossary").is_visible(), name
-            for picture in page.locator("main figure img, main figure svg").all():
-                assert picture.is_visible() and picture.bounding_box()["width"] > 50, name
-            assert page.locator("button.mode:visible, button.copy:visible").count() == 0, name
+            for viewport in (DESKTOP, PHONE):
+                page.set_viewport_size(viewport)
+                assert page.locator("main h1").first.is_visible(), name
+                assert page.locator("#contents a", has_text="Glossary").is_visible(), name
+                assert page.evaluate(UNSEEN) == [], name
+                assert page.locator("button.mode:visible, button.copy:visible").count() == 0, name
+
+
+UNSEEN = """() => [...document.querySelectorAll("main figure img, main figure svg")].filter((e) => {
+  const { width, height } = e.getBoundingClientRect();
+  return width <= 50 || height === 0 || getComputedStyle(e).visibility !== "visible";
+}).map((e) => e.outerHTML.slice(0, 100))"""
 
 
 def test_copy_button_copies_the_cell(browser, server):
@@ -270,12 +290,12 @@ def test_formulas_are_drawn_without_a_script(page):
     assert "$" not in page.locator("main table").first.inner_text()
 
 
-def test_landing_picture_tells_the_truth(page):
+def test_landing_picture_tells_the_truth(site):
     """The bytes in the picture are those of a float32 array cut over eight devices."""
     import numpy as np
 
-    page.open(TOC["root"])
-    said = page.locator("svg.landing").inner_html()
+    text = (site / f"{TOC['root']}.html").read_text(encoding="utf-8")
+    said = re.search(r'<svg[^>]*class="landing".*?</svg>', text, re.DOTALL)[0]
     shape = [int(n) for n in re.search(r"W \[(\d+), (\d+)\] float32", said).groups()]
     whole = np.zeros(shape, np.float32).nbytes
     assert f"{whole:,} bytes<" in said
@@ -300,17 +320,49 @@ def config():
     return yaml.safe_load((ROOT / "_config.yml").read_text())
 
 
-@pytest.mark.parametrize("name", CHAPTERS)
-def test_each_chapter_can_be_downloaded(page, site, name):
-    page.open(name)
-    link = page.locator(".tools a[download]")
-    path, _ = target(site / f"{name}.html", link.get_attribute("href"))
-    assert path.read_bytes() == (ROOT / f"{name}.ipynb").read_bytes()
+def tools(page):
+    """The links above a chapter: [(address, the attributes after it, text)]."""
+    shown = re.search(
+        r'<div class="tools">(.*?)</div>', page.read_text(encoding="utf-8"), re.DOTALL
+    )
+    return re.findall(r'<a[^>]* href="([^"]*)"([^>]*)>(\w+)</a>', shown[1])
 
 
 @pytest.mark.parametrize("name", CHAPTERS)
-def test_other_buttons_only_with_an_address(site, name):
-    shown = re.search(r'<div class="tools">(.*?)</div>', (site / f"{name}.html").read_text(), re.S)
-    names = re.findall(r">(\w+)</a>", shown[1])
-    address = config()["repository"]["url"]
-    assert names == (["Colab", "Notebook", "Source"] if address else ["Notebook"])
+def test_each_chapter_can_be_downloaded_and_more_only_with_an_address(site, name):
+    source = site / f"{name}.html"
+    links = {text: (address, more) for address, more, text in tools(source)}
+    address, more = links["Notebook"]
+    assert " download" in more
+    assert target(source, address)[0].read_bytes() == (ROOT / f"{name}.ipynb").read_bytes()
+    repository = yaml.safe_load((ROOT / "_config.yml").read_text())["repository"]["url"]
+    assert list(links) == (["Colab", "Notebook", "Source"] if repository else ["Notebook"])
+
+
+def test_no_violations_with_everything_open(browser, site):
+    """Solutions, folded cells and the contents of a phone are closed at first."""
+    with silent_page(browser, viewport=PHONE, color_scheme="dark") as page:
+        page.goto(f"{site.as_uri()}/{CHAPTERS[0]}.html")
+        page.add_style_tag(content=STILL)
+        page.evaluate("document.querySelectorAll('details').forEach((e) => { e.open = true; })")
+        page.get_by_role("button", name="Contents").click()
+        page.wait_for_timeout(100)
+        assert violations(page) == []
+
+
+def test_what_overflows_can_be_scrolled_by_keyboard(browser, site):
+    with silent_page(browser, viewport=DESKTOP) as page:
+        page.goto(f"{site.as_uri()}/{CHAPTERS[0]}.html")
+        stops = page.locator("article pre[tabindex='0']")
+        before = stops.count()
+        page.set_viewport_size(PHONE)
+        page.wait_for_function(
+            f"document.querySelectorAll(\"pre[tabindex='0']\").length > {before}"
+        )
+        stops.first.focus()
+        page.keyboard.press("ArrowRight")
+        page.wait_for_function("document.activeElement.scrollLeft > 0")
+        page.set_viewport_size(DESKTOP)
+        page.wait_for_function(
+            f"document.querySelectorAll(\"pre[tabindex='0']\").length === {before}"
+        )

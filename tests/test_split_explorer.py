@@ -1,9 +1,11 @@
-"""The figure of splits on paper: its numbers and words, the browser against Python."""
+"""The figure of splits on paper: its numbers and words."""
 
 import itertools
+import re
 
 import pytest
-from browser import NAME, check_names_are_text, check_stands_alone, silent_page, write_page
+from browser import NAME
+from explorers import Explorer, shown
 
 from shardwise import figures
 from shardwise.figures import Load, splits
@@ -45,30 +47,30 @@ def test_every_combination_is_there():
         figure(chosen=(0, 2))
 
 
-def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
-    check_stands_alone(figure()._repr_html_(), figure()._repr_html_(), 20_000, ids=10)
+def expected(data, at):
+    told = LOADS[tuple(at)]
+    if isinstance(told, str):
+        return [f'<span class="error">{told}</span>', [0.0] * 3, [""] * 3]
+    return read([splits._words(told, ROOM), splits._bars(data["names"], splits._seconds(told))])
 
 
-def test_every_choice_shows_what_python_would_draw(browser, tmp_path):
-    place = write_page(tmp_path, figure())
-    with silent_page(browser, viewport={"width": 360, "height": 800}) as page:
-        page.goto(place)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 360
-        for at, told in LOADS.items():
-            for control, option in zip(page.get_by_role("combobox").all(), at, strict=True):
-                control.select_option(index=option)
-            said = page.get_by_role("status")
-            if isinstance(told, str):
-                assert said.inner_text() == told
-                continue
-            assert said.inner_html() == splits._words(told, ROOM)
-            widths = [bar.get_attribute("width") for bar in page.locator("rect").all()]
-            drawn = splits._bars(["compute", *told.axes], splits._seconds(told))
-            assert all(f'width="{float(width)}"' in drawn for width in widths)
+def read(texts):
+    """The words, the widths of the bars, and the seconds that stand beside them."""
+    widths = [float(width) for width in re.findall(r' width="([^"]+)"', texts[1])]
+    return [texts[0], widths, re.findall("<tspan[^>]*>([^<]*)", texts[1])]
 
 
-def test_names_are_text(browser, tmp_path):
-    named = {(0,): Load(1e9, 1, {NAME: (1e9, 2)}), (1,): NAME}
-    shown = figure({NAME: [NAME, NAME]}, named, (0,))
-    for inside in check_names_are_text(browser, tmp_path, shown):
-        assert NAME in inside.get_by_role("status").inner_text()
+NAMED = {(0,): Load(1e9, 1, {NAME: (1e9, 2)}), (1,): NAME}
+EXPLORER = Explorer(
+    figure,
+    start=[0, 1],
+    controls={"Devices": 2, "Tensor": 3},
+    states=lambda data: [*LOADS],
+    expected=expected,
+    read=read,
+    same=lambda figure: read(shown(figure)),
+    bytes=20_000,
+    ids=10,
+    named=lambda: figure({NAME: [NAME, NAME]}, NAMED, (0,)),
+    told=lambda words: NAME in words,
+)

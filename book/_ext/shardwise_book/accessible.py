@@ -6,8 +6,6 @@ some width only gets its place in the order of tabs from `shardwise.js`.
 
 import re
 
-from shardwise.figures import palette
-
 # Each is (what is written, what it becomes).
 MENDS = [
     # Hides the words of the summary from those who have it read to them.
@@ -33,4 +31,6 @@ def mend(html: str) -> str:
 
 
 def _painted(match):
+    from shardwise.figures import palette  # JAX comes with it, which a page of prose can do without
+
     return f'style="color: {palette.ink(match[1])}; background-color: {match[1]}"'

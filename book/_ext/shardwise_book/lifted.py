@@ -8,9 +8,6 @@ import re
 from importlib.resources import files
 from pathlib import Path
 
-from shardwise import figures
-from shardwise.figures.interactive import code
-
 FOLDER = "_static/figures"
 STYLE = re.compile(r"<style>\s*(\.shardwise-.*?)</style>", re.DOTALL)
 
@@ -20,6 +17,8 @@ def lift(html: str, output: Path, address: str) -> str:
 
     `address` leads from the page to FOLDER in `output`.
     """
+    if "shardwise-" not in html:
+        return html
     folder = output / FOLDER
     scripts = []
     for name, text in _scripts().items():
@@ -43,6 +42,9 @@ def lift(html: str, output: Path, address: str) -> str:
 
 def _scripts():
     """The text of each script of the package's figures, as figures write it into a page."""
+    from shardwise import figures  # JAX comes with it, which a book without figures can do without
+    from shardwise.figures.interactive import code
+
     found = [path.name for path in files(figures).iterdir() if path.name.endswith(".js")]
     return {name: code(name) for name in sorted(found)}
 
