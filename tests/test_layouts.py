@@ -561,6 +561,24 @@ def _square(key):
     return {"w": jax.random.normal(key, (8, 8)) / 3, "v": jnp.full((8, 8), 0.1)}
 
 
+@functools.cache
+def _three_steps(which):
+    """(the batch, one device's parameters after three steps)."""
+    tx, params = WITH_VALUE[which], jax.jit(_square)(KEY)
+    batch = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
+
+    @jax.jit
+    def step(params, state):
+        value, grads = jax.value_and_grad(_of_rows)(params, batch)
+        updates, state = tx.update(grads, state, params, value=value)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.jit(tx.init)(params)
+    for _ in range(3):
+        params, state = step(params, state)
+    return batch, params
+
+
 def _on_eight(name):
     sizes = DIVIDED[name]
     options = dict(by="compiler") if name == "compiler" else {}
@@ -571,13 +589,7 @@ def _on_eight(name):
 @pytest.mark.parametrize("name", marked(DIVIDED, {"hand"}))
 @pytest.mark.parametrize("which", WITH_VALUE)
 def test_an_optimizer_that_asks_for_the_loss_gets_the_mean(name, which):
-    layout, tx = _on_eight(name), WITH_VALUE[which]
-    batch, one = jax.random.normal(jax.random.key(1), (16, 8)), _square(KEY)
-    state = tx.init(one)
-    for _ in range(3):
-        value, grads = jax.value_and_grad(_of_rows)(one, batch)
-        updates, state = tx.update(grads, state, one, value=value)
-        one = optax.apply_updates(one, updates)
+    layout, tx, (batch, one) = _on_eight(name), WITH_VALUE[which], _three_steps(which)
     params, state = layouts.init(layout, _square, tx, KEY, _of_rows, batch)
     step = layouts.step(layout, _of_rows, tx)
     for _ in range(3):
@@ -686,22 +698,26 @@ def test_what_changes_without_a_gradient_is_put_back(name):
     layout = dataclasses.replace(layout, microbatches=1, min_size=0 if pads else 100)
     rng = np.random.default_rng(0)
     params = {"bias": np.zeros(3), "mean": np.ones(7), "w": rng.normal(size=(7, 3))}
-    params = {path: jnp.float32(x) for path, x in params.items()}
+    params = {path: np.float32(x) for path, x in params.items()}
     batch, tx = {"x": np.float32(rng.normal(size=(16, 7)))}, optax.adamw(0.1)
     frozen = {"bias", "mean"}.__contains__
 
     def create(key):
         return jax.tree.map(jnp.asarray, params)
 
+    @jax.jit
+    def alone(params, state):
+        grad = jax.value_and_grad(lambda p: _divided(with_statistics(p, batch)), has_aux=True)
+        (value, found), grads = grad(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates) | found["frozen"], state, value
+
     ours, state = layouts.init(layout, create, tx, KEY, with_statistics, batch, True)
     step = layouts.step(layout, with_statistics, tx, frozen=frozen)
     theirs, expected = params, tx.init(params)
     for _ in range(3):
         ours, state, mean, aux = step(ours, state, batch)
-        grad = jax.value_and_grad(lambda p: _divided(with_statistics(p, batch)), has_aux=True)
-        (value, found), grads = grad(theirs)
-        updates, expected = tx.update(grads, expected, theirs)
-        theirs = optax.apply_updates(theirs, updates) | found["frozen"]
+        theirs, expected, value = alone(theirs, expected)
         np.testing.assert_allclose(mean, value, rtol=1e-5)
         assert aux == {"rows": 16}
     for path, x in layouts.whole(layout, ours).items():
