@@ -2,7 +2,7 @@
 
 import itertools
 
-from shardwise.layouts import Layout, catalogue
+from shardwise.layouts import LAYOUTS, Layout, catalogue
 
 ROLES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 COMBINED = [
@@ -11,6 +11,10 @@ COMBINED = [
     for size in (2, 3)
     for roles in itertools.combinations(ROLES, size)
 ]
+
+# Of these, those that stand among the layouts by name.
+_STANDING = {(frozenset(x.roles()), x.by) for x in (make(8) for make in LAYOUTS.values())}
+NAMED = [case for case in COMBINED if (frozenset(case[:-1]), case[-1]) in _STANDING]
 
 
 def layout_of(case: tuple[str, ...], n: int = 8) -> Layout:

@@ -31,30 +31,42 @@ def weighted(params, batch):
     return Mean(jnp.sum(each * batch["weight"]), jnp.sum(batch["weight"]))
 
 
-def on_one(loss, params=PARAMS, batch=BATCH, *args, **given):
+def together(functions):
+    """One program of them all, which takes less to compile than one for each."""
+    return jax.jit(lambda *args, **given: [f(*args, **given) for f in functions])
+
+
+def on_one(losses):
     """jax.value_and_grad of total/count over the whole batch: nothing of ours."""
 
-    def mean(params):
-        out = loss(params, batch, *args, **given)
-        return out[0] / out[1] if isinstance(out, tuple) else out
+    def mean_of(loss):
+        def mean(params, *args, **given):
+            out = loss(params, *args, **given)
+            return out[0] / out[1] if isinstance(out, tuple) else out
 
-    return jax.jit(jax.value_and_grad(mean))(params)
+        return jax.value_and_grad(mean)
+
+    return together([mean_of(loss) for loss in losses])
+
+
+# A division takes losses to a function of (parameters, batch) that returns [(mean, gradients)].
 
 
 def in_microbatches(m):
-    return lambda loss, params, batch, *args, **given: jax.jit(objective.value_and_grad(loss, m))(
-        params, batch, *args, **given
-    )
+    return lambda losses: together([objective.value_and_grad(loss, m) for loss in losses])
 
 
 def in_shards(grid=LINE, stacked=None, **options):
-    def run(loss, params, batch, *args, **given):
-        sharded = fsdp.place(params, grid, stacked=stacked)
-        function = jax.jit(fsdp.value_and_grad(loss, grid, **options))
-        mean, grads = function(sharded, batch, *args, **given)
-        return mean, fsdp.whole(grads)
+    def divided(losses):
+        program = together([fsdp.value_and_grad(loss, grid, **options) for loss in losses])
 
-    return run
+        def run(params, batch, *args, **given):
+            found = program(fsdp.place(params, grid, stacked=stacked), batch, *args, **given)
+            return [(mean, fsdp.whole(grads)) for mean, grads in found]
+
+        return run
+
+    return divided
 
 
 DIVIDED = {
@@ -69,12 +81,13 @@ SEVERAL = {name: run for name, run in DIVIDED.items() if name != "1 microbatch"}
 each_division = pytest.mark.parametrize("run", DIVIDED.values(), ids=DIVIDED)
 
 
-def assert_close(ours, theirs, rtol=1e-5):
+def assert_close(ours, theirs, rtol=1e-5, told=""):
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         a, b = np.asarray(a), np.asarray(b)
         assert a.dtype == b.dtype and a.shape == b.shape
         a, b = a.astype(np.float64), b.astype(np.float64)
-        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(np.abs(b).max(), 1e-9))
+        atol = rtol * max(np.abs(b).max(), 1e-9)
+        np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=told)
 
 
 # The mean of the whole batch, for losses at the edges.
@@ -140,10 +153,15 @@ RIGHT = [small_count, negative, whole_numbers, not_linear, half, static_count]
 RIGHT += [weighted, with_penalty, penalty_by_count, penalty_by_static_count]
 
 
+@functools.cache
+def edges(run=on_one):
+    return dict(zip(RIGHT, run(RIGHT)(PARAMS, BATCH), strict=True))
+
+
 @each_division
 @pytest.mark.parametrize("loss", RIGHT, ids=lambda loss: loss.__name__)
 def test_edges_equal_one_device(loss, run):
-    assert_close(run(loss, PARAMS, BATCH), on_one(loss), 2e-3 if loss is half else 1e-5)
+    assert_close(edges(run)[loss], edges()[loss], 2e-3 if loss is half else 1e-5)
 
 
 def gated(params, batch):
@@ -168,31 +186,33 @@ def fused(params, batch):
     return Mean(*opaque(outputs(params, batch), batch["weight"]))
 
 
-@pytest.mark.parametrize("loss", [gated, fused], ids=["gated", "fused"])
-def test_a_count_that_may_depend_on_parameters_is_exact_or_an_error(loss):
+def test_a_count_that_may_depend_on_parameters_is_exact_or_an_error():
+    expected = on_one([gated, fused])(PARAMS, BATCH)
     for name, run in DIVIDED.items():
         if "zero" in name or "microbatches" in name:
-            with pytest.raises(ValueError, match=r"count depends on the parameters.*one microb"):
-                run(loss, PARAMS, BATCH)
+            for loss in gated, fused:
+                told = r"count depends on the parameters.*one microb"
+                with pytest.raises(ValueError, match=told):
+                    run([loss])(PARAMS, BATCH)
         else:
-            assert_close(run(loss, PARAMS, BATCH), on_one(loss))
+            assert_close(run([gated, fused])(PARAMS, BATCH), expected)
 
 
 @each_division
-@pytest.mark.parametrize("rule", [True, False], ids=["a rule of its own", "linear"])
-def test_a_count_of_zero_is_a_loss_of_zero(run, rule):
+def test_a_count_of_zero_is_a_loss_of_zero(run):
     @jax.custom_vjp
     def ones(x):
         return x
 
     ones.defvjp(lambda x: (x, None), lambda _, g: (jnp.ones_like(g),))  # whatever comes in
 
-    def loss(params, batch):
-        out = outputs(params, batch)
-        return Mean(jnp.sum(ones(out) if rule else out), jnp.sum(batch["weight"]))
+    def loss(params, batch, rule=lambda out: out):
+        return Mean(jnp.sum(rule(outputs(params, batch))), jnp.sum(batch["weight"]))
 
-    mean, grads = run(loss, PARAMS, BATCH | {"weight": np.zeros(16, np.float32)})
-    assert mean == 0 and all(not g.any() for g in jax.tree.leaves(grads))
+    of_its_own = functools.partial(loss, rule=ones)
+    empty = BATCH | {"weight": np.zeros(16, np.float32)}
+    for mean, grads in run([of_its_own, loss])(PARAMS, empty):
+        assert mean == 0 and all(not np.any(g) for g in jax.tree.leaves(grads))
 
 
 def test_the_count_is_taken_from_the_batch_and_gathers_no_weights():
@@ -253,7 +273,7 @@ WRONG = {
 @pytest.mark.parametrize("loss", WRONG, ids=lambda loss: loss.__name__)
 def test_what_cannot_be_right_is_an_error(loss, run):
     with pytest.raises((TypeError, ValueError), match=WRONG[loss]):
-        run(loss, PARAMS, BATCH)
+        run([loss])(PARAMS, BATCH)
 
 
 def each(params, batch):
@@ -345,9 +365,11 @@ SUMS = {
 }
 
 
-@pytest.mark.parametrize("name", SUMS)
-def test_sums_and_means_however_they_are_written_pass(name):
-    assert_close(in_microbatches(2)(SUMS[name], PARAMS, BATCH), on_one(SUMS[name]))
+def test_sums_and_means_however_they_are_written_pass():
+    runs = in_microbatches(2), on_one
+    found = (run(SUMS.values())(PARAMS, BATCH) for run in runs)
+    for name, ours, theirs in zip(SUMS, *found, strict=True):
+        assert_close(ours, theirs, told=name)
 
 
 def test_an_auxiliary_output_that_is_no_array_is_named():
@@ -428,9 +450,9 @@ def test_arrays_of_other_numbers_of_rows_divide_over_devices_and_not_into_microb
         nodes = (batch["nodes"] @ params["w"]).reshape(len(batch["graphs"]), -1)
         return jnp.mean(jnp.tanh(nodes).sum(1) * batch["graphs"][:, 0])
 
-    assert_close(in_shards()(loss, PARAMS, batch), on_one(loss, PARAMS, batch))
+    assert_close(in_shards()([loss])(PARAMS, batch), on_one([loss])(PARAMS, batch))
     with pytest.raises(ValueError, match=r"different numbers of rows \(graphs 8, nodes 16\)"):
-        in_microbatches(2)(loss, PARAMS, batch)
+        in_microbatches(2)([loss])(PARAMS, batch)
 
 
 # Auxiliary outputs.
@@ -498,11 +520,11 @@ def tokens():
 @pytest.mark.slow
 def test_the_decoders_dropout_is_one_devices_in_every_part(key):
     loss, params = decoder()
-    expected = on_one(loss, params, tokens(), key=key)
-    other = on_one(loss, params, tokens())[0]
-    assert abs(expected[0] - other) > 1e-3  # dropout is on
+    expected = on_one([loss])(params, tokens(), key=key)
+    other = jax.jit(loss)(params, tokens())
+    assert abs(expected[0][0] - other.total / other.count) > 1e-3  # dropout is on
     for run in in_microbatches(4), in_shards(stacked="layers"), in_shards(FEW, microbatches=2):
-        assert_close(run(loss, params, tokens(), key=key), expected, 1e-4)
+        assert_close(run([loss])(params, tokens(), key=key), expected, 1e-4)
 
 
 def masks(batch, key):
@@ -517,11 +539,9 @@ def test_masks_are_those_of_one_device_bit_for_bit(key):
 
     expected = jax.jit(masks)(BATCH, key)
     assert 0.3 < float((expected == 0).mean()) < 0.5
-    for m in 1, 2:
-        how = dict(has_aux=True, aux="concatenate", microbatches=m)
-        _, found = fsdp.value_and_grad(loss, LINE, **how)(fsdp.place(PARAMS, LINE), BATCH, key=key)[
-            0
-        ]
+    how = dict(has_aux=True, aux="concatenate")
+    run = together([fsdp.value_and_grad(loss, LINE, microbatches=m, **how) for m in (1, 2)])
+    for (_, found), _ in run(fsdp.place(PARAMS, LINE), BATCH, key=key):
         np.testing.assert_array_equal(found, expected)
 
 
@@ -530,13 +550,14 @@ def test_draws_by_shape_differ_from_part_to_part(key):
     def loss(params, batch, key):
         return weighted(params, batch), jax.random.uniform(key, batch["x"].shape)
 
-    for m, run in [(1, LINE), (2, LINE), (4, None)]:
+    for m, grid in [(1, LINE), (2, LINE), (4, None)]:
         how = dict(has_aux=True, aux="concatenate", microbatches=m)
-        if run is None:
-            (_, found), _ = objective.value_and_grad(loss, **how)(PARAMS, BATCH, key=key)
+        if grid is None:
+            run = jax.jit(objective.value_and_grad(loss, **how))
+            (_, found), _ = run(PARAMS, BATCH, key=key)
         else:
-            function = fsdp.value_and_grad(loss, run, **how)
-            (_, found), _ = function(fsdp.place(PARAMS, run), BATCH, key=key)
+            run = fsdp.value_and_grad(loss, grid, **how)
+            (_, found), _ = run(fsdp.place(PARAMS, grid), BATCH, key=key)
         assert len(np.unique(np.asarray(found))) > 0.99 * found.size
 
 
@@ -548,8 +569,10 @@ def test_a_count_of_what_is_drawn_counts_the_draws_of_the_loss(run):
         chosen = jax.random.bernoulli(key, 0.5, batch["weight"].shape) * (batch["weight"] > 0)
         return Mean(jnp.sum(chosen * params["b"].mean()), jnp.sum(chosen))
 
+    program = run([loss])
     for seed in range(3):
-        assert abs(run(loss, PARAMS, BATCH, key=jax.random.key(seed))[0] - 1) < 1e-6
+        ((mean, _),) = program(PARAMS, BATCH, key=jax.random.key(seed))
+        assert abs(mean - 1) < 1e-6
 
 
 def test_keys_in_the_wrong_place_are_named():
@@ -609,7 +632,7 @@ def test_random_losses_equal_one_device(chain, weigh, scale, where, scanned):
         each = {"weight": batch["weight"], "row": (batch["x"] > 0).sum(1)}[weigh]
         return Mean(scale * jnp.sum(x.sum(1) * each), scale**2 * jnp.sum(each))
 
-    assert_close(DIVIDED[where](loss, PARAMS, BATCH), on_one(loss), 1e-4)
+    assert_close(DIVIDED[where]([loss])(PARAMS, BATCH), on_one([loss])(PARAMS, BATCH), 1e-4)
 
 
 def test_effects_come_once_for_each_microbatch(capfd):
@@ -653,6 +676,11 @@ LOGITS = {
     "which": lambda z, y: z.argmax(1),
 }
 OF_MEANS = ["accuracy", "loss", "masked mean", "mean of logits"]
+OF_ROWS = [*OF_MEANS, "rows", "which"]
+SCORED = (
+    {"w": DRAW.normal(size=(6, 3)).astype(np.float32)},
+    {"x": DRAW.normal(size=(16, 6)).astype(np.float32), "y": np.arange(16, dtype=np.int32) % 3},
+)
 
 
 def with_logits(name):
@@ -661,42 +689,42 @@ def with_logits(name):
         each = jax.nn.logsumexp(z, axis=1)
         return objective.Mean(each.sum(), jnp.float32(each.size)), LOGITS[name](z, batch["y"])
 
-    key = jax.random.key(0)
-    batch = {"x": jax.random.normal(key, (16, 6)), "y": jnp.arange(16) % 3}
-    return loss, {"w": jax.random.normal(key, (6, 3))}, batch
+    return loss
 
 
-@pytest.mark.parametrize("name", LOGITS)
+@pytest.mark.parametrize("name", OF_ROWS)
 def test_what_is_no_sum_is_not_added_up(name):
     """A mean of eight devices would come out eight times too large, rows would be mixed."""
-    loss, params, batch = with_logits(name)
-    run = objective.value_and_grad(loss, 4, has_aux=True)
+    told = r"has the rows of its part.*say aux='concatenate'"
     if name in OF_MEANS:
-        with pytest.raises(ValueError, match=r"is a mean over rows, and aux='sum' would add it up"):
-            run(params, batch)
-    elif name in ("rows", "which"):
-        with pytest.raises(ValueError, match=r"has the rows of its part.*say aux='concatenate'"):
-            run(params, batch)
-    else:
-        (_, found), _ = run(params, batch)
-        if name not in ("constant", "largest"):  # sums of parts, which are not those of the whole
-            expected = loss(params, batch)[1]
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+        told = r"is a mean over rows, and aux='sum' would add it up"
+    with pytest.raises(ValueError, match=told):
+        jax.eval_shape(objective.value_and_grad(with_logits(name), 4, has_aux=True), *SCORED)
 
 
-@pytest.mark.parametrize(
-    "name, way",
-    [("accuracy", "mean"), ("loss", "mean"), ("mean of logits", {"each": "mean"}),
-     ("rows", "concatenate"), ("which", "concatenate"), ("largest", "max")],
-)  # fmt: skip
-def test_said_how_it_is_that_of_the_whole_batch(name, way):
-    loss, params, batch = with_logits(name)
-    (_, found), _ = objective.value_and_grad(loss, 4, has_aux=True, aux=way)(params, batch)
-    expected = loss(params, batch)[1]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+SAID = {"accuracy": "mean", "loss": "mean", "mean of logits": {"each": "mean"}}
+SAID |= {"rows": "concatenate", "which": "concatenate", "largest": "max"}
+SAID |= {name: "sum" for name in LOGITS if name not in {*OF_ROWS, *SAID}}
+
+
+def test_said_how_it_is_that_of_the_whole_batch():
+    given = dict(has_aux=True)
+    ours = together(
+        [objective.value_and_grad(with_logits(n), 4, **given, aux=SAID[n]) for n in SAID]
+    )
+    theirs = together([with_logits(name) for name in SAID])
+    for name, (found, _), (_, expected) in zip(SAID, ours(*SCORED), theirs(*SCORED), strict=True):
+        if name != "constant":  # a sum of parts, which is not that of the whole
+            close = functools.partial(np.testing.assert_allclose, rtol=1e-5, err_msg=name)
+            jax.tree.map(close, found[1], expected)
+
+
+def test_a_largest_that_is_added_up_is_let_through():
+    """That it is no sum its trace does not tell."""
+    jax.eval_shape(objective.value_and_grad(with_logits("largest"), 4, has_aux=True), *SCORED)
 
 
 def test_rows_are_no_maximum():
-    loss, params, batch = with_logits("rows")
     with pytest.raises(ValueError, match=r"auxiliary output tree has the rows.*aux='max'"):
-        objective.value_and_grad(loss, 4, has_aux=True, aux="max")(params, batch)
+        run = objective.value_and_grad(with_logits("rows"), 4, has_aux=True, aux="max")
+        jax.eval_shape(run, *SCORED)

@@ -1,11 +1,11 @@
 """Every transformation of Optax that runs on one device, under each strategy that updates.
 
 Each takes three steps with given gradients, and must yield one device's parameters and state, or
-be refused by a message that stands in `REFUSED`.
+be refused by a message that stands in `REFUSED`. In stages all do so; elsewhere one of each shape
+of state.
 """
 
 import functools
-import random
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from shardwise import fsdp, measure, mesh, pipeline, rules
+from shardwise import tree as trees
 
 mesh.simulate(8)
 LINE, PAIR, STAGES = mesh.make(fsdp=4), mesh.make(fsdp=2), mesh.make(stage=3)
@@ -156,11 +157,21 @@ REFUSED = {
     ("pipeline", "muon"): f"on bias, {IN_ROWS}",
     ("pipeline", "sm3, of stacks"): NO_SUCH_ARRAY,
 }
-CASES = [(way, name) for way in ("fsdp", "rules", "pipeline") for name in TABLE]
-# By default what was once refused or wrong, and some of the rest by a seed.
-ALWAYS = [("pipeline", name) for name in ("zero_nans", "multi_steps", "muon")]
-OTHERS = [case for case in CASES if case[0] != "pipeline" and "lbfgs" not in case[1]]
-FAST = {*ALWAYS, *random.Random(9).sample(OTHERS, 3)}
+# The pipeline runs an update equation by equation. The other ways hand it to the compiler, and
+# what they add is where a state lies: one of each shape of state, and more where some are told
+# the loss or take norms over all, or within arrays.
+EVERYWHERE = {
+    "adafactor", "adafactor, of stacks", "add_noise", "clip_by_global_norm", "dog", "dowg",
+    "fromage", "galore", "lamb", "lbfgs", "lbfgs, with a line search", "masked", "mechanize",
+    "momo", "muon", "noisy_sgd", "normalize_by_update_norm", "novograd",
+    "optimistic_gradient_descent", "polyak_sgd", "scale_by_stddev", "skip_not_finite", "sm3",
+    "sm3, of stacks", "zero_nans",
+}  # fmt: skip
+CASES = [("pipeline", name) for name in TABLE]
+CASES += [(way, name) for way in ("fsdp", "rules") for name in TABLE if name in EVERYWHERE]
+# By default what was once refused or wrong, and some of the rest.
+FAST = {("pipeline", name) for name in ("zero_nans", "multi_steps", "muon")}
+FAST |= {("rules", "masked"), ("fsdp", "clip_by_global_norm"), ("fsdp", "sm3, of stacks")}
 
 
 def arrays(seed, dtype=jnp.float32):
@@ -344,6 +355,22 @@ def test_a_state_that_fsdp_did_not_make_is_named():
         fsdp.update(tx, {"w": jnp.ones((8, 3))}, fsdp.init(tx, params), params)
     with pytest.raises(TypeError, match=r"fsdp.init: params is a dict"):
         fsdp.init(tx, {"w": jnp.ones((8, 3))})
+
+
+def shape_of_state(tx):
+    """What it holds: of each parameter which axes of it, of the rest which shapes; in which dtypes.
+
+    How many arrays it holds of a kind does not count.
+    """
+    params = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in SHAPES.items()}
+    state = jax.eval_shape(tx.init, params)
+    pairs = zip(trees.leaves(state), trees.owners(state, params), strict=True)
+    return frozenset((x.shape if o is None else o, x.dtype) for (_, x), o in pairs)
+
+
+def test_what_runs_everywhere_has_every_shape_of_state():
+    assert {*map(shape_of_state, TABLE.values())} == {shape_of_state(TABLE[n]) for n in EVERYWHERE}
+    assert {name for _, name in REFUSED if ("rules", name) in REFUSED} <= EVERYWHERE
 
 
 @functools.cache

@@ -96,9 +96,13 @@ def whole(tree: Any) -> Any:
         if not isinstance(getattr(x, "sharding", None), NamedSharding):
             return x
         target = NamedSharding(x.sharding.mesh, PartitionSpec())
-        return jax.jit(lambda x: x, out_shardings=target)(x)
+        return jax.jit(_same, out_shardings=target)(x)
 
     return jax.tree.map(replicated, tree)
+
+
+def _same(x):  # at the module's top level: arrays that lie alike share a program
+    return x
 
 
 def constrain_tree(tree: Any, rule: Any, mesh: Mesh | None = None) -> Any:
