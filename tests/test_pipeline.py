@@ -149,14 +149,7 @@ def test_a_new_schedule_is_one_entry(monkeypatch):
     test_every_schedule_equals_one_device("last_first")
 
 
-HOMES = [
-    ((0,), 8),
-    ((0, 1), 4),
-    ((0, 1, 1, 0), 4),
-    ((0, 1, 0, 1), 4),
-    ((0, 0, 1), 2),
-    ((0, 1, 0), 1),
-]
+HOMES = [((0,), 8), ((0, 0, 1), 2), ((0, 1), 4), ((0, 1, 1, 0), 4), ((0, 1, 0, 1), 4)]
 
 
 @functools.cache
@@ -477,8 +470,7 @@ def test_a_callback_that_fails_is_named():
 # One program.
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_gpipe_in_one_program_equals_one_device(microbatches):
+def test_gpipe_in_one_program_equals_one_device():
     expected, params, batch = decoder(stages=1)
     config = expected.keywords["graphdef"]
 
@@ -490,7 +482,7 @@ def test_gpipe_in_one_program_equals_one_device(microbatches):
             return jax.lax.scan(lambda x, w: (nnx.merge(layer, w)(x), None), x, weights)[0]
 
         x = decoder.embed.kernel[...][batch["tokens"]]
-        x = pipeline.gpipe(stage, TWO, microbatches)(stack, x)
+        x = pipeline.gpipe(stage, TWO, 4)(stack, x)
         logits = decoder.head("bse,ev->bsv", decoder.final_norm(x))
         each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         return objective.Mean(jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"]))
@@ -498,6 +490,15 @@ def test_gpipe_in_one_program_equals_one_device(microbatches):
     assert_close(on_one(loss, params, batch), decoder_on_one())
     with pytest.raises(ValueError, match="8 rows do not split into 3 parts"):
         pipeline.gpipe(lambda w, x: x, TWO, 3)(params, jnp.ones((8, 2)))
+
+
+def test_gpipe_in_one_program_takes_one_microbatch():
+    def loss(params, batch):
+        stage = lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]  # noqa: E731
+        x = pipeline.gpipe(stage, TWO, 1)(params["w"], batch["x"] + params["shift"][None])
+        return objective.Mean(jnp.sum(x**2 * batch["mask"][:, None]), jnp.sum(batch["mask"]))
+
+    assert_close(on_one(loss, *chain_of(2)[1:]), unconstrained_on_one())
 
 
 # Errors.
@@ -772,8 +773,9 @@ def test_weights_are_gathered_in_each_task_or_once_a_step():
     gathers = {}
     for gather in "task", "step":
         function, split, grads = check(
-            loss, params, batch, grid, "1f1b", 2, rule, rows=P("fsdp"), gather=gather
-        )
+            loss, params, batch, grid, "1f1b", 2, rule, rows=P("fsdp"), gather=gather,
+            like=chain_on_one(2),
+        )  # fmt: skip
         w = split.tree["w"][1]
         assert w.sharding.shard_shape(w.shape) != w.shape
         assert grads.tree["w"][1].sharding.is_equivalent_to(w.sharding, w.ndim)
@@ -841,7 +843,7 @@ def constrained(params, batch, sharding):
 def test_the_user_s_own_meshes_and_constraints(around):
     """jax.set_mesh, JAX's default Explicit mesh, and constraints on it within the loss."""
     _, params, batch = chain_of(2)
-    expected = on_one(unconstrained, params, batch)
+    expected = unconstrained_on_one()
     auto = mesh.make(stage=2, fsdp=2)
     explicit = jax.sharding.Mesh(
         auto.devices, auto.axis_names, axis_types=(jax.sharding.AxisType.Explicit,) * 2
@@ -855,6 +857,11 @@ def test_the_user_s_own_meshes_and_constraints(around):
         split = pipeline.place(params, function, batch)
         mean, grads = function(split, batch)
         assert_close((mean, pipeline.whole(grads)), expected)
+
+
+@functools.cache
+def unconstrained_on_one():
+    return on_one(unconstrained, *chain_of(2)[1:])
 
 
 def unconstrained(params, batch):
