@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from shardwise import layouts, marks, measure, mesh, objective, pipeline, schedules
-from shardwise.layouts import catalogue
+from shardwise.layouts import catalogue, staged
 
 mesh.simulate(8)
 WIDE, HIDDEN, LENGTH = 8, 12, 6
@@ -298,12 +298,14 @@ TASKS = {
 @pytest.mark.parametrize(
     "name", [n if n == "zero 3" else pytest.param(n, marks=pytest.mark.slow) for n in TASKS]
 )
-def test_what_a_stage_sends_is_the_formula(name):
+def test_what_a_stage_sends_is_the_formula(name, monkeypatch):
     """A task gathers what it reads; layers without remat once, their gradients scattered.
 
     The table is read at both ends: as rows, of which no gradient needs the values, and by a
     product. What `data` has copies of is summed once a step.
     """
+    # `predict` would trace the loss again for each stage.
+    monkeypatch.setattr(staged, "value_and_grad", functools.cache(staged.value_and_grad))
     params, batch = drawn(16)
     settings = {"microbatches": 2, "stacked": stacked} | TASKS[name]
     layout = catalogue.over(("stage", "fsdp", "data"), 8, **settings)
