@@ -30,7 +30,7 @@ def draw(*shape, seed=0):
 def alone(loss, params, *data):
     """(loss, gradient of its first output) on one device."""
     first = lambda *args: (loss(*args)[0], loss(*args))  # noqa: E731
-    (_, out), grads = jax.jit(jax.value_and_grad(first, has_aux=True))(params, *data)
+    (_, out), grads = jax.value_and_grad(first, has_aux=True)(params, *data)
     return out, grads
 
 
@@ -50,8 +50,8 @@ def forward(loss, params, *data):
 
 def backward(params, out, ran, halves):
     """The gradient, from the last stage to the first; each backward whole or in halves."""
-    sums = [np.zeros(x.shape, x.dtype) for x in jax.tree.leaves(params)]
-    cots = [np.ones(out[0].shape, out[0].dtype)]
+    sums = [jnp.zeros(x.shape, x.dtype) for x in jax.tree.leaves(params)]
+    cots = [jnp.ones(out[0].shape, out[0].dtype)]
     for stage, programs, read, kept in reversed(ran):
         if halves:
             cots, pending = jax.jit(programs.to_input)(*read, kept, cots)
@@ -59,7 +59,7 @@ def backward(params, out, ran, halves):
         else:
             cots, grads = jax.jit(programs.whole)(*read, kept, cots)
         for (i, ends), g in zip(stage.rows.items(), grads, strict=True):
-            sums[i][... if ends is None else slice(*ends)] += np.asarray(g)
+            sums[i] = sums[i].at[... if ends is None else slice(*ends)].add(g)
     return jax.tree.unflatten(jax.tree.structure(params), sums)
 
 
@@ -69,10 +69,17 @@ def in_stages(loss, params, *data, halves):
 
 
 def check(loss, params, *data, rtol=1e-4):
-    expected = alone(loss, params, *data)
-    out, ran = forward(loss, params, *data)
-    for halves in (False, True):
-        assert_close((out, backward(params, out, ran, halves)), expected, rtol)
+    """One device, stages, and stages with a backward in halves agree: all in one program."""
+
+    @jax.jit
+    def every_way(params, *data):
+        out, ran = forward(loss, params, *data)
+        found = [(out, backward(params, out, ran, halves)) for halves in (False, True)]
+        return alone(loss, params, *data), found
+
+    expected, found = every_way(params, *data)
+    for each in found:
+        assert_close(each, expected, rtol)
 
 
 # Plain chains, cut anywhere.
@@ -105,8 +112,8 @@ def chain_params(depth):
 
 
 @given(
-    depth=st.integers(2, 5),
-    at=st.sets(st.integers(1, 4), min_size=1, max_size=3),
+    depth=st.integers(2, 4),
+    at=st.sets(st.integers(1, 3), min_size=1, max_size=3),
     scan=st.booleans(),
     remat=st.booleans(),
     skip=st.booleans(),
@@ -213,7 +220,8 @@ def test_marks_of_several_arrays_and_within_jit_are_seen():
         assert len(cut.stages(loss, params, draw(ROWS, WIDE))[0]) == 2
     expected = in_stages(loss, params, draw(ROWS, WIDE), halves=False)
     jax.clear_caches()
-    assert_close(alone(loss, params, draw(ROWS, WIDE)), expected)
+    once = jax.jit(functools.partial(alone, loss))
+    assert_close(once(params, draw(ROWS, WIDE)), expected)
 
 
 def test_a_block_under_jit_counts_each_time_it_is_called():
@@ -263,7 +271,7 @@ def decoder(scan, remat):
         vocab=32, embed=16, layers=4, heads=2, kv_heads=2, head_dim=8, mlp=48,
         stages=2, scan=scan, remat=remat,
     )  # fmt: skip
-    graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(config, nnx.Rngs(0)))())
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))
     tokens = np.random.default_rng(0).integers(32, size=(3, 9))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": np.ones((3, 8), "f4")}
     return functools.partial(train.loss, graphdef=graphdef), params, batch

@@ -454,7 +454,7 @@ def test_temporaries_are_those_of_the_intermediate_value():
 def test_bytes_on_devices_for_every_spec(axes, rows, dtype):
     sizes = {"a": 4, "b": 2, None: 1}
     spec = P(*axes[:2])
-    x = jnp.zeros((8 * rows, 8), dtype)
+    x = np.zeros((8 * rows, 8), dtype)
     grid = mesh.make(a=4, b=2)
     sharded = jax.device_put(x, NamedSharding(grid, spec))
     parts = sizes[axes[0]] * sizes[axes[1]]
@@ -464,7 +464,7 @@ def test_bytes_on_devices_for_every_spec(axes, rows, dtype):
 
 
 def test_bytes_on_devices_of_models_keys_and_deleted_arrays():
-    state = nnx.state(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
+    state = nnx.state(nnx.jit(lambda: nnx.Linear(4, 8, rngs=nnx.Rngs(0)))())
     device = jnp.ones(1).device
     assert measure.bytes_on_devices(state) == {device: 4 * (4 * 8 + 8)}
     assert measure.bytes_on_devices(jax.random.key(0)) == {device: 8}

@@ -71,16 +71,46 @@ def on_one(loss, params, batch):
     return jax.jit(objective.value_and_grad(loss))(params, batch)
 
 
+@functools.cache
+def chain_on_one(stages):
+    return on_one(*chain_of(stages))
+
+
 def check(loss, params, batch, grid, schedule, microbatches, rule=P(), like=None, **options):
     """Equal to one device, or to what it gave: `like`."""
-    expected = like or on_one(loss, params, batch)
     function = pipeline.value_and_grad(loss, grid, schedule, microbatches, **options)
+    return check_function(function, loss, params, batch, rule, like)
+
+
+def check_function(function, loss, params, batch, rule=P(), like=None):
     split = pipeline.place(params, function, batch, rule=rule)
     for a, b in zip(jax.tree.leaves(pipeline.whole(split)), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(a, b)
     mean, grads = function(split, batch)
-    assert_close((mean, pipeline.whole(grads)), expected)
+    assert_close((mean, pipeline.whole(grads)), like or on_one(loss, params, batch))
     return function, split, grads
+
+
+COMPILED = {}
+
+
+def chained(grid, schedule, stages, microbatches=4):
+    """The function of a chain, with the programs of the first one whose stages lived there too.
+
+    They are the same, whatever the order in which a schedule runs them.
+    """
+    loss, params, batch = chain_of(stages)
+    function = pipeline.value_and_grad(loss, grid, schedule, microbatches)
+    plan = function.plan(pipeline.place(params, function, batch), batch)
+    where = grid, plan.schedule.device_of, microbatches
+    own = plan.stages, plan.counted, plan._results
+    plan.stages, plan.counted, plan._results = COMPILED.setdefault(where, own)
+    return function
+
+
+def check_chain(grid, schedule, stages, microbatches=4):
+    function = chained(grid, schedule, stages, microbatches)
+    return check_function(function, *chain_of(stages), like=chain_on_one(stages))
 
 
 # Every schedule.
@@ -89,8 +119,9 @@ def check(loss, params, batch, grid, schedule, microbatches, rule=P(), like=None
 @pytest.mark.parametrize("name", schedules.SCHEDULES)
 def test_every_schedule_equals_one_device(name):
     table = schedules.spread(name, 2, 4)
-    loss, params, batch = chain_of(table.stages)
-    function, split, grads = check(loss, params, batch, TWO, name, 4)
+    function, split, grads = check_chain(TWO, name, table.stages)
+    batch = chain_of(table.stages)[2]
+    assert function.plan(split, batch).schedule == table
     (_, again), times = function.timed(split, batch)
     jax.tree.map(np.testing.assert_array_equal, again, grads)
     assert set(times) == {task for order in table.tasks for task in order}
@@ -118,22 +149,31 @@ def test_a_new_schedule_is_one_entry(monkeypatch):
     test_every_schedule_equals_one_device("last_first")
 
 
-@given(
-    stages=st.integers(1, 4),
-    microbatches=st.sampled_from([1, 2, 4, 8]),
-    order=st.randoms(use_true_random=False),
-    split=st.booleans(),
-)
-@settings(max_examples=8)
-def test_any_order_that_can_run_equals_one_device(stages, microbatches, order, split):
+HOMES = [((0,), 8), ((0, 0, 1), 2), ((0, 1), 4), ((0, 1, 1, 0), 4), ((0, 1, 0, 1), 4)]
+
+
+@functools.cache
+def of_homes(homes, microbatches):
+    """A chain's function, on whose stages any order can be run, its parameters and its batch."""
+    tasks = [Task(s, "F", j) for s in range(len(homes)) for j in range(microbatches)]
+    tasks += [task._replace(kind="B") for task in reversed(tasks)]
+    orders = tuple(tuple(t for t in tasks if homes[t.stage] == device) for device in (0, 1))
+    table = schedules.Schedule(orders, len(homes), microbatches, homes)
+    function, (_, params, batch) = (
+        chained(TWO, table, len(homes), microbatches),
+        chain_of(len(homes)),
+    )
+    return function, pipeline.place(params, function, batch), batch
+
+
+@given(where=st.sampled_from(HOMES), order=st.randoms(use_true_random=False), split=st.booleans())
+@settings(max_examples=24)
+def test_any_order_that_can_run_equals_one_device(where, order, split):
     """A random schedule: of the tasks that could be next, a random one."""
-    devices = [order.randrange(2) if s else 0 for s in range(stages)]
+    devices, microbatches = where
+    stages = len(devices)
     kinds = "FIW" if split else "FB"
     waiting = [Task(s, k, j) for s in range(stages) for k in kinds for j in range(microbatches)]
-    table = schedules.Schedule(
-        (tuple(t for t in waiting if not devices[t.stage]), (Task(0, "F", 0),) * 0),
-        stages, microbatches, tuple(devices),
-    )  # fmt: skip
     everything = schedules.Schedule((tuple(waiting),), stages, microbatches, (0,) * stages)
     done, orders = set(), [[], []]
     while waiting:
@@ -142,10 +182,12 @@ def test_any_order_that_can_run_equals_one_device(stages, microbatches, order, s
         waiting.remove(task)
         done.add(task)
         orders[devices[task.stage]].append(task)
-    table = schedules.Schedule(tuple(map(tuple, orders)), stages, microbatches, tuple(devices))
+    table = schedules.Schedule(tuple(map(tuple, orders)), stages, microbatches, devices)
     schedules.check(table)
-    loss, params, batch = chain_of(stages)
-    check(loss, params, batch, TWO, table, microbatches)
+    function, params, batch = of_homes(devices, microbatches)
+    function.plan(params, batch).schedule = table
+    mean, grads = function(params, batch)
+    assert_close((mean, pipeline.whole(grads)), chain_on_one(stages))
 
 
 # The decoder, on real text, with layouts within a stage.
@@ -156,7 +198,10 @@ def decoder(stages=2, **how):
     config = model.Config(
         vocab=256, embed=16, layers=2, heads=2, kv_heads=2, head_dim=8, mlp=16, stages=stages, **how
     )
-    graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(config, nnx.Rngs(0)))())
+    create = lambda: model.Decoder(config, nnx.Rngs(0))  # noqa: E731
+    graphdef, params = nnx.split(nnx.jit(create)() if stages == 1 else nnx.eval_shape(create))
+    drawn = params if stages == 1 else decoder(stages=1)[1]  # they do not depend on the stages
+    params = jax.tree.unflatten(jax.tree.structure(params), jax.tree.leaves(drawn))
     return functools.partial(train.loss, graphdef=graphdef), params, next(data.batches(8, 8))
 
 
@@ -203,8 +248,8 @@ def held_by(pipelined):
 
 
 def test_each_stage_holds_its_own():
-    loss, params, batch = chain_of(4)
-    function, split, grads = check(loss, params, batch, FOUR, "1f1b", 4)
+    function, split, grads = check_chain(FOUR, "1f1b", 4)
+    batch = chain_of(4)[2]
     state = pipeline.init(optax.adam(1e-2), split)
     row, shift = 4 * WIDE * WIDE, 4 * WIDE
     expected = [row + shift, row, row, row + shift]
@@ -223,9 +268,9 @@ def test_every_task_has_its_program_and_says_when_it_has_run(name, monkeypatch):
     monkeypatch.setattr(
         Step, "perform", lambda self, task: performed.setdefault(task, perform(self, task))
     )
-    loss, params, batch = chain_of(2)
-    function, split, _ = check(loss, params, batch, TWO, name, 2)
-    table = schedules.SCHEDULES[name](2, 2, 2)
+    function, split, _ = check_chain(TWO, name, 2)
+    batch = chain_of(2)[2]
+    table = schedules.SCHEDULES[name](2, 2, 4)
     assert set(performed) == {task for order in table.tasks for task in order}
     assert all(isinstance(done, jax.Array) for done in performed.values())
     kinds = {(task.stage, task.kind) for task in performed}
@@ -283,14 +328,19 @@ def test_a_tied_parameter_gets_both_gradients_and_stays_equal():
 def steps(tx, count=3, stages=4):
     """(losses, parameters, state), on one device and in a pipeline."""
     loss, flat, batch = chain_of(stages)
-    function = pipeline.value_and_grad(loss, mesh.make(stage=stages), "1f1b", 4)
+    function = chained(mesh.make(stage=stages), "1f1b", stages)
     split = pipeline.place(flat, function, batch)
     flat_state, state, losses = tx.init(flat), pipeline.init(tx, split), ([], [])
     assert_close(pipeline.whole(state), flat_state)
-    for _ in range(count):
-        mean, grads = on_one(loss, flat, batch)
+
+    @jax.jit
+    def one_step(flat, flat_state):
+        mean, grads = objective.value_and_grad(loss)(flat, batch)
         updates, flat_state = tx.update(grads, flat_state, flat)
-        flat = optax.apply_updates(flat, updates)
+        return optax.apply_updates(flat, updates), flat_state, mean
+
+    for _ in range(count):
+        flat, flat_state, mean = one_step(flat, flat_state)
         losses[0].append(mean)
         mean, grads = function(split, batch)
         updates, state = pipeline.update(tx, grads, state, split)
@@ -311,7 +361,7 @@ def test_training_with_a_clipped_norm_equals_one_device():
 
 
 def test_from_any_placement_to_any_other_through_a_checkpoint(tmp_path):
-    loss, params, batch = chain_of(4)
+    _, params, batch = chain_of(4)
     tx = optax.adamw(1e-2)
     forwards = [Task(s, "F", j) for s in range(4) for j in range(4)]
     backwards = [Task(s, "B", j) for s in reversed(range(4)) for j in range(4)]
@@ -321,7 +371,7 @@ def test_from_any_placement_to_any_other_through_a_checkpoint(tmp_path):
         (TWO, "dualpipe_v"),
         (mesh.make(stage=1), [[*forwards, *backwards]]),
     ]
-    functions = [pipeline.value_and_grad(loss, m, s, 4) for m, s in layouts]
+    functions = [chained(m, s, 4) for m, s in layouts]
     split = pipeline.place(params, functions[0], batch)
     _, grads = functions[0](split, batch)
     updates, state = pipeline.update(tx, grads, pipeline.init(tx, split), split)
@@ -420,8 +470,7 @@ def test_a_callback_that_fails_is_named():
 # One program.
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
-def test_gpipe_in_one_program_equals_one_device(microbatches):
+def test_gpipe_in_one_program_equals_one_device():
     expected, params, batch = decoder(stages=1)
     config = expected.keywords["graphdef"]
 
@@ -433,7 +482,7 @@ def test_gpipe_in_one_program_equals_one_device(microbatches):
             return jax.lax.scan(lambda x, w: (nnx.merge(layer, w)(x), None), x, weights)[0]
 
         x = decoder.embed.kernel[...][batch["tokens"]]
-        x = pipeline.gpipe(stage, TWO, microbatches)(stack, x)
+        x = pipeline.gpipe(stage, TWO, 4)(stack, x)
         logits = decoder.head("bse,ev->bsv", decoder.final_norm(x))
         each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
         return objective.Mean(jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"]))
@@ -441,6 +490,15 @@ def test_gpipe_in_one_program_equals_one_device(microbatches):
     assert_close(on_one(loss, params, batch), decoder_on_one())
     with pytest.raises(ValueError, match="8 rows do not split into 3 parts"):
         pipeline.gpipe(lambda w, x: x, TWO, 3)(params, jnp.ones((8, 2)))
+
+
+def test_gpipe_in_one_program_takes_one_microbatch():
+    def loss(params, batch):
+        stage = lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]  # noqa: E731
+        x = pipeline.gpipe(stage, TWO, 1)(params["w"], batch["x"] + params["shift"][None])
+        return objective.Mean(jnp.sum(x**2 * batch["mask"][:, None]), jnp.sum(batch["mask"]))
+
+    assert_close(on_one(loss, *chain_of(2)[1:]), unconstrained_on_one())
 
 
 # Errors.
@@ -715,8 +773,9 @@ def test_weights_are_gathered_in_each_task_or_once_a_step():
     gathers = {}
     for gather in "task", "step":
         function, split, grads = check(
-            loss, params, batch, grid, "1f1b", 2, rule, rows=P("fsdp"), gather=gather
-        )
+            loss, params, batch, grid, "1f1b", 2, rule, rows=P("fsdp"), gather=gather,
+            like=chain_on_one(2),
+        )  # fmt: skip
         w = split.tree["w"][1]
         assert w.sharding.shard_shape(w.shape) != w.shape
         assert grads.tree["w"][1].sharding.is_equivalent_to(w.sharding, w.ndim)
@@ -784,7 +843,7 @@ def constrained(params, batch, sharding):
 def test_the_user_s_own_meshes_and_constraints(around):
     """jax.set_mesh, JAX's default Explicit mesh, and constraints on it within the loss."""
     _, params, batch = chain_of(2)
-    expected = on_one(unconstrained, params, batch)
+    expected = unconstrained_on_one()
     auto = mesh.make(stage=2, fsdp=2)
     explicit = jax.sharding.Mesh(
         auto.devices, auto.axis_names, axis_types=(jax.sharding.AxisType.Explicit,) * 2
@@ -798,6 +857,11 @@ def test_the_user_s_own_meshes_and_constraints(around):
         split = pipeline.place(params, function, batch)
         mean, grads = function(split, batch)
         assert_close((mean, pipeline.whole(grads)), expected)
+
+
+@functools.cache
+def unconstrained_on_one():
+    return on_one(unconstrained, *chain_of(2)[1:])
 
 
 def unconstrained(params, batch):

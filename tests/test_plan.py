@@ -8,10 +8,11 @@ import random
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise import context, layouts, measure, mesh, model, plan, schedules, topology, train
+from shardwise.layouts import staged
 from shardwise.plan import (
     arrays,
     compiling,
@@ -103,7 +104,9 @@ def test_bytes_are_those_of_the_layout(seed):
 
 
 @pytest.mark.parametrize("seed", marked(range(12), [10]))
-def test_bytes_of_stages_are_those_of_the_layout(seed):
+def test_bytes_of_stages_are_those_of_the_layout(seed, monkeypatch):
+    # `predict` would trace the loss again for each stage.
+    monkeypatch.setattr(staged, "value_and_grad", functools.cache(staged.value_and_grad))
     each, config, rows = drawn(seed, staged=True)
     layout = programs.layout(each, config, mesh.make(**each.sizes))
     program = programs.program(each, config, rows, LENGTH)
@@ -112,7 +115,9 @@ def test_bytes_of_stages_are_those_of_the_layout(seed):
         compare(part, layout, program, shapes)
 
 
-LOWERED = [(mixed, seed) for mixed in (0, 1) for seed in range(12)]
+# Of those drawn first, one for each choice of axes, microbatches and what is computed again.
+LOWERED = [(0, seed) for seed in (1, 2, 4, 5, 7, 10, 11)]
+LOWERED += [(1, seed) for seed in (0, 1, 3, 4, 5, 6, 8, 10, 11)]
 
 
 @pytest.mark.parametrize("mixed, seed", marked(LOWERED, [(1, 4)]))
@@ -144,7 +149,7 @@ def on_host(jaxpr, times=1):
     return total
 
 
-@pytest.mark.parametrize("seed", marked(range(8), [1]))
+@pytest.mark.parametrize("seed", marked(range(1, 7), [1]))
 def test_what_waits_on_the_host_is_what_enters_layers(seed):
     each, config, rows = drawn(300 + seed)
     each = dataclasses.replace(each, remat=True, offload=True)
@@ -179,11 +184,13 @@ def small(batch=64, sequence=64, name="v5e:2x4", **changes):
     return plan.plan(dataclasses.replace(SMALL, **changes), name, batch, sequence)
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 360))
 def test_every_division_of_the_devices_comes_once(n):
     found = list(roles.every(n))
-    assert len({str(r) for r in found}) == len(found)
-    assert all(math.prod(r.sizes.values()) == n for r in found)
+    sizes = [(r.stage, r.data, r.fsdp, r.expert, r.context, r.tensor) for r in found]
+    assert len(set(sizes)) == len(found)
+    assert all(math.prod(each) == n for each in sizes)
     exponents = [next(e for e in range(9, -1, -1) if n % p**e == 0) for p in (2, 3, 5, 7, 11, 13)]
     rest = n // math.prod(p**e for p, e in zip((2, 3, 5, 7, 11, 13), exponents, strict=True))
     if rest == 1:  # as many as ways to give each prime's exponents to six roles

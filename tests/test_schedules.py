@@ -1,6 +1,7 @@
 """Schedules against the published figures, formulas, and properties over random parameters."""
 
 import dataclasses
+import functools
 import graphlib
 import itertools
 import random
@@ -21,15 +22,17 @@ times = st.integers(1, 9)
 kinds = st.fixed_dictionaries({kind: times for kind in "FBIW"})
 
 
+@functools.cache
 def served(most_devices=5, most_microbatches=17, name=None):
     """Every (name, schedule) that the functions in SCHEDULES give, rather than refuse."""
-    names = [name] if name else list(SCHEDULES)
+    names, found = [name] if name else list(SCHEDULES), []
     counts = itertools.product(range(1, most_devices + 1), (1, 2, 3), range(1, most_microbatches))
-    for (devices, per_device, microbatches), name in itertools.product(counts, names):
+    for (devices, per_device, microbatches), each in itertools.product(counts, names):
         try:
-            yield name, SCHEDULES[name](devices * per_device, devices, microbatches)
+            found.append((each, SCHEDULES[each](devices * per_device, devices, microbatches)))
         except ValueError:
             continue
+    return found
 
 
 any_schedule = st.sampled_from([schedule for _, schedule in served(4, 10)])
