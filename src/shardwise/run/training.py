@@ -6,7 +6,7 @@ from typing import Any
 import grain
 
 from shardwise.rules.agreement import together
-from shardwise.run import state
+from shardwise.run import signals, state
 from shardwise.run.feed import feed
 from shardwise.run.folder import Folder
 from shardwise.run.loop import Result, Run
@@ -72,13 +72,14 @@ def train(
     facts = dict(facts or {})
     if isinstance(batches, grain.MapDataset):
         facts["first rows"] = feed(batches, settings.batch, layout).fingerprint()
-    saved = _begin(settings, folder, facts, unused)
-    source = feed(batches, settings.batch, layout, saved and saved["position"])
-    run = Run(settings, layout, folder, loss, tx, source, has_aux, sample, facts, aux)
-    run.validation = validation and feed(validation, settings.batch, layout)
-    run.rate, run.at_peak = rate, at_peak(layout, flops)
-    run.make(create, saved)
-    return run.go()
+    with signals.heard() as stop:
+        saved = _begin(settings, folder, facts, unused)
+        source = feed(batches, settings.batch, layout, saved and saved["position"])
+        run = Run(settings, layout, folder, loss, tx, source, has_aux, sample, facts, aux)
+        run.validation = validation and feed(validation, settings.batch, layout)
+        run.rate, run.at_peak = rate, at_peak(layout, flops)
+        run.make(create, saved)
+        return run.go(stop)
 
 
 def _begin(settings, folder, facts, unused):
