@@ -21,6 +21,7 @@ from shardwise.run import command, joining, keys, metrics, profiling, signals, s
 from shardwise.run.transformations import Guarded, averaged, correction, guarded
 
 F32 = np.float32
+TX = optax.adam(1e-2)  # one object, so that runs share their programs
 
 
 def slow(case):
@@ -66,7 +67,7 @@ def given(folder, **changes):
 
 
 def trained(folder, batches=None, tx=None, flops=None, create=create, **changes):
-    options = dict(create=create, loss=loss, validation=rows(), tx=tx or optax.adam(1e-2))
+    options = dict(create=create, loss=loss, validation=rows(), tx=tx or TX)
     options["flops"] = flops
     return run.train(given(folder, **changes), batches=batches or rows(), **options)
 
@@ -167,7 +168,7 @@ def test_on_another_mesh_it_sees_the_same_rows(tmp_path, reference, roles):
 )
 def test_what_goes_on_is_laid_out_as_what_is_made_and_is_not_made(tmp_path, monkeypatch, roles):
     layout = run.Roles(**{"fsdp": 1} | roles).layout()
-    wanted = layout, create, averaged(optax.adam(1e-2), 0.9), 0, loss, None
+    wanted = layout, create, averaged(TX, 0.9), 0, loss, None
     made, told = state.create(*wanted), state.abstract(*wanted)
     assert jax.tree.structure(made) == jax.tree.structure(told)
     for x, like in zip(jax.tree.leaves(made), jax.tree.leaves(told), strict=True):
