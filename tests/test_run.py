@@ -17,10 +17,11 @@ import optax
 import pytest
 
 from shardwise import layouts, marks, mesh, objective, run, topology
-from shardwise.run import command, joining, keys, metrics, profiling, state, stored, text
+from shardwise.run import command, joining, keys, metrics, profiling, signals, state, stored, text
 from shardwise.run.transformations import Guarded, averaged, correction, guarded
 
 F32 = np.float32
+TX = optax.adam(1e-2)  # one object, so that runs share their programs
 
 
 def slow(case):
@@ -65,8 +66,8 @@ def given(folder, **changes):
     return run.Settings(**base | changes)
 
 
-def trained(folder, batches=None, tx=None, flops=None, **changes):
-    options = dict(create=create, loss=loss, validation=rows(), tx=tx or optax.adam(1e-2))
+def trained(folder, batches=None, tx=None, flops=None, create=create, **changes):
+    options = dict(create=create, loss=loss, validation=rows(), tx=tx or TX)
     options["flops"] = flops
     return run.train(given(folder, **changes), batches=batches or rows(), **options)
 
@@ -86,9 +87,12 @@ def equal(a, b):
 
 
 @pytest.fixture(autouse=True)
-def devices(monkeypatch):
-    """Commands choose devices for their process, which is that of other tests too."""
+def process(monkeypatch):
+    """Commands choose devices and handle signals for their process, which is other tests' too."""
     monkeypatch.setattr(mesh, "_devices", None)
+    yield
+    if stop := signals.standing():
+        stop.end()
 
 
 @pytest.fixture(scope="module")
@@ -110,13 +114,35 @@ def test_a_run_that_goes_on_is_the_one_that_was_not_stopped(tmp_path, reference,
     ]
 
 
-def test_a_signal_saves_and_the_run_goes_on_from_there(tmp_path, reference):
+def asking(key):
+    """`create`, while which the process is asked to stop: before anything is compiled."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    return create(key)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_signal_saves_and_the_run_goes_on_from_there(tmp_path, reference, early):
     before = signal.getsignal(signal.SIGTERM)
-    first = trained(tmp_path / "r", batches=rows(at=4 * 8 + 2))  # read ahead of step 5
-    assert first.stopped and first.step < 8 and signal.getsignal(signal.SIGTERM) == before
+    if early:
+        first = trained(tmp_path / "r", create=asking)
+    else:
+        first = trained(tmp_path / "r", batches=rows(at=4 * 8 + 2))  # read ahead of step 5
+    assert first.stopped and signal.getsignal(signal.SIGTERM) == before
+    assert first.step == 1 if early else first.step < 8
     last = trained(tmp_path / "r", resume=True)
     assert not last.stopped and lines(tmp_path / "r") == lines(reference[0])
     equal(last.opt_state.tree, reference[1].opt_state.tree)
+
+
+def test_from_join_to_leave_a_signal_is_remembered(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    run.join()
+    os.kill(os.getpid(), signal.SIGTERM)  # while a program reads its data, say
+    result = trained(tmp_path / "r", steps=2)
+    assert result.stopped and result.step == 1
+    assert run.leave(result) == signals.STOPPED == 75
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert run.leave() == 0
 
 
 @pytest.mark.parametrize(
@@ -142,7 +168,7 @@ def test_on_another_mesh_it_sees_the_same_rows(tmp_path, reference, roles):
 )
 def test_what_goes_on_is_laid_out_as_what_is_made_and_is_not_made(tmp_path, monkeypatch, roles):
     layout = run.Roles(**{"fsdp": 1} | roles).layout()
-    wanted = layout, create, averaged(optax.adam(1e-2), 0.9), 0, loss, None
+    wanted = layout, create, averaged(TX, 0.9), 0, loss, None
     made, told = state.create(*wanted), state.abstract(*wanted)
     assert jax.tree.structure(made) == jax.tree.structure(told)
     for x, like in zip(jax.tree.leaves(made), jax.tree.leaves(told), strict=True):
@@ -493,6 +519,7 @@ def test_optimizers_go_by_optax_name(name):
 def test_half_of_a_cluster_is_told(monkeypatch, capsys):
     with pytest.raises(ValueError, match=r"processes\.count is missing"):
         joining.join(run.Processes(address="127.0.0.1:1", index=0), 8)
+    assert signals.standing() is None
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     joining.join(run.Processes(), 8)
     assert "SLURM_STEP_NODELIST is not" in capsys.readouterr().err

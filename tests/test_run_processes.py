@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 
 from shardwise import checkpoint, run
 from shardwise.run import metrics, signals, watchdog
+from shardwise.run.launch import local
 
 pytestmark = pytest.mark.slow
 
@@ -38,11 +38,8 @@ def cache(tmp_path_factory):
 
 def start(cache, folder, count=1, extra=(), before="pass"):
     """`count` processes of one run, and a file of what each says; `before` is run in them first."""
-    program = f"{before}; import runpy; runpy.run_module('shardwise', run_name='__main__')"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    found = []
+    program = f"{before}\nimport runpy; runpy.run_module('shardwise', run_name='__main__')"
+    address, found = local.free_address(), []
     for index in range(count):
         several = ["--processes.address", address, "--processes.count", str(count)]
         several = [*several, "--processes.index", str(index)] if count > 1 else []
@@ -121,6 +118,28 @@ def test_stopped_and_resumed_is_not_stopped(cache, references, tmp_path, number,
         assert found == [signals.STOPPED] * count, said(folder)
     assert statuses(start(cache, folder, count, ["--resume"])) == [0] * count, said(folder)
     assert losses(folder) == references(count)
+
+
+# While the parameters are made, before anything is compiled.
+ASKED = """import os, signal; from shardwise.run import state; make = state.create
+def asked(*given):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return make(*given)
+state.create = asked
+"""
+# As a program of one's own may, by which JAX's preemption service takes SIGTERM.
+ALONE = "import jax; jax.distributed.initialize({0!r}, 1, 0, coordinator_bind_address={0!r})\n"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_signal_before_the_first_step_is_heard(cache, tmp_path, count):
+    """Also where the one process has joined a coordinator, whose service takes SIGTERM."""
+    folder = tmp_path / "run"
+    before = ALONE.format(local.free_address()) + ASKED if count == 1 else ASKED
+    children = start(cache, folder, count, before=before)
+    assert statuses(children) == [signals.STOPPED] * count, said(folder)
+    assert checkpoint.latest(folder / "checkpoints") == 1
+    assert [step for step, _ in losses(folder)] == [1]
 
 
 def test_with_another_number_of_processes_it_goes_on(cache, references, tmp_path):

@@ -5,6 +5,7 @@ Python versions differ in their library, so the numbers that come out of it diff
 """
 
 import functools
+import os
 import sysconfig
 import zlib
 from collections.abc import Iterator
@@ -32,8 +33,7 @@ def corpus(split: str = "train") -> tuple[np.ndarray, ...]:
     if split not in ("train", "validation"):
         raise ValueError(f"data: split is {split!r}; expected 'train' or 'validation'.")
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(p.relative_to(root) for p in root.rglob("*.py"))
-    files = [p for p in files if not _LEFT_OUT & set(p.parts)]
+    files = sorted(_modules(root))
     if not files:
         raise FileNotFoundError(
             f"data: no .py files in {root}. The corpus is the source of Python's standard "
@@ -43,6 +43,14 @@ def corpus(split: str = "train") -> tuple[np.ndarray, ...]:
     chosen = [p for p in files if (p in held_out) == (split == "validation")]
     texts = (np.frombuffer((root / p).read_bytes(), np.uint8) for p in chosen)
     return tuple(text for text in texts if text.size > 1)
+
+
+def _modules(root):
+    """The paths of modules, from the root; folders that are left out, full ones, are not opened."""
+    for folder, inner, files in os.walk(root):
+        inner[:] = set(inner) - _LEFT_OUT
+        place = Path(folder).relative_to(root)
+        yield from (place / name for name in files if name.endswith(".py"))
 
 
 class Batches(Iterator):

@@ -1,7 +1,9 @@
 """Joining the processes of one system, as arguments or a cluster's environment say it."""
 
 import os
+import signal
 import sys
+import threading
 
 import jax
 from jax.experimental import multihost_utils
@@ -23,7 +25,8 @@ def join(
 
     Without the first three they are what SLURM, Kubernetes or a TPU VM says, and where none of them
     says anything, this is one process. Call it before anything touches a device. `heartbeat` is
-    after how many seconds a process that is silent is taken for dead.
+    after how many seconds a process that is silent is taken for dead. SIGTERM stays with Python and
+    its handlers; JAX's preemption service, which would take it, is off.
 
     Raises:
       ValueError: some of address, count and index without the others; devices that the processes
@@ -47,9 +50,26 @@ def join(
             options |= dict(coordinator_address=address, num_processes=count, process_id=index)
         if index == 0:  # by default it listens on all of the machine's addresses
             options["coordinator_bind_address"] = address
-        jax.distributed.initialize(**options)
+        _initialize(options)
     # Not jax.process_count() where we know: it would start the backend.
     mesh.simulate(_share(devices, jax.process_count() if count is None else count))
+
+
+def _initialize(options):
+    """`jax.distributed.initialize`, without its preemption service.
+
+    That handles SIGTERM in C++, where a Python handler never hears of it, and once it caught one,
+    `jax.distributed.shutdown`, which also runs at exit, may wait for ever.
+    """
+    if hasattr(jax.config, "jax_enable_preemption_service"):
+        jax.config.update("jax_enable_preemption_service", False)
+        jax.distributed.initialize(**options)
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    jax.distributed.initialize(**options)
+    # Older ones have no such option, and have taken the signal by now: take it back.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
 
 
 def leave() -> None:

@@ -1,16 +1,26 @@
 """Joining the processes of one system, as a run's settings say it, and leaving it."""
 
 from shardwise import processes as system
+from shardwise.run import signals
 from shardwise.run.loop import Result
 from shardwise.run.settings import Processes
-from shardwise.run.signals import STOPPED
 
 
 def join(processes: Processes | None = None, devices: int = 8) -> None:
-    """`shardwise.processes.join`, by the settings of a run."""
+    """`shardwise.processes.join`, by the settings of a run.
+
+    From here to `leave` a signal that asks for a stop is remembered: one that comes before the
+    first step, while data are read or programs compiled, is heard when that is done.
+    """
     told = processes or Processes()
     given = told.address, told.count, told.index
-    system.join(*given, devices=devices, heartbeat=told.heartbeat)
+    stop = None if signals.standing() else signals.Stop().begin()
+    try:
+        system.join(*given, devices=devices, heartbeat=told.heartbeat)
+    except BaseException:
+        if stop is not None:
+            stop.end()
+        raise
 
 
 def leave(result: Result | None = None) -> int:
@@ -19,4 +29,6 @@ def leave(result: Result | None = None) -> int:
     0 when it is done, 75 when a signal stopped it.
     """
     system.leave()
-    return STOPPED if result is not None and result.stopped else 0
+    if stop := signals.standing():
+        stop.end()
+    return signals.STOPPED if result is not None and result.stopped else 0

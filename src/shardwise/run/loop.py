@@ -71,8 +71,8 @@ class Run:
         self.params, opt_state = found
         self.opt_state = state.replaced(opt_state, "halted", False)
 
-    def go(self):
-        """Steps until the last one, or until a signal."""
+    def go(self, stop: Stop) -> Result:
+        """Steps until the last one, or until a process was asked to stop."""
         settings, step = self.settings, self.first - 1
         self.amount = _amount(self.source.shapes())
         self.held = max(measure.bytes_on_devices((self.params, self.opt_state)).values())
@@ -81,7 +81,6 @@ class Run:
             stack.callback(self.report.close)
             stack.callback(self._end_trace)  # a run may end within it
             self.watchdog = stack.enter_context(Watchdog(self.note, settings.processes.hang))
-            stop = stack.enter_context(Stop())
             batches = self.source.go(self.first, settings.steps)
             for step in range(self.first, settings.steps + 1):
                 if self._advance(step, batches, stop):

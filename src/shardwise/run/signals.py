@@ -1,8 +1,10 @@
 """Signals that ask a run to stop: the first to save and leave, the second to end at once."""
 
+import contextlib
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 
 STOPPED = 75  # the exit status of a run that one of them stopped, after saving (EX_TEMPFAIL)
@@ -11,29 +13,30 @@ ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Stop:
-    """Whether a signal came; a context manager that puts back what handled signals before.
+    """Whether a signal came, between `begin` and `end`, which puts back what handled them before.
 
-    Enter it after `jax.distributed.initialize`, whose runtime takes SIGTERM for itself. A second
-    signal ends the process also while its main thread waits in a collective, where no Python
-    handler runs: the interpreter writes each signal's number to a pipe, and a thread reads it.
+    A first signal is remembered: who counts steps looks, and agrees on it with other processes. A
+    second one ends the process also while its main thread compiles or waits in a collective, where
+    no Python handler runs: the interpreter writes each signal's number to a pipe, and a thread
+    reads it.
     """
 
     def __init__(self):
         self.signal: int | None = None
+        self._old = {}
 
-    def __enter__(self):
-        if threading.current_thread() is not threading.main_thread():
-            self._old = None  # signals are the main thread's alone: there is nothing to put back
-            return self
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._old = {number: signal.signal(number, self._first) for number in ASKED}
-        threading.Thread(target=self._count, daemon=True, name="signals").start()
+    def begin(self) -> "Stop":
+        """Handle signals, where this is the main thread: they are its alone."""
+        if threading.current_thread() is threading.main_thread():
+            self._read, self._write = os.pipe()
+            os.set_blocking(self._write, False)
+            self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            self._old = {number: signal.signal(number, self._first) for number in ASKED}
+            threading.Thread(target=self._count, daemon=True, name="signals").start()
         return self
 
-    def __exit__(self, *_):
-        if self._old is not None:
+    def end(self) -> None:
+        if self._old:
             for number, handler in self._old.items():
                 signal.signal(number, handler)
             signal.set_wakeup_fd(self._wakeup)
@@ -51,3 +54,21 @@ class Stop:
                 os.write(2, message.encode())
                 os._exit(128 + number[0])
         os.close(self._read)
+
+
+def standing() -> Stop | None:
+    """The Stop that handles this process's signals now, if one does."""
+    owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+    return owner if isinstance(owner, Stop) else None
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[Stop]:
+    """The Stop that stands since `run.join`; where none does, one for the block."""
+    before = standing()
+    stop = before or Stop().begin()
+    try:
+        yield stop
+    finally:
+        if before is None:
+            stop.end()

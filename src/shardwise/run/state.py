@@ -12,24 +12,37 @@ from shardwise import tree as trees
 from shardwise.fsdp import Sharded
 from shardwise.run import keys
 from shardwise.run.folder import Folder
+from shardwise.run.reuse import once
 from shardwise.run.transformations import correction
 
 
 def create(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, batch: Any) -> tuple:
     """(params, opt_state), each array born where it lives."""
-    told = (loss, batch) if layout.stage else ()
-    return layouts.init(layout, make, tx, keys.of_seed(seed), *told)
+    if layout.stage:  # by many programs
+        return layouts.init(layout, make, tx, keys.of_seed(seed), loss, batch)
+    return _born(layout, make, tx)(keys.of_seed(seed))
+
+
+@once
+def _born(layout, make, tx):
+    """The one program of a key that makes them all."""
+    return jax.jit(lambda key: layouts.init(layout, make, tx, key))
 
 
 def abstract(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, batch: Any) -> tuple:
     """What `create` would make, as shapes with shardings: nothing is held that is not wanted."""
-    if layout.stage:  # whose arrays are born by many programs
-        made = create(layout, make, tx, seed, loss, batch)
-        found = jax.tree.map(_abstract, made)
-        for x in jax.tree.leaves(made):
-            x.delete()
-        return found
-    lowered = jax.jit(lambda key: layouts.init(layout, make, tx, key)).lower(keys.of_seed(seed))
+    if not layout.stage:
+        return _unborn(layout, make, tx)
+    made = create(layout, make, tx, seed, loss, batch)
+    found = jax.tree.map(_abstract, made)
+    for x in jax.tree.leaves(made):
+        x.delete()
+    return found
+
+
+@once
+def _unborn(layout, make, tx):
+    lowered = _born(layout, make, tx).lower(keys.of_seed(0))
     shardings = lowered.compile().output_shardings
     return jax.tree.map(
         lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),

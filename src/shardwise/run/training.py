@@ -6,11 +6,12 @@ from typing import Any
 import grain
 
 from shardwise.rules.agreement import together
-from shardwise.run import state
+from shardwise.run import signals, state
 from shardwise.run.feed import feed
 from shardwise.run.folder import Folder
 from shardwise.run.loop import Result, Run
 from shardwise.run.program import at_peak
+from shardwise.run.reuse import once
 from shardwise.run.settings import Settings
 from shardwise.run.stored import check_resumable, flat
 from shardwise.run.transformations import averaged, guarded
@@ -67,18 +68,24 @@ def train(
     layout, folder = settings.layout.layout(), Folder(settings.run)
     rate = settings.optimizer.rate() if tx is None else None
     tx = settings.optimizer.transformation() if tx is None else tx
-    tx = tx if settings.ema is None else averaged(tx, settings.ema)
-    tx = guarded(tx, settings.limit, settings.bad == "stop")
+    tx = _wrapped(tx, settings.ema, settings.limit, settings.bad == "stop")
     facts = dict(facts or {})
     if isinstance(batches, grain.MapDataset):
         facts["first rows"] = feed(batches, settings.batch, layout).fingerprint()
-    saved = _begin(settings, folder, facts, unused)
-    source = feed(batches, settings.batch, layout, saved and saved["position"])
-    run = Run(settings, layout, folder, loss, tx, source, has_aux, sample, facts, aux)
-    run.validation = validation and feed(validation, settings.batch, layout)
-    run.rate, run.at_peak = rate, at_peak(layout, flops)
-    run.make(create, saved)
-    return run.go()
+    with signals.heard() as stop:
+        saved = _begin(settings, folder, facts, unused)
+        source = feed(batches, settings.batch, layout, saved and saved["position"])
+        run = Run(settings, layout, folder, loss, tx, source, has_aux, sample, facts, aux)
+        run.validation = validation and feed(validation, settings.batch, layout)
+        run.rate, run.at_peak = rate, at_peak(layout, flops)
+        run.make(create, saved)
+        return run.go(stop)
+
+
+@once
+def _wrapped(tx, decay, limit, halt):
+    """`tx` as a run has it."""
+    return guarded(tx if decay is None else averaged(tx, decay), limit, halt)
 
 
 def _begin(settings, folder, facts, unused):
