@@ -27,3 +27,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Compilation makes the first example slow, and a test that fails must fail again for the next.
 hypothesis.settings.register_profile("shardwise", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("shardwise")
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """A process forgets its programs after each file: others have no use for them, and it grows."""
+    if nextitem is None or nextitem.path != item.path:
+        jax.clear_caches()
+        gc.collect()

@@ -233,7 +233,7 @@ class Summed:
 
 
 def test_a_strangers_attention_is_one_device():
-    """As the README says that a strategy is added: a module, a role, and no line of the package."""
+    """As CONTRIBUTING.md says: a module and a role, and no line of the package."""
     grid = mesh.make(fsdp=2, context=2)
     check(layouts.Layout(grid, fsdp="fsdp", context="context", attention=Summed, microbatches=2))
 

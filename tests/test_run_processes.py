@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -224,12 +223,10 @@ def test_the_command_writes_from_a_checkpoint(cache, tmp_path):
     assert json.loads((folder / "settings.json").read_text())["model.embed"] == 32
 
 
-def test_the_file_in_the_readme_trains_alone_and_launched(cache, tmp_path):
-    """Twenty lines, with a model of nobody's library, that resume and run in several processes."""
-    text = (Path(__file__).parents[1] / "README.md").read_text()
-    code = re.search(r"```python\n(import sys\n.*?)```", text, re.DOTALL)[1]
-    assert sum(bool(line.strip()) for line in code.splitlines()) <= 20
-    (tmp_path / "mine.py").write_text(code)
+def test_a_model_of_ones_own_trains_alone_and_launched(cache, tmp_path):
+    """The example: nobody's library, with resuming and several processes as its flags promise."""
+    example = Path(__file__).parents[1] / "examples/own_model.py"
+    (tmp_path / "mine.py").write_text(example.read_text())
 
     def go(*words):
         words = words if "--steps" in words else (*words, "--steps", "30")
