@@ -113,14 +113,6 @@ def check_stands_alone(one, two, limit, ids):
     assert {*re.findall(r'for="([^"]+)"', one)} <= found[0]
 
 
-@pytest.fixture
-def opened(browser, place):
-    """A silent page at `place`, the address that a test file's own fixture of that name gives."""
-    with silent_page(browser, viewport=DESKTOP) as page:
-        page.goto(place)
-        yield page
-
-
 @contextlib.contextmanager
 def silent_page(browser, **settings):
     """A page of its own context; on leaving, asserts that it was silent and stayed at home."""

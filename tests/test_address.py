@@ -38,9 +38,17 @@ def test_set_and_unset(project):
     for source in pairs.chapters(project / "chapters"):
         assert pairs.problem(source, strict=True) is None
         assert f'REPOSITORY = \\"{URL}\\"' in source.with_suffix(".ipynb").read_text()
-    address.write(project, "https://example.org/else/where")
     address.write(project, "")
     assert {path: path.read_text() for path in before} == before
+
+
+def test_one_address_takes_the_place_of_another(project):
+    for source in pairs.chapters(project / "chapters")[1:]:  # which are all alike
+        source.unlink()
+        source.with_suffix(".ipynb").unlink()
+    for url in URL, "https://example.org/else/where", "":
+        address.write(project, url)
+        assert set(address.places(project).values()) == {url}
 
 
 NO_ADDRESSES = [
@@ -58,13 +66,13 @@ NO_ADDRESSES = [
 ]
 
 
-@pytest.mark.parametrize("url", NO_ADDRESSES)
-def test_what_is_no_address_is_refused(project, url, monkeypatch, capsys):
-    monkeypatch.setenv("URL", url)
-    assert address.main(["--root", str(project)]) == 1
-    message = capsys.readouterr().err
-    assert repr(url) in message and "expected https://host/owner/name" in message
-    assert set(address.places(project).values()) == {""}
+def test_what_is_no_address_is_refused(project, monkeypatch, capsys):
+    for url in NO_ADDRESSES:
+        monkeypatch.setenv("URL", url)
+        assert address.main(["--root", str(project)]) == 1, url
+        message = capsys.readouterr().err
+        assert repr(url) in message and "expected https://host/owner/name" in message
+        assert set(address.places(project).values()) == {""}, url
 
 
 @pytest.mark.parametrize(

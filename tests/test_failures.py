@@ -59,6 +59,7 @@ def test_the_life_of_a_gallery(book):
     book.edit("first", 'print("the answer to first is", answer)', "")
     status, printed, _ = book.build()
     assert status == 0, printed
+    assert "ZeroDivisionError" in book.page("first")
     assert gallery(book) == [
         (
             "Nothing is divided.",

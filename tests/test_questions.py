@@ -113,9 +113,17 @@ def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
 # In the browser
 
 
-@pytest.fixture
-def place(tmp_path):
-    return write_page(tmp_path, figures.questions(BYTES, SHARE, LAYOUT))
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return write_page(tmp_path_factory.mktemp("questions"), figures.questions(BYTES, SHARE, LAYOUT))
+
+
+@pytest.fixture(scope="module")
+def opened(browser, place):
+    """A page on which nothing is kept: each test answers anew."""
+    with silent_page(browser, viewport=DESKTOP) as page:
+        page.goto(place)
+        yield page
 
 
 def asked(page, number):
@@ -179,25 +187,28 @@ def test_shares_within_the_tolerance(opened):
         assert told.startswith("Right. 3 of 10" if "003" not in text else "No, the"), text
 
 
-@pytest.mark.parametrize(
-    "unit, number, typed",
-    [
-        ("", 0.125, "12.5 %"),
-        ("", 0.125, "1/8"),
-        ("ring bytes", 2048, "2 KiB"),
-        ("bytes on each device", 2048, "2048 bytes"),
-        ("ticks", 27, "27 tick"),
-        ("s", 0.0015, "1.5 ms"),
-        ("MB", 24.44, "24,440,000 bytes"),
-        ("%", 40, "0.4 of"),
-    ],
-)
-def test_units(browser, tmp_path, unit, number, typed):
-    one = figures.fill_in("How much?", number, unit=unit, why="So.")
+UNITS = [
+    ("", 0.125, "12.5 %"),
+    ("", 0.125, "1/8"),
+    ("ring bytes", 2048, "2 KiB"),
+    ("bytes on each device", 2048, "2048 bytes"),
+    ("ticks", 27, "27 tick"),
+    ("s", 0.0015, "1.5 ms"),
+    ("MB", 24.44, "24,440,000 bytes"),
+    ("%", 40, "0.4 of"),
+]
+
+
+def test_units(browser, tmp_path):
+    one = [
+        figures.fill_in(f"How much, {i}?", number, unit=unit, why="So.")
+        for i, (unit, number, _) in enumerate(UNITS)
+    ]
     with silent_page(browser) as page:
-        page.goto(write_page(tmp_path, figures.questions(one)))
-        told = answer(asked(page, 1), typed)
-        assert told == "Right. So." if "of" not in typed else told.startswith("The unit of")
+        page.goto(write_page(tmp_path, figures.questions(*one)))
+        for i, (*_, typed) in enumerate(UNITS, 1):
+            told = answer(asked(page, i), typed)
+            assert told == "Right. So." if "of" not in typed else told.startswith("The unit of")
 
 
 def test_choices_are_judged(opened):
@@ -212,6 +223,7 @@ def test_choices_are_judged(opened):
 
 def test_keyboard_alone(opened):
     first, _, third = (asked(opened, number) for number in (1, 2, 3))
+    opened.evaluate("document.body.tabIndex = -1; document.body.focus()")
     for key in "Tab", *"64", "Space", *"KiB", "Enter":
         opened.keyboard.press(key)
     assert first.get_by_role("status").inner_text() == RIGHT
