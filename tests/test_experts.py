@@ -99,13 +99,20 @@ def on_many(meaning, devices, capacity, n, order=None, check_vma=False):
     return jax.jit(run)
 
 
-def compare(case, meaning, devices, order=None, **options):
+@functools.cache
+def expected_of(case):
+    """(what is given, how it is weighed, (gradients, (output, kept)) of one device)."""
     rows, tokens, k, n, capacity, skew = case
     x, chosen, weights, stacked = problem(rows, tokens, k, n, skew)
     weigh = jnp.asarray(np.random.default_rng(9).normal(size=x.shape), jnp.float32)
-    given = x, weights, stacked
     step = jax.jit(jax.grad(functools.partial(on_one, capacity=capacity), has_aux=True))
-    expected, (y, kept) = step(given, chosen=chosen, weigh=weigh)
+    found = step((x, weights, stacked), chosen=chosen, weigh=weigh)
+    return (x, chosen, weights, stacked), weigh, found
+
+
+def compare(case, meaning, devices, order=None, **options):
+    (x, chosen, weights, stacked), weigh, (expected, (y, kept)) = expected_of(case)
+    *_, n, capacity, _ = case
     moved = lambda v: v if order is None else v[:, order]  # noqa: E731
     sent = (moved(x), moved(weights), stacked), moved(chosen), moved(weigh)
     found = on_many(meaning, devices, capacity, n, order, **options)(*sent)
@@ -231,10 +238,14 @@ def test_who_is_dropped_depends_on_the_row_up_to_the_token_alone():
 
 def test_order_in_memory_does_not_matter_where_the_index_is_given():
     x, chosen, weights, stacked = problem(2, 8, 2, 4, skew=1.0)
-    kept = marks.experts(x, chosen, weights, mixture.gated, stacked, 4, 0.7)[1]
-    moved = [v[:, ZIGZAG] for v in (x, chosen, weights)]
-    index = jnp.broadcast_to(ZIGZAG, (2, 8))
-    found = marks.experts(*moved, mixture.gated, stacked, 4, 0.7, index)[1]
+
+    @jax.jit
+    def run(x, chosen, weights, index=None):
+        return marks.experts(x, chosen, weights, mixture.gated, stacked, 4, 0.7, index)[1]
+
+    kept = run(x, chosen, weights)
+    moved = [np.asarray(v)[:, ZIGZAG] for v in (x, chosen, weights)]
+    found = run(*moved, np.broadcast_to(ZIGZAG, (2, 8)))
     np.testing.assert_array_equal(found, kept[:, ZIGZAG])
 
 
@@ -356,18 +367,25 @@ SMALL = model.Config(
 )  # fmt: skip
 
 
-def decoder(config, seed=0):
-    return nnx.split(model.Decoder(config, nnx.Rngs(seed)))
+@functools.cache
+def decoder(config):
+    return nnx.split(nnx.jit(lambda: model.Decoder(config, nnx.Rngs(0)))())
 
 
 def batch_of(rows=8, tokens=6, seed=1):
-    keys = jax.random.split(jax.random.key(seed), 3)
-    lengths = jax.random.randint(keys[2], (rows, 1), 1, tokens + 1)
-    return {
-        "tokens": jax.random.randint(keys[0], (rows, tokens), 0, SMALL.vocab),
-        "targets": jax.random.randint(keys[1], (rows, tokens), 0, SMALL.vocab),
-        "mask": (jnp.arange(tokens)[None] < lengths).astype(jnp.float32),
-    }
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(1, tokens + 1, (rows, 1))
+    text = draw.integers(0, SMALL.vocab, (2, rows, tokens)).astype(np.int32)
+    mask = (np.arange(tokens)[None] < lengths).astype(np.float32)
+    return {"tokens": text[0], "targets": text[1], "mask": mask}
+
+
+@functools.cache
+def one_device(config):
+    """((mean, aux), gradients) of a decoder."""
+    graphdef, params = decoder(config)
+    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    return jax.jit(objective.value_and_grad(loss, has_aux=True))(params, batch_of())
 
 
 def close(found, expected):
@@ -388,9 +406,7 @@ CONFIGS = [
 def test_fsdp_trains_a_decoder_with_experts_as_one_device_does(config):
     graphdef, params = decoder(config)
     loss = functools.partial(train.routed_loss, graphdef=graphdef)
-    batch = batch_of()
-    expected = jax.jit(objective.value_and_grad(loss, has_aux=True))(params, batch)
-    grid = mesh.make(fsdp=4)
+    batch, expected, grid = batch_of(), one_device(config), mesh.make(fsdp=4)
     stacked = fsdp.place(params, grid, stacked=lambda path: "blocks" in path)
     (mean, aux), grads = fsdp.value_and_grad(loss, grid, has_aux=True)(stacked, batch)
     close(((mean, aux), fsdp.whole(grads)), expected)
@@ -404,8 +420,8 @@ def test_fsdp_trains_a_decoder_with_experts_as_one_device_does(config):
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_router_learns_from_what_experts_return(k):
     config = dataclasses.replace(SMALL, experts_per_token=k, capacity_factor=None)
-    layer, params = nnx.split(mixture.Experts(config, nnx.Rngs(0)))
-    x = jax.random.normal(jax.random.key(1), (2, 3, 12))
+    layer, params = nnx.split(nnx.jit(lambda: mixture.Experts(config, nnx.Rngs(0)))())
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 12)), jnp.float32)
     grads = jax.jit(jax.grad(lambda p: jnp.sum(nnx.merge(layer, p)(x)[0] ** 2)))(params)
     assert jnp.abs(grads["router"]["kernel"][...]).max() > 1e-3
 
@@ -413,12 +429,7 @@ def test_the_router_learns_from_what_experts_return(k):
 @SLOW
 @pytest.mark.parametrize("changes", [{"scan": False}, {"remat": True}, {"stages": 2}], ids=str)
 def test_how_a_decoder_with_experts_runs_does_not_change_it(changes):
-    found = []
-    for config in (SMALL, dataclasses.replace(SMALL, **changes)):
-        graphdef, params = decoder(config)
-        loss = functools.partial(train.routed_loss, graphdef=graphdef)
-        found.append(jax.jit(objective.value_and_grad(loss, has_aux=True))(params, batch_of()))
-    close(found[1], found[0])
+    close(one_device(dataclasses.replace(SMALL, **changes)), one_device(SMALL))
 
 
 def test_the_balance_of_a_batch_is_refused_in_microbatches():
@@ -445,22 +456,21 @@ def test_the_balance_of_rows_is_exact_in_microbatches():
 
 
 def test_the_penalty_is_switchs_formula_over_real_tokens():
-    _, chosen, _, _ = problem(3, 7, 2, 5, skew=0.4)
-    probabilities = jax.nn.softmax(jax.random.normal(jax.random.key(3), (3, 7, 5)))
-    mask = batch_of(3, 7)["mask"]
+    chosen = np.asarray(problem(3, 7, 2, 5, skew=0.4)[1])
+    penalty = jax.jit(experts.penalty, static_argnames="over")
+    drawn = np.exp(np.random.default_rng(3).normal(size=(3, 7, 5))).astype(np.float32)
+    probabilities, mask = drawn / drawn.sum(-1, keepdims=True), batch_of(3, 7)["mask"]
     real = np.asarray(mask, bool)
     f = np.bincount(np.asarray(chosen)[real].ravel(), minlength=5) / (2 * real.sum())
     p = np.asarray(probabilities)[real].mean(0)
-    found = experts.penalty(chosen, probabilities, mask) / mask.sum()
+    found = penalty(chosen, probabilities, mask) / mask.sum()
     np.testing.assert_allclose(found, 5 * (f * p).sum(), rtol=1e-5)
-    rows = [
-        experts.penalty(chosen[i : i + 1], probabilities[i : i + 1], mask[i : i + 1])
-        for i in range(3)
-    ]
-    found = experts.penalty(chosen, probabilities, mask, over="rows")
+    each = (tuple(v[i : i + 1] for v in (chosen, probabilities, mask)) for i in range(3))
+    rows = [penalty(*row) for row in each]
+    found = penalty(chosen, probabilities, mask, over="rows")
     np.testing.assert_allclose(found, sum(rows), rtol=1e-5)
     even = jnp.tile(jnp.arange(4)[None, :, None], (1, 1, 1))
-    assert experts.penalty(even, jnp.full((1, 4, 4), 0.25), jnp.ones((1, 4))) == 4
+    assert penalty(even, jnp.full((1, 4, 4), 0.25), jnp.ones((1, 4))) == 4
     with pytest.raises(ValueError, match="over='tokens'; expected 'batch' or 'rows'"):
         experts.penalty(chosen, probabilities, mask, over="tokens")
 
@@ -496,8 +506,7 @@ TABLE = {
 def test_the_compiler_cuts_experts_by_rule(config):
     graphdef, params = decoder(config)
     loss = functools.partial(train.routed_loss, graphdef=graphdef)
-    run = objective.value_and_grad(loss, has_aux=True)
-    expected = jax.jit(run)(params, batch_of())
+    run, expected = objective.value_and_grad(loss, has_aux=True), one_device(config)
     grid, rule = mesh.make(expert=4), rules.LogicalRules(TABLE)
     compiled = rules.jit(run, grid, in_rules=(rule, P("expert")))
     close(compiled(params, batch_of()), expected)
@@ -552,7 +561,7 @@ def by_hand(loss, params, batch, meaning, devices):
 def test_a_decoder_on_an_axis_of_experts_equals_one_device(config, form):
     graphdef, params = decoder(config)
     loss = functools.partial(train.routed_loss, graphdef=graphdef)
-    (mean, aux), grads = jax.jit(objective.value_and_grad(loss, has_aux=True))(params, batch_of())
+    (mean, aux), grads = one_device(config)
     expected = mean, aux, [v[...] for _, v in nnx.to_flat_state(grads)]
     close(by_hand(loss, params, batch_of(), FORMS[form], 4), expected)
 

@@ -25,7 +25,7 @@ def gap(ours, theirs):
 
 @functools.cache
 def on_one(config):
-    graphdef, params = nnx.split(model.Decoder(config, nnx.Rngs(0)))
+    graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(config, nnx.Rngs(0)))())
     step = objective.value_and_grad(functools.partial(train.loss, graphdef=graphdef))
     batch = next(data.batches(ROWS, LENGTH))
     batch["mask"] = (np.arange(LENGTH) < [[3], [16], [0], [9], [16], [1]]).astype(np.float32)
@@ -179,9 +179,11 @@ def test_a_layer_by_hand_sends_the_formulas_bytes(form, draw):
     config = model.Config(
         embed=pick(3, 9), heads=kv_heads * pick(1, 2), kv_heads=kv_heads, head_dim=2, mlp=n
     )
-    graphdef, weights = nnx.split(model.Block(config, nnx.Rngs(0)))
+    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: model.Block(config, nnx.Rngs(0))))
+    normal = np.random.default_rng(0).normal  # of jax.random each shape would compile
+    weights = jax.tree.map(lambda x: normal(size=x.shape).astype("f"), shapes)
     rows, length = pick(1, 3), n * pick(1, 3)
-    x, y = np.random.default_rng(0).normal(size=(2, rows, length, config.embed)).astype("f")
+    x, y = normal(size=(2, rows, length, config.embed)).astype("f")
     grid, options = mesh.make(model=n), FORMS[form][1]
     specs = rules.LogicalRules(tensor.table("model"))(weights, grid)
     tokens = P(None, "model") if options else P()
