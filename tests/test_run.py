@@ -194,24 +194,32 @@ def test_batches_without_a_position_are_refused(tmp_path):
         trained(tmp_path / "r", batches=iter([{"x": np.zeros((8, 12))}]))
 
 
+def alone(steps):
+    """The parameters of one device after each of these steps."""
+    params, found = create(keys.of_seed(0)), []
+    opt_state = TX.init(params)
+    for step in steps:
+        each = [rows()[8 * (step - 1) + i] for i in range(8)]
+        batch = jax.tree.map(lambda *x: np.stack(x), *each)
+        params, opt_state = _alone(params, opt_state, batch, keys.of_step(0, step))
+        found.append(params)
+    return found
+
+
+@jax.jit
+def _alone(params, opt_state, batch, key):
+    grads = objective.value_and_grad(loss)(params, batch, key=key)[1]
+    updates, opt_state = TX.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
+
+
 def test_a_bad_step_is_skipped_and_its_batch_kept(tmp_path):
     result = trained(tmp_path / "r", batches=rows(bad=[17]), bad="skip")
     found = metrics.read(tmp_path / "r/metrics.jsonl")
     assert [x["step"] for x in found if x.get("bad")] == [3] and result.step == 8
     kept = np.load(tmp_path / "r/batches/3.npz")
     assert np.isinf(kept["y"]).any() and kept["row"].tolist() == list(range(16, 24))
-    # One device that leaves out that step.
-    tx = optax.adam(1e-2)
-    params = create(keys.of_seed(0))
-    opt_state = tx.init(params)
-    for step in [1, 2, 4, 5, 6, 7, 8]:
-        batch = jax.tree.map(
-            lambda *x: np.stack(x), *[rows()[8 * (step - 1) + i] for i in range(8)]
-        )
-        key = keys.of_step(0, step)
-        grads = objective.value_and_grad(loss)(params, batch, key=key)[1]
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+    params = alone([1, 2, 4, 5, 6, 7, 8])[-1]  # one device that leaves out that step
     mine = layouts.whole(run.Roles().layout(), result.params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6), mine, params)
 
@@ -233,16 +241,7 @@ def test_a_norm_above_the_limit_is_bad(tmp_path):
 
 def test_the_mean_of_the_parameters_is_corrected(reference):
     _, result = reference
-    tx, params = optax.adam(1e-2), create(keys.of_seed(0))
-    opt_state, seen = tx.init(params), []
-    for step in range(1, 9):
-        batch = jax.tree.map(
-            lambda *x: np.stack(x), *[rows()[8 * (step - 1) + i] for i in range(8)]
-        )
-        grads = objective.value_and_grad(loss)(params, batch, key=keys.of_step(0, step))[1]
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        seen.append(params)
+    seen = alone(range(1, 9))
     weights = 0.9 ** np.arange(7, -1, -1)
     wanted = jax.tree.map(lambda *x: np.tensordot(weights / weights.sum(), np.stack(x), 1), *seen)
     mine = layouts.whole(run.Roles().layout(), result.mean)
@@ -410,7 +409,7 @@ def test_a_key_goes_by_its_name(tmp_path):
 
 
 def test_other_data_are_named(tmp_path):
-    options = dict(create=create, loss=loss, batches=rows(), tx=optax.adam(1e-2))
+    options = dict(create=create, loss=loss, batches=rows(), tx=TX)
     run.train(given(tmp_path, steps=1), facts={"data": 1}, **options)
     with pytest.raises(ValueError, match="other facts: data was 1 and is 2"):
         run.train(given(tmp_path, resume=True), facts={"data": 2}, **options)

@@ -1,7 +1,9 @@
 """The command `shardwise train` in processes of its own, stopped in every way."""
 
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from shardwise.run.launch import local
 
 pytestmark = pytest.mark.slow
 
-STEPS = {1: 100, 2: 60, 4: 40}  # of a run in so many processes, which share few cores
+STEPS = {1: 20, 2: 12, 4: 12}  # of a run in so many processes, which share few cores
 SMALL = """--save-every 6 --batch 8 --sequence 32 --devices 4 --model.embed 32
 --model.layers 2 --model.mlp 64 --model.dropout 0.1 --evaluation.every 0""".split()
 SOURCE = str(Path(run.__file__).parents[2])
@@ -35,15 +37,19 @@ def cache(tmp_path_factory):
     }
 
 
-def start(cache, folder, count=1, extra=(), before="pass"):
-    """`count` processes of one run, and a file of what each says; `before` is run in them first."""
-    program = f"{before}\nimport runpy; runpy.run_module('shardwise', run_name='__main__')"
+def start(cache, folder, count=1, extra=(), before="pass", who=None):
+    """`count` processes of one run, and a file of what each says.
+
+    `before` is run first, in the one process `who`, or in all.
+    """
+    go = "import runpy; runpy.run_module('shardwise', run_name='__main__')"
     address, found = local.free_address(), []
     for index in range(count):
         several = ["--processes.address", address, "--processes.count", str(count)]
         several = [*several, "--processes.index", str(index)] if count > 1 else []
         words = ["train", "--run", str(folder), "--steps", str(STEPS[count]), *SMALL]
         words = [*words, *extra, *several]
+        program = f"{before}\n{go}" if who in (None, index) else go
         with open(f"{folder}.{index}.log", "a") as log:
             child = subprocess.Popen(
                 [sys.executable, "-c", program, *words],
@@ -81,40 +87,54 @@ def losses(folder):
 
 
 @pytest.fixture(scope="module")
-def references(cache, tmp_path_factory):
-    """The losses of a run that nothing stopped, on so many processes."""
-    found = {}
+def folders(cache, tmp_path_factory):
+    """The folder of a run that nothing stopped, on so many processes."""
 
-    def reference(count):
-        if count not in found:
-            folder = tmp_path_factory.mktemp("reference") / str(count)
-            assert statuses(start(cache, folder, count)) == [0] * count, said(folder)
-            found[count] = losses(folder)
-        return found[count]
+    @functools.cache
+    def folder(count):
+        path = tmp_path_factory.mktemp("reference") / str(count)
+        assert statuses(start(cache, path, count)) == [0] * count, said(path)
+        return path
 
-    return reference
+    return folder
+
+
+@pytest.fixture(scope="module")
+def references(folders):
+    """The losses of such a run."""
+    return lambda count: losses(folders(count))
+
+
+# The process sends itself a signal when it has told of a step.
+AT = """import os; from shardwise.run import reports; say = reports.Report.say
+def told(self, line):
+    text = say(self, line)
+    if line["step"] == {0}: os.kill(os.getpid(), {1})
+    return text
+reports.Report.say = told
+"""
 
 
 @pytest.mark.parametrize(
-    ("number", "count", "which"),
+    ("count", "stops"),
     [
-        (signal.SIGTERM, 1, 0),
-        (signal.SIGINT, 2, 1),
-        (signal.SIGUSR2, 4, 2),
-        (signal.SIGKILL, 1, 0),
-        (signal.SIGKILL, 2, 1),
+        (1, [(signal.SIGTERM, 0), (signal.SIGKILL, 0)]),
+        (2, [(signal.SIGINT, 1), (signal.SIGKILL, 1)]),
+        (4, [(signal.SIGUSR2, 2)]),
     ],
 )
-def test_stopped_and_resumed_is_not_stopped(cache, references, tmp_path, number, count, which):
+def test_stopped_and_resumed_is_not_stopped(cache, references, tmp_path, count, stops):
     folder = tmp_path / "run"
-    children = start(cache, folder, count)
-    wait_for(folder, 5 + 3 * count, children)
-    children[which].send_signal(number)
-    found = statuses(children)
-    if number == signal.SIGKILL:
-        assert found[which] == -signal.SIGKILL and 0 not in found
-    else:
-        assert found == [signals.STOPPED] * count, said(folder)
+    for step, (number, which) in zip((2, 8), stops, strict=False):
+        extra = ["--resume"] if step > 2 else []
+        children = start(cache, folder, count, extra, AT.format(step, int(number)), which)
+        found = statuses(children)
+        if number == signal.SIGKILL:
+            assert found[which] == -signal.SIGKILL and 0 not in found
+            assert checkpoint.latest(folder / "checkpoints") < 8
+        else:
+            assert found == [signals.STOPPED] * count, said(folder)
+            assert 2 < losses(folder)[-1][0] == checkpoint.latest(folder / "checkpoints") < 6
     assert statuses(start(cache, folder, count, ["--resume"])) == [0] * count, said(folder)
     assert losses(folder) == references(count)
 
@@ -141,31 +161,41 @@ def test_a_signal_before_the_first_step_is_heard(cache, tmp_path, count):
     assert [step for step, _ in losses(folder)] == [1]
 
 
-def test_with_another_number_of_processes_it_goes_on(cache, references, tmp_path):
+def test_with_another_number_of_processes_it_goes_on(cache, references, folders, tmp_path):
     folder = tmp_path / "run"
-    assert statuses(start(cache, folder, 2, ["--steps", "12"])) == [0, 0], said(folder)
-    again = ["--resume", "--steps", "30"]
+    shutil.copytree(folders(2), folder)  # of twelve steps
+    again = ["--resume", "--steps", "20"]
     assert statuses(start(cache, folder, 4, again)) == [0] * 4, said(folder)
-    np.testing.assert_allclose(losses(folder), references(1)[:30], rtol=1e-4)
+    np.testing.assert_allclose(losses(folder), references(1), rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "roles",
-    ["context 2 --layout.attention zigzag", "tensor 2", "data 2 --layout.by compiler"],
-)
-def test_layouts_over_two_processes_are_one_device(cache, tmp_path, roles):
-    words = f"--layout.{roles} --steps 4".split()
+ROLES = ["context 2 --layout.attention zigzag", "tensor 2", "data 2 --layout.by compiler"]
+# One run after another, between joining and leaving.
+EACH = """import sys; from shardwise.run import decoding, joining, parsing
+words, folder = sys.argv[2:], sys.argv[sys.argv.index("--run") + 1]
+for number, roles in enumerate({0!r}):
+    more = ["--run", f"{{folder}}/{{number}}", *f"--layout.{{roles}}".split()]
+    settings = parsing.flags(argv=[*words, *more])
+    number or joining.join(settings.processes, settings.devices)
+    decoding.run(settings)
+sys.exit(joining.leave())
+"""
+
+
+def test_layouts_over_two_processes_are_one_device(cache, tmp_path):
     found = []
     for count in (1, 2):
         folder = tmp_path / str(count)
-        assert statuses(start(cache, folder, count, words)) == [0] * count, said(folder)
-        found.append(losses(folder))
+        children = start(cache, folder, count, ["--steps", "4"], EACH.format(ROLES))
+        assert statuses(children) == [0] * count, said(folder)
+        found.append([losses(folder / str(number)) for number in range(len(ROLES))])
+    assert np.shape(found) == (2, len(ROLES), 4, 2)
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
 def test_a_second_signal_ends_a_process_that_waits_in_a_collective(cache, tmp_path):
     folder = tmp_path / "run"
-    children = start(cache, folder, 2)
+    children = start(cache, folder, 2, ["--steps", "100000"])
     wait_for(folder, 4, children)
     children[1].send_signal(signal.SIGSTOP)
     time.sleep(1)  # by then the other waits for it
@@ -183,7 +213,7 @@ def test_a_second_signal_ends_a_process_that_waits_in_a_collective(cache, tmp_pa
 
 def test_a_process_that_hangs_ends_the_others(cache, tmp_path):
     folder = tmp_path / "run"
-    children = start(cache, folder, 2, ["--processes.hang", "6"])
+    children = start(cache, folder, 2, ["--processes.hang", "6", "--steps", "100000"])
     wait_for(folder, 4, children)
     children[1].send_signal(signal.SIGSTOP)
     try:
@@ -211,16 +241,14 @@ def test_a_disk_that_is_full_leaves_the_last_checkpoint(cache, references, tmp_p
     assert losses(folder) == references(1)
 
 
-def test_the_command_writes_from_a_checkpoint(cache, tmp_path):
-    folder = tmp_path / "run"
-    assert statuses(start(cache, folder, 1, ["--steps", "2"])) == [0], said(folder)
+def test_the_command_writes_from_a_checkpoint(cache, folders):
     for words in ([], ["--mean", "--devices", "2"]):
         text = subprocess.check_output(
-            [sys.executable, "-m", "shardwise", "sample", str(folder), "--tokens", "9", *words],
+            [sys.executable, "-m", "shardwise", "sample", folders(1), "--tokens", "9", *words],
             env=os.environ | cache,
         )
         assert text.decode().startswith("def ")
-    assert json.loads((folder / "settings.json").read_text())["model.embed"] == 32
+    assert json.loads((folders(1) / "settings.json").read_text())["model.embed"] == 32
 
 
 def test_a_model_of_ones_own_trains_alone_and_launched(cache, tmp_path):

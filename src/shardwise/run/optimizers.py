@@ -7,6 +7,8 @@ from typing import Any
 import optax
 import optax.contrib
 
+from shardwise.run.reuse import once
+
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
@@ -43,6 +45,7 @@ class Optimizer:
             given["init_value"] = self.peak
         return _called("schedule", self.schedule, **given)
 
+    @once
     def transformation(self) -> optax.GradientTransformation:
         """Clipping, then the optimizer.
 

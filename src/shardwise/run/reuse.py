@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 
-_KEPT = 4  # of each; what they hold, such as a loss and what it closes over, is held as long
+_KEPT = 8  # of each; what they hold, such as a loss and what it closes over, is held as long
 
 
 def once(make: Callable) -> Callable:
