@@ -62,7 +62,7 @@ def start(cache, folder, count=1, extra=(), before="pass", who=None):
     return found
 
 
-def statuses(children, seconds=200):
+def statuses(children, seconds=600):
     try:
         return [child.wait(seconds) for child in children]
     finally:
@@ -204,7 +204,7 @@ def test_a_second_signal_ends_a_process_that_waits_in_a_collective(cache, tmp_pa
     time.sleep(0.2)
     children[0].send_signal(signal.SIGTERM)
     try:
-        assert children[0].wait(60) == 128 + signal.SIGTERM
+        assert children[0].wait(600) == 128 + signal.SIGTERM
         assert "ending without saving" in said(folder)
     finally:
         for child in children:
@@ -218,7 +218,7 @@ def test_a_process_that_hangs_ends_the_others(cache, tmp_path):
     wait_for(folder, 4, children)
     children[1].send_signal(signal.SIGSTOP)
     try:
-        assert children[0].wait(90) == watchdog.STATUS
+        assert children[0].wait(600) == watchdog.STATUS
         assert "has made no progress" in said(folder)
     finally:
         for child in children:
