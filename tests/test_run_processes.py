@@ -21,7 +21,7 @@ from shardwise.run.launch import local
 pytestmark = pytest.mark.slow
 
 STEPS = {1: 20, 2: 12, 4: 12}  # of a run in so many processes, which share few cores
-SMALL = """--save-every 6 --batch 8 --sequence 32 --devices 4 --model.embed 32
+SMALL = """--processes.hang 1000 --save-every 6 --batch 8 --sequence 32 --devices 4 --model.embed 32
 --model.layers 2 --model.mlp 64 --model.dropout 0.1 --evaluation.every 0""".split()
 SOURCE = str(Path(run.__file__).parents[2])
 
@@ -41,8 +41,11 @@ def cache(tmp_path_factory):
 def start(cache, folder, count=1, extra=(), before="pass", who=None):
     """`count` processes of one run, and a file of what each says.
 
-    `before` is run first, in the one process `who`, or in all.
+    `before` is run first, in the one process `who`, or in all. Of several processes the first alone
+    would find programs in a cache, and collectives of what it found and what others compiled have
+    deadlocked over gloo: these compile all.
     """
+    env = os.environ | cache | ({"JAX_ENABLE_COMPILATION_CACHE": "false"} if count > 1 else {})
     go = "import runpy; runpy.run_module('shardwise', run_name='__main__')"
     address, found = local.free_address(), []
     for index in range(count):
@@ -54,7 +57,7 @@ def start(cache, folder, count=1, extra=(), before="pass", who=None):
         with open(f"{folder}.{index}.log", "a") as log:
             child = subprocess.Popen(
                 [sys.executable, "-c", program, *words],
-                env=os.environ | cache,
+                env=env,
                 stdout=log,
                 stderr=log,
             )
