@@ -1,6 +1,7 @@
 """`shardwise launch local`, with small scripts in place of the training program."""
 
 import itertools
+import os
 import random
 import re
 import shlex
@@ -385,6 +386,19 @@ open(sys.argv[1] + ".begun", "w").close()
 sys.exit(launch.main(sys.argv[2:], (sys.executable, "-S", sys.argv[1])))
 """
 
+# A launcher for each folder that it reads, and each a process of its own: imported once.
+FORKING = """
+import os, sys
+from shardwise.run import launch
+for folder in map(str.strip, sys.stdin):
+    if pid := os.fork():
+        print(pid, flush=True)
+        os.waitpid(pid, 0)
+        continue
+    given = ["local", "--processes", "3", "--", "train", "--run", folder]
+    os._exit(launch.main(given, (sys.executable, "-S", sys.argv[1])))
+"""
+
 
 def start_launcher(folder, script, stdout=subprocess.DEVNULL):
     body = folder / "child.py"
@@ -421,31 +435,35 @@ def test_no_process_outlives_a_launcher_that_is_killed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
 def test_no_process_outlives_a_launcher_that_is_killed_while_it_starts_them(tmp_path):
-    def begin(name):
-        folder = tmp_path / name
-        folder.mkdir()
-        launcher = start_launcher(folder, STUBBORN)
-        while not (folder / "child.py.begun").exists():
+    body = tmp_path / "child.py"
+    body.write_text(CHILD + textwrap.dedent(STUBBORN))
+    command = [sys.executable, "-c", FORKING, str(body)]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    with subprocess.Popen(command, text=True, bufsize=1, **pipes) as forking:
+
+        def begin(name):
+            folder = tmp_path / name
+            folder.mkdir()
+            print(folder, file=forking.stdin)
+            return folder, int(forking.stdout.readline()), time.monotonic()
+
+        def end(folder, launcher):
+            os.kill(launcher, signal.SIGKILL)
+            deadline = time.monotonic() + 60
+            while found := running_in(folder):  # those that were on their way, too
+                assert time.monotonic() < deadline, found
+                time.sleep(0.02)
+
+        folder, launcher, begun = begin("whole")
+        while len(list(folder.glob("ready.*"))) < 3:
             time.sleep(0.001)
-        return folder, launcher, time.monotonic()
-
-    def end(folder, launcher):
-        launcher.kill()
-        launcher.wait()
-        deadline = time.monotonic() + 60
-        while found := running_in(folder):  # those that were on their way, too
-            assert time.monotonic() < deadline, found
-            time.sleep(0.02)
-
-    folder, launcher, begun = begin("whole")
-    while len(list(folder.glob("ready.*"))) < 3:
-        time.sleep(0.001)
-    takes = time.monotonic() - begun
-    end(folder, launcher)
-    for i in range(20):
-        folder, launcher, _ = begin(str(i))
-        time.sleep(takes * (0.5 + i / 40))
+        takes = time.monotonic() - begun
         end(folder, launcher)
+        for i in range(20):
+            folder, launcher, _ = begin(str(i))
+            time.sleep(takes * (0.5 + i / 40))
+            end(folder, launcher)
+        forking.stdin.close()
 
 
 def running_in(folder):
