@@ -159,10 +159,8 @@ def of_homes(homes, microbatches):
     tasks += [task._replace(kind="B") for task in reversed(tasks)]
     orders = tuple(tuple(t for t in tasks if homes[t.stage] == device) for device in (0, 1))
     table = schedules.Schedule(orders, len(homes), microbatches, homes)
-    function, (_, params, batch) = (
-        chained(TWO, table, len(homes), microbatches),
-        chain_of(len(homes)),
-    )
+    function = chained(TWO, table, len(homes), microbatches)
+    _, params, batch = chain_of(len(homes))
     return function, pipeline.place(params, function, batch), batch
 
 
