@@ -408,7 +408,7 @@ def launched(folder, script, argv, **environment):
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1800,
     )
 
 

@@ -407,7 +407,7 @@ called.defvjp(lambda function, x: (called(function, x), None), lambda function, 
 
 def test_ranks_run_at_the_same_time():
     """Stage 0 meets stage 1 in a callback: if one had to wait for the other, they never would."""
-    both = threading.Barrier(2, timeout=60)
+    both = threading.Barrier(2, timeout=1800)
 
     def meeting(at):
         count = itertools.count()

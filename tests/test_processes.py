@@ -43,7 +43,7 @@ def start(function, *args):
 
 def finish(*children):
     try:
-        outputs = [child.communicate(timeout=300) for child in children]
+        outputs = [child.communicate(timeout=1800) for child in children]
     finally:
         for child in children:
             child.kill()
@@ -91,7 +91,7 @@ def touched(root, sharded):
 def join(process, address, devices):
     """Become one of two processes, who listen to each other and to nobody else."""
     jax.distributed.initialize(
-        address, 2, process, initialization_timeout=200, coordinator_bind_address=address
+        address, 2, process, initialization_timeout=1800, coordinator_bind_address=address
     )
     mesh.simulate(devices)
 
@@ -378,7 +378,7 @@ def test_training_survives_kill_9_as_if_uninterrupted(tmp_path, places):
     root, log, newest = str(tmp_path / "run"), tmp_path / "log", 0
     for place in places:
         child = start("train_and_save", root, str(log), newest + 2, place)
-        _, errors = child.communicate(timeout=300)
+        _, errors = child.communicate(timeout=1800)
         assert child.returncode == -signal.SIGKILL, errors
         newest += PLACES[place]
         assert checkpoint.latest(root) == newest, place
@@ -423,6 +423,6 @@ def test_the_end_of_a_program_waits_for_its_saves(tmp_path):
 @threads_until_the_end
 def test_an_error_at_the_end_of_a_program_is_told_last(tmp_path):
     child = start("save_and_fail", str(tmp_path / "run"))
-    _, errors = child.communicate(timeout=300)
+    _, errors = child.communicate(timeout=1800)
     assert errors.rstrip().endswith("OSError: no space left")
     assert "in _finish" in errors and child.returncode == 1

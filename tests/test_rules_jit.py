@@ -258,7 +258,7 @@ def test_each_process_brings_its_rows():
         multihost_utils.process_allgather = seen
         process, address = int(sys.argv[1]), sys.argv[2]
         jax.distributed.initialize(
-            address, 2, process, initialization_timeout=60, coordinator_bind_address=address
+            address, 2, process, initialization_timeout=1800, coordinator_bind_address=address
         )
         mesh.simulate(2)
         m = mesh.make(data=-1)
@@ -307,7 +307,7 @@ def test_each_process_brings_its_rows():
         for i in range(2)
     ]
     try:
-        printed = [child.communicate(timeout=120)[0] for child in both]
+        printed = [child.communicate(timeout=1800)[0] for child in both]
     finally:
         for child in both:
             child.kill()
