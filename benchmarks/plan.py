@@ -3,9 +3,9 @@
 `python benchmarks/plan.py` compiles whole training steps (15 s to 3 minutes each on two idle cores;
 what was compiled before is kept), fits the coefficients of the memory formula that are no counts
 on `plan_cases.FITTED`, judges the formula by `plan_cases.JUDGED`, of other models, and writes what
-the compiler said to src/shardwise/plan/judged.json and the table to book/judged.md. With names it compiles
-these alone; with `--table` nothing, and writes the table by today's formula. Needs libtpu:
-`pip install "shardwise[tpu]"`.
+the compiler said to src/shardwise/plan/judged.json, which a chapter reads too, and the table to
+book/judged.md. With names it compiles these alone; with `--table` nothing, and writes the table by
+today's formula. Needs libtpu: `pip install "shardwise[tpu]"`.
 """
 
 import argparse
