@@ -3,9 +3,9 @@
 `python benchmarks/plan.py` compiles whole training steps (15 s to 3 minutes each on two idle cores;
 what was compiled before is kept), fits the coefficients of the memory formula that are no counts
 on `plan_cases.FITTED`, judges the formula by `plan_cases.JUDGED`, of other models, and writes what
-the compiler said to benchmarks/plan.json and the table to book/judged.md. With names it compiles
-these alone; with `--table` nothing, and writes the table by today's formula. Needs libtpu:
-`pip install "shardwise[tpu]"`.
+the compiler said to src/shardwise/plan/judged.json, which a chapter reads too, and the table to
+book/judged.md. With names it compiles these alone; with `--table` nothing, and writes the table by
+today's formula. Needs libtpu: `pip install "shardwise[tpu]"`.
 """
 
 import argparse
@@ -23,8 +23,9 @@ from shardwise import mesh, plan, topology
 from shardwise.plan import arrays, compiling, memory, parts, planning, sent
 from shardwise.topology import child
 
-RECORD = pathlib.Path(__file__).with_suffix(".json")
-PAGE = RECORD.parent.parent / "book" / "judged.md"
+ROOT = pathlib.Path(__file__).parents[1]
+RECORD = ROOT / "src" / "shardwise" / "plan" / "judged.json"  # chapters read it, too
+PAGE = ROOT / "book" / "judged.md"
 CASES = {f"fitted: {n}": c for n, c in FITTED.items()} | JUDGED
 
 
@@ -62,6 +63,7 @@ def compiled(case: Case) -> dict:
         "needed": check.fit.needed,
         "fits": bool(check.fit),
         "by_hand": check.lowered,
+        "sent": check.sent,
         "differences": {name: [*d] for name, d in check.differences.items()},
         "seconds": round(check.seconds),
         "date": datetime.date.today().isoformat(),

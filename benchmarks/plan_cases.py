@@ -86,6 +86,9 @@ FITTED = {
     "offload, tensor": _case(DEEP, "v5e:2x4", 256, 1024, fsdp=4, tensor=2, **_AWAY),
     "offload, context": _case(DEEP, "v5e:2x4", 64, 4096, fsdp=4, context=2, **_AWAY),
     "llama3-8b": _case(plan.preset("llama3-8b"), "v5e:16x16", 256, 2048, fsdp=256, remat=True),
+    "llama3-8b, long rows": _case(
+        plan.preset("llama3-8b"), "v5e:16x16", 256, 8192, fsdp=256, remat=True
+    ),
 }
 
 JUDGED = {
@@ -182,5 +185,8 @@ JUDGED = {
     ),
     "llama3-70b": _case(
         plan.preset("llama3-70b"), "v5p:4x4x8", 128, 4096, fsdp=32, tensor=4, remat=True
+    ),
+    "llama3-70b, fsdp": _case(
+        plan.preset("llama3-70b"), "v5p:4x4x8", 512, 8192, fsdp=128, remat=True
     ),
 }  # fmt: skip

@@ -26,6 +26,12 @@ def in_fresh_python(code):
 ROOT = Path(__file__).parent.parent
 SIMULATE = "from shardwise import mesh; mesh.simulate(8); assert len(mesh.devices()) == 8"
 TRAIN = "import sys; from shardwise.run import command; sys.exit(command.main(['train', '--help']))"
+MISTAKE = """
+import contextlib, io
+from shardwise.run import command
+with contextlib.redirect_stderr(io.StringIO()):  # what the command itself says
+    assert command.main(['train', '--processes.count', '2']) == 1
+"""
 
 
 def first_cell():
@@ -42,6 +48,7 @@ def first_cell():
         pytest.param(SIMULATE, id="simulate"),
         pytest.param(first_cell(), id="cell", marks=pytest.mark.slow),
         pytest.param(TRAIN, id="train", marks=pytest.mark.slow),
+        pytest.param(MISTAKE, id="mistake"),
     ],
 )
 def test_libtpu_without_a_tpu_says_nothing(code):

@@ -1,7 +1,8 @@
 """The planner's memory as judged by the TPU compiler: the cases, and what is said of them."""
 
 import dataclasses
-import importlib
+import importlib.resources
+import json
 import pathlib
 import sys
 
@@ -62,6 +63,13 @@ def test_the_page_is_what_the_record_and_the_formula_say(benchmark):
     page = benchmark.plan_table.page(benchmark.CASES, found, record)
     assert benchmark.PAGE.read_text() == page
     assert found.keys() == record.keys()
+
+
+def test_the_record_of_the_package_is_whole(benchmark):
+    """A chapter reads it where only the package is installed."""
+    record = importlib.resources.files("shardwise.plan") / "judged.json"
+    assert benchmark.RECORD == record and benchmark.recorded() == json.loads(record.read_text())
+    assert benchmark.recorded().keys() == benchmark.CASES.keys()
 
 
 def test_the_formula_keeps_what_was_asked(benchmark):

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from shardwise import llama, mesh, topology
+from shardwise import llama, topology
 from shardwise.model import Config
 from shardwise.plan import tables
 from shardwise.plan.planning import plan
@@ -52,7 +52,6 @@ def _run(model, chips, batch, sequence, slices, top, as_json, compiled):
             raise ValueError(f"plan: --{flag} {value}; expected 1 or more.")
     if not 0 <= compiled <= top:
         raise ValueError(f"plan: --compile {compiled}; expected 0 to --top {top}.")
-    mesh.look_for_no_tpu()
     found = plan(_config(model), _chips(chips, slices), batch, sequence)
     if not as_json:
         print(tables.text(found, top), flush=True)

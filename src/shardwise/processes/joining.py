@@ -39,6 +39,7 @@ def join(
             f"processes.join: processes.{missing[0]} is missing; give address, count and index "
             f"together, or none of them where SLURM, Kubernetes or a TPU VM says them."
         )
+    mesh.look_for_no_tpu()  # before jax.process_count() looks for devices
     count = count if not missing else _found()
     if count is not None:
         _share(devices, count)  # an error before any process waits for the others

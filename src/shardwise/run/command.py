@@ -32,6 +32,7 @@ Each has --help."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, `sys.argv` by default; its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    mesh.look_for_no_tpu()  # whatever comes first: an error too asks how many processes there are
     try:
         return _flushed(argv)
     except Exception as error:
