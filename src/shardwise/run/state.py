@@ -25,8 +25,12 @@ def create(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, batc
 
 @once
 def _born(layout, make, tx):
-    """The one program of a key that makes them all."""
-    return jax.jit(lambda key: layouts.init(layout, make, tx, key))
+    """The one program of a key that makes them all.
+
+    On CPU it is not optimized, since it runs once: that takes two thirds of the compiler's time.
+    """
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+    return jax.jit(lambda key: layouts.init(layout, make, tx, key), compiler_options=options)
 
 
 def abstract(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, batch: Any) -> tuple:
