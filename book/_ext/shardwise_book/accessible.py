@@ -1,6 +1,6 @@
 """Mends, in a page's HTML, what Sphinx, MyST-NB and JAX write that a screen reader stumbles over.
 
-`tests/test_accessibility.py` has axe-core look at every page of the built site. What overflows at
+`tests/test_site.py` has axe-core look at every page of the built site. What overflows at
 some width only gets its place in the order of tabs from `shardwise.js`.
 """
 
