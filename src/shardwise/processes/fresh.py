@@ -41,7 +41,7 @@ def start(function: Callable, *args: Any, xla_flags: str = "") -> subprocess.Pop
 
 
 def run(
-    function: Callable, count: int, *args: Any, timeout: float = 300, xla_flags: str = ""
+    function: Callable, count: int, *args: Any, timeout: float = 3600, xla_flags: str = ""
 ) -> list[str]:
     """What `count` processes print, each of which calls `function(process, address, *args)`.
 

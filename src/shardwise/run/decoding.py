@@ -15,7 +15,6 @@ from shardwise.model import Config, Decoder
 from shardwise.run import keys, sampling, state, text
 from shardwise.run.folder import Folder
 from shardwise.run.loop import Result
-from shardwise.run.reuse import once
 from shardwise.run.settings import Settings
 from shardwise.run.stored import from_flat
 from shardwise.run.training import train as train_loop
@@ -36,14 +35,15 @@ def run(settings: Settings) -> Result:
             f"run: the data has a token {most - 1}, and model.vocab is {config.vocab}; say "
             f"--model.vocab {most}."
         )
-    create, loss = _model(config)
+    graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
+    loss = train.routed_loss if config.experts else train.loss
     options: dict[str, Any] = {}
     if settings.data.tokens is None and settings.evaluation.sample:
         options["sample"] = functools.partial(_sample, config, settings)
     return train_loop(
         settings,
-        create=create,
-        loss=loss,
+        create=functools.partial(_create, config),
+        loss=functools.partial(loss, graphdef=graphdef),
         batches=text.rows(settings.data, settings.sequence, settings.seed),
         validation=text.rows(settings.data, settings.sequence, settings.seed, "validation"),
         has_aux=bool(config.experts),
@@ -57,14 +57,6 @@ def of(settings: Settings) -> Config:
     """The decoder's sizes, with a stage boundary for each stage of the layout."""
     stages = max(settings.layout.stage, settings.model.stages)
     return dataclasses.replace(settings.model, stages=stages)
-
-
-@once
-def _model(config):
-    """What makes the parameters, and the loss."""
-    graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
-    loss = train.routed_loss if config.experts else train.loss
-    return functools.partial(_create, config), functools.partial(loss, graphdef=graphdef)
 
 
 def _create(config, key):

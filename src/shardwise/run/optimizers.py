@@ -7,8 +7,6 @@ from typing import Any
 import optax
 import optax.contrib
 
-from shardwise.run.reuse import once
-
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
@@ -45,7 +43,6 @@ class Optimizer:
             given["init_value"] = self.peak
         return _called("schedule", self.schedule, **given)
 
-    @once
     def transformation(self) -> optax.GradientTransformation:
         """Clipping, then the optimizer.
 

@@ -1,5 +1,6 @@
 """What runs each step, as one program where the layout is one; what an evaluation runs."""
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from shardwise import layouts, objective, topology
 from shardwise.layouts import Layout
 from shardwise.run import keys
-from shardwise.run.reuse import once
 from shardwise.run.state import field, mean
 
 # What a line of the metrics says itself.
@@ -23,7 +23,6 @@ RESERVED = frozenset(
 )
 
 
-@once
 def step_program(
     layout: Layout, loss: Callable, tx: Any, seed: int, has_aux: bool, aux: Any = "sum"
 ) -> Callable:
@@ -73,7 +72,7 @@ def _recorded(aux):
     return found | {name: objective.quotient(x) for name, x in means.items()}
 
 
-@once
+@functools.lru_cache(maxsize=4)
 def _jitted(step, structure, leaves):
     shardings = jax.tree.unflatten(structure, leaves)
     return jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
@@ -94,7 +93,6 @@ def at_peak(layout: Layout, flops: float | None) -> float | None:
     return flops and chip and flops / (layout.mesh.size * chip.peak())
 
 
-@once
 def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: bool) -> Callable:
     """(params, opt_state, batch) -> [(loss, count) of them, and of their mean], without dropout."""
     # Of this program only the value is used: a compiler leaves the gradient out.

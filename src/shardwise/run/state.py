@@ -12,7 +12,6 @@ from shardwise import tree as trees
 from shardwise.fsdp import Sharded
 from shardwise.run import keys
 from shardwise.run.folder import Folder
-from shardwise.run.reuse import once
 from shardwise.run.transformations import correction
 
 
@@ -23,7 +22,6 @@ def create(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, batc
     return _born(layout, make, tx)(keys.of_seed(seed))
 
 
-@once
 def _born(layout, make, tx):
     """The one program of a key that makes them all.
 
@@ -35,18 +33,13 @@ def _born(layout, make, tx):
 
 def abstract(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, batch: Any) -> tuple:
     """What `create` would make, as shapes with shardings: nothing is held that is not wanted."""
-    if not layout.stage:
-        return _unborn(layout, make, tx)
-    made = create(layout, make, tx, seed, loss, batch)
-    found = jax.tree.map(_abstract, made)
-    for x in jax.tree.leaves(made):
-        x.delete()
-    return found
-
-
-@once
-def _unborn(layout, make, tx):
-    lowered = _born(layout, make, tx).lower(keys.of_seed(0))
+    if layout.stage:  # whose arrays are born by many programs
+        made = create(layout, make, tx, seed, loss, batch)
+        found = jax.tree.map(_abstract, made)
+        for x in jax.tree.leaves(made):
+            x.delete()
+        return found
+    lowered = _born(layout, make, tx).lower(keys.of_seed(seed))
     shardings = lowered.compile().output_shardings
     return jax.tree.map(
         lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),

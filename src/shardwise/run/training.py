@@ -11,7 +11,6 @@ from shardwise.run.feed import feed
 from shardwise.run.folder import Folder
 from shardwise.run.loop import Result, Run
 from shardwise.run.program import at_peak
-from shardwise.run.reuse import once
 from shardwise.run.settings import Settings
 from shardwise.run.stored import check_resumable, flat
 from shardwise.run.transformations import averaged, guarded
@@ -68,7 +67,8 @@ def train(
     layout, folder = settings.layout.layout(), Folder(settings.run)
     rate = settings.optimizer.rate() if tx is None else None
     tx = settings.optimizer.transformation() if tx is None else tx
-    tx = _wrapped(tx, settings.ema, settings.limit, settings.bad == "stop")
+    tx = tx if settings.ema is None else averaged(tx, settings.ema)
+    tx = guarded(tx, settings.limit, settings.bad == "stop")
     facts = dict(facts or {})
     if isinstance(batches, grain.MapDataset):
         facts["first rows"] = feed(batches, settings.batch, layout).fingerprint()
@@ -80,12 +80,6 @@ def train(
         run.rate, run.at_peak = rate, at_peak(layout, flops)
         run.make(create, saved)
         return run.go(stop)
-
-
-@once
-def _wrapped(tx, decay, limit, halt):
-    """`tx` as a run has it."""
-    return guarded(tx if decay is None else averaged(tx, decay), limit, halt)
 
 
 def _begin(settings, folder, facts, unused):
