@@ -100,7 +100,7 @@ def one_device(optimizer, layers, mixed, dropout):
 
 
 def check(layout, optimizer="adamw", dropout=True):
-    """Two steps, padded, with dropout if asked: losses, and the state after the first step, which has
+    """Two steps, with padding, and dropout: losses, and the state after the first step, which has
     the gradients in it, as one device has them.
     """
     layers = max(4, layout.size("stage"))
