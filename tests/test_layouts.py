@@ -100,7 +100,7 @@ def one_device(optimizer, layers, mixed, dropout):
 
 
 def check(layout, optimizer="adamw", dropout=True):
-    """Two steps, with padding and dropout: losses, and the state after the first step, which has
+    """Two steps, with padding, and dropout: losses, and the state after the first step, which has
     the gradients in it, as one device has them.
     """
     layers = max(4, layout.size("stage"))
@@ -714,7 +714,7 @@ def test_what_changes_without_a_gradient_is_put_back(name):
         return jax.tree.map(jnp.asarray, params)
 
     @jax.jit
-    def alone(params, state):
+    def on_one(params, state):
         grad = jax.value_and_grad(lambda p: _divided(with_statistics(p, batch)), has_aux=True)
         (value, found), grads = grad(params)
         updates, state = tx.update(grads, state, params)
@@ -725,7 +725,7 @@ def test_what_changes_without_a_gradient_is_put_back(name):
     theirs, expected = params, tx.init(params)
     for _ in range(3):
         ours, state, mean, aux = step(ours, state, batch)
-        theirs, expected, value = alone(theirs, expected)
+        theirs, expected, value = on_one(theirs, expected)
         np.testing.assert_allclose(mean, value, rtol=1e-5)
         assert aux == {"rows": 16}
     for path, x in layouts.whole(layout, ours).items():

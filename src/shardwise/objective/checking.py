@@ -53,7 +53,7 @@ def check(
     scalar = jax.eval_shape(bare, params, batch, *args, **given)[0].count is None
     of_whole = jax.tree.leaves(backward(params, whole, expected))
     # Of a gradient that is zero but for rounding, only the others tell the size.
-    largest = max(float(jnp.max(jnp.abs(g), initial=0)) for g in of_whole)
+    largest = max(float(np.max(np.abs(np.asarray(g, np.float64)), initial=0)) for g in of_whole)
     shares = [jnp.float32(_share(max(sizes), j)) for j in (0, 1)]
     for half in _alternate, _in_order:
         halves = [(*half((batch, rows), j), share) for j, share in enumerate(shares)]
