@@ -3,7 +3,7 @@
 Each cell of signal × processes has a run that is stopped at random steps, at one random process,
 and goes on: its losses equal those of the uninterrupted run on as many processes, bit for bit. The
 stops beyond one for each cell fall on random cells. SIGKILL may cost what came after the last
-checkpoint; the other signals nothing. Programs are compiled once, into a cache on disk.
+checkpoint; the other signals nothing.
 
     python benchmarks/stops.py --stops 20 --seed 1
 """
@@ -33,13 +33,12 @@ SMALL = f"""--steps {STEPS} --save-every {EVERY} --batch 8 --sequence 32 --devic
 ROW = "{:8} {:>9} {:>8} {:>8} {:>7} {:>10} {:>10}"
 
 
-def start(folder: Path, count: int, cache: Path) -> subprocess.Popen:
+def start(folder: Path, count: int) -> subprocess.Popen:
     """`shardwise train`, alone or under the launcher; from the newest checkpoint, if any."""
     words = ["train", "--run", str(folder), *SMALL, "--resume"]
     if count > 1:
         words = ["launch", "local", "--processes", str(count), "--", *words]
-    own = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache)}
-    own |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    own = {"JAX_PLATFORMS": "cpu"}
     with open(f"{folder}.log", "a") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "shardwise", *words],
@@ -54,7 +53,7 @@ def steps(folder: Path) -> list[tuple[int, float]]:
     return [(x["step"], x["loss"]) for x in metrics.read(folder / "metrics.jsonl")]
 
 
-def stop(folder: Path, count: int, number: int, cache: Path, draw: random.Random) -> tuple:
+def stop(folder: Path, count: int, number: int, draw: random.Random) -> tuple:
     """(process, step, status) of a run that gets a signal after a random step.
 
     Raises:
@@ -62,7 +61,7 @@ def stop(folder: Path, count: int, number: int, cache: Path, draw: random.Random
     """
     first = len(steps(folder)) + 1  # some of which are done again
     last, which = draw.randint(first, max(first, STEPS - LEFT)), draw.randrange(count)
-    child = start(folder, count, cache)
+    child = start(folder, count)
     try:
         while len(found := steps(folder)) < last:
             if child.poll() is not None:
@@ -79,9 +78,9 @@ def stop(folder: Path, count: int, number: int, cache: Path, draw: random.Random
     return which, len(found), status
 
 
-def whole(folder: Path, count: int, cache: Path) -> list[tuple[int, float]]:
+def whole(folder: Path, count: int) -> list[tuple[int, float]]:
     """The losses of a run that goes on to its end."""
-    if (status := start(folder, count, cache).wait(1200)) != 0:
+    if (status := start(folder, count).wait(1200)) != 0:
         raise RuntimeError(f"{folder} ended with {status}:\n{Path(f'{folder}.log').read_text()}")
     return steps(folder)
 
@@ -89,12 +88,12 @@ def whole(folder: Path, count: int, cache: Path) -> list[tuple[int, float]]:
 def cell(root: Path, number: int, count: int, stops: int, wanted: Sequence, draw: random.Random):
     """Stop a run so many times, let it end, and say whether it is the one that was not stopped."""
     name = signal.Signals(number).name.removeprefix("SIG")
-    folder, cache, rows = root / f"{name}{count}", root / "cache", []
+    folder, rows = root / f"{name}{count}", []
     for _ in range(stops):
-        which, step, status = stop(folder, count, number, cache, draw)
+        which, step, status = stop(folder, count, number, draw)
         saved = [int(p.name) for p in (folder / "checkpoints").glob("[0-9]*") if p.name.isdigit()]
         rows.append((name, count, which, step, status, max(saved, default=0)))
-    equal = whole(folder, count, cache) == wanted
+    equal = whole(folder, count) == wanted
     for row in rows:
         print(ROW.format(*row, "yes" if equal else "NO"), flush=True)
     return equal
@@ -114,7 +113,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root, wrong = Path(folder), 0
         for count in PROCESSES:
-            wanted = whole(root / f"whole{count}", count, root / "cache")
+            wanted = whole(root / f"whole{count}", count)
             for number in SIGNALS:
                 wrong += not cell(root, number, count, stops[number, count], wanted, draw)
     print(f"{stops.total()} stops in {len(cells)} cells; {wrong} runs differ.")

@@ -2,16 +2,13 @@
 
 import gc
 import os
-from pathlib import Path
 
 import hypothesis
+import jax
 from shardwise_book import compiler
 
-# Before JAX is imported, and XLA starts. Chapters go the same way, into the same folder.
+# XLA reads its flags when it starts: before anything asks for a device.
 os.environ["XLA_FLAGS"] = f"{compiler.flags()} {os.environ.get('XLA_FLAGS', '')}"
-os.environ.update(compiler.kept(Path(__file__).parent.parent / "_build/.programs"))
-
-import jax
 
 pytest_plugins = ["browser"]
 

@@ -164,7 +164,7 @@ def test_make_says_what_does_not_fit(axes, message):
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_simulate_gives_n_devices_and_no_cache_whose_collectives_stand_still(n):
-    """Before the backend is up. On JAX 0.12 every run that found its step in the cache hung."""
+    """Before the backend is up. Most runs that found a step of several devices there hung."""
     code = f"from shardwise import mesh; mesh.simulate({n}); "
     code += "import jax; print(len(mesh.devices()), jax.config.jax_enable_compilation_cache)"
-    assert in_fresh_python(code) == f"{n} {n == 1 or jax.__version_info__ < (0, 12)}"
+    assert in_fresh_python(code) == f"{n} {n == 1}"

@@ -26,25 +26,19 @@ SOURCE = str(Path(run.__file__).parents[2])
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Programs compiled once for all processes here."""
-    folder = str(tmp_path_factory.mktemp("cache"))
+def environment():
+    """The environment of all processes here."""
     return {
-        "JAX_COMPILATION_CACHE_DIR": folder,
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": SOURCE,
     }
 
 
-def start(cache, folder, count=1, extra=(), before="pass", who=None):
+def start(environment, folder, count=1, extra=(), before="pass", who=None):
     """`count` processes of one run, and a file of what each says.
 
-    `before` is run first, in the one process `who`, or in all. Of several processes the first alone
-    would find programs in a cache, and collectives of what it found and what others compiled have
-    deadlocked over gloo: these compile all.
+    `before` is run first, in the one process `who`, or in all.
     """
-    env = os.environ | cache | ({"JAX_ENABLE_COMPILATION_CACHE": "false"} if count > 1 else {})
     go = "import runpy; runpy.run_module('shardwise', run_name='__main__')"
     address, found = local.free_address(), []
     for index in range(count):
@@ -56,7 +50,7 @@ def start(cache, folder, count=1, extra=(), before="pass", who=None):
         with open(f"{folder}.{index}.log", "a") as log:
             child = subprocess.Popen(
                 [sys.executable, "-c", program, *words],
-                env=env,
+                env=os.environ | environment,
                 stdout=log,
                 stderr=log,
             )
@@ -90,13 +84,13 @@ def losses(folder):
 
 
 @pytest.fixture(scope="module")
-def folders(cache, tmp_path_factory):
+def folders(environment, tmp_path_factory):
     """The folder of a run that nothing stopped, on so many processes."""
 
     @functools.cache
     def folder(count):
         path = tmp_path_factory.mktemp("reference") / str(count)
-        assert statuses(start(cache, path, count)) == [0] * count, said(path)
+        assert statuses(start(environment, path, count)) == [0] * count, said(path)
         return path
 
     return folder
@@ -126,11 +120,11 @@ reports.Report.say = told
         (4, [(signal.SIGUSR2, 2)]),
     ],
 )
-def test_stopped_and_resumed_is_not_stopped(cache, references, tmp_path, count, stops):
+def test_stopped_and_resumed_is_not_stopped(environment, references, tmp_path, count, stops):
     folder = tmp_path / "run"
     for step, (number, which) in zip((2, 8), stops, strict=False):
         extra = ["--resume"] if step > 2 else []
-        children = start(cache, folder, count, extra, AT.format(step, int(number)), which)
+        children = start(environment, folder, count, extra, AT.format(step, int(number)), which)
         found = statuses(children)
         if number == signal.SIGKILL:
             assert found[which] == -signal.SIGKILL and 0 not in found
@@ -138,7 +132,7 @@ def test_stopped_and_resumed_is_not_stopped(cache, references, tmp_path, count, 
         else:
             assert found == [signals.STOPPED] * count, said(folder)
             assert 2 < losses(folder)[-1][0] == checkpoint.latest(folder / "checkpoints") < 6
-    assert statuses(start(cache, folder, count, ["--resume"])) == [0] * count, said(folder)
+    assert statuses(start(environment, folder, count, ["--resume"])) == [0] * count, said(folder)
     assert losses(folder) == references(count)
 
 
@@ -154,21 +148,21 @@ ALONE = "import jax; jax.distributed.initialize({0!r}, 1, 0, coordinator_bind_ad
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_signal_before_the_first_step_is_heard(cache, tmp_path, count):
+def test_a_signal_before_the_first_step_is_heard(environment, tmp_path, count):
     """Also where the one process has joined a coordinator, whose service takes SIGTERM."""
     folder = tmp_path / "run"
     before = ALONE.format(local.free_address()) + ASKED if count == 1 else ASKED
-    children = start(cache, folder, count, before=before)
+    children = start(environment, folder, count, before=before)
     assert statuses(children) == [signals.STOPPED] * count, said(folder)
     assert checkpoint.latest(folder / "checkpoints") == 1
     assert [step for step, _ in losses(folder)] == [1]
 
 
-def test_with_another_number_of_processes_it_goes_on(cache, references, folders, tmp_path):
+def test_with_another_number_of_processes_it_goes_on(environment, references, folders, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(folders(2), folder)  # of twelve steps
     again = ["--resume", "--steps", "20"]
-    assert statuses(start(cache, folder, 4, again)) == [0] * 4, said(folder)
+    assert statuses(start(environment, folder, 4, again)) == [0] * 4, said(folder)
     np.testing.assert_allclose(losses(folder), references(1), rtol=1e-4)
 
 
@@ -185,20 +179,20 @@ sys.exit(joining.leave())
 """
 
 
-def test_layouts_over_two_processes_are_one_device(cache, tmp_path):
+def test_layouts_over_two_processes_are_one_device(environment, tmp_path):
     found = []
     for count in (1, 2):
         folder = tmp_path / str(count)
-        children = start(cache, folder, count, ["--steps", "4"], EACH.format(ROLES))
+        children = start(environment, folder, count, ["--steps", "4"], EACH.format(ROLES))
         assert statuses(children) == [0] * count, said(folder)
         found.append([losses(folder / str(number)) for number in range(len(ROLES))])
     assert np.shape(found) == (2, len(ROLES), 4, 2)
     np.testing.assert_allclose(*found, rtol=1e-5)
 
 
-def test_a_second_signal_ends_a_process_that_waits_in_a_collective(cache, tmp_path):
+def test_a_second_signal_ends_a_process_that_waits_in_a_collective(environment, tmp_path):
     folder = tmp_path / "run"
-    children = start(cache, folder, 2, ["--steps", "100000"])
+    children = start(environment, folder, 2, ["--steps", "100000"])
     wait_for(folder, 4, children)
     children[1].send_signal(signal.SIGSTOP)
     time.sleep(1)  # by then the other waits for it
@@ -214,9 +208,9 @@ def test_a_second_signal_ends_a_process_that_waits_in_a_collective(cache, tmp_pa
             child.wait()
 
 
-def test_a_process_that_hangs_ends_the_others(cache, tmp_path):
+def test_a_process_that_hangs_ends_the_others(environment, tmp_path):
     folder = tmp_path / "run"
-    children = start(cache, folder, 2, ["--processes.hang", "6", "--steps", "100000"])
+    children = start(environment, folder, 2, ["--processes.hang", "6", "--steps", "100000"])
     wait_for(folder, 4, children)
     children[1].send_signal(signal.SIGSTOP)
     try:
@@ -230,31 +224,30 @@ def test_a_process_that_hangs_ends_the_others(cache, tmp_path):
     assert set(notes) == {0, 1} and all(note["step"] >= 4 for note in notes.values())
 
 
-def test_a_disk_that_is_full_leaves_the_last_checkpoint(cache, references, tmp_path):
+def test_a_disk_that_is_full_leaves_the_last_checkpoint(environment, references, tmp_path):
     folder = tmp_path / "run"
-    assert statuses(start(cache, folder, 1, ["--steps", "8"])) == [0]
+    assert statuses(start(environment, folder, 1, ["--steps", "8"])) == [0]
 
     # No file above 32 KiB: what a checkpoint writes fails, what a metric writes does not.
     small = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, 2**15))"
-    broken = dict(cache, JAX_ENABLE_COMPILATION_CACHE="false")
-    (status,) = statuses(start(broken, folder, 1, ["--resume"], before=small))
+    (status,) = statuses(start(environment, folder, 1, ["--resume"], before=small))
     assert status not in (0, signals.STOPPED), said(folder)
     assert checkpoint.latest(folder / "checkpoints") == 8
-    assert statuses(start(cache, folder, 1, ["--resume"])) == [0], said(folder)
+    assert statuses(start(environment, folder, 1, ["--resume"])) == [0], said(folder)
     assert losses(folder) == references(1)
 
 
-def test_the_command_writes_from_a_checkpoint(cache, folders):
+def test_the_command_writes_from_a_checkpoint(environment, folders):
     for words in ([], ["--mean", "--devices", "2"]):
         text = subprocess.check_output(
             [sys.executable, "-m", "shardwise", "sample", folders(1), "--tokens", "9", *words],
-            env=os.environ | cache,
+            env=os.environ | environment,
         )
         assert text.decode().startswith("def ")
     assert json.loads((folders(1) / "settings.json").read_text())["model.embed"] == 32
 
 
-def test_a_model_of_ones_own_trains_alone_and_launched(cache, tmp_path):
+def test_a_model_of_ones_own_trains_alone_and_launched(environment, tmp_path):
     """The example: nobody's library, with resuming and several processes as its flags promise."""
     example = Path(__file__).parents[1] / "examples/own_model.py"
     (tmp_path / "mine.py").write_text(example.read_text())
@@ -262,7 +255,7 @@ def test_a_model_of_ones_own_trains_alone_and_launched(cache, tmp_path):
     def go(*words):
         words = words if "--steps" in words else (*words, "--steps", "30")
         command = [sys.executable, *words]
-        subprocess.run(command, env=os.environ | cache, cwd=tmp_path, check=True)
+        subprocess.run(command, env=os.environ | environment, cwd=tmp_path, check=True)
 
     go("mine.py", "--run", "whole")
     go("mine.py", "--run", "again", "--steps", "12")

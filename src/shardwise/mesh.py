@@ -20,8 +20,8 @@ def simulate(n: int = 8) -> None:
     Called again with the same or a smaller `n`, it selects again. Where several processes form
     one system (`jax.distributed`), every process asks for `n`, and all their devices are taken.
     Where only the TPU's compiler (libtpu) is installed, no TPU is looked for. JAX's persistent
-    compilation cache is switched off on CPU for several processes, and for several devices from
-    JAX 0.12 on: collectives of programs that are read back can stand still.
+    compilation cache is switched off for several CPU devices, whose collectives stand still when
+    their program was read back.
 
     Tried on CPU, with one process and with two; written for, but not tried on, machines with
     one or more accelerators.
@@ -53,7 +53,9 @@ def simulate(n: int = 8) -> None:
         )
     found = jax.devices(platform)
     _devices = found if jax.process_count() > 1 else found[:n]
-    if platform == "cpu" and not _read_back_in_order():
+    if platform == "cpu" and len(_devices) > 1:
+        # Read back from it, a program's collectives are no longer in one order on all devices, and
+        # stand still within some steps: seen on JAX 0.10.1 and 0.12.0, and over gloo.
         jax.config.update("jax_enable_compilation_cache", False)
 
 
@@ -111,15 +113,6 @@ def look_for_no_tpu() -> None:
     plugins = util.find_spec("jax_plugins") or metadata.entry_points(group="jax_plugins")
     if not plugins and not any(map(glob.glob, _TPU)):
         jax.config.update("jax_platforms", "cpu")
-
-
-def _read_back_in_order():
-    """Whether a program from JAX's persistent cache keeps its collectives in one order everywhere.
-
-    Else devices stand still within some steps: seen on JAX 0.12.0 with several devices, not on
-    0.7.2 and 0.10.1; and over gloo on 0.10.1, where one process found what the others compiled.
-    """
-    return jax.process_count() == 1 and (len(_devices) == 1 or jax.__version_info__ < (0, 12))
 
 
 def _resolve(axes, count):

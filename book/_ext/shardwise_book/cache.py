@@ -23,13 +23,11 @@ from jupyter_cache import get_cache
 from jupyter_cache.base import CacheBundleIn, JupyterCacheAbstract
 from packaging.requirements import Requirement
 
-from . import compiler, execute, inputs
+from . import execute, inputs
 
 STACK = ["jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "matplotlib"]
 STACK += ["libtpu"]  # one chapter compiles for chips where it is there
 KEPT = 4  # caches of other stacks, so that going back to one executes nothing
-PROGRAMS = ".programs"  # the folder of compiled ones, beside that of the caches; tests share it
-PROGRAMS_BYTES = 2**30  # above it the folder is emptied
 # Of the environment: what the libraries of the stack and Python itself take settings from.
 SETTINGS = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "TF_", "FLAX_", "ORBAX_", "MPL")
 SETTINGS += ("PYTHONOPTIMIZE", "PYTHONWARNINGS", "PYTHONHASHSEED", "OMP_NUM_THREADS", "TZ", "LC_")
@@ -169,13 +167,11 @@ def update(
         return data, [], []
     at_once = min(jobs(), len(stale))
     say(f"Chapters: {len(stale)} of {len(notebooks)} to execute, {at_once} at a time.")
-    settings = compiler.kept(programs(path))
     failures, kernels = [], execute.Kernels()
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         ordered = sorted(stale, key=lambda name: _length(results, notebooks[name]), reverse=True)
         pending = {
-            pool.submit(_run, name, notebooks[name], root, settings, say, kernels): name
-            for name in ordered
+            pool.submit(_run, name, notebooks[name], root, say, kernels): name for name in ordered
         }
         try:
             for done, future in enumerate(concurrent.futures.as_completed(pending), start=1):
@@ -191,14 +187,6 @@ def update(
             kernels.stop()
             raise
     return data, failures, stale
-
-
-def programs(path: Path) -> Path:
-    """The folder of compiled programs for the cache at `path`; emptied where it has grown."""
-    folder = path.parent.with_name(PROGRAMS)
-    if sum(file.stat().st_size for file in folder.glob("*")) > PROGRAMS_BYTES:
-        shutil.rmtree(folder, ignore_errors=True)
-    return folder
 
 
 def table(data: Mapping[str, Data], executed: Collection[str] = ()) -> list[str]:
@@ -232,12 +220,12 @@ def _open(path: Path) -> JupyterCacheAbstract:
     return cache
 
 
-def _run(name, notebook, root, settings, say, kernels):
+def _run(name, notebook, root, say, kernels):
     say(f"  {name}: runs")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "opened")
-        seen = {**settings, **inputs.environment(root, log)}
-        return execute.run(notebook, name, kernels, seen), inputs.opened(log)
+        watched = inputs.environment(root, log)
+        return execute.run(notebook, name, kernels, watched), inputs.opened(log)
 
 
 def _length(results, notebook):
