@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import conftest
 import numpy as np
 import pytest
 
@@ -29,7 +28,6 @@ RESUMED = random.Random(SEED).sample(NAMES, 2)  # which are stopped and go on, o
 ON = {n: sorted({*RESUMED, *random.Random(n * SEED).sample(NAMES, 10 // n)}) for n in (2, 4)}
 ON[1] = sorted({*ON[2], *ON[4]})
 # The least that a compiler can do, as in `make test`.
-QUICK = {"XLA_FLAGS": " ".join([conftest.QUICK, conftest.QUICKER])}
 
 
 def settings(name, folder, **changes):
@@ -93,7 +91,7 @@ def _once(function, count, folder):
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    env = os.environ | QUICK | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     children, logs = [], [Path(f"{folder}.{process}.log") for process in range(count)]
     for process, log in enumerate(logs):
         call = f"{function.__name__}{(process, address, count, str(folder))!r}"
