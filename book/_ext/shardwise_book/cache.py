@@ -229,9 +229,10 @@ def _run(name, notebook, root, say, kernels):
 
 
 def _length(results, notebook):
-    """The longest starts first: by its last run, or as it seems from the length of its cells."""
-    code = sum(len(cell.source) for cell in notebook.cells if cell.cell_type == "code")
-    return results.seconds(notebook), code
+    """To sort by: seconds of its last run; else the cells that wait for processes, then its code."""
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    waits = sum("subprocess" in cell or "processes." in cell for cell in cells)
+    return results.seconds(notebook), waits, sum(map(len, cells))
 
 
 def _digest(notebook):
