@@ -17,7 +17,7 @@ def build() -> int:
     """Run Jupyter Book; its exit status, without the trace of its own code below the message."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends kernels too
     try:
-        main(["build", ".", "--warningiserror", "--keep-going"], standalone_mode=False)
+        main(["build", ".", "--quiet", "--warningiserror", "--keep-going"], standalone_mode=False)
     except (RuntimeError, click.ClickException) as error:
         print(error, file=sys.stderr)
         return 1

@@ -229,7 +229,7 @@ def _run(name, notebook, root, say, kernels):
 
 
 def _length(results, notebook):
-    """To sort by: seconds of its last run; else the cells that wait for processes, then its code."""
+    """What to sort by: seconds of its last run; else cells that wait for processes, then code."""
     cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     waits = sum("subprocess" in cell or "processes." in cell for cell in cells)
     return results.seconds(notebook), waits, sum(map(len, cells))

@@ -14,11 +14,9 @@ from typing import Any
 from myst_nb.core.read import is_myst_markdown_notebook, read_myst_markdown_notebook
 from sphinx.application import Sphinx
 from sphinx.errors import SphinxError
-from sphinx.util import logging
 
 from . import cache, failures, observatory, pairs, record, site, times
 
-LOGGER = logging.getLogger(__name__)
 CHAPTERS = "chapters"
 
 
@@ -81,7 +79,7 @@ def _execute(app):
         raise BookError("\n".join(problems))
     path = app.config.nb_execution_cache_path
     try:
-        data, failed, executed = cache.update(named, Path(path), Path(app.srcdir), LOGGER.info)
+        data, failed, executed = cache.update(named, Path(path), Path(app.srcdir), _say)
     except cache.Changed as error:
         raise BookError(f"{error}: run `make book` again.") from None
     if failed:
@@ -127,6 +125,11 @@ def _notebooks(app):
             raise BookError(_no_notebook(docname, path))
 
 
+def _say(text):
+    """A line for whoever builds: also where Sphinx, which has one for each page, is quiet."""
+    print(text, flush=True)
+
+
 def _short(failure):
     """Place and error on one line, to read below long tracebacks."""
     first, *rest = failure.strip().split("\n")
@@ -154,4 +157,4 @@ def _finish(app, exception):
     if not exception and not app._warncount:
         app.shardwise_record.end()
     if not exception and app.shardwise_runs:
-        LOGGER.info("\n".join(cache.table(app.shardwise_runs, app.shardwise_executed)))
+        _say("\n".join(cache.table(app.shardwise_runs, app.shardwise_executed)))
