@@ -127,7 +127,7 @@ def _notebooks(app):
 
 def _say(text):
     """A line for whoever builds: also where Sphinx, which has one for each page, is quiet."""
-    print(text, flush=True)
+    print(f"{text}\n", end="", flush=True)  # at once: several threads tell of chapters
 
 
 def _short(failure):
