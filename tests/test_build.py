@@ -370,7 +370,7 @@ def test_interrupt_stops_what_runs_and_starts_no_other(book, name):
     finally:
         started.kill()
     assert started.returncode != 0, printed
-    assert book.log.read_text().split() == ["first"]
+    assert book.log.read_text().split() in (["first"], ["second"])
     until(lambda: not Path("/proc", kernel.read_text()).exists())
 
 
