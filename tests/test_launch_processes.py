@@ -31,7 +31,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(address, count, index, coordinator_bind_address=address)
 mesh = jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
 rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-x = jax.make_array_from_callback((8,), rows, lambda at: jnp.arange(8.0)[at])
+x = jax.make_array_from_callback((6,), rows, lambda at: jnp.arange(6.0)[at])
 total = jax.jit(jnp.sum)
 for step in range(1, 1000):
     note(step, "reading")
@@ -40,23 +40,23 @@ for step in range(1, 1000):
         exec(END)
     time.sleep(0.02)
     note(step, "stepping")
-    assert float(total(x)) == 28.0
+    assert float(total(x)) == 15.0
 """
 
 
 @pytest.fixture
 def run(tmp_path, capfd):
-    """run(who, end, flag, ...): what became of four processes, one of which ends so at step 17."""
+    """run(who, end, flag, ...): what became of three processes, one of which ends so at step 17."""
 
     def go(who, end, *flags):
         body = tmp_path / "child.py"
         body.write_text(CHILD.replace("WHO", repr(who)).replace("END", repr(end)))
-        argv = ["local", "--processes", "4", *flags, "--", "train", "--run", str(tmp_path)]
+        argv = ["local", "--processes", "3", *flags, "--", "train", "--run", str(tmp_path)]
         status = launch.main(argv, (sys.executable, str(body)))
         notes = [json.loads(file.read_text()) for file in tmp_path.glob("processes/*.json")]
         [last] = [note["time"] for note in notes if note["process"] == who]
-        assert time.time() - last < 30
-        assert len(notes) == 4 and {note["step"] for note in notes} <= {16, 17}
+        assert time.time() - last < 90  # sooner than JAX by itself, whose heartbeat takes 100 s
+        assert len(notes) == 3 and {note["step"] for note in notes} <= {16, 17}
         return status, capfd.readouterr()
 
     return go
@@ -91,7 +91,7 @@ def test_a_process_that_raises_waits_for_the_others_at_its_exit_and_is_named(run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", [0, 3])
+@pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("end", ["time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)"])
 def test_a_process_that_hangs_is_named_and_all_end(run, who, end):
     found, printed = run(who, end, "--hang-after", "5")

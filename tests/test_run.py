@@ -17,7 +17,18 @@ import optax
 import pytest
 
 from shardwise import layouts, marks, mesh, objective, run, topology
-from shardwise.run import command, joining, keys, metrics, profiling, signals, state, stored, text
+from shardwise.run import (
+    command,
+    joining,
+    keys,
+    metrics,
+    profiling,
+    reports,
+    signals,
+    state,
+    stored,
+    text,
+)
 from shardwise.run.transformations import Guarded, averaged, correction, guarded
 
 F32 = np.float32
@@ -67,9 +78,8 @@ def given(folder, **changes):
     return run.Settings(**base | changes)
 
 
-def trained(folder, batches=None, tx=None, flops=None, create=create, **changes):
-    options = dict(create=create, loss=loss, validation=rows(), tx=tx or TX)
-    options["flops"] = flops
+def trained(folder, batches=None, flops=None, create=create, facts=None, **changes):
+    options = dict(create=create, loss=loss, validation=rows(), tx=TX, flops=flops, facts=facts)
     return run.train(given(folder, **changes), batches=batches or rows(), **options)
 
 
@@ -89,8 +99,12 @@ def equal(a, b):
 
 @pytest.fixture(autouse=True)
 def process(monkeypatch):
-    """Commands choose devices and handle signals for their process, which is other tests' too."""
+    """Commands choose devices and handle signals for their process, which is other tests' too.
+
+    Only the reference is drawn.
+    """
     monkeypatch.setattr(mesh, "_devices", None)
+    monkeypatch.setattr(reports, "plot", lambda folder: None)
     yield
     if stop := signals.standing():
         stop.end()
@@ -99,7 +113,15 @@ def process(monkeypatch):
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference") / "run"
-    return folder, trained(folder)
+    return folder, trained(folder, facts={"data": 1})
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory):
+    """The folder of a run of four steps, to go on from in a copy."""
+    folder = tmp_path_factory.mktemp("half") / "run"
+    trained(folder, steps=4)
+    return folder
 
 
 @pytest.mark.parametrize("stop", [slow(1), 3, slow(5)])
@@ -156,8 +178,8 @@ def test_from_join_to_leave_a_signal_is_remembered(tmp_path):
     ],
     ids=str,
 )
-def test_on_another_mesh_it_sees_the_same_rows(tmp_path, reference, roles):
-    trained(tmp_path / "r", steps=4)
+def test_on_another_mesh_it_sees_the_same_rows(tmp_path, reference, half, roles):
+    shutil.copytree(half, tmp_path / "r")
     trained(tmp_path / "r", resume=True, layout=run.Roles(**roles))
     np.testing.assert_allclose(lines(tmp_path / "r"), lines(reference[0]), rtol=2e-5)
 
@@ -356,6 +378,11 @@ def test_other_settings_are_named(reference):
         trained(reference[0], resume=True, seed=5, batch=16)
 
 
+def test_a_run_is_drawn(reference):
+    for kind in ("png", "svg"):
+        assert (reference[0] / f"metrics.{kind}").stat().st_size > 5000
+
+
 def test_a_run_folder_has_the_settings_that_were_used(tmp_path, reference):
     folder, _ = reference
     names = {name.partition(".")[0] for name in run.Folder(folder).settings()}
@@ -395,10 +422,9 @@ def test_a_run_that_is_done_says_its_loss_again(reference):
     assert again.loss == reference[1].loss and again.step == 8
 
 
-def test_other_rows_are_named(tmp_path):
-    trained(tmp_path, steps=1)
+def test_other_rows_are_named(reference):
     with pytest.raises(ValueError, match="other facts: first rows"):
-        trained(tmp_path, batches=rows().shuffle(seed=1), resume=True)
+        trained(reference[0], batches=rows().shuffle(seed=1), resume=True)
 
 
 def test_a_key_goes_by_its_name(tmp_path):
@@ -409,11 +435,9 @@ def test_a_key_goes_by_its_name(tmp_path):
         run.train(given(tmp_path), create=create, loss=unnamed, batches=rows())
 
 
-def test_other_data_are_named(tmp_path):
-    options = dict(create=create, loss=loss, batches=rows(), tx=TX)
-    run.train(given(tmp_path, steps=1), facts={"data": 1}, **options)
+def test_other_data_are_named(reference):
     with pytest.raises(ValueError, match="other facts: data was 1 and is 2"):
-        run.train(given(tmp_path, resume=True), facts={"data": 2}, **options)
+        trained(reference[0], facts={"data": 2}, resume=True)
 
 
 def test_a_line_cut_off_while_it_was_written_is_left_out(tmp_path):
