@@ -79,7 +79,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(dist):
     held = wheel_of(dist)
     info = {name: held.pop(name) for name in list(held) if name.startswith(f"{STEM}.dist-info/")}
     assert held == source()
-    assert {Path(name).suffix for name in held} == {".py", ".js"}
+    assert {Path(name).suffix for name in held} == {".py", ".js", ".json"}
     files = ["METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"]
     assert set(info) == {f"{STEM}.dist-info/{name}" for name in files}
     assert info[f"{STEM}.dist-info/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()

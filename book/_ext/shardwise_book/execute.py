@@ -6,6 +6,7 @@ That needs ipykernel and nbclient only, so that it works in environments without
 
 import argparse
 import asyncio
+import concurrent.futures
 import dataclasses
 import functools
 import os
@@ -209,7 +210,7 @@ def run(
         try:
             seen = {**environment(), **(settings or {}), "TMPDIR": temporary}
             with watchdog:
-                asyncio.run(client.async_execute(env=seen, stdout=printed, stderr=printed))
+                _in_a_loop(client, env=seen, stdout=printed, stderr=printed)
         except (CellExecutionError, DeadKernelError) as error:
             reason = watchdog.verdict or _reason(error, printed)
             failure = _failure(name, notebook, current[0], lines, reason)
@@ -270,6 +271,17 @@ def _reason(error, printed):
         died = "the kernel died (out of memory, perhaps, or a crash in compiled code)."
         return "\n".join([died, *end])
     return re.sub(r"\x1b\[[0-9;]*m", "", error.traceback)
+
+
+def _in_a_loop(client, **options):
+    """Execute in a thread, whose event loop is its own and is closed: a caller's may be running."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        running = thread.submit(lambda: asyncio.run(client.async_execute(**options)))
+        try:
+            running.result()
+        except KeyboardInterrupt:
+            kill(client)
+            raise
 
 
 def _process(client):

@@ -101,7 +101,8 @@ class Run:
     def _advance(self, step, batches: Iterator, stop: Stop) -> bool:
         """One step; whether the processes agreed, a step ago, to stop after it."""
         if step in self.profiled and not self.tracing:
-            self._flush()  # a trace of whole steps
+            self._flush()
+            self._settle()  # a trace of whole steps
             jax.profiler.start_trace(self.folder.path / "profile")
             self.tracing = True
         self.note.say("reading", step)
@@ -119,11 +120,16 @@ class Run:
         if step == self.first or self.layout.stage or ends:
             agreed = self._flush()
         if ends:
+            self._settle()
             self._end_trace()
         if step == self.first:
             self.watchdog.pause()  # what took so long was compiling
             self.watchdog.done()
         return agreed
+
+    def _settle(self):
+        """Wait for every device: a step's record is there when the first of them has it."""
+        jax.block_until_ready((self.params, self.opt_state))
 
     def _end_trace(self):
         if self.tracing:
