@@ -274,14 +274,13 @@ def _reason(error, printed):
 
 
 def _in_a_loop(client, **options):
-    """Execute in a thread, whose event loop is its own and is closed: a caller's may be running."""
+    """Execute in an event loop that is closed; in a thread where one of the caller's runs here."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(client.async_execute(**options))
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        running = thread.submit(lambda: asyncio.run(client.async_execute(**options)))
-        try:
-            running.result()
-        except KeyboardInterrupt:
-            kill(client)
-            raise
+        return thread.submit(lambda: asyncio.run(client.async_execute(**options))).result()
 
 
 def _process(client):
