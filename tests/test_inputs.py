@@ -157,6 +157,22 @@ def test_only_what_read_an_edited_file_is_executed(project, tmp_path_factory):
     assert executed() == ["child", "own"]
 
 
+def test_a_file_that_changed_before_it_was_read_is_known_as_it_was_read(project, tmp_path_factory):
+    """The build had looked at it before; whoever takes the edit back gets another execution."""
+    source = "import sys; sys.path.insert(0, 'ROOT/src'); import pack.used"
+    book = notebook(source.replace("ROOT", str(project)))
+    path = tmp_path_factory.mktemp("results") / ".jupyter_cache/state"
+    used, known = project / "src/pack/used.py", cache.Results(path, project)
+    before = known.files.digest("src/pack/used.py")
+    used.write_text("VALUE = 2\n")
+    found = opened(project, book.cells[0].source)[0]
+    data = known.keep("one", book, execute.Run(book, 1.0), found)
+    assert data["files"]["src/pack/used.py"] not in ("", before)
+    assert cache.Results(path, project).find(book)
+    used.write_text("VALUE = 1\n")
+    assert cache.Results(path, project).find(book) is None
+
+
 def guarded(spent, **limits):
     """The verdict of a watchdog over a cell that ends only when it is killed."""
     killed = threading.Event()

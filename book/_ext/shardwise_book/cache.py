@@ -63,7 +63,7 @@ def fingerprint(root: Path) -> str:
     settings = {k: v for k, v in execute.environment().items() if k.startswith(SETTINGS)}
     parts = [
         platform.python_version(),
-        *(Path(module.__file__).read_text() for module in (execute, inputs)),
+        *(Path(m.__file__).read_text() for m in (execute, inputs, inputs.sitecustomize)),
         sorted(closure().items()),
         sorted(settings.items()),
         # What stands here may be imported in place of an installed package of that name.
@@ -125,10 +125,11 @@ class Results:
         Raises:
           Changed: a file is no longer what the run opened; nothing is stored.
         """
-        if edited := self.files.edited(opened):
+        files = inputs.Files(self.root)  # as they are now: they may have changed before the run
+        if edited := files.edited(opened):
             raise Changed(f"{', '.join(edited)} changed while chapters ran")
         data = {
-            "files": {path: self.files.digest(path) for path in opened},
+            "files": {path: files.digest(path) for path in opened},
             "execution_seconds": run.seconds,
             "devices": run.devices,
             "tags": _tags(notebook),
