@@ -1,5 +1,6 @@
 """Every test sees eight simulated CPU devices, and rank promotion is an error."""
 
+import ctypes
 import gc
 import os
 
@@ -26,8 +27,28 @@ hypothesis.settings.register_profile("shardwise", deadline=None, derandomize=Tru
 hypothesis.settings.load_profile("shardwise")
 
 
+libc = ctypes.CDLL(None)
+
+# Compiled programs stay in memory as long as JAX keeps them.
+LARGEST_GROWTH = 2**29
+forgotten = 0
+
+
+def resident():
+    """Bytes of memory that this process holds; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
 def pytest_runtest_teardown(item, nextitem):
-    """A process forgets its programs after each file: others have no use for them, and it grows."""
-    if nextitem is None or nextitem.path != item.path:
+    """A process that has grown forgets its programs, and gives their memory back."""
+    global forgotten
+    if resident() > forgotten + LARGEST_GROWTH:
         jax.clear_caches()
         gc.collect()
+        if hasattr(libc, "malloc_trim"):
+            libc.malloc_trim(0)
+        forgotten = resident()
