@@ -3,8 +3,8 @@
 A state is a dict of items, such as `{"params": ..., "opt_state": ..., "rng": key, "data": ...}`,
 each saved on its own, so that each can be read on its own. Arrays lie on disk by the paths and in
 the shapes that the model gave them, whatever layout wrote them. The directory is Orbax's, in
-Orbax's format: its own tools read it (with a target, where a layout had padding). Beside it lie a
-checksum of each chunk, and the lock of the one program that saves there.
+Orbax's format: its own tools read it. Beside it lie a checksum of each chunk, and the lock of
+the one program that saves there.
 
 A directory may be a path on a bucket (`gs://...`), which goes to Orbax as it is, without lock and
 checksums; that was not tried, local disks were.

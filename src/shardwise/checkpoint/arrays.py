@@ -8,27 +8,20 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from shardwise.checkpoint.items import Leaf, is_key, is_storable, nested
-from shardwise.checkpoint.padding import METADATA
+from shardwise.checkpoint.handlers import METADATA
+from shardwise.checkpoint.items import is_key, is_storable, nested
 from shardwise.rules.agreement import of_all
 
 
-def to_orbax(name: str, leaves: dict[str, Leaf], chunk_bytes: int) -> ocp.args.StandardSave:
+def to_orbax(name: str, leaves: dict[str, Any], chunk_bytes: int) -> ocp.args.StandardSave:
     """What Orbax is to write of an item.
 
     Raises:
       ValueError: an array cannot be stored, or is one that this process alone has.
     """
-    found = {path: _array(name, path, leaf.array) for path, leaf in leaves.items()}
+    found = {path: _array(name, path, leaf) for path, leaf in leaves.items()}
     chunks = {path: chunks_of(x, chunk_bytes) for path, x in found.items()}
-    ours = {
-        "keys": {path: str(x.dtype) for path, x in found.items() if is_key(x)},
-        "shapes": {
-            path: list(leaf.shape)
-            for path, leaf in leaves.items()
-            if leaf.shape != found[path].shape
-        },
-    }
+    ours = {"keys": {path: str(x.dtype) for path, x in found.items() if is_key(x)}}
     return ocp.args.StandardSave(nested(found), nested(chunks), custom_metadata={METADATA: ours})
 
 
@@ -72,21 +65,21 @@ def chunks_of(array: Any, chunk_bytes: int) -> ocp.SaveArgs:
     return ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=tuple(thin))
 
 
-def describe(leaves: dict[str, Leaf], chunk_bytes: int) -> str:
+def describe(leaves: dict[str, Any], chunk_bytes: int) -> str:
     """What processes must agree on for a tree."""
     each = [
-        f"{path} {leaf.shape} {getattr(leaf.array, 'dtype', type(leaf.array).__name__)} "
-        f"{getattr(leaf.array, 'sharding', None)}"
+        f"{path} {np.shape(leaf)} {getattr(leaf, 'dtype', type(leaf).__name__)} "
+        f"{getattr(leaf, 'sharding', None)}"
         for path, leaf in leaves.items()
     ]
     return "\n".join([f"chunks of {chunk_bytes}", *each])
 
 
-def check_replicas(trees: dict[str, dict[str, Leaf]]) -> None:
+def check_replicas(trees: dict[str, dict[str, Any]]) -> None:
     """Raise ValueError, in each process, if they have other values where each has all of them."""
     labels, sums = [], []
     for name, leaves in trees.items():
-        for path, (array, _) in leaves.items():
+        for path, array in leaves.items():
             if isinstance(array, jax.Array) and not array.is_fully_replicated:
                 continue
             bits = jax.random.key_data(array) if is_key(array) else array

@@ -3,7 +3,7 @@
 import functools
 import os
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,21 +13,11 @@ import tensorstore
 from shardwise.rules import named_leaves
 
 
-class Leaf(NamedTuple):
-    """One array of an item, as it lies (perhaps padded), and the shape that it truly has."""
-
-    array: Any
-    shape: tuple[int, ...]
-
-
 class Holder(Protocol):
-    """A pytree that keeps the arrays of another, padded or in pieces, as `fsdp.Sharded` does."""
+    """A pytree that keeps the arrays of another in pieces, as `pipeline.Pipelined` does."""
 
-    def to_checkpoint(self, abstract: bool) -> tuple[Any, list[tuple[int, ...]]]:
-        """That other tree, of arrays as they lie, and the true shape of each.
-
-        With `abstract`, of what says how an array lies and holds no data.
-        """
+    def to_checkpoint(self, abstract: bool) -> Any:
+        """That other tree, or with `abstract` one of what says how an array lies, without data."""
 
     def from_checkpoint(self, arrays: list[Any]) -> Any:
         """One of the same kind, of arrays as `to_checkpoint` gives them."""
@@ -54,26 +44,20 @@ def check_name(name: str) -> None:
         )
 
 
-def by_path(name: str, item: Any, abstract: bool = False) -> dict[str, Leaf]:
-    """{path: Leaf} of a tree; a bare array goes by the item's own name.
+def by_path(name: str, item: Any, abstract: bool = False) -> dict[str, Any]:
+    """{path: array} of a tree; a bare array goes by the item's own name.
 
     Raises:
       ValueError: two leaves have one path, or one name in storage.
     """
-    shapes = []
 
     def spread(node):
-        if not _is_holder(node):
-            shapes.append(tuple(getattr(node, "shape", ())))
-            return node
-        tree, true = node.to_checkpoint(abstract)
-        shapes.extend(true)
-        return tree
+        return node.to_checkpoint(abstract) if _is_holder(node) else node
 
     tree = jax.tree.map(spread, item, is_leaf=_is_holder)
     found = [(path or name, array) for path, array in named_leaves(tree)]
     _check_paths(name, [path for path, _ in found])
-    return {p: Leaf(x, shape) for (p, x), shape in zip(found, shapes, strict=True)}
+    return dict(found)
 
 
 def fill(item: Any, arrays: Iterable[Any]) -> Any:
@@ -82,7 +66,7 @@ def fill(item: Any, arrays: Iterable[Any]) -> Any:
     left, filled = iter(arrays), []
     for node in nodes:
         if _is_holder(node):
-            count = len(node.to_checkpoint(abstract=True)[1])
+            count = len(jax.tree.leaves(node.to_checkpoint(abstract=True)))
             filled.append(node.from_checkpoint([next(left) for _ in range(count)]))
         else:
             filled.append(next(left))

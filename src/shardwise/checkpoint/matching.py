@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwise.checkpoint.items import Leaf, flat, is_key
-from shardwise.checkpoint.padding import METADATA
+from shardwise.checkpoint.handlers import METADATA
+from shardwise.checkpoint.items import flat, is_key
 
 _SHOWN = 10  # of the leaves that differ; whole models may
 
@@ -28,11 +28,11 @@ def check_items(label: str, wanted: list[str], trees: dict, saved: dict) -> None
 
 
 def check_leaves(
-    label: str, trees: dict[str, dict[str, Leaf]], metadata: dict[str, Any], partial: bool
+    label: str, trees: dict[str, dict[str, Any]], metadata: dict[str, Any], partial: bool
 ) -> None:
     """Raise ValueError if paths, shapes or dtypes differ, or FileNotFoundError without metadata.
 
-    `trees` maps items to {path: Leaf}, `metadata` to what Orbax wrote about them.
+    `trees` maps items to {path: array}, `metadata` to what Orbax wrote about them.
     """
     told = []
     for name, leaves in trees.items():
@@ -56,10 +56,10 @@ def check_leaves(
         )
 
 
-def check_dtypes(label: str, trees: dict[str, dict[str, Leaf]]) -> None:
+def check_dtypes(label: str, trees: dict[str, dict[str, Any]]) -> None:
     """Raise ValueError if JAX, as it is configured, cannot hold an array of the target."""
     for name, leaves in trees.items():
-        for path, (leaf, _) in leaves.items():
+        for path, leaf in leaves.items():
             if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or is_key(leaf):
                 continue
             if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
@@ -69,10 +69,10 @@ def check_dtypes(label: str, trees: dict[str, dict[str, Leaf]]) -> None:
                 )
 
 
-def check_shardings(label: str, trees: dict[str, dict[str, Leaf]]) -> None:
+def check_shardings(label: str, trees: dict[str, dict[str, Any]]) -> None:
     """Raise ValueError if a sharding cuts its array unevenly, or has other devices than JAX."""
     for name, leaves in trees.items():
-        for path, (leaf, _) in leaves.items():
+        for path, leaf in leaves.items():
             sharding = getattr(leaf, "sharding", None)
             if sharding is None:
                 continue
@@ -117,9 +117,9 @@ def _saved(leaf, keys, path):
     return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
 
-def _asked(leaf, keys):
-    """The leaf in words; typed keys as bits if the checkpoint does not tell them apart."""
-    array, shape = leaf
+def _asked(array, keys):
+    """An array in words; typed keys as bits if the checkpoint does not tell them apart."""
+    shape = np.shape(array)
     if is_key(array) and keys is not None:
         return f"{array.dtype}{list(shape)}"
     if is_key(array):

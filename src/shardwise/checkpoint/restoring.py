@@ -1,6 +1,5 @@
 """Restoring onto the shardings that the target has."""
 
-import dataclasses
 import os
 from typing import Any
 
@@ -11,6 +10,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
 from shardwise.checkpoint import digests, plain
+from shardwise.checkpoint.handlers import METADATA
 from shardwise.checkpoint.items import (
     address,
     by_path,
@@ -22,7 +22,6 @@ from shardwise.checkpoint.items import (
     nested,
 )
 from shardwise.checkpoint.matching import check_dtypes, check_items, check_leaves, check_shardings
-from shardwise.checkpoint.padding import METADATA
 from shardwise.checkpoint.saving import wait
 from shardwise.checkpoint.steps import find, reader
 from shardwise.rules.agreement import together
@@ -46,8 +45,8 @@ def restore(
     jax.Array, or a jax.ShapeDtypeStruct with a sharding, brings an array with that sharding, for
     which each process reads the chunks that its devices need. An uncommitted jax.Array, or a
     jax.ShapeDtypeStruct without a sharding, brings an uncommitted array on the default device; a
-    NumPy array or a Python number, one of these. `fsdp.Sharded` and `pipeline.Pipelined` come back
-    as they are in the target, whatever was saved: paths and true shapes decide.
+    NumPy array or a Python number, one of these. `pipeline.Pipelined` comes back as it is in the
+    target, whatever was saved: paths and shapes decide.
 
     No model is needed: `jax.eval_shape` and `rules.shardings` make such targets. For plain data,
     any value without arrays will do, such as None. With `partial`, leaves that only the checkpoint
@@ -110,9 +109,8 @@ def _check(label, saved, target, trees, partial):
 def _check_digests(label, folders, written, saved, trees):
     for name, leaves in trees.items():
         if written[name] is not None:
-            arrays = {path: leaf.array for path, leaf in leaves.items()}
             metadata = flat(saved.item_metadata[name].tree)
-            digests.check(label, folders[name], written[name], arrays, metadata)
+            digests.check(label, folders[name], written[name], leaves, metadata)
 
 
 def _plain(label, name, found, saved):
@@ -128,17 +126,9 @@ def _plain(label, name, found, saved):
 def _how(leaves):
     if leaves is None:
         return ocp.args.JsonRestore()
-    tree = nested({path: _abstract(leaf.array) for path, leaf in leaves.items()})
+    tree = nested({path: _abstract(leaf) for path, leaf in leaves.items()})
     each = ocp.checkpoint_utils.construct_restore_args(tree)
-    # Where an array lies with padding, what is stored is smaller; the rest comes back as zeros.
-    each = jax.tree.map(_with_padding, each)
     return ocp.args.PyTreeRestore(tree, restore_args=each, partial_restore=True)
-
-
-def _with_padding(arguments):
-    if isinstance(arguments, ocp.ArrayRestoreArgs):
-        return dataclasses.replace(arguments, strict=False)
-    return arguments
 
 
 def _abstract(leaf):
@@ -156,7 +146,7 @@ def _is_uncommitted(leaf):
 
 def _fill(leaves, item, found):
     found = flat(found)
-    return fill(item, [_like(path, leaf.array, found[path]) for path, leaf in leaves.items()])
+    return fill(item, [_like(path, leaf, found[path]) for path, leaf in leaves.items()])
 
 
 def _like(path, leaf, array):

@@ -11,8 +11,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from shardwise.checkpoint import arrays, plain
+from shardwise.checkpoint.handlers import METADATA
 from shardwise.checkpoint.items import address, by_path, check_name, is_empty, is_tree
-from shardwise.checkpoint.padding import METADATA
 from shardwise.checkpoint.writer import writer_of, writers
 from shardwise.rules.agreement import together
 
@@ -27,10 +27,10 @@ def save(
     """Start saving `state` as `step`, and return once it is safe to change or donate its arrays.
 
     `state` is a dict of items: pytrees of arrays (typed PRNG keys included), or plain data without
-    arrays, such as the position of a data iterator, the same in every process. What `fsdp` and
-    `pipeline` hold in a form of their own is stored by the paths and shapes of the tree that it
-    was made from; devices write their own shards, but a `Pipelined` passes through the host, which
-    holds it whole. An item without leaves (the state of plain SGD) is not written.
+    arrays, such as the position of a data iterator, the same in every process. Devices
+    write their own shards, but a `Pipelined` passes through the host, which holds it whole; it is
+    stored by the paths and shapes of the tree that it was made from. An item without leaves (the
+    state of plain SGD) is not written.
 
     A thread writes; `wait` waits for it, and so does the end of the program, whose status is 1 if
     that fails (not on Python 3.12.0 and 3.12.1, which start no threads any more by then: call

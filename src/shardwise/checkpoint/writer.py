@@ -8,9 +8,9 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
+from shardwise.checkpoint.handlers import registry
 from shardwise.checkpoint.items import is_bucket
 from shardwise.checkpoint.lock import Lock
-from shardwise.checkpoint.padding import registry
 from shardwise.checkpoint.steps import Steps
 from shardwise.rules.agreement import together
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardwise.fsdp.planning import Stored
-from shardwise.fsdp.storage import Sharded, pad_axis
+from shardwise.fsdp.array_layouts import ArrayLayout
+from shardwise.rules.rule import mesh_axes
 
 SMALL = 2**14  # elements, of the whole arrays that travel together,
 SHARE = 8  # and one of so many parts of all that is gathered there
@@ -28,24 +29,23 @@ class How(NamedTuple):
     `beside` is its spec over `others`, the mesh axes that the compiler has; None without them.
     """
 
-    axis: str
+    axis: tuple[str, ...]
     cut: int
     size: int
-    padded: int
     dtype: Any
     reduce_dtype: Any
     beside: P | None = None
     others: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, stored: Stored, params: Sharded, dtype: Any, reduce_dtype: Any, rows: Sequence):
-        """That of an array that is kept so; None for one that every device holds whole."""
-        if stored.cut is None:
+    def of(cls, array: ArrayLayout, mesh: Mesh, dtype: Any, reduce_dtype: Any, rows: Sequence):
+        """That of an array; None for one that is not gathered. `rows`: the axes by hand."""
+        if array.cut is None:
             return None
-        beside = P(*stored.beside) if any(stored.beside) else None
-        others = frozenset(params.mesh.shape) - {*rows}
-        size, dtypes = stored.shape[stored.cut], (dtype, reduce_dtype or dtype)
-        return cls(params.axis, stored.cut, size, stored.padded, *dtypes, beside, others)
+        axis, size = mesh_axes(array.spec[array.cut]), array.shape[array.cut]
+        beside = P(*array.beside) if array.beside else None
+        others = frozenset(mesh.shape) - {*rows}
+        return cls(axis, array.cut, size, dtype, reduce_dtype or dtype, beside, others)
 
     def shifted(self, by: int) -> "How":
         """The same for an array with `by` more leading axes (below 0: fewer)."""
@@ -73,7 +73,7 @@ def gather(xs: Sequence[jax.Array], hows: Sequence[How | None]) -> list[jax.Arra
 
 
 def all_gather(xs: Sequence[jax.Array], hows: Sequence[How | None]) -> list[jax.Array]:
-    """The arrays whole, in the dtypes asked for and without padding; not to be differentiated."""
+    """The arrays whole, in the dtypes asked for; not to be differentiated."""
     return _each_bundle(_gathered, xs, hows)
 
 
@@ -85,7 +85,7 @@ def take(
 
 
 def scatter(grads: Sequence[jax.Array], hows: Sequence[How | None]) -> list[jax.Array]:
-    """The transpose: padded again, summed over the devices, to each its own part."""
+    """The transpose: summed over the devices, to each its own part."""
     return _each_bundle(_scattered, grads, hows)
 
 
@@ -119,7 +119,7 @@ def _bundles(xs, hows):
     """The numbers of the arrays that travel together, one list for each collective."""
     # Counted whole, whether these are shares, to be gathered, or gradients, to be scattered.
     cut = [(i, x, how) for i, (x, how) in enumerate(zip(xs, hows, strict=True)) if how is not None]
-    sizes = {i: x.size // x.shape[how.cut] * how.padded for i, x, how in cut}
+    sizes = {i: x.size // x.shape[how.cut] * how.size for i, x, how in cut}
     most = min(SMALL, sum(sizes.values()) // SHARE)
     found, room = [], {}  # room: {what has to be equal: (members, elements that they may still be)}
     for i, x, how in cut:
@@ -148,26 +148,23 @@ def _gathered(xs, hows):
     """One collective for these arrays."""
     xs = [cast(x, how.dtype) for x, how in zip(xs, hows, strict=True)]
     if len(xs) == 1:
-        whole = [_by_hand(jax.lax.all_gather, hows[0], axis=hows[0].cut)(xs[0])]
-    else:
-        flat = jax.lax.all_gather(jnp.concatenate([x.ravel() for x in xs]), hows[0].axis)
-        parts = _pieces(flat, [x.size for x in xs])
-        whole = [_joined(p, x, how) for p, x, how in zip(parts, xs, hows, strict=True)]
-    pairs = zip(whole, hows, strict=True)
-    return [jax.lax.slice_in_dim(x, 0, how.size, axis=how.cut) for x, how in pairs]
+        return [_by_hand(jax.lax.all_gather, hows[0], axis=hows[0].cut)(xs[0])]
+    flat = jax.lax.all_gather(jnp.concatenate([x.ravel() for x in xs]), hows[0].axis)
+    parts = _pieces(flat, [x.size for x in xs])
+    return [_joined(p, x, how) for p, x, how in zip(parts, xs, hows, strict=True)]
 
 
 def _joined(part, x, how):
     """[devices, elements of a share] as the array."""
     rows = part.reshape(part.shape[0], *x.shape)
-    shape = (*x.shape[: how.cut], how.padded, *x.shape[how.cut + 1 :])
+    shape = (*x.shape[: how.cut], how.size, *x.shape[how.cut + 1 :])
     return jnp.moveaxis(rows, 0, how.cut).reshape(shape)
 
 
 def _scattered(grads, hows):
     """One collective for the gradients of these arrays."""
     pairs = zip(grads, hows, strict=True)
-    grads = [pad_axis(cast(g, how.reduce_dtype), how.cut, how.padded) for g, how in pairs]
+    grads = [cast(g, how.reduce_dtype) for g, how in pairs]
     axis = hows[0].axis
     if len(grads) == 1:
         scatter = _by_hand(jax.lax.psum_scatter, hows[0], scatter_dimension=hows[0].cut)
@@ -193,7 +190,7 @@ def _by_hand(collective, how, **options):
 
 def _divided(g, how, n):
     """The array as [devices, *shape of a share]."""
-    shape = (*g.shape[: how.cut], n, how.padded // n, *g.shape[how.cut + 1 :])
+    shape = (*g.shape[: how.cut], n, how.size // n, *g.shape[how.cut + 1 :])
     return jnp.moveaxis(g.reshape(shape), how.cut, 0)
 
 

@@ -9,13 +9,20 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import marks, objective
+from shardwise import marks, objective, rules
+from shardwise.fsdp.array_layouts import (
+    ArrayLayout,
+    array_layouts,
+    check_axis,
+    check_lie,
+    check_params,
+    rule_of,
+)
 from shardwise.fsdp.batches import WHO, Divided
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
-from shardwise.fsdp.planning import axes_of, check_axis
-from shardwise.fsdp.storage import check_params, rebuild
 from shardwise.fsdp.taking import Way, late, taken
 from shardwise.fsdp.using import pinned, reads_of, use_of
+from shardwise.rules.rule import mesh_axes
 
 SUMMED = {"sum", "mean", "max"}  # auxiliary outputs that are whole on every device
 
@@ -23,7 +30,7 @@ SUMMED = {"sum", "mean", "max"}  # auxiliary outputs that are whole on every dev
 def value_and_grad(
     loss: Callable,
     mesh: jax.sharding.Mesh,
-    axis: str | Sequence[str] = "fsdp",
+    rule: rules.FSDPRule | str | tuple[str, ...] = "fsdp",
     replicate: Sequence[str] = (),
     columns: Sequence[str] = (),
     order: Callable[[int, int], Any] | None = None,
@@ -33,6 +40,7 @@ def value_and_grad(
     reduce_dtype: Any = None,
     has_aux: bool = False,
     aux: Any = "sum",
+    apart: Callable[[Any, jax.sharding.Mesh], Any] | None = None,
     names: Mapping[str, P] | None = None,
     meanings: Mapping[str, Callable] | None = None,
     who: str = WHO,
@@ -43,8 +51,9 @@ def value_and_grad(
     and returns an `objective.Mean`, exact for every padding, or a scalar, a mean over rows. With
     `has_aux` it returns that and a tree; `aux` says how those of devices and microbatches become
     one: "sum", "mean", "max" or "concatenate" (whose rows stay cut), or a prefix tree of these.
-    `params` is `Sharded`, and so is the gradient; the rows of `batch` are cut over `replicate` and
-    `axis`, and `args` are the same on every device. A loss whose rows look at each other is
+    `params` lie as `rule` says (`rules.place(params, rule, mesh)`), and so does the gradient; the
+    rows of `batch` are cut over `replicate` and the rule's axis, and `args` are the same on every
+    device. A loss whose rows look at each other is
     refused as far as its trace tells: see `shardwise.objective`, also for keys and microbatches.
 
     A stacked array is gathered at `marks.use`, one layer at a time, and until then must not be
@@ -54,14 +63,18 @@ def value_and_grad(
     call it, and else before the loss: for the compiler the same, unless rematerialised.
 
     Other axes of the mesh are left to the compiler: parameters may be laid out over them
-    (`fsdp.place(..., over=rule)`), the loss may constrain its activations, and `names` does so
-    where it calls `marks.constrain(x, name)`: {name: PartitionSpec}, of which `axis` and
-    `replicate`, over which rows are cut already, are left out.
+    (the rule's `over=`), the loss may constrain its activations, and `names` does so
+    where it calls `marks.constrain(x, name)`: {name: PartitionSpec}, of which the axes over which
+    rows are cut already are left out.
 
     The function is jitted, and may be called within another jit.
 
     Args:
-      axis: the mesh axis along which parameters are cut, or several, together one.
+      rule: how parameters are cut, along which mesh axis; or that axis alone, or several, together
+        one: then each array is cut along the largest axis that divides, of equal ones the first,
+        and one of which none divides stays whole. Under a caller's own jit nothing tells how arrays
+        lie: there it is taken to be so, and outside another layout is an error.
+      apart: the rule by which arrays are cut along axes by hand and never gathered: `experts`.
       replicate: mesh axes over which the shards are copied (hybrid sharding); gradients are summed
         over them too.
       columns: mesh axes over which the sequence is cut, axis 1 of each array of the batch that has
@@ -78,15 +91,15 @@ def value_and_grad(
       reduce_dtype: in which gradients are reduced; default the gathered dtype.
 
     Raises, when called:
-      ValueError: an axis that the mesh lacks, parameters of another mesh or axis, rows or a
-        sequence that do not divide, a stacked array that is read outside `use`, a further mesh
-        axis that nothing uses, so that all work would be repeated along it, a name that the loss
-        never marks, tokens of a sequence that is cut that see each other outside marks.
-      TypeError: `params` is not `Sharded`, or the loss returns something else.
+      ValueError: an axis that the mesh lacks, parameters that lie otherwise, rows or a sequence
+        that do not divide, a stacked array that is read outside `use`, a further mesh axis that
+        nothing uses, so that all work would be repeated along it, a name that the loss never marks,
+        tokens of a sequence that is cut that see each other outside marks.
+      TypeError: an array that has no gradient, or the loss returns something else.
       ValueError, TypeError: what `objective.trace` says of a loss in several parts.
     """
-    axis = axis if isinstance(axis, str) else tuple(axis)
-    rows, columns = (*replicate, *axes_of(axis)), tuple(columns)
+    rule = rule if isinstance(rule, rules.FSDPRule) else rule_of(rule)
+    rows, columns = (*replicate, *mesh_axes(rule.axis)), tuple(columns)
     for name in (*rows, *columns):
         check_axis(who, mesh, name)
     if zero not in (1, 2, 3) or microbatches < 1:
@@ -99,26 +112,40 @@ def value_and_grad(
     device = _Device(loss, division, *options)
 
     def loss_and_grad(params, batch, *args, key=None):
-        check_params(params, mesh, axis, who)
+        arrays = array_layouts(params, rule, mesh, apart)
+        check_params(params, mesh, who)
         batch, numbers, cut = division(batch, microbatches)
-        specs = [s.manual(axis) for s in params.layout]
+        leaves, structure = jax.tree.flatten(params)
+        specs = [array.manual for array in arrays]
         shapes = []  # of the auxiliary outputs, which are known once the loss is traced
         manual = jax.shard_map(
-            functools.partial(device, params, shapes),
+            functools.partial(device, arrays, structure, shapes),
             mesh=mesh,
             in_specs=(specs, *cut, P(), P()),
             out_specs=(P(), (P(), P(rows)), specs),
             axis_names={*rows, *columns},
             check_vma=False,  # every sum over devices is written out, in _Device
         )
-        value, parts, grads = manual(jax.tree.leaves(params.tree), batch, numbers, args, key)
+        value, parts, grads = manual(leaves, batch, numbers, args, key)
         if set(mesh.shape) != {*rows, *columns}:
-            targets = [NamedSharding(mesh, s.spec(axis)) for s in params.layout]
+            targets = [NamedSharding(mesh, array.spec) for array in arrays]
             grads = jax.lax.with_sharding_constraint(grads, targets)
-        grads = dataclasses.replace(params, tree=rebuild(params, grads))
+        grads = jax.tree.unflatten(structure, grads)
         return ((value, _merged(*parts, *shapes)) if has_aux else value), grads
 
-    return jax.jit(loss_and_grad)
+    return _checked(jax.jit(loss_and_grad), rule, mesh, apart, who)
+
+
+def _checked(run, rule, mesh, apart, who):
+    """A jitted function; where it is called with arrays, these tell how they lie."""
+
+    @functools.wraps(run)
+    def checked(params, *args, **options):
+        check_lie(params, array_layouts(params, rule, mesh, apart), mesh, who)
+        return run(params, *args, **options)
+
+    checked.lower, checked.trace, checked.eval_shape = run.lower, run.trace, run.eval_shape
+    return checked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,32 +163,34 @@ class _Device:
     names: Mapping | None
     meanings: Mapping
 
-    def __call__(self, params, shapes, shards, batch, numbers, args, key):
-        told = params, self.dtype, self.reduce_dtype, self.divided.axes
-        hows = [How.of(s, *told) for s in params.layout]
+    def __call__(self, layouts, structure, shapes, shards, batch, numbers, args, key):
+        mesh = self.divided.mesh
+        told = mesh, self.dtype, self.reduce_dtype, self.divided.axes
+        hows = [How.of(array, *told) for array in layouts]
         parts = [objective.split(tree, self.microbatches) for tree in (batch, numbers)]
         once = self.zero == 1 and self.microbatches > 1  # scattered when all are summed
         pins, seen = dict(self.meanings), set()
         if self.names is not None:
-            pins["constrain"], seen = pinned(self.names, params.mesh, self.divided.axes)
+            pins["constrain"], seen = pinned(self.names, mesh, self.divided.axes)
 
         def loss(arrays, batch, *args, **key):
-            return self.loss(rebuild(params, arrays), batch, *args, **key)
+            return self.loss(jax.tree.unflatten(structure, arrays), batch, *args, **key)
 
         first = jax.tree.map(lambda x: x[0], parts[0])
         given = first, args, {} if key is None else {"key": key}
         at_use = [None] * len(hows) if once else hows
         with marks.bind(**pins):
-            found = reads_of(loss, params, at_use, self.dtype, *given)
-        self._check(params, found, seen)
+            dtypes = [self.dtype or x.dtype for x in shards]
+            found = reads_of(loss, layouts, mesh, at_use, dtypes, *given)
+        self._check(layouts, found, seen)
         if self.zero < 3:
-            at_use = late(found, params.layout, at_use)
-        use = use_of(found, params, at_use)
+            at_use = late(found, layouts, at_use)
+        use = use_of(found, layouts, mesh, at_use)
         now = [None if later else how for how, later in zip(hows, use.deferred, strict=True)]
         way = Way(shards, use, lambda xs: gather(xs, now))
         if self.zero < 3:  # gather once for all microbatches
             wholes = all_gather(shards, hows)
-            way = Way(wholes, use, list) if once else taken(wholes, shards, use, now, params.layout)
+            way = Way(wholes, use, list) if once else taken(wholes, shards, use, now, layouts)
 
         def whole(inputs, batch, *args, **key):
             if self.microbatches > 1:
@@ -185,11 +214,11 @@ class _Device:
             )
         if once:
             grads = scatter(grads, hows)
-        grads = [self._sum(g, s, params.axis) for g, s in zip(grads, params.layout, strict=True)]
+        grads = [self._sum(g, array) for g, array in zip(grads, layouts, strict=True)]
         grads = [g.astype(x.dtype) for g, x in zip(grads, shards, strict=True)]
         return value, self._over_devices(aux, shapes), grads
 
-    def _check(self, params, found, seen):
+    def _check(self, layouts, found, seen):
         """Raise for names that the loss never marks, and for mesh axes that nothing uses."""
         if unused := set(self.names or ()) - seen:
             raise ValueError(
@@ -197,8 +226,8 @@ class _Device:
                 f"marks {sorted(seen)}."
             )
         used = {*self.divided.axes, *found.mesh_axes}
-        used.update(name for s in params.layout for name in jax.tree.leaves(s.beside))
-        for name, size in params.mesh.shape.items():
+        used.update(name for array in layouts for name in jax.tree.leaves(array.beside))
+        for name, size in self.divided.mesh.shape.items():
             if size > 1 and name not in used:
                 raise ValueError(
                     f"{self.divided.who}: nothing is laid out over the mesh axis {name!r} of size "
@@ -222,9 +251,9 @@ class _Device:
         whole = [objective.reduced_over(x, w, self.divided.axes) for x, w in pairs if w in SUMMED]
         return whole, [x for x, w in pairs if w not in SUMMED]
 
-    def _sum(self, grad, stored, axis):
+    def _sum(self, grad, array: ArrayLayout):
         """Over the devices that hold copies: for an array that is not cut, all of them."""
-        cut = {*stored.apart_axes(), *(() if stored.cut is None else axes_of(axis))}
+        cut = {*jax.tree.leaves(tuple(array.manual))}
         axes = tuple(name for name in self.divided.axes if name not in cut)
         return jax.lax.psum(grad, axes) if axes else grad
 

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from shardwise import tree as trees
+from shardwise.fsdp.array_layouts import ArrayLayout
 from shardwise.fsdp.gathering import How, take
-from shardwise.fsdp.planning import Stored
 from shardwise.fsdp.reads import Reads
 from shardwise.fsdp.using import Use
 
@@ -36,7 +36,7 @@ def taken(
     shards: Sequence[jax.Array],
     use: Use,
     now: Sequence[How | None],
-    layout: Sequence[Stored],
+    layout: Sequence[ArrayLayout],
 ) -> Way:
     """From `wholes`; what has a `How` in `now` is whole before the loss, and scattered after it."""
     groups = zip(shards, layout, use.deferred, strict=True)
@@ -55,7 +55,7 @@ class Taking:
 
     use: Use
     wholes: Sequence[jax.Array]
-    layout: Sequence[Stored]
+    layout: Sequence[ArrayLayout]
 
     def __call__(self, weights):
         flat, structure = trees.leaves(weights), jax.tree.structure(weights)
@@ -82,14 +82,16 @@ class Taking:
         return found.astype(x.dtype) if how.dtype is None else found
 
 
-def _numbered(share: jax.Array, stored: Stored) -> jax.Array:
+def _numbered(share: jax.Array, array: ArrayLayout) -> jax.Array:
     """An array like a share, of the numbers of its layers."""
-    if not stored.stacked:
+    if not array.stacked:
         return jnp.zeros_like(share)
     return jax.lax.broadcasted_iota(share.dtype, share.shape, 0)
 
 
-def late(found: Reads, layout: Sequence[Stored], hows: Sequence[How | None]) -> list[How | None]:
+def late(
+    found: Reads, layout: Sequence[ArrayLayout], hows: Sequence[How | None]
+) -> list[How | None]:
     """The `How`s of arrays whose gradients can be scattered at `use`, and None for the others:
     those that others read too, and those that it cannot tell apart by their paths.
     """

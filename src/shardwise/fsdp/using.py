@@ -5,14 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import tree as trees
+from shardwise.fsdp.array_layouts import ArrayLayout, check_axis
 from shardwise.fsdp.gathering import How, gather
-from shardwise.fsdp.planning import Stored, check_axis
 from shardwise.fsdp.reads import Reads, Received, reads
-from shardwise.fsdp.storage import Sharded
 
 
 class Use(NamedTuple):
@@ -36,18 +35,19 @@ class Use(NamedTuple):
         return [_known(known, path, jnp.shape(x)) for path, x in flat]
 
 
-def use_of(found: Reads, params: Sharded, hows: Sequence[How | None]) -> Use:
+def use_of(
+    found: Reads, arrays: Sequence[ArrayLayout], mesh: Mesh, hows: Sequence[How | None]
+) -> Use:
     """The meaning of `marks.use` for a loss that reads its parameters so.
 
     Raises:
       ValueError: a stacked array that is read elsewhere, or one of which `use` cannot tell how to
         gather it.
     """
-    layout = params.layout
     for i, operation in found.elsewhere.items():
-        if layout[i].stacked and hows[i] is not None:
+        if arrays[i].stacked and hows[i] is not None:
             raise ValueError(
-                f"fsdp: {layout[i].path} is stacked, and read outside marks.use, by {operation}: "
+                f"fsdp: {arrays[i].path} is stacked, and read outside marks.use, by {operation}: "
                 f"there a device has only its share of it. Call `weights = marks.use(weights)` "
                 f"before, in the layer's body (or on the whole stack, where all of it is read), or "
                 f"leave it out of stacked= (a Layout takes an array with fewer names than axes for "
@@ -56,37 +56,39 @@ def use_of(found: Reads, params: Sharded, hows: Sequence[How | None]) -> Use:
     deferred = tuple(how is not None and i not in found.elsewhere for i, how in enumerate(hows))
     known: dict = {}
     for received in found.uses:
-        _add(known, received, params, hows, deferred)
+        _add(known, received, arrays, mesh, hows, deferred)
     return Use(frozenset((key, (how, i)) for key, (how, i, _) in known.items()), deferred)
 
 
 def reads_of(
-    loss: Callable, params: Sharded, hows: Sequence[How | None], dtype: Any, *rest: Any
+    loss: Callable,
+    arrays: Sequence[ArrayLayout],
+    mesh: Mesh,
+    hows: Sequence[How | None],
+    dtypes: Sequence[Any],
+    *rest: Any,
 ) -> Reads:
-    """Where `loss(arrays, *rest)` reads what has a `How`."""
-    arrays = [
-        jax.ShapeDtypeStruct(s.inside(params.mesh), dtype or x.dtype)
-        for x, s in zip(jax.tree.leaves(params.tree), params.layout, strict=True)
-    ]
-    pairs = zip(params.layout, hows, strict=True)
+    """Where `loss(leaves, *rest)` reads what has a `How`; `dtypes` are those of the leaves."""
+    pairs = zip(arrays, dtypes, strict=True)
+    leaves = [jax.ShapeDtypeStruct(array.inside(mesh), dtype) for array, dtype in pairs]
+    pairs = zip(arrays, hows, strict=True)
     return reads(
-        loss, arrays, [None if how is None else _inner(s, params) for s, how in pairs], *rest
+        loss, leaves, [None if how is None else _inner(a, mesh) for a, how in pairs], *rest
     )
 
 
-def _add(known, received: Received, params, hows, deferred):
+def _add(known, received: Received, arrays, mesh, hows, deferred):
     """What is done with an array that `use` receives: {(path, shape in shares): (how, whose)}."""
-    layout, n = params.layout, params.parts
     for i in received.owners or [None]:
         shape, how = received.shape, None
         if i is not None and deferred[i]:
-            lead = len(shape) - len(_inner(layout[i], params))
-            local = layout[i].local_shape(n, params.mesh)
+            lead = len(shape) - len(_inner(arrays[i], mesh))
+            local = arrays[i].local_shape(mesh)
             shape = (*shape[:lead], *local[len(local) - len(shape) + lead :])
-            how = hows[i].shifted(lead - (1 if layout[i].stacked else 0))
-        whose = "what is whole" if how is None else layout[i].path
+            how = hows[i].shifted(lead - (1 if arrays[i].stacked else 0))
+        whose = "what is whole" if how is None else arrays[i].path
         before, _, owner = known.setdefault((received.path, shape), (how, i, whose))
-        if before != how and n > 1:
+        if before != how and any(mesh.shape[name] > 1 for name in _axes(before, how)):
             raise ValueError(
                 f"fsdp: marks.use receives {received.path or 'an array'} of shape {shape}, which "
                 f"may be of {owner} or of {whose}; give it the dict or state that holds the array, "
@@ -94,10 +96,14 @@ def _add(known, received: Received, params, hows, deferred):
             )
 
 
-def _inner(stored: Stored, params: Sharded):
+def _axes(*hows):
+    return {name for how in hows if how is not None for name in how.axis}
+
+
+def _inner(array: ArrayLayout, mesh: Mesh):
     """The shape of what stays together: of one layer, where there are layers."""
-    shape = stored.inside(params.mesh)
-    return shape[1:] if stored.stacked else shape
+    shape = array.inside(mesh)
+    return shape[1:] if array.stacked else shape
 
 
 def _known(known, path, shape):

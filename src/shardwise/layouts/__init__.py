@@ -16,19 +16,21 @@ what a device holds, and in what it sends. `LAYOUTS` has them by name.
 from shardwise.layouts.catalogue import LAYOUTS
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import offload
-from shardwise.layouts.predicting import Prediction, predict
+from shardwise.layouts.predicting import Prediction, describe, predict
 from shardwise.layouts.staged import lower
-from shardwise.layouts.training import init, place, step, value_and_grad, whole
+from shardwise.layouts.training import init, place, shardings, step, value_and_grad, whole
 
 __all__ = [
     "LAYOUTS",
     "Layout",
     "Prediction",
+    "describe",
     "init",
     "lower",
     "offload",
     "place",
     "predict",
+    "shardings",
     "step",
     "value_and_grad",
     "whole",

@@ -1,16 +1,14 @@
 """Arrays that change without a gradient: a router's bias, the statistics of a batch."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
-from shardwise import fsdp, pipeline
+from shardwise import pipeline, rules
 from shardwise import tree as trees
-from shardwise.fsdp.storage import store
 
 KEY = "frozen"
 
@@ -49,32 +47,18 @@ def apart(loss: Callable, frozen: Callable[[str], bool], shapes: dict[str, tuple
 
 def shapes_of(params: Any) -> dict[str, tuple]:
     """{path: shape as one device has it} of parameters in the form that a layout gives them."""
-    if isinstance(params, pipeline.Pipelined | fsdp.Sharded):
+    if isinstance(params, pipeline.Pipelined):
         return {kept.path: kept.shape for kept in params.layout}
     return {path: jnp.shape(x) for path, x in trees.leaves(params)}
 
 
-def put_back(params: Any, new: dict[str, jax.Array]) -> Any:
+def put_back(params: Any, new: dict[str, jax.Array], rule: rules.Rule, mesh: Mesh) -> Any:
     """`params`, in the form that a layout gives them, with these arrays in the place of theirs."""
     if isinstance(params, pipeline.Pipelined):
         return _on_stages(params, new)
-    if not isinstance(params, fsdp.Sharded):
-        return _replaced(params, {p: lambda old, x=x: x.astype(old.dtype) for p, x in new.items()})
-    changes = {}
-    for kept in params.layout:
-        if kept.path in new:
-            laid = store([new[kept.path]], (kept,), params.mesh, params.axis).tree[0]
-            changes[kept.path] = lambda old, laid=laid: laid.astype(old.dtype)
-    return dataclasses.replace(params, tree=_replaced(params.tree, changes))
-
-
-def _same(x):
-    return x
-
-
-def _replaced(tree, changes):
-    leaves = [changes.get(path, _same)(x) for path, x in trees.leaves(tree)]
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+    found = [new[path].astype(x.dtype) if path in new else x for path, x in trees.leaves(params)]
+    tree = jax.tree.unflatten(jax.tree.structure(params), found)
+    return rules.constrain_tree(tree, rule, mesh)
 
 
 def _on_stages(params, new):

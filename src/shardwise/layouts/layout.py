@@ -35,10 +35,11 @@ class Layout:
         program (or a stage's own) whose arrays and activations are pinned.
       zero: ZeRO's number; below 3 parameters are gathered once a step, or are whole.
       min_size: arrays of fewer elements stay whole along `fsdp`.
-      uneven: by the compiler, and in stages, where nothing is padded: "error" for an array of which
-        no axis divides, or "replicate" to leave it whole.
-      stacked: which arrays have a leading axis of layers: "layers" for trees that carry names, or a
-        predicate on paths; by default "layers" where the tree has such names.
+      uneven: "replicate" leaves an array whole of which no axis divides along `fsdp`, which
+        `predict` tells; "error" refuses it.
+      stacked: which arrays have a leading axis of layers, never cut along `fsdp`, and by hand
+        gathered one layer at a time: a predicate on paths; by default what names tell that the tree
+        carries (NNX metadata, Linen's boxes).
       cut: the logical axes that `tensor` cuts.
       over: a rule for the tensor axis instead, for trees that carry no names.
       sequence: Megatron's sequence parallelism: between the products, activations are cut along the
@@ -72,8 +73,8 @@ class Layout:
     by: str = "hand"
     zero: int = 3
     min_size: int = 0
-    uneven: str = "error"
-    stacked: Callable[[str], bool] | str | None = None
+    uneven: str = "replicate"
+    stacked: Callable[[str], bool] | None = None
     cut: tuple[str, ...] = ("heads", "kv_heads", "mlp", "vocab")
     over: Any = None
     sequence: bool = False

@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,21 +13,21 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp, rules
 from shardwise import tree as trees
-from shardwise.fsdp.planning import leaves_of
 from shardwise.layouts.layout import Layout
 from shardwise.rules.rule import WHOLE
 
 EXPERTS = "experts"  # the logical axis
 
 
-def compiler_rule(layout: Layout) -> Callable | None:
-    """The rule over the axes that a compiler has; None where it has none."""
-    by_hand = layout.by_hand and not layout.stage  # a stage keeps its arrays as the compiler does
-    if layout.over is not None or not (layout.tensor or (layout.expert and not by_hand)):
-        return layout.over
-    table = dict.fromkeys(layout.cut, _entry(layout.tensor)) if layout.tensor else {}
-    experts = {EXPERTS: _entry(layout.expert)} if layout.expert and not by_hand else {}
-    return Named(table | experts)
+def _over(layout):
+    """The rule over the axes that fsdp leaves: tensor's, and expert's."""
+    tensor = layout.over
+    if tensor is None and layout.tensor:
+        tensor = Named(dict.fromkeys(layout.cut, _entry(layout.tensor)))
+    experts = expert_rule(layout)
+    if tensor is None or experts is None or (layout.over is not None and not layout.by_hand):
+        return experts if tensor is None else tensor
+    return Both(tensor, experts)
 
 
 def expert_rule(layout: Layout) -> Callable | None:
@@ -60,29 +61,44 @@ class Named:
             raise ValueError(str(error).replace(WHOLE, advice)) from error
 
 
+@dataclasses.dataclass(frozen=True)
+class Both:
+    """Two rules that cut different axes, of the arrays and of the mesh."""
+
+    first: Callable
+    second: Callable
+
+    def __call__(self, tree: Any, mesh: Mesh) -> Any:
+        """Their PartitionSpecs in one."""
+        is_spec = lambda x: isinstance(x, P)  # noqa: E731
+        one, other = (
+            jax.tree.leaves(r(tree, mesh), is_leaf=is_spec) for r in (self.first, self.second)
+        )
+        specs = [
+            P(*(a if a is not None else b for a, b in itertools.zip_longest(x, y)))
+            for x, y in zip(one, other, strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(tree), specs)
+
+
 def _entry(axes):
     return axes[0] if len(axes) == 1 else axes or None
 
 
-def stacked(layout: Layout, tree: Any) -> Any:
-    """What says which arrays have a leading axis of layers."""
-    if layout.stacked is not None:
-        return layout.stacked
-    for _, x, box in trees.walk(tree):
-        axes = trees.axis_names(box)
-        if axes is not None and (len(axes) < jnp.ndim(x) or axes[:1] == (trees.LAYERS,)):
-            return trees.LAYERS
-    return None
+def parameter_rule(layout: Layout, zero: int = 3) -> rules.FSDPRule:
+    """How parameters are cut, or with `zero` 1 what their state is cut like.
 
-
-def parameter_rule(layout: Layout, zero: int = 3) -> Any:
-    """For a layout by the compiler: parameters, and with `zero` 1 what their state is cut like."""
-    over = compiler_rule(layout)
-    if not layout.fsdp or (zero == 3 and layout.zero < 3):
-        return P() if over is None else over
-    given = layout.stacked if callable(layout.stacked) else None
-    options = dict(over=over, stacked=given, uneven=layout.uneven)
-    return rules.FSDPRule(_entry(layout.fsdp), layout.min_size, **options)
+    They differ for ZeRO 1 and 2 by the compiler, where parameters are whole along fsdp.
+    """
+    whole = zero == 3 and layout.zero < 3 and not (layout.by_hand or layout.stage)
+    return rules.FSDPRule(
+        () if whole else _entry(layout.fsdp) or (),
+        layout.min_size,
+        over=_over(layout),
+        ties="first",
+        stacked=layout.stacked,
+        uneven=layout.uneven,
+    )
 
 
 @contextlib.contextmanager
@@ -91,29 +107,39 @@ def naming(who: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        told = str(error).removeprefix("layouts: ").removeprefix("fsdp.place: ")
+        told = str(error).removeprefix("layouts: ").removeprefix("fsdp: ")
         raise ValueError(f"{who}: {told}") from error
 
 
-def stored(layout: Layout, tree: Any, specs: Sequence[P], mesh: Mesh) -> tuple[fsdp.Stored, ...]:
-    """How arrays are kept that lie as these specs say: as by hand, but nothing is padded."""
-    leaves = list(leaves_of(tree, stacked(layout, tree)))
-    own = [P()] * len(leaves)
-    if layout.expert:
-        own = jax.tree.leaves(expert_rule(layout)(tree, mesh), is_leaf=lambda x: isinstance(x, P))
-    found = []
-    for (path, x, is_stacked), spec, apart in zip(leaves, specs, own, strict=True):
-        entries = [() if e is None else e for e in spec]
-        entries = [(e,) if isinstance(e, str) else tuple(e) for e in entries]
-        taken = {i for i, entry in enumerate(apart) if entry}
-        cut = [i for i, e in enumerate(entries) if e and e == layout.fsdp and i not in taken]
-        beside = [tuple(n for n in e if n in layout.tensor) or None for e in entries]
-        at = cut[0] if cut else None
-        size = x.shape[at] if cut else None
-        beside = tuple(beside) if any(beside) else ()
-        told = at, size, beside, tuple(apart)
-        found.append(fsdp.Stored(path, x.shape, is_stacked, *told))
-    return tuple(found)
+def state_rule(layout: Layout, params: Any) -> rules.Rule:
+    """The rule of an optimizer's state for these parameters, which may be abstract.
+
+    An array lies as its parameter does; one of another shape is cut along fsdp by itself.
+    """
+    rule = parameter_rule(layout, zero=1)
+    other = rules.FSDPRule(rule.axis, 0, ties="first", uneven="replicate")
+    return rules.follow(rule, params, other=other)
+
+
+def shardings(layout: Layout, params: Any, tx: Any, who: str) -> Any:
+    """The NamedShardings of parameters; with `tx` (these, those of its state)."""
+    with naming(who):
+        found = rules.shardings(parameter_rule(layout), params, layout.mesh)
+    if tx is None:
+        return found
+    shapes = abstract(params)
+    state = jax.eval_shape(tx.init, shapes)
+    return found, rules.shardings(state_rule(layout, shapes), state, layout.mesh)
+
+
+def array_layouts(layout: Layout, tree: Any) -> tuple[fsdp.ArrayLayout, ...]:
+    """How each array of `tree`, which may be abstract, is cut and gathered by hand."""
+    return fsdp.array_layouts(tree, parameter_rule(layout, 1), layout.mesh, expert_rule(layout))
+
+
+def abstract(tree: Any) -> Any:
+    """The shapes and dtypes of a tree's arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
 
 
 def cast(layout: Layout, params: Any) -> Any:

@@ -2,35 +2,50 @@
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
-from shardwise.fsdp import Stored
-from shardwise.layouts import activation_bytes, held_bytes, stage_bytes
+from shardwise import rules
+from shardwise.fsdp import ArrayLayout
+from shardwise.layouts import activation_bytes, stage_bytes
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.placing import naming
+from shardwise.layouts.placing import (
+    abstract,
+    array_layouts,
+    naming,
+    parameter_rule,
+    shardings,
+)
 from shardwise.objective import wide
 
 Axes = tuple[str, ...]
+TOO_MUCH = 0.05  # of the parameters' bytes, to stay whole for want of an axis that divides
 
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
     """Bytes of one device: `held` between steps, by what; `sent` in a step, along which axes.
 
-    Ring bytes: a reduction over several axes at once counts once, for these axes together.
+    Ring bytes: a reduction over several axes at once counts once, for these axes together. `whole`
+    has by path what it costs that no axis of an array divides along fsdp, so that it stays whole.
     """
 
     held: dict[str, int]
     sent: dict[Axes, float]
+    whole: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def __str__(self):
         held = [f"  held  {what:12} {size:14,.0f} bytes" for what, size in self.held.items()]
         sent = [f"  sent  {' × '.join(a):12} {size:14,.0f} bytes" for a, size in self.sent.items()]
-        return "\n".join(["On each device:", *held, *sent])
+        whole = [
+            f"  whole {path}: {size:,} bytes more than a share" for path, size in self.whole.items()
+        ]
+        return "\n".join(["On each device:", *held, *sent, *whole])
 
 
 def predict(
@@ -69,16 +84,71 @@ def predict(
     again = (layout.remat is not None) if remat is None else remat
     if layout.stage:
         return _of_stage(layout, params, batch, tx, again, (loss, has_aux, stage))
-    shapes, asked = _abstract(params), _asked(layout)
+    asked = _asked(layout)
     with naming("layouts.predict"):
-        arrays = held_bytes.arrays(layout, shapes)
+        arrays = array_layouts(layout, params)
+    shapes = abstract(params)
+    whole = _whole(layout, arrays, shapes, "layouts.predict")
     sent: dict[Axes, float] = {}
     for s, x in zip(arrays, jax.tree.leaves(shapes), strict=True):
         _parameter(asked, s, x, again, sent)
     every = (*layout.context, *layout.rows)
     _add(sent, every, 2 * 8 * _share(layout, every))  # the total and the count, in float32
     activation_bytes.add(asked, shapes, batch, again, sent)
-    return Prediction(held_bytes.held(layout, shapes, batch, tx), sent)
+    return Prediction(_held(layout, shapes, batch, tx), sent, whole)
+
+
+def describe(layout: Layout, params: Any) -> Any:
+    """How each parameter lies, as a table: path, shape, spec, bytes on each device, why whole."""
+    _whole(layout, array_layouts(layout, params), abstract(params), "layouts.describe")
+    return rules.describe(parameter_rule(layout), params, layout.mesh)
+
+
+def _held(layout, shapes, batch, tx):
+    """{what: bytes of one device}: parameters, the batch, and of `tx` its state."""
+    found = {"parameters": _bytes(shapes, shardings(layout, shapes, None, "layouts.predict"))}
+    found["batch"] = _of_batch(layout, batch)
+    if tx is not None:
+        state = jax.eval_shape(tx.init, shapes)
+        found["state"] = _bytes(state, shardings(layout, shapes, tx, "layouts.predict")[1])
+    return found
+
+
+def _bytes(shapes, shardings):
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
+
+
+def _of_batch(layout, batch):
+    total = 0
+    for x in jax.tree.leaves(batch):
+        columns = layout.size("context") if jnp.ndim(x) > 1 else 1
+        parts = math.prod(layout.mesh.shape[name] for name in layout.rows) * columns
+        total += math.prod(jnp.shape(x)) * jnp.result_type(x).itemsize // parts
+    return total
+
+
+def _whole(layout, arrays, shapes, who):
+    """{path: bytes beyond a share} of arrays that fsdp would cut, and of which no axis divides."""
+    n, found, total = layout.size("fsdp"), {}, 0
+    for array, x in zip(arrays, jax.tree.leaves(shapes), strict=True):
+        size = math.prod(NamedSharding(layout.mesh, array.spec).shard_shape(array.shape))
+        elements, axes = math.prod(array.shape), jax.tree.leaves(tuple(array.spec))
+        total += elements * x.dtype.itemsize
+        open_to = elements > 1 and elements >= layout.min_size and set(axes).isdisjoint(layout.fsdp)
+        if n > 1 and open_to:
+            found[array.path] = round(size * x.dtype.itemsize * (1 - 1 / n))
+    costs = sum(found.values())
+    if costs > TOO_MUCH * total:
+        largest = max(found, key=found.get)
+        warnings.warn(
+            f"{who}: {len(found)} arrays stay whole on all {n} devices along {layout.fsdp}, since "
+            f"no axis of theirs divides: {costs:,} bytes more on each, {costs / total:.0%} of all "
+            f"parameters; the largest is {largest}. Choose sizes that divide, or raise min_size= "
+            f"if that is meant.",
+            stacklevel=3,
+        )
+    return found
 
 
 def _asked(layout):
@@ -94,21 +164,17 @@ def _of_stage(layout, params, batch, tx, again, told):
             "layouts.predict: with stages, which stage reads what the loss tells: give loss=."
         )
     asked = _asked(layout)
-    found = stage_bytes.of_stage(asked, _abstract(params), batch, tx, *told)
+    found = stage_bytes.of_stage(asked, abstract(params), batch, tx, *told)
     sent = dict(found.sent)
     activation_bytes.add(asked, found.shapes, batch, again, sent, found.ends)
     return Prediction(found.held, sent)
 
 
-def _abstract(tree):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
-
-
-def _parameter(layout, s: Stored, x, again, sent):
+def _parameter(layout, s: ArrayLayout, x, again, sent):
     """Its gathers, and the reduction of its gradient."""
-    held = held_bytes.elements(layout, s)
+    held = math.prod(NamedSharding(layout.mesh, s.spec).shard_shape(s.shape))
     used = layout.dtype or x.dtype
-    over = [name for name in (*layout.context, *layout.rows) if name not in s.apart_axes()]
+    over = [name for name in (*layout.context, *layout.rows) if name not in s.apart_axes]
     if s.cut is not None:
         whole, m = held * layout.size("fsdp"), layout.microbatches
         gathers = (2 if again and s.stacked else 1) * m if layout.zero == 3 else 1

@@ -1,6 +1,7 @@
 """Shares of parameters within a stage: gathered, and their gradients reduced, as `fsdp` does it."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,11 +10,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp, pipeline
+from shardwise.fsdp.array_layouts import of_specs
 from shardwise.fsdp.gathering import How, all_gather, cast, scatter
-from shardwise.fsdp.storage import rebuild
 from shardwise.fsdp.using import Use, reads_of, use_of
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.placing import stored
+from shardwise.layouts.placing import expert_rule, parameter_rule
 
 Shape = jax.ShapeDtypeStruct
 
@@ -28,21 +29,27 @@ class Shares:
     """
 
     layout: Layout
-    params: fsdp.Sharded
+    mesh: Mesh
+    arrays: tuple[fsdp.ArrayLayout, ...]
+    dtypes: tuple[Any, ...]
     hows: tuple[How | None, ...]
     use: Use
 
     @property
     def shapes(self) -> list[Shape]:
         """The parameters as the loss receives them, one device's."""
-        mesh, n, found = self.params.mesh, self.params.parts, []
-        leaves = zip(self.params.layout, jax.tree.leaves(self.params.tree), strict=True)
-        for late, (s, x) in zip(self.use.deferred, leaves, strict=True):
+        found = []
+        for late, array, dtype in zip(self.use.deferred, self.arrays, self.dtypes, strict=True):
             if late:
-                found.append(Shape(s.local_shape(n, mesh), x.dtype))
+                found.append(Shape(array.local_shape(self.mesh), dtype))
             else:
-                found.append(Shape(s.inside(mesh), self.layout.dtype or x.dtype))
+                found.append(Shape(array.inside(self.mesh), self.layout.dtype or dtype))
         return found
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts an array is cut."""
+        return math.prod(self.mesh.shape[name] for name in self.layout.fsdp)
 
     def held(self, i: int, x: Any) -> tuple[P, Any]:
         """How tasks find a parameter that is kept as `x`: its spec and its dtype."""
@@ -62,13 +69,13 @@ class Shares:
 
     def gather(self, numbers: Sequence[int], arrays: list) -> list:
         """These parameters as tasks find them, once a step."""
-        return all_gather(arrays, self._hows(numbers, arrays, numbers, self.params.parts))
+        return all_gather(arrays, self._hows(numbers, arrays, numbers, self.parts))
 
     def enter(self, numbers: Sequence[int], arrays: list, reads: Sequence[int]) -> list:
         """A task's parameters as its program takes them; it reads those at the places `reads`."""
         read = {numbers[place] for place in reads}
         early = [i for i in numbers if i in read and self._at_ends(i)]
-        whole = all_gather(arrays, self._hows(numbers, arrays, early, self.params.parts))
+        whole = all_gather(arrays, self._hows(numbers, arrays, early, self.parts))
         pairs = zip(numbers, whole, strict=True)
         return [x if self.use.deferred[i] else cast(x, self.layout.dtype) for i, x in pairs]
 
@@ -95,18 +102,17 @@ class Shares:
             how = self.hows[i] if i in wanted else None
             if how is not None:
                 size = x.shape[how.cut] * parts
-                how = how._replace(size=size, padded=size)
+                how = how._replace(size=size)
             found.append(how)
         return found
 
     def copied(self, i: int) -> tuple[str, ...]:
         """The mesh axes along which devices have copies of it, or of its share."""
-        stored = self.params.layout[i]
-        own = {*stored.apart_axes(), *(() if stored.cut is None else self.layout.fsdp)}
+        own = {*jax.tree.leaves(tuple(self.arrays[i].manual))}
         return tuple(name for name in (*self.layout.context, *self.layout.rows) if name not in own)
 
     def _whole(self, i, spec):
-        cut = self.params.layout[i].cut
+        cut = self.arrays[i].cut
         return P(*(None if axis == cut else entry for axis, entry in enumerate(spec)))
 
 
@@ -125,15 +131,17 @@ def shares(
       ValueError: what `fsdp.value_and_grad` says of reads outside `marks.use`.
     """
     tree = params.abstract()
-    kept = stored(layout, tree, [piece.spec for piece in params.layout], mesh)
-    sharded = fsdp.Sharded(tree, kept, mesh, layout.fsdp)
+    specs = [piece.spec for piece in params.layout]
+    arrays = of_specs(tree, specs, parameter_rule(layout), mesh, expert_rule(layout))
+    dtypes = tuple(piece.dtype for piece in params.layout)
     by_hand = tuple(name for name in mesh.axis_names if name not in layout.tensor)
-    told = sharded, layout.dtype, layout.reduce_dtype, by_hand
-    hows = tuple(How.of(s, *told) for s in kept)
+    hows = tuple(How.of(a, mesh, layout.dtype, layout.reduce_dtype, by_hand) for a in arrays)
     at_use = hows if layout.zero == 3 else [None] * len(hows)
 
     def of_leaves(arrays, *rest, **options):
-        return loss(rebuild(sharded, arrays), *rest, **options)
+        return loss(jax.tree.unflatten(params.structure, arrays), *rest, **options)
 
-    found = reads_of(of_leaves, sharded, at_use, layout.dtype, batch, args, options)
-    return Shares(layout, sharded, hows, use_of(found, sharded, at_use))
+    used = [layout.dtype or dtype for dtype in dtypes]
+    found = reads_of(of_leaves, arrays, mesh, at_use, used, batch, args, options)
+    use = use_of(found, arrays, mesh, at_use)
+    return Shares(layout, mesh, arrays, dtypes, hows, use)

@@ -7,10 +7,28 @@ from typing import Any
 import jax
 import optax
 
-from shardwise import fsdp, pipeline
-from shardwise.layouts import by_compiler, by_hand, freezing, staged
+from shardwise import pipeline, rules
+from shardwise.layouts import by_compiler, by_hand, freezing, placing, staged
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.placing import naming
+from shardwise.layouts.matrices import whole_in_products
+from shardwise.layouts.placing import parameter_rule, state_rule
+
+
+def shardings(layout: Layout, params: Any, tx: Any = None) -> Any:
+    """The NamedSharding of each parameter, and with `tx` (those, of the optimizer's state).
+
+    `params` may be abstract: `jax.eval_shape(create, key)`. Arrays keep their true shapes: they can
+    be made by `jax.jit(create, out_shardings=...)`, placed by `jax.device_put`, or restored.
+
+    Raises:
+      ValueError: an array that a role cannot cut, by its path, with the size that would do; stages.
+    """
+    if layout.stage:
+        raise ValueError(
+            "layouts.shardings: with stages, arrays live on their stages' devices: use "
+            "layouts.init or layouts.place, and what they return."
+        )
+    return placing.shardings(layout, params, tx, "layouts.shardings")
 
 
 def place(
@@ -29,19 +47,15 @@ def place(
     """
     if layout.stage:
         return staged.place(layout, tree, *_told(loss, batch), has_aux)
-    return _placed(layout, tree, "layouts.place")
-
-
-def _placed(layout, tree, who):
-    with naming(who):
-        return by_hand.place(layout, tree) if layout.by_hand else by_compiler.place(layout, tree)
+    found = placing.shardings(layout, tree, None, "layouts.place")
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+    # Inside jit a device_put is a wish; a constraint is kept.
+    return (jax.lax.with_sharding_constraint if traced else jax.device_put)(tree, found)
 
 
 def whole(layout: Layout, tree: Any) -> Any:
-    """What `place`, `init` or a step returned, as one device has it."""
-    if isinstance(tree, pipeline.Pipelined):
-        return pipeline.whole(tree)
-    return fsdp.whole(tree) if isinstance(tree, fsdp.Sharded) else by_compiler.whole(tree)
+    """What `place`, `init` or a step returned, whole on every device."""
+    return pipeline.whole(tree) if isinstance(tree, pipeline.Pipelined) else rules.whole(tree)
 
 
 def init(
@@ -63,10 +77,22 @@ def init(
     if layout.stage:
         params = staged.create(layout, create, key, *_told(loss, batch), has_aux)
         return params, pipeline.init(tx, params)
-    params = jax.jit(lambda key: _placed(layout, create(key), "layouts.init"))(key)
-    if layout.by_hand:
-        return params, fsdp.init(tx, params)
-    return params, by_compiler.init(layout, tx, params)
+    shapes = jax.eval_shape(create, key)
+    of_params, of_state = placing.shardings(layout, shapes, tx, "layouts.init")
+    params = jax.jit(create, out_shardings=of_params)(key)
+    return params, jax.jit(tx.init, out_shardings=of_state)(params)
+
+
+def _update(layout, tx, grads, opt_state, params, **extra):
+    """`tx.update` by the compiler; what comes out lies as what went in.
+
+    Matrices that it multiplies, as Muon does, are gathered once each: it sends as many bytes as
+    they have, and they are whole on every device meanwhile, in the work as well.
+    """
+    update = functools.partial(tx.update, **extra)
+    updates, state = whole_in_products(update, layout.mesh, grads, opt_state, params)
+    state = rules.constrain_tree(state, state_rule(layout, params), layout.mesh)
+    return rules.constrain_tree(updates, parameter_rule(layout), layout.mesh), state
 
 
 def value_and_grad(
@@ -116,11 +142,7 @@ def step(
     if frozen is not None:
         loss, has_aux, aux = freezing.apart(loss, frozen, shapes), True, ("mean", aux)
     mean_and_grad = _mean_and_grad(layout, loss, has_aux, aux, "layouts.step")
-    updated = functools.partial(by_compiler.update, layout)
-    if layout.stage:
-        updated = pipeline.update
-    elif layout.by_hand:
-        updated = fsdp.update
+    updated = pipeline.update if layout.stage else functools.partial(_update, layout)
 
     def run(params, opt_state, batch, *args, key=None):
         shapes.clear()
@@ -142,7 +164,10 @@ def step(
         params, outputs = optax.apply_updates(params, updates), mean if has_aux else (mean,)
         if frozen is not None:
             mean, (new, rest) = outputs
-            params, outputs = freezing.put_back(params, new), (mean, rest)
+            params, outputs = (
+                freezing.put_back(params, new, parameter_rule(layout), layout.mesh),
+                (mean, rest),
+            )
         return params, opt_state, *outputs
 
     return run if layout.stage else jax.jit(run, donate_argnums=(0, 1))

@@ -59,13 +59,12 @@ class Pipelined:
         leaves = [jax.ShapeDtypeStruct(piece.shape, piece.dtype) for piece in self.layout]
         return jax.tree.unflatten(self.structure, leaves)
 
-    def to_checkpoint(self, abstract: bool) -> tuple[Any, list[tuple[int, ...]]]:
+    def to_checkpoint(self, abstract: bool) -> Any:
         """The original tree, of whole arrays on the host (`abstract`: of what they are)."""
-        shapes = [piece.shape for piece in self.layout]
         if not abstract:
-            return whole(self), shapes
+            return whole(self)
         zeros = [np.broadcast_to(np.zeros((), p.dtype), p.shape) for p in self.layout]
-        return jax.tree.unflatten(self.structure, zeros), shapes
+        return jax.tree.unflatten(self.structure, zeros)
 
     def from_checkpoint(self, arrays: list[np.ndarray]) -> "Pipelined":
         """The same, of other whole arrays on the host, each laid on its stages by itself."""

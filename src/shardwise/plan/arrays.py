@@ -12,8 +12,8 @@ from flax import nnx
 
 from shardwise import train
 from shardwise import tree as trees
-from shardwise.fsdp.planning import choose, leaves_of
 from shardwise.model import Config, Decoder
+from shardwise.rules.fsdp import largest
 
 # What `layouts.Layout` cuts over the tensor axis, and over the expert axis.
 TENSOR, EXPERT = ("heads", "kv_heads", "mlp", "vocab"), "experts"
@@ -59,7 +59,7 @@ def of(shapes: Any, tx: Any) -> Arrays:
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
     state = jax.eval_shape(tx.init, plain)
     owners, found = trees.owners(state, plain), []
-    for (path, x, _), owner in zip(leaves_of(state, None), owners, strict=True):
+    for (path, x), owner in zip(trees.leaves(state), owners, strict=True):
         like = parameters[owner.index] if owner else None
         if like is None or owner.shape != x.shape:
             stacked = bool(like and like.stacked and owner.axes and owner.axes[0] == 0)
@@ -83,7 +83,7 @@ def of_decoder(config: Config, optimizer: Callable[[], Any] = train.optimizer) -
 
 
 class Share(NamedTuple):
-    """A device's part of an array: how many elements, padding too, and whether fsdp cuts it."""
+    """A device's part of an array: how many elements, and whether fsdp cuts it."""
 
     elements: int
     is_gathered: bool
@@ -101,19 +101,11 @@ def shares(held: Arrays, fsdp: int, tensor: int, expert: int) -> tuple[Shares, S
 
 
 def share(array: Array, fsdp: int, tensor: int, expert: int) -> Share:
-    """As `fsdp.place` cuts what tensor and expert leave whole."""
-    beside = tuple("tensor" if tensor > 1 and name in TENSOR else None for name in array.names)
-    apart = tuple("expert" if expert > 1 and name == EXPERT else None for name in array.names)
-    given = array.path, array.shape, array.stacked, fsdp if fsdp > 1 else 0, 0
-    stored = choose(*given, beside if any(beside) else (), apart if any(apart) else ())
-    whole, parts = array.size, tensor ** any(beside) * expert ** any(apart)
-    if stored.cut is not None:
-        whole, parts = whole // array.shape[stored.cut] * stored.padded, parts * fsdp
-    return Share(whole // parts, stored.cut is not None)
-
-
-def divides(array: Array, fsdp: int, tensor: int, expert: int) -> bool:
-    """Whether fsdp can cut it without padding, as arrays of stages have to be."""
-    cut = {*(TENSOR if tensor > 1 else ()), *((EXPERT,) if expert > 1 else ())}
-    pairs = list(zip(array.shape, array.names, strict=True))[array.stacked :]
-    return array.size == 1 or any(size % fsdp == 0 for size, name in pairs if name not in cut)
+    """As `layouts` cuts it: along fsdp, the largest axis that divides and that the others leave."""
+    taken = {*(TENSOR if tensor > 1 else ()), *((EXPERT,) if expert > 1 else ())}
+    parts = math.prod(
+        (tensor if name in TENSOR else expert) for name in array.names if name in taken
+    )
+    free = [i for i, name in enumerate(array.names) if name not in taken and i >= array.stacked]
+    is_cut = fsdp > 1 and array.size > 1 and largest(array.shape, free, fsdp) is not None
+    return Share(array.size // (parts * (fsdp if is_cut else 1)), is_cut)

@@ -7,8 +7,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import fsdp, layouts, measure, rules, topology, train
-from shardwise.layouts.placing import parameter_rule
+from shardwise import layouts, measure, topology, train
 from shardwise.plan import inserted, parts, programs, sent
 from shardwise.plan.arrays import of_decoder
 from shardwise.plan.planning import Candidate, Plan
@@ -35,18 +34,6 @@ class Check(NamedTuple):
     differences: measure.Differences = measure.Differences()
 
 
-def abstract(tree: Any, layout: layouts.Layout, like: Any = None) -> Any:
-    """Shapes of parameters, or of the state for parameters `like`, with their shardings."""
-    if isinstance(tree, fsdp.Sharded):
-        return tree.from_checkpoint(jax.tree.leaves(tree.to_checkpoint(True)[0]))
-    rule = parameter_rule(layout)
-    rule = rule if like is None else rules.follow(rule, like, other=P())
-    shardings = rules.shardings(rule, tree, layout.mesh)
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
-    )
-
-
 def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowered]:
     """The training step of a layout without stages, for the plan's chips; nothing is allocated."""
     mesh = plan.chips.mesh(**(each.sizes or {"data": 1}))
@@ -58,10 +45,12 @@ def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowe
         program = programs.program(each, plan.config, plan.batch, plan.sequence, kernel)
         tx = train.optimizer()
     create = program.create
-    params, state = jax.eval_shape(
-        lambda key: layouts.init(layout, create, tx, key), jax.random.key(0)
+    params = jax.eval_shape(create, jax.random.key(0))
+    params, state = jax.tree.map(
+        lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
+        (params, jax.eval_shape(tx.init, params)),
+        layouts.shardings(layout, params, tx),
     )
-    state = abstract(state, layout, params)
     axes = [entry or None for entry in (layout.rows, layout.context)]
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
@@ -70,7 +59,7 @@ def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowe
         program.batch,
     )
     step = layouts.step(layout, program.loss, tx, program.has_aux)
-    return mesh, topology.lower(step, abstract(params, layout), state, batch)
+    return mesh, topology.lower(step, params, state, batch)
 
 
 def check(candidate: Candidate, plan: Plan) -> Check:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from shardwise import marks
-from shardwise.fsdp.planning import Stored
+from shardwise.fsdp import ArrayLayout
 from shardwise.objective.following import steps
 from shardwise.plan import recomputing
 from shardwise.topology.lowering import to_host
@@ -30,7 +30,7 @@ class Kept(NamedTuple):
 def residuals(
     mean: Callable[..., Any],
     params: Any,
-    stored: Sequence[Stored],
+    stored: Sequence[ArrayLayout],
     batch: Any,
     dtype: Any,
     meanings: Mapping[str, Callable[..., Any]],

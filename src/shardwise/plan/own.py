@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from shardwise import layouts, measure, objective, topology
-from shardwise.layouts import by_hand
 from shardwise.layouts.meanings import meanings
+from shardwise.layouts.placing import array_layouts
 from shardwise.plan import keeping, links, planning, roles
 from shardwise.plan.memory import COUNTS, Memory, Terms
 from shardwise.plan.roles import Refusal, Roles
@@ -146,7 +146,7 @@ class Own:
 
     def kept(self, layout: layouts.Layout, rows: int) -> keeping.Kept:
         """Of so many rows."""
-        stored = by_hand.plan(layout, self.params)
+        stored = array_layouts(layout, self.params)
         given = rows, tuple(s.cut is not None for s in stored)
         if given not in self._kept:
             told = self.part(rows), layout.dtype, meanings(layout)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardwise.layouts.catalogue import ORDER
 from shardwise.model import Config
-from shardwise.plan.arrays import Arrays, divides
+from shardwise.plan.arrays import Arrays
 from shardwise.topology import Chips
 
 
@@ -96,7 +96,7 @@ def refusal(
     roles: Roles, config: Config, arrays: Arrays, chips: Chips, batch: int, sequence: int
 ) -> Refusal | None:
     """Why a layout cannot be; None if it can. The first reason counts."""
-    checks = (_of_host, _of_heads, _of_layers, _of_rows, _of_tokens, _of_slices, _of_arrays)
+    checks = (_of_host, _of_heads, _of_layers, _of_rows, _of_tokens, _of_slices)
     for check in checks:
         if told := check(roles, config, arrays, chips, batch, sequence):
             return Refusal(roles, *told)
@@ -162,14 +162,4 @@ def _of_slices(roles, _, __, chips, *___):
         chips.mesh(**(roles.sizes or {"data": 1}))
     except ValueError as error:
         return "slices cut an axis unevenly", str(error).removeprefix("topology: ")
-    return None
-
-
-def _of_arrays(roles, _, arrays, *__):
-    if roles.stage == 1 or roles.fsdp == 1:
-        return None
-    for array in arrays.parameters:
-        if not divides(array, roles.fsdp, roles.tensor, roles.expert):
-            told = f"{array.path} of shape {array.shape} over {roles.fsdp} devices"
-            return "an array does not divide over fsdp within a stage", told
     return None

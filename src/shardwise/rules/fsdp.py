@@ -1,7 +1,7 @@
 """FSDP as a rule: each large array cut once, along whichever of its axes divides."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ class FSDPRule(Rule):
     the largest; of equally large ones the last, or with `ties="first"` the first. The stacked
     layers are never cut: they are the axis named "layers", or the leading one of the leaves for
     which `stacked(path)` is true. Where neither tells, as in a plain tree, the first of three axes
-    or more may be one of layers: it is not cut, and if no other divides, the error asks. With
+    or more may be one of layers: it is cut only where no other divides, and the error asks. With
     `over=` another rule, it cuts what that one leaves whole: `FSDPRule("fsdp", over=tensor)`.
 
     Raises, when called:
@@ -62,6 +62,8 @@ class FSDPRule(Rule):
     def _cut(self, leaf, spec, mesh):
         if leaf.size == 1:
             return Choice(PartitionSpec(), "one element")
+        if not mesh_axes(self.axis):
+            return self.fit(leaf, Choice(spec, "no mesh axis is named"), mesh)
         if leaf.size < self.min_size:
             why = f"{leaf.size} elements, fewer than min_size={self.min_size}"
             return self.fit(leaf, Choice(spec, why), mesh)
@@ -70,11 +72,18 @@ class FSDPRule(Rule):
         check_not_factored("FSDPRule", leaf)
         entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
         free = [i for i, entry in enumerate(entries) if entry is None and not self._layers(leaf, i)]
-        i = self._pick(leaf, free, parts(self.axis, mesh))
+        last = [0] if self._unsaid(leaf) and entries[0] is None else []
+        i = self._pick(leaf, free, last, parts(self.axis, mesh))
         if i is None:
             return self.fit(leaf, Choice(spec, f"no axis divides by {self.axis!r}"), mesh)
         entries[i] = self.axis
         return self.fit(leaf, Choice(PartitionSpec(*entries)), mesh)
+
+    def stacks(self, tree: Any) -> list[bool]:
+        """Of each array of `tree`, whether axis 0 is known to be one of layers."""
+        names = self.names if self.names is not None else getattr(self.over, "names", None)
+        leaves = read(tree, names)
+        return [bool(x.shape) and not self._unsaid(x) and self._layers(x, 0) for x in leaves]
 
     def _layers(self, leaf, i):
         if self.stacked is not None:
@@ -87,12 +96,11 @@ class FSDPRule(Rule):
         """Whether its first axis may be one of layers, and nobody has said."""
         return self.stacked is None and leaf.axes is None and len(leaf.shape) > 2
 
-    def _pick(self, leaf, free, size):
-        fits = [i for i in free if leaf.shape[i] % size == 0]
-        if fits:
-            last = self.ties == "last"
-            return max(fits, key=lambda i: (leaf.shape[i], i if last else -i))
-        if self.uneven == "error":
+    def _pick(self, leaf, free, last, size):
+        i = largest(leaf.shape, free, size, self.ties)
+        if i is None and self.uneven == "replicate":
+            i = largest(leaf.shape, last, size)
+        elif i is None:
             asked = " Its first axis may be one of layers: say by stacked=, a predicate on paths."
             open_axes = ", ".join(f"{leaf.axis(i)} of {leaf.shape[i]}" for i in free) or "none"
             raise ValueError(
@@ -101,7 +109,15 @@ class FSDPRule(Rule):
                 f"min_size={self.min_size}, or pass uneven='replicate' to leave it as it is."
                 f"{asked if self._unsaid(leaf) else ''}"
             )
-        return None
+        return i
+
+
+def largest(
+    shape: Sequence[int], free: Sequence[int], size: int, ties: str = "first"
+) -> int | None:
+    """Of the axes `free`, the largest that `size` divides; None where it divides none."""
+    fits = [i for i in free if shape[i] % size == 0]
+    return max(fits, key=lambda i: (shape[i], i if ties == "last" else -i), default=None)
 
 
 def _is_spec(x):

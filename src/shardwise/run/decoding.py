@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from shardwise import checkpoint, mesh, plan, rules, train
+from shardwise import checkpoint, layouts, mesh, plan, train
 from shardwise.model import Config, Decoder
 from shardwise.run import keys, sampling, state, text
 from shardwise.run.folder import Folder
@@ -105,11 +105,11 @@ def sample(
 def _restored(folder, config, settings, mean, step):
     """The parameters of a checkpoint, cut over the devices where they divide."""
     shapes = jax.eval_shape(functools.partial(_create, config), jax.random.key(0))
-    rule = rules.FSDPRule("fsdp", uneven="replicate")
+    layout = layouts.Layout(mesh.make(fsdp=-1), fsdp="fsdp")
     target = jax.tree.map(
         lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
         shapes,
-        rules.shardings(rule, shapes, mesh.make(fsdp=-1)),
+        layouts.shardings(layout, shapes),
     )
     if not mean:
         return checkpoint.restore(folder.checkpoints, {"params": target}, step)["params"]

@@ -34,7 +34,7 @@ class Roles:
     by: Literal["hand", "compiler"] = "hand"
     zero: Literal[1, 2, 3] = 3
     min_size: int = 0
-    uneven: Literal["error", "replicate"] = "error"
+    uneven: Literal["error", "replicate"] = "replicate"
     sequence: bool = False  # Megatron's sequence parallelism, beside tensor
     attention: str = "ring"  # over context; one of shardwise.context.FORMS
     dispatch: str = "all_to_all"  # to experts; one of shardwise.experts.FORMS

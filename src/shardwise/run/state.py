@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from shardwise import checkpoint, layouts, pipeline
 from shardwise import tree as trees
-from shardwise.fsdp import Sharded
 from shardwise.run import keys
 from shardwise.run.folder import Folder
 from shardwise.run.transformations import correction
@@ -39,12 +38,12 @@ def abstract(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, ba
         for x in jax.tree.leaves(made):
             x.delete()
         return found
-    lowered = _born(layout, make, tx).lower(keys.of_seed(seed))
-    shardings = lowered.compile().output_shardings
+    params = jax.eval_shape(make, keys.of_seed(seed))
+    shapes = params, jax.eval_shape(tx.init, params)
     return jax.tree.map(
         lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
-        lowered.out_info,
-        shardings,
+        shapes,
+        layouts.shardings(layout, params, tx),
     )
 
 
@@ -52,8 +51,7 @@ def field(opt_state: Any, path: str) -> jax.Array:
     """One array of an optimizer's state, in whatever form the layout keeps it."""
     if isinstance(opt_state, pipeline.Pipelined):
         return next(iter(opt_state.tree[path].values()))
-    tree = opt_state.tree if isinstance(opt_state, Sharded) else opt_state
-    return dict(trees.leaves(tree))[path]
+    return dict(trees.leaves(opt_state))[path]
 
 
 def replaced(opt_state: Any, path: str, value: Any) -> Any:
@@ -61,13 +59,11 @@ def replaced(opt_state: Any, path: str, value: Any) -> Any:
     if isinstance(opt_state, pipeline.Pipelined):
         each = {s: jax.device_put(value, x.sharding) for s, x in opt_state.tree[path].items()}
         return dataclasses.replace(opt_state, tree=opt_state.tree | {path: each})
-    tree = opt_state.tree if isinstance(opt_state, Sharded) else opt_state
     found = [
         jax.device_put(jnp.asarray(value, x.dtype), x.sharding) if name == path else x
-        for name, x in trees.leaves(tree)
+        for name, x in trees.leaves(opt_state)
     ]
-    tree = jax.tree.unflatten(jax.tree.structure(tree), found)
-    return dataclasses.replace(opt_state, tree=tree) if isinstance(opt_state, Sharded) else tree
+    return jax.tree.unflatten(jax.tree.structure(opt_state), found)
 
 
 def mean(params: Any, opt_state: Any, decay: float) -> Any:
@@ -88,12 +84,8 @@ def mean(params: Any, opt_state: Any, decay: float) -> Any:
             for path, other in zip(paths, sums, strict=True)
         }
         return dataclasses.replace(params, tree=found)
-    state = opt_state.tree if isinstance(opt_state, Sharded) else opt_state
-    by = correction(decay, state.inner.count)
-    if isinstance(params, Sharded):
-        found = jax.tree.map(one, state.inner.sum, params.tree)
-        return dataclasses.replace(params, tree=found)
-    return jax.tree.map(one, state.inner.sum, params)
+    by = correction(decay, opt_state.inner.count)
+    return jax.tree.map(one, opt_state.inner.sum, params)
 
 
 def save(folder: Folder, step: int, params: Any, opt_state: Any, facts: dict, keep: int) -> None:

@@ -1,0 +1,139 @@
+"""How each parameter is cut: by a rule, as anywhere else; which part of that is gathered here."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import rules
+from shardwise import tree as trees
+from shardwise.mesh import check_auto
+from shardwise.rules.rule import mesh_axes, parts
+
+Axes = str | tuple[str, ...]
+
+
+class ArrayLayout(NamedTuple):
+    """One array of parameters: its true shape, its spec, and what becomes of that where it is used.
+
+    `cut` is the axis along which it is gathered (None: it is not); `apart` the entries of its spec
+    over axes by hand along which it is never gathered, since each device uses its own part, as of
+    experts; `beside` those over axes that the compiler has. `stacked` says that axis 0 is one of
+    layers.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    spec: P
+    stacked: bool = False
+    cut: int | None = None
+    beside: tuple = ()
+    apart: tuple = ()
+
+    @property
+    def manual(self) -> P:
+        """The entries of its spec that are by hand: those of `cut` and `apart`."""
+        by_hand = [
+            entry if i == self.cut or self.apart[i : i + 1] not in ((), (None,)) else None
+            for i, entry in enumerate(self.spec)
+        ]
+        return P(*by_hand)
+
+    @property
+    def apart_axes(self) -> list[str]:
+        """The mesh axes along which it is never gathered."""
+        return jax.tree.leaves(self.apart)
+
+    def inside(self, mesh: Mesh) -> tuple[int, ...]:
+        """Its shape where it is used: of what is never gathered, one device's part."""
+        return _divided(self.shape, self.apart, mesh)
+
+    def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
+        """One device's part of it, whole along the axes that the compiler has."""
+        return _divided(self.shape, self.manual, mesh)
+
+
+def rule_of(axis: Axes) -> rules.FSDPRule:
+    """The rule by which arrays are cut along a mesh axis where nothing else is said."""
+    return rules.FSDPRule(axis, min_size=0, ties="first", uneven="replicate")
+
+
+def array_layouts(
+    tree: Any, rule: rules.FSDPRule, mesh: Mesh, apart: Callable[[Any, Mesh], Any] | None = None
+) -> tuple[ArrayLayout, ...]:
+    """How `rule` lays out each array of `tree`, which may be abstract.
+
+    `apart`, a rule too, tells which of the axes that `rule` cuts are never gathered.
+    """
+    specs = [choice.spec for choice in rule.choices(tree, mesh)]
+    return of_specs(tree, specs, rule, mesh, apart)
+
+
+def of_specs(tree, specs: Sequence[P], rule, mesh, apart=None) -> tuple[ArrayLayout, ...]:
+    """The same for arrays that lie by these specs."""
+    own = [()] * len(specs)
+    if apart is not None:
+        found = jax.tree.leaves(apart(tree, mesh), is_leaf=lambda x: isinstance(x, P))
+        own = [tuple(spec) if jax.tree.leaves(tuple(spec)) else () for spec in found]
+    axes, stacked, layouts = mesh_axes(rule.axis), rule.stacks(tree), []
+    for (path, x), spec, own_axes, layers in zip(
+        trees.leaves(tree), specs, own, stacked, strict=True
+    ):
+        entries, taken = [mesh_axes(e) for e in spec], {i for i, e in enumerate(own_axes) if e}
+        free = [i for i in range(len(entries)) if i not in taken and entries[i]]
+        cut = next((i for i in free if entries[i] == axes), None)
+        beside = tuple(e if i in free and i != cut else None for i, e in enumerate(spec))
+        beside = beside if any(beside) else ()
+        shape = tuple(jnp.shape(x))
+        layouts.append(ArrayLayout(path, shape, spec, layers, cut, beside, own_axes))
+    return tuple(layouts)
+
+
+def check_params(params: Any, mesh: Mesh, who: str) -> None:
+    """Raise where these are no parameters for `who`, a loss's gradient over this mesh."""
+    for path, x in trees.leaves(params):
+        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            raise TypeError(
+                f"{who}: {path or 'the parameter'} is {jnp.result_type(x)}, which has no gradient; "
+                f"pass keys and counters in the batch or as further arguments."
+            )
+    around = jax.sharding.get_abstract_mesh()
+    if not around.empty and around != mesh.abstract_mesh:
+        raise ValueError(
+            f"{who}: jax.set_mesh has set another mesh, {dict(around.shape)} of axis types "
+            f"{around.axis_types}; set {dict(mesh.shape)} as mesh.make makes it, for which this "
+            f"function is, or none."
+        )
+
+
+def check_lie(params: Any, layouts: Sequence[ArrayLayout], mesh: Mesh, who: str) -> None:
+    """Raise where an array lies otherwise; what a jit around it traces does not tell."""
+    for (path, x), layout in zip(trees.leaves(params), layouts, strict=True):
+        if isinstance(x, jax.core.Tracer):
+            continue
+        wanted, sharding = NamedSharding(mesh, layout.spec), getattr(x, "sharding", None)
+        if sharding is None or not sharding.is_equivalent_to(wanted, len(layout.shape)):
+            raise ValueError(
+                f"{who}: {path or 'the parameter'} of shape {layout.shape} lies as {sharding}; "
+                f"expected {wanted}. Make parameters by layouts.init, or lay them out: "
+                f"jax.device_put(params, layouts.shardings(layout, params))."
+            )
+
+
+def check_axis(who: str, mesh: Mesh, axis: Axes) -> None:
+    """Raise where the mesh lacks an axis."""
+    for name in mesh_axes(axis):
+        if name not in mesh.shape:
+            raise ValueError(
+                f"{who}: the mesh has no axis {name!r}; it has {dict(mesh.shape)}. Make it with "
+                f"mesh.make({name}=-1), or name another axis."
+            )
+    check_auto(who, mesh)
+
+
+def _divided(shape, entries, mesh):
+    entries = [*entries, *[None] * (len(shape) - len(entries))]
+    return tuple(size // parts(entry, mesh) for size, entry in zip(shape, entries, strict=True))
