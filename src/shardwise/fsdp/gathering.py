@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardwise.fsdp.array_layouts import ArrayLayout
+from shardwise.fsdp.arrays import ArrayLayout
 from shardwise.rules.rule import mesh_axes
 
 SMALL = 2**14  # elements, of the whole arrays that travel together,

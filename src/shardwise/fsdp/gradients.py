@@ -10,14 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective, rules
-from shardwise.fsdp.array_layouts import (
-    ArrayLayout,
-    array_layouts,
-    check_axis,
-    check_lie,
-    check_params,
-    rule_of,
-)
+from shardwise.fsdp.arrays import ArrayLayout, array_layouts, check_axis, check_params, laid_out
+from shardwise.fsdp.arrays import rule as rule_along
 from shardwise.fsdp.batches import WHO, Divided
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
 from shardwise.fsdp.taking import Way, late, taken
@@ -98,7 +92,7 @@ def value_and_grad(
       TypeError: an array that has no gradient, or the loss returns something else.
       ValueError, TypeError: what `objective.trace` says of a loss in several parts.
     """
-    rule = rule if isinstance(rule, rules.FSDPRule) else rule_of(rule)
+    rule = rule if isinstance(rule, rules.FSDPRule) else rule_along(rule)
     rows, columns = (*replicate, *mesh_axes(rule.axis)), tuple(columns)
     for name in (*rows, *columns):
         check_axis(who, mesh, name)
@@ -133,19 +127,7 @@ def value_and_grad(
         grads = jax.tree.unflatten(structure, grads)
         return ((value, _merged(*parts, *shapes)) if has_aux else value), grads
 
-    return _checked(jax.jit(loss_and_grad), rule, mesh, apart, who)
-
-
-def _checked(run, rule, mesh, apart, who):
-    """A jitted function; where it is called with arrays, these tell how they lie."""
-
-    @functools.wraps(run)
-    def checked(params, *args, **options):
-        check_lie(params, array_layouts(params, rule, mesh, apart), mesh, who)
-        return run(params, *args, **options)
-
-    checked.lower, checked.trace, checked.eval_shape = run.lower, run.trace, run.eval_shape
-    return checked
+    return laid_out(jax.jit(loss_and_grad), rule, mesh, who)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwise import tree as trees
-from shardwise.fsdp.array_layouts import ArrayLayout
+from shardwise.fsdp.arrays import ArrayLayout
 from shardwise.fsdp.gathering import How, take
 from shardwise.fsdp.reads import Reads
 from shardwise.fsdp.using import Use

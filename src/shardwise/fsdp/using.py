@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import tree as trees
-from shardwise.fsdp.array_layouts import ArrayLayout, check_axis
+from shardwise.fsdp.arrays import ArrayLayout, check_axis
 from shardwise.fsdp.gathering import How, gather
 from shardwise.fsdp.reads import Reads, Received, reads
 

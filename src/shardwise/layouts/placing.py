@@ -91,11 +91,10 @@ def parameter_rule(layout: Layout, zero: int = 3) -> rules.FSDPRule:
     They differ for ZeRO 1 and 2 by the compiler, where parameters are whole along fsdp.
     """
     whole = zero == 3 and layout.zero < 3 and not (layout.by_hand or layout.stage)
-    return rules.FSDPRule(
+    return fsdp.rule(
         () if whole else _entry(layout.fsdp) or (),
-        layout.min_size,
+        min_size=layout.min_size,
         over=_over(layout),
-        ties="first",
         stacked=layout.stacked,
         uneven=layout.uneven,
     )
@@ -117,8 +116,7 @@ def state_rule(layout: Layout, params: Any) -> rules.Rule:
     An array lies as its parameter does; one of another shape is cut along fsdp by itself.
     """
     rule = parameter_rule(layout, zero=1)
-    other = rules.FSDPRule(rule.axis, 0, ties="first", uneven="replicate")
-    return rules.follow(rule, params, other=other)
+    return rules.follow(rule, params, other=fsdp.rule(rule.axis))
 
 
 def shardings(layout: Layout, params: Any, tx: Any, who: str) -> Any:

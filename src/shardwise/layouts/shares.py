@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp, pipeline
-from shardwise.fsdp.array_layouts import of_specs
+from shardwise.fsdp.arrays import of_specs
 from shardwise.fsdp.gathering import How, all_gather, cast, scatter
 from shardwise.fsdp.using import Use, reads_of, use_of
 from shardwise.layouts.layout import Layout

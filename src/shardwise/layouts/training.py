@@ -8,6 +8,7 @@ import jax
 import optax
 
 from shardwise import pipeline, rules
+from shardwise.fsdp.arrays import laid_out
 from shardwise.layouts import by_compiler, by_hand, freezing, placing, staged
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.matrices import whole_in_products
@@ -170,7 +171,12 @@ def step(
             )
         return params, opt_state, *outputs
 
-    return run if layout.stage else jax.jit(run, donate_argnums=(0, 1))
+    if layout.stage:
+        return run
+    jitted = jax.jit(run, donate_argnums=(0, 1))
+    if not layout.by_hand:
+        return jitted
+    return laid_out(jitted, parameter_rule(layout), layout.mesh, "layouts.step")
 
 
 def _told(loss, batch):

@@ -1,11 +1,12 @@
 """How each parameter is cut: by a rule, as anywhere else; which part of that is gathered here."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardwise import rules
@@ -56,9 +57,14 @@ class ArrayLayout(NamedTuple):
         return _divided(self.shape, self.manual, mesh)
 
 
-def rule_of(axis: Axes) -> rules.FSDPRule:
-    """The rule by which arrays are cut along a mesh axis where nothing else is said."""
-    return rules.FSDPRule(axis, min_size=0, ties="first", uneven="replicate")
+def rule(axis: Axes = "fsdp", **settings: Any) -> rules.FSDPRule:
+    """The rule of FSDP by hand: every array is cut once along `axis`, if an axis of it divides.
+
+    Of several the largest is taken, of equal ones the first: its parts are contiguous, and a
+    collective need not transpose them. Where none divides, the array stays whole. `settings` are
+    others of `rules.FSDPRule`.
+    """
+    return rules.FSDPRule(axis, **dict(min_size=0, ties="first", uneven="replicate") | settings)
 
 
 def array_layouts(
@@ -109,16 +115,35 @@ def check_params(params: Any, mesh: Mesh, who: str) -> None:
         )
 
 
-def check_lie(params: Any, layouts: Sequence[ArrayLayout], mesh: Mesh, who: str) -> None:
-    """Raise where an array lies otherwise; what a jit around it traces does not tell."""
-    for (path, x), layout in zip(trees.leaves(params), layouts, strict=True):
-        if isinstance(x, jax.core.Tracer):
-            continue
-        wanted, sharding = NamedSharding(mesh, layout.spec), getattr(x, "sharding", None)
-        if sharding is None or not sharding.is_equivalent_to(wanted, len(layout.shape)):
+def laid_out(run: Any, rule: rules.FSDPRule, mesh: Mesh, who: str) -> Callable:
+    """`run`, a jitted function of parameters first, that refuses those that lie otherwise.
+
+    What a jit around it traces does not tell how it lies, and is left alone.
+    """
+    known = set()
+
+    @functools.wraps(run)
+    def checked(params, *args, **options):
+        leaves, structure = jax.tree.flatten(params)
+        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            told = structure, *((jnp.shape(x), getattr(x, "sharding", None)) for x in leaves)
+            if told not in known:
+                _check_lie(params, rules.shardings(rule, params, mesh), who)
+                known.add(told)
+        return run(params, *args, **options)
+
+    checked.lower, checked.trace = run.lower, run.trace
+    return checked
+
+
+def _check_lie(params, shardings, who):
+    for (path, x), wanted in zip(trees.leaves(params), jax.tree.leaves(shardings), strict=True):
+        sharding = getattr(x, "sharding", None)
+        if sharding is None or not sharding.is_equivalent_to(wanted, jnp.ndim(x)):
+            lies = "is no array of JAX" if sharding is None else f"lies as {sharding}"
             raise ValueError(
-                f"{who}: {path or 'the parameter'} of shape {layout.shape} lies as {sharding}; "
-                f"expected {wanted}. Make parameters by layouts.init, or lay them out: "
+                f"{who}: {path or 'the parameter'} of shape {jnp.shape(x)} {lies}; expected "
+                f"{wanted}. Make parameters by layouts.init, or lay them out: "
                 f"jax.device_put(params, layouts.shardings(layout, params))."
             )
 
