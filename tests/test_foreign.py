@@ -20,7 +20,7 @@ from flax import nnx
 from flax.training import train_state
 from jax.sharding import PartitionSpec as P
 
-from shardwise import checkpoint, fsdp, marks, mesh, objective, pipeline, rules
+from shardwise import checkpoint, fsdp, layouts, marks, mesh, objective, pipeline, rules
 from shardwise.objective import Mean
 
 mesh.simulate(8)
@@ -186,11 +186,12 @@ def with_gradients(tx):
 
 
 def in_fsdp(case, tx, **options):
-    tx, params = with_gradients(tx), fsdp.place(case.params, LINE)
-    state, step = fsdp.init(tx, params), fsdp.step(case.loss, tx, LINE, **options)
+    tx, layout = with_gradients(tx), layouts.Layout(LINE, fsdp="fsdp", **options)
+    params, state = layouts.init(layout, lambda key: case.params, tx, jax.random.key(0))
+    step = layouts.step(layout, case.loss, tx)
     params, state, mean = step(params, state, case.batch)
-    first = mean, fsdp.whole(state)[0]
-    return first, fsdp.whole(step(params, state, case.batch)[0])
+    first = mean, rules.whole(state)[0]
+    return first, rules.whole(step(params, state, case.batch)[0])
 
 
 def by_rules(case, tx):
@@ -347,8 +348,8 @@ def test_batch_norm_by_axis_name_is_that_of_the_whole_batch():
     (value, stats), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, vectors())
     _, synchronised = normed("fsdp")
     run = jax.jit(fsdp.value_and_grad(synchronised, LINE, has_aux=True, aux="mean"))
-    (mean, found), sharded = run(fsdp.place(params, LINE), vectors())
-    assert_close((mean, found, fsdp.whole(sharded)), (value, stats, grads))
+    (mean, found), sharded = run(rules.place(params, fsdp.rule(), LINE), vectors())
+    assert_close((mean, found, rules.whole(sharded)), (value, stats, grads))
 
 
 def test_batch_norm_without_an_axis_name_is_found():

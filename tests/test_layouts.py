@@ -338,9 +338,14 @@ def test_an_error_names_what_was_called(name, called):
     run, placed = CALLED[called](layout), layouts.place(layout, params, squares, batch)
     with pytest.raises(ValueError, match=rf"^{called}: .*15.*do(es)? not split into \d+"):
         run(placed, odd)
-    if name != "fsdp by compiler":  # there they are arrays like any
+    if layout.stage:
         with pytest.raises(TypeError, match=rf"^{called}: .* a dict; expected what layouts.place"):
             run(params, batch)
+    elif layout.by_hand:
+        with pytest.raises(ValueError, match=rf"^{called}: v of shape \(8, 8\) is no array of JAX"):
+            run(params, batch)
+        with pytest.raises(ValueError, match=rf"^{called}: v .* lies as .*SingleDevice.*expected"):
+            run(jax.tree.map(jnp.asarray, params), batch)
     if layout.stage:
         with pytest.raises(ValueError, match=r"^layouts.place: 15 rows \(x\) do not split"):
             layouts.place(layout, params, squares, odd)
@@ -366,12 +371,22 @@ def test_a_loss_without_a_mark_is_told_where_stages_end(name):
             ask()
 
 
-def test_arrays_that_do_not_divide_are_refused_or_left_whole_by_the_compiler():
-    layout, params = layouts.LAYOUTS["fsdp by compiler"](8), {"bias": jnp.ones(10)}
-    with pytest.raises(ValueError, match=r"bias of shape \(10,\).*uneven='replicate'"):
-        layouts.place(layout, params)
-    placed = layouts.place(dataclasses.replace(layout, uneven="replicate"), params)
+@pytest.mark.parametrize("by", ["hand", "compiler"])
+def test_arrays_that_do_not_divide_are_left_whole_and_told_or_refused(by):
+    layout = layouts.Layout(mesh.make(fsdp=8), fsdp="fsdp", by=by)
+    params, batch = {"bias": jnp.ones(10), "w": jnp.ones((16, 10))}, {"x": jnp.ones((8, 16))}
+    placed = layouts.place(layout, params)
     assert placed["bias"].sharding.is_fully_replicated
+    assert placed["w"].addressable_shards[0].data.shape == (2, 10)
+    with pytest.warns(UserWarning, match="1 arrays stay whole on all 8 devices.*35 bytes more.*5%"):
+        predicted = layouts.predict(layout, params, batch)
+    assert predicted.whole == {"bias": 35} and "whole bias: 35 bytes" in str(predicted)
+    assert predicted.held["parameters"] == 40 + 80
+    with pytest.warns(UserWarning, match="layouts.describe: 1 arrays stay whole"):
+        described = layouts.describe(layout, params)
+    assert "no axis divides by 'fsdp'" in described.replicated["bias"]
+    with pytest.raises(ValueError, match=r"bias of shape \(10,\).*uneven='replicate'"):
+        layouts.place(dataclasses.replace(layout, uneven="error"), params)
 
 
 def test_heads_have_to_divide():
@@ -414,7 +429,7 @@ def test_what_does_not_divide_is_told_what_would(name):
 
 @pytest.mark.parametrize("name", ["fsdp by compiler", "stage, fsdp", "stage, fsdp by hand"])
 def test_an_error_of_a_rule_names_what_was_called(name):
-    layout = layouts.LAYOUTS[name](8)
+    layout = dataclasses.replace(layouts.LAYOUTS[name](8), uneven="error")
     params, batch = {"w": np.ones((9, 9), np.float32)}, {"x": np.ones((16, 9), np.float32)}
 
     def loss(params, batch):
@@ -428,12 +443,6 @@ def test_an_error_of_a_rule_names_what_was_called(name):
         layouts.place(layout, params, loss, batch)
     with pytest.raises(ValueError, match=rf"^layouts.init: .*{told}"):
         layouts.init(layout, lambda key: params, optax.sgd(1.0), KEY, loss, batch)
-
-
-def test_an_error_of_how_arrays_are_stored_names_what_was_called():
-    layout = dataclasses.replace(layouts.LAYOUTS["fsdp"](8), stacked="layers")
-    with pytest.raises(ValueError, match=r"^layouts.place: stacked='layers' finds no array"):
-        layouts.place(layout, {"w": np.ones((8, 8), np.float32)})
 
 
 @pytest.mark.parametrize("name", ["tensor, sequence", "fsdp, tensor"])
@@ -749,7 +758,7 @@ def test_new_values_of_what_is_in_shares_are_whole():
     layout = dataclasses.replace(layouts.LAYOUTS["fsdp"](8), stacked=lambda path: True)
     create, tx = lambda key: {"scale": jnp.ones((3, 16))}, optax.sgd(0.1)
     params, state = layouts.init(layout, create, tx, KEY)
-    assert params.tree["scale"].sharding.shard_shape((3, 16)) == (3, 2)
+    assert params["scale"].sharding.shard_shape((3, 16)) == (3, 2)
     step = layouts.step(layout, loss, tx, frozen=lambda path: path == "scale")
     params, *_ = step(params, state, {"x": jnp.ones((8, 16))})
     expected = np.repeat([[1], [0], [-1]], 16, axis=1)

@@ -9,7 +9,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise import fsdp, marks, measure, mesh, model, objective, train
+from shardwise import fsdp, marks, measure, mesh, model, objective, rules, train
 from shardwise.objective import Mean
 
 mesh.simulate(8)
@@ -56,13 +56,13 @@ def in_microbatches(m):
     return lambda losses: together([objective.value_and_grad(loss, m) for loss in losses])
 
 
-def in_shards(grid=LINE, stacked=None, **options):
+def in_shards(grid=LINE, **options):
     def divided(losses):
         program = together([fsdp.value_and_grad(loss, grid, **options) for loss in losses])
 
         def run(params, batch, *args, **given):
-            found = program(fsdp.place(params, grid, stacked=stacked), batch, *args, **given)
-            return [(mean, fsdp.whole(grads)) for mean, grads in found]
+            found = program(rules.place(params, fsdp.rule(), grid), batch, *args, **given)
+            return [(mean, rules.whole(grads)) for mean, grads in found]
 
         return run
 
@@ -217,7 +217,7 @@ def test_a_count_of_zero_is_a_loss_of_zero(run):
 
 def test_the_count_is_taken_from_the_batch_and_gathers_no_weights():
     """Two microbatches gather twice what one gathers: their counting pass gathers nothing."""
-    sharded, gathers = fsdp.place(PARAMS, LINE), {}
+    sharded, gathers = rules.place(PARAMS, fsdp.rule(), LINE), {}
     for m in 1, 2:
         function = fsdp.value_and_grad(weighted, LINE, microbatches=m)
         counted = measure.collectives(jax.jit(function).lower(sharded, BATCH))["all-gather"]
@@ -380,7 +380,9 @@ def test_an_auxiliary_output_that_is_no_array_is_named():
 
 def test_a_scalar_of_the_batch_is_named():
     with pytest.raises(ValueError, match=r"t is a scalar, and has no rows.*further argument"):
-        fsdp.value_and_grad(weighted, LINE)(fsdp.place(PARAMS, LINE), BATCH | {"t": 1.0})
+        fsdp.value_and_grad(weighted, LINE)(
+            rules.place(PARAMS, fsdp.rule(), LINE), BATCH | {"t": 1.0}
+        )
 
 
 @pytest.mark.parametrize(
@@ -473,7 +475,7 @@ def test_auxiliary_outputs_come_out_as_those_of_the_whole_batch(m):
     how = dict(has_aux=True, aux=AUX, microbatches=m)
     (_, whole), _ = jax.jit(objective.value_and_grad(with_aux, **how))(PARAMS, BATCH)
     sharded = jax.jit(fsdp.value_and_grad(with_aux, LINE, **how))
-    (_, cut), _ = sharded(fsdp.place(PARAMS, LINE), BATCH)
+    (_, cut), _ = sharded(rules.place(PARAMS, fsdp.rule(), LINE), BATCH)
     assert_close(whole, expected)
     assert_close(cut, expected)
     assert cut["rows"].addressable_shards[0].data.shape == (2, 7)
@@ -523,7 +525,7 @@ def test_the_decoders_dropout_is_one_devices_in_every_part(key):
     expected = on_one([loss])(params, tokens(), key=key)
     other = jax.jit(loss)(params, tokens())
     assert abs(expected[0][0] - other.total / other.count) > 1e-3  # dropout is on
-    for run in in_microbatches(4), in_shards(stacked="layers"), in_shards(FEW, microbatches=2):
+    for run in in_microbatches(4), in_shards(), in_shards(FEW, microbatches=2):
         assert_close(run([loss])(params, tokens(), key=key), expected, 1e-4)
 
 
@@ -541,7 +543,7 @@ def test_masks_are_those_of_one_device_bit_for_bit(key):
     assert 0.3 < float((expected == 0).mean()) < 0.5
     how = dict(has_aux=True, aux="concatenate")
     run = together([fsdp.value_and_grad(loss, LINE, microbatches=m, **how) for m in (1, 2)])
-    for (_, found), _ in run(fsdp.place(PARAMS, LINE), BATCH, key=key):
+    for (_, found), _ in run(rules.place(PARAMS, fsdp.rule(), LINE), BATCH, key=key):
         np.testing.assert_array_equal(found, expected)
 
 
@@ -557,7 +559,7 @@ def test_draws_by_shape_differ_from_part_to_part(key):
             (_, found), _ = run(PARAMS, BATCH, key=key)
         else:
             run = fsdp.value_and_grad(loss, grid, **how)
-            (_, found), _ = run(fsdp.place(PARAMS, grid), BATCH, key=key)
+            (_, found), _ = run(rules.place(PARAMS, fsdp.rule(), grid), BATCH, key=key)
         assert len(np.unique(np.asarray(found))) > 0.99 * found.size
 
 
@@ -580,7 +582,7 @@ def test_keys_in_the_wrong_place_are_named():
         noise = jax.random.normal(key, (len(batch["x"]),))
         return jnp.mean(outputs(params, batch).sum(1) * noise)
 
-    sharded, typed = fsdp.place(PARAMS, LINE), jax.random.key(0)
+    sharded, typed = rules.place(PARAMS, fsdp.rule(), LINE), jax.random.key(0)
     for key in typed, jax.random.key_data(typed):
         with pytest.raises(TypeError, match=r"a(mong its| PRNG key among the).*key="):
             fsdp.value_and_grad(loss, LINE)(sharded, BATCH, key)
@@ -592,7 +594,9 @@ def test_draws_by_place_and_by_shape_do_not_mix():
         return jnp.mean(noise + masks(batch, key).sum((1, 2)) + outputs(params, batch).sum(1))
 
     with pytest.raises(ValueError, match=r"by place \(marks.index\).*by the shape of its part"):
-        fsdp.value_and_grad(loss, LINE)(fsdp.place(PARAMS, LINE), BATCH, key=KEYS["typed"])
+        fsdp.value_and_grad(loss, LINE)(
+            rules.place(PARAMS, fsdp.rule(), LINE), BATCH, key=KEYS["typed"]
+        )
 
 
 def test_an_index_of_rows_that_no_array_has_is_named():
@@ -600,7 +604,9 @@ def test_an_index_of_rows_that_no_array_has_is_named():
         return jnp.mean(model.drop(outputs(params, batch)[None], 0.5, key))
 
     with pytest.raises(ValueError, match=r"no array of this part of the batch has 1 rows"):
-        fsdp.value_and_grad(loss, LINE)(fsdp.place(PARAMS, LINE), BATCH, key=KEYS["typed"])
+        fsdp.value_and_grad(loss, LINE)(
+            rules.place(PARAMS, fsdp.rule(), LINE), BATCH, key=KEYS["typed"]
+        )
 
 
 # Losses that nobody listed.

@@ -20,11 +20,11 @@ import tensorstore
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import checkpoint, data, fsdp, mesh, pipeline
+from shardwise import checkpoint, data, fsdp, mesh, pipeline, rules
 from shardwise.checkpoint import digests, padding, restoring, steps
 
 CHUNK = 2**14
-WIDTH = 261  # bytes are below 256; 8 devices hold 264
+WIDTH = 264  # bytes are below 256; 8 devices divide it
 LOCK = ".shardwise-lock"
 
 
@@ -143,11 +143,11 @@ def read_shares(root, process):
             for shard in x.addressable_shards:
                 np.testing.assert_array_equal(shard.data, expected[path][shard.index])
     checkpoint.save(Path(root) / "two", 1, {"params": found, "data": {"next_index": 3}})
-    held = fsdp.place(PADDED, mesh.make(fsdp=-1))
-    checkpoint.save(Path(root) / "padded", 1, {"params": held})
+    held = rules.place(MIXED, fsdp.rule(), mesh.make(fsdp=-1))
+    checkpoint.save(Path(root) / "mixed", 1, {"params": held})
     zeros = jax.tree.map(jnp.zeros_like, held)
     checkpoint.wait()
-    again = checkpoint.restore(Path(root) / "padded", {"params": zeros})["params"]
+    again = checkpoint.restore(Path(root) / "mixed", {"params": zeros})["params"]
     for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(held), strict=True):
         for mine, whole in zip(x.addressable_shards, y.addressable_shards, strict=True):
             np.testing.assert_array_equal(mine.data, whole.data)
@@ -155,7 +155,8 @@ def read_shares(root, process):
         checkpoint.save(Path(root) / "local", 1, {"rng": jax.random.key(0)})
 
 
-PADDED = {"w": np.arange(10.0, dtype=np.float32), "v": np.ones((4, 300, 3), np.float32)}
+# One is cut over eight devices, one whole on all.
+MIXED = {"w": np.arange(10.0, dtype=np.float32), "v": np.ones((4, 304, 3), np.float32)}
 
 
 def test_two_processes_read_their_shares_and_save_together(tmp_path):
@@ -177,8 +178,8 @@ def test_two_processes_read_their_shares_and_save_together(tmp_path):
     found = checkpoint.restore(tmp_path / "two", {"params": whole, "data": None})
     jax.tree.map(np.testing.assert_array_equal, found["params"], whole)
     assert found["data"] == {"next_index": 3}
-    found = checkpoint.restore(tmp_path / "padded", {"params": PADDED})["params"]
-    jax.tree.map(np.testing.assert_array_equal, found, PADDED)
+    found = checkpoint.restore(tmp_path / "mixed", {"params": MIXED})["params"]
+    jax.tree.map(np.testing.assert_array_equal, found, MIXED)
 
 
 def multiply(weights, x):
@@ -335,19 +336,20 @@ def kill_at(place):
 def train_and_save(root, log, steps, place=None):
     """Train from the newest complete step on; log each step's state, then save it.
 
-    The state depends on the data's position, the key and every step before. Its arrays lie with
-    padding, and the last save dies at `place`.
+    The state depends on the data's position, the key and every step before. Its arrays are
+    cut, and the last save dies at `place`.
     """
     mesh.simulate(8)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(params, key, tokens):
         noise = jax.random.normal(key, (WIDTH,))
-        counts = fsdp.place({"w": jnp.bincount(tokens.ravel(), length=WIDTH) + noise}, eight)
+        counts = {"w": jnp.bincount(tokens.ravel(), length=WIDTH) + noise}
+        counts = rules.constrain_tree(counts, fsdp.rule(), eight)
         return jax.tree.map(lambda w, c: 0.9 * w + c, params, counts)
 
     eight, batches, key = mesh.make(fsdp=8), data.batches(4, 32), jax.random.key(0)
-    params = fsdp.place({"w": np.zeros(WIDTH, np.float32)}, eight)
+    params = rules.place({"w": np.zeros(WIDTH, np.float32)}, fsdp.rule(), eight)
     state = {"params": params, "rng": key, "data": None}
     if done := checkpoint.latest(root) or 0:
         state = checkpoint.restore(root, state)
@@ -358,7 +360,7 @@ def train_and_save(root, log, steps, place=None):
             key, used = jax.random.split(key)
             params = step(params, used, next(batches)["tokens"])
             checkpoint.wait()
-            print(n, digest(fsdp.whole(params)), file=lines)
+            print(n, digest(rules.whole(params)), file=lines)
             if n == steps and place:
                 kill_at(place)
             checkpoint.save(
