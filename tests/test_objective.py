@@ -15,9 +15,9 @@ from shardwise.objective import Mean
 mesh.simulate(8)
 LINE, FEW = mesh.make(fsdp=8), mesh.make(fsdp=2)
 DRAW = np.random.default_rng(0)
-PARAMS = {"w": DRAW.normal(size=(5, 7)).astype(np.float32), "b": np.ones(7, np.float32)}
+PARAMS = {"w": DRAW.normal(size=(8, 7)).astype(np.float32), "b": np.ones(7, np.float32)}
 BATCH = {
-    "x": DRAW.normal(size=(16, 5)).astype(np.float32),
+    "x": DRAW.normal(size=(16, 8)).astype(np.float32),
     "weight": np.where(np.arange(16) % 3 == 1, 0, DRAW.uniform(size=16)).astype(np.float32),
 }
 

@@ -271,7 +271,6 @@ REFUSED = {
     "tokens": (dict(tensor=4, context=2), {}, 64, 4, "tokens=2 over 4 devices"),
     "host": (dict(data=8, offload=True), {}, 64, 64, "computed from again, in one program"),
     "host, stages": (dict(data=4, stage=2, remat=True, offload=True), {}, 64, 64, "in one program"),
-    "arrays": (dict(stage=2, fsdp=4), dict(embed=30), 64, 64, r"scale of shape \(8, 30\) over 4"),
 }
 
 
