@@ -383,7 +383,7 @@ def test_what_a_stage_cannot_take_is_said(roles, change, expected):
     if "aux" in change:
         options = dict(has_aux=True, aux="concatenate")
         loss = lambda *given: (net(*given), given[1]["mask"])  # noqa: E731
-    layout = catalogue.over(("stage", roles), 4, microbatches=4, stacked=stacked)
+    layout = catalogue.over(("stage", roles), 4, microbatches=4, stacked=stacked, uneven="error")
     with pytest.raises(ValueError, match=expected):
         run(layout, loss, params, batch, **options)
 
@@ -396,6 +396,6 @@ def test_an_array_that_does_not_divide_may_stay_whole():
         "up": params["up"][:, :7],
         "down": params["down"][..., :7],
     }
-    layout = catalogue.over(("stage", "fsdp"), 4, uneven="replicate", microbatches=2)
+    layout = catalogue.over(("stage", "fsdp"), 4, microbatches=2)
     _, placed = check(layout, net, params, batch)
     assert placed.tree["scale"][0].sharding.is_fully_replicated

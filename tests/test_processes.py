@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import checkpoint, data, fsdp, mesh, pipeline, rules
-from shardwise.checkpoint import digests, padding, restoring, steps
+from shardwise.checkpoint import digests, restoring, steps
 
 CHUNK = 2**14
 WIDTH = 264  # bytes are below 256; 8 devices divide it
@@ -319,7 +319,7 @@ def kill_at(place):
     owner, name = {
         "begun": (ocp.CheckpointManager, "save"),
         "written": (digests, "write"),
-        "padded": (padding, "trim"),
+        "joined": (ocp.StandardCheckpointHandler, "finalize"),
         "whole": (ocp.JsonCheckpointHandler, "finalize"),
         "complete": (checkpoint, "wait"),
     }[place]
@@ -369,11 +369,11 @@ def train_and_save(root, log, steps, place=None):
     checkpoint.wait()
 
 
-PLACES = {"begun": 1, "written": 1, "padded": 1, "whole": 1, "complete": 2}
+PLACES = {"begun": 1, "written": 1, "joined": 1, "whole": 1, "complete": 2}
 
 
 @pytest.mark.parametrize(
-    "places", [["padded"], pytest.param(list(PLACES) * 2, marks=pytest.mark.slow)]
+    "places", [["joined"], pytest.param(list(PLACES) * 2, marks=pytest.mark.slow)]
 )
 def test_training_survives_kill_9_as_if_uninterrupted(tmp_path, places):
     """A place says how many of two steps are complete when the second save dies there."""

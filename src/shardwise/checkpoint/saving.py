@@ -35,9 +35,10 @@ def save(
     A thread writes; `wait` waits for it, and so does the end of the program, whose status is 1 if
     that fails (not on Python 3.12.0 and 3.12.1, which start no threads any more by then: call
     `wait`). The step appears all at once or, after a crash, not at all. A save that is still under
-    way is waited for first. The `keep` newest steps stay (None: all), and what dead programs left
-    unfinished is deleted. From here until `wait`, other programs cannot save to the directory;
-    threads take turns. On a bucket there is no such lock: let one program save.
+    way is waited for first, in several processes also one to another directory. The `keep` newest
+    steps stay (None: all), and what dead programs left unfinished is deleted. From here until
+    `wait`, other programs cannot save to the directory; threads take turns. On a bucket there is no
+    such lock: let one program save.
 
     Each array is cut into chunks of at most `chunk_bytes`, the unit of reading: a process that
     restores a part of an array reads the chunks that it touches. An array that lies cut along some
@@ -71,6 +72,9 @@ def save(
     if jax.process_count() > 1 and not place.compared:
         arrays.check_replicas(trees)
     place.compared = True
+    if jax.process_count() > 1:  # Orbax's barriers are named by steps, not by directories
+        for other in writers():
+            other.finish()
     place.save(step, keep, arguments, {METADATA: {"digests": digests}})
 
 

@@ -62,6 +62,11 @@ class Writer:
             finally:
                 self._leave()
 
+    def finish(self) -> None:
+        """Block until all is on disk; the directory stays locked."""
+        with self._turn:
+            self._finish()
+
     def _finish(self):
         if self._manager is not None:
             self._manager.wait_until_finished()
