@@ -33,7 +33,7 @@ RULES = {
     "logical": TENSOR,
     "two axes": TENSOR | {"mlp": ("fsdp", "model")},
     "fsdp": rules.FSDPRule("fsdp", min_size=64),
-    "fsdp, first tie": rules.FSDPRule("fsdp", min_size=64, ties="first"),
+    "fsdp, first": rules.FSDPRule("fsdp", min_size=64, pick="first"),
     "fsdp over logical": rules.FSDPRule("fsdp", min_size=64, over=TENSOR),
     "paths": rules.PathRules(("kernel$", P(None, "model")), ("scale$", P())),
     "policy": rules.PolicyRule(lambda path, leaf: P("fsdp") if leaf.shape[0] % 4 == 0 else P()),
@@ -124,14 +124,14 @@ def test_a_square_matrix_tells_its_factored_moments_apart():
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=5),
     size=st.sampled_from([1, 2, 4, 8]),
-    ties=st.sampled_from(["first", "last"]),
+    pick=st.sampled_from(["first", "largest"]),
     stacked=st.booleans(),
 )
 @settings(max_examples=60)
-def test_fsdp_cuts_the_largest_axis_that_divides(shapes, size, ties, stacked):
+def test_fsdp_cuts_the_largest_or_the_first_axis_that_divides(shapes, size, pick, stacked):
     tree = [jax.ShapeDtypeStruct(tuple(shape), jnp.float32) for shape in shapes]
     rule = rules.FSDPRule(
-        "fsdp", min_size=8, ties=ties, stacked=lambda path: stacked, uneven="replicate"
+        "fsdp", min_size=8, pick=pick, stacked=lambda path: stacked, uneven="replicate"
     )
     for leaf, spec in zip(tree, rule(tree, mesh.make(fsdp=size)), strict=True):
         axes = range(1 if stacked else 0, leaf.ndim)
@@ -142,13 +142,13 @@ def test_fsdp_cuts_the_largest_axis_that_divides(shapes, size, ties, stacked):
         cut = list(spec).index("fsdp")
         assert len(spec) == cut + 1 and cut in fits
         longest = [i for i in fits if leaf.shape[i] == max(leaf.shape[j] for j in fits)]
-        assert cut == (longest[0] if ties == "first" else longest[-1])
+        assert cut == (fits[0] if pick == "first" else longest[-1])
 
 
-def test_a_tie_goes_to_the_last_axis_unless_told_otherwise():
+def test_of_equal_axes_the_last_is_cut_unless_told_otherwise():
     tree = {"w": jnp.zeros((256, 256))}
     assert specs(rules.FSDPRule("fsdp"), tree) == {"w": P(None, "fsdp")}
-    assert specs(rules.FSDPRule("fsdp", ties="first"), tree) == {"w": P("fsdp")}
+    assert specs(rules.FSDPRule("fsdp", pick="first"), tree) == {"w": P("fsdp")}
 
 
 def test_what_may_be_layers_is_not_cut_unless_somebody_says_so():
@@ -295,8 +295,8 @@ def test_other_mistakes_are_named():
     ]:
         with pytest.raises(ValueError, match="expected 'error' or 'replicate'"):
             make()
-    with pytest.raises(ValueError, match="ties='middle'; expected 'last' or 'first'"):
-        rules.FSDPRule("fsdp", ties="middle")
+    with pytest.raises(ValueError, match="pick='middle'; expected 'largest' or 'first'"):
+        rules.FSDPRule("fsdp", pick="middle")
     with pytest.raises(ValueError, match="expected pairs of a regular expression and a Part"):
         rules.PathRules(("w", "fsdp"))
     with pytest.raises(TypeError, match="'fsdp' is no rule: expected a callable"):

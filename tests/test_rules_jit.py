@@ -28,7 +28,7 @@ ROWS = {
 LAYOUTS = {
     "replicated": (P(), ROWS),
     "fsdp": (FSDP, ROWS),
-    "fsdp, first tie, nothing constrained": (rules.FSDPRule("fsdp", 1, ties="first"), None),
+    "fsdp, first, nothing constrained": (rules.FSDPRule("fsdp", 1, pick="first"), None),
     "tensor": (TENSOR, ROWS | {"logits": P("fsdp", None, "model")}),
     "fsdp and tensor": (rules.FSDPRule("fsdp", 1, over=TENSOR), ROWS),
 }

@@ -58,13 +58,11 @@ class ArrayLayout(NamedTuple):
 
 
 def rule(axis: Axes = "fsdp", **settings: Any) -> rules.FSDPRule:
-    """The rule of FSDP by hand: every array is cut once along `axis`, if an axis of it divides.
+    """The rule of FSDP by hand: each array is cut along the first of its axes that divides.
 
-    Of several the largest is taken, of equal ones the first: its parts are contiguous, and a
-    collective need not transpose them. Where none divides, the array stays whole. `settings` are
-    others of `rules.FSDPRule`.
+    An array of which none divides stays whole. `settings` are others of `rules.FSDPRule`.
     """
-    return rules.FSDPRule(axis, **dict(min_size=0, ties="first", uneven="replicate") | settings)
+    return rules.FSDPRule(axis, **dict(min_size=0, pick="first", uneven="replicate") | settings)
 
 
 def array_layouts(

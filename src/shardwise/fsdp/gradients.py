@@ -65,9 +65,8 @@ def value_and_grad(
 
     Args:
       rule: how parameters are cut, along which mesh axis; or that axis alone, or several, together
-        one: then each array is cut along the largest axis that divides, of equal ones the first,
-        and one of which none divides stays whole. Under a caller's own jit nothing tells how arrays
-        lie: there it is taken to be so, and outside another layout is an error.
+        one: then as `fsdp.rule` says. Under a caller's own jit nothing tells how arrays lie: there
+        it is taken to be so, and outside another layout is an error.
       apart: the rule by which arrays are cut along axes by hand and never gathered: `experts`.
       replicate: mesh axes over which the shards are copied (hybrid sharding); gradients are summed
         over them too.

@@ -91,10 +91,11 @@ def parameter_rule(layout: Layout, zero: int = 3) -> rules.FSDPRule:
     They differ for ZeRO 1 and 2 by the compiler, where parameters are whole along fsdp.
     """
     whole = zero == 3 and layout.zero < 3 and not (layout.by_hand or layout.stage)
-    return fsdp.rule(
+    return rules.FSDPRule(
         () if whole else _entry(layout.fsdp) or (),
         min_size=layout.min_size,
         over=_over(layout),
+        pick="first" if layout.by_hand and not layout.stage else "largest",
         stacked=layout.stacked,
         uneven=layout.uneven,
     )

@@ -13,7 +13,7 @@ from flax import nnx
 from shardwise import train
 from shardwise import tree as trees
 from shardwise.model import Config, Decoder
-from shardwise.rules.fsdp import largest
+from shardwise.rules.fsdp import dividing
 
 # What `layouts.Layout` cuts over the tensor axis, and over the expert axis.
 TENSOR, EXPERT = ("heads", "kv_heads", "mlp", "vocab"), "experts"
@@ -101,11 +101,11 @@ def shares(held: Arrays, fsdp: int, tensor: int, expert: int) -> tuple[Shares, S
 
 
 def share(array: Array, fsdp: int, tensor: int, expert: int) -> Share:
-    """As `layouts` cuts it: along fsdp, the largest axis that divides and that the others leave."""
+    """As `layouts` cuts it: along fsdp, if the others leave an axis that divides."""
     taken = {*(TENSOR if tensor > 1 else ()), *((EXPERT,) if expert > 1 else ())}
     parts = math.prod(
         (tensor if name in TENSOR else expert) for name in array.names if name in taken
     )
     free = [i for i, name in enumerate(array.names) if name not in taken and i >= array.stacked]
-    is_cut = fsdp > 1 and array.size > 1 and largest(array.shape, free, fsdp) is not None
+    is_cut = fsdp > 1 and array.size > 1 and bool(dividing(array.shape, free, fsdp))
     return Share(array.size // (parts * (fsdp if is_cut else 1)), is_cut)

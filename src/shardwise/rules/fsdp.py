@@ -26,7 +26,8 @@ class FSDPRule(Rule):
     """Cuts each array of `min_size` elements or more once along mesh axis `axis`.
 
     `axis` may be a tuple of mesh axes, together one. Of the axes that it divides the rule takes
-    the largest; of equally large ones the last, or with `ties="first"` the first. The stacked
+    the largest, of equally large ones the last; with `pick="first"` the first, whose parts are
+    contiguous, so that a collective by hand need not transpose them. The stacked
     layers are never cut: they are the axis named "layers", or the leading one of the leaves for
     which `stacked(path)` is true. Where neither tells, as in a plain tree, the first of three axes
     or more may be one of layers: it is cut only where no other divides, and the error asks. With
@@ -40,15 +41,15 @@ class FSDPRule(Rule):
     axis: str | tuple
     min_size: int = 2**14
     over: Any = None
-    ties: str = "last"
+    pick: str = "largest"
     stacked: Callable | None = None
     names: Any = None
     uneven: str = "error"
 
     def __post_init__(self):
         self.check_uneven()
-        if self.ties not in ("last", "first"):
-            raise ValueError(f"FSDPRule: ties={self.ties!r}; expected 'last' or 'first'.")
+        if self.pick not in ("largest", "first"):
+            raise ValueError(f"FSDPRule: pick={self.pick!r}; expected 'largest' or 'first'.")
 
     def choices(self, tree: Any, mesh: Mesh) -> list[Choice]:
         check_axes("FSDPRule", mesh_axes(self.axis), mesh)
@@ -97,10 +98,10 @@ class FSDPRule(Rule):
         return self.stacked is None and leaf.axes is None and len(leaf.shape) > 2
 
     def _pick(self, leaf, free, last, size):
-        i = largest(leaf.shape, free, size, self.ties)
-        if i is None and self.uneven == "replicate":
-            i = largest(leaf.shape, last, size)
-        elif i is None:
+        fits = dividing(leaf.shape, free, size)
+        if not fits and self.uneven == "replicate":
+            fits = dividing(leaf.shape, last, size)
+        elif not fits:
             asked = " Its first axis may be one of layers: say by stacked=, a predicate on paths."
             open_axes = ", ".join(f"{leaf.axis(i)} of {leaf.shape[i]}" for i in free) or "none"
             raise ValueError(
@@ -109,15 +110,14 @@ class FSDPRule(Rule):
                 f"min_size={self.min_size}, or pass uneven='replicate' to leave it as it is."
                 f"{asked if self._unsaid(leaf) else ''}"
             )
-        return i
+        if self.pick == "first":
+            return fits[0] if fits else None
+        return max(fits, key=lambda i: (leaf.shape[i], i), default=None)
 
 
-def largest(
-    shape: Sequence[int], free: Sequence[int], size: int, ties: str = "first"
-) -> int | None:
-    """Of the axes `free`, the largest that `size` divides; None where it divides none."""
-    fits = [i for i in free if shape[i] % size == 0]
-    return max(fits, key=lambda i: (shape[i], i if ties == "last" else -i), default=None)
+def dividing(shape: Sequence[int], free: Sequence[int], size: int) -> list[int]:
+    """Those of the axes `free` that `size` divides."""
+    return [i for i in free if shape[i] % size == 0]
 
 
 def _is_spec(x):
