@@ -4,7 +4,7 @@
 .PHONY: help book test test-all lint sync serve stacks observe dist repo clean distclean venv
 
 PORT ?= 8000
-ours := environment.py src tests benchmarks examples book/_ext
+ours := environment.py src tests benchmarks examples book/src
 python := .venv/bin/python
 
 # What is given on the command line reaches programs as it stands, through the environment: neither
@@ -20,7 +20,6 @@ export URL PORT STACKS INTERPRETERS PYTHON PYTEST_ADDOPTS
 
 # A file's tests share what they have built, so they stay in one process.
 workers := -n auto --maxprocesses 4 --dist loadfile
-export PYTHONPATH := book/_ext
 
 help:
 	@echo "make book      execute the chapters that changed, build the site in _build/html"
@@ -31,7 +30,7 @@ help:
 	@echo "make serve     the built site on a local port (PORT=8000)"
 	@echo "make stacks    chapters and tests on every stack, or on some (STACKS=\"newest colab\")"
 	@echo "make observe   what each JAX's TPU compiler makes of the same programs, for the appendix"
-	@echo "make dist      sdist and wheel in dist/, from what is installed: no network"
+	@echo "make dist      sdists and wheels in dist/, from what is installed: no network"
 	@echo "make repo URL=https://github.com/owner/name   the address that notebooks install from"
 	@echo "make clean     remove the built site and all results; distclean: the environments too"
 	@echo "Each does its own set-up in .venv; PYTHON=python3.12 chooses another interpreter."
@@ -63,11 +62,12 @@ stacks: venv
 	@$(python) tests/stacks.py
 
 observe: venv
-	@PYTHONPATH=$(PYTHONPATH):tests $(python) benchmarks/observatory.py
+	@PYTHONPATH=tests $(python) benchmarks/observatory.py
 
 dist: venv
 	@rm -rf dist
 	@$(python) -m hatchling build -d dist
+	@cd book && ../$(python) -m hatchling build -d ../dist
 
 repo: venv
 	@$(python) -m shardwise_book.address

@@ -18,6 +18,7 @@ CANDIDATES = ("python3", "python3.13", "python3.12", "python3.11")
 FOLDER = Path(".venv")
 PINS = "requirements.txt"
 COMPILER = "requirements-tpu.txt"  # what can be done without
+PACKAGES = ("pyproject.toml", "book/pyproject.toml")
 READY = FOLDER / "ready"  # written last: the folder and the pins that `.venv` was made for
 PROBE = """\
 import sys
@@ -66,7 +67,7 @@ class Python:
 
 def wanted() -> "dict[str, str]":
     """What READY says of an environment that needs nothing: this folder, and the present pins."""
-    pins = b"".join(Path(name).read_bytes() for name in (PINS, COMPILER, "pyproject.toml"))
+    pins = b"".join(Path(name).read_bytes() for name in (PINS, COMPILER, *PACKAGES))
     return {"folder": os.getcwd(), "pins": hashlib.sha256(pins).hexdigest()}
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import stacks
+
 from shardwise_book.observatory import FILE
 
 PATH = stacks.ROOT / FILE

@@ -1,6 +1,6 @@
 """The picture in the README: what layouts of eight devices hold and send, by `layouts.predict`.
 
-`python examples/picture.py` writes layouts.svg beside this file; it needs `shardwise[figures]`.
+`python examples/picture.py` writes layouts.svg beside this file; it needs matplotlib.
 """
 
 import sys

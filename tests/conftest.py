@@ -6,6 +6,7 @@ import os
 
 import hypothesis
 import jax
+
 from shardwise_book import compiler
 
 # XLA reads its flags when it starts: before anything asks for a device.

@@ -8,7 +8,7 @@ import dataclasses
 import html
 from collections.abc import Callable, Sequence
 
-from shardwise.figures.interactive import Interactive
+from shardwise_book.figures.interactive import Interactive
 
 SHOWN = """(root) => [...root.querySelectorAll("[role=status], svg, table")]
   .sort((a, b) => b.matches("[role=status]") - a.matches("[role=status]"))

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-EXTENSION = ROOT / "book/_ext"
+SOURCES = [ROOT / "src", ROOT / "book/src"]
+PACKAGES = ["shardwise", "shardwise-book"]
 RUNNER = ["-m", "shardwise_book.execute"]
 # One chapter asks JAX for a default of which JAX 0.8 announces that it will change.
 ANNOUNCED = "ignore:The default axis_types will change:DeprecationWarning"
@@ -96,7 +97,7 @@ def environment(name: str, stack: Stack) -> Path | None:
         check([found, "-m", "venv", folder])
         (folder / "requirements.txt").write_text(pins)
         install = [python, "-m", "pip", "install", "-qq", "-r", folder / "requirements.txt"]
-        check(install, cwd=ROOT)  # the last line there installs this package, from here
+        check(install, cwd=ROOT)  # the last lines there install both packages, from here
         add_compiler(name, stack, python)
         ready.write_text(state)
     return python
@@ -114,15 +115,14 @@ def add_compiler(name: str, stack: Stack, python: Path) -> None:
 def chapters_here(python: Path) -> bool:
     """Execute every chapter; warnings of deprecation from our code and the cells are errors."""
     notebooks = sorted((ROOT / "chapters").glob("*.ipynb"))
-    modules = ["__main__", *map(module_name, sorted((ROOT / "src").rglob("*.py")))]
+    modules = [module_name(path, source) for source in SOURCES for path in source.rglob("*.py")]
+    modules = ["__main__", *sorted(modules)]
     filters = [*(f"error::DeprecationWarning:{module}" for module in modules), ANNOUNCED]
-    paths = {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{EXTENSION}"}
-    settings = {**paths, "PYTHONWARNINGS": ",".join(filters)}
-    return succeeds([python, *RUNNER, *notebooks], settings)
+    return succeeds([python, *RUNNER, *notebooks], {**paths(), "PYTHONWARNINGS": ",".join(filters)})
 
 
 def chapters_as_on_colab(python: Path) -> bool:
-    """Execute every notebook alone: its first cell installs the package from a clone.
+    """Execute every notebook alone: its first cell installs both packages from a clone.
 
     What is installed before must be there afterwards, in the same version.
     """
@@ -135,14 +135,16 @@ def chapters_as_on_colab(python: Path) -> bool:
         before, passed = installed(python), True
         for notebook in sorted((clone / "chapters").glob("*.ipynb")):
             command = [python, *RUNNER, "--preload", "google.colab", notebook]
-            passed &= succeeds(command, {"PYTHONPATH": f"{standin}{os.pathsep}{EXTENSION}"})
+            # The runner finds our package in the folder that it starts in, and the kernel, which
+            # starts elsewhere, finds what the first cell has installed.
+            passed &= succeeds(command, {"PYTHONPATH": str(standin)}, folder=ROOT / "book/src")
             after = installed(python)
-            added = after.pop("shardwise", None)
-            if added is None or after != before:
+            added = {name: after.pop(name, None) for name in PACKAGES}
+            if None in added.values() or after != before:
                 changed = sorted(set(before.items()) ^ set(after.items()))
-                say(f"  {notebook.name}: installed shardwise {added}, and changed {changed}")
+                say(f"  {notebook.name}: installed {added}, and changed {changed}")
                 passed = False
-            check([python, "-m", "pip", "uninstall", "--quiet", "--yes", "shardwise"])
+            check([python, "-m", "pip", "uninstall", "--quiet", "--yes", *PACKAGES])
     return passed
 
 
@@ -150,8 +152,7 @@ def publish(clone: Path) -> None:
     """A repository at `clone` with this working tree, whose notebooks install from itself."""
     made = shutil.ignore_patterns(".git", ".venv", ".stacks", "_build", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, clone, ignore=made)
-    module = [sys.executable, "-m", "shardwise_book.address", clone.as_uri()]
-    check(module, cwd=clone, env={**os.environ, "PYTHONPATH": str(clone / "book/_ext")})
+    check([sys.executable, "-m", "shardwise_book.address", clone.as_uri()], cwd=clone)
     author = ["-c", "user.name=stacks", "-c", "user.email=stacks@localhost"]
     for command in [["init", "-q"], ["add", "-A"], [*author, "commit", "-q", "-m", "As it is"]]:
         check(["git", *command], cwd=clone)
@@ -161,7 +162,7 @@ def tests(python: Path) -> bool:
     """Run all tests but the site's."""
     ignored = [f"--ignore={path}" for path in SITE_TESTS]
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *ignored]
-    return succeeds(command, {"PYTHONPATH": str(ROOT / "src")})
+    return succeeds(command, paths())
 
 
 def run(name: str, python: Path) -> str:
@@ -213,13 +214,18 @@ def installed(python: Path) -> dict[str, str]:
     return dict(line.split("==", 1) for line in listed.split() if "==" in line)
 
 
-def module_name(path):
-    parts = path.relative_to(ROOT / "src").with_suffix("").parts
+def paths():
+    """Where an environment that has neither package finds them."""
+    return {"PYTHONPATH": os.pathsep.join(map(str, SOURCES))}
+
+
+def module_name(path, source):
+    parts = path.relative_to(source).with_suffix("").parts
     return ".".join(parts).removesuffix(".__init__")
 
 
-def succeeds(command, settings):
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, **settings}).returncode == 0
+def succeeds(command, settings, folder=ROOT):
+    return subprocess.run(command, cwd=folder, env={**os.environ, **settings}).returncode == 0
 
 
 def check(command, **settings):

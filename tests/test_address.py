@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("jupytext", reason="the book is not built on this stack")
 from IPython.core.inputtransformer2 import TransformerManager
+
 from shardwise_book import address, pairs
 
 ROOT = Path(__file__).parent.parent
@@ -18,7 +19,8 @@ URL = "https://example.org/someone/shardwise"
 @pytest.fixture
 def project(tmp_path):
     """A copy of all that holds the address."""
-    for name in ["_config.yml", "pyproject.toml", "CITATION.cff"]:
+    (tmp_path / "book").mkdir()
+    for name in ["_config.yml", "pyproject.toml", "book/pyproject.toml", "CITATION.cff"]:
         shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "chapters", tmp_path / "chapters")
     address.write(tmp_path, "")

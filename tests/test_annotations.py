@@ -8,12 +8,13 @@ import pytest
 
 import shardwise
 
-ROOMS = [module.name for module in pkgutil.iter_modules(shardwise.__path__)]
+ROOMS = [f"shardwise.{module.name}" for module in pkgutil.iter_modules(shardwise.__path__)]
+ROOMS += ["shardwise_book.figures", "shardwise_book.puzzles"]
 
 
 def public(room):
     """{name: function} of what the room offers: functions, methods, constructors written out."""
-    module = importlib.import_module(f"shardwise.{room}")
+    module = importlib.import_module(room)
     own = [n for n, x in vars(module).items() if getattr(x, "__module__", "") == module.__name__]
     names = getattr(module, "__all__", [name for name in own if not name.startswith("_")])
     found = {}

@@ -7,8 +7,9 @@ import numpy as np
 from browser import NAME
 from explorers import Explorer
 
-from shardwise import context, figures, marks
-from shardwise.figures import balance
+from shardwise import context, marks
+from shardwise_book import figures
+from shardwise_book.figures import balance
 
 ORDERS = {"contiguous": context.contiguous, "zigzag": context.zigzag}
 DEVICES, LENGTHS = (2, 4), (16, 64)

@@ -6,8 +6,8 @@ import re
 import pytest
 from explorers import Explorer
 
-from shardwise import figures
-from shardwise.figures import blocks, blocks_drawing
+from shardwise_book import figures
+from shardwise_book.figures import blocks, blocks_drawing
 
 CUTS = "columns", "rows"
 SENDS = {"between": ("reduce-scatter", 1536), "after": ("all-reduce", 768)}

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("jupyter_book", reason="the book is not built on this stack")
 import nbformat
+
 from shardwise_book import execute, pairs
 
 ROOT = Path(__file__).parent.parent
@@ -70,12 +71,12 @@ class Book:
 
     def __init__(self, folder):
         self.folder, self.log = folder, folder / "log"
-        for part in ["_config.yml", "book/_ext", "book/_static", "book/_templates"]:
+        for part in ["_config.yml", "book/src", "book/_static", "book/_templates"]:
             copy(ROOT / part, folder / part)
         self.write("_toc.yml", "format: jb-book\nroot: intro\nchapters:\n- file: chapters/first\n")
         self.append("_toc.yml", "- file: chapters/second\n- file: times\n")
         self.append("_config.yml", "      - moment\n", after="      - shardwise_book\n")
-        self.write("book/_ext/moment.py", MOMENT)
+        self.write("book/src/moment.py", MOMENT)
         self.write("intro.md", "# A miniature\n")
         self.write("times.md", "# Times\n\n```{run-times}\n```\n")
         self.write("book/references.bib", "")
@@ -105,7 +106,7 @@ class Book:
     def start(self, **settings):
         """A build that has begun, with `settings` in its environment."""
         self.log.write_text("")
-        extension = os.pathsep.join(["book/_ext", os.environ.get("PYTHONPATH", "")])
+        extension = os.pathsep.join(["book/src", os.environ.get("PYTHONPATH", "")])
         ours = {"PYTHONPATH": extension, "MINIATURE_LOG": str(self.log)}
         return subprocess.Popen(
             [sys.executable, "-m", "shardwise_book"],
@@ -316,7 +317,7 @@ def test_chapter_that_is_removed_is_no_longer_published(book):
 @SLOW
 def test_edit_of_the_extension_makes_every_page_anew(book):
     assert book.build()[0] == 0  # a book that has moved is made anew in any case
-    times = "book/_ext/shardwise_book/times.py"
+    times = "book/src/shardwise_book/times.py"
     book.write(times, (book.folder / times).read_text().replace("Executed in", "Ran for"))
     status, printed, executed = book.build()
     assert status == 0, printed

@@ -6,8 +6,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import figures, mesh
-from shardwise.figures.counters import origins
+from shardwise import mesh
+from shardwise_book import figures
+from shardwise_book.figures.counters import origins
 
 
 @pytest.mark.parametrize("spec", [P("a", None), P(None, "a"), P("b", "a"), P(("a", "b")), P()])

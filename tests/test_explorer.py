@@ -12,9 +12,10 @@ from explorers import Explorer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import figures, mesh
-from shardwise.figures import explorer, layouts
-from shardwise.figures.interactive import Interactive
+from shardwise import mesh
+from shardwise_book import figures
+from shardwise_book.figures import explorer, layouts
+from shardwise_book.figures.interactive import Interactive
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,9 @@ from browser import SITE_SCRIPTS, silent_page
 
 pytest.importorskip("jupyter_book", reason="the book is not built on this stack")
 import nbformat
-from shardwise_book import failures, pairs
 from test_build import CHAPTER, Book
+
+from shardwise_book import failures, pairs
 
 MARKED = """---
 failure: {symptom: "The answer to `%s` is 42.", cause: "Six & seven: multiply < add."}

@@ -1,9 +1,9 @@
 """The palette, and what the still figures draw."""
 
 import collections
-import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import matplotlib.pyplot
@@ -15,8 +15,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from matplotlib.colors import to_rgb, to_rgba
 
-from shardwise import figures, mesh
-from shardwise.figures import palette
+import shardwise
+from shardwise import mesh
+from shardwise_book import figures
+from shardwise_book.figures import palette
 
 
 def lightness(colour):
@@ -161,24 +163,19 @@ def test_drawings_are_transparent_reproducible_and_shown_once():
     assert dict(matplotlib.rcParams) == before
 
 
-def test_without_matplotlib_one_sentence_says_what_to_install(monkeypatch):
-    for name in [*sys.modules]:
-        if name.partition(".")[0] == "matplotlib" or name.startswith("shardwise.figures"):
-            monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ModuleNotFoundError, match=r"run `pip install 'shardwise\[figures\]'`"):
-        importlib.import_module("shardwise.figures")
+def test_the_library_does_not_name_the_package_of_its_book():
+    root = Path(shardwise.__file__).parent
+    assert [str(path) for path in root.rglob("*.py") if "shardwise_book" in path.read_text()] == []
 
 
 @pytest.mark.slow
-def test_all_but_the_figures_imports_without_matplotlib():
+def test_the_library_imports_without_its_book_and_matplotlib():
     program = """
 import importlib, pkgutil, sys
-sys.modules["matplotlib"] = None
+sys.modules["matplotlib"] = sys.modules["shardwise_book"] = None
 import shardwise
 for module in pkgutil.walk_packages(shardwise.__path__, "shardwise."):
-    if not module.name.startswith("shardwise.figures"):
-        importlib.import_module(module.name)
+    importlib.import_module(module.name)
 print(len(sys.modules))
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

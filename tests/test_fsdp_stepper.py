@@ -10,8 +10,9 @@ import pytest
 from browser import NAME
 from explorers import Explorer
 
-from shardwise import figures, fsdp, marks, measure, mesh, objective
-from shardwise.figures import stepping, zero
+from shardwise import fsdp, marks, measure, mesh, objective
+from shardwise_book import figures
+from shardwise_book.figures import stepping, zero
 
 LAYERS = {f"layer {i}": 4096 for i in range(3)}
 PSI = 3 * 4096

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("jupyter_cache", reason="the book is not built on this stack")
 import nbformat
+
 from shardwise_book import cache, execute, inputs
 
 

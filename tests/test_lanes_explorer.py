@@ -6,8 +6,8 @@ import pytest
 from browser import NAME, PHONE, silent_page, write_page
 from explorers import Explorer
 
-from shardwise import figures
-from shardwise.figures import lanes
+from shardwise_book import figures
+from shardwise_book.figures import lanes
 
 LAYERS, FORWARD, BACKWARD = 5, 1.0, 2.0
 WAYS = [("data", 0), ("data", 1), ("fsdp", 0), ("fsdp", 1), ("fsdp", 2)]

@@ -9,7 +9,8 @@ from explorers import Explorer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import figures, mesh
+from shardwise import mesh
+from shardwise_book import figures
 
 mesh.simulate(8)
 GRID = mesh.make(data=4, model=2)

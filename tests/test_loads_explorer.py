@@ -5,8 +5,8 @@ import itertools
 from browser import NAME
 from explorers import Explorer
 
-from shardwise import figures
-from shardwise.figures import loads
+from shardwise_book import figures
+from shardwise_book.figures import loads
 
 OFFERED = {
     "experts": {"4": 4, "16": 16},

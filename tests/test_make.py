@@ -17,7 +17,7 @@ if not shutil.which("make"):
     pytest.skip("make is not installed", allow_module_level=True)
 
 ROOT = Path(__file__).parent.parent
-PINS = ["requirements.txt", "requirements-tpu.txt", "pyproject.toml"]
+PINS = ["requirements.txt", "requirements-tpu.txt", "pyproject.toml", "book/pyproject.toml"]
 
 
 @pytest.fixture
@@ -25,6 +25,7 @@ def project(tmp_path):
     """A project with the Makefile, nothing to install, and a folder `bin` to put Pythons in."""
     folder = tmp_path / "a 'project' $(touch from-the-folder)"
     (folder / "bin").mkdir(parents=True)
+    (folder / "book").mkdir()
     for name in ["Makefile", "environment.py"]:
         shutil.copy(ROOT / name, folder)
     for name in PINS:

@@ -11,8 +11,9 @@ import pytest
 
 pytest.importorskip("jupyter_book", reason="the book is not built on this stack")
 import stacks
-from shardwise_book import observatory
 from test_build import Book
+
+from shardwise_book import observatory
 
 _COMMAND = Path(__file__).parents[1] / "benchmarks/observatory.py"
 _SPEC = importlib.util.spec_from_file_location("observatory_command", _COMMAND)

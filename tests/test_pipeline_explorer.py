@@ -8,8 +8,9 @@ import pytest
 from browser import NAME, PHONE, silent_page, write_page
 from explorers import Explorer
 
-from shardwise import figures, schedules
-from shardwise.figures import palette, pipelines, timelines
+from shardwise import schedules
+from shardwise_book import figures
+from shardwise_book.figures import palette, pipelines, timelines
 
 SIZES = (2, 4), (2, 4, 8)
 

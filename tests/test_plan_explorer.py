@@ -6,8 +6,8 @@ import pytest
 from browser import NAME
 from explorers import Explorer
 
-from shardwise import figures
-from shardwise.figures import Budget, plans
+from shardwise_book import figures
+from shardwise_book.figures import Budget, plans
 
 CHOICES = {"Chips": ["8", "64"], "Tensor": ["1", "2", "8"]}
 GIB = 2**30

@@ -12,8 +12,9 @@ from explorers import Explorer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import figures, measure, mesh
-from shardwise.figures import products
+from shardwise import measure, mesh
+from shardwise_book import figures
+from shardwise_book.figures import products
 
 SPECS = P("model", None), P(None, "model"), P(None, None)
 SIZES = (32, 32, 64), (8, 32, 32)

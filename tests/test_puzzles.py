@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import marks, mesh, plan, puzzles, rules, schedules
+from shardwise import marks, mesh, plan, rules, schedules
+from shardwise_book import puzzles
 
 NAMES = [n for n in puzzles.__all__ if n not in ("Verdict", "halo", "layer", "squares")]
 DECODER = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp")

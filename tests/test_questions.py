@@ -16,7 +16,7 @@ from browser import (
     write_page,
 )
 
-from shardwise import figures
+from shardwise_book import figures
 
 BYTES = figures.fill_in(
     "How many bytes does `psum` send?",

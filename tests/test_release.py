@@ -1,4 +1,4 @@
-"""What a release holds: sdist and wheel built from this tree, and the workflow that publishes."""
+"""What a release holds: sdists and wheels built from this tree, and the workflow that publishes."""
 
 import configparser
 import json
@@ -15,11 +15,45 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "src"
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-STEM = f"shardwise-{PROJECT['version']}"
 
-# Imports every module of an unpacked wheel, and says which files they came from.
+
+class Package:
+    """One of the two that are released, of the project in `folder`."""
+
+    def __init__(self, name, folder, suffixes):
+        self.name, self.folder, self.suffixes = name, folder, suffixes
+        self.project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+        self.stem = f"{name}-{self.project['version']}"
+        self.wheel, self.sdist = f"{self.stem}-py3-none-any.whl", f"{self.stem}.tar.gz"
+
+    def source(self):
+        """{path below src: content} of the package in this tree."""
+        src = self.folder / "src"
+        files = [path for path in (src / self.name).rglob("*") if path.is_file()]
+        kept = [path for path in files if "__pycache__" not in path.parts]
+        return {path.relative_to(src).as_posix(): path.read_bytes() for path in kept}
+
+    def wheel_of(self, folder):
+        """{name: content} of its wheel there."""
+        with zipfile.ZipFile(folder / self.wheel) as wheel:
+            return {name: wheel.read(name) for name in wheel.namelist()}
+
+    def sdist_of(self, folder):
+        """{name below the sdist's folder: content}; regular files only, all in that folder."""
+        found = {}
+        with tarfile.open(folder / self.sdist) as sdist:
+            for member in sdist.getmembers():
+                top, _, name = member.name.partition("/")
+                assert (top, member.isfile()) == (self.stem, True), member.name
+                found[name] = sdist.extractfile(member).read()
+        return found
+
+
+LIBRARY = Package("shardwise", ROOT, {".py", ".json"})
+BOOK = Package("shardwise_book", ROOT / "book", {".py", ".js"})
+both = pytest.mark.parametrize("package", [LIBRARY, BOOK], ids=["library", "book"])
+
+# Imports modules of unpacked wheels, and says which files they came from.
 IMPORTS = """\
 import importlib, importlib.metadata, json, sys
 sys.path.insert(0, sys.argv[1])
@@ -28,13 +62,6 @@ wheel = next(importlib.metadata.distributions(name="shardwise", path=[sys.argv[1
 commands = {each.name: each.load().__code__.co_filename for each in wheel.entry_points}
 print(json.dumps([found, commands]))
 """
-
-
-def source():
-    """{path below src: content} of the package in this tree."""
-    files = [path for path in (SOURCE / "shardwise").rglob("*") if path.is_file()]
-    kept = [path for path in files if "__pycache__" not in path.parts]
-    return {path.relative_to(SOURCE).as_posix(): path.read_bytes() for path in kept}
 
 
 def build(tree, folder, *options):
@@ -46,100 +73,100 @@ def build(tree, folder, *options):
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory):
-    """A folder with the sdist and the wheel."""
+    """A folder with the sdists and the wheels."""
     pytest.importorskip("hatchling", reason="nothing is built on this stack")
-    if not SOURCE.exists():
-        pytest.skip("the wheel is tested without the source")
+    if not (ROOT / "src").exists():
+        pytest.skip("the wheels are tested without the source")
     folder = tmp_path_factory.mktemp("dist")
-    build(ROOT, folder)
+    for package in LIBRARY, BOOK:
+        build(package.folder, folder)
     built = {path.name for path in folder.iterdir()}
-    assert built == {f"{STEM}.tar.gz", f"{STEM}-py3-none-any.whl"}
+    assert built == {LIBRARY.wheel, LIBRARY.sdist, BOOK.wheel, BOOK.sdist}
     return folder
 
 
-def wheel_of(folder):
-    """{name: content} of the wheel there."""
-    with zipfile.ZipFile(folder / f"{STEM}-py3-none-any.whl") as wheel:
-        return {name: wheel.read(name) for name in wheel.namelist()}
-
-
-def sdist_of(folder):
-    """{name below the sdist's folder: content}; regular files only, all in that folder."""
-    found = {}
-    with tarfile.open(folder / f"{STEM}.tar.gz") as sdist:
-        for member in sdist.getmembers():
-            top, _, name = member.name.partition("/")
-            assert (top, member.isfile()) == (STEM, True), member.name
-            found[name] = sdist.extractfile(member).read()
-    return found
-
-
 @pytest.mark.slow
-def test_the_wheel_holds_the_package_and_nothing_else(dist):
-    held = wheel_of(dist)
-    info = {name: held.pop(name) for name in list(held) if name.startswith(f"{STEM}.dist-info/")}
-    assert held == source()
-    assert {Path(name).suffix for name in held} == {".py", ".js", ".json"}
-    files = ["METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"]
-    assert set(info) == {f"{STEM}.dist-info/{name}" for name in files}
-    assert info[f"{STEM}.dist-info/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+@both
+def test_the_wheel_holds_the_package_and_nothing_else(dist, package):
+    held, info = package.wheel_of(dist), f"{package.stem}.dist-info"
+    about = {name: held.pop(name) for name in list(held) if name.startswith(f"{info}/")}
+    assert held == package.source()
+    assert {Path(name).suffix for name in held} == package.suffixes
+    files = ["METADATA", "WHEEL", "RECORD", "licenses/LICENSE"]
+    files += ["entry_points.txt"] * ("scripts" in package.project)
+    assert set(about) == {f"{info}/{name}" for name in files}
+    assert about[f"{info}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
 
 
 @pytest.mark.slow
 def test_the_wheel_holds_every_script_that_its_code_names(dist):
-    held = wheel_of(dist)
-    code = b"\n".join(text for name, text in held.items() if name.endswith(".py")).decode()
+    held = BOOK.wheel_of(dist)
+    drawn = {name: text for name, text in held.items() if "/figures/" in name}
+    code = b"\n".join(text for name, text in drawn.items() if name.endswith(".py")).decode()
     named = set(re.findall(r'"(\w+\.(?:js|css))"', code))
     assert named == {Path(name).name for name in held if name.endswith((".js", ".css"))}
 
 
 @pytest.mark.slow
-def test_metadata_say_what_pyproject_says(dist):
-    held = wheel_of(dist)
-    metadata = Parser().parsestr(held[f"{STEM}.dist-info/METADATA"].decode())
+@both
+def test_metadata_say_what_pyproject_says(dist, package):
+    held, project = package.wheel_of(dist), package.project
+    metadata = Parser().parsestr(held[f"{package.stem}.dist-info/METADATA"].decode())
     described = (metadata["Name"], metadata["Version"], metadata["License-Expression"])
-    assert described == ("shardwise", PROJECT["version"], PROJECT["license"])
-    assert metadata["Requires-Python"] == PROJECT["requires-python"]
-    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
-    extras = PROJECT["optional-dependencies"]
-    assert sorted(metadata.get_all("Provides-Extra")) == sorted(extras)
-    count = len(PROJECT["dependencies"]) + sum(map(len, extras.values()))
+    assert described == (project["name"], project["version"], project["license"])
+    assert metadata["Requires-Python"] == project["requires-python"]
+    extras = project.get("optional-dependencies", {})
+    assert sorted(metadata.get_all("Provides-Extra", [])) == sorted(extras)
+    count = len(project["dependencies"]) + sum(map(len, extras.values()))
     assert len(metadata.get_all("Requires-Dist")) == count
     entries = configparser.ConfigParser()
-    entries.read_string(held[f"{STEM}.dist-info/entry_points.txt"].decode())
-    assert {name: dict(entries[name]) for name in entries.sections()} == {
-        "console_scripts": PROJECT["scripts"]
-    }
+    entries.read_string(held.get(f"{package.stem}.dist-info/entry_points.txt", b"").decode())
+    scripts = {"console_scripts": project["scripts"]} if "scripts" in project else {}
+    assert {name: dict(entries[name]) for name in entries.sections()} == scripts
 
 
 @pytest.mark.slow
-def test_the_sdist_holds_what_builds_the_same_wheel(dist, tmp_path):
-    held = sdist_of(dist)
-    around = {"pyproject.toml", "README.md", "LICENSE", "PKG-INFO", ".gitignore"}
-    assert set(held) == {f"src/{name}" for name in source()} | around
+def test_the_library_is_described_by_the_readme(dist):
+    metadata = Parser().parsestr(
+        LIBRARY.wheel_of(dist)[f"{LIBRARY.stem}.dist-info/METADATA"].decode()
+    )
+    assert metadata.get_payload().strip() == (ROOT / "README.md").read_text().strip()
+
+
+@pytest.mark.slow
+@both
+def test_the_sdist_holds_what_builds_the_same_wheel(dist, package, tmp_path):
+    held = package.sdist_of(dist)
+    around = {"pyproject.toml", "LICENSE", "PKG-INFO", ".gitignore"}
+    around |= {"README.md"} if package is LIBRARY else set()
+    assert set(held) == {f"src/{name}" for name in package.source()} | around
     for name, content in held.items():
-        if name != "PKG-INFO":
-            assert content == (ROOT / name).read_bytes(), name
+        if name not in ("PKG-INFO", ".gitignore"):
+            assert content == (package.folder / name).read_bytes(), name
         path = tmp_path / "unpacked" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
+    assert held[".gitignore"] == (ROOT / ".gitignore").read_bytes()
     build(tmp_path / "unpacked", tmp_path, "-t", "wheel")
-    assert wheel_of(tmp_path) == wheel_of(dist)
+    assert package.wheel_of(tmp_path) == package.wheel_of(dist)
 
 
 @pytest.mark.slow
-def test_nothing_names_this_tree(dist):
-    for name, content in [*wheel_of(dist).items(), *sdist_of(dist).items()]:
+@both
+def test_nothing_names_this_tree(dist, package):
+    for name, content in [*package.wheel_of(dist).items(), *package.sdist_of(dist).items()]:
         assert not Path(name).is_absolute() and ".." not in Path(name).parts, name
         assert str(ROOT).encode() not in content, name
 
 
 @pytest.mark.slow
-def test_every_module_imports_from_the_wheel_alone(dist, tmp_path):
-    pytest.importorskip("matplotlib", reason="figures are an extra")
-    with zipfile.ZipFile(dist / f"{STEM}-py3-none-any.whl") as wheel:
-        wheel.extractall(tmp_path)
-    paths = sorted(tmp_path.glob("shardwise/**/*.py"))
+def test_every_module_imports_from_the_wheels_alone(dist, tmp_path):
+    """Of the book's package what chapters import: the rest builds the site, in a clone."""
+    for package in LIBRARY, BOOK:
+        with zipfile.ZipFile(dist / package.wheel) as wheel:
+            wheel.extractall(tmp_path)
+    folders = ["shardwise", "shardwise_book/figures", "shardwise_book/puzzles"]
+    paths = [path for folder in folders for path in sorted(tmp_path.glob(f"{folder}/**/*.py"))]
     parts = [path.relative_to(tmp_path).with_suffix("").parts for path in paths]
     names = [".".join(each).removesuffix(".__init__") for each in parts]
     command = [sys.executable, "-I", "-c", IMPORTS, tmp_path, *names]
@@ -199,7 +226,9 @@ def test_a_tag_is_the_version_that_the_changelog_dates(
 
 
 def test_one_version_everywhere():
-    version = PROJECT["version"]
+    version = LIBRARY.project["version"]
+    assert BOOK.project["version"] == version
+    assert f"shardwise=={version}" in BOOK.project["dependencies"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     headings = re.findall(r"(?m)^## \[(.+?)\] - ", (ROOT / "CHANGELOG.md").read_text())
     assert headings[0] == version

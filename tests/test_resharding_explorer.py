@@ -15,8 +15,9 @@ from explorers import Explorer, values
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import checkpoint, figures, mesh
-from shardwise.figures import resharding
+from shardwise import checkpoint, mesh
+from shardwise_book import figures
+from shardwise_book.figures import resharding
 
 SHAPE = (64, 96)
 START = ("4×2", "P('a', 'b')"), ("8", "P('a')")

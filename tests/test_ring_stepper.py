@@ -11,8 +11,9 @@ from browser import DESKTOP, NAME, silent_page, write_page
 from explorers import Explorer
 from jax.sharding import PartitionSpec as P
 
-from shardwise import figures, mesh
-from shardwise.figures import ring
+from shardwise import mesh
+from shardwise_book import figures
+from shardwise_book.figures import ring
 
 SIZES = range(2, 9)
 PASSES = {"gather": 1, "reduce": 1, "all-reduce": 2, "exchange": 1}

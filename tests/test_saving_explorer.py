@@ -8,8 +8,8 @@ import pytest
 from browser import NAME
 from explorers import Explorer
 
-from shardwise import figures
-from shardwise.figures import saving
+from shardwise_book import figures
+from shardwise_book.figures import saving
 
 STEPS = {"0.03 s": 0.03, "2 s": 2.0}
 SAVES = {

@@ -303,8 +303,8 @@ def test_landing_picture_tells_the_truth(site):
 
 
 def test_one_palette():
-    """The style sheet, the mark and the favicon use the colours of `shardwise.figures`."""
-    from shardwise.figures import palette
+    """The style sheet, the mark and the favicon use the colours of `shardwise_book.figures`."""
+    from shardwise_book.figures import palette
 
     css = (ROOT / "book/_static/shardwise.css").read_text()
     devices = re.findall(r"--device-(\d): (#\w+)", css)

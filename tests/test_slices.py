@@ -9,8 +9,9 @@ import pytest
 from browser import NAME, silent_page, write_page
 from explorers import Explorer, shown
 
-from shardwise import cut, figures
-from shardwise.figures import slices, slices_layout
+from shardwise import cut
+from shardwise_book import figures
+from shardwise_book.figures import slices, slices_layout
 
 
 def product(x, w, cotangent):

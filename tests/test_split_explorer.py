@@ -7,8 +7,8 @@ import pytest
 from browser import NAME
 from explorers import Explorer, shown
 
-from shardwise import figures
-from shardwise.figures import Load, splits
+from shardwise_book import figures
+from shardwise_book.figures import Load, splits
 
 CHOICES = {"Devices": ["8", "64"], "Tensor": ["1", "2", "8"]}
 ROOM = 80e9

@@ -1,0 +1,258 @@
+"""Executes what is stale, several chapters at a time; results lie in a jupyter-cache for MyST-NB.
+
+jupyter-cache knows a notebook by its code cells alone. The cache's folder is named for what all
+outputs depend on besides: the environment and what is installed. With each result stand the
+project's files that the execution read (`inputs`), and it holds as long as these are the same.
+"""
+
+import concurrent.futures
+import hashlib
+import importlib.metadata
+import math
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from jupyter_cache import get_cache
+from jupyter_cache.base import CacheBundleIn, JupyterCacheAbstract
+from packaging.requirements import Requirement
+
+from . import execute, inputs
+
+STACK = ["jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "matplotlib"]
+STACK += ["libtpu"]  # one chapter compiles for chips where it is there
+ROOTS = (*STACK, "shardwise", "shardwise-book", "ipykernel", "ipython")
+PACKAGES = ("src/shardwise", "book/src/shardwise_book")
+KEPT = 4  # caches of other stacks, so that going back to one executes nothing
+# Of the environment: what the libraries of the stack and Python itself take settings from.
+SETTINGS = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "TF_", "FLAX_", "ORBAX_", "MPL")
+SETTINGS += ("PYTHONOPTIMIZE", "PYTHONWARNINGS", "PYTHONHASHSEED", "OMP_NUM_THREADS", "TZ", "LC_")
+
+Data = dict[str, Any]
+
+
+class Changed(Exception):
+    """A file was edited while chapters ran: their outputs may be of either state."""
+
+
+def versions() -> dict[str, str]:
+    """Python's and the stack's versions, by name; packages that are not installed are left out."""
+    found = {"Python": platform.python_version()}
+    return found | {name: version for name in STACK if (version := _version(name))}
+
+
+def closure(roots: Iterable[str] = ROOTS) -> dict[str, str]:
+    """Versions, by name, of what is installed of `roots` and all that they require."""
+    found, left = {}, [Requirement(root) for root in roots]
+    while left:
+        wanted = left.pop()
+        if wanted.name in found or (version := _version(wanted.name)) is None:
+            continue
+        found[wanted.name] = version
+        required = map(Requirement, importlib.metadata.requires(wanted.name) or [])
+        left += [one for one in required if not one.marker or one.marker.evaluate({"extra": ""})]
+    return found
+
+
+def fingerprint(root: Path) -> str:
+    """A name for what every output depends on beside the notebook and the files that it read."""
+    settings = {k: v for k, v in execute.environment().items() if k.startswith(SETTINGS)}
+    parts = [
+        platform.python_version(),
+        *(Path(m.__file__).read_text() for m in (execute, inputs, inputs.sitecustomize)),
+        sorted(closure().items()),
+        sorted(settings.items()),
+        # What stands here may be imported in place of an installed package of that name.
+        sorted(
+            path.name
+            for package in PACKAGES
+            for path in (root / package).parent.glob("[!_.]*")
+            if path.suffix != ".egg-info"
+        ),
+    ]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def jobs() -> int:
+    """How many chapters run at a time: SHARDWISE_JOBS, or the cores that this process may use."""
+    asked = os.environ.get("SHARDWISE_JOBS")
+    if asked is None:
+        usable = getattr(os, "sched_getaffinity", None)
+        return len(usable(0)) if usable else os.cpu_count() or 1
+    if not asked.isdigit() or int(asked) < 1:
+        raise ValueError(f"SHARDWISE_JOBS={asked!r}: expected a whole number from 1 up.")
+    return int(asked)
+
+
+class Results:
+    """What is known of executions in the jupyter-cache at `path`; a damaged one is emptied.
+
+    `root` is the project's folder.
+    """
+
+    def __init__(self, path: Path, root: Path) -> None:
+        self.cache, self.root = _open(path), root
+        self.files = inputs.Files(root)
+
+    def find(self, notebook: nbformat.NotebookNode) -> Data | None:
+        """The data stored with `notebook`'s last good run, or None where it must run (again)."""
+        try:
+            record = self.cache.match_cache_notebook(notebook)
+            stored = self.cache.get_cache_bundle(record.pk).nb
+        except Exception:  # not there, or cut off while it was written: what readers raise varies
+            return None
+        # Tags change what an execution means, and jupyter-cache does not look at them.
+        expected = {"tags": _tags(notebook), "digest": _digest(stored)}
+        known = record.data.items() >= expected.items()
+        return record.data if known and self.files.same(record.data["files"]) else None
+
+    def outputs(self, notebook: nbformat.NotebookNode) -> list[list[nbformat.NotebookNode]]:
+        """Those of each code cell in the run that `find` found."""
+        record = self.cache.match_cache_notebook(notebook)
+        return [cell.outputs for cell in self.cache.get_cache_bundle(record.pk).nb.cells]
+
+    def seconds(self, notebook: nbformat.NotebookNode) -> float:
+        """Those of an earlier run of the same cells; infinite where there was none."""
+        try:
+            return self.cache.match_cache_notebook(notebook).data["execution_seconds"]
+        except Exception:  # as in `find`
+            return math.inf
+
+    def keep(
+        self, name: str, notebook: nbformat.NotebookNode, run: execute.Run, opened: inputs.Opened
+    ) -> Data:
+        """Store a good run; `notebook` is the one that was asked for.
+
+        Raises:
+          Changed: a file is no longer what the run opened; nothing is stored.
+        """
+        files = inputs.Files(self.root)  # as they are now: they may have changed before the run
+        if edited := files.edited(opened):
+            raise Changed(f"{', '.join(edited)} changed while chapters ran")
+        data = {
+            "files": {path: files.digest(path) for path in opened},
+            "execution_seconds": run.seconds,
+            "devices": run.devices,
+            "tags": _tags(notebook),
+            "finished": time.time(),
+        }
+        hashed, key = self.cache.create_hashed_notebook(run.notebook)
+        data["digest"] = _digest(hashed)
+        # What an interrupted build left here is in jupyter-cache's way.
+        shutil.rmtree(Path(self.cache.path, "executed", key), ignore_errors=True)
+        bundle = CacheBundleIn(run.notebook, name, data=data)
+        self.cache.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
+        return data
+
+
+def update(
+    notebooks: Mapping[str, nbformat.NotebookNode],
+    path: Path,
+    root: Path,
+    say: Callable[[str], None],
+) -> tuple[dict[str, Data], list[str], list[str]]:
+    """Execute those of `notebooks` (a dict by name) that the cache at `path` has no run of.
+
+    Returns `(data, failures, executed)`: what is stored for each name, a message for each that
+    failed, and the names that ran now. Progress goes, line by line, to the function `say`; `root`
+    is the project's folder. Whatever ends this early ends what runs, too.
+
+    Raises:
+      Changed: a file was edited after a chapter had read it; that run is not stored.
+    """
+    prune(Path(path))
+    results = Results(path, root)
+    data = {name: results.find(notebook) for name, notebook in notebooks.items()}
+    stale = [name for name, known in data.items() if known is None]
+    if not stale:
+        say(f"Chapters: all {len(notebooks)} unchanged since they were executed.")
+        return data, [], []
+    at_once = min(jobs(), len(stale))
+    say(f"Chapters: {len(stale)} of {len(notebooks)} to execute, {at_once} at a time.")
+    failures, kernels = [], execute.Kernels()
+    with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
+        ordered = sorted(stale, key=lambda name: _length(results, notebooks[name]), reverse=True)
+        pending = {
+            pool.submit(_run, name, notebooks[name], root, say, kernels): name for name in ordered
+        }
+        try:
+            for done, future in enumerate(concurrent.futures.as_completed(pending), start=1):
+                name, (run, opened) = pending[future], future.result()
+                verdict = "FAILED after" if run.failure else "done in"
+                say(f"  {name}: {verdict} {run.seconds:.1f} s ({done} of {len(stale)})")
+                if run.failure:
+                    failures.append(run.failure)
+                else:
+                    data[name] = results.keep(name, notebooks[name], run, opened)
+        except BaseException:  # Ctrl-C too
+            pool.shutdown(wait=False, cancel_futures=True)
+            kernels.stop()
+            raise
+    return data, failures, stale
+
+
+def table(data: Mapping[str, Data], executed: Collection[str] = ()) -> list[str]:
+    """The run times as lines of text; `executed` are those that ran in this build."""
+    width = max(map(len, data), default=0)
+    lines = [
+        f"  {name:<{width}}  {entry['execution_seconds']:7.1f} s"
+        + ("" if name in executed else "  (earlier)")
+        for name, entry in data.items()
+    ]
+    total = sum(entry["execution_seconds"] for entry in data.values())
+    return ["Run times", *lines, f"  {'all':<{width}}  {total:7.1f} s"]
+
+
+def prune(path: Path) -> None:
+    """Delete the oldest of the caches beside `path`, beyond the KEPT newest."""
+    if path.parent.is_dir():
+        others = [other for other in path.parent.iterdir() if other.is_dir() and other != path]
+        for old in sorted(others, key=lambda other: other.stat().st_mtime)[:-KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _open(path: Path) -> JupyterCacheAbstract:
+    """The cache at `path`, made anew where its list of results cannot be read."""
+    cache = get_cache(path)
+    try:
+        cache.list_cache_records()
+    except Exception:
+        cache.clear_cache()
+        cache = get_cache(path)
+    return cache
+
+
+def _run(name, notebook, root, say, kernels):
+    say(f"  {name}: runs")
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "opened")
+        watched = inputs.environment(root, log)
+        return execute.run(notebook, name, kernels, watched), inputs.opened(log)
+
+
+def _length(results, notebook):
+    """What to sort by: seconds of its last run; else cells that wait for processes, then code."""
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    waits = sum("subprocess" in cell or "processes." in cell for cell in cells)
+    return results.seconds(notebook), waits, sum(map(len, cells))
+
+
+def _digest(notebook):
+    return hashlib.sha256(nbformat.writes(notebook, nbformat.NO_CONVERT).encode()).hexdigest()
+
+
+def _version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _tags(notebook):
+    return [cell.metadata.get("tags", []) for cell in notebook.cells if cell.cell_type == "code"]

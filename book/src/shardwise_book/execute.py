@@ -1,0 +1,345 @@
+"""Runs one notebook in a fresh kernel of this interpreter, and says what went wrong where.
+
+`python -m shardwise_book.execute chapters/*.ipynb` runs notebooks for nothing but their errors.
+That needs ipykernel and nbclient only, so that it works in environments without Jupyter Book.
+"""
+
+import argparse
+import asyncio
+import concurrent.futures
+import dataclasses
+import functools
+import os
+import re
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import nbformat
+import psutil
+from ipykernel.kernelspec import make_ipkernel_cmd
+from jupyter_client import AsyncKernelManager
+from jupyter_client.kernelspec import KernelSpec
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, DeadKernelError
+from traitlets.config import Config
+
+from . import compiler
+
+# Both are for cells that hang, on however slow a machine: no clock on the wall ends one that works.
+STILL_S = 600  # without a hundredth of it in processor time
+BUSY_S = 1800  # of processor time: a whole chapter takes well under a minute
+LOOK_S = 5
+PRINTED = 20  # lines of what a kernel that died had written
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # the book speaks of simulated devices, whatever the machine has
+    "TF_CPP_MIN_LOG_LEVEL": "3",  # the compiler's remarks on this machine belong on no page
+    "GRPC_VERBOSITY": "ERROR",
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+}
+
+DEVICES = """\
+import sys
+if "jax" in sys.modules:
+    mesh = sys.modules.get("shardwise.mesh")
+    devices = mesh.devices() if mesh else sys.modules["jax"].devices()
+    print(len(devices), devices[0].device_kind)
+"""
+
+
+@dataclasses.dataclass
+class Run:
+    """One execution: the notebook with outputs, seconds, "8 cpu" and the like, what went wrong."""
+
+    notebook: nbformat.NotebookNode
+    seconds: float
+    devices: str = ""
+    failure: str | None = None
+
+
+class ThisInterpreter(AsyncKernelManager):
+    """Starts kernels with `sys.executable`, whatever a python3 kernelspec at home may say."""
+
+    arguments = ()  # more of them for the kernel's command line
+
+    @property
+    def kernel_spec(self) -> KernelSpec:
+        # Errors only: each kernel warns that its traffic on this machine is not encrypted.
+        quiet = "--IPKernelApp.log_level=40"
+        # JAX keeps what it traced: millions of objects, which the collector would go through
+        # again and again, a tenth of a chapter's time.
+        rarely = "--IPKernelApp.exec_lines=import gc; gc.set_threshold(2000, 20, 50)"
+        command = make_ipkernel_cmd(extra_arguments=[quiet, rarely, *self.arguments])
+        return KernelSpec(argv=command, display_name="Python 3", language="python")
+
+
+class Kernels:
+    """Those that run now. Each is a session of its own, so Ctrl-C alone reaches none of them."""
+
+    def __init__(self) -> None:
+        self.clients: set[NotebookClient] = set()
+        self.stopped = False
+
+    def stop(self) -> None:
+        """Kill what runs, with what it has started; whoever executes it gets an exception."""
+        self.stopped = True
+        for client in list(self.clients):
+            kill(client)
+
+    def check(self) -> None:
+        """An exception once they are stopped, for a kernel that was still starting then."""
+        if self.stopped:
+            raise DeadKernelError("stopped")
+
+
+def kill(client: NotebookClient) -> None:
+    """Kill its kernel with all that it has started."""
+    process = _process(client)
+    if process and process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def processor_seconds(client: NotebookClient) -> float:
+    """Of its kernel and all that it has started, ended ones included."""
+    total, process = 0.0, _process(client)
+    try:
+        kernel = psutil.Process(process.pid) if process else None
+        members = [kernel, *kernel.children(recursive=True)] if kernel else []
+    except psutil.Error:
+        return total
+    for member in members:
+        try:
+            total += sum(member.cpu_times()[:4])  # user, system, and both of ended children
+        except psutil.Error:  # it ended meanwhile, and counts with its parent's
+            pass
+    return total
+
+
+class Watchdog:
+    """A thread that kills a kernel whose cell hangs, and remembers why in `verdict`."""
+
+    def __init__(
+        self,
+        spent: Callable[[], float],
+        kill: Callable[[], None],
+        still: float,
+        busy: float,
+        look: float,
+    ) -> None:
+        self.verdict: str | None = None
+        self._spent, self._kill, self._limits, self._look = spent, kill, (still, busy), look
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.begin()
+
+    def begin(self) -> None:
+        """A cell begins."""
+        now = self._spent()
+        self._cell, self._moved = now, (time.monotonic(), now)
+
+    def __enter__(self) -> "Watchdog":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self):
+        still, busy = self._limits
+        while not self._ended.wait(self._look):
+            now, spent = time.monotonic(), self._spent()
+            if spent - self._moved[1] >= still / 100:
+                self._moved = now, spent
+            if now - self._moved[0] > still:
+                self.verdict = f"it stood still: no work of the processor in {still:g} s."
+            elif spent - self._cell > busy:
+                self.verdict = f"no end after {busy:g} s of the processor's time."
+            if self.verdict:
+                return self._kill()
+
+
+def run(
+    notebook: nbformat.NotebookNode,
+    name: str,
+    kernels: Kernels | None = None,
+    settings: Mapping[str, str] | None = None,
+) -> Run:
+    """Execute a copy of `notebook` in an empty directory; `name` stands in messages.
+
+    The kernel sees this process's environment, which wins over ENVIRONMENT, and `settings` before
+    both; temporary files that a chapter leaves behind go with it. `kernels` can stop it. What
+    compiled code writes past Python goes to a file, whose end is told where the kernel dies.
+    """
+    kernels = kernels or Kernels()
+    notebook = nbformat.from_dict(notebook)
+    lines = notebook.metadata.pop("source_map", None)
+    notebook.cells.append(nbformat.v4.new_code_cell(DEVICES))
+    started, current = time.perf_counter(), [0]
+
+    def begin(cell, cell_index):
+        kernels.check()
+        current[0] = cell_index
+        watchdog.begin()
+
+    failure = None
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        tempfile.TemporaryDirectory() as temporary,
+        tempfile.TemporaryDirectory() as sockets,
+        tempfile.TemporaryFile() as printed,
+    ):
+        client = NotebookClient(
+            notebook,
+            timeout=None,
+            kernel_manager_class=ThisInterpreter,
+            record_timing=False,
+            on_cell_start=begin,
+            config=Config(ThisInterpreter=reached_through(sockets)),
+        )
+        spent, end = functools.partial(processor_seconds, client), functools.partial(kill, client)
+        watchdog = Watchdog(spent, end, still=STILL_S, busy=BUSY_S, look=LOOK_S)
+        client.resources["metadata"] = {"path": empty}
+        kernels.clients.add(client)
+        try:
+            seen = {**environment(), **(settings or {}), "TMPDIR": temporary}
+            with watchdog:
+                _in_a_loop(client, env=seen, stdout=printed, stderr=printed)
+        except (CellExecutionError, DeadKernelError) as error:
+            reason = watchdog.verdict or _reason(error, printed)
+            failure = _failure(name, notebook, current[0], lines, reason)
+        finally:
+            kernels.clients.discard(client)
+        _clean(notebook, empty)
+    devices = "".join(output.get("text", "") for output in notebook.cells.pop().outputs).strip()
+    failure = failure or _silent_cell(name, notebook, lines)
+    return Run(notebook, time.perf_counter() - started, devices, failure)
+
+
+def reached_through(folder: str) -> dict[str, str]:
+    """Settings of a kernel that is spoken to by files in `folder`, where the system can.
+
+    A port that was free when it was chosen may be another program's when the kernel takes it.
+    """
+    if not hasattr(socket, "AF_UNIX"):
+        return {}
+    return {"transport": "ipc", "connection_file": str(Path(folder, "kernel.json"))}
+
+
+def describe(
+    name: str, notebook: nbformat.NotebookNode, index: int, lines: Sequence[int] | None = None
+) -> str:
+    """The cell's place and first line; code cells are counted from 1, as In[…] counts them."""
+    number = sum(cell.cell_type == "code" for cell in notebook.cells[: index + 1])
+    where = f" (line {lines[index] + 1})" if lines and index < len(lines) else ""
+    first = next(filter(str.strip, notebook.cells[index].source.split("\n")), "")
+    return f"{name}: cell {number}{where} `{first.strip()}`"
+
+
+def environment() -> dict[str, str]:
+    """What kernels see."""
+    # A backend that a test or a shell asked for would leave the chapters without figures.
+    inline = {"MPLBACKEND": "module://matplotlib_inline.backend_inline"}
+    xla = {"XLA_FLAGS": f"{compiler.flags()} {os.environ.get('XLA_FLAGS', '')}".strip()}
+    return {**ENVIRONMENT, **os.environ, **inline, **xla}
+
+
+def _failure(name, notebook, index, lines, reason):
+    return f"{describe(name, notebook, index, lines)} failed:\n{_indent(reason)}"
+
+
+def _silent_cell(name, notebook, lines):
+    """A cell that promises an error and raises none would teach what is no longer so."""
+    for index, cell in enumerate(notebook.cells):
+        tagged = "raises-exception" in cell.metadata.get("tags", [])
+        if tagged and not any(output.output_type == "error" for output in cell.get("outputs", [])):
+            where = describe(name, notebook, index, lines)
+            return f"{where} is tagged raises-exception, and raised nothing: mend it or untag it."
+    return None
+
+
+def _reason(error, printed):
+    if isinstance(error, DeadKernelError):
+        printed.seek(0)
+        end = printed.read().decode(errors="replace").splitlines()[-PRINTED:]
+        died = "the kernel died (out of memory, perhaps, or a crash in compiled code)."
+        return "\n".join([died, *end])
+    return re.sub(r"\x1b\[[0-9;]*m", "", error.traceback)
+
+
+def _in_a_loop(client, **options):
+    """Execute in an event loop that is closed; in a thread where one of the caller's runs here."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(client.async_execute(**options))
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(client.async_execute(**options))).result()
+
+
+def _process(client):
+    return getattr(getattr(client.km, "provisioner", None), "process", None)
+
+
+def _indent(text):
+    return "\n".join("    " + line for line in text.rstrip().split("\n"))
+
+
+def _clean(notebook, directory):
+    """Take this machine's paths out of what cells print: a page shows none."""
+    folders = [re.escape(directory), re.escape(os.path.realpath(directory))]
+    patterns = [
+        (re.compile(r"[/~][^\s'\"<>:\x1b]*/site-packages/"), ""),
+        (re.compile(r"[/~][^\s'\"<>:\x1b]*/src/(?=shardwise(?:_book)?/)"), ""),
+        (re.compile(rf"{re.escape(_library())}/"), ""),
+        (re.compile("(?:" + "|".join(folders) + ")/?"), ""),
+    ]
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            for holder in (output, output.get("data", {})):
+                for key in ("text", "traceback", "evalue", "text/plain", "text/html"):
+                    if key in holder:
+                        holder[key] = _substitute(patterns, holder[key])
+
+
+def _substitute(patterns, text):
+    if isinstance(text, list):
+        return [_substitute(patterns, line) for line in text]
+    for pattern, replacement in patterns:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _library():
+    return str(Path(os.__file__).parent)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the named notebooks one after the other; exit status 1 where a cell of any failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("notebooks", nargs="+", type=Path)
+    parser.add_argument("--preload", metavar="MODULE", help="what the kernel has imported already")
+    options = parser.parse_args(arguments)
+    if options.preload:
+        ThisInterpreter.arguments = (f"--IPKernelApp.exec_lines=import {options.preload}",)
+    failed = 0
+    for path in options.notebooks:
+        result = run(nbformat.read(path, as_version=4), path.name)
+        print(
+            f"  {path.name}: {'FAILED' if result.failure else f'{result.seconds:.1f} s'}",
+            flush=True,
+        )
+        if result.failure:
+            print(result.failure, flush=True)
+            failed += 1
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

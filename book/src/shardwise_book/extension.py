@@ -1,0 +1,162 @@
+"""The build: pairs checked, chapters executed, every warning an error.
+
+config-inited   the cache's folder is named for the state of the stack
+builder-inited  pairs are checked, then stale chapters execute in parallel; now pages may change
+the build       MyST-NB finds every result in the cache, and executes nothing; the gallery of
+                failures is filled when every page was read
+build-finished  the table of run times, and the record of a good end, which no warning has
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from myst_nb.core.read import is_myst_markdown_notebook, read_myst_markdown_notebook
+from sphinx.application import Sphinx
+from sphinx.errors import SphinxError
+
+from . import cache, failures, observatory, pairs, record, site, times
+
+CHAPTERS = "chapters"
+
+
+class BookError(SphinxError):
+    """Stops the build; its text names the chapter, and the cell where there is one."""
+
+    category = "The book was not built"
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    # As `-W --keep-going`, also for a plain `jupyter-book build .`: all warnings are shown, and
+    # any of them makes the exit status non-zero.
+    app.keep_going = True
+    app.shardwise_runs, app.shardwise_executed = {}, set()
+    app.add_directive("run-times", times.RunTimes)
+    app.connect("config-inited", _configure, priority=950)  # when the table of contents is known
+    app.connect("builder-inited", _execute, priority=900)  # when MyST's settings are there
+    app.connect("env-get-outdated", _outdated)
+    app.connect("source-read", _check_unchanged)
+    app.connect("doctree-read", times.add_run_time)
+    app.connect("build-finished", _finish)
+    site.setup(app)
+    failures.setup(app)
+    observatory.setup(app)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
+
+
+def _configure(app, config):
+    for package in cache.PACKAGES:
+        _check_package(Path(app.srcdir, package))
+    app.shardwise_record = record.Record(app)
+    state = cache.fingerprint(Path(app.srcdir))
+    config.nb_execution_mode = "cache"
+    config.nb_execution_cache_path = str(Path(app.outdir).parent / ".jupyter_cache" / state)
+    config.nb_execution_raise_on_error = True
+
+
+def _check_package(folder):
+    """Chapters would import another copy than the one whose edits are watched."""
+    spec = importlib.util.find_spec(folder.name)
+    found = spec and Path(spec.origin or "").parent
+    if folder.is_dir() and (not found or found.resolve() != folder.resolve()):
+        where = "is not installed" if not found else "is imported from elsewhere"
+        remedy = "run `pip install -r requirements.txt` in this folder"
+        raise BookError(f"{folder.name} {where}: {remedy}.")
+
+
+def _execute(app):
+    app.shardwise_texts = dict(_texts(app))
+    notebooks = dict(_notebooks(app))
+    problems = [
+        problem
+        for docname in notebooks
+        if docname.startswith(f"{CHAPTERS}/")
+        for problem in [pairs.problem(Path(app.srcdir, docname + ".md"))]
+        if problem
+    ]
+    problems = [problem.replace(f"{app.srcdir}/", "") for problem in problems]
+    named = {f"{docname}.md": notebook for docname, notebook in notebooks.items()}
+    problems += [one for name in named for one in failures.problems(name, named[name])]
+    if problems:
+        raise BookError("\n".join(problems))
+    path = app.config.nb_execution_cache_path
+    try:
+        data, failed, executed = cache.update(named, Path(path), Path(app.srcdir), _say)
+    except cache.Changed as error:
+        raise BookError(f"{error}: run `make book` again.") from None
+    if failed:
+        raise BookError("\n\n".join([*failed, "In short:", *map(_short, failed)]))
+    _collect_failures(app, named, cache.Results(path, Path(app.srcdir)))
+    app.shardwise_runs = {name.removesuffix(".md"): run for name, run in data.items()}
+    app.shardwise_executed = {name.removesuffix(".md") for name in executed}
+    app.shardwise_record.begin()
+
+
+def _collect_failures(app, named, results):
+    problems = []
+    for name, notebook in named.items():
+        found, silent = failures.collect(name, notebook, results.outputs(notebook))
+        app.shardwise_failures[name.removesuffix(".md")] = found
+        problems += silent
+    if problems:
+        raise BookError("\n".join(problems))
+
+
+def _texts(app):
+    """(docname, text) of each page of the table of contents."""
+    for docname in app.config.external_site_map:
+        path = Path(app.srcdir, docname + ".md")
+        yield docname, path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _check_unchanged(app, docname, source):
+    """What ran is this text: MyST-NB would execute by itself what it does not find in the cache."""
+    known = app.shardwise_texts.get(docname)
+    if known and known != Path(app.srcdir, docname + ".md").read_text(encoding="utf-8"):
+        raise BookError(f"{docname}.md changed while the book was built: run `make book` again.")
+
+
+def _notebooks(app):
+    """(docname, notebook) for each page of the table of contents that is executed, in its order."""
+    for docname, text in app.shardwise_texts.items():
+        path = Path(app.srcdir, docname + ".md")
+        if is_myst_markdown_notebook(text):
+            settings = app.env.myst_config
+            yield docname, read_myst_markdown_notebook(text, settings, add_source_map=True)
+        elif docname.startswith(f"{CHAPTERS}/"):
+            raise BookError(_no_notebook(docname, path))
+
+
+def _say(text):
+    """A line for whoever builds: also where Sphinx, which has one for each page, is quiet."""
+    print(f"{text}\n", end="", flush=True)  # at once: several threads tell of chapters
+
+
+def _short(failure):
+    """Place and error on one line, to read below long tracebacks."""
+    first, *rest = failure.strip().split("\n")
+    return " ".join([first, *(line.strip() for line in rest[-1:])])
+
+
+def _no_notebook(docname, path):
+    if not path.exists():
+        return f"{docname}.md: named in _toc.yml, and not there: write it, or take its line out."
+    return (
+        f"{docname}.md: would not be executed: its front matter needs `jupytext: "
+        "text_representation: {extension: .md, format_name: myst}`, as in the other chapters."
+    )
+
+
+def _outdated(app, env, added, changed, removed):
+    """Pages executed since Sphinx last read them: their text may be the same, not their outputs."""
+    known = getattr(env, "shardwise_finished", {})
+    env.shardwise_finished = {name: run["finished"] for name, run in app.shardwise_runs.items()}
+    return [name for name, time in env.shardwise_finished.items() if known.get(name) != time]
+
+
+def _finish(app, exception):
+    # After a warning too the next build starts over: a page that is up to date repeats none.
+    if not exception and not app._warncount:
+        app.shardwise_record.end()
+    if not exception and app.shardwise_runs:
+        _say("\n".join(cache.table(app.shardwise_runs, app.shardwise_executed)))

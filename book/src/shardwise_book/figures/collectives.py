@@ -1,0 +1,100 @@
+"""The picture of what collectives do: who holds which block before and after, and the ring."""
+
+import math
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
+
+from shardwise_book.figures import palette
+from shardwise_book.figures.plots import Drawing, canvas
+
+NAMES = ("all-gather", "reduce-scatter", "all-reduce")
+_SENDS = {  # (blocks that each of n devices sends round a ring, from n; what to say of them)
+    "all-gather": (lambda n: n - 1, ""),
+    "reduce-scatter": (lambda n: n - 1, ""),
+    "all-reduce": (lambda n: 2 * (n - 1), ""),
+    "all-to-all": (lambda n: n - 1, " of its own"),
+}
+
+
+def collective_picture(mesh: Mesh, names: Sequence[str] = NAMES) -> Drawing:
+    """What each device holds before and after each collective, which is run; and the ring.
+
+    `mesh` has one axis. A column is a device and a row a block; the colour says which device a
+    block comes from, and a block of several colours is the sum of theirs.
+    """
+    n, apart = mesh.size, 2.6
+    pitch = n + 2.7
+    drawing, axes = canvas(3.1, 0.29 * (pitch * len(names) + 5.2))
+    for i, name in enumerate(names):
+        blocks, words = _SENDS[name][0](n), _SENDS[name][1]
+        top = i * pitch
+        _text(axes, 0, top - 0.85, name, fontweight="bold", ha="left")
+        sends = f"each sends {blocks} blocks{words}"
+        _text(axes, 2 * n + apart, top - 0.85, sends, ha="right", fontsize=9)
+        for left, state in zip((0, n + apart), _states(mesh, name), strict=True):
+            _state(axes, left, top, state)
+        arrow = FancyArrowPatch((n + 0.4, top + n / 2), (n + apart - 0.4, top + n / 2))
+        _line(axes, arrow)
+    _ring(axes, n + apart / 2, len(names) * pitch + 0.9, n)
+    axes.set_xlim(-0.1, 2 * n + apart + 0.1)
+    axes.set_ylim(len(names) * pitch + 3.8, -1.4)
+    axes.set_aspect("equal")
+    axes.set_axis_off()
+    return drawing
+
+
+def _states(mesh, name):
+    """Marks [block, device] before and after: bit d for what comes from device d, 0 for nothing."""
+    n, (axis,) = mesh.size, mesh.axis_names
+    cut, rows = PartitionSpec(None, axis), 1 << np.arange(n)
+    run = {
+        "all-gather": lambda x: jax.lax.all_gather(x.sum(0), axis),
+        "reduce-scatter": lambda x: jax.lax.psum_scatter(x, axis, tiled=True),
+        "all-reduce": lambda x: jax.lax.psum(x, axis),
+        "all-to-all": lambda x: jax.lax.all_to_all(x, axis, 0, 0, tiled=True),
+    }[name]
+    before = np.diag(rows) if name == "all-gather" else np.tile(rows, (n, 1))
+    after = np.array(jax.jit(jax.shard_map(run, mesh=mesh, in_specs=cut, out_specs=cut))(before))
+    return before, np.diag(after[0]) if name == "reduce-scatter" else after
+
+
+def _state(axes, left, top, state):
+    """One column a device, its blocks from top to bottom."""
+    for (block, device), mark in np.ndenumerate(state):
+        x, y = left + device, top + block
+        whose = [d for d in range(len(state)) if mark >> d & 1]
+        for i, d in enumerate(whose):
+            place = (x + 0.06 + 0.88 * i / len(whose), y + 0.06)
+            axes.add_patch(Rectangle(place, 0.88 / len(whose), 0.88, color=palette.device(d), lw=0))
+        if len(whose) == 1:
+            ink = palette.ink(palette.device(whose[0]))
+            _text(axes, x + 0.5, y + 0.52, whose[0], color=ink, fontsize=9)
+    for device in range(len(state)):
+        frame = Rectangle((left + device, top), 1, len(state), fill=False, ec=palette.GREY, lw=0.9)
+        axes.add_patch(frame)
+        _text(axes, left + device + 0.5, top + len(state) + 0.5, device)
+
+
+def _ring(axes, x, y, n):
+    """n devices on a flat ring, each with an arrow to the next."""
+    angles = [math.pi * (1 + 2 * d / n) + math.pi / n for d in range(n)]
+    places = [(x + 3.2 * math.cos(a), y + 1.5 * math.sin(a)) for a in angles]
+    for d, place in enumerate(places):
+        colour = palette.device(d)
+        axes.add_patch(Circle(place, 0.52, color=colour, lw=0))
+        _text(axes, *place, d, color=palette.ink(colour))
+        _line(axes, FancyArrowPatch(place, places[(d + 1) % n], shrinkA=13, shrinkB=13))
+    _text(axes, x, y + 2.4, "in a ring, each sends to the next", fontsize=9)
+
+
+def _text(axes, x, y, words, color=palette.GREY, ha="center", **style):
+    axes.text(x, y, words, color=color, ha=ha, va="center", **style)
+
+
+def _line(axes, arrow):
+    arrow.set(arrowstyle="-|>", mutation_scale=11, color=palette.GREY, lw=1.4)
+    axes.add_patch(arrow)

@@ -1,0 +1,73 @@
+"""Random bits drawn in shards: which device drew which counters of the generator's stream."""
+
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+from matplotlib.patches import Rectangle
+
+from shardwise_book.figures import palette
+from shardwise_book.figures.plots import Drawing, canvas
+
+
+def counters(key: jax.Array, drawn: Mapping[str, jax.Array]) -> Drawing:
+    """Arrays of `jax.random.bits(key, shape)`, cut in several ways, by the counters behind them.
+
+    `drawn` maps a title to such an array of two axes. Each entry of each shard is looked up in the
+    stream `jax.random.bits(key, (size,))`, and its place there is the number written into it; its
+    colour is the device that holds it. The strip below is the stream in order, coloured alike.
+
+    Raises:
+      ValueError: a shard holds a number that stands nowhere in the stream.
+    """
+    plain = {"fontsize": 9, "color": palette.GREY}
+    drawing, panels = canvas(2.05 * len(drawn), 2.6, len(drawn))
+    for axes, (title, array) in zip(np.atleast_1d(panels), drawn.items(), strict=True):
+        found, devices = origins(key, array)
+        rows, columns = found.shape
+        for (i, j), counter in np.ndenumerate(found):
+            _cell(axes, j, i, 0.96, devices[i, j], counter)
+        owner = dict(zip(found.ravel().tolist(), devices.ravel().tolist(), strict=True))
+        width = columns / found.size
+        for counter, device in owner.items():
+            _cell(axes, counter * width, rows + 1.1, width, device)
+        ends = {0: "left", found.size - 1: "right"}
+        for counter, side in ends.items():
+            x = (counter + (side == "right")) * width
+            axes.text(x, rows + 2.6, counter, ha=side, va="center", **plain)
+        axes.text(columns / 2, rows + 2.6, "the stream", ha="center", va="center", **plain)
+        axes.set_xlim(-0.1, columns + 0.1)
+        axes.set_ylim(rows + 3.1, -0.1)
+        axes.set_title(title, fontsize=9)
+        axes.set_aspect("equal")
+        axes.axis("off")
+    return drawing
+
+
+def origins(key: jax.Array, array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """For each entry of an array of random bits: its place in the stream, and the device's id."""
+    stream = np.asarray(jax.random.bits(key, (array.size,), array.dtype))
+    place = {bits: i for i, bits in enumerate(stream.tolist())}
+    found, devices = np.empty(array.shape, int), np.empty(array.shape, int)
+    for shard in array.addressable_shards:
+        block = np.asarray(shard.data)
+        if strange := [bits for bits in block.ravel().tolist() if bits not in place]:
+            raise ValueError(
+                f"figures.counters: device {shard.device.id} holds {strange[0]}, which is "
+                f"not among the {array.size} numbers that this key draws; was it drawn with "
+                f"another key?"
+            )
+        found[shard.index] = np.vectorize(place.get, otypes=[int])(block)
+        if shard.replica_id == 0:  # of several that hold the same block, one gives the colour
+            devices[shard.index] = shard.device.id
+    return found, devices
+
+
+def _cell(axes, x, y, width, device, number=None):
+    colour = palette.device(device)
+    height = 0.96 if number is not None else 1.0
+    edge = 0 if number is not None else 0.4  # neighbours in the strip touch
+    axes.add_patch(Rectangle((x, y), width, height, fc=colour, ec=colour, linewidth=edge))
+    if number is not None:
+        text = {"color": palette.ink(colour), "ha": "center", "va": "center_baseline"}
+        axes.text(x + width / 2, y + height / 2, number, fontsize=9, **text)

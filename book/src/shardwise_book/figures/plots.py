@@ -1,0 +1,200 @@
+"""The static figures: where blocks lie, meshes, loss curves, predicted beside measured."""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, Sharding
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from numpy.typing import ArrayLike
+
+from shardwise_book.figures import palette
+
+
+class Drawing(Figure):
+    """A matplotlib figure that shows itself as SVG, sharp on every screen, and only once.
+
+    It belongs to no pyplot state, so that nothing is shown unless it ends a cell.
+    """
+
+    def _repr_svg_(self) -> str:
+        out = io.StringIO()
+        with palette.style():
+            self.savefig(out, format="svg", bbox_inches="tight", metadata={"Date": None})
+        return out.getvalue()
+
+
+def canvas(
+    width: float = 4.3, height: float = 3.0, columns: int = 1, rows: int = 1
+) -> tuple[Drawing, Any]:
+    """A transparent drawing in the book's style, in inches (4.5 fit a phone), and its axes."""
+    with palette.style():
+        drawing = Drawing(figsize=(width, height), layout="constrained")
+        return drawing, drawing.subplots(rows, columns)
+
+
+def shards(
+    array: jax.Array | Sharding, shape: Sequence[int] | None = None, title: str | None = None
+) -> Drawing:
+    """Which device holds which block of a 1-D or 2-D array.
+
+    Each block has an outline; one that several devices hold shows a strip for each, undivided.
+    `array` is an array on devices, or a sharding, which needs the `shape` too. Raises ValueError
+    for other ranks.
+    """
+    sharding = getattr(array, "sharding", array)
+    shape = getattr(array, "shape", None) if shape is None else shape
+    if shape is None or len(shape) not in (1, 2):
+        raise ValueError(f"figures.shards draws arrays of 1 or 2 axes, not of shape {shape}.")
+    rows, columns = (1, *shape)[-2:]
+    height = min(3.2, max(1.1, 4.0 * rows / columns))
+    drawing, axes = canvas(min(4.6, max(2.2, 0.6 + height * columns / rows)), height)
+    for block, ids in _holders(sharding, shape).items():
+        (top, bottom), (left, right) = ((0, 1), *block)[-2:]
+        strip = (right - left) / len(ids)
+        for i, n in enumerate(ids):
+            _box(axes, left + i * strip, top, strip, bottom - top, n)
+        size = (right - left, bottom - top)
+        axes.add_patch(Rectangle((left, top), *size, fill=False, edgecolor=palette.GREY, lw=3))
+    _frame(axes, rows, columns)
+    axes.set_xticks([0, columns])
+    axes.set_yticks([0, rows] if len(shape) == 2 else [])
+    name = getattr(sharding, "spec", type(sharding).__name__)
+    axes.set_title(title or f"{name} of shape {tuple(shape)}")
+    return drawing
+
+
+def mesh_picture(mesh: Mesh, per_host: int | None = None) -> Drawing:
+    """The devices of a mesh of one to three axes, by axis name; a first of three gives panels.
+
+    `per_host` notes on each device which machine it would be in, if each held so many.
+    """
+    devices = np.asarray(mesh.devices)
+    missing = 3 - devices.ndim
+    first, down, across = (None,) * missing + mesh.axis_names
+    grid = devices.reshape((1,) * missing + devices.shape)
+    panels, rows, columns = grid.shape
+    drawing, axes = canvas(0.75 * panels * columns + 0.9, 0.55 * rows + 0.75, panels)
+    for panel, ax in enumerate(np.atleast_1d(axes)):
+        for (row, column), d in np.ndenumerate(grid[panel]):
+            note = f"host {d.id // per_host}" if per_host else ""
+            _box(ax, column + 0.06, row + 0.06, 0.88, 0.88, d.id, note)
+        _frame(ax, rows, columns)
+        ax.set_xticks(np.arange(columns) + 0.5, range(columns))
+        ax.set_yticks(np.arange(rows) + 0.5 if down else [], range(rows) if down else [])
+        ax.set_xlabel(across)
+        ax.set_ylabel(down or "")
+        ax.set_title(f"{first} = {panel}" if first else "")
+    return drawing
+
+
+def curves(
+    series: Mapping[str, tuple[ArrayLike, ArrayLike]],
+    xlabel: str,
+    ylabel: str,
+    levels: Mapping[str, float] | Sequence[tuple[str, float]] = (),
+) -> Drawing:
+    """Curves that carry their names at their right ends.
+
+    `series` maps a name to (x, y); `levels` maps a name to a height drawn across, such as a bound.
+    """
+    drawing, axes = canvas(height=3.2)
+    ends = []
+    for i, (name, (x, y)) in enumerate(series.items()):
+        colour = palette.LINES[i % len(palette.LINES)]
+        axes.plot(x, y, color=colour, linestyle=palette.DASHES[i % len(palette.DASHES)])
+        ends.append([float(y[-1]), name, colour])
+    for name, height in dict(levels).items():
+        axes.axhline(height, color=palette.GREY, linewidth=1, linestyle=(0, (2, 2)))
+        ends.append([float(height), name, palette.GREY])
+    _label_ends(axes, ends)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    return drawing
+
+
+def bars(
+    labels: Sequence[str],
+    predicted: Sequence[float],
+    measured: Sequence[float],
+    unit: str,
+    found: str = "measured",
+) -> Drawing:
+    """Predicted beside `found`, one pair of bars a label, each with its number in `unit`."""
+    drawing, axes = canvas(height=0.62 * len(labels) + 1.0)
+    where = np.arange(len(labels))
+    for shift, values, name, fill in (
+        (-0.19, predicted, "predicted", False),
+        (0.19, measured, found, True),
+    ):
+        drawn = axes.barh(
+            where + shift,
+            values,
+            0.34,
+            label=name,
+            fill=fill,
+            color=palette.LINES[0],
+            edgecolor=palette.LINES[0],
+            hatch=None if fill else "////",
+        )
+        axes.bar_label(drawn, labels=[_number(v) for v in values], padding=4, color=palette.GREY)
+    axes.set_yticks(where, labels)
+    axes.invert_yaxis()
+    axes.margins(x=0.14)
+    axes.set_xlabel(unit)
+    with palette.style():
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    return drawing
+
+
+def _holders(sharding, shape):
+    """Block (start and stop along each axis) to the ids of the devices that hold it."""
+    found = {}
+    for device, index in sharding.devices_indices_map(tuple(shape)).items():
+        block = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+        found.setdefault(block, []).append(device.id)
+    return found
+
+
+def _box(axes, x, y, width, height, device, note=""):
+    colour = palette.device(device)
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, linewidth=0))
+    text = {"color": palette.ink(colour), "ha": "center", "va": "center"}
+    middle = x + width / 2
+    axes.text(middle, y + height * (0.4 if note else 0.5), device, fontweight="bold", **text)
+    if note:
+        axes.text(middle, y + height * 0.78, note, fontsize=7, **text)
+
+
+def _frame(axes, rows, columns):
+    axes.add_patch(Rectangle((0, 0), columns, rows, fill=False, edgecolor=palette.GREY, lw=1.2))
+    axes.set_xlim(-0.01 * columns, 1.01 * columns)
+    axes.set_ylim(1.02 * rows, -0.02 * rows)  # row 0 at the top, as arrays are written
+    axes.spines[:].set_visible(False)
+    axes.tick_params(length=0)
+
+
+def _label_ends(axes, ends):
+    """Write each name beside the end of its curve, moved apart where they would overlap."""
+    low, high = axes.get_ylim()
+    gap, previous = 0.075 * (high - low), -math.inf
+    for height, name, colour in sorted(ends):
+        previous = max(height, previous + gap)
+        axes.annotate(
+            name,
+            (1.0, previous),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+            annotation_clip=False,
+        )
+
+
+def _number(value):
+    return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:,.3g}"

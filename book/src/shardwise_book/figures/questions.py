@@ -1,0 +1,194 @@
+"""Questions at the end of a page: numbers and choices, judged at once and explained."""
+
+import dataclasses
+import hashlib
+import math
+import numbers
+import re
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from shardwise_book.figures.interactive import STYLE, Interactive
+
+_STYLE = """<style>
+.shardwise-question { margin: 1.1rem 0 1.5rem; }
+.shardwise-figure .shardwise-question fieldset { display: block; min-width: 0; }
+.shardwise-question legend { padding: 0; margin-bottom: .5rem; font-weight: 600; max-width: 72ch; }
+.shardwise-question label { display: inline-flex; flex-wrap: wrap; gap: .15rem .55rem;
+  align-items: center; font-size: .96em; padding: .3rem 0; margin-right: .9rem; }
+.shardwise-question label.option { display: grid; grid-template-columns: auto 1fr;
+  align-items: baseline; margin-right: 0; }
+.shardwise-figure .shardwise-question input { margin: 0; min-height: 0; }
+.shardwise-figure .shardwise-question input[type=text] { width: 11rem; padding: .2rem .5rem;
+  min-height: 2rem; }
+.shardwise-question button { font: inherit; font-size: .92em; min-height: 2rem; padding: .1rem 1rem;
+  margin: .35rem 0; }
+.shardwise-question .verdict:not(:empty) { border-left: 3px solid #c8504b; padding-left: .7rem;
+  margin: .5rem 0; max-width: 72ch; overflow-wrap: anywhere; }
+.shardwise-question .verdict.right { border-color: #3a9a6b; }
+.shardwise-question details { font-size: .92em; }
+.shardwise-question summary { cursor: pointer; width: fit-content; padding: .2rem 0; }
+.shardwise-question details p { margin: .3rem 0 .3rem 1rem; max-width: 72ch; }
+</style>"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One question, as `fill_in` or `choose` makes it, for `questions` to show.
+
+    `told` holds pairs (answer, explanation) as HTML: the right answer's, then those of known
+    mistakes. `judged` is what questions.js needs to tell which of them was given.
+    """
+
+    prompt: str
+    told: tuple[tuple[str, str], ...]
+    judged: dict[str, Any]
+    controls: str  # HTML in which "@answer" stands for a name of this question alone
+
+    @property
+    def key(self) -> str:
+        """What a reader's answer is kept under: another prompt is another question."""
+        return hashlib.sha256(self.prompt.encode()).hexdigest()[:10]
+
+
+def fill_in(
+    prompt: str,
+    answer: float,
+    *,
+    unit: str = "",
+    why: str,
+    wrong: Mapping[float, str] | None = None,
+    tolerance: float | None = None,
+) -> Question:
+    """A question whose answer is a number; texts are plain, with `code` in backticks.
+
+    The reader may leave the unit out, write thousands apart, a product, a fraction or a power, and
+    name a larger unit of bytes or of time. `why` explains the right answer, `wrong` some others.
+    `tolerance` is relative: by default 0 for a whole number, and 0.01 for any other.
+
+    Raises:
+      ValueError: a text is empty, a number is not finite, or a wrong one is as good as the right.
+    """
+    here = f"figures.fill_in({prompt!r})"
+    _text(prompt, here)
+    right = _number(answer, here)
+    if tolerance is None:
+        tolerance = 0 if isinstance(right, int) else 0.01
+    if not 0 <= tolerance < 1:
+        raise ValueError(f"{here}: tolerance={tolerance!r}: expected a share from 0 up, below 1.")
+    mistakes = {_number(number, here): text for number, text in (wrong or {}).items()}
+    for number in mistakes:
+        if abs(number - right) <= tolerance * abs(right):
+            raise ValueError(
+                f"{here}: the wrong answer {number} is within {tolerance:.0%} of the right one, "
+                f"{right}: take it out, or choose another case, in which the two differ."
+            )
+    told = [(right, why), *mistakes.items()]
+    judged = {"numbers": [number for number, _ in told], "unit": unit, "tolerance": tolerance}
+    shown = tuple((f"{_digits(n)} {escape(unit)}".strip(), _text(t, here)) for n, t in told)
+    controls = (
+        '<label>Your answer <input type="text" id="@answer" size="14" autocomplete="off" '
+        f'autocapitalize="off" spellcheck="false"> {escape(unit)}</label>'
+    )
+    return Question(prompt, shown, judged, controls)
+
+
+def choose(prompt: str, *, right: str, wrong: Mapping[str, str], why: str) -> Question:
+    """A question with one right option; `wrong` maps each other option to why it is none.
+
+    Texts are plain, with `code` in backticks. The options' order follows from their words.
+
+    Raises:
+      ValueError: a text is empty, there is no wrong option, or the right one is among them.
+    """
+    here = f"figures.choose({prompt!r})"
+    _text(prompt, here)
+    if not wrong:
+        raise ValueError(f"{here}: no wrong option: a choice needs one at least.")
+    told = [(right, why), *wrong.items()]
+    seen = {" ".join(option.lower().split()) for option, _ in told}
+    if len(seen) < len(told):
+        raise ValueError(f"{here}: two of the options are the same: {[o for o, _ in told]}.")
+    shown = tuple((_text(option, here), _text(text, here)) for option, text in told)
+    order = sorted(range(len(told)), key=lambda i: _shuffled(prompt, told[i][0]))
+    controls = "".join(
+        f'<label class="option"><input type="radio" name="@answer" value="{i}">'
+        f"<span>{shown[i][0]}</span></label>"
+        for i in order
+    )
+    return Question(prompt, shown, {}, controls)
+
+
+def questions(*asked: Question) -> Interactive:
+    """Show questions made by `fill_in` and `choose`; each is judged when the reader asks for it.
+
+    In the built book answers stay on the reader's device; in a notebook they last as long as the
+    page.
+
+    Raises:
+      ValueError: no question, or two with the same prompt.
+      TypeError: something else than a question.
+    """
+    for one in asked:
+        if not isinstance(one, Question):
+            raise TypeError(
+                f"figures.questions: got {one!r}: expected what figures.fill_in or figures.choose "
+                "returned."
+            )
+    if not asked or len({one.key for one in asked}) < len(asked):
+        raise ValueError(
+            "figures.questions: expected one question or more, each with a prompt of its own; got "
+            f"{[one.prompt for one in asked]}."
+        )
+    note = (
+        "<noscript><p>Without JavaScript nothing is judged here: each answer stands below its "
+        "question.</p></noscript>"
+    )
+    still = "".join(_html(i, one) for i, one in enumerate(asked))
+    data = {"questions": [one.judged for one in asked]}
+    return Interactive("questions.js", data, STYLE + _STYLE + note + still)
+
+
+def _html(index: int, one: Question) -> str:
+    """A question that can be read without its script: the answer waits in <details>."""
+    controls = one.controls.replace('="@answer"', f'="@{index}"')
+    (right, why), *others = one.told
+    told = f'<p><b>{right}</b>. <span data-told="0">{why}</span></p>' + "".join(
+        f'<p>Not <b>{option}</b>: <span data-told="{i}">{text}</span></p>'
+        for i, (option, text) in enumerate(others, start=1)
+    )
+    return (
+        f'<div class="shardwise-question" data-question="{one.key}"><fieldset disabled>'
+        f"<legend>{index + 1}. {_text(one.prompt, '')}</legend>{controls}"
+        '<button type="button">Check</button>'
+        '<p class="verdict" role="status" aria-live="polite"></p></fieldset>'
+        f"<details><summary>Show the answer</summary>{told}</details></div>"
+    )
+
+
+def _text(text: str, here: str) -> str:
+    """Plain text as HTML, with what stands between backticks as code."""
+    if not text.strip() or text.count("`") % 2:
+        wrong = "a backtick has no partner" if text.strip() else "a text is empty"
+        raise ValueError(f"{here}: {wrong}: {text!r}.")
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text.strip()))
+
+
+def _number(given: Any, here: str) -> int | float:
+    """A Python number of whatever NumPy or JAX made it."""
+    if getattr(given, "shape", ()) != ():
+        raise ValueError(f"{here}: expected one number, got an array of shape {given.shape}.")
+    value = given.item() if hasattr(given, "item") else given
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"{here}: expected a finite number, got {given!r}.")
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def _digits(number: int | float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:,.4g}"
+
+
+def _shuffled(prompt: str, option: str) -> bytes:
+    """A place among the options that tells nothing, and is the same in every build."""
+    return hashlib.sha256(f"{prompt}\n{option}".encode()).digest()

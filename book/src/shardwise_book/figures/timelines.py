@@ -1,0 +1,109 @@
+"""Pipeline timelines: what each device does when, coloured by kind, numbered by microbatch."""
+
+from collections.abc import Mapping
+
+from matplotlib.patches import Rectangle
+
+from shardwise import schedules
+from shardwise_book.figures import palette
+from shardwise_book.figures.plots import Drawing, canvas
+
+Run = schedules.Timeline | schedules.Schedule
+
+# Forwards darkest, backwards to the weights lightest, so that they differ in grey too.
+COLOURS = {
+    "F": palette.DEVICES[1],
+    "B": palette.DEVICES[4],
+    "I": palette.DEVICES[5],
+    "W": palette.DEVICES[7],
+}
+
+
+def schedule(
+    runs: Run | Mapping[str, Run], width: float = 5.2, xlabel: str = "time, in ticks"
+) -> Drawing:
+    """Timelines above each other, on one axis of time.
+
+    `runs` is a `schedules.Timeline`, a schedule (drawn at the costs `schedules.COSTS`), or a
+    mapping of titles to these. A box is a task; its colour is the kind, its number the
+    microbatch. A bar at the foot marks a device's second stage, two bars its third. Where it is
+    shaded, the device waits.
+    """
+    titled = runs if isinstance(runs, Mapping) else {"": runs}
+    named = {title: _timed(run) for title, run in titled.items()}
+    rows = sum(run.schedule.devices + 1.4 for run in named.values())
+    drawing, axes = canvas(width, 0.24 * rows + 0.6)
+    span, top, ticks = max(run.makespan for run in named.values()), 0, {}
+    for title, run in named.items():
+        axes.text(0, top + 0.62, title, fontweight="bold", fontsize=9.5, color=palette.GREY)
+        for device, order in enumerate(run.schedule.tasks):
+            row = top + device + 1
+            ticks[row + 0.5] = str(device)
+            _waits(axes, row, run.makespan)
+            for task in order:
+                _task(axes, row, run, task, span / (11 * width))
+        top += run.schedule.devices + 1.4
+    axes.set_yticks(list(ticks), ticks.values(), fontsize=9)
+    axes.set_ylabel("device")
+    axes.set_xlabel(xlabel)
+    axes.set_xlim(0, span * 1.001)
+    axes.set_ylim(top - 0.3, 0)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    kinds = {task.kind for run in named.values() for task in run.start}
+    _legend(axes, [kind for kind in schedules.KINDS if kind in kinds])
+    return drawing
+
+
+def _timed(run):
+    return run if isinstance(run, schedules.Timeline) else schedules.timeline(run)
+
+
+def _waits(axes, row, makespan):
+    axes.add_patch(Rectangle((0, row + 0.06), makespan, 0.88, color=palette.GREY, alpha=0.18, lw=0))
+
+
+def _task(axes, row, run, task, narrow):
+    """One box; its number is left out where it would not fit, under `narrow` a digit."""
+    start, length = run.start[task], run.end[task] - run.start[task]
+    colour = COLOURS[task.kind]
+    gap = min(narrow / 6, length / 6)  # what tells neighbours of one kind apart
+    axes.add_patch(Rectangle((start, row + 0.06), length - gap, 0.88, color=colour, lw=0))
+    ink = palette.ink(colour)
+    if length > narrow * len(str(task.microbatch)):
+        place = {"ha": "center", "va": "center_baseline", "fontsize": 8, "color": ink}
+        axes.text(start + length / 2, row + 0.53, task.microbatch, **place)
+    for bar in range(chunk(run.schedule, task)):
+        foot = (start + 0.15 * length, row + 0.84 - 0.16 * bar)
+        axes.add_patch(Rectangle(foot, 0.7 * length, 0.06, color=ink, lw=0))
+
+
+def chunk(table: schedules.Schedule, task: schedules.Task) -> int:
+    """Which of its device's stages a task belongs to, counted from 0 in the order of stages."""
+    home = table.device_of[task.stage]
+    return sum(device == home for device in table.device_of[: task.stage])
+
+
+def number(value: float) -> str:
+    """At most three decimals, as JavaScript writes them: the values are eighths."""
+    return f"{value:.3f}".rstrip("0").rstrip(".")
+
+
+def _legend(axes, kinds):
+    marks = [
+        Rectangle((0, 0), 1, 1, facecolor=COLOURS[kind], label=f"{kind} {schedules.KINDS[kind]}")
+        for kind in kinds
+    ]
+    with palette.style():
+        axes.legend(
+            handles=marks,
+            loc="lower left",  # on a phone the right side is out of sight
+            bbox_to_anchor=(0, 1),
+            ncols=len(marks),
+            fontsize=9,
+            handletextpad=0.4,
+            columnspacing=1.2,
+            borderaxespad=0.1,
+            handlelength=1,
+            handleheight=1,
+        )

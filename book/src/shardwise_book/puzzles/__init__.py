@@ -1,0 +1,46 @@
+"""Checkers of the book's puzzles: give one your answer, and it says what is right or missing.
+
+    from shardwise_book import puzzles
+    puzzles.bands(P("data", "model"))   # shows a `Verdict`; true only if solved
+
+Nothing else imports this room; it may import any. A checker judges what an answer does: its values
+against one device's on seeded random inputs of several shapes, its bytes in the compiled program,
+a schedule by its timeline. It never reads source. Checkers need eight devices: `mesh.simulate(8)`.
+
+To add a puzzle, write one function here, decorated with `puzzle`, that returns the praise or raises
+`Wrong`, and export it; give it a section with a stub and a hidden solution in the chapter, and its
+solution and wrong answers to `tests/test_puzzles.py`.
+"""
+
+from shardwise_book.puzzles.gathering import clip, gather, layer, settings
+from shardwise_book.puzzles.layouts import bands, product, table
+from shardwise_book.puzzles.parts import accumulated, segments, squares
+from shardwise_book.puzzles.pipelines import boundaries, order
+from shardwise_book.puzzles.plans import division, gather_seconds, smallest
+from shardwise_book.puzzles.rings import halo, scatter, transpose
+from shardwise_book.puzzles.states import born, target
+from shardwise_book.puzzles.verdict import Verdict
+
+__all__ = [
+    "Verdict",
+    "accumulated",
+    "bands",
+    "born",
+    "boundaries",
+    "clip",
+    "division",
+    "gather",
+    "gather_seconds",
+    "halo",
+    "layer",
+    "order",
+    "product",
+    "scatter",
+    "segments",
+    "settings",
+    "smallest",
+    "squares",
+    "table",
+    "target",
+    "transpose",
+]

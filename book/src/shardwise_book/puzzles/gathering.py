@@ -1,0 +1,137 @@
+"""Puzzles on FSDP: a gather inside a layer, a clipped norm, and the library's settings."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec as P
+
+from shardwise import fsdp, marks, measure, mesh
+from shardwise_book.puzzles.running import (
+    QUICK,
+    in_one,
+    normal,
+    on_each,
+    require_at_most,
+    require_close,
+)
+from shardwise_book.puzzles.verdict import Verdict, Wrong, puzzle
+
+EMBED, MLP = 64, 256
+
+
+def layer(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+    """One layer on whole matrices: `w["up"]` [embed, mlp] and `w["down"]` [mlp, embed]."""
+    return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+
+def _stack(layers):
+    up, down = normal(0, layers, EMBED, MLP) / 8, normal(1, layers, MLP, EMBED) / 16
+    return {"up": up, "down": down}
+
+
+def _error(body, stack, batch):
+    return jnp.sum((jax.lax.scan(body, batch["x"], stack)[0] - batch["y"]) ** 2)
+
+
+@puzzle("return what the layer yields, and None.")
+def gather(body: Callable[[jax.Array, Any], tuple[jax.Array, None]]) -> Verdict:
+    """A scan's `body(x, w)` on a device's rows and its eighth of each matrix, cut along "fsdp"."""
+    programs = {layers: _like_one_device(body, _stack(layers)) for layers in (2, 4)}
+    temporaries = {n: measure.bytes_per_device(p).temporaries for n, p in programs.items()}
+    one = sum(a.nbytes for a in _stack(1).values())
+    grown = (temporaries[4] - temporaries[2]) / (2 * one)
+    if grown > 0.2:
+        raise Wrong(
+            f"right gradients, but each layer more takes {grown:.2f} layers' bytes of temporaries: "
+            f"gathered weights are kept for the backward pass, or gathered too early."
+        )
+    sent = measure.collectives(programs[4]).ring_bytes
+    require_at_most(sent, (3 * 4 * one + 8) * 7 / 8, "ring bytes")
+    return f"{sent:,.0f} ring bytes, 3Ψ(n−1)/n, and {temporaries[4] / one:.2f} layers in memory."
+
+
+def _like_one_device(body, stack):
+    """The gradient's program under FSDP by `body`, after a comparison with one device."""
+    batch, cut = {"x": normal(2, 16, EMBED), "y": normal(3, 16, EMBED)}, P(None, "fsdp")
+
+    def run(stack, batch):
+        value, slope = jax.value_and_grad(lambda s: _error(body, s, batch))(stack)
+        return jax.lax.psum(value, "fsdp"), slope
+
+    specs = dict(in_specs=(cut, P("fsdp")), out_specs=(P(), cut))
+    program = on_each(run, mesh.make(fsdp=8), stack, batch, **specs)
+    value, slope = program(stack, batch)
+    whole = jax.value_and_grad(lambda s: _error(lambda x, w: (layer(x, w), None), s, batch))
+    expected = in_one(whole)(stack)
+    require_close(value, expected[0], "the loss")
+    require_close(slope, expected[1], "the gradient")
+    return program
+
+
+@puzzle("return the clipped gradients, as a dict.")
+def clip(function: Callable[[dict[str, jax.Array], float], dict[str, jax.Array]]) -> Verdict:
+    """`function(grads, limit)` of one device: "w" and "v" cut along "x", "b" whole on each."""
+    laid = {"w": P("x"), "v": P("x"), "b": P()}
+    for seed, limit in ((0, 1.0), (1, 1e3), (2, 5.0)):
+        grads = {
+            "w": normal(seed, 64, 16),
+            "v": normal(seed + 1, 32),
+            "b": 3 * normal(seed + 2, 16),
+        }
+
+        def here(grads, limit=limit):
+            return function(grads, limit)
+
+        specs = dict(in_specs=(laid,), out_specs=laid)
+        program = on_each(here, mesh.make(x=8), grads, **specs)
+        found = program(grads)
+        if not isinstance(found, dict) or set(found) != set(laid):
+            raise Wrong('expected a dict of "w", "v" and "b".')
+        expected, _ = optax.clip_by_global_norm(limit).update(grads, optax.EmptyState())
+        for name in laid:
+            require_close(
+                found[name], np.asarray(expected[name]), f'"{name}" under limit {limit:g}'
+            )
+        moved = measure.collectives(program)
+        require_at_most(moved.payload_bytes, 4, "bytes of payload")
+    return f"{moved.payload_bytes} bytes of payload, {moved.ring_bytes:g} ring bytes: one number."
+
+
+@puzzle("choose `zero`, `dtype` and `reduce_dtype`.")
+def settings(options: Mapping[str, Any]) -> Verdict:
+    """Options of `fsdp.step` for four microbatches: at most 2.9Ψ in memory, sums in float32."""
+    if unknown := set(options) - {"zero", "dtype", "reduce_dtype"}:
+        raise Wrong(f"choose zero, dtype and reduce_dtype, and leave out {sorted(unknown)}.")
+    lowered, program, psi = _step(options)
+    total, written = measure.bytes_per_device(program).total / psi, measure.collectives(lowered)
+    if total > 2.9:
+        raise Wrong(f"a device needs {total:.2f}Ψ during the step; the budget is 2.9Ψ.")
+    rounded = [o for o in written.ops if o.kind == "reduce-scatter" and "bf16" in o.dtype]
+    if rounded:
+        raise Wrong("gradients are summed in bfloat16; they are to be summed in float32.")
+    sent = round(written.ring_bytes / psi * 8 / 7, 2)
+    if sent > 4.5:
+        raise Wrong(f"within the budget ({total:.2f}Ψ), {sent:g}Ψ sent; 4.5Ψ are enough.")
+    return f"{sent:g}Ψ sent as written, in {total:.2f}Ψ of memory."
+
+
+def _step(options):
+    """A step of four layers, lowered and compiled, and the bytes of their parameters."""
+
+    def loss(stack, batch):
+        body = jax.checkpoint(lambda x, w: (layer(x, marks.use(w)), None))
+        return jnp.mean((jax.lax.scan(body, batch["x"], stack)[0] - batch["y"]) ** 2)
+
+    grid, stack, adam = mesh.make(fsdp=8), _stack(4), optax.adam(1e-3)
+    batch = {"x": normal(2, 64, EMBED), "y": normal(3, 64, EMBED)}
+    stored = fsdp.place(stack, grid, stacked=lambda path: True)
+    step = fsdp.step(loss, adam, grid, microbatches=4, **options)
+    lowered = step.lower(stored, fsdp.init(adam, stored), batch)
+    program = lowered.compile(QUICK)
+    mean = program(stored, fsdp.init(adam, stored), batch)[2]
+    require_close(np.asarray(mean), np.asarray(in_one(loss)(stack, batch)), "the loss", 1e-2)
+    return lowered, program, sum(a.nbytes for a in stack.values())

@@ -1,0 +1,100 @@
+"""Puzzles on specs, on products of sharded matrices, and on rule tables."""
+
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import measure, mesh, model, rules
+from shardwise_book.puzzles.running import compiled, require_at_most, require_equal, whole_numbers
+from shardwise_book.puzzles.verdict import Verdict, Wrong, puzzle
+
+
+@puzzle("put a `P(...)` in the place of the dots.")
+def bands(spec: P) -> Verdict:
+    """Eight bands of rows on a mesh data=4, model=2: device (i, j) is to hold band 4j + i."""
+    grid = mesh.make(data=4, model=2)
+    if not isinstance(spec, P):
+        raise Wrong(f"expected a PartitionSpec, `P(...)`, and got {spec!r}.")
+    for shape in ((64, 32), (16, 8, 4)):
+        layout = NamedSharding(grid, spec)
+        share = np.prod(layout.shard_shape(shape)) / np.prod(shape)
+        if share != 1 / 8:
+            raise Wrong(f"a device holds {share:.3g} of the array; a band is an eighth, 0.125.")
+        where, rows = layout.devices_indices_map(shape), shape[0] // 8
+        for (i, j), device in np.ndenumerate(grid.devices):
+            cut, *others = (index.indices(n) for index, n in zip(where[device], shape, strict=True))
+            if any(index[:2] != (0, n) for index, n in zip(others, shape[1:], strict=True)):
+                raise Wrong(f"an eighth each, but an axis other than the rows of {shape} is cut.")
+            if cut[0] != (4 * j + i) * rows:
+                raise Wrong(
+                    f"an eighth each, but device ({i}, {j}) holds band {cut[0] // rows}, and "
+                    f"should hold band {4 * j + i}."
+                )
+    return "every device holds its band, an eighth of the array."
+
+
+@puzzle("return two specs, one for A and one for B.")
+def product(specs: Callable[[int, int, int], tuple[P, P]]) -> Verdict:
+    """The cheapest layouts of two factors I×J and J×K, each cut in four: `specs(I, J, K)`."""
+    line, told = mesh.make(model=4), []
+    for i, j, k in ((256, 64, 32), (32, 64, 256), (16, 512, 16), (64, 64, 64)):
+        a, b = whole_numbers(i, i, j), whole_numbers(k, j, k)
+        layouts = [NamedSharding(line, spec) for spec in specs(i, j, k)]
+        for name, factor, layout in zip("AB", (a, b), layouts, strict=True):
+            share = np.prod(layout.shard_shape(factor.shape)) / factor.size
+            if share != 1 / 4:
+                raise Wrong(f"each device holds {share:.3g} of {name}; it is to hold a quarter.")
+        placed = jax.device_put((a, b), tuple(layouts))
+        program = compiled(jnp.dot, *placed)
+        require_equal(program(*placed), a @ b)
+        sent = measure.collectives(program).ring_bytes
+        # Either factor may be gathered, or the partial products be reduced, which is two passes.
+        enough = min(a.nbytes, b.nbytes, 2 * 4 * i * k) * 3 / 4
+        require_at_most(sent, enough, f"ring bytes for {i}×{j} times {j}×{k}")
+        told.append(f"{sent:,}")
+    return f"{', '.join(told)} ring bytes for the four products, and less is not possible."
+
+
+@puzzle("put a mesh axis, several, or None in the place of each of the dots.")
+def table(axes: Mapping[str, str | tuple | None]) -> Verdict:
+    """A rule table for the decoder on data=4, model=2: matrices in eighths, and a cheap MLP."""
+    grid, rule = mesh.make(data=4, model=2), rules.LogicalRules(dict(axes))
+    sizes = (64, 4, 2, 16, 192), (128, 8, 4, 16, 256)
+    for embed, heads, kv_heads, head_dim, mlp in sizes:
+        config = model.Config(256, embed, 2, heads, kv_heads, head_dim, mlp)
+        params = nnx.eval_shape(lambda c=config: nnx.state(model.Decoder(c, nnx.Rngs(0))))
+        for row in rules.describe(rule, params, grid).rows:
+            whole = 4 * np.prod(row.shape)
+            if np.prod(row.shape) >= 1024 and row.bytes != whole / 8:
+                raise Wrong(
+                    f"{row.path} lies under `{row.spec}`: {row.bytes:,} bytes on each device, and "
+                    f"an eighth is {whole // 8:,}."
+                )
+    told = [f"{_send_mlp(rule, grid, embed, mlp):,}" for embed, *_, mlp in sizes]
+    return f"eighths of every matrix, and {' and '.join(told)} ring bytes for the two MLPs."
+
+
+def _send_mlp(rule, grid, embed, mlp, rows=512):
+    names = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
+    arrays = {"up": whole_numbers(1, embed, mlp), "down": whole_numbers(2, mlp, embed)}
+    specs = rules.LogicalRules(dict(rule.table), names=names)(arrays, grid)
+    by_rows, x = P("data"), whole_numbers(3, rows, embed)
+    layouts = [NamedSharding(grid, s) for s in (by_rows, specs["up"], specs["down"])]
+    args = [x, arrays["up"], arrays["down"]]
+
+    def layer(x, up, down):
+        return jax.nn.relu(x @ up) @ down
+
+    program = compiled(layer, *args, in_shardings=tuple(layouts), out_shardings=layouts[0])
+    placed = jax.device_put(args, layouts)
+    require_equal(program(*placed), np.maximum(x @ arrays["up"], 0) @ arrays["down"])
+    # Half of both matrices gathered over `data`, the result of four rows' share reduced over two.
+    enough = 2 * (embed * mlp * 4 // 2) * 3 // 4 + 2 * (rows // 4 * embed * 4) // 2
+    sent = measure.collectives(program).ring_bytes
+    require_at_most(sent, enough, f"ring bytes for an MLP of {embed} and {mlp} on {rows} rows")
+    return sent

@@ -1,0 +1,68 @@
+"""Puzzles on collectives: one by `ppermute`, and the transpose of another."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from shardwise import measure, mesh
+from shardwise_book.puzzles.running import (
+    in_one,
+    on_each,
+    require_at_most,
+    require_equal,
+    whole_numbers,
+)
+from shardwise_book.puzzles.verdict import Verdict, Wrong, puzzle
+
+
+@puzzle("return the sum of the block that belongs to this device.")
+def scatter(function: Callable[[jax.Array], jax.Array]) -> Verdict:
+    """A reduce-scatter along "x" by `ppermute`, in log₂ n steps: blocks [n, ...] to one [...]."""
+    for n in (2, 4, 8):
+        line, partial = mesh.make(x=n), whole_numbers(n, n * n, 4, 8)
+        program = on_each(function, line, partial, check=False)
+        require_equal(program(partial), _sums(partial, n), f" on {n} devices")
+        moved = measure.collectives(program)
+        if others := set(moved) - {"collective-permute"}:
+            raise Wrong(f"right values, by {', '.join(others)}; send them by `ppermute` alone.")
+        steps = n.bit_length() - 1
+        require_at_most(
+            moved.ring_bytes, partial.nbytes // n * (n - 1) // n, f"bytes on {n} devices"
+        )
+        require_at_most(moved.dynamic, steps, f"permutes on {n} devices")
+    return f"{steps} permutes on {n} devices, and {moved.ring_bytes:,} bytes, those of the ring."
+
+
+def _sums(partial, n):
+    blocks = partial.reshape(n, n, *partial.shape[1:]).sum(axis=0)
+    return blocks.reshape(-1, *partial.shape[2:])
+
+
+def halo(x: jax.Array) -> jax.Array:
+    """[rows, width] with the last row of the device before on top: [rows + 1, width]."""
+    n = jax.lax.axis_size("x")
+    above = jax.lax.ppermute(x[-1:], "x", [(d, (d + 1) % n) for d in range(n)])
+    return jnp.concatenate([above, x])
+
+
+@puzzle("return what each device's rows receive.")
+def transpose(function: Callable[[jax.Array], jax.Array]) -> Verdict:
+    """The transpose of `halo`, [rows + 1, width] to [rows, width], for the bytes of `halo`."""
+    for n, rows in ((2, 3), (4, 2), (8, 5)):
+        line = mesh.make(x=n)
+        x, y = whole_numbers(n, n * rows, 6), whole_numbers(n + 1, n * (rows + 1), 6)
+        forward, backward = on_each(halo, line, x), on_each(function, line, y)
+        found = np.asarray(backward(y))
+        if found.shape == x.shape:
+            left, right = np.vdot(forward(x), y), np.vdot(x, found)
+            if left != right:
+                raise Wrong(f"on {n} devices ⟨Ax, y⟩ is {left:g} and ⟨x, Aᵀy⟩ is {right:g}.")
+        whole = jax.shard_map(halo, mesh=line, in_specs=P("x"), out_specs=P("x"))
+        by_jax = in_one(lambda y, f=whole, x=x: jax.linear_transpose(f, x)(y)[0])
+        require_equal(found, by_jax(y), f" on {n} devices")
+        sent = measure.collectives(backward).ring_bytes
+        require_at_most(sent, measure.collectives(forward).ring_bytes, f"ring bytes on {n} devices")
+    return f"⟨Ax, y⟩ = ⟨x, Aᵀy⟩ on 2, 4 and 8 devices, and {sent} bytes sent: one row."
