@@ -248,6 +248,14 @@ def test_chapter_that_would_not_be_executed(book):
     assert "chapters/second.md: would not be executed" in printed
 
 
+def test_a_package_that_is_imported_from_elsewhere_is_named(book):
+    """Edits in this folder would change nothing, and nobody would know."""
+    elsewhere = os.pathsep.join([str(ROOT / "book/src"), "book/src"])
+    status, printed, executed = book.build(PYTHONPATH=elsewhere)
+    assert status != 0 and executed == []
+    assert "shardwise_book is imported from elsewhere: run `pip install -r" in printed
+
+
 SLOW = pytest.mark.slow
 SIGNALS = ["SIGKILL", pytest.param("SIGTERM", marks=SLOW), pytest.param("SIGINT", marks=SLOW)]
 
