@@ -110,3 +110,20 @@ def test_a_strangers_program_trains_saves_and_restores_elsewhere(first, second, 
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(on_one(name)), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * max(np.abs(b).max(), 1e-6))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_predicted_is_what_the_shards_hold(name):
+    layout, tx = LAYOUTS[name](), OPTIMIZERS["adafactor"]
+    params, state = born(layout, tx)
+
+    def held(tree):
+        shards = [x.addressable_shards[0].data for x in jax.tree.leaves(tree)]
+        return sum(shard.nbytes for shard in shards)
+
+    shapes = jax.eval_shape(create, jax.random.key(0))
+    found = layouts.predict(layout, shapes, batches()[0], tx)
+    assert (found.held["parameters"], found.held["state"]) == (held(params), held(state))
+    n = layout.size("fsdp")
+    whole = {"bias": 48, "odd": 140} if n == 8 else {"odd": 140} if n > 1 else {}
+    assert found.whole == {path: round(size * (1 - 1 / n)) for path, size in whole.items()}

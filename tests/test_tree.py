@@ -236,5 +236,5 @@ def test_a_layout_keeps_a_moment_as_its_own_parameter():
     stacked = lambda path: path == "mu/w"  # noqa: E731
     layout = layouts.Layout(mesh.make(fsdp=2), fsdp="fsdp", stacked=stacked)
     specs = jax.tree.map(lambda s: s.spec, layouts.shardings(layout, params, optax.adam(1e-2)))
-    assert specs[0] == {"w": P("fsdp", None), "mu": {"w": P(None, "fsdp")}}
+    assert specs[0] == {"w": P("fsdp"), "mu": {"w": P(None, "fsdp")}}
     assert specs[1][0].mu == specs[1][0].nu == specs[0]
