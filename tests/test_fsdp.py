@@ -66,7 +66,8 @@ def check(tree, batch, m=LINE, min_size=0, rtol=1e-5, expected=None, **options):
         assert g.dtype == x.dtype and g.sharding.is_equivalent_to(x.sharding, x.ndim)
 
 
-SHAPES = st.lists(st.lists(st.integers(0, 13), max_size=3).map(tuple), min_size=1, max_size=4)
+SIZES = st.sampled_from([8, 5, 12, 7, 16, 10, 3, 4, 1, 0])  # of which 2, 4, 5 and 8 divide some
+SHAPES = st.lists(st.lists(SIZES, max_size=3).map(tuple), min_size=1, max_size=4)
 
 
 @given(
@@ -95,7 +96,7 @@ def test_any_tree_and_any_batch_equal_one_device(
     check(tree_of(shapes, dtypes=dtypes), rows(count), **where, **how)
 
 
-@given(shapes=SHAPES, n=st.sampled_from([1, 2, 8]))
+@given(shapes=SHAPES, n=st.sampled_from([8, 2, 1]))
 @settings(max_examples=30)
 def test_an_array_is_cut_where_an_axis_divides_and_told_where_none_does(shapes, n):
     tree, layout = tree_of(shapes), layouts.Layout(mesh.make(fsdp=n), fsdp="fsdp")
@@ -302,7 +303,7 @@ def test_every_optimizer_equals_one_device_in_true_shapes(name):
 
 @given(
     name=st.sampled_from(["clipped adam", "lamb", "adafactor", "muon"]),
-    shapes=st.lists(st.lists(st.integers(1, 13), max_size=2).map(tuple), min_size=1, max_size=3),
+    shapes=st.lists(st.lists(SIZES.filter(bool), max_size=2).map(tuple), min_size=1, max_size=3),
     count=st.integers(1, 20),
     where=st.sampled_from([dict(), dict(m=GRID, replicate=("data",)), dict(m=mesh.make(fsdp=3))]),
     zero=st.sampled_from([1, 2, 3]),
