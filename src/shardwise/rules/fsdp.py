@@ -46,14 +46,14 @@ class FSDPRule(Rule):
     uneven: str = "error"
 
     def __post_init__(self):
-        self.check_uneven()
-        if self.ties not in ("last", "first"):
-            raise ValueError(f"FSDPRule: ties={self.ties!r}; expected 'last' or 'first'.")
         if self.stacked is not None and not callable(self.stacked):
             raise ValueError(
                 f"FSDPRule: stacked={self.stacked!r}; expected a predicate on paths, or None where "
                 f"names that the tree carries tell."
             )
+        self.check_uneven()
+        if self.ties not in ("last", "first"):
+            raise ValueError(f"FSDPRule: ties={self.ties!r}; expected 'last' or 'first'.")
 
     def choices(self, tree: Any, mesh: Mesh) -> list[Choice]:
         check_axes("FSDPRule", mesh_axes(self.axis), mesh)
