@@ -407,9 +407,9 @@ def test_fsdp_trains_a_decoder_with_experts_as_one_device_does(config):
     graphdef, params = decoder(config)
     loss = functools.partial(train.routed_loss, graphdef=graphdef)
     batch, expected, grid = batch_of(), one_device(config), mesh.make(fsdp=4)
-    stacked = fsdp.place(params, grid, stacked=lambda path: "blocks" in path)
+    stacked = rules.place(params, fsdp.rule(), grid)
     (mean, aux), grads = fsdp.value_and_grad(loss, grid, has_aux=True)(stacked, batch)
-    close(((mean, aux), fsdp.whole(grads)), expected)
+    close(((mean, aux), grads), expected)
     assert aux["loads"].sum() == 2 * config.experts_per_token * batch["mask"].sum()
     dropped = np.asarray(aux["dropped"])
     assert (dropped > 0).all() if config.capacity_factor else (dropped == 0).all()
@@ -443,7 +443,7 @@ def test_the_balance_of_a_batch_is_refused_in_microbatches():
 def test_the_balance_of_rows_is_exact_in_microbatches():
     graphdef, params = decoder(SMALL)
     grid = mesh.make(fsdp=2)
-    stored = fsdp.place(params, grid, stacked=lambda path: "blocks" in path)
+    stored = rules.place(params, fsdp.rule(), grid)
     loss = functools.partial(train.routed_loss, graphdef=graphdef)
     how = dict(microbatches=2, has_aux=True)
     with pytest.raises(ValueError, match=r"taken in 2 microbatches"):
@@ -451,7 +451,7 @@ def test_the_balance_of_rows_is_exact_in_microbatches():
     loss = functools.partial(loss, over="rows")
     expected = jax.jit(objective.value_and_grad(loss, has_aux=True))(params, batch_of())
     (mean, aux), grads = fsdp.value_and_grad(loss, grid, **how)(stored, batch_of())
-    close(((mean, aux), fsdp.whole(grads)), expected)
+    close(((mean, aux), grads), expected)
     objective.check(lambda *given: loss(*given)[0], params, batch_of())
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from shardwise import fsdp, marks, measure, mesh, objective
+from shardwise import fsdp, marks, measure, mesh, objective, rules
 
 mesh.simulate(8)
 LINE = mesh.make(fsdp=8)
@@ -44,19 +44,18 @@ def one_device(loss, params):
 
 def check(loss, params, stacked=everything, m=LINE, expected=None, **options):
     """Equal to one device; returns what is sent, as asked for."""
-    sharded = fsdp.place(params, m, stacked=stacked)
-    lowered = jax.jit(fsdp.value_and_grad(loss, m, **options)).lower(sharded, BATCH)
-    mean, grads = lowered.compile()(sharded, BATCH)
+    rule = fsdp.rule(stacked=stacked)
+    sharded = rules.place(params, rule, m)
+    lowered = fsdp.value_and_grad(loss, m, rule, **options).lower(sharded, BATCH)
     rtol = 0.05 if options.get("dtype") else 1e-5
-    assert_close((mean, fsdp.whole(grads)), expected or one_device(loss, params), rtol)
+    assert_close(lowered.compile()(sharded, BATCH), expected or one_device(loss, params), rtol)
     return measure.collectives(lowered)
 
 
 def refused(loss, params, message, stacked=everything):
+    rule = fsdp.rule(stacked=stacked)
     with pytest.raises(ValueError, match=message):
-        fsdp.value_and_grad(loss, LINE)(
-            fsdp.place(params, LINE, stacked=stacked), {"x": draw(8, 16)}
-        )
+        fsdp.value_and_grad(loss, LINE, rule)(rules.place(params, rule, LINE), {"x": draw(8, 16)})
 
 
 STACK = {"w": draw(3, 16, 16), "b": draw(3, 16, seed=1)}

@@ -22,6 +22,8 @@ TENSOR = rules.LogicalRules(
 )
 NAMES = dict.fromkeys(("embedding_output", "attention_output", "mlp_output"), P("fsdp"))
 NAMES |= {"logits": P("fsdp", None, "model")}
+WITHIN = fsdp.rule(over=TENSOR)
+STACKED = fsdp.rule(stacked=lambda path: True)
 
 
 def assert_close(ours, theirs, rtol=1e-5):
@@ -33,9 +35,9 @@ def assert_close(ours, theirs, rtol=1e-5):
 
 @functools.cache
 def decoder():
-    """Sizes that 4 does not divide, where `model` does not cut."""
+    """Sizes that 4 does not divide where `model` cuts."""
     config = model.Config(
-        vocab=256, embed=18, layers=3, heads=6, kv_heads=2, head_dim=6, mlp=38, remat=True
+        vocab=256, embed=20, layers=3, heads=6, kv_heads=2, head_dim=6, mlp=38, remat=True
     )
     graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(config, nnx.Rngs(0)))())
     return functools.partial(train.loss, graphdef=graphdef), params
@@ -60,44 +62,38 @@ def expected():
 )
 def test_tensor_parallelism_by_rules_within(m, options):
     (loss, params), (batch, one_device) = decoder(), expected()
-    sharded = fsdp.place(params, m, stacked="layers", over=TENSOR)
-    run = jax.jit(fsdp.value_and_grad(loss, m, names=NAMES, **options))
+    sharded = rules.place(params, WITHIN, m)
+    run = fsdp.value_and_grad(loss, m, WITHIN, names=NAMES, **options)
     compiled = run.lower(sharded, batch).compile()
     mean, grads = compiled(sharded, batch)
-    assert_close((mean, fsdp.whole(grads)), one_device)
-    for x, s in zip(jax.tree.leaves(grads.tree), grads.layout, strict=True):
-        assert x.sharding.is_equivalent_to(NamedSharding(m, s.spec("fsdp")), x.ndim), s.path
+    assert_close((mean, grads), one_device)
+    for x, g in zip(jax.tree.leaves(sharded), jax.tree.leaves(grads), strict=True):
+        assert g.sharding.is_equivalent_to(x.sharding, x.ndim)
     assert measure.collectives(compiled)["reduce-scatter"].static
 
 
 def test_what_lies_on_both_axes_is_held_and_sent_by_both():
     """Each device has 1/8 of a matrix on both axes, and gathers its half among four."""
     loss, params = decoder()
-    sharded = fsdp.place(params, GRID, stacked="layers", over=TENSOR)
-    by_path = {
-        s.path: (x, s) for x, s in zip(jax.tree.leaves(sharded.tree), sharded.layout, strict=True)
-    }
-    gate, stored = by_path["blocks/gate/kernel"]
-    assert stored.spec("fsdp") == P(None, "fsdp", "model")
+    sharded, layouts = rules.place(params, WITHIN, GRID), fsdp.array_layouts(params, WITHIN, GRID)
+    arrays = {s.path: (x, s) for x, s in zip(jax.tree.leaves(sharded), layouts, strict=True)}
+    gate, found = arrays["blocks/gate/kernel"]
+    assert found.spec == gate.sharding.spec == P(None, "fsdp", "model")
+    assert (found.cut, found.beside) == (1, (None, None, "model"))
     assert gate.addressable_shards[0].data.shape == (3, 20 // 4, 38 // 2)
-    told = next(x for x in fsdp.describe(sharded).splitlines() if x.startswith("blocks/gate"))
-    assert f"{gate.addressable_shards[0].data.nbytes:,} bytes  axis 1, 912 bytes of padding" in told
-    assert told.endswith("beside it P(None, None, 'model')")
-    np.testing.assert_array_equal(
-        fsdp.whole(sharded)["blocks"]["gate"]["kernel"][...], params["blocks"]["gate"]["kernel"]
-    )
+    np.testing.assert_array_equal(gate, params["blocks"]["gate"]["kernel"][...])
     batch, _ = expected()
-    run = jax.jit(fsdp.value_and_grad(loss, GRID, names=NAMES))
+    run = fsdp.value_and_grad(loss, GRID, WITHIN, names=NAMES)
     sent = measure.collectives(run.lower(sharded, batch).compile())
     gathered = 0
-    for x, s in by_path.values():
+    for x, s in arrays.values():
         if s.cut is not None:
             again = 2 if s.stacked else 1
             gathered += again * x.nbytes // (2 if any(s.beside) else 1) * 3 // 4
     assert sent["all-gather"].ring_bytes >= gathered
-    alone = fsdp.place(params, mesh.make(fsdp=4), stacked="layers")
-    run = jax.jit(fsdp.value_and_grad(loss, mesh.make(fsdp=4)))
-    without = measure.collectives(run.lower(alone, batch))
+    four = mesh.make(fsdp=4)
+    run = fsdp.value_and_grad(loss, four)
+    without = measure.collectives(run.lower(rules.place(params, fsdp.rule(), four), batch))
     assert sent["reduce-scatter"].ring_bytes < 0.6 * without["reduce-scatter"].ring_bytes
 
 
@@ -113,25 +109,22 @@ def test_a_model_that_constrains_its_own_activations():
         with marks.bind(constrain=pin):
             return loss(params, batch)
 
-    sharded = fsdp.place(params, GRID, stacked="layers")
-    mean, grads = fsdp.value_and_grad(constrained, GRID)(sharded, batch)
-    assert_close((mean, fsdp.whole(grads)), one_device)
+    found = fsdp.value_and_grad(constrained, GRID)(rules.place(params, fsdp.rule(), GRID), batch)
+    assert_close(found, one_device)
 
 
 def test_an_axis_that_nothing_uses_is_named():
-    loss, params = decoder()
-    batch, _ = expected()
+    (loss, params), (batch, _) = decoder(), expected()
+    sharded = rules.place(params, fsdp.rule(), GRID)
     message = r"nothing is laid out over the mesh axis 'model' of size 2, .*replicate=\('model',\)"
     with pytest.raises(ValueError, match=message):
-        fsdp.value_and_grad(loss, GRID)(fsdp.place(params, GRID, stacked="layers"), batch)
+        fsdp.value_and_grad(loss, GRID)(sharded, batch)
     with pytest.raises(ValueError, match=r"names has 'logit', which the loss never marks; it mar"):
         wrong = fsdp.value_and_grad(loss, GRID, names={"logit": P()})
-        wrong(fsdp.place(params, GRID, stacked="layers"), batch)
-    with pytest.raises(ValueError, match=r"over= gives .*uses the axis 'fsdp' that is cut here"):
-        fsdp.place({"w": np.ones((8, 8))}, GRID, over=rules.FSDPRule("fsdp", 1))
+        wrong(sharded, batch)
     with pytest.raises(ValueError, match=r"names\['logits'\]: the mesh has no axis 'data'; it has"):
         wrong = fsdp.value_and_grad(loss, GRID, names={"logits": P("data")})
-        wrong(fsdp.place(params, GRID, stacked="layers"), batch)
+        wrong(sharded, batch)
 
 
 @pytest.mark.slow
@@ -147,17 +140,16 @@ def test_training_over_both_axes_equals_one_device():
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def on_many(params, state):
-        grads = fsdp.value_and_grad(loss, GRID, names=NAMES)(params, batch)[1]
-        updates, state = fsdp.update(tx, grads, state, params)
+        grads = fsdp.value_and_grad(loss, GRID, WITHIN, names=NAMES)(params, batch)[1]
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    sharded = fsdp.place(params, GRID, stacked="layers", over=TENSOR)
-    layout, kept, state = sharded.layout, fsdp.init(tx, sharded), tx.init(params)
+    sharded = rules.place(params, WITHIN, GRID)
+    kept, state = jax.jit(tx.init)(sharded), tx.init(params)
     for _ in range(2):
         params, state = on_one(params, state)
         sharded, kept = on_many(sharded, kept)
-    assert sharded.layout == layout
-    assert_close(fsdp.whole(sharded), params, rtol=1e-4)
+    assert_close(sharded, params, rtol=1e-4)
 
 
 # As users call it.
@@ -182,11 +174,11 @@ BATCH = {"x": np.random.default_rng(1).normal(size=(16, 16)).astype(np.float32)}
 
 def test_a_call_outside_jit_traces_once():
     loss, runs = traced_once()
-    run = fsdp.value_and_grad(loss, LINE)
-    sharded = fsdp.place(PARAMS, LINE, stacked=lambda path: True)
+    run = fsdp.value_and_grad(loss, LINE, STACKED)
+    sharded = rules.place(PARAMS, STACKED, LINE)
     want = jax.jit(objective.value_and_grad(loss))(PARAMS, BATCH)
     mean, grads = run(sharded, BATCH)
-    assert_close((mean, fsdp.whole(grads)), want)
+    assert_close((mean, grads), want)
     before = len(runs)
     for _ in range(3):
         sharded = optax.apply_updates(sharded, jax.tree.map(lambda g: -0.1 * g, grads))
@@ -207,9 +199,7 @@ def test_a_mesh_in_context_changes_nothing(kind):
     want = jax.jit(objective.value_and_grad(loss))(PARAMS, BATCH)
 
     def step():
-        sharded = fsdp.place(PARAMS, LINE, stacked=lambda path: True)
-        mean, grads = fsdp.value_and_grad(loss, LINE)(sharded, BATCH)
-        return mean, fsdp.whole(grads)
+        return fsdp.value_and_grad(loss, LINE, STACKED)(rules.place(PARAMS, STACKED, LINE), BATCH)
 
     if around is None:
         assert_close(step(), want)
@@ -225,7 +215,5 @@ def test_a_mesh_in_context_changes_nothing(kind):
 def test_jaxs_own_default_mesh_is_named():
     explicit = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
     message = r"the mesh has Explicit axes, .*make it with mesh.make, or with jax.make_mesh\("
-    with pytest.raises(ValueError, match=message):
-        fsdp.place(PARAMS, explicit)
     with pytest.raises(ValueError, match=message):
         fsdp.value_and_grad(traced_once()[0], explicit)

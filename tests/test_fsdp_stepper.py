@@ -10,7 +10,7 @@ import pytest
 from browser import NAME
 from explorers import Explorer
 
-from shardwise import fsdp, marks, measure, mesh, objective
+from shardwise import fsdp, layouts, marks, measure, mesh, objective
 from shardwise_book import figures
 from shardwise_book.figures import stepping, zero
 
@@ -67,17 +67,18 @@ def test_the_simulation_is_what_fsdp_compiles(number, again):
         return objective.Mean(jnp.sum(x**2), jnp.float32(len(x)))
 
     adam, size = optax.adam(1e-3), 0 if number else 10**9
-    params = fsdp.place(stack, line, min_size=size, stacked=lambda path: True)
-    run = fsdp.value_and_grad(loss, line, zero=number or 3)
+    layout = layouts.Layout(line, fsdp="fsdp", min_size=size, stacked=lambda path: True)
+    args = layouts.init(layout, lambda key: stack, adam, jax.random.key(0))
+    rule = fsdp.rule(min_size=size, stacked=layout.stacked)
+    run = fsdp.value_and_grad(loss, line, rule, zero=number or 3)
 
     def step(params, state, batch):
         mean, grads = run(params, batch)
-        return mean, fsdp.update(adam, grads, state, params)
+        return mean, adam.update(grads, state, params)
 
-    args = params, fsdp.init(adam, params), np.ones((4, 32), np.float32)
-    compiled = jax.jit(step).lower(*args).compile()
+    compiled = jax.jit(step).lower(*args, np.ones((4, 32), np.float32)).compile()
     frames = figures.training_step([4096] * 3, 4, number, again)
-    held = set(measure.bytes_on_devices(args[:2]).values())
+    held = set(measure.bytes_on_devices(args).values())
     assert held == {frames[0].held + 4}  # and Adam's count
     assert (
         measure.collectives(compiled).ring_bytes == frames[-1].sent + 2 * 8 * 3 / 4

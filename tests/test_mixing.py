@@ -11,7 +11,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise import fsdp, marks, mesh, objective
+from shardwise import fsdp, marks, mesh, objective, rules
 from shardwise.objective import Mean
 
 mesh.simulate(8)
@@ -734,7 +734,7 @@ def test_totals_and_collectives_of_the_whole_are_exact():
         return jnp.mean(z / jax.lax.pmax(jax.lax.stop_gradient(jnp.abs(z).max()), "fsdp"))
 
     grid = mesh.make(fsdp=4)
-    sharded = fsdp.place(PARAMS, grid)
+    sharded = rules.place(PARAMS, fsdp.rule(), grid)
     for loss in by_total, by_gather, by_mean, by_largest:
         jax.eval_shape(fsdp.value_and_grad(loss, grid), sharded, BATCH)
     with pytest.raises(ValueError, match=r"look at each other.*marks\.total"):

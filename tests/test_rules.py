@@ -228,10 +228,10 @@ def test_names_that_models_carry_already():
         cut = specs(rules.FSDPRule("fsdp", min_size=1), tree)
         assert cut == {"dense/kernel": P(None, None, "fsdp")}
         arrays = jax.tree.map(lambda x: jnp.ones(x.shape), tree)
-        [stored] = fsdp.place(arrays, mesh.make(fsdp=8), stacked="layers").layout
-        assert stored.stacked and stored.cut == 1
-    with pytest.raises(ValueError, match="stacked='layers' finds no array with an axis of layers"):
-        fsdp.place({"w": jnp.ones((4, 8, 8))}, mesh.make(fsdp=8), stacked="layers")
+        [found] = fsdp.array_layouts(arrays, fsdp.rule(), mesh.make(fsdp=8))
+        assert found.stacked and found.cut > 0
+    [plain] = fsdp.array_layouts({"w": jnp.ones((8, 8, 8))}, fsdp.rule(), mesh.make(fsdp=8))
+    assert not plain.stacked and plain.cut == 1
 
 
 def test_activation_specs_by_logical_axes():

@@ -5,16 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardwise import fsdp, marks, measure, mesh, objective
+from shardwise import fsdp, marks, measure, mesh, objective, rules
 from shardwise.fsdp import taking
 
 mesh.simulate(8)
 GRID = mesh.make(fsdp=4)
-WIDE = 6  # which four devices do not divide
+WIDE = 8  # four devices do not divide the other axis, nor a bias along it
 
 
 def layer(x, w):
-    return x + jnp.tanh(x @ w["up"]) @ w["down"]
+    return x + jnp.tanh(x @ w["up"] + w["bias"][None]) @ w["down"]
 
 
 def used(params, x):
@@ -66,7 +66,7 @@ def drawn(layers=3, seed=0):
     rng = np.random.default_rng(seed)
 
     def stack(layers):
-        shapes = dict(up=(layers, WIDE, 7), down=(layers, 7, WIDE))
+        shapes = dict(up=(layers, WIDE, 7), bias=(layers, 7), down=(layers, 7, WIDE))
         return {name: np.float32(rng.normal(size=shape) / 3) for name, shape in shapes.items()}
 
     params = {"stack": stack(layers), "other": stack(2), "scale": np.float32(rng.normal(size=WIDE))}
@@ -93,10 +93,12 @@ def check(read, params, batch, zero=2, microbatches=1, rtol=2e-5, **options):
     """The gradient is one device's; what is returned is the function and its arguments."""
     loss, given = loss_of(read), dict(zero=zero, microbatches=microbatches, **options)
     expected = jax.jit(objective.value_and_grad(loss))(params, batch)
-    function = fsdp.value_and_grad(loss, GRID, **given)
-    placed = fsdp.place(params, GRID, stacked=is_stack)
-    mean, grads = function(placed, batch)
-    ours = jax.tree.leaves((mean, fsdp.whole(grads)))
+    rule = fsdp.rule(stacked=is_stack)
+    function, placed = (
+        fsdp.value_and_grad(loss, GRID, rule, **given),
+        rules.place(params, rule, GRID),
+    )
+    ours = jax.tree.leaves(function(placed, batch))
     for a, b in zip(ours, jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(np.abs(b).max(), 1e-6))
     return function, (placed, batch)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from shardwise import fsdp, mesh, rules, tree
+from shardwise import layouts, mesh, rules, tree
 
 mesh.simulate(8)
 
@@ -231,9 +231,10 @@ def test_moments_of_nested_names_go_to_their_own_parameters():
     assert specs[0].mu == {"w": P("data"), "mu": {"w": P("model")}} == specs[0].nu
 
 
-def test_fsdp_stores_a_moment_as_its_own_parameter():
-    params = {"w": jnp.ones((8, 3)), "mu": {"w": jnp.ones((8, 3))}}
-    stacked = fsdp.place(params, mesh.make(fsdp=2), stacked=lambda path: path == "mu/w")
-    layout = {s.path: s for s in fsdp.init(optax.adam(1e-2), stacked).layout}
-    assert layout["0/mu/w"].cut == 0 and layout["0/mu/mu/w"].cut == 1
-    assert layout["0/nu/w"].cut == 0 and layout["0/nu/mu/w"].cut == 1
+def test_a_layout_keeps_a_moment_as_its_own_parameter():
+    params = {"w": jnp.ones((8, 4)), "mu": {"w": jnp.ones((8, 4))}}
+    stacked = lambda path: path == "mu/w"  # noqa: E731
+    layout = layouts.Layout(mesh.make(fsdp=2), fsdp="fsdp", stacked=stacked)
+    specs = jax.tree.map(lambda s: s.spec, layouts.shardings(layout, params, optax.adam(1e-2)))
+    assert specs[0] == {"w": P("fsdp"), "mu": {"w": P(None, "fsdp")}}
+    assert specs[1][0].mu == specs[1][0].nu == specs[0]

@@ -47,6 +47,11 @@ class FSDPRule(Rule):
     uneven: str = "error"
 
     def __post_init__(self):
+        if self.stacked is not None and not callable(self.stacked):
+            raise ValueError(
+                f"FSDPRule: stacked={self.stacked!r}; expected a predicate on paths, or None where "
+                f"names that the tree carries tell."
+            )
         self.check_uneven()
         if self.pick not in ("largest", "first"):
             raise ValueError(f"FSDPRule: pick={self.pick!r}; expected 'largest' or 'first'.")
@@ -61,8 +66,8 @@ class FSDPRule(Rule):
         return [self._cut(leaf, spec, mesh) for leaf, spec in zip(leaves, below, strict=True)]
 
     def _cut(self, leaf, spec, mesh):
-        if leaf.size == 1:
-            return Choice(PartitionSpec(), "one element")
+        if leaf.size < 2:
+            return Choice(PartitionSpec(), "one element" if leaf.size else "no element")
         if not mesh_axes(self.axis):
             return self.fit(leaf, Choice(spec, "no mesh axis is named"), mesh)
         if leaf.size < self.min_size:
