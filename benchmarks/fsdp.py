@@ -13,13 +13,12 @@ import dataclasses
 import functools
 
 import jax
-import optax
 import reference
 import rounds
 import rules as by_rules
 from flax import nnx
 
-from shardwise import fsdp, measure, mesh, model, rules, train
+from shardwise import layouts, measure, mesh, model, rules, train
 
 
 def reference_losses():
@@ -55,16 +54,12 @@ def ours(bench, losses):
 
 
 def variant(bench, name, loss, zero):
-    mean_and_grad = fsdp.value_and_grad(loss, bench.mesh, zero=zero)
-
-    def step(params, opt_state, batch):
-        mean, grads = mean_and_grad(params, batch)
-        updates, opt_state = fsdp.update(bench.optimizer, grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, mean
-
-    params = fsdp.place(bench.params, bench.mesh, stacked=lambda path: path.startswith("blocks/"))
-    state = fsdp.init(bench.optimizer, params)
-    step = jax.jit(step, donate_argnums=(0, 1))
+    roles = dict(fsdp="fsdp", stacked=lambda path: path.startswith("blocks/"))
+    layout = layouts.Layout(bench.mesh, zero=zero, **roles)
+    of_params, of_state = layouts.shardings(layout, bench.params, bench.optimizer)
+    params = jax.device_put(bench.params, of_params)
+    state = jax.jit(bench.optimizer.init, out_shardings=of_state)(params)
+    step = layouts.step(layout, loss, bench.optimizer)
     row = rounds.Variant(name, step, params, state, bench.batch, expected_bytes(bench, zero))
     assert row.sent.ring_bytes == row.limit, f"{name}: {row.sent.ring_bytes}, not {row.limit}"
     held = set(measure.bytes_on_devices(row.state).values())

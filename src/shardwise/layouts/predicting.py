@@ -142,10 +142,10 @@ def _whole(layout, arrays, shapes, who):
     if costs > TOO_MUCH * total:
         largest = max(found, key=found.get)
         warnings.warn(
-            f"{who}: {len(found)} arrays stay whole on all {n} devices along {layout.fsdp}, since "
-            f"no axis of theirs divides: {costs:,} bytes more on each, {costs / total:.0%} of all "
-            f"parameters; the largest is {largest}. Choose sizes that divide, or raise min_size= "
-            f"if that is meant.",
+            f"{who}: {len(found)} of {len(arrays)} arrays stay whole on all {n} devices along "
+            f"{' × '.join(layout.fsdp)}, since no axis of theirs divides: {costs:,} bytes more on "
+            f"each, {costs / total:.0%} of all parameters; the largest is {largest}. Choose sizes "
+            f"that divide, or raise min_size= if that is meant.",
             stacklevel=3,
         )
     return found

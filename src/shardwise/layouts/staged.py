@@ -7,9 +7,7 @@ task gathers the parameters that it reads and scatters their gradients; what dev
 is summed once a step.
 
 Either way parameters, and with them their state, are kept in shares with every ZeRO: below 3 they
-are gathered once a step. The compiler sums gradients into shares in each task, with 1 as with 2. A
-stage's arrays are not padded: one of which no axis divides is an error, or stays whole
-(`uneven="replicate"`).
+are gathered once a step. The compiler sums gradients into shares in each task, with 1 as with 2.
 """
 
 import dataclasses

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from shardwise import fsdp, marks, measure, mesh
+from shardwise import layouts, marks, measure, mesh
 from shardwise_book.puzzles.running import (
     QUICK,
     in_one,
@@ -103,7 +103,7 @@ def clip(function: Callable[[dict[str, jax.Array], float], dict[str, jax.Array]]
 
 @puzzle("choose `zero`, `dtype` and `reduce_dtype`.")
 def settings(options: Mapping[str, Any]) -> Verdict:
-    """Options of `fsdp.step` for four microbatches: at most 2.9Ψ in memory, sums in float32."""
+    """Settings of a `Layout` for four microbatches: at most 2.9Ψ in memory, sums in float32."""
     if unknown := set(options) - {"zero", "dtype", "reduce_dtype"}:
         raise Wrong(f"choose zero, dtype and reduce_dtype, and leave out {sorted(unknown)}.")
     lowered, program, psi = _step(options)
@@ -128,10 +128,11 @@ def _step(options):
 
     grid, stack, adam = mesh.make(fsdp=8), _stack(4), optax.adam(1e-3)
     batch = {"x": normal(2, 64, EMBED), "y": normal(3, 64, EMBED)}
-    stored = fsdp.place(stack, grid, stacked=lambda path: True)
-    step = fsdp.step(loss, adam, grid, microbatches=4, **options)
-    lowered = step.lower(stored, fsdp.init(adam, stored), batch)
+    how = dict(fsdp="fsdp", stacked=lambda path: True, microbatches=4)
+    layout = layouts.Layout(grid, **how, **options)
+    state = jax.device_put((stack, adam.init(stack)), layouts.shardings(layout, stack, adam))
+    lowered = layouts.step(layout, loss, adam).lower(*state, batch)
     program = lowered.compile(QUICK)
-    mean = program(stored, fsdp.init(adam, stored), batch)[2]
+    mean = program(*state, batch)[2]
     require_close(np.asarray(mean), np.asarray(in_one(loss)(stack, batch)), "the loss", 1e-2)
     return lowered, program, sum(a.nbytes for a in stack.values())
