@@ -6,6 +6,7 @@ import os
 
 import hypothesis
 import jax
+import pytest
 
 from shardwise_book import compiler
 
@@ -29,6 +30,13 @@ hypothesis.settings.load_profile("shardwise")
 
 
 libc = ctypes.CDLL(None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """One worker more than cores: now and then one waits for processes that it started."""
+    return os.cpu_count() + 1
+
 
 # Compiled programs stay in memory as long as JAX keeps them.
 LARGEST_GROWTH = 2**29
