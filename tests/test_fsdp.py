@@ -555,8 +555,7 @@ def test_errors_are_named():
             ValueError,
             r"layouts.step: first of shape \(5, 8\) lies as .*P.*\(\).*; expected .*None, 'fsdp'",
             lambda: layouts.step(layouts.Layout(LINE, fsdp="fsdp"), loss, optax.sgd(1))(
-                rules.place({"first": jnp.ones((5, 8))}, P(), LINE)
-                | {"rest": sharded["rest"]},
+                rules.place({"first": jnp.ones((5, 8))}, P(), LINE) | {"rest": sharded["rest"]},
                 (),
                 batch,
             ),
