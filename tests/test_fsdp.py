@@ -555,6 +555,11 @@ def test_errors_are_named():
             lambda: fsdp.value_and_grad(loss, LINE)(sharded, rows(13)),
         ),
         (
+            ValueError,
+            "the batch is None, and has no arrays whose rows could be cut into 8 parts",
+            lambda: fsdp.value_and_grad(loss, LINE)(sharded, None),
+        ),
+        (
             TypeError,
             r"The loss returned \(5, 7\); expected objective.Mean",
             lambda: fsdp.value_and_grad(lambda p, b: p["first"], LINE)(sharded, batch),

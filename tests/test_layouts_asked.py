@@ -18,7 +18,7 @@ import optax
 import pytest
 from flax import nnx
 
-from shardwise import dispatch, layouts, measure, mesh, model, pipeline, train
+from shardwise import experts, layouts, measure, mesh, model, pipeline, train
 from shardwise import tree as trees
 from shardwise.measure.program import Array
 
@@ -125,7 +125,7 @@ class Asked:
         c, layout = self.config, self.layout
         if layout.expert:
             rows = ROWS // self.parts([n for n in layout.rows if n not in layout.expert])
-            slots = dispatch.slots(c.capacity_factor, LENGTH, c.experts_per_token, c.experts)
+            slots = experts.slots(c.capacity_factor, LENGTH, c.experts_per_token, c.experts)
             size = c.experts * rows * slots * c.embed
             self.add(layout.expert, "all-to-all", size, 6 * self.layers)
 

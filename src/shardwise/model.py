@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from shardwise import marks
+from shardwise.experts import Experts, Routing
 from shardwise.layers import Config, Linear, RMSNorm
-from shardwise.mixture import Experts, Routing
 
 __all__ = [
     "Block",

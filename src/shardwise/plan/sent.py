@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from shardwise import dispatch, experts, tensor
+from shardwise import experts, tensor
 from shardwise.plan.parts import Part
 from shardwise.plan.roles import ORDER
 
@@ -205,7 +205,7 @@ def slots(part: Part) -> float:
     c = part.config
     if c.capacity_factor is None:
         return c.experts_per_token
-    each = dispatch.slots(c.capacity_factor, part.sequence, c.experts_per_token, c.experts)
+    each = experts.slots(c.capacity_factor, part.sequence, c.experts_per_token, c.experts)
     return each * c.experts / part.sequence
 
 
