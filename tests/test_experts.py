@@ -18,7 +18,6 @@ from shardwise import (
     model,
     objective,
     rules,
-    train,
 )
 
 SLOW = pytest.mark.slow
@@ -382,7 +381,7 @@ def batch_of(rows=8, tokens=6, seed=1):
 def one_device(config):
     """((mean, aux), gradients) of a decoder."""
     graphdef, params = decoder(config)
-    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    loss = functools.partial(model.routed_loss, graphdef=graphdef)
     return jax.jit(objective.value_and_grad(loss, has_aux=True))(params, batch_of())
 
 
@@ -403,7 +402,7 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=range(4))
 def test_fsdp_trains_a_decoder_with_experts_as_one_device_does(config):
     graphdef, params = decoder(config)
-    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    loss = functools.partial(model.routed_loss, graphdef=graphdef)
     batch, expected, grid = batch_of(), one_device(config), mesh.make(fsdp=4)
     stacked = fsdp.place(params, grid, stacked=lambda path: "blocks" in path)
     (mean, aux), grads = fsdp.value_and_grad(loss, grid, has_aux=True)(stacked, batch)
@@ -432,7 +431,7 @@ def test_how_a_decoder_with_experts_runs_does_not_change_it(changes):
 
 def test_the_balance_of_a_batch_is_refused_in_microbatches():
     graphdef, params = decoder(SMALL)
-    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    loss = functools.partial(model.routed_loss, graphdef=graphdef)
     with pytest.raises(ValueError, match=r"taken in 2 microbatches.*over='rows'.*by a bias"):
         jax.eval_shape(objective.value_and_grad(loss, 2, has_aux=True), params, batch_of())
 
@@ -442,7 +441,7 @@ def test_the_balance_of_rows_is_exact_in_microbatches():
     graphdef, params = decoder(SMALL)
     grid = mesh.make(fsdp=2)
     stored = fsdp.place(params, grid, stacked=lambda path: "blocks" in path)
-    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    loss = functools.partial(model.routed_loss, graphdef=graphdef)
     how = dict(microbatches=2, has_aux=True)
     with pytest.raises(ValueError, match=r"taken in 2 microbatches"):
         fsdp.value_and_grad(loss, grid, **how)(stored, batch_of())
@@ -503,7 +502,7 @@ TABLE = {
 @pytest.mark.parametrize("config", CONFIGS[:2], ids=["capacity", "dropless"])
 def test_the_compiler_cuts_experts_by_rule(config):
     graphdef, params = decoder(config)
-    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    loss = functools.partial(model.routed_loss, graphdef=graphdef)
     run, expected = objective.value_and_grad(loss, has_aux=True), one_device(config)
     grid, rule = mesh.make(expert=4), rules.LogicalRules(TABLE)
     compiled = rules.jit(run, grid, in_rules=(rule, P("expert")))
@@ -558,7 +557,7 @@ def by_hand(loss, params, batch, meaning, devices):
 )
 def test_a_decoder_on_an_axis_of_experts_equals_one_device(config, form):
     graphdef, params = decoder(config)
-    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    loss = functools.partial(model.routed_loss, graphdef=graphdef)
     (mean, aux), grads = one_device(config)
     expected = mean, aux, [v[...] for _, v in nnx.to_flat_state(grads)]
     close(by_hand(loss, params, batch_of(), FORMS[form], 4), expected)

@@ -10,7 +10,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise import data, fsdp, marks, measure, mesh, model, objective, train
+from shardwise import data, fsdp, marks, measure, mesh, model, objective
 from shardwise.fsdp import gathering, gradients, optimizing
 
 mesh.simulate(8)
@@ -119,7 +119,7 @@ def decoder(remat, scan=True):
         embed=24, layers=3, heads=3, kv_heads=3, head_dim=6, mlp=37, remat=remat, scan=scan
     )
     graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(config, nnx.Rngs(0)))())
-    return functools.partial(train.loss, graphdef=graphdef), params
+    return functools.partial(model.loss, graphdef=graphdef), params
 
 
 @pytest.mark.parametrize(

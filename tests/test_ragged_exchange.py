@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import experts, layouts, marks, measure, mesh, model, topology, train
+from shardwise import experts, layouts, marks, measure, mesh, model, topology
 from shardwise.experts import ragged_exchange
 
 needs_libtpu = pytest.mark.skipif(
@@ -214,7 +214,7 @@ def small(capacity, embed):
 def step(config, layout):
     """(loss and gradient of a decoder, what it is called with, in shapes)."""
     graphdef, params = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))
-    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    loss = functools.partial(model.routed_loss, graphdef=graphdef)
     placed = jax.eval_shape(functools.partial(layouts.place, layout), params)
     make = functools.partial(
         jax.ShapeDtypeStruct, sharding=NamedSharding(layout.mesh, P(layout.rows))

@@ -98,7 +98,7 @@ def _loss(part):
     if part.roles.stage > 1:
         numbers = m * 2 * _WIDE + (_WIDE if m > 1 else 0)
     yield Sent(over, "loss", 2 * numbers * _share(part, over))
-    if part.config.experts:  # loads, drops and nats, as `train.routed_loss` counts them
+    if part.config.experts:  # loads, drops and nats, as `model.routed_loss` counts them
         c = part.config
         counts = (c.layers * (c.experts + 1) + 1) * _WIDE * (m if part.roles.stage > 1 else 1)
         yield Sent(over, "counts", 2 * counts * _share(part, over))
