@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from shardwise import marks, objective, train
+from shardwise import marks, model, objective
 from shardwise.layouts import Layout
 from shardwise.model import Config, Decoder
 
@@ -35,8 +35,8 @@ class Bench:
     def loss(self):
         graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(self.config, nnx.Rngs(0))))[0]
         if self.mixed:  # balanced over rows, which stages can do too: their microbatches are apart
-            return functools.partial(train.routed_loss, graphdef=graphdef, over="rows")
-        return functools.partial(train.loss, graphdef=graphdef)
+            return functools.partial(model.routed_loss, graphdef=graphdef, over="rows")
+        return functools.partial(model.loss, graphdef=graphdef)
 
     def create(self, key):
         return nnx.state(Decoder(self.config, nnx.Rngs(params=key)))

@@ -18,7 +18,7 @@ import rounds
 import rules as by_rules
 from flax import nnx
 
-from shardwise import layouts, measure, mesh, model, rules, train
+from shardwise import layouts, measure, mesh, model, rules
 
 
 def reference_losses():
@@ -34,7 +34,7 @@ def decoder_losses():
     def loss(remat):
         config = dataclasses.replace(by_rules.DECODER, remat=remat)
         graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
-        return functools.partial(train.loss, graphdef=graphdef)
+        return functools.partial(model.loss, graphdef=graphdef)
 
     return {"remat": loss(True)}, loss(False)
 

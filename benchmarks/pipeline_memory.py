@@ -13,7 +13,7 @@ import functools
 import jax
 from flax import nnx
 
-from shardwise import cut, data, measure, mesh, pipeline, schedules, train
+from shardwise import cut, data, measure, mesh, model, pipeline, schedules
 from shardwise.model import Config, Decoder
 
 DEVICES, MICROBATCHES, ROWS, LENGTH = 4, 8, 2, 128
@@ -57,7 +57,7 @@ def row(name, remat):
 def _decoder(schedule, remat):
     """(function, params, batch): a decoder in as many stacks of layers as there are stages."""
     graphdef, flat = _weights(schedule.stages, remat)
-    loss = functools.partial(train.loss, graphdef=graphdef)
+    loss = functools.partial(model.loss, graphdef=graphdef)
     batch = next(data.batches(MICROBATCHES * ROWS, LENGTH))
     grid = mesh.make(stage=DEVICES)
     function = pipeline.value_and_grad(loss, grid, schedule, MICROBATCHES)

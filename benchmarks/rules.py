@@ -22,7 +22,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import marks, mesh, objective, rules, train
+from shardwise import marks, mesh, model, objective, rules
 from shardwise.model import Config, Decoder
 
 MIN_SIZE = 2**14
@@ -70,7 +70,7 @@ def decoder(config):
     rest = sum(size for _, size in large) - layers
     # Gradients as all-reduce: on CPU jit has no reduce-scatter. Layers are gathered in both passes.
     moved = (2 * sum(size for _, size in sizes) + 2 * layers + rest) * 7 / 8
-    return Benchmark(params, functools.partial(train.loss, graphdef=graphdef), 1.02 * moved)
+    return Benchmark(params, functools.partial(model.loss, graphdef=graphdef), 1.02 * moved)
 
 
 MODELS = {

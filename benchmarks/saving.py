@@ -20,7 +20,7 @@ mesh.simulate(8)
 
 from flax import nnx  # noqa: E402
 
-from shardwise import data, model, run, train  # noqa: E402
+from shardwise import data, model, run  # noqa: E402
 from shardwise.run import metrics  # noqa: E402
 
 WINDOW = 15  # steps, in which what a save writes behind the loop is long done
@@ -33,7 +33,7 @@ def seconds(folder: Path, steps: int, every: int) -> list[float]:
     run.train(
         run.Settings(run=folder, steps=steps, save_every=every),
         create=lambda key: nnx.state(model.Decoder(config, nnx.Rngs(params=key))),
-        loss=lambda params, batch: train.loss(params, batch, graphdef=graphdef),
+        loss=lambda params, batch: model.loss(params, batch, graphdef=graphdef),
         batches=data.rows(data.corpus(), 128),
     )
     lines = metrics.read(folder / "metrics.jsonl")

@@ -146,7 +146,7 @@ def test_training_goes_on_from_any_layout_to_any_other(root):
     """Losses agree to float32's rounding in sums of another order, and bitwise on one mesh."""
     tx, fsdp = optax.adam(1e-3), rules.FSDPRule("a", min_size=1)
     graphdef, params, opt_state = train.init(CONFIG, mesh.make(a=8), fsdp, tx)
-    step = train.step(functools.partial(train.loss, graphdef=graphdef), tx)
+    step = train.step(functools.partial(model.loss, graphdef=graphdef), tx)
 
     def go(params, opt_state, batches, n=3):
         losses = []

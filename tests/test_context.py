@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from shardwise import context, data, marks, measure, mesh, model, objective, train
+from shardwise import context, data, marks, measure, mesh, model, objective
 
 ORDERS = [context.contiguous, context.striped, context.zigzag]
 FORMS = [context.ring, context.all_gather, context.ulysses]
@@ -287,7 +287,7 @@ def test_a_decoder_with_its_sequence_cut_is_one_devices():
     graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(CONFIG, nnx.Rngs(0)))())
     batch = next(data.batches(2, 24))
     batch |= {"documents": np.repeat([[0, 1, 2]], 8, axis=1).repeat(2, axis=0).astype(np.int32)}
-    loss = functools.partial(train.loss, graphdef=graphdef)
+    loss = functools.partial(model.loss, graphdef=graphdef)
     mean, grads = jax.jit(objective.value_and_grad(loss))(params, batch)
     order = context.zigzag(24, 4)
 

@@ -10,7 +10,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise import cut, marks, measure, model, train
+from shardwise import cut, marks, measure, model
 from shardwise.cut import rows as cut_rows
 
 WIDE, ROWS = 8, 4
@@ -274,7 +274,7 @@ def decoder(scan, remat):
     graphdef, params = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))
     tokens = np.random.default_rng(0).integers(32, size=(3, 9))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "mask": np.ones((3, 8), "f4")}
-    return functools.partial(train.loss, graphdef=graphdef), params, batch
+    return functools.partial(model.loss, graphdef=graphdef), params, batch
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from shardwise import (
-    dispatch,
     experts,
     fsdp,
     marks,
     measure,
     mesh,
-    mixture,
     model,
     objective,
     rules,
-    train,
 )
 
 SLOW = pytest.mark.slow
@@ -64,7 +61,7 @@ def on_one(given, *, chosen, capacity, weigh):
     """(sum of what is weighed, kept) on one device, as a function to be differentiated."""
     x, weights, stacked = given
     n = len(stacked[0])
-    y, kept = marks.experts(x, chosen, weights, mixture.gated, stacked, n, capacity)
+    y, kept = marks.experts(x, chosen, weights, experts.gated, stacked, n, capacity)
     return jnp.sum(y * weigh), (y, kept)
 
 
@@ -79,7 +76,7 @@ def on_many(meaning, devices, capacity, n, order=None, check_vma=False):
         def loss(given):
             x, weights, stacked = given
             with marks.bind(experts=meaning, index=index):
-                y, kept = marks.experts(x, chosen, weights, mixture.gated, stacked, n, capacity)
+                y, kept = marks.experts(x, chosen, weights, experts.gated, stacked, n, capacity)
             return jnp.sum(y * weigh), (y, kept)
 
         grads, (y, kept) = jax.grad(loss, has_aux=True)(given)
@@ -225,7 +222,7 @@ def test_who_is_dropped_depends_on_the_row_up_to_the_token_alone():
     @jax.jit
     def run(x, chosen):
         w = weights[: len(chosen)]
-        return marks.experts(x, chosen, w, mixture.gated, stacked, 4, 0.7)
+        return marks.experts(x, chosen, w, experts.gated, stacked, 4, 0.7)
 
     y, kept = run(x, chosen)
     assert 0 < kept.sum() < kept.size
@@ -241,7 +238,7 @@ def test_order_in_memory_does_not_matter_where_the_index_is_given():
 
     @jax.jit
     def run(x, chosen, weights, index=None):
-        return marks.experts(x, chosen, weights, mixture.gated, stacked, 4, 0.7, index)[1]
+        return marks.experts(x, chosen, weights, experts.gated, stacked, 4, 0.7, index)[1]
 
     kept = run(x, chosen, weights)
     moved = [np.asarray(v)[:, ZIGZAG] for v in (x, chosen, weights)]
@@ -330,7 +327,7 @@ def test_experts_that_do_not_divide_are_told_what_would(n, devices, message):
     with pytest.raises(ValueError, match=message):
         grid = mesh.make(expert=devices)
         with marks.bind(experts=FORMS["gather"]):
-            run = lambda *given: marks.experts(*given, mixture.gated, stacked, n)[0]  # noqa: E731
+            run = lambda *given: marks.experts(*given, experts.gated, stacked, n)[0]  # noqa: E731
             cut = P("expert")
             jax.shard_map(run, mesh=grid, in_specs=(cut,) * 3, out_specs=cut, check_vma=False)(
                 x, chosen, weights
@@ -339,7 +336,7 @@ def test_experts_that_do_not_divide_are_told_what_would(n, devices, message):
 
 def test_weights_of_all_experts_on_each_device_are_refused():
     x, chosen, weights, stacked = problem(4, 4, 2, 8)
-    run = lambda *given: marks.experts(*given, mixture.gated, stacked, 8, 1.0)[0]  # noqa: E731
+    run = lambda *given: marks.experts(*given, experts.gated, stacked, 8, 1.0)[0]  # noqa: E731
     cut = P("expert")
     mapped = jax.shard_map(
         run, mesh=mesh.make(expert=4), in_specs=(cut,) * 3, out_specs=cut, check_vma=False
@@ -348,17 +345,17 @@ def test_weights_of_all_experts_on_each_device_are_refused():
         with pytest.raises(ValueError, match=r"weights of 8 .* each of 4 .* expected those of 2\."):
             mapped(x, chosen, weights)
     with pytest.raises(ValueError, match=r"weights of 8 experts on one device, and 16 experts"):
-        marks.experts(x, chosen, weights, mixture.gated, stacked, 16)
+        marks.experts(x, chosen, weights, experts.gated, stacked, 16)
     with pytest.raises(ValueError, match=r"x \[4, 4, 6\], chosen \[2, 4, 2\].*\[rows, tokens, k\]"):
-        marks.experts(x, chosen[:2], weights, mixture.gated, stacked, 8)
+        marks.experts(x, chosen[:2], weights, experts.gated, stacked, 8)
     with pytest.raises(ValueError, match=r"capacity=0; expected a factor above 0"):
-        marks.experts(x, chosen, weights, mixture.gated, stacked, 8, 0)
+        marks.experts(x, chosen, weights, experts.gated, stacked, 8, 0)
 
 
 def test_capacity_is_rounded_up_once():
-    assert dispatch.slots(1.25, 8, 2, 8) == 3
-    assert dispatch.slots(1.1, 10, 1, 1) == 10  # never more than the row's tokens
-    assert dispatch.slots(0.07, 100, 1, 1) == 7  # though 0.07 · 100 is above 7 in floating point
+    assert experts.slots(1.25, 8, 2, 8) == 3
+    assert experts.slots(1.1, 10, 1, 1) == 10  # never more than the row's tokens
+    assert experts.slots(0.07, 100, 1, 1) == 7  # though 0.07 · 100 is above 7 in floating point
 
 
 SMALL = model.Config(
@@ -384,7 +381,7 @@ def batch_of(rows=8, tokens=6, seed=1):
 def one_device(config):
     """((mean, aux), gradients) of a decoder."""
     graphdef, params = decoder(config)
-    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    loss = functools.partial(model.routed_loss, graphdef=graphdef)
     return jax.jit(objective.value_and_grad(loss, has_aux=True))(params, batch_of())
 
 
@@ -405,7 +402,7 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=range(4))
 def test_fsdp_trains_a_decoder_with_experts_as_one_device_does(config):
     graphdef, params = decoder(config)
-    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    loss = functools.partial(model.routed_loss, graphdef=graphdef)
     batch, expected, grid = batch_of(), one_device(config), mesh.make(fsdp=4)
     stacked = rules.place(params, fsdp.rule(), grid)
     (mean, aux), grads = fsdp.value_and_grad(loss, grid, has_aux=True)(stacked, batch)
@@ -420,7 +417,7 @@ def test_fsdp_trains_a_decoder_with_experts_as_one_device_does(config):
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_router_learns_from_what_experts_return(k):
     config = dataclasses.replace(SMALL, experts_per_token=k, capacity_factor=None)
-    layer, params = nnx.split(nnx.jit(lambda: mixture.Experts(config, nnx.Rngs(0)))())
+    layer, params = nnx.split(nnx.jit(lambda: experts.Experts(config, nnx.Rngs(0)))())
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 12)), jnp.float32)
     grads = jax.jit(jax.grad(lambda p: jnp.sum(nnx.merge(layer, p)(x)[0] ** 2)))(params)
     assert jnp.abs(grads["router"]["kernel"][...]).max() > 1e-3
@@ -434,7 +431,7 @@ def test_how_a_decoder_with_experts_runs_does_not_change_it(changes):
 
 def test_the_balance_of_a_batch_is_refused_in_microbatches():
     graphdef, params = decoder(SMALL)
-    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    loss = functools.partial(model.routed_loss, graphdef=graphdef)
     with pytest.raises(ValueError, match=r"taken in 2 microbatches.*over='rows'.*by a bias"):
         jax.eval_shape(objective.value_and_grad(loss, 2, has_aux=True), params, batch_of())
 
@@ -444,7 +441,7 @@ def test_the_balance_of_rows_is_exact_in_microbatches():
     graphdef, params = decoder(SMALL)
     grid = mesh.make(fsdp=2)
     stored = rules.place(params, fsdp.rule(), grid)
-    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    loss = functools.partial(model.routed_loss, graphdef=graphdef)
     how = dict(microbatches=2, has_aux=True)
     with pytest.raises(ValueError, match=r"taken in 2 microbatches"):
         fsdp.value_and_grad(loss, grid, **how)(stored, batch_of())
@@ -505,7 +502,7 @@ TABLE = {
 @pytest.mark.parametrize("config", CONFIGS[:2], ids=["capacity", "dropless"])
 def test_the_compiler_cuts_experts_by_rule(config):
     graphdef, params = decoder(config)
-    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    loss = functools.partial(model.routed_loss, graphdef=graphdef)
     run, expected = objective.value_and_grad(loss, has_aux=True), one_device(config)
     grid, rule = mesh.make(expert=4), rules.LogicalRules(TABLE)
     compiled = rules.jit(run, grid, in_rules=(rule, P("expert")))
@@ -560,7 +557,7 @@ def by_hand(loss, params, batch, meaning, devices):
 )
 def test_a_decoder_on_an_axis_of_experts_equals_one_device(config, form):
     graphdef, params = decoder(config)
-    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    loss = functools.partial(model.routed_loss, graphdef=graphdef)
     (mean, aux), grads = one_device(config)
     expected = mean, aux, [v[...] for _, v in nnx.to_flat_state(grads)]
     close(by_hand(loss, params, batch_of(), FORMS[form], 4), expected)

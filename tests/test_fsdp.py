@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from shardwise import data, fsdp, layouts, marks, measure, mesh, model, objective, rules, train
-from shardwise.fsdp import gathering, gradients
+from shardwise import data, fsdp, layouts, marks, measure, mesh, model, objective, rules
 
 mesh.simulate(8)
 LINE, GRID = mesh.make(fsdp=8), mesh.make(data=2, fsdp=4)
@@ -131,7 +130,7 @@ def decoder(remat, scan=True):
         embed=24, layers=3, heads=3, kv_heads=3, head_dim=6, mlp=37, remat=remat, scan=scan
     )
     graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(config, nnx.Rngs(0)))())
-    return functools.partial(train.loss, graphdef=graphdef), params
+    return functools.partial(model.loss, graphdef=graphdef), params
 
 
 @pytest.mark.parametrize(
@@ -564,6 +563,11 @@ def test_errors_are_named():
             ValueError,
             r"mask of shape \(13,\) does not split into 8 parts.*fsdp.pad\(batch, 8\)",
             lambda: fsdp.value_and_grad(loss, LINE)(sharded, rows(13)),
+        ),
+        (
+            ValueError,
+            "the batch is None, and has no arrays whose rows could be cut into 8 parts",
+            lambda: fsdp.value_and_grad(loss, LINE)(sharded, None),
         ),
         (
             TypeError,

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import data, fsdp, marks, measure, mesh, model, objective, rules, train
+from shardwise import data, fsdp, marks, measure, mesh, model, objective, rules
 
 mesh.simulate(8)
 LINE, GRID = mesh.make(fsdp=8), mesh.make(fsdp=4, model=2)
@@ -40,7 +40,7 @@ def decoder():
         vocab=256, embed=20, layers=3, heads=6, kv_heads=2, head_dim=6, mlp=38, remat=True
     )
     graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(config, nnx.Rngs(0)))())
-    return functools.partial(train.loss, graphdef=graphdef), params
+    return functools.partial(model.loss, graphdef=graphdef), params
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import context, layouts, marks, measure, mesh, model, objective, topology, train
+from shardwise import context, layouts, marks, measure, mesh, model, objective, topology
 
 SPLASH = context.splash(block=128, interpret=True)
 CONFIG = model.Config(layers=2, embed=32, heads=8, kv_heads=4, head_dim=8, mlp=32, vocab=64)
@@ -88,7 +88,7 @@ def parts(stages=1):
     def create(key):
         return nnx.state(model.Decoder(config, nnx.Rngs(params=key)))
 
-    return functools.partial(train.loss, graphdef=graphdef), create, batch
+    return functools.partial(model.loss, graphdef=graphdef), create, batch
 
 
 @functools.cache

@@ -513,7 +513,7 @@ def test_a_flag_that_there_is_not_is_named(capfd):
     assert "--proceses" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("launcher", ["local", "slurm", "ray", "jobset --image i"])
+@pytest.mark.parametrize("launcher", ["local", "slurm", "ray"])
 @pytest.mark.parametrize("run", [["--run", "gs://bucket/run"], ["--run=s3://bucket/run"]])
 def test_a_run_folder_that_is_an_address_is_refused(launcher, run, capfd):
     assert launch.main([*launcher.split(), "--", "train", *run]) == 2
@@ -528,5 +528,3 @@ def test_a_file_of_one_s_own_is_launched_with_the_same_flags(tmp_path, capfd):
     printed = capfd.readouterr().out
     for index in range(2):
         assert re.search(rf"--run .*--processes.address .*--processes.index {index}", printed)
-    assert launch.main(["jobset", "--image", "i", "--", "mine.py"]) == 2
-    assert "files, such as mine.py, are for local" in capfd.readouterr().err

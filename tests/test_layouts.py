@@ -24,7 +24,6 @@ from shardwise import (
     model,
     objective,
     pipeline,
-    train,
 )
 from shardwise import tree as trees
 from shardwise.layouts import catalogue, freezing
@@ -52,9 +51,9 @@ def parts(stages=1, layers=4, mixed=False):
         mixture = dict(experts=8, experts_per_token=2, capacity_factor=0.75, mlp=16)
         config = dataclasses.replace(config, **mixture)
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
-    loss = functools.partial(train.loss, graphdef=graphdef)
+    loss = functools.partial(model.loss, graphdef=graphdef)
     if mixed:
-        loss = functools.partial(train.routed_loss, graphdef=graphdef, over=mixed)
+        loss = functools.partial(model.routed_loss, graphdef=graphdef, over=mixed)
     return loss, functools.partial(_create, config)
 
 
@@ -415,7 +414,7 @@ def test_what_does_not_divide_is_told_what_would(name):
     layout, sizes, told = UNDIVIDED[name]
     layout, config = layouts.LAYOUTS[layout](8), dataclasses.replace(CONFIG, **sizes)
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
-    loss, create = functools.partial(train.loss, graphdef=graphdef), lambda _: params
+    loss, create = functools.partial(model.loss, graphdef=graphdef), lambda _: params
     shapes = jax.eval_shape(functools.partial(_create, config), KEY)
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     given, tx = (loss, tokens(16, 32)), optax.sgd(1.0)
@@ -544,7 +543,7 @@ def test_activations_may_be_kept_on_the_host(by, policy):
     layout = layouts.Layout(mesh.make(fsdp=8), fsdp="fsdp", by=by, remat=policy)
     config = dataclasses.replace(CONFIG, remat=False, layers=1)
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
-    loss, batch = functools.partial(train.loss, graphdef=graphdef), batches()[0]
+    loss, batch = functools.partial(model.loss, graphdef=graphdef), batches()[0]
     params = jax.jit(functools.partial(_create, config))(KEY)
     value, grads = jax.jit(objective.value_and_grad(loss))(params, batch)
     function, placed = layouts.value_and_grad(layout, loss), layouts.place(layout, params)
@@ -628,7 +627,7 @@ def test_between_the_two_programs_of_a_stage_nothing_waits_on_the_host():
     layout = dataclasses.replace(layout, remat=layouts.offload, microbatches=2)
     config = dataclasses.replace(CONFIG, remat=False, stages=2)
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
-    loss, batch = functools.partial(train.loss, graphdef=graphdef), batches()[0]
+    loss, batch = functools.partial(model.loss, graphdef=graphdef), batches()[0]
     create, tx = functools.partial(_create, config), OPTIMIZERS["adamw"]
     params, state = layouts.init(layout, create, tx, KEY, loss, batch)
     with pytest.raises(ValueError, match=r"offloads to the host, and with stages .* no stages"):
@@ -868,7 +867,7 @@ def biased(stages=1):
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
 
     def loss(params, batch):
-        mean, aux = train.routed_loss(params, batch, graphdef=graphdef, balance=0)
+        mean, aux = model.routed_loss(params, batch, graphdef=graphdef, balance=0)
         old = marks.use(nnx.filter_state(params, nnx.PathContains("bias")))
         (path, bias), *_ = trees.leaves(old)
         loads = marks.total(aux["loads"])

@@ -18,7 +18,7 @@ import optax
 import pytest
 from flax import nnx
 
-from shardwise import dispatch, layouts, measure, mesh, model, pipeline, train
+from shardwise import experts, layouts, measure, mesh, model, pipeline
 from shardwise import tree as trees
 from shardwise.measure.program import Array
 
@@ -125,7 +125,7 @@ class Asked:
         c, layout = self.config, self.layout
         if layout.expert:
             rows = ROWS // self.parts([n for n in layout.rows if n not in layout.expert])
-            slots = dispatch.slots(c.capacity_factor, LENGTH, c.experts_per_token, c.experts)
+            slots = experts.slots(c.capacity_factor, LENGTH, c.experts_per_token, c.experts)
             size = c.experts * rows * slots * c.embed
             self.add(layout.expert, "all-to-all", size, 6 * self.layers)
 
@@ -216,7 +216,7 @@ def built(layout):
     """(the loss, what creates the parameters, a batch)."""
     config = config_of(layout)
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
-    loss = functools.partial(train.routed_loss if layout.expert else train.loss, graphdef=graphdef)
+    loss = functools.partial(model.routed_loss if layout.expert else model.loss, graphdef=graphdef)
     text = np.zeros((ROWS, LENGTH), np.int32)
     batch = {"tokens": text, "targets": text, "mask": np.ones(text.shape, np.float32)}
     return loss, lambda key: nnx.state(model.Decoder(config, nnx.Rngs(params=key))), batch

@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import data, layouts, measure, model, topology, train
+from shardwise import data, layouts, measure, model, topology
 from shardwise.measure import hlo
 from shardwise.measure.program import Array
 
@@ -325,7 +325,7 @@ def fsdp_step(mesh):
         embed=256, layers=2, heads=2, kv_heads=2, head_dim=128, mlp=512, remat=True
     )
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
-    loss = functools.partial(train.loss, graphdef=graphdef)
+    loss = functools.partial(model.loss, graphdef=graphdef)
     layout = layouts.Layout(mesh.abstract, fsdp="fsdp", dtype=jnp.bfloat16)
     tx = optax.sgd(1e-3, momentum=0.9)
 

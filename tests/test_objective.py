@@ -509,7 +509,7 @@ KEYS = {
 @functools.cache
 def decoder():
     graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(CONFIG, nnx.Rngs(0)))())
-    return functools.partial(train.loss, graphdef=graphdef), params
+    return functools.partial(model.loss, graphdef=graphdef), params
 
 
 def tokens():

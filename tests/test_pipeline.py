@@ -24,7 +24,6 @@ from shardwise import (
     pipeline,
     rules,
     schedules,
-    train,
 )
 from shardwise.pipeline.running import run
 from shardwise.pipeline.stepping import Step
@@ -202,7 +201,7 @@ def decoder(stages=2, **how):
     text = np.random.default_rng(0).integers(256, size=(8, 9), dtype=np.int32)
     mask = np.float32(text[:, 1:] < 200)
     batch = {"tokens": text[:, :-1], "targets": text[:, 1:], "mask": mask}
-    return functools.partial(train.loss, graphdef=graphdef), params, batch
+    return functools.partial(model.loss, graphdef=graphdef), params, batch
 
 
 @functools.cache

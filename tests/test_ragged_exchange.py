@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import experts, layouts, marks, measure, mesh, mixture, model, topology, train
+from shardwise import experts, layouts, marks, measure, mesh, model, topology
 from shardwise.experts import ragged_exchange
 
 needs_libtpu = pytest.mark.skipif(
@@ -119,7 +119,7 @@ def layer(meaning, capacity=None):
             with marks.bind(experts=meaning):
                 n = 2 * jax.lax.axis_size("x")
                 return jnp.sum(
-                    marks.experts(x, chosen, weights, mixture.gated, stacked, n, capacity)[0] ** 2
+                    marks.experts(x, chosen, weights, experts.gated, stacked, n, capacity)[0] ** 2
                 )
 
         value, grads = jax.value_and_grad(loss)(given)
@@ -214,7 +214,7 @@ def small(capacity, embed):
 def step(config, layout):
     """(loss and gradient of a decoder, what it is called with, in shapes)."""
     graphdef, params = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))
-    loss = functools.partial(train.routed_loss, graphdef=graphdef)
+    loss = functools.partial(model.routed_loss, graphdef=graphdef)
     placed = jax.eval_shape(functools.partial(layouts.place, layout), params)
     make = functools.partial(
         jax.ShapeDtypeStruct, sharding=NamedSharding(layout.mesh, P(layout.rows))

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import data, marks, measure, mesh, model, objective, rules, train
+from shardwise import data, marks, measure, mesh, model, objective, rules
 
 mesh.simulate(8)
 MESH = mesh.make(fsdp=4, model=2)
@@ -38,7 +38,7 @@ LAYOUTS = {
 def reference():
     """Loss and gradient of one batch on one device."""
     graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(CONFIG, nnx.Rngs(0)))())
-    function = objective.value_and_grad(functools.partial(train.loss, graphdef=graphdef))
+    function = objective.value_and_grad(functools.partial(model.loss, graphdef=graphdef))
     batch = next(data.batches(8, 16))
     return function, params, batch, jax.jit(function)(params, batch)
 

@@ -5,8 +5,11 @@ import dataclasses
 import itertools
 import json
 import os
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import grain
@@ -16,7 +19,7 @@ import numpy as np
 import optax
 import pytest
 
-from shardwise import layouts, marks, mesh, objective, run, topology
+from shardwise import checkpoint, layouts, marks, mesh, objective, run, topology
 from shardwise.run import (
     command,
     joining,
@@ -447,6 +450,167 @@ def test_a_line_cut_off_while_it_was_written_is_left_out(tmp_path):
     each.add({"step": 2, "loss": float("nan")})
     each.close()
     assert metrics.read(file) == [{"step": 1, "loss": 2.0}, {"step": 2, "loss": "nan"}]
+
+
+@pytest.mark.parametrize(
+    "line", [b"\xff\xfe", b"7", b"{}", b'{"step": "3", "loss": 1.0}', b'{"step": 3, "loss": []}']
+)
+@pytest.mark.parametrize("name", ["metrics", "evaluations"])
+def test_damaged_lines_are_named_and_nothing_is_lost(tmp_path, half, line, name):
+    shutil.copytree(half, tmp_path / "r")
+    file = tmp_path / "r" / f"{name}.jsonl"
+    file.write_bytes(file.read_bytes() + line + b"\n")
+    before = {f: f.read_bytes() for f in (tmp_path / "r").glob("*.json*")}
+    number = len(file.read_bytes().splitlines())
+    with pytest.raises(ValueError, match=rf"line {number} of .*{name}\.jsonl is damaged.*take the"):
+        trained(tmp_path / "r", resume=True)
+    assert {f: f.read_bytes() for f in (tmp_path / "r").glob("*.json*")} == before
+
+
+def test_lines_that_are_missing_are_told(tmp_path, half, capsys):
+    shutil.copytree(half, tmp_path / "r")
+    file = tmp_path / "r" / "metrics.jsonl"
+    each = file.read_text().splitlines(keepends=True)
+    file.write_text(each[1])  # of four
+    trained(tmp_path / "r", resume=True, steps=5)
+    told = capsys.readouterr().err
+    assert "no lines of steps 1 to 1, which were done" in told
+    assert "no lines of steps 3 to 4, which were done; the run goes on from its checkpoint" in told
+    assert [x["step"] for x in metrics.read(file)] == [2, 5]
+    file.unlink()
+    trained(tmp_path / "r", resume=True, steps=6)
+    assert "no lines of steps 1 to 5," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", "processes", "checkpoints", "metrics.jsonl", "settings.json"])
+def test_what_lies_in_the_place_of_a_runs_own_is_named(tmp_path, name):
+    place = tmp_path / "r" / name if name else tmp_path / "r"
+    place.parent.mkdir(exist_ok=True)
+    place.mkdir() if "." in name else place.write_text("mine")
+    found, wanted = ("folder", "file") if "." in name else ("file", "folder")
+    with pytest.raises(ValueError, match=f"{place} is a {found}, and a run has a {wanted} there"):
+        trained(tmp_path / "r")
+
+
+def test_settings_that_are_no_object_are_named(tmp_path):
+    (tmp_path / "settings.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"holds \[1\]; expected an object of settings"):
+        trained(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize("name", ["a[b]", "a*", "what?"])
+def test_a_folder_in_which_orbax_would_not_find_its_files_is_refused(tmp_path, name, monkeypatch):
+    with pytest.raises(ValueError, match=r"has .* in it, by which Orbax would look for other"):
+        given(tmp_path / name)
+    with pytest.raises(ValueError, match="Name a path without"):
+        checkpoint.save(tmp_path / name, 1, {"params": jnp.ones(2)})
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    with pytest.raises(ValueError, match="Name a path without"):
+        given("r")
+
+
+OTHER = """
+import sys
+from shardwise.run.folder import Folder
+from shardwise.run.training import _lock
+lock = _lock(Folder(sys.argv[1]))
+lock.take()
+print("taken", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_run_under_way_is_not_touched_by_another(tmp_path, half):
+    shutil.copytree(half, tmp_path / "r")
+    words = [sys.executable, "-c", OTHER, str(tmp_path / "r")]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment = os.environ | {"PYTHONPATH": str(Path(run.__file__).parents[2])}
+    with subprocess.Popen(words, env=environment, **pipes) as other:
+        assert other.stdout.readline() == "taken\n"
+        before = {f: f.read_bytes() for f in (tmp_path / "r").glob("*.json*")}
+        told = rf"another program \(process {other.pid} on .*\) has a run under way in .*Wait until"
+        with pytest.raises(RuntimeError, match=told):
+            trained(tmp_path / "r", resume=True, steps=6)
+        assert {f: f.read_bytes() for f in (tmp_path / "r").glob("*.json*")} == before
+        other.stdin.close()
+        other.wait()
+    assert trained(tmp_path / "r", resume=True, steps=5).step == 5
+    with subprocess.Popen(words, env=environment, **pipes) as other:  # it was given back
+        assert other.stdout.readline() == "taken\n"
+
+
+@pytest.mark.parametrize("number", signals.ASKED)
+def test_every_signal_that_asks_for_a_stop_is_heard(number):
+    stop = signals.Stop().begin()
+    try:
+        os.kill(os.getpid(), number)
+        assert stop.signal == number
+    finally:
+        stop.end()
+
+
+def test_nohup_and_a_terminal_that_tells_twice(monkeypatch):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop = signals.Stop().begin()
+        os.kill(os.getpid(), signal.SIGHUP)
+        stop.end()
+        assert stop.signal is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    ended = []
+    monkeypatch.setattr(signals.os, "_exit", ended.append)
+    stop = signals.Stop()
+    for numbers, status in (("HUP", "HUP"), []), (("TERM", "HUP"), []), (("HUP", "TERM"), [143]):
+        stop._read, written = os.pipe()
+        os.write(written, bytes(getattr(signal, f"SIG{name}") for name in numbers))
+        os.close(written)
+        stop._count()
+        assert ended == status
+
+
+@pytest.mark.parametrize("kind", ["full", "closed", "unread"])
+def test_output_that_cannot_be_written_ends_no_run(tmp_path, kind, monkeypatch, capfd):
+    kept = os.dup(1)  # a run puts nothing in its place
+    try:
+        if kind == "full":
+            out = open("/dev/full", "w")
+        else:
+            unread, written = os.pipe()
+            os.close(unread)
+            out = os.fdopen(written, "w")
+        if kind == "closed":
+            with contextlib.suppress(OSError):
+                out.close()
+        monkeypatch.setattr("sys.stdout", out)
+        assert trained(tmp_path / "r", steps=2).step == 2
+        assert len(lines(tmp_path / "r")) == 2 and sys.stdout.name == os.devnull
+        sys.stdout.close()
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        with contextlib.suppress(OSError):
+            out.close()
+    assert capfd.readouterr().err.count("run: no more output") == 1
+
+
+def test_a_command_without_standard_output_gets_one(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    assert command.main(["--help"]) == 0 and sys.stdout.name == os.devnull
+    sys.stdout.close()
+
+
+def test_the_commands_that_a_run_prints_are_quoted(tmp_path, monkeypatch, capsys):
+    class Ended:
+        stopped = False
+
+    folder = tmp_path / "it's $(x) here"
+    monkeypatch.setattr(command.decoding, "run", lambda settings: Ended)
+    assert command.main(["train", "--run", str(folder), "--devices", "8"]) == 0
+    told = capsys.readouterr().out
+    assert f"shardwise train --run {shlex.quote(str(folder))} --resume --steps 600" in told
+    assert f"shardwise sample {shlex.quote(str(folder))}\n" in told
 
 
 def test_a_trace_tells_compute_from_collectives(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from combinations import COMBINED, NAMED, layout_of
 from flax import nnx
 
-from shardwise import layouts, measure, mesh, model, pipeline, train
+from shardwise import layouts, measure, mesh, model, pipeline
 from shardwise import tree as trees
 from shardwise.layouts.meanings import order
 
@@ -34,7 +34,7 @@ def placed(layout):
     config = config_of(layout)
     mixed = bool(config.experts)
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
-    loss = train.routed_loss if mixed else train.loss
+    loss = model.routed_loss if mixed else model.loss
     over = dict(over="rows") if mixed and layout.microbatches > 1 else {}
     loss = functools.partial(loss, graphdef=graphdef, **over)
     whole = np.zeros((ROWS, LENGTH), np.int32)

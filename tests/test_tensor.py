@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from shardwise import data, marks, measure, mesh, model, objective, rules, tensor, train
+from shardwise import data, marks, measure, mesh, model, objective, rules, tensor
 
 GRID = mesh.make(data=2, model=4)
 CONFIG = model.Config(vocab=256, embed=24, layers=2, heads=8, kv_heads=4, head_dim=6, mlp=36)
@@ -26,7 +26,7 @@ def gap(ours, theirs):
 @functools.cache
 def on_one(config):
     graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(config, nnx.Rngs(0)))())
-    step = objective.value_and_grad(functools.partial(train.loss, graphdef=graphdef))
+    step = objective.value_and_grad(functools.partial(model.loss, graphdef=graphdef))
     batch = next(data.batches(ROWS, LENGTH))
     batch["mask"] = (np.arange(LENGTH) < [[3], [16], [0], [9], [16], [1]]).astype(np.float32)
     return step, params, batch, jax.jit(step)(params, batch)

@@ -14,7 +14,7 @@ from shardwise import data, measure, mesh, model, objective, rules, train
 
 CONFIG = model.Config(embed=16, layers=2, heads=2, kv_heads=1, head_dim=8, mlp=24)
 GRAPHDEF, PARAMS = nnx.split(nnx.jit(lambda: model.Decoder(CONFIG, rngs=nnx.Rngs(0)))())
-LOSS = functools.partial(train.loss, graphdef=GRAPHDEF)
+LOSS = functools.partial(model.loss, graphdef=GRAPHDEF)
 MEAN_AND_GRAD = jax.jit(objective.value_and_grad(LOSS))  # of ROWS rows: compiled once
 ROWS = 16
 
@@ -50,7 +50,7 @@ def test_the_loss_is_the_log_probability_of_each_real_target():
 
 def test_a_decoder_and_its_state_give_the_same():
     batch = padded(3)
-    whole = nnx.jit(train.loss)(nnx.merge(GRAPHDEF, PARAMS), batch)
+    whole = nnx.jit(model.loss)(nnx.merge(GRAPHDEF, PARAMS), batch)
     assert_close(whole, jax.jit(LOSS)(PARAMS, batch))
 
 

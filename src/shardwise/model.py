@@ -1,4 +1,4 @@
-"""A present-day decoder in Flax NNX, written for one device.
+"""A present-day decoder in Flax NNX and its loss, written for one device.
 
 Every parameter carries the names of its logical axes (metadata `logical_axes`) and the code
 carries marks: `marks.attend`, and `marks.constrain` with the names embedding_output,
@@ -11,11 +11,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
-from shardwise import marks
+from shardwise import experts, marks, objective
+from shardwise.experts import Experts, Routing
 from shardwise.layers import Config, Linear, RMSNorm
-from shardwise.mixture import Experts, Routing
 
 __all__ = [
     "Block",
@@ -26,7 +27,9 @@ __all__ = [
     "RMSNorm",
     "Routing",
     "drop",
+    "loss",
     "rotary",
+    "routed_loss",
 ]
 
 
@@ -179,3 +182,53 @@ def _run(body, x, stack, size, scan):
         x, routing = body(x, jax.tree.map(lambda a, i=i: a[i], stack))
         found.append(routing)
     return x, jax.tree.map(lambda *layers: jnp.stack(layers), *found)
+
+
+def loss(
+    params: Any, batch: dict[str, Any], key: jax.Array | None = None, graphdef: Any = None
+) -> objective.Mean:
+    """`objective.Mean`: the sum of -log p over real tokens, in nats, and their number.
+
+    Dividing once, at the very end, makes any padding, masking, sharding or accumulation exact.
+    `params` is a `Decoder`, or its state together with the `graphdef` that `nnx.split`
+    gave with it; bound by `functools.partial(loss, graphdef=graphdef)`, it is a function of
+    `(params, batch)` and `(params, batch, key)`. `batch` is a dict as `data.batches` makes them.
+    With a `key`, dropout is on.
+    """
+    decoder = params if graphdef is None else nnx.merge(graphdef, params)
+    tokens = batch["tokens"]
+    logits = decoder(tokens, key, marks.places(batch, *tokens.shape))
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    return objective.Mean(jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"]))
+
+
+def routed_loss(
+    params: Any,
+    batch: dict[str, Any],
+    key: jax.Array | None = None,
+    graphdef: Any = None,
+    balance: float = 0.01,
+    over: str = "batch",
+) -> tuple[objective.Mean, dict[str, jax.Array]]:
+    """(`loss` and `balance` times `experts.penalty` of each layer, aux) of a decoder with experts.
+
+    aux has, over real tokens, sums that those of parts of a batch add up to: "loads" [layers,
+    experts], the choices of each expert; "dropped" [layers], choices that found no slot; "nats",
+    the total without the penalty. Balancing by a bias needs no penalty: balance=0.
+    """
+    decoder = params if graphdef is None else nnx.merge(graphdef, params)
+    tokens = batch["tokens"]
+    logits, routing = decoder.route(tokens, key, marks.places(batch, *tokens.shape))
+    mask, count = batch["mask"], decoder.config.experts
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
+    nats = jnp.sum(each * mask)
+    total = nats
+    if balance:
+        total += balance * experts.penalty(routing.chosen, routing.probabilities, mask, over)
+    lost = jnp.where(routing.kept, 0, mask[None, :, :, None])
+    aux = {
+        "loads": experts.loads(routing.chosen, mask, count),
+        "dropped": jnp.sum(lost, axis=(1, 2, 3)),
+        "nats": nats,
+    }
+    return objective.Mean(total, jnp.sum(mask)), aux

@@ -1,67 +1,16 @@
-"""Loss, gradients and the training step, for one device; sharded initialisation by a rule."""
+"""The training step for one device; sharded initialisation by a rule."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from shardwise import experts, marks, objective, rules
+from shardwise import objective, rules
 from shardwise.model import Config, Decoder
-
-
-def loss(
-    params: Any, batch: dict[str, Any], key: jax.Array | None = None, graphdef: Any = None
-) -> objective.Mean:
-    """`objective.Mean`: the sum of -log p over real tokens, in nats, and their number.
-
-    Dividing once, at the very end, makes any padding, masking, sharding or accumulation exact.
-    `params` is a `model.Decoder`, or its state together with the `graphdef` that `nnx.split`
-    gave with it; bound by `functools.partial(loss, graphdef=graphdef)`, it is a function of
-    `(params, batch)` and `(params, batch, key)`. `batch` is a dict as `data.batches` makes them.
-    With a `key`, dropout is on.
-    """
-    decoder = params if graphdef is None else nnx.merge(graphdef, params)
-    tokens = batch["tokens"]
-    logits = decoder(tokens, key, marks.places(batch, *tokens.shape))
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    return objective.Mean(jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"]))
-
-
-def routed_loss(
-    params: Any,
-    batch: dict[str, Any],
-    key: jax.Array | None = None,
-    graphdef: Any = None,
-    balance: float = 0.01,
-    over: str = "batch",
-) -> tuple[objective.Mean, dict[str, jax.Array]]:
-    """(`loss` and `balance` times `experts.penalty` of each layer, aux) of a decoder with experts.
-
-    aux has, over real tokens, sums that those of parts of a batch add up to: "loads" [layers,
-    experts], the choices of each expert; "dropped" [layers], choices that found no slot; "nats",
-    the total without the penalty. Balancing by a bias needs no penalty: balance=0.
-    """
-    decoder = params if graphdef is None else nnx.merge(graphdef, params)
-    tokens = batch["tokens"]
-    logits, routing = decoder.route(tokens, key, marks.places(batch, *tokens.shape))
-    mask, count = batch["mask"], decoder.config.experts
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    nats = jnp.sum(each * mask)
-    total = nats
-    if balance:
-        total += balance * experts.penalty(routing.chosen, routing.probabilities, mask, over)
-    lost = jnp.where(routing.kept, 0, mask[None, :, :, None])
-    aux = {
-        "loads": experts.loads(routing.chosen, mask, count),
-        "dropped": jnp.sum(lost, axis=(1, 2, 3)),
-        "nats": nats,
-    }
-    return objective.Mean(total, jnp.sum(mask)), aux
 
 
 def init(

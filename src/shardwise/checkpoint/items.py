@@ -115,9 +115,20 @@ def is_storable(dtype: np.dtype) -> bool:
 
 
 def address(directory: str | os.PathLike) -> str:
-    """The directory as Orbax takes it: one on a bucket untouched, else its one true local path."""
-    directory = os.fspath(directory)
-    return directory if "://" in directory else os.path.realpath(os.path.expanduser(directory))
+    """The directory as Orbax takes it: one on a bucket untouched, else its one true local path.
+
+    Raises:
+      ValueError: a path that is also a pattern of others.
+    """
+    where = os.fspath(directory)
+    where = where if "://" in where else os.path.realpath(os.path.expanduser(where))
+    if pattern := set(where) & set("*?["):  # Orbax looks for what it wrote by glob
+        raise ValueError(
+            f"checkpoint: {where} has {' and '.join(sorted(pattern))} in it, by which Orbax would "
+            f"look for other folders and not find what it saved there. Name a path without "
+            f"*, ? and [."
+        )
+    return where
 
 
 def is_bucket(where: str) -> bool:

@@ -18,10 +18,13 @@ class Lock:
     """A lock on a local directory, which the operating system takes back when this process ends.
 
     It is a lock of the process (POSIX's), hence not inherited by forked children that outlive it.
+    Where another has it, the error begins with `who` and says what the other `does` there, and
+    `advice`.
     """
 
-    def __init__(self, where: str):
+    def __init__(self, where: str, who: str, does: str, advice: str):
         self._path = os.path.join(where, _NAME)
+        self._told = who, does, advice
         self._file = None
 
     def take(self) -> None:
@@ -32,11 +35,11 @@ class Lock:
         """
         if self._held():
             return
-        self.release()
+        self.close()
         os.makedirs(os.path.dirname(self._path), exist_ok=True)
         file = open(self._path, "a+")  # closing it gives the lock back
         try:
-            _lock(file, self._path)
+            _lock(file, self._path, *self._told)
         except BaseException:
             file.close()
             raise
@@ -45,8 +48,8 @@ class Lock:
         file.flush()
         self._file = file
 
-    def release(self) -> None:
-        """Let others save here."""
+    def close(self) -> None:
+        """Let others in."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -60,7 +63,7 @@ class Lock:
         return False
 
 
-def _lock(file, path):
+def _lock(file, path, who, does, advice):
     try:
         if fcntl is None:
             raise OSError(errno.ENOLCK, "no POSIX locks")
@@ -68,14 +71,13 @@ def _lock(file, path):
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             warnings.warn(
-                f"checkpoint.save: {os.path.dirname(path)} cannot be locked ({error}); make sure "
-                f"that no other program saves there.",
+                f"{who}: {os.path.dirname(path)} cannot be locked ({error}); make sure that no "
+                f"other program writes there.",
                 stacklevel=2,
             )
             return
         file.seek(0)
         raise RuntimeError(
-            f"checkpoint.save: another program ({file.read() or 'unknown'}) saves to "
-            f"{os.path.dirname(path)}. Save to another directory, or end that one first; it may "
-            f"also call checkpoint.wait, which lets others in."
+            f"{who}: another program ({file.read() or 'unknown'}) {does} "
+            f"{os.path.dirname(path)}. {advice}."
         ) from None

@@ -27,7 +27,11 @@ class Writer:
     def __init__(self, where: str):
         self._where = where
         self._turn = threading.RLock()  # Orbax deadlocks when two threads save
-        self._lock = None if is_bucket(where) else Lock(where)
+        advice = (
+            "Save to another directory, or end that one first; it may also call checkpoint.wait"
+        )
+        told = "checkpoint.save", "saves to", f"{advice}, which lets others in"
+        self._lock = None if is_bucket(where) else Lock(where, *told)
         self._keep, self._manager = None, None
         self.compared = False  # whether replicas in several processes have been
 
@@ -82,7 +86,7 @@ class Writer:
 
     def _leave(self):
         if self._lock is not None:
-            self._lock.release()
+            self._lock.close()
 
     def _open(self, keep):
         if self._manager is not None and keep != self._keep:

@@ -1,7 +1,8 @@
-"""Expert parallelism: what `marks.experts` becomes where a mesh axis cuts the experts.
+"""Mixtures of experts: the layer, its dispatch on one device, and where a mesh axis cuts experts.
 
-Inside a manual region (`jax.shard_map`) in which a device has its rows of the batch, and the
-weights of experts/n experts:
+`Experts` is the layer; `marks.experts` says what a dispatch takes and gives, everywhere, and
+`on_one_device` does it where nothing is bound. Inside a manual region (`jax.shard_map`) in which a
+device has its rows of the batch, and the weights of experts/n experts:
 
     with marks.bind(experts=experts.all_to_all("expert")):
         y, kept = layer(x, weights)
@@ -18,14 +19,18 @@ are copied, and never over the axis that cuts them: a mean or a sum there is a f
 hides (it divides a gradient by its size). All other weights are summed over it, as over any axis
 that cuts rows.
 
-**Rows** have queues of their own (`shardwise.dispatch`), so that rows may be cut in any way. Where
-the sequence is cut too, give that axis as `sequence=`: who is kept is then decided from the whole
-row, for the cost of gathering the choices, four bytes each.
+**Rows** of the batch have queues of their own, one for each expert, in the order of their tokens
+and of a token's choices: one rule of who is dropped, whatever the mesh. So no row depends on
+another, rows may be cut in any way, and a causal model stays causal: an earlier token never waits
+for a later one. Where the sequence is cut too, give that axis as `sequence=`: who is kept is then
+decided from the whole row, for the cost of gathering the choices, four bytes each.
 """
 
 from shardwise.experts.balance import loads, penalty, rebalanced
 from shardwise.experts.costs import bytes_sent
+from shardwise.experts.dispatch import on_one_device, queued, slots
 from shardwise.experts.exchange import Exchange, all_to_all, gather, local, ragged
+from shardwise.experts.mixture import Experts, Routing, gated
 
 # What `layouts` knows by name.
 FORMS = {"all_to_all": all_to_all, "gather": gather, "ragged": ragged}
@@ -33,12 +38,18 @@ FORMS = {"all_to_all": all_to_all, "gather": gather, "ragged": ragged}
 __all__ = [
     "FORMS",
     "Exchange",
+    "Experts",
+    "Routing",
     "all_to_all",
     "bytes_sent",
+    "gated",
     "gather",
     "loads",
     "local",
+    "on_one_device",
     "penalty",
+    "queued",
     "ragged",
     "rebalanced",
+    "slots",
 ]

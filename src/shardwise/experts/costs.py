@@ -1,6 +1,6 @@
 """Bytes that a dispatch sends, by formula."""
 
-from shardwise import dispatch
+from shardwise.experts import dispatch
 from shardwise.experts.ragged_exchange import most_rows
 
 KNOWN = ("all_to_all", "gather", "ragged")

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwise import dispatch, marks
-from shardwise.experts import ragged_exchange
+from shardwise import marks
+from shardwise.experts import dispatch, ragged_exchange
 
 
 @dataclasses.dataclass(frozen=True)

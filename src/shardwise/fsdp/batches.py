@@ -93,7 +93,13 @@ def _sequence(batch, who):
 
 
 def check_rows(batch: Any, parts: int, who: str = WHO) -> None:
-    """Raise where an array of the batch does not split into so many parts."""
+    """Raise where an array of the batch does not split into so many parts, or it has none."""
+    if not jax.tree.leaves(batch):
+        raise ValueError(
+            f"{who}: the batch is {batch!r}, and has no arrays whose rows could be cut into "
+            f"{parts} parts (devices times microbatches); hand over rows, be they numbers that the "
+            f"loss does not look at."
+        )
     for path, x in trees.leaves(batch):
         if jnp.ndim(x) == 0:
             raise ValueError(

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 
-from shardwise import dispatch
 from shardwise.marks.binding import meaning_of
 
 
@@ -34,5 +33,8 @@ def experts(
 
     A meaning receives the same, with the experts' weights that one device has.
     """
-    meaning = meaning_of("experts") or dispatch.on_one_device
+    meaning = meaning_of("experts")
+    if meaning is None:
+        # Imported here: that room knows marks, and these know of it no more than this.
+        from shardwise.experts import on_one_device as meaning
     return meaning(x, chosen, weights, apply, stacked, experts, capacity, index)

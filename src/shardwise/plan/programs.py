@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from shardwise import context, layouts, marks, train
+from shardwise import context, layouts, marks, model
 from shardwise.context.gathering import in_tiles
 from shardwise.context.kernels import LANES
 from shardwise.model import Config, Decoder
@@ -60,9 +60,9 @@ def program(
     config = dataclasses.replace(config, remat=again, stages=roles.stage)
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
     has_aux = bool(config.experts)
-    loss = functools.partial(train.loss, graphdef=graphdef)
+    loss = functools.partial(model.loss, graphdef=graphdef)
     if has_aux:  # balanced over each row, so that microbatches are the same function
-        loss = functools.partial(train.routed_loss, graphdef=graphdef, over="rows")
+        loss = functools.partial(model.routed_loss, graphdef=graphdef, over="rows")
     shape = batch, sequence
     ints, floats = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
     fields = {"tokens": ints, "targets": ints, "mask": floats}

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from shardwise import dispatch, experts, tensor
+from shardwise import experts, tensor
 from shardwise.plan.parts import Part
 from shardwise.plan.roles import ORDER
 
@@ -98,7 +98,7 @@ def _loss(part):
     if part.roles.stage > 1:
         numbers = m * 2 * _WIDE + (_WIDE if m > 1 else 0)
     yield Sent(over, "loss", 2 * numbers * _share(part, over))
-    if part.config.experts:  # loads, drops and nats, as `train.routed_loss` counts them
+    if part.config.experts:  # loads, drops and nats, as `model.routed_loss` counts them
         c = part.config
         counts = (c.layers * (c.experts + 1) + 1) * _WIDE * (m if part.roles.stage > 1 else 1)
         yield Sent(over, "counts", 2 * counts * _share(part, over))
@@ -205,7 +205,7 @@ def slots(part: Part) -> float:
     c = part.config
     if c.capacity_factor is None:
         return c.experts_per_token
-    each = dispatch.slots(c.capacity_factor, part.sequence, c.experts_per_token, c.experts)
+    each = experts.slots(c.capacity_factor, part.sequence, c.experts_per_token, c.experts)
     return each * c.experts / part.sequence
 
 

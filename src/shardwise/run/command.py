@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import sys
 import traceback
@@ -14,6 +15,7 @@ import tyro
 from shardwise import mesh
 from shardwise.run import decoding, joining, parsing, profiling
 from shardwise.run.folder import Folder
+from shardwise.run.output import OUT, open_closed
 
 UNREAD = 128 + signal.SIGPIPE  # of a command whose reader is gone, as a shell has it
 
@@ -32,6 +34,7 @@ Each has --help."""
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, `sys.argv` by default; its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    open_closed()
     mesh.look_for_no_tpu()  # whatever comes first: an error too asks how many processes there are
     try:
         return _flushed(argv)
@@ -85,14 +88,19 @@ def train(argv: Sequence[str]) -> int:
     joining.join(settings.processes, settings.devices)
     layout = settings.layout.layout()
     if jax.process_index() == 0:
-        print(f"On {len(mesh.devices())} devices, {mesh.devices()[0].device_kind}. {layout}")
+        kind = mesh.devices()[0].device_kind
+        print(f"On {len(mesh.devices())} devices, {kind}. {layout}", file=OUT, flush=True)
     result = decoding.run(settings)
     if jax.process_index() == 0:
         more = "" if result.stopped else f" --steps {2 * settings.steps}"
         plot = settings.run / "metrics.png"
-        print(f"Look:   {plot}" if plot.exists() else "No plot: pip install matplotlib draws one.")
-        print(f"Go on:  shardwise train --run {settings.run} --resume{more}")
-        print(f"Write:  shardwise sample {settings.run}", flush=True)
+        drawn = f"Look:   {plot}" if plot.exists() else "No plot: pip install matplotlib draws one."
+        run = shlex.quote(str(settings.run))
+        told = (
+            f"Go on:  shardwise train --run {run} --resume{more}",
+            f"Write:  shardwise sample {run}",
+        )
+        print(drawn, *told, sep="\n", file=OUT, flush=True)
     return joining.leave(result)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from shardwise import checkpoint, layouts, mesh, plan, train
+from shardwise import checkpoint, layouts, mesh, model, plan
 from shardwise.model import Config, Decoder
 from shardwise.run import keys, sampling, state, text
 from shardwise.run.folder import Folder
@@ -36,7 +36,7 @@ def run(settings: Settings) -> Result:
             f"--model.vocab {most}."
         )
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
-    loss = train.routed_loss if config.experts else train.loss
+    loss = model.routed_loss if config.experts else model.loss
     options: dict[str, Any] = {}
     if settings.data.tokens is None and settings.evaluation.sample:
         options["sample"] = functools.partial(_sample, config, settings)

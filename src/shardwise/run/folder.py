@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from shardwise.checkpoint.items import address
+
 
 class Folder:
     """Where a run lies. Process 0 writes, but for the notes, of which each process has its own.
@@ -21,6 +23,8 @@ class Folder:
     checkpoints/         Orbax, one folder for each saved step
     processes/0.json     process, pid, host, step, doing, time, line
     batches/12.npz       the batch of a bad step
+
+    Raises ValueError where something else lies in one of these places.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -28,6 +32,14 @@ class Folder:
         self.metrics = self.path / "metrics.jsonl"
         self.evaluations = self.path / "evaluations.jsonl"
         self.checkpoints = self.path / "checkpoints"
+        folders = [self.path, *(self.path / x for x in ("checkpoints", "processes", "batches"))]
+        for place in (*folders, self.path / "settings.json", self.metrics, self.evaluations):
+            if place.exists() and place.is_dir() != (place in folders):
+                found, wanted = ("a file", "a folder")[:: 1 if place in folders else -1]
+                raise ValueError(
+                    f"run: {place} is {found}, and a run has {wanted} there. Move it away, or name "
+                    f"another run folder."
+                )
 
     def settings(self) -> dict[str, Any] | None:
         """What `settings.flat` gave when the run last started, or None.
@@ -39,9 +51,15 @@ class Folder:
         if not file.exists():
             return None
         try:
-            return json.loads(file.read_text())
+            found = json.loads(file.read_bytes())
         except ValueError as error:
             raise ValueError(f"run: {file} is no JSON ({error}); is this a run folder?") from None
+        if not isinstance(found, dict):
+            raise ValueError(
+                f"run: {file} holds {found!r:.60}; expected an object of settings by name. Is this "
+                f"a run folder?"
+            )
+        return found
 
     def write_settings(self, values: dict[str, Any]) -> None:
         if jax.process_index() == 0:
@@ -57,7 +75,8 @@ def on_disk(path: str | os.PathLike) -> Path:
     """The path of a run folder.
 
     Raises:
-      ValueError: it is an address, such as gs://bucket/run; a `Path` of one has lost a slash.
+      ValueError: it is an address, such as gs://bucket/run; a `Path` of one has lost a slash. Or
+        no checkpoint can lie there, by `checkpoint.save`.
     """
     if re.match(r"\w[\w.+-]+:/", str(path)):
         raise ValueError(
@@ -65,6 +84,7 @@ def on_disk(path: str | os.PathLike) -> Path:
             f"lines are added to its files. Mount the bucket (Cloud Storage FUSE, mountpoint-s3), "
             f"and name the folder there."
         )
+    address(path)
     return Path(path)
 
 

@@ -1,6 +1,5 @@
 """Files of JSON lines, one for each step; a step that is done again replaces its line."""
 
-import contextlib
 import json
 import math
 from pathlib import Path
@@ -27,13 +26,46 @@ class Lines:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The lines, in order; one that was cut off while it was written is left out."""
-    found = []
-    if file.exists():
-        for line in file.read_text().splitlines():
-            with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-    return found
+    """The lines, in order; the last one is left out where it was cut off while it was written.
+
+    Raises:
+      ValueError: a line that is no step's.
+    """
+    if not file.exists():
+        return []
+    *lines, last = file.read_bytes().split(b"\n")
+    found = [_parsed(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    return found + [line for line in [_line(last)] if line is not None]
+
+
+def missing(file: Path, last: int) -> list[tuple[int, int]]:
+    """The first and last of each row of steps, up to `last`, that have no line."""
+    steps = {line["step"] for line in read(file)}
+    absent = [step for step in range(1, last + 1) if step not in steps]
+    starts = [step for step in absent if step - 1 in steps or step == 1]
+    ends = [step for step in absent if step + 1 in steps or step == last]
+    return list(zip(starts, ends, strict=True))
+
+
+def _parsed(file, number, text):
+    line = _line(text)
+    if line is None:
+        raise ValueError(
+            f"run: line {number} of {file} is damaged: {text[:60]!r}; expected an object with a "
+            f"whole number as its step, and a loss. The checkpoints are not touched by this: take "
+            f"the line out, or move the file away, and go on."
+        )
+    return line
+
+
+def _line(text):
+    """A step's line; None of anything else."""
+    try:
+        found = json.loads(text)
+        float(found["loss"])
+        return found if type(found["step"]) is int else None
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _text(line):

@@ -1,6 +1,7 @@
 """Loss and throughput of a run, drawn from its metrics."""
 
 import importlib.util
+import math
 from pathlib import Path
 
 from shardwise.run.folder import Folder
@@ -28,7 +29,7 @@ def plot(folder: Folder) -> Path | None:
         loss.legend()
     loss.set_ylabel("loss")
     what = "tokens" if "tokens" in lines[0] else "rows"
-    speed.plot(steps, [x[f"{what}_per_second"] for x in lines])
+    speed.plot(steps, [x.get(f"{what}_per_second", math.nan) for x in lines])
     speed.set(xlabel="step", ylabel=f"{what}/s", ylim=(0, None))
     for kind in ("png", "svg"):
         figure.savefig(folder.path / f"metrics.{kind}", dpi=150)

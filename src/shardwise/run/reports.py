@@ -1,7 +1,6 @@
 """What a run says: lines on a terminal or in a log, events, plots."""
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ import jax
 
 from shardwise.run.folder import Folder
 from shardwise.run.metrics import Lines, read
+from shardwise.run.output import OUT
 from shardwise.run.plots import plot
 from shardwise.run.settings import Settings
 
@@ -33,16 +33,17 @@ class Report:
         self._skipped = sum(bool(line.get("bad")) for line in before)
         self._main = jax.process_index() == 0
         self._since, self._said = time.perf_counter(), -math.inf
-        self._progress = self._bar(first) if self._main and sys.stdout.isatty() else None
+        self._progress = self._bar(first) if self._main and OUT.isatty() else None
         self._events = self._writer() if self._main and settings.tensorboard else None
         files = (folder.metrics, folder.evaluations) if self._main else ()
         self._files = [Lines(file, first) for file in files]
 
     def _bar(self, first):
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
-        progress = Progress(*columns)
+        progress = Progress(*columns, console=Console(file=OUT))
         progress.start()
         self._task = progress.add_task("", total=self._settings.steps, completed=first - 1)
         return progress
@@ -105,8 +106,10 @@ class Report:
     def print(self, text: str) -> None:
         """A line that stays."""
         if self._main:
-            out = self._progress.console.print if self._progress is not None else print
-            out(text, **({"markup": False} if self._progress is not None else {"flush": True}))
+            if self._progress is not None:
+                self._progress.console.print(text, markup=False)
+            else:
+                print(text, file=OUT, flush=True)
 
     def evaluated(self, step: int, loss: float, mean: float | None = None, text: str = "") -> None:
         """Show an evaluation."""

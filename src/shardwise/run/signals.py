@@ -8,8 +8,21 @@ from collections.abc import Iterator
 from types import FrameType
 
 STOPPED = 75  # the exit status of a run that one of them stopped, after saving (EX_TEMPFAIL)
-# A scheduler's, Ctrl-C, and what SLURM is told to send ahead of the end (submitit: USR2).
-ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+# A scheduler's, Ctrl-C and the terminal's Quit, a terminal that closes, and what SLURM is told to
+# send ahead of the end (submitit: USR2).
+ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
+ASKED += (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def wanted() -> list[int]:
+    """Those to handle: all, but that nohup's wish, a terminal's end that is ignored, is kept."""
+    kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in ASKED if not (kept and number == signal.SIGHUP)]
+
+
+def is_repeated(number: int) -> bool:
+    """Whether a second one asks for no more: of a terminal's end shell and kernel both tell."""
+    return number == signal.SIGHUP
 
 
 class Stop:
@@ -31,7 +44,7 @@ class Stop:
             self._read, self._write = os.pipe()
             os.set_blocking(self._write, False)
             self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            self._old = {number: signal.signal(number, self._first) for number in ASKED}
+            self._old = {number: signal.signal(number, self._first) for number in wanted()}
             threading.Thread(target=self._count, daemon=True, name="signals").start()
         return self
 
@@ -48,7 +61,7 @@ class Stop:
     def _count(self):
         seen = 0
         while number := os.read(self._read, 1):
-            seen += number[0] in ASKED
+            seen += number[0] in ASKED and not (seen and is_repeated(number[0]))
             if seen > 1:
                 message = f"run: {signal.Signals(number[0]).name} again: ending without saving.\n"
                 os.write(2, message.encode())

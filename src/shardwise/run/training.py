@@ -1,12 +1,16 @@
 """`train`: what a run begins with, and from where it goes on."""
 
+import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import grain
+import jax
 
+from shardwise.checkpoint.lock import Lock
 from shardwise.rules.agreement import together
-from shardwise.run import signals, state
+from shardwise.run import metrics, signals, state
 from shardwise.run.feed import feed
 from shardwise.run.folder import Folder
 from shardwise.run.loop import Result, Run
@@ -57,8 +61,9 @@ def train(
 
     Raises:
       FileExistsError: the folder has a run, and `settings.resume` is false.
-      ValueError: other settings than the saved ones, or other facts; aux with a name that the
-        metrics use.
+      RuntimeError: another program's run is under way there.
+      ValueError: other settings than the saved ones, or other facts; metrics that are damaged; aux
+        with a name that the metrics use.
       BadStep: a bad step, where `settings.bad` says stop; the state before it is saved.
       Exception: what `shardwise.layouts` and `shardwise.checkpoint` raise.
     """
@@ -72,8 +77,8 @@ def train(
     facts = dict(facts or {})
     if isinstance(batches, grain.MapDataset):
         facts["first rows"] = feed(batches, settings.batch, layout).fingerprint()
-    with signals.heard() as stop:
-        saved = _begin(settings, folder, facts, unused)
+    with signals.heard() as stop, contextlib.closing(_lock(folder)) as lock:
+        saved = _begin(settings, folder, facts, unused, lock)
         source = feed(batches, settings.batch, layout, saved and saved["position"])
         run = Run(settings, layout, folder, loss, tx, source, has_aux, sample, facts, aux)
         run.validation = validation and feed(validation, settings.batch, layout)
@@ -82,7 +87,12 @@ def train(
         return run.go(stop)
 
 
-def _begin(settings, folder, facts, unused):
+def _lock(folder):
+    advice = "Wait until it has ended, or name another folder"
+    return Lock(str(folder.path), "run", "has a run under way in", advice)
+
+
+def _begin(settings, folder, facts, unused, lock):
     """What the newest checkpoint says; settings that are used are compared, and written."""
     now = {n: value for n, value in flat(settings).items() if n.partition(".")[0] not in unused}
     with together("run") as told:  # all have looked before one writes
@@ -95,12 +105,22 @@ def _begin(settings, folder, facts, unused):
             )
         if before is not None:
             check_resumable(before, now, settings.run)
+        if jax.process_index() == 0:
+            lock.take()
+        metrics.read(folder.metrics), metrics.read(folder.evaluations)  # an error before any step
     saved = state.saved(folder) if settings.resume else None
     for name, value in (facts if saved else {}).items():
         if saved["facts"].get(name) != value:
             raise ValueError(
                 f"run: {settings.run} was trained with other facts: {name} was "
                 f"{saved['facts'].get(name)!r} and is {value!r}."
+            )
+    if jax.process_index() == 0:
+        for first, last in metrics.missing(folder.metrics, saved["step"] if saved else 0):
+            print(
+                f"run: {folder.metrics} has no lines of steps {first} to {last}, which were done; "
+                f"the run goes on from its checkpoint of step {saved['step']}, without them.",
+                file=sys.stderr,
             )
     folder.write_settings(now)
     return saved

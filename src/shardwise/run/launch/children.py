@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shardwise.run.output import OUT
+
 LEASH = Path(__file__).with_name("leash.py")
 REMEMBERED = 20  # lines of each process
 LONGEST = 2**20  # bytes of a line; a longer one is shown in pieces
@@ -159,4 +161,4 @@ class Children:
 def show(line: str) -> None:
     """Print a line, also where the terminal cannot show all of its characters."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    print(line.encode(encoding, "backslashreplace").decode(encoding), file=OUT, flush=True)

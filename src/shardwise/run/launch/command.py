@@ -6,13 +6,11 @@ from collections.abc import Sequence
 import tyro
 
 from shardwise.run.launch import commands
-from shardwise.run.launch.jobset import JobSet
 from shardwise.run.launch.local import Local
 from shardwise.run.launch.ray_train import Ray
 from shardwise.run.launch.slurm import Slurm
-from shardwise.run.launch.tpu_vm import TpuVm
 
-LAUNCHERS = {"local": Local, "slurm": Slurm, "ray": Ray, "jobset": JobSet, "tpu-vm": TpuVm}
+LAUNCHERS = {"local": Local, "slurm": Slurm, "ray": Ray}
 
 
 def main(argv: Sequence[str], program: Sequence[str] = commands.PROGRAM) -> int:

@@ -48,15 +48,6 @@ def program_of(command: Sequence[str], program: Sequence[str]) -> tuple[str, ...
     return (sys.executable,) if command[0].endswith(".py") else tuple(program)
 
 
-def check_installed(command: Sequence[str], launcher: str) -> None:
-    """Raise Refused for a file, where only what is installed can run."""
-    if command[0].endswith(".py"):
-        raise Refused(
-            f"{launcher} runs commands of shardwise; files, such as {command[0]}, are for local, "
-            f"slurm and ray."
-        )
-
-
 def option(command: Sequence[str], name: str) -> str | None:
     """The value of `--name value` or `--name=value`, the last one, as parsers take it."""
     found = None

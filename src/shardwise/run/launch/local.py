@@ -16,8 +16,9 @@ FIRST = "runs/first"  # where `train` writes without --run
 class Local:
     """Processes on this machine, with their output line by line; the first failure ends all.
 
-    SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 are passed on once, and a second signal kills all
-    processes. None of them outlives this one, however it ends (on Linux).
+    A signal that asks for a stop (SIGTERM, SIGINT, SIGQUIT, SIGHUP, SIGUSR1, SIGUSR2) is passed on
+    once, and a second one kills all processes. None of them outlives this one, however it ends (on
+    Linux).
     """
 
     processes: int = 2

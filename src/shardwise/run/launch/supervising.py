@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardwise.run import signals
 from shardwise.run.launch import notes, reports, statuses
 from shardwise.run.launch.children import Child, Children
 from shardwise.run.launch.watching import Hang, Watch, never
 
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 GLANCE = 0.1  # seconds between looks at the processes
 STANDSTILL = 5.0  # seconds after which a process that fails may have waited for another
 READING = 0.5  # seconds between readings of their notes, at most
@@ -75,7 +75,7 @@ class _Run:
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
-        before = {number: signal.signal(number, self._handle) for number in PASSED_ON}
+        before = {number: signal.signal(number, self._handle) for number in signals.wanted()}
         try:
             yield self
         finally:
@@ -87,7 +87,7 @@ class _Run:
         if not self._signal:
             self._signal = number
             self._children.pass_on(number)
-        elif not self._limits.patient:
+        elif not (self._limits.patient or signals.is_repeated(number)):
             self._again = number
             self._children.kill()
 

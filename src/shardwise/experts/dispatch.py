@@ -1,9 +1,6 @@
 """Tokens to experts and back, on one device: places in queues, buffers, groups of rows.
 
 Letters: b rows, s tokens of a row, k choices of a token, e embed; n experts, c slots of a buffer.
-What decides who is dropped is one rule, whatever the mesh: each row of the batch has its own
-queues, one for each expert, in the order of its tokens and of a token's choices. So no row depends
-on another, and a causal model stays causal: an earlier token never waits for a later one.
 """
 
 import math
