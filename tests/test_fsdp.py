@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from shardwise import data, fsdp, layouts, marks, measure, mesh, model, objective, rules
+from shardwise.fsdp import gathering, gradients
 
 mesh.simulate(8)
 LINE, GRID = mesh.make(fsdp=8), mesh.make(data=2, fsdp=4)
