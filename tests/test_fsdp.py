@@ -110,7 +110,7 @@ def test_an_array_is_cut_where_an_axis_divides_and_told_where_none_does(shapes, 
         if n > 1 and x.size > 1 and not divides:
             whole[path] = round(x.nbytes * (1 - 1 / n))
     warns = sum(whole.values()) > 0.05 * sum(x.nbytes for x in jax.tree.leaves(tree))
-    message = rf"{len(whole)} arrays stay whole on all {n} devices along \('fsdp',\)"
+    message = rf"{len(whole)} of {len(shapes)} arrays stay whole on all {n} devices along fsdp"
     told = pytest.warns(UserWarning, match=message) if warns else contextlib.nullcontext()
     with told:
         found = layouts.predict(layout, tree, rows(8))

@@ -377,11 +377,11 @@ def test_arrays_that_do_not_divide_are_left_whole_and_told_or_refused(by):
     placed = layouts.place(layout, params)
     assert placed["bias"].sharding.is_fully_replicated
     assert placed["w"].addressable_shards[0].data.shape == (2, 10)
-    with pytest.warns(UserWarning, match="1 arrays stay whole on all 8 devices.*35 bytes more.*5%"):
+    with pytest.warns(UserWarning, match="1 of 2 arrays stay whole on all 8 devices.*35 bytes more.*5%"):
         predicted = layouts.predict(layout, params, batch)
     assert predicted.whole == {"bias": 35} and "whole bias: 35 bytes" in str(predicted)
     assert predicted.held["parameters"] == 40 + 80
-    with pytest.warns(UserWarning, match="layouts.describe: 1 arrays stay whole"):
+    with pytest.warns(UserWarning, match="layouts.describe: 1 of 2 arrays stay whole"):
         described = layouts.describe(layout, params)
     assert "no axis divides by 'fsdp'" in described.replicated["bias"]
     with pytest.raises(ValueError, match=r"bias of shape \(10,\).*uneven='replicate'"):
