@@ -19,7 +19,8 @@ cannot tell to which rows numbers point (`z[batch["negative"]]`), leaves shifts,
 over rows into conditions (`z.mean(0) > 0`), nor whole numbers that go over the rows, such as places
 in a queue by `cumsum`. Nor does it know where the number of a part's rows goes: into a power, or
 into numbers for them (`jnp.arange(len(x))`; `marks.index` gives those of the batch). `check`
-compares numbers, and finds those too.
+compares numbers, and finds those too (see `oracle`): but for what a loss does only beyond a
+threshold that none of its numbers crosses.
 The remedies: statistics of the whole batch by `marks.total`, exact over devices and refused with
 microbatches; or a layout by the compiler (`rules.jit`), which sees whole arrays and is exact for
 every loss. Where a part's own rows are meant, as in batch norm by device, `marks.local` says so.
@@ -34,15 +35,17 @@ path (`rules.jit`) divides nothing, and equals one device for these too.
 """
 
 from shardwise.objective.auxiliary import reduced, reduced_over, ways
-from shardwise.objective.checking import check
 from shardwise.objective.gradients import Division, mean_and_grads, value_and_grad
 from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
 from shardwise.objective.microbatches import numbers, split
+from shardwise.objective.oracle import check
+from shardwise.objective.reasons import Indivisible
 from shardwise.objective.totals import Totals
 from shardwise.objective.tracing import Traced, trace
 
 __all__ = [
     "Division",
+    "Indivisible",
     "Mean",
     "Totals",
     "Traced",

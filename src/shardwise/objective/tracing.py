@@ -14,7 +14,7 @@ from jax.interpreters import partial_eval
 
 from shardwise import marks
 from shardwise.objective import auxiliary, microbatches, mixing, sequences
-from shardwise.objective.examining import Program, examine
+from shardwise.objective.examining import Program, check_draws, examine
 from shardwise.objective.following import LOCAL
 from shardwise.objective.means import Mean, normal
 from shardwise.objective.sums import check_aux
@@ -146,6 +146,28 @@ def trace(
         if program.draws and (key is not None or not _takes_key(loss)):
             mixing.check_draws(*(Program.read(one, labels).draws for one in pair))
     return dataclasses.replace(traced, **facts)
+
+
+def draws_by_place(
+    loss: Callable, params: Any, batch: Any, args: tuple, key: Any, has_aux: bool = False
+) -> bool:
+    """Whether all that a loss draws from its key, if it is given one, depends on `marks.index`.
+
+    Raises:
+      ValueError: some goes by place, and some by shape.
+    """
+    if key is None:
+        return True
+    bare = normal(loss, has_aux)
+
+    def part(params, batch, rows, key):
+        with marks.bind(index=microbatches.meaning(rows)):
+            return bare(params, batch, *args, key=key)
+
+    groups = dict(params=params, batch=batch, rows=microbatches.numbers(batch), key=key)
+    closed = jax.make_jaxpr(lambda *groups: part(*groups))(*groups.values())
+    labels = [label for name, tree in groups.items() for label in _of(name, tree)]
+    return check_draws(Program.read(closed, labels).draws)
 
 
 def _of(name, tree):
