@@ -9,7 +9,8 @@ another in `marks.attend`.
 
 Numbers tell of the rows and parameters that they are made of. What a loss does only beyond a
 threshold that no turn crosses (`where(mean > 1e6, ...)`) they do not show; nor what goes on in its
-auxiliary outputs.
+auxiliary outputs. Rows stand twice in a turn, and are zeros in one: numbers of groups that the
+batch brings must bear both, as they have to bear padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,9 +18,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from shardwise.objective import tracing
-from shardwise.objective.reasons import Unlike, refuse
+from shardwise.objective.reasons import Unlike, refuse, refuse_scalar
 from shardwise.objective.trials import Arrangement, Found, Trials, Turn, length_of, real, unit_of
 
 ALIKE, TOLERANCE = 3e-6, 1e-5  # of one program's numbers, and of those of two programs
@@ -68,7 +70,7 @@ def check(
         trials = compiled(loss, has_aux, part, gradient, params, batch, args, key)
         finite |= judge(trials, part, by_place)
     if not finite:
-        raise ValueError("objective.check: the loss of this batch is not finite.")
+        raise ValueError("objective.check: the loss of this batch is not finite, or is 0.")
 
 
 class Part(NamedTuple):
@@ -115,9 +117,10 @@ def compiled(
     batch: Any,
     args: tuple,
     key: Any,
+    mesh: Mesh | None = None,
 ) -> Trials:
     """The program of a part, in float32; in the loss's own dtypes, where it takes no others."""
-    given = loss, has_aux, part.rows, part.unit, part.length, part.sequence, gradient
+    given = loss, has_aux, part.rows, part.unit, part.length, part.sequence, gradient, mesh
     try:
         return Trials(*given).compile(params, batch, args, key)
     except Exception:
@@ -133,8 +136,9 @@ class _Seen(NamedTuple):
     alone: Found
 
 
+@np.errstate(all="ignore")  # of what is not finite nothing is said
 def judge(trials: Trials, part: Part, alone: bool) -> bool:
-    """Whether any of its numbers is finite; raises `Indivisible` where one differs.
+    """Whether any of its totals is finite and not 0; raises `Indivisible` where one differs.
 
     `alone` says whether parts alone draw what they draw together.
     """
@@ -148,14 +152,16 @@ def judge(trials: Trials, part: Part, alone: bool) -> bool:
         arrangements += [_beside(*splits[w], *t) for w in ways for t in ("ba", "aa", "bb")]
         near, _ = trials(turn._replace(noise=1e-6), arrangements[:1])
         swaps.append((ways, trials(turn, arrangements)[0], near))
-        found |= np.isfinite(swaps[-1][1].sums[0]).all()
+        found |= _tells(swaps[-1][1])
     means = []
     for turn, padded in ((Turn(), False), (Turn(seed=1), True)):
         whole = [_beside(a, b, *"ab", padded) for a, b in splits.values()]
         each = [_alone(*x) for a, b in splits.values() for x in ((a, False), (b, padded))]
         runs = trials(turn, whole, each), trials(turn._replace(noise=1e-6), whole)
         means.append(_Seen(tuple(splits), runs[0][0], runs[1][0], runs[0][1]))
-        found |= np.isfinite(runs[0][0].sums).all()
+        found |= _tells(runs[0][0])
+        if part.sequence and runs[0][0].sums.shape[1] == 1:
+            refuse_scalar()
     rounding, masked = 4 * trials.rounding, _masked(means)
     for ways, sums, near in () if masked and alone else swaps:
         _compare_swaps(ways, sums, near, paths, rounding)
@@ -163,7 +169,12 @@ def judge(trials: Trials, part: Part, alone: bool) -> bool:
         _compare_means(seen, masked, paths, rounding)
     for ways, sums, near in swaps if masked and alone else ():  # whose means tell more
         _compare_swaps(ways, sums, near, paths, rounding)
-    return bool(found)
+    return found
+
+
+def _tells(found):
+    """Whether the first total is a number that could differ: of a mask of zeros it is 0."""
+    return bool(np.isfinite(found.sums[0]).all() and found.sums[0, 0] != 0)
 
 
 def _splits(part, size):

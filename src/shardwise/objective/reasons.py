@@ -46,6 +46,15 @@ def refuse(unlike: Unlike) -> NoReturn:
     )
 
 
+def refuse_scalar() -> NoReturn:
+    """Raise that along a sequence one scalar is no loss."""
+    raise Indivisible(
+        "objective.check: the sequence is cut, and the loss is one scalar: a mean over rows, of "
+        "what each makes of its whole sequence. Return objective.Mean(total, count), two sums over "
+        "tokens."
+    )
+
+
 MASKED = (
     "It divides by a number that it computes from the batch's values, such as the number of tokens "
     "that a mask leaves. Each part of the batch would divide by its own, and the mean of these is "

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from shardwise import marks
 from shardwise.objective.following import programs
@@ -59,6 +61,7 @@ class Trials:
       unit: the greatest number of rows that all arrays of the batch have a multiple of.
       sequence: whether parts are of the sequence, of which `length` tokens are taken.
       gradient: whether gradients are compared too; None where the loss has backward rules.
+      mesh: where arrays are that are cut; None where all are on one device.
       widened: whether numbers are float32 at least.
     """
 
@@ -69,6 +72,7 @@ class Trials:
     length: int | None = None
     sequence: bool = False
     gradient: bool | None = False
+    mesh: Mesh | None = None
     widened: bool = True
 
     def __post_init__(self):
@@ -95,7 +99,8 @@ class Trials:
 
     def _traced(self, fixed, given):
         run = functools.partial(self._run, fixed)
-        return jax.jit(run, compiler_options=_quickly()).trace(*given)
+        where = None if self.mesh is None else NamedSharding(self.mesh, P())
+        return jax.jit(run, out_shardings=where, compiler_options=_quickly()).trace(*given)
 
     @property
     def memory(self) -> int:
