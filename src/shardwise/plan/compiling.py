@@ -69,7 +69,7 @@ def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowe
         ),
         program.batch,
     )
-    step = layouts.step(layout, program.loss, tx, program.has_aux)
+    step = layouts.step(layout, program.loss, tx, program.has_aux, check=False)
     return mesh, topology.lower(step, abstract(params, layout), state, batch)
 
 
