@@ -66,7 +66,8 @@ def value_and_grad(
         over them too.
       columns: mesh axes over which the sequence is cut, axis 1 of each array of the batch that has
         two or more. Tokens then see each other in `marks.attend` alone, by a meaning that knows
-        these axes; the loss has to return an `objective.Mean`.
+        these axes; the loss has to return an `objective.Mean`. `objective.check` with the way
+        "sequence" tells whether they do.
       order: (sequence, parts) to the order in which the sequence is cut, as `context.zigzag`.
       meanings: of further marks, {mark: meaning}, such as attend=context.ring("context").
       who: the function that was called, which errors name.
@@ -81,7 +82,7 @@ def value_and_grad(
       ValueError: an axis that the mesh lacks, parameters of another mesh or axis, rows or a
         sequence that do not divide, a stacked array that is read outside `use`, a further mesh
         axis that nothing uses, so that all work would be repeated along it, a name that the loss
-        never marks, tokens of a sequence that is cut that see each other outside marks.
+        never marks.
       TypeError: `params` is not `Sharded`, or the loss returns something else.
       ValueError, TypeError: what `objective.trace` says of a loss in several parts.
     """

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from shardwise import marks
-from shardwise.objective import auxiliary, microbatches, mixing, sequences
+from shardwise.objective import auxiliary, microbatches, mixing
 from shardwise.objective.examining import Program, check_draws, examine
 from shardwise.objective.following import LOCAL
 from shardwise.objective.means import Mean, normal
@@ -130,8 +130,6 @@ def trace(
             "the sequence is cut, and the loss is one scalar: a mean over rows, of what each makes "
             "of its whole sequence. Return objective.Mean(total, count), two sums over tokens."
         )
-    if cut is not None:
-        sequences.check(bare, *groups)
     program = Program.read(closed, labels)
 
     def doubled():
