@@ -44,8 +44,9 @@ def value_and_grad(
     `has_aux` it returns that and a tree; `aux` says how those of devices and microbatches become
     one: "sum", "mean", "max" or "concatenate" (whose rows stay cut), or a prefix tree of these.
     `params` is `Sharded`, and so is the gradient; the rows of `batch` are cut over `replicate` and
-    `axis`, and `args` are the same on every device. A loss whose rows look at each other is
-    refused as far as its trace tells: see `shardwise.objective`, also for keys and microbatches.
+    `axis`, and `args` are the same on every device. Whether rows look at each other in the loss,
+    `objective.check` tells, and the first call of what `layouts` returns; `shardwise.objective` has
+    more, also of keys and microbatches.
 
     A stacked array is gathered at `marks.use`, one layer at a time, and until then must not be
     read. If the layer is rematerialised (`jax.checkpoint` around the body that calls `use`), it is
