@@ -48,7 +48,9 @@ def abstract(tree: Any, layout: layouts.Layout, like: Any = None) -> Any:
 
 
 def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowered]:
-    """The training step of a layout without stages, for the plan's chips; nothing is allocated."""
+    """The training step of a layout without stages, for the plan's chips; nothing is allocated, and
+    the loss is not judged.
+    """
     mesh = plan.chips.mesh(**(each.sizes or {"data": 1}))
     if plan.own:
         layout, program, tx = plan.own.layout(each, mesh.abstract), plan.own, plan.own.tx
