@@ -45,7 +45,7 @@ def ours(name):
     key = jax.random.key(decoders.SEED)
     given = key, bench.loss, decoders.batch(), bench.mixed
     state = layouts.init(layout, bench.create, decoders.OPTIMIZER, *given)
-    step = layouts.step(layout, bench.loss, decoders.OPTIMIZER, has_aux=bench.mixed)
+    step = layouts.step(layout, bench.loss, decoders.OPTIMIZER, has_aux=bench.mixed, check=False)
     kind = functools.partial(stages.Staged, layout, bench) if layout.stage else rounds.Row
     whole = functools.partial(layouts.whole, layout)
     row = kind(name, layout.mesh, step, state, decoders.batch(), whole)

@@ -13,7 +13,7 @@ class Staged(rounds.Row):
     """A layout with stages, whose step is many programs: the most of any stage, but its update."""
 
     def __init__(self, layout, bench, *args):
-        self._loss = layouts.value_and_grad(layout, bench.loss, bench.mixed)
+        self._loss = layouts.value_and_grad(layout, bench.loss, bench.mixed, check=False)
         self._microbatches = layout.microbatches
         super().__init__(*args)
 

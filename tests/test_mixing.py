@@ -11,7 +11,7 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise import fsdp, marks, mesh, objective, rules
+from shardwise import fsdp, layouts, marks, mesh, objective, rules
 from shardwise.objective import Mean
 
 mesh.simulate(8)
@@ -280,55 +280,54 @@ def nnx_batch_norm(p, b):
     return jnp.mean(model(logits(p, b)) ** 3)
 
 
-PAIRS, SUMS = "compares rows with rows", "a sum or mean over rows"
-MIXING = {
-    contrastive: PAIRS,
-    contrastive_by_labels: PAIRS,
-    contrastive_one_hot: PAIRS,
-    two_views: PAIRS,
-    supervised_contrastive: PAIRS,
-    distances: PAIRS,
-    batch_norm: SUMS,
-    batch_norm_of_tokens: SUMS,
-    centred: SUMS,
-    scaled_by_maximum: "reduce_max goes over the rows",
-    hard_examples: "top_k chooses among the rows",
-    hard_examples_by_place: "rows are chosen by comparing them",
-    hard_examples_by_order: "rows are chosen by comparing them",
-    half_of_sorted: "some of the sorted rows",
-    median: "some of the sorted rows",
-    quantile: "some of the sorted rows",
-    above_average: "gt compares rows with a sum or mean over them",
-    weighed_by_rank: "the places that rows have in an order",
-    of_high_rank: "the places that rows have in an order",
-    bent_otherwise: SUMS,
-    frequencies_of_rows: "fft goes over the rows",
-    windows_of_rows: "reduce_window_max goes over the rows",
-    convolved_rows: "conv_general_dilated goes over the rows",
-    hardest: "rows are chosen by comparing them",
-    transport: "those in another order",
-    running: "cumsum goes over the rows",
-    recurrent_over_rows: SUMS,
-    global_maml: SUMS,
-    whitening: SUMS,
-    decorrelation: SUMS,
-    balance: SUMS,
-    advantages: SUMS,
-    dice: SUMS,
-    class_weights: SUMS,
-    remat_and_jit: SUMS,
-    by_rule: SUMS,
-    within_map: "compares a row with others",
-    reversed_negatives: "those in another order",
-    spectral: "svd goes over the rows",
-    normed_within_vmap: SUMS,
-    scaled_within_vmap: "pmax goes over the rows",
-    nnx_batch_norm: SUMS,
-}
+MIXING = [
+    contrastive,
+    contrastive_by_labels,
+    contrastive_one_hot,
+    two_views,
+    supervised_contrastive,
+    distances,
+    batch_norm,
+    batch_norm_of_tokens,
+    centred,
+    scaled_by_maximum,
+    hard_examples,
+    hard_examples_by_place,
+    hard_examples_by_order,
+    half_of_sorted,
+    median,
+    quantile,
+    above_average,
+    weighed_by_rank,
+    of_high_rank,
+    bent_otherwise,
+    frequencies_of_rows,
+    windows_of_rows,
+    convolved_rows,
+    hardest,
+    transport,
+    running,
+    recurrent_over_rows,
+    global_maml,
+    whitening,
+    decorrelation,
+    balance,
+    advantages,
+    dice,
+    class_weights,
+    remat_and_jit,
+    by_rule,
+    within_map,
+    reversed_negatives,
+    spectral,
+    normed_within_vmap,
+    scaled_within_vmap,
+    nnx_batch_norm,
+]
 
 
-def trace(loss, batch=BATCH, key=None, has_aux=False):
-    return objective.trace(loss, PARAMS, batch, objective.numbers(batch), (), key, has_aux)
+def check(loss, **options):
+    objective.check(loss, PARAMS, BATCH, **options)
 
 
 FEW = {contrastive, batch_norm, scaled_by_maximum, hard_examples_by_order, median, transport}
@@ -346,9 +345,8 @@ def name_of(case):
 
 @pytest.mark.parametrize("loss", cases(MIXING, FEW), ids=name_of)
 def test_rows_that_look_at_each_other_are_refused(loss):
-    with pytest.raises(ValueError, match="rows of the batch look at each other") as error:
-        trace(loss)
-    assert MIXING[loss] in str(error.value)
+    with pytest.raises(objective.Indivisible):
+        check(loss)
 
 
 # Losses of rows that each are their own.
@@ -634,19 +632,7 @@ OFTEN |= {added_mean, sorted_by_expert, guarded, one_to_itself, by_place}
 
 @pytest.mark.parametrize("loss", cases(RIGHT, OFTEN), ids=name_of)
 def test_rows_of_their_own_are_never_refused(loss):
-    trace(loss, key=jax.random.key(0) if loss in (by_place, by_shape) else None)
-
-
-@pytest.mark.parametrize(
-    "loss", [each_mean, attention, in_chunks, recurrent, batch_norm, distances]
-)
-def test_a_part_of_one_row_tells_the_same(loss):
-    one = jax.tree.map(lambda x: x[:1], BATCH)
-    if loss in MIXING:
-        with pytest.raises(ValueError, match=MIXING[loss]):
-            trace(loss, one)
-    else:
-        trace(loss, one)
+    check(loss, key=jax.random.key(0) if loss in (by_place, by_shape) else None)
 
 
 PER_ROW = ["l2_loss", "squared_error", "huber_loss", "log_cosh", "cosine_distance"]
@@ -676,7 +662,7 @@ def test_losses_of_optax_are_of_rows(name):
             else (function(found, targets).mean())
         )
 
-    trace(loss)
+    check(loss)
 
 
 # What is meant, what is exact, and what does not count.
@@ -684,9 +670,10 @@ def test_losses_of_optax_are_of_rows(name):
 
 @pytest.mark.parametrize("loss", [contrastive, batch_norm, median], ids=name_of)
 def test_whole_arrays_are_exact_for_every_loss(loss):
-    jax.eval_shape(objective.value_and_grad(loss), PARAMS, BATCH)
-    with pytest.raises(ValueError, match="look at each other"):
-        jax.eval_shape(objective.value_and_grad(loss, 2), PARAMS, BATCH)
+    grid = mesh.make(fsdp=4)
+    layout = layouts.Layout(grid, fsdp="fsdp", by="compiler", uneven="replicate")
+    found, _ = layouts.value_and_grad(layout, loss)(layouts.place(layout, PARAMS), BATCH)
+    np.testing.assert_allclose(found, loss(PARAMS, BATCH), rtol=1e-4)
 
 
 def test_a_part_of_its_own_is_said_by_a_mark():
@@ -707,7 +694,7 @@ def test_a_part_of_its_own_is_said_by_a_mark():
         return jnp.mean((x @ p["w"]) ** 2)
 
     for loss in own_pairs, stabilised, divided:
-        trace(loss)
+        check(loss)
     mean, _ = jax.jit(objective.value_and_grad(ghost, 2))(PARAMS, BATCH)
     halves = [jax.tree.map(lambda x, j=j: x[j::2], BATCH) for j in (0, 1)]
     alone = [jax.jit(ghost)(PARAMS, half) for half in halves]
@@ -737,8 +724,6 @@ def test_totals_and_collectives_of_the_whole_are_exact():
     sharded = rules.place(PARAMS, fsdp.rule(), grid)
     for loss in by_total, by_gather, by_mean, by_largest:
         jax.eval_shape(fsdp.value_and_grad(loss, grid), sharded, BATCH)
-    with pytest.raises(ValueError, match=r"look at each other.*marks\.total"):
-        jax.eval_shape(fsdp.value_and_grad(batch_norm, grid), sharded, BATCH)
 
 
 def test_auxiliary_outputs_may_be_anything():
@@ -748,37 +733,7 @@ def test_auxiliary_outputs_may_be_anything():
         told = {"std": z.std(), "largest": z.max(), "median": jnp.median(z)}
         return each(p, b).mean(), told
 
-    trace(loss, has_aux=True)
-
-
-def test_a_loss_of_one_number_of_rows_is_left_alone():
-    def loss(p, b):
-        z = jnp.concatenate([b["x"] @ p["w"], np.ones((ROWS, 1), np.float32)], 1)
-        return jnp.mean(jnp.abs(z - z.mean(0)) ** 3)
-
-    def by_row(p, b):
-        rows = jnp.stack(list(b["x"] @ p["w"]))  # as many steps as rows
-        return jnp.mean(rows**2)
-
-    trace(loss)
-    trace(by_row)
-
-
-def test_the_error_says_where_and_what_to_do():
-    with pytest.raises(ValueError) as error:
-        trace(contrastive)
-    told = str(error.value)
-    assert "a product compares rows with rows (test_mixing.py:" in told and "(similarity)" in told
-    for remedy in "marks.total", "by='compiler'", "rules.jit", "marks.local(x)":
-        assert remedy in told
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 8])
-def test_the_largest_of_a_small_part_are_a_choice_too(rows):
-    """A part may have as many rows as are chosen; the batch has more."""
-    part = jax.tree.map(lambda x: x[:rows], BATCH)
-    with pytest.raises(ValueError, match="top_k chooses among the rows"):
-        trace(lambda p, b: jax.lax.top_k(each(p, b), min(2, len(b["x"])))[0].mean(), part)
+    check(loss, has_aux=True)
 
 
 def test_what_is_local_is_a_part_of_the_total():
@@ -792,9 +747,9 @@ def test_what_is_local_is_a_part_of_the_total():
         return objective.Mean((each(p, b) * seen).sum(), seen.sum())
 
     for loss in one_sum, both:
-        trace(loss)
-    with pytest.raises(ValueError, match="does not depend on the batch, such as a penalty"):
-        trace(
+        check(loss)
+    with pytest.raises(objective.Indivisible):
+        check(
             lambda p, b: objective.Mean(marks.local((p["w"] ** 2).sum()), jnp.float32(b["x"].size))
         )
 
@@ -815,16 +770,10 @@ def test_draws_for_rows_from_another_key_are_refused(where):
         keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(marks.index("rows", len(b["x"])))
         return jnp.mean((logits(params, b) * jax.vmap(jax.random.normal)(keys)[:, None]) ** 2)
 
-    def without_its_key(params, b, key=None):  # as a pipeline traces a loss that it places
-        z = logits(params, b)
-        return jnp.mean(z * jax.random.normal(jax.random.key(0) if key is None else key, z.shape))
-
-    rows = objective.numbers(BATCH)
-    with pytest.raises(TypeError, match=r"key of its own.*Hand the key over by key=."):
-        objective.trace(loss, PARAMS | {"seed": key}, BATCH, rows)
-    trace(of_features)
-    trace(of_numbered_rows)
-    trace(without_its_key)
+    with pytest.raises(objective.Indivisible, match="from a key of its own"):
+        objective.check(loss, PARAMS | {"seed": key}, BATCH)
+    check(of_features)
+    check(of_numbered_rows)
 
 
 # Losses that nobody wrote: steps of rows of their own, and steps that mix them, in any order.
@@ -879,11 +828,8 @@ def test_what_is_let_through_is_what_numbers_say(before, mixing, after, end):
             z = STEPS[name](z, p)
         return ENDS[end](z)
 
-    try:
-        trace(loss)
-    except ValueError as error:
-        assert "look at each other" in str(error) and mixing
-        with pytest.raises(ValueError, match="no sum over rows"):
-            objective.check(loss, PARAMS, {"x": BATCH["x"]})
+    if mixing:
+        with pytest.raises(objective.Indivisible):
+            objective.check(loss, PARAMS, {"x": BATCH["x"]}, gradient=True)
     else:
-        objective.check(loss, PARAMS, {"x": BATCH["x"]})
+        objective.check(loss, PARAMS, {"x": BATCH["x"]}, gradient=True)

@@ -221,4 +221,4 @@ def step(config, layout):
     )
     batch = {name: make((8, 64), jnp.int32) for name in ("tokens", "targets")}
     batch["mask"] = make((8, 64), jnp.float32)
-    return jax.jit(layouts.value_and_grad(layout, loss, has_aux=True)), placed, batch
+    return layouts.value_and_grad(layout, loss, has_aux=True), placed, batch

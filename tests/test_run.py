@@ -20,6 +20,7 @@ import optax
 import pytest
 
 from shardwise import checkpoint, layouts, marks, mesh, objective, run, topology
+from shardwise.layouts import first_call
 from shardwise.run import (
     command,
     joining,
@@ -399,6 +400,8 @@ def test_a_run_folder_has_the_settings_that_were_used(tmp_path, reference):
         run.train(again, **options)
 
 
+# All rows of the first batch have a weight of 0, of which no number tells anything.
+@pytest.mark.filterwarnings("ignore:run.train. whether the loss:UserWarning")
 @pytest.mark.parametrize("scalar", [False, slow(True)])
 def test_a_held_out_loss_is_that_of_one_large_batch(tmp_path, scalar):
     """Of rows that count from none to many: a mean of the batches' means is another number."""
@@ -786,3 +789,18 @@ def test_tokens_are_read_where_they_are_needed(tmp_path):
     np.save(tmp_path / "f.npy", np.zeros(30))
     with pytest.raises(ValueError, match="expected token numbers"):
         text.documents(run.Data(tokens=tmp_path / "f.npy"))
+
+
+def test_a_new_run_judges_its_loss_and_one_that_goes_on_does_not(tmp_path, monkeypatch):
+    def neighbours(params, batch):
+        z = jnp.tanh(batch["x"] @ params["w"])
+        return jnp.mean(z * jnp.roll(z, 1, axis=0))
+
+    options = dict(create=create, batches=rows(), tx=TX)
+    settings = given(tmp_path / "wrong", evaluation=run.Evaluation(every=0), ema=None)
+    with pytest.raises(objective.Indivisible, match="look at each other"):
+        run.train(settings, loss=neighbours, **options)
+    settings = dataclasses.replace(settings, run=tmp_path / "right", steps=1)
+    run.train(settings, loss=loss, **options)
+    monkeypatch.setattr(first_call, "judge", None)
+    run.train(dataclasses.replace(settings, steps=2, resume=True), loss=loss, **options)

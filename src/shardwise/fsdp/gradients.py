@@ -47,8 +47,8 @@ def value_and_grad(
     one: "sum", "mean", "max" or "concatenate" (whose rows stay cut), or a prefix tree of these.
     `params` lie as `rule` says (`rules.place(params, rule, mesh)`), and so does the gradient; the
     rows of `batch` are cut over `replicate` and the rule's axis, and `args` are the same on every
-    device. A loss whose rows look at each other is
-    refused as far as its trace tells: see `shardwise.objective`, also for keys and microbatches.
+    device. Whether rows look at each other in the loss, `objective.check` tells, and the first call
+    of what `layouts` returns; `shardwise.objective` has more, also of keys and microbatches.
 
     A stacked array is gathered at `marks.use`, one layer at a time, and until then must not be
     read. If the layer is rematerialised (`jax.checkpoint` around the body that calls `use`), it is
@@ -72,7 +72,8 @@ def value_and_grad(
         over them too.
       columns: mesh axes over which the sequence is cut, axis 1 of each array of the batch that has
         two or more. Tokens then see each other in `marks.attend` alone, by a meaning that knows
-        these axes; the loss has to return an `objective.Mean`.
+        these axes; the loss has to return an `objective.Mean`. `objective.check` with the way
+        "sequence" tells whether they do.
       order: (sequence, parts) to the order in which the sequence is cut, as `context.zigzag`.
       meanings: of further marks, {mark: meaning}, such as attend=context.ring("context").
       who: the function that was called, which errors name.
@@ -86,8 +87,7 @@ def value_and_grad(
     Raises, when called:
       ValueError: an axis that the mesh lacks, parameters that lie otherwise, rows or a sequence
         that do not divide, a stacked array that is read outside `use`, a further mesh axis that
-        nothing uses, so that all work would be repeated along it, a name that the loss never marks,
-        tokens of a sequence that is cut that see each other outside marks.
+        nothing uses, so that all work would be repeated along it, a name that the loss never marks.
       TypeError: an array that has no gradient, or the loss returns something else.
       ValueError, TypeError: what `objective.trace` says of a loss in several parts.
     """

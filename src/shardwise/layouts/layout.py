@@ -111,6 +111,10 @@ class Layout:
         """Into how many parts a role cuts: the product of its axes' sizes."""
         return math.prod(self.mesh.shape[name] for name in getattr(self, role))
 
+    def size_of_rows(self) -> int:
+        """Into how many parts devices cut the rows."""
+        return math.prod(self.mesh.shape[name] for name in self.rows)
+
     def roles(self) -> dict[str, tuple[str, ...]]:
         """{role: its mesh axes}, of those that have any."""
         return {role: getattr(self, role) for role in ROLES if getattr(self, role)}

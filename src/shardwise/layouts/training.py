@@ -10,6 +10,7 @@ import optax
 from shardwise import pipeline, rules
 from shardwise.fsdp.arrays import laid_out
 from shardwise.layouts import by_compiler, by_hand, freezing, placing, staged
+from shardwise.layouts.first_call import Judging
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.matrices import whole_in_products
 from shardwise.layouts.placing import parameter_rule, state_rule
@@ -97,7 +98,7 @@ def _update(layout, tx, grads, opt_state, params, **extra):
 
 
 def value_and_grad(
-    layout: Layout, loss: Callable, has_aux: bool = False, aux: Any = "sum"
+    layout: Layout, loss: Callable, has_aux: bool = False, aux: Any = "sum", check: bool = True
 ) -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
@@ -106,11 +107,17 @@ def value_and_grad(
     `objective.Mean`, or a scalar, a mean over rows; see `shardwise.objective`, also for `has_aux`,
     `aux` and keys.
 
+    Where the layout divides batches, the first call with real arrays judges the loss, as
+    `objective.check` does; `check=False` leaves that out. What is traced or lowered is not judged.
+
     Raises, when called:
+      Indivisible: a loss that is another function of parts of its batch (a ValueError).
       ValueError: rows, or a sequence, that do not divide; what `fsdp.value_and_grad` and
         `pipeline.value_and_grad` raise.
     """
-    return _mean_and_grad(layout, loss, has_aux, aux, "layouts.value_and_grad")
+    who = "layouts.value_and_grad"
+    run = _mean_and_grad(layout, loss, has_aux, aux, who)
+    return Judging(run, layout, loss, has_aux, who) if check else run
 
 
 def _mean_and_grad(layout, loss, has_aux, aux, who):
@@ -125,14 +132,16 @@ def step(
     has_aux: bool = False,
     aux: Any = "sum",
     frozen: Callable[[str], bool] | None = None,
+    check: bool = True,
 ) -> Callable:
     """A function `(params, opt_state, batch, *args, key=None) -> (params, opt_state, mean[, aux])`.
 
     `params` and `opt_state` are what `init` returns. Both are donated: use only what is returned.
     It is jitted, but with stages, whose programs are. An optimizer that asks for `value=` gets the
-    mean.
+    mean. `check`: as in `value_and_grad`.
 
     Raises, when called:
+      Indivisible: a loss that is another function of parts of its batch (a ValueError).
       TypeError: an optimizer that evaluates the loss again, as a line search does.
 
     `frozen` tells by their paths which parameters change without a gradient: of these the loss
@@ -140,6 +149,7 @@ def step(
     batch the mean is taken. The optimizer's updates of them count for nothing.
     """
     shapes: dict[str, tuple] = {}
+    judged = loss, has_aux or frozen is not None
     if frozen is not None:
         loss, has_aux, aux = freezing.apart(loss, frozen, shapes), True, ("mean", aux)
     mean_and_grad = _mean_and_grad(layout, loss, has_aux, aux, "layouts.step")
@@ -171,12 +181,11 @@ def step(
             )
         return params, opt_state, *outputs
 
-    if layout.stage:
+    run = run if layout.stage else jax.jit(run, donate_argnums=(0, 1))
+    run = Judging(run, layout, *judged, "layouts.step") if check else run
+    if layout.stage or not layout.by_hand:
         return run
-    jitted = jax.jit(run, donate_argnums=(0, 1))
-    if not layout.by_hand:
-        return jitted
-    return laid_out(jitted, parameter_rule(layout), layout.mesh, "layouts.step")
+    return laid_out(run, parameter_rule(layout), layout.mesh, "layouts.step")
 
 
 def _told(loss, batch):

@@ -12,14 +12,13 @@ The division comes first: the cotangent that enters each part's backward pass is
 whole batch, so that a clipped cotangent, a small count or a float16 loss come out as on one device.
 
 **Rows that look at each other** (a contrastive loss, batch statistics, the balance of experts) are
-another function when rows are divided. `trace` refuses what is certain in the program: rows that
-are compared, sorted or chosen among, and sums over rows that go on otherwise than linearly. It
-cannot tell to which rows numbers point (`z[batch["negative"]]`), leaves shifts, single rows
-(`z[0]`) and groups of neighbouring rows alone, and looks into no kernel. It does not follow sums
-over rows into conditions (`z.mean(0) > 0`), nor whole numbers that go over the rows, such as places
-in a queue by `cumsum`. Nor does it know where the number of a part's rows goes: into a power, or
-into numbers for them (`jnp.arange(len(x))`; `marks.index` gives those of the batch). `check`
-compares numbers, and finds those too.
+another function when rows are divided. `check` finds them by numbers, and so does the first call of
+what `layouts` returns: two parts of a batch together in either order, each beside itself, and alone
+(see `oracle`). It finds what a trace would hide, such as rows to which numbers of the batch point,
+kernels, and conditions on a mean; but not what a loss does only beyond a threshold that none of its
+numbers crosses. `trace` refuses what is certain in the program of a sum that would be formed in
+parts: a division by what the batch's values decide, a penalty added once for each part, a scalar
+that is a sum over rows, or a count that is none.
 The remedies: statistics of the whole batch by `marks.total`, exact over devices and refused with
 microbatches; or a layout by the compiler (`rules.jit`), which sees whole arrays and is exact for
 every loss. Where a part's own rows are meant, as in batch norm by device, `marks.local` says so.
@@ -34,15 +33,17 @@ path (`rules.jit`) divides nothing, and equals one device for these too.
 """
 
 from shardwise.objective.auxiliary import reduced, reduced_over, ways
-from shardwise.objective.checking import check
 from shardwise.objective.gradients import Division, mean_and_grads, value_and_grad
 from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
 from shardwise.objective.microbatches import numbers, split
+from shardwise.objective.oracle import check
+from shardwise.objective.reasons import Indivisible
 from shardwise.objective.totals import Totals
 from shardwise.objective.tracing import Traced, trace
 
 __all__ = [
     "Division",
+    "Indivisible",
     "Mean",
     "Totals",
     "Traced",

@@ -99,7 +99,7 @@ def examine(
       TypeError, ValueError: as `trace`.
     """
     _check_quotients(program)
-    facts = dict(by_place=_check_draws(program.draws, cut), linear=not program.has_rules)
+    facts = dict(by_place=check_draws(program.draws, cut), linear=not program.has_rules)
     doubled = functools.cache(doubled)
     if not has_count:
         check_sums(program, has_count, doubled)
@@ -176,7 +176,7 @@ def _check_terms(factors, doubled):
         )
 
 
-def _check_draws(draws: list, cut: int | None = None) -> bool:
+def check_draws(draws: list, cut: int | None = None) -> bool:
     """Whether all draws from the key go by place."""
     if any("args" in labels and "key" not in labels for labels, _ in draws):
         raise TypeError(

@@ -49,8 +49,8 @@ def value_and_grad(
     Raises, when called:
       TypeError: outputs that are no loss.
       ValueError: rows that do not split; with several microbatches, a loss that is no mean over
-        rows (as far as its trace tells; `objective.check` compares numbers), or a count that
-        depends on the parameters.
+        rows by the form of its sums (`objective.check` tells whether rows look at each other), or
+        a count that depends on the parameters.
     """
     if microbatches < 1:
         raise ValueError(f"value_and_grad: microbatches={microbatches}; expected 1 or more.")

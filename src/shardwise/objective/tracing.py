@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,13 +12,12 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from shardwise import marks
-from shardwise.objective import auxiliary, microbatches, mixing, sequences
-from shardwise.objective.examining import Program, examine
+from shardwise.objective import auxiliary, microbatches
+from shardwise.objective.examining import Program, check_draws, examine
 from shardwise.objective.following import LOCAL
 from shardwise.objective.means import Mean, normal
 from shardwise.objective.sums import check_aux
 
-ENOUGH = 8  # rows, to tell one part from the whole batch
 GROUPS = ("params", "batch", "rows", "args", "key")
 
 
@@ -90,17 +88,16 @@ def trace(
     """`loss(params, batch, *args)`, and `key=` where one is given, traced for one part of several.
 
     `rows` are the part's row numbers (`numbers` of the whole batch, divided as it is). All arrays
-    may be abstract. `aux` says how the auxiliary outputs of all parts become one. What cannot be
-    right when rows are divided is an error here, before anything runs.
+    may be abstract. `aux` says how the auxiliary outputs of all parts become one. Of what cannot be
+    right when rows are divided this finds how sums are formed; `check` finds the rest, by numbers.
 
     Raises:
-      TypeError: outputs that are no loss, an auxiliary output that is no array, a PRNG key among
-        `args`, or draws for rows from another key than `key`.
-      ValueError: rows that look at each other, as far as the trace tells; a mean over something
-        that the batch's values decide, a term of the total that does not depend on the batch, a
-        scalar that is a sum over rows, a total or count that is none; an auxiliary output that is a
-        mean and would be added up, or has rows and would not be concatenated; draws of which some
-        go by place and others by shape.
+      TypeError: outputs that are no loss, an auxiliary output that is no array, or a PRNG key among
+        `args`.
+      ValueError: a mean over something that the batch's values decide, a term of the total that
+        does not depend on the batch, a scalar that is a sum over rows, a total or count that is
+        none; an auxiliary output that is a mean and would be added up, or has rows and would not be
+        concatenated; draws of which some go by place and others by shape.
     """
     _check_args(args)
     bare = normal(loss, has_aux)
@@ -116,12 +113,6 @@ def trace(
     closed, shapes = jax.make_jaxpr(lambda *groups: part(*groups), return_shape=True)(*groups)
     labels = [label for name, tree in zip(GROUPS, groups, strict=True) for label in _of(name, tree)]
 
-    @functools.cache
-    def of(times):
-        """The trace for so many times the rows."""
-        more = jax.eval_shape(functools.partial(_repeated, times), (batch, rows))
-        return jax.make_jaxpr(lambda *groups: part(*groups))(params, *more, args, key)
-
     traced = Traced(closed, jax.tree.structure(shapes))
     places = rows.get(microbatches.SEQUENCE) if isinstance(rows, dict) else None
     cut = None if places is None else places.shape[1]
@@ -130,22 +121,39 @@ def trace(
             "the sequence is cut, and the loss is one scalar: a mean over rows, of what each makes "
             "of its whole sequence. Return objective.Mean(total, count), two sums over tokens."
         )
-    if cut is not None:
-        sequences.check(bare, *groups)
     program = Program.read(closed, labels)
 
     def doubled():
-        return Program.read(of(2), labels)
+        more = jax.eval_shape(_twice, (batch, rows))
+        again = jax.make_jaxpr(lambda *groups: part(*groups))(params, *more, args, key)
+        return Program.read(again, labels)
 
     facts = examine(program, traced.has_count, doubled, cut)
     if outputs := auxiliary.outputs(aux, shapes[1], 1 + traced.has_count):
         check_aux(program, doubled, outputs)
-    pair = _for_two_sizes(closed, of, labels)
-    if pair is not None:
-        mixing.check(*pair, ["batch" in own for own in labels], 1 + traced.has_count)
-        if program.draws and (key is not None or not _takes_key(loss)):
-            mixing.check_draws(*(Program.read(one, labels).draws for one in pair))
     return dataclasses.replace(traced, **facts)
+
+
+def draws_by_place(
+    loss: Callable, params: Any, batch: Any, args: tuple, key: Any, has_aux: bool = False
+) -> bool:
+    """Whether all that a loss draws from its key, if it is given one, depends on `marks.index`.
+
+    Raises:
+      ValueError: some goes by place, and some by shape.
+    """
+    if key is None:
+        return True
+    bare = normal(loss, has_aux)
+
+    def part(params, batch, rows, key):
+        with marks.bind(index=microbatches.meaning(rows)):
+            return bare(params, batch, *args, key=key)
+
+    groups = dict(params=params, batch=batch, rows=microbatches.numbers(batch), key=key)
+    closed = jax.make_jaxpr(lambda *groups: part(*groups))(*groups.values())
+    labels = [label for name, tree in groups.items() for label in _of(name, tree)]
+    return check_draws(Program.read(closed, labels).draws)
 
 
 def _of(name, tree):
@@ -155,35 +163,12 @@ def _of(name, tree):
         yield frozenset({name, microbatches.SEQUENCE} if places else {name})
 
 
-def _repeated(times, tree):
-    return jax.tree.map(lambda x: jnp.concatenate([x] * times) if jnp.ndim(x) else x, tree)
+def _twice(tree):
+    return jax.tree.map(lambda x: jnp.concatenate([x, x]) if jnp.ndim(x) else x, tree)
 
 
 def _named(x):
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, LOCAL), x)
-
-
-def _for_two_sizes(closed, of, labels):
-    """The loss for some number of rows and for twice that; None where it takes its own alone.
-
-    Of few rows little shows: the axis of one broadcasts, and the two largest of two are all.
-    """
-    inputs = zip(closed.jaxpr.invars, labels, strict=True)
-    sizes = {v.aval.shape[0] for v, own in inputs if "batch" in own and v.aval.shape}
-    times = -(-ENOUGH // max(1, min(sizes, default=ENOUGH)))
-    try:
-        return (of(times), of(2 * times)) if times > 1 else (closed, of(2))
-    except Exception:
-        return None
-
-
-def _takes_key(loss):
-    """Whether it may be traced without its key, for shapes alone, and draw from one instead."""
-    try:
-        parameters = inspect.signature(loss).parameters
-    except (TypeError, ValueError):
-        return True
-    return "key" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _check_args(args: Any) -> None:

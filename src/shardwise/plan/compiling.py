@@ -35,7 +35,9 @@ class Check(NamedTuple):
 
 
 def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowered]:
-    """The training step of a layout without stages, for the plan's chips; nothing is allocated."""
+    """The training step of a layout without stages, for the plan's chips; nothing is allocated, and
+    the loss is not judged.
+    """
     mesh = plan.chips.mesh(**(each.sizes or {"data": 1}))
     if plan.own:
         layout, program, tx = plan.own.layout(each, mesh.abstract), plan.own, plan.own.tx
@@ -58,7 +60,7 @@ def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowe
         ),
         program.batch,
     )
-    step = layouts.step(layout, program.loss, tx, program.has_aux)
+    step = layouts.step(layout, program.loss, tx, program.has_aux, check=False)
     return mesh, topology.lower(step, params, state, batch)
 
 

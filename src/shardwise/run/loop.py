@@ -11,6 +11,7 @@ import numpy as np
 
 from shardwise import checkpoint, layouts, measure
 from shardwise import tree as trees
+from shardwise.layouts import first_call
 from shardwise.run import metrics, program, state
 from shardwise.run.folder import Note
 from shardwise.run.reports import Report
@@ -49,6 +50,7 @@ class Run:
     def __init__(self, settings, layout, folder, loss, tx, source, has_aux, sample, facts, aux):
         self.settings, self.layout, self.folder = settings, layout, folder
         self.loss, self.tx, self.source, self.sample, self.facts = loss, tx, source, sample, facts
+        self.has_aux = has_aux
         self.program = program.step_program(layout, loss, tx, settings.seed, has_aux, aux)
         self.evaluate = program.evaluation(layout, loss, settings.ema, has_aux)
         self.note = Note(folder, jax.process_index())
@@ -62,6 +64,7 @@ class Run:
         shapes = self.source.shapes()
         self.note.say("compiling")
         wanted = self.layout, create, self.tx, self.settings.seed, self.loss, shapes
+        self.judges = saved is None  # what goes on was judged when it began
         if saved is None:
             self.first = 1
             self.params, self.opt_state = state.create(*wanted)
@@ -108,6 +111,8 @@ class Run:
         self.note.say("reading", step)
         batch = next(batches)
         self.note.say("compiling" if step == self.first else "stepping", step)
+        if step == self.first and self.judges:
+            self._judge(batch, step)
         flags = program.flags(self.layout, stop.signal is not None)
         given = self.params, self.opt_state, batch, np.int32(step), flags
         with jax.profiler.StepTraceAnnotation("step", step_num=step):
@@ -126,6 +131,13 @@ class Run:
             self.watchdog.pause()  # what took so long was compiling
             self.watchdog.done()
         return agreed
+
+    def _judge(self, batch, step):
+        """Raise where the loss is another function of parts of the batch, as the layout cuts it."""
+        own = program.key_of(self.loss, self.settings.seed, step)
+        given = self.layout, self.loss, self.params, batch, (), own.get("key"), self.has_aux
+        if reason := first_call.judge(*given):
+            first_call.warn(reason, "run.train")
 
     def _settle(self):
         """Wait for every device: a step's record is there when the first of them has it."""

@@ -32,12 +32,12 @@ def step_program(
     record is a dict that every process has: loss, norm, bad, stop, and what `_recorded` takes of
     aux, of which `aux` says how parts become one.
     """
-    run = layouts.step(layout, loss, tx, has_aux, aux)
-    keyed = takes_key(loss)
+    run = layouts.step(layout, loss, tx, has_aux, aux, check=False)
+    takes_key(loss)  # or says what it takes that a run does not give
+    own = functools.partial(key_of, loss, seed)
 
     def train_step(params, opt_state, batch, step, flags):
-        key = {"key": keys.of_step(seed, step)} if keyed else {}
-        params, opt_state, value, *extra = run(params, opt_state, batch, **key)
+        params, opt_state, value, *extra = run(params, opt_state, batch, **own(step))
         record = _recorded(extra[0]) if extra and isinstance(extra[0], dict) else {}
         record |= {"loss": value, "stop": flags.max()}
         record |= {name: field(opt_state, name) for name in ("norm", "bad")}
@@ -96,7 +96,9 @@ def at_peak(layout: Layout, flops: float | None) -> float | None:
 def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: bool) -> Callable:
     """(params, opt_state, batch) -> [(loss, count) of them, and of their mean], without dropout."""
     # Of this program only the value is used: a compiler leaves the gradient out.
-    mean_and_grad = layouts.value_and_grad(layout, _counted(loss, has_aux), has_aux=True)
+    mean_and_grad = layouts.value_and_grad(
+        layout, _counted(loss, has_aux), has_aux=True, check=False
+    )
 
     def both(params, opt_state, batch):
         averages = [] if decay is None else [mean(params, opt_state, decay)]
@@ -124,6 +126,11 @@ def together(found: Sequence[Sequence[tuple[Any, Any]]]) -> list[float]:
     total = np.sum(values[..., 0] * values[..., 1], axis=0)
     count = np.sum(values[..., 1], axis=0)
     return (total / np.where(count == 0, 1, count)).tolist()
+
+
+def key_of(loss: Callable, seed: int, step: Any) -> dict[str, Any]:
+    """A step's key, as the loss takes it: {"key": key}, or nothing."""
+    return {"key": keys.of_step(seed, step)} if takes_key(loss) else {}
 
 
 def takes_key(loss: Callable) -> bool:

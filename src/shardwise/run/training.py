@@ -43,7 +43,8 @@ def train(
         `optimizer` beside a `tx`; the run folder has the others.
       create: of a key, one device's parameters.
       loss: of (params, batch) or (params, batch, key), as in `shardwise.layouts`. Rows that look at
-        each other are refused by hand, as far as a trace tells; `objective.check` compares numbers.
+        each other are an error where the layout divides them: before its first step a new run
+        judges the loss, as `objective.check` does.
       batches: a `grain.MapDataset` of single rows, endless, of which step k has the k-th
         `settings.batch`; or an iterator of whole batches with get_state and set_state, as Grain's.
       tx: an optax transformation; by default `settings.optimizer`'s.

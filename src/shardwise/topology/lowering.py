@@ -14,7 +14,8 @@ def lower(fn: Callable, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
 
     `fn` is made by `jax.jit` or `rules.jit`, with shardings of `ChipMesh.abstract`. Of arguments
     only shapes, dtypes and shardings count, as in `jax.ShapeDtypeStruct`; the compiler lays out
-    those that have no sharding, and at least one has to have one.
+    those that have no sharding, and at least one has to have one. Whether a loss divides is not
+    judged here, where there are no numbers: `objective.check` tells, on any device.
 
     Raises:
       TypeError: `fn` is not jitted.

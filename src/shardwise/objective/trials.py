@@ -1,0 +1,339 @@
+"""The program that an oracle runs: a loss's sums over rows that stand in other places, or alone.
+
+All rows and parameters are arguments, and arrangements are handed over as numbers, so that one
+compilation serves every turn. The loss stands in it twice, for two parts together and for one
+alone; parameters are shaken once a turn, outside the loops.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardwise import marks
+from shardwise.objective.following import programs
+from shardwise.objective.means import normal, wide
+from shardwise.objective.microbatches import SEQUENCE, meaning
+
+
+class Arrangement(NamedTuple):
+    """Which entries stand in a row, the places int that they take, and which are kept.
+
+    Entries are rows of the batch, or tokens of a sequence; what is not kept is zeros, as padding.
+    """
+
+    chosen: np.ndarray
+    places: np.ndarray
+    kept: np.ndarray
+
+
+class Turn(NamedTuple):
+    """What is done to parameters: a factor, the seed of what shakes them, the size of noise."""
+
+    factor: float = 1.0
+    seed: int = 0
+    noise: float = 0.0
+
+
+class Found(NamedTuple):
+    """Of each arrangement, in float64: total and perhaps count; of gradients, one number and the
+    norm for each parameter.
+    """
+
+    sums: np.ndarray
+    projections: np.ndarray
+    norms: np.ndarray
+
+
+@dataclasses.dataclass
+class Trials:
+    """A loss of `(params, batch, *args)`, compiled for `rows` of a batch and for half of them.
+
+    Args:
+      size: entries of two parts together: rows of the batch, or tokens.
+      unit: the greatest number of rows that all arrays of the batch have a multiple of.
+      sequence: whether parts are of the sequence, of which `length` tokens are taken.
+      gradient: whether gradients are compared too; None where the loss has backward rules.
+      mesh: where arrays are that are cut; None where all are on one device.
+      widened: whether numbers are float32 at least.
+    """
+
+    loss: Callable
+    has_aux: bool
+    rows: int
+    unit: int
+    length: int | None = None
+    sequence: bool = False
+    gradient: bool | None = False
+    mesh: Mesh | None = None
+    widened: bool = True
+
+    def __post_init__(self):
+        self.pairs = False  # whether a matrix of pairs of rows is local
+        self.rounding = 0.0  # of the loss's total, relative to it
+
+    @property
+    def size(self) -> int:
+        """The entries of two parts together."""
+        return self.length if self.sequence else self.rows
+
+    def compile(self, params: Any, batch: Any, args: tuple, key: Any) -> "Trials":
+        """Trace and compile; afterwards `memory` is known, and the object can be called."""
+        arrays, fixed = _apart((args, key))
+        self.arguments = params, batch, arrays
+        given = *self.arguments, *self._padded(Turn(), (), ())
+        wanted, self.gradient = self.gradient, bool(self.gradient)
+        traced = self._traced(fixed, given)
+        if wanted is None and _has_rules(traced.jaxpr.jaxpr):
+            self.gradient = True
+            traced = self._traced(fixed, given)
+        self.compiled = traced.lower().compile()
+        return self
+
+    def _traced(self, fixed, given):
+        run = functools.partial(self._run, fixed)
+        where = None if self.mesh is None else NamedSharding(self.mesh, P())
+        return jax.jit(run, out_shardings=where, compiler_options=_quickly()).trace(*given)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that a device needs beside the arguments."""
+        found = self.compiled.memory_analysis()
+        return 0 if found is None else found.temp_size_in_bytes + found.output_size_in_bytes
+
+    def __call__(
+        self, turn: Turn, together: Sequence[Arrangement], alone: Sequence[Arrangement] = ()
+    ) -> tuple[Found, Found]:
+        """What is found of parts together, and of parts alone."""
+        given = self._padded(turn, together, alone)
+        out = jax.device_get(self.compiled(*self.arguments, *given))
+        return tuple(
+            Found(*(np.asarray(x[: len(own)], np.float64) for x in found))
+            for found, own in zip(out, (together, alone), strict=True)
+        )
+
+    def _padded(self, turn, together, alone):
+        numbers = Turn(*(np.float32(x) for x in turn))
+        groups = (together, self.size, MOST), (alone, self.size // 2, MOST)
+        return numbers, *(_stacked(*group) for group in groups)
+
+    def _run(self, fixed, params, batch, arrays, turn, together, alone):
+        args, key = _joined(fixed, arrays)
+        own = {} if key is None else {"key": key}
+        params, batch, args = (_widened(x, self.widened) for x in (params, batch, args))
+        params = jax.tree.map(functools.partial(_shaken, turn), params)
+        batch = jax.tree.map(self._taken, batch)
+        shapes: list[list] = []
+
+        def each(group):
+            count, arrangements = group
+            seen = []  # shapes of what is local, as often as it is traced
+
+            @jax.jit  # so that it is traced once
+            def one(arrangement):
+                return self._sums(params, batch, args, own, Arrangement(*arrangement), seen)
+
+            first = jax.tree.map(lambda x: x[0], arrangements)
+            empty = jax.tree.map(
+                lambda x: jnp.zeros((MOST, *x.shape), x.dtype), jax.eval_shape(one, first)
+            )
+
+            def step(i, found):
+                now = one(jax.tree.map(lambda x: x[i], arrangements))
+                return jax.tree.map(lambda all_, x: all_.at[i].set(x), found, now)
+
+            found = jax.lax.fori_loop(0, count, step, empty)
+            shapes.append(list(seen))
+            return found
+
+        out = each(together), each(alone)
+        self.pairs = any(map(_of_pairs, *shapes))
+        return out
+
+    def _sums(self, params, batch, args, own, arrangement, seen):
+        share = len(arrangement.places) / self.size  # of a mean over rows: what a part is of it
+        rows = self._numbers(batch, arrangement.places)
+        rows_of = jax.tree.map(lambda x: self._arranged(x, arrangement), batch)
+        stand_ins: dict[str, Callable] = dict(total=_filled, local=functools.partial(_own, seen))
+        if self.sequence:
+            stand_ins |= dict(attend=_attend, experts=_to_no_expert)
+        bare = normal(self.loss, self.has_aux)
+
+        def sums(params):
+            bound = marks.bind(index=meaning(rows), **stand_ins)
+            with bound, jax.default_matmul_precision("float32"):
+                total, count = bare(params, rows_of, *args, **own)[0]
+            self.rounding = float(jnp.finfo(jnp.result_type(total)).eps)
+            total = jnp.asarray(total).astype(wide(jnp.result_type(total)))
+            found = [total] if count is None else [total, jnp.asarray(count).astype(jnp.float32)]
+            weight = share if count is None else 1 / self.size
+            return total * weight, jnp.stack(found)
+
+        if not self.gradient:
+            return Found(sums(params)[1], jnp.zeros(0), jnp.zeros(0))
+        grads, out = jax.grad(sums, has_aux=True, allow_int=True)(params)
+        told = [_projected(g) for _, g in real(grads)]
+        return Found(out, *(jnp.stack([x[i] for x in told] or [0.0]) for i in (0, 1)))
+
+    def _taken(self, x):
+        """The rows and tokens of an array of the batch that take part."""
+        x = jnp.asarray(x)
+        if not x.ndim:
+            return x
+        x = x[: len(x) // self.unit * self.rows]
+        return x[:, : self.length] if self.length and x.ndim > 1 else x
+
+    def _arranged(self, x, arrangement):
+        chosen, _, kept = arrangement
+        if x.ndim < 1 + self.sequence:
+            return x
+        per = 1 if self.sequence else len(x) // self.rows
+        x = jnp.moveaxis(x, 1, 0) if self.sequence else x.reshape(self.rows, per, *x.shape[1:])
+        x = x[chosen]
+        if not jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            x = jnp.where(kept.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
+        return jnp.moveaxis(x, 0, 1) if self.sequence else x.reshape(-1, *x.shape[2:])
+
+    def _numbers(self, batch, places):
+        """The row numbers, and places in the sequence, that `marks.index` answers with."""
+        sizes = {len(x) for x in jax.tree.leaves(batch) if x.ndim}
+        found = {}
+        for size in sizes:
+            rows = jnp.arange(size, dtype=jnp.int32)
+            if not self.sequence:
+                rows = rows.reshape(self.rows, -1)[places].reshape(-1)
+            found[str(len(rows))] = rows
+        if self.sequence:
+            found[SEQUENCE] = jnp.broadcast_to(places, (min(sizes), len(places)))
+        return found
+
+
+# Of XLA's CPU compiler, for a program that runs a few times.
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+MOST = 8  # arrangements in one call
+
+
+def _stacked(arrangements, size, most):
+    """(how many there are, each of their three fields [most, size])."""
+    blank = Arrangement(np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros(size, bool))
+    padded = [*arrangements, *[blank] * (most - len(arrangements))]
+    fields = (np.stack(field) for field in zip(*padded, strict=True))
+    return np.int32(len(arrangements)), Arrangement(*fields)
+
+
+def unit_of(batch: Any) -> int:
+    """The greatest number that divides the rows of each array; 0 for a batch without rows."""
+    return math.gcd(*(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
+
+
+def length_of(batch: Any) -> int | None:
+    """The length of the sequence: of axis 1, where arrays have one."""
+    return next((jnp.shape(x)[1] for x in jax.tree.leaves(batch) if jnp.ndim(x) > 1), None)
+
+
+def real(tree: Any) -> list:
+    """(path, leaf) of those with a gradient."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [(k, x) for k, x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+
+
+def _has_rules(jaxpr):
+    """Whether a backward rule of the loss's own stands in the program."""
+    return any(
+        eqn.primitive.name.startswith("custom_vjp") or any(map(_has_rules, programs(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _quickly():
+    return QUICK if jax.default_backend() == "cpu" else None
+
+
+def _apart(tree):
+    """(the arrays; all leaves but these, and the structure): what is no array stays as it is."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
+    is_array = [hasattr(x, "dtype") for x in leaves]
+    arrays = [x for x, own in zip(leaves, is_array, strict=True) if own]
+    rest = [None if own else x for x, own in zip(leaves, is_array, strict=True)]
+    return arrays, (rest, is_array, structure)
+
+
+def _joined(fixed, arrays):
+    rest, is_array, structure = fixed
+    given = iter(arrays)
+    leaves = [next(given) if own else x for x, own in zip(rest, is_array, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _widened(tree, wanted):
+    """Numbers of less than float32 as float32: whether a loss divides is no matter of rounding."""
+
+    def one(x):
+        if not wanted or not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return x.astype(wide(x.dtype))
+
+    return jax.tree.map(one, tree)
+
+
+def _shaken(turn, x):
+    """A parameter, a little other: zeros and symmetries hide what a loss does."""
+    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        return x
+    draw = _noise(jnp.shape(x), turn.seed)
+    filled = draw / max(jnp.shape(x), default=1) ** 0.5
+    # Larger by far: rows that happen to be in order, or alike, are so under few parameters.
+    size = jnp.where(turn.factor == 1, 0.1, 1)
+    drawn = jnp.where(jnp.all(x == 0), filled, x * (1 + size * draw))
+    return (drawn * turn.factor * (1 + turn.noise * draw)).astype(x.dtype)
+
+
+def _noise(shape, seed):
+    """Numbers of mean 0 and variance 1, the same in every program, that cost no compilation."""
+    bits = jnp.asarray(seed).astype(jnp.uint32) * np.uint32(0x9E3779B1)
+    for axis in range(len(shape)):
+        bits += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(0x85EBCA77 + 2 * axis)
+        bits = (bits ^ (bits >> 15)) * np.uint32(0x2C1B3C6D)
+    bits = (bits ^ (bits >> 12)) * np.uint32(0x297A2D39)
+    return ((bits >> 8).astype(jnp.float32) / 2**24 - 0.5) * 12**0.5
+
+
+def _projected(g):
+    g = g.astype(jnp.float32)
+    return jnp.sum(g * _noise(g.shape, 9)), jnp.sqrt(jnp.sum(g * g))
+
+
+def _filled(x, axes=()):
+    """A constant in the place of what is of all parts, or of one alone."""
+
+    def one(leaf):
+        leaf = jnp.asarray(leaf)
+        return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else jnp.ones_like(leaf)
+
+    return jax.tree.map(one, x)
+
+
+def _own(seen, x):
+    seen += [jnp.shape(leaf) for leaf in jax.tree.leaves(x)]
+    return _filled(x)
+
+
+def _of_pairs(one, other):
+    """Whether the shape of what is local grows with the rows along two axes."""
+    return sum(a != b for a, b in zip(one, other, strict=False)) > 1
+
+
+def _attend(q, k, v, places, mask=None):
+    """Attention in which no token sees another."""
+    return q + jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2)
+
+
+def _to_no_expert(x, chosen, *rest, **more):
+    return x, chosen >= 0
