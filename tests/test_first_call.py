@@ -98,7 +98,7 @@ def test_within_a_trace_a_warning_says_so_once():
 def test_what_is_lowered_is_not_judged():
     placed = layouts.place(LINE, PARAMS)
     lowered = layouts.value_and_grad(LINE, fresh(neighbours)).lower(placed, BATCH)
-    assert "reduce_scatter" in lowered.as_text()
+    assert "all_reduce" in lowered.as_text()
 
 
 def test_a_group_of_rows_is_as_large_as_it_is():

@@ -95,7 +95,9 @@ def on_one(name):
 def test_a_strangers_program_trains_saves_and_restores_elsewhere(first, second, name, tmp_path):
     tx, parts = OPTIMIZERS[name], (batches()[:2], batches()[2:])
     layout = LAYOUTS[first]()
-    saved = train(layouts.value_and_grad(layout, loss), tx, *born(layout, tx), parts[0])
+    saved = train(
+        layouts.value_and_grad(layout, loss, check=False), tx, *born(layout, tx), parts[0]
+    )
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", saved)
         checkpointer.wait_until_finished()
@@ -106,7 +108,7 @@ def test_a_strangers_program_trains_saves_and_restores_elsewhere(first, second, 
     ):
         assert x.sharding.is_equivalent_to(s, x.ndim)
     jax.tree.map(np.testing.assert_array_equal, restored, saved)
-    ours = train(layouts.value_and_grad(layout, loss), tx, *restored, parts[1])
+    ours = train(layouts.value_and_grad(layout, loss, check=False), tx, *restored, parts[1])
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(on_one(name)), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * max(np.abs(b).max(), 1e-6))
