@@ -65,7 +65,7 @@ def judge(
     if isinstance(params, pipeline.Pipelined):
         params = pipeline.whole(params)
     plain = unpad if isinstance(params, fsdp.Sharded) else _as_it_is
-    division = beforehand.Division(ways, rows, layout.mesh, plain)
+    division = beforehand.Parts(ways, rows, layout.mesh, plain)
     return beforehand.judge(loss, division, params, batch, args, key, has_aux)
 
 
