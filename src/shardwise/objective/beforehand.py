@@ -27,7 +27,7 @@ class TooLarge(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
+class Parts:
     """How a batch is divided: in which `ways`, into parts of so many `rows`, on which mesh."""
 
     ways: tuple[str, ...]
@@ -37,7 +37,7 @@ class Division:
 
 def judge(
     loss: Callable,
-    division: Division,
+    division: Parts,
     params: Any,
     batch: Any,
     args: tuple = (),

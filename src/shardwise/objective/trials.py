@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks
+from shardwise.objective import stand_ins
 from shardwise.objective.following import programs
 from shardwise.objective.means import normal, wide
 from shardwise.objective.microbatches import SEQUENCE, meaning
@@ -154,20 +155,22 @@ class Trials:
             return found
 
         out = each(together), each(alone)
-        self.pairs = any(map(_of_pairs, *shapes))
+        self.pairs = any(map(stand_ins.of_pairs, *shapes))
         return out
 
     def _sums(self, params, batch, args, own, arrangement, seen):
         share = len(arrangement.places) / self.size  # of a mean over rows: what a part is of it
         rows = self._numbers(batch, arrangement.places)
         rows_of = jax.tree.map(lambda x: self._arranged(x, arrangement), batch)
-        stand_ins: dict[str, Callable] = dict(total=_filled, local=functools.partial(_own, seen))
+        bound_to: dict[str, Callable] = dict(
+            total=stand_ins.filled, local=functools.partial(stand_ins.own, seen)
+        )
         if self.sequence:
-            stand_ins |= dict(attend=_attend, experts=_to_no_expert)
+            bound_to |= dict(attend=stand_ins.attend, experts=stand_ins.to_no_expert)
         bare = normal(self.loss, self.has_aux)
 
         def sums(params):
-            bound = marks.bind(index=meaning(rows), **stand_ins)
+            bound = marks.bind(index=meaning(rows), **bound_to)
             with bound, jax.default_matmul_precision("float32"):
                 total, count = bare(params, rows_of, *args, **own)[0]
             self.rounding = float(jnp.finfo(jnp.result_type(total)).eps)
@@ -308,32 +311,3 @@ def _noise(shape, seed):
 def _projected(g):
     g = g.astype(jnp.float32)
     return jnp.sum(g * _noise(g.shape, 9)), jnp.sqrt(jnp.sum(g * g))
-
-
-def _filled(x, axes=()):
-    """A constant in the place of what is of all parts, or of one alone."""
-
-    def one(leaf):
-        leaf = jnp.asarray(leaf)
-        return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else jnp.ones_like(leaf)
-
-    return jax.tree.map(one, x)
-
-
-def _own(seen, x):
-    seen += [jnp.shape(leaf) for leaf in jax.tree.leaves(x)]
-    return _filled(x)
-
-
-def _of_pairs(one, other):
-    """Whether the shape of what is local grows with the rows along two axes."""
-    return sum(a != b for a, b in zip(one, other, strict=False)) > 1
-
-
-def _attend(q, k, v, places, mask=None):
-    """Attention in which no token sees another."""
-    return q + jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2)
-
-
-def _to_no_expert(x, chosen, *rest, **more):
-    return x, chosen >= 0

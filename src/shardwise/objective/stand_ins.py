@@ -1,0 +1,37 @@
+"""What marks mean to an oracle: constants, and attention in which no token sees another."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def filled(x: Any, axes: Any = ()) -> Any:
+    """A constant in the place of what is of all parts, or of one alone."""
+
+    def one(leaf):
+        leaf = jnp.asarray(leaf)
+        return leaf if jnp.issubdtype(leaf.dtype, jax.dtypes.extended) else jnp.ones_like(leaf)
+
+    return jax.tree.map(one, x)
+
+
+def own(seen: list, x: Any) -> Any:
+    """`filled` for what is local; its shapes are added to `seen`."""
+    seen += [jnp.shape(leaf) for leaf in jax.tree.leaves(x)]
+    return filled(x)
+
+
+def of_pairs(one: Any, other: Any) -> bool:
+    """Whether the shape of what is local grows with the rows along two axes."""
+    return sum(a != b for a, b in zip(one, other, strict=False)) > 1
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, places: Any, mask: Any = None) -> jax.Array:
+    """Attention in which no token sees another."""
+    return q + jnp.repeat(k + v, q.shape[2] // k.shape[2], axis=2)
+
+
+def to_no_expert(x: jax.Array, chosen: jax.Array, *rest: Any, **more: Any) -> tuple:
+    """Tokens as they are, none dropped."""
+    return x, chosen >= 0
