@@ -203,13 +203,12 @@ def test_what_a_process_started_ends_with_it(run, tmp_path):
     await_end(pids(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_is_passed_on_once_and_all_may_save_and_leave(run, tmp_path, name):
     before = signal.getsignal(getattr(signal, name))
     status, out, err = run(f"""
         seen = []
-        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(each, lambda number, _: seen.append(number))
+        signal.signal(signal.{name}, lambda number, _: seen.append(number))
         mark("ready")
         wait_for("ready")
         if index == 0: os.kill(os.getppid(), signal.{name})
