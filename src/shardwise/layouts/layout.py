@@ -37,9 +37,9 @@ class Layout:
       min_size: arrays of fewer elements stay whole along `fsdp`.
       uneven: "replicate" leaves an array whole of which no axis divides along `fsdp`, which
         `predict` tells; "error" refuses it.
-      stacked: which arrays have a leading axis of layers, never cut along `fsdp`, and by hand
-        gathered one layer at a time: a predicate on paths; by default what names tell that the tree
-        carries (NNX metadata, Linen's boxes).
+      stacked: a predicate on the paths of arrays that have a leading axis of layers, which is never
+        cut along `fsdp`, and by hand gathered one layer at a time; by default names tell, where the
+        tree carries them (NNX metadata, Linen's boxes).
       cut: the logical axes that `tensor` cuts.
       over: a rule for the tensor axis instead, for trees that carry no names.
       sequence: Megatron's sequence parallelism: between the products, activations are cut along the
