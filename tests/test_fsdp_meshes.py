@@ -210,10 +210,3 @@ def test_a_mesh_in_context_changes_nothing(kind):
                 step()
         else:
             assert_close(step(), want)
-
-
-def test_jaxs_own_default_mesh_is_named():
-    explicit = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
-    message = r"the mesh has Explicit axes, .*make it with mesh.make, or with jax.make_mesh\("
-    with pytest.raises(ValueError, match=message):
-        fsdp.value_and_grad(traced_once()[0], explicit)

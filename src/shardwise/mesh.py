@@ -1,11 +1,16 @@
 """Named meshes over the devices that the book runs on, simulated or real."""
 
+import contextlib
 import glob
 import math
+from collections.abc import Callable, Iterator
 from importlib import metadata, util
+from typing import Any
 
 import jax
-from jax.sharding import AxisType
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 _devices = None
 _TPU = ("/dev/accel*", "/dev/vfio/[0-9]*")  # the files by which a machine's TPU is reached
@@ -92,14 +97,104 @@ def make(**axes: int) -> jax.sharding.Mesh:
     )
 
 
-def check_auto(who: str, mesh: jax.sharding.Mesh) -> None:
-    """Raise where a mesh has other axes than Auto ones."""
-    if any(kind != AxisType.Auto for kind in mesh.axis_types):
-        raise ValueError(
-            f"{who}: the mesh has Explicit axes, as jax.make_mesh makes them since JAX 0.9, and "
-            f"what runs here is for Auto ones: make it with mesh.make, or with "
-            f"jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.shape)})."
+def auto(mesh: Any) -> Any:
+    """`mesh` with Auto axes over the same devices; itself, where it has no others."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if tuple(mesh.axis_types) == types:
+        return mesh
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def typed(tree: Any, mesh: Any) -> Any:
+    """`tree`, its arrays on the devices of `mesh` given that mesh's axis types; no data moves.
+
+    They share their memory with what was given: after donating one, use neither. Arrays on other
+    devices or axes stay as they are, and shapes with shardings are given the types too.
+    """
+
+    def one(x):
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or isinstance(x, jax.core.Tracer):
+            return x
+        if sharding.mesh == mesh or auto(sharding.mesh) != auto(mesh):
+            return x
+        to = NamedSharding(mesh, sharding.spec)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to)
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):  # typed keys
+            return jax.device_put(x, to)
+        parts = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, to, parts)
+
+    return jax.tree.map(one, tree)
+
+
+@contextlib.contextmanager
+def without_types(mesh: Any) -> Iterator[None]:
+    """A context in which `mesh`, where `jax.set_mesh` has set it, has Auto axes."""
+    if jax.sharding.get_abstract_mesh() != mesh.abstract_mesh:
+        yield
+    else:
+        with jax.sharding.use_abstract_mesh(auto(mesh).abstract_mesh):
+            yield
+
+
+def outside() -> contextlib.AbstractContextManager:
+    """A context without the mesh that `jax.set_mesh` has set: for arrays on other devices."""
+    return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
+
+
+class OnAuto:
+    """A function over Auto axes, for a caller whose `mesh` has Explicit ones, as JAX makes them.
+
+    What goes in is taken by the same devices with Auto axes, and what comes out has the caller's
+    types. `specs` gives the PartitionSpecs of what comes out, whose shapes it is given: within a
+    trace of the caller's they are part of the types.
+    """
+
+    def __init__(self, run: Callable, mesh: Any, specs: Callable[[Any], Any]):
+        self._run, self._mesh, self._specs = run, mesh, specs
+
+    def __call__(self, *args, **options):
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, options))):
+            return self._traced(args, options)
+        args, options = typed((args, options), auto(self._mesh))
+        with without_types(self._mesh):
+            return typed(self._run(*args, **options), self._mesh)
+
+    def lower(self, *args, **options):
+        """That of the function."""
+        args, options = typed((args, options), auto(self._mesh))
+        with without_types(self._mesh):
+            return self._run.lower(*args, **options)
+
+    def trace(self, *args, **options):
+        """That of the function."""
+        args, options = typed((args, options), auto(self._mesh))
+        with without_types(self._mesh):
+            return self._run.trace(*args, **options)
+
+    def _traced(self, args, options):
+        def run(args, options):
+            return self._run(*args, **options)
+
+        def plain(x):
+            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+        with jax.sharding.use_abstract_mesh(auto(self._mesh).abstract_mesh):
+            out = jax.eval_shape(run, *jax.tree.map(plain, (args, options)))
+        around = jax.sharding.get_abstract_mesh()
+        types = self._mesh.abstract_mesh if around.empty else around
+        to = jax.tree.map(
+            lambda spec: NamedSharding(types, spec),
+            self._specs(out),
+            is_leaf=lambda x: isinstance(x, PartitionSpec),
         )
+        names = tuple(self._mesh.axis_names)
+        with jax.sharding.use_abstract_mesh(types):
+            return jax.sharding.auto_axes(run, axes=names, out_sharding=to)(args, options)
 
 
 def look_for_no_tpu() -> None:

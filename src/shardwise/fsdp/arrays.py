@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import rules
 from shardwise import tree as trees
-from shardwise.mesh import check_auto
 from shardwise.rules.rule import mesh_axes, parts
 
 Axes = str | tuple[str, ...]
@@ -154,7 +153,6 @@ def check_axis(who: str, mesh: Mesh, axis: Axes) -> None:
                 f"{who}: the mesh has no axis {name!r}; it has {dict(mesh.shape)}. Make it with "
                 f"mesh.make({name}=-1), or name another axis."
             )
-    check_auto(who, mesh)
 
 
 def _divided(shape, entries, mesh):

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective, rules
+from shardwise import mesh as meshes
 from shardwise.fsdp.arrays import ArrayLayout, array_layouts, check_axis, check_params, laid_out
 from shardwise.fsdp.arrays import rule as rule_along
 from shardwise.fsdp.batches import WHO, Divided
@@ -91,6 +92,7 @@ def value_and_grad(
       TypeError: an array that has no gradient, or the loss returns something else.
       ValueError, TypeError: what `objective.trace` says of a loss in several parts.
     """
+    given, mesh = mesh, meshes.auto(mesh)
     rule = rule if isinstance(rule, rules.FSDPRule) else rule_along(rule)
     rows, columns = (*replicate, *mesh_axes(rule.axis)), tuple(columns)
     for name in (*rows, *columns):
@@ -126,7 +128,11 @@ def value_and_grad(
         grads = jax.tree.unflatten(structure, grads)
         return ((value, _merged(*parts, *shapes)) if has_aux else value), grads
 
-    return laid_out(jax.jit(loss_and_grad), rule, mesh, who)
+    def specs(out):
+        return jax.tree.map(lambda _: P(), out[0]), rule(out[1], mesh)
+
+    run = laid_out(jax.jit(loss_and_grad), rule, mesh, who)
+    return run if given is mesh else meshes.OnAuto(run, given, specs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,7 @@ def _attention(layout, shapes, batch, again, sent):
         )
     layers, heads, kv_heads, size, dtype = found
     rows, length = _tokens(batch)
-    rows //= math.prod(layout.mesh.shape[name] for name in layout.rows) * layout.microbatches
+    rows //= math.prod(layout.auto.shape[name] for name in layout.rows) * layout.microbatches
     t, dtype = layout.size("tensor"), layout.dtype or dtype
     q = jax.ShapeDtypeStruct((rows, length, heads // t, size), dtype)
     k = jax.ShapeDtypeStruct((rows, length, kv_heads // t, size), dtype)
@@ -74,7 +74,7 @@ def _tensor(layout, shapes, batch, sent, first, last):
     if not embed or found is None:
         return
     rows, length = _tokens(batch)
-    parts = math.prod(layout.mesh.shape[name] for name in layout.rows)
+    parts = math.prod(layout.auto.shape[name] for name in layout.rows)
     length //= layout.size("context")
     n, itemsize = layout.size("tensor"), jnp.dtype(layout.dtype or found[-1]).itemsize
     given = n, rows // parts, length, embed[0], found[0], itemsize, layout.sequence

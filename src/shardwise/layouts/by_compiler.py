@@ -28,7 +28,7 @@ def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any, who:
     def run(params, batch, *args, key=None):
         check(layout, batch, who)
         value, grads = mean_and_grad(params, _laid(layout, batch), *args, key=key)
-        return value, rules.constrain_tree(grads, parameter_rule(layout), layout.mesh)
+        return value, rules.constrain_tree(grads, parameter_rule(layout), layout.auto)
 
     return jax.jit(run)
 
@@ -38,14 +38,14 @@ def _laid(layout, batch):
 
     def laid(x):
         entries = [layout.rows or None, layout.context or None][: jnp.ndim(x)]
-        return jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, P(*entries)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(layout.auto, P(*entries)))
 
     return jax.tree.map(laid, batch)
 
 
 def check(layout: Layout, batch: Any, who: str) -> None:
     """Raise where rows or sequences of the batch do not divide."""
-    parts = math.prod(layout.mesh.shape[name] for name in layout.rows) * layout.microbatches
+    parts = math.prod(layout.auto.shape[name] for name in layout.rows) * layout.microbatches
     columns = layout.size("context")
     for path, x in trees.leaves(batch):
         shape = jnp.shape(x)

@@ -13,7 +13,7 @@ def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any, who:
     """That of `fsdp`, with the layout's meanings of marks."""
     return fsdp.value_and_grad(
         loss,
-        layout.mesh,
+        layout.auto,
         parameter_rule(layout),
         replicate=[name for name in layout.rows if name not in layout.fsdp],
         columns=layout.context,

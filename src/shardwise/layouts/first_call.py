@@ -63,7 +63,7 @@ def judge(
         return None
     if isinstance(params, pipeline.Pipelined):
         params = pipeline.whole(params)
-    division = beforehand.Parts(ways, rows, layout.mesh)
+    division = beforehand.Parts(ways, rows, layout.auto)
     return beforehand.judge(loss, division, params, batch, args, key, has_aux)
 
 

@@ -1,6 +1,7 @@
 """A layout: the role of each mesh axis, and how the roles are realised; a value."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from shardwise import context, experts
-from shardwise.mesh import check_auto
+from shardwise import mesh as meshes
 
 ROLES = ("data", "fsdp", "expert", "context", "tensor", "stage")
 
@@ -16,6 +17,9 @@ ROLES = ("data", "fsdp", "expert", "context", "tensor", "stage")
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """What each axis of `mesh` does. A role is one mesh axis or a tuple of them, together one.
+
+    The mesh's axes may be Auto, as `mesh.make` makes them, or Explicit, JAX's own default: arrays
+    that come out have the types of the mesh that was given, also within the caller's own jit.
 
     Roles:
       data: rows are cut, parameters are whole; gradients are summed.
@@ -92,9 +96,13 @@ class Layout:
             axes = getattr(self, role)
             object.__setattr__(self, role, (axes,) if isinstance(axes, str) else tuple(axes))
         object.__setattr__(self, "cut", tuple(self.cut))
-        check_auto("layouts.Layout", self.mesh)
         self._check_axes()
         self._check_settings()
+
+    @functools.cached_property
+    def auto(self) -> Mesh:
+        """The mesh with Auto axes, over which all is laid out; `mesh` may have Explicit ones."""
+        return meshes.auto(self.mesh)
 
     @property
     def rows(self) -> tuple[str, ...]:

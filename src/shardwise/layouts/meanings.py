@@ -61,7 +61,7 @@ def pins(layout: Layout) -> Pins:
     specs |= dict(attended=within, mlp_hidden=within)
     specs["expert_inputs"] = P(() if hand else layout.expert)  # [experts, tokens, features]
     found = tuple((name, _spec(spec)) for name, spec in sorted(specs.items()))
-    return Pins(layout.mesh, hand, found, _spec(specs["mlp_output"]))
+    return Pins(layout.auto, hand, found, _spec(specs["mlp_output"]))
 
 
 def _spec(spec):
@@ -153,7 +153,7 @@ def _kernel(layout):
     rows = () if layout.by_hand else layout.rows
     if not rows and not layout.tensor:
         return layout.kernel
-    return context.within(layout.mesh, (), layout.kernel, rows, layout.tensor)
+    return context.within(layout.auto, (), layout.kernel, rows, layout.tensor)
 
 
 def order(layout: Layout) -> Callable | None:

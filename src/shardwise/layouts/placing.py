@@ -123,17 +123,17 @@ def state_rule(layout: Layout, params: Any) -> rules.Rule:
 def shardings(layout: Layout, params: Any, tx: Any, who: str) -> Any:
     """The NamedShardings of parameters; with `tx` (these, those of its state)."""
     with naming(who):
-        found = rules.shardings(parameter_rule(layout), params, layout.mesh)
+        found = rules.shardings(parameter_rule(layout), params, layout.auto)
     if tx is None:
         return found
     shapes = abstract(params)
     state = jax.eval_shape(tx.init, shapes)
-    return found, rules.shardings(state_rule(layout, shapes), state, layout.mesh)
+    return found, rules.shardings(state_rule(layout, shapes), state, layout.auto)
 
 
 def array_layouts(layout: Layout, tree: Any) -> tuple[fsdp.ArrayLayout, ...]:
     """How each array of `tree`, which may be abstract, is cut and gathered by hand."""
-    return fsdp.array_layouts(tree, parameter_rule(layout, 1), layout.mesh, expert_rule(layout))
+    return fsdp.array_layouts(tree, parameter_rule(layout, 1), layout.auto, expert_rule(layout))
 
 
 def abstract(tree: Any) -> Any:

@@ -101,7 +101,7 @@ def predict(
 def describe(layout: Layout, params: Any) -> Any:
     """How each parameter lies, as a table: path, shape, spec, bytes on each device, why whole."""
     _whole(layout, array_layouts(layout, params), abstract(params), "layouts.describe")
-    return rules.describe(parameter_rule(layout), params, layout.mesh)
+    return rules.describe(parameter_rule(layout), params, layout.auto)
 
 
 def _held(layout, shapes, batch, tx):
@@ -123,7 +123,7 @@ def _of_batch(layout, batch):
     total = 0
     for x in jax.tree.leaves(batch):
         columns = layout.size("context") if jnp.ndim(x) > 1 else 1
-        parts = math.prod(layout.mesh.shape[name] for name in layout.rows) * columns
+        parts = math.prod(layout.auto.shape[name] for name in layout.rows) * columns
         total += math.prod(jnp.shape(x)) * jnp.result_type(x).itemsize // parts
     return total
 
@@ -132,7 +132,7 @@ def _whole(layout, arrays, shapes, who):
     """{path: bytes beyond a share} of arrays that fsdp would cut, and of which no axis divides."""
     n, found, total = layout.size("fsdp"), {}, 0
     for array, x in zip(arrays, jax.tree.leaves(shapes), strict=True):
-        size = math.prod(NamedSharding(layout.mesh, array.spec).shard_shape(array.shape))
+        size = math.prod(NamedSharding(layout.auto, array.spec).shard_shape(array.shape))
         elements, axes = math.prod(array.shape), jax.tree.leaves(tuple(array.spec))
         total += elements * x.dtype.itemsize
         open_to = elements > 1 and elements >= layout.min_size and set(axes).isdisjoint(layout.fsdp)
@@ -172,7 +172,7 @@ def _of_stage(layout, params, batch, tx, again, told):
 
 def _parameter(layout, s: ArrayLayout, x, again, sent):
     """Its gathers, and the reduction of its gradient."""
-    held = math.prod(NamedSharding(layout.mesh, s.spec).shard_shape(s.shape))
+    held = math.prod(NamedSharding(layout.auto, s.spec).shard_shape(s.shape))
     used = layout.dtype or x.dtype
     over = [name for name in (*layout.context, *layout.rows) if name not in s.apart_axes]
     if s.cut is not None:
@@ -188,7 +188,7 @@ def _parameter(layout, s: ArrayLayout, x, again, sent):
 
 
 def _share(layout, axes):
-    n = math.prod(layout.mesh.shape[name] for name in axes)
+    n = math.prod(layout.auto.shape[name] for name in axes)
     return (n - 1) / n
 
 

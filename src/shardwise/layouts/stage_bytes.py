@@ -113,10 +113,10 @@ class _Stage(NamedTuple):
 
     def _elements(self, shape, spec):
         names = [name for entry in spec for name in names_of(entry)]
-        return math.prod(shape) // math.prod(self.layout.mesh.shape[name] for name in names)
+        return math.prod(shape) // math.prod(self.layout.auto.shape[name] for name in names)
 
     def _share(self, axes):
-        n = math.prod(self.layout.mesh.shape[name] for name in axes)
+        n = math.prod(self.layout.auto.shape[name] for name in axes)
         return (n - 1) / n
 
 

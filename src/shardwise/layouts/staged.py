@@ -28,7 +28,7 @@ from shardwise.layouts.shares import shares
 
 def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str) -> Callable:
     """That of `pipeline`, with rows and sequences cut within the stages."""
-    given = layout.mesh, layout.schedule, layout.microbatches
+    given = layout.auto, layout.schedule, layout.microbatches
     options = dict(axis=layout.stage[0], has_aux=has_aux, aux=aux, who=who)
     if layout.by_hand:
         return pipeline.value_and_grad(loss, *given, manual=_manual(layout, who), **options)
@@ -51,7 +51,7 @@ def _manual(layout, who):
         rows=layout.rows,
         columns=layout.context,
         free=layout.tensor,
-        divide=Divided(layout.mesh, layout.rows, layout.context, order(layout), who),
+        divide=Divided(layout.auto, layout.rows, layout.context, order(layout), who),
         meanings=lambda mesh: meanings(dataclasses.replace(layout, mesh=mesh)),
         shares=functools.partial(shares, layout),
     )

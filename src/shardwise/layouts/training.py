@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from shardwise import pipeline, rules
+from shardwise import mesh, pipeline, rules
 from shardwise.fsdp.arrays import laid_out
 from shardwise.layouts import by_compiler, by_hand, freezing, placing, staged
 from shardwise.layouts.first_call import Judging
@@ -30,7 +32,8 @@ def shardings(layout: Layout, params: Any, tx: Any = None) -> Any:
             "layouts.shardings: with stages, arrays live on their stages' devices: use "
             "layouts.init or layouts.place, and what they return."
         )
-    return placing.shardings(layout, params, tx, "layouts.shardings")
+    found = placing.shardings(layout, params, tx, "layouts.shardings")
+    return jax.tree.map(lambda to: NamedSharding(layout.mesh, to.spec), found)
 
 
 def place(
@@ -50,9 +53,12 @@ def place(
     if layout.stage:
         return staged.place(layout, tree, *_told(loss, batch), has_aux)
     found = placing.shardings(layout, tree, None, "layouts.place")
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+        return mesh.typed(jax.device_put(tree, found), layout.mesh)
+    if layout.mesh is not layout.auto:
+        return jax.sharding.reshard(tree, shardings(layout, tree))
     # Inside jit a device_put is a wish; a constraint is kept.
-    return (jax.lax.with_sharding_constraint if traced else jax.device_put)(tree, found)
+    return jax.lax.with_sharding_constraint(tree, found)
 
 
 def whole(layout: Layout, tree: Any) -> Any:
@@ -79,10 +85,12 @@ def init(
     if layout.stage:
         params = staged.create(layout, create, key, *_told(loss, batch), has_aux)
         return params, pipeline.init(tx, params)
-    shapes = jax.eval_shape(create, key)
-    of_params, of_state = placing.shardings(layout, shapes, tx, "layouts.init")
-    params = jax.jit(create, out_shardings=of_params)(key)
-    return params, jax.jit(tx.init, out_shardings=of_state)(params)
+    with mesh.without_types(layout.mesh):
+        shapes = jax.eval_shape(create, key)
+        of_params, of_state = placing.shardings(layout, shapes, tx, "layouts.init")
+        params = jax.jit(create, out_shardings=of_params)(key)
+        opt_state = jax.jit(tx.init, out_shardings=of_state)(params)
+    return mesh.typed((params, opt_state), layout.mesh)
 
 
 def _update(layout, tx, grads, opt_state, params, **extra):
@@ -92,9 +100,9 @@ def _update(layout, tx, grads, opt_state, params, **extra):
     they have, and they are whole on every device meanwhile, in the work as well.
     """
     update = functools.partial(tx.update, **extra)
-    updates, state = whole_in_products(update, layout.mesh, grads, opt_state, params)
-    state = rules.constrain_tree(state, state_rule(layout, params), layout.mesh)
-    return rules.constrain_tree(updates, parameter_rule(layout), layout.mesh), state
+    updates, state = whole_in_products(update, layout.auto, grads, opt_state, params)
+    state = rules.constrain_tree(state, state_rule(layout, params), layout.auto)
+    return rules.constrain_tree(updates, parameter_rule(layout), layout.auto), state
 
 
 def value_and_grad(
@@ -117,7 +125,22 @@ def value_and_grad(
     """
     who = "layouts.value_and_grad"
     run = _mean_and_grad(layout, loss, has_aux, aux, who)
-    return Judging(run, layout, loss, has_aux, who) if check else run
+    run = Judging(run, layout, loss, has_aux, who) if check else run
+    return _for_caller(run, layout, lambda out: (_whole(out[0]), _specs(layout, out[1])))
+
+
+def _for_caller(run, layout, specs):
+    """`run` for the caller's mesh, if that has other axes than Auto ones; stages have their own."""
+    explicit = layout.mesh is not layout.auto and not layout.stage
+    return mesh.OnAuto(run, layout.mesh, specs) if explicit else run
+
+
+def _specs(layout, params):
+    return parameter_rule(layout)(params, layout.auto)
+
+
+def _whole(tree):
+    return jax.tree.map(lambda _: P(), tree)
 
 
 def _mean_and_grad(layout, loss, has_aux, aux, who):
@@ -176,16 +199,22 @@ def step(
         if frozen is not None:
             mean, (new, rest) = outputs
             params, outputs = (
-                freezing.put_back(params, new, parameter_rule(layout), layout.mesh),
+                freezing.put_back(params, new, parameter_rule(layout), layout.auto),
                 (mean, rest),
             )
         return params, opt_state, *outputs
 
     run = run if layout.stage else jax.jit(run, donate_argnums=(0, 1))
     run = Judging(run, layout, *judged, "layouts.step") if check else run
-    if layout.stage or not layout.by_hand:
-        return run
-    return laid_out(run, parameter_rule(layout), layout.mesh, "layouts.step")
+    if layout.by_hand and not layout.stage:
+        run = laid_out(run, parameter_rule(layout), layout.auto, "layouts.step")
+
+    def specs(out):
+        params, state, *rest = out
+        of_state = state_rule(layout, params)(state, layout.auto)
+        return _specs(layout, params), of_state, *_whole(rest)
+
+    return _for_caller(run, layout, specs)
 
 
 def _told(loss, batch):

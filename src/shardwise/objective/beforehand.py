@@ -1,5 +1,6 @@
 """A loss judged before its first step: of few rows, in the memory that there is, and once."""
 
+import contextlib
 import dataclasses
 import os
 import weakref
@@ -12,6 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from shardwise import mesh as meshes
 from shardwise.objective import oracle, tracing
 from shardwise.objective.reasons import Indivisible
 from shardwise.objective.trials import Trials, length_of, unit_of
@@ -59,14 +61,14 @@ def judge(
     known = _cases(loss)
     if case in known:
         return None
-    given = params, batch, args, key
-    mesh = division.mesh
+    given, mesh, context = (params, batch, args, key), division.mesh, contextlib.nullcontext()
     if _one_memory(mesh):
         given, mesh = jax.device_put(given, mesh.devices.flat[0]), None
-
+        context = meshes.outside()
     try:
-        by_place = tracing.draws_by_place(loss, *given, has_aux)
-        finite = _of_few_rows(loss, division, given, has_aux, by_place, mesh)
+        with context:
+            by_place = tracing.draws_by_place(loss, *given, has_aux)
+            finite = _of_few_rows(loss, division, given, has_aux, by_place, mesh)
     except Indivisible:
         raise
     except TooLarge:

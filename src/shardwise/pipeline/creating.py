@@ -7,7 +7,8 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise.pipeline.placing import Pipelined, located, outside_meshes
+from shardwise.mesh import outside
+from shardwise.pipeline.placing import Pipelined, located
 
 
 def create(
@@ -29,7 +30,7 @@ def create(
         return [(i, p) for i, p in enumerate(layout) if stage in dict(p.homes)]
 
     tree: dict[str, dict] = {piece.path: {} for piece in layout}
-    with outside_meshes():
+    with outside():
         for stage, grid in enumerate(meshes):
             mine = of_stage(stage)
 

@@ -8,9 +8,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardwise import schedules
+from shardwise.mesh import outside
 from shardwise.pipeline import checks
 from shardwise.pipeline.manual import Manual, trace_by_hand
-from shardwise.pipeline.placing import Pipelined, outside_meshes, stage_meshes
+from shardwise.pipeline.placing import Pipelined, stage_meshes
 from shardwise.pipeline.planning import Plan
 from shardwise.pipeline.tracing import Asked, Traced, abstract, trace
 
@@ -83,7 +84,7 @@ def programs(
     where parameters are gathered once a step, and by hand "total", which then adds up gradients.
     """
     plan = function.plan(params, batch, *args, key=key)
-    with outside_meshes():
+    with outside():
         return plan.lowered(params)
 
 
@@ -122,7 +123,7 @@ class ValueAndGrad:
                     f"{self.asked.who}: the parameters are placed for other stages or devices; "
                     "take them whole, and place them for this function."
                 )
-            with outside_meshes():
+            with outside():
                 self._plans[given] = Plan(
                     self.asked, self._planned(params, batch, args, key), params
                 )
@@ -130,7 +131,7 @@ class ValueAndGrad:
 
     def _run(self, params, batch, args, key, timed):
         plan = self.plan(params, batch, *args, key=key)
-        with outside_meshes():
+        with outside():
             value, grads, times = plan.run(params, batch, args, key, timed)
         return (value, grads), times
 

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardwise.mesh import outside
 from shardwise.pipeline import live
 from shardwise.pipeline.forms import shaped
 from shardwise.pipeline.gradients import ValueAndGrad
 from shardwise.pipeline.live import Held, Moment
 from shardwise.pipeline.optimizing import program
-from shardwise.pipeline.placing import Pipelined, outside_meshes, state_layout
+from shardwise.pipeline.placing import Pipelined, state_layout
 from shardwise.pipeline.planning import Plan, arguments
 from shardwise.schedules import Schedule
 
@@ -55,7 +56,7 @@ class Step:
         keeps, so another finds it.
         """
         found, held = {}, []
-        with outside_meshes():
+        with outside():
             for s in range(len(self.plan.stages)):
                 for name, program in self._of_tasks(s, compile, held):
                     found[s, name] = program

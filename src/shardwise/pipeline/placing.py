@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import rules
 from shardwise import tree as trees
+from shardwise.mesh import outside
 
 
 class Piece(NamedTuple):
@@ -90,7 +91,7 @@ def place(
         layout, meshes = state_layout(tree, like), like.meshes
     else:
         layout, meshes = located(tree, like, batch, *args, key=key, rule=rule)
-    with outside_meshes():
+    with outside():
         return laid(jax.tree.leaves(tree), layout, jax.tree.structure(tree), meshes)
 
 
@@ -99,7 +100,7 @@ def located(
 ) -> tuple[tuple[Piece, ...], tuple[Mesh, ...]]:
     """(the pieces of a tree of arrays or shapes, the meshes of the stages); see `place`."""
     homes, meshes = like.homes(tree, batch, *args, key=key)
-    with outside_meshes():
+    with outside():
         return _layout(tree, homes, rule, meshes), meshes
 
 
@@ -148,11 +149,6 @@ def stage_meshes(mesh, axis, device_of):
     types = (AxisType.Auto,) * len(mesh.axis_names)
     meshes = [Mesh(devices, mesh.axis_names, axis_types=types) for devices in ranks]
     return tuple(meshes[device] for device in device_of)
-
-
-def outside_meshes():
-    """A context without the mesh of a `jax.set_mesh` around it: a stage has a mesh of its own."""
-    return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
 
 def plain(x: Any) -> Any:

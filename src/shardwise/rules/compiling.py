@@ -8,10 +8,10 @@ from typing import Any
 
 import jax
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from shardwise import marks
-from shardwise.mesh import check_auto
+from shardwise import mesh as meshes
 from shardwise.rules.leaves import named_leaves
 from shardwise.rules.placement import (
     constrain_prefix,
@@ -51,14 +51,22 @@ def jit(
     activations pinned, by `names` or by constraints of the model's own: left free, the compiler
     moves them between layouts, holds and sends several times as much.
 
+    On a mesh of Explicit axes, JAX's own default, `fn` sees Auto ones: arguments are taken as they
+    lie, and results have the caller's types. Within a trace of the caller's, results that
+    `out_rules` does not lay out are whole.
+
     Raises:
-      ValueError: a mesh with Explicit axes; at that first call, what the rules raise, a tuple of
-        the wrong length, a name that `fn` never marks, an argument that lies elsewhere (named by
-        its path).
+      ValueError: at that first call, what the rules raise, a tuple of the wrong length, a name that
+        `fn` never marks, an argument that lies elsewhere (named by its path).
     """
-    check_auto("rules.jit", mesh)
-    given = dict(in_rules=in_rules, arg_constraints=arg_constraints)
-    return _Jit(fn, mesh, given, out_rules, names or {}, static_argnums, donate_argnums)
+    given, auto = dict(in_rules=in_rules, arg_constraints=arg_constraints), meshes.auto(mesh)
+    run = _Jit(fn, auto, given, out_rules, names or {}, static_argnums, donate_argnums)
+
+    def specs(out):
+        rule = PartitionSpec() if out_rules is None else out_rules
+        return jax.tree.map(lambda to: to.spec, shardings(rule, out, auto))
+
+    return run if auto is mesh else meshes.OnAuto(run, mesh, specs)
 
 
 class _Jit:

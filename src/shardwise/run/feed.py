@@ -137,14 +137,14 @@ def sharding(layout: Layout, batch: int) -> NamedSharding:
     Raises:
       ValueError: rows that do not divide.
     """
-    parts = int(np.prod([layout.mesh.shape[name] for name in layout.rows]))
+    parts = int(np.prod([layout.auto.shape[name] for name in layout.rows]))
     each = parts * layout.microbatches
     if batch % each:
         raise ValueError(
             f"run: a batch of {batch} rows does not split into {parts} devices' parts of "
             f"{layout.microbatches} microbatches; take {-(-batch // each) * each}, say."
         )
-    return NamedSharding(layout.mesh, P(layout.rows or None))
+    return NamedSharding(layout.auto, P(layout.rows or None))
 
 
 def _local_rows(sharding, batch):

@@ -46,7 +46,7 @@ def step_program(
     if layout.stage:
         return train_step
     # The same program for every step: what comes out is laid out as what goes in.
-    whole = NamedSharding(layout.mesh, P())
+    whole = NamedSharding(layout.auto, P())
 
     def jitted(params, opt_state, *rest):
         shardings = jax.tree.map(lambda x: x.sharding, (params, opt_state))
@@ -82,15 +82,15 @@ def flags(layout: Layout, asked: bool) -> Any:
     """Whether this process was asked to stop, beside what the others say."""
     if layout.stage:
         return np.asarray([asked], np.int32)
-    cut = NamedSharding(layout.mesh, P(layout.mesh.axis_names))
-    shape = (layout.mesh.size,)
+    cut = NamedSharding(layout.auto, P(layout.auto.axis_names))
+    shape = (layout.auto.size,)
     return jax.make_array_from_callback(shape, cut, lambda index: np.asarray([asked], np.int32))
 
 
 def at_peak(layout: Layout, flops: float | None) -> float | None:
     """Seconds of a step's products at the chips' bfloat16 peak, where both are known."""
-    chip = topology.of_device(layout.mesh.devices.flat[0].device_kind)
-    return flops and chip and flops / (layout.mesh.size * chip.peak())
+    chip = topology.of_device(layout.auto.devices.flat[0].device_kind)
+    return flops and chip and flops / (layout.auto.size * chip.peak())
 
 
 def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: bool) -> Callable:
