@@ -105,10 +105,11 @@ def test_the_callers_own_jit_may_be_around(by, around):
     def trained():
         params, state = layouts.init(layout, create, tx, KEY)
         batch = jax.device_put(ROWS, NamedSharding(grid, P(("data", "fsdp"))))
-        born = jax.jit(lambda key: layouts.place(layout, create(key)))(KEY)
-        assert born["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
-        assert born["w"].sharding.mesh == grid
-        equal(born, params, rtol=1e-6)
+        if around:  # JAX asks for the mesh where no array in the jit tells it
+            born = jax.jit(lambda key: layouts.place(layout, create(key)))(KEY)
+            assert born["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
+            assert born["w"].sharding.mesh == grid
+            equal(born, params, rtol=1e-6)
         eager = layouts.value_and_grad(layout, network)(params, batch)
         return eager, own(params, state, batch)
 
@@ -130,7 +131,7 @@ def test_a_step_donates_and_lowers():
     params, state = layouts.init(layout, create, TX, KEY)
     step = layouts.step(layout, network, TX)
     assert "all_gather" in step.lower(params, state, ROWS).as_text()
-    after, *_ = step(params, state, ROWS)
+    after, state, _ = step(params, state, ROWS)
     assert params["w"].is_deleted() and not after["w"].is_deleted()
     assert layouts.whole(layout, after)["w"].sharding.is_fully_replicated
     with pytest.raises(ValueError, match=r"layouts.step: b of shape \(40,\) is no array of JAX"):
