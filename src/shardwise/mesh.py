@@ -157,20 +157,20 @@ class OnAuto:
     def __init__(self, run: Callable, mesh: Any, specs: Callable[[Any], Any]):
         self._run, self._mesh, self._specs = run, mesh, specs
 
-    def __call__(self, *args, **options):
+    def __call__(self, *args: Any, **options: Any) -> Any:
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, options))):
             return self._traced(args, options)
         args, options = typed((args, options), auto(self._mesh))
         with without_types(self._mesh):
             return typed(self._run(*args, **options), self._mesh)
 
-    def lower(self, *args, **options):
+    def lower(self, *args: Any, **options: Any) -> Any:
         """That of the function."""
         args, options = typed((args, options), auto(self._mesh))
         with without_types(self._mesh):
             return self._run.lower(*args, **options)
 
-    def trace(self, *args, **options):
+    def trace(self, *args: Any, **options: Any) -> Any:
         """That of the function."""
         args, options = typed((args, options), auto(self._mesh))
         with without_types(self._mesh):
