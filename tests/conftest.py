@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import signal
 
 import hypothesis
 import jax
@@ -14,6 +15,13 @@ from shardwise_book import compiler
 os.environ["XLA_FLAGS"] = f"{compiler.flags()} {os.environ.get('XLA_FLAGS', '')}"
 
 pytest_plugins = ["browser"]
+
+# Who runs the tests in the background, or by nohup, has these ignored, and so would the programs
+# that tests start and interrupt.
+for ignored in signal.SIGINT, signal.SIGQUIT, signal.SIGHUP:
+    if signal.getsignal(ignored) == signal.SIG_IGN:
+        default = signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL
+        signal.signal(ignored, default)
 
 # JAX keeps what it traced: millions of objects, which the collector would go through again and
 # again, a tenth of the tests' time.
