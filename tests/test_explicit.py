@@ -1,7 +1,6 @@
 """On Explicit axes, as jax.make_mesh makes them, layouts do what they do on Auto ones."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +29,6 @@ def twins(name):
     return layout, dataclasses.replace(layout, mesh=explicit(layout.mesh))
 
 
-@functools.cache
-def loss_of(layout):
-    """(the loss of the decoder, without dropout; what creates its parameters)."""
-    loss, create = parts()
-    return lambda params, batch: loss(params, batch), create
-
-
 def equal(ours, theirs, **tolerance):
     for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         np.testing.assert_allclose(a, b, **tolerance)
@@ -47,20 +39,20 @@ def equal(ours, theirs, **tolerance):
 )
 def test_a_layout_does_there_what_it_does_on_auto_axes(name, tmp_path):
     auto, layout = twins(name)
-    loss, create = loss_of(name)
-    batch = batches()[0]
+    mixed = "rows" if "expert" in name else False
+    (loss, create), batch, has_aux = parts(mixed=mixed), batches()[0], bool(mixed)
     found = []
     for each in auto, layout:
         params, state = layouts.init(each, create, TX, KEY)
-        mean, grads = layouts.value_and_grad(each, loss)(params, batch)
-        step = layouts.step(each, loss, TX)
+        mean, grads = layouts.value_and_grad(each, loss, has_aux)(params, batch)
+        step = layouts.step(each, loss, TX, has_aux)
         for x, g, to in zip(
             *map(jax.tree.leaves, (params, grads, layouts.shardings(each, params))), strict=True
         ):
             assert x.sharding.mesh == g.sharding.mesh == to.mesh == each.mesh
             assert x.sharding.is_equivalent_to(to, x.ndim) and g.sharding == x.sharding
-        params, state, _ = step(params, state, batch)
-        params, state, second = step(params, state, batch)
+        params, state, *_ = step(params, state, batch)
+        params, state, *second = step(params, state, batch)
         found.append((mean, grads, second, params))
     equal(found[1], found[0], rtol=2e-5, atol=2e-5)
     checkpoint.save(tmp_path, 1, {"params": found[1][3]})
