@@ -733,7 +733,9 @@ def test_auxiliary_outputs_may_be_anything():
         told = {"std": z.std(), "largest": z.max(), "median": jnp.median(z)}
         return each(p, b).mean(), told
 
-    check(loss, has_aux=True)
+    check(loss, has_aux=True, aux="mean")
+    with pytest.raises(objective.Indivisible, match=r"auxiliary output \['largest'\]"):
+        check(loss, has_aux=True)
 
 
 def test_what_is_local_is_a_part_of_the_total():

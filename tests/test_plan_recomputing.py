@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.extend.core import Literal
 
-from shardwise.objective.following import steps
+from shardwise.jaxprs import steps
 from shardwise.plan import recomputing
 
 X, W = jnp.zeros((8, 16)), jnp.zeros((16, 4))

@@ -9,7 +9,7 @@ import pytest
 from browser import NAME, silent_page, write_page
 from explorers import Explorer, shown
 
-from shardwise import cut
+from shardwise import jaxprs
 from shardwise_book import figures
 from shardwise_book.figures import slices, slices_layout
 
@@ -31,7 +31,7 @@ def traced():
 def chosen():
     program = traced()
     return {
-        kind: cut.needed(program.eqns, [v], ())[0]
+        kind: jaxprs.needed(program.eqns, [v], ())[0]
         for kind, v in zip("FIW", program.jaxpr.outvars, strict=True)
     }
 

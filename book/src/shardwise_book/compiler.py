@@ -11,11 +11,17 @@ QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_cou
 # Fusions become machine code by MLIR, which takes as long as all else. The way before it is still
 # in these releases, and later ones refuse the flag.
 QUICKER = "--xla_cpu_use_fusion_emitters=false"
+# Simulated devices that wait 40 s for each other in a collective end the process: on a busy machine
+# they may only be slow. JAX before 0.10 has no such flag.
+PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 
 
 def flags() -> str:
     """The part of XLA_FLAGS that is ours; XLA reads them when it starts."""
-    return f"{QUICK} {QUICKER}" if _version() < (0, 11) else QUICK
+    version, found = _version(), [QUICK]
+    found += [QUICKER] if version < (0, 11) else []
+    found += [PATIENT] if version >= (0, 10) else []
+    return " ".join(found)
 
 
 def _version():

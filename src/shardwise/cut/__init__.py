@@ -13,22 +13,14 @@ one stage, once. A value that a later stage needs travels through the stages bet
 its cotangent. Names (`jax.named_scope`) and source lines stay those of the loss.
 """
 
-from shardwise.cut.equations import Equation, bind, equations, inlined, needed, read, run
 from shardwise.cut.halves import Halves, backward, differentiable
 from shardwise.cut.stages import Cut, Stage, stages
 
 __all__ = [
     "Cut",
-    "Equation",
     "Halves",
     "Stage",
     "backward",
-    "bind",
     "differentiable",
-    "equations",
-    "inlined",
-    "needed",
-    "read",
-    "run",
     "stages",
 ]

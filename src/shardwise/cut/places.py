@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from shardwise.cut.equations import equations, variables
+from shardwise.jaxprs import equations, variables
 
 
 class Program(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import jax
 from jax.extend.core import Literal
 
-from shardwise.cut.equations import Equation, named_as
+from shardwise.jaxprs import Equation, named_as
 
 CAST = "convert_element_type"
 

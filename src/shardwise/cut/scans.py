@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 
-from shardwise.cut.equations import (
+from shardwise.jaxprs import (
     CALLS,
     REMAT,
     Equation,
+    carries,
     equations,
     inlined,
     named_as,
@@ -75,12 +76,9 @@ class _Scan:
         closed = inlined(eqn.origin.params["jaxpr"], CALLS | REMAT)
         body = closed.jaxpr
         consts = dict(zip(body.constvars, closed.consts, strict=True))
-        # By their ranks: outside, what is stacked has one axis more than inside.
-        ys = sum(_rank(a) > _rank(b) for a, b in zip(eqn.outvars, body.outvars, strict=True))
-        xs = sum(_rank(a) > _rank(b) for a, b in zip(eqn.invars, body.invars, strict=True))
-        carries = len(body.outvars) - ys
-        start = len(body.invars) - xs - carries
-        return cls(eqn, body, consts, equations(body), carries, start)
+        carried = carries(eqn, body)
+        number = carried.stop - carried.start
+        return cls(eqn, body, consts, equations(body), number, carried.start)
 
     def closed(self, wanted):
         """The outputs asked for, and each carry on which they depend from one step to the next.
@@ -140,7 +138,3 @@ class _Scan:
             self.origin.origin,
             any(eqn.effects for eqn in eqns),
         )
-
-
-def _rank(v):
-    return getattr(v.aval, "ndim", 0)

@@ -8,10 +8,10 @@ import jax
 from jax.extend.core import Literal
 
 from shardwise.cut.constraints import constrained
-from shardwise.cut.equations import needed, read, run, variables
 from shardwise.cut.places import assign, crossing
 from shardwise.cut.rows import rows_of, shifted, taken_first
 from shardwise.cut.tracing import row_axes, trace
+from shardwise.jaxprs import needed, read, run, variables
 
 Shape = jax.ShapeDtypeStruct
 

@@ -6,8 +6,8 @@ import itertools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from shardwise import marks
-from shardwise.cut.equations import CALLS, inlined
+from shardwise import jaxprs, marks
+from shardwise.jaxprs import CALLS, inlined
 
 MARK = "shardwise stage boundary "
 _calls = itertools.count()  # a name for each call, since jax.jit keeps traces, and names with them
@@ -39,12 +39,12 @@ def trace(function, args, constrain=None):
         traced, shapes = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)
     closed = inlined(traced, CALLS)
     for eqn in closed.jaxpr.eqns:
-        if any(MARK in str(inner) for inner in jax.tree.leaves(eqn.params, is_leaf=_is_jaxpr)):
-            if mark_of(eqn) is None:
-                raise ValueError(
-                    f"cut: marks.stage_boundary stands within a {eqn.primitive.name}, whose inside "
-                    f"cannot be cut; call it between such parts, at the loss's own level."
-                )
+        within = (e for body in jaxprs.inner(eqn) for e in jaxprs.every(body))
+        if any(map(mark_of, within)):
+            raise ValueError(
+                f"cut: marks.stage_boundary stands within a {eqn.primitive.name}, whose inside "
+                f"cannot be cut; call it between such parts, at the loss's own level."
+            )
     return closed, shapes, _numbers(closed.jaxpr)
 
 
@@ -95,7 +95,3 @@ def mark_of(eqn):
     """The name of the mark that this equation is; None if it is none."""
     name = str(eqn.params.get("name", "")) if eqn.primitive.name == "name" else ""
     return name if name.startswith(MARK) else None
-
-
-def _is_jaxpr(x):
-    return hasattr(x, "eqns") or hasattr(x, "jaxpr")

@@ -11,14 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
-from shardwise import marks
+from shardwise import jaxprs, marks
 from shardwise import tree as trees
 
 MARK = "shardwise use "
-NOTHING: frozenset[int] = frozenset()
 
 # What leaves the entries of one layer side by side, if their axes come out as they went in.
 CARRIED = {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", "gather", "name"}
@@ -72,62 +70,45 @@ def reads(
             return loss(arrays, batch, *args, **options)
 
     program = jax.make_jaxpr(traced)(list(arrays), batch, args, options or {}).jaxpr
-    follower = _Follower(inner, {}, {}, set())
-    labels = [NOTHING if shape is None else frozenset([i]) for i, shape in enumerate(inner)]
-    labels += [NOTHING] * (len(program.invars) - len(labels))
+    follower = _Follower(inner)
+    labels = [frozenset() if shape is None else frozenset([i]) for i, shape in enumerate(inner)]
+    labels += [jaxprs.NOTHING] * (len(program.invars) - len(labels))
     for owners in follower.run(program, labels):
         follower.read(owners, "the loss's output")
     uses = [Received(*given[i], owners) for i, owners in sorted(follower.uses.items())]
-    return Reads(uses, follower.elsewhere, follower.mesh_axes)
+    axes = {axis for eqn in jaxprs.every(program) for axis in _mesh_axes(eqn.params)}
+    return Reads(uses, follower.elsewhere, axes)
 
 
-class _Follower(NamedTuple):
-    """Labels, the numbers of parameters that a value may be, carried through programs."""
+class _Follower(jaxprs.Follower):
+    """Labels are the numbers of the parameters that a value may be."""
 
-    inner: Sequence[tuple | None]
-    uses: dict[int, frozenset[int]]
-    elsewhere: dict[int, str]
-    mesh_axes: set[str]
+    def __init__(self, inner: Sequence[tuple | None]):
+        self.inner = inner
+        self.uses: dict[int, frozenset[int]] = {}
+        self.elsewhere: dict[int, str] = {}
 
     def read(self, owners, operation):
+        """One of the `owners` is read by an operation other than `use`."""
         for owner in owners:
             self.elsewhere.setdefault(owner, operation)
 
-    def run(self, jaxpr, given):
-        """The labels of a program's outputs, from those of its inputs."""
-        env = {}
-        for v, owners in zip(jaxpr.invars, given, strict=True):
-            env[v] = self._whole(v, owners, "a loop over another axis than its layers")
-        for eqn in jaxpr.eqns:
-            labels = [_label(env, v) for v in eqn.invars]
-            self.mesh_axes.update(_mesh_axes(eqn.params))
-            env.update(zip(eqn.outvars, self._through(eqn, labels), strict=True))
-        return [_label(env, v) for v in jaxpr.outvars]
+    def enter(self, v, owners):
+        return self._whole(v, owners, "a loop over another axis than its layers")
 
-    def _through(self, eqn, given):
-        name, params = eqn.primitive.name, eqn.params
-        bodies = [body for value in params.values() for body in _programs(value)]
-        owners = NOTHING.union(*given)
-        if name == "scan":
-            return self._scan(eqn, bodies[0], given)
-        if name == "while":
-            return self._while(params, given)
-        if name == "cond":
-            branches = [self.run(body, given[1:]) for body in bodies]
-            return [NOTHING.union(*labels) for labels in zip(*branches, strict=True)]
-        if len(bodies) == 1 and len(bodies[0].invars) == len(given):
-            return self.run(bodies[0], given)
-        mark = str(params.get("name", "")) if name == "name" else ""
+    def through(self, eqn, given):
+        name, owners = eqn.primitive.name, jaxprs.NOTHING.union(*given)
+        mark = str(eqn.params.get("name", "")) if name == "name" else ""
         if mark.startswith(MARK):
             number = int(mark.removeprefix(MARK))
-            self.uses[number] = self.uses.get(number, NOTHING) | owners
-            return [NOTHING]
+            self.uses[number] = self.uses.get(number, jaxprs.NOTHING) | owners
+            return [jaxprs.NOTHING]
         if name not in CARRIED or not owners:
             self.read(owners, name)
-            return [NOTHING] * len(eqn.outvars)
+            return [jaxprs.NOTHING] * len(eqn.outvars)
         if name == "optimization_barrier":
             return given
-        self.read(NOTHING.union(*given[1:]), name)  # as an index
+        self.read(jaxprs.NOTHING.union(*given[1:]), name)  # as an index
         if not _keeps_inner(eqn, max(len(self.inner[i]) for i in given[0])):
             self.read(given[0], name)
         return [self._whole(v, given[0], name) for v in eqn.outvars]
@@ -137,29 +118,6 @@ class _Follower(NamedTuple):
         kept = frozenset(i for i in owners if _ends(v.aval.shape, self.inner[i]))
         self.read(owners - kept, operation)
         return kept
-
-    def _scan(self, eqn, body, given):
-        # By ranks, since JAX's versions count in different ways: what is stacked has one axis less
-        # inside.
-        ys = sum(_rank(a) > _rank(b) for a, b in zip(eqn.outvars, body.outvars, strict=True))
-        xs = sum(_rank(a) > _rank(b) for a, b in zip(eqn.invars, body.invars, strict=True))
-        last = len(given) - xs
-        return self._loop(body, list(given), last - (len(body.outvars) - ys), last)
-
-    def _while(self, params, given):
-        conds, consts = params["cond_nconsts"], params["body_nconsts"]
-        body, test = (_programs(params[key])[0] for key in ("body_jaxpr", "cond_jaxpr"))
-        self.run(test, [*given[:conds], *given[conds + consts :]])
-        return self._loop(body, list(given[conds:]), consts, len(given) - conds)
-
-    def _loop(self, body, given, first, last):
-        """Outputs of a body that carries its inputs `first` to `last` round, until these settle."""
-        while True:
-            out = self.run(body, given)
-            carried = [a | b for a, b in zip(given[first:last], out, strict=False)]
-            if carried == given[first:last]:
-                return out
-            given[first:last] = carried
 
 
 def _keeps_inner(eqn, rank):
@@ -176,10 +134,6 @@ def _keeps_inner(eqn, rank):
     return True
 
 
-def _label(env, v):
-    return NOTHING if isinstance(v, Literal) else env.get(v, NOTHING)
-
-
 def _mesh_axes(params):
     """The mesh axes in the specs and shardings of one equation."""
     for x in jax.tree.leaves(list(params.values()), is_leaf=lambda x: isinstance(x, PartitionSpec)):
@@ -187,19 +141,5 @@ def _mesh_axes(params):
         yield from (name for name in jax.tree.leaves(tuple(spec)) if isinstance(name, str))
 
 
-def _programs(value):
-    """The programs in one parameter of an equation."""
-    found = []
-    for one in value if isinstance(value, tuple | list) else (value,):
-        one = getattr(one, "jaxpr", one)
-        if hasattr(one, "eqns"):
-            found.append(one)
-    return found
-
-
 def _ends(shape, tail):
     return len(tail) <= len(shape) and tuple(shape[len(shape) - len(tail) :]) == tuple(tail)
-
-
-def _rank(v):
-    return len(getattr(v.aval, "shape", ()))

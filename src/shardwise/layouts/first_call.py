@@ -18,9 +18,11 @@ class Judging:
     All else that it has, such as `lower`, is the function's own: what is lowered is not judged.
     """
 
-    def __init__(self, run: Callable, layout: Layout, loss: Callable, has_aux: bool, who: str):
-        self._run, self._judge, self._waits = run, functools.partial(judge, layout, loss), True
-        self._has_aux, self._who = has_aux, who
+    def __init__(
+        self, run: Callable, layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str
+    ):
+        self._run, self._waits, self._who = run, True, who
+        self._judge = functools.partial(judge, layout, loss, has_aux=has_aux, aux=aux)
         self._batch = 2 if who == "layouts.step" else 1
 
     def __call__(self, params, *args, key=None):
@@ -28,7 +30,7 @@ class Judging:
         reason = None
         if self._waits:
             self._waits = False
-            reason = self._judge(params, batch, tuple(further), key, self._has_aux)
+            reason = self._judge(params, batch, tuple(further), key)
         out = self._run(params, *args, key=key)  # which raises what is wrong with the loss itself
         if reason is not None:
             warn(reason, self._who)
@@ -48,6 +50,7 @@ def judge(
     args: tuple = (),
     key: Any = None,
     has_aux: bool = False,
+    aux: Any = "sum",
 ) -> str | None:
     """Why a loss was not judged; None where it divides as the layout divides its batch.
 
@@ -64,7 +67,7 @@ def judge(
     if isinstance(params, pipeline.Pipelined):
         params = pipeline.whole(params)
     division = beforehand.Parts(ways, rows, layout.auto)
-    return beforehand.judge(loss, division, params, batch, args, key, has_aux)
+    return beforehand.judge(loss, division, params, batch, args, key, has_aux, aux)
 
 
 def ways_of(layout: Layout) -> tuple[str, ...]:

@@ -13,11 +13,13 @@ from shardwise import tree as trees
 KEY = "frozen"
 
 
-def apart(loss: Callable, frozen: Callable[[str], bool], shapes: dict[str, tuple]) -> Callable:
+def apart(
+    loss: Callable, frozen: Callable[[str], bool], shapes: dict[str, tuple] | None = None
+) -> Callable:
     """`loss`, whose aux is a dict with "frozen" {path: new value}, with aux (these, the rest).
 
     `shapes` has those of the parameters, {path: shape}, at the latest when the loss is traced: it
-    may receive them in shares, and returns new values whole.
+    may receive them in shares, and returns new values whole. Without them nothing is compared.
 
     Raises, when called:
       TypeError, ValueError: another aux; other paths than those of parameters that are `frozen`;
@@ -32,9 +34,9 @@ def apart(loss: Callable, frozen: Callable[[str], bool], shapes: dict[str, tuple
                 f"{KEY!r}: {{path: new value}}; got {type(aux).__name__}"
                 f"{f' with {sorted(aux)}' if isinstance(aux, dict) else ''}."
             )
-        named = {path: shape for path, shape in shapes.items() if frozen(path)}
+        named = {path: shape for path, shape in (shapes or {}).items() if frozen(path)}
         given = {path: jnp.shape(x) for path, x in aux[KEY].items()}
-        if named != given:
+        if shapes is not None and named != given:
             raise ValueError(
                 f"layouts.step: frozen= names {named}, and the loss returns new values for "
                 f"{given}; expected one for each, of its shape."

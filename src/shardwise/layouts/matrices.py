@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import cut
+from shardwise import jaxprs
 
 _DECOMPOSITIONS = {"cholesky", "eig", "eigh", "lu", "qr", "svd", "triangular_solve"}
 
@@ -27,11 +27,11 @@ def whole_in_products(function: Callable, mesh: Mesh, *args: Any) -> Any:
     closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
     if not any(map(_multiplies, closed.jaxpr.eqns)):
         return function(*args)
-    closed = cut.inlined(closed)
-    eqns = [_gathered(eqn, mesh) for eqn in cut.equations(closed.jaxpr)]
+    closed = jaxprs.inlined(closed)
+    eqns = [_gathered(eqn, mesh) for eqn in jaxprs.equations(closed.jaxpr)]
     env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     env |= dict(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
-    leaves = cut.read(cut.run(eqns, env), closed.jaxpr.outvars)
+    leaves = jaxprs.read(jaxprs.run(eqns, env), closed.jaxpr.outvars)
     return jax.tree.unflatten(jax.tree.structure(out), leaves)
 
 
@@ -50,10 +50,5 @@ def _multiplies(eqn):
     """Whether it multiplies matrices, or holds an equation that does; inner products do not."""
     if eqn.primitive.name == "dot_general":
         return eqn.outvars[0].aval.ndim > 0
-    inner = jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr)
-    found = (getattr(x, "jaxpr", x).eqns for x in inner if _is_jaxpr(x))
-    return eqn.primitive.name in _DECOMPOSITIONS or any(_multiplies(e) for es in found for e in es)
-
-
-def _is_jaxpr(x):
-    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+    within = (e for body in jaxprs.inner(eqn) for e in body.eqns)
+    return eqn.primitive.name in _DECOMPOSITIONS or any(map(_multiplies, within))

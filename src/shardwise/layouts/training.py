@@ -125,7 +125,7 @@ def value_and_grad(
     """
     who = "layouts.value_and_grad"
     run = _mean_and_grad(layout, loss, has_aux, aux, who)
-    run = Judging(run, layout, loss, has_aux, who) if check else run
+    run = Judging(run, layout, loss, has_aux, aux, who) if check else run
     return _for_caller(run, layout, lambda out: (_whole(out[0]), _specs(layout, out[1])))
 
 
@@ -172,8 +172,9 @@ def step(
     batch the mean is taken. The optimizer's updates of them count for nothing.
     """
     shapes: dict[str, tuple] = {}
-    judged = loss, has_aux or frozen is not None
+    judged = loss
     if frozen is not None:
+        judged = freezing.apart(loss, frozen)
         loss, has_aux, aux = freezing.apart(loss, frozen, shapes), True, ("mean", aux)
     mean_and_grad = _mean_and_grad(layout, loss, has_aux, aux, "layouts.step")
     updated = pipeline.update if layout.stage else functools.partial(_update, layout)
@@ -205,7 +206,7 @@ def step(
         return params, opt_state, *outputs
 
     run = run if layout.stage else jax.jit(run, donate_argnums=(0, 1))
-    run = Judging(run, layout, *judged, "layouts.step") if check else run
+    run = Judging(run, layout, judged, has_aux, aux, "layouts.step") if check else run
     if layout.by_hand and not layout.stage:
         run = laid_out(run, parameter_rule(layout), layout.auto, "layouts.step")
 

@@ -52,16 +52,13 @@ def reduced_over(x: jax.Array, way: str, axes: Sequence[str]) -> jax.Array:
     return {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}[way](x, tuple(axes))
 
 
-def outputs(aux: Any, tree: Any, first: int) -> dict[int, tuple[str, str]]:
-    """{number: (path, way)} of the leaves, which are a loss's outputs from `first` on.
-
-    Of none where `aux` is None: nobody reads them.
-    """
+def outputs(aux: Any, tree: Any) -> list[tuple[str, Any, str]]:
+    """(path, leaf, way) of each leaf; none where `aux` is None, and nobody reads them."""
     if aux is None:
-        return {}
+        return []
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     paths = [jax.tree_util.keystr(keys) or "tree" for keys, _ in leaves]
-    return dict(enumerate(zip(paths, ways(aux, tree), strict=True), first))
+    return list(zip(paths, (x for _, x in leaves), ways(aux, tree), strict=True))
 
 
 def check(aux: Any) -> None:

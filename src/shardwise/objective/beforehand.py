@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from shardwise import mesh as meshes
-from shardwise.objective import oracle, tracing
+from shardwise.objective import draws, oracle
 from shardwise.objective.reasons import Indivisible
 from shardwise.objective.trials import Trials, length_of, unit_of
 
@@ -45,6 +45,7 @@ def judge(
     args: tuple = (),
     key: Any = None,
     has_aux: bool = False,
+    aux: Any = "sum",
 ) -> str | None:
     """Why nothing was judged; None where the loss divides. All processes take part.
 
@@ -57,7 +58,7 @@ def judge(
     Raises:
       Indivisible: as `objective.check`.
     """
-    case = _case(division, params, batch, args, key, has_aux)
+    case = _case(division, params, batch, args, key, has_aux, aux)
     known = _cases(loss)
     if case in known:
         return None
@@ -67,8 +68,8 @@ def judge(
         context = meshes.outside()
     try:
         with context:
-            by_place = tracing.draws_by_place(loss, *given, has_aux)
-            finite = _of_few_rows(loss, division, given, has_aux, by_place, mesh)
+            by_place = draws.of_loss(loss, *given, has_aux)
+            finite = _of_few_rows(loss, division, given, (has_aux, aux), by_place, mesh)
     except Indivisible:
         raise
     except TooLarge:
@@ -81,18 +82,18 @@ def judge(
     return None
 
 
-def _of_few_rows(loss, division, given, has_aux, by_place, mesh):
+def _of_few_rows(loss, division, given, outputs, by_place, mesh):
     """Whether numbers are finite; what few rows do not pass is tried with a part's own rows."""
     *fewer, last = _sizes(division, given[0], given[1])
     for size in fewer:
         try:
-            if _judged(loss, division.ways, size, given, has_aux, by_place, mesh):
+            if _judged(loss, division.ways, size, given, outputs, by_place, mesh):
                 return True
         except TooLarge:
             raise
         except Exception:
             continue  # a group of rows may be larger, or a sequence of one length alone
-    return _judged(loss, division.ways, last, given, has_aux, by_place, mesh)
+    return _judged(loss, division.ways, last, given, outputs, by_place, mesh)
 
 
 def _sizes(division, params, batch):
@@ -111,21 +112,21 @@ def _sizes(division, params, batch):
     return found
 
 
-def _judged(loss, ways, size, given, has_aux, by_place, mesh):
+def _judged(loss, ways, size, given, outputs, by_place, mesh):
     rows, length = size
     finite = False
     for part in oracle.plan(ways, rows, given[1]):
         part = part if length is None else part._replace(length=length)
-        trials, part = _fitting(loss, has_aux, part, given, mesh)
+        trials, part = _fitting(loss, outputs, part, given, mesh)
         finite |= oracle.judge(trials, part, by_place)
     return finite
 
 
-def _fitting(loss, has_aux, part, given, mesh) -> tuple[Trials, oracle.Part]:
+def _fitting(loss, outputs, part, given, mesh) -> tuple[Trials, oracle.Part]:
     """The program of a part that fits into memory, and what is left of the part."""
     for smaller in _smaller(part, given[1]):
         try:
-            trials = oracle.compiled(loss, has_aux, smaller, None, *given, mesh)
+            trials = oracle.compiled(loss, *outputs, smaller, None, *given, mesh)
         except Exception as error:
             if smaller is part:
                 raise
@@ -170,7 +171,7 @@ def _cases(loss):
         return set()
 
 
-def _case(division, params, batch, args, key, has_aux):
+def _case(division, params, batch, args, key, has_aux, aux):
     leaves, structure = jax.tree.flatten((params, batch, args, key))
     shapes = tuple((jnp.shape(x), str(getattr(x, "dtype", x))) for x in leaves)
-    return shapes, str(structure), division.ways, division.rows, has_aux
+    return shapes, str(structure), division.ways, division.rows, has_aux, repr(aux)

@@ -48,9 +48,8 @@ def value_and_grad(
 
     Raises, when called:
       TypeError: outputs that are no loss.
-      ValueError: rows that do not split; with several microbatches, a loss that is no mean over
-        rows by the form of its sums (`objective.check` tells whether rows look at each other), or
-        a count that depends on the parameters.
+      ValueError: rows that do not split; with several microbatches, a count that depends on the
+        parameters. Whether the loss is a mean over rows at all, `objective.check` tells.
     """
     if microbatches < 1:
         raise ValueError(f"value_and_grad: microbatches={microbatches}; expected 1 or more.")
@@ -94,7 +93,7 @@ def mean_and_grads(
     m = jax.tree.leaves(parts)[0].shape[0]
     first = jax.tree.map(lambda x: x[0], (parts, rows))
     with marks.bind(total=Totals(m, division.together, division.along)):
-        traced = trace(loss, params, *first, args, key, has_aux, aux)
+        traced = trace(loss, params, *first, args, key, has_aux)
     part = _Part(traced, params, args, key if traced.by_place else division.fold(key), division)
     if m == 1:
         run = part.forward(*first)
@@ -168,7 +167,7 @@ class _Part:
 def _accumulated(part, parts, rows):
     """(sums of all parts, sum of the gradients, stacked aux), one microbatch after the other."""
     m = jax.tree.leaves(parts)[0].shape[0]
-    if part.traced.count_follows:
+    if part.traced.count_follows(part.params):
         raise ValueError(
             "the loss's count depends on the parameters, or its trace cannot tell (within a "
             "custom_vjp or custom_jvp). With several microbatches the count has to be known before "

@@ -7,10 +7,12 @@ and, where they are zeros, filled; once B is zeros, as padding is: what one turn
 shows. `marks.total` and `marks.local` are constants, and where the sequence is cut no token sees
 another in `marks.attend`.
 
+Auxiliary outputs that are added up are compared in the same way.
+
 Numbers tell of the rows and parameters that they are made of. What a loss does only beyond a
-threshold that no turn crosses (`where(mean > 1e6, ...)`) they do not show; nor what goes on in its
-auxiliary outputs. Rows stand twice in a turn, and are zeros in one: numbers of groups that the
-batch brings must bear both, as they have to bear padding.
+threshold that no turn crosses (`where(mean > 1e6, ...)`) they do not show. Rows stand twice in a
+turn, and are zeros in one: numbers of groups that the batch brings must bear both, as they have to
+bear padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +22,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from shardwise.objective import tracing
-from shardwise.objective.reasons import Unlike, refuse, refuse_scalar
+from shardwise.objective import draws
+from shardwise.objective.reasons import Unlike, refuse, refuse_added, refuse_rows, refuse_scalar
 from shardwise.objective.trials import Arrangement, Found, Trials, Turn, length_of, real, unit_of
 
 ALIKE, TOLERANCE = 3e-6, 1e-5  # of one program's numbers, and of those of two programs
@@ -35,6 +37,7 @@ def check(
     *args: Any,
     key: Any = None,
     has_aux: bool = False,
+    aux: Any = "sum",
     rows: int | None = None,
     ways: Sequence[str] = ("devices", "microbatches"),
     by_place: bool | None = None,
@@ -46,6 +49,8 @@ def check(
     program for them, and one more where the sequence is divided.
 
     Args:
+      aux: how the auxiliary outputs of parts become one, as in `value_and_grad`; those that are
+        added up are compared. With None nobody reads them.
       rows: of a part; by default four, where the batch has eight.
       ways: how the batch is divided: "devices" have consecutive rows, "microbatches" every m-th
         one, and of a "sequence" parts have half of the tokens, axis 1 of arrays that have two.
@@ -64,10 +69,10 @@ def check(
         raise ValueError("objective.check: expected a batch of 2 rows or more.")
     rows = min(unit // 2, rows or LEAST)
     if by_place is None:
-        by_place = tracing.draws_by_place(loss, params, batch, args, key, has_aux)
+        by_place = draws.of_loss(loss, params, batch, args, key, has_aux)
     finite = False
     for part in plan(ways, rows, batch):
-        trials = compiled(loss, has_aux, part, gradient, params, batch, args, key)
+        trials = compiled(loss, has_aux, aux, part, gradient, params, batch, args, key)
         finite |= judge(trials, part, by_place)
     if not finite:
         raise ValueError("objective.check: the loss of this batch is not finite, or is 0.")
@@ -111,6 +116,7 @@ def plan(ways: Sequence[str], rows: int, batch: Any) -> list[Part]:
 def compiled(
     loss: Callable,
     has_aux: bool,
+    aux: Any,
     part: Part,
     gradient: bool | None,
     params: Any,
@@ -122,9 +128,9 @@ def compiled(
     """The program of a part, in float32; in the loss's own dtypes, where it takes no others."""
     given = loss, has_aux, part.rows, part.unit, part.length, part.sequence, gradient, mesh
     try:
-        return Trials(*given).compile(params, batch, args, key)
+        return Trials(*given, aux=aux).compile(params, batch, args, key)
     except Exception:
-        return Trials(*given, widened=False).compile(params, batch, args, key)
+        return Trials(*given, aux=aux, widened=False).compile(params, batch, args, key)
 
 
 class _Seen(NamedTuple):
@@ -142,6 +148,7 @@ def judge(trials: Trials, part: Part, alone: bool) -> bool:
 
     `alone` says whether parts alone draw what they draw together.
     """
+    _check_rows(trials)
     alone = alone and not trials.pairs
     splits = _splits(part, trials.size)
     keys = [k for k, _ in real(trials.arguments[0])]
@@ -167,6 +174,7 @@ def judge(trials: Trials, part: Part, alone: bool) -> bool:
         _compare_swaps(ways, sums, near, paths, rounding)
     for seen in means if alone else ():
         _compare_means(seen, masked, paths, rounding)
+        _compare_added(seen, trials)
     for ways, sums, near in swaps if masked and alone else ():  # whose means tell more
         _compare_swaps(ways, sums, near, paths, rounding)
     return found
@@ -256,6 +264,27 @@ def _compare_gradients(seen, i, way, paths):
             abs(whole - parts) <= 10 * TOLERANCE * size + noise
         ):
             refuse(Unlike(way, f"gradient of {path or 'the parameters'}", whole, parts))
+
+
+def _check_rows(trials):
+    """Of outputs that have the rows of their part, only rows beside each other make a whole."""
+    whole, part = (trials.outputs.get(n, {}) for n in (trials.size, trials.size // 2))
+    for path, (way, shape) in whole.items():
+        if way != "concatenate" and shape != part[path][1]:
+            refuse_rows(path, way)
+
+
+def _compare_added(seen, trials):
+    """Auxiliary outputs that are added up; of what is each part's own nothing can be said."""
+    paths = [path for path, (way, _) in trials.outputs.get(trials.size, {}).items() if way == "sum"]
+    for i in range(len(seen.ways)):
+        for j, path in enumerate(() if trials.local else paths):
+            whole, near = seen.together.added[i, j], seen.near.added[i, j]
+            parts = seen.alone.added[2 * i : 2 * i + 2, j].sum()
+            size = max(seen.together.sizes[i, j], seen.alone.sizes[2 * i : 2 * i + 2, j].max())
+            allowed = 10 * TOLERANCE * size + 10 * abs(whole - near)
+            if np.isfinite([whole, parts, size]).all() and not abs(whole - parts) <= allowed:
+                refuse_added(path, whole, parts)
 
 
 def _mean(*sums):

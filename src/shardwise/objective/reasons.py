@@ -55,6 +55,26 @@ def refuse_scalar() -> NoReturn:
     )
 
 
+def refuse_rows(path: str, way: str) -> NoReturn:
+    """Raise that rows of parts would be mixed."""
+    raise Indivisible(
+        f"objective.check: the loss's auxiliary output {path} has the rows of its part of the "
+        f"batch, and aux={way!r} would make one of the rows of all parts: say aux='concatenate', "
+        f"or sum over them in the loss."
+    )
+
+
+def refuse_added(path: str, whole: float, parts: float) -> NoReturn:
+    """Raise that what parts add up to is not that of the whole batch."""
+    raise Indivisible(
+        f"objective.check: aux='sum' adds up the loss's auxiliary output {path} of all parts of "
+        f"the batch, which makes {parts:.8g}, and of the whole it is {whole:.8g}. Return "
+        f"objective.Mean(total, count) for a mean over rows, exact for every padding, or say "
+        f"aux='mean', exact where parts count alike; aux='max' for a largest value; aux=None for "
+        f"what nobody reads."
+    )
+
+
 MASKED = (
     "It divides by a number that it computes from the batch's values, such as the number of tokens "
     "that a mask leaves. Each part of the batch would divide by its own, and the mean of these is "

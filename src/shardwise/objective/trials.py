@@ -17,9 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import marks
-from shardwise.objective import stand_ins
-from shardwise.objective.following import programs
+from shardwise import jaxprs, marks
+from shardwise.objective import auxiliary, perturbing, stand_ins
 from shardwise.objective.means import normal, wide
 from shardwise.objective.microbatches import SEQUENCE, meaning
 
@@ -44,13 +43,15 @@ class Turn(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Of each arrangement, in float64: total and perhaps count; of gradients, one number and the
-    norm for each parameter.
+    """Of each arrangement, in float64: total and perhaps count; one number and the norm for each
+    parameter's gradient, and for each auxiliary output that is added up.
     """
 
     sums: np.ndarray
     projections: np.ndarray
     norms: np.ndarray
+    added: np.ndarray
+    sizes: np.ndarray
 
 
 @dataclasses.dataclass
@@ -64,6 +65,7 @@ class Trials:
       gradient: whether gradients are compared too; None where the loss has backward rules.
       mesh: where arrays are that are cut; None where all are on one device.
       widened: whether numbers are float32 at least.
+      aux: how auxiliary outputs of parts become one; None where nobody reads them.
     """
 
     loss: Callable
@@ -75,9 +77,12 @@ class Trials:
     gradient: bool | None = False
     mesh: Mesh | None = None
     widened: bool = True
+    aux: Any = None
 
     def __post_init__(self):
         self.pairs = False  # whether a matrix of pairs of rows is local
+        self.local = False  # whether anything is
+        self.outputs = {}  # {entries: {path of an auxiliary output: (its way, its shape)}}
         self.rounding = 0.0  # of the loss's total, relative to it
 
     @property
@@ -128,8 +133,8 @@ class Trials:
     def _run(self, fixed, params, batch, arrays, turn, together, alone):
         args, key = _joined(fixed, arrays)
         own = {} if key is None else {"key": key}
-        params, batch, args = (_widened(x, self.widened) for x in (params, batch, args))
-        params = jax.tree.map(functools.partial(_shaken, turn), params)
+        params, batch, args = (perturbing.widened(x, self.widened) for x in (params, batch, args))
+        params = jax.tree.map(functools.partial(perturbing.shaken, turn), params)
         batch = jax.tree.map(self._taken, batch)
         shapes: list[list] = []
 
@@ -156,6 +161,7 @@ class Trials:
 
         out = each(together), each(alone)
         self.pairs = any(map(stand_ins.of_pairs, *shapes))
+        self.local = any(shapes)
         return out
 
     def _sums(self, params, batch, args, own, arrangement, seen):
@@ -172,18 +178,22 @@ class Trials:
         def sums(params):
             bound = marks.bind(index=meaning(rows), **bound_to)
             with bound, jax.default_matmul_precision("float32"):
-                total, count = bare(params, rows_of, *args, **own)[0]
+                (total, count), extra = bare(params, rows_of, *args, **own)
             self.rounding = float(jnp.finfo(jnp.result_type(total)).eps)
             total = jnp.asarray(total).astype(wide(jnp.result_type(total)))
             found = [total] if count is None else [total, jnp.asarray(count).astype(jnp.float32)]
             weight = share if count is None else 1 / self.size
-            return total * weight, jnp.stack(found)
+            leaves = auxiliary.outputs(self.aux, extra)
+            told = {path: (way, jnp.shape(x)) for path, x, way in leaves}
+            self.outputs[len(arrangement.places)] = told
+            added = _told([x for _, x, way in leaves if way == "sum"])
+            return total * weight, (jnp.stack(found), added)
 
         if not self.gradient:
-            return Found(sums(params)[1], jnp.zeros(0), jnp.zeros(0))
-        grads, out = jax.grad(sums, has_aux=True, allow_int=True)(params)
-        told = [_projected(g) for _, g in real(grads)]
-        return Found(out, *(jnp.stack([x[i] for x in told] or [0.0]) for i in (0, 1)))
+            found, added = sums(params)[1]
+            return Found(found, *_told([]), *added)
+        grads, (found, added) = jax.grad(sums, has_aux=True, allow_int=True)(params)
+        return Found(found, *_told([g for _, g in real(grads)]), *added)
 
     def _taken(self, x):
         """The rows and tokens of an array of the batch that take part."""
@@ -231,6 +241,12 @@ def _stacked(arrangements, size, most):
     return np.int32(len(arrangements)), Arrangement(*fields)
 
 
+def _told(arrays):
+    """(one number of each, the norm of each)."""
+    told = [perturbing.projected(x) for x in arrays]
+    return tuple(jnp.stack([x[i] for x in told]) if told else jnp.zeros(0) for i in (0, 1))
+
+
 def unit_of(batch: Any) -> int:
     """The greatest number that divides the rows of each array; 0 for a batch without rows."""
     return math.gcd(*(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
@@ -249,10 +265,7 @@ def real(tree: Any) -> list:
 
 def _has_rules(jaxpr):
     """Whether a backward rule of the loss's own stands in the program."""
-    return any(
-        eqn.primitive.name.startswith("custom_vjp") or any(map(_has_rules, programs(eqn.params)))
-        for eqn in jaxpr.eqns
-    )
+    return any(eqn.primitive.name.startswith("custom_vjp") for eqn in jaxprs.every(jaxpr))
 
 
 def _quickly():
@@ -273,41 +286,3 @@ def _joined(fixed, arrays):
     given = iter(arrays)
     leaves = [next(given) if own else x for x, own in zip(rest, is_array, strict=True)]
     return jax.tree.unflatten(structure, leaves)
-
-
-def _widened(tree, wanted):
-    """Numbers of less than float32 as float32: whether a loss divides is no matter of rounding."""
-
-    def one(x):
-        if not wanted or not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        return x.astype(wide(x.dtype))
-
-    return jax.tree.map(one, tree)
-
-
-def _shaken(turn, x):
-    """A parameter, a little other: zeros and symmetries hide what a loss does."""
-    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-        return x
-    draw = _noise(jnp.shape(x), turn.seed)
-    filled = draw / max(jnp.shape(x), default=1) ** 0.5
-    # Larger by far: rows that happen to be in order, or alike, are so under few parameters.
-    size = jnp.where(turn.factor == 1, 0.1, 1)
-    drawn = jnp.where(jnp.all(x == 0), filled, x * (1 + size * draw))
-    return (drawn * turn.factor * (1 + turn.noise * draw)).astype(x.dtype)
-
-
-def _noise(shape, seed):
-    """Numbers of mean 0 and variance 1, the same in every program, that cost no compilation."""
-    bits = jnp.asarray(seed).astype(jnp.uint32) * np.uint32(0x9E3779B1)
-    for axis in range(len(shape)):
-        bits += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(0x85EBCA77 + 2 * axis)
-        bits = (bits ^ (bits >> 15)) * np.uint32(0x2C1B3C6D)
-    bits = (bits ^ (bits >> 12)) * np.uint32(0x297A2D39)
-    return ((bits >> 8).astype(jnp.float32) / 2**24 - 0.5) * 12**0.5
-
-
-def _projected(g):
-    g = g.astype(jnp.float32)
-    return jnp.sum(g * _noise(g.shape, 9)), jnp.sqrt(jnp.sum(g * g))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from shardwise import cut
+from shardwise import jaxprs
 
 
 def run_steps(steps, env, stage, outputs, depth=0):
@@ -28,7 +28,7 @@ def run_steps(steps, env, stage, outputs, depth=0):
 
 def _run(step, env, stage):
     rows = dict(step.homes or ()).get(stage)
-    values = step.run(rows, *cut.read(env, step.invars))
+    values = step.run(rows, *jaxprs.read(env, step.invars))
     env.update(zip(step.outvars, values, strict=True))
 
 
@@ -44,7 +44,7 @@ def _run_branch(guard, steps, env, stage, wanted, depth):
     if any(jnp.issubdtype(x.dtype, jax.dtypes.extended) for x in shapes):
         values = taken()  # of keys there are no zeros
     else:
-        index = cut.read(env, [guard[0]])[0]
+        index = jaxprs.read(env, [guard[0]])[0]
         zeros = lambda: [jnp.zeros(x.shape, x.dtype) for x in shapes]  # noqa: E731
         values = jax.lax.cond(index == guard[1], taken, zeros)
     env.update(zip(yielded, values, strict=True))

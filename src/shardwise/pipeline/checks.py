@@ -96,9 +96,9 @@ def rows(who: str, batch: Any, microbatches: int) -> None:
         )
 
 
-def count(who: str, loss: objective.Traced, microbatches: int) -> None:
+def count(who: str, loss: objective.Traced, params: Any, microbatches: int) -> None:
     """The count is known before the first of several backward passes."""
-    if microbatches > 1 and loss.count_follows:
+    if microbatches > 1 and loss.count_follows(params):
         raise ValueError(
             f"{who}: the loss's count depends on the parameters, or its trace cannot tell "
             f"(within a custom_vjp or custom_jvp). With {microbatches} microbatches it has to be "

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from shardwise import cut
-from shardwise.cut.equations import CALLS, REMAT
+from shardwise import jaxprs
+from shardwise.jaxprs import CALLS, REMAT
 from shardwise.pipeline.rows import by_rows, run_by_rows
 
 # What is run as the equations within: an update is not differentiated, and keeps nothing.
@@ -55,7 +55,7 @@ class Located:
     def steps(self, closed, guards=()):
         """Those of a traced function without inner functions."""
         self.constants |= zip(closed.jaxpr.constvars, closed.consts, strict=True)
-        for eqn in cut.equations(closed.jaxpr):
+        for eqn in jaxprs.equations(closed.jaxpr):
             invars = tuple(map(self.resolved, eqn.invars))
             yield from self._steps(eqn._replace(invars=invars), guards)
 
@@ -126,12 +126,12 @@ class Located:
         outs = []
         for number, branch in enumerate(eqn.origin.params["branches"]):
             # Traced anew: one branch may stand in several places.
-            closed = cut.inlined(branch, INLINED)
+            closed = jaxprs.inlined(branch, INLINED)
             self.alias |= zip(closed.jaxpr.invars, operands, strict=True)
             yield from self.steps(closed, (*guards, (index, number)))
             outs.append([self.resolved(v) for v in closed.jaxpr.outvars])
         for v, *cases in zip(eqn.outvars, *outs, strict=True):
-            choice = cut.Equation("select_n", (index, *cases), (v,), _choose, None)
+            choice = jaxprs.Equation("select_n", (index, *cases), (v,), _choose, None)
             yield from self._steps(choice, guards)
 
     def stage_of(self, v):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardwise import cut
+from shardwise import jaxprs
 
 ENTRYWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil
@@ -51,8 +51,8 @@ class ByRows(NamedTuple):
     params: Callable[[int], dict[str, Any]] = lambda rows: {}
 
 
-def by_rows(eqn: cut.Equation, axes: tuple[int | None, ...], total: int) -> ByRows | None:
-    """How to run a `cut.Equation` whose operands lie in rows along `axes`; None if it cannot be.
+def by_rows(eqn: jaxprs.Equation, axes: tuple[int | None, ...], total: int) -> ByRows | None:
+    """How to run a `jaxprs.Equation` whose operands lie in rows along `axes`; None if it cannot be.
 
     An axis is None for an operand of which every stage has all. `total` is the number of rows: an
     axis may be some times as long, where a row's entries follow each other along it.
@@ -69,7 +69,7 @@ def by_rows(eqn: cut.Equation, axes: tuple[int | None, ...], total: int) -> ByRo
 
 
 def run_by_rows(
-    eqn: cut.Equation, how: ByRows, axes: tuple, total: int, rows: tuple[int, int], *values: Any
+    eqn: jaxprs.Equation, how: ByRows, axes: tuple, total: int, rows: tuple[int, int], *values: Any
 ) -> list[Any]:
     """The equation on the `rows` of a stage; of what every stage has, it takes these."""
 
@@ -84,7 +84,7 @@ def run_by_rows(
     if not changed:
         return eqn.run(*values)
     origin = eqn.origin.replace(params={**eqn.origin.params, **changed})
-    return cut.bind(origin, *values)
+    return jaxprs.bind(origin, *values)
 
 
 def _entrywise(eqn, axes):

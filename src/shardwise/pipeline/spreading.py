@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import cut
+from shardwise import jaxprs
 from shardwise.pipeline.branches import run_steps
 from shardwise.pipeline.crossing import exchanges
 from shardwise.pipeline.locating import INLINED, Located, everywhere
@@ -39,7 +39,7 @@ class Spread:
         traced, shapes = jax.make_jaxpr(function, return_shape=True)(
             *(tree.abstract() for tree in inputs)
         )
-        closed, self.meshes = cut.inlined(traced, INLINED), inputs[0].meshes
+        closed, self.meshes = jaxprs.inlined(traced, INLINED), inputs[0].meshes
         self.structures = [jax.tree.structure(tree) for tree in shapes]
         self.layouts = layouts(shapes)
         pieces = [(piece, i < donated) for i, tree in enumerate(inputs) for piece in tree.layout]
@@ -127,7 +127,7 @@ class Spread:
 
     def _compile(self, stage, goals, local, shared, donate):
         known = {*local, *shared, *self.located.constants}
-        chosen, used = cut.needed(self.steps, [v for _, v, _ in goals], known)
+        chosen, used = jaxprs.needed(self.steps, [v for _, v, _ in goals], known)
         spent = self._spent(stage, goals, [v for v in local if v in used]) if donate else []
         given = [v for v in local if v in used and v not in spent]
         numbers = [v for v in shared if v in used]
@@ -156,7 +156,7 @@ class Spread:
 
     def _goal(self, env, v, piece, stage):
         """An output as it lives on the stage, in memory of its own."""
-        x = jnp.asarray(cut.read(env, [v])[0])
+        x = jnp.asarray(jaxprs.read(env, [v])[0])
         if piece is None:
             return x
         if piece.in_rows and (isinstance(v, Literal) or self.located.homes.get(v) is None):

@@ -105,8 +105,8 @@ def traced_parts(
     m, traced = asked.microbatches, None
     with marks.bind(total=total):
         if in_parts:
-            traced = objective.trace(loss, *groups, asked.has_aux, asked.aux)
-            checks.count(asked.who, traced, m)
+            traced = objective.trace(loss, *groups, asked.has_aux)
+            checks.count(asked.who, traced, groups[0], m)
     bare = objective.normal(loss, asked.has_aux)
     folded = traced is not None and not traced.by_place
 

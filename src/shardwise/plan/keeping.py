@@ -7,13 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from shardwise import marks
+from shardwise import jaxprs, marks
 from shardwise.fsdp import ArrayLayout
-from shardwise.objective.following import steps
 from shardwise.plan import recomputing
 from shardwise.topology.lowering import to_host
-
-REMATERIALISED = ("checkpoint", "remat", "remat2")
 
 
 class Kept(NamedTuple):
@@ -64,7 +61,7 @@ def residuals(
             "plan.own: the loss, or remat=, moves arrays to the host; what waits there is not "
             "planned for programs of your own. topology.compile tells what a layout of one needs."
         )
-    program, outputs = steps(jaxpr)
+    program, outputs = jaxprs.steps(jaxpr)
     found = recomputing.stored(program, outputs)
     working = max(map(_working, _again(jax.make_jaxpr(here)(params, batch).jaxpr)), default=0)
     after = _after_the_last(jaxpr)
@@ -90,17 +87,17 @@ def _gradient(program, found, at_the_end=True):
 def _again(jaxpr: Any) -> Iterator[Any]:
     """The bodies that run again in the backward pass."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in REMATERIALISED:
-            yield getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+        if eqn.primitive.name in jaxprs.REMAT:
+            yield from jaxprs.inner(eqn)
         else:
-            for body in _inside(eqn):
+            for body in jaxprs.inner(eqn):
                 yield from _again(body)
 
 
 def _after_the_last(jaxpr):
     """The number of the first step after all that runs again: what is stored there is gone then."""
     found = [i for i, eqn in enumerate(jaxpr.eqns, 1) if any(_again(jaxpr.replace(eqns=[eqn])))]
-    return len(steps(jaxpr.replace(eqns=jaxpr.eqns[: max(found, default=0)]))[0])
+    return len(jaxprs.steps(jaxpr.replace(eqns=jaxpr.eqns[: max(found, default=0)]))[0])
 
 
 def _working(body):
@@ -118,7 +115,7 @@ def _working(body):
 
         return jax.tree.leaves(jax.vjp(here, *(given[i] for i in moving))[1])
 
-    program, outputs = steps(jax.make_jaxpr(forward)(*avals).jaxpr)
+    program, outputs = jaxprs.steps(jax.make_jaxpr(forward)(*avals).jaxpr)
     found = recomputing.stored(program, outputs)
     # Gathered weights have gradients that are whole until they are scattered.
     gathered = sum(s.bytes for s in found if program[s.step].name == "optimization_barrier")
@@ -151,16 +148,7 @@ def _finds(jaxpr, again):
     for eqn in jaxpr.eqns:
         if again and eqn.primitive.name == "optimization_barrier":
             return True
-        inner = again or eqn.primitive.name in REMATERIALISED
-        if any(_finds(each, inner) for each in _inside(eqn)):
+        inner = again or eqn.primitive.name in jaxprs.REMAT
+        if any(_finds(each, inner) for each in jaxprs.inner(eqn)):
             return True
     return False
-
-
-def _inside(eqn: Any) -> Iterator[Any]:
-    """The jaxprs among an equation's parameters."""
-    for value in eqn.params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            each = getattr(each, "jaxpr", each)
-            if hasattr(each, "eqns"):
-                yield each

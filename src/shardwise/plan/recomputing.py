@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend.core import Literal
 from scipy.sparse import csgraph, csr_array
 
-from shardwise.objective.following import Step
+from shardwise.jaxprs import Step
 from shardwise.pipeline.rows import ENTRYWISE
 
 # These compute nothing: they say where an entry comes from.
@@ -33,7 +33,7 @@ class Stored(NamedTuple):
 def stored(program: Sequence[Step], outputs: Sequence[Any]) -> list[Stored]:
     """The smallest set of variables from which the outputs follow by cheap steps, in bytes.
 
-    `program` and `outputs` are what `objective.following.steps` makes of a trace; what comes first
+    `program` and `outputs` are what `jaxprs.steps` makes of a trace; what comes first
     there comes first. Cheap is what works entry by entry, which a compiler fuses into what reads
     it: it is done again in the backward pass rather than kept. What goes into the program is there
     anyway. By a minimum cut between what is not cheap, such as products, sums and loops, and the

@@ -91,17 +91,21 @@ def place(tree: Any, rule: Any, mesh: Mesh) -> Any:
 
 def whole(tree: Any) -> Any:
     """`tree` with each array whole on every device of its mesh, hence readable in each process."""
+    leaves, structure = jax.tree.flatten(tree)
+    cut: dict[Mesh, list[int]] = {}
+    for i, x in enumerate(leaves):
+        if isinstance(getattr(x, "sharding", None), NamedSharding):
+            cut.setdefault(x.sharding.mesh, []).append(i)
+    # One program for all arrays of a mesh: of many at once, each with its gather, simulated devices
+    # may run different ones, and wait for each other for ever.
+    for mesh, numbers in cut.items():
+        gather = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        for i, x in zip(numbers, gather([leaves[i] for i in numbers]), strict=True):
+            leaves[i] = x
+    return jax.tree.unflatten(structure, leaves)
 
-    def replicated(x):
-        if not isinstance(getattr(x, "sharding", None), NamedSharding):
-            return x
-        target = NamedSharding(x.sharding.mesh, PartitionSpec())
-        return jax.jit(_same, out_shardings=target)(x)
 
-    return jax.tree.map(replicated, tree)
-
-
-def _same(x):  # at the module's top level: arrays that lie alike share a program
+def _same(x):  # at the module's top level: trees that lie alike share a program
     return x
 
 

@@ -50,7 +50,7 @@ class Run:
     def __init__(self, settings, layout, folder, loss, tx, source, has_aux, sample, facts, aux):
         self.settings, self.layout, self.folder = settings, layout, folder
         self.loss, self.tx, self.source, self.sample, self.facts = loss, tx, source, sample, facts
-        self.has_aux = has_aux
+        self.has_aux, self.aux = has_aux, aux
         self.program = program.step_program(layout, loss, tx, settings.seed, has_aux, aux)
         self.evaluate = program.evaluation(layout, loss, settings.ema, has_aux)
         self.note = Note(folder, jax.process_index())
@@ -135,8 +135,8 @@ class Run:
     def _judge(self, batch, step):
         """Raise where the loss is another function of parts of the batch, as the layout cuts it."""
         own = program.key_of(self.loss, self.settings.seed, step)
-        given = self.layout, self.loss, self.params, batch, (), own.get("key"), self.has_aux
-        if reason := first_call.judge(*given):
+        given = self.layout, self.loss, self.params, batch, (), own.get("key")
+        if reason := first_call.judge(*given, self.has_aux, self.aux):
             first_call.warn(reason, "run.train")
 
     def _settle(self):

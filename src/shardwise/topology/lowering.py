@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from shardwise import jaxprs
+
 _PLACED = "annotate_device_placement"  # what XLA knows a memory by
 
 
@@ -40,14 +42,10 @@ def lower(fn: Callable, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
 
 def to_host(jaxpr: Any) -> bool:
     """Whether a traced program moves arrays to the host's memory."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "device_put" and "Host" in str(eqn.params["devices"]):
-            return True
-        for value in jax.tree.leaves(list(eqn.params.values())):
-            value = getattr(value, "jaxpr", value)
-            if hasattr(value, "eqns") and to_host(value):
-                return True
-    return False
+    return any(
+        eqn.primitive.name == "device_put" and "Host" in str(eqn.params["devices"])
+        for eqn in jaxprs.every(jaxpr)
+    )
 
 
 def program_text(lowered: jax.stages.Lowered) -> str:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -55,7 +56,7 @@ def bind(eqn: Any, *values: Any) -> list:
     return out if eqn.primitive.multiple_results else [out]
 
 
-def named_as(eqn, *more):
+def named_as(eqn: Any, *more: str) -> AbstractContextManager:
     """A context in which equations get the source line of `eqn`, and its names, and `more`."""
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     for name in more:
@@ -63,8 +64,8 @@ def named_as(eqn, *more):
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=names)
 
 
-def variables(atoms):
-    """Those that are no literals."""
+def variables(atoms: Iterable) -> list:
+    """The atoms of an equation that are no literals."""
     return [v for v in atoms if not isinstance(v, Literal)]
 
 

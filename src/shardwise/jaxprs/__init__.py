@@ -1,0 +1,39 @@
+"""Traced programs (jaxprs): what stands in them, what follows from what, and how to run parts."""
+
+from shardwise.jaxprs.equations import (
+    CALLS,
+    REMAT,
+    Equation,
+    bind,
+    equations,
+    inlined,
+    named_as,
+    needed,
+    read,
+    run,
+    variables,
+)
+from shardwise.jaxprs.opening import Step, steps
+from shardwise.jaxprs.walking import NOTHING, Follower, Labels, carries, every, inner
+
+__all__ = [
+    "CALLS",
+    "NOTHING",
+    "REMAT",
+    "Equation",
+    "Follower",
+    "Labels",
+    "Step",
+    "bind",
+    "carries",
+    "equations",
+    "every",
+    "inlined",
+    "inner",
+    "named_as",
+    "needed",
+    "read",
+    "run",
+    "steps",
+    "variables",
+]
