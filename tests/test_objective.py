@@ -711,6 +711,15 @@ def test_said_how_it_is_that_of_the_whole_batch():
         objective.check(with_logits(name), *SCORED, **given, aux=SAID[name])
 
 
+def test_an_accuracy_that_is_zero_on_few_rows_is_seen_on_others():
+    """As at the start of training, where hardly a row of many classes is right."""
+    params = {"w": DRAW.normal(size=(6, 64)).astype(np.float32)}
+    batch = SCORED[1] | {"y": np.full(16, 63, np.int32)}
+    assert not np.any((batch["x"] @ params["w"]).argmax(1)[:8] == 63)
+    with pytest.raises(objective.Indivisible, match="aux='sum' adds up"):
+        objective.check(with_logits("accuracy"), params, batch, has_aux=True)
+
+
 def test_what_nobody_reads_is_not_compared():
     objective.check(with_logits("accuracy"), *SCORED, has_aux=True, aux=None)
 

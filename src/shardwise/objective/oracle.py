@@ -28,6 +28,7 @@ from shardwise.objective.trials import Arrangement, Found, Trials, Turn, length_
 
 ALIKE, TOLERANCE = 3e-6, 1e-5  # of one program's numbers, and of those of two programs
 LEAST = 4  # rows in a part: of two, a median is a mean
+SILENT = 8  # further turns for auxiliary outputs that are 0, as the accuracy of a few rows
 
 
 def check(
@@ -162,22 +163,33 @@ def judge(trials: Trials, part: Part, alone: bool) -> bool:
         found |= _tells(swaps[-1][1])
     means = []
     for turn, padded in ((Turn(), False), (Turn(seed=1), True)):
-        whole = [_beside(a, b, *"ab", padded) for a, b in splits.values()]
-        each = [_alone(*x) for a, b in splits.values() for x in ((a, False), (b, padded))]
-        runs = trials(turn, whole, each), trials(turn._replace(noise=1e-6), whole)
-        means.append(_Seen(tuple(splits), runs[0][0], runs[1][0], runs[0][1]))
-        found |= _tells(runs[0][0])
-        if part.sequence and runs[0][0].sums.shape[1] == 1:
+        means.append(_seen(trials, splits, turn, padded))
+        found |= _tells(means[-1].together)
+        if part.sequence and means[-1].together.sums.shape[1] == 1:
             refuse_scalar()
+    added = list(means)
+    for seed in range(SILENT):
+        if all(np.any([s.together.sizes[0] for s in added], axis=0)):
+            break
+        added.append(_seen(trials, splits, Turn(3.0, seed), False))
     rounding, masked = 4 * trials.rounding, _masked(means)
     for ways, sums, near in () if masked and alone else swaps:
         _compare_swaps(ways, sums, near, paths, rounding)
     for seen in means if alone else ():
         _compare_means(seen, masked, paths, rounding)
-        _compare_added(seen, trials)
+    for each in added if alone and not trials.local else ():
+        _compare_added(each, trials)
     for ways, sums, near in swaps if masked and alone else ():  # whose means tell more
         _compare_swaps(ways, sums, near, paths, rounding)
     return found
+
+
+def _seen(trials, splits, turn, padded):
+    whole = [_beside(a, b, *"ab", padded) for a, b in splits.values()]
+    each = [_alone(*x) for a, b in splits.values() for x in ((a, False), (b, padded))]
+    together, alone = trials(turn, whole, each)
+    near, _ = trials(turn._replace(noise=1e-6), whole)
+    return _Seen(tuple(splits), together, near, alone)
 
 
 def _tells(found):
@@ -278,7 +290,7 @@ def _compare_added(seen, trials):
     """Auxiliary outputs that are added up; of what is each part's own nothing can be said."""
     paths = [path for path, (way, _) in trials.outputs.get(trials.size, {}).items() if way == "sum"]
     for i in range(len(seen.ways)):
-        for j, path in enumerate(() if trials.local else paths):
+        for j, path in enumerate(paths):
             whole, near = seen.together.added[i, j], seen.near.added[i, j]
             parts = seen.alone.added[2 * i : 2 * i + 2, j].sum()
             size = max(seen.together.sizes[i, j], seen.alone.sizes[2 * i : 2 * i + 2, j].max())
