@@ -26,7 +26,7 @@ from shardwise import (
     pipeline,
 )
 from shardwise import tree as trees
-from shardwise.layouts import catalogue, freezing
+from shardwise.layouts import catalogue
 
 CONFIG = model.Config(
     embed=32, layers=4, heads=16, kv_heads=8, head_dim=2, mlp=48, dropout=0.1, remat=True
@@ -890,7 +890,8 @@ def one_device_biased():
         (mean, aux), grads = objective.value_and_grad(loss, has_aux=True)(params, batch)
         ((path, bias),) = aux["frozen"].items()
         params = jax.tree.map(lambda p, g: p - 0.01 * g, params, grads)
-        return freezing.put_back(params, {path: bias}), (mean, bias)
+        leaves = [bias if p == path else x for p, x in trees.leaves(params)]
+        return jax.tree.unflatten(jax.tree.structure(params), leaves), (mean, bias)
 
     for batch in batches():
         params, out = step(params, batch)

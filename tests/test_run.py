@@ -319,17 +319,17 @@ def test_no_mean_and_vectors_of_aux(tmp_path):
     assert "loss_of_mean" not in metrics.read(tmp_path / "evaluations.jsonl")[0]
 
 
-@pytest.mark.parametrize("aux, expected", [("sum", 1.0), ("mean", 1 / 8), ({"rows": "max"}, 1 / 8)])
+@pytest.mark.parametrize("aux, expected", [("sum", 1.0), ("mean", 1 / 8), ({"seen": "max"}, 1 / 8)])
 def test_how_aux_of_parts_becomes_one_is_the_users_to_say(tmp_path, aux, expected):
     def with_aux(params, batch):
-        return loss(params, batch), {"rows": jnp.float32(len(batch["x"]))}
+        return loss(params, batch), {"seen": jnp.float32(len(batch["x"]))}
 
     settings = given(
         tmp_path, steps=1, layout=run.Roles(fsdp=8), evaluation=run.Evaluation(every=0)
     )
     tools = dict(create=create, loss=with_aux, batches=rows(), has_aux=True, aux=aux)
     run.train(settings, **tools)
-    assert metrics.read(tmp_path / "metrics.jsonl")[0]["rows"] == expected * settings.batch
+    assert metrics.read(tmp_path / "metrics.jsonl")[0]["seen"] == expected * settings.batch
 
 
 @pytest.mark.parametrize("name", ["loss", "norm", "tokens_per_second"])
