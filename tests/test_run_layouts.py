@@ -26,8 +26,11 @@ SEED, STEPS = 12, 4
 STANDSTILL = 400  # seconds
 RESUMED = random.Random(SEED).sample(NAMES, 2)  # which are stopped and go on, on each number
 # On several processes a seeded part of them: each compiles every program itself, on two cores.
-ON = {n: sorted({*RESUMED, *random.Random(n * SEED).sample(NAMES, 10 // n)}) for n in (2, 4)}
+ON = {n: sorted({*RESUMED, *random.Random(n * SEED).sample(NAMES, 8 // n)}) for n in (2, 4)}
+# Stages are one program where there are several processes; one process dispatches theirs.
+ON[2], ON[4] = [*ON[2], "stage, fsdp"], [*ON[4], "stage"]
 ON[1] = sorted({*ON[2], *ON[4]})
+AGAIN = {1: RESUMED, 2: [*RESUMED, "stage, fsdp"], 4: RESUMED}
 
 
 def settings(name, folder, **changes):
@@ -38,6 +41,8 @@ def settings(name, folder, **changes):
     roles = run.Roles(**roles, **{role: layout.size(role) for role in ROLES})
     assert roles.layout() == layout
     sizes = dict(embed=32, layers=2, heads=16, kv_heads=8, head_dim=2, mlp=48, dropout=0.1)
+    if layout.stage:
+        sizes |= dict(layers=layout.size("stage"))
     if layout.expert:
         sizes |= dict(experts=8, experts_per_token=2, capacity_factor=None, dropout=0.0, mlp=16)
     return run.Settings(
@@ -57,7 +62,7 @@ def train(process, address, count, folder):
     for name in ON[count]:
         go(settings(name, folder))
         first_call.judge = lambda *given: None  # of one loss once: each time costs what a step does
-    for name in RESUMED:
+    for name in AGAIN[count]:
         go(settings(name, f"{folder}/again", steps=random.Random(name).randint(1, STEPS - 1)))
         go(settings(name, f"{folder}/again"))
     joining.leave()
@@ -132,7 +137,7 @@ def found(tmp_path_factory):
         assert codes == [0] * count, "\n".join(text[-3000:] for text in said)
         return (
             {name: losses(folder / name) for name in ON[count]},
-            {name: losses(folder / "again" / name) for name in RESUMED},
+            {name: losses(folder / "again" / name) for name in AGAIN[count]},
         )
 
     return on
@@ -148,23 +153,7 @@ def test_a_layout_over_processes_is_that_of_one(found, name, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 4])
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name, count", [(name, n) for n in AGAIN for name in AGAIN[n]])
 def test_a_layout_that_was_stopped_goes_on_bit_for_bit(found, name, count):
     every, resumed = found(count)
     assert resumed[name] == every[name]
-
-
-def refused(process, address, count, folder):
-    """A layout with stages, in one of several processes."""
-    joining.join(run.Processes(address=address, count=count, index=process), 8)
-    with pytest.raises(ValueError, match=r"the layout stage 4 × fsdp 2 has stages.*2 processes"):
-        decoding.run(settings("stage, fsdp", folder))
-    joining.leave()
-
-
-@pytest.mark.slow
-def test_stages_in_several_processes_are_refused(tmp_path):
-    codes, said = started(refused, 2, tmp_path)
-    assert codes == [0, 0], "\n".join(said)
-    assert not list(tmp_path.iterdir())

@@ -18,7 +18,15 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import offload
 from shardwise.layouts.predicting import Prediction, describe, predict
 from shardwise.layouts.staged import lower
-from shardwise.layouts.training import init, place, shardings, step, value_and_grad, whole
+from shardwise.layouts.training import (
+    init,
+    place,
+    shardings,
+    step,
+    value,
+    value_and_grad,
+    whole,
+)
 
 __all__ = [
     "LAYOUTS",
@@ -32,6 +40,7 @@ __all__ = [
     "predict",
     "shardings",
     "step",
+    "value",
     "value_and_grad",
     "whole",
 ]

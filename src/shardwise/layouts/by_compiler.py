@@ -14,20 +14,32 @@ from shardwise import tree as trees
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import cast, parameter_rule
+from shardwise.pipeline import spmd
 
 
-def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str) -> Callable:
-    """That of `objective` on whole arrays, batch, activations and gradients pinned."""
+def value_and_grad(
+    layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str, backward: bool = True
+) -> Callable:
+    """That of `objective` on whole arrays, batch, activations and gradients pinned.
+
+    Without `backward` the gradient is None.
+    """
 
     def marked(params, *args, **options):
         with marks.bind(**meanings(layout)):
             return loss(cast(layout, params), *args, **options)
 
-    mean_and_grad = objective.value_and_grad(marked, layout.microbatches, has_aux, aux)
+    if layout.stage:
+        given = layout.auto, layout.schedule, layout.microbatches, layout.stage[0]
+        mean_and_grad = spmd.value_and_grad(marked, *given, has_aux, aux, who, backward)
+    else:
+        mean_and_grad = objective.value_and_grad(marked, layout.microbatches, has_aux, aux)
 
     def run(params, batch, *args, key=None):
         check(layout, batch, who)
         value, grads = mean_and_grad(params, _laid(layout, batch), *args, key=key)
+        if not backward:
+            return value, None
         return value, rules.constrain_tree(grads, parameter_rule(layout), layout.auto)
 
     return jax.jit(run)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from shardwise import context, experts
@@ -56,6 +57,9 @@ class Layout:
       dispatch: how tokens reach experts by hand: "all_to_all", "gather" or "ragged", or a function
         of the axis and `sequence=` to a meaning of `marks.experts`.
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
+      program: stages as one jitted program of plain arrays, in any number of processes, with data
+        and fsdp beside them by the compiler whatever `by` says; the default in several processes.
+        Otherwise each stage's programs are dispatched onto its own devices, by one process.
       remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`; what
         enters a layer, its first argument, has the name "layer_input" there. `layouts.offload`
         keeps that on the host until the backward pass, and computes all else again; other policies
@@ -90,6 +94,7 @@ class Layout:
     dtype: Any = None
     reduce_dtype: Any = None
     remat: Any = None
+    program: bool | None = None
 
     def __post_init__(self):
         for role in ROLES:
@@ -111,9 +116,20 @@ class Layout:
         return (*self.data, *own, *self.fsdp)
 
     @property
+    def one_program(self) -> bool:
+        """Whether stages run as one program."""
+        several = jax.process_count() > 1 if self.program is None else self.program
+        return bool(self.stage) and several
+
+    @property
+    def staged(self) -> bool:
+        """Whether there are stages, whose programs are dispatched."""
+        return bool(self.stage) and not self.one_program
+
+    @property
     def by_hand(self) -> bool:
         """Whether collectives are written out: where `by` says so, and an axis asks for one."""
-        return self.by == "hand" and bool(self.rows or self.context)
+        return self.by == "hand" and not self.one_program and bool(self.rows or self.context)
 
     def size(self, role: str) -> int:
         """Into how many parts a role cuts: the product of its axes' sizes."""
@@ -128,7 +144,8 @@ class Layout:
         return {role: getattr(self, role) for role in ROLES if getattr(self, role)}
 
     def __str__(self):
-        lines = [f"Layout over {dict(self.mesh.shape)}, by {self.by}:"]
+        by = "compiler" if self.one_program else self.by
+        lines = [f"Layout over {dict(self.mesh.shape)}, by {by}:"]
         for role, axes in self.roles().items():
             lines.append(f"  {' × '.join(axes):12} ({self.size(role)})  {role}: {self._does(role)}")
         return "\n".join(lines)
@@ -210,6 +227,14 @@ class Layout:
             raise ValueError(
                 "layouts.Layout: kernel= in stages is cut by hand; the compiler cannot cut one. "
                 "Leave by='compiler' out, and give rows an axis: data= or fsdp=."
+            )
+        beside = [role for role in ("tensor", "context", "expert") if getattr(self, role)]
+        if self.one_program and beside:
+            raise ValueError(
+                f"layouts.Layout: {beside[0]}={getattr(self, beside[0])} beside stages as one "
+                f"program, as in several processes. The compiler would exchange activations within "
+                f"a stage's tasks, in which no other stage takes part. Give the axis to rows, "
+                f"data= or fsdp=; or, in one process, leave program=True out."
             )
         if self.reduce_dtype is not None and not self.by_hand:
             raise ValueError(

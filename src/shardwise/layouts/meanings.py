@@ -127,7 +127,7 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
     elif layout.by_hand and layout.context:
         found["experts"] = experts.local(_one(layout.context))
     if layout.remat is not None:
-        found["layer"] = Remat(layout.remat, bool(layout.stage))
+        found["layer"] = Remat(layout.remat, layout.staged)
     return found
 
 

@@ -20,7 +20,15 @@ EXPERTS = "experts"  # the logical axis
 
 
 def _over(layout):
-    """The rule over the axes that fsdp leaves: tensor's, and expert's."""
+    """The rule over the axes that fsdp leaves: tensor's, expert's, and stages' in one program."""
+    found = _over_products(layout)
+    if not layout.one_program:
+        return found
+    layers = Layers(layout.stage[0], layout.stacked)
+    return layers if found is None else Both(layers, found)
+
+
+def _over_products(layout):
     tensor = layout.over
     if tensor is None and layout.tensor:
         tensor = Named(dict.fromkeys(layout.cut, _entry(layout.tensor)))
@@ -81,6 +89,25 @@ class Both:
         return jax.tree.unflatten(jax.tree.structure(tree), specs)
 
 
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """A rule that cuts arrays of stacked layers along these, over `axis`; others stay whole."""
+
+    axis: str
+    stacked: Callable | None
+
+    def __call__(self, tree: Any, mesh: Mesh) -> Any:
+        """The PartitionSpecs."""
+        stacks = rules.FSDPRule((), stacked=self.stacked).stacks(tree)
+        shapes = [jnp.shape(x) for x in jax.tree.leaves(tree)]
+        parts = mesh.shape[self.axis]
+        specs = [
+            P(self.axis) if stack and shape[0] % parts == 0 else P()
+            for stack, shape in zip(stacks, shapes, strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(tree), specs)
+
+
 def _entry(axes):
     return axes[0] if len(axes) == 1 else axes or None
 
@@ -90,12 +117,12 @@ def parameter_rule(layout: Layout, zero: int = 3) -> rules.FSDPRule:
 
     They differ for ZeRO 1 and 2 by the compiler, where parameters are whole along fsdp.
     """
-    whole = zero == 3 and layout.zero < 3 and not (layout.by_hand or layout.stage)
+    whole = zero == 3 and layout.zero < 3 and not (layout.by_hand or layout.staged)
     return rules.FSDPRule(
         () if whole else _entry(layout.fsdp) or (),
         min_size=layout.min_size,
         over=_over(layout),
-        pick="first" if layout.by_hand and not layout.stage else "largest",
+        pick="first" if layout.by_hand and not layout.staged else "largest",
         stacked=layout.stacked,
         uneven=layout.uneven,
     )

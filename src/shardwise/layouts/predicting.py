@@ -78,10 +78,15 @@ def predict(
     counts as used once in a stage. The loss is traced as by hand, and has the marks for it.
 
     Raises:
-      ValueError: stages, and no loss; context, and parameters without these logical axes; what
-        `place` says of arrays, and tracing by hand of a loss.
+      ValueError: stages, and no loss, or as one program; context, and parameters without these
+        logical axes; what `place` says of arrays, and tracing by hand of a loss.
     """
     again = (layout.remat is not None) if remat is None else remat
+    if layout.one_program:
+        raise ValueError(
+            "layouts.predict: stages as one program hold more than their own arrays, and are "
+            "not predicted; topology.lower and memory_analysis() of the step tell."
+        )
     if layout.stage:
         return _of_stage(layout, params, batch, tx, again, (loss, has_aux, stage))
     asked = _asked(layout)

@@ -93,14 +93,15 @@ def lower(
     """A training step with stages on an abstract mesh, for `topology.compile_stages`.
 
     `create(key)` makes one device's parameters, `batch` is one of shapes; nothing is allocated. A
-    layout without stages is one program: `topology.lower(layouts.step(layout, loss, tx), ...)`.
+    layout that is one program: `topology.lower(layouts.step(layout, loss, tx), ...)`.
 
     Raises:
       ValueError: no stages, parameters that several stages hold whole, and as `place`.
     """
-    if not layout.stage:
+    if not layout.staged:
         raise ValueError(
-            "layouts.lower: a layout without stages is one program; give the step that "
+            "layouts.lower: a layout without stages, or with program=True, is one program; give "
+            "the step that "
             "layouts.step(layout, loss, tx) returns to topology.lower, with abstract arguments."
         )
     shapes = jax.eval_shape(create, jax.random.key(0))

@@ -27,7 +27,7 @@ def shardings(layout: Layout, params: Any, tx: Any = None) -> Any:
     Raises:
       ValueError: an array that a role cannot cut, by its path, with the size that would do; stages.
     """
-    if layout.stage:
+    if layout.staged:
         raise ValueError(
             "layouts.shardings: with stages, arrays live on their stages' devices: use "
             "layouts.init or layouts.place, and what they return."
@@ -50,7 +50,7 @@ def place(
     Raises:
       ValueError: an array that a role cannot cut, by its path, with the size that would do.
     """
-    if layout.stage:
+    if layout.staged:
         return staged.place(layout, tree, *_told(loss, batch), has_aux)
     found = placing.shardings(layout, tree, None, "layouts.place")
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
@@ -82,7 +82,7 @@ def init(
     Raises:
       ValueError: as `place`.
     """
-    if layout.stage:
+    if layout.staged:
         params = staged.create(layout, create, key, *_told(loss, batch), has_aux)
         return params, pipeline.init(tx, params)
     with mesh.without_types(layout.mesh):
@@ -129,9 +129,27 @@ def value_and_grad(
     return _for_caller(run, layout, lambda out: (_whole(out[0]), _specs(layout, out[1])))
 
 
+def value(layout: Layout, loss: Callable, has_aux: bool = False, aux: Any = "sum") -> Callable:
+    """A function of `(params, batch, *args, key=None)`: the mean over the batch, or (mean, aux).
+
+    The first half of `value_and_grad`, as an evaluation wants it: the backward pass is not computed
+    (but where stages' programs are dispatched one by one). The loss is not judged.
+    """
+    who = "layouts.value"
+    if layout.one_program:  # the compiler does not see that nothing reads a half of its scan
+        run = by_compiler.value_and_grad(layout, loss, has_aux, aux, who, backward=False)
+    else:
+        run = _mean_and_grad(layout, loss, has_aux, aux, who)
+
+    def mean(params, batch, *args, key=None):
+        return run(params, batch, *args, key=key)[0]
+
+    return _for_caller(mean if layout.staged else jax.jit(mean), layout, _whole)
+
+
 def _for_caller(run, layout, specs):
     """`run` for the caller's mesh, if that has other axes than Auto ones; stages have their own."""
-    explicit = layout.mesh is not layout.auto and not layout.stage
+    explicit = layout.mesh is not layout.auto and not layout.staged
     return mesh.OnAuto(run, layout.mesh, specs) if explicit else run
 
 
@@ -144,7 +162,7 @@ def _whole(tree):
 
 
 def _mean_and_grad(layout, loss, has_aux, aux, who):
-    strategy = staged if layout.stage else by_hand if layout.by_hand else by_compiler
+    strategy = staged if layout.staged else by_hand if layout.by_hand else by_compiler
     return strategy.value_and_grad(layout, loss, has_aux, aux, who)
 
 
@@ -177,7 +195,7 @@ def step(
         judged = freezing.apart(loss, frozen)
         loss, has_aux, aux = freezing.apart(loss, frozen, shapes), True, ("mean", aux)
     mean_and_grad = _mean_and_grad(layout, loss, has_aux, aux, "layouts.step")
-    updated = pipeline.update if layout.stage else functools.partial(_update, layout)
+    updated = pipeline.update if layout.staged else functools.partial(_update, layout)
 
     def run(params, opt_state, batch, *args, key=None):
         shapes.clear()
@@ -205,9 +223,9 @@ def step(
             )
         return params, opt_state, *outputs
 
-    run = run if layout.stage else jax.jit(run, donate_argnums=(0, 1))
+    run = run if layout.staged else jax.jit(run, donate_argnums=(0, 1))
     run = Judging(run, layout, judged, has_aux, aux, "layouts.step") if check else run
-    if layout.by_hand and not layout.stage:
+    if layout.by_hand and not layout.staged:
         run = laid_out(run, parameter_rule(layout), layout.auto, "layouts.step")
 
     def specs(out):

@@ -14,7 +14,8 @@ A step is `value_and_grad`, `update` and `optax.apply_updates`, which can be cal
 
 Where a stage has several devices, a rank, the compiler lays out its programs; by a `Manual`, such
 as `layouts` makes, their collectives are written out. Every rank is driven by a thread of its own.
-These functions dispatch programs themselves: call them outside of `jax.jit`.
+These functions dispatch programs themselves: call them outside of `jax.jit`. In several processes
+stages are one program instead, which `layouts` makes (`Layout(program=True)`) from `ticks`.
 """
 
 from shardwise.pipeline.creating import create
@@ -25,6 +26,7 @@ from shardwise.pipeline.one_program import gpipe
 from shardwise.pipeline.optimizing import init, update
 from shardwise.pipeline.placing import Piece, Pipelined, located, place, whole
 from shardwise.pipeline.running import TaskError
+from shardwise.pipeline.ticking import Ticks, ticks
 from shardwise.pipeline.training import step
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "Pipelined",
     "Step",
     "TaskError",
+    "Ticks",
     "create",
     "gpipe",
     "init",
@@ -41,6 +44,7 @@ __all__ = [
     "place",
     "programs",
     "step",
+    "ticks",
     "update",
     "value_and_grad",
     "whole",

@@ -33,8 +33,9 @@ def one_process(where: str, mesh: Mesh) -> None:
     if others:
         raise ValueError(
             f"{where}: the mesh has devices of other processes ({others}, this is {here}), and a "
-            f"schedule is run by the threads of one process. Use pipeline.gpipe, which is one "
-            f"compiled program for all, or a mesh of jax.local_devices()."
+            f"schedule is run by the threads of one process. Stages are one program for all in "
+            f"layouts.Layout(stage=, by='compiler'), as in pipeline.gpipe; or take a mesh of "
+            f"jax.local_devices()."
         )
 
 

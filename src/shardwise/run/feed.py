@@ -24,7 +24,7 @@ class Feed:
 
     def __init__(self, dataset: grain.MapDataset, batch: int, layout: Layout):
         self._dataset, self._batch = dataset, batch
-        self._sharding = None if layout.stage else sharding(layout, batch)
+        self._sharding = None if layout.staged else sharding(layout, batch)
         self._mine = _local_rows(self._sharding, batch)
 
     def whole(self, step: int) -> Any:
@@ -90,7 +90,7 @@ class Stream:
             self._batches.set_state(state)
         self._batch = batch
         self._recent, self._after = {}, {}
-        self._sharding = None if layout.stage else sharding(layout, batch)
+        self._sharding = None if layout.staged else sharding(layout, batch)
         found = {len(x) for x in jax.tree.leaves(self._peeked)}
         if found != {batch}:
             raise ValueError(

@@ -122,7 +122,7 @@ class Run:
         before, self.pending = self.pending, (step, record)
         agreed = self._flush_one(before)
         ends = self.tracing and step == self.profiled[-1]
-        if step == self.first or self.layout.stage or ends:
+        if step == self.first or self.layout.staged or ends:
             agreed = self._flush()
         if ends:
             self._settle()

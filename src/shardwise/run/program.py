@@ -43,7 +43,7 @@ def step_program(
         record |= {name: field(opt_state, name) for name in ("norm", "bad")}
         return params, opt_state, record
 
-    if layout.stage:
+    if layout.staged:
         return train_step
     # The same program for every step: what comes out is laid out as what goes in.
     whole = NamedSharding(layout.auto, P())
@@ -80,7 +80,7 @@ def _jitted(step, structure, leaves):
 
 def flags(layout: Layout, asked: bool) -> Any:
     """Whether this process was asked to stop, beside what the others say."""
-    if layout.stage:
+    if layout.staged:
         return np.asarray([asked], np.int32)
     cut = NamedSharding(layout.auto, P(layout.auto.axis_names))
     shape = (layout.auto.size,)
@@ -95,16 +95,13 @@ def at_peak(layout: Layout, flops: float | None) -> float | None:
 
 def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: bool) -> Callable:
     """(params, opt_state, batch) -> [(loss, count) of them, and of their mean], without dropout."""
-    # Of this program only the value is used: a compiler leaves the gradient out.
-    mean_and_grad = layouts.value_and_grad(
-        layout, _counted(loss, has_aux), has_aux=True, check=False
-    )
+    mean_and_count = layouts.value(layout, _counted(loss, has_aux), has_aux=True)
 
     def both(params, opt_state, batch):
         averages = [] if decay is None else [mean(params, opt_state, decay)]
-        return [mean_and_grad(each, batch)[0] for each in (params, *averages)]
+        return [mean_and_count(each, batch) for each in (params, *averages)]
 
-    return both if layout.stage else jax.jit(both)
+    return both if layout.staged else jax.jit(both)
 
 
 def _counted(loss, has_aux):

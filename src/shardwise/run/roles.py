@@ -48,8 +48,7 @@ class Roles:
         """The layout over the devices there are, an axis of its own name for each role above 1.
 
         Raises:
-          ValueError: sizes that do not fit the devices, stages in several processes, no such
-            policy, what `Layout` raises.
+          ValueError: sizes that do not fit the devices, no such policy, what `Layout` raises.
         """
         count = len(mesh.devices())
         sizes = {role: getattr(self, role) for role in ORDER}
@@ -68,12 +67,6 @@ class Roles:
                 f"{_more(count)}"
             )
         sizes = {role: count // known if size == -1 else size for role, size in sizes.items()}
-        if sizes["stage"] > 1 and jax.process_count() > 1:
-            raise ValueError(
-                f"run: the layout {told} has stages, whose schedule one process runs, and there "
-                f"are {jax.process_count()} processes. Say --layout.stage 1, or start one process; "
-                f"pipeline.gpipe, in a loss of your own, is one program for all of them."
-            )
         taken = {role: size for role, size in sizes.items() if size > 1} or {"data": 1}
         names = [f.name for f in dataclasses.fields(self) if f.name not in ORDER]
         options = {name: getattr(self, name) for name in names}

@@ -16,7 +16,7 @@ from shardwise.run.transformations import correction
 
 def create(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, batch: Any) -> tuple:
     """(params, opt_state), each array born where it lives."""
-    if layout.stage:  # by many programs
+    if layout.staged:  # by many programs
         return layouts.init(layout, make, tx, keys.of_seed(seed), loss, batch)
     return _born(layout, make, tx)(keys.of_seed(seed))
 
@@ -32,7 +32,7 @@ def _born(layout, make, tx):
 
 def abstract(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, batch: Any) -> tuple:
     """What `create` would make, as shapes with shardings: nothing is held that is not wanted."""
-    if layout.stage:  # whose arrays are born by many programs
+    if layout.staged:  # whose arrays are born by many programs
         made = create(layout, make, tx, seed, loss, batch)
         found = jax.tree.map(_abstract, made)
         for x in jax.tree.leaves(made):

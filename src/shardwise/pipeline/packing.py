@@ -1,0 +1,51 @@
+"""Slots that programs share: arrays of one shape and dtype lie in the same buffers."""
+
+import collections
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Key = tuple[tuple[int, ...], Any]
+
+
+class Packing:
+    """Buffers that hold any one of several lists of arrays, and how each list lies in them."""
+
+    def __init__(self, lists: Iterable[Sequence[Any]]):
+        most: collections.Counter = collections.Counter()
+        for arrays in lists:
+            most |= collections.Counter(map(_key, arrays))
+        self.keys: list[Key] = [k for k in sorted(most, key=str) for _ in range(most[k])]
+
+    def blank(self, *leading: int) -> list[jax.Array]:
+        """Zeros, one for each buffer, with these axes before its own."""
+        return [jnp.zeros((*leading, *shape), dtype) for shape, dtype in self.keys]
+
+    def pack(self, arrays: Sequence[Any]) -> list[jax.Array]:
+        """One array for each buffer; zeros where the list has none."""
+        buffers = self.blank()
+        for at, x in zip(self.places(arrays), arrays, strict=True):
+            buffers[at] = x
+        return buffers
+
+    def unpack(self, buffers: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+        """The arrays of a list of these shapes."""
+        return [buffers[at] for at in self.places(like)]
+
+    def places(self, arrays: Sequence[Any]) -> list[int]:
+        """The numbers of the buffers in which a list's arrays lie."""
+        left = list(enumerate(self.keys))
+        found = []
+        for x in arrays:
+            entry = next(entry for entry in left if entry[1] == _key(x))
+            left.remove(entry)
+            found.append(entry[0])
+        return found
+
+
+def _key(x):
+    return tuple(x.shape), jnp.dtype(x.dtype) if not jnp.issubdtype(
+        x.dtype, jax.dtypes.extended
+    ) else x.dtype
