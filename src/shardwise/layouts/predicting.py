@@ -75,18 +75,15 @@ def predict(
     With stages, the `loss` (and `has_aux`) tells which stage reads what, and a device of the stage
     of number `stage` is predicted: what is held of it, but for the batch, and what its tasks send;
     along the stage axis, to the stages beside it. A parameter that the loss gives to `marks.use`
-    counts as used once in a stage. The loss is traced as by hand, and has the marks for it.
+    counts as used once in a stage. The loss is traced as by hand, and has the marks for it. Of
+    stages as one program, `held` is exact; `sent` along stage is so where no other axis cuts the
+    batch, but for the rows of layers that a schedule has on another device.
 
     Raises:
-      ValueError: stages, and no loss, or as one program; context, and parameters without these
-        logical axes; what `place` says of arrays, and tracing by hand of a loss.
+      ValueError: stages, and no loss; context, and parameters without these logical axes; what
+        `place` says of arrays, and tracing by hand of a loss.
     """
     again = (layout.remat is not None) if remat is None else remat
-    if layout.one_program:
-        raise ValueError(
-            "layouts.predict: stages as one program hold more than their own arrays, and are "
-            "not predicted; topology.lower and memory_analysis() of the step tell."
-        )
     if layout.stage:
         return _of_stage(layout, params, batch, tx, again, (loss, has_aux, stage))
     asked = _asked(layout)
@@ -168,11 +165,14 @@ def _of_stage(layout, params, batch, tx, again, told):
         raise ValueError(
             "layouts.predict: with stages, which stage reads what the loss tells: give loss=."
         )
-    asked = _asked(layout)
+    asked = dataclasses.replace(_asked(layout), program=False)
     found = stage_bytes.of_stage(asked, abstract(params), batch, tx, *told)
-    sent = dict(found.sent)
+    sent, held = dict(found.sent), found.held
     activation_bytes.add(asked, found.shapes, batch, again, sent, found.ends)
-    return Prediction(found.held, sent)
+    if layout.one_program:
+        sent[layout.stage] = stage_bytes.of_program(layout, abstract(params), batch, *told[:2])
+        held = _held(layout, abstract(params), batch, tx)
+    return Prediction(held, sent)
 
 
 def _parameter(layout, s: ArrayLayout, x, again, sent):

@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardwise import pipeline
+from shardwise import marks, pipeline
 from shardwise.layouts import staged
 from shardwise.layouts.layout import Layout
+from shardwise.layouts.meanings import meanings
+from shardwise.layouts.placing import cast
 from shardwise.objective import wide
+from shardwise.pipeline import spmd
 from shardwise.pipeline.forms import names_of
 from shardwise.pipeline.placing import state_layout
 
@@ -45,6 +48,18 @@ def of_stage(
     here = [jax.ShapeDtypeStruct(one.shape(p), p.dtype) for p in placed.layout]
     ends = stage == 0, one.plan.traced.stages[stage].last
     return StageBytes(held, one.sent(), jax.tree.unflatten(placed.structure, here), ends)
+
+
+def of_program(layout: Layout, shapes: Any, batch: Any, loss: Callable, has_aux: bool) -> float:
+    """Bytes that a device sends along stage, where stages are one program."""
+
+    def marked(params, *args):
+        with marks.bind(**meanings(layout)):
+            return loss(cast(layout, params), *args)
+
+    given = layout.schedule, layout.microbatches, layout.stage[0], has_aux
+    sends = spmd.program(marked, layout.auto, *given, shapes, batch).sends()
+    return sends["rings"] / layout.size_of_rows() + sends["sums"] + sends["rows"]
 
 
 class _Stage(NamedTuple):

@@ -19,6 +19,11 @@ class Packing:
             most |= collections.Counter(map(_key, arrays))
         self.keys: list[Key] = [k for k in sorted(most, key=str) for _ in range(most[k])]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one list's buffers."""
+        return sum(x.size * x.dtype.itemsize for x in jax.eval_shape(self.blank))
+
     def blank(self, *leading: int) -> list[jax.Array]:
         """Zeros, one for each buffer, with these axes before its own."""
         return [jnp.zeros((*leading, *shape), dtype) for shape, dtype in self.keys]

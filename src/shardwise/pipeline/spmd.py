@@ -68,6 +68,43 @@ class Program:
         return ticks(self.schedule, self.backward)
 
     @functools.cached_property
+    def passed(self) -> dict[str, Packing]:
+        """{"act": what activations lie in on their way round a ring, "cot": their cotangents}."""
+        carries = [stage.carry for stage in self.stages[1:]]
+        return {"act": Packing(carries), "cot": Packing(map(_inexact, carries))}
+
+    def sends(self) -> dict[str, int]:
+        """The bytes that a device sends along the stages in a step, by what is sent.
+
+        `rings`: a tick's activation and cotangent, whether anyone waits for them or not; `sums`: of
+        the loss's outputs, and of gradients of arrays that are whole on every stage; `rows`: of
+        layers that the schedule has on another device than the array, at most, there and back.
+        """
+        n, table = self.schedule.devices, self.ticks
+        rings = sum(
+            len(table.columns["kind"]) * self.passed[name].nbytes
+            for name, offsets in table.rings.items()
+            for offset in offsets
+            if offset % n
+        )
+        summed = sum(self.schedule.microbatches * _nbytes(x) for x in self.stages[-1].outputs)
+        moved = 0
+        for i in self.trained:
+            x = self.leaves[i]
+            each = wide(x.dtype).itemsize
+            if i not in self.in_rows:
+                summed += x.size * each
+            elif (where := self.order[i] != np.arange(len(self.order[i]))).any():
+                away = where.reshape(n, -1).sum(1).max() / len(where)
+                moved += round(away * x.size * (each + x.dtype.itemsize))
+        return {"rings": rings, "sums": 2 * summed * (n - 1) // n, "rows": moved}
+
+    @functools.cached_property
+    def trained(self) -> list[int]:
+        """The parameters of a dtype that has gradients."""
+        return [i for i, x in enumerate(self.leaves) if _is_inexact(x)]
+
+    @functools.cached_property
     def in_rows(self) -> dict[int, int]:
         """{parameter of which each stage reads rows of its own, equally many: how many}."""
         found = {}
@@ -128,8 +165,7 @@ class Program:
         """
         kinds, of = self.kinds
         table, me = self.ticks, jax.lax.axis_index(self.axis)
-        act = Packing([stage.carry for stage in self.stages[1:]])
-        cot = Packing([_inexact(stage.carry) for stage in self.stages[1:]])
+        act, cot = self.passed["act"], self.passed["cot"]
         kept, pend = Packing(k.kept for k in kinds), Packing(k.pending for k in kinds)
         m, last = self.schedule.microbatches, self.stages[-1]
         slots = table.slots
@@ -139,8 +175,8 @@ class Program:
             kept.blank(slots["kept"]),
             pend.blank(slots["pend"]),
             [
-                jnp.zeros(x.shape, wide(x.dtype)) if _is_inexact(x) else None
-                for x in (leaves if self.backward else ())
+                jnp.zeros(x.shape, wide(x.dtype)) if i in self.trained else None
+                for i, x in enumerate(leaves if self.backward else ())
             ],
             [jnp.zeros((m, *x.shape), x.dtype) for x in last.outputs],
         )
@@ -293,6 +329,11 @@ def _is_inexact(x):
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
+def _nbytes(x):
+    """Of an array as a sum over devices sends it: truth values are counted in int32."""
+    return x.size * (4 if x.dtype == jnp.bool_ else x.dtype.itemsize)
+
+
 def _inexact(shapes):
     return [x for x in shapes if _is_inexact(x)]
 
@@ -322,6 +363,27 @@ def value_and_grad(
         return _Call(asked, params, batch, args, key, backward).results()
 
     return run
+
+
+def program(
+    loss: Callable,
+    mesh: Mesh,
+    schedule: str | schedules.Schedule | Sequence,
+    microbatches: int,
+    axis: str,
+    has_aux: bool,
+    params: Any,
+    batch: Any,
+) -> Program:
+    """The `Program` that `value_and_grad` makes of a loss for arrays of these shapes."""
+    asked = Asked(loss, mesh, schedule, microbatches, axis, P(), {}, has_aux, "sum", "step")
+    made = []
+
+    def trace(params, batch):
+        made.append(_Call(asked, params, batch, (), None, True).program)
+
+    jax.eval_shape(trace, params, batch)
+    return made[0]
 
 
 class _Call:
