@@ -341,6 +341,7 @@ def test_bytes_held_and_sent_are_predicted(schedule, skip):
     placed = layouts.init(layout, lambda key: given, optax.adamw(0.1), jax.random.key(0))
     device = jax.devices()[0]
     assert found.held["parameters"] == measure.bytes_on_devices(placed[0])[device]
+    assert found.held["parameters"] * 4 == sum(x.nbytes for x in jax.tree.leaves(given))
     assert found.held["state"] == measure.bytes_on_devices(placed[1])[device]
     run = layouts.value_and_grad(layout, loss).lower(placed[0], batch()).compile()
     counted = sum(op.ring_bytes for op in measure.collectives(run).ops)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from shardwise import fsdp, rules
 from shardwise import tree as trees
 from shardwise.layouts.layout import Layout
+from shardwise.pipeline import spmd
 from shardwise.rules.rule import WHOLE
 
 EXPERTS = "experts"  # the logical axis
@@ -91,7 +92,10 @@ class Both:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """A rule that cuts arrays of stacked layers along these, over `axis`; others stay whole."""
+    """A rule that cuts arrays over the axis of stages, stacked layers along these.
+
+    Others, of two axes or more, are cut as `spmd.cut_axis` says.
+    """
 
     axis: str
     stacked: Callable | None
@@ -102,8 +106,10 @@ class Layers:
         shapes = [jnp.shape(x) for x in jax.tree.leaves(tree)]
         parts = mesh.shape[self.axis]
         specs = [
-            P(self.axis) if stack and shape[0] % parts == 0 else P()
-            for stack, shape in zip(stacks, shapes, strict=True)
+            spmd.spec(
+                0 if stack and s[0] % parts == 0 else spmd.cut_axis(s, parts, stack), self.axis
+            )
+            for stack, s in zip(stacks, shapes, strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(tree), specs)
 

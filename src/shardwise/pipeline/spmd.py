@@ -77,8 +77,9 @@ class Program:
         """The bytes that a device sends along the stages in a step, by what is sent.
 
         `rings`: a tick's activation and cotangent, whether anyone waits for them or not; `sums`: of
-        the loss's outputs, and of gradients of arrays that are whole on every stage; `rows`: of
-        layers that the schedule has on another device than the array, at most, there and back.
+        the loss's outputs, and of parameters that are not in rows, gathered before the first tick,
+        the sums of their gradients; `rows`: of layers that the schedule has on another device than
+        the array, at most, there and back.
         """
         n, table = self.schedule.devices, self.ticks
         rings = sum(
@@ -87,17 +88,30 @@ class Program:
             for offset in offsets
             if offset % n
         )
-        summed = sum(self.schedule.microbatches * _nbytes(x) for x in self.stages[-1].outputs)
+        summed = 2 * sum(self.schedule.microbatches * _nbytes(x) for x in self.stages[-1].outputs)
         moved = 0
         for i in self.trained:
             x = self.leaves[i]
             each = wide(x.dtype).itemsize
             if i not in self.in_rows:
-                summed += x.size * each
+                summed += x.size * (each + (x.dtype.itemsize if i in self.cuts else each))
             elif (where := self.order[i] != np.arange(len(self.order[i]))).any():
                 away = where.reshape(n, -1).sum(1).max() / len(where)
                 moved += round(away * x.size * (each + x.dtype.itemsize))
-        return {"rings": rings, "sums": 2 * summed * (n - 1) // n, "rows": moved}
+        return {"rings": rings, "sums": summed * (n - 1) // n, "rows": moved}
+
+    @functools.cached_property
+    def cuts(self) -> dict[int, int]:
+        """{parameter that is not in rows: the axis along which stages hold a part each}."""
+        n = self.schedule.devices
+        found = {
+            i: cut_axis(x.shape, n) for i, x in enumerate(self.leaves) if i not in self.in_rows
+        }
+        return {i: axis for i, axis in found.items() if axis is not None}
+
+    def spec(self, i: int) -> P:
+        """The PartitionSpec of a parameter over the stages."""
+        return spec(0 if i in self.in_rows else self.cuts.get(i), self.axis)
 
     @functools.cached_property
     def trained(self) -> list[int]:
@@ -461,20 +475,30 @@ class _Call:
         """(the loss's outputs of all microbatches, on every device; gradients, as parameters)."""
         program, axis = self.program, self.asked.axis
         leaves, structure = jax.tree.flatten(self.params)
-        specs = [P(axis) if i in program.in_rows else P() for i in range(len(leaves))]
+        specs = [program.spec(i) for i in range(len(leaves))]
         moved = {
             i: order for i, order in program.order.items() if (order != np.arange(len(order))).any()
         }
         given = [x[moved[i]] if i in moved else x for i, x in enumerate(leaves)]
 
         def rank(leaves, data, count):
-            outputs, grads = program(leaves, data, functools.partial(self._seeds, count))
-            outputs = [_from_last(x, axis) for x in outputs]
-            grads = [
-                g if g is None or i in program.in_rows else jax.lax.psum(g, axis)
-                for i, g in enumerate(grads)
+            leaves = [
+                jax.lax.all_gather(x, axis, axis=program.cuts[i], tiled=True)
+                if i in program.cuts
+                else x
+                for i, x in enumerate(leaves)
             ]
-            return outputs, grads
+            outputs, grads = program(leaves, data, functools.partial(self._seeds, count))
+            return [_from_last(x, axis) for x in outputs], [
+                summed(i, g) for i, g in enumerate(grads)
+            ]
+
+        def summed(i, g):
+            if g is None or i in program.in_rows:
+                return g
+            if i not in program.cuts:
+                return jax.lax.psum(g, axis)
+            return jax.lax.psum_scatter(g, axis, scatter_dimension=program.cuts[i], tiled=True)
 
         mapped = jax.shard_map(
             rank,
@@ -493,6 +517,17 @@ class _Call:
         ]
         grads = [g.astype(x.dtype) for g, x in zip(grads, leaves, strict=True)]
         return outputs, jax.tree.unflatten(structure, grads)
+
+
+def cut_axis(shape: Sequence[int], parts: int, first: int = 0) -> int | None:
+    """The largest axis from `first` on that `parts` divide; None of an array of one axis."""
+    divide = [k for k in range(first, len(shape)) if shape[k] and shape[k] % parts == 0]
+    return max(divide, key=lambda k: shape[k], default=None) if len(shape) > 1 else None
+
+
+def spec(axis: int | None, name: str) -> P:
+    """The PartitionSpec that cuts this axis of an array along `name`, or none."""
+    return P() if axis is None else P(*[None] * axis, name)
 
 
 def _from_last(x, axis):
