@@ -91,7 +91,7 @@ class Both:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """A rule that cuts arrays of stacked layers by layers, over `axis`; other arrays stay whole."""
+    """A rule that cuts arrays of stacked layers along these, over `axis`; others stay whole."""
 
     axis: str
     stacked: Callable | None
