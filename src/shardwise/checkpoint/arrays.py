@@ -14,7 +14,7 @@ from shardwise.rules.agreement import of_all
 
 
 def to_orbax(name: str, leaves: dict[str, Any], chunk_bytes: int) -> ocp.args.StandardSave:
-    """What Orbax is to write of an item.
+    """The arguments with which Orbax saves an item.
 
     Raises:
       ValueError: an array cannot be stored, or is one that this process alone has.
@@ -48,7 +48,7 @@ def _array(name, path, leaf):
 
 
 def chunks_of(array: Any, chunk_bytes: int) -> ocp.SaveArgs:
-    """How Orbax cuts what one device writes, so that a later cut along any axis finds an edge.
+    """The SaveArgs by which Orbax cuts what one device writes: later cuts on any axis find an edge.
 
     Orbax halves the largest axes first, and a short one (layers, heads) might never be cut. We
     ask for chunks of thickness 1 along the shortest axes, as long as the others fill 16 chunks and
@@ -66,7 +66,7 @@ def chunks_of(array: Any, chunk_bytes: int) -> ocp.SaveArgs:
 
 
 def describe(leaves: dict[str, Any], chunk_bytes: int) -> str:
-    """What processes must agree on for a tree."""
+    """A text of what processes must agree on for a tree: chunks, shapes, dtypes and shardings."""
     each = [
         f"{path} {np.shape(leaf)} {getattr(leaf, 'dtype', type(leaf).__name__)} "
         f"{getattr(leaf, 'sharding', None)}"
@@ -76,7 +76,7 @@ def describe(leaves: dict[str, Any], chunk_bytes: int) -> str:
 
 
 def check_replicas(trees: dict[str, dict[str, Any]]) -> None:
-    """Raise ValueError, in each process, if they have other values where each has all of them."""
+    """Raise ValueError, in each process, if processes differ in an array that each has whole."""
     labels, sums = [], []
     for name, leaves in trees.items():
         for path, array in leaves.items():

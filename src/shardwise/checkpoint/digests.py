@@ -36,14 +36,14 @@ def write(item: str) -> None:
 
 
 class Written(NamedTuple):
-    """What an item's index and its checksums say, by names on disk and chunks."""
+    """The places of an item's chunks by its index, and their checksums, by names on disk."""
 
     places: dict[str, dict[tuple[int, ...], tuple[str, int, int]]]
     sums: dict[str, dict[str, int]]
 
 
 def read(label: str, item: str) -> Written | None:
-    """What was written of an item, a directory; None if it has no checksums.
+    """The `Written` of an item, a directory; None if it has no checksums.
 
     Raises:
       ValueError: the index or the checksums cannot be read.
@@ -66,7 +66,7 @@ def read(label: str, item: str) -> Written | None:
 def check(
     label: str, item: str, written: Written, leaves: dict[str, Any], metadata: dict[str, Any]
 ) -> None:
-    """Read the chunks that this process's devices touch, and compare them.
+    """Read the chunks that this process's devices touch, and compare their checksums.
 
     `leaves` and `metadata` have an abstract array and Orbax's words on it for each path.
 

@@ -1,4 +1,4 @@
-"""How Orbax writes trees here: with a checksum of each chunk, before a step appears."""
+"""The handler by which Orbax writes trees: with checksums of all chunks, before a step appears."""
 
 import orbax.checkpoint as ocp
 
@@ -8,7 +8,7 @@ METADATA = "shardwise"  # the key of ours among an item's own metadata, in Orbax
 
 
 class Handler(ocp.StandardCheckpointHandler):
-    """Orbax's own, and checksums are written beside what each process writes."""
+    """Orbax's handler of trees, which also writes checksums beside what each process writes."""
 
     async def async_save(self, directory, *args, **kwargs):
         futures = await super().async_save(directory, *args, **kwargs)
@@ -18,12 +18,12 @@ class Handler(ocp.StandardCheckpointHandler):
 
     @classmethod
     def typestr(cls) -> str:
-        """Orbax's name, so that it reads our steps without us."""
+        """Orbax's own handler's name, so that Orbax reads our steps without this package."""
         return ocp.StandardCheckpointHandler.typestr()
 
 
 def registry() -> ocp.handlers.CheckpointHandlerRegistry:
-    """What a CheckpointManager that saves needs to know of our kinds of items."""
+    """The handlers of our kinds of items, for a CheckpointManager that saves."""
     handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
     handlers.add(None, ocp.args.StandardSave, Handler)
     handlers.add(None, ocp.args.JsonSave, ocp.JsonCheckpointHandler)

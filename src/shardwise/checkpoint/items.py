@@ -17,10 +17,10 @@ class Holder(Protocol):
     """A pytree that keeps the arrays of another in pieces, as `pipeline.Pipelined` does."""
 
     def to_checkpoint(self, abstract: bool) -> Any:
-        """That other tree, or with `abstract` one of what says how an array lies, without data."""
+        """The other tree, or with `abstract` one whose leaves say how arrays lie, and no data."""
 
     def from_checkpoint(self, arrays: list[Any]) -> Any:
-        """One of the same kind, of arrays as `to_checkpoint` gives them."""
+        """A pytree of the same kind, of arrays as `to_checkpoint` gives them."""
 
 
 def is_tree(item: Any) -> bool:
@@ -30,7 +30,7 @@ def is_tree(item: Any) -> bool:
 
 
 def is_empty(item: Any) -> bool:
-    """Whether there is nothing to save, as in the state of plain SGD."""
+    """Whether the item has nothing to save, as the state of plain SGD."""
     return not isinstance(item, bytes) and not _leaves(item)
 
 
@@ -74,7 +74,7 @@ def fill(item: Any, arrays: Iterable[Any]) -> Any:
 
 
 def stored_name(path: str) -> str:
-    """What Orbax calls the array of this path on disk."""
+    """Orbax's name on disk of the array at this path."""
     return path.replace("/", ".")
 
 
@@ -97,7 +97,7 @@ def flat(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_key(x: Any) -> bool:
-    """Whether it is a typed PRNG key, or stands for one."""
+    """Whether `x` is a typed PRNG key, or an abstract one."""
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(
         x.dtype, jax.dtypes.prng_key
     )
@@ -132,7 +132,7 @@ def address(directory: str | os.PathLike) -> str:
 
 
 def is_bucket(where: str) -> bool:
-    """Whether an address is not one of a local file system."""
+    """Whether an address is one on a bucket, not in a local file system."""
     return "://" in where
 
 

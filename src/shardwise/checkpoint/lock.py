@@ -1,4 +1,4 @@
-"""One program at a time writes a directory."""
+"""A lock on a directory, which one program at a time writes."""
 
 import contextlib
 import errno
@@ -49,13 +49,13 @@ class Lock:
         self._file = file
 
     def close(self) -> None:
-        """Let others in."""
+        """Give the lock back, which lets others in."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _held(self):
-        """Whether the file that is locked is still the one of that name."""
+        """Whether this process has locked the file that now has the lock's name."""
         if self._file is None:
             return False
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what the target asks for, told from its metadata alone."""
+"""Checks that a checkpoint is what the target asks for, by its metadata alone."""
 
 from typing import Any
 

@@ -24,7 +24,7 @@ def to_json(name: str, item: Any) -> Any:
 
 
 def from_json(item: Any) -> Any:
-    """What `to_json` was given."""
+    """The item that `to_json` was given."""
     if isinstance(item, dict) and item.keys() == {"base64"}:
         return base64.b64decode(item["base64"])
     return item

@@ -1,4 +1,4 @@
-"""What lies on disk: the chunks of each array, and the bytes of the file that hold them."""
+"""The chunks of each array on disk, and the bytes of the file that hold them."""
 
 import itertools
 import os
@@ -12,7 +12,7 @@ from shardwise.checkpoint.steps import reader
 
 
 class Chunks(NamedTuple):
-    """How one array is stored.
+    """The chunks in which one array is stored.
 
     `places` maps the number of a chunk along each axis to (file, offset, bytes), the file's path
     relative to the item's directory. Chunks are compressed, those at an array's end padded. One

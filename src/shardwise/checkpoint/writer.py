@@ -19,7 +19,7 @@ _registering = threading.Lock()
 
 
 class Writer:
-    """Saves steps to one directory, each in the background, and deletes what is not to be kept.
+    """A writer of steps to one directory, each in the background, which deletes those not kept.
 
     A local directory stays locked from the first save on until `wait`.
     """
@@ -126,6 +126,6 @@ def writer_of(where: str) -> Writer:
 
 
 def writers(where: str | None = None) -> list[Writer]:
-    """Those that have saved, there or anywhere."""
+    """The writers that have saved, to this address or to any."""
     with _registering:
         return [writer for place, writer in _writers.items() if where in (None, place)]

@@ -1,4 +1,4 @@
-"""What a form sends, and who works when: formulas, which tests compare with compiled programs."""
+"""Formulas for what a form sends, and who works when; tests compare them with compiled programs."""
 
 import math
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class Sent(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Bytes of a device's own: queries, keys (as many as values), dK in float32, and places."""
+    """Bytes of one device's arrays: queries, keys (as many as values), dK in float32, places."""
 
     queries: int
     keys: int
@@ -36,7 +36,7 @@ def sizes(n: int, q: Any, k: Any) -> Sizes:
 
 
 def bytes_sent(form: Any, n: int, q: Any, k: Any) -> Sent:
-    """What `form` sends over n devices, for q and k of the whole sequence (shapes and dtypes).
+    """The `Sent` of `form` over n devices, for q and k of the whole sequence (shapes and dtypes).
 
     Each sends K and V, or what it turns them and q into, and with them 12 bytes for each token's
     places. Sums of dK and dV travel in float32. A layer that is rematerialised sends the forward

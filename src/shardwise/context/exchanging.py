@@ -38,7 +38,7 @@ class Ulysses:
         return jax.lax.all_to_all(out, self.axis, 1, 2, tiled=True)
 
     def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
-        """(n - 1) / n of q, copied K and V, and the output; forward, also places."""
+        """The `Sent`: (n - 1) / n of q, copied K and V, and the output; forward, also places."""
         size = sizes(n, q, k)
         exchanged = 2 * (size.queries + self.copies * size.keys) * (n - 1) // n
         return Sent(exchanged + (n - 1) * size.places, exchanged)

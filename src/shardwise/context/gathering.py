@@ -43,7 +43,7 @@ class AllGather:
         return self.local(q, k, v, places, everywhere, mask)
 
     def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
-        """n - 1 other devices' K, V and places, and as many parts of dK and dV."""
+        """The `Sent`: n - 1 other devices' K, V and places, and as many parts of dK and dV."""
         size = sizes(n, q, k)
         return Sent((n - 1) * (2 * size.keys + size.places), (n - 1) * 2 * size.gradients)
 
@@ -63,7 +63,7 @@ gather.defvjp(lambda axis, x: (gather(axis, x), None), _scatter)
 
 
 def gather_places(axis: Axis, places: marks.Places, q: jax.Array) -> marks.Places:
-    """Of all tokens along `axis`, in the order in which `gather` has them; anew for each q."""
+    """The `Places` of all tokens along `axis`, in the order of `gather`; gathered for each q."""
     # Tied to q: otherwise a scan over layers gathers them once, or in each, as JAX sees fit.
     own = jax.lax.optimization_barrier((jnp.stack(places), jax.lax.stop_gradient(q)))[0]
     return marks.Places(*jax.lax.all_gather(own, axis, axis=2, tiled=True))

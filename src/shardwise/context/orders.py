@@ -1,4 +1,4 @@
-"""Which tokens each device has, when n devices cut a sequence: orders of the whole sequence.
+"""Orders of the whole sequence: which tokens each device has, when n devices cut it.
 
 An order is the permutation int32 [size] of a sequence of `size` tokens: entry i is the place in the
 sequence of the token that lies at place i of memory, and device r of n has the r-th n-th of memory.
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def contiguous(size: int, n: int) -> np.ndarray:
-    """Each device has one run of tokens: under a causal mask the last one has most to do.
+    """The order in which each device has one run of tokens: a causal mask gives the last most work.
 
     Raises:
       ValueError: `size` is no multiple of n.
@@ -22,7 +22,7 @@ def contiguous(size: int, n: int) -> np.ndarray:
 
 
 def striped(size: int, n: int) -> np.ndarray:
-    """Device r has the tokens r, r + n, r + 2n and so on (Brandon et al., 2023).
+    """The order in which device r has the tokens r, r + n, r + 2n and so on (Brandon et al., 2023).
 
     Raises:
       ValueError: `size` is no multiple of n.
@@ -32,7 +32,7 @@ def striped(size: int, n: int) -> np.ndarray:
 
 
 def zigzag(size: int, n: int) -> np.ndarray:
-    """Of 2n chunks, device r has the r-th and the r-th from the end.
+    """The order in which device r has, of 2n chunks, the r-th and the r-th from the end.
 
     Raises:
       ValueError: `size` is no multiple of 2n.

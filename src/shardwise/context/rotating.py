@@ -31,7 +31,7 @@ class Ring:
         return attention(self.axis, mask, self.block, q, k, v, own, own)
 
     def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
-        """n - 1 hops of K, V and places each way, and n hops of dK and dV."""
+        """The `Sent`: n - 1 hops of K, V and places each way, and n hops of dK and dV."""
         size = sizes(n, q, k)
         around = (n - 1) * (2 * size.keys + size.places)
         return Sent(around, around + 2 * n * size.gradients if n > 1 else 0)
@@ -105,7 +105,7 @@ def _grouped(x, k, block):
 
 
 def _around(step, carry, axis):
-    """All steps but the last, after which nothing has to be sent on to be worked on."""
+    """The carry after all steps but the last, after which no keys have to be sent on."""
     n = 1 if axis is None else jax.lax.axis_size(axis)
     return carry if n == 1 else jax.lax.scan(step, carry, length=n - 1)[0]
 

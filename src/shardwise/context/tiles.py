@@ -20,7 +20,7 @@ product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 class Sums(NamedTuple):
-    """Of the keys seen so far, in float32: what the softmax of a query needs to remember.
+    """The sums that the softmax of a query needs of the keys seen so far, in float32.
 
     top: the largest score [b, k, g, s]; total: the sum of exp(score - top), of the same shape;
     weighted: the sum of exp(score - top) × value [b, k, g, s, d].

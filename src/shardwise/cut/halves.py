@@ -99,7 +99,7 @@ def differentiable(stage: Stage) -> list[int]:
 
 
 def inexact(x):
-    """Whether this is a floating-point number, and has a cotangent."""
+    """Whether `x` is of a floating-point dtype, and so has a cotangent."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -137,7 +137,7 @@ class _Traced:
         return {v for v in self.yielded if reads[v] in (set(), {0}, {1})}
 
     def used(self, outputs, *groups):
-        """Of each group, what `outputs` need if all of the groups are given."""
+        """The variables of each group that `outputs` need if all of the groups are given."""
         given = {v for group in groups for v in group} | set(self.constants)
         found = needed(self.eqns, [v for group in outputs for v in group], given)[1]
         return [[v for v in group if v in found] for group in groups]

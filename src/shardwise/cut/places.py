@@ -1,4 +1,4 @@
-"""Which stage each equation of a traced loss belongs to."""
+"""The stage to which each equation of a traced loss belongs."""
 
 from typing import NamedTuple
 
@@ -47,7 +47,7 @@ def assign(closed, n, marks):
 
 
 def _levels(eqns, params, data, marks):
-    """By variable and by equation's id: what it reads, and how many marks it is behind.
+    """The inputs that each variable and equation (by id) reads, and how many marks it is behind.
 
     And for an effect of parameters or data alone, which is behind none: how many it is written
     behind. What has effects counts as an activation, since it is never repeated.

@@ -7,7 +7,7 @@ from shardwise import marks
 
 
 def loads(chosen: jax.Array, mask: jax.Array, experts: int) -> jax.Array:
-    """How many choices of real tokens each expert has, [..., experts], from chosen [..., b, s, k].
+    """The number of real tokens' choices of each expert, [..., experts]; chosen is [..., b, s, k].
 
     `mask` [b, s] is 1 for real tokens. Sums over rows: those of parts of a batch add up.
     """
@@ -54,6 +54,6 @@ def rebalanced(bias: jax.Array, loads: jax.Array, rate: float = 0.001) -> jax.Ar
 
 
 def _by_row(chosen, mask, experts):
-    """[..., b, experts]: float32, exact below 2²⁴ choices of a row."""
+    """The choices of each expert by row, float32 [..., b, experts]: exact below 2²⁴ of a row."""
     hot = jax.nn.one_hot(chosen, experts, dtype=jnp.float32)
     return jnp.einsum("...bskn,bs->...bn", hot, mask.astype(jnp.float32))

@@ -19,7 +19,7 @@ def bytes_sent(
     weight_itemsize: int = 4,
     sequence: int = 1,
 ) -> int | float:
-    """What one device sends in a forward pass, in bytes, of `rows`·`tokens` tokens of its own.
+    """Bytes that one device sends in a forward pass, for `rows`·`tokens` tokens of its own.
 
     With T = rows·tokens: an all-to-all there and back sends 2·k·f·T·h·e·(n-1)/n, where f is the
     capacity after rounding up to whole slots; no numbers of experts travel, since the place in a

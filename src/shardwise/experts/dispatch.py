@@ -79,7 +79,7 @@ def in_place(found: jax.Array, order: jax.Array, shape: tuple[int, ...]) -> jax.
 
 
 def grouped(x: jax.Array, chosen: jax.Array, apply: Callable, stacked: Any) -> jax.Array:
-    """What these experts make of each choice, [b, s, k, e], without buffers and without drops.
+    """The experts' outputs for each choice, [b, s, k, e], without buffers and without drops.
 
     Rows stand in groups, one for each expert; a choice of none of them yields 0.
     """
@@ -102,7 +102,7 @@ def on_one_device(
     capacity: float | None = None,
     index: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """What `marks.experts` does where nothing is bound."""
+    """The dispatch of `marks.experts` where nothing is bound: (y, kept), computed on one device."""
     check(x, chosen, weights, stacked, experts, 1, "")
     if capacity is None:
         return weighted(grouped(x, chosen, apply, stacked), weights), jnp.ones(chosen.shape, bool)

@@ -30,7 +30,7 @@ class Exchange:
         capacity: float | None = None,
         index: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """As `marks.experts`; raises ValueError for experts that do not fit the axis."""
+        """(y, kept) of `marks.experts`; raises ValueError for experts that do not fit the axis."""
         n = 1 if self.axis is None else jax.lax.axis_size(self.axis)
         dispatch.check(x, chosen, weights, stacked, experts, n, self.axis or "")
         slot, size, kept = None, None, jnp.ones(chosen.shape, bool)
@@ -63,7 +63,7 @@ class Exchange:
         return here, min(allowed, s), kept
 
     def _sent(self, x, chosen, weights, apply, stacked, slot, size):
-        """A device's buffers [experts, rows·size, e]: each block to its expert, and back."""
+        """The experts' outputs by buffers [experts, rows·size, e], sent block by block and back."""
         n = dispatch.leading(stacked) * jax.lax.axis_size(self.axis)
         buffers = dispatch.packed(x, chosen, slot, n, size)
         arrived = jax.lax.all_to_all(buffers, self.axis, 0, 1, tiled=True)
@@ -72,7 +72,7 @@ class Exchange:
         return dispatch.combined(buffers, chosen, slot, weights)
 
     def _in_slices(self, x, chosen, weights, apply, stacked, size):
-        """Choices sorted by expert, to their devices in slices of any size, and back."""
+        """The experts' outputs by slices: choices sorted by expert, to their devices, and back."""
         (b, s, k), held = chosen.shape, dispatch.leading(stacked)
         n, me = jax.lax.axis_size(self.axis), jax.lax.axis_index(self.axis)
         order, sizes = dispatch.by_expert(chosen, n * held)
@@ -85,7 +85,7 @@ class Exchange:
         return dispatch.weighted(dispatch.in_place(found, order, chosen.shape), weights)
 
     def _gathered(self, x, chosen, weights, apply, stacked, slot, size):
-        """All tokens of the axis through this device's experts, and the sums to their owners."""
+        """The experts' outputs by gathering all tokens of the axis, and scattering the sums."""
         if self.axis is not None:
             first = jax.lax.axis_index(self.axis) * dispatch.leading(stacked)
             x, chosen, weights = (_gathered(v, self.axis, 0) for v in (x, chosen, weights))
@@ -103,7 +103,7 @@ class Exchange:
 
 
 def all_to_all(axis: str, sequence: str | None = None) -> Exchange:
-    """Tokens travel to their experts over `axis`, in buffers of the capacity, and back.
+    """The Exchange of tokens to their experts over `axis`, in buffers of the capacity, and back.
 
     Without a capacity a buffer has to be as large as the worst case, in which all tokens go to one
     device: what an all-gather sends. Then this is `gather`; `ragged` sends less on TPUs and GPUs.
@@ -112,7 +112,7 @@ def all_to_all(axis: str, sequence: str | None = None) -> Exchange:
 
 
 def ragged(axis: str, sequence: str | None = None) -> Exchange:
-    """As many rows travel over `axis` as tokens chose experts, and back; for no capacity.
+    """The Exchange of as many rows over `axis` as tokens chose experts, and back; for no capacity.
 
     With n devices and k experts a token that is n/k times less than `gather` sends, for an even
     router. What arrives stands in a buffer for the worst case, however little it is: for
@@ -127,15 +127,17 @@ def ragged(axis: str, sequence: str | None = None) -> Exchange:
 
 
 def gather(axis: str, sequence: str | None = None) -> Exchange:
-    """All tokens of `axis` are gathered, each device runs its experts on those that chose them,
-    and the sums are reduce-scattered: for a capacity·k above the number of devices, and for none.
+    """The Exchange that gathers all tokens of `axis`, runs each device's experts on those that
+    chose them, and reduce-scatters the sums: for a capacity·k above the number of devices, and for
+    none.
     """
     return Exchange("gather", axis, sequence)
 
 
 def local(sequence: str | None = None) -> Exchange:
-    """Every device has all experts, and the axis `sequence` cuts the sequence: nothing but the
-    choices travels, and with a capacity who is dropped is decided from the whole row.
+    """The Exchange where every device has all experts, and the axis `sequence` cuts the sequence:
+    nothing but the choices travels, and with a capacity who is dropped is decided from the whole
+    row.
     """
     return Exchange("local", None, sequence)
 

@@ -14,7 +14,7 @@ from shardwise.layers import Config, Linear
 
 
 class Routing(NamedTuple):
-    """What a layer's router decided; of a decoder, with a leading axis of layers.
+    """The decisions of a layer's router; of a decoder, with a leading axis of layers.
 
     probabilities: float32 [b, s, n], scores that add up to 1, for a loss that balances experts;
     chosen: int32 [b, s, k], the numbers of each token's experts, the best first;

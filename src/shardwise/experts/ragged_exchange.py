@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Over `axis`, from devices with `rows` rows each, of which `most` at most go to one device.
+    """An exchange over `axis`: a device has `rows` rows, of which `most` at most go to one device.
 
     `home` is the way back, from the experts' devices to the rows' own.
     """
@@ -27,12 +27,12 @@ class Way:
     home: bool = False
 
     def back(self) -> "Way":
-        """The other direction."""
+        """The exchange in the other direction."""
         return dataclasses.replace(self, home=not self.home)
 
 
 class Slices(NamedTuple):
-    """What `jax.lax.ragged_all_to_all` is told, int32 [experts] each: one entry for each slice.
+    """The operands of `jax.lax.ragged_all_to_all`, int32 [experts] each: one entry for each slice.
 
     Entry i sends `send_sizes[i]` rows from `input_offsets[i]` on, to where they stand in the
     receiver's array from `output_offsets[i]` on. Receivers (for `recv_sizes`, senders) follow each
@@ -46,7 +46,7 @@ class Slices(NamedTuple):
 
 
 def most_rows(rows: int, tokens: int, per_token: int, held: int, slots: int | None = None) -> int:
-    """How many of rows·tokens tokens' choices can fall on one device, which has `held` experts.
+    """The most choices of rows·tokens tokens that can fall on one device, which has `held` experts.
 
     A token chooses an expert once; with a capacity an expert has `slots` for each row.
     """
@@ -55,7 +55,7 @@ def most_rows(rows: int, tokens: int, per_token: int, held: int, slots: int | No
 
 
 def slices(counts: jax.Array, me: jax.Array | int, home: bool) -> Slices:
-    """Those of device `me`, where device i has counts[i, e] rows for expert e: int32 [n, experts].
+    """The `Slices` of device `me`; device i has counts[i, e] rows for expert e, int32 [n, experts].
 
     `home` is the way back, of which entries are slices of the experts held, by owner.
     """
@@ -110,7 +110,7 @@ def in_blocks(
     axis: str,
     most: int,
 ) -> jax.Array:
-    """What `jax.lax.ragged_all_to_all` returns, by an all-to-all of blocks [n, most, e].
+    """The result of `jax.lax.ragged_all_to_all`, by an all-to-all of blocks [n, most, e].
 
     No two devices exchange more than `most` rows, those of all their slices together.
     """
@@ -125,7 +125,7 @@ def in_blocks(
 
 
 def _places(offsets, sizes, most):
-    """Where the rows of a block stand, int32 [most], slice after slice; far beyond for no row."""
+    """The places of a block's rows, int32 [most], slice after slice; far beyond for no row."""
     ends, row = jnp.cumsum(sizes), jnp.arange(most, dtype=sizes.dtype)
     entry = jnp.sum(ends[None] <= row[:, None], axis=1)
     found = (offsets - ends + sizes).at[entry].get(mode="clip") + row

@@ -1,4 +1,4 @@
-"""How each parameter is cut: by a rule, as anywhere else; which part of that is gathered here."""
+"""The layout of each parameter: a rule's, as anywhere else, and which part of it is gathered."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class ArrayLayout(NamedTuple):
 
     @property
     def manual(self) -> P:
-        """The entries of its spec that are by hand: those of `cut` and `apart`."""
+        """The entries of the spec that are by hand: those of `cut` and `apart`."""
         by_hand = [
             entry if i == self.cut or self.apart[i : i + 1] not in ((), (None,)) else None
             for i, entry in enumerate(self.spec)
@@ -44,15 +44,15 @@ class ArrayLayout(NamedTuple):
 
     @property
     def apart_axes(self) -> list[str]:
-        """The mesh axes along which it is never gathered."""
+        """The mesh axes along which the array is never gathered."""
         return jax.tree.leaves(self.apart)
 
     def inside(self, mesh: Mesh) -> tuple[int, ...]:
-        """Its shape where it is used: of what is never gathered, one device's part."""
+        """The array's shape where it is used: of what is never gathered, one device's part."""
         return _divided(self.shape, self.apart, mesh)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """One device's part of it, whole along the axes that the compiler has."""
+        """The shape of one device's part, whole along the axes that the compiler has."""
         return _divided(self.shape, self.manual, mesh)
 
 
@@ -67,7 +67,7 @@ def rule(axis: Axes = "fsdp", **settings: Any) -> rules.FSDPRule:
 def array_layouts(
     tree: Any, rule: rules.FSDPRule, mesh: Mesh, apart: Callable[[Any, Mesh], Any] | None = None
 ) -> tuple[ArrayLayout, ...]:
-    """How `rule` lays out each array of `tree`, which may be abstract.
+    """The ArrayLayout, by `rule`, of each array of `tree`, which may be abstract.
 
     `apart`, a rule too, tells which of the axes that `rule` cuts are never gathered.
     """
@@ -76,7 +76,7 @@ def array_layouts(
 
 
 def of_specs(tree, specs: Sequence[P], rule, mesh, apart=None) -> tuple[ArrayLayout, ...]:
-    """The same for arrays that lie by these specs."""
+    """The ArrayLayout of each array of `tree`, for arrays that lie by these specs."""
     own = [()] * len(specs)
     if apart is not None:
         found = jax.tree.leaves(apart(tree, mesh), is_leaf=lambda x: isinstance(x, P))
@@ -113,9 +113,9 @@ def check_params(params: Any, mesh: Mesh, who: str) -> None:
 
 
 def laid_out(run: Any, rule: rules.FSDPRule, mesh: Mesh, who: str) -> Callable:
-    """`run`, a jitted function of parameters first, that refuses those that lie otherwise.
+    """`run`, a jitted function of parameters first, that refuses parameters laid out otherwise.
 
-    What a jit around it traces does not tell how it lies, and is left alone.
+    Arrays that a jit around it traces do not tell how they lie, and are left alone.
     """
     known = set()
 

@@ -31,7 +31,7 @@ def pad(batch: dict, n: int, mask: str = "mask") -> dict:
 
 
 class Divided(NamedTuple):
-    """Over which mesh axes a batch's rows and columns are cut by hand, in which order.
+    """The mesh axes over which a batch's rows and columns are cut by hand, and the columns' order.
 
     Errors begin with `who`: what the user called.
     """
@@ -44,7 +44,7 @@ class Divided(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """All of these axes, over which the parts' sums are added up."""
+        """All mesh axes that cut rows or columns, over which the parts' sums are added up."""
         return (*self.columns, *self.rows)
 
     def __call__(self, batch: Any, microbatches: int) -> tuple[Any, Any, tuple]:

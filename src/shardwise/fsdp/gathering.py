@@ -24,7 +24,7 @@ SHARE = 8  # and one of so many parts of all that is gathered there
 
 
 class How(NamedTuple):
-    """How one array is gathered, and its gradient reduced.
+    """The settings by which one array is gathered, and its gradient reduced.
 
     `beside` is its spec over `others`, the mesh axes that the compiler has; None without them.
     """
@@ -39,7 +39,7 @@ class How(NamedTuple):
 
     @classmethod
     def of(cls, array: ArrayLayout, mesh: Mesh, dtype: Any, reduce_dtype: Any, rows: Sequence):
-        """That of an array; None for one that is not gathered. `rows`: the axes by hand."""
+        """The `How` of an array; None for one that is not gathered. `rows`: the axes by hand."""
         if array.cut is None:
             return None
         axis, size = mesh_axes(array.spec[array.cut]), array.shape[array.cut]
@@ -48,7 +48,7 @@ class How(NamedTuple):
         return cls(axis, array.cut, size, dtype, reduce_dtype or dtype, beside, others)
 
     def shifted(self, by: int) -> "How":
-        """The same for an array with `by` more leading axes (below 0: fewer)."""
+        """The `How` of an array with `by` more leading axes (below 0: fewer)."""
         beside = self.beside
         if beside is not None:
             beside = P(*[None] * max(by, 0), *list(beside)[max(-by, 0) :])
@@ -56,7 +56,7 @@ class How(NamedTuple):
 
 
 def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """In the dtype asked for, if one is."""
+    """`x` in the dtype asked for, if one is."""
     return x if dtype is None else x.astype(dtype)
 
 
@@ -85,7 +85,7 @@ def take(
 
 
 def scatter(grads: Sequence[jax.Array], hows: Sequence[How | None]) -> list[jax.Array]:
-    """The transpose: summed over the devices, to each its own part."""
+    """The transpose of `gather`: gradients summed over the devices, to each its own part."""
     return _each_bundle(_scattered, grads, hows)
 
 
@@ -145,7 +145,7 @@ def _each_bundle(function, xs, hows):
 
 
 def _gathered(xs, hows):
-    """One collective for these arrays."""
+    """The arrays whole, by one collective for all of them."""
     xs = [cast(x, how.dtype) for x, how in zip(xs, hows, strict=True)]
     if len(xs) == 1:
         return [_by_hand(jax.lax.all_gather, hows[0], axis=hows[0].cut)(xs[0])]
@@ -155,14 +155,14 @@ def _gathered(xs, hows):
 
 
 def _joined(part, x, how):
-    """[devices, elements of a share] as the array."""
+    """The whole array, from `part` [devices, elements of a share]."""
     rows = part.reshape(part.shape[0], *x.shape)
     shape = (*x.shape[: how.cut], how.size, *x.shape[how.cut + 1 :])
     return jnp.moveaxis(rows, 0, how.cut).reshape(shape)
 
 
 def _scattered(grads, hows):
-    """One collective for the gradients of these arrays."""
+    """The shares of gradients summed over devices, by one collective for all of them."""
     pairs = zip(grads, hows, strict=True)
     grads = [cast(g, how.reduce_dtype) for g, how in pairs]
     axis = hows[0].axis
@@ -195,6 +195,6 @@ def _divided(g, how, n):
 
 
 def _pieces(flat, sizes):
-    """Parts of these sizes, along the last axis."""
+    """The parts of `flat` of these sizes, along the last axis."""
     ends = list(itertools.accumulate(sizes))
     return jnp.split(flat, ends[:-1], axis=-1)

@@ -239,7 +239,7 @@ class _Device:
         return whole, [x for x, w in pairs if w not in SUMMED]
 
     def _sum(self, grad, array: ArrayLayout):
-        """Over the devices that hold copies: for an array that is not cut, all of them."""
+        """The gradient summed over devices that hold copies: all, for an array that is not cut."""
         cut = {*jax.tree.leaves(tuple(array.manual))}
         axes = tuple(name for name in self.divided.axes if name not in cut)
         return jax.lax.psum(grad, axes) if axes else grad

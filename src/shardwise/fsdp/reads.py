@@ -1,4 +1,4 @@
-"""Where a loss reads its parameters, followed through its trace at true shapes.
+"""The places where a loss reads its parameters, followed through its trace at true shapes.
 
 A parameter that is given in shares may be read only at `marks.use`, which gathers it; on the way
 there it may be sliced along its layers, carried into scans and jitted blocks, and cast. In shares,
@@ -32,7 +32,7 @@ class Received(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What was found.
+    """The reads of parameters that were found in a loss.
 
     `elsewhere` says by which operation a parameter is read outside `use`, {its number: a name};
     `mesh_axes` are those over which the loss lays out an activation itself.
@@ -81,7 +81,7 @@ def reads(
 
 
 class _Follower(jaxprs.Follower):
-    """Labels are the numbers of the parameters that a value may be."""
+    """A Follower whose labels are the numbers of the parameters that a value may be."""
 
     def __init__(self, inner: Sequence[tuple | None]):
         self.inner = inner
@@ -89,7 +89,7 @@ class _Follower(jaxprs.Follower):
         self.elsewhere: dict[int, str] = {}
 
     def read(self, owners, operation):
-        """One of the `owners` is read by an operation other than `use`."""
+        """Note that one of the `owners` is read by an operation other than `use`."""
         for owner in owners:
             self.elsewhere.setdefault(owner, operation)
 
@@ -121,7 +121,7 @@ class _Follower(jaxprs.Follower):
 
 
 def _keeps_inner(eqn, rank):
-    """Whether the last `rank` axes come out as they went in, as far as sizes do not tell."""
+    """Whether an equation leaves its last `rank` axes as they are, as far as sizes do not tell."""
     last = eqn.outvars[0].aval.ndim - rank
     if eqn.primitive.name == "gather":
         numbers, operand = eqn.params["dimension_numbers"], eqn.invars[0].aval.ndim - rank

@@ -22,8 +22,8 @@ LAYERS = 2**8  # whose numbers bfloat16 has, and wider dtypes
 
 
 class Way(NamedTuple):
-    """How a loss gets its arrays: it is differentiated in `inputs`, of which `arrays` makes what it
-    receives; what it gives to `marks.use`, `use` makes whole.
+    """The way in which a loss gets its arrays: it is differentiated in `inputs`, of which `arrays`
+    makes what it receives; what it gives to `marks.use`, `use` makes whole.
     """
 
     inputs: list[jax.Array]
@@ -38,7 +38,10 @@ def taken(
     now: Sequence[How | None],
     layout: Sequence[ArrayLayout],
 ) -> Way:
-    """From `wholes`; what has a `How` in `now` is whole before the loss, and scattered after it."""
+    """The `Way` in which a loss gets its arrays from `wholes`.
+
+    What has a `How` in `now` is whole before the loss, and scattered after it.
+    """
     groups = zip(shards, layout, use.deferred, strict=True)
     inputs = [_numbered(x, s) if later else x for x, s, later in groups]
 
@@ -65,7 +68,7 @@ class Taking:
         return jax.tree.unflatten(structure, take(xs, wholes, [how for how, _ in told]))
 
     def _layers(self, x, how, i):
-        """That whose number `x` holds, or those."""
+        """The layer whose number `x` holds, or the layers, from the gathered array."""
         whole = self.wholes[i] if self.layout[i].stacked else self.wholes[i][None]
         x = jax.lax.stop_gradient(x)
         if len(whole) > 2 ** (jnp.finfo(x.dtype).nmant + 1):

@@ -1,4 +1,4 @@
-"""What marks mean under FSDP: which arrays `use` gathers and how, and what `constrain` pins."""
+"""Meanings of marks under FSDP: which arrays `use` gathers and how, and what `constrain` pins."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class Use(NamedTuple):
         return jax.tree.unflatten(structure, gather([x for _, x in flat], hows))
 
     def known(self, flat):
-        """(its `How`, its number) of each of these (path, array)."""
+        """(the `How`, the number of the parameter) of each (path, array) in `flat`."""
         known = dict(self.hows)
         return [_known(known, path, jnp.shape(x)) for path, x in flat]
 
@@ -38,7 +38,7 @@ class Use(NamedTuple):
 def use_of(
     found: Reads, arrays: Sequence[ArrayLayout], mesh: Mesh, hows: Sequence[How | None]
 ) -> Use:
-    """The meaning of `marks.use` for a loss that reads its parameters so.
+    """The meaning of `marks.use` for a loss that reads its parameters as `found`.
 
     Raises:
       ValueError: a stacked array that is read elsewhere, or one of which `use` cannot tell how to
@@ -68,7 +68,7 @@ def reads_of(
     dtypes: Sequence[Any],
     *rest: Any,
 ) -> Reads:
-    """Where `loss(leaves, *rest)` reads what has a `How`; `dtypes` are those of the leaves."""
+    """The `Reads`, by `loss(leaves, *rest)`, of what has a `How`; `dtypes` are the leaves'."""
     pairs = zip(arrays, dtypes, strict=True)
     leaves = [jax.ShapeDtypeStruct(array.inside(mesh), dtype) for array, dtype in pairs]
     pairs = zip(arrays, hows, strict=True)
@@ -78,7 +78,7 @@ def reads_of(
 
 
 def _add(known, received: Received, arrays, mesh, hows, deferred):
-    """What is done with an array that `use` receives: {(path, shape in shares): (how, whose)}."""
+    """Add an array that `use` receives to `known`, {(path, shape in shares): (how, i, whose)}."""
     for i in received.owners or [None]:
         shape, how = received.shape, None
         if i is not None and deferred[i]:

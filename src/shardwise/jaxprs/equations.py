@@ -14,7 +14,7 @@ REMAT = {"checkpoint", "remat", "remat2"}
 
 
 class Equation(NamedTuple):
-    """`outvars` from `invars`, by `run(*values) -> list`; `origin` is the jaxpr's own equation.
+    """An equation: `outvars` from `invars`, by `run(*values) -> list`; `origin` is the jaxpr's own.
 
     One with `effects`, such as a `jax.debug.print`, is to run once, whoever reads what it yields.
     That a collective has the name of an axis is no such effect, though JAX counts it as one.
@@ -70,7 +70,7 @@ def variables(atoms: Iterable) -> list:
 
 
 def read(env: dict, atoms: Iterable) -> list:
-    """Their values; a literal is its own."""
+    """The values of `atoms`, which `env` has; a literal is its own."""
     return [v.val if isinstance(v, Literal) else env[v] for v in atoms]
 
 

@@ -18,7 +18,7 @@ class Step(NamedTuple):
 
 
 class _Variable:
-    """A variable of an opened call: its program may be called again, and is not that one then."""
+    """A variable of one opened call: another call of the same program has others."""
 
     def __init__(self, aval):
         self.aval = aval
@@ -47,7 +47,7 @@ def _opened(jaxpr, names, top=False):
 
 
 def _branches(eqn, inputs, names, top):
-    """All of its branches, and for each output the choice."""
+    """The steps of all branches of a conditional, and for each output the choice."""
     cases = []
     for branch in eqn.params["branches"]:
         inside = dict(zip(branch.jaxpr.invars, inputs[1:], strict=True))

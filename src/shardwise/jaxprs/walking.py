@@ -24,7 +24,7 @@ def every(jaxpr: Any) -> Iterator[Any]:
 
 
 def carries(scan: Any, body: Any) -> slice:
-    """Which inputs of a scan are carried round; what stands before are constants, after it xs.
+    """The inputs of a scan that are carried round; before them stand constants, after them xs.
 
     By ranks, since JAX's versions count in different ways: what is stacked has one axis more
     outside than inside.
@@ -45,7 +45,7 @@ class Follower:
     settled = True
 
     def enter(self, v: Any, labels: Labels) -> Labels:
-        """What becomes of an input's labels where it enters a program."""
+        """The labels that an input has within the program that it enters."""
         return labels
 
     def through(self, eqn: Any, given: list[Labels]) -> list[Labels]:

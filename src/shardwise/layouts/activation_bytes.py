@@ -1,4 +1,4 @@
-"""What layers send of their activations, by formula: attention by hand, and Megatron's sums."""
+"""Bytes of activations that layers send, by formula: attention by hand, and Megatron's sums."""
 
 import math
 from typing import Any
@@ -31,7 +31,7 @@ def add(
 
 
 def _attention(layout, shapes, batch, again, sent):
-    """Keys and values around the ring, or gathered, or exchanged, in each layer."""
+    """Add what attention by hand sends in all layers: a ring, a gather or an exchange."""
     found = _heads(shapes)
     if found is None:
         raise ValueError(
@@ -64,7 +64,7 @@ def _heads(shapes):
 
 
 def _tensor(layout, shapes, batch, sent, first, last):
-    """Megatron's sums, for models of these layers."""
+    """Add Megatron's sums, for models whose parameters name the axes that these depend on."""
     embed = [
         x.shape[x.ndim - len(axes) + axes.index("embed")]
         for _, x, box in trees.walk(shapes)

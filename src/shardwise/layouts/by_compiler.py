@@ -1,4 +1,4 @@
-"""The same roles by the compiler: one jitted program, its arrays and activations pinned."""
+"""A layout's roles by the compiler: one jitted program, its arrays and activations pinned."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from shardwise.pipeline import spmd
 def value_and_grad(
     layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str, backward: bool = True
 ) -> Callable:
-    """That of `objective` on whole arrays, batch, activations and gradients pinned.
+    """The loss and gradient of whole arrays, jitted; batch, activations and gradients are pinned.
 
     Without `backward` the gradient is None.
     """

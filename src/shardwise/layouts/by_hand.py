@@ -10,7 +10,7 @@ from shardwise.layouts.placing import expert_rule, parameter_rule
 
 
 def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str) -> Callable:
-    """That of `fsdp`, with the layout's meanings of marks."""
+    """The `fsdp.value_and_grad` of the loss, with the layout's meanings of marks."""
     return fsdp.value_and_grad(
         loss,
         layout.auto,

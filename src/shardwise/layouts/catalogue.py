@@ -36,7 +36,7 @@ ORDER = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 
 def entry(*roles: str, **settings: Any) -> Callable[[int], Layout]:
-    """What stands in `LAYOUTS`: `over` these roles, with these settings."""
+    """An entry of `LAYOUTS`, a function of n: `over` these roles, with these settings."""
     return lambda n: over(roles, n, **settings)
 
 

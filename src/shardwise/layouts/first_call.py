@@ -52,7 +52,7 @@ def judge(
     has_aux: bool = False,
     aux: Any = "sum",
 ) -> str | None:
-    """Why a loss was not judged; None where it divides as the layout divides its batch.
+    """The reason why a loss was not judged; None where it divides as the layout divides its batch.
 
     Raises:
       Indivisible: it does not.

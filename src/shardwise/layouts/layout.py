@@ -17,7 +17,7 @@ ROLES = ("data", "fsdp", "expert", "context", "tensor", "stage")
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What each axis of `mesh` does. A role is one mesh axis or a tuple of them, together one.
+    """The role of each axis of `mesh`. A role takes one mesh axis or a tuple of them, together one.
 
     The mesh's axes may be Auto, as `mesh.make` makes them, or Explicit, JAX's own default: arrays
     that come out have the types of the mesh that was given, also within the caller's own jit.
@@ -117,13 +117,13 @@ class Layout:
 
     @property
     def one_program(self) -> bool:
-        """Whether stages run as one program."""
+        """Whether there are stages, which run as one program."""
         several = jax.process_count() > 1 if self.program is None else self.program
         return bool(self.stage) and several
 
     @property
     def staged(self) -> bool:
-        """Whether there are stages, whose programs are dispatched."""
+        """Whether there are stages, whose programs are dispatched one by one."""
         return bool(self.stage) and not self.one_program
 
     @property
@@ -132,11 +132,11 @@ class Layout:
         return self.by == "hand" and not self.one_program and bool(self.rows or self.context)
 
     def size(self, role: str) -> int:
-        """Into how many parts a role cuts: the product of its axes' sizes."""
+        """The number of parts into which a role cuts: the product of its axes' sizes."""
         return math.prod(self.mesh.shape[name] for name in getattr(self, role))
 
     def size_of_rows(self) -> int:
-        """Into how many parts devices cut the rows."""
+        """The number of parts into which devices cut the rows."""
         return math.prod(self.mesh.shape[name] for name in self.rows)
 
     def roles(self) -> dict[str, tuple[str, ...]]:

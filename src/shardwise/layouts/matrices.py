@@ -47,7 +47,7 @@ def _gathered(eqn, mesh):
 
 
 def _multiplies(eqn):
-    """Whether it multiplies matrices, or holds an equation that does; inner products do not."""
+    """Whether an equation multiplies matrices, or holds one that does; inner products do not."""
     if eqn.primitive.name == "dot_general":
         return eqn.outvars[0].aval.ndim > 0
     within = (e for body in jaxprs.inner(eqn) for e in body.eqns)

@@ -1,4 +1,4 @@
-"""What marks mean under a layout."""
+"""Meanings of marks under a layout."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ class Pins:
     others: P
 
     def __call__(self, x: jax.Array, name: str) -> jax.Array:
-        """`x` pinned, if it has a spec."""
+        """`x` pinned, if there is a spec for it."""
         spec = dict(self.specs).get(name, self.others if x.ndim == 3 else None)
         if spec is None:
             return x
@@ -37,7 +37,7 @@ class Pins:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh(), spec))
 
     def _check(self, length, name, spec):
-        """A compiler would pad a sequence in silence, and send the padding."""
+        """Raise ValueError for a sequence that does not divide: a compiler pads it in silence."""
         axes = jax.tree.leaves(list(spec)[1:2])
         parts = math.prod(self.mesh.shape[axis] for axis in axes)
         if length % parts:
@@ -53,7 +53,7 @@ class Pins:
 
 
 def pins(layout: Layout) -> Pins:
-    """That of a layout; what a shard_map around the loss cuts by hand is left out."""
+    """The `Pins` of a layout; what a shard_map around the loss cuts by hand is left out."""
     hand = layout.by_hand
     rows, columns = ((), ()) if hand else (layout.rows, layout.context)
     specs = tensor.activations(layout.tensor, rows, columns, layout.sequence)
@@ -140,7 +140,7 @@ def attention(layout: Layout) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class Alone:
-    """A meaning of `marks.attend` as what Ulysses computes on a device."""
+    """A meaning of `marks.attend`, in the form in which Ulysses calls it on a device."""
 
     attend: Callable
 
@@ -149,7 +149,7 @@ class Alone:
 
 
 def _kernel(layout):
-    """The layout's kernel, whose rows and heads the compiler cannot cut, so that they are here."""
+    """The layout's kernel, in a shard_map over rows and heads where these are the compiler's."""
     rows = () if layout.by_hand else layout.rows
     if not rows and not layout.tensor:
         return layout.kernel

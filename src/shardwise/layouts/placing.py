@@ -1,4 +1,4 @@
-"""Which rules a layout has for parameters."""
+"""The rules by which a layout cuts parameters."""
 
 import contextlib
 import dataclasses
@@ -51,7 +51,7 @@ class Named:
     table: Mapping[str, Any]
 
     def __call__(self, tree: Any, mesh: Mesh) -> Any:
-        """The PartitionSpecs; raises ValueError where no parameter carries one of the names."""
+        """The PartitionSpec of each array; raises ValueError where none has one of the names."""
         names = {name for _, _, box in trees.walk(tree) for name in trees.axis_names(box) or ()}
         if not names.intersection(self.table):
             raise ValueError(
@@ -78,7 +78,7 @@ class Both:
     second: Callable
 
     def __call__(self, tree: Any, mesh: Mesh) -> Any:
-        """Their PartitionSpecs in one."""
+        """The PartitionSpec of each array, of the entries of both rules."""
         is_spec = lambda x: isinstance(x, P)  # noqa: E731
         one, other = (
             jax.tree.leaves(r(tree, mesh), is_leaf=is_spec) for r in (self.first, self.second)
@@ -101,7 +101,7 @@ class Layers:
     stacked: Callable | None
 
     def __call__(self, tree: Any, mesh: Mesh) -> Any:
-        """The PartitionSpecs."""
+        """The PartitionSpec of each array."""
         stacks = rules.FSDPRule((), stacked=self.stacked).stacks(tree)
         shapes = [jnp.shape(x) for x in jax.tree.leaves(tree)]
         parts = mesh.shape[self.axis]
@@ -119,7 +119,7 @@ def _entry(axes):
 
 
 def parameter_rule(layout: Layout, zero: int = 3) -> rules.FSDPRule:
-    """How parameters are cut, or with `zero` 1 what their state is cut like.
+    """The rule by which parameters are cut, or with `zero` 1 the one that their state follows.
 
     They differ for ZeRO 1 and 2 by the compiler, where parameters are whole along fsdp.
     """
@@ -136,7 +136,7 @@ def parameter_rule(layout: Layout, zero: int = 3) -> rules.FSDPRule:
 
 @contextlib.contextmanager
 def naming(who: str) -> Iterator[None]:
-    """Errors of the rules and stores within name what was called; also to decorate a rule with."""
+    """A context in which ValueErrors name `who`, that was called; also to decorate a rule with."""
     try:
         yield
     except ValueError as error:
@@ -165,7 +165,7 @@ def shardings(layout: Layout, params: Any, tx: Any, who: str) -> Any:
 
 
 def array_layouts(layout: Layout, tree: Any) -> tuple[fsdp.ArrayLayout, ...]:
-    """How each array of `tree`, which may be abstract, is cut and gathered by hand."""
+    """The ArrayLayout by hand of each array of `tree`, which may be abstract."""
     return fsdp.array_layouts(tree, parameter_rule(layout, 1), layout.auto, expert_rule(layout))
 
 

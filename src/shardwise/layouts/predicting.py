@@ -1,4 +1,4 @@
-"""What a layout holds and sends, by formula, before anything is compiled."""
+"""Bytes that a layout holds and sends, by formula, before anything is compiled."""
 
 import dataclasses
 import math
@@ -101,7 +101,7 @@ def predict(
 
 
 def describe(layout: Layout, params: Any) -> Any:
-    """How each parameter lies, as a table: path, shape, spec, bytes on each device, why whole."""
+    """A table of how each parameter lies: path, shape, spec, bytes on each device, why whole."""
     _whole(layout, array_layouts(layout, params), abstract(params), "layouts.describe")
     return rules.describe(parameter_rule(layout), params, layout.auto)
 
@@ -176,7 +176,7 @@ def _of_stage(layout, params, batch, tx, again, told):
 
 
 def _parameter(layout, s: ArrayLayout, x, again, sent):
-    """Its gathers, and the reduction of its gradient."""
+    """Add the bytes of a parameter's gathers, and of the reduction of its gradient, to `sent`."""
     held = math.prod(NamedSharding(layout.auto, s.spec).shard_shape(s.shape))
     used = layout.dtype or x.dtype
     over = [name for name in (*layout.context, *layout.rows) if name not in s.apart_axes]

@@ -21,7 +21,7 @@ Shape = jax.ShapeDtypeStruct
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """What a stage's programs do with shares of parameters; these go by their numbers.
+    """The operations of a stage's programs on shares of parameters, which go by their numbers.
 
     With ZeRO 3 a task gathers what it reads, and scatters its gradients: those that the loss gives
     to `marks.use` there, the others where it begins and ends. With 2 they are gathered once a step;
@@ -48,27 +48,27 @@ class Shares:
 
     @property
     def parts(self) -> int:
-        """Into how many parts an array is cut."""
+        """The number of parts into which an array is cut."""
         return math.prod(self.mesh.shape[name] for name in self.layout.fsdp)
 
     def held(self, i: int, x: Any) -> tuple[P, Any]:
-        """How tasks find a parameter that is kept as `x`: its spec and its dtype."""
+        """The spec and the dtype in which tasks find a parameter that is kept as `x`."""
         if self.layout.zero == 3 or self.hows[i] is None:
             return x.sharding.spec, x.dtype
         return self._whole(i, x.sharding.spec), self.layout.dtype or x.dtype
 
     def summed(self, i: int, x: Any) -> P:
-        """The spec of what its gradients are added to."""
+        """The spec of the sum to which a parameter's gradients are added."""
         once = self.layout.zero == 1 and self.hows[i] is not None
         return self._whole(i, x.sharding.spec) if once else x.sharding.spec
 
     def terms(self, i: int) -> tuple[str, ...]:
-        """The mesh axes over which the sums of all devices are then to be added up."""
+        """The mesh axes over which the devices' sums of a parameter's gradients are added up."""
         once = self.layout.zero == 1 and self.hows[i] is not None
         return (*self.copied(i), *(self.layout.fsdp if once else ()))
 
     def gather(self, numbers: Sequence[int], arrays: list) -> list:
-        """These parameters as tasks find them, once a step."""
+        """The parameters as tasks find them, gathered once a step."""
         return all_gather(arrays, self._hows(numbers, arrays, numbers, self.parts))
 
     def enter(self, numbers: Sequence[int], arrays: list, reads: Sequence[int]) -> list:
@@ -85,18 +85,18 @@ class Shares:
         return scatter(grads, self._hows(numbers, grads, now))
 
     def total(self, numbers: Sequence[int], sums: list) -> list:
-        """The gradients that all devices' sums make, once a step."""
+        """The gradients to which the devices' sums add up, once a step."""
         once = numbers if self.layout.zero == 1 else ()
         sums = scatter(sums, self._hows(numbers, sums, once))
         pairs = zip(numbers, sums, strict=True)
         return [jax.lax.psum(x, axes) if (axes := self.copied(i)) else x for i, x in pairs]
 
     def _at_ends(self, i):
-        """Whether a task gathers it where it begins."""
+        """Whether a task gathers the parameter where it begins."""
         return self.layout.zero == 3 and not self.use.deferred[i]
 
     def _hows(self, numbers, arrays, wanted, parts=1):
-        """How those that are wanted are gathered, or scattered: at the size that a stage has."""
+        """The `How` of each array that is wanted, at the size that a stage has; else None."""
         found = []
         for i, x in zip(numbers, arrays, strict=True):
             how = self.hows[i] if i in wanted else None
@@ -107,7 +107,7 @@ class Shares:
         return found
 
     def copied(self, i: int) -> tuple[str, ...]:
-        """The mesh axes along which devices have copies of it, or of its share."""
+        """The mesh axes along which devices have copies of a parameter, or of its share."""
         own = {*jax.tree.leaves(tuple(self.arrays[i].manual))}
         return tuple(name for name in (*self.layout.context, *self.layout.rows) if name not in own)
 

@@ -1,4 +1,4 @@
-"""What the devices of one stage hold and send, by formula: its collectives by hand."""
+"""Bytes that the devices of one stage hold and send, by formula: its collectives by hand."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Sent = dict[tuple[str, ...], float]
 
 
 class StageBytes(NamedTuple):
-    """`held` and `sent` as in a `Prediction`, the parameters' shapes there, if it has the ends."""
+    """A stage's `held` and `sent` as in a `Prediction`, parameters' shapes, if it has the ends."""
 
     held: dict[str, int]
     sent: Sent
@@ -33,7 +33,7 @@ class StageBytes(NamedTuple):
 def of_stage(
     layout: Layout, shapes: Any, batch: Any, tx: Any, loss: Callable, has_aux: bool, stage: int
 ) -> StageBytes:
-    """Of parameters, their gradients, the loss's two sums, and what goes to the stages beside it.
+    """The `StageBytes`: parameters, gradients, the loss's two sums, what goes to stages beside it.
 
     Which tasks read a parameter, and so gather it, the cut loss tells.
     """
@@ -70,12 +70,12 @@ class _Stage(NamedTuple):
     stage: int
 
     def shape(self, piece: pipeline.Piece) -> tuple:
-        """Of an array's part on the stage; elsewhere, of all of it."""
+        """The shape of an array's part on the stage; elsewhere, of all of it."""
         rows = dict(piece.homes).get(self.stage)
         return piece.shape if rows is None else (rows[1] - rows[0], *piece.shape[1:])
 
     def held(self, piece: pipeline.Piece) -> int:
-        """Bytes of one device."""
+        """Bytes of an array on one device of the stage."""
         if self.stage not in dict(piece.homes):
             return 0
         return self._elements(self.shape(piece), piece.spec) * jnp.dtype(piece.dtype).itemsize
@@ -102,7 +102,7 @@ class _Stage(NamedTuple):
         return found
 
     def _parameter(self, place, i, x, found):
-        """Its gathers, and the reductions of its gradient."""
+        """Add the bytes of a parameter's gathers, and of its gradient's reductions, to `found`."""
         layout, shares = self.layout, self.plan.traced.local.shares
         held = self._elements(x.shape, x.sharding.spec)
         used, m = jnp.dtype(layout.dtype or x.dtype), layout.microbatches
@@ -119,7 +119,7 @@ class _Stage(NamedTuple):
         _add(found, over, 2 * held * wide(x.dtype).itemsize * self._share(over))
 
     def _readers(self, place):
-        """How many of a microbatch's tasks read the parameter at a place."""
+        """The number of a microbatch's tasks that read the parameter at a place."""
         reads = self.plan.stages[self.stage].form.halves.reads
         tasks = {
             t.kind for order in self.plan.schedule.tasks for t in order if t.stage == self.stage

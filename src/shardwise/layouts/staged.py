@@ -27,7 +27,7 @@ from shardwise.layouts.shares import shares
 
 
 def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str) -> Callable:
-    """That of `pipeline`, with rows and sequences cut within the stages."""
+    """The `pipeline.value_and_grad` of the loss, with rows and sequences cut within the stages."""
     given = layout.auto, layout.schedule, layout.microbatches
     options = dict(axis=layout.stage[0], has_aux=has_aux, aux=aux, who=who)
     if layout.by_hand:
@@ -76,13 +76,13 @@ def create(
 
 
 def _rule(layout, who):
-    """That of parameters, whose errors name what was called."""
+    """The rule of parameters, whose errors name what was called."""
     rule = parameter_rule(layout, zero=1)
     return rule if isinstance(rule, P) else naming(who)(rule)
 
 
 def located(layout: Layout, shapes: Any, like: Any, batch: Any, who: str) -> pipeline.Pipelined:
-    """`place`, of shapes: where arrays would live, and no arrays."""
+    """The result of `place` for shapes: where arrays would live, and no arrays."""
     pieces, meshes = pipeline.located(shapes, like, batch, rule=_rule(layout, who))
     return pipeline.Pipelined({}, pieces, jax.tree.structure(shapes), meshes)
 

@@ -62,7 +62,7 @@ def place(
 
 
 def whole(layout: Layout, tree: Any) -> Any:
-    """What `place`, `init` or a step returned, whole on every device."""
+    """The arrays that `place`, `init` or a step returned, whole on every device."""
     return pipeline.whole(tree) if isinstance(tree, pipeline.Pipelined) else rules.whole(tree)
 
 

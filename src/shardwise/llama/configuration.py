@@ -75,7 +75,7 @@ def read(folder: str | Path) -> dict[str, Any]:
 
 
 def is_tied(fields: dict[str, Any]) -> bool:
-    """Whether the embedding is the head too."""
+    """Whether the model's embedding is its head too."""
     return bool(fields.get("tie_word_embeddings", False))
 
 

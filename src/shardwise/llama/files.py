@@ -64,7 +64,7 @@ def _paths(folder, index):
 
 
 def check_names(label: str, wanted: set[str], found: set[str]) -> None:
-    """Raise ValueError, with what is missing and what is too much."""
+    """Raise ValueError if names differ, with what is missing and what is too much."""
     if wanted == found:
         return
     told = [
@@ -91,7 +91,7 @@ def check_arrays(label: str, shapes: Mapping[str, tuple[int, ...]], found: dict[
 
 
 def write(path: Path, arrays: dict[str, Any]) -> None:
-    """One file, said to be of PyTorch, whose axes these are: transformers asks."""
+    """Write one file, said to be of PyTorch, whose axes these are: transformers asks."""
     from safetensors.numpy import save_file
 
     save_file(arrays, path, metadata={"format": "pt"})

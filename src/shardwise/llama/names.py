@@ -1,4 +1,4 @@
-"""Which of Llama's weights each of the decoder's parameters is, and how their axes lie.
+"""Names of weights: which of Llama's each of the decoder's parameters is, and how their axes lie.
 
 Letters are the model's, with l for layers: l layers, v vocab, e embed, h heads, k kv_heads,
 d head_dim, m mlp. A parameter's are those of its axes. A weight's come in words, one for each axis

@@ -11,7 +11,7 @@ from shardwise.marks.identities import index
 
 
 class Places(NamedTuple):
-    """Where tokens stand, each int32 [b, s]; whatever cuts or reorders tokens does so to these.
+    """The places of tokens, each int32 [b, s]; whatever cuts or reorders tokens does so to these.
 
     positions: in the token's own document, what rotary angles grow with;
     documents: the number of the document, of those packed into one row; none sees another;
@@ -24,7 +24,7 @@ class Places(NamedTuple):
 
 
 def causal(query: Places, key: Places) -> jax.Array:
-    """What a token sees by default: its own document, up to itself."""
+    """The default mask of attention: a token sees its own document, up to itself."""
     return (key.index <= query.index) & (key.documents == query.documents)
 
 

@@ -41,13 +41,13 @@ def bind(**meanings: Callable) -> Iterator[None]:
 
 
 def meaning_of(mark: str) -> Callable | None:
-    """What is bound to `mark` here; None where nothing is."""
+    """The meaning that is bound to `mark` here; None where nothing is."""
     return _MEANINGS.get().get(mark)
 
 
 def _key(meaning):
-    """What stands for a meaning in JAX's caches, which keep no function alive that is told by
-    its identity alone: it may hold arrays of a trace that is over.
+    """The key of a meaning in JAX's caches, which keep no function alive that is told by its
+    identity alone: it may hold arrays of a trace that is over.
     """
     by_identity = type(meaning).__eq__ is object.__eq__
     return weakref.ref(meaning) if by_identity else meaning

@@ -1,4 +1,4 @@
-"""What a program costs: bytes on each device, collectives, FLOPs, and time.
+"""Costs of a program: bytes on each device, collectives, FLOPs, and time.
 
 Compiled programs are read, not run: `jax.jit(f).lower(*args).compile()` is what to pass, or what
 `topology.compile` returns for chips that are not here.

@@ -1,4 +1,4 @@
-"""Along which mesh axes collectives run."""
+"""The mesh axes along which collectives run."""
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh

@@ -101,7 +101,7 @@ def read(program: Program, frame: Frame, op: Instruction) -> Op | None:
 
 
 def _op(kind, name, arrays, n, among, **more) -> Op:
-    """One instruction that runs once; what leaves a device by the formulas of a ring."""
+    """The `Op` of one instruction, run once; what leaves a device by the formulas of a ring."""
     size = sum(array.bytes for array in arrays)
     base = kind.removesuffix(BETWEEN_SLICES)
     if base == "collective-permute":
@@ -124,7 +124,7 @@ def _between_slices(frame, op, kind, n, among):
 
 
 def _ragged(program, frame, op):
-    """All rows of the operand, as if none stayed."""
+    """The `Op` of a ragged all-to-all that sends all rows of its operand, as if none stayed."""
     among = groups.replicas(op, program.devices)
     rows = frame.find(op.operands[0])[1].arrays[0]
     n, types = max(map(len, among)), ((rows.dtype, rows.dims),)

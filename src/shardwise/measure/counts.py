@@ -45,7 +45,7 @@ class Op:
         return "+".join(dict.fromkeys(dtype for dtype, _ in self.arrays))
 
     def repeated(self, times: int) -> "Op":
-        """That of a program that runs so many times."""
+        """The `Op` for so many runs of its program."""
         return replace(
             self,
             trips=self.trips * times,
@@ -56,7 +56,7 @@ class Op:
 
 @dataclass(frozen=True)
 class Count:
-    """How often a kind of collective occurs (`static`) and runs (`dynamic`), and its bytes."""
+    """The times that a kind of collective occurs (`static`) and runs (`dynamic`), and its bytes."""
 
     static: int
     dynamic: int
@@ -65,7 +65,7 @@ class Count:
 
 
 class Collectives(Mapping[str, Count]):
-    """From each kind of collective that occurs to its `Count`; `.ops` holds every instruction.
+    """{kind of collective: its `Count`} of the kinds that occur; `.ops` holds every instruction.
 
     All bytes are per device and for all trips. `payload_bytes` is the size of the full tensor B:
     what an all-gather yields, what enters a reduce-scatter, an all-reduce, an all-to-all (on one

@@ -17,7 +17,7 @@ _LOCAL = re.compile(
 
 
 def opcode(op) -> str:
-    """What HLO calls the operation of a `stablehlo.custom_call`, "custom-call" if it sends nothing.
+    """HLO's name for the operation of a `stablehlo.custom_call`: "custom-call" if it sends nothing.
 
     Raises:
       ValueError: whether it sends is not known.

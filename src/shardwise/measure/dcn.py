@@ -17,7 +17,7 @@ _SLICE = 100_000  # in a device's number, where slices are counted from 1
 
 
 def read(op: Instruction, devices: int) -> tuple[str, int, Groups] | None:
-    """Of a send to another slice: the kind, how many take part, and who; None for another send.
+    """(kind, how many take part, who takes part) of a send to another slice; None for another send.
 
     `devices` are those of one slice. Numbers of devices are known where every device of each
     slice takes part; elsewhere they are told by their places, and the groups are empty.

@@ -1,4 +1,4 @@
-"""What a compiler made of the collectives that were written: differences in bytes, by name."""
+"""Differences in bytes, by name: what a compiler made of the collectives that were written."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class Differences(dict[str, Difference]):
 
 
 def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differences:
-    """What became in `compiled` of each collective that is written in `lowered`.
+    """The `Differences`: what became in `compiled` of each collective written in `lowered`.
 
     Both are what `collectives` takes, of one program; `also` are collectives that the compiler is
     expected to insert, and count as written. A collective is known again by its kind, its
@@ -67,7 +67,7 @@ def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differe
 
 
 def became(written: Iterable[Op], made: Iterable[Op]) -> Differences:
-    """The same of collectives that are counted already."""
+    """The `Differences` of collectives that are counted already."""
     found: dict[str, list[pairing.Pair]] = {}
     for pair in pairing.pairs(written, made):
         found.setdefault(pair.name, []).append(pair)

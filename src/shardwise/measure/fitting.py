@@ -1,4 +1,4 @@
-"""Whether a program fits into a device's memory, and what fills it."""
+"""The fit of a program into a device's memory, and what fills it."""
 
 import re
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What was made of the collectives that were written, and how the chips exchange."""
+"""Forms of collectives: what was made of those written, and how the chips exchange."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from .counts import Collectives, Op
 
 
 class Form(NamedTuple):
-    """How a collective runs; see `Op` for each."""
+    """The way in which a collective runs; see `Op` for each field."""
 
     kind: str
     written: tuple[str, ...]
@@ -28,7 +28,7 @@ _COLUMNS = (
 
 
 class Forms(dict[Form, Collectives]):
-    """From each form that occurs to the `Collectives` of it; shown as a table."""
+    """{form: the `Collectives` of it} of the forms that occur; shown as a table."""
 
     def _rows(self) -> list[tuple[str, ...]]:
         rows = []

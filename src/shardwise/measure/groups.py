@@ -1,4 +1,4 @@
-"""Which devices take part in a collective together, from any form in which HLO writes it."""
+"""The devices that take part in a collective together, from any form in which HLO writes it."""
 
 import math
 import re

@@ -11,7 +11,7 @@ from .program import Frame, Instruction, Program
 
 @dataclass(frozen=True)
 class Span:
-    """From `start` to `end`, in seconds, the instruction `name` has its lane.
+    """The time from `start` to `end`, in seconds, in which instruction `name` occupies its lane.
 
     A lane is "products" or, of a collective, "links"; `kind` is then which, and `asynchronous`
     tells whether products may run beside it.

@@ -1,4 +1,4 @@
-"""How many links a collective uses at once on a torus, and how long it then takes."""
+"""The number of links that a collective uses at once on a torus, and the time that it takes."""
 
 import re
 from typing import Any
@@ -11,7 +11,7 @@ _COLORS = re.compile(r"colors:(\d+) phases:\d+ cores:\{([\d ]+)\}")
 
 
 def link_seconds(op: Op, chip: Any, start: Instruction) -> float:
-    """How long one run of a collective takes, by the links that its strategy uses."""
+    """The seconds that one run of a collective takes, by the links that its strategy uses."""
     lanes = lanes_of(op, chip, start)
     bandwidth = lanes * chip.link_bandwidth if lanes else chip.dcn_bandwidth
     return op.ring_bytes / bandwidth * chip.devices
@@ -40,7 +40,7 @@ def _strategy(op, config):
 
 
 def _links(size, axes, chip):
-    """Those of a chip along one of so many axes: two on a ring, one on a line or to one other."""
+    """Links of a chip along one of so many axes: two on a ring, one on a line or to one other."""
     if size <= 2:
         return 1
     return 2 if axes == 1 or size >= (chip.ring_from or 0) else 1

@@ -68,7 +68,7 @@ def _dot(frame: Frame, op: Instruction, contracted: str, batch: str | None) -> i
 
 
 def _kernel(op: Instruction, kernels: Mapping[str, int]) -> int | None:
-    """A kernel by a formula: the caller's, or else its author's."""
+    """FLOPs of a kernel by a formula: the caller's, or else its author's."""
     if op.attributes.get("custom_call_target") != '"tpu_custom_call"':
         return None
     for part, count in kernels.items():
@@ -80,7 +80,7 @@ def _kernel(op: Instruction, kernels: Mapping[str, int]) -> int | None:
 
 
 def _library(frame: Frame, op: Instruction) -> int | None:
-    """A call into a vendor's library: one that carries a product's dimensions, or no product."""
+    """FLOPs of a vendor's library call that carries a product's dimensions; None of no product."""
     target = op.attributes.get("custom_call_target", "").strip('"')
     config = op.attributes.get("backend_config", "")
     dims = dict(re.findall(r'"lhs_(contracting|batch)_dimensions":\s*\[([^\]]*)\]', config))

@@ -53,7 +53,7 @@ def bytes_per_device(compiled: Any) -> DeviceBytes:
 
 
 def bytes_on_devices(tree: Any) -> dict[jax.Device, int]:
-    """From each device that this process sees to the bytes that the tree's arrays hold on it.
+    """{device: bytes that the tree's arrays hold on it} of the devices that this process sees.
 
     An array that stands in the tree twice counts once, a donated or deleted one not at all, and
     NumPy arrays and Python numbers, which are on no device, not either.

@@ -1,4 +1,4 @@
-"""How much of what is sent can run beside products: by the schedule, and by a model of time."""
+"""The share of what is sent that can run beside products: by the schedule and a model of time."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Of the bytes sent, the share that is covered; 1 where nothing is sent."""
+        """The share of the bytes sent that is covered; 1 where nothing is sent."""
         sent = sum(b.op.ring_bytes * b.times for b in self.found)
         if not sent:
             return 1.0
@@ -138,7 +138,7 @@ def _beside(program: Program, chip: Any, kernels: Mapping[str, int]) -> Iterator
 
 
 def _shared(program, chip, group, taken, kernels):
-    """Those that start in one computation: a product's time goes to whoever is open, once."""
+    """The `Beside` of each collective of one computation; no product's time is given to two."""
     for found, frame, start, times in group:
         lanes = lanes_of(found, chip, start)
         seconds = link_seconds(found, chip, start)

@@ -28,7 +28,7 @@ _SUMS = ("reduce-scatter", "all-gather")  # what an all-reduce may do the work o
 
 
 class Pair(NamedTuple):
-    """Why they differ, the compiled op's name ("" if there is none), ring bytes of both."""
+    """The reason's name, the compiled op's name ("" if there is none), ring bytes of both."""
 
     name: str
     op: str
@@ -46,11 +46,11 @@ class _Piece:
 
     @property
     def key(self):
-        """By what it is known again: kind, elements of the whole, and how many take part."""
+        """The key by which a piece is known: kind, elements of the whole, how many take part."""
         return self.of(self.op.kind)
 
     def of(self, kind):
-        """The key that it would have as one of another kind."""
+        """The key that the piece would have as one of another kind."""
         whole = self.op.group_size if self.op.kind == "all-gather" else 1
         return kind, self.array.elements * whole, self.op.group_size
 
@@ -71,7 +71,7 @@ class _Piece:
 
     @property
     def may_be_by_hand(self):
-        """Also if the compiler tells no origin, or, of several in one, another's."""
+        """Whether it may be by hand, also if the compiler tells no origin, or another array's."""
         source = self.op.source
         return "shard_map" in source or not source or "combined" in self.op.notes
 
@@ -120,7 +120,7 @@ def _pieces(ops):
 
 
 def _left(pool, key, piece):
-    """Those of this key, of which `piece` may be one: by hand, or expected of the compiler."""
+    """Pieces written, of this key, that `piece` may be: by hand, or expected of the compiler."""
     found = (fellow for fellow in pool.get(key, ()) if fellow.times)
     return (f for f in found if piece.may_be_by_hand or "expected" in f.op.notes)
 
@@ -141,7 +141,7 @@ def _for_all_reduce(piece, pool):
 
 
 def _padded(piece, pool):
-    """One whose arrays the compiler made larger, to cut them evenly."""
+    """A piece written, whose arrays the compiler made larger, to cut them evenly."""
     kinds = _SUMS if piece.op.kind == "all-reduce" else (piece.op.kind,)
     if "padded" not in piece.op.notes:
         return None
@@ -150,7 +150,7 @@ def _padded(piece, pool):
 
 
 def _divided(piece, pool):
-    """One written over whole arrays, which the compiler cut along an axis that is left to it."""
+    """A piece written over whole arrays, which the compiler cut along an axis left to it."""
     if not piece.is_by_hand:
         return None
     larger = (f for f in _but_one(piece, pool, (piece.op.kind,)) if f.key[1] % piece.key[1] == 0)
@@ -158,7 +158,7 @@ def _divided(piece, pool):
 
 
 def _of_equal_rows(piece, pool):
-    """One written of rows that are all alike, as the compiler finds, and sends the first."""
+    """A piece written of rows that are all alike, as the compiler finds, and sends the first."""
     if not piece.is_by_hand:
         return None
     mine = [d for d in piece.array.dims if d > 1]
@@ -171,7 +171,7 @@ def _of_equal_rows(piece, pool):
 
 
 def _but_one(piece, pool, kinds):
-    """Those among as many devices, of which but one size is another."""
+    """Pieces written, among as many devices, whose sizes are those of `piece` but for one."""
     for fellow in (fellow for found in pool.values() for fellow in found if fellow.times):
         among = fellow.op.kind in kinds and fellow.op.group_size == piece.op.group_size
         if among and piece.differs_in_one(fellow):
@@ -195,7 +195,7 @@ _REASONS = {
 
 
 def _of_nobody(piece, met, padded):
-    """Of a collective that is written nowhere, or not so often."""
+    """The name for a collective that is written nowhere, or not so often."""
     if "windowed" in piece.op.notes:
         return "windowed"
     is_permute = piece.op.kind == "collective-permute"
@@ -207,7 +207,7 @@ def _of_nobody(piece, met, padded):
 
 
 def _of_none(fellow, met, windows):
-    """Of what is written, and not found; a window passes on a share, or a part of one."""
+    """The name for what is written, and not found; a window passes on a share, or a part of one."""
     if fellow.op.kind in _SUMS:
         share = fellow.key[1] // fellow.op.group_size
         if any(share % window.array.elements == 0 for window in windows):

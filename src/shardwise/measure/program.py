@@ -13,7 +13,7 @@ import jax
 
 
 def is_compiled(program: Any) -> bool:
-    """Whether it is a `jax.stages.Compiled`, or says what one says, as `topology.compile`'s do."""
+    """Whether `program` is a `jax.stages.Compiled`, or has its methods, as `topology.compile`'s."""
     kinds = jax.stages.Lowered, type
     says = hasattr(program, "as_text") and hasattr(program, "memory_analysis")
     return says and not isinstance(program, kinds)

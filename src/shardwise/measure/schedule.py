@@ -1,4 +1,4 @@
-"""What stands between the start and the end of a collective, in the order of a TPU's program."""
+"""Instructions between the start and the end of a collective, in the order of a TPU's program."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ def end(program: Program, frame: Frame, start: Instruction) -> str | None:
 
 
 def _end(program, frame, start):
-    """What comes after `start`, all in order, and how many instructions further it is awaited."""
+    """(what comes after `start`, all in order, how many instructions further it is awaited)."""
     order = list(frame.computation.instructions.values())
     after = order[order.index(start) + 1 :]
     end, leaves_as = _follow(program, frame, after, {start.name})
@@ -87,7 +87,7 @@ def _follow(program, frame, order, held):
 
 
 def _is_signal(op):
-    """Whether it is the signal of a carried collective, or a start itself, handed on."""
+    """Whether `op` is the signal of a carried collective, or a start itself, handed on."""
     scalar = [(array.dtype, array.dims) for array in op.arrays] == [("u32", ())]
     return op.opcode == "get-tuple-element" and (scalar or len(op.arrays) > 1)
 

@@ -143,7 +143,7 @@ class _Reader:
         return found
 
     def groups(self, attribute) -> str:
-        """Listed, as HLO writes them, or along the axes of a mesh."""
+        """Replica groups as HLO writes them: listed, or along the axes of a mesh."""
         text = str(attribute)
         if re.search(r": tensor<\d+x\d+xi64>", text):
             return _listed(attribute)

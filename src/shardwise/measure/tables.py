@@ -7,7 +7,7 @@ Row = Sequence[str]
 
 
 def plain(columns: Row, rows: Sequence[Row]) -> str:
-    """Columns as wide as what they hold, two spaces between them."""
+    """The table as text: columns as wide as what they hold, two spaces between them."""
     table = [columns, *rows]
     widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
     return "\n".join(
@@ -20,7 +20,7 @@ def plain(columns: Row, rows: Sequence[Row]) -> str:
 
 
 def page(columns: Row, rows: Sequence[Row]) -> str:
-    """The same as HTML."""
+    """The table as HTML."""
     head = "".join(f'<th scope="col">{html.escape(title)}</th>' for title in columns)
     cell = '<td style="text-align:right">{}</td>'.format
     body = ""
@@ -31,5 +31,5 @@ def page(columns: Row, rows: Sequence[Row]) -> str:
 
 
 def number(value: int | float) -> str:
-    """With commas; one decimal where it is no whole number."""
+    """A number with commas; with one decimal where it is no int."""
     return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"

@@ -1,4 +1,4 @@
-"""How long a step takes."""
+"""The time that a step takes."""
 
 import time
 from collections.abc import Callable

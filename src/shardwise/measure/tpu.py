@@ -1,4 +1,4 @@
-"""What only the TPU's compiler writes: carried collectives, fused scatters, strategies."""
+"""Forms that only the TPU's compiler writes: carried collectives, fused scatters, strategies."""
 
 import re
 
@@ -35,12 +35,12 @@ def is_scatter(frame: Frame, op: Instruction) -> bool:
 
 
 def is_padded(frame: Frame, op: Instruction) -> bool:
-    """Whether what a collective reads was made larger for it."""
+    """Whether an operand of a collective was padded for it."""
     return any(frame.find(name)[1].opcode == "pad" for name in op.operands)
 
 
 def written_as(program: Program, frame: Frame, op: Instruction, size: int) -> tuple[str, ...]:
-    """Of each array of an all-reduce among `size` devices, what it does the work of.
+    """The kind whose work an all-reduce among `size` devices does, of each of its arrays.
 
     A gather becomes one where each device adds its share into zeros; a scatter, where each device
     keeps its share of the sum and nothing else is made of it. Empty where all are sums.
@@ -81,7 +81,7 @@ def is_windowed(op: Instruction, source: str) -> bool:
 
 
 def strategy(frame: Frame, op: Instruction) -> str:
-    """How the compiler lets the chips exchange: its name for that, "" where it does not say."""
+    """The compiler's name for how the chips exchange, "" where it does not say."""
     for config in (op.attributes, frame.site.attributes if frame.site else {}):
         said = re.search(
             r'"collective_algorithm_config":\{(?:"emitter":"([^"]*)")?,?(?:"strategy":"([^"]*)")?',
@@ -116,7 +116,7 @@ def _readers(frame, name):
 
 
 def _is_sliced(frame, name, elements):
-    """Whether all that is read of a value in this computation is a smaller part of it."""
+    """Whether every reader of a value in this computation takes a smaller part of it."""
     readers = list(_readers(frame, name))
     return bool(readers) and all(
         reader.opcode == "dynamic-slice" and reader.arrays[0].elements < elements

@@ -1,4 +1,4 @@
-"""How often each instruction of a program runs."""
+"""The number of times that each instruction of a program runs."""
 
 import re
 from collections.abc import Callable
@@ -14,7 +14,7 @@ def executed(
     read: Callable[[Frame, Instruction], Found | None],
     weigh: Callable[[Found], float] = lambda value: value,
 ) -> list[tuple[Found, int]]:
-    """What `read` finds in the program, each with the number of times that it runs.
+    """The values that `read` finds in the program, each with the number of times that it runs.
 
     `read(frame, op)` returns a value, or None for an instruction that is of no interest. A loop's
     body counts once for each trip. Of a conditional's branches the heaviest counts alone, by
@@ -35,7 +35,7 @@ def executed_in(
     read: Callable[[Frame, Instruction], Found | None],
     weigh: Callable[[Found], float] = lambda value: value,
 ) -> list[tuple[Found, int]]:
-    """The same for one run of a part of the program."""
+    """The result of `executed` for one run of a part of the program."""
     found = []
 
     def enter(name, op):
@@ -67,7 +67,7 @@ def _loop(program: Program, frame: Frame, loop: Instruction, enter: Callable) ->
 
 
 def trip_count(program: Program, frame: Frame, loop: Instruction) -> int:
-    """How many times the body of a while loop runs.
+    """The number of times that the body of a while loop runs.
 
     As the compiler has noted it, or else from a counter that starts at a constant, grows by a
     constant and is compared with a constant.
@@ -155,7 +155,7 @@ def _step(program: Program, frame: Frame, loop: Instruction, index: int) -> int:
 
 
 def _element(program: Program, inside: Frame, frame: Frame, name: str) -> int | None:
-    """Which element of the carry of the loop `inside` the value is, or None."""
+    """The index of the value in the carry of the loop `inside`; None if it is not in there."""
     at, op = trace(program, frame, name)
     if op.opcode != "get-tuple-element":
         return None
