@@ -70,7 +70,7 @@ def program(tx: Any, names: tuple[str, ...], kinds: tuple) -> Spread:
 
 
 def _updates_layout(updates, params):
-    """Where the parameters are, in the dtypes that the updates have."""
+    """The layout of the updates: that of the parameters, in the dtypes that the updates have."""
     if jax.tree.structure(updates) != params.structure:
         return state_layout(updates, params)
     pieces = zip(
