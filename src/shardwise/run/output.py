@@ -41,7 +41,7 @@ class Output:
 
 
 def open_closed() -> None:
-    """Open what the program was started without: else a file takes its number, and its output."""
+    """Open stdout and stderr where they are missing: else a file takes their number and output."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             nowhere = open(os.devnull, "w")
