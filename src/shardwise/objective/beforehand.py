@@ -30,7 +30,7 @@ class TooLarge(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """The division of a batch: the `ways` it is divided, the `rows` of a part, and the mesh."""
+    """The division of a batch: the `ways` to divide it, the `rows` of a part, and the mesh."""
 
     ways: tuple[str, ...]
     rows: int

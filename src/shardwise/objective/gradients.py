@@ -87,7 +87,7 @@ def mean_and_grads(
 ) -> tuple[jax.Array, Any, Any]:
     """(mean, aux, gradients summed over the microbatches) of one part of a batch.
 
-    What strategies share. `parts` and `rows` are the part's arrays and row numbers, as `split`
+    All strategies share this. `parts` and `rows` are the part's arrays and row numbers, as `split`
     gives them. The gradients are in `wide` dtypes, and not yet summed over devices.
     """
     m = jax.tree.leaves(parts)[0].shape[0]

@@ -50,7 +50,7 @@ def quotient(mean: Mean) -> jax.Array:
 
 
 def cotangents(whole: Mean) -> Mean:
-    """The cotangents of total/count for the two: 1/count and -total/count²; 0 for count 0.
+    """The cotangents of the two in total/count: 1/count and -total/count², 0 for count 0.
 
     `whole` has the sums over all parts.
     """

@@ -1,4 +1,4 @@
-"""A test of numbers whether a loss divides: two parts of a batch together, and each alone.
+"""A test by numbers whether a loss divides: two parts of a batch together, and each alone.
 
 Where rows are their own, A and B in either order (AB, BA) add up to what each makes beside itself
 (AA, BB), whatever is drawn by shape. One program on the same rows rounds alike, so that this is
@@ -44,7 +44,7 @@ def check(
     by_place: bool | None = None,
     gradient: bool | None = None,
 ) -> None:
-    """Raise where the mean of two parts of `batch`, or what a row adds, is another than of both.
+    """Raise where the mean of two parts of `batch`, or what a row adds, is not that of both.
 
     Give it a batch whose rows differ, in padding too. It takes some of the rows, and compiles one
     program for them, and one more where the sequence is divided.
@@ -145,9 +145,7 @@ class _Seen(NamedTuple):
 
 @np.errstate(all="ignore")  # of what is not finite nothing is said
 def judge(trials: Trials, part: Part, alone: bool) -> bool:
-    """Judge a loss on one part: whether any total is finite and not 0.
-
-    Raises `Indivisible` where a number differs.
+    """Return whether any total is finite and not 0; raise `Indivisible` where a number differs.
 
     `alone` says whether parts alone draw what they draw together.
     """
@@ -246,7 +244,7 @@ def _compare_four(way, name, values, spare, noise):
 
 
 def _masked(means):
-    """Whether zeros in the place of one part leave the mean of the other, as a mask does."""
+    """Whether zeros in place of one part leave the mean of the other, as of a mean under a mask."""
     padded = means[1]
     if padded.together.sums.shape[1] > 1:
         return False
@@ -289,7 +287,7 @@ def _check_rows(trials):
 
 
 def _compare_added(seen, trials):
-    """Refuse an auxiliary output to be added up that is not, over parts, that of the whole."""
+    """Refuse an auxiliary output to be added up whose sum over parts is not that of the whole."""
     paths = [path for path, (way, _) in trials.outputs.get(trials.size, {}).items() if way == "sum"]
     for i in range(len(seen.ways)):
         for j, path in enumerate(paths):

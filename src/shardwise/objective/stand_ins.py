@@ -33,5 +33,5 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, places: Any, mask: Any = No
 
 
 def to_no_expert(x: jax.Array, chosen: jax.Array, *rest: Any, **more: Any) -> tuple:
-    """Tokens as they are, none dropped."""
+    """(the tokens as they are, True for each choice: none is dropped)."""
     return x, chosen >= 0

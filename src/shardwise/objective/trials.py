@@ -24,7 +24,7 @@ from shardwise.objective.microbatches import SEQUENCE, meaning
 
 
 class Arrangement(NamedTuple):
-    """Entries in a row: which of them are chosen, the places (int) they take, and which are kept.
+    """An arrangement of entries in a row: those chosen, the places (int) they take, those kept.
 
     Entries are rows of the batch, or tokens of a sequence; what is not kept is zeros, as padding.
     """
@@ -258,7 +258,7 @@ def length_of(batch: Any) -> int | None:
 
 
 def real(tree: Any) -> list:
-    """(path, leaf) of each leaf with a floating-point dtype, which has a gradient."""
+    """(path, leaf) of each leaf that has a gradient."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [(k, x) for k, x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
 
