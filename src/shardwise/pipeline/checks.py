@@ -69,7 +69,7 @@ def _array(who, path, x):
 
 
 def rows(who: str, batch: Any, microbatches: int) -> None:
-    """Check that all arrays have equally many rows, a multiple of the microbatches if several."""
+    """Check, for several microbatches, that arrays have equally many rows, a multiple of these."""
     if microbatches == 1:
         return
     found = {}
@@ -109,7 +109,7 @@ def count(who: str, loss: objective.Traced, params: Any, microbatches: int) -> N
 
 
 def schedule(who: str, name: str, stages: int, ranks: int, axis: str) -> None:
-    """Check that a schedule has this name; and, if it takes several stages, that the loss has."""
+    """Check that a schedule has this name, and the loss a mark where it takes several stages."""
     if name not in schedules.SCHEDULES:
         raise ValueError(
             f"{who}: no schedule {name!r}; there are {', '.join(schedules.SCHEDULES)}."

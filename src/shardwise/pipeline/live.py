@@ -68,7 +68,7 @@ def _last(schedule, held, s):
 
 
 def _arrived(schedule, held, s):
-    """{kind: the most bytes of microbatches on the stage's device when a task of it starts}."""
+    """{kind: the most bytes of microbatches on the stage's device when such a task starts}."""
     line, device = timeline(schedule), schedule.device_of[s]
     changes = []
     for at, began, ended, size in _things(schedule, held, line):
@@ -104,7 +104,7 @@ def _things(schedule, held, line):
 
 
 def transfers(schedule: Schedule, held: list[Held]) -> list[int]:
-    """The bytes that one device of each rank sends to next stages on other ranks in a step."""
+    """The bytes that one device of each rank sends to stages beside, on other ranks, in a step."""
     device_of = schedule.device_of
     sent = [0] * schedule.devices
     for s, h in enumerate(held):

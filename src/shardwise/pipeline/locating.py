@@ -168,7 +168,7 @@ def everywhere(piece, meshes):
 
 
 def _homes(piece, meshes):
-    """The homes by which a piece is computed: None if every stage has it, one stage if one has."""
+    """The homes where a piece counts as living: None if all stages have it, one if one has."""
     if not piece.shape or everywhere(piece, meshes):
         return None
     return piece.owners if len(piece.owners) > 1 else ((piece.owners[0][0], None),)

@@ -1,4 +1,4 @@
-"""The programs of a training step for devices that are not here, of shapes without arrays."""
+"""The programs of a training step for devices that are not here, made from shapes alone."""
 
 import dataclasses
 import math

@@ -26,7 +26,7 @@ SUMMED = {"sum", "mean", "max"}  # auxiliary outputs that are the same on every 
 
 @dataclasses.dataclass(frozen=True)
 class Manual:
-    """The collectives that a stage does by hand, as `value_and_grad` is told.
+    """The layout by hand within a stage, as `value_and_grad` is told.
 
     Args:
       rows: mesh axes over which rows are cut.

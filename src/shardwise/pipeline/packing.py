@@ -11,7 +11,7 @@ Key = tuple[tuple[int, ...], Any]
 
 
 class Packing:
-    """Buffers that hold any one of several lists of arrays, and the places of each list in them."""
+    """Buffers that hold any one of several lists of arrays, and how each list lies in them."""
 
     def __init__(self, lists: Iterable[Sequence[Any]]):
         most: collections.Counter = collections.Counter()
@@ -20,7 +20,7 @@ class Packing:
         self.keys: list[Key] = [k for k in sorted(most, key=str) for _ in range(most[k])]
 
     def blank(self, *leading: int) -> list[jax.Array]:
-        """Zeros for each buffer, with axes of these sizes before its own."""
+        """Zeros, one for each buffer, with these axes before its own."""
         return [jnp.zeros((*leading, *shape), dtype) for shape, dtype in self.keys]
 
     def pack(self, arrays: Sequence[Any]) -> list[jax.Array]:
@@ -31,7 +31,7 @@ class Packing:
         return buffers
 
     def unpack(self, buffers: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-        """The arrays that buffers hold of a list with the shapes and dtypes of `like`."""
+        """The arrays of a list of these shapes."""
         return [buffers[at] for at in self.places(like)]
 
     def places(self, arrays: Sequence[Any]) -> list[int]:

@@ -166,8 +166,8 @@ def plain(x: Any) -> Any:
 def state_layout(state: Any, params: Pipelined) -> tuple[Piece, ...]:
     """The pieces of an optimizer's state: what belongs to a parameter lives where that does.
 
-    Whatever has no parameter, or one element alone, is whole on every stage; of a scalar the first
-    has it. Of an array in rows, what has its rows lies in rows too.
+    Whatever has no parameter, or one element alone, is whole on every stage; a scalar is on the
+    first. An array that has the rows of a parameter in rows lies in rows too.
     """
     owners = trees.owners(state, params.abstract())
     found = zip(trees.leaves(state), owners, strict=True)

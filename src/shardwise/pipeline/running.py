@@ -65,7 +65,7 @@ def run(schedule: Schedule, perform: Callable[[Task], Any], timed: bool = False)
 
 
 class _State:
-    """The tasks that have been dispatched, seen by all threads."""
+    """The state of a run: what has been dispatched, seen by all threads."""
 
     def __init__(self):
         self.changed = threading.Condition()
