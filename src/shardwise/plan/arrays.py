@@ -46,7 +46,7 @@ class Array(NamedTuple):
 class Arrays:
     """A model's parameters, and the state that an optimizer keeps for them.
 
-    Of the state, what has its parameter's shape has its path too.
+    An array of the state that has its parameter's shape has the parameter's path too.
     """
 
     parameters: tuple[Array, ...]

@@ -15,7 +15,7 @@ def inserted(part: Part) -> tuple[Op, ...]:
 
     A layer sends what `sent.tensor_passes` tells. The embedding scatters and the head gathers, and
     the other way backward; the loss sums three numbers of each token, and the gradients of the
-    norms' scales are summed. Of all together the ring bytes are those that `sent.sent` tells of
+    norms' scales are summed. The ring bytes of all together are those that `sent.sent` tells of
     tensor.
     """
     n, m, layers = part.roles.tensor, part.roles.microbatches, part.layers

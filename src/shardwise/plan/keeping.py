@@ -36,7 +36,7 @@ def residuals(
 
     `mean(params, batch)` is the loss of a device's rows; `params` and `batch` are shapes, `stored`
     says which parameters are gathered, `dtype` in which they are used; `meanings` are of other
-    marks. What goes in is not counted, and nothing twice; weights that are gathered or cast are.
+    marks. The program's inputs are not counted, and nothing twice; gathered or cast weights are.
 
     Raises:
       ValueError: it moves arrays to the host.

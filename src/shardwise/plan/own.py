@@ -163,7 +163,7 @@ def _divisions(devices):
 
 
 def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
-    """The layout with what it costs, whether it fits or not."""
+    """The `Candidate` of a layout: what it costs, whether it fits or not."""
     mesh = chips.mesh(**(each.sizes or {"data": 1})).abstract
     layout = job.layout(each, mesh)
     told = layouts.predict(layout, job.params, job.batch, job.tx, remat=job.gathers_again or None)

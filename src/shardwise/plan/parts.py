@@ -51,7 +51,7 @@ class Part:
     def held(self, state: bool = False) -> Iterator[tuple[Array, int, bool]]:
         """(parameter, a device's elements of the stage's part, whether fsdp cuts it).
 
-        Of the optimizer's `state` the same; its counters are on the first stage.
+        With `state`, arrays of the optimizer's state; its counters are on the first stage.
         """
         r = self.roles
         for array, share in shares(self.arrays, r.fsdp, r.tensor, r.expert)[state]:

@@ -47,7 +47,7 @@ class Candidate:
 class Plan:
     """The layouts that fit, best first; what does not fit, with its memory; what cannot be.
 
-    Of a program of your own there is no `config` and no `sequence`, and `own` has it.
+    For a program of your own, `config` and `sequence` are None, and `own` has the program.
     """
 
     config: Config | None
@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def best(self) -> tuple[Candidate, ...]:
-        """The best number of microbatches, remat and offload of each division of the devices."""
+        """The best of each division of the devices, over microbatches, remat and offload."""
         found = {tuple(c.roles.sizes.items()): c for c in reversed(self.fitting)}
         return tuple(sorted(found.values(), key=order))
 
@@ -149,7 +149,7 @@ def order(c: Candidate) -> tuple[Any, ...]:
 def candidate(
     each: Roles, config: Config, arrays: Arrays, chips: Chips, batch: int, sequence: int
 ) -> Candidate:
-    """A layout that can be, with what it costs, whether it fits or not."""
+    """The `Candidate` of a layout that can be: what it costs, whether it fits or not."""
     of_stages = parts.parts(each, config, arrays, batch, sequence)
     told = [(part, sent(part), memory(part)) for part in of_stages]
     ways = links.lay(chips, tuple(each.sizes.items()))

@@ -55,7 +55,7 @@ class Program:
 def program(
     roles: Roles, config: Config, batch: int, sequence: int, kernel: bool = False
 ) -> Program:
-    """The `Program` for roles; attention's scores are in tiles, if no axis or kernel does else."""
+    """The `Program` of a layout; attention's scores are in tiles, but for a context or a kernel."""
     again = roles.remat and not roles.offload  # else the layout does it
     config = dataclasses.replace(config, remat=again, stages=roles.stage)
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]

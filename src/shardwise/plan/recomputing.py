@@ -35,7 +35,7 @@ def stored(program: Sequence[Step], outputs: Sequence[Any]) -> list[Stored]:
 
     `program` and `outputs` are what `jaxprs.steps` makes of a trace; what comes first
     there comes first. Cheap is what works entry by entry, which a compiler fuses into what reads
-    it: it is done again in the backward pass rather than kept. What goes into the program is there
+    it: it is done again in the backward pass rather than kept. The program's inputs are there
     anyway. By a minimum cut between what is not cheap, such as products, sums and loops, and the
     outputs; as PyTorch's compiler chooses what to save (its min-cut partitioner). A product that is
     made wider, as logits are for their softmax, is stored wide: the compiler takes the one step for
@@ -53,7 +53,7 @@ def stored(program: Sequence[Step], outputs: Sequence[Any]) -> list[Stored]:
 
 
 def origin(program: Sequence[Step], v: Any) -> Any:
-    """The variable that is not cheap and from which `v`, of as many entries, follows by entries."""
+    """The variable, not cheap, of as many entries as `v`, from which `v` follows entry by entry."""
     made_by = {out: step for step in program for out in step.outputs}
     while v in made_by and made_by[v].name in CHEAP:
         inside = (u for u in made_by[v].inputs if not isinstance(u, Literal) and u in made_by)
@@ -95,7 +95,10 @@ def _behind(kept: Collection[Any], made_by: dict[Any, Step]) -> list[Any]:
 def _cut(
     variables: list[Any], sizes: dict[Any, int], made_by: dict[Any, Step], kept: Collection[Any]
 ) -> list[Any]:
-    """The variables of the minimum cut: each is two nodes with an edge of its size between them."""
+    """The variables of the minimum cut.
+
+    Each variable is two nodes, with an edge of its size between them; no other can be cut.
+    """
     number = {v: i for i, v in enumerate(variables)}
     n = len(variables)
     source, sink = 2 * n, 2 * n + 1

@@ -77,7 +77,7 @@ def divisors(n: int) -> list[int]:
 
 
 def variants(roles: Roles, batch: int, chips: Chips) -> Iterator[Roles]:
-    """The same devices with every number of microbatches worth trying, with and without remat.
+    """The `roles` with every number of microbatches worth trying, with and without remat.
 
     These are powers of two that divide a device's rows; with stages, as many as stages or more,
     and the rows themselves. Where remat is, offload is tried beside it: in one program, on chips

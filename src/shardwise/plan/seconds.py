@@ -16,7 +16,7 @@ WAITED = ("activations", "tokens")
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """The bytes `sent`, the links that they go over, and the seconds that this takes in a step."""
+    """A transfer: what is `sent`, over which links, and the seconds that it takes in a step."""
 
     sent: Sent
     over: tuple[Way, ...]
@@ -52,7 +52,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """The seconds of a step whose products wait for activations and tokens, and no more."""
+        """The seconds of a step: products wait for activations and tokens; all else runs beside."""
         work = max(self.arithmetic, self.weights) + self.waited
         work = self._beside_host(max(work, self.hidden + self.waited))
         return work / (1 - self.bubble) + self.update

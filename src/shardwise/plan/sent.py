@@ -36,7 +36,7 @@ class Sent:
 
 
 def sent(part: Part) -> tuple[Sent, ...]:
-    """The bytes that a device of this stage sends, by roles and kind; none of 0 bytes."""
+    """The `Sent` of a device of this stage, by roles and kind; those of 0 bytes are left out."""
     found = [*_parameters(part), *_loss(part)]
     r = part.roles
     if r.context > 1:
@@ -82,7 +82,7 @@ def itemsize(part: Part) -> int:
 
 
 def _passes(part, array):
-    """The number of an array's gathers and scatters: one scatter for each microbatch."""
+    """The number of an array's gathers and scatters, of these one for each microbatch."""
     again = array.stacked and part.roles.remat
     if part.roles.stage > 1 and not array.stacked:
         again = part.is_last and not array.path.startswith("embed")
@@ -90,7 +90,7 @@ def _passes(part, array):
 
 
 def _loss(part):
-    """The bytes sent for the loss's total and count, in float32, and for counts of experts."""
+    """The `Sent` of the loss's total and count, in float32, and of the counts of experts."""
     if not part.is_last:
         return
     over, m = _copied(part), part.roles.microbatches
@@ -188,9 +188,9 @@ def _experts(part):
 
 
 def _choices(part):
-    """The bytes from which experts' queues and balance are decided: choices, places and loads.
+    """The bytes to decide experts' queues and balance from whole rows: choices, places and loads.
 
-    Of places a forward pass needs one gather for all layers, and each layer done again another.
+    A forward pass gathers places once for all layers, and each layer done again once more.
     """
     c, n, again = part.config, part.roles.context, part.roles.remat
     if not c.experts:
