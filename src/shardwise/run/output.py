@@ -9,7 +9,7 @@ from typing import Any
 class Output:
     """Standard output, which ends nothing when it cannot be written any more.
 
-    That is said once on standard error; from then on what is printed is dropped.
+    The error is said once on standard error; from then on what is printed is dropped.
     """
 
     def write(self, text: str) -> int:

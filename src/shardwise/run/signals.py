@@ -26,7 +26,7 @@ def is_repeated(number: int) -> bool:
 
 
 class Stop:
-    """The handler of signals between `begin` and `end`, which puts back the handlers before.
+    """A handler of signals between `begin` and `end`, which puts back the earlier handlers.
 
     A first signal is remembered: who counts steps looks, and agrees on it with other processes. A
     second one ends the process also while its main thread compiles or waits in a collective, where

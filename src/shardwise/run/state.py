@@ -69,7 +69,7 @@ def replaced(opt_state: Any, path: str, value: Any) -> Any:
 def mean(params: Any, opt_state: Any, decay: float) -> Any:
     """The mean of the parameters that `averaged` keeps in the state, corrected, laid out as they.
 
-    Of `params` form and dtypes count alone. Inside jit, but for stages.
+    Only the form and the dtypes of `params` count. Inside jit, but for stages.
     """
 
     def one(x, param):

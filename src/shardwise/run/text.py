@@ -1,4 +1,4 @@
-"""The text that `Data` names: of a folder, a glob, an array of tokens, or the standard library."""
+"""The data that `Data` names: a folder, a glob, an array of tokens, or the standard library."""
 
 import glob
 import zlib

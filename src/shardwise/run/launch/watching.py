@@ -93,8 +93,8 @@ class Watch:
 def odd(notes: Mapping[int, Note]) -> tuple[int, ...]:
     """The processes that do something else than most; none where all do the same.
 
-    Of two equally many, those that step wait (in a collective, for the others), and of these the
-    ones with the higher step.
+    Of two groups of equal size, those that step wait (in a collective, for the others), and of
+    these the ones with the higher step.
     """
     kinds = collections.Counter(
         (note.doing == "stepping", note.step, note.doing) for note in notes.values()
