@@ -56,8 +56,8 @@ class Timeline:
     def live(self) -> tuple[tuple[tuple[float, int], ...], ...]:
         """The (time, number) pairs of each device: from that time so many activations live there.
 
-        They are counted by (stage, microbatch) pairs. One is live from the start of its F to the
-        end of its B, or of its W where split.
+        Activations are counted by (stage, microbatch) pairs. One is live from the start of its F to
+        the end of its B, or of its W where split.
         """
         return self._counts({"F": self.start}, {"B": self.end, "W": self.end})
 
