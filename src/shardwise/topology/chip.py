@@ -1,4 +1,4 @@
-"""The peaks of each chip, with the source of each number."""
+"""The peaks, memory and links of each chip, with the source of each number."""
 
 import dataclasses
 

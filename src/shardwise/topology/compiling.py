@@ -89,7 +89,7 @@ def compile(
 ) -> Compiled:
     """The program that the TPU compiler makes of a lowered one on the chips of `mesh`.
 
-    Runs in a child process. What it said is kept in `topology.cache_folder()`, by a hash of the
+    Runs in a child process. Its result is kept in `topology.cache_folder()`, by a hash of the
     program (its operations' names, but no files and lines), the chips, options and versions.
 
     Raises:
