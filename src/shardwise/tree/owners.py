@@ -107,7 +107,7 @@ def _same(node, params):
 
 
 def _related(node, params):
-    """The pairs of a part in which every array has axes of its parameter, as several may of one."""
+    """The pairs of a part whose arrays all have axes of their parameters; one may have several."""
     if params.leaf and not node.leaf:
         return None  # for a bare array anything would do
     pairs = _prefix(node, params)
