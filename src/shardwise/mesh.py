@@ -110,8 +110,8 @@ def auto(mesh: Any) -> Any:
 def typed(tree: Any, mesh: Any) -> Any:
     """`tree`, its arrays on the devices of `mesh` given that mesh's axis types; no data moves.
 
-    They share their memory with what was given: after donating one, use neither. Arrays on other
-    devices or axes stay as they are, and shapes with shardings are given the types too.
+    The arrays share their memory with what was given: after donating one, use neither. Arrays on
+    other devices or axes stay as they are, and shapes with shardings are given the types too.
     """
 
     def one(x):

@@ -97,7 +97,7 @@ def bytes_sent(
     gathers_again: bool = False,
     norm_itemsize: int = 4,
 ) -> Sent:
-    """The bytes that tensor parallelism over `n` devices sends for `rows` of `length` tokens.
+    """The bytes sent by tensor parallelism over `n` devices for `rows`×`length` tokens of a group.
 
     An activation is rows × length × embed × itemsize bytes. A layer takes four all-reduces of one,
     two each way; the embedding one forward, the head one backward; the loss three float32 numbers
