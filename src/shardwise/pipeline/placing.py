@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 
     @property
     def owners(self):
-        """The homes that own the array: of one that is whole on several stages, the first alone."""
+        """The homes that own the array; of one that is whole on several stages, the first alone."""
         return self.homes if self.in_rows else self.homes[:1]
 
     def rows(self, stage: int) -> tuple[int, int] | None:

@@ -34,7 +34,7 @@ class Candidate:
 
     @property
     def mfu(self) -> float:
-        """The MFU: model FLOPs over what the chips could do in the step's estimated seconds."""
+        """The model FLOPs over what the chips could do in the step's estimated seconds."""
         return self.flops / self.peak / self.step.seconds
 
     @property
@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def why_not(self) -> dict[str, tuple[int, str]]:
-        """{reason: (number of layouts, an example)}, of what cannot be and of what does not fit."""
+        """A dict from reason to (number of layouts, an example), of what cannot be or does not fit."""
         found: dict[str, list[str]] = collections.defaultdict(list)
         for refusal in self.refused:
             found[refusal.kind].append(f"{refusal.roles}: {refusal.reason}")

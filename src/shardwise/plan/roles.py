@@ -31,7 +31,7 @@ class Roles:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """{role: devices}, of those that have more than one, in the order of the mesh."""
+        """A dict of the number of devices of each role above 1, in the order of the mesh."""
         return {role: n for role in ORDER if (n := getattr(self, role)) > 1}
 
     @property

@@ -52,14 +52,14 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """The seconds of a step: products wait for activations and tokens; all else runs beside."""
+        """The seconds of a step whose products wait for activations and tokens, and no more."""
         work = max(self.arithmetic, self.weights) + self.waited
         work = self._beside_host(max(work, self.hidden + self.waited))
         return work / (1 - self.bubble) + self.update
 
     @property
     def bound(self) -> float:
-        """The least seconds of any program: all transfers beside products and beside each other."""
+        """The least seconds of any program, all transfers beside products and beside each other."""
         longest = max((t.seconds for t in self.transfers), default=0.0)
         work = max(self.arithmetic, self.weights, longest, self.host)
         return work / (1 - self.bubble) + self.update

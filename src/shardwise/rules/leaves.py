@@ -28,7 +28,7 @@ class Leaf(NamedTuple):
 
     @property
     def label(self):
-        """The name of the leaf in messages: its path unless the tree is this one array."""
+        """The name of the leaf in messages, which is its path unless the tree is this one array."""
         return self.path or "the array"
 
     def axis(self, i: int) -> str:

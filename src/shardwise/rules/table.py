@@ -37,7 +37,7 @@ class Description:
 
     @property
     def replicated(self):
-        """{path: why} of each array that every device holds whole."""
+        """A dict from path to the reason, of each array that every device holds whole."""
         return {row.path: row.why for row in self.rows if row.why}
 
     def __str__(self):

@@ -48,13 +48,13 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The bubble fraction: the share of all devices' time, to the makespan, without a task."""
+        """The bubble fraction, the share of all devices' time, to the makespan, without a task."""
         whole = self.makespan * self.schedule.devices
         return 1 - sum(self.busy) / whole if whole else 0.0
 
     @functools.cached_property
     def live(self) -> tuple[tuple[tuple[float, int], ...], ...]:
-        """The (time, number) pairs of each device: from that time so many activations live there.
+        """The (time, number) pairs of each device; from that time so many activations live there.
 
         Activations are counted by (stage, microbatch) pairs. One is live from the start of its F to
         the end of its B, or of its W where split.

@@ -30,7 +30,7 @@ class Chips:
 
     @property
     def devices(self) -> int:
-        """The number of JAX devices: what the axes of a mesh multiply to."""
+        """The number of JAX devices, which the axes of a mesh multiply to."""
         return self.number * self.chip.devices
 
     def __str__(self):
@@ -68,7 +68,7 @@ class ChipMesh:
 
     @property
     def devices(self) -> int:
-        """The number of devices: all of the chips', or a part's."""
+        """The number of devices, of all chips or of a part."""
         return math.prod(self.shape.values())
 
     def part(self, **places: int) -> "ChipMesh":
