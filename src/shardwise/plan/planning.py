@@ -72,7 +72,7 @@ class Plan:
 
     @property
     def why_not(self) -> dict[str, tuple[int, str]]:
-        """A dict from reason to (number of layouts, an example), of what cannot be or does not fit."""
+        """A dict from reason to (number of layouts, example), of what cannot be or does not fit."""
         found: dict[str, list[str]] = collections.defaultdict(list)
         for refusal in self.refused:
             found[refusal.kind].append(f"{refusal.roles}: {refusal.reason}")

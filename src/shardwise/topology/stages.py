@@ -65,13 +65,13 @@ class Stages:
 
     @property
     def sent(self) -> dict[tuple[str, ...], float]:
-        """A dict from mesh axes to ring bytes of a device in a step, the most that any rank sends."""
+        """A dict from mesh axes to ring bytes of a device in a step, the most of any rank."""
         every = {axes for rank in self.ranks for axes in rank.sent}
         return {a: max(rank.sent.get(a, 0) for rank in self.ranks) for a in sorted(every)}
 
     @property
     def sent_by_kind(self) -> dict[str, float]:
-        """A dict from kind of collective, or "between stages", to ring bytes, the most of any rank."""
+        """A dict from kind of collective, or "between stages", to ring bytes, as `sent` has them."""
         found: dict[str, float] = {}
         for rank in self.ranks:
             totals = Counter({"between stages": rank.sent.get((self.axis,), 0)})
