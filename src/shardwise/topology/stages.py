@@ -71,7 +71,7 @@ class Stages:
 
     @property
     def sent_by_kind(self) -> dict[str, float]:
-        """A dict from kind of collective, or "between stages", to ring bytes, as `sent` has them."""
+        """A dict from kind of collective, or "between stages", to ring bytes, counted as `sent`."""
         found: dict[str, float] = {}
         for rank in self.ranks:
             totals = Counter({"between stages": rank.sent.get((self.axis,), 0)})
