@@ -54,7 +54,7 @@ def _modules(root):
 
 
 class Batches(Iterator):
-    """Grain's iterator, whose position says of which batches it is the position.
+    """An iterator of Grain's, whose position says of which batches it is the position.
 
     A position counts global batches. It is the same in every process, and right for another number
     of them, but only for the same data, split, batch, seq_len and seed.
@@ -74,7 +74,7 @@ class Batches(Iterator):
         """Go on from a position.
 
         Raises:
-          ValueError: it is one in other batches, or says not in which.
+          ValueError: the position is one in other batches, or says not in which.
         """
         if not isinstance(state, dict) or not isinstance(state.get("source"), dict):
             raise ValueError(
@@ -164,7 +164,7 @@ def _padded(documents, seq_len):
 
 
 def _packed(documents, seq_len):
-    """The same, of all documents one after the other; what pads the last window is one more."""
+    """`_padded` of all documents one after the other; what pads the last window is one more."""
     starts = np.cumsum([0, *(text.size for text in documents)])
     count = -(-(int(starts[-1]) - 1) // seq_len)
     # One document may be larger than memory: an array in a file is read where it is needed.
@@ -196,7 +196,7 @@ def fingerprint(split: str = "train") -> int:
 
 
 def checksum(documents: tuple[np.ndarray, ...]) -> int:
-    """That of documents of bytes, and of where each of them ends."""
+    """A checksum of documents of bytes, and of where each of them ends."""
     found = 0
     for text in documents:
         found = zlib.crc32(text, zlib.crc32(b"%d " % text.size, found))

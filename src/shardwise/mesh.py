@@ -98,7 +98,7 @@ def make(**axes: int) -> jax.sharding.Mesh:
 
 
 def auto(mesh: Any) -> Any:
-    """`mesh` with Auto axes over the same devices; itself, where it has no others."""
+    """`mesh` with Auto axes over the same devices; `mesh` itself where all its axes are Auto."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
     if tuple(mesh.axis_types) == types:
         return mesh
@@ -110,8 +110,8 @@ def auto(mesh: Any) -> Any:
 def typed(tree: Any, mesh: Any) -> Any:
     """`tree`, its arrays on the devices of `mesh` given that mesh's axis types; no data moves.
 
-    They share their memory with what was given: after donating one, use neither. Arrays on other
-    devices or axes stay as they are, and shapes with shardings are given the types too.
+    The arrays share their memory with what was given: after donating one, use neither. Arrays on
+    other devices or axes stay as they are, and shapes with shardings are given the types too.
     """
 
     def one(x):
@@ -165,13 +165,13 @@ class OnAuto:
             return typed(self._run(*args, **options), self._mesh)
 
     def lower(self, *args: Any, **options: Any) -> Any:
-        """That of the function."""
+        """The lowered program, as the function's own `lower`."""
         args, options = typed((args, options), auto(self._mesh))
         with without_types(self._mesh):
             return self._run.lower(*args, **options)
 
     def trace(self, *args: Any, **options: Any) -> Any:
-        """That of the function."""
+        """The traced program, as the function's own `trace`."""
         args, options = typed((args, options), auto(self._mesh))
         with without_types(self._mesh):
             return self._run.trace(*args, **options)

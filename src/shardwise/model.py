@@ -120,7 +120,7 @@ def _threefry(key):
 
 
 class Decoder(nnx.Module):
-    """tokens int [b, s] to logits float32 [b, s, vocab].
+    """The decoder: tokens int [b, s] to logits float32 [b, s, vocab].
 
     The layers are stacked: each parameter under `blocks` has a leading axis of `config.layers`,
     which its logical axes do not name.

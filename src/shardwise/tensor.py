@@ -19,7 +19,7 @@ _KV_HEADS = " Or leave kv heads whole, every device computing all: table(...) | 
 
 
 def table(axis: Axes) -> dict[str, Axes]:
-    """From the logical axes of a decoder to the mesh axis that cuts them, or to None.
+    """The table from the logical axes of a decoder to the mesh axis that cuts them, or to None.
 
     Heads, the MLP's width and the vocabulary are cut; `embed` stays whole: one product's output is
     cut and the next one contracts it. Models with other axes add theirs: `table(axis) | {...}`.
@@ -30,7 +30,7 @@ def table(axis: Axes) -> dict[str, Axes]:
 def activations(
     axis: Axes, rows: Axes = None, context: Axes = None, sequence: bool = False
 ) -> dict[str, P]:
-    """Specs by the names of the model's marks: rows over `rows`, tokens over `context`.
+    """The specs by the names of the model's marks: rows over `rows`, tokens over `context`.
 
     With `sequence`, tokens are cut over `axis` too between the products. Then what enters attention
     and the MLP and what is cut inside them is pinned as well: left free, XLA for CPU keeps the
@@ -69,7 +69,7 @@ def check(axis: str, n: int, sizes: Mapping[str, int], length: int | None = None
 
 
 class Sent(NamedTuple):
-    """Bytes that one device sends in a step, forward and backward, around a ring.
+    """The bytes that one device sends in a step, forward and backward, around a ring.
 
     `layers` is all layers together; `head` is for what enters the last product, `loss` for what the
     softmax and the target's logit need, `norms` for the gradients of the norms' scales.
@@ -97,7 +97,7 @@ def bytes_sent(
     gathers_again: bool = False,
     norm_itemsize: int = 4,
 ) -> Sent:
-    """What tensor parallelism over `n` devices sends for `rows` of `length` tokens of one group.
+    """The bytes sent by tensor parallelism over `n` devices for `rows`×`length` tokens of a group.
 
     An activation is rows × length × embed × itemsize bytes. A layer takes four all-reduces of one,
     two each way; the embedding one forward, the head one backward; the loss three float32 numbers

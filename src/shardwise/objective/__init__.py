@@ -1,4 +1,4 @@
-"""What a loss returns, and how its parts become one mean and one gradient.
+"""The contract of what a loss returns, and how its parts become one mean and one gradient.
 
 A loss returns `Mean(total, count)`, two sums over the rows of its batch, or one scalar, a mean over
 rows; with `has_aux`, that and a tree. Whatever the batch is divided into, microbatches or shares of

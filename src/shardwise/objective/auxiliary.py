@@ -1,4 +1,4 @@
-"""How the auxiliary outputs of parts become one tree."""
+"""Reduction of the auxiliary outputs of all parts to one tree."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +12,9 @@ WAYS = ("sum", "mean", "max", "concatenate")
 
 
 def ways(aux: Any, tree: Any) -> list[str]:
-    """For each leaf of `tree`, how its parts are joined; `aux` is a way, or a prefix tree of ways.
+    """The way in which the parts of each leaf of `tree` are joined.
 
-    None, where nobody reads them, is "sum" too.
+    `aux` is one way, or a prefix tree of ways; None, where nobody reads the outputs, is "sum" too.
 
     Raises:
       ValueError: a way that is none of "sum", "mean", "max" and "concatenate", or `aux` is no
@@ -35,7 +35,7 @@ def ways(aux: Any, tree: Any) -> list[str]:
 
 
 def reduced(stacked: jax.Array, way: str) -> jax.Array:
-    """One leaf of all parts, stacked along a new first axis, as one."""
+    """The one array that `way` makes of a leaf of all parts, stacked along a new first axis."""
     if way == "concatenate":
         if stacked.ndim < 2:
             raise ValueError("aux='concatenate' of a scalar; expected an array that has rows.")
@@ -46,14 +46,14 @@ def reduced(stacked: jax.Array, way: str) -> jax.Array:
 
 
 def reduced_over(x: jax.Array, way: str, axes: Sequence[str]) -> jax.Array:
-    """The same over mesh axes, inside shard_map; rows to concatenate stay on their devices."""
+    """`x` reduced over mesh axes, inside shard_map; rows to concatenate stay on their devices."""
     if way == "concatenate" or not axes:
         return x
     return {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}[way](x, tuple(axes))
 
 
 def outputs(aux: Any, tree: Any) -> list[tuple[str, Any, str]]:
-    """(path, leaf, way) of each leaf; none where `aux` is None, and nobody reads them."""
+    """(path, leaf, way) of each auxiliary output; none where `aux` is None: nobody reads them."""
     if aux is None:
         return []
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]

@@ -1,4 +1,4 @@
-"""A loss judged before its first step: of few rows, in the memory that there is, and once."""
+"""The judgement of a loss before its first step: on few rows, in the memory at hand, and once."""
 
 import contextlib
 import dataclasses
@@ -25,12 +25,12 @@ _known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # {loss: cases 
 
 
 class TooLarge(Exception):
-    """A program of few rows and tokens that does not fit into memory."""
+    """The error of a program that does not fit into memory, even on few rows and tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """How a batch is divided: in which `ways`, into parts of so many `rows`, on which mesh."""
+    """The division of a batch: the `ways` to divide it, the `rows` of a part, and the mesh."""
 
     ways: tuple[str, ...]
     rows: int
@@ -47,13 +47,13 @@ def judge(
     has_aux: bool = False,
     aux: Any = "sum",
 ) -> str | None:
-    """Why nothing was judged; None where the loss divides. All processes take part.
+    """The reason why nothing was judged; None where the loss divides. All processes take part.
 
-    It costs as little as numbers can: four rows in a part, which tell of a mistake as eight do, of
-    a large model fewer tokens, and what a part really has only where these do not pass. Where
-    memory does not do, there are fewer rows and then fewer tokens. A loss is judged once for the
-    same shapes. Simulated devices have one memory: there it runs on one of them, and on others as
-    one program by the compiler, on arrays as they are cut.
+    Judging costs as little as numbers can: four rows in a part, which tell of a mistake as eight
+    do, of a large model fewer tokens, and what a part really has only where these do not pass.
+    Where memory does not do, there are fewer rows and then fewer tokens. A loss is judged once for
+    the same shapes. Simulated devices have one memory: there it runs on one of them, and on others
+    as one program by the compiler, on arrays as they are cut.
 
     Raises:
       Indivisible: as `objective.check`.
@@ -83,7 +83,7 @@ def judge(
 
 
 def _of_few_rows(loss, division, given, outputs, by_place, mesh):
-    """Whether numbers are finite; what few rows do not pass is tried with a part's own rows."""
+    """Whether the loss is finite and not 0; where few rows do not pass, a part's own are tried."""
     *fewer, last = _sizes(division, given[0], given[1])
     for size in fewer:
         try:
@@ -97,7 +97,7 @@ def _of_few_rows(loss, division, given, outputs, by_place, mesh):
 
 
 def _sizes(division, params, batch):
-    """[(rows of a part, tokens or None for all)], of which the last are the part's own."""
+    """[(rows of a part, tokens or None for all)] to try in turn; the last are the part's own."""
     unit = unit_of(batch)
     most = max(1, unit if division.ways == ("sequence",) else unit // 2)
     first = min(division.rows if oracle.LEAST <= division.rows <= MOST else oracle.LEAST, most)
@@ -123,7 +123,7 @@ def _judged(loss, ways, size, given, outputs, by_place, mesh):
 
 
 def _fitting(loss, outputs, part, given, mesh) -> tuple[Trials, oracle.Part]:
-    """The program of a part that fits into memory, and what is left of the part."""
+    """The program that fits into memory, and its part, which may have fewer rows and tokens."""
     for smaller in _smaller(part, given[1]):
         try:
             trials = oracle.compiled(loss, *outputs, smaller, None, *given, mesh)
@@ -148,7 +148,7 @@ def _smaller(part, batch) -> Iterator[oracle.Part]:
 
 
 def room(mesh: Mesh | None) -> int:
-    """Bytes that a device has for a program: the least of all processes."""
+    """The bytes that a device has for a program: the least of all processes."""
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)

@@ -1,4 +1,4 @@
-"""Which of a loss's random draws go by place: by `marks.index`, and so alike in whole and parts."""
+"""Random draws of a loss: those by place (`marks.index`) are alike in the whole and in parts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,10 @@ from shardwise.objective.microbatches import SEQUENCE, meaning, numbers
 
 
 def by_place(closed: ClosedJaxpr, groups: dict[str, Any]) -> bool:
-    """Whether all draws from the key of a traced loss do, whose arguments are these `groups`.
+    """Whether all of a traced loss's draws from its key go by place (`marks.index`).
 
-    Of "rows" are the row numbers, of "key" the key, of "args" the further arguments.
+    `groups` are the loss's arguments: "rows" the row numbers, "key" the key, "args" the further
+    arguments.
 
     Raises:
       TypeError: draws from a key among the further arguments.
@@ -31,7 +32,7 @@ def by_place(closed: ClosedJaxpr, groups: dict[str, Any]) -> bool:
 def of_loss(
     loss: Callable, params: Any, batch: Any, args: tuple, key: Any, has_aux: bool = False
 ) -> bool:
-    """The same of a loss of `(params, batch, *args)`, and `key=` where it is given one."""
+    """`by_place` of a loss of `(params, batch, *args)`, and `key=` where one is given."""
     if key is None:
         return True
     bare = normal(loss, has_aux)
@@ -45,7 +46,7 @@ def of_loss(
 
 
 class _Draws(jaxprs.Follower):
-    """What each draw of random bits follows from, and its shape."""
+    """A Follower that collects the labels and the shape of each draw of random bits."""
 
     def __init__(self):
         self.found = []
@@ -58,7 +59,7 @@ class _Draws(jaxprs.Follower):
 
 
 def _of(name, tree):
-    """The labels of a group's leaves; the places in a sequence that is cut have one more."""
+    """The labels of each leaf of a group; the places in a sequence that is cut have one more."""
     for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]:
         places = name == "rows" and keys[-1].key == SEQUENCE
         yield frozenset({name, SEQUENCE} if places else {name})

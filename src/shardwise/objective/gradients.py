@@ -21,7 +21,7 @@ def _same(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """Into what a batch is divided beside microbatches, and how that is undone.
+    """The division of a batch beside microbatches, and the functions that undo it.
 
     `together` adds up a tree of what the parts on all devices have, and `along` of what those of
     the same rows have, where the sequence is cut; `fold` makes of the batch's key that of this
@@ -87,7 +87,7 @@ def mean_and_grads(
 ) -> tuple[jax.Array, Any, Any]:
     """(mean, aux, gradients summed over the microbatches) of one part of a batch.
 
-    What strategies share. `parts` and `rows` are the part's arrays and row numbers, as `split`
+    All strategies share this. `parts` and `rows` are the part's arrays and row numbers, as `split`
     gives them. The gradients are in `wide` dtypes, and not yet summed over devices.
     """
     m = jax.tree.leaves(parts)[0].shape[0]
@@ -121,7 +121,7 @@ def nothing_if_empty(grads: Any, count: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """What the forward pass of a microbatch leaves: for the backward pass, and to be summed."""
+    """The results of a microbatch's forward pass: for the backward pass, and to be summed."""
 
     outputs: tuple
     pull: Callable
@@ -140,7 +140,7 @@ class _Part:
     division: Division
 
     def key_of(self, j):
-        """That of microbatch `j`, for its count as for its loss: what is drawn may be counted."""
+        """The key of microbatch `j`, for its count and its loss: what is drawn may be counted."""
         if self.key is None or j is None or self.traced.by_place:
             return self.key
         return jax.random.fold_in(self.key, j)

@@ -35,7 +35,7 @@ def normal(loss: Callable, has_aux: bool = False) -> Callable:
 
 
 def wide(dtype: DTypeLike) -> Any:
-    """In which parts are summed: float32 at least for floating-point numbers."""
+    """The dtype in which parts are summed: float32 at least for floating-point numbers."""
     dtype = jnp.result_type(dtype)
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
@@ -50,7 +50,7 @@ def quotient(mean: Mean) -> jax.Array:
 
 
 def cotangents(whole: Mean) -> Mean:
-    """What `jax.grad` of total/count hands to the two: 1/count and -total/count², 0 for count 0.
+    """The cotangents of the two in total/count: 1/count and -total/count², 0 for count 0.
 
     `whole` has the sums over all parts.
     """

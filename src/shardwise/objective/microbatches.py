@@ -1,4 +1,4 @@
-"""Which rows are a microbatch: one rule, and the numbers of these rows in the whole batch."""
+"""The rule for the rows of each microbatch, and the numbers of these rows in the whole batch."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def numbers(batch: Any, order: Any = None) -> dict[str, jax.Array]:
 
 
 def meaning(rows: dict[str, jax.Array]) -> Any:
-    """What `marks.index` means in a part whose rows have these numbers."""
+    """The meaning of `marks.index` in a part whose rows have these numbers."""
 
     places = rows.get(SEQUENCE)
     rows = {name: x for name, x in rows.items() if name != SEQUENCE}

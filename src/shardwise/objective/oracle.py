@@ -1,4 +1,4 @@
-"""Whether a loss divides, by its numbers: two parts of a batch together, and each alone.
+"""A test by numbers whether a loss divides: two parts of a batch together, and each alone.
 
 Where rows are their own, A and B in either order (AB, BA) add up to what each makes beside itself
 (AA, BB), whatever is drawn by shape. One program on the same rows rounds alike, so that this is
@@ -44,7 +44,7 @@ def check(
     by_place: bool | None = None,
     gradient: bool | None = None,
 ) -> None:
-    """Raise where the mean of two parts of `batch`, or what a row adds, is another than of both.
+    """Raise where the mean of two parts of `batch`, or what a row adds, is not that of both.
 
     Give it a batch whose rows differ, in padding too. It takes some of the rows, and compiles one
     program for them, and one more where the sequence is divided.
@@ -80,7 +80,7 @@ def check(
 
 
 class Part(NamedTuple):
-    """One program's share of a judgement: of which ways, and for how many rows and tokens."""
+    """One program's share of a judgement: the ways of dividing, and how many rows and tokens."""
 
     ways: tuple[str, ...]
     rows: int
@@ -89,12 +89,12 @@ class Part(NamedTuple):
 
     @property
     def sequence(self) -> bool:
-        """Whether parts are of the sequence."""
+        """Whether it is the sequence that is divided, rather than the rows."""
         return "sequence" in self.ways
 
 
 def plan(ways: Sequence[str], rows: int, batch: Any) -> list[Part]:
-    """The programs for these ways, of parts of so many rows."""
+    """The `Part` of each program for these ways to divide the batch, of parts of `rows` rows."""
     unit, found = unit_of(batch), []
     if unknown := set(ways) - {"devices", "microbatches", "sequence"}:
         raise ValueError(
@@ -126,7 +126,7 @@ def compiled(
     key: Any,
     mesh: Mesh | None = None,
 ) -> Trials:
-    """The program of a part, in float32; in the loss's own dtypes, where it takes no others."""
+    """The program of a part, in float32; in the loss's own dtypes where it takes no others."""
     given = loss, has_aux, part.rows, part.unit, part.length, part.sequence, gradient, mesh
     try:
         return Trials(*given, aux=aux).compile(params, batch, args, key)
@@ -135,7 +135,7 @@ def compiled(
 
 
 class _Seen(NamedTuple):
-    """What a turn found: parts together, the same with a little noise, and parts alone."""
+    """The numbers that a turn found: parts together, these with a little noise, and parts alone."""
 
     ways: tuple[str, ...]
     together: Found
@@ -145,7 +145,7 @@ class _Seen(NamedTuple):
 
 @np.errstate(all="ignore")  # of what is not finite nothing is said
 def judge(trials: Trials, part: Part, alone: bool) -> bool:
-    """Whether any of its totals is finite and not 0; raises `Indivisible` where one differs.
+    """Return whether any total is finite and not 0; raise `Indivisible` where a number differs.
 
     `alone` says whether parts alone draw what they draw together.
     """
@@ -198,7 +198,7 @@ def _tells(found):
 
 
 def _splits(part, size):
-    """{way: the entries of two parts}; of a sequence one more, in which parts alternate."""
+    """{way: the entries of two parts}; for a sequence one more, in which the parts alternate."""
     order = np.arange(size)
     in_order, alternating = np.split(order, 2), (order[0::2], order[1::2])
     if part.sequence:
@@ -207,8 +207,8 @@ def _splits(part, size):
 
 
 def _beside(a, b, x, y, padded=False):
-    """Which entries stand where A and B do: "a" and "b" in their order, or one of them twice; B
-    may be zeros, as padding is.
+    """The Arrangement with part `x` in the place of A and `y` in that of B, each "a" or "b"; what
+    stands in the place of B may be zeros, as padding is.
     """
     chosen = np.empty(len(a) + len(b), np.int32)
     chosen[a], chosen[b] = (a if x == "a" else b), (a if y == "a" else b)
@@ -244,7 +244,7 @@ def _compare_four(way, name, values, spare, noise):
 
 
 def _masked(means):
-    """Whether zeros in the place of one part leave the other's mean: of a mean under a mask."""
+    """Whether zeros in place of one part leave the mean of the other, as of a mean under a mask."""
     padded = means[1]
     if padded.together.sums.shape[1] > 1:
         return False
@@ -279,7 +279,7 @@ def _compare_gradients(seen, i, way, paths):
 
 
 def _check_rows(trials):
-    """Of outputs that have the rows of their part, only rows beside each other make a whole."""
+    """Refuse an output that has the rows of its part and is not to be concatenated."""
     whole, part = (trials.outputs.get(n, {}) for n in (trials.size, trials.size // 2))
     for path, (way, shape) in whole.items():
         if way != "concatenate" and shape != part[path][1]:
@@ -287,7 +287,7 @@ def _check_rows(trials):
 
 
 def _compare_added(seen, trials):
-    """Auxiliary outputs that are added up; of what is each part's own nothing can be said."""
+    """Refuse an auxiliary output to be added up whose sum over parts is not that of the whole."""
     paths = [path for path, (way, _) in trials.outputs.get(trials.size, {}).items() if way == "sum"]
     for i in range(len(seen.ways)):
         for j, path in enumerate(paths):

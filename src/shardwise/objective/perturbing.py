@@ -1,4 +1,4 @@
-"""Numbers made a little other, in the same way in every program, and arrays told by one number."""
+"""Perturbation of numbers, the same in every program, and one number that tells an array."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from shardwise.objective.means import wide
 
 
 def widened(tree: Any, wanted: bool = True) -> Any:
-    """Numbers of less than float32 as float32: whether a loss divides is no matter of rounding."""
+    """A tree with narrower floats as float32: whether a loss divides is no matter of rounding."""
 
     def one(x):
         if not wanted or not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -21,7 +21,7 @@ def widened(tree: Any, wanted: bool = True) -> Any:
 
 
 def shaken(turn: Any, x: Any) -> Any:
-    """A parameter, a little other: zeros and symmetries hide what a loss does."""
+    """A parameter slightly changed, since zeros and symmetries hide what a loss does."""
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         return x
     draw = noise(jnp.shape(x), turn.seed)

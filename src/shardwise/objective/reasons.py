@@ -1,4 +1,4 @@
-"""The words of an oracle: which number differs, what such mistakes look like, and what to do."""
+"""The errors of the oracle: which number differs, what such mistakes look like, what to do."""
 
 import dataclasses
 from typing import NoReturn
@@ -7,12 +7,12 @@ import numpy as np
 
 
 class Indivisible(ValueError):
-    """A loss that is another function where its batch is divided."""
+    """The error of a loss that is another function where its batch is divided."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Unlike:
-    """A number that differs: divided in which way, of both parts together, and from parts.
+    """A number that differs: the way of division, its value of the whole, its value from parts.
 
     `rows`: parts stood beside each other and beside themselves; `masked`: zeros in the place of
     one part leave the mean of the other. `sums` are total and perhaps count of both, and of parts.
@@ -28,7 +28,7 @@ class Unlike:
 
 
 def refuse(unlike: Unlike) -> NoReturn:
-    """Raise what is to be said of it."""
+    """Raise Indivisible, with the number that differs and the likely reason."""
     cut = {"devices": "over devices", "microbatches": "into microbatches"}.get(
         unlike.way, "along its sequence"
     )
@@ -47,7 +47,7 @@ def refuse(unlike: Unlike) -> NoReturn:
 
 
 def refuse_scalar() -> NoReturn:
-    """Raise that along a sequence one scalar is no loss."""
+    """Raise Indivisible: where the sequence is cut, one scalar is no loss."""
     raise Indivisible(
         "objective.check: the sequence is cut, and the loss is one scalar: a mean over rows, of "
         "what each makes of its whole sequence. Return objective.Mean(total, count), two sums over "
@@ -56,7 +56,7 @@ def refuse_scalar() -> NoReturn:
 
 
 def refuse_rows(path: str, way: str) -> NoReturn:
-    """Raise that rows of parts would be mixed."""
+    """Raise Indivisible: rows of different parts would be mixed in an auxiliary output."""
     raise Indivisible(
         f"objective.check: the loss's auxiliary output {path} has the rows of its part of the "
         f"batch, and aux={way!r} would make one of the rows of all parts: say aux='concatenate', "
@@ -65,7 +65,7 @@ def refuse_rows(path: str, way: str) -> NoReturn:
 
 
 def refuse_added(path: str, whole: float, parts: float) -> NoReturn:
-    """Raise that what parts add up to is not that of the whole batch."""
+    """Raise Indivisible: an auxiliary output's sum over parts is not that of the whole batch."""
     raise Indivisible(
         f"objective.check: aux='sum' adds up the loss's auxiliary output {path} of all parts of "
         f"the batch, which makes {parts:.8g}, and of the whole it is {whole:.8g}. Return "

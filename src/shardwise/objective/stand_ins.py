@@ -1,4 +1,4 @@
-"""What marks mean to an oracle: constants, and attention in which no token sees another."""
+"""Meanings of marks in an oracle: constants, and attention in which no token sees another."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def filled(x: Any, axes: Any = ()) -> Any:
-    """A constant in the place of what is of all parts, or of one alone."""
+    """Ones in place of each array of `x`, a total over all parts or what is one part's own."""
 
     def one(leaf):
         leaf = jnp.asarray(leaf)
@@ -17,13 +17,13 @@ def filled(x: Any, axes: Any = ()) -> Any:
 
 
 def own(seen: list, x: Any) -> Any:
-    """`filled` for what is local; its shapes are added to `seen`."""
+    """`filled` for `marks.local`; the shapes of its arrays are added to `seen`."""
     seen += [jnp.shape(leaf) for leaf in jax.tree.leaves(x)]
     return filled(x)
 
 
 def of_pairs(one: Any, other: Any) -> bool:
-    """Whether the shape of what is local grows with the rows along two axes."""
+    """Whether two shapes differ along two axes or more, as those of pairs of rows do."""
     return sum(a != b for a, b in zip(one, other, strict=False)) > 1
 
 
@@ -33,5 +33,5 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, places: Any, mask: Any = No
 
 
 def to_no_expert(x: jax.Array, chosen: jax.Array, *rest: Any, **more: Any) -> tuple:
-    """Tokens as they are, none dropped."""
+    """(the tokens as they are, True for each choice: none is dropped)."""
     return x, chosen >= 0

@@ -1,4 +1,4 @@
-"""What `marks.total` means in a part of a batch: a sum over all devices, or an error."""
+"""The meaning of `marks.total` in a part of a batch: a sum over all devices, or an error."""
 
 import dataclasses
 from collections.abc import Callable

@@ -33,7 +33,7 @@ class Traced:
 
     @functools.cached_property
     def _count(self):
-        """The program of the count alone, and which inputs it reads."""
+        """(the program of the count alone, for each input whether the program reads it)."""
         jaxpr = self.closed.jaxpr
         wanted = [i == 1 for i in range(len(jaxpr.outvars))]
         needed, chosen = {jaxpr.outvars[1]}, []
@@ -56,7 +56,7 @@ class Traced:
         return jaxpr_as_fun(closed)(*(x for x, wanted in leaves if wanted))[0]
 
     def count_follows(self, params: Any) -> bool:
-        """Whether the count of a loss of such parameters may depend on them."""
+        """Whether the loss's count may depend on parameters of the structure of `params`."""
         if not self.has_count or isinstance(self.closed.jaxpr.outvars[1], Literal):
             return False
         return any(self._count[1][: len(jax.tree.leaves(params))])
@@ -69,7 +69,7 @@ class Traced:
 
     @property
     def dtype(self) -> Any:
-        """That of the mean, as one device has it."""
+        """The dtype of the mean, as one device has it."""
         total, *count = self.closed.out_avals[: 1 + self.has_count]
         return jnp.result_type(total.dtype, *(c.dtype for c in count)) if count else total.dtype
 
@@ -119,7 +119,7 @@ def trace(
 
 
 def _is_rule(eqn):
-    """Whether it has a backward rule of the loss's own; a gather by which shares come is none."""
+    """Whether an equation has a backward rule of the loss's own, rather than a gather of shares."""
     if not eqn.primitive.name.startswith("custom_vjp"):
         return False
     within = (e for body in jaxprs.inner(eqn) for e in jaxprs.every(body))

@@ -24,7 +24,7 @@ from shardwise.objective.microbatches import SEQUENCE, meaning
 
 
 class Arrangement(NamedTuple):
-    """Which entries stand in a row, the places int that they take, and which are kept.
+    """An arrangement of entries in a row: those chosen, the places (int) they take, those kept.
 
     Entries are rows of the batch, or tokens of a sequence; what is not kept is zeros, as padding.
     """
@@ -35,7 +35,7 @@ class Arrangement(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What is done to parameters: a factor, the seed of what shakes them, the size of noise."""
+    """A perturbation of parameters: a factor, the seed of what shakes them, the size of noise."""
 
     factor: float = 1.0
     seed: int = 0
@@ -43,8 +43,8 @@ class Turn(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Of each arrangement, in float64: total and perhaps count; one number and the norm for each
-    parameter's gradient, and for each auxiliary output that is added up.
+    """The numbers of each arrangement, in float64: total and perhaps count; one number and the norm
+    for each parameter's gradient, and for each auxiliary output that is added up.
     """
 
     sums: np.ndarray
@@ -87,7 +87,7 @@ class Trials:
 
     @property
     def size(self) -> int:
-        """The entries of two parts together."""
+        """The number of entries of two parts together."""
         return self.length if self.sequence else self.rows
 
     def compile(self, params: Any, batch: Any, args: tuple, key: Any) -> "Trials":
@@ -110,14 +110,14 @@ class Trials:
 
     @property
     def memory(self) -> int:
-        """Bytes that a device needs beside the arguments."""
+        """The bytes that a device needs beside the arguments."""
         found = self.compiled.memory_analysis()
         return 0 if found is None else found.temp_size_in_bytes + found.output_size_in_bytes
 
     def __call__(
         self, turn: Turn, together: Sequence[Arrangement], alone: Sequence[Arrangement] = ()
     ) -> tuple[Found, Found]:
-        """What is found of parts together, and of parts alone."""
+        """(the numbers of parts together, the numbers of parts alone)."""
         given = self._padded(turn, together, alone)
         out = jax.device_get(self.compiled(*self.arguments, *given))
         return tuple(
@@ -234,7 +234,7 @@ MOST = 8  # arrangements in one call
 
 
 def _stacked(arrangements, size, most):
-    """(how many there are, each of their three fields [most, size])."""
+    """(the number of arrangements, their three fields, each padded to [most, size])."""
     blank = Arrangement(np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros(size, bool))
     padded = [*arrangements, *[blank] * (most - len(arrangements))]
     fields = (np.stack(field) for field in zip(*padded, strict=True))
@@ -242,7 +242,7 @@ def _stacked(arrangements, size, most):
 
 
 def _told(arrays):
-    """(one number of each, the norm of each)."""
+    """(one number of each array, the norm of each array)."""
     told = [perturbing.projected(x) for x in arrays]
     return tuple(jnp.stack([x[i] for x in told]) if told else jnp.zeros(0) for i in (0, 1))
 
@@ -258,13 +258,13 @@ def length_of(batch: Any) -> int | None:
 
 
 def real(tree: Any) -> list:
-    """(path, leaf) of those with a gradient."""
+    """(path, leaf) of each leaf that has a gradient."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [(k, x) for k, x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
 
 
 def _has_rules(jaxpr):
-    """Whether a backward rule of the loss's own stands in the program."""
+    """Whether the program has a backward rule of the loss's own (custom_vjp)."""
     return any(eqn.primitive.name.startswith("custom_vjp") for eqn in jaxprs.every(jaxpr))
 
 
@@ -273,7 +273,7 @@ def _quickly():
 
 
 def _apart(tree):
-    """(the arrays; all leaves but these, and the structure): what is no array stays as it is."""
+    """(the arrays of a tree; its other leaves, which stay as they are, and its structure)."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
     is_array = [hasattr(x, "dtype") for x in leaves]
     arrays = [x for x, own in zip(leaves, is_array, strict=True) if own]

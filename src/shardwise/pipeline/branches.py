@@ -1,4 +1,4 @@
-"""Steps run in order, those of a branch only where it is taken."""
+"""The execution of steps in order, those of a branch only where it is taken."""
 
 import itertools
 

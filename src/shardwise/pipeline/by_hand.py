@@ -37,7 +37,7 @@ def by_hand(
 
 
 def _halves(local):
-    """The programs, of the rank's arrays."""
+    """The `cut.Halves` of the stage as programs on the rank's arrays."""
     shares, halves, numbers = local.shares, local.halves, local.numbers
 
     def entered(name, params):
@@ -74,7 +74,7 @@ def _halves(local):
 
 
 def _gather(local, gathered):
-    """What gathers these of the stage's parameters, once a step."""
+    """The program that gathers the stage's parameters of the numbers `gathered`, once a step."""
     numbers = [local.numbers[i] for i in gathered]
     kept, held = (local.specs([group[i] for i in gathered]) for group in (local.params, local.held))
     gather = lambda arrays: local.shares.gather(numbers, arrays)  # noqa: E731
@@ -82,7 +82,7 @@ def _gather(local, gathered):
 
 
 def _total(local):
-    """What makes the gradients of the sums, once a step."""
+    """The program that makes the gradients of the sums, once a step."""
 
     def total(sums):
         pairs = zip(local.numbers, sums, strict=True)
@@ -100,7 +100,7 @@ def _terms(local, grads):
 
 
 def _arrived(local, cots):
-    """Cotangents, as the stage's own program takes them: a loss's come in a wide dtype."""
+    """Cotangents as the stage's program takes them: those of a loss come in a wide dtype."""
     if not local.stage.last:
         return _mine(cots)
     dtypes = [local.stage.outputs[i].dtype for i in cut.differentiable(local.stage)]

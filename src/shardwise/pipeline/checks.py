@@ -1,4 +1,4 @@
-"""What a pipeline refuses before anything runs."""
+"""Checks by which a pipeline refuses its arguments before anything runs."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ WHO = "pipeline.value_and_grad"  # what errors name, if not what called it
 
 
 def options(who: str, mesh: Mesh, axis: str, microbatches: int, gather: str) -> None:
-    """Those of `value_and_grad` that need no loss."""
+    """Check the options of `value_and_grad` for which no loss is needed."""
     one_process(who, mesh)
     if axis not in mesh.shape:
         raise ValueError(f"{who}: the mesh has no axis {axis!r}; it has {dict(mesh.shape)}.")
@@ -25,7 +25,7 @@ def options(who: str, mesh: Mesh, axis: str, microbatches: int, gather: str) -> 
 
 
 def one_process(where: str, mesh: Mesh) -> None:
-    """All devices are driven from here."""
+    """Check that all devices of the mesh belong to this process."""
     if isinstance(mesh, AbstractMesh):  # which has no devices: it is lowered for, and not run
         return
     here = jax.process_index()
@@ -40,7 +40,7 @@ def one_process(where: str, mesh: Mesh) -> None:
 
 
 def leaves(who: str, tree: Any, batch: Any, args: tuple, key: Any) -> None:
-    """Parameters are floating-point arrays, and all else is arrays."""
+    """Check that parameters are floating-point arrays, and that all else is arrays."""
     if not jax.tree.leaves(batch):
         raise TypeError(
             f"{who}: the batch has no arrays ({batch!r}); its rows are what is cut into "
@@ -69,7 +69,7 @@ def _array(who, path, x):
 
 
 def rows(who: str, batch: Any, microbatches: int) -> None:
-    """With several microbatches: every array has rows, equally many, a multiple of these."""
+    """Check, for several microbatches, that arrays have equally many rows, a multiple of these."""
     if microbatches == 1:
         return
     found = {}
@@ -98,7 +98,7 @@ def rows(who: str, batch: Any, microbatches: int) -> None:
 
 
 def count(who: str, loss: objective.Traced, params: Any, microbatches: int) -> None:
-    """The count is known before the first of several backward passes."""
+    """Check that the count is known before the first of several backward passes."""
     if microbatches > 1 and loss.count_follows(params):
         raise ValueError(
             f"{who}: the loss's count depends on the parameters, or its trace cannot tell "
@@ -109,7 +109,7 @@ def count(who: str, loss: objective.Traced, params: Any, microbatches: int) -> N
 
 
 def schedule(who: str, name: str, stages: int, ranks: int, axis: str) -> None:
-    """There is one of this name; and where it takes several stages, the loss has a mark."""
+    """Check that a schedule has this name, and the loss a mark where it takes several stages."""
     if name not in schedules.SCHEDULES:
         raise ValueError(
             f"{who}: no schedule {name!r}; there are {', '.join(schedules.SCHEDULES)}."
@@ -135,7 +135,7 @@ def _takes(name, stages, ranks):
 
 
 def concatenated(who: str, ways: list[str], tree: Any) -> None:
-    """What is to be concatenated has rows."""
+    """Check that auxiliary outputs to concatenate have rows."""
     for way, (keys, x) in zip(ways, jax.tree_util.tree_flatten_with_path(tree)[0], strict=True):
         if way == "concatenate" and not x.shape:
             raise ValueError(
@@ -145,7 +145,7 @@ def concatenated(who: str, ways: list[str], tree: Any) -> None:
 
 
 def constraint(who: str, sharding: Any, mesh: Any, axis: str) -> None:
-    """A `with_sharding_constraint` of the loss speaks of a rank's own axes."""
+    """Check that a `with_sharding_constraint` of the loss names a rank's own axes alone."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else None
     names = [n for entry in spec or () for n in (entry if isinstance(entry, tuple) else (entry,))]
     known = [name for name in mesh.axis_names if name != axis]
@@ -157,7 +157,7 @@ def constraint(who: str, sharding: Any, mesh: Any, axis: str) -> None:
 
 
 def parameters(who: str, params: Any) -> None:
-    """They are what `place` returns."""
+    """Check that the parameters are what `place` returns."""
     if not isinstance(params, Pipelined):
         raise TypeError(
             f"{who}: the parameters are a {type(params).__name__}; expected what "
@@ -166,7 +166,7 @@ def parameters(who: str, params: Any) -> None:
 
 
 def divided(who: str, rows: int, mesh: Mesh, spec: Any) -> None:
-    """The rows of a microbatch divide among the devices of `spec`."""
+    """Check that the rows of a microbatch divide among the devices of `spec`."""
     names = spec[0] if len(spec) else ()
     names = (names,) if isinstance(names, str) else names or ()
     devices = math.prod(mesh.shape[name] for name in names)

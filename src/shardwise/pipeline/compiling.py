@@ -16,7 +16,7 @@ from shardwise.pipeline.forms import Form
 
 @dataclasses.dataclass(frozen=True)
 class Programs:
-    """What one stage runs; `kinds` has the jitted functions of F, B, I and W.
+    """The programs that one stage runs; `kinds` has the jitted functions of F, B, I and W.
 
     - F `(params, data, carry) -> outputs, kept, done`;
     - B `(params, data, kept, cotangents, sums) -> cotangents of carry, sums, done`;
@@ -48,7 +48,7 @@ class Programs:
         return self.form.laid
 
     def parameters(self, stored: list[jax.Array]) -> list[jax.Array]:
-        """As tasks take them."""
+        """The parameters as tasks take them: those of the form's `gathered` are gathered."""
         gathered = self.form.gathered
         if not gathered:
             return stored
@@ -56,7 +56,7 @@ class Programs:
         return [whole.get(i, x) for i, x in enumerate(stored)]
 
     def cut_up(self, stored: list[jax.Array]) -> list[jax.Array]:
-        """Those that `gather` takes."""
+        """The parameters that `gather` takes."""
         return [stored[i] for i in self.form.gathered]
 
 
@@ -114,7 +114,7 @@ def _add(sums, grads):
 
 
 class Finish:
-    """Gradients of sums, 0 where nothing counts; sums that can be the gradients' are donated."""
+    """The program that makes gradients of sums, 0 where nothing counts; it donates what it can."""
 
     def __init__(self, form: Form):
         self.form = form
@@ -128,7 +128,7 @@ class Finish:
         return self.jitted(*self.arguments(sums, count))
 
     def arguments(self, sums: list, count: Any) -> tuple[list, list, Any]:
-        """Those of `jitted`: what it may use up, the other sums, the count."""
+        """The arguments of `jitted`: the sums that it may use up, the other sums, the count."""
         pairs = list(zip(sums, self.same, strict=True))
         return [x for x, donated in pairs if donated], [x for x, d in pairs if not d], count
 

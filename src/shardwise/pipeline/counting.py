@@ -18,7 +18,7 @@ from shardwise.pipeline.tracing import Traced, abstract, row_numbers
 class Counted:
     """The count, on the last stage's devices, from the batch alone: no weight is read for it.
 
-    With one microbatch it is that of its forward pass, and may depend on the parameters.
+    With one microbatch it is the count of its forward pass, and may depend on the parameters.
     """
 
     def __init__(self, traced: Traced, microbatches: int, last: Programs, manual: Any = None):
@@ -43,7 +43,7 @@ class Counted:
         return run(*(jax.device_put(leaves[i], self.here) for i in used))
 
     def _traced(self, tree, batch, args, key):
-        """The program of the leaves of (batch, args, key) that it reads, and their numbers."""
+        """(the count's program, the numbers of the leaves of (batch, args, key) that it reads)."""
         rows = row_numbers(batch)
 
         def whole(batch, args, key):
@@ -81,7 +81,7 @@ class Counted:
         return jnp.sum(jax.lax.map(count, (*parts, jnp.arange(self.microbatches))))
 
     def _over_devices(self, tree, parts, args, key):
-        """The same, of parts of which each device has its own."""
+        """The count of all microbatches, summed over devices, each of which has its own part."""
 
         def count(parts, args, key):
             return self.manual.together(self._summed(tree, parts, args, key))

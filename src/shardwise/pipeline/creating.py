@@ -1,4 +1,4 @@
-"""Parameters that are born on their stages."""
+"""Creation of parameters on their stages."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which numbers travel between stages, and when."""
+"""The numbers that travel between stages, in the order of their exchanges."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from jax.extend.core import Literal
 
 
 def exchanges(located: Any, steps: list, goals: list) -> list[dict[int, list]]:
-    """[{stage: numbers}]: those that other stages need, in the order in which they can be.
+    """[{stage: numbers that other stages need}], in the order in which they can be computed.
 
     `located` knows which stage computes a number; `goals` are [(variable, `Piece`)].
     """
@@ -22,7 +22,7 @@ def exchanges(located: Any, steps: list, goals: list) -> list[dict[int, list]]:
 
 
 def _crossing(located, steps, goals):
-    """{number: its stage} of those that one stage computes and others need."""
+    """{number: its stage}, of numbers that one stage computes and others need."""
     uses = [(v, step.homes) for step in steps for v in step.invars]
     uses += [(v, piece.homes) for v, piece in goals]
     found = {}

@@ -1,4 +1,4 @@
-"""How a stage's arrays lie on its devices, and what begins and ends a step: by the compiler."""
+"""The form of a stage whose collectives are the compiler's: its shardings and functions."""
 
 import math
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def names_of(entry: Any) -> tuple[str, ...]:
 
 
 def without(spec: P, names: Any) -> P:
-    """`spec`, and these mesh axes nowhere in it."""
+    """`spec` with these mesh axes taken out of every entry."""
     if not any(name in names for entry in spec for name in names_of(entry)):
         return spec
     kept = (tuple(name for name in names_of(entry) if name not in names) for entry in spec)
@@ -88,7 +88,7 @@ def _laid(stage, name, mesh, rows):
 
 
 def _spec(x, axis, mesh, rows):
-    """`rows`, from the axis of the batch's rows on, if the devices divide it."""
+    """The spec `rows`, from the axis of the batch's rows on; P() if devices do not divide it."""
     if axis is None:
         return P()
     spec = P(*[None] * axis, *tuple(rows)[: x.ndim - axis])

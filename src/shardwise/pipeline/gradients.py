@@ -78,7 +78,7 @@ def value_and_grad(
 def programs(
     function: "ValueAndGrad", params: Pipelined, batch: Any, *args: Any, key: Any = None
 ) -> dict[tuple[int, str], jax.stages.Lowered]:
-    """{(stage, kind): jax.stages.Lowered}: what each stage runs, to read, compile and count.
+    """{(stage, kind): jax.stages.Lowered}: the programs of each stage, to read, compile and count.
 
     `function` is what `value_and_grad` returned; the kinds are those of its schedule, "gather"
     where parameters are gathered once a step, and by hand "total", which then adds up gradients.
@@ -89,7 +89,7 @@ def programs(
 
 
 class ValueAndGrad:
-    """What `value_and_grad` returns. It keeps what it traced and compiled, as `jax.jit` does."""
+    """The function that `value_and_grad` returns; traces and programs are kept, as by `jax.jit`."""
 
     def __init__(self, asked: Asked):
         self.asked, self._plans, self._traces = asked, {}, {}
@@ -98,11 +98,11 @@ class ValueAndGrad:
         return self._run(params, batch, args, key, timed=False)[0]
 
     def timed(self, params: Pipelined, batch: Any, *args: Any, key: Any = None) -> Any:
-        """(what the function returns, {task: (start, end)}), in seconds from the run's start."""
+        """(the function's result, {task: (start, end)}), in seconds from the run's start."""
         return self._run(params, batch, args, key, timed=True)
 
     def homes(self, tree: Any, batch: Any, *args: Any, key: Any = None) -> tuple[list, tuple]:
-        """For `place`: where each leaf of `tree` lives, and the meshes of the stages."""
+        """(the homes of each leaf of `tree`, the meshes of the stages), for `place`."""
         traced = self._traced(tree, batch, args, key)
         homes = [
             tuple((s.index, s.rows[i]) for s in traced.stages if i in s.rows)
@@ -111,7 +111,7 @@ class ValueAndGrad:
         return homes, stage_meshes(self.asked.mesh, self.asked.axis, traced.schedule.device_of)
 
     def plan(self, params: Pipelined, batch: Any, *args: Any, key: Any = None) -> Plan:
-        """What does not change from step to step, for arguments of these shapes."""
+        """The `Plan` for arguments of these shapes, made once."""
         checks.parameters(self.asked.who, params)
         checks.leaves(self.asked.who, (), batch, args, key)
         given = (params.layout, params.structure, params.meshes, _signature((batch, args, key)))

@@ -1,4 +1,4 @@
-"""What lies on a stage's devices while one of its programs runs, and what goes between stages."""
+"""The bytes on a stage's devices while one of its programs runs, and those between stages."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ APPLY = "apply"  # no program of a stage: each parameter plus its update
 
 
 class Held(NamedTuple):
-    """Bytes of one stage's arrays on one of its devices, each by what it is.
+    """The bytes of one stage's arrays on one of its devices, by kind of array.
 
     `own` are the parameters as they are kept, and as large are their gradients, `found` those that
     are gathered once a step as tasks find them. Of a microbatch: `data` of the batch,
@@ -30,7 +30,7 @@ class Held(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Bytes on a device of a stage while its program of that name runs, arguments among them."""
+    """The bytes on a device of a stage while its program `name` runs, arguments among them."""
 
     stage: int
     name: str
@@ -38,7 +38,7 @@ class Moment(NamedTuple):
 
 
 def moments(schedule: Schedule, held: list[Held]) -> list[Moment]:
-    """The fullest of each program's runs; tasks start when the schedule has them start.
+    """The fullest moment of each program's runs; tasks start when the schedule has them start.
 
     That is, by `schedules.timeline` with its usual costs. What a stage gets lies there from when it
     was sent until its task has run. A run dispatches one task ahead of the one that runs
@@ -62,7 +62,7 @@ def moments(schedule: Schedule, held: list[Held]) -> list[Moment]:
 
 
 def _last(schedule, held, s):
-    """The last stage, where it shares the devices of stage `s`."""
+    """[the last stage's entry of `held`], where it shares the devices of stage `s`; else []."""
     device_of = schedule.device_of
     return held[-1:] if device_of[s] == device_of[-1] else []
 
@@ -85,7 +85,7 @@ def _arrived(schedule, held, s):
 
 
 def _things(schedule, held, line):
-    """(device, from when, to when, bytes) of all that belongs to a microbatch."""
+    """(device, from when, to when, bytes) of each thing that belongs to a microbatch."""
     for task in (t for order in schedule.tasks for t in order if t.kind == "F"):
         s, _, j = task
         h, at, back = held[s], schedule.device_of[s], schedule.backward(s, j)
@@ -104,7 +104,7 @@ def _things(schedule, held, line):
 
 
 def transfers(schedule: Schedule, held: list[Held]) -> list[int]:
-    """Bytes that one device of each rank sends to the stages beside, on other ranks, in a step."""
+    """The bytes that one device of each rank sends to stages beside, on other ranks, in a step."""
     device_of = schedule.device_of
     sent = [0] * schedule.devices
     for s, h in enumerate(held):

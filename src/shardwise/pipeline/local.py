@@ -1,4 +1,4 @@
-"""A stage of one device's program, beside the rank's arrays of which each device has a part."""
+"""The stage of one device's program, and the rank's arrays, of which each device has a part."""
 
 import dataclasses
 import functools
@@ -43,22 +43,22 @@ class LocalStage:
 
     @property
     def numbers(self) -> list[int]:
-        """Those of the stage's parameters, of all."""
+        """The numbers of the stage's parameters among all parameters."""
         return list(self.stage.rows)
 
     @property
     def each(self) -> P:
-        """The spec of what is a device's own."""
+        """The PartitionSpec of an array of which each device has one entry, its own."""
         return P(self.manual.axes)
 
     @property
     def data(self) -> list[P]:
-        """The specs of the data that the stage reads."""
+        """The PartitionSpecs of the data that the stage reads."""
         return [self.traced.local.specs[i] for i in self.stage.data]
 
     @property
     def outputs(self) -> list[P]:
-        """The specs of the outputs: a loss's are the same on every device, or rows."""
+        """The PartitionSpecs of the outputs; a loss's are the same on every device, or rows."""
         if not self.stage.last:
             return [self.each] * len(self.stage.outputs)
         ways, sums = self.traced.ways, len(self.stage.outputs) - len(self.traced.ways)
@@ -66,7 +66,7 @@ class LocalStage:
 
     @functools.cached_property
     def params(self) -> list[Shape]:
-        """The parameters, as they are kept."""
+        """The shapes of the parameters as they are kept."""
         found = []
         for piece in self.pieces:
             rows = piece.rows(self.stage.index)
@@ -76,13 +76,13 @@ class LocalStage:
 
     @functools.cached_property
     def held(self) -> list[Shape]:
-        """The parameters, as tasks find them."""
+        """The shapes of the parameters as tasks find them."""
         pairs = zip(self.numbers, self.params, strict=True)
         return [self._on(x, *self.shares.held(i, x)) for i, x in pairs]
 
     @functools.cached_property
     def sums(self) -> list[Shape]:
-        """That to which tasks add gradients."""
+        """The shapes of the arrays to which tasks add gradients."""
         found = []
         for i, x in zip(self.numbers, self.params, strict=True):
             axes, spec = self.shares.terms(i), self.shares.summed(i, x)
@@ -92,7 +92,7 @@ class LocalStage:
         return found
 
     def specs(self, shapes: list[Shape]) -> list[P]:
-        """Their specs, the entries by hand."""
+        """The PartitionSpecs of these shapes, of which only the axes by hand are kept."""
         return [self.manual.by_hand(x.sharding.spec) for x in shapes]
 
     def laid(self) -> dict[str, list[NamedSharding]]:
@@ -109,7 +109,7 @@ class LocalStage:
         return {name: [NamedSharding(self.mesh, s) for s in found] for name, found in specs.items()}
 
     def whole(self) -> cut.Stage:
-        """The stage, of the rank's arrays."""
+        """The `cut.Stage` of the rank's arrays, rather than of one device's."""
         outputs = [self._of_each(x) for x in self.stage.outputs]
         if self.stage.last:
             shapes = self.stage.outputs

@@ -1,4 +1,4 @@
-"""Where each equation of a function on arrays of several stages is to run."""
+"""The stages on which each equation of a function on arrays of several stages is to run."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ INLINED = frozenset({*CALLS, *REMAT, "custom_jvp_call", "custom_vjp_call"})
 
 
 class Step(NamedTuple):
-    """What a stage runs: `outvars` from `invars`, by `run(rows, *values) -> list`.
+    """An operation of a stage: `outvars` from `invars`, by `run(rows, *values) -> list`.
 
     `rows` is the stage's range of the rows, where the arrays lie in rows. `homes` says where it
     runs, None: wherever it is needed. Of `guards`, [(variable, number)], each is a branch of a
@@ -33,14 +33,14 @@ class Step(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one stage's rows of an array reduce to; a variable of its own."""
+    """The variable of the number to which one stage's rows of an array reduce."""
 
     variable: Any
     stage: int
 
 
 class Located:
-    """Where each variable lives, and the steps that a traced function becomes.
+    """The home of each variable, and the steps that a traced function becomes.
 
     `homes[v]` is as in a `Piece`; None is said of what follows from numbers alone, which any stage
     can compute. `axis[v]` is the axis along which an array lies in rows. Numbers travel.
@@ -53,7 +53,7 @@ class Located:
         self.alias, self.constants = {}, {}
 
     def steps(self, closed, guards=()):
-        """Those of a traced function without inner functions."""
+        """The steps of a traced function without inner functions."""
         self.constants |= zip(closed.jaxpr.constvars, closed.consts, strict=True)
         for eqn in jaxprs.equations(closed.jaxpr):
             invars = tuple(map(self.resolved, eqn.invars))
@@ -121,7 +121,7 @@ class Located:
         yield self._step(whole, None, guards, lambda rows, *values: [combine(values)])
 
     def _branches(self, eqn, guards):
-        """A `cond` as its branches' steps, and the choice among what they yield."""
+        """The steps of a `cond`: those of its branches, and the choice among what they yield."""
         index, *operands = eqn.invars
         outs = []
         for number, branch in enumerate(eqn.origin.params["branches"]):
@@ -142,7 +142,7 @@ class Located:
         return homes[0][0] if homes is not None and v.aval.shape == () else None
 
     def check(self, v, piece, meshes):
-        """Raise where an output lives elsewhere than it is computed."""
+        """Raise if the output `v` is to live elsewhere than where it is computed."""
         if isinstance(v, Literal) or not self._is_located(v):
             return
         if self.homes[v] == _homes(piece, meshes) and self.axis.get(v, 0) == 0:
@@ -163,12 +163,12 @@ class Located:
 
 
 def everywhere(piece, meshes):
-    """Whether it is whole on each stage."""
+    """Whether the array of a piece is whole on each stage."""
     return not piece.in_rows and len(piece.homes) == len(meshes)
 
 
 def _homes(piece, meshes):
-    """Where it counts as living: None for what every stage has, one stage for what one has."""
+    """The homes where a piece counts as living: None if all stages have it, one if one has."""
     if not piece.shape or everywhere(piece, meshes):
         return None
     return piece.owners if len(piece.owners) > 1 else ((piece.owners[0][0], None),)

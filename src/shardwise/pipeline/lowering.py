@@ -1,4 +1,4 @@
-"""A training step for devices that are not here: its programs, on arrays that are shapes alone."""
+"""The programs of a training step for devices that are not here, made from shapes alone."""
 
 import dataclasses
 import math
@@ -48,7 +48,7 @@ class Step:
     def compiled(
         self, compile: Callable[[int, str, jax.stages.Lowered], Any]
     ) -> tuple[dict[Key, Any], list[Held]]:
-        """({(stage, name): compiled}, what each stage holds), by `compile(stage, name, lowered)`.
+        """({(stage, name): compiled}, [`Held` of each stage]), by `compile(stage, name, lowered)`.
 
         Names are the kinds of tasks; "gather" and "finish", which begin and end a step's; "update",
         and "update 0" and so on, which compute numbers that it needs from several stages. What
@@ -66,15 +66,15 @@ class Step:
         return found, held
 
     def moments(self, held: list[Held]) -> list[Moment]:
-        """What lies on a device while each program runs."""
+        """The bytes on a device while each program runs."""
         return live.moments(self.schedule, held)
 
     def transfers(self, held: list[Held]) -> list[int]:
-        """Bytes that one device of each rank sends to other ranks."""
+        """The bytes that one device of each rank sends to other ranks."""
         return live.transfers(self.schedule, held)
 
     def kinds(self, stage: int) -> list[str]:
-        """Those of a stage's tasks, the first to run first."""
+        """The kinds of a stage's tasks, the first to run first."""
         orders = self.plan.schedule.tasks
         kinds = {t.kind for order in orders for t in order if t.stage == stage}
         return [kind for kind in "FBIW" if kind in kinds]
@@ -164,7 +164,7 @@ def _lowered(jitted, given):
 
 
 def _laid(out_info, specs, mesh):
-    """What a program returns second, laid out as it came out; on one device, whole."""
+    """The shapes of a program's second output, laid out as it came out; on one device, whole."""
     first, second = (jax.tree.leaves(out) for out in out_info[:2])
     specs = specs[len(first) : len(first) + len(second)] or [P()] * len(second)
     return [
@@ -174,5 +174,5 @@ def _laid(out_info, specs, mesh):
 
 
 def _bytes(arrays) -> int:
-    """Those of one device."""
+    """The bytes of these arrays on one device."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)

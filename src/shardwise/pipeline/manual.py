@@ -26,7 +26,7 @@ SUMMED = {"sum", "mean", "max"}  # auxiliary outputs that are the same on every 
 
 @dataclasses.dataclass(frozen=True)
 class Manual:
-    """What a stage does by hand, as `value_and_grad` is told.
+    """The layout by hand within a stage, as `value_and_grad` is told.
 
     Args:
       rows: mesh axes over which rows are cut.
@@ -53,7 +53,7 @@ class Manual:
         return (*self.columns, *self.rows)
 
     def within(self, mesh: Mesh, function: Callable[[], Any]) -> Any:
-        """What `function()` returns, called in a trace where the axes by hand have names."""
+        """The result of `function()`, called in a trace where the axes by hand have names."""
         found: list = []
 
         def inside():
@@ -70,27 +70,27 @@ class Manual:
         return jax.shard_map(function, mesh=mesh, check_vma=False, **specs)
 
     def by_hand(self, spec: P) -> P:
-        """Of a spec the entries by hand."""
+        """The spec without the axes left to the compiler."""
         return without(spec, self.free)
 
     def together(self, x: Any) -> Any:
-        """Summed over the rank's devices."""
+        """The sum of `x` over the rank's devices."""
         return jax.lax.psum(x, self.axes)
 
     def along(self, x: Any) -> Any:
-        """Summed over those that have parts of the same rows."""
+        """The sum of `x` over the devices that have parts of the same rows."""
         return jax.lax.psum(x, self.columns) if self.columns else x
 
     def fold(self, key: Any) -> Any:
-        """The batch's key as that of a device."""
+        """The key of this device, made of the batch's."""
         for name in self.axes if key is not None else ():
             key = jax.random.fold_in(key, jax.lax.axis_index(name))
         return key
 
 
 class Local(NamedTuple):
-    """What a trace by hand knows: the shares of parameters, and the PartitionSpecs of the leaves of
-    a microbatch, of its row numbers, of the arguments and the key.
+    """The layout in a trace by hand: the shares of parameters, and the PartitionSpecs of the leaves
+    of a microbatch, of its row numbers, of the arguments and the key.
     """
 
     shares: Any
@@ -148,7 +148,7 @@ def _divided(manual, batch, m):
 
 
 def _local(x, spec, mesh, m):
-    """One device's of a microbatch's."""
+    """The shape of one device's part of a microbatch of `x`."""
     sizes = [x.shape[0] // m, *x.shape[1:]] if x.shape else []
     for i, entry in enumerate(spec):
         sizes[i] //= math.prod(mesh.shape[name] for name in names_of(entry))
@@ -156,13 +156,13 @@ def _local(x, spec, mesh, m):
 
 
 def _relocated(rank, sharding):
-    """A constraint of the loss, on the mesh that all stages see."""
+    """The sharding of a constraint of the loss, on the mesh that all stages see."""
     here = jax.sharding.get_abstract_mesh() if jax.__version_info__ >= (0, 8) else None
     return NamedSharding(here or rank.abstract_mesh, sharding.spec)
 
 
 def _check(who, manual, traced, params):
-    """The program of one device reads what that of the whole rank does; aux has its parts."""
+    """Check that one device's program reads what the whole rank's does, and that aux fits it."""
     for i, piece in enumerate(params.layout):
         homes = tuple((s.index, s.rows[i]) for s in traced.stages if i in s.rows)
         if homes != piece.homes:

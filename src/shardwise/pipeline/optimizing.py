@@ -37,7 +37,7 @@ def update(
 
     The memory of `grads` and of the old `opt_state` is taken over (donated): use neither again.
     `extra` are further arguments of the transformation, such as `value=`: `Pipelined` trees, or
-    trees of whole arrays and numbers. Of a parameter that several stages hold whole, the first
+    trees of whole arrays and numbers. If several stages hold a parameter whole, the first
     updates it and sends the others the result. Otherwise what crosses stages is scalars.
 
     Raises:
@@ -70,7 +70,7 @@ def program(tx: Any, names: tuple[str, ...], kinds: tuple) -> Spread:
 
 
 def _updates_layout(updates, params):
-    """Where the parameters are, in the dtypes that the updates have."""
+    """The layout of the updates: that of the parameters, in the dtypes that the updates have."""
     if jax.tree.structure(updates) != params.structure:
         return state_layout(updates, params)
     pieces = zip(
@@ -102,7 +102,7 @@ def _whole(name, tree, meshes):
 
 
 def _copied(updates):
-    """Updates of what several stages hold whole, on each of them."""
+    """The updates, on each of its stages for a parameter that several stages hold whole."""
     tree = dict(updates.tree)
     for piece in updates.layout:
         first = piece.homes[0][0]

@@ -1,4 +1,4 @@
-"""Where each stage's arrays live, and the way there and back."""
+"""The placement of arrays on stages, and the way there and back."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from shardwise.mesh import outside
 
 
 class Piece(NamedTuple):
-    """Where one array lives: `homes` has (stage, rows), rows (a, b) or None for all of it.
+    """The place of one array: `homes` has (stage, rows), rows (a, b) or None for all of it.
 
     An array in rows has each row on one stage; one that several stages read is whole on each.
     """
@@ -29,12 +29,12 @@ class Piece(NamedTuple):
 
     @property
     def in_rows(self):
-        """Whether it is cut among stages."""
+        """Whether the array is cut among stages."""
         return self.homes[0][1] is not None
 
     @property
     def owners(self):
-        """The homes that count it: for an array that is whole on several stages, the first."""
+        """The homes that own the array; of one that is whole on several stages, the first alone."""
         return self.homes if self.in_rows else self.homes[:1]
 
     def rows(self, stage: int) -> tuple[int, int] | None:
@@ -68,7 +68,7 @@ class Pipelined:
         return jax.tree.unflatten(self.structure, zeros)
 
     def from_checkpoint(self, arrays: list[np.ndarray]) -> "Pipelined":
-        """The same, of other whole arrays on the host, each laid on its stages by itself."""
+        """`Pipelined` in this layout, of whole arrays on the host, each laid out by itself."""
         return laid(arrays, self.layout, self.structure, self.meshes)
 
 
@@ -138,7 +138,7 @@ def laid(leaves, layout, structure, meshes):
 
 
 def stage_meshes(mesh, axis, device_of):
-    """For each stage the devices of its place along `axis`, as a mesh with the same axes."""
+    """The mesh of each stage: the devices of its place along `axis`, with the same axes."""
     if isinstance(mesh, AbstractMesh):  # all places are alike
         sizes = tuple((mesh.shape | {axis: 1}).values())
         types = (AxisType.Auto,) * len(sizes)
@@ -152,7 +152,7 @@ def stage_meshes(mesh, axis, device_of):
 
 
 def plain(x: Any) -> Any:
-    """The array; on the Explicit axes of a mesh, the same on Auto ones, where rows can be taken."""
+    """The array `x`, moved from Explicit axes of a mesh to Auto ones, where rows can be taken."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(x, jax.Array) or not isinstance(sharding, NamedSharding):
         return x
@@ -164,10 +164,10 @@ def plain(x: Any) -> Any:
 
 
 def state_layout(state: Any, params: Pipelined) -> tuple[Piece, ...]:
-    """Pieces of an optimizer's state: what belongs to a parameter lives where that does.
+    """The pieces of an optimizer's state: what belongs to a parameter lives where that does.
 
-    Whatever has no parameter, or one element alone, is whole on every stage; of a scalar the first
-    has it. Of an array in rows, what has its rows lies in rows too.
+    Whatever has no parameter, or one element alone, is whole on every stage; a scalar is on the
+    first. An array that has the rows of a parameter in rows lies in rows too.
     """
     owners = trees.owners(state, params.abstract())
     found = zip(trees.leaves(state), owners, strict=True)
@@ -208,7 +208,7 @@ def _layout(tree, homes, rule, meshes):
 
 
 def _placed(x, home):
-    """What of an array lives on a stage, abstractly; of unequal rows, what divides them all."""
+    """The shape of an array's part on a stage; of unequal rows, a number that divides them all."""
     shape = jnp.shape(x)
     if home[0][1] is not None:
         shape = (math.gcd(*(last - first for _, (first, last) in home)), *shape[1:])

@@ -1,4 +1,4 @@
-"""What does not change from step to step, and how a step's sums become its results."""
+"""The plan that steps of the same shapes share, and how a step's sums become its results."""
 
 import functools
 import warnings
@@ -22,7 +22,7 @@ from shardwise.pipeline.tracing import Asked, Traced
 
 
 class Plan:
-    """Everything that does not change from step to step."""
+    """The stages' programs and all else that does not change from step to step."""
 
     def __init__(self, asked: Asked, traced: Traced, params: Pipelined):
         self.asked, self.traced, self.schedule = asked, traced, traced.schedule
@@ -75,7 +75,7 @@ class Plan:
                 )
 
     def _joined(self, outputs, count):
-        """The mean of all microbatches, and their auxiliary outputs, each in the way asked for."""
+        """(the mean of all microbatches, their auxiliary outputs, each joined in its way)."""
         totals = [jnp.asarray(out[0]) for out in outputs]
         total = functools.reduce(jnp.add, [x.astype(objective.wide(x.dtype)) for x in totals])
         mean = objective.quotient(objective.Mean(total, count)).astype(self.traced.dtype)
@@ -84,7 +84,7 @@ class Plan:
         return mean, [objective.reduced(jnp.stack(parts), way) for parts, way in pairs]
 
     def _finish(self, params, sums, count):
-        """The gradients: sums over stages of what several hold."""
+        """The gradients; those of a parameter that several stages hold are summed over these."""
         self._share(params.layout, sums)
         tree = {piece.path: {} for piece in params.layout}
         for s, (programs, pieces) in enumerate(zip(self.stages, self.layout, strict=True)):
@@ -106,7 +106,7 @@ class Plan:
                 sums[s][i] = jax.device_put(total, sums[s][i].sharding, may_alias=False)
 
     def lowered(self, params: Pipelined) -> dict[tuple[int, str], jax.stages.Lowered]:
-        """The programs of the schedule's kinds, lowered; and those that a step has once."""
+        """The lowered programs of the schedule's kinds, and of what a step does once."""
         found = {}
         kinds = {(task.stage, task.kind) for order in self.schedule.tasks for task in order}
         for s, programs in enumerate(self.stages):

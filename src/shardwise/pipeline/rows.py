@@ -1,4 +1,4 @@
-"""What an equation does to arrays of which each stage has rows: a list of those that are known.
+"""Equations on arrays of which each stage has rows: a list of those that are known.
 
 An equation that is not on the list is refused. Most work entry by entry. The others work within a
 row, such as a sum over other axes; or they yield what the rows' own results combine to.
@@ -38,7 +38,7 @@ ALONG_ONE = dict.fromkeys(
 
 
 class ByRows(NamedTuple):
-    """How an equation works on rows.
+    """The way in which an equation works on rows.
 
     `operands` has the axis along which each operand is cut, None for one that is taken whole, and
     `result` that of the outputs. Where it is None the outputs are parts, which `combine` combines.
@@ -52,7 +52,7 @@ class ByRows(NamedTuple):
 
 
 def by_rows(eqn: jaxprs.Equation, axes: tuple[int | None, ...], total: int) -> ByRows | None:
-    """How to run a `jaxprs.Equation` whose operands lie in rows along `axes`; None if it cannot be.
+    """The `ByRows` of an equation whose operands lie in rows along `axes`; None if there is none.
 
     An axis is None for an operand of which every stage has all. `total` is the number of rows: an
     axis may be some times as long, where a row's entries follow each other along it.
@@ -71,7 +71,7 @@ def by_rows(eqn: jaxprs.Equation, axes: tuple[int | None, ...], total: int) -> B
 def run_by_rows(
     eqn: jaxprs.Equation, how: ByRows, axes: tuple, total: int, rows: tuple[int, int], *values: Any
 ) -> list[Any]:
-    """The equation on the `rows` of a stage; of what every stage has, it takes these."""
+    """Run an equation on the `rows` of a stage, which are sliced from what every stage has."""
 
     def sliced(x, v, axis, known):
         if axis is None or known is not None:
@@ -168,7 +168,7 @@ def _product(eqn, axes):
 
 
 def _resized(name, sizes, axis, total):
-    """The parameter `name`, which has the sizes of the output, for fewer rows."""
+    """`params(rows) -> {name: sizes}`, which are those of the output, for fewer rows."""
 
     def params(rows):
         per_row = sizes[axis] // total

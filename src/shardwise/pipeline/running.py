@@ -1,4 +1,4 @@
-"""A thread for each device, which dispatches its tasks, each when what it needs is on its way."""
+"""Threads, one for each device, that dispatch its tasks when what they need is on its way."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ AHEAD = 1
 
 
 class TaskError(RuntimeError):
-    """A task failed; the run has stopped. Its cause is the error of the task."""
+    """The error of a run that stopped since a task failed; its cause is the error of the task."""
 
 
 class Run:
@@ -65,7 +65,7 @@ def run(schedule: Schedule, perform: Callable[[Task], Any], timed: bool = False)
 
 
 class _State:
-    """What has been dispatched, seen by all threads."""
+    """The state of a run: what has been dispatched, seen by all threads."""
 
     def __init__(self):
         self.changed = threading.Condition()
@@ -91,7 +91,7 @@ class _State:
             self.changed.notify_all()
 
     def raise_first(self, failure):
-        """Tasks that read what a failed one should have computed fail too: name the first."""
+        """Raise TaskError for the first task that failed, if any: those that read it fail too."""
         for task, result in self.dispatched.items():
             try:
                 jax.block_until_ready(result)

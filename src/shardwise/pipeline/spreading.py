@@ -111,11 +111,11 @@ class Spread:
         return [(i, v, p) for i, (v, p) in enumerate(self.goals) if stage in dict(self._of(p))]
 
     def _of(self, piece):
-        """The homes that compute it."""
+        """The homes that compute the array of a piece."""
         return piece.homes if everywhere(piece, self.meshes) else piece.owners
 
     def _run(self, stage, number, goals, local, shared, donate):
-        """{variable: number} of one exchange, or {number of the goal: array}."""
+        """{variable: number} of one exchange, or {number of a goal: array}, run on one stage."""
         key = stage, number, donate
         if key not in self.jitted:
             self.jitted[key] = self._compile(stage, goals, local, shared, donate)
@@ -145,7 +145,7 @@ class Spread:
         return jitted, given, spent, numbers
 
     def _spent(self, stage, goals, variables):
-        """Those inputs whose memory an output can take over: of equal shape, dtype and layout."""
+        """The inputs whose memory an output can take over: of equal shape, dtype and layout."""
         free = collections.Counter(_kind(piece, stage) for _, _, piece in goals)
         spent = []
         for v in variables:

@@ -1,4 +1,4 @@
-"""One run of a schedule: what each task takes, computes and sends on."""
+"""A run of a schedule: what each task takes, computes and sends on."""
 
 import functools
 
@@ -10,7 +10,7 @@ from shardwise.pipeline.tracing import row_numbers
 
 
 class Step:
-    """One run: what is alive, by stage and microbatch. Each entry is written and read once."""
+    """A run of a schedule: the live arrays by stage and microbatch, each written and read once."""
 
     def __init__(self, plan, params, batch, args, key, count):
         self.plan, self.count, self.m = plan, count, plan.asked.microbatches
@@ -25,7 +25,7 @@ class Step:
         self.carry, self.kept, self.cots, self.pending, self.outputs = {}, {}, {}, {}, {}
 
     def _divided(self, batch):
-        """The batch, and the numbers of its rows."""
+        """(the batch, the numbers of its rows)."""
         manual = self.plan.asked.manual
         if manual is None:
             return batch, row_numbers(batch)
@@ -33,7 +33,7 @@ class Step:
         return batch, jax.tree.map(np.asarray, numbers)
 
     def perform(self, task):
-        """Dispatch one task, and send on what others need; what is there when it has run."""
+        """Dispatch one task, send on what others need, and return what is there when it has run."""
         s, kind, j = task
         programs, own = self.plan.stages[s], self.params[s]
         jitted = programs.kinds[kind]
@@ -76,13 +76,13 @@ class Step:
         return _put(values, programs.laid["inputs"])
 
     def _key(self, j):
-        """The batch's own, where draws go by place; else one for each microbatch."""
+        """The key of microbatch `j`: the batch's own, where draws go by place."""
         if self.key is None or self.m == 1 or self.plan.traced.loss.by_place:
             return self.key
         return jax.random.fold_in(self.key, j)
 
     def _part(self, x, j):
-        """The rows r with r % m == j."""
+        """The rows r of `x` with r % m == j."""
         if self.m == 1:
             return x
         if isinstance(x, jax.Array):

@@ -1,4 +1,4 @@
-"""A schedule as a table of ticks: each device's task at each, and the slots in which arrays lie."""
+"""Tables of ticks of a schedule: each device's task at each, and the slots in which arrays lie."""
 
 import dataclasses
 import functools
@@ -14,27 +14,27 @@ NAMES = ("act", "cot", "kept", "pend")
 
 
 class Slots:
-    """Numbers of slots of one device, of which the lowest that is free is taken."""
+    """The slots of one device, of which the free one with the lowest number is taken first."""
 
     def __init__(self):
         self.free: list[int] = []
         self.most = 0
 
     def take(self) -> int:
-        """A slot, until it is given back."""
+        """Take a free slot, until it is given back."""
         if self.free:
             return self.free.pop(0)
         self.most += 1
         return self.most - 1
 
     def give(self, slot: int) -> None:
-        """The slot is free again."""
+        """Give a slot back, which is free again."""
         self.free = sorted([*self.free, slot])
 
 
 @dataclasses.dataclass(frozen=True)
 class Ticks:
-    """Int32 columns [ticks, devices] by name, and the most slots that a device needs of each kind.
+    """A table: int32 columns [ticks, devices] by name, and the most slots a device needs of a kind.
 
     `kind` is 0 without a task, 1 for F, 2 for I, 3 for W; `stage`, `microbatch` and `chunk`, which
     of the device's stages it is, tell the task. `act`, `cot`, `kept` and `pend` are the slots that
@@ -69,7 +69,7 @@ def ticks(schedule: Schedule, backward: bool = True) -> Ticks:
 
 
 def _forwards(schedule):
-    """{forward task: its tick}, each as soon as its device is free and its input is there."""
+    """{forward task: its tick}, the first at which its device is free and its input is there."""
     starts: dict[Task, int] = {}
     free = [0] * schedule.devices
     for task in run_order(schedule):
@@ -109,7 +109,7 @@ class _Filling:
         return Ticks(self.columns, most, {name: tuple(found) for name, found in rings.items()})
 
     def _task(self, t, d, stage, kind, j):
-        """The slots of a task; returns what is free at the tick's end."""
+        """Write a task and its slots; return the slots that are free at the tick's end."""
         s, gone = self.schedule, []
         chunk = sum(s.device_of[other] == d for other in range(stage))
         told = dict(kind="_FIW".index(kind), stage=stage, microbatch=j, chunk=chunk)

@@ -19,7 +19,7 @@ from shardwise.pipeline.placing import stage_meshes
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What `value_and_grad` was called with."""
+    """The arguments that `value_and_grad` was called with."""
 
     loss: Callable
     mesh: Mesh
@@ -59,12 +59,12 @@ class Traced(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """That of the mean, as one device has it."""
+        """The dtype of the mean, as one device has it."""
         return jnp.result_type(*(x.dtype for x in jax.tree.leaves(self.mean)))
 
 
 def trace(asked: Asked, tree: Any, batch: Any, args: tuple, key: Any) -> Traced:
-    """The loss, for abstract or real arguments of these shapes.
+    """The loss traced and cut, for abstract or real arguments of these shapes.
 
     Raises:
       ValueError, TypeError: as `value_and_grad`.
@@ -129,7 +129,7 @@ def abstract(tree: Any) -> Any:
 
 
 def row_numbers(batch: Any) -> dict[str, Any]:
-    """Those of `objective.numbers`, on the host."""
+    """The row numbers of `objective.numbers`, on the host."""
     return {name: np.asarray(x) for name, x in objective.numbers(batch).items()}
 
 
@@ -142,14 +142,14 @@ def _abstract(x):
 
 
 def _resized(x, times, m):
-    """A part of the rows, so many times as long."""
+    """The shape of `x` with the rows of one of `m` parts, `times` as many."""
     shape = (times * (x.shape[0] // m), *x.shape[1:]) if x.shape else ()
     return jax.ShapeDtypeStruct(shape, x.dtype)
 
 
 @contextlib.contextmanager
 def _as_rank(rank):
-    """Within `jax.set_mesh`, one rank's mesh in the place of all: a stage has no other devices."""
+    """Put one rank's mesh in the place of that of `jax.set_mesh`: a stage has no other devices."""
     if jax.sharding.get_abstract_mesh().empty:
         yield
     else:

@@ -1,4 +1,4 @@
-"""The whole step: gradient, update, new parameters."""
+"""The whole training step: gradient, update, new parameters."""
 
 from collections.abc import Callable
 from typing import Any

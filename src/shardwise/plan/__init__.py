@@ -1,4 +1,4 @@
-"""Which layout to take: every one there is for a model and chips, by formula, the best first.
+"""The planner of layouts: every one there is for a model and chips, by formula, the best first.
 
 found = plan.plan("llama3-8b", "v5p:4x4x8", batch=1024, sequence=8192)
 found.best[0].roles, found.best[0].memory, found.best[0].step, found.best[0].mfu

@@ -1,4 +1,4 @@
-"""A model's parameters, and its optimizer's state, as plain numbers: what is cut, into what."""
+"""A model's parameters and its optimizer's state, as plain numbers; a device's part of each."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ TENSOR, EXPERT = ("heads", "kv_heads", "mlp", "vocab"), "experts"
 
 
 class Array(NamedTuple):
-    """One array: its logical axes by their names, None where it has none."""
+    """An array of a model, with the names of its logical axes, None for an axis that has none."""
 
     path: str
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Array(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether the tensor axis cuts it."""
+        """Whether the tensor axis cuts the array."""
         return bool({*TENSOR} & {*self.names})
 
     @property
@@ -46,7 +46,7 @@ class Array(NamedTuple):
 class Arrays:
     """A model's parameters, and the state that an optimizer keeps for them.
 
-    Of the state, what has its parameter's shape has its path too.
+    An array of the state that has its parameter's shape has the parameter's path too.
     """
 
     parameters: tuple[Array, ...]
@@ -54,7 +54,7 @@ class Arrays:
 
 
 def of(shapes: Any, tx: Any) -> Arrays:
-    """Those of a pytree of arrays or `ShapeDtypeStruct`, by the names that its leaves carry."""
+    """The `Arrays` of a pytree of arrays or `ShapeDtypeStruct`, by the names its leaves carry."""
     parameters = tuple(_parameter(*walked) for walked in trees.walk(shapes))
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
     state = jax.eval_shape(tx.init, plain)
@@ -77,7 +77,7 @@ def _parameter(keys, x, box):
 
 @functools.lru_cache(maxsize=64)
 def of_decoder(config: Config, optimizer: Callable[[], Any] = train.optimizer) -> Arrays:
-    """Those of `model.Decoder`, with AdamW by default."""
+    """The `Arrays` of `model.Decoder`, with AdamW by default."""
     shapes = nnx.state(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
     return of(shapes, optimizer())
 
@@ -94,14 +94,14 @@ Shares = tuple[tuple[Array, Share], ...]
 
 @functools.lru_cache(maxsize=4096)
 def shares(held: Arrays, fsdp: int, tensor: int, expert: int) -> tuple[Shares, Shares]:
-    """Of parameters, and of the state, each with a device's part."""
+    """(the parameters, the optimizer's state): each array with a device's part of it."""
     cut = fsdp, tensor, expert
     parameters = tuple((array, share(array, *cut)) for array in held.parameters)
     return parameters, tuple((array, share(array, *cut)) for array in held.state)
 
 
 def share(array: Array, fsdp: int, tensor: int, expert: int) -> Share:
-    """As `layouts` cuts it: along fsdp, if the others leave an axis that divides."""
+    """A device's part of an array as `layouts` cuts it: along fsdp, if an axis is left for it."""
     taken = {*(TENSOR if tensor > 1 else ()), *((EXPERT,) if expert > 1 else ())}
     parts = math.prod(
         (tensor if name in TENSOR else expert) for name in array.names if name in taken

@@ -16,7 +16,7 @@ from shardwise.plan.presets import PRESETS
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line; its exit status."""
+    """Run the command line, and return its exit status."""
 
     def arguments(
         model: str,

@@ -16,7 +16,7 @@ from shardwise.topology import child
 
 
 class Check(NamedTuple):
-    """What the compiler said: `fit` as `measure.fits` tells it, and the compiled program, if any.
+    """The compiler's verdict: `fit` as `measure.fits` tells it, and the compiled program, if any.
 
     `lowered` are the ring bytes of the collectives that are written by hand; `sent` those of the
     compiled program, by kind; `differences` what became of those that are written, and of those
@@ -115,7 +115,7 @@ def _of_stages(candidate, plan):
 
 
 def checked(plan: Plan, number: int, out: TextIO) -> list[dict[str, Any]]:
-    """Compile the best, tell each on `out` when it is done, and return facts."""
+    """Compile the best layouts, print each on `out` when it is done, and return facts of all."""
     chosen = plan.best[:number]
     print("\nCompiled, GiB on a device (of stages the fullest):", file=out)
     facts = []
@@ -146,7 +146,7 @@ def _line(found):
 
 
 def _became(found):
-    """What the compiler made of the bytes by formula; all of them together are those it sends."""
+    """A line on what became of the bytes by formula; all together are those the compiler sends."""
     told = [
         f"{name} {d.written / 1e6:,.1f} MB" + (f" ({d.more / 1e6:+,.1f})" if d.more else "")
         for name, d in found.differences.items()

@@ -1,4 +1,4 @@
-"""What the compiler is expected to insert along the tensor axis, as collectives; by formula."""
+"""The collectives that the compiler is expected to insert along the tensor axis, by formula."""
 
 import math
 
@@ -11,11 +11,11 @@ _DTYPES = {2: "bf16", 4: "f32"}
 
 
 def inserted(part: Part) -> tuple[Op, ...]:
-    """Megatron's with a cut sequence (Korthikanti et al., 2022), for a stage's training step.
+    """The collectives of Megatron with a cut sequence (Korthikanti et al., 2022) in a stage's step.
 
     A layer sends what `sent.tensor_passes` tells. The embedding scatters and the head gathers, and
     the other way backward; the loss sums three numbers of each token, and the gradients of the
-    norms' scales are summed. Of all together the ring bytes are those that `sent.sent` tells of
+    norms' scales are summed. The ring bytes of all together are those that `sent.sent` tells of
     tensor.
     """
     n, m, layers = part.roles.tensor, part.roles.microbatches, part.layers

@@ -1,4 +1,4 @@
-"""What JAX keeps of a loss's forward pass for the backward one, read from its trace."""
+"""The bytes that JAX keeps of a loss's forward pass for the backward one, from its trace."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from shardwise.topology.lowering import to_host
 
 
 class Kept(NamedTuple):
-    """Bytes of one device: `stored` from the forward pass to the backward one, and beside these
+    """The bytes of one device: `stored` from the forward pass to the backward one, and beside these
     either `gradient`, of the largest array at the backward pass's beginning; or `layer`, what the
     largest rematerialised body needs, less what is gone by then.
     """
@@ -32,11 +32,11 @@ def residuals(
     dtype: Any,
     meanings: Mapping[str, Callable[..., Any]],
 ) -> Kept:
-    """What a loss keeps, but for what a compiler computes again (`recomputing.stored`).
+    """The bytes that a loss keeps, but for what a compiler computes again (`recomputing.stored`).
 
     `mean(params, batch)` is the loss of a device's rows; `params` and `batch` are shapes, `stored`
     says which parameters are gathered, `dtype` in which they are used; `meanings` are of other
-    marks. What goes in is not counted, and nothing twice; weights that are gathered or cast are.
+    marks. The program's inputs are not counted, and nothing twice; gathered or cast weights are.
 
     Raises:
       ValueError: it moves arrays to the host.
@@ -70,7 +70,7 @@ def residuals(
 
 
 def _gradient(program, found, at_the_end=True):
-    """Bytes of the gradient of what is stored largest, in the dtype that its product had.
+    """The bytes of the gradient of the largest array stored, in the dtype that its product had.
 
     At the end of the forward pass, one of the same size takes the place of its array, when no later
     product needs that: as the gradient of float32 logits does.
@@ -101,7 +101,7 @@ def _after_the_last(jaxpr):
 
 
 def _working(body):
-    """Bytes that one body's own backward pass has."""
+    """The bytes that a body's own backward pass needs."""
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars]
     moving = [i for i, x in enumerate(avals) if jnp.issubdtype(x.dtype, jnp.inexact)]
     run = jaxpr_as_fun(ClosedJaxpr(body, ()))
@@ -134,7 +134,7 @@ def gathers_again(mean: Callable[..., Any], params: Any, batch: Any) -> bool:
 
 
 def _taken(x, dtype, is_cut):
-    """A gather, or a cast, makes another array, which nobody had: so does a barrier, in a trace."""
+    """A parameter as used: a gather or a cast makes a new array, as a barrier in a trace does."""
     is_cast = dtype is not None and jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype != dtype
     x = x.astype(dtype) if is_cast else x
     return jax.lax.optimization_barrier(x) if is_cut or is_cast else x

@@ -1,4 +1,4 @@
-"""How mesh axes lie along a torus, and how long collectives take there.
+"""The way mesh axes lie along a torus, and the seconds that collectives take there.
 
 A collective over a ring of chips sends both ways, over a line one way at a time; an axis over
 several sides of the torus uses all of them at once. Parts of one side that lie in between each
@@ -24,19 +24,19 @@ class Side(NamedTuple):
     on_chip: bool = False
 
     def bandwidth(self, chip: Chip) -> float:
-        """Bytes/s that a device sends in a ring collective, in the directions that there are."""
+        """The bytes/s that a device sends in a ring collective, in all directions there are."""
         if self.on_chip:
             return chip.links * chip.link_bandwidth
         ways = 2 if self.size * self.stride == self.whole and chip.is_ring(self.whole) else 1
         return ways * self.lane(chip)
 
     def lane(self, chip: Chip) -> float:
-        """The same, one way."""
+        """The bytes/s that a device sends one way."""
         return chip.link_bandwidth / (1 if self.on_chip else self.stride * chip.devices)
 
 
 class Way(NamedTuple):
-    """What a role's devices talk over: sides of the torus, and `across` slices."""
+    """The links between a role's devices: along sides of the torus, and across `across` slices."""
 
     sides: tuple[Side, ...]
     across: int = 1
@@ -84,7 +84,7 @@ def _side(factor, i, free, chips):
 
 
 def _choose(size, free, chips):
-    """Into which factors a size is cut, one for each side."""
+    """The factors into which a size is cut, one for each side of the torus."""
 
     def order(factors):
         sides = [_side(f, i, free, chips) for i, f in enumerate(factors) if f > 1]
@@ -96,7 +96,7 @@ def _choose(size, free, chips):
 
 
 def ring_seconds(chip: Chip, ways: Iterable[Way], sent: float) -> float:
-    """Of gathers, scatters and sums that send so many ring bytes, over these roles as one.
+    """The seconds of gathers, scatters and sums that send `sent` ring bytes over roles as one.
 
     Between slices each device sends its part of what its slice has, over the data centre's network;
     within them all links are used.
@@ -114,14 +114,14 @@ def ring_seconds(chip: Chip, ways: Iterable[Way], sent: float) -> float:
 
 
 def hop_seconds(chip: Chip, way: Way, sent: float) -> float:
-    """Of bytes that each device passes on to the next: one way, along one side."""
+    """The seconds in which each device passes `sent` bytes to the next: one way, along one side."""
     if way.across > 1:
         return sent / _dcn(chip)
     return sent / max(side.lane(chip) for side in way.sides)
 
 
 def exchange_seconds(chip: Chip, way: Way, sent: float) -> float:
-    """Of an all-to-all in which a device sends so many bytes of its own.
+    """The seconds of an all-to-all in which a device sends `sent` bytes of its own.
 
     A block crosses a quarter of a ring on average, and a third of a line, whose middle link half of
     all blocks pass: size/8 and size/4 of a device's bytes are on the busiest link, each way.

@@ -1,4 +1,4 @@
-"""What a device holds: parameters and state exactly, and by a formula what a step needs besides.
+"""The memory of a device: parameters and state exactly, and by a formula what a step needs too.
 
 What a step needs besides is a sum of terms in bytes. Most are counts; those of what a layer works
 on have a coefficient: of all that it could have, how much the compiler keeps at once. A device is
@@ -16,7 +16,7 @@ _WIDE = 4
 
 
 class Terms(NamedTuple):
-    """Bytes of what a step needs beside parameters and state.
+    """The bytes that a step needs beside parameters and state, by term.
 
     At any time: `weights` whole, in the dtype of use, with remat those of one layer, else of all,
     and those of the head, and all layers' shares, where they are cast before they are gathered;
@@ -78,7 +78,7 @@ _PHASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on a device: `parameters` and `state` exact, `step` an estimate made of `terms`, each
+    """The bytes on a device: `parameters` and `state` exact, `step` an estimate of `terms`, each
     times its coefficient. `host`, bytes of the device's activations that wait on its host, is none
     of them.
     """
@@ -97,7 +97,7 @@ class Memory:
 
     @property
     def step(self) -> float:
-        """Gradients, activations and all else that is gone when the step ends."""
+        """The bytes of gradients, activations and all else that is gone when the step ends."""
         return sum(self.of_step)
 
     @property
@@ -113,7 +113,7 @@ def counted(terms: Terms, coefficients: Terms) -> Terms:
 
 
 def memory(part: Part) -> Memory:
-    """That of one stage's devices."""
+    """The `Memory` of one stage's devices."""
     parameters = sum(elements * array.itemsize for array, elements, _ in part.held())
     state = sum(elements * array.itemsize for array, elements, _ in part.held(state=True))
     # Of tokens, targets, a mask, and on request places: as `data.batches` makes them.
@@ -150,7 +150,7 @@ def _terms(part, parameters):
 
 
 def _weights(part):
-    """Bytes of parameters as they are used, gathered or cast: (of layers, of the head).
+    """(bytes of the layers' parameters, bytes of the head's) as they are used, gathered or cast.
 
     The embedding is gathered and read before all else, and gone.
     """
@@ -165,7 +165,7 @@ def _weights(part):
 
 
 def _cast(part):
-    """Bytes of the layers' shares in the dtype of use: all are cast before the loop over layers."""
+    """The bytes of layers' shares in the dtype of use: all are cast before the loop over layers."""
     return sum(
         elements * itemsize(part)
         for array, elements, is_gathered in part.held()
@@ -174,13 +174,13 @@ def _cast(part):
 
 
 def _of_vocabulary(part):
-    """Logits, in numbers."""
+    """The number of logits on a device."""
     return part.tokens * part.config.vocab // part.roles.tensor
 
 
 def _logits(part, head):
-    """Logits and their gradient at the loss; or, after it, one of them and of the head's gradient
-    what is summed and the sum.
+    """The bytes of logits and their gradient at the loss; or, after it, of one of them and, of the
+    head's gradient, of what is summed and the sum.
 
     Around four devices or more the TPU compiler takes the head's products in parts, which come from
     both sides: two parts of each of the three.
@@ -192,19 +192,19 @@ def _logits(part, head):
 
 
 def _between(part):
-    """Bytes of a token where it enters a layer, cut over the tensor axis."""
+    """The bytes of a token where it enters a layer, cut over the tensor axis."""
     return part.config.embed * itemsize(part) / part.roles.tensor
 
 
 def _ring(part):
-    """K and V, and in float32 their gradients, each twice: worked on, and arriving; and q's."""
+    """The bytes of K, V and their float32 gradients, twice: worked on, and arriving; and of q's."""
     c, used = part.config, itemsize(part)
     around = 2 * 2 * c.kv_heads * c.head_dim * (used + _WIDE)
     return part.tokens * (around + c.heads * c.head_dim * _WIDE) / part.roles.tensor
 
 
 def _dispatch(part):
-    """Rows of tokens for their experts and of the results, each way.
+    """The bytes of rows of tokens for their experts and of the results, each way.
 
     As chosen, in the dtype of use and, for gathers and scatters of rows, in words of 32 bits; in
     the experts' slots; and of the experts' width two arrays that no product is fused with.
@@ -215,7 +215,7 @@ def _dispatch(part):
 
 
 def layer(part: Part) -> float:
-    """Bytes that one layer keeps for its backward pass, where nothing is recomputed.
+    """The bytes that one layer keeps for its backward pass, where nothing is recomputed.
 
     For each token: three float32 copies in each norm; what enters products, whole; q, k, v and what
     attention makes of them, but no scores; six arrays of the MLP's width (gate, its sigmoid, up and

@@ -81,7 +81,7 @@ def own(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Own:
-    """What `own` was given; `batch` as shapes."""
+    """The program that `own` was given; `batch` as shapes."""
 
     create: Callable[..., Any]
     loss: Callable[..., Any]
@@ -92,12 +92,12 @@ class Own:
 
     @functools.cached_property
     def params(self) -> Any:
-        """Their shapes."""
+        """The parameters' shapes."""
         return jax.eval_shape(self.create, jax.random.key(0))
 
     @property
     def rows(self) -> int:
-        """Of a step.
+        """The number of rows of a step.
 
         Raises:
           ValueError: arrays have other numbers of rows, or none.
@@ -113,22 +113,22 @@ class Own:
         return found[0][1]
 
     def layout(self, each: Roles, mesh: Any) -> layouts.Layout:
-        """On a mesh that has an axis of its own name for each role above 1."""
+        """The layout on a mesh that has, for each role above 1, an axis of the same name."""
         taken = {role: role for role in each.sizes} or {"data": "data"}
         return layouts.Layout(mesh, **taken, microbatches=each.microbatches, **self.settings)
 
     def part(self, rows: int) -> Any:
-        """Shapes of so many rows."""
+        """The shapes of `rows` rows of the batch."""
         cut = lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)  # noqa: E731
         return jax.tree.map(cut, self.batch)
 
     def mean(self, params: Any, batch: Any) -> Any:
-        """The loss alone."""
+        """The mean loss, without aux."""
         return objective.quotient(objective.normal(self.loss, self.has_aux)(params, batch)[0])
 
     @functools.cached_property
     def flops(self) -> tuple[float, float]:
-        """(of a row's forward pass, of both), in a program for one device."""
+        """(FLOPs of a row's forward pass, FLOPs of both passes), in a program for one device."""
         # Of one row, gradients of weights are outer products, which are not counted.
         given, count = (self.params, self.part(2)), []
         for program in (self.mean, jax.value_and_grad(self.mean, allow_int=True)):
@@ -145,7 +145,7 @@ class Own:
         return {}
 
     def kept(self, layout: layouts.Layout, rows: int) -> keeping.Kept:
-        """Of so many rows."""
+        """The `Kept` of `rows` rows in this layout."""
         stored = array_layouts(layout, self.params)
         given = rows, tuple(s.cut is not None for s in stored)
         if given not in self._kept:
@@ -163,7 +163,7 @@ def _divisions(devices):
 
 
 def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
-    """What a layout costs, whether it fits or not."""
+    """The `Candidate` of a layout: what it costs, whether it fits or not."""
     mesh = chips.mesh(**(each.sizes or {"data": 1})).abstract
     layout = job.layout(each, mesh)
     told = layouts.predict(layout, job.params, job.batch, job.tx, remat=job.gathers_again or None)

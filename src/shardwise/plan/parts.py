@@ -1,4 +1,4 @@
-"""What one stage has of a model: which layers, and how many of a device's tokens go through it."""
+"""A stage's part of a model: its layers, and how many of a device's tokens go through it."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -33,12 +33,12 @@ class Part:
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch on a device, before the tensor axis cuts them."""
+        """The tokens of a microbatch on a device, before the tensor axis cuts them."""
         return self.rows * self.sequence // self.roles.context
 
     @property
     def live(self) -> int:
-        """Microbatches whose activations are kept at once, by the schedule 1f1b."""
+        """The number of microbatches whose activations are kept at once, by the schedule 1f1b."""
         return min(self.roles.microbatches, self.roles.stage - self.stage)
 
     def has(self, array: Array) -> bool:
@@ -51,7 +51,7 @@ class Part:
     def held(self, state: bool = False) -> Iterator[tuple[Array, int, bool]]:
         """(parameter, a device's elements of the stage's part, whether fsdp cuts it).
 
-        Of the optimizer's `state` the same; its counters are on the first stage.
+        With `state`, arrays of the optimizer's state; its counters are on the first stage.
         """
         r = self.roles
         for array, share in shares(self.arrays, r.fsdp, r.tensor, r.expert)[state]:

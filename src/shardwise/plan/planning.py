@@ -34,12 +34,12 @@ class Candidate:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over what the chips could do in the step's estimated seconds."""
+        """The model FLOPs over what the chips could do in the step's estimated seconds."""
         return self.flops / self.peak / self.step.seconds
 
     @property
     def mfu_bound(self) -> float:
-        """The same, if all transfers ran beside products."""
+        """The MFU if all transfers ran beside products."""
         return self.flops / self.peak / self.step.bound
 
 
@@ -47,7 +47,7 @@ class Candidate:
 class Plan:
     """The layouts that fit, best first; what does not fit, with its memory; what cannot be.
 
-    Of a program of your own there is no `config` and no `sequence`, and `own` has it.
+    For a program of your own, `config` and `sequence` are None, and `own` has the program.
     """
 
     config: Config | None
@@ -61,18 +61,18 @@ class Plan:
 
     @property
     def usable(self) -> int:
-        """Bytes of HBM that the compiler allows on a device."""
+        """The bytes of HBM that the compiler allows on a device."""
         return usable(self.chips)
 
     @property
     def best(self) -> tuple[Candidate, ...]:
-        """Of each division of the devices the best number of microbatches, remat and offload."""
+        """The best of each division of the devices, over microbatches, remat and offload."""
         found = {tuple(c.roles.sizes.items()): c for c in reversed(self.fitting)}
         return tuple(sorted(found.values(), key=order))
 
     @property
     def why_not(self) -> dict[str, tuple[int, str]]:
-        """{reason: (how many layouts, an example)}, of what cannot be and of what does not fit."""
+        """A dict from reason to (number of layouts, example), of what cannot be or does not fit."""
         found: dict[str, list[str]] = collections.defaultdict(list)
         for refusal in self.refused:
             found[refusal.kind].append(f"{refusal.roles}: {refusal.reason}")
@@ -88,12 +88,12 @@ class Plan:
 
 
 def usable(chips: Chips) -> int:
-    """Bytes of HBM that the compiler allows on a device."""
+    """The bytes of HBM that the compiler allows on a device."""
     return chips.chip.usable_hbm or chips.chip.hbm_bytes // chips.chip.devices
 
 
 def fits(memory: Memory, chips: Chips) -> bool:
-    """Whether a device has room, and its host for what waits there."""
+    """Whether a device has enough memory, and its host for what waits there."""
     return memory.total <= usable(chips) and memory.host <= host_bytes(chips)
 
 
@@ -142,14 +142,14 @@ def plan(
 
 
 def order(c: Candidate) -> tuple[Any, ...]:
-    """The fastest first; of equally fast ones, what sends least, then what holds least."""
+    """The key to sort by: the fastest first; of equally fast ones what sends, then holds, least."""
     return c.step.seconds, c.step.hidden + c.step.waited + 2 * c.step.host, c.memory.total
 
 
 def candidate(
     each: Roles, config: Config, arrays: Arrays, chips: Chips, batch: int, sequence: int
 ) -> Candidate:
-    """What a layout that can be costs, whether it fits or not."""
+    """The `Candidate` of a layout that can be: what it costs, whether it fits or not."""
     of_stages = parts.parts(each, config, arrays, batch, sequence)
     told = [(part, sent(part), memory(part)) for part in of_stages]
     ways = links.lay(chips, tuple(each.sizes.items()))

@@ -23,7 +23,7 @@ def has_kernel(roles: Roles, sequence: int) -> bool:
 
 
 def layout(roles: Roles, config: Config, mesh: Mesh, kernel: bool = False) -> layouts.Layout:
-    """The layout on a mesh that has an axis of its own name for each role above 1.
+    """The layout on a mesh that has, for each role above 1, an axis of the same name.
 
     With `kernel`, which is for TPUs alone, attention is Pallas' splash kernel.
     """
@@ -55,7 +55,7 @@ class Program:
 def program(
     roles: Roles, config: Config, batch: int, sequence: int, kernel: bool = False
 ) -> Program:
-    """Attention's scores are computed in tiles, where no axis or kernel means it otherwise."""
+    """The `Program` of a layout; attention's scores are in tiles, but for a context or a kernel."""
     again = roles.remat and not roles.offload  # else the layout does it
     config = dataclasses.replace(config, remat=again, stages=roles.stage)
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]

@@ -1,4 +1,4 @@
-"""What has to be stored of what JAX keeps, where a compiler computes again what is cheap."""
+"""The least of what JAX keeps that must be stored, where a compiler recomputes what is cheap."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ def stored(program: Sequence[Step], outputs: Sequence[Any]) -> list[Stored]:
 
     `program` and `outputs` are what `jaxprs.steps` makes of a trace; what comes first
     there comes first. Cheap is what works entry by entry, which a compiler fuses into what reads
-    it: it is done again in the backward pass rather than kept. What goes into the program is there
+    it: it is done again in the backward pass rather than kept. The program's inputs are there
     anyway. By a minimum cut between what is not cheap, such as products, sums and loops, and the
     outputs; as PyTorch's compiler chooses what to save (its min-cut partitioner). A product that is
     made wider, as logits are for their softmax, is stored wide: the compiler takes the one step for
@@ -53,7 +53,7 @@ def stored(program: Sequence[Step], outputs: Sequence[Any]) -> list[Stored]:
 
 
 def origin(program: Sequence[Step], v: Any) -> Any:
-    """What is not cheap and has as many entries as `v`, which follows from it entry by entry."""
+    """The variable, not cheap, of as many entries as `v`, from which `v` follows entry by entry."""
     made_by = {out: step for step in program for out in step.outputs}
     while v in made_by and made_by[v].name in CHEAP:
         inside = (u for u in made_by[v].inputs if not isinstance(u, Literal) and u in made_by)
@@ -65,12 +65,12 @@ def origin(program: Sequence[Step], v: Any) -> Any:
 
 
 def size(v: Any) -> int:
-    """Bytes."""
+    """The bytes of a variable."""
     return v.aval.size * v.aval.dtype.itemsize
 
 
 def _sizes(program: Sequence[Step], variables: Sequence[Any], made_by: dict[Any, Step]) -> dict:
-    """Bytes of each variable, as it is stored."""
+    """The bytes of each variable, as it is stored."""
     found = {v: size(v) for v in variables}
     for step in program:
         v = step.inputs[0] if step.name == "convert_element_type" else None
@@ -81,7 +81,7 @@ def _sizes(program: Sequence[Step], variables: Sequence[Any], made_by: dict[Any,
 
 
 def _behind(kept: Collection[Any], made_by: dict[Any, Step]) -> list[Any]:
-    """Those from which the kept follow by cheap steps, and they themselves."""
+    """The variables kept, and those from which these follow by cheap steps."""
     found, waiting = dict.fromkeys(kept), list(kept)
     while waiting:
         step = made_by[waiting.pop()]
@@ -95,7 +95,10 @@ def _behind(kept: Collection[Any], made_by: dict[Any, Step]) -> list[Any]:
 def _cut(
     variables: list[Any], sizes: dict[Any, int], made_by: dict[Any, Step], kept: Collection[Any]
 ) -> list[Any]:
-    """Each variable is two nodes, with an edge of its size between them; no other can be cut."""
+    """The variables of the minimum cut.
+
+    Each variable is two nodes, with an edge of its size between them; no other can be cut.
+    """
     number = {v: i for i, v in enumerate(variables)}
     n = len(variables)
     source, sink = 2 * n, 2 * n + 1

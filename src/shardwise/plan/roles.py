@@ -1,4 +1,4 @@
-"""Which layouts there are for a number of devices, and which of them cannot be."""
+"""The layouts that there are for a number of devices, and the reasons why some cannot be."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from shardwise.topology import Chips
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """How many devices each role of a layout has; they multiply to the number of devices.
+    """The number of devices of each role of a layout; these multiply to that of all devices.
 
     `expert` is an axis of its own, along which all but the experts is whole. With tensor the
     sequence is cut between its products. `remat` says whether a layer is recomputed in the backward
@@ -31,12 +31,12 @@ class Roles:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """{role: devices}, of those that have more than one, in the order of the mesh."""
+        """A dict of the number of devices of each role above 1, in the order of the mesh."""
         return {role: n for role in ORDER if (n := getattr(self, role)) > 1}
 
     @property
     def rows(self) -> int:
-        """Into how many parts devices cut the rows of the batch."""
+        """The number of parts into which devices cut the rows of the batch."""
         return self.data * self.fsdp * self.expert
 
     def __str__(self):
@@ -71,13 +71,13 @@ def _factorisations(n, parts):
 
 
 def divisors(n: int) -> list[int]:
-    """Of a positive number, in order."""
+    """The divisors of a positive number, in order."""
     small = [i for i in range(1, math.isqrt(n) + 1) if n % i == 0]
     return sorted({*small, *(n // i for i in small)})
 
 
 def variants(roles: Roles, batch: int, chips: Chips) -> Iterator[Roles]:
-    """The same devices with every number of microbatches worth trying, with and without remat.
+    """The `roles` with every number of microbatches worth trying, with and without remat.
 
     These are powers of two that divide a device's rows; with stages, as many as stages or more,
     and the rows themselves. Where remat is, offload is tried beside it: in one program, on chips
@@ -95,7 +95,7 @@ def variants(roles: Roles, batch: int, chips: Chips) -> Iterator[Roles]:
 def refusal(
     roles: Roles, config: Config, arrays: Arrays, chips: Chips, batch: int, sequence: int
 ) -> Refusal | None:
-    """Why a layout cannot be; None if it can. The first reason counts."""
+    """The first reason why a layout cannot be; None if it can."""
     checks = (_of_host, _of_heads, _of_layers, _of_rows, _of_tokens, _of_slices)
     for check in checks:
         if told := check(roles, config, arrays, chips, batch, sequence):
@@ -104,7 +104,7 @@ def refusal(
 
 
 def refusal_of_rows(roles: Roles, chips: Chips, rows: int) -> tuple[str, str] | None:
-    """Why rows, or slices, cannot be divided so: (a few words, with numbers)."""
+    """The reason why rows or slices cannot be divided so: (in a few words, with numbers)."""
     return _of_rows(roles, None, None, None, rows, None) or _of_slices(roles, None, None, chips)
 
 

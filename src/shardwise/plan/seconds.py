@@ -1,4 +1,4 @@
-"""How long a step takes at best: arithmetic, memory and links as a roofline, each term shown."""
+"""The least seconds of a step: arithmetic, memory and links as a roofline, each term shown."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ WAITED = ("activations", "tokens")
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """What is `sent`, over which links, and the seconds that it takes them in a step."""
+    """A transfer: what is `sent`, over which links, and the seconds that it takes in a step."""
 
     sent: Sent
     over: tuple[Way, ...]
@@ -25,7 +25,7 @@ class Transfer:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Seconds of a step on the busiest stage, and what they are made of.
+    """The seconds of a step on the busiest stage, and what they are made of.
 
     `arithmetic` at the chip's peak; `weights`, to read them from HBM for every microbatch;
     `update`, to read and write parameters and state; `transfers`, each by itself. `bubble` is the
@@ -42,35 +42,38 @@ class Step:
 
     @property
     def hidden(self) -> float:
-        """Seconds of transfers that nothing waits for."""
+        """The seconds of transfers that nothing waits for."""
         return sum(t.seconds for t in self.transfers if t.sent.kind not in WAITED)
 
     @property
     def waited(self) -> float:
-        """Seconds of transfers that products wait for, if the compiler does not interleave them."""
+        """The seconds of transfers that products wait for, if the compiler interleaves none."""
         return sum(t.seconds for t in self.transfers if t.sent.kind in WAITED)
 
     @property
     def seconds(self) -> float:
-        """Products wait for activations and tokens; all other transfers run beside products."""
+        """The seconds of a step whose products wait for activations and tokens, and no more."""
         work = max(self.arithmetic, self.weights) + self.waited
         work = self._beside_host(max(work, self.hidden + self.waited))
         return work / (1 - self.bubble) + self.update
 
     @property
     def bound(self) -> float:
-        """No program takes less: all transfers run beside products, and beside each other."""
+        """The least seconds of any program, all transfers beside products and beside each other."""
         longest = max((t.seconds for t in self.transfers), default=0.0)
         work = max(self.arithmetic, self.weights, longest, self.host)
         return work / (1 - self.bubble) + self.update
 
     def _beside_host(self, work):
-        """With remat, a quarter of the FLOPs is the forward pass, which writes; the rest reads."""
+        """The seconds of `work` beside the host, with remat.
+
+        A quarter of the FLOPs is the forward pass, which writes; the rest reads.
+        """
         return max(work / 4, self.host) + max(3 * work / 4, self.host)
 
     @property
     def binds(self) -> str:
-        """What the step takes longest for."""
+        """The name of what a step takes longest for."""
         terms = {"arithmetic": self.arithmetic, "weights": self.weights, "host": 2 * self.host}
         for t in self.transfers:
             name = " × ".join(t.sent.roles)
@@ -79,7 +82,7 @@ class Step:
 
 
 def model_flops(config: Config, batch: int, sequence: int, causal: bool = True) -> float:
-    """Those of a step that MFU counts: of products with weights, and of attention.
+    """The FLOPs of a step that MFU counts: of products with weights, and of attention.
 
     Six for each weight that a token is multiplied with (three products of two operations);
     attention over all pairs of tokens, or over the half that a causal mask lets through. Nothing
@@ -95,7 +98,7 @@ def _head(c):
 
 
 def _layer_weights(c: Config, rows: float) -> float:
-    """Weights of a layer that a token meets; `rows` of it go to experts."""
+    """The number of a layer's weights that a token meets; `rows` of it go to experts."""
     attention = 2 * c.embed * (c.heads + c.kv_heads) * c.head_dim
     if not c.experts:
         return attention + 3 * c.embed * c.mlp
@@ -103,7 +106,7 @@ def _layer_weights(c: Config, rows: float) -> float:
 
 
 def flops(part: Part) -> float:
-    """Those of a device in a step on this stage: with slots and with what remat does again.
+    """The FLOPs of a device in a step on this stage: with slots and with what remat does again.
 
     Attention's scores are never kept, so its backward pass has five products where its forward one
     has two; masked tiles are left out.
@@ -142,7 +145,7 @@ def _of_part(chip, part, sent, memory, ways):
 
 
 def _read(part):
-    """Bytes of the weights that a microbatch's products read."""
+    """The bytes of the weights that a microbatch's products read."""
     per_expert = part.config.experts // part.roles.expert if part.config.experts else 0
     layer = _layer_weights(part.config, per_expert) * part.layers
     head = _head(part.config) if part.is_last else 0
@@ -150,7 +153,7 @@ def _read(part):
 
 
 def over_links(chip: Chip, sent: Sent, ways: Mapping[str, Way]) -> tuple[tuple[Way, ...], float]:
-    """(what it is sent over, seconds)."""
+    """(the links that `sent` goes over, the seconds that it takes)."""
     over = tuple(ways[role] for role in sent.roles)
     if sent.kind in ("stages", "attention"):
         return over, hop_seconds(chip, over[0], sent.bytes)
@@ -167,7 +170,7 @@ def _bubble(roles, found):
 
 
 def bubble(times: Sequence[float], microbatches: int) -> float:
-    """The share of a step that the busiest stage waits, at least; of each stage's time for one.
+    """The least share of a step that the busiest stage waits, by all stages' times of a microbatch.
 
     A stage begins when the ones before it have passed on their first microbatch, and they end
     after it: of equal stages (p - 1)/(m + p - 1) (Narayanan et al., 2021).

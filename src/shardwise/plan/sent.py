@@ -1,4 +1,4 @@
-"""What a device sends in a step, by formula: bytes along each group of roles, and for what.
+"""The bytes that a device sends in a step, by formula: along each group of roles, and for what.
 
 Of parameters, gradients, attention and the loss's two sums these are the bytes that
 `layouts.predict` tells of layouts by hand; of the tensor axis, Megatron's formula
@@ -23,7 +23,7 @@ _WORD = 4  # bytes in which the TPU compiler scatters rows
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """Ring bytes along `roles` together, in a step.
+    """The ring bytes along `roles` together, in a step.
 
     `kind` is "weights" (gathers, and scatters of gradients), "gradients" (sums of what devices have
     copies of), "attention", "activations" (of tensor), "tokens" (to experts), "stages", or "loss"
@@ -36,7 +36,7 @@ class Sent:
 
 
 def sent(part: Part) -> tuple[Sent, ...]:
-    """All that a device of this stage sends; what is nothing is left out."""
+    """The `Sent` of a device of this stage, by roles and kind; those of 0 bytes are left out."""
     found = [*_parameters(part), *_loss(part)]
     r = part.roles
     if r.context > 1:
@@ -77,12 +77,12 @@ def _parameters(part):
 
 
 def itemsize(part: Part) -> int:
-    """Bytes of an activation's element."""
+    """The bytes of an activation's element."""
     return jnp.dtype(part.config.dtype).itemsize
 
 
 def _passes(part, array):
-    """Gathers, and one scatter, of each microbatch."""
+    """The number of an array's gathers and scatters, of these one for each microbatch."""
     again = array.stacked and part.roles.remat
     if part.roles.stage > 1 and not array.stacked:
         again = part.is_last and not array.path.startswith("embed")
@@ -90,7 +90,7 @@ def _passes(part, array):
 
 
 def _loss(part):
-    """The total and the count, in float32."""
+    """The `Sent` of the loss's total and count, in float32, and of the counts of experts."""
     if not part.is_last:
         return
     over, m = _copied(part), part.roles.microbatches
@@ -105,7 +105,7 @@ def _loss(part):
 
 
 def _attention(part):
-    """A ring's: K, V and places there, and K, V, places, dK and dV back."""
+    """The bytes of ring attention: K, V and places there, and K, V, places, dK and dV back."""
     c, n = part.config, part.roles.context
     keys = part.tokens * (c.kv_heads // part.roles.tensor) * c.head_dim
     around = (n - 1) * (2 * keys * itemsize(part) + 3 * 4 * part.tokens)
@@ -130,8 +130,8 @@ def _tensor(part):
 
 
 class Passes(NamedTuple):
-    """How often a layer's step sends something along tensor, in a microbatch: activations, which
-    are gathered and scattered; the experts' rows, which are summed; and the rows that tokens
+    """The number of times a layer sends along tensor, in a microbatch: activations, which are
+    gathered and scattered; the experts' rows, which are summed; and the rows that tokens
     chose, which are gathered, `chosen` times in the dtype of use and `words` times in 32 bits.
     """
 
@@ -143,8 +143,8 @@ class Passes(NamedTuple):
 
 
 def tensor_passes(part: Part) -> Passes:
-    """Megatron's with a cut sequence (Korthikanti et al., 2022); of experts what the TPU compiler
-    does.
+    """The `Passes` of Megatron with a cut sequence (Korthikanti et al., 2022); of experts those of
+    the TPU compiler.
 
     Attention and the MLP are entered by a gather and left by a scatter, and backward the same; done
     again, all but the last scatter. Experts are entered by rows of tokens, which scatters need
@@ -158,13 +158,13 @@ def tensor_passes(part: Part) -> Passes:
 
 
 def _activation(part):
-    """What enters a layer, cut over the tensor axis."""
+    """The bytes of what enters a layer, cut over the tensor axis."""
     return part.tokens * part.config.embed * itemsize(part) / part.roles.tensor
 
 
 def _passed(part):
-    """To the stages beside: activations there, gradients back; and, for the last stage's balance of
-    experts, what all routers before decided.
+    """The bytes to the stages beside: activations there, gradients back; and, for the last stage's
+    balance of experts, what all routers before decided.
 
     All of it is whole along the tensor axis, and each device sends its copy to the next stage's:
     only between the products of one stage is it cut.
@@ -178,7 +178,7 @@ def _passed(part):
 
 
 def _experts(part):
-    """Tokens to their experts and back, in each pass of a layer; the all-to-all, where it pays."""
+    """The bytes of tokens to their experts and back, in all passes (see `experts.bytes_sent`)."""
     c, n = part.config, part.roles.expert
     # The slots of an all-to-all are those of a whole row, wherever its tokens are.
     given = c.embed, c.experts_per_token, c.experts, n, c.capacity_factor
@@ -188,9 +188,9 @@ def _experts(part):
 
 
 def _choices(part):
-    """Experts' queues are decided from whole rows, as is the balance: choices, places and loads.
+    """The bytes to decide experts' queues and balance from whole rows: choices, places and loads.
 
-    Of places a forward pass needs one gather for all layers, and each layer done again another.
+    A forward pass gathers places once for all layers, and each layer done again once more.
     """
     c, n, again = part.config, part.roles.context, part.roles.remat
     if not c.experts:
@@ -201,7 +201,7 @@ def _choices(part):
 
 
 def slots(part: Part) -> float:
-    """Rows that the experts of a layer work on, for each token; its choices, if none is dropped."""
+    """The rows a layer's experts work on for each token; the token's choices if none is dropped."""
     c = part.config
     if c.capacity_factor is None:
         return c.experts_per_token
@@ -218,7 +218,7 @@ def by_role(found: Iterable[Sent]) -> dict[tuple[str, ...], float]:
 
 
 def largest(found: Iterable[Iterable[Sent]]) -> tuple[Sent, ...]:
-    """Of several stages, the most of each."""
+    """The most of each kind that any of several stages sends."""
     most: dict[tuple[tuple[str, ...], str], float] = {}
     for s in (s for of_part in found for s in of_part):
         most[s.roles, s.kind] = max(most.get((s.roles, s.kind), 0), s.bytes)

@@ -1,4 +1,4 @@
-"""A plan to read: what each layout holds, sends and takes, and why others are left out."""
+"""A plan as text: what each layout holds, sends and takes, and why others are left out."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ NOTES_OF_OWN = (
 
 
 def text(plan: Plan, top: int) -> str:
-    """The best layouts as tables, then what each sends, then the rejected by reason."""
+    """The best layouts as tables of text, then what each sends, then the rejected by reason."""
     best = plan.best[:top]
     terms = [name for name in Terms._fields if any(getattr(c.memory.of_step, name) for c in best)]
     lines = [_title(plan), ""]
@@ -103,7 +103,7 @@ def _table(columns, rows):
 
 
 def facts(plan: Plan, top: int) -> dict[str, Any]:
-    """The same as numbers, for `--json`: bytes, seconds and shares."""
+    """The best layouts as numbers, for `--json`: bytes, seconds and shares."""
     return {
         "chips": str(plan.chips),
         "devices": plan.chips.devices,
@@ -120,7 +120,7 @@ def facts(plan: Plan, top: int) -> dict[str, Any]:
 
 
 def layout(c: Candidate) -> dict[str, Any]:
-    """One layout's numbers."""
+    """The numbers of one layout."""
     m, s, r = c.memory, c.step, c.roles
     return {
         "roles": r.sizes,

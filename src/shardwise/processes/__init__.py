@@ -1,4 +1,4 @@
-"""Processes that form one system: joining it, and fresh ones on this machine."""
+"""Processes that form one system: joining it, leaving it, and fresh ones on this machine."""
 
 from shardwise.processes.fresh import command, run, start
 from shardwise.processes.joining import join, leave

@@ -43,7 +43,7 @@ def start(function: Callable, *args: Any, xla_flags: str = "") -> subprocess.Pop
 def run(
     function: Callable, count: int, *args: Any, timeout: float = 3600, xla_flags: str = ""
 ) -> list[str]:
-    """What `count` processes print, each of which calls `function(process, address, *args)`.
+    """The output of each of `count` processes, which call `function(process, address, *args)`.
 
     `process` counts from 0, and `address` is one of this machine alone, at a free port, where
     `jax.distributed.initialize(address, count, process, coordinator_bind_address=address)` lets
@@ -79,7 +79,7 @@ def _output(child, timeout):
 
 
 def _with_neighbours(function: Callable, found: dict[Callable, None]) -> dict[Callable, None]:
-    """The function and, by way of what they name, those that were defined beside it."""
+    """The function, and those defined beside it that it names, or that these name."""
     found[function] = None
     for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
         other = function.__globals__[name]
@@ -90,7 +90,7 @@ def _with_neighbours(function: Callable, found: dict[Callable, None]) -> dict[Ca
 
 
 def _imports(function: Callable, together: Collection[Callable]) -> Iterator[str]:
-    """The lines that import what the function's code names, but for what goes with it."""
+    """The lines that import what the function's code names, but for the functions `together`."""
     for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
         found = function.__globals__[name]
         if isinstance(found, types.FunctionType) and found in together:

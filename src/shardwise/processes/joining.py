@@ -57,10 +57,10 @@ def join(
 
 
 def _initialize(options):
-    """`jax.distributed.initialize`, without its preemption service.
+    """Call `jax.distributed.initialize`, without its preemption service.
 
-    That handles SIGTERM in C++, where a Python handler never hears of it, and once it caught one,
-    `jax.distributed.shutdown`, which also runs at exit, may wait for ever.
+    The service handles SIGTERM in C++, where a Python handler never hears of it, and once it caught
+    one, `jax.distributed.shutdown`, which also runs at exit, may wait for ever.
     """
     if hasattr(jax.config, "jax_enable_preemption_service"):
         jax.config.update("jax_enable_preemption_service", False)
@@ -90,7 +90,7 @@ def _share(devices, count):
 
 
 def _found():
-    """How many processes the environment tells of: 1 for none, None where JAX has to ask."""
+    """The number of processes the environment tells of: 1 for none, None where JAX has to ask."""
     env = os.environ
     if "SLURM_JOB_ID" in env:
         lacks = [name for name in _SLURM if name not in env]

@@ -1,4 +1,4 @@
-"""Several processes that must do the same: what one of them cannot do, all of them hear of."""
+"""Agreement of processes that must do the same: what one of them cannot do, all hear of."""
 
 import contextlib
 import json

@@ -16,7 +16,7 @@ _COMPARED = set()  # shapes of batches on which the processes were found to agre
 
 
 def global_batch(batch: Any, rule: Any, mesh: Mesh) -> Any:
-    """Each process's rows of a batch, as one global array for each of its leaves.
+    """The global arrays of a batch, one for each of its leaves, from each process's rows.
 
     Axis 0 of every array is rows; all processes bring equally many, which follow one another in
     the order of the processes, on whatever devices the rule lays them. Where these are another
@@ -49,7 +49,7 @@ def global_batch(batch: Any, rule: Any, mesh: Mesh) -> Any:
 
 
 def _compare(batch, mesh):
-    """Once for each set of shapes: that all processes bring the same, and have a part in it."""
+    """Check, once for each set of shapes, that all processes bring the same, and have a part."""
     leaves = [(path, jnp.result_type(x), jnp.shape(x), x) for path, x in named_leaves(batch)]
     shapes = tuple((path, str(dtype), shape) for path, dtype, shape, _ in leaves)
     if shapes in _COMPARED:
@@ -67,7 +67,7 @@ def _compare(batch, mesh):
 
 
 def _global(rows, shape, sharding):
-    """The array of all processes' rows, from this one's alone if its devices need no others."""
+    """The array of all processes' rows, made of this one's alone if its devices need no others."""
     each = len(rows) if shape else 0
 
     def is_local(device, index):

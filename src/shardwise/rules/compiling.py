@@ -172,7 +172,7 @@ class _Jit:
         return marked
 
     def _entries(self, which, at):
-        """The given entries for the arguments at these positions, as a tuple, or None."""
+        """The entries of option `which` for the arguments at these positions: a tuple, or None."""
         given = self._given[which]
         if given is None:
             return None
@@ -214,6 +214,6 @@ def _index(order, name):
 
 
 def _kind(leaf):
-    """What a program depends on in one argument."""
+    """(shape, dtype, weak type) of an argument: what a program depends on."""
     aval = jax.typeof(leaf)
     return aval.shape, aval.dtype, aval.weak_type

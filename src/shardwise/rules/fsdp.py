@@ -23,7 +23,7 @@ from shardwise.tree import LAYERS
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FSDPRule(Rule):
-    """Cuts each array of `min_size` elements or more once along mesh axis `axis`.
+    """A rule that cuts each array of `min_size` elements or more once along mesh axis `axis`.
 
     `axis` may be a tuple of mesh axes, together one. Of the axes that it divides the rule takes
     the largest, of equally large ones the last; with `pick="first"` the first, whose parts are
@@ -86,7 +86,7 @@ class FSDPRule(Rule):
         return self.fit(leaf, Choice(PartitionSpec(*entries)), mesh)
 
     def stacks(self, tree: Any) -> list[bool]:
-        """Of each array of `tree`, whether axis 0 is known to be one of layers."""
+        """A bool for each array of `tree`: whether axis 0 is known to be one of layers."""
         names = self.names if self.names is not None else getattr(self.over, "names", None)
         leaves = read(tree, names)
         return [bool(x.shape) and not self._unsaid(x) and self._layers(x, 0) for x in leaves]
@@ -99,7 +99,7 @@ class FSDPRule(Rule):
         return i == 0 and self._unsaid(leaf)
 
     def _unsaid(self, leaf):
-        """Whether its first axis may be one of layers, and nobody has said."""
+        """Whether the leaf's first axis may be one of layers, and nobody has said."""
         return self.stacked is None and leaf.axes is None and len(leaf.shape) > 2
 
     def _pick(self, leaf, free, last, size):
@@ -121,7 +121,7 @@ class FSDPRule(Rule):
 
 
 def dividing(shape: Sequence[int], free: Sequence[int], size: int) -> list[int]:
-    """Those of the axes `free` that `size` divides."""
+    """The axes of `free` that `size` divides."""
     return [i for i in free if shape[i] % size == 0]
 
 

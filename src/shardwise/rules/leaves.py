@@ -28,11 +28,11 @@ class Leaf(NamedTuple):
 
     @property
     def label(self):
-        """What messages call the leaf, which is its path unless the tree is this one array."""
+        """The name of the leaf in messages, which is its path unless the tree is this one array."""
         return self.path or "the array"
 
     def axis(self, i: int) -> str:
-        """What messages call axis i, by number, and by name where it has one."""
+        """The name of axis i in messages: its number, and its name where it has one."""
         return f"axis {i}" + (f" ({self.axes[i]!r})" if self.axes and self.axes[i] else "")
 
 
@@ -73,7 +73,7 @@ def fill(tree, values):
 
 
 def _by_owner(tree, names):
-    """For each leaf of `tree` the names of the parameter that it belongs to, or None."""
+    """The names of the parameter that each leaf of `tree` belongs to, or None."""
     named = [(keys, axes) for keys, axes, _ in walk(names, _is_names)]
     for keys, axes in named:
         if not _is_names(axes):

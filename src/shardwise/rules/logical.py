@@ -32,7 +32,7 @@ class LogicalRules(Rule):
         self.check_uneven()
 
     def __or__(self, changes):
-        """The same rules with single entries replaced.
+        """These rules with single entries replaced.
 
         Raises:
           ValueError: an entry that is not there to replace.

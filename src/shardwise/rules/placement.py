@@ -49,7 +49,7 @@ def shardings(rule: Any, tree: Any, mesh: Mesh) -> Any:
 
 
 def _misfit(rule, tree, path=()):
-    """Where and why a tree of rules is no prefix of `tree`; None if it is one."""
+    """A message where and why a tree of rules is no prefix of `tree`; None if it is one."""
     if _is_rule(rule):
         return None
     ours, theirs = _children(rule), _children(tree)
@@ -110,7 +110,7 @@ def _same(x):  # at the module's top level: trees that lie alike share a program
 
 
 def constrain_tree(tree: Any, rule: Any, mesh: Mesh | None = None) -> Any:
-    """Inside jit, `tree` with each array constrained to the layout that `rule` gives it.
+    """`tree`, inside jit, with each array constrained to the layout that `rule` gives it.
 
     The mesh is that of the `rules.jit` around it, unless given.
 
@@ -128,7 +128,7 @@ def constrain_tree(tree: Any, rule: Any, mesh: Mesh | None = None) -> Any:
 
 @contextlib.contextmanager
 def mesh_for_constraints(mesh):
-    """Within the block, `constrain_tree` finds this mesh."""
+    """A context in which `constrain_tree` finds this mesh."""
     token = _MESH.set(mesh)
     try:
         with _TRACED_UNDER(mesh):
@@ -138,7 +138,7 @@ def mesh_for_constraints(mesh):
 
 
 def constrain_prefix(rule, tree, mesh):
-    """`tree`, constrained by a rule or a prefix tree of them; where it says None, as it was."""
+    """`tree`, constrained by a rule or a prefix tree of rules; where these say None, as it was."""
     leaves, structure = jax.tree.flatten(tree)
     wanted = structure.flatten_up_to(shardings(rule, tree, mesh))  # None may stand for an array
     return jax.tree.unflatten(

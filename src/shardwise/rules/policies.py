@@ -1,4 +1,4 @@
-"""Rules that go by a leaf's path: patterns, and any function."""
+"""Rules by a leaf's path: patterns, and any function."""
 
 import dataclasses
 import re
@@ -66,7 +66,7 @@ class PathRules(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class PolicyRule(Rule):
-    """`fn(path, leaf) -> PartitionSpec` for each array of more than one element.
+    """A rule by `fn(path, leaf) -> PartitionSpec`, for each array of more than one element.
 
     Raises, when called:
       TypeError: `fn` returned something else.

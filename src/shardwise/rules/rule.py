@@ -1,4 +1,4 @@
-"""What all rules share: from one choice for each leaf to checked specs for the tree."""
+"""The base of all rules: from one choice for each leaf to checked specs for the tree."""
 
 import reprlib
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class Choice(NamedTuple):
 
 
 class Rule:
-    """A subclass says what it does with one leaf, `choose(leaf, mesh) -> Choice`.
+    """The base class of rules; a subclass defines `choose(leaf, mesh) -> Choice` for one leaf.
 
     `names` gives logical axes to the leaves of plain pytrees. `uneven` says what becomes of an
     axis that its mesh axes do not divide: "error", or "replicate" to leave that axis whole.
@@ -33,7 +33,7 @@ class Rule:
     uneven = "error"
 
     def __call__(self, tree: Any, mesh: Mesh) -> Any:
-        """The tree's PartitionSpecs."""
+        """The PartitionSpecs of the tree's arrays, as a tree."""
         return fill(tree, [choice.spec for choice in self.choices(tree, mesh)])
 
     def choices(self, tree: Any, mesh: Mesh) -> list[Choice]:
@@ -51,7 +51,7 @@ class Rule:
         return fit(type(self).__name__, leaf, choice, mesh, self.uneven)
 
     def check_uneven(self) -> None:
-        """Call from a subclass's __post_init__."""
+        """Check `uneven`; to be called from a subclass's __post_init__."""
         if self.uneven not in ("error", "replicate"):
             raise ValueError(
                 f"{type(self).__name__}: uneven={self.uneven!r}; expected 'error' or 'replicate'."
@@ -59,7 +59,7 @@ class Rule:
 
 
 class Same(Rule):
-    """One PartitionSpec for every array that has axes."""
+    """A rule of one PartitionSpec for every array that has axes."""
 
     def __init__(self, spec):
         self.spec = spec
@@ -72,7 +72,7 @@ class Same(Rule):
 
 
 class Function(Rule):
-    """What a user's function of (tree, mesh) returns, checked like the choices of our own rules."""
+    """A rule by a user's function of (tree, mesh), checked like the choices of our own rules."""
 
     def __init__(self, function):
         self.function = function
@@ -126,7 +126,7 @@ def used_axes(spec):
 
 
 def parts(entry, mesh):
-    """Into how many parts a spec's entry cuts its axis."""
+    """The number of parts into which a spec's entry cuts its axis."""
     count = 1
     for axis in mesh_axes(entry):
         count *= mesh.shape[axis]
@@ -134,12 +134,12 @@ def parts(entry, mesh):
 
 
 def sizes(mesh):
-    """How messages speak of a mesh: data=4, model=2."""
+    """The sizes of a mesh as messages write them: data=4, model=2."""
     return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
 
 
 def short(spec):
-    """How tables and messages write a spec, on every JAX: P(None, 'model')."""
+    """A spec as tables and messages write it, on every JAX: P(None, 'model')."""
     return f"P({', '.join(map(repr, spec))})"
 
 

@@ -14,7 +14,7 @@ from shardwise.rules.rule import as_rule, parts, short, sizes
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One array: `bytes` on each device, and if every device holds it whole, why."""
+    """One array's row: `bytes` on each device, and if every device holds it whole, why."""
 
     path: str
     shape: tuple
@@ -37,7 +37,7 @@ class Description:
 
     @property
     def replicated(self):
-        """{path: why} of each array that every device holds whole."""
+        """A dict from path to the reason, of each array that every device holds whole."""
         return {row.path: row.why for row in self.rows if row.why}
 
     def __str__(self):
@@ -95,7 +95,7 @@ def describe(rule: Any, tree: Any, mesh: Mesh) -> str:
 
 
 def _itemsize(array):
-    """Of the array that JAX makes: with 64 bits off, NumPy's float64 comes to lie as float32."""
+    """The bytes of an element as JAX keeps it: with 64 bits off, NumPy's float64 is float32."""
     dtype = getattr(array, "dtype", None)
     on_host = dtype is None or isinstance(array, np.ndarray)
     return jnp.result_type(array).itemsize if on_host else dtype.itemsize

@@ -32,7 +32,7 @@ Each has --help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line, `sys.argv` by default; its exit status."""
+    """Run a command line, `sys.argv` by default, and return its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     open_closed()
     mesh.look_for_no_tpu()  # whatever comes first: an error too asks how many processes there are
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flushed(argv):
-    """A command's status, once all that it printed is out."""
+    """The exit status of a command, once all that it printed is out."""
     try:
         return _command(argv)
     finally:
@@ -71,7 +71,7 @@ def _command(argv):
 
 
 def _is_unread(error):
-    """Whether who read the output has gone, as in `... | head`; then no more is written."""
+    """Whether the reader of the output has gone, as in `... | head`; then no more is written."""
     if not isinstance(error, BrokenPipeError):
         return False
     try:
@@ -83,7 +83,7 @@ def _is_unread(error):
 
 
 def train(argv: Sequence[str]) -> int:
-    """0 when done, 75 when a signal stopped it after saving."""
+    """Train; the exit status is 0 when done, 75 when a signal stopped the run after saving."""
     settings = parsing.flags(argv=argv, prog="shardwise train")
     joining.join(settings.processes, settings.devices)
     layout = settings.layout.layout()
@@ -174,14 +174,14 @@ _ROOMS = (*_ROOMS, "plan", "processes", "topology")
 
 
 def _told(error):
-    """Whether the message is one of this package's, which say by themselves what is wrong."""
+    """Whether the error's message is one of this package's, which say what is wrong."""
     first = re.match(r"(\w+)[\w.]*(\([^)]*\))?( |:)", str(error))
     expected = ValueError, TypeError, OSError, ImportError, RuntimeError
     return isinstance(error, expected) and bool(first) and first[1] in (*_ROOMS, "Config")
 
 
 def _end(status):
-    """Leave with others waiting: a process that is in trouble does not wait for them."""
+    """Return the status; of several processes, one in trouble exits, and waits for no other."""
     if jax.process_count() > 1:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""`shardwise train` and `shardwise sample`: the decoder on what the settings name."""
+"""The programs `shardwise train` and `shardwise sample`: the decoder on what settings name."""
 
 import dataclasses
 import functools
@@ -79,7 +79,7 @@ def sample(
     mean: bool = False,
     step: int | None = None,
 ) -> str:
-    """Text from a run's checkpoint, by its parameters or by their mean, over all devices here.
+    """A text from a run's checkpoint, by its parameters or by their mean, over all devices here.
 
     Raises:
       FileNotFoundError: no such run, or nothing saved in it.

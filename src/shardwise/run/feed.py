@@ -1,4 +1,4 @@
-"""Batches of a run: which rows a step has, decided by the step; which of them a process reads."""
+"""The batches of a run: a step decides which rows it has; each process reads some of them."""
 
 import zlib
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
 
 class Feed:
-    """Step k (from 1) has the rows (k-1)·batch to k·batch of a dataset, in their order.
+    """The batches of a dataset: step k (from 1) has the rows (k-1)·batch to k·batch, in order.
 
     No position has to be saved, and it does not matter how many processes read: each reads the rows
     that its own devices need, which follow one another.
@@ -32,7 +32,7 @@ class Feed:
         return self._read(step, range(self._batch))
 
     def shapes(self) -> Any:
-        """What a batch is, as shapes and dtypes."""
+        """The shapes and dtypes of a batch."""
         one = self._dataset[0]
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((self._batch, *np.shape(x)), np.asarray(x).dtype), one
@@ -52,7 +52,7 @@ class Feed:
         return map(self._place, iter(read))
 
     def state(self, step: int) -> None:
-        """There is none to save: a step says all."""
+        """None: there is no position to save, since a step decides its rows."""
 
     def _read(self, step, rows):
         start = (step - 1) * self._batch
@@ -103,7 +103,7 @@ class Stream:
         return self._recent[step]
 
     def shapes(self) -> Any:
-        """What a batch is, as shapes and dtypes."""
+        """The shapes and dtypes of a batch."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._peeked)
 
     def fingerprint(self) -> None:
@@ -132,7 +132,7 @@ def feed(batches: Any, batch: int, layout: Layout, state: Any = None) -> Feed | 
 
 
 def sharding(layout: Layout, batch: int) -> NamedSharding:
-    """How rows are laid: over the axes that cut them, contiguous.
+    """The NamedSharding of rows: over the axes that cut them, contiguous.
 
     Raises:
       ValueError: rows that do not divide.
@@ -157,7 +157,7 @@ def _local_rows(sharding, batch):
 
 
 def place(local: Any, first: int, batch: int, sharding: NamedSharding | None) -> Any:
-    """Rows of a batch, from `first` on, as global arrays; as they are, where stages lay them."""
+    """The global arrays of a batch's rows from `first` on; `local` itself where stages lay it."""
     if sharding is None:
         return local
 

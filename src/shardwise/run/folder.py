@@ -1,4 +1,4 @@
-"""The run folder: settings, metrics, checkpoints, and what each process says it is doing."""
+"""The run folder: settings, metrics, checkpoints, and notes of what each process is doing."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from shardwise.checkpoint.items import address
 
 
 class Folder:
-    """Where a run lies. Process 0 writes, but for the notes, of which each process has its own.
+    """The folder of a run. Process 0 writes it, but for the notes: each process writes its own.
 
     settings.json        every setting, as the run last started
     metrics.jsonl        a line of JSON for each step that is done
@@ -42,7 +42,7 @@ class Folder:
                 )
 
     def settings(self) -> dict[str, Any] | None:
-        """What `settings.flat` gave when the run last started, or None.
+        """The settings as `stored.flat` gave them when the run last started, or None.
 
         Raises:
           ValueError: the file is none of ours.
@@ -66,7 +66,7 @@ class Folder:
             write(self.path / "settings.json", json.dumps(values, indent=1) + "\n")
 
     def notes(self) -> list[dict[str, Any]]:
-        """What each process last said."""
+        """The last note of each process, as a dict."""
         files = sorted((self.path / "processes").glob("*.json"), key=lambda p: int(p.stem))
         return [json.loads(file.read_text()) for file in files]
 
@@ -89,7 +89,7 @@ def on_disk(path: str | os.PathLike) -> Path:
 
 
 class Note:
-    """What one process is doing, for those who watch it from outside."""
+    """The note of what one process is doing, for those who watch it from outside."""
 
     def __init__(self, folder: Folder, index: int):
         self._file = folder.path / "processes" / f"{index}.json"
@@ -108,7 +108,7 @@ class Note:
 
 
 def write(file: Path, text: str) -> None:
-    """All of the text, or nothing: what was there stays until the new is whole."""
+    """Write all of the text, or nothing: what was there stays until the new is whole."""
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(f".{file.name}.{os.getpid()}")
     try:

@@ -7,7 +7,7 @@ from shardwise.run.settings import Processes
 
 
 def join(processes: Processes | None = None, devices: int = 8) -> None:
-    """`shardwise.processes.join`, by the settings of a run.
+    """Call `shardwise.processes.join` with the settings of a run.
 
     From here to `leave` a signal that asks for a stop is remembered: one that comes before the
     first step, while data are read or programs compiled, is heard when that is done.
@@ -24,9 +24,9 @@ def join(processes: Processes | None = None, devices: int = 8) -> None:
 
 
 def leave(result: Result | None = None) -> int:
-    """`shardwise.processes.leave`; the exit status that says how a run ended.
+    """Call `shardwise.processes.leave`; return the exit status that says how a run ended.
 
-    0 when it is done, 75 when a signal stopped it.
+    It is 0 when the run is done, 75 when a signal stopped it.
     """
     system.leave()
     if stop := signals.standing():

@@ -20,12 +20,12 @@ from shardwise.run.watchdog import Watchdog
 
 
 class BadStep(RuntimeError):
-    """A step whose gradients or loss are not finite, or above the limit."""
+    """The error of a step whose gradients or loss are not finite, or above the limit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a run ended: `stopped` by a signal or done; `params` as the layout keeps them.
+    """The result of a run: `stopped` by a signal or done; `params` as the layout keeps them.
 
     `ema` is the decay of the parameters' `mean`, where one is kept.
     """
@@ -75,7 +75,7 @@ class Run:
         self.opt_state = state.replaced(opt_state, "halted", False)
 
     def go(self, stop: Stop) -> Result:
-        """Steps until the last one, or until a process was asked to stop."""
+        """Run steps until the last one, or until a process was asked to stop."""
         settings, step = self.settings, self.first - 1
         self.amount = _amount(self.source.shapes())
         self.held = max(measure.bytes_on_devices((self.params, self.opt_state)).values())
@@ -102,7 +102,7 @@ class Run:
         return Result(self.folder.path, step, self.loss_value, stopped, *values)
 
     def _advance(self, step, batches: Iterator, stop: Stop) -> bool:
-        """One step; whether the processes agreed, a step ago, to stop after it."""
+        """Run one step; return whether the processes agreed, a step ago, to stop after it."""
         if step in self.profiled and not self.tracing:
             self._flush()
             self._settle()  # a trace of whole steps
@@ -153,7 +153,7 @@ class Run:
         return self._flush_one(before)
 
     def _flush_one(self, pending):
-        """Wait for a step and write its line; whether a process was asked to stop by then."""
+        """Wait for a step, write its line, and return whether a process was asked to stop."""
         if pending is None:
             return False
         step, record = pending
@@ -229,7 +229,7 @@ class Run:
 
 
 def _amount(batch):
-    """What a step is counted in: tokens, where the batch has an array of that name; else rows."""
+    """(unit, number) in a step: tokens, where the batch has an array of that name; else rows."""
     if isinstance(batch, dict) and "tokens" in batch:
         return "tokens", int(np.prod(batch["tokens"].shape))
     return "rows", jax.tree.leaves(batch)[0].shape[0]

@@ -9,7 +9,7 @@ from shardwise.run.folder import write
 
 
 class Lines:
-    """The lines of a file from step `first` on; those that were there from it on are dropped."""
+    """The lines of a file, written from step `first` on; those it had from there on are dropped."""
 
     def __init__(self, file: Path, first: int):
         kept = [line for line in read(file) if line["step"] < first]
@@ -26,7 +26,7 @@ class Lines:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The lines, in order; the last one is left out where it was cut off while it was written.
+    """The lines of a file, in order; a last one that was cut off in writing is left out.
 
     Raises:
       ValueError: a line that is no step's.
@@ -39,7 +39,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def missing(file: Path, last: int) -> list[tuple[int, int]]:
-    """The first and last of each row of steps, up to `last`, that have no line."""
+    """(first, last) of each run of consecutive steps, up to `last`, that have no line."""
     steps = {line["step"] for line in read(file)}
     absent = [step for step in range(1, last + 1) if step not in steps]
     starts = [step for step in absent if step - 1 in steps or step == 1]
@@ -59,7 +59,7 @@ def _parsed(file, number, text):
 
 
 def _line(text):
-    """A step's line; None of anything else."""
+    """The line of a step, parsed; None for any other text."""
     try:
         found = json.loads(text)
         float(found["loss"])

@@ -44,7 +44,7 @@ class Optimizer:
         return _called("schedule", self.schedule, **given)
 
     def transformation(self) -> optax.GradientTransformation:
-        """Clipping, then the optimizer.
+        """The optax transformation: clipping, then the optimizer.
 
         Raises:
           ValueError: as `rate`, for either name.

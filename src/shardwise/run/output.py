@@ -9,7 +9,7 @@ from typing import Any
 class Output:
     """Standard output, which ends nothing when it cannot be written any more.
 
-    That is said once on standard error; from then on what is printed is dropped.
+    The error is said once on standard error; from then on what is printed is dropped.
     """
 
     def write(self, text: str) -> int:
@@ -41,7 +41,7 @@ class Output:
 
 
 def open_closed() -> None:
-    """Open what the program was started without: else a file takes its number, and its output."""
+    """Open stdout and stderr where they are missing: else a file takes their number and output."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             nowhere = open(os.devnull, "w")

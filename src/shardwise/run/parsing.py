@@ -16,7 +16,7 @@ from shardwise.run.stored import flat, from_flat
 def flags(
     default: Settings | None = None, argv: Sequence[str] | None = None, prog: str | None = None
 ) -> Settings:
-    """`default` with what the command line says, by the flags of `shardwise train`.
+    """The settings: `default` with what the command line says, by the flags of `shardwise train`.
 
     Of a run that goes on (`--resume`), its saved settings stand where `default` would.
     """
@@ -34,7 +34,7 @@ def flags(
 
 
 def _again(settings):
-    """A run's settings but for who runs it, which is another matter each time."""
+    """The settings of a run without its processes' addresses and trace, which differ each time."""
     alone = dict(address=None, count=None, index=None)
     processes = dataclasses.replace(settings.processes, **alone)
     return dataclasses.replace(settings, processes=processes, profile=None)
@@ -50,7 +50,7 @@ def _run_of(argv, default):
 
 
 def _registry():
-    """How tyro reads a dtype."""
+    """A tyro registry with the rule by which a dtype is read."""
     registry = tyro.constructors.ConstructorRegistry()
 
     @registry.primitive_rule

@@ -1,4 +1,4 @@
-"""Loss and throughput of a run, drawn from its metrics."""
+"""Plots of a run's loss and throughput, drawn from its metrics."""
 
 import importlib.util
 import math

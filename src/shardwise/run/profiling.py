@@ -1,4 +1,4 @@
-"""What devices did in the steps of a trace: compute, collectives, and waiting in them.
+"""The times of devices in the steps of a trace: compute, collectives, and waiting in them.
 
 Traces are those of `jax.profiler`, read by its own `ProfileData`; XProf opens the same folder, and
 Perfetto the `.trace.json.gz` in it. On CPU a device is a thread, and a collective's waiting is its
@@ -36,7 +36,7 @@ class Op(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Seconds of a device in one run of a program; `idle` is when none of its operations runs.
+    """The seconds of a device in one run of a program; `idle` is when none of its operations runs.
 
     Compute and collectives may be under way at once.
     """
@@ -97,7 +97,7 @@ def _with_waiting(op: Op, waits: list[tuple[float, float]]) -> Op:
 
 
 def main_program(ops: Iterable[Op]) -> str:
-    """That of a run's steps; in another trace, the program that took most of the time."""
+    """The name of the program of a run's steps; in another trace, of that which took most time."""
     total: dict[str, float] = {}
     for op in ops:
         total[op.program] = total.get(op.program, 0.0) + op.stop - op.start
@@ -105,7 +105,7 @@ def main_program(ops: Iterable[Op]) -> str:
 
 
 def compilations(ops: Iterable[Op]) -> dict[str, int]:
-    """How many versions of each program ran: one, where shapes and settings stay the same."""
+    """{program: number of its versions that ran}: one, where shapes and settings stay the same."""
     found: dict[str, set[int]] = {}
     for op in ops:
         found.setdefault(op.program, set()).add(op.compiled)
@@ -113,7 +113,7 @@ def compilations(ops: Iterable[Op]) -> dict[str, int]:
 
 
 def gaps(ops: list[Op], program: str | None = None) -> list[float]:
-    """Seconds from the end of each run of a program, on all devices, to the start of the next."""
+    """The seconds from the end of each run of a program, on all devices, to the next start."""
     program = program or main_program(ops)
     spans: dict[int, tuple[float, float]] = {}
     for op in (op for op in ops if op.program == program):
@@ -147,7 +147,7 @@ def _times(ops: list[Op]) -> Times:
 
 
 def _covered(ops: Iterable[Op]) -> float:
-    """The time in which one of them runs, at least; a device may run several at once."""
+    """The time in which at least one of the operations runs; a device may run several at once."""
     total, until = 0.0, float("-inf")
     for op in sorted(ops, key=lambda op: op.start):
         total += max(op.stop - max(op.start, until), 0.0)
@@ -156,7 +156,7 @@ def _covered(ops: Iterable[Op]) -> float:
 
 
 def table(found: dict[tuple[int, int], Times]) -> str:
-    """The times as text, in ms."""
+    """The times as a table of text, in ms."""
     lines = ["step  device   compute  collectives  of it waiting     idle   (ms)"]
     for (step, device), each in found.items():
         values = [1e3 * x for x in each]

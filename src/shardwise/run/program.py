@@ -1,4 +1,4 @@
-"""What runs each step, as one program where the layout is one; what an evaluation runs."""
+"""The function that runs each step, one program where the layout is one; that of evaluations."""
 
 import functools
 import inspect
@@ -57,7 +57,7 @@ def step_program(
 
 
 def _recorded(aux):
-    """Its scalars and vectors, and the quotient of each `Mean`, by their names.
+    """The scalars and vectors of aux, and the quotient of each `Mean`, by their names.
 
     Raises:
       ValueError: a name by which the metrics have something else.
@@ -79,7 +79,7 @@ def _jitted(step, structure, leaves):
 
 
 def flags(layout: Layout, asked: bool) -> Any:
-    """Whether this process was asked to stop, beside what the others say."""
+    """The vector that says of each device whether its process was asked to stop."""
     if layout.staged:
         return np.asarray([asked], np.int32)
     cut = NamedSharding(layout.auto, P(layout.auto.axis_names))
@@ -88,13 +88,13 @@ def flags(layout: Layout, asked: bool) -> Any:
 
 
 def at_peak(layout: Layout, flops: float | None) -> float | None:
-    """Seconds of a step's products at the chips' bfloat16 peak, where both are known."""
+    """The seconds of a step's products at the chips' bfloat16 peak, where both are known."""
     chip = topology.of_device(layout.auto.devices.flat[0].device_kind)
     return flops and chip and flops / (layout.auto.size * chip.peak())
 
 
 def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: bool) -> Callable:
-    """(params, opt_state, batch) -> [(loss, count) of them, and of their mean], without dropout."""
+    """(params, opt_state, batch) -> [(loss, count) of params, those of their mean]; no dropout."""
     mean_and_count = layouts.value(layout, _counted(loss, has_aux), has_aux=True)
 
     def both(params, opt_state, batch):
@@ -105,7 +105,7 @@ def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: boo
 
 
 def _counted(loss, has_aux):
-    """The loss, and its count beside it, by which batches are weighed; 1 of a mean over rows."""
+    """A function of (loss, the count by which batches are weighed: 1 of a mean over rows)."""
     bare = objective.normal(loss, has_aux)
 
     def counted(params, batch):
@@ -118,7 +118,7 @@ def _counted(loss, has_aux):
 
 
 def together(found: Sequence[Sequence[tuple[Any, Any]]]) -> list[float]:
-    """One loss of those of several batches, for each of what `evaluation` evaluates."""
+    """The loss of several batches together, for the parameters and, if it is kept, their mean."""
     values = np.asarray(jax.device_get(found), np.float64)  # [batches, evaluated, loss and count]
     total = np.sum(values[..., 0] * values[..., 1], axis=0)
     count = np.sum(values[..., 1], axis=0)
@@ -126,7 +126,7 @@ def together(found: Sequence[Sequence[tuple[Any, Any]]]) -> list[float]:
 
 
 def key_of(loss: Callable, seed: int, step: Any) -> dict[str, Any]:
-    """A step's key, as the loss takes it: {"key": key}, or nothing."""
+    """The arguments with a step's key, as the loss takes it: {"key": key}, or {}."""
     return {"key": keys.of_step(seed, step)} if takes_key(loss) else {}
 
 

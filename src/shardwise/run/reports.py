@@ -1,4 +1,4 @@
-"""What a run says: lines on a terminal or in a log, events, plots."""
+"""The reports of a run: lines on a terminal or in a log, events, plots."""
 
 import math
 import time
@@ -17,7 +17,7 @@ _EVERY = 10  # seconds between two plain lines
 
 
 class Report:
-    """Of one process; only process 0 says anything."""
+    """The report of one process; only process 0 writes and prints anything."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Report:
     def line(
         self, step: int, record: dict[str, float], bad: bool, amount: tuple[str, int], held: int
     ) -> dict[str, Any]:
-        """What stands in the metrics for a step; seconds since the line before."""
+        """The line of a step in the metrics; its seconds are those since the line before."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         (what, count), self._what = amount, amount[0]
@@ -79,7 +79,7 @@ class Report:
         return line
 
     def say(self, line: dict[str, Any]) -> str:
-        """Write and show a step: on a terminal each, elsewhere one now and then; its text."""
+        """Write a step and show it, outside of a terminal only now and then; return its text."""
         step, steps = line["step"], self._settings.steps
         if self._main:
             self._files[0].add(line)
@@ -100,11 +100,11 @@ class Report:
         return text
 
     def restart(self) -> None:
-        """What was done since the last step was no step."""
+        """Count a step's seconds from now on: what was done since the last step was no step."""
         self._since = time.perf_counter()
 
     def print(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         if self._main:
             if self._progress is not None:
                 self._progress.console.print(text, markup=False)
@@ -125,7 +125,7 @@ class Report:
             self._events.add_scalar("held_out_loss", loss, step)
 
     def finish(self, step: int, stopped: bool) -> None:
-        """Say how it ended, and draw it."""
+        """Say how the run ended, and draw it."""
         if self._main:
             plot(self._folder)
             told = f"Stopped, and saved, at step {step:,}" if stopped else f"Done at step {step:,}"

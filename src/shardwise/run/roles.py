@@ -1,4 +1,4 @@
-"""The layout of a run, as settings say it: how many devices each role has."""
+"""The layout of a run, as settings say it: the number of devices of each role."""
 
 import dataclasses
 from typing import Literal
@@ -19,7 +19,7 @@ POLICIES["offload"] = layouts.offload
 
 @dataclasses.dataclass(frozen=True)
 class Roles:
-    """How many devices each role of a layout has, and how roles are realised.
+    """The number of devices of each role of a layout, and how roles are realised.
 
     The sizes multiply to the number of devices; one may be -1, for the devices that remain. The
     rest is as in `layouts.Layout`.
@@ -45,7 +45,7 @@ class Roles:
     remat: str | None = None  # a policy of jax.checkpoint_policies, or "offload" to the host
 
     def layout(self) -> layouts.Layout:
-        """The layout over the devices there are, an axis of its own name for each role above 1.
+        """The layout over the devices there are, with an axis of its own for each role above 1.
 
         Raises:
           ValueError: sizes that do not fit the devices, no such policy, what `Layout` raises.
@@ -77,7 +77,7 @@ class Roles:
 
 
 def _more(count):
-    """What a program of one's own forgets, which the command does."""
+    """A hint to simulate devices, which the command does and a program of one's own may forget."""
     return " Simulate more by mesh.simulate(8), before anything runs." if count == 1 else ""
 
 

@@ -42,7 +42,7 @@ def write(
     key: jax.Array,
     temperature: float = 0.8,
 ) -> np.ndarray:
-    """`prompt`, int [tokens], and `count` tokens more, drawn at a temperature (0: the likeliest).
+    """The `prompt`, int [tokens], and `count` tokens more, drawn at a temperature (0: likeliest).
 
     `params` is a `Decoder`'s state, laid out in any way that a compiler can read.
 
@@ -63,5 +63,5 @@ def write(
 
 
 def text(tokens: np.ndarray) -> str:
-    """Bytes as text."""
+    """The text of tokens that are bytes."""
     return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")

@@ -16,7 +16,7 @@ F32 = jnp.dtype("float32")
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What is read: by default the source of Python's standard library, as bytes."""
+    """The data to read: by default the source of Python's standard library, as bytes."""
 
     text: str | None = None  # a folder, a file or a glob of text files, read as bytes
     tokens: Path | None = None  # a one-dimensional array in a .npy file, of whole numbers
@@ -36,9 +36,9 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """Who runs this, with others: by default found in the environment, as JAX finds it.
+    """The processes of a run: by default found in the environment, as JAX finds them.
 
-    SLURM, Kubernetes and TPU VMs say it themselves; else give all three.
+    SLURM, Kubernetes and TPU VMs tell them; else give address, count and index.
     """
 
     address: str | None = None  # host:port of process 0
@@ -50,7 +50,7 @@ class Processes:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """A whole run. Every field is a flag, and stands in the run folder."""
+    """The settings of a whole run. Every field is a flag, and stands in the run folder."""
 
     run: Path = Path("runs/first")  # the run folder, on a disk that all processes see
     steps: int = 300

@@ -15,18 +15,18 @@ ASKED += (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def wanted() -> list[int]:
-    """Those to handle: all, but that nohup's wish, a terminal's end that is ignored, is kept."""
+    """The signals to handle: all but SIGHUP where it is ignored, as nohup wishes."""
     kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in ASKED if not (kept and number == signal.SIGHUP)]
 
 
 def is_repeated(number: int) -> bool:
-    """Whether a second one asks for no more: of a terminal's end shell and kernel both tell."""
+    """Whether a second such signal asks no more: shell and kernel both tell a terminal's end."""
     return number == signal.SIGHUP
 
 
 class Stop:
-    """Whether a signal came, between `begin` and `end`, which puts back what handled them before.
+    """A handler of signals between `begin` and `end`, which puts back the earlier handlers.
 
     A first signal is remembered: who counts steps looks, and agrees on it with other processes. A
     second one ends the process also while its main thread compiles or waits in a collective, where
@@ -39,7 +39,7 @@ class Stop:
         self._old = {}
 
     def begin(self) -> "Stop":
-        """Handle signals, where this is the main thread: they are its alone."""
+        """Handle signals, where this is the main thread: no other can."""
         if threading.current_thread() is threading.main_thread():
             self._read, self._write = os.pipe()
             os.set_blocking(self._write, False)

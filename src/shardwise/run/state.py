@@ -1,4 +1,4 @@
-"""What a run holds between steps: made, found by name, saved and restored."""
+"""The state that a run holds between steps: made, found by name, saved and restored."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def create(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, batc
 
 
 def _born(layout, make, tx):
-    """The one program of a key that makes them all.
+    """The one program of a key that makes all parameters and optimizer state.
 
     On CPU it is not optimized, since it runs once: that takes two thirds of the compiler's time.
     """
@@ -31,7 +31,7 @@ def _born(layout, make, tx):
 
 
 def abstract(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, batch: Any) -> tuple:
-    """What `create` would make, as shapes with shardings: nothing is held that is not wanted."""
+    """The shapes with shardings of what `create` makes; no arrays are held."""
     if layout.staged:  # whose arrays are born by many programs
         made = create(layout, make, tx, seed, loss, batch)
         found = jax.tree.map(_abstract, made)
@@ -55,7 +55,7 @@ def field(opt_state: Any, path: str) -> jax.Array:
 
 
 def replaced(opt_state: Any, path: str, value: Any) -> Any:
-    """The state with another value of one scalar."""
+    """The optimizer's state with another value of one scalar."""
     if isinstance(opt_state, pipeline.Pipelined):
         each = {s: jax.device_put(value, x.sharding) for s, x in opt_state.tree[path].items()}
         return dataclasses.replace(opt_state, tree=opt_state.tree | {path: each})
@@ -69,7 +69,7 @@ def replaced(opt_state: Any, path: str, value: Any) -> Any:
 def mean(params: Any, opt_state: Any, decay: float) -> Any:
     """The mean of the parameters that `averaged` keeps in the state, corrected, laid out as they.
 
-    Of `params` form and dtypes count alone. Inside jit, but for stages.
+    Only the form and the dtypes of `params` count. Inside jit, but for stages.
     """
 
     def one(x, param):

@@ -1,4 +1,4 @@
-"""Settings as the run folder has them, and which may differ when a run goes on."""
+"""Settings as the run folder has them; the names of those that may differ when a run goes on."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def flat(settings: Any) -> dict[str, Any]:
 
 
 def from_flat(values: dict[str, Any], kind: Any = Settings) -> Any:
-    """The settings of which `flat` made these; what they lack has its default."""
+    """The settings of which `flat` made these values; what they lack has its default."""
     given = {}
     for field in dataclasses.fields(kind):
         default = getattr(kind(), field.name)

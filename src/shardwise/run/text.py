@@ -1,4 +1,4 @@
-"""What `Data` names: documents of a folder, a glob, an array of tokens, or the standard library."""
+"""The data that `Data` names: a folder, a glob, an array of tokens, or the standard library."""
 
 import glob
 import zlib
@@ -41,7 +41,7 @@ def fingerprint(source: Data) -> int:
 
 
 def vocabulary(source: Data) -> int:
-    """One more than the largest token."""
+    """The size of the vocabulary: one more than the largest token."""
     if source.tokens is None:
         return data.VOCAB
     array = np.load(source.tokens, mmap_mode="r")
@@ -77,6 +77,6 @@ def _files(text, split):
 
 
 def _share(array, split):
-    """The first nine tenths, or the last."""
+    """The split's share of one array: the first nine tenths, or the last tenth."""
     at = max(2, array.size * 9 // 10)
     return array[:at] if split == "train" else array[at:]

@@ -1,4 +1,4 @@
-"""`train`: what a run begins with, and from where it goes on."""
+"""The function `train`: what a run begins with, and from where it goes on."""
 
 import contextlib
 import sys
@@ -94,7 +94,7 @@ def _lock(folder):
 
 
 def _begin(settings, folder, facts, unused, lock):
-    """What the newest checkpoint says; settings that are used are compared, and written."""
+    """The facts of the newest checkpoint; the settings that are used are compared and written."""
     now = {n: value for n, value in flat(settings).items() if n.partition(".")[0] not in unused}
     with together("run") as told:  # all have looked before one writes
         told |= {name: str(value) for name, value in (now | facts).items() if name != OWN}

@@ -1,4 +1,4 @@
-"""What a run wraps around an optimizer: the mean of its parameters, and a guard against bad steps.
+"""Wrappers of a run's optimizer: the mean of its parameters, and a guard against bad steps.
 
 Both are optax transformations, so that every layout cuts, updates, saves and restores what they
 hold as it does the optimizer's own state, and their results are one device's.
@@ -57,7 +57,7 @@ def wide(dtype: Any) -> Any:
 
 
 def correction(decay: float, count: Any) -> Any:
-    """By what the sum after `count` steps is divided: 1 - decay^count."""
+    """The number by which the sum after `count` steps is divided: 1 - decay^count."""
     return 1 - decay**count
 
 

@@ -1,4 +1,4 @@
-"""Ends a process that makes no progress, because it hangs or waits for one that does."""
+"""A watchdog: it ends a process without progress, which hangs or waits for one that does."""
 
 import os
 import threading
@@ -30,14 +30,14 @@ class Watchdog:
         self._over.set()
 
     def done(self) -> None:
-        """A step is done."""
+        """Note that a step is done."""
         now = time.monotonic()
         if self._last is not None:
             self._longest = max(self._longest, now - self._last)
         self._last = now
 
     def pause(self) -> None:
-        """What comes now is no step."""
+        """Stop watching until the next `done`: what comes now is no step."""
         self._last = None
 
     def _watch(self):

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: in which order each device runs its tasks, and what follows from it.
+"""Pipeline schedules as data: the order in which each device runs its tasks, and what follows.
 
 A schedule is a table, `tasks[device]`, and nothing else: no clock, no devices, no JAX. When a task
 starts, how long devices wait and how many microbatches are live on them follows from the table and

@@ -1,4 +1,4 @@
-"""Whether a schedule can run at all, and if not, what stands in the way."""
+"""The check that a schedule can run at all, and the reason if it cannot."""
 
 from shardwise.schedules.table import Lists, Schedule, Task, from_tasks
 
@@ -84,7 +84,7 @@ def _check_each_once(schedule: Schedule) -> None:
 
 
 def _deadlock(schedule: Schedule, done: dict[Task, None], position: list[int]) -> str:
-    """Follow who waits for whom, from the blocked task that comes earliest in its device's order.
+    """The message of a deadlock: who waits for whom, from the blocked task earliest in its order.
 
     A blocked device waits for a task that stands behind another blocked one, so following them
     must come back to where it has been.

@@ -52,7 +52,7 @@ def spread(name: str, devices: int, microbatches: int, per_device: int = 2) -> S
 
 
 def _made(name: str, stages: int, devices: int, microbatches: int) -> Schedule:
-    """The schedule, on as many devices as were asked for: one of a reader's own may not look."""
+    """The schedule of that name, checked to have as many devices: a reader's own may not look."""
     made = SCHEDULES[name](stages, devices, microbatches)
     if made.devices != devices:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Which numbers of stages, devices and microbatches a schedule takes; errors name those."""
+"""The numbers of stages, devices and microbatches that a schedule takes; errors name them."""
 
 import itertools
 import numbers
@@ -35,7 +35,7 @@ def require_microbatches(name: str, stages: int, microbatches: int) -> None:
 
 
 def microbatches_per_round(name: str, devices: int, microbatches: int) -> int:
-    """`devices` of them, or a few more, so that rounds come out even; all, if they are fewer."""
+    """The microbatches in a round: `devices`, or a few more for even rounds; all, if fewer."""
 
     def whole(count: int) -> bool:
         return count % max(1, count // devices) == 0

@@ -18,7 +18,7 @@ def zb_h1(stages: int, devices: int, microbatches: int) -> Schedule:
 
 
 def zb_h2(stages: int, devices: int, microbatches: int) -> Schedule:
-    """More warm-up, for no gaps where all kinds cost the same (Qi et al., 2024, Zero Bubble).
+    """ZB-H1, more warm-up: no gaps where all kinds cost the same (Qi et al., 2024, Zero Bubble).
 
     Of p stages each has a peak of 2p-1, and gaps of at most (p-1)(F+I-2W) between its first task
     and its last, from 2p-1 microbatches on, as long as W costs no more than F.
@@ -27,7 +27,7 @@ def zb_h2(stages: int, devices: int, microbatches: int) -> Schedule:
 
 
 def zb_v(stages: int, devices: int, microbatches: int) -> Schedule:
-    """No gaps in 1F1B's memory, on a V: device d holds the stages d and 2·devices - 1 - d.
+    """ZB-V, a V without gaps in 1F1B's memory: device d holds the stages d and 2·devices - 1 - d.
 
     Of p devices each has a peak of 2p stages, half as large as where a device holds one, and no
     gap between its first task and its last where F, I and W cost the same (Qi et al., 2024,
@@ -50,7 +50,7 @@ def dualpipe_v(stages: int, devices: int, microbatches: int) -> Schedule:
 def _zero_bubble(
     name: str, stages: int, devices: int, microbatches: int, warmup: Callable[[int], int]
 ) -> Schedule:
-    """`warmup(stages after)` forwards; I, F until as many as the first stage has; then I, W, F."""
+    """A schedule of `warmup(stages after)` forwards; I, F up to the first stage's; then I, W, F."""
     ranges.require_counts(name, stages, devices, microbatches)
     ranges.require_one_to_one(name, stages, devices)
     ranges.require_microbatches(name, stages, microbatches)
@@ -72,7 +72,7 @@ def _folded(
     microbatches: int,
     steps: Callable[[int, int, int], Sequence[str]],
 ) -> Schedule:
-    """`steps(device, devices, microbatches)`, where 0 is the way down the V and 1 the way up."""
+    """A schedule of `steps(device, devices, microbatches)`: 0 is the way down the V, 1 up."""
     ranges.require_counts(name, stages, devices, microbatches)
     ranges.require_two_to_one(name, stages, devices)
     ranges.require_microbatches(name, stages, microbatches)
@@ -84,7 +84,7 @@ def _folded(
 
 
 def _zb_v_steps(device: int, devices: int, microbatches: int) -> list[str]:
-    """Forwards, 2p in all, until the first I is there; from then on each W makes room for an F."""
+    """The steps of ZB-V: 2p forwards until the first I is there; then a W makes room for each F."""
     after, upto = devices - 1 - device, device + 1
     steps = ["F0"] * (2 * after + 1) + ["F1", "F0"] * device
     steps += ["F1", "I1", "W"] * (after + 1)
@@ -94,7 +94,10 @@ def _zb_v_steps(device: int, devices: int, microbatches: int) -> list[str]:
 
 
 def _dualpipe_v_steps(device: int, devices: int, microbatches: int) -> list[str]:
-    """F and whole B in turn; where others wait, as the pipeline fills and empties, I alone."""
+    """The steps of DualPipe-V: F and whole B in turn.
+
+    Where others wait, as the pipeline fills and empties, I stands alone.
+    """
     after, upto = devices - 1 - device, device + 1
     steps = ["F0"] * (2 * after) + ["F0", "F1"] * upto + ["I1", "W", "F1"] * after
     steps += ["F0", "B1", "F1", "B0"] * (microbatches - 2 * devices + upto)

@@ -1,4 +1,4 @@
-"""Tasks, and the table of who runs them in which order."""
+"""Tasks, and the table of which device runs them in which order."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ KINDS = {
 
 
 class Task(NamedTuple):
-    """One kind of work, of one stage, on one microbatch; kinds are the keys of `KINDS`.
+    """A task: one kind of work, of one stage, on one microbatch; kinds are the keys of `KINDS`.
 
     A backward is either one task, B, or two halves: I, which the stage before waits for, and W, for
     which nobody waits (Qi et al., 2024, Zero Bubble Pipeline Parallelism).
@@ -31,7 +31,7 @@ class Task(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """`tasks[device]` is the order in which that device runs its tasks.
+    """A table: `tasks[device]` is the order in which that device runs its tasks.
 
     `device_of[stage]` is the device on which a stage lives: its weights, its gradients, its tasks.
     Two tasks that run as one are two neighbours.
@@ -44,7 +44,7 @@ class Schedule:
 
     @property
     def devices(self) -> int:
-        """How many devices the table has."""
+        """The number of devices in the table."""
         return len(self.tasks)
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""When each task of a schedule runs, and the bubble and the memory that follow."""
+"""The times at which tasks of a schedule run, and the bubble and the memory that follow."""
 
 import dataclasses
 import functools
@@ -23,12 +23,12 @@ class Timeline:
 
     @functools.cached_property
     def makespan(self) -> float:
-        """From time 0 to the end of the last task."""
+        """The time from 0 to the end of the last task."""
         return max(self.end.values())
 
     @functools.cached_property
     def busy(self) -> tuple[float, ...]:
-        """For each device, the time that it spends in tasks."""
+        """The time that each device spends in tasks."""
         return tuple(
             sum(self.end[task] - self.start[task] for task in order)
             for order in self.schedule.tasks
@@ -36,7 +36,7 @@ class Timeline:
 
     @functools.cached_property
     def gaps(self) -> tuple[float, ...]:
-        """For each device, the time without a task between its first start and its last end.
+        """The time of each device without a task between its first start and its last end.
 
         Qi et al. count these: where a device may begin the next step before the others have
         ended this one, what it waits at either end costs nothing.
@@ -48,27 +48,27 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """The bubble fraction: the share of all devices' time, to the makespan, without a task."""
+        """The bubble fraction, the share of all devices' time, to the makespan, without a task."""
         whole = self.makespan * self.schedule.devices
         return 1 - sum(self.busy) / whole if whole else 0.0
 
     @functools.cached_property
     def live(self) -> tuple[tuple[tuple[float, int], ...], ...]:
-        """For each device, (time, number) pairs: from that time on so many activations live there.
+        """The (time, number) pairs of each device; from that time so many activations live there.
 
-        They are counted by (stage, microbatch) pairs. One is live from the start of its F to the
-        end of its B, or of its W where split.
+        Activations are counted by (stage, microbatch) pairs. One is live from the start of its F to
+        the end of its B, or of its W where split.
         """
         return self._counts({"F": self.start}, {"B": self.end, "W": self.end})
 
     @property
     def peak_live(self) -> tuple[int, ...]:
-        """For each device, the most (stage, microbatch) pairs whose activations live there."""
+        """The most (stage, microbatch) pairs whose activations live on each device."""
         return _most(self.live)
 
     @property
     def peak_weights_pending(self) -> tuple[int, ...]:
-        """For each device, the most pairs at once whose I has ended and whose W has not."""
+        """The most pairs at once, on each device, whose I has ended and whose W has not."""
         return _most(self._counts({"I": self.end}, {"W": self.end}))
 
     def _counts(self, opening: dict, closing: dict) -> tuple[tuple[tuple[float, int], ...], ...]:
@@ -89,7 +89,7 @@ def _most(counts):
 
 
 def timeline(schedule: Schedule | Lists, costs: Costs = COSTS, transfer: float = 0) -> Timeline:
-    """When each task starts and ends, if each device runs its next one as soon as it can.
+    """The `Timeline` of a schedule, if each device runs its next task as soon as it can.
 
     `schedule` is a `Schedule` or lists of tasks. `costs` maps a kind to the time that it takes,
     `{"F": 1, "B": 2}`; a key `(stage, kind)`, or a whole `Task`, goes before it, for stages that

@@ -8,12 +8,14 @@ from shardwise.schedules.table import Schedule, Task
 
 
 def gpipe(stages: int, devices: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards: every microbatch is live at once (Huang et al., 2019)."""
+    """A schedule of all forwards, then all backwards: all live at once (Huang et al., 2019)."""
     return _one_to_one("gpipe", stages, devices, microbatches, lambda after: microbatches)
 
 
 def one_f_one_b(stages: int, devices: int, microbatches: int) -> Schedule:
-    """A backward as soon as there is one: at most p - stage live, of p (Narayanan et al., 2019)."""
+    """The schedule 1F1B, a backward as soon as it can run: at most p - stage live, of p stages
+    (Narayanan et al., 2019).
+    """
     return _one_to_one("1f1b", stages, devices, microbatches, lambda after: after)
 
 
@@ -26,7 +28,7 @@ def eager_1f1b(stages: int, devices: int, microbatches: int) -> Schedule:
 
 
 def interleaved_1f1b(stages: int, devices: int, microbatches: int) -> Schedule:
-    """Stages dealt in turn: shorter ones, and a shorter wait (Narayanan et al., 2021).
+    """1F1B with stages dealt in turn: shorter ones, and a shorter wait (Narayanan et al., 2021).
 
     Microbatches go in rounds, of `devices` each, or a few more so that they come out even: each
     stage of a device runs a whole round before the next one does.
@@ -46,7 +48,7 @@ def kimi_k2(stages: int, devices: int, microbatches: int) -> Schedule:
 def _one_to_one(
     name: str, stages: int, devices: int, microbatches: int, warmup: Callable[[int], int]
 ) -> Schedule:
-    """`warmup(stages after)` forwards, then F and B in turn, then the backwards that are left."""
+    """A schedule of `warmup(stages after)` forwards, then F and B in turn, then the B left."""
     ranges.require_counts(name, stages, devices, microbatches)
     ranges.require_one_to_one(name, stages, devices)
     tasks = []

@@ -1,4 +1,4 @@
-"""Chips to compile for without having them, and what a chip can do.
+"""Chips to compile for without having them, and the peaks, memory and links of each.
 
 `chips("v5p:4x4x8").mesh(fsdp=32, model=4)` lays axes along a torus. Trace with its `.abstract`
 mesh, `lower` for TPUs, `compile`: the result is what Google's compiler says of real hardware, its

@@ -1,4 +1,4 @@
-"""Which arrays a compiled program holds, from what the compiler says of its buffers."""
+"""The arrays that a compiled program holds, from what the compiler says of its buffers."""
 
 import re
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class Buffer(NamedTuple):
 
 
 def largest(assignment: str, text: str, number: int = 16) -> tuple[Buffer, ...]:
-    """The largest of a buffer assignment, those at one place counted once; largest first.
+    """The largest arrays of a buffer assignment, those at one place counted once; largest first.
 
     Temporaries at different places may be held at different times.
     """
@@ -45,7 +45,7 @@ def largest(assignment: str, text: str, number: int = 16) -> tuple[Buffer, ...]:
 
 
 def _kind(attributes):
-    """None for what lies in no HBM, or in no program's."""
+    """The kind of an allocation; None for what lies in no HBM, or in no program's."""
     if "thread-local" in attributes or re.search(r"color [1-9]", attributes):
         return None
     if "parameter" in attributes:
@@ -60,9 +60,9 @@ def _source(text, name):
 
 
 def total(report: str) -> int | None:
-    """Bytes of HBM in all, from a memory usage report; None where it does not say.
+    """The bytes of HBM in all, from a memory usage report; None where it does not say.
 
-    That of libtpu 0.0.23 does not: its one total counts VMEM too.
+    The report of libtpu 0.0.23 does not: its one total counts VMEM too.
     """
     said = re.search(r"Memory Space: default.*\nTotal bytes: (\d+)", report)
     return int(said[1]) if said else None

@@ -1,4 +1,4 @@
-"""What the compiler said, kept on disk by a hash of what it was asked."""
+"""A cache of what the compiler said, kept on disk by a hash of what it was asked."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ _FORM = 1  # of an entry: raise it when an entry's content changes
 
 
 def folder() -> Path:
-    """$SHARDWISE_CACHE, or shardwise/ in the user's cache."""
+    """The folder of the cache: $SHARDWISE_CACHE, or shardwise/ in the user's cache."""
     if chosen := os.environ.get("SHARDWISE_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
@@ -25,7 +25,7 @@ def key(request: Mapping[str, Any], versions: Mapping[str, str], module: str) ->
 
 
 def load(name: str) -> dict[str, Any] | None:
-    """The entry, or None where there is none that can be read."""
+    """The entry of that name, or None where there is none that can be read."""
     try:
         return json.loads(_path(name).read_text())
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Runs the worker: libtpu, what it needs in the environment and what it prints stay in a child."""
+"""The child process that runs the worker: libtpu, its environment and its output stay there."""
 
 import importlib.metadata
 import json
@@ -29,7 +29,7 @@ _DROPPED = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR")
 
 
 def versions() -> dict[str, str]:
-    """Of jax, jaxlib and libtpu, on which a result depends.
+    """The versions of jax, jaxlib and libtpu, on which a result depends.
 
     Raises:
       ImportError: no libtpu: it does not exist for this platform, or is not installed.
@@ -43,7 +43,7 @@ def versions() -> dict[str, str]:
 
 
 def missing(system: str, machine: str) -> str:
-    """Why there is no libtpu, and what would do."""
+    """A message why there is no libtpu, and what would do."""
     if system == "linux" and machine == "x86_64":
         return (
             "topology.compile needs Google's TPU compiler, the package libtpu: "
@@ -56,7 +56,7 @@ def missing(system: str, machine: str) -> str:
 
 
 def run(request: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """What the compiler says: sizes, text and report, or a refusal.
+    """The result of the compiler: sizes, text and report, or a refusal.
 
     Raises:
       ValueError: this libtpu does not know the kind of chip; a part of a mesh that is no box.
@@ -105,6 +105,6 @@ def _failure(name, done):
 
 
 def _read(folder, pattern):
-    """The last file of that pattern, which is the whole program's."""
+    """The text of the last file of that pattern, which is the whole program's; "" without one."""
     found = sorted(folder.glob(pattern))
     return found[-1].read_text() if found else ""

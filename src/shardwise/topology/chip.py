@@ -1,4 +1,4 @@
-"""What a chip can do, with the source of each number."""
+"""The peaks, memory and links of each chip, with the source of each number."""
 
 import dataclasses
 
@@ -40,7 +40,7 @@ class Chip:
     devices: int = 1
 
     def peak(self, dtype: str = "bfloat16") -> float:
-        """FLOP/s of one device in products of this dtype.
+        """The FLOP/s of one device in products of this dtype.
 
         Raises:
           ValueError: no peak is known for it.

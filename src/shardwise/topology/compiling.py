@@ -18,7 +18,7 @@ _ROUNDING = 2**30 / 100  # of the totals that a refusal names
 
 
 class Sizes(NamedTuple):
-    """Bytes on each device, by the names that JAX gives them."""
+    """The bytes on each device, by the names that JAX gives them."""
 
     argument_size_in_bytes: int
     output_size_in_bytes: int
@@ -54,7 +54,7 @@ class Compiled:
 
     @property
     def hbm_bytes(self) -> int | None:
-        """What the compiler counts against `usable_hbm`, as its report says, if it does."""
+        """The bytes that the compiler counts against `usable_hbm`, where its report says them."""
         return total(self.report)
 
     def as_text(self) -> str:
@@ -65,7 +65,7 @@ class Compiled:
 
 
 class DoesNotFit(ValueError):
-    """The compiler refused: `needed` and `allowed` bytes of HBM, and the largest `buffers`."""
+    """The compiler's refusal: `needed` and `allowed` bytes of HBM, and the largest `buffers`."""
 
     def __init__(
         self, mesh: ChipMesh, needed: int, allowed: int, buffers: Iterable[Buffer], said: str
@@ -87,9 +87,9 @@ def compile(
     options: Mapping[str, Any] | None = None,
     cached: bool = True,
 ) -> Compiled:
-    """What the TPU compiler makes of a lowered program on the chips of `mesh`.
+    """The program that the TPU compiler makes of a lowered one on the chips of `mesh`.
 
-    Runs in a child process. What it said is kept in `topology.cache_folder()`, by a hash of the
+    Runs in a child process. Its result is kept in `topology.cache_folder()`, by a hash of the
     program (its operations' names, but no files and lines), the chips, options and versions.
 
     Raises:
@@ -136,7 +136,7 @@ def _entry(names):
 
 
 def _totals(result, usable: int) -> tuple[int, int]:
-    """Bytes needed and allowed: as the compiler says, and exactly where its report agrees."""
+    """(bytes needed, bytes allowed): as the compiler says, and exactly where its report agrees."""
     said = result["refusal"]
     told = refused(said)
     if told is None:
@@ -164,7 +164,7 @@ def _request(mesh, options):
 
 
 def _part(mesh):
-    """What a part adds to a request: its place by the numbers of axes, and what closes a ring."""
+    """The entries that a part adds to a request: its place along axes, and what closes a ring."""
     numbers = {name: i for i, (name, _) in enumerate(mesh.axes)}
     return {
         "part": [[numbers[name], place] for name, place in mesh.at],

@@ -1,4 +1,4 @@
-"""Which chips to compile for, and how mesh axes are laid along them; nothing here needs libtpu."""
+"""The chips to compile for, and how mesh axes are laid along them; nothing here needs libtpu."""
 
 import dataclasses
 import math
@@ -25,12 +25,12 @@ class Chips:
 
     @property
     def number(self) -> int:
-        """Of chips, in all slices."""
+        """The number of chips, in all slices."""
         return math.prod(self.shape) * self.slices
 
     @property
     def devices(self) -> int:
-        """Of JAX devices: what the axes of a mesh multiply to."""
+        """The number of JAX devices, which the axes of a mesh multiply to."""
         return self.number * self.chip.devices
 
     def __str__(self):
@@ -68,7 +68,7 @@ class ChipMesh:
 
     @property
     def devices(self) -> int:
-        """How many there are: all of the chips', or a part's."""
+        """The number of devices, of all chips or of a part."""
         return math.prod(self.shape.values())
 
     def part(self, **places: int) -> "ChipMesh":
@@ -92,7 +92,7 @@ class ChipMesh:
         return AbstractMesh(sizes, tuple(self.shape), axis_types=(AxisType.Auto,) * len(sizes))
 
     def across_slices(self) -> tuple[int, ...]:
-        """Into how many parts each axis is cut by the borders between slices."""
+        """The number of parts into which borders between slices cut each axis."""
         parts, rest = [], self.chips.slices
         for name, size in self.axes:
             part = math.gcd(rest, size)

@@ -57,7 +57,7 @@ class Stages:
 
     @property
     def fit(self) -> Fit:
-        """Of the rank that needs most."""
+        """The `Fit` of the rank that needs most."""
         fullest = max(self.ranks, key=lambda rank: rank.needed)
         program = self.programs.get((fullest.stage, fullest.name))
         buffers = program.buffers if program else ()
@@ -65,13 +65,13 @@ class Stages:
 
     @property
     def sent(self) -> dict[tuple[str, ...], float]:
-        """{mesh axes: ring bytes} of a device in a step, of each the most that any rank sends."""
+        """A dict from mesh axes to ring bytes of a device in a step, the most of any rank."""
         every = {axes for rank in self.ranks for axes in rank.sent}
         return {a: max(rank.sent.get(a, 0) for rank in self.ranks) for a in sorted(every)}
 
     @property
     def sent_by_kind(self) -> dict[str, float]:
-        """The same by kind of collective, and "between stages"."""
+        """A dict from kind of collective, or "between stages", to ring bytes, counted as `sent`."""
         found: dict[str, float] = {}
         for rank in self.ranks:
             totals = Counter({"between stages": rank.sent.get((self.axis,), 0)})
@@ -83,7 +83,7 @@ class Stages:
 
     @property
     def sent_by_hand(self) -> float:
-        """Ring bytes that a device sends as it is written, before any compiler, on the most busy
+        """The ring bytes that a device sends as written, before any compiler, on the busiest
         rank: of collectives by hand, and between stages.
         """
         return max(map(self._by_hand, self.ranks))
@@ -125,7 +125,7 @@ class Stages:
 
 
 def compile_stages(step: Any, mesh: ChipMesh, cached: bool = True) -> Stages:
-    """What the TPU compiler makes of a step with stages, such as `layouts.lower` returns.
+    """The `Stages` that the TPU compiler makes of a step, such as `layouts.lower` returns.
 
     Each program is compiled for the devices at its stage's place along the stage axis, which have
     to be a box of the torus; those that have the same text, once.
@@ -184,7 +184,7 @@ def _fullest(step, programs, held):
 
 
 def _beyond(program: Compiled | None) -> int:
-    """What a program needs of HBM beside its arguments, padding of these too."""
+    """The bytes of HBM that a program needs beside its arguments, padding of these too."""
     if program is None:
         return 0
     return fits(program).needed - program.memory_analysis().argument_size_in_bytes

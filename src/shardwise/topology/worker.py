@@ -54,7 +54,7 @@ def _lay(request) -> np.ndarray:
 
 
 def _split(make, *args, **options):
-    """Whole axes of the torus where that is possible, and parts of them where not."""
+    """A mesh of whole axes of the torus where that is possible, and of parts of them where not."""
     try:
         return make(*args, **options)
     except NotImplementedError:
@@ -62,7 +62,7 @@ def _split(make, *args, **options):
 
 
 def _part(grid, request) -> np.ndarray:
-    """Devices of a topology as large as the part alone: libtpu compiles for all of one, or fails.
+    """The devices of a topology as large as the part: libtpu compiles for all of one, or fails.
 
     The part's chips are a box of the torus, a side of which is a ring only if it is a whole one.
     """
@@ -100,7 +100,7 @@ def _outputs(executable, axes) -> list[list]:
 
 
 def _place(device) -> list[int]:
-    """Where a device is: along each axis of the torus, which core, which slice."""
+    """The place of a device: along each axis of the torus, its core, its slice."""
     core, number = getattr(device, "core_on_chip", 0), getattr(device, "slice_index", 0)
     return [*device.coords, core, number]
 
@@ -132,7 +132,7 @@ def _name(op) -> str:
 
 
 def _free(main, which) -> list[bool]:
-    """Of each argument or result, whether its sharding is left open."""
+    """A bool for each argument or result: whether its sharding is left open."""
     kind = main.type.inputs if which == "arg_attrs" else main.type.results
     if which not in main.attributes:
         return [True] * len(kind)

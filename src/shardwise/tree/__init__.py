@@ -1,4 +1,4 @@
-"""Pytrees: the paths of their leaves, and which parameter an optimizer's array belongs to.
+"""Pytrees: the paths of their leaves, and the parameter that an optimizer's array belongs to.
 
 tree.leaves(params)                  # [("blocks/q/kernel", array), ...], for any pytree
 tree.owners(tx.init(params), params) # for each array of the state its parameter, or None

@@ -1,4 +1,4 @@
-"""Which of a parameter's axes an array of its optimizer has."""
+"""The axes of a parameter that an array of its optimizer has."""
 
 import math
 
@@ -6,7 +6,7 @@ import math
 def kept_axes(
     shape: tuple[int, ...], whole: tuple[int, ...], keys: tuple[str, ...] = ()
 ) -> tuple[int | None, ...] | None:
-    """For each axis of an array of `shape`, the axis of its parameter of shape `whole` that it is.
+    """The axis of a parameter of shape `whole` that each axis of its array of `shape` is.
 
     The array has the parameter's shape; or lacks some of its axes, as a factored moment does
     (Adafactor, Shazeer and Stern 2018); or keeps them with size 1; or has one more in front, such

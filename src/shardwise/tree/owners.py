@@ -1,4 +1,4 @@
-"""Which parameter an array of an optimizer's state belongs to, told by the state's structure.
+"""The parameter that an array of an optimizer's state belongs to, told by the state's structure.
 
 An optimizer keeps trees that are built as the parameters are: Adam's `mu` and `nu`, an average, the
 accumulated gradients. Such a part of the state is found wherever it stands, below chains, masks and
@@ -60,7 +60,7 @@ class _Node:
         return root
 
     def nodes(self):
-        """Itself and all below, from the outside in."""
+        """The node itself and all below, from the outside in."""
         yield self
         for child in self.children.values():
             yield from child.nodes()
@@ -101,13 +101,13 @@ class _Matching:
 
 
 def _same(node, params):
-    """Every array has its parameter's shape, or one element."""
+    """The pairs of a part in which every array has its parameter's shape, or one element."""
     pairs = _exact(node, params)
     return pairs if pairs and all(_is_same(*pair) for pair in pairs) else None
 
 
 def _related(node, params):
-    """Every array has axes of its parameter; there may be several for a parameter."""
+    """The pairs of a part whose arrays all have axes of their parameters; one may have several."""
     if params.leaf and not node.leaf:
         return None  # for a bare array anything would do
     pairs = _prefix(node, params)
@@ -119,7 +119,7 @@ def _built_alike(node, params):
 
 
 def _shared(node, params):
-    """Those arrays that stand where a parameter does."""
+    """The pairs of those arrays that stand where a parameter does, and have its axes."""
     if params.leaf:
         return None
     pairs = list(_overlap(node, params))
@@ -132,7 +132,7 @@ def _exact(node, params):
 
 
 def _prefix(node, params):
-    """As `_exact`, with any tree of arrays for a parameter."""
+    """[(array, parameter)] as by `_exact`, with any tree of arrays for a parameter."""
     if params.leaf:
         return [(leaf, params.leaf) for leaf in node.leaves()]
     if node.is_hole:
@@ -150,7 +150,7 @@ def _prefix(node, params):
 
 
 def _deeper(node, params):
-    """Whether there is a tree where the parameters have an array."""
+    """Whether the part has a tree where the parameters have an array."""
     if params.leaf:
         return bool(node.children)
     shared = node.children.keys() & params.children.keys()

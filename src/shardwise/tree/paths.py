@@ -40,7 +40,7 @@ def path(keys: Iterable[Any]) -> str:
 
 
 def is_box(x: Any) -> bool:
-    """Whether it holds an array and what is said of it: an NNX variable, or Linen's metadata."""
+    """Whether `x` holds an array and what is said of it: an NNX variable, or Linen's metadata."""
     # Told by their methods, so that a tree of another library needs no Flax.
     linen = hasattr(x, "unbox") and hasattr(x, "replace_boxed")
     return not isinstance(x, type) and (hasattr(x, "get_metadata") or linen)

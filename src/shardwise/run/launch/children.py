@@ -20,7 +20,7 @@ DRAINING = 100  # reads of a dead process's pipe, which another that escaped may
 
 
 class Child:
-    """One process, with its own session: a terminal's Ctrl-C reaches only who started it.
+    """A process with a session of its own: a terminal's Ctrl-C reaches only who started it.
 
     `code` is its return code as in `subprocess`, None while it runs; `lines` are its last ones, and
     `raised` the last line of its last traceback, which the runtime's own words may follow.
@@ -51,20 +51,20 @@ class Child:
         return self._process.returncode
 
     def send(self, number: int) -> None:
-        """Send it a signal, unless it is gone."""
+        """Send the process a signal, unless it is gone."""
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):  # it ended since we last looked
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill it and what it has started."""
+        """Kill the process and what it has started."""
         if self.code is None:
             # It ended since we last looked; of one that was not yet waited for, macOS says EPERM.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
     def has_ended(self) -> bool:
-        """Whether it ended since this was last asked; what it had started is then killed."""
+        """Whether the process ended since the last call; what it had started is then killed."""
         if self.code is not None:
             return False
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -75,7 +75,7 @@ class Child:
         return True
 
     def take(self) -> bool:
-        """Print what it has written; False at the end of it."""
+        """Print what the process has written; return False at the end of its output."""
         block = os.read(self.pipe.fileno(), 2**16)
         *whole, self._begun = (self._begun + block).split(b"\n")
         if self._begun and (not block or len(self._begun) > LONGEST):
@@ -92,7 +92,7 @@ class Child:
         self._in_traceback |= line == "Traceback (most recent call last):"
 
     def close(self) -> None:
-        """Kill it if it runs, wait for it, and close its pipe."""
+        """Kill the process if it runs, wait for it, and close its pipe."""
         self.kill()
         self._process.wait()
         self.pipe.close()
@@ -117,29 +117,29 @@ class Children:
         self._pipes.close()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start the next one."""
+        """Start the next process."""
         child = Child(self._first + len(self.all), command, environment)
         self.all.append(child)
         self._pipes.register(child.pipe, selectors.EVENT_READ, child)
 
     def running(self) -> list[Child]:
-        """Those whose end has not been seen."""
+        """The processes whose end has not been seen."""
         return [child for child in self.all if child.code is None]
 
     def pass_on(self, number: int) -> None:
-        """Send a signal to each that has had none."""
+        """Send a signal to each process that has had none."""
         for child in self.running():
             if not child.signalled:
                 child.signalled = True
                 child.send(number)
 
     def kill(self) -> None:
-        """Kill all that run."""
+        """Kill all processes that run."""
         for child in self.running():
             child.kill()
 
     def wait(self, seconds: float) -> list[Child]:
-        """Print what arrives, for some seconds at most; who ended, with all its output printed."""
+        """Print what arrives, for some seconds at most; return who ended, their output printed."""
         self._read(seconds)
         ended = [child for child in self.all if child.has_ended()]
         for _ in range(DRAINING):

@@ -1,4 +1,4 @@
-"""`shardwise launch`: which launcher, with which flags, and what it launches."""
+"""The command `shardwise launch`: a launcher, its flags, and the command that it launches."""
 
 import sys
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ LAUNCHERS = {"local": Local, "slurm": Slurm, "ray": Ray}
 
 
 def main(argv: Sequence[str], program: Sequence[str] = commands.PROGRAM) -> int:
-    """Launch the command after `--` as the arguments before it say; the exit status.
+    """Launch the command after `--` as the arguments before it say; return the exit status.
 
     `argv` is what follows `shardwise launch`; `program` is what runs a command of shardwise. 0: all
     processes are done, or nothing was to be run; 75: they were stopped by a signal, after saving;

@@ -11,7 +11,7 @@ PROGRAM = (sys.executable, "-m", "shardwise")
 
 
 class Refused(ValueError):
-    """What cannot be launched, found before anything ran."""
+    """The error of a command that cannot be launched, found before anything ran."""
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -22,7 +22,7 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def check(command: Sequence[str]) -> None:
-    """See that there is a command, and that it leaves the processes to the launcher.
+    """Check that there is a command, and that it leaves the processes to the launcher.
 
     Raises:
       Refused: it is empty, starts with a flag, or sets a flag that the launcher sets; its run
@@ -44,7 +44,7 @@ def check(command: Sequence[str]) -> None:
 
 
 def program_of(command: Sequence[str], program: Sequence[str]) -> tuple[str, ...]:
-    """What runs the command: `program`, or Python where it is a file of the user's own."""
+    """The program that runs the command: `program`, or Python for a file of the user's own."""
     return (sys.executable,) if command[0].endswith(".py") else tuple(program)
 
 

@@ -1,4 +1,4 @@
-"""Becomes another program, which the kernel kills when the process that started it is gone.
+"""A script that becomes a program, which the kernel kills when the process that started it is gone.
 
 It runs as a file, `python -I -S leash.py PID PROGRAM ARGUMENT...`, and imports nothing of this
 package. PID is the process that started it. Elsewhere than on Linux it only becomes the program.

@@ -34,7 +34,7 @@ class Local:
     """Print what would run, and run nothing."""
 
     def launch(self, command: Sequence[str], program: Sequence[str]) -> int:
-        """Run it; the exit status for all."""
+        """Run the command; return the exit status for all processes."""
         if self.processes < 1:
             raise Refused(f"--processes {self.processes}: expected 1 or more.")
         if self.grace < 0:
@@ -63,7 +63,7 @@ def free_address() -> str:
 
 
 def report(end: End) -> int:
-    """Say how processes failed, if they did; their status."""
+    """Say how processes failed, if they did; return their status."""
     sys.stdout.flush()
     print(
         *(f"[launch] {line}" for line in end.report),

@@ -1,4 +1,4 @@
-"""What each process of a run notes in the run folder, read from outside."""
+"""The notes that each process of a run leaves in the run folder, read from outside."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Note:
-    """What one process last said that it is doing; `time` is its own clock's."""
+    """The last note of one process, of what it is doing; `time` is its own clock's."""
 
     process: int
     pid: int
@@ -19,7 +19,7 @@ class Note:
     line: str
 
     def told(self) -> str:
-        """Step and doing, in words."""
+        """The step and what the process is doing, in words."""
         return f"step {self.step}, {self.doing}"
 
 

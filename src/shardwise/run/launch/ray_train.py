@@ -40,7 +40,7 @@ class Ray:
     """Print what would run, and run nothing."""
 
     def launch(self, command: Sequence[str], program: Sequence[str]) -> int:
-        """Run it; the exit status for all."""
+        """Run the command; return the exit status for all workers."""
         self._check()
         folder = commands.run_folder(command, "ray")
         if self.dry_run:
@@ -117,7 +117,7 @@ def _ray():
 
 
 def work(given: dict[str, Any]) -> int:
-    """What each worker does: the command, at the address of worker 0.
+    """Run the command as one worker, at the address of worker 0.
 
     Raises:
       RuntimeError: the process failed; the message says how.

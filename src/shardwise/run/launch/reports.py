@@ -1,4 +1,4 @@
-"""What a launcher says at the end: who failed, at which step, doing what, and its last lines."""
+"""The report of a launcher: who failed, at which step, doing what, and its last lines."""
 
 from collections.abc import Mapping, Sequence
 

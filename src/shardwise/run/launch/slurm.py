@@ -46,7 +46,7 @@ class Slurm:
     """Print what would be submitted, and submit nothing."""
 
     def launch(self, command: Sequence[str], program: Sequence[str]) -> int:
-        """Submit it; 0, or with `wait` the exit status for all tasks."""
+        """Submit the job; return 0, or with `wait` the exit status for all tasks."""
         self._check()
         folder = commands.run_folder(command, "slurm") / "submitit"
         submitit = _submitit()
@@ -93,7 +93,7 @@ class Slurm:
         return submitit.SlurmExecutor(folder)
 
     def _parameters(self) -> dict[str, Any]:
-        """What submitit's executor is told, in its own words."""
+        """The parameters of submitit's executor, by its own names."""
         told = {"signal_delay_s": self.signal_before}
         if self.cluster == "local":
             return told | {"timeout_min": self.time, "tasks_per_node": self.tasks_per_node}
@@ -151,7 +151,7 @@ def batch_file(submitit: Any, folder: Path, parameters: dict[str, Any]) -> str:
 
 
 def finish(job: Any, tasks: int) -> int:
-    """Wait for a job of submitit's; the status for all its tasks."""
+    """Wait for a job of submitit's; return the status for all its tasks."""
     while not job.done():
         time.sleep(0.2)
     codes = []

@@ -17,7 +17,7 @@ def named(number: int) -> str:
 
 
 def told(code: int) -> str:
-    """How a process ended, from what `subprocess` calls its return code."""
+    """The words for how a process ended, from what `subprocess` calls its return code."""
     if code < 0:
         return f"was killed by {named(-code)}"
     meaning = {

@@ -1,4 +1,4 @@
-"""Runs processes to their ends: the first failure or a hang ends all, and signals are passed on."""
+"""Supervision of processes: the first failure or a hang ends all, and signals are passed on."""
 
 import contextlib
 import signal
@@ -21,7 +21,7 @@ READING = 0.5  # seconds between readings of their notes, at most
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: until processes that step hang, until others do, and from SIGTERM to SIGKILL.
+    """Limits in seconds: until processes that step hang, until others do, from SIGTERM to SIGKILL.
 
     With `patient`, a second signal kills nobody: what sends it kills by itself.
     """
@@ -34,7 +34,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class End:
-    """How it ended: the status for all, each process's code, and what to say of a failure."""
+    """The end of processes: the status for all, the code of each, and what to say of a failure."""
 
     status: int
     codes: tuple[int, ...]
@@ -71,7 +71,7 @@ class _Run:
 
     @contextlib.contextmanager
     def passing_on(self) -> Iterator["_Run"]:
-        """Handle signals here, in the one thread that can."""
+        """A context that handles signals, where this is the one thread that can."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -120,7 +120,7 @@ class _Run:
             self._hang = self._watch.hang([c.index for c in running], now, _stopped(running))
 
     def _blamed(self, first):
-        """The hang of which a failure came, if another hung: who waits for it may be first to end.
+        """The hang that led to a failure, if another process hung: who waits for it may end first.
 
         A watchdog of its own ends such a process, or the runtime's heartbeat, which aborts it.
         """
@@ -140,7 +140,7 @@ class _Run:
             _say(f"{error}; from here on, hangs are not seen")
 
     def _end_others(self):
-        """After a failure or a hang: SIGTERM to all, and SIGKILL when their time is over."""
+        """Send SIGTERM to all after a failure or a hang, and SIGKILL when their time is over."""
         if self._kill_at is None and (self._failed or self._hang):
             self._note()
             self._kill_at = time.monotonic() + self._limits.grace
@@ -174,7 +174,7 @@ def _say(line):
 
 
 def _stopped(children):
-    """Those that the operating system has stopped (SIGSTOP, a debugger); on Linux only."""
+    """The processes that the operating system has stopped (SIGSTOP, a debugger); on Linux only."""
     return [child.index for child in children if child.code is None and _state(child.pid) in "Tt"]
 
 

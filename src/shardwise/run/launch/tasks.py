@@ -1,4 +1,4 @@
-"""What a task of a SLURM job does."""
+"""The work of one task of a SLURM job."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from shardwise.run.launch.supervising import Limits, supervise
 
 @dataclass(frozen=True)
 class Task:
-    """What each task does: the command in a process of its own, and the queue afterwards.
+    """The work of each task: the command in a process of its own, and the queue afterwards.
 
     With an address, tasks meet there, by submitit's numbers; without, by SLURM's.
     """
@@ -24,7 +24,7 @@ class Task:
     gpus: int
 
     def __call__(self) -> int:
-        """0 or 75.
+        """Run the command; return its exit status, 0 or 75.
 
         Raises:
           RuntimeError: the process failed; the message says how.
@@ -51,7 +51,7 @@ class Task:
 
 
 def own_gpus(count: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Which of a node's GPUs are a task's own, in the variable that JAX reads.
+    """The variable that tells JAX which of a node's GPUs are the task's own, as {name: value}.
 
     Without it JAX takes one for each task of SLURM's, however many there are.
     """

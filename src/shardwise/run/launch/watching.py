@@ -1,4 +1,4 @@
-"""Whether processes hang, judged by their notes: nothing moves, and one is the odd one."""
+"""The judgement whether processes hang, by their notes: none moves, and one is the odd one."""
 
 import collections
 import math
@@ -14,7 +14,7 @@ STEPS = 5  # a process that steps may take as many times its usual step before i
 
 @dataclass(frozen=True)
 class Hang:
-    """Processes none of which moves: their notes, for how many seconds, and which are odd."""
+    """Processes of which none moves: their notes, the seconds that they stand, the odd ones."""
 
     notes: dict[int, Note]
     idle: dict[int, float]
@@ -23,7 +23,7 @@ class Hang:
 
 
 class _Seen:
-    """What was seen of one process: its note, when this last changed, and how long steps take."""
+    """The record of one process: its note, when this last changed, and how long steps take."""
 
     def __init__(self, started):
         self.note, self.changed, self.started = None, started, started
@@ -40,7 +40,7 @@ class _Seen:
         self.note, self.changed = note, now
 
     def limit(self, after, longer):
-        """How long it may stand still."""
+        """The seconds that the process may stand still."""
         if self.note.doing in LONG:
             return max(after, longer)
         if self._steps:
@@ -50,7 +50,7 @@ class _Seen:
 
 
 class Watch:
-    """Judges processes of which all have noted a first step; `started` is when each was, by index.
+    """A judge of processes that all have noted a first step; `started` is when each was, by index.
 
     After `after` seconds, or five of its own steps where these take longer, a process that steps or
     reads stands still; after `longer` seconds one that starts, compiles, evaluates or saves.
@@ -68,7 +68,7 @@ class Watch:
     def hang(
         self, running: Collection[int], now: float, stopped: Collection[int] = ()
     ) -> Hang | None:
-        """Those that run and hang, if they do: one that still moves shows that no other blocks it.
+        """The `Hang` of those that run, if all do: one that moves shows that no other blocks it.
 
         `stopped` are known not to run at all, by the operating system.
         """
@@ -81,7 +81,7 @@ class Watch:
         return self.standing(running, now, stopped)
 
     def standing(self, which: Collection[int], now: float, stopped: Collection[int] = ()) -> Hang:
-        """How these processes stand, which are known to hang; of those that have noted anything."""
+        """The `Hang` of processes that are known to hang, of those that have noted anything."""
         seen = {i: self._seen[i] for i in which if self._seen[i].note is not None}
         notes = {index: each.note for index, each in seen.items()}
         idle = {index: now - each.changed for index, each in seen.items()}
@@ -93,8 +93,8 @@ class Watch:
 def odd(notes: Mapping[int, Note]) -> tuple[int, ...]:
     """The processes that do something else than most; none where all do the same.
 
-    Of two equally many, those that step wait (in a collective, for the others), and of these the
-    ones with the higher step.
+    Of two groups of equal size, those that step wait (in a collective, for the others), and of
+    these the ones with the higher step.
     """
     kinds = collections.Counter(
         (note.doing == "stepping", note.step, note.doing) for note in notes.values()
