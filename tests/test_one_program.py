@@ -19,6 +19,12 @@ from shardwise.pipeline.ticking import UNITS, ticks
 mesh.simulate(8)
 WIDE, VOCAB, LAYERS, ROWS, TOKENS = 16, 11, 8, 16, 5
 FOLDED = {"interleaved_1f1b", "zb_v", "dualpipe_v"}  # two stages on each device
+# Of `make test`: a whole backward and one in halves, stages one by one and folded.
+QUICK = {"1f1b", "zb_h1", "dualpipe_v"}
+
+
+def each(names, quick):
+    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
 def params(layers=LAYERS):
@@ -84,7 +90,7 @@ def assert_close(ours, theirs, rtol=2e-6):
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * max(1e-3, np.abs(b).max()))
 
 
-@pytest.mark.parametrize("name", schedules.SCHEDULES)
+@pytest.mark.parametrize("name", each(schedules.SCHEDULES, QUICK))
 def test_every_schedule_equals_one_device(name):
     """And row i of an array is layer i, whatever the schedule's order of stages."""
     stages = 8 if name in FOLDED else 4
@@ -96,7 +102,7 @@ def test_every_schedule_equals_one_device(name):
 @pytest.mark.parametrize(
     "options", [dict(scalar=True), dict(skip=True), dict(drop=True)], ids=["scalar", "skip", "drop"]
 )
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", each([1, 4], [4]))
 def test_losses_of_every_kind_equal_one_device(options, microbatches):
     """Means over rows; a skip and tied weights; draws by place."""
     loss, given = loss_of(evenly(4), **options), {}
@@ -225,7 +231,7 @@ ROLES = {
 }
 
 
-@pytest.mark.parametrize("name", ROLES)
+@pytest.mark.parametrize("name", each(ROLES, ["alone", "data, fsdp"]))
 def test_two_steps_of_a_layout_equal_one_device(name):
     """With a global norm, on plain arrays that lie as `layouts.shardings` says."""
     sizes = ROLES[name]
@@ -322,8 +328,8 @@ def test_roles_that_work_on_a_stage_s_activations_are_refused(role):
         layouts.Layout(mesh.make(stage=2, other=2), stage="stage", **{role: "other"}, program=True)
 
 
-@pytest.mark.parametrize("skip", [False, True])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "dualpipe_v"])
+@pytest.mark.parametrize("skip", each([False, True], [True]))
+@pytest.mark.parametrize("schedule", each(["gpipe", "1f1b", "zb_h1", "dualpipe_v"], QUICK))
 def test_bytes_held_and_sent_are_predicted(schedule, skip):
     """To the byte; where rows lie on other devices than a schedule's, the compiler sends more."""
     loss = loss_of(evenly(8 if schedule in FOLDED else 4), skip=skip)

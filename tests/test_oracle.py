@@ -13,7 +13,9 @@ from shardwise.objective import Indivisible, Mean
 
 mesh.simulate(8)
 KINDS = {"float32": (PARAMS, BATCH), "bfloat16": (narrow(PARAMS), narrow(BATCH))}
-each_kind = pytest.mark.parametrize("kind", KINDS)
+each_kind = pytest.mark.parametrize(
+    "kind", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 
 
 @pytest.fixture(autouse=True)
