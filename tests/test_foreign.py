@@ -185,8 +185,9 @@ def with_gradients(tx):
 # A strategy takes (model, transformation) to (mean and gradients, parameters after two steps).
 
 
-def in_fsdp(case, tx, **options):
-    tx, layout = with_gradients(tx), layouts.Layout(LINE, fsdp="fsdp", **options)
+def in_a_layout(case, tx, grid=LINE, **options):
+    roles = {name: name for name in grid.axis_names}
+    tx, layout = with_gradients(tx), layouts.Layout(grid, **roles, **options)
     params, state = layouts.init(layout, lambda key: case.params, tx, jax.random.key(0))
     step = layouts.step(layout, case.loss, tx)
     params, state, mean = step(params, state, case.batch)
@@ -222,18 +223,21 @@ def in_stages(case, tx, schedule):
 
 
 STRATEGIES = {
-    "fsdp": in_fsdp,
-    "fsdp, accumulated": functools.partial(in_fsdp, microbatches=2),
+    "fsdp": in_a_layout,
+    "fsdp, accumulated": functools.partial(in_a_layout, microbatches=2),
     "rules": by_rules,
     "gpipe": functools.partial(in_stages, schedule="gpipe"),
     "1f1b": functools.partial(in_stages, schedule="1f1b"),
     "zb_h1": functools.partial(in_stages, schedule="zb_h1"),
+    "one program": functools.partial(
+        in_a_layout, grid=mesh.make(stage=2, fsdp=2), microbatches=4, program=True
+    ),
 }
 
 
 # Of these every model takes every optimizer; of the rest, which are the same but for the order of
 # their tasks, each model one, and so each optimizer some model.
-IN_FULL = {"fsdp", "rules", "1f1b"}
+IN_FULL = {"fsdp", "rules", "1f1b", "one program"}
 
 
 def table():

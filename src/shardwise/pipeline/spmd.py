@@ -233,7 +233,7 @@ class Program:
             stage = kind.stage
             x = act.unpack(_read(state.act, row["act"]), stage.carry)
             given = mine(leaves, stage, row["chunk"]), data(parts, stage, row["microbatch"])
-            out, left = kind.halves.forward(*given, x)
+            out, left = _arrays(kind.halves.forward(*given, x))
             if self.backward:
                 state = state._replace(kept=_write(state.kept, row["kept"], kept.pack(left)))
             if stage.last:
@@ -252,7 +252,7 @@ class Program:
             else:
                 shapes = [stage.outputs[i] for i in numbers]
                 cots = cot.unpack(_read(state.cot, row["cot"]), shapes)
-            sent, pending = kind.halves.to_input(*given, left, cots)
+            sent, pending = _arrays(kind.halves.to_input(*given, left, cots))
             state = state._replace(pend=_write(state.pend, row["pend"], pend.pack(pending)))
             return state, act.blank(), cot.pack(sent) if stage.index else cot.blank()
 
@@ -261,7 +261,7 @@ class Program:
             given = mine(leaves, stage, row["chunk"]), data(parts, stage, row["microbatch"])
             left = kept.unpack(_read(state.kept, row["kept"]), kind.kept)
             pending = pend.unpack(_read(state.pend, row["pend"]), kind.pending)
-            grads = kind.halves.to_weights(*given, left, pending)
+            grads = _arrays(kind.halves.to_weights(*given, left, pending))
             state = state._replace(grads=added(state.grads, stage, row["chunk"], grads))
             return state, act.blank(), cot.blank()
 
@@ -322,6 +322,11 @@ def _arrived(inbox, slot, arrays):
     own = _read(inbox, at)
     chosen = [jnp.where(slot >= 0, x, old) for x, old in zip(arrays, own, strict=True)]
     return _write(inbox, at, chosen)
+
+
+def _arrays(tree):
+    """What a stage hands on may be a number that its trace has as a literal."""
+    return jax.tree.map(jnp.asarray, tree)
 
 
 def _at(x, j):
