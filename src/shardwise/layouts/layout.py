@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from shardwise import context, experts
 from shardwise import mesh as meshes
@@ -58,8 +57,9 @@ class Layout:
         of the axis and `sequence=` to a meaning of `marks.experts`.
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
       program: stages as one jitted program of plain arrays, in any number of processes, with data
-        and fsdp beside them by the compiler whatever `by` says; the default in several processes.
-        Otherwise each stage's programs are dispatched onto its own devices, by one process.
+        and fsdp beside them by the compiler whatever `by` says; the default where the mesh has
+        devices of several. Otherwise each stage's programs are dispatched onto its own devices, by
+        one process.
       remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`; what
         enters a layer, its first argument, has the name "layer_input" there. `layouts.offload`
         keeps that on the host until the backward pass, and computes all else again; other policies
@@ -118,8 +118,11 @@ class Layout:
     @property
     def one_program(self) -> bool:
         """Whether there are stages, which run as one program."""
-        several = jax.process_count() > 1 if self.program is None else self.program
-        return bool(self.stage) and several
+        if not self.stage or self.program is not None:
+            return bool(self.stage) and self.program
+        if isinstance(self.mesh, AbstractMesh):
+            return False
+        return len({device.process_index for device in self.mesh.devices.flat}) > 1
 
     @property
     def staged(self) -> bool:
