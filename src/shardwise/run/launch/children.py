@@ -81,6 +81,8 @@ class Child:
         if self._begun and (not block or len(self._begun) > LONGEST):
             whole, self._begun = [*whole, self._begun], b""
         for line in whole:
+            if line.startswith(b"[Gloo] Rank"):  # a line for each peer and each group of devices
+                continue
             self._remember(line.decode(errors="backslashreplace"))
             show(f"[{self.index}] {self.lines[-1]}")
         return bool(block)
