@@ -4,7 +4,7 @@ import optax
 
 from shardwise import layouts, mesh
 
-mesh.simulate(8)  # eight devices on your CPU; your accelerators, where there are as many
+mesh.simulate(8)  # eight devices on your CPU; accelerators, where there are eight
 layout = layouts.Layout(mesh.make(data=2, fsdp=4), data="data", fsdp="fsdp")
 
 
