@@ -4,7 +4,7 @@ import optax
 
 from shardwise import layouts, mesh
 
-mesh.simulate(8)  # eight devices on your CPU; accelerators, where there are eight
+mesh.simulate(8)  # eight devices on your CPU; accelerators, if there are eight
 layout = layouts.Layout(mesh.make(data=2, fsdp=4), data="data", fsdp="fsdp")
 
 
