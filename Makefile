@@ -18,9 +18,10 @@ override PYTEST_ARGS := $(value PYTEST_ARGS)
 override PYTEST_ADDOPTS := $(value PYTEST_ADDOPTS) $(PYTEST_ARGS)
 export URL PORT STACKS INTERPRETERS PYTHON PYTEST_ADDOPTS
 
-# A file's tests share what they have built, so they stay in one process. One that is killed is not
-# replaced: pytest-xdist would wait for its tests for ever.
-workers := -n auto --maxprocesses 4 --dist loadfile --max-worker-restart 0
+# A file's tests share what they have built, so they stay in one process; the longest files come
+# first (tests/conftest.py). A process that is killed is not replaced: pytest-xdist would wait for its
+# tests for ever.
+workers := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 help:
 	@echo "make book      execute the chapters that changed, build the site in _build/html"

@@ -46,6 +46,17 @@ def pytest_xdist_auto_num_workers(config):
     return os.cpu_count() + 1
 
 
+# Begun last, they would go on alone.
+LONGEST = """test_run_layouts test_layouts test_topology_stages test_foreign test_oracle
+test_run_processes test_layouts_asked test_one_program test_site test_accessibility""".split()
+
+
+def pytest_collection_modifyitems(items):
+    """The files that take longest come first, and the others as they were."""
+    place = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+
+
 # Compiled programs stay in memory as long as JAX keeps them.
 LARGEST_GROWTH = 2**29
 forgotten = 0
