@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise import layouts, marks, measure, mesh, model, objective, rules, schedules
-from shardwise.pipeline import spmd
+from shardwise.pipeline import program, spmd
 from shardwise.pipeline.ticking import UNITS, ticks
 
 mesh.simulate(8)
@@ -217,7 +217,7 @@ def outside_of_tasks(text):
 def test_no_product_is_computed_outside_of_its_task(monkeypatch, tied):
     """What a task reads is tied to its turn: else XLA computes every task at every tick."""
     if not tied:
-        monkeypatch.setattr(spmd, "_barrier", lambda tree: tree)
+        monkeypatch.setattr(program, "_barrier", lambda tree: tree)
     run = spmd.value_and_grad(loss_of(evenly(4)), mesh.make(stage=4), "1f1b", 8)
     text = jax.jit(run).lower(params(), batch()).compile().as_text()
     assert " dot(" in text

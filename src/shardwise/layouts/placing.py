@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from shardwise import fsdp, rules
 from shardwise import tree as trees
 from shardwise.layouts.layout import Layout
-from shardwise.pipeline import spmd
+from shardwise.pipeline.program import cut_axis, spec
 from shardwise.rules.rule import WHOLE
 
 EXPERTS = "experts"  # the logical axis
@@ -94,7 +94,7 @@ class Both:
 class Layers:
     """A rule that cuts arrays over the axis of stages, stacked layers along these.
 
-    Others, of two axes or more, are cut as `spmd.cut_axis` says.
+    Others, of two axes or more, are cut as `cut_axis` says.
     """
 
     axis: str
@@ -106,9 +106,7 @@ class Layers:
         shapes = [jnp.shape(x) for x in jax.tree.leaves(tree)]
         parts = mesh.shape[self.axis]
         specs = [
-            spmd.spec(
-                0 if stack and s[0] % parts == 0 else spmd.cut_axis(s, parts, stack), self.axis
-            )
+            spec(0 if stack and s[0] % parts == 0 else cut_axis(s, parts, stack), self.axis)
             for stack, s in zip(stacks, shapes, strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(tree), specs)
