@@ -106,7 +106,7 @@ def check(layout, optimizer="adamw", dropout=True):
     mixed = layout.expert and ("batch" if layout.microbatches == 1 else "rows")
     loss, create = parts(layout.size("stage"), layers, mixed)
     tx, theirs = OPTIMIZERS[optimizer], one_device(optimizer, layers, mixed, dropout)
-    params, opt_state = layouts.init(layout, create, tx, KEY, loss, batches()[0], bool(mixed))
+    params, opt_state = layouts.init(layout, create, tx, KEY)
     step = layouts.step(layout, loss, tx, has_aux=bool(mixed))
     for i, (batch, (expected, state)) in enumerate(zip(batches(), theirs, strict=True)):
         key = jax.random.key(i) if dropout else None

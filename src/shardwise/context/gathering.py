@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from shardwise import marks
 from shardwise.context.counting import Axis, Sent, sizes
-from shardwise.context.rotating import attention
+from shardwise.context.rotating import Hops, attention
 
 
 def in_tiles(
@@ -22,7 +22,7 @@ def in_tiles(
     mask: Callable,
 ) -> jax.Array:
     """Attention of q to k and v on this device alone, in tiles."""
-    return attention(None, mask, 128, q, k, v, jnp.stack(query), jnp.stack(key))
+    return attention(Hops(), mask, 128, q, k, v, jnp.stack(query), jnp.stack(key))
 
 
 @dataclasses.dataclass(frozen=True)

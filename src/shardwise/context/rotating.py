@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,25 +21,58 @@ class Ring:
     Keys travel with their places, so any order of the sequence and any mask is right. Backward, K
     and V go around once more, and their gradients with them, summed in float32: what is kept for
     it are the device's own arrays. `block` is the largest tile of scores (see `tiles.tiled`).
+    `apart` says that the mesh's other devices may run something else meanwhile, as other stages do:
+    a hop is an all-to-all of the ring's devices then, for which n - 1 times as much is sent. (A
+    permute waits for all devices of the mesh on CPU, whichever pairs it names.)
     """
 
     axis: Axis
     block: int = 128
+    apart: bool = False
 
     def __call__(self, q, k, v, places, mask=marks.causal):
         own = jnp.stack(places)
-        return attention(self.axis, mask, self.block, q, k, v, own, own)
+        hops = Hops(self.axis, self.apart)
+        return attention(hops, mask, self.block, q, k, v, own, own)
 
     def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
         """The `Sent`: n - 1 hops of K, V and places each way, and n hops of dK and dV."""
         size = sizes(n, q, k)
-        around = (n - 1) * (2 * size.keys + size.places)
-        return Sent(around, around + 2 * n * size.gradients if n > 1 else 0)
+        hop = n - 1 if self.apart else 1
+        around = hop * (n - 1) * (2 * size.keys + size.places)
+        return Sent(around, around + hop * 2 * n * size.gradients if n > 1 else 0)
+
+
+class Hops(NamedTuple):
+    """The hops of a ring: from each device of `axis` to the next; `apart` as in `Ring`."""
+
+    axis: Axis | None = None
+    apart: bool = False
+
+    @property
+    def n(self) -> int:
+        """The number of devices of the ring."""
+        return 1 if self.axis is None else jax.lax.axis_size(self.axis)
+
+    def __call__(self, arrays: Any) -> Any:
+        """The arrays of the device before this one."""
+        n = self.n
+        if n == 1:
+            return arrays
+        if not self.apart:
+            return jax.lax.ppermute(arrays, self.axis, [(i, (i + 1) % n) for i in range(n)])
+        me = jax.lax.axis_index(self.axis)
+
+        def exchanged(x):
+            out = jnp.zeros((n, *x.shape), x.dtype).at[(me + 1) % n].set(x)
+            return jax.lax.all_to_all(out, self.axis, 0, 0)[(me - 1) % n]
+
+        return jax.tree.map(exchanged, arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def attention(
-    axis: Axis | None,
+    hops: Hops,
     mask: Callable,
     block: int,
     q: jax.Array,
@@ -48,14 +81,14 @@ def attention(
     query: jax.Array,
     key: jax.Array,
 ) -> jax.Array:
-    """Attention of q [b, s, h, d] to k and v [b, t, kv_heads, d], which go around `axis`, if any.
+    """Attention of q [b, s, h, d] to k and v [b, t, kv_heads, d], which go around by `hops`.
 
     `query` int32 [3, b, s] and `key` [3, b, t] are the fields of their `marks.Places`.
     """
-    return _forward(axis, mask, block, q, k, v, query, key)[0]
+    return _forward(hops, mask, block, q, k, v, query, key)[0]
 
 
-def _forward(axis, mask, block, q, k, v, query, key):
+def _forward(hops, mask, block, q, k, v, query, key):
     kept = q, k, v, query, key
     # Tied to q: JAX would take what depends on places alone, the mask of every tile, out of a scan
     # over layers, and keep it.
@@ -65,16 +98,16 @@ def _forward(axis, mask, block, q, k, v, query, key):
 
     def step(carry, _):
         sums, keys = carry
-        arriving = _sent_on(keys, axis)  # while these are worked on
+        arriving = hops(keys)  # while these are worked on
         return (tiles.add(sums, queries, keys, mask), arriving), None
 
-    sums, keys = _around(step, (tiles.nothing(queries[0]), keys), axis)
+    sums, keys = _around(step, (tiles.nothing(queries[0]), keys), hops)
     out, log_total = tiles.result(tiles.add(sums, queries, keys, mask), q.dtype)
     out = tiles.joined(out).reshape(q.shape)
     return out, (*kept, out, log_total)
 
 
-def _backward(axis, mask, block, kept, g):
+def _backward(hops, mask, block, kept, g):
     q, k, v, query, key, out, log_total = kept
     g_out = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
     q, g, g_out = (_grouped(x, k, block) for x in (q, g, g_out))
@@ -85,13 +118,13 @@ def _backward(axis, mask, block, kept, g):
 
     def step(carry, _):
         dq, dkv, keys = carry
-        arriving = _sent_on(keys, axis)
+        arriving = hops(keys)
         dq, dkv = tiles.add_gradients(dq, dkv, queries, keys, mask)
-        return (dq, _sent_on(dkv, axis), arriving), None
+        return (dq, hops(dkv), arriving), None
 
-    dq, dkv, keys = _around(step, (zeros(q), (zeros(keys[0]), zeros(keys[1])), keys), axis)
+    dq, dkv, keys = _around(step, (zeros(q), (zeros(keys[0]), zeros(keys[1])), keys), hops)
     dq, dkv = tiles.add_gradients(dq, dkv, queries, keys, mask)
-    dk, dv = (tiles.joined(x).astype(k.dtype) for x in _sent_on(dkv, axis))  # home
+    dk, dv = (tiles.joined(x).astype(k.dtype) for x in hops(dkv))  # home
     return tiles.joined(dq).reshape(out.shape).astype(out.dtype), dk, dv, None, None
 
 
@@ -104,14 +137,6 @@ def _grouped(x, k, block):
     return tiles.tiled(x.reshape(b, s, k.shape[2], h // k.shape[2], d), block)
 
 
-def _around(step, carry, axis):
+def _around(step, carry, hops):
     """The carry after all steps but the last, after which no keys have to be sent on."""
-    n = 1 if axis is None else jax.lax.axis_size(axis)
-    return carry if n == 1 else jax.lax.scan(step, carry, length=n - 1)[0]
-
-
-def _sent_on(arrays, axis):
-    n = 1 if axis is None else jax.lax.axis_size(axis)
-    if n == 1:
-        return arrays
-    return jax.lax.ppermute(arrays, axis, [(i, (i + 1) % n) for i in range(n)])
+    return carry if hops.n == 1 else jax.lax.scan(step, carry, length=hops.n - 1)[0]

@@ -19,8 +19,6 @@ from shardwise.fsdp.taking import Way, late, taken
 from shardwise.fsdp.using import pinned, reads_of, use_of
 from shardwise.rules.rule import mesh_axes
 
-SUMMED = {"sum", "mean", "max"}  # auxiliary outputs that are whole on every device
-
 
 def value_and_grad(
     loss: Callable,
@@ -126,7 +124,7 @@ def value_and_grad(
             targets = [NamedSharding(mesh, array.spec) for array in arrays]
             grads = jax.lax.with_sharding_constraint(grads, targets)
         grads = jax.tree.unflatten(structure, grads)
-        return ((value, _merged(*parts, *shapes)) if has_aux else value), grads
+        return ((value, objective.merged(*parts, *shapes)) if has_aux else value), grads
 
     def specs(out):
         return jax.tree.map(lambda _: P(), out[0]), rule(out[1], mesh)
@@ -228,15 +226,13 @@ class _Device:
         """(leaves that are whole everywhere, leaves of rows, which stay cut); how, in `shapes`."""
         ways = objective.ways(self.aux, aux)
         shapes += [ways, jax.tree.structure(aux)]
-        pairs = list(zip(jax.tree.leaves(aux), ways, strict=True))
-        if self.divided.columns and not SUMMED.issuperset(ways):
+        if self.divided.columns and "concatenate" in ways:
             raise ValueError(
                 f"{self.divided.who}: aux 'concatenate' joins rows, and of each row a device has a "
                 f"part of the sequence alone, over {self.divided.columns}. Return sums over "
                 f"tokens, or lay the sequence out by the compiler."
             )
-        whole = [objective.reduced_over(x, w, self.divided.axes) for x, w in pairs if w in SUMMED]
-        return whole, [x for x, w in pairs if w not in SUMMED]
+        return objective.over_devices(jax.tree.leaves(aux), ways, self.divided.axes)
 
     def _sum(self, grad, array: ArrayLayout):
         """The gradient summed over devices that hold copies: all, for an array that is not cut."""
@@ -248,10 +244,3 @@ class _Device:
         for name in self.divided.axes if key is not None else ():
             key = jax.random.fold_in(key, jax.lax.axis_index(name))
         return key
-
-
-def _merged(whole, rows, ways, structure):
-    """The tree of auxiliary outputs, of its leaves in two groups."""
-    groups = iter(whole), iter(rows)
-    leaves = [next(groups[0] if way in SUMMED else groups[1]) for way in ways]
-    return jax.tree.unflatten(structure, leaves)

@@ -17,7 +17,6 @@ from shardwise.layouts.catalogue import LAYOUTS
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import offload
 from shardwise.layouts.predicting import Prediction, describe, predict
-from shardwise.layouts.staged import lower
 from shardwise.layouts.training import (
     init,
     place,
@@ -34,7 +33,6 @@ __all__ = [
     "Prediction",
     "describe",
     "init",
-    "lower",
     "offload",
     "place",
     "predict",

@@ -14,32 +14,26 @@ from shardwise import tree as trees
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import cast, parameter_rule
-from shardwise.pipeline import spmd
 
 
-def value_and_grad(
-    layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str, backward: bool = True
-) -> Callable:
-    """The loss and gradient of whole arrays, jitted; batch, activations and gradients are pinned.
+def value_and_grad(layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str) -> Callable:
+    """The loss and gradient of whole arrays, jitted; batch and activations are pinned."""
+    made = lambda loss: objective.value_and_grad(loss, layout.microbatches, has_aux, aux)  # noqa: E731
+    return jitted(layout, loss, made, who)
 
-    Without `backward` the gradient is None.
-    """
+
+def jitted(layout: Layout, loss: Callable, made: Callable, who: str) -> Callable:
+    """The function that `made(loss)` returns, jitted, of the loss with the layout's meanings."""
 
     def marked(params, *args, **options):
         with marks.bind(**meanings(layout)):
             return loss(cast(layout, params), *args, **options)
 
-    if layout.stage:
-        given = layout.auto, layout.schedule, layout.microbatches, layout.stage[0]
-        mean_and_grad = spmd.value_and_grad(marked, *given, has_aux, aux, who, backward)
-    else:
-        mean_and_grad = objective.value_and_grad(marked, layout.microbatches, has_aux, aux)
+    mean_and_grad = made(marked)
 
     def run(params, batch, *args, key=None):
         check(layout, batch, who)
         value, grads = mean_and_grad(params, _laid(layout, batch), *args, key=key)
-        if not backward:
-            return value, None
         return value, rules.constrain_tree(grads, parameter_rule(layout), layout.auto)
 
     return jax.jit(run)

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from shardwise import pipeline
 from shardwise.layouts.layout import Layout
 from shardwise.objective import beforehand
 
@@ -64,8 +63,6 @@ def judge(
     rows = beforehand.unit_of(batch) // (layout.size_of_rows() * layout.microbatches)
     if not ways or not rows or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         return None
-    if isinstance(params, pipeline.Pipelined):
-        params = pipeline.whole(params)
     division = beforehand.Parts(ways, rows, layout.auto)
     return beforehand.judge(loss, division, params, batch, args, key, has_aux, aux)
 

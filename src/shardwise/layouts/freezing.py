@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from shardwise import pipeline, rules
+from shardwise import rules
 from shardwise import tree as trees
 
 KEY = "frozen"
@@ -48,32 +48,12 @@ def apart(
 
 
 def shapes_of(params: Any) -> dict[str, tuple]:
-    """{path: shape as one device has it} of parameters in the form that a layout gives them."""
-    if isinstance(params, pipeline.Pipelined):
-        return {kept.path: kept.shape for kept in params.layout}
+    """{path: shape} of parameters."""
     return {path: jnp.shape(x) for path, x in trees.leaves(params)}
 
 
 def put_back(params: Any, new: dict[str, jax.Array], rule: rules.Rule, mesh: Mesh) -> Any:
-    """`params`, in the form that a layout gives them, with these arrays in the place of theirs."""
-    if isinstance(params, pipeline.Pipelined):
-        return _on_stages(params, new)
+    """`params`, with these arrays in the place of theirs."""
     found = [new[path].astype(x.dtype) if path in new else x for path, x in trees.leaves(params)]
     tree = jax.tree.unflatten(jax.tree.structure(params), found)
     return rules.constrain_tree(tree, rule, mesh)
-
-
-def _on_stages(params, new):
-    tree = dict(params.tree)
-    for piece in params.layout:
-        if piece.path in new:
-            x = new[piece.path].astype(piece.dtype)
-            tree[piece.path] = {
-                stage: jax.device_put(
-                    x if rows is None else x[slice(*rows)],
-                    NamedSharding(params.meshes[stage], piece.spec),
-                    may_alias=False,
-                )
-                for stage, rows in piece.homes
-            }
-    return pipeline.Pipelined(tree, params.layout, params.structure, params.meshes)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from shardwise import context, experts
 from shardwise import mesh as meshes
@@ -31,12 +31,12 @@ class Layout:
         all other parameters are whole along it.
       context: the sequence is cut, axis 1 of each array of the batch that has two or more; tokens
         see each other in `marks.attend` (Liu et al., 2023).
-      stage: the layers are cut at `marks.stage_boundary`, and run by `schedule`.
+      stage: the layers are cut at `marks.stage_boundary`, and run by `schedule`, all stages in one
+        program (`shardwise.pipeline`).
 
     Further settings:
-      by: "hand", where data, fsdp, expert and context are collectives written out, in one shard_map
-        (with stages, in one for each of their programs); or "compiler", where all is one jitted
-        program (or a stage's own) whose arrays and activations are pinned.
+      by: "hand", where data, fsdp, expert and context are collectives written out, in one
+        shard_map; or "compiler", which has all but stages, with arrays and activations pinned.
       zero: ZeRO's number; below 3 parameters are gathered once a step, or are whole.
       min_size: arrays of fewer elements stay whole along `fsdp`.
       uneven: "replicate" leaves an array whole of which no axis divides along `fsdp`, which
@@ -56,10 +56,6 @@ class Layout:
       dispatch: how tokens reach experts by hand: "all_to_all", "gather" or "ragged", or a function
         of the axis and `sequence=` to a meaning of `marks.experts`.
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
-      program: stages as one jitted program of plain arrays, in any number of processes, with data
-        and fsdp beside them by the compiler whatever `by` says; the default where the mesh has
-        devices of several. Otherwise each stage's programs are dispatched onto its own devices, by
-        one process.
       remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`; what
         enters a layer, its first argument, has the name "layer_input" there. `layouts.offload`
         keeps that on the host until the backward pass, and computes all else again; other policies
@@ -94,7 +90,6 @@ class Layout:
     dtype: Any = None
     reduce_dtype: Any = None
     remat: Any = None
-    program: bool | None = None
 
     def __post_init__(self):
         for role in ROLES:
@@ -116,23 +111,9 @@ class Layout:
         return (*self.data, *own, *self.fsdp)
 
     @property
-    def one_program(self) -> bool:
-        """Whether there are stages, which run as one program."""
-        if not self.stage or self.program is not None:
-            return bool(self.stage) and self.program
-        if isinstance(self.mesh, AbstractMesh):
-            return False
-        return len({device.process_index for device in self.mesh.devices.flat}) > 1
-
-    @property
-    def staged(self) -> bool:
-        """Whether there are stages, whose programs are dispatched one by one."""
-        return bool(self.stage) and not self.one_program
-
-    @property
     def by_hand(self) -> bool:
         """Whether collectives are written out: where `by` says so, and an axis asks for one."""
-        return self.by == "hand" and not self.one_program and bool(self.rows or self.context)
+        return self.by == "hand" and bool(self.rows or self.context)
 
     def size(self, role: str) -> int:
         """The number of parts into which a role cuts: the product of its axes' sizes."""
@@ -147,8 +128,7 @@ class Layout:
         return {role: getattr(self, role) for role in ROLES if getattr(self, role)}
 
     def __str__(self):
-        by = "compiler" if self.one_program else self.by
-        lines = [f"Layout over {dict(self.mesh.shape)}, by {by}:"]
+        lines = [f"Layout over {dict(self.mesh.shape)}, by {self.by}:"]
         for role, axes in self.roles().items():
             lines.append(f"  {' × '.join(axes):12} ({self.size(role)})  {role}: {self._does(role)}")
         return "\n".join(lines)
@@ -230,14 +210,6 @@ class Layout:
             raise ValueError(
                 "layouts.Layout: kernel= in stages is cut by hand; the compiler cannot cut one. "
                 "Leave by='compiler' out, and give rows an axis: data= or fsdp=."
-            )
-        beside = [role for role in ("tensor", "context", "expert") if getattr(self, role)]
-        if self.one_program and beside:
-            raise ValueError(
-                f"layouts.Layout: {beside[0]}={getattr(self, beside[0])} beside stages as one "
-                f"program, as in several processes. The compiler would exchange activations within "
-                f"a stage's tasks, in which no other stage takes part. Give the axis to rows, "
-                f"data= or fsdp=; or, in one process, leave program=True out."
             )
         if self.reduce_dtype is not None and not self.by_hand:
             raise ValueError(

@@ -55,13 +55,14 @@ class Pins:
 def pins(layout: Layout) -> Pins:
     """The `Pins` of a layout; what a shard_map around the loss cuts by hand is left out."""
     hand = layout.by_hand
+    inside = hand or bool(layout.stage)  # of a shard_map
     rows, columns = ((), ()) if hand else (layout.rows, layout.context)
     specs = tensor.activations(layout.tensor, rows, columns, layout.sequence)
     within = P(rows, columns, layout.tensor)  # of what is cut between two products
     specs |= dict(attended=within, mlp_hidden=within)
     specs["expert_inputs"] = P(() if hand else layout.expert)  # [experts, tokens, features]
     found = tuple((name, _spec(spec)) for name, spec in sorted(specs.items()))
-    return Pins(layout.auto, hand, found, _spec(specs["mlp_output"]))
+    return Pins(layout.auto, inside, found, _spec(specs["mlp_output"]))
 
 
 def _spec(spec):
@@ -127,7 +128,7 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
     elif layout.by_hand and layout.context:
         found["experts"] = experts.local(_one(layout.context))
     if layout.remat is not None:
-        found["layer"] = Remat(layout.remat, layout.staged)
+        found["layer"] = Remat(layout.remat, bool(layout.stage))
     return found
 
 
@@ -135,6 +136,8 @@ def attention(layout: Layout) -> Callable:
     """The form of attention by hand over the context axes."""
     form, _ = context.FORMS.get(layout.attention, (layout.attention, None))
     given = {"local": Alone(_kernel(layout))} if layout.kernel else {}
+    if layout.stage and form is context.ring:
+        given["apart"] = True
     return form(_one(layout.context), **given)
 
 

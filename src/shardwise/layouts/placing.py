@@ -14,18 +14,17 @@ from jax.sharding import PartitionSpec as P
 from shardwise import fsdp, rules
 from shardwise import tree as trees
 from shardwise.layouts.layout import Layout
-from shardwise.pipeline.program import cut_axis, spec
 from shardwise.rules.rule import WHOLE
 
 EXPERTS = "experts"  # the logical axis
 
 
 def _over(layout):
-    """The rule over the axes that fsdp leaves: tensor's, expert's, and stages' in one program."""
+    """The rule over the axes that fsdp leaves: those of tensor, experts and stages."""
     found = _over_products(layout)
-    if not layout.one_program:
+    if not layout.stage:
         return found
-    layers = Layers(layout.stage[0], layout.stacked)
+    layers = Layers(layout.stage[0])
     return layers if found is None else Both(layers, found)
 
 
@@ -92,24 +91,20 @@ class Both:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """A rule that cuts arrays over the axis of stages, stacked layers along these.
+    """A rule that cuts each array of two axes or more over stages, along the first that divides.
 
-    Others, of two axes or more, are cut as `cut_axis` says.
+    That is the one of layers where they are stacked; what is not in layers is gathered for a step.
     """
 
     axis: str
-    stacked: Callable | None
 
     def __call__(self, tree: Any, mesh: Mesh) -> Any:
         """The PartitionSpec of each array."""
-        stacks = rules.FSDPRule((), stacked=self.stacked).stacks(tree)
-        shapes = [jnp.shape(x) for x in jax.tree.leaves(tree)]
-        parts = mesh.shape[self.axis]
-        specs = [
-            spec(0 if stack and s[0] % parts == 0 else cut_axis(s, parts, stack), self.axis)
-            for stack, s in zip(stacks, shapes, strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(tree), specs)
+        return jax.tree.map(lambda x: self._spec(jnp.shape(x), mesh.shape[self.axis]), tree)
+
+    def _spec(self, shape, parts):
+        places = [i for i, size in enumerate(shape) if size and size % parts == 0]
+        return P(*[None] * places[0], self.axis) if places and len(shape) > 1 else P()
 
 
 def _entry(axes):
@@ -121,12 +116,12 @@ def parameter_rule(layout: Layout, zero: int = 3) -> rules.FSDPRule:
 
     They differ for ZeRO 1 and 2 by the compiler, where parameters are whole along fsdp.
     """
-    whole = zero == 3 and layout.zero < 3 and not (layout.by_hand or layout.staged)
+    whole = zero == 3 and layout.zero < 3 and not layout.by_hand
     return rules.FSDPRule(
         () if whole else _entry(layout.fsdp) or (),
         min_size=layout.min_size,
         over=_over(layout),
-        pick="first" if layout.by_hand and not layout.staged else "largest",
+        pick="first" if layout.by_hand else "largest",
         stacked=layout.stacked,
         uneven=layout.uneven,
     )

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from shardwise import rules
 from shardwise.fsdp import ArrayLayout
-from shardwise.layouts import activation_bytes, stage_bytes
+from shardwise.layouts import activation_bytes
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placing import (
     abstract,
@@ -166,7 +166,7 @@ def _of_stage(layout, params, batch, tx, again, told):
             "layouts.predict: with stages, which stage reads what the loss tells: give loss=."
         )
     asked = dataclasses.replace(_asked(layout), program=False)
-    found = stage_bytes.of_stage(asked, abstract(params), batch, tx, *told)
+    found = None(asked, abstract(params), batch, tx, *told)
     sent, held = dict(found.sent), found.held
     activation_bytes.add(asked, found.shapes, batch, again, sent, found.ends)
     if layout.one_program:

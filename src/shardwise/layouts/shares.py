@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from shardwise import fsdp, pipeline
+from shardwise import fsdp
 from shardwise.fsdp.arrays import of_specs
 from shardwise.fsdp.gathering import How, all_gather, cast, scatter
 from shardwise.fsdp.using import Use, reads_of, use_of
@@ -21,127 +20,121 @@ Shape = jax.ShapeDtypeStruct
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """The operations of a stage's programs on shares of parameters, which go by their numbers.
+    """The operations of tasks on shares of parameters, which go by their numbers: see `Whole`.
 
     With ZeRO 3 a task gathers what it reads, and scatters its gradients: those that the loss gives
     to `marks.use` there, the others where it begins and ends. With 2 they are gathered once a step;
-    with 1 gradients too are scattered once. Functions of arrays are one device's.
+    with 1 gradients too are scattered once.
     """
 
     layout: Layout
-    mesh: Mesh
     arrays: tuple[fsdp.ArrayLayout, ...]
-    dtypes: tuple[Any, ...]
     hows: tuple[How | None, ...]
     use: Use
 
-    @property
-    def shapes(self) -> list[Shape]:
+    def received(self, tree: Any) -> Any:
         """The parameters as the loss receives them, one device's."""
-        found = []
-        for late, array, dtype in zip(self.use.deferred, self.arrays, self.dtypes, strict=True):
+        mesh, found = self.layout.auto, []
+        for late, array, x in zip(
+            self.use.deferred, self.arrays, jax.tree.leaves(tree), strict=True
+        ):
             if late:
-                found.append(Shape(array.local_shape(self.mesh), dtype))
+                found.append(Shape(array.local_shape(mesh), x.dtype))
             else:
-                found.append(Shape(array.inside(self.mesh), self.layout.dtype or dtype))
-        return found
+                found.append(Shape(array.inside(mesh), self.layout.dtype or x.dtype))
+        return jax.tree.unflatten(jax.tree.structure(tree), found)
 
-    @property
-    def parts(self) -> int:
-        """The number of parts into which an array is cut."""
-        return math.prod(self.mesh.shape[name] for name in self.layout.fsdp)
+    def by_rows(self, i: int) -> bool:
+        """Whether the parameter is cut along its first axis, which may be one of layers."""
+        return self.hows[i] is not None and self.hows[i].cut == 0
 
-    def held(self, i: int, x: Any) -> tuple[P, Any]:
-        """The spec and the dtype in which tasks find a parameter that is kept as `x`."""
-        if self.layout.zero == 3 or self.hows[i] is None:
-            return x.sharding.spec, x.dtype
-        return self._whole(i, x.sharding.spec), self.layout.dtype or x.dtype
-
-    def summed(self, i: int, x: Any) -> P:
-        """The spec of the sum to which a parameter's gradients are added."""
-        once = self.layout.zero == 1 and self.hows[i] is not None
-        return self._whole(i, x.sharding.spec) if once else x.sharding.spec
-
-    def terms(self, i: int) -> tuple[str, ...]:
-        """The mesh axes over which the devices' sums of a parameter's gradients are added up."""
-        once = self.layout.zero == 1 and self.hows[i] is not None
-        return (*self.copied(i), *(self.layout.fsdp if once else ()))
-
-    def gather(self, numbers: Sequence[int], arrays: list) -> list:
-        """The parameters as tasks find them, gathered once a step."""
-        return all_gather(arrays, self._hows(numbers, arrays, numbers, self.parts))
+    def gather(self, arrays: list) -> list:
+        """The parameters as tasks find them, below ZeRO 3 gathered once a step."""
+        if self.layout.zero == 3:
+            return arrays
+        return all_gather(arrays, self.hows)
 
     def enter(self, numbers: Sequence[int], arrays: list, reads: Sequence[int]) -> list:
         """A task's parameters as its program takes them; it reads those at the places `reads`."""
         read = {numbers[place] for place in reads}
-        early = [i for i in numbers if i in read and self._at_ends(i)]
-        whole = all_gather(arrays, self._hows(numbers, arrays, early, self.parts))
-        pairs = zip(numbers, whole, strict=True)
+        hows = [self.hows[i] if i in read and self._at_ends(i) else None for i in numbers]
+        pairs = zip(numbers, all_gather(arrays, hows), strict=True)
         return [x if self.use.deferred[i] else cast(x, self.layout.dtype) for i, x in pairs]
 
     def leave(self, numbers: Sequence[int], grads: list) -> list:
         """A task's gradients, as they are added to sums."""
         now = [i for i in numbers if self._at_ends(i) or self.layout.zero == 2]
-        return scatter(grads, self._hows(numbers, grads, now))
+        return scatter(grads, [self.hows[i] if i in now else None for i in numbers])
 
-    def total(self, numbers: Sequence[int], sums: list) -> list:
+    def sum_shape(self, i: int, shape: tuple) -> tuple:
+        """The shape of the sum of a parameter's gradients, which tasks find in this one."""
+        how = self.hows[i]
+        if how is None or self.layout.zero != 2:
+            return shape
+        return (*shape[: how.cut], shape[how.cut] // self.parts, *shape[how.cut + 1 :])
+
+    def total(self, grads: list) -> list:
         """The gradients to which the devices' sums add up, once a step."""
-        once = numbers if self.layout.zero == 1 else ()
-        sums = scatter(sums, self._hows(numbers, sums, once))
-        pairs = zip(numbers, sums, strict=True)
-        return [jax.lax.psum(x, axes) if (axes := self.copied(i)) else x for i, x in pairs]
+        given = [i for i, g in enumerate(grads) if g is not None]
+        once = [self.hows[i] if self.layout.zero == 1 else None for i in given]
+        sums = dict(zip(given, scatter([grads[i] for i in given], once), strict=True))
+        over = {i: self.copied(i) for i in given}
+        found = {i: jax.lax.psum(g, over[i]) if over[i] else g for i, g in sums.items()}
+        return [found.get(i) for i in range(len(grads))]
 
-    def _at_ends(self, i):
-        """Whether a task gathers the parameter where it begins."""
-        return self.layout.zero == 3 and not self.use.deferred[i]
-
-    def _hows(self, numbers, arrays, wanted, parts=1):
-        """The `How` of each array that is wanted, at the size that a stage has; else None."""
-        found = []
-        for i, x in zip(numbers, arrays, strict=True):
-            how = self.hows[i] if i in wanted else None
-            if how is not None:
-                size = x.shape[how.cut] * parts
-                how = how._replace(size=size)
-            found.append(how)
-        return found
+    @property
+    def parts(self) -> int:
+        """The number of parts into which an array is cut."""
+        return math.prod(self.layout.auto.shape[name] for name in self.layout.fsdp)
 
     def copied(self, i: int) -> tuple[str, ...]:
         """The mesh axes along which devices have copies of a parameter, or of its share."""
         own = {*jax.tree.leaves(tuple(self.arrays[i].manual))}
         return tuple(name for name in (*self.layout.context, *self.layout.rows) if name not in own)
 
-    def _whole(self, i, spec):
-        cut = self.arrays[i].cut
-        return P(*(None if axis == cut else entry for axis, entry in enumerate(spec)))
+    def _at_ends(self, i):
+        """Whether a task gathers the parameter where it begins."""
+        return self.layout.zero == 3 and not self.use.deferred[i]
+
+
+def array_layouts(layout: Layout, tree: Any) -> tuple[fsdp.ArrayLayout, ...]:
+    """The ArrayLayout of each parameter within a stage: the axis of stages is left out."""
+    mesh, rule = layout.auto, parameter_rule(layout)
+    specs = [without(choice.spec, layout.stage) for choice in rule.choices(tree, mesh)]
+    return of_specs(tree, specs, rule, mesh, expert_rule(layout))
 
 
 def shares(
     layout: Layout,
-    params: pipeline.Pipelined,
-    mesh: Mesh,
-    loss: Callable,
+    arrays: tuple[fsdp.ArrayLayout, ...],
+    tree: Any,
+    loss: Any,
     batch: Any,
     args: tuple,
     options: dict,
 ) -> Shares:
-    """The `Shares` of a loss of one device's part; called where the axes of `mesh` have names.
+    """The `Shares` of a loss of one device's part; called where the axes by hand have names.
 
     Raises:
       ValueError: what `fsdp.value_and_grad` says of reads outside `marks.use`.
     """
-    tree = params.abstract()
-    specs = [piece.spec for piece in params.layout]
-    arrays = of_specs(tree, specs, parameter_rule(layout), mesh, expert_rule(layout))
-    dtypes = tuple(piece.dtype for piece in params.layout)
-    by_hand = tuple(name for name in mesh.axis_names if name not in layout.tensor)
+    mesh, structure = layout.auto, jax.tree.structure(tree)
+    by_hand = [name for name in mesh.axis_names if name not in layout.tensor]
     hows = tuple(How.of(a, mesh, layout.dtype, layout.reduce_dtype, by_hand) for a in arrays)
     at_use = hows if layout.zero == 3 else [None] * len(hows)
 
     def of_leaves(arrays, *rest, **options):
-        return loss(jax.tree.unflatten(params.structure, arrays), *rest, **options)
+        return loss(jax.tree.unflatten(structure, arrays), *rest, **options)
 
-    used = [layout.dtype or dtype for dtype in dtypes]
+    used = [layout.dtype or x.dtype for x in jax.tree.leaves(tree)]
     found = reads_of(of_leaves, arrays, mesh, at_use, used, batch, args, options)
-    use = use_of(found, arrays, mesh, at_use)
-    return Shares(layout, mesh, arrays, dtypes, hows, use)
+    return Shares(layout, arrays, hows, use_of(found, arrays, mesh, at_use))
+
+
+def without(spec: P, axes: Sequence[str]) -> P:
+    """The spec without these mesh axes."""
+    kept = []
+    for entry in spec:
+        names = tuple(name for name in jax.tree.leaves((entry,)) if name not in axes)
+        kept.append(names if len(names) > 1 else names[0] if names else None)
+    return P(*kept)

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import mesh, pipeline, rules
+from shardwise import mesh, rules
 from shardwise.fsdp.arrays import laid_out
 from shardwise.layouts import by_compiler, by_hand, freezing, placing, staged
 from shardwise.layouts.first_call import Judging
@@ -25,33 +25,18 @@ def shardings(layout: Layout, params: Any, tx: Any = None) -> Any:
     be made by `jax.jit(create, out_shardings=...)`, placed by `jax.device_put`, or restored.
 
     Raises:
-      ValueError: an array that a role cannot cut, by its path, with the size that would do; stages.
+      ValueError: an array that a role cannot cut, by its path, with the size that would do.
     """
-    if layout.staged:
-        raise ValueError(
-            "layouts.shardings: with stages, arrays live on their stages' devices: use "
-            "layouts.init or layouts.place, and what they return."
-        )
     found = placing.shardings(layout, params, tx, "layouts.shardings")
     return jax.tree.map(lambda to: NamedSharding(layout.mesh, to.spec), found)
 
 
-def place(
-    layout: Layout,
-    tree: Any,
-    loss: Callable | None = None,
-    batch: Any = None,
-    has_aux: bool = False,
-) -> Any:
+def place(layout: Layout, tree: Any) -> Any:
     """One device's parameters, laid out; inside jit, they are born so.
-
-    With stages, the `loss` and a `batch`, of which only shapes count, tell which stage reads what.
 
     Raises:
       ValueError: an array that a role cannot cut, by its path, with the size that would do.
     """
-    if layout.staged:
-        return staged.place(layout, tree, *_told(loss, batch), has_aux)
     found = placing.shardings(layout, tree, None, "layouts.place")
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
         return mesh.typed(jax.device_put(tree, found), layout.mesh)
@@ -63,28 +48,15 @@ def place(
 
 def whole(layout: Layout, tree: Any) -> Any:
     """The arrays that `place`, `init` or a step returned, whole on every device."""
-    return pipeline.whole(tree) if isinstance(tree, pipeline.Pipelined) else rules.whole(tree)
+    return rules.whole(tree)
 
 
-def init(
-    layout: Layout,
-    create: Callable,
-    tx: Any,
-    key: jax.Array,
-    loss: Callable | None = None,
-    batch: Any = None,
-    has_aux: bool = False,
-) -> tuple[Any, Any]:
+def init(layout: Layout, create: Callable, tx: Any, key: jax.Array) -> tuple[Any, Any]:
     """(params, opt_state): `create(key)`, each array born where it lives, and `tx`'s state for it.
-
-    `loss`, `batch` and `has_aux` are needed with stages, as in `place`.
 
     Raises:
       ValueError: as `place`.
     """
-    if layout.staged:
-        params = staged.create(layout, create, key, *_told(loss, batch), has_aux)
-        return params, pipeline.init(tx, params)
     with mesh.without_types(layout.mesh):
         shapes = jax.eval_shape(create, key)
         of_params, of_state = placing.shardings(layout, shapes, tx, "layouts.init")
@@ -132,25 +104,24 @@ def value_and_grad(
 def value(layout: Layout, loss: Callable, has_aux: bool = False, aux: Any = "sum") -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, or (mean, aux).
 
-    The first half of `value_and_grad`, as an evaluation wants it: the backward pass is not computed
-    (but where stages' programs are dispatched one by one). The loss is not judged.
+    The first half of `value_and_grad`, as an evaluation wants it: the backward pass is not
+    computed. The loss is not judged.
     """
-    who = "layouts.value"
-    if layout.one_program:  # the compiler does not see that nothing reads a half of its scan
-        run = by_compiler.value_and_grad(layout, loss, has_aux, aux, who, backward=False)
+    given = layout, loss, has_aux, aux, "layouts.value"
+    if layout.stage:  # the compiler does not see that nothing reads a half of the schedule
+        run = staged.value_and_grad(*given, backward=False)
     else:
-        run = _mean_and_grad(layout, loss, has_aux, aux, who)
+        run = _mean_and_grad(*given)
 
     def mean(params, batch, *args, key=None):
         return run(params, batch, *args, key=key)[0]
 
-    return _for_caller(mean if layout.staged else jax.jit(mean), layout, _whole)
+    return _for_caller(jax.jit(mean), layout, _whole)
 
 
 def _for_caller(run, layout, specs):
-    """`run` for the caller's mesh, if that has other axes than Auto ones; stages have their own."""
-    explicit = layout.mesh is not layout.auto and not layout.staged
-    return mesh.OnAuto(run, layout.mesh, specs) if explicit else run
+    """`run` for the caller's mesh, if that has other axes than Auto ones."""
+    return run if layout.mesh is layout.auto else mesh.OnAuto(run, layout.mesh, specs)
 
 
 def _specs(layout, params):
@@ -162,7 +133,7 @@ def _whole(tree):
 
 
 def _mean_and_grad(layout, loss, has_aux, aux, who):
-    strategy = staged if layout.staged else by_hand if layout.by_hand else by_compiler
+    strategy = staged if layout.stage else by_hand if layout.by_hand else by_compiler
     return strategy.value_and_grad(layout, loss, has_aux, aux, who)
 
 
@@ -178,8 +149,8 @@ def step(
     """A function `(params, opt_state, batch, *args, key=None) -> (params, opt_state, mean[, aux])`.
 
     `params` and `opt_state` are what `init` returns. Both are donated: use only what is returned.
-    It is jitted, but with stages, whose programs are. An optimizer that asks for `value=` gets the
-    mean. `check`: as in `value_and_grad`.
+    It is jitted. An optimizer that asks for `value=` gets the mean. `check`: as in
+    `value_and_grad`.
 
     Raises, when called:
       Indivisible: a loss that is another function of parts of its batch (a ValueError).
@@ -195,15 +166,14 @@ def step(
         judged = freezing.apart(loss, frozen)
         loss, has_aux, aux = freezing.apart(loss, frozen, shapes), True, ("mean", aux)
     mean_and_grad = _mean_and_grad(layout, loss, has_aux, aux, "layouts.step")
-    updated = pipeline.update if layout.staged else functools.partial(_update, layout)
 
     def run(params, opt_state, batch, *args, key=None):
         shapes.clear()
         shapes.update(freezing.shapes_of(params))
         mean, grads = mean_and_grad(params, batch, *args, key=key)
-        given = tx, grads, opt_state, params
+        given = layout, tx, grads, opt_state, params
         try:
-            updates, opt_state = updated(*given)
+            updates, opt_state = _update(*given)
         except TypeError as error:  # some ask for the loss, as `optax.polyak_sgd` does
             if "'value_fn'" in str(error):
                 raise TypeError(
@@ -213,7 +183,7 @@ def step(
                 ) from error
             if "'value'" not in str(error):
                 raise
-            updates, opt_state = updated(*given, value=mean[0] if has_aux else mean)
+            updates, opt_state = _update(*given, value=mean[0] if has_aux else mean)
         params, outputs = optax.apply_updates(params, updates), mean if has_aux else (mean,)
         if frozen is not None:
             mean, (new, rest) = outputs
@@ -223,9 +193,9 @@ def step(
             )
         return params, opt_state, *outputs
 
-    run = run if layout.staged else jax.jit(run, donate_argnums=(0, 1))
+    run = jax.jit(run, donate_argnums=(0, 1))
     run = Judging(run, layout, judged, has_aux, aux, "layouts.step") if check else run
-    if layout.by_hand and not layout.staged:
+    if layout.by_hand:
         run = laid_out(run, parameter_rule(layout), layout.auto, "layouts.step")
 
     def specs(out):
@@ -234,12 +204,3 @@ def step(
         return _specs(layout, params), of_state, *_whole(rest)
 
     return _for_caller(run, layout, specs)
-
-
-def _told(loss, batch):
-    if loss is None or batch is None:
-        raise ValueError(
-            "layouts: with stages, which stage reads what the loss tells: give loss= and batch= "
-            "(shapes are enough), as layouts.init(layout, create, tx, key, loss, batch)."
-        )
-    return loss, batch

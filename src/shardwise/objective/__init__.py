@@ -33,7 +33,7 @@ own for each part: valid masks, and others than one device's. Without microbatch
 path (`rules.jit`) divides nothing, and equals one device for these too.
 """
 
-from shardwise.objective.auxiliary import reduced, reduced_over, ways
+from shardwise.objective.auxiliary import merged, over_devices, reduced, ways
 from shardwise.objective.gradients import Division, mean_and_grads, value_and_grad
 from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
 from shardwise.objective.microbatches import numbers, split
@@ -51,11 +51,12 @@ __all__ = [
     "check",
     "cotangents",
     "mean_and_grads",
+    "merged",
     "normal",
     "numbers",
+    "over_devices",
     "quotient",
     "reduced",
-    "reduced_over",
     "split",
     "trace",
     "value_and_grad",

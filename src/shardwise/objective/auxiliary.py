@@ -52,6 +52,19 @@ def reduced_over(x: jax.Array, way: str, axes: Sequence[str]) -> jax.Array:
     return {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}[way](x, tuple(axes))
 
 
+def over_devices(leaves: Sequence[Any], ways: Sequence[str], axes: Sequence[str]) -> tuple:
+    """(the leaves that are whole on every device, those of rows, which stay cut), in shard_map."""
+    pairs = list(zip(leaves, ways, strict=True))
+    whole = [reduced_over(x, w, axes) for x, w in pairs if w != "concatenate"]
+    return whole, [x for x, w in pairs if w == "concatenate"]
+
+
+def merged(whole: Sequence[Any], rows: Sequence[Any], ways: Sequence[str], structure: Any) -> Any:
+    """The tree of auxiliary outputs, of the two groups that `over_devices` made of its leaves."""
+    groups = iter(whole), iter(rows)
+    return jax.tree.unflatten(structure, [next(groups[way == "concatenate"]) for way in ways])
+
+
 def outputs(aux: Any, tree: Any) -> list[tuple[str, Any, str]]:
     """(path, leaf, way) of each auxiliary output; none where `aux` is None: nobody reads them."""
     if aux is None:

@@ -1,42 +1,22 @@
 """Checks by which a pipeline refuses its arguments before anything runs."""
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from shardwise import objective, schedules
-from shardwise.pipeline.placing import Pipelined
-
-WHO = "pipeline.value_and_grad"  # what errors name, if not what called it
 
 
-def options(who: str, mesh: Mesh, axis: str, microbatches: int, gather: str) -> None:
+def options(asked: Any) -> None:
     """Check the options of `value_and_grad` for which no loss is needed."""
-    one_process(who, mesh)
-    if axis not in mesh.shape:
-        raise ValueError(f"{who}: the mesh has no axis {axis!r}; it has {dict(mesh.shape)}.")
-    if microbatches < 1:
-        raise ValueError(f"{who}: microbatches={microbatches}; expected 1 or more.")
-    if gather not in ("task", "step"):
-        raise ValueError(f"{who}: gather={gather!r}; expected 'task' or 'step'.")
-
-
-def one_process(where: str, mesh: Mesh) -> None:
-    """Check that all devices of the mesh belong to this process."""
-    if isinstance(mesh, AbstractMesh):  # which has no devices: it is lowered for, and not run
-        return
-    here = jax.process_index()
-    others = sorted({device.process_index for device in mesh.devices.flat} - {here})
-    if others:
+    if asked.axis not in asked.mesh.shape:
         raise ValueError(
-            f"{where}: the mesh has devices of other processes ({others}, this is {here}), and a "
-            f"schedule is run by the threads of one process. Stages are one program for all in "
-            f"layouts.Layout(stage=, by='compiler'), as in pipeline.gpipe; or take a mesh of "
-            f"jax.local_devices()."
+            f"{asked.who}: the mesh has no axis {asked.axis!r}; it has {dict(asked.mesh.shape)}."
         )
+    if asked.microbatches < 1:
+        raise ValueError(f"{asked.who}: microbatches={asked.microbatches}; expected 1 or more.")
 
 
 def leaves(who: str, tree: Any, batch: Any, args: tuple, key: Any) -> None:
@@ -156,22 +136,9 @@ def constraint(who: str, sharding: Any, mesh: Any, axis: str) -> None:
         )
 
 
-def parameters(who: str, params: Any) -> None:
-    """Check that the parameters are what `place` returns."""
-    if not isinstance(params, Pipelined):
-        raise TypeError(
-            f"{who}: the parameters are a {type(params).__name__}; expected what "
-            f"{who.split('.')[0]}.place returns."
-        )
-
-
-def divided(who: str, rows: int, mesh: Mesh, spec: Any) -> None:
-    """Check that the rows of a microbatch divide among the devices of `spec`."""
-    names = spec[0] if len(spec) else ()
-    names = (names,) if isinstance(names, str) else names or ()
-    devices = math.prod(mesh.shape[name] for name in names)
-    if rows % devices:
-        raise ValueError(
-            f"{who}: microbatches of {rows} rows do not divide among the {devices} devices of "
-            f"{spec}; take fewer microbatches, or pad the batch with masked rows."
-        )
+def no_rows(who: str, columns: tuple[str, ...]) -> None:
+    """Refuse auxiliary outputs that are rows, where the sequence is cut."""
+    raise ValueError(
+        f"{who}: aux 'concatenate' joins rows, and of each row a device has a part of the sequence "
+        f"alone, over {columns}. Return sums over tokens, or lay the sequence out by the compiler."
+    )

@@ -8,16 +8,16 @@ where they are; all that it reads is tied to the turn, or XLA would compute it a
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from shardwise import cut
 from shardwise.objective.means import wide
+from shardwise.pipeline.moving import Moving
 from shardwise.pipeline.packing import Packing
 from shardwise.pipeline.ticking import Ticks, ticks
 
@@ -42,19 +42,63 @@ class State(NamedTuple):
     outputs: list
 
 
+class Whole:
+    """The operations on parameters that the devices of a stage share, where nothing is written out.
+
+    They are whole, or the compiler's. `layouts.shares` has those by hand.
+    """
+
+    use: Callable | None = None  # the meaning of `marks.use`
+
+    def received(self, tree: Any) -> Any:
+        """The shapes of parameters as the loss receives them."""
+        return tree
+
+    def gather(self, arrays: list) -> list:
+        """The parameters as tasks find them, once a step."""
+        return arrays
+
+    def total(self, grads: list) -> list:
+        """The gradients, of the sums that tasks have made, once a step."""
+        return grads
+
+    def enter(self, numbers: list, arrays: list, reads: tuple) -> list:
+        """A task's parameters as its program takes them; it reads those at the places `reads`."""
+        return arrays
+
+    def leave(self, numbers: list, grads: list) -> list:
+        """A task's gradients as they are added to the sums."""
+        return grads
+
+    def sum_shape(self, i: int, shape: tuple) -> tuple:
+        """The shape of the sum of gradients of a parameter that has this one in a task."""
+        return shape
+
+    def by_rows(self, i: int) -> bool:
+        """Whether the stage's devices share the parameter's rows, so that a task gathers first."""
+        return False
+
+
+WHOLE = Whole()
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """The stages of a traced loss by a schedule; a function of lists of arrays.
 
-    `leaves` are the parameters' shapes; of the data, the leaves in `whole` are the same for all
-    microbatches.
+    `leaves` are the parameters' shapes on a device that has all stages'; `held` tells of each the
+    axis along which devices of different stages hold parts between steps (None: each has all).
+    Of the data, the leaves in `whole` are the same for all microbatches. `shares` is what tasks do
+    with parameters that the devices of one stage share.
     """
 
     stages: list[cut.Stage]
     schedule: Any
     leaves: list
+    held: tuple[int | None, ...]
     whole: frozenset[int]
     axis: str
+    shares: Any = WHOLE
     backward: bool = True
 
     @functools.cached_property
@@ -72,9 +116,8 @@ class Program:
         """The bytes that a device sends along the stages in a step, by what is sent.
 
         `rings`: a tick's activation and cotangent, whether anyone waits for them or not; `sums`: of
-        the loss's outputs, and of parameters that are not in rows, gathered before the first tick,
-        the sums of their gradients; `rows`: of layers that the schedule has on another device than
-        the array, at most, there and back.
+        the loss's outputs; `parameters`: those that lie elsewhere than where stages read them,
+        before the first tick, and the sums of their gradients after the last.
         """
         n, table = self.schedule.devices, self.ticks
         rings = sum(
@@ -87,26 +130,15 @@ class Program:
         moved = 0
         for i in self.trained:
             x = self.leaves[i]
-            each = wide(x.dtype).itemsize
-            if i not in self.in_rows:
-                summed += x.size * (each + (x.dtype.itemsize if i in self.cuts else each))
-            elif (where := self.order[i] != np.arange(len(self.order[i]))).any():
-                away = where.reshape(n, -1).sum(1).max() / len(where)
-                moved += round(away * x.size * (each + x.dtype.itemsize))
-        return {"rings": rings, "sums": summed * (n - 1) // n, "rows": moved}
+            moved += self.moving[i].sent(x, x.dtype.itemsize)
+            moved += self.moving[i].sent_back(x, wide(x.dtype).itemsize) if self.backward else 0
+        return {"rings": rings, "sums": summed * (n - 1) // n, "parameters": moved}
 
     @functools.cached_property
-    def cuts(self) -> dict[int, int]:
-        """{parameter that is not in rows: the axis along which stages hold a part each}."""
+    def moving(self) -> list[Moving]:
+        """The way of each parameter to where the stages read it."""
         n = self.schedule.devices
-        found = {
-            i: cut_axis(x.shape, n) for i, x in enumerate(self.leaves) if i not in self.in_rows
-        }
-        return {i: axis for i, axis in found.items() if axis is not None}
-
-    def spec(self, i: int) -> P:
-        """The PartitionSpec of a parameter over the stages."""
-        return spec(0 if i in self.in_rows else self.cuts.get(i), self.axis)
+        return [Moving(self.axis, n, k, self.order.get(i)) for i, k in enumerate(self.held)]
 
     @functools.cached_property
     def trained(self) -> list[int]:
@@ -119,7 +151,7 @@ class Program:
         found = {}
         for i, x in enumerate(self.leaves):
             ends = [stage.rows.get(i) for stage in self.stages]
-            if any(end is None for end in ends):
+            if any(end is None for end in ends) or self.shares.by_rows(i):
                 continue
             sizes = {b - a for a, b in ends}
             if len(sizes) == 1 and sizes.pop() * len(ends) == x.shape[0]:
@@ -170,7 +202,8 @@ class Program:
 
         `leaves` are this device's: of parameters in rows its stages' rows in order, of the others
         all. `parts` have microbatches first, but those in `whole`. `seeds(outputs)` are the
-        cotangents of the loss's differentiable outputs.
+        cotangents of the loss's differentiable outputs. Outputs are the last stage's, and elsewhere
+        zeros.
         """
         kinds, of = self.kinds
         table, me = self.ticks, jax.lax.axis_index(self.axis)
@@ -184,7 +217,9 @@ class Program:
             kept.blank(slots["kept"]),
             pend.blank(slots["pend"]),
             [
-                jnp.zeros(x.shape, wide(x.dtype)) if i in self.trained else None
+                jnp.zeros(self.shares.sum_shape(i, x.shape), wide(x.dtype))
+                if i in self.trained
+                else None
                 for i, x in enumerate(leaves if self.backward else ())
             ],
             [jnp.zeros((m, *x.shape), x.dtype) for x in last.outputs],
@@ -197,37 +232,55 @@ class Program:
         columns = {name: jnp.asarray(x)[:, me] for name, x in table.columns.items()}
         columns["task"] = jnp.asarray(task, jnp.int32)[:, me]
 
-        def mine(leaves, stage, chunk):
-            found = []
-            for i, ends in stage.rows.items():
-                if i in self.in_rows:
-                    size = self.in_rows[i]
-                    found.append(jax.lax.dynamic_slice_in_dim(leaves[i], chunk * size, size))
-                else:
-                    found.append(leaves[i] if ends is None else leaves[i][slice(*ends)])
-            return found
+        def mine(leaves, stage, chunk, reads):
+            """The parameters of a stage as its program takes them."""
+            numbers = list(stage.rows)
+            found = [rows(leaves[i], i, stage, chunk) for i in numbers]
+            found = self.shares.enter(numbers, found, reads)
+            pairs = zip(stage.rows.items(), found, strict=True)
+            return [x[slice(*ends)] if self._later(i, ends) else x for (i, ends), x in pairs]
+
+        def rows(x, i, stage, chunk):
+            if i in self.in_rows:
+                size = self.in_rows[i]
+                return jax.lax.dynamic_slice_in_dim(x, chunk * size, size)
+            ends = stage.rows[i]
+            return x if ends is None or self._later(i, ends) else x[slice(*ends)]
 
         def added(sums, stage, chunk, grads):
-            sums = list(sums)
+            sums, whole = list(sums), []
             for (i, ends), g in zip(stage.rows.items(), grads, strict=True):
+                if self._later(i, ends):
+                    shape = (self.leaves[i].shape[0], *g.shape[1:])
+                    g = jnp.zeros(shape, g.dtype).at[slice(*ends)].set(g)
+                whole.append(g)
+            left = self.shares.leave(list(stage.rows), whole)
+            for (i, ends), g in zip(stage.rows.items(), left, strict=True):
                 if sums[i] is None:
                     continue
                 g = g.astype(sums[i].dtype)
-                if i not in self.in_rows:
-                    sums[i] = sums[i] + g if ends is None else sums[i].at[slice(*ends)].add(g)
-                    continue
-                at = chunk * self.in_rows[i]
-                g += jax.lax.dynamic_slice_in_dim(sums[i], at, self.in_rows[i])
-                sums[i] = jax.lax.dynamic_update_slice_in_dim(sums[i], g, at, 0)
+                if i in self.in_rows:
+                    at = chunk * self.in_rows[i]
+                    g += jax.lax.dynamic_slice_in_dim(sums[i], at, self.in_rows[i])
+                    sums[i] = jax.lax.dynamic_update_slice_in_dim(sums[i], g, at, 0)
+                elif ends is None or self._later(i, ends):
+                    sums[i] = sums[i] + g
+                else:
+                    sums[i] = sums[i].at[slice(*ends)].add(g)
             return sums
 
         def data(parts, stage, j):
             return [parts[i] if i in self.whole else _at(parts[i], j) for i in stage.data]
 
+        def given_to(kind, task, leaves, parts, row):
+            reads = kind.halves.reads[task]
+            own = mine(leaves, kind.stage, row["chunk"], reads)
+            return own, data(parts, kind.stage, row["microbatch"])
+
         def forward(kind, state, leaves, parts, row):
             stage = kind.stage
             x = act.unpack(_read(state.act, row["act"]), stage.carry)
-            given = mine(leaves, stage, row["chunk"]), data(parts, stage, row["microbatch"])
+            given = given_to(kind, "forward", leaves, parts, row)
             out, left = _arrays(kind.halves.forward(*given, x))
             if self.backward:
                 state = state._replace(kept=_write(state.kept, row["kept"], kept.pack(left)))
@@ -238,7 +291,7 @@ class Program:
 
         def to_input(kind, state, leaves, parts, row):
             stage, j = kind.stage, row["microbatch"]
-            given = mine(leaves, stage, row["chunk"]), data(parts, stage, j)
+            given = given_to(kind, "to_input", leaves, parts, row)
             left = kept.unpack(_read(state.kept, row["kept"]), kind.kept)
             numbers = cut.differentiable(stage)
             if stage.last:
@@ -253,7 +306,7 @@ class Program:
 
         def to_weights(kind, state, leaves, parts, row):
             stage = kind.stage
-            given = mine(leaves, stage, row["chunk"]), data(parts, stage, row["microbatch"])
+            given = given_to(kind, "to_weights", leaves, parts, row)
             left = kept.unpack(_read(state.kept, row["kept"]), kind.kept)
             pending = pend.unpack(_read(state.pend, row["pend"]), kind.pending)
             grads = _arrays(kind.halves.to_weights(*given, left, pending))
@@ -280,6 +333,10 @@ class Program:
 
         state, _ = jax.lax.scan(tick, state, columns)
         return state.outputs, state.grads
+
+    def _later(self, i, ends):
+        """Whether a task takes its rows of a parameter after it has gathered it."""
+        return ends is not None and i not in self.in_rows and self.shares.by_rows(i)
 
     def _passed(self, arrays, ring):
         if ring == 0:
@@ -350,14 +407,3 @@ def _nbytes(x):
 
 def _inexact(shapes):
     return [x for x in shapes if _is_inexact(x)]
-
-
-def cut_axis(shape: Sequence[int], parts: int, first: int = 0) -> int | None:
-    """The largest axis from `first` on that `parts` divide; None of an array of one axis."""
-    divide = [k for k in range(first, len(shape)) if shape[k] and shape[k] % parts == 0]
-    return max(divide, key=lambda k: shape[k], default=None) if len(shape) > 1 else None
-
-
-def spec(axis: int | None, name: str) -> P:
-    """The PartitionSpec that cuts this axis of an array along `name`, or none."""
-    return P() if axis is None else P(*[None] * axis, name)

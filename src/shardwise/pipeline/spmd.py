@@ -1,21 +1,70 @@
 """Any schedule as one program for all devices, on plain arrays: a loss and its gradients."""
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import objective, schedules
+from shardwise import marks, objective, schedules
 from shardwise.objective.gradients import nothing_if_empty
-from shardwise.objective.means import wide
 from shardwise.pipeline import checks
-from shardwise.pipeline.program import Program
+from shardwise.pipeline.program import WHOLE, Program
 from shardwise.pipeline.tracing import Asked, abstract, traced_parts
+
+
+def _undivided(batch, microbatches):
+    numbers = objective.numbers(batch)
+    return batch, numbers, (P(), P())
+
+
+@dataclasses.dataclass(frozen=True)
+class Within:
+    """What the mesh's other axes do within a stage, where collectives are written out.
+
+    By default nothing: what else the mesh has is left to the compiler.
+
+    Args:
+      rows: mesh axes over which rows are cut.
+      columns: those over which the sequence is.
+      by_hand: all axes that have names within; the others are the compiler's.
+      divide: `divide(batch, microbatches) -> (batch, numbers, (specs, specs))`, the batch in the
+        order in which it is cut, its rows' numbers (`objective.numbers`), and their PartitionSpecs.
+      meanings: {mark: meaning}, where the axes have names.
+      shares: `shares(tree, loss, batch, args, options)`, called where the axes have names, of the
+        loss of one device's part, whose parameters are like `tree`: what is done with shares of
+        parameters, with the methods of `Whole`.
+    """
+
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    by_hand: tuple[str, ...] = ()
+    divide: Callable = _undivided
+    meanings: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
+    shares: Callable | None = None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which the parts' sums are added up."""
+        return (*self.columns, *self.rows)
+
+    def together(self, x: Any) -> Any:
+        """The sum of `x` over a stage's devices."""
+        return jax.lax.psum(x, self.axes) if self.axes else x
+
+    def along(self, x: Any) -> Any:
+        """The sum of `x` over the devices that have parts of the same rows."""
+        return jax.lax.psum(x, self.columns) if self.columns else x
+
+    def fold(self, key: Any) -> Any:
+        """The key of this device, made of the batch's."""
+        for name in self.axes if key is not None else ():
+            key = jax.random.fold_in(key, jax.lax.axis_index(name))
+        return key
 
 
 def value_and_grad(
@@ -24,6 +73,8 @@ def value_and_grad(
     schedule: str | schedules.Schedule | Sequence,
     microbatches: int,
     axis: str = "stage",
+    specs: Callable[[Any], Sequence[P]] | None = None,
+    within: Within = Within(),
     has_aux: bool = False,
     aux: Any = "sum",
     who: str = "pipeline.value_and_grad",
@@ -32,165 +83,180 @@ def value_and_grad(
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
     For use inside jit, on plain arrays of true shape, in any number of processes; `axis` is the
-    mesh's axis of stages, and what else the mesh has is the compiler's. Row i of a stacked array is
-    layer i under every schedule. Without `backward`, the gradient is None, and only the forward
-    tasks are run.
+    mesh's axis of stages, and `within` says what the others do. `specs(params)` are the
+    PartitionSpecs by which parameters lie over the axes by hand, `axis` among them; by default each
+    device has all. Row i of a stacked array is layer i under every schedule. Without `backward`,
+    the gradient is None, and only the forward tasks are run.
+
+    Raises, when called:
+      ValueError: an axis that the mesh lacks; rows that do not split; no mark where the schedule
+        wants stages; a mark where the loss cannot be cut; a count that depends on parameters, with
+        several microbatches.
+      TypeError: parameters or a batch that are no arrays, or have no gradient.
     """
-    asked = Asked(loss, mesh, schedule, microbatches, axis, P(), {}, has_aux, aux, "step", who=who)
+    asked = Asked(loss, mesh, schedule, microbatches, axis, has_aux, aux, who)
+    checks.options(asked)
+    specs = specs or (lambda params: [P()] * len(jax.tree.leaves(params)))
 
     def run(params, batch, *args, key=None):
+        checks.leaves(who, params, batch, args, key)
         checks.rows(who, batch, microbatches)
-        return _Call(asked, params, batch, args, key, backward).results()
+        leaves, structure = jax.tree.flatten(params)
+        lie = list(specs(params))
+        batch, numbers, cut = within.divide(batch, microbatches)
+        shapes: list = []  # of the auxiliary outputs, which are known once the loss is traced
+        device = _Device(asked, within, lie, structure, backward, shapes)
+        mapped = jax.shard_map(
+            device,
+            mesh=mesh,
+            in_specs=(lie, *cut, P(), P()),
+            out_specs=(P(), (P(), P(within.rows or None)), lie if backward else []),
+            axis_names={axis, *within.by_hand},
+            check_vma=False,  # around the user's loss; every sum over devices is written out
+        )
+        value, parts, grads = mapped(leaves, batch, numbers, args, key)
+        grads = jax.tree.unflatten(structure, grads) if backward else None
+        return ((value, objective.merged(*parts, *shapes)) if has_aux else value), grads
 
     return run
 
 
-def program(
-    loss: Callable,
-    mesh: Mesh,
-    schedule: str | schedules.Schedule | Sequence,
-    microbatches: int,
-    axis: str,
-    has_aux: bool,
-    params: Any,
-    batch: Any,
-) -> Program:
-    """The `Program` that `value_and_grad` makes of a loss for arrays of these shapes."""
-    asked = Asked(loss, mesh, schedule, microbatches, axis, P(), {}, has_aux, "sum", "step")
-    made = []
+@dataclasses.dataclass(frozen=True)
+class _Device:
+    """The loss and gradients of one device, and every sum over devices but those within tasks."""
 
-    def trace(params, batch):
-        made.append(_Call(asked, params, batch, (), None, True).program)
+    asked: Asked
+    within: Within
+    specs: list[P]
+    structure: Any
+    backward: bool
+    shapes: list
 
-    jax.eval_shape(trace, params, batch)
-    return made[0]
+    def __call__(self, leaves, batch, numbers, args, key):
+        m, within = self.asked.microbatches, self.within
+        parts = objective.split(batch, m), objective.split(numbers, m)
+        first = jax.tree.map(lambda x: x[0], parts)
+        with marks.bind(**within.meanings):
+            traced, program, shares, folded = self._traced(leaves, first, args, key)
+        if folded:
+            key = within.fold(key)
+            key = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(m))
+        count = self._count(traced, leaves, parts, args, key, folded)
+        moving = program.moving
+        arrays = shares.gather([move.there(x) for move, x in zip(moving, leaves, strict=True)])
+        data = jax.tree.leaves((*parts, args, key))
+        seeds = functools.partial(self._seeds, traced, count)
+        outputs, grads = program(arrays, data, seeds)
+        axis = self.asked.axis
+        outputs = [_everywhere(x, axis) for x in outputs]
+        value, whole, aux = self._value(traced, outputs)
+        if not self.backward:
+            return value, aux, []
+        if traced.loss is None or not traced.loss.linear:
+            grads = nothing_if_empty(grads, whole.count if traced.has_count else None)
+        pairs = zip(moving, grads, strict=True)
+        grads = [None if g is None else move.back(g) for move, g in pairs]
+        grads = shares.total(grads)
+        pairs = zip(grads, leaves, strict=True)
+        return value, aux, [jnp.zeros_like(x) if g is None else g.astype(x.dtype) for g, x in pairs]
 
+    def _traced(self, leaves, first, args, key):
+        """(the traced loss, its program, what is done with shares, whether keys are folded)."""
+        asked, within, m = self.asked, self.within, self.asked.microbatches
+        batch, rows, args, key = abstract((*first, args, key))
+        held = tuple(_place(spec, asked.axis) for spec in self.specs)
+        whole = [_whole(x, k, asked) for x, k in zip(leaves, held, strict=True)]
+        loss, shares, shapes = asked.loss, WHOLE, jax.tree.unflatten(self.structure, whole)
+        if within.shares is not None:
+            options = {} if key is None else {"key": key}
+            shares = within.shares(shapes, loss, batch, args, options)
+            shapes = shares.received(shapes)
 
-class _Call:
-    """One call: the loss traced for a microbatch, and its program on all."""
+            def loss(*arguments, **options):
+                with marks.bind(use=shares.use):
+                    return asked.loss(*arguments, **options)
 
-    def __init__(self, asked, params, batch, args, key, backward):
-        m = asked.microbatches
-        self.asked, self.params = asked, params
-        batch, rows = objective.split(batch, m), objective.split(objective.numbers(batch), m)
-        first = jax.tree.map(lambda x: x[0], (batch, rows))
-        groups = abstract((params, *first, args, key))
-        within = asked.mesh.abstract_mesh.update_axis_types({asked.axis: AxisType.Manual})
-        with jax.sharding.use_abstract_mesh(within):
-            traced = traced_parts(
-                asked,
-                asked.loss,
-                groups,
-                in_parts=m > 1,
-                total=objective.Totals(m),
-                relocate=lambda sharding: NamedSharding(within, sharding.spec),
-            )
+        traced = traced_parts(
+            asked,
+            loss,
+            (shapes, batch, rows, args, key),
+            in_parts=m > 1 or bool(within.axes),
+            total=objective.Totals(m, within.together, within.along),
+            relocate=functools.partial(_relocated, asked),
+        )
+        if within.columns and "concatenate" in traced.ways:
+            checks.no_rows(asked.who, within.columns)
         by_place = traced.loss is None or traced.loss.by_place
         folded = key is not None and not by_place
-        if folded:
-            key = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(m))
-        self.data = jax.tree.leaves((batch, rows, args, key))
-        first_whole = len(jax.tree.leaves((batch, rows)))
-        last_whole = first_whole + len(jax.tree.leaves(args)) + (0 if folded else 1)
-        self.program = Program(
-            traced.stages,
-            traced.schedule,
-            jax.tree.leaves(groups[0]),
-            frozenset(range(first_whole, last_whole)),
-            asked.axis,
-            backward,
-        )
-        self.traced, self.count = traced, None
-        if traced.loss is not None and backward:
-            self.count = self._counted(batch, rows, args, key, folded)
+        start = len(jax.tree.leaves((batch, rows)))
+        stop = start + len(jax.tree.leaves(args)) + (key is not None and not folded)
+        fixed = frozenset(range(start, stop))
+        given = traced.schedule, whole, held, fixed, asked.axis, shares, self.backward
+        return traced, Program(traced.stages, *given), shares, folded
 
-    def _counted(self, batch, rows, args, key, folded):
-        """The count of the whole batch, which the first backward pass needs."""
+    def _count(self, traced, leaves, parts, args, key, folded):
+        """The count of the whole batch, which the first of several backward passes needs."""
+        m = self.asked.microbatches
+        if m == 1 or traced.loss is None or not self.backward:
+            return None
+        params = jax.tree.unflatten(self.structure, leaves)  # on which it does not depend
 
         def one(part):
             batch, rows, own = part
-            return self.traced.loss.count(self.params, batch, rows, args, own if folded else key)
+            return traced.loss.count(params, batch, rows, args, own if folded else key)
 
-        counts = jax.lax.map(one, (batch, rows, key if folded else None))
-        return jnp.sum(_widened(counts))
+        counts = jax.lax.map(one, (*parts, key if folded else None))
+        return self.within.together(jnp.sum(_widened(counts)))
 
-    def _seeds(self, count, outputs):
-        """The cotangents of the loss's total, and of its count where it is differentiated."""
+    def _seeds(self, traced, count, outputs):
+        """The cotangents of a microbatch's total, and of its count where it is differentiated."""
+        total = _widened(outputs[0])
         if count is None:
-            count = _widened(outputs[1]) if self.traced.has_count else jnp.float32(1)
-        return objective.cotangents(objective.Mean(_widened(outputs[0]), count))
+            count = _widened(outputs[1]) if traced.has_count else jnp.float32(1)
+            total, count = self.within.together((total, count))
+        return objective.cotangents(objective.Mean(total, count))
 
-    def results(self):
-        """(mean, gradients), or ((mean, aux), gradients)."""
-        traced = self.traced
-        outputs, grads = self._run()
+    def _value(self, traced, outputs):
+        """(the mean, the two sums of it, the auxiliary outputs in two groups)."""
         total = jnp.sum(_widened(outputs[0]))
         count = jnp.float32(self.asked.microbatches)
         if traced.has_count:
             count = jnp.sum(_widened(outputs[1]))
-        if grads is not None:
-            grads = nothing_if_empty(grads, count if traced.has_count else None)
-        mean = objective.quotient(objective.Mean(total, count)).astype(traced.dtype)
-        if not self.asked.has_aux:
-            return mean, grads
-        leaves = outputs[1 + traced.has_count :]
-        leaves = [objective.reduced(x, w) for x, w in zip(leaves, traced.ways, strict=True)]
-        return (mean, jax.tree.unflatten(jax.tree.structure(traced.aux), leaves)), grads
-
-    def _run(self):
-        """(the loss's outputs of all microbatches, on every device; gradients, as parameters)."""
-        program, axis = self.program, self.asked.axis
-        leaves, structure = jax.tree.flatten(self.params)
-        specs = [program.spec(i) for i in range(len(leaves))]
-        moved = {
-            i: order for i, order in program.order.items() if (order != np.arange(len(order))).any()
-        }
-        given = [x[moved[i]] if i in moved else x for i, x in enumerate(leaves)]
-
-        def rank(leaves, data, count):
-            leaves = [
-                jax.lax.all_gather(x, axis, axis=program.cuts[i], tiled=True)
-                if i in program.cuts
-                else x
-                for i, x in enumerate(leaves)
-            ]
-            outputs, grads = program(leaves, data, functools.partial(self._seeds, count))
-            return [_from_last(x, axis) for x in outputs], [
-                summed(i, g) for i, g in enumerate(grads)
-            ]
-
-        def summed(i, g):
-            if g is None or i in program.in_rows:
-                return g
-            if i not in program.cuts:
-                return jax.lax.psum(g, axis)
-            return jax.lax.psum_scatter(g, axis, scatter_dimension=program.cuts[i], tiled=True)
-
-        mapped = jax.shard_map(
-            rank,
-            mesh=self.asked.mesh,
-            in_specs=(specs, [P()] * len(self.data), P()),
-            out_specs=(P(), specs if program.backward else []),
-            axis_names={axis},
-            check_vma=False,  # around the user's loss
-        )
-        outputs, grads = mapped(given, self.data, self.count)
-        if not program.backward:
-            return outputs, None
-        grads = [
-            jnp.zeros_like(x) if g is None else g[np.argsort(moved[i])] if i in moved else g
-            for i, (x, g) in enumerate(zip(leaves, grads, strict=True))
-        ]
-        grads = [g.astype(x.dtype) for g, x in zip(grads, leaves, strict=True)]
-        return outputs, jax.tree.unflatten(structure, grads)
+        whole = objective.Mean(*self.within.together((total, count)))
+        ways, leaves = traced.ways, outputs[1 + traced.has_count :]
+        leaves = [objective.reduced(x, w) for x, w in zip(leaves, ways, strict=True)]
+        self.shapes[:] = ways, jax.tree.structure(traced.aux)
+        mean = objective.quotient(whole).astype(traced.dtype)
+        return mean, whole, objective.over_devices(leaves, ways, self.within.axes)
 
 
-def _from_last(x, axis):
-    """An array that the last stage's device has, and the others have zeros of, on all."""
+def _place(spec, axis):
+    """The array's axis that this mesh axis cuts, or None."""
+    places = [i for i, entry in enumerate(spec) if axis in jax.tree.leaves((entry,))]
+    return places[0] if places else None
+
+
+def _whole(x, cut, asked):
+    """The shape of what a device has of `x` if it has all stages' parts."""
+    shape = list(x.shape)
+    if cut is not None:
+        shape[cut] *= asked.mesh.shape[asked.axis]
+    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+
+def _relocated(asked, sharding):
+    """The sharding of a constraint of the loss, on the mesh as it is within the stages."""
+    checks.constraint(asked.who, sharding, asked.mesh, asked.axis)
+    new = jax.__version_info__ >= (0, 8)
+    return NamedSharding(jax.sharding.get_abstract_mesh() if new else asked.mesh, sharding.spec)
+
+
+def _everywhere(x, axis):
+    """An array that the last stage's devices have, and the others have zeros of, on all."""
     if x.dtype == jnp.bool_:
         return jax.lax.psum(x.astype(jnp.int32), axis).astype(jnp.bool_)
     return jax.lax.psum(x, axis)
 
 
 def _widened(x):
-    return x.astype(wide(x.dtype))
+    return x.astype(objective.wide(x.dtype))
