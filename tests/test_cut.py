@@ -10,8 +10,9 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise import cut, marks, measure, model
-from shardwise.cut import rows as cut_rows
+from shardwise import marks, measure, model
+from shardwise.pipeline import cut
+from shardwise.pipeline.cut import rows as cut_rows
 
 WIDE, ROWS = 8, 4
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from shardwise import rules
 from shardwise.fsdp import ArrayLayout
-from shardwise.layouts import activation_bytes
+from shardwise.layouts import activation_bytes, stage_bytes
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placing import (
     abstract,
@@ -72,12 +72,11 @@ def predict(
     promised; a compiler may sum where a scatter would do, repeat a gather, or lay out anew what
     lies otherwise. What it inserted, `measure.collectives` counts in the compiled program.
 
-    With stages, the `loss` (and `has_aux`) tells which stage reads what, and a device of the stage
-    of number `stage` is predicted: what is held of it, but for the batch, and what its tasks send;
-    along the stage axis, to the stages beside it. A parameter that the loss gives to `marks.use`
-    counts as used once in a stage. The loss is traced as by hand, and has the marks for it. Of
-    stages as one program, `held` is exact; `sent` along stage is so where no other axis cuts the
-    batch, but for the rows of layers that a schedule has on another device.
+    With stages, the `loss` (and `has_aux`) tells which stage reads what, and a device at the place
+    `stage` along their axis is predicted, with all stages that it has. What it sends there is exact
+    for each tick's activation and cotangent, and for parameters that lie elsewhere than they are
+    read. A parameter that the loss gives to `marks.use` counts as used once in a task. The loss is
+    traced as by hand, and has the marks for it.
 
     Raises:
       ValueError: stages, and no loss; context, and parameters without these logical axes; what
@@ -85,7 +84,7 @@ def predict(
     """
     again = (layout.remat is not None) if remat is None else remat
     if layout.stage:
-        return _of_stage(layout, params, batch, tx, again, (loss, has_aux, stage))
+        return _of_stage(layout, params, batch, tx, again, loss, has_aux, stage)
     asked = _asked(layout)
     with naming("layouts.predict"):
         arrays = array_layouts(layout, params)
@@ -160,19 +159,15 @@ def _asked(layout):
     return dataclasses.replace(layout, by="hand", attention="all_gather", kernel=None)
 
 
-def _of_stage(layout, params, batch, tx, again, told):
-    if told[0] is None:
+def _of_stage(layout, params, batch, tx, again, loss, has_aux, place):
+    if loss is None:
         raise ValueError(
             "layouts.predict: with stages, which stage reads what the loss tells: give loss=."
         )
-    asked = dataclasses.replace(_asked(layout), program=False)
-    found = None(asked, abstract(params), batch, tx, *told)
-    sent, held = dict(found.sent), found.held
-    activation_bytes.add(asked, found.shapes, batch, again, sent, found.ends)
-    if layout.one_program:
-        sent[layout.stage] = stage_bytes.of_program(layout, abstract(params), batch, *told[:2])
-        held = _held(layout, abstract(params), batch, tx)
-    return Prediction(held, sent)
+    shapes, asked = abstract(params), _asked(layout)
+    sent, here, ends = stage_bytes.of_stage(asked, shapes, batch, loss, has_aux, place)
+    activation_bytes.add(asked, here, batch, again, sent, ends)
+    return Prediction(_held(layout, shapes, batch, tx), sent)
 
 
 def _parameter(layout, s: ArrayLayout, x, again, sent):

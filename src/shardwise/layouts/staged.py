@@ -26,31 +26,50 @@ def value_and_grad(
     layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str, backward: bool = True
 ) -> Callable:
     """The `pipeline.value_and_grad` of the loss, jitted."""
-    given = layout.auto, layout.schedule, layout.microbatches, layout.stage[0]
-    options = dict(has_aux=has_aux, aux=aux, who=who, backward=backward)
-    specs = functools.partial(_specs, layout)
+    made = functools.partial(_pipelined, layout, has_aux, aux, who, backward)
     if not layout.by_hand:
-        made = lambda loss: pipeline.value_and_grad(loss, *given, specs, **options)  # noqa: E731
         return by_compiler.jitted(layout, loss, made, who)
 
     def run(params, batch, *args, key=None):
         check_params(params, layout.auto, who)
-        arrays = array_layouts(layout, params)
-        within = pipeline.Within(
-            rows=layout.rows,
-            columns=layout.context,
-            by_hand=tuple(name for name in layout.auto.axis_names if name not in layout.tensor),
-            divide=Divided(layout.auto, layout.rows, layout.context, order(layout), who),
-            meanings=meanings(layout),
-            shares=functools.partial(shares, layout, arrays),
-        )
-        function = pipeline.value_and_grad(loss, *given, specs, within, **options)
-        value, grads = function(params, batch, *args, key=key)
+        value, grads = made(loss, params)(params, batch, *args, key=key)
         if layout.tensor and backward:
             grads = rules.constrain_tree(grads, parameter_rule(layout), layout.auto)
         return value, grads
 
     return laid_out(jax.jit(run), parameter_rule(layout), layout.auto, who)
+
+
+def program(layout: Layout, loss: Callable, has_aux: bool, params: Any, batch: Any) -> Any:
+    """The `pipeline.Program` of a loss for arrays of these shapes."""
+    function = _pipelined(layout, has_aux, "sum", "layouts.predict", True, loss, params)
+    return function.program(params, batch)
+
+
+def _pipelined(layout, has_aux, aux, who, backward, loss, params=None):
+    given = layout.auto, layout.schedule, layout.microbatches, layout.stage[0]
+    within = _by_hand(layout, params, who) if layout.by_hand else pipeline.Within()
+    return pipeline.value_and_grad(
+        loss,
+        *given,
+        functools.partial(_specs, layout),
+        within,
+        has_aux=has_aux,
+        aux=aux,
+        who=who,
+        backward=backward,
+    )
+
+
+def _by_hand(layout, params, who):
+    return pipeline.Within(
+        rows=layout.rows,
+        columns=layout.context,
+        by_hand=tuple(name for name in layout.auto.axis_names if name not in layout.tensor),
+        divide=Divided(layout.auto, layout.rows, layout.context, order(layout), who),
+        meanings=meanings(layout),
+        shares=functools.partial(shares, layout, array_layouts(layout, params)),
+    )
 
 
 def _specs(layout, params):

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwise import cut
 from shardwise.objective.means import wide
+from shardwise.pipeline import cut
 from shardwise.pipeline.moving import Moving
 from shardwise.pipeline.packing import Packing
 from shardwise.pipeline.ticking import Ticks, ticks

@@ -86,7 +86,8 @@ def value_and_grad(
     mesh's axis of stages, and `within` says what the others do. `specs(params)` are the
     PartitionSpecs by which parameters lie over the axes by hand, `axis` among them; by default each
     device has all. Row i of a stacked array is layer i under every schedule. Without `backward`,
-    the gradient is None, and only the forward tasks are run.
+    the gradient is None, and only the forward tasks are run. `.program(params, batch, ...)` is the
+    `Program` that it makes for arrays of these shapes.
 
     Raises, when called:
       ValueError: an axis that the mesh lacks; rows that do not split; no mark where the schedule
@@ -98,6 +99,8 @@ def value_and_grad(
     checks.options(asked)
     specs = specs or (lambda params: [P()] * len(jax.tree.leaves(params)))
 
+    made: list[Program] = []
+
     def run(params, batch, *args, key=None):
         checks.leaves(who, params, batch, args, key)
         checks.rows(who, batch, microbatches)
@@ -105,7 +108,7 @@ def value_and_grad(
         lie = list(specs(params))
         batch, numbers, cut = within.divide(batch, microbatches)
         shapes: list = []  # of the auxiliary outputs, which are known once the loss is traced
-        device = _Device(asked, within, lie, structure, backward, shapes)
+        device = _Device(asked, within, lie, structure, backward, shapes, made)
         mapped = jax.shard_map(
             device,
             mesh=mesh,
@@ -118,6 +121,11 @@ def value_and_grad(
         grads = jax.tree.unflatten(structure, grads) if backward else None
         return ((value, objective.merged(*parts, *shapes)) if has_aux else value), grads
 
+    def program(*given, **options):
+        jax.eval_shape(run, *given, **options)
+        return made.pop()
+
+    run.program = program
     return run
 
 
@@ -131,6 +139,7 @@ class _Device:
     structure: Any
     backward: bool
     shapes: list
+    made: list
 
     def __call__(self, leaves, batch, numbers, args, key):
         m, within = self.asked.microbatches, self.within
@@ -192,7 +201,8 @@ class _Device:
         stop = start + len(jax.tree.leaves(args)) + (key is not None and not folded)
         fixed = frozenset(range(start, stop))
         given = traced.schedule, whole, held, fixed, asked.axis, shares, self.backward
-        return traced, Program(traced.stages, *given), shares, folded
+        self.made[:] = [Program(traced.stages, *given)]
+        return traced, self.made[0], shares, folded
 
     def _count(self, traced, leaves, parts, args, key, folded):
         """The count of the whole batch, which the first of several backward passes needs."""

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from shardwise import cut, marks, objective, schedules
+from shardwise import marks, objective, schedules
 from shardwise.objective.microbatches import meaning
-from shardwise.pipeline import checks
+from shardwise.pipeline import checks, cut
 
 
 class Asked(NamedTuple):

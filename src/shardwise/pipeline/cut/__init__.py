@@ -13,8 +13,8 @@ one stage, once. A value that a later stage needs travels through the stages bet
 its cotangent. Names (`jax.named_scope`) and source lines stay those of the loss.
 """
 
-from shardwise.cut.halves import Halves, backward, differentiable
-from shardwise.cut.stages import Cut, Stage, stages
+from shardwise.pipeline.cut.halves import Halves, backward, differentiable
+from shardwise.pipeline.cut.stages import Cut, Stage, stages
 
 __all__ = [
     "Cut",

@@ -1,7 +1,9 @@
-"""The loss as a traced program, with its marks found."""
+"""The loss as a traced program: its marks found, its constraints handed to their stages."""
 
 import collections
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -13,11 +15,10 @@ MARK = "shardwise stage boundary "
 _calls = itertools.count()  # a name for each call, since jax.jit keeps traces, and names with them
 
 
-def trace(function, args, constrain=None):
+def trace(function, args):
     """(program, shapes of the output, {variable: number} of its marks, at its top level).
 
-    Functions under `jax.jit` are inlined, and marks in them seen. `constrain(x, name)` is what
-    `marks.constrain` does within.
+    Functions under `jax.jit` are inlined, and marks in them seen.
 
     Raises:
       ValueError: a mark around no array, or within a scan, a remat or another inner function,
@@ -34,7 +35,7 @@ def trace(function, args, constrain=None):
         named = [checkpoint_name(leaf, f"{MARK}{call}.{i}") for i, leaf in enumerate(leaves)]
         return jax.tree.unflatten(structure, named)
 
-    with marks.bind(stage_boundary=mark, **({"constrain": constrain} if constrain else {})):
+    with marks.bind(stage_boundary=mark):
         # A function of its own: the trace of one seen before may be cached, without the marks.
         traced, shapes = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(*args)
     closed = inlined(traced, CALLS)
@@ -62,36 +63,32 @@ def _numbers(jaxpr):
     return found
 
 
-def row_axes(closed, function, args, constrain=None):
-    """{variable of `closed`: the axis along which it grows with the rows}, where there is one.
-
-    `closed` is the trace of `function`, and `args` have more rows: of what is computed from rows,
-    the shape is another, wherever a reshape or a transpose has put them. A loss that is another
-    program at that size, or none, tells only of its arguments.
-    """
-    axes = {}
-    for v, x in zip(closed.jaxpr.invars, args, strict=True):
-        axes |= _grown(v, x)
-    try:
-        wider = trace(function, args, constrain)[0].jaxpr
-    except Exception:  # it is written for its own number of rows
-        return axes
-    pairs = list(zip(closed.jaxpr.eqns, wider.eqns, strict=False))
-    same = all(a.primitive is b.primitive for a, b in pairs)
-    if same and len(closed.jaxpr.eqns) == len(wider.eqns):
-        for a, b in pairs:
-            for v, w in zip(a.outvars, b.outvars, strict=True):
-                axes |= _grown(v, w.aval)
-    return axes
-
-
-def _grown(v, wider):
-    shape, other = getattr(v.aval, "shape", ()), getattr(wider, "shape", ())
-    grown = [i for i, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b]
-    return {v: grown[0]} if grown and len(shape) == len(other) else {}
-
-
 def mark_of(eqn):
     """The name of the mark that this equation is; None if it is none."""
     name = str(eqn.params.get("name", "")) if eqn.primitive.name == "name" else ""
     return name if name.startswith(MARK) else None
+
+
+def constrained(program: Any, relocate: Callable[[Any], Any]) -> Any:
+    """The same program (a jaxpr, open or closed), with `relocate(sharding)` in each constraint.
+
+    Inner programs are looked into: scans, branches, rematerialised layers.
+    """
+    if hasattr(program, "jaxpr") and program.jaxpr is not program:
+        return program.replace(jaxpr=constrained(program.jaxpr, relocate))
+    return program.replace(eqns=[_equation(eqn, relocate) for eqn in program.eqns])
+
+
+def _equation(eqn, relocate):
+    params = {name: _value(value, relocate) for name, value in eqn.params.items()}
+    if eqn.primitive.name == "sharding_constraint":
+        params["sharding"] = relocate(params["sharding"])
+    return eqn.replace(params=params)
+
+
+def _value(value, relocate):
+    if hasattr(value, "eqns"):
+        return constrained(value, relocate)
+    if type(value) is tuple:
+        return tuple(_value(one, relocate) for one in value)
+    return value

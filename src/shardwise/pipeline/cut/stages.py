@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal
 
-from shardwise.cut.constraints import constrained
-from shardwise.cut.places import assign, crossing
-from shardwise.cut.rows import rows_of, shifted, taken_first
-from shardwise.cut.tracing import row_axes, trace
 from shardwise.jaxprs import needed, read, run, variables
+from shardwise.pipeline.cut.marked import constrained, trace
+from shardwise.pipeline.cut.places import assign, crossing
+from shardwise.pipeline.cut.rows import rows_of, shifted, taken_first
 
 Shape = jax.ShapeDtypeStruct
 
@@ -25,8 +24,6 @@ class Stage:
     `params`, `inputs`, `carry` and `outputs` are the shapes and dtypes of arguments and results.
     The outputs of the last stage are those of the loss, of which `seeds` are differentiated, the
     first one unless the stage is replaced by one of others.
-    `axes["inputs"]`, and likewise of carry and outputs, tells of each value along which axis it
-    grows with the batch's rows, or None; where `stages` was not given `more`, it is empty.
     """
 
     index: int
@@ -38,7 +35,6 @@ class Stage:
     inputs: list[Shape]
     carry: list[Shape]
     outputs: list[Shape]
-    axes: dict[str, list[int | None]]
     function: Callable
 
 
@@ -53,9 +49,7 @@ def stages(
     loss: Callable,
     params: Any,
     *data: Any,
-    constrain: Callable | None = None,
     relocate: Callable | None = None,
-    more: Any = None,
 ) -> Cut:
     """The stages of `loss(params, *data)`, k + 1 for k calls of `marks.stage_boundary`.
 
@@ -63,10 +57,7 @@ def stages(
     static slice, of it or of its cast, lives in rows; one that several stages read lives on each.
 
     Args:
-      constrain: `constrain(x, name)` is what `marks.constrain` does.
       relocate: `relocate(sharding)` is what a `with_sharding_constraint` of the loss becomes.
-      more: `data` with another number of rows: what then has another shape follows the rows. (Of a
-        loss that has no such trace, only the data is known to do so.)
 
     Raises:
       ValueError: a mark where the program cannot be cut, or around no array; an effect that asks
@@ -81,18 +72,14 @@ def stages(
         return loss(tree, *jax.tree.unflatten(data_structure, rest))
 
     args = [_abstract(x) for x in (*leaves, *others)]
-    closed, shapes, marks = trace(flat, args, constrain)
+    closed, shapes, marks = trace(flat, args)
     if relocate is not None:
         closed = constrained(closed, relocate)
     program, last = assign(closed, n, marks), len(set(marks.values()))
     program = program._replace(eqns=taken_first(program.eqns, program.params))
     chosen = [_choose(program, s, s == last) for s in range(last + 1)]
     rows = rows_of(program.params, [(eqns, outputs) for eqns, _, outputs in chosen])
-    axes = None
-    if more is not None:
-        wider = [_abstract(x) for x in (*leaves, *jax.tree.leaves(more))]
-        axes = row_axes(closed, flat, wider, constrain)
-    parts = [_stage(program, s, s == last, *chosen[s], rows, axes) for s in range(last + 1)]
+    parts = [_stage(program, s, s == last, *chosen[s], rows) for s in range(last + 1)]
     return Cut(parts, shapes)
 
 
@@ -105,7 +92,7 @@ def _choose(program, s, last):
     return needed(program.eqns, outputs, given, mine)[0], carry, outputs
 
 
-def _stage(program, s, last, eqns, carry, outputs, rows, axes):
+def _stage(program, s, last, eqns, carry, outputs, rows):
     mine = [v for v in program.params if s in rows.get(v, {})]
     if s == 0:  # what nobody reads lives on the first stage
         mine = [v for v in program.params if s in rows.get(v, {s: None})]
@@ -113,7 +100,6 @@ def _stage(program, s, last, eqns, carry, outputs, rows, axes):
     data = [v for v in program.data if v in used]
     held = {v: rows.get(v, {}).get(s) for v in mine}
     here = [shifted(eqn, held) for eqn in eqns]
-    groups = {"inputs": data, "carry": carry, "outputs": outputs}
 
     def function(params, data_values, carry_values):
         env = dict(program.constants)
@@ -132,13 +118,8 @@ def _stage(program, s, last, eqns, carry, outputs, rows, axes):
         inputs=[_shape(v) for v in data],
         carry=[_shape(v) for v in carry],
         outputs=[_abstract(v.val) if isinstance(v, Literal) else _shape(v) for v in outputs],
-        axes={} if axes is None else {name: _axes(axes, group) for name, group in groups.items()},
         function=function,
     )
-
-
-def _axes(axes, group):
-    return [None if isinstance(v, Literal) else axes.get(v) for v in group]
 
 
 def _shape(v):

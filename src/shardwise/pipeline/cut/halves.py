@@ -6,9 +6,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from shardwise.cut.scans import split_scans
-from shardwise.cut.stages import Stage
 from shardwise.jaxprs import CALLS, REMAT, equations, inlined, needed, read, run, variables
+from shardwise.pipeline.cut.scans import split_scans
+from shardwise.pipeline.cut.stages import Stage
 
 
 @dataclasses.dataclass(frozen=True)
