@@ -71,25 +71,20 @@ class _Device(NamedTuple):
         """Add the bytes of a parameter's gathers, and of its gradient's reductions, to `found`."""
         layout, shares, x = self.layout, self.program.shares, self.program.leaves[i]
         used, m = jnp.dtype(layout.dtype or x.dtype), layout.microbatches
-        whole = math.prod(self.shape(i, x).shape)
+        share = math.prod(self.shape(i, x).shape)
         if shares.hows[i] is not None:
-            share = whole // layout.size("fsdp") if layout.zero == 3 else whole
             gathers = m * self._readers(i) if layout.zero == 3 else 1
             scatters = m * sum(i in self.program.stages[s].rows for s in self.stages)
             scatters = scatters if layout.zero > 1 else 1
-            reduced = layout.reduce_dtype or (
-                used if layout.zero > 1 or layout.dtype else wide(used)
-            )
-            size = gathers * used.itemsize + scatters * jnp.dtype(reduced).itemsize
+            wanted = used if layout.zero > 1 or layout.dtype else wide(used)
+            size = gathers * used.itemsize
+            size += scatters * jnp.dtype(layout.reduce_dtype or wanted).itemsize
+            whole = share * layout.size("fsdp")
             _add(found, layout.fsdp, whole * size * self._share(layout.fsdp))
         over = shares.copied(i)
-        held = whole // (layout.size("fsdp") if shares.hows[i] is not None else 1)
-        held //= (
-            1
-            if i in self.program.in_rows or self.program.held[i] is None
-            else self.program.schedule.devices
-        )
-        _add(found, over, 2 * held * wide(x.dtype).itemsize * self._share(over))
+        lies_elsewhere = i not in self.program.in_rows and self.program.held[i] is not None
+        summed = share // self.program.schedule.devices if lies_elsewhere else share
+        _add(found, over, 2 * summed * wide(x.dtype).itemsize * self._share(over))
 
     def _readers(self, i):
         """The number of a microbatch's tasks on this device that read a parameter."""
