@@ -18,6 +18,7 @@ from shardwise.marks.attention import Places, attend, causal, places, seen
 from shardwise.marks.binding import _apply as _apply  # shown by a chapter
 from shardwise.marks.binding import bind
 from shardwise.marks.identities import constrain, index, layer, local, stage_boundary, total, use
+from shardwise.marks.loops import turns
 from shardwise.marks.mixtures import experts
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "seen",
     "stage_boundary",
     "total",
+    "turns",
     "use",
 ]

@@ -1,6 +1,5 @@
 """Collectives in a program: how many, how often, and how many bytes each device sends."""
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +25,9 @@ def collectives(program: Any) -> Collectives:
     written, its arrays not yet divided along axes that are left to the compiler.
 
     An asynchronous start and done are one collective, a group of one device sends nothing, and of
-    a conditional's branches the one that sends the most is counted. A compiled program is a
-    `jax.stages.Compiled` or what `topology.compile` returns.
+    a conditional's branches the one that sends the most is counted. A loop in the scope of
+    `marks.turns` runs as often as that says, on the device that sends the most in all.
+    A compiled program is a `jax.stages.Compiled` or what `topology.compile` returns.
 
     In a TPU's program, what is carried by fusions counts once, where it starts; an all-reduce of
     which the same fusion keeps a share is a reduce-scatter, of the padded array; transfers between
@@ -77,13 +77,12 @@ def read(program: Program, frame: Frame, op: Instruction) -> Op | None:
     else:
         among = groups.replicas(op, program.devices)
         n = max(map(len, among))
-    source = _source(op)
     written = tpu.written_as(program, frame, op, n) if n else ()
     if tpu.is_scatter(frame, op):
         kind, written = "reduce-scatter", ()
     notes = {
         "padded": tpu.is_padded(frame, op),
-        "windowed": tpu.is_windowed(op, source),
+        "windowed": tpu.is_windowed(op),
         "combined": len(op.operands) > 1 and kind != "all-to-all",
     }
     return _op(
@@ -92,7 +91,7 @@ def read(program: Program, frame: Frame, op: Instruction) -> Op | None:
         frame.operands(op),
         n,
         among,
-        source=source,
+        source=op.source,
         strategy=tpu.strategy(frame, op),
         written=written,
         asynchronous=started,
@@ -118,7 +117,7 @@ def _between_slices(frame, op, kind, n, among):
     arrays = frame.operands(op)[:1]  # and a token
     sends = among or ((0, 1),)  # where numbers are not known, devices differ
     found = _op(
-        kind + BETWEEN_SLICES, op.name, arrays, n, sends, source=_source(op), asynchronous=True
+        kind + BETWEEN_SLICES, op.name, arrays, n, sends, source=op.source, asynchronous=True
     )
     return replace(found, groups=among)
 
@@ -129,17 +128,12 @@ def _ragged(program, frame, op):
     rows = frame.find(op.operands[0])[1].arrays[0]
     n, types = max(map(len, among)), ((rows.dtype, rows.dims),)
     sent = rows.bytes if n > 1 else 0
-    found = dict(source=_source(op), groups=among, strategy=tpu.strategy(frame, op))
+    found = dict(source=op.source, groups=among, strategy=tpu.strategy(frame, op))
     found |= dict(asynchronous=bool(tpu.starts(frame, op)), notes=("bound",))
     return Op("all-to-all", op.name, types, n, 1, rows.bytes, sent, **found)
 
 
-def _source(op: Instruction) -> str:
-    source = re.search(r'op_name="([^"]*)"', op.attributes.get("metadata", ""))
-    return source[1] if source else ""
-
-
-def _times(op: Op, trips: int) -> Op:
+def _times(op: Op, trips: int | float) -> Op:
     total = {key: getattr(op, key) * trips for key in ("payload_bytes", "ring_bytes")}
     return replace(op, trips=trips, **total)
 

@@ -19,7 +19,8 @@ def flops(compiled: Any, kernels: Mapping[str, int] | None = None) -> int:
     A product is 2 × output elements × contracted size, a convolution the same over the kernel's
     positions that meet data. They count where they stand, in fusions and library calls too, times
     the trips of the loops around them: the same for a scanned and an unrolled model. Of a
-    conditional's branches the one with most counts.
+    conditional's branches the one with most counts. A loop in the scope of `marks.turns` runs as
+    often as that says, on the device that performs most in all.
 
     Not counted: elementwise work, among it inner products (neither side has an axis of its own)
     and outer ones (nothing is contracted), which some backends compile to it; transforms; solvers.

@@ -49,6 +49,12 @@ class Instruction:
     attributes: dict[str, str]
 
     @property
+    def source(self) -> str:
+        """The operation that JAX named, in its scopes; "" where the program does not say."""
+        named = re.search(r'op_name="([^"]*)"', self.attributes.get("metadata", ""))
+        return named[1] if named else ""
+
+    @property
     def called(self) -> tuple[str, ...]:
         """Names of the computations that run when a call, fusion or async start runs."""
         if self.opcode not in ("call", "fusion", "async-start"):

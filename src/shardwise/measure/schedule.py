@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 from . import matmuls
 from .program import Computation, Frame, Instruction, Program
-from .trips import executed_in
+from .trips import executed
 
 _HANDS_ON = ("tuple", "bitcast", "copy", "opt-barrier", "optimization-barrier")
 
@@ -61,7 +61,7 @@ def _estimate(frame: Frame, op: Instruction) -> int | None:
 
 def _sum(program: Program, frame: Frame, op: Instruction, read: Callable) -> int:
     alone = Frame(Computation(op.name, {op.name: op}, op.name), frame)
-    return sum(value * times for value, times in executed_in(program, alone, read))
+    return sum(value * times for value, times in executed(program, read, frame=alone))
 
 
 def _follow(program, frame, order, held):

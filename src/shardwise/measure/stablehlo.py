@@ -97,7 +97,9 @@ class _Reader:
                 for part, region in zip(("condition", "body"), op.regions, strict=True)
             )
             operands = (self.add(body, "tuple", (), operands, {}),)
-            attributes = {"condition": condition, "body": do}
+            named = re.match(r'loc\("([^"]*)"', str(op.location))
+            metadata = f'op_name="{named[1]}"' if named else ""
+            attributes = {"condition": condition, "body": do, "metadata": metadata}
         elif name in ("func.call", "stablehlo.composite"):
             key = "callee" if name == "func.call" else "decomposition"
             opcode, attributes = "call", {"calls": op.attributes[key].value}

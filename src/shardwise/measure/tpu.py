@@ -71,12 +71,12 @@ def _work(program, frame, op, index, size):
     return "reduce-scatter" if shared_out and all(shared_out) else "all-reduce"
 
 
-def is_windowed(op: Instruction, source: str) -> bool:
+def is_windowed(op: Instruction) -> bool:
     """Whether a permute passes on the shares of a product's operand, instead of gathering it.
 
     It is told by its origin: the compiler names such a permute after the product.
     """
-    product = source.rsplit("/", 1)[-1].startswith(("dot_general", "conv_general"))
+    product = op.source.rsplit("/", 1)[-1].startswith(("dot_general", "conv_general"))
     return op.opcode.startswith("collective-permute") and product
 
 
