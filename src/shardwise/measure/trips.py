@@ -35,8 +35,8 @@ def executed(
     frame = frame or Frame(program.computations[program.entry])
     found = _executed(program, frame, read, weigh)
     device = np.argmax(_weight(found, weigh))
-    each = [(value, np.ravel(n)[device if np.size(n) > 1 else 0]) for value, n in found]
-    return [(value, int(n) if n == int(n) else float(n)) for value, n in each if n]
+    on_it = ((value, n if isinstance(n, int) else n[device % n.size] or None) for value, n in found)
+    return [(v, int(n) if n == int(n) else float(n)) for v, n in on_it if n is not None]
 
 
 def _weight(found, weigh):
