@@ -17,8 +17,8 @@ Only what is no Python any more, such as a jaxpr or an exported program, keeps i
 from shardwise.marks.attention import Places, attend, causal, places, seen
 from shardwise.marks.binding import _apply as _apply  # shown by a chapter
 from shardwise.marks.binding import bind
+from shardwise.marks.counting import kernels, turns
 from shardwise.marks.identities import constrain, index, layer, local, stage_boundary, total, use
-from shardwise.marks.loops import turns
 from shardwise.marks.mixtures import experts
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "constrain",
     "experts",
     "index",
+    "kernels",
     "layer",
     "local",
     "places",

@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.marks.counting import kernel_said
+
 from . import hlo
 from .program import Frame, Instruction, Program, is_compiled
 from .trips import executed
@@ -25,8 +27,9 @@ def flops(compiled: Any, kernels: Mapping[str, int] | None = None) -> int:
     Not counted: elementwise work, among it inner products (neither side has an axis of its own)
     and outer ones (nothing is contracted), which some backends compile to it; transforms; solvers.
 
-    Into a Pallas kernel nobody can look: it counts by the formula that its author gave it
-    (`pl.CostEstimate`), or by `kernels`, {a part of its name or source: FLOPs of one run}.
+    Into a Pallas kernel nobody can look: it counts by `kernels`, {a part of its name or source:
+    FLOPs of one run}, by `marks.kernels` around it, as `context.splash` has it, or by the formula
+    that its author gave it (`pl.CostEstimate`).
 
     Raises:
       TypeError: `compiled` is no `jax.stages.Compiled`, nor what `topology.compile` returns.
@@ -69,12 +72,14 @@ def _dot(frame: Frame, op: Instruction, contracted: str, batch: str | None) -> i
 
 
 def _kernel(op: Instruction, kernels: Mapping[str, int]) -> int | None:
-    """FLOPs of a kernel by a formula: the caller's, or else its author's."""
+    """FLOPs of a kernel by a formula: the caller's, or its user's, or else its author's."""
     if op.attributes.get("custom_call_target") != '"tpu_custom_call"':
         return None
     for part, count in kernels.items():
         if part in op.name or part in op.attributes.get("metadata", ""):
             return count
+    if (count := kernel_said(op.source)) is not None:
+        return count
     config = op.attributes.get("backend_config", "")
     told = re.search(r'"cost_estimate":\{"flops":"(\d+)"', config)
     return int(told[1]) if told else None

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from shardwise.marks.loops import turns_said
+from shardwise.marks.counting import turns_said
 
 from .program import Frame, Instruction, Program, trace
 
