@@ -8,7 +8,7 @@ from typing import Any
 from shardwise.marks.counting import kernel_said
 
 from . import hlo
-from .program import Frame, Instruction, Program, is_compiled
+from .program import Frame, Instruction
 from .trips import executed
 
 # Targets of custom calls that multiply matrices, or are kernels that nobody can look into.
@@ -35,23 +35,16 @@ def flops(compiled: Any, kernels: Mapping[str, int] | None = None) -> int:
       TypeError: `compiled` is no `jax.stages.Compiled`, nor what `topology.compile` returns.
       ValueError: a product whose size cannot be read, or one in a loop whose trips depend on data.
     """
-    if is_compiled(compiled):
-        compiled = hlo.parse(compiled.as_text())
-    if not isinstance(compiled, Program):
-        raise TypeError(
-            f"measure.flops takes a compiled program, and got {type(compiled).__name__}; pass "
-            f"jax.jit(f).lower(*args).compile(). (FLOPs per device are known only then.)"
-        )
-    found = executed(compiled, lambda frame, op: read(frame, op, kernels or {}))
+    program = hlo.read("flops", compiled)
+    found = executed(program, lambda frame, op: read(frame, op, kernels or {}))
     return sum(count * times for count, times in found)
 
 
 def read(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | None:
     """FLOPs of one instruction, None of one that is no product."""
     if op.opcode == "dot":
-        return _dot(
-            frame, op, op.attributes["lhs_contracting_dims"], op.attributes.get("lhs_batch_dims")
-        )
+        dims = op.attributes
+        return _dot(frame, op, dims["lhs_contracting_dims"], dims.get("lhs_batch_dims"))
     if op.opcode == "convolution":
         return _convolution(frame, op)
     if op.opcode == "custom-call":
@@ -108,42 +101,23 @@ def _unreadable(op: Instruction, what: str) -> str:
 
 def _convolution(frame: Frame, op: Instruction) -> int:
     """2 × batch × output features × contracted features × positions where the kernel meets data."""
-    data, kernel = frame.operands(op)
-    out = op.arrays[0]
-    labels = re.match(r"(\w+)_(\w+)->(\w+)", op.attributes["dim_labels"])
-    window = _window(op.attributes.get("window", "{}"))
+    arrays = *frame.operands(op), op.arrays[0]
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", op.attributes["dim_labels"]).groups()
+    window = dict(re.findall(r"(\w+)=(\S+)", op.attributes.get("window", "").strip("{}")))
     positions = 1
-    for axis in (c for c in labels[2] if c.isdigit()):
-        sizes = (
-            array.dims[label.index(axis)]
-            for array, label in zip((data, kernel, out), labels.groups(), strict=True)
-        )
-        positions *= _meeting(*sizes, *(window[key][int(axis)] for key in _WINDOW))
-    batch, features = (out.dims[labels[3].index(c)] for c in "bf")
-    return 2 * batch * features * kernel.dims[labels[2].index("i")] * positions
+    for axis in filter(str.isdigit, labels[1]):
+        sizes = (x.dims[label.index(axis)] for x, label in zip(arrays, labels, strict=True))
+        on_axis = {key: text.split("x")[int(axis)] for key, text in window.items()}
+        positions *= _meeting(*sizes, on_axis)
+    batch, features = (op.arrays[0].dims[labels[2].index(c)] for c in "bf")
+    return 2 * batch * features * arrays[1].dims[labels[1].index("i")] * positions
 
 
-_WINDOW = {"stride": "1", "pad": "0_0", "lhs_dilate": "1", "rhs_dilate": "1"}
-
-
-def _window(text: str) -> dict[str, list[str]]:
-    given = dict(re.findall(r"(\w+)=(\S+)", text.strip("{}")))
-    rank = len(given["size"].split("x")) if "size" in given else 0
-    return {key: given.get(key, "x".join([one] * rank)).split("x") for key, one in _WINDOW.items()}
-
-
-def _meeting(
-    data: int,
-    kernel: int,
-    out: int,
-    stride: str,
-    pad: str,
-    data_dilation: str,
-    kernel_dilation: str,
-) -> int:
+def _meeting(data: int, kernel: int, out: int, window: dict[str, str]) -> int:
     """Pairs of output and kernel positions on one axis that fall on data, not padding or holes."""
-    low, spacing = int(pad.split("_")[0]), int(data_dilation)
-    places = (
-        o * int(stride) + k * int(kernel_dilation) - low for o in range(out) for k in range(kernel)
+    low = int(window.get("pad", "0_0").split("_")[0])
+    stride, spacing, dilation = (
+        int(window.get(key, 1)) for key in ("stride", "lhs_dilate", "rhs_dilate")
     )
+    places = (o * stride + k * dilation - low for o in range(out) for k in range(kernel))
     return sum(0 <= p <= (data - 1) * spacing and p % spacing == 0 for p in places)
