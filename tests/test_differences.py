@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import measure, mesh, model, plan, topology
-from shardwise.measure import pairing
 from shardwise.measure.counts import Op
+from shardwise.measure.differences import pairs
 from shardwise.plan import compiling, roles
 
 N = 8
@@ -33,7 +33,7 @@ def op(kind, dims, dtype="f32", trips=1, source=BY_HAND, n=N, **more):
 
 def named(written, compiled):
     """{name: (bytes written, bytes compiled)}; of all together no byte is lost."""
-    found = list(pairing.pairs(written, compiled))
+    found = list(pairs(written, compiled))
     for i, ops in ((2, written), (3, compiled)):
         assert math.isclose(sum(pair[i] for pair in found), sum(o.ring_bytes for o in ops))
     told = {}

@@ -137,8 +137,37 @@ def test_the_compiler_cannot_cut_a_kernel_in_stages():
         layouts.Layout(grid, stage="stage", fsdp="fsdp", by="compiler", kernel=SPLASH)
 
 
+needs_libtpu = pytest.mark.skipif(
+    not importlib.util.find_spec("libtpu"), reason="libtpu is not installed"
+)
+
+
+@needs_libtpu
+def test_on_a_chip_its_flops_are_those_of_the_tiles_that_are_seen(monkeypatch, tmp_path):
+    """In a scan of rematerialised layers: twice forward, and both kernels of the backward pass."""
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
+    chips = topology.chips("v5e:2x4").mesh(fsdp=4, tensor=2)
+    rows, size, heads, depth, block, layers = 8, 512, 4, 64, 128, 3
+    spec = NamedSharding(chips.abstract, P("fsdp", None, "tensor"))
+    q = jax.ShapeDtypeStruct((rows, size, heads, depth), jnp.bfloat16, sharding=spec)
+    splash = context.splash(block=block)
+    kernel = context.within(chips.abstract, (), splash, ("fsdp",), ("tensor",))
+
+    def total(q):
+        attend = jax.checkpoint(lambda q: kernel(q, q, q, marks.places(None, rows, size)))
+        out = jax.lax.scan(lambda q, _: (attend(q).astype(q.dtype), None), q, None, layers)[0]
+        return jnp.sum(out.astype(jnp.float32))
+
+    program = topology.compile(topology.lower(jax.jit(jax.grad(total)), q), chips)
+    seen = np.tril(np.ones((size, size))).reshape(size // block, block, -1, block).any((1, 3))
+    product = 2 * (rows // 4) * (heads // 2) * seen.sum() * block**2 * 128  # depth, padded
+    assert measure.flops(program) == layers * (2 + 2 + 3 + 4) * product
+    assert measure.flops(program, kernels={"splash": 1}) == layers * 4
+    assert measure.overlap(program, chips.chips.chip).share == 1  # nothing is sent
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="libtpu is not installed")
+@needs_libtpu
 def test_on_a_chip_it_keeps_no_scores(monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     chips = topology.chips("v5e:2x4").mesh(fsdp=4, tensor=2)

@@ -1,7 +1,9 @@
 import dataclasses
 import gc
+import re
 import threading
 import weakref
+from fractions import Fraction
 
 import flax.linen as nn
 import jax
@@ -11,6 +13,7 @@ import pytest
 from flax import nnx
 
 from shardwise import marks
+from shardwise.marks import counting
 
 
 def test_unbound_marks_are_identities_that_leave_no_trace():
@@ -199,3 +202,29 @@ def test_totals_carry_no_gradient():
     assert jax.grad(product)(x).tolist() == [2, 3]
     with marks.bind(total=lambda x, axes: 10 * x if axes == ("rows", "sequence") else None):
         assert jax.grad(product)(x).tolist() == [20, 30]
+
+
+@pytest.mark.parametrize("times, of, told", [(8, 22, [Fraction(4, 11)]), ([3, 0], 1, [3, 0])])
+def test_the_name_of_a_loop_says_how_often_it_turns(times, of, told):
+    def run(n, x):
+        with marks.turns(times, of):
+            return jax.lax.fori_loop(0, n, lambda i, x: jnp.sin(x), x)
+
+    wrapped = jax.vmap(run, in_axes=(None, 0))
+    for f, x in [(run, jnp.ones(2)), (wrapped, jnp.ones((2, 2)))]:
+        text = jax.jit(f).lower(1, x).compile().as_text()
+        names = re.findall(r' while\(.*op_name="([^"]*)"', text)
+        assert [list(counting.turns_said(name)) for name in names] == [told]
+    assert counting.turns_said("jit(f)/turns 8 of 22/while/body/while") is None
+
+
+def test_the_name_of_a_kernel_says_its_flops():
+    name = "jit(f)/kernels fwd=12 dq=34/vmap(jit(g))/transpose(jvp(splash_{}_mha))/pallas_call"
+    told = [counting.kernel_said(name.format(part)) for part in ("fwd", "dq", "dkv")]
+    assert told == [12, 34, None] and counting.kernel_said("jit(f)/fwd") is None
+
+    def f(x):
+        with marks.kernels(fwd=12, dq=34):
+            return jnp.sin(x)
+
+    assert "kernels fwd=12 dq=34/sin" in jax.jit(f).lower(1.0).compile().as_text()

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import measure, mesh, model, objective
+from shardwise import marks, measure, mesh, model, objective
 from shardwise.measure import stablehlo, timing
 
 
@@ -288,6 +288,40 @@ def test_trips_that_depend_on_data_matter_only_where_something_is_counted():
     )
     with pytest.raises(ValueError, match=r"loop while\.\d+ in .* is no constant\. Use jax"):
         measure.collectives(jax.jit(f).lower(*args))
+
+
+def in_turns(x, now):
+    """A sum 3 times in each of 5 turns of 7, and one in each of 2; elsewhere in 1 and 6."""
+
+    def once(i, x):
+        return jax.lax.psum(jnp.sin(x @ x) + i, "a")
+
+    def often(i, x):
+        return jax.lax.fori_loop(0, 3, once, x + i)
+
+    def tick(x, now):
+        for number, (times, body) in enumerate([([5, 1], often), ([2, 6], once)]):
+            with marks.turns(times, of=7):
+                x = jax.lax.fori_loop(0, (now == number).astype(jnp.int32), body, x)
+        return x, None
+
+    return jax.lax.scan(tick, x, now)[0]
+
+
+def test_a_loop_whose_trips_depend_on_data_counts_as_its_mark_says():
+    f = jax.shard_map(in_turns, mesh=mesh.make(a=8), in_specs=P(), out_specs=P(), check_vma=False)
+    lowered = jax.jit(f).lower(shape(8, 8), shape(7, dtype=jnp.int32))
+    for program in (lowered, lowered.compile()):
+        found = measure.collectives(program)
+        assert found == {"all-reduce": measure.Count(2, 17, 17 * 256, 17 * 448)}
+        assert sorted(op.trips for op in found.ops) == [2, 15]
+    assert measure.flops(lowered.compile()) == 17 * 2 * 8**3
+
+
+def test_turns_that_do_not_come_out_whole_are_counted_as_fractions():
+    f = jax.jit(jax.shard_map(in_turns, mesh=mesh.make(a=8), in_specs=P(), out_specs=P()))
+    found = measure.collectives(f.lower(shape(8, 8), shape(9, dtype=jnp.int32)))
+    np.testing.assert_allclose([op.trips for op in found.ops], [5 * 3 * 9 / 7, 2 * 9 / 7])
 
 
 def test_a_conditional_counts_as_its_heaviest_branch():

@@ -17,7 +17,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import data, layouts, measure, model, topology
+from shardwise import data, layouts, marks, measure, model, topology
 from shardwise.measure import hlo
 from shardwise.measure.program import Array
 
@@ -624,3 +624,31 @@ def test_a_transfer_between_slices_of_an_unknown_kind_is_refused_by_name():
     with pytest.raises(ValueError, match="cannot read the transfer"):
         measure.collectives(send(strange))
     assert measure.collectives(send('_xla_host_transfer_handler_name="callback"')) == {}
+
+
+@needs_libtpu
+def test_turns_that_a_loop_s_mark_says_are_kept_by_the_compiler():
+    """A gather in each of 8 turns, among 22 ticks, as a pipeline's tasks are."""
+    mesh = topology.chips("v5e:2x2").mesh(x=4)
+
+    def f(x, w, now):
+        def once(i, x):
+            x, w_now, _ = jax.lax.optimization_barrier((x, w, i))
+            return jnp.tanh(x @ jax.lax.all_gather(w_now, "x", tiled=True))
+
+        def tick(x, now):
+            with marks.turns(8, of=22):
+                return jax.lax.fori_loop(0, now, once, x), None
+
+        return jax.lax.scan(tick, x, now)[0]
+
+    specs = P("x"), P("x"), P()
+    f = jax.shard_map(f, mesh=mesh.abstract, in_specs=specs, out_specs=P("x"), check_vma=False)
+    x, w = sharded(mesh, (32, 1024), "x"), sharded(mesh, (1024, 1024), "x")
+    lowered = topology.lower(jax.jit(f), x, w, sharded(mesh, (22,), dtype=jnp.int32))
+    program = topology.compile(lowered, mesh)
+    found = measure.collectives(program)
+    assert found == {"all-gather": measure.Count(1, 8, 8 * 2**21, 8 * 2**21 * 3 / 4)}
+    assert measure.flops(program) == 8 * 2 * 8 * 1024**2
+    (beside,) = measure.overlap(program, mesh.chips.chip).found
+    assert beside.times == 8

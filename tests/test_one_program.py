@@ -322,6 +322,26 @@ def test_the_value_of_a_loss_and_its_aux_equal_one_device():
     assert 0 < products[0] <= products[1] / 3
 
 
+def test_what_stands_in_tasks_is_counted_as_often_as_they_run():
+    """Once for each microbatch, and of the devices on the one that does most: the last."""
+
+    def compiled(**sizes):
+        grid = mesh.make(**sizes)
+        layout = layouts.Layout(grid, **{k: k for k in sizes}, program=True, microbatches=4)
+        run = layouts.value_and_grad(layout, loss_of(evenly(2)))
+        return run.lower(layouts.place(layout, params()), batch()).compile()
+
+    alone, both = compiled(stage=2), compiled(stage=2, fsdp=2)
+    per_layer = 2 * ROWS * TOKENS * WIDE * WIDE
+    logits = 2 * ROWS * TOKENS * WIDE * VOCAB
+    assert measure.flops(alone) == 3 * (LAYERS // 2 * per_layer + logits)
+    assert measure.flops(both) == measure.flops(alone) / 2
+    found = measure.collectives(both)
+    layers = [op for op in found.ops if op.source.count("/while/body") == 3]
+    assert layers and {op.trips for op in layers} == {4 * LAYERS // 2}
+    assert found.ring_bytes > measure.collectives(alone).ring_bytes
+
+
 @pytest.mark.parametrize("role", ["tensor", "context", "expert"])
 def test_roles_that_work_on_a_stage_s_activations_are_refused(role):
     with pytest.raises(ValueError, match=rf"{role}=.* beside stages as one program"):

@@ -48,10 +48,19 @@ class Splash:
             return jnp.pad(x, width).transpose(0, 2, 1, 3)
 
         scaled = (q * depth**-0.5).astype(q.dtype)
-        out = jax.vmap(kernel)(*map(heads_first, (scaled, k, v)), _segments(places))
+        with marks.kernels(**self._flops(*q.shape)):
+            out = jax.vmap(kernel)(*map(heads_first, (scaled, k, v)), _segments(places))
         out = out.transpose(0, 2, 1, 3)[..., :depth].astype(v.dtype)
         ordered = jnp.all(places.index == jnp.arange(size)[None], axis=1)
         return jnp.where(ordered[:, None, None, None], out, jnp.nan)
+
+    def _flops(self, rows, size, heads, depth):
+        """{a part of a kernel's name: FLOPs}: products of the tiles that are not all masked."""
+        tile = _tile(size, self.block)
+        tiles = (size // tile) * (size // tile + 1) // 2
+        product = 2 * rows * heads * tiles * tile**2 * (depth + -depth % LANES)
+        # Scores and output; scores again, and the gradients of both, of q, and of k and v.
+        return {"fwd": 2 * product, "dq": 3 * product, "dkv": 4 * product}
 
     def _kernel(self, size, heads):
         # Imported where it is used: Pallas' TPU half takes its time, and few need it.

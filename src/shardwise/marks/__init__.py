@@ -17,6 +17,7 @@ Only what is no Python any more, such as a jaxpr or an exported program, keeps i
 from shardwise.marks.attention import Places, attend, causal, places, seen
 from shardwise.marks.binding import _apply as _apply  # shown by a chapter
 from shardwise.marks.binding import bind
+from shardwise.marks.counting import kernels, turns
 from shardwise.marks.identities import constrain, index, layer, local, stage_boundary, total, use
 from shardwise.marks.mixtures import experts
 
@@ -28,11 +29,13 @@ __all__ = [
     "constrain",
     "experts",
     "index",
+    "kernels",
     "layer",
     "local",
     "places",
     "seen",
     "stage_boundary",
     "total",
+    "turns",
     "use",
 ]

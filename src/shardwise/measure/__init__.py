@@ -4,16 +4,12 @@ Compiled programs are read, not run: `jax.jit(f).lower(*args).compile()` is what
 `topology.compile` returns for chips that are not here.
 """
 
-from .axes import by_axis
 from .communication import collectives
-from .counts import Collectives, Count
+from .counts import Collectives, Count, Form, Forms, by_axis, by_form
 from .differences import Difference, Differences, differences
-from .fitting import Fit, fits
-from .forms import Form, Forms, by_form
-from .lanes import Span, lanes
 from .matmuls import flops
-from .memory import DeviceBytes, bytes_on_devices, bytes_per_device
-from .overlap import Beside, Overlap, overlap
+from .memory import DeviceBytes, Fit, bytes_on_devices, bytes_per_device, fits
+from .overlap import Beside, Overlap, Span, lanes, overlap
 from .timing import StepTime, step_time
 
 __all__ = [

@@ -1,14 +1,13 @@
 """Collectives in a program: how many, how often, and how many bytes each device sends."""
 
-import re
 from dataclasses import replace
 from typing import Any
 
 import jax
 
-from . import dcn, groups, hlo, stablehlo, tpu
+from . import hlo, stablehlo, tpu
 from .counts import BETWEEN_SLICES, KINDS, Collectives, Op
-from .program import Frame, Instruction, Program, is_compiled
+from .program import Frame, Instruction, Program
 from .trips import executed
 
 # Times B (n - 1) / n are sent by each of the n devices of a ring; B is the full tensor. In an
@@ -26,8 +25,9 @@ def collectives(program: Any) -> Collectives:
     written, its arrays not yet divided along axes that are left to the compiler.
 
     An asynchronous start and done are one collective, a group of one device sends nothing, and of
-    a conditional's branches the one that sends the most is counted. A compiled program is a
-    `jax.stages.Compiled` or what `topology.compile` returns.
+    a conditional's branches the one that sends the most is counted. A loop in the scope of
+    `marks.turns` runs as often as that says, on the device that sends the most in all.
+    A compiled program is a `jax.stages.Compiled` or what `topology.compile` returns.
 
     In a TPU's program, what is carried by fusions counts once, where it starts; an all-reduce of
     which the same fusion keeps a share is a reduce-scatter, of the padded array; transfers between
@@ -42,28 +42,29 @@ def collectives(program: Any) -> Collectives:
     """
     if isinstance(program, jax.stages.Lowered):
         program = stablehlo.read(program)
-    elif isinstance(program, str) or is_compiled(program):
-        program = hlo.parse(program if isinstance(program, str) else program.as_text())
-    elif not isinstance(program, Program):
-        raise TypeError(
-            f"measure.collectives takes a lowered or compiled program, and got "
-            f"{type(program).__name__}; pass jax.jit(f).lower(*args).compile()."
-        )
+    program = hlo.read("collectives", program)
     found = executed(
-        program,
-        lambda frame, op: read(program, frame, op),
-        weigh=lambda op: op.ring_bytes,
+        program, lambda frame, op: read(program, frame, op), weigh=lambda op: op.ring_bytes
     )
-    return Collectives([_times(op, trips) for op, trips in found])
+    return Collectives(op.repeated(trips) for op, trips in found)
 
 
 def read(program: Program, frame: Frame, op: Instruction) -> Op | None:
     """The collective that one instruction is or starts, run once; None for any other."""
     kind = op.opcode.removesuffix("-start")
-    if between := dcn.read(op, program.devices):
-        return _between_slices(frame, op, *between)
-    if kind == "ragged-all-to-all" and "replica_groups" in op.attributes:
-        return _ragged(program, frame, op)
+    if between := tpu.between_slices(op, program.devices):
+        kind, n, among = between
+        # Its operands are an array and a token; where numbers are not known, devices differ.
+        sends = among or ((0, 1),)
+        found = _op(kind + BETWEEN_SLICES, op, frame.operands(op)[:1], n, sends, asynchronous=True)
+        return replace(found, groups=among)
+    strategy = tpu.strategy(frame, op)
+    if kind == "ragged-all-to-all" and "replica_groups" in op.attributes:  # as if no row stayed
+        among = hlo.replicas(op, program.devices)
+        n, rows = max(map(len, among)), frame.operands(op)[:1]
+        started = bool(tpu.starts(frame, op))
+        found = _op("all-to-all", op, rows, n, among, strategy, (), started, notes=("bound",))
+        return replace(found, ring_bytes=rows[0].bytes if n > 1 else 0)
     if kind in _UNCOUNTED and op.attributes.get("is_host_transfer") != "true":
         raise ValueError(
             f"measure.collectives: cannot count the bytes of {op.name}, a {kind}; known are "
@@ -73,77 +74,34 @@ def read(program: Program, frame: Frame, op: Instruction) -> Op | None:
     if kind not in KINDS or started is None:
         return None
     if kind == "collective-permute":
-        among, n = groups.pairs(op), None
+        among, n, written = hlo.pairs(op), None, ()
     else:
-        among = groups.replicas(op, program.devices)
+        among = hlo.replicas(op, program.devices)
         n = max(map(len, among))
-    source = _source(op)
-    written = tpu.written_as(program, frame, op, n) if n else ()
+        written = tpu.written_as(program, frame, op, n)
     if tpu.is_scatter(frame, op):
         kind, written = "reduce-scatter", ()
     notes = {
         "padded": tpu.is_padded(frame, op),
-        "windowed": tpu.is_windowed(op, source),
+        "windowed": tpu.is_windowed(op),
         "combined": len(op.operands) > 1 and kind != "all-to-all",
     }
-    return _op(
-        kind,
-        op.name,
-        frame.operands(op),
-        n,
-        among,
-        source=source,
-        strategy=tpu.strategy(frame, op),
-        written=written,
-        asynchronous=started,
-        notes=tuple(note for note, holds in notes.items() if holds),
-    )
+    notes = tuple(note for note, holds in notes.items() if holds)
+    return _op(kind, op, frame.operands(op), n, among, strategy, written, started, notes)
 
 
-def _op(kind, name, arrays, n, among, **more) -> Op:
+def _op(kind, op, arrays, n, among, strategy="", written=(), asynchronous=False, notes=()) -> Op:
     """The `Op` of one instruction, run once; what leaves a device by the formulas of a ring."""
     size = sum(array.bytes for array in arrays)
     base = kind.removesuffix(BETWEEN_SLICES)
     if base == "collective-permute":
-        sent = size if any(len(set(pair)) > 1 for pair in among) else 0
-        n = None
+        sent, n = size if any(len(set(pair)) > 1 for pair in among) else 0, None
     else:
         size *= n if base == "all-gather" else 1
-        sent = _exact(_RING_PASSES[base] * size * (n - 1), n)
+        all_sent = _RING_PASSES[base] * size * (n - 1)
+        sent = all_sent / n if all_sent % n else all_sent // n
     types = tuple((array.dtype, array.dims) for array in arrays)
-    return Op(kind, name, types, n, 1, size, sent, groups=among, **more)
-
-
-def _between_slices(frame, op, kind, n, among):
-    arrays = frame.operands(op)[:1]  # and a token
-    sends = among or ((0, 1),)  # where numbers are not known, devices differ
-    found = _op(
-        kind + BETWEEN_SLICES, op.name, arrays, n, sends, source=_source(op), asynchronous=True
-    )
-    return replace(found, groups=among)
-
-
-def _ragged(program, frame, op):
-    """The `Op` of a ragged all-to-all that sends all rows of its operand, as if none stayed."""
-    among = groups.replicas(op, program.devices)
-    rows = frame.find(op.operands[0])[1].arrays[0]
-    n, types = max(map(len, among)), ((rows.dtype, rows.dims),)
-    sent = rows.bytes if n > 1 else 0
-    found = dict(source=_source(op), groups=among, strategy=tpu.strategy(frame, op))
-    found |= dict(asynchronous=bool(tpu.starts(frame, op)), notes=("bound",))
-    return Op("all-to-all", op.name, types, n, 1, rows.bytes, sent, **found)
-
-
-def _source(op: Instruction) -> str:
-    source = re.search(r'op_name="([^"]*)"', op.attributes.get("metadata", ""))
-    return source[1] if source else ""
-
-
-def _times(op: Op, trips: int) -> Op:
-    total = {key: getattr(op, key) * trips for key in ("payload_bytes", "ring_bytes")}
-    return replace(op, trips=trips, **total)
-
-
-def _exact(numerator: int, denominator: int) -> int | float:
-    quotient, rest = divmod(numerator, denominator)
-    return numerator / denominator if rest else quotient
+    return Op(
+        kind, op.name, types, n, 1, size, sent, op.source, among, strategy, written, asynchronous,
+        notes,
+    )  # fmt: skip

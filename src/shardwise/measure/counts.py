@@ -1,13 +1,53 @@
-"""The result of counting collectives: a mapping by kind, a list, and a table to show."""
+"""Counts of collectives: a mapping by kind, a list, parts by mesh axis or form, shown as tables."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import html
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
 
-from . import tables
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 BETWEEN_SLICES = " between slices"  # after a kind: of TPUs, over the data centre's network
-_COLUMNS = ("collective", "in program", "times run", "payload bytes", "ring bytes per device")
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as text: the first column to the left, the others to the right."""
+    lines = [columns, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
+        for line in lines
+    )
+
+
+def number(value: int | float) -> str:
+    """A number with commas; with one decimal where it is no int."""
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+
+
+class Shown:
+    """A mapping that is shown as a table, in a terminal and on a page."""
+
+    _columns: ClassVar[tuple[str, ...]]
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return table(self._columns, self._rows()) if self else "no collectives"
+
+    def _repr_html_(self) -> str:
+        if not self:
+            return "<p>no collectives</p>"
+        head = "".join(f'<th scope="col">{html.escape(title)}</th>' for title in self._columns)
+        cell = '<td style="text-align:right">{}</td>'.format
+        body = ""
+        for row in self._rows():
+            first, *cells = map(html.escape, row)
+            body += f'<tr><th scope="row">{first}</th>{"".join(map(cell, cells))}</tr>'
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 @dataclass(frozen=True)
@@ -30,8 +70,8 @@ class Op:
     name: str
     arrays: tuple[tuple[str, tuple[int, ...]], ...]
     group_size: int | None
-    trips: int
-    payload_bytes: int
+    trips: int | float
+    payload_bytes: int | float
     ring_bytes: int | float
     source: str
     groups: tuple[tuple[int, ...], ...] = ()
@@ -44,31 +84,27 @@ class Op:
     def dtype(self) -> str:
         return "+".join(dict.fromkeys(dtype for dtype, _ in self.arrays))
 
-    def repeated(self, times: int) -> "Op":
+    def repeated(self, times: int | float) -> "Op":
         """The `Op` for so many runs of its program."""
-        return replace(
-            self,
-            trips=self.trips * times,
-            payload_bytes=self.payload_bytes * times,
-            ring_bytes=self.ring_bytes * times,
-        )
+        sizes = ("trips", "payload_bytes", "ring_bytes")
+        return replace(self, **{name: getattr(self, name) * times for name in sizes})
 
 
-@dataclass(frozen=True)
-class Count:
+class Count(NamedTuple):
     """The times that a kind of collective occurs (`static`) and runs (`dynamic`), and its bytes."""
 
     static: int
-    dynamic: int
-    payload_bytes: int
+    dynamic: int | float
+    payload_bytes: int | float
     ring_bytes: int | float
 
 
-class Collectives(Mapping[str, Count]):
+class Collectives(Shown, dict[str, Count]):
     """{kind of collective: its `Count`} of the kinds that occur; `.ops` holds every instruction.
 
-    All bytes are per device and for all trips. `payload_bytes` is the size of the full tensor B:
-    what an all-gather yields, what enters a reduce-scatter, an all-reduce, an all-to-all (on one
+    The fields of a `Count`, `.ring_bytes` and so on, are those of all kinds together. All bytes are
+    per device and for all trips. `payload_bytes` is the size of the full tensor B: what an
+    all-gather yields, what enters a reduce-scatter, an all-reduce, an all-to-all (on one
     device) or a collective-permute. `ring_bytes` is what one device sends when n devices pass it
     on in a ring: B(n-1)/n, twice that for an all-reduce, and B itself for a collective-permute
     (of a device that sends: those at the end of an open chain send nothing). An all-to-all's
@@ -76,57 +112,101 @@ class Collectives(Mapping[str, Count]):
     are passed on, it would be B(n-1)/2.
     """
 
+    _columns = ("collective", "in program", "times run", "payload bytes", "ring bytes per device")
+
     def __init__(self, ops: Iterable[Op]):
         self.ops: tuple[Op, ...] = tuple(ops)
-        self._counts = {
-            kind: _sum([op for op in self.ops if op.kind == kind])
-            for kind in (*KINDS, *(kind + BETWEEN_SLICES for kind in KINDS))
-            if any(op.kind == kind for op in self.ops)
-        }
+        found = _parts(self.ops, lambda op: op.kind)
+        kinds = (*KINDS, *(kind + BETWEEN_SLICES for kind in KINDS))
+        super().__init__({kind: _sum(found[kind]) for kind in kinds if kind in found})
+        self.static, self.dynamic, self.payload_bytes, self.ring_bytes = _sum(self.ops)
 
-    @property
-    def static(self) -> int:
-        return sum(count.static for count in self.values())
-
-    @property
-    def dynamic(self) -> int:
-        return sum(count.dynamic for count in self.values())
-
-    @property
-    def payload_bytes(self) -> int:
-        return sum(count.payload_bytes for count in self.values())
-
-    @property
-    def ring_bytes(self) -> int | float:
-        return sum(count.ring_bytes for count in self.values())
-
-    def __getitem__(self, kind: str) -> Count:
-        return self._counts[kind]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._counts)
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        counts = {**self, "total": self} if len(self) > 1 else self
-        rows = [
-            (kind, c.static, c.dynamic, c.payload_bytes, c.ring_bytes) for kind, c in counts.items()
-        ]
-        return [(kind, *map(tables.number, values)) for kind, *values in rows]
-
-    def __repr__(self) -> str:
-        return tables.plain(_COLUMNS, self._rows()) if self else "no collectives"
-
-    def _repr_html_(self) -> str:
-        return tables.page(_COLUMNS, self._rows()) if self else "<p>no collectives</p>"
+    def _rows(self):
+        total = {"total": _sum(self.ops)} if len(self) > 1 else {}
+        return [(kind, *map(number, count)) for kind, count in {**self, **total}.items()]
 
 
-def _sum(ops: list[Op]) -> Count:
+def _sum(ops: Sequence[Op]) -> Count:
     return Count(
         static=len({op.name for op in ops}),
         dynamic=sum(op.trips for op in ops),
         payload_bytes=sum(op.payload_bytes for op in ops),
         ring_bytes=sum(op.ring_bytes for op in ops),
     )
+
+
+def _parts(ops: Iterable[Op], key: Callable) -> dict:
+    """{key: the ops that have it}, in the order in which the keys are met."""
+    parts: dict = {}
+    for op in ops:
+        parts.setdefault(key(op), []).append(op)
+    return parts
+
+
+def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ...], Collectives]:
+    """{mesh axes: the `Collectives` along them}, in the order in which the axes are met.
+
+    An axis counts if devices that take part together differ in their place along it: a sum over all
+    devices of a mesh of two axes runs along both, and stands under both names. `mesh` is that of
+    the program, whose devices have numbers in its order. What moves nothing is left out.
+
+    Raises:
+      ValueError: a collective among other devices than those of the mesh, or, between slices of
+        TPUs, among devices whose numbers are not told.
+    """
+    shape = tuple(mesh.shape.values())
+
+    def axes(op):
+        if not op.groups:
+            raise ValueError(
+                f"measure.by_axis: {op.name}, a {op.kind}, tells who takes part by places on the "
+                f"chips, not by numbers; leave it out."
+            )
+        if (last := max(map(max, op.groups))) >= np.prod(shape):
+            raise ValueError(
+                f"measure.by_axis: {op.name} runs among devices up to number {last}, and the mesh "
+                f"{dict(mesh.shape)} has {np.prod(shape)}; give the mesh that the program was "
+                f"written for."
+            )
+        places = [np.stack(np.unravel_index(group, shape)) for group in op.groups]
+        differ = np.any([np.ptp(place, axis=1) > 0 for place in places], axis=0)
+        return tuple(name for name, along in zip(mesh.shape, differ, strict=True) if along)
+
+    return {axes: Collectives(ops) for axes, ops in _parts(found.ops, axes).items() if axes}
+
+
+class Form(NamedTuple):
+    """The way in which a collective runs; see `Op` for each field."""
+
+    kind: str
+    written: tuple[str, ...]
+    strategy: str
+    asynchronous: bool
+    notes: tuple[str, ...]
+
+
+class Forms(Shown, dict[Form, Collectives]):
+    """{form: the `Collectives` of it} of the forms that occur; shown as a table."""
+
+    _columns = ("collective", "written as", "strategy", "in program", "times run", "ring bytes",
+                "notes")  # fmt: skip
+
+    def _rows(self):
+        rows = []
+        for form, found in self.items():
+            notes = ["asynchronous"] * form.asynchronous + list(form.notes)
+            sizes = map(number, (found.static, found.dynamic, found.ring_bytes))
+            rows.append(
+                (form.kind, ", ".join(form.written), form.strategy, *sizes, ", ".join(notes))
+            )
+        return rows
+
+
+def by_form(found: Collectives) -> Forms:
+    """{form: the `Collectives` of it}, in the order in which the forms are met.
+
+    Of a program for TPUs: what does the work of what (`written`), by which of the compiler's
+    strategies, and whether other work may stand between start and end.
+    """
+    parts = _parts(found.ops, lambda op: Form(*(getattr(op, name) for name in Form._fields)))
+    return Forms({form: Collectives(ops) for form, ops in parts.items()})

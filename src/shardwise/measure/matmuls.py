@@ -5,8 +5,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from shardwise.marks.counting import kernel_said
+
 from . import hlo
-from .program import Frame, Instruction, Program, is_compiled
+from .program import Frame, Instruction
 from .trips import executed
 
 # Targets of custom calls that multiply matrices, or are kernels that nobody can look into.
@@ -19,35 +21,30 @@ def flops(compiled: Any, kernels: Mapping[str, int] | None = None) -> int:
     A product is 2 × output elements × contracted size, a convolution the same over the kernel's
     positions that meet data. They count where they stand, in fusions and library calls too, times
     the trips of the loops around them: the same for a scanned and an unrolled model. Of a
-    conditional's branches the one with most counts.
+    conditional's branches the one with most counts. A loop in the scope of `marks.turns` runs as
+    often as that says, on the device that performs most in all.
 
     Not counted: elementwise work, among it inner products (neither side has an axis of its own)
     and outer ones (nothing is contracted), which some backends compile to it; transforms; solvers.
 
-    Into a Pallas kernel nobody can look: it counts by the formula that its author gave it
-    (`pl.CostEstimate`), or by `kernels`, {a part of its name or source: FLOPs of one run}.
+    Into a Pallas kernel nobody can look: it counts by `kernels`, {a part of its name or source:
+    FLOPs of one run}, by `marks.kernels` around it, as `context.splash` has it, or by the formula
+    that its author gave it (`pl.CostEstimate`).
 
     Raises:
       TypeError: `compiled` is no `jax.stages.Compiled`, nor what `topology.compile` returns.
       ValueError: a product whose size cannot be read, or one in a loop whose trips depend on data.
     """
-    if is_compiled(compiled):
-        compiled = hlo.parse(compiled.as_text())
-    if not isinstance(compiled, Program):
-        raise TypeError(
-            f"measure.flops takes a compiled program, and got {type(compiled).__name__}; pass "
-            f"jax.jit(f).lower(*args).compile(). (FLOPs per device are known only then.)"
-        )
-    found = executed(compiled, lambda frame, op: read(frame, op, kernels or {}))
+    program = hlo.read("flops", compiled)
+    found = executed(program, lambda frame, op: read(frame, op, kernels or {}))
     return sum(count * times for count, times in found)
 
 
 def read(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | None:
     """FLOPs of one instruction, None of one that is no product."""
     if op.opcode == "dot":
-        return _dot(
-            frame, op, op.attributes["lhs_contracting_dims"], op.attributes.get("lhs_batch_dims")
-        )
+        dims = op.attributes
+        return _dot(frame, op, dims["lhs_contracting_dims"], dims.get("lhs_batch_dims"))
     if op.opcode == "convolution":
         return _convolution(frame, op)
     if op.opcode == "custom-call":
@@ -68,12 +65,14 @@ def _dot(frame: Frame, op: Instruction, contracted: str, batch: str | None) -> i
 
 
 def _kernel(op: Instruction, kernels: Mapping[str, int]) -> int | None:
-    """FLOPs of a kernel by a formula: the caller's, or else its author's."""
+    """FLOPs of a kernel by a formula: the caller's, or its user's, or else its author's."""
     if op.attributes.get("custom_call_target") != '"tpu_custom_call"':
         return None
     for part, count in kernels.items():
         if part in op.name or part in op.attributes.get("metadata", ""):
             return count
+    if (count := kernel_said(op.source)) is not None:
+        return count
     config = op.attributes.get("backend_config", "")
     told = re.search(r'"cost_estimate":\{"flops":"(\d+)"', config)
     return int(told[1]) if told else None
@@ -102,42 +101,23 @@ def _unreadable(op: Instruction, what: str) -> str:
 
 def _convolution(frame: Frame, op: Instruction) -> int:
     """2 × batch × output features × contracted features × positions where the kernel meets data."""
-    data, kernel = frame.operands(op)
-    out = op.arrays[0]
-    labels = re.match(r"(\w+)_(\w+)->(\w+)", op.attributes["dim_labels"])
-    window = _window(op.attributes.get("window", "{}"))
+    arrays = *frame.operands(op), op.arrays[0]
+    labels = re.match(r"(\w+)_(\w+)->(\w+)", op.attributes["dim_labels"]).groups()
+    window = dict(re.findall(r"(\w+)=(\S+)", op.attributes.get("window", "").strip("{}")))
     positions = 1
-    for axis in (c for c in labels[2] if c.isdigit()):
-        sizes = (
-            array.dims[label.index(axis)]
-            for array, label in zip((data, kernel, out), labels.groups(), strict=True)
-        )
-        positions *= _meeting(*sizes, *(window[key][int(axis)] for key in _WINDOW))
-    batch, features = (out.dims[labels[3].index(c)] for c in "bf")
-    return 2 * batch * features * kernel.dims[labels[2].index("i")] * positions
+    for axis in filter(str.isdigit, labels[1]):
+        sizes = (x.dims[label.index(axis)] for x, label in zip(arrays, labels, strict=True))
+        on_axis = {key: text.split("x")[int(axis)] for key, text in window.items()}
+        positions *= _meeting(*sizes, on_axis)
+    batch, features = (op.arrays[0].dims[labels[2].index(c)] for c in "bf")
+    return 2 * batch * features * arrays[1].dims[labels[1].index("i")] * positions
 
 
-_WINDOW = {"stride": "1", "pad": "0_0", "lhs_dilate": "1", "rhs_dilate": "1"}
-
-
-def _window(text: str) -> dict[str, list[str]]:
-    given = dict(re.findall(r"(\w+)=(\S+)", text.strip("{}")))
-    rank = len(given["size"].split("x")) if "size" in given else 0
-    return {key: given.get(key, "x".join([one] * rank)).split("x") for key, one in _WINDOW.items()}
-
-
-def _meeting(
-    data: int,
-    kernel: int,
-    out: int,
-    stride: str,
-    pad: str,
-    data_dilation: str,
-    kernel_dilation: str,
-) -> int:
+def _meeting(data: int, kernel: int, out: int, window: dict[str, str]) -> int:
     """Pairs of output and kernel positions on one axis that fall on data, not padding or holes."""
-    low, spacing = int(pad.split("_")[0]), int(data_dilation)
-    places = (
-        o * int(stride) + k * int(kernel_dilation) - low for o in range(out) for k in range(kernel)
+    low = int(window.get("pad", "0_0").split("_")[0])
+    stride, spacing, dilation = (
+        int(window.get(key, 1)) for key in ("stride", "lhs_dilate", "rhs_dilate")
     )
+    places = (o * stride + k * dilation - low for o in range(out) for k in range(kernel))
     return sum(0 <= p <= (data - 1) * spacing and p % spacing == 0 for p in places)

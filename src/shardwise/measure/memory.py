@@ -1,12 +1,21 @@
-"""Bytes on each device: what a compiled program needs, and what arrays occupy."""
+"""Bytes on each device: what a compiled program needs, whether it fits, and what arrays occupy."""
 
 import math
+import re
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from .program import is_compiled
+from .program import expected, is_compiled
+
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_REFUSALS = (
+    r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm",
+    r"\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)",
+    r"Allocation \(size=([\d.]+)()\) would exceed memory \(size=([\d.]+)()\)",
+)
 
 
 class DeviceBytes(NamedTuple):
@@ -33,10 +42,7 @@ def bytes_per_device(compiled: Any) -> DeviceBytes:
       ValueError: the backend does not say.
     """
     if not is_compiled(compiled):
-        raise TypeError(
-            f"measure.bytes_per_device takes a compiled program, and got "
-            f"{type(compiled).__name__}; pass jax.jit(f).lower(*args).compile()."
-        )
+        raise expected("bytes_per_device", compiled)
     # Not `peak_memory_in_bytes`: on CPU it is below the temporaries alone.
     stats = compiled.memory_analysis()
     if stats is None:
@@ -44,12 +50,8 @@ def bytes_per_device(compiled: Any) -> DeviceBytes:
             "measure.bytes_per_device: this backend reports no memory for compiled programs; "
             "measure the arrays instead, with measure.bytes_on_devices."
         )
-    return DeviceBytes(
-        arguments=stats.argument_size_in_bytes,
-        outputs=stats.output_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
-    )
+    kinds = ("argument", "output", "alias", "temp")
+    return DeviceBytes(*(getattr(stats, f"{kind}_size_in_bytes") for kind in kinds))
 
 
 def bytes_on_devices(tree: Any) -> dict[jax.Device, int]:
@@ -78,3 +80,83 @@ def bytes_on_devices(tree: Any) -> dict[jax.Device, int]:
         for device in leaf.sharding.addressable_devices:
             sizes[device] = sizes.get(device, 0) + held
     return dict(sorted(sizes.items(), key=lambda item: item[0].id))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """`needed` and `allowed` bytes on a device; true if the program fits.
+
+    `memory` tells what is needed for what, None for a program that was refused; `buffers` are the
+    largest arrays, where they are known, each with `bytes`, `kind`, `array`, `name` and `source`.
+    """
+
+    needed: int
+    allowed: int
+    memory: DeviceBytes | None = None
+    buffers: tuple[Any, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.needed <= self.allowed
+
+    @property
+    def spare(self) -> int:
+        """Bytes that are left, or are missing, as a negative number."""
+        return self.allowed - self.needed
+
+    def __repr__(self) -> str:
+        says = "fits" if self else "does not fit"
+        lines = [f"{says}: {_gib(self.needed)} of {_gib(self.allowed)} GiB"]
+        if self.memory is not None:
+            parts = ", ".join(f"{k} {_gib(n)}" for k, n in self.memory._asdict().items())
+            lines.append(f"  {parts}")
+        lines += [f"  {_gib(b.bytes)}  {b.kind} {b.array}  {b.source}" for b in self.buffers[:5]]
+        return "\n".join(lines)
+
+
+def fits(program: Any, allowed: int | None = None) -> Fit:
+    """The `Fit` of a compiled program, or of the error with which a compiler refused one.
+
+    A program needs its arguments and outputs, less what is aliased, and its temporaries: so much
+    at most, since temporaries may lie where a donated argument was. `needed` is what the compiler
+    itself counted, where it says so, as what `topology.compile` returns does. What the device
+    allows is known for that, for what it raises, and for TPU's errors; for another
+    `jax.stages.Compiled` say `allowed`, in bytes. (An old TPU compiler, libtpu 0.0.23,
+    does not look at arguments and outputs: it returns what does not fit, and this tells.)
+
+    Raises:
+      TypeError: neither a compiled program nor an error.
+      ValueError: `allowed` is not known, or the error tells no numbers.
+    """
+    if isinstance(program, Exception):
+        told = refused(program)
+        if told is None:
+            raise ValueError(
+                f"measure.fits: this {type(program).__name__} tells no numbers of memory: "
+                f"{str(program)[:200]!r}; expected a compiler's refusal, such as 'Used 18.75G of "
+                f"15.75G hbm'."
+            )
+        return Fit(told[0], allowed or told[1], buffers=getattr(program, "buffers", ()))
+    memory = bytes_per_device(program)
+    allowed = allowed or getattr(program, "usable_hbm", None)
+    if allowed is None:
+        raise ValueError(
+            "measure.fits: how much the device allows is not known for a program compiled here; "
+            "say measure.fits(compiled, allowed=16 * 2**30), or compile by topology.compile."
+        )
+    needed = getattr(program, "hbm_bytes", None) or memory.total
+    return Fit(needed, allowed, memory, getattr(program, "buffers", ()))
+
+
+def refused(error: Exception | str) -> tuple[int, int] | None:
+    """(needed, allowed) bytes in a TPU compiler's refusal; None if it tells no numbers."""
+    if hasattr(error, "needed"):  # as `topology.compile` raises it
+        return error.needed, error.allowed
+    for pattern in _REFUSALS:
+        if found := re.search(pattern, str(error)):
+            needed, unit, allowed, its_unit = found.groups()
+            return int(float(needed) * _UNITS[unit]), int(float(allowed) * _UNITS[its_unit])
+    return None
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"

@@ -4,14 +4,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import communication, hlo, schedule
+from . import schedule, tpu
 from .counts import Op
-from .links import lanes_of, link_seconds
-from .program import Frame, Instruction, Program, is_compiled
-from .trips import executed
+from .program import Frame, Program
+from .schedule import Begun
 
 _SHOWN = 16  # of the collectives in the table
-Begun = tuple[Op, Frame, Instruction, int]
 _NOTE = "a schedule and a model of time, not a measurement"
 
 
@@ -26,13 +24,13 @@ class Beside:
     """
 
     op: Op
-    times: int
+    times: int | float
     lanes: int
     seconds: float
     products: tuple[str, ...] = ()
     arithmetic: float = 0.0
     covered: float = 0.0
-    cycles: int = 0
+    cycles: int | float = 0
 
 
 @dataclass(frozen=True)
@@ -53,13 +51,10 @@ class Overlap:
     @property
     def share(self) -> float:
         """The share of the bytes sent that is covered; 1 where nothing is sent."""
-        sent = sum(b.op.ring_bytes * b.times for b in self.found)
-        if not sent:
-            return 1.0
-        hidden = (
-            b.op.ring_bytes * b.times * b.covered / b.seconds for b in self.found if b.seconds
-        )
-        return sum(hidden) / sent
+        parts = [
+            (b.op.ring_bytes * b.times, b.covered / b.seconds) for b in self.found if b.seconds
+        ]
+        return sum(n * share for n, share in parts) / sum(n for n, _ in parts) if parts else 1.0
 
     def __repr__(self) -> str:
         lines = [
@@ -96,68 +91,31 @@ def overlap(program: Any, chip: Any, kernels: Mapping[str, int] | None = None) -
       TypeError: `program` is no compiled program.
       ValueError: it is not scheduled, as those for CPUs are not; what `collectives` raises.
     """
-    return Overlap(tuple(_beside(scheduled("overlap", program), chip, kernels or {})))
-
-
-def scheduled(who: str, program: Any) -> Program:
-    """A compiled program whose text is its schedule; TypeError or ValueError for another."""
-    if not is_compiled(program) and not isinstance(program, str):
-        raise TypeError(
-            f"measure.{who} takes a compiled program, and got {type(program).__name__}; pass "
-            f"what topology.compile returns."
-        )
-    text = program if isinstance(program, str) else program.as_text()
-    if "is_scheduled=true" not in text.partition("\n")[0]:
-        raise ValueError(
-            f"measure.{who}: the order of this program's instructions is no schedule; compile it "
-            f"for TPUs, by topology.compile."
-        )
-    return hlo.parse(text)
-
-
-def begun(program: Program) -> list[list[Begun]]:
-    """Every collective where it begins, those of one computation together, and its times run."""
-    groups: dict[int, list[Begun]] = {}
-
-    def read(frame, op):
-        found = communication.read(program, frame, op)
-        # What a fusion starts or runs, it does in the order of the computation around it.
-        inner = frame.site is not None and frame.site.opcode in ("fusion", "async-start")
-        return found and (found, frame.caller if inner else frame, frame.site if inner else op)
-
-    for (found, frame, start), times in executed(program, read, lambda f: f[0].ring_bytes):
-        groups.setdefault(id(frame), []).append((found, frame, start, times))
-    return list(groups.values())
-
-
-def _beside(program: Program, chip: Any, kernels: Mapping[str, int]) -> Iterator[Beside]:
+    parsed = schedule.scheduled("overlap", program)
     # Innermost first: what is beside a collective of a loop is beside none around the loop.
+    groups = sorted(schedule.begun(parsed), key=lambda group: -len(_around(group[0].frame)))
     taken: dict[tuple[int, str], float] = {}
-    for group in sorted(begun(program), key=lambda group: -len(_around(group[0][1]))):
-        yield from _shared(program, chip, group, taken, kernels)
+    every = (begun for group in groups for begun in group)
+    return Overlap(tuple(_beside(parsed, chip, begun, taken, kernels or {}) for begun in every))
 
 
-def _shared(program, chip, group, taken, kernels):
-    """The `Beside` of each collective of one computation; no product's time is given to two."""
-    for found, frame, start, times in group:
-        lanes = lanes_of(found, chip, start)
-        seconds = link_seconds(found, chip, start)
-        if not found.asynchronous:
-            yield Beside(found, times, lanes, seconds)
-            continue
-        beside = schedule.between(program, frame, start)
-        count = (schedule.flops(program, frame, op, kernels) for op in beside)
-        work = {op.name: n / chip.peak() for op, n in zip(beside, count, strict=True)}
-        products, covered = tuple(name for name, time in work.items() if time), 0.0
-        for name in products:
-            left = work[name] - taken.get((id(frame), name), 0.0) / times
-            used = max(0.0, min(left, seconds - covered))
-            covered += used
-            for at, site in [(frame, name), *_around(frame)]:
-                taken[id(at), site] = taken.get((id(at), site), 0.0) + used * times
-        cycles = sum(schedule.cycles(program, frame, op) for op in beside)
-        arithmetic = sum(work.values())
-        yield Beside(found, times, lanes, seconds, products, arithmetic, covered, cycles)
+def _beside(program, chip, begun: Begun, taken, kernels) -> Beside:
+    """The `Beside` of one collective; `taken` are the seconds of products that others have."""
+    op, frame, start, times = begun
+    lanes, seconds = tpu.links(op, chip, start)
+    if not op.asynchronous:
+        return Beside(op, times, lanes, seconds)
+    beside = schedule.between(program, begun)
+    work = {x.name: schedule.flops(program, frame, x, kernels) / chip.peak() for x in beside}
+    products, covered = tuple(name for name, time in work.items() if time), 0.0
+    for name in products:
+        left = work[name] - taken.get((id(frame), name), 0.0) / times
+        used = max(0.0, min(left, seconds - covered))
+        covered += used
+        for at, site in [(frame, name), *_around(frame)]:
+            taken[id(at), site] = taken.get((id(at), site), 0.0) + used * times
+    cycles = sum(schedule.cycles(program, frame, x) for x in beside)
+    return Beside(op, times, lanes, seconds, products, sum(work.values()), covered, cycles)
 
 
 def _around(frame: Frame) -> list[tuple[Frame, str]]:
@@ -167,3 +125,61 @@ def _around(frame: Frame) -> list[tuple[Frame, str]]:
         found.append((frame.caller, frame.site.name))
         frame = frame.caller
     return found
+
+
+@dataclass(frozen=True)
+class Span:
+    """The time from `start` to `end`, in seconds, in which instruction `name` occupies its lane.
+
+    A lane is "products" or, of a collective, "links"; `kind` is then which, and `asynchronous`
+    tells whether products may run beside it.
+    """
+
+    lane: str
+    name: str
+    start: float
+    end: float
+    kind: str = ""
+    asynchronous: bool = False
+
+
+def lanes(
+    program: Any, chip: Any, kernels: Mapping[str, int] | None = None, trips: int = 2
+) -> tuple[Span, ...]:
+    """The spans of that computation of a program which sends the most: a loop's body, in general.
+
+    Its instructions run in the order in which they stand, products for their FLOPs over the peak,
+    collectives for what `overlap` takes them to last, one after the other. A synchronous one lets
+    nothing else run; an asynchronous one is waited for where it ends. Other work takes no time, so
+    this is a schedule and a model, not a measurement. Of a loop, the first `trips` are shown.
+
+    Raises:
+      TypeError: `program` is no compiled program.
+      ValueError: it is not scheduled; what `collectives` raises.
+    """
+    parsed = schedule.scheduled("lanes", program)
+    groups = schedule.begun(parsed)
+    if not groups:
+        return ()
+    most = max(groups, key=lambda group: sum(b.op.ring_bytes * b.times for b in group))
+    site = most[0].frame.site
+    shown = trips if site is not None and site.opcode == "while" else 1
+    return tuple(_spans(parsed, chip, most, kernels or {}, shown))
+
+
+def _spans(program: Program, chip, group: list[Begun], kernels, trips) -> Iterator[Span]:
+    now, free, awaited = 0.0, 0.0, {}
+    frame, starts = group[0].frame, {begun.start.name: begun for begun in group}
+    for op in [*frame.computation.instructions.values()] * trips:
+        now = max(now, awaited.pop(op.name, 0.0))
+        if begun := starts.get(op.name):
+            begin, found = max(now, free), begun.op
+            free = begin + tpu.links(found, chip, op)[1]
+            yield Span("links", op.name, begin, free, found.kind, found.asynchronous)
+            if not found.asynchronous:
+                now = free
+            elif (end := schedule.end(program, begun)) is not None:
+                awaited[end] = max(free, awaited.get(end, 0.0))
+        if work := schedule.flops(program, frame, op, kernels) / chip.peak():
+            yield Span("products", op.name, now, now + work)
+            now += work

@@ -19,6 +19,14 @@ def is_compiled(program: Any) -> bool:
     return says and not isinstance(program, kinds)
 
 
+def expected(who: str, program: Any) -> TypeError:
+    """The error of `measure.who`, which takes a compiled program and got another thing."""
+    return TypeError(
+        f"measure.{who} takes a compiled program, and got {type(program).__name__}; pass "
+        f"jax.jit(f).lower(*args).compile(), or what topology.compile returns."
+    )
+
+
 @dataclass(frozen=True)
 class Array:
     """An array's type in a program: its dtype as HLO writes it, and its sizes."""
@@ -47,6 +55,12 @@ class Instruction:
     arrays: tuple[Array, ...]
     operands: tuple[str, ...]
     attributes: dict[str, str]
+
+    @property
+    def source(self) -> str:
+        """The operation that JAX named, in its scopes; "" where the program does not say."""
+        named = re.search(r'op_name="([^"]*)"', self.attributes.get("metadata", ""))
+        return named[1] if named else ""
 
     @property
     def called(self) -> tuple[str, ...]:

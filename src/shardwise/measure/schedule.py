@@ -1,28 +1,65 @@
-"""Instructions between the start and the end of a collective, in the order of a TPU's program."""
+"""A TPU's program as the schedule that its text is: where collectives begin, and where they end."""
 
 import re
 from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-from . import matmuls
+from . import communication, hlo, matmuls
+from .counts import Op
 from .program import Computation, Frame, Instruction, Program
-from .trips import executed_in
+from .trips import executed
 
 _HANDS_ON = ("tuple", "bitcast", "copy", "opt-barrier", "optimization-barrier")
 
 
-def between(program: Program, frame: Frame, start: Instruction) -> list[Instruction]:
-    """The instructions of `frame` that run after `start` has begun and before it is waited for.
+class Begun(NamedTuple):
+    """A collective where it begins: `start` of a `frame`, which runs so many `times`."""
+
+    op: Op
+    frame: Frame
+    start: Instruction
+    times: int | float
+
+
+def scheduled(who: str, program: Any) -> Program:
+    """A compiled program whose text is its schedule; TypeError or ValueError for another."""
+    text = hlo.text(who, program)
+    if "is_scheduled=true" not in text.partition("\n")[0]:
+        raise ValueError(
+            f"measure.{who}: the order of this program's instructions is no schedule; compile it "
+            f"for TPUs, by topology.compile."
+        )
+    return hlo.parse(text)
+
+
+def begun(program: Program) -> list[list[Begun]]:
+    """Every collective where it begins, those of one computation together."""
+    groups: dict[int, list[Begun]] = {}
+
+    def read(frame, op):
+        found = communication.read(program, frame, op)
+        # What a fusion starts or runs, it does in the order of the computation around it.
+        inner = frame.site is not None and frame.site.opcode in ("fusion", "async-start")
+        return found and (found, frame.caller if inner else frame, frame.site if inner else op)
+
+    for (found, frame, start), times in executed(program, read, lambda f: f[0].ring_bytes):
+        groups.setdefault(id(frame), []).append(Begun(found, frame, start, times))
+    return list(groups.values())
+
+
+def between(program: Program, begun: Begun) -> list[Instruction]:
+    """The instructions that run after a collective has begun and before it is waited for.
 
     A collective that ends in the next trip of its loop runs beside the rest of the body, and its
     beginning; one that is handed to a loop counts as waited for there.
     """
-    after, order, place = _end(program, frame, start)
+    after, order, place = _end(program, begun.frame, begun.start)
     return after if place is None else [*after, *order][:place]
 
 
-def end(program: Program, frame: Frame, start: Instruction) -> str | None:
-    """The name of what waits for `start`, in this trip or the next; None where nothing does."""
-    after, order, place = _end(program, frame, start)
+def end(program: Program, begun: Begun) -> str | None:
+    """The name of what waits for a collective, in this trip or the next; None for nothing."""
+    after, order, place = _end(program, begun.frame, begun.start)
     return None if place is None else [*after, *order][place].name
 
 
@@ -44,29 +81,8 @@ def _end(program, frame, start):
     return after, order, len(after) + order.index(end) if end in order else None
 
 
-def flops(program: Program, frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int:
-    """FLOPs of the products in one instruction, and in what it runs."""
-    return _sum(program, frame, op, lambda frame, op: matmuls.read(frame, op, kernels))
-
-
-def cycles(program: Program, frame: Frame, op: Instruction) -> int:
-    """Cycles that the compiler estimates for one instruction, and for what it runs."""
-    return _sum(program, frame, op, _estimate)
-
-
-def _estimate(frame: Frame, op: Instruction) -> int | None:
-    said = re.search(r'"estimated_cycles":"(\d+)"', op.attributes.get("backend_config", ""))
-    return int(said[1]) if said else None
-
-
-def _sum(program: Program, frame: Frame, op: Instruction, read: Callable) -> int:
-    alone = Frame(Computation(op.name, {op.name: op}, op.name), frame)
-    return sum(value * times for value, times in executed_in(program, alone, read))
-
-
 def _follow(program, frame, order, held):
     """(what waits for the collective, or None; the element of the result that it leaves as)."""
-    root, held = frame.computation.root, set(held)
     for op in order:
         holding = [name for name in op.operands if name in held]
         if not holding:
@@ -79,7 +95,7 @@ def _follow(program, frame, order, held):
                 return op, None
             if _carries(body):
                 held.add(op.name)
-        elif op.opcode == "tuple" and op.name == root:
+        elif op.opcode == "tuple" and op.name == frame.computation.root:
             return None, op.operands.index(holding[0])
         elif op.opcode in _HANDS_ON or _is_signal(op):
             held.add(op.name)
@@ -107,3 +123,25 @@ def _waits(body, fusion, held):
             if any(fusion.operands[place] in held for place in places):
                 return True
     return False
+
+
+def flops(
+    program: Program, frame: Frame, op: Instruction, kernels: Mapping[str, int]
+) -> int | float:
+    """FLOPs of the products in one instruction, and in what it runs."""
+    return _sum(program, frame, op, lambda frame, op: matmuls.read(frame, op, kernels))
+
+
+def cycles(program: Program, frame: Frame, op: Instruction) -> int | float:
+    """Cycles that the compiler estimates for one instruction, and for what it runs."""
+    return _sum(program, frame, op, _estimate)
+
+
+def _estimate(frame: Frame, op: Instruction) -> int | None:
+    said = re.search(r'"estimated_cycles":"(\d+)"', op.attributes.get("backend_config", ""))
+    return int(said[1]) if said else None
+
+
+def _sum(program: Program, frame: Frame, op: Instruction, read: Callable) -> int | float:
+    alone = Frame(Computation(op.name, {op.name: op}, op.name), frame)
+    return sum(value * times for value, times in executed(program, read, frame=alone))

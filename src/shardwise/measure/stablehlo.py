@@ -10,7 +10,6 @@ import re
 import jax
 import numpy as np
 
-from . import custom_calls
 from .program import Array, Computation, Instruction, Program
 
 # Regions that combine two scalars, or order them: nothing in them is counted.
@@ -26,6 +25,18 @@ _SCALAR_REGIONS = {
 }
 _INLINE_REGIONS = {"sdy.manual_computation", "sdy.named_computation"}
 _BRANCHES = {"stablehlo.case", "stablehlo.if"}
+# By what a call is for: libraries, TPU's own algorithms, placement, Python on the host, kernels.
+_LOCAL = re.compile(
+    r"""(lapack|cublas|cusolver|cusparse|hipblas|hipsolver|hipsparse|rocsolver|cu|hip)_\w+
+    | Cholesky | Eigh | Qr | LuDecomposition | ProductOfElementaryHouseholderReflectors
+    | ApproxTopK | PartialReduce | TopK | mhlo\.\w+ | chlo\.\w+ | stablehlo\.dynamic_\w+
+    | __cudnn\$\w+ | __op\$block_scaled_dot
+    | Sharding | SPMDFullToShardShape | SPMDShardToFullShape | LayoutConstraint | xla\.sdy\.\w+
+    | annotate_device_placement | AllocateBuffer | CreateBuffer | Pin | Unpin | shape_assertion
+    | xla_(\w+_)?python_(cpu|gpu|tpu)_callback
+    | __gpu\$xla\.gpu\.triton | triton_kernel_call(_ffi)? | tpu_custom_call""",
+    re.VERBOSE,
+)
 _DTYPES = {"i1": "pred", "complex<f32>": "c64", "complex<f64>": "c128"}
 
 
@@ -97,7 +108,9 @@ class _Reader:
                 for part, region in zip(("condition", "body"), op.regions, strict=True)
             )
             operands = (self.add(body, "tuple", (), operands, {}),)
-            attributes = {"condition": condition, "body": do}
+            named = re.match(r'loc\("([^"]*)"', str(op.location))
+            metadata = f'op_name="{named[1]}"' if named else ""
+            attributes = {"condition": condition, "body": do, "metadata": metadata}
         elif name in ("func.call", "stablehlo.composite"):
             key = "callee" if name == "func.call" else "decomposition"
             opcode, attributes = "call", {"calls": op.attributes[key].value}
@@ -108,7 +121,7 @@ class _Reader:
             inner = [self.block(self.unused("branch"), r.blocks[0]) for r in op.regions]
             opcode, attributes = "conditional", {"branch_computations": ",".join(inner)}
         elif name == "stablehlo.custom_call":
-            opcode = custom_calls.opcode(op)
+            opcode = _custom_call(op)
         elif name == "stablehlo.constant":
             value = re.match(r"dense<(-?\d+)>", str(op.attributes["value"]))
             operands = (value[1],) if value else ()
@@ -165,6 +178,25 @@ class _Reader:
     def unused(self, stem: str) -> str:
         self.fresh += 1
         return f"{stem}.{self.fresh}"
+
+
+def _custom_call(op) -> str:
+    """HLO's name for the operation of a `stablehlo.custom_call`: "custom-call" if it sends nothing.
+
+    Raises:
+      ValueError: whether it sends is not known.
+    """
+    target = op.attributes["call_target_name"].value
+    if target == "ragged_all_to_all":
+        return "ragged-all-to-all"
+    config = str(op.attributes["backend_config"]) if "backend_config" in op.attributes else ""
+    # A TPU kernel says so, and only then, if it copies to other devices.
+    if not _LOCAL.fullmatch(target) or "has_communication" in config:
+        raise ValueError(
+            f"measure: whether the custom call {target} sends anything to other devices is not "
+            f"known here; measure the parts of the program around it by themselves."
+        )
+    return "custom-call"
 
 
 def _listed(attribute):

@@ -43,38 +43,28 @@ def step_time(
         start = time.perf_counter()
         out = jax.block_until_ready(fn(*args))
         seconds.append(time.perf_counter() - start)
-        args = (*_carried(out, carry), *args[carry:])
-        _check_alive(args)
+        args = _next(args, out, carry)
     low, median, high = np.percentile(seconds[warmup:], [25, 50, 75])
-    return StepTime(float(median), float(high - low), _device_kind(out))
+    arrays = [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
+    kind = next(iter(arrays[0].devices())).device_kind if arrays else "host"
+    return StepTime(float(median), float(high - low), kind)
 
 
-def _carried(out: Any, carry: int) -> tuple:
+def _next(args: tuple, out: Any, carry: int) -> tuple:
+    """The arguments of the next call; ValueError where one is missing, or gone."""
     results = out if isinstance(out, tuple | list) else (out,)
     if len(results) < carry:
         raise ValueError(
             f"measure.step_time: carry={carry}, but the function returned {len(results)} "
             f"result(s); expected at least {carry}, the next call's first arguments."
         )
-    return tuple(results[:carry])
-
-
-def _check_alive(args: tuple) -> None:
-    gone = [i for i, arg in enumerate(args) if any(map(_is_deleted, jax.tree.leaves(arg)))]
+    args = (*results[:carry], *args[carry:])
+    leaves = [(i, leaf) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
+    gone = sorted({i for i, x in leaves if isinstance(x, jax.Array) and x.is_deleted()})
     if gone:
         raise ValueError(
             f"measure.step_time calls the function again with the same arguments, but argument "
             f"{', '.join(map(str, gone))} was donated and is gone. If the first results are the "
             f"next call's first arguments, pass carry={gone[-1] + 1}; or do not donate."
         )
-
-
-def _is_deleted(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
-
-
-def _device_kind(out: Any) -> str:
-    for leaf in jax.tree.leaves(out):
-        if isinstance(leaf, jax.Array):
-            return next(iter(leaf.devices())).device_kind
-    return "host"
+    return args

@@ -1,12 +1,29 @@
-"""Forms that only the TPU's compiler writes: carried collectives, fused scatters, strategies."""
+"""Forms that only the TPU's compiler writes: carried collectives, fused scatters, strategies.
+
+And transfers between slices, over the data centre's network.
+"""
 
 import re
+from typing import Any
 
+from .counts import BETWEEN_SLICES, Op
+from .hlo import Groups
 from .program import Frame, Instruction, Program, trace
 
 _CARRIED = '"async_collective_fusion_config"'
 _COPIES = ("copy", "copy-start", "copy-done")
 _PASSES_ON = (*_COPIES, "bitcast", "reshape", "get-tuple-element", "convert", "opt-barrier")
+# What a transfer's type is called here.
+_KINDS = {
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_REDUCE": "all-reduce",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
+_SLICE = 100_000  # in a device's number, where slices are counted from 1
+# Of the first color: how many chips it passes along each axis, one axis in each phase.
+_COLORS = re.compile(r"colors:(\d+) phases:\d+ cores:\{([\d ]+)\}")
 
 
 def starts(frame: Frame, op: Instruction) -> bool | None:
@@ -71,12 +88,12 @@ def _work(program, frame, op, index, size):
     return "reduce-scatter" if shared_out and all(shared_out) else "all-reduce"
 
 
-def is_windowed(op: Instruction, source: str) -> bool:
+def is_windowed(op: Instruction) -> bool:
     """Whether a permute passes on the shares of a product's operand, instead of gathering it.
 
     It is told by its origin: the compiler names such a permute after the product.
     """
-    product = source.rsplit("/", 1)[-1].startswith(("dot_general", "conv_general"))
+    product = op.source.rsplit("/", 1)[-1].startswith(("dot_general", "conv_general"))
     return op.opcode.startswith("collective-permute") and product
 
 
@@ -144,3 +161,85 @@ def _takes_share(program, frame, reader, name, share):
         if op.opcode == "parameter" and op.operands == (position,)
     )
     return _is_shared_out(program, inside, parameter, share)
+
+
+def between_slices(op: Instruction, devices: int) -> tuple[str, int, Groups] | None:
+    """(kind, how many take part, who takes part) of a send to another slice; None for another send.
+
+    `devices` are those of one slice. Numbers of devices are known where every device of each
+    slice takes part; elsewhere they are told by their places, and the groups are empty.
+
+    Raises:
+      ValueError: a type or a form that is not known here.
+    """
+    said = op.attributes.get("frontend_attributes", "")
+    kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', said)
+    if op.opcode != "send" or kind is None:
+        return None
+    target = re.search(r'_xla_megascale_target="?(.*?)"?,_xla_megascale_transfer_type', said)
+    groups = _groups(target[1], devices) if target else None
+    if kind[1] not in _KINDS or groups is None:
+        raise ValueError(
+            f"measure.collectives: cannot read the transfer between slices {op.name}: {said}; "
+            f"known are {', '.join(_KINDS)}, to {{1,2}}x{{0:7}} or {{{{100000,200000}}}}."
+        )
+    return _KINDS[kind[1]], max(map(len, groups[0])), groups[1]
+
+
+def _groups(target, devices):
+    """(groups in any numbering, groups in the program's or none)."""
+    crossed = re.fullmatch(r"\{([\d,]+)\}x\{(\d+):(\d+)\}", target)
+    if crossed:
+        slices = [int(number) - 1 for number in crossed[1].split(",")]
+        places = range(int(crossed[2]), int(crossed[3]) + 1)
+        groups = tuple(tuple(s * devices + place for s in slices) for place in places)
+        return groups, groups if len(places) == devices else ()
+    listed = re.findall(r"\{(\d+(?:,\d+)*)\}", target)
+    pairs = re.findall(r"\{(\d+)->(\d+)\}", target)
+    groups = tuple(tuple(map(int, group.split(","))) for group in listed) or tuple(
+        (int(source), int(to)) for source, to in pairs
+    )
+    if not groups:
+        return None
+    slices = {number // _SLICE for group in groups for number in group}
+    whole = bool(listed) and len(groups) == 1 and len(groups[0]) == len(slices) * devices
+    numbers = tuple(s * devices + i - devices for s in sorted(slices) for i in range(devices))
+    return groups, (numbers,) if whole else ()
+
+
+def links(op: Op, chip: Any, start: Instruction) -> tuple[int, float]:
+    """(directions of links along which a collective sends at once, seconds that one run takes).
+
+    By the links that its strategy uses; 0 directions between slices.
+    """
+    lanes = _lanes(op, chip, start)
+    bandwidth = lanes * chip.link_bandwidth if lanes else chip.dcn_bandwidth
+    return lanes, op.ring_bytes / bandwidth * chip.devices
+
+
+def _lanes(op, chip, start):
+    if op.kind.endswith(BETWEEN_SLICES):
+        return 0
+    if op.kind == "collective-permute":
+        return 1
+    if op.kind == "all-to-all":
+        return chip.links
+    ways, sizes = _strategy(op, start.attributes.get("backend_config", ""))
+    return min(ways, sum(_links(size, len(sizes), chip) for size in sizes), chip.links)
+
+
+def _strategy(op, config):
+    """(directions in which parts of the array travel at once, chips along each axis)."""
+    if said := _COLORS.search(config):
+        one_way = op.strategy.startswith("UniDirection")
+        return int(said[1]) * (1 if one_way else 2), [float(n) for n in said[2].split()]
+    size, dimensions = op.group_size or 1, re.match(r"(\d)D", op.strategy)
+    axes = int(dimensions[1]) if dimensions else 1
+    return 2 * axes, [round(size ** (1 / axes), 9)] * axes  # their mean: it does not say them
+
+
+def _links(size, axes, chip):
+    """Links of a chip along one of so many axes: two on a ring, one on a line or to one other."""
+    if size <= 2:
+        return 1
+    return 2 if axes == 1 or size >= (chip.ring_from or 0) else 1

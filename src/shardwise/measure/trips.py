@@ -4,6 +4,10 @@ import re
 from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
+
+from shardwise.marks.counting import turns_said
+
 from .program import Frame, Instruction, Program, trace
 
 Found = TypeVar("Found")
@@ -13,36 +17,42 @@ def executed(
     program: Program,
     read: Callable[[Frame, Instruction], Found | None],
     weigh: Callable[[Found], float] = lambda value: value,
-) -> list[tuple[Found, int]]:
+    frame: Frame | None = None,
+) -> list[tuple[Found, int | float]]:
     """The values that `read` finds in the program, each with the number of times that it runs.
 
     `read(frame, op)` returns a value, or None for an instruction that is of no interest. A loop's
     body counts once for each trip. Of a conditional's branches the heaviest counts alone, by
-    the sum of `weigh(value)` times its runs: an upper bound.
+    the sum of `weigh(value)` times its runs: an upper bound. Of devices that `marks.turns` tells
+    apart, it is the heaviest. `frame` is the part of the program that is run once, the whole if
+    None.
 
     Returns:
       A list of (value, times).
     Raises:
       ValueError: something found stands in a loop whose number of trips cannot be known.
     """
-    entry = Frame(program.computations[program.entry])
-    return executed_in(program, entry, read, weigh)
+    frame = frame or Frame(program.computations[program.entry])
+    found = _executed(program, frame, read, weigh)
+    device = np.argmax(_weight(found, weigh))
+    on_it = ((value, n if isinstance(n, int) else n[device % n.size] or None) for value, n in found)
+    return [(v, int(n) if n == int(n) else float(n)) for v, n in on_it if n is not None]
 
 
-def executed_in(
-    program: Program,
-    frame: Frame,
-    read: Callable[[Frame, Instruction], Found | None],
-    weigh: Callable[[Found], float] = lambda value: value,
-) -> list[tuple[Found, int]]:
-    """The result of `executed` for one run of a part of the program."""
+def _weight(found, weigh):
+    """The weight of all that is found, on each device where they differ."""
+    return sum(weigh(value) * times for value, times in found)
+
+
+def _executed(program, frame, read, weigh) -> list[tuple]:
+    """The result of `executed`; numbers of times are ints, or arrays of fractions by device."""
     found = []
 
     def enter(name, op):
-        return executed_in(program, Frame(program.computations[name], frame, op), read, weigh)
+        return _executed(program, Frame(program.computations[name], frame, op), read, weigh)
 
     def weight(branch):
-        return sum(weigh(value) * times for value, times in branch), len(branch)
+        return np.max(_weight(branch, weigh)), len(branch)
 
     for op in frame.computation.instructions.values():
         value = read(frame, op)
@@ -66,11 +76,12 @@ def _loop(program: Program, frame: Frame, loop: Instruction, enter: Callable) ->
     return [(v, n * trips) for v, n in body] + [(v, n * (trips + 1)) for v, n in condition]
 
 
-def trip_count(program: Program, frame: Frame, loop: Instruction) -> int:
+def trip_count(program: Program, frame: Frame, loop: Instruction) -> int | np.ndarray:
     """The number of times that the body of a while loop runs.
 
-    As the compiler has noted it, or else from a counter that starts at a constant, grows by a
-    constant and is compared with a constant.
+    As the compiler has noted it, or as `marks.turns` says, a mean over its runs for each device, or
+    else from a counter that starts at a constant, grows by a constant and is compared with a
+    constant.
 
     Raises:
       ValueError: the number depends on data.
@@ -80,13 +91,15 @@ def trip_count(program: Program, frame: Frame, loop: Instruction) -> int:
     )
     if known:
         return int(known[1])
+    if (said := turns_said(loop.source)) is not None:
+        return np.array(said, object)
     try:
         return _counted(program, frame, loop)
     except _Unknown as reason:
         raise ValueError(
             f"measure: how often the loop {loop.name} in {frame.computation.name} runs is not "
             f"known before the program runs: {reason}. Use jax.lax.scan, or fori_loop with "
-            f"Python numbers as bounds, or measure the body by itself."
+            f"Python numbers as bounds, or say how often by marks.turns around the loop."
         ) from None
 
 

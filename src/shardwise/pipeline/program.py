@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardwise import marks
 from shardwise.objective.means import wide
 from shardwise.pipeline import cut
 from shardwise.pipeline.moving import Moving
@@ -321,7 +322,8 @@ class Program:
             for number, run in enumerate(tasks, 1):
                 turns = (row["task"] == number).astype(jnp.int32)
                 once = functools.partial(_tied, run, leaves, parts, row)
-                carried = jax.lax.fori_loop(0, turns, once, carried)
+                with marks.turns((task == number).sum(0), of=len(task)):  # for `measure`
+                    carried = jax.lax.fori_loop(0, turns, once, carried)
             state, *sent = carried
             for name, arrays in zip(("act", "cot"), sent, strict=True):
                 inbox = getattr(state, name)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec as P
 
-from shardwise.measure.fitting import refused
+from shardwise.measure.memory import refused
 from shardwise.topology import cache, child
 from shardwise.topology.buffers import Buffer, largest, total
 from shardwise.topology.lowering import program_text

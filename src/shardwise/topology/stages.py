@@ -6,12 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from shardwise.measure import tables
-from shardwise.measure.axes import by_axis
-from shardwise.measure.communication import collectives
-from shardwise.measure.counts import Collectives, Op
-from shardwise.measure.differences import Differences, became
-from shardwise.measure.fitting import Fit, fits
+from shardwise.measure import Collectives, Differences, Fit, by_axis, collectives, fits
+from shardwise.measure.counts import Op, table
+from shardwise.measure.differences import became
 from shardwise.topology.compiling import Compiled, compile
 from shardwise.topology.lowering import program_text
 from shardwise.topology.slices import ChipMesh
@@ -115,7 +112,7 @@ class Stages:
     def __repr__(self) -> str:
         rows = [self._row(i, rank) for i, rank in enumerate(self.ranks)]
         allowed = self.mesh.chips.chip.usable_hbm
-        return f"{tables.plain(_COLUMNS, rows)}\nBytes of a device, of {allowed:,} allowed."
+        return f"{table(_COLUMNS, rows)}\nBytes of a device, of {allowed:,} allowed."
 
     def _row(self, i, rank):
         sent = ", ".join(f"{' × '.join(a)} {size:,.0f}" for a, size in rank.sent.items())
