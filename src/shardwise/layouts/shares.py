@@ -73,14 +73,14 @@ class Shares:
             return shape
         return (*shape[: how.cut], shape[how.cut] // self.parts, *shape[how.cut + 1 :])
 
+    def scatter(self, grads: list) -> list:
+        """The sums of gradients that tasks have made, with ZeRO 1 scattered once a step."""
+        return scatter(grads, self.hows) if self.layout.zero == 1 else grads
+
     def total(self, grads: list) -> list:
-        """The gradients to which the devices' sums add up, once a step."""
-        given = [i for i, g in enumerate(grads) if g is not None]
-        once = [self.hows[i] if self.layout.zero == 1 else None for i in given]
-        sums = dict(zip(given, scatter([grads[i] for i in given], once), strict=True))
-        over = {i: self.copied(i) for i in given}
-        found = {i: jax.lax.psum(g, over[i]) if over[i] else g for i, g in sums.items()}
-        return [found.get(i) for i in range(len(grads))]
+        """These, added up over the devices that have copies of a parameter, once a step."""
+        pairs = zip(map(self.copied, range(len(grads))), grads, strict=True)
+        return [jax.lax.psum(g, axes) if axes else g for axes, g in pairs]
 
     @property
     def parts(self) -> int:

@@ -59,8 +59,12 @@ class Whole:
         """The parameters as tasks find them, once a step."""
         return arrays
 
+    def scatter(self, grads: list) -> list:
+        """The sums of gradients that tasks have made, in shares, once a step."""
+        return grads
+
     def total(self, grads: list) -> list:
-        """The gradients, of the sums that tasks have made, once a step."""
+        """These, added up over the devices that have copies of a parameter."""
         return grads
 
     def enter(self, numbers: list, arrays: list, reads: tuple) -> list:

@@ -163,7 +163,7 @@ class _Device:
             return value, aux, []
         if traced.loss is None or not traced.loss.linear:
             grads = nothing_if_empty(grads, whole.count if traced.has_count else None)
-        pairs = zip(moving, grads, strict=True)
+        pairs = zip(moving, shares.scatter(grads), strict=True)
         grads = [None if g is None else move.back(g) for move, g in pairs]
         grads = shares.total(grads)
         pairs = zip(grads, leaves, strict=True)
