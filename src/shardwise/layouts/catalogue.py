@@ -67,7 +67,6 @@ LAYOUTS: dict[str, Callable[[int], Layout]] = {
     "fsdp, context": entry("fsdp", "context", attention="zigzag"),
     "fsdp, context, tensor": entry("fsdp", "context", "tensor"),
     "stage, fsdp": entry("stage", "fsdp", microbatches=4, by="compiler"),
-    "stage, fsdp, tensor": entry("stage", "fsdp", "tensor", microbatches=4, by="compiler"),
     "stage, fsdp by hand": entry("stage", "fsdp", microbatches=4),
     "stage, fsdp, context by hand": entry(
         "stage", "fsdp", "context", microbatches=4, attention="zigzag"

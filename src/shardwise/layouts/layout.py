@@ -200,6 +200,13 @@ class Layout:
                 f"layouts.Layout: attention={self.attention!r} is an order of the sequence for "
                 f"rings by hand; by the compiler, which sees whole sequences, leave it out."
             )
+        if self.by == "compiler" and self.stage and self.tensor and (self.rows or self.context):
+            raise ValueError(
+                f"layouts.Layout: by='compiler' with stages, tensor={self.tensor} and "
+                f"{' × '.join((*self.rows, *self.context))}: XLA's partitioner ends the process on "
+                f"such programs. Leave it out: by hand rows and shares are cut as they would be, "
+                f"and tensor is the compiler's all the same."
+            )
         if self.kernel and self.context and (self.attention != "ulysses" or not self.by_hand):
             raise ValueError(
                 f"layouts.Layout: kernel= computes attention to whole sequences, and context="

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import mesh, rules
 from shardwise.fsdp.arrays import laid_out
-from shardwise.layouts import by_compiler, by_hand, freezing, placing, staged
+from shardwise.layouts import by_compiler, by_hand, freezing, placing, staged, tasks
 from shardwise.layouts.first_call import Judging
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.matrices import whole_in_products
@@ -97,6 +97,7 @@ def value_and_grad(
     """
     who = "layouts.value_and_grad"
     run = _mean_and_grad(layout, loss, has_aux, aux, who)
+    run = tasks.checked(run, layout, who) if layout.stage else run
     run = Judging(run, layout, loss, has_aux, aux, who) if check else run
     return _for_caller(run, layout, lambda out: (_whole(out[0]), _specs(layout, out[1])))
 
@@ -194,6 +195,7 @@ def step(
         return params, opt_state, *outputs
 
     run = jax.jit(run, donate_argnums=(0, 1))
+    run = tasks.checked(run, layout, "layouts.step") if layout.stage else run
     run = Judging(run, layout, judged, has_aux, aux, "layouts.step") if check else run
     if layout.by_hand:
         run = laid_out(run, parameter_rule(layout), layout.auto, "layouts.step")
