@@ -70,8 +70,8 @@ def refuse(compiled: Any, layout: Layout, who: str) -> None:
             f"{who}: the compiler put {op.name} into a stage's task, {what}, and other stages do "
             f"something else meanwhile: the program would stand still. It moves "
             f"{', '.join(f'{a.dtype}{list(a.dims)}' for a in op.arrays)} for {op.source or '?'}. "
-            f"Leave by='compiler' out, so that rows and shares are cut by hand; or pin that "
-            f"array's layout by marks.constrain, or keep arrays apart that one product packs."
+            f"Pin that array's layout by marks.constrain, or keep arrays apart that one product "
+            f"packs{'' if layout.by_hand else '; or leave by= out: by hand rows are cut first'}."
         )
 
 

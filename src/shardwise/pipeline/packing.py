@@ -35,9 +35,19 @@ class Packing:
             buffers[at] = x
         return buffers
 
-    def unpack(self, buffers: Sequence[Any], like: Sequence[Any]) -> list[Any]:
-        """The arrays of a list of these shapes."""
-        return [buffers[at] for at in self.places(like)]
+    def write(self, slots: Sequence[Any], slot: Any, arrays: Sequence[Any]) -> list[Any]:
+        """Slots, [slots, ...] for each buffer, in one of which the list's arrays lie now."""
+        found = list(slots)
+        for at, x in zip(self.places(arrays), arrays, strict=True):
+            found[at] = jax.lax.dynamic_update_index_in_dim(found[at], x, slot, 0)
+        return found
+
+    def read(self, slots: Sequence[Any], slot: Any, like: Sequence[Any]) -> list[Any]:
+        """The arrays of a list of these shapes in one of the slots."""
+        return [
+            jax.lax.dynamic_index_in_dim(slots[at], slot, 0, keepdims=False)
+            for at in self.places(like)
+        ]
 
     def places(self, arrays: Sequence[Any]) -> list[int]:
         """The numbers of the buffers in which a list's arrays lie."""

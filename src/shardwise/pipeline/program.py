@@ -284,11 +284,11 @@ class Program:
 
         def forward(kind, state, leaves, parts, row):
             stage = kind.stage
-            x = act.unpack(_read(state.act, row["act"]), stage.carry)
+            x = act.read(state.act, row["act"], stage.carry)
             given = given_to(kind, "forward", leaves, parts, row)
             out, left = _arrays(kind.halves.forward(*given, x))
             if self.backward:
-                state = state._replace(kept=_write(state.kept, row["kept"], kept.pack(left)))
+                state = state._replace(kept=kept.write(state.kept, row["kept"], left))
             if stage.last:
                 done = _write(state.outputs, row["microbatch"], out)
                 return state._replace(outputs=done), act.blank(), cot.blank()
@@ -297,23 +297,23 @@ class Program:
         def to_input(kind, state, leaves, parts, row):
             stage, j = kind.stage, row["microbatch"]
             given = given_to(kind, "to_input", leaves, parts, row)
-            left = kept.unpack(_read(state.kept, row["kept"]), kind.kept)
+            left = kept.read(state.kept, row["kept"], kind.kept)
             numbers = cut.differentiable(stage)
             if stage.last:
                 back = seeds([x[j] for x in state.outputs])
                 cots = [back[i].astype(stage.outputs[i].dtype) for i in numbers]
             else:
                 shapes = [stage.outputs[i] for i in numbers]
-                cots = cot.unpack(_read(state.cot, row["cot"]), shapes)
+                cots = cot.read(state.cot, row["cot"], shapes)
             sent, pending = _arrays(kind.halves.to_input(*given, left, cots))
-            state = state._replace(pend=_write(state.pend, row["pend"], pend.pack(pending)))
+            state = state._replace(pend=pend.write(state.pend, row["pend"], pending))
             return state, act.blank(), cot.pack(sent) if stage.index else cot.blank()
 
         def to_weights(kind, state, leaves, parts, row):
             stage = kind.stage
             given = given_to(kind, "to_weights", leaves, parts, row)
-            left = kept.unpack(_read(state.kept, row["kept"]), kind.kept)
-            pending = pend.unpack(_read(state.pend, row["pend"]), kind.pending)
+            left = kept.read(state.kept, row["kept"], kind.kept)
+            pending = pend.read(state.pend, row["pend"], kind.pending)
             grads = _arrays(kind.halves.to_weights(*given, left, pending))
             state = state._replace(grads=added(state.grads, stage, row["chunk"], grads))
             return state, act.blank(), cot.blank()
