@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.run import launch
-from shardwise.run.launch import statuses, supervising
+from shardwise.run.launch import supervising
 from shardwise.run.launch.children import Children
 
 CHILD = """
@@ -113,7 +113,7 @@ def test_a_process_is_given_its_place_and_an_address_of_this_machine_alone(run):
 def test_the_status_for_all_is_that_of_the_first_failure(codes):
     failed = {3: 3, -9: 137}
     expected = next((failed[code] for code in codes if code in failed), 75 if 75 in codes else 0)
-    assert statuses.overall(codes) == expected
+    assert supervising.overall(codes) == expected
 
 
 @pytest.mark.parametrize("codes, expected", [((0, 0, 0), 0), ((0, 75, 0), 75), ((75, 0, 4), 4)])

@@ -1,7 +1,12 @@
-"""The state that a run holds between steps: made, found by name, saved and restored."""
+"""The state that a run holds between steps, and the keys that seed and step decide alone.
+
+Nothing of the keys has to be saved, and no mesh, process or resume changes them.
+"""
 
 import dataclasses
+import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,16 +14,51 @@ import jax.numpy as jnp
 
 from shardwise import checkpoint, layouts, pipeline
 from shardwise import tree as trees
-from shardwise.run import keys
 from shardwise.run.folder import Folder
-from shardwise.run.transformations import correction
+from shardwise.run.optimizers import correction
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The result of a run: `stopped` by a signal or done; `params` as the layout keeps them.
+
+    `ema` is the decay of the parameters' `mean`, where one is kept.
+    """
+
+    folder: Path
+    step: int
+    loss: float
+    stopped: bool
+    params: Any
+    opt_state: Any
+    ema: float | None
+
+    @property
+    def mean(self) -> Any:
+        """The bias-corrected mean of the parameters, laid out as they; None where none is kept."""
+        return self.ema and mean(self.params, self.opt_state, self.ema)
+
+
+def stream(key: jax.Array, name: str) -> jax.Array:
+    """The key of a stream: `stream(key, "dropout")` and `stream(key, "noise")` are independent."""
+    return jax.random.fold_in(key, zlib.crc32(name.encode()))
+
+
+def key_of_seed(seed: Any) -> jax.Array:
+    """The key with which parameters are made."""
+    return stream(jax.random.key(seed), "parameters")
+
+
+def key_of_step(seed: Any, step: Any) -> jax.Array:
+    """The key that the loss gets at a step."""
+    return jax.random.fold_in(stream(jax.random.key(seed), "steps"), step)
 
 
 def create(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, batch: Any) -> tuple:
     """(params, opt_state), each array born where it lives."""
     if layout.staged:  # by many programs
-        return layouts.init(layout, make, tx, keys.of_seed(seed), loss, batch)
-    return _born(layout, make, tx)(keys.of_seed(seed))
+        return layouts.init(layout, make, tx, key_of_seed(seed), loss, batch)
+    return _born(layout, make, tx)(key_of_seed(seed))
 
 
 def _born(layout, make, tx):
@@ -38,7 +78,7 @@ def abstract(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, ba
         for x in jax.tree.leaves(made):
             x.delete()
         return found
-    params = jax.eval_shape(make, keys.of_seed(seed))
+    params = jax.eval_shape(make, key_of_seed(seed))
     shapes = params, jax.eval_shape(tx.init, params)
     return jax.tree.map(
         lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardwise.run.output import OUT
+from shardwise.run.reports import OUT
 
 LEASH = Path(__file__).with_name("leash.py")
 REMEMBERED = 20  # lines of each process

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from shardwise.run.launch.notes import Note
+from shardwise.run.notes import Note
 
 LONG = ("starting", "compiling", "evaluating", "saving", "leaving", "done")
 STEPS = 5  # a process that steps may take as many times its usual step before it is said to hang
