@@ -485,6 +485,12 @@ def test_what_lies_in_the_place_of_a_runs_own_is_named(tmp_path, name):
         trained(tmp_path / "r")
 
 
+def test_saved_settings_of_another_type_are_named(tmp_path):
+    (tmp_path / "settings.json").write_text('{"steps": "many", "seed": 3}')
+    with pytest.raises(ValueError, match=r"not of their types .*'steps': 'many'.*Mend settings"):
+        run.flags(argv=["--run", str(tmp_path), "--resume"])
+
+
 def test_settings_that_are_no_object_are_named(tmp_path):
     (tmp_path / "settings.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"holds \[1\]; expected an object of settings"):
@@ -757,6 +763,34 @@ def test_messages_of_ours_need_no_traceback(capsys, tmp_path):
     assert "is no run folder" in capsys.readouterr().err
     assert command.main(["tarin"]) == 2 and "no command 'tarin'" in capsys.readouterr().err
     assert command.main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "traced"),
+    [
+        (ValueError("any text"), False),
+        (OSError(28, "No space left on device"), False),
+        (run.BadStep("run: bad step 3"), False),
+        (objective.Indivisible("rows look at each other"), False),
+        (KeyError("run: layouts"), True),
+        (TypeError("run: what a caller of ours did wrong"), True),
+        (NotImplementedError("checkpoint: not yet"), True),
+        (jax.errors.JaxRuntimeError("mesh: RESOURCE_EXHAUSTED"), True),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_the_type_of_an_error_decides_on_its_traceback(error, traced, monkeypatch, capsys):
+    def train(settings):
+        raise error
+
+    monkeypatch.setattr(decoder, "train", train)
+    assert command.main(["train", "--devices", "8"]) == 1
+    told = capsys.readouterr().err
+    assert ("Traceback" in told) == traced
+    assert traced or told == f"shardwise: {error}\n"
+    monkeypatch.setenv("SHARDWISE_TRACEBACK", "1")
+    assert command.main(["train", "--devices", "8"]) == 1
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_text_of_a_folder_is_split_by_file(tmp_path):

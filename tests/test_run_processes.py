@@ -115,8 +115,8 @@ reports.Report.say = told
 @pytest.mark.parametrize(
     ("count", "stops"),
     [
-        (1, [(signal.SIGTERM, 0), (signal.SIGKILL, 0)]),
-        (2, [(signal.SIGINT, 1), (signal.SIGKILL, 1)]),
+        (1, [(signal.SIGHUP, 0), (signal.SIGKILL, 0)]),
+        (2, [(signal.SIGQUIT, 1), (signal.SIGKILL, 1)]),
         (4, [(signal.SIGUSR2, 2)]),
     ],
 )

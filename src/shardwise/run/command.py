@@ -7,7 +7,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import tyro
@@ -15,7 +14,6 @@ import tyro
 from shardwise import mesh
 from shardwise.plan import command as plan
 from shardwise.run import decoder, launch, profiling, settings, signals
-from shardwise.run.folder import Folder
 from shardwise.run.reports import OUT
 
 UNREAD = 128 + signal.SIGPIPE  # of a command whose reader is gone, as a shell has it
@@ -97,52 +95,13 @@ def train(argv: Sequence[str]) -> int:
 
 def sample(argv: Sequence[str]) -> int:
     """Write text from a checkpoint."""
-
-    def arguments(
-        run: tyro.conf.Positional[Path],
-        prompt: str = decoder.PROMPT,
-        tokens: int = 400,
-        temperature: float = 0.8,
-        seed: int = 0,
-        mean: bool = False,
-        step: int | None = None,
-        devices: int = 1,
-    ) -> str:
-        """Write text from a run's checkpoint.
-
-        Args:
-          run: the run folder.
-          prompt: what the text begins with.
-          tokens: how many are written.
-          temperature: of the draws; 0 takes the likeliest.
-          seed: of the draws.
-          mean: whether the mean of the parameters writes (EMA), or they themselves.
-          step: which checkpoint; by default the newest.
-          devices: over how many the parameters are cut, simulated where there are fewer.
-        """
-        mesh.simulate(devices)
-        return decoder.sample(run, prompt, tokens, temperature, seed, mean, step)
-
-    print(tyro.cli(arguments, prog="shardwise sample", args=list(argv)))
+    print(tyro.cli(decoder.sample, prog="shardwise sample", args=list(argv)))
     return 0
 
 
 def profile(argv: Sequence[str]) -> int:
     """Read a run's newest trace."""
-
-    def arguments(run: tyro.conf.Positional[Path]) -> Folder:
-        """Show what each device did in the steps of a run's newest trace.
-
-        Args:
-          run: the run folder.
-        """
-        return Folder(run)
-
-    folder = tyro.cli(arguments, prog="shardwise profile", args=list(argv))
-    ops = profiling.read(folder.path / "profile")
-    print(profiling.table(profiling.times(ops)))
-    drawn = profiling.draw(ops, folder.path / "profile.png")
-    print(f"Look: {drawn}" if drawn else "No picture: matplotlib is not installed.")
+    tyro.cli(profiling.show, prog="shardwise profile", args=list(argv))
     return 0
 
 

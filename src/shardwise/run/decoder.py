@@ -11,13 +11,15 @@ import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import tyro
 from flax import nnx
 
 from shardwise import checkpoint, data, layouts, mesh, model, plan
 from shardwise.model import Config, Decoder
 from shardwise.run import state
 from shardwise.run.folder import Folder
-from shardwise.run.optimizers import correction, wide
+from shardwise.run.optimizers import averaged, guarded
 from shardwise.run.settings import Data, Settings, from_flat
 from shardwise.run.state import Result
 from shardwise.run.training import train as train_loop
@@ -146,21 +148,33 @@ def _share(array, split):
 
 
 def sample(
-    path: Path,
+    run: tyro.conf.Positional[Path],
     prompt: str = PROMPT,
-    count: int = 400,
+    tokens: int = 400,
     temperature: float = 0.8,
     seed: int = 0,
     mean: bool = False,
     step: int | None = None,
+    devices: int = 1,
 ) -> str:
-    """A text from a run's checkpoint, by its parameters or by their mean, over all devices here.
+    """Write text from a run's checkpoint.
+
+    Args:
+      run: the run folder.
+      prompt: what the text begins with.
+      tokens: how many are written.
+      temperature: of the draws; 0 takes the likeliest.
+      seed: of the draws.
+      mean: whether the mean of the parameters writes (EMA), or they themselves.
+      step: which checkpoint; by default the newest.
+      devices: over how many the parameters are cut, simulated where there are fewer.
 
     Raises:
       FileNotFoundError: no such run, or nothing saved in it.
       ValueError: a run of tokens, which are no text.
     """
-    folder = Folder(path)
+    mesh.simulate(devices)
+    folder = Folder(run)
     saved = folder.settings()
     if saved is None:
         raise FileNotFoundError(f"run: {folder.path} is no run folder: it has no settings.json.")
@@ -173,30 +187,22 @@ def sample(
     config = config_of(settings)
     params = _restored(folder, config, settings, mean, step)
     key = state.stream(jax.random.key(seed), "samples")
-    return write(config, params, prompt, count, key, temperature)
+    return write(config, params, prompt, tokens, key, temperature)
 
 
 def _restored(folder, config, settings, mean, step):
-    """The parameters of a checkpoint, cut over the devices where they divide."""
-    shapes = jax.eval_shape(functools.partial(_create, config), jax.random.key(0))
-    layout = layouts.Layout(mesh.make(fsdp=-1), fsdp="fsdp")
-    target = jax.tree.map(
-        lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
-        shapes,
-        layouts.shardings(layout, shapes),
-    )
-    if not mean:
-        return checkpoint.restore(folder.checkpoints, {"params": target}, step)["params"]
-    if settings.ema is None:
+    """The parameters of a checkpoint, or their mean, cut over the devices where they divide."""
+    if mean and settings.ema is None:
         raise ValueError("run: this run kept no mean of its parameters (ema=None).")
-    sums = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, wide(x.dtype), sharding=x.sharding), target
-    )
-    part = {"inner": {"sum": sums, "count": jax.ShapeDtypeStruct((), jnp.int32)}}
-    found = checkpoint.restore(folder.checkpoints, {"opt_state": part}, step, partial=True)
-    found = found["opt_state"]["inner"]
-    by = correction(settings.ema, int(found["count"]))
-    return jax.tree.map(lambda x, like: (x / by).astype(like.dtype), found["sum"], target)
+    layout = layouts.Layout(mesh.make(fsdp=-1), fsdp="fsdp")
+    tx = guarded(averaged(optax.identity(), settings.ema) if mean else optax.identity())
+    create = functools.partial(_create, config)
+    params, opt_state = state.abstract(layout, create, tx, settings.seed, None, None)
+    if not mean:
+        return checkpoint.restore(folder.checkpoints, {"params": params}, step)["params"]
+    # Of the optimizer's own state nothing is read.
+    found = checkpoint.restore(folder.checkpoints, {"opt_state": opt_state}, step, partial=True)
+    return state.mean(params, found["opt_state"], settings.ema)
 
 
 def write(

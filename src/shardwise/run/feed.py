@@ -54,6 +54,9 @@ class Feed:
     def state(self, step: int) -> None:
         """None: there is no position to save, since a step decides its rows."""
 
+    def restore(self, state: None) -> None:
+        """Nothing: see `state`."""
+
     def _read(self, step, rows):
         start = (step - 1) * self._batch
         found = [self._dataset[start + row] for row in rows]
@@ -75,7 +78,7 @@ class Stream:
     Every process reads all of each batch.
     """
 
-    def __init__(self, batches: Any, batch: int, layout: Layout, state: Any = None):
+    def __init__(self, batches: Any, batch: int, layout: Layout):
         self._batches = iter(batches)
         if not all(hasattr(self._batches, name) for name in ("get_state", "set_state")):
             raise TypeError(
@@ -85,9 +88,7 @@ class Stream:
             )
         start = self._batches.get_state()
         self._peeked = next(self._batches)
-        self._batches.set_state(start)
-        if state is not None:
-            self._batches.set_state(state)
+        self.restore(start)
         self._batch = batch
         self._recent, self._after = {}, {}
         self._sharding = None if layout.staged else sharding(layout, batch)
@@ -123,12 +124,14 @@ class Stream:
         """The position after the batch of one of the last steps."""
         return self._after[step]
 
+    def restore(self, state: Any) -> None:
+        """Go on from a position."""
+        self._batches.set_state(state)
 
-def feed(batches: Any, batch: int, layout: Layout, state: Any = None) -> Feed | Stream:
+
+def feed(batches: Any, batch: int, layout: Layout) -> Feed | Stream:
     """The batches of a run, from a `grain.MapDataset` of rows or an iterator of whole batches."""
-    if isinstance(batches, grain.MapDataset):
-        return Feed(batches, batch, layout)
-    return Stream(batches, batch, layout, state)
+    return (Feed if isinstance(batches, grain.MapDataset) else Stream)(batches, batch, layout)
 
 
 def sharding(layout: Layout, batch: int) -> NamedSharding:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,38 +66,30 @@ class Roles:
         count = len(mesh.devices())
         sizes = {role: getattr(self, role) for role in ORDER}
         free = [role for role, size in sizes.items() if size == -1]
-        known = int(np.prod([size for size in sizes.values() if size != -1]))
+        known = math.prod(size for size in sizes.values() if size != -1)
         told = " × ".join(f"{role} {size}" for role, size in sizes.items() if size != 1) or "1"
+        # The command simulates devices, and a program of one's own may forget to.
+        more = " Simulate more by mesh.simulate(8), before anything runs." if count == 1 else ""
         if min(sizes.values()) < -1 or 0 in sizes.values() or len(free) > 1 or count % known:
             raise ValueError(
                 f"run: the layout {told} does not fit {count} devices: sizes are positive, one at "
-                f"most is -1, and the others multiply to a divisor of {count}.{_more(count)}"
+                f"most is -1, and the others multiply to a divisor of {count}.{more}"
             )
         if not free and known != count:
             raise ValueError(
                 f"run: the layout {told} takes {known} of {count} devices; give one role -1, such "
-                f"as --layout.fsdp -1, for those that remain, or say --devices {known}."
-                f"{_more(count)}"
+                f"as --layout.fsdp -1, for those that remain, or say --devices {known}.{more}"
             )
+        if self.remat is not None and self.remat not in POLICIES:
+            raise ValueError(f"run: remat={self.remat!r}; expected one of {', '.join(POLICIES)}.")
         sizes = {role: count // known if size == -1 else size for role, size in sizes.items()}
         taken = {role: size for role, size in sizes.items() if size > 1} or {"data": 1}
-        names = [f.name for f in dataclasses.fields(self) if f.name not in ORDER]
-        options = {name: getattr(self, name) for name in names}
-        options["remat"] = _policy(self.remat)
+        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        options = {name: x for name, x in options.items() if name not in ORDER}
+        options["remat"] = POLICIES.get(self.remat)
         for name in ("dtype", "reduce_dtype"):
             options[name] = options[name] and jnp.dtype(options[name])
         return layouts.Layout(mesh.make(**taken), **{role: role for role in taken}, **options)
-
-
-def _more(count):
-    """A hint to simulate devices, which the command does and a program of one's own may forget."""
-    return " Simulate more by mesh.simulate(8), before anything runs." if count == 1 else ""
-
-
-def _policy(name):
-    if name is not None and name not in POLICIES:
-        raise ValueError(f"run: remat={name!r}; expected one of {', '.join(POLICIES)}.")
-    return POLICIES[name] if name else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +107,7 @@ class Evaluation:
 
     every: int = 100  # steps; 0: never
     batches: int = 4
-    sample: int = (
-        120  # tokens written at each evaluation, by parameters whole on each device; 0: none
-    )
+    sample: int = 120  # tokens written each time, by parameters whole on each device; 0: none
 
 
 @dataclasses.dataclass(frozen=True)

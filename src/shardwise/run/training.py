@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import grain
 import jax
 import numpy as np
 
@@ -85,13 +84,13 @@ def train(
     tx = tx if settings.ema is None else averaged(tx, settings.ema)
     tx = guarded(tx, settings.limit, settings.bad == "stop")
     program.key_argument(loss, settings.seed, 0)  # an error before anything is compiled
-    facts = dict(facts or {})
-    if isinstance(batches, grain.MapDataset):
-        facts["first rows"] = feed(batches, settings.batch, layout).fingerprint()
+    source = feed(batches, settings.batch, layout)
+    held_out = validation and feed(validation, settings.batch, layout)
+    facts = dict(facts or {}) | {"first rows": source.fingerprint()}
     with signals.heard() as stop, contextlib.closing(lock_of(folder)) as lock:
         saved = _begin(settings, folder, facts, unused, lock)
-        source = feed(batches, settings.batch, layout, saved and saved["position"])
-        held_out = validation and feed(validation, settings.batch, layout)
+        if saved is not None:
+            source.restore(saved["position"])
         peak = program.at_peak(layout, flops)
         given = settings, layout, folder, loss, tx, has_aux, aux, facts
         return _Run(*given, source, held_out, sample, rate, peak, stop, create, saved).go()

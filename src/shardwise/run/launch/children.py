@@ -83,15 +83,13 @@ class Child:
         for line in whole:
             if line.startswith(b"[Gloo] Rank"):  # a line for each peer and each group of devices
                 continue
-            self._remember(line.decode(errors="backslashreplace"))
-            show(f"[{self.index}] {self.lines[-1]}")
+            text = line.decode(errors="backslashreplace")
+            self.lines.append(text)
+            if self._in_traceback and text[:1].strip():  # the first that is not indented
+                self.raised, self._in_traceback = text, False
+            self._in_traceback |= text == "Traceback (most recent call last):"
+            show(f"[{self.index}] {text}")
         return bool(block)
-
-    def _remember(self, line):
-        self.lines.append(line)
-        if self._in_traceback and line[:1].strip():  # the first that is not indented
-            self.raised, self._in_traceback = line, False
-        self._in_traceback |= line == "Traceback (most recent call last):"
 
     def close(self) -> None:
         """Kill the process if it runs, wait for it, and close its pipe."""

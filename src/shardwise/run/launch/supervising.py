@@ -3,6 +3,7 @@ became of each is reported: who failed, at which step, doing what, and its last 
 """
 
 import contextlib
+import math
 import signal
 import sys
 import threading
@@ -13,13 +14,15 @@ from pathlib import Path
 
 from shardwise.run import notes, signals
 from shardwise.run.launch.children import Child, Children
-from shardwise.run.launch.watching import Hang, Watch, never
+from shardwise.run.launch.watching import Hang, Watch
 from shardwise.run.notes import STUCK, Note
 from shardwise.run.signals import STOPPED
 
 GLANCE = 0.1  # seconds between looks at the processes
 STANDSTILL = 5.0  # seconds after which a process that fails may have waited for another
 READING = 0.5  # seconds between readings of their notes, at most
+# What a process does without the others: one that stands there waits for none of them.
+ALONE = ("starting", "compiling", "reading")
 WELL = {0: " (done)", STOPPED: " (stopped by a signal, after saving)"}  # exit statuses
 
 
@@ -133,7 +136,7 @@ class _Run:
     def _look(self):
         """Read the notes now and then, and judge by them."""
         now = time.monotonic()
-        judged = not never(self._limits.hang_after)
+        judged = 0 < self._limits.hang_after < math.inf
         pause = min(READING, self._limits.hang_after / 4) if judged else READING
         if self._kill_at is not None or now - self._looked < pause:
             return
@@ -212,18 +215,27 @@ class _Run:
         lines += [line for child in odd or children for line in _last(child)]
         if not odd:
             return [*lines, "No process moves, and all note the same: which one cannot be told."]
-        rest = sorted({n.told() for i, n in hang.notes.items() if i not in hang.odd})
-        beside = f", while the others wait ({'; '.join(rest)})" if rest else ""
-        what = f"{'is stopped (SIGSTOP, or a debugger)' if hang.stopped else 'hangs'}{beside}"
-        return [*lines, *(self._place(child, what, hang.notes) for child in odd)]
+        return [*lines, *(self._place(child, _differs(hang, child.index)) for child in odd)]
 
-    def _place(self, child, what, found=None):
+    def _place(self, child, what):
         """The line that tells what became of a process, and where it stood."""
-        note = (self._notes if found is None else found).get(child.index)
+        note = (self._hang.notes if self._hang else self._notes).get(child.index)
         where = "before it noted a step" if note is None else f"at {note.told()}"
         line = f"; its note says: {note.line}" if note is not None and note.line else ""
         raised = f"; its last traceback ends: {child.raised}" if child.raised else ""
         return f"process {child.index} (pid {child.pid}), {where}, {what}{line}{raised}"
+
+
+def _differs(hang, index):
+    """What is known of an odd one: that it hangs, or only that it and the others do not meet."""
+    rest = "; ".join(sorted({n.told() for i, n in hang.notes.items() if i not in hang.odd}))
+    if not hang.stopped and index in hang.notes and hang.notes[index].doing not in ALONE:
+        return (
+            f"differs from the others ({rest}), and all wait; who made a call more, or one less, "
+            f"notes do not tell: compare the calls that each has made, and the stacks"
+        )
+    beside = f", while the others wait ({rest})" if rest else ""
+    return f"{'is stopped (SIGSTOP, or a debugger)' if hang.stopped else 'hangs'}{beside}"
 
 
 def _say(line):
