@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import layouts, objective, topology
 from shardwise.layouts import Layout
-from shardwise.run.state import field, key_of_step, mean
+from shardwise.run.state import key_of_step, mean
 
 # What a line of the metrics says itself.
 RESERVED = frozenset(
@@ -37,12 +37,9 @@ def step_program(
         key = key_argument(loss, seed, step)
         params, opt_state, value, *extra = run(params, opt_state, batch, **key)
         record = _recorded(extra[0]) if extra and isinstance(extra[0], dict) else {}
-        record |= {"loss": value, "stop": flags.max()}
-        record |= {name: field(opt_state, name) for name in ("norm", "bad")}
-        return params, opt_state, record
+        record |= {"loss": value, "norm": opt_state.norm, "bad": opt_state.bad}
+        return params, opt_state, record | {"stop": flags.max()}
 
-    if layout.staged:
-        return train_step
     shardings = jax.tree.map(lambda x: x.sharding, wanted)
     out = (*shardings, NamedSharding(layout.auto, P()))
     return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out)
@@ -66,8 +63,6 @@ def _recorded(aux):
 
 def flags(layout: Layout, asked: bool) -> Any:
     """The vector that says of each device whether its process was asked to stop."""
-    if layout.staged:
-        return np.asarray([asked], np.int32)
     cut = NamedSharding(layout.auto, P(layout.auto.axis_names))
     shape = (layout.auto.size,)
     return jax.make_array_from_callback(shape, cut, lambda index: np.asarray([asked], np.int32))
@@ -91,11 +86,12 @@ def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: boo
 
     mean_and_count = layouts.value(layout, counted, has_aux=True)
 
+    @jax.jit
     def both(params, opt_state, batch):
         averages = [] if decay is None else [mean(params, opt_state, decay)]
         return [mean_and_count(each, batch) for each in (params, *averages)]
 
-    return both if layout.staged else jax.jit(both)
+    return both
 
 
 def together(found: Sequence[Sequence[tuple[Any, Any]]]) -> list[float]:
