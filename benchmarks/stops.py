@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.run import Folder, metrics
+from shardwise.run import metrics, notes
 from shardwise.run.signals import STOPPED
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2, signal.SIGKILL)
@@ -67,7 +67,7 @@ def stop(folder: Path, count: int, number: int, draw: random.Random) -> tuple:
             if child.poll() is not None:
                 raise RuntimeError(f"{folder} ended by itself, with {child.returncode}.")
             time.sleep(0.02)
-        os.kill({note["process"]: note["pid"] for note in Folder(folder).notes()}[which], number)
+        os.kill(notes.read(folder)[which].pid, number)
         status = child.wait(600)
     finally:
         child.kill()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.run import launch
-from shardwise.run.launch import statuses, supervising
+from shardwise.run.launch import supervising
 from shardwise.run.launch.children import Children
 
 CHILD = """
@@ -113,7 +113,7 @@ def test_a_process_is_given_its_place_and_an_address_of_this_machine_alone(run):
 def test_the_status_for_all_is_that_of_the_first_failure(codes):
     failed = {3: 3, -9: 137}
     expected = next((failed[code] for code in codes if code in failed), 75 if 75 in codes else 0)
-    assert statuses.overall(codes) == expected
+    assert supervising.overall(codes) == expected
 
 
 @pytest.mark.parametrize("codes, expected", [((0, 0, 0), 0), ((0, 75, 0), 75), ((75, 0, 4), 4)])
@@ -291,6 +291,7 @@ HANGING = """
     [
         ([(17, "stepping"), (17, "stepping"), (17, "reading")], "", (2,)),
         ([(17, "reading"), (18, "stepping"), (18, "stepping")], "", (0,)),
+        ([(10, "stepping"), (9, "stepping"), (10, "stepping")], "", (1,)),
         (
             [(4, "stepping"), (4, "stepping"), (4, "stepping")],
             "if index == 1: os.kill(os.getpid(), signal.SIGSTOP)",
@@ -308,7 +309,8 @@ def test_processes_that_hang_are_ended_and_the_odd_one_is_named(run, notes, then
         assert (
             f"process {index} " in last and f"at step {notes[index][0]}, {notes[index][1]}" in last
         )
-        assert ("is stopped" if "SIGSTOP" in then else "hangs") in last
+        alone = "hangs, while the others wait" if notes[index][1] == "reading" else "differs from"
+        assert ("is stopped" if "SIGSTOP" in then else alone) in last
         assert f"[launch] [{index}] words of {index}" in err
     if not odd:
         assert "cannot be told" in last

@@ -11,8 +11,8 @@ import textwrap
 import pytest
 
 from shardwise.run import launch
-from shardwise.run.launch import commands
-from shardwise.run.launch.tasks import own_gpus
+from shardwise.run.launch.slurm import own_gpus
+from shardwise.run.settings import option
 
 
 @pytest.mark.parametrize("launcher", ["slurm", "ray"])
@@ -51,7 +51,7 @@ def test_a_dry_run_for_ray_prints_what_each_worker_would_run(tmp_path, capfd):
     for index, line in enumerate(workers):
         words = shlex.split(line)
         assert words[:4] == ["program", "train", "--run", str(tmp_path)]
-        assert commands.option(words, "--processes.index") == str(index)
+        assert option(words, "--processes.index") == str(index)
     assert len(workers) == 3 and not list(tmp_path.iterdir())
 
 
@@ -235,7 +235,7 @@ def test_ray_runs_two_workers(tmp_path, first, restarts, expected):
     for attempt in ["first"] + ["resumed"] * restarts:
         found = seen(tmp_path, attempt)
         assert sorted(found) == [0, 1]
-        addresses = {commands.option(one["given"], "--processes.address") for one in found.values()}
+        addresses = {option(one["given"], "--processes.address") for one in found.values()}
         assert len(addresses) == 1
     if first == 3 and not restarts:
         assert "exited with status 3" in done.stdout + done.stderr

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.run.launch import watching
-from shardwise.run.launch.notes import Note, read
 from shardwise.run.launch.watching import Watch
+from shardwise.run.notes import Note, read
 
 AFTER, LONGER = 20.0, 600.0
 
@@ -163,12 +163,12 @@ def test_who_is_odd(said, odd):
     assert watching.odd({i: note(i, *what) for i, what in enumerate(said)}) == odd
 
 
-def test_a_note_of_another_process_is_not_read(tmp_path):
+def test_notes_are_read_and_what_is_none_is_named(tmp_path):
+    assert read(tmp_path) == {}
     (tmp_path / "processes").mkdir()
     text = '{"process": 0, "pid": 7, "host": "h", "step": 3, "doing": "saving", "time": 1.5, '
     (tmp_path / "processes" / "0.json").write_text(text + '"line": "x", "more": 1}')
-    assert read(tmp_path, {0: 7}) == {0: Note(0, 7, "h", 3, "saving", 1.5, "x")}
-    assert read(tmp_path, {0: 8}) == read(tmp_path, {1: 7}) == read(None, {0: 7}) == {}
+    assert read(tmp_path) == {0: Note(0, 7, "h", 3, "saving", 1.5, "x")}
     (tmp_path / "processes" / "0.json").write_text(text + '"lime": "x"}')
     with pytest.raises(ValueError, match=r"0\.json is no note of a process .*line"):
-        read(tmp_path, {0: 7})
+        read(tmp_path)

@@ -21,19 +21,9 @@ import pytest
 
 from shardwise import checkpoint, layouts, marks, mesh, objective, run, topology
 from shardwise.layouts import first_call
-from shardwise.run import (
-    command,
-    joining,
-    keys,
-    metrics,
-    profiling,
-    reports,
-    signals,
-    state,
-    stored,
-    text,
-)
-from shardwise.run.transformations import Guarded, averaged, correction, guarded
+from shardwise.run import command, decoder, metrics, profiling, reports, signals, state
+from shardwise.run.optimizers import Guarded, averaged, correction, guarded
+from shardwise.run.settings import flat, from_flat
 
 F32 = np.float32
 TX = optax.adam(1e-2)  # one object, so that runs share their programs
@@ -195,7 +185,7 @@ def test_on_another_mesh_it_sees_the_same_rows(tmp_path, reference, half, roles)
 )
 def test_what_goes_on_is_laid_out_as_what_is_made_and_is_not_made(tmp_path, monkeypatch, roles):
     layout = run.Roles(**{"fsdp": 1} | roles).layout()
-    wanted = layout, create, averaged(TX, 0.9), 0, loss, None
+    wanted = layout, create, averaged(TX, 0.9), 0
     made, told = state.create(*wanted), state.abstract(*wanted)
     assert jax.tree.structure(made) == jax.tree.structure(told)
     for x, like in zip(jax.tree.leaves(made), jax.tree.leaves(told), strict=True):
@@ -223,12 +213,12 @@ def test_batches_without_a_position_are_refused(tmp_path):
 
 def alone(steps):
     """The parameters of one device after each of these steps."""
-    params, found = create(keys.of_seed(0)), []
+    params, found = create(state.key_of_seed(0)), []
     opt_state = TX.init(params)
     for step in steps:
         each = [rows()[8 * (step - 1) + i] for i in range(8)]
         batch = jax.tree.map(lambda *x: np.stack(x), *each)
-        params, opt_state = _alone(params, opt_state, batch, keys.of_step(0, step))
+        params, opt_state = _alone(params, opt_state, batch, state.key_of_step(0, step))
         found.append(params)
     return found
 
@@ -364,8 +354,8 @@ def test_a_halted_guard_changes_nothing_any_more():
 
 
 def test_streams_are_independent_and_the_seed_s_alone():
-    key = keys.of_step(3, 7)
-    assert (run.stream(key, "noise") == run.stream(keys.of_step(3, 7), "noise")).all()
+    key = state.key_of_step(3, 7)
+    assert (run.stream(key, "noise") == run.stream(state.key_of_step(3, 7), "noise")).all()
     found = {tuple(jax.random.key_data(run.stream(key, n)).tolist()) for n in ("noise", "dropout")}
     assert len(found) == 2
 
@@ -495,6 +485,12 @@ def test_what_lies_in_the_place_of_a_runs_own_is_named(tmp_path, name):
         trained(tmp_path / "r")
 
 
+def test_saved_settings_of_another_type_are_named(tmp_path):
+    (tmp_path / "settings.json").write_text('{"steps": "many", "seed": 3}')
+    with pytest.raises(ValueError, match=r"not of their types .*'steps': 'many'.*Mend settings"):
+        run.flags(argv=["--run", str(tmp_path), "--resume"])
+
+
 def test_settings_that_are_no_object_are_named(tmp_path):
     (tmp_path / "settings.json").write_text("[1]")
     with pytest.raises(ValueError, match=r"holds \[1\]; expected an object of settings"):
@@ -516,8 +512,8 @@ def test_a_folder_in_which_orbax_would_not_find_its_files_is_refused(tmp_path, n
 OTHER = """
 import sys
 from shardwise.run.folder import Folder
-from shardwise.run.training import _lock
-lock = _lock(Folder(sys.argv[1]))
+from shardwise.run.training import lock_of
+lock = lock_of(Folder(sys.argv[1]))
 lock.take()
 print("taken", flush=True)
 sys.stdin.read()
@@ -613,7 +609,7 @@ def test_the_commands_that_a_run_prints_are_quoted(tmp_path, monkeypatch, capsys
         stopped = False
 
     folder = tmp_path / "it's $(x) here"
-    monkeypatch.setattr(command.decoding, "run", lambda settings: Ended)
+    monkeypatch.setattr(decoder, "train", lambda settings: Ended)
     assert command.main(["train", "--run", str(folder), "--devices", "8"]) == 0
     told = capsys.readouterr().out
     assert f"shardwise train --run {shlex.quote(str(folder))} --resume --steps 600" in told
@@ -648,8 +644,8 @@ def test_settings_go_to_json_and_back():
         run=Path("x"), limit=2.5, profile="3:5", layout=run.Roles(context=2, attention="zigzag")
     )
     for each in (original, run.Settings()):
-        values = json.loads(json.dumps(stored.flat(each)))
-        assert stored.from_flat(values) == each
+        values = json.loads(json.dumps(flat(each)))
+        assert from_flat(values) == each
 
 
 def test_flags_become_settings():
@@ -663,7 +659,7 @@ def test_a_run_that_goes_on_has_its_own_settings_but_for_who_runs_it(tmp_path):
     first = ["--run", str(tmp_path), "--seed", "4", "--profile", "3:4", "--processes.hang", "60"]
     alone = ["--processes.address", "127.0.0.1:1", "--processes.count", "2"]
     made = run.flags(argv=[*first, *alone, "--processes.index", "1"])
-    run.Folder(tmp_path).write_settings(stored.flat(made))
+    run.Folder(tmp_path).write_settings(flat(made))
     again = run.flags(argv=["--run", str(tmp_path), "--resume", "--steps", "7"])
     assert (again.seed, again.steps, again.resume, again.profile) == (4, 7, True, None)
     assert again.processes == run.Processes(hang=60.0)
@@ -713,13 +709,13 @@ def test_optimizers_go_by_optax_name(name):
 
 def test_half_of_a_cluster_is_told(monkeypatch, capsys):
     with pytest.raises(ValueError, match=r"processes\.count is missing"):
-        joining.join(run.Processes(address="127.0.0.1:1", index=0), 8)
+        signals.join(run.Processes(address="127.0.0.1:1", index=0), 8)
     assert signals.standing() is None
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    joining.join(run.Processes(), 8)
+    signals.join(run.Processes(), 8)
     assert "SLURM_STEP_NODELIST is not" in capsys.readouterr().err
     with pytest.raises(ValueError, match="do not divide among 3"):
-        joining.join(run.Processes(address="127.0.0.1:1", index=0, count=3), 8)
+        signals.join(run.Processes(address="127.0.0.1:1", index=0, count=3), 8)
 
 
 def test_mfu_where_the_chip_is_known(tmp_path, monkeypatch):
@@ -769,31 +765,59 @@ def test_messages_of_ours_need_no_traceback(capsys, tmp_path):
     assert command.main([]) == 2
 
 
+@pytest.mark.parametrize(
+    ("error", "traced"),
+    [
+        (ValueError("any text"), False),
+        (OSError(28, "No space left on device"), False),
+        (run.BadStep("run: bad step 3"), False),
+        (objective.Indivisible("rows look at each other"), False),
+        (KeyError("run: layouts"), True),
+        (TypeError("run: what a caller of ours did wrong"), True),
+        (NotImplementedError("checkpoint: not yet"), True),
+        (jax.errors.JaxRuntimeError("mesh: RESOURCE_EXHAUSTED"), True),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_the_type_of_an_error_decides_on_its_traceback(error, traced, monkeypatch, capsys):
+    def train(settings):
+        raise error
+
+    monkeypatch.setattr(decoder, "train", train)
+    assert command.main(["train", "--devices", "8"]) == 1
+    told = capsys.readouterr().err
+    assert ("Traceback" in told) == traced
+    assert traced or told == f"shardwise: {error}\n"
+    monkeypatch.setenv("SHARDWISE_TRACEBACK", "1")
+    assert command.main(["train", "--devices", "8"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_text_of_a_folder_is_split_by_file(tmp_path):
     for i in range(40):
         (tmp_path / f"{i}.txt").write_text(f"document {i} " * 5)
     source = run.Data(text=str(tmp_path))
-    train, held = (text.documents(source, split) for split in ("train", "validation"))
+    train, held = (decoder.documents(source, split) for split in ("train", "validation"))
     assert len(train) + len(held) == 40 and len(held) > 0
-    assert text.fingerprint(source) == text.fingerprint(run.Data(text=f"{tmp_path}/*.txt"))
+    assert decoder.fingerprint(source) == decoder.fingerprint(run.Data(text=f"{tmp_path}/*.txt"))
     with pytest.raises(FileNotFoundError, match="no files at"):
-        text.documents(run.Data(text=str(tmp_path / "none")))
+        decoder.documents(run.Data(text=str(tmp_path / "none")))
 
 
 def test_tokens_are_read_where_they_are_needed(tmp_path):
     array = np.arange(1000, dtype=np.uint16) % 700
     np.save(tmp_path / "t.npy", array)
     source = run.Data(tokens=tmp_path / "t.npy")
-    each = text.rows(source, 16, 0)
+    each = decoder.rows(source, 16, 0)
     for row in itertools.islice((each[i] for i in range(5)), 5):
         real = row["mask"].astype(bool)
         assert (row["targets"][real] == (row["tokens"][real] + 1) % 700).all()
-    assert text.vocabulary(source) == 700
-    (document,) = text.documents(source)
+    assert decoder.vocabulary(source) == 700
+    (document,) = decoder.documents(source)
     assert isinstance(document, np.memmap) and document.size == 900
     np.save(tmp_path / "f.npy", np.zeros(30))
     with pytest.raises(ValueError, match="expected token numbers"):
-        text.documents(run.Data(tokens=tmp_path / "f.npy"))
+        decoder.documents(run.Data(tokens=tmp_path / "f.npy"))
 
 
 def test_a_new_run_judges_its_loss_and_one_that_goes_on_does_not(tmp_path, monkeypatch):

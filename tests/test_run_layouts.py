@@ -17,7 +17,7 @@ import pytest
 from shardwise import layouts, model, run
 from shardwise.layouts import first_call
 from shardwise.layouts.layout import ROLES
-from shardwise.run import decoding, joining, metrics
+from shardwise.run import decoder, metrics
 from shardwise.run.settings import F32
 
 STAGED = {name for name in layouts.LAYOUTS if "stage" in name}
@@ -58,20 +58,20 @@ def settings(name, folder, **changes):
 def train(process, address, count, folder):
     """A run of each layout, in one of `count` processes; of some a second one, in two parts."""
     who = dict(address=address, count=count, index=process) if count > 1 else {}
-    joining.join(run.Processes(**who, heartbeat=200), 8)
+    run.join(run.Processes(**who, heartbeat=200), 8)
     for name in ON[count]:
         go(settings(name, folder))
         first_call.judge = lambda *given: None  # of one loss once: each time costs what a step does
     for name in AGAIN[count]:
         go(settings(name, f"{folder}/again", steps=random.Random(name).randint(1, STEPS - 1)))
         go(settings(name, f"{folder}/again"))
-    joining.leave()
+    run.leave()
 
 
 def go(each):
     """Train, but for what is done; all that was begun is gone on with."""
     if len(losses(each.run)) < each.steps:
-        decoding.run(dataclasses.replace(each, resume=True))
+        decoder.train(dataclasses.replace(each, resume=True))
 
 
 def losses(folder):

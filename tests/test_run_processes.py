@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shardwise import checkpoint, run
-from shardwise.run import metrics, signals, watchdog
+from shardwise.run import metrics, notes, signals
 from shardwise.run.launch import local
 
 pytestmark = pytest.mark.slow
@@ -115,8 +115,8 @@ reports.Report.say = told
 @pytest.mark.parametrize(
     ("count", "stops"),
     [
-        (1, [(signal.SIGTERM, 0), (signal.SIGKILL, 0)]),
-        (2, [(signal.SIGINT, 1), (signal.SIGKILL, 1)]),
+        (1, [(signal.SIGHUP, 0), (signal.SIGKILL, 0)]),
+        (2, [(signal.SIGQUIT, 1), (signal.SIGKILL, 1)]),
         (4, [(signal.SIGUSR2, 2)]),
     ],
 )
@@ -168,14 +168,14 @@ def test_with_another_number_of_processes_it_goes_on(environment, references, fo
 
 ROLES = ["context 2 --layout.attention zigzag", "tensor 2", "data 2 --layout.by compiler"]
 # One run after another, between joining and leaving.
-EACH = """import sys; from shardwise.run import decoding, joining, parsing
+EACH = """import sys; from shardwise import run; from shardwise.run import decoder
 words, folder = sys.argv[2:], sys.argv[sys.argv.index("--run") + 1]
 for number, roles in enumerate({0!r}):
     more = ["--run", f"{{folder}}/{{number}}", *f"--layout.{{roles}}".split()]
-    settings = parsing.flags(argv=[*words, *more])
-    number or joining.join(settings.processes, settings.devices)
-    decoding.run(settings)
-sys.exit(joining.leave())
+    settings = run.flags(argv=[*words, *more])
+    number or run.join(settings.processes, settings.devices)
+    decoder.train(settings)
+sys.exit(run.leave())
 """
 
 
@@ -214,14 +214,14 @@ def test_a_process_that_hangs_ends_the_others(environment, tmp_path):
     wait_for(folder, 4, children)
     children[1].send_signal(signal.SIGSTOP)
     try:
-        assert children[0].wait(600) == watchdog.STATUS
+        assert children[0].wait(600) == notes.STUCK
         assert "has made no progress" in said(folder)
     finally:
         for child in children:
             child.kill()
             child.wait()
-    notes = {note["process"]: note for note in run.Folder(folder).notes()}
-    assert set(notes) == {0, 1} and all(note["step"] >= 4 for note in notes.values())
+    found = notes.read(folder)
+    assert set(found) == {0, 1} and all(note.step >= 4 for note in found.values())
 
 
 def test_a_disk_that_is_full_leaves_the_last_checkpoint(environment, references, tmp_path):

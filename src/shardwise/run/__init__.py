@@ -10,15 +10,11 @@ bit for bit on the same devices, to rounding on other ones.
 """
 
 from shardwise.run.folder import Folder
-from shardwise.run.joining import join, leave
-from shardwise.run.keys import stream
-from shardwise.run.loop import BadStep, Result
-from shardwise.run.optimizers import Optimizer
-from shardwise.run.parsing import flags
-from shardwise.run.roles import Roles
-from shardwise.run.settings import Data, Evaluation, Processes, Settings
-from shardwise.run.training import train
-from shardwise.run.transformations import averaged, guarded
+from shardwise.run.optimizers import Optimizer, averaged, guarded
+from shardwise.run.settings import Data, Evaluation, Processes, Roles, Settings, flags
+from shardwise.run.signals import join, leave
+from shardwise.run.state import Result, stream
+from shardwise.run.training import BadStep, train
 
 __all__ = [
     "BadStep",

@@ -1,23 +1,25 @@
 """The command `shardwise`: train, sample, profile, launch, plan."""
 
+import contextlib
 import os
-import re
 import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import tyro
 
 from shardwise import mesh
-from shardwise.run import decoding, joining, parsing, profiling
-from shardwise.run.folder import Folder
-from shardwise.run.output import OUT, open_closed
+from shardwise.plan import command as plan
+from shardwise.run import decoder, launch, profiling, settings, signals
+from shardwise.run.reports import OUT
 
 UNREAD = 128 + signal.SIGPIPE  # of a command whose reader is gone, as a shell has it
+# Errors of what was given, and of the machine; others are ours, and show where they come from.
+EXPECTED = ValueError, OSError, ImportError, RuntimeError
+OURS = NotImplementedError, RecursionError, jax.errors.JaxRuntimeError
 
 HELP = """shardwise: training across devices in JAX
 
@@ -28,20 +30,21 @@ HELP = """shardwise: training across devices in JAX
   shardwise launch local --processes 4 -- train ...
   shardwise plan --model llama3-8b --chips v5p:4x4x8 --batch 1024 --sequence 8192
 
-Each has --help."""
+Each has --help. With SHARDWISE_TRACEBACK=1 every error shows where it comes from."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line, `sys.argv` by default, and return its exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    open_closed()
+    _open_closed()
     mesh.look_for_no_tpu()  # whatever comes first: an error too asks how many processes there are
     try:
         return _flushed(argv)
     except Exception as error:
         if _is_unread(error):
             return _end(UNREAD)
-        if _told(error) and not os.environ.get("SHARDWISE_TRACEBACK"):
+        expected = isinstance(error, EXPECTED) and not isinstance(error, OURS)
+        if expected and not os.environ.get("SHARDWISE_TRACEBACK"):
             print(f"shardwise: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
@@ -57,8 +60,7 @@ def _flushed(argv):
 
 
 def _command(argv):
-    commands = {"train": train, "sample": sample, "profile": profile, "launch": launch}
-    commands["plan"] = plan
+    commands = dict(train=train, sample=sample, profile=profile, launch=launch.main, plan=plan.main)
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0 if argv else 2
@@ -68,6 +70,52 @@ def _command(argv):
         )
         return 2
     return commands[argv[0]](argv[1:])
+
+
+def train(argv: Sequence[str]) -> int:
+    """Train; the exit status is 0 when done, 75 when a signal stopped the run after saving."""
+    given = settings.flags(argv=argv, prog="shardwise train")
+    signals.join(given.processes, given.devices)
+    layout = given.layout.layout()
+    if jax.process_index() == 0:
+        kind = mesh.devices()[0].device_kind
+        print(f"On {len(mesh.devices())} devices, {kind}. {layout}", file=OUT, flush=True)
+    result = decoder.train(given)
+    if jax.process_index() == 0:
+        more = "" if result.stopped else f" --steps {2 * given.steps}"
+        plot, run = given.run / "metrics.png", shlex.quote(str(given.run))
+        told = (
+            f"Look:   {plot}" if plot.exists() else "No plot: pip install matplotlib draws one.",
+            f"Go on:  shardwise train --run {run} --resume{more}",
+            f"Write:  shardwise sample {run}",
+        )
+        print(*told, sep="\n", file=OUT, flush=True)
+    return signals.leave(result)
+
+
+def sample(argv: Sequence[str]) -> int:
+    """Write text from a checkpoint."""
+    print(tyro.cli(decoder.sample, prog="shardwise sample", args=list(argv)))
+    return 0
+
+
+def profile(argv: Sequence[str]) -> int:
+    """Read a run's newest trace."""
+    tyro.cli(profiling.show, prog="shardwise profile", args=list(argv))
+    return 0
+
+
+def _open_closed():
+    """Open stdout and stderr where they are missing: else a file takes their number and output."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, "w")
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                number = nowhere.fileno()  # some file has it already
+            if number != nowhere.fileno():
+                os.dup2(nowhere.fileno(), number)
+            setattr(sys, name, nowhere)
 
 
 def _is_unread(error):
@@ -80,104 +128,6 @@ def _is_unread(error):
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
-
-
-def train(argv: Sequence[str]) -> int:
-    """Train; the exit status is 0 when done, 75 when a signal stopped the run after saving."""
-    settings = parsing.flags(argv=argv, prog="shardwise train")
-    joining.join(settings.processes, settings.devices)
-    layout = settings.layout.layout()
-    if jax.process_index() == 0:
-        kind = mesh.devices()[0].device_kind
-        print(f"On {len(mesh.devices())} devices, {kind}. {layout}", file=OUT, flush=True)
-    result = decoding.run(settings)
-    if jax.process_index() == 0:
-        more = "" if result.stopped else f" --steps {2 * settings.steps}"
-        plot = settings.run / "metrics.png"
-        drawn = f"Look:   {plot}" if plot.exists() else "No plot: pip install matplotlib draws one."
-        run = shlex.quote(str(settings.run))
-        told = (
-            f"Go on:  shardwise train --run {run} --resume{more}",
-            f"Write:  shardwise sample {run}",
-        )
-        print(drawn, *told, sep="\n", file=OUT, flush=True)
-    return joining.leave(result)
-
-
-def sample(argv: Sequence[str]) -> int:
-    """Write text from a checkpoint."""
-
-    def arguments(
-        run: tyro.conf.Positional[Path],
-        prompt: str = decoding.PROMPT,
-        tokens: int = 400,
-        temperature: float = 0.8,
-        seed: int = 0,
-        mean: bool = False,
-        step: int | None = None,
-        devices: int = 1,
-    ) -> str:
-        """Write text from a run's checkpoint.
-
-        Args:
-          run: the run folder.
-          prompt: what the text begins with.
-          tokens: how many are written.
-          temperature: of the draws; 0 takes the likeliest.
-          seed: of the draws.
-          mean: whether the mean of the parameters writes (EMA), or they themselves.
-          step: which checkpoint; by default the newest.
-          devices: over how many the parameters are cut, simulated where there are fewer.
-        """
-        mesh.simulate(devices)
-        return decoding.sample(run, prompt, tokens, temperature, seed, mean, step)
-
-    print(tyro.cli(arguments, prog="shardwise sample", args=list(argv)))
-    return 0
-
-
-def profile(argv: Sequence[str]) -> int:
-    """Read a run's newest trace."""
-
-    def arguments(run: tyro.conf.Positional[Path]) -> Folder:
-        """Show what each device did in the steps of a run's newest trace.
-
-        Args:
-          run: the run folder.
-        """
-        return Folder(run)
-
-    folder = tyro.cli(arguments, prog="shardwise profile", args=list(argv))
-    ops = profiling.read(folder.path / "profile")
-    print(profiling.table(profiling.times(ops)))
-    drawn = profiling.draw(ops, folder.path / "profile.png")
-    print(f"Look: {drawn}" if drawn else "No picture: matplotlib is not installed.")
-    return 0
-
-
-def launch(argv: Sequence[str]) -> int:
-    """Start several processes of a command."""
-    from shardwise.run import launch as launchers
-
-    return launchers.main(argv)
-
-
-def plan(argv: Sequence[str]) -> int:
-    """Propose layouts for chips that need not be here."""
-    from shardwise.plan import command
-
-    return command.main(argv)
-
-
-_ROOMS = ("run", "data", "layouts", "checkpoint", "mesh", "fsdp", "pipeline", "rules", "llama")
-_ROOMS = (*_ROOMS, "plan", "processes", "topology")
-
-
-def _told(error):
-    """Whether the error's message is one of this package's, which say what is wrong."""
-    first = re.match(r"(\w+)[\w.]*(\([^)]*\))?( |:)", str(error))
-    expected = ValueError, TypeError, OSError, ImportError, RuntimeError
-    return isinstance(error, expected) and bool(first) and first[1] in (*_ROOMS, "Config")
 
 
 def _end(status):

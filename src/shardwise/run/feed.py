@@ -24,7 +24,7 @@ class Feed:
 
     def __init__(self, dataset: grain.MapDataset, batch: int, layout: Layout):
         self._dataset, self._batch = dataset, batch
-        self._sharding = None if layout.staged else sharding(layout, batch)
+        self._sharding = sharding(layout, batch)
         self._mine = _local_rows(self._sharding, batch)
 
     def whole(self, step: int) -> Any:
@@ -54,6 +54,9 @@ class Feed:
     def state(self, step: int) -> None:
         """None: there is no position to save, since a step decides its rows."""
 
+    def restore(self, state: None) -> None:
+        """Nothing: see `state`."""
+
     def _read(self, step, rows):
         start = (step - 1) * self._batch
         found = [self._dataset[start + row] for row in rows]
@@ -75,7 +78,7 @@ class Stream:
     Every process reads all of each batch.
     """
 
-    def __init__(self, batches: Any, batch: int, layout: Layout, state: Any = None):
+    def __init__(self, batches: Any, batch: int, layout: Layout):
         self._batches = iter(batches)
         if not all(hasattr(self._batches, name) for name in ("get_state", "set_state")):
             raise TypeError(
@@ -85,12 +88,10 @@ class Stream:
             )
         start = self._batches.get_state()
         self._peeked = next(self._batches)
-        self._batches.set_state(start)
-        if state is not None:
-            self._batches.set_state(state)
+        self.restore(start)
         self._batch = batch
         self._recent, self._after = {}, {}
-        self._sharding = None if layout.staged else sharding(layout, batch)
+        self._sharding = sharding(layout, batch)
         found = {len(x) for x in jax.tree.leaves(self._peeked)}
         if found != {batch}:
             raise ValueError(
@@ -123,12 +124,14 @@ class Stream:
         """The position after the batch of one of the last steps."""
         return self._after[step]
 
+    def restore(self, state: Any) -> None:
+        """Go on from a position."""
+        self._batches.set_state(state)
 
-def feed(batches: Any, batch: int, layout: Layout, state: Any = None) -> Feed | Stream:
+
+def feed(batches: Any, batch: int, layout: Layout) -> Feed | Stream:
     """The batches of a run, from a `grain.MapDataset` of rows or an iterator of whole batches."""
-    if isinstance(batches, grain.MapDataset):
-        return Feed(batches, batch, layout)
-    return Stream(batches, batch, layout, state)
+    return (Feed if isinstance(batches, grain.MapDataset) else Stream)(batches, batch, layout)
 
 
 def sharding(layout: Layout, batch: int) -> NamedSharding:
@@ -149,17 +152,13 @@ def sharding(layout: Layout, batch: int) -> NamedSharding:
 
 def _local_rows(sharding, batch):
     """The rows that this process's devices need."""
-    if sharding is None or jax.process_count() == 1:
-        return range(batch)
     found = [index[0] for index in sharding.addressable_devices_indices_map((batch,)).values()]
     bounds = [index.indices(batch)[:2] for index in found]
     return range(min(start for start, _ in bounds), max(stop for _, stop in bounds))
 
 
-def place(local: Any, first: int, batch: int, sharding: NamedSharding | None) -> Any:
-    """The global arrays of a batch's rows from `first` on; `local` itself where stages lay it."""
-    if sharding is None:
-        return local
+def place(local: Any, first: int, batch: int, sharding: NamedSharding) -> Any:
+    """The global arrays of a batch, of which `local` has the rows from `first` on."""
 
     def one(x):
         def block(index):

@@ -1,10 +1,8 @@
-"""The run folder: settings, metrics, checkpoints, and notes of what each process is doing."""
+"""The run folder: where what lies, its settings, and files that are written whole or not at all."""
 
 import json
 import os
 import re
-import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +40,7 @@ class Folder:
                 )
 
     def settings(self) -> dict[str, Any] | None:
-        """The settings as `stored.flat` gave them when the run last started, or None.
+        """The settings as `settings.flat` gave them when the run last started, or None.
 
         Raises:
           ValueError: the file is none of ours.
@@ -62,13 +60,9 @@ class Folder:
         return found
 
     def write_settings(self, values: dict[str, Any]) -> None:
+        """Write the settings, in process 0."""
         if jax.process_index() == 0:
             write(self.path / "settings.json", json.dumps(values, indent=1) + "\n")
-
-    def notes(self) -> list[dict[str, Any]]:
-        """The last note of each process, as a dict."""
-        files = sorted((self.path / "processes").glob("*.json"), key=lambda p: int(p.stem))
-        return [json.loads(file.read_text()) for file in files]
 
 
 def on_disk(path: str | os.PathLike) -> Path:
@@ -86,25 +80,6 @@ def on_disk(path: str | os.PathLike) -> Path:
         )
     address(path)
     return Path(path)
-
-
-class Note:
-    """The note of what one process is doing, for those who watch it from outside."""
-
-    def __init__(self, folder: Folder, index: int):
-        self._file = folder.path / "processes" / f"{index}.json"
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self.index, self.step, self.doing, self.line = index, 0, "starting", ""
-        self._who = {"process": index, "pid": os.getpid(), "host": socket.gethostname()}
-        self.say("starting")
-
-    def say(self, doing: str, step: int | None = None, line: str | None = None) -> None:
-        self.doing = doing
-        self.step = self.step if step is None else step
-        self.line = self.line if line is None else line
-        self.time = time.time()
-        state = {"step": self.step, "doing": doing, "time": self.time, "line": self.line}
-        write(self._file, json.dumps(self._who | state) + "\n")
 
 
 def write(file: Path, text: str) -> None:

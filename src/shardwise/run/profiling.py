@@ -7,12 +7,17 @@ tell of order and of waiting, and nothing of speed.
 """
 
 import bisect
+import collections
 import importlib.util
 import itertools
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import tyro
+
+from shardwise.run.folder import Folder
 
 STEP = "jit_train_step"
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-", "send", "recv")
@@ -98,44 +103,42 @@ def _with_waiting(op: Op, waits: list[tuple[float, float]]) -> Op:
 
 def main_program(ops: Iterable[Op]) -> str:
     """The name of the program of a run's steps; in another trace, of that which took most time."""
-    total: dict[str, float] = {}
+    total: dict[str, float] = collections.defaultdict(float)
     for op in ops:
-        total[op.program] = total.get(op.program, 0.0) + op.stop - op.start
+        total[op.program] += op.stop - op.start
     return STEP if STEP in total else max(total, key=lambda name: total[name])
 
 
 def compilations(ops: Iterable[Op]) -> dict[str, int]:
     """{program: number of its versions that ran}: one, where shapes and settings stay the same."""
-    found: dict[str, set[int]] = {}
+    found = {(op.program, op.compiled) for op in ops}
+    return dict(collections.Counter(program for program, _ in found))
+
+
+def runs(ops: list[Op], program: str | None = None) -> list[list[Op]]:
+    """The operations of each run of a program, by default the main one, in the order of starts."""
+    program = program or main_program(ops)
+    found: dict[int, list[Op]] = collections.defaultdict(list)
     for op in ops:
-        found.setdefault(op.program, set()).add(op.compiled)
-    return {name: len(versions) for name, versions in found.items()}
+        if op.program == program:
+            found[op.run].append(op)
+    return sorted(found.values(), key=lambda run: min(op.start for op in run))
 
 
 def gaps(ops: list[Op], program: str | None = None) -> list[float]:
     """The seconds from the end of each run of a program, on all devices, to the next start."""
-    program = program or main_program(ops)
-    spans: dict[int, tuple[float, float]] = {}
-    for op in (op for op in ops if op.program == program):
-        start, stop = spans.get(op.run, (op.start, op.stop))
-        spans[op.run] = min(start, op.start), max(stop, op.stop)
-    ordered = sorted(spans.values())
-    pairs = itertools.pairwise(ordered)
-    return [(after[0] - before[1]) / 1e9 for before, after in pairs]
+    pairs = itertools.pairwise(runs(ops, program))
+    ends = ((max(op.stop for op in run), min(op.start for op in after)) for run, after in pairs)
+    return [(start - stop) / 1e9 for stop, start in ends]
 
 
 def times(ops: list[Op], program: str | None = None) -> dict[tuple[int, int], Times]:
     """{(run, device): Times} of a program, by default the main one; runs count from 0."""
-    program = program or main_program(ops)
-    chosen = [op for op in ops if op.program == program]
-    starts: dict[int, float] = {}
-    for op in chosen:
-        starts[op.run] = min(op.start, starts.get(op.run, op.start))
-    number = {run: i for i, run in enumerate(sorted(starts, key=lambda run: starts[run]))}
-    groups: dict[tuple[int, int], list[Op]] = {}
-    for op in chosen:
-        groups.setdefault((number[op.run], op.device), []).append(op)
-    return {key: _times(groups[key]) for key in sorted(groups)}
+    return {
+        (number, device): _times([op for op in run if op.device == device])
+        for number, run in enumerate(runs(ops, program))
+        for device in sorted({op.device for op in run})
+    }
 
 
 def _times(ops: list[Op]) -> Times:
@@ -158,12 +161,9 @@ def _covered(ops: Iterable[Op]) -> float:
 def table(found: dict[tuple[int, int], Times]) -> str:
     """The times as a table of text, in ms."""
     lines = ["step  device   compute  collectives  of it waiting     idle   (ms)"]
-    for (step, device), each in found.items():
-        values = [1e3 * x for x in each]
-        lines.append(
-            f"{step:4}  {device:6}  {values[0]:8.2f}  {values[1]:11.2f}  {values[2]:13.2f}  "
-            f"{values[3]:7.2f}"
-        )
+    for place, each in found.items():
+        values = (*place, *(1e3 * x for x in each))
+        lines.append("{:4}  {:6}  {:8.2f}  {:11.2f}  {:13.2f}  {:7.2f}".format(*values))
     return "\n".join(lines)
 
 
@@ -173,18 +173,11 @@ def draw(ops: list[Op], file: Path, step: int = 0) -> Path | None:
         return None
     from matplotlib.figure import Figure
 
-    program = main_program(ops)
-    runs = sorted(
-        {op.run for op in ops if op.program == program},
-        key=lambda run: min(op.start for op in ops if op.run == run and op.program == program),
-    )
-    chosen = [op for op in ops if op.program == program and op.run == runs[step]]
-    zero = min(op.start for op in chosen)
-    devices = sorted({op.device for op in chosen})
+    chosen = runs(ops)[step]
+    zero, devices = min(op.start for op in chosen), sorted({op.device for op in chosen})
     figure = Figure(figsize=(9, 0.4 * len(devices) + 1.2), layout="constrained")
     axes = figure.subplots()
-    kinds = {"compute": "#3a7bc8", "collective": "#fe996b"}
-    for kind, colour in kinds.items():
+    for kind, colour in {"compute": "#3a7bc8", "collective": "#fe996b"}.items():
         for device in devices:
             mine = [o for o in chosen if o.device == device and o.collective == (kind != "compute")]
             bars = [((o.start - zero) / 1e6, (o.stop - o.start) / 1e6) for o in mine]
@@ -194,3 +187,16 @@ def draw(ops: list[Op], file: Path, step: int = 0) -> Path | None:
     axes.legend(loc="upper right")
     figure.savefig(file, dpi=150)
     return file
+
+
+def show(run: tyro.conf.Positional[Path]) -> None:
+    """Show what each device did in the steps of a run's newest trace.
+
+    Args:
+      run: the run folder.
+    """
+    folder = Folder(run).path
+    ops = read(folder / "profile")
+    print(table(times(ops)))
+    drawn = draw(ops, folder / "profile.png")
+    print(f"Look: {drawn}" if drawn else "No picture: matplotlib is not installed.")

@@ -1,6 +1,5 @@
-"""The function that runs each step, one program where the layout is one; that of evaluations."""
+"""The programs of a run: one for each step, and one for evaluations."""
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import layouts, objective, topology
 from shardwise.layouts import Layout
-from shardwise.run import keys
-from shardwise.run.state import field, mean
+from shardwise.run.state import key_of_step, mean
 
 # What a line of the metrics says itself.
 RESERVED = frozenset(
@@ -24,36 +22,27 @@ RESERVED = frozenset(
 
 
 def step_program(
-    layout: Layout, loss: Callable, tx: Any, seed: int, has_aux: bool, aux: Any = "sum"
+    layout: Layout, loss: Callable, tx: Any, seed: int, has_aux: bool, aux: Any, wanted: Any
 ) -> Callable:
     """(params, opt_state, batch, step, flags) -> (params, opt_state, record); the former donated.
 
-    `flags` is a vector with a number for each device, 1 where its process was asked to stop. The
-    record is a dict that every process has: loss, norm, bad, stop, and what `_recorded` takes of
-    aux, of which `aux` says how parts become one.
+    What comes out is laid out as `wanted`, the shapes with shardings of what goes in. `flags` is a
+    vector with a number for each device, 1 where its process was asked to stop. The record is a
+    dict that every process has: loss, norm, bad, stop, and what `_recorded` takes of aux, of which
+    `aux` says how parts become one.
     """
     run = layouts.step(layout, loss, tx, has_aux, aux, check=False)
-    takes_key(loss)  # or says what it takes that a run does not give
-    own = functools.partial(key_of, loss, seed)
 
     def train_step(params, opt_state, batch, step, flags):
-        params, opt_state, value, *extra = run(params, opt_state, batch, **own(step))
+        key = key_argument(loss, seed, step)
+        params, opt_state, value, *extra = run(params, opt_state, batch, **key)
         record = _recorded(extra[0]) if extra and isinstance(extra[0], dict) else {}
-        record |= {"loss": value, "stop": flags.max()}
-        record |= {name: field(opt_state, name) for name in ("norm", "bad")}
-        return params, opt_state, record
+        record |= {"loss": value, "norm": opt_state.norm, "bad": opt_state.bad}
+        return params, opt_state, record | {"stop": flags.max()}
 
-    if layout.staged:
-        return train_step
-    # The same program for every step: what comes out is laid out as what goes in.
-    whole = NamedSharding(layout.auto, P())
-
-    def jitted(params, opt_state, *rest):
-        shardings = jax.tree.map(lambda x: x.sharding, (params, opt_state))
-        leaves, structure = jax.tree.flatten((*shardings, whole))
-        return _jitted(train_step, structure, tuple(leaves))(params, opt_state, *rest)
-
-    return jitted
+    shardings = jax.tree.map(lambda x: x.sharding, wanted)
+    out = (*shardings, NamedSharding(layout.auto, P()))
+    return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out)
 
 
 def _recorded(aux):
@@ -72,16 +61,8 @@ def _recorded(aux):
     return found | {name: objective.quotient(x) for name, x in means.items()}
 
 
-@functools.lru_cache(maxsize=4)
-def _jitted(step, structure, leaves):
-    shardings = jax.tree.unflatten(structure, leaves)
-    return jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
-
-
 def flags(layout: Layout, asked: bool) -> Any:
     """The vector that says of each device whether its process was asked to stop."""
-    if layout.staged:
-        return np.asarray([asked], np.int32)
     cut = NamedSharding(layout.auto, P(layout.auto.axis_names))
     shape = (layout.auto.size,)
     return jax.make_array_from_callback(shape, cut, lambda index: np.asarray([asked], np.int32))
@@ -95,26 +76,22 @@ def at_peak(layout: Layout, flops: float | None) -> float | None:
 
 def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: bool) -> Callable:
     """(params, opt_state, batch) -> [(loss, count) of params, those of their mean]; no dropout."""
-    mean_and_count = layouts.value(layout, _counted(loss, has_aux), has_aux=True)
-
-    def both(params, opt_state, batch):
-        averages = [] if decay is None else [mean(params, opt_state, decay)]
-        return [mean_and_count(each, batch) for each in (params, *averages)]
-
-    return both if layout.staged else jax.jit(both)
-
-
-def _counted(loss, has_aux):
-    """A function of (loss, the count by which batches are weighed: 1 of a mean over rows)."""
     bare = objective.normal(loss, has_aux)
 
-    def counted(params, batch):
+    def counted(params, batch):  # by what batches are weighed: 1 of a mean over rows
         found, _ = bare(params, batch)
         if found.count is None:
             return found.total, jnp.float32(1)
         return found, jnp.asarray(found.count, jnp.float32)
 
-    return counted
+    mean_and_count = layouts.value(layout, counted, has_aux=True)
+
+    @jax.jit
+    def both(params, opt_state, batch):
+        averages = [] if decay is None else [mean(params, opt_state, decay)]
+        return [mean_and_count(each, batch) for each in (params, *averages)]
+
+    return both
 
 
 def together(found: Sequence[Sequence[tuple[Any, Any]]]) -> list[float]:
@@ -125,16 +102,11 @@ def together(found: Sequence[Sequence[tuple[Any, Any]]]) -> list[float]:
     return (total / np.where(count == 0, 1, count)).tolist()
 
 
-def key_of(loss: Callable, seed: int, step: Any) -> dict[str, Any]:
-    """The arguments with a step's key, as the loss takes it: {"key": key}, or {}."""
-    return {"key": keys.of_step(seed, step)} if takes_key(loss) else {}
-
-
-def takes_key(loss: Callable) -> bool:
-    """Whether a loss has a parameter `key`.
+def key_argument(loss: Callable, seed: int, step: Any) -> dict[str, Any]:
+    """The argument with a step's key, as the loss takes it: {"key": key}, or {}.
 
     Raises:
-      TypeError: it needs more than parameters, batch and key.
+      TypeError: the loss needs more than parameters, batch and key.
     """
     taken = inspect.signature(loss).parameters
     given = getattr(loss, "keywords", {}) or {}
@@ -144,4 +116,4 @@ def takes_key(loss: Callable) -> bool:
             f"run.train: the loss needs {further[0]!r}, and gets (params, batch) and key= by name: "
             f"if that is the random key, call it key; else bind it by functools.partial."
         )
-    return "key" in taken and "key" not in given
+    return {"key": key_of_step(seed, step)} if "key" in taken and "key" not in given else {}

@@ -1,6 +1,12 @@
-"""The reports of a run: lines on a terminal or in a log, events, plots."""
+"""The reports of a run: lines on standard output, which may go away, in the metrics and as events.
 
+Standard output goes away when a terminal closes, a disk is full, or a reader has ended.
+"""
+
+import contextlib
 import math
+import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -8,31 +14,76 @@ from typing import Any
 import jax
 
 from shardwise.run.folder import Folder
-from shardwise.run.metrics import Lines, read
-from shardwise.run.output import OUT
-from shardwise.run.plots import plot
+from shardwise.run.metrics import Lines, plot, read
 from shardwise.run.settings import Settings
 
 _EVERY = 10  # seconds between two plain lines
 
 
+class Output:
+    """Standard output, which ends nothing when it cannot be written any more.
+
+    The error is said once on standard error; from then on what is printed is dropped.
+    """
+
+    def write(self, text: str) -> int:
+        with self._forgiving():
+            sys.stdout.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._forgiving():
+            sys.stdout.flush()
+
+    def isatty(self) -> bool:
+        return not sys.stdout.closed and sys.stdout.isatty()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+    @contextlib.contextmanager
+    def _forgiving(self):
+        try:
+            yield
+        except (OSError, ValueError) as error:  # ValueError: it was closed here
+            # What is still held back would fail again when the program ends.
+            sys.stdout = open(os.devnull, "w")
+            with contextlib.suppress(OSError):
+                os.dup2(sys.stdout.fileno(), 1)
+            with contextlib.suppress(OSError, AttributeError, ValueError):
+                print(f"run: no more output ({error}); it goes on.", file=sys.stderr, flush=True)
+
+
+OUT = Output()
+
+
 class Report:
-    """The report of one process; only process 0 writes and prints anything."""
+    """The report of one process; only process 0 writes and prints anything.
+
+    `batch` is a step's, as shapes; `held` the bytes of the state on a device; `rate` the learning
+    rate by step, and `at_peak` the seconds of a step's products at the chips' peak, where known.
+    """
 
     def __init__(
         self,
         settings: Settings,
         folder: Folder,
         first: int,
+        batch: Any,
+        held: int,
         rate: Callable | None = None,
         at_peak: float | None = None,
     ):
-        self._settings, self._folder, self._rate = settings, folder, rate
-        self._at_peak = at_peak  # seconds of a step's products
+        self._settings, self._folder, self._held = settings, folder, held
+        self._rate, self._at_peak = rate, at_peak
+        if isinstance(batch, dict) and "tokens" in batch:
+            self._unit, self._count = "tokens", math.prod(batch["tokens"].shape)
+        else:
+            self._unit, self._count = "rows", jax.tree.leaves(batch)[0].shape[0]
         before = [line for line in read(folder.metrics) if line["step"] < first]
         self._skipped = sum(bool(line.get("bad")) for line in before)
-        self._main = jax.process_index() == 0
         self._since, self._said = time.perf_counter(), -math.inf
+        self._main = jax.process_index() == 0
         self._progress = self._bar(first) if self._main and OUT.isatty() else None
         self._events = self._writer() if self._main and settings.tensorboard else None
         files = (folder.metrics, folder.evaluations) if self._main else ()
@@ -57,26 +108,22 @@ class Report:
             ) from None
         return SummaryWriter(str(self._folder.path / "events"))
 
-    def line(
-        self, step: int, record: dict[str, float], bad: bool, amount: tuple[str, int], held: int
-    ) -> dict[str, Any]:
+    def line(self, step: int, record: dict[str, Any], bad: bool) -> dict[str, Any]:
         """The line of a step in the metrics; its seconds are those since the line before."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        (what, count), self._what = amount, amount[0]
-        line: dict[str, Any] = {"step": step, "loss": record["loss"], what: count}
-        line |= {f"{what}_per_second": round(count / seconds, 1), "seconds": round(seconds, 6)}
+        line: dict[str, Any] = {"step": step, "loss": record["loss"], self._unit: self._count}
+        line[f"{self._unit}_per_second"] = round(self._count / seconds, 1)
+        line["seconds"] = round(seconds, 6)
         if self._at_peak:
             line["mfu"] = round(self._at_peak / seconds, 4)
         line["gradient_norm"] = record["norm"]
         if self._rate is not None:
             line["learning_rate"] = float(self._rate(step - 1 - self._skipped))
-        line |= {"bytes": held, "time": round(time.time(), 3)}
+        line |= {"bytes": self._held, "time": round(time.time(), 3)}
         line |= {name: x for name, x in record.items() if name not in ("loss", "norm")}
-        if bad:
-            self._skipped += 1
-            line["bad"] = True
-        return line
+        self._skipped += bad
+        return line | ({"bad": True} if bad else {})
 
     def say(self, line: dict[str, Any]) -> str:
         """Write a step and show it, outside of a terminal only now and then; return its text."""
@@ -85,7 +132,7 @@ class Report:
             self._files[0].add(line)
         text = (
             f"step {step:,} of {steps:,}  loss {line['loss']:.4f}  "
-            f"{line[f'{self._what}_per_second']:,.0f} {self._what}/s"
+            f"{line[f'{self._unit}_per_second']:,.0f} {self._unit}/s"
         )
         text += f"  MFU {line['mfu']:.1%}" if "mfu" in line else ""
         if self._events is not None:
@@ -105,22 +152,20 @@ class Report:
 
     def print(self, text: str) -> None:
         """Print a line that stays."""
-        if self._main:
-            if self._progress is not None:
-                self._progress.console.print(text, markup=False)
-            else:
-                print(text, file=OUT, flush=True)
+        if self._progress is not None:
+            self._progress.console.print(text, markup=False)
+        elif self._main:
+            print(text, file=OUT, flush=True)
 
     def evaluated(self, step: int, loss: float, mean: float | None = None, text: str = "") -> None:
         """Show an evaluation."""
-        told = f"step {step:,}  held-out loss {loss:.4f}"
-        told += "" if mean is None else f", of the mean of the parameters {mean:.4f}"
-        self.print(told)
+        told = "" if mean is None else f", of the mean of the parameters {mean:.4f}"
+        self.print(f"step {step:,}  held-out loss {loss:.4f}{told}")
+        if text:
+            self.print(f"  wrote: {text!r}")
         if self._main:
             means = {} if mean is None else {"loss_of_mean": mean}
             self._files[1].add({"step": step, "loss": loss, **means, "sample": text})
-        if text:
-            self.print("  wrote: " + repr(text))
         if self._events is not None:
             self._events.add_scalar("held_out_loss", loss, step)
 
@@ -132,6 +177,7 @@ class Report:
             self.print(f"{told}; all is in {self._settings.run}")
 
     def close(self) -> None:
+        """Close what was opened."""
         if self._progress is not None:
             self._progress.stop()
         for each in [*self._files, *([] if self._events is None else [self._events])]:

@@ -1,17 +1,95 @@
-"""All settings of a run, in frozen dataclasses; flags of the command are made from them by tyro."""
+"""All settings of a run, in frozen dataclasses: as flags of a command line, and as JSON."""
 
 import dataclasses
+import json
+import math
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+import tyro
 
+from shardwise import layouts, mesh
+from shardwise.layouts.catalogue import ORDER
 from shardwise.model import Config
-from shardwise.run.folder import on_disk
+from shardwise.run.folder import Folder, on_disk
 from shardwise.run.optimizers import Optimizer
-from shardwise.run.roles import Roles
 
 F32 = jnp.dtype("float32")
+# Others of JAX's policies are functions that make one, of names.
+_PLAIN = """checkpoint_dots checkpoint_dots_with_no_batch_dims dots_saveable
+dots_with_no_batch_dims_saveable everything_saveable nothing_saveable""".split()
+POLICIES = {name: getattr(jax.checkpoint_policies, name) for name in _PLAIN}
+POLICIES["offload"] = layouts.offload
+# What may differ when a run goes on. The rest decides which numbers come next.
+FREE = ("run", "steps", "save_every", "keep", "resume", "devices", "tensorboard", "profile", "bad")
+FREE += ("limit", "layout", "evaluation", "processes", "model.stages", "model.remat")
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """The number of devices of each role of a layout, and how roles are realised.
+
+    The sizes multiply to the number of devices; one may be -1, for the devices that remain. The
+    rest is as in `layouts.Layout`.
+    """
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+    expert: int = 1
+    context: int = 1
+    stage: int = 1
+    by: Literal["hand", "compiler"] = "hand"
+    zero: Literal[1, 2, 3] = 3
+    min_size: int = 0
+    uneven: Literal["error", "replicate"] = "replicate"
+    sequence: bool = False  # Megatron's sequence parallelism, beside tensor
+    attention: str = "ring"  # over context; one of shardwise.context.FORMS
+    dispatch: str = "all_to_all"  # to experts; one of shardwise.experts.FORMS
+    schedule: str = "1f1b"  # of the stages
+    microbatches: int = 1
+    dtype: Literal["float32", "bfloat16"] | None = None  # in which weights are gathered and used
+    reduce_dtype: Literal["float32", "bfloat16"] | None = None
+    remat: str | None = None  # a policy of jax.checkpoint_policies, or "offload" to the host
+
+    def layout(self) -> layouts.Layout:
+        """The layout over the devices there are, with an axis of its own for each role above 1.
+
+        Raises:
+          ValueError: sizes that do not fit the devices, no such policy, what `Layout` raises.
+        """
+        count = len(mesh.devices())
+        sizes = {role: getattr(self, role) for role in ORDER}
+        free = [role for role, size in sizes.items() if size == -1]
+        known = math.prod(size for size in sizes.values() if size != -1)
+        told = " × ".join(f"{role} {size}" for role, size in sizes.items() if size != 1) or "1"
+        # The command simulates devices, and a program of one's own may forget to.
+        more = " Simulate more by mesh.simulate(8), before anything runs." if count == 1 else ""
+        if min(sizes.values()) < -1 or 0 in sizes.values() or len(free) > 1 or count % known:
+            raise ValueError(
+                f"run: the layout {told} does not fit {count} devices: sizes are positive, one at "
+                f"most is -1, and the others multiply to a divisor of {count}.{more}"
+            )
+        if not free and known != count:
+            raise ValueError(
+                f"run: the layout {told} takes {known} of {count} devices; give one role -1, such "
+                f"as --layout.fsdp -1, for those that remain, or say --devices {known}.{more}"
+            )
+        if self.remat is not None and self.remat not in POLICIES:
+            raise ValueError(f"run: remat={self.remat!r}; expected one of {', '.join(POLICIES)}.")
+        sizes = {role: count // known if size == -1 else size for role, size in sizes.items()}
+        taken = {role: size for role, size in sizes.items() if size > 1} or {"data": 1}
+        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        options = {name: x for name, x in options.items() if name not in ORDER}
+        options["remat"] = POLICIES.get(self.remat)
+        for name in ("dtype", "reduce_dtype"):
+            options[name] = options[name] and jnp.dtype(options[name])
+        return layouts.Layout(mesh.make(**taken), **{role: role for role in taken}, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +107,7 @@ class Evaluation:
 
     every: int = 100  # steps; 0: never
     batches: int = 4
-    sample: int = (
-        120  # tokens written at each evaluation, by parameters whole on each device; 0: none
-    )
+    sample: int = 120  # tokens written each time, by parameters whole on each device; 0: none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,3 +175,122 @@ class Settings:
                 f"run: profile={self.profile!r}; expected the first and the last step, as 10:13."
             )
         return range(int(first), int(last) + 1)
+
+
+def flags(
+    default: Settings | None = None, argv: Sequence[str] | None = None, prog: str | None = None
+) -> Settings:
+    """The settings: `default` with what the command line says, by the flags of `shardwise train`.
+
+    Of a run that goes on (`--resume`), its saved settings stand where `default` would, but for the
+    processes' addresses and the trace, which differ each time.
+    """
+    argv, default = list(sys.argv[1:] if argv is None else argv), default or Settings()
+    if "--resume" in argv:
+        saved = Folder(option(argv, "--run") or default.run).settings() or {}
+        once = ("profile", *(f"processes.{name}" for name in ("address", "count", "index")))
+        default = from_flat({n: x for n, x in saved.items() if n not in once}, default)
+    return tyro.cli(Settings, prog=prog, args=argv, default=default, registry=_registry())
+
+
+def option(argv: Sequence[str], name: str) -> str | None:
+    """The value of `--name value` or `--name=value`, the last one, as parsers take it."""
+    found = None
+    for i, word in enumerate(argv):
+        if word == name and i + 1 < len(argv):
+            found = argv[i + 1]
+        elif word.startswith(f"{name}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def _registry():
+    """A tyro registry with the rule by which a dtype is read."""
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def dtype(info):
+        if info.type is not np.dtype:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="{float32,bfloat16,float16}",
+            instance_from_str=lambda words: jnp.dtype(words[0]),
+            is_instance=lambda x: isinstance(x, np.dtype),
+            str_from_instance=lambda x: [jnp.dtype(x).name],
+        )
+
+    return registry
+
+
+def flat(settings: Any) -> dict[str, Any]:
+    """{"layout.fsdp": value, ...}: every setting, as JSON has it."""
+    found = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= {f"{field.name}.{name}": x for name, x in flat(value).items()}
+        else:
+            found[field.name] = _plain(value)
+    return found
+
+
+def from_flat(values: dict[str, Any], default: Any = None) -> Any:
+    """The settings of which `flat` made these values; `default` has what they lack.
+
+    Raises:
+      ValueError: values of other types.
+    """
+    default, given = Settings() if default is None else default, {}
+    for field in dataclasses.fields(default):
+        was = getattr(default, field.name)
+        if dataclasses.is_dataclass(was):
+            start = f"{field.name}."
+            within = {n.removeprefix(start): x for n, x in values.items() if n.startswith(start)}
+            given[field.name] = from_flat(within, was)
+        elif field.name in values:
+            given[field.name] = _parsed(field.name, values[field.name], was)
+    try:
+        return dataclasses.replace(default, **given)
+    except TypeError as error:
+        raise ValueError(
+            f"run: saved settings are not of their types ({error}): {given}. Mend settings.json "
+            f"in the run folder."
+        ) from None
+
+
+def _plain(value):
+    if isinstance(value, tuple):
+        return list(value)
+    if isinstance(value, np.dtype | type):
+        return jnp.dtype(value).name
+    finite = not isinstance(value, float) or np.isfinite(value)
+    return value if finite and not isinstance(value, Path) else str(value)
+
+
+def _parsed(name, value, default):
+    if name in ("run", "tokens") and value is not None:
+        return Path(value)
+    if isinstance(default, np.dtype | type):
+        return jnp.dtype(value)
+    if isinstance(default, float) and isinstance(value, str):
+        return float(value)
+    return tuple(value) if isinstance(value, list) else value
+
+
+def check_resumable(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
+    """Raise ValueError if settings differ that decide numbers; both are as `flat` gives them.
+
+    Only what was saved is compared.
+    """
+    held = [n for n in now if not {n, n.partition(".")[0]} & set(FREE)]
+    told = "; ".join(
+        f"{n} was {json.dumps(saved[n])} and is {json.dumps(now[n])}"
+        for n in held
+        if n in saved and saved[n] != now[n]
+    )
+    if told:
+        raise ValueError(
+            f"run: {folder} cannot go on with other settings: {told}. What may differ: "
+            f"{', '.join(FREE)}. Leave these as they were, or start another run."
+        )

@@ -1,4 +1,7 @@
-"""Signals that ask a run to stop: the first to save and leave, the second to end at once."""
+"""Signals that ask a run to stop: the first to save and leave, the second to end at once.
+
+They are heard from `join`, where this process joins the others of its system, until `leave`.
+"""
 
 import contextlib
 import os
@@ -6,6 +9,10 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+
+from shardwise import processes as system
+from shardwise.run.settings import Processes
+from shardwise.run.state import Result
 
 STOPPED = 75  # the exit status of a run that one of them stopped, after saving (EX_TEMPFAIL)
 # A scheduler's, Ctrl-C and the terminal's Quit, a terminal that closes, and what SLURM is told to
@@ -85,3 +92,31 @@ def heard() -> Iterator[Stop]:
     finally:
         if before is None:
             stop.end()
+
+
+def join(processes: Processes | None = None, devices: int = 8) -> None:
+    """Call `shardwise.processes.join` with the settings of a run.
+
+    From here to `leave` a signal that asks for a stop is remembered: one that comes before the
+    first step, while data are read or programs compiled, is heard when that is done.
+    """
+    told = processes or Processes()
+    stop = None if standing() else Stop().begin()
+    try:
+        given = told.address, told.count, told.index
+        system.join(*given, devices=devices, heartbeat=told.heartbeat)
+    except BaseException:
+        if stop is not None:
+            stop.end()
+        raise
+
+
+def leave(result: Result | None = None) -> int:
+    """Call `shardwise.processes.leave`; return the exit status that says how a run ended.
+
+    It is 0 when the run is done, 75 when a signal stopped it.
+    """
+    system.leave()
+    if stop := standing():
+        stop.end()
+    return STOPPED if result is not None and result.stopped else 0

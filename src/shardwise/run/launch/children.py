@@ -3,20 +3,20 @@
 import collections
 import contextlib
 import os
-import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardwise.run.output import OUT
+from shardwise.run.reports import OUT
 
 LEASH = Path(__file__).with_name("leash.py")
 REMEMBERED = 20  # lines of each process
 LONGEST = 2**20  # bytes of a line; a longer one is shown in pieces
-DRAINING = 100  # reads of a dead process's pipe, which another that escaped may hold open
+DRAINING = 2.0  # seconds for a dead process's pipe, which another that escaped may hold open
 
 
 class Child:
@@ -27,13 +27,9 @@ class Child:
     """
 
     def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str]):
-        self.index = index
+        self.index, self.started = index, time.monotonic()
         self.lines = collections.deque(maxlen=REMEMBERED)
-        self.raised = ""
-        self._in_traceback = False
-        self.signalled = False
-        self.started = time.monotonic()
-        self._begun = b""  # of a line that has not ended
+        self.raised, self.signalled, self._showing = "", False, False
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
@@ -44,7 +40,9 @@ class Child:
             env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
         )
         self.pid = self._process.pid
-        self.pipe = self._process.stdout
+        # A thread of its own, so that a full pipe of ours holds up no signal.
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     @property
     def code(self) -> int | None:
@@ -70,34 +68,32 @@ class Child:
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
         if os.waitid(os.P_PID, self.pid, flags) is None:
             return False
-        self.kill()  # the rest of its group, before its number can be another's
-        self._process.wait()
+        self.close()  # with the rest of its group, before its number can be another's
         return True
 
-    def take(self) -> bool:
-        """Print what the process has written; return False at the end of its output."""
-        block = os.read(self.pipe.fileno(), 2**16)
-        *whole, self._begun = (self._begun + block).split(b"\n")
-        if self._begun and (not block or len(self._begun) > LONGEST):
-            whole, self._begun = [*whole, self._begun], b""
-        for line in whole:
-            if line.startswith(b"[Gloo] Rank"):  # a line for each peer and each group of devices
-                continue
-            self._remember(line.decode(errors="backslashreplace"))
-            show(f"[{self.index}] {self.lines[-1]}")
-        return bool(block)
-
-    def _remember(self, line):
-        self.lines.append(line)
-        if self._in_traceback and line[:1].strip():  # the first that is not indented
-            self.raised, self._in_traceback = line, False
-        self._in_traceback |= line == "Traceback (most recent call last):"
-
     def close(self) -> None:
-        """Kill the process if it runs, wait for it, and close its pipe."""
+        """Kill the process if it runs, wait for it, and for its output."""
         self.kill()
         self._process.wait()
-        self.pipe.close()
+        self._reader.join(DRAINING)
+        while self._showing and self._reader.is_alive():  # to a reader that takes its time
+            self._reader.join(DRAINING)
+
+    def _read(self):
+        """Print what the process writes, line by line."""
+        in_traceback = False
+        with self._process.stdout as pipe:
+            for line in iter(lambda: pipe.readline(LONGEST), b""):
+                if line.startswith(b"[Gloo] Rank"):  # a line for each peer and group of devices
+                    continue
+                text = line.removesuffix(b"\n").decode(errors="backslashreplace")
+                self.lines.append(text)
+                if in_traceback and text[:1].strip():  # the first that is not indented
+                    self.raised, in_traceback = text, False
+                in_traceback |= text == "Traceback (most recent call last):"
+                self._showing = True
+                show(f"[{self.index}] {text}")
+                self._showing = False
 
 
 class Children:
@@ -106,23 +102,18 @@ class Children:
     def __init__(self, first: int = 0):
         self.all: list[Child] = []
         self._first = first
-        self._pipes = selectors.DefaultSelector()
 
     def __enter__(self) -> "Children":
         return self
 
     def __exit__(self, *failure) -> None:
-        for child in self.all:
-            child.kill()
+        self.kill()
         for child in self.all:
             child.close()
-        self._pipes.close()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start the next process."""
-        child = Child(self._first + len(self.all), command, environment)
-        self.all.append(child)
-        self._pipes.register(child.pipe, selectors.EVENT_READ, child)
+        self.all.append(Child(self._first + len(self.all), command, environment))
 
     def running(self) -> list[Child]:
         """The processes whose end has not been seen."""
@@ -141,26 +132,15 @@ class Children:
             child.kill()
 
     def wait(self, seconds: float) -> list[Child]:
-        """Print what arrives, for some seconds at most; return who ended, their output printed."""
-        self._read(seconds)
+        """Wait for some seconds; return who ended, their output printed."""
+        time.sleep(seconds)
         ended = [child for child in self.all if child.has_ended()]
-        for _ in range(DRAINING):
-            if not any(key.data in ended for key in self._pipes.get_map().values()):
-                break
-            self._read(0.02)
         # Of several that end at once, one that aborts does so because another is gone.
         return sorted(ended, key=lambda child: child.code == -signal.SIGABRT)
 
-    def _read(self, seconds: float) -> None:
-        if not self._pipes.get_map():
-            time.sleep(seconds)
-            return
-        for key, _ in self._pipes.select(seconds):
-            if not key.data.take():
-                self._pipes.unregister(key.data.pipe)
-
 
 def show(line: str) -> None:
-    """Print a line, also where the terminal cannot show all of its characters."""
+    """Print a line in one write, also where the terminal cannot show all of its characters."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(line.encode(encoding, "backslashreplace").decode(encoding), file=OUT, flush=True)
+    OUT.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    OUT.flush()

@@ -1,11 +1,11 @@
 """The command that is launched: what stands after `--`, and what the launchers must know of it."""
 
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from shardwise.run.folder import on_disk
+from shardwise.run.settings import option
 
 PROGRAM = (sys.executable, "-m", "shardwise")
 
@@ -43,22 +43,6 @@ def check(command: Sequence[str]) -> None:
         raise Refused(str(error)) from None
 
 
-def program_of(command: Sequence[str], program: Sequence[str]) -> tuple[str, ...]:
-    """The program that runs the command: `program`, or Python for a file of the user's own."""
-    return (sys.executable,) if command[0].endswith(".py") else tuple(program)
-
-
-def option(command: Sequence[str], name: str) -> str | None:
-    """The value of `--name value` or `--name=value`, the last one, as parsers take it."""
-    found = None
-    for i, word in enumerate(command):
-        if word == name and i + 1 < len(command):
-            found = command[i + 1]
-        elif word.startswith(f"{name}="):
-            found = word.partition("=")[2]
-    return found
-
-
 def run_folder(command: Sequence[str], launcher: str) -> Path:
     """The run folder on this machine, for launchers that write to it.
 
@@ -85,6 +69,8 @@ def resuming(command: Sequence[str]) -> list[str]:
     return [*command] if "--resume" in command else [*command, "--resume"]
 
 
-def shown(words: Sequence[str]) -> str:
-    """An argument list quoted for a reader's shell; nothing here hands it to one."""
-    return shlex.join(words)
+def at_least(least: int, **values: float) -> None:
+    """Raise Refused where a flag's value is smaller."""
+    for name, value in values.items():
+        if value < least:
+            raise Refused(f"--{name.replace('_', '-')} {value}: expected {least} or more.")

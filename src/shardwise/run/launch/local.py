@@ -1,15 +1,13 @@
 """Processes on this machine."""
 
+import shlex
 import socket
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.run.launch import commands
-from shardwise.run.launch.commands import Refused
-from shardwise.run.launch.supervising import End, Limits, supervise
-
-FIRST = "runs/first"  # where `train` writes without --run
+from shardwise.run.launch.supervising import Limits, report, supervise
+from shardwise.run.settings import Settings, option
 
 
 @dataclass(frozen=True)
@@ -35,41 +33,24 @@ class Local:
 
     def launch(self, command: Sequence[str], program: Sequence[str]) -> int:
         """Run the command; return the exit status for all processes."""
-        if self.processes < 1:
-            raise Refused(f"--processes {self.processes}: expected 1 or more.")
-        if self.grace < 0:
-            raise Refused(f"--grace {self.grace}: expected 0 seconds or more.")
+        commands.at_least(1, processes=self.processes)
+        commands.at_least(0, grace=self.grace)
         address, count = free_address(), self.processes
         each = [
             [*program, *commands.of_process(command, address, count, index)]
             for index in range(count)
         ]
         if self.dry_run:
-            print(*map(commands.shown, each), sep="\n")
+            print(*map(shlex.join, each), sep="\n")
             return 0
+        run = option(command, "--run") or str(Settings().run)
+        folder = commands.run_folder(["--run", run], "local")
         limits = Limits(self.hang_after, self.hang_after_long, self.grace)
-        return report(supervise(each, self._folder(command), limits))
-
-    def _folder(self, command):
-        run = commands.option(command, "--run") or FIRST
-        return commands.run_folder(["--run", run], "local")
+        return report(supervise(each, folder, limits))
 
 
-def free_address() -> str:
-    """An address of this machine alone, at a port that is free now."""
+def free_address(host: str = "127.0.0.1", bind: str = "127.0.0.1") -> str:
+    """An address of this machine, by default for itself alone, at a port that is free now."""
     with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{free.getsockname()[1]}"
-
-
-def report(end: End) -> int:
-    """Say how processes failed, if they did; return their status."""
-    sys.stdout.flush()
-    print(
-        *(f"[launch] {line}" for line in end.report),
-        sep="\n",
-        end="\n" * bool(end.report),
-        file=sys.stderr,
-        flush=True,
-    )
-    return end.status
+        free.bind((bind, 0))
+        return f"{host}:{free.getsockname()[1]}"

@@ -1,17 +1,18 @@
 """Workers of Ray Train."""
 
 import os
-import socket
+import shlex
 import sys
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from shardwise.run.launch import commands, statuses
+from shardwise.run.launch import commands
 from shardwise.run.launch.commands import Refused
-from shardwise.run.launch.local import report
-from shardwise.run.launch.supervising import Limits, supervise
+from shardwise.run.launch.local import free_address
+from shardwise.run.launch.supervising import WELL, Limits, report, supervise
 
 
 @dataclass(frozen=True)
@@ -41,49 +42,49 @@ class Ray:
 
     def launch(self, command: Sequence[str], program: Sequence[str]) -> int:
         """Run the command; return the exit status for all workers."""
-        self._check()
-        folder = commands.run_folder(command, "ray")
-        if self.dry_run:
-            print(f"# JaxTrainer with {self._scaling()}, restarts: {self.restarts}")
-            for index in range(self.workers):
-                one = commands.of_process(command, "RANK-0:PORT", self.workers, index)
-                print(commands.shown([*program, *one]))
-            return 0
-        return self._fit(_ray(), folder / "ray", [*program], [*command])
-
-    def _check(self):
-        if self.workers < 1:
-            raise Refused(f"--workers {self.workers}: expected 1 or more.")
+        commands.at_least(1, workers=self.workers)
         if (self.tpu_topology is None) != (self.tpu_type is None):
             raise Refused("--tpu-topology and --tpu-type go together.")
         if self.tpu_type is not None and self.gpus_per_worker:
             raise Refused("--gpus-per-worker and --tpu-type exclude each other.")
+        folder = commands.run_folder(command, "ray")
+        if not self.dry_run:
+            return self._fit(folder / "ray", [*program], [*command])
+        print(f"# JaxTrainer with {self._scaling()}, restarts: {self.restarts}")
+        for index in range(self.workers):
+            one = commands.of_process(command, "RANK-0:PORT", self.workers, index)
+            print(shlex.join([*program, *one]))
+        return 0
 
     def _scaling(self) -> dict[str, Any]:
-        told = {"num_workers": self.workers}
-        resources = {"CPU": self.cpus_per_worker}
+        told, resources = {"num_workers": self.workers}, {"CPU": self.cpus_per_worker}
         if self.tpu_type is not None:
             resources["TPU"] = self.tpus_per_worker
-            told |= {"use_tpu": True, "topology": self.tpu_topology}
-            told |= {"accelerator_type": self.tpu_type}
+            told |= dict(use_tpu=True, topology=self.tpu_topology, accelerator_type=self.tpu_type)
         if self.gpus_per_worker:
             resources["GPU"] = self.gpus_per_worker
             told["use_gpu"] = True
         return told | {"resources_per_worker": resources}
 
-    def _fit(self, ray, folder, program, command):
-        from ray.train import FailureConfig, RunConfig, ScalingConfig
-        from ray.train.v2.api.exceptions import TrainingFailedError
-        from ray.train.v2.jax import JaxConfig, JaxTrainer
-
+    def _fit(self, folder, program, command):
+        # Ray Train's JaxTrainer is of its second version, which is asked for before the import.
+        os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+        try:
+            import ray
+            from ray.train import FailureConfig, RunConfig, ScalingConfig
+            from ray.train.v2.api.exceptions import TrainingFailedError
+            from ray.train.v2.jax import JaxConfig, JaxTrainer
+        except ImportError:
+            told = 'ray goes by Ray Train, which is not here: pip install "ray[train]"'
+            raise Refused(told) from None
         started = not ray.is_initialized()
         if started:
             ray.init(address=self.address, include_dashboard=False)
         token = uuid.uuid4().hex
-        given = {"program": program, "command": command, "token": token}
+        begun = str(folder / f"{token}.begun")
         trainer = JaxTrainer(
             work,
-            train_loop_config=given,
+            train_loop_config={"program": program, "command": command, "begun": begun},
             # Neither TPU nor GPU: the command joins the others by itself, as everywhere.
             jax_config=JaxConfig(use_tpu=False, use_gpu=False),
             scaling_config=ScalingConfig(**self._scaling()),
@@ -103,19 +104,6 @@ class Ray:
                 ray.shutdown()
 
 
-def _ray():
-    # Ray Train's JaxTrainer is of its second version, which is asked for before the import.
-    os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    try:
-        import ray
-        import ray.train
-    except ImportError:
-        raise Refused(
-            'ray goes by Ray Train, which is not here: pip install "ray[train]"'
-        ) from None
-    return ray
-
-
 def work(given: dict[str, Any]) -> int:
     """Run the command as one worker, at the address of worker 0.
 
@@ -123,34 +111,21 @@ def work(given: dict[str, Any]) -> int:
       RuntimeError: the process failed; the message says how.
     """
     import ray.train
+    import ray.util
     from ray.train.collective import broadcast_from_rank_zero
 
     here = ray.train.get_context()
-    rank, count = here.get_world_rank(), here.get_world_size()
-    folder = commands.run_folder(given["command"], "ray")
-    told = (_reachable_address(), _is_again(folder, given["token"])) if rank == 0 else None
+    rank, count, told = here.get_world_rank(), here.get_world_size(), None
+    folder, begun = commands.run_folder(given["command"], "ray"), Path(given["begun"])
+    if rank == 0:
+        again = begun.exists()  # workers of this launch have run before
+        begun.parent.mkdir(parents=True, exist_ok=True)
+        begun.touch()
+        told = free_address(ray.util.get_node_ip_address(), bind=""), again
     address, again = broadcast_from_rank_zero(told)
     command = commands.resuming(given["command"]) if again else given["command"]
     command = commands.of_process(command, address, count, rank)
     end = supervise([[*given["program"], *command]], folder, Limits(hang_after=0), first=rank)
-    if report(end) not in statuses.WELL:
+    if report(end) not in WELL:
         raise RuntimeError(f"worker {rank}: {end.report[-1]}")
     return end.status
-
-
-def _is_again(folder, token):
-    """Whether workers of this launch have run before; a file in the run folder remembers."""
-    file = folder / "ray" / "launch"
-    if file.exists() and file.read_text() == token:
-        return True
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(token)
-    return False
-
-
-def _reachable_address():
-    import ray.util
-
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"

@@ -1,17 +1,21 @@
-"""A job of SLURM, by submitit."""
+"""A job of SLURM, by submitit: how it is submitted, and the work of each of its tasks."""
 
+import os
+import shlex
 import shutil
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.run.launch import commands, statuses
+from shardwise.run.launch import commands
 from shardwise.run.launch.commands import Refused
 from shardwise.run.launch.local import free_address
-from shardwise.run.launch.tasks import Task
+from shardwise.run.launch.supervising import WELL, Limits, overall, report, supervise
+from shardwise.run.signals import STOPPED
 
 
 @dataclass(frozen=True)
@@ -49,27 +53,30 @@ class Slurm:
         """Submit the job; return 0, or with `wait` the exit status for all tasks."""
         self._check()
         folder = commands.run_folder(command, "slurm") / "submitit"
-        submitit = _submitit()
-        task = Task(
-            tuple(program), tuple(command), self._address(), self.requeue, self.gpus_per_task
-        )
+        try:
+            import submitit
+        except ImportError:
+            told = "slurm goes by submitit, which is not here: pip install submitit"
+            raise Refused(told) from None
+        given = tuple(program), tuple(command)
+        address = free_address() if self.cluster == "local" else None
+        task = Task(*given, address, self.requeue, self.gpus_per_task)
+        tasks = self.nodes * self.tasks_per_node
         if self.dry_run:
-            print(self._shown(submitit, folder, task))
+            if address is None:
+                print(f"# sbatch, with this file in {folder}:")
+                print(batch_file(submitit, folder, self._parameters()))
+            print(f"# in each of {tasks} tasks:", shlex.join([*program, *command]), sep="\n")
             return 0
         executor = self._executor(submitit, folder)
         executor.update_parameters(**self._parameters())
         job = executor.submit(task)
         print(f"job {job.job_id}; what it prints is in {folder}", flush=True)
-        return finish(job, self._tasks()) if self.wait else 0
-
-    def _tasks(self):
-        return self.nodes * self.tasks_per_node
+        return finish(job, tasks) if self.wait else 0
 
     def _check(self):
-        for name in ("nodes", "tasks_per_node", "time"):
-            if getattr(self, name) < 1:
-                flag = name.replace("_", "-")
-                raise Refused(f"--{flag} {getattr(self, name)}: expected 1 or more.")
+        counts = ("nodes", "tasks_per_node", "time")
+        commands.at_least(1, **{name: getattr(self, name) for name in counts})
         if not 0 < self.signal_before < 60 * self.time:
             raise Refused(
                 f"--signal-before {self.signal_before}: expected 1 to {60 * self.time - 1} "
@@ -77,9 +84,6 @@ class Slurm:
             )
         if self.cluster == "local" and self.nodes > 1:
             raise Refused(f"--nodes {self.nodes}: --cluster local has one; raise --tasks-per-node.")
-
-    def _address(self):
-        return free_address() if self.cluster == "local" else None
 
     def _executor(self, submitit, folder):
         if self.cluster == "local":
@@ -97,44 +101,17 @@ class Slurm:
         told = {"signal_delay_s": self.signal_before}
         if self.cluster == "local":
             return told | {"timeout_min": self.time, "tasks_per_node": self.tasks_per_node}
-        told |= {
-            "job_name": self.name,
-            "time": self.time,
-            "nodes": self.nodes,
-            "ntasks_per_node": self.tasks_per_node,
-            # One task that fails ends the others, which would wait for it.
-            "srun_args": ["--kill-on-bad-exit=1"],
-        }
+        told |= dict(job_name=self.name, time=self.time, nodes=self.nodes)
+        told |= dict(ntasks_per_node=self.tasks_per_node)
+        # One task that fails ends the others, which would wait for it.
+        told |= dict(srun_args=["--kill-on-bad-exit=1"])
         if self.gpus_per_task:
             # Every task sees all of its node's; JAX is told which of them are its own.
             told["gpus_per_node"] = self.gpus_per_task * self.tasks_per_node
         for name in ("cpus_per_task", "partition", "account"):
             if getattr(self, name) is not None:
                 told[name] = getattr(self, name)
-        extra = {"requeue": True} if self.requeue else {"no-requeue": True}
-        return told | {"additional_parameters": extra}
-
-    def _shown(self, submitit, folder, task):
-        if self.cluster == "local":
-            count = self._tasks()
-            each = [commands.of_process(task.command, task.address, count, i) for i in range(count)]
-            return "\n".join(commands.shown([*task.program, *one]) for one in each)
-        return "\n".join(
-            [
-                f"# sbatch, with this file in {folder}:",
-                batch_file(submitit, folder, self._parameters()),
-                f"# in each of {self._tasks()} tasks:",
-                commands.shown([*task.program, *task.command]),
-            ]
-        )
-
-
-def _submitit():
-    try:
-        import submitit
-    except ImportError:
-        raise Refused("slurm goes by submitit, which is not here: pip install submitit") from None
-    return submitit
+        return told | {"additional_parameters": {"requeue" if self.requeue else "no-requeue": True}}
 
 
 def batch_file(submitit: Any, folder: Path, parameters: dict[str, Any]) -> str:
@@ -160,4 +137,55 @@ def finish(job: Any, tasks: int) -> int:
         codes.append(job.task(index).result() if error is None else 1)
         if error is not None:
             print(f"[{index}] {error}", file=sys.stderr)
-    return statuses.overall(codes)
+    return overall(codes)
+
+
+@dataclass(frozen=True)
+class Task:
+    """The work of each task: the command in a process of its own, and the queue afterwards.
+
+    With an address, tasks meet there, by submitit's numbers; without, by SLURM's.
+    """
+
+    program: tuple[str, ...]
+    command: tuple[str, ...]
+    address: str | None
+    requeue: bool
+    gpus: int
+
+    def __call__(self) -> int:
+        """Run the command; return its exit status, 0 or 75.
+
+        Raises:
+          RuntimeError: the process failed; the message says how.
+          SystemExit: it was stopped, and the job is queued again.
+        """
+        import submitit
+
+        here = submitit.JobEnvironment()
+        again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+        command = commands.resuming(self.command) if again else list(self.command)
+        if self.address is not None:
+            command = commands.of_process(command, self.address, here.num_tasks, here.global_rank)
+        limits = Limits(hang_after=0, patient=True)  # SLURM sends several signals, and kills
+        folder = commands.run_folder(command, "slurm")
+        gpus, rank = own_gpus(self.gpus, os.environ), here.global_rank
+        end = supervise([[*self.program, *command]], folder, limits, gpus, rank)
+        if report(end) not in WELL:
+            raise RuntimeError(f"task {rank}: {end.report[-1]}")
+        if end.status == STOPPED and self.requeue and self.address is None:
+            if rank == 0:  # whose process is the last to leave
+                subprocess.run(["scontrol", "requeue", here.job_id], check=True)
+            raise SystemExit(0)  # no result: the job is not over; and no failure, which ends others
+        return end.status
+
+
+def own_gpus(count: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variable that tells JAX which of a node's GPUs are the task's own, as {name: value}.
+
+    Without it JAX takes one for each task of SLURM's, however many there are.
+    """
+    if not count:
+        return {}
+    first = count * int(environment["SLURM_LOCALID"])
+    return {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + count)))}

@@ -1,6 +1,9 @@
-"""Supervision of processes: the first failure or a hang ends all, and signals are passed on."""
+"""Supervision of processes: the first failure or a hang ends all, signals are passed on, and what
+became of each is reported: who failed, at which step, doing what, and its last lines.
+"""
 
 import contextlib
+import math
 import signal
 import sys
 import threading
@@ -9,14 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwise.run import signals
-from shardwise.run.launch import notes, reports, statuses
+from shardwise.run import notes, signals
 from shardwise.run.launch.children import Child, Children
-from shardwise.run.launch.watching import Hang, Watch, never
+from shardwise.run.launch.watching import Hang, Watch
+from shardwise.run.notes import STUCK, Note
+from shardwise.run.signals import STOPPED
 
 GLANCE = 0.1  # seconds between looks at the processes
 STANDSTILL = 5.0  # seconds after which a process that fails may have waited for another
 READING = 0.5  # seconds between readings of their notes, at most
+# What a process does without the others: one that stands there waits for none of them.
+ALONE = ("starting", "compiling", "reading")
+WELL = {0: " (done)", STOPPED: " (stopped by a signal, after saving)"}  # exit statuses
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,26 @@ class End:
     report: list[str] = field(default_factory=list)
 
 
+def report(end: End) -> int:
+    """Say how processes failed, if they did; return their status."""
+    sys.stdout.flush()
+    for line in end.report:
+        _say(line)
+    return end.status
+
+
+def overall(codes: Sequence[int]) -> int:
+    """The status of a launcher whose processes ended with these codes, the first failure first.
+
+    0 when all are done, 75 when all are done or stopped, else the first failure's: 128 + signal
+    where a signal killed it.
+    """
+    for code in codes:
+        if code not in WELL:
+            return 128 - code if code < 0 else code
+    return STOPPED if STOPPED in codes else 0
+
+
 def supervise(
     commands: Sequence[Sequence[str]],
     folder: Path | None,
@@ -63,7 +90,7 @@ class _Run:
         self._children, self._folder, self._limits = children, folder, limits
         self._watch: Watch | None = None
         self._looked = 0.0
-        self._notes: dict[int, notes.Note] = {}
+        self._notes: dict[int, Note] = {}
         self._failed: list[Child] = []
         self._hang: Hang | None = None
         self._signal = self._again = 0
@@ -72,10 +99,9 @@ class _Run:
     @contextlib.contextmanager
     def passing_on(self) -> Iterator["_Run"]:
         """A context that handles signals, where this is the one thread that can."""
-        if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
-        before = {number: signal.signal(number, self._handle) for number in signals.wanted()}
+        main = threading.current_thread() is threading.main_thread()
+        wanted = signals.wanted() if main else []
+        before = {number: signal.signal(number, self._handle) for number in wanted}
         try:
             yield self
         finally:
@@ -94,13 +120,15 @@ class _Run:
     def to_the_end(self) -> End:
         started = {child.index: child.started for child in self._children.all}
         self._watch = Watch(started, self._limits.hang_after, self._limits.hang_after_long)
-        said = 0
+        said = False
         while self._children.running():
             for child in self._children.wait(GLANCE):
-                self._failed += [child] if child.code not in statuses.WELL else []
+                self._failed += [child] if child.code not in WELL else []
             if self._signal:
                 self._children.pass_on(self._signal)  # to those that were not started then
-                said = said or _say(f"{statuses.named(self._signal)} is passed on to all")
+                if not said:
+                    said = True
+                    _say(f"{_named(self._signal)} is passed on to all")
             self._look()
             self._end_others()
         return self._end()
@@ -108,69 +136,133 @@ class _Run:
     def _look(self):
         """Read the notes now and then, and judge by them."""
         now = time.monotonic()
-        judged = not never(self._limits.hang_after)
+        judged = 0 < self._limits.hang_after < math.inf
         pause = min(READING, self._limits.hang_after / 4) if judged else READING
         if self._kill_at is not None or now - self._looked < pause:
             return
         self._looked = now
-        self._note()
-        self._watch.see(self._notes, now)
-        running = self._children.running()
+        self._note(now)
         if judged:
-            self._hang = self._watch.hang([c.index for c in running], now, _stopped(running))
+            running = self._children.running()
+            self._hang = self._watch.hang(_indices(running), now, _stopped(running))
+
+    def _note(self, now):
+        """Take in the notes of these processes; others are of earlier runs."""
+        pids = {child.index: child.pid for child in self._children.all}
+        try:
+            found = notes.read(self._folder) if self._folder else {}
+            self._notes = {i: note for i, note in found.items() if note.pid == pids.get(i)}
+        except ValueError as error:  # no reason to end what trains
+            self._folder = None
+            _say(f"{error}; from here on, hangs are not seen")
+        self._watch.see(self._notes, now)
 
     def _blamed(self, first):
         """The hang that led to a failure, if another process hung: who waits for it may end first.
 
         A watchdog of its own ends such a process, or the runtime's heartbeat, which aborts it.
         """
-        now = time.monotonic()
-        self._watch.see(self._notes, now)
-        unwell = [child for child in self._children.all if child.code not in statuses.WELL]
-        found = self._watch.standing([c.index for c in unwell], now, _stopped(unwell))
-        stood = first.code == statuses.STUCK or found.idle.get(first.index, 0) > STANDSTILL
+        unwell = [child for child in self._children.all if child.code not in WELL]
+        found = self._watch.standing(_indices(unwell), time.monotonic(), _stopped(unwell))
+        stood = first.code == STUCK or found.idle.get(first.index, 0) > STANDSTILL
         return found if stood and found.odd and first.index not in found.odd else None
-
-    def _note(self):
-        pids = {child.index: child.pid for child in self._children.all}
-        try:
-            self._notes = notes.read(self._folder, pids)
-        except ValueError as error:  # no reason to end what trains
-            self._folder = None
-            _say(f"{error}; from here on, hangs are not seen")
 
     def _end_others(self):
         """Send SIGTERM to all after a failure or a hang, and SIGKILL when their time is over."""
+        now = time.monotonic()
         if self._kill_at is None and (self._failed or self._hang):
-            self._note()
-            self._kill_at = time.monotonic() + self._limits.grace
-            first = self._failed[0] if self._failed else None
-            self._hang = self._blamed(first) if first else self._hang
-            why = f"process {first.index} {statuses.told(first.code)}" if first else "they hang"
-            if self._children.running() and not self._again:
-                _say(f"{why}; ending the others" if first else f"{why}; ending all")
-            for child in self._children.running():
+            self._note(now)
+            self._kill_at = now + self._limits.grace
+            told = "they hang; ending all"
+            if self._failed:
+                first = self._failed[0]
+                self._hang = self._blamed(first)
+                told = f"process {first.index} {_ended(first.code)}; ending the others"
+            running = self._children.running()
+            if running and not self._again:
+                _say(told)
+            for child in running:
                 child.send(signal.SIGTERM)
-        if self._kill_at is not None and time.monotonic() > self._kill_at:
+        if self._kill_at is not None and now > self._kill_at:
             self._children.kill()
 
     def _end(self):
         every = self._children.all
         codes = tuple(child.code for child in every)
-        first = self._failed[:1]
-        rest = [child for child in every if child not in first]
-        status = statuses.overall([child.code for child in (*self._failed, *rest)])
-        if self._hang is not None and not self._again:
-            return End(status, codes, reports.hanging(self._hang, every))
+        rest = [child for child in every if child not in self._failed[:1]]
+        status = overall([child.code for child in (*self._failed, *rest)])
         if self._again:
-            told = reports.killed(statuses.named(self._again), every, self._notes)
-            return End(status, codes, told)
-        return End(status, codes, reports.failure(first[0], rest, self._notes) if first else [])
+            ends = [self._place(child, _ended(child.code)) for child in every]
+            told = [*ends, f"a second signal, {_named(self._again)}, killed those that ran"]
+        elif self._hang is not None:
+            told = self._hanging(every)
+        elif self._failed:
+            first = self._failed[0]
+            told = [f"process {child.index} {_ended(child.code)}" for child in rest]
+            told += [*_last(first), self._place(first, _ended(first.code))]
+        else:
+            told = []
+        return End(status, codes, told)
+
+    def _hanging(self, children):
+        """The lines that tell of processes that hang; the odd ones come last."""
+        hang, codes = self._hang, {child.index: child.code for child in children}
+        lines = [
+            f"process {i}: {note.told()}, for {hang.idle[i]:.0f} s; it {_ended(codes[i])}"
+            for i, note in sorted(hang.notes.items())
+        ]
+        odd = [child for child in children if child.index in hang.odd]
+        lines += [line for child in odd or children for line in _last(child)]
+        if not odd:
+            return [*lines, "No process moves, and all note the same: which one cannot be told."]
+        return [*lines, *(self._place(child, _differs(hang, child.index)) for child in odd)]
+
+    def _place(self, child, what):
+        """The line that tells what became of a process, and where it stood."""
+        note = (self._hang.notes if self._hang else self._notes).get(child.index)
+        where = "before it noted a step" if note is None else f"at {note.told()}"
+        line = f"; its note says: {note.line}" if note is not None and note.line else ""
+        raised = f"; its last traceback ends: {child.raised}" if child.raised else ""
+        return f"process {child.index} (pid {child.pid}), {where}, {what}{line}{raised}"
+
+
+def _differs(hang, index):
+    """What is known of an odd one: that it hangs, or only that it and the others do not meet."""
+    rest = "; ".join(sorted({n.told() for i, n in hang.notes.items() if i not in hang.odd}))
+    if not hang.stopped and index in hang.notes and hang.notes[index].doing not in ALONE:
+        return (
+            f"differs from the others ({rest}), and all wait; who made a call more, or one less, "
+            f"notes do not tell: compare the calls that each has made, and the stacks"
+        )
+    beside = f", while the others wait ({rest})" if rest else ""
+    return f"{'is stopped (SIGSTOP, or a debugger)' if hang.stopped else 'hangs'}{beside}"
 
 
 def _say(line):
     print(f"[launch] {line}", file=sys.stderr, flush=True)
-    return 1
+
+
+def _indices(children):
+    return [child.index for child in children]
+
+
+def _last(child):
+    return [f"[{child.index}] {line}" for line in child.lines]
+
+
+def _ended(code):
+    """The words for how a process ended, from what `subprocess` calls its return code."""
+    if code < 0:
+        return f"was killed by {_named(-code)}"
+    return f"exited with status {code}{(WELL | {STUCK: ' (no progress)'}).get(code, '')}"
+
+
+def _named(number):
+    """A signal's name and number, as in "SIGKILL (9)"."""
+    try:
+        return f"{signal.Signals(number).name} ({number})"
+    except ValueError:  # a real-time signal, of which not all have names
+        return f"signal {number}"
 
 
 def _stopped(children):

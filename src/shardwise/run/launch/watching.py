@@ -1,12 +1,11 @@
 """The judgement whether processes hang, by their notes: none moves, and one is the odd one."""
 
 import collections
-import math
 import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from shardwise.run.launch.notes import Note
+from shardwise.run.notes import Note
 
 LONG = ("starting", "compiling", "evaluating", "saving", "leaving", "done")
 STEPS = 5  # a process that steps may take as many times its usual step before it is said to hang
@@ -72,22 +71,19 @@ class Watch:
 
         `stopped` are known not to run at all, by the operating system.
         """
-        seen = {index: self._seen[index] for index in running}
-        if not seen or any(each.note is None or each.note.step < 1 for each in self._seen.values()):
+        every = self._seen.values()
+        if not running or any(each.note is None or each.note.step < 1 for each in every):
             return None
-        idle = {index: now - each.changed for index, each in seen.items()}
-        if any(idle[i] <= each.limit(self._after, self._longer) for i, each in seen.items()):
-            return None
-        return self.standing(running, now, stopped)
+        found = self.standing(running, now, stopped)
+        limits = {i: self._seen[i].limit(self._after, self._longer) for i in running}
+        return found if all(found.idle[i] > limits[i] for i in running) else None
 
     def standing(self, which: Collection[int], now: float, stopped: Collection[int] = ()) -> Hang:
         """The `Hang` of processes that are known to hang, of those that have noted anything."""
         seen = {i: self._seen[i] for i in which if self._seen[i].note is not None}
         notes = {index: each.note for index, each in seen.items()}
         idle = {index: now - each.changed for index, each in seen.items()}
-        if stopped:
-            return Hang(notes, idle, tuple(sorted(stopped)), stopped=True)
-        return Hang(notes, idle, odd(notes))
+        return Hang(notes, idle, tuple(sorted(stopped)) or odd(notes), stopped=bool(stopped))
 
 
 def odd(notes: Mapping[int, Note]) -> tuple[int, ...]:
@@ -96,19 +92,7 @@ def odd(notes: Mapping[int, Note]) -> tuple[int, ...]:
     Of two groups of equal size, those that step wait (in a collective, for the others), and of
     these the ones with the higher step.
     """
-    kinds = collections.Counter(
-        (note.doing == "stepping", note.step, note.doing) for note in notes.values()
-    )
-    if len(kinds) < 2:
-        return ()
-    waiting = max(kinds, key=lambda kind: (kinds[kind], kind))
-    return tuple(
-        i
-        for i, note in sorted(notes.items())
-        if (note.doing == "stepping", note.step, note.doing) != waiting
-    )
-
-
-def never(after: float) -> bool:
-    """Whether a limit says that hangs are not judged."""
-    return after <= 0 or math.isinf(after)
+    kinds = {i: (note.doing == "stepping", note.step, note.doing) for i, note in notes.items()}
+    counts = collections.Counter(kinds.values())
+    waiting = max(counts, key=lambda kind: (counts[kind], kind), default=None)
+    return tuple(i for i in sorted(kinds) if kinds[i] != waiting)

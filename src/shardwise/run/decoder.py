@@ -1,0 +1,252 @@
+"""The programs `shardwise train` and `shardwise sample`: the decoder, on what settings name."""
+
+import dataclasses
+import functools
+import glob
+import zlib
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from flax import nnx
+
+from shardwise import checkpoint, data, layouts, mesh, model, plan
+from shardwise.model import Config, Decoder
+from shardwise.run import state
+from shardwise.run.folder import Folder
+from shardwise.run.optimizers import averaged, guarded
+from shardwise.run.settings import Data, Settings, from_flat
+from shardwise.run.state import Result
+from shardwise.run.training import train as train_loop
+
+PROMPT = "def "
+
+
+def train(settings: Settings) -> Result:
+    """Train the decoder; see `shardwise.run.train`.
+
+    Raises:
+      ValueError: a token that the vocabulary lacks, and what `run.train` raises.
+    """
+    config = config_of(settings)
+    if (most := vocabulary(settings.data)) > config.vocab:
+        raise ValueError(
+            f"run: the data has a token {most - 1}, and model.vocab is {config.vocab}; say "
+            f"--model.vocab {most}."
+        )
+    loss = model.routed_loss if config.experts else model.loss
+    options: dict[str, Any] = {}
+    if settings.data.tokens is None and settings.evaluation.sample:
+        options["sample"] = functools.partial(_sample, config, settings)
+    return train_loop(
+        settings,
+        create=functools.partial(_create, config),
+        loss=functools.partial(loss, graphdef=_graphdef(config)),
+        batches=rows(settings.data, settings.sequence, settings.seed),
+        validation=rows(settings.data, settings.sequence, settings.seed, "validation"),
+        has_aux=bool(config.experts),
+        facts={"data": fingerprint(settings.data), "program": "shardwise train"},
+        flops=plan.model_flops(config, settings.batch, settings.sequence),
+        **options,
+    )
+
+
+def config_of(settings: Settings) -> Config:
+    """The decoder's sizes, with a stage boundary for each stage of the layout."""
+    stages = max(settings.layout.stage, settings.model.stages)
+    return dataclasses.replace(settings.model, stages=stages)
+
+
+def _create(config, key):
+    return nnx.state(Decoder(config, nnx.Rngs(params=key)))
+
+
+def _graphdef(config):
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
+
+
+def _sample(config, settings, params):
+    params = jax.tree.map(jnp.asarray, params)
+    key = state.stream(jax.random.key(settings.seed), "samples")
+    return write(config, params, PROMPT, settings.evaluation.sample, key)
+
+
+def documents(source: Data, split: str = "train") -> tuple[np.ndarray, ...]:
+    """The documents of a split: nine files in ten train; of one alone, the first nine tenths.
+
+    Raises:
+      ValueError: both text and tokens; an array that is none of token numbers.
+      FileNotFoundError: nothing there.
+    """
+    if source.text is not None and source.tokens is not None:
+        raise ValueError("run: give data.text or data.tokens, and not both.")
+    if source.tokens is not None:
+        return (_tokens(source.tokens, split),)
+    return data.corpus(split) if source.text is None else _files(source.text, split)
+
+
+def rows(source: Data, sequence: int, seed: int, split: str = "train") -> grain.MapDataset:
+    """Endless shuffled rows of a split, as `data.rows` makes them; validation is never shuffled."""
+    shuffled = seed if split == "train" else None
+    return data.rows(documents(source, split), sequence, shuffled, source.packed)
+
+
+def fingerprint(source: Data) -> int:
+    """A checksum of what a run is trained on, so that it does not go on with other data."""
+    if source.tokens is None:
+        return data.checksum(documents(source))
+    array = np.load(source.tokens, mmap_mode="r")
+    ends = np.concatenate([array[: 2**18], array[-(2**18) :]])
+    return zlib.crc32(np.ascontiguousarray(ends).tobytes(), array.size % 2**32)
+
+
+def vocabulary(source: Data) -> int:
+    """The size of the vocabulary: one more than the largest token."""
+    if source.tokens is None:
+        return data.VOCAB
+    array = np.load(source.tokens, mmap_mode="r")
+    return 1 + max(int(array[i : i + 2**24].max()) for i in range(0, array.size, 2**24))
+
+
+def _tokens(file, split):
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"run: no file {file}; data.tokens names a .npy of token numbers.")
+    array = np.load(file, mmap_mode="r")
+    if array.ndim != 1 or array.dtype.kind not in "iu" or array.size < 20:
+        raise ValueError(
+            f"run: {file} is {array.dtype}{list(array.shape)}; expected token numbers in one "
+            f"dimension, 20 at least."
+        )
+    return _share(array, split)
+
+
+def _files(text, split):
+    path = Path(text).expanduser()
+    found = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
+    found = found or [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+    files = [file for file in found if file.is_file() and file.stat().st_size > 1]
+    if not files:
+        raise FileNotFoundError(
+            f"run: no files at {text}; data.text names a folder, a file, or a glob in quotes."
+        )
+    texts = {file: np.frombuffer(file.read_bytes(), np.uint8) for file in files}
+    held = [file for file in files if zlib.crc32(file.name.encode()) % 10 == 0]
+    if not held or len(held) == len(files):
+        return tuple(part for x in texts.values() if (part := _share(x, split)).size > 1)
+    return tuple(x for file, x in texts.items() if (file in held) == (split == "validation"))
+
+
+def _share(array, split):
+    """The split's share of one array: the first nine tenths, or the last tenth."""
+    at = max(2, array.size * 9 // 10)
+    return array[:at] if split == "train" else array[at:]
+
+
+def sample(
+    run: tyro.conf.Positional[Path],
+    prompt: str = PROMPT,
+    tokens: int = 400,
+    temperature: float = 0.8,
+    seed: int = 0,
+    mean: bool = False,
+    step: int | None = None,
+    devices: int = 1,
+) -> str:
+    """Write text from a run's checkpoint.
+
+    Args:
+      run: the run folder.
+      prompt: what the text begins with.
+      tokens: how many are written.
+      temperature: of the draws; 0 takes the likeliest.
+      seed: of the draws.
+      mean: whether the mean of the parameters writes (EMA), or they themselves.
+      step: which checkpoint; by default the newest.
+      devices: over how many the parameters are cut, simulated where there are fewer.
+
+    Raises:
+      FileNotFoundError: no such run, or nothing saved in it.
+      ValueError: a run of tokens, which are no text.
+    """
+    mesh.simulate(devices)
+    folder = Folder(run)
+    saved = folder.settings()
+    if saved is None:
+        raise FileNotFoundError(f"run: {folder.path} is no run folder: it has no settings.json.")
+    facts = (state.saved(folder) or {}).get("facts", {})
+    if facts and "program" not in facts:
+        raise ValueError(f"run: {folder.path} trained a model of its own, and no decoder of text.")
+    settings = from_flat(saved)
+    if settings.data.tokens is not None:
+        raise ValueError("run: this run has token numbers, and no text to write.")
+    config = config_of(settings)
+    params = _restored(folder, config, settings, mean, step)
+    key = state.stream(jax.random.key(seed), "samples")
+    return write(config, params, prompt, tokens, key, temperature)
+
+
+def _restored(folder, config, settings, mean, step):
+    """The parameters of a checkpoint, or their mean, cut over the devices where they divide."""
+    if mean and settings.ema is None:
+        raise ValueError("run: this run kept no mean of its parameters (ema=None).")
+    layout = layouts.Layout(mesh.make(fsdp=-1), fsdp="fsdp")
+    tx = guarded(averaged(optax.identity(), settings.ema) if mean else optax.identity())
+    create = functools.partial(_create, config)
+    params, opt_state = state.abstract(layout, create, tx, settings.seed)
+    if not mean:
+        return checkpoint.restore(folder.checkpoints, {"params": params}, step)["params"]
+    # Of the optimizer's own state nothing is read.
+    found = checkpoint.restore(folder.checkpoints, {"opt_state": opt_state}, step, partial=True)
+    return state.mean(params, found["opt_state"], settings.ema)
+
+
+def write(
+    config: Config, params: Any, prompt: str, count: int, key: jax.Array, temperature: float = 0.8
+) -> str:
+    """The `prompt` and `count` bytes more, each drawn from the whole of what stands before it.
+
+    `params` is a `Decoder`'s state, laid out in any way that a compiler can read; a temperature of
+    0 takes the likeliest.
+
+    Raises:
+      ValueError: an empty prompt, or one with bytes outside the vocabulary.
+    """
+    given = prompt.encode()
+    if not given or max(given) >= config.vocab:
+        raise ValueError(
+            f"run: the prompt has {len(given)} bytes; expected one or more, each below the "
+            f"vocabulary of {config.vocab}."
+        )
+    # One row at a time has no others to compete with for an expert's slots.
+    config = dataclasses.replace(config, capacity_factor=None, dropout=0.0, stages=1)
+    tokens = np.zeros(len(given) + count, np.int32)
+    tokens[: len(given)] = list(given)
+    tokens = _writer(config, len(given), temperature)(params, tokens, key)
+    return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
+
+
+@functools.lru_cache(maxsize=8)
+def _writer(config, start, temperature):
+    graphdef = _graphdef(config)
+
+    @jax.jit
+    def run(params, tokens, key):
+        decoder = nnx.merge(graphdef, params)
+
+        def one(i, tokens):
+            # Causal: what stands to the right of the last token changes nothing.
+            logits = decoder(tokens[None])[0, i - 1]
+            if temperature == 0:
+                chosen = jnp.argmax(logits)
+            else:
+                chosen = jax.random.categorical(jax.random.fold_in(key, i), logits / temperature)
+            return tokens.at[i].set(chosen.astype(tokens.dtype))
+
+        return jax.lax.fori_loop(start, len(tokens), one, tokens)
+
+    return run
