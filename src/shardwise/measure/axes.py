@@ -7,7 +7,7 @@ from .counts import Collectives, Op
 
 
 def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ...], Collectives]:
-    """{mesh axes: the `Collectives` along them}, in the order in which the axes are met.
+    """{mesh axes: the `Collectives` along them}, keys and the axes of each in the mesh's order.
 
     An axis counts if devices that take part together differ in their place along it: a sum over all
     devices of a mesh of two axes runs along both, and stands under both names. `mesh` is that of
@@ -27,7 +27,8 @@ def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ..
     parts: dict[tuple[str, ...], list[Op]] = {}
     for op in found.ops:
         parts.setdefault(_axes(op, tuple(mesh.shape), shape), []).append(op)
-    return {axes: Collectives(ops) for axes, ops in parts.items() if axes}
+    order = sorted(filter(None, parts), key=lambda axes: [*map(list(mesh.shape).index, axes)])
+    return {axes: Collectives(parts[axes]) for axes in order}
 
 
 def _axes(op: Op, names: tuple[str, ...], shape: tuple[int, ...]) -> tuple[str, ...]:
