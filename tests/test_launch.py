@@ -291,6 +291,7 @@ HANGING = """
     [
         ([(17, "stepping"), (17, "stepping"), (17, "reading")], "", (2,)),
         ([(17, "reading"), (18, "stepping"), (18, "stepping")], "", (0,)),
+        ([(10, "stepping"), (9, "stepping"), (10, "stepping")], "", (1,)),
         (
             [(4, "stepping"), (4, "stepping"), (4, "stepping")],
             "if index == 1: os.kill(os.getpid(), signal.SIGSTOP)",
@@ -308,7 +309,8 @@ def test_processes_that_hang_are_ended_and_the_odd_one_is_named(run, notes, then
         assert (
             f"process {index} " in last and f"at step {notes[index][0]}, {notes[index][1]}" in last
         )
-        assert ("is stopped" if "SIGSTOP" in then else "hangs") in last
+        alone = "hangs, while the others wait" if notes[index][1] == "reading" else "differs from"
+        assert ("is stopped" if "SIGSTOP" in then else alone) in last
         assert f"[launch] [{index}] words of {index}" in err
     if not odd:
         assert "cannot be told" in last
