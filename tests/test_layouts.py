@@ -647,8 +647,10 @@ def test_bytes_on_axes_by_hand_are_the_formula(name):
     predicted = layouts.predict(layout, params, batch, OPTIMIZERS["adamw"], remat=CONFIG.remat)
     placed = jax.eval_shape(lambda key: layouts.place(layout, create(key)), KEY)
     lowered = layouts.value_and_grad(layout, loss).lower(placed, batch, key=KEY)
-    counted = sum(op.ring_bytes for op in measure.collectives(lowered).ops)
-    np.testing.assert_allclose(sum(predicted.sent.values()), counted, rtol=1e-9)
+    counted = measure.by_axis(measure.collectives(lowered), layout.mesh)
+    assert list(predicted.sent) == list(counted)
+    for axes, size in predicted.sent.items():
+        np.testing.assert_allclose(size, counted[axes].ring_bytes, rtol=1e-9)
 
 
 @pytest.mark.slow
@@ -692,8 +694,9 @@ def test_bytes_held_are_the_formula():
     for tree, name in ((params, "parameters"), (opt_state, "state")):
         held = set(measure.bytes_on_devices(tree).values())
         assert held == {predicted.held[name]}
-    every = {("fsdp",), ("context",), ("tensor",), ("context", "fsdp")}  # the last: two numbers
-    assert set(predicted.sent) == every
+    # Along both, two numbers. All in the mesh's order, as `measure.by_axis` has them.
+    every = [("fsdp",), ("fsdp", "context"), ("context",), ("tensor",)]
+    assert list(predicted.sent) == every
 
 
 def with_statistics(params, batch):

@@ -206,7 +206,8 @@ def test_collectives_by_axis():
     for program in (lowered, lowered.compile()):
         found = measure.by_axis(measure.collectives(program), grid)
         sent = {axes: part.ring_bytes for axes, part in found.items()}
-        assert sent == {("c",): 32, ("a", "b"): 2 * 64 * 3 / 4, ("b", "c"): 64}
+        assert sent == {("a", "b"): 2 * 64 * 3 / 4, ("b", "c"): 64, ("c",): 32}
+        assert list(sent) == [("a", "b"), ("b", "c"), ("c",)]  # the mesh's order, not the program's
     with pytest.raises(ValueError, match=r"number 7, and the mesh \{'a': 4\} has 4"):
         measure.by_axis(measure.collectives(lowered), jax.sharding.AbstractMesh((4,), ("a",)))
 

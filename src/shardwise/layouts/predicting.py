@@ -31,8 +31,9 @@ TOO_MUCH = 0.05  # of the parameters' bytes, to stay whole for want of an axis t
 class Prediction:
     """Bytes of one device: `held` between steps, by what; `sent` in a step, along which axes.
 
-    Ring bytes: a reduction over several axes at once counts once, for these axes together. `whole`
-    has by path what it costs that no axis of an array divides along fsdp, so that it stays whole.
+    Ring bytes: a reduction over several axes at once counts once, for these axes together, which
+    stand in the mesh's order, as in `measure.by_axis`. `whole` has by path what it costs that no
+    axis of an array divides along fsdp, so that it stays whole.
     """
 
     held: dict[str, int]
@@ -96,7 +97,7 @@ def predict(
     every = (*layout.context, *layout.rows)
     _add(sent, every, 2 * 8 * _share(layout, every))  # the total and the count, in float32
     activation_bytes.add(asked, shapes, batch, again, sent)
-    return Prediction(_held(layout, shapes, batch, tx), sent, whole)
+    return Prediction(_held(layout, shapes, batch, tx), _in_mesh_order(layout, sent), whole)
 
 
 def describe(layout: Layout, params: Any) -> Any:
@@ -167,7 +168,15 @@ def _of_stage(layout, params, batch, tx, again, loss, has_aux, place):
     shapes, asked = abstract(params), _asked(layout)
     sent, here, ends = stage_bytes.of_stage(asked, shapes, batch, loss, has_aux, place)
     activation_bytes.add(asked, here, batch, again, sent, ends)
-    return Prediction(_held(layout, shapes, batch, tx), sent)
+    return Prediction(_held(layout, shapes, batch, tx), _in_mesh_order(layout, sent))
+
+
+def _in_mesh_order(layout, sent):
+    """`sent`, its keys and the axes of each in the order of the mesh."""
+    place, found = list(layout.mesh.shape).index, {}
+    for axes, size in sent.items():
+        _add(found, sorted(axes, key=place), size)
+    return {axes: found[axes] for axes in sorted(found, key=lambda axes: [*map(place, axes)])}
 
 
 def _parameter(layout, s: ArrayLayout, x, again, sent):

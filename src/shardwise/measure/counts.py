@@ -144,7 +144,7 @@ def _parts(ops: Iterable[Op], key: Callable) -> dict:
 
 
 def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ...], Collectives]:
-    """{mesh axes: the `Collectives` along them}, in the order in which the axes are met.
+    """{mesh axes: the `Collectives` along them}, keys and the axes of each in the mesh's order.
 
     An axis counts if devices that take part together differ in their place along it: a sum over all
     devices of a mesh of two axes runs along both, and stands under both names. `mesh` is that of
@@ -172,7 +172,9 @@ def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ..
         differ = np.any([np.ptp(place, axis=1) > 0 for place in places], axis=0)
         return tuple(name for name, along in zip(mesh.shape, differ, strict=True) if along)
 
-    return {axes: Collectives(ops) for axes, ops in _parts(found.ops, axes).items() if axes}
+    parts, place = _parts(found.ops, axes), list(mesh.shape).index
+    ordered = sorted(filter(None, parts), key=lambda axes: [*map(place, axes)])
+    return {axes: Collectives(parts[axes]) for axes in ordered}
 
 
 class Form(NamedTuple):
