@@ -1,43 +1,36 @@
-"""The interactive lanes of compute and network: how much of a step compute waits for messages."""
+"""The lanes of compute and network: how much of a step compute waits for messages."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
-from shardwise_book.figures import lanes_drawing as drawing
+from shardwise_book.figures import palette
 from shardwise_book.figures.interactive import (
-    STYLE,
-    Choice,
-    Data,
+    EDGE,
+    RESULT,
+    Control,
     Interactive,
-    controls,
-    select,
-    status,
+    box,
+    explorer,
+    said,
+    svg,
+    text,
 )
 from shardwise_book.figures.overlap import STRATEGIES, Overlap, overlap
 
-OFFERED = {
-    "data": {
-        "name": "Data parallelism",
-        "ahead": ["at the end", "layer by layer"],
-        "reduce": "all-reduce",
-        "held": "Weights and gradients of all {6} layers lie whole on the device at any time, "
-        '<b data-name="held">{7}</b>.',
-    },
-    "fsdp": {
-        "name": "FSDP",
-        "ahead": [f"{n} layer{'s' * (n != 1)} ahead" for n in range(3)],
-        "reduce": "reduce-scatter",
-        "held": 'At most <b data-name="whole">{5}</b> of {6} layers have their weights whole on '
-        "the device, arriving ones too, and {8} their gradients: "
-        '<b data-name="held">{7}</b> beside the shards.',
-    },
+NAMES = {"data": "Data parallelism", "fsdp": "FSDP"}
+AHEAD = {
+    "data": ["at the end", "layer by layer"],
+    "fsdp": ["0 layers ahead", "1 layer ahead", "2 layers ahead"],
 }
-SAYS = (
-    '<b data-name="name">{0}</b>: compute <b data-name="compute">{1}</b>, network '
-    '<b data-name="network">{2}</b>, a step <b data-name="step">{3}</b>. Compute waits '
-    '<b data-name="exposed">{4}</b> of it. '
-)
-OWN_STYLE = "<style>.shardwise-figure svg.lanes { max-width: 36rem; font-size: 11px; }</style>"
+COLOURS = {
+    "forward": palette.DEVICES[1],
+    "backward": palette.DEVICES[4],
+    "gather": palette.DEVICES[5],
+    "reduce": palette.DEVICES[2],
+}
+_LEFT, _WIDE, _ROW = 56, 312, 10  # of the picture, in its own units
+_WAITS = EDGE + ' stroke-dasharray="3 2"'
 
 
 def lanes_explorer(
@@ -70,56 +63,59 @@ def lanes_explorer(
       strategies: "data", "fsdp", or both; the first is shown first.
       start: number of the option shown first, for "strategy", "tokens", "bandwidth" or "ahead".
     """
-    sizes = {"gather": layer_bytes, "reduce": gradient_bytes or layer_bytes}
-    forward = [t * layer_flops / flops_per_s for t in tokens]
-    times = [{"forward": t, "backward": backward * t} for t in forward]
-    ring = (devices - 1) / devices
-    unit = ("ms", 1e3) if max(forward) > 1e-3 else ("µs", 1e6)
-    offered = []
-    for strategy in strategies:
-        share = 2 * ring if strategy == "data" else ring
-        sent = {kind: share * size for kind, size in sizes.items()}
-        runs = [
-            [_frames(strategy, layers, t, _over(sent, w), sizes, unit) for w in bandwidths.values()]
-            for t in times
-        ]
-        entry = OFFERED[strategy]
-        words = drawing.words(layers, entry["reduce"])
-        offered.append({**entry, "says": SAYS + entry["held"], "words": words, "runs": runs})
-    shown = {"strategy": 0, "tokens": len(tokens) // 2, "bandwidth": 0, "ahead": 1}
-    data = {
-        "strategies": offered,
-        "tokens": [f"{t:,}" for t in tokens],
-        "bandwidths": list(bandwidths),
-        "layers": layers,
-        "kinds": list(drawing.KINDS.values()),
-        "foot": drawing.foot(layers),
-        "start": shown | dict(start or {}),
+    gradient_bytes, ring = gradient_bytes or layer_bytes, (devices - 1) / devices
+    slowest = max(tokens) * layer_flops / flops_per_s
+    unit = ("ms", 1e3) if slowest > 1e-3 else ("µs", 1e6)
+
+    @functools.cache
+    def run(strategy, tokens, bandwidth, ahead):
+        forward = tokens * layer_flops / flops_per_s
+        reduce = gradient_bytes * ring * (2 if strategy == "data" else 1) / bandwidth
+        times = forward, backward * forward, reduce, layer_bytes * ring / bandwidth
+        return overlap(strategy, ahead, layers, *times)
+
+    def result(strategy, tokens, bandwidth, ahead):
+        found = run(strategy, tokens, bandwidth, ahead)
+        held = found.whole * layer_bytes + found.gradients * gradient_bytes
+        return describe(found, held, unit)
+
+    def lanes(strategy, tokens, bandwidth, ahead):
+        found = run(strategy, tokens, bandwidth, ahead)
+        every = (run(strategy, tokens, bandwidth, i) for i in range(len(AHEAD[strategy])))
+        return _picture(found, max(one.step for one in every), _time(found.step, unit))
+
+    start = {"tokens": len(tokens) // 2, "ahead": 1} | dict(start or {})
+    offered = {
+        "strategy": ("Strategy", {NAMES[strategy]: strategy for strategy in strategies}),
+        "tokens": ("Tokens on each device", {f"{n:,}": n for n in tokens}),
+        "bandwidth": ("Bandwidth", bandwidths),
+        "ahead": ("Overlap", lambda strategy: {w: i for i, w in enumerate(AHEAD[strategy])}),
     }
-    said = status(describe(data, data["start"]))
-    return Interactive("lanes.js", data, STYLE + OWN_STYLE + _controls(data) + _still(data) + said)
+    controls = {n: Control(*one, start.get(n, 0)) for n, one in offered.items()}
+    alt = "One training step over time: what the device computes, what its link sends, and which "
+    alt += "layers lie whole"
+    layout = f'<div class="pictures">{svg("lanes", 380, _foot(layers) + 54, alt, rem=36)}</div>'
+    return explorer(controls, layout + RESULT, {"result": result, "lanes": lanes})
 
 
-def _over(sent, bandwidth):
-    return {kind: size / bandwidth for kind, size in sent.items()}
-
-
-def _frames(strategy, layers, passes, messages, sizes, unit):
-    """The runs that differ in what overlaps, all on one scale."""
-    runs = [
-        overlap(strategy, ahead, layers, **passes, **messages)
-        for ahead in range(len(OFFERED[strategy]["ahead"]))
-    ]
-    longest = max(run.step for run in runs)
-    return [{"said": _said(run, sizes, unit), **drawing.geometry(run, longest)} for run in runs]
-
-
-def _said(run: Overlap, sizes, unit):
-    layers = len(run.passes) // 2
-    held = run.whole * sizes["gather"] + run.gradients * sizes["reduce"]
-    waits = f"{_time(run.exposed, unit)} ({run.exposed / run.step:.0%})"
-    times = [_time(seconds, unit) for seconds in (run.compute, run.network, run.step)]
-    return [*times, waits, run.whole, layers, _bytes(held), run.gradients]
+def describe(run: Overlap, held: float, unit: tuple[str, float]) -> str:
+    """The result in words; numbers carry names."""
+    compute, network, step, waits = (
+        _time(seconds, unit) for seconds in (run.compute, run.network, run.step, run.exposed)
+    )
+    size, layers = said("held", _bytes(held)), len(run.passes) // 2
+    whole = (
+        f"Weights and gradients of all {layers} layers lie whole on the device at any time, {size}."
+        if run.strategy == "data"
+        else f"At most {said('whole', run.whole)} of {layers} layers have their weights whole on "
+        f"the device, arriving ones too, and {run.gradients} their gradients: {size} beside the "
+        f"shards."
+    )
+    return (
+        f"{said('name', NAMES[run.strategy])}: compute {said('compute', compute)}, network "
+        f"{said('network', network)}, a step {said('step', step)}. Compute waits "
+        f"{said('exposed', f'{waits} ({run.exposed / run.step:.0%})')} of it. {whole}"
+    )
 
 
 def _time(seconds, unit):
@@ -133,42 +129,52 @@ def _bytes(size):
     return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e3:,.0f} kB"
 
 
-def look(data: Data, choice: Choice) -> tuple[Data, Data]:
-    """The strategy of a choice, and the frame that it shows."""
-    strategy = data["strategies"][choice["strategy"]]
-    return strategy, strategy["runs"][choice["tokens"]][choice["bandwidth"]][choice["ahead"]]
+def _foot(layers):
+    """Where the lanes end; below stand the time of the step and the key."""
+    return 74 + _ROW * layers
 
 
-def describe(data: Data, choice: Choice) -> str:
-    """The result in words; numbers carry names."""
-    strategy, frame = look(data, choice)
-    return strategy["says"].format(strategy["name"], *frame["said"])
+def _picture(run: Overlap, longest: float, took: str) -> str:
+    scale, layers = _WIDE / longest, len(run.passes) // 2
+    drawn = [
+        text(0, y, n) for n, y in (("compute", 21), ("network", 53), ("weights", 79), ("whole", 91))
+    ]
+
+    def draw(start, end, top, high, fill="none", more="", label=None):
+        wide = scale * (end - start)
+        if wide <= 0.05:
+            return
+        x, gap = _LEFT + scale * start, min(1, wide / 6)  # what tells neighbours of a kind apart
+        drawn.append(box(round(x, 1), top, round(wide - gap, 1), high, fill, more))
+        if label is not None and wide >= 10:
+            ink = f'fill="{palette.ink(fill)}"'
+            drawn.append(text(round(x + wide / 2, 1), top + 17, label, "middle", ink))
+
+    for task in (*run.passes, *run.messages):
+        top = 4 if task in run.passes else 36
+        draw(task.start, task.end, top, 26, COLOURS[task.kind], "", task.layer)
+    ends = [0.0, *(task.end for task in run.passes)]
+    starts = [*(task.start for task in run.passes), run.step]
+    for free, start in zip(ends, starts, strict=True):
+        draw(free, start, 4.5, 25, more=_WAITS)
+    whole = [(0.0, run.step, layer) for layer in range(layers)]
+    if run.strategy == "fsdp":
+        uses = zip(run.messages, run.passes, strict=False)
+        whole = [(gather.start, used.end, used.layer) for gather, used in uses]
+    for start, end, layer in whole:
+        draw(start, end, 70 + _ROW * layer, 7, "currentColor", 'opacity=".55"')
+    end, foot = round(_LEFT + scale * run.step, 1), _foot(layers)
+    drawn.append(f'<path d="M{end:g} 0V{foot}" {EDGE}/>' + text(end, foot + 12, took, "end"))
+    return "".join(drawn) + _key(run.strategy, foot)
 
 
-def picture(data: Data, choice: Choice) -> str:
-    """The lanes as the inside of an SVG."""
-    strategy, frame = look(data, choice)
-    return drawing.picture(data, strategy, frame)
-
-
-def _still(data):
-    height = data["foot"] + 54
-    return (
-        f'<div class="pictures"><svg id="@lanes" class="lanes" viewBox="0 0 380 {height}" '
-        f'role="img" aria-label="One training step over time: what the device computes, what its '
-        f'link sends, and which layers lie whole">{picture(data, data["start"])}</svg></div>'
-    )
-
-
-def _controls(data):
-    names = [strategy["name"] for strategy in data["strategies"]]
-    options = {
-        "strategy": ("Strategy", names),
-        "tokens": ("Tokens on each device", data["tokens"]),
-        "bandwidth": ("Bandwidth", data["bandwidths"]),
-        "ahead": ("Overlap", data["strategies"][data["start"]["strategy"]]["ahead"]),
-    }
-    if len(names) == 1:
-        del options["strategy"]
-    made = (select(key, *options[key], data["start"][key]) for key in options)
-    return controls("".join(made), "choice")
+def _key(strategy, foot):
+    kinds = {"forward": "forward", "backward": "backward", "": "compute waits"}
+    kinds |= {"gather": "all-gather"} if strategy == "fsdp" else {}
+    kinds["reduce"] = "reduce-scatter" if strategy == "fsdp" else "all-reduce"
+    drawn = ""
+    for place, (kind, name) in enumerate(kinds.items()):
+        x, y = _LEFT + 104 * (place % 3), foot + 22 + 17 * (place // 3)
+        drawn += box(x, y, 11, 11, COLOURS.get(kind, "none"), "" if kind else _WAITS)
+        drawn += text(x + 16, y + 10, name)
+    return drawn

@@ -1,5 +1,6 @@
-"""The figure of one layer under several layouts: what a device holds, receives and never sees."""
+"""The explorer of one layer under several layouts: what a device holds and receives."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -10,13 +11,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardwise_book.figures import palette
 from shardwise_book.figures.interactive import (
-    STYLE,
-    Data,
+    EDGE,
+    RESULT,
+    Control,
     Interactive,
-    controls,
-    select,
-    slider,
-    status,
+    box,
+    explorer,
+    said,
+    svg,
+    text,
 )
 
 Specs = Mapping[str, PartitionSpec]  # by the name of a matrix
@@ -61,48 +64,43 @@ def layer_explorer(
     Raises:
       ValueError: a spec whose block is no rectangle of the matrix as drawn.
     """
-    data = table(mesh, rows, layouts, itemsize) | {"start": [chosen, 0]}
-    first = data["frames"][chosen]
-    made = select("layout", "Layout", list(layouts), chosen)
-    made += slider("device", f"Device, 0 to {mesh.size - 1}", mesh.size - 1, 0)
-    picture = (
-        f'<div class="pictures"><svg id="@picture" viewBox="0 0 {_WIDE} {data["height"]}" '
-        f'role="img" aria-label="The matrices of one layer: filled where the device holds them, '
-        f'pale with a dashed edge where it receives them before use, empty elsewhere">'
-        f'{data["outlines"]}<g id="@sums">{first["sums"]}</g>'
-        f'<g id="@blocks">{first["devices"][0]["blocks"]}</g></svg></div>'
-    )
-    words = status(first["devices"][0]["words"]) + f'<div id="@sends">{first["sends"]}</div>'
-    return Interactive("layer.js", data, STYLE + controls(made, "layout") + picture + words)
-
-
-def table(
-    mesh: Mesh,
-    rows: Mapping[str, Mapping[str, tuple[tuple[int, ...], int]]],
-    layouts: Mapping[str, tuple[Specs, Specs, Sequence]],
-    itemsize: int = 4,
-) -> Data:
-    """All as HTML: by layout what is sent and summed, and by device its blocks and the words."""
     rows = {title: {name: Matrix(*m) for name, m in row.items()} for title, row in rows.items()}
     places, outlines, height = _arranged(rows)
     matrices = {name: matrix for row in rows.values() for name, matrix in row.items()}
-    frames = []
-    for title, layout in layouts.items():
-        layout = Layout(*layout)
-        held, used = (
-            {name: _blocks(mesh, m, specs[name]) for name, m in matrices.items()}
-            for specs in (layout.held, layout.used)
-        )
+    named = {title: Layout(*layout) for title, layout in layouts.items()}
+
+    @functools.cache
+    def blocks_of(title, kind):
+        specs = getattr(named[title], kind)
+        return {name: _blocks(mesh, m, specs[name]) for name, m in matrices.items()}
+
+    def both(title, device):
+        """The blocks that a device holds, and those that it uses."""
+        kinds = (blocks_of(title, kind) for kind in ("held", "used"))
+        return [{name: found[device] for name, found in kind.items()} for kind in kinds]
+
+    def result(layout, device):
+        return describe(mesh, layout, device, matrices, *both(layout, device), itemsize)
+
+    def blocks(layout, device):
+        return _filled(places, *both(layout, device), palette.device(device))
+
+    def sums(layout):
+        used = blocks_of(layout, "used")
         summed = [n for n, m in matrices.items() if _height(used[n][0]) < m.drawn[0]]
-        sums = "".join(_sum(places[name]) for name in summed)
-        devices = []
-        for i in range(mesh.size):
-            mine = [{name: blocks[name][i] for name in matrices} for blocks in (held, used)]
-            words = _words(mesh, title, i, matrices, *mine, itemsize)
-            blocks = _filled(places, *mine, palette.device(i))
-            devices.append({"blocks": blocks, "words": words})
-        frames.append({"sends": _sends(layout.sends), "sums": sums, "devices": devices})
-    return {"frames": frames, "outlines": outlines, "height": height}
+        return "".join(_sum(places[name]) for name in summed)
+
+    controls = {
+        "layout": Control("Layout", {title: title for title in layouts}, chosen),
+        "device": Control(f"Device, 0 to {mesh.size - 1}", range(mesh.size), kind="range"),
+    }
+    alt = "The matrices of one layer: filled where the device holds them, pale with a dashed edge "
+    alt += "where it receives them before use, empty elsewhere"
+    inside = f'{outlines}<g id="@sums"></g><g id="@blocks"></g>'
+    layout = f'<div class="pictures">{svg("", _WIDE, height, alt, inside)}</div>{RESULT}'
+    parts = {"result": result, "blocks": blocks, "sums": sums,
+             "sends": lambda layout: _sends(named[layout].sends)}  # fmt: skip
+    return explorer(controls, layout + '<div id="@sends"></div>', parts, shows="layout")
 
 
 def _arranged(rows):
@@ -113,16 +111,12 @@ def _arranged(rows):
     )
     places, parts, y = {}, [], 0
     for title, row in rows.items():
-        parts.append(f'<text x="0" y="{y + 14}" font-weight="bold">{escape(title)}</text>')
+        parts.append(text(0, y + 14, title, more='font-weight="bold"'))
         x, y = _LEFT, y + 40
         for name, matrix in row.items():
             places[name] = x, y, scale
             high, wide = (round(n * scale, 1) for n in matrix.drawn)
-            parts.append(f'<text x="{x}" y="{y - 6}">{escape(name)}</text>')
-            parts.append(
-                f'<rect x="{x}" y="{y}" width="{wide}" height="{high}" fill="none" '
-                f'stroke="currentColor"></rect>'
-            )
+            parts += text(x, y - 6, name), box(x, y, wide, high)
             places[name] = (*places[name], x + wide + 12, y + high / 2)
             x = round(x + wide + _GAP, 1)
         y = round(y + max(m.drawn[0] for m in row.values()) * scale + 14, 1)
@@ -131,7 +125,7 @@ def _arranged(rows):
 
 def _sum(place):
     *_, x, y = place
-    return f'<text class="sum" x="{x}" y="{y + 6}" text-anchor="middle" font-size="18">Σ</text>'
+    return text(x, y + 6, "Σ", "middle", 'font-size="18"')
 
 
 def _filled(places, held, used, colour):
@@ -144,24 +138,31 @@ def _filled(places, held, used, colour):
             top, bottom, left, right = (round(n * scale, 1) for n in block)
             corner, wide = f"M{x + left:.1f} {y + top:.1f}", f"{right - left:.1f}"
             lines.append(f"{corner}h{wide}v{bottom - top:.1f}h-{wide}z")
-        return f'<path d="{"".join(lines)}" fill="{colour}" stroke="currentColor" {more}></path>'
+        return f'<path d="{"".join(lines)}" fill="{colour}" {EDGE} {more}/>'
 
     dashed = 'class="used" fill-opacity=".28" stroke-dasharray="3 3"'
     return path(used, dashed) + path(held, 'class="held" stroke-width="1.5"')
 
 
-def _words(mesh, title, i, matrices, held, used, itemsize):
-    place = np.unravel_index(i, tuple(mesh.shape.values()))
+def describe(
+    mesh: Mesh,
+    title: str,
+    device: int,
+    matrices: Mapping[str, Matrix],
+    held: Mapping[str, tuple[int, ...]],
+    used: Mapping[str, tuple[int, ...]],
+    itemsize: int,
+) -> str:
+    """What a device holds, receives and never sees, in words; numbers carry names."""
+    place = np.unravel_index(device, tuple(mesh.shape.values()))
     where = ", ".join(f"{name} {int(n)}" for name, n in zip(mesh.shape, place, strict=True))
     whole = sum(math.prod(m.drawn) for m in matrices.values()) * itemsize
     mine, needed = (sum(map(_area, blocks.values())) * itemsize for blocks in (held, used))
-    received = needed - mine
-    told = f'receives <b data-name="received">{received:,}</b> bytes before their use'
+    received = f"receives {said('received', needed - mine)} bytes before their use"
     return (
-        f"{escape(title)}, device {i} ({where}): of the {whole:,} bytes of these matrices it holds "
-        f'<b data-name="held">{mine:,}</b>, '
-        f"{told if received else 'receives none'}, "
-        f'and never sees <b data-name="unseen">{whole - needed:,}</b>.'
+        f"{escape(title)}, device {device} ({where}): of the {whole:,} bytes of these matrices it "
+        f"holds {said('held', mine)}, {received if needed > mine else 'receives none'}, and never "
+        f"sees {said('unseen', whole - needed)}."
     )
 
 

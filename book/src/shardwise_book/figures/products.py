@@ -1,4 +1,4 @@
-"""The interactive figure of sharded products: two specs in; layout, collective, bytes, HLO out."""
+"""The explorer of sharded products: two specs in; layout, collective, bytes, HLO out."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,8 +9,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import STYLE, Interactive, controls, select, status
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, svg, text
 
+_HEADS = "left", "right", "result"
+_KEY = """<p style="font-size: .88em">A bold frame is what a device holds from the start; it
+multiplies what is in full colour. A colour is a device: blocks in the colours of others came by an
+all-gather, and a result in stripes is the sum over all devices, after an all-reduce. Pale is what
+is held and not used.</p>"""
 _SIDE, _PITCH, _LEFTS = 64, 82, (60, 148, 236)  # a matrix is at most this wide and high
 
 
@@ -33,32 +38,31 @@ class Product(NamedTuple):
 def product_explorer(mesh: Mesh, products: Sequence[Product], start: int = 0) -> Interactive:
     """Choose sizes and the layouts of both factors; see what the compiled product holds and sends.
 
-    `mesh` has one axis. `products` holds each of the same pairs of specs, by left, then by right,
-    for each of the sizes in turn; the figure first shows number `start`. Raises ValueError if not.
+    `mesh` has one axis. `products` holds each of the same pairs of specs for each of the sizes; the
+    figure first shows number `start`. Raises ValueError if not.
     """
     sizes, lefts, rights = (list(dict.fromkeys(p[kind] for p in products)) for kind in range(3))
-    every = [(s, left, right) for s in sizes for left in lefts for right in rights]
-    if every != [product[:3] for product in products]:
+    found = {product[:3]: product for product in products}
+    if len(found) != len(sizes) * len(lefts) * len(rights):
         raise ValueError(
-            f"figures.product_explorer: expected {len(every)} products, each of {len(lefts)} specs "
-            f"times each of {len(rights)} for each of {len(sizes)} sizes in turn; got "
-            f"{len(products)} in another order."
+            f"figures.product_explorer: expected products of each of {len(lefts)} specs times each "
+            f"of {len(rights)} for each of {len(sizes)} sizes; got {len(found)}."
         )
-    columns: dict[str, int] = {}
-    frames = [
-        [describe(p), [columns.setdefault(c, len(columns)) for c in _columns(mesh, p)]]
-        for p in products
-    ]
-    strides = [len(lefts) * len(rights), len(rights), 1]
-    data = {"strides": strides, "frames": frames, "columns": list(columns)}
-    chosen = [start // strides[0], start // strides[1] % len(lefts), start % len(rights)]
-    options = [f"{i}×{j} times {j}×{k}" for i, j, k in sizes], map(_name, lefts), map(_name, rights)
-    labels = ("sizes", "Sizes"), ("left", "Left factor"), ("right", "Right factor")
-    made = (select(*label, list(o), c) for label, o, c in zip(labels, options, chosen, strict=True))
-    words, numbers = frames[start]
-    drawn = "".join(data["columns"][number] for number in numbers)
-    still = controls("".join(made), "product") + _picture(mesh, drawn, words)
-    return Interactive("products.js", data, STYLE + still)
+    first = products[start]
+    offered = {
+        "sizes": ("Sizes", {f"{i}×{j} times {j}×{k}": (i, j, k) for i, j, k in sizes}),
+        "left": ("Left factor", {_name(spec): spec for spec in lefts}),
+        "right": ("Right factor", {_name(spec): spec for spec in rights}),
+    }
+    controls = {
+        name: Control(*one, [*one[1].values()].index(chosen))
+        for (name, one), chosen in zip(offered.items(), first[:3], strict=True)
+    }
+    parts = {
+        "result": lambda **chosen: describe(found[tuple(chosen.values())]),
+        "blocks": lambda **chosen: "".join(columns(mesh, found[tuple(chosen.values())])),
+    }
+    return explorer(controls, _layout(mesh), parts, shows="product")
 
 
 def describe(product: Product) -> str:
@@ -84,7 +88,7 @@ def _gathered(product):
     return 0 if cut not in ((None, None), (kept[0], None)) else 1
 
 
-def _columns(mesh, product):
+def columns(mesh: Mesh, product: Product) -> list[str]:
     """SVG of the left factor, the right one and the result, device by device from top to bottom."""
     i, j, k = product.sizes
     shapes = (i, j), (j, k), (i, k)
@@ -150,18 +154,12 @@ def _name(spec):
     return f"P({', '.join(repr(entry) for entry in (*spec, None, None)[:2])})"
 
 
-def _picture(mesh, drawn, words):
-    texts = [(x, 14, head) for x, head in zip(_LEFTS, ("left", "right", "result"), strict=True)]
+def _layout(mesh):
+    drawn = "".join(text(x, 14, head) for x, head in zip(_LEFTS, _HEADS, strict=True))
     for device in range(mesh.size):
         y = device * _PITCH + 30 + _SIDE // 2
-        texts += (0, y, f"device {device}"), (_LEFTS[0] + 72, y, "×"), (_LEFTS[1] + 72, y, "=")
-    written = "".join(f'<text x="{x}" y="{y}">{text}</text>' for x, y, text in texts)
-    return (
-        f'<div class="pictures"><svg viewBox="0 0 304 {mesh.size * _PITCH + 16}" role="img" '
-        f'aria-label="The blocks of both factors and of the result on each device">{written}'
-        f'<g id="@blocks">{drawn}</g></svg><div style="flex: 1 1 15rem">{status(words)}'
-        '<p style="font-size: .88em">A bold frame is what a device holds from the start; it '
-        "multiplies what is in full colour. A colour is a device: blocks in the colours of others "
-        "came by an all-gather, and a result in stripes is the sum over all devices, after an "
-        "all-reduce. Pale is what is held and not used.</p></div></div>"
-    )
+        drawn += text(0, y, f"device {device}") + text(132, y, "×") + text(220, y, "=")
+    alt = "The blocks of both factors and of the result on each device"
+    inside = f'{drawn}<g id="@blocks"></g>'
+    picture = svg("", 304, mesh.size * _PITCH + 16, alt, inside)
+    return f'<div class="pictures">{picture}<div style="flex: 1 1 15rem">{RESULT}{_KEY}</div></div>'
