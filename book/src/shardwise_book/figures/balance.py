@@ -7,17 +7,8 @@ from html import escape
 
 import numpy as np
 
-from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import (
-    EDGE,
-    RESULT,
-    Control,
-    Interactive,
-    explorer,
-    said,
-    svg,
-    text,
-)
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 _SIDE, _LEFT, _WIDE, _ROW = 200, 58, 262, 24
 
@@ -41,13 +32,12 @@ def balance_explorer(
       sent: (n, size) to {form: bytes that a device sends, or why there are none}.
       start: number of the option shown first, for "order", "devices", "length" or "mask".
     """
-    offered = {
-        "order": ("Order", {name: name for name in orders}),
-        "devices": ("Devices", devices),
-        "length": ("Tokens", lengths),
-        "mask": ("Mask", {name: name for name in masks}),
+    controls = {
+        "order": Control("Order", {name: name for name in orders}),
+        "devices": Control("Devices", devices),
+        "length": Control("Tokens", lengths),
+        "mask": Control("Mask", {name: name for name in masks}),
     }
-    controls = {n: Control(*one, (start or {}).get(n, 0)) for n, one in offered.items()}
 
     @functools.cache
     def scores(order, devices, length, mask):
@@ -82,10 +72,11 @@ def balance_explorer(
     alt += "sees has the colour of the device that has the query, and a strip above shows which "
     alt += "device has each key"
     layout = (
-        f'<div class="pictures">{svg("seen", _SIDE + 16, _SIDE + 28, alt, rem=15)}'
+        f'<div class="pictures">{svg.picture("seen", _SIDE + 16, _SIDE + 28, alt, rem=15)}'
         f'<div id="@ring" style="flex: 1 1 19rem; max-width: 26rem"></div></div>{RESULT}'
     )
-    return explorer(controls, layout, {"result": result, "seen": seen, "ring": ring}, "ring")
+    parts = {"result": result, "seen": seen, "ring": ring}
+    return explorer(controls, layout, parts, start, shows="ring")
 
 
 def describe(scores: np.ndarray) -> str:
@@ -108,10 +99,10 @@ def _seen(owners, runs):
     drawn = "".join(f'<path fill="{palette.device(d)}" d="{p}"/>' for d, p in paths.items())
     turned = 'transform="translate(11 60) rotate(-90)"'
     return (
-        text(15, 11, "keys")
-        + text(0, 0, "queries", "end", turned)
+        svg.text(15, 11, "keys")
+        + svg.text(0, 0, "queries", "end", turned)
         + f'<g transform="translate(15 26) scale({_SIDE / size:.3f})">{drawn}<path fill="none" '
-        + f'd="M0 0h{size}v{size}h-{size}z" {EDGE} stroke-width=".2"/></g>'
+        + f'd="M0 0h{size}v{size}h-{size}z" {svg.EDGE} stroke-width=".2"/></g>'
     )
 
 
@@ -121,7 +112,7 @@ def _ring(scores, longest):
     high = _ROW * len(scores)
     names = rows = ""
     for device, row in enumerate(scores.tolist()):
-        names += text(0, device * _ROW + 32, f"device {device}")
+        names += svg.text(0, device * _ROW + 32, f"device {device}")
         bars = "".join(
             f"M{x} {device * _ROW + 3}h{count}v18h-{count}z"
             for x, count in zip(starts, row, strict=False)
@@ -130,14 +121,14 @@ def _ring(scores, longest):
         rows += f'<path fill="{palette.device(device)}" d="{bars}"/>'
     lines = "".join(f"M{x} 0v{high}" for x in starts)
     inside = (
-        f"{text(_LEFT, 11, 'time →')}{names}"
+        f"{svg.text(_LEFT, 11, 'time →')}{names}"
         f'<g transform="translate({_LEFT} 15) scale({_WIDE / longest:.3f} 1)">{rows}'
-        f'<path d="{lines}" fill="none" {EDGE} stroke-dasharray="2 2" '
+        f'<path d="{lines}" fill="none" {svg.EDGE} stroke-dasharray="2 2" '
         f'vector-effect="non-scaling-stroke"/></g>'
     )
     alt = "A row for each device over time: in each step of the ring a bar as long as its scores, "
     alt += "and a gap until the slowest device is ready"
-    return svg("", _LEFT + _WIDE, high + 18, alt, inside, 26)
+    return svg.picture("", _LEFT + _WIDE, high + 18, alt, inside, 26)
 
 
 def _runs(work, size, visible, documents):

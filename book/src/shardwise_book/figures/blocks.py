@@ -4,18 +4,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import (
-    EDGE,
-    RESULT,
-    Control,
-    Interactive,
-    box,
-    explorer,
-    said,
-    svg,
-    text,
-)
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 CUTS = ("columns", "rows")
 ORDERS = ("in their places", "relu before them", "last one left out")
@@ -73,12 +63,11 @@ def block_explorer(blocks: Sequence[Block], start: int = 0) -> Interactive:
             f"figures.block_explorer: expected {len(every)} blocks, for each n both cuts of the "
             f"first matrix, of the second, and tokens whole and cut; got {len(found)}."
         )
-    first = blocks[start]
     controls = {
-        "n": Control("Devices", sizes, sizes.index(first.n)),
-        "first": Control("First matrix by", CUTS, CUTS.index(first.first)),
-        "second": Control("Second matrix by", CUTS, CUTS.index(first.second)),
-        "sequence": Control("Tokens outside", {"whole": False, "cut": True}, int(first.sequence)),
+        "n": Control("Devices", sizes),
+        "first": Control("First matrix by", CUTS),
+        "second": Control("Second matrix by", CUTS),
+        "sequence": Control("Tokens outside", {"whole": False, "cut": True}),
         "order": Control("Collectives", {name: i for i, name in enumerate(ORDERS)}),
     }
 
@@ -96,11 +85,13 @@ def block_explorer(blocks: Sequence[Block], start: int = 0) -> Interactive:
     alt += "the collectives between"
     inside = f'{_signs()}<g id="@matrices"></g><g id="@labels"></g>'
     layout = (
-        f'<div class="pictures">{svg("", 352, 250, alt, inside, 27)}'
+        f'<div class="pictures">{svg.picture("", 352, 250, alt, inside, 27)}'
         f'<div style="flex: 1 1 15rem">{RESULT}{_KEY}</div></div>'
     )
     parts = {"result": result, "matrices": matrices, "labels": labels}
-    return explorer(controls, layout, parts)
+    options = sizes, CUTS, CUTS, (False, True)
+    numbers = (given.index(one) for given, one in zip(options, blocks[start][:4], strict=True))
+    return explorer(controls, layout, parts, dict(zip(controls, numbers, strict=False)))
 
 
 def states(first: str, second: str, sequence: bool) -> tuple[str, ...]:
@@ -140,8 +131,8 @@ def describe(block: Block, order: int = 0) -> str:
     listed = ", ".join(f"{kind} {words[place]}" for place, (kind, _) in block.sends.items())
     sent = sum(size for _, size in block.sends.values())
     return (
-        f"{said('verdict', 'Right.')} Forward, a device sends {said('sent', sent)} bytes: {listed}. "
-        f"Of both matrices it holds {said('held', block.held)} bytes."
+        f"{said('verdict', 'Right.')} Forward, a device sends {said('sent', sent)} bytes: {listed}"
+        f". Of both matrices it holds {said('held', block.held)} bytes."
     )
 
 
@@ -151,16 +142,16 @@ def _wrong(error):
 
 def matrix(n: int, state: str, name: str, left: int, top: int, wide: int, high: int) -> str:
     """A matrix on n devices, in grey, in bands, or piled."""
-    thin, drawn = EDGE + ' stroke-width=".7"', text(left, top - 6, name)
+    thin, drawn = svg.EDGE + ' stroke-width=".7"', svg.text(left, top - 6, name)
     if state == "whole":
-        return drawn + box(left, top, wide, high, "currentColor", f'{thin} fill-opacity=".22"')
+        return drawn + svg.box(left, top, wide, high, "currentColor", f'{thin} fill-opacity=".22"')
     for i in reversed(range(n)):  # the first of a pile lies on top
         place = {
             "partial": (left + i * _PILE / (n - 1), top + i * _PILE / (n - 1), wide, high),
             "columns": (left + i * wide / n, top, wide / n, high),
             "rows": (left, top + i * high / n, wide, high / n),
         }[state]
-        drawn += box(*place, palette.device(i), thin)
+        drawn += svg.box(*place, palette.device(i), thin)
     return drawn
 
 
@@ -171,21 +162,21 @@ def _labels(sends, order):
         kind = sends[place][0] if place in sends else ""
         if place == "between":
             steps = ["relu", kind] if order == 1 or not kind else [kind, "relu"]
-            drawn.append(text(x, y, ", then ".join(filter(None, steps))))
+            drawn.append(svg.text(x, y, ", then ".join(filter(None, steps))))
             continue
         first, _, last = kind.rpartition("-")
         lines = [f"{first}-", last] if first else [last]
         lines = ["left", "out"] if order == 2 and place == "after" else lines
-        drawn += [text(x, y - 22 + 13 * i, line, "middle") for i, line in enumerate(lines)]
+        drawn += [svg.text(x, y - 22 + 13 * i, line, "middle") for i, line in enumerate(lines)]
     return "".join(drawn)
 
 
 def _signs():
     """What is there for every choice: arrows, and signs between the matrices."""
-    arrow = f'fill="none" {EDGE} stroke-width="1.3"'
+    arrow = f'fill="none" {svg.EDGE} stroke-width="1.3"'
     paths = "M48 66h46m-5 -4l5 4l-5 4", "M220 192h48m-5 -4l5 4l-5 4", "M130 108v22m-4 -5l4 5l4 -5"
     signs = (151, 70, "×"), (249, 70, "="), (91, 196, "×"), (149, 196, "=")
     return "".join(
         [f'<path d="{path}" {arrow}/>' for path in paths]
-        + [text(*sign, "middle") for sign in signs]
+        + [svg.text(*sign, "middle") for sign in signs]
     )

@@ -5,27 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
-from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import (
-    EDGE,
-    RESULT,
-    Control,
-    Interactive,
-    box,
-    explorer,
-    said,
-    svg,
-    text,
-)
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 _WIDE, _ROW, _LEFT = 322, 34, 4  # of the pictures, in their own units
-_THIN = EDGE + ' stroke-width=".5"'
+_THIN = svg.EDGE + ' stroke-width=".5"'
 _ROOM = 0.72  # of the width, where a device is full
-KEYS = """<style>
-.shardwise-figure .key { white-space: nowrap; }
-.shardwise-figure .key span { display: inline-block; width: .75em; height: .75em;
-  border: 1px solid; }
-</style>"""
 
 
 class Load(NamedTuple):
@@ -89,7 +74,9 @@ def split_explorer(
 
     alt = "Bars: the seconds of a step that one device computes, and that each axis sends"
     high = _ROW * (1 + len(_first(loads, chosen).axes))
-    return _explorer(choices, loads, chosen, words, bars, svg("bars", 330, high, alt), "split")
+    return _explorer(
+        choices, loads, chosen, words, bars, svg.picture("bars", 330, high, alt), "split"
+    )
 
 
 def plan_explorer(
@@ -127,7 +114,7 @@ def plan_explorer(
         ends = [0, *itertools.accumulate(budget.memory.values())]
         ends = [round(min(_WIDE, end * scale), 1) for end in ends]
         parts = [
-            box(_LEFT + start, 18, end - start, 22, palette.device(i), _THIN)
+            svg.box(_LEFT + start, 18, end - start, 22, palette.device(i), _THIN)
             for i, (start, end) in enumerate(itertools.pairwise(ends))
         ]
         longest = max(budget.seconds.values())
@@ -136,16 +123,16 @@ def plan_explorer(
         ]
         return (
             "".join(parts)
-            + f'<path d="M{full:g} 14v30" {EDGE} stroke-width="2"/>'
-            + text(full, 11, "full", "middle")
-            + text(_LEFT, 11, "Memory")
-            + text(_LEFT, 64, "Seconds of a step")
+            + f'<path d="M{full:g} 14v30" {svg.EDGE} stroke-width="2"/>'
+            + svg.text(full, 11, "full", "middle")
+            + svg.text(_LEFT, 11, "Memory")
+            + svg.text(_LEFT, 64, "Seconds of a step")
             + _bars(76, {name: (s, _three(s)) for name, s in budget.seconds.items()}, colours)
         )
 
     alt = "Above, a bar of the memory that a device needs, in parts, and a line where it is full; "
     alt += "below, a bar of seconds for each part of the machine"
-    picture = svg("bars", 330, 76 + _ROW * len(_first(budgets, chosen).seconds), alt)
+    picture = svg.picture("bars", 330, 76 + _ROW * len(_first(budgets, chosen).seconds), alt)
     return _explorer(choices, budgets, chosen, words, bars, picture, "plan")
 
 
@@ -169,7 +156,7 @@ def _explorer(
         if place not in found:
             raise ValueError(f"figures.{shows}_explorer: none for {place}, of sizes {sizes}.")
     controls = {
-        f"choice{i}": Control(label, {option: k for k, option in enumerate(options)}, chosen[i])
+        f"choice{i}": Control(label, {option: k for k, option in enumerate(options)})
         for i, (label, options) in enumerate(choices.items())
     }
 
@@ -182,7 +169,13 @@ def _explorer(
         return "" if isinstance(one, str) else bars(one)
 
     layout = f'<div class="pictures">{picture}</div>{RESULT}'
-    return explorer(controls, layout, {"result": result, "bars": drawn}, shows, KEYS)
+    return explorer(
+        controls,
+        layout,
+        {"result": result, "bars": drawn},
+        dict(zip(controls, chosen, strict=True)),
+        shows,
+    )
 
 
 def _bars(top, values, colours):
@@ -190,8 +183,8 @@ def _bars(top, values, colours):
     longest, parts = max(value for value, _ in values.values()) or 1, []
     for i, ((name, (value, told)), colour) in enumerate(zip(values.items(), colours, strict=True)):
         y = top + i * _ROW
-        parts.append(text(_LEFT, y + 12, f"{name}: {told}"))
-        parts.append(box(_LEFT, y + 17, round(_WIDE * value / longest), 12, colour, _THIN))
+        parts.append(svg.text(_LEFT, y + 12, f"{name}: {told}"))
+        parts.append(svg.box(_LEFT, y + 17, round(_WIDE * value / longest), 12, colour, _THIN))
     return "".join(parts)
 
 

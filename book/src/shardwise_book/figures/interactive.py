@@ -11,29 +11,6 @@ from html import escape
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-STYLE = """<style>
-.shardwise-figure { margin: 1rem 0; line-height: 1.45; }
-.shardwise-figure fieldset { border: 0; margin: 0; padding: 0; display: flex; flex-wrap: wrap;
-  gap: .5rem 1.1rem; }
-.shardwise-figure label { font-size: .88em; display: grid; gap: .15rem; }
-.shardwise-figure select, .shardwise-figure input { font: inherit; min-height: 2rem; }
-.shardwise-figure .steps, .shardwise-figure .steps div { display: flex; flex-wrap: wrap;
-  gap: .5rem; align-items: end; }
-.shardwise-figure .steps button { font: inherit; font-size: .88em; min-height: 2rem;
-  min-width: 4.2em; }
-@media (max-width: 30rem) {
-  .shardwise-figure fieldset { display: grid; grid-template-columns: 1fr 1fr; align-items: end; }
-  .shardwise-figure .steps, .shardwise-figure .steps label { grid-column: 1 / -1; flex-grow: 1; }
-  .shardwise-figure select, .shardwise-figure input[type=range] { width: 100%; min-width: 0; }
-}
-.shardwise-figure .pictures { display: flex; flex-wrap: wrap; gap: .5rem 2rem;
-  margin: .9rem 0 .4rem; overflow-x: auto; }
-.shardwise-figure svg { width: 100%; max-width: 21rem; height: auto; fill: currentColor;
-  font: 12px system-ui, sans-serif; }
-.shardwise-figure .error { border-left: 3px solid #c8504b; padding-left: .7rem;
-  overflow-wrap: anywhere; }
-</style>"""
-EDGE = 'stroke="currentColor"'
 RESULT = '<p id="@result" role="status" aria-live="polite"></p>'  # read aloud when it changes
 
 
@@ -55,20 +32,21 @@ class Interactive:
         still = re.sub(r'((?:id|for|name)="|<style>#)@', rf"\g<1>{root}-", self.still)
         data = json.dumps(self.data, separators=(",", ":")).replace("<", "\\u003c")
         return (
-            f'<div id="{root}" class="shardwise-figure">{still}</div>\n'
+            f'<div id="{root}" class="shardwise-figure"><style>{code("interactive.css")}</style>'
+            f"{still}</div>\n"
             f"<script>((root) => ({code(self.script)})(root, {data}))"
             f'(document.getElementById("{root}"));</script>'
         )
 
 
-def code(script: str) -> str:
-    """The script without indentation and lines of comment: each showing repeats it."""
-    lines = files(__package__).joinpath(script).read_text(encoding="utf-8").split("\n")
-    return "\n".join(line.strip() for line in lines if not line.strip().startswith("//")).strip()
+def code(name: str) -> str:
+    """A file of this package without indentation and lines of comment: each showing repeats it."""
+    lines = files(__package__).joinpath(name).read_text(encoding="utf-8").split("\n")
+    return "\n".join(line.strip() for line in lines if line.strip()[:2] not in ("//", "/*")).strip()
 
 
 class Control(NamedTuple):
-    """A control of an explorer, which starts at the option number `start`.
+    """A control of an explorer.
 
     `options` maps what each option is called to its value; a list has values that are called what
     they are. Where they depend on the controls before it, a function makes them, whose parameters
@@ -78,7 +56,6 @@ class Control(NamedTuple):
 
     label: str
     options: Mapping[str, Any] | Sequence[Any] | Callable[..., Mapping[str, Any] | Sequence[Any]]
-    start: int = 0
     kind: str = "select"
 
     def offered(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,14 +73,15 @@ def explorer(
     controls: Mapping[str, Control],
     layout: str,
     parts: Mapping[str, Callable[..., str]],
+    start: Mapping[str, int] | None = None,
     shows: str = "choice",
-    style: str = "",
 ) -> Interactive:
     """An explorer: `parts` maps ids of elements in `layout` to functions that draw their inside.
 
     The parameters of such a function are the names of the controls that it depends on, in their
     order (`**` stands for all), and it gets their values. It is called for everything that these
-    can say; player.js shows what was drawn. Without it the figure `shows` one thing: its start.
+    can say; player.js shows what was drawn. `start` has the number of the option that a control
+    is first at, 0 where it is left out. Without the script the figure `shows` one thing: this.
 
     Raises:
       ValueError: a control starts at an option that it has not.
@@ -111,14 +89,14 @@ def explorer(
     given: dict[str, Any] = {}
     made = ""
     for name, control in controls.items():
-        options = control.offered(given)
-        if control.start not in range(len(options)):
+        options, chosen = control.offered(given), (start or {}).get(name, 0)
+        if chosen not in range(len(options)):
             raise ValueError(
-                f"{control.label} starts at option {control.start!r}; on offer are 0 to "
+                f"{control.label} starts at option {chosen!r}; on offer are 0 to "
                 f"{len(options) - 1}: {', '.join(options)}."
             )
-        made += _control(name, control, list(options))
-        given[name] = list(options.values())[control.start]
+        made += _control(name, control, list(options), chosen)
+        given[name] = list(options.values())[chosen]
     first = {
         name: draw(**{k: given[k] for k in _keys(draw, controls)}) for name, draw in parts.items()
     }
@@ -127,7 +105,7 @@ def explorer(
         f"<noscript><p>Without JavaScript this figure shows one {shows}.</p></noscript>"
         f"<fieldset disabled>{made}</fieldset>{inside}"
     )
-    return Interactive("player.js", _packed(controls, parts), STYLE + style + still)
+    return Interactive("player.js", _packed(controls, parts), still)
 
 
 def _keys(function, controls):
@@ -137,7 +115,7 @@ def _keys(function, controls):
 
 
 def _packed(controls, parts):
-    """Every state, deflated: each text once, and tables of their numbers, in which 0 is the next."""
+    """All states, deflated: each text once, and tables of their numbers, in which 0 is the next."""
     texts: dict[str, int] = {}
 
     def shared(text):
@@ -166,20 +144,18 @@ def _packed(controls, parts):
     return base64.b64encode(zlib.compress(packed.encode(), 9)).decode()
 
 
-def _control(name, control, options):
-    """A labelled control with the id "@name"; one that leaves no choice is not seen."""
-    if len(options) == 1 and not control.needs:
-        return f'<input id="@{name}" type="hidden" value="0">'
+def _control(name, control, options, chosen):
+    """A labelled control with the id "@name"."""
     label = f'<label for="@{name}">{escape(control.label)}'
     if control.kind == "select":
         listed = "".join(
-            f'<option value="{i}"{" selected" * (i == control.start)}>{escape(text)}</option>'
+            f'<option value="{i}"{" selected" * (i == chosen)}>{escape(text)}</option>'
             for i, text in enumerate(options)
         )
         return f'{label}<select id="@{name}">{listed}</select></label>'
     made = (
         f'{label}<input id="@{name}" type="range" min="0" max="{len(options) - 1}" '
-        f'value="{control.start}"></label>'
+        f'value="{chosen}"></label>'
     )
     if control.kind == "range":
         return made
@@ -188,32 +164,6 @@ def _control(name, control, options):
         for name in ("Back", "Play", "Next")
     )
     return f'<div class="steps">{made}<div>{buttons}</div></div>'
-
-
-def svg(name: str, wide: float, high: float, alt: str, inside: str = "", rem: float = 21) -> str:
-    """A picture of so many units, at most `rem` wide; with a `name` it is a part, to be filled."""
-    part = f'id="@{name}" ' if name else ""
-    return (
-        f'<svg {part}viewBox="0 0 {wide:g} {high:g}" style="max-width: {rem:g}rem" role="img" '
-        f'aria-label="{escape(alt)}">{inside}</svg>'
-    )
-
-
-def box(x: float, y: float, wide: float, high: float, fill: str = "none", more: str = EDGE) -> str:
-    """A rectangle of a picture: in one colour, or outlined in that of the text."""
-    place = f'x="{short(x)}" y="{short(y)}" width="{short(wide)}" height="{short(high)}"'
-    return f'<rect {place} fill="{fill}" {more}/>'
-
-
-def text(x: float, y: float, words: Any, anchor: str = "", more: str = "") -> str:
-    """Words in a picture, escaped; `anchor` is "middle" or "end"."""
-    place = f'x="{short(x)}" y="{short(y)}"' + (f' text-anchor="{anchor}"' if anchor else "")
-    return f"<text {place} {more}>{escape(str(words))}</text>"
-
-
-def short(x: float) -> str:
-    """A number to a hundredth, in as few digits."""
-    return f"{x:.2f}".rstrip("0").rstrip(".") if x % 1 else f"{x:.0f}"
 
 
 def said(name: str, value: Any) -> str:

@@ -4,20 +4,11 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
-from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import (
-    EDGE,
-    RESULT,
-    Control,
-    Interactive,
-    box,
-    explorer,
-    said,
-    svg,
-    text,
-)
-from shardwise_book.figures.overlap import STRATEGIES, Overlap, overlap
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.overlap import Overlap, overlap
 
+LAYERS = 4
 NAMES = {"data": "Data parallelism", "fsdp": "FSDP"}
 AHEAD = {
     "data": ["at the end", "layer by layer"],
@@ -30,10 +21,12 @@ COLOURS = {
     "reduce": palette.DEVICES[2],
 }
 _LEFT, _WIDE, _ROW = 56, 312, 10  # of the picture, in its own units
-_WAITS = EDGE + ' stroke-dasharray="3 2"'
+_FOOT = 74 + _ROW * LAYERS  # where the lanes end; below stand the time of the step and the key
+_WAITS = svg.EDGE + ' stroke-dasharray="3 2"'
 
 
 def lanes_explorer(
+    strategy: str,
     layer_bytes: float,
     layer_flops: float,
     *,
@@ -41,9 +34,6 @@ def lanes_explorer(
     bandwidths: Mapping[str, float],
     devices: int,
     tokens: Sequence[int],
-    layers: int = 4,
-    strategies: Sequence[str] = STRATEGIES,
-    gradient_bytes: float | None = None,
     backward: float = 2.0,
     start: Mapping[str, int] | None = None,
 ) -> Interactive:
@@ -52,50 +42,46 @@ def lanes_explorer(
     Latency, embedding, head and the optimizer's update are left out; see `figures.overlap`.
 
     Args:
-      layer_bytes: of one layer's weights, in the dtype in which they are sent; its gradient has
-        `gradient_bytes`, by default as many.
+      strategy: "data" or "fsdp".
+      layer_bytes: of one layer's weights, in the dtype in which they are sent, and of its gradient.
       layer_flops: of one layer's forward pass, for one token; a backward pass has `backward` times
         as many (2; 3 with rematerialisation).
       flops_per_s: what a device computes.
       bandwidths: the links on offer, each with the bytes/s that a device sends over it.
       devices: n; a ring sends (n − 1)/n of a gather or a scatter, and of an all-reduce twice that.
       tokens: the numbers of tokens on each device on offer.
-      strategies: "data", "fsdp", or both; the first is shown first.
-      start: number of the option shown first, for "strategy", "tokens", "bandwidth" or "ahead".
+      start: number of the option shown first, for "tokens", "bandwidth" or "ahead".
     """
-    gradient_bytes, ring = gradient_bytes or layer_bytes, (devices - 1) / devices
+    sent = layer_bytes * (devices - 1) / devices
     slowest = max(tokens) * layer_flops / flops_per_s
     unit = ("ms", 1e3) if slowest > 1e-3 else ("µs", 1e6)
 
     @functools.cache
-    def run(strategy, tokens, bandwidth, ahead):
-        forward = tokens * layer_flops / flops_per_s
-        reduce = gradient_bytes * ring * (2 if strategy == "data" else 1) / bandwidth
-        times = forward, backward * forward, reduce, layer_bytes * ring / bandwidth
-        return overlap(strategy, ahead, layers, *times)
+    def run(tokens, bandwidth, ahead):
+        forward, gather = tokens * layer_flops / flops_per_s, sent / bandwidth
+        reduce = 2 * gather if strategy == "data" else gather
+        return overlap(strategy, ahead, LAYERS, forward, backward * forward, reduce, gather)
 
-    def result(strategy, tokens, bandwidth, ahead):
-        found = run(strategy, tokens, bandwidth, ahead)
-        held = found.whole * layer_bytes + found.gradients * gradient_bytes
-        return describe(found, held, unit)
+    def result(tokens, bandwidth, ahead):
+        found = run(tokens, bandwidth, ahead)
+        return describe(found, (found.whole + found.gradients) * layer_bytes, unit)
 
-    def lanes(strategy, tokens, bandwidth, ahead):
-        found = run(strategy, tokens, bandwidth, ahead)
-        every = (run(strategy, tokens, bandwidth, i) for i in range(len(AHEAD[strategy])))
-        return _picture(found, max(one.step for one in every), _time(found.step, unit))
+    def lanes(tokens, bandwidth, ahead):
+        found = run(tokens, bandwidth, ahead)
+        longest = max(run(tokens, bandwidth, i).step for i in range(len(AHEAD[strategy])))
+        return _picture(found, longest, _time(found.step, unit))
 
-    start = {"tokens": len(tokens) // 2, "ahead": 1} | dict(start or {})
-    offered = {
-        "strategy": ("Strategy", {NAMES[strategy]: strategy for strategy in strategies}),
-        "tokens": ("Tokens on each device", {f"{n:,}": n for n in tokens}),
-        "bandwidth": ("Bandwidth", bandwidths),
-        "ahead": ("Overlap", lambda strategy: {w: i for i, w in enumerate(AHEAD[strategy])}),
+    controls = {
+        "tokens": Control("Tokens on each device", {f"{n:,}": n for n in tokens}),
+        "bandwidth": Control("Bandwidth", bandwidths),
+        "ahead": Control("Overlap", {words: i for i, words in enumerate(AHEAD[strategy])}),
     }
-    controls = {n: Control(*one, start.get(n, 0)) for n, one in offered.items()}
     alt = "One training step over time: what the device computes, what its link sends, and which "
     alt += "layers lie whole"
-    layout = f'<div class="pictures">{svg("lanes", 380, _foot(layers) + 54, alt, rem=36)}</div>'
-    return explorer(controls, layout + RESULT, {"result": result, "lanes": lanes})
+    picture = svg.picture("lanes", 380, _FOOT + 54, alt, rem=36)
+    layout = f'<div class="pictures">{picture}</div>{RESULT}'
+    first = {"tokens": len(tokens) // 2, "ahead": 1} | dict(start or {})
+    return explorer(controls, layout, {"result": result, "lanes": lanes}, first)
 
 
 def describe(run: Overlap, held: float, unit: tuple[str, float]) -> str:
@@ -103,11 +89,11 @@ def describe(run: Overlap, held: float, unit: tuple[str, float]) -> str:
     compute, network, step, waits = (
         _time(seconds, unit) for seconds in (run.compute, run.network, run.step, run.exposed)
     )
-    size, layers = said("held", _bytes(held)), len(run.passes) // 2
+    size = said("held", _bytes(held))
     whole = (
-        f"Weights and gradients of all {layers} layers lie whole on the device at any time, {size}."
+        f"Weights and gradients of all {LAYERS} layers lie whole on the device at any time, {size}."
         if run.strategy == "data"
-        else f"At most {said('whole', run.whole)} of {layers} layers have their weights whole on "
+        else f"At most {said('whole', run.whole)} of {LAYERS} layers have their weights whole on "
         f"the device, arriving ones too, and {run.gradients} their gradients: {size} beside the "
         f"shards."
     )
@@ -129,15 +115,11 @@ def _bytes(size):
     return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e3:,.0f} kB"
 
 
-def _foot(layers):
-    """Where the lanes end; below stand the time of the step and the key."""
-    return 74 + _ROW * layers
-
-
 def _picture(run: Overlap, longest: float, took: str) -> str:
-    scale, layers = _WIDE / longest, len(run.passes) // 2
+    scale = _WIDE / longest
     drawn = [
-        text(0, y, n) for n, y in (("compute", 21), ("network", 53), ("weights", 79), ("whole", 91))
+        svg.text(0, y, n)
+        for n, y in (("compute", 21), ("network", 53), ("weights", 79), ("whole", 91))
     ]
 
     def draw(start, end, top, high, fill="none", more="", label=None):
@@ -145,10 +127,10 @@ def _picture(run: Overlap, longest: float, took: str) -> str:
         if wide <= 0.05:
             return
         x, gap = _LEFT + scale * start, min(1, wide / 6)  # what tells neighbours of a kind apart
-        drawn.append(box(round(x, 1), top, round(wide - gap, 1), high, fill, more))
+        drawn.append(svg.box(round(x, 1), top, round(wide - gap, 1), high, fill, more))
         if label is not None and wide >= 10:
             ink = f'fill="{palette.ink(fill)}"'
-            drawn.append(text(round(x + wide / 2, 1), top + 17, label, "middle", ink))
+            drawn.append(svg.text(round(x + wide / 2, 1), top + 17, label, "middle", ink))
 
     for task in (*run.passes, *run.messages):
         top = 4 if task in run.passes else 36
@@ -157,24 +139,26 @@ def _picture(run: Overlap, longest: float, took: str) -> str:
     starts = [*(task.start for task in run.passes), run.step]
     for free, start in zip(ends, starts, strict=True):
         draw(free, start, 4.5, 25, more=_WAITS)
-    whole = [(0.0, run.step, layer) for layer in range(layers)]
+    whole = [(0.0, run.step, layer) for layer in range(LAYERS)]
     if run.strategy == "fsdp":
         uses = zip(run.messages, run.passes, strict=False)
         whole = [(gather.start, used.end, used.layer) for gather, used in uses]
     for start, end, layer in whole:
         draw(start, end, 70 + _ROW * layer, 7, "currentColor", 'opacity=".55"')
-    end, foot = round(_LEFT + scale * run.step, 1), _foot(layers)
-    drawn.append(f'<path d="M{end:g} 0V{foot}" {EDGE}/>' + text(end, foot + 12, took, "end"))
-    return "".join(drawn) + _key(run.strategy, foot)
+    end = round(_LEFT + scale * run.step, 1)
+    drawn.append(
+        f'<path d="M{end:g} 0V{_FOOT}" {svg.EDGE}/>' + svg.text(end, _FOOT + 12, took, "end")
+    )
+    return "".join(drawn) + _key(run.strategy)
 
 
-def _key(strategy, foot):
+def _key(strategy):
     kinds = {"forward": "forward", "backward": "backward", "": "compute waits"}
     kinds |= {"gather": "all-gather"} if strategy == "fsdp" else {}
     kinds["reduce"] = "reduce-scatter" if strategy == "fsdp" else "all-reduce"
     drawn = ""
     for place, (kind, name) in enumerate(kinds.items()):
-        x, y = _LEFT + 104 * (place % 3), foot + 22 + 17 * (place // 3)
-        drawn += box(x, y, 11, 11, COLOURS.get(kind, "none"), "" if kind else _WAITS)
-        drawn += text(x + 16, y + 10, name)
+        x, y = _LEFT + 104 * (place % 3), _FOOT + 22 + 17 * (place // 3)
+        drawn += svg.box(x, y, 11, 11, COLOURS.get(kind, "none"), "" if kind else _WAITS)
+        drawn += svg.text(x + 16, y + 10, name)
     return drawn

@@ -9,18 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import (
-    EDGE,
-    RESULT,
-    Control,
-    Interactive,
-    box,
-    explorer,
-    said,
-    svg,
-    text,
-)
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 Specs = Mapping[str, PartitionSpec]  # by the name of a matrix
 _WIDE, _GAP, _LEFT = 330, 24, 4  # of the picture, in its own units
@@ -91,16 +81,18 @@ def layer_explorer(
         return "".join(_sum(places[name]) for name in summed)
 
     controls = {
-        "layout": Control("Layout", {title: title for title in layouts}, chosen),
-        "device": Control(f"Device, 0 to {mesh.size - 1}", range(mesh.size), kind="range"),
+        "layout": Control("Layout", {title: title for title in layouts}),
+        "device": Control(f"Device, 0 to {mesh.size - 1}", range(mesh.size), "range"),
     }
     alt = "The matrices of one layer: filled where the device holds them, pale with a dashed edge "
     alt += "where it receives them before use, empty elsewhere"
     inside = f'{outlines}<g id="@sums"></g><g id="@blocks"></g>'
-    layout = f'<div class="pictures">{svg("", _WIDE, height, alt, inside)}</div>{RESULT}'
+    layout = f'<div class="pictures">{svg.picture("", _WIDE, height, alt, inside)}</div>{RESULT}'
     parts = {"result": result, "blocks": blocks, "sums": sums,
              "sends": lambda layout: _sends(named[layout].sends)}  # fmt: skip
-    return explorer(controls, layout + '<div id="@sends"></div>', parts, shows="layout")
+    return explorer(
+        controls, layout + '<div id="@sends"></div>', parts, {"layout": chosen}, "layout"
+    )
 
 
 def _arranged(rows):
@@ -111,12 +103,12 @@ def _arranged(rows):
     )
     places, parts, y = {}, [], 0
     for title, row in rows.items():
-        parts.append(text(0, y + 14, title, more='font-weight="bold"'))
+        parts.append(svg.text(0, y + 14, title, more='font-weight="bold"'))
         x, y = _LEFT, y + 40
         for name, matrix in row.items():
             places[name] = x, y, scale
             high, wide = (round(n * scale, 1) for n in matrix.drawn)
-            parts += text(x, y - 6, name), box(x, y, wide, high)
+            parts += svg.text(x, y - 6, name), svg.box(x, y, wide, high)
             places[name] = (*places[name], x + wide + 12, y + high / 2)
             x = round(x + wide + _GAP, 1)
         y = round(y + max(m.drawn[0] for m in row.values()) * scale + 14, 1)
@@ -125,7 +117,7 @@ def _arranged(rows):
 
 def _sum(place):
     *_, x, y = place
-    return text(x, y + 6, "Σ", "middle", 'font-size="18"')
+    return svg.text(x, y + 6, "Σ", "middle", 'font-size="18"')
 
 
 def _filled(places, held, used, colour):
@@ -138,7 +130,7 @@ def _filled(places, held, used, colour):
             top, bottom, left, right = (round(n * scale, 1) for n in block)
             corner, wide = f"M{x + left:.1f} {y + top:.1f}", f"{right - left:.1f}"
             lines.append(f"{corner}h{wide}v{bottom - top:.1f}h-{wide}z")
-        return f'<path d="{"".join(lines)}" fill="{colour}" {EDGE} {more}/>'
+        return f'<path d="{"".join(lines)}" fill="{colour}" {svg.EDGE} {more}/>'
 
     dashed = 'class="used" fill-opacity=".28" stroke-dasharray="3 3"'
     return path(used, dashed) + path(held, 'class="held" stroke-width="1.5"')

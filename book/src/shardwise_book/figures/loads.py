@@ -3,18 +3,8 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import (
-    EDGE,
-    RESULT,
-    Control,
-    Interactive,
-    box,
-    explorer,
-    said,
-    svg,
-    text,
-)
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 LABELS = {
     "experts": "Experts",
@@ -41,8 +31,7 @@ def loads_explorer(
     (0: there is none), and of a gather and a scatter. `start` has the number of the option first
     shown, for any of the names.
     """
-    start = start or {}
-    controls = {n: Control(LABELS[n], offered[n], start.get(n, 0)) for n in LABELS}
+    controls = {name: Control(label, offered[name]) for name, label in LABELS.items()}
     routed = functools.cache(route)
 
     def result(experts, per_token, capacity, skew, devices):
@@ -54,8 +43,8 @@ def loads_explorer(
         return _bars(*routed(experts, per_token, capacity, skew), devices)
 
     alt = "A bar for each expert: how many choices it takes, and above it those it drops"
-    layout = f'<div class="pictures">{svg("loads", 372, 206, alt, rem=32)}</div>{RESULT}'
-    return explorer(controls, layout, {"result": result, "loads": loads})
+    layout = f'<div class="pictures">{svg.picture("loads", 372, 206, alt, rem=32)}</div>{RESULT}'
+    return explorer(controls, layout, {"result": result, "loads": loads}, start)
 
 
 def describe(
@@ -84,17 +73,17 @@ def _bars(wanted, kept, slots, devices):
     for i, (all_of_it, taken) in enumerate(zip(wanted, kept, strict=True)):
         x, colour = _LEFT + i * wide, palette.device(i * devices // n)
         high, dropped = round(scale * taken), round(scale * (all_of_it - taken))
-        dashed = EDGE + ' stroke-dasharray="2 2"'
-        drawn.append(box(x, _FOOT - high - dropped, wide - 3, dropped, more=dashed))
-        drawn.append(box(x, _FOOT - high, wide - 3, high, colour, ""))
-        drawn.append(text(x + (wide - 3) // 2, _FOOT + 15, i, "middle"))
+        dashed = svg.EDGE + ' stroke-dasharray="2 2"'
+        drawn.append(svg.box(x, _FOOT - high - dropped, wide - 3, dropped, more=dashed))
+        drawn.append(svg.box(x, _FOOT - high, wide - 3, high, colour, ""))
+        drawn.append(svg.text(x + (wide - 3) // 2, _FOOT + 15, i, "middle"))
     if slots is not None:
         y = round(_FOOT - scale * slots)
-        drawn.append(f'<path d="M{_LEFT - 4} {y}H{_LEFT + _WIDE}" {EDGE} stroke-width="1.5"/>')
-        drawn.append(text(_LEFT - 6, y + 4, slots, "end"))
+        drawn.append(f'<path d="M{_LEFT - 4} {y}H{_LEFT + _WIDE}" {svg.EDGE} stroke-width="1.5"/>')
+        drawn.append(svg.text(_LEFT - 6, y + 4, slots, "end"))
     line = "" if slots is None else "; line: slots"
     return (
-        text(0, 12, f"choices by expert; dashed: dropped{line}")
-        + f'<path d="M{_LEFT} {_FOOT}H{_LEFT + _WIDE}" {EDGE}/>{"".join(drawn)}'
-        + text(364, _FOOT + 31, f"experts; a colour is one of {devices} devices", "end")
+        svg.text(0, 12, f"choices by expert; dashed: dropped{line}")
+        + f'<path d="M{_LEFT} {_FOOT}H{_LEFT + _WIDE}" {svg.EDGE}/>{"".join(drawn)}'
+        + svg.text(364, _FOOT + 31, f"experts; a colour is one of {devices} devices", "end")
     )

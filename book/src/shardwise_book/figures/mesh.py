@@ -10,13 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import (
-    RESULT,
-    Control,
-    Interactive,
-    explorer,
-    said,
-)
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2))
 NAMES = {1: ("data",), 2: ("data", "model"), 3: ("stage", "data", "model")}
@@ -26,27 +20,6 @@ LAYOUT = f"""<div id="@size"></div><div class="pictures" id="@sheets">
 <div><p id="@sides"></p><div class="sheet" id="@array" role="img"
 aria-label="The array: its blocks, and the devices that hold each"></div></div>
 <div><p id="@axes"></p><div class="memories" id="@memories"></div></div></div>{RESULT}"""
-SHEETS = f"""<style>
-.shardwise-figure .pictures p {{ margin: 0 0 .4rem; font-size: .8rem; }}
-.shardwise-figure .sheet {{ position: relative; border: 1px solid; aspect-ratio: var(--columns) /
-  var(--rows); width: calc(var(--side, 15rem) * var(--columns) / max(var(--rows), var(--columns)));
-  box-sizing: border-box; }}
-.shardwise-figure .memories {{ display: grid; grid-template-columns: repeat(4, 5rem); gap: .7rem .2rem;
-  font-size: .75rem; line-height: 1.35; --side: 3.9rem; }}
-.shardwise-figure .tiles {{ display: grid; position: absolute; inset: 0; gap: 3px; }}
-.shardwise-figure .tiles div {{ display: flex; min-width: 0; }}
-.shardwise-figure .tiles i {{ display: grid; place-items: center; flex: 1; min-width: 0;
-  font-style: normal; font-size: .8rem; }}
-.shardwise-figure .pictures > :first-child .sheet::after {{ content: ""; position: absolute; inset: 0;
-  opacity: .25; background: linear-gradient(currentColor 1px, #0000 0) 0 0 / 100% calc(100% /
-  var(--rows)), linear-gradient(90deg, currentColor 1px, #0000 0) 0 0 / calc(100% / var(--columns)); }}
-{
-    "".join(
-        f".shardwise-figure .d{i} {{ background: {c}; color: {palette.ink(c)}; }}"
-        for i, c in enumerate(palette.DEVICES)
-    )
-}
-</style>"""
 
 
 def mesh_explorer() -> Interactive:
@@ -77,10 +50,10 @@ def mesh_explorer() -> Interactive:
         return describe(look(mesh, rows, columns, first, second), rows, columns, first, second)
 
     controls = {
-        "mesh": Control("Mesh", meshes, 1),
+        "mesh": Control("Mesh", meshes),
         "rows": Control("Rows", SIZES),
-        "columns": Control("Columns", SIZES, 1),
-        "first": Control("Rows cut by", lambda mesh: _entries(mesh), 1),
+        "columns": Control("Columns", SIZES),
+        "first": Control("Rows cut by", lambda mesh: _entries(mesh)),
         "second": Control("Columns cut by", lambda mesh: _entries(mesh)),
     }
     parts = {
@@ -97,7 +70,7 @@ def mesh_explorer() -> Interactive:
             mesh, held(mesh, rows, columns, first, second)
         ),
     }
-    return explorer(controls, LAYOUT, parts, shows="layout", style=SHEETS)
+    return explorer(controls, LAYOUT, parts, {"mesh": 1, "columns": 1, "first": 1}, "layout")
 
 
 def entries(names: Sequence[str]) -> list[str | tuple[str, ...] | None]:
@@ -164,7 +137,7 @@ def _memories(mesh, found):
         if found:
             block = top, bottom, left, right = found[device]
             row, column = (sorted({b[i] for b in found}).index(block[i]) + 1 for i in (0, 2))
-            tile = _grid(found, _strip(device, "", f' style="grid-area:{row}/{column}"'))
+            tile = _grid(found, _strip(device, "", f";grid-area:{row}/{column}"))
             held = f"[{top}:{bottom}, {left}:{right}]"
         drawn += f'<div>device {device}<br>{place}<div class="sheet">{tile}</div>{held}</div>'
     return drawn
@@ -177,4 +150,6 @@ def _grid(found, tiles):
 
 
 def _strip(device, number, more=""):
-    return f'<i class="d{device}"{more}>{number}</i>'
+    colour = palette.device(device)
+    style = f"background:{colour};color:{palette.ink(colour)}{more}"
+    return f'<i style="{style}">{number}</i>'

@@ -11,46 +11,17 @@ from shardwise_book.figures.timelines import COLOURS, chunk, number
 
 START = {"schedule": list(schedules.SCHEDULES).index("1f1b"), "devices": 1, "microbatches": 2}
 START |= {"backward": 1, "task": 4}
-LAYOUT = f"""<div class="key">{
-    "".join(f'<span class="{kind}">{kind} {name}</span>' for kind, name in schedules.KINDS.items())
-}</div><div id="@costs"></div><div class="timeline" role="img" aria-label="A
-row for each device: its tasks over time, and below them what is live"><div id="@rows"></div><div
-id="@axis" class="axis"></div></div><p id="@result" role="status" aria-live="polite"><span
-id="@takes"></span> <span id="@live"></span><br><span id="@story"></span></p>"""
-# A box is as wide as its kind takes ticks (--F and so on of --span), after a margin that it waits
-# (--w); below it is what is live meanwhile (--l of at most --most), less what it adds (--more).
-TIMELINE = f"""<style>
-.shardwise-figure .key {{ display: flex; flex-wrap: wrap; gap: .1rem 1.1rem; font-size: .88em;
-  margin-top: .7rem; }}
-.shardwise-figure .key span::before {{ content: ""; display: inline-block; width: .8em;
-  height: .8em; margin-right: .35em; background: var(--kind); }}
-.shardwise-figure .timeline {{ max-width: 40rem; margin: .9rem 0 .4rem; padding-left: 1.2rem; }}
-.shardwise-figure .lane {{ display: flex; height: 1.6rem; margin-bottom: 1rem; position: relative;
-  container-type: inline-size; background: color-mix(in srgb, currentColor 12%, transparent); }}
-.shardwise-figure .lane b {{ position: absolute; right: calc(100% + .4rem); font-weight: normal;
-  font-size: .8rem; }}
-.shardwise-figure .lane i {{ --tick: 100cqw / var(--span); position: relative; flex: none;
-  width: calc(var(--c) * var(--tick)); margin-left: calc(var(--w, 0) * var(--tick));
-  display: grid; place-items: center; font: min(.75rem, calc(var(--c) * .6 * var(--tick)))
-  system-ui, sans-serif; background: var(--kind); box-shadow: inset -1px 0 var(--gap, #fff8); }}
-.shardwise-figure .lane i.second {{ text-decoration: underline 2px; text-underline-offset: 2px; }}
-.shardwise-figure .lane i::before, .shardwise-figure .lane i::after {{ content: "";
-  position: absolute; top: calc(100% + 1px); background: #888; }}
-.shardwise-figure .lane i::before {{ right: 100%; width: calc(var(--w, 0) * var(--tick));
-  height: calc(.75rem * (var(--l) - var(--more, 0)) / var(--most)); }}
-.shardwise-figure .F {{ --more: 1; }}
-.shardwise-figure .lane i::after {{ left: 0; width: 100%;
-  height: calc(.75rem * var(--l) / var(--most)); }}
-.shardwise-figure .axis {{ position: relative; height: 1.2rem; font-size: .8rem; }}
-.shardwise-figure .axis span {{ position: absolute; transform: translateX(-50%); }}
-{
-    "".join(
-        f".shardwise-figure .{kind} {{ --kind: {colour}; --c: var(--{kind}); }}"
-        f".shardwise-figure .lane .{kind} {{ -webkit-text-fill-color: {palette.ink(colour)}; }}"
-        for kind, colour in COLOURS.items()
-    )
-}
-</style>"""
+STYLE = "".join(
+    f".shardwise-figure .{kind} {{ --kind: {colour}; --ink: {palette.ink(colour)}; "
+    f"--c: var(--{kind}); }}"
+    for kind, colour in COLOURS.items()
+)
+KINDS = "".join(f'<span class="{k}">{k} {name}</span>' for k, name in schedules.KINDS.items())
+LAYOUT = f"""<style>{STYLE}</style><div class="kinds">{KINDS}</div><div id="@costs"></div>
+<div class="timeline" role="img" aria-label="A row for each device: its tasks over time, and below
+them what is live"><div id="@rows"></div><div id="@axis" class="axis"></div></div>
+<p id="@result" role="status" aria-live="polite"><span id="@takes"></span> <span id="@live"></span>
+<br><span id="@story"></span></p>"""
 
 
 def pipeline_explorer(
@@ -66,72 +37,65 @@ def pipeline_explorer(
     "schedule", "devices", "microbatches", "backward", "transfer", "device" or "task".
     """
 
-    @functools.cache
-    def spread(schedule, devices, microbatches):
-        try:
-            return schedules.spread(schedule, devices, microbatches)
-        except ValueError as error:
-            return str(error)
+    spread = functools.cache(schedules.spread)
 
     @functools.cache
-    def timed(schedule, devices, microbatches, backward=2, transfer=0):
-        made = spread(schedule, devices, microbatches)
-        return made if isinstance(made, str) else timeline(made, backward, transfer)
-
-    def unless_refused(draw, drawn_of=timed):
-        """What `draw` makes of the run, or of the schedule; nothing where the schedule refuses."""
-
-        def drawn(*choice, **more):
-            found = drawn_of(*choice)
-            return "" if isinstance(found, str) else draw(found, **more)
-
-        return drawn
-
-    def takes(schedule, devices, microbatches, backward, transfer):
-        found = timed(schedule, devices, microbatches, backward, transfer)
-        if isinstance(found, str):
-            return f'<span class="error">{escape(found)}</span>'
-        bubble = f"{number(round(100 * found.bubble, 1))} %"
-        return (
-            f"Makespan {said('makespan', number(found.makespan))}, bubble {said('bubble', bubble)}."
-        )
+    def run(schedule, devices, microbatches, backward=2, transfer=0):
+        return timeline(spread(schedule, devices, microbatches), backward, transfer)
 
     def orders(schedule, devices, microbatches, device):
-        made = spread(schedule, devices, microbatches)
-        return range(1 if isinstance(made, str) else len(made.tasks[device]))
+        try:
+            return range(len(spread(schedule, devices, microbatches).tasks[device]))
+        except ValueError:
+            return range(1)
 
-    costs, axis = unless_refused(_costs), unless_refused(_axis)
-    live, rows = unless_refused(_live), unless_refused(_rows)
-    story = unless_refused(_story, spread)
-    parts = {
-        "takes": takes,
-        "live": lambda schedule, devices, microbatches: live(schedule, devices, microbatches),
-        "rows": lambda schedule, devices, microbatches: rows(schedule, devices, microbatches),
-        "costs": lambda schedule, devices, microbatches, backward, transfer: costs(
-            schedule, devices, microbatches, backward, transfer
-        ),
-        "axis": lambda schedule, devices, microbatches, backward, transfer: axis(
-            schedule, devices, microbatches, backward, transfer
-        ),
-        "story": lambda schedule, devices, microbatches, device, task: story(
-            schedule, devices, microbatches, device=device, task=task
-        ),
-    }
-    offered = {
-        "schedule": ("Schedule", list(schedules.SCHEDULES)),
-        "devices": ("Devices", devices),
-        "microbatches": ("Microbatches", microbatches),
-        "backward": ("Backward costs", (1, 2, 3)),
-        "transfer": ("Transfer takes", (0, 0.5, 1)),
-        "device": ("Device", lambda devices: range(devices)),
-        "task": ("Task", orders),
-    }
-    shown = START | dict(start or {})
+    def takes(schedule, devices, microbatches, backward, transfer):
+        try:
+            found = run(schedule, devices, microbatches, backward, transfer)
+        except ValueError as refusal:
+            return f'<span class="error">{escape(str(refusal))}</span>'
+        makespan, bubble = number(found.makespan), f"{number(round(100 * found.bubble, 1))} %"
+        return f"Makespan {said('makespan', makespan)}, bubble {said('bubble', bubble)}."
+
+    def live(schedule, devices, microbatches):
+        return _live(run(schedule, devices, microbatches))
+
+    def rows(schedule, devices, microbatches):
+        return _rows(run(schedule, devices, microbatches))
+
+    def costs(schedule, devices, microbatches, backward, transfer):
+        return _costs(run(schedule, devices, microbatches, backward, transfer))
+
+    def axis(schedule, devices, microbatches, backward, transfer):
+        return _axis(run(schedule, devices, microbatches, backward, transfer).makespan)
+
+    def story(schedule, devices, microbatches, device, task):
+        return _story(spread(schedule, devices, microbatches), device, task)
+
+    drawn = {draw.__name__: _unless_refused(draw) for draw in (live, rows, costs, axis, story)}
     controls = {
-        name: Control(*one, shown.get(name, 0), "range" if name in ("device", "task") else "select")
-        for name, one in offered.items()
+        "schedule": Control("Schedule", list(schedules.SCHEDULES)),
+        "devices": Control("Devices", devices),
+        "microbatches": Control("Microbatches", microbatches),
+        "backward": Control("Backward costs", (1, 2, 3)),
+        "transfer": Control("Transfer takes", (0, 0.5, 1)),
+        "device": Control("Device", lambda devices: range(devices), "range"),
+        "task": Control("Task", orders, "range"),
     }
-    return explorer(controls, LAYOUT, parts, style=TIMELINE)
+    return explorer(controls, LAYOUT, {"takes": takes, **drawn}, START | dict(start or {}))
+
+
+def _unless_refused(draw):
+    """Draws nothing where the schedule refuses; the words say why."""
+
+    @functools.wraps(draw)
+    def drawn(**choice):
+        try:
+            return draw(**choice)
+        except ValueError:
+            return ""
+
+    return drawn
 
 
 def timeline(
@@ -159,11 +123,9 @@ def _costs(run):
     return f"<style>#@rows{{{sizes}{waits}}}</style>"
 
 
-def _axis(run):
-    return "".join(
-        f'<span style="left:{100 * tick / run.makespan:.3g}%">{tick}</span>'
-        for tick in range(0, int(run.makespan) + 1, max(1, int(run.makespan / 4)))
-    )
+def _axis(span):
+    ticks = range(0, int(span) + 1, max(1, int(span / 4)))
+    return "".join(f'<span style="left:{100 * t / span:.3g}%">{t}</span>' for t in ticks)
 
 
 def _rows(run):

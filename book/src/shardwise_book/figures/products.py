@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, svg, text
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer
 
 _HEADS = "left", "right", "result"
 _KEY = """<p style="font-size: .88em">A bold frame is what a device holds from the start; it
@@ -48,21 +48,18 @@ def product_explorer(mesh: Mesh, products: Sequence[Product], start: int = 0) ->
             f"figures.product_explorer: expected products of each of {len(lefts)} specs times each "
             f"of {len(rights)} for each of {len(sizes)} sizes; got {len(found)}."
         )
-    first = products[start]
-    offered = {
-        "sizes": ("Sizes", {f"{i}×{j} times {j}×{k}": (i, j, k) for i, j, k in sizes}),
-        "left": ("Left factor", {_name(spec): spec for spec in lefts}),
-        "right": ("Right factor", {_name(spec): spec for spec in rights}),
-    }
     controls = {
-        name: Control(*one, [*one[1].values()].index(chosen))
-        for (name, one), chosen in zip(offered.items(), first[:3], strict=True)
+        "sizes": Control("Sizes", {f"{i}×{j} times {j}×{k}": (i, j, k) for i, j, k in sizes}),
+        "left": Control("Left factor", {_name(spec): spec for spec in lefts}),
+        "right": Control("Right factor", {_name(spec): spec for spec in rights}),
     }
     parts = {
         "result": lambda **chosen: describe(found[tuple(chosen.values())]),
         "blocks": lambda **chosen: "".join(columns(mesh, found[tuple(chosen.values())])),
     }
-    return explorer(controls, _layout(mesh), parts, shows="product")
+    first = zip(controls, (sizes, lefts, rights), products[start][:3], strict=True)
+    numbers = {name: values.index(chosen) for name, values, chosen in first}
+    return explorer(controls, _layout(mesh), parts, numbers, shows="product")
 
 
 def describe(product: Product) -> str:
@@ -155,11 +152,11 @@ def _name(spec):
 
 
 def _layout(mesh):
-    drawn = "".join(text(x, 14, head) for x, head in zip(_LEFTS, _HEADS, strict=True))
+    drawn = "".join(svg.text(x, 14, head) for x, head in zip(_LEFTS, _HEADS, strict=True))
     for device in range(mesh.size):
         y = device * _PITCH + 30 + _SIDE // 2
-        drawn += text(0, y, f"device {device}") + text(132, y, "×") + text(220, y, "=")
+        drawn += svg.text(0, y, f"device {device}") + svg.text(132, y, "×") + svg.text(220, y, "=")
     alt = "The blocks of both factors and of the result on each device"
     inside = f'{drawn}<g id="@blocks"></g>'
-    picture = svg("", 304, mesh.size * _PITCH + 16, alt, inside)
+    picture = svg.picture("", 304, mesh.size * _PITCH + 16, alt, inside)
     return f'<div class="pictures">{picture}<div style="flex: 1 1 15rem">{RESULT}{_KEY}</div></div>'

@@ -7,23 +7,15 @@ from typing import TYPE_CHECKING
 
 from jax.sharding import Sharding
 
-from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import (
-    EDGE,
-    RESULT,
-    Control,
-    Interactive,
-    explorer,
-    said,
-    svg,
-    text,
-)
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 if TYPE_CHECKING:  # drawing needs no checkpoints
     from shardwise.checkpoint import Chunks
 
 Layouts = Mapping[str, Mapping[str, Sharding]]
 Saved = Mapping[str, Mapping[tuple[str, str], "Chunks"]]
+ITEMSIZE = 4  # float32
 _SHOWN = 3  # byte ranges in the words; a device may read many
 
 
@@ -32,16 +24,15 @@ def resharding_explorer(
     saved: Saved,
     source: tuple[str, str],
     goal: tuple[str, str],
-    itemsize: int = 4,
 ) -> Interactive:
     """Choose what a checkpoint was saved from, and onto what it is restored; see what is read.
 
     `layouts` maps the name of a mesh to {spec as text: NamedSharding}; `saved` maps the name of a
     limit on chunks to {(mesh, spec as text): `checkpoint.Chunks`}, one for each layout, all of one
-    array of two axes and `itemsize` bytes an element. The figure first shows the layouts `source`
+    float32 array of two axes. The figure first shows the layouts `source`
     and `goal`, each a (mesh, spec as text).
     """
-    meshes, limits = ({name: name for name in given} for given in (layouts, saved))
+    meshes = {name: name for name in layouts}
     rows, columns = shape = tuple(next(iter(saved.values()))[source].shape)
 
     @functools.cache
@@ -70,7 +61,7 @@ def resharding_explorer(
             f"Saved from {source}: {said('chunks', len(stored.places))} chunks of "
             f"{said('chunk', f'{high}×{wide}')} elements. Restored onto {goal}: device {device} "
             f"holds {said('block', block)}, "
-            f"{said('held', (bottom - top) * (right - left) * itemsize)} bytes, touches "
+            f"{said('held', (bottom - top) * (right - left) * ITEMSIZE)} bytes, touches "
             f"{said('touched', len(read[device]))} chunks and reads {said('read', size[device])} "
             f"bytes as stored ({'; '.join(shown)}). The whole mesh reads {said('all', sum(size))} "
             f"bytes."
@@ -92,7 +83,7 @@ def resharding_explorer(
         for number, name in enumerate(sorted({name for name, *_ in stored.places.values()})):
             inside = {chunk: at for chunk, (found, *at) in stored.places.items() if found == name}
             size = max(offset + length for offset, length in inside.values())
-            drawn += text(
+            drawn += svg.text(
                 10, 60 * number + 30, f"{_file(name)}, {size:,} bytes", more='stroke="none"'
             )
             for chunk, (offset, length) in inside.items():
@@ -101,39 +92,37 @@ def resharding_explorer(
         return drawn + _boxes(places, touched, device)
 
     controls = {
-        "mesh0": Control("Saved from mesh", meshes, [*layouts].index(source[0])),
-        "spec0": Control(
-            "Saved spec", lambda mesh0: {s: s for s in layouts[mesh0]},
-            [*layouts[source[0]]].index(source[1]),
-        ),
-        "limit": Control("Chunks", limits),
-        "mesh1": Control("Restored onto mesh", meshes, [*layouts].index(goal[0])),
-        "spec1": Control(
-            "Restored spec", lambda mesh1: {s: s for s in layouts[mesh1]},
-            [*layouts[goal[0]]].index(goal[1]),
-        ),
+        "mesh0": Control("Saved from mesh", meshes),
+        "spec0": Control("Saved spec", lambda mesh0: {spec: spec for spec in layouts[mesh0]}),
+        "limit": Control("Chunks", {limit: limit for limit in saved}),
+        "mesh1": Control("Restored onto mesh", meshes),
+        "spec1": Control("Restored spec", lambda mesh1: {spec: spec for spec in layouts[mesh1]}),
         "device": Control(
-            "Device", lambda mesh1, spec1: range(len(indices(mesh1, spec1))), kind="range"
+            "Device", lambda mesh1, spec1: range(len(indices(mesh1, spec1))), "range"
         ),
-    }  # fmt: skip
+    }
+    start = {}
+    for end, (mesh, spec) in enumerate((source, goal)):
+        start[f"mesh{end}"] = list(layouts).index(mesh)
+        start[f"spec{end}"] = list(layouts[mesh]).index(spec)
     files = max(
         len({f for f, *_ in s.places.values()})
         for all_of in saved.values()
         for s in all_of.values()
     )
-    sides = text(30 + columns / 2, 20, f"{columns} columns", "middle")
+    sides = svg.text(30 + columns / 2, 20, f"{columns} columns", "middle")
     turned = f'transform="translate(20 {30 + rows / 2:g}) rotate(-90)"'
-    sides += text(0, 0, f"{rows} rows", "middle", turned)
-    inside = f'{sides}<g id="@array" {EDGE} transform="translate(30 30)"></g>'
+    sides += svg.text(0, 0, f"{rows} rows", "middle", turned)
+    inside = f'{sides}<g id="@array" {svg.EDGE} transform="translate(30 30)"></g>'
     alt = "The array, its chunks, and the block that the device holds"
     wide = max(columns + 60, 300)
     layout = (
-        f'<div class="pictures">{svg("", wide, rows + 40, alt, inside)}'
-        + svg("", 330, 60 * files + 30, "The files, and the bytes that the device reads",
-              f'<g id="@file" {EDGE}></g>')
+        f'<div class="pictures">{svg.picture("", wide, rows + 40, alt, inside)}'
+        + svg.picture("", 330, 60 * files + 30, "The files, and the bytes that the device reads",
+              f'<g id="@file" {svg.EDGE}></g>')
         + f"</div>{RESULT}"
     )  # fmt: skip
-    return explorer(controls, layout, {"result": result, "array": array, "file": file})
+    return explorer(controls, layout, {"result": result, "array": array, "file": file}, start)
 
 
 def joined(places: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:

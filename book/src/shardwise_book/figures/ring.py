@@ -8,21 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import (
-    EDGE,
-    RESULT,
-    Control,
-    Interactive,
-    box,
-    explorer,
-    said,
-    svg,
-    text,
-)
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 Pairs = Sequence[Sequence[tuple[int, int]]]  # of each step, (from, to)
 Runs = Mapping[str, Mapping[int, tuple[ArrayLike, Pairs]]]
+PAYLOAD = 840_000  # bytes of all blocks together: a multiple of every n up to 8
 _RADIUS = 46  # of a device's circle; the ring's own is 152 around (200, 200)
 _KEY = """<p style="margin: .9rem 0 0; font-size: .88em">A bar is a block. Where blocks are added
 up, its colour says which, its height and number how many devices have contributed; elsewhere,
@@ -44,42 +35,36 @@ class Recorded(NamedTuple):
         return any(count > 1 for step in self.moves for *_, count in step)
 
 
-def ring_stepper(
-    runs: Runs, payload: int = 840_000, name: str = "all-reduce", devices: int = 4
-) -> Interactive:
+def ring_stepper(runs: Runs) -> Interactive:
     """Choose a collective and the number of devices; step through what moves, and count it.
 
     `runs` maps the name of a collective to {n: (history, pairs)}, for the same n in all. `history`
     holds integers [steps + 1, n devices, n blocks], what each device held at the start and after
     each step, with bit d for what came from device d; `pairs` holds each step's (from, to).
-    `payload` is the size in bytes of all n blocks together: a multiple of every n. The figure first
-    shows the collective `name` on `devices` devices.
 
     Raises:
       ValueError: a device received in some step what the device paired with it did not hold.
     """
     sizes = sorted(next(iter(runs.values())))
     recorded = functools.cache(lambda kind, n: record(kind, *runs[kind][n]))
-    # Of one size a collective may add two marks into one by chance; of all together it does not.
     adds = {kind: any(recorded(kind, n).adds for n in sizes) for kind in runs}
 
     def result(kind, n, step):
-        return describe(kind, recorded(kind, n), step, payload, adds[kind])
+        return describe(kind, recorded(kind, n), step, adds[kind])
 
     def ring(kind, n, step):
         return _picture(recorded(kind, n), step, adds[kind])
 
-    def steps(kind, n):
-        return range(len(recorded(kind, n).held))
-
     controls = {
-        "kind": Control("Collective", {kind: kind for kind in runs}, [*runs].index(name)),
-        "n": Control("Devices", sizes, sizes.index(devices)),
-        "step": Control("Step", steps, 1, "steps"),
+        "kind": Control("Collective", {kind: kind for kind in runs}),
+        "n": Control("Devices", sizes),
+        "step": Control("Step", lambda kind, n: range(len(recorded(kind, n).held)), "steps"),
     }
     alt = "The devices on a ring, the blocks that each holds, and arrows for what has just moved"
-    layout = f'{_KEY}<div class="pictures">{svg("ring", 400, 400, alt, rem=29)}</div>{RESULT}'
-    return explorer(controls, layout, {"result": result, "ring": ring}, shows="step")
+    picture = svg.picture("ring", 400, 400, alt, rem=29)
+    layout = f'{_KEY}<div class="pictures">{picture}</div>{RESULT}'
+    start = {"n": min(2, len(sizes) - 1), "step": 1}
+    return explorer(controls, layout, {"result": result, "ring": ring}, start, shows="step")
 
 
 def record(name: str, history: ArrayLike, pairs: Pairs) -> Recorded:
@@ -109,13 +94,13 @@ def record(name: str, history: ArrayLike, pairs: Pairs) -> Recorded:
     return Recorded(history, moves)
 
 
-def describe(name: str, run: Recorded, step: int, payload: int, adds: bool) -> str:
+def describe(name: str, run: Recorded, step: int, adds: bool) -> str:
     """The step in words; numbers carry names."""
     n, steps = run.held.shape[1], len(run.moves)
-    block = payload // n
+    block = PAYLOAD // n
     sends = [sum(source == 0 for source, *_ in moves) for moves in run.moves]
     every = block * sum(sends)
-    turns = every * n // (payload * (n - 1))
+    turns = every * n // (PAYLOAD * (n - 1))
     formula = f"{'' if turns == 1 else turns}B(n − 1)/n"
     words = [
         f"{said('kind', name[:1].upper() + name[1:])} on {n} devices, after {said('step', step)} "
@@ -127,7 +112,7 @@ def describe(name: str, run: Recorded, step: int, payload: int, adds: bool) -> s
             words.append(f"Device 0 has just sent {what} to device {target}.")
     words.append(
         f"Each device has sent {said('sent', block * sum(sends[:step]))} of {said('all', every)} "
-        f"bytes: {formula} for B = {payload:,}, in blocks of {said('block', block)}."
+        f"bytes: {formula} for B = {PAYLOAD:,}, in blocks of {said('block', block)}."
     )
     return " ".join(words)
 
@@ -139,8 +124,8 @@ def _picture(run, step, adds):
     drawn = [_arrow(n, *pair) for pair in dict.fromkeys(move[:2] for move in moves)]
     for device, blocks in enumerate(run.held[step].tolist()):
         x, y = _place(n, device)
-        drawn.append(f'<circle cx="{x}" cy="{y}" r="{_RADIUS}" fill="none" {EDGE}/>')
-        drawn.append(text(x, y - 24, f"device {device}", "middle"))
+        drawn.append(f'<circle cx="{x}" cy="{y}" r="{_RADIUS}" fill="none" {svg.EDGE}/>')
+        drawn.append(svg.text(x, y - 24, f"device {device}", "middle"))
         wide = 64 // n
         for slot, mark in enumerate(blocks):
             left = x - wide * n // 2 + slot * wide
@@ -156,9 +141,9 @@ def _bar(x, y, n, slot, mark, adds, arrived):
     label = count if adds else sender if mark else ""
     frame = 'class="block" ' + ('stroke-width="2.5"' if arrived else 'stroke-opacity=".5"')
     return (
-        box(x, y + 36 - high, wide, high, colour, "")
-        + box(x, y, wide, 36, more=f"{EDGE} {frame}")
-        + text(x + wide / 2, y + 48, label, "middle")
+        svg.box(x, y + 36 - high, wide, high, colour, "")
+        + svg.box(x, y, wide, 36, more=f"{svg.EDGE} {frame}")
+        + svg.text(x + wide / 2, y + 48, label, "middle")
     )
 
 
@@ -181,4 +166,4 @@ def _arrow(n, source, target):
     end = -_RADIUS - 2
     line = f"M{along(x0, y0, _RADIUS + 2)}L{along(x1, y1, end - 8)}"
     head = f"M{along(x1, y1, end)}L{along(x1, y1, end - 9, 6)}L{along(x1, y1, end - 9, -6)}Z"
-    return f'<path class="move" d="{line}" {EDGE} stroke-width="3"/><path d="{head}"/>'
+    return f'<path class="move" d="{line}" {svg.EDGE} stroke-width="3"/><path d="{head}"/>'

@@ -4,18 +4,8 @@ import functools
 import math
 from collections.abc import Mapping
 
-from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import (
-    EDGE,
-    RESULT,
-    Control,
-    Interactive,
-    box,
-    explorer,
-    said,
-    svg,
-    text,
-)
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)  # steps
 WAYS = {"in the background": False, "while training waits": True}
@@ -58,15 +48,13 @@ def saving_explorer(
     it. `start` has the number of the option first shown, for "steps", "saves", "failures", "way" or
     "interval".
     """
-    start = {"interval": 6} | dict(start or {})
-    offered = {
-        "steps": ("A step takes", steps),
-        "saves": ("A save takes", saves),
-        "failures": ("Mean time between failures", failures),
-        "way": ("It is written", WAYS),
+    controls = {
+        "steps": Control("A step takes", steps),
+        "saves": Control("A save takes", saves),
+        "failures": Control("Mean time between failures", failures),
+        "way": Control("It is written", WAYS),
+        "interval": Control("Steps between saves", INTERVALS, "range"),
     }
-    controls = {n: Control(*one, start.get(n, 0)) for n, one in offered.items()}
-    controls["interval"] = Control("Steps between saves", INTERVALS, start["interval"], "range")
 
     @functools.cache
     def shares(steps, saves, failures, way):
@@ -102,13 +90,14 @@ def saving_explorer(
     told = "Two saves over time: training, copying to the host, writing, and a failure"
     curves = '<g id="@curve"></g><g id="@dot"></g>'
     layout = (
-        f'<div class="pictures">{svg("lanes", 372, 108, told, rem=27)}'
-        + svg("", 372, 184, "The share of time lost, over the steps between saves", curves, 27)
+        f'<div class="pictures">{svg.picture("lanes", 372, 108, told, rem=27)}'
+        + svg.picture(
+            "", 372, 184, "The share of time lost, over the steps between saves", curves, 27
+        )
         + f"</div>{RESULT}"
     )
-    return explorer(
-        controls, layout, {"result": result, "curve": curve, "dot": dot, "lanes": lanes}
-    )
+    parts = {"result": result, "curve": curve, "dot": dot, "lanes": lanes}
+    return explorer(controls, layout, parts, {"interval": 6} | dict(start or {}))
 
 
 def _paid(save, waits):
@@ -135,7 +124,7 @@ def _best(shares):
 
 
 def _lanes(interval, copy, write, waits):
-    """Two saves, and a failure as the second is about to count: what is not saved by then is lost."""
+    """Two saves, and a failure as the second is about to count."""
     saved = interval + copy  # the first copy is there
     again = saved + write if waits else saved
     ready = max(again + interval, saved + write)  # the second copy begins
@@ -152,14 +141,14 @@ def _lanes(interval, copy, write, waits):
         boxes.append(("lost", ready + copy, min(write, interval)))
     scale, drawn = _WIDE / end, []
     for name, y in (("train", 37), ("copy", 65), ("write", 93)):
-        drawn.append(text(0, y, name))
+        drawn.append(svg.text(0, y, name))
     for kind, begin, time in boxes:
         top, colour, more = _FILLS[kind]
         x, wide = round(_LEFT + scale * begin), max(2, round(scale * time))
-        drawn.append(box(x, top, wide, 22, colour, more))
+        drawn.append(svg.box(x, top, wide, 22, colour, more))
     x = _LEFT + _WIDE
-    drawn.append(f'<path d="M{x} 16V104" {EDGE} stroke-width="2"/>')
-    return "".join(drawn) + text(x, 12, "failure: the pale part is lost", "end")
+    drawn.append(f'<path d="M{x} 16V104" {svg.EDGE} stroke-width="2"/>')
+    return "".join(drawn) + svg.text(x, 12, "failure: the pale part is lost", "end")
 
 
 def _place(steps):
@@ -183,17 +172,17 @@ def _curve(shares, young):
     points, young = _points(shares), _place(young)
     x, y = points[_best(shares)]
     marks = "".join(
-        text(_LEFT - 4, _FOOT - high * _HIGH + 4, f"{100 * high * _top(shares):.2f}", "end")
+        svg.text(_LEFT - 4, _FOOT - high * _HIGH + 4, f"{100 * high * _top(shares):.2f}", "end")
         for high in (0, 0.5, 1)
     )
-    ticks = "".join(text(_place(n), _FOOT + 15, f"{n:,}", "middle") for n in INTERVALS[::3])
+    ticks = "".join(svg.text(_place(n), _FOOT + 15, f"{n:,}", "middle") for n in INTERVALS[::3])
     line = "L".join(f"{x} {y}" for x, y in points)
     return (
-        text(0, 12, "% of the time lost, cut off at the top")
-        + f'{marks}<path d="M{_LEFT} {_FOOT}H{_LEFT + _WIDE}" {EDGE}/>{ticks}'
-        + text(_LEFT + _WIDE, _FOOT + 30, "steps between saves", "end")
-        + f'<path d="M{young} 34V{_FOOT}" {EDGE} stroke-dasharray="3 4"/>'
-        + text(young, 30, "Young", "middle")
+        svg.text(0, 12, "% of the time lost, cut off at the top")
+        + f'{marks}<path d="M{_LEFT} {_FOOT}H{_LEFT + _WIDE}" {svg.EDGE}/>{ticks}'
+        + svg.text(_LEFT + _WIDE, _FOOT + 30, "steps between saves", "end")
+        + f'<path d="M{young} 34V{_FOOT}" {svg.EDGE} stroke-dasharray="3 4"/>'
+        + svg.text(young, 30, "Young", "middle")
         + f'<path d="M{line}" fill="none" stroke="{palette.LINES[0]}" stroke-width="2.5"/>'
-        + f'<circle cx="{x}" cy="{y}" r="6" fill="none" {EDGE} stroke-width="1.5"/>'
+        + f'<circle cx="{x}" cy="{y}" r="6" fill="none" {svg.EDGE} stroke-width="1.5"/>'
     )

@@ -5,24 +5,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, svg, text
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer
 from shardwise_book.figures.timelines import COLOURS
 
 HIGH, STEP, LANE, ROW = 17, 10, 23, 18  # a box, and the spaces: to the right, below, between rows
 
-GRAPH = """<style>
-.shardwise-figure .graph svg { font-size: 10px; }
-.shardwise-figure .node { opacity: .6; cursor: pointer; }
-.shardwise-figure .node rect { fill: currentColor; fill-opacity: .12; stroke: currentColor;
-  stroke-opacity: .5; }
-.shardwise-figure .node.read, .shardwise-figure .node.on { opacity: 1; }
-.shardwise-figure .node.read rect { stroke-dasharray: 3 2; stroke-opacity: 1; }
-.shardwise-figure .node.on rect { fill: var(--lit); fill-opacity: 1; }
-.shardwise-figure .node.on text { fill: var(--ink); }
-.shardwise-figure .edge { fill: none; stroke: currentColor; opacity: .16; }
-.shardwise-figure .edge.on { opacity: .9; stroke-width: 1.5; }
-</style>"""
 SHORT = {
     "add_any": "add",
     "broadcast_in_dim": "fill",
@@ -64,9 +52,9 @@ def slice_graph(
         "result": lambda slice: describe(found, names, *slice_of(found, slice), slice),
         "graph": lambda slice: _picture(found, names, titles, wide, corners, tops, slice),
     }
-    controls = {"slice": Control(label, {name: i for i, name in enumerate(names)}, start)}
+    controls = {"slice": Control(label, {name: i for i, name in enumerate(names)})}
     layout = f'<div class="pictures graph" id="@graph"></div>{RESULT}'
-    return explorer(controls, layout, parts, shows="slice", style=GRAPH)
+    return explorer(controls, layout, parts, {"slice": start}, "slice")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +101,7 @@ def _picture(found, names, titles, wide, corners, tops, number):
     on, read = slice_of(found, number)
     width, height = max(x for x, _ in corners) + wide + 4, max(y for _, y in corners) + HIGH + 14
     colour = COLOURS.get(names[number][:1], palette.DEVICES[4])
-    told = "".join(text(2, y - 5, title) for title, y in zip(titles, tops, strict=False))
+    told = "".join(svg.text(2, y - 5, title) for title, y in zip(titles, tops, strict=False))
     edges = "".join(
         f'<path class="edge{" on" * (b in on)}" d="{_curve(wide, corners, a, b)}"/>'
         for a, b in found.edges
@@ -127,12 +115,12 @@ def _picture(found, names, titles, wide, corners, tops, number):
         nodes += (
             f'<g class="node{state}" {chooses}><title>{escape(name)}</title><rect x="{x}" y="{y}" '
             f'width="{wide}" height="{HIGH}" rx="{corner}"/>'
-            f"{text(x + wide / 2, y + 12, shown, 'middle')}</g>"
+            f"{svg.text(x + wide / 2, y + 12, shown, 'middle')}</g>"
         )
     alt = "The equations of a traced program as boxes, with lines from what each reads; those of "
     alt += "the chosen slice are lit, what it reads is dashed"
     lit = f'<g style="--lit:{colour};--ink:{palette.ink(colour)}">{told}{edges}{nodes}</g>'
-    return svg("", width, height, alt, lit, 30)
+    return svg.picture("", width, height, alt, lit, 30)
 
 
 def _curve(wide, places, a, b):
