@@ -91,12 +91,10 @@ def describe(scores: np.ndarray) -> str:
 
 def _seen(owners, runs):
     """What each query sees, in the colour of its device; above, whose the keys are."""
-    size, paths = len(owners), {owner: "" for owner in sorted(set(owners))}
+    size, boxes = len(owners), {owner: [] for owner in sorted(set(owners))}
     for token, owner in enumerate(owners):
-        paths[owner] += f"M{token} -4h1v3h-1z"
-        for first, count in runs[token]:
-            paths[owner] += f"M{first} {token}h{count}v1h-{count}z"
-    drawn = "".join(f'<path fill="{palette.device(d)}" d="{p}"/>' for d, p in paths.items())
+        boxes[owner] += [(token, -4, 1, 3), *((first, token, n, 1) for first, n in runs[token])]
+    drawn = "".join(svg.path(found, palette.device(d), "") for d, found in boxes.items())
     turned = 'transform="translate(11 60) rotate(-90)"'
     return (
         svg.text(15, 11, "keys")
@@ -113,12 +111,9 @@ def _ring(scores, longest):
     names = rows = ""
     for device, row in enumerate(scores.tolist()):
         names += svg.text(0, device * _ROW + 32, f"device {device}")
-        bars = "".join(
-            f"M{x} {device * _ROW + 3}h{count}v18h-{count}z"
-            for x, count in zip(starts, row, strict=False)
-            if count
-        )
-        rows += f'<path fill="{palette.device(device)}" d="{bars}"/>'
+        steps = [(x, count) for x, count in zip(starts, row, strict=False) if count]
+        bars = [(x, device * _ROW + 3, count, 18) for x, count in steps]
+        rows += svg.path(bars, palette.device(device), "")
     lines = "".join(f"M{x} 0v{high}" for x in starts)
     inside = (
         f"{svg.text(_LEFT, 11, 'time →')}{names}"

@@ -43,7 +43,6 @@ def layer_explorer(
     rows: Mapping[str, Mapping[str, tuple[tuple[int, ...], int]]],
     layouts: Mapping[str, tuple[Specs, Specs, Sequence]],
     chosen: int = 0,
-    itemsize: int = 4,
 ) -> Interactive:
     """Choose a layout and a device; see which block of each matrix it holds, and which it receives.
 
@@ -57,6 +56,7 @@ def layer_explorer(
     rows = {title: {name: Matrix(*m) for name, m in row.items()} for title, row in rows.items()}
     places, outlines, height = _arranged(rows)
     matrices = {name: matrix for row in rows.values() for name, matrix in row.items()}
+    whole = 4 * sum(math.prod(m.drawn) for m in matrices.values())  # bytes, of float32
     named = {title: Layout(*layout) for title, layout in layouts.items()}
 
     @functools.cache
@@ -70,15 +70,25 @@ def layer_explorer(
         return [{name: found[device] for name, found in kind.items()} for kind in kinds]
 
     def result(layout, device):
-        return describe(mesh, layout, device, matrices, *both(layout, device), itemsize)
+        place = np.unravel_index(device, tuple(mesh.shape.values()))
+        where = ", ".join(f"{name} {int(n)}" for name, n in zip(mesh.shape, place, strict=True))
+        mine, needed = (4 * sum(map(_area, kind.values())) for kind in both(layout, device))
+        more = f"receives {said('received', needed - mine)} bytes before their use"
+        received = more if needed > mine else "receives none"
+        return (
+            f"{escape(layout)}, device {device} ({where}): of the {whole:,} bytes of these "
+            f"matrices it holds {said('held', mine)}, {received}, and "
+            f"never sees {said('unseen', whole - needed)}."
+        )
 
     def blocks(layout, device):
         return _filled(places, *both(layout, device), palette.device(device))
 
     def sums(layout):
         used = blocks_of(layout, "used")
-        summed = [n for n, m in matrices.items() if _height(used[n][0]) < m.drawn[0]]
-        return "".join(_sum(places[name]) for name in summed)
+        summed = [n for n, m in matrices.items() if used[n][0][1] - used[n][0][0] < m.drawn[0]]
+        at = [places[name][3:] for name in summed]
+        return "".join(svg.text(x, y + 6, "Σ", "middle", 'font-size="18"') for x, y in at)
 
     controls = {
         "layout": Control("Layout", {title: title for title in layouts}),
@@ -115,47 +125,19 @@ def _arranged(rows):
     return places, "".join(parts), y
 
 
-def _sum(place):
-    *_, x, y = place
-    return svg.text(x, y + 6, "Σ", "middle", 'font-size="18"')
-
-
 def _filled(places, held, used, colour):
     """What the device receives, pale, and above it what it holds."""
 
     def path(blocks, more):
-        lines = []
+        boxes = []
         for name, block in blocks.items():
             x, y, scale, *_ = places[name]
-            top, bottom, left, right = (round(n * scale, 1) for n in block)
-            corner, wide = f"M{x + left:.1f} {y + top:.1f}", f"{right - left:.1f}"
-            lines.append(f"{corner}h{wide}v{bottom - top:.1f}h-{wide}z")
-        return f'<path d="{"".join(lines)}" fill="{colour}" {svg.EDGE} {more}/>'
+            top, bottom, left, right = (n * scale for n in block)
+            boxes.append((x + left, y + top, right - left, bottom - top))
+        return svg.path(boxes, colour, f"{svg.EDGE} {more}")
 
     dashed = 'class="used" fill-opacity=".28" stroke-dasharray="3 3"'
     return path(used, dashed) + path(held, 'class="held" stroke-width="1.5"')
-
-
-def describe(
-    mesh: Mesh,
-    title: str,
-    device: int,
-    matrices: Mapping[str, Matrix],
-    held: Mapping[str, tuple[int, ...]],
-    used: Mapping[str, tuple[int, ...]],
-    itemsize: int,
-) -> str:
-    """What a device holds, receives and never sees, in words; numbers carry names."""
-    place = np.unravel_index(device, tuple(mesh.shape.values()))
-    where = ", ".join(f"{name} {int(n)}" for name, n in zip(mesh.shape, place, strict=True))
-    whole = sum(math.prod(m.drawn) for m in matrices.values()) * itemsize
-    mine, needed = (sum(map(_area, blocks.values())) * itemsize for blocks in (held, used))
-    received = f"receives {said('received', needed - mine)} bytes before their use"
-    return (
-        f"{escape(title)}, device {device} ({where}): of the {whole:,} bytes of these matrices it "
-        f"holds {said('held', mine)}, {received if needed > mine else 'receives none'}, and never "
-        f"sees {said('unseen', whole - needed)}."
-    )
 
 
 def _sends(rows):
@@ -189,9 +171,6 @@ def _range(index, sizes):
     return first, end
 
 
-def _height(block):
-    return block[1] - block[0]
-
-
 def _area(block):
-    return _height(block) * (block[3] - block[2])
+    top, bottom, left, right = block
+    return (bottom - top) * (right - left)

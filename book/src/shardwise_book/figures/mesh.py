@@ -7,7 +7,7 @@ from html import escape
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardwise_book.figures import palette
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
@@ -40,14 +40,19 @@ def mesh_explorer() -> Interactive:
         grid = np.array(devices).reshape(sizes)
         label = f"{'×'.join(map(str, sizes))} ({', '.join(axes)})"
         meshes[label] = Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
-    look = functools.cache(blocks)
 
-    def held(*layout):
-        found = look(*layout)
-        return [] if isinstance(found, str) else found
+    @functools.cache
+    def look(mesh, rows, columns, first, second):
+        """What each device holds, and JAX's refusal if nothing."""
+        try:
+            sharding = NamedSharding(mesh, PartitionSpec(first, second))
+            return blocks(sharding, (rows, columns)), ""
+        except Exception as error:  # the class of some, DuplicateSpecError, is not public
+            return [], str(error)
 
     def result(mesh, rows, columns, first, second):
-        return describe(look(mesh, rows, columns, first, second), rows, columns, first, second)
+        found, refusal = look(mesh, rows, columns, first, second)
+        return describe(found, refusal, rows, columns, PartitionSpec(first, second))
 
     controls = {
         "mesh": Control("Mesh", meshes),
@@ -63,12 +68,8 @@ def mesh_explorer() -> Interactive:
         ),
         "sides": lambda rows, columns: f"{rows} rows, {columns} columns",
         "axes": lambda mesh: f"place in the mesh: ({', '.join(mesh.axis_names)})",
-        "array": lambda mesh, rows, columns, first, second: _array(
-            held(mesh, rows, columns, first, second)
-        ),
-        "memories": lambda mesh, rows, columns, first, second: _memories(
-            mesh, held(mesh, rows, columns, first, second)
-        ),
+        "array": lambda **layout: _array(look(**layout)[0]),
+        "memories": lambda **layout: _memories(layout["mesh"], look(**layout)[0]),
     }
     return explorer(controls, LAYOUT, parts, {"mesh": 1, "columns": 1, "first": 1}, "layout")
 
@@ -82,30 +83,21 @@ def _entries(mesh):
     return {repr(entry): entry for entry in entries(mesh.axis_names)}
 
 
-def blocks(
-    mesh: Mesh,
-    rows: int,
-    columns: int,
-    first: str | tuple[str, ...] | None,
-    second: str | tuple[str, ...] | None,
-) -> list[tuple[int, int, int, int]] | str:
-    """What JAX says: top, bottom, left and right of each device's block, or why there is none."""
-    try:
-        sharding = NamedSharding(mesh, PartitionSpec(first, second))
-        held = sharding.devices_indices_map((rows, columns))
-    except Exception as error:  # the class of some, DuplicateSpecError, is not public
-        return str(error)
-    cuts = [zip(held[device], (rows, columns), strict=True) for device in mesh.devices.flat]
-    return [tuple(edge for cut, n in cut2 for edge in cut.indices(n)[:2]) for cut2 in cuts]
+Block = tuple[int, int, int, int]  # top, bottom, left, right
 
 
-def describe(
-    found: list[tuple[int, int, int, int]] | str, rows: int, columns: int, *spec: object
-) -> str:
+def blocks(sharding: Sharding, shape: Sequence[int]) -> list[Block]:
+    """What each device holds of an array of two axes, in the order of the mesh."""
+    indices = sharding.devices_indices_map(tuple(shape))
+    cuts = [zip(indices[d], shape, strict=True) for d in sharding.mesh.devices.flat]
+    return [tuple(edge for cut, n in both for edge in cut.indices(n)[:2]) for both in cuts]
+
+
+def describe(found: list[Block], refusal: str, rows: int, columns: int, spec: PartitionSpec) -> str:
     """The result in one sentence of HTML; numbers carry names."""
-    name = f"<code>{escape(repr(PartitionSpec(*spec)))}</code>"
-    if isinstance(found, str):
-        message = f'<span data-name="error">{escape(found, False)}</span>'
+    name = f"<code>{escape(repr(spec))}</code>"
+    if refusal:
+        message = f'<span data-name="error">{escape(refusal, False)}</span>'
         return f'<span class="error">JAX refuses {name}: {message}</span>'
     top, bottom, left, right = found[0]
     size = (bottom - top) * (right - left)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardwise_book.figures import palette, svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer
+from shardwise_book.figures.mesh import blocks
 
 _HEADS = "left", "right", "result"
 _KEY = """<p style="font-size: .88em">A bold frame is what a device holds from the start; it
@@ -89,25 +90,28 @@ def columns(mesh: Mesh, product: Product) -> list[str]:
     """SVG of the left factor, the right one and the result, device by device from top to bottom."""
     i, j, k = product.sizes
     shapes = (i, j), (j, k), (i, k)
-    held = [_blocks(mesh, *of) for of in zip(product[1:4], shapes, strict=True)]
+    specs = zip(product[1:4], shapes, strict=True)
+    held = [blocks(NamedSharding(mesh, spec), shape) for spec, shape in specs]
     return [_column(product, held, number, shapes[number]) for number in range(3)]
 
 
 def _column(product, held, number, shape):
-    scale, x = _SIDE / max(product.sizes), _LEFTS[number]
-    fills: dict[tuple[str, float], str] = {}  # one path for each colour
-    outlines = frames = ""
-    for device, block in enumerate(held[number]):
-        y = device * _PITCH + 26
+    scale = _SIDE / max(product.sizes)
+
+    def placed(device, block):
+        top, bottom, left, right = (edge * scale for edge in block)
+        return _LEFTS[number] + left, device * _PITCH + 26 + top, right - left, bottom - top
+
+    fills: dict[tuple[str, float], list] = {}  # one path for each colour
+    for device in range(len(held[number])):
         for owner, piece, strength in _pieces(product, held, number, device):
             key = palette.device(owner), strength
-            fills[key] = fills.get(key, "") + _path(x, y, scale, piece)
-        outlines += _path(x, y, scale, (0, shape[0], 0, shape[1]))
-        frames += _path(x, y, scale, block) if number < 2 else ""
-    drawn = [f'<path fill="{c}" fill-opacity="{o}" d="{d}"/>' for (c, o), d in fills.items()]
-    line = 'fill="none" stroke="currentColor"'
-    drawn.append(f'<path {line} stroke-opacity=".6" d="{outlines}"/>')
-    return "".join(drawn) + f'<path {line} stroke-width="2" d="{frames}"/>'
+            fills.setdefault(key, []).append(placed(device, piece))
+    whole = [placed(device, (0, shape[0], 0, shape[1])) for device in range(len(held[number]))]
+    frames = [placed(*one) for one in enumerate(held[number])] if number < 2 else []
+    drawn = [svg.path(d, colour, f'fill-opacity="{o}"') for (colour, o), d in fills.items()]
+    drawn.append(svg.path(whole, more=svg.EDGE + ' stroke-opacity=".6"'))
+    return "".join(drawn) + svg.path(frames, more=svg.EDGE + ' stroke-width="2"')
 
 
 def _pieces(product, held, number, device):
@@ -127,24 +131,10 @@ def _pieces(product, held, number, device):
     return [(device, block, 1)]
 
 
-def _blocks(mesh, spec, shape):
-    """(top, bottom, left, right) of what each device holds, in the order of the mesh."""
-    index = NamedSharding(mesh, spec).devices_indices_map(shape)
-    return [
-        tuple(edge for s, size in zip(index[d], shape, strict=True) for edge in s.indices(size)[:2])
-        for d in mesh.devices.flat
-    ]
-
-
 def _strips(block, n):
     top, bottom, left, right = block
     edges = np.linspace(left, right, n + 1).tolist()
     return [(top, bottom, *pair) for pair in itertools.pairwise(edges)]
-
-
-def _path(x, y, scale, block):
-    top, bottom, left, right = (edge * scale for edge in block)
-    return f"M{x + left:g} {y + top:g}h{right - left:g}v{bottom - top:g}h{left - right:g}z"
 
 
 def _name(spec):

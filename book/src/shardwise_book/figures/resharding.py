@@ -9,6 +9,7 @@ from jax.sharding import Sharding
 
 from shardwise_book.figures import palette, svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.mesh import blocks
 
 if TYPE_CHECKING:  # drawing needs no checkpoints
     from shardwise.checkpoint import Chunks
@@ -36,20 +37,20 @@ def resharding_explorer(
     rows, columns = shape = tuple(next(iter(saved.values()))[source].shape)
 
     @functools.cache
-    def indices(mesh, spec):
-        found = layouts[mesh][spec].devices_indices_map(shape)
-        return [found[device] for device in sorted(found, key=lambda device: device.id)]
+    def held(mesh, spec):
+        return blocks(layouts[mesh][spec], shape)
 
     @functools.cache
     def reads(mesh0, spec0, limit, mesh1, spec1):
         """The numbers of the chunks that each device touches."""
         stored = saved[limit][mesh0, spec0]
-        return [sorted(stored.touched(index)) for index in indices(mesh1, spec1)]
+        cuts = [(slice(t, b), slice(x, r)) for t, b, x, r in held(mesh1, spec1)]
+        return [stored.touched(cut) for cut in cuts]
 
     def result(mesh0, spec0, limit, mesh1, spec1, device):
         stored, read = saved[limit][mesh0, spec0], reads(mesh0, spec0, limit, mesh1, spec1)
         high, wide = stored.chunk
-        top, bottom, left, right = _edges(indices(mesh1, spec1)[device], shape)
+        top, bottom, left, right = held(mesh1, spec1)[device]
         ranges = joined([stored.places[chunk] for chunk in read[device]])
         shown = [f"bytes {a:,} to {b:,} of {escape(_file(f))}" for f, a, b in ranges[:_SHOWN]]
         shown += [f"and {len(ranges) - _SHOWN} more"] if len(ranges) > _SHOWN else []
@@ -68,13 +69,13 @@ def resharding_explorer(
         )
 
     def array(mesh0, spec0, limit, mesh1, spec1, device):
-        stored, index = saved[limit][mesh0, spec0], indices(mesh1, spec1)[device]
+        stored = saved[limit][mesh0, spec0]
         high, wide = stored.chunk
         touched = reads(mesh0, spec0, limit, mesh1, spec1)[device]
         places = {chunk: (chunk[1] * wide, chunk[0] * high, wide, high) for chunk in stored.places}
-        top, bottom, left, right = _edges(index, shape)
-        frame = _path([(left, top, right - left, bottom - top)])
-        return _boxes(places, touched, device) + f'<path d="{frame}" fill="none" stroke-width="5"/>'
+        top, bottom, left, right = held(mesh1, spec1)[device]
+        frame = [(left, top, right - left, bottom - top)]
+        return _boxes(places, touched, device) + svg.path(frame, more='stroke-width="5"')
 
     def file(mesh0, spec0, limit, mesh1, spec1, device):
         stored = saved[limit][mesh0, spec0]
@@ -97,9 +98,7 @@ def resharding_explorer(
         "limit": Control("Chunks", {limit: limit for limit in saved}),
         "mesh1": Control("Restored onto mesh", meshes),
         "spec1": Control("Restored spec", lambda mesh1: {spec: spec for spec in layouts[mesh1]}),
-        "device": Control(
-            "Device", lambda mesh1, spec1: range(len(indices(mesh1, spec1))), "range"
-        ),
+        "device": Control("Device", lambda mesh1, spec1: range(len(held(mesh1, spec1))), "range"),
     }
     start = {}
     for end, (mesh, spec) in enumerate((source, goal)):
@@ -136,11 +135,6 @@ def joined(places: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     return found
 
 
-def _edges(index, shape):
-    """Top, bottom, left and right of a block."""
-    return [edge for cut, size in zip(index, shape, strict=True) for edge in cut.indices(size)[:2]]
-
-
 def _file(name):
     """A file of Orbax has a long name, of which the beginning tells enough."""
     return f"{name[: name.rindex('/') + 5]}…"
@@ -148,9 +142,5 @@ def _file(name):
 
 def _boxes(places, filled, device):
     """Each chunk's box, and those that are read filled with the device's colour."""
-    path, every = _path(places[chunk] for chunk in filled), _path(places.values())
-    return f'<path d="{path}" fill="{palette.device(device)}"/><path d="{every}" fill="none"/>'
-
-
-def _path(boxes):
-    return "".join(f"M{x} {y}h{wide}v{high}h-{wide}z" for x, y, wide, high in boxes)
+    read = svg.path((places[chunk] for chunk in filled), palette.device(device), "")
+    return read + svg.path(places.values(), more="")

@@ -1,5 +1,6 @@
 """What explorers draw with: pictures, rectangles and words, as SVG."""
 
+from collections.abc import Iterable
 from html import escape
 from typing import Any
 
@@ -21,6 +22,15 @@ def box(x: float, y: float, wide: float, high: float, fill: str = "none", more: 
     """A rectangle of a picture: in one colour, or outlined in that of the text."""
     place = f'x="{short(x)}" y="{short(y)}" width="{short(wide)}" height="{short(high)}"'
     return f'<rect {place} fill="{fill}" {more}/>'
+
+
+def path(boxes: Iterable[tuple[float, ...]], fill: str = "none", more: str = EDGE) -> str:
+    """Many rectangles as one shape, each (left, top, width, height)."""
+    drawn = (
+        f"M{short(x)} {short(y)}h{short(wide)}v{short(high)}h-{short(wide)}z"
+        for x, y, wide, high in boxes
+    )
+    return f'<path d="{"".join(drawn)}" fill="{fill}" {more}/>'
 
 
 def text(x: float, y: float, words: Any, anchor: str = "", more: str = "") -> str:
