@@ -104,12 +104,12 @@ def write_page(folder, *figures):
 NAME = """<img src="x" onerror="document.title='ran'"> & it's id="@step" __proto__"""
 
 
-def check_stands_alone(one, two, limit, ids):
+def check_stands_alone(one, two, limit):
     """Two showings of one figure, as HTML: small, fetching nothing, with ids of their own."""
     assert len(one.encode()) < limit
     assert not re.findall(r"(?:https?:)?//\w[^\s\"'<]*\.\w", one)
     found = [set(re.findall(r'id="([^"]+)"', text)) for text in (one, two)]
-    assert len(found[0]) == len(found[1]) == ids and not found[0] & found[1]
+    assert len(found[0]) == len(found[1]) and not found[0] & found[1]
     assert {*re.findall(r'for="([^"]+)"', one)} <= found[0]
 
 

@@ -1,6 +1,7 @@
 """The palette, and what the still figures draw."""
 
 import collections
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from matplotlib.colors import to_rgb, to_rgba
 
 import shardwise
-from shardwise import mesh
+from shardwise import mesh, schedules
 from shardwise_book import figures
-from shardwise_book.figures import palette
+from shardwise_book.figures import palette, timelines
 
 
 def lightness(colour):
@@ -180,3 +181,70 @@ print(len(sys.modules))
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
+
+
+# Timelines
+
+
+def tasks(drawing):
+    found = [p for p in drawing.axes[0].patches if p.get_height() > 0.5 and p.get_alpha() is None]
+    return [p for p in found if p.get_facecolor()[3] == 1]
+
+
+@pytest.mark.parametrize("name", list(schedules.SCHEDULES))
+def test_timelines_show_every_task_where_it_runs(name):
+    run = schedules.timeline(schedules.spread(name, 2, 4), transfer=0.5)
+    drawn = tasks(figures.schedule(run))
+    assert len(drawn) == len(run.start)
+    for (task, start), box in zip(run.start.items(), sorted_like(run, drawn), strict=True):
+        device = run.schedule.device_of[task.stage]
+        assert (box.get_x(), int(box.get_y())) == (start, 1 + device)
+        assert 0.8 * (run.end[task] - start) < box.get_width() <= run.end[task] - start
+
+
+def sorted_like(run, drawn):
+    """The boxes in the order of `run.start`; they are drawn device by device."""
+    order = [task for tasks in run.schedule.tasks for task in tasks]
+    return [drawn[order.index(task)] for task in run.start]
+
+
+def test_numbers_stand_in_their_boxes():
+    run = schedules.timeline(schedules.spread("1f1b", 2, 4))
+    axes = figures.schedule(run).axes[0]
+    numbers = sorted((*t.get_position(), t.get_text()) for t in axes.texts if t.get_text())
+    expected = sorted(
+        ((start + run.end[task]) / 2, 1.53 + task.stage, str(task.microbatch))
+        for task, start in run.start.items()
+    )
+    assert numbers == expected
+
+
+def test_timelines_share_one_axis_and_name_kinds_that_occur():
+    runs = {name: schedules.spread(name, 2, 4) for name in ("gpipe", "zb_h1")}
+    axes = figures.schedule(runs).axes[0]
+    assert {text.get_text() for text in axes.texts} >= {"gpipe", "zb_h1", "0", "3"}
+    kinds = [text.get_text()[0] for text in axes.get_legend().get_texts()]
+    assert kinds == ["F", "B", "I", "W"]
+    one = figures.schedule(runs["gpipe"]).axes[0].get_legend().get_texts()
+    assert [text.get_text() for text in one] == ["F forward", "B backward"]
+
+
+def test_kinds_differ_in_grey_and_carry_readable_numbers():
+    grey = sorted(palette.luminance(colour) for colour in timelines.COLOURS.values())
+    assert all(b - a > 0.08 for a, b in itertools.pairwise(grey))
+    for colour in timelines.COLOURS.values():
+        assert palette.contrast(palette.ink(colour), colour) > 4.5
+
+
+def test_live_activations_fill_each_row_as_high_as_its_peak():
+    """1F1B and ZB-V on two devices: 2 and 1 whole microbatches, and two on each in halves."""
+    runs = {name: schedules.timeline(schedules.spread(name, 2, 4)) for name in ("1f1b", "zb_v")}
+    drawing = figures.live_activations(runs)
+    said = [[text.get_text() for text in axes.texts] for axes in drawing.axes]
+    assert said == [["2", "1"], ["2", "2"]]
+    for axes, run in zip(drawing.axes, runs.values(), strict=True):
+        for row, (device, area) in enumerate(zip(run.live, axes.collections, strict=True)):
+            foot = 1.25 * (row + 1)
+            drawn = {round(foot - y, 6) for _, y in area.get_paths()[0].vertices}
+            share = run.schedule.devices / run.schedule.stages
+            assert drawn == {round(count * share / 2, 6) for _, count in device} | {0}

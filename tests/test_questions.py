@@ -105,7 +105,7 @@ def test_refused_lists():
 
 def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page():
     one, two = (figures.questions(BYTES, SHARE, LAYOUT)._repr_html_() for _ in range(2))
-    check_stands_alone(one, two, 20_000, ids=3)
+    check_stands_alone(one, two, 20_000)
     names = [{*re.findall(r'name="([^"]+)"', text)} for text in (one, two)]
     assert len(names[0]) == 1 and not names[0] & names[1]
 

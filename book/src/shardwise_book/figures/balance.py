@@ -1,28 +1,16 @@
-"""The interactive figure of a ring of attention: who has which tokens, and who waits for whom."""
+"""The explorer of a ring of attention: who has which tokens, and who waits for whom."""
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 
 import numpy as np
 
-from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import (
-    STYLE,
-    Choice,
-    Data,
-    Interactive,
-    controls,
-    select,
-    status,
-)
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
-OWN_STYLE = """<style>
-.shardwise-figure svg.seen { max-width: 15rem; }
-.shardwise-figure svg.ring { max-width: 26rem; flex: 1 1 19rem; }
-</style>"""
 _SIDE, _LEFT, _WIDE, _ROW = 200, 58, 262, 24
-KEYS = ("order", "devices", "length", "mask")
 
 
 def balance_explorer(
@@ -44,160 +32,106 @@ def balance_explorer(
       sent: (n, size) to {form: bytes that a device sends, or why there are none}.
       start: number of the option shown first, for "order", "devices", "length" or "mask".
     """
-    data = {
-        "options": [[*orders], [f"{n}" for n in devices], [f"{s}" for s in lengths], [*masks]],
-        "devices": list(devices),
-        "lengths": list(lengths),
-        "owners": [
-            [[_owners(order, n, s) for s in lengths] for n in devices] for order in orders.values()
-        ],
-        "runs": [[_runs(work, mask, s) for mask in masks.values()] for s in lengths],
-        "work": [
-            [[[_work(work, order, n, s, m) for m in masks.values()] for s in lengths]
-             for n in devices]
-            for order in orders.values()
-        ],
-        "sent": [[_listed(sent(n, s)) for s in lengths] for n in devices],
-        "colours": list(palette.DEVICES[: max(devices)]),
-        "start": dict.fromkeys(KEYS, 0) | dict(start or {}),
-    }  # fmt: skip
-    labels = ("Order", "Devices", "Tokens", "Mask")
-    made = "".join(
-        select(key, label, options, data["start"][key])
-        for key, label, options in zip(KEYS, labels, data["options"], strict=True)
-    )
-    shown = data["start"]
-    pictures = (
-        f'<div class="pictures"><svg id="@seen" class="seen" viewBox="0 0 {_SIDE + 16} '
-        f'{_SIDE + 28}" role="img" aria-label="A square of queries, from top to bottom, and keys, '
-        f"from left to right; what a query sees has the colour of the device that has the query, "
-        f'and a strip above shows which device has each key">{seen(data, shown)}</svg>'
-        f'<svg id="@ring" class="ring" viewBox="0 0 {_LEFT + _WIDE} {_height(data, shown)}" '
-        f'role="img" aria-label="A row for each device over time: in each step of the ring a bar '
-        f'as long as its scores, and a gap until the slowest device is ready">'
-        f"{ring(data, shown)}</svg></div>"
-    )
-    still = controls(made, "ring") + pictures + status(describe(data, shown))
-    return Interactive("balance.js", data, STYLE + OWN_STYLE + still)
+    controls = {
+        "order": Control("Order", {name: name for name in orders}),
+        "devices": Control("Devices", devices),
+        "length": Control("Tokens", lengths),
+        "mask": Control("Mask", {name: name for name in masks}),
+    }
 
+    @functools.cache
+    def scores(order, devices, length, mask):
+        visible, documents = masks[mask]
+        return work(orders[order], devices, length, visible, documents and documents(length))
 
-def describe(data: Data, choice: Choice) -> str:
-    """The result in words; numbers carry names."""
-    at = [choice[key] for key in KEYS]
-    scores = _chosen(data, choice)
-    n, takes = len(scores), sum(max(step) for step in zip(*scores, strict=True))
-    total = sum(map(sum, scores))
-    mean, waits = _rounded(total, n), _rounded(100 * (n * takes - total), n * takes)
-    order, _, length, mask = (
-        escape(options[i]) for options, i in zip(data["options"], at, strict=True)
-    )
-    listed = data["sent"][at[1]][at[2]]
-    return (
-        f"<b>{order}</b>, {length} tokens on {n} devices, {mask}: "
-        f'<b data-name="mean">{mean}</b> scores for a device on average, and the ring takes '
-        f'as long as <b data-name="takes">{takes}</b> of them. Devices wait for others '
-        f'<b data-name="waits">{waits}</b> % of the time. Each sends, '
-        f"forward: {listed}."
-    )
+    @functools.cache
+    def runs(length, mask):
+        visible, documents = masks[mask]
+        return _runs(work, length, visible, documents and documents(length))
 
+    def result(order, devices, length, mask):
+        words = f"<b>{escape(order)}</b>, {length} tokens on {devices} devices, {escape(mask)}"
+        listed = ", ".join(
+            f"{size:,} bytes by {escape(form)}" if isinstance(size, int) else
+            escape(f"{form}: {size}") for form, size in sent(devices, length).items()
+        )  # fmt: skip
+        return f"{words}: {describe(scores(order, devices, length, mask))} forward: {listed}."
 
-def seen(data: Data, choice: Choice) -> str:
-    """What each query sees, in the colour of its device; above, whose the keys are."""
-    size = data["lengths"][choice["length"]]
-    owners = data["owners"][choice["order"]][choice["devices"]][choice["length"]]
-    runs = data["runs"][choice["length"]][choice["mask"]]
-    paths = [""] * data["devices"][choice["devices"]]
-    for token, owner in enumerate(owners):
-        paths[owner] += f"M{token} -4h1v3h-1z"
-        for first, count in zip(runs[token][::2], runs[token][1::2], strict=True):
-            paths[owner] += f"M{first} {token}h{count}v1h-{count}z"
-    drawn = "".join(
-        f'<path fill="{colour}" d="{path}"></path>'
-        for colour, path in zip(data["colours"], paths, strict=False)
-    )
-    return (
-        f'<text x="15" y="11">keys</text><text transform="translate(11 60) rotate(-90)" '
-        f'text-anchor="end">queries</text><g transform="translate(15 26) scale({_SIDE // size}.'
-        f'{_SIDE * 1000 // size % 1000:03d})">{drawn}<path d="M0 0h{size}v{size}h-{size}z" '
-        f'fill="none" stroke="currentColor" stroke-width=".2"></path></g>'
-    )
+    def seen(order, devices, length, mask):
+        owners = np.empty(length, int)
+        owners[orders[order](length, devices)] = np.repeat(np.arange(devices), length // devices)
+        return _seen(owners.tolist(), runs(length, mask))
 
-
-def ring(data: Data, choice: Choice) -> str:
-    """A row for each device; a step lasts as long as its slowest device."""
-    scores, longest = _chosen(data, choice), 0
-    for order in range(len(data["work"])):
-        others = _chosen(data, choice | {"order": order})
-        longest = max(longest, sum(max(step) for step in zip(*others, strict=True)))
-    steps = [max(step) for step in zip(*scores, strict=True)]
-    starts = [0, *itertools.accumulate(steps)]
-    high = _ROW * len(scores)
-    lines = "".join(f"M{x} 0v{high}" for x in starts)
-    rows = "".join(
-        f'<path fill="{data["colours"][r]}" d="'
-        + "".join(
-            f"M{x} {r * _ROW + 3}h{count}v18h-{count}z"
-            for x, count in zip(starts, row, strict=False)
-            if count
+    def ring(order, devices, length, mask):
+        longest = max(
+            int(scores(other, devices, length, mask).max(axis=0).sum()) for other in orders
         )
-        + '"></path>'
-        for r, row in enumerate(scores)
+        return _ring(scores(order, devices, length, mask), longest)
+
+    alt = "A square of queries, from top to bottom, and keys, from left to right; what a query "
+    alt += "sees has the colour of the device that has the query, and a strip above shows which "
+    alt += "device has each key"
+    layout = (
+        f'<div class="pictures">{svg.picture("seen", _SIDE + 16, _SIDE + 28, alt, rem=15)}'
+        f'<div id="@ring" style="flex: 1 1 19rem; max-width: 26rem"></div></div>{RESULT}'
     )
-    names = "".join(
-        f'<text x="0" y="{r * _ROW + 32}">device {r}</text>' for r in range(len(scores))
-    )
-    thousandths = _WIDE * 1000 // longest
-    scale = f"{thousandths // 1000}.{thousandths % 1000:03d}"
+    parts = {"result": result, "seen": seen, "ring": ring}
+    return explorer(controls, layout, parts, start, shows="ring")
+
+
+def describe(scores: np.ndarray) -> str:
+    """Who waits, in words; numbers carry names."""
+    takes, mean = int(scores.max(axis=0).sum()), scores.sum() / len(scores)
     return (
-        f'<text x="{_LEFT}" y="11">time →</text>{names}<g transform="translate({_LEFT} 15) '
-        f'scale({scale} 1)">{rows}<path d="{lines}" fill="none" stroke="currentColor" '
-        f'stroke-dasharray="2 2" vector-effect="non-scaling-stroke"></path></g>'
+        f"{said('mean', round(mean))} scores for a device on average, and the ring takes as long "
+        f"as {said('takes', str(takes))} of them. Devices wait for others "
+        f"{said('waits', round(100 * (1 - mean / takes)))} % of the time. Each sends,"
     )
 
 
-def _height(data, choice):
-    return _ROW * data["devices"][choice["devices"]] + 18
+def _seen(owners, runs):
+    """What each query sees, in the colour of its device; above, whose the keys are."""
+    size, boxes = len(owners), {owner: [] for owner in sorted(set(owners))}
+    for token, owner in enumerate(owners):
+        boxes[owner] += [(token, -4, 1, 3), *((first, token, n, 1) for first, n in runs[token])]
+    drawn = "".join(svg.path(found, palette.device(d), "") for d, found in boxes.items())
+    turned = 'transform="translate(11 60) rotate(-90)"'
+    return (
+        svg.text(15, 11, "keys")
+        + svg.text(0, 0, "queries", "end", turned)
+        + f'<g transform="translate(15 26) scale({_SIDE / size:.3f})">{drawn}<path fill="none" '
+        + f'd="M0 0h{size}v{size}h-{size}z" {svg.EDGE} stroke-width=".2"/></g>'
+    )
 
 
-def _rounded(numerator, denominator):
-    """To the nearest integer, as the script does it too."""
-    return (2 * numerator + denominator) // (2 * denominator)
+def _ring(scores, longest):
+    """A row for each device over time; a step lasts as long as its slowest device."""
+    starts = [0, *itertools.accumulate(scores.max(axis=0).tolist())]
+    high = _ROW * len(scores)
+    names = rows = ""
+    for device, row in enumerate(scores.tolist()):
+        names += svg.text(0, device * _ROW + 32, f"device {device}")
+        steps = [(x, count) for x, count in zip(starts, row, strict=False) if count]
+        bars = [(x, device * _ROW + 3, count, 18) for x, count in steps]
+        rows += svg.path(bars, palette.device(device), "")
+    lines = "".join(f"M{x} 0v{high}" for x in starts)
+    inside = (
+        f"{svg.text(_LEFT, 11, 'time →')}{names}"
+        f'<g transform="translate({_LEFT} 15) scale({_WIDE / longest:.3f} 1)">{rows}'
+        f'<path d="{lines}" fill="none" {svg.EDGE} stroke-dasharray="2 2" '
+        f'vector-effect="non-scaling-stroke"/></g>'
+    )
+    alt = "A row for each device over time: in each step of the ring a bar as long as its scores, "
+    alt += "and a gap until the slowest device is ready"
+    return svg.picture("", _LEFT + _WIDE, high + 18, alt, inside, 26)
 
 
-def _chosen(data, choice):
-    found = data["work"]
-    for key in KEYS:
-        found = found[choice[key]]
-    return found
-
-
-def _owners(order, n, size):
-    found = np.empty(size, int)
-    found[order(size, n)] = np.repeat(np.arange(n), size // n)
-    return found.tolist()
-
-
-def _work(work, order, n, size, mask):
-    visible, documents = mask
-    return work(order, n, size, visible, documents and documents(size)).tolist()
-
-
-def _runs(work, mask, size):
-    """For each query the keys that it sees: [first, count, first, count, ...]."""
-    visible, documents = mask
-    each = work(lambda size, n: np.arange(size), size, size, visible, documents and documents(size))
+def _runs(work, size, visible, documents):
+    """For each query the keys that it sees: [(first, count), ...]."""
+    each = work(lambda size, n: np.arange(size), size, size, visible, documents)
     found = []
     for query, row in enumerate(each):
         keys = np.roll(row[::-1], query + 1)  # of step t at query - t
-        edges = np.flatnonzero(np.diff([0, *keys, 0]))
-        starts, ends = edges[::2].tolist(), edges[1::2].tolist()
-        pairs = zip(starts, ends, strict=True)
-        found.append([x for a, b in pairs for x in (a, b - a)])
+        edges = np.flatnonzero(np.diff([0, *keys, 0])).tolist()
+        found.append([(a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True)])
     return found
-
-
-def _listed(sent):
-    return ", ".join(
-        f"{size:,} bytes by {escape(form)}" if isinstance(size, int) else escape(f"{form}: {size}")
-        for form, size in sent.items()
-    )

@@ -1,18 +1,29 @@
-"""The interactive figure of two products on n devices: cuts in; collectives, bytes, errors out."""
+"""The explorer of two products on n devices: cuts in; collectives, bytes, errors out."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shardwise_book.figures import blocks_drawing as drawing
-from shardwise_book.figures.interactive import STYLE, Data, Interactive, controls, select, status
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 CUTS = ("columns", "rows")
-ORDERS = (
-    "in their places",
-    "relu before them",
-    "last one left out",
+ORDERS = ("in their places", "relu before them", "last one left out")
+_T, _E, _F = 64, 40, 80  # tokens, embed and the hidden width, as drawn
+_PILE = 12  # by how much the last of a pile of summands is moved
+_MATRICES = (  # name, left, top, width, height: x twice, up, hidden; then hidden, down, y twice
+    ("x", 2, 34, _E, _T),
+    ("x", 102, 34, _E, _T),
+    ("up", 160, 46, _F, _E),
+    ("hidden", 258, 34, _F, _T),
+    ("hidden", 2, 160, _F, _T),
+    ("down", 100, 152, _E, _F),
+    ("y", 158, 160, _E, _T),
+    ("y", 276, 160, _E, _T),
 )
-_NAMES = ("devices", "first", "second", "sequence")
+_LABELS = {"before": (72, 66), "between": (140, 122), "after": (244, 192)}
+_KEY = """<p style="font-size: .88em">Grey is whole on every device. Bands are cut: each device has
+the band of its colour. A pile is a sum that has not been taken: every device has a summand.</p>"""
 
 
 class Block(NamedTuple):
@@ -38,103 +49,134 @@ class Block(NamedTuple):
 def block_explorer(blocks: Sequence[Block], start: int = 0) -> Interactive:
     """Choose devices, both cuts, whether tokens are cut, and where the collectives stand.
 
-    `blocks` has each combination of n, first, second and sequence, in this order; the figure first
-    shows number `start`.
+    `blocks` has each combination of n, first, second and sequence; the figure first shows number
+    `start`.
 
     Raises:
-      ValueError: a combination is missing, or stands elsewhere.
+      ValueError: a combination is missing.
     """
-    data = table(blocks)
-    frame, chosen = data["frames"][start], start
-    labels = "Devices", "First matrix by", "Second matrix by", "Tokens outside"
-    numbers = [f"{n}" for n in dict.fromkeys(block.n for block in blocks)]
-    options = numbers, CUTS, CUTS, ("whole", "cut")
-    made = ""
-    for name, label, offered, stride in zip(_NAMES, labels, options, data["strides"], strict=True):
-        made += select(name, label, offered, chosen // stride)
-        chosen %= stride
-    made += select("order", "Collectives", ORDERS, 0)
-    drawn = "".join(data["pieces"][i] for i in (*frame["pieces"], frame["labels"][0]))
-    still = controls(made, "choice") + drawing.picture(drawn, status(frame["words"][0]))
-    return Interactive("blocks.js", data, STYLE + still)
-
-
-def table(blocks: Sequence[Block]) -> Data:
-    """Frames with the numbers of their pieces, which many share, and a sentence for each order."""
+    found = {block[:4]: block for block in blocks}
     sizes = list(dict.fromkeys(block.n for block in blocks))
-    every = [(n, f, s, q) for n in sizes for f in CUTS for s in CUTS for q in (False, True)]
-    if every != [block[:4] for block in blocks]:
+    every = list(itertools.product(sizes, CUTS, CUTS, (False, True)))
+    if {*every} != {*found}:
         raise ValueError(
             f"figures.block_explorer: expected {len(every)} blocks, for each n both cuts of the "
-            f"first matrix, of the second, and tokens whole and cut; got {len(blocks)}, or another "
-            f"order."
+            f"first matrix, of the second, and tokens whole and cut; got {len(found)}."
         )
-    pieces: dict[str, int] = {}
+    controls = {
+        "n": Control("Devices", sizes),
+        "first": Control("First matrix by", CUTS),
+        "second": Control("Second matrix by", CUTS),
+        "sequence": Control("Tokens outside", {"whole": False, "cut": True}),
+        "order": Control("Collectives", {name: i for i, name in enumerate(ORDERS)}),
+    }
 
-    def number(piece):
-        return pieces.setdefault(piece, len(pieces))
+    def result(n, first, second, sequence, order):
+        return describe(found[n, first, second, sequence], order)
 
-    frames = [
-        {
-            "pieces": [number(piece) for piece in drawing.matrices(block.n, states(block))],
-            "labels": [number(drawing.labels(block.sends, order)) for order in range(3)],
-            "words": [describe(block, order) for order in range(3)],
-        }
-        for block in blocks
-    ]
-    strides = [8, 4, 2, 1]
-    return {"frames": frames, "pieces": list(pieces), "names": _NAMES, "strides": strides}
+    def matrices(n, first, second, sequence):
+        places = zip(_MATRICES, states(first, second, sequence), strict=True)
+        return "".join(matrix(n, state, *place) for place, state in places)
+
+    def labels(n, first, second, sequence, order):
+        return _labels(found[n, first, second, sequence].sends, order)
+
+    alt = "Two products of matrices: for each matrix how it lies on the devices, and on the arrows "
+    alt += "the collectives between"
+    inside = f'{_signs()}<g id="@matrices"></g><g id="@labels"></g>'
+    layout = (
+        f'<div class="pictures">{svg.picture("", 352, 250, alt, inside, 27)}'
+        f'<div style="flex: 1 1 15rem">{RESULT}{_KEY}</div></div>'
+    )
+    parts = {"result": result, "matrices": matrices, "labels": labels}
+    options = sizes, CUTS, CUTS, (False, True)
+    numbers = (given.index(one) for given, one in zip(options, blocks[start][:4], strict=True))
+    return explorer(controls, layout, parts, dict(zip(controls, numbers, strict=False)))
 
 
-def states(block: Block) -> tuple[str, ...]:
+def states(first: str, second: str, sequence: bool) -> tuple[str, ...]:
     """How each matrix lies, in the order in which they are drawn: "whole", "rows", "columns" or
     "partial"; of an activation, as it is and as the next product, or what follows, needs it.
     """
-    outside = "rows" if block.sequence else "whole"
+    outside = "rows" if sequence else "whole"
     needs = {"columns": "whole", "rows": "columns"}
     gives = {"columns": "columns", "rows": "partial"}
-    first, second = block.first, block.second
     up = outside, needs[first], first, gives[first]
     return *up, needs[second], second, gives[second], outside
 
 
 def describe(block: Block, order: int = 0) -> str:
     """What a choice costs, or what is wrong with it, as HTML; numbers carry names."""
+    if order == 1 and block.early == 0:
+        return (
+            f"{said('verdict', 'Right too.')} A device has finished entries of the hidden matrix, "
+            f"and the nonlinearity acts on each by itself."
+        )
     if order == 1:
-        return _early(block)
+        return (
+            f"{_wrong(block.early)}: relu of a part of a sum is no part of relu of the sum. The "
+            f"sum must come first."
+        )
+    if order == 2 and block.unsent is None:
+        return (
+            f"{said('verdict', 'No result.')} A device has its columns of y, where what follows "
+            f"expects {'its tokens' if block.sequence else 'all of them'}."
+        )
     if order == 2:
-        return _unsent(block)
-    sent = sum(size for _, size in block.sends.values())
+        return (
+            f"{_wrong(block.unsent)}: a device has its own summand of y, of the right shape, and "
+            f"others have others."
+        )
     words = {"before": "before the first product", "between": "between", "after": "at the end"}
     listed = ", ".join(f"{kind} {words[place]}" for place, (kind, _) in block.sends.items())
+    sent = sum(size for _, size in block.sends.values())
     return (
-        f'<b data-name="verdict">Right.</b> Forward, a device sends '
-        f'<b data-name="sent">{sent:,}</b> bytes: {listed}. Of both matrices it holds '
-        f'<b data-name="held">{block.held:,}</b> bytes.'
+        f"{said('verdict', 'Right.')} Forward, a device sends {said('sent', sent)} bytes: {listed}"
+        f". Of both matrices it holds {said('held', block.held)} bytes."
     )
 
 
-def _early(block):
-    if block.early == 0:
-        return (
-            '<b data-name="verdict">Right too.</b> A device has finished entries of the hidden '
-            "matrix, and the nonlinearity acts on each by itself."
-        )
-    return (
-        f'<b data-name="verdict">Wrong</b> by <b data-name="error">{block.early:.0%}</b> of the '
-        f"largest entry: relu of a part of a sum is no part of relu of the sum. The sum must come "
-        f"first."
-    )
+def _wrong(error):
+    return f"{said('verdict', 'Wrong')} by {said('error', f'{error:.0%}')} of the largest entry"
 
 
-def _unsent(block):
-    if block.unsent is None:
-        return (
-            '<b data-name="verdict">No result.</b> A device has its columns of y, where what '
-            f"follows expects {'its tokens' if block.sequence else 'all of them'}."
-        )
-    return (
-        f'<b data-name="verdict">Wrong</b> by <b data-name="error">{block.unsent:.0%}</b> of the '
-        f"largest entry: a device has its own summand of y, of the right shape, and others have "
-        f"others."
+def matrix(n: int, state: str, name: str, left: int, top: int, wide: int, high: int) -> str:
+    """A matrix on n devices, in grey, in bands, or piled."""
+    thin, drawn = svg.EDGE + ' stroke-width=".7"', svg.text(left, top - 6, name)
+    if state == "whole":
+        return drawn + svg.box(left, top, wide, high, "currentColor", f'{thin} fill-opacity=".22"')
+    for i in reversed(range(n)):  # the first of a pile lies on top
+        place = {
+            "partial": (left + i * _PILE / (n - 1), top + i * _PILE / (n - 1), wide, high),
+            "columns": (left + i * wide / n, top, wide / n, high),
+            "rows": (left, top + i * high / n, wide, high / n),
+        }[state]
+        drawn += svg.box(*place, palette.device(i), thin)
+    return drawn
+
+
+def _labels(sends, order):
+    """The collectives beside their arrows; order 2 leaves the last out."""
+    drawn = []
+    for place, (x, y) in _LABELS.items():
+        kind = sends[place][0] if place in sends else ""
+        if place == "between":
+            steps = ["relu", kind] if order == 1 or not kind else [kind, "relu"]
+            drawn.append(svg.text(x, y, ", then ".join(filter(None, steps))))
+            continue
+        first, _, last = kind.rpartition("-")
+        lines = [f"{first}-", last] if first else [last]
+        lines = ["left", "out"] if order == 2 and place == "after" else lines
+        drawn += [svg.text(x, y - 22 + 13 * i, line, "middle") for i, line in enumerate(lines)]
+    return "".join(drawn)
+
+
+def _signs():
+    """What is there for every choice: arrows, and signs between the matrices."""
+    arrow = f'fill="none" {svg.EDGE} stroke-width="1.3"'
+    paths = "M48 66h46m-5 -4l5 4l-5 4", "M220 192h48m-5 -4l5 4l-5 4", "M130 108v22m-4 -5l4 5l4 -5"
+    signs = (151, 70, "×"), (249, 70, "="), (91, 196, "×"), (149, 196, "=")
+    return "".join(
+        [f'<path d="{path}" {arrow}/>' for path in paths]
+        + [svg.text(*sign, "middle") for sign in signs]
     )

@@ -1,105 +1,172 @@
-"""Interactive figures: a still drawn by Python, numbers computed by Python, a little JavaScript."""
+"""Interactive figures: Python draws every state, and one small script shows the chosen one."""
 
+import base64
+import inspect
 import json
 import re
 import secrets
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
-Data = dict[str, Any]  # all that a figure offers; its script reads it as JSON
-Choice = dict[str, Any]  # what its controls say
-
-STYLE = """<style>
-.shardwise-figure { margin: 1rem 0; line-height: 1.45; }
-.shardwise-figure fieldset { border: 0; margin: 0; padding: 0; display: flex; flex-wrap: wrap;
-  gap: .5rem 1.1rem; }
-.shardwise-figure label { font-size: .88em; display: grid; gap: .15rem; }
-.shardwise-figure select, .shardwise-figure input { font: inherit; min-height: 2rem; }
-.shardwise-figure .steps, .shardwise-figure .steps div { display: flex; flex-wrap: wrap;
-  gap: .5rem; align-items: end; }
-.shardwise-figure .steps button { font: inherit; font-size: .88em; min-height: 2rem;
-  min-width: 4.2em; }
-@media (max-width: 30rem) {
-  .shardwise-figure fieldset { display: grid; grid-template-columns: 1fr 1fr; align-items: end; }
-  .shardwise-figure .steps, .shardwise-figure .steps label { grid-column: 1 / -1; flex-grow: 1; }
-  .shardwise-figure select, .shardwise-figure input[type=range] { width: 100%; min-width: 0; }
-}
-.shardwise-figure .pictures { display: flex; flex-wrap: wrap; gap: .5rem 2rem;
-  margin: .9rem 0 .4rem; overflow-x: auto; }
-.shardwise-figure svg { width: 100%; max-width: 21rem; height: auto; fill: currentColor;
-  font: 12px system-ui, sans-serif; }
-.shardwise-figure .error { border-left: 3px solid #c8504b; padding-left: .7rem;
-  overflow-wrap: anywhere; }
-</style>"""
+RESULT = '<p id="@result" role="status" aria-live="polite"></p>'  # read aloud when it changes
 
 
 class Interactive:
     """A figure that shows itself as HTML, with everything inside it: nothing is fetched.
 
-    `script` is a file of this package that holds one JavaScript function of (root, data, shared),
-    where `shared` is what figure.js returns; `still` is the HTML it brings to life, which must make
-    sense without it, and in which names that a caller gave are escaped. In `still`, "@name" as
-    an id or a name becomes one of this showing alone: a figure may stand on a page many times.
+    `script` is a file of this package that holds one JavaScript function of (root, data); `still`
+    is the HTML it brings to life, which must make sense without it, and in which names that a
+    caller gave are escaped. In `still`, "@name" as an id or a name becomes one of this showing
+    alone: a figure may stand on a page many times.
     """
 
-    def __init__(self, script: str, data: Data, still: str) -> None:
+    def __init__(self, script: str, data: Any, still: str) -> None:
         self.script, self.data, self.still = script, data, still
 
     def _repr_html_(self) -> str:
         root = f"shardwise-{secrets.token_hex(4)}"
         # An escaped name holds no quotation mark, so an "@" in one is never taken for an id.
-        still = re.sub(r'((?:id|for|name)=")@', rf"\g<1>{root}-", self.still)
+        still = re.sub(r'((?:id|for|name)="|<style>#)@', rf"\g<1>{root}-", self.still)
         data = json.dumps(self.data, separators=(",", ":")).replace("<", "\\u003c")
-        own, shared = code(self.script), code("figure.js")
         return (
-            f'<div id="{root}" class="shardwise-figure">{still}</div>\n'
-            f"<script>((root) => ({own})(root, {data}, ({shared})(root)))"
+            f'<div id="{root}" class="shardwise-figure"><style>{code("interactive.css")}</style>'
+            f"{still}</div>\n"
+            f"<script>((root) => ({code(self.script)})(root, {data}))"
             f'(document.getElementById("{root}"));</script>'
         )
 
 
-def code(script: str) -> str:
-    """The script without indentation and lines of comment: each showing repeats it."""
-    lines = files(__package__).joinpath(script).read_text(encoding="utf-8").split("\n")
-    return "\n".join(line.strip() for line in lines if not line.strip().startswith("//")).strip()
+def code(name: str) -> str:
+    """A file of this package without indentation and lines of comment: each showing repeats it."""
+    lines = files(__package__).joinpath(name).read_text(encoding="utf-8").split("\n")
+    return "\n".join(line.strip() for line in lines if line.strip()[:2] not in ("//", "/*")).strip()
 
 
-def select(name: str, label: str, options: Sequence[str], chosen: int) -> str:
-    """A labelled choice, with the id "@name"; its value is the number of the option."""
-    listed = "".join(
-        f'<option value="{i}"{" selected" if i == chosen else ""}>{escape(text)}</option>'
-        for i, text in enumerate(options)
+class Control(NamedTuple):
+    """A control of an explorer.
+
+    `options` maps what each option is called to its value; a list has values that are called what
+    they are. Where they depend on the controls before it, a function makes them, whose parameters
+    are the names of these. `kind` is "select", "range" for a slider, or "steps" for a slider with
+    buttons, of which a figure has one, called "step".
+    """
+
+    label: str
+    options: Mapping[str, Any] | Sequence[Any] | Callable[..., Mapping[str, Any] | Sequence[Any]]
+    kind: str = "select"
+
+    def offered(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The options, by name, where the controls have the values `given`."""
+        found = self.options(**{k: given[k] for k in self.needs}) if self.needs else self.options
+        return dict(found) if isinstance(found, Mapping) else {str(value): value for value in found}
+
+    @property
+    def needs(self) -> list[str]:
+        """The names of the controls that the options depend on."""
+        return _keys(self.options, {}) if callable(self.options) else []
+
+
+def explorer(
+    controls: Mapping[str, Control],
+    layout: str,
+    parts: Mapping[str, Callable[..., str]],
+    start: Mapping[str, int] | None = None,
+    shows: str = "choice",
+) -> Interactive:
+    """An explorer: `parts` maps ids of elements in `layout` to functions that draw their inside.
+
+    The parameters of such a function are the names of the controls that it depends on, in their
+    order (`**` stands for all), and it gets their values. It is called for everything that these
+    can say; player.js shows what was drawn. `start` has the number of the option that a control
+    is first at, 0 where it is left out. Without the script the figure `shows` one thing: this.
+
+    Raises:
+      ValueError: a control starts at an option that it has not.
+    """
+    given: dict[str, Any] = {}
+    made = ""
+    for name, control in controls.items():
+        options, chosen = control.offered(given), (start or {}).get(name, 0)
+        if chosen not in range(len(options)):
+            raise ValueError(
+                f"{control.label} starts at option {chosen!r}; on offer are 0 to "
+                f"{len(options) - 1}: {', '.join(options)}."
+            )
+        made += _control(name, control, list(options), chosen)
+        given[name] = list(options.values())[chosen]
+    first = {
+        name: draw(**{k: given[k] for k in _keys(draw, controls)}) for name, draw in parts.items()
+    }
+    inside = re.sub(r'id="@(\w+)"[^>]*>', lambda tag: tag[0] + first.get(tag[1], ""), layout)
+    still = (
+        f"<noscript><p>Without JavaScript this figure shows one {shows}.</p></noscript>"
+        f"<fieldset disabled>{made}</fieldset>{inside}"
     )
-    return f'<label for="@{name}">{label}<select id="@{name}">{listed}</select></label>'
+    return Interactive("player.js", _packed(controls, parts), still)
 
 
-def slider(name: str, label: str, last: int, chosen: int) -> str:
-    """A labelled range from 0 to `last`, with the id "@name"."""
-    return (
-        f'<label for="@{name}">{label}<input id="@{name}" type="range" min="0" max="{last}" '
+def _keys(function, controls):
+    found = inspect.signature(function).parameters.values()
+    every = any(one.kind is one.VAR_KEYWORD for one in found)
+    return list(controls) if every else [one.name for one in found]
+
+
+def _packed(controls, parts):
+    """All states, deflated: each text once, and tables of their numbers, in which 0 is the next."""
+    texts: dict[str, int] = {}
+
+    def shared(text):
+        return texts.get(text) or texts.setdefault(text, len(texts) + 1) * 0
+
+    def table(function, keys, given):
+        if len(given) == len(keys):
+            return function(**given)
+        name = keys[len(given)]
+        values = controls[name].offered(given).values()
+        return [table(function, keys, given | {name: value}) for value in values]
+
+    def keyed(function, keys):
+        return {"keys": keys, "table": table(function, keys, {})}
+
+    offered = {
+        name: keyed(lambda control=control, **given: list(control.offered(given)), control.needs)
+        for name, control in controls.items()
+    }
+    drawn = {
+        name: keyed(lambda draw=draw, **given: shared(draw(**given)), _keys(draw, controls))
+        for name, draw in parts.items()
+    }
+    data = {"controls": offered, "parts": drawn, "texts": list(texts)}
+    packed = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    return base64.b64encode(zlib.compress(packed.encode(), 9)).decode()
+
+
+def _control(name, control, options, chosen):
+    """A labelled control with the id "@name"."""
+    label = f'<label for="@{name}">{escape(control.label)}'
+    if control.kind == "select":
+        listed = "".join(
+            f'<option value="{i}"{" selected" * (i == chosen)}>{escape(text)}</option>'
+            for i, text in enumerate(options)
+        )
+        return f'{label}<select id="@{name}">{listed}</select></label>'
+    made = (
+        f'{label}<input id="@{name}" type="range" min="0" max="{len(options) - 1}" '
         f'value="{chosen}"></label>'
     )
-
-
-def steps(label: str, last: int, chosen: int) -> str:
-    """The slider "@step" of a run of events, and buttons below; figure.js moves and plays them."""
+    if control.kind == "range":
+        return made
     buttons = "".join(
         f'<button id="@{name.lower()}" type="button">{name}</button>'
         for name in ("Back", "Play", "Next")
     )
-    return f'<div class="steps">{slider("step", label, last, chosen)}<div>{buttons}</div></div>'
+    return f'<div class="steps">{made}<div>{buttons}</div></div>'
 
 
-def controls(made: str, shows: str) -> str:
-    """The controls, off until the script has come; without it the figure `shows` one thing."""
-    return (
-        f"<noscript><p>Without JavaScript this figure shows one {shows}.</p></noscript>"
-        f"<fieldset disabled>{made}</fieldset>"
-    )
-
-
-def status(text: str) -> str:
-    """The result in words, read aloud when it changes."""
-    return f'<p id="@result" role="status" aria-live="polite">{text}</p>'
+def said(name: str, value: Any) -> str:
+    """A number or word of the result, in bold, which carries a name."""
+    shown = f"{value:,}" if isinstance(value, int) else escape(str(value))
+    return f'<b data-name="{name}">{shown}</b>'

@@ -1,46 +1,32 @@
-"""The interactive lanes of compute and network: how much of a step compute waits for messages."""
+"""The lanes of compute and network: how much of a step compute waits for messages."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
-from shardwise_book.figures import lanes_drawing as drawing
-from shardwise_book.figures.interactive import (
-    STYLE,
-    Choice,
-    Data,
-    Interactive,
-    controls,
-    select,
-    status,
-)
-from shardwise_book.figures.overlap import STRATEGIES, Overlap, overlap
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.overlap import Overlap, overlap
 
-OFFERED = {
-    "data": {
-        "name": "Data parallelism",
-        "ahead": ["at the end", "layer by layer"],
-        "reduce": "all-reduce",
-        "held": "Weights and gradients of all {6} layers lie whole on the device at any time, "
-        '<b data-name="held">{7}</b>.',
-    },
-    "fsdp": {
-        "name": "FSDP",
-        "ahead": [f"{n} layer{'s' * (n != 1)} ahead" for n in range(3)],
-        "reduce": "reduce-scatter",
-        "held": 'At most <b data-name="whole">{5}</b> of {6} layers have their weights whole on '
-        "the device, arriving ones too, and {8} their gradients: "
-        '<b data-name="held">{7}</b> beside the shards.',
-    },
+LAYERS = 4
+NAMES = {"data": "Data parallelism", "fsdp": "FSDP"}
+AHEAD = {
+    "data": ["at the end", "layer by layer"],
+    "fsdp": ["0 layers ahead", "1 layer ahead", "2 layers ahead"],
 }
-SAYS = (
-    '<b data-name="name">{0}</b>: compute <b data-name="compute">{1}</b>, network '
-    '<b data-name="network">{2}</b>, a step <b data-name="step">{3}</b>. Compute waits '
-    '<b data-name="exposed">{4}</b> of it. '
-)
-OWN_STYLE = "<style>.shardwise-figure svg.lanes { max-width: 36rem; font-size: 11px; }</style>"
+COLOURS = {
+    "forward": palette.DEVICES[1],
+    "backward": palette.DEVICES[4],
+    "gather": palette.DEVICES[5],
+    "reduce": palette.DEVICES[2],
+}
+_LEFT, _WIDE, _ROW = 56, 312, 10  # of the picture, in its own units
+_FOOT = 74 + _ROW * LAYERS  # where the lanes end; below stand the time of the step and the key
+_WAITS = svg.EDGE + ' stroke-dasharray="3 2"'
 
 
 def lanes_explorer(
+    strategy: str,
     layer_bytes: float,
     layer_flops: float,
     *,
@@ -48,9 +34,6 @@ def lanes_explorer(
     bandwidths: Mapping[str, float],
     devices: int,
     tokens: Sequence[int],
-    layers: int = 4,
-    strategies: Sequence[str] = STRATEGIES,
-    gradient_bytes: float | None = None,
     backward: float = 2.0,
     start: Mapping[str, int] | None = None,
 ) -> Interactive:
@@ -59,67 +42,66 @@ def lanes_explorer(
     Latency, embedding, head and the optimizer's update are left out; see `figures.overlap`.
 
     Args:
-      layer_bytes: of one layer's weights, in the dtype in which they are sent; its gradient has
-        `gradient_bytes`, by default as many.
+      strategy: "data" or "fsdp".
+      layer_bytes: of one layer's weights, in the dtype in which they are sent, and of its gradient.
       layer_flops: of one layer's forward pass, for one token; a backward pass has `backward` times
         as many (2; 3 with rematerialisation).
       flops_per_s: what a device computes.
       bandwidths: the links on offer, each with the bytes/s that a device sends over it.
       devices: n; a ring sends (n − 1)/n of a gather or a scatter, and of an all-reduce twice that.
       tokens: the numbers of tokens on each device on offer.
-      strategies: "data", "fsdp", or both; the first is shown first.
-      start: number of the option shown first, for "strategy", "tokens", "bandwidth" or "ahead".
+      start: number of the option shown first, for "tokens", "bandwidth" or "ahead".
     """
-    sizes = {"gather": layer_bytes, "reduce": gradient_bytes or layer_bytes}
-    forward = [t * layer_flops / flops_per_s for t in tokens]
-    times = [{"forward": t, "backward": backward * t} for t in forward]
-    ring = (devices - 1) / devices
-    unit = ("ms", 1e3) if max(forward) > 1e-3 else ("µs", 1e6)
-    offered = []
-    for strategy in strategies:
-        share = 2 * ring if strategy == "data" else ring
-        sent = {kind: share * size for kind, size in sizes.items()}
-        runs = [
-            [_frames(strategy, layers, t, _over(sent, w), sizes, unit) for w in bandwidths.values()]
-            for t in times
-        ]
-        entry = OFFERED[strategy]
-        words = drawing.words(layers, entry["reduce"])
-        offered.append({**entry, "says": SAYS + entry["held"], "words": words, "runs": runs})
-    shown = {"strategy": 0, "tokens": len(tokens) // 2, "bandwidth": 0, "ahead": 1}
-    data = {
-        "strategies": offered,
-        "tokens": [f"{t:,}" for t in tokens],
-        "bandwidths": list(bandwidths),
-        "layers": layers,
-        "kinds": list(drawing.KINDS.values()),
-        "foot": drawing.foot(layers),
-        "start": shown | dict(start or {}),
+    sent = layer_bytes * (devices - 1) / devices
+    slowest = max(tokens) * layer_flops / flops_per_s
+    unit = ("ms", 1e3) if slowest > 1e-3 else ("µs", 1e6)
+
+    @functools.cache
+    def run(tokens, bandwidth, ahead):
+        forward, gather = tokens * layer_flops / flops_per_s, sent / bandwidth
+        reduce = 2 * gather if strategy == "data" else gather
+        return overlap(strategy, ahead, LAYERS, forward, backward * forward, reduce, gather)
+
+    def result(tokens, bandwidth, ahead):
+        found = run(tokens, bandwidth, ahead)
+        return describe(found, (found.whole + found.gradients) * layer_bytes, unit)
+
+    def lanes(tokens, bandwidth, ahead):
+        found = run(tokens, bandwidth, ahead)
+        longest = max(run(tokens, bandwidth, i).step for i in range(len(AHEAD[strategy])))
+        return _picture(found, longest, _time(found.step, unit))
+
+    controls = {
+        "tokens": Control("Tokens on each device", {f"{n:,}": n for n in tokens}),
+        "bandwidth": Control("Bandwidth", bandwidths),
+        "ahead": Control("Overlap", {words: i for i, words in enumerate(AHEAD[strategy])}),
     }
-    said = status(describe(data, data["start"]))
-    return Interactive("lanes.js", data, STYLE + OWN_STYLE + _controls(data) + _still(data) + said)
+    alt = "One training step over time: what the device computes, what its link sends, and which "
+    alt += "layers lie whole"
+    picture = svg.picture("lanes", 380, _FOOT + 54, alt, rem=36)
+    layout = f'<div class="pictures">{picture}</div>{RESULT}'
+    first = {"tokens": len(tokens) // 2, "ahead": 1} | dict(start or {})
+    return explorer(controls, layout, {"result": result, "lanes": lanes}, first)
 
 
-def _over(sent, bandwidth):
-    return {kind: size / bandwidth for kind, size in sent.items()}
-
-
-def _frames(strategy, layers, passes, messages, sizes, unit):
-    """The runs that differ in what overlaps, all on one scale."""
-    runs = [
-        overlap(strategy, ahead, layers, **passes, **messages)
-        for ahead in range(len(OFFERED[strategy]["ahead"]))
-    ]
-    longest = max(run.step for run in runs)
-    return [{"said": _said(run, sizes, unit), **drawing.geometry(run, longest)} for run in runs]
-
-
-def _said(run: Overlap, sizes, unit):
-    layers = len(run.passes) // 2
-    held = run.whole * sizes["gather"] + run.gradients * sizes["reduce"]
-    waits = f"{_time(run.exposed, unit)} ({run.exposed / run.step:.0%})"
-    times = [_time(seconds, unit) for seconds in (run.compute, run.network, run.step)]
-    return [*times, waits, run.whole, layers, _bytes(held), run.gradients]
+def describe(run: Overlap, held: float, unit: tuple[str, float]) -> str:
+    """The result in words; numbers carry names."""
+    compute, network, step, waits = (
+        _time(seconds, unit) for seconds in (run.compute, run.network, run.step, run.exposed)
+    )
+    size = said("held", _bytes(held))
+    whole = (
+        f"Weights and gradients of all {LAYERS} layers lie whole on the device at any time, {size}."
+        if run.strategy == "data"
+        else f"At most {said('whole', run.whole)} of {LAYERS} layers have their weights whole on "
+        f"the device, arriving ones too, and {run.gradients} their gradients: {size} beside the "
+        f"shards."
+    )
+    return (
+        f"{said('name', NAMES[run.strategy])}: compute {said('compute', compute)}, network "
+        f"{said('network', network)}, a step {said('step', step)}. Compute waits "
+        f"{said('exposed', f'{waits} ({run.exposed / run.step:.0%})')} of it. {whole}"
+    )
 
 
 def _time(seconds, unit):
@@ -133,42 +115,50 @@ def _bytes(size):
     return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e3:,.0f} kB"
 
 
-def look(data: Data, choice: Choice) -> tuple[Data, Data]:
-    """The strategy of a choice, and the frame that it shows."""
-    strategy = data["strategies"][choice["strategy"]]
-    return strategy, strategy["runs"][choice["tokens"]][choice["bandwidth"]][choice["ahead"]]
+def _picture(run: Overlap, longest: float, took: str) -> str:
+    scale = _WIDE / longest
+    drawn = [
+        svg.text(0, y, n)
+        for n, y in (("compute", 21), ("network", 53), ("weights", 79), ("whole", 91))
+    ]
 
+    def draw(start, end, top, high, fill="none", more="", label=None):
+        wide = scale * (end - start)
+        if wide <= 0.05:
+            return
+        x, gap = _LEFT + scale * start, min(1, wide / 6)  # what tells neighbours of a kind apart
+        drawn.append(svg.box(round(x, 1), top, round(wide - gap, 1), high, fill, more))
+        if label is not None and wide >= 10:
+            ink = f'fill="{palette.ink(fill)}"'
+            drawn.append(svg.text(round(x + wide / 2, 1), top + 17, label, "middle", ink))
 
-def describe(data: Data, choice: Choice) -> str:
-    """The result in words; numbers carry names."""
-    strategy, frame = look(data, choice)
-    return strategy["says"].format(strategy["name"], *frame["said"])
-
-
-def picture(data: Data, choice: Choice) -> str:
-    """The lanes as the inside of an SVG."""
-    strategy, frame = look(data, choice)
-    return drawing.picture(data, strategy, frame)
-
-
-def _still(data):
-    height = data["foot"] + 54
-    return (
-        f'<div class="pictures"><svg id="@lanes" class="lanes" viewBox="0 0 380 {height}" '
-        f'role="img" aria-label="One training step over time: what the device computes, what its '
-        f'link sends, and which layers lie whole">{picture(data, data["start"])}</svg></div>'
+    for task in (*run.passes, *run.messages):
+        top = 4 if task in run.passes else 36
+        draw(task.start, task.end, top, 26, COLOURS[task.kind], "", task.layer)
+    ends = [0.0, *(task.end for task in run.passes)]
+    starts = [*(task.start for task in run.passes), run.step]
+    for free, start in zip(ends, starts, strict=True):
+        draw(free, start, 4.5, 25, more=_WAITS)
+    whole = [(0.0, run.step, layer) for layer in range(LAYERS)]
+    if run.strategy == "fsdp":
+        uses = zip(run.messages, run.passes, strict=False)
+        whole = [(gather.start, used.end, used.layer) for gather, used in uses]
+    for start, end, layer in whole:
+        draw(start, end, 70 + _ROW * layer, 7, "currentColor", 'opacity=".55"')
+    end = round(_LEFT + scale * run.step, 1)
+    drawn.append(
+        f'<path d="M{end:g} 0V{_FOOT}" {svg.EDGE}/>' + svg.text(end, _FOOT + 12, took, "end")
     )
+    return "".join(drawn) + _key(run.strategy)
 
 
-def _controls(data):
-    names = [strategy["name"] for strategy in data["strategies"]]
-    options = {
-        "strategy": ("Strategy", names),
-        "tokens": ("Tokens on each device", data["tokens"]),
-        "bandwidth": ("Bandwidth", data["bandwidths"]),
-        "ahead": ("Overlap", data["strategies"][data["start"]["strategy"]]["ahead"]),
-    }
-    if len(names) == 1:
-        del options["strategy"]
-    made = (select(key, *options[key], data["start"][key]) for key in options)
-    return controls("".join(made), "choice")
+def _key(strategy):
+    kinds = {"forward": "forward", "backward": "backward", "": "compute waits"}
+    kinds |= {"gather": "all-gather"} if strategy == "fsdp" else {}
+    kinds["reduce"] = "reduce-scatter" if strategy == "fsdp" else "all-reduce"
+    drawn = ""
+    for place, (kind, name) in enumerate(kinds.items()):
+        x, y = _LEFT + 104 * (place % 3), _FOOT + 22 + 17 * (place // 3)
+        drawn += svg.box(x, y, 11, 11, COLOURS.get(kind, "none"), "" if kind else _WAITS)
+        drawn += svg.text(x + 16, y + 10, name)
+    return drawn

@@ -1,5 +1,6 @@
-"""The figure of one layer under several layouts: what a device holds, receives and never sees."""
+"""The explorer of one layer under several layouts: what a device holds and receives."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -8,16 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import (
-    STYLE,
-    Data,
-    Interactive,
-    controls,
-    select,
-    slider,
-    status,
-)
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 Specs = Mapping[str, PartitionSpec]  # by the name of a matrix
 _WIDE, _GAP, _LEFT = 330, 24, 4  # of the picture, in its own units
@@ -50,7 +43,6 @@ def layer_explorer(
     rows: Mapping[str, Mapping[str, tuple[tuple[int, ...], int]]],
     layouts: Mapping[str, tuple[Specs, Specs, Sequence]],
     chosen: int = 0,
-    itemsize: int = 4,
 ) -> Interactive:
     """Choose a layout and a device; see which block of each matrix it holds, and which it receives.
 
@@ -61,48 +53,56 @@ def layer_explorer(
     Raises:
       ValueError: a spec whose block is no rectangle of the matrix as drawn.
     """
-    data = table(mesh, rows, layouts, itemsize) | {"start": [chosen, 0]}
-    first = data["frames"][chosen]
-    made = select("layout", "Layout", list(layouts), chosen)
-    made += slider("device", f"Device, 0 to {mesh.size - 1}", mesh.size - 1, 0)
-    picture = (
-        f'<div class="pictures"><svg id="@picture" viewBox="0 0 {_WIDE} {data["height"]}" '
-        f'role="img" aria-label="The matrices of one layer: filled where the device holds them, '
-        f'pale with a dashed edge where it receives them before use, empty elsewhere">'
-        f'{data["outlines"]}<g id="@sums">{first["sums"]}</g>'
-        f'<g id="@blocks">{first["devices"][0]["blocks"]}</g></svg></div>'
-    )
-    words = status(first["devices"][0]["words"]) + f'<div id="@sends">{first["sends"]}</div>'
-    return Interactive("layer.js", data, STYLE + controls(made, "layout") + picture + words)
-
-
-def table(
-    mesh: Mesh,
-    rows: Mapping[str, Mapping[str, tuple[tuple[int, ...], int]]],
-    layouts: Mapping[str, tuple[Specs, Specs, Sequence]],
-    itemsize: int = 4,
-) -> Data:
-    """All as HTML: by layout what is sent and summed, and by device its blocks and the words."""
     rows = {title: {name: Matrix(*m) for name, m in row.items()} for title, row in rows.items()}
     places, outlines, height = _arranged(rows)
     matrices = {name: matrix for row in rows.values() for name, matrix in row.items()}
-    frames = []
-    for title, layout in layouts.items():
-        layout = Layout(*layout)
-        held, used = (
-            {name: _blocks(mesh, m, specs[name]) for name, m in matrices.items()}
-            for specs in (layout.held, layout.used)
+    whole = 4 * sum(math.prod(m.drawn) for m in matrices.values())  # bytes, of float32
+    named = {title: Layout(*layout) for title, layout in layouts.items()}
+
+    @functools.cache
+    def blocks_of(title, kind):
+        specs = getattr(named[title], kind)
+        return {name: _blocks(mesh, m, specs[name]) for name, m in matrices.items()}
+
+    def both(title, device):
+        """The blocks that a device holds, and those that it uses."""
+        kinds = (blocks_of(title, kind) for kind in ("held", "used"))
+        return [{name: found[device] for name, found in kind.items()} for kind in kinds]
+
+    def result(layout, device):
+        place = np.unravel_index(device, tuple(mesh.shape.values()))
+        where = ", ".join(f"{name} {int(n)}" for name, n in zip(mesh.shape, place, strict=True))
+        mine, needed = (4 * sum(map(_area, kind.values())) for kind in both(layout, device))
+        more = f"receives {said('received', needed - mine)} bytes before their use"
+        received = more if needed > mine else "receives none"
+        return (
+            f"{escape(layout)}, device {device} ({where}): of the {whole:,} bytes of these "
+            f"matrices it holds {said('held', mine)}, {received}, and "
+            f"never sees {said('unseen', whole - needed)}."
         )
-        summed = [n for n, m in matrices.items() if _height(used[n][0]) < m.drawn[0]]
-        sums = "".join(_sum(places[name]) for name in summed)
-        devices = []
-        for i in range(mesh.size):
-            mine = [{name: blocks[name][i] for name in matrices} for blocks in (held, used)]
-            words = _words(mesh, title, i, matrices, *mine, itemsize)
-            blocks = _filled(places, *mine, palette.device(i))
-            devices.append({"blocks": blocks, "words": words})
-        frames.append({"sends": _sends(layout.sends), "sums": sums, "devices": devices})
-    return {"frames": frames, "outlines": outlines, "height": height}
+
+    def blocks(layout, device):
+        return _filled(places, *both(layout, device), palette.device(device))
+
+    def sums(layout):
+        used = blocks_of(layout, "used")
+        summed = [n for n, m in matrices.items() if used[n][0][1] - used[n][0][0] < m.drawn[0]]
+        at = [places[name][3:] for name in summed]
+        return "".join(svg.text(x, y + 6, "Σ", "middle", 'font-size="18"') for x, y in at)
+
+    controls = {
+        "layout": Control("Layout", {title: title for title in layouts}),
+        "device": Control(f"Device, 0 to {mesh.size - 1}", range(mesh.size), "range"),
+    }
+    alt = "The matrices of one layer: filled where the device holds them, pale with a dashed edge "
+    alt += "where it receives them before use, empty elsewhere"
+    inside = f'{outlines}<g id="@sums"></g><g id="@blocks"></g>'
+    layout = f'<div class="pictures">{svg.picture("", _WIDE, height, alt, inside)}</div>{RESULT}'
+    parts = {"result": result, "blocks": blocks, "sums": sums,
+             "sends": lambda layout: _sends(named[layout].sends)}  # fmt: skip
+    return explorer(
+        controls, layout + '<div id="@sends"></div>', parts, {"layout": chosen}, "layout"
+    )
 
 
 def _arranged(rows):
@@ -113,56 +113,31 @@ def _arranged(rows):
     )
     places, parts, y = {}, [], 0
     for title, row in rows.items():
-        parts.append(f'<text x="0" y="{y + 14}" font-weight="bold">{escape(title)}</text>')
+        parts.append(svg.text(0, y + 14, title, more='font-weight="bold"'))
         x, y = _LEFT, y + 40
         for name, matrix in row.items():
             places[name] = x, y, scale
             high, wide = (round(n * scale, 1) for n in matrix.drawn)
-            parts.append(f'<text x="{x}" y="{y - 6}">{escape(name)}</text>')
-            parts.append(
-                f'<rect x="{x}" y="{y}" width="{wide}" height="{high}" fill="none" '
-                f'stroke="currentColor"></rect>'
-            )
+            parts += svg.text(x, y - 6, name), svg.box(x, y, wide, high)
             places[name] = (*places[name], x + wide + 12, y + high / 2)
             x = round(x + wide + _GAP, 1)
         y = round(y + max(m.drawn[0] for m in row.values()) * scale + 14, 1)
     return places, "".join(parts), y
 
 
-def _sum(place):
-    *_, x, y = place
-    return f'<text class="sum" x="{x}" y="{y + 6}" text-anchor="middle" font-size="18">Σ</text>'
-
-
 def _filled(places, held, used, colour):
     """What the device receives, pale, and above it what it holds."""
 
     def path(blocks, more):
-        lines = []
+        boxes = []
         for name, block in blocks.items():
             x, y, scale, *_ = places[name]
-            top, bottom, left, right = (round(n * scale, 1) for n in block)
-            corner, wide = f"M{x + left:.1f} {y + top:.1f}", f"{right - left:.1f}"
-            lines.append(f"{corner}h{wide}v{bottom - top:.1f}h-{wide}z")
-        return f'<path d="{"".join(lines)}" fill="{colour}" stroke="currentColor" {more}></path>'
+            top, bottom, left, right = (n * scale for n in block)
+            boxes.append((x + left, y + top, right - left, bottom - top))
+        return svg.path(boxes, colour, f"{svg.EDGE} {more}")
 
     dashed = 'class="used" fill-opacity=".28" stroke-dasharray="3 3"'
     return path(used, dashed) + path(held, 'class="held" stroke-width="1.5"')
-
-
-def _words(mesh, title, i, matrices, held, used, itemsize):
-    place = np.unravel_index(i, tuple(mesh.shape.values()))
-    where = ", ".join(f"{name} {int(n)}" for name, n in zip(mesh.shape, place, strict=True))
-    whole = sum(math.prod(m.drawn) for m in matrices.values()) * itemsize
-    mine, needed = (sum(map(_area, blocks.values())) * itemsize for blocks in (held, used))
-    received = needed - mine
-    told = f'receives <b data-name="received">{received:,}</b> bytes before their use'
-    return (
-        f"{escape(title)}, device {i} ({where}): of the {whole:,} bytes of these matrices it holds "
-        f'<b data-name="held">{mine:,}</b>, '
-        f"{told if received else 'receives none'}, "
-        f'and never sees <b data-name="unseen">{whole - needed:,}</b>.'
-    )
 
 
 def _sends(rows):
@@ -196,9 +171,6 @@ def _range(index, sizes):
     return first, end
 
 
-def _height(block):
-    return block[1] - block[0]
-
-
 def _area(block):
-    return _height(block) * (block[3] - block[2])
+    top, bottom, left, right = block
+    return (bottom - top) * (right - left)

@@ -1,17 +1,10 @@
-"""The interactive figure of experts' loads: who is chosen, who is dropped, what is sent."""
+"""The explorer of experts' loads: who is chosen, who is dropped, what is sent."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import (
-    STYLE,
-    Choice,
-    Data,
-    Interactive,
-    controls,
-    select,
-    status,
-)
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 LABELS = {
     "experts": "Experts",
@@ -38,110 +31,59 @@ def loads_explorer(
     (0: there is none), and of a gather and a scatter. `start` has the number of the option first
     shown, for any of the names.
     """
-    values = {name: list(offered[name].values()) for name in LABELS}
-    routed, costs = list(LABELS)[:4], [*list(LABELS)[:3], "devices"]
-    data = {
-        "offered": {name: list(offered[name]) for name in LABELS},
-        "routed": _nest([values[n] for n in routed], lambda *c: _plain(*route(*c))),
-        "sent": _nest([values[n] for n in costs], lambda *c: [int(x) for x in sent(*c)]),
-        "devices": values["devices"],
-        "colours": list(palette.DEVICES),
-        "start": {name: 0 for name in LABELS} | dict(start or {}),
-    }
-    said = status(describe(data, data["start"]))
-    return Interactive("loads.js", data, STYLE + _controls(data) + _still(data) + said)
+    controls = {name: Control(label, offered[name]) for name, label in LABELS.items()}
+    routed = functools.cache(route)
+
+    def result(experts, per_token, capacity, skew, devices):
+        wanted, kept, _ = routed(experts, per_token, capacity, skew)
+        sizes = sent(experts, per_token, capacity, devices)
+        return describe(sum(wanted), sum(kept), max(wanted), experts, *map(int, sizes))
+
+    def loads(experts, per_token, capacity, skew, devices):
+        return _bars(*routed(experts, per_token, capacity, skew), devices)
+
+    alt = "A bar for each expert: how many choices it takes, and above it those it drops"
+    layout = f'<div class="pictures">{svg.picture("loads", 372, 206, alt, rem=32)}</div>{RESULT}'
+    return explorer(controls, layout, {"result": result, "loads": loads}, start)
 
 
-def _plain(wanted, kept, slots):
-    return [list(map(int, wanted)), list(map(int, kept)), None if slots is None else int(slots)]
-
-
-def _nest(options, made):
-    if not options:
-        return made()
-    first, *rest = options
-    return [_nest(rest, lambda *c, value=value: made(value, *c)) for value in first]
-
-
-def look(data: Data, choice: Choice) -> Data:
-    """All about a choice, as loads.js finds it too."""
-    experts, k, capacity, skew, devices = (choice[name] for name in LABELS)
-    wanted, kept, slots = data["routed"][experts][k][capacity][skew]
-    exchanged, gathered = data["sent"][experts][k][capacity][devices]
-    return {
-        "wanted": wanted,
-        "kept": kept,
-        "slots": slots,
-        "exchanged": exchanged,
-        "gathered": gathered,
-        "devices": data["devices"][devices],
-    }
-
-
-def describe(data: Data, choice: Choice) -> str:
+def describe(
+    choices: int, taken: int, busiest: int, experts: int, exchanged: int, gathered: int
+) -> str:
     """The result in words; numbers carry names."""
-    a = look(data, choice)
-    choices, taken = sum(a["wanted"]), sum(a["kept"])
-    lost = (1000 * (choices - taken) + choices // 2) // choices
-    exchanged = (
-        f'<b data-name="exchanged">{a["exchanged"]:,}</b> bytes by an all-to-all there and back, '
-        if a["exchanged"]
+    lost = choices - taken
+    by_exchange = (
+        f"{said('exchanged', exchanged)} bytes by an all-to-all there and back, "
+        if exchanged
         else "without a capacity there is no all-to-all of fixed size; "
     )
-    less = "all-to-all" if a["exchanged"] and a["exchanged"] < a["gathered"] else "gather"
+    less = "all-to-all" if exchanged and exchanged < gathered else "gather"
     return (
-        f'<b data-name="choices">{choices:,}</b> choices; the busiest expert has '
-        f'<b data-name="busiest">{max(a["wanted"])}</b>, an even share is '
-        f"{choices // len(a['wanted'])}. Dropped: "
-        f'<b data-name="dropped">{choices - taken}</b> ({lost // 10}.{lost % 10} %). '
-        f"A device sends {exchanged}"
-        f'<b data-name="gathered">{a["gathered"]:,}</b> bytes by a gather and a scatter: '
-        f'<b data-name="less">{less}</b> sends less.'
+        f"{said('choices', int(choices))} choices; the busiest expert has "
+        f"{said('busiest', int(busiest))}, an even share is {choices // experts}. Dropped: "
+        f"{said('dropped', int(lost))} ({100 * lost / choices:.1f} %). A device sends {by_exchange}"
+        f"{said('gathered', gathered)} bytes by a gather and a scatter: {said('less', less)} sends "
+        f"less."
     )
 
 
-def picture(data: Data, choice: Choice) -> str:
-    """The bars as the inside of an SVG."""
-    a = look(data, choice)
-    n, slots = len(a["wanted"]), a["slots"]
-    most = max(*a["wanted"], slots or 0)
-    wide = _WIDE // n
-    parts = []
-    for i, (wanted, kept) in enumerate(zip(a["wanted"], a["kept"], strict=True)):
-        device = i * a["devices"] // n
-        x, colour = _LEFT + i * wide, data["colours"][device]
-        taken, all_of_it = _HIGH * kept // most, _HIGH * wanted // most
-        parts.append(
-            f'<rect x="{x}" y="{_FOOT - all_of_it}" width="{wide - 3}" '
-            f'height="{all_of_it - taken}" fill="none" stroke="currentColor" '
-            f'stroke-dasharray="2 2"></rect><rect x="{x}" y="{_FOOT - taken}" '
-            f'width="{wide - 3}" height="{taken}" fill="{colour}"></rect>'
-            f'<text x="{x + (wide - 3) // 2}" y="{_FOOT + 15}" text-anchor="middle">{i}</text>'
-        )
+def _bars(wanted, kept, slots, devices):
+    n, scale = len(wanted), _HIGH / max(*wanted, slots or 0)
+    wide, drawn = _WIDE // n, []
+    for i, (all_of_it, taken) in enumerate(zip(wanted, kept, strict=True)):
+        x, colour = _LEFT + i * wide, palette.device(i * devices // n)
+        high, dropped = round(scale * taken), round(scale * (all_of_it - taken))
+        dashed = svg.EDGE + ' stroke-dasharray="2 2"'
+        drawn.append(svg.box(x, _FOOT - high - dropped, wide - 3, dropped, more=dashed))
+        drawn.append(svg.box(x, _FOOT - high, wide - 3, high, colour, ""))
+        drawn.append(svg.text(x + (wide - 3) // 2, _FOOT + 15, i, "middle"))
     if slots is not None:
-        y = _FOOT - _HIGH * slots // most
-        parts.append(
-            f'<path d="M{_LEFT - 4} {y}H{_LEFT + _WIDE}" stroke="currentColor" '
-            f'stroke-width="1.5"></path>'
-            f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{slots}</text>'
-        )
+        y = round(_FOOT - scale * slots)
+        drawn.append(f'<path d="M{_LEFT - 4} {y}H{_LEFT + _WIDE}" {svg.EDGE} stroke-width="1.5"/>')
+        drawn.append(svg.text(_LEFT - 6, y + 4, slots, "end"))
+    line = "" if slots is None else "; line: slots"
     return (
-        f'<text x="0" y="12">choices by expert; dashed: dropped'
-        f"{'' if slots is None else '; line: slots'}</text>"
-        f'<path d="M{_LEFT} {_FOOT}H{_LEFT + _WIDE}" stroke="currentColor"></path>'
-        f'{"".join(parts)}<text x="{_LEFT + _WIDE}" y="{_FOOT + 31}" text-anchor="end">'
-        f"experts; a colour is one of {a['devices']} devices</text>"
+        svg.text(0, 12, f"choices by expert; dashed: dropped{line}")
+        + f'<path d="M{_LEFT} {_FOOT}H{_LEFT + _WIDE}" {svg.EDGE}/>{"".join(drawn)}'
+        + svg.text(364, _FOOT + 31, f"experts; a colour is one of {devices} devices", "end")
     )
-
-
-def _still(data):
-    return (
-        f'<div class="pictures"><svg id="@loads" viewBox="0 0 372 206" style="max-width: 32rem" '
-        f'role="img" aria-label="A bar for each expert: how many choices it takes, and above it '
-        f'those it drops">{picture(data, data["start"])}</svg></div>'
-    )
-
-
-def _controls(data):
-    made = [select(n, LABELS[n], data["offered"][n], data["start"][n]) for n in LABELS]
-    return controls("".join(made), "choice")

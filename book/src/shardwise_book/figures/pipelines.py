@@ -1,195 +1,175 @@
-"""The interactive pipeline: a schedule, its costs, and what each task waits for."""
+"""The explorer of pipelines: a schedule, its costs, and what each task waits for."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
 from shardwise import schedules
-from shardwise_book.figures import pipeline_drawing as drawing
-from shardwise_book.figures.interactive import (
-    STYLE,
-    Choice,
-    Data,
-    Interactive,
-    controls,
-    select,
-    slider,
-    status,
-)
-from shardwise_book.figures.timelines import COLOURS, chunk
+from shardwise_book.figures import palette
+from shardwise_book.figures.interactive import Control, Interactive, explorer, said
+from shardwise_book.figures.timelines import COLOURS, chunk, number
 
-WIDE = """<style>
-.shardwise-figure svg.timeline { max-width: 40rem;
-  cursor: pointer; touch-action: manipulation; }
-.shardwise-figure .key { display: flex; flex-wrap: wrap; gap: .1rem 1.1rem; font-size: .88em; }
-.shardwise-figure .key span::before { content: ""; display: inline-block; width: .8em;
-  height: .8em; margin-right: .35em; background: var(--kind); }
-</style>"""
+START = {"schedule": list(schedules.SCHEDULES).index("1f1b"), "devices": 1, "microbatches": 2}
+START |= {"backward": 1, "task": 4}
+STYLE = "".join(
+    f".shardwise-figure .{kind} {{ --kind: {colour}; --ink: {palette.ink(colour)}; "
+    f"--c: var(--{kind}); }}"
+    for kind, colour in COLOURS.items()
+)
+KINDS = "".join(f'<span class="{k}">{k} {name}</span>' for k, name in schedules.KINDS.items())
+LAYOUT = f"""<style>{STYLE}</style><div class="kinds">{KINDS}</div><div id="@costs"></div>
+<div class="timeline" role="img" aria-label="A row for each device: its tasks over time, and below
+them what is live"><div id="@rows"></div><div id="@axis" class="axis"></div></div>
+<p id="@result" role="status" aria-live="polite"><span id="@takes"></span> <span id="@live"></span>
+<br><span id="@story"></span></p>"""
 
 
 def pipeline_explorer(
-    devices: Sequence[int] = (2, 4, 8),
+    devices: Sequence[int] = (2, 4),
     microbatches: Sequence[int] = (2, 4, 8, 16),
-    start: Mapping[str, Any] | None = None,
+    start: Mapping[str, int] | None = None,
 ) -> Interactive:
     """Choose a schedule, its size and costs; see when tasks run, wait for what, and what is live.
 
     Everything in `schedules.SCHEDULES` is on offer, each with as many stages on a device, up to
     two, as it takes; the stages of a device share its layers, so a device's work is the same. The
-    costs: a forward of all its layers is 1. `start` changes what is chosen at first, by the keys
-    of `START`.
-
-    Raises:
-      ValueError: more than 36 microbatches, or a start that is not on offer.
+    costs: a forward of all its layers is 1. `start` has the number of the option shown first, for
+    "schedule", "devices", "microbatches", "backward", "transfer", "device" or "task".
     """
-    data = table(devices, microbatches, start)
-    choice = data["start"]
-    still = _controls(data) + _picture(data, choice) + status(describe(data, choice))
-    return Interactive("pipelines.js", data, STYLE + WIDE + still)
 
+    spread = functools.cache(schedules.spread)
 
-DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-START = {
-    "schedule": "1f1b",
-    "devices": 4,
-    "microbatches": 8,
-    "backward": 2,
-    "transfer": 0,
-    "device": 0,
-    "task": 4,
-}
+    @functools.cache
+    def run(schedule, devices, microbatches, backward=2, transfer=0):
+        return timeline(spread(schedule, devices, microbatches), backward, transfer)
 
+    def orders(schedule, devices, microbatches, device):
+        try:
+            return range(len(spread(schedule, devices, microbatches).tasks[device]))
+        except ValueError:
+            return range(1)
 
-def table(
-    devices: Sequence[int], microbatches: Sequence[int], start: Mapping[str, Any] | None = None
-) -> Data:
-    """Everything on offer; the orders as text, two characters a task, for pipelines.js."""
-    offered = {
-        "schedule": list(schedules.SCHEDULES),
-        "devices": list(devices),
-        "microbatches": list(microbatches),
-        "backward": [1, 1.5, 2, 3],
-        "transfer": [0, 0.25, 0.5, 1],
+    def takes(schedule, devices, microbatches, backward, transfer):
+        try:
+            found = run(schedule, devices, microbatches, backward, transfer)
+        except ValueError as refusal:
+            return f'<span class="error">{escape(str(refusal))}</span>'
+        makespan, bubble = number(found.makespan), f"{number(round(100 * found.bubble, 1))} %"
+        return f"Makespan {said('makespan', makespan)}, bubble {said('bubble', bubble)}."
+
+    def live(schedule, devices, microbatches):
+        return _live(run(schedule, devices, microbatches))
+
+    def rows(schedule, devices, microbatches):
+        return _rows(run(schedule, devices, microbatches))
+
+    def costs(schedule, devices, microbatches, backward, transfer):
+        return _costs(run(schedule, devices, microbatches, backward, transfer))
+
+    def axis(schedule, devices, microbatches, backward, transfer):
+        return _axis(run(schedule, devices, microbatches, backward, transfer).makespan)
+
+    def story(schedule, devices, microbatches, device, task):
+        return _story(spread(schedule, devices, microbatches), device, task)
+
+    drawn = {draw.__name__: _unless_refused(draw) for draw in (live, rows, costs, axis, story)}
+    controls = {
+        "schedule": Control("Schedule", list(schedules.SCHEDULES)),
+        "devices": Control("Devices", devices),
+        "microbatches": Control("Microbatches", microbatches),
+        "backward": Control("Backward costs", (1, 2, 3)),
+        "transfer": Control("Transfer takes", (0, 0.5, 1)),
+        "device": Control("Device", lambda devices: range(devices), "range"),
+        "task": Control("Task", orders, "range"),
     }
-    if max(microbatches) > len(DIGITS):
-        raise ValueError(
-            f"pipeline_explorer: {max(microbatches)} microbatches; it numbers {len(DIGITS)}, and "
-            f"boxes of more would be too narrow to see."
-        )
-    chosen = START | (start or {})
-    for key, values in offered.items():
-        if chosen[key] not in values:
-            raise ValueError(
-                f"pipeline_explorer: start has {key} {chosen[key]!r}; on offer are {values}."
-            )
-    orders = [
-        [[_order(name, p, m) for m in microbatches] for p in devices]
-        for name in offered["schedule"]
-    ]
-    return {
-        "offered": offered,
-        "orders": orders,
-        "colours": COLOURS,
-        "inks": drawing.INKS,
-        "sizes": [drawing.LEFT, drawing.WIDTH, drawing.ROW, drawing.TOP, drawing.HIGH],
-        "kinds": schedules.KINDS,
-        "start": {
-            key: offered[key].index(value) if key in offered else value
-            for key, value in chosen.items()
-        },
-    }
+    return explorer(controls, LAYOUT, {"takes": takes, **drawn}, START | dict(start or {}))
 
 
-def _order(name, devices, microbatches):
-    """`[device of each stage, one string for each device]`, or the error as text."""
-    try:
-        made = schedules.spread(name, devices, microbatches)
-    except ValueError as error:
-        return str(error)
-    letters = [
-        "".join(_letter(made, task) + DIGITS[task.microbatch] for task in order)
-        for order in made.tasks
-    ]
-    return [list(made.device_of), letters]
+def _unless_refused(draw):
+    """Draws nothing where the schedule refuses; the words say why."""
+
+    @functools.wraps(draw)
+    def drawn(**choice):
+        try:
+            return draw(**choice)
+        except ValueError:
+            return ""
+
+    return drawn
 
 
-def _letter(made, task):
-    return task.kind.lower() if chunk(made, task) else task.kind
-
-
-def look(data: Data, choice: Choice) -> schedules.Timeline | str:
-    """The timeline of a choice, by `schedules` itself; the error as text if there is none."""
-    name, devices, microbatches, backward, transfer = (
-        values[choice[key]] for key, values in data["offered"].items()
-    )
-    try:
-        made = schedules.spread(name, devices, microbatches)
-    except ValueError as error:
-        return str(error)
-    share = devices / made.stages
-    costs = {
-        "F": share,
-        "B": backward * share,
-        "I": backward * share / 2,
-        "W": backward * share / 2,
-    }
+def timeline(
+    made: schedules.Schedule, backward: float = 2, transfer: float = 0
+) -> schedules.Timeline:
+    """When tasks run, where the forward of all of a device's layers takes 1."""
+    share = made.devices / made.stages
+    half = backward * share / 2
+    costs = {"F": share, "B": backward * share, "I": half, "W": half}
     return schedules.timeline(made, costs, transfer)
 
 
-def describe(data: Data, choice: Choice) -> str:
-    """The result in words, or why there is none."""
-    run = look(data, choice)
-    if isinstance(run, str):
-        return f'<span class="error">{escape(run)}</span>'
-    return drawing.describe(run, picked(run, choice))
+def _costs(run):
+    """What each kind takes, and each task waits, in ticks."""
+    span = {task.kind: run.end[task] - run.start[task] for task in run.start}
+    sizes = "".join(f"--{kind}:{number(ticks)};" for kind, ticks in span.items())
+    waits = ""
+    for order in run.schedule.tasks:
+        free = 0
+        for task in order:
+            if run.start[task] > free:
+                waits += f"{_box(_name(task))}{{--w:{number(run.start[task] - free)}}}"
+            free = run.end[task]
+    sizes += f"--span:{number(run.makespan)};--most:{max(run.peak_live)};"
+    return f"<style>#@rows{{{sizes}{waits}}}</style>"
 
 
-def picture(data: Data, choice: Choice) -> str:
-    """The timeline as the inside of an SVG; empty if there is none."""
-    run = look(data, choice)
-    return "" if isinstance(run, str) else drawing.picture(run, picked(run, choice))
+def _axis(span):
+    ticks = range(0, int(span) + 1, max(1, int(span / 4)))
+    return "".join(f'<span style="left:{100 * t / span:.3g}%">{t}</span>' for t in ticks)
 
 
-def picked(run: schedules.Timeline, choice: Choice) -> schedules.Task:
-    """The task that a choice points at; a shorter order's last task where it has no such one."""
-    order = run.schedule.tasks[min(choice["device"], run.schedule.devices - 1)]
-    return order[min(choice["task"], len(order) - 1)]
+def _rows(run):
+    """The tasks of each device in its order, whatever they cost, and what is live meanwhile."""
+    drawn = ""
+    for device, order in enumerate(run.schedule.tasks):
+        live, boxes = 0, ""
+        for place, task in enumerate(order):
+            live += task.kind == "F"
+            second = " second" * bool(chunk(run.schedule, task))
+            boxes += (
+                f'<i class="{task.kind}{second}" style="--l:{live}" title="{_name(task)}" '
+                f'data-chooses="device={device} task={place}">{task.microbatch}</i>'
+            )
+            live -= task.kind in "BW"
+        drawn += f'<div class="lane"><b>{device}</b>{boxes}</div>'
+    return drawn
 
 
-def _picture(data, choice):
-    devices = data["offered"]["devices"][choice["devices"]]
-    left, width, row, top, _ = data["sizes"]
+def _live(run):
+    share = run.schedule.devices / run.schedule.stages
+    peaks = ", ".join(number(share * peak) for peak in run.peak_live)
+    pending = ", ".join(number(share * peak) for peak in run.peak_weights_pending)
     return (
-        f'<div class="key">{"".join(_key(data, kind) for kind in data["kinds"])}</div>'
-        f'<div class="pictures"><svg id="@timeline" class="timeline" viewBox="0 0 '
-        f'{left + width + 18} {top + row * devices + 20}" role="img" aria-label="A row for each '
-        f'device: its tasks over time, and below them what is live">'
-        f"{picture(data, choice)}</svg></div>"
+        f"At most live, in microbatches through all layers of a device: {said('peaks', peaks)}; "
+        f"waiting for W: {said('pending', pending)}."
     )
 
 
-def _key(data, kind):
-    return f'<span style="--kind:{data["colours"][kind]}">{kind} {data["kinds"][kind]}</span>'
+def _story(made, device, task):
+    """What one task waits for, in words, and outlined."""
+    chosen, *needs = map(
+        _name, (made.tasks[device][task], *made.dependencies(made.tasks[device][task]))
+    )
+    dashed = ",".join(map(_box, needs)) or "b"
+    return (
+        f"<b>{chosen}</b> needs {' and '.join(needs) or 'nothing'}.<style>#@rows{{{_box(chosen)}"
+        f"{{outline:3px solid;z-index:1}}{dashed}{{outline:2px dashed;z-index:1}}}}</style>"
+    )
 
 
-def _controls(data):
-    names = {
-        "schedule": "Schedule",
-        "devices": "Devices",
-        "microbatches": "Microbatches",
-        "backward": "Backward costs",
-        "transfer": "Transfer takes",
-    }
-    start, run = data["start"], look(data, data["start"])
-    made = "".join(
-        select(key, label, [str(value) for value in data["offered"][key]], start[key])
-        for key, label in names.items()
-    )
-    orders = [[None]] if isinstance(run, str) else run.schedule.tasks
-    order = orders[min(start["device"], len(orders) - 1)]
-    last = {"device": len(orders) - 1, "task": len(order) - 1}
-    sliders = "".join(
-        slider(key, label, last[key], start[key])
-        for key, label in (("device", "Device"), ("task", "Task"))
-    )
-    return controls(made + sliders, "choice")
+def _box(name):
+    return f'[title="{name}"]'
+
+
+def _name(task):
+    return f"{task.kind} of stage {task.stage}, microbatch {task.microbatch}"

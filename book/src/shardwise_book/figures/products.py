@@ -1,4 +1,4 @@
-"""The interactive figure of sharded products: two specs in; layout, collective, bytes, HLO out."""
+"""The explorer of sharded products: two specs in; layout, collective, bytes, HLO out."""
 
 import itertools
 from collections.abc import Sequence
@@ -8,9 +8,15 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import STYLE, Interactive, controls, select, status
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer
+from shardwise_book.figures.mesh import blocks
 
+_HEADS = "left", "right", "result"
+_KEY = """<p style="font-size: .88em">A bold frame is what a device holds from the start; it
+multiplies what is in full colour. A colour is a device: blocks in the colours of others came by an
+all-gather, and a result in stripes is the sum over all devices, after an all-reduce. Pale is what
+is held and not used.</p>"""
 _SIDE, _PITCH, _LEFTS = 64, 82, (60, 148, 236)  # a matrix is at most this wide and high
 
 
@@ -33,32 +39,28 @@ class Product(NamedTuple):
 def product_explorer(mesh: Mesh, products: Sequence[Product], start: int = 0) -> Interactive:
     """Choose sizes and the layouts of both factors; see what the compiled product holds and sends.
 
-    `mesh` has one axis. `products` holds each of the same pairs of specs, by left, then by right,
-    for each of the sizes in turn; the figure first shows number `start`. Raises ValueError if not.
+    `mesh` has one axis. `products` holds each of the same pairs of specs for each of the sizes; the
+    figure first shows number `start`. Raises ValueError if not.
     """
     sizes, lefts, rights = (list(dict.fromkeys(p[kind] for p in products)) for kind in range(3))
-    every = [(s, left, right) for s in sizes for left in lefts for right in rights]
-    if every != [product[:3] for product in products]:
+    found = {product[:3]: product for product in products}
+    if len(found) != len(sizes) * len(lefts) * len(rights):
         raise ValueError(
-            f"figures.product_explorer: expected {len(every)} products, each of {len(lefts)} specs "
-            f"times each of {len(rights)} for each of {len(sizes)} sizes in turn; got "
-            f"{len(products)} in another order."
+            f"figures.product_explorer: expected products of each of {len(lefts)} specs times each "
+            f"of {len(rights)} for each of {len(sizes)} sizes; got {len(found)}."
         )
-    columns: dict[str, int] = {}
-    frames = [
-        [describe(p), [columns.setdefault(c, len(columns)) for c in _columns(mesh, p)]]
-        for p in products
-    ]
-    strides = [len(lefts) * len(rights), len(rights), 1]
-    data = {"strides": strides, "frames": frames, "columns": list(columns)}
-    chosen = [start // strides[0], start // strides[1] % len(lefts), start % len(rights)]
-    options = [f"{i}×{j} times {j}×{k}" for i, j, k in sizes], map(_name, lefts), map(_name, rights)
-    labels = ("sizes", "Sizes"), ("left", "Left factor"), ("right", "Right factor")
-    made = (select(*label, list(o), c) for label, o, c in zip(labels, options, chosen, strict=True))
-    words, numbers = frames[start]
-    drawn = "".join(data["columns"][number] for number in numbers)
-    still = controls("".join(made), "product") + _picture(mesh, drawn, words)
-    return Interactive("products.js", data, STYLE + still)
+    controls = {
+        "sizes": Control("Sizes", {f"{i}×{j} times {j}×{k}": (i, j, k) for i, j, k in sizes}),
+        "left": Control("Left factor", {_name(spec): spec for spec in lefts}),
+        "right": Control("Right factor", {_name(spec): spec for spec in rights}),
+    }
+    parts = {
+        "result": lambda **chosen: describe(found[tuple(chosen.values())]),
+        "blocks": lambda **chosen: "".join(columns(mesh, found[tuple(chosen.values())])),
+    }
+    first = zip(controls, (sizes, lefts, rights), products[start][:3], strict=True)
+    numbers = {name: values.index(chosen) for name, values, chosen in first}
+    return explorer(controls, _layout(mesh), parts, numbers, shows="product")
 
 
 def describe(product: Product) -> str:
@@ -84,29 +86,32 @@ def _gathered(product):
     return 0 if cut not in ((None, None), (kept[0], None)) else 1
 
 
-def _columns(mesh, product):
+def columns(mesh: Mesh, product: Product) -> list[str]:
     """SVG of the left factor, the right one and the result, device by device from top to bottom."""
     i, j, k = product.sizes
     shapes = (i, j), (j, k), (i, k)
-    held = [_blocks(mesh, *of) for of in zip(product[1:4], shapes, strict=True)]
+    specs = zip(product[1:4], shapes, strict=True)
+    held = [blocks(NamedSharding(mesh, spec), shape) for spec, shape in specs]
     return [_column(product, held, number, shapes[number]) for number in range(3)]
 
 
 def _column(product, held, number, shape):
-    scale, x = _SIDE / max(product.sizes), _LEFTS[number]
-    fills: dict[tuple[str, float], str] = {}  # one path for each colour
-    outlines = frames = ""
-    for device, block in enumerate(held[number]):
-        y = device * _PITCH + 26
+    scale = _SIDE / max(product.sizes)
+
+    def placed(device, block):
+        top, bottom, left, right = (edge * scale for edge in block)
+        return _LEFTS[number] + left, device * _PITCH + 26 + top, right - left, bottom - top
+
+    fills: dict[tuple[str, float], list] = {}  # one path for each colour
+    for device in range(len(held[number])):
         for owner, piece, strength in _pieces(product, held, number, device):
             key = palette.device(owner), strength
-            fills[key] = fills.get(key, "") + _path(x, y, scale, piece)
-        outlines += _path(x, y, scale, (0, shape[0], 0, shape[1]))
-        frames += _path(x, y, scale, block) if number < 2 else ""
-    drawn = [f'<path fill="{c}" fill-opacity="{o}" d="{d}"/>' for (c, o), d in fills.items()]
-    line = 'fill="none" stroke="currentColor"'
-    drawn.append(f'<path {line} stroke-opacity=".6" d="{outlines}"/>')
-    return "".join(drawn) + f'<path {line} stroke-width="2" d="{frames}"/>'
+            fills.setdefault(key, []).append(placed(device, piece))
+    whole = [placed(device, (0, shape[0], 0, shape[1])) for device in range(len(held[number]))]
+    frames = [placed(*one) for one in enumerate(held[number])] if number < 2 else []
+    drawn = [svg.path(d, colour, f'fill-opacity="{o}"') for (colour, o), d in fills.items()]
+    drawn.append(svg.path(whole, more=svg.EDGE + ' stroke-opacity=".6"'))
+    return "".join(drawn) + svg.path(frames, more=svg.EDGE + ' stroke-width="2"')
 
 
 def _pieces(product, held, number, device):
@@ -126,42 +131,22 @@ def _pieces(product, held, number, device):
     return [(device, block, 1)]
 
 
-def _blocks(mesh, spec, shape):
-    """(top, bottom, left, right) of what each device holds, in the order of the mesh."""
-    index = NamedSharding(mesh, spec).devices_indices_map(shape)
-    return [
-        tuple(edge for s, size in zip(index[d], shape, strict=True) for edge in s.indices(size)[:2])
-        for d in mesh.devices.flat
-    ]
-
-
 def _strips(block, n):
     top, bottom, left, right = block
     edges = np.linspace(left, right, n + 1).tolist()
     return [(top, bottom, *pair) for pair in itertools.pairwise(edges)]
 
 
-def _path(x, y, scale, block):
-    top, bottom, left, right = (edge * scale for edge in block)
-    return f"M{x + left:g} {y + top:g}h{right - left:g}v{bottom - top:g}h{left - right:g}z"
-
-
 def _name(spec):
     return f"P({', '.join(repr(entry) for entry in (*spec, None, None)[:2])})"
 
 
-def _picture(mesh, drawn, words):
-    texts = [(x, 14, head) for x, head in zip(_LEFTS, ("left", "right", "result"), strict=True)]
+def _layout(mesh):
+    drawn = "".join(svg.text(x, 14, head) for x, head in zip(_LEFTS, _HEADS, strict=True))
     for device in range(mesh.size):
         y = device * _PITCH + 30 + _SIDE // 2
-        texts += (0, y, f"device {device}"), (_LEFTS[0] + 72, y, "×"), (_LEFTS[1] + 72, y, "=")
-    written = "".join(f'<text x="{x}" y="{y}">{text}</text>' for x, y, text in texts)
-    return (
-        f'<div class="pictures"><svg viewBox="0 0 304 {mesh.size * _PITCH + 16}" role="img" '
-        f'aria-label="The blocks of both factors and of the result on each device">{written}'
-        f'<g id="@blocks">{drawn}</g></svg><div style="flex: 1 1 15rem">{status(words)}'
-        '<p style="font-size: .88em">A bold frame is what a device holds from the start; it '
-        "multiplies what is in full colour. A colour is a device: blocks in the colours of others "
-        "came by an all-gather, and a result in stripes is the sum over all devices, after an "
-        "all-reduce. Pale is what is held and not used.</p></div></div>"
-    )
+        drawn += svg.text(0, y, f"device {device}") + svg.text(132, y, "×") + svg.text(220, y, "=")
+    alt = "The blocks of both factors and of the result on each device"
+    inside = f'{drawn}<g id="@blocks"></g>'
+    picture = svg.picture("", 304, mesh.size * _PITCH + 16, alt, inside)
+    return f'<div class="pictures">{picture}<div style="flex: 1 1 15rem">{RESULT}{_KEY}</div></div>'

@@ -9,28 +9,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from shardwise_book.figures.interactive import STYLE, Interactive
-
-_STYLE = """<style>
-.shardwise-question { margin: 1.1rem 0 1.5rem; }
-.shardwise-figure .shardwise-question fieldset { display: block; min-width: 0; }
-.shardwise-question legend { padding: 0; margin-bottom: .5rem; font-weight: 600; max-width: 72ch; }
-.shardwise-question label { display: inline-flex; flex-wrap: wrap; gap: .15rem .55rem;
-  align-items: center; font-size: .96em; padding: .3rem 0; margin-right: .9rem; }
-.shardwise-question label.option { display: grid; grid-template-columns: auto 1fr;
-  align-items: baseline; margin-right: 0; }
-.shardwise-figure .shardwise-question input { margin: 0; min-height: 0; }
-.shardwise-figure .shardwise-question input[type=text] { width: 11rem; padding: .2rem .5rem;
-  min-height: 2rem; }
-.shardwise-question button { font: inherit; font-size: .92em; min-height: 2rem; padding: .1rem 1rem;
-  margin: .35rem 0; }
-.shardwise-question .verdict:not(:empty) { border-left: 3px solid #c8504b; padding-left: .7rem;
-  margin: .5rem 0; max-width: 72ch; overflow-wrap: anywhere; }
-.shardwise-question .verdict.right { border-color: #3a9a6b; }
-.shardwise-question details { font-size: .92em; }
-.shardwise-question summary { cursor: pointer; width: fit-content; padding: .2rem 0; }
-.shardwise-question details p { margin: .3rem 0 .3rem 1rem; max-width: 72ch; }
-</style>"""
+from shardwise_book.figures.interactive import Interactive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +126,7 @@ def questions(*asked: Question) -> Interactive:
     )
     still = "".join(_html(i, one) for i, one in enumerate(asked))
     data = {"questions": [one.judged for one in asked]}
-    return Interactive("questions.js", data, STYLE + _STYLE + note + still)
+    return Interactive("questions.js", data, note + still)
 
 
 def _html(index: int, one: Question) -> str:

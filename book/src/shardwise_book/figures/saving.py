@@ -1,22 +1,21 @@
-"""The interactive figure of how often to save: lanes of one save, and the share of time lost."""
+"""The explorer of how often to save: lanes of one save, and the share of time lost."""
 
+import functools
 import math
 from collections.abc import Mapping
 
-from shardwise_book.figures import saving_drawing as drawing
-from shardwise_book.figures.interactive import (
-    STYLE,
-    Choice,
-    Data,
-    Interactive,
-    controls,
-    select,
-    slider,
-    status,
-)
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)  # steps
-WAYS = ("in the background", "while training waits")
+WAYS = {"in the background": False, "while training waits": True}
+_LEFT, _WIDE, _FOOT, _HIGH = 44, 300, 150, 110  # of the pictures
+_FILLS = {  # the top of a kind's lane, its colour and opacity
+    "steps": (22, palette.DEVICES[1], ""),
+    "lost": (22, palette.DEVICES[1], 'fill-opacity=".35"'),
+    "copy": (50, palette.DEVICES[5], ""),
+    "write": (78, palette.DEVICES[4], ""),
+}
 
 
 def share_lost(
@@ -49,68 +48,62 @@ def saving_explorer(
     it. `start` has the number of the option first shown, for "steps", "saves", "failures", "way" or
     "interval".
     """
-    options = steps, saves, failures
-    words = ("steps", "saves", "failures")
-    shown = {name: 0 for name in words} | {"way": 0, "interval": 6} | dict(start or {})
-    data = {
-        "offered": {name: list(given) for name, given in zip(words, options, strict=True)},
-        "intervals": [f"{n:,}" for n in INTERVALS],
-        "spans": [[span(n * t) for n in INTERVALS] for t in steps.values()],
-        "shares": _each(options, lambda *times: _shares(*times, restart)),
-        "young": _each(options, _young),
-        "stalls": _each(options[:2], _stalls),
-        "lanes": _each(options[:2], _lanes),
-        "xs": [drawing.place(n, INTERVALS) for n in INTERVALS],
-        "kinds": list(drawing.KINDS.values()),
-        "line": drawing.LINES,
-        "start": shown,
+    controls = {
+        "steps": Control("A step takes", steps),
+        "saves": Control("A save takes", saves),
+        "failures": Control("Mean time between failures", failures),
+        "way": Control("It is written", WAYS),
+        "interval": Control("Steps between saves", INTERVALS, "range"),
     }
-    said = status(describe(data, shown))
-    return Interactive("saving.js", data, STYLE + _controls(data) + _still(data) + said)
+
+    @functools.cache
+    def shares(steps, saves, failures, way):
+        paid = _paid(saves, way)
+        return [share_lost(n * steps, *paid, failures, restart) for n in INTERVALS]
+
+    def result(steps, saves, failures, way, interval):
+        every, (copy, write) = shares(steps, saves, failures, way), _paid(saves, way)
+        best, young = _best(every), math.sqrt(2 * copy * failures) / steps
+        cycle = max(interval * steps, write) + copy
+        said_young = f"{young:,.0f}" if young >= 1 else "less than 1"
+        return (
+            f"A save every {said('interval', interval)} steps, or {span(interval * steps)} of "
+            f"training: {said('lost', _percent(every[INTERVALS.index(interval)]))} of the time is "
+            f"lost. Training waits for saving in "
+            f"{said('stall', _percent(1 - interval * steps / cycle))} of it; the rest goes to "
+            f"failures. Of the intervals here, {said('best', INTERVALS[best])} steps lose least, "
+            f"{said('least', _percent(every[best]))}. Young's formula gives "
+            f"{said('young', said_young)} steps."
+        )
+
+    def curve(steps, saves, failures, way):
+        young = math.sqrt(2 * _paid(saves, way)[0] * failures) / steps
+        return _curve(shares(steps, saves, failures, way), young)
+
+    def dot(steps, saves, failures, way, interval):
+        x, y = _points(shares(steps, saves, failures, way))[INTERVALS.index(interval)]
+        return f'<circle cx="{x}" cy="{y}" r="5" fill="{palette.LINES[1]}"/>'
+
+    def lanes(steps, saves, way, interval):
+        return _lanes(interval * steps, *saves, way)
+
+    told = "Two saves over time: training, copying to the host, writing, and a failure"
+    curves = '<g id="@curve"></g><g id="@dot"></g>'
+    layout = (
+        f'<div class="pictures">{svg.picture("lanes", 372, 108, told, rem=27)}'
+        + svg.picture(
+            "", 372, 184, "The share of time lost, over the steps between saves", curves, 27
+        )
+        + f"</div>{RESULT}"
+    )
+    parts = {"result": result, "curve": curve, "dot": dot, "lanes": lanes}
+    return explorer(controls, layout, parts, {"interval": 6} | dict(start or {}))
 
 
-def _each(options, made):
-    """`made(way, ...)` for both ways of writing, and each of the times on offer."""
-    ways = range(len(WAYS))
-    return [_nest(options, lambda *times, way=way: made(way, *times)) for way in ways]
-
-
-def _nest(options, made):
-    if not options:
-        return made()
-    first, *rest = options
-    return [_nest(rest, lambda *t, value=value: made(value, *t)) for value in first.values()]
-
-
-def _paid(way, save):
+def _paid(save, waits):
     """(what training waits for, what is written behind it)."""
     copy, write = save
-    return (copy + write, 0.0) if way else (copy, write)
-
-
-def _shares(way, step, save, mtbf, restart):
-    """In ten-thousandths, for each interval."""
-    paid = _paid(way, save)
-    return [round(1e4 * share_lost(n * step, *paid, mtbf, restart)) for n in INTERVALS]
-
-
-def _young(way, step, save, mtbf):
-    """[steps in words, place on the axis] of Young's interval."""
-    n = math.sqrt(2 * _paid(way, save)[0] * mtbf) / step
-    return [f"{n:,.0f}" if n >= 1 else "less than 1", drawing.place(n, INTERVALS)]
-
-
-def _stalls(way, step, save):
-    copy, write = _paid(way, save)
-    found = []
-    for n in INTERVALS:
-        cycle = max(n * step, write) + copy
-        found.append(round(1e4 * (1 - n * step / cycle)))
-    return found
-
-
-def _lanes(way, step, save):
-    return [drawing.lanes(n * step, *save, bool(way)) for n in INTERVALS]
+    return (copy + write, 0.0) if waits else (copy, write)
 
 
 def span(seconds: float) -> str:
@@ -122,52 +115,74 @@ def span(seconds: float) -> str:
     raise AssertionError
 
 
-def percent(share: int) -> str:
-    """A share in ten-thousandths, in words."""
-    return f"{share // 100}.{share % 100:02d} %"
+def _percent(share):
+    return f"{100 * share:.2f} %"
 
 
-def look(data: Data, choice: Choice) -> Data:
-    """All about a choice, as saving.js finds it too."""
-    way, step, save, failure = (choice[n] for n in ("way", "steps", "saves", "failures"))
-    shares = data["shares"][way][step][save][failure]
-    return {
-        "shares": shares,
-        "best": shares.index(min(shares)),
-        "stall": data["stalls"][way][step][save][choice["interval"]],
-        "young": data["young"][way][step][save][failure],
-        "lanes": data["lanes"][way][step][save][choice["interval"]],
-    }
+def _best(shares):
+    return shares.index(min(shares))
 
 
-def describe(data: Data, choice: Choice) -> str:
-    """The result in words; numbers carry names."""
-    answer, i = look(data, choice), choice["interval"]
-    best = answer["best"]
-    return (
-        f'A save every <b data-name="interval">{data["intervals"][i]}</b> steps, or '
-        f"{data['spans'][choice['steps']][i]} of training: "
-        f'<b data-name="lost">{percent(answer["shares"][i])}</b> of the time is lost. Training '
-        f'waits for saving in <b data-name="stall">{percent(answer["stall"])}</b> of it; the rest '
-        f"goes to failures. Of the intervals here, "
-        f'<b data-name="best">{data["intervals"][best]}</b> steps lose least, '
-        f'<b data-name="least">{percent(answer["shares"][best])}</b>. Young\'s formula gives '
-        f'<b data-name="young">{answer["young"][0]}</b> steps.'
+def _lanes(interval, copy, write, waits):
+    """Two saves, and a failure as the second is about to count."""
+    saved = interval + copy  # the first copy is there
+    again = saved + write if waits else saved
+    ready = max(again + interval, saved + write)  # the second copy begins
+    end = ready + copy + write
+    boxes = [
+        ("steps", 0, interval),
+        ("copy", interval, copy),
+        ("write", saved, write),
+        ("lost", again, interval),
+        ("copy", ready, copy),
+        ("write", ready + copy, write),
+    ]
+    if not waits:
+        boxes.append(("lost", ready + copy, min(write, interval)))
+    scale, drawn = _WIDE / end, []
+    for name, y in (("train", 37), ("copy", 65), ("write", 93)):
+        drawn.append(svg.text(0, y, name))
+    for kind, begin, time in boxes:
+        top, colour, more = _FILLS[kind]
+        x, wide = round(_LEFT + scale * begin), max(2, round(scale * time))
+        drawn.append(svg.box(x, top, wide, 22, colour, more))
+    x = _LEFT + _WIDE
+    drawn.append(f'<path d="M{x} 16V104" {svg.EDGE} stroke-width="2"/>')
+    return "".join(drawn) + svg.text(x, 12, "failure: the pale part is lost", "end")
+
+
+def _place(steps):
+    """Where so many steps are on the curve's logarithmic axis; beyond its ends, at the end."""
+    steps = min(max(steps, INTERVALS[0]), INTERVALS[-1])
+    return _LEFT + round(_WIDE * math.log(steps) / math.log(INTERVALS[-1]))
+
+
+def _top(shares):
+    """Where the curve is clipped: at four times its least."""
+    return max(4 * min(shares), 1e-4)
+
+
+def _points(shares):
+    heights = (round(_HIGH * min(1, share / _top(shares))) for share in shares)
+    return [(_place(n), _FOOT - high) for n, high in zip(INTERVALS, heights, strict=True)]
+
+
+def _curve(shares, young):
+    """The share lost over the interval, with the least, and Young's interval."""
+    points, young = _points(shares), _place(young)
+    x, y = points[_best(shares)]
+    marks = "".join(
+        svg.text(_LEFT - 4, _FOOT - high * _HIGH + 4, f"{100 * high * _top(shares):.2f}", "end")
+        for high in (0, 0.5, 1)
     )
-
-
-def _still(data):
-    return drawing.pictures(data, data["start"], look(data, data["start"]))
-
-
-def _controls(data):
-    labels = {
-        "steps": "A step takes",
-        "saves": "A save takes",
-        "failures": "Mean time between failures",
-    }
-    made = [select(n, labels[n], data["offered"][n], data["start"][n]) for n in labels]
-    made.append(select("way", "It is written", WAYS, data["start"]["way"]))
-    last = len(INTERVALS) - 1
-    made.append(slider("interval", "Steps between saves", last, data["start"]["interval"]))
-    return controls("".join(made), "choice")
+    ticks = "".join(svg.text(_place(n), _FOOT + 15, f"{n:,}", "middle") for n in INTERVALS[::3])
+    line = "L".join(f"{x} {y}" for x, y in points)
+    return (
+        svg.text(0, 12, "% of the time lost, cut off at the top")
+        + f'{marks}<path d="M{_LEFT} {_FOOT}H{_LEFT + _WIDE}" {svg.EDGE}/>{ticks}'
+        + svg.text(_LEFT + _WIDE, _FOOT + 30, "steps between saves", "end")
+        + f'<path d="M{young} 34V{_FOOT}" {svg.EDGE} stroke-dasharray="3 4"/>'
+        + svg.text(young, 30, "Young", "middle")
+        + f'<path d="M{line}" fill="none" stroke="{palette.LINES[0]}" stroke-width="2.5"/>'
+        + f'<circle cx="{x}" cy="{y}" r="6" fill="none" {svg.EDGE} stroke-width="1.5"/>'
+    )

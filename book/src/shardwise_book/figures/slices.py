@@ -1,33 +1,16 @@
 """A traced program as a graph, in which the equations that one result needs light up."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from shardwise_book.figures import palette
-from shardwise_book.figures.interactive import (
-    STYLE,
-    Data,
-    Interactive,
-    controls,
-    select,
-    status,
-)
-from shardwise_book.figures.slices_layout import HIGH, Graph, graph, places
+from shardwise_book.figures import palette, svg
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer
 from shardwise_book.figures.timelines import COLOURS
 
-GRAPH = """<style>
-.shardwise-figure svg.graph { max-width: 30rem; font-size: 10px; }
-.shardwise-figure .node { opacity: .6; cursor: pointer; }
-.shardwise-figure .node rect { fill: currentColor; fill-opacity: .12; stroke: currentColor;
-  stroke-opacity: .5; }
-.shardwise-figure .node.read, .shardwise-figure .node.on { opacity: 1; }
-.shardwise-figure .node.read rect { stroke-dasharray: 3 2; stroke-opacity: 1; }
-.shardwise-figure .node.on rect { fill: var(--lit); fill-opacity: 1; }
-.shardwise-figure .node.on text { fill: var(--ink); }
-.shardwise-figure .edge { fill: none; stroke: currentColor; opacity: .16; }
-.shardwise-figure .edge.on { opacity: .9; stroke-width: 1.5; }
-</style>"""
+HIGH, STEP, LANE, ROW = 17, 10, 23, 18  # a box, and the spaces: to the right, below, between rows
+
 SHORT = {
     "add_any": "add",
     "broadcast_in_dim": "fill",
@@ -61,99 +44,83 @@ def slice_graph(
     Raises:
       ValueError: an equation in no slice, or in two.
     """
-    data = table(traced, chosen, inputs, outputs, rows, start)
-    made = select("slice", label, list(chosen), start)
-    titles = [f"{row} {i}" for i in range(len(data["tops"]))] if rows else []
-    still = (
-        controls(made, "slice") + _picture(data, titles) + status(data["slices"][start]["words"])
-    )
-    shown = {key: data[key] for key in ("owners", "edges", "slices")}
-    return Interactive("slices.js", shown, STYLE + GRAPH + still)
-
-
-def table(
-    traced: Any,
-    chosen: Mapping[str, Sequence[Any]],
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    rows: Mapping[str, int] | None,
-    start: int,
-) -> Data:
-    """The graph, and of each slice: which nodes it computes and reads, and what is said of it."""
     found = graph(traced.jaxpr, list(chosen.values()), inputs, outputs)
-    parts = [_slice(found, number, list(chosen)) for number in range(len(chosen))]
-    row_of = [rows[name] if rows else 0 for name in chosen]
-    wide, corners, tops = places(found, row_of)
-    return {
-        "names": found.names,
-        "owners": found.owners,
-        "edges": found.edges,
-        "places": (wide, corners),
-        "tops": tops,
-        "slices": parts,
-        "start": start,
+    names = list(chosen)
+    wide, corners, tops = places(found, [rows[name] if rows else 0 for name in names])
+    titles = [f"{row} {i}" for i in range(len(tops))] if rows else []
+    parts = {
+        "result": lambda slice: describe(found, names, *slice_of(found, slice), slice),
+        "graph": lambda slice: _picture(found, names, titles, wide, corners, tops, slice),
     }
+    controls = {"slice": Control(label, {name: i for i, name in enumerate(names)})}
+    layout = f'<div class="pictures graph" id="@graph"></div>{RESULT}'
+    return explorer(controls, layout, parts, {"slice": start}, "slice")
 
 
-def _slice(found: Graph, number: int, names: list[str]) -> dict[str, Any]:
-    on = [node for node, owner in enumerate(found.owners) if owner == number]
-    read = sorted({a for a, b in found.edges if b in on and a not in on})
-    results = {b for a, b in found.edges if a in on and found.owners[b] is None}
-    products = sum(found.names[node] == "dot_general" for node in on)
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """Nodes are equations, and the inputs and outputs that are read or computed.
+
+    `owners[node]` is the number of the slice that computes it, None for an input or an output;
+    `edges` are pairs of nodes, from what is computed to what reads it.
+    """
+
+    names: list[str]
+    owners: list[int | None]
+    edges: list[tuple[int, int]]
+
+
+def slice_of(found: Graph, number: int) -> tuple[list[int], list[int]]:
+    """The nodes that a slice computes, its results among them, and those that it reads."""
+    own = [node for node, owner in enumerate(found.owners) if owner == number]
+    read = sorted({a for a, b in found.edges if b in own and a not in own})
+    results = {b for a, b in found.edges if a in own and found.owners[b] is None}
+    return [*own, *sorted(results)], read
+
+
+def describe(
+    found: Graph, names: Sequence[str], on: Sequence[int], read: Sequence[int], number: int
+) -> str:
+    """What a slice computes and reads, in words."""
+    own = [node for node in on if found.owners[node] == number]
+    products = sum(found.names[node] == "dot_general" for node in own)
     given = [found.names[node] for node in read if found.owners[node] is None]
     others = sorted({found.owners[node] for node in read} - {None})
-    colour = COLOURS.get(names[number][:1], palette.DEVICES[4])
-    equations = sum(owner is not None for owner in found.owners)
     told = ", ".join(given)
     if others:
         made = " and ".join(names[other] for other in others)
         told += f"{', and ' if given else ''}what {made} computed"
-    words = (
-        f"<b>{escape(names[number])}</b>: {len(on)} of {equations} equations, {products} of them "
+    equations = sum(owner is not None for owner in found.owners)
+    return (
+        f"<b>{escape(names[number])}</b>: {len(own)} of {equations} equations, {products} of them "
         f"{'a product' if products == 1 else 'products'} of matrices. It reads {escape(told)}."
     )
-    return {
-        "on": [*on, *sorted(results)],
-        "read": read,
-        "words": words,
-        "colours": [colour, palette.ink(colour)],
-    }
 
 
-def _picture(data: Data, titles: Sequence[str]) -> str:
-    shown, (wide, places) = data["slices"][data["start"]], data["places"]
-    width = max(x for x, _ in places) + wide + 4
-    height = max(y for _, y in places) + HIGH + 14
-    nodes = "".join(_node(data, node, shown) for node in range(len(places)))
+def _picture(found, names, titles, wide, corners, tops, number):
+    on, read = slice_of(found, number)
+    width, height = max(x for x, _ in corners) + wide + 4, max(y for _, y in corners) + HIGH + 14
+    colour = COLOURS.get(names[number][:1], palette.DEVICES[4])
+    told = "".join(svg.text(2, y - 5, title) for title, y in zip(titles, tops, strict=False))
     edges = "".join(
-        f'<path class="edge{" on" if b in shown["on"] else ""}" d="{_curve(wide, places, a, b)}"/>'
-        for a, b in data["edges"]
+        f'<path class="edge{" on" * (b in on)}" d="{_curve(wide, corners, a, b)}"/>'
+        for a, b in found.edges
     )
-    told = "".join(
-        f'<text x="2" y="{top - 5}">{escape(title)}</text>'
-        for title, top in zip(titles, data["tops"], strict=False)
-    )
-    lit, ink = shown["colours"]
-    return (
-        f'<div class="pictures"><svg id="@graph" class="graph" viewBox="0 0 {width} {height}" '
-        f'style="--lit:{lit};--ink:{ink}" role="img" aria-label="The equations of a traced '
-        f"program as boxes, with lines from what each reads; those of the chosen slice are lit, "
-        f'what it reads is dashed">{told}{edges}{nodes}</svg></div>'
-    )
-
-
-def _node(data, node, shown):
-    wide, places = data["places"]
-    x, y = places[node]
-    state = " on" if node in shown["on"] else " read" if node in shown["read"] else ""
-    name, is_equation = data["names"][node], data["owners"][node] is not None
-    corner = 2 if is_equation else HIGH // 2
-    return (
-        f'<g class="node{state}" data-node="{node}"><title>{escape(name)}</title>'
-        f'<rect x="{x}" y="{y}" width="{wide}" height="{HIGH}" rx="{corner}"/>'
-        f'<text x="{x + wide / 2:g}" y="{y + 12}" text-anchor="middle">'
-        f"{escape(SHORT.get(name, name) if is_equation else name)}</text></g>"
-    )
+    nodes = ""
+    for node, (x, y) in enumerate(corners):
+        name, owner = found.names[node], found.owners[node]
+        state = " on" if node in on else " read" if node in read else ""
+        corner, shown = (HIGH // 2, name) if owner is None else (2, SHORT.get(name, name))
+        chooses = "" if owner is None else f'data-chooses="slice={owner}"'
+        nodes += (
+            f'<g class="node{state}" {chooses}><title>{escape(name)}</title><rect x="{x}" y="{y}" '
+            f'width="{wide}" height="{HIGH}" rx="{corner}"/>'
+            f"{svg.text(x + wide / 2, y + 12, shown, 'middle')}</g>"
+        )
+    alt = "The equations of a traced program as boxes, with lines from what each reads; those of "
+    alt += "the chosen slice are lit, what it reads is dashed"
+    lit = f'<g style="--lit:{colour};--ink:{palette.ink(colour)}">{told}{edges}{nodes}</g>'
+    return svg.picture("", width, height, alt, lit, 30)
 
 
 def _curve(wide, places, a, b):
@@ -168,3 +135,95 @@ def _curve(wide, places, a, b):
     x, to_x, y, to_y = x + wide / 2, to_x + wide / 2, y + HIGH * down, to_y + HIGH * (not down)
     bend = (to_y - y) / 2
     return f"M{x:g} {y}C{x:g} {y + bend:g} {to_x:g} {to_y - bend:g} {to_x:g} {to_y}"
+
+
+def graph(
+    jaxpr: Any, slices: Sequence[Sequence[Any]], inputs: Sequence[str], outputs: Sequence[str]
+) -> Graph:
+    """The graph of a jaxpr whose equations are divided into slices.
+
+    Raises:
+      ValueError: an equation in no slice, or in two.
+    """
+    names, owners, edges, node_of = [], [], set(), {}
+
+    def add(name, owner=None):
+        names.append(name)
+        owners.append(owner)
+        return len(names) - 1
+
+    for name, v in zip(inputs, jaxpr.invars, strict=True):
+        node_of[v] = add(name)
+    for eqn in jaxpr.eqns:
+        found = [i for i, one in enumerate(slices) if any(e is eqn for e in one)]
+        if len(found) != 1:
+            raise ValueError(
+                f"slice_graph: {eqn.primitive.name} is in {len(found)} slices, not in one."
+            )
+        node = add(eqn.primitive.name, found[0])
+        edges |= {(node_of[v], node) for v in _variables(eqn.invars)}
+        node_of |= dict.fromkeys(eqn.outvars, node)
+    for name, v in zip(outputs, jaxpr.outvars, strict=True):
+        edges.add((node_of[v], add(name)))
+    return Graph(names, owners, sorted(edges))
+
+
+def _variables(atoms):
+    return [v for v in atoms if not hasattr(v, "val")]  # a literal has one
+
+
+def places(found: Graph, rows: Sequence[int]) -> tuple[int, list[tuple[int, int]], list[int]]:
+    """(width of a box, its left upper corner for each node, top of each row), in units of the SVG.
+
+    To the right of what it reads in its own row; in the first lane of the row that is free there.
+    """
+    row_of = _rows(found, rows)
+    depth = _depths(found, row_of)
+    order = sorted(range(len(depth)), key=lambda n: (depth[n], _rank(found, n), n))
+    lanes, taken = {}, set()
+    for node in order:
+        lane = 0
+        while (row_of[node], depth[node], lane) in taken:
+            lane += 1
+        taken.add((row_of[node], depth[node], lane))
+        lanes[node] = lane
+    tops, top = [], ROW
+    for row in range(max(row_of) + 1):
+        tops.append(top)
+        top += LANE * (1 + max(lanes[n] for n in lanes if row_of[n] == row)) + ROW
+    columns = max(depth) + 1
+    wide = min(70, (372 - STEP * (columns - 1)) // columns)
+    found_at = [
+        (2 + depth[n] * (wide + STEP), tops[row_of[n]] + LANE * lanes[n]) for n in range(len(depth))
+    ]
+    return wide, found_at, tops
+
+
+def _rank(found, node):
+    """Equations in the order of their slices, then inputs and outputs."""
+    owner = found.owners[node]
+    return len(found.owners) if owner is None else owner
+
+
+def _rows(found, rows):
+    """An equation's row is its slice's; an input's that of its first reader, an output's alike."""
+    row_of = [None if owner is None else rows[owner] for owner in found.owners]
+    for a, b in found.edges:
+        if row_of[a] is None:
+            row_of[a] = row_of[b]
+        if row_of[b] is None:
+            row_of[b] = row_of[a]
+    return [0 if row is None else row for row in row_of]
+
+
+def _depths(found, row_of):
+    """How many nodes of its row stand before each; one that reads nothing, close to a reader."""
+    near = [(a, b) for a, b in found.edges if row_of[a] == row_of[b]]
+    depth = [0] * len(row_of)
+    for node in range(len(depth)):  # nodes come after those that they read
+        depth[node] = max((1 + depth[a] for a, b in near if b == node), default=0)
+    for node in range(len(depth)):
+        readers = [depth[b] for a, b in near if a == node]
+        if readers and not any(b == node for _, b in near):
+            depth[node] = max(0, min(readers) - 1)
+    return depth

@@ -1,0 +1,147 @@
+"""The explorer of meshes and specs: which device holds which block, or what JAX says against it."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from html import escape
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from shardwise_book.figures import palette
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+
+MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2))
+NAMES = {1: ("data",), 2: ("data", "model"), 3: ("stage", "data", "model")}
+SIZES = (16, 8, 6)
+ITEMSIZE = 4  # float32
+LAYOUT = f"""<div id="@size"></div><div class="pictures" id="@sheets">
+<div><p id="@sides"></p><div class="sheet" id="@array" role="img"
+aria-label="The array: its blocks, and the devices that hold each"></div></div>
+<div><p id="@axes"></p><div class="memories" id="@memories"></div></div></div>{RESULT}"""
+
+
+def mesh_explorer() -> Interactive:
+    """Choose an array's shape, a mesh and a spec; see the blocks, their bytes, or JAX's refusal.
+
+    Raises:
+      RuntimeError: there are fewer than eight CPU devices; `mesh.simulate(8)` makes them.
+    """
+    devices = jax.local_devices(backend="cpu")[:8]
+    if len(devices) < 8:
+        raise RuntimeError(
+            f"The mesh explorer needs 8 CPU devices and found {len(devices)}: call "
+            f"mesh.simulate(8) first, before anything touches a device."
+        )
+    meshes = {}
+    for sizes in MESHES:
+        axes = NAMES[len(sizes)]
+        grid = np.array(devices).reshape(sizes)
+        label = f"{'×'.join(map(str, sizes))} ({', '.join(axes)})"
+        meshes[label] = Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+    @functools.cache
+    def look(mesh, rows, columns, first, second):
+        """What each device holds, and JAX's refusal if nothing."""
+        try:
+            sharding = NamedSharding(mesh, PartitionSpec(first, second))
+            return blocks(sharding, (rows, columns)), ""
+        except Exception as error:  # the class of some, DuplicateSpecError, is not public
+            return [], str(error)
+
+    def result(mesh, rows, columns, first, second):
+        found, refusal = look(mesh, rows, columns, first, second)
+        return describe(found, refusal, rows, columns, PartitionSpec(first, second))
+
+    controls = {
+        "mesh": Control("Mesh", meshes),
+        "rows": Control("Rows", SIZES),
+        "columns": Control("Columns", SIZES),
+        "first": Control("Rows cut by", lambda mesh: _entries(mesh)),
+        "second": Control("Columns cut by", lambda mesh: _entries(mesh)),
+    }
+    parts = {
+        "result": result,
+        "size": lambda rows, columns: (
+            f"<style>#@sheets{{--rows:{rows};--columns:{columns}}}</style>"
+        ),
+        "sides": lambda rows, columns: f"{rows} rows, {columns} columns",
+        "axes": lambda mesh: f"place in the mesh: ({', '.join(mesh.axis_names)})",
+        "array": lambda **layout: _array(look(**layout)[0]),
+        "memories": lambda **layout: _memories(layout["mesh"], look(**layout)[0]),
+    }
+    return explorer(controls, LAYOUT, parts, {"mesh": 1, "columns": 1, "first": 1}, "layout")
+
+
+def entries(names: Sequence[str]) -> list[str | tuple[str, ...] | None]:
+    """All that one array axis may be cut by: nothing, or mesh axes in any order."""
+    return [None, *names, *(o for n in (2, 3) for o in itertools.permutations(names, n))]
+
+
+def _entries(mesh):
+    return {repr(entry): entry for entry in entries(mesh.axis_names)}
+
+
+Block = tuple[int, int, int, int]  # top, bottom, left, right
+
+
+def blocks(sharding: Sharding, shape: Sequence[int]) -> list[Block]:
+    """What each device holds of an array of two axes, in the order of the mesh."""
+    indices = sharding.devices_indices_map(tuple(shape))
+    cuts = [zip(indices[d], shape, strict=True) for d in sharding.mesh.devices.flat]
+    return [tuple(edge for cut, n in both for edge in cut.indices(n)[:2]) for both in cuts]
+
+
+def describe(found: list[Block], refusal: str, rows: int, columns: int, spec: PartitionSpec) -> str:
+    """The result in one sentence of HTML; numbers carry names."""
+    name = f"<code>{escape(repr(spec))}</code>"
+    if refusal:
+        message = f'<span data-name="error">{escape(refusal, False)}</span>'
+        return f'<span class="error">JAX refuses {name}: {message}</span>'
+    top, bottom, left, right = found[0]
+    size = (bottom - top) * (right - left)
+    return (
+        f"{name}: each device holds {said('block', f'{bottom - top}×{right - left}')} of "
+        f"{rows}×{columns} float32 elements, {said('bytes', size * ITEMSIZE)} of "
+        f"{rows * columns * ITEMSIZE} bytes. Each element lies on "
+        f"{said('copies', 8 * size // (rows * columns))} of 8 devices."
+    )
+
+
+def _array(found):
+    """The array as a grid of tiles, each in a strip for each device that holds it."""
+    holders = {}
+    for device, block in enumerate(found):
+        holders.setdefault(block, []).append(device)
+    tiles = "".join(
+        f"<div>{''.join(_strip(device, device) for device in holders[block])}</div>"
+        for block in sorted(holders)
+    )
+    return _grid(found, tiles) if found else ""
+
+
+def _memories(mesh, found):
+    """The memory of each device: the block it holds, inside the outline of the whole array."""
+    drawn = ""
+    for device, place in enumerate(np.ndindex(mesh.devices.shape)):
+        tile, held = "", ""
+        if found:
+            block = top, bottom, left, right = found[device]
+            row, column = (sorted({b[i] for b in found}).index(block[i]) + 1 for i in (0, 2))
+            tile = _grid(found, _strip(device, "", f";grid-area:{row}/{column}"))
+            held = f"[{top}:{bottom}, {left}:{right}]"
+        drawn += f'<div>device {device}<br>{place}<div class="sheet">{tile}</div>{held}</div>'
+    return drawn
+
+
+def _grid(found, tiles):
+    """Tiles in a grid with a row and a column for each cut."""
+    down, across = (len({block[edge] for block in found}) for edge in (0, 2))
+    return f'<div class="tiles" style="grid:repeat({down},1fr)/repeat({across},1fr)">{tiles}</div>'
+
+
+def _strip(device, number, more=""):
+    colour = palette.device(device)
+    style = f"background:{colour};color:{palette.ink(colour)}{more}"
+    return f'<i style="{style}">{number}</i>'

@@ -1,0 +1,44 @@
+"""What explorers draw with: pictures, rectangles and words, as SVG."""
+
+from collections.abc import Iterable
+from html import escape
+from typing import Any
+
+EDGE = 'stroke="currentColor"'
+
+
+def picture(
+    name: str, wide: float, high: float, alt: str, inside: str = "", rem: float = 21
+) -> str:
+    """A picture of so many units, at most `rem` wide; with a `name` it is a part, to be filled."""
+    part = f'id="@{name}" ' if name else ""
+    return (
+        f'<svg {part}viewBox="0 0 {wide:g} {high:g}" style="max-width: {rem:g}rem" role="img" '
+        f'aria-label="{escape(alt)}">{inside}</svg>'
+    )
+
+
+def box(x: float, y: float, wide: float, high: float, fill: str = "none", more: str = EDGE) -> str:
+    """A rectangle of a picture: in one colour, or outlined in that of the text."""
+    place = f'x="{short(x)}" y="{short(y)}" width="{short(wide)}" height="{short(high)}"'
+    return f'<rect {place} fill="{fill}" {more}/>'
+
+
+def path(boxes: Iterable[tuple[float, ...]], fill: str = "none", more: str = EDGE) -> str:
+    """Many rectangles as one shape, each (left, top, width, height)."""
+    drawn = (
+        f"M{short(x)} {short(y)}h{short(wide)}v{short(high)}h-{short(wide)}z"
+        for x, y, wide, high in boxes
+    )
+    return f'<path d="{"".join(drawn)}" fill="{fill}" {more}/>'
+
+
+def text(x: float, y: float, words: Any, anchor: str = "", more: str = "") -> str:
+    """Words in a picture, escaped; `anchor` is "middle" or "end"."""
+    place = f'x="{short(x)}" y="{short(y)}"' + (f' text-anchor="{anchor}"' if anchor else "")
+    return f"<text {place} {more}>{escape(str(words))}</text>"
+
+
+def short(x: float) -> str:
+    """A number to a hundredth, in as few digits."""
+    return f"{x:.2f}".rstrip("0").rstrip(".") if x % 1 else f"{x:.0f}"
