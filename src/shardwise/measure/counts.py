@@ -8,6 +8,8 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from .program import Array
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 BETWEEN_SLICES = " between slices"  # after a kind: of TPUs, over the data centre's network
 
@@ -68,7 +70,7 @@ class Op:
 
     kind: str
     name: str
-    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    arrays: tuple[Array, ...]
     group_size: int | None
     trips: int | float
     payload_bytes: int | float

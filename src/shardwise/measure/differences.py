@@ -109,7 +109,7 @@ class _Piece:
     @property
     def bytes(self):
         """The bytes that one run sends."""
-        whole = sum(Array(*a).bytes for a in self.op.arrays)
+        whole = sum(array.bytes for array in self.op.arrays)
         return self.op.ring_bytes / self.op.trips * (self.array.bytes / whole if whole else 0)
 
     @property
@@ -220,7 +220,7 @@ def pairs(written: Iterable[Op], compiled: Iterable[Op]) -> Iterator[Pair]:
 
 def _pieces(ops):
     for op in ops:
-        arrays = [Array(*a) for a in op.arrays]
+        arrays = op.arrays
         if op.kind == "all-to-all":  # of each device's part an array, or of all one
             arrays = [Array(arrays[0].dtype, (sum(a.elements for a in arrays),))]
         for array in arrays:

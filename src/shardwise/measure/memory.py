@@ -104,12 +104,14 @@ class Fit:
         return self.allowed - self.needed
 
     def __repr__(self) -> str:
+        def gib(size):
+            return f"{size / 2**30:.2f}"
+
         says = "fits" if self else "does not fit"
-        lines = [f"{says}: {_gib(self.needed)} of {_gib(self.allowed)} GiB"]
+        lines = [f"{says}: {gib(self.needed)} of {gib(self.allowed)} GiB"]
         if self.memory is not None:
-            parts = ", ".join(f"{k} {_gib(n)}" for k, n in self.memory._asdict().items())
-            lines.append(f"  {parts}")
-        lines += [f"  {_gib(b.bytes)}  {b.kind} {b.array}  {b.source}" for b in self.buffers[:5]]
+            lines += ["  " + ", ".join(f"{k} {gib(n)}" for k, n in self.memory._asdict().items())]
+        lines += [f"  {gib(b.bytes)}  {b.kind} {b.array}  {b.source}" for b in self.buffers[:5]]
         return "\n".join(lines)
 
 
@@ -156,7 +158,3 @@ def refused(error: Exception | str) -> tuple[int, int] | None:
             needed, unit, allowed, its_unit = found.groups()
             return int(float(needed) * _UNITS[unit]), int(float(allowed) * _UNITS[its_unit])
     return None
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from . import schedule, tpu
 from .counts import Op
-from .program import Frame, Program
+from .program import Frame
 from .schedule import Begun
 
 _SHOWN = 16  # of the collectives in the table
@@ -94,19 +94,18 @@ def overlap(program: Any, chip: Any, kernels: Mapping[str, int] | None = None) -
     parsed = schedule.scheduled("overlap", program)
     # Innermost first: what is beside a collective of a loop is beside none around the loop.
     groups = sorted(schedule.begun(parsed), key=lambda group: -len(_around(group[0].frame)))
-    taken: dict[tuple[int, str], float] = {}
+    taken: dict[tuple[int, str], float] = {}  # seconds of an instruction that collectives have
     every = (begun for group in groups for begun in group)
-    return Overlap(tuple(_beside(parsed, chip, begun, taken, kernels or {}) for begun in every))
+    return Overlap(tuple(_beside(chip, begun, taken, kernels or {}) for begun in every))
 
 
-def _beside(program, chip, begun: Begun, taken, kernels) -> Beside:
-    """The `Beside` of one collective; `taken` are the seconds of products that others have."""
+def _beside(chip, begun: Begun, taken, kernels) -> Beside:
     op, frame, start, times = begun
     lanes, seconds = tpu.links(op, chip, start)
     if not op.asynchronous:
         return Beside(op, times, lanes, seconds)
-    beside = schedule.between(program, begun)
-    work = {x.name: schedule.flops(program, frame, x, kernels) / chip.peak() for x in beside}
+    beside, _ = schedule.until(begun)
+    work = {x.name: schedule.flops(frame, x, kernels) / chip.peak() for x in beside}
     products, covered = tuple(name for name, time in work.items() if time), 0.0
     for name in products:
         left = work[name] - taken.get((id(frame), name), 0.0) / times
@@ -114,7 +113,7 @@ def _beside(program, chip, begun: Begun, taken, kernels) -> Beside:
         covered += used
         for at, site in [(frame, name), *_around(frame)]:
             taken[id(at), site] = taken.get((id(at), site), 0.0) + used * times
-    cycles = sum(schedule.cycles(program, frame, x) for x in beside)
+    cycles = sum(schedule.cycles(frame, x) for x in beside)
     return Beside(op, times, lanes, seconds, products, sum(work.values()), covered, cycles)
 
 
@@ -164,13 +163,13 @@ def lanes(
     most = max(groups, key=lambda group: sum(b.op.ring_bytes * b.times for b in group))
     site = most[0].frame.site
     shown = trips if site is not None and site.opcode == "while" else 1
-    return tuple(_spans(parsed, chip, most, kernels or {}, shown))
+    return tuple(_spans(chip, most, kernels or {}, shown))
 
 
-def _spans(program: Program, chip, group: list[Begun], kernels, trips) -> Iterator[Span]:
+def _spans(chip, group: list[Begun], kernels, trips) -> Iterator[Span]:
     now, free, awaited = 0.0, 0.0, {}
     frame, starts = group[0].frame, {begun.start.name: begun for begun in group}
-    for op in [*frame.computation.instructions.values()] * trips:
+    for op in [*frame] * trips:
         now = max(now, awaited.pop(op.name, 0.0))
         if begun := starts.get(op.name):
             begin, found = max(now, free), begun.op
@@ -178,8 +177,8 @@ def _spans(program: Program, chip, group: list[Begun], kernels, trips) -> Iterat
             yield Span("links", op.name, begin, free, found.kind, found.asynchronous)
             if not found.asynchronous:
                 now = free
-            elif (end := schedule.end(program, begun)) is not None:
+            elif (end := schedule.until(begun)[1]) is not None:
                 awaited[end] = max(free, awaited.get(end, 0.0))
-        if work := schedule.flops(program, frame, op, kernels) / chip.peak():
+        if work := schedule.flops(frame, op, kernels) / chip.peak():
             yield Span("products", op.name, now, now + work)
             now += work
