@@ -79,12 +79,8 @@ def read(frame: Frame, op: Instruction) -> Op | None:
         written = tpu.written_as(frame, op, n)
     if tpu.is_scatter(frame, op):
         kind, written = "reduce-scatter", ()
-    notes = {
-        "padded": tpu.is_padded(frame, op),
-        "windowed": tpu.is_windowed(op),
-        "combined": len(op.operands) > 1 and kind != "all-to-all",
-    }
-    notes = tuple(note for note, holds in notes.items() if holds)
+    notes = ("padded",) * tpu.is_padded(frame, op) + ("windowed",) * tpu.is_windowed(op)
+    notes += ("combined",) * (len(op.operands) > 1 and kind != "all-to-all")
     return _op(kind, op, frame.operands(op), n, among, strategy, written, started, notes)
 
 

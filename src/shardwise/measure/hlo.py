@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .program import Array, Computation, Instruction, Program, expected, is_compiled
+from .program import Array, Computation, Instruction, Program, checked
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -32,17 +32,11 @@ def read(who: str, program: Any) -> Program:
 
 def text(who: str, program: Any) -> str:
     """The text of a compiled program, which may be given as such."""
-    if not isinstance(program, str) and not is_compiled(program):
-        raise expected(who, program)
-    return program if isinstance(program, str) else program.as_text()
+    return program if isinstance(program, str) else checked(who, program).as_text()
 
 
 def parse(text: str) -> Program:
-    """The program in an HLO module's text.
-
-    Raises:
-      ValueError: the text is no HLO module, or holds a line that is no instruction.
-    """
+    """The program in an HLO module's text; ValueError where it is none."""
     computations, entry, current = {}, None, None
     text = _BROKEN.sub(lambda found: found[0].replace("\n", " "), text)
     for line in _COMMENT.sub("", text).splitlines():

@@ -35,12 +35,16 @@ def flops(compiled: Any, kernels: Mapping[str, int] | None = None) -> int:
       TypeError: `compiled` is no `jax.stages.Compiled`, nor what `topology.compile` returns.
       ValueError: a product whose size cannot be read, or one in a loop whose trips depend on data.
     """
-    program = hlo.read("flops", compiled)
-    found = executed(program.main, lambda frame, op: read(frame, op, kernels or {}))
+    return within(hlo.read("flops", compiled).main, kernels or {})
+
+
+def within(frame: Frame, kernels: Mapping[str, int]) -> int | float:
+    """FLOPs of one run of a part of a program."""
+    found = executed(frame, lambda frame, op: _read(frame, op, kernels))
     return sum(count * times for count, times in found)
 
 
-def read(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | None:
+def _read(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | None:
     """FLOPs of one instruction, None of one that is no product."""
     if op.opcode == "dot":
         dims = op.attributes
@@ -48,7 +52,8 @@ def read(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | Non
     if op.opcode == "convolution":
         return _convolution(frame, op)
     if op.opcode == "custom-call":
-        return _kernel(op, kernels) or _library(frame, op)
+        count = _kernel(op, kernels)
+        return _library(frame, op) if count is None else count
     if op.opcode in ("ragged-dot", "scaled-dot"):
         raise ValueError(_unreadable(op, op.opcode))
     return None

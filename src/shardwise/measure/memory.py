@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .program import expected, is_compiled
+from .program import checked
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _REFUSALS = (
@@ -41,10 +41,8 @@ def bytes_per_device(compiled: Any) -> DeviceBytes:
       TypeError: `compiled` is something else.
       ValueError: the backend does not say.
     """
-    if not is_compiled(compiled):
-        raise expected("bytes_per_device", compiled)
     # Not `peak_memory_in_bytes`: on CPU it is below the temporaries alone.
-    stats = compiled.memory_analysis()
+    stats = checked("bytes_per_device", compiled).memory_analysis()
     if stats is None:
         raise ValueError(
             "measure.bytes_per_device: this backend reports no memory for compiled programs; "

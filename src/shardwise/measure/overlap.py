@@ -10,7 +10,6 @@ from .program import Frame
 from .schedule import Begun
 
 _SHOWN = 16  # of the collectives in the table
-_NOTE = "a schedule and a model of time, not a measurement"
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Beside:
     `seconds` is `op.ring_bytes` over `lanes` directions of links at the chip's bandwidth.
     `products` are the instructions with products that stand between its start and its end, and
     `arithmetic` is their time at the chip's peak; `covered` is what this collective has of it, no
-    second given to two. `cycles` are the compiler's own estimate of all that stands between.
+    second given to two.
     """
 
     op: Op
@@ -30,7 +29,6 @@ class Beside:
     products: tuple[str, ...] = ()
     arithmetic: float = 0.0
     covered: float = 0.0
-    cycles: int | float = 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,8 @@ class Overlap:
     def __repr__(self) -> str:
         lines = [
             f"{self.share:.0%} of the bytes sent can be covered, {self.exposed * 1e6:,.1f} of "
-            f"{self.seconds * 1e6:,.1f} µs are exposed ({_NOTE})"
+            f"{self.seconds * 1e6:,.1f} µs are exposed (a schedule and a model of time, not a "
+            f"measurement)"
         ]
         longest = sorted(self.found, key=lambda b: -b.seconds * b.times)
         for b in longest[:_SHOWN]:
@@ -91,9 +90,9 @@ def overlap(program: Any, chip: Any, kernels: Mapping[str, int] | None = None) -
       TypeError: `program` is no compiled program.
       ValueError: it is not scheduled, as those for CPUs are not; what `collectives` raises.
     """
-    parsed = schedule.scheduled("overlap", program)
+    found = schedule.begun("overlap", program)
     # Innermost first: what is beside a collective of a loop is beside none around the loop.
-    groups = sorted(schedule.begun(parsed), key=lambda group: -len(_around(group[0].frame)))
+    groups = sorted(found, key=lambda group: -len(_around(group[0].frame)))
     taken: dict[tuple[int, str], float] = {}  # seconds of an instruction that collectives have
     every = (begun for group in groups for begun in group)
     return Overlap(tuple(_beside(chip, begun, taken, kernels or {}) for begun in every))
@@ -113,8 +112,7 @@ def _beside(chip, begun: Begun, taken, kernels) -> Beside:
         covered += used
         for at, site in [(frame, name), *_around(frame)]:
             taken[id(at), site] = taken.get((id(at), site), 0.0) + used * times
-    cycles = sum(schedule.cycles(frame, x) for x in beside)
-    return Beside(op, times, lanes, seconds, products, sum(work.values()), covered, cycles)
+    return Beside(op, times, lanes, seconds, products, sum(work.values()), covered)
 
 
 def _around(frame: Frame) -> list[tuple[Frame, str]]:
@@ -156,13 +154,11 @@ def lanes(
       TypeError: `program` is no compiled program.
       ValueError: it is not scheduled; what `collectives` raises.
     """
-    parsed = schedule.scheduled("lanes", program)
-    groups = schedule.begun(parsed)
+    groups = schedule.begun("lanes", program)
     if not groups:
         return ()
     most = max(groups, key=lambda group: sum(b.op.ring_bytes * b.times for b in group))
-    site = most[0].frame.site
-    shown = trips if site is not None and site.opcode == "while" else 1
+    shown = trips if most[0].frame.within("while") else 1
     return tuple(_spans(chip, most, kernels or {}, shown))
 
 

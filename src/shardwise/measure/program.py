@@ -12,19 +12,15 @@ from typing import Any, NamedTuple
 import jax
 
 
-def is_compiled(program: Any) -> bool:
-    """Whether `program` is a `jax.stages.Compiled`, or has its methods, as `topology.compile`'s."""
-    kinds = jax.stages.Lowered, type
+def checked(who: str, program: Any) -> Any:
+    """`program`, a `jax.stages.Compiled` or what has its methods; TypeError of `measure.who`."""
     says = hasattr(program, "as_text") and hasattr(program, "memory_analysis")
-    return says and not isinstance(program, kinds)
-
-
-def expected(who: str, program: Any) -> TypeError:
-    """The error of `measure.who`, which takes a compiled program and got another thing."""
-    return TypeError(
-        f"measure.{who} takes a compiled program, and got {type(program).__name__}; pass "
-        f"jax.jit(f).lower(*args).compile(), or what topology.compile returns."
-    )
+    if not says or isinstance(program, jax.stages.Lowered | type):
+        raise TypeError(
+            f"measure.{who} takes a compiled program, and got {type(program).__name__}; pass "
+            f"jax.jit(f).lower(*args).compile(), or what topology.compile returns."
+        )
+    return program
 
 
 class Array(NamedTuple):

@@ -1,12 +1,11 @@
 """A TPU's program as the schedule that its text is: where collectives begin, and where they end."""
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from . import communication, hlo, matmuls, tpu
 from .counts import Op
-from .program import Computation, Frame, Instruction, Program
+from .program import Computation, Frame, Instruction
 from .trips import executed
 
 _HANDS_ON = ("tuple", "bitcast", "copy", "opt-barrier", "optimization-barrier")
@@ -21,19 +20,19 @@ class Begun(NamedTuple):
     times: int | float
 
 
-def scheduled(who: str, program: Any) -> Program:
-    """A compiled program whose text is its schedule; TypeError or ValueError for another."""
+def begun(who: str, program: Any) -> list[list[Begun]]:
+    """Every collective of a program where it begins, those of one computation together.
+
+    Raises:
+      TypeError: it is no compiled program, of which `measure.who` tells.
+      ValueError: its text is no schedule.
+    """
     text = hlo.text(who, program)
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError(
             f"measure.{who}: the order of this program's instructions is no schedule; compile it "
             f"for TPUs, by topology.compile."
         )
-    return hlo.parse(text)
-
-
-def begun(program: Program) -> list[list[Begun]]:
-    """Every collective where it begins, those of one computation together."""
     groups: dict[int, list[Begun]] = {}
 
     def read(frame, op):
@@ -42,7 +41,9 @@ def begun(program: Program) -> list[list[Begun]]:
         inner = frame.within("fusion", "async-start")
         return found and (found, frame.caller if inner else frame, frame.site if inner else op)
 
-    for (found, frame, start), times in executed(program.main, read, lambda f: f[0].ring_bytes):
+    for (found, frame, start), times in executed(
+        hlo.parse(text).main, read, lambda f: f[0].ring_bytes
+    ):
         groups.setdefault(id(frame), []).append(Begun(found, frame, start, times))
     return list(groups.values())
 
@@ -102,19 +103,5 @@ def _waits(body, held):
 
 def flops(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | float:
     """FLOPs of the products in one instruction, and in what it runs."""
-    return _sum(frame, op, lambda frame, op: matmuls.read(frame, op, kernels))
-
-
-def cycles(frame: Frame, op: Instruction) -> int | float:
-    """Cycles that the compiler estimates for one instruction, and for what it runs."""
-    return _sum(frame, op, _estimate)
-
-
-def _estimate(frame: Frame, op: Instruction) -> int | None:
-    said = re.search(r'"estimated_cycles":"(\d+)"', op.says("backend_config"))
-    return int(said[1]) if said else None
-
-
-def _sum(frame: Frame, op: Instruction, read: Callable) -> int | float:
-    alone = Frame(frame.program, Computation(op.name, {op.name: op}, op.name), frame)
-    return sum(value * times for value, times in executed(alone, read))
+    alone = Computation(op.name, {op.name: op}, op.name)
+    return matmuls.within(Frame(frame.program, alone, frame), kernels)

@@ -35,12 +35,7 @@ _DTYPES = {"i1": "pred", "complex<f32>": "c64", "complex<f64>": "c128"}
 
 
 def read(lowered: jax.stages.Lowered) -> Program:
-    """The program of a `jax.stages.Lowered`.
-
-    Raises:
-      ValueError: an operation runs regions in a way that is not known here, a custom call may
-        send what cannot be counted, or a size is dynamic.
-    """
+    """The program of a `jax.stages.Lowered`; ValueError where it cannot be counted."""
     module = lowered.compiler_ir("stablehlo")
     reader = _Reader(module)
     for op in module.body.operations:

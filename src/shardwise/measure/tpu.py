@@ -6,7 +6,7 @@ And transfers between slices, over the data centre's network.
 import re
 from typing import Any
 
-from .counts import BETWEEN_SLICES, Op
+from .counts import BETWEEN_SLICES, KINDS, Op
 from .hlo import Groups
 from .program import Frame, Instruction
 
@@ -14,13 +14,8 @@ CARRIED = '"async_collective_fusion_config"'
 _PASSES_ON = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "get-tuple-element",
               "convert", "opt-barrier")  # fmt: skip
 # What a transfer's type is called here.
-_KINDS = {
-    "ALL_GATHER": "all-gather",
-    "REDUCE_SCATTER": "reduce-scatter",
-    "ALL_REDUCE": "all-reduce",
-    "ALL_TO_ALL": "all-to-all",
-    "ONE_TO_ONE": "collective-permute",
-}
+_KINDS = {kind.upper().replace("-", "_"): kind for kind in KINDS[:4]}
+_KINDS["ONE_TO_ONE"] = "collective-permute"
 _SLICE = 100_000  # in a device's number, where slices are counted from 1
 _STRATEGY = re.compile(
     r'"collective_algorithm_config":\{(?:"emitter":"([^"]*)")?,?(?:"strategy":"([^"]*)")?'
@@ -40,20 +35,18 @@ def starts(frame: Frame, op: Instruction) -> bool | None:
     if CARRIED not in op.says("backend_config"):
         return False
     begins = (x for x in frame if x.says("custom_call_target") == '"AsyncCollectiveStart"')
-    return True if any(_reaches(frame, start, op.name) for start in begins) else None
+    return True if any(op.name in _needed(frame, start) for start in begins) else None
 
 
-def _reaches(frame, start, name):
-    """Whether the instruction `start` reads the one called `name`, in the same computation."""
-    waiting, seen = list(start.operands), set()
+def _needed(frame, op):
+    """The names of all that `op` is computed from, in the same computation."""
+    waiting, seen = list(op.operands), set()
     while waiting:
-        current = waiting.pop()
-        if current == name:
-            return True
-        if current not in seen and current in frame.computation.instructions:
-            seen.add(current)
-            waiting += frame.computation.instructions[current].operands
-    return False
+        name = waiting.pop()
+        if name not in seen and name in frame.computation.instructions:
+            seen.add(name)
+            waiting += frame.computation.instructions[name].operands
+    return seen
 
 
 def is_scatter(frame: Frame, op: Instruction) -> bool:
@@ -148,9 +141,6 @@ def between_slices(op: Instruction, devices: int) -> tuple[str, int, Groups] | N
 
     `devices` are those of one slice. Numbers of devices are known where every device of each
     slice takes part; elsewhere they are told by their places, and the groups are empty.
-
-    Raises:
-      ValueError: a type or a form that is not known here.
     """
     said = op.says("frontend_attributes")
     kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', said)
