@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from shardwise import measure, mesh, model, plan, topology
 from shardwise.measure.counts import Op
 from shardwise.measure.differences import pairs
+from shardwise.measure.program import Array
 from shardwise.plan import compiling, roles
 
 N = 8
@@ -23,7 +24,7 @@ BY_HAND = "jit(run)/shard_map/"
 
 def op(kind, dims, dtype="f32", trips=1, source=BY_HAND, n=N, **more):
     """One whose ring bytes are those of its formula."""
-    arrays = tuple((dtype, d) for d in (dims if isinstance(dims, list) else [dims]))
+    arrays = tuple(Array(dtype, d) for d in (dims if isinstance(dims, list) else [dims]))
     size = sum(math.prod(d) for _, d in arrays) * (2 if dtype == "bf16" else 4)
     whole = size * (n if kind == "all-gather" else 1)
     sent = size if n is None else {"all-reduce": 2}.get(kind, 1) * whole * (n - 1) // n
@@ -106,7 +107,11 @@ def test_what_is_combined_with_another_is_known_by_it():
 
 def test_another_collective_of_as_many_bytes_is_no_fellow():
     gathered = op("all-gather", (32, 4), source=BY_HAND + "all_gather")
-    for changed in (dict(group_size=4), dict(arrays=(("f32", (32, 5)),)), dict(kind="all-to-all")):
+    for changed in (
+        dict(group_size=4),
+        dict(arrays=(Array("f32", (32, 5)),)),
+        dict(kind="all-to-all"),
+    ):
         other = dataclasses.replace(gathered, **changed)
         assert named([gathered], [other]).keys() == {"left over"}
 

@@ -13,27 +13,8 @@ from .overlap import Beside, Overlap, Span, lanes, overlap
 from .timing import StepTime, step_time
 
 __all__ = [
-    "Beside",
-    "Collectives",
-    "Count",
-    "DeviceBytes",
-    "Difference",
-    "Differences",
-    "Fit",
-    "Form",
-    "Forms",
-    "Overlap",
-    "Span",
-    "StepTime",
-    "by_axis",
-    "by_form",
-    "bytes_on_devices",
-    "bytes_per_device",
-    "collectives",
-    "differences",
-    "fits",
-    "flops",
-    "lanes",
-    "overlap",
+    "Beside", "Collectives", "Count", "DeviceBytes", "Difference", "Differences", "Fit", "Form",
+    "Forms", "Overlap", "Span", "StepTime", "by_axis", "by_form", "bytes_on_devices",
+    "bytes_per_device", "collectives", "differences", "fits", "flops", "lanes", "overlap",
     "step_time",
-]
+]  # fmt: skip

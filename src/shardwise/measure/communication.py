@@ -7,7 +7,7 @@ import jax
 
 from . import hlo, stablehlo, tpu
 from .counts import BETWEEN_SLICES, KINDS, Collectives, Op
-from .program import Frame, Instruction, Program
+from .program import Frame, Instruction
 from .trips import executed
 
 # Times B (n - 1) / n are sent by each of the n devices of a ring; B is the full tensor. In an
@@ -43,16 +43,14 @@ def collectives(program: Any) -> Collectives:
     if isinstance(program, jax.stages.Lowered):
         program = stablehlo.read(program)
     program = hlo.read("collectives", program)
-    found = executed(
-        program, lambda frame, op: read(program, frame, op), weigh=lambda op: op.ring_bytes
-    )
+    found = executed(program.main, read, weigh=lambda op: op.ring_bytes)
     return Collectives(op.repeated(trips) for op, trips in found)
 
 
-def read(program: Program, frame: Frame, op: Instruction) -> Op | None:
+def read(frame: Frame, op: Instruction) -> Op | None:
     """The collective that one instruction is or starts, run once; None for any other."""
-    kind = op.opcode.removesuffix("-start")
-    if between := tpu.between_slices(op, program.devices):
+    kind, devices = op.opcode.removesuffix("-start"), frame.program.devices
+    if between := tpu.between_slices(op, devices):
         kind, n, among = between
         # Its operands are an array and a token; where numbers are not known, devices differ.
         sends = among or ((0, 1),)
@@ -60,7 +58,7 @@ def read(program: Program, frame: Frame, op: Instruction) -> Op | None:
         return replace(found, groups=among)
     strategy = tpu.strategy(frame, op)
     if kind == "ragged-all-to-all" and "replica_groups" in op.attributes:  # as if no row stayed
-        among = hlo.replicas(op, program.devices)
+        among = hlo.replicas(op, devices)
         n, rows = max(map(len, among)), frame.operands(op)[:1]
         started = bool(tpu.starts(frame, op))
         found = _op("all-to-all", op, rows, n, among, strategy, (), started, notes=("bound",))
@@ -76,17 +74,13 @@ def read(program: Program, frame: Frame, op: Instruction) -> Op | None:
     if kind == "collective-permute":
         among, n, written = hlo.pairs(op), None, ()
     else:
-        among = hlo.replicas(op, program.devices)
+        among = hlo.replicas(op, devices)
         n = max(map(len, among))
-        written = tpu.written_as(program, frame, op, n)
+        written = tpu.written_as(frame, op, n)
     if tpu.is_scatter(frame, op):
         kind, written = "reduce-scatter", ()
-    notes = {
-        "padded": tpu.is_padded(frame, op),
-        "windowed": tpu.is_windowed(op),
-        "combined": len(op.operands) > 1 and kind != "all-to-all",
-    }
-    notes = tuple(note for note, holds in notes.items() if holds)
+    notes = ("padded",) * tpu.is_padded(frame, op) + ("windowed",) * tpu.is_windowed(op)
+    notes += ("combined",) * (len(op.operands) > 1 and kind != "all-to-all")
     return _op(kind, op, frame.operands(op), n, among, strategy, written, started, notes)
 
 
@@ -100,8 +94,5 @@ def _op(kind, op, arrays, n, among, strategy="", written=(), asynchronous=False,
         size *= n if base == "all-gather" else 1
         all_sent = _RING_PASSES[base] * size * (n - 1)
         sent = all_sent / n if all_sent % n else all_sent // n
-    types = tuple((array.dtype, array.dims) for array in arrays)
-    return Op(
-        kind, op.name, types, n, 1, size, sent, op.source, among, strategy, written, asynchronous,
-        notes,
-    )  # fmt: skip
+    more = op.source, among, strategy, written, asynchronous, notes
+    return Op(kind, op.name, arrays, n, 1, size, sent, *more)

@@ -3,13 +3,16 @@
 import html
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
+from .program import Array
+
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 BETWEEN_SLICES = " between slices"  # after a kind: of TPUs, over the data centre's network
+_SUMMED = ("trips", "payload_bytes", "ring_bytes")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -30,10 +33,8 @@ def number(value: int | float) -> str:
 class Shown:
     """A mapping that is shown as a table, in a terminal and on a page."""
 
-    _columns: ClassVar[tuple[str, ...]]
-
-    def _rows(self) -> list[tuple[str, ...]]:
-        raise NotImplementedError
+    _columns: tuple[str, ...]
+    _rows: Callable[..., list[tuple[str, ...]]]
 
     def __repr__(self) -> str:
         return table(self._columns, self._rows()) if self else "no collectives"
@@ -68,7 +69,7 @@ class Op:
 
     kind: str
     name: str
-    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    arrays: tuple[Array, ...]
     group_size: int | None
     trips: int | float
     payload_bytes: int | float
@@ -86,8 +87,7 @@ class Op:
 
     def repeated(self, times: int | float) -> "Op":
         """The `Op` for so many runs of its program."""
-        sizes = ("trips", "payload_bytes", "ring_bytes")
-        return replace(self, **{name: getattr(self, name) * times for name in sizes})
+        return replace(self, **{key: getattr(self, key) * times for key in _SUMMED})
 
 
 class Count(NamedTuple):
@@ -127,12 +127,8 @@ class Collectives(Shown, dict[str, Count]):
 
 
 def _sum(ops: Sequence[Op]) -> Count:
-    return Count(
-        static=len({op.name for op in ops}),
-        dynamic=sum(op.trips for op in ops),
-        payload_bytes=sum(op.payload_bytes for op in ops),
-        ring_bytes=sum(op.ring_bytes for op in ops),
-    )
+    sums = (sum(getattr(op, key) for op in ops) for key in _SUMMED)
+    return Count(len({op.name for op in ops}), *sums)
 
 
 def _parts(ops: Iterable[Op], key: Callable) -> dict:
@@ -198,9 +194,8 @@ class Forms(Shown, dict[Form, Collectives]):
         for form, found in self.items():
             notes = ["asynchronous"] * form.asynchronous + list(form.notes)
             sizes = map(number, (found.static, found.dynamic, found.ring_bytes))
-            rows.append(
-                (form.kind, ", ".join(form.written), form.strategy, *sizes, ", ".join(notes))
-            )
+            written, notes = ", ".join(form.written), ", ".join(notes)
+            rows.append((form.kind, written, form.strategy, *sizes, notes))
         return rows
 
 

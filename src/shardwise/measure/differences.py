@@ -92,9 +92,10 @@ class _Piece:
     array: Array
     times: int | float
 
-    @property
-    def kind(self):
-        return self.op.kind
+    def __post_init__(self):
+        self.kind = self.op.kind
+        self.dims = [d for d in self.array.dims if d > 1]
+        self.width = self.array.bytes / max(self.array.elements, 1)  # bytes of an element
 
     @property
     def whole(self):
@@ -109,17 +110,8 @@ class _Piece:
     @property
     def bytes(self):
         """The bytes that one run sends."""
-        whole = sum(Array(*a).bytes for a in self.op.arrays)
+        whole = sum(array.bytes for array in self.op.arrays)
         return self.op.ring_bytes / self.op.trips * (self.array.bytes / whole if whole else 0)
-
-    @property
-    def width(self):
-        """Bytes of an element."""
-        return self.array.bytes / max(self.array.elements, 1)
-
-    @property
-    def dims(self):
-        return [d for d in self.array.dims if d > 1]
 
     @property
     def is_by_hand(self):
@@ -144,48 +136,33 @@ class _Piece:
         )
 
 
-def _is_alike(made, written):
-    return _is_of_other_width(made, written) and made.width == written.width
-
-
-def _is_of_other_width(made, written):
-    return made.key == written.key and made.may_be(written)
-
-
-def _is_for_all_reduce(made, written):
-    """An all-reduce in the place of a gather or a scatter of the same whole."""
-    kinds = made.kind == "all-reduce" and written.kind in _SUMS
-    return kinds and made.whole == written.whole and made.may_be(written)
-
-
-def _is_padded(made, written):
-    """Arrays that the compiler made larger, to cut them evenly."""
-    kinds = _SUMS if made.kind == "all-reduce" else (made.kind,)
-    larger = "padded" in made.op.notes and written.kind in kinds and written.whole < made.whole
-    return larger and made.differs_in_one(written)
-
-
-def _is_divided(made, written):
-    """Arrays that are written whole, and that the compiler cut along an axis left to it."""
-    part = made.is_by_hand and made.kind == written.kind and written.whole % made.whole == 0
-    return part and made.differs_in_one(written)
-
-
-def _is_of_equal_rows(made, written):
-    """Rows that are all alike, as the compiler finds, which sends the first."""
-    alike = made.is_by_hand and made.kind == written.kind
-    alike = alike and made.array.dtype == written.array.dtype
-    return bool(alike and made.dims and made.dims == written.dims[1:])
-
-
-# Each rule with the name of what it pairs, and which of several fellows comes first.
+# By what a compiled piece (m) is one that was written (w), the best reason first.
 _RULES = {
-    _is_alike: ("as written", lambda written: 0),
-    _is_of_other_width: ("narrowed", lambda written: 0),
-    _is_for_all_reduce: ("all-reduce", lambda written: _SUMS.index(written.kind)),
-    _is_padded: ("padded", lambda written: -written.whole),
-    _is_divided: ("divided", lambda written: written.whole),
-    _is_of_equal_rows: ("of equal rows", lambda written: 0),
+    "as written": lambda m, w: m.key == w.key and m.width == w.width and m.may_be(w),
+    "narrowed": lambda m, w: m.key == w.key and m.may_be(w),
+    "all-reduce": lambda m, w: (
+        m.kind == "all-reduce" and w.kind in _SUMS and m.whole == w.whole and m.may_be(w)
+    ),
+    "padded": lambda m, w: (
+        "padded" in m.op.notes
+        and w.kind in (_SUMS if m.kind == "all-reduce" else (m.kind,))
+        and w.whole < m.whole
+        and m.differs_in_one(w)
+    ),
+    "divided": lambda m, w: (
+        m.is_by_hand and m.kind == w.kind and w.whole % m.whole == 0 and m.differs_in_one(w)
+    ),
+    "of equal rows": lambda m, w: (
+        m.is_by_hand
+        and (m.kind, m.array.dtype) == (w.kind, w.array.dtype)
+        and [] != m.dims == w.dims[1:]
+    ),
+}
+# Which of several written ones comes first.
+_ORDER = {
+    "all-reduce": lambda w: _SUMS.index(w.kind),
+    "padded": lambda w: -w.whole,
+    "divided": lambda w: w.whole,
 }
 _NAMES = ("as written", "combined", "narrowed", "widened", "padded", "all-reduce", "divided",
           "of equal rows", "dropped", "repeated", "windowed", "inserted", "left over")  # fmt: skip
@@ -198,10 +175,11 @@ def pairs(written: Iterable[Op], compiled: Iterable[Op]) -> Iterator[Pair]:
         pool[piece.op.group_size].append(piece)
     met, padded = set(), []
     made = sorted(_pieces(compiled), key=lambda piece: not piece.is_by_hand)
-    for rule, (name, order) in _RULES.items():
+    for name, rule in _RULES.items():
         for piece in made:
-            fellows = (f for f in pool[piece.op.group_size] if f.times and rule(piece, f))
-            for fellow in sorted(fellows, key=order) if piece.times else ():
+            left = (f for f in pool[piece.op.group_size] if piece.times and f.times)
+            fellows = sorted((f for f in left if rule(piece, f)), key=_ORDER.get(name, lambda w: 0))
+            for fellow in fellows:
                 times = min(piece.times, fellow.times)
                 if not times:
                     break
@@ -220,7 +198,7 @@ def pairs(written: Iterable[Op], compiled: Iterable[Op]) -> Iterator[Pair]:
 
 def _pieces(ops):
     for op in ops:
-        arrays = [Array(*a) for a in op.arrays]
+        arrays = op.arrays
         if op.kind == "all-to-all":  # of each device's part an array, or of all one
             arrays = [Array(arrays[0].dtype, (sum(a.elements for a in arrays),))]
         for array in arrays:

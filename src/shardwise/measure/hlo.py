@@ -2,11 +2,12 @@
 
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from .program import Array, Computation, Instruction, Program, expected, is_compiled
+from .program import Array, Computation, Instruction, Program, checked
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -31,17 +32,11 @@ def read(who: str, program: Any) -> Program:
 
 def text(who: str, program: Any) -> str:
     """The text of a compiled program, which may be given as such."""
-    if not isinstance(program, str) and not is_compiled(program):
-        raise expected(who, program)
-    return program if isinstance(program, str) else program.as_text()
+    return program if isinstance(program, str) else checked(who, program).as_text()
 
 
 def parse(text: str) -> Program:
-    """The program in an HLO module's text.
-
-    Raises:
-      ValueError: the text is no HLO module, or holds a line that is no instruction.
-    """
+    """The program in an HLO module's text; ValueError where it is none."""
     computations, entry, current = {}, None, None
     text = _BROKEN.sub(lambda found: found[0].replace("\n", " "), text)
     for line in _COMMENT.sub("", text).splitlines():
@@ -62,13 +57,8 @@ def parse(text: str) -> Program:
             f"measure: no ENTRY computation in this text, which starts {text[:60]!r}; expected an "
             f"HLO module, such as jax.jit(f).lower(*args).compile().as_text()."
         )
-    return Program(computations, entry, _devices(text))
-
-
-def _devices(text: str) -> int:
-    header = text.split("\n", 1)[0]
-    counts = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", header)
-    return math.prod(int(count) for count in counts)
+    devices = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", text.partition("\n")[0])
+    return Program(computations, entry, math.prod(map(int, devices)))
 
 
 def _instruction(line: str) -> tuple[bool, Instruction]:
@@ -97,19 +87,24 @@ def _arrays(text: str) -> tuple[Array, ...]:
 
 def _closing(text: str, start: int = 0) -> int:
     """The position after the bracket that closes the one at `start`."""
-    depth = 0
-    for token in _TOKEN.finditer(text, start):
-        depth += (token[0] in "([{") - (token[0] in ")]}")
+    for token, depth in _brackets(text, start):
         if depth == 0:
             return token.end()
     raise ValueError(f"measure: unbalanced brackets in this line of the HLO: {text.strip()!r}")
 
 
+def _brackets(text: str, start: int = 0) -> Iterator[tuple[re.Match, int]]:
+    """Each bracket, comma and string, with how many brackets are open after it."""
+    depth = 0
+    for token in _TOKEN.finditer(text, start):
+        depth += (token[0] in "([{") - (token[0] in ")]}")
+        yield token, depth
+
+
 def _split(text: str) -> list[str]:
     """The parts between the commas that stand in no bracket and no string."""
-    parts, depth, start = [], 0, 0
-    for token in _TOKEN.finditer(text):
-        depth += (token[0] in "([{") - (token[0] in ")]}")
+    parts, start = [], 0
+    for token, depth in _brackets(text):
         if token[0] == "," and depth == 0:
             parts.append(text[start : token.start()].strip())
             start = token.end()
@@ -117,19 +112,15 @@ def _split(text: str) -> list[str]:
 
 
 def replicas(op: Instruction, devices: int) -> Groups:
-    """The groups of numbers below `devices` in the `replica_groups` of an instruction.
-
-    Raises:
-      ValueError: a form that is not known here.
-    """
-    text = op.attributes.get("replica_groups", "{}")
-    if text == "{}":
+    """The groups of numbers below `devices` in the `replica_groups` of an instruction."""
+    text = op.says("replica_groups")
+    if text in ("", "{}"):
         return (tuple(range(devices)),)
     if iota := _IOTA.fullmatch(text):
         return _listed(_arranged(iota[2], iota[3]).reshape(_numbers(iota[1])))
     if text.startswith("mesh["):
         # The axes stand after the mesh, or after the order of its devices where that is given.
-        order = op.attributes.get("device_ids", "")
+        order = op.says("device_ids")
         if axes := re.search(r"\{([^{}]*)\}$", order or text):
             return _of_mesh(text, order, axes[1])
     groups = re.findall(r"\{([\d, ]+)\}", text)
@@ -142,11 +133,7 @@ def replicas(op: Instruction, devices: int) -> Groups:
 
 
 def pairs(op: Instruction) -> Groups:
-    """The (source, target) pairs of a collective-permute.
-
-    Raises:
-      ValueError: it sends slices.
-    """
+    """The (source, target) pairs of a collective-permute."""
     if "slice_sizes" in op.attributes:
         raise ValueError(f"measure.collectives: {op.name} sends slices, which are not known here.")
     found = re.findall(r"\{(\d+),(\d+)\}", op.attributes["source_target_pairs"])
@@ -159,16 +146,14 @@ def _of_mesh(text, order, axes):
     iota = _ORDER.match(order)
     ids = _arranged(*iota.groups()) if iota else np.arange(math.prod(sizes.values()))
     grid = ids.reshape(list(sizes.values()))
-    along, shape = [], []
+    shape = []
     used = {name: (before, size) for name, before, size in _MESH_AXIS.findall(axes)}
     for name, whole in sizes.items():
         before, size = used.get(name, ("", "1"))
-        inner = int(size) if size else whole
-        outer = int(before) if before else 1
-        along.append(len(shape) + 1)
+        inner, outer = int(size or whole), int(before or 1)
         shape += [outer, inner, whole // outer // inner]
-    grid = np.moveaxis(grid.reshape(shape), along, range(-len(along), 0))
-    return _listed(grid.reshape(-1, math.prod(shape[i] for i in along)))
+    grid = np.moveaxis(grid.reshape(shape), range(1, len(shape), 3), range(-len(sizes), 0))
+    return _listed(grid.reshape(-1, math.prod(shape[1::3])))
 
 
 def _arranged(shape, transposed):

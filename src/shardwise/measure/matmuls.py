@@ -35,12 +35,16 @@ def flops(compiled: Any, kernels: Mapping[str, int] | None = None) -> int:
       TypeError: `compiled` is no `jax.stages.Compiled`, nor what `topology.compile` returns.
       ValueError: a product whose size cannot be read, or one in a loop whose trips depend on data.
     """
-    program = hlo.read("flops", compiled)
-    found = executed(program, lambda frame, op: read(frame, op, kernels or {}))
+    return within(hlo.read("flops", compiled).main, kernels or {})
+
+
+def within(frame: Frame, kernels: Mapping[str, int]) -> int | float:
+    """FLOPs of one run of a part of a program."""
+    found = executed(frame, lambda frame, op: _read(frame, op, kernels))
     return sum(count * times for count, times in found)
 
 
-def read(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | None:
+def _read(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | None:
     """FLOPs of one instruction, None of one that is no product."""
     if op.opcode == "dot":
         dims = op.attributes
@@ -48,7 +52,8 @@ def read(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | Non
     if op.opcode == "convolution":
         return _convolution(frame, op)
     if op.opcode == "custom-call":
-        return _kernel(op, kernels) or _library(frame, op)
+        count = _kernel(op, kernels)
+        return _library(frame, op) if count is None else count
     if op.opcode in ("ragged-dot", "scaled-dot"):
         raise ValueError(_unreadable(op, op.opcode))
     return None
@@ -66,22 +71,20 @@ def _dot(frame: Frame, op: Instruction, contracted: str, batch: str | None) -> i
 
 def _kernel(op: Instruction, kernels: Mapping[str, int]) -> int | None:
     """FLOPs of a kernel by a formula: the caller's, or its user's, or else its author's."""
-    if op.attributes.get("custom_call_target") != '"tpu_custom_call"':
+    if op.says("custom_call_target") != '"tpu_custom_call"':
         return None
     for part, count in kernels.items():
-        if part in op.name or part in op.attributes.get("metadata", ""):
+        if part in op.name or part in op.says("metadata"):
             return count
     if (count := kernel_said(op.source)) is not None:
         return count
-    config = op.attributes.get("backend_config", "")
-    told = re.search(r'"cost_estimate":\{"flops":"(\d+)"', config)
+    told = re.search(r'"cost_estimate":\{"flops":"(\d+)"', op.says("backend_config"))
     return int(told[1]) if told else None
 
 
 def _library(frame: Frame, op: Instruction) -> int | None:
     """FLOPs of a vendor's library call that carries a product's dimensions; None of no product."""
-    target = op.attributes.get("custom_call_target", "").strip('"')
-    config = op.attributes.get("backend_config", "")
+    target, config = op.says("custom_call_target").strip('"'), op.says("backend_config")
     dims = dict(re.findall(r'"lhs_(contracting|batch)_dimensions":\s*\[([^\]]*)\]', config))
     if "contracting" in dims:
         return _dot(frame, op, dims["contracting"], dims.get("batch"))
@@ -103,7 +106,7 @@ def _convolution(frame: Frame, op: Instruction) -> int:
     """2 × batch × output features × contracted features × positions where the kernel meets data."""
     arrays = *frame.operands(op), op.arrays[0]
     labels = re.match(r"(\w+)_(\w+)->(\w+)", op.attributes["dim_labels"]).groups()
-    window = dict(re.findall(r"(\w+)=(\S+)", op.attributes.get("window", "").strip("{}")))
+    window = dict(re.findall(r"(\w+)=(\S+)", op.says("window").strip("{}")))
     positions = 1
     for axis in filter(str.isdigit, labels[1]):
         sizes = (x.dims[label.index(axis)] for x, label in zip(arrays, labels, strict=True))

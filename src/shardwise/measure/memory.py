@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .program import expected, is_compiled
+from .program import checked
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _REFUSALS = (
@@ -41,10 +41,8 @@ def bytes_per_device(compiled: Any) -> DeviceBytes:
       TypeError: `compiled` is something else.
       ValueError: the backend does not say.
     """
-    if not is_compiled(compiled):
-        raise expected("bytes_per_device", compiled)
     # Not `peak_memory_in_bytes`: on CPU it is below the temporaries alone.
-    stats = compiled.memory_analysis()
+    stats = checked("bytes_per_device", compiled).memory_analysis()
     if stats is None:
         raise ValueError(
             "measure.bytes_per_device: this backend reports no memory for compiled programs; "
@@ -104,12 +102,14 @@ class Fit:
         return self.allowed - self.needed
 
     def __repr__(self) -> str:
+        def gib(size):
+            return f"{size / 2**30:.2f}"
+
         says = "fits" if self else "does not fit"
-        lines = [f"{says}: {_gib(self.needed)} of {_gib(self.allowed)} GiB"]
+        lines = [f"{says}: {gib(self.needed)} of {gib(self.allowed)} GiB"]
         if self.memory is not None:
-            parts = ", ".join(f"{k} {_gib(n)}" for k, n in self.memory._asdict().items())
-            lines.append(f"  {parts}")
-        lines += [f"  {_gib(b.bytes)}  {b.kind} {b.array}  {b.source}" for b in self.buffers[:5]]
+            lines += ["  " + ", ".join(f"{k} {gib(n)}" for k, n in self.memory._asdict().items())]
+        lines += [f"  {gib(b.bytes)}  {b.kind} {b.array}  {b.source}" for b in self.buffers[:5]]
         return "\n".join(lines)
 
 
@@ -156,7 +156,3 @@ def refused(error: Exception | str) -> tuple[int, int] | None:
             needed, unit, allowed, its_unit = found.groups()
             return int(float(needed) * _UNITS[unit]), int(float(allowed) * _UNITS[its_unit])
     return None
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f}"

@@ -6,11 +6,10 @@ from typing import Any
 
 from . import schedule, tpu
 from .counts import Op
-from .program import Frame, Program
+from .program import Frame
 from .schedule import Begun
 
 _SHOWN = 16  # of the collectives in the table
-_NOTE = "a schedule and a model of time, not a measurement"
 
 
 @dataclass(frozen=True)
@@ -20,7 +19,7 @@ class Beside:
     `seconds` is `op.ring_bytes` over `lanes` directions of links at the chip's bandwidth.
     `products` are the instructions with products that stand between its start and its end, and
     `arithmetic` is their time at the chip's peak; `covered` is what this collective has of it, no
-    second given to two. `cycles` are the compiler's own estimate of all that stands between.
+    second given to two.
     """
 
     op: Op
@@ -30,7 +29,6 @@ class Beside:
     products: tuple[str, ...] = ()
     arithmetic: float = 0.0
     covered: float = 0.0
-    cycles: int | float = 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,8 @@ class Overlap:
     def __repr__(self) -> str:
         lines = [
             f"{self.share:.0%} of the bytes sent can be covered, {self.exposed * 1e6:,.1f} of "
-            f"{self.seconds * 1e6:,.1f} µs are exposed ({_NOTE})"
+            f"{self.seconds * 1e6:,.1f} µs are exposed (a schedule and a model of time, not a "
+            f"measurement)"
         ]
         longest = sorted(self.found, key=lambda b: -b.seconds * b.times)
         for b in longest[:_SHOWN]:
@@ -91,22 +90,21 @@ def overlap(program: Any, chip: Any, kernels: Mapping[str, int] | None = None) -
       TypeError: `program` is no compiled program.
       ValueError: it is not scheduled, as those for CPUs are not; what `collectives` raises.
     """
-    parsed = schedule.scheduled("overlap", program)
+    found = schedule.begun("overlap", program)
     # Innermost first: what is beside a collective of a loop is beside none around the loop.
-    groups = sorted(schedule.begun(parsed), key=lambda group: -len(_around(group[0].frame)))
-    taken: dict[tuple[int, str], float] = {}
+    groups = sorted(found, key=lambda group: -len(_around(group[0].frame)))
+    taken: dict[tuple[int, str], float] = {}  # seconds of an instruction that collectives have
     every = (begun for group in groups for begun in group)
-    return Overlap(tuple(_beside(parsed, chip, begun, taken, kernels or {}) for begun in every))
+    return Overlap(tuple(_beside(chip, begun, taken, kernels or {}) for begun in every))
 
 
-def _beside(program, chip, begun: Begun, taken, kernels) -> Beside:
-    """The `Beside` of one collective; `taken` are the seconds of products that others have."""
+def _beside(chip, begun: Begun, taken, kernels) -> Beside:
     op, frame, start, times = begun
     lanes, seconds = tpu.links(op, chip, start)
     if not op.asynchronous:
         return Beside(op, times, lanes, seconds)
-    beside = schedule.between(program, begun)
-    work = {x.name: schedule.flops(program, frame, x, kernels) / chip.peak() for x in beside}
+    beside, _ = schedule.until(begun)
+    work = {x.name: schedule.flops(frame, x, kernels) / chip.peak() for x in beside}
     products, covered = tuple(name for name, time in work.items() if time), 0.0
     for name in products:
         left = work[name] - taken.get((id(frame), name), 0.0) / times
@@ -114,8 +112,7 @@ def _beside(program, chip, begun: Begun, taken, kernels) -> Beside:
         covered += used
         for at, site in [(frame, name), *_around(frame)]:
             taken[id(at), site] = taken.get((id(at), site), 0.0) + used * times
-    cycles = sum(schedule.cycles(program, frame, x) for x in beside)
-    return Beside(op, times, lanes, seconds, products, sum(work.values()), covered, cycles)
+    return Beside(op, times, lanes, seconds, products, sum(work.values()), covered)
 
 
 def _around(frame: Frame) -> list[tuple[Frame, str]]:
@@ -157,20 +154,18 @@ def lanes(
       TypeError: `program` is no compiled program.
       ValueError: it is not scheduled; what `collectives` raises.
     """
-    parsed = schedule.scheduled("lanes", program)
-    groups = schedule.begun(parsed)
+    groups = schedule.begun("lanes", program)
     if not groups:
         return ()
     most = max(groups, key=lambda group: sum(b.op.ring_bytes * b.times for b in group))
-    site = most[0].frame.site
-    shown = trips if site is not None and site.opcode == "while" else 1
-    return tuple(_spans(parsed, chip, most, kernels or {}, shown))
+    shown = trips if most[0].frame.within("while") else 1
+    return tuple(_spans(chip, most, kernels or {}, shown))
 
 
-def _spans(program: Program, chip, group: list[Begun], kernels, trips) -> Iterator[Span]:
+def _spans(chip, group: list[Begun], kernels, trips) -> Iterator[Span]:
     now, free, awaited = 0.0, 0.0, {}
     frame, starts = group[0].frame, {begun.start.name: begun for begun in group}
-    for op in [*frame.computation.instructions.values()] * trips:
+    for op in [*frame] * trips:
         now = max(now, awaited.pop(op.name, 0.0))
         if begun := starts.get(op.name):
             begin, found = max(now, free), begun.op
@@ -178,8 +173,8 @@ def _spans(program: Program, chip, group: list[Begun], kernels, trips) -> Iterat
             yield Span("links", op.name, begin, free, found.kind, found.asynchronous)
             if not found.asynchronous:
                 now = free
-            elif (end := schedule.end(program, begun)) is not None:
+            elif (end := schedule.until(begun)[1]) is not None:
                 awaited[end] = max(free, awaited.get(end, 0.0))
-        if work := schedule.flops(program, frame, op, kernels) / chip.peak():
+        if work := schedule.flops(frame, op, kernels) / chip.peak():
             yield Span("products", op.name, now, now + work)
             now += work

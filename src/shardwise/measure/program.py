@@ -7,28 +7,23 @@ and a while loop, a call, a fusion or a conditional names the computations that 
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 
-def is_compiled(program: Any) -> bool:
-    """Whether `program` is a `jax.stages.Compiled`, or has its methods, as `topology.compile`'s."""
-    kinds = jax.stages.Lowered, type
+def checked(who: str, program: Any) -> Any:
+    """`program`, a `jax.stages.Compiled` or what has its methods; TypeError of `measure.who`."""
     says = hasattr(program, "as_text") and hasattr(program, "memory_analysis")
-    return says and not isinstance(program, kinds)
+    if not says or isinstance(program, jax.stages.Lowered | type):
+        raise TypeError(
+            f"measure.{who} takes a compiled program, and got {type(program).__name__}; pass "
+            f"jax.jit(f).lower(*args).compile(), or what topology.compile returns."
+        )
+    return program
 
 
-def expected(who: str, program: Any) -> TypeError:
-    """The error of `measure.who`, which takes a compiled program and got another thing."""
-    return TypeError(
-        f"measure.{who} takes a compiled program, and got {type(program).__name__}; pass "
-        f"jax.jit(f).lower(*args).compile(), or what topology.compile returns."
-    )
-
-
-@dataclass(frozen=True)
-class Array:
+class Array(NamedTuple):
     """An array's type in a program: its dtype as HLO writes it, and its sizes."""
 
     dtype: str
@@ -56,10 +51,14 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: dict[str, str]
 
+    def says(self, attribute: str) -> str:
+        """The text of an attribute, "" if there is none."""
+        return self.attributes.get(attribute, "")
+
     @property
     def source(self) -> str:
         """The operation that JAX named, in its scopes; "" where the program does not say."""
-        named = re.search(r'op_name="([^"]*)"', self.attributes.get("metadata", ""))
+        named = re.search(r'op_name="([^"]*)"', self.says("metadata"))
         return named[1] if named else ""
 
     @property
@@ -67,15 +66,13 @@ class Instruction:
         """Names of the computations that run when a call, fusion or async start runs."""
         if self.opcode not in ("call", "fusion", "async-start"):
             return ()
-        names = self.attributes.get("calls") or self.attributes["to_apply"]
-        return (names.lstrip("%"),)
+        return ((self.says("calls") or self.attributes["to_apply"]).lstrip("%"),)
 
     @property
     def branches(self) -> tuple[str, ...]:
         """Names of the computations of which a conditional runs one."""
         keys = ("branch_computations", "true_computation", "false_computation")
-        found = ",".join(self.attributes[key] for key in keys if key in self.attributes)
-        return tuple(re.findall(r"[^\s%{},]+", found))
+        return tuple(re.findall(r"[^\s%{},]+", ",".join(map(self.says, keys))))
 
 
 @dataclass(frozen=True)
@@ -95,21 +92,33 @@ class Program:
     entry: str
     devices: int
 
+    @property
+    def main(self) -> "Frame":
+        return Frame(self, self.computations[self.entry])
+
 
 @dataclass(frozen=True)
 class Frame:
     """A computation at one place in the call tree: which instruction of which frame runs it."""
 
+    program: Program
     computation: Computation
     caller: "Frame | None" = None
     site: Instruction | None = None
 
-    def find(self, name: str) -> "tuple[Frame, Instruction]":
-        """The instruction called `name` and its frame: here, or in a region around this one.
+    def __iter__(self):
+        return iter(self.computation.instructions.values())
 
-        Raises:
-          ValueError: there is none.
-        """
+    def within(self, *opcodes: str) -> bool:
+        """Whether an instruction of these opcodes runs this computation."""
+        return self.site is not None and self.site.opcode in opcodes
+
+    def enter(self, name: str, site: Instruction) -> "Frame":
+        """The frame of a computation that `site`, an instruction of this one, runs."""
+        return Frame(self.program, self.program.computations[name.lstrip("%")], self, site)
+
+    def find(self, name: str) -> "tuple[Frame, Instruction]":
+        """The instruction called `name` and its frame: here, or in a region around this one."""
         frame = self
         while frame is not None:
             if name in frame.computation.instructions:
@@ -124,40 +133,28 @@ class Frame:
         """The arrays that `op` reads."""
         return tuple(a for name in op.operands for a in self.find(name)[1].arrays)
 
+    def trace(self, name: str) -> "tuple[Frame, Instruction]":
+        """The instruction that computes `name`, seen through calls, fusions, tuples and copies.
 
-_SAME_VALUE = {
-    "copy",
-    "copy-start",
-    "copy-done",
-    "bitcast",
-    "convert",
-    "reshape",
-    "opt-barrier",
-    "optimization-barrier",
-    "sharding-constraint",
-}
-
-
-def trace(program: Program, frame: Frame, name: str) -> tuple[Frame, Instruction]:
-    """The instruction that computes `name`, seen through calls, fusions, tuples and copies.
-
-    A loop's parameter is where the trace ends: its value differs from trip to trip.
-    """
-    frame, op = frame.find(name)
-    while True:
-        inlined = frame.site is not None and frame.site.opcode in ("call", "fusion")
-        if op.opcode == "parameter" and inlined:
-            name = frame.site.operands[int(op.operands[0])]
-            frame, op = frame.caller.find(name)
-        elif op.opcode in ("call", "fusion"):
-            frame = Frame(program.computations[op.called[0]], frame, op)
-            op = frame.computation.instructions[frame.computation.root]
-        elif op.opcode == "get-tuple-element":
-            inner, source = trace(program, frame, op.operands[0])
-            if source.opcode != "tuple":
+        A loop's parameter is where the trace ends: its value differs from trip to trip.
+        """
+        frame, op = self.find(name)
+        while True:
+            if op.opcode == "parameter" and frame.within("call", "fusion"):
+                frame, op = frame.caller.find(frame.site.operands[int(op.operands[0])])
+            elif op.opcode in ("call", "fusion"):
+                frame = frame.enter(op.called[0], op)
+                _, op = frame.find(frame.computation.root)
+            elif op.opcode == "get-tuple-element":
+                inner, source = frame.trace(op.operands[0])
+                if source.opcode != "tuple":
+                    return frame, op
+                frame, op = inner.find(source.operands[int(op.attributes["index"])])
+            elif op.opcode in _SAME_VALUE and op.operands:
+                frame, op = frame.find(op.operands[0])
+            else:
                 return frame, op
-            frame, op = inner.find(source.operands[int(op.attributes["index"])])
-        elif op.opcode in _SAME_VALUE and op.operands:
-            frame, op = frame.find(op.operands[0])
-        else:
-            return frame, op
+
+
+_SAME_VALUE = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier",
+               "optimization-barrier", "sharding-constraint")  # fmt: skip

@@ -13,19 +13,13 @@ import numpy as np
 from .program import Array, Computation, Instruction, Program
 
 # Regions that combine two scalars, or order them: nothing in them is counted.
-_SCALAR_REGIONS = {
-    "stablehlo.all_reduce",
-    "stablehlo.reduce_scatter",
-    "stablehlo.reduce",
-    "stablehlo.reduce_window",
-    "stablehlo.scatter",
-    "stablehlo.select_and_scatter",
-    "stablehlo.sort",
-    "stablehlo.map",
-}
+_SCALAR_REGIONS = ("all_reduce", "reduce_scatter", "reduce", "reduce_window", "scatter",
+                   "select_and_scatter", "sort", "map")  # fmt: skip
 _INLINE_REGIONS = {"sdy.manual_computation", "sdy.named_computation"}
 _BRANCHES = {"stablehlo.case", "stablehlo.if"}
-# By what a call is for: libraries, TPU's own algorithms, placement, Python on the host, kernels.
+_CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
+# Custom calls that keep to their own device, by what they are for: libraries, TPU's own algorithms,
+# placement, Python on the host, kernels.
 _LOCAL = re.compile(
     r"""(lapack|cublas|cusolver|cusparse|hipblas|hipsolver|hipsparse|rocsolver|cu|hip)_\w+
     | Cholesky | Eigh | Qr | LuDecomposition | ProductOfElementaryHouseholderReflectors
@@ -41,22 +35,15 @@ _DTYPES = {"i1": "pred", "complex<f32>": "c64", "complex<f64>": "c128"}
 
 
 def read(lowered: jax.stages.Lowered) -> Program:
-    """The program of a `jax.stages.Lowered`.
-
-    Raises:
-      ValueError: an operation runs regions in a way that is not known here, a custom call may
-        send what cannot be counted, or a size is dynamic.
-    """
+    """The program of a `jax.stages.Lowered`; ValueError where it cannot be counted."""
     module = lowered.compiler_ir("stablehlo")
     reader = _Reader(module)
     for op in module.body.operations:
         if op.operation.name == "func.func":
-            reader.function(op)
-    devices = math.prod(
-        module.operation.attributes[f"mhlo.num_{kind}"].value
-        for kind in ("replicas", "partitions")
-        if f"mhlo.num_{kind}" in module.operation.attributes
-    )
+            reader.block(op.attributes["sym_name"].value, op.regions[0].blocks[0])
+    told = module.operation.attributes
+    kinds = ("mhlo.num_replicas", "mhlo.num_partitions")
+    devices = math.prod(told[kind].value for kind in kinds if kind in told)
     return Program(reader.computations, "main", devices)
 
 
@@ -71,27 +58,22 @@ class _Reader:
             if op.operation.name == "sdy.mesh"
         }
 
-    def function(self, op):
-        self.block(op.attributes["sym_name"].value, op.regions[0].blocks[0])
-
     def block(self, name, block, loop=None):
         """Read a block as a computation: what a loop carries is one tuple, as in HLO."""
         body = {}
-        if loop:
-            self.add(body, "parameter", (), ("0",), {}, name=f"{name}.carry")
+        carry = self.add(body, "parameter", (), ("0",)) if loop else None
         for i, value in enumerate(block.arguments):
-            arrays = (_array(value.type),)
             if loop:
-                source, index = (f"{name}.carry",), {"index": str(i)}
-                self.names[value] = self.add(body, "get-tuple-element", arrays, source, index)
+                self.element(body, value, carry, i)
             else:
-                self.names[value] = self.add(body, "parameter", arrays, (str(i),), {})
+                arrays = (_array(value.type),)
+                self.names[value] = self.add(body, "parameter", arrays, (str(i),))
         *operations, last = list(block.operations)
         for op in operations:
             self.operation(body, op)
         results = tuple(self.names[value] for value in last.operands)
         single = len(results) == 1 and loop != "body"
-        root = results[0] if single else self.add(body, "tuple", (), results, {})
+        root = results[0] if single else self.add(body, "tuple", (), results)
         self.computations[name] = Computation(name, body, root)
         return name
 
@@ -107,13 +89,12 @@ class _Reader:
                 self.block(self.unused(part), region.blocks[0], loop=part)
                 for part, region in zip(("condition", "body"), op.regions, strict=True)
             )
-            operands = (self.add(body, "tuple", (), operands, {}),)
+            operands = (self.add(body, "tuple", (), operands),)
             named = re.match(r'loc\("([^"]*)"', str(op.location))
             metadata = f'op_name="{named[1]}"' if named else ""
             attributes = {"condition": condition, "body": do, "metadata": metadata}
-        elif name in ("func.call", "stablehlo.composite"):
-            key = "callee" if name == "func.call" else "decomposition"
-            opcode, attributes = "call", {"calls": op.attributes[key].value}
+        elif name in _CALLS:
+            opcode, attributes = "call", {"calls": op.attributes[_CALLS[name]].value}
         elif name in _INLINE_REGIONS:
             inner = self.block(self.unused(opcode), op.regions[0].blocks[0])
             opcode, attributes = "call", {"calls": inner}
@@ -125,7 +106,7 @@ class _Reader:
         elif name == "stablehlo.constant":
             value = re.match(r"dense<(-?\d+)>", str(op.attributes["value"]))
             operands = (value[1],) if value else ()
-        elif len(op.regions) and name not in _SCALAR_REGIONS:
+        elif len(op.regions) and name.removeprefix("stablehlo.") not in _SCALAR_REGIONS:
             raise ValueError(
                 f"measure: how often {name} runs its regions is not known here; compile the "
                 f"program and count in the result: lowered.compile()."
@@ -137,22 +118,22 @@ class _Reader:
             self.names[results[0]] = result
             return
         for i, value in enumerate(results):
-            index = {"index": str(i)}
-            self.names[value] = self.add(body, "get-tuple-element", (arrays[i],), (result,), index)
+            self.element(body, value, result, i)
+
+    def element(self, body, value, whole, index):
+        """Read a value as an element of a tuple."""
+        arrays, at = (_array(value.type),), {"index": str(index)}
+        self.names[value] = self.add(body, "get-tuple-element", arrays, (whole,), at)
 
     def attributes(self, op):
         """The attributes that are read later, as HLO would print them."""
-        found = {}
-        for key in ("replica_groups", "source_target_pairs", "comparison_direction"):
-            if key in op.attributes:
-                found[key] = str(op.attributes[key])
-        if "comparison_direction" in found:
-            direction = re.search(r"\b([A-Z]{2})\b", found.pop("comparison_direction"))
-            found["direction"] = direction[1]
-        if "source_target_pairs" in found:  # printed, more than a hundred numbers are hexadecimal
-            found["source_target_pairs"] = _listed(op.attributes["source_target_pairs"])
-        if "replica_groups" in found:
-            found["replica_groups"] = self.groups(op.attributes["replica_groups"])
+        found, given = {}, op.attributes
+        if "comparison_direction" in given:
+            found["direction"] = re.search(r"\b[A-Z]{2}\b", str(given["comparison_direction"]))[0]
+        if "source_target_pairs" in given:
+            found["source_target_pairs"] = _listed(given["source_target_pairs"])
+        if "replica_groups" in given:
+            found["replica_groups"] = self.groups(given["replica_groups"])
         return found
 
     def groups(self, attribute) -> str:
@@ -170,9 +151,9 @@ class _Reader:
         used = ",".join(f"'{name}'" for name in axes)
         return f"mesh[{mesh}] {{{used}}}"
 
-    def add(self, body, opcode, arrays, operands, attributes, name=None):
-        name = name or self.unused(opcode)
-        body[name] = Instruction(name, opcode, arrays, operands, attributes)
+    def add(self, body, opcode, arrays, operands, attributes=None):
+        name = self.unused(opcode)
+        body[name] = Instruction(name, opcode, arrays, operands, attributes or {})
         return name
 
     def unused(self, stem: str) -> str:
@@ -181,11 +162,7 @@ class _Reader:
 
 
 def _custom_call(op) -> str:
-    """HLO's name for the operation of a `stablehlo.custom_call`: "custom-call" if it sends nothing.
-
-    Raises:
-      ValueError: whether it sends is not known.
-    """
+    """HLO's name for a `stablehlo.custom_call`; ValueError where it may send, for all we know."""
     target = op.attributes["call_target_name"].value
     if target == "ragged_all_to_all":
         return "ragged-all-to-all"
@@ -200,7 +177,7 @@ def _custom_call(op) -> str:
 
 
 def _listed(attribute):
-    """A table of numbers as HLO writes it."""
+    """A table of numbers as HLO writes it; printed by MLIR, more than a hundred are hexadecimal."""
     rows = [",".join(map(str, row)) for row in np.asarray(attribute)]
     return "{" + ",".join(f"{{{row}}}" for row in rows) + "}"
 

@@ -6,22 +6,20 @@ And transfers between slices, over the data centre's network.
 import re
 from typing import Any
 
-from .counts import BETWEEN_SLICES, Op
+from .counts import BETWEEN_SLICES, KINDS, Op
 from .hlo import Groups
-from .program import Frame, Instruction, Program, trace
+from .program import Frame, Instruction
 
-_CARRIED = '"async_collective_fusion_config"'
-_COPIES = ("copy", "copy-start", "copy-done")
-_PASSES_ON = (*_COPIES, "bitcast", "reshape", "get-tuple-element", "convert", "opt-barrier")
+CARRIED = '"async_collective_fusion_config"'
+_PASSES_ON = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "get-tuple-element",
+              "convert", "opt-barrier")  # fmt: skip
 # What a transfer's type is called here.
-_KINDS = {
-    "ALL_GATHER": "all-gather",
-    "REDUCE_SCATTER": "reduce-scatter",
-    "ALL_REDUCE": "all-reduce",
-    "ALL_TO_ALL": "all-to-all",
-    "ONE_TO_ONE": "collective-permute",
-}
+_KINDS = {kind.upper().replace("-", "_"): kind for kind in KINDS[:4]}
+_KINDS["ONE_TO_ONE"] = "collective-permute"
 _SLICE = 100_000  # in a device's number, where slices are counted from 1
+_STRATEGY = re.compile(
+    r'"collective_algorithm_config":\{(?:"emitter":"([^"]*)")?,?(?:"strategy":"([^"]*)")?'
+)
 # Of the first color: how many chips it passes along each axis, one axis in each phase.
 _COLORS = re.compile(r"colors:(\d+) phases:\d+ cores:\{([\d ]+)\}")
 
@@ -32,23 +30,30 @@ def starts(frame: Frame, op: Instruction) -> bool | None:
     A carried collective stands in the fusion that starts it, in each that it runs beside, and in
     the one that ends it: in all of them it is written out, and in the first alone it begins.
     """
-    if op.opcode.endswith("-start") or (frame.site and frame.site.opcode == "async-start"):
+    if op.opcode.endswith("-start") or frame.within("async-start"):
         return True
-    if _CARRIED not in op.attributes.get("backend_config", ""):
+    if CARRIED not in op.says("backend_config"):
         return False
-    begins = [
-        call
-        for call in frame.computation.instructions.values()
-        if call.attributes.get("custom_call_target") == '"AsyncCollectiveStart"'
-    ]
-    return True if any(_reaches(frame, call, op.name) for call in begins) else None
+    begins = (x for x in frame if x.says("custom_call_target") == '"AsyncCollectiveStart"')
+    return True if any(op.name in _needed(frame, start) for start in begins) else None
+
+
+def _needed(frame, op):
+    """The names of all that `op` is computed from, in the same computation."""
+    waiting, seen = list(op.operands), set()
+    while waiting:
+        name = waiting.pop()
+        if name not in seen and name in frame.computation.instructions:
+            seen.add(name)
+            waiting += frame.computation.instructions[name].operands
+    return seen
 
 
 def is_scatter(frame: Frame, op: Instruction) -> bool:
     """Whether an all-reduce is one half of a fused reduce-scatter: of its sum a share is kept."""
-    if op.opcode != "all-reduce" or frame.site is None or frame.site.opcode != "fusion":
+    if op.opcode != "all-reduce" or not frame.within("fusion"):
         return False
-    return _is_sliced(frame, op.name, op.arrays[0].elements)
+    return _is_cut(frame, op.name, lambda n: n < op.arrays[0].elements)
 
 
 def is_padded(frame: Frame, op: Instruction) -> bool:
@@ -56,7 +61,7 @@ def is_padded(frame: Frame, op: Instruction) -> bool:
     return any(frame.find(name)[1].opcode == "pad" for name in op.operands)
 
 
-def written_as(program: Program, frame: Frame, op: Instruction, size: int) -> tuple[str, ...]:
+def written_as(frame: Frame, op: Instruction, size: int) -> tuple[str, ...]:
     """The kind whose work an all-reduce among `size` devices does, of each of its arrays.
 
     A gather becomes one where each device adds its share into zeros; a scatter, where each device
@@ -64,28 +69,53 @@ def written_as(program: Program, frame: Frame, op: Instruction, size: int) -> tu
     """
     if op.opcode != "all-reduce":
         return ()
-    found = tuple(_work(program, frame, op, i, size) for i in range(len(op.operands)))
+    found = tuple(_work(frame, op, i, size) for i in range(len(op.operands)))
     return found if set(found) != {"all-reduce"} else ()
 
 
-def _work(program, frame, op, index, size):
+def _work(frame, op, index, size):
     share = op.arrays[index].elements / size
-    inner, made = trace(program, frame, op.operands[index])
+    inner, made = frame.trace(op.operands[index])
     if made.opcode == "dynamic-update-slice":
-        at, base = trace(program, inner, made.operands[0])
+        at, base = inner.trace(made.operands[0])
         update = inner.find(made.operands[1])[1]
         if base.opcode == "broadcast" and update.arrays[0].elements == share:
-            _, value = trace(program, at, base.operands[0])
+            _, value = at.trace(base.operands[0])
             return "all-gather" if value.operands in (("0",), ("-0",)) else "all-reduce"
     outputs = [op.name]
     if len(op.arrays) > 1:
-        outputs = [
-            element.name
-            for element in frame.computation.instructions.values()
-            if element.operands == (op.name,) and element.attributes.get("index") == str(index)
-        ]
-    shared_out = [_is_shared_out(program, frame, name, share) for name in outputs]
-    return "reduce-scatter" if shared_out and all(shared_out) else "all-reduce"
+        elements = (x for x in frame if x.operands == (op.name,) and x.says("index") == str(index))
+        outputs = [element.name for element in elements]
+    kept = [_is_cut(frame, name, lambda n: n == share) for name in outputs]
+    return "reduce-scatter" if kept and all(kept) else "all-reduce"
+
+
+def _is_cut(frame, name, fits):
+    """Whether every reader of a value takes a part of it, of a number of elements that fits."""
+    readers = list(_readers(frame, name))
+    return bool(readers) and all(_takes_part(frame, *reader, fits) for reader in readers)
+
+
+def _takes_part(frame, reader, name, fits):
+    if reader.opcode == "dynamic-slice":
+        return reader.operands[0] == name and fits(reader.arrays[0].elements)
+    if reader.opcode != "fusion" or reader.operands.count(name) != 1:
+        return False
+    inside, position = frame.enter(reader.called[0], reader), str(reader.operands.index(name))
+    (parameter,) = (
+        op.name for op in inside if op.opcode == "parameter" and op.operands == (position,)
+    )
+    return _is_cut(inside, parameter, fits)
+
+
+def _readers(frame, name):
+    """(instruction that reads a value, the value's name there), seen through what passes it on."""
+    for reader in frame:
+        if name in reader.operands:
+            if reader.opcode in _PASSES_ON:
+                yield from _readers(frame, reader.name)
+            else:
+                yield reader, name
 
 
 def is_windowed(op: Instruction) -> bool:
@@ -99,68 +129,11 @@ def is_windowed(op: Instruction) -> bool:
 
 def strategy(frame: Frame, op: Instruction) -> str:
     """The compiler's name for how the chips exchange, "" where it does not say."""
-    for config in (op.attributes, frame.site.attributes if frame.site else {}):
-        said = re.search(
-            r'"collective_algorithm_config":\{(?:"emitter":"([^"]*)")?,?(?:"strategy":"([^"]*)")?',
-            config.get("backend_config", ""),
-        )
+    for at in (op, frame.site) if frame.site else (op,):
+        said = _STRATEGY.search(at.says("backend_config"))
         if said and (said[1] or said[2]):
             return said[2] or said[1]
     return ""
-
-
-def _reaches(frame, start, name):
-    """Whether the instruction `start` reads the one called `name`, in the same computation."""
-    waiting, seen = list(start.operands), set()
-    while waiting:
-        current = waiting.pop()
-        if current == name:
-            return True
-        if current not in seen and current in frame.computation.instructions:
-            seen.add(current)
-            waiting += frame.computation.instructions[current].operands
-    return False
-
-
-def _readers(frame, name):
-    """The instructions that read a value, seen through those that only pass it on."""
-    for reader in frame.computation.instructions.values():
-        if name in reader.operands:
-            if reader.opcode in _PASSES_ON:
-                yield from _readers(frame, reader.name)
-            else:
-                yield reader, name
-
-
-def _is_sliced(frame, name, elements):
-    """Whether every reader of a value in this computation takes a smaller part of it."""
-    readers = list(_readers(frame, name))
-    return bool(readers) and all(
-        reader.opcode == "dynamic-slice" and reader.arrays[0].elements < elements
-        for reader, _ in readers
-    )
-
-
-def _is_shared_out(program, frame, name, share):
-    readers = list(_readers(frame, name))
-    return bool(readers) and all(
-        _takes_share(program, frame, reader, read, share) for reader, read in readers
-    )
-
-
-def _takes_share(program, frame, reader, name, share):
-    if reader.opcode == "dynamic-slice":
-        return reader.operands[0] == name and reader.arrays[0].elements == share
-    if reader.opcode != "fusion" or reader.operands.count(name) != 1:
-        return False
-    inside = Frame(program.computations[reader.called[0]], frame, reader)
-    position = str(reader.operands.index(name))
-    (parameter,) = (
-        op.name
-        for op in inside.computation.instructions.values()
-        if op.opcode == "parameter" and op.operands == (position,)
-    )
-    return _is_shared_out(program, inside, parameter, share)
 
 
 def between_slices(op: Instruction, devices: int) -> tuple[str, int, Groups] | None:
@@ -168,11 +141,8 @@ def between_slices(op: Instruction, devices: int) -> tuple[str, int, Groups] | N
 
     `devices` are those of one slice. Numbers of devices are known where every device of each
     slice takes part; elsewhere they are told by their places, and the groups are empty.
-
-    Raises:
-      ValueError: a type or a form that is not known here.
     """
-    said = op.attributes.get("frontend_attributes", "")
+    said = op.says("frontend_attributes")
     kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', said)
     if op.opcode != "send" or kind is None:
         return None
@@ -187,24 +157,19 @@ def between_slices(op: Instruction, devices: int) -> tuple[str, int, Groups] | N
 
 
 def _groups(target, devices):
-    """(groups in any numbering, groups in the program's or none)."""
-    crossed = re.fullmatch(r"\{([\d,]+)\}x\{(\d+):(\d+)\}", target)
-    if crossed:
+    """(groups in any numbering, groups in the program's or none); None if they cannot be read."""
+    if crossed := re.fullmatch(r"\{([\d,]+)\}x\{(\d+):(\d+)\}", target):
         slices = [int(number) - 1 for number in crossed[1].split(",")]
         places = range(int(crossed[2]), int(crossed[3]) + 1)
         groups = tuple(tuple(s * devices + place for s in slices) for place in places)
         return groups, groups if len(places) == devices else ()
     listed = re.findall(r"\{(\d+(?:,\d+)*)\}", target)
-    pairs = re.findall(r"\{(\d+)->(\d+)\}", target)
-    groups = tuple(tuple(map(int, group.split(","))) for group in listed) or tuple(
-        (int(source), int(to)) for source, to in pairs
-    )
-    if not groups:
-        return None
-    slices = {number // _SLICE for group in groups for number in group}
-    whole = bool(listed) and len(groups) == 1 and len(groups[0]) == len(slices) * devices
-    numbers = tuple(s * devices + i - devices for s in sorted(slices) for i in range(devices))
-    return groups, (numbers,) if whole else ()
+    found = listed or re.findall(r"\{(\d+->\d+)\}", target)
+    groups = tuple(tuple(map(int, re.findall(r"\d+", group))) for group in found)
+    slices = sorted({number // _SLICE for group in groups for number in group})
+    numbers = tuple(s * devices + i - devices for s in slices for i in range(devices))
+    whole = len(listed) == 1 and len(groups[0]) == len(numbers)
+    return (groups, (numbers,) if whole else ()) if groups else None
 
 
 def links(op: Op, chip: Any, start: Instruction) -> tuple[int, float]:
@@ -212,20 +177,13 @@ def links(op: Op, chip: Any, start: Instruction) -> tuple[int, float]:
 
     By the links that its strategy uses; 0 directions between slices.
     """
-    lanes = _lanes(op, chip, start)
-    bandwidth = lanes * chip.link_bandwidth if lanes else chip.dcn_bandwidth
-    return lanes, op.ring_bytes / bandwidth * chip.devices
-
-
-def _lanes(op, chip, start):
     if op.kind.endswith(BETWEEN_SLICES):
-        return 0
-    if op.kind == "collective-permute":
-        return 1
-    if op.kind == "all-to-all":
-        return chip.links
-    ways, sizes = _strategy(op, start.attributes.get("backend_config", ""))
-    return min(ways, sum(_links(size, len(sizes), chip) for size in sizes), chip.links)
+        return 0, op.ring_bytes / chip.dcn_bandwidth * chip.devices
+    lanes = {"collective-permute": 1, "all-to-all": chip.links}.get(op.kind)
+    if lanes is None:
+        ways, sizes = _strategy(op, start.says("backend_config"))
+        lanes = min(ways, sum(_links(size, len(sizes), chip) for size in sizes), chip.links)
+    return lanes, op.ring_bytes / (lanes * chip.link_bandwidth) * chip.devices
 
 
 def _strategy(op, config):

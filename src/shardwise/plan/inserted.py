@@ -3,6 +3,7 @@
 import math
 
 from shardwise.measure.counts import Op
+from shardwise.measure.program import Array
 from shardwise.plan.parts import Part
 from shardwise.plan.sent import itemsize, slots, tensor_passes
 
@@ -50,5 +51,5 @@ def _op(part, kind, dims, width, times, dtype=None):
     n = part.roles.tensor
     size = math.prod(dims) * width * (n if kind == "all-gather" else 1) * times
     sent = _RING_PASSES.get(kind, 1) * size * (n - 1) / n
-    arrays = ((dtype or _DTYPES[width], dims),)
+    arrays = (Array(dtype or _DTYPES[width], dims),)
     return Op(kind, "", arrays, n, times, size, sent, source="", notes=("expected",))
