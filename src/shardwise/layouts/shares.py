@@ -48,11 +48,17 @@ class Shares:
         """Whether the parameter is cut along its first axis, which may be one of layers."""
         return self.hows[i] is not None and self.hows[i].cut == 0
 
-    def gather(self, arrays: list) -> list:
-        """The parameters as tasks find them, below ZeRO 3 gathered once a step."""
-        if self.layout.zero == 3:
-            return arrays
-        return all_gather(arrays, self.hows)
+    def all_rows(self, i: int) -> int:
+        """The number of the rows of such a parameter."""
+        return self.hows[i].size
+
+    def alike(self, i: int) -> Any:
+        """What has to be equal of parameters that are carried together."""
+        return self.hows[i], self.use.deferred[i], self.copied(i)
+
+    def gather(self, i: int, x: jax.Array) -> jax.Array:
+        """A parameter as tasks find it, below ZeRO 3 gathered once a step."""
+        return x if self.layout.zero == 3 else all_gather([x], [self.hows[i]])[0]
 
     def enter(self, numbers: Sequence[int], arrays: list, reads: Sequence[int]) -> list:
         """A task's parameters as its program takes them; it reads those at the places `reads`."""
@@ -73,14 +79,13 @@ class Shares:
             return shape
         return (*shape[: how.cut], shape[how.cut] // self.parts, *shape[how.cut + 1 :])
 
-    def scatter(self, grads: list) -> list:
-        """The sums of gradients that tasks have made, with ZeRO 1 scattered once a step."""
-        return scatter(grads, self.hows) if self.layout.zero == 1 else grads
+    def scatter(self, i: int, g: jax.Array) -> jax.Array:
+        """The sum of a parameter's gradients, with ZeRO 1 scattered once a step."""
+        return scatter([g], [self.hows[i]])[0] if self.layout.zero == 1 else g
 
-    def total(self, grads: list) -> list:
-        """These, added up over the devices that have copies of a parameter, once a step."""
-        pairs = zip(map(self.copied, range(len(grads))), grads, strict=True)
-        return [jax.lax.psum(g, axes) if axes else g for axes, g in pairs]
+    def total(self, i: int, g: jax.Array) -> jax.Array:
+        """This, added up over the devices that have copies of the parameter, once a step."""
+        return jax.lax.psum(g, axes) if (axes := self.copied(i)) else g
 
     @property
     def parts(self) -> int:

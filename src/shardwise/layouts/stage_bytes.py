@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from shardwise.layouts import staged
 from shardwise.layouts.layout import Layout
 from shardwise.objective import wide
+from shardwise.pipeline.moving import Own
 from shardwise.pipeline.program import Program
 
+TASKS = "forward", "to_input", "to_weights"
 Sent = dict[tuple[str, ...], float]
 
 
@@ -49,51 +51,62 @@ class _Device(NamedTuple):
         return [s for s, device in enumerate(device_of) if device == self.place]
 
     def shape(self, i: int, x: Any) -> Any:
-        """The shape of what the device's stages read of a parameter."""
-        ends = [self.program.stages[s].rows.get(i) for s in self.stages]
-        rows = sum(b - a for a, b in filter(None, ends))
-        shape = (rows, *x.shape[1:]) if i in self.program.in_rows else x.shape
-        return jax.ShapeDtypeStruct(shape, x.dtype)
+        """The shape of what the device's stages read of a parameter; of none, without rows."""
+        own = [self.program.stages[s] for s in self.stages if i in self.program.stages[s].rows]
+        ends = [stage.rows[i] for stage in own]
+        if None in ends or not x.shape:
+            return x
+        return jax.ShapeDtypeStruct((sum(b - a for a, b in ends), *x.shape[1:]), x.dtype)
 
     def sent(self) -> Sent:
         """The bytes that the device sends in a step, by mesh axes."""
         layout, m = self.layout, self.layout.microbatches
-        found = {layout.stage: sum(self.program.sends().values())}
+        found: Sent = {layout.stage: sum(self.program.sends().values())}
         if layout.by_hand:
-            for i in self.program.trained:
-                self._parameter(i, found)
+            self._shares(found)
+            for i, x in enumerate(self.program.leaves):
+                over, size = self.program.shares.copied(i), math.prod(x.shape)
+                if self.program.held[i] is not None:
+                    size //= self.program.schedule.devices
+                _add(found, over, 2 * size * wide(x.dtype).itemsize * self._share(over))
             every = (*layout.context, *layout.rows)
             sums = 2 if m == 1 else 3  # total and count; before a first backward pass, the count
             _add(found, every, 2 * 4 * sums * self._share(every))
         return found
 
-    def _parameter(self, i, found):
-        """Add the bytes of a parameter's gathers, and of its gradient's reductions, to `found`."""
-        layout, shares, x = self.layout, self.program.shares, self.program.leaves[i]
-        used, m = jnp.dtype(layout.dtype or x.dtype), layout.microbatches
-        share = math.prod(self.shape(i, x).shape)
-        if shares.hows[i] is not None:
-            gathers = m * self._readers(i) if layout.zero == 3 else 1
-            scatters = m * sum(i in self.program.stages[s].rows for s in self.stages)
-            scatters = scatters if layout.zero > 1 else 1
-            wanted = used if layout.zero > 1 or layout.dtype else wide(used)
-            size = gathers * used.itemsize
-            size += scatters * jnp.dtype(layout.reduce_dtype or wanted).itemsize
-            whole = share * layout.size("fsdp")
-            _add(found, layout.fsdp, whole * size * self._share(layout.fsdp))
-        over = shares.copied(i)
-        lies_elsewhere = i not in self.program.in_rows and self.program.held[i] is not None
-        summed = share // self.program.schedule.devices if lies_elsewhere else share
-        _add(found, over, 2 * summed * wide(x.dtype).itemsize * self._share(over))
+    def _shares(self, found):
+        """Add the bytes of gathers along fsdp, and of gradients' reductions, to `found`."""
+        program, layout, m = self.program, self.layout, self.layout.microbatches
+        kinds, of = program.kinds
+        for stage in (program.stages[s] for s in self.stages):
+            reads = kinds[of[stage.index]].halves.reads
+            for place, (i, ends) in enumerate(stage.rows.items()):
+                readers = sum(place in reads[task] for task in TASKS)
+                gathers = m * readers if layout.zero == 3 else 0
+                scatters = m if layout.zero > 1 else 0
+                self._travels(i, ends, gathers, scatters, found)
+        if layout.zero < 3:  # once, whatever the device's stages read of what is carried
+            for carrier, i in zip(program.carriers, program.first, strict=True):
+                ends, places = None, 1
+                if isinstance(carrier, Own):
+                    ends, places = carrier.pieces[0][1], carrier.table.shape[1]
+                self._travels(i, ends, places, places * (layout.zero == 1), found)
 
-    def _readers(self, i):
-        """The number of a microbatch's tasks on this device that read a parameter."""
-        kinds, of = self.program.kinds
-        halves = [kinds[of[s]].halves.reads for s in self.stages]
-        places = [list(self.program.stages[s].rows) for s in self.stages]
-        tasks = "forward", "to_input", "to_weights"
-        pairs = zip(halves, places, strict=True)
-        return sum(i in [own[k] for k in reads[task]] for reads, own in pairs for task in tasks)
+    def _travels(self, i, ends, gathers, scatters, found):
+        """Add this many gathers of a parameter, or of its rows, and scatters of its gradient."""
+        layout, x = self.layout, self.program.leaves[i]
+        if self.program.shares.hows[i] is None:
+            return
+        used = jnp.dtype(layout.dtype or x.dtype)
+        reduced = layout.reduce_dtype or (used if layout.zero > 1 or layout.dtype else wide(used))
+        size = gathers * used.itemsize + scatters * jnp.dtype(reduced).itemsize
+        rows = (
+            x.shape
+            if ends is None or self.program.shares.by_rows(i)
+            else (ends[1] - ends[0], *x.shape[1:])
+        )
+        whole = math.prod(rows) * layout.size("fsdp")
+        _add(found, layout.fsdp, whole * size * self._share(layout.fsdp))
 
     def _share(self, axes):
         n = math.prod(self.layout.auto.shape[name] for name in axes)

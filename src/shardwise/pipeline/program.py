@@ -18,7 +18,7 @@ import numpy as np
 from shardwise import marks
 from shardwise.objective.means import wide
 from shardwise.pipeline import cut
-from shardwise.pipeline.moving import Moving
+from shardwise.pipeline.moving import Own, Shared, carriers
 from shardwise.pipeline.packing import Packing
 from shardwise.pipeline.ticking import Ticks, ticks
 
@@ -55,17 +55,21 @@ class Whole:
         """The shapes of parameters as the loss receives them."""
         return tree
 
-    def gather(self, arrays: list) -> list:
-        """The parameters as tasks find them, once a step."""
-        return arrays
+    def alike(self, i: int) -> Any:
+        """What has to be equal of parameters that are carried together."""
+        return None
 
-    def scatter(self, grads: list) -> list:
-        """The sums of gradients that tasks have made, in shares, once a step."""
-        return grads
+    def gather(self, i: int, x: Any) -> Any:
+        """A parameter as tasks find it, once a step."""
+        return x
 
-    def total(self, grads: list) -> list:
-        """These, added up over the devices that have copies of a parameter."""
-        return grads
+    def scatter(self, i: int, g: Any) -> Any:
+        """The sum of a parameter's gradients that tasks have made, in shares, once a step."""
+        return g
+
+    def total(self, i: int, g: Any) -> Any:
+        """This, added up over the devices that have copies of the parameter."""
+        return g
 
     def enter(self, numbers: list, arrays: list, reads: tuple) -> list:
         """A task's parameters as its program takes them; it reads those at the places `reads`."""
@@ -82,6 +86,10 @@ class Whole:
     def by_rows(self, i: int) -> bool:
         """Whether the stage's devices share the parameter's rows, so that a task gathers first."""
         return False
+
+    def all_rows(self, i: int) -> int:
+        """The number of the rows of such a parameter."""
+        raise NotImplementedError
 
 
 WHOLE = Whole()
@@ -133,45 +141,40 @@ class Program:
         )
         summed = 2 * sum(self.schedule.microbatches * _nbytes(x) for x in self.stages[-1].outputs)
         moved = 0
-        for i in self.trained:
-            x = self.leaves[i]
-            moved += self.moving[i].sent(x, x.dtype.itemsize)
-            moved += self.moving[i].sent_back(x, wide(x.dtype).itemsize) if self.backward else 0
+        for carrier, i in zip(self.carriers, self.first, strict=True):
+            dtype = self.leaves[i].dtype
+            moved += carrier.sent(self.leaves, dtype.itemsize)
+            if self.backward and _is_inexact(self.leaves[i]):
+                moved += carrier.sent(self.leaves, wide(dtype).itemsize, back=True)
         return {"rings": rings, "sums": summed * (n - 1) // n, "parameters": moved}
 
     @functools.cached_property
-    def moving(self) -> list[Moving]:
-        """The way of each parameter to where the stages read it."""
-        n = self.schedule.devices
-        return [Moving(self.axis, n, k, self.order.get(i)) for i, k in enumerate(self.held)]
+    def _carried(self) -> tuple[list, dict]:
+        every = range(len(self.leaves))
+        return carriers(
+            self.axis,
+            self.schedule.device_of,
+            [stage.rows for stage in self.stages],
+            self.leaves,
+            self.held,
+            [self.shares.alike(i) for i in every],
+            [self.shares.by_rows(i) for i in every],
+        )
+
+    @property
+    def carriers(self) -> list[Shared | Own]:
+        """The ways of the parameters to where the stages read them."""
+        return self._carried[0]
+
+    @property
+    def places(self) -> dict[tuple[int, int], tuple[int, int | None]]:
+        """{(stage, parameter): (its carrier, the place there; None where all of it is)}."""
+        return self._carried[1]
 
     @functools.cached_property
-    def trained(self) -> list[int]:
-        """The parameters of a dtype that has gradients."""
-        return [i for i, x in enumerate(self.leaves) if _is_inexact(x)]
-
-    @functools.cached_property
-    def in_rows(self) -> dict[int, int]:
-        """{parameter of which each stage reads rows of its own, equally many: how many}."""
-        found = {}
-        for i, x in enumerate(self.leaves):
-            ends = [stage.rows.get(i) for stage in self.stages]
-            if any(end is None for end in ends) or self.shares.by_rows(i):
-                continue
-            sizes = {b - a for a, b in ends}
-            if len(sizes) == 1 and sizes.pop() * len(ends) == x.shape[0]:
-                found[i] = ends[0][1] - ends[0][0]
-        return found
-
-    @functools.cached_property
-    def order(self) -> dict[int, np.ndarray]:
-        """{parameter in rows: the rows in the order in which devices hold their stages}."""
-        device_of = self.schedule.device_of
-        by_device = sorted(range(self.schedule.stages), key=lambda s: (device_of[s], s))
-        return {
-            i: np.concatenate([np.arange(*self.stages[s].rows[i]) for s in by_device])
-            for i in self.in_rows
-        }
+    def first(self) -> list[int]:
+        """A parameter of each carrier."""
+        return [c.leaf if isinstance(c, Shared) else c.pieces[0][0] for c in self.carriers]
 
     @functools.cached_property
     def kinds(self) -> tuple[list[Kind], list[int]]:
@@ -188,9 +191,11 @@ class Program:
     def _signature(self, stage):
         text = str(jax.make_jaxpr(stage.function)(stage.params, stage.inputs, stage.carry))
         text = re.sub(r"stage boundary [\d.]+", "", text)
-        whole = tuple(i for i in stage.rows if i not in self.in_rows)
-        taken = tuple(stage.rows[i] for i in whole)
-        return stage.index == 0, stage.last, tuple(stage.rows), taken, stage.data, text
+        found = []
+        for i, ends in stage.rows.items():
+            carrier, place = self.places[stage.index, i]
+            found.append((carrier, ends if place is None else "own"))
+        return stage.index == 0, stage.last, tuple(found), stage.data, text
 
     def _kind(self, stage):
         halves = cut.backward(stage)
@@ -200,17 +205,32 @@ class Program:
         pending = jax.eval_shape(halves.to_input, *given, kept, cots)[1]
         return Kind(stage, halves, list(kept), list(pending))
 
+    def there(self, held: list) -> list[list]:
+        """What the device's stages read, a list for each carrier, of what the device holds."""
+        pairs = zip(self.first, self.carriers, strict=True)
+        return [[self.shares.gather(i, x) for x in way.there(held)] for i, way in pairs]
+
+    def back(self, sums: list[list], held: list) -> list:
+        """The gradients of what the device holds, of the sums of those of what its stages read."""
+        found: list = [None] * len(held)
+        for i, way, own in zip(self.first, self.carriers, sums, strict=True):
+            if own is not None:
+                back = way.back([self.shares.scatter(i, g) for g in own], held)
+                for leaf, g in back.items():
+                    found[leaf] = g if found[leaf] is None else found[leaf] + g
+        return [None if g is None else self.shares.total(i, g) for i, g in enumerate(found)]
+
     def __call__(self, leaves: list, parts: list, seeds: Callable) -> tuple[list, list]:
         """(the loss's outputs of each microbatch [m, ...], the gradients), inside shard_map.
 
         Without `backward`, there are no gradients: [].
 
-        `leaves` are this device's: of parameters in rows its stages' rows in order, of the others
-        all. `parts` have microbatches first, but those in `whole`. `seeds(outputs)` are the
-        cotangents of the loss's differentiable outputs. Outputs are the last stage's, and elsewhere
-        zeros.
+        `leaves` are what `there` makes, and the gradients their sums. `parts` have microbatches
+        first, but those in `whole`. `seeds(outputs)` are the cotangents of the loss's
+        differentiable outputs. Outputs are the last stage's, and elsewhere zeros.
         """
         kinds, of = self.kinds
+        leaves = [jnp.stack(xs) for xs in leaves]
         table, me = self.ticks, jax.lax.axis_index(self.axis)
         act, cot = self.passed["act"], self.passed["cot"]
         kept, pend = Packing(k.kept for k in kinds), Packing(k.pending for k in kinds)
@@ -222,10 +242,10 @@ class Program:
             kept.blank(slots["kept"]),
             pend.blank(slots["pend"]),
             [
-                jnp.zeros(self.shares.sum_shape(i, x.shape), wide(x.dtype))
-                if i in self.trained
+                jnp.zeros((len(xs), *self.shares.sum_shape(i, xs[0].shape)), wide(xs[0].dtype))
+                if _is_inexact(xs[0])
                 else None
-                for i, x in enumerate(leaves if self.backward else ())
+                for i, xs in zip(self.first, leaves if self.backward else (), strict=self.backward)
             ],
             [jnp.zeros((m, *x.shape), x.dtype) for x in last.outputs],
         )
@@ -237,41 +257,43 @@ class Program:
         columns = {name: jnp.asarray(x)[:, me] for name, x in table.columns.items()}
         columns["task"] = jnp.asarray(task, jnp.int32)[:, me]
 
-        def mine(leaves, stage, chunk, reads):
+        spots = [self._spots(kind.stage) for kind in kinds]
+
+        def place(stage, i, row):
+            """(the carrier of a kind's parameter, the place there of that of the stage at hand)."""
+            carrier, places = spots[of[stage.index]][i]
+            return carrier, jnp.asarray(places, jnp.int32)[row["stage"]]
+
+        def mine(leaves, stage, row, reads):
             """The parameters of a stage as its program takes them."""
-            numbers = list(stage.rows)
-            found = [rows(leaves[i], i, stage, chunk) for i in numbers]
+            numbers, found = list(stage.rows), []
+            for i in numbers:
+                carrier, at = place(stage, i, row)
+                x = _at(leaves[carrier], at)
+                found.append(x if self._later(stage, i) else _rows(x, self._taken(stage, i)))
             found = self.shares.enter(numbers, found, reads)
-            pairs = zip(stage.rows.items(), found, strict=True)
-            return [x[slice(*ends)] if self._later(i, ends) else x for (i, ends), x in pairs]
+            pairs = zip(numbers, found, strict=True)
+            return [_rows(x, stage.rows[i]) if self._later(stage, i) else x for i, x in pairs]
 
-        def rows(x, i, stage, chunk):
-            if i in self.in_rows:
-                size = self.in_rows[i]
-                return jax.lax.dynamic_slice_in_dim(x, chunk * size, size)
-            ends = stage.rows[i]
-            return x if ends is None or self._later(i, ends) else x[slice(*ends)]
-
-        def added(sums, stage, chunk, grads):
+        def added(sums, stage, row, grads):
             sums, whole = list(sums), []
-            for (i, ends), g in zip(stage.rows.items(), grads, strict=True):
-                if self._later(i, ends):
-                    shape = (self.leaves[i].shape[0], *g.shape[1:])
-                    g = jnp.zeros(shape, g.dtype).at[slice(*ends)].set(g)
+            for i, g in zip(stage.rows, grads, strict=True):
+                if self._later(stage, i):
+                    zeros = jnp.zeros((self.shares.all_rows(i), *g.shape[1:]), g.dtype)
+                    g = zeros.at[slice(*stage.rows[i])].set(g)
                 whole.append(g)
-            left = self.shares.leave(list(stage.rows), whole)
-            for (i, ends), g in zip(stage.rows.items(), left, strict=True):
-                if sums[i] is None:
+            for i, g in zip(stage.rows, self.shares.leave(list(stage.rows), whole), strict=True):
+                carrier, at = place(stage, i, row)
+                if sums[carrier] is None:
                     continue
-                g = g.astype(sums[i].dtype)
-                if i in self.in_rows:
-                    at = chunk * self.in_rows[i]
-                    g += jax.lax.dynamic_slice_in_dim(sums[i], at, self.in_rows[i])
-                    sums[i] = jax.lax.dynamic_update_slice_in_dim(sums[i], g, at, 0)
-                elif ends is None or self._later(i, ends):
-                    sums[i] = sums[i] + g
+                x, g = _at(sums[carrier], at), g.astype(sums[carrier].dtype)
+                ends = None if self._later(stage, i) else self._taken(stage, i)
+                if ends is None:
+                    x = x + g
                 else:
-                    sums[i] = sums[i].at[slice(*ends)].add(g)
+                    new = x[slice(*ends)] + g
+                    x = jax.lax.dynamic_update_slice_in_dim(x, new, ends[0], 0)
+                sums[carrier] = jax.lax.dynamic_update_index_in_dim(sums[carrier], x, at, 0)
             return sums
 
         def data(parts, stage, j):
@@ -279,7 +301,7 @@ class Program:
 
         def given_to(kind, task, leaves, parts, row):
             reads = kind.halves.reads[task]
-            own = mine(leaves, kind.stage, row["chunk"], reads)
+            own = mine(leaves, kind.stage, row, reads)
             return own, data(parts, kind.stage, row["microbatch"])
 
         def forward(kind, state, leaves, parts, row):
@@ -315,7 +337,7 @@ class Program:
             left = kept.read(state.kept, row["kept"], kind.kept)
             pending = pend.read(state.pend, row["pend"], kind.pending)
             grads = _arrays(kind.halves.to_weights(*given, left, pending))
-            state = state._replace(grads=added(state.grads, stage, row["chunk"], grads))
+            state = state._replace(grads=added(state.grads, stage, row, grads))
             return state, act.blank(), cot.blank()
 
         halves = (forward, to_input, to_weights) if self.backward else (forward,)
@@ -340,9 +362,23 @@ class Program:
         state, _ = jax.lax.scan(tick, state, columns)
         return state.outputs, state.grads
 
-    def _later(self, i, ends):
+    def _spots(self, stage):
+        """{parameter of a stage: (its carrier, the place there of each stage of the same kind)}."""
+        of, found = self.kinds[1], {}
+        for position, i in enumerate(stage.rows):
+            places = [0] * len(of)
+            for s in (s for s in self.stages if of[s.index] == of[stage.index]):
+                places[s.index] = self.places[s.index, list(s.rows)[position]][1] or 0
+            found[i] = self.places[stage.index, i][0], places
+        return found
+
+    def _taken(self, stage, i):
+        """The rows of what is carried that a stage takes; None for all."""
+        return None if self.places[stage.index, i][1] is not None else stage.rows[i]
+
+    def _later(self, stage, i):
         """Whether a task takes its rows of a parameter after it has gathered it."""
-        return ends is not None and i not in self.in_rows and self.shares.by_rows(i)
+        return self._taken(stage, i) is not None and self.shares.by_rows(i)
 
     def _passed(self, arrays, ring):
         if ring == 0:
@@ -385,6 +421,10 @@ def _arrived(inbox, slot, arrays):
 def _arrays(tree):
     """What a stage hands on may be a number that its trace has as a literal."""
     return jax.tree.map(jnp.asarray, tree)
+
+
+def _rows(x, ends):
+    return x if ends is None else x[slice(*ends)]
 
 
 def _at(x, j):

@@ -146,13 +146,12 @@ class _Device:
         parts = objective.split(batch, m), objective.split(numbers, m)
         first = jax.tree.map(lambda x: x[0], parts)
         with marks.bind(**within.meanings):
-            traced, program, shares, folded = self._traced(leaves, first, args, key)
+            traced, program, folded = self._traced(leaves, first, args, key)
         if folded:
             key = within.fold(key)
             key = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(m))
         count = self._count(traced, leaves, parts, args, key, folded)
-        moving = program.moving
-        arrays = shares.gather([move.there(x) for move, x in zip(moving, leaves, strict=True)])
+        arrays = program.there(leaves)
         data = jax.tree.leaves((*parts, args, key))
         seeds = functools.partial(self._seeds, traced, count)
         outputs, grads = program(arrays, data, seeds)
@@ -163,14 +162,12 @@ class _Device:
             return value, aux, []
         if traced.loss is None or not traced.loss.linear:
             grads = nothing_if_empty(grads, whole.count if traced.has_count else None)
-        pairs = zip(moving, shares.scatter(grads), strict=True)
-        grads = [None if g is None else move.back(g) for move, g in pairs]
-        grads = shares.total(grads)
+        grads = program.back(grads, leaves)
         pairs = zip(grads, leaves, strict=True)
         return value, aux, [jnp.zeros_like(x) if g is None else g.astype(x.dtype) for g, x in pairs]
 
     def _traced(self, leaves, first, args, key):
-        """(the traced loss, its program, what is done with shares, whether keys are folded)."""
+        """(the traced loss, its program, whether keys are folded)."""
         asked, within, m = self.asked, self.within, self.asked.microbatches
         batch, rows, args, key = abstract((*first, args, key))
         held = tuple(_place(spec, asked.axis) for spec in self.specs)
@@ -202,7 +199,7 @@ class _Device:
         fixed = frozenset(range(start, stop))
         given = traced.schedule, whole, held, fixed, asked.axis, shares, self.backward
         self.made[:] = [Program(traced.stages, *given)]
-        return traced, self.made[0], shares, folded
+        return traced, self.made[0], folded
 
     def _count(self, traced, leaves, parts, args, key, folded):
         """The count of the whole batch, which the first of several backward passes needs."""
