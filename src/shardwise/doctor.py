@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -18,31 +18,29 @@ from jax.sharding import PartitionSpec as P
 from shardwise import measure, topology
 from shardwise import mesh as meshes
 
-MIB = 2**20
-SIZES = {"64 KiB": 2**16, "1 MiB": MIB, "8 MiB": 8 * MIB}  # held by each device
-DTYPES = ("float32", "bfloat16", "int32")
-SCATTERED = 4 * MIB  # each device's result of a psum_scatter that was wrong on CPU (jax issue 40830)
-LARGEST = 64 * MIB  # an operand on one device
-TABLE = (24, 35, 256)  # each device's share of a table whose gradient TPUs got wrong (xla 49143)
-CLOCKS = 1.0  # seconds by which clocks may differ
+_SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "8 MiB": 2**23}  # on each device
+_DTYPES = ("float32", "bfloat16", "int32")
+_SCATTERED = 2**22  # bytes of each device's result, wrong on CPU in jax issue 40830
+_LARGEST = 2**26  # bytes of an operand on one device
+_TABLE = (24, 35, 256)  # a device's share of a table, whose gradient is wrong in xla issue 49143
 
-# Each beside NumPy's: `rows` has what the devices along the axis hold, of which this is number `i`.
-COLLECTIVES = {
-    "psum": (lambda x, axis: jax.lax.psum(x, axis), lambda rows, i: sum(rows)),
+# Each collective along an axis of n devices, and NumPy's: the result of number i of their rows.
+_COLLECTIVES = {
+    "psum": (lambda x, axis, n: jax.lax.psum(x, axis), lambda rows, i: sum(rows)),
     "all_gather": (
-        lambda x, axis: jax.lax.all_gather(_part(x, jax.lax.axis_size(axis), 0), axis, tiled=True),
+        lambda x, axis, n: jax.lax.all_gather(_part(x, n, 0), axis, tiled=True),
         lambda rows, i: np.concatenate([_part(row, len(rows), 0) for row in rows]),
     ),
     "psum_scatter": (
-        lambda x, axis: jax.lax.psum_scatter(x, axis, tiled=True),
+        lambda x, axis, n: jax.lax.psum_scatter(x, axis, tiled=True),
         lambda rows, i: sum(_part(row, len(rows), i) for row in rows),
     ),
     "all_to_all": (
-        lambda x, axis: jax.lax.all_to_all(x, axis, 0, 0, tiled=True),
+        lambda x, axis, n: jax.lax.all_to_all(x, axis, 0, 0, tiled=True),
         lambda rows, i: np.concatenate([_part(row, len(rows), i) for row in rows]),
     ),
     "ppermute": (
-        lambda x, axis: jax.lax.ppermute(x, axis, _ring(jax.lax.axis_size(axis))),
+        lambda x, axis, n: jax.lax.ppermute(x, axis, [(i, (i + 1) % n) for i in range(n)]),
         lambda rows, i: rows[i - 1],
     ),
 }
@@ -50,10 +48,9 @@ COLLECTIVES = {
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The result of a check, the same in every process.
+    """The result of one check: whether it is right, what was found, what was expected.
 
-    `found` says what is wrong, and in which process; of what is right, or for information only,
-    what was measured.
+    Those for information are never wrong.
     """
 
     check: str
@@ -64,262 +61,248 @@ class Finding:
 
     def __str__(self) -> str:
         word = "info" if self.information else "ok" if self.ok else "WRONG"
-        parts = [self.found, f"expected: {self.expected}" * (not self.ok)]
-        return f"{word:6}{self.check:44}{'; '.join(filter(None, parts))}".rstrip()
+        told = self.found if self.ok else f"{self.found}; expected {self.expected}"
+        return f"{word:7}{self.check:45}{told}".rstrip()
 
 
 def examine(mesh: Mesh) -> list[Finding]:
-    """The findings of all checks on the devices of `mesh`, in every process; all must call it.
+    """The findings of all checks on the devices of `mesh`; every process calls it, and has all.
 
-    Results are compared bit for bit with NumPy's: operands are whole numbers, so small that every
-    order of a sum gives the same. Axes of one device are left out. A check that raises is a finding
-    as well.
+    Results must equal NumPy's exactly: operands are whole numbers, so small that no order of a sum
+    rounds. Collectives run along every axis of two devices or more. A check that raises is
+    wrong.
     """
-    mesh = meshes.auto(mesh)
-    values = _Values(mesh)
-    equal = "what NumPy computes"
-    own = []
-    for axis in (name for name, size in mesh.shape.items() if size > 1):
-        for name in COLLECTIVES:
-            run = functools.partial(_collective, values, axis, name)
-            own.append(_tried(f"{name} along {axis}", equal, run))
-        run = functools.partial(_large_scatter, values, axis)
-        own.append(_tried(f"psum_scatter along {axis}, large, repeated", equal, run))
-        own.append(_bandwidth(values, axis))
-    own += [
-        _tried("gradient of gathered weights, in a scan", equal, lambda: _gathered(values)),
-        _tried("gradient of a table, in a scan", equal, lambda: _table(values)),
-        _tried("donation", "the result, and no argument left", lambda: _donation(values)),
-        _tried("random draws over the mesh", "one device's", lambda: _draws(values)),
-    ]
-    return [*_agreed(own), *_same_system()]
+    operands, own = _Operands(meshes.auto(mesh)), []
+    for axis, n in mesh.shape.items():
+        if n > 1:
+            large = min(_SCATTERED, _LARGEST // n) // 4 * n
+            for name in _COLLECTIVES:
+                own.append(_tried(f"{name} along {axis}", _collective, operands, name, axis))
+            check = f"psum_scatter along {axis}, large, thrice"
+            again = {"float32": operands.array(large)}
+            own.append(_tried(check, _collective, operands, "psum_scatter", axis, again, 3))
+            check = f"bandwidth of all_gather along {axis}"
+            own.append(_tried(check, _bandwidth, operands, axis, information=True))
+    own.append(_tried("gradient of gathered weights, in a scan", _gathered_weights, operands))
+    own.append(_tried("gradient of a sharded table, in a scan", _sharded_table, operands))
+    own.append(_tried("donation", _donation, operands))
+    own.append(_tried("random bits, of all devices and of one", _draws, operands))
+    return [*_joined(own), *_same_in_all()]
 
 
-class _Values:
-    """Random whole numbers of each device of a mesh, by its place there: every process knows all.
+class _Operands:
+    """Whole numbers at random, a row for each place of a mesh, which every process knows.
 
-    The sum over all devices is at most 256, which bfloat16 holds.
+    The sum over all devices is at most 256 (of up to 256 devices), which bfloat16 holds.
     """
 
     def __init__(self, mesh):
-        self.mesh, self.names = mesh, tuple(mesh.axis_names)
-        self.sharding = NamedSharding(mesh, P(self.names))
+        self.mesh, self.axes = mesh, tuple(mesh.axis_names)
+        self.sharding = NamedSharding(mesh, P(self.axes))
         high = max(1, 256 // mesh.size)
-        length = LARGEST // 4 + mesh.size
+        length = _LARGEST // 4 + mesh.size
         self._numbers = np.random.default_rng(0).integers(-high, high + 1, length, np.int16)
-        self.operands = {
-            (dtype, size): self.put(_multiple(count // jnp.dtype(dtype).itemsize, mesh.size), dtype)
-            for size, count in SIZES.items()
-            for dtype in DTYPES
-        }
+        self.of_sizes = {}
+        for size, count in _SIZES.items():
+            for dtype in _DTYPES:
+                divisible = -(-count // jnp.dtype(dtype).itemsize // mesh.size) * mesh.size
+                self.of_sizes[f"{size} of {dtype}"] = self.array(divisible, dtype)
 
     def row(self, place, count):
-        """The numbers of the device at a place of the mesh."""
+        """The first numbers of the device at a place of the mesh."""
         return self._numbers[place : place + count]
 
-    def put(self, count, dtype="float32"):
-        """An array with a row of numbers on each device."""
-
-        def shard(index):
-            return self.row(_start(index), count)[None].astype(dtype)
-
-        return jax.make_array_from_callback((self.mesh.size, count), self.sharding, shard)
+    def array(self, count, dtype="float32"):
+        """The array of so many numbers on each device."""
+        return jax.make_array_from_callback(
+            (self.mesh.size, count),
+            self.sharding,
+            lambda index: self.row(_start(index), count)[None].astype(dtype),
+        )
 
     def along(self, axis, place, count):
-        """The rows of the devices that a place meets along an axis, and its number among them."""
-        at, where = self.names.index(axis), list(np.unravel_index(place, self.mesh.devices.shape))
+        """The rows along an axis through a place of the mesh, and which of them is the place's."""
+        at, where = self.axes.index(axis), [*np.unravel_index(place, self.mesh.devices.shape)]
         number, where[at] = where[at], slice(None)
-        met = np.arange(self.mesh.size).reshape(self.mesh.devices.shape)[tuple(where)]
-        return [self.row(each, count) for each in met], number
+        places = np.arange(self.mesh.size).reshape(self.mesh.devices.shape)[tuple(where)]
+        return [self.row(each, count) for each in places], number
 
     def by_hand(self, function):
-        """The jitted function of the devices' own rows, given and returned as lists of arrays."""
+        """The jitted function of each device's own rows, which returns a list of them."""
 
-        def shares(*arrays):
-            return [each[None] for each in function(*(x[0] for x in arrays))]
+        def run(*arrays):
+            return [row[None] for row in function(*(x[0] for x in arrays))]
 
-        specs = dict(in_specs=P(self.names), out_specs=P(self.names))
-        return jax.jit(jax.shard_map(shares, mesh=self.mesh, check_vma=False, **specs))
+        cut = P(self.axes)
+        return jax.jit(
+            jax.shard_map(run, mesh=self.mesh, in_specs=cut, out_specs=cut, check_vma=False)
+        )
 
 
-def _tried(check, expected, run: Callable[[], str]) -> Finding:
-    """The finding of `run`, which returns what is wrong, or nothing."""
+def _tried(check: str, run: Callable[..., str], *args: Any, information: bool = False) -> Finding:
+    """The finding of `run(*args)`, which returns words for what is wrong, or for information."""
     try:
-        found = run()
-    except Exception as error:  # whatever a backend may lack
-        found = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    return Finding(check, not found, found, expected)
+        found = run(*args)
+    except Exception as error:  # whatever a backend raises for what it lacks
+        found = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    expected = "" if information else "what NumPy computes"
+    return Finding(check, information or not found, found, expected, information)
 
 
-def _collective(values, axis, name):
-    collective, reference = COLLECTIVES[name]
-    run = values.by_hand(lambda *rows: [collective(row, axis) for row in rows])
-    for (dtype, size), out in zip(
-        values.operands, run(*values.operands.values()), strict=True
-    ):
-        count = values.operands[dtype, size].shape[1]
-        wrong = _wrong(out, lambda i, n=count: reference(*values.along(axis, i, n)))
-        if wrong:
-            return f"{dtype}, {size}: {wrong}"
+def _collective(operands, name, axis, arrays=None, times=1):
+    collective, reference = _COLLECTIVES[name]
+    arrays, n = arrays or operands.of_sizes, operands.mesh.shape[axis]
+    run = operands.by_hand(lambda *rows: [collective(row, axis, n) for row in rows])
+    for _ in range(times):
+        for label, out in zip(arrays, run(*arrays.values()), strict=True):
+            count = arrays[label].shape[1]
+            wrong = _wrong(out, lambda at, k=count: reference(*operands.along(axis, at, k)))
+            if wrong:
+                return f"{label}: {wrong}"
     return ""
 
 
-def _large_scatter(values, axis):
-    n = values.mesh.shape[axis]
-    count = min(SCATTERED, LARGEST // n) // 4 * n
-    collective, reference = COLLECTIVES["psum_scatter"]
-    run = values.by_hand(lambda row: [collective(row, axis)])
-    operand = values.put(count)
-    for _ in range(3):
-        [out] = run(operand)
-        if wrong := _wrong(out, lambda i: reference(*values.along(axis, i, count))):
-            return wrong
-    return ""
-
-
-def _bandwidth(values, axis):
-    """What a device receives a second in an all-gather, beside what a link of its chip has."""
-    gather, _ = COLLECTIVES["all_gather"]
-    run = values.by_hand(lambda row: [gather(row, axis)])
-    operand = values.operands["float32", "8 MiB"]
-    seconds = measure.step_time(run, operand, repeats=5).median_s
-    n, kind = values.mesh.shape[axis], values.mesh.devices.flat[0].device_kind
-    rate = operand.nbytes / values.mesh.size * (n - 1) / n / seconds
+def _bandwidth(operands, axis):
+    """The bytes a device receives a second in an all-gather, beside those of its chip's links."""
+    n, kind = operands.mesh.shape[axis], operands.mesh.devices.flat[0].device_kind
+    gather = operands.by_hand(lambda row: [_COLLECTIVES["all_gather"][0](row, axis, n)])
+    label, operand = list(operands.of_sizes.items())[-1]
+    received = operand.nbytes / operands.mesh.size * (n - 1) / n
+    rate = received / measure.step_time(gather, operand, repeats=5).median_s
     chip = topology.of_device(kind)
     link = f"; a link of {chip.kind} has {chip.link_bandwidth / 1e9:.0f}" if chip else ""
-    told = f"{rate / 1e9:.3g} GB/s into each device by an all-gather of 8 MiB{link}"
-    return Finding(f"bandwidth along {axis}", True, told, "", information=True)
+    return f"{rate / 1e9:.3g} GB/s into a device, of {label}{link}"
 
 
-def _gathered(values):
-    """FSDP's gradient: weights gathered in each step of a scan, gradients scattered and added."""
-    k, steps, size = 1000, 3, values.mesh.size
+def _gathered_weights(operands):
+    """FSDP by hand: weights gathered in every step of a scan, whose gradient is a psum_scatter."""
+    k, steps, size = 1000, 3, operands.mesh.size
 
-    def accumulate(weights, batch):
+    def accumulate(weights, batches):
         def loss(weights, x):
-            return jnp.sum(jax.lax.all_gather(weights, values.names, tiled=True) ** 2 * x) / 2
+            return jnp.sum(jax.lax.all_gather(weights, operands.axes, tiled=True) ** 2 * x) / 2
 
         def step(total, x):
             return total + jax.grad(loss)(weights, x), None
 
-        return [jax.lax.scan(step, jnp.zeros_like(weights), batch.reshape(steps, -1))[0]]
+        return [jax.lax.scan(step, jnp.zeros_like(weights), batches.reshape(steps, -1))[0]]
 
     def expected(place):
-        batches = (values.row(i, steps * size * k).reshape(steps, size, k) for i in range(size))
-        return values.row(place, k) * sum(x[:, place].sum(0, np.int32) for x in batches)
+        batches = (operands.row(i, steps * size * k).reshape(steps, size, k) for i in range(size))
+        return operands.row(place, k) * sum(x[:, place].sum(0, np.int32) for x in batches)
 
-    [out] = values.by_hand(accumulate)(values.put(k), values.put(steps * size * k))
-    return _wrong(out, expected)
+    run = operands.by_hand(accumulate)
+    return _wrong(run(operands.array(k), operands.array(steps * size * k))[0], expected)
 
 
-def _table(values):
-    """The gradient of a table's looked-up rows, added up in a scan, as the compiler divides it."""
-    rows, *features = TABLE
-    size, sharding = values.mesh.size, values.sharding
-    shape = (2, 2 * size, 8)  # steps of a scan, rows of a batch, tokens
-    draw = np.random.default_rng(1)
+def _sharded_table(operands):
+    """The compiler's way: a table of which each step of a scan looks rows up, in cut batches."""
+    rows, *features = _TABLE
+    size, draw = operands.mesh.size, np.random.default_rng(1)
+    shape = (2, 2 * size, 8)  # steps of the scan, rows of a batch, tokens
     tokens = draw.integers(0, rows * size, shape, np.int32)
     factors = draw.integers(-8, 9, shape).astype(np.float32)
     feature = draw.integers(-8, 9, features).astype(np.float32)
 
-    def accumulate(table, tokens, factors):
+    @functools.partial(jax.jit, out_shardings=operands.sharding)
+    def accumulate(table, *batches):
         def loss(table, tokens, factors):
-            return jnp.sum(table[tokens] * (factors[..., None, None] * feature))
+            return jnp.sum(table[tokens] * factors[..., None, None] * feature[None, None])
 
         def step(total, batch):
             return total + jax.grad(loss)(table, *batch), None
 
-        return jax.lax.scan(step, jnp.zeros_like(table), (tokens, factors))[0]
+        return jax.lax.scan(step, jnp.zeros_like(table), batches)[0]
 
-    batch = NamedSharding(values.mesh, P(None, values.names))
-    table = jax.jit(lambda: jnp.zeros((rows * size, *features)), out_shardings=sharding)()
-    given = [jax.make_array_from_callback(shape, batch, x.__getitem__) for x in (tokens, factors)]
+    cut = NamedSharding(operands.mesh, P(None, operands.axes))
+    batches = [jax.make_array_from_callback(shape, cut, x.__getitem__) for x in (tokens, factors)]
+    table = jnp.zeros((rows, *features), np.float32)
+    table = jax.make_array_from_callback(
+        (rows * size, *features), operands.sharding, lambda index: table
+    )
     totals = np.bincount(tokens.ravel(), factors.ravel(), rows * size)
     return _wrong(
-        jax.jit(accumulate, out_shardings=sharding)(table, *given),
+        accumulate(table, *batches),
         lambda start: totals[start : start + rows, None, None] * feature,
     )
 
 
-def _donation(values):
-    """Steps that each donate what they are given; at first an array that NumPy may share."""
-    host = np.stack([values.row(i, 2**14) for i in range(values.mesh.size)]).astype(np.float32)
-    right = 8 * host + 7
-    x = jax.make_array_from_callback(host.shape, values.sharding, host.__getitem__)
+def _donation(operands):
+    """Steps that each donate their argument; the first one's may share NumPy's memory."""
+    host = np.stack([operands.row(i, 2**14) for i in range(operands.mesh.size)]).astype(np.float32)
+    before, platform = host.copy(), operands.mesh.devices.flat[0].platform
+    x = jax.make_array_from_callback(host.shape, operands.sharding, host.__getitem__)
     step = jax.jit(lambda x: 2 * x + 1, donate_argnums=0)
     for _ in range(3):
         given, x = x, step(x)
-        if not given.is_deleted() and values.mesh.devices.flat[0].platform in ("cpu", "gpu", "tpu"):
-            return "the donated argument is not deleted"
-    if (8 * host + 7 != right).any():
+        if not given.is_deleted() and platform in ("cpu", "gpu", "tpu"):
+            return "a donated argument is still there"
+    if (host != before).any():
         return "NumPy's own array was overwritten"
-    return _wrong(x, lambda place: right[place])
+    return _wrong(x, lambda place: 8 * before[place] + 7)
 
 
-def _draws(values):
-    """Random bits of one key, drawn by all devices and by one of this process."""
-    draw = functools.partial(jax.random.bits, shape=(values.mesh.size, 2**14))
-    one = jax.device_put(jax.random.key(0), values.mesh.local_devices[0])
-    right = np.asarray(jax.jit(draw)(one))
-    out = jax.jit(draw, out_shardings=values.sharding)(jax.random.key(0))
-    return _wrong(out, lambda place: right[place])
+def _draws(operands):
+    """Random bits drawn in shards, which equal those that one device draws."""
+    draw = functools.partial(jax.random.bits, shape=(operands.mesh.size, 2**14))
+    key = jax.random.key(0)
+    one = np.asarray(jax.jit(draw)(jax.device_put(key, operands.mesh.local_devices[0])))
+    return _wrong(jax.jit(draw, out_shardings=operands.sharding)(key), lambda place: one[place])
 
 
-def _same_system():
-    """Findings on what processes must have in common: clocks, versions and draws."""
-    multihost_utils.sync_global_devices("before the clocks")
+def _same_in_all():
+    """The findings on what must be the same in all processes: clocks, versions, a draw."""
+    multihost_utils.sync_global_devices("before clocks are read")
     begun = time.time()
-    multihost_utils.sync_global_devices("clocks")  # ends everywhere after it has begun everywhere
+    multihost_utils.sync_global_devices("clocks")  # every process is here at one moment
     facts = {"begun": begun, "ended": time.time()}
     facts |= {name: metadata.version(name) for name in ("jax", "jaxlib")}
-    facts["random bits"] = hex(jax.random.bits(jax.random.key(0)))
+    facts["random bits"] = hex(jax.jit(jax.random.bits)(jax.random.key(0)))
     told = _of_all(facts)
-    apart = max(x["begun"] for x in told) - min(x["ended"] for x in told)
-    clocks = f"{apart:.1f} seconds apart" if apart > CLOCKS else ""
-    findings = [Finding("clocks", not clocks, clocks, f"at most {CLOCKS:g} second apart")]
+    apart = max(each["begun"] for each in told) - min(each["ended"] for each in told)
+    clocks = f"{apart:.1f} s apart" if apart > 1 else ""
+    findings = [Finding("clocks", not clocks, clocks, "one second at most")]
     for name in ("jax", "jaxlib", "random bits"):
-        each = [x[name] for x in told]
-        found = ", ".join(each) if len(set(each)) > 1 else each[0]
-        findings.append(Finding(name, len(set(each)) == 1, found, "the same in all processes"))
+        each = [facts[name] for facts in told]
+        same = len(set(each)) == 1
+        found = each[0] if same else ", ".join(each)
+        findings.append(Finding(name, same, found, "the same in all processes"))
     return findings
 
 
-def _agreed(own: Sequence[Finding]) -> list[Finding]:
-    """The findings of all processes as one list: what is wrong in one is wrong."""
-    told = [[Finding(**each) for each in one] for one in _of_all(list(map(dataclasses.asdict, own)))]
-    agreed = []
-    for each in zip(*told, strict=True):
-        at = next((i for i, finding in enumerate(each) if not finding.ok), 0)
-        who = f"process {at}: " if len(each) > 1 and not each[at].ok else ""
-        agreed.append(dataclasses.replace(each[at], found=who + each[at].found))
-    return agreed
+def _joined(own):
+    """The findings of all processes in one list: wrong is what is wrong in one of them."""
+    joined = []
+    for each in zip(*_of_all([dataclasses.asdict(finding) for finding in own]), strict=True):
+        at = next((i for i, finding in enumerate(each) if not finding["ok"]), 0)
+        who = f"process {at}: " if len(each) > 1 and not each[at]["ok"] else ""
+        joined.append(Finding(**each[at] | {"found": who + each[at]["found"]}))
+    return joined
 
 
-def _of_all(value: Any) -> list[Any]:
-    """What each process has for a value that JSON can carry, in the order of processes."""
+def _of_all(value):
+    """The value of each process, one that JSON can carry."""
     if jax.process_count() == 1:
         return [value]
-    mine = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(mine.size))
-    padded = np.pad(mine, (0, sizes.max() - mine.size))
-    texts = multihost_utils.process_allgather(padded)
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(text.size))
+    texts = multihost_utils.process_allgather(np.pad(text, (0, sizes.max() - text.size)))
     return [json.loads(text[:size].tobytes()) for text, size in zip(texts, sizes, strict=True)]
 
 
 def _wrong(out, expected):
-    """Words for what differs in this process's shards of `out`; "" where nothing does.
+    """Words for what is wrong in this process's shards of `out`, or "".
 
-    `expected` gives NumPy's, for the shard that begins with a row of `out`.
+    `expected` has NumPy's shard that begins with a row of `out`.
     """
     for shard in out.addressable_shards:
         found = np.asarray(shard.data).ravel()
-        right = np.asarray(expected(_start(shard.index))).ravel().astype(found.dtype)
-        differ = np.flatnonzero(found != right)
-        if differ.size:
-            k = differ[0]
+        right = expected(_start(shard.index)).astype(found.dtype).ravel()
+        if (wrong := np.flatnonzero(found != right)).size:
+            first = wrong[0]
             return (
-                f"{differ.size:,} of {found.size:,} numbers on {shard.device}, the first is number "
-                f"{k:,}, {found[k]} for {right[k]}"
+                f"{wrong.size:,} of {found.size:,} on {shard.device}, the first at {first:,}: "
+                f"{found[first]} for {right[first]}"
             )
     return ""
 
@@ -328,13 +311,5 @@ def _part(row, parts, i):
     return row.reshape(parts, -1)[i]
 
 
-def _ring(n):
-    return [(i, (i + 1) % n) for i in range(n)]
-
-
 def _start(index):
     return index[0].start or 0
-
-
-def _multiple(count, of):
-    return -(-count // of) * of

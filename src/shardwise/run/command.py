@@ -1,5 +1,7 @@
-"""The command `shardwise`: train, sample, profile, launch, plan."""
+"""The command `shardwise`: train, sample, profile, launch, plan, doctor."""
 
+import dataclasses
+import json
 import os
 import re
 import shlex
@@ -8,14 +10,16 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import tyro
 
-from shardwise import mesh
+from shardwise import mesh, processes
 from shardwise.run import decoding, joining, parsing, profiling
 from shardwise.run.folder import Folder
 from shardwise.run.output import OUT, open_closed
+from shardwise.run.settings import Processes
 
 UNREAD = 128 + signal.SIGPIPE  # of a command whose reader is gone, as a shell has it
 
@@ -27,6 +31,7 @@ HELP = """shardwise: training across devices in JAX
   shardwise profile FOLDER        what devices did in the steps of `train --profile 10:13`
   shardwise launch local --processes 4 -- train ...
   shardwise plan --model llama3-8b --chips v5p:4x4x8 --batch 1024 --sequence 8192
+  shardwise doctor --mesh data=2,fsdp=4    whether these devices compute what they should
 
 Each has --help."""
 
@@ -58,7 +63,7 @@ def _flushed(argv):
 
 def _command(argv):
     commands = {"train": train, "sample": sample, "profile": profile, "launch": launch}
-    commands["plan"] = plan
+    commands |= {"plan": plan, "doctor": doctor}
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0 if argv else 2
@@ -169,8 +174,62 @@ def plan(argv: Sequence[str]) -> int:
     return command.main(argv)
 
 
+def doctor(argv: Sequence[str]) -> int:
+    """Try the devices; the exit status is 1 when something is wrong."""
+    from shardwise import doctor as room
+
+    def arguments(
+        system: Annotated[Processes, tyro.conf.arg(name="processes")],
+        axes: Annotated[str, tyro.conf.arg(name="mesh")] = "fsdp=-1",
+        devices: int = 8,
+        as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    ) -> int:
+        """Try collectives, gradients, donation and random draws on the devices of a run.
+
+        Args:
+          system: the processes, as of `shardwise train`.
+          axes: names and sizes of mesh axes, as data=2,fsdp=4; one size may be -1.
+          devices: simulated, where there are fewer real ones; of all processes together.
+          as_json: print JSON on stdout, and nothing else there.
+        """
+        sizes = _sizes(axes)
+        told = system.address, system.count, system.index
+        processes.join(*told, devices=devices, heartbeat=system.heartbeat)
+        tried = mesh.make(**sizes)
+        found = room.examine(tried)
+        if jax.process_index() == 0:
+            print(_examined(tried, found, as_json), flush=True)
+        processes.leave()
+        return 0 if all(each.ok for each in found) else 1
+
+    return tyro.cli(arguments, prog="shardwise doctor", args=list(argv))
+
+
+def _sizes(axes):
+    """The {axis: size} of words such as data=2,fsdp=4."""
+    parts = [part.partition("=") for part in axes.split(",")]
+    sizes = {name: size for name, _, size in parts}
+    well = all(re.fullmatch(r"[^\W\d]\w*=-?\d+", "".join(part)) for part in parts)
+    if not well or len(sizes) < len(parts):
+        raise ValueError(f"doctor: --mesh {axes}: expected names and sizes, such as data=2,fsdp=4.")
+    return {name: int(size) for name, size in sizes.items()}
+
+
+def _examined(tried, found, as_json):
+    """What the doctor found, in lines or as JSON."""
+    kind, count = tried.devices.flat[0].device_kind, jax.process_count()
+    wrong = sum(not each.ok for each in found)
+    if as_json:
+        facts = dict(mesh=dict(tried.shape), device_kind=kind, processes=count, ok=not wrong)
+        return json.dumps(facts | {"findings": [*map(dataclasses.asdict, found)]}, indent=1)
+    axes = " × ".join(f"{name} {size}" for name, size in tried.shape.items())
+    first = f"On {tried.size} devices, {kind}, of {count} process{'es' * (count > 1)}: {axes}."
+    last = f"{wrong} check{' is' if wrong == 1 else 's are'} wrong." if wrong else "All is right."
+    return "\n".join([first, *map(str, found), last])
+
+
 _ROOMS = ("run", "data", "layouts", "checkpoint", "mesh", "fsdp", "pipeline", "rules", "llama")
-_ROOMS = (*_ROOMS, "plan", "processes", "topology")
+_ROOMS = (*_ROOMS, "plan", "processes", "topology", "doctor")
 
 
 def _told(error):
