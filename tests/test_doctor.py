@@ -263,7 +263,7 @@ def test_axes_that_do_not_fit_are_refused(capsys):
 
 def of_two(process, address, fault):
     """Examine two processes' mesh, with a fault in the second; print what is wrong."""
-    processes.join(address, 2, process, devices=4)
+    processes.join(address, 2, process, devices=4, heartbeat=600)
     doctor._SIZES = {"1 KiB": 2**10}
     doctor._SCATTERED = 2**12
     if process == 1 and fault == "clock":
