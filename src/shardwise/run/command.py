@@ -1,4 +1,4 @@
-"""The command `shardwise`: train, sample, profile, launch, plan."""
+"""The command `shardwise`: train, sample, profile, launch, plan, doctor."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ import tyro
 
 from shardwise import mesh
 from shardwise.plan import command as plan
-from shardwise.run import decoder, launch, profiling, settings, signals
+from shardwise.run import decoder, examine, launch, profiling, settings, signals
 from shardwise.run.reports import OUT
 
 UNREAD = 128 + signal.SIGPIPE  # of a command whose reader is gone, as a shell has it
@@ -29,6 +29,7 @@ HELP = """shardwise: training across devices in JAX
   shardwise profile FOLDER        what devices did in the steps of `train --profile 10:13`
   shardwise launch local --processes 4 -- train ...
   shardwise plan --model llama3-8b --chips v5p:4x4x8 --batch 1024 --sequence 8192
+  shardwise doctor --mesh data=2,fsdp=4    whether these devices compute what they should
 
 Each has --help. With SHARDWISE_TRACEBACK=1 every error shows where it comes from."""
 
@@ -60,7 +61,8 @@ def _flushed(argv):
 
 
 def _command(argv):
-    commands = dict(train=train, sample=sample, profile=profile, launch=launch.main, plan=plan.main)
+    commands = dict(train=train, sample=sample, profile=profile)
+    commands |= dict(launch=launch.main, plan=plan.main, doctor=examine.main)
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0 if argv else 2

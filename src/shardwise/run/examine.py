@@ -1,0 +1,66 @@
+"""The command `shardwise doctor`: this machine's devices, tried before a run is trusted."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from typing import Annotated
+
+import jax
+import tyro
+
+from shardwise import doctor, mesh, processes
+from shardwise.run.settings import Processes
+
+
+def main(argv: Sequence[str]) -> int:
+    """Try the devices; the exit status is 1 when something is wrong."""
+
+    def arguments(
+        system: Annotated[Processes, tyro.conf.arg(name="processes")],
+        axes: Annotated[str, tyro.conf.arg(name="mesh")] = "fsdp=-1",
+        devices: int = 8,
+        as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+    ) -> int:
+        """Try collectives, gradients, donation and random draws on the devices of a run.
+
+        Args:
+          system: the processes, as of `shardwise train`.
+          axes: names and sizes of mesh axes, as data=2,fsdp=4; one size may be -1.
+          devices: simulated, where there are fewer real ones; of all processes together.
+          as_json: print JSON on stdout, and nothing else there.
+        """
+        sizes = _sizes(axes)
+        told = system.address, system.count, system.index
+        processes.join(*told, devices=devices, heartbeat=system.heartbeat)
+        tried = mesh.make(**sizes)
+        found = doctor.examine(tried)
+        if jax.process_index() == 0:
+            print(_examined(tried, found, as_json), flush=True)
+        processes.leave()
+        return 0 if all(each.ok for each in found) else 1
+
+    return tyro.cli(arguments, prog="shardwise doctor", args=list(argv))
+
+
+def _sizes(axes):
+    """The {axis: size} of words such as data=2,fsdp=4."""
+    parts = [part.partition("=") for part in axes.split(",")]
+    sizes = {name: size for name, _, size in parts}
+    well = all(re.fullmatch(r"[^\W\d]\w*=-?\d+", "".join(part)) for part in parts)
+    if not well or len(sizes) < len(parts):
+        raise ValueError(f"doctor: --mesh {axes}: expected names and sizes, such as data=2,fsdp=4.")
+    return {name: int(size) for name, size in sizes.items()}
+
+
+def _examined(tried, found, as_json):
+    """What the doctor found, in lines or as JSON."""
+    kind, count = tried.devices.flat[0].device_kind, jax.process_count()
+    wrong = sum(not each.ok for each in found)
+    if as_json:
+        facts = dict(mesh=dict(tried.shape), device_kind=kind, processes=count, ok=not wrong)
+        return json.dumps(facts | {"findings": [*map(dataclasses.asdict, found)]}, indent=1)
+    axes = " × ".join(f"{name} {size}" for name, size in tried.shape.items())
+    first = f"On {tried.size} devices, {kind}, of {count} process{'es' * (count > 1)}: {axes}."
+    last = f"{wrong} check{' is' if wrong == 1 else 's are'} wrong." if wrong else "All is right."
+    return "\n".join([first, *map(str, found), last])
