@@ -1,9 +1,4 @@
-"""The program of a pipeline's devices: a scan over ticks, in each the device's own task.
-
-A table says what a device does at each tick (`pipeline.ticks`); activations and cotangents go round
-rings between ticks. A task is a loop of one turn or none, so that the slots that it changes stay
-where they are; all that it reads is tied to the turn, or XLA would compute it at every tick.
-"""
+"""The program of a pipeline's devices: stages by a schedule, and where their parameters lie."""
 
 import dataclasses
 import functools
@@ -13,9 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from shardwise import marks
 from shardwise.objective.means import wide
 from shardwise.pipeline import cut
 from shardwise.pipeline.moving import Own, Shared, carriers
@@ -30,17 +23,6 @@ class Kind(NamedTuple):
     halves: cut.Halves
     kept: list
     pending: list
-
-
-class State(NamedTuple):
-    """What a device has between ticks; the first four are slots, in which arrays are stacked."""
-
-    act: list
-    cot: list
-    kept: list
-    pend: list
-    grads: list
-    outputs: list
 
 
 class Whole:
@@ -97,7 +79,7 @@ WHOLE = Whole()
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The stages of a traced loss by a schedule; a function of lists of arrays.
+    """The stages of a traced loss by a schedule, for `running.run`.
 
     `leaves` are the parameters' shapes on a device that has all stages'; `held` tells of each the
     axis along which devices of different stages hold parts between steps (None: each has all).
@@ -144,7 +126,7 @@ class Program:
         for carrier, i in zip(self.carriers, self.first, strict=True):
             dtype = self.leaves[i].dtype
             moved += carrier.sent(self.leaves, dtype.itemsize)
-            if self.backward and _is_inexact(self.leaves[i]):
+            if self.backward and is_inexact(self.leaves[i]):
                 moved += carrier.sent(self.leaves, wide(dtype).itemsize, back=True)
         return {"rings": rings, "sums": summed * (n - 1) // n, "parameters": moved}
 
@@ -220,150 +202,8 @@ class Program:
                     found[leaf] = g if found[leaf] is None else found[leaf] + g
         return [None if g is None else self.shares.total(i, g) for i, g in enumerate(found)]
 
-    def __call__(self, leaves: list, parts: list, seeds: Callable) -> tuple[list, list]:
-        """(the loss's outputs of each microbatch [m, ...], the gradients), inside shard_map.
-
-        Without `backward`, there are no gradients: [].
-
-        `leaves` are what `there` makes, and the gradients their sums. `parts` have microbatches
-        first, but those in `whole`. `seeds(outputs)` are the cotangents of the loss's
-        differentiable outputs. Outputs are the last stage's, and elsewhere zeros.
-        """
-        kinds, of = self.kinds
-        leaves = [jnp.stack(xs) for xs in leaves]
-        table, me = self.ticks, jax.lax.axis_index(self.axis)
-        act, cot = self.passed["act"], self.passed["cot"]
-        kept, pend = Packing(k.kept for k in kinds), Packing(k.pending for k in kinds)
-        m, last = self.schedule.microbatches, self.stages[-1]
-        slots = table.slots
-        state = State(
-            act.blank(slots["act"]),
-            cot.blank(slots["cot"]),
-            kept.blank(slots["kept"]),
-            pend.blank(slots["pend"]),
-            [
-                jnp.zeros((len(xs), *self.shares.sum_shape(i, xs[0].shape)), wide(xs[0].dtype))
-                if _is_inexact(xs[0])
-                else None
-                for i, xs in zip(self.first, leaves if self.backward else (), strict=self.backward)
-            ],
-            [jnp.zeros((m, *x.shape), x.dtype) for x in last.outputs],
-        )
-        task = np.where(
-            table.columns["kind"] == 0,
-            0,
-            1 + (table.columns["kind"] - 1) * len(kinds) + np.array(of)[table.columns["stage"]],
-        )
-        columns = {name: jnp.asarray(x)[:, me] for name, x in table.columns.items()}
-        columns["task"] = jnp.asarray(task, jnp.int32)[:, me]
-
-        spots = [self._spots(kind.stage) for kind in kinds]
-
-        def place(stage, i, row):
-            """(the carrier of a kind's parameter, the place there of that of the stage at hand)."""
-            carrier, places = spots[of[stage.index]][i]
-            return carrier, jnp.asarray(places, jnp.int32)[row["stage"]]
-
-        def mine(leaves, stage, row, reads):
-            """The parameters of a stage as its program takes them."""
-            numbers, found = list(stage.rows), []
-            for i in numbers:
-                carrier, at = place(stage, i, row)
-                x = _at(leaves[carrier], at)
-                found.append(x if self._later(stage, i) else _rows(x, self._taken(stage, i)))
-            found = self.shares.enter(numbers, found, reads)
-            pairs = zip(numbers, found, strict=True)
-            return [_rows(x, stage.rows[i]) if self._later(stage, i) else x for i, x in pairs]
-
-        def added(sums, stage, row, grads):
-            sums, whole = list(sums), []
-            for i, g in zip(stage.rows, grads, strict=True):
-                if self._later(stage, i):
-                    zeros = jnp.zeros((self.shares.all_rows(i), *g.shape[1:]), g.dtype)
-                    g = zeros.at[slice(*stage.rows[i])].set(g)
-                whole.append(g)
-            for i, g in zip(stage.rows, self.shares.leave(list(stage.rows), whole), strict=True):
-                carrier, at = place(stage, i, row)
-                if sums[carrier] is None:
-                    continue
-                x, g = _at(sums[carrier], at), g.astype(sums[carrier].dtype)
-                ends = None if self._later(stage, i) else self._taken(stage, i)
-                if ends is None:
-                    x = x + g
-                else:
-                    new = x[slice(*ends)] + g
-                    x = jax.lax.dynamic_update_slice_in_dim(x, new, ends[0], 0)
-                sums[carrier] = jax.lax.dynamic_update_index_in_dim(sums[carrier], x, at, 0)
-            return sums
-
-        def data(parts, stage, j):
-            return [parts[i] if i in self.whole else _at(parts[i], j) for i in stage.data]
-
-        def given_to(kind, task, leaves, parts, row):
-            reads = kind.halves.reads[task]
-            own = mine(leaves, kind.stage, row, reads)
-            return own, data(parts, kind.stage, row["microbatch"])
-
-        def forward(kind, state, leaves, parts, row):
-            stage = kind.stage
-            x = act.read(state.act, row["act"], stage.carry)
-            given = given_to(kind, "forward", leaves, parts, row)
-            out, left = _arrays(kind.halves.forward(*given, x))
-            if self.backward:
-                state = state._replace(kept=kept.write(state.kept, row["kept"], left))
-            if stage.last:
-                done = _write(state.outputs, row["microbatch"], out)
-                return state._replace(outputs=done), act.blank(), cot.blank()
-            return state, act.pack(out), cot.blank()
-
-        def to_input(kind, state, leaves, parts, row):
-            stage, j = kind.stage, row["microbatch"]
-            given = given_to(kind, "to_input", leaves, parts, row)
-            left = kept.read(state.kept, row["kept"], kind.kept)
-            numbers = cut.differentiable(stage)
-            if stage.last:
-                back = seeds([x[j] for x in state.outputs])
-                cots = [back[i].astype(stage.outputs[i].dtype) for i in numbers]
-            else:
-                shapes = [stage.outputs[i] for i in numbers]
-                cots = cot.read(state.cot, row["cot"], shapes)
-            sent, pending = _arrays(kind.halves.to_input(*given, left, cots))
-            state = state._replace(pend=pend.write(state.pend, row["pend"], pending))
-            return state, act.blank(), cot.pack(sent) if stage.index else cot.blank()
-
-        def to_weights(kind, state, leaves, parts, row):
-            stage = kind.stage
-            given = given_to(kind, "to_weights", leaves, parts, row)
-            left = kept.read(state.kept, row["kept"], kind.kept)
-            pending = pend.read(state.pend, row["pend"], kind.pending)
-            grads = _arrays(kind.halves.to_weights(*given, left, pending))
-            state = state._replace(grads=added(state.grads, stage, row, grads))
-            return state, act.blank(), cot.blank()
-
-        halves = (forward, to_input, to_weights) if self.backward else (forward,)
-        tasks = [functools.partial(f, kind) for f in halves for kind in kinds]
-
-        def tick(state, row):
-            carried = state, act.blank(), cot.blank()
-            for number, run in enumerate(tasks, 1):
-                turns = (row["task"] == number).astype(jnp.int32)
-                once = functools.partial(_tied, run, leaves, parts, row)
-                with marks.turns((task == number).sum(0), of=len(task)):  # for `measure`
-                    carried = jax.lax.fori_loop(0, turns, once, carried)
-            state, *sent = carried
-            for name, arrays in zip(("act", "cot"), sent, strict=True):
-                inbox = getattr(state, name)
-                for ring in table.rings[name]:
-                    slot = row[f"{name}+{ring}"]
-                    inbox = _arrived(inbox, slot, self._passed(arrays, ring))
-                state = state._replace(**{name: inbox})
-            return state, None
-
-        state, _ = jax.lax.scan(tick, state, columns)
-        return state.outputs, state.grads
-
-    def _spots(self, stage):
-        """{parameter of a stage: (its carrier, the place there of each stage of the same kind)}."""
+    def spots(self, stage: cut.Stage) -> dict[int, tuple[int, list[int]]]:
+        """{parameter of a stage: (its carrier, the place there, for each stage of its kind)}."""
         of, found = self.kinds[1], {}
         for position, i in enumerate(stage.rows):
             places = [0] * len(of)
@@ -372,77 +212,13 @@ class Program:
             found[i] = self.places[stage.index, i][0], places
         return found
 
-    def _taken(self, stage, i):
-        """The rows of what is carried that a stage takes; None for all."""
-        return None if self.places[stage.index, i][1] is not None else stage.rows[i]
-
-    def _later(self, stage, i):
-        """Whether a task takes its rows of a parameter after it has gathered it."""
-        return self._taken(stage, i) is not None and self.shares.by_rows(i)
-
-    def _passed(self, arrays, ring):
-        if ring == 0:
-            return arrays
-        n = self.schedule.devices
-        pairs = [(i, (i + ring) % n) for i in range(n)]
-        return [jax.lax.ppermute(x, self.axis, pairs) for x in arrays]
+    def sliced(self, stage: cut.Stage, i: int) -> tuple[int, int] | None:
+        """The rows that a stage's task takes of a parameter that it has all of; None for all."""
+        return stage.rows[i] if self.places[stage.index, i][1] is None else None
 
 
-def _tied(run, leaves, parts, row, turn, carried):
-    """One turn: what the task reads depends on the turn, or XLA moves it out of the loop."""
-    state = carried[0]
-    slots = state.act, state.cot, state.outputs
-    slots, leaves, parts, row, _ = _barrier((slots, leaves, parts, row, turn))
-    state = state._replace(act=slots[0], cot=slots[1], outputs=slots[2])
-    return run(state, leaves, parts, row)
-
-
-def _barrier(tree):
-    """`optimization_barrier`; of typed keys, their numbers."""
-    leaves, structure = jax.tree.flatten(tree)
-    keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
-    bare = [jax.random.key_data(x) if k else x for x, k in zip(leaves, keys, strict=True)]
-    tied = jax.lax.optimization_barrier(bare)
-    back = [
-        jax.random.wrap_key_data(y, impl=jax.random.key_impl(x)) if k else y
-        for x, y, k in zip(leaves, tied, keys, strict=True)
-    ]
-    return jax.tree.unflatten(structure, back)
-
-
-def _arrived(inbox, slot, arrays):
-    """What arrives goes to its slot; what nobody waits for nowhere."""
-    at = jnp.maximum(slot, 0)
-    own = _read(inbox, at)
-    chosen = [jnp.where(slot >= 0, x, old) for x, old in zip(arrays, own, strict=True)]
-    return _write(inbox, at, chosen)
-
-
-def _arrays(tree):
-    """What a stage hands on may be a number that its trace has as a literal."""
-    return jax.tree.map(jnp.asarray, tree)
-
-
-def _rows(x, ends):
-    return x if ends is None else x[slice(*ends)]
-
-
-def _at(x, j):
-    return jax.lax.dynamic_index_in_dim(x, j, 0, keepdims=False)
-
-
-def _read(buffers, slot):
-    return [_at(x, slot) for x in buffers]
-
-
-def _write(buffers, slot, arrays):
-    return [
-        jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), slot, 0)
-        for x, y in zip(buffers, arrays, strict=True)
-    ]
-
-
-def _is_inexact(x):
+def is_inexact(x: Any) -> bool:
+    """Whether an array's dtype has gradients."""
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -452,4 +228,4 @@ def _nbytes(x):
 
 
 def _inexact(shapes):
-    return [x for x in shapes if _is_inexact(x)]
+    return [x for x in shapes if is_inexact(x)]

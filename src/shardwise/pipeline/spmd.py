@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective, schedules
 from shardwise.objective.gradients import nothing_if_empty
-from shardwise.pipeline import checks
+from shardwise.pipeline import checks, running
 from shardwise.pipeline.program import WHOLE, Program
 from shardwise.pipeline.tracing import Asked, abstract, traced_parts
 
@@ -154,7 +154,7 @@ class _Device:
         arrays = program.there(leaves)
         data = jax.tree.leaves((*parts, args, key))
         seeds = functools.partial(self._seeds, traced, count)
-        outputs, grads = program(arrays, data, seeds)
+        outputs, grads = running.run(program, arrays, data, seeds)
         axis = self.asked.axis
         outputs = [_everywhere(x, axis) for x in outputs]
         value, whole, aux = self._value(traced, outputs)
