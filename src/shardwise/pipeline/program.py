@@ -255,7 +255,8 @@ class Program:
                     shape = (self.leaves[i].shape[0], *g.shape[1:])
                     g = jnp.zeros(shape, g.dtype).at[slice(*ends)].set(g)
                 whole.append(g)
-            left = self.shares.leave(list(stage.rows), whole)
+            # Or the TPU compiler moves the scatters out of the task, or fails to.
+            left = _barrier(self.shares.leave(list(stage.rows), whole))
             for (i, ends), g in zip(stage.rows.items(), left, strict=True):
                 if sums[i] is None:
                     continue
