@@ -18,7 +18,7 @@ import plan
 import plan_cases
 
 from shardwise import mesh, topology, train
-from shardwise.plan import Own, compiling, own, programs
+from shardwise.plan import Own, compiling, own
 from shardwise.plan.own import candidate
 
 
@@ -53,7 +53,7 @@ class Convolutions(nn.Module):
 
 def estimated(case: plan_cases.Case) -> float:
     """Bytes on a device."""
-    program = programs.program(case.roles, case.config, case.batch, case.sequence)
+    program = compiling.program_of(case.roles, case.config, case.batch, case.sequence)
     told = program.create, program.loss, train.optimizer(), program.batch, program.has_aux
     job = Own(*told, {"dtype": case.config.dtype})
     return candidate(job, case.roles, topology.chips(case.chips)).memory.total

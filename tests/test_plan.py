@@ -16,11 +16,8 @@ from shardwise.layouts import staged
 from shardwise.plan import (
     arrays,
     compiling,
-    inserted,
     memory,
-    parts,
     planning,
-    programs,
     roles,
     seconds,
     sent,
@@ -37,13 +34,12 @@ def drawn(seed, staged=False, mixed=None):
     rng, rows = random.Random(seed), 64 if staged else 32
     while True:
         config = _config(rng, rng.random() < 0.3 if mixed is None else mixed)
-        held = arrays.of_decoder(config)
         possible = [
             r
             for r in roles.every(8)
             if (r.stage > 1) == staged
             and r.rows * r.context > 1
-            and not roles.refusal(r, config, held, CHIPS, rows, LENGTH)
+            and not roles.refusal(r, config, CHIPS, rows, LENGTH)
         ]
         if possible:
             each = list(roles.variants(rng.choice(possible), rows, CHIPS))
@@ -97,9 +93,9 @@ def marked(cases, fast):
 @pytest.mark.parametrize("seed", marked(range(40), range(12)))
 def test_bytes_are_those_of_the_layout(seed):
     each, config, rows = drawn(seed)
-    layout = programs.layout(each, config, mesh.make(**each.sizes))
-    program = programs.program(each, config, rows, LENGTH)
-    (part,) = parts.parts(each, config, arrays.of_decoder(config), rows, LENGTH)
+    layout = compiling.layout_of(each, config, mesh.make(**each.sizes))
+    program = compiling.program_of(each, config, rows, LENGTH)
+    (part,) = arrays.parts(each, config, arrays.of_decoder(config), rows, LENGTH)
     compare(part, layout, program, jax.eval_shape(program.create, KEY))
 
 
@@ -108,10 +104,10 @@ def test_bytes_of_stages_are_those_of_the_layout(seed, monkeypatch):
     # `predict` would trace the loss again for each stage.
     monkeypatch.setattr(staged, "value_and_grad", functools.cache(staged.value_and_grad))
     each, config, rows = drawn(seed, staged=True)
-    layout = programs.layout(each, config, mesh.make(**each.sizes))
-    program = programs.program(each, config, rows, LENGTH)
+    layout = compiling.layout_of(each, config, mesh.make(**each.sizes))
+    program = compiling.program_of(each, config, rows, LENGTH)
     shapes = jax.eval_shape(program.create, KEY)
-    for part in parts.parts(each, config, arrays.of_decoder(config), rows, LENGTH):
+    for part in arrays.parts(each, config, arrays.of_decoder(config), rows, LENGTH):
         compare(part, layout, program, shapes)
 
 
@@ -127,12 +123,12 @@ def test_bytes_sent_by_hand_are_those_in_the_lowered_program(mixed, seed):
     if each.tensor > 1:  # what the compiler cuts there is whole in a lowered program
         changes = dict(tensor=1, data=each.data * each.tensor, microbatches=1)
         each = dataclasses.replace(each, **changes)
-    layout = programs.layout(each, config, mesh.make(**each.sizes))
-    program = programs.program(each, config, rows, LENGTH)
+    layout = compiling.layout_of(each, config, mesh.make(**each.sizes))
+    program = compiling.program_of(each, config, rows, LENGTH)
     placed = jax.eval_shape(lambda key: layouts.place(layout, program.create(key)), KEY)
     function = layouts.value_and_grad(layout, program.loss, program.has_aux, check=False)
     counted = measure.collectives(function.lower(placed, program.batch)).ring_bytes
-    (part,) = parts.parts(each, config, arrays.of_decoder(config), rows, LENGTH)
+    (part,) = arrays.parts(each, config, arrays.of_decoder(config), rows, LENGTH)
     assert math.isclose(sum(s.bytes for s in sent.sent(part)), counted)
 
 
@@ -155,22 +151,22 @@ def test_what_waits_on_the_host_is_what_enters_layers(seed):
     each = dataclasses.replace(each, remat=True, offload=True)
     if each.tensor > 1:  # what the compiler cuts there is whole in a traced program
         each = dataclasses.replace(each, tensor=1, data=each.data * each.tensor, microbatches=1)
-    layout = programs.layout(each, config, mesh.make(**each.sizes))
-    program = programs.program(each, config, rows, LENGTH)
+    layout = compiling.layout_of(each, config, mesh.make(**each.sizes))
+    program = compiling.program_of(each, config, rows, LENGTH)
     placed = jax.eval_shape(lambda key: layouts.place(layout, program.create(key)), KEY)
     function = layouts.value_and_grad(layout, program.loss, program.has_aux, check=False)
     written = on_host(jax.make_jaxpr(function)(placed, program.batch).jaxpr)
-    (part,) = parts.parts(each, config, arrays.of_decoder(config), rows, LENGTH)
+    (part,) = arrays.parts(each, config, arrays.of_decoder(config), rows, LENGTH)
     assert each.microbatches * memory.memory(part).host == written
 
 
 @pytest.mark.parametrize("seed", marked(range(6), [2]))
 def test_state_is_what_devices_hold(seed):
     each, config, rows = drawn(200 + seed)
-    layout = programs.layout(each, config, mesh.make(**each.sizes))
-    program = programs.program(each, config, rows, LENGTH)
+    layout = compiling.layout_of(each, config, mesh.make(**each.sizes))
+    program = compiling.program_of(each, config, rows, LENGTH)
     params, state = layouts.init(layout, program.create, train.optimizer(), KEY)
-    (part,) = parts.parts(each, config, arrays.of_decoder(config), rows, LENGTH)
+    (part,) = arrays.parts(each, config, arrays.of_decoder(config), rows, LENGTH)
     found = memory.memory(part)
     assert set(measure.bytes_on_devices(params).values()) == {found.parameters}
     assert set(measure.bytes_on_devices(state).values()) == {found.state}
@@ -278,8 +274,8 @@ REFUSED = {
 def test_what_cannot_be_is_refused_with_numbers_that_would_do(name):
     given_roles, changes, batch, sequence, told = REFUSED[name]
     config = dataclasses.replace(SMALL, **changes)
-    each, held = roles.Roles(**given_roles), arrays.of_decoder(config)
-    found = roles.refusal(each, config, held, CHIPS, batch, sequence)
+    each = roles.Roles(**given_roles)
+    found = roles.refusal(each, config, CHIPS, batch, sequence)
     assert found is not None
     with pytest.raises(ValueError, match=told):
         raise ValueError(found.reason)
@@ -287,8 +283,7 @@ def test_what_cannot_be_is_refused_with_numbers_that_would_do(name):
 
 def test_slices_refuse_what_they_cut_unevenly():
     six = topology.chips("v5e:2x4", 6)
-    held = arrays.of_decoder(SMALL)
-    found = roles.refusal(roles.Roles(data=4, fsdp=12), SMALL, held, six, 96, 64)
+    found = roles.refusal(roles.Roles(data=4, fsdp=12), SMALL, six, 96, 64)
     assert found and "lies along 6 slices" in found.reason
 
 
@@ -309,7 +304,7 @@ def test_the_bubble_is_at_most_that_of_the_schedule(costs, more):
 def test_flops_are_those_of_the_program():
     """Of the step that is differentiated, with attention over all pairs."""
     config = dataclasses.replace(SMALL, layers=2, scan=False)
-    program = programs.program(roles.Roles(context=8), config, 2, 64)
+    program = compiling.program_of(roles.Roles(context=8), config, 2, 64)
     params = jax.eval_shape(program.create, KEY)
     step = jax.jit(jax.grad(lambda params, batch: program.loss(params, batch).total))
     counted = measure.flops(step.lower(params, program.batch).compile())
@@ -336,12 +331,12 @@ def test_a_mistake_is_named(given_to, told):
 def test_the_compiler_is_given_the_kernel_where_devices_see_whole_sequences():
     """128 tokens are a tile of the splash kernel; a context axis cuts the sequence."""
     devices = mesh.make(data=8)
-    assert programs.has_kernel(roles.Roles(fsdp=8), 256)
-    assert not programs.has_kernel(roles.Roles(fsdp=8), 96)
-    assert not programs.has_kernel(roles.Roles(fsdp=4, context=2), 256)
+    assert compiling.has_kernel(roles.Roles(fsdp=8), 256)
+    assert not compiling.has_kernel(roles.Roles(fsdp=8), 96)
+    assert not compiling.has_kernel(roles.Roles(fsdp=4, context=2), 256)
     each = roles.Roles(data=8)
-    assert programs.layout(each, SMALL, devices).kernel is None
-    assert isinstance(programs.layout(each, SMALL, devices, kernel=True).kernel, context.splash)
+    assert compiling.layout_of(each, SMALL, devices).kernel is None
+    assert isinstance(compiling.layout_of(each, SMALL, devices, kernel=True).kernel, context.splash)
     whole = plan.Plan(dataclasses.replace(SMALL, layers=2), CHIPS, 8, 128, (), (), ())
     _, lowered = compiling.lowered(each, whole)
     assert "splash_mha_fwd" in lowered.as_text()
@@ -351,8 +346,8 @@ def test_the_compiler_is_given_the_kernel_where_devices_see_whole_sequences():
 def test_what_the_compiler_inserts_sends_what_the_formula_says(seed):
     """One by one, and in all."""
     each, config, rows = drawn(300 + seed, staged=seed % 2 == 0)
-    for part in parts.parts(each, config, arrays.of_decoder(config), rows, LENGTH):
-        found = inserted.inserted(part)
+    for part in arrays.parts(each, config, arrays.of_decoder(config), rows, LENGTH):
+        found = sent.inserted(part)
         expected = sum(s.bytes for s in sent.sent(part) if s.roles == ("tensor",))
         assert math.isclose(sum(op.ring_bytes for op in found), expected)
         assert bool(found) == (each.tensor > 1)

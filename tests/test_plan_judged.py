@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from shardwise import topology
-from shardwise.plan import arrays, memory, roles
+from shardwise.plan import memory, roles
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -52,7 +52,7 @@ def test_those_judged_are_many_of_all_kinds_and_of_other_models(benchmark):
 
 def test_each_case_can_be(benchmark):
     for name, case in benchmark.CASES.items():
-        given = case.config, arrays.of_decoder(case.config), topology.chips(case.chips)
+        given = case.config, topology.chips(case.chips)
         assert not roles.refusal(case.roles, *given, case.batch, case.sequence), name
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from shardwise import layouts, mesh, model, plan
 from shardwise.layouts.layout import ROLES
-from shardwise.plan import programs, roles
+from shardwise.plan import compiling, roles
 
 mesh.simulate(8)
 ROWS, LENGTH = 64, 128
@@ -41,7 +41,7 @@ def proposed():
 
 def others(layout, each):
     """{(setting, value)} of a layout that the planner's of these roles has otherwise."""
-    theirs = programs.layout(each, CONFIG, layout.mesh)
+    theirs = compiling.layout_of(each, CONFIG, layout.mesh)
     names = [field.name for field in dataclasses.fields(layout) if field.name != "mesh"]
     found = {(n, getattr(layout, n)) for n in names if getattr(layout, n) != getattr(theirs, n)}
     cut_by_hand = layout.context and layout.by == "hand"  # else there is no form of attention

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from shardwise import layouts, marks, mesh, model, objective, plan, topology, train
-from shardwise.plan import compiling, programs, tables
+from shardwise.plan import compiling, tables
 
 mesh.simulate(8)
 ROWS, WIDE, HIDDEN = 64, 128, 256
@@ -81,7 +81,7 @@ def test_weights_in_another_dtype_are_kept_in_it():
 
 def test_what_waits_on_the_host_is_not_planned():
     config = model.Config(vocab=256, embed=64, layers=2, heads=4, kv_heads=4, head_dim=16, mlp=128)
-    program = programs.program(plan.Roles(), config, 16, 64)
+    program = compiling.program_of(plan.Roles(), config, 16, 64)
     job = program.create, program.loss, train.optimizer()
     with pytest.raises(ValueError, match="moves arrays to the host"):
         plan.own(*job, "v5e:2x4", program.batch, remat=layouts.offload)
@@ -92,7 +92,7 @@ def test_of_the_books_decoder_it_is_the_planners(remat):
     """State and bytes sent; products but for what no formula of products has."""
     config = model.Config(vocab=256, embed=64, layers=2, heads=4, kv_heads=4, head_dim=16, mlp=128)
     known = plan.plan(config, "v5e:2x4", 16, 64)
-    program = programs.program(plan.Roles(remat=remat), config, 16, 64)
+    program = compiling.program_of(plan.Roles(remat=remat), config, 16, 64)
     job = program.create, program.loss, train.optimizer()
     found = {c.roles: c for c in plan.own(*job, "v5e:2x4", program.batch).fitting}
     seen = 0

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from jax.extend.core import Literal
 
 from shardwise.jaxprs import steps
-from shardwise.plan import recomputing
+from shardwise.plan import residuals
 
 X, W = jnp.zeros((8, 16)), jnp.zeros((16, 4))
 
 
 def stored(program, *given):
-    return recomputing.stored(*steps(jax.make_jaxpr(program)(*given).jaxpr))
+    return residuals.stored(*steps(jax.make_jaxpr(program)(*given).jaxpr))
 
 
 def after_product(finish):
@@ -63,7 +63,7 @@ def follows(kept, chosen, made_by):
     def has(v):
         if isinstance(v, Literal) or v in chosen or v not in made_by:
             return True
-        return made_by[v].name in recomputing.CHEAP and all(map(has, made_by[v].inputs))
+        return made_by[v].name in residuals.CHEAP and all(map(has, made_by[v].inputs))
 
     return all(map(has, kept))
 
@@ -92,10 +92,10 @@ def test_no_set_that_will_do_is_smaller(data):
     jaxpr = jax.make_jaxpr(program)(jnp.zeros((3, 3))).jaxpr
     found, outputs = steps(jaxpr)
     made_by = {v: step for step in found for v in step.outputs}
-    ours = recomputing.stored(found, outputs)
+    ours = residuals.stored(found, outputs)
     assert follows(outputs, {s.variable for s in ours}, made_by)
     bytes_of = sum(s.bytes for s in ours)
     for n in range(len(made_by) + 1 if len(made_by) < 13 else 4):
         for chosen in itertools.combinations(made_by, n):
-            if sum(map(recomputing.size, chosen)) < bytes_of:
+            if sum(map(residuals.size, chosen)) < bytes_of:
                 assert not follows(outputs, set(chosen), made_by), (jaxpr, chosen)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import layouts, measure, rules, topology
 from shardwise.layouts import meanings
-from shardwise.topology import buffers, cache, child, lowering
+from shardwise.topology import child, compiling, lowering
 
 needs_libtpu = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"),
@@ -176,24 +176,24 @@ def test_a_program_is_the_same_whoever_lowers_it():
 
 
 def test_an_entry_of_the_cache_is_all_there_or_not_at_all(tmp_path):
-    name = cache.key({"a": 1}, {"jax": "1"}, "module")
+    name = child.key({"a": 1}, {"jax": "1"}, "module")
     others = [({"a": 2}, {"jax": "1"}, "module"), ({"a": 1}, {"jax": "2"}, "module")]
-    assert name not in [cache.key(*other) for other in [*others, ({"a": 1}, {"jax": "1"}, "m")]]
-    assert cache.load(name) is None
-    cache.save(name, {"text": "x" * 100})
-    assert cache.load(name) == {"text": "x" * 100}
+    assert name not in [child.key(*other) for other in [*others, ({"a": 1}, {"jax": "1"}, "m")]]
+    assert child.load(name) is None
+    child.save(name, {"text": "x" * 100})
+    assert child.load(name) == {"text": "x" * 100}
     (file,) = (tmp_path / "compiled").iterdir()
     file.write_text(file.read_text()[:50])
-    assert cache.load(name) is None
+    assert child.load(name) is None
 
 
 def test_an_array_is_named_as_jax_names_it():
     """HLO escapes the quotes of a tree's path; of a report both forms are read."""
     line = r"""  %p.1 = f32[2]{0} parameter(0), metadata={op_name="p[\'up\']"}"""
-    assert buffers._source(line, "p.1") == "p['up']" and buffers._source(line, "p.2") == ""
-    assert buffers.total("Memory Space: default (color=0)\nTotal bytes: 12 (12B)\n") == 12
-    assert buffers.total("Total bytes used: 34 (34B)\n") is None  # VMEM is in it
-    assert buffers.total("Memory Space: vmem (color=1)\nTotal bytes: 56 (56B)\n") is None
+    assert compiling._source(line, "p.1") == "p['up']" and compiling._source(line, "p.2") == ""
+    assert compiling.total("Memory Space: default (color=0)\nTotal bytes: 12 (12B)\n") == 12
+    assert compiling.total("Total bytes used: 34 (34B)\n") is None  # VMEM is in it
+    assert compiling.total("Memory Space: vmem (color=1)\nTotal bytes: 56 (56B)\n") is None
 
 
 def test_what_is_not_lowered_or_for_other_axes_is_refused_before_anything_runs(monkeypatch):

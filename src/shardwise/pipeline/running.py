@@ -178,7 +178,8 @@ class _Run:
                 zeros = jnp.zeros((shares.all_rows(i), *g.shape[1:]), g.dtype)
                 g = zeros.at[slice(*ends)].set(g)
             whole.append(g)
-        sums, left = list(sums), shares.leave(list(stage.rows), whole)
+        # Tied, or the TPU compiler moves scatters out of the task, or fails to (libtpu 0.0.41).
+        sums, left = list(sums), _barrier(shares.leave(list(stage.rows), whole))
         for (at, place), g in zip(self.places(stage, row), left, strict=True):
             if sums[at] is not None:
                 g = _at(sums[at], place) + g.astype(sums[at].dtype)

@@ -8,9 +8,9 @@ found = plan.own(create, loss, tx, "v5e:4x4", batch)  # a model of your own, ove
 print(plan.text(found, top=5))
 """
 
+from shardwise.plan.arrays import Part
 from shardwise.plan.memory import Memory, Terms
 from shardwise.plan.own import Own, own
-from shardwise.plan.parts import Part
 from shardwise.plan.planning import Candidate, Plan, plan
 from shardwise.plan.presets import PRESETS, preset
 from shardwise.plan.roles import Refusal, Roles

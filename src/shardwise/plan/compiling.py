@@ -1,18 +1,98 @@
-"""The best layouts as whole steps, by the chips' compiler: its memory beside the formula's."""
+"""A proposed layout as the step that it stands for, and what the chips' compiler says of it."""
 
+import dataclasses
+import functools
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple, TextIO
 
 import jax
-from jax.sharding import NamedSharding
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import layouts, measure, topology, train
-from shardwise.plan import inserted, parts, programs, sent
+from shardwise import context, layouts, marks, measure, model, topology, train
+from shardwise.context.gathering import in_tiles
+from shardwise.context.kernels import LANES
+from shardwise.model import Config, Decoder
+from shardwise.plan import arrays, sent
 from shardwise.plan.arrays import of_decoder
 from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.roles import Roles
+from shardwise.plan.sent import inserted
 from shardwise.topology import child
+
+
+def has_kernel(roles: Roles, sequence: int) -> bool:
+    """Whether Pallas' splash kernel can do the attention: to whole sequences, in its tiles."""
+    return roles.context == 1 and sequence % LANES == 0
+
+
+def layout_of(roles: Roles, config: Config, mesh: Mesh, kernel: bool = False) -> layouts.Layout:
+    """The layout on a mesh that has, for each role above 1, an axis of the same name.
+
+    With `kernel`, which is for TPUs alone, attention is Pallas' splash kernel.
+    """
+    taken = {role: role for role in roles.sizes} or {"data": "data"}
+    narrow = jnp.dtype(config.dtype) != jnp.dtype(config.param_dtype)
+    return layouts.Layout(
+        mesh,
+        **taken,
+        sequence=roles.tensor > 1,
+        attention="zigzag",
+        kernel=context.splash() if kernel else None,
+        microbatches=roles.microbatches,
+        dtype=config.dtype if narrow else None,
+        remat=layouts.offload if roles.offload else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The decoder for a layout: `create(key)`, `loss(params, batch)`, `has_aux` and a `batch`."""
+
+    config: Config
+    create: Callable[..., Any]
+    loss: Callable[..., Any]
+    has_aux: bool
+    batch: dict[str, Any]
+
+
+def program_of(
+    roles: Roles, config: Config, batch: int, sequence: int, kernel: bool = False
+) -> Program:
+    """The `Program` of a layout; attention's scores are in tiles, but for a context or a kernel."""
+    again = roles.remat and not roles.offload  # else the layout does it
+    config = dataclasses.replace(config, remat=again, stages=roles.stage)
+    graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
+    has_aux = bool(config.experts)
+    loss = functools.partial(model.loss, graphdef=graphdef)
+    if has_aux:  # balanced over each row, so that microbatches are the same function
+        loss = functools.partial(model.routed_loss, graphdef=graphdef, over="rows")
+    shape = batch, sequence
+    ints, floats = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
+    fields = {"tokens": ints, "targets": ints, "mask": floats}
+    if roles.context == 1 and not kernel:
+        loss = _tiled(loss)
+    return Program(config, functools.partial(_create, config), loss, has_aux, fields)
+
+
+def _create(config, key):
+    return nnx.state(Decoder(config, nnx.Rngs(params=key)))
+
+
+def _tiled(loss):
+    @functools.wraps(loss.func)
+    def run(params, batch, key=None):
+        with marks.bind(attend=_attend):
+            return loss(params, batch, key)
+
+    return run
+
+
+def _attend(q, k, v, places, mask=marks.causal):
+    return in_tiles(q, k, v, places, places, mask)
 
 
 class Check(NamedTuple):
@@ -20,31 +100,30 @@ class Check(NamedTuple):
 
     `lowered` are the ring bytes of the collectives that are written by hand; `sent` those of the
     compiled program, by kind; `differences` what became of those that are written, and of those
-    that the compiler was expected to insert along tensor. Of stages, sums are the most of any
-    rank, and differences those of the rank that sends most by hand, but for what goes between
-    stages; where one of their programs was refused, `lowered` is not known.
+    that the compiler was expected to insert along tensor. Of stages they are those of the device
+    that sends most.
     """
 
     candidate: Candidate
     fit: measure.Fit
-    compiled: topology.Compiled | topology.Stages | None
-    lowered: float | None
+    compiled: topology.Compiled | None
+    lowered: float
     sent: dict[str, float]
     seconds: float
     differences: measure.Differences = measure.Differences()
 
 
 def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowered]:
-    """The training step of a layout without stages, for the plan's chips; nothing is allocated, and
-    the loss is not judged.
+    """The training step of a layout, for the plan's chips; nothing is allocated, and the loss is
+    not judged.
     """
     mesh = plan.chips.mesh(**(each.sizes or {"data": 1}))
     if plan.own:
         layout, program, tx = plan.own.layout(each, mesh.abstract), plan.own, plan.own.tx
     else:
-        kernel = programs.has_kernel(each, plan.sequence)
-        layout = programs.layout(each, plan.config, mesh.abstract, kernel)
-        program = programs.program(each, plan.config, plan.batch, plan.sequence, kernel)
+        kernel = has_kernel(each, plan.sequence)
+        layout = layout_of(each, plan.config, mesh.abstract, kernel)
+        program = program_of(each, plan.config, plan.batch, plan.sequence, kernel)
         tx = train.optimizer()
     create = program.create
     params = jax.eval_shape(create, jax.random.key(0))
@@ -65,15 +144,12 @@ def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowe
 
 
 def check(candidate: Candidate, plan: Plan) -> Check:
-    """Compile one layout; with stages, each stage's programs.
+    """Compile one layout.
 
     Raises:
       ImportError: there is no libtpu.
-      ValueError: stages whose devices are no box of the torus; weights that several hold whole.
     """
     child.versions()  # or there is no compiler, and nothing need be traced
-    if candidate.roles.stage > 1:
-        return _of_stages(candidate, plan)
     began = time.perf_counter()
     mesh, program = lowered(candidate.roles, plan)
     by_hand = measure.collectives(program).ring_bytes
@@ -89,35 +165,17 @@ def check(candidate: Candidate, plan: Plan) -> Check:
     return Check(candidate, fit, compiled, by_hand, found, spent, became)
 
 
-def _expected(each, plan, stage=0):
+def _expected(each, plan):
     if plan.own:
         return ()
-    given = of_decoder(plan.config), plan.batch, plan.sequence
-    of_stages = parts.parts(each, plan.config, *given)
-    return inserted.inserted(next(part for part in of_stages if part.stage >= stage))
-
-
-def _of_stages(candidate, plan):
-    began, each = time.perf_counter(), candidate.roles
-    mesh = plan.chips.mesh(**each.sizes)
-    layout = programs.layout(each, plan.config, mesh.abstract)
-    program = programs.program(each, plan.config, plan.batch, plan.sequence)
-    told = program.create, train.optimizer(), program.loss, program.batch, program.has_aux
-    compiled, found, by_hand, became = None, {}, None, measure.Differences()
-    try:
-        compiled = topology.compile_stages(layouts.lower(layout, *told), mesh)
-        fit, found, by_hand = compiled.fit, compiled.sent_by_kind, compiled.sent_by_hand
-        became = compiled.differences(compiled.busiest, _expected(each, plan, compiled.busiest))
-    except topology.DoesNotFit as error:
-        fit = measure.fits(error)
-    spent = time.perf_counter() - began
-    return Check(candidate, fit, compiled, by_hand, found, spent, became)
+    of_stages = arrays.parts(each, plan.config, of_decoder(plan.config), plan.batch, plan.sequence)
+    return max(map(inserted, of_stages), key=lambda ops: sum(op.ring_bytes for op in ops))
 
 
 def checked(plan: Plan, number: int, out: TextIO) -> list[dict[str, Any]]:
     """Compile the best layouts, print each on `out` when it is done, and return facts of all."""
     chosen = plan.best[:number]
-    print("\nCompiled, GiB on a device (of stages the fullest):", file=out)
+    print("\nCompiled, GiB on a device:", file=out)
     facts = []
     for candidate in chosen:
         try:

@@ -9,7 +9,7 @@ a program of its own, in that one: the fullest of the three counts.
 import dataclasses
 from typing import NamedTuple
 
-from shardwise.plan.parts import Part
+from shardwise.plan.arrays import Part
 from shardwise.plan.sent import itemsize, slots
 
 _WIDE = 4

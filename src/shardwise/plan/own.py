@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from shardwise import layouts, measure, objective, topology
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import array_layouts
-from shardwise.plan import keeping, links, planning, roles
+from shardwise.plan import links, planning, residuals, roles
 from shardwise.plan.memory import COUNTS, Memory, Terms
 from shardwise.plan.roles import Refusal, Roles
 from shardwise.plan.seconds import Step, Transfer, over_links
@@ -138,19 +138,19 @@ class Own:
     @functools.cached_property
     def gathers_again(self) -> bool:
         """Whether weights are gathered once more in the backward pass, by the loss's own doing."""
-        return keeping.gathers_again(self.mean, self.params, self.part(1))
+        return residuals.gathers_again(self.mean, self.params, self.part(1))
 
     @functools.cached_property
     def _kept(self):
         return {}
 
-    def kept(self, layout: layouts.Layout, rows: int) -> keeping.Kept:
+    def kept(self, layout: layouts.Layout, rows: int) -> residuals.Kept:
         """The `Kept` of `rows` rows in this layout."""
         stored = array_layouts(layout, self.params)
         given = rows, tuple(s.cut is not None for s in stored)
         if given not in self._kept:
             told = self.part(rows), layout.dtype, meanings(layout)
-            self._kept[given] = keeping.residuals(self.mean, self.params, stored, *told)
+            self._kept[given] = residuals.residuals(self.mean, self.params, stored, *told)
         return self._kept[given]
 
 

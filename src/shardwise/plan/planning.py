@@ -7,8 +7,8 @@ from typing import Any
 
 from shardwise import topology
 from shardwise.model import Config
-from shardwise.plan import links, parts, roles
-from shardwise.plan.arrays import Arrays, of_decoder
+from shardwise.plan import links, roles
+from shardwise.plan.arrays import Arrays, of_decoder, parts
 from shardwise.plan.memory import Memory, memory
 from shardwise.plan.presets import preset
 from shardwise.plan.roles import Refusal, Roles
@@ -130,7 +130,7 @@ def plan(
             raise ValueError(f"plan: {name}={value}; expected 1 or more.")
     arrays, fitting, too_large, refused = of_decoder(config), [], [], []
     for division in roles.every(chips.devices):
-        if told := roles.refusal(division, config, arrays, chips, batch, sequence):
+        if told := roles.refusal(division, config, chips, batch, sequence):
             refused.append(told)
             continue
         for each in roles.variants(division, batch, chips):
@@ -150,7 +150,7 @@ def candidate(
     each: Roles, config: Config, arrays: Arrays, chips: Chips, batch: int, sequence: int
 ) -> Candidate:
     """The `Candidate` of a layout that can be: what it costs, whether it fits or not."""
-    of_stages = parts.parts(each, config, arrays, batch, sequence)
+    of_stages = parts(each, config, arrays, batch, sequence)
     told = [(part, sent(part), memory(part)) for part in of_stages]
     ways = links.lay(chips, tuple(each.sizes.items()))
     return Candidate(

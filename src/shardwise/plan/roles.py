@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from shardwise.layouts.catalogue import ORDER
 from shardwise.model import Config
-from shardwise.plan.arrays import Arrays
 from shardwise.topology import Chips
 
 
@@ -93,19 +92,19 @@ def variants(roles: Roles, batch: int, chips: Chips) -> Iterator[Roles]:
 
 
 def refusal(
-    roles: Roles, config: Config, arrays: Arrays, chips: Chips, batch: int, sequence: int
+    roles: Roles, config: Config, chips: Chips, batch: int, sequence: int
 ) -> Refusal | None:
     """The first reason why a layout cannot be; None if it can."""
     checks = (_of_host, _of_heads, _of_layers, _of_rows, _of_tokens, _of_slices)
     for check in checks:
-        if told := check(roles, config, arrays, chips, batch, sequence):
+        if told := check(roles, config, chips, batch, sequence):
             return Refusal(roles, *told)
     return None
 
 
 def refusal_of_rows(roles: Roles, chips: Chips, rows: int) -> tuple[str, str] | None:
     """The reason why rows or slices cannot be divided so: (in a few words, with numbers)."""
-    return _of_rows(roles, None, None, None, rows, None) or _of_slices(roles, None, None, chips)
+    return _of_rows(roles, None, None, rows, None) or _of_slices(roles, None, chips)
 
 
 def _uneven(what, size, role, n):
@@ -139,7 +138,7 @@ def _of_layers(roles, c, *_):
     return None
 
 
-def _of_rows(roles, _, __, ___, batch, ____):
+def _of_rows(roles, _, __, batch, ___):
     if batch % roles.rows:
         return _uneven("rows", batch, "data, fsdp and expert", roles.rows)
     if (rows := batch // roles.rows) < roles.stage:
@@ -148,7 +147,7 @@ def _of_rows(roles, _, __, ___, batch, ____):
     return None
 
 
-def _of_tokens(roles, _, __, ___, ____, sequence):
+def _of_tokens(roles, _, __, ___, sequence):
     chunks = 2 * roles.context if roles.context > 1 else 1  # zigzag
     if sequence % chunks:
         return _uneven("half-chunks of the sequence", sequence, "context", chunks)
@@ -157,7 +156,7 @@ def _of_tokens(roles, _, __, ___, ____, sequence):
     return None
 
 
-def _of_slices(roles, _, __, chips, *___):
+def _of_slices(roles, _, chips, *__):
     try:
         chips.mesh(**(roles.sizes or {"data": 1}))
     except ValueError as error:

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from shardwise.model import Config
+from shardwise.plan.arrays import Part
 from shardwise.plan.links import Way, exchange_seconds, hop_seconds, ring_seconds
 from shardwise.plan.memory import Memory
-from shardwise.plan.parts import Part
 from shardwise.plan.sent import Sent, itemsize, slots
 from shardwise.topology import Chip
 

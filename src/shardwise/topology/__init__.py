@@ -5,13 +5,11 @@ mesh, `lower` for TPUs, `compile`: the result is what Google's compiler says of 
 program, its memory and its largest arrays, for `shardwise.measure` to read.
 """
 
-from .buffers import Buffer
-from .cache import folder as cache_folder
+from .child import folder as cache_folder
 from .chip import CHIPS, Chip, of_device
-from .compiling import Compiled, DoesNotFit, Sizes, compile
+from .compiling import Buffer, Compiled, DoesNotFit, Sizes, compile
 from .lowering import lower
 from .slices import ChipMesh, Chips, chips
-from .stages import Rank, Stages, compile_stages
 
 __all__ = [
     "CHIPS",
@@ -21,13 +19,10 @@ __all__ = [
     "Chips",
     "Compiled",
     "DoesNotFit",
-    "Rank",
     "Sizes",
-    "Stages",
     "cache_folder",
     "chips",
     "compile",
-    "compile_stages",
     "lower",
     "of_device",
 ]

@@ -1,10 +1,14 @@
-"""The child process that runs the worker: libtpu, its environment and its output stay there."""
+"""The child process that runs the worker, and a cache on disk of what the compiler said there.
 
+libtpu, its environment and its output stay in the child. An entry of the cache is named by a hash
+of what was asked.
+"""
+
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -24,6 +28,7 @@ _QUIET = {
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
 }
+_FORM = 1  # of a cache's entry: raise it when an entry's content changes
 # What would change the program without being part of the request.
 _DROPPED = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR")
 
@@ -59,7 +64,7 @@ def run(request: Mapping[str, Any], module: str) -> dict[str, Any]:
     """The result of the compiler: sizes, text and report, or a refusal.
 
     Raises:
-      ValueError: this libtpu does not know the kind of chip; a part of a mesh that is no box.
+      ValueError: this libtpu does not know the kind of chip.
       RuntimeError: it failed in another way; with the end of what it printed.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
@@ -92,12 +97,6 @@ def _failure(name, done):
             f"topology.compile: libtpu {version} does not know {name}; it needs a newer JAX, with "
             f"the libtpu beside it."
         )
-    if no_box := re.search(r"PART (.*)", printed):
-        return ValueError(
-            f"topology.compile: a part of {name} that is no box of the torus cannot be compiled "
-            f"for: {no_box[1]}. Put its axis first in the mesh, as in "
-            f"mesh(stage=2, fsdp=4), and slices along it."
-        )
     said = "\n".join(printed.strip().splitlines()[-8:])
     return RuntimeError(
         f"topology.compile: the compiler for {name} ended with {done.returncode}:\n{said}"
@@ -108,3 +107,37 @@ def _read(folder, pattern):
     """The text of the last file of that pattern, which is the whole program's; "" without one."""
     found = sorted(folder.glob(pattern))
     return found[-1].read_text() if found else ""
+
+
+def folder() -> Path:
+    """The folder of the cache: $SHARDWISE_CACHE, or shardwise/ in the user's cache."""
+    if chosen := os.environ.get("SHARDWISE_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
+
+
+def key(request: Mapping[str, Any], versions: Mapping[str, str], module: str) -> str:
+    """A hash of the program, where it is to run, the options and who compiles it."""
+    asked = json.dumps([_FORM, request, versions], sort_keys=True)
+    return hashlib.sha256(f"{asked}\n{module}".encode()).hexdigest()
+
+
+def load(name: str) -> dict[str, Any] | None:
+    """The entry of that name, or None where there is none that can be read."""
+    try:
+        return json.loads(_path(name).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def save(name: str, entry: Mapping[str, Any]) -> None:
+    """Write the entry at once: a reader finds all of it, or nothing."""
+    path = _path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(entry, file)
+    os.replace(file.name, path)
+
+
+def _path(name: str) -> Path:
+    return folder() / "compiled" / f"{name}.json"

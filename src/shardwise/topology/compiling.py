@@ -6,15 +6,31 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec as P
 
 from shardwise.measure.memory import refused
-from shardwise.topology import cache, child
-from shardwise.topology.buffers import Buffer, largest, total
+from shardwise.topology import child
 from shardwise.topology.lowering import program_text
 from shardwise.topology.slices import ChipMesh
 
 _ROUNDING = 2**30 / 100  # of the totals that a refusal names
+_ALLOCATION = re.compile(r"allocation \d+: size \d+,?(.*)")
+_VALUE = re.compile(
+    r" value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\): (\(?[a-z]\w*\[[^\]]*\])"
+)
+
+
+class Buffer(NamedTuple):
+    """An array in HBM: bytes with padding, "argument", "output" or "temporary", and its origin.
+
+    `source` is the operation that JAX named, or the argument's path; empty where the compiler
+    made the array for itself.
+    """
+
+    bytes: int
+    kind: str
+    array: str
+    name: str
+    source: str
 
 
 class Sizes(NamedTuple):
@@ -34,8 +50,6 @@ class Compiled:
     `measure` takes it for a `jax.stages.Compiled`. `text` is optimized HLO, in the order in which
     it is executed; `buffers` are the largest arrays; `coordinates` tells where each device of the
     mesh, in its order, lies: along each axis of the torus, then its core, then its slice.
-    For a part of a mesh, places are counted from its own corner, and `outputs` are the
-    PartitionSpecs of what the program returns.
     """
 
     mesh: ChipMesh
@@ -46,7 +60,6 @@ class Compiled:
     coordinates: tuple[tuple[int, ...], ...] = dataclasses.field(repr=False)
     options: tuple[tuple[str, Any], ...]
     versions: tuple[tuple[str, str], ...]
-    outputs: tuple[P, ...] = dataclasses.field(default=(), repr=False)
 
     @property
     def usable_hbm(self) -> int:
@@ -101,14 +114,14 @@ def compile(
     module = program_text(lowered)
     _check(module, mesh)
     request, versions = _request(mesh, options or {}), child.versions()
-    name = cache.key(request, versions, module)
-    result = cache.load(name) if cached else None
+    name = child.key(request, versions, module)
+    result = child.load(name) if cached else None
     if result is None:
         result = child.run(request, module)
         # The assignment is large, and only its largest entries are asked for.
         result["buffers"] = largest(result.pop("assignment"), result["text"])
         if cached:
-            cache.save(name, result)
+            child.save(name, result)
     return _value(mesh, request, versions, result)
 
 
@@ -127,12 +140,7 @@ def _value(mesh, request, versions, result):
         coordinates=tuple(map(tuple, result["coordinates"])),
         options=tuple(sorted(request["options"].items())),
         versions=tuple(sorted(versions.items())),
-        outputs=tuple(P(*map(_entry, spec)) for spec in result.get("outputs", ())),
     )
-
-
-def _entry(names):
-    return tuple(names) if isinstance(names, list) else names
 
 
 def _totals(result, usable: int) -> tuple[int, int]:
@@ -159,29 +167,17 @@ def _request(mesh, options):
         "inside": [size // part for (_, size), part in zip(mesh.axes, across, strict=True)],
         "across": list(across),
         "options": dict(options),
-        **(_part(mesh) if mesh.at else {}),
-    }
-
-
-def _part(mesh):
-    """The entries that a part adds to a request: its place along axes, and what closes a ring."""
-    numbers = {name: i for i, (name, _) in enumerate(mesh.axes)}
-    return {
-        "part": [[numbers[name], place] for name, place in mesh.at],
-        "axes": list(mesh.shape.items()),
-        "ring_from": mesh.chips.chip.ring_from,
     }
 
 
 def _check(module, mesh):
     said = re.search(r"mhlo.num_partitions = (\d+)", module)
     devices = int(said[1]) if said else 1
-    if devices != mesh.devices:
-        which = f"the part of {mesh.chips} at {dict(mesh.at)}" if mesh.at else f"{mesh.chips}"
+    if devices != mesh.chips.devices:
         raise ValueError(
-            f"topology.compile: the program is lowered for {devices} devices, and {which} "
-            f"have {mesh.devices}; trace it with shardings of mesh.abstract, of which one "
-            f"argument at least has to have one."
+            f"topology.compile: the program is lowered for {devices} devices, and "
+            f"{mesh.chips} have {mesh.chips.devices}; trace it with shardings of mesh.abstract, of "
+            f"which one argument at least has to have one."
         )
     meshes = [
         {name: int(size) for name, size in re.findall(r'"([^"]+)"=(\d+)', axes)}
@@ -193,3 +189,48 @@ def _check(module, mesh):
             f"topology.compile: the program is lowered for the mesh {dict(whole[0])}, not for "
             f"{mesh.shape}; make it by chips.mesh with the same axes in the same order."
         )
+
+
+def largest(assignment: str, text: str, number: int = 16) -> tuple[Buffer, ...]:
+    """The largest arrays of a buffer assignment, those at one place counted once; largest first.
+
+    Temporaries at different places may be held at different times.
+    """
+    found, kind = {}, None
+    for line in assignment.splitlines():
+        if allocation := _ALLOCATION.match(line):
+            kind, place = _kind(allocation[1]), line
+        elif not line.startswith(" value:"):
+            if line.strip() and found:
+                break
+        elif kind and (value := _VALUE.match(line)):
+            at = place, int(value[3])
+            array = "tuple" if value[4].startswith("(") else value[4]
+            buffer = int(value[2]), kind, array, value[1].split("{")[0]
+            found[at] = max(found.get(at, buffer), buffer, key=lambda buffer: buffer[0])
+    chosen = sorted(found.values(), key=lambda buffer: -buffer[0])[:number]
+    return tuple(Buffer(*buffer, _source(text, buffer[-1])) for buffer in chosen)
+
+
+def _kind(attributes):
+    """The kind of an allocation; None for what lies in no HBM, or in no program's."""
+    if "thread-local" in attributes or re.search(r"color [1-9]", attributes):
+        return None
+    if "parameter" in attributes:
+        return "argument"
+    return "output" if "maybe-live-out" in attributes else "temporary"
+
+
+def _source(text, name):
+    line = re.search(rf"^\s*(?:ROOT )?%?{re.escape(name)} = .*$", text, re.MULTILINE)
+    source = re.search(r'op_name="([^"]*)"', line[0]) if line else None
+    return source[1].replace("\\'", "'") if source else ""
+
+
+def total(report: str) -> int | None:
+    """The bytes of HBM in all, from a memory usage report; None where it does not say.
+
+    The report of libtpu 0.0.23 does not: its one total counts VMEM too.
+    """
+    said = re.search(r"Memory Space: default.*\nTotal bytes: (\d+)", report)
+    return int(said[1]) if said else None

@@ -50,40 +50,17 @@ class Chips:
 
 @dataclasses.dataclass(frozen=True)
 class ChipMesh:
-    """Named axes along `chips`: what `topology.compile` lays out, and what to trace for.
-
-    A `part` of one has the devices at one place along some axes, which have size 1 there.
-    """
+    """Named axes along `chips`: what `topology.compile` lays out, and what to trace for."""
 
     chips: Chips
     axes: tuple[tuple[str, int], ...]
-    at: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self):
         self.across_slices()
 
     @property
     def shape(self) -> dict[str, int]:
-        return dict(self.axes) | {name: 1 for name, _ in self.at}
-
-    @property
-    def devices(self) -> int:
-        """The number of devices, of all chips or of a part."""
-        return math.prod(self.shape.values())
-
-    def part(self, **places: int) -> "ChipMesh":
-        """The devices at these places along axes: `part(stage=1)`, a pipeline's second rank.
-
-        Raises:
-          ValueError: no such axis, or no such place along it.
-        """
-        for name, place in places.items():
-            if not 0 <= place < self.shape.get(name, 0):
-                raise ValueError(
-                    f"topology: no part at {name}={place}; the mesh has {self.shape}, and places "
-                    f"are counted from 0."
-                )
-        return dataclasses.replace(self, at=(*self.at, *places.items()))
+        return dict(self.axes)
 
     @property
     def abstract(self) -> AbstractMesh:

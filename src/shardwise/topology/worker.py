@@ -13,9 +13,7 @@ from jax._src import compiler
 from jax._src.interpreters import mlir
 from jax._src.lib import xla_client
 from jax._src.lib.mlir import ir
-from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.experimental import mesh_utils, topologies
-from jax.sharding import AbstractMesh
 
 _TUPLED = 2000  # arguments; with more, JAX hands them to a TPU as one tuple
 _SIZES = ("argument", "output", "alias", "temp", "generated_code")
@@ -24,7 +22,7 @@ _SIZES = ("argument", "output", "alias", "temp", "generated_code")
 def main(folder: Path) -> None:
     """Compile `folder`/module.mlir as `folder`/request.json asks; write result.json, hlo.txt."""
     request = json.loads((folder / "request.json").read_text())
-    grid = _part(_lay(request), request) if "part" in request else _lay(request)
+    grid = _lay(request)
     result = {"coordinates": [_place(device) for device in grid.flat]}
     try:
         executable = _compile((folder / "module.mlir").read_text(), grid, request["options"])
@@ -35,8 +33,6 @@ def main(folder: Path) -> None:
     else:
         stats = executable.get_compiled_memory_stats()
         result["sizes"] = [getattr(stats, f"{name}_size_in_bytes") for name in _SIZES]
-        if "part" in request:
-            result["outputs"] = _outputs(executable, request["axes"])
         text = "\n\n".join(module.to_string() for module in executable.hlo_modules())
         (folder / "hlo.txt").write_text(text)
     (folder / "result.json").write_text(json.dumps(result))
@@ -59,44 +55,6 @@ def _split(make, *args, **options):
         return make(*args, **options)
     except NotImplementedError:
         return make(*args, **options, allow_split_physical_axes=True)
-
-
-def _part(grid, request) -> np.ndarray:
-    """The devices of a topology as large as the part: libtpu compiles for all of one, or fails.
-
-    The part's chips are a box of the torus, a side of which is a ring only if it is a whole one.
-    """
-    part, whole = grid, np.array([_place(device) for device in grid.flat])
-    for axis, place in request["part"]:
-        part = np.take(part, [place], axis=axis)
-    places = np.array([_place(device) for device in part.flat])
-    box = np.ptp(places, axis=0) + 1
-    if len(np.unique(places, axis=0)) < np.prod(box) or box[-1] > 1:
-        raise ValueError(f"PART it has the chips {places[:, :-2].tolist()}")
-    *sides, _, _ = map(int, box)
-    dimensions, ring_from = request["name"].count("x") + 1, request["ring_from"]
-    asked = {"chips_per_host_bounds": [min(2, sides[0]), min(2, sides[1]), 1]}
-    asked |= {key: x for key, x in request["topology"].items() if key != "num_slices"}
-    full = [a == b for a, b in zip(box, np.ptp(whole, axis=0) + 1, strict=True)]
-    rings = [size % ring_from == 0 for size in sides]
-    if any(ring and not all_of_it for ring, all_of_it in zip(rings, full, strict=False)):
-        asked["wrap"] = [r and f for r, f in zip(rings, full, strict=False)]
-    kind = request["name"].partition(":")[0]
-    name = f"{kind}:{'x'.join(map(str, sides[:dimensions]))}"
-    found = topologies.get_topology_desc(platform="tpu", topology_name=name, **asked).devices
-    at = {tuple(_place(device)): device for device in found}
-    alike = [at[tuple(place)] for place in (places - places.min(axis=0)).tolist()]
-    return np.array(alike, dtype=object).reshape(part.shape)
-
-
-def _outputs(executable, axes) -> list[list]:
-    """The PartitionSpec of each output, as a list of entries."""
-    shape, names = [size for _, size in axes], [name for name, _ in axes]
-    mesh = AbstractMesh(tuple(shape), tuple(names))
-    told = executable.get_output_shardings()
-    if told is None:  # one device
-        return []
-    return [list(parse_flatten_op_sharding(sharding, mesh)[0]) for sharding in told]
 
 
 def _place(device) -> list[int]:

@@ -56,7 +56,7 @@ def division(answer: plan.Roles) -> Verdict:
         raise Wrong(f"{answer} are {devices} devices, and there are {chips.devices}.")
     if answer.stage > 1:
         raise Wrong("stages are left out here.")
-    if told := roles.refusal(answer, *given):
+    if told := roles.refusal(answer, config, chips, *_FEW):
         raise Wrong(f"{told.kind}: {told.reason}.")
     if answer not in roles.variants(answer, _FEW[0], chips):
         raise Wrong(f"a device's {_FEW[0] // answer.rows} rows do not divide into microbatches.")

@@ -1,0 +1,277 @@
+"""Residuals of a loss, from its trace: the bytes that JAX keeps for the backward pass, less those
+which a compiler computes again because that is cheap.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from scipy.sparse import csgraph, csr_array
+
+from shardwise import jaxprs, marks
+from shardwise.fsdp import ArrayLayout
+from shardwise.jaxprs import Step
+from shardwise.topology.lowering import to_host
+
+ENTRYWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh ceil clamp convert_element_type
+    copy cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log
+    log1p logistic lt max min mul name ne neg nextafter not or pow reduce_precision rem round rsqrt
+    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan
+    tanh xor""".split()
+)
+# These compute nothing: they say where an entry comes from.
+MOVING = frozenset(
+    """broadcast_in_dim concatenate expand_dims iota pad reshape rev slice split squeeze
+    transpose""".split()
+)
+CHEAP = ENTRYWISE | MOVING
+PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
+AT_WORK = PRODUCTS | {"scan", "while"}
+LARGEST = 2**30  # scipy's capacities are of 32 bits
+
+
+class Kept(NamedTuple):
+    """The bytes of one device: `stored` from the forward pass to the backward one, and beside these
+    either `gradient`, of the largest array at the backward pass's beginning; or `layer`, what the
+    largest rematerialised body needs, less what is gone by then.
+    """
+
+    stored: int
+    gradient: int
+    layer: int
+
+
+def residuals(
+    mean: Callable[..., Any],
+    params: Any,
+    laid: Sequence[ArrayLayout],
+    batch: Any,
+    dtype: Any,
+    meanings: Mapping[str, Callable[..., Any]],
+) -> Kept:
+    """The bytes that a loss keeps, but for what a compiler computes again (`stored`).
+
+    `mean(params, batch)` is the loss of a device's rows; `params` and `batch` are shapes, `laid`
+    says which parameters are gathered, `dtype` in which they are used; `meanings` are of other
+    marks. The program's inputs are not counted, and nothing twice; gathered or cast weights are.
+
+    Raises:
+      ValueError: it moves arrays to the host.
+    """
+    treedef, is_cut = jax.tree.structure(params), any(s.cut is not None for s in laid)
+
+    def at_use(tree):
+        return jax.tree.map(lambda x: _taken(x, dtype, is_cut), tree)
+
+    def here(params, batch):
+        pairs = zip(jax.tree.leaves(params), laid, strict=True)
+        now = [x if s.stacked else _taken(x, dtype, s.cut is not None) for x, s in pairs]
+        with marks.bind(use=at_use, **meanings):
+            return mean(jax.tree.unflatten(treedef, now), batch)
+
+    def forward(params, batch):
+        return jax.tree.leaves(jax.vjp(lambda params: here(params, batch), params)[1])
+
+    jaxpr = jax.make_jaxpr(forward)(params, batch).jaxpr
+    if to_host(jaxpr):
+        raise ValueError(
+            "plan.own: the loss, or remat=, moves arrays to the host; what waits there is not "
+            "planned for programs of your own. topology.compile tells what a layout of one needs."
+        )
+    program, outputs = jaxprs.steps(jaxpr)
+    found = stored(program, outputs)
+    working = max(map(_working, _again(jax.make_jaxpr(here)(params, batch).jaxpr)), default=0)
+    after = _after_the_last(jaxpr)
+    gone = sum(s.bytes for s in found if s.step >= after) if working else 0
+    return Kept(sum(s.bytes for s in found), _gradient(program, found), max(working - gone, 0))
+
+
+def _gradient(program, found, at_the_end=True):
+    """The bytes of the gradient of the largest array stored, in the dtype that its product had.
+
+    At the end of the forward pass, one of the same size takes the place of its array, when no later
+    product needs that: as the gradient of float32 logits does.
+    """
+    floats = [s for s in found if jnp.issubdtype(s.variable.aval.dtype, jnp.inexact)]
+    if not floats:
+        return 0
+    largest = max(floats, key=lambda s: size(s.variable))
+    found = size(_origin(program, largest.variable))
+    needed = any(step.name in AT_WORK for step in program[largest.step + 1 :])
+    return 0 if at_the_end and found == largest.bytes and not needed else found
+
+
+def _again(jaxpr: Any) -> Iterator[Any]:
+    """The bodies that run again in the backward pass."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in jaxprs.REMAT:
+            yield from jaxprs.inner(eqn)
+        else:
+            for body in jaxprs.inner(eqn):
+                yield from _again(body)
+
+
+def _after_the_last(jaxpr):
+    """The number of the first step after all that runs again: what is stored there is gone then."""
+    found = [i for i, eqn in enumerate(jaxpr.eqns, 1) if any(_again(jaxpr.replace(eqns=[eqn])))]
+    return len(jaxprs.steps(jaxpr.replace(eqns=jaxpr.eqns[: max(found, default=0)]))[0])
+
+
+def _working(body):
+    """The bytes that a body's own backward pass needs."""
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars]
+    moving = [i for i, x in enumerate(avals) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    run = jaxpr_as_fun(ClosedJaxpr(body, ()))
+
+    def forward(*given):
+        def here(*floats):
+            every = list(given)
+            for i, x in zip(moving, floats, strict=True):
+                every[i] = x
+            return [x for x in run(*every) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+        return jax.tree.leaves(jax.vjp(here, *(given[i] for i in moving))[1])
+
+    program, outputs = jaxprs.steps(jax.make_jaxpr(forward)(*avals).jaxpr)
+    found = stored(program, outputs)
+    # Gathered weights have gradients that are whole until they are scattered.
+    gathered = sum(s.bytes for s in found if program[s.step].name == "optimization_barrier")
+    largest = _gradient(program, found, at_the_end=False)
+    return sum(s.bytes for s in found) + max(gathered, largest)
+
+
+def gathers_again(mean: Callable[..., Any], params: Any, batch: Any) -> bool:
+    """Whether the loss calls `marks.use` within what it rematerialises."""
+
+    def here(params, batch):
+        with marks.bind(use=_marked):
+            return mean(params, batch)
+
+    return _finds(jax.make_jaxpr(here)(params, batch).jaxpr, False)
+
+
+def _taken(x, dtype, is_cut):
+    """A parameter as used: a gather or a cast makes a new array, as a barrier in a trace does."""
+    is_cast = dtype is not None and jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype != dtype
+    x = x.astype(dtype) if is_cast else x
+    return jax.lax.optimization_barrier(x) if is_cut or is_cast else x
+
+
+def _marked(tree):
+    return jax.tree.map(jax.lax.optimization_barrier, tree)
+
+
+def _finds(jaxpr, again):
+    for eqn in jaxpr.eqns:
+        if again and eqn.primitive.name == "optimization_barrier":
+            return True
+        inner = again or eqn.primitive.name in jaxprs.REMAT
+        if any(_finds(each, inner) for each in jaxprs.inner(eqn)):
+            return True
+    return False
+
+
+class Stored(NamedTuple):
+    """A variable, the number of the step that makes it, and the bytes that are stored of it."""
+
+    variable: Any
+    step: int
+    bytes: int
+
+
+def stored(program: Sequence[Step], outputs: Sequence[Any]) -> list[Stored]:
+    """The smallest set of variables from which the outputs follow by cheap steps, in bytes.
+
+    `program` and `outputs` are what `jaxprs.steps` makes of a trace; what comes first
+    there comes first. Cheap is what works entry by entry, which a compiler fuses into what reads
+    it: it is done again in the backward pass rather than kept. The program's inputs are there
+    anyway. By a minimum cut between what is not cheap, such as products, sums and loops, and the
+    outputs; as PyTorch's compiler chooses what to save (its min-cut partitioner). A product that is
+    made wider, as logits are for their softmax, is stored wide: the compiler takes the one step for
+    a part of the other.
+    """
+    made_by = {v: step for step in program for v in step.outputs}
+    kept = {v for v in outputs if not isinstance(v, Literal) and v in made_by}
+    variables = _behind(kept, made_by)
+    if not variables:
+        return []
+    sizes = _sizes(program, variables, made_by)
+    number = {v: i for i, step in enumerate(program) for v in step.outputs}
+    chosen = _cut(variables, sizes, made_by, kept)
+    return sorted((Stored(v, number[v], sizes[v]) for v in chosen), key=lambda s: s.step)
+
+
+def _origin(program: Sequence[Step], v: Any) -> Any:
+    """The variable, not cheap, of as many entries as `v`, from which `v` follows entry by entry."""
+    made_by = {out: step for step in program for out in step.outputs}
+    while v in made_by and made_by[v].name in CHEAP:
+        inside = (u for u in made_by[v].inputs if not isinstance(u, Literal) and u in made_by)
+        same = [u for u in inside if u.aval.size == v.aval.size]
+        if not same:
+            break
+        v = same[0]
+    return v
+
+
+def size(v: Any) -> int:
+    """The bytes of a variable."""
+    return v.aval.size * v.aval.dtype.itemsize
+
+
+def _sizes(program: Sequence[Step], variables: Sequence[Any], made_by: dict[Any, Step]) -> dict:
+    """The bytes of each variable, as it is stored."""
+    found = {v: size(v) for v in variables}
+    for step in program:
+        v = step.inputs[0] if step.name == "convert_element_type" else None
+        if v is not None and not isinstance(v, Literal) and v in found:
+            if made_by[v].name in PRODUCTS and jnp.issubdtype(v.aval.dtype, jnp.inexact):
+                found[v] = max(found[v], size(step.outputs[0]))
+    return found
+
+
+def _behind(kept: Collection[Any], made_by: dict[Any, Step]) -> list[Any]:
+    """The variables kept, and those from which these follow by cheap steps."""
+    found, waiting = dict.fromkeys(kept), list(kept)
+    while waiting:
+        step = made_by[waiting.pop()]
+        for v in step.inputs if step.name in CHEAP else ():
+            if not isinstance(v, Literal) and v in made_by and v not in found:
+                found[v] = None
+                waiting.append(v)
+    return list(found)
+
+
+def _cut(
+    variables: list[Any], sizes: dict[Any, int], made_by: dict[Any, Step], kept: Collection[Any]
+) -> list[Any]:
+    """The variables of the minimum cut.
+
+    Each variable is two nodes, with an edge of its size between them; no other can be cut.
+    """
+    number = {v: i for i, v in enumerate(variables)}
+    n = len(variables)
+    source, sink = 2 * n, 2 * n + 1
+    unit = max(1, sum(sizes.values()) // LARGEST + 1)
+    edges = {(i, n + i): -(-sizes[v] // unit) for v, i in number.items()}
+    never = sum(edges.values()) + 1
+    for v, i in number.items():
+        step = made_by[v]
+        if step.name not in CHEAP:
+            edges[source, i] = never
+        else:
+            inside = (u for u in step.inputs if not isinstance(u, Literal) and u in number)
+            edges.update(((n + number[u], i), never) for u in inside)
+        if v in kept:
+            edges[n + i, sink] = never
+    rows, columns = np.array(list(edges), np.int32).T
+    shape = (2 * n + 2, 2 * n + 2)
+    graph = csr_array((np.array(list(edges.values()), np.int32), (rows, columns)), shape)
+    left = graph - csgraph.maximum_flow(graph, source, sink).flow
+    left.data = np.maximum(left.data, 0)
+    left.eliminate_zeros()
+    reached = set(csgraph.breadth_first_order(left, source, return_predecessors=False).tolist())
+    return [v for v, i in number.items() if i in reached and n + i not in reached]
