@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -343,7 +342,7 @@ def test_gradients_are_summed_in_float32_and_have_the_parameters_dtypes():
     _, grads = run(loss, "gpipe", 4, params, batch)
     _, theirs = jax.jit(jax.value_and_grad(lambda p: loss(p, batch).total / 4))(params)
     assert {k: g.dtype for k, g in grads.items()} == {k: x.dtype for k, x in params.items()}
-    assert_close(np.asarray(grads["turn"]).view(np.float32), np.asarray(theirs["turn"]).view("f"))
+    assert grads["turn"] == pytest.approx(complex(theirs["turn"]))
     exact = -np.float32(1 + 3 / 512) / 4  # the real part of (1 + 1j) (1 + 2j) is -1
     assert grads["scale"] == jnp.bfloat16(exact)
 
@@ -452,7 +451,6 @@ REFUSED = [
     (TypeError, r"the batch has no arrays \(None\)", dict(batch=None)),
     (TypeError, NOT, dict(more={"act": lambda x: x})),
     (TypeError, r"'n'\] is int32, which has no gradient", dict(more={"n": np.arange(8)})),
-    (TypeError, r"the parameters.* is a Linear, .*nnx.split", dict(params="module")),
 ]
 
 
@@ -461,8 +459,6 @@ def test_what_a_pipeline_cannot_take_is_said_before_anything_runs(kind, message,
     params, batch = rows_of()
     how = dict(schedule="gpipe", microbatches=2, loss=scalar, batch=batch) | change
     params |= how.pop("more", {})
-    if how.pop("params", None):
-        params = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     loss, schedule, m, batch = (how.pop(k) for k in ("loss", "schedule", "microbatches", "batch"))
     with pytest.raises(kind, match=message) as found:
         function = pipeline.value_and_grad(loss, TWO, schedule, m, **how)

@@ -318,13 +318,22 @@ def test_frozen_parts_and_complex_parameters_take_several_steps():
     np.testing.assert_array_equal(params["base"]["embed"], create()["base"]["embed"])
 
 
-def test_an_nnx_module_is_no_tree_of_parameters():
-    module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    layout = of_roles("fsdp")
-    with pytest.raises(TypeError, match=r"is a Linear, .*nnx.split"):
-        layouts.value_and_grad(layout, lambda p, b: 0.0, check=False)(module, batch())
-    with pytest.raises(TypeError, match=r"the batch has no arrays \(None\)"):
-        evaluate(layout, stacked(2).loss, weights(), None)
+def test_an_nnx_module_as_parameters_equals_one_device_or_is_told_what_to_do():
+    """Newer releases of Flax flatten a module to its arrays; for others it is one object."""
+
+    def loss(module, given):
+        x = module(jax.nn.one_hot(given["tokens"], WIDE))
+        return mean_of(module(marks.stage_boundary(x)), given)
+
+    module, layout = nnx.Linear(WIDE, WIDE, rngs=nnx.Rngs(0)), of_roles("fsdp", microbatches=2)
+    given = jax.tree.map(lambda x: x % WIDE if x.dtype == np.int32 else x, batch())
+    function = layouts.value_and_grad(layout, loss, check=False)
+    if jax.tree.leaves(module) == [module]:
+        with pytest.raises(TypeError, match=r"is a Linear, .*nnx.split"):
+            function(module, given)
+    else:
+        found = function(layouts.place(layout, module), given)
+        assert_close(found, on_one(loss, module, given))
 
 
 # Bytes.
