@@ -67,9 +67,9 @@ OPTIMIZERS = (
 )
 SAMPLE, SEED = 12, 20261124
 QUICK = [
-    ("1f1b", "alone", "uneven"),
+    ("1f1b", "alone", "decoder"),
     ("zb_h1", "fsdp", "tied"),
-    ("dualpipe_v", "fsdp by compiler", "decoder"),
+    ("dualpipe_v", "fsdp by compiler", "uneven"),
     ("interleaved_1f1b", "data, tensor", "nnx, skips"),
 ]
 
@@ -152,7 +152,8 @@ SETTINGS = {
     "zero 1": ("fsdp", "data", dict(zero=1)),
     "zero 2": ("fsdp", dict(zero=2, min_size=50)),
     "zero 2 by compiler": ("fsdp", dict(zero=2, by="compiler")),
-    "ring": ("fsdp", "context", dict(schedule="zb_h1")),
+    "ring": ("context", dict(microbatches=2)),
+    "ring, fsdp": ("fsdp", "context", dict(schedule="zb_h1")),
     "ulysses": ("context", dict(attention="ulysses")),
     "zigzag": ("context", dict(attention="zigzag", microbatches=1)),
     "all_gather": ("context", dict(attention="all_gather", schedule="gpipe")),
@@ -349,6 +350,7 @@ PREDICTED = {
     "fsdp, zero 2": (("fsdp",), dict(zero=2)),
     "fsdp, zb_h1, remat": (("fsdp",), dict(schedule="zb_h1", remat=REMAT)),
     "data, fsdp": (("data", "fsdp"), {}),
+    "fsdp, one microbatch": (("fsdp",), dict(microbatches=1, schedule="gpipe")),
     "context, fsdp": (("fsdp", "context"), dict(attention="all_gather")),
 }
 

@@ -12,6 +12,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.objective import wide
 from shardwise.pipeline.program import Program
 
+TASKS = "forward", "to_input", "to_weights"
 Sent = dict[tuple[str, ...], float]
 
 
@@ -63,7 +64,7 @@ class _Device(NamedTuple):
             for i in self.program.trained:
                 self._parameter(i, found)
             every = (*layout.context, *layout.rows)
-            sums = 2 if m == 1 else 3  # total and count; before a first backward pass, the count
+            sums = 4 if m == 1 else 3  # total and count; before a backward pass, both or the count
             _add(found, every, 2 * 4 * sums * self._share(every))
         return found
 
@@ -71,29 +72,31 @@ class _Device(NamedTuple):
         """Add the bytes of a parameter's gathers, and of its gradient's reductions, to `found`."""
         layout, shares, x = self.layout, self.program.shares, self.program.leaves[i]
         used, m = jnp.dtype(layout.dtype or x.dtype), layout.microbatches
-        share = math.prod(self.shape(i, x).shape)
         if shares.hows[i] is not None:
-            gathers = m * self._readers(i) if layout.zero == 3 else 1
-            scatters = m * sum(i in self.program.stages[s].rows for s in self.stages)
-            scatters = scatters if layout.zero > 1 else 1
+            once, tasks = math.prod(self.shape(i, x).shape), self._tasks(i, x)
+            gathered = m * sum(size * reads for size, reads in tasks) if layout.zero == 3 else once
+            scattered = m * sum(size for size, _ in tasks) if layout.zero > 1 else once
             wanted = used if layout.zero > 1 or layout.dtype else wide(used)
-            size = gathers * used.itemsize
-            size += scatters * jnp.dtype(layout.reduce_dtype or wanted).itemsize
-            whole = share * layout.size("fsdp")
-            _add(found, layout.fsdp, whole * size * self._share(layout.fsdp))
+            size = gathered * used.itemsize
+            size += scattered * jnp.dtype(layout.reduce_dtype or wanted).itemsize
+            _add(found, layout.fsdp, size * layout.size("fsdp") * self._share(layout.fsdp))
         over = shares.copied(i)
-        lies_elsewhere = i not in self.program.in_rows and self.program.held[i] is not None
-        summed = share // self.program.schedule.devices if lies_elsewhere else share
-        _add(found, over, 2 * summed * wide(x.dtype).itemsize * self._share(over))
+        n = 1 if self.program.held[i] is None else self.program.schedule.devices
+        _add(found, over, 2 * x.size // n * wide(x.dtype).itemsize * self._share(over))
 
-    def _readers(self, i):
-        """The number of a microbatch's tasks on this device that read a parameter."""
+    def _tasks(self, i, x):
+        """[(elements of a share that a task gathers, how many of its tasks read it)] of stages."""
         kinds, of = self.program.kinds
-        halves = [kinds[of[s]].halves.reads for s in self.stages]
-        places = [list(self.program.stages[s].rows) for s in self.stages]
-        tasks = "forward", "to_input", "to_weights"
-        pairs = zip(halves, places, strict=True)
-        return sum(i in [own[k] for k in reads[task]] for reads, own in pairs for task in tasks)
+        found = []
+        for stage, kind in ((self.program.stages[s], kinds[of[s]]) for s in self.stages):
+            if i not in stage.rows:
+                continue
+            ends, place = stage.rows[i], list(stage.rows).index(i)
+            whole = ends is None or self.program.shares.by_rows(i)
+            size = x.size if whole else x.size // x.shape[0] * (ends[1] - ends[0])
+            reads = sum(place in kind.halves.reads[t] for t in TASKS)
+            found.append((size, reads))
+        return found
 
     def _share(self, axes):
         n = math.prod(self.layout.auto.shape[name] for name in axes)
