@@ -48,7 +48,8 @@ def pytest_xdist_auto_num_workers(config):
 
 # Begun last, they would go on alone.
 LONGEST = """test_run_layouts test_layouts test_topology_stages test_foreign test_oracle
-test_run_processes test_layouts_asked test_one_program test_site test_accessibility""".split()
+test_run_processes test_pipeline_layouts test_pipeline test_layouts_asked test_site
+test_accessibility""".split()
 
 
 def pytest_collection_modifyitems(items):

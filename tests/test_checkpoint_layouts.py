@@ -1,4 +1,4 @@
-"""What `fsdp`, `rules` and `pipeline` hold is stored as one device would hold it."""
+"""What `fsdp`, `rules` and stages hold is stored as one device would hold it."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import checkpoint, fsdp, layouts, marks, mesh, pipeline, rules
+from shardwise import checkpoint, fsdp, layouts, mesh, rules
 
 
 def params():
@@ -28,14 +28,6 @@ def params():
     }
 
 
-def loss(params, batch):
-    x = batch["x"] @ params["embed"] + params["even"].sum() + params["half"].sum()
-    x = jnp.tanh(x @ params["blocks"]["w"][0] + params["blocks"]["b"][:1])
-    x = marks.stage_boundary(x)
-    x = x @ params["blocks"]["w"][1] + params["blocks"]["b"][1:]
-    return (params["scale"] * x**2).mean()
-
-
 def sharded(n):
     rule = fsdp.rule(stacked=lambda path: "blocks" in path)
     return lambda tree: rules.place(tree, rule, mesh.make(fsdp=n))
@@ -46,9 +38,9 @@ def by_rule(tree):
     return rules.place(tree, rules.FSDPRule("a", min_size=1, uneven="replicate"), grid)
 
 
-def pipelined(tree):
-    function = pipeline.value_and_grad(loss, mesh.make(stage=2), "gpipe", 2)
-    return pipeline.place(tree, function, {"x": jnp.ones((4, 13))})
+def in_stages(tree):
+    grid = mesh.make(stage=2, fsdp=2)
+    return layouts.place(layouts.Layout(grid, stage="stage", fsdp="fsdp"), tree)
 
 
 FORMS = {
@@ -57,13 +49,8 @@ FORMS = {
     "fsdp on 4": sharded(4),
     "fsdp on 3": sharded(3),
     "rules": by_rule,
-    "pipeline": pipelined,
+    "stages": in_stages,
 }
-
-
-def whole(tree):
-    """What one device would hold."""
-    return pipeline.whole(tree) if isinstance(tree, pipeline.Pipelined) else tree
 
 
 def assert_bitwise(ours, theirs):
@@ -94,7 +81,7 @@ def test_every_form_restores_as_every_other(root, forms, source):
     for name, form in forms.items():
         target = jax.tree.map(lambda x: jax.device_put(np.zeros_like(x), x.sharding), form)
         found = checkpoint.restore(root, {"params": target})["params"]
-        assert_bitwise(whole(found), params())
+        assert_bitwise(found, params())
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(target), strict=True):
             assert x.sharding.is_equivalent_to(y.sharding, x.ndim), name
 
@@ -122,7 +109,7 @@ def test_orbax_reads_what_a_layout_wrote_and_is_read_into_it(root, forms):
         assert_bitwise(found["params"], tree)
         manager.save(2, args=ocp.args.Composite(params=ocp.args.StandardSave(tree)))
         manager.wait_until_finished()
-    assert_bitwise(whole(checkpoint.restore(root, {"params": held}, 2)["params"]), tree)
+    assert_bitwise(checkpoint.restore(root, {"params": held}, 2)["params"], tree)
 
 
 def test_another_shape_is_refused_by_its_true_one(root, forms):

@@ -479,32 +479,6 @@ def lowered_programs(stage):
     return {kind: jax.jit(f).lower(*args) for kind, (f, *args) in calls.items()}
 
 
-# Which axis follows the batch's rows.
-
-
-def test_axes_follow_the_rows_not_their_number():
-    """A table of as many heads as there are rows is no activation; [tokens, d] is one."""
-
-    def loss(params, x, rows=None):
-        table = jnp.sin(params["heads"])  # [ROWS, WIDE] by chance
-        tokens = (x @ params["a"]).reshape(-1, 2)
-        turned = x.T * jnp.arange(float(rows or len(x)))[None]
-        tokens, turned, scale = marks.stage_boundary((tokens, turned, table * jnp.sum(x)))
-        out = jnp.sum(tokens) + jnp.sum(turned) + jnp.sum(scale * params["b"])
-        return out, jnp.float32(1), {"per row": tokens.reshape(-1, WIDE)[:, 0]}
-
-    params = {"heads": draw(ROWS, WIDE), "a": draw(WIDE, WIDE), "b": draw(ROWS, WIDE)}
-    data, more = (draw(ROWS, WIDE),), (draw(2 * ROWS, WIDE),)
-    first, last = cut.stages(loss, params, *data, more=more).stages
-    shapes = dict(zip([v.shape for v in first.outputs], first.axes["outputs"], strict=True))
-    assert shapes == {(ROWS * WIDE // 2, 2): 0, (WIDE, ROWS): 1, (ROWS, WIDE): None}
-    assert last.axes["outputs"] == [None, None, 0]
-    assert first.axes["inputs"] == [0] and last.axes["carry"] == first.axes["outputs"]
-    # One that is written for its number of rows has no other trace: only the batch is known.
-    first, _ = cut.stages(functools.partial(loss, rows=ROWS), params, *data, more=more).stages
-    assert first.axes == {"inputs": [0], "carry": [], "outputs": [None] * 3}
-
-
 def test_the_example_in_the_docstring_runs():
     loss = functools.partial(chain, cuts=[1], depth=2)
     example = [line for line in cut.__doc__.splitlines() if line.startswith("    ")]

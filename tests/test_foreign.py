@@ -20,11 +20,11 @@ from flax import nnx
 from flax.training import train_state
 from jax.sharding import PartitionSpec as P
 
-from shardwise import checkpoint, fsdp, layouts, marks, mesh, objective, pipeline, rules
+from shardwise import checkpoint, fsdp, layouts, marks, mesh, objective, rules
 from shardwise.objective import Mean
 
 mesh.simulate(8)
-LINE, STAGES = mesh.make(fsdp=8), mesh.make(stage=2)
+LINE = mesh.make(fsdp=8)
 ROWS, LENGTH, WIDE, VOCAB = 16, 3, 8, 11
 
 
@@ -212,32 +212,20 @@ def by_rules(case, tx):
     return first, run(params, state, case.batch)[0]
 
 
-def in_stages(case, tx, schedule):
-    step = pipeline.step(case.loss, tx, STAGES, schedule, microbatches=4)
-    params = pipeline.place(case.params, step.loss_and_grad, case.batch)
-    state = pipeline.init(tx, params)
-    mean, grads = step.loss_and_grad(params, case.batch)
-    for _ in range(2):
-        params, state, _ = step(params, state, case.batch)
-    return (mean, pipeline.whole(grads)), pipeline.whole(params)
-
-
 STRATEGIES = {
     "fsdp": in_a_layout,
     "fsdp, accumulated": functools.partial(in_a_layout, microbatches=2),
     "rules": by_rules,
-    "gpipe": functools.partial(in_stages, schedule="gpipe"),
-    "1f1b": functools.partial(in_stages, schedule="1f1b"),
-    "zb_h1": functools.partial(in_stages, schedule="zb_h1"),
-    "one program": functools.partial(
-        in_a_layout, grid=mesh.make(stage=2, fsdp=2), microbatches=4, program=True
+    "stages": functools.partial(in_a_layout, grid=mesh.make(stage=2), microbatches=4),
+    "stages, fsdp": functools.partial(
+        in_a_layout, grid=mesh.make(stage=2, fsdp=2), microbatches=2, schedule="zb_h1"
     ),
 }
 
 
-# Of these every model takes every optimizer; of the rest, which are the same but for the order of
-# their tasks, each model one, and so each optimizer some model.
-IN_FULL = {"fsdp", "rules", "1f1b", "one program"}
+# Of these every model takes every optimizer; of the rest each model one, and so each optimizer some
+# model.
+IN_FULL = {"fsdp", "rules", "stages, fsdp"}
 
 
 def table():

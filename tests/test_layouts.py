@@ -23,7 +23,6 @@ from shardwise import (
     mesh,
     model,
     objective,
-    pipeline,
 )
 from shardwise import tree as trees
 from shardwise.layouts import catalogue
@@ -293,7 +292,7 @@ def test_a_mistake_is_named(name):
 
 
 def run(layout, loss, params, batch):
-    placed = layouts.place(layout, params, loss, batch)
+    placed = layouts.place(layout, params)
     return layouts.value_and_grad(layout, loss)(placed, batch)
 
 
@@ -334,22 +333,14 @@ def test_an_error_names_what_was_called(name, called):
     layout = layouts.LAYOUTS[name](4)
     params = {"w": np.ones((8, 8), np.float32), "v": np.ones((8, 8), np.float32)}
     batch, odd = {"x": np.ones((16, 8), np.float32)}, {"x": np.ones((15, 8), np.float32)}
-    run, placed = CALLED[called](layout), layouts.place(layout, params, squares, batch)
+    run, placed = CALLED[called](layout), layouts.place(layout, params)
     with pytest.raises(ValueError, match=rf"^{called}: .*15.*do(es)? not split into \d+"):
         run(placed, odd)
-    if layout.stage:
-        with pytest.raises(TypeError, match=rf"^{called}: .* a dict; expected what layouts.place"):
-            run(params, batch)
-    elif layout.by_hand:
+    if layout.by_hand:
         with pytest.raises(ValueError, match=rf"^{called}: v of shape \(8, 8\) is no array of JAX"):
             run(params, batch)
         with pytest.raises(ValueError, match=rf"^{called}: v .* lies as .*SingleDevice.*expected"):
             run(jax.tree.map(jnp.asarray, params), batch)
-    if layout.stage:
-        with pytest.raises(ValueError, match=r"^layouts.place: 15 rows \(x\) do not split"):
-            layouts.place(layout, params, squares, odd)
-        with pytest.raises(ValueError, match=r"^layouts.init: 15 rows \(x\) do not split"):
-            layouts.init(layout, lambda key: params, optax.sgd(1.0), KEY, squares, odd)
 
 
 @pytest.mark.parametrize("name", ["stage", "stage, fsdp", "stage, fsdp, tensor by hand"])
@@ -358,11 +349,11 @@ def test_a_loss_without_a_mark_is_told_where_stages_end(name):
         return jnp.mean((batch["x"] @ params["w"]) ** 2)
 
     layout, params = layouts.LAYOUTS[name](8), {"w": np.ones((8, 8), np.float32)}
-    given, n = (unmarked, {"x": np.ones((16, 8), np.float32)}), layout.size("stage")
+    batch, n = {"x": np.ones((16, 8), np.float32)}, layout.size("stage")
+    placed = layouts.place(layout, params)
     asked = {
-        "place": lambda: layouts.place(layout, params, *given),
-        "init": lambda: layouts.init(layout, lambda key: params, optax.sgd(1.0), KEY, *given),
-        "predict": lambda: layouts.predict(layout, params, given[1], loss=unmarked),
+        "value_and_grad": lambda: layouts.value_and_grad(layout, unmarked)(placed, batch),
+        "predict": lambda: layouts.predict(layout, params, batch, loss=unmarked),
     }
     told = rf"no stage boundary.* on {n} ranks along 'stage' takes {n}.*stage_boundary\(x\) where"
     for called, ask in asked.items():
@@ -407,7 +398,6 @@ UNDIVIDED = {
     "mlp": ("tensor", dict(mlp=36), r"\('mlp'\) of 36 .* a multiple of 8"),
     "experts": ("expert", MIXTURE, r"\('experts'\) of 6 .* a multiple of 8"),
     "experts by compiler": ("expert by compiler", MIXTURE, r"\('experts'\) of 6 .* of 8"),
-    "stages": ("stage, fsdp", dict(stages=2), "2 stages on 4 devices; .* stages=4, or devices=2"),
 }
 
 
@@ -415,35 +405,27 @@ UNDIVIDED = {
 def test_what_does_not_divide_is_told_what_would(name):
     layout, sizes, told = UNDIVIDED[name]
     layout, config = layouts.LAYOUTS[layout](8), dataclasses.replace(CONFIG, **sizes)
-    graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
-    loss, create = functools.partial(model.loss, graphdef=graphdef), lambda _: params
     shapes = jax.eval_shape(functools.partial(_create, config), KEY)
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    given, tx = (loss, tokens(16, 32)), optax.sgd(1.0)
     with pytest.raises(ValueError, match=rf"^layouts.place: .*{told}"):
-        layouts.place(layout, params, *given)
+        layouts.place(layout, params)
     with pytest.raises(ValueError, match=rf"^layouts.init: .*{told}"):
-        layouts.init(layout, create, tx, KEY, *given)
+        layouts.init(layout, lambda _: params, optax.sgd(1.0), KEY)
     with pytest.raises(ValueError, match=rf"^layouts.predict: .*{told}"):
-        layouts.predict(layout, params, given[1], loss=loss)
+        layouts.predict(layout, params, tokens(16, 32))
 
 
 @pytest.mark.parametrize("name", ["fsdp by compiler", "stage, fsdp", "stage, fsdp by hand"])
 def test_an_error_of_a_rule_names_what_was_called(name):
     layout = dataclasses.replace(layouts.LAYOUTS[name](8), uneven="error")
-    params, batch = {"w": np.ones((9, 9), np.float32)}, {"x": np.ones((16, 9), np.float32)}
-
-    def loss(params, batch):
-        x = batch["x"]
-        for _ in range(layout.size("stage") - 1):
-            x = marks.stage_boundary(x @ params["w"])
-        return jnp.mean((x @ params["w"]) ** 2)
-
-    told = r"w of shape \(9, 9\) has no axis that divides over 'fsdp'"
-    with pytest.raises(ValueError, match=rf"^layouts.place: .*{told}"):
-        layouts.place(layout, params, loss, batch)
-    with pytest.raises(ValueError, match=rf"^layouts.init: .*{told}"):
-        layouts.init(layout, lambda key: params, optax.sgd(1.0), KEY, loss, batch)
+    params, told = (
+        {"w": np.ones((9, 9), np.float32)},
+        r"w of shape \(9, 9\) has no axis that divides",
+    )
+    with pytest.raises(ValueError, match=rf"^layouts.place: .*{told} divides over 'fsdp'"):
+        layouts.place(layout, params)
+    with pytest.raises(ValueError, match=rf"^layouts.init: .*{told} divides over 'fsdp'"):
+        layouts.init(layout, lambda key: params, optax.sgd(1.0), KEY)
 
 
 @pytest.mark.parametrize("name", ["tensor, sequence", "fsdp, tensor"])
@@ -468,17 +450,11 @@ RESTORED = [
 @pytest.mark.parametrize("pair", RESTORED, ids=" to ".join)
 def test_a_checkpoint_restores_under_another_layout(pair, tmp_path):
     first, second = (layouts.LAYOUTS[name](8) for name in pair)
-    tx, batch = OPTIMIZERS["adamw"], batches()[0]
+    tx = OPTIMIZERS["adamw"]
 
     def born(layout, key):
-        loss, create = parts(layout.size("stage"))
-        return dict(
-            zip(
-                ("params", "opt_state"),
-                layouts.init(layout, create, tx, key, loss, batch),
-                strict=True,
-            )
-        )
+        found = layouts.init(layout, parts(layout.size("stage"))[1], tx, key)
+        return dict(zip(("params", "opt_state"), found, strict=True))
 
     saved = born(first, KEY)
     checkpoint.save(tmp_path, 1, saved)
@@ -495,9 +471,9 @@ def test_stages_by_the_compiler_hold_and_cast_their_own_layers_alone():
     roles = dict(stage="stage", tensor="model", by="compiler", microbatches=2)
     layout, batch = layouts.Layout(grid, dtype=jnp.bfloat16, **roles), batches()[0]
     params = jax.jit(create)(KEY)
-    placed = layouts.place(layout, params, loss, batch)
-    plain = layouts.place(dataclasses.replace(layout, dtype=None), params, loss, batch)
-    assert measure.bytes_on_devices(placed) == measure.bytes_on_devices(plain)
+    placed = layouts.place(layout, params)
+    held = measure.bytes_on_devices(placed["blocks"]).values()
+    assert {4 * x for x in held} == {sum(x.nbytes for x in jax.tree.leaves(placed["blocks"]))}
 
     def narrow(params, batch):
         return parts()[0](jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch)
@@ -513,12 +489,12 @@ def test_stages_by_the_compiler_hold_and_cast_their_own_layers_alone():
 @pytest.mark.slow
 def test_a_checkpoint_goes_through_every_layout_and_comes_back(tmp_path):
     """Each layout restores what the one before saved, and saves it again: bit for bit."""
-    tx, batch = OPTIMIZERS["adamw"], batches()[0]
+    tx = OPTIMIZERS["adamw"]
     truth, names = None, [*layouts.LAYOUTS, next(iter(layouts.LAYOUTS))]
     for step, name in enumerate(names, 1):
         layout = layouts.LAYOUTS[name](8)
-        loss, create = parts(layout.size("stage"), 8, mixed="rows")
-        born = layouts.init(layout, create, tx, jax.random.key(step), loss, batch, has_aux=True)
+        _, create = parts(layout.size("stage"), 8, mixed="rows")
+        born = layouts.init(layout, create, tx, jax.random.key(step))
         state = dict(zip(("params", "opt_state"), born, strict=True))
         if truth is not None:
             state = checkpoint.restore(tmp_path, state, step - 1)
@@ -609,7 +585,7 @@ def _on_eight(name):
 @pytest.mark.parametrize("which", WITH_VALUE)
 def test_an_optimizer_that_asks_for_the_loss_gets_the_mean(name, which):
     layout, tx, (batch, one) = _on_eight(name), WITH_VALUE[which], _three_steps(which)
-    params, state = layouts.init(layout, _square, tx, KEY, _of_rows, batch)
+    params, state = layouts.init(layout, _square, tx, KEY)
     step = layouts.step(layout, _of_rows, tx)
     for _ in range(3):
         params, state, _ = step(params, state, batch)
@@ -632,7 +608,7 @@ def test_between_the_two_programs_of_a_stage_nothing_waits_on_the_host():
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
     loss, batch = functools.partial(model.loss, graphdef=graphdef), batches()[0]
     create, tx = functools.partial(_create, config), OPTIMIZERS["adamw"]
-    params, state = layouts.init(layout, create, tx, KEY, loss, batch)
+    params, state = layouts.init(layout, create, tx, KEY)
     with pytest.raises(ValueError, match=r"offloads to the host, and with stages .* no stages"):
         layouts.step(layout, loss, tx)(params, state, batch)
 
@@ -651,39 +627,6 @@ def test_bytes_on_axes_by_hand_are_the_formula(name):
     assert list(predicted.sent) == list(counted)
     for axes, size in predicted.sent.items():
         np.testing.assert_allclose(size, counted[axes].ring_bytes, rtol=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_bytes_of_a_stage_by_hand_are_the_formula(schedule):
-    layout = layouts.LAYOUTS["stage, fsdp, context by hand"](8)
-    layout, (loss, create) = dataclasses.replace(layout, schedule=schedule), parts(2)
-    params, batch = jax.jit(create)(KEY), batches()[0]
-    function, placed = (
-        layouts.value_and_grad(layout, loss),
-        layouts.place(layout, params, loss, batch),
-    )
-    counted = pipeline.programs(function, placed, batch)
-    held = measure.bytes_on_devices(placed)
-    for stage, devices in enumerate(layout.mesh.devices):
-        found = layouts.predict(layout, params, batch, remat=CONFIG.remat, loss=loss, stage=stage)
-        sent = sum(
-            op.ring_bytes * (1 if kind == "total" else layout.microbatches)
-            for (s, kind), program in counted.items()
-            for op in measure.collectives(program).ops
-            if s == stage
-        )
-        sent += 2 * 4 * 3 / 4 if stage else 0  # the count of the whole batch, before all else
-        del found.sent["stage",]
-        np.testing.assert_allclose(sum(found.sent.values()), sent, rtol=1e-9)
-        assert {held[device] for device in devices.flat} == {found.held["parameters"]}
-
-
-@pytest.mark.parametrize("name", ["stage, fsdp by hand", "stage, fsdp"])
-def test_a_prediction_of_stages_needs_the_loss(name):
-    layout, (_, create) = layouts.LAYOUTS[name](8), parts(2)
-    with pytest.raises(ValueError, match="which stage reads what the loss tells: give loss="):
-        layouts.predict(layout, jax.eval_shape(create, KEY), batches()[0])
 
 
 def test_bytes_held_are_the_formula():
@@ -734,7 +677,7 @@ def test_what_changes_without_a_gradient_is_put_back(name):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates) | found["frozen"], state, value
 
-    ours, state = layouts.init(layout, create, tx, KEY, with_statistics, batch, True)
+    ours, state = layouts.init(layout, create, tx, KEY)
     step = layouts.step(layout, with_statistics, tx, frozen=frozen)
     theirs, expected = params, tx.init(params)
     for _ in range(3):
@@ -910,7 +853,7 @@ def test_routers_are_balanced_by_biases(name):
     layout = dataclasses.replace(layout, microbatches=1, schedule="1f1b")
     loss, create = biased(layout.size("stage"))
     tx, is_bias = optax.sgd(0.01), lambda path: "bias" in path
-    params, state = layouts.init(layout, create, tx, KEY, loss, batches()[0], has_aux=True)
+    params, state = layouts.init(layout, create, tx, KEY)
     step = layouts.step(layout, loss, tx, frozen=is_bias)
     for batch, (mean, bias) in zip(batches(), one_device_biased(), strict=True):
         params, state, found, _ = step(params, state, batch)

@@ -3,6 +3,7 @@
 What is asked for is written here as collectives, from what each role has to move; their bytes are
 what `layouts.predict` says. Arrays of the compiled program for CPU are known again by their
 elements; what else a collective does there than was asked has a name, and leaves nothing over.
+With stages the compiler has what stands within tasks alone: see `test_pipeline_layouts`.
 """
 
 import collections
@@ -18,7 +19,7 @@ import optax
 import pytest
 from flax import nnx
 
-from shardwise import experts, layouts, measure, mesh, model, pipeline
+from shardwise import experts, layouts, measure, mesh, model
 from shardwise import tree as trees
 from shardwise.measure.program import Array
 
@@ -26,7 +27,7 @@ mesh.simulate(8)
 ROWS, LENGTH, FLOAT, KEY = 16, 24, 4, jax.random.key(7)
 CONFIG = model.Config(embed=32, layers=4, heads=16, kv_heads=8, head_dim=2, mlp=48, remat=True)
 MIXTURE = dict(experts=8, experts_per_token=2, capacity_factor=0.75, mlp=16)
-PASSES, PASSED = {"all-reduce": 2}, "collective-permute"
+PASSES = {"all-reduce": 2}
 AGREE = 0.02  # of what is asked for along an axis
 
 
@@ -50,34 +51,27 @@ class Moved:
 
 
 class Asked:
-    """What a step of one stage (or of a layout without stages) has to move: {axes: [Moved]}."""
+    """What a step has to move: {axes: [Moved]}."""
 
-    def __init__(self, layout, config, shapes, stage=0):
+    def __init__(self, layout, config, shapes):
         self.layout, self.config = layout, config
         self.found = collections.defaultdict(list)
-        stages, self.m = layout.size("stage"), layout.microbatches
-        self.first, self.last = stage == 0, stage == stages - 1
-        self.layers = config.layers // stages
+        self.m, self.layers = layout.microbatches, config.layers
         self.rows = (*layout.context, *layout.rows)
         self.width = 2 if layout.dtype == jnp.bfloat16 else 4
         for path, x, box in trees.walk(shapes):
-            if path[0] == "blocks" or (self.first if path[0] == "embed" else self.last):
-                self.parameter(path, x, set(trees.axis_names(box) or ()))
+            self.parameter(path, x, set(trees.axis_names(box) or ()))
         self.loss()
         self.attention()
         self.activations()
         self.tokens()
-        if layout.stage:  # to the stages beside, and what comes back
-            size = ROWS // self.parts(layout.rows) * LENGTH // self.m * config.embed
-            self.add(layout.stage, PASSED, size, (2 - self.first - self.last) * self.m)
 
     def add(self, axes, kind, elements, times, width=None):
         if (n := self.parts(axes)) > 1 and times:
-            n, elements = (2, 2 * elements) if kind == PASSED else (n, elements)
             self.found[tuple(axes)].append(Moved(kind, elements, width or self.width, times, n))
 
     def parameter(self, path, x, names):
-        """Layers are gathered forward, and again where they are recomputed; the head in a stage."""
+        """Layers are gathered forward, and again where they are recomputed."""
         layout, is_layer = self.layout, path[0] == "blocks"
         apart = layout.expert if "experts" in names else ()
         size = x.size // (layout.size("tensor") if names & {*layout.cut} else 1)
@@ -85,16 +79,13 @@ class Asked:
         times = self.layers if is_layer else 1
         over = [name for name in self.rows if name not in (*layout.fsdp, *apart)]
         if layout.fsdp:
-            again = is_layer or (layout.stage and path[0] != "embed")
-            self.add(layout.fsdp, "all-gather", size, (1 + bool(again)) * times * self.m)
+            self.add(layout.fsdp, "all-gather", size, (1 + is_layer) * times * self.m)
             self.add(layout.fsdp, "reduce-scatter", size, times * self.m)
         self.add(over, "all-reduce", size // layout.size("fsdp"), times, FLOAT)
 
     def loss(self):
-        """The total and the count; in microbatches both of each, and first the count of all."""
-        if self.last:
-            several = bool(self.layout.stage) and self.m > 1
-            self.add(self.rows, "all-reduce", 1, 2 * self.m + 1 if several else 2, FLOAT)
+        """The total and the count."""
+        self.add(self.rows, "all-reduce", 1, 2, FLOAT)
 
     def attention(self):
         """K and V, and what is known of tokens, in both forward passes; dK and dV in float32."""
@@ -110,15 +101,14 @@ class Asked:
         """Megatron's, and the loss's maximum, sum and target."""
         layout, cut = self.layout, self.parts(self.layout.rows) * self.layout.size("context")
         tokens = ROWS * LENGTH // cut // self.m
-        size, times = tokens * self.config.embed, self.m * (4 * self.layers)
-        times += self.m * (self.first + self.last)
+        size, times = tokens * self.config.embed, self.m * (4 * self.layers + 2)
         if layout.sequence:
             self.add(layout.tensor, "all-gather", size, times)
             self.add(layout.tensor, "reduce-scatter", size, times)
             self.add(layout.tensor, "all-reduce", self.config.embed, 2 * self.layers + 1, FLOAT)
         else:
             self.add(layout.tensor, "all-reduce", size, times)
-        self.add(layout.tensor, "all-reduce", tokens, 3 * self.m * self.last, FLOAT)
+        self.add(layout.tensor, "all-reduce", tokens, 3 * self.m, FLOAT)
 
     def tokens(self):
         """To their experts and back, in both forward passes and the backward."""
@@ -133,7 +123,7 @@ class Asked:
         return math.prod(self.layout.mesh.shape[name] for name in axes)
 
 
-def made(found, times=1):
+def made(found):
     """[Moved] of a program's collectives, each array of a combined one by itself."""
     for op in found.ops:
         arrays = [Array(*a) for a in op.arrays]
@@ -143,7 +133,7 @@ def made(found, times=1):
         whole = n if op.kind in ("all-gather", "all-to-all") or op.group_size is None else 1
         for a in arrays:
             width = a.bytes / max(a.elements, 1)
-            given = op.kind, a.elements * whole, width, op.trips * times, n
+            given = op.kind, a.elements * whole, width, op.trips, n
             yield Moved(*given, a.dtype, op.source.rsplit("/", 2)[-1])
 
 
@@ -223,37 +213,19 @@ def built(layout):
 
 
 def counted(layout, loss, create, batch):
-    """Of each stage {axes: [Moved]} of the compiled programs."""
+    """{axes: [Moved]} of the compiled program."""
     mixed = bool(layout.expert)
-    placed = layouts.init(layout, create, optax.identity(), KEY, loss, batch, mixed)[0]
+    placed = layouts.init(layout, create, optax.identity(), KEY)[0]
     function = layouts.value_and_grad(layout, loss, has_aux=mixed, check=False)
-    if not layout.stage:
-        compiled = jax.jit(function).lower(placed, batch).compile()
-        found = measure.by_axis(measure.collectives(compiled), layout.mesh)
-        return [{axes: list(made(part)) for axes, part in found.items()}]
-    plan = function.plan(placed, batch)
-    stages = [{layout.stage: list(crossing(x, layout.microbatches))} for x in plan.stages]
-    for (stage, _), lowered in pipeline.programs(function, placed, batch).items():
-        found = measure.collectives(lowered.compile())
-        for axes, part in measure.by_axis(found, plan.stages[stage].mesh).items():
-            stages[stage].setdefault(axes, []).extend(made(part, layout.microbatches))
-    return stages
+    compiled = jax.jit(function).lower(placed, batch).compile()
+    found = measure.by_axis(measure.collectives(compiled), layout.mesh)
+    return {axes: list(made(part)) for axes, part in found.items()}
 
 
-def crossing(programs, times):
-    """[Moved] to the stages beside one, by the shardings of what its programs take and return."""
-    stage, laid = programs.stage, programs.laid
-    names = ("carry",) if stage.last else ("carry", "outputs")
-    for name in names:
-        for x, sharding in zip(getattr(stage, name), laid[name], strict=True):
-            if jnp.issubdtype(x.dtype, jnp.inexact):
-                size = 2 * math.prod(sharding.shard_shape(x.shape))
-                yield Moved(PASSED, size, x.dtype.itemsize, times, 2)
-
-
-CASES = {name: {} for name in layouts.LAYOUTS if not layouts.LAYOUTS[name](8).by_hand}
+HELD = {name: {} for name in layouts.LAYOUTS if not layouts.LAYOUTS[name](8).by_hand}
+CASES = {name: {} for name in HELD if not layouts.LAYOUTS[name](8).stage}
 CASES["fsdp by compiler, bfloat16"] = dict(dtype=jnp.bfloat16)
-HELD = CASES | {"fsdp, tensor by compiler, zero1": dict(zero=1)}
+HELD |= CASES | {"fsdp, tensor by compiler, zero1": dict(zero=1)}
 FAST = {"fsdp, tensor by compiler"}
 
 
@@ -263,8 +235,7 @@ def marked(cases, fast):
 
 def layout_of(name):
     known = max((n for n in layouts.LAYOUTS if name.startswith(n)), key=len)
-    devices = 2 if name == "stage" else 8  # of whose stages those between the ends are alike
-    return dataclasses.replace(layouts.LAYOUTS[known](devices), **HELD[name])
+    return dataclasses.replace(layouts.LAYOUTS[known](8), **HELD[name])
 
 
 @pytest.mark.parametrize("name", marked(CASES, FAST))
@@ -272,31 +243,25 @@ def test_what_the_compiler_sends_is_what_is_asked_or_has_a_cause(name):
     layout = layout_of(name)
     loss, create, batch = built(layout)
     shapes = jax.eval_shape(create, KEY)
-    given = dict(remat=True, loss=loss, has_aux=bool(layout.expert))
-    for stage, found in enumerate(counted(layout, loss, create, batch)):
-        asked = Asked(layout, config_of(layout), shapes, stage).found
-        said = layouts.predict(layout, shapes, batch, **given, stage=stage).sent
-        for axes in {*asked, *found, *said}:
-            told, sent = asked.get(axes, []), found.get(axes, [])
-            tokens = sum(x.bytes(x.times) for x in told if x.kind == "all-to-all")
-            most, count = (sum(x.bytes(x.times) for x in group) for group in (told, sent))
-            np.testing.assert_allclose(said.get(axes, 0) + tokens, most, rtol=1e-9)
-            why = causes(told, sent, layout, shapes)
-            np.testing.assert_allclose(count - most, sum(why.values()), atol=1e-6)
-            assert abs(why.get(LEFT, 0)) <= AGREE * most, (axes, most, count, why)
+    found = counted(layout, loss, create, batch)
+    asked = Asked(layout, config_of(layout), shapes).found
+    said = layouts.predict(layout, shapes, batch, remat=True).sent
+    for axes in {*asked, *found, *said}:
+        told, sent = asked.get(axes, []), found.get(axes, [])
+        tokens = sum(x.bytes(x.times) for x in told if x.kind == "all-to-all")
+        most, count = (sum(x.bytes(x.times) for x in group) for group in (told, sent))
+        np.testing.assert_allclose(said.get(axes, 0) + tokens, most, rtol=1e-9)
+        why = causes(told, sent, layout, shapes)
+        np.testing.assert_allclose(count - most, sum(why.values()), atol=1e-6)
+        assert abs(why.get(LEFT, 0)) <= AGREE * most, (axes, most, count, why)
 
 
 @pytest.mark.parametrize("name", marked(HELD, {"fsdp, tensor by compiler, zero1"}))
 def test_bytes_held_are_the_formula(name):
     layout, tx = layout_of(name), optax.adamw(1e-3)
     loss, create, batch = built(layout)
-    given = loss, batch, bool(layout.expert)
-    parts = layouts.init(layout, create, tx, KEY, *given)
-    held = [measure.bytes_on_devices(part) for part in parts]
-    for stage in range(layout.size("stage")):
-        found = layouts.predict(
-            layout, jax.eval_shape(create, KEY), batch, tx, loss=loss, has_aux=given[2], stage=stage
-        )
-        on = {axis: stage if (axis,) == layout.stage else slice(None) for axis in layout.mesh.shape}
-        for device in np.ravel(layout.mesh.devices[tuple(on.values())]):
-            assert [of[device] for of in held] == [found.held[k] for k in ("parameters", "state")]
+    held = layouts.init(layout, create, tx, KEY)
+    given = dict(loss=loss, has_aux=bool(layout.expert))
+    found = layouts.predict(layout, jax.eval_shape(create, KEY), batch, tx, **given)
+    for tree, part in zip(held, ("parameters", "state"), strict=True):
+        assert set(measure.bytes_on_devices(tree).values()) == {found.held[part]}

@@ -1,7 +1,7 @@
 """Every transformation of Optax that runs on one device, under each strategy that updates.
 
 Each takes three steps with given gradients, and must yield one device's parameters and state, or
-be refused by a message that stands in `REFUSED`. In stages all do so; elsewhere one of each shape
+be refused by a message that stands in `REFUSED`. Under fsdp all do so; elsewhere one of each shape
 of state.
 """
 
@@ -13,24 +13,14 @@ import numpy as np
 import optax
 import pytest
 
-from shardwise import layouts, measure, mesh, pipeline, rules
+from shardwise import layouts, measure, mesh, rules
 from shardwise import tree as trees
 from shardwise.layouts import training
 
 mesh.simulate(8)
-LINE, PAIR, STAGES = mesh.make(fsdp=4), mesh.make(fsdp=2), mesh.make(stage=3)
+LINE, PAIR, STAGES = mesh.make(fsdp=4), mesh.make(fsdp=2), mesh.make(stage=2, fsdp=2)
 contrib = optax.contrib
 
-# Where each parameter lives in the pipeline: in rows on three stages, on one, on two, on all.
-HOMES = {
-    "w": ((0, (0, 2)), (1, (2, 3)), (2, (3, 4))),
-    "bias": ((0, (0, 2)), (1, (2, 3)), (2, (3, 4))),
-    "flat": ((0, (0, 2)), (1, (2, 3)), (2, (3, 4))),
-    "scalar": ((1, None),),
-    "tied": ((0, None), (2, None)),
-    "vector": ((1, None),),
-    "wide": ((0, None), (1, None), (2, None)),
-}
 SHAPES = {
     "w": (4, 5, 8),
     "bias": (4, 8),
@@ -142,36 +132,26 @@ TABLE = {
 }
 WITH_VALUE = {"momo", "momo_adam", "polyak_sgd", "reduce_on_plateau"}
 WITH_NANS = {"apply_if_finite", "skip_not_finite", "zero_nans"}
-IN_ROWS = "of which each of 3 stages holds rows, works neither entry by entry nor by a sum over all"
-NO_SUCH_ARRAY = r"lies in rows on 3 stages, and has no such array"
 REFUSED = {
     (
         "rules",
         "galore",
     ): r"mu/bias has shape \(4, 2\), and its parameter bias has \(4, 8\); .* other=",
-    ("pipeline", "adafactor, of stacks"): NO_SUCH_ARRAY,
-    ("pipeline", "adaptive_grad_clip"): f"reduce_sum on bias, {IN_ROWS}",
-    ("pipeline", "galore"): NO_SUCH_ARRAY,
-    ("pipeline", "lbfgs"): NO_SUCH_ARRAY,
-    ("pipeline", "lbfgs, with a line search"): NO_SUCH_ARRAY,
-    ("pipeline", "muon"): f"on bias, {IN_ROWS}",
-    ("pipeline", "sm3, of stacks"): NO_SUCH_ARRAY,
 }
-# The pipeline runs an update equation by equation. The other ways hand it to the compiler, and
-# what they add is where a state lies: one of each shape of state, and more where some are told
-# the loss or take norms over all, or within arrays.
+# An update is the compiler's, and what ways differ in is where a state lies: one of each shape of
+# state, and more where some are told the loss or take norms over all, or within arrays.
 EVERYWHERE = {
     "adafactor", "adafactor, of stacks", "add_noise", "clip_by_global_norm", "dog", "dowg",
     "fromage", "galore", "lamb", "lbfgs", "lbfgs, with a line search", "masked", "mechanize",
-    "momo", "muon", "noisy_sgd", "normalize_by_update_norm", "novograd",
+    "momo", "muon", "multi_transform", "noisy_sgd", "normalize_by_update_norm", "novograd",
     "optimistic_gradient_descent", "polyak_sgd", "scale_by_stddev", "skip_not_finite", "sm3",
     "sm3, of stacks", "zero_nans",
 }  # fmt: skip
-CASES = [("pipeline", name) for name in TABLE]
-CASES += [(way, name) for way in ("fsdp", "rules") for name in TABLE if name in EVERYWHERE]
+CASES = [("fsdp", name) for name in TABLE]
+CASES += [(way, name) for way in ("stages", "rules") for name in TABLE if name in EVERYWHERE]
 # By default what was once refused or wrong, and some of the rest.
-FAST = {("pipeline", name) for name in ("zero_nans", "multi_steps", "muon")}
-FAST |= {("rules", "masked"), ("fsdp", "clip_by_global_norm"), ("fsdp", "sm3, of stacks")}
+FAST = {("rules", "masked"), ("fsdp", "clip_by_global_norm"), ("fsdp", "sm3, of stacks")}
+FAST |= {("stages", name) for name in ("zero_nans", "muon", "multi_transform")}
 
 
 def arrays(seed, dtype=jnp.float32):
@@ -182,7 +162,7 @@ def arrays(seed, dtype=jnp.float32):
 def gradients(name, step):
     grads = arrays(step + 1)
     if name in WITH_NANS and step == 1:
-        # In the last stage's row: a guard that looks at the first stage's alone would let it pass.
+        # In the last row: a guard that looks at the first stage's alone would let it pass.
         grads["w"] = grads["w"].at[3, 1, 2].set(jnp.nan)
     return grads
 
@@ -203,14 +183,6 @@ def search(name, grads):
     }
 
 
-class Placement:
-    """What `pipeline.place` asks of a loss, with the homes of `HOMES`."""
-
-    def homes(self, tree, batch, key=None):
-        meshes = pipeline.placing.stage_meshes(STAGES, "stage", (0, 1, 2))
-        return [HOMES[key] for key in sorted(SHAPES)], meshes
-
-
 def on_one(tx, name):
     params, steps = arrays(0), []
     state = tx.init(params)
@@ -226,8 +198,9 @@ def on_one(tx, name):
     return steps
 
 
-def by_fsdp(tx, name):
-    layout = layouts.Layout(LINE, fsdp="fsdp", stacked=lambda path: path == "w")
+def by_layout(grid, tx, name):
+    roles = {role: role for role in grid.axis_names}
+    layout = layouts.Layout(grid, **roles, stacked=lambda path: path == "w")
     params, state = layouts.init(layout, lambda key: arrays(0), tx, jax.random.key(0))
     lies = jax.tree.map(lambda x: x.sharding, (params, state))
 
@@ -268,21 +241,11 @@ def by_rules(tx, name):
         yield params, state
 
 
-def by_pipeline(tx, name):
-    params = pipeline.place(arrays(0), Placement())
-    state = pipeline.init(tx, params)
-    for i in range(3):
-        grads = pipeline.place(gradients(name, i), Placement())
-        extra = further(name, i) | search(name, grads)
-        updates, state = pipeline.update(tx, grads, state, params, **extra)
-        params = optax.apply_updates(params, updates)
-        np.testing.assert_array_equal(*params.tree["tied"].values())
-        for piece, x in zip(params.layout, jax.tree.leaves(arrays(0)), strict=True):
-            assert (piece.homes, piece.shape) == (HOMES[piece.path], x.shape)
-        yield pipeline.whole(params), pipeline.whole(state)
-
-
-WAYS = {"fsdp": by_fsdp, "rules": by_rules, "pipeline": by_pipeline}
+WAYS = {
+    "fsdp": functools.partial(by_layout, LINE),
+    "stages": functools.partial(by_layout, STAGES),
+    "rules": by_rules,
+}
 
 
 def assert_close(ours, theirs, rtol=1e-4):

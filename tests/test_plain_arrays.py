@@ -9,7 +9,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 
-from shardwise import layouts, mesh
+from shardwise import layouts, marks, mesh
 
 mesh.simulate(8)
 OPTIMIZERS = {
@@ -23,6 +23,9 @@ LAYOUTS = {
     "zero 1": lambda: layouts.Layout(mesh.make(fsdp=4), fsdp="fsdp", zero=1),
     "data": lambda: layouts.Layout(mesh.make(data=2), data="data"),
     "compiler": lambda: layouts.Layout(mesh.make(fsdp=4), fsdp="fsdp", by="compiler"),
+    "stages": lambda: layouts.Layout(
+        mesh.make(stage=2, fsdp=2), stage="stage", fsdp="fsdp", microbatches=2
+    ),
 }
 CASES = [
     ("fsdp", "compiler", "adamw"),
@@ -30,6 +33,8 @@ CASES = [
     ("zero 1", "copies", "muon"),
     ("compiler", "data", "adafactor"),
     ("data", "zero 1", "adamw"),
+    ("stages", "fsdp", "muon"),
+    ("copies", "stages", "adamw"),
 ]
 
 
@@ -43,7 +48,7 @@ def create(key):
 
 def loss(params, batch):
     x = batch @ params["up"]
-    x = jnp.tanh(x) @ params["down"] + params["bias"][None]
+    x = marks.stage_boundary(jnp.tanh(x)) @ params["down"] + params["bias"][None]
     return jnp.mean((x - batch * params["scale"]) ** 2) + jnp.sum(params["odd"] ** 2) / 100
 
 
@@ -124,7 +129,7 @@ def test_what_is_predicted_is_what_the_shards_hold(name):
         return sum(shard.nbytes for shard in shards)
 
     shapes = jax.eval_shape(create, jax.random.key(0))
-    found = layouts.predict(layout, shapes, batches()[0], tx)
+    found = layouts.predict(layout, shapes, batches()[0], tx, loss=loss)
     assert (found.held["parameters"], found.held["state"]) == (held(params), held(state))
     n = layout.size("fsdp")
     whole = {"bias": 48, "odd": 140} if n == 8 else {"odd": 140} if n > 1 else {}

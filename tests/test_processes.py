@@ -20,7 +20,7 @@ import tensorstore
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import checkpoint, data, fsdp, mesh, pipeline, rules
+from shardwise import checkpoint, data, fsdp, marks, mesh, pipeline, rules
 from shardwise.checkpoint import digests, restoring, steps
 
 CHUNK = 2**14
@@ -190,6 +190,12 @@ def chain(stack, batch, run):
     return jnp.mean((run(stack, batch["x"]) - batch["y"]) ** 2)
 
 
+def one_by_one(stack, x, mark=False):
+    for i in range(8):
+        x = multiply(stack[i : i + 1], marks.stage_boundary(x) if mark and i else x)
+    return x
+
+
 def numbers():
     draw = np.random.default_rng(3)
     stack = draw.normal(size=(8, 6, 6)).astype(np.float32)
@@ -197,37 +203,35 @@ def numbers():
 
 
 def run_pipelines(process, address):
-    """A schedule is refused, for it runs in one process; `gpipe` runs in both as one program."""
+    """Any schedule runs in both processes, for it is one program; and so does `gpipe`."""
     join(process, address, 4)
     stages, (stack, batch) = mesh.make(stage=8), numbers()
-    with pytest.raises(ValueError, match=r"devices of other processes \(\[\d\].*pipeline.gpipe"):
-        pipeline.value_and_grad(chain, stages, "1f1b", 4)
     loss = functools.partial(chain, run=pipeline.gpipe(multiply, stages, 4))
     stack = jax.make_array_from_callback(
         stack.shape, NamedSharding(stages, P("stage")), lambda index: stack[index]
     )
-    value, grads = jax.jit(jax.value_and_grad(loss))(stack, batch)
-    own = {shard.index[0].start: shard.data.tolist() for shard in grads.addressable_shards}
-    print(json.dumps({"loss": float(value), "grads": own}))
+    marked = functools.partial(chain, run=functools.partial(one_by_one, mark=True))
+    laid = dict(specs=lambda params: [P("stage")])
+    scheduled = pipeline.value_and_grad(marked, stages, "1f1b", 4, **laid)
+    for run in jax.value_and_grad(loss), scheduled:
+        value, grads = jax.jit(run)(stack, batch)
+        own = {shard.index[0].start: shard.data.tolist() for shard in grads.addressable_shards}
+        print(json.dumps({"loss": float(value), "grads": own}))
 
 
 @pytest.mark.slow
-def test_a_schedule_is_refused_on_two_processes_where_gpipe_equals_one_device():
-    def one_by_one(stack, x):
-        for weights in stack:
-            x = multiply(weights[None], x)
-        return x
-
+def test_pipelines_on_two_processes_equal_one_device():
     stack, batch = numbers()
     loss, grads = jax.value_and_grad(functools.partial(chain, run=one_by_one))(stack, batch)
     seen = set()
     for out in finish(*start_two("run_pipelines")):
-        found = json.loads(next(line for line in out.splitlines() if line.startswith("{")))
-        np.testing.assert_allclose(found["loss"], loss, rtol=1e-5)
-        for stage, g in found["grads"].items():
-            np.testing.assert_allclose(g[0], grads[int(stage)], rtol=1e-4, atol=1e-6)
-            seen.add(int(stage))
-    assert seen == set(range(8))
+        reports = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+        for i, found in enumerate(reports):
+            np.testing.assert_allclose(found["loss"], loss, rtol=1e-5)
+            for stage, g in found["grads"].items():
+                np.testing.assert_allclose(g[0], grads[int(stage)], rtol=1e-4, atol=1e-6)
+                seen.add((i, int(stage)))
+    assert seen == {(i, stage) for i in range(2) for stage in range(8)}
 
 
 def agree(root, process):

@@ -13,7 +13,7 @@ import pytest
 from combinations import COMBINED, NAMED, layout_of
 from flax import nnx
 
-from shardwise import layouts, measure, mesh, model, pipeline
+from shardwise import layouts, measure, mesh, model
 from shardwise import tree as trees
 from shardwise.layouts.meanings import order
 
@@ -41,7 +41,7 @@ def placed(layout):
     batch = {"tokens": whole, "targets": whole, "mask": np.ones(whole.shape, np.float32)}
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes(config))
     function = layouts.value_and_grad(layout, loss, has_aux=mixed, check=False)
-    return function, (layouts.place(layout, params, loss, batch, mixed), batch)
+    return function, (layouts.place(layout, params), batch)
 
 
 @functools.cache
@@ -50,15 +50,9 @@ def shapes(config):
 
 
 def compiled(layout):
-    """(`measure.DeviceBytes` of the program, parameters); of stages the first one's backward, or,
-    where backward passes are split, the second one's half, to which the other leaves most.
-    """
+    """(`measure.DeviceBytes` of the program, parameters)."""
     function, (params, batch) = placed(layout)
-    if layout.stage:
-        programs = pipeline.programs(function, params, batch)
-        program = programs.get((0, "B")) or programs[1, "W"]
-    else:
-        program = (function if layout.by_hand else jax.jit(function)).lower(params, batch)
+    program = (function if layout.by_hand else jax.jit(function)).lower(params, batch)
     return measure.bytes_per_device(program.compile()), params
 
 

@@ -2,8 +2,7 @@
 
 import functools
 import os
-from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +10,6 @@ import numpy as np
 import tensorstore
 
 from shardwise.rules import named_leaves
-
-
-class Holder(Protocol):
-    """A pytree that keeps the arrays of another in pieces, as `pipeline.Pipelined` does."""
-
-    def to_checkpoint(self, abstract: bool) -> Any:
-        """The other tree, or with `abstract` one whose leaves say how arrays lie, and no data."""
-
-    def from_checkpoint(self, arrays: list[Any]) -> Any:
-        """A pytree of the same kind, of arrays as `to_checkpoint` gives them."""
 
 
 def is_tree(item: Any) -> bool:
@@ -44,33 +33,15 @@ def check_name(name: str) -> None:
         )
 
 
-def by_path(name: str, item: Any, abstract: bool = False) -> dict[str, Any]:
+def by_path(name: str, item: Any) -> dict[str, Any]:
     """{path: array} of a tree; a bare array goes by the item's own name.
 
     Raises:
       ValueError: two leaves have one path, or one name in storage.
     """
-
-    def spread(node):
-        return node.to_checkpoint(abstract) if _is_holder(node) else node
-
-    tree = jax.tree.map(spread, item, is_leaf=_is_holder)
-    found = [(path or name, array) for path, array in named_leaves(tree)]
+    found = [(path or name, array) for path, array in named_leaves(item)]
     _check_paths(name, [path for path, _ in found])
     return dict(found)
-
-
-def fill(item: Any, arrays: Iterable[Any]) -> Any:
-    """`item` with arrays, in the order of `by_path`, in the place of its own."""
-    nodes, structure = jax.tree.flatten(item, is_leaf=_is_holder)
-    left, filled = iter(arrays), []
-    for node in nodes:
-        if _is_holder(node):
-            count = len(jax.tree.leaves(node.to_checkpoint(abstract=True)))
-            filled.append(node.from_checkpoint([next(left) for _ in range(count)]))
-        else:
-            filled.append(next(left))
-    return jax.tree.unflatten(structure, filled)
 
 
 def stored_name(path: str) -> str:
@@ -156,7 +127,3 @@ def _leaves(item):
         return jax.tree.leaves(item)
     except ValueError:
         return [item]  # a dict whose keys cannot be sorted, which is no plain data either
-
-
-def _is_holder(node):
-    return hasattr(type(node), "from_checkpoint")

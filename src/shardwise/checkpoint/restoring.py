@@ -14,7 +14,6 @@ from shardwise.checkpoint.handlers import METADATA
 from shardwise.checkpoint.items import (
     address,
     by_path,
-    fill,
     flat,
     is_empty,
     is_key,
@@ -45,8 +44,7 @@ def restore(
     jax.Array, or a jax.ShapeDtypeStruct with a sharding, brings an array with that sharding, for
     which each process reads the chunks that its devices need. An uncommitted jax.Array, or a
     jax.ShapeDtypeStruct without a sharding, brings an uncommitted array on the default device; a
-    NumPy array or a Python number, one of these. `pipeline.Pipelined` comes back as it is in the
-    target, whatever was saved: paths and shapes decide.
+    NumPy array or a Python number, one of these.
 
     No model is needed: `jax.eval_shape` and `rules.shardings` make such targets. For plain data,
     any value without arrays will do, such as None. With `partial`, leaves that only the checkpoint
@@ -70,7 +68,7 @@ def restore(
         step, items = find(manager, step)
     label = f"checkpoint.restore: step {step} in {where}"
     with together(label) as facts:
-        trees = {n: by_path(n, item, abstract=True) for n, item in target.items() if is_tree(item)}
+        trees = {n: by_path(n, item) for n, item in target.items() if is_tree(item)}
         facts |= {"items": " ".join(sorted(target)), "partial": str(partial)}
         facts |= {f"item {n!r}": " ".join(leaves) for n, leaves in trees.items()}
     with reader(where, {name: name in trees for name in {*items, *trees}}) as manager:
@@ -146,7 +144,8 @@ def _is_uncommitted(leaf):
 
 def _fill(leaves, item, found):
     found = flat(found)
-    return fill(item, [_like(path, leaf, found[path]) for path, leaf in leaves.items()])
+    arrays = [_like(path, leaf, found[path]) for path, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(item), arrays)
 
 
 def _like(path, leaf, array):

@@ -28,9 +28,7 @@ def save(
 
     `state` is a dict of items: pytrees of arrays (typed PRNG keys included), or plain data without
     arrays, such as the position of a data iterator, the same in every process. Devices
-    write their own shards, but a `Pipelined` passes through the host, which holds it whole; it is
-    stored by the paths and shapes of the tree that it was made from. An item without leaves (the
-    state of plain SGD) is not written.
+    write their own shards. An item without leaves (the state of plain SGD) is not written.
 
     A thread writes; `wait` waits for it, and so does the end of the program, whose status is 1 if
     that fails (not on Python 3.12.0 and 3.12.1, which start no threads any more by then: call

@@ -84,13 +84,13 @@ def predict(
         `place` says of arrays, and tracing by hand of a loss.
     """
     again = (layout.remat is not None) if remat is None else remat
-    if layout.stage:
-        return _of_stage(layout, params, batch, tx, again, loss, has_aux, stage)
-    asked = _asked(layout)
     with naming("layouts.predict"):
         arrays = array_layouts(layout, params)
-    shapes = abstract(params)
+    asked, shapes = _asked(layout), abstract(params)
     whole = _whole(layout, arrays, shapes, "layouts.predict")
+    if layout.stage:
+        sent = _of_stage(asked, shapes, batch, again, loss, has_aux, stage)
+        return Prediction(_held(layout, shapes, batch, tx), _in_mesh_order(layout, sent), whole)
     sent: dict[Axes, float] = {}
     for s, x in zip(arrays, jax.tree.leaves(shapes), strict=True):
         _parameter(asked, s, x, again, sent)
@@ -160,15 +160,14 @@ def _asked(layout):
     return dataclasses.replace(layout, by="hand", attention="all_gather", kernel=None)
 
 
-def _of_stage(layout, params, batch, tx, again, loss, has_aux, place):
+def _of_stage(asked, shapes, batch, again, loss, has_aux, place):
     if loss is None:
         raise ValueError(
             "layouts.predict: with stages, which stage reads what the loss tells: give loss=."
         )
-    shapes, asked = abstract(params), _asked(layout)
     sent, here, ends = stage_bytes.of_stage(asked, shapes, batch, loss, has_aux, place)
     activation_bytes.add(asked, here, batch, again, sent, ends)
-    return Prediction(_held(layout, shapes, batch, tx), _in_mesh_order(layout, sent))
+    return sent
 
 
 def _in_mesh_order(layout, sent):

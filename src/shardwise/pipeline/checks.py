@@ -1,5 +1,6 @@
 """Checks by which a pipeline refuses its arguments before anything runs."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -112,6 +113,17 @@ def _takes(name, stages, ranks):
         return schedules.SCHEDULES[name](stages, ranks, enough)
     except ValueError:
         return None
+
+
+def undivided(stage: Any, halves: Any, schedule: Any) -> None:
+    """Warn where a schedule splits backward passes, and that of a stage cannot be split."""
+    splits = any(task.kind == "I" for order in schedule.tasks for task in order)
+    if splits and halves.undivided:
+        warnings.warn(
+            f"pipeline: stage {stage.index}: {', '.join(halves.undivided)} yields both what the "
+            f"stage before waits for and gradients of weights; all of it runs in I.",
+            stacklevel=2,
+        )
 
 
 def concatenated(who: str, ways: list[str], tree: Any) -> None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwise.objective.means import wide
-from shardwise.pipeline import cut
+from shardwise.pipeline import checks, cut
 from shardwise.pipeline.moving import Own, Shared, carriers
 from shardwise.pipeline.packing import Packing
 from shardwise.pipeline.ticking import Ticks, ticks
@@ -181,6 +181,7 @@ class Program:
 
     def _kind(self, stage):
         halves = cut.backward(stage)
+        checks.undivided(stage, halves, self.schedule)
         given = stage.params, stage.inputs
         kept = jax.eval_shape(halves.forward, *given, stage.carry)[1]
         cots = [stage.outputs[i] for i in cut.differentiable(stage)]
