@@ -185,7 +185,7 @@ def test_on_another_mesh_it_sees_the_same_rows(tmp_path, reference, half, roles)
 )
 def test_what_goes_on_is_laid_out_as_what_is_made_and_is_not_made(tmp_path, monkeypatch, roles):
     layout = run.Roles(**{"fsdp": 1} | roles).layout()
-    wanted = layout, create, averaged(TX, 0.9), 0, loss, None
+    wanted = layout, create, averaged(TX, 0.9), 0
     made, told = state.create(*wanted), state.abstract(*wanted)
     assert jax.tree.structure(made) == jax.tree.structure(told)
     for x, like in zip(jax.tree.leaves(made), jax.tree.leaves(told), strict=True):

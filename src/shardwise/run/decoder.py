@@ -197,7 +197,7 @@ def _restored(folder, config, settings, mean, step):
     layout = layouts.Layout(mesh.make(fsdp=-1), fsdp="fsdp")
     tx = guarded(averaged(optax.identity(), settings.ema) if mean else optax.identity())
     create = functools.partial(_create, config)
-    params, opt_state = state.abstract(layout, create, tx, settings.seed, None, None)
+    params, opt_state = state.abstract(layout, create, tx, settings.seed)
     if not mean:
         return checkpoint.restore(folder.checkpoints, {"params": params}, step)["params"]
     # Of the optimizer's own state nothing is read.

@@ -24,7 +24,7 @@ class Feed:
 
     def __init__(self, dataset: grain.MapDataset, batch: int, layout: Layout):
         self._dataset, self._batch = dataset, batch
-        self._sharding = None if layout.staged else sharding(layout, batch)
+        self._sharding = sharding(layout, batch)
         self._mine = _local_rows(self._sharding, batch)
 
     def whole(self, step: int) -> Any:
@@ -91,7 +91,7 @@ class Stream:
         self.restore(start)
         self._batch = batch
         self._recent, self._after = {}, {}
-        self._sharding = None if layout.staged else sharding(layout, batch)
+        self._sharding = sharding(layout, batch)
         found = {len(x) for x in jax.tree.leaves(self._peeked)}
         if found != {batch}:
             raise ValueError(
@@ -152,17 +152,13 @@ def sharding(layout: Layout, batch: int) -> NamedSharding:
 
 def _local_rows(sharding, batch):
     """The rows that this process's devices need."""
-    if sharding is None or jax.process_count() == 1:
-        return range(batch)
     found = [index[0] for index in sharding.addressable_devices_indices_map((batch,)).values()]
     bounds = [index.indices(batch)[:2] for index in found]
     return range(min(start for start, _ in bounds), max(stop for _, stop in bounds))
 
 
-def place(local: Any, first: int, batch: int, sharding: NamedSharding | None) -> Any:
-    """The global arrays of a batch's rows from `first` on; `local` itself where stages lay it."""
-    if sharding is None:
-        return local
+def place(local: Any, first: int, batch: int, sharding: NamedSharding) -> Any:
+    """The global arrays of a batch, of which `local` has the rows from `first` on."""
 
     def one(x):
         def block(index):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import optax.contrib
 
@@ -148,3 +149,8 @@ def guarded(tx: Any, limit: float = float("inf"), halt: bool = False) -> Any:
         return updates, Guarded(norm, bad, (still | bad) if halt else still, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def released(state: Guarded) -> Guarded:
+    """The state of a guard that lets steps pass again."""
+    return state._replace(halted=jax.device_put(np.False_, state.halted.sharding))

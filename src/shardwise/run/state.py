@@ -17,8 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import checkpoint, layouts, objective, pipeline, topology
-from shardwise import tree as trees
+from shardwise import checkpoint, layouts, objective, topology
 from shardwise.layouts import Layout
 from shardwise.run.folder import Folder
 from shardwise.run.optimizers import correction
@@ -66,30 +65,18 @@ def key_of_step(seed: Any, step: Any) -> jax.Array:
     return jax.random.fold_in(stream(jax.random.key(seed), "steps"), step)
 
 
-def create(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, batch: Any) -> tuple:
-    """(params, opt_state), each array born where it lives."""
-    if layout.staged:  # by many programs
-        return layouts.init(layout, make, tx, key_of_seed(seed), loss, batch)
-    return _born(layout, make, tx)(key_of_seed(seed))
-
-
-def _born(layout, make, tx):
-    """The one program of a key that makes all parameters and optimizer state.
+def create(layout: Layout, make: Callable, tx: Any, seed: int) -> tuple:
+    """(params, opt_state), each array born where it lives, by one program of a key.
 
     On CPU it is not optimized, since it runs once: that takes two thirds of the compiler's time.
     """
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
-    return jax.jit(lambda key: layouts.init(layout, make, tx, key), compiler_options=options)
+    born = jax.jit(lambda key: layouts.init(layout, make, tx, key), compiler_options=options)
+    return born(key_of_seed(seed))
 
 
-def abstract(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, batch: Any) -> tuple:
+def abstract(layout: Layout, make: Callable, tx: Any, seed: int) -> tuple:
     """The shapes with shardings of what `create` makes; no arrays are held."""
-    if layout.staged:  # whose arrays are born by many programs
-        made = create(layout, make, tx, seed, loss, batch)
-        found = jax.tree.map(_abstract, made)
-        for x in jax.tree.leaves(made):
-            x.delete()
-        return found
     params = jax.eval_shape(make, key_of_seed(seed))
     shapes = params, jax.eval_shape(tx.init, params)
     return jax.tree.map(
@@ -99,51 +86,13 @@ def abstract(layout: Any, make: Callable, tx: Any, seed: int, loss: Callable, ba
     )
 
 
-def field(opt_state: Any, path: str) -> jax.Array:
-    """One array of an optimizer's state, in whatever form the layout keeps it."""
-    if isinstance(opt_state, pipeline.Pipelined):
-        return next(iter(opt_state.tree[path].values()))
-    return dict(trees.leaves(opt_state))[path]
-
-
-def replaced(opt_state: Any, path: str, value: Any) -> Any:
-    """The optimizer's state with another value of one scalar."""
-    if isinstance(opt_state, pipeline.Pipelined):
-        each = {s: jax.device_put(value, x.sharding) for s, x in opt_state.tree[path].items()}
-        return dataclasses.replace(opt_state, tree=opt_state.tree | {path: each})
-    found = [
-        jax.device_put(jnp.asarray(value, x.dtype), x.sharding) if name == path else x
-        for name, x in trees.leaves(opt_state)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(opt_state), found)
-
-
 def mean(params: Any, opt_state: Any, decay: float) -> Any:
     """The mean of the parameters that `averaged` keeps in the state, corrected, laid out as they.
 
-    Only the form and the dtypes of `params` count. Inside jit, but for stages.
+    Only the form and the dtypes of `params` count.
     """
-
-    def one(x, param):
-        return (x / by).astype(param.dtype)
-
-    if isinstance(opt_state, pipeline.Pipelined):
-        by = correction(decay, jax.device_get(field(opt_state, "inner/count")))
-        sums = [p.path for p in opt_state.layout if p.path.startswith("inner/sum/")]
-        paths = [piece.path for piece in params.layout]
-        found = {
-            path: jax.tree.map(one, opt_state.tree[other], params.tree[path])
-            for path, other in zip(paths, sums, strict=True)
-        }
-        return dataclasses.replace(params, tree=found)
     by = correction(decay, opt_state.inner.count)
-    return jax.tree.map(one, opt_state.inner.sum, params)
-
-
-def save(folder: Folder, step: int, params: Any, opt_state: Any, facts: dict, keep: int) -> None:
-    """Start saving; returns once the arrays may be donated."""
-    items = {"params": params, "opt_state": opt_state, "run": {"step": step} | facts}
-    checkpoint.save(folder.checkpoints, step, items, keep=keep)
+    return jax.tree.map(lambda x, p: (x / by).astype(p.dtype), opt_state.inner.sum, params)
 
 
 def saved(folder: Folder) -> dict[str, Any] | None:
@@ -151,17 +100,6 @@ def saved(folder: Folder) -> dict[str, Any] | None:
     if not folder.checkpoints.exists() or checkpoint.latest(folder.checkpoints) is None:
         return None
     return checkpoint.restore(folder.checkpoints, {"run": None})["run"]
-
-
-def restore(folder: Folder, step: int, params: Any, opt_state: Any) -> tuple[Any, Any]:
-    """(params, opt_state) of a step, as `abstract` describes them."""
-    target = {"params": params, "opt_state": opt_state}
-    found = checkpoint.restore(folder.checkpoints, target, step)
-    return found["params"], found["opt_state"]
-
-
-def _abstract(x):
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def step_program(
@@ -180,12 +118,9 @@ def step_program(
         key = key_argument(loss, seed, step)
         params, opt_state, value, *extra = run(params, opt_state, batch, **key)
         record = _recorded(extra[0]) if extra and isinstance(extra[0], dict) else {}
-        record |= {"loss": value, "stop": flags.max()}
-        record |= {name: field(opt_state, name) for name in ("norm", "bad")}
-        return params, opt_state, record
+        record |= {"loss": value, "norm": opt_state.norm, "bad": opt_state.bad}
+        return params, opt_state, record | {"stop": flags.max()}
 
-    if layout.staged:
-        return train_step
     shardings = jax.tree.map(lambda x: x.sharding, wanted)
     out = (*shardings, NamedSharding(layout.auto, P()))
     return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out)
@@ -209,8 +144,6 @@ def _recorded(aux):
 
 def flags(layout: Layout, asked: bool) -> Any:
     """The vector that says of each device whether its process was asked to stop."""
-    if layout.staged:
-        return np.asarray([asked], np.int32)
     cut = NamedSharding(layout.auto, P(layout.auto.axis_names))
     shape = (layout.auto.size,)
     return jax.make_array_from_callback(shape, cut, lambda index: np.asarray([asked], np.int32))
@@ -234,11 +167,12 @@ def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: boo
 
     mean_and_count = layouts.value(layout, counted, has_aux=True)
 
+    @jax.jit
     def both(params, opt_state, batch):
         averages = [] if decay is None else [mean(params, opt_state, decay)]
         return [mean_and_count(each, batch) for each in (params, *averages)]
 
-    return both if layout.staged else jax.jit(both)
+    return both
 
 
 def together(found: Sequence[Sequence[tuple[Any, Any]]]) -> list[float]:

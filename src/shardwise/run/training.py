@@ -18,7 +18,7 @@ from shardwise.run import metrics, signals, state
 from shardwise.run.feed import Feed, Stream, feed
 from shardwise.run.folder import Folder
 from shardwise.run.notes import Notes, Watchdog
-from shardwise.run.optimizers import averaged, guarded
+from shardwise.run.optimizers import averaged, guarded, released
 from shardwise.run.reports import Report
 from shardwise.run.settings import Settings, check_resumable, flat
 from shardwise.run.state import Result
@@ -166,13 +166,14 @@ class _Run:
         self.saved_at = self.saved and self.saved["step"]
         self.first = (self.saved_at or 0) + 1
         self.notes.say("compiling")
-        made = layout, self.create, self.tx, settings.seed, loss, self.source.shapes()
+        made = layout, self.create, self.tx, settings.seed
         if self.saved is None:
             like = self.params, self.opt_state = state.create(*made)
         else:
             like = state.abstract(*made)
-            self.params, opt_state = state.restore(self.folder, self.saved_at, *like)
-            self.opt_state = state.replaced(opt_state, "halted", False)
+            items = dict(zip(("params", "opt_state"), like, strict=True))
+            found = checkpoint.restore(self.folder.checkpoints, items, self.saved_at)
+            self.params, self.opt_state = found["params"], released(found["opt_state"])
         given = layout, loss, self.tx, settings.seed, self.has_aux, self.aux, like
         self.program = state.step_program(*given)
         self.evaluation = state.evaluation(layout, loss, settings.ema, self.has_aux)
@@ -228,11 +229,11 @@ class _Run:
         with jax.profiler.StepTraceAnnotation("step", step_num=step):
             self.params, self.opt_state, record = self.program(*given)
         # A step is looked at when the next one is under way, so that devices never wait for this
-        # process; but for the first, and for stages, whose tasks this process runs itself.
+        # process; but for the first.
         agreed = self._flush()
         self.pending = step, record
         ends = self.tracing and step == self.profiled[-1]
-        if step == self.first or self.layout.staged or ends:
+        if step == self.first or ends:
             agreed = self._flush()
         if ends:
             self._settle()
@@ -289,7 +290,7 @@ class _Run:
             self.report.print(f"{'Bad' if applied else 'Skipped'}: {told}.")
             return
         if not applied:  # the guard has held the state since
-            self.opt_state = state.replaced(self.opt_state, "halted", False)
+            self.opt_state = released(self.opt_state)
             self._save(step - 1)
         checkpoint.wait(self.folder.checkpoints)
         raise BadStep(
