@@ -414,16 +414,18 @@ def test_restoring_reads_what_jax_places_and_the_checkpoint_holds():
         device = sorted(sharding.device_set, key=lambda d: d.id)[at["device"]]
         index = sharding.devices_indices_map(SHAPE)[device]
         shown = states.shown(**at)
-        told = said(shown["result"])
+        words = "".join(shown[f"{name}_words"] for name in ("source", "goal", "read"))
+        told = said(words)
         mine = [chunks.places[number] for number in chunks.touched(index)]
         assert number(told["held"]) == 4 * np.prod(sharding.shard_shape(SHAPE))
         assert number(told["touched"]) == len(mine)
         assert number(told["read"]) == sum(size for *_, size in mine) >= number(told["held"])
         assert number(told["all"]) >= number(told["read"])
-        filled, every = re.findall(r'd="([^"]+)" fill', shown["array"])[:2]
-        assert len(boxes(filled)) == len(mine) and len(boxes(every)) == len(chunks.places)
-        assert area(every) >= np.prod(SHAPE)
-        seen.add(shown["result"].count("bytes "))
+        for read, every in (("read", "chunks"), ("read_bytes", "files")):
+            assert len(boxes(shown[read])) == len(mine)
+            assert len(boxes(shown[every])) == len(chunks.places)
+        assert area(shown["chunks"]) >= np.prod(SHAPE)
+        seen.add(words.count("bytes "))
     assert len(seen) > 2
 
 

@@ -16,7 +16,7 @@ MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2))
 NAMES = {1: ("data",), 2: ("data", "model"), 3: ("stage", "data", "model")}
 SIZES = (16, 8, 6)
 ITEMSIZE = 4  # float32
-LAYOUT = f"""<div id="@size"></div><div class="pictures" id="@sheets">
+LAYOUT = f"""<div id="@size"></div><div class="pictures sheets" id="@sheets">
 <div><p id="@sides"></p><div class="sheet" id="@array" role="img"
 aria-label="The array: its blocks, and the devices that hold each"></div></div>
 <div><p id="@axes"></p><div class="memories" id="@memories"></div></div></div>{RESULT}"""
