@@ -140,13 +140,13 @@ def test_balance_draws_what_is_seen_by_whom_and_bars_as_long_as_scores():
         n, size = (2, 4)[at["devices"]], (16, 64)[at["length"]]
         shown, owners = states.shown(**at), orders[at["order"]](size, n).reshape(n, -1)
         drawn = np.full((size, size), -1)
-        for device, path in enumerate(re.findall(r'd="([^"]*)" fill="#', shown["seen"])):
+        for device, path in enumerate(re.findall(r'd="([^"]*)" fill="var', shown["seen"])):
             for first, row, count in re.findall(r"M(\d+) (\d+)h(\d+)v1", path):
                 drawn[int(row), int(first) : int(first) + int(count)] = device
             keys = [int(key) for key in re.findall(r"M(\d+) -4", path)]
             assert keys == sorted(owners[device])
             assert set(np.flatnonzero((drawn == device).any(axis=1))) <= set(keys)
-        bars = re.findall(r'd="([^"]*)" fill="#', shown["ring"])
+        bars = re.findall(r'd="([^"]*)" fill="var', shown["ring"])
         for device, path in enumerate(bars):
             scores = sum(wide for _, _, wide, _ in boxes(path))
             assert scores == (drawn == device).sum()
@@ -542,7 +542,7 @@ def test_a_step_of_fsdp_by_hand():
     }
     assert shown["grid"].count('class="cell"') == 4 * 3 * 3
     # Of layer 0 each device holds four parts of the parameters, and one of everything else.
-    assert shown["grid"].count('height="22" fill="#') == 4 * (4 + 2 + 3)
+    assert shown["grid"].count('height="22" fill="var') == 4 * (4 + 2 + 3)
 
 
 def test_saving_says_the_share_lost():

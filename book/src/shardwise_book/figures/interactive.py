@@ -11,6 +11,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from shardwise_book.figures import svg
+
 RESULT = '<p id="@result" role="status" aria-live="polite"></p>'  # read aloud when it changes
 
 
@@ -30,9 +32,10 @@ class Interactive:
         root = f"shardwise-{secrets.token_hex(4)}"
         # An escaped name holds no quotation mark, so an "@" in one is never taken for an id.
         still = re.sub(r'((?:id|for|name)="|<style>#)@', rf"\g<1>{root}-", self.still)
+        style = f".shardwise-figure {{{svg.COLOURS}}}\n{code('interactive.css')}"
         data = json.dumps(self.data, separators=(",", ":")).replace("<", "\\u003c")
         return (
-            f'<div id="{root}" class="shardwise-figure"><style>{code("interactive.css")}</style>'
+            f'<div id="{root}" class="shardwise-figure"><style>{style}</style>'
             f"{still}</div>\n"
             f"<script>((root) => ({code(self.script)})(root, {data}))"
             f'(document.getElementById("{root}"));</script>'

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardwise_book.figures import palette
+from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2))
@@ -142,6 +142,5 @@ def _grid(found, tiles):
 
 
 def _strip(device, number, more=""):
-    colour = palette.device(device)
-    style = f"background:{colour};color:{palette.ink(colour)}{more}"
+    style = f"background:{svg.device(device)};color:{svg.ink(device)}{more}"
     return f'<i style="{style}">{number}</i>'

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from jax.sharding import Sharding
 
-from shardwise_book.figures import palette, svg
+from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 from shardwise_book.figures.mesh import blocks
 
@@ -95,7 +95,7 @@ def resharding_explorer(
         def drawn(mesh0, spec0, limit, mesh1, spec1, device):
             read = reads(mesh0, spec0, limit, mesh1, spec1)[device]
             places = boxes(saved[limit][mesh0, spec0])
-            return svg.path((places[chunk] for chunk in read), palette.device(device), "")
+            return svg.path((places[chunk] for chunk in read), svg.device(device), "")
 
         return drawn
 
