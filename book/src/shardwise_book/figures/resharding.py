@@ -1,6 +1,7 @@
 """The explorer of restoring: which bytes of which file a target device reads."""
 
 import functools
+import itertools
 from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING
@@ -81,14 +82,14 @@ def resharding_explorer(
         return {at: (at[1] * wide, at[0] * high, wide, high) for at in stored.places}
 
     def boxes_in_files(stored):
-        """Of each chunk in its file, drawn as a strip of bytes."""
+        """Of each chunk in its file, which is a strip of its chunks, in their order."""
         found = {}
         for number, name in enumerate(_files(stored)):
-            size = _size(stored, name)
-            for chunk, (file, offset, length) in stored.places.items():
-                if file == name:
-                    x, end = offset * 300 // size, (offset + length) * 300 // size
-                    found[chunk] = 10 + x, 60 * number + 40, end - x, 26
+            inside = [chunk for chunk, (file, *_) in stored.places.items() if file == name]
+            inside.sort(key=lambda chunk: stored.places[chunk][1])
+            edges = [10 + 300 * i // len(inside) for i in range(len(inside) + 1)]
+            for chunk, (x, end) in zip(inside, itertools.pairwise(edges), strict=True):
+                found[chunk] = x, 60 * number + 40, end - x, 26
         return found
 
     def read_in(boxes):
