@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise import context, layouts, measure, mesh, model, plan, schedules, topology, train
-from shardwise.layouts import staged
+from shardwise.layouts import gradients
 from shardwise.plan import (
     arrays,
     compiling,
@@ -102,7 +102,7 @@ def test_bytes_are_those_of_the_layout(seed):
 @pytest.mark.parametrize("seed", marked(range(12), [10]))
 def test_bytes_of_stages_are_those_of_the_layout(seed, monkeypatch):
     # `predict` would trace the loss again for each stage.
-    monkeypatch.setattr(staged, "value_and_grad", functools.cache(staged.value_and_grad))
+    monkeypatch.setattr(gradients, "in_stages", functools.cache(gradients.in_stages))
     each, config, rows = drawn(seed, staged=True)
     layout = compiling.layout_of(each, config, mesh.make(**each.sizes))
     program = compiling.program_of(each, config, rows, LENGTH)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardwise.layouts import staged
+from shardwise.layouts import gradients
 from shardwise.layouts.layout import Layout
 from shardwise.objective import wide
 from shardwise.pipeline.moving import Own
@@ -29,7 +29,7 @@ def of_stage(
     layout: Layout, shapes: Any, batch: Any, loss: Callable, has_aux: bool, place: int
 ) -> StageBytes:
     """The `StageBytes` of a device at this place along the stages, whose program the loss tells."""
-    program = staged.program(layout, loss, has_aux, shapes, batch)
+    program = gradients.program(layout, loss, has_aux, shapes, batch)
     one = _Device(layout, program, place)
     own = [program.stages[s] for s in one.stages]
     here = [one.shape(i, x) for i, x in enumerate(program.leaves)]

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import mesh, rules
 from shardwise.fsdp.arrays import laid_out
-from shardwise.layouts import by_compiler, by_hand, freezing, placing, staged, tasks
+from shardwise.layouts import freezing, gradients, placing, tasks
 from shardwise.layouts.first_call import Judging
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.matrices import whole_in_products
@@ -96,7 +96,7 @@ def value_and_grad(
         `pipeline.value_and_grad` raise.
     """
     who = "layouts.value_and_grad"
-    run = _mean_and_grad(layout, loss, has_aux, aux, who)
+    run = gradients.mean_and_grad(layout, loss, has_aux, aux, who)
     run = tasks.checked(run, layout, who) if layout.stage else run
     run = Judging(run, layout, loss, has_aux, aux, who) if check else run
     return _for_caller(run, layout, lambda out: (_whole(out[0]), _specs(layout, out[1])))
@@ -110,9 +110,9 @@ def value(layout: Layout, loss: Callable, has_aux: bool = False, aux: Any = "sum
     """
     given = layout, loss, has_aux, aux, "layouts.value"
     if layout.stage:  # the compiler does not see that nothing reads a half of the schedule
-        run = staged.value_and_grad(*given, backward=False)
+        run = gradients.in_stages(*given, backward=False)
     else:
-        run = _mean_and_grad(*given)
+        run = gradients.mean_and_grad(*given)
 
     def mean(params, batch, *args, key=None):
         return run(params, batch, *args, key=key)[0]
@@ -131,11 +131,6 @@ def _specs(layout, params):
 
 def _whole(tree):
     return jax.tree.map(lambda _: P(), tree)
-
-
-def _mean_and_grad(layout, loss, has_aux, aux, who):
-    strategy = staged if layout.stage else by_hand if layout.by_hand else by_compiler
-    return strategy.value_and_grad(layout, loss, has_aux, aux, who)
 
 
 def step(
@@ -166,7 +161,7 @@ def step(
     if frozen is not None:
         judged = freezing.apart(loss, frozen)
         loss, has_aux, aux = freezing.apart(loss, frozen, shapes), True, ("mean", aux)
-    mean_and_grad = _mean_and_grad(layout, loss, has_aux, aux, "layouts.step")
+    mean_and_grad = gradients.mean_and_grad(layout, loss, has_aux, aux, "layouts.step")
 
     def run(params, opt_state, batch, *args, key=None):
         shapes.clear()
