@@ -343,7 +343,7 @@ def test_an_error_names_what_was_called(name, called):
             run(jax.tree.map(jnp.asarray, params), batch)
 
 
-@pytest.mark.parametrize("name", ["stage", "stage, fsdp", "stage, fsdp, tensor by hand"])
+@pytest.mark.parametrize("name", ["stage", "stage, fsdp", "stage, fsdp by hand"])
 def test_a_loss_without_a_mark_is_told_where_stages_end(name):
     def unmarked(params, batch):
         return jnp.mean((batch["x"] @ params["w"]) ** 2)
