@@ -79,9 +79,8 @@ def read(frame: Frame, op: Instruction) -> Op | None:
         written = tpu.written_as(frame, op, n)
     if tpu.is_scatter(frame, op):
         kind, written = "reduce-scatter", ()
-    notes = ("padded",) * tpu.is_padded(frame, op) + ("windowed",) * tpu.is_windowed(op)
-    notes += ("combined",) * (len(op.operands) > 1 and kind != "all-to-all")
-    return _op(kind, op, frame.operands(op), n, among, strategy, written, started, notes)
+    notes, arrays = tpu.notes(frame, op), frame.operands(op)
+    return _op(kind, op, arrays, n, among, strategy, written, started, notes)
 
 
 def _op(kind, op, arrays, n, among, strategy="", written=(), asynchronous=False, notes=()) -> Op:

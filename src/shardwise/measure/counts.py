@@ -192,10 +192,9 @@ class Forms(Shown, dict[Form, Collectives]):
     def _rows(self):
         rows = []
         for form, found in self.items():
-            notes = ["asynchronous"] * form.asynchronous + list(form.notes)
+            notes = ", ".join(("asynchronous",) * form.asynchronous + form.notes)
             sizes = map(number, (found.static, found.dynamic, found.ring_bytes))
-            written, notes = ", ".join(form.written), ", ".join(notes)
-            rows.append((form.kind, written, form.strategy, *sizes, notes))
+            rows.append((form.kind, ", ".join(form.written), form.strategy, *sizes, notes))
         return rows
 
 

@@ -133,8 +133,7 @@ def pairs(op: Instruction) -> Groups:
     """The (source, target) pairs of a collective-permute."""
     if "slice_sizes" in op.attributes:
         raise ValueError(f"measure.collectives: {op.name} sends slices, which are not known here.")
-    found = re.findall(r"\{(\d+),(\d+)\}", op.attributes["source_target_pairs"])
-    return tuple((int(source), int(target)) for source, target in found)
+    return _listed(re.findall(r"\{(\d+),(\d+)\}", op.attributes["source_target_pairs"]))
 
 
 def _of_mesh(text, order, axes):

@@ -56,11 +56,6 @@ def is_scatter(frame: Frame, op: Instruction) -> bool:
     return _is_cut(frame, op.name, lambda n: n < op.arrays[0].elements)
 
 
-def is_padded(frame: Frame, op: Instruction) -> bool:
-    """Whether an operand of a collective was padded for it."""
-    return any(frame.find(name)[1].opcode == "pad" for name in op.operands)
-
-
 def written_as(frame: Frame, op: Instruction, size: int) -> tuple[str, ...]:
     """The kind whose work an all-reduce among `size` devices does, of each of its arrays.
 
@@ -118,13 +113,15 @@ def _readers(frame, name):
                 yield reader, name
 
 
-def is_windowed(op: Instruction) -> bool:
-    """Whether a permute passes on the shares of a product's operand, instead of gathering it.
-
-    It is told by its origin: the compiler names such a permute after the product.
-    """
-    product = op.source.rsplit("/", 1)[-1].startswith(("dot_general", "conv_general"))
-    return op.opcode.startswith("collective-permute") and product
+def notes(frame: Frame, op: Instruction) -> tuple[str, ...]:
+    """The notes of a collective, see `Op`; a permute of a product's shares is named after it."""
+    shares = op.source.rsplit("/", 1)[-1].startswith(("dot_general", "conv_general"))
+    found = {
+        "padded": any(frame.find(name)[1].opcode == "pad" for name in op.operands),
+        "windowed": shares and op.opcode.startswith("collective-permute"),
+        "combined": len(op.operands) > 1 and not op.opcode.startswith("all-to-all"),
+    }
+    return tuple(note for note, holds in found.items() if holds)
 
 
 def strategy(frame: Frame, op: Instruction) -> str:
