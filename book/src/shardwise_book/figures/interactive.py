@@ -32,7 +32,7 @@ class Interactive:
         root = f"shardwise-{secrets.token_hex(4)}"
         # An escaped name holds no quotation mark, so an "@" in one is never taken for an id.
         still = re.sub(r'((?:id|for|name)="|<style>#)@', rf"\g<1>{root}-", self.still)
-        style = f".shardwise-figure {{{svg.COLOURS}}}\n{code('interactive.css')}"
+        style = f".shardwise-figure {{{svg.COLOURS}}}\n" + code("interactive.css")
         data = json.dumps(self.data, separators=(",", ":")).replace("<", "\\u003c")
         return (
             f'<div id="{root}" class="shardwise-figure"><style>{style}</style>'

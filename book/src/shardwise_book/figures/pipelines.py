@@ -1,7 +1,7 @@
 """The explorer of pipelines: a schedule, its costs, and what each task waits for."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 
 from shardwise import schedules
@@ -24,11 +24,7 @@ them what is live"><div id="@rows"></div><div id="@axis" class="axis"></div></di
 <br><span id="@story"></span></p>"""
 
 
-def pipeline_explorer(
-    devices: Sequence[int] = (2, 4),
-    microbatches: Sequence[int] = (2, 4, 8),
-    start: Mapping[str, int] | None = None,
-) -> Interactive:
+def pipeline_explorer(start: Mapping[str, int] | None = None) -> Interactive:
     """Choose a schedule, its size and costs; see when tasks run, wait for what, and what is live.
 
     Everything in `schedules.SCHEDULES` is on offer, each with as many stages on a device, up to
@@ -75,8 +71,8 @@ def pipeline_explorer(
     drawn = {draw.__name__: _unless_refused(draw) for draw in (live, rows, costs, axis, story)}
     controls = {
         "schedule": Control("Schedule", list(schedules.SCHEDULES)),
-        "devices": Control("Devices", devices),
-        "microbatches": Control("Microbatches", microbatches),
+        "devices": Control("Devices", (2, 4)),
+        "microbatches": Control("Microbatches", (2, 4, 8)),
         "backward": Control("Backward costs", (1, 2, 3)),
         "transfer": Control("Transfer takes", (0, 0.5, 1)),
         "device": Control("Device", lambda devices: range(devices), "range"),

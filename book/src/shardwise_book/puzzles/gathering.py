@@ -10,14 +10,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from shardwise import layouts, marks, measure, mesh
-from shardwise_book.puzzles.running import (
-    QUICK,
-    in_one,
-    normal,
-    on_each,
-    require_at_most,
-    require_close,
-)
+from shardwise_book.puzzles import running
 from shardwise_book.puzzles.verdict import Verdict, Wrong, puzzle
 
 EMBED, MLP = 64, 256
@@ -29,7 +22,7 @@ def layer(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
 
 
 def _stack(layers):
-    up, down = normal(0, layers, EMBED, MLP) / 8, normal(1, layers, MLP, EMBED) / 16
+    up, down = running.normal(0, layers, EMBED, MLP) / 8, running.normal(1, layers, MLP, EMBED) / 16
     return {"up": up, "down": down}
 
 
@@ -50,25 +43,28 @@ def gather(body: Callable[[jax.Array, Any], tuple[jax.Array, None]]) -> Verdict:
             f"gathered weights are kept for the backward pass, or gathered too early."
         )
     sent = measure.collectives(programs[4]).ring_bytes
-    require_at_most(sent, (3 * 4 * one + 8) * 7 / 8, "ring bytes")
+    running.require_at_most(sent, (3 * 4 * one + 8) * 7 / 8, "ring bytes")
     return f"{sent:,.0f} ring bytes, 3Ψ(n−1)/n, and {temporaries[4] / one:.2f} layers in memory."
 
 
 def _like_one_device(body, stack):
     """The gradient's program under FSDP by `body`, after a comparison with one device."""
-    batch, cut = {"x": normal(2, 16, EMBED), "y": normal(3, 16, EMBED)}, P(None, "fsdp")
+    batch, cut = (
+        {"x": running.normal(2, 16, EMBED), "y": running.normal(3, 16, EMBED)},
+        P(None, "fsdp"),
+    )
 
     def run(stack, batch):
         value, slope = jax.value_and_grad(lambda s: _error(body, s, batch))(stack)
         return jax.lax.psum(value, "fsdp"), slope
 
     specs = dict(in_specs=(cut, P("fsdp")), out_specs=(P(), cut))
-    program = on_each(run, mesh.make(fsdp=8), stack, batch, **specs)
+    program = running.on_each(run, mesh.make(fsdp=8), stack, batch, **specs)
     value, slope = program(stack, batch)
     whole = jax.value_and_grad(lambda s: _error(lambda x, w: (layer(x, w), None), s, batch))
-    expected = in_one(whole)(stack)
-    require_close(value, expected[0], "the loss")
-    require_close(slope, expected[1], "the gradient")
+    expected = running.in_one(whole)(stack)
+    running.require_close(value, expected[0], "the loss")
+    running.require_close(slope, expected[1], "the gradient")
     return program
 
 
@@ -78,26 +74,26 @@ def clip(function: Callable[[dict[str, jax.Array], float], dict[str, jax.Array]]
     laid = {"w": P("x"), "v": P("x"), "b": P()}
     for seed, limit in ((0, 1.0), (1, 1e3), (2, 5.0)):
         grads = {
-            "w": normal(seed, 64, 16),
-            "v": normal(seed + 1, 32),
-            "b": 3 * normal(seed + 2, 16),
+            "w": running.normal(seed, 64, 16),
+            "v": running.normal(seed + 1, 32),
+            "b": 3 * running.normal(seed + 2, 16),
         }
 
         def here(grads, limit=limit):
             return function(grads, limit)
 
         specs = dict(in_specs=(laid,), out_specs=laid)
-        program = on_each(here, mesh.make(x=8), grads, **specs)
+        program = running.on_each(here, mesh.make(x=8), grads, **specs)
         found = program(grads)
         if not isinstance(found, dict) or set(found) != set(laid):
             raise Wrong('expected a dict of "w", "v" and "b".')
         expected, _ = optax.clip_by_global_norm(limit).update(grads, optax.EmptyState())
         for name in laid:
-            require_close(
+            running.require_close(
                 found[name], np.asarray(expected[name]), f'"{name}" under limit {limit:g}'
             )
         moved = measure.collectives(program)
-        require_at_most(moved.payload_bytes, 4, "bytes of payload")
+        running.require_at_most(moved.payload_bytes, 4, "bytes of payload")
     return f"{moved.payload_bytes} bytes of payload, {moved.ring_bytes:g} ring bytes: one number."
 
 
@@ -127,12 +123,14 @@ def _step(options):
         return jnp.mean((jax.lax.scan(body, batch["x"], stack)[0] - batch["y"]) ** 2)
 
     grid, stack, adam = mesh.make(fsdp=8), _stack(4), optax.adam(1e-3)
-    batch = {"x": normal(2, 64, EMBED), "y": normal(3, 64, EMBED)}
+    batch = {"x": running.normal(2, 64, EMBED), "y": running.normal(3, 64, EMBED)}
     how = dict(fsdp="fsdp", stacked=lambda path: True, microbatches=4)
     layout = layouts.Layout(grid, **how, **options)
     state = jax.device_put((stack, adam.init(stack)), layouts.shardings(layout, stack, adam))
     lowered = layouts.step(layout, loss, adam).lower(*state, batch)
-    program = lowered.compile(QUICK)
+    program = lowered.compile(running.QUICK)
     mean = program(*state, batch)[2]
-    require_close(np.asarray(mean), np.asarray(in_one(loss)(stack, batch)), "the loss", 1e-2)
+    running.require_close(
+        np.asarray(mean), np.asarray(running.in_one(loss)(stack, batch)), "the loss", 1e-2
+    )
     return lowered, program, sum(a.nbytes for a in stack.values())

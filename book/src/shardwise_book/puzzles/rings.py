@@ -8,13 +8,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from shardwise import measure, mesh
-from shardwise_book.puzzles.running import (
-    in_one,
-    on_each,
-    require_at_most,
-    require_equal,
-    whole_numbers,
-)
+from shardwise_book.puzzles import running
 from shardwise_book.puzzles.verdict import Verdict, Wrong, puzzle
 
 
@@ -22,17 +16,17 @@ from shardwise_book.puzzles.verdict import Verdict, Wrong, puzzle
 def scatter(function: Callable[[jax.Array], jax.Array]) -> Verdict:
     """A reduce-scatter along "x" by `ppermute`, in log₂ n steps: blocks [n, ...] to one [...]."""
     for n in (2, 4, 8):
-        line, partial = mesh.make(x=n), whole_numbers(n, n * n, 4, 8)
-        program = on_each(function, line, partial, check=False)
-        require_equal(program(partial), _sums(partial, n), f" on {n} devices")
+        line, partial = mesh.make(x=n), running.whole_numbers(n, n * n, 4, 8)
+        program = running.on_each(function, line, partial, check=False)
+        running.require_equal(program(partial), _sums(partial, n), f" on {n} devices")
         moved = measure.collectives(program)
         if others := set(moved) - {"collective-permute"}:
             raise Wrong(f"right values, by {', '.join(others)}; send them by `ppermute` alone.")
         steps = n.bit_length() - 1
-        require_at_most(
+        running.require_at_most(
             moved.ring_bytes, partial.nbytes // n * (n - 1) // n, f"bytes on {n} devices"
         )
-        require_at_most(moved.dynamic, steps, f"permutes on {n} devices")
+        running.require_at_most(moved.dynamic, steps, f"permutes on {n} devices")
     return f"{steps} permutes on {n} devices, and {moved.ring_bytes:,} bytes, those of the ring."
 
 
@@ -53,16 +47,21 @@ def transpose(function: Callable[[jax.Array], jax.Array]) -> Verdict:
     """The transpose of `halo`, [rows + 1, width] to [rows, width], for the bytes of `halo`."""
     for n, rows in ((2, 3), (4, 2), (8, 5)):
         line = mesh.make(x=n)
-        x, y = whole_numbers(n, n * rows, 6), whole_numbers(n + 1, n * (rows + 1), 6)
-        forward, backward = on_each(halo, line, x), on_each(function, line, y)
+        x, y = (
+            running.whole_numbers(n, n * rows, 6),
+            running.whole_numbers(n + 1, n * (rows + 1), 6),
+        )
+        forward, backward = running.on_each(halo, line, x), running.on_each(function, line, y)
         found = np.asarray(backward(y))
         if found.shape == x.shape:
             left, right = np.vdot(forward(x), y), np.vdot(x, found)
             if left != right:
                 raise Wrong(f"on {n} devices ⟨Ax, y⟩ is {left:g} and ⟨x, Aᵀy⟩ is {right:g}.")
         whole = jax.shard_map(halo, mesh=line, in_specs=P("x"), out_specs=P("x"))
-        by_jax = in_one(lambda y, f=whole, x=x: jax.linear_transpose(f, x)(y)[0])
-        require_equal(found, by_jax(y), f" on {n} devices")
+        by_jax = running.in_one(lambda y, f=whole, x=x: jax.linear_transpose(f, x)(y)[0])
+        running.require_equal(found, by_jax(y), f" on {n} devices")
         sent = measure.collectives(backward).ring_bytes
-        require_at_most(sent, measure.collectives(forward).ring_bytes, f"ring bytes on {n} devices")
+        running.require_at_most(
+            sent, measure.collectives(forward).ring_bytes, f"ring bytes on {n} devices"
+        )
     return f"⟨Ax, y⟩ = ⟨x, Aᵀy⟩ on 2, 4 and 8 devices, and {sent} bytes sent: one row."
