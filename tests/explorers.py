@@ -29,12 +29,18 @@ class States:
 
     def __init__(self, figure):
         data = json.loads(zlib.decompress(base64.b64decode(figure.data)))
-        new = iter(data["texts"])
+        rows, texts = [0] * len(data["templates"]), []
+        for number in data["order"]:
+            pieces, *columns = data["templates"][number]
+            numbers = [*(column.split(" ")[rows[number]] for column in columns), ""]
+            texts.append("".join(map("".join, zip(pieces, numbers, strict=True))))
+            rows[number] += 1
+        new = iter(texts)
 
         def read(entry):
             if isinstance(entry, list):
                 return [read(one) for one in entry]
-            return data["texts"][entry - 1] if entry else next(new)
+            return texts[entry - 1] if entry else next(new)
 
         self.controls = data["controls"]
         self.parts = {

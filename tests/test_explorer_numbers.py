@@ -140,13 +140,13 @@ def test_balance_draws_what_is_seen_by_whom_and_bars_as_long_as_scores():
         n, size = (2, 4)[at["devices"]], (16, 64)[at["length"]]
         shown, owners = states.shown(**at), orders[at["order"]](size, n).reshape(n, -1)
         drawn = np.full((size, size), -1)
-        for device, path in enumerate(re.findall(r'd="([^"]*)" fill="#', shown["seen"])):
+        for device, path in enumerate(re.findall(r'd="([^"]*)" fill="var', shown["seen"])):
             for first, row, count in re.findall(r"M(\d+) (\d+)h(\d+)v1", path):
                 drawn[int(row), int(first) : int(first) + int(count)] = device
             keys = [int(key) for key in re.findall(r"M(\d+) -4", path)]
             assert keys == sorted(owners[device])
             assert set(np.flatnonzero((drawn == device).any(axis=1))) <= set(keys)
-        bars = re.findall(r'd="([^"]*)" fill="#', shown["ring"])
+        bars = re.findall(r'd="([^"]*)" fill="var', shown["ring"])
         for device, path in enumerate(bars):
             scores = sum(wide for _, _, wide, _ in boxes(path))
             assert scores == (drawn == device).sum()
@@ -414,16 +414,18 @@ def test_restoring_reads_what_jax_places_and_the_checkpoint_holds():
         device = sorted(sharding.device_set, key=lambda d: d.id)[at["device"]]
         index = sharding.devices_indices_map(SHAPE)[device]
         shown = states.shown(**at)
-        told = said(shown["result"])
+        words = "".join(shown[f"{name}_words"] for name in ("source", "goal", "read"))
+        told = said(words)
         mine = [chunks.places[number] for number in chunks.touched(index)]
         assert number(told["held"]) == 4 * np.prod(sharding.shard_shape(SHAPE))
         assert number(told["touched"]) == len(mine)
         assert number(told["read"]) == sum(size for *_, size in mine) >= number(told["held"])
         assert number(told["all"]) >= number(told["read"])
-        filled, every = re.findall(r'd="([^"]+)" fill', shown["array"])[:2]
-        assert len(boxes(filled)) == len(mine) and len(boxes(every)) == len(chunks.places)
-        assert area(every) >= np.prod(SHAPE)
-        seen.add(shown["result"].count("bytes "))
+        for read, every in (("read", "chunks"), ("read_bytes", "files")):
+            assert len(boxes(shown[read])) == len(mine)
+            assert len(boxes(shown[every])) == len(chunks.places)
+        assert area(shown["chunks"]) >= np.prod(SHAPE)
+        seen.add(words.count("bytes "))
     assert len(seen) > 2
 
 
@@ -540,7 +542,7 @@ def test_a_step_of_fsdp_by_hand():
     }
     assert shown["grid"].count('class="cell"') == 4 * 3 * 3
     # Of layer 0 each device holds four parts of the parameters, and one of everything else.
-    assert shown["grid"].count('height="22" fill="#') == 4 * (4 + 2 + 3)
+    assert shown["grid"].count('height="22" fill="var') == 4 * (4 + 2 + 3)
 
 
 def test_saving_says_the_share_lost():

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from staged_models import WIDE, assert_close, batch, mean_of, on_one, stacked, weights
 
 from shardwise import marks, measure, mesh, objective, pipeline, schedules
-from shardwise.pipeline import program
-from shardwise.pipeline.moving import Moving
+from shardwise.pipeline import running
+from shardwise.pipeline.moving import carriers
 from shardwise.pipeline.ticking import UNITS
 from shardwise.schedules import Task
 
@@ -159,7 +159,7 @@ def compiled(schedule="1f1b", backward=True, stages=2, microbatches=4):
 def test_no_product_is_computed_outside_of_its_task(monkeypatch, tied):
     """What a task reads is tied to its turn: else XLA computes every task at every tick."""
     if not tied:
-        monkeypatch.setattr(program, "_barrier", lambda tree: tree)
+        monkeypatch.setattr(running, "_barrier", lambda tree: tree)
     text = compiled().as_text()
     assert " dot(" in text
     assert (outside_of_tasks(text) == []) == tied
@@ -173,34 +173,50 @@ def test_what_stands_in_tasks_is_counted_as_often_as_they_run():
     assert measure.flops(compiled(backward=False)) == 2 * layer + head
 
 
-MOVES = {
-    "held where it is read": (0, [0, 1, 2, 3, 4, 5, 6, 7]),
-    "folded": (0, [0, 1, 6, 7, 2, 3, 4, 5]),
-    "cut along another axis": (1, [0, 1, 6, 7, 2, 3, 4, 5]),
-    "on each, read in rows": (None, [4, 5, 6, 7, 0, 1, 2, 3]),
-    "on each, read whole": (None, None),
-    "cut, read whole": (1, None),
+FOUR = [(0, 2), (2, 4), (4, 6), (6, 8)]
+MOVES = {  # (axis along which devices hold the array, rows that each of four stages reads)
+    "held where it is read": (0, FOUR),
+    "rows of others": (0, [FOUR[0], FOUR[3], FOUR[1], FOUR[2]]),
+    "unequal rows": (0, [(0, 3), (3, 4), (4, 5), (5, 8)]),
+    "cut along another axis": (1, [FOUR[0], FOUR[3], FOUR[1], FOUR[2]]),
+    "cut along another axis, unequal rows": (1, [(0, 3), (3, 4), (4, 5), (5, 8)]),
+    "on each, read in rows": (None, [FOUR[2], FOUR[3], FOUR[0], FOUR[1]]),
+    "on each, read whole": (None, [None] * 4),
+    "cut, read whole": (1, [None] * 4),
+    "cut, read by one": (0, [None]),
+    "cut along another axis, read by one": (1, [None]),
 }
 
 
-@pytest.mark.parametrize(("cut", "order"), MOVES.values(), ids=MOVES)
-def test_parameters_move_to_where_stages_read_them_and_gradients_back(cut, order):
+@pytest.mark.parametrize(("cut", "rows"), MOVES.values(), ids=MOVES)
+def test_parameters_move_to_where_stages_read_them_and_gradients_back(cut, rows):
     """To the byte that the program sends; the way back is the transpose of the way there."""
     whole = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
-    moving = Moving("stage", 4, cut, None if order is None else np.asarray(order))
+    read = [{0: ends} for ends in rows] + [{}] * (4 - len(rows))
+    ways, where = carriers("stage", range(4), read, [whole], [cut], [None], [False])
     lie = P() if cut is None else P(*[None] * cut, "stage")
-    read = P("stage")
     over = dict(mesh=mesh.make(stage=4), check_vma=False)
-    there = jax.jit(jax.shard_map(moving.there, in_specs=lie, out_specs=read, **over))
-    back = jax.jit(jax.shard_map(moving.back, in_specs=read, out_specs=lie, **over))
-    found = there(whole)
-    np.testing.assert_array_equal(found, np.tile(whole, (4, 1)) if order is None else whole[order])
-    grads = np.random.default_rng(1).normal(size=found.shape).astype(np.float32)
-    expected = grads.reshape(4, 8, 4).sum(0) if order is None else grads[np.argsort(order)]
-    np.testing.assert_allclose(back(grads), expected, rtol=1e-5, atol=1e-6)
-    for function, x, told in (there, whole, moving.sent), (back, grads, moving.sent_back):
-        ops = measure.collectives(function.lower(x).compile()).ops
-        assert sum(op.ring_bytes for op in ops) == told(whole, 4)
+    leave = dict(in_specs=lie, out_specs=[[P("stage")] * 4] * len(ways), **over)
+
+    def there(x):
+        found = [way.there([x]) for way in ways]
+        return [[*each, *[jnp.zeros(0)] * (4 - len(each))] for each in found]
+
+    found = jax.jit(jax.shard_map(there, **leave))(whole)
+    for s, own in enumerate(read):
+        for i, ends in own.items():
+            carrier, place = where[s, i]
+            piece = np.split(np.asarray(found[carrier][place or 0]), 4)[s]
+            np.testing.assert_array_equal(piece, whole if ends is None else whole[slice(*ends)])
+
+    def roundtrip(x):  # the gradient of half the sum of squares of what is read
+        return sum(way.back(way.there([x]), [x])[0] for way in ways)
+
+    shared = len(rows) if rows[0] is None else 1
+    run = jax.jit(jax.shard_map(roundtrip, in_specs=lie, out_specs=lie, **over))
+    np.testing.assert_allclose(run(whole), shared * whole, rtol=1e-6)
+    counted = sum(op.ring_bytes for op in measure.collectives(run.lower(whole).compile()).ops)
+    assert counted == sum(way.sent([whole], 4) + way.sent([whole], 4, back=True) for way in ways)
 
 
 # Losses, auxiliary outputs, keys, effects.

@@ -274,7 +274,7 @@ def test_weight(site, name):
     own = re.sub(r"data:image/[^\"']+", "", source.read_text(encoding="utf-8"))
     assert len(own.encode()) < 300_000
     assert len(gzip.compress(own.encode())) < 100_000
-    assert "const part = (name) =>" not in own  # of figure.js, which is a file here
+    assert "const part = (name) =>" not in own  # of player.js, which is a file here
     loads = [target(source, load)[0] for load in document(source).loads]
     shared = sum(path.stat().st_size for path in loads if path.name != "searchindex.js")
     assert shared < (60_000 if name == "book/glossary" else 160_000), f"{name} loads {shared} bytes"

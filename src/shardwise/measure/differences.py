@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -130,10 +131,7 @@ class _Piece:
     def differs_in_one(self, other):
         """Whether all sizes of the arrays are alike but one, which may be 1 in one of them."""
         both = (self.array.dims, other.array.dims), (self.dims, other.dims)
-        return any(
-            len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) == 1
-            for a, b in both
-        )
+        return any(len(a) == len(b) and sum(map(operator.ne, a, b)) == 1 for a, b in both)
 
 
 # By what a compiled piece (m) is one that was written (w), the best reason first.

@@ -27,12 +27,9 @@ _MESH_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 def read(who: str, program: Any) -> Program:
     """A compiled program, or its text, parsed; TypeError for another, of which `who` tells."""
-    return program if isinstance(program, Program) else parse(text(who, program))
-
-
-def text(who: str, program: Any) -> str:
-    """The text of a compiled program, which may be given as such."""
-    return program if isinstance(program, str) else checked(who, program).as_text()
+    if isinstance(program, Program):
+        return program
+    return parse(program if isinstance(program, str) else checked(who, program).as_text())
 
 
 def parse(text: str) -> Program:
@@ -57,19 +54,19 @@ def parse(text: str) -> Program:
             f"measure: no ENTRY computation in this text, which starts {text[:60]!r}; expected an "
             f"HLO module, such as jax.jit(f).lower(*args).compile().as_text()."
         )
-    devices = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", text.partition("\n")[0])
-    return Program(computations, entry, math.prod(map(int, devices)))
+    header = text.partition("\n")[0]
+    devices = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", header)
+    scheduled = "is_scheduled=true" in header
+    return Program(computations, entry, math.prod(map(int, devices)), scheduled)
 
 
 def _instruction(line: str) -> tuple[bool, Instruction]:
-    assignment = _ASSIGNMENT.match(line)
-    if assignment is None:
+    if not (assignment := _ASSIGNMENT.match(line)):
         raise ValueError(f"measure: this line of the HLO is no instruction: {line.strip()!r}")
     is_root, name, rest = assignment.groups()
     # A tuple's type stands in parentheses and holds spaces; any other type holds none.
     end = _closing(rest) if rest.startswith("(") else len(rest.partition(" ")[0])
-    opcode = _OPCODE.match(rest, end)
-    if opcode is None:
+    if not (opcode := _OPCODE.match(rest, end)):
         raise ValueError(f"measure: no opcode in this line of the HLO: {line.strip()!r}")
     close = _closing(rest, opcode.end() - 1)
     attributes = dict(part.split("=", 1) for part in _split(rest[close:]) if "=" in part)

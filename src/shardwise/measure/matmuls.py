@@ -52,8 +52,7 @@ def _read(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | No
     if op.opcode == "convolution":
         return _convolution(frame, op)
     if op.opcode == "custom-call":
-        count = _kernel(op, kernels)
-        return _library(frame, op) if count is None else count
+        return _custom_call(frame, op, kernels)
     if op.opcode in ("ragged-dot", "scaled-dot"):
         raise ValueError(_unreadable(op, op.opcode))
     return None
@@ -69,22 +68,17 @@ def _dot(frame: Frame, op: Instruction, contracted: str, batch: str | None) -> i
     return 2 * out * contracted if contracted > 1 and out > batch else None
 
 
-def _kernel(op: Instruction, kernels: Mapping[str, int]) -> int | None:
-    """FLOPs of a kernel by a formula: the caller's, or its user's, or else its author's."""
-    if op.says("custom_call_target") != '"tpu_custom_call"':
-        return None
-    for part, count in kernels.items():
-        if part in op.name or part in op.says("metadata"):
-            return count
-    if (count := kernel_said(op.source)) is not None:
-        return count
-    told = re.search(r'"cost_estimate":\{"flops":"(\d+)"', op.says("backend_config"))
-    return int(told[1]) if told else None
-
-
-def _library(frame: Frame, op: Instruction) -> int | None:
-    """FLOPs of a vendor's library call that carries a product's dimensions; None of no product."""
+def _custom_call(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | None:
+    """FLOPs of a kernel by a formula, or of a library's product; None of what is no product."""
     target, config = op.says("custom_call_target").strip('"'), op.says("backend_config")
+    if target == "tpu_custom_call":
+        for part, count in kernels.items():
+            if part in op.name or part in op.says("metadata"):
+                return count
+        if (count := kernel_said(op.source)) is not None:
+            return count
+        if told := re.search(r'"cost_estimate":\{"flops":"(\d+)"', config):
+            return int(told[1])
     dims = dict(re.findall(r'"lhs_(contracting|batch)_dimensions":\s*\[([^\]]*)\]', config))
     if "contracting" in dims:
         return _dot(frame, op, dims["contracting"], dims.get("batch"))

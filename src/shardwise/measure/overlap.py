@@ -60,15 +60,14 @@ class Overlap:
             f"{self.seconds * 1e6:,.1f} µs are exposed (a schedule and a model of time, not a "
             f"measurement)"
         ]
-        longest = sorted(self.found, key=lambda b: -b.seconds * b.times)
-        for b in longest[:_SHOWN]:
+        for b in sorted(self.found, key=lambda b: -b.seconds * b.times)[:_SHOWN]:
             how = "asynchronous" if b.op.asynchronous else "synchronous"
             lines.append(
                 f"  {b.op.kind:20} {b.times:4} × {b.seconds * 1e6:9,.1f} µs  covered "
                 f"{b.covered * 1e6:9,.1f}  {how}, {len(b.products)} products  {b.op.source}"
             )
-        more = len(longest) - _SHOWN
-        return "\n".join([*lines, *([f"  and {more} more, shorter ones"] if more > 0 else [])])
+        more = len(self.found) - _SHOWN
+        return "\n".join(lines + [f"  and {more} more, shorter ones"] * (more > 0))
 
 
 def overlap(program: Any, chip: Any, kernels: Mapping[str, int] | None = None) -> Overlap:

@@ -86,11 +86,12 @@ class Computation:
 
 @dataclass(frozen=True)
 class Program:
-    """Computations by name; `devices` is how many devices run the program."""
+    """Computations by name; `devices` run it, and if `scheduled`, in the order of its text."""
 
     computations: dict[str, Computation]
     entry: str
     devices: int
+    scheduled: bool = False
 
     @property
     def main(self) -> "Frame":

@@ -21,14 +21,9 @@ class Begun(NamedTuple):
 
 
 def begun(who: str, program: Any) -> list[list[Begun]]:
-    """Every collective of a program where it begins, those of one computation together.
-
-    Raises:
-      TypeError: it is no compiled program, of which `measure.who` tells.
-      ValueError: its text is no schedule.
-    """
-    text = hlo.text(who, program)
-    if "is_scheduled=true" not in text.partition("\n")[0]:
+    """Every collective of a scheduled program where it begins, by the computation it stands in."""
+    program = hlo.read(who, program)
+    if not program.scheduled:
         raise ValueError(
             f"measure.{who}: the order of this program's instructions is no schedule; compile it "
             f"for TPUs, by topology.compile."
@@ -41,9 +36,7 @@ def begun(who: str, program: Any) -> list[list[Begun]]:
         inner = frame.within("fusion", "async-start")
         return found and (found, frame.caller if inner else frame, frame.site if inner else op)
 
-    for (found, frame, start), times in executed(
-        hlo.parse(text).main, read, lambda f: f[0].ring_bytes
-    ):
+    for (found, frame, start), times in executed(program.main, read, lambda f: f[0].ring_bytes):
         groups.setdefault(id(frame), []).append(Begun(found, frame, start, times))
     return list(groups.values())
 

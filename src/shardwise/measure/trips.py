@@ -97,12 +97,33 @@ _MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 
 
 def _counted(frame, loop) -> int:
-    index, direction, bound = _condition(frame.enter(loop.attributes["condition"], loop))
+    """The trips of a loop by the counter that its condition compares."""
+    test, body = (frame.enter(loop.attributes[key], loop) for key in ("condition", "body"))
+    at, op = test.trace(test.computation.root)
+    direction = op.says("direction")
+    if op.opcode != "compare" or direction not in _HOLDS:
+        raise _Unknown(f"its condition {test.computation.name} is no comparison of a counter")
+    (index, offset), (other, bound) = (_sum(test, at, name) for name in op.operands)
+    if index is None:
+        index, offset, other, bound = other, bound, index, offset
+        direction = _MIRRORED[direction]
+    if index is None or other is not None:
+        raise _Unknown(
+            f"what its condition {test.computation.name} asks of a counter is no constant"
+        )
+    bound -= offset
     at, carry = frame.trace(loop.operands[0])
     if carry.opcode != "tuple":
         raise _Unknown("its first values are not written beside it")
-    start = _constant(at, carry.operands[index])
-    step = _step(frame.enter(loop.attributes["body"], loop), index)
+    outer, start = _sum(frame, at, carry.operands[index])
+    if outer is not None:
+        raise _Unknown(f"{carry.operands[index]} is no constant")
+    at, result = body.trace(body.computation.root)
+    if result.opcode != "tuple":
+        raise _Unknown(f"its body {body.computation.name} does not write what it carries")
+    counter, step = _sum(body, at, result.operands[index])
+    if counter != index:
+        raise _Unknown(f"its body {body.computation.name} does not add to the counter")
     holds = _HOLDS[direction]
     if not holds(start, bound):
         return 0
@@ -113,46 +134,19 @@ def _counted(frame, loop) -> int:
     return steps + (1 if rest or holds(bound, bound) else 0)
 
 
-def _condition(loop: Frame) -> tuple[int, str, int]:
-    """(the counter's index in the carry, how it is compared, with what)."""
-    at, op = loop.trace(loop.computation.root)
-    direction = op.says("direction")
-    if op.opcode == "compare" and direction in _HOLDS:
-        left, right = op.operands
-        if (index := _index(loop, at, left)) is not None:
-            return index, direction, _constant(at, right)
-        if (index := _index(loop, at, right)) is not None:
-            return index, _MIRRORED[direction], _constant(at, left)
-    raise _Unknown(f"its condition {loop.computation.name} is no comparison of a counter")
-
-
-def _step(loop: Frame, index: int) -> int:
-    """What a trip adds to the counter."""
-    at, result = loop.trace(loop.computation.root)
-    if result.opcode != "tuple":
-        raise _Unknown(f"its body {loop.computation.name} does not write what it carries")
-    at, op = at.trace(result.operands[index])
-    if op.opcode in ("add", "subtract"):
-        left, right = op.operands
-        if _index(loop, at, left) == index:
-            return _constant(at, right) * (1 if op.opcode == "add" else -1)
-        if op.opcode == "add" and _index(loop, at, right) == index:
-            return _constant(at, left)
-    raise _Unknown(f"its body {loop.computation.name} does not add to the counter")
-
-
-def _index(loop: Frame, frame: Frame, name: str) -> int | None:
-    """The index of the value in the carry of the loop; None if it is not in there."""
+def _sum(loop: Frame, frame: Frame, name: str) -> tuple[int | None, int]:
+    """(the index of a value in the loop's carry, what is added to it); a constant has no index."""
     at, op = frame.trace(name)
-    if op.opcode != "get-tuple-element":
-        return None
-    at, source = at.find(op.operands[0])
-    own = source.opcode == "parameter" and at.computation is loop.computation
-    return int(op.attributes["index"]) if own else None
-
-
-def _constant(frame: Frame, name: str) -> int:
-    _, op = frame.trace(name)
-    if op.opcode != "constant" or not op.operands or not re.fullmatch(r"-?\d+", op.operands[0]):
-        raise _Unknown(f"{op.name} is no constant")
-    return int(op.operands[0])
+    if op.opcode == "constant" and op.operands and re.fullmatch(r"-?\d+", op.operands[0]):
+        return None, int(op.operands[0])
+    if op.opcode == "get-tuple-element":
+        holder, source = at.find(op.operands[0])
+        if source.opcode == "parameter" and holder.computation is loop.computation:
+            return int(op.attributes["index"]), 0
+    if op.opcode in ("add", "subtract"):
+        (left, a), (right, b) = (_sum(loop, at, name) for name in op.operands)
+        if right is None:
+            return left, a + b if op.opcode == "add" else a - b
+        if left is None and op.opcode == "add":
+            return right, a + b
+    raise _Unknown(f"{op.name} is no counter, and is no constant")

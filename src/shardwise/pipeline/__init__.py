@@ -12,8 +12,8 @@ to stage goes around a ring between ticks (`ticks` is its table). So it compiles
 does not have, and runs in any number of processes.
 """
 
-from shardwise.pipeline.one_program import gpipe
-from shardwise.pipeline.spmd import Within, value_and_grad
+from shardwise.pipeline.gpipe import gpipe
+from shardwise.pipeline.gradients import Within, value_and_grad
 from shardwise.pipeline.ticking import Ticks, ticks
 
 __all__ = ["Ticks", "Within", "gpipe", "ticks", "value_and_grad"]

@@ -1,20 +1,32 @@
-"""The state that a run holds between steps, and the keys that seed and step decide alone.
+"""The state that a run holds between steps, the keys of each, and the programs that change it.
 
-Nothing of the keys has to be saved, and no mesh, process or resume changes them.
+Keys are decided by seed and step alone: nothing of them has to be saved, and no mesh, process or
+resume changes them.
 """
 
 import dataclasses
+import inspect
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from shardwise import checkpoint, layouts
+from shardwise import checkpoint, layouts, objective, topology
 from shardwise.layouts import Layout
 from shardwise.run.folder import Folder
 from shardwise.run.optimizers import correction
+
+# What a line of the metrics says itself.
+RESERVED = frozenset(
+    """bad bytes gradient_norm learning_rate loss mfu norm rows rows_per_second seconds step stop
+    time tokens tokens_per_second""".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,3 +100,101 @@ def saved(folder: Folder) -> dict[str, Any] | None:
     if not folder.checkpoints.exists() or checkpoint.latest(folder.checkpoints) is None:
         return None
     return checkpoint.restore(folder.checkpoints, {"run": None})["run"]
+
+
+def step_program(
+    layout: Layout, loss: Callable, tx: Any, seed: int, has_aux: bool, aux: Any, wanted: Any
+) -> Callable:
+    """(params, opt_state, batch, step, flags) -> (params, opt_state, record); the former donated.
+
+    What comes out is laid out as `wanted`, the shapes with shardings of what goes in. `flags` is a
+    vector with a number for each device, 1 where its process was asked to stop. The record is a
+    dict that every process has: loss, norm, bad, stop, and what `_recorded` takes of aux, of which
+    `aux` says how parts become one.
+    """
+    run = layouts.step(layout, loss, tx, has_aux, aux, check=False)
+
+    def train_step(params, opt_state, batch, step, flags):
+        key = key_argument(loss, seed, step)
+        params, opt_state, value, *extra = run(params, opt_state, batch, **key)
+        record = _recorded(extra[0]) if extra and isinstance(extra[0], dict) else {}
+        record |= {"loss": value, "norm": opt_state.norm, "bad": opt_state.bad}
+        return params, opt_state, record | {"stop": flags.max()}
+
+    shardings = jax.tree.map(lambda x: x.sharding, wanted)
+    out = (*shardings, NamedSharding(layout.auto, P()))
+    return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out)
+
+
+def _recorded(aux):
+    """The scalars and vectors of aux, and the quotient of each `Mean`, by their names.
+
+    Raises:
+      ValueError: a name by which the metrics have something else.
+    """
+    if taken := sorted(RESERVED.intersection(aux)):
+        raise ValueError(
+            f"run.train: the loss's aux has {taken[0]!r}, which the metrics have already: call it "
+            f"something else. Theirs are {', '.join(sorted(RESERVED))}."
+        )
+    means = {name: x for name, x in aux.items() if isinstance(x, objective.Mean)}
+    found = {n: x for n, x in aux.items() if hasattr(x, "ndim") and x.ndim <= 1}
+    return found | {name: objective.quotient(x) for name, x in means.items()}
+
+
+def flags(layout: Layout, asked: bool) -> Any:
+    """The vector that says of each device whether its process was asked to stop."""
+    cut = NamedSharding(layout.auto, P(layout.auto.axis_names))
+    shape = (layout.auto.size,)
+    return jax.make_array_from_callback(shape, cut, lambda index: np.asarray([asked], np.int32))
+
+
+def at_peak(layout: Layout, flops: float | None) -> float | None:
+    """The seconds of a step's products at the chips' bfloat16 peak, where both are known."""
+    chip = topology.of_device(layout.auto.devices.flat[0].device_kind)
+    return flops and chip and flops / (layout.auto.size * chip.peak())
+
+
+def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: bool) -> Callable:
+    """(params, opt_state, batch) -> [(loss, count) of params, those of their mean]; no dropout."""
+    bare = objective.normal(loss, has_aux)
+
+    def counted(params, batch):  # by what batches are weighed: 1 of a mean over rows
+        found, _ = bare(params, batch)
+        if found.count is None:
+            return found.total, jnp.float32(1)
+        return found, jnp.asarray(found.count, jnp.float32)
+
+    mean_and_count = layouts.value(layout, counted, has_aux=True)
+
+    @jax.jit
+    def both(params, opt_state, batch):
+        averages = [] if decay is None else [mean(params, opt_state, decay)]
+        return [mean_and_count(each, batch) for each in (params, *averages)]
+
+    return both
+
+
+def together(found: Sequence[Sequence[tuple[Any, Any]]]) -> list[float]:
+    """The loss of several batches together, for the parameters and, if it is kept, their mean."""
+    values = np.asarray(jax.device_get(found), np.float64)  # [batches, evaluated, loss and count]
+    total = np.sum(values[..., 0] * values[..., 1], axis=0)
+    count = np.sum(values[..., 1], axis=0)
+    return (total / np.where(count == 0, 1, count)).tolist()
+
+
+def key_argument(loss: Callable, seed: int, step: Any) -> dict[str, Any]:
+    """The argument with a step's key, as the loss takes it: {"key": key}, or {}.
+
+    Raises:
+      TypeError: the loss needs more than parameters, batch and key.
+    """
+    taken = inspect.signature(loss).parameters
+    given = getattr(loss, "keywords", {}) or {}
+    needed = [n for n, p in taken.items() if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+    if further := [name for name in needed[2:] if name not in ("key", *given)]:
+        raise TypeError(
+            f"run.train: the loss needs {further[0]!r}, and gets (params, batch) and key= by name: "
+            f"if that is the random key, call it key; else bind it by functools.partial."
+        )
+    return {"key": key_of_step(seed, step)} if "key" in taken and "key" not in given else {}

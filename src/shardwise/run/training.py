@@ -14,7 +14,7 @@ from shardwise import tree as trees
 from shardwise.checkpoint.lock import Lock
 from shardwise.layouts import Layout, first_call
 from shardwise.rules.agreement import together
-from shardwise.run import metrics, program, signals, state
+from shardwise.run import metrics, signals, state
 from shardwise.run.feed import Feed, Stream, feed
 from shardwise.run.folder import Folder
 from shardwise.run.notes import Notes, Watchdog
@@ -83,7 +83,7 @@ def train(
     tx = settings.optimizer.transformation() if tx is None else tx
     tx = tx if settings.ema is None else averaged(tx, settings.ema)
     tx = guarded(tx, settings.limit, settings.bad == "stop")
-    program.key_argument(loss, settings.seed, 0)  # an error before anything is compiled
+    state.key_argument(loss, settings.seed, 0)  # an error before anything is compiled
     source = feed(batches, settings.batch, layout)
     held_out = validation and feed(validation, settings.batch, layout)
     facts = dict(facts or {}) | {"first rows": source.fingerprint()}
@@ -91,7 +91,7 @@ def train(
         saved = _begin(settings, folder, facts, unused, lock)
         if saved is not None:
             source.restore(saved["position"])
-        peak = program.at_peak(layout, flops)
+        peak = state.at_peak(layout, flops)
         given = settings, layout, folder, loss, tx, has_aux, aux, facts
         return _Run(*given, source, held_out, sample, rate, peak, stop, create, saved).go()
 
@@ -175,8 +175,8 @@ class _Run:
             found = checkpoint.restore(self.folder.checkpoints, items, self.saved_at)
             self.params, self.opt_state = found["params"], released(found["opt_state"])
         given = layout, loss, self.tx, settings.seed, self.has_aux, self.aux, like
-        self.program = program.step_program(*given)
-        self.evaluation = program.evaluation(layout, loss, settings.ema, self.has_aux)
+        self.program = state.step_program(*given)
+        self.evaluation = state.evaluation(layout, loss, settings.ema, self.has_aux)
 
     def go(self) -> Result:
         """Run steps until the last one, or until a process was asked to stop."""
@@ -224,7 +224,7 @@ class _Run:
         self.notes.say("compiling" if step == self.first else "stepping")
         if step == 1:  # what goes on was judged when it began
             self._judge(batch)
-        asked = program.flags(self.layout, self.stop.signal is not None)
+        asked = state.flags(self.layout, self.stop.signal is not None)
         given = self.params, self.opt_state, batch, np.int32(step), asked
         with jax.profiler.StepTraceAnnotation("step", step_num=step):
             self.params, self.opt_state, record = self.program(*given)
@@ -245,7 +245,7 @@ class _Run:
 
     def _judge(self, batch):
         """Raise where the loss is another function of parts of the batch, as the layout cuts it."""
-        key = program.key_argument(self.loss, self.settings.seed, 1).get("key")
+        key = state.key_argument(self.loss, self.settings.seed, 1).get("key")
         given = self.layout, self.loss, self.params, batch, (), key
         if reason := first_call.judge(*given, self.has_aux, self.aux):
             first_call.warn(reason, "run.train")
@@ -310,7 +310,7 @@ class _Run:
         with self._apart("evaluating", step):
             batches = self.held_out.go(1, self.settings.evaluation.batches)
             found = [self.evaluation(self.params, self.opt_state, batch) for batch in batches]
-            values = program.together(found)
+            values = state.together(found)
             whole = self.sample and layouts.whole(self.layout, self.params)
             text = self.sample(whole) if self.sample else ""
             self.report.evaluated(step, *values, text=text)

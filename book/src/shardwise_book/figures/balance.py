@@ -7,7 +7,7 @@ from html import escape
 
 import numpy as np
 
-from shardwise_book.figures import palette, svg
+from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 _SIDE, _LEFT, _WIDE, _ROW = 200, 58, 262, 24
@@ -94,7 +94,7 @@ def _seen(owners, runs):
     size, boxes = len(owners), {owner: [] for owner in sorted(set(owners))}
     for token, owner in enumerate(owners):
         boxes[owner] += [(token, -4, 1, 3), *((first, token, n, 1) for first, n in runs[token])]
-    drawn = "".join(svg.path(found, palette.device(d), "") for d, found in boxes.items())
+    drawn = "".join(svg.path(found, svg.device(d), "") for d, found in boxes.items())
     turned = 'transform="translate(11 60) rotate(-90)"'
     return (
         svg.text(15, 11, "keys")
@@ -113,7 +113,7 @@ def _ring(scores, longest):
         names += svg.text(0, device * _ROW + 32, f"device {device}")
         steps = [(x, count) for x, count in zip(starts, row, strict=False) if count]
         bars = [(x, device * _ROW + 3, count, 18) for x, count in steps]
-        rows += svg.path(bars, palette.device(device), "")
+        rows += svg.path(bars, svg.device(device), "")
     lines = "".join(f"M{x} 0v{high}" for x in starts)
     inside = (
         f"{svg.text(_LEFT, 11, 'time →')}{names}"

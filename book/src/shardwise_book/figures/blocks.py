@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shardwise_book.figures import palette, svg
+from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 CUTS = ("columns", "rows")
@@ -151,7 +151,7 @@ def matrix(n: int, state: str, name: str, left: int, top: int, wide: int, high: 
             "columns": (left + i * wide / n, top, wide / n, high),
             "rows": (left, top + i * high / n, wide, high / n),
         }[state]
-        drawn += svg.box(*place, palette.device(i), thin)
+        drawn += svg.box(*place, svg.device(i), thin)
     return drawn
 
 

@@ -69,7 +69,7 @@ def split_explorer(
 
     def bars(load):
         seconds = {"compute": load.compute} | {name: s for name, (_, s) in load.axes.items()}
-        colours = [palette.GREY, *(palette.device(2 * i + 1) for i in range(len(load.axes)))]
+        colours = [palette.GREY, *(svg.device(2 * i + 1) for i in range(len(load.axes)))]
         return _bars(0, {name: (s, f"{_three(s)} s") for name, s in seconds.items()}, colours)
 
     alt = "Bars: the seconds of a step that one device computes, and that each axis sends"
@@ -96,7 +96,7 @@ def plan_explorer(
 
     def words(budget):
         keys = "".join(
-            f'<span class="key"><span style="background:{palette.device(i)}"></span> '
+            f'<span class="key"><span style="background:{svg.device(i)}"></span> '
             f"{escape(part)} {_three(size / 2**30)}</span>, "
             for i, (part, size) in enumerate(budget.memory.items())
         )
@@ -114,13 +114,11 @@ def plan_explorer(
         ends = [0, *itertools.accumulate(budget.memory.values())]
         ends = [round(min(_WIDE, end * scale), 1) for end in ends]
         parts = [
-            svg.box(_LEFT + start, 18, end - start, 22, palette.device(i), _THIN)
+            svg.box(_LEFT + start, 18, end - start, 22, svg.device(i), _THIN)
             for i, (start, end) in enumerate(itertools.pairwise(ends))
         ]
         longest = max(budget.seconds.values())
-        colours = [
-            palette.GREY if s < longest else palette.device(3) for s in budget.seconds.values()
-        ]
+        colours = [palette.GREY if s < longest else svg.device(3) for s in budget.seconds.values()]
         return (
             "".join(parts)
             + f'<path d="M{full:g} 14v30" {svg.EDGE} stroke-width="2"/>'

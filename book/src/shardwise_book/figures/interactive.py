@@ -11,6 +11,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from shardwise_book.figures import svg
+
 RESULT = '<p id="@result" role="status" aria-live="polite"></p>'  # read aloud when it changes
 
 
@@ -30,9 +32,10 @@ class Interactive:
         root = f"shardwise-{secrets.token_hex(4)}"
         # An escaped name holds no quotation mark, so an "@" in one is never taken for an id.
         still = re.sub(r'((?:id|for|name)="|<style>#)@', rf"\g<1>{root}-", self.still)
+        style = f".shardwise-figure {{{svg.COLOURS}}}\n{code('interactive.css')}"
         data = json.dumps(self.data, separators=(",", ":")).replace("<", "\\u003c")
         return (
-            f'<div id="{root}" class="shardwise-figure"><style>{code("interactive.css")}</style>'
+            f'<div id="{root}" class="shardwise-figure"><style>{style}</style>'
             f"{still}</div>\n"
             f"<script>((root) => ({code(self.script)})(root, {data}))"
             f'(document.getElementById("{root}"));</script>'
@@ -115,7 +118,11 @@ def _keys(function, controls):
 
 
 def _packed(controls, parts):
-    """All states, deflated: each text once, and tables of their numbers, in which 0 is the next."""
+    """All states, deflated: each text once, and tables of their numbers, in which 0 is the next.
+
+    Texts that differ in numbers alone are one template, and a column for each of its numbers: they
+    deflate to about half, since a number says nothing of what stands beside it.
+    """
     texts: dict[str, int] = {}
 
     def shared(text):
@@ -139,7 +146,17 @@ def _packed(controls, parts):
         name: keyed(lambda draw=draw, **given: shared(draw(**given)), _keys(draw, controls))
         for name, draw in parts.items()
     }
-    data = {"controls": offered, "parts": drawn, "texts": list(texts)}
+    templates: dict[tuple[str, ...], tuple[int, list]] = {}
+    order = []
+    for text in texts:
+        pieces = re.split(r"(\d+(?:\.\d+)?)", text)  # each second one is a number
+        number, rows = templates.setdefault(tuple(pieces[::2]), (len(templates), []))
+        rows.append(pieces[1::2])
+        order.append(number)
+    columns = [
+        [pieces, *map(" ".join, zip(*rows, strict=True))] for pieces, (_, rows) in templates.items()
+    ]
+    data = {"controls": offered, "parts": drawn, "order": order, "templates": columns}
     packed = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
     return base64.b64encode(zlib.compress(packed.encode(), 9)).decode()
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardwise_book.figures import palette, svg
+from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 Specs = Mapping[str, PartitionSpec]  # by the name of a matrix
@@ -82,7 +82,7 @@ def layer_explorer(
         )
 
     def blocks(layout, device):
-        return _filled(places, *both(layout, device), palette.device(device))
+        return _filled(places, *both(layout, device), svg.device(device))
 
     def sums(layout):
         used = blocks_of(layout, "used")

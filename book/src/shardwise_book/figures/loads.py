@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 
-from shardwise_book.figures import palette, svg
+from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 LABELS = {
@@ -71,7 +71,7 @@ def _bars(wanted, kept, slots, devices):
     n, scale = len(wanted), _HIGH / max(*wanted, slots or 0)
     wide, drawn = _WIDE // n, []
     for i, (all_of_it, taken) in enumerate(zip(wanted, kept, strict=True)):
-        x, colour = _LEFT + i * wide, palette.device(i * devices // n)
+        x, colour = _LEFT + i * wide, svg.device(i * devices // n)
         high, dropped = round(scale * taken), round(scale * (all_of_it - taken))
         dashed = svg.EDGE + ' stroke-dasharray="2 2"'
         drawn.append(svg.box(x, _FOOT - high - dropped, wide - 3, dropped, more=dashed))

@@ -9,14 +9,14 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from shardwise_book.figures import palette
+from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2))
 NAMES = {1: ("data",), 2: ("data", "model"), 3: ("stage", "data", "model")}
 SIZES = (16, 8, 6)
 ITEMSIZE = 4  # float32
-LAYOUT = f"""<div id="@size"></div><div class="pictures" id="@sheets">
+LAYOUT = f"""<div id="@size"></div><div class="pictures sheets" id="@sheets">
 <div><p id="@sides"></p><div class="sheet" id="@array" role="img"
 aria-label="The array: its blocks, and the devices that hold each"></div></div>
 <div><p id="@axes"></p><div class="memories" id="@memories"></div></div></div>{RESULT}"""
@@ -142,6 +142,5 @@ def _grid(found, tiles):
 
 
 def _strip(device, number, more=""):
-    colour = palette.device(device)
-    style = f"background:{colour};color:{palette.ink(colour)}{more}"
+    style = f"background:{svg.device(device)};color:{svg.ink(device)}{more}"
     return f'<i style="{style}">{number}</i>'

@@ -26,7 +26,7 @@ them what is live"><div id="@rows"></div><div id="@axis" class="axis"></div></di
 
 def pipeline_explorer(
     devices: Sequence[int] = (2, 4),
-    microbatches: Sequence[int] = (2, 4, 8, 16),
+    microbatches: Sequence[int] = (2, 4, 8),
     start: Mapping[str, int] | None = None,
 ) -> Interactive:
     """Choose a schedule, its size and costs; see when tasks run, wait for what, and what is live.

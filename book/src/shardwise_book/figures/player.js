@@ -2,13 +2,19 @@ async (root, packed) => {
   // Shows the state that the controls choose. Python drew all of them: interactive.py packs them.
   const bytes = Uint8Array.from(atob(packed), (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
-  const { controls, parts, texts } = await new Response(stream).json();
+  const { controls, parts, order, templates } = await new Response(stream).json();
+  const next = templates.map(([pieces, ...columns]) => {
+    const split = columns.map((column) => column.split(" "));
+    let row = 0;
+    return () => { row++; return pieces.map((piece, k) => piece + (split[k]?.[row - 1] ?? "")).join(""); };
+  });
+  const texts = order.map((number) => next[number]());
   const part = (name) => document.getElementById(`${root.id}-${name}`);
   const value = (name) => Number(part(name).value);
   const chosen = ({ keys, table }) => keys.reduce((found, key) => found[value(key)], table);
   const offered = {}, shown = {};
-  let next = 0; // a table has the number of a text, counted from 1; 0 stands for the next new one
-  const read = (entry) => Array.isArray(entry) ? entry.map(read) : texts[(entry || ++next) - 1];
+  let seen = 0; // a table has the number of a text, counted from 1; 0 stands for the next new one
+  const read = (entry) => Array.isArray(entry) ? entry.map(read) : texts[(entry || ++seen) - 1];
   for (const name in parts) parts[name].table = read(parts[name].table);
 
   // Other options where those before have changed; the chosen one is kept if it is among them.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardwise_book.figures import palette, svg
+from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer
 from shardwise_book.figures.mesh import blocks
 
@@ -105,7 +105,7 @@ def _column(product, held, number, shape):
     fills: dict[tuple[str, float], list] = {}  # one path for each colour
     for device in range(len(held[number])):
         for owner, piece, strength in _pieces(product, held, number, device):
-            key = palette.device(owner), strength
+            key = svg.device(owner), strength
             fills.setdefault(key, []).append(placed(device, piece))
     whole = [placed(device, (0, shape[0], 0, shape[1])) for device in range(len(held[number]))]
     frames = [placed(*one) for one in enumerate(held[number])] if number < 2 else []

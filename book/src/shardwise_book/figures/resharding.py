@@ -1,13 +1,14 @@
 """The explorer of restoring: which bytes of which file a target device reads."""
 
 import functools
+import itertools
 from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING
 
 from jax.sharding import Sharding
 
-from shardwise_book.figures import palette, svg
+from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 from shardwise_book.figures.mesh import blocks
 
@@ -47,50 +48,71 @@ def resharding_explorer(
         cuts = [(slice(t, b), slice(x, r)) for t, b, x, r in held(mesh1, spec1)]
         return [stored.touched(cut) for cut in cuts]
 
-    def result(mesh0, spec0, limit, mesh1, spec1, device):
-        stored, read = saved[limit][mesh0, spec0], reads(mesh0, spec0, limit, mesh1, spec1)
+    def source_words(mesh0, spec0, limit):
+        stored = saved[limit][mesh0, spec0]
         high, wide = stored.chunk
-        top, bottom, left, right = held(mesh1, spec1)[device]
-        ranges = joined([stored.places[chunk] for chunk in read[device]])
-        shown = [f"bytes {a:,} to {b:,} of {escape(_file(f))}" for f, a, b in ranges[:_SHOWN]]
-        shown += [f"and {len(ranges) - _SHOWN} more"] if len(ranges) > _SHOWN else []
-        size = [sum(stored.places[chunk][2] for chunk in chunks) for chunks in read]
-        block = f"[{top}:{bottom}, {left}:{right}]"
-        source, goal = (f"<code>{escape(f'{m}, {s}')}</code>"
-                        for m, s in ((mesh0, spec0), (mesh1, spec1)))  # fmt: skip
         return (
-            f"Saved from {source}: {said('chunks', len(stored.places))} chunks of "
-            f"{said('chunk', f'{high}×{wide}')} elements. Restored onto {goal}: device {device} "
-            f"holds {said('block', block)}, "
-            f"{said('held', (bottom - top) * (right - left) * ITEMSIZE)} bytes, touches "
-            f"{said('touched', len(read[device]))} chunks and reads {said('read', size[device])} "
-            f"bytes as stored ({'; '.join(shown)}). The whole mesh reads {said('all', sum(size))} "
-            f"bytes."
+            f"Saved from <code>{escape(f'{mesh0}, {spec0}')}</code>: "
+            f"{said('chunks', len(stored.places))} chunks of {said('chunk', f'{high}×{wide}')} "
+            f"elements."
         )
 
-    def array(mesh0, spec0, limit, mesh1, spec1, device):
-        stored = saved[limit][mesh0, spec0]
-        high, wide = stored.chunk
-        touched = reads(mesh0, spec0, limit, mesh1, spec1)[device]
-        places = {chunk: (chunk[1] * wide, chunk[0] * high, wide, high) for chunk in stored.places}
+    def goal_words(mesh1, spec1, device):
         top, bottom, left, right = held(mesh1, spec1)[device]
-        frame = [(left, top, right - left, bottom - top)]
-        return _boxes(places, touched, device) + svg.path(frame, more='stroke-width="5"')
+        return (
+            f"Restored onto <code>{escape(f'{mesh1}, {spec1}')}</code>: device {device} holds "
+            f"{said('block', f'[{top}:{bottom}, {left}:{right}]')}, "
+            f"{said('held', (bottom - top) * (right - left) * ITEMSIZE)} bytes,"
+        )
 
-    def file(mesh0, spec0, limit, mesh1, spec1, device):
-        stored = saved[limit][mesh0, spec0]
-        touched = reads(mesh0, spec0, limit, mesh1, spec1)[device]
-        drawn, places = "", {}
-        for number, name in enumerate(sorted({name for name, *_ in stored.places.values()})):
-            inside = {chunk: at for chunk, (found, *at) in stored.places.items() if found == name}
-            size = max(offset + length for offset, length in inside.values())
-            drawn += svg.text(
-                10, 60 * number + 30, f"{_file(name)}, {size:,} bytes", more='stroke="none"'
-            )
-            for chunk, (offset, length) in inside.items():
-                x, end = offset * 300 // size, (offset + length) * 300 // size
-                places[chunk] = 10 + x, 60 * number + 40, end - x, 26
-        return drawn + _boxes(places, touched, device)
+    def read_words(mesh0, spec0, limit, mesh1, spec1, device):
+        stored, every = saved[limit][mesh0, spec0], reads(mesh0, spec0, limit, mesh1, spec1)
+        ranges = joined([stored.places[chunk] for chunk in every[device]])
+        shown = [f"bytes {a:,} to {b:,} of {escape(_file(f))}" for f, a, b in ranges[:_SHOWN]]
+        shown += [f"and {len(ranges) - _SHOWN} more"] if len(ranges) > _SHOWN else []
+        size = [sum(stored.places[chunk][2] for chunk in chunks) for chunks in every]
+        return (
+            f"touches {said('touched', len(every[device]))} chunks and reads "
+            f"{said('read', size[device])} bytes as stored ({'; '.join(shown)}). The whole mesh "
+            f"reads {said('all', sum(size))} bytes."
+        )
+
+    def boxes_in_array(stored):
+        high, wide = stored.chunk
+        return {at: (at[1] * wide, at[0] * high, wide, high) for at in stored.places}
+
+    def boxes_in_files(stored):
+        """Of each chunk in its file, which is a strip of its chunks, in their order."""
+        found = {}
+        for number, name in enumerate(_files(stored)):
+            inside = [chunk for chunk, (file, *_) in stored.places.items() if file == name]
+            inside.sort(key=lambda chunk: stored.places[chunk][1])
+            edges = [10 + 300 * i // len(inside) for i in range(len(inside) + 1)]
+            for chunk, (x, end) in zip(inside, itertools.pairwise(edges), strict=True):
+                found[chunk] = x, 60 * number + 40, end - x, 26
+        return found
+
+    def read_in(boxes):
+        def drawn(mesh0, spec0, limit, mesh1, spec1, device):
+            read = reads(mesh0, spec0, limit, mesh1, spec1)[device]
+            places = boxes(saved[limit][mesh0, spec0])
+            return svg.path((places[chunk] for chunk in read), svg.device(device), "")
+
+        return drawn
+
+    def chunks(mesh0, spec0, limit):
+        return svg.path(boxes_in_array(saved[limit][mesh0, spec0]).values())
+
+    def files(mesh0, spec0, limit):
+        stored, drawn = saved[limit][mesh0, spec0], ""
+        for number, name in enumerate(_files(stored)):
+            told = f"{_file(name)}, {_size(stored, name):,} bytes"
+            drawn += svg.text(10, 60 * number + 30, told)
+        return drawn + svg.path(boxes_in_files(stored).values())
+
+    def frame(mesh1, spec1, device):
+        top, bottom, left, right = held(mesh1, spec1)[device]
+        return svg.box(left, top, right - left, bottom - top, more=svg.EDGE + ' stroke-width="5"')
 
     controls = {
         "mesh0": Control("Saved from mesh", meshes),
@@ -104,24 +126,28 @@ def resharding_explorer(
     for end, (mesh, spec) in enumerate((source, goal)):
         start[f"mesh{end}"] = list(layouts).index(mesh)
         start[f"spec{end}"] = list(layouts[mesh]).index(spec)
-    files = max(
-        len({f for f, *_ in s.places.values()})
-        for all_of in saved.values()
-        for s in all_of.values()
-    )
+    strips = max(len(_files(one)) for listed in saved.values() for one in listed.values())
     sides = svg.text(30 + columns / 2, 20, f"{columns} columns", "middle")
     turned = f'transform="translate(20 {30 + rows / 2:g}) rotate(-90)"'
     sides += svg.text(0, 0, f"{rows} rows", "middle", turned)
-    inside = f'{sides}<g id="@array" {svg.EDGE} transform="translate(30 30)"></g>'
-    alt = "The array, its chunks, and the block that the device holds"
-    wide = max(columns + 60, 300)
-    layout = (
-        f'<div class="pictures">{svg.picture("", wide, rows + 40, alt, inside)}'
-        + svg.picture("", 330, 60 * files + 30, "The files, and the bytes that the device reads",
-              f'<g id="@file" {svg.EDGE}></g>')
-        + f"</div>{RESULT}"
+    groups = "".join(f'<g id="@{name}"></g>' for name in ("read", "chunks", "frame"))
+    array = svg.picture(
+        "",
+        max(columns + 60, 300),
+        rows + 40,
+        "The array, its chunks, and the block that the device holds",
+        f'{sides}<g transform="translate(30 30)">{groups}</g>',
+    )
+    strip = svg.picture(
+        "", 330, 60 * strips + 30, "The files, and the bytes that the device reads",
+        '<g id="@read_bytes"></g><g id="@files"></g>',
     )  # fmt: skip
-    return explorer(controls, layout, {"result": result, "array": array, "file": file}, start)
+    words = " ".join(f'<span id="@{name}_words"></span>' for name in ("source", "goal", "read"))
+    layout = f'<div class="pictures">{array}{strip}</div>{RESULT.replace("></", f">{words}</")}'
+    parts = {"read": read_in(boxes_in_array), "read_bytes": read_in(boxes_in_files)}
+    drawn = source_words, goal_words, read_words, chunks, files, frame
+    parts |= {draw.__name__: draw for draw in drawn}
+    return explorer(controls, layout, parts, start)
 
 
 def joined(places: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
@@ -135,12 +161,14 @@ def joined(places: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     return found
 
 
+def _files(stored):
+    return sorted({file for file, *_ in stored.places.values()})
+
+
+def _size(stored, name):
+    return max(offset + size for file, offset, size in stored.places.values() if file == name)
+
+
 def _file(name):
     """A file of Orbax has a long name, of which the beginning tells enough."""
     return f"{name[: name.rindex('/') + 5]}…"
-
-
-def _boxes(places, filled, device):
-    """Each chunk's box, and those that are read filled with the device's colour."""
-    read = svg.path((places[chunk] for chunk in filled), palette.device(device), "")
-    return read + svg.path(places.values(), more="")

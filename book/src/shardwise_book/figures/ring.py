@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardwise_book.figures import palette, svg
+from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 
 Pairs = Sequence[Sequence[tuple[int, int]]]  # of each step, (from, to)
@@ -137,9 +137,9 @@ def _bar(x, y, n, slot, mark, adds, arrived):
     """One block: as high as the share of its contributions, and how many or whose they are."""
     wide, count, sender = 64 // n, mark.bit_count(), mark.bit_length() - 1
     high = 36 * count // n if adds else 36 * min(count, 1)
-    colour = palette.device(slot if adds else max(sender, 0))
+    colour = svg.device(slot if adds else max(sender, 0))
     label = count if adds else sender if mark else ""
-    frame = 'class="block" ' + ('stroke-width="2.5"' if arrived else 'stroke-opacity=".5"')
+    frame = f'class="block" stroke-width="{2.5 if arrived else 0.5}"'
     return (
         svg.box(x, y + 36 - high, wide, high, colour, "")
         + svg.box(x, y, wide, 36, more=f"{svg.EDGE} {frame}")

@@ -49,7 +49,7 @@ def slice_graph(
     wide, corners, tops = places(found, [rows[name] if rows else 0 for name in names])
     titles = [f"{row} {i}" for i in range(len(tops))] if rows else []
     parts = {
-        "result": lambda slice: describe(found, names, *slice_of(found, slice), slice),
+        "result": lambda slice: describe(found, names, slice),
         "graph": lambda slice: _picture(found, names, titles, wide, corners, tops, slice),
     }
     controls = {"slice": Control(label, {name: i for i, name in enumerate(names)})}
@@ -78,10 +78,9 @@ def slice_of(found: Graph, number: int) -> tuple[list[int], list[int]]:
     return [*own, *sorted(results)], read
 
 
-def describe(
-    found: Graph, names: Sequence[str], on: Sequence[int], read: Sequence[int], number: int
-) -> str:
+def describe(found: Graph, names: Sequence[str], number: int) -> str:
     """What a slice computes and reads, in words."""
+    on, read = slice_of(found, number)
     own = [node for node in on if found.owners[node] == number]
     products = sum(found.names[node] == "dot_general" for node in own)
     given = [found.names[node] for node in read if found.owners[node] is None]

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Mapping, Sequence
 
-from shardwise_book.figures import palette, svg
+from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
 from shardwise_book.figures.zero import Frame, training_step
 
@@ -88,7 +88,7 @@ def _grid(frame, names, zero):
                 for part, opacity in enumerate(fills):
                     if opacity:
                         pale = 'fill-opacity=".4"' if opacity < 1 else ""
-                        colour = palette.device(part)
+                        colour = svg.device(part)
                         drawn.append(svg.box(left + part * _PART, y, _PART, 22, colour, pale))
                 moves = i in frame.layers and kind in _moving(frame.event)
                 edge = 'stroke-width="2.5"' if moves else 'stroke-opacity=".45"'

@@ -4,7 +4,23 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
+from shardwise_book.figures import palette
+
 EDGE = 'stroke="currentColor"'
+COLOURS = "".join(
+    f"--device-{i}:{colour};--ink-{i}:{palette.ink(colour)};"
+    for i, colour in enumerate(palette.DEVICES)
+)
+
+
+def device(index: int) -> str:
+    """A device's colour by a name that its number alone tells apart: that packs well."""
+    return f"var(--device-{index % len(palette.DEVICES)})"
+
+
+def ink(index: int) -> str:
+    """The colour of words on a device's."""
+    return f"var(--ink-{index % len(palette.DEVICES)})"
 
 
 def picture(
