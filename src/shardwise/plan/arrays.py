@@ -86,32 +86,37 @@ def of_decoder(config: Config, optimizer: Callable[[], Any] = train.optimizer) -
 
 
 class Share(NamedTuple):
-    """A device's part of an array: how many elements, and whether fsdp cuts it."""
+    """A device's part of an array: how many elements, and whether fsdp and stages cut it."""
 
     elements: int
     is_gathered: bool
+    is_staged: bool
 
 
 Shares = tuple[tuple[Array, Share], ...]
 
 
 @functools.lru_cache(maxsize=4096)
-def shares(held: Arrays, fsdp: int, tensor: int, expert: int) -> tuple[Shares, Shares]:
+def shares(arrays: Arrays, roles: Roles) -> tuple[Shares, Shares]:
     """(the parameters, the optimizer's state): each array with a device's part of it."""
-    cut = fsdp, tensor, expert
-    parameters = tuple((array, share(array, *cut)) for array in held.parameters)
-    return parameters, tuple((array, share(array, *cut)) for array in held.state)
+    parameters = tuple((array, share(array, roles)) for array in arrays.parameters)
+    return parameters, tuple((array, share(array, roles)) for array in arrays.state)
 
 
-def share(array: Array, fsdp: int, tensor: int, expert: int) -> Share:
-    """A device's part of an array as `layouts` cuts it: along fsdp, if an axis is left for it."""
-    taken = {*(TENSOR if tensor > 1 else ()), *((EXPERT,) if expert > 1 else ())}
-    parts = math.prod(
-        (tensor if name in TENSOR else expert) for name in array.names if name in taken
-    )
-    free = [i for i, name in enumerate(array.names) if name not in taken and i >= array.stacked]
-    is_cut = fsdp > 1 and array.size > 1 and bool(dividing(array.shape, free, fsdp))
-    return Share(array.size // (parts * (fsdp if is_cut else 1)), is_cut)
+def share(array: Array, r: Roles) -> Share:
+    """A device's part of an array as `layouts` cuts it: along fsdp, if an axis is left for it.
+
+    Stages take the first axis that divides: that of layers, where there is one.
+    """
+    taken = {*(TENSOR if r.tensor > 1 else ()), *((EXPERT,) if r.expert > 1 else ())}
+    rank = len(array.shape)
+    staged = dividing(array.shape, range(rank), r.stage)[:1] if r.stage > 1 and rank > 1 else []
+    cut = [i for i in range(rank) if array.names[i] in taken and i not in staged]
+    parts = math.prod(r.tensor if array.names[i] in TENSOR else r.expert for i in cut)
+    free = [i for i in range(rank) if i not in (*cut, *staged) and i >= array.stacked]
+    is_cut = r.fsdp > 1 and array.size > 1 and bool(dividing(array.shape, free, r.fsdp))
+    parts *= (r.fsdp if is_cut else 1) * (r.stage if staged else 1)
+    return Share(array.size // parts, is_cut, bool(staged))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,28 +147,24 @@ class Part:
         """The tokens of a microbatch on a device, before the tensor axis cuts them."""
         return self.rows * self.sequence // self.roles.context
 
-    @property
-    def live(self) -> int:
-        """The number of microbatches whose activations are kept at once, by the schedule 1f1b."""
-        return min(self.roles.microbatches, self.roles.stage - self.stage)
-
-    def has(self, array: Array) -> bool:
+    def reads(self, array: Array) -> bool:
         """Whether the stage reads a parameter."""
-        if array.stacked:
-            return True
-        first = array.path.startswith("embed") or not array.shape
-        return self.is_first if first else self.is_last
+        return array.stacked or (self.is_first if array.path.startswith("embed") else self.is_last)
 
-    def held(self, state: bool = False) -> Iterator[tuple[Array, int, bool]]:
-        """(parameter, a device's elements of the stage's part, whether fsdp cuts it).
-
-        With `state`, arrays of the optimizer's state; its counters are on the first stage.
-        """
+    def held(self, state: bool = False) -> Shares:
+        """Each parameter, or with `state` each array of the optimizer's state, with its `Share`."""
         r = self.roles
-        for array, share in shares(self.arrays, r.fsdp, r.tensor, r.expert)[state]:
-            if self.has(array):
-                layers = r.stage if array.stacked else 1
-                yield array, share.elements // layers, share.is_gathered
+        sizes = Roles(stage=r.stage, fsdp=r.fsdp, expert=r.expert, tensor=r.tensor)
+        return shares(self.arrays, sizes)[state]
+
+    def used(self) -> Iterator[tuple[Array, int, bool]]:
+        """(parameter, a device's elements of it in a step, whether fsdp cuts it).
+
+        What is in no layer, stages gather before the first tick, and every device has it then.
+        """
+        for array, share in self.held():
+            stages = self.roles.stage if share.is_staged and not array.stacked else 1
+            yield array, share.elements * stages, share.is_gathered
 
 
 def parts(

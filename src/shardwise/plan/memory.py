@@ -10,7 +10,7 @@ import dataclasses
 from typing import NamedTuple
 
 from shardwise.plan.arrays import Part
-from shardwise.plan.sent import itemsize, slots
+from shardwise.plan.sent import itemsize, passed, slots
 
 _WIDE = 4
 
@@ -49,7 +49,8 @@ class Terms(NamedTuple):
     ring: float = 0.0
     dispatch: float = 0.0
     summed: float = 0.0
-    update: float = 0.0
+    pending: float = 0.0
+    task: float = 0.0
 
 
 # How many copies of each term the compiler keeps. `benchmarks/plan.py` fits layer, around, ring and
@@ -65,14 +66,15 @@ COEFFICIENTS = Terms(
     ring=0.8,
     dispatch=0.5,
     summed=1.0,
-    update=1.0,
+    pending=1.0,
+    task=1.0,
 )
 COUNTS = Terms(*[1.0] * len(Terms._fields))
-_ALWAYS = ("weights", "kept", "summed")
+_ALWAYS = ("weights", "kept", "summed", "pending")
 _PHASES = (
     (*_ALWAYS, "logits"),
     (*_ALWAYS, "gradients", "layer", "around", "ring", "dispatch"),
-    ("update",),
+    (*_ALWAYS, "task"),
 )
 
 
@@ -113,13 +115,14 @@ def counted(terms: Terms, coefficients: Terms) -> Terms:
 
 
 def memory(part: Part) -> Memory:
-    """The `Memory` of one stage's devices."""
-    parameters = sum(elements * array.itemsize for array, elements, _ in part.held())
-    state = sum(elements * array.itemsize for array, elements, _ in part.held(state=True))
+    """The `Memory` of a device; of stages, all are alike, since they run one program."""
+    parameters = sum(share.elements * array.itemsize for array, share in part.held())
+    state = sum(share.elements * array.itemsize for array, share in part.held(state=True))
     # Of tokens, targets, a mask, and on request places: as `data.batches` makes them.
     batch = 3 * 4 * part.tokens * part.roles.microbatches
     host = int(part.layers * part.tokens * _between(part)) if part.roles.offload else 0
-    return Memory(parameters, state, batch, _terms(part, parameters), host=host)
+    terms = _terms_of_stages(part) if part.roles.stage > 1 else _terms(part, parameters)
+    return Memory(parameters, state, batch, terms, host=host)
 
 
 def _terms(part, parameters):
@@ -130,23 +133,49 @@ def _terms(part, parameters):
     weights, head = _weights(part)
     weights *= min(3, part.layers) if r.offload else 1
     ahead = 1.5 if r.offload else 1
-    if r.stage > 1 and not r.remat:
-        kept, weights = kept + weights, 0
-    kept *= part.live
-    if r.stage > 1:
-        kept += 2 * whole + (_of_vocabulary(part) * _WIDE if part.is_last else 0)
     return Terms(
         gradients=parameters,
         weights=weights + head + _cast(part),
         kept=kept,
         layer=layer(part),
         around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
-        logits=_logits(part, head) if part.is_last else 0,
+        logits=_logits(part, head),
         ring=ahead * _ring(part) if r.context > 1 else 0,
         dispatch=_dispatch(part) if part.config.experts else 0,
-        summed=parameters if r.microbatches > 1 or r.stage > 1 else 0,
-        update=2 * parameters if r.stage > 1 else 0,
+        summed=parameters if r.microbatches > 1 else 0,
     )
+
+
+def _terms_of_stages(part):
+    c, r, used = part.config, part.roles, itemsize(part)
+    weights, head = _weights(part)
+    ends = sum(elements for array, elements, _ in part.used() if not array.stacked)
+    layers = sum(elements for array, elements, _ in part.used() if array.stacked)
+    entered = part.layers * part.tokens * _between(part)
+    kept = entered if r.remat else part.layers * layer(part) + weights
+    last = part.tokens * c.embed * (3 * _WIDE + used) / r.tensor + _of_vocabulary(part) * _WIDE
+    kept, slots = kept + last, min(r.microbatches, r.stage)
+    pending = part.layers * _pending(part) + part.tokens * c.embed * (_WIDE + used)
+    pending += _of_vocabulary(part) * used
+    return Terms(
+        weights=ends * _WIDE + head + weights / (1 if r.remat else part.layers),
+        kept=slots * kept + sum(passed(part)),
+        summed=(ends + layers) * _WIDE,
+        pending=pending,
+        task=kept + pending,
+    )
+
+
+def _pending(part):
+    """The bytes that a layer's backward pass leaves from its half that goes on to the stage before
+    to the half that yields the weights' gradients; done again, all that it was computed from too.
+    """
+    c, t, used, again = part.config, part.roles.tensor, itemsize(part), part.roles.remat
+    norms = (2 + 2 * again) * c.embed * (_WIDE + used) / t
+    heads = ((1 + again) * c.heads + 2 * c.kv_heads) * c.head_dim * used / t
+    wide = c.mlp * (slots(part) + c.shared_experts if c.experts else 1)
+    rows = 2 * c.embed * slots(part) * used + c.experts * _WIDE if c.experts else 0
+    return part.tokens * (norms + heads + rows + (2 + 2 * again) * wide * used / t)
 
 
 def _weights(part):
@@ -155,7 +184,7 @@ def _weights(part):
     The embedding is gathered and read before all else, and gone.
     """
     r, layers, head = part.roles, 0, 0
-    for array, elements, is_gathered in part.held():
+    for array, elements, is_gathered in part.used():
         whole = elements * (r.fsdp if is_gathered else 1) * itemsize(part)
         if array.stacked:
             layers += whole // (part.layers if r.remat else 1)
@@ -168,7 +197,7 @@ def _cast(part):
     """The bytes of layers' shares in the dtype of use: all are cast before the loop over layers."""
     return sum(
         elements * itemsize(part)
-        for array, elements, is_gathered in part.held()
+        for array, elements, is_gathered in part.used()
         if array.stacked and is_gathered and itemsize(part) < array.itemsize
     )
 
@@ -186,9 +215,9 @@ def _logits(part, head):
     both sides: two parts of each of the three.
     """
     used, n = itemsize(part), part.roles.tensor
-    logits, wide = _of_vocabulary(part), _WIDE if part.roles.stage == 1 else 0
+    logits = _of_vocabulary(part)
     parts = 3 * 2 / n * logits * used if n >= 4 else 0
-    return max(logits * (wide + used) + parts, logits * used + 2 * head)
+    return max(logits * (_WIDE + used) + parts, logits * used + 2 * head)
 
 
 def _between(part):

@@ -11,7 +11,7 @@ from shardwise.plan.sent import Sent, itemsize, slots
 from shardwise.topology import Chip
 
 # What the next product waits for; all else can be sent while products run.
-WAITED = ("activations", "tokens")
+WAITED = ("activations", "tokens", "stages")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +127,9 @@ def step(
     ways: Mapping[str, Way],
 ) -> Step:
     """The `Step` of a layout, by what its stages send and hold."""
-    found = [_of_part(chip, *stage, ways) for stage in stages]
-    slowest = max(found, key=lambda s: s.seconds)
-    return dataclasses.replace(slowest, bubble=_bubble(stages[0][0].roles, found))
+    slowest = max((_of_part(chip, *stage, ways) for stage in stages), key=lambda s: s.seconds)
+    roles = stages[0][0].roles
+    return dataclasses.replace(slowest, bubble=bubble(roles.stage, roles.microbatches))
 
 
 def _of_part(chip, part, sent, memory, ways):
@@ -162,18 +162,10 @@ def over_links(chip: Chip, sent: Sent, ways: Mapping[str, Way]) -> tuple[tuple[W
     return over, ring_seconds(chip, over, sent.bytes)
 
 
-def _bubble(roles, found):
-    p, m = roles.stage, roles.microbatches
-    times = [(max(s.arithmetic, s.weights, s.hidden) + s.waited) / m for s in found]
-    middle = times[1:-1] * (p - 2)
-    return bubble([*times[:1], *middle, *times[1:][-1:]], m)
+def bubble(stages: int, microbatches: int) -> float:
+    """The share of a step that a stage waits: (p - 1)/(m + p - 1) (Narayanan et al., 2021).
 
-
-def bubble(times: Sequence[float], microbatches: int) -> float:
-    """The least share of a step that the busiest stage waits, by all stages' times of a microbatch.
-
-    A stage begins when the ones before it have passed on their first microbatch, and they end
-    after it: of equal stages (p - 1)/(m + p - 1) (Narayanan et al., 2021).
+    A tick ends when the rings have turned, for all devices at once, so that each lasts as long as
+    the slowest stage takes.
     """
-    least = max(sum(times[:k]) + microbatches * time for k, time in enumerate(times))
-    return 1 - microbatches * max(times) / least
+    return (stages - 1) / (microbatches + stages - 1)

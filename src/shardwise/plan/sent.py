@@ -51,7 +51,7 @@ def sent(part: Part) -> tuple[Sent, ...]:
     if r.expert > 1:
         found.append(Sent(("expert",), "tokens", _experts(part)))
     if r.stage > 1:
-        found.append(Sent(("stage",), "stages", r.microbatches * _passed(part)))
+        found.append(Sent(("stage",), "stages", _stages(part)))
     return tuple(s for s in found if s.bytes)
 
 
@@ -68,10 +68,12 @@ def _copied(part: Part, without: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 def _parameters(part):
     weights, sums = 0.0, {}
-    for array, held, is_gathered in part.held():
-        without = ("expert",) if array.is_expert else ()
-        if is_gathered:
-            weights += held * part.roles.fsdp * _passes(part, array) * itemsize(part)
+    for array, share in part.held():
+        without, held = (("expert",) if array.is_expert else ()), share.elements
+        if share.is_gathered:
+            stages = part.roles.stage if share.is_staged and not array.stacked else 1
+            passes = _passes(part, array) if part.reads(array) else 0
+            weights += held * stages * part.roles.fsdp * passes * itemsize(part)
             without = (*without, "fsdp")
         over = _copied(part, without)
         sums[over] = sums.get(over, 0) + 2 * held * _WIDE * _share(part, over)
@@ -88,24 +90,23 @@ def itemsize(part: Part) -> int:
 def _passes(part, array):
     """The number of an array's gathers and scatters, of these one for each microbatch."""
     again = array.stacked and part.roles.remat
-    if part.roles.stage > 1 and not array.stacked:
-        again = part.is_last and not array.path.startswith("embed")
+    if part.roles.stage > 1 and not array.stacked:  # the half of a backward that goes on reads it
+        again = not array.path.startswith("embed")
     return (2 + again) * part.roles.microbatches
 
 
+def _numbers(part):
+    """(bytes of the loss's total and count, in float32; bytes of the counts of experts)."""
+    c = part.config  # loads, drops and nats, as `model.routed_loss` counts them
+    return 2 * _WIDE, (c.layers * (c.experts + 1) + 1) * _WIDE if c.experts else 0
+
+
 def _loss(part):
-    """The `Sent` of the loss's total and count, in float32, and of the counts of experts."""
-    if not part.is_last:
-        return
-    over, m = _copied(part), part.roles.microbatches
-    numbers = 2 * _WIDE
-    if part.roles.stage > 1:
-        numbers = m * 2 * _WIDE + (_WIDE if m > 1 else 0)
+    """The `Sent` of the loss's numbers; stages sum the count once more, before the first tick."""
+    over, (numbers, counts) = _copied(part), _numbers(part)
+    numbers += _WIDE if part.roles.stage > 1 else 0
     yield Sent(over, "loss", 2 * numbers * _share(part, over))
-    if part.config.experts:  # loads, drops and nats, as `model.routed_loss` counts them
-        c = part.config
-        counts = (c.layers * (c.experts + 1) + 1) * _WIDE * (m if part.roles.stage > 1 else 1)
-        yield Sent(over, "counts", 2 * counts * _share(part, over))
+    yield Sent(over, "counts", 2 * counts * _share(part, over))
 
 
 def _attention(part):
@@ -166,19 +167,37 @@ def _activation(part):
     return part.tokens * part.config.embed * itemsize(part) / part.roles.tensor
 
 
-def _passed(part):
-    """The bytes to the stages beside: activations there, gradients back; and, for the last stage's
-    balance of experts, what all routers before decided.
+def ticks(part: Part) -> int:
+    """The ticks of a step by 1f1b, of which a forward task takes one and a backward one two."""
+    return 3 * (part.roles.microbatches + part.roles.stage - 1)
 
-    All of it is whole along the tensor axis, and each device sends its copy to the next stage's:
-    only between the products of one stage is it cut.
+
+def passed(part: Part) -> tuple[float, float]:
+    """Bytes of (an activation, its cotangent) on their way round the ring of stages.
+
+    For the last stage's balance of experts, what all routers before decided is with them. All of it
+    is whole along the tensor axis, and each device sends its copy.
     """
-    c, layers = part.config, part.layers * part.stage
+    c, layers = part.config, part.layers * (part.roles.stage - 1)
     whole = part.tokens * c.embed * itemsize(part)
+    routing = (4 * c.experts + 5 * c.experts_per_token) * layers * part.tokens
     gradients = 4 * c.experts * layers * part.tokens
-    routing = (4 * c.experts + 5 * c.experts_per_token) * (layers + part.layers) * part.tokens
-    back = 0 if part.is_first else whole + gradients
-    return back + (0 if part.is_last else whole + (routing if c.experts else 0))
+    return whole + (routing if c.experts else 0), whole + gradients
+
+
+def _stages(part):
+    """The bytes along stages, as `pipeline.Program.sends` counts them: at every tick both rings
+    turn, whether anyone waits or not; parameters in no layer are gathered before the first tick,
+    and their gradients scattered after the last; the last stage's numbers are summed.
+    """
+    n, moved = part.roles.stage, 0.0
+    for array, share in part.held():
+        if share.is_staged and not array.stacked:
+            moved += share.elements * (n - 1) * (array.itemsize + _WIDE)
+        elif not share.is_staged:
+            moved += 2 * share.elements * _WIDE * (n - 1) / n
+    summed = 2 * part.roles.microbatches * sum(_numbers(part)) * (n - 1) / n
+    return ticks(part) * sum(passed(part)) + moved + summed
 
 
 def _experts(part):
