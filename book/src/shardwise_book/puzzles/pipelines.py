@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwise import cut, mesh, objective, pipeline, schedules
+from shardwise import mesh, objective, pipeline, schedules
+from shardwise.pipeline import cut
 from shardwise_book.puzzles.running import in_one, normal, require_close
 from shardwise_book.puzzles.verdict import NotYet, Verdict, Wrong, puzzle
 
@@ -60,10 +61,10 @@ def boundaries(forward: Callable[[list[jax.Array], jax.Array], jax.Array]) -> Ve
     stages, _ = cut.stages(loss, weights, {"x": batch["x"][:4]})
     _check_stages(stages, weights)
     expected = in_one(jax.value_and_grad(_on_one_device))(weights, batch)
-    run = pipeline.value_and_grad(loss, mesh.make(stage=3), "1f1b", 6)
-    mean, slope = run(pipeline.place(weights, run, batch), batch)
+    run = jax.jit(pipeline.value_and_grad(loss, mesh.make(stage=3), "1f1b", 6))
+    mean, slope = run(weights, batch)
     require_close(mean, np.asarray(expected[0]), "the loss")
-    require_close(pipeline.whole(slope), expected[1], "the gradient")
+    require_close(slope, expected[1], "the gradient")
     out = [x for s in stages if not s.last for x in s.outputs]
     crossing = sum(x.size * x.dtype.itemsize for x in out) // 4  # for one row, one way
     if crossing > 4 * (32 + 16):
