@@ -15,7 +15,7 @@ from flax import nnx
 
 from shardwise import layouts, measure, mesh, model
 from shardwise import tree as trees
-from shardwise.layouts import staged
+from shardwise.layouts import gradients
 from shardwise.layouts.meanings import order
 from shardwise.pipeline.packing import Packing
 
@@ -135,7 +135,7 @@ class Held:
         """
         if not self.layout.stage:
             return 0
-        program = staged.program(self.layout, *placed(self.layout))
+        program = gradients.program(self.layout, *placed(self.layout))
         lists = {"kept": [k.kept for k in program.kinds[0]]}
         lists["pend"] = [k.pending for k in program.kinds[0]]
         packed = program.passed | {name: Packing(arrays) for name, arrays in lists.items()}
