@@ -19,7 +19,7 @@ from shardwise.topology import Chips
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A layout with what it costs on its fullest and on its busiest device.
+    """A layout with what it costs on its busiest device.
 
     `sent` is the most of any stage. `flops` are those that MFU counts, of a step on all devices,
     and `peak` FLOP/s of all devices together.
@@ -116,7 +116,7 @@ def plan(
     `chips` are those of `topology.chips`, whose `slices` count.
 
     Parameters and state are exact, and so is what is sent along axes by hand; what a step needs
-    besides is a fitted formula, and seconds are a roofline. Not there: models of your own (which
+    besides is a fitted formula, of stages a count; and seconds are a roofline. Not there: models of your own (which
     `own` plans), experts on the axis of another role, stages by other schedules, GPUs.
 
     Raises:
