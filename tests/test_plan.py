@@ -268,7 +268,7 @@ REFUSED = {
     "few rows": (dict(stage=4, data=2), {}, 4, 64, "2 rows on a device, of 4, and 4 stages"),
     "sequence": (dict(context=8), {}, 64, 24, "over 16 devices"),
     "tokens": (dict(tensor=4, context=2), {}, 64, 4, "tokens=2 over 4 devices"),
-    "host": (dict(data=8, offload=True), {}, 64, 64, "computed from again, in one program"),
+    "host": (dict(data=8, offload=True), {}, 64, 64, "computed from again; stages keep"),
     "host, stages": (dict(data=4, stage=2, remat=True, offload=True), {}, 64, 64, "in slots"),
 }
 

@@ -11,8 +11,7 @@ import tyro
 from shardwise import llama, topology
 from shardwise.model import Config
 from shardwise.plan import tables
-from shardwise.plan.planning import plan
-from shardwise.plan.presets import PRESETS
+from shardwise.plan.planning import PRESETS, plan
 
 
 def main(argv: Sequence[str]) -> int:
