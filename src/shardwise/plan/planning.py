@@ -20,7 +20,6 @@ from shardwise.plan.seconds import Step, model_flops, step
 from shardwise.plan.sent import Sent, largest, sent
 from shardwise.topology import Chips
 
-
 _LLAMA3 = "Grattafiori et al., 2024 (arXiv:2407.21783), Table 3; vocabulary of the released weights"
 _LLAMA2 = "Touvron et al., 2023 (arXiv:2307.09288); sizes of the released weights"
 _MIXTRAL = "Jiang et al., 2024 (arXiv:2401.04088), Table 1; here with a capacity of 1.25"
@@ -162,8 +161,9 @@ def plan(
     `chips` are those of `topology.chips`, whose `slices` count.
 
     Parameters and state are exact, and so is what is sent along axes by hand; what a step needs
-    besides is a fitted formula, of stages a count; and seconds are a roofline. Not there: models of your own (which
-    `own` plans), experts on the axis of another role, stages by other schedules, GPUs.
+    besides is a fitted formula, of stages a count; and seconds are a roofline. Not there: models of
+    your own (which `own` plans), experts on the axis of another role, stages by other schedules,
+    GPUs.
 
     Raises:
       ValueError: no such model or chips; a batch or sequence below 1.
