@@ -80,9 +80,9 @@ def test_an_error_names_its_flag_and_what_would_do(flag, value, told, capsys):
 
 
 def test_only_layouts_with_the_sizes_asked_for_are_shown(capsys):
-    assert command.main([*ARGUMENTS, "--only", "stage=2,context=1", "--json"]) == 0
+    assert command.main([*ARGUMENTS, "--only", "tensor=2,context=1", "--json"]) == 0
     shown = [one["roles"] for one in json.loads(capsys.readouterr().out)["layouts"]]
-    assert shown and all(one["stage"] == 2 and "context" not in one for one in shown)
+    assert shown and all(one["tensor"] == 2 and "context" not in one for one in shown)
 
 
 def test_help_and_missing_flags(capsys):
