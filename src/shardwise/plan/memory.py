@@ -151,7 +151,8 @@ def _terms(part, parameters):
 def _terms_of_stages(part):
     c, r, used = part.config, part.roles, itemsize(part)
     weights, head = _weights(part)
-    ends = sum(elements for array, elements, _ in part.used() if not array.stacked)
+    # Along tensor whole: so the compiler lays it out, to scatter its gradient over stages.
+    ends = sum(a.size // (r.fsdp if cut else 1) for a, _, cut in part.used() if not a.stacked)
     layers = sum(elements for array, elements, _ in part.used() if array.stacked)
     entered = part.layers * part.tokens * _between(part)
     kept = entered if r.remat else part.layers * layer(part) + weights
