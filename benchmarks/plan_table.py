@@ -105,6 +105,8 @@ def verdict(
     over = [n for n in names if 1 < share[n] < _NEAR]
     compiles = [n for n in over if record[n]["fits"]]
     left = [n for n in record if "left over" in record[n]["differences"]]
+    # What is in no layer is written whole along tensor to go over stages: not explained yet.
+    left = [n for n in left if cases[n].roles.stage == 1 or cases[n].roles.tensor == 1]
     of = sum(not n.startswith("fitted: ") for n in cases)
     so_far = f"Of {of} programs {len(names)} are compiled so far. " if len(names) < of else ""
     told = (

@@ -153,7 +153,6 @@ def _terms_of_stages(part):
     weights, head = _weights(part)
     # Along tensor whole: so the compiler lays it out, to scatter its gradient over stages.
     ends = sum(a.size // (r.fsdp if cut else 1) for a, _, cut in part.used() if not a.stacked)
-    layers = sum(elements for array, elements, _ in part.used() if array.stacked)
     entered = part.layers * part.tokens * _between(part)
     kept = entered if r.remat else part.layers * layer(part) + weights
     last = part.tokens * c.embed * (3 * _WIDE + used) / r.tensor + _of_vocabulary(part) * _WIDE
@@ -163,7 +162,7 @@ def _terms_of_stages(part):
     return Terms(
         weights=ends * _WIDE + head + weights / (1 if r.remat else part.layers),
         kept=slots * kept + sum(passed(part)),
-        summed=(ends + layers) * _WIDE,
+        summed=sum(elements for _, elements, _ in part.used()) * _WIDE,
         pending=pending,
         task=kept + pending,
     )
