@@ -69,6 +69,7 @@ def test_where_nothing_fits_the_exit_status_says_so(capsys):
         ("--sequence", "-5", "--sequence -5; expected 1 or more"),
         ("--slices", "0", "--slices 0; expected 1 or more"),
         ("--top", "0", "--top 0; expected 1 or more"),
+        ("--only", "stages=2", "--only 'stages=2'; expected sizes of roles, as in stage=4,"),
         ("--compile", "11", "--compile 11; expected 0 to --top 10"),
     ],
 )
@@ -76,6 +77,12 @@ def test_an_error_names_its_flag_and_what_would_do(flag, value, told, capsys):
     assert command.main([*ARGUMENTS, flag, value]) == 1
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("shardwise: plan: ") and told in said.err
+
+
+def test_only_layouts_with_the_sizes_asked_for_are_shown(capsys):
+    assert command.main([*ARGUMENTS, "--only", "tensor=2,context=1", "--json"]) == 0
+    shown = [one["roles"] for one in json.loads(capsys.readouterr().out)["layouts"]]
+    assert shown and all(one["tensor"] == 2 and "context" not in one for one in shown)
 
 
 def test_help_and_missing_flags(capsys):

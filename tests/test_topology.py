@@ -13,13 +13,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import layouts, measure, rules, topology
+from shardwise import layouts, marks, measure, rules, topology
 from shardwise.layouts import meanings
 from shardwise.topology import child, compiling, lowering
 
@@ -463,3 +464,32 @@ def test_what_waits_on_the_host_takes_no_hbm():
         needed.append(measure.fits(topology.compile(lowered, mesh)).needed)
     entering = rows // 8 * size * 2
     assert needed[0] - needed[1] > (layers - 4) * entering
+
+
+@pytest.mark.slow
+@needs_libtpu
+def test_a_layout_with_stages_compiles_as_any_other():
+    """Two rings turn at each tick, asynchronously, and no task passes anything round."""
+
+    def loss(params, batch):
+        x = marks.stage_boundary(batch @ params["a"]) @ params["b"]
+        return jnp.mean(x)
+
+    mesh = topology.chips("v5e:2x2").mesh(stage=2, fsdp=2)
+    layout = layouts.Layout(mesh.abstract, stage="stage", fsdp="fsdp", microbatches=4)
+    shapes = {name: jax.ShapeDtypeStruct((512, 512), jnp.bfloat16) for name in "ab"}
+    tx = optax.adam(1e-3)
+    params, state = jax.tree.map(
+        lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
+        (shapes, jax.eval_shape(tx.init, shapes)),
+        layouts.shardings(layout, shapes, tx),
+    )
+    rows = NamedSharding(mesh.abstract, P("fsdp"))
+    batch = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=rows)
+    step = topology.lower(layouts.step(layout, loss, tx, check=False), params, state, batch)
+    found = measure.collectives(topology.compile(step, mesh))
+    rings = [op for op in found.ops if op.kind == "collective-permute"]
+    ticks = 3 * (4 + 2 - 1)
+    assert len(rings) == 2 and all(op.trips == ticks and op.asynchronous for op in rings)
+    assert sum(op.ring_bytes for op in rings) == ticks * 2 * (512 // 2 // 4) * 512 * 2
+    assert not any("turns" in op.source for op in rings)

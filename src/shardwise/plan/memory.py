@@ -2,8 +2,8 @@
 
 What a step needs besides is a sum of terms in bytes. Most are counts; those of what a layer works
 on have a coefficient: of all that it could have, how much the compiler keeps at once. A device is
-fullest at the loss, or in the backward pass of a layer, or, where stages update their parameters by
-a program of its own, in that one: the fullest of the three counts.
+fullest at the loss, or in the backward pass of a layer, or, with stages, in a task: the fullest
+counts.
 """
 
 import dataclasses
@@ -21,10 +21,7 @@ class Terms(NamedTuple):
     At any time: `weights` whole, in the dtype of use, with remat those of one layer, else of all,
     and those of the head, and all layers' shares, where they are cast before they are gathered;
     `kept` activations from forward to backward, of all live microbatches; `summed`, the gradients
-    of the device's shares where those of microbatches are added up. Of stages, whose forward and
-    backward passes are programs of their own, what goes from one to the other is kept too: the
-    float32 logits and, without remat, each live microbatch's weights; and an activation that
-    arrives from another stage, and one that is sent, whole along tensor. Of what waits on the host,
+    of the device's shares where those of microbatches are added up. Of what waits on the host,
     two layers' inputs are kept: one is on its way. The compiler takes the last layer out of the
     loop there, and gathers ahead for it: `weights` has three layers, not one, and of `around` and
     `ring` there is half as much again.
@@ -36,8 +33,13 @@ class Terms(NamedTuple):
     cut, as it is between them; `ring`, what goes around a context axis, there and arriving;
     `dispatch`, rows on their way to experts and back.
 
-    Of stages, when a step ends: `update`, the optimizer's updates and the parameters that come of
-    them, beside the old ones; all else is gone by then.
+    Of stages, of which all devices hold as much, since they run one program: in `weights` what is
+    in no layer, gathered over stages for the step; `kept` are slots, one for each stage, with what
+    a forward task keeps, the last stage's float32 logits and its norm among it, and without remat
+    the gathered weights; and an activation and a cotangent that have arrived; `pending`, what the
+    half of a backward that the stage before waits for leaves to the half that yields the weights'
+    gradients, of all layers of the stage; `summed`, the gradients' sums; and while a task runs,
+    `task`, what it takes from a slot or puts there.
     """
 
     gradients: float = 0.0
@@ -149,8 +151,8 @@ def _terms(part, parameters):
 def _terms_of_stages(part):
     c, r, used = part.config, part.roles, itemsize(part)
     weights, head = _weights(part)
-    ends = sum(elements for array, elements, _ in part.used() if not array.stacked)
-    layers = sum(elements for array, elements, _ in part.used() if array.stacked)
+    # Along tensor whole: so the compiler lays it out, to scatter its gradient over stages.
+    ends = sum(a.size // (r.fsdp if cut else 1) for a, _, cut in part.used() if not a.stacked)
     entered = part.layers * part.tokens * _between(part)
     kept = entered if r.remat else part.layers * layer(part) + weights
     last = part.tokens * c.embed * (3 * _WIDE + used) / r.tensor + _of_vocabulary(part) * _WIDE
@@ -160,7 +162,7 @@ def _terms_of_stages(part):
     return Terms(
         weights=ends * _WIDE + head + weights / (1 if r.remat else part.layers),
         kept=slots * kept + sum(passed(part)),
-        summed=(ends + layers) * _WIDE,
+        summed=sum(elements for _, elements, _ in part.used()) * _WIDE,
         pending=pending,
         task=kept + pending,
     )
@@ -173,9 +175,11 @@ def _pending(part):
     c, t, used, again = part.config, part.roles.tensor, itemsize(part), part.roles.remat
     norms = (2 + 2 * again) * c.embed * (_WIDE + used) / t
     heads = ((1 + again) * c.heads + 2 * c.kv_heads) * c.head_dim * used / t
-    wide = c.mlp * (slots(part) + c.shared_experts if c.experts else 1)
-    rows = 2 * c.embed * slots(part) * used + c.experts * _WIDE if c.experts else 0
-    return part.tokens * (norms + heads + rows + (2 + 2 * again) * wide * used / t)
+    wide, rows = (2 + 2 * again) * c.mlp * (c.shared_experts if c.experts else 1), 0
+    if c.experts:
+        wide += (2 + again) * c.mlp * slots(part)
+        rows = 2 * c.embed * slots(part) * used + c.experts * _WIDE
+    return part.tokens * (norms + heads + rows + wide * used / t)
 
 
 def _weights(part):

@@ -79,7 +79,7 @@ def variants(roles: Roles, batch: int, chips: Chips) -> Iterator[Roles]:
     """The `roles` with every number of microbatches worth trying, with and without remat.
 
     These are powers of two that divide a device's rows; with stages, as many as stages or more,
-    and the rows themselves. Where remat is, offload is tried beside it: in one program, on chips
+    and the rows themselves. Where remat is, offload is tried beside it, without stages: on chips
     whose way to the host is known.
     """
     may_offload = roles.stage == 1 and chips.chip.host_bandwidth is not None
@@ -114,7 +114,7 @@ def _uneven(what, size, role, n):
 
 def _of_host(roles, *_):
     if roles.offload and (roles.stage > 1 or not roles.remat):
-        told = "what enters layers waits there to be computed from again, in one program"
+        told = "what enters layers waits there to be computed from again; stages keep it in slots"
         return "offload without remat, or with stages", told
     return None
 
