@@ -4,17 +4,17 @@ from shardwise.jaxprs.equations import (
     CALLS,
     REMAT,
     Equation,
-    bind,
+    Step,
     equations,
     inlined,
     named_as,
     needed,
     read,
     run,
+    steps,
     variables,
 )
-from shardwise.jaxprs.opening import Step, steps
-from shardwise.jaxprs.walking import NOTHING, Follower, Labels, carries, every, inner
+from shardwise.jaxprs.walking import NOTHING, Follower, carries, every, inner
 
 __all__ = [
     "CALLS",
@@ -22,9 +22,7 @@ __all__ = [
     "REMAT",
     "Equation",
     "Follower",
-    "Labels",
     "Step",
-    "bind",
     "carries",
     "equations",
     "every",
