@@ -52,10 +52,10 @@ def tiled(x: jax.Array, block: int, axis: int = 1) -> jax.Array:
     return jnp.moveaxis(cut, axis, 0)
 
 
-def joined(tiles: jax.Array, axis: int = 1) -> jax.Array:
-    """The inverse of `tiled`."""
-    x = jnp.moveaxis(tiles, 0, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+def joined(tiles: jax.Array) -> jax.Array:
+    """The inverse of `tiled`, along axis 1."""
+    x = jnp.moveaxis(tiles, 0, 1)
+    return x.reshape(len(x), -1, *x.shape[3:])
 
 
 def nothing(q: jax.Array) -> Sums:

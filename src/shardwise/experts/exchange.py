@@ -1,0 +1,213 @@
+"""Meanings of `marks.experts` inside a manual region, and by formula the bytes that they send.
+
+Meanings are values with a hash, as JAX's caches need.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardwise import marks
+from shardwise.experts import dispatch, ragged_exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """A meaning of `marks.experts`: its form, the axis that cuts experts, the sequence's axis."""
+
+    form: str
+    axis: str | None
+    sequence: str | None = None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        chosen: jax.Array,
+        weights: jax.Array,
+        apply: Callable,
+        stacked: Any,
+        experts: int,
+        capacity: float | None = None,
+        index: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """(y, kept) of `marks.experts`; raises ValueError for experts that do not fit the axis."""
+        n = 1 if self.axis is None else jax.lax.axis_size(self.axis)
+        dispatch.check(x, chosen, weights, stacked, experts, n, self.axis or "")
+        slot, size, kept = None, None, jnp.ones(chosen.shape, bool)
+        if capacity is not None:
+            slot, size, kept = self._slots(chosen, experts, capacity, index)
+        if self.form == "ragged":
+            wanted = jnp.where(kept, chosen, experts)
+            y = self._in_slices(x, wanted, weights, apply, stacked, size)
+        elif self.form == "all_to_all" and size is not None:
+            y = self._sent(x, chosen, weights, apply, stacked, slot, size)
+        else:
+            y = self._gathered(x, chosen, weights, apply, stacked, slot, size)
+        return y, kept
+
+    def _slots(self, chosen, experts, capacity, index):
+        """(slot of each choice in this device's buffers, their size, whether it is kept)."""
+        b, s, k = chosen.shape
+        parts = 1 if self.sequence is None else jax.lax.axis_size(self.sequence)
+        allowed = dispatch.slots(capacity, s * parts, k, experts)
+        if self.sequence is None:
+            place = dispatch.queued(chosen, experts, index)
+            return place, allowed, place < allowed
+        index = marks.index("sequence", s)[None] if index is None else index
+        index = jnp.broadcast_to(index, (b, s))
+        whole = [_gathered(v, self.sequence, 1) for v in (chosen, index)]
+        start = jax.lax.axis_index(self.sequence) * s
+        place = dispatch.queued(whole[0], experts, whole[1])
+        kept = jax.lax.dynamic_slice_in_dim(place, start, s, axis=1) < allowed
+        here = dispatch.queued(jnp.where(kept, chosen, experts), experts)
+        return here, min(allowed, s), kept
+
+    def _sent(self, x, chosen, weights, apply, stacked, slot, size):
+        """The experts' outputs by buffers [experts, rows·size, e], sent block by block and back."""
+        n = dispatch.leading(stacked) * jax.lax.axis_size(self.axis)
+        buffers = dispatch.packed(x, chosen, slot, n, size)
+        arrived = jax.lax.all_to_all(buffers, self.axis, 0, 1, tiled=True)
+        made = apply(stacked, arrived)
+        buffers = jax.lax.all_to_all(made, self.axis, 1, 0, tiled=True)
+        return dispatch.combined(buffers, chosen, slot, weights)
+
+    def _in_slices(self, x, chosen, weights, apply, stacked, size):
+        """The experts' outputs by slices: choices sorted by expert, to their devices, and back."""
+        (b, s, k), held = chosen.shape, dispatch.leading(stacked)
+        n, me = jax.lax.axis_size(self.axis), jax.lax.axis_index(self.axis)
+        order, sizes = dispatch.by_expert(chosen, n * held)
+        counts = jax.lax.all_gather(sizes, self.axis)  # [devices, experts]
+        most = ragged_exchange.most_rows(b, s, k, held, size)
+        way = ragged_exchange.Way(self.axis, order.size, most)
+        arrived = ragged_exchange.exchange(way, x.reshape(b * s, -1)[order // k], counts)
+        groups = jnp.sum(counts, axis=0).reshape(n, held)[me]
+        found = ragged_exchange.exchange(way.back(), apply(stacked, arrived, groups), counts)
+        return dispatch.weighted(dispatch.in_place(found, order, chosen.shape), weights)
+
+    def _gathered(self, x, chosen, weights, apply, stacked, slot, size):
+        """The experts' outputs by gathering all tokens of the axis, and scattering the sums."""
+        if self.axis is not None:
+            first = jax.lax.axis_index(self.axis) * dispatch.leading(stacked)
+            x, chosen, weights = (_gathered(v, self.axis, 0) for v in (x, chosen, weights))
+            slot = None if slot is None else _gathered(slot, self.axis, 0)
+            here = (chosen >= first) & (chosen < first + dispatch.leading(stacked))
+            chosen = jnp.where(here, chosen - first, -1)
+        if size is None:
+            y = dispatch.weighted(dispatch.grouped(x, chosen, apply, stacked), weights)
+        else:
+            buffers = dispatch.packed(x, chosen, slot, dispatch.leading(stacked), size)
+            y = dispatch.combined(apply(stacked, buffers), chosen, slot, weights)
+        if self.axis is None:
+            return y
+        return jax.lax.psum_scatter(y, self.axis, scatter_dimension=0, tiled=True)
+
+
+def all_to_all(axis: str, sequence: str | None = None) -> Exchange:
+    """The Exchange of tokens to their experts over `axis`, in buffers of the capacity, and back.
+
+    Without a capacity a buffer has to be as large as the worst case, in which all tokens go to one
+    device: what an all-gather sends. Then this is `gather`; `ragged` sends less on TPUs and GPUs.
+    """
+    return Exchange("all_to_all", axis, sequence)
+
+
+def ragged(axis: str, sequence: str | None = None) -> Exchange:
+    """The Exchange of as many rows over `axis` as tokens chose experts, and back; for no capacity.
+
+    With n devices and k experts a token that is n/k times less than `gather` sends, for an even
+    router. What arrives stands in a buffer for the worst case, however little it is: for
+    rows·tokens·min(k, experts held) from each device. With a capacity it is smaller, and choices
+    that are dropped are not sent.
+
+    On TPUs and GPUs rows travel by `jax.lax.ragged_all_to_all`. XLA:CPU has none: there each device
+    sends each other a block as large as the worst case, to the same effect. The programs for TPUs
+    were compiled by Google's compiler; they have not been run on one.
+    """
+    return Exchange("ragged", axis, sequence)
+
+
+def gather(axis: str, sequence: str | None = None) -> Exchange:
+    """The Exchange that gathers all tokens of `axis`, runs each device's experts on those that
+    chose them, and reduce-scatters the sums: for a capacity·k above the number of devices, and for
+    none.
+    """
+    return Exchange("gather", axis, sequence)
+
+
+def local(sequence: str | None = None) -> Exchange:
+    """The Exchange where every device has all experts, and the axis `sequence` cuts the sequence:
+    nothing but the choices travels, and with a capacity who is dropped is decided from the whole
+    row.
+    """
+    return Exchange("local", None, sequence)
+
+
+# What `layouts` knows by name.
+FORMS = {"all_to_all": all_to_all, "gather": gather, "ragged": ragged}
+
+on_one_device = local()  # what `marks.experts` does where nothing is bound
+
+
+def bytes_sent(
+    rows: int,
+    tokens: int,
+    embed: int,
+    per_token: int,
+    experts: int,
+    devices: int,
+    capacity: float | None = None,
+    form: str = "all_to_all",
+    itemsize: int = 4,
+    weight_itemsize: int = 4,
+    sequence: int = 1,
+) -> int | float:
+    """Bytes that one device sends in a forward pass, for `rows`·`tokens` tokens of its own.
+
+    With T = rows·tokens: an all-to-all there and back sends 2·k·f·T·h·e·(n-1)/n, where f is the
+    capacity after rounding up to whole slots; no numbers of experts travel, since the place in a
+    buffer tells. A gather and a scatter send 2·T·h·e·(n-1), the choices (four bytes), their weights
+    and, with a capacity, their slots. A backward pass sends the activations' part again; one that
+    recomputes the layer, twice.
+
+    "ragged" is exact on CPU, where blocks are sent that have room for all that a device can choose
+    of another's m experts: 2·T·min(k, m)·h·e·(n-1), or with a capacity m·slots for each row if that
+    is less; and numbers of rows, 4·(n + 2)·m·(n-1) bytes, of which a backward pass sends 8·m·(n-1)
+    (or none, where XLA finds that it has them).
+    On TPUs and GPUs the rows are sent that there are: there T·k·h·e·(n-1)/n for an even router and
+    T·k·h·e at most, and back what arrived, at most (n-1) times that.
+
+    `sequence` is the number of devices that a row is cut over, `tokens` then a device's part of it:
+    an expert's slots are those of the whole row.
+
+    Raises:
+      ValueError: another form, or experts that do not divide over the devices.
+    """
+    dispatch.divides(experts, devices, "expert")
+    if form not in FORMS:
+        told = ", ".join(map(repr, FORMS))
+        raise ValueError(f"experts.bytes_sent: form={form!r}; expected one of {told}.")
+    slots = None
+    if capacity is not None:
+        slots = min(tokens, dispatch.slots(capacity, tokens * sequence, per_token, experts))
+    if form == "ragged":
+        held = experts // devices
+        blocks = ragged_exchange.most_rows(rows, tokens, per_token, held, slots) * embed * itemsize
+        return (devices - 1) * (2 * blocks + 4 * (experts + 2 * held))
+    if form == "all_to_all" and slots is not None:
+        buffers = experts * rows * slots * embed * itemsize
+        return _exact(2 * buffers * (devices - 1), devices)
+    choice = 4 + weight_itemsize + (0 if slots is None else 4)
+    once = rows * tokens * (2 * embed * itemsize + per_token * choice)
+    return once * (devices - 1)
+
+
+def _exact(numerator, denominator):
+    quotient, rest = divmod(numerator, denominator)
+    return numerator / denominator if rest else quotient
+
+
+def _gathered(x, axis, along):
+    return jax.lax.all_gather(x, axis, axis=along, tiled=True)
