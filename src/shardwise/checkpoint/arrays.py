@@ -10,7 +10,7 @@ import orbax.checkpoint as ocp
 
 from shardwise.checkpoint.handlers import METADATA
 from shardwise.checkpoint.items import is_key, is_storable, nested
-from shardwise.rules.agreement import of_all
+from shardwise.processes.system import of_all
 
 
 def to_orbax(name: str, leaves: dict[str, Any], chunk_bytes: int) -> ocp.args.StandardSave:

@@ -23,7 +23,7 @@ from shardwise.checkpoint.items import (
 from shardwise.checkpoint.matching import check_dtypes, check_items, check_leaves, check_shardings
 from shardwise.checkpoint.saving import wait
 from shardwise.checkpoint.steps import find, reader
-from shardwise.rules.agreement import together
+from shardwise.processes.system import together
 
 
 def latest(directory: str | os.PathLike) -> int | None:

@@ -14,7 +14,7 @@ from shardwise.checkpoint import arrays, plain
 from shardwise.checkpoint.handlers import METADATA
 from shardwise.checkpoint.items import address, by_path, check_name, is_empty, is_tree
 from shardwise.checkpoint.writer import writer_of, writers
-from shardwise.rules.agreement import together
+from shardwise.processes.system import together
 
 
 def save(

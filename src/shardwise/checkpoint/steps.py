@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from shardwise.rules.agreement import of_all, together
+from shardwise.processes.system import of_all, together
 
 _LISTED = 64  # newest steps that processes tell each other
 

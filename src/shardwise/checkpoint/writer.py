@@ -12,7 +12,7 @@ from shardwise.checkpoint.handlers import registry
 from shardwise.checkpoint.items import is_bucket
 from shardwise.checkpoint.lock import Lock
 from shardwise.checkpoint.steps import Steps
-from shardwise.rules.agreement import together
+from shardwise.processes.system import together
 
 _writers = {}  # address: Writer, of what this process has saved
 _registering = threading.Lock()

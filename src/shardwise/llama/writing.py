@@ -15,7 +15,7 @@ from shardwise.llama import names
 from shardwise.llama.names import WEIGHTS, Weight
 from shardwise.llama.reading import INDEX, library
 from shardwise.model import Config
-from shardwise.rules.agreement import together
+from shardwise.processes.system import together
 
 
 class _Entry(NamedTuple):

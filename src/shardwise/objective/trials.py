@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import jaxprs, marks
-from shardwise.objective import auxiliary, perturbing, stand_ins
+from shardwise.objective import stand_ins
 from shardwise.objective.means import normal, wide
-from shardwise.objective.microbatches import SEQUENCE, meaning
+from shardwise.objective.parts import SEQUENCE, meaning, outputs
 
 
 class Arrangement(NamedTuple):
@@ -133,8 +133,8 @@ class Trials:
     def _run(self, fixed, params, batch, arrays, turn, together, alone):
         args, key = _joined(fixed, arrays)
         own = {} if key is None else {"key": key}
-        params, batch, args = (perturbing.widened(x, self.widened) for x in (params, batch, args))
-        params = jax.tree.map(functools.partial(perturbing.shaken, turn), params)
+        params, batch, args = (stand_ins.widened(x, self.widened) for x in (params, batch, args))
+        params = jax.tree.map(functools.partial(stand_ins.shaken, turn), params)
         batch = jax.tree.map(self._taken, batch)
         shapes: list[list] = []
 
@@ -183,7 +183,7 @@ class Trials:
             total = jnp.asarray(total).astype(wide(jnp.result_type(total)))
             found = [total] if count is None else [total, jnp.asarray(count).astype(jnp.float32)]
             weight = share if count is None else 1 / self.size
-            leaves = auxiliary.outputs(self.aux, extra)
+            leaves = outputs(self.aux, extra)
             told = {path: (way, jnp.shape(x)) for path, x, way in leaves}
             self.outputs[len(arrangement.places)] = told
             added = _told([x for _, x, way in leaves if way == "sum"])
@@ -243,7 +243,7 @@ def _stacked(arrangements, size, most):
 
 def _told(arrays):
     """(one number of each array, the norm of each array)."""
-    told = [perturbing.projected(x) for x in arrays]
+    told = [stand_ins.projected(x) for x in arrays]
     return tuple(jnp.stack([x[i] for x in told]) if told else jnp.zeros(0) for i in (0, 1))
 
 
