@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwise.checkpoint.handlers import METADATA
+from shardwise.checkpoint.chunks import METADATA
 from shardwise.checkpoint.items import flat, is_key
 
 _SHOWN = 10  # of the leaves that differ; whole models may
