@@ -114,11 +114,7 @@ class Written(NamedTuple):
 
 
 def read_sums(label: str, item: str) -> Written | None:
-    """The `Written` of an item, a directory; None if it has no checksums.
-
-    Raises:
-      ValueError: the index or the checksums cannot be read.
-    """
+    """The `Written` of an item, a directory; None if it has no checksums."""
     if is_bucket(item) or not (Path(item) / _FOLDER).exists():
         return None
     sums = {}
@@ -140,9 +136,6 @@ def check_sums(
     """Read the chunks that this process's devices touch, and compare their checksums.
 
     `leaves` and `metadata` have an abstract array and Orbax's words on it for each path.
-
-    Raises:
-      ValueError: a chunk is not what was written.
     """
     wanted = []
     for path, leaf in leaves.items():

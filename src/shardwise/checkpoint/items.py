@@ -37,11 +37,7 @@ def check_name(name: str) -> None:
 
 
 def by_path(name: str, item: Any) -> dict[str, Any]:
-    """{path: array} of a tree; a bare array goes by the item's own name.
-
-    Raises:
-      ValueError: two leaves have one path, or one name in storage.
-    """
+    """{path: array} of a tree; a bare array goes by the item's own name."""
     found = [(path or name, array) for path, array in tree.leaves(item)]
     _check_paths(name, [path for path, _ in found])
     return dict(found)
@@ -111,11 +107,7 @@ def is_bucket(where: str) -> bool:
 
 
 def to_json(name: str, item: Any) -> Any:
-    """The item as JSON can hold it: Grain's positions are dicts of numbers, or bytes.
-
-    Raises:
-      ValueError: it cannot, or would give back something else (tuples, keys that are no strings).
-    """
+    """The item as JSON can hold it: Grain's positions are dicts of numbers, or bytes."""
     if isinstance(item, bytes):
         return {"base64": base64.b64encode(item).decode()}
     if isinstance(item, dict) and item.keys() == {"base64"}:

@@ -21,7 +21,7 @@ from shardwise.checkpoint.items import (
     is_tree,
     nested,
 )
-from shardwise.checkpoint.matching import check_dtypes, check_items, check_leaves, check_shardings
+from shardwise.checkpoint.matching import check_held, check_items, check_leaves
 from shardwise.checkpoint.saving import wait
 from shardwise.checkpoint.steps import find, reader
 from shardwise.processes.system import together
@@ -100,8 +100,7 @@ def _check(label, saved, target, trees, partial):
     ]
     check_items(label, wanted, trees, saved.item_handlers)
     check_leaves(label, trees, {name: saved.item_metadata[name] for name in trees}, partial)
-    check_dtypes(label, trees)
-    check_shardings(label, trees)
+    check_held(label, trees)
     return wanted
 
 

@@ -130,11 +130,7 @@ def _check_state(state):
 
 
 def _to_orbax(name: str, leaves: dict[str, Any], chunk_bytes: int) -> ocp.args.StandardSave:
-    """The arguments with which Orbax saves an item.
-
-    Raises:
-      ValueError: an array cannot be stored, or is one that this process alone has.
-    """
+    """The arguments with which Orbax saves an item."""
     found = {path: _array(name, path, leaf) for path, leaf in leaves.items()}
     chunks = {path: save_args(x, chunk_bytes) for path, x in found.items()}
     ours = {"keys": {path: str(x.dtype) for path, x in found.items() if is_key(x)}}

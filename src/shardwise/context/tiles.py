@@ -35,9 +35,6 @@ def tiled(x: jax.Array, block: int, axis: int = 1) -> jax.Array:
     """x cut along the tokens' axis into equal tiles of at most `block`, stacked in front.
 
     At least two, where the size is even: the halves that the zigzag order lets us skip.
-
-    Raises:
-      ValueError: the size has no divisor between block / 8 and block.
     """
     size = x.shape[axis]
     fewest = max(math.ceil(size / block), 2 if size % 2 == 0 else 1)

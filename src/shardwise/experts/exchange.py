@@ -4,8 +4,6 @@ Meanings are values with a hash, as JAX's caches need.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +20,7 @@ class Exchange:
     axis: str | None
     sequence: str | None = None
 
-    def __call__(
-        self,
-        x: jax.Array,
-        chosen: jax.Array,
-        weights: jax.Array,
-        apply: Callable,
-        stacked: Any,
-        experts: int,
-        capacity: float | None = None,
-        index: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x, chosen, weights, apply, stacked, experts, capacity=None, index=None):
         """(y, kept) of `marks.experts`; raises ValueError for experts that do not fit the axis."""
         n = 1 if self.axis is None else jax.lax.axis_size(self.axis)
         dispatch.check(x, chosen, weights, stacked, experts, n, self.axis or "")

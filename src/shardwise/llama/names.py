@@ -183,11 +183,7 @@ def check_same(folder: str | Path, ours: Config, theirs: Config) -> None:
 
 
 def text(config: Config, dtype: str, more: dict[str, Any]) -> str:
-    """The text of `config.json`.
-
-    Raises:
-      ValueError: `more` has a field that the config decides.
-    """
+    """The text of `config.json`."""
     fields = {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",

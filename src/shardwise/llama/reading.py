@@ -137,11 +137,7 @@ def _read(array, runs):
 
 
 def library() -> Any:
-    """The module safetensors.
-
-    Raises:
-      ImportError: it is not installed.
-    """
+    """The module safetensors."""
     try:
         import safetensors
     except ImportError:
@@ -153,12 +149,7 @@ def library() -> Any:
 
 @contextlib.contextmanager
 def _opened(folder: str | Path) -> Iterator[dict[str, Any]]:
-    """{name: the array in its file}, of which slices are read as they are asked for.
-
-    Raises:
-      FileNotFoundError: no weights, or not all files that the index names.
-      ValueError: the index and the files do not have the same names.
-    """
+    """{name: the array in its file}, of which slices are read as they are asked for."""
     with contextlib.ExitStack() as stack:
         found, index = {}, _index(Path(folder))
         for path in _paths(Path(folder), index):

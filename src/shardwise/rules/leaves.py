@@ -41,9 +41,6 @@ def read(tree, names=None):
 
     `names` is a tree of tuples, as the parameters are; what belongs to a parameter, such as an
     optimizer's moment (`shardwise.tree.owners`), has the same names.
-
-    Raises:
-      ValueError: a leaf has neither as many axes as names, nor one more.
     """
     given = None if names is None else _by_owner(tree, names)
     found = []

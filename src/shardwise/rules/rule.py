@@ -137,11 +137,7 @@ class _Following(Rule):
 
 
 def as_rule(rule):
-    """A `Rule` for `rule`: itself, a PartitionSpec, or any function of (tree, mesh).
-
-    Raises:
-      TypeError: it is neither.
-    """
+    """A `Rule` for `rule`: itself, a PartitionSpec, or any function of (tree, mesh)."""
     if isinstance(rule, PartitionSpec):
         return Same(rule)
     if isinstance(rule, Rule):
