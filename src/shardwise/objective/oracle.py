@@ -166,7 +166,7 @@ def judge(trials: Trials, part: Part, alone: bool) -> bool:
         means.append(_seen(trials, splits, turn, padded))
         found |= _tells(means[-1].together)
         if part.sequence and means[-1].together.sums.shape[1] == 1:
-            refuse_scalar()
+            refuse_scalar("objective.check: ")
     added = list(means)
     for seed in range(SILENT):
         if all(np.any([s.together.sizes[0] for s in added], axis=0)):

@@ -13,6 +13,7 @@ from jax.interpreters import partial_eval
 from shardwise import jaxprs, marks
 from shardwise.objective.means import Mean, normal
 from shardwise.objective.parts import SEQUENCE, check_outputs, meaning, numbers
+from shardwise.objective.reasons import refuse_scalar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +111,7 @@ def trace(
     linear = not any(map(_is_rule, jaxprs.every(closed.jaxpr)))
     traced = Traced(closed, jax.tree.structure(shapes), by_place(closed, groups), linear)
     if isinstance(rows, dict) and SEQUENCE in rows and not traced.has_count:
-        raise ValueError(
-            "the sequence is cut, and the loss is one scalar: a mean over rows, of what each makes "
-            "of its whole sequence. Return objective.Mean(total, count), two sums over tokens."
-        )
+        refuse_scalar()
     return traced
 
 

@@ -127,8 +127,7 @@ class Trials:
 
     def _padded(self, turn, together, alone):
         numbers = Turn(*(np.float32(x) for x in turn))
-        groups = (together, self.size, MOST), (alone, self.size // 2, MOST)
-        return numbers, *(_stacked(*group) for group in groups)
+        return numbers, _stacked(together, self.size), _stacked(alone, self.size // 2)
 
     def _run(self, fixed, params, batch, arrays, turn, together, alone):
         args, key = _joined(fixed, arrays)
@@ -233,10 +232,10 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_co
 MOST = 8  # arrangements in one call
 
 
-def _stacked(arrangements, size, most):
-    """(the number of arrangements, their three fields, each padded to [most, size])."""
+def _stacked(arrangements, size):
+    """(the number of arrangements, their three fields, each padded to [MOST, size])."""
     blank = Arrangement(np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros(size, bool))
-    padded = [*arrangements, *[blank] * (most - len(arrangements))]
+    padded = [*arrangements, *[blank] * (MOST - len(arrangements))]
     fields = (np.stack(field) for field in zip(*padded, strict=True))
     return np.int32(len(arrangements)), Arrangement(*fields)
 
