@@ -10,7 +10,7 @@ from shardwise.rules.compiling import jit
 from shardwise.rules.fsdp import FSDPRule
 from shardwise.rules.leaves import Leaf
 from shardwise.rules.naming import LogicalRules, PathRules, PolicyRule
-from shardwise.rules.placement import constrain_tree, global_batch, place, shardings, whole
+from shardwise.rules.placement import constrain_tree, place, shardings, whole
 from shardwise.rules.rule import Choice, Rule, follow
 from shardwise.rules.table import describe
 from shardwise.tree import leaves as named_leaves
@@ -26,7 +26,6 @@ __all__ = [
     "constrain_tree",
     "describe",
     "follow",
-    "global_batch",
     "jit",
     "named_leaves",
     "place",
