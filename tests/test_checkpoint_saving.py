@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import checkpoint, mesh
-from shardwise.checkpoint import arrays
+from shardwise.checkpoint import saving
 from shardwise.checkpoint.items import by_path
 
 
@@ -170,7 +170,7 @@ def test_a_path_on_a_bucket_reaches_orbax_untouched(monkeypatch, tmp_path, given
 )
 def test_short_axes_are_cut_to_one(shape, thin):
     array = jax.ShapeDtypeStruct(shape, jnp.float32)
-    cut = arrays.chunks_of(array, 2**10)
+    cut = saving.save_args(array, 2**10)
     assert cut.shard_axes == thin and cut.chunk_byte_size == 2**10
 
 

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import checkpoint, data, fsdp, marks, mesh, pipeline, rules
-from shardwise.checkpoint import digests, restoring, steps
+from shardwise.checkpoint import chunks, restoring, steps
 
 CHUNK = 2**14
 WIDTH = 264  # bytes are below 256; 8 devices divide it
@@ -322,7 +322,7 @@ def kill_at(place):
 
     owner, name = {
         "begun": (ocp.CheckpointManager, "save"),
-        "written": (digests, "write"),
+        "written": (chunks, "write_sums"),
         "joined": (ocp.StandardCheckpointHandler, "finalize"),
         "whole": (ocp.JsonCheckpointHandler, "finalize"),
         "complete": (checkpoint, "wait"),

@@ -1,7 +1,4 @@
 import functools
-import subprocess
-import sys
-import textwrap
 
 import jax
 import jax.extend
@@ -55,7 +52,7 @@ def test_every_layout_gives_the_gradient_of_one_device(layout):
     function, params, batch, (mean, grads) = reference()
     jitted = rules.jit(function, MESH, (rule, P("fsdp")), (P(), rule), names=names)
     placed = rules.place(params, rule, MESH)
-    got = jitted(placed, rules.global_batch(batch, P("fsdp"), MESH))
+    got = jitted(placed, rules.place(batch, P("fsdp"), MESH))
     np.testing.assert_allclose(got[0], mean, rtol=1e-5)
     wanted = jax.tree.leaves(rules.shardings(rule, params, MESH))
     for a, b, s in zip(jax.tree.leaves(got[1]), jax.tree.leaves(grads), wanted, strict=True):
@@ -237,74 +234,3 @@ def test_it_differentiates_nests_and_keeps_its_name():
     np.testing.assert_allclose(jax.grad(square)(x), 2 * x)
     np.testing.assert_allclose(jax.jit(lambda x: square(x) + 1)(x), (x**2).sum() + 1)
     assert (square.__name__, square.__doc__) == ("square", "Squares.")
-
-
-@pytest.mark.slow
-def test_each_process_brings_its_rows():
-    """Their order is that of the processes, whatever the mesh and the rule."""
-    code = """
-        import sys, jax, numpy as np
-        from jax.experimental import multihost_utils
-        from jax.sharding import PartitionSpec as P
-        from shardwise import mesh, rules
-        tiled, gather = [], multihost_utils.process_allgather
-        def seen(x, **options):
-            tiled.append(options.get("tiled", False))
-            return gather(x, **options)
-        multihost_utils.process_allgather = seen
-        process, address = int(sys.argv[1]), sys.argv[2]
-        jax.distributed.initialize(
-            address, 2, process, initialization_timeout=1800, coordinator_bind_address=address
-        )
-        mesh.simulate(2)
-        m = mesh.make(data=-1)
-        rows = np.arange(6).reshape(2, 3) + 6 * process
-        batch = rules.global_batch({"x": rows, "step": np.int32(5)}, P("data"), m)
-        assert batch["x"].shape == (4, 3) and batch["x"].sharding.spec == P("data")
-        assert tiled and not any(tiled)  # no rows go to another process
-        grid = mesh.make(model=2, data=2)
-        crossed = rules.global_batch({"x": rows}, P("data"), grid)  # needs the other's rows
-        assert any(tiled)
-        everywhere = rules.global_batch({"x": rows}, P(), m)
-        columns = rules.global_batch({"x": rows[:, :2]}, P(None, "data"), grid)
-        for found, width in (batch, 3), (crossed, 3), (everywhere, 3), (columns, 2):
-            whole = rules.whole(found)
-            assert found["x"].shape == (4, width), found["x"].shape
-            assert np.array_equal(whole["x"], np.arange(12).reshape(4, 3)[:, :width]), whole
-        assert rules.whole(batch)["step"] == 5
-        def refused(text, *args):
-            try:
-                rules.global_batch(*args)
-            except ValueError as error:
-                assert text in str(error), error
-            else:
-                raise AssertionError(text)
-        refused("axis 0 of 2 does not divide over 'data' (4)", rows[:1], P("data"), m)
-        refused("Process 0 has x int32[4, 3]; Process 1 has x int32[6, 3]",
-                {"x": np.ones((4 + 2 * process, 3), np.int32)}, P(), m)
-        refused("Process 0 has x int32[3]; Process 1 has x float32[3]",
-                {"x": np.ones(3, [np.int32, np.float32][process])}, P(), m)
-        refused("Process 0 has step int32 3; Process 1 has step int32 4",
-                {"step": np.int32(3 + process)}, P(), m)
-        refused("the mesh has devices of the processes [0], and 2 bring rows",
-                {"y": rows}, P(), jax.sharding.Mesh(jax.devices()[:2], ("data",)))
-        print("ok")
-    """
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", textwrap.dedent(code)]
-    both = [
-        subprocess.Popen(
-            [*command, str(i), address], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for i in range(2)
-    ]
-    try:
-        printed = [child.communicate(timeout=1800)[0] for child in both]
-    finally:
-        for child in both:
-            child.kill()
-    assert all(text.rstrip().endswith("ok") for text in printed), printed

@@ -1,7 +1,10 @@
-"""Items of a state: trees of arrays, each with a path of its own, or plain data."""
+"""Items of a state: trees of arrays, each with a path of its own, or plain data as JSON."""
 
+import base64
 import functools
+import json
 import os
+import zlib
 from typing import Any
 
 import jax
@@ -9,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
-from shardwise.rules import named_leaves
+from shardwise import tree
 
 
 def is_tree(item: Any) -> bool:
@@ -34,12 +37,8 @@ def check_name(name: str) -> None:
 
 
 def by_path(name: str, item: Any) -> dict[str, Any]:
-    """{path: array} of a tree; a bare array goes by the item's own name.
-
-    Raises:
-      ValueError: two leaves have one path, or one name in storage.
-    """
-    found = [(path or name, array) for path, array in named_leaves(item)]
+    """{path: array} of a tree; a bare array goes by the item's own name."""
+    found = [(path or name, array) for path, array in tree.leaves(item)]
     _check_paths(name, [path for path, _ in found])
     return dict(found)
 
@@ -51,14 +50,14 @@ def stored_name(path: str) -> str:
 
 def nested(leaves: dict[str, Any]) -> dict[str, Any]:
     """The nested dict that {"blocks/q/kernel": x} stands for."""
-    tree = {}
+    found = {}
     for path, leaf in leaves.items():
         *parents, last = path.split("/")
-        place = tree
+        place = found
         for parent in parents:
             place = place.setdefault(parent, {})
         place[last] = leaf
-    return tree
+    return found
 
 
 def flat(tree: dict[str, Any]) -> dict[str, Any]:
@@ -107,6 +106,31 @@ def is_bucket(where: str) -> bool:
     return "://" in where
 
 
+def to_json(name: str, item: Any) -> Any:
+    """The item as JSON can hold it: Grain's positions are dicts of numbers, or bytes."""
+    if isinstance(item, bytes):
+        return {"base64": base64.b64encode(item).decode()}
+    if isinstance(item, dict) and item.keys() == {"base64"}:
+        raise ValueError(
+            f"checkpoint.save: item {name!r} is a dict with the one key 'base64', which stands for "
+            f"bytes; give it another key beside that."
+        )
+    _check_plain(name, item, ())
+    return item
+
+
+def from_json(item: Any) -> Any:
+    """The item that `to_json` was given."""
+    if isinstance(item, dict) and item.keys() == {"base64"}:
+        return base64.b64decode(item["base64"])
+    return item
+
+
+def digest(item: Any) -> int:
+    """A checksum of what JSON holds, whatever the order of its keys."""
+    return zlib.crc32(json.dumps(item, sort_keys=True).encode())
+
+
 def _check_paths(name, paths):
     stored = {}
     for path in paths:
@@ -120,6 +144,25 @@ def _check_paths(name, paths):
         raise ValueError(
             f"checkpoint: item {name!r} has a leaf at {above[0]} and others below it; rename one."
         )
+
+
+def _check_plain(name, item, where):
+    if item is None or type(item) in (bool, int, float, str):
+        return
+    if type(item) is list:
+        parts = enumerate(item)
+    elif type(item) is dict and all(type(key) is str for key in item):
+        parts = item.items()
+    else:
+        at = f" at {'/'.join(map(str, where))}" if where else ""
+        told = f"a dict with the keys {list(item)[:5]}" if isinstance(item, dict) else f"{item!r}"
+        raise ValueError(
+            f"checkpoint.save: item {name!r} holds no arrays and is not JSON: {told}{at}, of type "
+            f"{type(item).__name__}, would not come back as it is. Expected arrays, or plain "
+            f"numbers, strings, lists and dicts whose keys are strings."
+        )
+    for key, part in parts:
+        _check_plain(name, part, (*where, key))
 
 
 def _leaves(item):

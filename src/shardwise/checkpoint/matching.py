@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwise.checkpoint.handlers import METADATA
+from shardwise.checkpoint.chunks import METADATA
 from shardwise.checkpoint.items import flat, is_key
 
 _SHOWN = 10  # of the leaves that differ; whole models may
@@ -56,38 +56,30 @@ def check_leaves(
         )
 
 
-def check_dtypes(label: str, trees: dict[str, dict[str, Any]]) -> None:
-    """Raise ValueError if JAX, as it is configured, cannot hold an array of the target."""
+def check_held(label: str, trees: dict[str, dict[str, Any]]) -> None:
+    """Raise ValueError if JAX cannot hold an array of the target here, as its sharding says."""
     for name, leaves in trees.items():
         for path, leaf in leaves.items():
-            if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct) or is_key(leaf):
+            if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
                 continue
-            if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+            if not is_key(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
                 raise ValueError(
                     f"{label}: {name}: {path} is {leaf.dtype} and JAX holds 32 bits at most here. "
                     f"Set jax_enable_x64, or give a NumPy array as the target."
                 )
+            if leaf.sharding is not None:
+                spec = getattr(leaf.sharding, "spec", leaf.sharding)
+                where = f"{label}: the target's sharding of {name}: {path}, {spec},"
+                _check_sharding(where, leaf.sharding, leaf.shape)
 
 
-def check_shardings(label: str, trees: dict[str, dict[str, Any]]) -> None:
-    """Raise ValueError if a sharding cuts its array unevenly, or has other devices than JAX."""
-    for name, leaves in trees.items():
-        for path, leaf in leaves.items():
-            sharding = getattr(leaf, "sharding", None)
-            if sharding is None:
-                continue
-            where = f"{label}: the target's sharding of {name}: {path}, {_spec(sharding)},"
-            try:
-                sharding.shard_shape(leaf.shape)
-            except ValueError as error:
-                raise ValueError(
-                    f"{where} does not fit its shape {leaf.shape}: {error}. Change the rule "
-                    f"or the mesh."
-                ) from error
-            _check_devices(where, sharding)
-
-
-def _check_devices(where, sharding):
+def _check_sharding(where, sharding, shape):
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        raise ValueError(
+            f"{where} does not fit its shape {shape}: {error}. Change the rule or the mesh."
+        ) from error
     try:
         devices = set(sharding.device_set)
     except ValueError:
@@ -127,7 +119,3 @@ def _asked(array, keys):
         shape = array.shape
     dtype = array.dtype if hasattr(array, "dtype") else np.asarray(array).dtype
     return f"{np.dtype(dtype).name}{list(shape)}"
-
-
-def _spec(sharding):
-    return getattr(sharding, "spec", sharding)

@@ -9,21 +9,22 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
-from shardwise.checkpoint import digests, plain
-from shardwise.checkpoint.handlers import METADATA
+from shardwise.checkpoint.chunks import METADATA, check_sums, read_sums
 from shardwise.checkpoint.items import (
     address,
     by_path,
+    digest,
     flat,
+    from_json,
     is_empty,
     is_key,
     is_tree,
     nested,
 )
-from shardwise.checkpoint.matching import check_dtypes, check_items, check_leaves, check_shardings
+from shardwise.checkpoint.matching import check_held, check_items, check_leaves
 from shardwise.checkpoint.saving import wait
 from shardwise.checkpoint.steps import find, reader
-from shardwise.rules.agreement import together
+from shardwise.processes.system import together
 
 
 def latest(directory: str | os.PathLike) -> int | None:
@@ -74,7 +75,7 @@ def restore(
     with reader(where, {name: name in trees for name in {*items, *trees}}) as manager:
         with together(label):
             folders = {name: f"{manager.directory}/{step}/{name}" for name in trees}
-            written = {name: digests.read(label, folder) for name, folder in folders.items()}
+            written = {name: read_sums(label, folder) for name, folder in folders.items()}
             saved = manager.metadata(step)
             wanted = _check(label, saved, target, trees, partial)
             _check_digests(label, folders, written, saved, trees)
@@ -99,8 +100,7 @@ def _check(label, saved, target, trees, partial):
     ]
     check_items(label, wanted, trees, saved.item_handlers)
     check_leaves(label, trees, {name: saved.item_metadata[name] for name in trees}, partial)
-    check_dtypes(label, trees)
-    check_shardings(label, trees)
+    check_held(label, trees)
     return wanted
 
 
@@ -108,17 +108,17 @@ def _check_digests(label, folders, written, saved, trees):
     for name, leaves in trees.items():
         if written[name] is not None:
             metadata = flat(saved.item_metadata[name].tree)
-            digests.check(label, folders[name], written[name], leaves, metadata)
+            check_sums(label, folders[name], written[name], leaves, metadata)
 
 
 def _plain(label, name, found, saved):
     ours = (saved.custom_metadata or {}).get(METADATA)
-    if ours is not None and ours["digests"][name] != plain.digest(found):
+    if ours is not None and ours["digests"][name] != digest(found):
         raise ValueError(
             f"{label} is damaged: item {name!r} is not what was saved, by its checksum. Restore "
             f"another step."
         )
-    return plain.from_json(found)
+    return from_json(found)
 
 
 def _how(leaves):

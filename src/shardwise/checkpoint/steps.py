@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from shardwise.rules.agreement import of_all, together
+from shardwise.processes.system import of_all, together
 
 _LISTED = 64  # newest steps that processes tell each other
 
@@ -37,11 +37,7 @@ def reader(where: str, items: dict[str, bool] | None = None) -> ocp.CheckpointMa
 
 
 def find(manager: ocp.CheckpointManager, step: int | None) -> tuple[int, list[str]]:
-    """The step to read (None: the newest that all processes see), and the names of its items.
-
-    Raises:
-      FileNotFoundError: no such directory, or no such complete step.
-    """
+    """The step to read (None: the newest that all processes see), and the names of its items."""
     with together("checkpoint.restore") as facts:
         facts |= {"step": str(step)}
         if not manager.directory.exists():

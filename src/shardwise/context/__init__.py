@@ -18,12 +18,12 @@ scores. `jax.nn.dot_product_attention` (cuDNN's on GPUs) has to be wrapped in as
 Which tokens a device has is an order of the whole sequence: `contiguous`, `striped` or `zigzag`.
 """
 
-from shardwise.context.compiling import Within as within
-from shardwise.context.counting import Sent, bytes_sent, work
-from shardwise.context.exchanging import Ulysses as ulysses
+from shardwise.context.forms import Sent, bytes_sent
+from shardwise.context.forms import Within as within
 from shardwise.context.gathering import AllGather as all_gather
+from shardwise.context.gathering import Ulysses as ulysses
 from shardwise.context.kernels import Splash as splash
-from shardwise.context.orders import contiguous, inverse, striped, zigzag
+from shardwise.context.orders import contiguous, inverse, striped, work, zigzag
 from shardwise.context.rotating import Ring as ring
 
 # What `layouts` knows by name: a form, and the order that it wants (None: the sequence's own).

@@ -26,14 +26,7 @@ class Splash:
     block: int = 512
     interpret: bool = False
 
-    def __call__(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        places: marks.Places,
-        mask=marks.causal,
-    ) -> jax.Array:
+    def __call__(self, q, k, v, places, mask=marks.causal):
         if mask is not marks.causal:
             raise ValueError(
                 f"context.splash: the mask {getattr(mask, '__name__', mask)!r} is a function of "

@@ -1,4 +1,4 @@
-"""Orders of the whole sequence: which tokens each device has, when n devices cut it.
+"""Orders of the whole sequence: which tokens each of n devices has, and who works when.
 
 An order is the permutation int32 [size] of a sequence of `size` tokens: entry i is the place in the
 sequence of the token that lies at place i of memory, and device r of n has the r-th n-th of memory.
@@ -6,9 +6,12 @@ Who cuts a batch takes its columns so, `x[:, order]`, and tells the model their 
 batch's "index" (or by `marks.index`).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from shardwise import marks
 
 
 def contiguous(size: int, n: int) -> np.ndarray:
@@ -45,6 +48,40 @@ def zigzag(size: int, n: int) -> np.ndarray:
 def inverse(order: Any) -> np.ndarray:
     """The permutation that undoes `order`: `x[:, order][:, inverse(order)]` is x."""
     return np.argsort(order).astype(np.int32)
+
+
+def work(
+    order: Callable,
+    n: int,
+    size: int,
+    mask: Callable = marks.causal,
+    documents: Any = None,
+    tile: int = 1,
+) -> np.ndarray:
+    """Scores that the mask lets through, int [n, n]: of device r in step t of the ring.
+
+    In step t device r has the keys that began on device r - t. The devices wait for each other at
+    every hop, so the ring takes as long as `work(...).max(axis=0).sum()`, and at best
+    `work(...).sum() / n`.
+
+    Args:
+      order: a function of (size, n) such as `zigzag`.
+      documents: int [size], for packed sequences; by default the sequence is one document.
+      tile: with scores computed in tiles of so many queries and keys, all of a tile is counted
+        where the mask lets anything of it through.
+    """
+    index = order(size, n)
+    documents = np.zeros(size, int) if documents is None else np.asarray(documents)
+    starts = np.concatenate([[True], documents[1:] != documents[:-1]])
+    position = np.arange(size) - np.maximum.accumulate(np.where(starts, np.arange(size), 0))
+    fields = [x[index][None] for x in (position, documents, np.arange(size))]
+    query, key = ([np.expand_dims(x, axis) for x in fields] for axis in (2, 1))
+    seen = mask(marks.Places(*query), marks.Places(*key))
+    seen = np.broadcast_to(np.asarray(seen), (1, size, size))[0]
+    in_tiles = seen.reshape(size // tile, tile, size // tile, tile).any(axis=(1, 3)) * tile**2
+    count = size // tile // n
+    between = in_tiles.reshape(n, count, n, count).sum(axis=(1, 3))
+    return np.stack([[between[r, (r - t) % n] for t in range(n)] for r in range(n)])
 
 
 def _check(name, size, chunks):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from shardwise import marks
 from shardwise.context import tiles
-from shardwise.context.counting import Axis, Sent, sizes
+from shardwise.context.forms import Axis, Sent, sizes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,9 +35,6 @@ def tiled(x: jax.Array, block: int, axis: int = 1) -> jax.Array:
     """x cut along the tokens' axis into equal tiles of at most `block`, stacked in front.
 
     At least two, where the size is even: the halves that the zigzag order lets us skip.
-
-    Raises:
-      ValueError: the size has no divisor between block / 8 and block.
     """
     size = x.shape[axis]
     fewest = max(math.ceil(size / block), 2 if size % 2 == 0 else 1)
@@ -52,10 +49,10 @@ def tiled(x: jax.Array, block: int, axis: int = 1) -> jax.Array:
     return jnp.moveaxis(cut, axis, 0)
 
 
-def joined(tiles: jax.Array, axis: int = 1) -> jax.Array:
-    """The inverse of `tiled`."""
-    x = jnp.moveaxis(tiles, 0, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+def joined(tiles: jax.Array) -> jax.Array:
+    """The inverse of `tiled`, along axis 1."""
+    x = jnp.moveaxis(tiles, 0, 1)
+    return x.reshape(len(x), -1, *x.shape[3:])
 
 
 def nothing(q: jax.Array) -> Sums:

@@ -26,14 +26,18 @@ for a later one. Where the sequence is cut too, give that axis as `sequence=`: w
 decided from the whole row, for the cost of gathering the choices, four bytes each.
 """
 
-from shardwise.experts.balance import loads, penalty, rebalanced
-from shardwise.experts.costs import bytes_sent
-from shardwise.experts.dispatch import on_one_device, queued, slots
-from shardwise.experts.exchange import Exchange, all_to_all, gather, local, ragged
-from shardwise.experts.mixture import Experts, Routing, gated
-
-# What `layouts` knows by name.
-FORMS = {"all_to_all": all_to_all, "gather": gather, "ragged": ragged}
+from shardwise.experts.dispatch import queued, slots
+from shardwise.experts.exchange import (
+    FORMS,
+    Exchange,
+    all_to_all,
+    bytes_sent,
+    gather,
+    local,
+    on_one_device,
+    ragged,
+)
+from shardwise.experts.mixture import Experts, Routing, gated, loads, penalty, rebalanced
 
 __all__ = [
     "FORMS",

@@ -92,26 +92,6 @@ def grouped(x: jax.Array, chosen: jax.Array, apply: Callable, stacked: Any) -> j
     return in_place(found, order, chosen.shape)
 
 
-def on_one_device(
-    x: jax.Array,
-    chosen: jax.Array,
-    weights: jax.Array,
-    apply: Callable,
-    stacked: Any,
-    experts: int,
-    capacity: float | None = None,
-    index: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """The dispatch of `marks.experts` where nothing is bound: (y, kept), computed on one device."""
-    check(x, chosen, weights, stacked, experts, 1, "")
-    if capacity is None:
-        return weighted(grouped(x, chosen, apply, stacked), weights), jnp.ones(chosen.shape, bool)
-    size = slots(capacity, chosen.shape[1], chosen.shape[2], experts)
-    slot = queued(chosen, experts, index)
-    buffers = apply(stacked, packed(x, chosen, slot, experts, size))
-    return combined(buffers, chosen, slot, weights), slot < size
-
-
 def leading(stacked: Any) -> int:
     """The number of experts whose weights these are."""
     sizes = {jnp.shape(x)[0] for x in jax.tree.leaves(stacked)}

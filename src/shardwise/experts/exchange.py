@@ -1,8 +1,9 @@
-"""Meanings of `marks.experts` inside a manual region: values with a hash, as JAX's caches need."""
+"""Meanings of `marks.experts` inside a manual region, and by formula the bytes that they send.
+
+Meanings are values with a hash, as JAX's caches need.
+"""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +20,7 @@ class Exchange:
     axis: str | None
     sequence: str | None = None
 
-    def __call__(
-        self,
-        x: jax.Array,
-        chosen: jax.Array,
-        weights: jax.Array,
-        apply: Callable,
-        stacked: Any,
-        experts: int,
-        capacity: float | None = None,
-        index: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, x, chosen, weights, apply, stacked, experts, capacity=None, index=None):
         """(y, kept) of `marks.experts`; raises ValueError for experts that do not fit the axis."""
         n = 1 if self.axis is None else jax.lax.axis_size(self.axis)
         dispatch.check(x, chosen, weights, stacked, experts, n, self.axis or "")
@@ -140,6 +131,70 @@ def local(sequence: str | None = None) -> Exchange:
     row.
     """
     return Exchange("local", None, sequence)
+
+
+# What `layouts` knows by name.
+FORMS = {"all_to_all": all_to_all, "gather": gather, "ragged": ragged}
+
+on_one_device = local()  # what `marks.experts` does where nothing is bound
+
+
+def bytes_sent(
+    rows: int,
+    tokens: int,
+    embed: int,
+    per_token: int,
+    experts: int,
+    devices: int,
+    capacity: float | None = None,
+    form: str = "all_to_all",
+    itemsize: int = 4,
+    weight_itemsize: int = 4,
+    sequence: int = 1,
+) -> int | float:
+    """Bytes that one device sends in a forward pass, for `rows`·`tokens` tokens of its own.
+
+    With T = rows·tokens: an all-to-all there and back sends 2·k·f·T·h·e·(n-1)/n, where f is the
+    capacity after rounding up to whole slots; no numbers of experts travel, since the place in a
+    buffer tells. A gather and a scatter send 2·T·h·e·(n-1), the choices (four bytes), their weights
+    and, with a capacity, their slots. A backward pass sends the activations' part again; one that
+    recomputes the layer, twice.
+
+    "ragged" is exact on CPU, where blocks are sent that have room for all that a device can choose
+    of another's m experts: 2·T·min(k, m)·h·e·(n-1), or with a capacity m·slots for each row if that
+    is less; and numbers of rows, 4·(n + 2)·m·(n-1) bytes, of which a backward pass sends 8·m·(n-1)
+    (or none, where XLA finds that it has them).
+    On TPUs and GPUs the rows are sent that there are: there T·k·h·e·(n-1)/n for an even router and
+    T·k·h·e at most, and back what arrived, at most (n-1) times that.
+
+    `sequence` is the number of devices that a row is cut over, `tokens` then a device's part of it:
+    an expert's slots are those of the whole row.
+
+    Raises:
+      ValueError: another form, or experts that do not divide over the devices.
+    """
+    dispatch.divides(experts, devices, "expert")
+    if form not in FORMS:
+        told = ", ".join(map(repr, FORMS))
+        raise ValueError(f"experts.bytes_sent: form={form!r}; expected one of {told}.")
+    slots = None
+    if capacity is not None:
+        slots = min(tokens, dispatch.slots(capacity, tokens * sequence, per_token, experts))
+    if form == "ragged":
+        held = experts // devices
+        blocks = ragged_exchange.most_rows(rows, tokens, per_token, held, slots) * embed * itemsize
+        return (devices - 1) * (2 * blocks + 4 * (experts + 2 * held))
+    if form == "all_to_all" and slots is not None:
+        buffers = experts * rows * slots * embed * itemsize
+        return _exact(2 * buffers * (devices - 1), devices)
+    choice = 4 + weight_itemsize + (0 if slots is None else 4)
+    once = rows * tokens * (2 * embed * itemsize + per_token * choice)
+    return once * (devices - 1)
+
+
+def _exact(numerator, denominator):
+    quotient, rest = divmod(numerator, denominator)
+    return numerator / denominator if rest else quotient
 
 
 def _gathered(x, axis, along):

@@ -4,6 +4,7 @@ from shardwise.jaxprs.equations import (
     CALLS,
     REMAT,
     Equation,
+    Step,
     bind,
     equations,
     inlined,
@@ -11,10 +12,10 @@ from shardwise.jaxprs.equations import (
     needed,
     read,
     run,
+    steps,
     variables,
 )
-from shardwise.jaxprs.opening import Step, steps
-from shardwise.jaxprs.walking import NOTHING, Follower, Labels, carries, every, inner
+from shardwise.jaxprs.walking import NOTHING, Follower, carries, every, inner
 
 __all__ = [
     "CALLS",
@@ -22,7 +23,6 @@ __all__ = [
     "REMAT",
     "Equation",
     "Follower",
-    "Labels",
     "Step",
     "bind",
     "carries",

@@ -1,4 +1,4 @@
-"""Equations of a traced program: which are needed for what, and how to run them."""
+"""Equations of a traced program: which are needed for what, how to run them, and calls opened."""
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend import source_info_util
 from jax.extend.core import Literal
+
+from shardwise.jaxprs.walking import inner
 
 CALLS = {"jit", "pjit", "closed_call", "core_call"}
 REMAT = {"checkpoint", "remat", "remat2"}
@@ -113,9 +115,9 @@ def inlined(closed: Any, names: Collection[str] = frozenset(CALLS)) -> Any:
         for eqn in jaxpr.eqns:
             arguments = read(env, eqn.invars)
             if eqn.primitive.name in names:
-                inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+                called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
                 with named_as(eqn, _called(eqn)):
-                    out = evaluate(getattr(inner, "jaxpr", inner), _consts(inner), arguments)
+                    out = evaluate(getattr(called, "jaxpr", called), _consts(called), arguments)
             else:
                 out = bind(eqn, *arguments)
             env.update(zip(eqn.outvars, out, strict=True))
@@ -132,3 +134,57 @@ def _called(eqn):
 
 def _consts(jaxpr):
     return getattr(jaxpr, "consts", ())  # of a closed one; a remat's is open, and has none
+
+
+class Step(NamedTuple):
+    """An equation of a program in which calls are opened."""
+
+    name: str
+    inputs: tuple
+    outputs: tuple
+    params: dict
+
+
+class _Variable:
+    """A variable of one opened call: another call of the same program has others."""
+
+    def __init__(self, aval):
+        self.aval = aval
+
+
+def steps(jaxpr: Any) -> tuple[list[Step], list]:
+    """(the program's equations with calls opened, its outputs as these name them)."""
+    names: dict = {}
+    return list(_opened(jaxpr, names, top=True)), [_named(v, names) for v in jaxpr.outvars]
+
+
+def _opened(jaxpr, names, top=False):
+    for eqn in jaxpr.eqns:
+        inputs = tuple(_named(v, names) for v in eqn.invars)
+        if eqn.primitive.name in CALLS | REMAT:
+            (body,) = inner(eqn)
+            inside = dict(zip(body.invars, inputs, strict=True))
+            yield from _opened(body, inside)
+            names.update(zip(eqn.outvars, (_named(v, inside) for v in body.outvars), strict=True))
+        elif eqn.primitive.name == "cond":
+            yield from _branches(eqn, inputs, names, top)
+        else:
+            outputs = tuple(v if top else _Variable(v.aval) for v in eqn.outvars)
+            names.update(zip(eqn.outvars, outputs, strict=True))
+            yield Step(eqn.primitive.name, inputs, outputs, eqn.params)
+
+
+def _branches(eqn, inputs, names, top):
+    """The steps of all branches of a conditional, and for each output the choice."""
+    cases = []
+    for branch in eqn.params["branches"]:
+        inside = dict(zip(branch.jaxpr.invars, inputs[1:], strict=True))
+        yield from _opened(branch.jaxpr, inside)
+        cases.append([_named(v, inside) for v in branch.jaxpr.outvars])
+    for v, *chosen in zip(eqn.outvars, *cases, strict=True):
+        names[v] = v if top else _Variable(v.aval)
+        yield Step("select_n", (inputs[0], *chosen), (names[v],), {})
+
+
+def _named(v, names):
+    return v if isinstance(v, Literal) else names.get(v, v)

@@ -12,7 +12,7 @@ the tokenizer's files, stays outside. A decoder with dropout, remat or stages ha
 Needs safetensors: `pip install "shardwise[safetensors]"`.
 """
 
-from shardwise.llama.configuration import config
+from shardwise.llama.names import config
 from shardwise.llama.reading import load
 from shardwise.llama.writing import save
 

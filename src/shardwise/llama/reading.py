@@ -1,7 +1,9 @@
 """Reading: each process takes from the files what its own devices need, a parameter at a time."""
 
+import contextlib
 import itertools
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from shardwise import rules, tree
-from shardwise.llama import configuration, files, names
+from shardwise.llama import names
 from shardwise.llama.names import WEIGHTS
 from shardwise.model import Config, Decoder
+
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_SHOWN = 10  # of the names that differ; whole models may
 
 
 def load(
@@ -38,15 +44,15 @@ def load(
     """
     if (rule is None) != (mesh is None):
         raise ValueError("llama.load: give both rule= and mesh=, or neither for one device.")
-    theirs = configuration.config(folder)
+    theirs = names.config(folder)
     config = theirs if config is None else config
     names.check_dense(config)
-    configuration.check_same(folder, config, theirs)
+    names.check_same(folder, config, theirs)
     abstract = nnx.state(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
     placed = [None] * len(WEIGHTS)
     if mesh is not None:
         placed = jax.tree.leaves(rules.shardings(rule, abstract, mesh))
-    with files.opened(folder) as found:
+    with _opened(folder) as found:
         weights = _checked(folder, config, found)
         read = [
             _parameter(config, weights[path], found, leaf, sharding)
@@ -58,14 +64,14 @@ def load(
 def _checked(folder, config, found):
     """{path: weight} as the files have them: with tied embeddings the head is the embedding."""
     weights, sizes = dict(WEIGHTS), names.sizes(config)
-    if configuration.is_tied(configuration.read(folder)):
+    if names.is_tied(names.read(folder)):
         weights["head/kernel"] = WEIGHTS["head/kernel"]._replace(name=names.EMBEDDING)
         found.pop(names.HEAD, None)
     shapes = {n: w.shape(sizes) for w in weights.values() for n in w.names(config)}
     # Older files have what rotary positions are computed from, which follows from the config.
     present = {name for name in found if not name.endswith(".rotary_emb.inv_freq")}
-    files.check_names(str(folder), set(shapes), present)
-    files.check_arrays(str(folder), shapes, found)
+    _check_names(str(folder), set(shapes), present)
+    _check_arrays(str(folder), shapes, found)
     return weights
 
 
@@ -88,7 +94,7 @@ def _part(weight, each, asked, sizes, dtype):
     """The entries `asked`, (start, stop) for each axis, of a parameter, filled layer by layer."""
     taken = dict(zip(weight.ours, asked, strict=True))
     first, last = taken.pop("l", (0, 1))
-    runs = [ranges(word, taken, sizes) for word in weight.words]
+    runs = [_ranges(word, taken, sizes) for word in weight.words]
     out = np.empty([stop - start for start, stop in asked], dtype)
     layers = out if weight.stacked else out[None]
     for i in range(first, last):
@@ -104,7 +110,7 @@ def _unmerged(weight, array, taken):
     )
 
 
-def ranges(
+def _ranges(
     word: str, taken: Mapping[str, tuple[int, int]], sizes: Mapping[str, int]
 ) -> list[tuple[int, int]]:
     """The ranges of a file's axis, merged of `word`'s letters, that hold those `taken` of each.
@@ -128,3 +134,73 @@ def _read(array, runs):
     if len(pieces) == 1:
         return pieces[0]
     return np.concatenate(pieces, max(range(len(runs)), key=lambda axis: len(runs[axis])))
+
+
+def library() -> Any:
+    """The module safetensors."""
+    try:
+        import safetensors
+    except ImportError:
+        raise ImportError(
+            "llama: needs safetensors: pip install 'shardwise[safetensors]'"
+        ) from None
+    return safetensors
+
+
+@contextlib.contextmanager
+def _opened(folder: str | Path) -> Iterator[dict[str, Any]]:
+    """{name: the array in its file}, of which slices are read as they are asked for."""
+    with contextlib.ExitStack() as stack:
+        found, index = {}, _index(Path(folder))
+        for path in _paths(Path(folder), index):
+            file = stack.enter_context(library().safe_open(path, framework="np"))
+            found |= {name: file.get_slice(name) for name in file.keys()}
+        if index is not None:
+            _check_names(str(Path(folder, INDEX)), set(index), set(found))
+        yield found
+
+
+def _index(folder):
+    """{name: file} of the index, None where there is none."""
+    path = folder / INDEX
+    return json.loads(path.read_text())["weight_map"] if path.exists() else None
+
+
+def _paths(folder, index):
+    names = [_SINGLE] if index is None else sorted(set(index.values()))
+    for name in names:
+        if not (folder / name).exists() or Path(name).name != name:
+            there = sorted(p.name for p in folder.glob("*.*") if p.name != "config.json")
+            raise FileNotFoundError(
+                f"llama: no {folder / name}{'' if index is None else f', which {INDEX} names'}. "
+                f"There are {', '.join(there[:_SHOWN]) or 'no other files'}; weights are read from "
+                f"{_SINGLE}, or from the files that {INDEX} names."
+            )
+    return [folder / name for name in names]
+
+
+def _check_names(label: str, wanted: set[str], found: set[str]) -> None:
+    """Raise ValueError if names differ, with what is missing and what is too much."""
+    if wanted == found:
+        return
+    told = [
+        f"{what} {', '.join(sorted(names)[:_SHOWN])}"
+        + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        for what, names in (("missing", wanted - found), ("unexpected", found - wanted))
+        if names
+    ]
+    raise ValueError(f"llama: {label}, names of arrays: " + "; ".join(told) + ".")
+
+
+def _check_arrays(label: str, shapes: Mapping[str, tuple[int, ...]], found: dict[str, Any]) -> None:
+    """Raise ValueError for an array of another shape, or of numbers that are not floating."""
+    told = []
+    for name, shape in shapes.items():
+        theirs, dtype = tuple(found[name].get_shape()), found[name].get_dtype()
+        if theirs != shape:
+            told.append(f"{name} is {list(theirs)}, expected {list(shape)}")
+        elif dtype not in ("F64", "F32", "BF16", "F16"):
+            told.append(f"{name} is of {dtype}, expected F32, BF16 or F16")
+    if told:
+        more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+        raise ValueError(f"llama: {label}: " + "; ".join(told[:_SHOWN]) + f"{more}.")

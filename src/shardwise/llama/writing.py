@@ -11,10 +11,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from shardwise import tree
-from shardwise.llama import configuration, files, names
+from shardwise.llama import names
 from shardwise.llama.names import WEIGHTS, Weight
+from shardwise.llama.reading import INDEX, library
 from shardwise.model import Config
-from shardwise.rules.agreement import together
+from shardwise.processes.system import together
 
 
 class _Entry(NamedTuple):
@@ -55,15 +56,15 @@ def save(
     with together("llama.save"):
         dtype = _checked(leaves, config)
         plan = _planned(config, dtype.itemsize, shard_bytes)
-        text = configuration.text(config, dtype.name, dict(fields or {}))
-        files.library()
+        text = names.text(config, dtype.name, dict(fields or {}))
+        library()
         if writes:
             _make(folder)
     with together("llama.save"):
         _write(folder, plan, leaves, writes)
         if writes:
-            (folder / configuration.NAME).write_text(text)
-            (folder / files.INDEX).write_text(_index(plan))
+            (folder / names.CONFIG).write_text(text)
+            (folder / INDEX).write_text(_index(plan))
 
 
 def _checked(leaves, config):
@@ -83,10 +84,10 @@ def _checked(leaves, config):
             f"{'; '.join(told)}. What a layout holds in a form of its own, layouts.whole undoes."
         )
     dtypes = {x.dtype for x in leaves.values()}
-    if len(dtypes) > 1 or min(dtypes).name not in configuration.DTYPES:
+    if len(dtypes) > 1 or min(dtypes).name not in names.DTYPES:
         raise ValueError(
             f"llama.save: parameters of {', '.join(sorted(d.name for d in dtypes))}; expected one "
-            f"of {', '.join(configuration.DTYPES)} for all."
+            f"of {', '.join(names.DTYPES)} for all."
         )
     return dtypes.pop()
 
@@ -118,7 +119,7 @@ def _order(config):
 
 
 def _make(folder):
-    there = [folder / configuration.NAME, folder / files.INDEX, *folder.glob("*.safetensors")]
+    there = [folder / names.CONFIG, folder / INDEX, *folder.glob("*.safetensors")]
     if there := [path.name for path in there if path.exists()]:
         raise FileExistsError(
             f"llama.save: {folder} has {', '.join(there[:3])} already; choose a new folder."
@@ -132,11 +133,18 @@ def _write(folder, plan, leaves, writes):
         arrays = {e.name: _gathered(leaves[e.path], WEIGHTS[e.path], e.layer) for e in entries}
         try:
             if writes and failed is None:
-                files.write(folder / name, arrays)
+                _write_file(folder / name, arrays)
         except Exception as error:  # raised when the others wait for this process no more
             failed = error
     if failed is not None:
         raise failed
+
+
+def _write_file(path, arrays):
+    from safetensors.numpy import save_file
+
+    # Said to be of PyTorch, whose axes these are: transformers asks.
+    save_file(arrays, path, metadata={"format": "pt"})
 
 
 def _gathered(leaf, weight: Weight, layer):

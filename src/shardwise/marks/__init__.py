@@ -16,10 +16,18 @@ Only what is no Python any more, such as a jaxpr or an exported program, keeps i
 
 from shardwise.marks.attention import Places, attend, causal, places, seen
 from shardwise.marks.binding import _apply as _apply  # shown by a chapter
-from shardwise.marks.binding import bind
+from shardwise.marks.binding import (
+    bind,
+    constrain,
+    experts,
+    index,
+    layer,
+    local,
+    stage_boundary,
+    total,
+    use,
+)
 from shardwise.marks.counting import kernels, turns
-from shardwise.marks.identities import constrain, index, layer, local, stage_boundary, total, use
-from shardwise.marks.mixtures import experts
 
 __all__ = [
     "Places",

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardwise.marks.binding import meaning_of
-from shardwise.marks.identities import index
+from shardwise.marks.binding import index, meaning_of
 
 
 class Places(NamedTuple):

@@ -33,13 +33,11 @@ own for each part: valid masks, and others than one device's. Without microbatch
 path (`rules.jit`) divides nothing, and equals one device for these too.
 """
 
-from shardwise.objective.auxiliary import merged, over_devices, reduced, ways
-from shardwise.objective.gradients import Division, mean_and_grads, value_and_grad
+from shardwise.objective.gradients import Division, Totals, mean_and_grads, value_and_grad
 from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
-from shardwise.objective.microbatches import numbers, split
 from shardwise.objective.oracle import check
+from shardwise.objective.parts import merged, numbers, over_devices, reduced, split, ways
 from shardwise.objective.reasons import Indivisible
-from shardwise.objective.totals import Totals
 from shardwise.objective.tracing import Traced, trace
 
 __all__ = [

@@ -14,8 +14,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from shardwise import mesh as meshes
-from shardwise.objective import draws, oracle
+from shardwise.objective import oracle
 from shardwise.objective.reasons import Indivisible
+from shardwise.objective.tracing import draws_by_place
 from shardwise.objective.trials import Trials, length_of, unit_of
 
 MOST = 8  # rows of a part that cost no more than four
@@ -68,7 +69,7 @@ def judge(
         context = meshes.outside()
     try:
         with context:
-            by_place = draws.of_loss(loss, *given, has_aux)
+            by_place = draws_by_place(loss, *given, has_aux)
             finite = _of_few_rows(loss, division, given, (has_aux, aux), by_place, mesh)
     except Indivisible:
         raise

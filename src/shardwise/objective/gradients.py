@@ -8,10 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from shardwise import marks
-from shardwise.objective import auxiliary
 from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
-from shardwise.objective.microbatches import numbers, split
-from shardwise.objective.totals import Totals
+from shardwise.objective.parts import numbers, reduced, split, ways
 from shardwise.objective.tracing import Traced, trace
 
 
@@ -32,6 +30,30 @@ class Division:
     fold: Callable[[Any], Any] = _same
     each: Callable[[Any], Any] = _same
     along: Callable[[Any], Any] = _same
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """A meaning of `marks.total` where a batch is `microbatches` parts one after the other, and
+    `together` adds up those that are on devices at the same time, `along` those of one row.
+    """
+
+    microbatches: int = 1
+    together: Callable[[Any], Any] | None = None
+    along: Callable[[Any], Any] | None = None
+
+    def __call__(self, x: Any, axes: tuple[str, ...]) -> Any:
+        """The total of `x`; raises ValueError where no part ever sees the whole batch."""
+        if "rows" not in axes:
+            return x if self.along is None else self.along(x)
+        if self.microbatches > 1:
+            raise ValueError(
+                f"marks.total: the loss needs a sum over the rows of the whole batch, which is "
+                f"taken in {self.microbatches} microbatches, one after the other: none sees the "
+                f"others. Use one microbatch, or sums over each row (for experts: over='rows'), "
+                f"or balance experts by a bias, from the loads that aux adds up."
+            )
+        return x if self.together is None else self.together(x)
 
 
 def value_and_grad(
@@ -98,16 +120,14 @@ def mean_and_grads(
     if m == 1:
         run = part.forward(*first)
         whole = division.together(run.mean)
-        grads, extra = (
-            part.backward(run, whole),
-            jax.tree.map(lambda x: jnp.asarray(x)[None], run.aux),
-        )
+        grads = part.backward(run, whole)
+        extra = jax.tree.map(lambda x: jnp.asarray(x)[None], run.aux)
     else:
         whole, grads, extra = _accumulated(part, parts, rows)
     if not traced.linear:  # and else 0 is what a cotangent of 0 gives
         grads = nothing_if_empty(grads, whole.count if traced.has_count else None)
-    found = auxiliary.ways(aux, extra)
-    leaves = [auxiliary.reduced(x, w) for x, w in zip(jax.tree.leaves(extra), found, strict=True)]
+    pairs = zip(jax.tree.leaves(extra), ways(aux, extra), strict=True)
+    leaves = [reduced(x, way) for x, way in pairs]
     extra = jax.tree.unflatten(jax.tree.structure(extra), leaves)
     return quotient(whole).astype(traced.dtype), extra, grads
 

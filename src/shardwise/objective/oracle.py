@@ -22,8 +22,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from shardwise.objective import draws
 from shardwise.objective.reasons import Unlike, refuse, refuse_added, refuse_rows, refuse_scalar
+from shardwise.objective.tracing import draws_by_place
 from shardwise.objective.trials import Arrangement, Found, Trials, Turn, length_of, real, unit_of
 
 ALIKE, TOLERANCE = 3e-6, 1e-5  # of one program's numbers, and of those of two programs
@@ -70,7 +70,7 @@ def check(
         raise ValueError("objective.check: expected a batch of 2 rows or more.")
     rows = min(unit // 2, rows or LEAST)
     if by_place is None:
-        by_place = draws.of_loss(loss, params, batch, args, key, has_aux)
+        by_place = draws_by_place(loss, params, batch, args, key, has_aux)
     finite = False
     for part in plan(ways, rows, batch):
         trials = compiled(loss, has_aux, aux, part, gradient, params, batch, args, key)
@@ -166,7 +166,7 @@ def judge(trials: Trials, part: Part, alone: bool) -> bool:
         means.append(_seen(trials, splits, turn, padded))
         found |= _tells(means[-1].together)
         if part.sequence and means[-1].together.sums.shape[1] == 1:
-            refuse_scalar()
+            refuse_scalar("objective.check: ")
     added = list(means)
     for seed in range(SILENT):
         if all(np.any([s.together.sizes[0] for s in added], axis=0)):

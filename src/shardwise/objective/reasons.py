@@ -46,12 +46,11 @@ def refuse(unlike: Unlike) -> NoReturn:
     )
 
 
-def refuse_scalar() -> NoReturn:
+def refuse_scalar(who: str = "") -> NoReturn:
     """Raise Indivisible: where the sequence is cut, one scalar is no loss."""
     raise Indivisible(
-        "objective.check: the sequence is cut, and the loss is one scalar: a mean over rows, of "
-        "what each makes of its whole sequence. Return objective.Mean(total, count), two sums over "
-        "tokens."
+        f"{who}the sequence is cut, and the loss is one scalar: a mean over rows, of what each "
+        f"makes of its whole sequence. Return objective.Mean(total, count), two sums over tokens."
     )
 
 

@@ -1,9 +1,51 @@
-"""Meanings of marks in an oracle: constants, and attention in which no token sees another."""
+"""What stands in, while a loss is tried, for parameters (shaken) and for marks (constants)."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from shardwise.objective.means import wide
+
+
+def widened(tree: Any, wanted: bool = True) -> Any:
+    """A tree with narrower floats as float32: whether a loss divides is no matter of rounding."""
+
+    def one(x):
+        if not wanted or not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return x.astype(wide(x.dtype))
+
+    return jax.tree.map(one, tree)
+
+
+def shaken(turn: Any, x: Any) -> Any:
+    """A parameter slightly changed, since zeros and symmetries hide what a loss does."""
+    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        return x
+    draw = noise(jnp.shape(x), turn.seed)
+    filled = draw / max(jnp.shape(x), default=1) ** 0.5
+    # Larger by far: rows that happen to be in order, or alike, are so under few parameters.
+    size = jnp.where(turn.factor == 1, 0.1, 1)
+    drawn = jnp.where(jnp.all(x == 0), filled, x * (1 + size * draw))
+    return (drawn * turn.factor * (1 + turn.noise * draw)).astype(x.dtype)
+
+
+def noise(shape: tuple[int, ...], seed: Any) -> jax.Array:
+    """Numbers of mean 0 and variance 1, the same in every program, that cost no compilation."""
+    bits = jnp.asarray(seed).astype(jnp.uint32) * np.uint32(0x9E3779B1)
+    for axis in range(len(shape)):
+        bits += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(0x85EBCA77 + 2 * axis)
+        bits = (bits ^ (bits >> 15)) * np.uint32(0x2C1B3C6D)
+    bits = (bits ^ (bits >> 12)) * np.uint32(0x297A2D39)
+    return ((bits >> 8).astype(jnp.float32) / 2**24 - 0.5) * 12**0.5
+
+
+def projected(x: Any) -> tuple[jax.Array, jax.Array]:
+    """(a number that is linear in an array's entries, and tells arrays apart; their norm)."""
+    x = jnp.asarray(x).astype(jnp.float32)
+    return jnp.sum(x * noise(x.shape, 9)), jnp.sqrt(jnp.sum(x * x))
 
 
 def filled(x: Any, axes: Any = ()) -> Any:

@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import jaxprs, marks
-from shardwise.objective import auxiliary, perturbing, stand_ins
+from shardwise.objective import stand_ins
 from shardwise.objective.means import normal, wide
-from shardwise.objective.microbatches import SEQUENCE, meaning
+from shardwise.objective.parts import SEQUENCE, meaning, outputs
 
 
 class Arrangement(NamedTuple):
@@ -127,14 +127,13 @@ class Trials:
 
     def _padded(self, turn, together, alone):
         numbers = Turn(*(np.float32(x) for x in turn))
-        groups = (together, self.size, MOST), (alone, self.size // 2, MOST)
-        return numbers, *(_stacked(*group) for group in groups)
+        return numbers, _stacked(together, self.size), _stacked(alone, self.size // 2)
 
     def _run(self, fixed, params, batch, arrays, turn, together, alone):
         args, key = _joined(fixed, arrays)
         own = {} if key is None else {"key": key}
-        params, batch, args = (perturbing.widened(x, self.widened) for x in (params, batch, args))
-        params = jax.tree.map(functools.partial(perturbing.shaken, turn), params)
+        params, batch, args = (stand_ins.widened(x, self.widened) for x in (params, batch, args))
+        params = jax.tree.map(functools.partial(stand_ins.shaken, turn), params)
         batch = jax.tree.map(self._taken, batch)
         shapes: list[list] = []
 
@@ -183,7 +182,7 @@ class Trials:
             total = jnp.asarray(total).astype(wide(jnp.result_type(total)))
             found = [total] if count is None else [total, jnp.asarray(count).astype(jnp.float32)]
             weight = share if count is None else 1 / self.size
-            leaves = auxiliary.outputs(self.aux, extra)
+            leaves = outputs(self.aux, extra)
             told = {path: (way, jnp.shape(x)) for path, x, way in leaves}
             self.outputs[len(arrangement.places)] = told
             added = _told([x for _, x, way in leaves if way == "sum"])
@@ -233,17 +232,17 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_co
 MOST = 8  # arrangements in one call
 
 
-def _stacked(arrangements, size, most):
-    """(the number of arrangements, their three fields, each padded to [most, size])."""
+def _stacked(arrangements, size):
+    """(the number of arrangements, their three fields, each padded to [MOST, size])."""
     blank = Arrangement(np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros(size, bool))
-    padded = [*arrangements, *[blank] * (most - len(arrangements))]
+    padded = [*arrangements, *[blank] * (MOST - len(arrangements))]
     fields = (np.stack(field) for field in zip(*padded, strict=True))
     return np.int32(len(arrangements)), Arrangement(*fields)
 
 
 def _told(arrays):
     """(one number of each array, the norm of each array)."""
-    told = [perturbing.projected(x) for x in arrays]
+    told = [stand_ins.projected(x) for x in arrays]
     return tuple(jnp.stack([x[i] for x in told]) if told else jnp.zeros(0) for i in (0, 1))
 
 

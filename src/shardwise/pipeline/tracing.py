@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from shardwise import marks, objective, schedules
-from shardwise.objective.microbatches import meaning
+from shardwise.objective.parts import meaning
 from shardwise.pipeline import checks, cut
 
 

@@ -6,16 +6,14 @@ in the place of each array. Wherever a rule is taken, a PartitionSpec will do: i
 array that has axes.
 """
 
-from shardwise.rules.batches import global_batch
 from shardwise.rules.compiling import jit
-from shardwise.rules.following import follow
 from shardwise.rules.fsdp import FSDPRule
-from shardwise.rules.leaves import Leaf, named_leaves
-from shardwise.rules.logical import LogicalRules
+from shardwise.rules.leaves import Leaf
+from shardwise.rules.naming import LogicalRules, PathRules, PolicyRule
 from shardwise.rules.placement import constrain_tree, place, shardings, whole
-from shardwise.rules.policies import PathRules, PolicyRule
-from shardwise.rules.rule import Choice, Rule
+from shardwise.rules.rule import Choice, Rule, follow
 from shardwise.rules.table import describe
+from shardwise.tree import leaves as named_leaves
 
 __all__ = [
     "Choice",
@@ -28,7 +26,6 @@ __all__ = [
     "constrain_tree",
     "describe",
     "follow",
-    "global_batch",
     "jit",
     "named_leaves",
     "place",

@@ -10,9 +10,8 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, PartitionSpec
 
-from shardwise import marks
+from shardwise import marks, tree
 from shardwise import mesh as meshes
-from shardwise.rules.leaves import named_leaves
 from shardwise.rules.placement import (
     constrain_prefix,
     constrain_tree,
@@ -84,25 +83,20 @@ class _Jit:
         self._programs, self._lock = {}, threading.RLock()
 
     def __call__(self, *args, **kwargs):
-        program, wanted, dynamic = self._program(args, kwargs)
-        try:
-            return program(*dynamic)
-        except ValueError as error:
-            raise self._explained(error, wanted, dynamic) from error
+        return self._used(lambda program: program, args, kwargs)
 
     def lower(self, *args, **kwargs):
         """The lowered program, as `jax.jit(fn).lower`; compiled, it takes arguments by position."""
-        program, wanted, dynamic = self._program(args, kwargs)
-        try:
-            return program.lower(*dynamic)
-        except ValueError as error:
-            raise self._explained(error, wanted, dynamic) from error
+        return self._used(lambda program: program.lower, args, kwargs)
 
     def trace(self, *args, **kwargs):
         """The traced program, as `jax.jit(fn).trace`: to lower for a platform that is not here."""
+        return self._used(lambda program: program.trace, args, kwargs)
+
+    def _used(self, way, args, kwargs):
         program, wanted, dynamic = self._program(args, kwargs)
         try:
-            return program.trace(*dynamic)
+            return way(program)(*dynamic)
         except ValueError as error:
             raise self._explained(error, wanted, dynamic) from error
 
@@ -178,8 +172,8 @@ class _Jit:
             return None
         if not isinstance(given, tuple) or hasattr(given, "_fields"):
             return (given,) * len(at)
-        dynamic = [i for i in range(max([*at, len(self._parameters) - 1]) + 1)]
-        dynamic = [i for i in dynamic if i not in self._static]
+        most = max([*at, len(self._parameters) - 1])
+        dynamic = [i for i in range(most + 1) if i not in self._static]
         position = {slot: dynamic.index(slot) for slot in at}
         if not len(at) <= len(given) <= len(dynamic) or max(position.values()) >= len(given):
             raise ValueError(
@@ -193,7 +187,7 @@ class _Jit:
         if wanted is None:
             return error
         targets = jax.tree.structure(dynamic).flatten_up_to(wanted)  # None: not said
-        for (path, array), target in zip(named_leaves(dynamic), targets, strict=True):
+        for (path, array), target in zip(tree.leaves(dynamic), targets, strict=True):
             lies = getattr(array, "sharding", None)
             if target is None or lies is None or not getattr(array, "committed", False):
                 continue

@@ -4,18 +4,17 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardwise.rules.leaves import read
 from shardwise.rules.rule import (
     Choice,
     Rule,
-    as_rule,
     check_axes,
     check_not_factored,
     mesh_axes,
     parts,
+    specs,
     used_axes,
 )
 from shardwise.tree import LAYERS
@@ -62,7 +61,7 @@ class FSDPRule(Rule):
         leaves = read(tree, names)
         below = [PartitionSpec()] * len(leaves)
         if self.over is not None:
-            below = jax.tree.leaves(as_rule(self.over)(tree, mesh), is_leaf=_is_spec)
+            below = specs(self.over, tree, mesh)
         return [self._cut(leaf, spec, mesh) for leaf, spec in zip(leaves, below, strict=True)]
 
     def _cut(self, leaf, spec, mesh):
@@ -123,7 +122,3 @@ class FSDPRule(Rule):
 def dividing(shape: Sequence[int], free: Sequence[int], size: int) -> list[int]:
     """The axes of `free` that `size` divides."""
     return [i for i in free if shape[i] % size == 0]
-
-
-def _is_spec(x):
-    return isinstance(x, PartitionSpec)

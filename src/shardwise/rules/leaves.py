@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from shardwise.tree import LAYERS, axis_names, leaves, owners, walk
+from shardwise.tree import LAYERS, axis_names, owners, walk
 
 
 class Leaf(NamedTuple):
@@ -36,27 +36,16 @@ class Leaf(NamedTuple):
         return f"axis {i}" + (f" ({self.axes[i]!r})" if self.axes and self.axes[i] else "")
 
 
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """[(path, array)] for each array of `tree`, as `shardwise.tree.leaves` names them."""
-    return leaves(tree)
-
-
 def read(tree, names=None):
     """The tree's `Leaf`s; a leaf's axes come from `names`, or from what it carries.
 
     `names` is a tree of tuples, as the parameters are; what belongs to a parameter, such as an
     optimizer's moment (`shardwise.tree.owners`), has the same names.
-
-    Raises:
-      ValueError: a leaf has neither as many axes as names, nor one more.
     """
     given = None if names is None else _by_owner(tree, names)
     found = []
     for i, (keys, array, box) in enumerate(walk(tree)):
-        if given is not None:
-            axes = given[i]
-        else:
-            axes = axis_names(box)
+        axes = axis_names(box) if given is None else given[i]
         path, shape = "/".join(keys), jnp.shape(array)
         found.append(Leaf(path, shape, _complete(path, shape, axes), array))
     return found

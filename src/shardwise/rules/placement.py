@@ -11,10 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardwise import tree as trees
 from shardwise.rules.leaves import fill
-from shardwise.rules.rule import as_rule
+from shardwise.rules.rule import specs
 
 _MESH = contextvars.ContextVar("shardwise_rules_mesh", default=None)
-_TRACED_UNDER = jax.make_user_context(None)  # the same, for JAX's caches
+_TRACED_UNDER = jax.make_user_context(None)  # _MESH, for JAX's caches
 
 
 def shardings(rule: Any, tree: Any, mesh: Mesh) -> Any:
@@ -38,8 +38,7 @@ def shardings(rule: Any, tree: Any, mesh: Mesh) -> Any:
     def whole(rule, part):
         if rule is None or isinstance(rule, Sharding):
             return jax.tree.map(lambda _: rule, part)
-        specs = jax.tree.leaves(as_rule(rule)(part, mesh), is_leaf=_is_spec)
-        return fill(part, [NamedSharding(mesh, spec) for spec in specs])
+        return fill(part, [NamedSharding(mesh, spec) for spec in specs(rule, part, mesh)])
 
     if _is_rule(rule):
         return whole(rule, tree)
@@ -153,7 +152,3 @@ def _constrain(x, sharding):
 
 def _is_rule(x):
     return x is None or callable(x) or isinstance(x, PartitionSpec | Sharding)
-
-
-def _is_spec(x):
-    return isinstance(x, PartitionSpec)

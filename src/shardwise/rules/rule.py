@@ -1,4 +1,4 @@
-"""The base of all rules: from one choice for each leaf to checked specs for the tree."""
+"""The base of all rules, from one choice for each leaf to checked specs; and what follows rules."""
 
 import reprlib
 from typing import Any, NamedTuple
@@ -7,6 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardwise.rules.leaves import Leaf, fill, is_factored, read
+from shardwise.tree import owners
 
 # What else may be done with an axis that does not divide; a layout, whose rule it is, says its own.
 WHOLE = "change the rule, or pass uneven='replicate' to leave that axis whole"
@@ -79,28 +80,64 @@ class Function(Rule):
         self.name = getattr(function, "__name__", type(function).__name__)
 
     def choices(self, tree, mesh):
-        found, leaves = self.function(tree, mesh), read(tree, names={})
+        made, leaves = self.function(tree, mesh), read(tree, names={})
         try:
-            specs = jax.tree.structure(tree).flatten_up_to(found)
+            found = jax.tree.structure(tree).flatten_up_to(made)
         except ValueError:  # another structure
-            specs = jax.tree.leaves(found)
-        if len(specs) != len(leaves) or not all(isinstance(s, PartitionSpec) for s in specs):
+            found = jax.tree.leaves(made)
+        if len(found) != len(leaves) or not all(isinstance(s, PartitionSpec) for s in found):
             raise ValueError(
                 f"{self.name}: expected a PartitionSpec for each of {len(leaves)} arrays, P() for "
-                f"a replicated one; got {reprlib.repr(specs)}."
+                f"a replicated one; got {reprlib.repr(found)}."
             )
         return [
             fit(self.name, leaf, Choice(spec, f"{self.name} says so"), mesh, "error")
-            for leaf, spec in zip(leaves, specs, strict=True)
+            for leaf, spec in zip(leaves, found, strict=True)
         ]
 
 
-def as_rule(rule):
-    """A `Rule` for `rule`: itself, a PartitionSpec, or any function of (tree, mesh).
+class _Following(Rule):
+    def __init__(self, rule, params, other):
+        self.rule, self.params, self.other = rule, params, other
 
-    Raises:
-      TypeError: it is neither.
-    """
+    def choices(self, tree, mesh):
+        found = specs(self.rule, self.params, mesh)
+        leaves = [leaf._replace(axes=None) for leaf in read(tree, names={})]
+        pairs = zip(leaves, owners(tree, self.params), strict=True)
+        return [self._one(leaf, owner, found, mesh) for leaf, owner in pairs]
+
+    def _one(self, leaf, owner, found, mesh):
+        if leaf.size == 1:
+            return Choice(PartitionSpec(), "one element")
+        if self.other is not None and (owner is None or owner.axes is None):
+            return self.other.choices({leaf.path: leaf.array}, mesh)[0]
+        if owner is None:
+            return self._alone(leaf, mesh)
+        if owner.axes is None:
+            raise ValueError(
+                f"rules.follow: {leaf.label} has shape {leaf.shape}, and its parameter "
+                f"{owner.path or 'itself'} has {owner.shape}; expected some of its axes. Say how "
+                f"to lay it out by other=, such as rules.follow(rule, params, "
+                f"other=PartitionSpec())."
+            )
+        entries = [*found[owner.index], *[None] * (len(owner.shape) - len(found[owner.index]))]
+        spec = PartitionSpec(*(None if i is None else entries[i] for i in owner.axes))
+        why = f"as {owner.path or 'the parameter'}"
+        return fit("rules.follow", leaf, Choice(spec, why), mesh, "error")
+
+    def _alone(self, leaf, mesh):
+        try:
+            return self.rule.choices({leaf.path: leaf.array}, mesh)[0]
+        except ValueError as error:
+            raise ValueError(
+                f"rules.follow: {leaf.label} of shape {leaf.shape} belongs to no parameter, and by "
+                f"itself the rule refuses it. Say how to lay out such arrays by other=, such as "
+                f"rules.follow(rule, params, other=PartitionSpec()). ({error})"
+            ) from error
+
+
+def as_rule(rule):
+    """A `Rule` for `rule`: itself, a PartitionSpec, or any function of (tree, mesh)."""
     if isinstance(rule, PartitionSpec):
         return Same(rule)
     if isinstance(rule, Rule):
@@ -111,6 +148,29 @@ def as_rule(rule):
         f"{reprlib.repr(rule)} is no rule: expected a callable rule(tree, mesh), such as "
         f"rules.FSDPRule('fsdp'), or a PartitionSpec."
     )
+
+
+def specs(rule, tree, mesh):
+    """The PartitionSpecs that `rule` gives the arrays of `tree`, in order."""
+    return jax.tree.leaves(
+        as_rule(rule)(tree, mesh), is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+
+
+def follow(rule: Any, params: Any, other: Any = None) -> Rule:
+    """The rule for whatever belongs to `params` (arrays or abstract): optimizer states, averages.
+
+    What belongs to which parameter is told by structure (`shardwise.tree.owners`). An array gets
+    its parameter's spec on the axes that it has of it: on all of them where it has the same shape,
+    on some where it is a factored moment (Adafactor, Shazeer and Stern 2018), on all but the first
+    where it remembers several steps (L-BFGS). An array of any other shape is laid out by `other`,
+    a rule, and so is what belongs to no parameter; without `other`, that is by `rule` itself.
+
+    Raises, when called:
+      ValueError: without `other`, an array that has none of its parameter's axes, or one that
+        belongs to no parameter and of which `rule` knows nothing, such as Muon's coefficients.
+    """
+    return _Following(as_rule(rule), params, None if other is None else as_rule(other))
 
 
 def mesh_axes(entry):

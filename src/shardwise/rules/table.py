@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from shardwise.rules.leaves import named_leaves
+from shardwise import tree as trees
 from shardwise.rules.rule import as_rule, parts, short, sizes
 
 
@@ -83,7 +83,7 @@ def describe(rule: Any, tree: Any, mesh: Mesh) -> str:
     """
     found = as_rule(rule).choices(tree, mesh)
     rows, total = [], 0
-    for (path, array), (spec, why) in zip(named_leaves(tree), found, strict=True):
+    for (path, array), (spec, why) in zip(trees.leaves(tree), found, strict=True):
         shape = jnp.shape(array)
         size = math.prod(shape) * _itemsize(array)
         cut = math.prod(parts(entry, mesh) for entry in spec)

@@ -11,9 +11,9 @@ import numpy as np
 
 from shardwise import checkpoint, layouts, measure
 from shardwise import tree as trees
-from shardwise.checkpoint.lock import Lock
+from shardwise.checkpoint.writer import Lock
 from shardwise.layouts import Layout, first_call
-from shardwise.rules.agreement import together
+from shardwise.processes.system import together
 from shardwise.run import metrics, signals, state
 from shardwise.run.feed import Feed, Stream, feed
 from shardwise.run.folder import Folder

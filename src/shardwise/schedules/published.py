@@ -1,20 +1,94 @@
-"""The published schedules, each under its name.
+"""The published schedules: functions of how many stages, devices and microbatches there are.
 
-Each entry is a function of how many stages, devices and microbatches there are. It returns a
-`Schedule`, or raises a ValueError that says which numbers would do.
+Each returns a `Schedule`, or raises a ValueError that says which numbers would do. First those
+whose backward is one task, B; then those in which it is two: I, which others wait for, and W, which
+fills gaps.
 """
 
-from collections.abc import Callable
+import collections
+import itertools
+import numbers
+from collections.abc import Callable, Iterator, Sequence
 
-from shardwise.schedules.split_backward import dualpipe_v, zb_h1, zb_h2, zb_v
-from shardwise.schedules.table import Schedule
-from shardwise.schedules.whole_backward import (
-    eager_1f1b,
-    gpipe,
-    interleaved_1f1b,
-    kimi_k2,
-    one_f_one_b,
-)
+from shardwise.schedules.table import Schedule, Task
+
+
+def gpipe(stages: int, devices: int, microbatches: int) -> Schedule:
+    """A schedule of all forwards, then all backwards: all live at once (Huang et al., 2019)."""
+    return _one_to_one("gpipe", stages, devices, microbatches, lambda after: microbatches)
+
+
+def one_f_one_b(stages: int, devices: int, microbatches: int) -> Schedule:
+    """The schedule 1F1B, a backward as soon as it can run: at most p - stage live, of p stages
+    (Narayanan et al., 2019).
+    """
+    return _one_to_one("1f1b", stages, devices, microbatches, lambda after: after)
+
+
+def eager_1f1b(stages: int, devices: int, microbatches: int) -> Schedule:
+    """1F1B with twice the warm-up, so that transfers hide behind work (Zhuang et al., 2023).
+
+    At most 2(p - stage) - 1 live, of p stages.
+    """
+    return _one_to_one("eager_1f1b", stages, devices, microbatches, lambda after: 2 * after)
+
+
+def interleaved_1f1b(stages: int, devices: int, microbatches: int) -> Schedule:
+    """1F1B with stages dealt in turn: shorter ones, and a shorter wait (Narayanan et al., 2021).
+
+    Microbatches go in rounds, of `devices` each, or a few more so that they come out even: each
+    stage of a device runs a whole round before the next one does.
+    """
+    return _interleaved("interleaved_1f1b", stages, devices, microbatches, extra=0)
+
+
+def kimi_k2(stages: int, devices: int, microbatches: int) -> Schedule:
+    """Interleaved 1F1B with one more warm-up forward (Kimi Team, 2025, Kimi K2).
+
+    In the steady state a forward and a backward that need nothing of each other are neighbours:
+    the communication of one can hide behind the other's work.
+    """
+    return _interleaved("kimi_k2", stages, devices, microbatches, extra=1)
+
+
+def zb_h1(stages: int, devices: int, microbatches: int) -> Schedule:
+    """1F1B with backwards split and weights last (Qi et al., 2024, Zero Bubble).
+
+    Of p stages each has a peak of p, and gaps of at most (p-1)(F+I-W) between its first task and
+    its last, as long as W costs no more than F.
+    """
+    return _zero_bubble("zb_h1", stages, devices, microbatches, lambda after: after + 1)
+
+
+def zb_h2(stages: int, devices: int, microbatches: int) -> Schedule:
+    """ZB-H1, more warm-up: no gaps where all kinds cost the same (Qi et al., 2024, Zero Bubble).
+
+    Of p stages each has a peak of 2p-1, and gaps of at most (p-1)(F+I-2W) between its first task
+    and its last, from 2p-1 microbatches on, as long as W costs no more than F.
+    """
+    return _zero_bubble("zb_h2", stages, devices, microbatches, lambda after: 2 * after + 1)
+
+
+def zb_v(stages: int, devices: int, microbatches: int) -> Schedule:
+    """ZB-V, a V without gaps in 1F1B's memory: device d holds the stages d and 2·devices - 1 - d.
+
+    Of p devices each has a peak of 2p stages, half as large as where a device holds one, and no
+    gap between its first task and its last where F, I and W cost the same (Qi et al., 2024,
+    Pipeline Parallelism with Controllable Memory, arXiv:2405.15362; its V-ZB).
+    """
+    return _folded("zb_v", stages, devices, microbatches, _zb_v_steps)
+
+
+def dualpipe_v(stages: int, devices: int, microbatches: int) -> Schedule:
+    """DeepSeek's DualPipe folded into a V: device d holds the stages d and 2·devices - 1 - d.
+
+    Forwards on their way down the V meet backwards on their way up: an F and a B that need nothing
+    of each other are neighbours, to be run as one. Each of p devices has a peak of 2p+1. Backwards
+    are split at both ends only. The order is that of https://github.com/deepseek-ai/DualPipe,
+    which credits the fold to Sea AI Lab's cut-in-half (https://hackmd.io/@ufotalent/r1lVXsa9Jg).
+    """
+    return _folded("dualpipe_v", stages, devices, microbatches, _dualpipe_v_steps)
+
 
 SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
     "gpipe": gpipe,
@@ -68,3 +142,170 @@ def _takes(name: str, stages: int, devices: int, microbatches: int) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _one_to_one(
+    name: str, stages: int, devices: int, microbatches: int, warmup: Callable[[int], int]
+) -> Schedule:
+    """A schedule of `warmup(stages after)` forwards, then F and B in turn, then the B left."""
+    _check(name, stages, devices, microbatches, each=1)
+    tasks = []
+    for stage in range(stages):
+        forwards = [Task(stage, "F", k) for k in range(microbatches)]
+        backwards = [Task(stage, "B", k) for k in range(microbatches)]
+        tasks.append(_warm_up_then_alternate(forwards, backwards, warmup(stages - 1 - stage)))
+    return Schedule(tuple(tasks), stages, microbatches, tuple(range(stages)))
+
+
+def _warm_up_then_alternate(
+    forwards: Sequence[Task], backwards: Sequence[Task], warmup: int
+) -> tuple[Task, ...]:
+    steady = itertools.zip_longest(forwards[warmup:], backwards)
+    pairs = itertools.chain.from_iterable(steady)
+    return (*forwards[:warmup], *(task for task in pairs if task is not None))
+
+
+def _interleaved(name: str, stages: int, devices: int, microbatches: int, extra: int) -> Schedule:
+    _check(name, stages, devices, microbatches)
+    if stages % devices:
+        fewer, more = stages - stages % devices, stages + -stages % devices
+        raise ValueError(
+            f"{name}: {stages} stages on {devices} devices; it takes a multiple of {devices}, as "
+            f"{f'{fewer} or {more}' if fewer else more}."
+        )
+    per_round = _per_round(name, devices, microbatches)
+    tasks = []
+    for device in range(devices):
+        here = range(device, stages, devices)
+        ahead = _by_round(here, microbatches, per_round)
+        forwards = [Task(stage, "F", k) for stage, k in ahead]
+        back = _by_round(here[::-1], microbatches, per_round)
+        backwards = [Task(stage, "B", k) for stage, k in back]
+        warmup = (len(here) - 1) * per_round + 2 * (devices - 1 - device) + extra
+        tasks.append(_warm_up_then_alternate(forwards, backwards, warmup))
+    homes = tuple(stage % devices for stage in range(stages))
+    return Schedule(tuple(tasks), stages, microbatches, homes)
+
+
+def _by_round(stages: Sequence[int], microbatches: int, per_round: int) -> list[tuple[int, int]]:
+    """(stage, microbatch) pairs: each of the stages runs a round before the next one does."""
+    rounds = [range(first, first + per_round) for first in range(0, microbatches, per_round)]
+    return [(stage, k) for a_round in rounds for stage in stages for k in a_round]
+
+
+def _zero_bubble(
+    name: str, stages: int, devices: int, microbatches: int, warmup: Callable[[int], int]
+) -> Schedule:
+    """A schedule of `warmup(stages after)` forwards; I, F up to the first stage's; then I, W, F."""
+    _check(name, stages, devices, microbatches, each=1, filled=True)
+    most = min(warmup(stages - 1), microbatches)
+    tasks = []
+    for stage in range(stages):
+        ahead = min(warmup(stages - 1 - stage), microbatches)
+        steps = ["F0"] * ahead + ["I0", "F0"] * (most - ahead)
+        steps += ["I0", "W", "F0"] * microbatches + ["I0", "W"] * microbatches
+        numbered = _numbered(steps, [stage])
+        tasks.append(tuple(task for task in numbered if task.microbatch < microbatches))
+    return Schedule(tuple(tasks), stages, microbatches, tuple(range(stages)))
+
+
+def _folded(
+    name: str,
+    stages: int,
+    devices: int,
+    microbatches: int,
+    steps: Callable[[int, int, int], Sequence[str]],
+) -> Schedule:
+    """A schedule of `steps(device, devices, microbatches)`: 0 is the way down the V, 1 up."""
+    _check(name, stages, devices, microbatches, each=2, filled=True)
+    tasks = tuple(
+        tuple(_numbered(steps(device, devices, microbatches), [device, stages - 1 - device]))
+        for device in range(devices)
+    )
+    return Schedule(tasks, stages, microbatches, (*range(devices), *reversed(range(devices))))
+
+
+def _zb_v_steps(device: int, devices: int, microbatches: int) -> list[str]:
+    """The steps of ZB-V: 2p forwards until the first I is there; then a W makes room for each F."""
+    after, upto = devices - 1 - device, device + 1
+    steps = ["F0"] * (2 * after + 1) + ["F1", "F0"] * device
+    steps += ["F1", "I1", "W"] * (after + 1)
+    steps += ["F0", "I0", "W", "F1", "I1", "W"] * (microbatches - 2 * devices + upto)
+    steps += ["I0", "W", "F1", "I1", "W"] * after
+    return steps + ["I0", "I1"] * device + ["I0", "W"] * (after + 1) + ["W"] * (2 * device)
+
+
+def _dualpipe_v_steps(device: int, devices: int, microbatches: int) -> list[str]:
+    """The steps of DualPipe-V: F and whole B in turn.
+
+    Where others wait, as the pipeline fills and empties, I stands alone.
+    """
+    after, upto = devices - 1 - device, device + 1
+    steps = ["F0"] * (2 * after) + ["F0", "F1"] * upto + ["I1", "W", "F1"] * after
+    steps += ["F0", "B1", "F1", "B0"] * (microbatches - 2 * devices + upto)
+    steps += ["B1", "F1", "B0"] * after
+    whole = 2 * (upto // 2) + (device % 2 == 0)  # of the last backwards; the others' W wait
+    last = ["1", "0"] * upto
+    steps += ["B" + way for way in last[:whole]] + ["I" + way for way in last[whole:]]
+    return steps + ["W", "I0"] * after + ["W"] * upto
+
+
+def _numbered(steps: Sequence[str], stages: Sequence[int]) -> Iterator[Task]:
+    """The tasks of `steps`: a kind and which of `stages`, or W, for the oldest I without one.
+
+    Forwards and backwards of a stage each count their own microbatches.
+    """
+    counts = collections.defaultdict(itertools.count)
+    waiting = collections.deque()
+    for step in steps:
+        if step == "W":
+            yield waiting.popleft()
+            continue
+        kind, stage = step[0], stages[int(step[1])]
+        task = Task(stage, kind, next(counts[stage, kind == "F"]))
+        if kind == "I":
+            waiting.append(task._replace(kind="W"))
+        yield task
+
+
+def _check(
+    name: str,
+    stages: int,
+    devices: int,
+    microbatches: int,
+    each: int | None = None,
+    filled: bool = False,
+) -> None:
+    """Raise ValueError for counts that are none, other than `each` stages on a device, or (if
+    `filled`) fewer microbatches than stages.
+    """
+    counts = {"stages": stages, "devices": devices, "microbatches": microbatches}
+    for what, count in counts.items():
+        if not isinstance(count, numbers.Integral) or count < 1:
+            raise ValueError(f"{name}: {what}={count!r}; it takes a whole number, 1 or more.")
+    if each is not None and stages != each * devices:
+        others = f", or devices={stages // each}" if stages % each == 0 else ""
+        raise ValueError(
+            f"{name}: {stages} stages on {devices} devices; it takes {('one', 'two')[each - 1]} on "
+            f"each: stages={each * devices}{others}."
+        )
+    if filled and microbatches < stages:
+        raise ValueError(
+            f"{name}: {microbatches} microbatches for {stages} stages; it takes {stages} or more."
+        )
+
+
+def _per_round(name: str, devices: int, microbatches: int) -> int:
+    """The microbatches in a round: `devices`, or a few more for even rounds; all, if fewer."""
+
+    def whole(count: int) -> bool:
+        return count % max(1, count // devices) == 0
+
+    if not whole(microbatches):
+        below = next(count for count in range(microbatches, 0, -1) if whole(count))
+        above = next(count for count in itertools.count(microbatches) if whole(count))
+        raise ValueError(
+            f"{name}: {microbatches} microbatches do not fall into even rounds of {devices} "
+            f"or more; {below} or {above} would."
+        )
+    return microbatches // max(1, microbatches // devices)

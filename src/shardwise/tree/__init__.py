@@ -4,8 +4,7 @@ tree.leaves(params)                  # [("blocks/q/kernel", array), ...], for an
 tree.owners(tx.init(params), params) # for each array of the state its parameter, or None
 """
 
-from shardwise.tree.names import LAYERS, axis_names
 from shardwise.tree.owners import Owner, owners
-from shardwise.tree.paths import is_box, leaves, path, walk
+from shardwise.tree.paths import LAYERS, axis_names, leaves, path, walk
 
-__all__ = ["LAYERS", "Owner", "axis_names", "is_box", "leaves", "owners", "path", "walk"]
+__all__ = ["LAYERS", "Owner", "axis_names", "leaves", "owners", "path", "walk"]

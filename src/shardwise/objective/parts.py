@@ -1,11 +1,13 @@
-"""The rule for the rows of each microbatch, and the numbers of these rows in the whole batch."""
+"""Parts of a batch: rows of microbatches, their numbers, and one tree of what all parts return."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 SEQUENCE = "sequence"
+WAYS = ("sum", "mean", "max", "concatenate")
 
 
 def split(batch: Any, m: int) -> Any:
@@ -20,14 +22,8 @@ def split(batch: Any, m: int) -> Any:
     if m < 1:
         raise ValueError(f"microbatches={m}; expected 1 or more.")
     if m > 1:
-        _check(batch, m)
+        _check_rows(batch, m)
     return jax.tree.map(lambda x: _parts(jnp.asarray(x), m), batch)
-
-
-def joined(parts: jax.Array) -> jax.Array:
-    """The inverse of `split` for one array: [m, rows/m, ...] in the order of the whole batch."""
-    m, rows = parts.shape[:2]
-    return jnp.swapaxes(parts, 0, 1).reshape(m * rows, *parts.shape[2:])
 
 
 def numbers(batch: Any, order: Any = None) -> dict[str, jax.Array]:
@@ -47,7 +43,6 @@ def numbers(batch: Any, order: Any = None) -> dict[str, jax.Array]:
 
 def meaning(rows: dict[str, jax.Array]) -> Any:
     """The meaning of `marks.index` in a part whose rows have these numbers."""
-
     places = rows.get(SEQUENCE)
     rows = {name: x for name, x in rows.items() if name != SEQUENCE}
 
@@ -66,6 +61,75 @@ def meaning(rows: dict[str, jax.Array]) -> Any:
     return index
 
 
+def ways(aux: Any, tree: Any) -> list[str]:
+    """The way in which the parts of each leaf of `tree` are joined.
+
+    `aux` is one way, or a prefix tree of ways; None, where nobody reads the outputs, is "sum" too.
+
+    Raises:
+      ValueError: a way that is none of "sum", "mean", "max" and "concatenate", or `aux` is no
+        prefix of `tree`.
+    """
+    aux = "sum" if aux is None else aux
+    try:
+        spread = jax.tree.map(lambda way, part: [way] * len(jax.tree.leaves(part)), aux, tree)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"aux={aux!r} does not fit the auxiliary outputs, {jax.tree.structure(tree)}: expected "
+            f"one of {', '.join(WAYS)}, or a tree of these that is a prefix of the outputs'."
+        ) from error
+    found = jax.tree.leaves(spread)
+    if unknown := [way for way in found if way not in WAYS]:
+        raise ValueError(f"aux={unknown[0]!r}; expected one of {', '.join(WAYS)}.")
+    return found
+
+
+def reduced(stacked: jax.Array, way: str) -> jax.Array:
+    """The one array that `way` makes of a leaf of all parts, stacked along a new first axis."""
+    if way == "concatenate":
+        if stacked.ndim < 2:
+            raise ValueError("aux='concatenate' of a scalar; expected an array that has rows.")
+        m, rows = stacked.shape[:2]  # back to the order of the whole batch
+        return jnp.swapaxes(stacked, 0, 1).reshape(m * rows, *stacked.shape[2:])
+    if way == "sum":
+        return jnp.sum(stacked, axis=0)
+    return {"mean": jnp.mean, "max": jnp.max}[way](stacked, axis=0)
+
+
+def over_devices(leaves: Sequence[Any], ways: Sequence[str], axes: Sequence[str]) -> tuple:
+    """(the leaves that are whole on every device, those of rows, which stay cut), in shard_map."""
+    sums = {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}
+    pairs, axes = list(zip(leaves, ways, strict=True)), tuple(axes)
+    whole = [sums[w](x, axes) if axes else x for x, w in pairs if w != "concatenate"]
+    return whole, [x for x, w in pairs if w == "concatenate"]
+
+
+def merged(whole: Sequence[Any], rows: Sequence[Any], ways: Sequence[str], structure: Any) -> Any:
+    """The tree of auxiliary outputs, of the two groups that `over_devices` made of its leaves."""
+    groups = iter(whole), iter(rows)
+    return jax.tree.unflatten(structure, [next(groups[way == "concatenate"]) for way in ways])
+
+
+def outputs(aux: Any, tree: Any) -> list[tuple[str, Any, str]]:
+    """(path, leaf, way) of each auxiliary output; none where `aux` is None: nobody reads them."""
+    if aux is None:
+        return []
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    paths = [jax.tree_util.keystr(keys) or "tree" for keys, _ in leaves]
+    return list(zip(paths, (x for _, x in leaves), ways(aux, tree), strict=True))
+
+
+def check_outputs(aux: Any) -> None:
+    """Raise TypeError for a leaf that is neither an array nor a number."""
+    for keys, x in jax.tree_util.tree_flatten_with_path(aux)[0]:
+        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+            path = jax.tree_util.keystr(keys)
+            raise TypeError(
+                f"the loss's auxiliary output {path or 'tree'} is a {type(x).__name__}; expected "
+                f"arrays and numbers, of which those of all parts become one."
+            )
+
+
 def _columns(places, size):
     if places.shape[1] != size:
         raise ValueError(
@@ -81,7 +145,7 @@ def _parts(x, m):
     return jnp.swapaxes(x.reshape(x.shape[0] // m, m, *x.shape[1:]), 0, 1)
 
 
-def _check(batch, m):
+def _check_rows(batch, m):
     rows = {}
     for keys, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
         path = jax.tree_util.keystr(keys, simple=True, separator="/") or "the batch"

@@ -1,14 +1,54 @@
-"""A form under code that the compiler lays out: a shard_map around attention alone."""
+"""What all forms share: bytes that they send, by formula, and a shard_map around attention.
+
+Tests compare the formulas with compiled programs.
+"""
 
 import dataclasses
+import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks
-from shardwise.context.counting import Axis
+
+Axis = str | tuple[str, ...]  # one mesh axis, or several as one
+
+
+class Sent(NamedTuple):
+    """Bytes that one device sends in one layer's attention, forward and backward."""
+
+    forward: int
+    backward: int
+
+
+class Sizes(NamedTuple):
+    """Bytes of one device's arrays: queries, keys (as many as values), dK in float32, places."""
+
+    queries: int
+    keys: int
+    gradients: int
+    places: int
+
+
+def sizes(n: int, q: Any, k: Any) -> Sizes:
+    """The `Sizes` of q [b, S, h, d] and k [b, S, kv_heads, d], of which a device has an n-th."""
+    queries, keys = math.prod(q.shape) // n, math.prod(k.shape) // n
+    b, length = q.shape[:2]
+    places = 3 * 4 * b * (length // n)
+    return Sizes(queries * q.dtype.itemsize, keys * k.dtype.itemsize, keys * 4, places)
+
+
+def bytes_sent(form: Any, n: int, q: Any, k: Any) -> Sent:
+    """The `Sent` of `form` over n devices, for q and k of the whole sequence (shapes and dtypes).
+
+    Each sends K and V, or what it turns them and q into, and with them 12 bytes for each token's
+    places. Sums of dK and dV travel in float32. A layer that is rematerialised sends the forward
+    bytes twice.
+    """
+    return form.bytes_sent(n, q, k)
 
 
 @dataclasses.dataclass(frozen=True)
