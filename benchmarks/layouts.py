@@ -31,7 +31,6 @@ import floors
 import formulas
 import jax
 import rounds
-import stages
 
 from shardwise import layouts, mesh
 
@@ -43,14 +42,12 @@ def ours(name):
     layout = layouts.LAYOUTS[name](DEVICES)
     bench = decoders.of(layout)
     key = jax.random.key(decoders.SEED)
-    given = key, bench.loss, decoders.batch(), bench.mixed
-    state = layouts.init(layout, bench.create, decoders.OPTIMIZER, *given)
+    state = layouts.init(layout, bench.create, decoders.OPTIMIZER, key)
     step = layouts.step(layout, bench.loss, decoders.OPTIMIZER, has_aux=bench.mixed, check=False)
-    kind = functools.partial(stages.Staged, layout, bench) if layout.stage else rounds.Row
     whole = functools.partial(layouts.whole, layout)
-    row = kind(name, layout.mesh, step, state, decoders.batch(), whole)
+    row = rounds.Row(name, layout.mesh, step, state, decoders.batch(), whole)
     row.layout, row.bench, row.strategy = layout, bench, floors.strategy(layout)
-    # The formulas are of one program; those of stages are the package's own, but for experts.
+    # The formulas know of no stages; those are the package's own, but for experts.
     row.asked = asked(layout, bench)
     if layout.by_hand and not layout.stage:
         row.asked = formulas.by_hand(layout, bench)

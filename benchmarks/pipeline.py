@@ -1,174 +1,179 @@
-"""Pipelines as run beside pipelines as simulated: time on stages that sleep, bytes on real ones.
+"""A pipeline as one program beside the smallest runtime that dispatches its stages, and one device.
 
 Run from the project's root: `pip install -e .`, then `python benchmarks/pipeline.py`. Takes some
-fifteen minutes; `--tables time --devices 4 --rounds 2` takes one or two.
+five minutes; `--sizes small --schedules 1f1b` takes less than one.
 
-Eight simulated devices share this machine's few cores, so the stages that are timed compute next
-to nothing: each sleeps, 20 ms for F, I and W and 40 ms for B, in a callback, which leaves Python
-to the other ranks. What is left is what the executor adds. Between runs of the pipeline every
-program is run alone, on its own devices, and the simulator is fed with those times, so that what
-else the machine does lengthens both; on a busy one ratios scatter by 0.05 either way. Ends with an
-error if a pipeline's gradients are not those of one device, or a device holds less or more than
-the table of tasks says (`pipeline_memory.py`); times are only shown.
-
-Columns: `stages` and microbatches (`mb`); `s` measured makespan, median, and its spread between
-the quartiles; the ratio of that to the makespan simulated with each task as it runs `alone` (its
-program, waited for, and its result handed to the next stage; at most 1.05 is the target), with the
-`program` alone, and with the `nominal` milliseconds; and, on the path of tasks that wait for each
-other up to the last one, in microseconds, how much `longer` each takes than its program alone, and
-how much passes `between` two of them.
+Simulated devices share this machine's cores, so what is compared is work: processor seconds of a
+loss and its gradient, the median of some steps, each as a ratio to one device's (a scan over the
+microbatches). Of a schedule's idle time nothing is seen here. `first` is seconds to the end of the
+first step, with tracing and compilation; `temp MB` the program's temporaries on a device. Ends with
+an error if gradients are not one device's, or if the program sends other bytes along the stages
+than `layouts.predict` says.
 """
 
 import argparse
-import itertools
+import functools
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import pipeline_memory
-import sleeping
+from flax import nnx
 
-from shardwise import mesh, pipeline, schedules
+from shardwise import layouts, measure, mesh, model, objective, schedules
+from shardwise.pipeline import cut
+from shardwise.schedules import Task
 
-TARGET = 1.05
-
-
-class Timed:
-    """One schedule on stages that sleep: what its tasks took alone, and its runs."""
-
-    def __init__(self, name, devices, microbatches, seconds=sleeping.SECONDS):
-        self.name, self.seconds = name, seconds
-        self.schedule = schedules.spread(name, devices, microbatches)
-        params, batch = sleeping.arguments(self.schedule.stages, microbatches)
-        grid = mesh.make(stage=devices)
-        loss = sleeping.loss(seconds)
-        self.function = pipeline.value_and_grad(loss, grid, self.schedule, microbatches)
-        self.params, self.batch = pipeline.place(params, self.function, batch), batch
-        self.check(params)
-        kinds = {task.kind for order in self.schedule.tasks for task in order}
-        plan = self.function.plan(self.params, batch)
-        self.alone, self.runs = sleeping.Alone(plan, self.params, kinds), []
-
-    def check(self, params):
-        """The first run, which compiles: one device's loss and gradients."""
-        mean, grads = self.function(self.params, self.batch)
-        expected = jax.value_and_grad(sleeping.mean)(params, self.batch)
-        found = mean, pipeline.whole(grads)
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, err_msg=self.name)
-
-    def round(self):
-        """Every program alone, and one run of the pipeline."""
-        self.alone.round()
-        self.runs.append(self.function.timed(self.params, self.batch)[1])
-
-    @property
-    def makespans(self):
-        return [max(end for _, end in times.values()) for times in self.runs]
-
-    def row(self):
-        """The cells of the table."""
-        low, median, high = np.percentile(self.makespans, [25, 50, 75])
-        longer, between = self.overhead()
-        costs = (self.alone.tasks, self.alone.programs, sleeping.nominal(self.seconds))
-        ratios = [median / schedules.timeline(self.schedule, cost).makespan for cost in costs]
-        verdict = "met" if ratios[0] <= TARGET else "MISSED"
-        size = self.schedule.devices, self.schedule.stages, self.schedule.microbatches
-        times = (f"{median:.3f}", f"{high - low:.3f}", *(f"{ratio:.3f}" for ratio in ratios))
-        return (self.name, *size, *times, f"{longer:.0f}", f"{between:.0f}", verdict)
-
-    def overhead(self):
-        """(longer, between) of a task on the critical path, in microseconds: medians of the runs.
-
-        Longer than its program alone: handing the result on counts here.
-        """
-        found = [self._overhead(times) for times in self.runs]
-        return 1e6 * np.median(found, axis=0)
-
-    def _overhead(self, times):
-        path = critical_path(self.schedule, times)
-        took = sum(times[task][1] - times[task][0] for task in path)
-        alone = sum(self.alone.programs[task.stage, task.kind] for task in path)
-        return (took - alone) / len(path), (times[path[-1]][1] - took) / len(path)
+SIZES = {"small": dict(embed=64, mlp=128), "large": dict(embed=256, mlp=512)}
+MICROBATCHES, ROWS, LENGTH = 8, 32, 64
+HEAD = ("size", "schedule", "devices", "one device s", "program", "first", "temp MB")
+FORMAT = "{:6}  {:16}  {:>7}  {:>12}  {:>7}  {:>6}  {:>7}  {:>10}  {:>6}"
 
 
-def critical_path(schedule, times):
-    """The last task to end, what it waited for longest, and so on; the first task first."""
-    pairs = (pair for order in schedule.tasks for pair in itertools.pairwise(order))
-    before = {task: (prior,) for prior, task in pairs}
-    waits, path = times, []
-    while waits:
-        path.append(max(waits, key=lambda task: times[task][1]))
-        waits = (*schedule.dependencies(path[-1]), *before.get(path[-1], ()))
-    return path[::-1]
+def problem(size, stages):
+    """(loss, params, batch): a decoder of two layers a stage, by a scan."""
+    heads = dict(heads=4, kv_heads=4, head_dim=SIZES[size]["embed"] // 4)
+    config = model.Config(layers=2 * stages, stages=stages, scan=True, **heads, **SIZES[size])
+    graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(config, nnx.Rngs(0)))())
+    draw = np.random.default_rng(0)
+    batch = {n: draw.integers(0, 256, (ROWS, LENGTH)) for n in ("tokens", "targets")}
+    batch = {name: x.astype(np.int32) for name, x in batch.items()}
+    batch["mask"] = np.ones((ROWS, LENGTH), np.float32)
+    return functools.partial(model.loss, graphdef=graphdef), params, batch
 
 
-HEAD = (
-    *("schedule", "devices", "stages", "mb", "s", "spread"),
-    *("alone", "program", "nominal", "longer", "between", ""),
-)
+class Dispatcher:
+    """A schedule's lists of tasks, a thread each: what the one program is compared with.
+
+    Each stage has jitted programs of its own, on its device; what goes on is `jax.device_put`.
+    """
+
+    def __init__(self, loss, params, batch, schedule):
+        self.schedule, self.batch = schedule, jax.tree.leaves(batch)
+        first = jax.tree.map(lambda x: x[:: schedule.microbatches], batch)
+        self.stages = cut.stages(loss, params, first).stages
+        halves = [cut.backward(stage) for stage in self.stages]
+        names = dict(F="forward", B="whole", I="to_input", W="to_weights")
+        self.programs = {k: [jax.jit(getattr(h, n)) for h in halves] for k, n in names.items()}
+        self.add = jax.jit(lambda one, other: jax.tree.map(jnp.add, one, other))
+        self.count = batch["mask"].sum()
+        self.weights = [self.of_stage(stage, params) for stage in self.stages]
+
+    def of_stage(self, stage, tree):
+        """The rows of a tree's leaves that a stage has, on its device."""
+        leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
+        rows = [leaves[i][slice(*(ends or (None,)))] for i, ends in stage.rows.items()]
+        return self.send(stage.index, rows)
+
+    def send(self, s, arrays):
+        """Arrays, to the device of stage `s`."""
+        return jax.device_put(arrays, mesh.devices()[self.schedule.device_of[s]])
+
+    def __call__(self):
+        """(the mean, the gradients of each stage's parameters)."""
+        tasks, m = self.schedule.tasks, self.schedule.microbatches
+        self.done = {task: Future() for order in tasks for task in order}
+        self.kept, self.pending, self.grads = {}, {}, {}
+        with ThreadPoolExecutor(len(tasks)) as threads:
+            list(threads.map(self.drive, tasks))
+        totals = [self.done[Task(len(self.stages) - 1, "F", j)].result()[0] for j in range(m)]
+        return sum(totals) / self.count, self.grads
+
+    def drive(self, tasks):
+        """One device's tasks; an error is told to those that wait."""
+        for task in tasks:
+            try:
+                self.done[task].set_result(self.run(*task))
+            except Exception as error:
+                self.done[task].set_exception(error)
+                raise
+
+    def run(self, s, kind, j):
+        """One task: what other stages wait for."""
+        stage, program = self.stages[s], self.programs[kind][s]
+        data = [self.batch[i][j :: self.schedule.microbatches] for i in stage.data]
+        given = self.weights[s], self.send(s, data)
+        if kind == "F":
+            carry = self.send(s, self.done[Task(s - 1, "F", j)].result()) if s else []
+            out, self.kept[s, j] = program(*given, carry)
+            return out
+        if kind == "W":
+            return self.summed(s, program(*given, self.kept.pop((s, j)), self.pending.pop((s, j))))
+        cotangents = [1 / self.count]
+        if not stage.last:
+            cotangents = self.send(s, self.done[self.schedule.backward(s + 1, j)].result())
+        if kind == "I":
+            back, self.pending[s, j] = program(*given, self.kept[s, j], cotangents)
+            return back
+        back, grads = program(*given, self.kept.pop((s, j)), cotangents)
+        self.summed(s, grads)
+        return back
+
+    def summed(self, s, grads):
+        """Add a stage's gradients to its sums."""
+        self.grads[s] = self.add(self.grads[s], grads) if s in self.grads else grads
 
 
-def compare(devices, rounds, repeats):
-    """The rows of all schedules, and why some cannot run."""
-    rows, refused = [HEAD], []
-    for count, each, name in itertools.product(devices, rounds, schedules.SCHEDULES):
-        try:
-            schedules.spread(name, count, count * each)
-        except ValueError as error:
-            refused.append(f"{name} on {count} devices: {error}")
-            continue
-        rows.append(timed(name, count, count * each, repeats).row())
-    return rows, refused
+def measured(run, steps):
+    """(what the first call returned, its seconds, processor seconds of one more)."""
+    start = time.perf_counter()
+    out = jax.block_until_ready(run())
+    first, taken = time.perf_counter() - start, []
+    for _ in range(steps):
+        start = time.process_time()
+        jax.block_until_ready(run())
+        taken.append(time.process_time() - start)
+    return out, first, float(np.median(taken))
 
 
-def timed(name, devices, microbatches, repeats, seconds=sleeping.SECONDS):
-    """A schedule, run."""
-    found = Timed(name, devices, microbatches, seconds)
-    for _ in range(repeats):
-        found.round()
-    return found
+def close(name, found, expected):
+    """Raise unless gradients are those expected, within 1e-4 of an array's largest entry."""
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max(), err_msg=name)
 
 
-def awake(devices, repeats):
-    """The rows of stages that take no time: microseconds of each task on the critical path."""
-    rows = [("no sleep", "devices", "us in a task", "us between")]
-    for count, name in itertools.product(devices, ("gpipe", "1f1b", "zb_h1")):
-        overhead = timed(name, count, 2 * count, repeats, seconds=0).overhead()
-        rows.append((name, count, *(f"{time:.0f}" for time in overhead)))
-    return rows
-
-
-def parts():
-    """The rows of what a task is made of, beside its stage's own time."""
-    found = sleeping.parts(mesh.devices())
-    return [("after 20 ms of sleep", "us"), *((name, f"{us:.0f}") for name, us in found.items())]
-
-
-def table(rows):
-    """Rows as text: the first column to the left, the others to the right."""
-    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = (str(cell).rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
-        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
-    return "\n".join(lines)
+def row(size, name, devices, steps):
+    """The cells of a schedule's line."""
+    schedule = schedules.spread(name, devices, MICROBATCHES)
+    loss, params, batch = problem(size, schedule.stages)
+    alone = jax.jit(objective.value_and_grad(loss, MICROBATCHES))
+    (_, expected), _, unit = measured(lambda: alone(params, batch), steps)
+    grid = mesh.make(stage=devices)
+    layout = layouts.Layout(grid, stage="stage", schedule=name, microbatches=MICROBATCHES)
+    placed = layouts.place(layout, params)
+    start = time.perf_counter()
+    both = layouts.value_and_grad(layout, loss, check=False).lower(placed, batch).compile()
+    compiled = time.perf_counter() - start
+    sent = measure.collectives(both).ring_bytes
+    asked = layouts.predict(layout, params, batch, loss=loss).sent["stage",]
+    if asked != sent:
+        raise AssertionError(f"{name} sends {sent:,} bytes, and {asked:,} are predicted.")
+    (_, grads), first, taken = measured(lambda: both(placed, batch), steps)
+    close(name, grads, expected)
+    held = measure.bytes_per_device(both).temporaries / 1e6
+    start = time.perf_counter()
+    runtime = Dispatcher(loss, params, batch, schedule)
+    made = time.perf_counter() - start
+    (_, grads), later, dispatched = measured(runtime, steps)
+    for stage in runtime.stages:
+        close(name, grads[stage.index], runtime.of_stage(stage, expected))
+    program = f"{taken / unit:.2f}", f"{compiled + first:.1f}", f"{held:.1f}"
+    other = f"{dispatched / unit:.2f}", f"{made + later:.1f}"
+    return size, name, devices, f"{unit:.3f}", *program, *other
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", type=int, nargs="+", default=[4, 8])
-    parser.add_argument(
-        "--rounds", type=int, nargs="+", default=[1, 2, 4], help="microbatches per device"
-    )
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--tables", nargs="+", default=["time", "memory"])
+    parser.add_argument("--sizes", nargs="+", default=[*SIZES])
+    parser.add_argument("--devices", type=int, nargs="+", default=[4])
+    parser.add_argument("--schedules", nargs="+", default=["gpipe", "1f1b", "zb_h1", "zb_v"])
+    parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
     mesh.simulate(8)
-    if "time" in options.tables:
-        rows, refused = compare(options.devices, options.rounds, options.repeats)
-        print(f"{1e3 * sleeping.SECONDS:.0f} ms, jax {jax.__version__}, {options.repeats} rounds")
-        print("\n".join([table(rows), *refused]))
-        print(f"\n{table(awake(options.devices, options.repeats))}\n\n{table(parts())}\n")
-    if "memory" in options.tables:
-        title, rows = pipeline_memory.report()
-        print(f"{title}\n{table(rows)}")
+    print(f"jax {jax.__version__}; 'program' and 'dispatched' as ratios to one device's seconds")
+    print(FORMAT.format(*HEAD, "dispatched", "first"))
+    for size in options.sizes:
+        for devices in options.devices:
+            for name in options.schedules:
+                print(FORMAT.format(*row(size, name, devices, options.steps)), flush=True)
