@@ -39,8 +39,7 @@ def place(layout: Layout, tree: Any) -> Any:
     """
     found = placing.shardings(layout, tree, None, "layouts.place")
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
-        copies = jax.device_put(tree, found, may_alias=False)  # which a step may donate
-        return mesh.typed(copies, layout.mesh)
+        return mesh.typed(jax.device_put(tree, found), layout.mesh)
     if layout.mesh is not layout.auto:
         return jax.sharding.reshard(tree, shardings(layout, tree))
     # Inside jit a device_put is a wish; a constraint is kept.
