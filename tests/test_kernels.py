@@ -116,7 +116,7 @@ def test_under_a_layout_it_is_one_device(name):
     settings = {k: v for k, v in asked.items() if k not in sizes} | {k: k for k in sizes}
     layout = layouts.Layout(mesh.make(**sizes), kernel=SPLASH, **settings)
     loss, create, batch = parts(layout.size("stage"))
-    params, _ = layouts.init(layout, create, optax.sgd(0.1), KEY, loss, batch)
+    params, _ = layouts.init(layout, create, optax.sgd(0.1), KEY)
     mean, grads = layouts.value_and_grad(layout, loss)(params, batch)
     expected, theirs = one_device()
     np.testing.assert_allclose(mean, expected, rtol=2e-6)

@@ -11,7 +11,7 @@ from shardwise import context, data, layouts, marks, objective
 
 
 def run(layout, loss, params, batch):
-    placed = layouts.place(layout, params, loss, batch)
+    placed = layouts.place(layout, params)
     return layouts.value_and_grad(layout, loss)(placed, batch)
 
 

@@ -17,7 +17,7 @@ from shardwise.pipeline.program import WHOLE, Program
 from shardwise.pipeline.tracing import Asked, abstract, traced_parts
 
 
-def _undivided(batch, microbatches):
+def _undivided(batch: Any, microbatches: int) -> tuple:
     numbers = objective.numbers(batch)
     return batch, numbers, (P(), P())
 
