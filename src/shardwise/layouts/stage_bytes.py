@@ -70,7 +70,7 @@ class _Device(NamedTuple):
                     size //= self.program.schedule.devices
                 _add(found, over, 2 * size * wide(x.dtype).itemsize * self._share(over))
             every = (*layout.context, *layout.rows)
-            sums = 4 if m == 1 else 3  # total and count; before a backward pass, both or the count
+            sums = 3  # total and count; before a backward pass, the count
             _add(found, every, 2 * 4 * sums * self._share(every))
         return found
 

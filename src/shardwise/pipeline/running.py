@@ -134,7 +134,7 @@ class _Run:
     def to_input(self, kind: Kind, state: State, given: Given) -> tuple:
         """A microbatch's cotangents, on their way to the stage before."""
         stage, row = kind.stage, given.row
-        kept = self.kept.read(state.kept, row["kept"], kind.kept)
+        kept = _read(self.kept, state.kept, row, "kept", kind.kept)
         numbers = cut.differentiable(stage)
         if stage.last:
             back = self.seeds([_at(x, row["microbatch"]) for x in state.outputs])
@@ -148,8 +148,8 @@ class _Run:
 
     def to_weights(self, kind: Kind, state: State, given: Given) -> tuple:
         """A microbatch's gradients, added to the sums."""
-        kept = self.kept.read(state.kept, given.row["kept"], kind.kept)
-        pending = self.pend.read(state.pend, given.row["pend"], kind.pending)
+        kept = _read(self.kept, state.kept, given.row, "kept", kind.kept)
+        pending = _read(self.pend, state.pend, given.row, "pend", kind.pending)
         inputs = self.inputs(kind, "to_weights", given)
         grads = _arrays(kind.halves.to_weights(*inputs, kept, pending))
         state = state._replace(grads=self.added(kind.stage, state.grads, grads, given.row))
@@ -191,9 +191,15 @@ def _tied(task, given, turn, carried):
     """One turn: what the task reads depends on the turn, or XLA moves it out of the loop."""
     state, *_ = carried
     slots = state.act, state.cot, state.outputs
-    slots, given, _ = _barrier((slots, given, turn))
+    slots, given, turn = _barrier((slots, given, turn))
     act, cot, outputs = slots
+    given = given._replace(row=given.row | {"turn": turn})
     return task(state._replace(act=act, cot=cot, outputs=outputs), given)
+
+
+def _read(packing, slots, row, name, like):
+    """Arrays in a slot, tied to the turn: of a single slot, all would be the same at every tick."""
+    return _barrier((packing.read(slots, row[name], like), row["turn"]))[0]
 
 
 def _barrier(tree):
