@@ -420,7 +420,7 @@ def test_an_error_of_a_rule_names_what_was_called(name):
     layout = dataclasses.replace(layouts.LAYOUTS[name](8), uneven="error")
     params, told = (
         {"w": np.ones((9, 9), np.float32)},
-        r"w of shape \(9, 9\) has no axis that divides",
+        r"w of shape \(9, 9\) has no axis that",
     )
     with pytest.raises(ValueError, match=rf"^layouts.place: .*{told} divides over 'fsdp'"):
         layouts.place(layout, params)
@@ -473,7 +473,8 @@ def test_stages_by_the_compiler_hold_and_cast_their_own_layers_alone():
     params = jax.jit(create)(KEY)
     placed = layouts.place(layout, params)
     held = measure.bytes_on_devices(placed["blocks"]).values()
-    assert {4 * x for x in held} == {sum(x.nbytes for x in jax.tree.leaves(placed["blocks"]))}
+    own = [x.nbytes // (2 if x.ndim == 2 else 4) for x in jax.tree.leaves(placed["blocks"])]
+    assert {*held} == {sum(own)}  # norms' scales are whole along the tensor axis
 
     def narrow(params, batch):
         return parts()[0](jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch)

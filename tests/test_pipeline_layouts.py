@@ -58,7 +58,6 @@ MESHES = {
     "fsdp": ("fsdp",),
     "fsdp by compiler": ("fsdp", dict(by="compiler")),
     "data, tensor": ("data", "tensor"),
-    "data, tensor by compiler": ("data", "tensor", dict(by="compiler")),
 }
 # With an eps that noise does not pass: Adam's steps have one size whatever the gradient's.
 OPTIMIZERS = (
@@ -199,7 +198,7 @@ def test_experts_within_stages_equal_one_device():
     """Tokens travel to them; the layers are rematerialised, and drop by place."""
     config = model.Config(
         vocab=VOCAB, embed=8, layers=2, heads=2, kv_heads=2, head_dim=4, mlp=8, stages=2,
-        experts=4, chosen=2, remat=True, dropout=0.2,
+        experts=4, experts_per_token=2, remat=True, dropout=0.2,
     )  # fmt: skip
     graphdef, params = nnx.split(nnx.jit(lambda: model.Decoder(config, nnx.Rngs(0)))())
     loss = functools.partial(model.loss, graphdef=graphdef)

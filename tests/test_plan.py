@@ -39,6 +39,7 @@ def drawn(seed, staged=False, mixed=None):
             r
             for r in roles.every(8)
             if (r.stage > 1) == staged
+            and config.vocab != config.embed  # or embedding and head travel together over stages
             and r.rows * r.context > 1
             and not roles.refusal(r, config, CHIPS, rows, LENGTH)
         ]

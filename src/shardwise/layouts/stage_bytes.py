@@ -60,7 +60,7 @@ class _Device(NamedTuple):
 
     def sent(self) -> Sent:
         """The bytes that the device sends in a step, by mesh axes."""
-        layout, m = self.layout, self.layout.microbatches
+        layout = self.layout
         found: Sent = {layout.stage: sum(self.program.sends().values())}
         if layout.by_hand:
             self._shares(found)

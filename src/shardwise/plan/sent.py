@@ -110,11 +110,15 @@ def _loss(part):
 
 
 def _attention(part):
-    """The bytes of ring attention: K, V and places there, and K, V, places, dK and dV back."""
+    """The bytes of ring attention: K, V and places there, and K, V, places, dK and dV back.
+
+    Beside stages a hop is an all-to-all, of n - 1 times the bytes (`context.ring(apart=True)`).
+    """
     c, n = part.config, part.roles.context
+    hop = n - 1 if part.roles.stage > 1 else 1
     keys = part.tokens * (c.kv_heads // part.roles.tensor) * c.head_dim
-    around = (n - 1) * (2 * keys * itemsize(part) + 3 * 4 * part.tokens)
-    backward = around + 2 * n * keys * _WIDE
+    around = hop * (n - 1) * (2 * keys * itemsize(part) + 3 * 4 * part.tokens)
+    backward = around + hop * 2 * n * keys * _WIDE
     forward = around * (2 if part.roles.remat else 1)
     return part.roles.microbatches * part.layers * (forward + backward)
 
