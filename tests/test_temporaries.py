@@ -10,7 +10,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from combinations import COMBINED, NAMED, layout_of
+from combinations import COMBINED, EVERY, NAMED, layout_of
 from flax import nnx
 
 from shardwise import layouts, measure, mesh, model
@@ -159,7 +159,8 @@ def test_no_device_holds_more_than_its_share_and_what_is_in_flight(name):
 
 
 # Each by hand, or by the compiler; but for what stands above.
-TOGETHER = [case for case in COMBINED[::2] if case not in NAMED]
+TOGETHER = [case if case in COMBINED else (*case[:-1], "hand") for case in EVERY[::2]]
+TOGETHER = [case for case in TOGETHER if case not in NAMED]
 
 
 @pytest.mark.slow
@@ -172,8 +173,11 @@ def law(layout):
     """Of parameters, arguments and temporaries one device holds no more than the formulas say."""
     found, params = compiled(layout)
     held, most = Held(layout), bound(layout)
-    assert set(measure.bytes_on_devices(params).values()) == {held.shares}
-    assert held.shares < found.arguments <= held.shares + held.batch
+    (own,) = set(measure.bytes_on_devices(params).values())
+    # Embedding and head have two axes: three roles cut them by two, of which stages are one.
+    least = 0.98 if layout.stage and (layout.tensor or layout.expert) else 1
+    assert least * own <= held.shares <= own
+    assert own < found.arguments <= own + held.batch
     assert found.temporaries <= most
     if layout.fsdp and (layout.by_hand or not layout.stage):
         # Sharp: with all layers gathered, or their gradients whole, it would be more.
