@@ -15,7 +15,9 @@ EVERY = [
 
 def _refused(case):
     """Whether a Layout refuses it, since XLA's partitioner dies of it."""
-    return case[-1] == "compiler" and len(case) > 3 and {"stage", "tensor"} <= set(case)
+    beside = {*case[:-1]} - {"stage"}
+    many = "stage" in case and len(beside) > 1 and not beside <= {"data", "fsdp"}
+    return case[-1] == "compiler" and many
 
 
 COMBINED = [case for case in EVERY if not _refused(case)]

@@ -200,12 +200,13 @@ class Layout:
                 f"layouts.Layout: attention={self.attention!r} is an order of the sequence for "
                 f"rings by hand; by the compiler, which sees whole sequences, leave it out."
             )
-        if self.by == "compiler" and self.stage and self.tensor and (self.rows or self.context):
+        beside = [role for role in self.roles() if role != "stage"] if self.stage else []
+        if self.by == "compiler" and len(beside) > 1 and not {*beside} <= {"data", "fsdp"}:
             raise ValueError(
-                f"layouts.Layout: by='compiler' with stages, tensor={self.tensor} and "
-                f"{' × '.join((*self.rows, *self.context))}: XLA's partitioner ends the process on "
-                f"such programs. Leave it out: by hand rows and shares are cut as they would be, "
-                f"and tensor is the compiler's all the same."
+                f"layouts.Layout: by='compiler' with stages beside {', '.join(beside)}: XLA's "
+                f"partitioner ends the process on such programs. Leave it out: by hand rows, "
+                f"sequence and shares are cut as they would be, and tensor is the compiler's all "
+                f"the same."
             )
         if self.kernel and self.context and (self.attention != "ulysses" or not self.by_hand):
             raise ValueError(
