@@ -15,9 +15,8 @@ EVERY = [
 
 def _refused(case):
     """Whether a Layout refuses it, since XLA's partitioner dies of it."""
-    beside = {*case[:-1]} - {"stage"}
-    many = "stage" in case and len(beside) > 1 and not beside <= {"data", "fsdp"}
-    return case[-1] == "compiler" and many
+    beside = {*case[:-1]} - ({"stage"} if "tensor" in case else {"stage", "data"})
+    return case[-1] == "compiler" and "stage" in case and len(beside) > 1
 
 
 COMBINED = [case for case in EVERY if not _refused(case)]

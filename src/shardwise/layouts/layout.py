@@ -200,8 +200,9 @@ class Layout:
                 f"layouts.Layout: attention={self.attention!r} is an order of the sequence for "
                 f"rings by hand; by the compiler, which sees whole sequences, leave it out."
             )
-        beside = [role for role in self.roles() if role != "stage"] if self.stage else []
-        if self.by == "compiler" and len(beside) > 1 and not {*beside} <= {"data", "fsdp"}:
+        apart = ("stage",) if self.tensor else ("stage", "data")
+        beside = [role for role in self.roles() if role not in apart]
+        if self.by == "compiler" and self.stage and len(beside) > 1:
             raise ValueError(
                 f"layouts.Layout: by='compiler' with stages beside {', '.join(beside)}: XLA's "
                 f"partitioner ends the process on such programs. Leave it out: by hand rows, "
