@@ -161,6 +161,7 @@ COMBINATIONS = sorted({case[:-1] for case in COMBINED})
 def occurs(case):
     """By hand or by the compiler, in turn, unless a layout by name has these roles."""
     by = ("hand", "compiler")[COMBINATIONS.index(case[:-1]) // 2 % 2]
+    by = by if (*case[:-1], by) in COMBINED else "hand"
     named = {c[:-1] for c in NAMED if len(c) == 3} | {c[:-1] for c in NAMED if c[-1] == by}
     return (case[-1] == by and case[:-1] not in named) or case in PAIRS
 
