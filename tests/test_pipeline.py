@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from staged_models import WIDE, assert_close, batch, mean_of, on_one, stacked, weights
 
@@ -395,13 +395,19 @@ def constrained(params, batch, sharding):
 def test_the_user_s_own_meshes_and_constraints(around):
     """jax.set_mesh, and constraints within the loss; Explicit meshes are those of layouts."""
     auto = mesh.make(stage=2, fsdp=2)
-    grid = auto
     sharding = NamedSharding(auto, P("fsdp")) if around == "nothing" else P("fsdp")
     params, batch = rows_of()
-    with contextlib.nullcontext() if around == "nothing" else jax.set_mesh(grid):
+    with contextlib.nullcontext() if around == "nothing" else jax.set_mesh(auto):
         loss = functools.partial(constrained, sharding=sharding)
         found = run(loss, "1f1b", 2, params, batch, grid=auto)
     assert_close(found, on_one(lambda p, b: jnp.mean(two(p, b) ** 2), params, batch))
+
+
+def test_another_mesh_around_is_refused():
+    auto = mesh.make(stage=2)
+    explicit = jax.sharding.Mesh(auto.devices, ("stage",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(explicit), pytest.raises(ValueError, match=r"set another mesh.*Explicit"):
+        run(two, "1f1b", 2, *rows_of(), grid=auto)
 
 
 # GPipe by differentiating a scan.

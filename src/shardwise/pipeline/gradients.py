@@ -102,6 +102,7 @@ def value_and_grad(
     made: list[Program] = []
 
     def run(params, batch, *args, key=None):
+        checks.mesh_around(asked)
         checks.leaves(who, params, batch, args, key)
         checks.rows(who, batch, microbatches)
         leaves, structure = jax.tree.flatten(params)
