@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from shardwise import context, layouts, measure, mesh, model, plan, schedules, topology, train
 from shardwise.layouts import gradients
 from shardwise.pipeline import ticks
-from shardwise.pipeline.packing import Packing
 from shardwise.plan import (
     arrays,
     compiling,
@@ -315,13 +314,12 @@ def test_what_stages_keep_is_what_the_program_keeps():
         program = compiling.program_of(each, config, 64, LENGTH)
         shapes = jax.eval_shape(program.create, KEY)
         found = gradients.program(layout, program.loss, program.has_aux, shapes, program.batch)
-        kinds, slots = found.kinds[0], found.ticks.slots
-        kept, pend = Packing(k.kept for k in kinds), Packing(k.pending for k in kinds)
+        kept, pend = (found.left[name].bytes_of(found.slots[name]) for name in ("kept", "pend"))
         part = arrays.parts(each, config, arrays.of_decoder(config), 64, LENGTH)[0]
         terms = memory.memory(part).terms
-        held = slots["kept"] * kept.nbytes + sum(p.nbytes for p in found.passed.values())
+        held = kept + sum(p.nbytes for p in found.passed.values())
         assert 0.95 < terms.kept / held < 1.05
-        assert 0.95 < terms.pending / (slots["pend"] * pend.nbytes) < 1.05
+        assert 0.95 < terms.pending / pend < 1.05
         (along,) = [s.bytes for s in sent.sent(part) if s.roles == ("stage",)]
         assert along == sum(found.sends().values())
 

@@ -17,7 +17,6 @@ from shardwise import layouts, measure, mesh, model
 from shardwise import tree as trees
 from shardwise.layouts import gradients
 from shardwise.layouts.meanings import order
-from shardwise.pipeline.packing import Packing
 
 mesh.simulate(8)
 FLOAT, ROWS, LENGTH, DEPTH = 4, 16, 32, 32  # layers of a stage
@@ -136,11 +135,9 @@ class Held:
         if not self.layout.stage:
             return 0
         program = gradients.program(self.layout, *placed(self.layout))
-        lists = {"kept": [k.kept for k in program.kinds[0]]}
-        lists["pend"] = [k.pending for k in program.kinds[0]]
-        packed = program.passed | {name: Packing(arrays) for name, arrays in lists.items()}
-        count = program.ticks.slots
-        return sum((count[name] + (name != "pend")) * x.nbytes for name, x in packed.items())
+        packed = program.passed | program.left
+        slots = sum(x.bytes_of(program.slots[name]) for name, x in packed.items())
+        return slots + sum(x.nbytes for name, x in packed.items() if name != "pend")
 
     def _gathered(self):
         """Of keys and values, and of their gradients, how many parts there are at once."""

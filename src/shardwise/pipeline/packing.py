@@ -22,11 +22,21 @@ class Packing:
     @property
     def nbytes(self) -> int:
         """The bytes of one list's buffers."""
-        return sum(x.size * x.dtype.itemsize for x in jax.eval_shape(self.blank))
+        return self.bytes_of([1] * len(self.keys))
 
-    def blank(self, *leading: int) -> list[jax.Array]:
-        """Zeros, one for each buffer, with these axes before its own."""
-        return [jnp.zeros((*leading, *shape), dtype) for shape, dtype in self.keys]
+    def bytes_of(self, numbers: Sequence[int]) -> int:
+        """The bytes of so many slots of each buffer."""
+        slots = jax.eval_shape(lambda: self.slots(numbers))
+        return sum(x.size * x.dtype.itemsize for x in slots)
+
+    def blank(self) -> list[jax.Array]:
+        """Zeros, one for each buffer."""
+        return [jnp.zeros(shape, dtype) for shape, dtype in self.keys]
+
+    def slots(self, numbers: Sequence[int]) -> list[jax.Array]:
+        """Zeros, so many slots of each buffer."""
+        pairs = zip(numbers, self.keys, strict=True)
+        return [jnp.zeros((n, *shape), dtype) for n, (shape, dtype) in pairs]
 
     def pack(self, arrays: Sequence[Any]) -> list[jax.Array]:
         """One array for each buffer; zeros where the list has none."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardwise.objective.means import wide
 from shardwise.pipeline import checks, cut
@@ -106,6 +107,30 @@ class Program:
         """{"act": what activations lie in on their way round a ring, "cot": their cotangents}."""
         carries = [stage.carry for stage in self.stages[1:]]
         return {"act": Packing(carries), "cot": Packing(map(_inexact, carries))}
+
+    @functools.cached_property
+    def left(self) -> dict[str, Packing]:
+        """{"kept": what a forward task leaves lies in, "pend": what an I leaves to its W}."""
+        kinds = self.kinds[0]
+        return {"kept": Packing(k.kept for k in kinds), "pend": Packing(k.pending for k in kinds)}
+
+    @functools.cached_property
+    def slots(self) -> dict[str, list[int]]:
+        """The number of slots of each buffer: of what kinds leave, as many as theirs that use it.
+
+        The last stage has a microbatch at a time under 1F1B, and so its logits a single slot.
+        """
+        (kinds, of), table = self.kinds, self.ticks
+        found = {name: [table.slots[name]] * len(x.keys) for name, x in self.passed.items()}
+        kind_of = np.array(of)[table.columns["stage"]]
+        for name, first in (("kept", 1), ("pend", 2)):  # the first of F, I, W that has a slot
+            busy, packing = table.columns["kind"] >= first, self.left[name]
+            found[name] = [0] * len(packing.keys)
+            for number, kind in enumerate(kinds if self.backward else ()):
+                own = table.columns[name][busy & (kind_of == number)]
+                for at in packing.places(kind.kept if name == "kept" else kind.pending):
+                    found[name][at] = max(found[name][at], int(own.max()) + 1)
+        return found
 
     def sends(self) -> dict[str, int]:
         """The bytes that a device sends along the stages in a step, by what is sent.

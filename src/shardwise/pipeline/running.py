@@ -16,7 +16,6 @@ import numpy as np
 from shardwise import marks
 from shardwise.objective.means import wide
 from shardwise.pipeline import cut
-from shardwise.pipeline.packing import Packing
 from shardwise.pipeline.program import Kind, Program, is_inexact
 
 
@@ -55,8 +54,7 @@ class _Run:
         kinds = program.kinds[0]
         self.program, self.seeds, self.table = program, seeds, program.ticks
         self.act, self.cot = program.passed["act"], program.passed["cot"]
-        self.kept = Packing(kind.kept for kind in kinds)
-        self.pend = Packing(kind.pending for kind in kinds)
+        self.kept, self.pend = program.left["kept"], program.left["pend"]
         self.spots = [program.spots(kind.stage) for kind in kinds]
         halves = [self.forward, self.to_input, self.to_weights][: 3 if program.backward else 1]
         self.tasks = [functools.partial(half, kind) for half in halves for kind in kinds]
@@ -81,7 +79,7 @@ class _Run:
 
     def blank(self, carried):
         """The state before the first tick."""
-        program, slots = self.program, self.table.slots
+        program, slots = self.program, self.program.slots
         grads = [
             jnp.zeros((len(x), *program.shares.sum_shape(i, x.shape[1:])), wide(x.dtype))
             if is_inexact(x)
@@ -90,7 +88,7 @@ class _Run:
         ]
         m, last = program.schedule.microbatches, program.stages[-1]
         return State(
-            *(getattr(self, name).blank(slots[name]) for name in ("act", "cot", "kept", "pend")),
+            *(getattr(self, name).slots(slots[name]) for name in ("act", "cot", "kept", "pend")),
             grads if program.backward else [],
             [jnp.zeros((m, *x.shape), x.dtype) for x in last.outputs],
         )

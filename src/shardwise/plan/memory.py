@@ -156,15 +156,15 @@ def _terms_of_stages(part):
     entered = part.layers * part.tokens * _between(part)
     kept = entered if r.remat else part.layers * layer(part) + weights
     last = part.tokens * c.embed * (3 * _WIDE + used) / r.tensor + _of_vocabulary(part) * _WIDE
-    kept, slots = kept + last, min(r.microbatches, r.stage)
+    slots = min(r.microbatches, r.stage)  # but one of what the last stage leaves besides
     pending = part.layers * _pending(part) + part.tokens * c.embed * (_WIDE + used)
     pending += _of_vocabulary(part) * used
     return Terms(
         weights=ends * _WIDE + head + weights / (1 if r.remat else part.layers),
-        kept=slots * kept + sum(passed(part)),
+        kept=slots * kept + last + sum(passed(part)),
         summed=sum(elements for _, elements, _ in part.used()) * _WIDE,
         pending=pending,
-        task=kept + pending,
+        task=kept + last + pending,
     )
 
 
