@@ -35,8 +35,9 @@ class Terms(NamedTuple):
 
     Of stages, of which all devices hold as much, since they run one program: in `weights` what is
     in no layer, gathered over stages for the step; `kept` are slots, one for each stage, with what
-    a forward task keeps, the last stage's float32 logits and its norm among it, and without remat
-    the gathered weights; and an activation and a cotangent that have arrived; `pending`, what the
+    a forward task keeps, without remat the gathered weights among it; one slot for what the last
+    stage's end leaves, float32 logits and its norm; and an activation and a cotangent that have
+    arrived; `pending`, what the
     half of a backward that the stage before waits for leaves to the half that yields the weights'
     gradients, of all layers of the stage; `summed`, the gradients' sums; and while a task runs,
     `task`, what it takes from a slot or puts there.
