@@ -29,8 +29,9 @@ programs showed them missing: the parts in which the compiler takes the head's p
 that 26 of 30 were within 15 %); shares that are cast before they are gathered, which matter from
 sixteen layers on; and activations around tensor's products, which shrink as more devices cut them
 (before that 48 of 51). What stages keep in slots was counted in their traced program, before any
-was compiled, and nothing of it is fitted. {missing}What offload
-needs was read from programs of both sets; *llama3-70b, offload* was compiled after it was counted.
+was compiled; that a task reads them where they lie was learnt from these programs (before that 54
+of 58), and nothing of it is fitted. What offload needs was read from programs of both sets;
+*llama3-70b, offload* was compiled after it was counted.
 
 {verdict}
 
@@ -105,8 +106,6 @@ def verdict(
     over = [n for n in names if 1 < share[n] < _NEAR]
     compiles = [n for n in over if record[n]["fits"]]
     left = [n for n in record if "left over" in record[n]["differences"]]
-    # What is in no layer is written whole along tensor to go over stages: not explained yet.
-    left = [n for n in left if cases[n].roles.stage == 1 or cases[n].roles.tensor == 1]
     of = sum(not n.startswith("fitted: ") for n in cases)
     so_far = f"Of {of} programs {len(names)} are compiled so far. " if len(names) < of else ""
     told = (
@@ -136,22 +135,8 @@ def page(
         memory=_table(columns, second),
         fitted=_table(columns, first),
         left=_left(record),
-        missing=_missing(cases, record),
         sent=_sent(record),
     )
-
-
-def _missing(cases, record):
-    names = [n for n in cases if n not in record]
-    if not names:
-        return ""
-    told = f"Not compiled since stages became one program: {', '.join(names)}. "
-    if "four stages, remat" in names:
-        told += (
-            "(*four stages, remat*, whose stages have one layer, needed 6.96 GiB where the formula "
-            "says 8.15; but the compiler took scatters out of a task, to send them at every tick.) "
-        )
-    return told
 
 
 def _left(record):

@@ -110,10 +110,23 @@ def test_another_collective_of_as_many_bytes_is_no_fellow():
     for changed in (
         dict(group_size=4),
         dict(arrays=(Array("f32", (32, 5)),)),
-        dict(kind="all-to-all"),
+        dict(kind="all-to-all", source=BY_HAND + "all_to_all"),
     ):
         other = dataclasses.replace(gathered, **changed)
         assert named([gathered], [other]).keys() == {"left over"}
+
+
+def test_a_gather_at_the_origin_of_another_collective_is_inserted():
+    """As of what an all-to-all brings in shares of the tensor axis, and its reader wants whole."""
+    brought = op("all-to-all", (2, 1, 64, 128), n=2)
+    gathered = op("all-gather", (2, 1, 64, 128), source=BY_HAND + "all_to_all", n=4)
+    found = named([brought], [brought, gathered])
+    assert found == {"as written": (32768, 32768), "inserted": (0, gathered.ring_bytes)}
+
+
+def test_what_is_divided_may_be_combined_with_another():
+    made = op("all-reduce", [(), (1024, 8)], source="jit(run)/reduce_sum", notes=("combined",))
+    assert named([op("all-reduce", (1024, 32))], [made]).keys() == {"divided", "inserted"}
 
 
 def test_a_gather_may_be_a_window_of_products():

@@ -162,7 +162,7 @@ def test_the_compiler_checks_stages_too(cut, dtype, tmp_path, monkeypatch):
         assert said.lowered == sum(s.bytes for s in by_hand)
     assert said.fit and said.differences and "left over" not in said.differences
     assert said.fit.needed > found.memory.parameters + found.memory.state
-    assert found.memory.total > said.fit.needed
+    assert found.memory.total == pytest.approx(said.fit.needed, rel=0.2)
 
 
 def test_what_cannot_be_compiled_is_said_and_the_next_is(capsys, monkeypatch):

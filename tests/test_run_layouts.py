@@ -27,7 +27,7 @@ STANDSTILL = 400  # seconds
 RESUMED = random.Random(SEED).sample(NAMES, 2)  # which are stopped and go on, on each number
 # On several processes a seeded part of them: each compiles every program itself, on two cores.
 ON = {n: sorted({*RESUMED, *random.Random(n * SEED).sample(NAMES, 8 // n)}) for n in (2, 4)}
-# Stages are one program where there are several processes; one process dispatches theirs.
+# Of stages one on each number: their permutes then meet between processes.
 ON[2], ON[4] = [*ON[2], "stage, fsdp"], [*ON[4], "stage"]
 ON[1] = sorted({*ON[2], *ON[4]})
 AGAIN = {1: RESUMED, 2: [*RESUMED, "stage, fsdp"], 4: RESUMED}

@@ -215,10 +215,10 @@ class Layout:
                 f"{self.context} cuts them; by hand and with attention='ulysses' a device sees "
                 f"all tokens of some heads, which a kernel can do."
             )
-        if self.kernel and self.stage and not self.by_hand:
+        if self.kernel and self.stage and self.rows and not self.by_hand:
             raise ValueError(
-                "layouts.Layout: kernel= in stages is cut by hand; the compiler cannot cut one. "
-                "Leave by='compiler' out, and give rows an axis: data= or fsdp=."
+                "layouts.Layout: kernel= in stages takes rows that are cut by hand; the compiler "
+                "cannot cut it. Leave by='compiler' out."
             )
         if self.reduce_dtype is not None and not self.by_hand:
             raise ValueError(

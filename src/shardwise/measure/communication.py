@@ -16,7 +16,7 @@ _RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-a
 _UNCOUNTED = ("collective-broadcast", "ragged-all-to-all", "send")
 
 
-def collectives(program: Any) -> Collectives:
+def collectives(program: Any, device: int | None = None) -> Collectives:
     """The `Collectives` of a lowered program, a compiled one, or one's optimized HLO text.
 
     A compiled program holds what really runs on one device: hand-written collectives and those
@@ -26,7 +26,8 @@ def collectives(program: Any) -> Collectives:
 
     An asynchronous start and done are one collective, a group of one device sends nothing, and of
     a conditional's branches the one that sends the most is counted. A loop in the scope of
-    `marks.turns` runs as often as that says, on the device that sends the most in all.
+    `marks.turns` runs as often as that says, on the device that sends the most in all, whose number
+    among those told apart is the result's `.device`, or on the `device` asked for.
     A compiled program is a `jax.stages.Compiled` or what `topology.compile` returns.
 
     In a TPU's program, what is carried by fusions counts once, where it starts; an all-reduce of
@@ -43,8 +44,8 @@ def collectives(program: Any) -> Collectives:
     if isinstance(program, jax.stages.Lowered):
         program = stablehlo.read(program)
     program = hlo.read("collectives", program)
-    found = executed(program.main, read, weigh=lambda op: op.ring_bytes)
-    return Collectives(op.repeated(trips) for op, trips in found)
+    found, device = executed(program.main, read, lambda op: op.ring_bytes, device)
+    return Collectives((op.repeated(trips) for op, trips in found), device)
 
 
 def read(frame: Frame, op: Instruction) -> Op | None:

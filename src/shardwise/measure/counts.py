@@ -114,8 +114,9 @@ class Collectives(Shown, dict[str, Count]):
 
     _columns = ("collective", "in program", "times run", "payload bytes", "ring bytes per device")
 
-    def __init__(self, ops: Iterable[Op]):
+    def __init__(self, ops: Iterable[Op], device: int = 0):
         self.ops: tuple[Op, ...] = tuple(ops)
+        self.device = device
         found = _parts(self.ops, lambda op: op.kind)
         kinds = (*KINDS, *(kind + BETWEEN_SLICES for kind in KINDS))
         super().__init__({kind: _sum(found[kind]) for kind in kinds if kind in found})

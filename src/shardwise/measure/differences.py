@@ -10,7 +10,13 @@ from .communication import collectives
 from .counts import Op, Shown, number
 from .program import Array
 
-_BY_HAND = ("all_gather", "reduce_scatter", "psum", "psum_invariant", "ppermute", "all_to_all")
+_BY_HAND = {  # what is written, and what it may be compiled to
+    "all_gather": ("all-gather", "all-reduce"),
+    "reduce_scatter": ("reduce-scatter", "all-reduce"),
+    "psum": ("all-reduce", "reduce-scatter"),
+    "ppermute": ("collective-permute",),
+    "all_to_all": ("all-to-all",),
+}
 _SUMS = ("reduce-scatter", "all-gather")  # what an all-reduce may do the work of
 
 
@@ -58,9 +64,10 @@ def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differe
     - left over: none of these.
 
     `written` of all names together is what `lowered` and `also` send, `compiled` what `compiled`
-    sends.
+    sends: both on the device that sends the most as `lowered` is written.
     """
-    return became(collectives(lowered).ops + tuple(also), collectives(compiled).ops)
+    written = collectives(lowered)
+    return became(written.ops + tuple(also), collectives(compiled, written.device).ops)
 
 
 def became(written: Iterable[Op], made: Iterable[Op]) -> Differences:
@@ -116,8 +123,9 @@ class _Piece:
 
     @property
     def is_by_hand(self):
-        source = self.op.source
-        return "shard_map" in source and source.rsplit("/", 1)[-1].startswith(_BY_HAND)
+        *within, name = self.op.source.split("/")
+        kinds = (kinds for written, kinds in _BY_HAND.items() if name.startswith(written))
+        return "shard_map" in within and self.kind in next(kinds, ())
 
     def may_be(self, written):
         """Whether it may be one that is written by hand, or is expected of the compiler.
@@ -148,7 +156,10 @@ _RULES = {
         and m.differs_in_one(w)
     ),
     "divided": lambda m, w: (
-        m.is_by_hand and m.kind == w.kind and w.whole % m.whole == 0 and m.differs_in_one(w)
+        (m.is_by_hand or "combined" in m.op.notes)
+        and m.kind == w.kind
+        and w.whole % m.whole == 0
+        and m.differs_in_one(w)
     ),
     "of equal rows": lambda m, w: (
         m.is_by_hand

@@ -40,7 +40,7 @@ def flops(compiled: Any, kernels: Mapping[str, int] | None = None) -> int:
 
 def within(frame: Frame, kernels: Mapping[str, int]) -> int | float:
     """FLOPs of one run of a part of a program."""
-    found = executed(frame, lambda frame, op: _read(frame, op, kernels))
+    found, _ = executed(frame, lambda frame, op: _read(frame, op, kernels))
     return sum(count * times for count, times in found)
 
 

@@ -36,7 +36,7 @@ def begun(who: str, program: Any) -> list[list[Begun]]:
         inner = frame.within("fusion", "async-start")
         return found and (found, frame.caller if inner else frame, frame.site if inner else op)
 
-    for (found, frame, start), times in executed(program.main, read, lambda f: f[0].ring_bytes):
+    for (found, frame, start), times in executed(program.main, read, lambda f: f[0].ring_bytes)[0]:
         groups.setdefault(id(frame), []).append(Begun(found, frame, start, times))
     return list(groups.values())
 

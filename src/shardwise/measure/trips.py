@@ -18,21 +18,22 @@ def executed(
     frame: Frame,
     read: Callable[[Frame, Instruction], Found | None],
     weigh: Callable[[Found], float] = lambda value: value,
-) -> list[tuple[Found, int | float]]:
-    """The values that `read` finds in one run of `frame`, each with how often it runs.
+    device: int | None = None,
+) -> tuple[list[tuple[Found, int | float]], int]:
+    """([(a value that `read` finds in one run of `frame`, how often it runs)], on which device).
 
     `read(frame, op)` returns a value, or None for an instruction that is of no interest. A loop's
     body counts once for each trip. Of a conditional's branches the heaviest counts alone, by
     the sum of `weigh(value)` times its runs: an upper bound. Of devices that `marks.turns` tells
-    apart, it is the heaviest.
+    apart, it is the heaviest, or the one of that number.
 
     Raises:
       ValueError: something found stands in a loop whose number of trips cannot be known.
     """
     found = _executed(frame, read, weigh)
-    device = np.argmax(_weight(found, weigh))
+    device = int(np.argmax(_weight(found, weigh))) if device is None else device
     on_it = ((value, n if isinstance(n, int) else n[device % n.size] or None) for value, n in found)
-    return [(v, int(n) if n == int(n) else float(n)) for v, n in on_it if n is not None]
+    return [(v, int(n) if n == int(n) else float(n)) for v, n in on_it if n is not None], device
 
 
 def _weight(found, weigh):

@@ -152,24 +152,25 @@ def check(candidate: Candidate, plan: Plan) -> Check:
     child.versions()  # or there is no compiler, and nothing need be traced
     began = time.perf_counter()
     mesh, program = lowered(candidate.roles, plan)
-    by_hand = measure.collectives(program).ring_bytes
+    by_hand = measure.collectives(program)
     compiled, became = None, measure.Differences()
     try:
         compiled = topology.compile(program, mesh)
         fit = measure.fits(compiled)
         found = {kind: c.ring_bytes for kind, c in measure.collectives(compiled).items()}
-        became = measure.differences(program, compiled, _expected(candidate.roles, plan))
+        expected = _expected(candidate.roles, plan, by_hand.device)
+        became = measure.differences(program, compiled, expected)
     except topology.DoesNotFit as error:
         fit, found = measure.fits(error), {}
     spent = time.perf_counter() - began
-    return Check(candidate, fit, compiled, by_hand, found, spent, became)
+    return Check(candidate, fit, compiled, by_hand.ring_bytes, found, spent, became)
 
 
-def _expected(each, plan):
+def _expected(each, plan, stage):
     if plan.own:
         return ()
-    of_stages = arrays.parts(each, plan.config, of_decoder(plan.config), plan.batch, plan.sequence)
-    return max(map(inserted, of_stages), key=lambda ops: sum(op.ring_bytes for op in ops))
+    given = each, plan.config, of_decoder(plan.config), plan.batch, plan.sequence
+    return inserted(next(part for part in arrays.parts(*given) if part.stage >= stage))
 
 
 def checked(plan: Plan, number: int, out: TextIO) -> list[dict[str, Any]]:

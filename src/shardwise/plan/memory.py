@@ -40,7 +40,7 @@ class Terms(NamedTuple):
     arrived; `pending`, what the
     half of a backward that the stage before waits for leaves to the half that yields the weights'
     gradients, of all layers of the stage; `summed`, the gradients' sums; and while a task runs,
-    `task`, what it takes from a slot or puts there.
+    `task`, what it puts into its slot: it takes things from theirs where they lie.
     """
 
     gradients: float = 0.0
@@ -157,15 +157,15 @@ def _terms_of_stages(part):
     entered = part.layers * part.tokens * _between(part)
     kept = entered if r.remat else part.layers * layer(part) + weights
     last = part.tokens * c.embed * (3 * _WIDE + used) / r.tensor + _of_vocabulary(part) * _WIDE
-    slots = min(r.microbatches, r.stage)  # but one of what the last stage leaves besides
+    live = min(r.microbatches, r.stage)  # but one of what the last stage leaves besides
     pending = part.layers * _pending(part) + part.tokens * c.embed * (_WIDE + used)
     pending += _of_vocabulary(part) * used
     return Terms(
         weights=ends * _WIDE + head + weights / (1 if r.remat else part.layers),
-        kept=slots * kept + last + sum(passed(part)),
+        kept=live * kept + last + sum(passed(part)),
         summed=sum(elements for _, elements, _ in part.used()) * _WIDE,
         pending=pending,
-        task=kept + last + pending,
+        task=max(kept + last, pending),
     )
 
 
