@@ -89,13 +89,13 @@ def _tokens(sent, layout, config):
 
 
 def of_experts(layout: Layout, bench) -> dict[tuple[str, ...], float]:
-    """What stages send for a loss with experts beside what `layouts.predict` says: tokens, and in
-    each microbatch the sums beside the mean.
+    """What stages send for a loss with experts beside what `layouts.predict` says: tokens, and once
+    the sums beside the mean.
     """
     sent, config = collections.Counter(), bench.config
     size = FLOAT * (config.layers * (config.experts + 1) + 1)
     if bench.mixed:
-        _summed(sent, layout, (*layout.rows, *layout.context), size * layout.microbatches)
+        _summed(sent, layout, (*layout.rows, *layout.context), size)
         _tokens(sent, layout, config)
     return sent
 

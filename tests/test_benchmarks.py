@@ -44,9 +44,10 @@ def test_a_row_with_experts_in_stages_sends_what_its_formula_says(benchmark, cap
     monkeypatch.setattr(benchmark, "others", lambda names: [])
     assert benchmark.compare(["stage, fsdp, expert by hand"], 0) == []
     row = capsys.readouterr().out.splitlines()[-1]
-    pairs = re.findall(r"(fsdp|stage|expert) ([\d.]+)/([\d.]+)", row)
-    assert {name for name, *_ in pairs} == {"fsdp", "stage", "expert"}
-    assert all(0 < float(sent) == float(asked) for _, sent, asked in pairs)
+    pairs = re.findall(r"([a-z×]+) ([\d.]+)/([\d.]+)", row)
+    assert {name for name, *_ in pairs} == {"fsdp", "stage", "expert", "fsdp×expert"}
+    assert all(float(sent) == float(asked) for _, sent, asked in pairs)
+    assert sum(float(sent) > 0 for _, sent, _ in pairs) == 3  # the fourth are a few numbers
 
 
 def test_what_sends_or_holds_too_much_is_told(benchmark):
