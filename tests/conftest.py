@@ -47,9 +47,9 @@ def pytest_xdist_auto_num_workers(config):
 
 
 # Begun last, they would go on alone.
-LONGEST = """test_run_layouts test_layouts test_topology_stages test_foreign test_oracle
-test_run_processes test_pipeline_layouts test_pipeline test_layouts_asked test_site
-test_accessibility""".split()
+LONGEST = """test_layouts test_run_layouts test_run_processes test_explicit test_site
+test_pipeline_layouts test_oracle test_foreign test_pipeline test_layouts_asked test_temporaries
+test_accessibility test_launch_processes test_topology""".split()
 
 
 def pytest_collection_modifyitems(items):

@@ -162,7 +162,7 @@ def tests(python: Path) -> bool:
     """Run all tests but the site's, with stages under every schedule, mesh and model."""
     ignored = [f"--ignore={path}" for path in SITE_TESTS]
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *ignored]
-    return succeeds(command, {**paths(), "STAGES_IN_FULL": "1"})
+    return succeeds(command, {**paths(), "IN_FULL": "1"})
 
 
 def run(name: str, python: Path) -> str:

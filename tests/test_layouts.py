@@ -97,16 +97,16 @@ def one_device(optimizer, layers, mixed, dropout):
     return found
 
 
-def check(layout, optimizer="adamw", dropout=True):
+def check(layout, optimizer="adamw", dropout=True, judged=True):
     """Two steps, with padding, and dropout: losses, and the state after the first step, which has
-    the gradients in it, as one device has them.
+    the gradients in it, as one device has them. Unless `judged` the loss is not tried before.
     """
     layers = max(4, layout.size("stage"))
     mixed = layout.expert and ("batch" if layout.microbatches == 1 else "rows")
     loss, create = parts(layout.size("stage"), layers, mixed)
     tx, theirs = OPTIMIZERS[optimizer], one_device(optimizer, layers, mixed, dropout)
     params, opt_state = layouts.init(layout, create, tx, KEY)
-    step = layouts.step(layout, loss, tx, has_aux=bool(mixed))
+    step = layouts.step(layout, loss, tx, has_aux=bool(mixed), check=judged)
     for i, (batch, (expected, state)) in enumerate(zip(batches(), theirs, strict=True)):
         key = jax.random.key(i) if dropout else None
         params, opt_state, *out = step(params, opt_state, batch, key=key)
@@ -183,7 +183,8 @@ def test_roles_combine(case):
     # Masks are half of what a step takes to compile. In one program by the compiler they are those
     # of whole arrays, which the layouts by name have; with experts the slow tests have them.
     dropout = bool(layout.by_hand or layout.stage) and not (fast and layout.expert)
-    check(layout, "adafactor" if COMBINED.index(case) % 2 else "adamw", dropout)
+    optimizer = "adafactor" if COMBINED.index(case) % 2 else "adamw"
+    check(layout, optimizer, dropout, judged=fast)  # as are the layouts by name
 
 
 @pytest.mark.parametrize("shared", marked(["fsdp", "data"], {"fsdp"}))

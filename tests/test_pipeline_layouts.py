@@ -74,9 +74,9 @@ QUICK = [
 
 
 def table():
-    """Some cases, and of the others a sample; all with STAGES_IN_FULL, which `make stacks` sets."""
+    """Some cases, and of the others a sample; all with IN_FULL, which `make stacks` sets."""
     every = [c for c in itertools.product(schedules.SCHEDULES, MESHES, MODELS) if c not in QUICK]
-    full = bool(os.environ.get("STAGES_IN_FULL"))
+    full = bool(os.environ.get("IN_FULL"))
     others = every if full else random.Random(SEED).sample(every, SAMPLE)
     slow = [pytest.param(*c, marks=pytest.mark.slow) for c in others]
     return [*QUICK, *slow]

@@ -24,13 +24,15 @@ STAGED = {name for name in layouts.LAYOUTS if "stage" in name}
 NAMES = [name for name in layouts.LAYOUTS if name not in STAGED]
 SEED, STEPS = 12, 4
 STANDSTILL = 400  # seconds
-RESUMED = random.Random(SEED).sample(NAMES, 2)  # which are stopped and go on, on each number
-# On several processes a seeded part of them: each compiles every program itself, on two cores.
-ON = {n: sorted({*RESUMED, *random.Random(n * SEED).sample(NAMES, 8 // n)}) for n in (2, 4)}
+IN_FULL = bool(os.environ.get("IN_FULL"))  # which `make stacks` sets
+# On several processes a seeded part of them, since each compiles every program itself.
+MANY = {2: 8, 4: 4} if IN_FULL else {2: 3, 4: 2}
+ON = {n: sorted(random.Random(n * SEED).sample(NAMES, many)) for n, many in MANY.items()}
 # Of stages one on each number: their permutes then meet between processes.
 ON[2], ON[4] = [*ON[2], "stage, fsdp"], [*ON[4], "stage"]
 ON[1] = sorted({*ON[2], *ON[4]})
-AGAIN = {1: RESUMED, 2: [*RESUMED, "stage, fsdp"], 4: RESUMED}
+# Which are stopped and go on.
+AGAIN = {1: ON[2][:1], 2: [ON[2][0], "stage, fsdp"], 4: ["stage"]}
 
 
 def settings(name, folder, **changes):
