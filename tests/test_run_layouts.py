@@ -32,7 +32,7 @@ ON = {n: sorted(random.Random(n * SEED).sample(NAMES, many)) for n, many in MANY
 ON[2], ON[4] = [*ON[2], "stage, fsdp"], [*ON[4], "stage"]
 ON[1] = sorted({*ON[2], *ON[4]})
 # Which are stopped and go on.
-AGAIN = {1: ON[2][:1], 2: [ON[2][0], "stage, fsdp"], 4: ["stage"]}
+AGAIN = {1: ON[2][:1], 2: [ON[2][0], "stage, fsdp"], 4: ["stage"] if IN_FULL else []}
 
 
 def settings(name, folder, **changes):
