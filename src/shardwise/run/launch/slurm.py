@@ -23,8 +23,8 @@ class Slurm:
     """A job of SLURM, submitted by submitit (`pip install submitit`).
 
     Every task runs the command with SLURM's variables, by which JAX finds the others. SIGUSR2 comes
-    before the end of the job's time: the run saves, and is queued again. Tried on a SLURM of two nodes
-    on one machine (`make engines`), on no cluster. The run folder lies where all nodes see it.
+    before the end of the job's time: the run saves, and is queued again. Tried with two nodes on
+    one machine (`make engines`), on no cluster. The run folder lies where all nodes see it.
     """
 
     nodes: int = 1
