@@ -66,19 +66,11 @@ def folder():
 @contextlib.contextmanager
 def daemons(commands, folder, **environment):
     """Programs in the foreground, each with a log; all they have started is killed at the end."""
-    started = []
+    started, alone = [], dict(env=os.environ | QUIET | environment, start_new_session=True)
     try:
         for number, command in enumerate(commands):
-            with open(folder / f"daemon-{number}.log", "w") as log:
-                started.append(
-                    subprocess.Popen(
-                        command,
-                        env=os.environ | QUIET | environment,
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
+            with open(folder / f"{command[0].rpartition('/')[2]}-{number}.log", "w") as log:
+                started += [subprocess.Popen(command, stdout=log, stderr=log, **alone)]
             time.sleep(2)
         yield
         assert all(daemon.poll() is None for daemon in started), "a daemon has ended"
@@ -94,12 +86,12 @@ def daemons(commands, folder, **environment):
 
 
 @contextlib.contextmanager
-def launched(argv, folder, run, **environment):
+def launched(argv, folder, run, *more, **environment):
     """The launcher with the slow program, and its log; killed at the end if it still runs."""
     command = [sys.executable, "-m", "shardwise", "launch", *argv, "--", folder / "slow.py"]
-    command = [*command, "train", "--run", run, *SMALL, str(STEPS)]
+    command = [*command, "train", "--run", run, *SMALL, str(STEPS), *more]
     env = os.environ | QUIET | environment
-    with open(f"{run}.log", "w") as log:
+    with open(f"{run}.log", "a") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
     try:
         yield process
@@ -175,10 +167,8 @@ def test_ray_is_stopped_started_again_and_goes_on(folder, uninterrupted):
             os.kill(notes[0]["pid"], signal.SIGUSR1)  # it saves, and its launcher says 75
             assert process.wait(600) == 75, (folder / "ray.log").read_text()
         assert 4 < len(losses(run)) < STEPS
-        command = [sys.executable, "-m", "shardwise", "launch", *argv, "--", folder / "slow.py"]
-        command = [*command, "train", "--run", run, *SMALL, str(STEPS), "--resume"]
-        done = subprocess.run(command, env=os.environ | QUIET, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+        with launched(argv, folder, run, "--resume") as process:
+            assert process.wait(600) == 0, (folder / "ray.log").read_text()
     assert losses(run) == uninterrupted
 
 
