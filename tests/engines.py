@@ -57,6 +57,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP
 
 @pytest.fixture(scope="module")
 def folder():
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that daemons end then too
     with tempfile.TemporaryDirectory(prefix="engines-", ignore_cleanup_errors=True) as made:
         os.chmod(made, 0o755)  # munged wants its socket where all can reach it
         Path(made, "slow.py").write_text(SLOW)
@@ -175,8 +176,11 @@ def test_ray_is_stopped_started_again_and_goes_on(folder, uninterrupted):
 def main():
     """Install what is missing, then run these tests in .engines."""
     missing = sorted({package for tool, package in TOOLS.items() if not shutil.which(tool)})
-    if os.getuid() or (missing and not shutil.which("apt-get")):
-        return f"make engines: needs root, and {' and '.join(missing or ['nothing else'])}"
+    lacks = ["root"] if os.getuid() else []
+    if missing and not shutil.which("apt-get"):
+        lacks += [f"apt-get, which would install {' and '.join(missing)}"]
+    if lacks:
+        return f"make engines: this needs Debian's SLURM, as root; missing: {' and '.join(lacks)}."
     if missing:
         apt = ["apt-get", "install", "-qq", "-y", "--no-install-recommends", *missing]
         subprocess.run(["apt-get", "update", "-qq"], check=True)
