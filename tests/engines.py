@@ -178,7 +178,7 @@ def main():
     missing = sorted({package for tool, package in TOOLS.items() if not shutil.which(tool)})
     lacks = ["root"] if os.getuid() else []
     if missing and not shutil.which("apt-get"):
-        lacks += [f"apt-get, which would install {' and '.join(missing)}"]
+        lacks += missing
     if lacks:
         return f"make engines: this needs Debian's SLURM, as root; missing: {' and '.join(lacks)}."
     if missing:
