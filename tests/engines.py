@@ -108,7 +108,7 @@ def losses(run):
     return [(line["step"], line["loss"]) for line in read]
 
 
-def until(told, true, process, seconds=300):
+def until(told, true, process, seconds=900):
     """Wait until it is true, while the launcher runs."""
     end = time.monotonic() + seconds
     while not true():
