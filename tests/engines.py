@@ -67,7 +67,8 @@ def folder():
 @contextlib.contextmanager
 def daemons(commands, folder, **environment):
     """Programs in the foreground, each with a log; all they have started is killed at the end."""
-    started, alone = [], dict(env=os.environ | QUIET | environment, start_new_session=True)
+    started, alone = [], dict(env=os.environ | QUIET | {"ENGINES": str(folder)} | environment)
+    alone["start_new_session"] = True
     try:
         for number, command in enumerate(commands):
             with open(folder / f"{command[0].rpartition('/')[2]}-{number}.log", "w") as log:
@@ -80,9 +81,11 @@ def daemons(commands, folder, **environment):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(daemon.pid, signal.SIGTERM)
         time.sleep(2)
+        for process in Path("/proc").glob("[0-9]*"):  # also what has a session of its own
+            with contextlib.suppress(OSError):
+                if f"ENGINES={folder}".encode() in (process / "environ").read_bytes():
+                    os.kill(int(process.name), signal.SIGKILL)
         for daemon in started:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(daemon.pid, signal.SIGKILL)
             daemon.wait()
 
 
