@@ -1,7 +1,7 @@
 # Each target does its own set-up in .venv. PYTHON=python3.12 chooses another interpreter.
 
 .DEFAULT_GOAL := help
-.PHONY: help book test test-all lint sync serve stacks observe dist repo clean distclean venv
+.PHONY: help book test test-all lint sync serve stacks engines observe dist repo clean distclean venv
 
 PORT ?= 8000
 ours := environment.py src tests benchmarks examples book/src
@@ -31,6 +31,7 @@ help:
 	@echo "make sync      write the .ipynb beside each chapter"
 	@echo "make serve     the built site on a local port (PORT=8000)"
 	@echo "make stacks    chapters and tests on every stack, or on some (STACKS=\"newest colab\")"
+	@echo "make engines   the launchers on a real SLURM and a real Ray here; Debian, as root"
 	@echo "make observe   what each JAX's TPU compiler makes of the same programs, for the appendix"
 	@echo "make dist      sdists and wheels in dist/, from what is installed: no network"
 	@echo "make repo URL=https://github.com/owner/name   the address that notebooks install from"
@@ -63,6 +64,9 @@ serve: venv
 stacks: venv
 	@$(python) tests/stacks.py
 
+engines: venv
+	@$(python) tests/engines.py
+
 observe: venv
 	@PYTHONPATH=tests $(python) benchmarks/observatory.py
 
@@ -78,7 +82,7 @@ clean:
 	@rm -rf _build
 
 distclean: clean
-	@rm -rf .venv .stacks
+	@rm -rf .venv .stacks .engines
 
 # Any Python 3 runs environment.py, which chooses the one that .venv is made with.
 venv:

@@ -150,8 +150,8 @@ def chapters_as_on_colab(python: Path) -> bool:
 
 def publish(clone: Path) -> None:
     """A repository at `clone` with this working tree, whose notebooks install from itself."""
-    made = shutil.ignore_patterns(".git", ".venv", ".stacks", "_build", "__pycache__", ".*_cache")
-    shutil.copytree(ROOT, clone, ignore=made)
+    made = (".git", ".venv", ".stacks", ".engines", "_build", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, clone, ignore=shutil.ignore_patterns(*made))
     check([sys.executable, "-m", "shardwise_book.address", clone.as_uri()], cwd=clone)
     author = ["-c", "user.name=stacks", "-c", "user.email=stacks@localhost"]
     for command in [["init", "-q"], ["add", "-A"], [*author, "commit", "-q", "-m", "As it is"]]:

@@ -155,9 +155,8 @@ open({folder!r} + "/requeued", "a").write("x")
 again = os.environ | dict(SLURM_RESTART_COUNT="1")
 subprocess.Popen(["bash", {folder!r} + "/batch"], env=again, stdout=-3, stderr=-3)
 """
-SACCT = """
-print("JobID|State|NodeList")
-print("4242|RUNNING|host1")
+SQUEUE = """
+print("4242|RUNNING")
 """
 
 
@@ -166,7 +165,7 @@ def cluster(tmp_path):
     """A PATH on which stand-ins for SLURM's commands come first."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    every = {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "sacct": SACCT}
+    every = {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL, "squeue": SQUEUE}
     for name, text in every.items():
         body = text.replace("{folder!r}", repr(str(tmp_path)))
         (tools / name).write_text(f"#!{sys.executable} -S\n{body}")
