@@ -14,7 +14,7 @@ from shardwise.fsdp.arrays import laid_out
 from shardwise.layouts import freezing, gradients, placing, tasks
 from shardwise.layouts.first_call import Judging
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.matrices import whole_in_products
+from shardwise.layouts.matrices import whole_in_products, whole_where_mixed
 from shardwise.layouts.placing import parameter_rule, state_rule
 
 
@@ -65,16 +65,31 @@ def init(layout: Layout, create: Callable, tx: Any, key: jax.Array) -> tuple[Any
     return mesh.typed((params, opt_state), layout.mesh)
 
 
-def _update(layout, tx, grads, opt_state, params, **extra):
-    """`tx.update` by the compiler; what comes out lies as what went in.
+def _updated(layout, tx, grads, opt_state, params, **extra):
+    """(parameters, state) after `tx.update` by the compiler; what comes out lies as what went in.
 
     Matrices that it multiplies, as Muon does, are gathered once each: it sends as many bytes as
     they have, and they are whole on every device meanwhile, in the work as well.
     """
     update = functools.partial(tx.update, **extra)
+    if layout.exact:
+        return _exactly(layout, update, grads, opt_state, params)
     updates, state = whole_in_products(update, layout.auto, grads, opt_state, params)
     state = rules.constrain_tree(state, state_rule(layout, params), layout.auto)
-    return rules.constrain_tree(updates, parameter_rule(layout), layout.auto), state
+    updates = rules.constrain_tree(updates, parameter_rule(layout), layout.auto)
+    return optax.apply_updates(params, updates), state
+
+
+def _exactly(layout, update, grads, opt_state, params):
+    """The same on whole arrays, if the optimizer mixes their elements."""
+
+    def updated(grads, opt_state, params):
+        updates, state = update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), state  # here: one product and sum, rounded once
+
+    found, state = whole_where_mixed(updated, layout.auto, grads, opt_state, params)
+    state = rules.constrain_tree(state, state_rule(layout, params), layout.auto)
+    return rules.constrain_tree(found, parameter_rule(layout), layout.auto), state
 
 
 def value_and_grad(
@@ -169,7 +184,7 @@ def step(
         mean, grads = mean_and_grad(params, batch, *args, key=key)
         given = layout, tx, grads, opt_state, params
         try:
-            updates, opt_state = _update(*given)
+            params, opt_state = _updated(*given)
         except TypeError as error:  # some ask for the loss, as `optax.polyak_sgd` does
             if "'value_fn'" in str(error):
                 raise TypeError(
@@ -179,8 +194,8 @@ def step(
                 ) from error
             if "'value'" not in str(error):
                 raise
-            updates, opt_state = _update(*given, value=mean[0] if has_aux else mean)
-        params, outputs = optax.apply_updates(params, updates), mean if has_aux else (mean,)
+            params, opt_state = _updated(*given, value=mean[0] if has_aux else mean)
+        outputs = mean if has_aux else (mean,)
         if frozen is not None:
             mean, (new, rest) = outputs
             params, outputs = (
