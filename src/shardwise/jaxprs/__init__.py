@@ -12,6 +12,7 @@ from shardwise.jaxprs.equations import (
     needed,
     read,
     run,
+    run_apart,
     steps,
     variables,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "needed",
     "read",
     "run",
+    "run_apart",
     "steps",
     "variables",
 ]

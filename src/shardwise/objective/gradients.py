@@ -119,6 +119,8 @@ def mean_and_grads(
     first = jax.tree.map(lambda x: x[0], (parts, rows))
     with marks.bind(total=Totals(blocks.count if blocks else m, division.together, division.along)):
         traced = trace(loss, params, *first, args, key, has_aux)
+    if blocks:
+        traced = dataclasses.replace(traced, apart=True)
     part = _Part(traced, params, args, key if traced.by_place else division.fold(key), division)
     if m == 1 and blocks is None:
         run = part.forward(*first)
