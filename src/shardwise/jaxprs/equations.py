@@ -183,15 +183,13 @@ def _again(function, values):
         xs = [values[i] for i in floating]
         structure = []
 
-        def kept(values):
+        def kept():
             pull = jax.vjp(lambda xs: of_floating(xs, values), [values[i] for i in floating])[1]
             leaves, tree = jax.tree.flatten(pull)
             structure.append(tree)
             return leaves
 
-        shapes = jax.eval_shape(kept, values)
-        nothing = lambda _: [jnp.zeros(x.shape, x.dtype) for x in shapes]  # noqa: E731
-        leaves = jax.lax.cond(_always(values), kept, nothing, values)
+        leaves = apart(kept, values)
         (found,) = jax.tree.unflatten(structure[-1], leaves)(cotangents)
         out = [None] * len(values)
         for i, x in zip(floating, found, strict=True):
@@ -203,11 +201,20 @@ def _again(function, values):
     return run(values)
 
 
-def _always(values):
-    """True, of which no compiler knows that it is so."""
-    x = next(x for x in values if x.dtype == jnp.float32 and x.size).ravel()[0]
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    return bits * (bits + 1) % 2 == 0
+def apart(function: Callable, given: Any) -> Any:
+    """`function()` in a program of its own, which no compiler joins with what is around it.
+
+    It is one way of a conditional, of whose other way no compiler knows that it is never taken;
+    `given` is a tree of numbers of which one is asked for that.
+    """
+    shapes = jax.eval_shape(function)
+    nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
+    numbers = [x for x in jax.tree.leaves(given) if jnp.issubdtype(x.dtype, jnp.number) and x.size]
+    first = numbers[0][(0,) * numbers[0].ndim]
+    if jnp.issubdtype(first.dtype, jnp.inexact):
+        first = jax.lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)
+    first = first.astype(jnp.int32)
+    return jax.lax.cond(first * (first + 1) % 2 == 0, function, nothing)
 
 
 def _called(eqn):

@@ -41,15 +41,12 @@ def whole_in_products(function: Callable, mesh: Mesh, *args: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(out), leaves)
 
 
-def whole_where_mixed(function: Callable, mesh: Mesh, *args: Any) -> Any:
-    """`function(*args)`, on whole arrays on each device if it mixes the elements of one.
+def mixes(function: Callable, *args: Any) -> bool:
+    """Whether `function(*args)` may make an element of an array of others than in its own place.
 
-    What it adds up has then one order, whatever the number of devices. For use inside jit.
+    Of parts of arrays it is then another function.
     """
-    closed = jax.make_jaxpr(function)(*args)
-    if not any(map(_mixes, jaxprs.every(closed.jaxpr))):
-        return function(*args)
-    return jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(*args)
+    return any(map(_mixes, jaxprs.every(jax.make_jaxpr(function)(*args).jaxpr)))
 
 
 def _mixes(eqn):

@@ -9,12 +9,12 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import mesh, rules
+from shardwise import jaxprs, mesh, rules
 from shardwise.fsdp.arrays import laid_out
 from shardwise.layouts import freezing, gradients, placing, tasks
 from shardwise.layouts.first_call import Judging
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.matrices import whole_in_products, whole_where_mixed
+from shardwise.layouts.matrices import mixes, whole_in_products
 from shardwise.layouts.placing import parameter_rule, state_rule
 
 
@@ -81,15 +81,29 @@ def _updated(layout, tx, grads, opt_state, params, **extra):
 
 
 def _exactly(layout, update, grads, opt_state, params):
-    """The same on whole arrays, if the optimizer mixes their elements."""
+    """The same by each device, on its shares; on whole arrays if the optimizer mixes elements.
 
-    def updated(grads, opt_state, params):
-        updates, state = update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), state  # here: one product and sum, rounded once
+    In a program of its own, up to the new parameters: joined with what is around it, products and
+    sums would be rounded once or twice, as it comes.
+    """
 
-    found, state = whole_where_mixed(updated, layout.auto, grads, opt_state, params)
-    state = rules.constrain_tree(state, state_rule(layout, params), layout.auto)
-    return rules.constrain_tree(found, parameter_rule(layout), layout.auto), state
+    def updated(*given):
+        updates, state = update(*given)
+        return optax.apply_updates(given[2], updates), state
+
+    def apart(*given):
+        return jaxprs.apart(lambda: updated(*given), given)
+
+    rules_of = parameter_rule(layout), state_rule(layout, params)
+    of_params, of_state = rules_of[0](params, layout.auto), rules_of[1](opt_state, layout.auto)
+    lie = (of_params, of_state, of_params), (of_params, of_state)
+    if mixes(updated, grads, opt_state, params):
+        lie = P(), P()
+    run = jax.shard_map(
+        apart, mesh=layout.auto, in_specs=lie[0], out_specs=lie[1], check_vma=False
+    )
+    trees = zip(run(grads, opt_state, params), rules_of, strict=True)
+    return tuple(rules.constrain_tree(tree, rule, layout.auto) for tree, rule in trees)
 
 
 def value_and_grad(
