@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from shardwise import marks
+from shardwise import jaxprs, marks
 from shardwise.objective.means import wide
 
 Axes = tuple[str, ...]
@@ -108,10 +108,13 @@ class Blocks:
 
         def turn(state):
             j, sums, kept = state
-            found, new = one(_at(steps, j))
+            # Of one block alone, all would else be the same in each turn, and leave the loop.
+            step, j = jax.lax.optimization_barrier((_at(steps, j), j))
+            found, new = one(step)
             return j + 1, _carried(sums, found, j), _put(kept, new, j)
 
-        turns = _unknown(self.here, steps)
+        # A loop of one turn, were it known, would be joined with what is around it.
+        turns = jnp.where(jaxprs.always(steps[0]), self.here, 0)
         with marks.turns(self.here):
             _, sums, kept = jax.lax.while_loop(lambda s: s[0] < turns, turn, (0, sums, kept))
         return jax.tree.map(lambda x: x[-1], sums), kept
@@ -177,10 +180,6 @@ def _at(tree, i):
 
 def _put(tree, new, i):
     return jax.tree.map(lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, i, 0), tree, new)
-
-
-def _unknown(n, steps):
-    return n
 
 
 def _size(axes):
