@@ -99,9 +99,7 @@ def _exactly(layout, update, grads, opt_state, params):
     lie = (of_params, of_state, of_params), (of_params, of_state)
     if mixes(updated, grads, opt_state, params):
         lie = P(), P()
-    run = jax.shard_map(
-        apart, mesh=layout.auto, in_specs=lie[0], out_specs=lie[1], check_vma=False
-    )
+    run = jax.shard_map(apart, mesh=layout.auto, in_specs=lie[0], out_specs=lie[1], check_vma=False)
     trees = zip(run(grads, opt_state, params), rules_of, strict=True)
     return tuple(rules.constrain_tree(tree, rule, layout.auto) for tree, rule in trees)
 

@@ -52,7 +52,9 @@ class Blocks:
 
         Devices along the inner axes, whose blocks take turns, exchange rows for that.
         """
-        return jax.tree.map(lambda x: self._exchanged(x.reshape(self.here, -1, *x.shape[1:])), batch)
+        return jax.tree.map(
+            lambda x: self._exchanged(x.reshape(self.here, -1, *x.shape[1:])), batch
+        )
 
     def _exchanged(self, x):
         n, here = _size(self.inner), self.here
@@ -103,7 +105,9 @@ class Blocks:
         """
         first = jax.tree.map(lambda x: x[0], steps)
         summed, kept = jax.eval_shape(one, first)
-        sums = jax.tree.map(lambda x: jnp.zeros((self.here.bit_length(), *x.shape), x.dtype), summed)
+        sums = jax.tree.map(
+            lambda x: jnp.zeros((self.here.bit_length(), *x.shape), x.dtype), summed
+        )
         kept = jax.tree.map(lambda x: jnp.zeros((self.here, *x.shape), x.dtype), kept)
 
         def turn(state):

@@ -52,9 +52,9 @@ class Totals:
         if self.microbatches > 1:
             raise ValueError(
                 f"marks.total: the loss needs a sum over the rows of the whole batch, which is "
-                f"taken in {self.microbatches} microbatches, one after the other: none sees the "
-                f"others. Use one microbatch, or sums over each row (for experts: over='rows'), "
-                f"or balance experts by a bias, from the loads that aux adds up."
+                f"taken in {self.microbatches} microbatches or blocks, one after the other: none "
+                f"sees the others. Use one microbatch, or sums over each row (for experts: "
+                f"over='rows'), or balance experts by a bias, from the loads that aux adds up."
             )
         return x if self.together is None else self.together(x)
 
