@@ -180,7 +180,6 @@ def _again(function, values):
 
     def backward(values, cotangents):
         values, cotangents = jax.lax.optimization_barrier((values, cotangents))
-        xs = [values[i] for i in floating]
         structure = []
 
         def kept():

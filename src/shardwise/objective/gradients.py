@@ -24,8 +24,8 @@ class Division:
 
     `together` adds up a tree of what the parts on all devices have, and `along` of what those of
     the same rows have, where the sequence is cut; `fold` makes of the batch's key that of this
-    device's part; `each` is applied to the gradients of each microbatch. With `blocks` the parts are
-    blocks, and sums go over all devices in their one order.
+    device's part; `each` is applied to the gradients of each microbatch. With `blocks` the parts
+    are blocks, and sums go over all devices in their one order.
     """
 
     together: Callable[[Any], Any] = _same
