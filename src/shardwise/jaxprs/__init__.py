@@ -5,6 +5,8 @@ from shardwise.jaxprs.equations import (
     REMAT,
     Equation,
     Step,
+    always,
+    apart,
     bind,
     equations,
     inlined,
@@ -12,6 +14,7 @@ from shardwise.jaxprs.equations import (
     needed,
     read,
     run,
+    run_apart,
     steps,
     variables,
 )
@@ -24,6 +27,8 @@ __all__ = [
     "Equation",
     "Follower",
     "Step",
+    "always",
+    "apart",
     "bind",
     "carries",
     "equations",
@@ -34,6 +39,7 @@ __all__ = [
     "needed",
     "read",
     "run",
+    "run_apart",
     "steps",
     "variables",
 ]

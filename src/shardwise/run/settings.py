@@ -56,6 +56,7 @@ class Roles:
     dtype: Literal["float32", "bfloat16"] | None = None  # in which weights are gathered and used
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
     remat: str | None = None  # a policy of jax.checkpoint_policies, or "offload" to the host
+    exact: int | None = None  # blocks of rows, for the same bits on any number of devices
 
     def layout(self) -> layouts.Layout:
         """The layout over the devices there are, with an axis of its own for each role above 1.
