@@ -250,6 +250,7 @@ def test_rows_that_make_no_blocks_are_refused():
         (dict(exact=8, microbatches=2), "do not divide over 8 devices and 2 microbatches"),
         (dict(exact=8, by="compiler"), "exact=8 with by='compiler'"),
         (dict(exact=8, reduce_dtype=jnp.bfloat16), "blocks are added up in float32"),
+        (dict(exact=8, remat=layouts.offload), "exact=8 with remat=offload"),
         (dict(exact=8, data="a", fsdp=(), context="b"), "exact=8 with context=.*Take data= and"),
         (dict(exact=8, data="a", fsdp=(), tensor="b"), "exact=8 with tensor="),
         (dict(exact=8, data="a", fsdp=(), stage="b"), "exact=8 with stage="),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from shardwise import context, experts
@@ -59,7 +60,8 @@ class Layout:
       exact: a number of blocks of rows, a power of two, for the same bits on any number of devices
         that divides it, over data and fsdp by hand: in whatever way they are divided, whatever
         `zero` and `microbatches`, each block is computed alone, and all sums have one order
-        (`objective.Blocks`). An optimizer that mixes the elements of an array gets it whole.
+        (`objective.Blocks`). An optimizer that mixes the elements of an array gets it whole, and a
+        rematerialised layer is computed again as a whole, whatever the loss's own policy keeps.
       remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`; what
         enters a layer, its first argument, has the name "layer_input" there. `layouts.offload`
         keeps that on the host until the backward pass, and computes all else again; other policies
@@ -259,4 +261,10 @@ class Layout:
             raise ValueError(
                 f"{who} with reduce_dtype={self.reduce_dtype}: blocks are added up in float32, as "
                 f"their gradients come out. Leave reduce_dtype out."
+            )
+        if self.remat not in (None, jax.checkpoint_policies.nothing_saveable):
+            raise ValueError(
+                f"{who} with remat={getattr(self.remat, '__name__', self.remat)}: what is computed "
+                f"again is so as a whole, in a program of its own. Take "
+                f"jax.checkpoint_policies.nothing_saveable, or leave remat out."
             )

@@ -284,7 +284,8 @@ def check_resumable(saved: dict[str, Any], now: dict[str, Any], folder: Path) ->
 
     Only what was saved is compared.
     """
-    held = [n for n in now if not {n, n.partition(".")[0]} & set(FREE)]
+    free = {n for n in now if {n, n.partition(".")[0]} & set(FREE)}
+    held = [n for n in now if n not in free or n == "layout.exact"]  # which is an order of sums
     told = "; ".join(
         f"{n} was {json.dumps(saved[n])} and is {json.dumps(now[n])}"
         for n in held
@@ -293,5 +294,6 @@ def check_resumable(saved: dict[str, Any], now: dict[str, Any], folder: Path) ->
     if told:
         raise ValueError(
             f"run: {folder} cannot go on with other settings: {told}. What may differ: "
-            f"{', '.join(FREE)}. Leave these as they were, or start another run."
+            f"{', '.join(FREE)}, but for layout.exact. Leave these as they were, or start another "
+            f"run."
         )
