@@ -58,8 +58,8 @@ class Layout:
         of the axis and `sequence=` to a meaning of `marks.experts`.
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
       exact: a number of blocks of rows, a power of two, for the same bits on any number of devices
-        that divides it, over data and fsdp by hand: in whatever way they are divided, whatever
-        `zero` and `microbatches`, each block is computed alone, and all sums have one order
+        that divides it, over data and fsdp by hand, however they are divided, whatever `zero` and
+        `microbatches`. Each block is computed alone, and all sums have one order
         (`objective.Blocks`). An optimizer that mixes the elements of an array gets it whole, and a
         rematerialised layer is computed again as a whole, whatever the loss's own policy keeps.
       remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`; what
