@@ -10,13 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import jax
 import numpy as np
-import orbax.checkpoint
 import pytest
 
 from shardwise import checkpoint, run
-from shardwise import tree as trees
 from shardwise.run import metrics, notes, signals
 from shardwise.run.launch import local
 
@@ -167,31 +164,6 @@ def test_with_another_number_of_processes_it_goes_on(environment, references, fo
     again = ["--resume", "--steps", "20"]
     assert statuses(start(environment, folder, 4, again)) == [0] * 4, said(folder)
     np.testing.assert_allclose(losses(folder), references(1), rtol=1e-4)
-
-
-def bits(folder):
-    """{path: the bytes of an array} of a run's last checkpoint, and its losses."""
-    place = folder / "checkpoints" / str(checkpoint.latest(folder / "checkpoints"))
-    handler, found = orbax.checkpoint.PyTreeCheckpointHandler(), []
-    for name in ("params", "opt_state"):
-        tree = handler.metadata(place / name).tree
-        args = jax.tree.map(lambda x: orbax.checkpoint.RestoreArgs(restore_type=np.ndarray), tree)
-        found.append(handler.restore(place / name, restore_args=args))
-    return {path: np.asarray(x).tobytes() for path, x in trees.leaves(found)}, losses(folder)
-
-
-def test_an_exact_run_goes_on_anywhere_with_the_same_bits(environment, tmp_path):
-    """On four devices; stopped on two, it goes on as four processes."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    exact = ["--layout.exact", "4", "--model.remat", "--steps", "4"]
-    assert statuses(start(environment, whole, 1, exact)) == [0], said(whole)
-    two = ["--devices", "2", "--layout.data", "2", "--steps", "2"]
-    assert statuses(start(environment, parts, 1, [*exact, *two])) == [0], said(parts)
-    again = start(environment, parts, 4, ["--resume", "--layout.data", "1", "--steps", "4"])
-    assert statuses(again) == [0] * 4, said(parts)
-    assert bits(parts) == bits(whole)
-    other = start(environment, parts, 1, ["--resume", "--layout.exact", "8", "--steps", "5"])
-    assert statuses(other) == [1] and "layout.exact was 4 and is 8" in said(parts)
 
 
 ROLES = ["context 2 --layout.attention zigzag", "tensor 2", "data 2 --layout.by compiler"]

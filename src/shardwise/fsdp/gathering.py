@@ -17,8 +17,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardwise.fsdp.arrays import ArrayLayout
-from shardwise.objective import blocks
-from shardwise.objective.blocks import rounded
 from shardwise.rules.rule import mesh_axes
 
 SMALL = 2**14  # elements, of the whole arrays that travel together,
@@ -29,7 +27,6 @@ class How(NamedTuple):
     """The settings by which one array is gathered, and its gradient reduced.
 
     `beside` is its spec over `others`, the mesh axes that the compiler has; None without them.
-    `exact`: its gradient is reduced in one order, whatever the number of devices.
     """
 
     axis: tuple[str, ...]
@@ -39,7 +36,6 @@ class How(NamedTuple):
     reduce_dtype: Any
     beside: P | None = None
     others: frozenset[str] = frozenset()
-    exact: bool = False
 
     @classmethod
     def of(cls, array: ArrayLayout, mesh: Mesh, dtype: Any, reduce_dtype: Any, rows: Sequence):
@@ -59,10 +55,8 @@ class How(NamedTuple):
         return self._replace(cut=self.cut + by, beside=beside)
 
 
-def cast(x: jax.Array, dtype: Any, exact: bool = False) -> jax.Array:
-    """`x` in the dtype asked for, if one is; `exact`: rounded so in whatever program."""
-    if dtype is not None and exact:
-        return rounded(x, dtype)
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """`x` in the dtype asked for, if one is."""
     return x if dtype is None else x.astype(dtype)
 
 
@@ -152,7 +146,7 @@ def _each_bundle(function, xs, hows):
 
 def _gathered(xs, hows):
     """The arrays whole, by one collective for all of them."""
-    xs = [cast(x, how.dtype, how.exact) for x, how in zip(xs, hows, strict=True)]
+    xs = [cast(x, how.dtype) for x, how in zip(xs, hows, strict=True)]
     if len(xs) == 1:
         return [_by_hand(jax.lax.all_gather, hows[0], axis=hows[0].cut)(xs[0])]
     flat = jax.lax.all_gather(jnp.concatenate([x.ravel() for x in xs]), hows[0].axis)
@@ -171,17 +165,14 @@ def _scattered(grads, hows):
     """The shares of gradients summed over devices, by one collective for all of them."""
     pairs = zip(grads, hows, strict=True)
     grads = [cast(g, how.reduce_dtype) for g, how in pairs]
-    axis, exact = hows[0].axis, hows[0].exact
-    if len(grads) == 1 and not exact:
+    axis = hows[0].axis
+    if len(grads) == 1:
         scatter = _by_hand(jax.lax.psum_scatter, hows[0], scatter_dimension=hows[0].cut)
         return [scatter(grads[0])]
     n = jax.lax.axis_size(axis)
     rows = [_divided(g, how, n) for g, how in zip(grads, hows, strict=True)]
     flat = jnp.concatenate([r.reshape(n, -1) for r in rows], axis=1)
-    if exact:
-        flat = blocks.scatter(flat, axis)
-    else:
-        flat = jax.lax.psum_scatter(flat, axis, scatter_dimension=0)
+    flat = jax.lax.psum_scatter(flat, axis, scatter_dimension=0)
     parts = _pieces(flat, [math.prod(r.shape[1:]) for r in rows])
     return [part.reshape(r.shape[1:]) for part, r in zip(parts, rows, strict=True)]
 

@@ -17,7 +17,6 @@ from shardwise.fsdp.batches import WHO, Divided
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
 from shardwise.fsdp.taking import Way, late, taken
 from shardwise.fsdp.using import pinned, reads_of, use_of
-from shardwise.objective.blocks import over
 from shardwise.rules.rule import mesh_axes
 
 
@@ -37,7 +36,6 @@ def value_and_grad(
     apart: Callable[[Any, jax.sharding.Mesh], Any] | None = None,
     names: Mapping[str, P] | None = None,
     meanings: Mapping[str, Callable] | None = None,
-    exact: int | None = None,
     who: str = WHO,
 ) -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
@@ -77,9 +75,6 @@ def value_and_grad(
         "sequence" tells whether they do.
       order: (sequence, parts) to the order in which the sequence is cut, as `context.zigzag`.
       meanings: of further marks, {mark: meaning}, such as attend=context.ring("context").
-      exact: the number of blocks of rows, computed one by one, whose sums are added up in one
-        order, for the same bits on any number of devices that divides it (`objective.Blocks`);
-        gradients are summed in float32 at least, and scattered for each block, also with zero=1.
       who: the function that was called, which errors name.
       zero: ZeRO's number. 3 as above; 2 gathers all before the loss and scatters the gradients of
         each microbatch, those that the loss gives to `marks.use` there, so that they are never all
@@ -106,14 +101,13 @@ def value_and_grad(
             f"least 1 microbatch."
         )
     division = Divided(mesh, rows, columns, order, who)
-    blocks = exact and objective.Blocks(exact, mesh_axes(rule.axis), tuple(replicate))
-    options = zero, microbatches, dtype, reduce_dtype, has_aux, aux, names, meanings or {}, blocks
+    options = zero, microbatches, dtype, reduce_dtype, has_aux, aux, names, meanings or {}
     device = _Device(loss, division, *options)
 
     def loss_and_grad(params, batch, *args, key=None):
         arrays = array_layouts(params, rule, mesh, apart)
         check_params(params, mesh, who)
-        batch, numbers, cut = division(batch, blocks.here_on(mesh) if blocks else microbatches)
+        batch, numbers, cut = division(batch, microbatches)
         leaves, structure = jax.tree.flatten(params)
         specs = [array.manual for array in arrays]
         shapes = []  # of the auxiliary outputs, which are known once the loss is traced
@@ -130,8 +124,6 @@ def value_and_grad(
             targets = [NamedSharding(mesh, array.spec) for array in arrays]
             grads = jax.lax.with_sharding_constraint(grads, targets)
         grads = jax.tree.unflatten(structure, grads)
-        if blocks:
-            parts = parts[0], [blocks.in_order(x, mesh) for x in parts[1]]
         return ((value, objective.merged(*parts, *shapes)) if has_aux else value), grads
 
     def specs(out):
@@ -155,22 +147,13 @@ class _Device:
     aux: Any
     names: Mapping | None
     meanings: Mapping
-    blocks: objective.Blocks | None
 
     def __call__(self, layouts, structure, shapes, shards, batch, numbers, args, key):
         mesh = self.divided.mesh
         told = mesh, self.dtype, self.reduce_dtype, self.divided.axes
         hows = [How.of(array, *told) for array in layouts]
-        dtypes = [self.dtype or x.dtype for x in shards]
-        if self.blocks:
-            parts = [self.blocks.split(tree) for tree in (batch, numbers)]
-            pairs = zip(hows, dtypes, strict=True)
-            hows = [how and how._replace(dtype=d, reduce_dtype=d, exact=True) for how, d in pairs]
-            own, shards = shards, [x.astype(objective.wide(x.dtype)) for x in shards]
-        else:
-            parts, own = [objective.split(x, self.microbatches) for x in (batch, numbers)], shards
+        parts = [objective.split(tree, self.microbatches) for tree in (batch, numbers)]
         once = self.zero == 1 and self.microbatches > 1  # scattered when all are summed
-        once = once and not self.blocks
         pins, seen = dict(self.meanings), set()
         if self.names is not None:
             pins["constrain"], seen = pinned(self.names, mesh, self.divided.axes)
@@ -182,6 +165,7 @@ class _Device:
         given = first, args, {} if key is None else {"key": key}
         at_use = [None] * len(hows) if once else hows
         with marks.bind(**pins):
+            dtypes = [self.dtype or x.dtype for x in shards]
             found = reads_of(loss, layouts, mesh, at_use, dtypes, *given)
         self._check(layouts, found, seen)
         if self.zero < 3:
@@ -193,15 +177,13 @@ class _Device:
             wholes = all_gather(shards, hows)
             way = Way(wholes, use, list) if once else taken(wholes, shards, use, now, layouts)
 
-        used = dtypes if self.blocks else [self.dtype] * len(dtypes)
-
         def whole(inputs, batch, *args, **key):
-            if self.microbatches > 1 or self.blocks:
+            if self.microbatches > 1:
                 # The TPU's compiler would take scatters out of the loop that adds up their shares,
                 # and its libtpu 0.0.41 fails at it (while_loop_all_reduce_code_motion.cc).
                 inputs = jax.lax.optimization_barrier(inputs)
-            pairs = zip(way.arrays(inputs), use.deferred, used, strict=True)
-            arrays = [x if later else cast(x, to, bool(self.blocks)) for x, later, to in pairs]
+            pairs = zip(way.arrays(inputs), use.deferred, strict=True)
+            arrays = [x if later else cast(x, self.dtype) for x, later in pairs]
             with marks.bind(use=way.use):
                 return loss(arrays, batch, *args, **key)
 
@@ -210,9 +192,6 @@ class _Device:
             fold=self._fold,
             along=functools.partial(jax.lax.psum, axis_name=self.divided.columns),
         )
-        if self.blocks:
-            each = functools.partial(self._each, hows)
-            division = objective.Division(each=each, blocks=self.blocks)
         ways = dict(has_aux=self.has_aux, aux=self.aux, division=division)
         with marks.bind(**pins):
             value, aux, grads = objective.mean_and_grads(
@@ -221,7 +200,7 @@ class _Device:
         if once:
             grads = scatter(grads, hows)
         grads = [self._sum(g, array) for g, array in zip(grads, layouts, strict=True)]
-        grads = [g.astype(x.dtype) for g, x in zip(grads, own, strict=True)]
+        grads = [g.astype(x.dtype) for g, x in zip(grads, shards, strict=True)]
         return value, self._over_devices(aux, shapes), grads
 
     def _check(self, layouts, found, seen):
@@ -253,20 +232,10 @@ class _Device:
                 f"part of the sequence alone, over {self.divided.columns}. Return sums over "
                 f"tokens, or lay the sequence out by the compiler."
             )
-        axes = () if self.blocks else self.divided.axes  # of blocks they are added up already
-        return objective.over_devices(jax.tree.leaves(aux), ways, axes)
-
-    def _each(self, hows, grads):
-        """A block's gradients, of which those that are not scattered are summed in their place."""
-        whole = [i for i, how in enumerate(hows) if how is None]
-        for i, g in zip(whole, over([grads[i] for i in whole], self.blocks.inner), strict=True):
-            grads[i] = g
-        return grads
+        return objective.over_devices(jax.tree.leaves(aux), ways, self.divided.axes)
 
     def _sum(self, grad, array: ArrayLayout):
         """The gradient summed over devices that hold copies: all, for an array that is not cut."""
-        if self.blocks:  # and over the inner axes, where a block is computed
-            return over([grad], self.blocks.outer)[0]
         cut = {*jax.tree.leaves(tuple(array.manual))}
         axes = tuple(name for name in self.divided.axes if name not in cut)
         return jax.lax.psum(grad, axes) if axes else grad

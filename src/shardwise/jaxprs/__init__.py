@@ -5,8 +5,6 @@ from shardwise.jaxprs.equations import (
     REMAT,
     Equation,
     Step,
-    always,
-    apart,
     bind,
     equations,
     inlined,
@@ -14,7 +12,6 @@ from shardwise.jaxprs.equations import (
     needed,
     read,
     run,
-    run_apart,
     steps,
     variables,
 )
@@ -27,8 +24,6 @@ __all__ = [
     "Equation",
     "Follower",
     "Step",
-    "always",
-    "apart",
     "bind",
     "carries",
     "equations",
@@ -39,7 +34,6 @@ __all__ = [
     "needed",
     "read",
     "run",
-    "run_apart",
     "steps",
     "variables",
 ]

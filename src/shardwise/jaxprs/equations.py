@@ -6,11 +6,10 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import Literal
 
-from shardwise.jaxprs.walking import carries, every, inner
+from shardwise.jaxprs.walking import inner
 
 CALLS = {"jit", "pjit", "closed_call", "core_call"}
 REMAT = {"checkpoint", "remat", "remat2"}
@@ -126,99 +125,6 @@ def inlined(closed: Any, names: Collection[str] = frozenset(CALLS)) -> Any:
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
     return jax.make_jaxpr(lambda *values: evaluate(closed.jaxpr, closed.consts, values))(*avals)
-
-
-def run_apart(closed: Any, values: Sequence) -> list:
-    """Run a traced program, and what its backward pass computes again in a program within its own.
-
-    Beside the backward pass a compiler would round it in a way that depends on what else is there.
-    All that is rematerialised is computed again, whatever a policy would keep; also in scans.
-    """
-
-    def evaluate(jaxpr, consts, values):
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
-        for eqn in jaxpr.eqns:
-            found, name = read(env, eqn.invars), eqn.primitive.name
-            bodies = inner(eqn)
-            if name in REMAT:
-                out = _again(functools.partial(evaluate, bodies[0], ()), found)
-            elif name in CALLS:
-                called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-                out = evaluate(bodies[0], _consts(called), found)
-            elif name == "scan" and any(e.primitive.name in REMAT for e in every(bodies[0])):
-                body = functools.partial(evaluate, bodies[0], eqn.params["jaxpr"].consts)
-                out = _scanned(eqn, body, found, carries(eqn, bodies[0]))
-            else:
-                out = bind(eqn, *found)
-            env.update(zip(eqn.outvars, out, strict=True))
-        return read(env, jaxpr.outvars)
-
-    return evaluate(closed.jaxpr, closed.consts, values)
-
-
-def _scanned(eqn, body, values, carried):
-    constants, first, xs = values[: carried.start], values[carried], values[carried.stop :]
-
-    def step(carry, x):
-        out = body([*constants, *carry, *x])
-        return out[: len(first)], out[len(first) :]
-
-    ways = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(step, list(first), list(xs), **ways)
-    return [*carry, *ys]
-
-
-def _again(function, values):
-    """`function(values)`, of which nothing is kept for the backward pass."""
-    floating = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-    def of_floating(xs, values):
-        values = list(values)
-        for i, x in zip(floating, xs, strict=True):
-            values[i] = x
-        return function(values)
-
-    def backward(values, cotangents):
-        values, cotangents = jax.lax.optimization_barrier((values, cotangents))
-        structure = []
-
-        def kept():
-            pull = jax.vjp(lambda xs: of_floating(xs, values), [values[i] for i in floating])[1]
-            leaves, tree = jax.tree.flatten(pull)
-            structure.append(tree)
-            return leaves
-
-        leaves = apart(kept, values)
-        (found,) = jax.tree.unflatten(structure[-1], leaves)(cotangents)
-        out = [None] * len(values)
-        for i, x in zip(floating, found, strict=True):
-            out[i] = x
-        return (out,)
-
-    run = jax.custom_vjp(function)
-    run.defvjp(lambda values: (function(values), values), backward)
-    return run(values)
-
-
-def apart(function: Callable, given: Any) -> Any:
-    """`function()` in a program of its own, which no compiler joins with what is around it.
-
-    It is one way of a conditional, of whose other way no compiler knows that it is never taken;
-    `given` is a tree of numbers of which one is asked for that.
-    """
-    shapes = jax.eval_shape(function)
-    nothing = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
-    return jax.lax.cond(always(given), function, nothing)
-
-
-def always(given: Any) -> jax.Array:
-    """True, as no compiler knows: it asks one of the numbers in the tree `given`."""
-    numbers = [x for x in jax.tree.leaves(given) if jnp.issubdtype(x.dtype, jnp.number) and x.size]
-    first = numbers[0][(0,) * numbers[0].ndim]
-    if jnp.issubdtype(first.dtype, jnp.inexact):
-        first = jax.lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)
-    first = first.astype(jnp.int32)
-    return first * (first + 1) % 2 == 0
 
 
 def _called(eqn):

@@ -60,9 +60,7 @@ def judge(
     leaves = jax.tree.leaves((params, batch, args, key))
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         return "within a trace of the caller's there are no numbers" if ways else None
-    rows = beforehand.unit_of(batch) // (
-        layout.exact or layout.size_of_rows() * layout.microbatches
-    )
+    rows = beforehand.unit_of(batch) // (layout.size_of_rows() * layout.microbatches)
     if not ways or not rows or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         return None
     division = beforehand.Parts(ways, rows, layout.auto)
@@ -72,9 +70,9 @@ def judge(
 def ways_of(layout: Layout) -> tuple[str, ...]:
     """The ways in which a layout divides batches; none where the compiler sees whole arrays."""
     ways = []
-    if layout.by_hand and (layout.exact or layout.size_of_rows()) > 1:
+    if layout.by_hand and layout.size_of_rows() > 1:
         ways.append("devices")
-    if layout.microbatches > 1 and not layout.exact:  # blocks are consecutive rows, as devices'
+    if layout.microbatches > 1:
         ways.append("microbatches")
     if layout.by_hand and layout.size("context") > 1:
         ways.append("sequence")

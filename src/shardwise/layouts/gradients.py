@@ -43,7 +43,6 @@ def by_hand(layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str) -
         aux=aux,
         apart=expert_rule(layout),
         meanings=meanings(layout),
-        exact=layout.exact,
         who=who,
     )
 

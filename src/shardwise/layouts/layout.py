@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from shardwise import context, experts
@@ -57,11 +56,6 @@ class Layout:
       dispatch: how tokens reach experts by hand: "all_to_all", "gather" or "ragged", or a function
         of the axis and `sequence=` to a meaning of `marks.experts`.
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
-      exact: a number of blocks of rows, a power of two, for the same bits on any number of devices
-        that divides it, over data and fsdp by hand, however they are divided, whatever `zero` and
-        `microbatches`. Each block is computed alone, and all sums have one order
-        (`objective.Blocks`). An optimizer that mixes the elements of an array gets it whole, and a
-        rematerialised layer is computed again as a whole, whatever the loss's own policy keeps.
       remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`; what
         enters a layer, its first argument, has the name "layer_input" there. `layouts.offload`
         keeps that on the host until the backward pass, and computes all else again; other policies
@@ -96,7 +90,6 @@ class Layout:
     dtype: Any = None
     reduce_dtype: Any = None
     remat: Any = None
-    exact: int | None = None
 
     def __post_init__(self):
         for role in ROLES:
@@ -105,8 +98,6 @@ class Layout:
         object.__setattr__(self, "cut", tuple(self.cut))
         self._check_axes()
         self._check_settings()
-        if self.exact is not None:
-            self._check_exact()
 
     @functools.cached_property
     def auto(self) -> Mesh:
@@ -233,38 +224,4 @@ class Layout:
             raise ValueError(
                 "layouts.Layout: reduce_dtype= is that of reductions by hand; the compiler reduces "
                 "in the dtype that it computes in."
-            )
-
-    def _check_exact(self):
-        """Raise for what has other bits on another number of devices."""
-        who, parts = f"layouts.Layout: exact={self.exact}", self.size_of_rows() * self.microbatches
-        if self.exact < 1 or self.exact & (self.exact - 1):
-            raise ValueError(f"{who}; expected a number of blocks of rows, a power of two.")
-        if others := sorted(set(self.roles()) - {"data", "fsdp"}):
-            raise ValueError(
-                f"{who} with {others[0]}={getattr(self, others[0])}: what it adds up has another "
-                f"order on another number of devices. Take data= and fsdp= alone, or leave exact "
-                f"out."
-            )
-        if not self.by_hand:
-            raise ValueError(
-                f"{who} with by={self.by!r} and rows over {self.rows}: its sums are by hand, over "
-                f"axes that cut rows. Leave by= out, and give rows an axis, data= or fsdp=, be it "
-                f"of one device."
-            )
-        if self.exact % parts:
-            raise ValueError(
-                f"{who} blocks of rows do not divide over {self.size_of_rows()} devices and "
-                f"{self.microbatches} microbatches; expected a multiple of {parts}."
-            )
-        if self.reduce_dtype is not None:
-            raise ValueError(
-                f"{who} with reduce_dtype={self.reduce_dtype}: blocks are added up in float32, as "
-                f"their gradients come out. Leave reduce_dtype out."
-            )
-        if self.remat not in (None, jax.checkpoint_policies.nothing_saveable):
-            raise ValueError(
-                f"{who} with remat={getattr(self.remat, '__name__', self.remat)}: what is computed "
-                f"again is so as a whole, in a program of its own. Take "
-                f"jax.checkpoint_policies.nothing_saveable, or leave remat out."
             )

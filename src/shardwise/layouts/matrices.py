@@ -17,12 +17,6 @@ from jax.sharding import PartitionSpec as P
 from shardwise import jaxprs
 
 _DECOMPOSITIONS = {"cholesky", "eig", "eigh", "lu", "qr", "svd", "triangular_solve"}
-_ELEMENTWISE = set(
-    """abs add add_any and cbrt ceil clamp convert_element_type copy copy_p cos div eq erf exp exp2
-    expm1 floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg not or pow
-    reduce_precision rem round rsqrt select_n sign sin sqrt square stop_gradient sub tanh
-    xor""".split()
-)
 
 
 def whole_in_products(function: Callable, mesh: Mesh, *args: Any) -> Any:
@@ -39,22 +33,6 @@ def whole_in_products(function: Callable, mesh: Mesh, *args: Any) -> Any:
     env |= dict(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
     leaves = jaxprs.read(jaxprs.run(eqns, env), closed.jaxpr.outvars)
     return jax.tree.unflatten(jax.tree.structure(out), leaves)
-
-
-def mixes(function: Callable, *args: Any) -> bool:
-    """Whether `function(*args)` may make an element of an array of others than in its own place.
-
-    Of parts of arrays it is then another function.
-    """
-    return any(map(_mixes, jaxprs.every(jax.make_jaxpr(function)(*args).jaxpr)))
-
-
-def _mixes(eqn):
-    """Whether an equation may make an element of others than those in its own place."""
-    shapes = [jnp.shape(v.aval) for v in (*eqn.invars, *eqn.outvars) if jnp.shape(v.aval)]
-    if eqn.primitive.name == "broadcast_in_dim":
-        shapes = shapes[:-1]  # of a scalar
-    return bool(shapes) and eqn.primitive.name not in _ELEMENTWISE and not jaxprs.inner(eqn)
 
 
 def _gathered(eqn, mesh):

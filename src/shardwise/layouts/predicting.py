@@ -80,8 +80,8 @@ def predict(
     traced as by hand, and has the marks for it.
 
     Raises:
-      ValueError: exact; stages, and no loss; context, and parameters without these logical axes;
-        what `place` says of arrays, and tracing by hand of a loss.
+      ValueError: stages, and no loss; context, and parameters without these logical axes; what
+        `place` says of arrays, and tracing by hand of a loss.
     """
     again = (layout.remat is not None) if remat is None else remat
     with naming("layouts.predict"):
@@ -91,14 +91,6 @@ def predict(
     if layout.stage:
         sent = _of_stage(asked, shapes, batch, again, loss, has_aux, stage)
         return Prediction(_held(layout, shapes, batch, tx), _in_mesh_order(layout, sent), whole)
-    if layout.exact:
-        raise ValueError(
-            f"layouts.predict: exact={layout.exact} sends otherwise than is predicted here: blocks "
-            f"of rows are exchanged along fsdp, and an optimizer that mixes the elements of arrays "
-            f"gets them whole. Predict without exact and with microbatches="
-            f"{layout.exact // layout.size_of_rows()}, which gathers and scatters as often, or "
-            f"count by measure.collectives(step.lower(...).compile())."
-        )
     sent: dict[Axes, float] = {}
     for s, x in zip(arrays, jax.tree.leaves(shapes), strict=True):
         _parameter(asked, s, x, again, sent)

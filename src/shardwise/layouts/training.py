@@ -9,12 +9,12 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import jaxprs, mesh, rules
+from shardwise import mesh, rules
 from shardwise.fsdp.arrays import laid_out
 from shardwise.layouts import freezing, gradients, placing, tasks
 from shardwise.layouts.first_call import Judging
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.matrices import mixes, whole_in_products
+from shardwise.layouts.matrices import whole_in_products
 from shardwise.layouts.placing import parameter_rule, state_rule
 
 
@@ -65,43 +65,16 @@ def init(layout: Layout, create: Callable, tx: Any, key: jax.Array) -> tuple[Any
     return mesh.typed((params, opt_state), layout.mesh)
 
 
-def _updated(layout, tx, grads, opt_state, params, **extra):
-    """(parameters, state) after `tx.update` by the compiler; what comes out lies as what went in.
+def _update(layout, tx, grads, opt_state, params, **extra):
+    """`tx.update` by the compiler; what comes out lies as what went in.
 
     Matrices that it multiplies, as Muon does, are gathered once each: it sends as many bytes as
     they have, and they are whole on every device meanwhile, in the work as well.
     """
     update = functools.partial(tx.update, **extra)
-    if layout.exact:
-        return _exactly(layout, update, grads, opt_state, params)
     updates, state = whole_in_products(update, layout.auto, grads, opt_state, params)
     state = rules.constrain_tree(state, state_rule(layout, params), layout.auto)
-    updates = rules.constrain_tree(updates, parameter_rule(layout), layout.auto)
-    return optax.apply_updates(params, updates), state
-
-
-def _exactly(layout, update, grads, opt_state, params):
-    """The same by each device, on its shares; on whole arrays if the optimizer mixes elements.
-
-    In a program of its own, up to the new parameters: joined with what is around it, products and
-    sums would be rounded once or twice, as it comes.
-    """
-
-    def updated(*given):
-        updates, state = update(*given)
-        return optax.apply_updates(given[2], updates), state
-
-    def apart(*given):
-        return jaxprs.apart(lambda: updated(*given), given)
-
-    rules_of = parameter_rule(layout), state_rule(layout, params)
-    of_params, of_state = rules_of[0](params, layout.auto), rules_of[1](opt_state, layout.auto)
-    lie = (of_params, of_state, of_params), (of_params, of_state)
-    if mixes(updated, grads, opt_state, params):
-        lie = P(), P()
-    run = jax.shard_map(apart, mesh=layout.auto, in_specs=lie[0], out_specs=lie[1], check_vma=False)
-    trees = zip(run(grads, opt_state, params), rules_of, strict=True)
-    return tuple(rules.constrain_tree(tree, rule, layout.auto) for tree, rule in trees)
+    return rules.constrain_tree(updates, parameter_rule(layout), layout.auto), state
 
 
 def value_and_grad(
@@ -196,7 +169,7 @@ def step(
         mean, grads = mean_and_grad(params, batch, *args, key=key)
         given = layout, tx, grads, opt_state, params
         try:
-            params, opt_state = _updated(*given)
+            updates, opt_state = _update(*given)
         except TypeError as error:  # some ask for the loss, as `optax.polyak_sgd` does
             if "'value_fn'" in str(error):
                 raise TypeError(
@@ -206,8 +179,8 @@ def step(
                 ) from error
             if "'value'" not in str(error):
                 raise
-            params, opt_state = _updated(*given, value=mean[0] if has_aux else mean)
-        outputs = mean if has_aux else (mean,)
+            updates, opt_state = _update(*given, value=mean[0] if has_aux else mean)
+        params, outputs = optax.apply_updates(params, updates), mean if has_aux else (mean,)
         if frozen is not None:
             mean, (new, rest) = outputs
             params, outputs = (

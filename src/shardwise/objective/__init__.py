@@ -33,7 +33,6 @@ own for each part: valid masks, and others than one device's. Without microbatch
 path (`rules.jit`) divides nothing, and equals one device for these too.
 """
 
-from shardwise.objective.blocks import Blocks
 from shardwise.objective.gradients import Division, Totals, mean_and_grads, value_and_grad
 from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
 from shardwise.objective.oracle import check
@@ -42,7 +41,6 @@ from shardwise.objective.reasons import Indivisible
 from shardwise.objective.tracing import Traced, trace
 
 __all__ = [
-    "Blocks",
     "Division",
     "Indivisible",
     "Mean",

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from shardwise import marks
-from shardwise.objective.blocks import Blocks
 from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
 from shardwise.objective.parts import numbers, reduced, split, ways
 from shardwise.objective.tracing import Traced, trace
@@ -24,15 +23,13 @@ class Division:
 
     `together` adds up a tree of what the parts on all devices have, and `along` of what those of
     the same rows have, where the sequence is cut; `fold` makes of the batch's key that of this
-    device's part; `each` is applied to the gradients of each microbatch. With `blocks` the parts
-    are blocks, and sums go over all devices in their one order.
+    device's part; `each` is applied to the gradients of each microbatch.
     """
 
     together: Callable[[Any], Any] = _same
     fold: Callable[[Any], Any] = _same
     each: Callable[[Any], Any] = _same
     along: Callable[[Any], Any] = _same
-    blocks: Blocks | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +49,9 @@ class Totals:
         if self.microbatches > 1:
             raise ValueError(
                 f"marks.total: the loss needs a sum over the rows of the whole batch, which is "
-                f"taken in {self.microbatches} microbatches or blocks, one after the other: none "
-                f"sees the others. Use one microbatch, or sums over each row (for experts: "
-                f"over='rows'), or balance experts by a bias, from the loads that aux adds up."
+                f"taken in {self.microbatches} microbatches, one after the other: none sees the "
+                f"others. Use one microbatch, or sums over each row (for experts: over='rows'), "
+                f"or balance experts by a bias, from the loads that aux adds up."
             )
         return x if self.together is None else self.together(x)
 
@@ -115,14 +112,12 @@ def mean_and_grads(
     All strategies share this. `parts` and `rows` are the part's arrays and row numbers, as `split`
     gives them. The gradients are in `wide` dtypes, and not yet summed over devices.
     """
-    m, blocks = jax.tree.leaves(parts)[0].shape[0], division.blocks
+    m = jax.tree.leaves(parts)[0].shape[0]
     first = jax.tree.map(lambda x: x[0], (parts, rows))
-    with marks.bind(total=Totals(blocks.count if blocks else m, division.together, division.along)):
+    with marks.bind(total=Totals(m, division.together, division.along)):
         traced = trace(loss, params, *first, args, key, has_aux)
-    if blocks:
-        traced = dataclasses.replace(traced, apart=True)
     part = _Part(traced, params, args, key if traced.by_place else division.fold(key), division)
-    if m == 1 and blocks is None:
+    if m == 1:
         run = part.forward(*first)
         whole = division.together(run.mean)
         grads = part.backward(run, whole)
@@ -132,7 +127,7 @@ def mean_and_grads(
     if not traced.linear:  # and else 0 is what a cotangent of 0 gives
         grads = nothing_if_empty(grads, whole.count if traced.has_count else None)
     pairs = zip(jax.tree.leaves(extra), ways(aux, extra), strict=True)
-    leaves = [(blocks.reduced if blocks else reduced)(x, way) for x, way in pairs]
+    leaves = [reduced(x, way) for x, way in pairs]
     extra = jax.tree.unflatten(jax.tree.structure(extra), leaves)
     return quotient(whole).astype(traced.dtype), extra, grads
 
@@ -207,8 +202,6 @@ def _accumulated(part, parts, rows):
         run = part.forward(*one)
         return (run.mean.total, part.backward(run, Mean(run.mean.total, whole))), run.aux
 
-    if (blocks := part.division.blocks) is not None:
-        return _in_blocks(part, blocks, (parts, rows, blocks.numbers()), count, forward_and_back)
     steps = (parts, rows, jnp.arange(m))
     whole = part.division.together(jnp.sum(jax.lax.map(count, steps)))
     one = jax.tree.map(lambda x: x[0], steps)
@@ -221,18 +214,6 @@ def _accumulated(part, parts, rows):
 
     (total, grads), extra = jax.lax.scan(add, zeros, steps)
     return Mean(part.division.together(total), whole), grads, extra
-
-
-def _in_blocks(part, blocks, steps, count, forward_and_back):
-    """The same as `_accumulated`, of blocks; the sums of gradients over outer axes are to come."""
-    whole = blocks.total(blocks.added(lambda one: ((), count(one)), steps)[1])
-
-    def one(step):
-        (total, grads), extra = forward_and_back(step, whole)
-        return grads, (total, extra)
-
-    grads, (totals, extra) = blocks.added(one, steps)
-    return Mean(blocks.total(totals), whole), grads, extra
 
 
 def _wide(x):

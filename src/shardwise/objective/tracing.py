@@ -27,12 +27,9 @@ class Traced:
     structure: Any
     by_place: bool = True  # whether all draws from the key depend on marks.index
     linear: bool = True  # whether no rule of the loss's own may turn a zero cotangent into others
-    apart: bool = False  # whether what is rematerialised is so in a program of its own
 
     def __call__(self, *groups: Any) -> tuple[Mean, Any]:
-        run = functools.partial(jaxprs.run_apart, self.closed)
-        leaves = jax.tree.leaves(groups)
-        out = run(leaves) if self.apart else jaxpr_as_fun(self.closed)(*leaves)
+        out = jaxpr_as_fun(self.closed)(*jax.tree.leaves(groups))
         return jax.tree.unflatten(self.structure, out)
 
     @functools.cached_property

@@ -56,7 +56,6 @@ class Roles:
     dtype: Literal["float32", "bfloat16"] | None = None  # in which weights are gathered and used
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
     remat: str | None = None  # a policy of jax.checkpoint_policies, or "offload" to the host
-    exact: int | None = None  # blocks of rows, for the same bits on any number of devices
 
     def layout(self) -> layouts.Layout:
         """The layout over the devices there are, with an axis of its own for each role above 1.
@@ -284,8 +283,7 @@ def check_resumable(saved: dict[str, Any], now: dict[str, Any], folder: Path) ->
 
     Only what was saved is compared.
     """
-    free = {n for n in now if {n, n.partition(".")[0]} & set(FREE)}
-    held = [n for n in now if n not in free or n == "layout.exact"]  # which is an order of sums
+    held = [n for n in now if not {n, n.partition(".")[0]} & set(FREE)]
     told = "; ".join(
         f"{n} was {json.dumps(saved[n])} and is {json.dumps(now[n])}"
         for n in held
@@ -294,6 +292,5 @@ def check_resumable(saved: dict[str, Any], now: dict[str, Any], folder: Path) ->
     if told:
         raise ValueError(
             f"run: {folder} cannot go on with other settings: {told}. What may differ: "
-            f"{', '.join(FREE)}, but for layout.exact. Leave these as they were, or start another "
-            f"run."
+            f"{', '.join(FREE)}. Leave these as they were, or start another run."
         )
