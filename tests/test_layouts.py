@@ -204,12 +204,12 @@ def test_experts_by_slices_combine_with_other_roles(roles):
     check(catalogue.over(roles, 4, **settings))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shared", ["fsdp", "data"])
-def test_experts_within_a_stage_may_lie_on_the_axis_of_another_role(shared):
+def test_experts_within_a_stage_have_an_axis_of_their_own(shared):
     grid = mesh.make(stage=2, data=2, fsdp=2)
     roles = dict(stage="stage", data="data", fsdp="fsdp", expert=shared)
-    check(layouts.Layout(grid, **roles, microbatches=2))
+    with pytest.raises(ValueError, match="Give experts an axis of their own"):
+        layouts.Layout(grid, **roles, microbatches=2)
 
 
 @pytest.mark.slow
