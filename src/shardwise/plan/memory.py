@@ -37,10 +37,9 @@ class Terms(NamedTuple):
     in no layer, gathered over stages for the step; `kept` are slots, one for each stage, with what
     a forward task keeps, without remat the gathered weights among it; one slot for what the last
     stage's end leaves, float32 logits and its norm; and an activation and a cotangent that have
-    arrived; `pending`, what the
-    half of a backward that the stage before waits for leaves to the half that yields the weights'
-    gradients, of all layers of the stage; `summed`, the gradients' sums; and while a task runs,
-    `task`, what it puts into its slot: it takes things from theirs where they lie.
+    arrived; `pending`, what the half of a backward that the stage before waits for leaves to the
+    half that yields the weights' gradients, of all layers of the stage; `summed`, the gradients'
+    sums; and while a task runs, `task`, what it puts into its slot: slots are read where they lie.
     """
 
     gradients: float = 0.0
