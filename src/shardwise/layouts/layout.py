@@ -193,12 +193,6 @@ class Layout:
             )
         if len(self.expert) > 1:
             raise ValueError(f"layouts.Layout: expert={self.expert}; experts lie along one axis.")
-        if self.stage and (shared := set(self.expert) & {*self.data, *self.fsdp}):
-            raise ValueError(
-                f"layouts.Layout: with stages, experts on the axis {min(shared)!r}, which has rows "
-                f"too: on CPU one step in ten or so came out wrong, and why is not known. Give "
-                f"experts an axis of their own."
-            )
         if len(self.stage) > 1:
             raise ValueError(f"layouts.Layout: stage={self.stage}; stages lie along one axis.")
         if self.by == "compiler" and self.context and self.attention in ("striped", "zigzag"):

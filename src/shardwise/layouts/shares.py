@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp
@@ -70,7 +71,7 @@ class Shares:
     def leave(self, numbers: Sequence[int], grads: list) -> list:
         """A task's gradients, as they are added to sums."""
         now = [i for i in numbers if self._at_ends(i) or self.layout.zero == 2]
-        return scatter(grads, [self.hows[i] if i in now else None for i in numbers])
+        return scatter(_at_once(grads), [self.hows[i] if i in now else None for i in numbers])
 
     def sum_shape(self, i: int, shape: tuple) -> tuple:
         """The shape of the sum of a parameter's gradients, which tasks find in this one."""
@@ -100,6 +101,22 @@ class Shares:
     def _at_ends(self, i):
         """Whether a task gathers the parameter where it begins."""
         return self.layout.zero == 3 and not self.use.deferred[i]
+
+
+def _at_once(arrays):
+    """The same numbers, on CPU none before all are computed.
+
+    XLA:CPU begins a collective while a loop before it still runs, unless it takes data of the loop,
+    and tells those of a `shard_map` apart by nothing but their order: a scatter would be summed
+    with one of the loop's, of another shape (seen with jaxlib 0.10.1).
+    """
+
+    def tied(arrays):
+        some = [x.ravel()[0].real.astype(jnp.float32) for x in arrays if x.size]
+        zero = sum(jnp.where(jnp.isfinite(x), 0 * x, 0) for x in some)
+        return [x + zero.astype(x.dtype) for x in arrays]
+
+    return jax.lax.platform_dependent(list(arrays), cpu=tied, default=lambda arrays: arrays)
 
 
 def array_layouts(layout: Layout, tree: Any) -> tuple[fsdp.ArrayLayout, ...]:

@@ -100,7 +100,8 @@ class _Run:
             turns = (given.row["task"] == number).astype(jnp.int32)
             once = functools.partial(_tied, task, given)
             with marks.turns((self.task == number).sum(0), of=len(self.task)):  # for `measure`
-                carried = jax.lax.fori_loop(0, turns, once, carried)
+                begun = jnp.zeros_like(turns), carried
+                carried = jax.lax.while_loop(lambda loop: loop[0] < turns, once, begun)[1]
         state, *sent = carried
         for name, arrays in zip(("act", "cot"), sent, strict=True):
             inbox = getattr(state, name)
@@ -126,13 +127,13 @@ class _Run:
             state = state._replace(kept=self.kept.write(state.kept, row["kept"], kept))
         if stage.last:
             done = _write(state.outputs, row["microbatch"], out)
-            return state._replace(outputs=done), self.act.blank(), self.cot.blank()
-        return state, self.act.pack(out), self.cot.blank()
+            return row["turn"], state._replace(outputs=done), self.act.blank(), self.cot.blank()
+        return row["turn"], state, self.act.pack(out), self.cot.blank()
 
     def to_input(self, kind: Kind, state: State, given: Given) -> tuple:
         """A microbatch's cotangents, on their way to the stage before."""
-        stage, row = kind.stage, given.row
-        kept = _read(self.kept, state.kept, row, "kept", kind.kept)
+        stage = kind.stage
+        kept, row = _read(self.kept, state.kept, given.row, "kept", kind.kept)
         numbers = cut.differentiable(stage)
         if stage.last:
             back = self.seeds([_at(x, row["microbatch"]) for x in state.outputs])
@@ -142,16 +143,16 @@ class _Run:
         inputs = self.inputs(kind, "to_input", given)
         sent, pending = _arrays(kind.halves.to_input(*inputs, kept, cots))
         state = state._replace(pend=self.pend.write(state.pend, row["pend"], pending))
-        return state, self.act.blank(), self.cot.pack(sent if stage.index else [])
+        return row["turn"], state, self.act.blank(), self.cot.pack(sent if stage.index else [])
 
     def to_weights(self, kind: Kind, state: State, given: Given) -> tuple:
         """A microbatch's gradients, added to the sums."""
-        kept = _read(self.kept, state.kept, given.row, "kept", kind.kept)
-        pending = _read(self.pend, state.pend, given.row, "pend", kind.pending)
+        kept, row = _read(self.kept, state.kept, given.row, "kept", kind.kept)
+        pending, row = _read(self.pend, state.pend, row, "pend", kind.pending)
         inputs = self.inputs(kind, "to_weights", given)
         grads = _arrays(kind.halves.to_weights(*inputs, kept, pending))
         state = state._replace(grads=self.added(kind.stage, state.grads, grads, given.row))
-        return state, self.act.blank(), self.cot.blank()
+        return row["turn"], state, self.act.blank(), self.cot.blank()
 
     def inputs(self, kind, task, given):
         """(the parameters that a task takes, the data)."""
@@ -185,19 +186,25 @@ class _Run:
         return sums
 
 
-def _tied(task, given, turn, carried):
+def _tied(task, given, loop):
     """One turn: what the task reads depends on the turn, or XLA moves it out of the loop."""
-    state, *_ = carried
+    turn, (state, *_) = loop
     slots = state.act, state.cot, state.outputs
     slots, given, turn = _barrier((slots, given, turn))
     act, cot, outputs = slots
     given = given._replace(row=given.row | {"turn": turn})
-    return task(state._replace(act=act, cot=cot, outputs=outputs), given)
+    turn, *carried = task(state._replace(act=act, cot=cot, outputs=outputs), given)
+    return turn + 1, tuple(carried)
 
 
 def _read(packing, slots, row, name, like):
-    """Arrays in a slot, tied to the turn: of a single slot, all would be the same at every tick."""
-    return _barrier((packing.read(slots, row[name], like), row["turn"]))[0]
+    """(arrays in a slot, tied to the turn; the row with that turn).
+
+    Of a single slot, all would be the same at every tick. The turn has to come out too, and be the
+    loop's: XLA drops from a barrier what nobody uses.
+    """
+    arrays, turn = _barrier((packing.read(slots, row[name], like), row["turn"]))
+    return arrays, row | {"turn": turn}
 
 
 def _barrier(tree):
