@@ -101,7 +101,7 @@ class _Run:
             once = functools.partial(_tied, task, given)
             with marks.turns((self.task == number).sum(0), of=len(self.task)):  # for `measure`
                 begun = jnp.zeros_like(turns), carried
-                carried = jax.lax.while_loop(lambda loop: loop[0] < turns, once, begun)[1]
+                carried = jax.lax.while_loop(lambda loop, n=turns: loop[0] < n, once, begun)[1]
         state, *sent = carried
         for name, arrays in zip(("act", "cot"), sent, strict=True):
             inbox = getattr(state, name)
