@@ -64,9 +64,7 @@ reason:
 - *of equal rows*: the compiler sends one of them.
 
 {{ref}}`measure.differences <api-measure>` explains these and others. {left}
-A program that the compiler refuses has no row. Of stages it is the device that sends most. Of
-*four stages, remat*, whose stages have one layer each, the compiler takes scatters out of a task,
-and sends them at every tick: they are *repeated* and *inserted*.
+A program that the compiler refuses has no row. Of stages it is the device that sends most.
 
 {sent}
 """
