@@ -12,6 +12,7 @@ import optax
 import pytest
 from combinations import COMBINED, NAMED, ROLES, layout_of
 from flax import nnx
+from test_pipeline import outside_of_tasks
 
 from shardwise import (
     checkpoint,
@@ -263,6 +264,7 @@ def test_a_task_s_scatters_wait_for_its_loops(name):
     compiled = jax.jit(function).lower(params, batches()[0], key=KEY).compile()
     assert "reduce-scatter" in compiled.as_text()
     assert not list(beside_loops(compiled))
+    assert not outside_of_tasks(compiled.as_text())  # with one layer a stage they were
 
 
 @pytest.mark.slow
