@@ -182,7 +182,7 @@ def test_search_says_when_it_finds_nothing(page):
     page.open("search")
     page.locator("input[name=q]").fill("xylophones")
     page.keyboard.press("Enter")
-    page.wait_for_function("/not match/.test(document.querySelector('#search-results').innerText)")
+    page.wait_for_function("/not match/.test(document.querySelector('#search-results')?.innerText)")
 
 
 def test_light_and_dark_can_be_switched_and_are_remembered(browser, server):
