@@ -71,7 +71,8 @@ class Shares:
     def leave(self, numbers: Sequence[int], grads: list) -> list:
         """A task's gradients, as they are added to sums."""
         now = [i for i in numbers if self._at_ends(i) or self.layout.zero == 2]
-        return scatter(_at_once(grads), [self.hows[i] if i in now else None for i in numbers])
+        hows = [self.hows[i] if i in now else None for i in numbers]
+        return scatter(_at_once(grads) if any(hows) else grads, hows)
 
     def sum_shape(self, i: int, shape: tuple) -> tuple:
         """The shape of the sum of a parameter's gradients, which tasks find in this one."""
