@@ -14,6 +14,7 @@ from test_layouts import KEY, OPTIMIZERS, batches, parts
 from shardwise import checkpoint, fsdp, layouts, mesh, objective, rules
 
 SEEN = ["fsdp", "hybrid", "fsdp, tensor by compiler"]
+ROLES_TOGETHER = ["stage, fsdp by hand", "fsdp, context, tensor", "fsdp, expert, context"]
 TX = OPTIMIZERS["adamw"]
 
 
@@ -28,30 +29,34 @@ def twins(name):
     return layout, dataclasses.replace(layout, mesh=explicit(layout.mesh))
 
 
+def born(name, each):
+    """(loss, parameters, optimizer's state, whether the loss has auxiliary outputs) of a layout."""
+    mixed, stages = "rows" if "expert" in name else False, each.size("stage")
+    loss, create = parts(stages, max(4, stages), mixed)
+    params, state = layouts.init(each, create, TX, KEY)
+    for x, to in zip(*map(jax.tree.leaves, (params, layouts.shardings(each, params))), strict=True):
+        assert x.sharding.mesh == to.mesh == each.mesh
+        assert x.sharding.is_equivalent_to(to, x.ndim)
+    return loss, params, state, bool(mixed)
+
+
 def equal(ours, theirs, **tolerance):
     for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
         np.testing.assert_allclose(a, b, **tolerance)
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in SEEN else pytest.param(n, marks=pytest.mark.slow) for n in layouts.LAYOUTS]
+    "name", [*SEEN, *(pytest.param(n, marks=pytest.mark.slow) for n in ROLES_TOGETHER)]
 )
 def test_a_layout_does_there_what_it_does_on_auto_axes(name, tmp_path):
     auto, layout = twins(name)
-    mixed = "rows" if "expert" in name else False
-    stages = auto.size("stage")
-    loss, create = parts(stages, max(4, stages), mixed)
-    batch, has_aux = batches()[0], bool(mixed)
-    found = []
+    batch, found = batches()[0], []
     for each in auto, layout:
-        params, state = layouts.init(each, create, TX, KEY)
+        loss, params, state, has_aux = born(name, each)
         mean, grads = layouts.value_and_grad(each, loss, has_aux, check=False)(params, batch)
         step = layouts.step(each, loss, TX, has_aux, check=name in SEEN)
-        for x, g, to in zip(
-            *map(jax.tree.leaves, (params, grads, layouts.shardings(each, params))), strict=True
-        ):
-            assert x.sharding.mesh == g.sharding.mesh == to.mesh == each.mesh
-            assert x.sharding.is_equivalent_to(to, x.ndim) and g.sharding == x.sharding
+        for x, g in zip(*map(jax.tree.leaves, (params, grads)), strict=True):
+            assert g.sharding == x.sharding
         params, state, *_ = step(params, state, batch)
         params, state, *second = step(params, state, batch)
         found.append((mean, grads, second, params))
@@ -61,6 +66,18 @@ def test_a_layout_does_there_what_it_does_on_auto_axes(name, tmp_path):
     equal(back, found[1][3], rtol=0)
     again = checkpoint.restore(tmp_path, {"params": found[1][3]})["params"]
     assert jax.tree.leaves(again)[0].sharding.mesh == layout.mesh
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in layouts.LAYOUTS if n not in (*SEEN, *ROLES_TOGETHER)])
+def test_a_layout_s_program_there_is_that_on_auto_axes(name):
+    """Letter for letter: types are put on and taken off around it."""
+    programs = []
+    for each in twins(name):
+        loss, params, state, has_aux = born(name, each)
+        step = layouts.step(each, loss, TX, has_aux, check=False)
+        programs.append(step.lower(params, state, batches()[0]).as_text())
+    assert programs[0] == programs[1]
 
 
 def network(params, batch):
