@@ -1,8 +1,13 @@
 """Every pair and triple of roles that fits eight devices, by hand and by the compiler."""
 
 import itertools
+import os
+import random
 
 from shardwise.layouts import LAYOUTS, Layout, catalogue
+
+IN_FULL = bool(os.environ.get("IN_FULL"))  # which `make stacks` sets
+SEED = 20261125
 
 ROLES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 EVERY = [
@@ -33,3 +38,9 @@ def layout_of(case: tuple[str, ...], n: int = 8) -> Layout:
     if by == "hand" and "context" in roles:
         settings["attention"] = "zigzag" if "fsdp" in roles else "ulysses"
     return catalogue.over(tuple(roles), n, **settings)
+
+
+def sample(cases, many):
+    """So many of the cases, drawn by the seed; all with IN_FULL."""
+    cases = list(cases)
+    return cases if IN_FULL else random.Random(SEED).sample(cases, many)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from combinations import IN_FULL
 
 from shardwise import layouts, model, run
 from shardwise.layouts import first_call
@@ -24,9 +25,8 @@ STAGED = {name for name in layouts.LAYOUTS if "stage" in name}
 NAMES = [name for name in layouts.LAYOUTS if name not in STAGED]
 SEED, STEPS = 12, 4
 STANDSTILL = 400  # seconds
-IN_FULL = bool(os.environ.get("IN_FULL"))  # which `make stacks` sets
 # On several processes a seeded part of them, since each compiles every program itself.
-MANY = {2: 8, 4: 4} if IN_FULL else {2: 3, 4: 2}
+MANY = {2: 8, 4: 4} if IN_FULL else {2: 2, 4: 1}
 ON = {n: sorted(random.Random(n * SEED).sample(NAMES, many)) for n, many in MANY.items()}
 # Of stages one on each number: their permutes then meet between processes.
 ON[2], ON[4] = [*ON[2], "stage, fsdp"], [*ON[4], "stage"]
