@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from combinations import IN_FULL
 
 from shardwise import layouts, model, run
 from shardwise.layouts import first_call
@@ -25,6 +24,7 @@ STAGED = {name for name in layouts.LAYOUTS if "stage" in name}
 NAMES = [name for name in layouts.LAYOUTS if name not in STAGED]
 SEED, STEPS = 12, 4
 STANDSTILL = 400  # seconds
+IN_FULL = bool(os.environ.get("IN_FULL"))  # which `make stacks` sets
 # On several processes a seeded part of them, since each compiles every program itself.
 MANY = {2: 8, 4: 4} if IN_FULL else {2: 2, 4: 1}
 ON = {n: sorted(random.Random(n * SEED).sample(NAMES, many)) for n, many in MANY.items()}
