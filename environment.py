@@ -20,6 +20,7 @@ PINS = "requirements.txt"
 COMPILER = "requirements-tpu.txt"  # what can be done without
 PACKAGES = ("pyproject.toml", "book/pyproject.toml")
 READY = FOLDER / "ready"  # written last: the folder and the pins that `.venv` was made for
+QUIET = ("-qq", "--disable-pip-version-check")  # errors alone
 PROBE = """\
 import sys
 from importlib.util import find_spec
@@ -104,25 +105,25 @@ def main() -> None:
     print("Installing the pinned set (minutes, the first time)", flush=True)
     if READY.exists():
         READY.unlink()
-    pip = [str(FOLDER / "bin" / "python"), "-m", "pip", "install", "-qq"]  # errors alone
-    pip = [*pip, "--disable-pip-version-check", "-r"]
+    pip = [str(FOLDER / "bin" / "python"), "-m", "pip", "install", *QUIET, "-r"]
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.check_call([*pip, PINS], env=outside)
-    add_compiler([*pip, COMPILER], outside)
+    add_compiler("TPU", [*pip, COMPILER], outside)
+    add_compiler("GPU", [*pip[:2], "shardwise.topology", *QUIET], outside)
     READY.write_text(json.dumps(ready))
 
 
-def add_compiler(install: "list[str]", outside: "dict[str, str]") -> None:
-    """Google's TPU compiler; one sentence, and no failure, where it cannot be had."""
-    without = "the book goes without, and the chapter that needs it says so"
+def add_compiler(kind: str, install: "list[str]", outside: "dict[str, str]") -> None:
+    """The compiler for "TPU" or "GPU"; one sentence, and no failure, where it cannot be had."""
+    without = "the book goes without, and the chapters that need it say so"
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        print(f"No TPU compiler for {sys.platform} on {platform.machine()}: {without}.")
+        print(f"No {kind} compiler for {sys.platform} on {platform.machine()}: {without}.")
         return
     ran = subprocess.run(install, env=outside, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if ran.returncode:
         said = ran.stdout.decode(errors="replace").strip().splitlines()[-1:] or ["no word from pip"]
-        again = " ".join(install[:4] + install[-2:])
-        print(f"No TPU compiler ({said[0]}): {without}; to try again, run {again}.")
+        again = " ".join(word for word in install if word not in QUIET)
+        print(f"No {kind} compiler ({said[0]}): {without}; to try again, run {again}.")
 
 
 if __name__ == "__main__":

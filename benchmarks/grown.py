@@ -47,7 +47,7 @@ def said(page: dict[str, Any], chips: str, layers: int, how: dict[str, Any]) -> 
     function, arguments = page["asked"](grid.abstract, layers, **how)
     found = {"chips": chips, "layers": layers}
     try:
-        compiled = topology.compile(topology.lower(function, *arguments), grid)
+        compiled = topology.compile(grid.lower(function, *arguments), grid)
         found |= _read(compiled, grid.chips.chip)
     except topology.DoesNotFit as refusal:
         found |= {"needed": refusal.needed, "fits": False}

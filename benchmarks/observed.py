@@ -169,7 +169,7 @@ def observed() -> Iterator[dict[str, Any]]:
 
 
 def _facts(mesh, jitted, given):
-    lowered, began = topology.lower(jitted, *given), time.perf_counter()
+    lowered, began = mesh.lower(jitted, *given), time.perf_counter()
     compiled = topology.compile(lowered, mesh, cached=False)
     seconds = time.perf_counter() - began
     found = measure.collectives(compiled)

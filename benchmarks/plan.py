@@ -62,7 +62,7 @@ def compiled(case: Case) -> dict:
         "differences": {name: [*d] for name, d in check.differences.items()},
         "seconds": round(check.seconds),
         "date": datetime.date.today().isoformat(),
-        "versions": child.versions(),
+        "versions": child.versions(chips.chip),
     }
 
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 from plan_cases import Case
 
 from shardwise import plan, topology
-from shardwise.plan.planning import usable
 
 _GIB, _MB = 2**30, 1e6
 _TARGET, _LIMIT, _SHARE = 0.15, 0.30, 0.8  # eight of ten within 15 %, all within 30
@@ -90,7 +89,7 @@ def _off(found, said):
 
 
 def _usable(case):
-    return usable(topology.chips(case.chips))
+    return topology.chips(case.chips).usable_hbm
 
 
 def verdict(
@@ -129,11 +128,11 @@ def page(
     first = [r for n, r in rows.items() if n.startswith("fitted: ")]
     second = [r for n, r in rows.items() if not n.startswith("fitted: ")]
     return PAGE.format(
-        dates=_dates(record),
-        versions=_versions(record),
+        dates=dates(record),
+        versions=versions(record),
         verdict=" ".join(verdict(cases, found, record).told),
-        memory=_table(columns, second),
-        fitted=_table(columns, first),
+        memory=table(columns, second),
+        fitted=table(columns, first),
         left=_left(record),
         sent=_sent(record),
     )
@@ -155,7 +154,7 @@ def _sent(record):
         total = sum(d[1] for d in became.values())
         told = [_megabytes(x) for x in more]
         rows.append((name, f"{total / _MB:,.1f}", *told))
-    return _table(("program", "formula", *shown), rows)
+    return table(("program", "formula", *shown), rows)
 
 
 def _megabytes(size):
@@ -164,17 +163,17 @@ def _megabytes(size):
     return f"{size / _MB:+,.1f}"
 
 
-def _table(columns, rows):
+def table(columns, rows):
     lines = [columns, ["---", *["---"] * (len(columns) - 1)], *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def _dates(record):
+def dates(record):
     days = sorted({said["date"] for said in record.values()})
     return f"on {days[0]}" if len(days) == 1 else f"from {days[0]} to {days[-1]}"
 
 
-def _versions(record):
+def versions(record):
     found = {tuple(sorted(said["versions"].items())) for said in record.values()}
     told = [", ".join(f"{name} {version}" for name, version in each) for each in sorted(found)]
     return "; ".join(told)

@@ -104,12 +104,13 @@ def environment(name: str, stack: Stack) -> Path | None:
 
 
 def add_compiler(name: str, stack: Stack, python: Path) -> None:
-    """Beside what is there; tests and cells that need it are skipped where it cannot be had."""
+    """Beside what is there; tests and cells that need one are skipped where it cannot be had."""
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        return say(f"{name}: no TPU compiler for {sys.platform} on {platform.machine()}")
-    install = [python, "-m", "pip", "install", "-qq", *stack.compiler(installed(python)["jax"])]
-    if subprocess.run(install, cwd=ROOT).returncode:
-        say(f"{name}: no TPU compiler could be installed; what needs it is left out")
+        return say(f"{name}: no TPU or GPU compiler for {sys.platform} on {platform.machine()}")
+    tpu = [python, "-m", "pip", "install", "-qq", *stack.compiler(installed(python)["jax"])]
+    for kind, install in {"TPU": tpu, "GPU": [python, "-m", "shardwise.topology", "-qq"]}.items():
+        if subprocess.run(install, cwd=ROOT).returncode:
+            say(f"{name}: no {kind} compiler could be installed; what needs it is left out")
 
 
 def chapters_here(python: Path) -> bool:

@@ -228,7 +228,7 @@ def test_on_a_torus_scatters_become_all_reduces(tmp_path, monkeypatch):
         )  # fmt: skip
         whole = NamedSharding(chips.abstract, P())
         x = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16, sharding=whole)
-        lowered = topology.lower(jax.jit(run), x)
+        lowered = chips.lower(jax.jit(run), x)
         found = measure.differences(lowered, topology.compile(lowered, chips))
         names[name] = set(found)
     assert names == {"v5p:2x2x2": {"all-reduce"}, "v5e:2x4": {"as written"}}

@@ -159,7 +159,7 @@ def test_on_a_chip_its_flops_are_those_of_the_tiles_that_are_seen(monkeypatch, t
         out = jax.lax.scan(lambda q, _: (attend(q).astype(q.dtype), None), q, None, layers)[0]
         return jnp.sum(out.astype(jnp.float32))
 
-    program = topology.compile(topology.lower(jax.jit(jax.grad(total)), q), chips)
+    program = topology.compile(chips.lower(jax.jit(jax.grad(total)), q), chips)
     seen = np.tril(np.ones((size, size))).reshape(size // block, block, -1, block).any((1, 3))
     product = 2 * (rows // 4) * (heads // 2) * seen.sum() * block**2 * 128  # depth, padded
     assert measure.flops(program) == layers * (2 + 2 + 3 + 4) * product
@@ -181,7 +181,7 @@ def test_on_a_chip_it_keeps_no_scores(monkeypatch, tmp_path):
         def total(q, k, v):
             return jnp.sum(attend(q, k, v, marks.places(None, 4, size)).astype(jnp.float32))
 
-        lowered = topology.lower(jax.jit(jax.grad(total, (0, 1, 2))), q, q, q)
+        lowered = chips.lower(jax.jit(jax.grad(total, (0, 1, 2))), q, q, q)
         return measure.fits(topology.compile(lowered, chips)).memory.temporaries
 
     scores = size**2 * heads // 2 * 2  # bytes on a device, in bfloat16

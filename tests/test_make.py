@@ -134,14 +134,17 @@ def test_values_reach_programs_as_they_stand(project, target):
 INSTALLS = r"""#!/bin/sh
 case "$*" in
   *ensurepip*) echo 3.12.1 True /nowhere ;;
-  *{fails}) echo Looking; echo "ERROR: No route to {fails}" >&2; exit 1 ;;
+  *"{fails}") echo Looking; echo "ERROR: No route to {fails}" >&2; exit 1 ;;
 esac
 """
 
 
-@pytest.mark.parametrize("fails", PINS[:2])
-def test_only_the_tpu_compiler_may_be_missing(project, fails):
-    """The book is made without it, and is told so once; without anything else it is not."""
+GPUS = "-m shardwise.topology -qq --disable-pip-version-check"
+
+
+@pytest.mark.parametrize("fails", [*PINS[:2], GPUS])
+def test_only_compilers_may_be_missing(project, fails):
+    """The book is made without them, and is told so once; without anything else it is not."""
     prepared = project / ".venv/bin/python"
     prepared.parent.mkdir(parents=True)
     prepared.write_text(INSTALLS.format(fails=fails))
@@ -155,23 +158,24 @@ def test_only_the_tpu_compiler_may_be_missing(project, fails):
         return
     assert code == 0 and json.loads(ready.read_text()) == state(project)
     _, said = printed.splitlines()
-    assert said.startswith(
-        "No TPU compiler (ERROR: No route to requirements-tpu.txt): the book goe"
-    )
-    assert said.endswith("run .venv/bin/python -m pip install -r requirements-tpu.txt.")
+    kind, again = "TPU", "pip install -r requirements-tpu.txt"
+    if fails == GPUS:
+        kind, again = "GPU", "shardwise.topology"
+    assert said.startswith(f"No {kind} compiler (ERROR: No route to {fails}): the book goe")
+    assert said.endswith(f"run .venv/bin/python -m {again}.")
     assert venv(project) == (0, "")
 
 
 @pytest.mark.parametrize(("system", "machine"), [("darwin", "arm64"), ("linux", "aarch64")])
-def test_where_no_tpu_compiler_exists_one_sentence_says_so(monkeypatch, capfd, system, machine):
+def test_where_no_compiler_exists_one_sentence_says_so(monkeypatch, capfd, system, machine):
     spec = importlib.util.spec_from_file_location("environment", ROOT / "environment.py")
     environment = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(environment)
     monkeypatch.setattr(environment.sys, "platform", system)
     monkeypatch.setattr(environment.platform, "machine", lambda: machine)
-    environment.add_compiler(["false"], {})
+    environment.add_compiler("GPU", ["false"], {})
     printed = capfd.readouterr().out
-    assert printed.startswith(f"No TPU compiler for {system} on {machine}: the book goes without")
+    assert printed.startswith(f"No GPU compiler for {system} on {machine}: the book goes without")
     assert printed.count("\n") == 1
 
 

@@ -39,7 +39,7 @@ def sharded(mesh, shape, *spec, dtype=jnp.bfloat16):
 
 def compiled(mesh, f, *args):
     jitted = f if hasattr(f, "trace") else jax.jit(f)
-    return topology.compile(topology.lower(jitted, *args), mesh)
+    return topology.compile(mesh.lower(jitted, *args), mesh)
 
 
 def manual(mesh, f, in_specs, out_specs):
@@ -251,7 +251,7 @@ def test_a_gather_in_bfloat16_stays_so_and_one_too_wide_is_narrowed():
 
     program = jax.jit(manual(mesh, wide, (P("x"), P("x")), P("x")))
     args = sharded(mesh, (4096, 512), "x"), sharded(mesh, (512, 512), "x", dtype=jnp.float32)
-    lowered = topology.lower(program, *args)
+    lowered = mesh.lower(program, *args)
     (written,) = measure.collectives(lowered).ops
     (made,) = measure.collectives(topology.compile(lowered, mesh)).ops
     assert (written.dtype, made.dtype) == ("f32", "bf16")
@@ -336,7 +336,7 @@ def fsdp_step(mesh):
     rows = next(iter(data.batches(2 * mesh.chips.devices, 128, seed=1)))
     batch = jax.tree.map(lambda x: sharded(mesh, x.shape, "fsdp", dtype=x.dtype), rows)
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
-    return topology.lower(layouts.step(layout, loss, tx), *state, batch), size
+    return mesh.lower(layouts.step(layout, loss, tx), *state, batch), size
 
 
 def payloads(found):
@@ -645,7 +645,7 @@ def test_turns_that_a_loop_s_mark_says_are_kept_by_the_compiler():
     specs = P("x"), P("x"), P()
     f = jax.shard_map(f, mesh=mesh.abstract, in_specs=specs, out_specs=P("x"), check_vma=False)
     x, w = sharded(mesh, (32, 1024), "x"), sharded(mesh, (1024, 1024), "x")
-    lowered = topology.lower(jax.jit(f), x, w, sharded(mesh, (22,), dtype=jnp.int32))
+    lowered = mesh.lower(jax.jit(f), x, w, sharded(mesh, (22,), dtype=jnp.int32))
     program = topology.compile(lowered, mesh)
     found = measure.collectives(program)
     assert found == {"all-gather": measure.Count(1, 8, 8 * 2**21, 8 * 2**21 * 3 / 4)}

@@ -354,9 +354,10 @@ def test_a_mistake_is_named(given_to, told):
 def test_the_compiler_is_given_the_kernel_where_devices_see_whole_sequences():
     """128 tokens are a tile of the splash kernel; a context axis cuts the sequence."""
     devices = mesh.make(data=8)
-    assert compiling.has_kernel(roles.Roles(fsdp=8), 256)
-    assert not compiling.has_kernel(roles.Roles(fsdp=8), 96)
-    assert not compiling.has_kernel(roles.Roles(fsdp=4, context=2), 256)
+    assert compiling.has_kernel(roles.Roles(fsdp=8), 256, CHIPS)
+    assert not compiling.has_kernel(roles.Roles(fsdp=8), 96, CHIPS)
+    assert not compiling.has_kernel(roles.Roles(fsdp=4, context=2), 256, CHIPS)
+    assert not compiling.has_kernel(roles.Roles(fsdp=8), 256, topology.chips("h100:8"))
     each = roles.Roles(data=8)
     assert compiling.layout_of(each, SMALL, devices).kernel is None
     assert isinstance(compiling.layout_of(each, SMALL, devices, kernel=True).kernel, context.splash)

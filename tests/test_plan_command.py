@@ -64,7 +64,7 @@ def test_where_nothing_fits_the_exit_status_says_so(capsys):
     [
         ("--model", "llama9", "--model 'llama9' is no folder, and no name: llama3-8b,"),
         ("--chips", "v5p:4x4", "--chips v5p:4x4: a v5p lies in a torus of 3 axes"),
-        ("--chips", "h100:8", "--chips h100:8: h100 is in topology.CHIPS for arithmetic only"),
+        ("--chips", "h100:16", "--chips h100:16: NVLink joins the 8 GPUs of a node of h100"),
         ("--batch", "0", "--batch 0; expected 1 or more"),
         ("--sequence", "-5", "--sequence -5; expected 1 or more"),
         ("--slices", "0", "--slices 0; expected 1 or more"),
@@ -93,7 +93,7 @@ def test_help_and_missing_flags(capsys):
 
 
 def test_without_libtpu_one_sentence_says_so(capsys, monkeypatch):
-    def missing():
+    def missing(chip):
         raise ImportError("topology.compile needs Google's TPU compiler, the package libtpu.")
 
     monkeypatch.setattr("shardwise.topology.child.versions", missing)

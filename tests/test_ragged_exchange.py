@@ -181,7 +181,7 @@ def exchanges(program):
 def test_a_layer_on_chips_exchanges_raggedly_four_times(chips, capacity):
     grid = topology.chips(chips).mesh(x=8)
     run = mapped(grid.abstract, experts.ragged("x"), capacity)
-    program = topology.compile(topology.lower(run, *shapes(grid.abstract, 8)), grid)
+    program = topology.compile(grid.lower(run, *shapes(grid.abstract, 8)), grid)
     found = exchanges(program)
     assert len(RAGGED.findall(program.as_text())) == len(found) == 4
     assert {op.notes for op in found} == {("bound",)}
@@ -197,7 +197,7 @@ def test_a_layer_on_chips_exchanges_raggedly_four_times(chips, capacity):
 def test_a_decoder_on_chips_exchanges_raggedly(chips):
     grid = topology.chips(chips).mesh(fsdp=2, expert=4)
     layout = layouts.Layout(grid.abstract, fsdp="fsdp", expert="expert", dispatch="ragged")
-    program = topology.compile(topology.lower(*step(small(None, 128), layout)), grid)
+    program = topology.compile(grid.lower(*step(small(None, 128), layout)), grid)
     found = exchanges(program)
     # There and back in a scan's body: forward, again, and backward.
     assert len(RAGGED.findall(program.as_text())) == len(found) == 6

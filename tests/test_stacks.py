@@ -50,12 +50,12 @@ def test_each_stack_is_one_that_the_package_accepts():
         assert broken not in ranges["jax"]
 
 
-def test_each_stack_has_the_tpu_compiler_of_its_jax(monkeypatch, capsys, tmp_path):
+def test_each_stack_has_the_compilers_of_its_jax(monkeypatch, capsys, tmp_path):
     """Ours where JAX is pinned by us; where there is none, the stack is run without."""
     asked = []
 
     def pip(command, **_):
-        asked.append(command[5:])
+        asked.append(command[5:] if "pip" in command else command[1:3])
         return subprocess.CompletedProcess(command, 1)
 
     monkeypatch.setattr(stacks, "installed", lambda python: {"jax": "0.8.3"})
@@ -65,11 +65,12 @@ def test_each_stack_has_the_tpu_compiler_of_its_jax(monkeypatch, capsys, tmp_pat
     for name in ("newest", "python3.11", "colab", "jax0.8"):
         stacks.add_compiler(name, stacks.STACKS[name], tmp_path / "python")
     ours, theirs = ["-r", str(stacks.ROOT / "requirements-tpu.txt")], ["jax[tpu]==0.8.3"]
-    assert asked == [ours, ours, theirs, theirs]
-    assert capsys.readouterr().out.count("no TPU compiler could be installed") == 4
+    gpus = ["-m", "shardwise.topology"]
+    assert asked == [ours, gpus, ours, gpus, theirs, gpus, theirs, gpus]
+    assert capsys.readouterr().out.count("PU compiler could be installed") == 8
     monkeypatch.setattr(stacks.platform, "machine", lambda: "aarch64")
     stacks.add_compiler("colab", stacks.STACKS["colab"], tmp_path / "python")
-    assert len(asked) == 4 and "colab: no TPU compiler for linux on" in capsys.readouterr().out
+    assert len(asked) == 8 and "colab: no TPU or GPU compiler for linux" in capsys.readouterr().out
 
 
 def test_every_stack_runs_in_the_workflow():

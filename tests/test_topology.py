@@ -49,6 +49,9 @@ def sharded(mesh, shape, spec, dtype=jnp.float32):
         ("v5e:16x16", 2, 512, 512),
         ("v4:2x2x1", 1, 4, 4),
         ("tpu7x:2x2x2", 1, 8, 16),
+        ("h100:16x8", 1, 128, 128),
+        ("h100:1x4", 1, 4, 4),
+        ("gb200:2x72", 1, 144, 144),
     ],
 )
 def test_chips_are_counted_not_cores(name, slices, number, devices):
@@ -61,8 +64,12 @@ def test_chips_are_counted_not_cores(name, slices, number, devices):
 @pytest.mark.parametrize(
     "name, slices, said",
     [
-        ("v9:2x2", 1, "v4, v5e, v5p, v6e, tpu7x"),
-        ("h100:8", 1, "h100 is in topology.CHIPS for arithmetic only"),
+        ("v9:2x2", 1, "v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200, gb200"),
+        ("h100:16", 1, "joins the 8 GPUs of a node of h100"),
+        ("h100:2x4", 1, "'h100:16x8', or up to 8 of one node, as in 'h100:4'"),
+        ("h100:0x8", 1, "nodes and GPUs of each"),
+        ("h100:2x2x2", 1, "nodes and GPUs of each"),
+        ("h100:8", 2, "topology.chips('h100:8', slices=2): NVLink joins the 8 GPUs"),
         ("v5p:4x4", 1, "3 axes; write its chips along each, as 2x2x2"),
         ("v5e:2x2x2", 1, "2 axes"),
         ("v5e:", 1, "2x2 or 4x4"),
@@ -118,6 +125,7 @@ def test_a_mesh_has_no_devices_and_auto_axes():
 
 def test_every_number_of_a_chip_has_a_source():
     told = {"kind", "sources", "links", "dimensions", "devices"}
+    assert all(bool(chip.node) != bool(chip.dimensions) for chip in topology.CHIPS.values())
     for chip in topology.CHIPS.values():
         numbers = {f.name for f in dataclasses.fields(chip) if getattr(chip, f.name) is not None}
         sourced = {name for names, _ in chip.sources for name in names.split(", ")}
@@ -164,7 +172,7 @@ def test_a_program_is_the_same_whoever_lowers_it():
         return jax.lax.all_gather(x, "fsdp")[0]
 
     def here():
-        return topology.lower(jax.jit(jax.grad(total)), x)
+        return mesh.lower(jax.jit(jax.grad(total)), x)
 
     def there():
         return (lambda: here())()
@@ -200,7 +208,7 @@ def test_an_array_is_named_as_jax_names_it():
 def test_what_is_not_lowered_or_for_other_axes_is_refused_before_anything_runs(monkeypatch):
     monkeypatch.setattr(child, "run", None)
     ours = topology.chips("v5e:2x4").mesh(data=2, model=4)
-    lowered = topology.lower(jax.jit(jnp.sin), sharded(ours, (8, 8), P("data")))
+    lowered = ours.lower(jax.jit(jnp.sin), sharded(ours, (8, 8), P("data")))
     for other, said in (
         (topology.chips("v5e:4x4").mesh(data=4, model=4), "for 8 devices, and v5e:4x4 have 16"),
         (topology.chips("v5e:2x4").mesh(data=4, model=2), "not for {'data': 4, 'model': 2}"),
@@ -210,7 +218,7 @@ def test_what_is_not_lowered_or_for_other_axes_is_refused_before_anything_runs(m
     with pytest.raises(TypeError, match="takes a lowered program, and got function"):
         topology.compile(lambda x: x, ours)
     with pytest.raises(TypeError, match=r"made by jax\.jit or rules\.jit, and got function"):
-        topology.lower(lambda x: x, 1.0)
+        ours.lower(lambda x: x, 1.0)
 
 
 def program(mesh):
@@ -239,7 +247,7 @@ def arguments(mesh):
 def test_a_compiled_program_is_a_value_and_nothing_reaches_the_caller(capfd, monkeypatch):
     mesh = topology.chips("v5e:2x4").mesh(data=2, model=4)
     before = dict(os.environ)
-    lowered = topology.lower(program(mesh), *arguments(mesh))
+    lowered = mesh.lower(program(mesh), *arguments(mesh))
     first = topology.compile(lowered, mesh)
     assert dict(os.environ) == before
     assert "libtpu.so" not in Path("/proc/self/maps").read_text()
@@ -263,7 +271,7 @@ def test_a_compiled_program_is_a_value_and_nothing_reaches_the_caller(capfd, mon
     assert max(temporaries) <= max(sizes.temp_size_in_bytes, 4096)  # scalars have 512 bytes each
     assert dict(first.versions)["jax"] == jax.__version__
     monkeypatch.setattr(child, "run", None)  # From here on, only what is kept.
-    again = topology.compile(topology.lower(program(mesh), *arguments(mesh)), mesh)
+    again = topology.compile(mesh.lower(program(mesh), *arguments(mesh)), mesh)
     assert again == first and hash(again) == hash(first)
     with pytest.raises(TypeError):
         topology.compile(lowered, mesh, cached=False)
@@ -274,7 +282,7 @@ def test_a_compiled_program_is_a_value_and_nothing_reaches_the_caller(capfd, mon
 @needs_libtpu
 def test_a_failure_says_what_the_compiler_said():
     mesh = topology.chips("v5e:2x4").mesh(x=8)
-    lowered = topology.lower(jax.jit(jnp.sin), sharded(mesh, (8,), P("x")))
+    lowered = mesh.lower(jax.jit(jnp.sin), sharded(mesh, (8,), P("x")))
     with pytest.raises(RuntimeError, match=r"for v5e:2x4 (?s:.*)xla_no_such_option"):
         topology.compile(lowered, mesh, options={"xla_no_such_option": True})
 
@@ -304,7 +312,7 @@ print(compiled.as_text())
 def test_it_is_what_jax_itself_compiles_where_the_devices_are_known():
     """The same program by JAX's public functions alone, in a process that loads libtpu."""
     mesh = topology.chips("v5e:2x4").mesh(data=2, model=4)
-    ours = topology.compile(topology.lower(program(mesh), *arguments(mesh)), mesh)
+    ours = topology.compile(mesh.lower(program(mesh), *arguments(mesh)), mesh)
     code = PUBLIC.format(tests=os.path.dirname(__file__))
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -338,7 +346,7 @@ def _bare(text):
 def test_axes_are_laid_along_the_torus(name, slices, axes):
     mesh = topology.chips(name, slices).mesh(**axes)
     x = sharded(mesh, (mesh.chips.devices,), P(tuple(axes)))
-    compiled = topology.compile(topology.lower(jax.jit(jnp.sin), x), mesh)
+    compiled = topology.compile(mesh.lower(jax.jit(jnp.sin), x), mesh)
     places = np.array(compiled.coordinates).reshape(*axes.values(), -1)
     assert len(set(compiled.coordinates)) == mesh.chips.devices
     numbers = places[..., -1].reshape(-1)  # of slices
@@ -357,7 +365,7 @@ def test_a_refusal_has_both_totals_and_the_largest_arrays(monkeypatch):
         with jax.named_scope("layer"):
             return jnp.tanh(x @ x.T) @ x
 
-    lowered = topology.lower(jax.jit(fn), sharded(mesh, (size, size), P(None, "x"), jnp.bfloat16))
+    lowered = mesh.lower(jax.jit(fn), sharded(mesh, (size, size), P(None, "x"), jnp.bfloat16))
     with pytest.raises(topology.DoesNotFit, match="GiB of HBM on a device") as refused:
         topology.compile(lowered, mesh)
     error, buffer = refused.value, refused.value.buffers[0]
@@ -408,7 +416,7 @@ def test_the_usable_hbm_is_where_programs_begin_to_be_refused(kind):
     def attempt(share):
         rows = int(chip.usable_hbm * share / 2 / 4096) // 8 * 8
         x = sharded(mesh, (rows * mesh.chips.devices, 1024), P("x"))
-        return topology.compile(topology.lower(jax.jit(lambda x: x + 1), x), mesh)
+        return topology.compile(mesh.lower(jax.jit(lambda x: x + 1), x), mesh)
 
     assert attempt(1 - 1 / 2000).memory_analysis().argument_size_in_bytes
     with pytest.raises(topology.DoesNotFit):
@@ -425,7 +433,7 @@ def doubled(mesh):
         out_rules=rules.FSDPRule("fsdp"),
         donate_argnums=0,
     )
-    return topology.lower(jitted, tree)
+    return mesh.lower(jitted, tree)
 
 
 def test_rules_jit_is_lowered_for_a_mesh_without_devices():
@@ -457,7 +465,7 @@ def test_what_waits_on_the_host_takes_no_hbm():
             return jnp.mean(jax.lax.scan(layer, x, w)[0].astype(jnp.float32))
 
         try:
-            lowered = topology.lower(jax.jit(jax.grad(mean)), w, x)
+            lowered = mesh.lower(jax.jit(jax.grad(mean)), w, x)
         except NotImplementedError as error:
             assert policy is layouts.offload and "leaves that out" in str(error)
             return
@@ -486,7 +494,7 @@ def test_a_layout_with_stages_compiles_as_any_other():
     )
     rows = NamedSharding(mesh.abstract, P("fsdp"))
     batch = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=rows)
-    step = topology.lower(layouts.step(layout, loss, tx, check=False), params, state, batch)
+    step = mesh.lower(layouts.step(layout, loss, tx, check=False), params, state, batch)
     found = measure.collectives(topology.compile(step, mesh))
     rings = [op for op in found.ops if op.kind == "collective-permute"]
     ticks = 3 * (4 + 2 - 1)

@@ -4,6 +4,7 @@ And transfers between slices, over the data centre's network.
 """
 
 import re
+from collections import Counter
 from typing import Any
 
 from .counts import BETWEEN_SLICES, KINDS, Op
@@ -172,15 +173,31 @@ def _groups(target, devices):
 def links(op: Op, chip: Any, start: Instruction) -> tuple[int, float]:
     """(directions of links along which a collective sends at once, seconds that one run takes).
 
-    By the links that its strategy uses; 0 directions between slices.
+    By the links that its strategy uses, or of GPUs by the nodes that its groups lie in; 0
+    directions between slices or nodes.
     """
+    if chip.node:
+        return _switched(op, chip)
     if op.kind.endswith(BETWEEN_SLICES):
-        return 0, op.ring_bytes / chip.dcn_bandwidth * chip.devices
+        return 0, op.ring_bytes / chip.dcn
     lanes = {"collective-permute": 1, "all-to-all": chip.links}.get(op.kind)
     if lanes is None:
         ways, sizes = _strategy(op, start.says("backend_config"))
         lanes = min(ways, sum(_links(size, len(sizes), chip) for size in sizes), chip.links)
     return lanes, op.ring_bytes / (lanes * chip.link_bandwidth) * chip.devices
+
+
+def _switched(op, chip):
+    nodes = [Counter(i // chip.node for i in group) for group in op.groups]
+    across = max(map(len, nodes), default=1)
+    inside = max((max(n.values()) for n in nodes), default=1)
+    if op.kind == "collective-permute":
+        seconds = op.ring_bytes / (chip.dcn if across > 1 else chip.link_bandwidth)
+    elif op.kind == "all-to-all":
+        seconds = chip.exchange_seconds(op.ring_bytes, inside, across)
+    else:
+        seconds = chip.ring_seconds(op.ring_bytes, inside, across, chip.link_bandwidth)
+    return int(across == 1), seconds
 
 
 def _strategy(op, config):

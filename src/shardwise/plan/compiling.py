@@ -21,12 +21,12 @@ from shardwise.plan.arrays import of_decoder
 from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.roles import Roles
 from shardwise.plan.sent import inserted
-from shardwise.topology import child
+from shardwise.topology import Chips, child
 
 
-def has_kernel(roles: Roles, sequence: int) -> bool:
-    """Whether Pallas' splash kernel can do the attention: to whole sequences, in its tiles."""
-    return roles.context == 1 and sequence % LANES == 0
+def has_kernel(roles: Roles, sequence: int, chips: Chips) -> bool:
+    """Whether Pallas' splash kernel can do the attention: TPUs, whole sequences, in its tiles."""
+    return roles.context == 1 and sequence % LANES == 0 and not chips.chip.node
 
 
 def layout_of(roles: Roles, config: Config, mesh: Mesh, kernel: bool = False) -> layouts.Layout:
@@ -121,7 +121,7 @@ def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowe
     if plan.own:
         layout, program, tx = plan.own.layout(each, mesh.abstract), plan.own, plan.own.tx
     else:
-        kernel = has_kernel(each, plan.sequence)
+        kernel = has_kernel(each, plan.sequence, plan.chips)
         layout = layout_of(each, plan.config, mesh.abstract, kernel)
         program = program_of(each, plan.config, plan.batch, plan.sequence, kernel)
         tx = train.optimizer()
@@ -140,16 +140,16 @@ def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowe
         program.batch,
     )
     step = layouts.step(layout, program.loss, tx, program.has_aux, check=False)
-    return mesh, topology.lower(step, params, state, batch)
+    return mesh, mesh.lower(step, params, state, batch)
 
 
 def check(candidate: Candidate, plan: Plan) -> Check:
     """Compile one layout.
 
     Raises:
-      ImportError: there is no libtpu.
+      ImportError: the chips' compiler is not there.
     """
-    child.versions()  # or there is no compiler, and nothing need be traced
+    child.versions(plan.chips.chip)  # or there is no compiler, and nothing need be traced
     began = time.perf_counter()
     mesh, program = lowered(candidate.roles, plan)
     by_hand = measure.collectives(program)

@@ -1,8 +1,9 @@
-"""The way mesh axes lie along a torus, and the seconds that collectives take there.
+"""The way mesh axes lie along a torus, or in nodes, and the seconds that collectives take there.
 
 A collective over a ring of chips sends both ways, over a line one way at a time; an axis over
 several sides of the torus uses all of them at once. Parts of one side that lie in between each
-other share its links.
+other share its links. The GPUs of a node have a switch, to which each sends at its full bandwidth,
+whoever takes part.
 """
 
 import functools
@@ -16,7 +17,9 @@ from shardwise.topology import Chip, Chips
 
 
 class Side(NamedTuple):
-    """A mesh axis along one side of the torus: `size` chips, every `stride`-th of `whole`."""
+    """A mesh axis along one side of the torus, or in a node: `size` chips, every `stride`-th of
+    `whole`.
+    """
 
     size: int
     stride: int
@@ -25,21 +28,25 @@ class Side(NamedTuple):
 
     def bandwidth(self, chip: Chip) -> float:
         """The bytes/s that a device sends in a ring collective, in all directions there are."""
-        if self.on_chip:
+        if self.on_chip or chip.node:
             return chip.links * chip.link_bandwidth
         ways = 2 if self.size * self.stride == self.whole and chip.is_ring(self.whole) else 1
         return ways * self.lane(chip)
 
     def lane(self, chip: Chip) -> float:
         """The bytes/s that a device sends one way."""
-        return chip.link_bandwidth / (1 if self.on_chip else self.stride * chip.devices)
+        alone = self.on_chip or chip.node
+        return chip.link_bandwidth / (1 if alone else self.stride * chip.devices)
 
 
 class Way(NamedTuple):
-    """The links between a role's devices: along sides of the torus, and across `across` slices."""
+    """The links between a role's devices: along sides of the torus, or in a node, and across
+    `across` slices or nodes, which are `groups`.
+    """
 
     sides: tuple[Side, ...]
     across: int = 1
+    groups: str = "slices"
 
     @property
     def inside(self) -> int:
@@ -47,7 +54,7 @@ class Way(NamedTuple):
 
     def __str__(self):
         told = [f"{s.size} of {s.whole}" if not s.on_chip else "a chip" for s in self.sides]
-        told += [f"{self.across} slices"] if self.across > 1 else []
+        told += [f"{self.across} {self.groups}"] if self.across > 1 else []
         return " × ".join(told)
 
 
@@ -70,7 +77,7 @@ def lay(chips: Chips, sizes: tuple[tuple[str, int], ...]) -> Mapping[str, Way]:
         size, across = inside[role]
         factors = _choose(size, free, chips)
         sides = tuple(_side(f, i, free, chips) for i, f in enumerate(factors) if f > 1)
-        found[role] = Way(sides, across)
+        found[role] = Way(sides, across, chips.groups)
         for place, factor in zip(free, factors, strict=True):
             place[0] //= factor
             place[1] *= factor
@@ -104,19 +111,15 @@ def ring_seconds(chip: Chip, ways: Iterable[Way], sent: float) -> float:
     ways = tuple(ways)
     inside = math.prod(way.inside for way in ways)
     across = math.prod(way.across for way in ways)
-    n = inside * across
-    whole = sent * n / (n - 1) if n > 1 else 0.0
-    bandwidth = sum(side.bandwidth(chip) for way in ways for side in way.sides)
-    seconds = whole * (inside - 1) / inside / bandwidth if inside > 1 else 0.0
-    if across > 1:
-        seconds += whole / inside * (across - 1) / across / _dcn(chip)
-    return seconds
+    sides = [side.bandwidth(chip) for way in ways for side in way.sides]
+    bandwidth = max(sides, default=0.0) if chip.node else sum(sides)  # one switch has all links
+    return chip.ring_seconds(sent, inside, across, bandwidth)
 
 
 def hop_seconds(chip: Chip, way: Way, sent: float) -> float:
     """The seconds in which each device passes `sent` bytes to the next: one way, along one side."""
     if way.across > 1:
-        return sent / _dcn(chip)
+        return sent / chip.dcn
     return sent / max(side.lane(chip) for side in way.sides)
 
 
@@ -126,14 +129,12 @@ def exchange_seconds(chip: Chip, way: Way, sent: float) -> float:
     A block crosses a quarter of a ring on average, and a third of a line, whose middle link half of
     all blocks pass: size/8 and size/4 of a device's bytes are on the busiest link, each way.
     """
+    if chip.node:
+        return chip.exchange_seconds(sent, way.inside, way.across)
     n = way.inside * way.across
     whole = sent * n / (n - 1) if n > 1 else 0.0
     busiest = [whole * side.size / 4 / side.bandwidth(chip) for side in way.sides]
     seconds = max(busiest, default=0.0)
     if way.across > 1:
-        seconds += whole * (way.across - 1) / way.across / _dcn(chip)
+        seconds += whole * (way.across - 1) / way.across / chip.dcn
     return seconds
-
-
-def _dcn(chip):
-    return chip.dcn_bandwidth / chip.devices

@@ -26,7 +26,8 @@ class Terms(NamedTuple):
     loop there, and gathers ahead for it: `weights` has three layers, not one, and of `around` and
     `ring` there is half as much again.
 
-    At the loss: `logits`, in float32 and in the dtype of use, or the head's gradient.
+    At the loss: `logits`, in float32 and in the dtype of use, or the head's gradient; of GPUs less
+    what `weights` counts of a layer, which is not there then.
 
     In a layer's backward pass: `gradients` of the device's shares; `layer`, all that one layer's
     backward pass has; `around`, an activation whole, as tensor's products need it, and half of one
@@ -71,6 +72,8 @@ COEFFICIENTS = Terms(
     pending=1.0,
     task=1.0,
 )
+# The same of XLA's compiler for GPUs; `benchmarks/plan_gpu.py` fits five of them.
+OF_GPUS = COEFFICIENTS._replace(layer=0.9, around=4.5, logits=1.05, ring=0.2, dispatch=0.3)
 COUNTS = Terms(*[1.0] * len(Terms._fields))
 _ALWAYS = ("weights", "kept", "summed", "pending")
 _PHASES = (
@@ -116,18 +119,18 @@ def counted(terms: Terms, coefficients: Terms) -> Terms:
     return Terms(**{name: getattr(found, name) for name in fullest})
 
 
-def memory(part: Part) -> Memory:
-    """The `Memory` of a device; of stages, all are alike, since they run one program."""
+def memory(part: Part, gpu: bool = False) -> Memory:
+    """The `Memory` of a device, a GPU or a TPU; of stages, all are alike: they run one program."""
     parameters = sum(share.elements * array.itemsize for array, share in part.held())
     state = sum(share.elements * array.itemsize for array, share in part.held(state=True))
     # Of tokens, targets, a mask, and on request places: as `data.batches` makes them.
     batch = 3 * 4 * part.tokens * part.roles.microbatches
     host = int(part.layers * part.tokens * _between(part)) if part.roles.offload else 0
-    terms = _terms_of_stages(part) if part.roles.stage > 1 else _terms(part, parameters)
-    return Memory(parameters, state, batch, terms, host=host)
+    terms = _terms_of_stages(part) if part.roles.stage > 1 else _terms(part, parameters, gpu)
+    return Memory(parameters, state, batch, terms, OF_GPUS if gpu else COEFFICIENTS, host)
 
 
-def _terms(part, parameters):
+def _terms(part, parameters, gpu):
     r = part.roles
     layers = min(2, part.layers) if r.offload else part.layers
     kept = layers * (layer(part) if not r.remat else part.tokens * _between(part))
@@ -135,13 +138,16 @@ def _terms(part, parameters):
     weights, head = _weights(part)
     weights *= min(3, part.layers) if r.offload else 1
     ahead = 1.5 if r.offload else 1
+    logits = _logits(part, head)
+    if gpu:  # no head's gradient beside them, and what remat gathers of a layer is gone by then
+        logits = max(0, _of_vocabulary(part) * (_WIDE + itemsize(part)) - weights * r.remat)
     return Terms(
         gradients=parameters,
         weights=weights + head + _cast(part),
         kept=kept,
         layer=layer(part),
         around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
-        logits=_logits(part, head),
+        logits=logits,
         ring=ahead * _ring(part) if r.context > 1 else 0,
         dispatch=_dispatch(part) if part.config.experts else 0,
         summed=parameters if r.microbatches > 1 else 0,

@@ -106,8 +106,8 @@ class Plan:
 
     @property
     def usable(self) -> int:
-        """The bytes of HBM that the compiler allows on a device."""
-        return usable(self.chips)
+        """The bytes of memory that a program may hold on a device."""
+        return self.chips.usable_hbm
 
     @property
     def best(self) -> tuple[Candidate, ...]:
@@ -132,14 +132,9 @@ class Plan:
         return {kind: (len(told), told[0]) for kind, told in found.items()}
 
 
-def usable(chips: Chips) -> int:
-    """The bytes of HBM that the compiler allows on a device."""
-    return chips.chip.usable_hbm or chips.chip.hbm_bytes // chips.chip.devices
-
-
 def fits(memory: Memory, chips: Chips) -> bool:
     """Whether a device has enough memory, and its host for what waits there."""
-    return memory.total <= usable(chips) and memory.host <= host_bytes(chips)
+    return memory.total <= chips.usable_hbm and memory.host <= host_bytes(chips)
 
 
 def host_bytes(chips: Chips) -> float:
@@ -197,7 +192,8 @@ def candidate(
 ) -> Candidate:
     """The `Candidate` of a layout that can be: what it costs, whether it fits or not."""
     of_stages = parts(each, config, arrays, batch, sequence)
-    told = [(part, sent(part), memory(part)) for part in of_stages]
+    gpu = bool(chips.chip.node)
+    told = [(part, sent(part), memory(part, gpu)) for part in of_stages]
     ways = links.lay(chips, tuple(each.sizes.items()))
     return Candidate(
         roles=each,

@@ -1,7 +1,7 @@
 """The child process that runs the worker, and a cache on disk of what the compiler said there.
 
-libtpu, its environment and its output stay in the child. An entry of the cache is named by a hash
-of what was asked.
+The compilers, their environment and their output stay in the child. An entry of the cache is named
+by a hash of what was asked.
 """
 
 import hashlib
@@ -18,7 +18,11 @@ from typing import Any
 
 import jax
 
-# libtpu asks for a machine's TPU, its metadata server and a lock, and logs that it has none.
+from shardwise.topology import gpu
+from shardwise.topology.chip import Chip
+
+# libtpu asks for a machine's TPU, its metadata server and a lock, and logs that it has none; the
+# GPUs' compiler, that there is no driver.
 _QUIET = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -27,18 +31,22 @@ _QUIET = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_STDERR_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 _FORM = 1  # of a cache's entry: raise it when an entry's content changes
 # What would change the program without being part of the request.
 _DROPPED = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR")
 
 
-def versions() -> dict[str, str]:
-    """The versions of jax, jaxlib and libtpu, on which a result depends.
+def versions(chip: Chip | None = None) -> dict[str, str]:
+    """The versions of jax, jaxlib and a chip's compiler, libtpu by default, which decide a result.
 
     Raises:
-      ImportError: no libtpu: it does not exist for this platform, or is not installed.
+      ImportError: no such compiler: it does not exist for this platform, or is not installed.
     """
+    if chip and chip.node:
+        told = {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
+        return told | {"compiler": gpu.find()[1]}
     try:
         libtpu = importlib.metadata.version("libtpu")
     except importlib.metadata.PackageNotFoundError:
@@ -71,7 +79,9 @@ def run(request: Mapping[str, Any], module: str) -> dict[str, Any]:
         folder = Path(name)
         (folder / "module.mlir").write_text(module)
         options = {**request["options"], "xla_dump_to": str(folder / "dump")}
-        (folder / "request.json").write_text(json.dumps({**request, "options": options}))
+        library = str(gpu.find()[0]) if "target" in request else ""
+        told = {**request, "options": options, "library": library}
+        (folder / "request.json").write_text(json.dumps(told))
         worker = str(Path(__file__).with_name("worker.py"))
         done = subprocess.run(
             [sys.executable, "-P", worker, name],  # -P: this folder is no place to import from

@@ -1,10 +1,13 @@
 """The peaks, memory and links of each chip, with the source of each number."""
 
 import dataclasses
+from typing import Any
 
 GOOGLE = "https://docs.cloud.google.com/tpu/docs/"
 # Its table of links stands in tpus.md at commit 0819a7d8, read on 2026-11-22.
 SCALING_BOOK = "https://jax-ml.github.io/scaling-book/"
+# Its page on GPUs is read at commit 1a55377a; XLA's descriptions at 0774019d to 4336d12e.
+_XLA = "https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs/"
 _COMPILER = "what libtpu 0.0.23 to 0.0.52 names as available when it refuses a program"
 _GIB = 2**30
 
@@ -15,7 +18,9 @@ class Chip:
 
     A TPU's `links` go one way along each side of a torus of `dimensions` axes; an axis closes into
     a ring from `ring_from` chips on (a multiple of it), and is a line below. A GPU has no torus:
-    `links` is 1, and `link_bandwidth` is what it sends into its switch.
+    it sends `link_bandwidth` into the switch that joins the `node` GPUs of a node (NVLink's), and
+    `dcn_bandwidth` into the network between nodes. `target` is what XLA is told of a GPU that is
+    not there.
 
     `host_bandwidth` is that of PCIe between a chip and its host, each way, and `host_bytes` the
     chip's part of the host's memory; None where no source says. `usable_hbm` is what the compiler
@@ -38,6 +43,8 @@ class Chip:
     host_bytes: int | None = None
     usable_hbm: int | None = None
     devices: int = 1
+    node: int | None = None
+    target: tuple[tuple[str, Any], ...] | None = None
 
     def peak(self, dtype: str = "bfloat16") -> float:
         """The FLOP/s of one device in products of this dtype.
@@ -52,6 +59,31 @@ class Chip:
                 f"{', '.join(known)}."
             )
         return known[dtype] / self.devices
+
+    def ring_seconds(self, sent: float, inside: int, across: int, bandwidth: float) -> float:
+        """The seconds of a gather, scatter or sum in which a device sends `sent` ring bytes.
+
+        `inside` devices of each of `across` slices, or nodes, take part: each sends at `bandwidth`
+        to those beside it, and its part of what they have over the data centre's network.
+        """
+        n = inside * across
+        whole = sent * n / (n - 1) if n > 1 else 0.0
+        seconds = whole * (inside - 1) / inside / bandwidth if inside > 1 else 0.0
+        if across > 1:
+            seconds += whole / inside * (across - 1) / across / self.dcn
+        return seconds
+
+    def exchange_seconds(self, sent: float, inside: int, across: int) -> float:
+        """The seconds of an all-to-all between GPUs in which each sends `sent` bytes of its own."""
+        others = inside * across - 1
+        away = inside * (across - 1)
+        seconds = sent * (others - away) / others / self.link_bandwidth if others else 0.0
+        return seconds + (sent * away / others / self.dcn if away else 0.0)
+
+    @property
+    def dcn(self) -> float:
+        """The bytes/s that a device sends over the data centre's network."""
+        return self.dcn_bandwidth / self.devices
 
     def is_ring(self, size: int) -> bool:
         """Whether an axis of `size` chips closes into a ring."""
@@ -85,16 +117,23 @@ def _tpu(kind, page, flops, hbm_gib, bandwidth, link, dcn, usable_gib, host=None
     )
 
 
-def _gpu(kind, tera, hbm_gb, bandwidth, nvlink):
-    book = SCALING_BOOK + "gpus"
+def _gpu(kind, tera, bandwidth, nvlink, network, node=8, **target):
+    book, host = SCALING_BOOK + "gpus", network[1] if len(network) > 1 else SCALING_BOOK + "gpus"
     return Chip(
         kind=kind,
         flops=(("bfloat16", tera * 1e12),),
-        hbm_bytes=int(hbm_gb * 1e9),
+        hbm_bytes=target["device_memory_size"],
         hbm_bandwidth=bandwidth * 1e12,
         links=1,
         link_bandwidth=nvlink * 1e9,
-        sources=(("flops, hbm_bytes, hbm_bandwidth, link_bandwidth", book),),
+        dcn_bandwidth=network[0] * 1e9,
+        node=node,
+        target=tuple(target.items()),
+        sources=(
+            ("flops, hbm_bandwidth, link_bandwidth, node", book),
+            ("dcn_bandwidth", host),
+            ("hbm_bytes, target", _XLA),
+        ),
     )
 
 
@@ -103,6 +142,7 @@ _TORUS_3D = dict(dimensions=3, links=6, ring_from=4)
 _LINKS = SCALING_BOOK + "tpus"
 _HOSTS = GOOGLE + "tpu7x: RAM of a machine with 4 chips"
 _MACHINES = "https://cloud.google.com/kubernetes-engine/docs/concepts/tpus: 384 GB for 8 chips"
+_HDR = "https://alpha-one-index.github.io/ai-infra-index/specs/networking-interconnects.html"
 _HALF_OF_BOTH_WAYS = GOOGLE + "tpu7x: 1,200 GB/s over 6 links both ways"
 _TABLE = (
     _tpu(
@@ -128,10 +168,36 @@ _TABLE = (
         "tpu7x", "tpu7x", {"bfloat16": 2307, "float8": 4614}, 192, 7380, (100, _HALF_OF_BOTH_WAYS),
         (12.5, GOOGLE + "tpu7x: 100 Gb/s a chip"), 94.74, largest=9216, devices=2, **_TORUS_3D,
     ),
-    _gpu("a100", 310, 80, 2.0, 300),
-    _gpu("h100", 990, 80, 3.4, 450),
-    _gpu("h200", 990, 141, 4.8, 450),
-    _gpu("b200", 2300, 192, 8.0, 900),
+    _gpu(
+        "a100", 310, 2.0, 300, (25, _HDR), core_count=108, major=8, clock_rate_ghz=1.41,
+        fpus_per_core=64, l2_cache_size=41_943_040, memory_bandwidth=2_039_040_000_000,
+        shared_memory_per_core=167_936, device_memory_size=85_100_068_864,
+        name="NVIDIA A100-SXM4-80GB",
+    ),
+    _gpu(
+        "h100", 990, 3.4, 450, (50,), core_count=132, major=9, clock_rate_ghz=1.98,
+        fpus_per_core=128, l2_cache_size=52_428_800, memory_bandwidth=3_352_320_000_000,
+        shared_memory_per_core=233_472, device_memory_size=84_942_979_072,
+        name="NVIDIA H100 80GB HBM3",
+    ),
+    _gpu(
+        "h200", 990, 4.8, 450, (50,), core_count=132, major=9, clock_rate_ghz=1.98,
+        fpus_per_core=128, l2_cache_size=52_428_800, memory_bandwidth=4_800_000_000_000,
+        shared_memory_per_core=233_472, device_memory_size=151_397_597_184,
+        name="NVIDIA H200",
+    ),
+    _gpu(
+        "b200", 2300, 8.0, 900, (50,), core_count=148, major=10, clock_rate_ghz=1.965,
+        fpus_per_core=128, l2_cache_size=132_644_864, memory_bandwidth=7_672_320_000_000,
+        shared_memory_per_core=233_472, device_memory_size=191_514_411_008,
+        name="NVIDIA B200",
+    ),
+    _gpu(
+        "gb200", 2300, 8.0, 900, (50,), node=72, core_count=152, major=10, clock_rate_ghz=2.062,
+        fpus_per_core=128, l2_cache_size=135_528_448, memory_bandwidth=7_928_064_000_000,
+        shared_memory_per_core=233_472, device_memory_size=197_897_748_480,
+        name="NVIDIA GB200",
+    ),
 )  # fmt: skip
 CHIPS = {chip.kind: chip for chip in _TABLE}
 
@@ -146,10 +212,7 @@ _OF_DEVICES = {
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
     "TPU7x": "tpu7x",
-    "NVIDIA A100-SXM4-80GB": "a100",
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H200": "h200",
-    "NVIDIA B200": "b200",
+    **{dict(chip.target)["name"]: chip.kind for chip in _TABLE if chip.target},
 }
 
 

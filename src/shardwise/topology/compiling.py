@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardwise.measure.memory import refused
-from shardwise.topology import child
+from shardwise.measure.memory import bytes_per_device, refused
+from shardwise.topology import child, gpu
 from shardwise.topology.lowering import program_text
 from shardwise.topology.slices import ChipMesh
 
@@ -49,7 +49,8 @@ class Compiled:
 
     `measure` takes it for a `jax.stages.Compiled`. `text` is optimized HLO, in the order in which
     it is executed; `buffers` are the largest arrays; `coordinates` tells where each device of the
-    mesh, in its order, lies: along each axis of the torus, then its core, then its slice.
+    mesh, in its order, lies: along each axis of the torus, then its core, then its slice; of GPUs,
+    its number in its node, then its node.
     """
 
     mesh: ChipMesh
@@ -63,7 +64,7 @@ class Compiled:
 
     @property
     def usable_hbm(self) -> int:
-        return self.mesh.chips.chip.usable_hbm
+        return self.mesh.chips.usable_hbm
 
     @property
     def hbm_bytes(self) -> int | None:
@@ -100,20 +101,24 @@ def compile(
     options: Mapping[str, Any] | None = None,
     cached: bool = True,
 ) -> Compiled:
-    """The program that the TPU compiler makes of a lowered one on the chips of `mesh`.
+    """The program that the chips' compiler makes of a lowered one, which `mesh.lower` returns.
+
+    For TPUs it is Google's. For GPUs it is XLA's, as it is without one to try kernels on: it takes
+    its default tiles for products and a slower sort, and knows no cuDNN. It refuses nothing: what
+    is more than JAX takes of a GPU's memory is refused here.
 
     Runs in a child process. Its result is kept in `topology.cache_folder()`, by a hash of the
     program (its operations' names, but no files and lines), the chips, options and versions.
 
     Raises:
-      DoesNotFit: the compiler refuses.
+      DoesNotFit: the program needs more memory than a device has.
       ValueError: the program was lowered for another mesh.
-      ImportError: libtpu is not installed, or does not exist for this platform.
+      ImportError: the compiler is not installed, or does not exist for this platform.
       RuntimeError: the compiler fails in another way.
     """
     module = program_text(lowered)
     _check(module, mesh)
-    request, versions = _request(mesh, options or {}), child.versions()
+    request, versions = _request(mesh, options or {}), child.versions(mesh.chips.chip)
     name = child.key(request, versions, module)
     result = child.load(name) if cached else None
     if result is None:
@@ -127,11 +132,11 @@ def compile(
 
 def _value(mesh, request, versions, result):
     buffers = tuple(Buffer(*buffer) for buffer in result["buffers"])
+    usable = mesh.chips.usable_hbm
     if "refusal" in result:
-        usable = mesh.chips.chip.usable_hbm
         needed, allowed = _totals(result, usable)
         raise DoesNotFit(mesh, needed, allowed, buffers, result["refusal"])
-    return Compiled(
+    compiled = Compiled(
         mesh=mesh,
         text=result["text"],
         sizes=Sizes(*result["sizes"]),
@@ -141,6 +146,10 @@ def _value(mesh, request, versions, result):
         options=tuple(sorted(request["options"].items())),
         versions=tuple(sorted(versions.items())),
     )
+    needed = bytes_per_device(compiled).total
+    if mesh.chips.chip.node and needed > usable:
+        raise DoesNotFit(mesh, needed, usable, buffers, "")
+    return compiled
 
 
 def _totals(result, usable: int) -> tuple[int, int]:
@@ -156,6 +165,13 @@ def _totals(result, usable: int) -> tuple[int, int]:
 
 def _request(mesh, options):
     chips, across = mesh.chips, mesh.across_slices()
+    inside = [size // part for (_, size), part in zip(mesh.axes, across, strict=True)]
+    where = {"inside": inside, "across": list(across), "options": dict(options)}
+    if chips.chip.node:
+        name, target = f"1x{chips.slices}x{chips.shape[0]}", gpu.description(chips.chip)
+        # Without a GPU no kernels are tried; 0.7.2 has to be told.
+        where["options"] = {"xla_gpu_autotune_level": 0} | where["options"]
+        return {"name": name, "node": chips.shape[0], "target": target} | where
     topology = {}
     if chips.slices > 1:
         topology["num_slices"] = chips.slices
@@ -164,9 +180,7 @@ def _request(mesh, options):
     return {
         "name": f"{chips.kind}:{'x'.join(map(str, chips.shape))}",
         "topology": topology,
-        "inside": [size // part for (_, size), part in zip(mesh.axes, across, strict=True)],
-        "across": list(across),
-        "options": dict(options),
+        **where,
     }
 
 

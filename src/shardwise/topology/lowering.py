@@ -11,31 +11,21 @@ from shardwise import jaxprs
 _PLACED = "annotate_device_placement"  # what XLA knows a memory by
 
 
-def lower(fn: Callable, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-    """A jitted function, lowered for TPUs with abstract arguments; nothing is allocated.
-
-    `fn` is made by `jax.jit` or `rules.jit`, with shardings of `ChipMesh.abstract`. Of arguments
-    only shapes, dtypes and shardings count, as in `jax.ShapeDtypeStruct`; the compiler lays out
-    those that have no sharding, and at least one has to have one. Whether a loss divides is not
-    judged here, where there are no numbers: `objective.check` tells, on any device.
-
-    Raises:
-      TypeError: `fn` is not jitted.
-      NotImplementedError: it moves arrays to the host, and this JAX loses that here.
-    """
+def lower(fn: Callable[..., Any], platform: str, args: Any, kwargs: Any) -> jax.stages.Lowered:
+    """A jitted function, lowered for "tpu" or "cuda"; see `ChipMesh.lower`."""
     if not hasattr(fn, "trace"):
         raise TypeError(
-            f"topology.lower takes a function made by jax.jit or rules.jit, and got "
+            f"topology: mesh.lower takes a function made by jax.jit or rules.jit, and got "
             f"{type(fn).__name__}; jit it first."
         )
     traced = fn.trace(*args, **kwargs)
-    found = traced.lower(lowering_platforms=("tpu",))
+    found = traced.lower(lowering_platforms=(platform,))
     # 0.7.2 does where there is no device to ask.
     if to_host(traced.jaxpr.jaxpr) and _PLACED not in found.as_text():
         raise NotImplementedError(
-            f"topology.lower: the program moves arrays to the host, and jax {jax.__version__} "
-            f"leaves that out for chips that are not here: its memory would be wrong. Take a later "
-            f"one, or a program that does not offload."
+            f"topology: the program moves arrays to the host, and jax {jax.__version__} leaves "
+            f"that out for chips that are not here: its memory would be wrong. Take a later one, "
+            f"or a program that does not offload."
         )
     return found
 
@@ -53,7 +43,7 @@ def program_text(lowered: jax.stages.Lowered) -> str:
     if not isinstance(lowered, jax.stages.Lowered):
         raise TypeError(
             f"topology.compile takes a lowered program, and got {type(lowered).__name__}; pass "
-            f"topology.lower(jitted, *abstract_arguments)."
+            f"mesh.lower(jitted, *abstract_arguments)."
         )
     text = lowered.as_text(debug_info=True)
     places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, flags=re.M))

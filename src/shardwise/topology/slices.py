@@ -1,19 +1,28 @@
-"""The chips to compile for, and how mesh axes are laid along them; nothing here needs libtpu."""
+"""The chips to compile for, and how mesh axes lie along them; nothing here needs a compiler."""
 
 import dataclasses
 import math
+import os
 import re
+from collections.abc import Callable
+from typing import Any
 
+import jax
 from jax.sharding import AbstractMesh, AxisType
 
+from shardwise.topology import lowering
 from shardwise.topology.chip import CHIPS, Chip
 
 _HOST = 2  # chips along the first two axes of a host's board
 
 
+# The share of a GPU's memory that JAX takes, unless the variable says another.
+_SHARE = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+
+
 @dataclasses.dataclass(frozen=True)
 class Chips:
-    """Slices of one kind and shape; `shape` counts chips, never cores."""
+    """Slices of one kind and shape, which counts chips, never cores; of GPUs, a node is a slice."""
 
     kind: str
     shape: tuple[int, ...]
@@ -33,14 +42,41 @@ class Chips:
         """The number of JAX devices, which the axes of a mesh multiply to."""
         return self.number * self.chip.devices
 
+    @property
+    def groups(self) -> str:
+        """What the data centre's network joins: "slices" of TPUs, "nodes" of GPUs."""
+        return "nodes" if self.chip.node else "slices"
+
+    @property
+    def usable_hbm(self) -> int:
+        """The bytes of memory that a program may hold on a device.
+
+        Of a TPU, what its compiler allows; of a GPU, the share that JAX takes when it starts: three
+        quarters, or what XLA_PYTHON_CLIENT_MEM_FRACTION says.
+
+        Raises:
+          ValueError: the variable is no number above 0.
+        """
+        if self.chip.usable_hbm:
+            return self.chip.usable_hbm
+        said = os.environ.get(*_SHARE)
+        if not re.fullmatch(r"\d*\.?\d+", said) or float(said) == 0:
+            raise ValueError(
+                f"topology: {_SHARE[0]}={said!r}; expected the share of a GPU's memory that JAX "
+                f"takes, such as 0.9."
+            )
+        return int(self.chip.hbm_bytes * float(said))
+
     def __str__(self):
+        if self.chip.node:
+            return f"{self.kind}:{self.slices}x{self.shape[0]}"
         shape = "x".join(map(str, self.shape))
         return f"{self.kind}:{shape}" + (f" × {self.slices} slices" if self.slices > 1 else "")
 
     def mesh(self, **axes: int) -> "ChipMesh":
         """The axes along these chips, in order: `mesh(fsdp=-1, model=4)`; one size may be -1.
 
-        Slices are outermost: the first axes cross between them.
+        Slices, or nodes, are outermost: the first axes cross between them.
 
         Raises:
           ValueError: sizes that do not multiply to the number of devices, or that slices cut.
@@ -68,16 +104,30 @@ class ChipMesh:
         sizes = tuple(self.shape.values())
         return AbstractMesh(sizes, tuple(self.shape), axis_types=(AxisType.Auto,) * len(sizes))
 
+    def lower(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """A jitted function, lowered for these chips with abstract arguments; nothing is allocated.
+
+        `fn` is made by `jax.jit` or `rules.jit`, with shardings of `abstract`. Of arguments only
+        shapes, dtypes and shardings count, as in `jax.ShapeDtypeStruct`; the compiler lays out
+        those that have no sharding, and at least one has to have one. Whether a loss divides is not
+        judged here, where there are no numbers: `objective.check` tells, on any device.
+
+        Raises:
+          TypeError: `fn` is not jitted.
+          NotImplementedError: it moves arrays to the host, and this JAX loses that here.
+        """
+        return lowering.lower(fn, "cuda" if self.chips.chip.node else "tpu", args, kwargs)
+
     def across_slices(self) -> tuple[int, ...]:
-        """The number of parts into which borders between slices cut each axis."""
+        """The number of parts into which borders between slices, or nodes, cut each axis."""
         parts, rest = [], self.chips.slices
         for name, size in self.axes:
             part = math.gcd(rest, size)
             if part not in (rest, size):
                 raise ValueError(
-                    f"topology: the axis {name!r} of size {size} lies along {rest} slices, which "
-                    f"cut it unevenly; make it a multiple of {rest}, or a divisor with the rest "
-                    f"in the next axis."
+                    f"topology: the axis {name!r} of size {size} lies along {rest} "
+                    f"{self.chips.groups}, which cut it unevenly; make it a multiple of {rest}, or "
+                    f"a divisor with the rest in the next axis."
                 )
             parts.append(part)
             rest //= part
@@ -85,23 +135,39 @@ class ChipMesh:
 
 
 def chips(name: str, slices: int = 1) -> Chips:
-    """The chips of a name such as "v5p:4x4x8": 128 chips (which Google calls v5p-256, by cores).
+    """The chips of a name: "v5p:4x4x8" is 128 TPUs (which Google calls v5p-256, by cores), and
+    "h100:16x8" 16 nodes of 8 GPUs; "h100:4" is four GPUs of one node.
 
     Raises:
-      ValueError: a kind that is unknown, or that no compiler is known for; a shape that its torus
-        does not have; fewer than one slice.
+      ValueError: a kind that is unknown; a shape that its torus does not have, or nodes with other
+        GPUs than NVLink joins; fewer than one slice, or slices of GPUs.
     """
     kind, _, written = name.partition(":")
-    known = {k: chip for k, chip in CHIPS.items() if chip.dimensions}
-    if kind not in known:
-        arithmetic = f"{kind} is in topology.CHIPS for arithmetic only; " if kind in CHIPS else ""
+    if kind not in CHIPS:
         raise ValueError(
-            f"topology.chips({name!r}): {arithmetic}the kinds that can be compiled for are "
-            f"{', '.join(known)}, as in 'v5p:4x4x8'."
+            f"topology.chips({name!r}): the kinds known are {', '.join(CHIPS)}, as in 'v5p:4x4x8' "
+            f"or, in nodes and GPUs of each, 'h100:16x8'."
         )
     if slices < 1:
         raise ValueError(f"topology.chips({name!r}, slices={slices}): give one slice or more.")
-    return Chips(kind, _shape(name, written, known[kind]), slices)
+    if CHIPS[kind].node:
+        return _gpus(name, written, CHIPS[kind], slices)
+    return Chips(kind, _shape(name, written, CHIPS[kind]), slices)
+
+
+def _gpus(name, written, chip, slices):
+    found = re.fullmatch(r"(?:(\d+)x)?(\d+)", written)
+    nodes, each = (int(found[1] or 1), int(found[2])) if found else (0, 0)
+    # What collectives between nodes cost is known of whole ones.
+    alone = nodes == 1 and 0 < each < chip.node
+    if slices > 1 or nodes < 1 or not (each == chip.node or alone):
+        raise ValueError(
+            f"topology.chips({name!r}{f', slices={slices}' if slices > 1 else ''}): NVLink joins "
+            f"the {chip.node} GPUs of a node of {chip.kind}; write nodes and GPUs of each, as in "
+            f"'{chip.kind}:16x{chip.node}', or up to {chip.node} of one node, as in "
+            f"'{chip.kind}:4'."
+        )
+    return Chips(chip.kind, (each,), nodes)
 
 
 def _shape(name, written, chip):

@@ -24,14 +24,14 @@ def smallest(name: str) -> Verdict:
     if found.kind != "v5p":
         raise Wrong(f"{name} are {found.kind}; the slice is to be of v5p.")
     least = _least(name)
-    if least > planning.usable(found):
+    if least > found.usable_hbm:
         raise Wrong(
             f"on {found.number} chips the smallest layout needs {least / 2**30:.0f} GiB of "
-            f"{planning.usable(found) / 2**30:.1f}."
+            f"{found.usable_hbm / 2**30:.1f}."
         )
     for shape in _SHAPES:
         fewer = topology.chips(f"v5p:{shape}")
-        if fewer.number < found.number and _least(str(fewer)) <= planning.usable(fewer):
+        if fewer.number < found.number and _least(str(fewer)) <= fewer.usable_hbm:
             raise Wrong(f"it fits on {found.number} chips, and on {fewer.number} too.")
     return f"{found.number} chips, where the smallest layout needs {least / 2**30:.0f} GiB."
 
@@ -60,7 +60,7 @@ def division(answer: plan.Roles) -> Verdict:
         raise Wrong(f"{told.kind}: {told.reason}.")
     if answer not in roles.variants(answer, _FEW[0], chips):
         raise Wrong(f"a device's {_FEW[0] // answer.rows} rows do not divide into microbatches.")
-    ours, room = planning.candidate(answer, *given), planning.usable(chips)
+    ours, room = planning.candidate(answer, *given), chips.usable_hbm
     if ours.memory.total > room:
         raise Wrong(f"it needs {ours.memory.total / 2**30:.1f} GiB of {room / 2**30:.2f}.")
     best, took = _best(), ours.step.seconds

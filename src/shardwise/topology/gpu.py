@@ -1,0 +1,91 @@
+"""XLA's compiler for GPUs where none is: the package that has it, and what it is told of a GPU.
+
+JAX's plugin for NVIDIA's GPUs compiles without a GPU, CUDA or a driver. Among JAX's own packages it
+would be taken for a sign that there are GPUs, so it lies in a folder of its own.
+"""
+
+import importlib.metadata
+import platform
+import shlex
+import sys
+from pathlib import Path
+
+import jax
+
+from shardwise.topology.chip import Chip
+
+_PACKAGES = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
+_LIBRARY = "xla_cuda_plugin.so"
+# What all GPUs since A100 share, as XLA describes them.
+_ALIKE = dict(
+    threads_per_block_limit=1024,
+    threads_per_warp=32,
+    threads_per_core_limit=2048,
+    block_dim_limit_x=2**31 - 1,
+    block_dim_limit_y=65_535,
+    block_dim_limit_z=65_535,
+    registers_per_core_limit=65_536,
+    registers_per_block_limit=65_536,
+    shared_memory_per_block=49_152,
+)
+_VERSIONS = "dnn_version_info { major: 9 minor: 8 }\nruntime_version { major: 12 minor: 8 }"
+
+
+def folder() -> Path:
+    """The folder in this Python's environment where the compiler lies, for this JAX."""
+    return Path(sys.prefix, "share", "shardwise", f"gpu-{jax.__version__}")
+
+
+def command() -> list[str]:
+    """The command of pip that installs it, as words; `python -m shardwise.topology` runs it."""
+    package = f"{_PACKAGES[0]}=={_jaxlib()}"
+    return [sys.executable, *"-m pip install --no-deps --target".split(), str(folder()), package]
+
+
+def find() -> tuple[Path, str]:
+    """(the library, the package and its version): from `folder()`, or JAX's own where GPUs are.
+
+    Raises:
+      ImportError: there is none for this jaxlib.
+    """
+    own = list(importlib.metadata.distributions(path=[str(folder())]))
+    for found in (*own, *_installed()):
+        name, version = found.metadata["Name"].replace("_", "-"), found.version
+        module = name.replace("jax-", "jax_plugins/xla_").removesuffix("-pjrt")
+        path = Path(str(found.locate_file(f"{module}/{_LIBRARY}")))
+        if name in _PACKAGES and version == _jaxlib() and path.exists():
+            return path, f"{name} {version}"
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        raise ImportError(
+            f"topology.compile for GPUs needs XLA's compiler for them, the package "
+            f"{_PACKAGES[0]}, which does not exist for {sys.platform} on {platform.machine()}; it "
+            f"runs on Linux on x86_64, on Colab for instance."
+        )
+    raise ImportError(
+        f"topology.compile for GPUs needs XLA's compiler for them, no GPU and no CUDA. Install it "
+        f"once, beside this JAX: {shlex.quote(sys.executable)} -m shardwise.topology"
+    )
+
+
+def _installed():
+    for name in _PACKAGES:
+        try:
+            yield importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _jaxlib():
+    return importlib.metadata.version("jaxlib")
+
+
+def description(chip: Chip) -> str:
+    """What XLA is told of a GPU, in the text form of its `GpuTargetConfigProto`."""
+    told = dict(chip.target)
+    name, major = told.pop("name"), told.pop("major")
+    told |= _ALIKE | {"shared_memory_per_block_optin": told["shared_memory_per_core"] - 1024}
+    lines = "\n".join(f"  {field}: {value}" for field, value in told.items())
+    return (
+        f"gpu_device_info {{\n{lines}\n  cuda_compute_capability {{ major: {major} }}\n}}\n"
+        f'platform_name: "CUDA"\n{_VERSIONS}\ndevice_description_str: "{name}"\n'
+    )
