@@ -111,7 +111,7 @@ def _made_up(rng):
     sizes = dict(
         vocab=rng.choice([1024, 8192, 32_000, 50_304, 128_256, 151_936, 256_000]),
         embed=embed,
-        layers=rng.choice([2, 4, 6]),
+        layers=rng.choice([2, 4, 6, 32]),
         heads=heads,
         kv_heads=rng.choice([k for k in (heads, 8, 4) if heads % k == 0]),
         head_dim=width,

@@ -29,10 +29,11 @@ def starts(frame: Frame, op: Instruction) -> bool | None:
     """Whether `op` starts an asynchronous collective; None for a later piece of one.
 
     A carried collective stands in the fusion that starts it, in each that it runs beside, and in
-    the one that ends it: in all of them it is written out, and in the first alone it begins.
+    the one that ends it: in all of them it is written out, and in the first alone it begins. Of
+    GPUs each is written as a start and a done, and says by itself where nothing may run between.
     """
     if op.opcode.endswith("-start") or frame.within("async-start"):
-        return True
+        return '"is_sync":true' not in op.says("backend_config")
     if CARRIED not in op.says("backend_config"):
         return False
     begins = (x for x in frame if x.says("custom_call_target") == '"AsyncCollectiveStart"')
