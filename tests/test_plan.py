@@ -338,6 +338,31 @@ def test_flops_are_those_of_the_program():
 
 
 @pytest.mark.parametrize(
+    "sizes", [dict(expert=2, context=4), dict(expert=4, context=2), dict(context=8)], ids=str
+)
+def test_an_expert_has_the_slots_of_a_whole_row_on_each_part_of_it(sizes):
+    """But no more than there are tokens: in what is sent, and in what is multiplied."""
+    config = model.Config(
+        vocab=64, embed=64, layers=2, heads=4, kv_heads=4, head_dim=8, mlp=512, experts=8,
+        capacity_factor=1.25,
+    )  # fmt: skip
+    each = roles.Roles(**sizes)
+    whole = plan.Plan(config, CHIPS, 8, LENGTH, (), (), ())
+    part = arrays.parts(each, config, arrays.of_decoder(config), 8, LENGTH)[0]
+    step = compiling.lowered(each, whole)[1]
+    assert math.isclose(measure.collectives(step).ring_bytes, sum(s.bytes for s in sent.sent(part)))
+    devices = mesh.make(**sizes)
+    layout, program = (
+        compiling.layout_of(each, config, devices),
+        compiling.program_of(each, config, 8, LENGTH),
+    )
+    params = jax.eval_shape(program.create, KEY)
+    run = jax.jit(layouts.value_and_grad(layout, program.loss, has_aux=True, check=False))
+    counted = measure.flops(run.lower(params, program.batch).compile())
+    assert 1 <= counted / seconds.flops(part) < 1.1  # attention's tiles, masked or not, besides
+
+
+@pytest.mark.parametrize(
     "given_to, told",
     [
         (("llama9", "v5e:2x4", 8, 8), "known are llama3-8b, llama3-70b"),

@@ -138,7 +138,7 @@ def gathered(mesh):
 
 @needs_compiler
 def test_what_is_written_is_what_gpus_get():
-    """A scatter stays a scatter, bfloat16 bfloat16, and both are asynchronous."""
+    """A scatter stays a scatter, and bfloat16 bfloat16; with nothing to run beside, they wait."""
     mesh = topology.chips("h100:2x8").mesh(data=2, fsdp=8)
     size, n = 4096, 16
     w, x = (sharded(mesh, (rows, size), ("data", "fsdp")) for rows in (size, 8192))
@@ -146,7 +146,7 @@ def test_what_is_written_is_what_gpus_get():
     found = measure.collectives(compiled)
     assert {op.kind for op in found.ops} == {"all-gather", "reduce-scatter"}
     for op in found.ops:
-        assert op.asynchronous and op.group_size == n and op.trips == 1
+        assert not op.asynchronous and op.group_size == n and op.trips == 1
         assert op.ring_bytes == 2 * size * size * (n - 1) // n
     assert measure.flops(compiled) == 2 * 2 * 8192 // n * size * size
     assert compiled.coordinates[:9] == (*((i, 0) for i in range(8)), (0, 1))
@@ -169,7 +169,7 @@ def test_more_than_jax_takes_of_a_gpu_is_refused(monkeypatch):
     x = sharded(mesh, (90_112, 8192), "x")
     lowered = mesh.lower(jax.jit(lambda x: jnp.tanh(x @ x.T) @ x), x)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.01")
-    with pytest.raises(topology.DoesNotFit, match=r"and the compiler allows 0\.79") as refused:
+    with pytest.raises(topology.DoesNotFit, match=r"and JAX takes 0\.79") as refused:
         topology.compile(lowered, mesh)
     assert refused.value.needed > refused.value.allowed == topology.chips("h100:8").usable_hbm
     assert not measure.fits(refused.value) and refused.value.buffers
@@ -223,7 +223,8 @@ def test_a_layout_by_hand_sends_on_gpus_what_predict_says(sizes):
         assert 0.8 * sent < found.ring_bytes < sent
     else:
         assert math.isclose(found.ring_bytes, sent, rel_tol=1e-5)  # but for a few scalars
-        assert all(op.asynchronous for op in found.ops)
+    if "fsdp" in sizes:
+        assert any(op.asynchronous and op.kind == "all-gather" for op in found.ops)
 
 
 @needs_compiler

@@ -32,8 +32,9 @@ def starts(frame: Frame, op: Instruction) -> bool | None:
     the one that ends it: in all of them it is written out, and in the first alone it begins. Of
     GPUs each is written as a start and a done, and says by itself where nothing may run between.
     """
-    if op.opcode.endswith("-start") or frame.within("async-start"):
-        return '"is_sync":true' not in op.says("backend_config")
+    start = frame.site if frame.within("async-start") else op
+    if start.opcode.endswith("-start"):
+        return '"is_sync":true' not in start.says("backend_config")
     if CARRIED not in op.says("backend_config"):
         return False
     begins = (x for x in frame if x.says("custom_call_target") == '"AsyncCollectiveStart"')

@@ -32,19 +32,21 @@ def main(argv: Sequence[str]) -> int:
         as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
         compiled: Annotated[int, tyro.conf.arg(name="compile")] = 0,
     ) -> int:
-        """Propose layouts of a decoder on TPUs, by formula; the best first.
+        """Propose layouts of a decoder on TPUs or GPUs, by formula; the best first.
 
         Args:
           model: a published model's name (llama3-8b, llama3-70b, llama3-405b, llama2-70b,
             mixtral-8x7b), or a folder with the config.json of a Llama.
-          chips: their kind and shape, such as v5p:4x4x8 (128 chips).
+          chips: their kind and shape, such as v5p:4x4x8 (128 TPUs) or h100:16x8 (16 nodes of 8
+            GPUs).
           batch: rows of a step, of all devices together.
           sequence: tokens of a row.
-          slices: of these chips, joined by the data centre's network.
+          slices: of these TPUs, joined by the data centre's network.
           only: layouts with these sizes of roles alone, such as stage=4,tensor=4.
           top: how many layouts are shown.
           as_json: print JSON on stdout, and nothing else there.
-          compiled: how many of the best Google's compiler checks (needs shardwise[tpu]).
+          compiled: how many of the best the chips' compiler checks (TPUs: needs shardwise[tpu];
+            GPUs: python -m shardwise.topology, once).
         """
         return _run(model, chips, batch, sequence, slices, only, top, as_json, compiled)
 

@@ -156,9 +156,9 @@ def plan(
     `chips` are those of `topology.chips`, whose `slices` count.
 
     Parameters and state are exact, and so is what is sent along axes by hand; what a step needs
-    besides is a fitted formula, of stages a count; and seconds are a roofline. Not there: models of
-    your own (which `own` plans), experts on the axis of another role, stages by other schedules,
-    GPUs.
+    besides is a formula, fitted to TPUs' compiler or to GPUs', of stages a count; and seconds are a
+    roofline. Not there: models of your own (which `own` plans), experts on the axis of another
+    role, stages by other schedules.
 
     Raises:
       ValueError: no such model or chips; a batch or sequence below 1.

@@ -206,10 +206,10 @@ def _stages(part):
 
 def _experts(part):
     """The bytes of tokens to their experts and back, in all passes (see `experts.bytes_sent`)."""
-    c, n = part.config, part.roles.expert
-    # The slots of an all-to-all are those of a whole row, wherever its tokens are.
+    c, n, cut = part.config, part.roles.expert, part.roles.context
     given = c.embed, c.experts_per_token, c.experts, n, c.capacity_factor
-    once = experts.bytes_sent(part.rows, part.sequence, *given, "all_to_all", itemsize(part))
+    given = *given, "all_to_all", itemsize(part)
+    once = experts.bytes_sent(part.rows, part.sequence // cut, *given, sequence=cut)
     passes = 3 if part.roles.remat else 2
     return part.roles.microbatches * part.layers * passes * once
 
@@ -228,12 +228,16 @@ def _choices(part):
 
 
 def slots(part: Part) -> float:
-    """The rows a layer's experts work on for each token; the token's choices if none is dropped."""
+    """The rows a layer's experts work on for each token; the token's choices if none is dropped.
+
+    An expert has the slots of a whole row on each device that has a part of it.
+    """
     c = part.config
     if c.capacity_factor is None:
         return c.experts_per_token
+    here = part.sequence // part.roles.context
     each = experts.slots(c.capacity_factor, part.sequence, c.experts_per_token, c.experts)
-    return each * c.experts / part.sequence
+    return min(here, each) * c.experts / here
 
 
 def by_role(found: Iterable[Sent]) -> dict[tuple[str, ...], float]:

@@ -37,7 +37,7 @@ def text(plan: Plan, top: int) -> str:
     times = (*_TIMES, *["host"][:away])
     rows = [_row(i, c, times) for i, c in enumerate(best, 1)]
     lines += ["", *_table(("", *times, *_SHARES, "binds"), rows)]
-    lines += ["", "Sent by a device in a step, and over which sides of the torus:"]
+    lines += ["", "Sent by a device in a step, and over which links:"]
     lines += [f"  {i}  {_sends(c)}" for i, c in enumerate(best, 1)]
     if not best:
         lines += ["  Nothing fits."]

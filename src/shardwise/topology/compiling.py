@@ -79,16 +79,17 @@ class Compiled:
 
 
 class DoesNotFit(ValueError):
-    """The compiler's refusal: `needed` and `allowed` bytes of HBM, and the largest `buffers`."""
+    """A refusal, a compiler's or for a GPU: `needed` and `allowed` bytes, the largest `buffers`."""
 
     def __init__(
         self, mesh: ChipMesh, needed: int, allowed: int, buffers: Iterable[Buffer], said: str
     ) -> None:
         self.mesh, self.needed, self.allowed = mesh, needed, allowed
         self.buffers, self.said = tuple(buffers), said
+        who = "JAX takes" if mesh.chips.chip.node else "the compiler allows"
         lines = [
             f"topology.compile: on {mesh.chips} this program needs {needed / 2**30:.2f} GiB of "
-            f"HBM on a device, and the compiler allows {allowed / 2**30:.2f}. The largest arrays:"
+            f"HBM on a device, and {who} {allowed / 2**30:.2f}. The largest arrays:"
         ]
         for b in self.buffers[:5]:
             lines.append(f"  {b.bytes / 2**30:8.2f} GiB  {b.kind} {b.array}  {b.source or b.name}")
