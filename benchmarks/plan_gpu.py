@@ -11,7 +11,6 @@ book/judged_gpus.md. With `--table` it compiles nothing. Needs the compiler:
 import argparse
 import itertools
 import json
-import math
 import pathlib
 import random
 import sys
@@ -48,14 +47,17 @@ PAGE_TEXT = """# The planner on GPUs, judged
 <!-- Written by `python benchmarks/plan_gpu.py`; edits are lost. -->
 
 XLA's compiler for NVIDIA's GPUs runs without a GPU ({{doc}}`how </chapters/real_compiler>`). It
-compiled whole training steps, {dates}, with {versions}. Nothing ran on a GPU: this is the memory
-that the compiler reserves, as it is without a GPU on which it could try kernels; attention is
-computed in tiles by XLA, where a run might use a kernel of cuDNN's.
+compiled whole training steps, {dates}, with {versions}.
+Nothing ran on a GPU: this is the memory that the compiler reserves, as it is without a GPU on which
+it could try kernels. Attention is computed in tiles by XLA, where a run might use a kernel of
+cuDNN's; what NCCL and CUDA hold for themselves is not counted.
 
 Five coefficients of the formula were fitted on {fitted_number} programs of made-up models, drawn by
-the seed {fitted_seed}. What is judged are {judged_number} programs of published models' sizes, with
-fewer layers, on layouts and GPUs drawn by the seed {judged_seed}, which was committed before the
-first of them was compiled. {verdict}
+the seed {fitted_seed}. What is judged are {judged_number} programs of published models' sizes, most
+with fewer layers, on layouts and GPUs drawn by the seed {judged_seed}, which was committed before
+the first of them was compiled.
+
+{verdict}
 
 GiB on a device in all, exact parts included, and how far the formula is from the compiler: with +
 it says too much.
@@ -68,7 +70,15 @@ The same for the models on which the coefficients were fitted.
 
 ## Bytes sent
 
+What the compiled programs send, over the formula's bytes. Of programs that are more than a GPU
+holds it was not recorded.
+
 {sent}
+
+Scatters stay scatters, and bfloat16 stays bfloat16. Of a ring over a context axis the compiler
+leaves out hops whose values it has, and narrows the last one of the gradients. Along a tensor axis
+the formula is Megatron's, and of experts what the TPUs' compiler inserts; this one inserts more of
+some, most of all beside experts.
 """
 
 
@@ -174,7 +184,7 @@ def fitted(record: dict[str, dict]) -> memory.Terms:
 
 
 def verdict(record: dict[str, dict]) -> plan_table.Verdict:
-    """Of those judged: eight of ten within 10 %, all within 25, and none of them sends more."""
+    """Of those judged: eight of ten within 10 %, all within 15, none called fitting that is not."""
     names = [n for n in record if n.startswith("judged")]
     off = {n: plan.candidate(CASES[n]).memory.total / record[n]["needed"] - 1 for n in names}
     worst = max(off, key=lambda n: abs(off[n]))
@@ -182,10 +192,10 @@ def verdict(record: dict[str, dict]) -> plan_table.Verdict:
     low = [n for n in names if not record[n]["fits"] and _fits(n)]
     told = (
         f"{near} of {len(names)} are within 10 % of the compiler, and all within {100 * most:.1f} "
-        f"%; the worst is “{worst}”. {len(low)} of them the formula calls fitting that are more "
-        f"than JAX takes of a GPU's memory.",
+        f"%; the worst is “{worst}”. What the formula calls fitting and is more than JAX takes of "
+        f"a GPU's memory: {', '.join(low) or 'none'}.",
     )
-    return plan_table.Verdict(near >= 0.8 * len(names) and most <= 0.25 and not low, told)
+    return plan_table.Verdict(near >= 0.8 * len(names) and most <= 0.15 and not low, told)
 
 
 def _fits(name):
@@ -223,28 +233,21 @@ def page(record: dict[str, dict]) -> str:
 
 
 def _sent(record):
-    """In how many programs the compiled one sends what is written, and where it does not, why."""
-    by_hand = [n for n in record if CASES[n].roles.tensor == CASES[n].roles.context == 1]
-    reasons: dict[str, int] = {}
-    for n in by_hand:
-        for reason, (_, written, sent) in record[n]["differences"].items():
-            if abs(sent - written) > 1e-3 * sum(d[1] for d in record[n]["differences"].values()):
-                reasons[reason] = reasons.get(reason, 0) + 1
-    told = ", ".join(f"{reason} in {count}" for reason, count in reasons.items())
-    return (
-        f"Of {len(by_hand)} programs with neither a tensor nor a context axis the compiled one "
-        f"sends what is written, to a thousandth, in {len(by_hand) - len(_other(record, by_hand))}"
-        f"{'; other bytes: ' + told if told else ''}. Scatters stay scatters, and bfloat16 stays."
-    )
-
-
-def _other(record, names):
-    def differs(n):
-        became = record[n]["differences"].values()
-        written, sent = (sum(d[i] for d in became) for i in (1, 2))
-        return not math.isclose(written, sent, rel_tol=1e-3)
-
-    return [n for n in names if differs(n)]
+    """Bytes that the compiled programs send over those by formula, by the axes there are."""
+    groups = {
+        "neither tensor nor context": lambda r: r.tensor == r.context == 1,
+        "context": lambda r: r.context > r.tensor == 1,
+        "tensor": lambda r: r.tensor > 1,
+    }
+    rows = []
+    for told, belongs in groups.items():
+        shares = [
+            sum(said["sent"].values()) / sum(x.bytes for x in plan.candidate(CASES[n]).sent)
+            for n, said in record.items()
+            if said["sent"] and belongs(CASES[n].roles)
+        ]
+        rows.append((told, str(len(shares)), f"{min(shares):.3f} to {max(shares):.3f}"))
+    return plan_table.table(("axes", "programs", "sent, over the formula"), rows)
 
 
 def main(argv: list[str]) -> int:

@@ -17,8 +17,18 @@ ROOT = pathlib.Path(__file__).parents[1]
 @pytest.fixture
 def benchmark(monkeypatch):
     """The module `benchmarks/plan.py`."""
+    yield from imported(monkeypatch, "plan")
+
+
+@pytest.fixture
+def on_gpus(monkeypatch):
+    """The module `benchmarks/plan_gpu.py`."""
+    yield from imported(monkeypatch, "plan_gpu")
+
+
+def imported(monkeypatch, name):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    yield importlib.import_module("plan")
+    yield importlib.import_module(name)
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(str(ROOT / "benchmarks")):
             del sys.modules[name]
@@ -115,3 +125,18 @@ def test_the_fit_finds_coefficients_again(benchmark):
         step = sum(memory.counted(held.terms, made))
         record[name] = {"needed": held.total - held.step + step}
     assert tuple(benchmark.fitted(record)) == pytest.approx(tuple(made))
+
+
+def test_gpus_are_judged_by_programs_of_published_sizes(on_gpus):
+    """Who changes the formula runs `python benchmarks/plan_gpu.py --table`."""
+    record = on_gpus.recorded()
+    assert record.keys() == on_gpus.CASES.keys()
+    judged = {n: c for n, c in on_gpus.CASES.items() if n.startswith("judged")}
+    assert len(judged) >= 40 and max(c.config.vocab for c in judged.values()) >= 250_000
+    widths = {c.config.head_dim for c in judged.values()}
+    nodes = {topology.chips(c.chips).slices for c in judged.values()}
+    assert widths & {96, 256} and nodes & {3, 6} and max(nodes) > 8
+    assert on_gpus.PAGE.read_text() == on_gpus.page(record)
+    verdict = on_gpus.verdict(record)
+    assert verdict.kept, verdict.told
+    assert tuple(on_gpus.fitted(record)) == pytest.approx(tuple(memory.OF_GPUS))

@@ -161,6 +161,7 @@ def test_rows_that_do_not_divide_are_left_out_with_the_reason():
         ({"given": {"x": jnp.zeros(())}}, r"\['x'\] 0"),
         ({"given": {}}, "the batch has none"),
         ({"chips": "v5e"}, "v5e"),
+        ({"chips": "h100:8"}, "h100:1x8 are GPUs, .* judged by the TPUs' compiler alone"),
     ],
 )
 def test_what_cannot_be_planned_is_said(change, told):

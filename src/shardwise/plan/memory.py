@@ -73,7 +73,7 @@ COEFFICIENTS = Terms(
     task=1.0,
 )
 # The same of XLA's compiler for GPUs; `benchmarks/plan_gpu.py` fits five of them.
-OF_GPUS = COEFFICIENTS._replace(layer=0.9, around=4.5, logits=1.05, ring=0.2, dispatch=0.3)
+OF_GPUS = COEFFICIENTS._replace(layer=0.6, around=6.0, logits=1.1, ring=1.4, dispatch=0.4)
 COUNTS = Terms(*[1.0] * len(Terms._fields))
 _ALWAYS = ("weights", "kept", "summed", "pending")
 _PHASES = (

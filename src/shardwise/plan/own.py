@@ -59,10 +59,16 @@ def own(
     `topology.compile` tells what such a layout needs.
 
     Raises:
-      ValueError: no such chips; arrays of the batch with other rows; another setting; a loss that
-        moves arrays to the host; what `layouts.predict` and `measure.flops` raise.
+      ValueError: no such chips, or GPUs, by whose compiler the estimate was not judged; arrays of
+        the batch with other rows; another setting; a loss that moves arrays to the host; what `layouts.predict` and `measure.flops` raise.
     """
     chips = topology.chips(chips, slices) if isinstance(chips, str) else chips
+    if chips.chip.node:
+        raise ValueError(
+            f"plan.own: {chips} are GPUs, and the estimate of memory was judged by the TPUs' "
+            f"compiler alone (too low by half for one program, on GPUs). topology.compile tells "
+            f"within seconds what a layout of your program needs there."
+        )
     if unknown := sorted(set(settings) - set(SETTINGS)):
         raise ValueError(f"plan.own: {unknown[0]}= is no setting here; {', '.join(SETTINGS)} are.")
     job = Own(create, loss, tx, _shapes(batch), has_aux, settings)
