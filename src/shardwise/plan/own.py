@@ -60,7 +60,8 @@ def own(
 
     Raises:
       ValueError: no such chips, or GPUs, by whose compiler the estimate was not judged; arrays of
-        the batch with other rows; another setting; a loss that moves arrays to the host; what `layouts.predict` and `measure.flops` raise.
+        the batch with other rows; another setting; a loss that moves arrays to the host; what
+        `layouts.predict` and `measure.flops` raise.
     """
     chips = topology.chips(chips, slices) if isinstance(chips, str) else chips
     if chips.chip.node:

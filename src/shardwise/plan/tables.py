@@ -53,8 +53,15 @@ NOTE_OF_HOST = (
 )
 
 
+NOTE_OF_GPUS = (
+    "Of a GPU's memory a program has what JAX takes when it starts: three quarters, or the share "
+    "that XLA_PYTHON_CLIENT_MEM_FRACTION says. NCCL and CUDA need theirs beside it."
+)
+
+
 def _notes(plan, shown):
     notes = NOTES_OF_OWN if plan.own else NOTES
+    notes += (NOTE_OF_GPUS,) if plan.chips.chip.node else ()
     return (*notes, NOTE_OF_HOST) if any(c.roles.offload for c in shown) else notes
 
 
