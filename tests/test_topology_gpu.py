@@ -234,3 +234,54 @@ def test_versions_stand_beside_what_was_compiled():
     versions = dict(compiled.versions)
     assert re.fullmatch(r"jax-cuda1\d-pjrt [\d.]+", versions["compiler"])
     assert versions["jax"] == jax.__version__ and "libtpu" not in versions
+
+
+SENT = """HloModule m, is_scheduled=true, num_partitions=16
+
+%sum (a: bf16[], b: bf16[]) -> bf16[] {
+  %a = bf16[] parameter(0)
+  %b = bf16[] parameter(1)
+  ROOT %c = bf16[] add(%a, %b)
+}
+
+%scattered (p: bf16[4096,4096]) -> bf16[512,4096] {
+  %p = bf16[4096,4096] parameter(0)
+  ROOT %s = bf16[512,4096] reduce-scatter(%p), GROUPS, dimensions={0}, to_apply=%sum
+}
+
+ENTRY %main (x: bf16[4096,4096]) -> bf16[512,4096] {
+  %x = bf16[4096,4096] parameter(0)
+  %q = ((bf16[4096,4096]), bf16[4096,4096]) collective-permute-start(%x), source_target_pairs=PAIRS
+  %r = bf16[4096,4096] collective-permute-done(%q)
+  %e = bf16[4096,4096] all-to-all(%r), GROUPS, dimensions={0}
+  %t = ((bf16[4096,4096]), bf16[512,4096]) async-start(%e), calls=%scattered, backend_config=CONFIG
+  ROOT %d = bf16[512,4096] async-done(%t)
+}
+"""
+
+
+@pytest.mark.parametrize("waits", ["true", "false"])
+@pytest.mark.parametrize("apart", [False, True], ids=["in a node", "between nodes"])
+def test_seconds_follow_the_nodes_of_a_collective(waits, apart):
+    """By hand: eight GPUs of one node, or every second of two nodes; 32 MiB each."""
+    first = range(0, 16, 2) if apart else range(8)
+    groups = [list(first), [i for i in range(16) if i not in first]]
+    text = "{" + ",".join("{" + ",".join(map(str, g)) + "}" for g in groups) + "}"
+    pairs = "{{0,8},{8,0}}" if apart else "{{0,1},{1,0}}"
+    program = SENT.replace("GROUPS", f"replica_groups={text}").replace("PAIRS", pairs)
+    config = f'{{"collective_backend_config":{{"is_sync":{waits}}}}}'
+    told = measure.overlap(program.replace("CONFIG", config), H100).found
+    seconds = {b.op.kind: b.seconds for b in told}
+    size = 2 * 4096 * 4096
+    if apart:
+        expected = {
+            "collective-permute": size / 50e9,
+            "all-to-all": size * 3 / 8 / 450e9 + size * 4 / 8 / 50e9,
+            "reduce-scatter": size * 3 / 4 / 450e9 + size / 4 / 2 / 50e9,
+        }
+    else:
+        expected = {"collective-permute": size / 450e9}
+        expected |= dict.fromkeys(["all-to-all", "reduce-scatter"], size * 7 / 8 / 450e9)
+    assert seconds == pytest.approx(expected)
+    (scatter,) = [b.op for b in told if b.op.kind == "reduce-scatter"]
+    assert scatter.asynchronous == (waits == "false")
