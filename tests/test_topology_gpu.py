@@ -31,12 +31,14 @@ needs_compiler = pytest.mark.skipif(
     not _found(), reason=f"XLA's compiler for GPUs is not installed: python -m {package}"
 )
 H100 = topology.CHIPS["h100"]
+SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    for name in SHARES:
+        monkeypatch.delenv(name, raising=False)
 
 
 def sharded(mesh, shape, *spec, dtype=jnp.bfloat16):
@@ -46,12 +48,16 @@ def sharded(mesh, shape, *spec, dtype=jnp.bfloat16):
 def test_a_program_may_hold_what_jax_takes_of_a_gpu(monkeypatch):
     chips = topology.chips("h100:2x8")
     assert chips.usable_hbm == H100.hbm_bytes * 3 // 4
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".9")
-    assert chips.usable_hbm == int(H100.hbm_bytes * 0.9)
+    for name, said in zip(SHARES, (".9", "9e-1"), strict=True):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, said)
+            assert chips.usable_hbm == int(H100.hbm_bytes * 0.9)
+    monkeypatch.setenv(SHARES[0], "")  # as unset
+    assert chips.usable_hbm == H100.hbm_bytes * 3 // 4
     assert topology.chips("v5e:2x2").usable_hbm == topology.CHIPS["v5e"].usable_hbm
-    for wrong in ("most", "", "0", "-1"):
-        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", wrong)
-        with pytest.raises(ValueError, match="expected the share of a GPU's memory"):
+    for wrong in ("most", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv(SHARES[0], wrong)
+        with pytest.raises(ValueError, match=r"FRACTION=.*expected the share of a GPU's memory"):
             _ = chips.usable_hbm
 
 
@@ -168,12 +174,12 @@ def test_more_than_jax_takes_of_a_gpu_is_refused(monkeypatch):
     mesh = topology.chips("h100:8").mesh(x=8)
     x = sharded(mesh, (90_112, 8192), "x")
     lowered = mesh.lower(jax.jit(lambda x: jnp.tanh(x @ x.T) @ x), x)
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.01")
+    monkeypatch.setenv(SHARES[0], "0.01")
     with pytest.raises(topology.DoesNotFit, match=r"and JAX takes 0\.79") as refused:
         topology.compile(lowered, mesh)
     assert refused.value.needed > refused.value.allowed == topology.chips("h100:8").usable_hbm
     assert not measure.fits(refused.value) and refused.value.buffers
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    monkeypatch.delenv(SHARES[0])
     fit = measure.fits(topology.compile(lowered, mesh))
     assert fit and fit.needed == refused.value.needed
 
@@ -234,6 +240,34 @@ def test_versions_stand_beside_what_was_compiled():
     versions = dict(compiled.versions)
     assert re.fullmatch(r"jax-cuda1\d-pjrt [\d.]+", versions["compiler"])
     assert versions["jax"] == jax.__version__ and "libtpu" not in versions
+
+
+def test_a_program_of_another_platform_is_refused():
+    """It would run the other's branches."""
+    branches = jax.jit(
+        lambda x: jax.lax.platform_dependent(x, tpu=jnp.sin, cuda=jnp.cos, default=jnp.tanh)
+    )
+    gpus, tpus = topology.chips("h100:8").mesh(x=8), topology.chips("v5e:2x4").mesh(x=8)
+    x = sharded(gpus, (8,), "x")
+    assert "cosine" in gpus.lower(branches, x).as_text()
+    assert "sine" in tpus.lower(branches, x).as_text()
+    for lowered, mesh in (
+        (tpus.lower(branches, x), gpus),
+        (gpus.lower(branches, x), tpus),
+        (branches.trace(x).lower(lowering_platforms=("cpu",)), gpus),
+    ):
+        with pytest.raises(ValueError, match=f"was not lowered for {mesh.chips}, and may have"):
+            topology.compile(lowered, mesh)
+    with pytest.raises(TypeError, match=r"made by flax\.nnx"):
+        gpus.lower(nnx.jit(jnp.sin), x)
+
+
+@needs_compiler
+def test_what_calls_cuda_s_libraries_is_named():
+    mesh = topology.chips("h100:1").mesh(x=1)
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh.abstract, P()))
+    with pytest.raises(ValueError, match=r"calls cusolver_\w+, of CUDA's own libraries"):
+        topology.compile(mesh.lower(jax.jit(jnp.linalg.cholesky), x), mesh)
 
 
 SENT = """HloModule m, is_scheduled=true, num_partitions=16

@@ -25,7 +25,8 @@ def flops(compiled: Any, kernels: Mapping[str, int] | None = None) -> int:
     often as that says, on the device that performs most in all.
 
     Not counted: elementwise work, among it inner products (neither side has an axis of its own)
-    and outer ones (nothing is contracted), which some backends compile to it; transforms; solvers.
+    and outer ones (nothing is contracted), which some backends compile to it, and in a program for
+    GPUs products with a vector; transforms; solvers. What a backend pads is counted as it runs.
 
     Into a Pallas kernel nobody can look: it counts by `kernels`, {a part of its name or source:
     FLOPs of one run}, by `marks.kernels` around it, as `context.splash` has it, or by the formula

@@ -191,8 +191,12 @@ def links(op: Op, chip: Any, start: Instruction) -> tuple[int, float]:
 
 def _switched(op, chip):
     nodes = [Counter(i // chip.node for i in group) for group in op.groups]
-    across = max(map(len, nodes), default=1)
-    inside = max((max(n.values()) for n in nodes), default=1)
+    # The fewest of a node take in what that node has not: of uneven parts they are the slowest.
+    inside, across = max(
+        ((min(n.values()), sum(n.values()) / min(n.values())) for n in nodes),
+        key=lambda pair: pair[1],
+        default=(1, 1),
+    )
     if op.kind == "collective-permute":
         seconds = op.ring_bytes / (chip.dcn if across > 1 else chip.link_bandwidth)
     elif op.kind == "all-to-all":

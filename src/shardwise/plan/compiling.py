@@ -198,9 +198,10 @@ def _line(found):
     said, ours = found.fit.needed / 2**30, found.candidate.memory.total / 2**30
     kinds = ", ".join(f"{kind} {size / 1e9:.4g} GB" for kind, size in found.sent.items())
     fits = "fits" if found.fit else "does not fit"
+    sends = f"sends {kinds or 'nothing'}; " if kinds or found.fit else ""
     return (
         f"  {found.candidate.roles}: {fits}, {said:.2f}, by formula {ours:.2f} "
-        f"({ours / said - 1:+.0%}); sends {kinds or 'nothing'}; {found.seconds:.0f} s"
+        f"({ours / said - 1:+.0%}); {sends}{found.seconds:.0f} s"
     )
 
 

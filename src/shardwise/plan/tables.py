@@ -55,7 +55,7 @@ NOTE_OF_HOST = (
 
 NOTE_OF_GPUS = (
     "Of a GPU's memory a program has what JAX takes when it starts: three quarters, or the share "
-    "that XLA_PYTHON_CLIENT_MEM_FRACTION says. NCCL and CUDA need theirs beside it."
+    "that XLA_CLIENT_MEM_FRACTION says. NCCL and CUDA need theirs beside it."
 )
 
 

@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -72,7 +73,7 @@ def run(request: Mapping[str, Any], module: str) -> dict[str, Any]:
     """The result of the compiler: sizes, text and report, or a refusal.
 
     Raises:
-      ValueError: this libtpu does not know the kind of chip.
+      ValueError: this libtpu does not know the kind of chip; a GPU's program calls a library.
       RuntimeError: it failed in another way; with the end of what it printed.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
@@ -107,6 +108,11 @@ def _failure(name, done):
             f"topology.compile: libtpu {version} does not know {name}; it needs a newer JAX, with "
             f"the libtpu beside it."
         )
+    if missing := re.search(r"No FFI handler registered for (\w+)", printed):
+        return ValueError(
+            f"topology.compile: the program calls {missing[1]}, of CUDA's own libraries (solvers, "
+            f"decompositions), which are not here; leave that part out of it."
+        )
     said = "\n".join(printed.strip().splitlines()[-8:])
     return RuntimeError(
         f"topology.compile: the compiler for {name} ended with {done.returncode}:\n{said}"
@@ -135,9 +141,10 @@ def key(request: Mapping[str, Any], versions: Mapping[str, str], module: str) ->
 def load(name: str) -> dict[str, Any] | None:
     """The entry of that name, or None where there is none that can be read."""
     try:
-        return json.loads(_path(name).read_text())
+        entry = json.loads(_path(name).read_text())
     except (OSError, ValueError):
         return None
+    return entry if isinstance(entry, dict) else None
 
 
 def save(name: str, entry: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import jax
 
 from shardwise.measure.memory import bytes_per_device, refused
 from shardwise.topology import child, gpu
-from shardwise.topology.lowering import program_text
+from shardwise.topology.lowering import platform_of, program_text
 from shardwise.topology.slices import ChipMesh
 
 _ROUNDING = 2**30 / 100  # of the totals that a refusal names
@@ -118,11 +118,17 @@ def compile(
       RuntimeError: the compiler fails in another way.
     """
     module = program_text(lowered)
+    if platform_of(lowered) != mesh.platform:
+        raise ValueError(
+            f"topology.compile: the program was not lowered for {mesh.chips}, and may have taken "
+            f"another platform's branches; pass mesh.lower(jitted, *abstract_arguments), of this "
+            f"mesh."
+        )
     _check(module, mesh)
     request, versions = _request(mesh, options or {}), child.versions(mesh.chips.chip)
     name = child.key(request, versions, module)
     result = child.load(name) if cached else None
-    if result is None:
+    if result is None or "buffers" not in result:
         result = child.run(request, module)
         # The assignment is large, and only its largest entries are asked for.
         result["buffers"] = largest(result.pop("assignment"), result["text"])
@@ -169,10 +175,10 @@ def _request(mesh, options):
     inside = [size // part for (_, size), part in zip(mesh.axes, across, strict=True)]
     where = {"inside": inside, "across": list(across), "options": dict(options)}
     if chips.chip.node:
-        name, target = f"1x{chips.slices}x{chips.shape[0]}", gpu.description(chips.chip)
+        target = gpu.description(chips.chip)
         # Without a GPU no kernels are tried; 0.7.2 has to be told.
         where["options"] = {"xla_gpu_autotune_level": 0} | where["options"]
-        return {"name": name, "node": chips.shape[0], "target": target} | where
+        return {"name": str(chips), "node": chips.shape[0], "target": target} | where
     topology = {}
     if chips.slices > 1:
         topology["num_slices"] = chips.slices

@@ -1,6 +1,7 @@
 """Programs lowered for chips that are not here, and their text."""
 
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 from shardwise import jaxprs
 
 _PLACED = "annotate_device_placement"  # what XLA knows a memory by
+_PLATFORMS: Any = weakref.WeakKeyDictionary()  # {program: for which platform it was lowered}
 
 
 def lower(fn: Callable[..., Any], platform: str, args: Any, kwargs: Any) -> jax.stages.Lowered:
@@ -19,6 +21,11 @@ def lower(fn: Callable[..., Any], platform: str, args: Any, kwargs: Any) -> jax.
             f"{type(fn).__name__}; jit it first."
         )
     traced = fn.trace(*args, **kwargs)
+    if not isinstance(traced, jax.stages.Traced):  # nnx.jit's has no program to look at
+        raise TypeError(
+            f"topology: mesh.lower takes a function made by jax.jit or rules.jit, and this one is "
+            f"made by {type(fn).__module__}; split a module's state off, and jit a function of it."
+        )
     found = traced.lower(lowering_platforms=(platform,))
     # 0.7.2 does where there is no device to ask.
     if to_host(traced.jaxpr.jaxpr) and _PLACED not in found.as_text():
@@ -27,7 +34,13 @@ def lower(fn: Callable[..., Any], platform: str, args: Any, kwargs: Any) -> jax.
             f"that out for chips that are not here: its memory would be wrong. Take a later one, "
             f"or a program that does not offload."
         )
+    _PLATFORMS[found] = platform
     return found
+
+
+def platform_of(lowered: jax.stages.Lowered) -> str | None:
+    """The platform for which `lower` lowered a program; None where another function did."""
+    return _PLATFORMS.get(lowered)
 
 
 def to_host(jaxpr: Any) -> bool:

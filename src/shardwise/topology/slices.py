@@ -16,8 +16,9 @@ from shardwise.topology.chip import CHIPS, Chip
 _HOST = 2  # chips along the first two axes of a host's board
 
 
-# The share of a GPU's memory that JAX takes, unless the variable says another.
-_SHARE = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")
+# The variables that say what share of a GPU's memory JAX takes, if another than 0.75; the second is
+# the older name.
+_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,20 +53,25 @@ class Chips:
         """The bytes of memory that a program may hold on a device.
 
         Of a TPU, what its compiler allows; of a GPU, the share that JAX takes when it starts: three
-        quarters, or what XLA_PYTHON_CLIENT_MEM_FRACTION says.
+        quarters, or what XLA_CLIENT_MEM_FRACTION says.
 
         Raises:
           ValueError: the variable is no number above 0.
         """
         if self.chip.usable_hbm:
             return self.chip.usable_hbm
-        said = os.environ.get(*_SHARE)
-        if not re.fullmatch(r"\d*\.?\d+", said) or float(said) == 0:
+        name = next(filter(os.environ.get, _SHARES), "")
+        said = os.environ.get(name, "0.75")
+        try:
+            share = float(said)
+        except ValueError:
+            share = 0.0
+        if not 0 < share < math.inf:
             raise ValueError(
-                f"topology: {_SHARE[0]}={said!r}; expected the share of a GPU's memory that JAX "
-                f"takes, such as 0.9."
+                f"topology: {name}={said!r}; expected the share of a GPU's memory that JAX takes, "
+                f"such as 0.9."
             )
-        return int(self.chip.hbm_bytes * float(said))
+        return int(self.chip.hbm_bytes * share)
 
     def __str__(self):
         if self.chip.node:
@@ -116,7 +122,12 @@ class ChipMesh:
           TypeError: `fn` is not jitted.
           NotImplementedError: it moves arrays to the host, and this JAX loses that here.
         """
-        return lowering.lower(fn, "cuda" if self.chips.chip.node else "tpu", args, kwargs)
+        return lowering.lower(fn, self.platform, args, kwargs)
+
+    @property
+    def platform(self) -> str:
+        """JAX's name of the platform: "cuda" or "tpu"."""
+        return "cuda" if self.chips.chip.node else "tpu"
 
     def across_slices(self) -> tuple[int, ...]:
         """The number of parts into which borders between slices, or nodes, cut each axis."""

@@ -56,7 +56,8 @@ def _lay_gpus(request) -> np.ndarray:
     """GPUs in their order, node by node: what no function of JAX's own gives without a GPU."""
     plugin = xla_client.load_pjrt_plugin_dynamically("cuda", request["library"])
     xla_client.initialize_pjrt_plugin("cuda")
-    asked = {"topology": request["name"], "target_config": request["target"]}
+    shape = request["name"].partition(":")[2]
+    asked = {"topology": f"1x{shape}", "target_config": request["target"]}
     topology = xla_client.make_c_api_device_topology(plugin, **asked)
     found = np.array(topology._make_compile_only_devices())
     sizes = zip(request["across"], request["inside"], strict=True)
@@ -91,7 +92,8 @@ def _compile(text, grid, options):
             device_assignment=grid.reshape(1, -1),
             env_options_overrides=dict(options),
         )
-        asked.parameter_is_tupled_arguments = len(main.arguments) > _TUPLED
+        on_tpu = grid.flat[0].platform == "tpu"
+        asked.parameter_is_tupled_arguments = on_tpu and len(main.arguments) > _TUPLED
         build = asked.executable_build_options
         build.use_shardy_partitioner = "sdy." in text
         # Where the program does not say how an array is laid out, the compiler may.
