@@ -266,7 +266,7 @@ def test_a_program_of_another_platform_is_refused():
 def test_what_calls_cuda_s_libraries_is_named():
     mesh = topology.chips("h100:1").mesh(x=1)
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh.abstract, P()))
-    with pytest.raises(ValueError, match=r"calls cusolver_\w+, of CUDA's own libraries"):
+    with pytest.raises(ValueError, match=r"(?i)calls cusolver\w*, of CUDA's own libraries"):
         topology.compile(mesh.lower(jax.jit(jnp.linalg.cholesky), x), mesh)
 
 

@@ -108,10 +108,10 @@ def _failure(name, done):
             f"topology.compile: libtpu {version} does not know {name}; it needs a newer JAX, with "
             f"the libtpu beside it."
         )
-    if missing := re.search(r"No FFI handler registered for (\w+)", printed):
+    if missing := re.search(r"FFI handler registered for (\w+)|(cu\w+) internal error", printed):
         return ValueError(
-            f"topology.compile: the program calls {missing[1]}, of CUDA's own libraries (solvers, "
-            f"decompositions), which are not here; leave that part out of it."
+            f"topology.compile: the program calls {missing[1] or missing[2]}, of CUDA's own "
+            f"libraries (solvers, decompositions), which are not here; leave that part out of it."
         )
     said = "\n".join(printed.strip().splitlines()[-8:])
     return RuntimeError(
