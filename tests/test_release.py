@@ -165,8 +165,9 @@ def test_every_module_imports_from_the_wheels_alone(dist, tmp_path):
     for package in LIBRARY, BOOK:
         with zipfile.ZipFile(dist / package.wheel) as wheel:
             wheel.extractall(tmp_path)
-    folders = ["shardwise", "shardwise_book/figures", "shardwise_book/puzzles"]
-    paths = [path for folder in folders for path in sorted(tmp_path.glob(f"{folder}/**/*.py"))]
+    folders = [f"{name}/**/*" for name in ("shardwise", "shardwise_book/figures")]
+    folders += ["shardwise_book/puzzles/**/*", "shardwise_book/compilers"]
+    paths = [path for folder in folders for path in sorted(tmp_path.glob(f"{folder}.py"))]
     parts = [path.relative_to(tmp_path).with_suffix("").parts for path in paths]
     names = [".".join(each).removesuffix(".__init__") for each in parts]
     command = [sys.executable, "-I", "-c", IMPORTS, tmp_path, *names]

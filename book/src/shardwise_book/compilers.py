@@ -5,8 +5,6 @@ import sys
 from collections.abc import Mapping
 from importlib import util
 
-from IPython import get_ipython
-
 from shardwise.topology import gpu
 
 MISSING = {
@@ -45,7 +43,8 @@ def prepare() -> None:
         subprocess.run(pip)
         if not found()["# For GPUs"]:
             subprocess.run([sys.executable, "-m", "shardwise.topology", "--quiet"])
-    here = found()
-    shell = get_ipython()
+    from IPython import get_ipython  # as every kernel has it, and a package of figures need not
+
+    here, shell = found(), get_ipython()
     if shell is not None and not all(here.values()):
         shell.input_transformers_cleanup.append(lambda lines: left_out(lines, here))

@@ -8,4 +8,5 @@ import sys
 
 from shardwise.topology import gpu
 
-sys.exit(subprocess.call([*gpu.command(), *sys.argv[1:]]))
+if __name__ == "__main__":
+    sys.exit(subprocess.call([*gpu.command(), *sys.argv[1:]]))
