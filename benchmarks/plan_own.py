@@ -17,7 +17,7 @@ import optax
 import plan
 import plan_cases
 
-from shardwise import mesh, topology, train
+from shardwise import context, mesh, topology, train
 from shardwise.plan import Own, compiling, own
 from shardwise.plan.own import candidate
 
@@ -55,7 +55,9 @@ def estimated(case: plan_cases.Case) -> float:
     """Bytes on a device."""
     program = compiling.program_of(case.roles, case.config, case.batch, case.sequence)
     told = program.create, program.loss, train.optimizer(), program.batch, program.has_aux
-    job = Own(*told, {"dtype": case.config.dtype})
+    again = jax.checkpoint_policies.nothing_saveable if case.roles.remat else None
+    settings = {"dtype": case.config.dtype, "kernel": context.tiles, "remat": again}
+    job = Own(*told, settings)
     return candidate(job, case.roles, topology.chips(case.chips)).memory.total
 
 

@@ -19,6 +19,7 @@ from shardwise.plan import (
     compiling,
     memory,
     planning,
+    realised,
     roles,
     seconds,
     sent,
@@ -379,13 +380,14 @@ def test_a_mistake_is_named(given_to, told):
 def test_the_compiler_is_given_the_kernel_where_devices_see_whole_sequences():
     """128 tokens are a tile of the splash kernel; a context axis cuts the sequence."""
     devices = mesh.make(data=8)
-    assert compiling.has_kernel(roles.Roles(fsdp=8), 256, CHIPS)
-    assert not compiling.has_kernel(roles.Roles(fsdp=8), 96, CHIPS)
-    assert not compiling.has_kernel(roles.Roles(fsdp=4, context=2), 256, CHIPS)
-    assert not compiling.has_kernel(roles.Roles(fsdp=8), 256, topology.chips("h100:8"))
+    assert realised.kernel(256, CHIPS) == "splash" and realised.kernel(96, CHIPS) == "tiles"
+    assert realised.kernel(256, topology.chips("h100:8")) == "tiles"
     each = roles.Roles(data=8)
-    assert compiling.layout_of(each, SMALL, devices).kernel is None
-    assert isinstance(compiling.layout_of(each, SMALL, devices, kernel=True).kernel, context.splash)
+    assert compiling.layout_of(each, SMALL, devices).kernel is context.tiles
+    made = compiling.layout_of(each, SMALL, devices, kernel="splash")
+    assert isinstance(made.kernel, context.splash)
+    cut = roles.Roles(fsdp=4, context=2), SMALL, mesh.make(fsdp=4, context=2), "splash"
+    assert compiling.layout_of(*cut).kernel is None
     whole = plan.Plan(dataclasses.replace(SMALL, layers=2), CHIPS, 8, 128, (), (), ())
     _, lowered = compiling.lowered(each, whole)
     assert "splash_mha_fwd" in lowered.as_text()

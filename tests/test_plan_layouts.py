@@ -27,6 +27,7 @@ NOT_PLANNED = {
         "dispatch",
         "ragged",
     ): "what it sends depends on data; it was never run where it pays",
+    ("kernel", None): "attention keeps all of its scores",
     ("schedule", "zb_h1"): "seconds and memory are those of 1f1b",
 }
 

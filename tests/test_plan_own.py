@@ -1,5 +1,6 @@
 """`plan.own`: a stranger's model, loss and optimizer, by formula, by trace, and by the compiler."""
 
+import dataclasses
 import functools
 import importlib.util
 
@@ -9,11 +10,12 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from shardwise import layouts, marks, mesh, model, objective, plan, topology, train
+from shardwise import context, layouts, marks, mesh, model, objective, plan, topology, train
 from shardwise.plan import compiling, tables
 
 mesh.simulate(8)
 ROWS, WIDE, HIDDEN = 64, 128, 256
+AGAIN = jax.checkpoint_policies.nothing_saveable
 
 
 def create(key):
@@ -94,14 +96,15 @@ def test_of_the_books_decoder_it_is_the_planners(remat):
     known = plan.plan(config, "v5e:2x4", 16, 64)
     program = compiling.program_of(plan.Roles(remat=remat), config, 16, 64)
     job = program.create, program.loss, train.optimizer()
-    found = {c.roles: c for c in plan.own(*job, "v5e:2x4", program.batch).fitting}
+    given = dict(kernel=context.tiles, remat=AGAIN if remat else None)
+    found = {c.roles: c for c in plan.own(*job, "v5e:2x4", program.batch, **given).fitting}
     seen = 0
     assert len(found) == 8  # four divisions, in one microbatch or two
     for c in known.fitting:
         if c.roles.offload:
             continue
         if c.roles.remat == remat and not set(c.roles.sizes) - {"data", "fsdp"}:
-            ours = found[c.roles.__class__(**{**vars(c.roles), "remat": False})]
+            ours = found[dataclasses.replace(c.roles, remat=False)]
             assert ours.memory.parameters == c.memory.parameters
             assert ours.memory.state == c.memory.state
             by_axes = [{s.roles: 0.0 for s in p.sent} for p in (ours, c)]
@@ -111,6 +114,20 @@ def test_of_the_books_decoder_it_is_the_planners(remat):
             assert by_axes[0] == pytest.approx(by_axes[1])
             seen += 1
     assert seen == len(found)
+
+
+def test_what_a_setting_does_again_is_counted():
+    """A forward pass more, of the layers: by the setting as by the loss's own remat."""
+    config = model.Config(vocab=256, embed=64, layers=4, heads=4, kv_heads=4, head_dim=16, mlp=256)
+    of_loss, plain = (
+        compiling.program_of(plan.Roles(), dataclasses.replace(config, remat=again), 16, 64)
+        for again in (True, False)
+    )
+    tx, seconds = train.optimizer(), []
+    for program, remat in ((plain, None), (of_loss, None), (plain, AGAIN)):
+        job = program.create, program.loss, tx, "v5e:2x4", program.batch
+        seconds.append(plan.own(*job, kernel=context.tiles, remat=remat).fitting[0].step.arithmetic)
+    assert seconds[0] < seconds[1] == pytest.approx(seconds[2], rel=1e-3)
 
 
 class Mixer(nn.Module):

@@ -25,6 +25,16 @@ def in_tiles(
     return attention(Hops(), mask, 128, q, k, v, jnp.stack(query), jnp.stack(key))
 
 
+def tiles(
+    q: jax.Array, k: jax.Array, v: jax.Array, places: marks.Places, mask: Callable = marks.causal
+) -> jax.Array:
+    """Attention in tiles, on any device: a meaning of `marks.attend` that never keeps the scores.
+
+    q [b, s, h, d]; k and v [b, s, k, d] of the same, whole sequences (Rabe and Staats, 2021).
+    """
+    return in_tiles(q, k, v, places, places, mask)
+
+
 @dataclasses.dataclass(frozen=True)
 class AllGather:
     """Attention of a device's queries to K and V gathered over `axis`.

@@ -11,7 +11,8 @@ print(plan.text(found, top=5))
 from shardwise.plan.arrays import Part
 from shardwise.plan.memory import Memory, Terms
 from shardwise.plan.own import Own, own
-from shardwise.plan.planning import PRESETS, Candidate, Plan, plan, preset
+from shardwise.plan.planning import Candidate, Plan, plan
+from shardwise.plan.published import PRESETS, RUNS, preset
 from shardwise.plan.roles import Refusal, Roles
 from shardwise.plan.seconds import Step, Transfer, model_flops
 from shardwise.plan.sent import Sent
@@ -19,6 +20,7 @@ from shardwise.plan.tables import text
 
 __all__ = [
     "PRESETS",
+    "RUNS",
     "Candidate",
     "Memory",
     "Own",

@@ -134,6 +134,11 @@ class Part:
     def layers(self) -> int:
         return self.config.layers // self.roles.stage
 
+    @functools.cached_property
+    def itemsize(self) -> int:
+        """The bytes of an activation's element."""
+        return jnp.dtype(self.config.dtype).itemsize
+
     @property
     def is_first(self) -> bool:
         return self.stage == 0

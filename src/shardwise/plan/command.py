@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +12,9 @@ import tyro
 
 from shardwise import llama, topology
 from shardwise.model import Config
-from shardwise.plan import tables
-from shardwise.plan.planning import PRESETS, plan
+from shardwise.plan import survey, tables
+from shardwise.plan.planning import plan
+from shardwise.plan.published import PRESETS
 from shardwise.plan.roles import ORDER
 
 _ONE = dict.fromkeys(ORDER, 1)
@@ -23,46 +25,100 @@ def main(argv: Sequence[str]) -> int:
 
     def arguments(
         model: str,
-        chips: str,
         batch: int,
         sequence: int,
+        chips: str | None = None,
         slices: int = 1,
         only: str = "",
+        why: str = "",
+        explain: bool = False,
         top: int = 10,
         as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
         compiled: Annotated[int, tyro.conf.arg(name="compile")] = 0,
+        count: str = "1..1024",
+        memory_of: str | None = None,
+        tokens: str | None = None,
+        days: float = math.inf,
     ) -> int:
         """Propose layouts of a decoder on TPUs or GPUs, by formula; the best first.
 
         Args:
-          model: a published model's name (llama3-8b, llama3-70b, llama3-405b, llama2-70b,
-            mixtral-8x7b), or a folder with the config.json of a Llama.
-          chips: their kind and shape, such as v5p:4x4x8 (128 TPUs) or h100:16x8 (16 nodes of 8
-            GPUs).
+          model: a published model's name (llama3-8b, llama3-70b, llama3-405b, llama2-7b,
+            llama2-70b, mixtral-8x7b), or a folder with the config.json of a Llama.
           batch: rows of a step, of all devices together.
           sequence: tokens of a row.
+          chips: their kind and shape, such as v5p:4x4x8 (128 TPUs) or h100:16x8 (16 nodes of 8
+            GPUs). Left out: which kinds, and how many of each, would do.
           slices: of these TPUs, joined by the data centre's network.
           only: layouts with these sizes of roles alone, such as stage=4,tensor=4.
+          why: sizes of roles, such as tensor=8: why they lose against the best.
+          explain: show every term of the best, of what is held, sent and done.
           top: how many layouts are shown.
           as_json: print JSON on stdout, and nothing else there.
           compiled: how many of the best the chips' compiler checks (TPUs: needs shardwise[tpu];
             GPUs: python -m shardwise.topology, once).
+          count: without --chips, the fewest and the most to try.
+          memory_of: without --chips, the memory that each is to have, such as 16GB.
+          tokens: without --chips, those to train on, such as 15T.
+          days: without --chips, the time in which --tokens are to be done.
         """
-        return _run(model, chips, batch, sequence, slices, only, top, as_json, compiled)
+        if chips is None:
+            for flag, given in (("slices", slices > 1), ("only", only), ("why", why)):
+                _without(flag, given, "chips")
+            for flag, given in (("explain", explain), ("json", as_json), ("compile", compiled)):
+                _without(flag, given, "chips")
+            return _survey(model, batch, sequence, count, memory_of, tokens, days)
+        for flag, given in (("memory-of", memory_of), ("tokens", tokens)):
+            if given:
+                raise ValueError(f"plan: --{flag} asks which chips would do; leave --chips out.")
+        return _run(
+            model, chips, batch, sequence, slices, only, why, explain, top, as_json, compiled
+        )
 
     return tyro.cli(arguments, prog="shardwise plan", args=list(argv))
 
 
-def _run(model, chips, batch, sequence, slices, only, top, as_json, compiled):
-    for flag, value in (("batch", batch), ("sequence", sequence), ("slices", slices), ("top", top)):
+def _without(flag, given, needed):
+    if given:
+        raise ValueError(f"plan: --{flag} needs --{needed}.")
+
+
+def _positive(**values):
+    for name, value in values.items():
         if value < 1:
-            raise ValueError(f"plan: --{flag} {value}; expected 1 or more.")
+            raise ValueError(f"plan: --{name} {value}; expected 1 or more.")
+
+
+def _survey(model, batch, sequence, count, memory_of, tokens, days):
+    _positive(batch=batch, sequence=sequence)
+    low, _, high = count.partition("..")
+    if not (low.isdigit() and high.isdigit() and 0 < int(low) <= int(high)):
+        raise ValueError(f"plan: --count {count!r}; expected the fewest and the most, as 8..512.")
+    if not days > 0 or (math.isfinite(days) and not tokens):
+        raise ValueError(f"plan: --days {days}; expected more than 0, for --tokens such as 15T.")
+    memory = memory_of and survey.number("--memory-of", memory_of.upper().removesuffix("B"))
+    given = survey.number("--tokens", tokens) if tokens else 0.0
+    counts = int(low), int(high)
+    gb = memory and memory / (1e9 if memory >= 1e9 else 1)
+    found = survey.survey(_config(model), batch, sequence, counts, gb, given, days)
+    print(survey.text(found, given))
+    return 0 if found else 1
+
+
+def _run(model, chips, batch, sequence, slices, only, why, explain, top, as_json, compiled):
+    _positive(batch=batch, sequence=sequence, slices=slices, top=top)
     if not 0 <= compiled <= top:
         raise ValueError(f"plan: --compile {compiled}; expected 0 to --top {top}.")
-    asked = _sizes(only)
+    asked, doubted = _sizes("only", only), _sizes("why", why)
     found = plan(_config(model), _chips(chips, slices), batch, sequence)
+    if doubted:
+        print(tables.why(found, doubted))
+        return 0
     fitting = (c for c in found.fitting if asked.items() <= {**_ONE, **c.roles.sizes}.items())
     found = dataclasses.replace(found, fitting=tuple(fitting))
+    if explain and found.fitting:
+        print(tables.explained(found, found.best[0]))
+        return 0
     if not as_json:
         print(tables.text(found, top), flush=True)
     told = tables.facts(found, top) | {"model": model}
@@ -75,12 +131,12 @@ def _run(model, chips, batch, sequence, slices, only, top, as_json, compiled):
     return 0 if found.fitting else 1
 
 
-def _sizes(only: str) -> dict[str, int]:
-    """{role: number of devices}, as --only has them."""
-    pairs = [pair.partition("=") for pair in only.split(",") if pair]
+def _sizes(flag: str, given: str) -> dict[str, int]:
+    """{role: number of devices}, as --only and --why have them."""
+    pairs = [pair.partition("=") for pair in given.split(",") if pair]
     if any(role not in _ONE or not size.isdigit() for role, _, size in pairs):
         raise ValueError(
-            f"plan: --only {only!r}; expected sizes of roles, as in stage=4,tensor=4; the roles "
+            f"plan: --{flag} {given!r}; expected sizes of roles, as in stage=4,tensor=4; the roles "
             f"are {', '.join(_ONE)}."
         )
     return {role: int(size) for role, _, size in pairs}

@@ -12,40 +12,27 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import context, layouts, marks, measure, model, topology, train
-from shardwise.context.gathering import in_tiles
-from shardwise.context.kernels import LANES
+from shardwise import context, layouts, measure, model, topology, train
 from shardwise.model import Config, Decoder
-from shardwise.plan import arrays, sent
+from shardwise.plan import arrays, realised, sent
 from shardwise.plan.arrays import of_decoder
 from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.roles import Roles
 from shardwise.plan.sent import inserted
-from shardwise.topology import Chips, child
+from shardwise.topology import child
 
 
-def has_kernel(roles: Roles, sequence: int, chips: Chips) -> bool:
-    """Whether Pallas' splash kernel can do the attention: TPUs, whole sequences, in its tiles."""
-    return roles.context == 1 and sequence % LANES == 0 and not chips.chip.node
-
-
-def layout_of(roles: Roles, config: Config, mesh: Mesh, kernel: bool = False) -> layouts.Layout:
+def layout_of(roles: Roles, config: Config, mesh: Mesh, kernel: str = "tiles") -> layouts.Layout:
     """The layout on a mesh that has, for each role above 1, an axis of the same name.
 
-    With `kernel`, which is for TPUs alone, attention is Pallas' splash kernel.
+    Attention to whole sequences is in "tiles", or for TPUs by Pallas' "splash".
     """
+    attend = context.splash() if kernel == "splash" else context.tiles
+    again = layouts.offload if roles.offload else jax.checkpoint_policies.nothing_saveable
+    meant = {"kernel": attend, "remat": again, "dtype": config.dtype}
+    given = realised.settings(roles, config, kernel)
     taken = {role: role for role in roles.sizes} or {"data": "data"}
-    narrow = jnp.dtype(config.dtype) != jnp.dtype(config.param_dtype)
-    return layouts.Layout(
-        mesh,
-        **taken,
-        sequence=roles.tensor > 1,
-        attention="zigzag",
-        kernel=context.splash() if kernel else None,
-        microbatches=roles.microbatches,
-        dtype=config.dtype if narrow else None,
-        remat=layouts.offload if roles.offload else None,
-    )
+    return layouts.Layout(mesh, **taken, **{n: meant.get(n, x) for n, x in given.items()})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +46,9 @@ class Program:
     batch: dict[str, Any]
 
 
-def program_of(
-    roles: Roles, config: Config, batch: int, sequence: int, kernel: bool = False
-) -> Program:
-    """The `Program` of a layout; attention's scores are in tiles, but for a context or a kernel."""
-    again = roles.remat and not roles.offload  # else the layout does it
-    config = dataclasses.replace(config, remat=again, stages=roles.stage)
+def program_of(roles: Roles, config: Config, batch: int, sequence: int) -> Program:
+    """The `Program` of a layout, which has attention's kernel."""
+    config = dataclasses.replace(config, stages=roles.stage)
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
     has_aux = bool(config.experts)
     loss = functools.partial(model.loss, graphdef=graphdef)
@@ -73,26 +57,11 @@ def program_of(
     shape = batch, sequence
     ints, floats = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
     fields = {"tokens": ints, "targets": ints, "mask": floats}
-    if roles.context == 1 and not kernel:
-        loss = _tiled(loss)
     return Program(config, functools.partial(_create, config), loss, has_aux, fields)
 
 
 def _create(config, key):
     return nnx.state(Decoder(config, nnx.Rngs(params=key)))
-
-
-def _tiled(loss):
-    @functools.wraps(loss.func)
-    def run(params, batch, key=None):
-        with marks.bind(attend=_attend):
-            return loss(params, batch, key)
-
-    return run
-
-
-def _attend(q, k, v, places, mask=marks.causal):
-    return in_tiles(q, k, v, places, places, mask)
 
 
 class Check(NamedTuple):
@@ -121,9 +90,9 @@ def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowe
     if plan.own:
         layout, program, tx = plan.own.layout(each, mesh.abstract), plan.own, plan.own.tx
     else:
-        kernel = has_kernel(each, plan.sequence, plan.chips)
+        kernel = realised.kernel(plan.sequence, plan.chips)
         layout = layout_of(each, plan.config, mesh.abstract, kernel)
-        program = program_of(each, plan.config, plan.batch, plan.sequence, kernel)
+        program = program_of(each, plan.config, plan.batch, plan.sequence)
         tx = train.optimizer()
     create = program.create
     params = jax.eval_shape(create, jax.random.key(0))

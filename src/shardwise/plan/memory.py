@@ -10,7 +10,7 @@ import dataclasses
 from typing import NamedTuple
 
 from shardwise.plan.arrays import Part
-from shardwise.plan.sent import itemsize, passed, slots
+from shardwise.plan.sent import passed, slots
 
 _WIDE = 4
 
@@ -134,13 +134,13 @@ def _terms(part, parameters, gpu):
     r = part.roles
     layers = min(2, part.layers) if r.offload else part.layers
     kept = layers * (layer(part) if not r.remat else part.tokens * _between(part))
-    whole = part.tokens * part.config.embed * itemsize(part)
+    whole = part.tokens * part.config.embed * part.itemsize
     weights, head = _weights(part)
     weights *= min(3, part.layers) if r.offload else 1
     ahead = 1.5 if r.offload else 1
     logits = _logits(part, head)
     if gpu:  # no head's gradient beside them, and what remat gathers of a layer is gone by then
-        logits = max(0, _of_vocabulary(part) * (_WIDE + itemsize(part)) - weights * r.remat)
+        logits = max(0, _of_vocabulary(part) * (_WIDE + part.itemsize) - weights * r.remat)
     return Terms(
         gradients=parameters,
         weights=weights + head + _cast(part),
@@ -155,7 +155,7 @@ def _terms(part, parameters, gpu):
 
 
 def _terms_of_stages(part):
-    c, r, used = part.config, part.roles, itemsize(part)
+    c, r, used = part.config, part.roles, part.itemsize
     weights, head = _weights(part)
     # Along tensor whole: so the compiler lays it out, to scatter its gradient over stages.
     ends = sum(a.size // (r.fsdp if cut else 1) for a, _, cut in part.used() if not a.stacked)
@@ -178,7 +178,7 @@ def _pending(part):
     """The bytes that a layer's backward pass leaves from its half that goes on to the stage before
     to the half that yields the weights' gradients; done again, all that it was computed from too.
     """
-    c, t, used, again = part.config, part.roles.tensor, itemsize(part), part.roles.remat
+    c, t, used, again = part.config, part.roles.tensor, part.itemsize, part.roles.remat
     norms = (2 + 2 * again) * c.embed * (_WIDE + used) / t
     heads = ((1 + again) * c.heads + 2 * c.kv_heads) * c.head_dim * used / t
     wide, rows = (2 + 2 * again) * c.mlp * (c.shared_experts if c.experts else 1), 0
@@ -195,7 +195,7 @@ def _weights(part):
     """
     r, layers, head = part.roles, 0, 0
     for array, elements, is_gathered in part.used():
-        whole = elements * (r.fsdp if is_gathered else 1) * itemsize(part)
+        whole = elements * (r.fsdp if is_gathered else 1) * part.itemsize
         if array.stacked:
             layers += whole // (part.layers if r.remat else 1)
         elif not array.path.startswith("embed"):
@@ -206,9 +206,9 @@ def _weights(part):
 def _cast(part):
     """The bytes of layers' shares in the dtype of use: all are cast before the loop over layers."""
     return sum(
-        elements * itemsize(part)
+        elements * part.itemsize
         for array, elements, is_gathered in part.used()
-        if array.stacked and is_gathered and itemsize(part) < array.itemsize
+        if array.stacked and is_gathered and part.itemsize < array.itemsize
     )
 
 
@@ -224,7 +224,7 @@ def _logits(part, head):
     Around four devices or more the TPU compiler takes the head's products in parts, which come from
     both sides: two parts of each of the three.
     """
-    used, n = itemsize(part), part.roles.tensor
+    used, n = part.itemsize, part.roles.tensor
     logits = _of_vocabulary(part)
     parts = 3 * 2 / n * logits * used if n >= 4 else 0
     return max(logits * (_WIDE + used) + parts, logits * used + 2 * head)
@@ -232,12 +232,12 @@ def _logits(part, head):
 
 def _between(part):
     """The bytes of a token where it enters a layer, cut over the tensor axis."""
-    return part.config.embed * itemsize(part) / part.roles.tensor
+    return part.config.embed * part.itemsize / part.roles.tensor
 
 
 def _ring(part):
     """The bytes of K, V and their float32 gradients, twice: worked on, and arriving; and of q's."""
-    c, used = part.config, itemsize(part)
+    c, used = part.config, part.itemsize
     around = 2 * 2 * c.kv_heads * c.head_dim * (used + _WIDE)
     return part.tokens * (around + c.heads * c.head_dim * _WIDE) / part.roles.tensor
 
@@ -248,7 +248,7 @@ def _dispatch(part):
     As chosen, in the dtype of use and, for gathers and scatters of rows, in words of 32 bits; in
     the experts' slots; and of the experts' width two arrays that no product is fused with.
     """
-    c, used, n = part.config, itemsize(part), part.roles.tensor
+    c, used, n = part.config, part.itemsize, part.roles.tensor
     chosen = 2 * c.experts_per_token * c.embed * (used + _WIDE)
     return part.tokens * (chosen + 2 * slots(part) * used * (c.embed + c.mlp / n))
 
@@ -260,7 +260,7 @@ def layer(part: Part) -> float:
     attention makes of them, but no scores; six arrays of the MLP's width (gate, its sigmoid, up and
     products of them). So many stacks does the TPU compiler keep.
     """
-    c, t, used = part.config, part.roles.tensor, itemsize(part)
+    c, t, used = part.config, part.roles.tensor, part.itemsize
     norms = 6 * c.embed * _WIDE / t + 2 * c.embed * used
     heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim * used / t + c.heads * _WIDE / t
     wide = c.mlp * (slots(part) + c.shared_experts if c.experts else 1)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwise import layouts, measure, objective, topology
+from shardwise import layouts, marks, measure, objective, topology
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import array_layouts
 from shardwise.plan import links, planning, residuals, roles
@@ -19,7 +19,7 @@ from shardwise.plan.seconds import Step, Transfer, over_links
 from shardwise.plan.sent import Sent
 from shardwise.topology import Chips
 
-SETTINGS = ("min_size", "stacked", "dtype", "reduce_dtype", "remat")
+SETTINGS = ("min_size", "stacked", "dtype", "reduce_dtype", "remat", "kernel")
 
 
 def own(
@@ -36,8 +36,8 @@ def own(
 
     `create(key)`, `loss(params, batch)` and `tx` are those of `layouts.init` and `layouts.step`.
     `batch` has all rows of a step; only its shapes and dtypes are used. Layouts are by hand, with
-    ZeRO 3; `settings` are further ones: min_size, stacked, dtype, reduce_dtype, remat. No array of
-    the model is allocated, and no step is run.
+    ZeRO 3; `settings` are further ones: min_size, stacked, dtype, reduce_dtype, remat, kernel. No
+    array of the model is allocated, and no step is run.
 
     Parameters, state, and the bytes that the program asks to send (without sums of aux) are exact.
     What a step needs besides is an estimate, the sum of
@@ -129,8 +129,17 @@ class Own:
         cut = lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)  # noqa: E731
         return jax.tree.map(cut, self.batch)
 
+    @functools.cached_property
+    def meant(self) -> Any:
+        """What marks mean by the settings alone, on one device: a layer, and attention."""
+        return meanings(self.layout(Roles(), jax.sharding.AbstractMesh((1,), ("data",))))
+
     def mean(self, params: Any, batch: Any) -> Any:
         """The mean loss, without aux."""
+        with marks.bind(**self.meant):
+            return self._mean(params, batch)
+
+    def _mean(self, params, batch):
         return objective.quotient(objective.normal(self.loss, self.has_aux)(params, batch)[0])
 
     @functools.cached_property

@@ -1,6 +1,7 @@
 """The layouts that there are for a number of devices, and the reasons why some cannot be."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
@@ -28,7 +29,7 @@ class Roles:
     remat: bool = False
     offload: bool = False
 
-    @property
+    @functools.cached_property
     def sizes(self) -> dict[str, int]:
         """A dict of the number of devices of each role above 1, in the order of the mesh."""
         return {role: n for role in ORDER if (n := getattr(self, role)) > 1}

@@ -7,7 +7,7 @@ from shardwise.model import Config
 from shardwise.plan.arrays import Part
 from shardwise.plan.links import Way, exchange_seconds, hop_seconds, ring_seconds
 from shardwise.plan.memory import Memory
-from shardwise.plan.sent import Sent, itemsize, slots
+from shardwise.plan.sent import Sent, slots
 from shardwise.topology import Chip
 
 # What the next product waits for; all else can be sent while products run.
@@ -149,7 +149,7 @@ def _read(part):
     per_expert = part.config.experts // part.roles.expert if part.config.experts else 0
     layer = _layer_weights(part.config, per_expert) * part.layers
     head = _head(part.config) if part.is_last else 0
-    return (layer + head) * itemsize(part) / part.roles.tensor
+    return (layer + head) * part.itemsize / part.roles.tensor
 
 
 def over_links(chip: Chip, sent: Sent, ways: Mapping[str, Way]) -> tuple[tuple[Way, ...], float]:

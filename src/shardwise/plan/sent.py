@@ -11,13 +11,10 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from shardwise import experts, tensor
 from shardwise.measure.counts import Op
 from shardwise.measure.program import Array
 from shardwise.plan.arrays import Part
-from shardwise.plan.roles import ORDER
 
 _WIDE = 4  # bytes of the sums' float32
 _WORD = 4  # bytes in which the TPU compiler scatters rows
@@ -62,8 +59,7 @@ def _share(part: Part, roles: tuple[str, ...]) -> float:
 
 def _copied(part: Part, without: tuple[str, ...] = ()) -> tuple[str, ...]:
     """The roles by hand along which devices have copies, as meshes order them."""
-    by_hand = [role for role in ORDER if role not in ("stage", "tensor", *without)]
-    return tuple(role for role in by_hand if getattr(part.roles, role) > 1)
+    return tuple(role for role in part.roles.sizes if role not in ("stage", "tensor", *without))
 
 
 def _parameters(part):
@@ -73,18 +69,13 @@ def _parameters(part):
         if share.is_gathered:
             stages = part.roles.stage if share.is_staged and not array.stacked else 1
             passes = _passes(part, array) if part.reads(array) else 0
-            weights += held * stages * part.roles.fsdp * passes * itemsize(part)
+            weights += held * stages * part.roles.fsdp * passes * part.itemsize
             without = (*without, "fsdp")
         over = _copied(part, without)
         sums[over] = sums.get(over, 0) + 2 * held * _WIDE * _share(part, over)
     yield Sent(("fsdp",), "weights", weights * _share(part, ("fsdp",)))
     for over, size in sums.items():
         yield Sent(over, "gradients", size)
-
-
-def itemsize(part: Part) -> int:
-    """The bytes of an activation's element."""
-    return jnp.dtype(part.config.dtype).itemsize
 
 
 def _passes(part, array):
@@ -117,7 +108,7 @@ def _attention(part):
     c, n = part.config, part.roles.context
     hop = n - 1 if part.roles.stage > 1 else 1
     keys = part.tokens * (c.kv_heads // part.roles.tensor) * c.head_dim
-    around = hop * (n - 1) * (2 * keys * itemsize(part) + 3 * 4 * part.tokens)
+    around = hop * (n - 1) * (2 * keys * part.itemsize + 3 * 4 * part.tokens)
     backward = around + hop * 2 * n * keys * _WIDE
     forward = around * (2 if part.roles.remat else 1)
     return part.roles.microbatches * part.layers * (forward + backward)
@@ -127,11 +118,11 @@ def _tensor(part):
     c, n, m = part.config, part.roles.tensor, part.roles.microbatches
     given = part.rows, part.sequence // part.roles.context, c.embed, part.layers
     norms = part.arrays.parameters[0].itemsize
-    told = tensor.bytes_sent(n, *given, itemsize(part), sequence=True, norm_itemsize=norms)
+    told = tensor.bytes_sent(n, *given, part.itemsize, sequence=True, norm_itemsize=norms)
     whole = tensor_passes(part)
     once = (whole.gathers + whole.scatters) * _activation(part) * (n - 1)
-    once += 2 * whole.sums * slots(part) * part.tokens * c.embed * itemsize(part) * (n - 1) / n
-    chosen = whole.words * _WORD + whole.chosen * itemsize(part)
+    once += 2 * whole.sums * slots(part) * part.tokens * c.embed * part.itemsize * (n - 1) / n
+    chosen = whole.words * _WORD + whole.chosen * part.itemsize
     once = part.layers * (once + chosen * c.experts_per_token * part.tokens * c.embed * (n - 1) / n)
     once += told.embedding if part.is_first else 0
     once += told.head + told.loss if part.is_last else 0
@@ -168,7 +159,7 @@ def tensor_passes(part: Part) -> Passes:
 
 def _activation(part):
     """The bytes of what enters a layer, cut over the tensor axis."""
-    return part.tokens * part.config.embed * itemsize(part) / part.roles.tensor
+    return part.tokens * part.config.embed * part.itemsize / part.roles.tensor
 
 
 def ticks(part: Part) -> int:
@@ -183,7 +174,7 @@ def passed(part: Part) -> tuple[float, float]:
     is whole along the tensor axis, and each device sends its copy.
     """
     c, layers = part.config, part.layers * (part.roles.stage - 1)
-    whole = part.tokens * c.embed * itemsize(part)
+    whole = part.tokens * c.embed * part.itemsize
     routing = (4 * c.experts + 5 * c.experts_per_token) * layers * part.tokens
     gradients = 4 * c.experts * layers * part.tokens
     return whole + (routing if c.experts else 0), whole + gradients
@@ -208,7 +199,7 @@ def _experts(part):
     """The bytes of tokens to their experts and back, in all passes (see `experts.bytes_sent`)."""
     c, n, cut = part.config, part.roles.expert, part.roles.context
     given = c.embed, c.experts_per_token, c.experts, n, c.capacity_factor
-    given = *given, "all_to_all", itemsize(part)
+    given = *given, "all_to_all", part.itemsize
     once = experts.bytes_sent(part.rows, part.sequence // cut, *given, sequence=cut)
     passes = 3 if part.roles.remat else 2
     return part.roles.microbatches * part.layers * passes * once
@@ -273,7 +264,7 @@ def inserted(part: Part) -> tuple[Op, ...]:
     share = part.rows, length // n, part.config.embed
     whole = part.rows, length, part.config.embed
     norms = part.arrays.parameters[0].itemsize
-    used = itemsize(part)
+    used = part.itemsize
     found = [
         _op(part, "all-gather", share, used, m * (layers * passes.gathers + ends)),
         _op(part, "reduce-scatter", whole, used, m * (layers * passes.scatters + ends)),

@@ -1,22 +1,25 @@
-"""A plan as text: what each layout holds, sends and takes, and why others are left out."""
+"""A plan as text: the best layout in words, all of them as a table, one explained by its terms,
+and why others lose.
+"""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardwise.plan.memory import Terms
+from shardwise.plan import published, realised
+from shardwise.plan.memory import Memory, Terms
 from shardwise.plan.planning import Candidate, Plan
+from shardwise.plan.seconds import WAITED, Transfer
 
 _GIB, _GB = 2**30, 1e9
-_HELD = ("layout", "parameters", "state")
 _TIMES = ("arithmetic", "waited", "hidden", "update")
-_SHARES = ("bubble", "step s", "MFU", "at most")
+_EXACT = "Parameters and state are exact; the rest of a device's memory is "
 _ROOFLINE = (
-    "Seconds of a step are a roofline: products at the chip's peak; they wait for activations and "
-    "tokens (waited), all else is sent beside them (hidden). At most: nothing waits. MFU counts "
+    "Seconds are a roofline: products at the chip's peak; they wait for activations and tokens, "
+    "and all else is sent beside them. At most: nothing waits. Norms, softmax, starts of kernels, "
+    "the latency of collectives and devices that lag are left out. MFU counts "
 )
-_EXACT = "Memory in GiB on a device: parameters and state are exact; the rest is "
 NOTES = (
-    f"{_EXACT}a formula, fitted to a "
-    "few programs without stages. Scores of attention are never kept.",
+    f"{_EXACT}a formula, fitted to the chips' compiler. Scores of attention are never kept.",
     f"{_ROOFLINE}the half of attention that a causal mask lets through.",
 )
 NOTES_OF_OWN = (
@@ -24,89 +27,238 @@ NOTES_OF_OWN = (
     "entry, and the largest gradient, or a rematerialised layer's.",
     f"{_ROOFLINE}three times the forward pass.",
 )
-
-
-def text(plan: Plan, top: int) -> str:
-    """The best layouts as tables of text, then what each sends, then the rejected by reason."""
-    best = plan.best[:top]
-    terms = [name for name in Terms._fields if any(getattr(c.memory.of_step, name) for c in best)]
-    lines = [_title(plan), ""]
-    away = any(c.memory.host for c in best)
-    rows = [_memory_row(i, c, terms, away) for i, c in enumerate(best, 1)]
-    lines += _table(("", *_HELD, *terms, "all", *["on host"][:away]), rows)
-    times = (*_TIMES, *["host"][:away])
-    rows = [_row(i, c, times) for i, c in enumerate(best, 1)]
-    lines += ["", *_table(("", *times, *_SHARES, "binds"), rows)]
-    lines += ["", "Sent by a device in a step, and over which links:"]
-    lines += [f"  {i}  {_sends(c)}" for i, c in enumerate(best, 1)]
-    if not best:
-        lines += ["  Nothing fits."]
-    lines += ["", "Left out:"]
-    for why, (count, example) in plan.why_not.items():
-        lines.append(f"  {count:6,}  {why}; such as {example}")
-    return "\n".join([*lines, "", *_notes(plan, best)])
-
-
-NOTE_OF_HOST = (
-    "With offload, what enters layers goes to the host beside the forward pass, and comes back "
-    "beside the rest; host: seconds each way."
-)
-
-
+NOTE_OF_HOST = "With offload, what enters layers waits on the host between the passes."
 NOTE_OF_GPUS = (
     "Of a GPU's memory a program has what JAX takes when it starts: three quarters, or the share "
     "that XLA_CLIENT_MEM_FRACTION says. NCCL and CUDA need theirs beside it."
 )
+# What each term of `memory.Terms` is, in a few words.
+_MEANT = Terms(
+    gradients="gradients of the device's shares",
+    weights="weights gathered, or cast, for use",
+    kept="activations, kept from forward to backward",
+    layer="the backward pass of one layer",
+    around="activations whole, around tensor's products",
+    logits="logits, or the head's gradient",
+    ring="keys and values on their way round context",
+    dispatch="rows on their way to experts and back",
+    summed="gradients summed over microbatches",
+    pending="what the weights' half of a backward waits for",
+    task="what a task puts into its slot",
+)
 
 
-def _notes(plan, shown):
-    notes = NOTES_OF_OWN if plan.own else NOTES
-    notes += (NOTE_OF_GPUS,) if plan.chips.chip.node else ()
-    return (*notes, NOTE_OF_HOST) if any(c.roles.offload for c in shown) else notes
+def text(plan: Plan, top: int) -> str:
+    """The best layout in words, the `top` best as a table, and what was left out."""
+    best = plan.best[:top]
+    lines = [_title(plan), "", *(_summary(plan, best[0]) if best else ["Nothing fits."])]
+    columns = ("", "layout", "GiB", "waits s", "step s", "MFU", "at most", "binds")
+    rows = [_row(i, c) for i, c in enumerate(best, 1)]
+    lines += ["", *table(columns, rows)] if rows else []
+    lines += ["", "Left out:"]
+    for why, (count, example) in plan.why_not.items():
+        lines.append(f"  {count:6,}  {why}; such as {example}")
+    return "\n".join([*lines, "", *notes(plan, best)])
+
+
+def notes(plan: Plan, shown: Iterable[Candidate]) -> tuple[str, ...]:
+    """What has to be known of the numbers of a plan."""
+    told = NOTES_OF_OWN if plan.own else NOTES
+    told += (NOTE_OF_GPUS,) if plan.chips.chip.node else ()
+    return (*told, NOTE_OF_HOST) if any(c.roles.offload for c in shown) else told
 
 
 def _title(plan):
-    fitting, gib = len(plan.fitting), plan.usable / _GIB
     of_tokens = f" of {plan.sequence:,} tokens" if plan.sequence else ""
     return (
-        f"{plan.batch:,} rows{of_tokens} on {plan.chips}, {plan.chips.devices} "
-        f"devices of {gib:.1f} GiB: {fitting:,} layouts fit, in {len(plan.best):,} divisions."
+        f"{plan.batch:,} rows{of_tokens} on {plan.chips}, {plan.chips.devices} devices of "
+        f"{plan.usable / _GIB:.1f} GiB: {len(plan.fitting):,} layouts fit, in "
+        f"{len(plan.best):,} divisions."
     )
 
 
-def _memory_row(i, c: Candidate, terms, away):
-    m = c.memory
-    parts = [m.parameters, m.state, *(getattr(m.of_step, name) for name in terms), m.total]
-    parts += [m.host] if away else []
-    return (str(i), str(c.roles), *(f"{part / _GIB:.2f}" for part in parts))
+def _summary(plan, c: Candidate):
+    first, *_ = terms = _longest(c)
+    told = [
+        ("best", words(plan, c)),
+        ("memory", f"{c.memory.total / _GIB:.1f} of {plan.usable / _GIB:.1f} GiB on a device"),
+        ("step", f"{_seconds(c.step.seconds)} or more; {first} takes longest"),
+        ("", "then " + " and ".join(terms[1:3])) if terms[1:] else None,
+        ("MFU", f"at most {c.mfu_bound:.0%}{_reached(plan, c)}"),
+    ]
+    if plan.config:
+        told += [
+            ("code", _code(plan, c)),
+            ("command", f"shardwise train {_flags(plan, c)}"),
+        ]
+    return [f"  {name:8}{said}" for name, said in filter(None, told)]
 
 
-def _row(i, c: Candidate, times):
+def _code(plan, c):
+    return realised.code(c.roles, plan.config, realised.kernel(plan.sequence, plan.chips))
+
+
+def _flags(plan, c):
+    kernel = realised.kernel(plan.sequence, plan.chips)
+    return realised.flags(c.roles, plan.config, plan.batch, plan.sequence, kernel)
+
+
+def words(plan: Plan, c: Candidate) -> str:
+    """A layout in words: each role's size, and where among the chips its devices are."""
+    pairs = (zip(t.sent.roles, t.over, strict=True) for t in c.step.transfers)
+    over = dict(pair for each in pairs for pair in each)
+    told = [
+        f"{'FSDP' if role == 'fsdp' else role} over {size}" + _where(over.get(role), plan.chips)
+        for role, size in c.roles.sizes.items()
+    ]
+    told += [f"{c.roles.microbatches} microbatches"] if c.roles.microbatches > 1 else []
+    told += ["layers recomputed" + (" from the host" if c.roles.offload else "")] * c.roles.remat
+    return ", ".join(told or ["one device"])
+
+
+def _where(way, chips):
+    if way is None:
+        return ""
+    if way.across > 1:
+        each = f", {way.inside} devices of each" if way.inside > 1 else ""
+        return f" ({way.across} {way.groups}{each})"
+    if chips.chip.node:
+        return " (within a node)" if chips.slices > 1 else ""
+    sides = " × ".join("a chip" if side.on_chip else str(side.size) for side in way.sides)
+    return f" ({sides} of the torus)" if sides else ""
+
+
+def _longest(c: Candidate):
+    """What a step takes, each with its seconds, the longest first."""
     s = c.step
-    shares = f"{s.bubble:.1%}", f"{s.seconds:.4g}", f"{c.mfu:.1%}", f"{c.mfu_bound:.1%}"
-    return (str(i), *(f"{getattr(s, name):.4g}" for name in times), *shares, s.binds)
+    told = [(s.arithmetic, "arithmetic"), (s.update, "the optimizer's update")]
+    told += [(s.weights, "reading weights"), (2 * s.host, "the way to the host and back")]
+    told += [(t.seconds, _transfer(t)) for t in _large(c)]
+    longest = sorted(told, key=lambda pair: -pair[0])
+    return [f"{name} ({_seconds(took)})" for took, name in longest if took > 0.01 * s.seconds]
 
 
-def _sends(c: Candidate):
-    told = []
-    for t in c.step.transfers:
-        if t.sent.kind in ("loss", "counts"):
-            continue
-        over = " and ".join(map(str, t.over))
-        told.append(
-            f"{t.sent.kind} along {' × '.join(t.sent.roles)} {t.sent.bytes / _GB:.4g} GB over "
-            f"{over} in {t.seconds:.3g} s"
-        )
-    return "; ".join(told) or "nothing"
+def _large(c: Candidate):
+    """The transfers but for those of a few numbers."""
+    return [t for t in c.step.transfers if t.sent.kind not in ("loss", "counts")]
 
 
-def _table(columns, rows):
+def _transfer(t: Transfer):
+    return f"{t.sent.kind} along {' × '.join(t.sent.roles)}"
+
+
+def _seconds(seconds):
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _reached(plan, c: Candidate):
+    if not plan.config:
+        return ""
+    found = published.reached(plan.chips.chip, bool(plan.config.experts))
+    low, high = found.low, min(found.high, c.mfu_bound)
+    if low >= high:
+        return ""
+    told = [_seconds(c.flops / c.peak / share) for share in (high, low)]
+    return (
+        f"; published runs on {found.on} reached {found.low:.0%} to {found.high:.0%}, here "
+        f"{told[0]} to {told[1]} a step"
+    )
+
+
+def _row(i, c: Candidate):
+    s, gib = c.step, f"{c.memory.total / _GIB:.2f}"
+    shares = f"{s.seconds:.4g}", f"{c.mfu:.1%}", f"{c.mfu_bound:.1%}"
+    return (str(i), str(c.roles), gib, f"{s.waited:.3g}", *shares, s.binds)
+
+
+def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of aligned columns, of which layouts and what binds stand on the left."""
     rows = [columns, *rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    aligned = ["<" if name in ("layout", "binds") else ">" for name in columns]
+    aligned = ["<" if name in ("chips", "layout", "binds") else ">" for name in columns]
     pairs = list(zip(aligned, widths, strict=True))
     told = [[f"{x:{a}{w}}" for x, (a, w) in zip(row, pairs, strict=True)] for row in rows]
     return ["  " + "  ".join(row).rstrip() for row in told]
+
+
+def explained(plan: Plan, c: Candidate) -> str:
+    """Every term of a layout: what a device holds, and when; what a step does, sends and takes."""
+    m, s = c.memory, c.step
+    held = [(m.parameters, "parameters"), (m.state, "the optimizer's state"), (m.batch, "batch")]
+    there, other = m.of_step, _other(m)
+    held += [(n, what) for n, what in zip(there, _MEANT, strict=True) if n]
+    lines = [f"{c.roles}, explained", "", "  GiB on a device, when it is fullest:"]
+    lines += [f"  {n / _GIB:9.2f}  {what}" for n, what in held]
+    lines += [f"  {m.total / _GIB:9.2f}  in all, of {plan.usable / _GIB:.2f}"]
+    lines += [f"  {n / _GIB:9.2f}  at another time: {what}" for n, what in other]
+    lines += [f"  {m.host / _GIB:9.2f}  on the host"] if m.host else []
+    lines += ["", "  Seconds of a step:", f"  {s.arithmetic:9.4g}  products, at the chip's peak"]
+    lines += [f"  {s.weights:9.4g}  beside them: reading weights"]
+    for t in _large(c):
+        how = "waited for" if t.sent.kind in WAITED else "beside them"
+        over = " and ".join(map(str, t.over))
+        sent = f"{t.sent.bytes / _GB:.4g} GB over {over}"
+        lines += [f"  {t.seconds:9.4g}  {how}: {_transfer(t)}, {sent}"]
+    lines += [f"  {s.host:9.4g}  to the host, and as long back"] if s.host else []
+    lines += [f"  {s.update:9.4g}  the optimizer's update, from memory and back"]
+    lines += [f"  {s.seconds:9.4g}  in all" + (f", {s.bubble:.1%} of it idle" if s.bubble else "")]
+    return "\n".join(lines)
+
+
+def _other(m: Memory):
+    """The terms that are there in another phase than the fullest."""
+    every = (c * n for c, n in zip(m.coefficients, m.terms, strict=True))
+    pairs = zip(every, m.of_step, _MEANT, strict=True)
+    return [(n, what) for n, now, what in pairs if n and not now]
+
+
+def why(plan: Plan, asked: Mapping[str, int]) -> str:
+    """Why the layouts with these sizes of roles are not the best: seconds, memory, or a reason."""
+    told = ", ".join(f"{role}={size}" for role, size in asked.items())
+
+    def those(found):
+        return [x for x in found if all(getattr(x.roles, r) == n for r, n in asked.items())]
+
+    if fitting := those(plan.best):
+        return f"Why not {told}? {_slower(plan.best[0], fitting[0])}"
+    if large := those(plan.too_large):
+        least = min(large, key=lambda c: c.memory.total)
+        return f"Why not {told}? It does not fit.\n\n{explained(plan, least)}"
+    if refused := those(plan.refused):
+        return f"Why not {told}? It cannot be: {refused[0].reason} ({refused[0].roles})."
+    return f"Why not {told}? There is no such division of {plan.chips.devices} devices."
+
+
+def _slower(best, other):
+    if other is best:
+        return "It is the best."
+    of_best, of_other = _parts(best), _parts(other)
+    more = {n: of_other.get(n, 0) - of_best.get(n, 0) for n in of_other | of_best}
+    ranked = sorted(more.items(), key=lambda pair: -abs(pair[1]))
+    lines = [f"{n:44} {of_best.get(n, 0):9.4g} {of_other.get(n, 0):9.4g}" for n, d in ranked if d]
+    slower = other.step.seconds - best.step.seconds
+    return "\n".join(
+        [
+            f"{other.roles} takes {_seconds(other.step.seconds)}, "
+            f"{_seconds(slower)} more than the best, {best.roles}. Seconds of each, and GiB:",
+            "",
+            f"  {'':44} {'best':>9} {'this':>9}",
+            *(f"  {line}" for line in lines),
+            f"  {'a step':44} {best.step.seconds:9.4g} {other.step.seconds:9.4g}",
+            f"  {'GiB on a device':44} {best.memory.total / _GIB:9.2f} "
+            f"{other.memory.total / _GIB:9.2f}",
+        ]
+    )
+
+
+def _parts(c: Candidate):
+    s = c.step
+    found = {"products": s.arithmetic, "reading weights": s.weights, "update": s.update}
+    found["idle, of the bubble"] = s.bubble * (s.seconds - s.update)
+    for t in _large(c):
+        how = "waited for" if t.sent.kind in WAITED else "beside products"
+        found[f"{_transfer(t)}, {how}"] = t.seconds
+    return found
 
 
 def facts(plan: Plan, top: int) -> dict[str, Any]:
@@ -117,23 +269,25 @@ def facts(plan: Plan, top: int) -> dict[str, Any]:
         "batch": plan.batch,
         "sequence": plan.sequence,
         "usable_bytes": plan.usable,
-        "layouts": [layout(c) for c in plan.best[:top]],
+        "layouts": [layout(plan, c) for c in plan.best[:top]],
         "left_out": {
             why: {"count": count, "example": example}
             for why, (count, example) in plan.why_not.items()
         },
-        "notes": list(_notes(plan, plan.best[:top])),
+        "notes": list(notes(plan, plan.best[:top])),
     }
 
 
-def layout(c: Candidate) -> dict[str, Any]:
-    """The numbers of one layout."""
+def layout(plan: Plan, c: Candidate) -> dict[str, Any]:
+    """The numbers of one layout, and what realises it."""
     m, s, r = c.memory, c.step, c.roles
     return {
         "roles": r.sizes,
         "microbatches": r.microbatches,
         "remat": r.remat,
         "offload": r.offload,
+        "code": _code(plan, c) if plan.config else None,
+        "flags": _flags(plan, c) if plan.config else None,
         "bytes": {
             "parameters": m.parameters,
             "state": m.state,

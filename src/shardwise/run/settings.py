@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from shardwise import layouts, mesh
+from shardwise import context, layouts, mesh
 from shardwise.layouts.catalogue import ORDER
 from shardwise.model import Config
 from shardwise.run.folder import Folder, on_disk
@@ -50,6 +50,8 @@ class Roles:
     uneven: Literal["error", "replicate"] = "replicate"
     sequence: bool = False  # Megatron's sequence parallelism, beside tensor
     attention: str = "ring"  # over context; one of shardwise.context.FORMS
+    # Of whole sequences: all scores at once, in tiles, or by Pallas' kernel for TPUs.
+    kernel: Literal["scores", "tiles", "splash"] = "scores"
     dispatch: str = "all_to_all"  # to experts; one of shardwise.experts.FORMS
     schedule: str = "1f1b"  # of the stages
     microbatches: int = 1
@@ -87,6 +89,7 @@ class Roles:
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         options = {name: x for name, x in options.items() if name not in ORDER}
         options["remat"] = POLICIES.get(self.remat)
+        options["kernel"] = {"tiles": context.tiles, "splash": context.splash()}.get(self.kernel)
         for name in ("dtype", "reduce_dtype"):
             options[name] = options[name] and jnp.dtype(options[name])
         return layouts.Layout(mesh.make(**taken), **{role: role for role in taken}, **options)

@@ -9,7 +9,7 @@ program, its memory and its largest arrays, for `shardwise.measure` to read.
 from .child import folder as cache_folder
 from .chip import CHIPS, Chip, of_device
 from .compiling import Buffer, Compiled, DoesNotFit, Sizes, compile
-from .slices import ChipMesh, Chips, chips
+from .slices import ChipMesh, Chips, chips, usual
 
 __all__ = [
     "CHIPS",
@@ -24,4 +24,5 @@ __all__ = [
     "chips",
     "compile",
     "of_device",
+    "usual",
 ]

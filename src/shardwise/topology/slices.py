@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -164,6 +164,24 @@ def chips(name: str, slices: int = 1) -> Chips:
     if CHIPS[kind].node:
         return _gpus(name, written, CHIPS[kind], slices)
     return Chips(kind, _shape(name, written, CHIPS[kind]), slices)
+
+
+def usual(kind: str, least: int, most: int) -> Iterator[Chips]:
+    """From `least` to `most` chips in the shapes that clouds offer, the fewest first.
+
+    A TPU's torus grows by its shortest side, then by slices; GPUs within a node, then by nodes.
+    """
+    chip = CHIPS[kind]
+    if chip.node:
+        every = [Chips(kind, (2**i,)) for i in range(8) if 2**i < chip.node]
+        every += [Chips(kind, (chip.node,), 2**i) for i in range(16)]
+    else:
+        every, shape = [], [2, 2, 1][: chip.dimensions]
+        while math.prod(shape) <= chip.largest:
+            every.append(Chips(kind, tuple(shape)))
+            shape[max(range(len(shape)), key=lambda i: (-shape[i], i))] *= 2
+        every += [dataclasses.replace(every[-1], slices=2**i) for i in range(1, 8)]
+    return (c for c in every if least <= c.number <= most)
 
 
 def _gpus(name, written, chip, slices):

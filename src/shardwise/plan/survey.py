@@ -1,0 +1,100 @@
+"""Which chips, and how many: of each kind the fewest on which a model fits, or is done in time."""
+
+import dataclasses
+import math
+import re
+
+from shardwise import topology
+from shardwise.model import Config
+from shardwise.plan import published, tables
+from shardwise.plan.planning import Candidate, Plan, plan
+from shardwise.plan.seconds import model_flops
+from shardwise.topology import CHIPS
+
+_DAY = 86_400
+_GB = 1e9, 2**30  # makers' GB are either
+_UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """The fewest chips of a kind that do, and the plan for them."""
+
+    plan: Plan
+    low: float  # the lowest MFU that published runs reached on such chips
+
+    @property
+    def best(self) -> Candidate:
+        return self.plan.best[0]
+
+    def days(self, tokens: float) -> tuple[float, float]:
+        """(at least, by the lowest published MFU): the days that so many tokens take."""
+        c, steps = self.best, tokens / (self.plan.batch * self.plan.sequence)
+        slow = c.flops / c.peak / min(self.low, c.mfu_bound)
+        return c.step.bound * steps / _DAY, slow * steps / _DAY
+
+
+def survey(
+    config: Config,
+    batch: int,
+    sequence: int,
+    counts: tuple[int, int] = (1, 1024),
+    memory: float | None = None,
+    tokens: float = 0.0,
+    days: float = math.inf,
+) -> list[Found]:
+    """Of each kind of chips the fewest, in usual shapes, on which a step fits; the fewest first.
+
+    `counts` are the fewest and the most to try, `memory` the GB that a chip is to have (16, 80,
+    95). With `tokens` and `days` they are to take no longer than that at
+    the lowest MFU of published runs on such chips, or at what the plan bounds it to.
+    """
+    flops = model_flops(config, batch, sequence) / (batch * sequence) * tokens
+    found = []
+    for chip in CHIPS.values():
+        if memory and not any(math.isclose(memory * b, chip.hbm_bytes, rel_tol=0.02) for b in _GB):
+            continue
+        low = published.reached(chip, bool(config.experts)).low
+        least = flops / (days * _DAY * low * chip.peak() * chip.devices)
+        for chips in topology.usual(chip.kind, max(counts[0], math.ceil(least)), counts[1]):
+            told = plan(config, chips, batch, sequence)
+            if told.fitting and Found(told, low).days(tokens)[1] <= days:
+                found.append(Found(told, low))
+                break
+    return sorted(found, key=lambda f: f.plan.chips.number)
+
+
+def text(found: list[Found], tokens: float) -> str:
+    """The fewest of each kind, as a table."""
+    columns = ["chips", "number", "layout", "GiB", "of", "step s", "at most"]
+    columns += ["days"] if tokens else []
+    rows = []
+    for f in found:
+        c = f.best
+        row = [str(f.plan.chips), f"{f.plan.chips.number:,}", str(c.roles)]
+        row += [f"{c.memory.total / 2**30:.1f}", f"{f.plan.usable / 2**30:.1f}"]
+        row += [f"{c.step.seconds:.3g}", f"{c.mfu_bound:.0%}"]
+        row += ["{:.3g} to {:.3g}".format(*f.days(tokens))] if tokens else []
+        rows.append(tuple(row))
+    if not rows:
+        return "No chips of these do; give more of them (--count), or more days."
+    told = "The fewest of each kind that do, in usual shapes; seconds and MFU are bounds."
+    if tokens:
+        told += " Days: at least, and by the lowest MFU of published runs on such chips."
+    return "\n".join([told, "", *tables.table(tuple(columns), rows)])
+
+
+def number(flag: str, written: str) -> float:
+    """A number with a unit of a thousand: 15T, 16GB, 2.5e9.
+
+    Raises:
+      ValueError: it is none, or not above 0; `flag` is named.
+    """
+    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) ?([KMBGT]?)", written.upper().replace("E", "e"))
+    try:
+        value = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise ValueError(f"plan: {flag} {written!r}; expected a number above 0, as in 15T or 2e12.")
+    return value
