@@ -32,9 +32,11 @@ LENGTH = 32
 
 def drawn(seed, staged=False, mixed=None):
     """(the roles of a random layout on eight devices, a random decoder, rows of a batch)."""
-    rng, rows = random.Random(seed), 64 if staged else 32
+    rng, rows, tries = random.Random(seed), 64 if staged else 32, seed
     while True:
         config = _config(rng, rng.random() < 0.3 if mixed is None else mixed)
+        config = dataclasses.replace(config, **_variant(random.Random(tries), config))
+        tries += 1
         possible = [
             r
             for r in roles.every(8)
@@ -60,6 +62,19 @@ def _config(rng, mixed):
         mlp=4 * rng.randrange(3, 12),
         dtype=rng.choice([jnp.bfloat16, jnp.float32]),
         **mixture,
+    )
+
+
+def _variant(rng, config):
+    """Of three, one is as the book has it."""
+    if not rng.randrange(3):
+        return {}
+    return dict(
+        tied=rng.random() < 0.5,
+        qkv_bias=rng.random() < 0.5,
+        qk_norm=rng.choice(["", "head", "heads"]),
+        norms=rng.choice(["before", "after", "both"]),
+        activation="silu" if config.experts else rng.choice(["silu", "gelu"]),
     )
 
 

@@ -181,7 +181,7 @@ def test_where_nothing_fits_the_exit_status_says_so(capsys):
 @pytest.mark.parametrize(
     "flag, value, told",
     [
-        ("--model", "llama9", "--model 'llama9' is no folder, and no name: llama3-8b,"),
+        ("--model", "llama9", "--model 'llama9' is no file or folder, and no name: llama3-8b,"),
         ("--chips", "v5p:4x4", "--chips v5p:4x4: a v5p lies in a torus of 3 axes"),
         ("--chips", "h100:16", "--chips h100:16: NVLink joins the 8 GPUs of a node of h100"),
         ("--batch", "0", "--batch 0; expected 1 or more"),

@@ -6,6 +6,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+_CHOICES = {
+    "router": ("softmax", "sigmoid"),
+    "qk_norm": ("", "head", "heads"),
+    "norms": ("before", "after", "both"),
+    "activation": ("silu", "gelu"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -34,6 +41,11 @@ class Config:
     param_dtype: jnp.dtype = jnp.float32  # of weights where they are held
     scan: bool = True  # run the layers by scan, or by a Python loop
     remat: bool = False  # recompute a layer's activations in the backward pass
+    tied: bool = False  # the embedding is the head too
+    qkv_bias: bool = False  # added to queries, keys and values
+    qk_norm: str = ""  # of queries and keys before they turn: of each "head", or of all "heads"
+    norms: str = "before"  # each sublayer; or "after" it, or "both"
+    activation: str = "silu"  # of the MLP's gate, or "gelu", by tanh
     rope_theta: float = 10_000.0  # base of the wavelengths of rotary positions
     norm_epsilon: float = 1e-6  # added to the mean square in RMSNorm
 
@@ -52,6 +64,11 @@ class Config:
         self._check_experts()
         if not 0 <= self.dropout < 1:
             raise ValueError(f"Config: dropout={self.dropout} must be at least 0 and below 1.")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"Config: {name}={getattr(self, name)!r}; expected one of {known}."
+                )
         for name in ("rope_theta", "norm_epsilon"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"Config: {name}={getattr(self, name)} must be above 0.")
@@ -67,8 +84,8 @@ class Config:
                 f"Config: experts_per_token={self.experts_per_token} must be from 1 to "
                 f"experts={self.experts}."
             )
-        if self.router not in ("softmax", "sigmoid"):
-            raise ValueError(f"Config: router={self.router!r}; expected 'softmax' or 'sigmoid'.")
+        if self.experts and self.activation != "silu":
+            raise ValueError(f"Config: activation={self.activation!r}; experts have 'silu'.")
         if self.capacity_factor is not None and not self.capacity_factor > 0:
             raise ValueError(
                 f"Config: capacity_factor={self.capacity_factor} must be above 0, or None for no "
@@ -77,10 +94,11 @@ class Config:
 
 
 class Linear(nnx.Module):
-    """A weight without bias; `fan_in` counts the entries that one output sums over.
+    """A weight, by default without a bias; `fan_in` counts the entries that one output sums over.
 
-    Uniform in ±√(3/fan_in), hence of variance 1/fan_in: inside jit, uniform draws are bitwise
-    the same under every sharding; normal ones are not on every JAX that we support.
+    A bias has the shape and the axes of the weight's but the first. The weight is uniform in
+    ±√(3/fan_in), hence of variance 1/fan_in: inside jit, uniform draws are bitwise the same under
+    every sharding; normal ones are not on every JAX that we support.
     """
 
     def __init__(
@@ -90,24 +108,35 @@ class Linear(nnx.Module):
         axes: tuple[str, ...],
         fan_in: int,
         rngs: nnx.Rngs,
+        bias: bool = False,
     ):
         limit = (3 / fan_in) ** 0.5
         kernel = jax.random.uniform(rngs.params(), shape, config.param_dtype, -limit, limit)
         self.kernel = nnx.Param(kernel, logical_axes=axes)
-        self.dtype = config.dtype
+        if bias:
+            zeros = jnp.zeros(shape[1:], config.param_dtype)
+            self.bias = nnx.Param(zeros, logical_axes=axes[1:])
+        self.has_bias, self.dtype = bias, config.dtype
 
     def __call__(self, letters, x):
-        return jnp.einsum(letters, x, self.kernel[...].astype(self.dtype))
+        y = jnp.einsum(letters, x, self.kernel[...].astype(self.dtype))
+        return y + self.bias[...].astype(self.dtype)[None, None] if self.has_bias else y
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation over embed, in float32 (Zhang and Sennrich, 2019)."""
+    """Root-mean-square normalisation in float32, over embed or other last axes of an activation
+    (Zhang and Sennrich, 2019).
+    """
 
-    def __init__(self, config: Config):
-        self.scale = nnx.Param(jnp.ones(config.embed, config.param_dtype), logical_axes=("embed",))
+    def __init__(self, config: Config, axes: tuple[str, ...] = ("embed",)):
+        ones = jnp.ones([getattr(config, axis) for axis in axes], config.param_dtype)
+        self.scale = nnx.Param(ones, logical_axes=axes)
+        self.axes = tuple(range(-len(axes), 0))
         self.epsilon = config.norm_epsilon
 
     def __call__(self, x):
         wide = x.astype(jnp.float32)
-        wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.epsilon)
-        return (wide * self.scale[...].astype(jnp.float32)[None, None, :]).astype(x.dtype)
+        mean = jnp.mean(wide**2, axis=self.axes, keepdims=True)
+        scale = self.scale[...].astype(jnp.float32)
+        wide = wide * jax.lax.rsqrt(mean + self.epsilon)
+        return (wide * scale[(None,) * (x.ndim - scale.ndim)]).astype(x.dtype)

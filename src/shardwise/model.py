@@ -42,28 +42,34 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float = 10_000.0) -> jax.A
 
 
 class Block(nnx.Module):
-    """One layer: grouped-query attention, then a gated MLP or experts, each after an RMSNorm.
+    """One layer: grouped-query attention, then a gated MLP or experts, with RMSNorms around them.
 
     `route` returns the activations and the `Routing` of a layer with experts (else None).
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
-        c = config
-        self.attention_norm = RMSNorm(c)
+        c, bias = config, config.qkv_bias
+        self.attention_norm = RMSNorm(c) if c.norms != "after" else None
         query = ("embed", "heads", "head_dim")
-        self.q = Linear(c, (c.embed, c.heads, c.head_dim), query, c.embed, rngs)
+        self.q = Linear(c, (c.embed, c.heads, c.head_dim), query, c.embed, rngs, bias)
         key_value = ("embed", "kv_heads", "head_dim")
-        self.k = Linear(c, (c.embed, c.kv_heads, c.head_dim), key_value, c.embed, rngs)
-        self.v = Linear(c, (c.embed, c.kv_heads, c.head_dim), key_value, c.embed, rngs)
+        self.k = Linear(c, (c.embed, c.kv_heads, c.head_dim), key_value, c.embed, rngs, bias)
+        self.v = Linear(c, (c.embed, c.kv_heads, c.head_dim), key_value, c.embed, rngs, bias)
+        over = {"head": 1, "heads": 0}.get(c.qk_norm, 2)  # of heads and head_dim, the axes left out
+        self.q_norm = RMSNorm(c, query[1 + over :]) if c.qk_norm else None
+        self.k_norm = RMSNorm(c, key_value[1 + over :]) if c.qk_norm else None
         out = ("heads", "head_dim", "embed")
         self.o = Linear(c, (c.heads, c.head_dim, c.embed), out, c.heads * c.head_dim, rngs)
-        self.mlp_norm = RMSNorm(c)
+        self.attention_end = RMSNorm(c) if c.norms != "before" else None
+        self.mlp_norm = RMSNorm(c) if c.norms != "after" else None
         if c.experts:
             self.experts = Experts(c, rngs)
         else:
             self.gate = Linear(c, (c.embed, c.mlp), ("embed", "mlp"), c.embed, rngs)
             self.up = Linear(c, (c.embed, c.mlp), ("embed", "mlp"), c.embed, rngs)
             self.down = Linear(c, (c.mlp, c.embed), ("mlp", "embed"), c.mlp, rngs)
+        self.mlp_end = RMSNorm(c) if c.norms != "before" else None
+        self.activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[c.activation]
         self.routed = bool(c.experts)
         self.rope_theta = c.rope_theta
         self.dropout = c.dropout
@@ -77,20 +83,27 @@ class Block(nnx.Module):
         """(the activations [b, s, e] after this layer, its routing)."""
         places = places or marks.places(None, *x.shape[:2])
         keys = (None, None) if key is None else jax.random.split(key)
-        y = marks.constrain(self.attention_norm(x), "attention_input")
-        q = rotary(self.q("bse,ehd->bshd", y), places.positions, self.rope_theta)
-        k = rotary(self.k("bse,ekd->bskd", y), places.positions, self.rope_theta)
+        y = marks.constrain(_normed(self.attention_norm, x), "attention_input")
+        q = _normed(self.q_norm, self.q("bse,ehd->bshd", y))
+        k = _normed(self.k_norm, self.k("bse,ekd->bskd", y))
+        q, k = (rotary(each, places.positions, self.rope_theta) for each in (q, k))
         y = marks.attend(q, k, self.v("bse,ekd->bskd", y), places)
         y = self.o("bshd,hde->bse", marks.constrain(y, "attended"))
-        x = marks.constrain(x + drop(y, self.dropout, keys[0]), "attention_output")
-        y, routing = self._mlp(marks.constrain(self.mlp_norm(x), "mlp_input"), places)
-        return marks.constrain(x + drop(y, self.dropout, keys[1]), "mlp_output"), routing
+        y = drop(_normed(self.attention_end, y), self.dropout, keys[0])
+        x = marks.constrain(x + y, "attention_output")
+        y, routing = self._mlp(marks.constrain(_normed(self.mlp_norm, x), "mlp_input"), places)
+        y = drop(_normed(self.mlp_end, y), self.dropout, keys[1])
+        return marks.constrain(x + y, "mlp_output"), routing
 
     def _mlp(self, x, places):
         if self.routed:
             return self.experts(x, places.index)
-        y = jax.nn.silu(self.gate("bse,em->bsm", x)) * self.up("bse,em->bsm", x)
+        y = self.activation(self.gate("bse,em->bsm", x)) * self.up("bse,em->bsm", x)
         return self.down("bsm,me->bse", marks.constrain(y, "mlp_hidden")), None
+
+
+def _normed(norm, x):
+    return x if norm is None else norm(x)
 
 
 def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -133,8 +146,9 @@ class Decoder(nnx.Module):
         keys = jax.random.split(rngs.params(), config.layers)
         self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(params=key)))(keys)
         self.final_norm = RMSNorm(config)
-        head = (config.embed, config.vocab)
-        self.head = Linear(config, head, ("embed", "vocab"), config.embed, rngs)
+        if not config.tied:
+            head = (config.embed, config.vocab)
+            self.head = Linear(config, head, ("embed", "vocab"), config.embed, rngs)
 
     def __call__(self, tokens, key=None, places=None):
         """Logits; with a `key` dropout is on. `places` are `marks.Places`, by default those of
@@ -149,8 +163,10 @@ class Decoder(nnx.Module):
         x = self.embed.kernel[...].astype(self.config.dtype)[tokens]
         x = marks.constrain(x, "embedding_output")
         x, routing = self._layers(x, key, places)
-        logits = self.head("bse,ev->bsv", self.final_norm(x)).astype(jnp.float32)
-        return marks.constrain(logits, "logits"), routing
+        x = self.final_norm(x)
+        tied = self.config.tied
+        logits = self.embed("bse,ve->bsv", x) if tied else self.head("bse,ev->bsv", x)
+        return marks.constrain(logits.astype(jnp.float32), "logits"), routing
 
     def _layers(self, x, key, places):
         c = self.config

@@ -106,6 +106,12 @@ def check_dense(config: Config) -> None:
             f"llama: Config.experts is {config.experts}, and LlamaForCausalLM has one MLP in each "
             f"layer (experts=0); shardwise.checkpoint saves any decoder."
         )
+    for name in ("tied", "qkv_bias", "qk_norm", "norms", "activation"):
+        if (value := getattr(config, name)) != getattr(Config, name):
+            raise ValueError(
+                f"llama: Config.{name} is {value!r}, and {ARCHITECTURE} has "
+                f"{getattr(Config, name)!r}; shardwise.checkpoint saves any decoder."
+            )
 
 
 def config(folder: str | Path) -> Config:

@@ -41,6 +41,10 @@ class Array(NamedTuple):
         return bool({*TENSOR} & {*self.names})
 
     @property
+    def is_embedding(self) -> bool:
+        return self.path.startswith("embed")
+
+    @property
     def size(self) -> int:
         return math.prod(self.shape)
 
@@ -154,7 +158,18 @@ class Part:
 
     def reads(self, array: Array) -> bool:
         """Whether the stage reads a parameter."""
-        return array.stacked or (self.is_first if array.path.startswith("embed") else self.is_last)
+        begins = self.is_first and array.is_embedding
+        return array.stacked or begins or (self.is_last and self.ends(array))
+
+    def ends(self, array: Array) -> bool:
+        """Whether the end of the model reads a parameter that is in no layer."""
+        return self.config.tied or not array.is_embedding
+
+    @property
+    def scales(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """(shape, how many of them on this stage) of norms' scales, but for those tensor cuts."""
+        found = [a for a in self.arrays.parameters if a.path.endswith("scale") and not a.is_cut]
+        return tuple((a.shape[a.stacked :], self.layers if a.stacked else 1) for a in found)
 
     def held(self, state: bool = False) -> Shares:
         """Each parameter, or with `state` each array of the optimizer's state, with its `Share`."""

@@ -10,9 +10,8 @@ from typing import Annotated
 
 import tyro
 
-from shardwise import llama, topology
-from shardwise.model import Config
-from shardwise.plan import survey, tables
+from shardwise import topology
+from shardwise.plan import configs, survey, tables
 from shardwise.plan.planning import plan
 from shardwise.plan.published import PRESETS
 from shardwise.plan.roles import ORDER
@@ -44,7 +43,8 @@ def main(argv: Sequence[str]) -> int:
 
         Args:
           model: a published model's name (llama3-8b, llama3-70b, llama3-405b, llama2-7b,
-            llama2-70b, mixtral-8x7b), or a folder with the config.json of a Llama.
+            llama2-70b, mixtral-8x7b), or a config.json, or its folder: of Llama, Mistral, Mixtral,
+            Qwen 2 and 3, Gemma, Phi 3 and 4, OLMo, Granite or SmolLM.
           batch: rows of a step, of all devices together.
           sequence: tokens of a row.
           chips: their kind and shape, such as v5p:4x4x8 (128 TPUs) or h100:16x8 (16 nodes of 8
@@ -100,7 +100,7 @@ def _survey(model, batch, sequence, count, memory_of, tokens, days):
     given = survey.number("--tokens", tokens) if tokens else 0.0
     counts = int(low), int(high)
     gb = memory and memory / (1e9 if memory >= 1e9 else 1)
-    found = survey.survey(_config(model), batch, sequence, counts, gb, given, days)
+    found = survey.survey(_config(model).config, batch, sequence, counts, gb, given, days)
     print(survey.text(found, given))
     return 0 if found else 1
 
@@ -110,7 +110,8 @@ def _run(model, chips, batch, sequence, slices, only, why, explain, top, as_json
     if not 0 <= compiled <= top:
         raise ValueError(f"plan: --compile {compiled}; expected 0 to --top {top}.")
     asked, doubted = _sizes("only", only), _sizes("why", why)
-    found = plan(_config(model), _chips(chips, slices), batch, sequence)
+    read = _config(model)
+    found = plan(read.config, _chips(chips, slices), batch, sequence)
     if doubted:
         print(tables.why(found, doubted))
         return 0
@@ -121,7 +122,9 @@ def _run(model, chips, batch, sequence, slices, only, why, explain, top, as_json
         return 0
     if not as_json:
         print(tables.text(found, top), flush=True)
-    told = tables.facts(found, top) | {"model": model}
+        for note in read.notes:
+            print(f"Of {model}: {note}.", flush=True)
+    told = tables.facts(found, top) | {"model": model, "notes_of_model": read.notes}
     if compiled:
         from shardwise.plan import compiling
 
@@ -142,13 +145,14 @@ def _sizes(flag: str, given: str) -> dict[str, int]:
     return {role: int(size) for role, _, size in pairs}
 
 
-def _config(model: str) -> Config:
+def _config(model: str) -> configs.Reading:
     if model in PRESETS:
-        return PRESETS[model].config
-    if Path(model).is_dir():
-        return llama.config(model)
+        return configs.Reading(PRESETS[model].config, 0, ())
+    if Path(model).exists():
+        return configs.read(model)
     raise ValueError(
-        f"plan: --model {model!r} is no folder, and no name: {', '.join(PRESETS)} are known."
+        f"plan: --model {model!r} is no file or folder, and no name: {', '.join(PRESETS)} are "
+        f"known."
     )
 
 

@@ -179,7 +179,7 @@ def _pending(part):
     to the half that yields the weights' gradients; done again, all that it was computed from too.
     """
     c, t, used, again = part.config, part.roles.tensor, part.itemsize, part.roles.remat
-    norms = (2 + 2 * again) * c.embed * (_WIDE + used) / t
+    norms = (1 + again) * _normed(c) * (_WIDE + used) / t
     heads = ((1 + again) * c.heads + 2 * c.kv_heads) * c.head_dim * used / t
     wide, rows = (2 + 2 * again) * c.mlp * (c.shared_experts if c.experts else 1), 0
     if c.experts:
@@ -191,14 +191,14 @@ def _pending(part):
 def _weights(part):
     """(bytes of the layers' parameters, bytes of the head's) as they are used, gathered or cast.
 
-    The embedding is gathered and read before all else, and gone.
+    The embedding is gathered and read before all else, and gone, unless it is the head too.
     """
     r, layers, head = part.roles, 0, 0
     for array, elements, is_gathered in part.used():
         whole = elements * (r.fsdp if is_gathered else 1) * part.itemsize
         if array.stacked:
             layers += whole // (part.layers if r.remat else 1)
-        elif not array.path.startswith("embed"):
+        elif part.ends(array):
             head += whole
     return layers, head
 
@@ -253,6 +253,12 @@ def _dispatch(part):
     return part.tokens * (chosen + 2 * slots(part) * used * (c.embed + c.mlp / n))
 
 
+def _normed(c):
+    """The number of a token's entries in a layer that are normed."""
+    heads = (c.heads + c.kv_heads) * c.head_dim if c.qk_norm else 0
+    return (4 if c.norms == "both" else 2) * c.embed + heads
+
+
 def layer(part: Part) -> float:
     """The bytes that one layer keeps for its backward pass, where nothing is recomputed.
 
@@ -261,7 +267,7 @@ def layer(part: Part) -> float:
     products of them). So many stacks does the TPU compiler keep.
     """
     c, t, used = part.config, part.roles.tensor, part.itemsize
-    norms = 6 * c.embed * _WIDE / t + 2 * c.embed * used
+    norms = 3 * _normed(c) * _WIDE / t + 2 * c.embed * used
     heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim * used / t + c.heads * _WIDE / t
     wide = c.mlp * (slots(part) + c.shared_experts if c.experts else 1)
     rows = 2 * c.embed * slots(part) * used if c.experts else 0

@@ -82,7 +82,7 @@ def _passes(part, array):
     """The number of an array's gathers and scatters, of these one for each microbatch."""
     again = array.stacked and part.roles.remat
     if part.roles.stage > 1 and not array.stacked:  # the half of a backward that goes on reads it
-        again = not array.path.startswith("embed")
+        again = part.ends(array)
     return (2 + again) * part.roles.microbatches
 
 
@@ -118,7 +118,8 @@ def _tensor(part):
     c, n, m = part.config, part.roles.tensor, part.roles.microbatches
     given = part.rows, part.sequence // part.roles.context, c.embed, part.layers
     norms = part.arrays.parameters[0].itemsize
-    told = tensor.bytes_sent(n, *given, part.itemsize, sequence=True, norm_itemsize=norms)
+    told = tensor.bytes_sent(n, *given, part.itemsize, sequence=True)
+    scales = sum(math.prod(shape) * times for shape, times in part.scales)
     whole = tensor_passes(part)
     once = (whole.gathers + whole.scatters) * _activation(part) * (n - 1)
     once += 2 * whole.sums * slots(part) * part.tokens * c.embed * part.itemsize * (n - 1) / n
@@ -126,7 +127,7 @@ def _tensor(part):
     once = part.layers * (once + chosen * c.experts_per_token * part.tokens * c.embed * (n - 1) / n)
     once += told.embedding if part.is_first else 0
     once += told.head + told.loss if part.is_last else 0
-    return m * once + told.norms
+    return m * once + 2 * scales * norms * (n - 1) / n
 
 
 class Passes(NamedTuple):
@@ -268,7 +269,7 @@ def inserted(part: Part) -> tuple[Op, ...]:
     found = [
         _op(part, "all-gather", share, used, m * (layers * passes.gathers + ends)),
         _op(part, "reduce-scatter", whole, used, m * (layers * passes.scatters + ends)),
-        _op(part, "all-reduce", (part.config.embed,), norms, 2 * layers + 1),
+        *(_op(part, "all-reduce", dims, norms, times) for dims, times in part.scales),
     ]
     if c.experts:
         rows = round(slots(part) * part.tokens), c.embed

@@ -39,7 +39,9 @@ def train(settings: Settings) -> Result:
             f"run: the data has a token {most - 1}, and model.vocab is {config.vocab}; say "
             f"--model.vocab {most}."
         )
-    loss = model.routed_loss if config.experts else model.loss
+    loss = model.loss
+    if config.experts:  # balanced over each row: one function, whatever the microbatches
+        loss = functools.partial(model.routed_loss, over="rows")
     options: dict[str, Any] = {}
     if settings.data.tokens is None and settings.evaluation.sample:
         options["sample"] = functools.partial(_sample, config, settings)

@@ -1,0 +1,110 @@
+"""Published decoders by their config.json: parameters to the last one, and what is not read."""
+
+import json
+import pathlib
+
+import jax.numpy as jnp
+import pytest
+
+from shardwise import mesh, plan
+from shardwise.plan import arrays, configs
+from shardwise.run import command
+
+mesh.simulate(8)
+# {name: its repository at Hugging Face, its number of parameters as published (as its files or its
+# card have it), the fields of its config.json}.
+DECODERS = json.loads((pathlib.Path(__file__).parent / "decoders.json").read_text())
+KNOWN = {n: x for n, x in DECODERS.items() if "Deepseek" not in x["config"]["architectures"][0]}
+
+
+def fields(name, **changes):
+    return DECODERS[name]["config"] | changes
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_published_decoder_has_its_number_of_parameters(name):
+    read = configs.of(fields(name))
+    held = sum(array.size for array in arrays.of_decoder(read.config).parameters)
+    assert held - read.more == DECODERS[name]["parameters"]
+    assert bool(read.more) == any("than the published model" in note for note in read.notes)
+    assert (read.config.dtype, read.config.param_dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_every_architecture_is_among_them():
+    assert {x["config"]["architectures"][0] for x in KNOWN.values()} == configs.ABSENT.keys()
+
+
+@pytest.mark.parametrize("name", DECODERS.keys() - KNOWN.keys())
+def test_an_architecture_that_is_not_known_is_an_error(name):
+    with pytest.raises(ValueError, match=r"Deepseek.*; known are LlamaForCausalLM"):
+        configs.of(fields(name))
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        (dict(attention_bias=True), "attention_bias=True"),
+        (dict(mlp_bias=True), "mlp_bias=True"),
+        (dict(num_mtp_heads=2), "num_mtp_heads=2, and it is not known here"),
+        (dict(hidden_act="relu2"), "activation 'relu2'"),
+        (dict(hidden_size=None), "lacks hidden_size"),
+        (dict(quantization_config={"bits": 4}), "quantization_config="),
+    ],
+    ids=str,
+)
+def test_what_changes_parameters_or_products_is_never_passed_over(changes, told):
+    with pytest.raises(ValueError, match=told):
+        configs.of(fields("Llama 3.1 8B", **changes))
+
+
+@pytest.mark.parametrize(
+    "name, changes, told",
+    [
+        ("Mistral 7B v0.1", {}, "4,096 tokens back"),
+        ("Mistral 7B v0.3", {}, None),
+        ("Qwen3 8B", {}, None),
+        ("Qwen3 8B", dict(use_sliding_window=True, sliding_window=512), "512 tokens back"),
+        ("Gemma 2 9B", {}, "final_logit_softcapping is not computed"),
+        ("Qwen1.5-MoE-A2.7B", {}, "the shared expert has no gate"),
+    ],
+)
+def test_what_is_planned_otherwise_is_told(name, changes, told):
+    notes = configs.of(fields(name, **changes)).notes
+    assert any(told in note for note in notes) if told else notes == ()
+
+
+def test_a_mixture_some_of_whose_layers_are_dense_is_an_error():
+    for changes in (dict(decoder_sparse_step=2), dict(mlp_only_layers=[0])):
+        with pytest.raises(ValueError, match=next(iter(changes))):
+            configs.of(fields("Qwen3-30B-A3B", **changes))
+
+
+def test_the_text_of_a_model_of_images_is_read():
+    text = fields("Gemma 3 4B text")
+    del text["architectures"]
+    whole = dict(architectures=["Gemma3ForConditionalGeneration"], text_config=text)
+    assert configs.of(whole) == configs.of(fields("Gemma 3 4B text"))
+
+
+def test_the_command_takes_a_file_or_its_folder(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields("Gemma 2 2B")))
+    given = ["--chips", "v5e:4x4", "--batch", "16", "--sequence", "4096", "--top", "1"]
+    for model in (path, tmp_path):
+        assert command.main(["plan", "--model", str(model), *given]) == 0
+        out = capsys.readouterr().out
+        assert f"Of {model}: final_logit_softcapping is not computed." in out
+        assert "--model.tied" in out and "--model.norms both" in out
+    path.write_text("{")
+    assert command.main(["plan", "--model", str(path), *given]) == 1
+    assert "is no JSON" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert command.main(["plan", "--model", str(tmp_path / "empty"), *given]) == 1
+    assert "the folder of a published decoder has one" in capsys.readouterr().err
+
+
+def test_tensor_is_refused_where_a_norm_goes_over_the_heads_that_it_cuts():
+    config = configs.of(fields("OLMo 2 7B")).config
+    found = plan.plan(config, "v5e:2x4", 8, 1024)
+    assert "norms over all heads, which tensor cuts" in found.why_not
+    assert not any(c.roles.tensor > 1 for c in (*found.fitting, *found.too_large))
