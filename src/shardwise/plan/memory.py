@@ -133,7 +133,8 @@ def memory(part: Part, gpu: bool = False) -> Memory:
 def _terms(part, parameters, gpu):
     r = part.roles
     layers = min(2, part.layers) if r.offload else part.layers
-    kept = layers * (layer(part) if not r.remat else part.tokens * _between(part))
+    inside = layer(part, gpu)
+    kept = layers * (inside if not r.remat else part.tokens * _between(part))
     whole = part.tokens * part.config.embed * part.itemsize
     weights, head = _weights(part)
     weights *= min(3, part.layers) if r.offload else 1
@@ -145,7 +146,7 @@ def _terms(part, parameters, gpu):
         gradients=parameters,
         weights=weights + head + _cast(part),
         kept=kept,
-        layer=layer(part),
+        layer=inside,
         around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
         logits=logits,
         ring=ahead * _ring(part) if r.context > 1 else 0,
@@ -222,12 +223,14 @@ def _logits(part, head):
     head's gradient, of what is summed and the sum.
 
     Around four devices or more the TPU compiler takes the head's products in parts, which come from
-    both sides: two parts of each of the three.
+    both sides: two parts of each of the three. Of one row it writes the logits once more, flat,
+    to find the targets' among them, and their gradient too where the embedding is the head.
     """
     used, n = part.itemsize, part.roles.tensor
     logits = _of_vocabulary(part)
     parts = 3 * 2 / n * logits * used if n >= 4 else 0
-    return max(logits * (_WIDE + used) + parts, logits * used + 2 * head)
+    flat = logits * used * (1 + part.config.tied) if part.rows == 1 else 0
+    return max(logits * (_WIDE + used) + parts + flat, logits * used + 2 * head)
 
 
 def _between(part):
@@ -259,15 +262,17 @@ def _normed(c):
     return (4 if c.norms == "both" else 2) * c.embed + heads
 
 
-def layer(part: Part) -> float:
+def layer(part: Part, gpu: bool = False) -> float:
     """The bytes that one layer keeps for its backward pass, where nothing is recomputed.
 
-    For each token: three float32 copies in each norm; what enters products, whole; q, k, v and what
-    attention makes of them, but no scores; six arrays of the MLP's width (gate, its sigmoid, up and
-    products of them). So many stacks does the TPU compiler keep.
+    For each token: three float32 copies in each norm, which GPUs' compiler has transposed too where
+    they are of one row; what enters products, whole; q, k, v and what attention makes of them, but
+    no scores; six arrays of the MLP's width (gate, its sigmoid, up and products of them). So many
+    stacks do compilers keep.
     """
     c, t, used = part.config, part.roles.tensor, part.itemsize
-    norms = 3 * _normed(c) * _WIDE / t + 2 * c.embed * used
+    copies = 6 if gpu and part.rows == t == 1 else 3
+    norms = copies * _normed(c) * _WIDE / t + 2 * c.embed * used
     heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim * used / t + c.heads * _WIDE / t
     wide = c.mlp * (slots(part) + c.shared_experts if c.experts else 1)
     rows = 2 * c.embed * slots(part) * used if c.experts else 0
