@@ -69,10 +69,10 @@ it says too much.
 
 {judged}
 
-Then {held_number} more, of published decoders as their `config.json` has them, with tied embeddings,
-biases, and norms elsewhere, drawn by the seed {held_seed} and committed before any was compiled. One
-count had been added before, from programs drawn by nobody: of one row on a device, the float32
-copies in norms lie there a second time, transposed. {verdict_of_held}
+Then {held_number} more, of published decoders as their `config.json` has them, with tied
+embeddings, biases, and norms elsewhere, drawn by the seed {held_seed} and committed before any was
+compiled. One count had been added before, learnt from programs that nobody drew: of one row on a
+device, the float32 copies in norms lie there a second time, transposed. {verdict_of_held}
 
 {held}
 

@@ -132,11 +132,15 @@ def test_gpus_are_judged_by_programs_of_published_sizes(on_gpus):
     record = on_gpus.recorded()
     assert record.keys() == on_gpus.CASES.keys()
     judged = {n: c for n, c in on_gpus.CASES.items() if n.startswith("judged")}
+    held = {n: c for n, c in on_gpus.CASES.items() if n.startswith("held")}
+    assert len(held) >= 24 and {c.config.norms for c in held.values()} == {"before", "both"}
+    assert any(c.config.tied for c in held.values())
     assert len(judged) >= 40 and max(c.config.vocab for c in judged.values()) >= 250_000
     widths = {c.config.head_dim for c in judged.values()}
     nodes = {topology.chips(c.chips).slices for c in judged.values()}
     assert widths & {96, 256} and nodes & {3, 6} and max(nodes) > 8
     assert on_gpus.PAGE.read_text() == on_gpus.page(record)
-    verdict = on_gpus.verdict(record)
-    assert verdict.kept, verdict.told
+    for which in ("judged", "held"):
+        verdict = on_gpus.verdict(record, which)
+        assert verdict.kept, verdict.told
     assert tuple(on_gpus.fitted(record)) == pytest.approx(tuple(memory.OF_GPUS))
