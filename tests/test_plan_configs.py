@@ -30,6 +30,22 @@ def test_a_published_decoder_has_its_number_of_parameters(name):
     assert (read.config.dtype, read.config.param_dtype) == (jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.parametrize(
+    "name, theta, epsilon",
+    [("Llama 3 8B", 5e5, 1e-5), ("Qwen3 8B", 1e6, 1e-6), ("OLMo 1 7B", 1e4, 1e-5)],
+)
+def test_positions_and_norms_are_the_published_ones(name, theta, epsilon):
+    config = configs.of(fields(name)).config
+    assert (config.rope_theta, config.norm_epsilon) == (theta, epsilon)
+
+
+def test_what_a_file_leaves_out_is_what_its_class_takes():
+    whole = fields("Qwen1.5-MoE-A2.7B")
+    absent = ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts")
+    less = {key: x for key, x in whole.items() if key not in absent}
+    assert configs.of(less) == configs.of(whole)
+
+
 def test_every_architecture_is_among_them():
     assert {x["config"]["architectures"][0] for x in KNOWN.values()} == configs.ABSENT.keys()
 
@@ -64,7 +80,8 @@ def test_what_changes_parameters_or_products_is_never_passed_over(changes, told)
         ("Mistral 7B v0.3", {}, None),
         ("Qwen3 8B", {}, None),
         ("Qwen3 8B", dict(use_sliding_window=True, sliding_window=512), "512 tokens back"),
-        ("Gemma 2 9B", {}, "final_logit_softcapping is not computed"),
+        ("Gemma 2 9B", {}, "attn_logit_softcapping, final_logit_softcapping"),
+        ("Llama 3.1 8B", {}, "products: rope_scaling"),
         ("Qwen1.5-MoE-A2.7B", {}, "the shared expert has no gate"),
     ],
 )
@@ -83,7 +100,8 @@ def test_the_text_of_a_model_of_images_is_read():
     text = fields("Gemma 3 4B text")
     del text["architectures"]
     whole = dict(architectures=["Gemma3ForConditionalGeneration"], text_config=text)
-    assert configs.of(whole) == configs.of(fields("Gemma 3 4B text"))
+    ours, theirs = configs.of(whole), configs.of(fields("Gemma 3 4B text"))
+    assert ours.config == theirs.config and ours.notes[0] == "what sees images is left out"
 
 
 def test_the_command_takes_a_file_or_its_folder(tmp_path, capsys):
@@ -93,7 +111,7 @@ def test_the_command_takes_a_file_or_its_folder(tmp_path, capsys):
     for model in (path, tmp_path):
         assert command.main(["plan", "--model", str(model), *given]) == 0
         out = capsys.readouterr().out
-        assert f"Of {model}: final_logit_softcapping is not computed." in out
+        assert f"Of {model}: not computed, and without part in sizes or products: query" in out
         assert "--model.tied" in out and "--model.norms both" in out
     path.write_text("{")
     assert command.main(["plan", "--model", str(path), *given]) == 1

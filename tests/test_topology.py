@@ -66,7 +66,7 @@ def test_chips_are_counted_not_cores(name, slices, number, devices):
     [
         ("v9:2x2", 1, "v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200, gb200"),
         ("h100:16", 1, "joins the 8 GPUs of a node of h100"),
-        ("h100:2x4", 1, "'h100:16x8', or up to 8 of one node, as in 'h100:4'"),
+        ("h100:2x9", 1, "'h100:16x8', or up to 8 of one node, as in 'h100:4'"),
         ("h100:0x8", 1, "nodes and GPUs of each"),
         ("h100:2x2x2", 1, "nodes and GPUs of each"),
         ("h100:8", 2, "topology.chips('h100:8', slices=2): NVLink joins the 8 GPUs"),

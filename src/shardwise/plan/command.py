@@ -34,10 +34,10 @@ def main(argv: Sequence[str]) -> int:
         top: int = 10,
         as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
         compiled: Annotated[int, tyro.conf.arg(name="compile")] = 0,
-        count: str = "1..1024",
+        count: str | None = None,
         memory_of: str | None = None,
         tokens: str | None = None,
-        days: float = math.inf,
+        days: float | None = None,
     ) -> int:
         """Propose layouts of a decoder on TPUs or GPUs, by formula; the best first.
 
@@ -57,20 +57,23 @@ def main(argv: Sequence[str]) -> int:
           as_json: print JSON on stdout, and nothing else there.
           compiled: how many of the best the chips' compiler checks (TPUs: needs shardwise[tpu];
             GPUs: python -m shardwise.topology, once).
-          count: without --chips, the fewest and the most to try.
+          count: without --chips, the fewest and the most to try (1..1024).
           memory_of: without --chips, the memory that each is to have, such as 16GB.
           tokens: without --chips, those to train on, such as 15T.
           days: without --chips, the time in which --tokens are to be done.
         """
+        shown = {"why": why, "explain": explain}
         if chips is None:
-            for flag, given in (("slices", slices > 1), ("only", only), ("why", why)):
-                _without(flag, given, "chips")
-            for flag, given in (("explain", explain), ("json", as_json), ("compile", compiled)):
-                _without(flag, given, "chips")
+            given = shown | {"slices": slices > 1, "only": only}
+            _refuse(given | {"json": as_json, "compile": compiled}, "needs --chips")
+            _refuse({} if tokens else {"days": days}, "needs --tokens, such as 15T")
             return _survey(model, batch, sequence, count, memory_of, tokens, days)
-        for flag, given in (("memory-of", memory_of), ("tokens", tokens)):
-            if given:
-                raise ValueError(f"plan: --{flag} asks which chips would do; leave --chips out.")
+        given = {"memory-of": memory_of, "tokens": tokens, "count": count, "days": days}
+        _refuse(given, "asks which chips would do; leave --chips out")
+        if why or explain:
+            name = "why" if why else "explain"
+            _refuse({"json": as_json, "compile": compiled}, f"cannot stand beside --{name}")
+        _refuse(why and {"only": only, "explain": explain}, "cannot stand beside --why")
         return _run(
             model, chips, batch, sequence, slices, only, why, explain, top, as_json, compiled
         )
@@ -78,9 +81,9 @@ def main(argv: Sequence[str]) -> int:
     return tyro.cli(arguments, prog="shardwise plan", args=list(argv))
 
 
-def _without(flag, given, needed):
-    if given:
-        raise ValueError(f"plan: --{flag} needs --{needed}.")
+def _refuse(given, why):
+    for flag in (name for name, value in (given or {}).items() if value):
+        raise ValueError(f"plan: --{flag} {why}.")
 
 
 def _positive(**values):
@@ -91,18 +94,25 @@ def _positive(**values):
 
 def _survey(model, batch, sequence, count, memory_of, tokens, days):
     _positive(batch=batch, sequence=sequence)
+    count, days = count or "1..1024", math.inf if days is None else days
     low, _, high = count.partition("..")
     if not (low.isdigit() and high.isdigit() and 0 < int(low) <= int(high)):
         raise ValueError(f"plan: --count {count!r}; expected the fewest and the most, as 8..512.")
-    if not days > 0 or (math.isfinite(days) and not tokens):
-        raise ValueError(f"plan: --days {days}; expected more than 0, for --tokens such as 15T.")
-    memory = memory_of and survey.number("--memory-of", memory_of.upper().removesuffix("B"))
-    given = survey.number("--tokens", tokens) if tokens else 0.0
-    counts = int(low), int(high)
-    gb = memory and memory / (1e9 if memory >= 1e9 else 1)
-    found = survey.survey(_config(model).config, batch, sequence, counts, gb, given, days)
+    if not days > 0:
+        raise ValueError(f"plan: --days {days}; expected more than 0.")
+    given = survey.number("--tokens", tokens, "15T or 2e12") if tokens else 0.0
+    of = memory_of and memory_of.upper().removesuffix("B").removesuffix("I").removesuffix("G")
+    memory = of and survey.number("--memory-of", of, "16GB")
+    read, counts = _config(model), (int(low), int(high))
+    found = survey.survey(read.config, batch, sequence, counts, memory, given, days)
     print(survey.text(found, given))
+    _tell(model, read)
     return 0 if found else 1
+
+
+def _tell(model, read):
+    for note in read.notes:
+        print(f"Of {model}: {note}.", flush=True)
 
 
 def _run(model, chips, batch, sequence, slices, only, why, explain, top, as_json, compiled):
@@ -114,16 +124,17 @@ def _run(model, chips, batch, sequence, slices, only, why, explain, top, as_json
     found = plan(read.config, _chips(chips, slices), batch, sequence)
     if doubted:
         print(tables.why(found, doubted))
+        _tell(model, read)
         return 0
     fitting = (c for c in found.fitting if asked.items() <= {**_ONE, **c.roles.sizes}.items())
     found = dataclasses.replace(found, fitting=tuple(fitting))
     if explain and found.fitting:
         print(tables.explained(found, found.best[0]))
+        _tell(model, read)
         return 0
     if not as_json:
         print(tables.text(found, top), flush=True)
-        for note in read.notes:
-            print(f"Of {model}: {note}.", flush=True)
+        _tell(model, read)
     told = tables.facts(found, top) | {"model": model, "notes_of_model": read.notes}
     if compiled:
         from shardwise.plan import compiling

@@ -21,24 +21,29 @@ _SIZES = {
 }
 # What the classes of transformers 4.57 take where a file says nothing; else the values of `read`.
 _GEMMA = dict(head_dim=256, tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh")
+_WIDE = dict(rms_norm_eps=1e-5)
+_QWEN2_MOE = dict(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
+_QWEN3_MOE = dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
 ABSENT: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": dict(num_key_value_heads=8, sliding_window=4096),
-    "MixtralForCausalLM": dict(num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2),
+    "MixtralForCausalLM": dict(num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2)
+    | dict(rope_theta=1e6, **_WIDE),
     "Qwen2ForCausalLM": dict(num_key_value_heads=32),
     "Qwen3ForCausalLM": dict(num_key_value_heads=32, head_dim=128),
-    "Qwen2MoeForCausalLM": dict(num_key_value_heads=16, num_experts=60, num_experts_per_tok=4),
-    "Qwen3MoeForCausalLM": dict(num_key_value_heads=4, num_experts=128, num_experts_per_tok=8),
+    "Qwen2MoeForCausalLM": dict(num_key_value_heads=16, shared_expert_intermediate_size=5632)
+    | _QWEN2_MOE,
+    "Qwen3MoeForCausalLM": dict(num_key_value_heads=4, **_QWEN3_MOE),
     "GemmaForCausalLM": dict(num_key_value_heads=16, **_GEMMA),
     "Gemma2ForCausalLM": dict(num_key_value_heads=4, sliding_window=4096, **_GEMMA)
     | dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
     "Gemma3ForCausalLM": dict(num_key_value_heads=4, sliding_window=4096, **_GEMMA)
-    | dict(vocab_size=262_208, num_attention_heads=8),
-    "Phi3ForCausalLM": {},
-    "OlmoForCausalLM": {},
-    "Olmo2ForCausalLM": {},
+    | dict(vocab_size=262_208, num_attention_heads=8, rope_theta=1e6),
+    "Phi3ForCausalLM": _WIDE,
+    "OlmoForCausalLM": _WIDE,
+    "Olmo2ForCausalLM": _WIDE,
     "GraniteForCausalLM": {},
-    "SmolLM3ForCausalLM": dict(num_key_value_heads=4, tie_word_embeddings=True),
+    "SmolLM3ForCausalLM": dict(num_key_value_heads=4, tie_word_embeddings=True, rope_theta=2e6),
 }
 # What our decoder computes of each class.
 _COMPUTED: dict[str, dict[str, Any]] = {
@@ -51,24 +56,39 @@ _COMPUTED: dict[str, dict[str, Any]] = {
     "Olmo2ForCausalLM": dict(norms="after", qk_norm="heads"),
 }
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu"}
-# Values that have no part in a parameter's size or in a product.
+# Fields that have no part in a parameter's size or in a product, nor in what is computed.
 _FREE = """architectures model_type torch_dtype dtype transformers_version use_cache _name_or_path
 auto_map bos_token_id eos_token_id pad_token_id initializer_range max_position_embeddings
-original_max_position_embeddings rope_theta rope_scaling rope_parameters rope_local_base_freq
-rms_norm_eps norm_eps layer_norm_eps pretraining_tp attention_dropout embd_pdrop resid_pdrop
-partial_rotary_factor no_rope_layers no_rope_layer_interval max_window_layers use_sliding_window
-norm_topk_prob router_aux_loss_coef router_jitter_noise output_router_logits query_pre_attn_scalar
-attention_multiplier embedding_multiplier residual_multiplier logits_scaling cache_implementation
-hidden_activation sliding_window_size full_attn_mod interpolate_factor""".split()
-# Values that have, and which are read below.
+original_max_position_embeddings norm_eps layer_norm_eps pretraining_tp max_window_layers
+norm_topk_prob router_aux_loss_coef output_router_logits cache_implementation no_rope_layer_interval
+sliding_window_size full_attn_mod interpolate_factor""".split()
+# Fields that change what is computed, but no size and no product, with what the decoder has.
+_OTHERWISE = dict(
+    rope_scaling=None,
+    rope_local_base_freq=None,
+    partial_rotary_factor=1.0,
+    no_rope_layers=None,
+    attention_dropout=0.0,
+    embd_pdrop=0.0,
+    resid_pdrop=0.0,
+    router_jitter_noise=0.0,
+    query_pre_attn_scalar=None,
+    attention_multiplier=None,
+    embedding_multiplier=1.0,
+    residual_multiplier=1.0,
+    logits_scaling=1.0,
+    attn_logit_softcapping=None,
+    final_logit_softcapping=None,
+)
+# Fields that are read below.
 _READ = {
     *_SIZES.values(),
-    *"""num_key_value_heads head_dim tie_word_embeddings hidden_act sliding_window
-    sliding_window_pattern _sliding_window_pattern layer_types attn_logit_softcapping
-    final_logit_softcapping num_local_experts num_experts num_experts_per_tok moe_intermediate_size
-    shared_expert_intermediate_size""".split(),
+    *"""num_key_value_heads head_dim tie_word_embeddings hidden_act hidden_activation sliding_window
+    use_sliding_window sliding_window_pattern _sliding_window_pattern layer_types num_local_experts
+    num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size
+    rope_theta rope_parameters rms_norm_eps""".split(),
 }
-# Of values that would change them, the one that is computed.
+# Of fields that would change sizes or products, the one value that is computed.
 _ONLY = {"decoder_sparse_step": 1}
 
 
@@ -100,20 +120,24 @@ def read(path: str | Path) -> Reading:
         fields = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"plan: {path} is no JSON: {error}.") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"plan: {path} is no config.json: expected an object of fields.")
     return of(fields, str(path))
 
 
 def of(fields: dict[str, Any], where: str = FILE) -> Reading:
     """The `Reading` of the fields of a `config.json`; errors name `where` they stand."""
-    name = (fields.get("architectures") or ["none"])[0]
+    name, left_out = (fields.get("architectures") or ["none"])[0], ()
     if name == "Gemma3ForConditionalGeneration" and "text_config" in fields:
-        name, fields = "Gemma3ForCausalLM", fields["text_config"]
+        tied = {k: x for k, x in fields.items() if k == "tie_word_embeddings"}
+        name, fields = "Gemma3ForCausalLM", fields["text_config"] | tied
+        left_out = ("what sees images is left out",)
     if name not in ABSENT:
         raise ValueError(
             f"plan: {where} has the architecture {name}; known are {', '.join(ABSENT)}."
         )
     given = ABSENT[name] | fields
-    for key in fields.keys() - _READ - {*_FREE}:
+    for key in fields.keys() - _READ - {*_FREE, *_OTHERWISE}:
         if (value := fields[key]) and value != _ONLY.get(key):
             raise ValueError(
                 f"plan: {where} has {key}={value!r}, and it is not known here whether that changes "
@@ -135,11 +159,13 @@ def of(fields: dict[str, Any], where: str = FILE) -> Reading:
         head_dim=given.get("head_dim") or sizes["embed"] // sizes["heads"],
         tied=bool(given.get("tie_word_embeddings")),
         activation=_ACTIVATIONS[activation],
+        rope_theta=float((given.get("rope_parameters") or given).get("rope_theta") or 10_000.0),
+        norm_epsilon=given.get("rms_norm_eps") or 1e-6,
         dtype=jnp.bfloat16,
         param_dtype=jnp.float32,
         **_COMPUTED.get(name, {}),
     )
-    return Reading(config, more, (*told, *_notes(name, given, more)))
+    return Reading(config, more, (*left_out, *told, *_notes(name, given, more)))
 
 
 def _experts(name, given, where):
@@ -148,7 +174,7 @@ def _experts(name, given, where):
     if not count or ("Moe" not in name and name != "MixtralForCausalLM"):
         return {}, 0, ()
     found = dict(experts=count, experts_per_token=given["num_experts_per_tok"])
-    found |= dict(mlp=given.get("moe_intermediate_size", given["intermediate_size"]))
+    found |= dict(mlp=given.get("moe_intermediate_size") or given["intermediate_size"])
     told, lacking = ["experts have slots for 1.25 times an even share of the tokens"], 0
     if wide := given.get("shared_expert_intermediate_size"):
         if wide % found["mlp"]:
@@ -168,9 +194,9 @@ def _notes(name, given, more):
         window = None
     if window:
         every = "some layers" if name.startswith("Gemma") else "layers"
-        yield f"{every} see {window:,} tokens back; here all see the whole row, and compute more"
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        if given.get(key):
-            yield f"{key} is not computed"
+        yield f"{every} see {window:,} tokens back; of longer rows more is counted here"
+    otherwise = [k for k, x in _OTHERWISE.items() if given.get(k) and given[k] != x]
+    if otherwise:
+        yield f"not computed, and without part in sizes or products: {', '.join(otherwise)}"
     if more:
         yield f"{abs(more):,} parameters {'more' if more > 0 else 'fewer'} than the published model"

@@ -126,7 +126,7 @@ def memory(part: Part, gpu: bool = False) -> Memory:
     # Of tokens, targets, a mask, and on request places: as `data.batches` makes them.
     batch = 3 * 4 * part.tokens * part.roles.microbatches
     host = int(part.layers * part.tokens * _between(part)) if part.roles.offload else 0
-    terms = _terms_of_stages(part) if part.roles.stage > 1 else _terms(part, parameters, gpu)
+    terms = _terms_of_stages(part, gpu) if part.roles.stage > 1 else _terms(part, parameters, gpu)
     return Memory(parameters, state, batch, terms, OF_GPUS if gpu else COEFFICIENTS, host)
 
 
@@ -155,13 +155,13 @@ def _terms(part, parameters, gpu):
     )
 
 
-def _terms_of_stages(part):
+def _terms_of_stages(part, gpu):
     c, r, used = part.config, part.roles, part.itemsize
     weights, head = _weights(part)
     # Along tensor whole: so the compiler lays it out, to scatter its gradient over stages.
     ends = sum(a.size // (r.fsdp if cut else 1) for a, _, cut in part.used() if not a.stacked)
     entered = part.layers * part.tokens * _between(part)
-    kept = entered if r.remat else part.layers * layer(part) + weights
+    kept = entered if r.remat else part.layers * layer(part, gpu) + weights
     last = part.tokens * c.embed * (3 * _WIDE + used) / r.tensor + _of_vocabulary(part) * _WIDE
     live = min(r.microbatches, r.stage)  # but one of what the last stage leaves besides
     pending = part.layers * _pending(part) + part.tokens * c.embed * (_WIDE + used)

@@ -65,5 +65,6 @@ def flags(roles: Roles, config: Config, batch: int, sequence: int, kernel: str =
 
 def _flag(name, value):
     if isinstance(value, bool):
-        return f"--{name}"
+        group, _, last = name.rpartition(".")
+        return f"--{group}.{last}" if value else f"--{group}.no-{last}"
     return f"--{name} {jnp.dtype(value).name if name.endswith('dtype') else value}"

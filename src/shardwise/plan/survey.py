@@ -13,6 +13,7 @@ from shardwise.topology import CHIPS
 
 _DAY = 86_400
 _GB = 1e9, 2**30  # makers' GB are either
+_NEXT = "GiB are of a device. Name chips (--chips) for more of their plan."
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
@@ -28,10 +29,10 @@ class Found:
         return self.plan.best[0]
 
     def days(self, tokens: float) -> tuple[float, float]:
-        """(at least, by the lowest published MFU): the days that so many tokens take."""
+        """(by the plan, by the lowest published MFU): the days that so many tokens take."""
         c, steps = self.best, tokens / (self.plan.batch * self.plan.sequence)
-        slow = c.flops / c.peak / min(self.low, c.mfu_bound)
-        return c.step.bound * steps / _DAY, slow * steps / _DAY
+        slow = max(c.step.seconds, c.flops / c.peak / self.low)
+        return c.step.seconds * steps / _DAY, slow * steps / _DAY
 
 
 def survey(
@@ -46,8 +47,8 @@ def survey(
     """Of each kind of chips the fewest, in usual shapes, on which a step fits; the fewest first.
 
     `counts` are the fewest and the most to try, `memory` the GB that a chip is to have (16, 80,
-    95). With `tokens` and `days` they are to take no longer than that at
-    the lowest MFU of published runs on such chips, or at what the plan bounds it to.
+    95). `tokens` are to take no more than `days`, at the lowest MFU that published runs reached on
+    such chips, or at the plan's where that is lower.
     """
     flops = model_flops(config, batch, sequence) / (batch * sequence) * tokens
     found = []
@@ -77,18 +78,20 @@ def text(found: list[Found], tokens: float) -> str:
         row += ["{:.3g} to {:.3g}".format(*f.days(tokens))] if tokens else []
         rows.append(tuple(row))
     if not rows:
-        return "No chips of these do; give more of them (--count), or more days."
-    told = "The fewest of each kind that do, in usual shapes; seconds and MFU are bounds."
+        return "No chips do. Give more of them (--count), of any memory, or more days."
+    told = ["The fewest of each kind that do, in shapes that clouds offer (powers of two)."]
     if tokens:
-        told += " Days: at least, and by the lowest MFU of published runs on such chips."
-    return "\n".join([told, "", *tables.table(tuple(columns), rows)])
+        told += ["Days: by the plan's seconds, and by the lowest MFU of published runs on such."]
+    missing = ", ".join(kind for kind in CHIPS if kind not in {f.plan.chips.kind for f in found})
+    last = ["", f"None of {missing} do within these limits."] if missing else []
+    return "\n".join([*told, "", *tables.table(tuple(columns), rows), *last, _NEXT])
 
 
-def number(flag: str, written: str) -> float:
-    """A number with a unit of a thousand: 15T, 16GB, 2.5e9.
+def number(flag: str, written: str, such: str) -> float:
+    """A number with a unit of a thousand: 15T, 2.5e9.
 
     Raises:
-      ValueError: it is none, or not above 0; `flag` is named.
+      ValueError: it is none, or not above 0; `flag` is named, and what would do.
     """
     match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) ?([KMBGT]?)", written.upper().replace("E", "e"))
     try:
@@ -96,5 +99,5 @@ def number(flag: str, written: str) -> float:
     except ValueError:
         value = 0.0
     if not value > 0:
-        raise ValueError(f"plan: {flag} {written!r}; expected a number above 0, as in 15T or 2e12.")
+        raise ValueError(f"plan: {flag} {written!r}; expected a number above 0, as in {such}.")
     return value

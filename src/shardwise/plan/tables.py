@@ -43,8 +43,8 @@ _MEANT = Terms(
     ring="keys and values on their way round context",
     dispatch="rows on their way to experts and back",
     summed="gradients summed over microbatches",
-    pending="what the weights' half of a backward waits for",
-    task="what a task puts into its slot",
+    pending="of a pipeline: what the weights' gradients wait for",
+    task="of a pipeline: what a task has just computed",
 )
 
 
@@ -82,7 +82,7 @@ def _summary(plan, c: Candidate):
     told = [
         ("best", words(plan, c)),
         ("memory", f"{c.memory.total / _GIB:.1f} of {plan.usable / _GIB:.1f} GiB on a device"),
-        ("step", f"{_seconds(c.step.seconds)} or more; {first} takes longest"),
+        ("step", f"{_seconds(c.step.seconds)}{_least(c)}; {first} takes longest"),
         ("", "then " + " and ".join(terms[1:3])) if terms[1:] else None,
         ("MFU", f"at most {c.mfu_bound:.0%}{_reached(plan, c)}"),
     ]
@@ -128,6 +128,12 @@ def _where(way, chips):
     return f" ({sides} of the torus)" if sides else ""
 
 
+def _least(c: Candidate):
+    """The bound, where products wait for something."""
+    waits = c.step.seconds > 1.005 * c.step.bound
+    return f", or {_seconds(c.step.bound)} if nothing were waited for" if waits else ""
+
+
 def _longest(c: Candidate):
     """What a step takes, each with its seconds, the longest first."""
     s = c.step
@@ -155,14 +161,11 @@ def _reached(plan, c: Candidate):
     if not plan.config:
         return ""
     found = published.reached(plan.chips.chip, bool(plan.config.experts))
-    low, high = found.low, min(found.high, c.mfu_bound)
-    if low >= high:
-        return ""
-    told = [_seconds(c.flops / c.peak / share) for share in (high, low)]
-    return (
-        f"; published runs on {found.on} reached {found.low:.0%} to {found.high:.0%}, here "
-        f"{told[0]} to {told[1]} a step"
-    )
+    told = f"; published runs on {found.on} reached {found.low:.0%} to {found.high:.0%}"
+    if found.low >= c.mfu:
+        return told
+    low, high = (c.flops / c.peak / share for share in (found.low, min(found.high, c.mfu)))
+    return f"{told}, here {_seconds(high)} to {_seconds(low)} a step"
 
 
 def _row(i, c: Candidate):
@@ -223,9 +226,13 @@ def why(plan: Plan, asked: Mapping[str, int]) -> str:
         return f"Why not {told}? {_slower(plan.best[0], fitting[0])}"
     if large := those(plan.too_large):
         least = min(large, key=lambda c: c.memory.total)
-        return f"Why not {told}? It does not fit.\n\n{explained(plan, least)}"
+        of = "a device" if least.memory.total > plan.usable else "its host"
+        return f"Why not {told}? It does not fit: {of} has too little memory.\n\n" + explained(
+            plan, least
+        )
     if refused := those(plan.refused):
-        return f"Why not {told}? It cannot be: {refused[0].reason} ({refused[0].roles})."
+        first = min(refused, key=lambda x: len(x.roles.sizes.keys() - asked.keys()))
+        return f"Why not {told}? It cannot be: {first.kind} ({first.reason})."
     return f"Why not {told}? There is no such division of {plan.chips.devices} devices."
 
 
@@ -255,6 +262,7 @@ def _parts(c: Candidate):
     s = c.step
     found = {"products": s.arithmetic, "reading weights": s.weights, "update": s.update}
     found["idle, of the bubble"] = s.bubble * (s.seconds - s.update)
+    found["to the host and back"] = 2 * s.host
     for t in _large(c):
         how = "waited for" if t.sent.kind in WAITED else "beside products"
         found[f"{_transfer(t)}, {how}"] = t.seconds

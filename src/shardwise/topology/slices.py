@@ -173,8 +173,9 @@ def usual(kind: str, least: int, most: int) -> Iterator[Chips]:
     """
     chip = CHIPS[kind]
     if chip.node:
-        every = [Chips(kind, (2**i,)) for i in range(8) if 2**i < chip.node]
-        every += [Chips(kind, (chip.node,), 2**i) for i in range(16)]
+        node = 1 << (chip.node.bit_length() - 1)  # of 72, 64: what batches divide by
+        every = [Chips(kind, (2**i,)) for i in range(8) if 2**i < node]
+        every += [Chips(kind, (node,), 2**i) for i in range(16)]
     else:
         every, shape = [], [2, 2, 1][: chip.dimensions]
         while math.prod(shape) <= chip.largest:
@@ -187,9 +188,7 @@ def usual(kind: str, least: int, most: int) -> Iterator[Chips]:
 def _gpus(name, written, chip, slices):
     found = re.fullmatch(r"(?:(\d+)x)?(\d+)", written)
     nodes, each = (int(found[1] or 1), int(found[2])) if found else (0, 0)
-    # What collectives between nodes cost is known of whole ones.
-    alone = nodes == 1 and 0 < each < chip.node
-    if slices > 1 or nodes < 1 or not (each == chip.node or alone):
+    if slices > 1 or nodes < 1 or not 0 < each <= chip.node:
         raise ValueError(
             f"topology.chips({name!r}{f', slices={slices}' if slices > 1 else ''}): NVLink joins "
             f"the {chip.node} GPUs of a node of {chip.kind}; write nodes and GPUs of each, as in "
