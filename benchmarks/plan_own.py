@@ -56,7 +56,7 @@ def estimated(case: plan_cases.Case) -> float:
     program = compiling.program_of(case.roles, case.config, case.batch, case.sequence)
     told = program.create, program.loss, train.optimizer(), program.batch, program.has_aux
     again = jax.checkpoint_policies.nothing_saveable if case.roles.remat else None
-    settings = {"dtype": case.config.dtype, "kernel": context.tiles, "remat": again}
+    settings = {"dtype": case.config.dtype, "kernel": context.tiled, "remat": again}
     job = Own(*told, settings)
     return candidate(job, case.roles, topology.chips(case.chips)).memory.total
 

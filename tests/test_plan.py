@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import random
 
@@ -116,6 +117,20 @@ def test_bytes_are_those_of_the_layout(seed):
     program = compiling.program_of(each, config, rows, LENGTH)
     (part,) = arrays.parts(each, config, arrays.of_decoder(config), rows, LENGTH)
     compare(part, layout, program, jax.eval_shape(program.create, KEY))
+
+
+def test_scales_of_all_norms_are_summed_along_tensor():
+    """By the planner and by `layouts.predict`: those of heads, and those after sublayers, too."""
+    each, sent_along = roles.Roles(data=4, tensor=2), []
+    for changes in ({}, dict(norms="both"), dict(norms="both", qk_norm="head")):
+        config = dataclasses.replace(SMALL, **changes)
+        layout = compiling.layout_of(each, config, mesh.make(**each.sizes))
+        program = compiling.program_of(each, config, 32, LENGTH)
+        (part,) = arrays.parts(each, config, arrays.of_decoder(config), 32, LENGTH)
+        compare(part, layout, program, jax.eval_shape(program.create, KEY))
+        sent_along.append(sent.by_role(sent.sent(part))["tensor",])
+    scales = 2 * config.layers * config.embed, 2 * config.layers * config.head_dim
+    assert [b - a for a, b in itertools.pairwise(sent_along)] == [4 * n for n in scales]
 
 
 @pytest.mark.parametrize("seed", marked(range(12), [1, 2, 10]))
@@ -398,7 +413,7 @@ def test_the_compiler_is_given_the_kernel_where_devices_see_whole_sequences():
     assert realised.kernel(256, CHIPS) == "splash" and realised.kernel(96, CHIPS) == "tiles"
     assert realised.kernel(256, topology.chips("h100:8")) == "tiles"
     each = roles.Roles(data=8)
-    assert compiling.layout_of(each, SMALL, devices).kernel is context.tiles
+    assert compiling.layout_of(each, SMALL, devices).kernel is context.tiled
     made = compiling.layout_of(each, SMALL, devices, kernel="splash")
     assert isinstance(made.kernel, context.splash)
     cut = roles.Roles(fsdp=4, context=2), SMALL, mesh.make(fsdp=4, context=2), "splash"

@@ -96,7 +96,7 @@ def test_of_the_books_decoder_it_is_the_planners(remat):
     known = plan.plan(config, "v5e:2x4", 16, 64)
     program = compiling.program_of(plan.Roles(remat=remat), config, 16, 64)
     job = program.create, program.loss, train.optimizer()
-    given = dict(kernel=context.tiles, remat=AGAIN if remat else None)
+    given = dict(kernel=context.tiled, remat=AGAIN if remat else None)
     found = {c.roles: c for c in plan.own(*job, "v5e:2x4", program.batch, **given).fitting}
     seen = 0
     assert len(found) == 8  # four divisions, in one microbatch or two
@@ -126,7 +126,7 @@ def test_what_a_setting_does_again_is_counted():
     tx, seconds = train.optimizer(), []
     for program, remat in ((plain, None), (of_loss, None), (plain, AGAIN)):
         job = program.create, program.loss, tx, "v5e:2x4", program.batch
-        seconds.append(plan.own(*job, kernel=context.tiles, remat=remat).fitting[0].step.arithmetic)
+        seconds.append(plan.own(*job, kernel=context.tiled, remat=remat).fitting[0].step.arithmetic)
     assert seconds[0] < seconds[1] == pytest.approx(seconds[2], rel=1e-3)
 
 

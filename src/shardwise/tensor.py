@@ -95,20 +95,21 @@ def bytes_sent(
     itemsize: int = 4,
     sequence: bool = False,
     gathers_again: bool = False,
-    norm_itemsize: int = 4,
+    scales: int | None = None,
 ) -> Sent:
     """The bytes sent by tensor parallelism over `n` devices for `rows`×`length` tokens of a group.
 
     An activation is rows × length × embed × itemsize bytes. A layer takes four all-reduces of one,
     two each way; the embedding one forward, the head one backward; the loss three float32 numbers
     for each token. With `sequence` an all-reduce becomes a gather and a scatter, each of half the
-    bytes, and the norms' scales are summed; with `gathers_again` what entered a product is not
-    kept, and gathered a second time.
+    bytes, and the gradients of the norms' scales are summed, `scales` bytes, by default two in each
+    layer and one last; with `gathers_again` what entered a product is not kept, and gathered a
+    second time.
     """
     share = (n - 1) / n
     activation = rows * length * embed * itemsize * share  # of one gather, or one scatter
     again = activation if sequence and gathers_again else 0
-    scales = (2 * layers + 1) * embed * norm_itemsize
+    scales = (2 * layers + 1) * embed * 4 if scales is None else scales
     return Sent(
         embedding=2 * activation,
         layers=layers * (8 * activation + 2 * again),

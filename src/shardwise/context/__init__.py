@@ -12,7 +12,7 @@ device, and differ in what they send, keep and allow:
     ulysses(axis)     tokens are exchanged for heads, and back
 
 Where a device sees whole sequences, as without a context axis or by ulysses, a kernel may compute
-what it does with them: `layouts.Layout(kernel=...)`. `tiles` keeps no scores on any device, and
+what it does with them: `layouts.Layout(kernel=...)`. `tiled` keeps no scores on any device, and
 `splash()`, for TPUs, never has them in memory. `jax.nn.dot_product_attention` (cuDNN's on GPUs) has
 to be wrapped in as few lines.
 
@@ -23,7 +23,7 @@ from shardwise.context.forms import Sent, bytes_sent
 from shardwise.context.forms import Within as within
 from shardwise.context.gathering import AllGather as all_gather
 from shardwise.context.gathering import Ulysses as ulysses
-from shardwise.context.gathering import tiles
+from shardwise.context.gathering import tiled
 from shardwise.context.kernels import Splash as splash
 from shardwise.context.orders import contiguous, inverse, striped, work, zigzag
 from shardwise.context.rotating import Ring as ring
@@ -47,7 +47,7 @@ __all__ = [
     "ring",
     "splash",
     "striped",
-    "tiles",
+    "tiled",
     "ulysses",
     "within",
     "work",

@@ -25,7 +25,7 @@ def in_tiles(
     return attention(Hops(), mask, 128, q, k, v, jnp.stack(query), jnp.stack(key))
 
 
-def tiles(
+def tiled(
     q: jax.Array, k: jax.Array, v: jax.Array, places: marks.Places, mask: Callable = marks.causal
 ) -> jax.Array:
     """Attention in tiles, on any device: a meaning of `marks.attend` that never keeps the scores.

@@ -78,9 +78,19 @@ def _tensor(layout, shapes, batch, sent, first, last):
     length //= layout.size("context")
     n, itemsize = layout.size("tensor"), jnp.dtype(layout.dtype or found[-1]).itemsize
     given = n, rows // parts, length, embed[0], found[0], itemsize, layout.sequence
-    told = tensor.bytes_sent(*given)
+    told = tensor.bytes_sent(*given, scales=_scales(layout, shapes))
     of_ends = first * told.embedding + last * (told.head + told.loss)
     _add(sent, layout.tensor, told.layers + told.norms + of_ends)
+
+
+def _scales(layout, shapes):
+    """The bytes of norms' scales that the tensor axis leaves whole; None where none is named so."""
+    found = [
+        x.size * x.dtype.itemsize
+        for keys, x, box in trees.walk(shapes)
+        if str(keys[-1]) == "scale" and not {*layout.cut} & {*(trees.axis_names(box) or ())}
+    ]
+    return sum(found) or None
 
 
 def _tokens(batch):

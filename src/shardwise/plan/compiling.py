@@ -27,7 +27,7 @@ def layout_of(roles: Roles, config: Config, mesh: Mesh, kernel: str = "tiles") -
 
     Attention to whole sequences is in "tiles", or for TPUs by Pallas' "splash".
     """
-    attend = context.splash() if kernel == "splash" else context.tiles
+    attend = context.splash() if kernel == "splash" else context.tiled
     again = layouts.offload if roles.offload else jax.checkpoint_policies.nothing_saveable
     meant = {"kernel": attend, "remat": again, "dtype": config.dtype}
     given = realised.settings(roles, config, kernel)

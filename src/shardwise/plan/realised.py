@@ -11,7 +11,7 @@ from shardwise.plan.roles import Roles
 from shardwise.topology import Chips
 
 _CODE = {
-    "tiles": "context.tiles",
+    "tiles": "context.tiled",
     "splash": "context.splash()",
     "offload": "layouts.offload",
     "nothing_saveable": "jax.checkpoint_policies.nothing_saveable",

@@ -118,8 +118,8 @@ def _tensor(part):
     c, n, m = part.config, part.roles.tensor, part.roles.microbatches
     given = part.rows, part.sequence // part.roles.context, c.embed, part.layers
     norms = part.arrays.parameters[0].itemsize
-    told = tensor.bytes_sent(n, *given, part.itemsize, sequence=True)
-    scales = sum(math.prod(shape) * times for shape, times in part.scales)
+    scales = norms * sum(math.prod(shape) * times for shape, times in part.scales)
+    told = tensor.bytes_sent(n, *given, part.itemsize, sequence=True, scales=scales)
     whole = tensor_passes(part)
     once = (whole.gathers + whole.scatters) * _activation(part) * (n - 1)
     once += 2 * whole.sums * slots(part) * part.tokens * c.embed * part.itemsize * (n - 1) / n
@@ -127,7 +127,7 @@ def _tensor(part):
     once = part.layers * (once + chosen * c.experts_per_token * part.tokens * c.embed * (n - 1) / n)
     once += told.embedding if part.is_first else 0
     once += told.head + told.loss if part.is_last else 0
-    return m * once + 2 * scales * norms * (n - 1) / n
+    return m * once + told.norms
 
 
 class Passes(NamedTuple):

@@ -89,7 +89,7 @@ class Roles:
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         options = {name: x for name, x in options.items() if name not in ORDER}
         options["remat"] = POLICIES.get(self.remat)
-        options["kernel"] = {"tiles": context.tiles, "splash": context.splash()}.get(self.kernel)
+        options["kernel"] = {"tiles": context.tiled, "splash": context.splash()}.get(self.kernel)
         for name in ("dtype", "reduce_dtype"):
             options[name] = options[name] and jnp.dtype(options[name])
         return layouts.Layout(mesh.make(**taken), **{role: role for role in taken}, **options)

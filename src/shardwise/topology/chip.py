@@ -144,6 +144,8 @@ _HOSTS = GOOGLE + "tpu7x: RAM of a machine with 4 chips"
 _MACHINES = "https://cloud.google.com/kubernetes-engine/docs/concepts/tpus: 384 GB for 8 chips"
 _HDR = "https://alpha-one-index.github.io/ai-infra-index/specs/networking-interconnects.html"
 _HALF_OF_BOTH_WAYS = GOOGLE + "tpu7x: 1,200 GB/s over 6 links both ways"
+_NVIDIA = dict(fpus_per_core=128, shared_memory_per_core=233_472)
+_HOPPER = _NVIDIA | dict(core_count=132, major=9, clock_rate_ghz=1.98, l2_cache_size=52_428_800)
 _TABLE = (
     _tpu(
         "v4", "v4", {"bfloat16": 275, "int8": 275}, 32, 1200, (45, _LINKS),
@@ -175,28 +177,22 @@ _TABLE = (
         name="NVIDIA A100-SXM4-80GB",
     ),
     _gpu(
-        "h100", 990, 3.4, 450, (50,), core_count=132, major=9, clock_rate_ghz=1.98,
-        fpus_per_core=128, l2_cache_size=52_428_800, memory_bandwidth=3_352_320_000_000,
-        shared_memory_per_core=233_472, device_memory_size=84_942_979_072,
-        name="NVIDIA H100 80GB HBM3",
+        "h100", 990, 3.4, 450, (50,), memory_bandwidth=3_352_320_000_000,
+        device_memory_size=84_942_979_072, name="NVIDIA H100 80GB HBM3", **_HOPPER,
     ),
     _gpu(
-        "h200", 990, 4.8, 450, (50,), core_count=132, major=9, clock_rate_ghz=1.98,
-        fpus_per_core=128, l2_cache_size=52_428_800, memory_bandwidth=4_800_000_000_000,
-        shared_memory_per_core=233_472, device_memory_size=151_397_597_184,
-        name="NVIDIA H200",
+        "h200", 990, 4.8, 450, (50,), memory_bandwidth=4_800_000_000_000,
+        device_memory_size=151_397_597_184, name="NVIDIA H200", **_HOPPER,
     ),
     _gpu(
         "b200", 2300, 8.0, 900, (50,), core_count=148, major=10, clock_rate_ghz=1.965,
-        fpus_per_core=128, l2_cache_size=132_644_864, memory_bandwidth=7_672_320_000_000,
-        shared_memory_per_core=233_472, device_memory_size=191_514_411_008,
-        name="NVIDIA B200",
+        l2_cache_size=132_644_864, memory_bandwidth=7_672_320_000_000,
+        device_memory_size=191_514_411_008, name="NVIDIA B200", **_NVIDIA,
     ),
     _gpu(
         "gb200", 2300, 8.0, 900, (50,), node=72, core_count=152, major=10, clock_rate_ghz=2.062,
-        fpus_per_core=128, l2_cache_size=135_528_448, memory_bandwidth=7_928_064_000_000,
-        shared_memory_per_core=233_472, device_memory_size=197_897_748_480,
-        name="NVIDIA GB200",
+        l2_cache_size=135_528_448, memory_bandwidth=7_928_064_000_000,
+        device_memory_size=197_897_748_480, name="NVIDIA GB200", **_NVIDIA,
     ),
 )  # fmt: skip
 CHIPS = {chip.kind: chip for chip in _TABLE}
