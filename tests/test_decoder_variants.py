@@ -140,7 +140,7 @@ def _flat(state):
 @pytest.mark.parametrize(
     "sizes, told",
     [
-        (dict(norms="none"), "norms='none'; expected one of"),
+        (dict(norms="none"), "norms='none'; expected 'before' or 'after' or 'both'"),
         (dict(qk_norm="all"), "qk_norm='all'"),
         (dict(activation="relu"), "activation='relu'"),
         (dict(experts=4, activation="gelu"), "experts have 'silu'"),

@@ -67,7 +67,8 @@ class Config:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise ValueError(
-                    f"Config: {name}={getattr(self, name)!r}; expected one of {known}."
+                    f"Config: {name}={getattr(self, name)!r}; expected "
+                    f"{' or '.join(map(repr, known))}."
                 )
         for name in ("rope_theta", "norm_epsilon"):
             if not 0 < getattr(self, name) < float("inf"):
