@@ -50,7 +50,7 @@ def test_every_architecture_is_among_them():
     assert {x["config"]["architectures"][0] for x in KNOWN.values()} == configs.ABSENT.keys()
 
 
-@pytest.mark.parametrize("name", DECODERS.keys() - KNOWN.keys())
+@pytest.mark.parametrize("name", [name for name in DECODERS if name not in KNOWN])
 def test_an_architecture_that_is_not_known_is_an_error(name):
     with pytest.raises(ValueError, match=r"Deepseek.*; known are LlamaForCausalLM"):
         configs.of(fields(name))

@@ -137,7 +137,7 @@ def of(fields: dict[str, Any], where: str = FILE) -> Reading:
             f"plan: {where} has the architecture {name}; known are {', '.join(ABSENT)}."
         )
     given = ABSENT[name] | fields
-    for key in fields.keys() - _READ - {*_FREE, *_OTHERWISE}:
+    for key in sorted(fields.keys() - _READ - {*_FREE, *_OTHERWISE}):
         if (value := fields[key]) and value != _ONLY.get(key):
             raise ValueError(
                 f"plan: {where} has {key}={value!r}, and it is not known here whether that changes "
