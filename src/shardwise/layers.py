@@ -44,7 +44,7 @@ class Config:
     tied: bool = False  # the embedding is the head too
     qkv_bias: bool = False  # added to queries, keys and values
     qk_norm: str = ""  # of queries and keys before they turn: of each "head", or of all "heads"
-    norms: str = "before"  # each sublayer; or "after" it, or "both"
+    norms: str = "before"  # each sublayer; or "after" it and before it is added; or "both"
     activation: str = "silu"  # of the MLP's gate, or "gelu", by tanh
     rope_theta: float = 10_000.0  # base of the wavelengths of rotary positions
     norm_epsilon: float = 1e-6  # added to the mean square in RMSNorm

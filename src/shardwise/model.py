@@ -55,9 +55,9 @@ class Block(nnx.Module):
         key_value = ("embed", "kv_heads", "head_dim")
         self.k = Linear(c, (c.embed, c.kv_heads, c.head_dim), key_value, c.embed, rngs, bias)
         self.v = Linear(c, (c.embed, c.kv_heads, c.head_dim), key_value, c.embed, rngs, bias)
-        over = {"head": 1, "heads": 0}.get(c.qk_norm, 2)  # of heads and head_dim, the axes left out
-        self.q_norm = RMSNorm(c, query[1 + over :]) if c.qk_norm else None
-        self.k_norm = RMSNorm(c, key_value[1 + over :]) if c.qk_norm else None
+        first = 1 if c.qk_norm == "heads" else 2  # of the axes that a norm goes over
+        self.q_norm = RMSNorm(c, query[first:]) if c.qk_norm else None
+        self.k_norm = RMSNorm(c, key_value[first:]) if c.qk_norm else None
         out = ("heads", "head_dim", "embed")
         self.o = Linear(c, (c.heads, c.head_dim, c.embed), out, c.heads * c.head_dim, rngs)
         self.attention_end = RMSNorm(c) if c.norms != "before" else None
