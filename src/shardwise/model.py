@@ -7,11 +7,11 @@ it knows nothing. Letters in einsums: b batch, s sequence, e embed, h heads, k k
 m mlp, v vocab.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from shardwise import experts, marks, objective
@@ -24,6 +24,7 @@ __all__ = [
     "Decoder",
     "Linear",
     "RMSNorm",
+    "cross_entropy",
     "drop",
     "loss",
     "rotary",
@@ -198,6 +199,26 @@ def _run(body, x, stack, size, scan):
     return x, jax.tree.map(lambda *layers: jnp.stack(layers), *found)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """-log p of each target, float32 [...], of logits [..., vocab] and integer targets [...].
+
+    It is computed in float32, and again in the backward pass, for which the logits alone are kept.
+    A target's logit is found by comparing places: where one is indexed, the TPUs' compiler writes
+    all logits to memory once or twice more. Of a target that is no place it is NaN.
+    """
+    wide, vocab = logits.astype(jnp.float32), logits.shape[-1]
+    places = jax.lax.broadcasted_iota(targets.dtype, wide.shape, wide.ndim - 1)
+    chosen = jnp.sum(jnp.where(places == targets[..., None], wide, 0), axis=-1)
+    known = (targets >= 0) & (targets < vocab)
+    return jax.nn.logsumexp(wide, axis=-1) - jnp.where(known, chosen, jnp.nan)
+
+
+def _nats(logits, batch):
+    mask = batch["mask"]
+    return jnp.sum(jnp.where(mask == 0, 0, cross_entropy(logits, batch["targets"]) * mask))
+
+
 def loss(
     params: Any, batch: dict[str, Any], key: jax.Array | None = None, graphdef: Any = None
 ) -> objective.Mean:
@@ -212,8 +233,7 @@ def loss(
     decoder = params if graphdef is None else nnx.merge(graphdef, params)
     tokens = batch["tokens"]
     logits = decoder(tokens, key, marks.places(batch, *tokens.shape))
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    return objective.Mean(jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"]))
+    return objective.Mean(_nats(logits, batch), jnp.sum(batch["mask"]))
 
 
 def routed_loss(
@@ -234,8 +254,7 @@ def routed_loss(
     tokens = batch["tokens"]
     logits, routing = decoder.route(tokens, key, marks.places(batch, *tokens.shape))
     mask, count = batch["mask"], decoder.config.experts
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
-    nats = jnp.sum(each * mask)
+    nats = _nats(logits, batch)
     total = nats
     if balance:
         total += balance * experts.penalty(routing.chosen, routing.probabilities, mask, over)
