@@ -17,23 +17,16 @@ import pathlib
 import sys
 
 import plan_table
-from plan_cases import FITTED, JUDGED, Case
+from plan_cases import FITTED, JUDGED, Case, candidate
 
 from shardwise import mesh, plan, topology
-from shardwise.plan import arrays, compiling, memory, planning, sent
+from shardwise.plan import arrays, compiling, memory, sent
 from shardwise.topology import child
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECORD = ROOT / "src" / "shardwise" / "plan" / "judged.json"  # chapters read it, too
 PAGE = ROOT / "book" / "judged.md"
 CASES = {f"fitted: {n}": c for n, c in FITTED.items()} | JUDGED
-
-
-def candidate(case: Case) -> plan.Candidate:
-    """The layout by formula."""
-    chips = topology.chips(case.chips)
-    given = case.config, arrays.of_decoder(case.config), chips, case.batch, case.sequence
-    return planning.candidate(case.roles, *given)
 
 
 def compiled(case: Case) -> dict:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from shardwise import model, plan
-from shardwise.plan import roles
+from shardwise import model, plan, topology
+from shardwise.plan import arrays, planning, roles
 
 
 class Case(NamedTuple):
@@ -24,6 +24,12 @@ class Case(NamedTuple):
     batch: int
     sequence: int
     roles: roles.Roles
+
+
+def candidate(case: Case) -> plan.Candidate:
+    """The layout by formula."""
+    given = case.config, arrays.of_decoder(case.config), topology.chips(case.chips)
+    return planning.candidate(case.roles, *given, case.batch, case.sequence)
 
 
 def _case(config, chips, batch, sequence, **sizes):

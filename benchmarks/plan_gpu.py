@@ -28,25 +28,6 @@ ROOT = pathlib.Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "plan_gpu.json"
 PAGE = ROOT / "book" / "judged_gpus.md"
 DECODERS = ROOT / "tests" / "decoders.json"
-SEEDS = {"fitted": 26, "judged": 20261125, "held": 27_112_026}
-NUMBER = {"fitted": 60, "judged": 40, "held": 24}
-# (vocab, embed, heads, kv_heads, head_dim, mlp) as config.json has them; no biases, nothing tied.
-PUBLISHED = {
-    "Llama 3 8B": (128_256, 4096, 32, 8, 128, 14_336),
-    "Llama 3 70B": (128_256, 8192, 64, 8, 128, 28_672),
-    "Llama 3.2 3B": (128_256, 3072, 24, 8, 128, 8192),
-    "Qwen 2.5 0.5B": (151_936, 896, 14, 2, 64, 4864),
-    "Qwen 2.5 7B": (152_064, 3584, 28, 4, 128, 18_944),
-    "Gemma 2 2B": (256_000, 2304, 8, 4, 256, 9216),
-    "Phi 3 mini": (32_064, 3072, 32, 32, 96, 8192),
-    "Mistral 7B": (32_000, 4096, 32, 8, 128, 14_336),
-    "SmolLM 2 1.7B": (49_152, 2048, 32, 32, 64, 8192),
-    "Mixtral 8x7B": (32_000, 4096, 32, 8, 128, 14_336),
-}
-NODES = {"fitted": (1, 1, 1, 2, 4, 8, 32), "judged": (1, 1, 2, 3, 4, 6, 16)}
-NODES["held"] = NODES["judged"]
-_DRAW = {"fitted": lambda rng: _made_up(rng), "judged": lambda rng: _published(rng)}
-_DRAW["held"] = lambda rng: _by_config(rng)
 PAGE_TEXT = """# The planner on GPUs, judged
 
 <!-- Written by `python benchmarks/plan_gpu.py`; edits are lost. -->
@@ -92,73 +73,6 @@ leaves out hops whose values it has, and narrows the last one of the gradients. 
 the formula is Megatron's, and of experts what the TPUs' compiler inserts; this one inserts more of
 some, most of all beside experts.
 """
-
-
-def drawn(which: str) -> dict[str, Case]:
-    """The cases of one seed, by name; they depend on no estimate, but on what a device holds."""
-    rng, found = random.Random(SEEDS[which]), {}
-    while len(found) < NUMBER[which]:
-        name, config = _DRAW[which](rng)
-        chips = topology.chips(
-            f"{rng.choice(['h100', 'h100', 'a100', 'h200', 'b200'])}:{rng.choice(NODES[which])}x8"
-        )
-        division = rng.choice([r for r in roles.every(chips.devices) if r.stage == 1])
-        sequence, rows = rng.choice([1024, 2048, 4096, 8192, 32_768]), rng.choice([1, 2, 4, 8])
-        many = {"microbatches": rng.choice([1, 1, 1, 2, 4]), "remat": rng.random() < 0.6}
-        each = roles.Roles(**division.sizes, **many)
-        case = Case(config, str(chips), each.rows * rows * each.microbatches, sequence, each)
-        if _can_be(case, chips):
-            found[f"{which} {len(found) + 1}{', ' * bool(name)}{name}"] = case
-    return found
-
-
-def _can_be(case, chips):
-    """Whether a layout can be, lies as people lay it, and leaves half of a device for the step."""
-    r, tokens = case.roles, case.batch // case.roles.rows // case.roles.microbatches
-    if max(r.tensor, r.context) > 8 or not 2048 <= tokens * case.sequence // r.context <= 32_768:
-        return False
-    if roles.refusal(r, case.config, chips, case.batch, case.sequence):
-        return False
-    held = plan.candidate(case).memory
-    return held.parameters + held.state < chips.chip.hbm_bytes / 3
-
-
-_TYPES = dict(dtype=jnp.bfloat16, param_dtype=jnp.float32)
-_MIXED = dict(experts=8, experts_per_token=2, capacity_factor=1.25)
-
-
-def _made_up(rng):
-    embed, width = rng.choice([1024, 1536, 2048, 3072, 4096, 5120, 8192]), rng.choice([64, 128])
-    heads = embed // width
-    sizes = dict(
-        vocab=rng.choice([1024, 8192, 32_000, 50_304, 128_256, 151_936, 256_000]),
-        embed=embed,
-        layers=rng.choice([2, 4, 6, 32]),
-        heads=heads,
-        kv_heads=rng.choice([k for k in (heads, 8, 4) if heads % k == 0]),
-        head_dim=width,
-        mlp=int(rng.choice([2, 3, 3.5, 4]) * embed),
-    )
-    if rng.random() < 0.2:
-        sizes |= _MIXED | {"mlp": sizes["mlp"] // 2}
-    return "", model.Config(**sizes, **_TYPES)
-
-
-def _by_config(rng):
-    """As a config.json has it: with its ties, biases and norms."""
-    every = json.loads(DECODERS.read_text())
-    known = [n for n, x in every.items() if x["config"]["architectures"][0] in configs.ABSENT]
-    name = rng.choice(known)
-    config = configs.of(every[name]["config"]).config
-    return name, dataclasses.replace(config, layers=rng.choice([2, 4, 8, 24]))
-
-
-def _published(rng):
-    name = rng.choice(list(PUBLISHED))
-    vocab, embed, heads, kv_heads, width, mlp = PUBLISHED[name]
-    mixed = _MIXED if "Mixtral" in name else {}
-    sizes = dict(vocab=vocab, embed=embed, heads=heads, kv_heads=kv_heads, head_dim=width, mlp=mlp)
-    return name, model.Config(layers=rng.choice([2, 4, 8, 24]), **sizes, **mixed, **_TYPES)
 
 
 CASES = {name: case for which in SEEDS for name, case in drawn(which).items()}

@@ -1,0 +1,131 @@
+"""Programs drawn by a seed: on which the planner's memory is fitted on GPUs, and judged on all.
+
+A seed is committed before the first of its programs is compiled. `fitted` are made-up models and
+`judged` published sizes, without biases, nothing tied, on GPUs; `held`, `again` and `tpu` published
+decoders as their config.json has them. `again` and `tpu` were drawn after the last fit.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from plan_cases import Case, candidate
+
+from shardwise import model, topology
+from shardwise.plan import configs, roles
+
+DECODERS = pathlib.Path(__file__).parents[1] / "tests" / "decoders.json"
+# (vocab, embed, heads, kv_heads, head_dim, mlp) as config.json has them; no biases, nothing tied.
+PUBLISHED = {
+    "Llama 3 8B": (128_256, 4096, 32, 8, 128, 14_336),
+    "Llama 3 70B": (128_256, 8192, 64, 8, 128, 28_672),
+    "Llama 3.2 3B": (128_256, 3072, 24, 8, 128, 8192),
+    "Qwen 2.5 0.5B": (151_936, 896, 14, 2, 64, 4864),
+    "Qwen 2.5 7B": (152_064, 3584, 28, 4, 128, 18_944),
+    "Gemma 2 2B": (256_000, 2304, 8, 4, 256, 9216),
+    "Phi 3 mini": (32_064, 3072, 32, 32, 96, 8192),
+    "Mistral 7B": (32_000, 4096, 32, 8, 128, 14_336),
+    "SmolLM 2 1.7B": (49_152, 2048, 32, 32, 64, 8192),
+    "Mixtral 8x7B": (32_000, 4096, 32, 8, 128, 14_336),
+}
+_TYPES = dict(dtype=jnp.bfloat16, param_dtype=jnp.float32)
+_MIXED = dict(experts=8, experts_per_token=2, capacity_factor=1.25)
+
+
+def _made_up(rng):
+    embed, width = rng.choice([1024, 1536, 2048, 3072, 4096, 5120, 8192]), rng.choice([64, 128])
+    heads = embed // width
+    sizes = dict(
+        vocab=rng.choice([1024, 8192, 32_000, 50_304, 128_256, 151_936, 256_000]),
+        embed=embed,
+        layers=rng.choice([2, 4, 6, 32]),
+        heads=heads,
+        kv_heads=rng.choice([k for k in (heads, 8, 4) if heads % k == 0]),
+        head_dim=width,
+        mlp=int(rng.choice([2, 3, 3.5, 4]) * embed),
+    )
+    if rng.random() < 0.2:
+        sizes |= _MIXED | {"mlp": sizes["mlp"] // 2}
+    return "", model.Config(**sizes, **_TYPES)
+
+
+def _published(rng):
+    name = rng.choice(list(PUBLISHED))
+    vocab, embed, heads, kv_heads, width, mlp = PUBLISHED[name]
+    mixed = _MIXED if "Mixtral" in name else {}
+    sizes = dict(vocab=vocab, embed=embed, heads=heads, kv_heads=kv_heads, head_dim=width, mlp=mlp)
+    return name, model.Config(layers=rng.choice([2, 4, 8, 24]), **sizes, **mixed, **_TYPES)
+
+
+def _by_config(rng):
+    every = json.loads(DECODERS.read_text())
+    known = [n for n, x in every.items() if x["config"]["architectures"][0] in configs.ABSENT]
+    name = rng.choice(known)
+    config = configs.of(every[name]["config"]).config
+    return name, dataclasses.replace(config, layers=rng.choice([2, 4, 8, 24]))
+
+
+def _nodes(numbers, rng):
+    return f"{rng.choice(['h100', 'h100', 'a100', 'h200', 'b200'])}:{rng.choice(numbers)}x8"
+
+
+def _torus(rng):
+    shapes = {
+        "v5e": ("2x4", "4x4", "8x8", "16x16"),
+        "v5p": ("2x2x2", "4x4x4", "4x4x12"),
+        "v6e": ("2x4", "4x4", "8x8"),
+    }
+    kind = rng.choice(list(shapes))
+    return f"{kind}:{rng.choice(shapes[kind])}"
+
+
+class Draw(NamedTuple):
+    """A seed, how many programs, and what draws each one's model (named, or "") and its chips."""
+
+    seed: int
+    number: int
+    model: Callable[[random.Random], tuple[str, model.Config]]
+    chips: Callable[[random.Random], str]
+
+
+_few = functools.partial(_nodes, (1, 1, 2, 3, 4, 6, 16))
+DRAWS = {
+    "fitted": Draw(26, 60, _made_up, functools.partial(_nodes, (1, 1, 1, 2, 4, 8, 32))),
+    "judged": Draw(20261125, 40, _published, _few),
+    "held": Draw(27_112_026, 24, _by_config, _few),
+    "again": Draw(28_112_026, 24, _by_config, _few),
+    "tpu": Draw(29_112_026, 24, _by_config, _torus),
+}
+
+
+def drawn(which: str) -> dict[str, Case]:
+    """The cases of one draw, by name; they depend on no estimate, but on what a device holds."""
+    draw, found = DRAWS[which], {}
+    rng = random.Random(draw.seed)
+    while len(found) < draw.number:
+        name, config = draw.model(rng)
+        chips = topology.chips(draw.chips(rng))
+        division = rng.choice([r for r in roles.every(chips.devices) if r.stage == 1])
+        sequence, rows = rng.choice([1024, 2048, 4096, 8192, 32_768]), rng.choice([1, 2, 4, 8])
+        many = {"microbatches": rng.choice([1, 1, 1, 2, 4]), "remat": rng.random() < 0.6}
+        each = roles.Roles(**division.sizes, **many)
+        case = Case(config, str(chips), each.rows * rows * each.microbatches, sequence, each)
+        if _can_be(case, chips):
+            found[f"{which} {len(found) + 1}{', ' * bool(name)}{name}"] = case
+    return found
+
+
+def _can_be(case, chips):
+    """Whether a layout can be, lies as people lay it, and leaves half of a device for the step."""
+    r, tokens = case.roles, case.batch // case.roles.rows // case.roles.microbatches
+    if max(r.tensor, r.context) > 8 or not 2048 <= tokens * case.sequence // r.context <= 32_768:
+        return False
+    if roles.refusal(r, case.config, chips, case.batch, case.sequence):
+        return False
+    held = candidate(case).memory
+    return held.parameters + held.state < chips.chip.hbm_bytes / 3
