@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardwise import __main__ as command
 from shardwise import doctor, mesh, processes
-from shardwise.run import command
 
 SMALL = {"1 KiB": 2**10, "3 KiB": 3 * 2**10}
 DTYPES = ("float32", "bfloat16", "int32")

@@ -25,10 +25,10 @@ def in_fresh_python(code):
 
 ROOT = Path(__file__).parent.parent
 SIMULATE = "from shardwise import mesh; mesh.simulate(8); assert len(mesh.devices()) == 8"
-TRAIN = "import sys; from shardwise.run import command; sys.exit(command.main(['train', '--help']))"
+TRAIN = "import sys; from shardwise.__main__ import main; sys.exit(main(['train', '--help']))"
 MISTAKE = """
 import contextlib, io
-from shardwise.run import command
+from shardwise import __main__ as command
 with contextlib.redirect_stderr(io.StringIO()):  # what the command itself says
     assert command.main(['train', '--processes.count', '2']) == 1
 """

@@ -195,3 +195,45 @@ def test_marks_stand_where_the_layers_and_stages_meet(scan):
 def test_a_config_that_cannot_be_built_says_why(wrong, message):
     with pytest.raises(ValueError, match=message):
         model.Config(**wrong)
+
+
+@given(st.data())
+@settings(max_examples=20)
+def test_cross_entropy_is_that_of_the_definition(draw):
+    """In float64 by NumPy, the loss and its gradient, by which each logit is weighed."""
+    shape = draw.draw(st.tuples(*[st.integers(1, 4)] * 2, st.integers(1, 40)), "shape")
+    dtype = draw.draw(st.sampled_from([jnp.float32, jnp.bfloat16]), "dtype")
+    rng = np.random.default_rng(draw.draw(st.integers(0, 2**32), "seed"))
+    size = draw.draw(st.sampled_from([0.1, 5.0, 300.0]), "size")
+    logits = jnp.asarray(rng.normal(size=shape) * size, dtype)
+    targets = rng.integers(0, shape[2], shape[:2])
+    each, back = jax.vjp(lambda x: model.cross_entropy(x, jnp.asarray(targets)), logits)
+    slope = rng.normal(size=shape[:2]).astype(np.float32)
+    given_logits = np.asarray(logits, np.float64)
+    wide = np.exp(given_logits - given_logits.max(-1, keepdims=True))
+    p = wide / wide.sum(-1, keepdims=True)
+    hot = np.eye(shape[2])[targets]
+    top = given_logits.max(-1) + np.log(wide.sum(-1))
+    expected = top - (given_logits * hot).sum(-1)
+    assert each.dtype == jnp.float32
+    np.testing.assert_allclose(each, expected, rtol=1e-6, atol=1e-6 * size)
+    (gradient,) = back(jnp.asarray(slope))
+    assert gradient.dtype == dtype
+    near = dict(rtol=1e-5, atol=1e-5) if dtype == jnp.float32 else dict(rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(np.float64(gradient), slope[..., None] * (p - hot), **near)
+
+
+def test_a_target_outside_the_vocabulary_counts_only_where_it_is_masked():
+    net = built(SMALL)
+    ids = tokens(SMALL)
+    batch = {"tokens": ids, "targets": ids, "mask": jnp.ones(ids.shape)}
+    for wrong in (-100, SMALL.vocab):
+        odd = batch | {"targets": ids.at[1, 2].set(wrong)}
+        assert np.isnan(model.loss(net, odd).total)
+        masks = batch["mask"].at[1, 2].set(0)
+        masked, expected = (model.loss(net, b | {"mask": masks}) for b in (odd, batch))
+        assert masked == expected and np.isfinite(masked.total)
+        grads = jax.grad(lambda net, odd=odd, m=masks: model.loss(net, odd | {"mask": m}).total)(
+            net
+        )
+        assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))

@@ -194,13 +194,19 @@ def test_what_waits_on_the_host_is_what_enters_layers(seed):
     assert each.microbatches * memory.memory(part).host == written
 
 
-@pytest.mark.parametrize("seed", marked(range(6), [2]))
+OPTIMIZERS = [("adafactor", None), ("adamw", None), ("adamw", "bfloat16"), ("adagrad", None)]
+OPTIMIZERS += [("lion", "bfloat16"), ("sgd", None)]
+
+
+@pytest.mark.parametrize("seed", marked(range(6), [0, 2]))
 def test_state_is_what_devices_hold(seed):
     each, config, rows = drawn(200 + seed)
     layout = compiling.layout_of(each, config, mesh.make(**each.sizes))
     program = compiling.program_of(each, config, rows, LENGTH)
-    params, state = layouts.init(layout, program.create, train.optimizer(), KEY)
-    (part,) = arrays.parts(each, config, arrays.of_decoder(config), rows, LENGTH)
+    name, moments = OPTIMIZERS[seed % len(OPTIMIZERS)]
+    optimizer = train.Optimizer(name=name, moments=moments)
+    params, state = layouts.init(layout, program.create, optimizer.transformation(), KEY)
+    (part,) = arrays.parts(each, config, arrays.of_decoder(config, optimizer), rows, LENGTH)
     found = memory.memory(part)
     assert set(measure.bytes_on_devices(params).values()) == {found.parameters}
     assert set(measure.bytes_on_devices(state).values()) == {found.state}

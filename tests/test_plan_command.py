@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from shardwise import __main__ as command
 from shardwise import context, layouts, measure, mesh, model, plan, topology
 from shardwise.plan import (
     arrays,
@@ -23,7 +24,8 @@ from shardwise.plan import (
     survey,
     tables,
 )
-from shardwise.run import command, settings
+from shardwise.run import settings
+from shardwise.train import Optimizer
 
 ARGUMENTS = ["plan", "--model", "llama3-8b", "--chips", "v5e:4x4", "--batch", "64"]
 ARGUMENTS += ["--sequence", "4096"]
@@ -133,10 +135,24 @@ def test_code_and_flags_are_the_layout_that_is_compiled(each, config, kernel):
     names = {"context": context, "jax": jax, "jnp": jnp, "layouts": layouts, "mesh": mesh}
     expected = compiling.layout_of(each, config, mesh.make(**each.sizes), kernel)
     assert eval(realised.code(each, config, kernel), names) == expected
-    flags = realised.flags(each, config, 16, 32, kernel)
+    optimizer = Optimizer(name="lion", moments="bfloat16") if each.remat else Optimizer()
+    flags = realised.flags(each, config, optimizer, 16, 32, kernel)
     told = settings.flags(argv=shlex.split(flags))
     assert told.layout.layout() == expected and told.model == config
+    assert told.optimizer == optimizer
     assert (told.batch, told.sequence, told.ema) == (16, 32, None)
+
+
+def test_a_batch_in_tokens_and_another_optimizer(capsys):
+    given = ["--batch", "300k", "--optimizer", "sgd", "--moments", "bfloat16", "--json"]
+    assert command.main([*ARGUMENTS, *given, "--top", "1"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["batch"] == 80  # 300,000 / 4,096 is 73.2, and 80 are five for each device
+    (one,) = told["layouts"]
+    optimizer = Optimizer(name="sgd", moments="bfloat16")
+    assert one["flags"].endswith("--optimizer.name sgd --optimizer.moments bfloat16")
+    found = plan.plan("llama3-8b", "v5e:4x4", 80, 4096, optimizer=optimizer)
+    assert one["bytes"]["state"] == found.best[0].memory.state
 
 
 def test_without_chips_the_fewest_of_each_kind_are_told(capsys):
@@ -188,6 +204,8 @@ def test_where_nothing_fits_the_exit_status_says_so(capsys):
         ("--chips", "v5p:4x4", "--chips v5p:4x4: a v5p lies in a torus of 3 axes"),
         ("--chips", "h100:16", "--chips h100:16: NVLink joins the 8 GPUs of a node of h100"),
         ("--batch", "0", "--batch 0; expected 1 or more"),
+        ("--batch", "4X", "--batch '4X'; expected a number above 0, as in 512 rows or 4M tokens"),
+        ("--optimizer", "muon", "the optimizer's update multiplies matrices, which layouts gather"),
         ("--sequence", "-5", "--sequence -5; expected 1 or more"),
         ("--slices", "0", "--slices 0; expected 1 or more"),
         ("--top", "0", "--top 0; expected 1 or more"),

@@ -6,9 +6,9 @@ import pathlib
 import jax.numpy as jnp
 import pytest
 
+from shardwise import __main__ as command
 from shardwise import mesh, plan
 from shardwise.plan import arrays, configs
-from shardwise.run import command
 
 mesh.simulate(8)
 # {name: its repository at Hugging Face, its number of parameters as published (as its files or its

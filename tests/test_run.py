@@ -19,11 +19,13 @@ import numpy as np
 import optax
 import pytest
 
+from shardwise import __main__ as command
 from shardwise import checkpoint, layouts, marks, mesh, objective, run, topology
 from shardwise.layouts import first_call
-from shardwise.run import command, decoder, metrics, profiling, reports, signals, state
+from shardwise.run import decoder, metrics, profiling, reports, signals, state
 from shardwise.run.optimizers import Guarded, averaged, correction, guarded
 from shardwise.run.settings import flat, from_flat
+from shardwise.train import Optimizer
 
 F32 = np.float32
 TX = optax.adam(1e-2)  # one object, so that runs share their programs
@@ -384,9 +386,9 @@ def test_a_run_folder_has_the_settings_that_were_used(tmp_path, reference):
     assert not names & {"model", "data", "sequence", "devices", "optimizer"}
     options = dict(create=create, loss=loss, batches=rows())  # whose optimizer the settings name
     run.train(given(tmp_path, steps=1), **options)
-    assert run.Folder(tmp_path).settings()["optimizer.peak"] == run.Optimizer().peak
+    assert run.Folder(tmp_path).settings()["optimizer.peak"] == Optimizer().peak
     with pytest.raises(ValueError, match=r"optimizer\.peak was"):
-        again = given(tmp_path, resume=True, optimizer=run.Optimizer(peak=0.1))
+        again = given(tmp_path, resume=True, optimizer=Optimizer(peak=0.1))
         run.train(again, **options)
 
 
@@ -694,16 +696,18 @@ def test_layouts_that_cannot_be_are_refused(roles, told):
         (dict(name="adamz"), "no such function"),
         (dict(name="lars_"), "no such function"),
         (dict(schedule="piecewise_interpolate_schedule"), "needs interpolate_type"),
+        (dict(moments="float8"), "moments='float8' for adamw; expected bfloat16"),
+        (dict(name="lamb", moments="bfloat16"), "for lamb; expected .* as adamw"),
     ],
 )
 def test_optimizers_that_cannot_be_are_refused(change, told):
     with pytest.raises(ValueError, match=told):
-        run.Optimizer(**change).transformation()
+        Optimizer(**change).transformation()
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adafactor", "muon"])
 def test_optimizers_go_by_optax_name(name):
-    tx = run.Optimizer(name=name, schedule="warmup_cosine_decay_schedule").transformation()
+    tx = Optimizer(name=name, schedule="warmup_cosine_decay_schedule").transformation()
     tx.init({"w": jnp.ones((4, 4))})
 
 

@@ -1,8 +1,117 @@
-"""`python -m shardwise`, which is the command `shardwise`."""
+"""The command `shardwise`, and `python -m shardwise`, by which each of its commands is called."""
 
+import contextlib
+import importlib
+import os
+import signal
 import sys
+import traceback
+from collections.abc import Sequence
 
-from shardwise.run.command import main
+import jax
+
+from shardwise import mesh
+
+UNREAD = 128 + signal.SIGPIPE  # of a command whose reader is gone, as a shell has it
+# Errors of what was given, and of the machine; others are ours, and show where they come from.
+EXPECTED = ValueError, OSError, ImportError, RuntimeError
+OURS = NotImplementedError, RecursionError, jax.errors.JaxRuntimeError
+
+# Each is imported when it is asked for: a plan needs nothing of what a run does.
+COMMANDS = {
+    "train": "run.command:train",
+    "sample": "run.command:sample",
+    "profile": "run.command:profile",
+    "launch": "run.launch:main",
+    "plan": "plan.command:main",
+    "doctor": "run.examine:main",
+}
+
+HELP = """shardwise: training across devices in JAX
+
+  shardwise train                 train a decoder on eight devices, simulated or real
+  shardwise train --run FOLDER --resume
+  shardwise sample FOLDER         write text from a checkpoint
+  shardwise profile FOLDER        what devices did in the steps of `train --profile 10:13`
+  shardwise launch local --processes 4 -- train ...
+  shardwise plan --model llama3-8b --chips v5p:4x4x8 --batch 1024 --sequence 8192
+  shardwise doctor --mesh data=2,fsdp=4    whether these devices compute what they should
+
+Each has --help. With SHARDWISE_TRACEBACK=1 every error shows where it comes from."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line, `sys.argv` by default, and return its exit status."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    _open_closed()
+    mesh.look_for_no_tpu()  # whatever comes first: an error too asks how many processes there are
+    try:
+        return _flushed(argv)
+    except Exception as error:
+        if _is_unread(error):
+            return _end(UNREAD)
+        expected = isinstance(error, EXPECTED) and not isinstance(error, OURS)
+        if expected and not os.environ.get("SHARDWISE_TRACEBACK"):
+            print(f"shardwise: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        return _end(1)
+
+
+def _flushed(argv):
+    """The exit status of a command, once all that it printed is out."""
+    try:
+        return _command(argv)
+    finally:
+        sys.stdout.flush()
+
+
+def _command(argv):
+    if not argv or argv[0] in ("-h", "--help"):
+        print(HELP)
+        return 0 if argv else 2
+    if argv[0] not in COMMANDS:
+        print(
+            f"shardwise: no command {argv[0]!r}; there are {', '.join(COMMANDS)}.", file=sys.stderr
+        )
+        return 2
+    module, _, function = COMMANDS[argv[0]].partition(":")
+    return getattr(importlib.import_module(f"shardwise.{module}"), function)(argv[1:])
+
+
+def _open_closed():
+    """Open stdout and stderr where they are missing: else a file takes their number and output."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, "w")
+            with contextlib.suppress(OSError):
+                os.fstat(number)
+                number = nowhere.fileno()  # some file has it already
+            if number != nowhere.fileno():
+                os.dup2(nowhere.fileno(), number)
+            setattr(sys, name, nowhere)
+
+
+def _is_unread(error):
+    """Whether the reader of the output has gone, as in `... | head`; then no more is written."""
+    if not isinstance(error, BrokenPipeError):
+        return False
+    try:
+        os.write(sys.stdout.fileno(), b"\n")  # it may be another pipe that broke
+        return False
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+
+
+def _end(status):
+    """Return the status; of several processes, one in trouble exits, and waits for no other."""
+    if jax.process_count() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
+
 
 if __name__ == "__main__":
     sys.exit(main())

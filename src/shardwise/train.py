@@ -1,11 +1,15 @@
-"""The training step for one device; sharded initialisation by a rule."""
+"""The training step for one device; an optimizer by its name; sharded initialisation by a rule."""
 
+import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
+import optax.contrib
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -46,6 +50,87 @@ def optimizer(
     """AdamW after clipping the global norm to 1, with linear warm-up and cosine decay to 0."""
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """An optimizer and its schedule, each a function of optax (or optax.contrib) by name.
+
+    A setting that the function does not take is not given to it.
+    """
+
+    name: str = "adamw"
+    schedule: str = "warmup_constant_schedule"
+    peak: float = 3e-3  # learning rate after the warm-up
+    warmup: int = 20  # steps
+    decay: int = 1000  # the step at which a schedule that decays has arrived, warm-up included
+    end: float = 0.0  # the learning rate there
+    weight_decay: float = 0.1
+    clip: float | None = 1.0  # of the gradients' global norm
+    moments: str | None = None  # dtype of the first moment; None: that of the parameters
+
+    def rate(self) -> Any:
+        """The learning rate by step, counted from 0.
+
+        Raises:
+          ValueError: optax has no such schedule, or it needs more than what stands here.
+        """
+        given = dict(
+            init_value=0.0,
+            value=self.peak,
+            peak_value=self.peak,
+            warmup_steps=self.warmup,
+            transition_steps=self.decay,
+            decay_steps=self.decay,
+            end_value=self.end,
+        )
+        if self.schedule in ("linear_schedule", "cosine_decay_schedule"):
+            given["init_value"] = self.peak
+        return _called("schedule", self.schedule, **given)
+
+    def transformation(self) -> optax.GradientTransformation:
+        """The optax transformation: clipping, then the optimizer.
+
+        Raises:
+          ValueError: as `rate`, for either name; `moments` is no dtype, or not to be chosen there.
+        """
+        given = dict(learning_rate=self.rate(), weight_decay=self.weight_decay)
+        tx = _called("name", self.name, **given | self._moments())
+        return tx if self.clip is None else optax.chain(optax.clip_by_global_norm(self.clip), tx)
+
+    def _moments(self):
+        """The dtype of the first moment by each name that optax has for it."""
+        if self.moments is None:
+            return {}
+        takes = inspect.signature(_found("name", self.name)).parameters
+        names = {"mu_dtype", "accumulator_dtype", "dtype_momentum"} & takes.keys()
+        if self.moments not in ("bfloat16", "float32") or not names:
+            raise ValueError(
+                f"train: optimizer.moments={self.moments!r} for {self.name}; expected bfloat16 or "
+                f"float32, of an optimizer that lets its first moment's dtype be chosen, as adamw."
+            )
+        return dict.fromkeys(names, jnp.dtype(self.moments))
+
+
+def _found(setting, name):
+    function = getattr(optax, name, None) or getattr(optax.contrib, name, None)
+    if not callable(function):
+        raise ValueError(
+            f"train: optimizer.{setting}={name!r}; optax has no such function, nor optax.contrib."
+        )
+    return function
+
+
+def _called(setting, name, **given):
+    function = _found(setting, name)
+    takes = inspect.signature(function).parameters
+    lacks = [n for n, p in takes.items() if p.default is p.empty and n not in given]
+    if lacks:
+        raise ValueError(
+            f"train: optax.{name} needs {', '.join(lacks)}, which the settings do not have; make "
+            f"it in a file of yours, and hand it to run.train(..., tx=...)."
+        )
+    return function(**{n: value for n, value in given.items() if n in takes})
 
 
 def step(

@@ -24,15 +24,20 @@ def whole_in_products(function: Callable, mesh: Mesh, *args: Any) -> Any:
 
     For use inside jit. A function without products of matrices is left to the compiler altogether.
     """
-    closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
-    if not any(map(_multiplies, closed.jaxpr.eqns)):
+    if not multiplies(function, *args):
         return function(*args)
+    closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
     closed = jaxprs.inlined(closed)
     eqns = [_gathered(eqn, mesh) for eqn in jaxprs.equations(closed.jaxpr)]
     env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     env |= dict(zip(closed.jaxpr.invars, jax.tree.leaves(args), strict=True))
     leaves = jaxprs.read(jaxprs.run(eqns, env), closed.jaxpr.outvars)
     return jax.tree.unflatten(jax.tree.structure(out), leaves)
+
+
+def multiplies(function: Callable, *args: Any) -> bool:
+    """Whether a function of arrays, or of their shapes, multiplies matrices."""
+    return any(map(_multiplies, jax.make_jaxpr(function)(*args).jaxpr.eqns))
 
 
 def _gathered(eqn, mesh):

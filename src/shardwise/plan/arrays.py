@@ -5,21 +5,23 @@ a stage's.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from shardwise import train
 from shardwise import tree as trees
+from shardwise.layouts import matrices
 from shardwise.model import Config, Decoder
 from shardwise.plan.roles import Roles
 from shardwise.rules.fsdp import dividing
+from shardwise.train import Optimizer
 
 # What `layouts.Layout` cuts over the tensor axis, and over the expert axis.
 TENSOR, EXPERT = ("heads", "kv_heads", "mlp", "vocab"), "experts"
+_ADAMW = Optimizer()
 
 
 class Array(NamedTuple):
@@ -61,10 +63,19 @@ class Arrays:
 
 
 def of(shapes: Any, tx: Any) -> Arrays:
-    """The `Arrays` of a pytree of arrays or `ShapeDtypeStruct`, by the names its leaves carry."""
+    """The `Arrays` of a pytree of arrays or `ShapeDtypeStruct`, by the names its leaves carry.
+
+    Raises:
+      ValueError: the update of `tx` multiplies matrices, as Muon's does.
+    """
     parameters = tuple(_parameter(*walked) for walked in trees.walk(shapes))
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
     state = jax.eval_shape(tx.init, plain)
+    if matrices.multiplies(tx.update, plain, state, plain):
+        raise ValueError(
+            "plan: the optimizer's update multiplies matrices, which layouts gather whole for it; "
+            "that is not planned. Plan with an optimizer whose update does not, such as adamw."
+        )
     owners, found = trees.owners(state, plain), []
     for (path, x), owner in zip(trees.leaves(state), owners, strict=True):
         like = parameters[owner.index] if owner else None
@@ -83,10 +94,10 @@ def _parameter(keys, x, box):
 
 
 @functools.lru_cache(maxsize=64)
-def of_decoder(config: Config, optimizer: Callable[[], Any] = train.optimizer) -> Arrays:
-    """The `Arrays` of `model.Decoder`, with AdamW by default."""
+def of_decoder(config: Config, optimizer: Optimizer = _ADAMW) -> Arrays:
+    """The `Arrays` of `model.Decoder`."""
     shapes = nnx.state(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
-    return of(shapes, optimizer())
+    return of(shapes, optimizer.transformation())
 
 
 class Share(NamedTuple):

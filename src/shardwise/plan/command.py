@@ -15,6 +15,7 @@ from shardwise.plan import configs, survey, tables
 from shardwise.plan.planning import plan
 from shardwise.plan.published import PRESETS
 from shardwise.plan.roles import ORDER
+from shardwise.train import Optimizer
 
 _ONE = dict.fromkeys(ORDER, 1)
 
@@ -24,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
 
     def arguments(
         model: str,
-        batch: int,
+        batch: str,
         sequence: int,
         chips: str | None = None,
         slices: int = 1,
@@ -38,6 +39,8 @@ def main(argv: Sequence[str]) -> int:
         memory_of: str | None = None,
         tokens: str | None = None,
         days: float | None = None,
+        optimizer: str = "adamw",
+        moments: str | None = None,
     ) -> int:
         """Propose layouts of a decoder on TPUs or GPUs, by formula; the best first.
 
@@ -45,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
           model: a published model's name (llama3-8b, llama3-70b, llama3-405b, llama2-7b,
             llama2-70b, mixtral-8x7b), or a config.json, or its folder: of Llama, Mistral, Mixtral,
             Qwen 2 and 3, Gemma, Phi 3 and 4, OLMo, Granite or SmolLM.
-          batch: rows of a step, of all devices together.
+          batch: rows of a step, of all devices together, or its tokens, as 4M (about).
           sequence: tokens of a row.
           chips: their kind and shape, such as v5p:4x4x8 (128 TPUs) or h100:16x8 (16 nodes of 8
             GPUs). Left out: which kinds, and how many of each, would do.
@@ -61,22 +64,24 @@ def main(argv: Sequence[str]) -> int:
           memory_of: without --chips, the memory that each is to have, such as 16GB.
           tokens: without --chips, those to train on, such as 15T.
           days: without --chips, the time in which --tokens are to be done.
+          optimizer: its name in optax; one whose update multiplies no matrices.
+          moments: the first moment's dtype, such as bfloat16.
         """
         shown = {"why": why, "explain": explain}
+        tx, on = Optimizer(name=optimizer, moments=moments), chips and _chips(chips, slices)
+        rows = _rows(batch, sequence, on.devices if on else 0)
         if chips is None:
             given = shown | {"slices": slices > 1, "only": only}
             _refuse(given | {"json": as_json, "compile": compiled}, "needs --chips")
             _refuse({} if tokens else {"days": days}, "needs --tokens, such as 15T")
-            return _survey(model, batch, sequence, count, memory_of, tokens, days)
+            return _survey(model, rows, sequence, tx, count, memory_of, tokens, days)
         given = {"memory-of": memory_of, "tokens": tokens, "count": count, "days": days}
         _refuse(given, "asks which chips would do; leave --chips out")
         if why or explain:
             name = "why" if why else "explain"
             _refuse({"json": as_json, "compile": compiled}, f"cannot stand beside --{name}")
         _refuse(why and {"only": only, "explain": explain}, "cannot stand beside --why")
-        return _run(
-            model, chips, batch, sequence, slices, only, why, explain, top, as_json, compiled
-        )
+        return _run(model, on, rows, sequence, tx, only, why, explain, top, as_json, compiled)
 
     return tyro.cli(arguments, prog="shardwise plan", args=list(argv))
 
@@ -92,8 +97,19 @@ def _positive(**values):
             raise ValueError(f"plan: --{name} {value}; expected 1 or more.")
 
 
-def _survey(model, batch, sequence, count, memory_of, tokens, days):
-    _positive(batch=batch, sequence=sequence)
+def _rows(batch, sequence, devices):
+    """The rows of a batch, which is told as such, 512, or by its tokens, 4M: those nearest to which
+    there are equally many for each device, or a power of two.
+    """
+    _positive(sequence=sequence)
+    if batch.isdigit():
+        _positive(batch=int(batch))
+        return int(batch)
+    rows = survey.number("--batch", batch, "512 rows or 4M tokens") / sequence
+    return round(rows / devices) * devices if rows > devices > 0 else 2 ** round(math.log2(rows))
+
+
+def _survey(model, batch, sequence, tx, count, memory_of, tokens, days):
     count, days = count or "1..1024", math.inf if days is None else days
     low, _, high = count.partition("..")
     if not (low.isdigit() and high.isdigit() and 0 < int(low) <= int(high)):
@@ -104,7 +120,7 @@ def _survey(model, batch, sequence, count, memory_of, tokens, days):
     of = memory_of and memory_of.upper().removesuffix("B").removesuffix("I").removesuffix("G")
     memory = of and survey.number("--memory-of", of, "16GB")
     read, counts = _config(model), (int(low), int(high))
-    found = survey.survey(read.config, batch, sequence, counts, memory, given, days)
+    found = survey.survey(read.config, batch, sequence, counts, memory, given, days, tx)
     print(survey.text(found, given))
     _tell(model, read)
     return 0 if found else 1
@@ -115,13 +131,13 @@ def _tell(model, read):
         print(f"Of {model}: {note}.", flush=True)
 
 
-def _run(model, chips, batch, sequence, slices, only, why, explain, top, as_json, compiled):
-    _positive(batch=batch, sequence=sequence, slices=slices, top=top)
+def _run(model, chips, batch, sequence, tx, only, why, explain, top, as_json, compiled):
+    _positive(top=top)
     if not 0 <= compiled <= top:
         raise ValueError(f"plan: --compile {compiled}; expected 0 to --top {top}.")
     asked, doubted = _sizes("only", only), _sizes("why", why)
     read = _config(model)
-    found = plan(read.config, _chips(chips, slices), batch, sequence)
+    found = plan(read.config, chips, batch, sequence, optimizer=tx)
     if doubted:
         print(tables.why(found, doubted))
         _tell(model, read)
@@ -168,6 +184,7 @@ def _config(model: str) -> configs.Reading:
 
 
 def _chips(name, slices):
+    _positive(slices=slices)
     try:
         return topology.chips(name, slices)
     except ValueError as error:

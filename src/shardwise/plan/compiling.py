@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import context, layouts, measure, model, topology, train
+from shardwise import context, layouts, measure, model, topology
 from shardwise.model import Config, Decoder
 from shardwise.plan import arrays, realised, sent
 from shardwise.plan.arrays import of_decoder
@@ -93,7 +93,7 @@ def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowe
         kernel = realised.kernel(plan.sequence, plan.chips)
         layout = layout_of(each, plan.config, mesh.abstract, kernel)
         program = program_of(each, plan.config, plan.batch, plan.sequence)
-        tx = train.optimizer()
+        tx = plan.optimizer.transformation()
     create = program.create
     params = jax.eval_shape(create, jax.random.key(0))
     params, state = jax.tree.map(
@@ -138,7 +138,7 @@ def check(candidate: Candidate, plan: Plan) -> Check:
 def _expected(each, plan, stage):
     if plan.own:
         return ()
-    given = each, plan.config, of_decoder(plan.config), plan.batch, plan.sequence
+    given = each, plan.config, of_decoder(plan.config, plan.optimizer), plan.batch, plan.sequence
     return inserted(next(part for part in arrays.parts(*given) if part.stage >= stage))
 
 

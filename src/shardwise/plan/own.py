@@ -198,14 +198,12 @@ def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
     kinds = {("fsdp",): "weights"}
     sent = tuple(Sent(axes, kinds.get(axes, "gradients"), n) for axes, n in told.sent.items())
     forward, both = job.flops
-    return planning.Candidate(
-        roles=each,
-        memory=memory,
-        sent=sent,
-        step=_step(job, each, chips, memory, sent, both * job.rows / chips.devices),
-        flops=3 * forward * job.rows,
-        peak=chips.chip.peak() * chips.devices,
-    )
+
+    def costs():
+        return sent, _step(job, each, chips, memory, sent, both * job.rows / chips.devices)
+
+    peak = chips.chip.peak() * chips.devices
+    return planning.Candidate(each, memory, 3 * forward * job.rows, peak, costs)
 
 
 def _step(job, each, chips, memory, sent, flops):

@@ -2,7 +2,9 @@
 
 import collections
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 from shardwise import topology
@@ -15,22 +17,40 @@ from shardwise.plan.roles import Refusal, Roles
 from shardwise.plan.seconds import Step, model_flops, step
 from shardwise.plan.sent import Sent, largest, sent
 from shardwise.topology import Chips
+from shardwise.train import Optimizer
+
+_ADAMW = Optimizer()
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """A layout with what it costs on its busiest device.
 
-    `sent` is the most of any stage. `flops` are those that MFU counts, of a step on all devices,
-    and `peak` FLOP/s of all devices together.
+    `flops` are those that MFU counts, of a step on all devices, and `peak` FLOP/s of all devices
+    together. `costs` computes `sent` and `step` when they are asked for: most layouts do not fit.
     """
 
     roles: Roles
     memory: Memory
-    sent: tuple[Sent, ...]
-    step: Step
     flops: float
     peak: float
+    costs: Callable[[], tuple[tuple[Sent, ...], Step]] = dataclasses.field(
+        repr=False, compare=False
+    )
+
+    @functools.cached_property
+    def _costs(self):
+        return self.costs()
+
+    @property
+    def sent(self) -> tuple[Sent, ...]:
+        """What a device sends in a step: the most of any stage."""
+        return self._costs[0]
+
+    @property
+    def step(self) -> Step:
+        """The seconds of a step on the busiest stage."""
+        return self._costs[1]
 
     @property
     def mfu(self) -> float:
@@ -58,6 +78,7 @@ class Plan:
     too_large: tuple[Candidate, ...]
     refused: tuple[Refusal, ...]
     own: Any = None
+    optimizer: Optimizer = _ADAMW
 
     @property
     def usable(self) -> int:
@@ -98,13 +119,19 @@ def host_bytes(chips: Chips) -> float:
 
 
 def plan(
-    model: str | Config, chips: str | Chips, batch: int, sequence: int, slices: int = 1
+    model: str | Config,
+    chips: str | Chips,
+    batch: int,
+    sequence: int,
+    slices: int = 1,
+    optimizer: Optimizer = _ADAMW,
 ) -> Plan:
     """All layouts of `model.Decoder` for a batch of so many rows of so many tokens, by formula.
 
     `model` is a name in `PRESETS` or a `Config`, whose dtype is that of products and of what is
     gathered; its remat and stages are chosen here. Layouts are by hand, with ZeRO 3, sequence
-    parallelism beside tensor, zigzag over context and the schedule 1f1b; AdamW keeps two moments.
+    parallelism beside tensor, zigzag over context and the schedule 1f1b. The `optimizer` is one
+    whose update multiplies no matrices; by default AdamW, which keeps two moments.
     Attention computes its scores in tiles, and never keeps them. Activations may wait on the host
     (offload) where layers are recomputed and no stages are, and where it is known how fast a chip
     reaches its host (v4, v5e, v5p, v6e; of v4 not how much room is there); optimizer state stays.
@@ -116,7 +143,8 @@ def plan(
     role, stages by other schedules.
 
     Raises:
-      ValueError: no such model or chips; a batch or sequence below 1.
+      ValueError: no such model or chips; a batch or sequence below 1; an optimizer such as Muon,
+        which gathers matrices whole.
     """
     config = preset(model) if isinstance(model, str) else model
     config = dataclasses.replace(config, remat=False, stages=1)
@@ -124,7 +152,7 @@ def plan(
     for name, value in (("batch", batch), ("sequence", sequence)):
         if value < 1:
             raise ValueError(f"plan: {name}={value}; expected 1 or more.")
-    arrays, fitting, too_large, refused = of_decoder(config), [], [], []
+    arrays, fitting, too_large, refused = of_decoder(config, optimizer), [], [], []
     for division in roles.every(chips.devices):
         if told := roles.refusal(division, config, chips, batch, sequence):
             refused.append(told)
@@ -134,7 +162,7 @@ def plan(
             (fitting if fits(found.memory, chips) else too_large).append(found)
     fitting.sort(key=order)
     told = tuple(fitting), tuple(too_large), tuple(refused)
-    return Plan(config, chips, batch, sequence, *told)
+    return Plan(config, chips, batch, sequence, *told, optimizer=optimizer)
 
 
 def order(c: Candidate) -> tuple[Any, ...]:
@@ -148,13 +176,11 @@ def candidate(
     """The `Candidate` of a layout that can be: what it costs, whether it fits or not."""
     of_stages = parts(each, config, arrays, batch, sequence)
     held = memory(of_stages[0], gpu=bool(chips.chip.node))  # of stages, all alike
-    told = [(part, sent(part), held) for part in of_stages]
-    ways = links.lay(chips, tuple(each.sizes.items()))
-    return Candidate(
-        roles=each,
-        memory=held,
-        sent=largest(s for _, s, _ in told),
-        step=step(chips.chip, told, ways),
-        flops=model_flops(config, batch, sequence),
-        peak=chips.chip.peak() * chips.devices,
-    )
+
+    def costs():
+        told = [(part, sent(part), held) for part in of_stages]
+        ways = links.lay(chips, tuple(each.sizes.items()))
+        return largest(s for _, s, _ in told), step(chips.chip, told, ways)
+
+    flops, peak = model_flops(config, batch, sequence), chips.chip.peak() * chips.devices
+    return Candidate(each, held, flops, peak, costs)

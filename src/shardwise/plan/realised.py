@@ -9,6 +9,7 @@ from shardwise.context.kernels import LANES
 from shardwise.model import Config
 from shardwise.plan.roles import Roles
 from shardwise.topology import Chips
+from shardwise.train import Optimizer
 
 _CODE = {
     "tiles": "context.tiled",
@@ -52,14 +53,23 @@ def code(roles: Roles, config: Config, kernel: str = "tiles") -> str:
     return f"layouts.Layout(mesh.make({axes}), {', '.join(f'{n}={x}' for n, x in said.items())})"
 
 
-def flags(roles: Roles, config: Config, batch: int, sequence: int, kernel: str = "tiles") -> str:
+def flags(
+    roles: Roles,
+    config: Config,
+    optimizer: Optimizer,
+    batch: int,
+    sequence: int,
+    kernel: str = "tiles",
+) -> str:
     """The flags of `shardwise train` that train the decoder in this layout, with no mean kept."""
     given = {"batch": batch, "sequence": sequence, "ema": None}
     given |= {f"layout.{role}": n for role, n in ({"fsdp": 1} | roles.sizes).items()}
     said = settings(roles, config, kernel)
     given |= {f"layout.{name}": value for name, value in said.items()}
-    model, usual = dataclasses.asdict(config), Config()
-    given |= {f"model.{name}": x for name, x in model.items() if x != getattr(usual, name)}
+    groups = {"model": (config, Config()), "optimizer": (optimizer, Optimizer())}
+    for name, (chosen, usual) in groups.items():
+        every = dataclasses.asdict(chosen).items()
+        given |= {f"{name}.{key}": x for key, x in every if x != getattr(usual, key)}
     return " ".join(_flag(name.replace("_", "-"), value) for name, value in given.items())
 
 

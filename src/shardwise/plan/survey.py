@@ -10,7 +10,9 @@ from shardwise.plan import published, tables
 from shardwise.plan.planning import Candidate, Plan, plan
 from shardwise.plan.seconds import model_flops
 from shardwise.topology import CHIPS
+from shardwise.train import Optimizer
 
+_ADAMW = Optimizer()
 _DAY = 86_400
 _GB = 1e9, 2**30  # makers' GB are either
 _NEXT = "GiB are of a device. Name chips (--chips) for more of their plan."
@@ -43,6 +45,7 @@ def survey(
     memory: float | None = None,
     tokens: float = 0.0,
     days: float = math.inf,
+    optimizer: Optimizer = _ADAMW,
 ) -> list[Found]:
     """Of each kind of chips the fewest, in usual shapes, on which a step fits; the fewest first.
 
@@ -58,7 +61,7 @@ def survey(
         low = published.reached(chip, bool(config.experts)).low
         least = flops / (days * _DAY * low * chip.peak() * chip.devices)
         for chips in topology.usual(chip.kind, max(counts[0], math.ceil(least)), counts[1]):
-            told = plan(config, chips, batch, sequence)
+            told = plan(config, chips, batch, sequence, optimizer=optimizer)
             if told.fitting and Found(told, low).days(tokens)[1] <= days:
                 found.append(Found(told, low))
                 break

@@ -100,7 +100,7 @@ def _code(plan, c):
 
 def _flags(plan, c):
     kernel = realised.kernel(plan.sequence, plan.chips)
-    return realised.flags(c.roles, plan.config, plan.batch, plan.sequence, kernel)
+    return realised.flags(c.roles, plan.config, plan.optimizer, plan.batch, plan.sequence, kernel)
 
 
 def words(plan: Plan, c: Candidate) -> str:

@@ -10,7 +10,7 @@ bit for bit on the same devices, to rounding on other ones.
 """
 
 from shardwise.run.folder import Folder
-from shardwise.run.optimizers import Optimizer, averaged, guarded
+from shardwise.run.optimizers import averaged, guarded
 from shardwise.run.settings import Data, Evaluation, Processes, Roles, Settings, flags
 from shardwise.run.signals import join, leave
 from shardwise.run.state import Result, stream
@@ -21,7 +21,6 @@ __all__ = [
     "Data",
     "Evaluation",
     "Folder",
-    "Optimizer",
     "Processes",
     "Result",
     "Roles",

@@ -17,7 +17,7 @@ from shardwise import context, layouts, mesh
 from shardwise.layouts.catalogue import ORDER
 from shardwise.model import Config
 from shardwise.run.folder import Folder, on_disk
-from shardwise.run.optimizers import Optimizer
+from shardwise.train import Optimizer
 
 F32 = jnp.dtype("float32")
 # Others of JAX's policies are functions that make one, of names.
