@@ -13,10 +13,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from shardwise import experts, marks, objective
 from shardwise.experts import Experts, Routing
 from shardwise.layers import Config, Linear, RMSNorm
+
+_OF_TOKENS = "numbers of tokens in the loss"
+_NUMBERS_OF_TOKENS = jax.checkpoint_policies.save_only_these_names(_OF_TOKENS)
 
 __all__ = [
     "Block",
@@ -199,19 +203,22 @@ def _run(body, x, stack, size, scan):
     return x, jax.tree.map(lambda *layers: jnp.stack(layers), *found)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
+@functools.partial(jax.checkpoint, prevent_cse=False, policy=_NUMBERS_OF_TOKENS)
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """-log p of each target, float32 [...], of logits [..., vocab] and integer targets [...].
 
-    It is computed in float32, and again in the backward pass, for which the logits alone are kept.
-    A target's logit is found by comparing places: where one is indexed, the TPUs' compiler writes
-    all logits to memory once or twice more. Of a target that is no place it is NaN.
+    It is computed in float32. For the backward pass the logits and two numbers of each token are
+    kept, and nothing else as wide as the vocabulary. A target's logit is found by comparing places:
+    where one is indexed, the TPUs' compiler writes all logits to memory once or twice more. Of a
+    target that is no place it is NaN.
     """
     wide, vocab = logits.astype(jnp.float32), logits.shape[-1]
+    top = checkpoint_name(jax.lax.stop_gradient(jnp.max(wide, axis=-1)), _OF_TOKENS)
+    total = checkpoint_name(jnp.sum(jnp.exp(wide - top[..., None]), axis=-1), _OF_TOKENS)
     places = jax.lax.broadcasted_iota(targets.dtype, wide.shape, wide.ndim - 1)
     chosen = jnp.sum(jnp.where(places == targets[..., None], wide, 0), axis=-1)
     known = (targets >= 0) & (targets < vocab)
-    return jax.nn.logsumexp(wide, axis=-1) - jnp.where(known, chosen, jnp.nan)
+    return top + jnp.log(total) - jnp.where(known, chosen, jnp.nan)
 
 
 def _nats(logits, batch):
