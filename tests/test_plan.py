@@ -119,10 +119,15 @@ def test_bytes_are_those_of_the_layout(seed):
     compare(part, layout, program, jax.eval_shape(program.create, KEY))
 
 
+NORMED = ("head", "heads")
+
+
 def test_scales_of_all_norms_are_summed_along_tensor():
-    """By the planner and by `layouts.predict`: those of heads, and those after sublayers, too."""
+    """By the planner and by `layouts.predict`: those of heads, and those after sublayers, too;
+    and over all heads, which tensor cuts, a number of each token four times in each layer.
+    """
     each, sent_along = roles.Roles(data=4, tensor=2), []
-    for changes in ({}, dict(norms="both"), dict(norms="both", qk_norm="head")):
+    for changes in ({}, dict(norms="both"), *(dict(norms="both", qk_norm=x) for x in NORMED)):
         config = dataclasses.replace(SMALL, **changes)
         layout = compiling.layout_of(each, config, mesh.make(**each.sizes))
         program = compiling.program_of(each, config, 32, LENGTH)
@@ -130,7 +135,9 @@ def test_scales_of_all_norms_are_summed_along_tensor():
         compare(part, layout, program, jax.eval_shape(program.create, KEY))
         sent_along.append(sent.by_role(sent.sent(part))["tensor",])
     scales = 2 * config.layers * config.embed, 2 * config.layers * config.head_dim
-    assert [b - a for a, b in itertools.pairwise(sent_along)] == [4 * n for n in scales]
+    numbers = 4 * 2 * config.layers * 32 // 4 * LENGTH * 4 // 2
+    *summed, over_heads = [b - a for a, b in itertools.pairwise(sent_along)]
+    assert summed == [4 * n for n in scales] and over_heads == numbers - 4 * scales[1]
 
 
 @pytest.mark.parametrize("seed", marked(range(12), [1, 2, 10]))

@@ -55,7 +55,7 @@ def test_the_first_screen_says_the_best_in_words_then_all_as_a_table(capsys):
     out = capsys.readouterr().out
     found = plan.plan("llama3-8b", "v5e:4x4", 64, 4096)
     best, low = found.best[0], published.reached(found.chips.chip).low
-    assert f"best    {tables.words(found, best)}\n" in out and "FSDP over" in out
+    assert f"best       {tables.words(found, best)}\n" in out and "FSDP over" in out
     assert f"{best.memory.total / 2**30:.1f} of 15.8 GiB" in out and best.step.binds in out
     assert f"at most {best.mfu_bound:.0%}; published runs on " in out
     assert f"to {best.flops / best.peak / low:.3g} s a step" in out
@@ -102,9 +102,9 @@ def test_why_says_what_a_layout_loses_by(asked, told, capsys):
     if asked == "tensor=2":
         found = plan.plan("llama3-8b", "v5e:4x4", 64, 4096)
         other = next(c for c in found.best if c.roles.tensor == 2)
-        seconds = found.best[0].step.seconds, other.step.seconds
+        a, b = found.best[0].step.seconds, other.step.seconds
         assert [line.split() for line in out.splitlines() if "a step " in line] == [
-            ["a", "step", *(f"{s:.4g}" for s in seconds)]
+            ["a", "step", f"{a:.4g}", f"{b:.4g}", f"{b - a:+.4g}"]
         ]
 
 

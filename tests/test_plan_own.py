@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from shardwise import context, layouts, marks, mesh, model, objective, plan, topology, train
-from shardwise.plan import compiling, tables
+from shardwise.plan import compiling, facts, tables
 
 mesh.simulate(8)
 ROWS, WIDE, HIDDEN = 64, 128, 256
@@ -161,7 +161,7 @@ def test_a_strangers_module_has_a_plan_to_read():
     assert {c.roles.fsdp for c in found.fitting} == {1, 2, 4, 8}
     told = plan.text(found, top=4)
     assert told.startswith("32 rows on 8 v5e") or told.startswith("32 rows on")
-    assert tables.NOTES_OF_OWN[0] in told and tables.facts(found, 2)["sequence"] is None
+    assert tables.NOTES_OF_OWN[0] in told and facts.facts(found, 2)["sequence"] is None
 
 
 def test_rows_that_do_not_divide_are_left_out_with_the_reason():

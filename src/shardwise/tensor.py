@@ -96,6 +96,7 @@ def bytes_sent(
     sequence: bool = False,
     gathers_again: bool = False,
     scales: int | None = None,
+    normed_heads: float = 0,
 ) -> Sent:
     """The bytes sent by tensor parallelism over `n` devices for `rows`×`length` tokens of a group.
 
@@ -104,17 +105,19 @@ def bytes_sent(
     for each token. With `sequence` an all-reduce becomes a gather and a scatter, each of half the
     bytes, and the gradients of the norms' scales are summed, `scales` bytes, by default two in each
     layer and one last; with `gathers_again` what entered a product is not kept, and gathered a
-    second time.
+    second time. `normed_heads` is how many norms of a layer are over all heads, which the axis
+    cuts: each sums a float32 number of each token, each way.
     """
     share = (n - 1) / n
     activation = rows * length * embed * itemsize * share  # of one gather, or one scatter
     again = activation if sequence and gathers_again else 0
     scales = (2 * layers + 1) * embed * 4 if scales is None else scales
+    number = 2 * rows * length * 4 * share  # of each token, summed in float32
     return Sent(
         embedding=2 * activation,
-        layers=layers * (8 * activation + 2 * again),
+        layers=layers * (8 * activation + 2 * again + 2 * normed_heads * number),
         head=2 * activation + again,
-        loss=3 * 2 * rows * length * 4 * share,
+        loss=3 * number,
         norms=2 * scales * share if sequence else 0,
     )
 

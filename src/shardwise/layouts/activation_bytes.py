@@ -78,19 +78,24 @@ def _tensor(layout, shapes, batch, sent, first, last):
     length //= layout.size("context")
     n, itemsize = layout.size("tensor"), jnp.dtype(layout.dtype or found[-1]).itemsize
     given = n, rows // parts, length, embed[0], found[0], itemsize, layout.sequence
-    told = tensor.bytes_sent(*given, scales=_scales(layout, shapes))
+    scales, cut = _scales(layout, shapes)
+    told = tensor.bytes_sent(*given, scales=scales, normed_heads=cut / found[0])
     of_ends = first * told.embedding + last * (told.head + told.loss)
     _add(sent, layout.tensor, told.layers + told.norms + of_ends)
 
 
 def _scales(layout, shapes):
-    """The bytes of norms' scales that the tensor axis leaves whole; None where none is named so."""
-    found = [
-        x.size * x.dtype.itemsize
-        for keys, x, box in trees.walk(shapes)
-        if str(keys[-1]) == "scale" and not {*layout.cut} & {*(trees.axis_names(box) or ())}
-    ]
-    return sum(found) or None
+    """(bytes of norms' scales that the tensor axis leaves whole, None where none is named so; the
+    number of norms in all layers whose width it cuts).
+    """
+    whole, cut = 0, 0
+    for keys, x, box in trees.walk(shapes):
+        axes = trees.axis_names(box) or ()
+        if str(keys[-1]) == "scale" and {*layout.cut} & {*axes}:
+            cut += math.prod(x.shape[: x.ndim - len(axes)])
+        elif str(keys[-1]) == "scale":
+            whole += x.size * x.dtype.itemsize
+    return whole or None, cut
 
 
 def _tokens(batch):

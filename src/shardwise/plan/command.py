@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from shardwise import topology
-from shardwise.plan import configs, survey, tables
+from shardwise.plan import configs, facts, survey, tables
 from shardwise.plan.planning import plan
 from shardwise.plan.published import PRESETS
 from shardwise.plan.roles import ORDER
@@ -151,7 +151,7 @@ def _run(model, chips, batch, sequence, tx, only, why, explain, top, as_json, co
     if not as_json:
         print(tables.text(found, top), flush=True)
         _tell(model, read)
-    told = tables.facts(found, top) | {"model": model, "notes_of_model": read.notes}
+    told = facts.facts(found, top) | {"model": model, "notes_of_model": read.notes}
     if compiled:
         from shardwise.plan import compiling
 

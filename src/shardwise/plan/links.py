@@ -53,9 +53,9 @@ class Way(NamedTuple):
         return math.prod(side.size for side in self.sides)
 
     def __str__(self):
+        each = f", {self.inside} devices of each" if self.inside > 1 else ""
         told = [f"{s.size} of {s.whole}" if not s.on_chip else "a chip" for s in self.sides]
-        told += [f"{self.across} {self.groups}"] if self.across > 1 else []
-        return " × ".join(told)
+        return f"{self.across} {self.groups}{each}" if self.across > 1 else " × ".join(told)
 
 
 @functools.lru_cache(maxsize=8192)

@@ -121,9 +121,6 @@ def _of_host(roles, *_):
 
 
 def _of_heads(roles, c, *_):
-    if roles.tensor > 1 and c.qk_norm == "heads":
-        told = "each token's mean square is summed over devices, which no formula here has"
-        return "norms over all heads, which tensor cuts", told
     if roles.tensor > 1:
         sizes = {"kv_heads": c.kv_heads, "heads": c.heads, "vocab": c.vocab, "mlp": c.mlp}
         for name, size in sizes.items():

@@ -122,6 +122,7 @@ def _tensor(part):
     told = tensor.bytes_sent(n, *given, part.itemsize, sequence=True, scales=scales)
     whole = tensor_passes(part)
     once = (whole.gathers + whole.scatters) * _activation(part) * (n - 1)
+    once += 2 * whole.numbers * part.tokens * _WIDE * (n - 1) / n
     once += 2 * whole.sums * slots(part) * part.tokens * c.embed * part.itemsize * (n - 1) / n
     chosen = whole.words * _WORD + whole.chosen * part.itemsize
     once = part.layers * (once + chosen * c.experts_per_token * part.tokens * c.embed * (n - 1) / n)
@@ -134,6 +135,7 @@ class Passes(NamedTuple):
     """The number of times a layer sends along tensor, in a microbatch: activations, which are
     gathered and scattered; the experts' rows, which are summed; and the rows that tokens
     chose, which are gathered, `chosen` times in the dtype of use and `words` times in 32 bits.
+    Of norms over all heads a float32 number of each token is summed `numbers` times.
     """
 
     gathers: int
@@ -141,6 +143,7 @@ class Passes(NamedTuple):
     sums: int = 0
     chosen: int = 0
     words: int = 0
+    numbers: int = 0
 
 
 def tensor_passes(part: Part) -> Passes:
@@ -152,10 +155,11 @@ def tensor_passes(part: Part) -> Passes:
     whole, forward in words of 32 bits; the products that end them are summed.
     """
     again, c = int(part.roles.remat), part.config
+    numbers = 2 * (2 + again) if c.qk_norm == "heads" else 0  # of q's norm and of k's
     if not c.experts:
-        return Passes(4 + 2 * again, 4 + again)
+        return Passes(4 + 2 * again, 4 + again, numbers=numbers)
     dense = (4 + 2 * again, 4 + again) if c.shared_experts else (2 + again, 2 + again)
-    return Passes(*dense, sums=2 + again, chosen=2 + again, words=1)
+    return Passes(*dense, sums=2 + again, chosen=2 + again, words=1, numbers=numbers)
 
 
 def _activation(part):
@@ -279,9 +283,9 @@ def inserted(part: Part) -> tuple[Op, ...]:
             _op(part, "all-gather", chosen, used, m * layers * passes.chosen),
             _op(part, "all-gather", chosen, 4, m * layers * passes.words, "u32"),
         ]
-    if part.is_last:
-        found.append(_op(part, "all-reduce", (part.rows, length), 4, 3 * m))
-    return tuple(found)
+    numbers = m * (layers * passes.numbers + 3 * part.is_last)
+    found.append(_op(part, "all-reduce", (part.rows, length), 4, numbers))
+    return tuple(op for op in found if op.trips)
 
 
 def _op(part, kind, dims, width, times, dtype=None):

@@ -3,7 +3,7 @@ and why others lose.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import NamedTuple
 
 from shardwise.plan import published, realised
 from shardwise.plan.memory import Memory, Terms
@@ -11,7 +11,8 @@ from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.seconds import WAITED, Transfer
 
 _GIB, _GB = 2**30, 1e9
-_TIMES = ("arithmetic", "waited", "hidden", "update")
+_MUCH = 0.5  # of what products take: transfers beside them that a reader is told of
+_BESIDE = "beside products"
 _EXACT = "Parameters and state are exact; the rest of a device's memory is "
 _ROOFLINE = (
     "Seconds are a roofline: products at the chip's peak; they wait for activations and tokens, "
@@ -78,27 +79,41 @@ def _title(plan):
 
 
 def _summary(plan, c: Candidate):
-    first, *_ = terms = _longest(c)
+    s = c.step
+    longest = sorted(_times(c), key=lambda x: -x.seconds)
+    terms = [f"{x.what} ({_seconds(x.seconds)})" for x in longest if x.seconds > 0.01 * s.seconds]
     told = [
         ("best", words(plan, c)),
         ("memory", f"{c.memory.total / _GIB:.1f} of {plan.usable / _GIB:.1f} GiB on a device"),
-        ("step", f"{_seconds(c.step.seconds)}{_least(c)}; {first} takes longest"),
+        ("step", f"{_seconds(s.seconds)}{_least(c)}; longest {terms[0]}"),
         ("", "then " + " and ".join(terms[1:3])) if terms[1:] else None,
+        ("counts on", _counted_on(c)) if s.hidden > _MUCH * s.arithmetic else None,
         ("MFU", f"at most {c.mfu_bound:.0%}{_reached(plan, c)}"),
     ]
     if plan.config:
         told += [
-            ("code", _code(plan, c)),
-            ("command", f"shardwise train {_flags(plan, c)}"),
+            ("code", code(plan, c)),
+            ("command", f"shardwise train {flags(plan, c)}"),
+            ("", "with your text or tokens (--data.text, --data.tokens), --steps and --run"),
         ]
-    return [f"  {name:8}{said}" for name, said in filter(None, told)]
+    return [f"  {name:11}{said}" for name, said in filter(None, told)]
 
 
-def _code(plan, c):
+def _counted_on(c):
+    s = c.step
+    return (
+        f"{_seconds(s.hidden)} of transfers to run beside {_seconds(s.arithmetic)} of products; "
+        f"one after the other, a step takes {_seconds(s.seconds + s.hidden)}"
+    )
+
+
+def code(plan: Plan, c: Candidate) -> str:
+    """The code of a layout of the decoder."""
     return realised.code(c.roles, plan.config, realised.kernel(plan.sequence, plan.chips))
 
 
-def _flags(plan, c):
+def flags(plan: Plan, c: Candidate) -> str:
+    """The flags of `shardwise train` for it."""
     kernel = realised.kernel(plan.sequence, plan.chips)
     return realised.flags(c.roles, plan.config, plan.optimizer, plan.batch, plan.sequence, kernel)
 
@@ -120,8 +135,7 @@ def _where(way, chips):
     if way is None:
         return ""
     if way.across > 1:
-        each = f", {way.inside} devices of each" if way.inside > 1 else ""
-        return f" ({way.across} {way.groups}{each})"
+        return f" ({way})"
     if chips.chip.node:
         return " (within a node)" if chips.slices > 1 else ""
     sides = " × ".join("a chip" if side.on_chip else str(side.size) for side in way.sides)
@@ -134,23 +148,32 @@ def _least(c: Candidate):
     return f", or {_seconds(c.step.bound)} if nothing were waited for" if waits else ""
 
 
-def _longest(c: Candidate):
-    """What a step takes, each with its seconds, the longest first."""
+class _Time(NamedTuple):
+    """The seconds of one thing that a step does, and how it stands to the rest."""
+
+    seconds: float
+    what: str
+    how: str
+    more: str = ""
+
+
+def _times(c: Candidate) -> list[_Time]:
+    """What a step takes, but for transfers of a few numbers; as if nothing else ran beside it."""
     s = c.step
-    told = [(s.arithmetic, "arithmetic"), (s.update, "the optimizer's update")]
-    told += [(s.weights, "reading weights"), (2 * s.host, "the way to the host and back")]
-    told += [(t.seconds, _transfer(t)) for t in _large(c)]
-    longest = sorted(told, key=lambda pair: -pair[0])
-    return [f"{name} ({_seconds(took)})" for took, name in longest if took > 0.01 * s.seconds]
+    return [
+        _Time(s.arithmetic, "arithmetic", "products, at the chip's peak"),
+        _Time(s.weights, "reading weights", _BESIDE),
+        *(_of_transfer(t) for t in s.transfers if t.sent.kind not in ("loss", "counts")),
+        _Time(2 * s.host, "to the host and back", _BESIDE),
+        _Time(s.bubble * (s.seconds - s.update), "idle", "in the pipeline's bubble"),
+        _Time(s.update, "the optimizer's update", "from memory and back"),
+    ]
 
 
-def _large(c: Candidate):
-    """The transfers but for those of a few numbers."""
-    return [t for t in c.step.transfers if t.sent.kind not in ("loss", "counts")]
-
-
-def _transfer(t: Transfer):
-    return f"{t.sent.kind} along {' × '.join(t.sent.roles)}"
+def _of_transfer(t: Transfer):
+    over = f", {t.sent.bytes / _GB:.4g} GB over {' and '.join(map(str, t.over))}"
+    what = f"{t.sent.kind} along {' × '.join(t.sent.roles)}"
+    return _Time(t.seconds, what, "waited for" if t.sent.kind in WAITED else _BESIDE, over)
 
 
 def _seconds(seconds):
@@ -195,17 +218,9 @@ def explained(plan: Plan, c: Candidate) -> str:
     lines += [f"  {m.total / _GIB:9.2f}  in all, of {plan.usable / _GIB:.2f}"]
     lines += [f"  {n / _GIB:9.2f}  at another time: {what}" for n, what in other]
     lines += [f"  {m.host / _GIB:9.2f}  on the host"] if m.host else []
-    lines += ["", "  Seconds of a step:", f"  {s.arithmetic:9.4g}  products, at the chip's peak"]
-    lines += [f"  {s.weights:9.4g}  beside them: reading weights"]
-    for t in _large(c):
-        how = "waited for" if t.sent.kind in WAITED else "beside them"
-        over = " and ".join(map(str, t.over))
-        sent = f"{t.sent.bytes / _GB:.4g} GB over {over}"
-        lines += [f"  {t.seconds:9.4g}  {how}: {_transfer(t)}, {sent}"]
-    lines += [f"  {s.host:9.4g}  to the host, and as long back"] if s.host else []
-    lines += [f"  {s.update:9.4g}  the optimizer's update, from memory and back"]
-    lines += [f"  {s.seconds:9.4g}  in all" + (f", {s.bubble:.1%} of it idle" if s.bubble else "")]
-    return "\n".join(lines)
+    lines += ["", "  Seconds of a step:"]
+    lines += [f"  {x.seconds:9.4g}  {x.what}: {x.how}{x.more}" for x in _times(c) if x.seconds]
+    return "\n".join([*lines, f"  {s.seconds:9.4g}  in all"])
 
 
 def _other(m: Memory):
@@ -239,86 +254,16 @@ def why(plan: Plan, asked: Mapping[str, int]) -> str:
 def _slower(best, other):
     if other is best:
         return "It is the best."
-    of_best, of_other = _parts(best), _parts(other)
-    more = {n: of_other.get(n, 0) - of_best.get(n, 0) for n in of_other | of_best}
-    ranked = sorted(more.items(), key=lambda pair: -abs(pair[1]))
-    lines = [f"{n:44} {of_best.get(n, 0):9.4g} {of_other.get(n, 0):9.4g}" for n, d in ranked if d]
+    pair = [{f"{x.what}, {x.how}": x.seconds for x in _times(c)} for c in (best, other)]
+    ours = {name: [each.get(name, 0.0) for each in pair] for name in pair[0] | pair[1]}
+    ranked = sorted(ours.items(), key=lambda x: -abs(x[1][1] - x[1][0]))
+    ranked = [(name, x) for name, x in ranked if x[0] != x[1]]
+    last = [("a step", [best.step.seconds, other.step.seconds])]
+    last += [("GiB on a device", [c.memory.total / _GIB for c in (best, other)])]
+    rows = [(name, f"{a:.4g}", f"{b:.4g}", f"{b - a:+.4g}") for name, (a, b) in ranked + last]
     slower = other.step.seconds - best.step.seconds
-    return "\n".join(
-        [
-            f"{other.roles} takes {_seconds(other.step.seconds)}, "
-            f"{_seconds(slower)} more than the best, {best.roles}. Seconds of each, and GiB:",
-            "",
-            f"  {'':44} {'best':>9} {'this':>9}",
-            *(f"  {line}" for line in lines),
-            f"  {'a step':44} {best.step.seconds:9.4g} {other.step.seconds:9.4g}",
-            f"  {'GiB on a device':44} {best.memory.total / _GIB:9.2f} "
-            f"{other.memory.total / _GIB:9.2f}",
-        ]
+    told = (
+        f"{other.roles} takes {_seconds(other.step.seconds)}, {_seconds(slower)} more than the "
+        f"best, {best.roles}. Seconds of each, as if alone, and GiB:"
     )
-
-
-def _parts(c: Candidate):
-    s = c.step
-    found = {"products": s.arithmetic, "reading weights": s.weights, "update": s.update}
-    found["idle, of the bubble"] = s.bubble * (s.seconds - s.update)
-    found["to the host and back"] = 2 * s.host
-    for t in _large(c):
-        how = "waited for" if t.sent.kind in WAITED else "beside products"
-        found[f"{_transfer(t)}, {how}"] = t.seconds
-    return found
-
-
-def facts(plan: Plan, top: int) -> dict[str, Any]:
-    """The best layouts as numbers, for `--json`: bytes, seconds and shares."""
-    return {
-        "chips": str(plan.chips),
-        "devices": plan.chips.devices,
-        "batch": plan.batch,
-        "sequence": plan.sequence,
-        "usable_bytes": plan.usable,
-        "layouts": [layout(plan, c) for c in plan.best[:top]],
-        "left_out": {
-            why: {"count": count, "example": example}
-            for why, (count, example) in plan.why_not.items()
-        },
-        "notes": list(notes(plan, plan.best[:top])),
-    }
-
-
-def layout(plan: Plan, c: Candidate) -> dict[str, Any]:
-    """The numbers of one layout, and what realises it."""
-    m, s, r = c.memory, c.step, c.roles
-    return {
-        "roles": r.sizes,
-        "microbatches": r.microbatches,
-        "remat": r.remat,
-        "offload": r.offload,
-        "code": _code(plan, c) if plan.config else None,
-        "flags": _flags(plan, c) if plan.config else None,
-        "bytes": {
-            "parameters": m.parameters,
-            "state": m.state,
-            "batch": m.batch,
-            **m.of_step._asdict(),
-            "total": m.total,
-        },
-        "bytes_on_host": m.host,
-        "sent": [
-            {
-                "along": list(t.sent.roles),
-                "kind": t.sent.kind,
-                "bytes": t.sent.bytes,
-                "over": [str(way) for way in t.over],
-                "seconds": t.seconds,
-            }
-            for t in s.transfers
-        ],
-        "seconds": {
-            name: getattr(s, name) for name in (*_TIMES, "host", "weights", "seconds", "bound")
-        },
-        "bubble": s.bubble,
-        "binds": s.binds,
-        "mfu": c.mfu,
-        "mfu_bound": c.mfu_bound,
-    }
+    return "\n".join([told, "", *table(("layout", "best", "this", "more"), rows)])
