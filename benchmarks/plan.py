@@ -2,10 +2,11 @@
 
 `python benchmarks/plan.py` compiles whole training steps (15 s to 3 minutes each on two idle cores;
 what was compiled before is kept), fits the coefficients of the memory formula that are no counts
-on `plan_cases.FITTED`, judges the formula by `plan_cases.JUDGED`, of other models, and writes what
-the compiler said to src/shardwise/plan/judged.json, which a chapter reads too, and the table to
-book/judged.md. With names it compiles these alone; with `--table` nothing, and writes the table by
-today's formula. Needs libtpu: `pip install "shardwise[tpu]"`.
+on `plan_cases.FITTED`, and judges the formula by `plan_cases.JUDGED`, of other models, and by
+programs drawn by a seed (`plan_drawn`). What the compiler said it writes to
+src/shardwise/plan/judged.json, which a chapter reads too, and the table to book/judged.md. With
+names it compiles these alone; with `--table` nothing, and writes the table by today's formula.
+Needs libtpu: `pip install "shardwise[tpu]"`.
 """
 
 import argparse
@@ -15,9 +16,11 @@ import itertools
 import json
 import pathlib
 import sys
+from collections.abc import Iterable, Mapping
 
 import plan_table
 from plan_cases import FITTED, JUDGED, Case, candidate
+from plan_drawn import drawn
 
 from shardwise import mesh, plan, topology
 from shardwise.plan import arrays, compiling, memory, sent
@@ -26,7 +29,7 @@ from shardwise.topology import child
 ROOT = pathlib.Path(__file__).parents[1]
 RECORD = ROOT / "src" / "shardwise" / "plan" / "judged.json"  # chapters read it, too
 PAGE = ROOT / "book" / "judged.md"
-CASES = {f"fitted: {n}": c for n, c in FITTED.items()} | JUDGED
+CASES = {f"fitted: {n}": c for n, c in FITTED.items()} | JUDGED | drawn("tpu")
 
 
 def compiled(case: Case) -> dict:
@@ -95,34 +98,36 @@ def write(record: dict[str, dict]) -> None:
     RECORD.write_text("{\n" + ",\n".join(told) + "\n}\n")
 
 
-def fitted(record: dict) -> memory.Terms:
-    """The coefficients that are no counts, by least squares: first of what all programs have, then
-    of what only a context axis has, or experts.
+def fitted(
+    cases: Mapping[str, Case], record: Mapping, start: memory.Terms, **grids: Iterable[float]
+) -> memory.Terms:
+    """The coefficients that are no counts, by least squares: those of `grids` of what all programs
+    have, then of what only a context axis has, or experts.
     """
-    fifties, tenths = [i / 50 for i in range(51)], [(i / 10,) for i in range(16)]
-    mixed = [n for n in record if _has(n, "dispatch")]
-    around = [n for n in record if _has(n, "ring") and n not in mixed]
-    plain = [n for n in record if n not in mixed and n not in around]
-    halves = [i / 2 for i in range(20)]
-    tried = itertools.product(fifties, halves)
-    best = _best(record, plain, ("layer", "around"), tried, memory.COEFFICIENTS)
-    best = _best(record, around, ("ring",), tenths, best)
-    return _best(record, mixed, ("dispatch",), tenths, best)
+    found = {name: candidate(cases[name]).memory for name in record}
+    mixed = [n for n in found if found[n].terms.dispatch]
+    around = [n for n in found if found[n].terms.ring and n not in mixed]
+    plain = [n for n in found if n not in mixed and n not in around]
+    tenths = [i / 10 for i in range(16)]
+    best = _best(found, record, plain, grids, start)
+    best = _best(found, record, around, {"ring": tenths}, best)
+    return _best(found, record, mixed, {"dispatch": tenths}, best)
 
 
-def _has(name, term):
-    return getattr(candidate(CASES[name]).memory.terms, term) > 0
-
-
-def _best(record, names, terms, tried, start):
-    options = [start._replace(**dict(zip(terms, values, strict=True))) for values in tried]
-    held = [(candidate(CASES[n]).memory, record[n]["needed"]) for n in names]
-
+def _best(found, record, names, grids, start):
     def squares(c):
-        ours = (m.total - m.step + sum(memory.counted(m.terms, c)) for m, _ in held)
-        return sum((x / n - 1) ** 2 for x, (_, n) in zip(ours, held, strict=True))
+        ours = ((m := found[n]).total - m.step + sum(memory.counted(m.terms, c)) for n in names)
+        return sum((x / record[n]["needed"] - 1) ** 2 for n, x in zip(names, ours, strict=True))
 
-    return min(options, key=squares)
+    tried = itertools.product(*grids.values())
+    return min((start._replace(**dict(zip(grids, x, strict=True))) for x in tried), key=squares)
+
+
+def of_tpus(record: Mapping) -> memory.Terms:
+    """The coefficients of the TPUs' compiler, by what of the record is there to fit them."""
+    known = {n: said for n, said in record.items() if n.startswith("fitted: ")}
+    grids = {"layer": [i / 50 for i in range(51)], "around": [i / 2 for i in range(20)]}
+    return fitted(CASES, known, memory.COEFFICIENTS, **grids)
 
 
 def main(argv: list[str]) -> int:
@@ -138,15 +143,14 @@ def main(argv: list[str]) -> int:
         row = plan_table.row(name, CASES[name], candidate(CASES[name]), said)
         print(*row, sep="  ", flush=True)
     record = recorded()
-    print(f"fitted: {fitted({n: r for n, r in record.items() if n.startswith('fitted: ')})}")
-    print(f"the planner's: {memory.COEFFICIENTS}")
-    found = {name: candidate(case) for name, case in CASES.items() if name in record}
-    if not found.keys() & JUDGED.keys():
+    print(f"fitted: {of_tpus(record)}\nthe planner's: {memory.COEFFICIENTS}")
+    if record.keys() != CASES.keys():
         return 1
+    found = {name: candidate(case) for name, case in CASES.items()}
     PAGE.write_text(plan_table.page(CASES, found, record))
-    verdict = plan_table.verdict(CASES, found, record)
-    print("\n".join(verdict.told))
-    return int(not verdict.kept)
+    verdicts = plan_table.verdicts(CASES, found, record)
+    print("\n".join(line for verdict in verdicts for line in verdict.told))
+    return int(not all(verdict.kept for verdict in verdicts))
 
 
 if __name__ == "__main__":

@@ -64,6 +64,7 @@ SHARED = dataclasses.replace(
 
 DEEP = dataclasses.replace(SMALL, layers=16)
 _AWAY = dict(remat=True, offload=True)
+_PRODUCTS = dict(remat=True, products=True)
 
 FITTED = {
     "remat": _case(SMALL, "v5e:2x4", 64, 1024, fsdp=8, remat=True),
@@ -173,6 +174,16 @@ JUDGED = {
         _deep(GROUPED, 16), "v5p:2x2x2", 32, 8192, fsdp=2, context=4, **_AWAY
     ),
     "offload, experts": _case(_deep(EIGHT, 16), "v5e:2x4", 64, 1024, fsdp=8, **_AWAY),
+    "products": _case(GROUPED, "v5e:4x4", 128, 1024, fsdp=16, **_PRODUCTS),
+    "products, tensor": _case(SEVEN, "v5p:2x2x2", 32, 2048, fsdp=2, tensor=4, **_PRODUCTS),
+    "llama3-8b, products": _case(
+        plan.preset("llama3-8b"), "v5e:16x16", 256, 8192,
+        fsdp=64, context=4, microbatches=4, **_PRODUCTS
+    ),
+    "llama3-70b, products": _case(
+        plan.preset("llama3-70b"), "v5p:4x4x8", 512, 8192,
+        fsdp=64, context=2, microbatches=8, **_PRODUCTS
+    ),
     # At the edge of what fits: by formula 94 to 98 % of a device, and 2 to 19 % too much.
     "edge, fsdp": _case(GROUPED, "v5e:2x4", 144, 1024, fsdp=8),
     "edge, remat": _case(SEVEN, "v5e:2x4", 480, 1024, fsdp=8, remat=True),

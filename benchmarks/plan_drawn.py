@@ -2,7 +2,8 @@
 
 A seed is committed before the first of its programs is compiled. `fitted` are made-up models and
 `judged` published sizes, without biases, nothing tied, on GPUs; `held`, `again` and `tpu` published
-decoders as their config.json has them. `again` and `tpu` were drawn after the last fit.
+decoders as their config.json has them. `again` and `tpu` were drawn after the last fit, and so
+were `products`, on GPUs, whose layers keep their products.
 """
 
 import dataclasses
@@ -10,7 +11,8 @@ import functools
 import json
 import pathlib
 import random
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -91,6 +93,7 @@ class Draw(NamedTuple):
     number: int
     model: Callable[[random.Random], tuple[str, model.Config]]
     chips: Callable[[random.Random], str]
+    more: Mapping[str, bool] = types.MappingProxyType({})  # of each layout
 
 
 _few = functools.partial(_nodes, (1, 1, 2, 3, 4, 6, 16))
@@ -100,6 +103,7 @@ DRAWS = {
     "held": Draw(27_112_026, 24, _by_config, _few),
     "again": Draw(28_112_026, 24, _by_config, _few),
     "tpu": Draw(29_112_026, 24, _by_config, _torus),
+    "products": Draw(30_112_026, 12, _by_config, _few, dict(remat=True, products=True)),
 }
 
 
@@ -113,7 +117,7 @@ def drawn(which: str) -> dict[str, Case]:
         division = rng.choice([r for r in roles.every(chips.devices) if r.stage == 1])
         sequence, rows = rng.choice([1024, 2048, 4096, 8192, 32_768]), rng.choice([1, 2, 4, 8])
         many = {"microbatches": rng.choice([1, 1, 1, 2, 4]), "remat": rng.random() < 0.6}
-        each = roles.Roles(**division.sizes, **many)
+        each = roles.Roles(**division.sizes, **many | draw.more)
         case = Case(config, str(chips), each.rows * rows * each.microbatches, sequence, each)
         if _can_be(case, chips):
             found[f"{which} {len(found) + 1}{', ' * bool(name)}{name}"] = case

@@ -9,25 +9,20 @@ book/judged_gpus.md. With `--table` it compiles nothing. Needs the compiler:
 """
 
 import argparse
-import dataclasses
-import itertools
 import json
 import pathlib
-import random
 import sys
 
-import jax.numpy as jnp
 import plan
 import plan_table
-from plan_cases import Case
+from plan_drawn import DRAWS, drawn
 
-from shardwise import mesh, model, topology
-from shardwise.plan import configs, memory, roles
+from shardwise import mesh
+from shardwise.plan import memory
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "plan_gpu.json"
 PAGE = ROOT / "book" / "judged_gpus.md"
-DECODERS = ROOT / "tests" / "decoders.json"
 PAGE_TEXT = """# The planner on GPUs, judged
 
 <!-- Written by `python benchmarks/plan_gpu.py`; edits are lost. -->
@@ -43,7 +38,7 @@ the seed {fitted_seed}. What is judged are {judged_number} programs of published
 with fewer layers, on layouts and GPUs drawn by the seed {judged_seed}, which was committed before
 the first of them was compiled.
 
-{verdict}
+{verdict_of_judged}
 
 GiB on a device in all, exact parts included, and how far the formula is from the compiler: with +
 it says too much.
@@ -56,6 +51,17 @@ compiled. One count had been added before, learnt from programs that nobody drew
 device, the float32 copies in norms lie there a second time, transposed. {verdict_of_held}
 
 {held}
+
+After that the loss was written anew, all of these programs were compiled again, and the
+coefficients were fitted again; so {again_number} more were drawn, by the seed {again_seed}.
+{verdict_of_again}
+
+{again}
+
+All of these recompute either nothing or all of a layer. Of {products_number} more, drawn by the
+seed {products_seed}, each keeps what its weights were multiplied to. {verdict_of_products}
+
+{products}
 
 The same for the models on which the coefficients were fitted.
 
@@ -75,7 +81,9 @@ some, most of all beside experts.
 """
 
 
-CASES = {name: case for which in SEEDS for name, case in drawn(which).items()}
+NAMES = ("fitted", "judged", "held", "again", "products")
+JUDGED = NAMES[1:]
+CASES = {name: case for which in NAMES for name, case in drawn(which).items()}
 
 
 def recorded() -> dict[str, dict]:
@@ -90,80 +98,42 @@ def write(record: dict[str, dict]) -> None:
     RECORD.write_text("{\n" + ",\n".join(told) + "\n}\n")
 
 
-def fitted(record: dict[str, dict]) -> memory.Terms:
-    """The coefficients, by least squares: of what all programs have, of a context, of experts."""
-    found = {n: plan.candidate(CASES[n]).memory for n in record if n.startswith("fitted")}
-
-    def best(names, terms, tried, start):
-        def squares(c):
-            ours = {n: sum(memory.counted(found[n].terms, c)) for n in names}
-            held = {n: found[n].total - found[n].step for n in names}
-            off = ((held[n] + ours[n]) / record[n]["needed"] - 1 for n in names)
-            return sum(x**2 for x in off)
-
-        options = [start._replace(**dict(zip(terms, values, strict=True))) for values in tried]
-        return min(options, key=squares)
-
-    mixed = [n for n in found if found[n].terms.dispatch]
-    around = [n for n in found if found[n].terms.ring and n not in mixed]
-    plain = [n for n in found if n not in mixed and n not in around]
-    grid = (
-        [i / 20 for i in range(12, 25)],
-        [i / 2 for i in range(14)],
-        [i / 20 for i in range(18, 25)],
-    )
-    tenths = [(i / 10,) for i in range(16)]
-    start = best(plain, ("layer", "around", "logits"), itertools.product(*grid), memory.OF_GPUS)
-    start = best(around, ("ring",), tenths, start)
-    return best(mixed, ("dispatch",), tenths, start)
+def of_gpus(record: dict[str, dict]) -> memory.Terms:
+    """The coefficients of XLA's compiler for GPUs."""
+    known = {n: said for n, said in record.items() if n.startswith("fitted")}
+    grids = {
+        "layer": [i / 20 for i in range(8, 25)],
+        "around": [i / 2 for i in range(14)],
+        "logits": [i / 20 for i in range(18, 25)],
+    }
+    return plan.fitted(CASES, known, memory.OF_GPUS, **grids)
 
 
-def verdict(record: dict[str, dict], which: str = "judged") -> plan_table.Verdict:
-    """Of those judged: eight of ten within 10 %, all within 15, none called fitting that is not."""
-    names = [n for n in record if n.startswith(which)]
-    off = {n: plan.candidate(CASES[n]).memory.total / record[n]["needed"] - 1 for n in names}
-    worst = max(off, key=lambda n: abs(off[n]))
-    near, most = sum(abs(x) <= 0.1 for x in off.values()), abs(off[worst])
-    low = [n for n in names if not record[n]["fits"] and _fits(n)]
-    told = (
-        f"{near} of {len(names)} are within 10 % of the compiler, and all within {100 * most:.1f} "
-        f"%; the worst is “{worst}”. What the formula calls fitting and is more than JAX takes of "
-        f"a GPU's memory: {', '.join(low) or 'none'}.",
-    )
-    return plan_table.Verdict(near >= 0.8 * len(names) and most <= 0.15 and not low, told)
-
-
-def _fits(name):
-    return plan.candidate(CASES[name]).memory.total <= topology.chips(CASES[name].chips).usable_hbm
+def verdicts(record: dict[str, dict]) -> dict[str, plan_table.Verdict]:
+    """By the name of each draw that is judged."""
+    found = {n: plan.candidate(CASES[n]) for n in record}
+    return {
+        which: plan_table.verdict(
+            CASES, plan_table.found_of(found, which), record, plan_table.DRAWN
+        )
+        for which in JUDGED
+    }
 
 
 def page(record: dict[str, dict]) -> str:
     """The book's page: what the record has, beside the formula as it is."""
-    columns = ("program", "compiler", "formula", "off", "layout", "GPUs")
+    found = {n: plan.candidate(CASES[n]) for n in record}
     tables = {
-        which: plan_table.table(
-            columns,
-            [
-                plan_table.row(
-                    n.removeprefix(f"{which} "), CASES[n], plan.candidate(CASES[n]), said
-                )
-                for n, said in record.items()
-                if n.startswith(which)
-            ],
-        )
-        for which in SEEDS
+        which: plan_table.memory_of(CASES, plan_table.found_of(found, which), record)
+        for which in NAMES
     }
     return PAGE_TEXT.format(
         dates=plan_table.dates(record),
         versions=plan_table.versions(record),
-        verdict=" ".join(verdict(record).told),
-        verdict_of_held=" ".join(verdict(record, "held").told),
         sent=_sent(record),
-        **{
-            f"{which}_{k}": v
-            for k, d in (("seed", SEEDS), ("number", NUMBER))
-            for which, v in d.items()
-        },
+        **{f"verdict_of_{which}": " ".join(v.told) for which, v in verdicts(record).items()},
+        **{f"{which}_seed": DRAWS[which].seed for which in NAMES},
+        **{f"{which}_number": DRAWS[which].number for which in NAMES},
         **tables,
     )
 
@@ -198,9 +168,11 @@ def main(argv: list[str]) -> int:
             write(recorded() | {name: said})
             print(*plan_table.row(name, CASES[name], plan.candidate(CASES[name]), said), flush=True)
     record = recorded()
-    print(f"fitted: {fitted(record)}\nthe planner's: {memory.OF_GPUS}")
+    print(f"fitted: {of_gpus(record)}\nthe planner's: {memory.OF_GPUS}")
+    if record.keys() != CASES.keys():
+        return 1
     PAGE.write_text(page(record))
-    found = [verdict(record, which) for which in ("judged", "held")]
+    found = verdicts(record).values()
     print("\n".join(line for each in found for line in each.told))
     return int(not all(each.kept for each in found))
 

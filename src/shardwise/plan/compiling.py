@@ -28,7 +28,9 @@ def layout_of(roles: Roles, config: Config, mesh: Mesh, kernel: str = "tiles") -
     Attention to whole sequences is in "tiles", or for TPUs by Pallas' "splash".
     """
     attend = context.splash() if kernel == "splash" else context.tiled
-    again = layouts.offload if roles.offload else jax.checkpoint_policies.nothing_saveable
+    again = jax.checkpoint_policies.nothing_saveable
+    again = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if roles.products else again
+    again = layouts.offload if roles.offload else again
     meant = {"kernel": attend, "remat": again, "dtype": config.dtype}
     given = realised.settings(roles, config, kernel)
     taken = {role: role for role in roles.sizes} or {"data": "data"}
@@ -190,6 +192,7 @@ def _facts(found):
         "microbatches": found.candidate.roles.microbatches,
         "remat": found.candidate.roles.remat,
         "offload": found.candidate.roles.offload,
+        "products": found.candidate.roles.products,
         "fits": bool(found.fit),
         "bytes": found.fit.needed,
         "bytes_by_formula": found.candidate.memory.total,

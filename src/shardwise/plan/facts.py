@@ -33,6 +33,7 @@ def layout(plan: Plan, c: Candidate) -> dict[str, Any]:
         "microbatches": r.microbatches,
         "remat": r.remat,
         "offload": r.offload,
+        "products": r.products,
         "code": tables.code(plan, c) if plan.config else None,
         "flags": tables.flags(plan, c) if plan.config else None,
         "bytes": {

@@ -26,8 +26,8 @@ class Terms(NamedTuple):
     loop there, and gathers ahead for it: `weights` has three layers, not one, and of `around` and
     `ring` there is half as much again.
 
-    At the loss: `logits`, in float32 and in the dtype of use, or the head's gradient; of GPUs less
-    what `weights` counts of a layer, which is not there then.
+    At the loss: `logits`, in the dtype of use, and the head's gradient; of GPUs less what `weights`
+    counts of a layer, which is not there then.
 
     In a layer's backward pass: `gradients` of the device's shares; `layer`, all that one layer's
     backward pass has; `around`, an activation whole, as tensor's products need it, and half of one
@@ -134,21 +134,20 @@ def _terms(part, parameters, gpu):
     r = part.roles
     layers = min(2, part.layers) if r.offload else part.layers
     inside = layer(part, gpu)
-    kept = layers * (inside if not r.remat else part.tokens * _between(part))
+    kept = layers * (part.tokens * _entered(part) if r.remat else inside)
     whole = part.tokens * part.config.embed * part.itemsize
     weights, head = _weights(part)
     weights *= min(3, part.layers) if r.offload else 1
     ahead = 1.5 if r.offload else 1
-    logits = _logits(part, head)
-    if gpu:  # no head's gradient beside them, and what remat gathers of a layer is gone by then
-        logits = max(0, _of_vocabulary(part) * (_WIDE + part.itemsize) - weights * r.remat)
+    # On GPUs what remat gathers of a layer is gone by then.
+    logits = _logits(part, head) - (weights * r.remat if gpu else 0)
     return Terms(
         gradients=parameters,
         weights=weights + head + _cast(part),
         kept=kept,
         layer=inside,
         around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
-        logits=logits,
+        logits=max(0, logits),
         ring=ahead * _ring(part) if r.context > 1 else 0,
         dispatch=_dispatch(part) if part.config.experts else 0,
         summed=parameters if r.microbatches > 1 else 0,
@@ -219,23 +218,31 @@ def _of_vocabulary(part):
 
 
 def _logits(part, head):
-    """The bytes of logits and their gradient at the loss; or, after it, of one of them and, of the
-    head's gradient, of what is summed and the sum.
+    """The bytes of what the loss has, and after it: the head's gradient, as it is summed, and
+    logits, or that sum.
 
     Around four devices or more the TPU compiler takes the head's products in parts, which come from
-    both sides: two parts of each of the three. Of one row it writes the logits once more, flat,
-    to find the targets' among them, and their gradient too where the embedding is the head.
+    both sides: two parts of each of the three.
     """
-    used, n = part.itemsize, part.roles.tensor
-    logits = _of_vocabulary(part)
-    parts = 3 * 2 / n * logits * used if n >= 4 else 0
-    flat = logits * used * (1 + part.config.tied) if part.rows == 1 else 0
-    return max(logits * (_WIDE + used) + parts + flat, logits * used + 2 * head)
+    logits, n = _of_vocabulary(part) * part.itemsize, part.roles.tensor
+    parts = 3 * 2 / n if n >= 4 else 0
+    return head + max(logits * (1 + parts), head)
 
 
 def _between(part):
     """The bytes of a token where it enters a layer, cut over the tensor axis."""
     return part.config.embed * part.itemsize / part.roles.tensor
+
+
+def _entered(part):
+    """The bytes of a token that a recomputed layer keeps: what enters, and products on request.
+
+    Those of q, k and v, attention's end, gate and up; that of down where it enters a norm.
+    """
+    c, t = part.config, part.roles.tensor
+    ends = 1 + (c.norms != "before")
+    kept = (c.heads + 2 * c.kv_heads) * c.head_dim + ends * c.embed + 2 * c.mlp
+    return _between(part) + (kept * part.itemsize / t if part.roles.products else 0)
 
 
 def _ring(part):

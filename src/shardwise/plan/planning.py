@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def best(self) -> tuple[Candidate, ...]:
-        """The best of each division of the devices, over microbatches, remat and offload."""
+        """The best of each division of the devices, over microbatches and what is recomputed."""
         found = {tuple(c.roles.sizes.items()): c for c in reversed(self.fitting)}
         return tuple(sorted(found.values(), key=order))
 
@@ -157,7 +157,7 @@ def plan(
         if told := roles.refusal(division, config, chips, batch, sequence):
             refused.append(told)
             continue
-        for each in roles.variants(division, batch, chips):
+        for each in roles.variants(division, batch, chips, not config.experts):
             found = candidate(each, config, arrays, chips, batch, sequence)
             (fitting if fits(found.memory, chips) else too_large).append(found)
     fitting.sort(key=order)

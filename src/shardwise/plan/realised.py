@@ -16,6 +16,7 @@ _CODE = {
     "splash": "context.splash()",
     "offload": "layouts.offload",
     "nothing_saveable": "jax.checkpoint_policies.nothing_saveable",
+    "dots_with_no_batch_dims_saveable": "jax.checkpoint_policies.dots_with_no_batch_dims_saveable",
     "bfloat16": "jnp.bfloat16",
 }
 
@@ -30,7 +31,8 @@ def settings(roles: Roles, config: Config, kernel: str = "tiles") -> dict[str, A
 
     `kernel` counts where devices see whole sequences.
     """
-    again = "offload" if roles.offload else "nothing_saveable"
+    again = "dots_with_no_batch_dims_saveable" if roles.products else "nothing_saveable"
+    again = "offload" if roles.offload else again
     narrow = jnp.dtype(config.dtype) != jnp.dtype(config.param_dtype)
     found = {
         "sequence": roles.tensor > 1,

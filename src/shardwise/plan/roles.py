@@ -16,7 +16,8 @@ class Roles:
 
     `expert` is an axis of its own, along which all but the experts is whole. With tensor the
     sequence is cut between its products. `remat` says whether a layer is recomputed in the backward
-    pass, from what enters it; `offload`, whether that waits on the host meanwhile.
+    pass, from what enters it; `products`, whether what its weights were multiplied to is kept and
+    the rest recomputed; `offload`, whether what enters waits on the host meanwhile.
     """
 
     stage: int = 1
@@ -28,6 +29,7 @@ class Roles:
     microbatches: int = 1
     remat: bool = False
     offload: bool = False
+    products: bool = False
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -43,6 +45,7 @@ class Roles:
         told = " × ".join(f"{role} {n}" for role, n in self.sizes.items()) or "one device"
         told += f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
         told += ", remat" if self.remat else ""
+        told += ", products kept" if self.products else ""
         return told + (", offload" if self.offload else "")
 
 
@@ -76,27 +79,29 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // i for i in small)})
 
 
-def variants(roles: Roles, batch: int, chips: Chips) -> Iterator[Roles]:
+def variants(roles: Roles, batch: int, chips: Chips, dense: bool = True) -> Iterator[Roles]:
     """The `roles` with every number of microbatches worth trying, with and without remat.
 
     These are powers of two that divide a device's rows; with stages, as many as stages or more,
-    and the rows themselves. Where remat is, offload is tried beside it, without stages: on chips
-    whose way to the host is known.
+    and the rows themselves. Without stages, products are kept beside remat, in a `dense` model, and
+    offload is tried, on chips whose way to the host is known.
     """
-    may_offload = roles.stage == 1 and chips.chip.host_bandwidth is not None
+    ways = [{}, {"remat": True}]
+    if roles.stage == 1:
+        ways += [{"remat": True, "products": True}] if dense else []
+        ways += [{"remat": True, "offload": True}] if chips.chip.host_bandwidth else []
     rows, least = batch // roles.rows, roles.stage
     numbers = {m for m in (2**i for i in range(12)) if rows % m == 0} | {*[rows][: least - 1]}
     for m in sorted(m for m in numbers if m >= least):
-        for remat, offload in ((False, False), (True, False), (True, True)):
-            if may_offload or not offload:
-                yield dataclasses.replace(roles, microbatches=m, remat=remat, offload=offload)
+        for way in ways:
+            yield dataclasses.replace(roles, microbatches=m, **way)
 
 
 def refusal(
     roles: Roles, config: Config, chips: Chips, batch: int, sequence: int
 ) -> Refusal | None:
     """The first reason why a layout cannot be; None if it can."""
-    checks = (_of_host, _of_heads, _of_layers, _of_rows, _of_tokens, _of_slices)
+    checks = (_of_host, _of_products, _of_heads, _of_layers, _of_rows, _of_tokens, _of_slices)
     for check in checks:
         if told := check(roles, config, chips, batch, sequence):
             return Refusal(roles, *told)
@@ -117,6 +122,13 @@ def _of_host(roles, *_):
     if roles.offload and (roles.stage > 1 or not roles.remat):
         told = "what enters layers waits there to be computed from again; stages keep it in slots"
         return "offload without remat, or with stages", told
+    return None
+
+
+def _of_products(roles, c, *_):
+    if roles.products and (roles.stage > 1 or c.experts or not roles.remat or roles.offload):
+        told = "no formula here has what stages or experts keep of them, or what waits on the host"
+        return "products kept with stages, experts or offload, or without remat", told
     return None
 
 

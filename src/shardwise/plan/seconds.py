@@ -113,7 +113,7 @@ def flops(part: Part) -> float:
     """
     c, r = part.config, part.roles
     tokens = part.tokens * r.microbatches
-    passes = 8 if r.remat else 6
+    passes = 8 if r.remat and not r.products else 6
     work = passes * part.layers * _layer_weights(c, slots(part)) * tokens
     work += 6 * _head(c) * tokens if part.is_last else 0
     scores = part.layers * c.heads * c.head_dim * tokens * part.sequence / 2
@@ -135,7 +135,8 @@ def step(
 def _of_part(chip, part, sent, memory, ways):
     peak = chip.peak("bfloat16")  # of narrower and of wider ones no peaks are compared
     transfers = tuple(Transfer(s, *over_links(chip, s, ways)) for s in sent)
-    read = (3 + part.roles.remat) * part.roles.microbatches * _read(part)
+    again = part.roles.remat and not part.roles.products
+    read = (3 + again) * part.roles.microbatches * _read(part)
     held = memory.parameters + memory.state
     bandwidth = chip.hbm_bandwidth / chip.devices
     update = (2 * held + memory.terms.gradients + memory.terms.summed) / bandwidth

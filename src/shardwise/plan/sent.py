@@ -157,7 +157,7 @@ def tensor_passes(part: Part) -> Passes:
     again, c = int(part.roles.remat), part.config
     numbers = 2 * (2 + again) if c.qk_norm == "heads" else 0  # of q's norm and of k's
     if not c.experts:
-        return Passes(4 + 2 * again, 4 + again, numbers=numbers)
+        return Passes(4 + 2 * again, 4 + again * (not part.roles.products), numbers=numbers)
     dense = (4 + 2 * again, 4 + again) if c.shared_experts else (2 + again, 2 + again)
     return Passes(*dense, sums=2 + again, chosen=2 + again, words=1, numbers=numbers)
 

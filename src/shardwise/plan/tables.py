@@ -127,7 +127,9 @@ def words(plan: Plan, c: Candidate) -> str:
         for role, size in c.roles.sizes.items()
     ]
     told += [f"{c.roles.microbatches} microbatches"] if c.roles.microbatches > 1 else []
-    told += ["layers recomputed" + (" from the host" if c.roles.offload else "")] * c.roles.remat
+    if c.roles.remat:
+        how = " but for products" * c.roles.products + " from the host" * c.roles.offload
+        told.append("layers recomputed" + how)
     return ", ".join(told or ["one device"])
 
 
