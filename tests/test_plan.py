@@ -47,7 +47,7 @@ def drawn(seed, staged=False, mixed=None):
             and not roles.refusal(r, config, CHIPS, rows, LENGTH)
         ]
         if possible:
-            each = list(roles.variants(rng.choice(possible), rows, CHIPS))
+            each = list(roles.variants(rng.choice(possible), rows, CHIPS, not config.experts))
             return rng.choice([r for r in each if r.microbatches <= 8] or each), config, rows
 
 
@@ -189,7 +189,7 @@ def on_host(jaxpr, times=1):
 @pytest.mark.parametrize("seed", marked(range(1, 7), [1]))
 def test_what_waits_on_the_host_is_what_enters_layers(seed):
     each, config, rows = drawn(300 + seed)
-    each = dataclasses.replace(each, remat=True, offload=True)
+    each = dataclasses.replace(each, remat=True, offload=True, products=False)
     if each.tensor > 1:  # what the compiler cuts there is whole in a traced program
         each = dataclasses.replace(each, tensor=1, data=each.data * each.tensor, microbatches=1)
     layout = compiling.layout_of(each, config, mesh.make(**each.sizes))
@@ -242,7 +242,7 @@ def test_every_division_of_the_devices_comes_once(n):
 
 def test_a_plan_leaves_nothing_out_and_is_in_order():
     found = small(experts=4, capacity_factor=1.0)
-    plain = dict(microbatches=1, remat=False, offload=False)
+    plain = dict(microbatches=1, remat=False, offload=False, products=False)
     told = {str(dataclasses.replace(c.roles, **plain)) for c in found.fitting}
     refused = {str(r.roles) for r in found.refused}
     assert not found.too_large and not told & refused
@@ -278,9 +278,11 @@ def test_more_needs_more(index):
     if c.roles.stage == 1:
         assert needed(layers=16).terms.kept == 2 * c.memory.terms.kept
         assert needed(layers=16).terms.layer == c.memory.terms.layer
-    assert total(remat=True) <= total(remat=False)
-    again, away = (needed(remat=True, offload=offload) for offload in (False, True))
+    plain = dict(remat=True, products=False)
+    assert total(**plain) <= total(remat=False, products=False)
+    again, away = (needed(offload=offload, **plain) for offload in (False, True))
     if c.roles.stage == 1:
+        assert total(**plain) < total(remat=True, products=True)
         assert away.terms.kept == again.terms.kept / 4  # two layers of eight are entered
         assert away.host == again.terms.kept and not again.host
     assert total() < total(batch=128) and total() < total(sequence=128)
@@ -313,6 +315,7 @@ REFUSED = {
     "sequence": (dict(context=8), {}, 64, 24, "over 16 devices"),
     "tokens": (dict(tensor=4, context=2), {}, 64, 4, "tokens=2 over 4 devices"),
     "host": (dict(data=8, offload=True), {}, 64, 64, "computed from again; stages keep"),
+    "products": (dict(data=8, products=True), {}, 64, 64, "no formula here"),
     "host, stages": (dict(data=4, stage=2, remat=True, offload=True), {}, 64, 64, "in slots"),
 }
 
@@ -445,3 +448,43 @@ def test_what_the_compiler_inserts_sends_what_the_formula_says(seed):
         expected = sum(s.bytes for s in sent.sent(part) if s.roles == ("tensor",))
         assert math.isclose(sum(op.ring_bytes for op in found), expected)
         assert bool(found) == (each.tensor > 1)
+
+
+KEEPS = {
+    "plain": {},
+    "gemma": dict(norms="both", qk_norm="head", tied=True, activation="gelu"),
+    "olmo": dict(norms="after", qk_norm="heads", qkv_bias=True),
+}
+
+
+@pytest.mark.parametrize("name", KEEPS)
+def test_products_that_are_kept_are_those_that_jax_keeps(name, monkeypatch):
+    """To the byte, beside what enters layers; and of a step's products attention's come again."""
+    config = dataclasses.replace(SMALL, mlp=512, remat=True, dtype=jnp.bfloat16, **KEEPS[name])
+    program = compiling.program_of(roles.Roles(), config, 4, LENGTH)
+    params, kept = jax.eval_shape(program.create, KEY), []
+    for policy in ("nothing_saveable", "dots_with_no_batch_dims_saveable"):
+        how = getattr(jax.checkpoint_policies, policy)
+        monkeypatch.setattr(jax, "checkpoint", functools.partial(jax.checkpoint, policy=how))
+        back = jax.eval_shape(
+            lambda p, batch: jax.vjp(lambda p: program.loss(p, batch).total, p)[1],
+            params,
+            program.batch,
+        )
+        kept.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(back)))
+        monkeypatch.undo()
+    ours, flops = [], []
+    config = dataclasses.replace(config, remat=False)  # the layout has it
+    program = compiling.program_of(roles.Roles(), config, 32, LENGTH)
+    for products in (False, True):
+        each = roles.Roles(fsdp=8, remat=True, products=products)
+        (part,) = arrays.parts(each, config, arrays.of_decoder(config), 32, LENGTH)
+        ours.append(memory.memory(part).terms.kept)
+        layout = compiling.layout_of(each, config, mesh.make(fsdp=8))
+        placed = jax.eval_shape(lambda key, to=layout: layouts.place(to, program.create(key)), KEY)
+        function = layouts.value_and_grad(layout, program.loss, check=False)
+        counted = measure.flops(function.lower(placed, program.batch).compile())
+        flops.append(counted)
+        assert 1 <= counted / seconds.flops(part) < 1.1  # tiles of attention that a mask hides
+    assert kept[1] - kept[0] == ours[1] - ours[0] > 0
+    assert flops[1] < 0.85 * flops[0]

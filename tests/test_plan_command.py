@@ -126,6 +126,7 @@ SIZES = dict(embed=64, layers=4, mlp=64, vocab=256)
         (roles.Roles(stage=2, data=2, tensor=2, microbatches=2), model.Config(**SIZES)),
         (roles.Roles(fsdp=4, tensor=2), model.Config(**SIZES, dtype=jnp.bfloat16)),
         (roles.Roles(fsdp=8, remat=True, offload=True), model.Config(**SIZES)),
+        (roles.Roles(fsdp=8, remat=True, products=True), model.Config(**SIZES)),
         (roles.Roles(expert=4, fsdp=2), model.Config(**SIZES, experts=4, capacity_factor=1.25)),
     ],
     ids=str,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardwise import __main__ as command
-from shardwise import mesh, plan
+from shardwise import mesh
 from shardwise.plan import arrays, configs
 
 mesh.simulate(8)
@@ -119,10 +119,3 @@ def test_the_command_takes_a_file_or_its_folder(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert command.main(["plan", "--model", str(tmp_path / "empty"), *given]) == 1
     assert "the folder of a published decoder has one" in capsys.readouterr().err
-
-
-def test_tensor_is_refused_where_a_norm_goes_over_the_heads_that_it_cuts():
-    config = configs.of(fields("OLMo 2 7B")).config
-    found = plan.plan(config, "v5e:2x4", 8, 1024)
-    assert "norms over all heads, which tensor cuts" in found.why_not
-    assert not any(c.roles.tensor > 1 for c in (*found.fitting, *found.too_large))

@@ -108,13 +108,16 @@ def _layer_weights(c: Config, rows: float) -> float:
 def flops(part: Part) -> float:
     """The FLOPs of a device in a step on this stage: with slots and with what remat does again.
 
-    Attention's scores are never kept, so its backward pass has five products where its forward one
-    has two; masked tiles are left out.
+    Remat multiplies again by all matrices of a layer but the MLP's last one, where its result is
+    just added: no gradient needs that. Attention's scores are never kept, so its backward pass has
+    five products where its forward one has two; masked tiles are left out.
     """
     c, r = part.config, part.roles
-    tokens = part.tokens * r.microbatches
-    passes = 8 if r.remat and not r.products else 6
-    work = passes * part.layers * _layer_weights(c, slots(part)) * tokens
+    tokens, weights, again = part.tokens * r.microbatches, _layer_weights(c, slots(part)), 0
+    if r.remat and not r.products:
+        added = c.embed * c.mlp * (c.shared_experts if c.experts else 1)
+        again = weights - (added if c.norms == "before" else 0)
+    work = part.layers * (6 * weights + 2 * again) * tokens
     work += 6 * _head(c) * tokens if part.is_last else 0
     scores = part.layers * c.heads * c.head_dim * tokens * part.sequence / 2
     work += (2 * (2 if r.remat else 1) + 5) * 2 * scores
