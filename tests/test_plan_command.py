@@ -229,11 +229,50 @@ def test_only_layouts_with_the_sizes_asked_for_are_shown(capsys):
     assert shown and all(one["tensor"] == 2 and "context" not in one for one in shown)
 
 
+MINE = """
+import jax, jax.numpy as jnp, optax
+
+def create(key):
+    return {"w": jax.random.normal(key, (512, 1024)), "v": jax.random.normal(key, (1024, 512))}
+
+def loss(params, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["w"]) @ params["v"] - batch["x"]) ** 2)
+
+tx = optax.adam(1e-3)
+batch = {"x": jax.ShapeDtypeStruct((64, 512), jnp.float32)}
+"""
+
+
+def test_a_program_of_ones_own_is_planned_from_its_file(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    given = ["plan", "--own", str(file), "--chips", "v5e:2x4"]
+    assert command.main([*given, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    size = 2 * 512 * 1024
+    for one in told["layouts"]:
+        cut = one["roles"].get("fsdp", 1)
+        assert one["bytes"]["parameters"] == 4 * size // cut
+        assert one["bytes"]["state"] == 2 * 4 * size // cut + 4
+    assert len(told["layouts"]) == 4 and told["model"] == str(file)
+    assert command.main([*given, "--why", "fsdp=3"]) == 0
+    assert "no such division" in capsys.readouterr().out
+    for more, said in {
+        ("--model", "llama3-8b"): "--model is the file's",
+        ("--tokens", "15T"): "--tokens is the file's, or not asked",
+    }.items():
+        assert command.main([*given, *more]) == 1 and said in capsys.readouterr().err
+    assert command.main(given[:3]) == 1 and "--own needs --chips" in capsys.readouterr().err
+    file.write_text("loss = None")
+    assert command.main(given) == 1 and "has no create" in capsys.readouterr().err
+    assert command.main([*given[:2], str(tmp_path / "no.py"), *given[3:]]) == 1
+    assert "cannot be read: No such file" in capsys.readouterr().err
+
+
 def test_help_and_missing_flags(capsys):
     assert command.main([]) == 2 and "shardwise plan --model" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        command.main(["plan", "--model", "llama3-8b"])
-    assert "--batch" in capsys.readouterr().err
+    assert command.main(["plan", "--model", "llama3-8b"]) == 1
+    assert "--batch is missing" in capsys.readouterr().err
 
 
 def test_without_libtpu_one_sentence_says_so(capsys, monkeypatch):

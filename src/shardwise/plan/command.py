@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import tyro
 
 from shardwise import topology
 from shardwise.plan import configs, facts, survey, tables
+from shardwise.plan.own import own as plan_own
 from shardwise.plan.planning import plan
 from shardwise.plan.published import PRESETS
 from shardwise.plan.roles import ORDER
@@ -24,9 +26,9 @@ def main(argv: Sequence[str]) -> int:
     """Run the command line, and return its exit status."""
 
     def arguments(
-        model: str,
-        batch: str,
-        sequence: int,
+        model: str | None = None,
+        batch: str | None = None,
+        sequence: int | None = None,
         chips: str | None = None,
         slices: int = 1,
         only: str = "",
@@ -41,8 +43,9 @@ def main(argv: Sequence[str]) -> int:
         days: float | None = None,
         optimizer: str = "adamw",
         moments: str | None = None,
+        own: Path | None = None,
     ) -> int:
-        """Propose layouts of a decoder on TPUs or GPUs, by formula; the best first.
+        """Propose layouts of a decoder on TPUs or GPUs, by formula, or of your own program.
 
         Args:
           model: a published model's name (llama3-8b, llama3-70b, llama3-405b, llama2-7b,
@@ -66,8 +69,20 @@ def main(argv: Sequence[str]) -> int:
           days: without --chips, the time in which --tokens are to be done.
           optimizer: its name in optax; one whose update multiplies no matrices.
           moments: the first moment's dtype, such as bfloat16.
+          own: instead of a model, a Python file with create, loss, tx and batch as plan.own takes
+            them, and if need be has_aux and settings.
         """
         shown = {"why": why, "explain": explain}
+        needed = {"model": model, "batch": batch, "sequence": sequence}
+        if own is not None:
+            given = needed | {"moments": moments, "count": count, "tokens": tokens, "days": days}
+            _refuse(given, "is the file's, or not asked: leave it out beside --own")
+            if chips is None:
+                raise ValueError("plan: --own needs --chips, such as v5e:4x4.")
+            found = _own(own, _chips(chips, slices))
+            return _show(found, str(own), (), only, why, explain, top, as_json, compiled)
+        if lacks := [name for name, value in needed.items() if value is None]:
+            raise ValueError(f"plan: --{lacks[0]} is missing; see shardwise plan --help.")
         tx, on = Optimizer(name=optimizer, moments=moments), chips and _chips(chips, slices)
         rows = _rows(batch, sequence, on.devices if on else 0)
         if chips is None:
@@ -81,7 +96,9 @@ def main(argv: Sequence[str]) -> int:
             name = "why" if why else "explain"
             _refuse({"json": as_json, "compile": compiled}, f"cannot stand beside --{name}")
         _refuse(why and {"only": only, "explain": explain}, "cannot stand beside --why")
-        return _run(model, on, rows, sequence, tx, only, why, explain, top, as_json, compiled)
+        read = _config(model)
+        found = plan(read.config, on, rows, sequence, optimizer=tx)
+        return _show(found, model, read.notes, only, why, explain, top, as_json, compiled)
 
     return tyro.cli(arguments, prog="shardwise plan", args=list(argv))
 
@@ -122,36 +139,49 @@ def _survey(model, batch, sequence, tx, count, memory_of, tokens, days):
     read, counts = _config(model), (int(low), int(high))
     found = survey.survey(read.config, batch, sequence, counts, memory, given, days, tx)
     print(survey.text(found, given))
-    _tell(model, read)
+    _tell(model, read.notes)
     return 0 if found else 1
 
 
-def _tell(model, read):
-    for note in read.notes:
+def _tell(model, notes):
+    for note in notes:
         print(f"Of {model}: {note}.", flush=True)
 
 
-def _run(model, chips, batch, sequence, tx, only, why, explain, top, as_json, compiled):
+def _own(file, chips):
+    """The plan of the program that a file has."""
+    try:
+        names = runpy.run_path(str(file))
+    except OSError as error:
+        raise ValueError(f"plan: --own {file} cannot be read: {error.strerror}.") from None
+    if lacks := [name for name in ("create", "loss", "tx", "batch") if name not in names]:
+        raise ValueError(
+            f"plan: --own {file} has no {lacks[0]}; expected create(key), loss(params, batch), tx, "
+            f"and batch as arrays or shapes."
+        )
+    job = names["create"], names["loss"], names["tx"], chips, names["batch"]
+    return plan_own(*job, names.get("has_aux", False), **names.get("settings", {}))
+
+
+def _show(found, model, notes, only, why, explain, top, as_json, compiled):
     _positive(top=top)
     if not 0 <= compiled <= top:
         raise ValueError(f"plan: --compile {compiled}; expected 0 to --top {top}.")
     asked, doubted = _sizes("only", only), _sizes("why", why)
-    read = _config(model)
-    found = plan(read.config, chips, batch, sequence, optimizer=tx)
     if doubted:
         print(tables.why(found, doubted))
-        _tell(model, read)
+        _tell(model, notes)
         return 0
     fitting = (c for c in found.fitting if asked.items() <= {**_ONE, **c.roles.sizes}.items())
     found = dataclasses.replace(found, fitting=tuple(fitting))
     if explain and found.fitting:
         print(tables.explained(found, found.best[0]))
-        _tell(model, read)
+        _tell(model, notes)
         return 0
     if not as_json:
         print(tables.text(found, top), flush=True)
-        _tell(model, read)
-    told = facts.facts(found, top) | {"model": model, "notes_of_model": read.notes}
+        _tell(model, notes)
+    told = facts.facts(found, top) | {"model": model, "notes_of_model": notes}
     if compiled:
         from shardwise.plan import compiling
 

@@ -54,7 +54,8 @@ def own(
     `found.fitting` or `found.too_large`.
 
     Seconds are a roofline. FLOPs of products are counted in the program of one device, compiled for
-    this machine, and taken to grow with the rows; MFU counts three times those of the forward pass.
+    this machine, and taken to grow with the rows; MFU counts three times those of the forward pass,
+    or those of both passes where these are fewer.
     Roles that need marks in the loss (tensor, context, expert, stage) are not proposed;
     `topology.compile` tells what such a layout needs.
 
@@ -203,7 +204,8 @@ def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
         return sent, _step(job, each, chips, memory, sent, both * job.rows / chips.devices)
 
     peak = chips.chip.peak() * chips.devices
-    return planning.Candidate(each, memory, 3 * forward * job.rows, peak, costs)
+    flops = min(3 * forward, both) * job.rows  # of what enters, none needs a gradient
+    return planning.Candidate(each, memory, flops, peak, costs)
 
 
 def _step(job, each, chips, memory, sent, flops):

@@ -26,7 +26,7 @@ NOTES = (
 NOTES_OF_OWN = (
     f"{_EXACT}what JAX keeps for the backward pass, less what follows from the rest entry by "
     "entry, and the largest gradient, or a rematerialised layer's.",
-    f"{_ROOFLINE}three times the forward pass.",
+    f"{_ROOFLINE}three times the forward pass, or both passes where that is less.",
 )
 NOTE_OF_HOST = "With offload, what enters layers waits on the host between the passes."
 NOTE_OF_GPUS = (
@@ -47,6 +47,8 @@ _MEANT = Terms(
     pending="of a pipeline: what the weights' gradients wait for",
     task="of a pipeline: what a task has just computed",
 )
+
+_MEANT_OF_OWN = _MEANT._replace(logits="the gradient of the largest array that is kept")
 
 
 def text(plan: Plan, top: int) -> str:
@@ -211,10 +213,10 @@ def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
 
 def explained(plan: Plan, c: Candidate) -> str:
     """Every term of a layout: what a device holds, and when; what a step does, sends and takes."""
-    m, s = c.memory, c.step
+    m, s, meant = c.memory, c.step, _MEANT_OF_OWN if plan.own else _MEANT
     held = [(m.parameters, "parameters"), (m.state, "the optimizer's state"), (m.batch, "batch")]
-    there, other = m.of_step, _other(m)
-    held += [(n, what) for n, what in zip(there, _MEANT, strict=True) if n]
+    there, other = m.of_step, _other(m, meant)
+    held += [(n, what) for n, what in zip(there, meant, strict=True) if n]
     lines = [f"{c.roles}, explained", "", "  GiB on a device, when it is fullest:"]
     lines += [f"  {n / _GIB:9.2f}  {what}" for n, what in held]
     lines += [f"  {m.total / _GIB:9.2f}  in all, of {plan.usable / _GIB:.2f}"]
@@ -225,10 +227,10 @@ def explained(plan: Plan, c: Candidate) -> str:
     return "\n".join([*lines, f"  {s.seconds:9.4g}  in all"])
 
 
-def _other(m: Memory):
+def _other(m: Memory, meant: Terms):
     """The terms that are there in another phase than the fullest."""
     every = (c * n for c, n in zip(m.coefficients, m.terms, strict=True))
-    pairs = zip(every, m.of_step, _MEANT, strict=True)
+    pairs = zip(every, m.of_step, meant, strict=True)
     return [(n, what) for n, now, what in pairs if n and not now]
 
 
