@@ -19,8 +19,8 @@ from shardwise import experts, marks, objective
 from shardwise.experts import Experts, Routing
 from shardwise.layers import Config, Linear, RMSNorm
 
-_OF_TOKENS = "numbers of tokens in the loss"
-_NUMBERS_OF_TOKENS = jax.checkpoint_policies.save_only_these_names(_OF_TOKENS)
+_OF_TOKENS = "each token's normalizer"
+_KEPT = jax.checkpoint_policies.save_only_these_names(_OF_TOKENS)
 
 __all__ = [
     "Block",
@@ -203,22 +203,36 @@ def _run(body, x, stack, size, scan):
     return x, jax.tree.map(lambda *layers: jnp.stack(layers), *found)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False, policy=_NUMBERS_OF_TOKENS)
+@functools.partial(jax.checkpoint, prevent_cse=False, policy=_KEPT)
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """-log p of each target, float32 [...], of logits [..., vocab] and integer targets [...].
 
-    It is computed in float32. For the backward pass the logits and two numbers of each token are
+    It is computed in float32. For the backward pass the logits and one number of each token are
     kept, and nothing else as wide as the vocabulary. A target's logit is found by comparing places:
     where one is indexed, the TPUs' compiler writes all logits to memory once or twice more. Of a
     target that is no place it is NaN.
     """
     wide, vocab = logits.astype(jnp.float32), logits.shape[-1]
-    top = checkpoint_name(jax.lax.stop_gradient(jnp.max(wide, axis=-1)), _OF_TOKENS)
-    total = checkpoint_name(jnp.sum(jnp.exp(wide - top[..., None]), axis=-1), _OF_TOKENS)
     places = jax.lax.broadcasted_iota(targets.dtype, wide.shape, wide.ndim - 1)
     chosen = jnp.sum(jnp.where(places == targets[..., None], wide, 0), axis=-1)
     known = (targets >= 0) & (targets < vocab)
-    return top + jnp.log(total) - jnp.where(known, chosen, jnp.nan)
+    return _normalizer(wide) - jnp.where(known, chosen, jnp.nan)
+
+
+@jax.custom_jvp
+def _normalizer(wide):
+    top = jnp.max(wide, axis=-1)
+    return top + jnp.log(jnp.sum(jnp.exp(wide - top[..., None]), axis=-1))
+
+
+@_normalizer.defjvp
+def _slope(primals, tangents):
+    """By probabilities, which the sum above does not have: who computed both from the same exp
+    would write it to memory between the passes (XLA does, for B200).
+    """
+    (wide,), (tangent,) = primals, tangents
+    found = checkpoint_name(_normalizer(wide), _OF_TOKENS)
+    return found, jnp.sum(jnp.exp(wide - found[..., None]) * tangent, axis=-1)
 
 
 def _nats(logits, batch):
