@@ -7,12 +7,14 @@ counts.
 """
 
 import dataclasses
+import operator
 from typing import NamedTuple
 
 from shardwise.plan.arrays import Part
 from shardwise.plan.sent import passed, slots
 
 _WIDE = 4
+_FEW = 8192  # tokens: of no more, the TPU compiler computes the logits' gradient as it is read
 
 
 class Terms(NamedTuple):
@@ -63,7 +65,7 @@ COEFFICIENTS = Terms(
     gradients=1.0,
     weights=1.0,
     kept=1.0,
-    layer=0.44,
+    layer=0.42,
     around=4.5,
     logits=1.0,
     ring=0.8,
@@ -72,8 +74,11 @@ COEFFICIENTS = Terms(
     pending=1.0,
     task=1.0,
 )
-# The same of XLA's compiler for GPUs; `benchmarks/plan_gpu.py` fits five of them.
-OF_GPUS = COEFFICIENTS._replace(layer=0.6, around=6.0, logits=1.1, ring=1.4, dispatch=0.4)
+# The same of XLA's compiler for GPUs, which has sums of microbatches half a second time;
+# `benchmarks/plan_gpu.py` fits six of them.
+OF_GPUS = COEFFICIENTS._replace(
+    layer=1.0, around=0.0, logits=1.1, ring=0.3, dispatch=0.0, summed=1.5
+)
 COUNTS = Terms(*[1.0] * len(Terms._fields))
 _ALWAYS = ("weights", "kept", "summed", "pending")
 _PHASES = (
@@ -140,12 +145,12 @@ def _terms(part, parameters, gpu):
     weights *= min(3, part.layers) if r.offload else 1
     ahead = 1.5 if r.offload else 1
     # On GPUs what remat gathers of a layer is gone by then.
-    logits = _logits(part, head) - (weights * r.remat if gpu else 0)
+    logits = _logits(part, head, gpu) - (weights * r.remat if gpu else 0)
     return Terms(
         gradients=parameters,
         weights=weights + head + _cast(part),
         kept=kept,
-        layer=inside,
+        layer=_backward(part, gpu),
         around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
         logits=max(0, logits),
         ring=ahead * _ring(part) if r.context > 1 else 0,
@@ -217,16 +222,17 @@ def _of_vocabulary(part):
     return part.tokens * part.config.vocab // part.roles.tensor
 
 
-def _logits(part, head):
+def _logits(part, head, gpu):
     """The bytes of what the loss has, and after it: the head's gradient, as it is summed, and
     logits, or that sum.
 
-    Around four devices or more the TPU compiler takes the head's products in parts, which come from
-    both sides: two parts of each of the three.
+    Of more than 8,192 tokens the TPU compiler has the logits' gradient beside them. Around four
+    devices or more it takes the head's products in parts, which come from both sides: two parts of
+    each of the three.
     """
     logits, n = _of_vocabulary(part) * part.itemsize, part.roles.tensor
-    parts = 3 * 2 / n if n >= 4 else 0
-    return head + max(logits * (1 + parts), head)
+    parts = 3 * 2 / n if n >= 4 else part.tokens > _FEW
+    return head + max(logits * (1 if gpu else 1 + parts), head)
 
 
 def _between(part):
@@ -277,10 +283,27 @@ def layer(part: Part, gpu: bool = False) -> float:
     no scores; six arrays of the MLP's width (gate, its sigmoid, up and products of them). So many
     stacks do compilers keep.
     """
+    return sum(_in_layer(part, gpu))
+
+
+# Of `_in_layer`, what GPUs' compiler works on in a backward pass: four arrays of the MLP's width,
+# gradients of some heads, and what enters products, whole, with gradients. Read from programs that
+# `benchmarks/plan_gpu.py` fits and judges, by least squares.
+_WORKED_ON = 1.0, 2.5, 1.4, 4 / 6
+
+
+def _backward(part, gpu):
+    """The bytes that one layer's backward pass works on, of which a coefficient counts a share."""
+    parts = _in_layer(part, gpu)
+    return sum(map(operator.mul, _WORKED_ON, parts)) if gpu else sum(parts)
+
+
+def _in_layer(part, gpu):
+    """(of norms, of what enters products, of heads, of the MLP's width): bytes of a layer."""
     c, t, used = part.config, part.roles.tensor, part.itemsize
-    copies = 6 if gpu and part.rows == t == 1 else 3
-    norms = copies * _normed(c) * _WIDE / t + 2 * c.embed * used
+    copies = 6 if gpu and part.rows == t == part.roles.context == 1 else 3
+    norms = copies * _normed(c) * _WIDE / t
+    entered = 2 * c.embed * used + (2 * c.embed * slots(part) * used if c.experts else 0)
     heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim * used / t + c.heads * _WIDE / t
     wide = c.mlp * (slots(part) + c.shared_experts if c.experts else 1)
-    rows = 2 * c.embed * slots(part) * used if c.experts else 0
-    return part.tokens * (norms + heads + rows + 6 * wide * used / t)
+    return [part.tokens * x for x in (norms, entered, heads, 6 * wide * used / t)]
