@@ -37,7 +37,8 @@ Six coefficients of the formula were fitted on {fitted_number} programs of made-
 the seed {fitted_seed}. What is judged are {judged_number} programs of published models' sizes, most
 with fewer layers, on layouts and GPUs drawn by the seed {judged_seed}, which was committed before
 the first of them was compiled. Which arrays of a layer this compiler works on at once was read from
-programs of both sets.
+programs of both sets, and that logits have the head's gradient beside them on TPUs alone, from
+those of the last two.
 
 {verdict_of_judged}
 

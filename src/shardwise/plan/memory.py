@@ -28,8 +28,7 @@ class Terms(NamedTuple):
     loop there, and gathers ahead for it: `weights` has three layers, not one, and of `around` and
     `ring` there is half as much again.
 
-    At the loss: `logits`, in the dtype of use, and the head's gradient; of GPUs less what `weights`
-    counts of a layer, which is not there then.
+    At the loss: `logits`, in the dtype of use, and the head's gradient; of GPUs one of them.
 
     In a layer's backward pass: `gradients` of the device's shares; `layer`, all that one layer's
     backward pass has; `around`, an activation whole, as tensor's products need it, and half of one
@@ -77,7 +76,7 @@ COEFFICIENTS = Terms(
 # The same of XLA's compiler for GPUs, which has sums of microbatches half a second time;
 # `benchmarks/plan_gpu.py` fits six of them.
 OF_GPUS = COEFFICIENTS._replace(
-    layer=1.0, around=0.0, logits=1.1, ring=0.3, dispatch=0.0, summed=1.5
+    layer=1.0, around=0.0, logits=1.2, ring=0.3, dispatch=0.0, summed=1.5
 )
 COUNTS = Terms(*[1.0] * len(Terms._fields))
 _ALWAYS = ("weights", "kept", "summed", "pending")
@@ -144,15 +143,13 @@ def _terms(part, parameters, gpu):
     weights, head = _weights(part)
     weights *= min(3, part.layers) if r.offload else 1
     ahead = 1.5 if r.offload else 1
-    # On GPUs what remat gathers of a layer is gone by then.
-    logits = _logits(part, head, gpu) - (weights * r.remat if gpu else 0)
     return Terms(
         gradients=parameters,
         weights=weights + head + _cast(part),
         kept=kept,
         layer=_backward(part, gpu),
         around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
-        logits=max(0, logits),
+        logits=_logits(part, head, gpu),
         ring=ahead * _ring(part) if r.context > 1 else 0,
         dispatch=_dispatch(part) if part.config.experts else 0,
         summed=parameters if r.microbatches > 1 else 0,
@@ -223,16 +220,17 @@ def _of_vocabulary(part):
 
 
 def _logits(part, head, gpu):
-    """The bytes of what the loss has, and after it: the head's gradient, as it is summed, and
-    logits, or that sum.
+    """The bytes of logits or, after them, of the head's gradient; of TPUs of both.
 
     Of more than 8,192 tokens the TPU compiler has the logits' gradient beside them. Around four
     devices or more it takes the head's products in parts, which come from both sides: two parts of
     each of the three.
     """
     logits, n = _of_vocabulary(part) * part.itemsize, part.roles.tensor
+    if gpu:
+        return max(logits, head)
     parts = 3 * 2 / n if n >= 4 else part.tokens > _FEW
-    return head + max(logits * (1 if gpu else 1 + parts), head)
+    return head + max(logits * (1 + parts), head)
 
 
 def _between(part):
