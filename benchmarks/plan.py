@@ -45,10 +45,9 @@ def compiled(case: Case) -> dict:
         by_hand = sent_by_hand(case)
         assert abs(check.lowered - by_hand) <= 1e-9 * by_hand, (case, check.lowered, by_hand)
     held = found.memory.parameters + found.memory.state + found.memory.batch
-    if (
-        given := check.fit.memory and check.fit.memory.arguments
-    ):  # small arrays of a program's arguments are padded
-        assert 0 <= given / held - 1 < 0.02, (case, given, held)
+    if given := check.fit.memory and check.fit.memory.arguments:
+        # Shares that fill no tile of the chip are padded: those of few numbers, or 72 wide.
+        assert 0 <= given - held < max(0.02 * held, 4e6), (case, given, held)
     return {
         "case": told(case),
         "needed": check.fit.needed,

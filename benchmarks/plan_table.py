@@ -47,8 +47,8 @@ By the formula *edge* programs just fit their chips, and *over* programs just do
 
 Then {number} programs that nobody chose: published decoders, most with fewer layers, on layouts and
 chips drawn by the seed {seed}, which was committed before any of them was compiled.
-The fourth of them taught one count: of more than 8,192 tokens the logits' gradient lies beside
-them. {verdict_of_drawn}
+They taught one count: of more than 8,192 tokens that context does not cut, the logits' gradient
+lies beside them. {verdict_of_drawn}
 
 {tpu}
 
@@ -105,15 +105,16 @@ def _usable(case):
 class Asked(NamedTuple):
     """What is asked of programs: eight of ten within `near`, all within `most`, none called fitting
     that is refused, and of those called too large by under 20 % at most a share `over` that
-    compiles.
+    compiles; and, where all is to be `explained`, no byte sent without a reason.
     """
 
     near: float
     most: float
     over: float
+    explained: bool
 
 
-CHOSEN, DRAWN = Asked(0.15, 0.35, 0.2), Asked(0.15, 0.25, 1.0)
+CHOSEN, DRAWN = Asked(0.15, 0.35, 0.2, True), Asked(0.15, 0.30, 1.0, False)
 
 
 def verdict(
@@ -139,7 +140,12 @@ def verdict(
         f"{len(compiles)} do.",
     )
     kept = near >= _SHARE * len(found) and errors[worst] <= asked.most
-    kept = kept and not wrong and not left and len(compiles) <= asked.over * len(over)
+    kept = (
+        kept
+        and not wrong
+        and not (left and asked.explained)
+        and len(compiles) <= asked.over * len(over)
+    )
     return Verdict(kept, told)
 
 

@@ -68,7 +68,7 @@ COEFFICIENTS = Terms(
     around=4.5,
     logits=1.0,
     ring=0.8,
-    dispatch=0.5,
+    dispatch=0.6,
     summed=1.0,
     pending=1.0,
     task=1.0,
@@ -222,14 +222,15 @@ def _of_vocabulary(part):
 def _logits(part, head, gpu):
     """The bytes of logits or, after them, of the head's gradient; of TPUs of both.
 
-    Of more than 8,192 tokens the TPU compiler has the logits' gradient beside them. Around four
-    devices or more it takes the head's products in parts, which come from both sides: two parts of
-    each of the three.
+    Of more than 8,192 tokens, not cut by context, the TPU compiler has the logits' gradient beside
+    them. Around four devices or more it takes the head's products in parts, which come from both
+    sides: two parts of each of the three.
     """
     logits, n = _of_vocabulary(part) * part.itemsize, part.roles.tensor
     if gpu:
         return max(logits, head)
-    parts = 3 * 2 / n if n >= 4 else part.tokens > _FEW
+    many = part.tokens > _FEW and part.roles.context == 1
+    parts = 3 * 2 / n if n >= 4 else many
     return head + max(logits * (1 + parts), head)
 
 
