@@ -41,7 +41,6 @@ without stages or offload are no longer chosen by us, but drawn.
 
 GiB on a device in all, exact parts included, and how far the formula is from the compiler: with +
 it says too much. Where the layout says *remat*, activations are computed again, else they are kept.
-By the formula *edge* programs just fit their chips, and *over* programs just do not.
 
 {chosen}
 
@@ -136,8 +135,9 @@ def verdict(
         f"{near} of {len(found)} are within {100 * asked.near:.0f} % of the compiler, and all "
         f"within {100 * errors[worst]:.1f} %; the worst is “{worst}”.",
         f"Of {sum(x <= 1 for x in share.values())} that the formula calls fitting "
-        f"{len(wrong)} do not fit; of {len(over)} that it calls too large by under 20 %, "
-        f"{len(compiles)} do.",
+        f"{len(wrong)} do not fit"
+        + f"; of {len(over)} that it calls too large by under 20 %, {len(compiles)} do" * bool(over)
+        + ".",
     )
     kept = near >= _SHARE * len(found) and errors[worst] <= asked.most
     kept = (
