@@ -79,6 +79,10 @@ OF_GPUS = COEFFICIENTS._replace(
     layer=1.0, around=0.0, logits=1.2, ring=0.3, dispatch=0.0, summed=1.5
 )
 COUNTS = Terms(*[1.0] * len(Terms._fields))
+# Of `_in_layer`, what GPUs' compiler works on in a backward pass: four arrays of the MLP's width,
+# gradients of some heads, and what enters products, whole, with gradients. Read from programs that
+# `benchmarks/plan_gpu.py` fits and judges, by least squares.
+_WORKED_ON = 1.0, 2.5, 1.4, 4 / 6
 _ALWAYS = ("weights", "kept", "summed", "pending")
 _PHASES = (
     (*_ALWAYS, "logits"),
@@ -137,8 +141,8 @@ def memory(part: Part, gpu: bool = False) -> Memory:
 def _terms(part, parameters, gpu):
     r = part.roles
     layers = min(2, part.layers) if r.offload else part.layers
-    inside = layer(part, gpu)
-    kept = layers * (part.tokens * _entered(part) if r.remat else inside)
+    inside = _in_layer(part, gpu)
+    kept = layers * (part.tokens * _entered(part) if r.remat else sum(inside))
     whole = part.tokens * part.config.embed * part.itemsize
     weights, head = _weights(part)
     weights *= min(3, part.layers) if r.offload else 1
@@ -147,7 +151,7 @@ def _terms(part, parameters, gpu):
         gradients=parameters,
         weights=weights + head + _cast(part),
         kept=kept,
-        layer=_backward(part, gpu),
+        layer=sum(map(operator.mul, _WORKED_ON, inside)) if gpu else sum(inside),
         around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
         logits=_logits(part, head, gpu),
         ring=ahead * _ring(part) if r.context > 1 else 0,
@@ -162,7 +166,7 @@ def _terms_of_stages(part, gpu):
     # Along tensor whole: so the compiler lays it out, to scatter its gradient over stages.
     ends = sum(a.size // (r.fsdp if cut else 1) for a, _, cut in part.used() if not a.stacked)
     entered = part.layers * part.tokens * _between(part)
-    kept = entered if r.remat else part.layers * layer(part, gpu) + weights
+    kept = entered if r.remat else part.layers * sum(_in_layer(part, gpu)) + weights
     last = part.tokens * c.embed * (3 * _WIDE + used) / r.tensor + _of_vocabulary(part) * _WIDE
     live = min(r.microbatches, r.stage)  # but one of what the last stage leaves besides
     pending = part.layers * _pending(part) + part.tokens * c.embed * (_WIDE + used)
@@ -274,31 +278,15 @@ def _normed(c):
     return (4 if c.norms == "both" else 2) * c.embed + heads
 
 
-def layer(part: Part, gpu: bool = False) -> float:
-    """The bytes that one layer keeps for its backward pass, where nothing is recomputed.
+def _in_layer(part, gpu):
+    """The bytes that one layer keeps for its backward pass, where nothing is recomputed: of norms,
+    of what enters products, of heads, and of the MLP's width.
 
     For each token: three float32 copies in each norm, which GPUs' compiler has transposed too where
     they are of one row; what enters products, whole; q, k, v and what attention makes of them, but
     no scores; six arrays of the MLP's width (gate, its sigmoid, up and products of them). So many
     stacks do compilers keep.
     """
-    return sum(_in_layer(part, gpu))
-
-
-# Of `_in_layer`, what GPUs' compiler works on in a backward pass: four arrays of the MLP's width,
-# gradients of some heads, and what enters products, whole, with gradients. Read from programs that
-# `benchmarks/plan_gpu.py` fits and judges, by least squares.
-_WORKED_ON = 1.0, 2.5, 1.4, 4 / 6
-
-
-def _backward(part, gpu):
-    """The bytes that one layer's backward pass works on, of which a coefficient counts a share."""
-    parts = _in_layer(part, gpu)
-    return sum(map(operator.mul, _WORKED_ON, parts)) if gpu else sum(parts)
-
-
-def _in_layer(part, gpu):
-    """(of norms, of what enters products, of heads, of the MLP's width): bytes of a layer."""
     c, t, used = part.config, part.roles.tensor, part.itemsize
     copies = 6 if gpu and part.rows == t == part.roles.context == 1 else 3
     norms = copies * _normed(c) * _WIDE / t
