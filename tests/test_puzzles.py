@@ -134,7 +134,7 @@ SOLUTIONS = {
     "order": LISTS,
     "boundaries": marked(3, 5),
     "smallest": "v5p:2x2x4",
-    "division": plan.Roles(fsdp=32, tensor=2, remat=True),
+    "division": plan.Roles(fsdp=16, tensor=4, remat=True, products=True),
     "gather_seconds": over_sides,
 }
 

@@ -175,7 +175,7 @@ def test_every_module_imports_from_the_wheels_alone(dist, tmp_path):
     assert ran.returncode == 0, ran.stderr
     found, commands = json.loads(ran.stdout)
     assert found == dict(zip(names, map(str, paths), strict=True))
-    assert commands == {"shardwise": str(tmp_path / "shardwise/run/command.py")}
+    assert commands == {"shardwise": str(tmp_path / "shardwise/__main__.py")}
 
 
 @pytest.fixture(scope="module")
