@@ -152,6 +152,8 @@ def test_a_batch_in_tokens_and_another_optimizer(capsys):
     (one,) = told["layouts"]
     optimizer = Optimizer(name="sgd", moments="bfloat16")
     assert one["flags"].endswith("--optimizer.name sgd --optimizer.moments bfloat16")
+    assert command.main([*ARGUMENTS, "--batch", "1k", "--json"]) == 0  # one row, of a quarter
+    assert json.loads(capsys.readouterr().out)["batch"] == 1
     found = plan.plan("llama3-8b", "v5e:4x4", 80, 4096, optimizer=optimizer)
     assert one["bytes"]["state"] == found.best[0].memory.state
 
@@ -205,6 +207,7 @@ def test_where_nothing_fits_the_exit_status_says_so(capsys):
         ("--chips", "v5p:4x4", "--chips v5p:4x4: a v5p lies in a torus of 3 axes"),
         ("--chips", "h100:16", "--chips h100:16: NVLink joins the 8 GPUs of a node of h100"),
         ("--batch", "0", "--batch 0; expected 1 or more"),
+        ("--batch", "51.2", "--batch '51.2'; expected a number above 0, as in 512 rows or 4M"),
         ("--batch", "4X", "--batch '4X'; expected a number above 0, as in 512 rows or 4M tokens"),
         ("--optimizer", "muon", "the optimizer's update multiplies matrices, which layouts gather"),
         ("--sequence", "-5", "--sequence -5; expected 1 or more"),
@@ -260,6 +263,8 @@ def test_a_program_of_ones_own_is_planned_from_its_file(tmp_path, capsys):
     for more, said in {
         ("--model", "llama3-8b"): "--model is the file's",
         ("--tokens", "15T"): "--tokens is the file's, or not asked",
+        ("--optimizer", "lion"): "--optimizer is the file's",
+        ("--memory-of", "16GB"): "--memory-of is the file's",
     }.items():
         assert command.main([*given, *more]) == 1 and said in capsys.readouterr().err
     assert command.main(given[:3]) == 1 and "--own needs --chips" in capsys.readouterr().err

@@ -164,6 +164,25 @@ def test_a_strangers_module_has_a_plan_to_read():
     assert tables.NOTES_OF_OWN[0] in told and facts.facts(found, 2)["sequence"] is None
 
 
+def test_a_loss_that_keeps_less_is_no_rematerialised_layer():
+    """By either loss the logits are kept once, and the backward pass begins with their gradient."""
+
+    def plans(entropy):
+        def loss(params, batch):
+            logits = batch["x"] @ params["w"] @ params["v"]
+            return entropy(logits, batch["y"]).mean()
+
+        def create(key):
+            return {"w": jax.random.normal(key, (64, 32)), "v": jax.random.normal(key, (32, 4096))}
+
+        shapes = {"x": jnp.zeros((64, 64)), "y": jnp.zeros(64, jnp.int32)}
+        return plan.own(create, loss, optax.sgd(1e-3), "v5e:2x4", shapes).fitting[0].memory.terms
+
+    indexed = plans(optax.softmax_cross_entropy_with_integer_labels)
+    compared = plans(model.cross_entropy)
+    assert compared.layer == 0 and compared.kept == pytest.approx(indexed.kept, rel=0.05)
+
+
 def test_rows_that_do_not_divide_are_left_out_with_the_reason():
     found = own("v5e:4x4", batch(24))
     assert not found.fitting and found.why_not

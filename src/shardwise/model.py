@@ -19,9 +19,6 @@ from shardwise import experts, marks, objective
 from shardwise.experts import Experts, Routing
 from shardwise.layers import Config, Linear, RMSNorm
 
-_OF_TOKENS = "each token's normalizer"
-_KEPT = jax.checkpoint_policies.save_only_these_names(_OF_TOKENS)
-
 __all__ = [
     "Block",
     "Config",
@@ -34,6 +31,9 @@ __all__ = [
     "rotary",
     "routed_loss",
 ]
+
+_OF_TOKENS = "each token's normalizer"
+_KEPT = jax.checkpoint_policies.save_only_these_names(_OF_TOKENS)
 
 
 def rotary(x: jax.Array, positions: jax.Array, theta: float = 10_000.0) -> jax.Array:

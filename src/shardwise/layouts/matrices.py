@@ -24,9 +24,9 @@ def whole_in_products(function: Callable, mesh: Mesh, *args: Any) -> Any:
 
     For use inside jit. A function without products of matrices is left to the compiler altogether.
     """
-    if not multiplies(function, *args):
-        return function(*args)
     closed, out = jax.make_jaxpr(function, return_shape=True)(*args)
+    if not any(map(_multiplies, closed.jaxpr.eqns)):
+        return function(*args)
     closed = jaxprs.inlined(closed)
     eqns = [_gathered(eqn, mesh) for eqn in jaxprs.equations(closed.jaxpr)]
     env = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         memory_of: str | None = None,
         tokens: str | None = None,
         days: float | None = None,
-        optimizer: str = "adamw",
+        optimizer: str | None = None,
         moments: str | None = None,
         own: Path | None = None,
     ) -> int:
@@ -63,11 +63,11 @@ def main(argv: Sequence[str]) -> int:
           as_json: print JSON on stdout, and nothing else there.
           compiled: how many of the best the chips' compiler checks (TPUs: needs shardwise[tpu];
             GPUs: python -m shardwise.topology, once).
-          count: without --chips, the fewest and the most to try (1..1024).
+          count: without --chips, the fewest and the most to try (1..16384).
           memory_of: without --chips, the memory that each is to have, such as 16GB.
           tokens: without --chips, those to train on, such as 15T.
           days: without --chips, the time in which --tokens are to be done.
-          optimizer: its name in optax; one whose update multiplies no matrices.
+          optimizer: its name in optax (adamw); one whose update multiplies no matrices.
           moments: the first moment's dtype, such as bfloat16.
           own: instead of a model, a Python file with create, loss, tx and batch as plan.own takes
             them, and if need be has_aux and settings.
@@ -75,7 +75,8 @@ def main(argv: Sequence[str]) -> int:
         shown = {"why": why, "explain": explain}
         needed = {"model": model, "batch": batch, "sequence": sequence}
         if own is not None:
-            given = needed | {"moments": moments, "count": count, "tokens": tokens, "days": days}
+            given = needed | {"optimizer": optimizer, "moments": moments, "count": count}
+            given |= {"memory-of": memory_of, "tokens": tokens, "days": days}
             _refuse(given, "is the file's, or not asked: leave it out beside --own")
             if chips is None:
                 raise ValueError("plan: --own needs --chips, such as v5e:4x4.")
@@ -83,7 +84,8 @@ def main(argv: Sequence[str]) -> int:
             return _show(found, str(own), (), only, why, explain, top, as_json, compiled)
         if lacks := [name for name, value in needed.items() if value is None]:
             raise ValueError(f"plan: --{lacks[0]} is missing; see shardwise plan --help.")
-        tx, on = Optimizer(name=optimizer, moments=moments), chips and _chips(chips, slices)
+        tx = Optimizer(name=optimizer or "adamw", moments=moments)
+        on = chips and _chips(chips, slices)
         rows = _rows(batch, sequence, on.devices if on else 0)
         if chips is None:
             given = shown | {"slices": slices > 1, "only": only}
@@ -122,12 +124,15 @@ def _rows(batch, sequence, devices):
     if batch.isdigit():
         _positive(batch=int(batch))
         return int(batch)
-    rows = survey.number("--batch", batch, "512 rows or 4M tokens") / sequence
+    such = "512 rows or 4M tokens"
+    if batch[-1:].isdigit() and "e" not in batch.lower():
+        raise ValueError(f"plan: --batch {batch!r}; expected a number above 0, as in {such}.")
+    rows = max(1, survey.number("--batch", batch, such) / sequence)
     return round(rows / devices) * devices if rows > devices > 0 else 2 ** round(math.log2(rows))
 
 
 def _survey(model, batch, sequence, tx, count, memory_of, tokens, days):
-    count, days = count or "1..1024", math.inf if days is None else days
+    count, days = count or "1..16384", math.inf if days is None else days
     low, _, high = count.partition("..")
     if not (low.isdigit() and high.isdigit() and 0 < int(low) <= int(high)):
         raise ValueError(f"plan: --count {count!r}; expected the fewest and the most, as 8..512.")

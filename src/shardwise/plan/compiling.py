@@ -28,11 +28,9 @@ def layout_of(roles: Roles, config: Config, mesh: Mesh, kernel: str = "tiles") -
     Attention to whole sequences is in "tiles", or for TPUs by Pallas' "splash".
     """
     attend = context.splash() if kernel == "splash" else context.tiled
-    again = jax.checkpoint_policies.nothing_saveable
-    again = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if roles.products else again
-    again = layouts.offload if roles.offload else again
-    meant = {"kernel": attend, "remat": again, "dtype": config.dtype}
     given = realised.settings(roles, config, kernel)
+    again = getattr(jax.checkpoint_policies, given.get("remat", ""), layouts.offload)
+    meant = {"kernel": attend, "remat": again, "dtype": config.dtype}
     taken = {role: role for role in roles.sizes} or {"data": "data"}
     return layouts.Layout(mesh, **taken, **{n: meant.get(n, x) for n, x in given.items()})
 

@@ -30,6 +30,7 @@ MOVING = frozenset(
 )
 CHEAP = ENTRYWISE | MOVING
 PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
+SUMS = frozenset(["reduce_sum", "reduce_max", "reduce_min"])
 AT_WORK = PRODUCTS | {"scan", "while"}
 LARGEST = 2**30  # scipy's capacities are of 32 bits
 
@@ -106,10 +107,15 @@ def _gradient(program, found, at_the_end=True):
 
 
 def _again(jaxpr: Any) -> Iterator[Any]:
-    """The bodies that run again in the backward pass."""
+    """The bodies that run again in the backward pass; those without products a compiler takes into
+    what reads them, such as `model.cross_entropy`.
+    """
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in jaxprs.REMAT:
-            yield from jaxprs.inner(eqn)
+            bodies = jaxprs.inner(eqn)
+            yield from (
+                b for b in bodies if any(e.primitive.name in AT_WORK for e in jaxprs.every(b))
+            )
         else:
             for body in jaxprs.inner(eqn):
                 yield from _again(body)
@@ -191,8 +197,8 @@ def stored(program: Sequence[Step], outputs: Sequence[Any]) -> list[Stored]:
     it: it is done again in the backward pass rather than kept. The program's inputs are there
     anyway. By a minimum cut between what is not cheap, such as products, sums and loops, and the
     outputs; as PyTorch's compiler chooses what to save (its min-cut partitioner). A product that is
-    made wider, as logits are for their softmax, is stored wide: the compiler takes the one step for
-    a part of the other.
+    made wider and then indexed, as logits are for many a loss, is stored wide: the compiler takes
+    the one step for a part of the other.
     """
     made_by = {v: step for step in program for v in step.outputs}
     kept = {v for v in outputs if not isinstance(v, Literal) and v in made_by}
@@ -228,9 +234,22 @@ def _sizes(program: Sequence[Step], variables: Sequence[Any], made_by: dict[Any,
     for step in program:
         v = step.inputs[0] if step.name == "convert_element_type" else None
         if v is not None and not isinstance(v, Literal) and v in found:
-            if made_by[v].name in PRODUCTS and jnp.issubdtype(v.aval.dtype, jnp.inexact):
+            wide = made_by[v].name in PRODUCTS and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+            if wide and _is_written(program, step.outputs[0]):
                 found[v] = max(found[v], size(step.outputs[0]))
     return found
+
+
+def _is_written(program, variable):
+    """Whether anything reads a variable otherwise than entry by entry, or in sums."""
+    fused = {variable}
+    for step in program:
+        if any(not isinstance(v, Literal) and v in fused for v in step.inputs):
+            if step.name in CHEAP:
+                fused.update(step.outputs)
+            elif step.name not in SUMS:
+                return True
+    return False
 
 
 def _behind(kept: Collection[Any], made_by: dict[Any, Step]) -> list[Any]:

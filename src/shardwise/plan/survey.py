@@ -41,7 +41,7 @@ def survey(
     config: Config,
     batch: int,
     sequence: int,
-    counts: tuple[int, int] = (1, 1024),
+    counts: tuple[int, int] = (1, 16_384),
     memory: float | None = None,
     tokens: float = 0.0,
     days: float = math.inf,
