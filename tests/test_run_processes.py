@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from shardwise import checkpoint, run
+from shardwise.__main__ import main
 from shardwise.run import metrics, notes, signals
 from shardwise.run.launch import local
 
@@ -164,6 +165,40 @@ def test_with_another_number_of_processes_it_goes_on(environment, references, fo
     again = ["--resume", "--steps", "20"]
     assert statuses(start(environment, folder, 4, again)) == [0] * 4, said(folder)
     np.testing.assert_allclose(losses(folder), references(1), rtol=1e-4)
+
+
+def recorded(folder):
+    """{step: {path: hash}} of a run."""
+    return {x["step"]: x["arrays"] for x in metrics.read(Path(folder) / "hashes.jsonl")}
+
+
+def test_an_exact_run_goes_on_anywhere_with_the_same_bits(environment, tmp_path, capsys):
+    """On four devices; stopped on two, it goes on as four processes, and under other roles."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    each = ["--layout.exact", "4", "--model.remat", "--hash-every", "1", "--steps", "5"]
+    assert statuses(start(environment, whole, 1, each)) == [0], said(whole)
+    two = ["--devices", "2", "--layout.data", "2", "--steps", "2"]
+    assert statuses(start(environment, parts, 1, [*each, *two])) == [0], said(parts)
+    on = ["--resume", "--steps"]
+    again = start(environment, parts, 4, [*on, "4", "--devices", "4", "--layout.data", "1"])
+    assert statuses(again) == [0] * 4, said(parts)
+    again = start(environment, parts, 1, [*on, "5", "--devices", "4", "--layout.tensor", "2"])
+    assert statuses(again) == [0], said(parts)
+    assert recorded(parts) == recorded(whole) and losses(parts) == losses(whole)
+    assert len(recorded(whole)) == 5 and len(set(map(str, recorded(whole).values()))) == 5
+    assert main(["diff", str(whole), str(parts)]) == 0
+    assert "equal in steps 1 to 5 (5)" in capsys.readouterr().out
+    other = start(environment, parts, 1, [*on, "6", "--layout.exact", "8"])
+    assert statuses(other) == [1] and "layout.exact was 4 and is 8" in said(parts)
+    file = parts / "hashes.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[3]["arrays"]["params/head/kernel"] = "0"
+    lines[4]["chip"] = "another"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["diff", str(whole), str(parts)]) == 1
+    told = capsys.readouterr().out
+    assert "part by step 4, equal in steps 1 to 3 (3): params/head/kernel." in told
+    assert "by chip" in told
 
 
 ROLES = ["context 2 --layout.attention zigzag", "tensor 2", "data 2 --layout.by compiler"]

@@ -25,6 +25,7 @@ COMMANDS = {
     "launch": "run.launch:main",
     "plan": "plan.command:main",
     "doctor": "run.examine:main",
+    "diff": "run.hashes:main",
 }
 
 HELP = """shardwise: training across devices in JAX
@@ -35,6 +36,7 @@ HELP = """shardwise: training across devices in JAX
   shardwise profile FOLDER        what devices did in the steps of `train --profile 10:13`
   shardwise launch local --processes 4 -- train ...
   shardwise plan --model llama3-8b --chips v5p:4x4x8 --batch 1024 --sequence 8192
+  shardwise diff FOLDER FOLDER    at which step two runs with --hash-every part
   shardwise doctor --mesh data=2,fsdp=4    whether these devices compute what they should
 
 Each has --help. With SHARDWISE_TRACEBACK=1 every error shows where it comes from."""

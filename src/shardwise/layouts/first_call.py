@@ -60,7 +60,8 @@ def judge(
     leaves = jax.tree.leaves((params, batch, args, key))
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         return "within a trace of the caller's there are no numbers" if ways else None
-    rows = beforehand.unit_of(batch) // (layout.size_of_rows() * layout.microbatches)
+    parts = layout.exact or layout.size_of_rows() * layout.microbatches
+    rows = beforehand.unit_of(batch) // parts
     if not ways or not rows or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         return None
     division = beforehand.Parts(ways, rows, layout.auto)
@@ -69,6 +70,8 @@ def judge(
 
 def ways_of(layout: Layout) -> tuple[str, ...]:
     """The ways in which a layout divides batches; none where the compiler sees whole arrays."""
+    if layout.exact:
+        return ("microbatches",) if layout.exact > 1 else ()
     ways = []
     if layout.by_hand and layout.size_of_rows() > 1:
         ways.append("devices")

@@ -5,9 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from shardwise import rules
 from shardwise import tree as trees
 
 KEY = "frozen"
@@ -52,8 +50,7 @@ def shapes_of(params: Any) -> dict[str, tuple]:
     return {path: jnp.shape(x) for path, x in trees.leaves(params)}
 
 
-def put_back(params: Any, new: dict[str, jax.Array], rule: rules.Rule, mesh: Mesh) -> Any:
+def put_back(params: Any, new: dict[str, jax.Array]) -> Any:
     """`params`, with these arrays in the place of theirs."""
     found = [new[path].astype(x.dtype) if path in new else x for path, x in trees.leaves(params)]
-    tree = jax.tree.unflatten(jax.tree.structure(params), found)
-    return rules.constrain_tree(tree, rule, mesh)
+    return jax.tree.unflatten(jax.tree.structure(params), found)

@@ -55,6 +55,10 @@ class Layout:
         with "ulysses": a meaning of `marks.attend`, such as `context.splash()` on TPUs.
       dispatch: how tokens reach experts by hand: "all_to_all", "gather" or "ragged", or a function
         of the axis and `sequence=` to a meaning of `marks.experts`.
+      exact: a number of blocks of rows, a power of two and at least the devices, for which losses,
+        gradients, parameters and optimizer state are the same bits on every mesh and under every
+        role, on one kind of chip and release of XLA. Arrays lie between steps as roles say; a step
+        gathers them whole (`shardwise.layouts.exact`), and runs outside of the caller's jit.
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
       remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`; what
         enters a layer, its first argument, has the name "layer_input" there. `layouts.offload`
@@ -90,6 +94,7 @@ class Layout:
     dtype: Any = None
     reduce_dtype: Any = None
     remat: Any = None
+    exact: int = 0
 
     def __post_init__(self):
         for role in ROLES:
@@ -185,6 +190,15 @@ class Layout:
         if self.microbatches < 1:
             raise ValueError(
                 f"layouts.Layout: microbatches={self.microbatches}; expected 1 or more."
+            )
+        if self.exact < 0 or self.exact & (self.exact - 1) or self.exact % self.mesh.size > 0:
+            raise ValueError(
+                f"layouts.Layout: exact={self.exact} over {self.mesh.size} devices; expected a "
+                f"number of blocks of rows that is a power of two, and so many devices, or fewer."
+            )
+        if self.exact and self.reduce_dtype is not None:
+            raise ValueError(
+                "layouts.Layout: reduce_dtype= with exact=: blocks add up in float32 or wider."
             )
         if self.sequence and not self.tensor:
             raise ValueError(

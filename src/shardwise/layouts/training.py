@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import mesh, rules
 from shardwise.fsdp.arrays import laid_out
-from shardwise.layouts import freezing, gradients, placing, tasks
+from shardwise.layouts import exact, freezing, gradients, placing, tasks
 from shardwise.layouts.first_call import Judging
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.matrices import whole_in_products
@@ -60,6 +60,9 @@ def init(layout: Layout, create: Callable, tx: Any, key: jax.Array) -> tuple[Any
     with mesh.without_types(layout.mesh):
         shapes = jax.eval_shape(create, key)
         of_params, of_state = placing.shardings(layout, shapes, tx, "layouts.init")
+        if layout.exact:
+            made = exact.init(layout, create, tx, key)
+            return mesh.typed(exact.laid(made, (of_params, of_state)), layout.mesh)
         params = jax.jit(create, out_shardings=of_params)(key)
         opt_state = jax.jit(tx.init, out_shardings=of_state)(params)
     return mesh.typed((params, opt_state), layout.mesh)
@@ -97,7 +100,10 @@ def value_and_grad(
     """
     who = "layouts.value_and_grad"
     run = gradients.mean_and_grad(layout, loss, has_aux, aux, who)
-    run = tasks.checked(run, layout, who) if layout.stage else run
+    if layout.exact:
+        run = exact.value_and_grad(layout, run, who)
+    elif layout.stage:
+        run = tasks.checked(run, layout, who)
     run = Judging(run, layout, loss, has_aux, aux, who) if check else run
     return _for_caller(run, layout, lambda out: (_whole(out[0]), _specs(layout, out[1])))
 
@@ -108,16 +114,12 @@ def value(layout: Layout, loss: Callable, has_aux: bool = False, aux: Any = "sum
     The first half of `value_and_grad`, as an evaluation wants it: the backward pass is not
     computed. The loss is not judged.
     """
-    given = layout, loss, has_aux, aux, "layouts.value"
-    if layout.stage:  # the compiler does not see that nothing reads a half of the schedule
-        run = gradients.in_stages(*given, backward=False)
-    else:
-        run = gradients.mean_and_grad(*given)
+    run = gradients.mean_and_grad(layout, loss, has_aux, aux, "layouts.value", backward=False)
 
     def mean(params, batch, *args, key=None):
         return run(params, batch, *args, key=key)[0]
 
-    return _for_caller(jax.jit(mean), layout, _whole)
+    return _for_caller(mean if layout.exact else jax.jit(mean), layout, _whole)
 
 
 def _for_caller(run, layout, specs):
@@ -163,36 +165,30 @@ def step(
         loss, has_aux, aux = freezing.apart(loss, frozen, shapes), True, ("mean", aux)
     mean_and_grad = gradients.mean_and_grad(layout, loss, has_aux, aux, "layouts.step")
 
-    def run(params, opt_state, batch, *args, key=None):
+    def outputs(params, batch, *args, key=None):
+        """(mean, new values of what is frozen, gradients, what comes out beside the state)."""
         shapes.clear()
         shapes.update(freezing.shapes_of(params))
-        mean, grads = mean_and_grad(params, batch, *args, key=key)
-        given = layout, tx, grads, opt_state, params
-        try:
-            updates, opt_state = _update(*given)
-        except TypeError as error:  # some ask for the loss, as `optax.polyak_sgd` does
-            if "'value_fn'" in str(error):
-                raise TypeError(
-                    f"layouts.step: the optimizer evaluates the loss again within its update, as "
-                    f"a line search does, and a step has no loss for it ({error}). Take another, "
-                    f"or write the step with layouts.value_and_grad."
-                ) from error
-            if "'value'" not in str(error):
-                raise
-            updates, opt_state = _update(*given, value=mean[0] if has_aux else mean)
-        params, outputs = optax.apply_updates(params, updates), mean if has_aux else (mean,)
-        if frozen is not None:
-            mean, (new, rest) = outputs
-            params, outputs = (
-                freezing.put_back(params, new, parameter_rule(layout), layout.auto),
-                (mean, rest),
-            )
-        return params, opt_state, *outputs
+        out, grads = mean_and_grad(params, batch, *args, key=key)
+        mean, *rest = out if has_aux else (out,)
+        new, *rest = rest[0] if frozen is not None else ({}, *rest)
+        return mean, new, grads, (mean, *rest)
 
-    run = jax.jit(run, donate_argnums=(0, 1))
-    run = tasks.checked(run, layout, "layouts.step") if layout.stage else run
+    def run(params, opt_state, batch, *args, key=None):
+        *found, out = outputs(params, batch, *args, key=key)
+        update = functools.partial(_update, layout, tx)
+        params, opt_state = _updated(update, params, opt_state, *found)
+        if frozen is not None:
+            params = rules.constrain_tree(params, parameter_rule(layout), layout.auto)
+        return params, opt_state, *out
+
+    if layout.exact:
+        run = exact.step(layout, tx, functools.partial(_updated, tx.update), outputs)
+    else:
+        run = jax.jit(run, donate_argnums=(0, 1))
+        run = tasks.checked(run, layout, "layouts.step") if layout.stage else run
     run = Judging(run, layout, judged, has_aux, aux, "layouts.step") if check else run
-    if layout.by_hand:
+    if layout.by_hand and not layout.exact:
         run = laid_out(run, parameter_rule(layout), layout.auto, "layouts.step")
 
     def specs(out):
@@ -201,3 +197,21 @@ def step(
         return _specs(layout, params), of_state, *_whole(rest)
 
     return _for_caller(run, layout, specs)
+
+
+def _updated(update, params, opt_state, mean, new, grads):
+    """(params, opt_state) after an optimizer's `update`, with the `new` values by their paths."""
+    given = grads, opt_state, params
+    try:
+        updates, opt_state = update(*given)
+    except TypeError as error:  # some ask for the loss, as `optax.polyak_sgd` does
+        if "'value_fn'" in str(error):
+            raise TypeError(
+                f"layouts.step: the optimizer evaluates the loss again within its update, as a "
+                f"line search does, and a step has no loss for it ({error}). Take another, or "
+                f"write the step with layouts.value_and_grad."
+            ) from error
+        if "'value'" not in str(error):
+            raise
+        updates, opt_state = update(*given, value=mean)
+    return freezing.put_back(optax.apply_updates(params, updates), new), opt_state

@@ -33,7 +33,7 @@ own for each part: valid masks, and others than one device's. Without microbatch
 path (`rules.jit`) divides nothing, and equals one device for these too.
 """
 
-from shardwise.objective.gradients import Division, Totals, mean_and_grads, value_and_grad
+from shardwise.objective.gradients import Division, Totals, mean_and_grads, of_block, value_and_grad
 from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
 from shardwise.objective.oracle import check
 from shardwise.objective.parts import merged, numbers, over_devices, reduced, split, ways
@@ -52,6 +52,7 @@ __all__ = [
     "merged",
     "normal",
     "numbers",
+    "of_block",
     "over_devices",
     "quotient",
     "reduced",

@@ -12,6 +12,12 @@ from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
 from shardwise.objective.parts import numbers, reduced, split, ways
 from shardwise.objective.tracing import Traced, trace
 
+_COUNT_FOLLOWS = (
+    "the loss's count depends on the parameters, or its trace cannot tell (within a custom_vjp or "
+    "custom_jvp). With several microbatches, or blocks, the count has to be known before the first "
+    "backward pass: use one microbatch, or a count from the batch alone."
+)
+
 
 def _same(x: Any) -> Any:
     return x
@@ -49,9 +55,9 @@ class Totals:
         if self.microbatches > 1:
             raise ValueError(
                 f"marks.total: the loss needs a sum over the rows of the whole batch, which is "
-                f"taken in {self.microbatches} microbatches, one after the other: none sees the "
-                f"others. Use one microbatch, or sums over each row (for experts: over='rows'), "
-                f"or balance experts by a bias, from the loads that aux adds up."
+                f"taken in {self.microbatches} microbatches or blocks, one after the other: none "
+                f"sees the others. Use one microbatch, or sums over each row (for experts: "
+                f"over='rows'), or balance experts by a bias, from the loads that aux adds up."
             )
         return x if self.together is None else self.together(x)
 
@@ -132,6 +138,40 @@ def mean_and_grads(
     return quotient(whole).astype(traced.dtype), extra, grads
 
 
+def of_block(
+    loss: Callable,
+    params: Any,
+    batch: Any,
+    rows: Any,
+    args: tuple,
+    key: Any,
+    number: Any,
+    blocks: int,
+    has_aux: bool = False,
+    backward: bool = True,
+) -> tuple[Mean, Any, Any]:
+    """(`Mean`, gradient of its total, aux) of the block of this `number`, alone: not yet divided.
+
+    Without `backward` the gradient is None. `rows` are the block's row numbers. The mean and the
+    gradient are in `wide` dtypes.
+
+    Raises:
+      ValueError: a count that depends on the parameters, or a sum over all blocks (`marks.total`).
+    """
+    with marks.bind(total=Totals(blocks)):
+        traced = trace(loss, params, batch, rows, args, key, has_aux)
+    if traced.count_follows(params):
+        raise ValueError(_COUNT_FOLLOWS)
+    part = _Part(traced, params, args, key, Division())
+    if not backward:
+        (total, count), extra = traced(params, batch, rows, args, part.key_of(number))
+        count = jnp.float32(1) if count is None else jnp.asarray(count)
+        return Mean(_wide(total), _wide(count)), None, extra
+    run = part.forward(batch, rows, number)
+    one = Mean(run.mean.total, jnp.ones_like(run.mean.count))
+    return run.mean, part.backward(run, one), run.aux
+
+
 def nothing_if_empty(grads: Any, count: Any) -> Any:
     """Gradients, and 0 where the count is exactly 0."""
     if count is None:
@@ -188,11 +228,7 @@ def _accumulated(part, parts, rows):
     """(sums of all parts, sum of the gradients, stacked aux), one microbatch after the other."""
     m = jax.tree.leaves(parts)[0].shape[0]
     if part.traced.count_follows(part.params):
-        raise ValueError(
-            "the loss's count depends on the parameters, or its trace cannot tell (within a "
-            "custom_vjp or custom_jvp). With several microbatches the count has to be known before "
-            "the first backward pass: use one microbatch, or a count from the batch alone."
-        )
+        raise ValueError(_COUNT_FOLLOWS)
 
     def count(one):
         *one, j = one

@@ -17,6 +17,7 @@ class Folder:
     settings.json        every setting, as the run last started
     metrics.jsonl        a line of JSON for each step that is done
     evaluations.jsonl    one for each evaluation
+    hashes.jsonl         one for each step whose arrays were hashed
     metrics.png, .svg    loss and throughput, drawn
     checkpoints/         Orbax, one folder for each saved step
     processes/0.json     process, pid, host, step, doing, time, line
@@ -29,9 +30,11 @@ class Folder:
         self.path = on_disk(path).expanduser().absolute()
         self.metrics = self.path / "metrics.jsonl"
         self.evaluations = self.path / "evaluations.jsonl"
+        self.hashes = self.path / "hashes.jsonl"
         self.checkpoints = self.path / "checkpoints"
         folders = [self.path, *(self.path / x for x in ("checkpoints", "processes", "batches"))]
-        for place in (*folders, self.path / "settings.json", self.metrics, self.evaluations):
+        files = self.path / "settings.json", self.metrics, self.evaluations, self.hashes
+        for place in (*folders, *files):
             if place.exists() and place.is_dir() != (place in folders):
                 found, wanted = ("a file", "a folder")[:: 1 if place in folders else -1]
                 raise ValueError(

@@ -86,7 +86,7 @@ class Report:
         self._main = jax.process_index() == 0
         self._progress = self._bar(first) if self._main and OUT.isatty() else None
         self._events = self._writer() if self._main and settings.tensorboard else None
-        files = (folder.metrics, folder.evaluations) if self._main else ()
+        files = (folder.metrics, folder.evaluations, folder.hashes) if self._main else ()
         self._files = [Lines(file, first) for file in files]
 
     def _bar(self, first):
@@ -168,6 +168,11 @@ class Report:
             self._files[1].add({"step": step, "loss": loss, **means, "sample": text})
         if self._events is not None:
             self._events.add_scalar("held_out_loss", loss, step)
+
+    def hashed(self, line: dict[str, Any]) -> None:
+        """Write the hashes of a step."""
+        if self._main:
+            self._files[2].add(line)
 
     def finish(self, step: int, stopped: bool) -> None:
         """Say how the run ended, and draw it."""

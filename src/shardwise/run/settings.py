@@ -27,7 +27,9 @@ POLICIES = {name: getattr(jax.checkpoint_policies, name) for name in _PLAIN}
 POLICIES["offload"] = layouts.offload
 # What may differ when a run goes on. The rest decides which numbers come next.
 FREE = ("run", "steps", "save_every", "keep", "resume", "devices", "tensorboard", "profile", "bad")
-FREE += ("limit", "layout", "evaluation", "processes", "model.stages", "model.remat")
+FREE += ("limit", "layout", "evaluation", "processes", "model.stages", "model.remat", "hash_every")
+# But of an exact run what rounds otherwise.
+EXACT = ("layout.dtype", "layout.kernel", "layout.remat", "model.remat")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Roles:
     dtype: Literal["float32", "bfloat16"] | None = None  # in which weights are gathered and used
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
     remat: str | None = None  # a policy of jax.checkpoint_policies, or "offload" to the host
+    exact: int = 0  # blocks of rows, for the same bits on any mesh of so many devices or fewer
 
     def layout(self) -> layouts.Layout:
         """The layout over the devices there are, with an axis of its own for each role above 1.
@@ -137,6 +140,7 @@ class Settings:
     batch: int = 32  # rows of a step, of all devices together
     sequence: int = 128  # tokens of a row
     save_every: int = 100  # steps
+    hash_every: int = 0  # steps; hashes of all arrays, for `shardwise diff`; 0: never
     keep: int = 2  # newest checkpoints that stay
     resume: bool = False  # go on from the newest whole checkpoint, if there is one
     ema: float | None = 0.99  # decay of the mean of the parameters; None: no mean
@@ -154,7 +158,9 @@ class Settings:
 
     def __post_init__(self):
         object.__setattr__(self, "run", on_disk(self.run))
-        least = dict(steps=1, batch=1, sequence=1, save_every=1, keep=1, devices=1, seed=0)
+        least = dict(
+            steps=1, batch=1, sequence=1, save_every=1, keep=1, devices=1, seed=0, hash_every=0
+        )
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise ValueError(f"run: {name}={getattr(self, name)}; expected {low} or more.")
@@ -286,7 +292,8 @@ def check_resumable(saved: dict[str, Any], now: dict[str, Any], folder: Path) ->
 
     Only what was saved is compared.
     """
-    held = [n for n in now if not {n, n.partition(".")[0]} & set(FREE)]
+    fixed = ("layout.exact", *(EXACT if now.get("layout.exact") else ()))
+    held = [n for n in now if n in fixed or not {n, n.partition(".")[0]} & set(FREE)]
     told = "; ".join(
         f"{n} was {json.dumps(saved[n])} and is {json.dumps(now[n])}"
         for n in held
@@ -295,5 +302,6 @@ def check_resumable(saved: dict[str, Any], now: dict[str, Any], folder: Path) ->
     if told:
         raise ValueError(
             f"run: {folder} cannot go on with other settings: {told}. What may differ: "
-            f"{', '.join(FREE)}. Leave these as they were, or start another run."
+            f"{', '.join(FREE)}, but not {', '.join(fixed)}. Leave these as they were, or start "
+            f"another run."
         )

@@ -70,6 +70,8 @@ def create(layout: Layout, make: Callable, tx: Any, seed: int) -> tuple:
 
     On CPU it is not optimized, since it runs once: that takes two thirds of the compiler's time.
     """
+    if layout.exact:
+        return layouts.init(layout, make, tx, key_of_seed(seed))
     options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
     born = jax.jit(lambda key: layouts.init(layout, make, tx, key), compiler_options=options)
     return born(key_of_seed(seed))
@@ -121,6 +123,8 @@ def step_program(
         record |= {"loss": value, "norm": opt_state.norm, "bad": opt_state.bad}
         return params, opt_state, record | {"stop": flags.max()}
 
+    if layout.exact:  # it is several programs
+        return train_step
     shardings = jax.tree.map(lambda x: x.sharding, wanted)
     out = (*shardings, NamedSharding(layout.auto, P()))
     return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out)
@@ -167,12 +171,11 @@ def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: boo
 
     mean_and_count = layouts.value(layout, counted, has_aux=True)
 
-    @jax.jit
     def both(params, opt_state, batch):
         averages = [] if decay is None else [mean(params, opt_state, decay)]
         return [mean_and_count(each, batch) for each in (params, *averages)]
 
-    return both
+    return both if layout.exact else jax.jit(both)
 
 
 def together(found: Sequence[Sequence[tuple[Any, Any]]]) -> list[float]:

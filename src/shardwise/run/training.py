@@ -14,7 +14,7 @@ from shardwise import tree as trees
 from shardwise.checkpoint.writer import Lock
 from shardwise.layouts import Layout, first_call
 from shardwise.processes.system import together
-from shardwise.run import metrics, signals, state
+from shardwise.run import hashes, metrics, signals, state
 from shardwise.run.feed import Feed, Stream, feed
 from shardwise.run.folder import Folder
 from shardwise.run.notes import Notes, Watchdog
@@ -117,7 +117,8 @@ def _begin(settings, folder, facts, unused, lock):
             check_resumable(before, now, settings.run)
         if jax.process_index() == 0:
             lock.take()
-        metrics.read(folder.metrics), metrics.read(folder.evaluations)  # an error before any step
+        for file in (folder.metrics, folder.evaluations, folder.hashes):
+            metrics.read(file)  # an error before any step
     saved = state.saved(folder) if settings.resume else None
     for name, value in (facts if saved else {}).items():
         if saved["facts"].get(name) != value:
@@ -195,8 +196,11 @@ class _Run:
                 every = settings.evaluation.every
                 evaluates = self.held_out is not None and every > 0 and step % every == 0
                 saves = step % settings.save_every == 0
-                if evaluates or saves:
+                hashed = settings.hash_every > 0 and step % settings.hash_every == 0
+                if evaluates or saves or hashed:
                     self._flush()
+                    if hashed:
+                        self._hash(step)
                     if evaluates:
                         self._evaluate(step)
                     if saves:
@@ -314,6 +318,11 @@ class _Run:
             whole = self.sample and layouts.whole(self.layout, self.params)
             text = self.sample(whole) if self.sample else ""
             self.report.evaluated(step, *values, text=text)
+
+    def _hash(self, step):
+        with self._apart("hashing", step):
+            arrays = {"params": self.params, "opt_state": self.opt_state}
+            self.report.hashed(hashes.line(step, self.loss_value, arrays))
 
     def _save(self, step):
         if self.saved_at == step:

@@ -1,0 +1,329 @@
+"""One result, bit for bit, for every number of devices, every division of them, microbatches."""
+
+import dataclasses
+import functools
+import itertools
+import os
+import random
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from shardwise import layouts, marks, mesh, model, objective
+from shardwise.layouts import Layout, exact
+from shardwise.layouts.layout import ROLES
+from shardwise.run import hashes
+
+mesh.simulate(8)
+BLOCKS, ROWS, STEPS = 8, 16, 3
+
+
+@pytest.fixture(autouse=True)
+def as_others_write():
+    """Our own code spells ranks out; that of others does not."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model of one's own: its parameters, its loss, its batches."""
+
+    create: object
+    loss: object
+    batch: object
+    keyed: bool
+
+
+def drawn(i):
+    return np.random.default_rng(i)
+
+
+@functools.cache
+def decoder(dtype):
+    """Attention, dropout by place, layers that are rematerialised, weights used in `dtype`."""
+    config = model.Config(
+        vocab=40, embed=24, layers=3, heads=4, kv_heads=2, head_dim=6, mlp=40,
+        dropout=0.1, remat=True, dtype=dtype,
+    )  # fmt: skip
+    graphdef = nnx.split(nnx.eval_shape(lambda: model.Decoder(config, nnx.Rngs(0))))[0]
+
+    def create(key):
+        return nnx.split(model.Decoder(config, nnx.Rngs(params=key)))[1]
+
+    def batch(i):
+        tokens = drawn(i).integers(0, 40, (ROWS, 11)).astype(np.int32)
+        mask = (drawn(i).random((ROWS, 10)) < 0.8).astype(np.float32)
+        return dict(tokens=tokens[:, :-1], targets=tokens[:, 1:], mask=mask)
+
+    return Case(create, functools.partial(model.loss, graphdef=graphdef), batch, True)
+
+
+class Images(nn.Module):
+    dtype: object
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.GroupNorm(4, dtype=self.dtype)(nn.Conv(8, (3, 3), dtype=self.dtype)(x)))
+        x = nn.relu(nn.Conv(16, (3, 3), strides=(2, 2), dtype=self.dtype)(x))
+        x = nn.avg_pool(x, (2, 2), (2, 2)).reshape(len(x), -1)
+        return nn.Dense(10, dtype=self.dtype)(x)
+
+
+@functools.cache
+def images(dtype):
+    """Convolutions in Linen; the loss is a scalar."""
+    net = Images(dtype)
+
+    def batch(i):
+        x = drawn(i).normal(size=(ROWS, 8, 8, 3)).astype(np.float32)
+        return dict(x=x, y=drawn(i).integers(0, 10, ROWS).astype(np.int32))
+
+    def loss(params, batch):
+        logits = net.apply(params, batch["x"]).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
+
+    return Case(lambda key: net.init(key, jnp.zeros((1, 8, 8, 3))), loss, batch, False)
+
+
+@functools.cache
+def plain(dtype):
+    """A stranger's dict, of which some arrays cannot be cut, and draws by shape."""
+
+    def create(key):
+        a, b, c = jax.random.split(key, 3)
+        weights = dict(w=jax.random.normal(a, (24, 48)), v=jax.random.normal(b, (48, 7)))
+        weights |= dict(odd=jax.random.normal(c, (7, 5)))
+        return jax.tree.map(lambda x: x / 5, weights) | dict(b=jnp.zeros(48), scale=jnp.ones(()))
+
+    def loss(params, batch, key):
+        p = jax.tree.map(lambda x: x.astype(dtype), params)
+        h = jnp.tanh(batch["x"].astype(dtype) @ p["w"] + p["b"]) * p["scale"]
+        h *= jax.random.bernoulli(key, 0.9, h.shape)
+        y = (h @ p["v"] @ p["odd"]).astype(jnp.float32)
+        return jnp.mean((y - batch["y"]) ** 2)
+
+    def batch(i):
+        return {
+            k: drawn(i).normal(size=(ROWS, n)).astype(np.float32)
+            for k, n in dict(x=24, y=5).items()
+        }
+
+    return Case(create, loss, batch, True)
+
+
+MODELS = dict(decoder=decoder, images=images, plain=plain)
+DTYPES = ("float32", "bfloat16")
+OPTIMIZERS = {
+    "adamw, clipped": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)),
+    "lion": lambda: optax.lion(1e-3),
+    "muon": lambda: optax.contrib.muon(1e-2),
+}
+TABLE = list(itertools.product(MODELS, DTYPES, OPTIMIZERS))
+ONE = dict(data=1)
+ROWS_CUT = [dict(data=d, fsdp=f) for d, f in itertools.product((1, 2, 4, 8), repeat=2) if d * f < 9]
+OTHERS = [
+    *ROWS_CUT[1:],
+    dict(fsdp=2, zero=1),
+    dict(fsdp=2, data=2, microbatches=2, zero=2),
+    dict(fsdp=4, by="compiler"),
+    dict(context=2, fsdp=2),
+]
+NAMED = [dict(tensor=2, fsdp=2), dict(stage=2, data=2), dict(tensor=2, context=2, data=2)]
+DRAW = random.Random(27)
+QUICK = [("plain", "bfloat16", "adamw, clipped"), ("decoder", "float32", "lion")]
+SAMPLE = [(QUICK[0], each) for each in [*DRAW.sample(OTHERS, 2), dict(data=2, fsdp=2)]]
+SAMPLE += [(QUICK[1], each) for each in (dict(fsdp=2), NAMED[0])]
+MANY = len(OTHERS) if os.environ.get("IN_FULL") else 1  # which `make stacks` sets
+SLOW = [(case, each) for case in TABLE for each in DRAW.sample(OTHERS, MANY)]
+SLOW += [(QUICK[1], each) for each in NAMED[1:]]
+
+
+def layout(exact=BLOCKS, **given):
+    axes = {role: given.pop(role) for role in ROLES if role in given}
+    return Layout(mesh.make(**axes), **{name: name for name in axes}, exact=exact, **given)
+
+
+def digest(tree):
+    return hashes.hashes(tree)
+
+
+def trained(name, dtype, optimizer, division, steps=STEPS, **more):
+    """(hashes of parameters and state, losses) after some steps."""
+    case, tx = MODELS[name](jnp.dtype(dtype)), OPTIMIZERS[optimizer]()
+    used = dict(dtype=jnp.dtype(dtype)) if name == "decoder" and dtype != "float32" else {}
+    laid = layout(**division, **used, **more)
+    params, state = layouts.init(laid, case.create, tx, jax.random.key(0))
+    step, losses = layouts.step(laid, case.loss, tx, check=False), []
+    for i in range(steps):
+        key = dict(key=jax.random.key(i)) if case.keyed else {}
+        params, state, loss = step(params, state, case.batch(i), **key)
+        losses.append(np.asarray(loss).item())
+    wanted = layouts.shardings(laid, params, tx)
+    for x, to in zip(*map(jax.tree.leaves, ((params, state), wanted)), strict=True):
+        assert x.sharding.is_equivalent_to(to, x.ndim)
+    return digest((params, state)), tuple(losses)
+
+
+@functools.cache
+def reference(*case):
+    return trained(*case, ONE)
+
+
+@pytest.mark.parametrize(("case", "division"), SAMPLE, ids=str)
+def test_one_hash(case, division):
+    assert trained(*case, division) == reference(*case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "division"), SLOW, ids=str)
+def test_one_hash_of_all_models(case, division):
+    assert trained(*case, division) == reference(*case)
+
+
+def test_sums_in_another_order_have_other_bits(monkeypatch):
+    """The test sees one bit: with JAX's own sum over devices the result differs."""
+    case = "plain", "float32", "adamw, clipped"
+
+    def plainly(mesh, ways):
+        def total(xs):
+            return [jax.lax.psum(x[0], mesh.axis_names) for x in xs]
+
+        specs = dict(in_specs=P(mesh.axis_names), out_specs=P())
+        return jax.jit(jax.shard_map(total, mesh=mesh, **specs))
+
+    monkeypatch.setattr(exact, "_over_devices", plainly)
+    assert trained(*case, dict(data=8)) != reference(*case)
+
+
+def test_to_rounding_it_is_the_ordinary_layout():
+    case = "images", "float32", "lion"
+    ordinary = trained(*case, dict(data=2, fsdp=2), steps=2, exact=0)[1]
+    same = trained(*case, dict(data=2, fsdp=2), steps=2)[1]
+    np.testing.assert_allclose(same, ordinary, rtol=1e-5)
+
+
+def with_aux(params, batch):
+    each = jnp.tanh(batch["x"] @ params["w"]).mean(1)
+    aux = dict(sum=jnp.sum(each), mean=jnp.mean(each), most=jnp.max(each), rows=each)
+    return objective.Mean(jnp.sum(each), jnp.float32(len(each))), aux
+
+
+AUX = dict(sum="sum", mean="mean", most="max", rows="concatenate")
+
+
+@pytest.mark.parametrize("division", [dict(data=2, fsdp=2), dict(context=4)], ids=str)
+def test_auxiliary_outputs_have_the_same_bits_and_rows_their_order(division):
+    params = {"w": np.asarray(drawn(1).normal(size=(24, 8)), np.float32)}
+    batch = {"x": np.asarray(drawn(2).normal(size=(64, 24)), np.float32)}
+
+    def run(division):
+        laid = layout(**division)
+        given = layouts.place(laid, params), batch
+        run = layouts.value_and_grad(laid, with_aux, has_aux=True, aux=AUX)
+        assert layouts.value(laid, with_aux, has_aux=True, aux=AUX)(*given)[0] == run(*given)[0][0]
+        return run(*given)
+
+    (_, aux), grads = run(division)
+    assert digest(run(division)) == digest(run(ONE))
+    each = jnp.tanh(batch["x"] @ params["w"]).mean(1)
+    np.testing.assert_allclose(aux["rows"], each, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(aux["sum"], each.sum(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(aux["mean"], each.mean(), rtol=1e-4, atol=1e-6)
+    assert aux["most"] == np.max(aux["rows"])
+    whole = jax.grad(lambda p: objective.quotient(with_aux(p, batch)[0]))(params)
+    np.testing.assert_allclose(grads["w"], whole["w"], rtol=1e-4, atol=1e-7)
+
+
+def test_what_is_frozen_has_the_mean_of_its_new_values():
+    params = {"w": np.ones((24, 8), np.float32), "seen": np.zeros((), np.float32)}
+    x = np.asarray(drawn(2).normal(size=(64, 24)), np.float32)
+
+    def loss(params, batch):
+        mean = jnp.mean((batch["x"] @ params["w"]) ** 2)
+        return mean, {"frozen": {"seen": jnp.mean(batch["x"])}}
+
+    def run(division):
+        laid, tx = layout(**division), optax.sgd(1e-2)
+        placed = layouts.place(laid, params)
+        step = layouts.step(laid, loss, tx, has_aux=True, frozen=lambda path: path == "seen")
+        return step(placed, tx.init(placed), {"x": x})[0]
+
+    found = run(dict(data=2, fsdp=2))
+    np.testing.assert_allclose(found["seen"], x.mean(), rtol=1e-5)
+    assert digest(found) == digest(run(ONE))
+
+
+def test_arrays_on_explicit_axes_come_out_so():
+    axes = jax.make_mesh((2, 2), ("data", "fsdp"), devices=jax.devices()[:4])
+    laid = Layout(axes, data="data", fsdp="fsdp", exact=8)
+    params = layouts.place(laid, {"w": np.ones((24, 8), np.float32)})
+    batch = {"x": np.asarray(drawn(2).normal(size=(64, 24)), np.float32)}
+    (_, _), grads = layouts.value_and_grad(laid, with_aux, has_aux=True, aux=AUX)(params, batch)
+    assert grads["w"].sharding == params["w"].sharding
+
+
+def test_within_jit_is_refused():
+    laid = layout(data=2)
+    params = layouts.place(laid, {"w": np.ones((24, 8), np.float32)})
+    run = layouts.value_and_grad(laid, with_aux, has_aux=True, aux=AUX, check=False)
+    with pytest.raises(ValueError, match="Call it outside of jit"):
+        jax.jit(run)(params, {"x": np.ones((64, 24))})
+
+
+def test_a_loss_of_the_whole_batch_is_refused():
+    def loss(params, batch):
+        return jnp.mean(batch["x"] @ params["w"]) * marks.total(jnp.mean(batch["x"]), ("rows",))
+
+    laid = layout(data=2)
+    params = layouts.place(laid, {"w": np.ones((24, 8), np.float32)})
+    with pytest.raises(ValueError, match="8 microbatches or blocks"):
+        layouts.value_and_grad(laid, loss, check=False)(params, plain(jnp.float32).batch(0))
+
+
+def test_a_loss_that_does_not_divide_is_found():
+    def loss(params, batch):
+        logits = batch["x"] @ params["w"]
+        return jnp.mean(jax.nn.logsumexp(logits @ logits.T, axis=1))
+
+    laid = layout(data=1)
+    params = layouts.place(laid, {"w": np.ones((24, 8), np.float32) / 9})
+    with pytest.raises(objective.Indivisible):
+        layouts.value_and_grad(laid, loss)(params, {"x": plain(jnp.float32).batch(0)["x"]})
+
+
+def test_rows_that_make_no_blocks_are_refused():
+    laid = layout(data=2)
+    params = layouts.place(laid, {"w": np.ones((24, 8), np.float32)})
+    run = layouts.value_and_grad(laid, with_aux, has_aux=True, aux=AUX, check=False)
+    with pytest.raises(ValueError, match="does not split into 8 parts"):
+        run(params, {"x": np.ones((12, 24))})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (dict(exact=6), "exact=6 over 2 devices; expected a number of blocks"),
+        (dict(exact=1), "exact=1 over 2 devices"),
+        (dict(exact=-8), "exact=-8"),
+        (dict(reduce_dtype=jnp.bfloat16), "blocks add up in float32"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_had_is_refused(given, told):
+    with pytest.raises(ValueError, match=told):
+        layout(data=2, **given)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 8])
+def test_a_tree_adds_neighbours_first(parts):
+    x = drawn(3).normal(size=(8, 5)).astype(np.float32)
+    whole = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]))
+    each = [exact.tree_of(np.add, iter(part)) for part in np.split(x, parts)]
+    assert (exact.tree_of(np.add, each) == whole).all()
