@@ -13,9 +13,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import layouts, marks, mesh, model, objective
+from shardwise import layouts, marks, measure, mesh, model, objective
 from shardwise.layouts import Layout, exact
 from shardwise.layouts.layout import ROLES
 from shardwise.run import hashes
@@ -226,12 +227,13 @@ def test_auxiliary_outputs_have_the_same_bits_and_rows_their_order(division):
     def run(division):
         laid = layout(**division)
         given = layouts.place(laid, params), batch
-        run = layouts.value_and_grad(laid, with_aux, has_aux=True, aux=AUX)
-        assert layouts.value(laid, with_aux, has_aux=True, aux=AUX)(*given)[0] == run(*given)[0][0]
-        return run(*given)
+        both = layouts.value_and_grad(laid, with_aux, has_aux=True, aux=AUX)(*given)
+        value = layouts.value(laid, with_aux, has_aux=True, aux=AUX)(*given)
+        return *both, value  # which is another program, to rounding
 
-    (_, aux), grads = run(division)
+    (mean, aux), grads, value = run(division)
     assert digest(run(division)) == digest(run(ONE))
+    np.testing.assert_allclose([*jax.tree.leaves(value)][0], mean, rtol=1e-6)
     each = jnp.tanh(batch["x"] @ params["w"]).mean(1)
     np.testing.assert_allclose(aux["rows"], each, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(aux["sum"], each.sum(), rtol=1e-5, atol=1e-5)
@@ -327,3 +329,24 @@ def test_a_tree_adds_neighbours_first(parts):
     whole = ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]))
     each = [exact.tree_of(np.add, iter(part)) for part in np.split(x, parts)]
     assert (exact.tree_of(np.add, each) == whole).all()
+
+
+@pytest.mark.parametrize("division", [dict(data=2, fsdp=2), dict(fsdp=4, zero=1), dict(data=4)])
+def test_what_it_sends_is_the_formula_s(division):
+    """Counted in the two programs that send: the one that makes all whole, the one that sums."""
+    laid, tx = layout(**division), optax.adamw(1e-2)
+    params, state = layouts.init(laid, plain(jnp.float32).create, tx, jax.random.key(0))
+    sent: dict = {}
+
+    def count(program, *args):
+        found = measure.collectives(program.lower(*args).compile())
+        for axes, found in measure.by_axis(found, laid.mesh).items():
+            sent[axes] = sent.get(axes, 0) + found.ring_bytes
+
+    count(jax.jit(lambda x: x, out_shardings=NamedSharding(laid.mesh, P())), (params, state))
+    leaves = [*jax.tree.leaves(params), jnp.zeros(()), jnp.zeros(())]
+    rows = NamedSharding(laid.mesh, P(laid.mesh.axis_names))
+    stacked = [jax.ShapeDtypeStruct((4, *x.shape), x.dtype, sharding=rows) for x in leaves]
+    count(exact._over_devices(laid.mesh, ("sum",) * len(stacked)), stacked)
+    told = layouts.predict(laid, params, plain(jnp.float32).batch(0), tx).sent
+    assert {axes: x for axes, x in sent.items() if x} == pytest.approx(told)

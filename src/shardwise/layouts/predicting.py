@@ -73,7 +73,9 @@ def predict(
     promised; a compiler may sum where a scatter would do, repeat a gather, or lay out anew what
     lies otherwise. What it inserted, `measure.collectives` counts in the compiled program.
 
-    With stages, the `loss` (and `has_aux`) tells which stage reads what, and a device at the place
+    An exact layout sends, once a step, what makes parameters and state whole on each device, in one
+    program by the compiler, and a sum over all devices; its layers send nothing. With stages, the
+    `loss` (and `has_aux`) tells which stage reads what, and a device at the place
     `stage` along their axis is predicted, with all stages that it has. What it sends there is exact
     for each tick's activation and cotangent, and for parameters that lie elsewhere than they are
     read. A parameter that the loss gives to `marks.use` counts as used once in a task. The loss is
@@ -88,6 +90,9 @@ def predict(
         arrays = array_layouts(layout, params)
     asked, shapes = _asked(layout), abstract(params)
     whole = _whole(layout, arrays, shapes, "layouts.predict")
+    if layout.exact:
+        sent = _of_exact(layout, shapes, tx)
+        return Prediction(_held(layout, shapes, batch, tx), _in_mesh_order(layout, sent), whole)
     if layout.stage:
         sent = _of_stage(asked, shapes, batch, again, loss, has_aux, stage)
         return Prediction(_held(layout, shapes, batch, tx), _in_mesh_order(layout, sent), whole)
@@ -125,7 +130,7 @@ def _of_batch(layout, batch):
     total = 0
     for x in jax.tree.leaves(batch):
         columns = layout.size("context") if jnp.ndim(x) > 1 else 1
-        parts = math.prod(layout.auto.shape[name] for name in layout.rows) * columns
+        parts = layout.auto.size if layout.exact else layout.size_of_rows() * columns
         total += math.prod(jnp.shape(x)) * jnp.result_type(x).itemsize // parts
     return total
 
@@ -167,6 +172,22 @@ def _of_stage(asked, shapes, batch, again, loss, has_aux, place):
         )
     sent, here, ends = stage_bytes.of_stage(asked, shapes, batch, loss, has_aux, place)
     activation_bytes.add(asked, here, batch, again, sent, ends)
+    return sent
+
+
+def _of_exact(layout, shapes, tx):
+    """Gathers of all that is cut, and the sum over all devices of gradients, total and count."""
+    sent, n = {}, layout.auto.size
+    found = shardings(layout, shapes, tx, "layouts.predict")
+    tree = shapes if tx is None else (shapes, jax.eval_shape(tx.init, shapes))
+    for x, to in zip(jax.tree.leaves(tree), jax.tree.leaves(found), strict=True):
+        axes = jax.tree.leaves(tuple(to.spec))
+        _add(sent, axes, math.prod(x.shape) * x.dtype.itemsize * _share(layout, axes))
+    sums: dict[Any, int] = {wide(jnp.float32): 2}
+    for x in jax.tree.leaves(shapes):
+        sums[wide(x.dtype)] = sums.get(wide(x.dtype), 0) + math.prod(x.shape)
+    for dtype, size in sums.items():  # padded to a part for each device
+        _add(sent, layout.auto.axis_names, 2 * -(-size // n) * (n - 1) * dtype.itemsize)
     return sent
 
 
