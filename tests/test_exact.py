@@ -233,7 +233,7 @@ def test_auxiliary_outputs_have_the_same_bits_and_rows_their_order(division):
 
     (mean, aux), grads, value = run(division)
     assert digest(run(division)) == digest(run(ONE))
-    np.testing.assert_allclose([*jax.tree.leaves(value)][0], mean, rtol=1e-6)
+    np.testing.assert_allclose(value[0], mean, rtol=1e-6)
     each = jnp.tanh(batch["x"] @ params["w"]).mean(1)
     np.testing.assert_allclose(aux["rows"], each, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(aux["sum"], each.sum(), rtol=1e-5, atol=1e-5)
@@ -340,8 +340,8 @@ def test_what_it_sends_is_the_formula_s(division):
 
     def count(program, *args):
         found = measure.collectives(program.lower(*args).compile())
-        for axes, found in measure.by_axis(found, laid.mesh).items():
-            sent[axes] = sent.get(axes, 0) + found.ring_bytes
+        for axes, each in measure.by_axis(found, laid.mesh).items():
+            sent[axes] = sent.get(axes, 0) + each.ring_bytes
 
     count(jax.jit(lambda x: x, out_shardings=NamedSharding(laid.mesh, P())), (params, state))
     leaves = [*jax.tree.leaves(params), jnp.zeros(()), jnp.zeros(())]
