@@ -331,7 +331,11 @@ def test_a_tree_adds_neighbours_first(parts):
     assert (exact.tree_of(np.add, each) == whole).all()
 
 
-@pytest.mark.parametrize("division", [dict(data=2, fsdp=2), dict(fsdp=4, zero=1), dict(data=4)])
+SENDS = [dict(data=2, fsdp=2), dict(fsdp=4, zero=1), dict(data=4), dict(stage=2, fsdp=2)]
+
+
+@pytest.mark.filterwarnings("ignore:layouts.predict.*stay whole")
+@pytest.mark.parametrize("division", SENDS, ids=str)
 def test_what_it_sends_is_the_formula_s(division):
     """Counted in the two programs that send: the one that makes all whole, the one that sums."""
     laid, tx = layout(**division), optax.adamw(1e-2)
@@ -350,3 +354,82 @@ def test_what_it_sends_is_the_formula_s(division):
     count(exact._over_devices(laid.mesh, ("sum",) * len(stacked)), stacked)
     told = layouts.predict(laid, params, plain(jnp.float32).batch(0), tx).sent
     assert {axes: x for axes, x in sent.items() if x} == pytest.approx(told)
+
+
+def placed_on(division, params, exact=8):
+    laid = layout(**division, exact=exact)
+    return laid, layouts.place(laid, params)
+
+
+@pytest.mark.parametrize("values", [[np.nan] + [0.0] * 7, [-0.0] * 4 + [0.0] * 4], ids=str)
+def test_a_maximum_has_the_same_bits(values):
+    def loss(params, batch):
+        return params["w"] * jnp.sum(batch["v"]), jnp.max(batch["v"])
+
+    def run(division):
+        laid, params = placed_on(division, {"w": np.float32(1)})
+        run = layouts.value_and_grad(laid, loss, has_aux=True, aux="max", check=False)
+        return run(params, {"v": np.asarray(values, np.float32)})[0][1]
+
+    assert digest(run(dict(data=4))) == digest(run(ONE))
+    assert np.isnan(run(dict(data=8))) == np.isnan(values).any()
+
+
+def test_sums_of_few_bits_are_those_of_the_ordinary_layout():
+    def loss(params, batch):
+        few = dict(hits=jnp.any(batch["x"] > 4), n=jnp.uint8(100), none=jnp.zeros((0,), jnp.int32))
+        return params["w"] * jnp.mean(batch["x"]), few
+
+    def run(exact):
+        laid, params = placed_on(dict(data=8), {"w": np.float32(1)}, exact)
+        run = layouts.value_and_grad(laid, loss, has_aux=True, check=False)
+        return run(params, {"x": np.arange(8.0, dtype=np.float32)})[0][1]
+
+    for name, x in run(0).items():
+        np.testing.assert_array_equal(run(8)[name], x)
+        assert run(8)[name].dtype == x.dtype
+    assert run(8)["n"] == 800 and run(8)["hits"] == 3
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.02, 0.02),))
+
+
+def counted(params, batch):
+    each = clipped(jnp.mean(jnp.tanh(batch["x"] @ params["w"]), axis=1)) ** 2
+    mask = batch["mask"]
+    return objective.Mean(jnp.sum(each * mask), jnp.sum(mask))
+
+
+def test_the_division_comes_before_the_backward_pass():
+    """So that a clipped cotangent is clipped as on one device."""
+    params = {"w": np.asarray(drawn(1).normal(size=(6, 5)), np.float32)}
+    batch = {"x": drawn(2).normal(size=(16, 6)).astype(np.float32)}
+    batch |= {"mask": (drawn(3).random(16) < 0.6).astype(np.float32)}
+    found = [
+        layouts.value_and_grad(laid, counted, check=False)(placed, batch)
+        for laid, placed in (placed_on(each, params) for each in (ONE, dict(data=2, fsdp=2)))
+    ]
+    whole = jax.value_and_grad(lambda p: objective.quotient(counted(p, batch)))(params)
+    assert digest(found[0]) == digest(found[1])
+    np.testing.assert_allclose(found[0][0], whole[0], rtol=1e-6)
+    np.testing.assert_allclose(found[0][1]["w"], whole[1]["w"], rtol=1e-4, atol=1e-7)
+
+
+def test_a_mesh_that_is_set_and_arrays_of_one_device_are_taken():
+    laid, params = placed_on(dict(data=2), {"w": np.ones((24, 8), np.float32)})
+    batch = {"x": jax.device_put(drawn(2).normal(size=(16, 24)).astype(np.float32))}
+    run = layouts.value_and_grad(laid, with_aux, has_aux=True, aux=AUX, check=False)
+    expected = digest(run(params, batch))
+    with jax.set_mesh(laid.mesh):
+        assert digest(run(params, batch)) == expected
+    there = jax.device_put((params, batch), mesh.devices()[5])
+    assert digest(run(*there)) == expected
+    with pytest.raises(ValueError, match="Call it outside of jit"):
+        jax.jit(lambda x: run(params, batch)[0][0] + x)(1.0)
+    with pytest.raises(TypeError, match="n is int32, which has no gradient"):
+        run(params | {"n": np.int32(3)}, batch)

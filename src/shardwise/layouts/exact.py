@@ -11,6 +11,7 @@ So the roles of a layout only tell how arrays lie between steps, and all of them
 compiles its own copy of the programs.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -22,6 +23,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective
+from shardwise import mesh as meshes
+from shardwise.fsdp.arrays import check_params
 from shardwise.fsdp.batches import check_rows
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import Remat
@@ -40,42 +43,49 @@ def mean_and_grad(
     Raises, when called:
       ValueError: rows that are no multiple of the blocks; a call within a program of the caller's.
     """
-    mesh, count = layout.auto, layout.exact
-    here = count // mesh.size
+    mesh, blocks = layout.auto, layout.exact
 
     def used(params, *args, **options):
         return loss(cast(layout, params), *args, **options)
 
-    def of_block(params, args, key, part, number):
-        given = used, params, *part, args, key, number, count
+    def of_block(count, params, args, key, part, number):
+        given = used, params, *part, args, key, number, blocks, has_aux
         with marks.bind(**_meanings(layout)):
-            sums = objective.of_block(*given, has_aux, backward)
-        return _by_way(aux, functools.partial(_part, count), sums)
+            if count is None:
+                return [objective.of_block(*given)[None]]
+            sums = objective.of_block(*given, count, backward)
+        return _by_way(aux, functools.partial(_part, blocks), sums)
 
-    def divided(params, mean, grads):
-        empty, each = mean.count == 0, jnp.where(mean.count == 0, 1, mean.count)
-        like = params if backward else None
-        grads = jax.tree.map(
-            lambda g, p: jnp.where(empty, 0, g / each).astype(p.dtype), grads, like
-        )
-        return objective.quotient(mean), grads
+    def ended(params, count, total, grads):
+        mean = objective.quotient(objective.Mean(total, count))
+        return mean, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
-    of_block, divided = jax.jit(of_block), jax.jit(divided)
+    of_block, ended = jax.jit(of_block), jax.jit(ended)
+    whole, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names))
+
+    def summed(count, given, rows, ways, joined):
+        """What all blocks have, as the tree adds it up."""
+        sums, here = [], blocks // mesh.size
+        for place, (count_, own, part) in _own(mesh, (count, given, rows)):
+            numbers = range(place * here, place * here + here)
+            found = zip(_apart(part, here), map(np.int32, numbers), strict=True)
+            sums.append(tree_of(joined, (of_block(count_, *own, *each) for each in found)))
+        leaves, structure = jax.tree.flatten(_assembled(sums, cut))
+        return structure.unflatten(_over_devices(mesh, tuple(ways(sums[0])))(leaves))
+
     joined = jax.jit(functools.partial(_by_way, aux, _joined))
 
     def run(params, batch, *args, key=None):
-        check_outside(who, params, batch, args, key)
-        check_rows(batch, count, who)
-        whole, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names))
-        given = laid((params, args, key), whole)
-        rows, sums = laid((batch, objective.numbers(batch)), cut), []
-        for place, (own, part) in _own(mesh, (given, rows)):
-            blocks = enumerate(_apart(part, here), place * here)
-            sums.append(tree_of(joined, (of_block(*own, x, np.int32(j)) for j, x in blocks)))
-        leaves, structure = jax.tree.flatten(_assembled(sums, cut))
-        added = _over_devices(mesh, tuple(_ways(aux, sums[0])))(leaves)
-        mean, grads, extra = structure.unflatten(added)
-        value, grads = on_each(mesh, divided, given[0], mean, grads)
+        check_rows(batch, blocks, who)
+        if backward:
+            check_params(params, mesh, who)
+        with outside(who, params, batch, args, key):
+            given = laid((params, args, key), whole)
+            rows = laid((batch, objective.numbers(batch)), cut)
+            (count,) = summed(None, given, rows, lambda _: ["sum"], _added)
+            total, grads, extra = summed(count, given, rows, functools.partial(_ways, aux), joined)
+            like = given[0] if backward else None
+            value, grads = on_each(mesh, ended, like, count, total, grads)
         return ((value, extra) if has_aux else value), grads
 
     return run
@@ -86,19 +96,20 @@ def value_and_grad(layout: Layout, mean_and_grad: Callable, who: str) -> Callabl
 
     def run(params, batch, *args, key=None):
         value, grads = mean_and_grad(params, batch, *args, key=key)
-        return value, laid(grads, shardings(layout, params, None, who))
+        with outside(who):
+            return value, laid(grads, shardings(layout, params, None, who))
 
     return run
 
 
 def init(layout: Layout, create: Callable, tx: Any, key: jax.Array) -> tuple[Any, Any]:
     """(params, opt_state), whole on each device: what one device makes, and copies of it."""
-    check_outside("layouts.init", key)
-    whole = NamedSharding(layout.auto, P())
-    _, key = next(_own(layout.auto, laid(key, whole)))
-    params = jax.jit(create)(key)
-    made = params, jax.jit(tx.init)(params)
-    return _assembled([jax.device_put(made, device) for device in layout.auto.local_devices], whole)
+    with outside("layouts.init", key):
+        whole = NamedSharding(layout.auto, P())
+        _, key = next(_own(layout.auto, laid(key, whole)))
+        params = jax.jit(create)(key)
+        made = params, jax.jit(tx.init)(params)
+        return _assembled([made] * len(layout.auto.local_devices), whole)
 
 
 def step(layout: Layout, tx: Any, update: Callable, outputs: Callable) -> Callable:
@@ -110,11 +121,11 @@ def step(layout: Layout, tx: Any, update: Callable, outputs: Callable) -> Callab
     update = jax.jit(update, donate_argnums=(0, 1))
 
     def run(params, opt_state, batch, *args, key=None):
-        to = shardings(layout, params, tx, "layouts.step")
-        check_outside("layouts.step", params, opt_state, batch, args, key)
-        params, opt_state = laid((params, opt_state), NamedSharding(layout.auto, P()))
-        *found, out = outputs(params, batch, *args, key=key)
-        return *laid(on_each(layout.auto, update, params, opt_state, *found), to), *out
+        with outside("layouts.step", params, opt_state, batch, args, key):
+            to = shardings(layout, params, tx, "layouts.step")
+            params, opt_state = laid((params, opt_state), NamedSharding(layout.auto, P()))
+            *found, out = outputs(params, batch, *args, key=key)
+            return *laid(on_each(layout.auto, update, params, opt_state, *found), to), *out
 
     return run
 
@@ -123,6 +134,9 @@ def laid(tree: Any, to: Any) -> Any:
     """The arrays of `tree` laid out by one sharding, or by a tree of them; those that are stay."""
     leaves, structure = jax.tree.flatten(tree)
     to = [to] * len(leaves) if isinstance(to, NamedSharding) else jax.tree.leaves(to)
+    for i, x in enumerate(leaves):
+        if getattr(x, "committed", False) and x.sharding.device_set != to[i].device_set:
+            leaves[i] = jax.device_put(x, to[i])
     others = [i for i, x in enumerate(leaves) if not _lies(x, to[i])]
     # One program: of several at once, simulated devices may run different ones, and wait for ever.
     move = jax.jit(_same, out_shardings=[to[i] for i in others])
@@ -133,11 +147,7 @@ def laid(tree: Any, to: Any) -> Any:
 
 def on_each(mesh: Mesh, program: Callable, *trees: Any) -> Any:
     """What a program of one device, jitted, makes of arrays that are whole on each; whole again."""
-    made = []
-    for place, own in _own(mesh, trees):
-        # What follows from no input is made on JAX's default device.
-        made.append(jax.device_put(program(*own), mesh.devices.flat[place]))
-    return _assembled(made, NamedSharding(mesh, P()))
+    return _assembled([program(*own) for _, own in _own(mesh, trees)], NamedSharding(mesh, P()))
 
 
 def tree_of(joined: Callable, blocks: Iterable[Any]) -> Any:
@@ -154,13 +164,17 @@ def tree_of(joined: Callable, blocks: Iterable[Any]) -> Any:
     return waiting[0][1]
 
 
-def check_outside(who: str, *trees: Any) -> None:
-    """Raise ValueError within a trace."""
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(trees)):
+@contextlib.contextmanager
+def outside(who: str, *trees: Any) -> Iterator[None]:
+    """A context without the mesh that `jax.set_mesh` has set; within a trace, a ValueError."""
+    # There even what follows from no argument is traced.
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((trees, jnp.zeros(())))):
         raise ValueError(
             f"{who}: with exact= this is several programs, and one around them, whose compiler "
             f"would round as it likes, is what exact= avoids. Call it outside of jit."
         )
+    with meshes.outside():
+        yield
 
 
 def _meanings(layout):
@@ -170,9 +184,9 @@ def _meanings(layout):
 
 
 def _ways(aux, sums):
-    """How those of all blocks become one, for each leaf of (mean, gradients, aux)."""
-    mean, grads, extra = sums
-    return ["sum"] * len(jax.tree.leaves((mean, grads))) + objective.ways(aux, extra)
+    """How those of all blocks become one, for each leaf of (total, gradients, aux)."""
+    *summed, extra = sums
+    return ["sum"] * len(jax.tree.leaves(summed)) + objective.ways(aux, extra)
 
 
 def _by_way(aux, function, *sums):
@@ -183,11 +197,14 @@ def _by_way(aux, function, *sums):
 def _part(count, way, x):
     """A block's part, rows or [1, ...]; a mean's is exact, since `count` is a power of two."""
     x = jnp.asarray(x)
-    if way == "concatenate" and x.ndim == 0:
-        raise ValueError("aux='concatenate' of a scalar; expected an array that has rows.")
-    x = x.astype(objective.wide(x.dtype)) if way in ("sum", "mean") else x
-    x = x / count if way == "mean" else x
-    return x if way == "concatenate" else x[None]
+    if way == "concatenate":
+        if x.ndim == 0:
+            raise ValueError("aux='concatenate' of a scalar; expected an array that has rows.")
+        return x
+    if way == "max":
+        return x[None]
+    x = jnp.sum(x[None], axis=0, dtype=objective.wide(jnp.sum(x).dtype))  # of few bits, in more
+    return (x / count if way == "mean" else x)[None]
 
 
 def _joined(way, one, other):
@@ -196,31 +213,37 @@ def _joined(way, one, other):
     return jnp.maximum(one, other) if way == "max" else one + other
 
 
+@jax.jit
+def _added(one, other):
+    return jax.tree.map(jnp.add, one, other)
+
+
 @functools.cache
 def _over_devices(mesh, ways):
     """The upper levels of the tree, over arrays [devices, ...]: as many bytes as an all-reduce."""
     names = mesh.axis_names
     specs = [P(names) if way == "concatenate" else P() for way in ways]
 
-    def added(xs):
-        for i, way in enumerate(ways):
-            xs[i] = jax.lax.pmax(xs[i][0], names) if way == "max" else xs[i]
-        sums = [i for i, way in enumerate(ways) if way in ("sum", "mean")]
-        for dtype in {xs[i].dtype for i in sums}:
-            of_dtype = [i for i in sums if xs[i].dtype == dtype]
-            flat = jnp.concatenate([xs[i].ravel() for i in of_dtype])
-            parts = jnp.pad(flat, (0, -flat.size % mesh.size)).reshape(mesh.size, -1)
-            parts = jax.lax.all_to_all(parts, names, 0, 0)
-            while len(parts) > 1:
-                parts = parts[0::2] + parts[1::2]
-            flat = jax.lax.all_gather(parts[0], names, tiled=True)
-            ends = np.cumsum([xs[i].size for i in of_dtype])
-            for i, x in zip(of_dtype, jnp.split(flat, ends), strict=False):
+    def joined(xs):
+        alike: dict[Any, list[int]] = {}
+        for i, (x, way) in enumerate(zip(xs, ways, strict=True)):
+            if way != "concatenate":
+                alike.setdefault((way == "max", x.dtype, x.size > 0), []).append(i)
+        for (most, _, some), numbers in alike.items():
+            flat = jnp.concatenate([xs[i].ravel() for i in numbers])
+            if some:
+                parts = jnp.pad(flat, (0, -flat.size % mesh.size)).reshape(mesh.size, -1)
+                parts = jax.lax.all_to_all(parts, names, 0, 0)
+                while len(parts) > 1:
+                    parts = _joined("max" if most else "sum", parts[0::2], parts[1::2])
+                flat = jax.lax.all_gather(parts[0], names, tiled=True)
+            ends = np.cumsum([xs[i].size for i in numbers])
+            for i, x in zip(numbers, jnp.split(flat, ends), strict=False):
                 xs[i] = x.reshape(xs[i].shape[1:])
         return xs
 
     # JAX's check does not see that what is gathered is the same everywhere.
-    over = jax.shard_map(added, mesh=mesh, in_specs=P(names), out_specs=specs, check_vma=False)
+    over = jax.shard_map(joined, mesh=mesh, in_specs=P(names), out_specs=specs, check_vma=False)
     return jax.jit(over)
 
 
@@ -228,7 +251,7 @@ def _over_devices(mesh, ways):
 def _apart(rows, here):
     """The rows of a device as those of each of its blocks."""
     leaves, structure = jax.tree.flatten(rows)
-    leaves = [x.reshape(here, -1, *x.shape[1:]) for x in leaves]
+    leaves = [x.reshape(here, x.shape[0] // here, *x.shape[1:]) for x in leaves]
     return [structure.unflatten([x[j] for x in leaves]) for j in range(here)]
 
 
@@ -249,7 +272,9 @@ def _assembled(own: Sequence[Any], to: NamedSharding) -> Any:
         shape = (to.mesh.size * shape[0], *shape[1:]) if to.spec else shape
         return jax.make_array_from_single_device_arrays(shape, to, list(parts))
 
-    return jax.tree.map(one, *own)
+    # What follows from no input is made on JAX's default device.
+    pairs = zip(own, to.mesh.local_devices, strict=True)
+    return jax.tree.map(one, *(jax.device_put(tree, device) for tree, device in pairs))
 
 
 def _lies(x, to):

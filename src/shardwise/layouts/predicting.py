@@ -181,8 +181,11 @@ def _of_exact(layout, shapes, tx):
     found = shardings(layout, shapes, tx, "layouts.predict")
     tree = shapes if tx is None else (shapes, jax.eval_shape(tx.init, shapes))
     for x, to in zip(jax.tree.leaves(tree), jax.tree.leaves(found), strict=True):
-        axes = jax.tree.leaves(tuple(to.spec))
-        _add(sent, axes, math.prod(x.shape) * x.dtype.itemsize * _share(layout, axes))
+        size = math.prod(to.shard_shape(x.shape)) * x.dtype.itemsize
+        for entry in reversed(to.spec):  # the last axis of an array first, as the compiler does it
+            axes = jax.tree.leaves(entry)
+            size *= math.prod(layout.auto.shape[name] for name in axes)
+            _add(sent, axes, size * _share(layout, axes))
     sums: dict[Any, int] = {wide(jnp.float32): 2}
     for x in jax.tree.leaves(shapes):
         sums[wide(x.dtype)] = sums.get(wide(x.dtype), 0) + math.prod(x.shape)

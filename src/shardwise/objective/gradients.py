@@ -148,12 +148,14 @@ def of_block(
     number: Any,
     blocks: int,
     has_aux: bool = False,
+    count: Any = None,
     backward: bool = True,
-) -> tuple[Mean, Any, Any]:
-    """(`Mean`, gradient of its total, aux) of the block of this `number`, alone: not yet divided.
+) -> Any:
+    """The count of the block of this `number`, alone; with that of all, (total, gradients, aux).
 
-    Without `backward` the gradient is None. `rows` are the block's row numbers. The mean and the
-    gradient are in `wide` dtypes.
+    The count is 1 for a loss that is a mean over rows. Gradients are of total/count, and not yet
+    added up; without `backward` they are None. `rows` are the block's row numbers. Sums are in
+    `wide` dtypes.
 
     Raises:
       ValueError: a count that depends on the parameters, or a sum over all blocks (`marks.total`).
@@ -163,13 +165,15 @@ def of_block(
     if traced.count_follows(params):
         raise ValueError(_COUNT_FOLLOWS)
     part = _Part(traced, params, args, key, Division())
+    key = part.key_of(number)
+    if count is None:
+        return _wide(jnp.asarray(traced.count(params, batch, rows, args, key)))
     if not backward:
-        (total, count), extra = traced(params, batch, rows, args, part.key_of(number))
-        count = jnp.float32(1) if count is None else jnp.asarray(count)
-        return Mean(_wide(total), _wide(count)), None, extra
+        mean, extra = traced(params, batch, rows, args, key)
+        return _wide(jnp.asarray(mean.total)), None, extra
     run = part.forward(batch, rows, number)
-    one = Mean(run.mean.total, jnp.ones_like(run.mean.count))
-    return run.mean, part.backward(run, one), run.aux
+    grads = part.backward(run, Mean(run.mean.total, count))
+    return run.mean.total, grads if traced.linear else nothing_if_empty(grads, count), run.aux
 
 
 def nothing_if_empty(grads: Any, count: Any) -> Any:

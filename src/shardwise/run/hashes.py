@@ -43,6 +43,8 @@ def parted(one: Path, other: Path) -> tuple[bool, str]:
     folders = [Folder(path) for path in (one, other)]
     found = [{x["step"]: x for x in metrics.read(folder.hashes)} for folder in folders]
     steps = sorted(found[0].keys() & found[1].keys())
+    if missing := [str(each.path) for each in folders if not each.path.exists()]:
+        raise ValueError(f"diff: there is no run folder {missing[0]}.")
     if not steps:
         raise ValueError(
             f"diff: {one} and {other} have no hashes of one step; record them by --hash-every, the "
@@ -64,9 +66,10 @@ def parted(one: Path, other: Path) -> tuple[bool, str]:
     lines = [f"They part by step {first}, {equal}: {', '.join(paths[:8])}{more}.", *told]
     losses = [{x["step"]: x["loss"] for x in metrics.read(each.metrics)} for each in folders]
     common = sorted(losses[0].keys() & losses[1].keys())
-    if apart := next((s for s in common if losses[0][s] != losses[1][s]), None):
-        a, b = (each[apart] for each in losses)
-        lines.insert(1, f"The first loss that differs is step {apart}'s: {a!r} and {b!r}.")
+    told_apart = ((step, *(str(each[step]) for each in losses)) for step in common)
+    for step, a, b in (each for each in told_apart if each[1] != each[2]):
+        lines.insert(1, f"The first loss that differs is step {step}'s: {a} and {b}.")
+        break
     return True, "\n".join(lines)
 
 
@@ -94,7 +97,8 @@ def _digest(x):
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     whole = np.ascontiguousarray(rules.whole(x))
-    return hashlib.blake2b(whole.tobytes(), digest_size=8).hexdigest()
+    kind = f"{whole.dtype}{whole.shape}".encode()
+    return hashlib.blake2b(kind + whole.tobytes(), digest_size=8).hexdigest()
 
 
 def _differing(one, other):
