@@ -39,8 +39,9 @@ def trained(layout, steps):
 
 def sent(layout):
     """The bytes that a device sends in a step, by formula."""
-    given = decoders.of(layout).abstract, decoders.batch(), decoders.OPTIMIZER
-    return sum(layouts.predict(layout, *given, remat=decoders.of(layout).config.remat).sent.values())
+    bench = decoders.of(layout)
+    given = layout, bench.abstract, decoders.batch(), decoders.OPTIMIZER, bench.config.remat
+    return sum(layouts.predict(*given).sent.values())
 
 
 def main():
