@@ -16,10 +16,11 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import layouts, marks, measure, mesh, model, objective
+from shardwise import layouts, marks, measure, mesh, model, objective, run
 from shardwise.layouts import Layout, exact
 from shardwise.layouts.layout import ROLES
-from shardwise.run import hashes
+from shardwise.run import decoder as run_decoder
+from shardwise.run import feed, hashes, settings
 
 mesh.simulate(8)
 BLOCKS, ROWS, STEPS = 8, 16, 3
@@ -244,6 +245,24 @@ def test_auxiliary_outputs_have_the_same_bits_and_rows_their_order(division):
     np.testing.assert_allclose(grads["w"], whole["w"], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("exact", [0, 8])
+def test_a_layout_says_how_it_computes(exact):
+    assert ("8 exact blocks" in str(layout(fsdp=2, exact=exact))) == (exact > 0)
+
+
+def test_the_same_devices_in_another_order_have_the_same_bits():
+    """And arrays that lie on them in the first order are taken."""
+    params = {"w": np.asarray(drawn(1).normal(size=(24, 8)), np.float32)}
+    batch = {"x": np.asarray(drawn(2).normal(size=(64, 24)), np.float32)}
+    laid, placed = placed_on(dict(fsdp=4), params)
+    turned = jax.sharding.Mesh(np.roll(laid.mesh.devices, 1), ("fsdp",))
+    found = [
+        layouts.value_and_grad(each, with_aux, has_aux=True, aux=AUX, check=False)(placed, batch)
+        for each in (laid, dataclasses.replace(laid, mesh=turned))
+    ]
+    assert digest(found[0]) == digest(found[1])
+
+
 def test_what_is_frozen_has_the_mean_of_its_new_values():
     params = {"w": np.ones((24, 8), np.float32), "seen": np.zeros((), np.float32)}
     x = np.asarray(drawn(2).normal(size=(64, 24)), np.float32)
@@ -312,7 +331,10 @@ def test_rows_that_make_no_blocks_are_refused():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (dict(exact=6), "exact=6 over 2 devices; expected a number of blocks"),
+        (
+            dict(exact=6),
+            "exact=6 over 2 devices; expected a number of blocks of rows, a power of two",
+        ),
         (dict(exact=1), "exact=1 over 2 devices"),
         (dict(exact=-8), "exact=-8"),
         (dict(reduce_dtype=jnp.bfloat16), "blocks add up in float32"),
@@ -434,3 +456,20 @@ def test_a_mesh_that_is_set_and_arrays_of_one_device_are_taken():
         jax.jit(lambda x: run(params, batch)[0][0] + x)(1.0)
     with pytest.raises(TypeError, match="n is int32, which has no gradient"):
         run(params | {"n": np.int32(3)}, batch)
+
+
+def test_no_layout_changes_the_program_of_a_block():
+    """With a boundary for each stage XLA would unroll loops of one layer, and round otherwise."""
+    ordinary, same = (run.Settings(layout=run.Roles(stage=4, exact=n)) for n in (0, 8))
+    assert run_decoder.config_of(ordinary).stages == 4
+    assert run_decoder.config_of(same).stages == same.model.stages
+    saved, now = ({"layout.exact": 8, "model.stages": n} for n in (1, 4))
+    with pytest.raises(ValueError, match="model.stages was 1 and is 4"):
+        settings.check_resumable(saved, now, "here")
+    free = {name: x for name, x in now.items() if name != "layout.exact"}
+    settings.check_resumable(saved | free, free, "here")
+
+
+def test_a_batch_that_makes_no_blocks_is_an_error_before_the_first_step():
+    with pytest.raises(ValueError, match="4 rows does not split into 8 blocks"):
+        feed.sharding(layout(fsdp=4), 4)

@@ -28,7 +28,7 @@ from shardwise.fsdp.arrays import check_params
 from shardwise.fsdp.batches import check_rows
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import Remat
-from shardwise.layouts.placing import cast, shardings
+from shardwise.layouts.placing import abstract, cast, shardings
 
 
 def mean_and_grad(
@@ -44,36 +44,27 @@ def mean_and_grad(
       ValueError: rows that are no multiple of the blocks; a call within a program of the caller's.
     """
     mesh, blocks = layout.auto, layout.exact
+    whole, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names))
 
     def used(params, *args, **options):
         return loss(cast(layout, params), *args, **options)
 
-    def of_block(count, params, args, key, part, number):
-        given = used, params, *part, args, key, number, blocks, has_aux
+    def of_block(count, params, args, key, batch, rows, number):
+        given = used, params, batch, rows, args, key, number[0], blocks, has_aux
         with marks.bind(**_meanings(layout)):
-            if count is None:
-                return [objective.of_block(*given)[None]]
-            sums = objective.of_block(*given, count, backward)
-        return _by_way(aux, functools.partial(_part, blocks), sums)
+            parts = objective.of_block(*given, count, backward)
+        return _by_way(aux, functools.partial(_part, blocks), parts)
 
-    def ended(params, count, total, grads):
-        mean = objective.quotient(objective.Mean(total, count))
-        return mean, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+    of_block, joined = jax.jit(of_block), jax.jit(functools.partial(_by_way, aux, _joined))
 
-    of_block, ended = jax.jit(of_block), jax.jit(ended)
-    whole, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names))
-
-    def summed(count, given, rows, ways, joined):
+    def summed(given, rows):
         """What all blocks have, as the tree adds it up."""
-        sums, here = [], blocks // mesh.size
-        for place, (count_, own, part) in _own(mesh, (count, given, rows)):
-            numbers = range(place * here, place * here + here)
-            found = zip(_apart(part, here), map(np.int32, numbers), strict=True)
-            sums.append(tree_of(joined, (of_block(count_, *own, *each) for each in found)))
+        sums = []
+        for own, part in _own(mesh, (given, rows)):
+            found = (of_block(*own, *block) for block in _apart(part, blocks // mesh.size))
+            sums.append(tree_of(joined, found))
         leaves, structure = jax.tree.flatten(_assembled(sums, cut))
-        return structure.unflatten(_over_devices(mesh, tuple(ways(sums[0])))(leaves))
-
-    joined = jax.jit(functools.partial(_by_way, aux, _joined))
+        return structure.unflatten(_over_devices(mesh, tuple(_ways(aux, sums[0])))(leaves))
 
     def run(params, batch, *args, key=None):
         check_rows(batch, blocks, who)
@@ -81,11 +72,11 @@ def mean_and_grad(
             check_params(params, mesh, who)
         with outside(who, params, batch, args, key):
             given = laid((params, args, key), whole)
-            rows = laid((batch, objective.numbers(batch)), cut)
-            (count,) = summed(None, given, rows, lambda _: ["sum"], _added)
-            total, grads, extra = summed(count, given, rows, functools.partial(_ways, aux), joined)
-            like = given[0] if backward else None
-            value, grads = on_each(mesh, ended, like, count, total, grads)
+            rows = laid((batch, objective.numbers(batch), np.arange(blocks, dtype=np.int32)), cut)
+            count, _, _ = summed((None, *given), rows)
+            value, grads, extra = summed((count, *given), rows)
+            if backward:
+                grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, given[0])
         return ((value, extra) if has_aux else value), grads
 
     return run
@@ -106,7 +97,7 @@ def init(layout: Layout, create: Callable, tx: Any, key: jax.Array) -> tuple[Any
     """(params, opt_state), whole on each device: what one device makes, and copies of it."""
     with outside("layouts.init", key):
         whole = NamedSharding(layout.auto, P())
-        _, key = next(_own(layout.auto, laid(key, whole)))
+        key, *_ = _own(layout.auto, laid(key, whole))
         params = jax.jit(create)(key)
         made = params, jax.jit(tx.init)(params)
         return _assembled([made] * len(layout.auto.local_devices), whole)
@@ -118,13 +109,19 @@ def step(layout: Layout, tx: Any, update: Callable, outputs: Callable) -> Callab
     `outputs` of (params, batch, *args, key) has what `update` takes, and last what comes out; the
     update is a program of one device, to which whole parameters and state are donated.
     """
-    update = jax.jit(update, donate_argnums=(0, 1))
+    update, whole = jax.jit(update, donate_argnums=(0, 1)), NamedSharding(layout.auto, P())
+
+    @functools.cache
+    def lies(structure, shapes):
+        return shardings(layout, structure.unflatten(shapes), tx, "layouts.step")
 
     def run(params, opt_state, batch, *args, key=None):
         with outside("layouts.step", params, opt_state, batch, args, key):
-            to = shardings(layout, params, tx, "layouts.step")
-            params, opt_state = laid((params, opt_state), NamedSharding(layout.auto, P()))
+            leaves, structure = jax.tree.flatten(abstract(params))
+            to = lies(structure, tuple(leaves))
+            params = laid(params, whole)
             *found, out = outputs(params, batch, *args, key=key)
+            opt_state = laid(opt_state, whole)  # not before, beside activations
             return *laid(on_each(layout.auto, update, params, opt_state, *found), to), *out
 
     return run
@@ -135,7 +132,7 @@ def laid(tree: Any, to: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
     to = [to] * len(leaves) if isinstance(to, NamedSharding) else jax.tree.leaves(to)
     for i, x in enumerate(leaves):
-        if getattr(x, "committed", False) and x.sharding.device_set != to[i].device_set:
+        if getattr(x, "committed", False) and _devices(x.sharding) != _devices(to[i]):
             leaves[i] = jax.device_put(x, to[i])
     others = [i for i, x in enumerate(leaves) if not _lies(x, to[i])]
     # One program: of several at once, simulated devices may run different ones, and wait for ever.
@@ -147,7 +144,7 @@ def laid(tree: Any, to: Any) -> Any:
 
 def on_each(mesh: Mesh, program: Callable, *trees: Any) -> Any:
     """What a program of one device, jitted, makes of arrays that are whole on each; whole again."""
-    return _assembled([program(*own) for _, own in _own(mesh, trees)], NamedSharding(mesh, P()))
+    return _assembled([program(*own) for own in _own(mesh, trees)], NamedSharding(mesh, P()))
 
 
 def tree_of(joined: Callable, blocks: Iterable[Any]) -> Any:
@@ -155,19 +152,18 @@ def tree_of(joined: Callable, blocks: Iterable[Any]) -> Any:
 
     One waits for its neighbour on each level, as the digits of a counter carry.
     """
-    waiting: list[tuple[int, Any]] = []
-    for found in blocks:
-        level = 0
-        while waiting and waiting[-1][0] == level:
-            found, level = joined(waiting.pop()[1], found), level + 1
-        waiting.append((level, found))
-    return waiting[0][1]
+    waiting: list[Any] = []
+    for number, found in enumerate(blocks, 1):
+        while number % 2 == 0:
+            found, number = joined(waiting.pop(), found), number // 2
+        waiting.append(found)
+    return waiting[0]
 
 
 @contextlib.contextmanager
 def outside(who: str, *trees: Any) -> Iterator[None]:
     """A context without the mesh that `jax.set_mesh` has set; within a trace, a ValueError."""
-    # There even what follows from no argument is traced.
+    # Under jit even an array of zeros is traced, whatever the arguments are.
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((trees, jnp.zeros(())))):
         raise ValueError(
             f"{who}: with exact= this is several programs, and one around them, whose compiler "
@@ -183,10 +179,11 @@ def _meanings(layout):
     return found | ({} if layout.kernel is None else {"attend": layout.kernel})
 
 
-def _ways(aux, sums):
-    """How those of all blocks become one, for each leaf of (total, gradients, aux)."""
-    *summed, extra = sums
-    return ["sum"] * len(jax.tree.leaves(summed)) + objective.ways(aux, extra)
+def _ways(aux, parts):
+    """How those of all blocks become one, for each leaf of (mean, gradients, aux)."""
+    *summed, extra = parts
+    ways = objective.ways(aux, extra) if jax.tree.leaves(extra) else []
+    return ["sum"] * len(jax.tree.leaves(summed)) + ways
 
 
 def _by_way(aux, function, *sums):
@@ -194,17 +191,16 @@ def _by_way(aux, function, *sums):
     return structure.unflatten(map(function, ways, *map(jax.tree.leaves, sums)))
 
 
-def _part(count, way, x):
-    """A block's part, rows or [1, ...]; a mean's is exact, since `count` is a power of two."""
+def _part(blocks, way, x):
+    """A block's part, rows or [1, ...]; a mean's is exact, since `blocks` is a power of two."""
     x = jnp.asarray(x)
     if way == "concatenate":
         if x.ndim == 0:
             raise ValueError("aux='concatenate' of a scalar; expected an array that has rows.")
         return x
-    if way == "max":
-        return x[None]
-    x = jnp.sum(x[None], axis=0, dtype=objective.wide(jnp.sum(x).dtype))  # of few bits, in more
-    return (x / count if way == "mean" else x)[None]
+    if way != "max":
+        x = x.astype(objective.wide(jnp.sum(x).dtype))  # as jnp.sum: few bits in more
+    return (x / blocks if way == "mean" else x)[None]
 
 
 def _joined(way, one, other):
@@ -213,55 +209,43 @@ def _joined(way, one, other):
     return jnp.maximum(one, other) if way == "max" else one + other
 
 
-@jax.jit
-def _added(one, other):
-    return jax.tree.map(jnp.add, one, other)
-
-
 @functools.cache
 def _over_devices(mesh, ways):
     """The upper levels of the tree, over arrays [devices, ...]: as many bytes as an all-reduce."""
     names = mesh.axis_names
     specs = [P(names) if way == "concatenate" else P() for way in ways]
 
-    def joined(xs):
-        alike: dict[Any, list[int]] = {}
-        for i, (x, way) in enumerate(zip(xs, ways, strict=True)):
-            if way != "concatenate":
-                alike.setdefault((way == "max", x.dtype, x.size > 0), []).append(i)
-        for (most, _, some), numbers in alike.items():
-            flat = jnp.concatenate([xs[i].ravel() for i in numbers])
-            if some:
-                parts = jnp.pad(flat, (0, -flat.size % mesh.size)).reshape(mesh.size, -1)
-                parts = jax.lax.all_to_all(parts, names, 0, 0)
-                while len(parts) > 1:
-                    parts = _joined("max" if most else "sum", parts[0::2], parts[1::2])
-                flat = jax.lax.all_gather(parts[0], names, tiled=True)
-            ends = np.cumsum([xs[i].size for i in numbers])
-            for i, x in zip(numbers, jnp.split(flat, ends), strict=False):
-                xs[i] = x.reshape(xs[i].shape[1:])
-        return xs
+    def joined(way, x):
+        if way == "concatenate" or not x.size:
+            return x if way == "concatenate" else x[0]
+        parts = jnp.pad(x.ravel(), (0, -x.size % mesh.size)).reshape(mesh.size, -1)
+        parts = jax.lax.all_to_all(parts, names, 0, 0)
+        while len(parts) > 1:
+            parts = _joined(way, parts[0::2], parts[1::2])
+        flat = jax.lax.all_gather(parts[0], names, tiled=True)
+        return flat[: x.size].reshape(x.shape[1:])
+
+    def over(xs):
+        return [*map(joined, ways, xs)]
 
     # JAX's check does not see that what is gathered is the same everywhere.
-    over = jax.shard_map(joined, mesh=mesh, in_specs=P(names), out_specs=specs, check_vma=False)
-    return jax.jit(over)
+    given = dict(mesh=mesh, in_specs=P(names), out_specs=specs, check_vma=False)
+    return jax.jit(jax.shard_map(over, **given))
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _apart(rows, here):
     """The rows of a device as those of each of its blocks."""
     leaves, structure = jax.tree.flatten(rows)
-    leaves = [x.reshape(here, x.shape[0] // here, *x.shape[1:]) for x in leaves]
-    return [structure.unflatten([x[j] for x in leaves]) for j in range(here)]
+    split = zip(*(jnp.split(x, here) for x in leaves), strict=True)
+    return [structure.unflatten(block) for block in split]
 
 
-def _own(mesh: Mesh, tree: Any) -> Iterator[tuple[int, Any]]:
-    """(place in the mesh, its parts of the arrays) of each device of this process."""
+def _own(mesh, tree):
+    """The parts of the arrays on each device of this process, in the mesh's order."""
     leaves, structure = jax.tree.flatten(tree)
     held = [{shard.device: shard.data for shard in x.addressable_shards} for x in leaves]
-    for place, device in enumerate(mesh.devices.flat):
-        if device.process_index == jax.process_index():
-            yield place, structure.unflatten([parts[device] for parts in held])
+    return [structure.unflatten([x[device] for x in held]) for device in mesh.local_devices]
 
 
 def _assembled(own: Sequence[Any], to: NamedSharding) -> Any:
@@ -272,9 +256,15 @@ def _assembled(own: Sequence[Any], to: NamedSharding) -> Any:
         shape = (to.mesh.size * shape[0], *shape[1:]) if to.spec else shape
         return jax.make_array_from_single_device_arrays(shape, to, list(parts))
 
-    # What follows from no input is made on JAX's default device.
+    # A program that reads none of its inputs runs on JAX's default device.
     pairs = zip(own, to.mesh.local_devices, strict=True)
     return jax.tree.map(one, *(jax.device_put(tree, device) for tree, device in pairs))
+
+
+def _devices(sharding):
+    """A sharding's devices, in the order of its mesh."""
+    of_mesh = isinstance(sharding, NamedSharding)
+    return [*(sharding.mesh.devices.flat if of_mesh else sharding.device_set)]
 
 
 def _lies(x, to):

@@ -24,10 +24,9 @@ from shardwise.layouts.shares import array_layouts, shares, without
 def mean_and_grad(
     layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str, backward: bool = True
 ) -> Callable:
-    """A function of `(params, batch, *args, key=None)` as the layout asks for it; but for exact
-    ones jitted.
+    """The mean and gradient under a layout: a function of `(params, batch, *args, key=None)`.
 
-    Without `backward`, nobody reads the gradient.
+    It is jitted, but for exact layouts. Without `backward` the gradient may be None.
     """
     given = layout, loss, has_aux, aux, who
     if layout.exact or layout.stage:  # no compiler sees there that a half is not read

@@ -55,10 +55,11 @@ class Layout:
         with "ulysses": a meaning of `marks.attend`, such as `context.splash()` on TPUs.
       dispatch: how tokens reach experts by hand: "all_to_all", "gather" or "ragged", or a function
         of the axis and `sequence=` to a meaning of `marks.experts`.
-      exact: a number of blocks of rows, a power of two and at least the devices, for which losses,
+      exact: a number of blocks of rows, a power of two that the devices divide, for which losses,
         gradients, parameters and optimizer state are the same bits on every mesh and under every
         role, on one kind of chip and release of XLA. Arrays lie between steps as roles say; a step
-        gathers them whole (`shardwise.layouts.exact`), and runs outside of the caller's jit.
+        gathers them whole (`shardwise.layouts.exact`), and runs outside of the caller's jit. How
+        roles are realised, and microbatches, then change no number.
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
       remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`; what
         enters a layer, its first argument, has the name "layer_input" there. `layouts.offload`
@@ -133,7 +134,8 @@ class Layout:
         return {role: getattr(self, role) for role in ROLES if getattr(self, role)}
 
     def __str__(self):
-        lines = [f"Layout over {dict(self.mesh.shape)}, by {self.by}:"]
+        how = f"whole in a step of {self.exact} exact blocks" if self.exact else f"by {self.by}"
+        lines = [f"Layout over {dict(self.mesh.shape)}, {how}:"]
         for role, axes in self.roles().items():
             lines.append(f"  {' × '.join(axes):12} ({self.size(role)})  {role}: {self._does(role)}")
         return "\n".join(lines)
@@ -194,11 +196,12 @@ class Layout:
         if self.exact < 0 or self.exact & (self.exact - 1) or self.exact % self.mesh.size > 0:
             raise ValueError(
                 f"layouts.Layout: exact={self.exact} over {self.mesh.size} devices; expected a "
-                f"number of blocks of rows that is a power of two, and so many devices, or fewer."
+                f"number of blocks of rows, a power of two that the number of devices divides."
             )
         if self.exact and self.reduce_dtype is not None:
             raise ValueError(
-                "layouts.Layout: reduce_dtype= with exact=: blocks add up in float32 or wider."
+                "layouts.Layout: reduce_dtype= with exact=, whose blocks add up in float32 or "
+                "wider; leave one of them out."
             )
         if self.sequence and not self.tensor:
             raise ValueError(

@@ -186,11 +186,10 @@ def _of_exact(layout, shapes, tx):
             axes = jax.tree.leaves(entry)
             size *= math.prod(layout.auto.shape[name] for name in axes)
             _add(sent, axes, size * _share(layout, axes))
-    sums: dict[Any, int] = {wide(jnp.float32): 2}
-    for x in jax.tree.leaves(shapes):
-        sums[wide(x.dtype)] = sums.get(wide(x.dtype), 0) + math.prod(x.shape)
-    for dtype, size in sums.items():  # padded to a part for each device
-        _add(sent, layout.auto.axis_names, 2 * -(-size // n) * (n - 1) * dtype.itemsize)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    for x in [scalar, scalar, *jax.tree.leaves(shapes)]:  # each padded to a part for each device
+        part = -(-math.prod(x.shape) // n) * wide(x.dtype).itemsize
+        _add(sent, layout.auto.axis_names, 2 * (n - 1) * part)
     return sent
 
 

@@ -15,7 +15,7 @@ from shardwise.objective.tracing import Traced, trace
 _COUNT_FOLLOWS = (
     "the loss's count depends on the parameters, or its trace cannot tell (within a custom_vjp or "
     "custom_jvp). With several microbatches, or blocks, the count has to be known before the first "
-    "backward pass: use one microbatch, or a count from the batch alone."
+    "backward pass: use one microbatch and no exact=, or a count from the batch alone."
 )
 
 
@@ -150,11 +150,10 @@ def of_block(
     has_aux: bool = False,
     count: Any = None,
     backward: bool = True,
-) -> Any:
-    """The count of the block of this `number`, alone; with that of all, (total, gradients, aux).
+) -> tuple[jax.Array, Any, Any]:
+    """(mean, gradients, aux) as the block of this `number` adds to the batch's, of this `count`.
 
-    The count is 1 for a loss that is a mean over rows. Gradients are of total/count, and not yet
-    added up; without `backward` they are None. `rows` are the block's row numbers. Sums are in
+    Without `count` it is (the block's own count, None, ()). `rows` are its row numbers. Sums are in
     `wide` dtypes.
 
     Raises:
@@ -165,15 +164,13 @@ def of_block(
     if traced.count_follows(params):
         raise ValueError(_COUNT_FOLLOWS)
     part = _Part(traced, params, args, key, Division())
-    key = part.key_of(number)
     if count is None:
-        return _wide(jnp.asarray(traced.count(params, batch, rows, args, key)))
-    if not backward:
-        mean, extra = traced(params, batch, rows, args, key)
-        return _wide(jnp.asarray(mean.total)), None, extra
+        own = traced.count(params, batch, rows, args, part.key_of(number))
+        return _wide(jnp.asarray(own)), None, ()
     run = part.forward(batch, rows, number)
-    grads = part.backward(run, Mean(run.mean.total, count))
-    return run.mean.total, grads if traced.linear else nothing_if_empty(grads, count), run.aux
+    mean = Mean(run.mean.total, count)
+    grads = nothing_if_empty(part.backward(run, mean), count) if backward else None
+    return quotient(mean), grads, run.aux
 
 
 def nothing_if_empty(grads: Any, count: Any) -> Any:

@@ -59,8 +59,10 @@ def train(settings: Settings) -> Result:
 
 
 def config_of(settings: Settings) -> Config:
-    """The decoder's sizes, with a stage boundary for each stage of the layout."""
-    stages = max(settings.layout.stage, settings.model.stages)
+    """The decoder's sizes, with a stage boundary for each stage of a layout that is not exact."""
+    stages = settings.model.stages
+    if not settings.layout.exact:  # whose programs no layout changes
+        stages = max(settings.layout.stage, stages)
     return dataclasses.replace(settings.model, stages=stages)
 
 

@@ -141,7 +141,12 @@ def sharding(layout: Layout, batch: int) -> NamedSharding:
       ValueError: rows that do not divide.
     """
     parts = int(np.prod([layout.auto.shape[name] for name in layout.rows]))
-    each = parts * layout.microbatches
+    each = layout.exact or parts * layout.microbatches
+    if batch % each and layout.exact:
+        raise ValueError(
+            f"run: a batch of {batch} rows does not split into {each} blocks (layout.exact); take "
+            f"{-(-batch // each) * each}, say."
+        )
     if batch % each:
         raise ValueError(
             f"run: a batch of {batch} rows does not split into {parts} devices' parts of "

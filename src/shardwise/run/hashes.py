@@ -25,52 +25,46 @@ def hashes(tree: Any) -> dict[str, str]:
 
 
 def line(step: int, loss: float, tree: Any) -> dict[str, Any]:
-    """A line of the run's hashes: with the kind of chip and release for which equality is promised.
+    """A line of hashes.jsonl: step, loss, chip, jaxlib, and {path: hash} of the arrays of `tree`.
 
     Every process takes part.
     """
-    chip = jax.devices()[0].device_kind
-    arrays = hashes(tree)
-    return dict(step=step, loss=loss, chip=chip, jaxlib=jaxlib.__version__, arrays=arrays)
+    chip, release = jax.devices()[0].device_kind, jaxlib.__version__
+    return dict(step=step, loss=loss, chip=chip, jaxlib=release, arrays=hashes(tree))
 
 
-def parted(one: Path, other: Path) -> tuple[bool, str]:
-    """(whether the runs in two folders part, what can be said of it), from what both recorded.
+def difference(one: Path, other: Path) -> tuple[bool, str]:
+    """(whether the hashes of two run folders differ, where in words).
 
     Raises:
-      ValueError: they recorded no hashes of the same step.
+      ValueError: no such folder; no hashes of the same step.
     """
     folders = [Folder(path) for path in (one, other)]
-    found = [{x["step"]: x for x in metrics.read(folder.hashes)} for folder in folders]
-    steps = sorted(found[0].keys() & found[1].keys())
     if missing := [str(each.path) for each in folders if not each.path.exists()]:
         raise ValueError(f"diff: there is no run folder {missing[0]}.")
+    ours, theirs = ({x["step"]: x for x in metrics.read(each.hashes)} for each in folders)
+    steps = sorted(ours.keys() & theirs.keys())
     if not steps:
         raise ValueError(
             f"diff: {one} and {other} have no hashes of one step; record them by --hash-every, the "
             f"same in both runs."
         )
+    first = next((s for s in steps if ours[s]["arrays"] != theirs[s]["arrays"]), None)
+    a, b = (each[steps[-1] if first is None else first] for each in (ours, theirs))
     told = [
-        f"They were computed by {name} {a} and {b}, for which the same bits are not promised."
+        f"One ran with {name} {a[name]}, the other with {b[name]}: equality is not promised."
         for name in ("chip", "jaxlib")
-        if (a := found[0][steps[-1]][name]) != (b := found[1][steps[-1]][name])
+        if a[name] != b[name]
     ]
-    differs = {step: _differing(*(each[step]["arrays"] for each in found)) for step in steps}
-    first = next((step for step in steps if differs[step]), None)
     if first is None:
-        arrays = len(found[0][steps[-1]]["arrays"])
-        return False, " ".join([f"{arrays} arrays are equal in steps {_listed(steps)}.", *told])
-    paths, before = differs[first], [step for step in steps if step < first]
-    equal = f"equal in steps {_listed(before)}" if before else "not recorded as equal before"
+        told.insert(0, f"{len(a['arrays'])} arrays are equal in steps {_listed(steps)}.")
+        return False, "\n".join(told)
+    paths = [p for p in {**a["arrays"], **b["arrays"]} if a["arrays"].get(p) != b["arrays"].get(p)]
     more = f", and {len(paths) - 8} more" if len(paths) > 8 else ""
-    lines = [f"They part by step {first}, {equal}: {', '.join(paths[:8])}{more}.", *told]
-    losses = [{x["step"]: x["loss"] for x in metrics.read(each.metrics)} for each in folders]
-    common = sorted(losses[0].keys() & losses[1].keys())
-    told_apart = ((step, *(str(each[step]) for each in losses)) for step in common)
-    for step, a, b in (each for each in told_apart if each[1] != each[2]):
-        lines.insert(1, f"The first loss that differs is step {step}'s: {a} and {b}.")
-        break
-    return True, "\n".join(lines)
+    before = [step for step in steps if step < first]
+    equal = f"equal in steps {_listed(before)}" if before else "the first that both recorded"
+    told.insert(0, f"They part by step {first}, {equal}: {', '.join(paths[:8])}{more}.")
+    return True, "\n".join(told)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -86,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
           one: a run folder.
           other: another one.
         """
-        differ, told = parted(one, other)
+        differ, told = difference(one, other)
         print(told)
         return int(differ)
 
@@ -97,12 +91,9 @@ def _digest(x):
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     whole = np.ascontiguousarray(rules.whole(x))
-    kind = f"{whole.dtype}{whole.shape}".encode()
-    return hashlib.blake2b(kind + whole.tobytes(), digest_size=8).hexdigest()
-
-
-def _differing(one, other):
-    return [path for path in {**one, **other} if one.get(path) != other.get(path)]
+    found = hashlib.blake2b(f"{whole.dtype}{x.shape}".encode(), digest_size=8)
+    found.update(whole.view(np.uint8))
+    return found.hexdigest()
 
 
 def _listed(steps):

@@ -28,8 +28,8 @@ POLICIES["offload"] = layouts.offload
 # What may differ when a run goes on. The rest decides which numbers come next.
 FREE = ("run", "steps", "save_every", "keep", "resume", "devices", "tensorboard", "profile", "bad")
 FREE += ("limit", "layout", "evaluation", "processes", "model.stages", "model.remat", "hash_every")
-# But of an exact run what rounds otherwise.
-EXACT = ("layout.dtype", "layout.kernel", "layout.remat", "model.remat")
+# What may not differ in an exact run: it changes the program of a block.
+EXACT = ("layout.dtype", "layout.kernel", "layout.remat", "model.remat", "model.stages")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Roles:
     dtype: Literal["float32", "bfloat16"] | None = None  # in which weights are gathered and used
     reduce_dtype: Literal["float32", "bfloat16"] | None = None
     remat: str | None = None  # a policy of jax.checkpoint_policies, or "offload" to the host
-    exact: int = 0  # blocks of rows, for the same bits on any mesh of so many devices or fewer
+    exact: int = 0  # blocks of rows: the same bits on 1, 2, 4, ... up to so many devices
 
     def layout(self) -> layouts.Layout:
         """The layout over the devices there are, with an axis of its own for each role above 1.

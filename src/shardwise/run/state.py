@@ -121,7 +121,8 @@ def step_program(
         params, opt_state, value, *extra = run(params, opt_state, batch, **key)
         record = _recorded(extra[0]) if extra and isinstance(extra[0], dict) else {}
         record |= {"loss": value, "norm": opt_state.norm, "bad": opt_state.bad}
-        return params, opt_state, record | {"stop": flags.max()}
+        record |= {"stop": flags.max()}
+        return params, opt_state, layouts.whole(layout, record) if layout.exact else record
 
     if layout.exact:  # it is several programs
         return train_step

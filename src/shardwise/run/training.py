@@ -191,16 +191,18 @@ class _Run:
             self.watchdog = stack.enter_context(Watchdog(self.notes, settings.processes.hang))
             batches = self.source.go(self.first, settings.steps)
             for step in range(self.first, settings.steps + 1):
-                if self._advance(step, batches):
-                    break
+                ends = self._advance(step, batches)
                 every = settings.evaluation.every
                 evaluates = self.held_out is not None and every > 0 and step % every == 0
                 saves = step % settings.save_every == 0
-                hashed = settings.hash_every > 0 and step % settings.hash_every == 0
-                if evaluates or saves or hashed:
+                if settings.hash_every > 0 and step % settings.hash_every == 0:
                     self._flush()
-                    if hashed:
-                        self._hash(step)
+                    self._hash(step)
+                    report.restart()
+                if ends:
+                    break
+                if evaluates or saves:
+                    self._flush()
                     if evaluates:
                         self._evaluate(step)
                     if saves:
