@@ -464,7 +464,7 @@ def test_no_layout_changes_the_program_of_a_block():
     assert run_decoder.config_of(ordinary).stages == 4
     assert run_decoder.config_of(same).stages == same.model.stages
     saved, now = ({"layout.exact": 8, "model.stages": n} for n in (1, 4))
-    with pytest.raises(ValueError, match="model.stages was 1 and is 4"):
+    with pytest.raises(ValueError, match=r"model\.stages was 1 and is 4"):
         settings.check_resumable(saved, now, "here")
     free = {name: x for name, x in now.items() if name != "layout.exact"}
     settings.check_resumable(saved | free, free, "here")
