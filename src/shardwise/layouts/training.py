@@ -54,6 +54,8 @@ def whole(layout: Layout, tree: Any) -> Any:
 def init(layout: Layout, create: Callable, tx: Any, key: jax.Array) -> tuple[Any, Any]:
     """(params, opt_state): `create(key)`, each array born where it lives, and `tx`'s state for it.
 
+    An exact layout makes them whole on a device first.
+
     Raises:
       ValueError: as `place`.
     """
@@ -147,7 +149,8 @@ def step(
     """A function `(params, opt_state, batch, *args, key=None) -> (params, opt_state, mean[, aux])`.
 
     `params` and `opt_state` are what `init` returns. Both are donated: use only what is returned.
-    It is jitted. An optimizer that asks for `value=` gets the mean. `check`: as in
+    It is jitted, but for an exact layout, whose arrays cut between steps are not donated. An
+    optimizer that asks for `value=` gets the mean. `check`: as in
     `value_and_grad`.
 
     Raises, when called:
