@@ -137,6 +137,14 @@ def test_stopped_and_resumed_is_not_stopped(environment, references, tmp_path, c
     assert losses(folder) == references(count)
 
 
+@pytest.mark.parametrize("every", ["--hash-every", "--save-every"])
+def test_a_run_whose_every_step_is_looked_at_hears_a_signal(environment, tmp_path, every):
+    folder, before = tmp_path / "run", AT.format(2, int(signal.SIGTERM))
+    children = start(environment, folder, 1, [every, "1"], before)
+    assert statuses(children) == [signals.STOPPED], said(folder)
+    assert losses(folder)[-1][0] <= 4
+
+
 # While the parameters are made, before anything is compiled.
 ASKED = """import os, signal; from shardwise.run import state; make = state.create
 def asked(*given):

@@ -195,18 +195,18 @@ class _Run:
                 every = settings.evaluation.every
                 evaluates = self.held_out is not None and every > 0 and step % every == 0
                 saves = step % settings.save_every == 0
-                if settings.hash_every > 0 and step % settings.hash_every == 0:
-                    self._flush()
+                hashed = settings.hash_every > 0 and step % settings.hash_every == 0
+                if evaluates or saves or hashed:
+                    ends = self._flush() or ends  # where each step is looked at, none tells later
+                if hashed:
                     self._hash(step)
-                    report.restart()
                 if ends:
                     break
-                if evaluates or saves:
-                    self._flush()
-                    if evaluates:
-                        self._evaluate(step)
-                    if saves:
-                        self._save(step)
+                if evaluates:
+                    self._evaluate(step)
+                if saves:
+                    self._save(step)
+                if evaluates or saves or hashed:
                     report.restart()
             stopped = step < settings.steps and self.first <= settings.steps
             self._flush()
