@@ -17,7 +17,7 @@ from shardwise_book.puzzles.layouts import bands, product, table
 from shardwise_book.puzzles.parts import accumulated, segments, squares
 from shardwise_book.puzzles.pipelines import boundaries, order
 from shardwise_book.puzzles.plans import division, gather_seconds, smallest
-from shardwise_book.puzzles.rings import halo, scatter, transpose
+from shardwise_book.puzzles.rings import halo, one_order, scatter, transpose
 from shardwise_book.puzzles.states import born, target
 from shardwise_book.puzzles.verdict import Verdict
 
@@ -33,6 +33,7 @@ __all__ = [
     "gather_seconds",
     "halo",
     "layer",
+    "one_order",
     "order",
     "product",
     "scatter",

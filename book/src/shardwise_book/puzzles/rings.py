@@ -1,4 +1,4 @@
-"""Puzzles on collectives: one by `ppermute`, and the transpose of another."""
+"""Puzzles on collectives: one by `ppermute`, one in a fixed order, and the transpose of another."""
 
 from collections.abc import Callable
 
@@ -33,6 +33,22 @@ def scatter(function: Callable[[jax.Array], jax.Array]) -> Verdict:
 def _sums(partial, n):
     blocks = partial.reshape(n, n, *partial.shape[1:]).sum(axis=0)
     return blocks.reshape(-1, *partial.shape[2:])
+
+
+@puzzle("return this device's part of the sum.")
+def one_order(function: Callable[[jax.Array], jax.Array]) -> Verdict:
+    """A reduce-scatter of eight arrays along "x", [8/n, w] to [w/n], with one result for all n."""
+    arrays = running.normal(0, 8, 256) * 10.0 ** np.arange(-3, 5).astype(np.float32)[:, None]
+    sums = arrays
+    while len(sums) > 1:
+        sums = sums[0::2] + sums[1::2]
+    for n in (1, 2, 4, 8):
+        program = running.on_each(function, mesh.make(x=n), arrays, check=False)
+        running.require_equal(program(arrays), sums[0], f" on {n} devices")
+        sent = measure.collectives(program).ring_bytes
+        enough = sums.nbytes * (n - 1) // n
+        running.require_at_most(sent, enough, f"bytes on {n} devices")
+    return f"the same bits on 1, 2, 4 and 8 devices, for a reduce-scatter's {sent:,.0f} bytes."
 
 
 def halo(x: jax.Array) -> jax.Array:
