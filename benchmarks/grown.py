@@ -1,6 +1,6 @@
 """A model grown until it does not fit, and what makes it fit, by the TPU compiler.
 
-`python benchmarks/grown.py` compiles what the chapter `real_compiler` shows and does not wait for
+`python benchmarks/grown.py` compiles what the chapter `making_room` shows and does not wait for
 (ten programs, some ten seconds to a minute each on an idle core; what was compiled before is kept),
 and writes what the compiler said to src/shardwise/topology/grown.json, which the chapter reads.
 The programs are the chapter's own: its cells with the tag `recorded` are executed here.
@@ -19,7 +19,7 @@ from shardwise import measure, topology
 from shardwise.topology import child
 
 ROOT = pathlib.Path(__file__).parents[1]
-CHAPTER = ROOT / "chapters" / "real_compiler.ipynb"
+CHAPTER = ROOT / "chapters" / "making_room.ipynb"
 RECORD = ROOT / "src" / "shardwise" / "topology" / "grown.json"
 
 

@@ -1,4 +1,4 @@
-"""What the TPU compiler said of the chapter `real_compiler`'s larger programs, beside its cells."""
+"""What the TPU compiler said of the chapter `making_room`'s larger programs, beside its cells."""
 
 import importlib.resources
 import json
