@@ -1,4 +1,4 @@
-"""A directory of steps: those that there are, and the one writer, which a lock makes the only one."""
+"""A directory of steps: which there are, and their one writer, which a lock keeps alone."""
 
 import contextlib
 import errno
