@@ -85,10 +85,10 @@ def _common(steps, step):
     if jax.process_count() == 1:
         return steps
     near = sorted({*steps[-_LISTED + 1 :], *({step} & set(steps))})
-    listed = np.full((_LISTED, 2), -1, np.int32)
-    listed[: len(near)] = [(each >> 31, each & (2**31 - 1)) for each in near]
-    each = [{(int(a) << 31) | int(b) for a, b in rows if b >= 0} for rows in of_all(listed)]
-    return sorted(set.intersection(*each))
+    listed = np.full(_LISTED, -1, np.int64)
+    listed[: len(near)] = near
+    each = of_all(listed.view(np.int32)).view(np.int64).tolist()  # of 32 bits at most
+    return sorted(set.intersection(*map(set, each)) - {-1})
 
 
 class Lock:

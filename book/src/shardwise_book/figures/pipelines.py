@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from html import escape
 
 from shardwise import schedules
-from shardwise_book.figures import palette
+from shardwise_book.figures import palette, svg
 from shardwise_book.figures.interactive import Control, Interactive, explorer, said
-from shardwise_book.figures.timelines import COLOURS, chunk, number
+from shardwise_book.figures.timelines import COLOURS, chunk
 
 START = {"schedule": list(schedules.SCHEDULES).index("1f1b"), "devices": 1, "microbatches": 2}
 START |= {"backward": 1, "task": 4}
@@ -50,7 +50,7 @@ def pipeline_explorer(start: Mapping[str, int] | None = None) -> Interactive:
             found = run(schedule, devices, microbatches, backward, transfer)
         except ValueError as refusal:
             return f'<span class="error">{escape(str(refusal))}</span>'
-        makespan, bubble = number(found.makespan), f"{number(round(100 * found.bubble, 1))} %"
+        makespan, bubble = svg.short(found.makespan, 3), f"{svg.short(100 * found.bubble, 1)} %"
         return f"Makespan {said('makespan', makespan)}, bubble {said('bubble', bubble)}."
 
     def live(schedule, devices, microbatches):
@@ -107,15 +107,15 @@ def timeline(
 def _costs(run):
     """What each kind takes, and each task waits, in ticks."""
     span = {task.kind: run.end[task] - run.start[task] for task in run.start}
-    sizes = "".join(f"--{kind}:{number(ticks)};" for kind, ticks in span.items())
+    sizes = "".join(f"--{kind}:{svg.short(ticks, 3)};" for kind, ticks in span.items())
     waits = ""
     for order in run.schedule.tasks:
         free = 0
         for task in order:
             if run.start[task] > free:
-                waits += f"{_box(_name(task))}{{--w:{number(run.start[task] - free)}}}"
+                waits += f"{_box(_name(task))}{{--w:{svg.short(run.start[task] - free, 3)}}}"
             free = run.end[task]
-    sizes += f"--span:{number(run.makespan)};--most:{max(run.peak_live)};"
+    sizes += f"--span:{svg.short(run.makespan, 3)};--most:{max(run.peak_live)};"
     return f"<style>#@rows{{{sizes}{waits}}}</style>"
 
 
@@ -143,8 +143,8 @@ def _rows(run):
 
 def _live(run):
     share = run.schedule.devices / run.schedule.stages
-    peaks = ", ".join(number(share * peak) for peak in run.peak_live)
-    pending = ", ".join(number(share * peak) for peak in run.peak_weights_pending)
+    peaks = ", ".join(svg.short(share * peak, 3) for peak in run.peak_live)
+    pending = ", ".join(svg.short(share * peak, 3) for peak in run.peak_weights_pending)
     return (
         f"At most live, in microbatches through all layers of a device: {said('peaks', peaks)}; "
         f"waiting for W: {said('pending', pending)}."
