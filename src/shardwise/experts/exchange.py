@@ -4,6 +4,7 @@ Meanings are values with a hash, as JAX's caches need.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -69,10 +70,10 @@ class Exchange:
         order, sizes = dispatch.by_expert(chosen, n * held)
         counts = jax.lax.all_gather(sizes, self.axis)  # [devices, experts]
         most = ragged_exchange.most_rows(b, s, k, held, size)
-        way = ragged_exchange.Way(self.axis, order.size, most)
-        arrived = ragged_exchange.exchange(way, x.reshape(b * s, -1)[order // k], counts)
+        send = functools.partial(ragged_exchange.exchange, self.axis, order.size, most)
+        arrived = send(False, x.reshape(b * s, -1)[order // k], counts)
         groups = jnp.sum(counts, axis=0).reshape(n, held)[me]
-        found = ragged_exchange.exchange(way.back(), apply(stacked, arrived, groups), counts)
+        found = send(True, apply(stacked, arrived, groups), counts)  # and home
         return dispatch.weighted(dispatch.in_place(found, order, chosen.shape), weights)
 
     def _gathered(self, x, chosen, weights, apply, stacked, slot, size):
@@ -185,16 +186,11 @@ def bytes_sent(
         blocks = ragged_exchange.most_rows(rows, tokens, per_token, held, slots) * embed * itemsize
         return (devices - 1) * (2 * blocks + 4 * (experts + 2 * held))
     if form == "all_to_all" and slots is not None:
-        buffers = experts * rows * slots * embed * itemsize
-        return _exact(2 * buffers * (devices - 1), devices)
+        sent = 2 * experts * rows * slots * embed * itemsize * (devices - 1)
+        return sent / devices if sent % devices else sent // devices
     choice = 4 + weight_itemsize + (0 if slots is None else 4)
     once = rows * tokens * (2 * embed * itemsize + per_token * choice)
     return once * (devices - 1)
-
-
-def _exact(numerator, denominator):
-    quotient, rest = divmod(numerator, denominator)
-    return numerator / denominator if rest else quotient
 
 
 def _gathered(x, axis, along):
