@@ -1,6 +1,5 @@
 """The figure that steps through sharded training: what a device holds and sends, event by event."""
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -151,13 +150,15 @@ def fsdp_stepper(layers: Mapping[str, int]) -> Interactive:
       ValueError: what `training_step` raises.
     """
     names, sizes = list(layers), list(layers.values())
-    run = functools.cache(lambda zero, again: training_step(sizes, N, zero, again))
-    most = max(f.held for zero in range(4) for again in (True, False) for f in run(zero, again))
 
+    def run(zero, again):
+        return training_step(sizes, N, zero, again)
+
+    most = max(f.held for zero in range(4) for again in (True, False) for f in run(zero, again))
     controls = {
         "zero": Control("ZeRO", {name: i for i, name in enumerate(ZEROS)}),
         "again": Control("Backward pass, with ZeRO 3", PASSES),
-        "step": Control("Event", lambda zero, again: range(len(run(zero, again))), "steps"),
+        "step": Control("Event", lambda run: range(len(run)), "steps"),
     }
     wide, high = _column(N) - 8, _TOP + len(layers) * _ROW
     layout = (
@@ -167,15 +168,11 @@ def fsdp_stepper(layers: Mapping[str, int]) -> Interactive:
         + f"</div></div>{RESULT}"
     )
     parts = {
-        "result": lambda zero, again, step: describe(
-            run(zero, again), step, names, sum(sizes), zero
-        ),
-        "grid": lambda zero, again, step: _grid(run(zero, again)[step], names, zero),
-        "course": lambda zero, again, step: _course(
-            [frame.held for frame in run(zero, again)], step, most, zero
-        ),
+        "result": lambda run, step, zero: describe(run, step, names, sum(sizes), zero),
+        "grid": lambda run, step, zero: _grid(run[step], names, zero),
+        "course": lambda run, step, zero: _course([one.held for one in run], step, most, zero),
     }
-    return explorer(controls, layout, parts, {"zero": 3, "step": 7}, shows="event")
+    return explorer(controls, layout, parts, {"zero": 3, "step": 7}, "event", {"run": run})
 
 
 def describe(run: Sequence[Frame], step: int, names: Sequence[str], psi: int, zero: int) -> str:
