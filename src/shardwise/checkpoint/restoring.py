@@ -136,15 +136,15 @@ def _check_leaves(label, saved, trees, partial):
         there = {p: _saved(leaf, (keys or {}).get(p)) for p, leaf in flat(metadata.tree).items()}
         asked = {path: _asked(leaf, keys) for path, leaf in leaves.items()}
         for path in sorted(there.keys() | asked.keys()):
-            if path not in asked:
-                line = "" if partial else f"{there[path]} is only in the checkpoint"
-            elif path not in there:
-                line = f"{asked[path]} is only in the target"
-            elif there[path] != asked[path]:
-                line = f"is {there[path]} in the checkpoint and {asked[path]} in the target"
-            else:
-                line = ""
-            told += [f"{name}: {path} {line}"] if line else []
+            ours, theirs = there.get(path), asked.get(path)
+            if ours == theirs or (theirs is None and partial):
+                continue
+            line = f"is {ours} in the checkpoint and {theirs} in the target"
+            if theirs is None:
+                line = f"{ours} is only in the checkpoint"
+            elif ours is None:
+                line = f"{theirs} is only in the target"
+            told.append(f"{name}: {path} {line}")
     if told:
         more = f"\n  and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
         raise ValueError(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,15 +42,7 @@ class Ring:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attention(
-    ring: Ring,
-    mask: Callable,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    query: jax.Array,
-    key: jax.Array,
-) -> jax.Array:
+def attention(ring, mask, q, k, v, query, key):
     """Attention of q [b, s, h, d] to k and v [b, t, kv_heads, d], which go around `ring`.
 
     `query` int32 [3, b, s] and `key` [3, b, t] are the fields of their `marks.Places`.

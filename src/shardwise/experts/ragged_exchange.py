@@ -56,9 +56,7 @@ def slices(counts: jax.Array, me: jax.Array | int, home: bool) -> Slices:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def exchange(
-    axis: str, own: int, most: int, home: bool, rows: jax.Array, counts: jax.Array
-) -> jax.Array:
+def exchange(axis, own, most, home, rows, counts):
     """Rows [own, e], sorted by expert, as [n·most, e] in groups; `home`, the inverse, back to them.
 
     A device has `own` rows, of which `most` at most go to one device. What no row is sent to is 0.
@@ -85,15 +83,8 @@ exchange.defvjp(_forward, _backward)
 
 
 def in_blocks(
-    rows: jax.Array,
-    room: jax.Array,
-    input_offsets: jax.Array,
-    send_sizes: jax.Array,
-    output_offsets: jax.Array,
-    recv_sizes: jax.Array,
-    axis: str,
-    most: int,
-) -> jax.Array:
+    rows, room, input_offsets, send_sizes, output_offsets, recv_sizes, axis: str, most: int
+):
     """The result of `jax.lax.ragged_all_to_all`, by an all-to-all of blocks [n, most, e].
 
     No two devices exchange more than `most` rows, those of all their slices together.
