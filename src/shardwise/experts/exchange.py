@@ -150,15 +150,14 @@ def bytes_sent(
     capacity: float | None = None,
     form: str = "all_to_all",
     itemsize: int = 4,
-    weight_itemsize: int = 4,
     sequence: int = 1,
 ) -> int | float:
     """Bytes that one device sends in a forward pass, for `rows`·`tokens` tokens of its own.
 
     With T = rows·tokens: an all-to-all there and back sends 2·k·f·T·h·e·(n-1)/n, where f is the
     capacity after rounding up to whole slots; no numbers of experts travel, since the place in a
-    buffer tells. A gather and a scatter send 2·T·h·e·(n-1), the choices (four bytes), their weights
-    and, with a capacity, their slots. A backward pass sends the activations' part again; one that
+    buffer tells. A gather and a scatter send 2·T·h·e·(n-1), and four bytes each for the choices,
+    their weights (in float32) and, with a capacity, their slots. A backward pass sends the activations' part again; one that
     recomputes the layer, twice.
 
     "ragged" is exact on CPU, where blocks are sent that have room for all that a device can choose
@@ -188,7 +187,7 @@ def bytes_sent(
     if form == "all_to_all" and slots is not None:
         sent = 2 * experts * rows * slots * embed * itemsize * (devices - 1)
         return sent / devices if sent % devices else sent // devices
-    choice = 4 + weight_itemsize + (0 if slots is None else 4)
+    choice = 8 if slots is None else 12
     once = rows * tokens * (2 * embed * itemsize + per_token * choice)
     return once * (devices - 1)
 
