@@ -26,6 +26,10 @@ except ImportError:  # not on Windows
     fcntl = None
 
 _LOCK = ".shardwise-lock"
+_ADVICE = (
+    "Save to another directory, or end that one first; it may also call checkpoint.wait, which "
+    "lets others in"
+)
 _LISTED = 64  # newest steps that processes tell each other
 
 
@@ -161,13 +165,7 @@ class Writer:
     def __init__(self, where):
         self._where = where
         self._turn = threading.RLock()  # Orbax deadlocks when two threads save
-        self._lock = None
-        if not is_bucket(where):
-            advice = (
-                "Save to another directory, or end that one first; it may also call "
-                "checkpoint.wait, which lets others in"
-            )
-            self._lock = Lock(where, "checkpoint.save", "saves to", advice)
+        self._lock = Lock(where, "checkpoint.save", "saves to", _ADVICE)
         self._keep, self._manager = None, None
         self.compared = False  # whether replicas in several processes have been
 
@@ -185,7 +183,7 @@ class Writer:
                 composite = ocp.args.Composite(**arguments)
                 self._manager.save(step, args=composite, force=True, custom_metadata=metadata)
             except BaseException:
-                self._leave()
+                self._lock.close()
                 raise
 
     def wait(self):
@@ -194,7 +192,7 @@ class Writer:
             try:
                 self.finish()
             finally:
-                self._leave()
+                self._lock.close()
 
     def finish(self):
         """Block until all is on disk; the directory stays locked."""
@@ -204,22 +202,19 @@ class Writer:
 
     def _enter(self):
         """Lock the directory, and delete what dead processes left unfinished in it."""
-        if self._lock is None or jax.process_index() > 0:
+        if is_bucket(self._where) or jax.process_index() > 0:
             return
         self._lock.take()
         for path in Path(self._where).iterdir():
             if re.fullmatch(r"\d+\.orbax-checkpoint-tmp.*", path.name):
                 shutil.rmtree(path)
 
-    def _leave(self):
-        if self._lock is not None:
-            self._lock.close()
-
     def _open(self, keep):
-        if self._manager is not None and keep == self._keep:
-            return
-        if self._manager is not None:
+        if self._manager is not None and keep != self._keep:
             self._manager.close()
+            self._manager = None
+        if self._manager is not None:
+            return
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
         handlers.add(None, ocp.args.StandardSave, Handler)
         handlers.add(None, ocp.args.JsonSave, ocp.JsonCheckpointHandler)
@@ -242,7 +237,7 @@ class Writer:
                 f"{newest + 1} or later, or use another directory."
             )
         # On a bucket a save that was cut off has its step's own name.
-        if self._lock is not None and folder.exists():
+        if not is_bucket(self._where) and folder.exists():
             raise ValueError(
                 f"checkpoint.save: {folder} is there already and is no checkpoint. Save another "
                 f"step, or to another directory."

@@ -157,8 +157,8 @@ def bytes_sent(
     With T = rows·tokens: an all-to-all there and back sends 2·k·f·T·h·e·(n-1)/n, where f is the
     capacity after rounding up to whole slots; no numbers of experts travel, since the place in a
     buffer tells. A gather and a scatter send 2·T·h·e·(n-1), and four bytes each for the choices,
-    their weights (in float32) and, with a capacity, their slots. A backward pass sends the activations' part again; one that
-    recomputes the layer, twice.
+    their weights (in float32) and, with a capacity, their slots. A backward pass sends the
+    activations' part again; one that recomputes the layer, twice.
 
     "ragged" is exact on CPU, where blocks are sent that have room for all that a device can choose
     of another's m experts: 2·T·min(k, m)·h·e·(n-1), or with a capacity m·slots for each row if that
