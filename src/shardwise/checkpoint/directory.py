@@ -91,7 +91,7 @@ def _common(steps, step):
     near = sorted({*steps[-_LISTED + 1 :], *({step} & set(steps))})
     listed = np.full(_LISTED, -1, np.int64)
     listed[: len(near)] = near
-    each = of_all(listed.view(np.int32)).view(np.int64).tolist()  # of 32 bits at most
+    each = of_all(listed.view(np.int32)).view(np.int64).tolist()  # as it takes them
     return sorted(set.intersection(*map(set, each)) - {-1})
 
 

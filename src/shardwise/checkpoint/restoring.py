@@ -136,14 +136,14 @@ def _check_leaves(label, saved, trees, partial):
         there = {p: _saved(leaf, (keys or {}).get(p)) for p, leaf in flat(metadata.tree).items()}
         asked = {path: _asked(leaf, keys) for path, leaf in leaves.items()}
         for path in sorted(there.keys() | asked.keys()):
-            ours, theirs = there.get(path), asked.get(path)
-            if ours == theirs or (theirs is None and partial):
+            has, asks = there.get(path), asked.get(path)
+            if has == asks or (asks is None and partial):
                 continue
-            line = f"is {ours} in the checkpoint and {theirs} in the target"
-            if theirs is None:
-                line = f"{ours} is only in the checkpoint"
-            elif ours is None:
-                line = f"{theirs} is only in the target"
+            line = f"is {has} in the checkpoint and {asks} in the target"
+            if asks is None:
+                line = f"{has} is only in the checkpoint"
+            elif has is None:
+                line = f"{asks} is only in the target"
             told.append(f"{name}: {path} {line}")
     if told:
         more = f"\n  and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
