@@ -120,11 +120,12 @@ def check_sums(label: str, written: Written, leaves: dict[str, Any], metadata: A
     """
     if not written.places:
         return
+    stored = chunks_of(metadata, written.places)
     wanted = [
-        (path, chunk, stored.places[chunk])
-        for path, stored in chunks_of(metadata, written.places).items()
-        if path in leaves
-        for chunk in sorted(_touched(stored, leaves[path]))
+        (path, chunk, stored[path].places[chunk])
+        for path, leaf in leaves.items()
+        if stored_name(path) in written.places
+        for chunk in sorted(_touched(stored[path], leaf))
     ]
     with ThreadPoolExecutor() as threads:
         found = threads.map(lambda each: _crc(written.item, each[2]), wanted)
