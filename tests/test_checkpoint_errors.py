@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import checkpoint, mesh
-from shardwise.checkpoint import matching
+from shardwise.checkpoint import restoring
 
 EIGHT = NamedSharding(mesh.make(a=8), P("a"))
 
@@ -136,7 +136,7 @@ def test_a_mesh_without_devices_is_named(root, saved, nothing_read):
 
 def test_devices_that_are_not_there_are_named(root, saved, nothing_read, monkeypatch):
     there = jax.devices()[:4]
-    monkeypatch.setattr(matching.jax, "devices", lambda *_: there)
+    monkeypatch.setattr(restoring.jax, "devices", lambda *_: there)
     target = {"params": {"blocks": {"q": array((8, 4), sharding=EIGHT)}}}
     with pytest.raises(ValueError, match=r"blocks/q.*is on \['[^']*4'.*7'\], and JAX has"):
         checkpoint.restore(root, target, partial=True)

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import checkpoint, data, fsdp, marks, mesh, pipeline, rules
-from shardwise.checkpoint import chunks, restoring, steps
+from shardwise.checkpoint import chunks, directory, restoring
 
 CHUNK = 2**14
 WIDTH = 264  # bytes are below 256; 8 devices divide it
@@ -262,9 +262,9 @@ def agree(root, process):
 
 def restore_one_step(run, process, target):
     """Process 1 does not see step 2 yet, as on a file system that takes its time."""
-    labels, seen, told = [], steps.Steps.find_all, restoring.together
+    labels, seen, told = [], directory.Steps.find_all, restoring.together
     if process:
-        steps.Steps.find_all = lambda *args: (s for s in seen(*args) if s.step < 2)
+        directory.Steps.find_all = lambda *args: (s for s in seen(*args) if s.step < 2)
     restoring.together = lambda who: (labels.append(who), told(who))[1]
     checkpoint.restore(run, target, partial=True)
     assert labels[-1].startswith("checkpoint.restore: step 1 in"), labels

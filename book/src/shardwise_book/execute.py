@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -213,7 +214,8 @@ def run(
                 _in_a_loop(client, env=seen, stdout=printed, stderr=printed)
         except (CellExecutionError, DeadKernelError) as error:
             reason = watchdog.verdict or _reason(error, printed)
-            failure = _failure(name, notebook, current[0], lines, reason)
+            where = describe(name, notebook, current[0], lines)
+            failure = f"{where} failed:\n{textwrap.indent(reason.rstrip(), '    ')}"
         finally:
             kernels.clients.discard(client)
         _clean(notebook, empty)
@@ -250,10 +252,6 @@ def environment() -> dict[str, str]:
     return {**ENVIRONMENT, **os.environ, **inline, **xla}
 
 
-def _failure(name, notebook, index, lines, reason):
-    return f"{describe(name, notebook, index, lines)} failed:\n{_indent(reason)}"
-
-
 def _silent_cell(name, notebook, lines):
     """A cell that promises an error and raises none would teach what is no longer so."""
     for index, cell in enumerate(notebook.cells):
@@ -287,17 +285,13 @@ def _process(client):
     return getattr(getattr(client.km, "provisioner", None), "process", None)
 
 
-def _indent(text):
-    return "\n".join("    " + line for line in text.rstrip().split("\n"))
-
-
 def _clean(notebook, directory):
     """Take this machine's paths out of what cells print: a page shows none."""
     folders = [re.escape(directory), re.escape(os.path.realpath(directory))]
     patterns = [
         (re.compile(r"[/~][^\s'\"<>:\x1b]*/site-packages/"), ""),
         (re.compile(r"[/~][^\s'\"<>:\x1b]*/src/(?=shardwise(?:_book)?/)"), ""),
-        (re.compile(rf"{re.escape(_library())}/"), ""),
+        (re.compile(rf"{re.escape(os.path.dirname(os.__file__))}/"), ""),
         (re.compile("(?:" + "|".join(folders) + ")/?"), ""),
     ]
     for cell in notebook.cells:
@@ -314,10 +308,6 @@ def _substitute(patterns, text):
     for pattern, replacement in patterns:
         text = pattern.sub(replacement, text)
     return text
-
-
-def _library():
-    return str(Path(os.__file__).parent)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

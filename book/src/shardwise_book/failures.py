@@ -142,12 +142,13 @@ def _entry(app, docname, chapter, failure):
 
 
 def _paragraph(text, name):
-    parts = [
-        nodes.literal(part, part) if i % 2 else nodes.Text(part)
-        for i, part in enumerate(text.split("`"))
-        if part
-    ]
-    return nodes.paragraph("", "", *parts, classes=[name])
+    return nodes.paragraph("", "", *inline(text), classes=[name])
+
+
+def inline(text: str) -> list[nodes.Node]:
+    """Plain text as nodes, with what stands between backticks as code."""
+    parts = enumerate(text.split("`"))
+    return [nodes.literal(x, x) if i % 2 else nodes.Text(x) for i, x in parts if x]
 
 
 def _link(app, docname, chapter, index):

@@ -19,7 +19,7 @@ from sphinx.config import Config
 from sphinx.util import logging
 from sphinx.util.math import get_node_equation_number
 
-from . import accessible, docstrings, lifted, modules
+from . import accessible, lifted, reference
 
 log = logging.getLogger(__name__)
 
@@ -163,5 +163,4 @@ def setup(app: Sphinx) -> None:
     app.connect("config-inited", take_options)
     app.connect("html-page-context", drop_unused_files)
     app.connect("html-page-context", add_page_context)
-    docstrings.setup(app)
-    modules.setup(app)
+    reference.setup(app)

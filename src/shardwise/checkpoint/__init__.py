@@ -10,8 +10,8 @@ A directory may be a path on a bucket (`gs://...`), which goes to Orbax as it is
 checksums; that was not tried, local disks were.
 """
 
-from shardwise.checkpoint.chunks import Chunks, stored
-from shardwise.checkpoint.restoring import latest, restore
+from shardwise.checkpoint.chunks import Chunks
+from shardwise.checkpoint.restoring import latest, restore, stored
 from shardwise.checkpoint.saving import save, wait
 
 __all__ = ["Chunks", "latest", "restore", "save", "stored", "wait"]

@@ -7,7 +7,6 @@ carries checksums of its own. On a bucket there are none.
 
 import itertools
 import json
-import os
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,8 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 import tensorstore
 
-from shardwise.checkpoint.items import address, flat, is_bucket, stored_name
-from shardwise.checkpoint.steps import reader
+from shardwise.checkpoint.items import flat, is_bucket, stored_name
 
 METADATA = "shardwise"  # the key of ours among an item's own metadata, in Orbax's _METADATA
 _FOLDER = "digests"
@@ -45,30 +43,18 @@ class Chunks(NamedTuple):
         return list(itertools.product(*layers))
 
 
-def stored(directory: str | os.PathLike, step: int, item: str) -> dict[str, Chunks]:
-    """{path: Chunks} of an item's arrays, from Orbax's metadata and TensorStore's index.
-
-    For local directories.
-    """
-    where = address(directory)
-    # Of an item without a handler Orbax warns that it could not be restored.
-    others = [path.name for path in Path(where, str(step)).glob("*/")]
-    with reader(where, dict.fromkeys(others, False) | {item: True}) as manager:
-        leaves = flat(manager.item_metadata(step)[item].tree)
-        there = places(str(manager.directory / str(step) / item))
+def chunks_of(metadata, places):
+    """{path: Chunks} of the arrays that Orbax's metadata names."""
     return {
-        path: chunks_of(leaf, there.get(stored_name(path), {}))
-        for path, leaf in leaves.items()
+        path: Chunks(
+            tuple(leaf.shape), tuple(leaf.storage.chunk_shape), places.get(stored_name(path), {})
+        )
+        for path, leaf in flat(metadata).items()
         if getattr(leaf, "storage", None) is not None
     }
 
 
-def chunks_of(metadata: Any, places: dict) -> Chunks:
-    """`Chunks` of an array from Orbax's words on it."""
-    return Chunks(tuple(metadata.shape), tuple(metadata.storage.chunk_shape), places)
-
-
-def places(folder: str | Path) -> dict[str, dict[tuple[int, ...], tuple[str, int, int]]]:
+def places(folder):
     """{name on disk: {chunk: its place}} of all arrays in one of TensorStore's databases."""
     files = tensorstore.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
     versions = tensorstore.ocdbt.dump(files).result()["versions"]
@@ -77,77 +63,76 @@ def places(folder: str | Path) -> dict[str, dict[tuple[int, ...], tuple[str, int
         for entry in tensorstore.ocdbt.dump(files, nodes.pop()).result()["entries"]:
             if "location" in entry:
                 nodes.append(entry["location"])
-            elif "indirect_value" in entry:
+            elif "indirect_value" in entry:  # such as "value:ocdbt.process_0/:d/1f5c:4106:2058"
+                _, base, file, offset, size = entry["indirect_value"].split(":")
                 name, chunk = entry["key"].decode().rsplit("/", 1)
                 where = tuple(map(int, chunk.split(".")))
-                found.setdefault(name, {})[where] = _place(entry["indirect_value"])
+                found.setdefault(name, {})[where] = base + file, int(offset), int(size)
     return found
-
-
-def _place(location):
-    """(file, offset, bytes) of a location such as "value:ocdbt.process_0/:d/1f5c:4106:2058"."""
-    _, base, name, offset, size = location.split(":")
-    return base + name, int(offset), int(size)
 
 
 def write_sums(item: str) -> None:
     """Write the checksums of the chunks that this process wrote of an item, a directory."""
-    if is_bucket(item):
-        return
-    process = jax.process_index()
-    mine = Path(item) / f"ocdbt.process_{process}"
-    if not mine.exists():
+    mine = Path(item, f"ocdbt.process_{jax.process_index()}")
+    if is_bucket(item) or not mine.exists():
         return
     found = {
         name: {".".join(map(str, chunk)): _crc(mine, place) for chunk, place in chunks.items()}
         for name, chunks in places(mine).items()
     }
-    (Path(item) / _FOLDER).mkdir(exist_ok=True)
-    (Path(item) / _FOLDER / f"{process}.json").write_text(json.dumps(found))
+    folder = Path(item, _FOLDER)
+    folder.mkdir(exist_ok=True)
+    (folder / f"{jax.process_index()}.json").write_text(json.dumps(found))
 
 
 class Written(NamedTuple):
-    """The places of an item's chunks by its index, and their checksums, by names on disk."""
+    """An item's directory, the places of its chunks by its index, and their checksums.
 
+    By names on disk; both are empty where no checksums were written.
+    """
+
+    item: Path
     places: dict[str, dict[tuple[int, ...], tuple[str, int, int]]]
     sums: dict[str, dict[str, int]]
 
 
-def read_sums(label: str, item: str) -> Written | None:
-    """The `Written` of an item, a directory; None if it has no checksums."""
-    if is_bucket(item) or not (Path(item) / _FOLDER).exists():
-        return None
-    sums = {}
+def read_sums(label: str, item: str) -> Written:
+    """The `Written` of an item, a directory."""
+    folder, sums = Path(item), {}
+    if is_bucket(item) or not (folder / _FOLDER).exists():
+        return Written(folder, {}, {})
     try:
-        for file in (Path(item) / _FOLDER).iterdir():
+        for file in (folder / _FOLDER).iterdir():
             for name, each in json.loads(file.read_text()).items():
                 sums.setdefault(name, {}).update(each)
-        return Written(places(item), sums)
+        return Written(folder, places(folder), sums)
     except ValueError as error:
         raise ValueError(
-            f"{label} is damaged: item {Path(item).name!r} has no readable index. Restore another "
+            f"{label} is damaged: item {folder.name!r} has no readable index. Restore another "
             f"step. {error}"
         ) from error
 
 
-def check_sums(
-    label: str, item: str, written: Written, leaves: dict[str, Any], metadata: dict[str, Any]
-) -> None:
+def check_sums(label: str, written: Written, leaves: dict[str, Any], metadata: Any) -> None:
     """Read the chunks that this process's devices touch, and compare their checksums.
 
-    `leaves` and `metadata` have an abstract array and Orbax's words on it for each path.
+    `leaves` has an abstract array for each path, `metadata` is Orbax's of the item.
     """
-    wanted = []
-    for path, leaf in leaves.items():
-        if there := written.places.get(stored_name(path)):
-            chunks = _touched(chunks_of(metadata[path], there), leaf)
-            wanted += [(path, chunk, there[chunk]) for chunk in sorted(chunks)]
+    if not written.places:
+        return
+    stored = chunks_of(metadata, written.places)
+    wanted = [
+        (path, chunk, stored[path].places[chunk])
+        for path, leaf in leaves.items()
+        if stored_name(path) in written.places
+        for chunk in sorted(_touched(stored[path], leaf))
+    ]
     with ThreadPoolExecutor() as threads:
-        found = threads.map(lambda each: _crc(Path(item), each[2]), wanted)
+        found = threads.map(lambda each: _crc(written.item, each[2]), wanted)
         for (path, chunk, _), digest in zip(wanted, found, strict=True):
             if digest != written.sums.get(stored_name(path), {}).get(".".join(map(str, chunk))):
                 raise ValueError(
-                    f"{label} is damaged: of {Path(item).name}, chunk {chunk} of {path} is not "
+                    f"{label} is damaged: of {written.item.name}, chunk {chunk} of {path} is not "
                     f"what was saved, by its checksum. Restore another step."
                 )
 
@@ -182,11 +167,3 @@ class Handler(ocp.StandardCheckpointHandler):
     def typestr(cls) -> str:
         """Orbax's own handler's name, so that Orbax reads our steps without this package."""
         return ocp.StandardCheckpointHandler.typestr()
-
-
-def registry() -> ocp.handlers.CheckpointHandlerRegistry:
-    """The handlers of our kinds of items, for a CheckpointManager that saves."""
-    handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    handlers.add(None, ocp.args.StandardSave, Handler)
-    handlers.add(None, ocp.args.JsonSave, ocp.JsonCheckpointHandler)
-    return handlers

@@ -1,6 +1,7 @@
-"""Restoring onto the shardings that the target has."""
+"""Restoring onto the shardings that the target has, if it is what the checkpoint has."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,7 +10,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import SingleDeviceSharding
 
-from shardwise.checkpoint.chunks import METADATA, check_sums, read_sums
+from shardwise.checkpoint.chunks import METADATA, Chunks, check_sums, chunks_of, places, read_sums
+from shardwise.checkpoint.directory import find, reader
 from shardwise.checkpoint.items import (
     address,
     by_path,
@@ -21,16 +23,29 @@ from shardwise.checkpoint.items import (
     is_tree,
     nested,
 )
-from shardwise.checkpoint.matching import check_held, check_items, check_leaves
 from shardwise.checkpoint.saving import wait
-from shardwise.checkpoint.steps import find, reader
 from shardwise.processes.system import together
+
+_SHOWN = 10  # of the leaves that differ; whole models may
 
 
 def latest(directory: str | os.PathLike) -> int | None:
     """The newest complete step in the directory, or None."""
     with reader(address(directory)) as manager:
         return manager.latest_step()
+
+
+def stored(directory: str | os.PathLike, step: int, item: str) -> dict[str, Chunks]:
+    """{path: Chunks} of an item's arrays, from Orbax's metadata and TensorStore's index.
+
+    For local directories.
+    """
+    where = address(directory)
+    # Of an item without a handler Orbax warns that it could not be restored.
+    others = [path.name for path in Path(where, str(step)).glob("*/")]
+    with reader(where, dict.fromkeys(others, False) | {item: True}) as manager:
+        metadata = manager.item_metadata(step)[item].tree
+    return chunks_of(metadata, places(Path(where, str(step), item)))
 
 
 def restore(
@@ -65,8 +80,7 @@ def restore(
     """
     wait(directory)
     where = address(directory)
-    with reader(where) as manager:
-        step, items = find(manager, step)
+    step, items = find(where, step)
     label = f"checkpoint.restore: step {step} in {where}"
     with together(label) as facts:
         trees = {n: by_path(n, item) for n, item in target.items() if is_tree(item)}
@@ -77,8 +91,10 @@ def restore(
             folders = {name: f"{manager.directory}/{step}/{name}" for name in trees}
             written = {name: read_sums(label, folder) for name, folder in folders.items()}
             saved = manager.metadata(step)
-            wanted = _check(label, saved, target, trees, partial)
-            _check_digests(label, folders, written, saved, trees)
+            wanted = _wanted(label, saved, target, trees)
+            _check_leaves(label, saved, trees, partial)
+            for name, leaves in trees.items():
+                check_sums(label, written[name], leaves, saved.item_metadata[name].tree)
         how = {name: _how(trees.get(name)) for name in wanted}
         found = manager.restore(step, args=ocp.args.Composite(**how)) if how else {}
     with together(label):
@@ -90,38 +106,108 @@ def restore(
         }
 
 
-def _check(label, saved, target, trees, partial):
-    """The items to read; nothing has been read when this raises."""
+def _wanted(label, saved, target, trees):
+    """The items to read, each of which the step has, and as arrays if they are asked for."""
+    kinds = saved.item_handlers
     # An item without leaves was not saved; None asks for plain data.
-    wanted = [
-        name
-        for name, item in target.items()
-        if name in saved.item_handlers or item is None or not is_empty(item)
-    ]
-    check_items(label, wanted, trees, saved.item_handlers)
-    check_leaves(label, trees, {name: saved.item_metadata[name] for name in trees}, partial)
-    check_held(label, trees)
+    wanted = [n for n, item in target.items() if n in kinds or item is None or not is_empty(item)]
+    if missing := sorted(set(wanted) - set(kinds)):
+        raise ValueError(
+            f"{label} has the items {sorted(kinds)}, and not {missing}; ask for those it has."
+        )
+    for name in wanted:
+        plain = str(kinds[name]).endswith("JsonCheckpointHandler")
+        if plain == (name in trees):
+            told = ("arrays", "none") if name not in trees else ("plain data", "arrays")
+            raise ValueError(f"{label}: item {name!r} holds {told[0]}; the target has {told[1]}.")
     return wanted
 
 
-def _check_digests(label, folders, written, saved, trees):
+def _check_leaves(label, saved, trees, partial):
+    """Raise if paths, shapes or dtypes differ, or JAX cannot hold an array as is asked."""
+    told = []
     for name, leaves in trees.items():
-        if written[name] is not None:
-            metadata = flat(saved.item_metadata[name].tree)
-            check_sums(label, folders[name], written[name], leaves, metadata)
-
-
-def _plain(label, name, found, saved):
-    ours = (saved.custom_metadata or {}).get(METADATA)
-    if ours is not None and ours["digests"][name] != digest(found):
+        if (metadata := saved.item_metadata[name]) is None:
+            raise FileNotFoundError(
+                f"{label} is incomplete: item {name!r} has no metadata. Restore another step."
+            )
+        ours = (metadata.custom_metadata or {}).get(METADATA)
+        keys = None if ours is None else ours["keys"]
+        there = {p: _saved(leaf, (keys or {}).get(p)) for p, leaf in flat(metadata.tree).items()}
+        asked = {path: _asked(leaf, keys) for path, leaf in leaves.items()}
+        for path in sorted(there.keys() | asked.keys()):
+            has, asks = there.get(path), asked.get(path)
+            if has == asks or (asks is None and partial):
+                continue
+            line = f"is {has} in the checkpoint and {asks} in the target"
+            if asks is None:
+                line = f"{has} is only in the checkpoint"
+            elif has is None:
+                line = f"{asks} is only in the target"
+            told.append(f"{name}: {path} {line}")
+    if told:
+        more = f"\n  and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
         raise ValueError(
-            f"{label} is damaged: item {name!r} is not what was saved, by its checksum. Restore "
-            f"another step."
+            f"{label} is not what the target asks for:\n  "
+            + "\n  ".join(told[:_SHOWN])
+            + f"{more}\nMake the target from the model that was saved. Dtypes are not cast here: "
+            f"restore, then cast. To leave saved arrays unread, pass partial=True."
         )
-    return from_json(found)
+    for name, leaves in trees.items():
+        for path, leaf in leaves.items():
+            if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+                _check_held(label, f"{name}: {path}", leaf)
+
+
+def _saved(leaf, key):
+    """Orbax's words on an array in ours; `key` is a typed key's dtype."""
+    if key is not None:
+        return f"{key}{list(leaf.shape[:-1])}"
+    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+
+
+def _asked(array, keys):
+    """An array in words; typed keys as bits if the checkpoint does not tell them apart."""
+    if is_key(array) and keys is not None:
+        return f"{array.dtype}{list(array.shape)}"
+    if is_key(array):
+        array = jax.eval_shape(jax.random.key_data, array)
+    elif not hasattr(array, "dtype"):
+        array = np.asarray(array)
+    return f"{np.dtype(array.dtype).name}{list(array.shape)}"
+
+
+def _check_held(label, name, leaf):
+    """Raise ValueError if JAX cannot hold an array here, as its sharding says."""
+    if not is_key(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
+        raise ValueError(
+            f"{label}: {name} is {leaf.dtype} and JAX holds 32 bits at most here. Set "
+            f"jax_enable_x64, or give a NumPy array as the target."
+        )
+    if (sharding := leaf.sharding) is None:
+        return
+    where = f"{label}: the target's sharding of {name}, {getattr(sharding, 'spec', sharding)},"
+    try:
+        sharding.shard_shape(leaf.shape)
+    except ValueError as error:
+        raise ValueError(
+            f"{where} does not fit its shape {leaf.shape}: {error}. Change the rule or the mesh."
+        ) from error
+    try:
+        devices = set(sharding.device_set)
+    except ValueError:
+        devices = set()  # an abstract mesh has none
+    platforms = {device.platform for device in devices}
+    there = {device for platform in platforms for device in jax.devices(platform)}
+    if not devices or devices - there:
+        raise ValueError(
+            f"{where} is on {sorted(map(str, devices - there)) or 'no devices'}, and JAX has "
+            f"{jax.devices()} here. Make the mesh in this process, with mesh.make."
+        )
 
 
 def _how(leaves):
+    """The arguments with which Orbax restores an item: these leaves, or plain data."""
     if leaves is None:
         return ocp.args.JsonRestore()
     tree = nested({path: _abstract(leaf) for path, leaf in leaves.items()})
@@ -140,6 +226,16 @@ def _abstract(leaf):
 
 def _is_uncommitted(leaf):
     return leaf.sharding is None or not getattr(leaf, "committed", True)
+
+
+def _plain(label, name, found, saved):
+    ours = (saved.custom_metadata or {}).get(METADATA)
+    if ours is not None and ours["digests"][name] != digest(found):
+        raise ValueError(
+            f"{label} is damaged: item {name!r} is not what was saved, by its checksum. Restore "
+            f"another step."
+        )
+    return from_json(found)
 
 
 def _fill(leaves, item, found):

@@ -1,4 +1,4 @@
-"""Saving while training goes on."""
+"""Saving while training goes on, by the one writer of each directory."""
 
 import atexit
 import math
@@ -13,10 +13,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from shardwise.checkpoint.chunks import METADATA
+from shardwise.checkpoint.directory import Writer
 from shardwise.checkpoint.items import (
     address,
     by_path,
-    check_name,
     digest,
     is_empty,
     is_key,
@@ -25,8 +25,12 @@ from shardwise.checkpoint.items import (
     nested,
     to_json,
 )
-from shardwise.checkpoint.writer import writer_of, writers
 from shardwise.processes.system import of_all, together
+
+# Names of an item, which is a directory beside these of Orbax's, that it cannot have.
+_TAKEN = {"", "self", "metrics", "commit_success.txt", "_CHECKPOINT_METADATA"}
+_writers = {}  # address: Writer, of what this process has saved
+_registering = threading.Lock()
 
 
 def save(
@@ -65,7 +69,8 @@ def save(
       Exception: what went wrong while writing the step before.
     """
     where = address(directory)
-    place = writer_of(where)
+    with _registering:
+        writer = _writers.setdefault(where, Writer(where))
     with together("checkpoint.save") as facts:
         step = _checked_step(step, keep)
         _check_state(state)
@@ -77,13 +82,13 @@ def save(
         facts |= {"directory": where, "step": str(step), "keep": str(keep)}
         facts |= {f"item {name!r}": str(crc) for name, crc in digests.items()}
         facts |= {f"item {n!r}": _describe(x, chunk_bytes) for n, x in trees.items()}
-    if jax.process_count() > 1 and not place.compared:
+    if jax.process_count() > 1 and not writer.compared:
         _check_replicas(trees)
-    place.compared = True
+    writer.compared = True
     if jax.process_count() > 1:  # Orbax's barriers are named by steps, not by directories
-        for other in writers():
+        for other in _writers_of(None):
             other.finish()
-    place.save(step, keep, arguments, {METADATA: {"digests": digests}})
+    writer.save(step, keep, arguments, {METADATA: {"digests": digests}})
 
 
 def wait(directory: str | os.PathLike | None = None) -> None:
@@ -95,7 +100,7 @@ def wait(directory: str | os.PathLike | None = None) -> None:
       Exception: what went wrong while writing; an ExceptionGroup, if more than one save did.
     """
     errors = []
-    for each in writers(None if directory is None else address(directory)):
+    for each in _writers_of(directory):
         try:
             each.wait()
         except Exception as error:
@@ -124,7 +129,11 @@ def _check_state(state):
             f"items, such as {{'params': params, 'opt_state': opt_state}}."
         )
     for name in state:
-        check_name(name)
+        if name in _TAKEN or name.startswith(".") or {"/", "\\", "\0"} & set(name):
+            raise ValueError(
+                f"checkpoint.save: an item cannot be named {name!r}. Its name is that of a "
+                f"directory: no slashes, no dot in front, and not one of {sorted(_TAKEN)}."
+            )
     if all(map(is_empty, state.values())):
         raise ValueError(f"checkpoint.save: nothing to save in the items {sorted(state)}.")
 
@@ -205,6 +214,12 @@ def _check_replicas(trees: dict[str, dict[str, Any]]) -> None:
             + (f" and in {len(differ) - 1} more" if differ[1:] else "")
             + ", which each of them has whole. Were they initialised with other seeds?"
         )
+
+
+def _writers_of(directory):
+    where = None if directory is None else address(directory)
+    with _registering:
+        return [writer for place, writer in _writers.items() if where in (None, place)]
 
 
 def _finish():

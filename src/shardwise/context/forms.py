@@ -97,9 +97,7 @@ class Within:
             ("kv heads", k.shape[2], self.heads),
         )
         for what, size, axes in cuts:
-            n = 1
-            for axis in axes:
-                n *= mesh.shape[axis]
+            n = math.prod(mesh.shape[axis] for axis in axes)
             if size % n:
                 below = size // n * n
                 near = f"{below} or {below + n}" if below else f"{n}"

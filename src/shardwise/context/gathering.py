@@ -10,19 +10,12 @@ import jax.numpy as jnp
 
 from shardwise import marks
 from shardwise.context.forms import Axis, Sent, sizes
-from shardwise.context.rotating import Hops, attention
+from shardwise.context.rotating import Ring, attention
 
 
-def in_tiles(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    query: marks.Places,
-    key: marks.Places,
-    mask: Callable,
-) -> jax.Array:
+def in_tiles(q, k, v, query: marks.Places, key: marks.Places, mask: Callable) -> jax.Array:
     """Attention of q to k and v on this device alone, in tiles."""
-    return attention(Hops(), mask, 128, q, k, v, jnp.stack(query), jnp.stack(key))
+    return attention(Ring(None), mask, q, k, v, jnp.stack(query), jnp.stack(key))
 
 
 def tiled(

@@ -33,8 +33,12 @@ class Splash:
                 f"places, and the kernel knows marks.causal alone; leave kernel= out, or use "
                 f"attention by tiles, context.ring and its like."
             )
-        size, depth = q.shape[1], q.shape[3]
-        kernel = self._kernel(size, q.shape[2])
+        # Imported where it is used: Pallas' TPU half takes its time, and few need it.
+        from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+        size, heads, depth = q.shape[1:]
+        kernel = self._kernel(splash, size, heads)
+        segments = splash.SegmentIds(places.documents, places.documents)
 
         def heads_first(x):
             width = [(0, 0)] * 3 + [(0, -depth % LANES)]
@@ -42,7 +46,7 @@ class Splash:
 
         scaled = (q * depth**-0.5).astype(q.dtype)
         with marks.kernels(**self._flops(*q.shape)):
-            out = jax.vmap(kernel)(*map(heads_first, (scaled, k, v)), _segments(places))
+            out = jax.vmap(kernel)(*map(heads_first, (scaled, k, v)), segments)
         out = out.transpose(0, 2, 1, 3)[..., :depth].astype(v.dtype)
         ordered = jnp.all(places.index == jnp.arange(size)[None], axis=1)
         return jnp.where(ordered[:, None, None, None], out, jnp.nan)
@@ -55,10 +59,7 @@ class Splash:
         # Scores and output; scores again, and the gradients of both, of q, and of k and v.
         return {"fwd": 2 * product, "dq": 3 * product, "dkv": 4 * product}
 
-    def _kernel(self, size, heads):
-        # Imported where it is used: Pallas' TPU half takes its time, and few need it.
-        from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
+    def _kernel(self, splash, size, heads):
         tile = _tile(size, self.block)
         names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
         mask = splash.MultiHeadMask([splash.CausalMask((size, size))] * heads)
@@ -69,12 +70,6 @@ class Splash:
             q_seq_shards=1,
             interpret=self.interpret,
         )
-
-
-def _segments(places):
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash
-
-    return splash.SegmentIds(places.documents, places.documents)
 
 
 def _tile(size, block):

@@ -3,7 +3,8 @@
 An order is the permutation int32 [size] of a sequence of `size` tokens: entry i is the place in the
 sequence of the token that lies at place i of memory, and device r of n has the r-th n-th of memory.
 Who cuts a batch takes its columns so, `x[:, order]`, and tells the model their places by the
-batch's "index" (or by `marks.index`).
+batch's "index" (or by `marks.index`). A size that does not cut into the chunks of an order is a
+ValueError.
 """
 
 from collections.abc import Callable
@@ -17,8 +18,7 @@ from shardwise import marks
 def contiguous(size: int, n: int) -> np.ndarray:
     """The order in which each device has one run of tokens: a causal mask gives the last most work.
 
-    Raises:
-      ValueError: `size` is no multiple of n.
+    `size` is a multiple of n.
     """
     _check("contiguous", size, n)
     return np.arange(size, dtype=np.int32)
@@ -27,8 +27,7 @@ def contiguous(size: int, n: int) -> np.ndarray:
 def striped(size: int, n: int) -> np.ndarray:
     """The order in which device r has the tokens r, r + n, r + 2n and so on (Brandon et al., 2023).
 
-    Raises:
-      ValueError: `size` is no multiple of n.
+    `size` is a multiple of n.
     """
     _check("striped", size, n)
     return np.arange(size, dtype=np.int32).reshape(-1, n).T.reshape(-1)
@@ -37,8 +36,7 @@ def striped(size: int, n: int) -> np.ndarray:
 def zigzag(size: int, n: int) -> np.ndarray:
     """The order in which device r has, of 2n chunks, the r-th and the r-th from the end.
 
-    Raises:
-      ValueError: `size` is no multiple of 2n.
+    `size` is a multiple of 2n.
     """
     _check("zigzag", size, 2 * n)
     chunks = np.arange(size, dtype=np.int32).reshape(2, n, -1)

@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +25,13 @@ class Ring:
     permute waits for all devices of the mesh on CPU, whichever pairs it names.)
     """
 
-    axis: Axis
+    axis: Axis | None  # None: one device alone
     block: int = 128
     apart: bool = False
 
     def __call__(self, q, k, v, places, mask=marks.causal):
         own = jnp.stack(places)
-        hops = Hops(self.axis, self.apart)
-        return attention(hops, mask, self.block, q, k, v, own, own)
+        return attention(self, mask, q, k, v, own, own)
 
     def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
         """The `Sent`: n - 1 hops of K, V and places each way, and n hops of dK and dV."""
@@ -43,53 +41,17 @@ class Ring:
         return Sent(around, around + hop * 2 * n * size.gradients if n > 1 else 0)
 
 
-class Hops(NamedTuple):
-    """The hops of a ring: from each device of `axis` to the next; `apart` as in `Ring`."""
-
-    axis: Axis | None = None
-    apart: bool = False
-
-    @property
-    def n(self) -> int:
-        """The number of devices of the ring."""
-        return 1 if self.axis is None else jax.lax.axis_size(self.axis)
-
-    def __call__(self, arrays: Any) -> Any:
-        """The arrays of the device before this one."""
-        n = self.n
-        if n == 1:
-            return arrays
-        if not self.apart:
-            return jax.lax.ppermute(arrays, self.axis, [(i, (i + 1) % n) for i in range(n)])
-        me = jax.lax.axis_index(self.axis)
-
-        def exchanged(x):
-            out = jnp.zeros((n, *x.shape), x.dtype).at[(me + 1) % n].set(x)
-            return jax.lax.all_to_all(out, self.axis, 0, 0)[(me - 1) % n]
-
-        return jax.tree.map(exchanged, arrays)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def attention(
-    hops: Hops,
-    mask: Callable,
-    block: int,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    query: jax.Array,
-    key: jax.Array,
-) -> jax.Array:
-    """Attention of q [b, s, h, d] to k and v [b, t, kv_heads, d], which go around by `hops`.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attention(ring, mask, q, k, v, query, key):
+    """Attention of q [b, s, h, d] to k and v [b, t, kv_heads, d], which go around `ring`.
 
     `query` int32 [3, b, s] and `key` [3, b, t] are the fields of their `marks.Places`.
     """
-    return _forward(hops, mask, block, q, k, v, query, key)[0]
+    return _forward(ring, mask, q, k, v, query, key)[0]
 
 
-def _forward(hops, mask, block, q, k, v, query, key):
-    kept = q, k, v, query, key
+def _forward(ring, mask, q, k, v, query, key):
+    kept, block = (q, k, v, query, key), ring.block
     # Tied to q: JAX would take what depends on places alone, the mask of every tile, out of a scan
     # over layers, and keep it.
     q, query, key = jax.lax.optimization_barrier((q, query, key))
@@ -98,17 +60,17 @@ def _forward(hops, mask, block, q, k, v, query, key):
 
     def step(carry, _):
         sums, keys = carry
-        arriving = hops(keys)  # while these are worked on
+        arriving = _hop(ring, keys)  # while these are worked on
         return (tiles.add(sums, queries, keys, mask), arriving), None
 
-    sums, keys = _around(step, (tiles.nothing(queries[0]), keys), hops)
+    sums, keys = _around(ring, step, (tiles.nothing(queries[0]), keys))
     out, log_total = tiles.result(tiles.add(sums, queries, keys, mask), q.dtype)
     out = tiles.joined(out).reshape(q.shape)
     return out, (*kept, out, log_total)
 
 
-def _backward(hops, mask, block, kept, g):
-    q, k, v, query, key, out, log_total = kept
+def _backward(ring, mask, kept, g):
+    (q, k, v, query, key, out, log_total), block = kept, ring.block
     g_out = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
     q, g, g_out = (_grouped(x, k, block) for x in (q, g, g_out))
     g_out = jnp.moveaxis(g_out[..., 0], 2, 4)
@@ -118,13 +80,13 @@ def _backward(hops, mask, block, kept, g):
 
     def step(carry, _):
         dq, dkv, keys = carry
-        arriving = hops(keys)
+        arriving = _hop(ring, keys)
         dq, dkv = tiles.add_gradients(dq, dkv, queries, keys, mask)
-        return (dq, hops(dkv), arriving), None
+        return (dq, _hop(ring, dkv), arriving), None
 
-    dq, dkv, keys = _around(step, (zeros(q), (zeros(keys[0]), zeros(keys[1])), keys), hops)
+    dq, dkv, keys = _around(ring, step, (zeros(q), (zeros(keys[0]), zeros(keys[1])), keys))
     dq, dkv = tiles.add_gradients(dq, dkv, queries, keys, mask)
-    dk, dv = (tiles.joined(x).astype(k.dtype) for x in hops(dkv))  # home
+    dk, dv = (tiles.joined(x).astype(k.dtype) for x in _hop(ring, dkv))  # home
     return tiles.joined(dq).reshape(out.shape).astype(out.dtype), dk, dv, None, None
 
 
@@ -137,6 +99,27 @@ def _grouped(x, k, block):
     return tiles.tiled(x.reshape(b, s, k.shape[2], h // k.shape[2], d), block)
 
 
-def _around(step, carry, hops):
+def _size(ring):
+    return 1 if ring.axis is None else jax.lax.axis_size(ring.axis)
+
+
+def _around(ring, step, carry):
     """The carry after all steps but the last, after which no keys have to be sent on."""
-    return carry if hops.n == 1 else jax.lax.scan(step, carry, length=hops.n - 1)[0]
+    n = _size(ring)
+    return carry if n == 1 else jax.lax.scan(step, carry, length=n - 1)[0]
+
+
+def _hop(ring, arrays):
+    """The arrays of the device before this one."""
+    n = _size(ring)
+    if n == 1:
+        return arrays
+    if not ring.apart:
+        return jax.lax.ppermute(arrays, ring.axis, [(i, (i + 1) % n) for i in range(n)])
+    me = jax.lax.axis_index(ring.axis)
+
+    def exchanged(x):
+        out = jnp.zeros((n, *x.shape), x.dtype).at[(me + 1) % n].set(x)
+        return jax.lax.all_to_all(out, ring.axis, 0, 0)[(me - 1) % n]
+
+    return jax.tree.map(exchanged, arrays)

@@ -5,7 +5,6 @@ Letters: b rows, s tokens of a row, k choices of a token, e embed; n experts, c 
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +37,7 @@ def queued(chosen: jax.Array, experts: int, index: jax.Array | None = None) -> j
     return (jnp.sum(jnp.cumsum(hot, axis=1) * hot, axis=2) - 1).reshape(b, s, k)
 
 
-def packed(x: jax.Array, chosen: jax.Array, slot: jax.Array, experts: int, size: int) -> jax.Array:
+def packed(x, chosen, slot, experts: int, size: int):
     """Buffers [n, b·c, e] of x [b, s, e]; a choice of another expert or slot is left out."""
     b, s, k = chosen.shape
     copies = jnp.broadcast_to(x[:, :, None], (b, s, k, x.shape[-1]))
@@ -47,9 +46,7 @@ def packed(x: jax.Array, chosen: jax.Array, slot: jax.Array, experts: int, size:
     return buffers.reshape(experts, b * size, x.shape[-1])
 
 
-def combined(
-    buffers: jax.Array, chosen: jax.Array, slot: jax.Array, weights: jax.Array
-) -> jax.Array:
+def combined(buffers, chosen, slot, weights):
     """The weighted sum [b, s, e] of what stands in buffers [n, b·c, e]; 0 for what was left out."""
     n, rows, e = buffers.shape
     buffers = buffers.reshape(n, chosen.shape[0], rows // chosen.shape[0], e)
@@ -57,12 +54,12 @@ def combined(
     return weighted(found, weights)
 
 
-def weighted(found: jax.Array, weights: jax.Array) -> jax.Array:
+def weighted(found, weights):
     """The sum over choices [b, s, e] of found [b, s, k, e], by weights [b, s, k]."""
     return jnp.einsum("bske,bsk->bse", found, weights.astype(found.dtype))
 
 
-def by_expert(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
+def by_expert(chosen, experts: int):
     """(order int32 [b·s·k], sizes int32 [experts]): the choices' numbers, sorted by their expert.
 
     A choice below 0, or from `experts` on, is of none: it comes last, and is not in the sizes.
@@ -72,13 +69,13 @@ def by_expert(chosen: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     return jnp.argsort(flat, stable=True), sizes
 
 
-def in_place(found: jax.Array, order: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def in_place(found, order, shape: tuple[int, ...]):
     """Rows that stand in this order of choices, as [b, s, k, e]; 0 for choices that it lacks."""
     out = jnp.zeros((math.prod(shape), found.shape[-1]), found.dtype).at[order].set(found)
     return out.reshape(*shape, -1)
 
 
-def grouped(x: jax.Array, chosen: jax.Array, apply: Callable, stacked: Any) -> jax.Array:
+def grouped(x, chosen, apply: Callable, stacked):
     """The experts' outputs for each choice, [b, s, k, e], without buffers and without drops.
 
     Rows stand in groups, one for each expert; a choice of none of them yields 0.
@@ -92,7 +89,7 @@ def grouped(x: jax.Array, chosen: jax.Array, apply: Callable, stacked: Any) -> j
     return in_place(found, order, chosen.shape)
 
 
-def leading(stacked: Any) -> int:
+def leading(stacked) -> int:
     """The number of experts whose weights these are."""
     sizes = {jnp.shape(x)[0] for x in jax.tree.leaves(stacked)}
     if len(sizes) != 1:
@@ -100,9 +97,7 @@ def leading(stacked: Any) -> int:
     return sizes.pop()
 
 
-def check(
-    x: Any, chosen: Any, weights: Any, stacked: Any, experts: int, devices: int, axis: str
-) -> None:
+def check(x, chosen, weights, stacked, experts: int, devices: int, axis: str) -> None:
     """Raise ValueError where shapes do not fit each other, or experts the devices of `axis`."""
     if x.ndim != 3 or chosen.shape[:2] != x.shape[:2] or chosen.shape != weights.shape:
         raise ValueError(

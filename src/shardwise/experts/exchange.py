@@ -4,6 +4,7 @@ Meanings are values with a hash, as JAX's caches need.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -69,10 +70,10 @@ class Exchange:
         order, sizes = dispatch.by_expert(chosen, n * held)
         counts = jax.lax.all_gather(sizes, self.axis)  # [devices, experts]
         most = ragged_exchange.most_rows(b, s, k, held, size)
-        way = ragged_exchange.Way(self.axis, order.size, most)
-        arrived = ragged_exchange.exchange(way, x.reshape(b * s, -1)[order // k], counts)
+        send = functools.partial(ragged_exchange.exchange, self.axis, order.size, most)
+        arrived = send(False, x.reshape(b * s, -1)[order // k], counts)
         groups = jnp.sum(counts, axis=0).reshape(n, held)[me]
-        found = ragged_exchange.exchange(way.back(), apply(stacked, arrived, groups), counts)
+        found = send(True, apply(stacked, arrived, groups), counts)  # and home
         return dispatch.weighted(dispatch.in_place(found, order, chosen.shape), weights)
 
     def _gathered(self, x, chosen, weights, apply, stacked, slot, size):
@@ -149,16 +150,15 @@ def bytes_sent(
     capacity: float | None = None,
     form: str = "all_to_all",
     itemsize: int = 4,
-    weight_itemsize: int = 4,
     sequence: int = 1,
 ) -> int | float:
     """Bytes that one device sends in a forward pass, for `rows`·`tokens` tokens of its own.
 
     With T = rows·tokens: an all-to-all there and back sends 2·k·f·T·h·e·(n-1)/n, where f is the
     capacity after rounding up to whole slots; no numbers of experts travel, since the place in a
-    buffer tells. A gather and a scatter send 2·T·h·e·(n-1), the choices (four bytes), their weights
-    and, with a capacity, their slots. A backward pass sends the activations' part again; one that
-    recomputes the layer, twice.
+    buffer tells. A gather and a scatter send 2·T·h·e·(n-1), and four bytes each for the choices,
+    their weights (in float32) and, with a capacity, their slots. A backward pass sends the
+    activations' part again; one that recomputes the layer, twice.
 
     "ragged" is exact on CPU, where blocks are sent that have room for all that a device can choose
     of another's m experts: 2·T·min(k, m)·h·e·(n-1), or with a capacity m·slots for each row if that
@@ -185,16 +185,11 @@ def bytes_sent(
         blocks = ragged_exchange.most_rows(rows, tokens, per_token, held, slots) * embed * itemsize
         return (devices - 1) * (2 * blocks + 4 * (experts + 2 * held))
     if form == "all_to_all" and slots is not None:
-        buffers = experts * rows * slots * embed * itemsize
-        return _exact(2 * buffers * (devices - 1), devices)
-    choice = 4 + weight_itemsize + (0 if slots is None else 4)
+        sent = 2 * experts * rows * slots * embed * itemsize * (devices - 1)
+        return sent / devices if sent % devices else sent // devices
+    choice = 8 if slots is None else 12
     once = rows * tokens * (2 * embed * itemsize + per_token * choice)
     return once * (devices - 1)
-
-
-def _exact(numerator, denominator):
-    quotient, rest = divmod(numerator, denominator)
-    return numerator / denominator if rest else quotient
 
 
 def _gathered(x, axis, along):

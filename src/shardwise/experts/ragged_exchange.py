@@ -6,29 +6,11 @@ no second sorting. A slice is what one device has for one expert. XLA:CPU has no
 there the same operands are given to `in_blocks`, an all-to-all of blocks for the worst case.
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """An exchange over `axis`: a device has `rows` rows, of which `most` at most go to one device.
-
-    `home` is the way back, from the experts' devices to the rows' own.
-    """
-
-    axis: str
-    rows: int
-    most: int
-    home: bool = False
-
-    def back(self) -> "Way":
-        """The exchange in the other direction."""
-        return dataclasses.replace(self, home=not self.home)
 
 
 class Slices(NamedTuple):
@@ -73,43 +55,36 @@ def slices(counts: jax.Array, me: jax.Array | int, home: bool) -> Slices:
     return Slices(before[me], counts[me], placed[me], arriving(counts))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def exchange(way: Way, rows: jax.Array, counts: jax.Array) -> jax.Array:
-    """Rows [way.rows, e], sorted by expert, as [n·way.most, e] in groups; `home`, the inverse.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def exchange(axis, own, most, home, rows, counts):
+    """Rows [own, e], sorted by expert, as [n·most, e] in groups; `home`, the inverse, back to them.
 
-    What no row is sent to is 0. The gradient is the exchange in the other direction: JAX's own
-    would ask again, by two more all-to-alls, for offsets that `counts` tells.
+    A device has `own` rows, of which `most` at most go to one device. What no row is sent to is 0.
+    The gradient is the exchange in the other direction: JAX's own would ask again, by two more
+    all-to-alls, for offsets that `counts` tells.
     """
-    n, me = jax.lax.axis_size(way.axis), jax.lax.axis_index(way.axis)
-    size = way.rows if way.home else n * way.most
-    room = jnp.zeros_like(rows, shape=(size, rows.shape[1]))
-    given = rows, room, *slices(counts, me, way.home)
-    ragged = functools.partial(jax.lax.ragged_all_to_all, axis_name=way.axis)
-    blocks = functools.partial(in_blocks, axis=way.axis, most=way.most)
+    n, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    room = jnp.zeros_like(rows, shape=(own if home else n * most, rows.shape[1]))
+    given = rows, room, *slices(counts, me, home)
+    ragged = functools.partial(jax.lax.ragged_all_to_all, axis_name=axis)
+    blocks = functools.partial(in_blocks, axis=axis, most=most)
     return jax.lax.platform_dependent(*given, cpu=blocks, default=ragged)
 
 
-def _forward(way, rows, counts):
-    return exchange(way, rows, counts), counts
+def _forward(axis, own, most, home, rows, counts):
+    return exchange(axis, own, most, home, rows, counts), counts
 
 
-def _backward(way, counts, gradient):
-    return exchange(way.back(), gradient, counts), None
+def _backward(axis, own, most, home, counts, gradient):
+    return exchange(axis, own, most, not home, gradient, counts), None
 
 
 exchange.defvjp(_forward, _backward)
 
 
 def in_blocks(
-    rows: jax.Array,
-    room: jax.Array,
-    input_offsets: jax.Array,
-    send_sizes: jax.Array,
-    output_offsets: jax.Array,
-    recv_sizes: jax.Array,
-    axis: str,
-    most: int,
-) -> jax.Array:
+    rows, room, input_offsets, send_sizes, output_offsets, recv_sizes, axis: str, most: int
+):
     """The result of `jax.lax.ragged_all_to_all`, by an all-to-all of blocks [n, most, e].
 
     No two devices exchange more than `most` rows, those of all their slices together.

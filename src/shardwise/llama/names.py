@@ -101,12 +101,7 @@ def sizes(config: Config) -> dict[str, int]:
 
 def check_dense(config: Config) -> None:
     """Raise ValueError for a decoder that is no Llama."""
-    if config.experts:
-        raise ValueError(
-            f"llama: Config.experts is {config.experts}, and LlamaForCausalLM has one MLP in each "
-            f"layer (experts=0); shardwise.checkpoint saves any decoder."
-        )
-    for name in ("tied", "qkv_bias", "qk_norm", "norms", "activation"):
+    for name in ("experts", "tied", "qkv_bias", "qk_norm", "norms", "activation"):
         if (value := getattr(config, name)) != getattr(Config, name):
             raise ValueError(
                 f"llama: Config.{name} is {value!r}, and {ARCHITECTURE} has "
@@ -156,11 +151,6 @@ def read(folder: str | Path) -> dict[str, Any]:
         if (value := fields.get(name, only)) != only and value is not None:
             raise ValueError(f"llama: {where} has {name}={value!r}; the decoder has {only!r}.")
     return fields
-
-
-def is_tied(fields: dict[str, Any]) -> bool:
-    """Whether the model's embedding is its head too."""
-    return bool(fields.get("tie_word_embeddings", False))
 
 
 def _rope_theta(where, fields):

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +63,14 @@ def load(
 def _checked(folder, config, found):
     """{path: weight} as the files have them: with tied embeddings the head is the embedding."""
     weights, sizes = dict(WEIGHTS), names.sizes(config)
-    if names.is_tied(names.read(folder)):
+    if names.read(folder).get("tie_word_embeddings"):
         weights["head/kernel"] = WEIGHTS["head/kernel"]._replace(name=names.EMBEDDING)
         found.pop(names.HEAD, None)
     shapes = {n: w.shape(sizes) for w in weights.values() for n in w.names(config)}
     # Older files have what rotary positions are computed from, which follows from the config.
     present = {name for name in found if not name.endswith(".rotary_emb.inv_freq")}
-    _check_names(str(folder), set(shapes), present)
-    _check_arrays(str(folder), shapes, found)
+    _check_names(folder, set(shapes), present)
+    _check_arrays(folder, shapes, found)
     return weights
 
 
@@ -110,9 +109,7 @@ def _unmerged(weight, array, taken):
     )
 
 
-def _ranges(
-    word: str, taken: Mapping[str, tuple[int, int]], sizes: Mapping[str, int]
-) -> list[tuple[int, int]]:
+def _ranges(word, taken, sizes):
     """The ranges of a file's axis, merged of `word`'s letters, that hold those `taken` of each.
 
     Several heads with all of head_dim are one range; with a part of it, one for each head.
@@ -148,51 +145,40 @@ def library() -> Any:
 
 
 @contextlib.contextmanager
-def _opened(folder: str | Path) -> Iterator[dict[str, Any]]:
+def _opened(folder):
     """{name: the array in its file}, of which slices are read as they are asked for."""
+    folder, index, found = Path(folder), None, {}
+    if (folder / INDEX).exists():
+        index = json.loads((folder / INDEX).read_text())["weight_map"]
     with contextlib.ExitStack() as stack:
-        found, index = {}, _index(Path(folder))
-        for path in _paths(Path(folder), index):
-            file = stack.enter_context(library().safe_open(path, framework="np"))
+        for name in [_SINGLE] if index is None else sorted(set(index.values())):
+            if not (folder / name).exists() or Path(name).name != name:
+                there = sorted(p.name for p in folder.glob("*.*") if p.name != names.CONFIG)
+                told = "" if index is None else f", which {INDEX} names"
+                raise FileNotFoundError(
+                    f"llama: no {folder / name}{told}. There are "
+                    f"{', '.join(there[:_SHOWN]) or 'no other files'}; weights are read from "
+                    f"{_SINGLE}, or from the files that {INDEX} names."
+                )
+            file = stack.enter_context(library().safe_open(folder / name, framework="np"))
             found |= {name: file.get_slice(name) for name in file.keys()}
         if index is not None:
-            _check_names(str(Path(folder, INDEX)), set(index), set(found))
+            _check_names(folder / INDEX, set(index), set(found))
         yield found
 
 
-def _index(folder):
-    """{name: file} of the index, None where there is none."""
-    path = folder / INDEX
-    return json.loads(path.read_text())["weight_map"] if path.exists() else None
-
-
-def _paths(folder, index):
-    names = [_SINGLE] if index is None else sorted(set(index.values()))
-    for name in names:
-        if not (folder / name).exists() or Path(name).name != name:
-            there = sorted(p.name for p in folder.glob("*.*") if p.name != "config.json")
-            raise FileNotFoundError(
-                f"llama: no {folder / name}{'' if index is None else f', which {INDEX} names'}. "
-                f"There are {', '.join(there[:_SHOWN]) or 'no other files'}; weights are read from "
-                f"{_SINGLE}, or from the files that {INDEX} names."
-            )
-    return [folder / name for name in names]
-
-
-def _check_names(label: str, wanted: set[str], found: set[str]) -> None:
+def _check_names(label, wanted, found):
     """Raise ValueError if names differ, with what is missing and what is too much."""
-    if wanted == found:
-        return
     told = [
-        f"{what} {', '.join(sorted(names)[:_SHOWN])}"
-        + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        f"{what} {_few(sorted(names), ', ', ' ')}"
         for what, names in (("missing", wanted - found), ("unexpected", found - wanted))
         if names
     ]
-    raise ValueError(f"llama: {label}, names of arrays: " + "; ".join(told) + ".")
+    if told:
+        raise ValueError(f"llama: {label}, names of arrays: {'; '.join(told)}.")
 
 
-def _check_arrays(label: str, shapes: Mapping[str, tuple[int, ...]], found: dict[str, Any]) -> None:
+def _check_arrays(label, shapes, found):
     """Raise ValueError for an array of another shape, or of numbers that are not floating."""
     told = []
     for name, shape in shapes.items():
@@ -202,5 +188,10 @@ def _check_arrays(label: str, shapes: Mapping[str, tuple[int, ...]], found: dict
         elif dtype not in ("F64", "F32", "BF16", "F16"):
             told.append(f"{name} is of {dtype}, expected F32, BF16 or F16")
     if told:
-        more = f"; and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-        raise ValueError(f"llama: {label}: " + "; ".join(told[:_SHOWN]) + f"{more}.")
+        raise ValueError(f"llama: {label}: {_few(told, '; ', '; ')}.")
+
+
+def _few(told, between, last):
+    """The first of these texts, and how many more there are."""
+    more = f"{last}and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
+    return between.join(told[:_SHOWN]) + more

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,15 +16,6 @@ from shardwise.llama.names import WEIGHTS, Weight
 from shardwise.llama.reading import INDEX, library
 from shardwise.model import Config
 from shardwise.processes.system import together
-
-
-class _Entry(NamedTuple):
-    """An array of the files, and the parameter, or the layer of it, that it is."""
-
-    name: str
-    path: str
-    layer: int | None
-    bytes: int
 
 
 def save(
@@ -64,7 +55,10 @@ def save(
         _write(folder, plan, leaves, writes)
         if writes:
             (folder / names.CONFIG).write_text(text)
-            (folder / INDEX).write_text(_index(plan))
+            total = sum(x.nbytes for x in leaves.values())
+            places = {name: file for file, entries in plan.items() for name, *_ in entries}
+            index = {"metadata": {"total_size": total}, "weight_map": places}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _checked(leaves, config):
@@ -93,29 +87,22 @@ def _checked(leaves, config):
 
 
 def _planned(config, itemsize, shard_bytes):
-    """{file: its entries}, in the files' order."""
+    """{file: [(name, path, layer or None)] of its arrays}, layer after layer."""
     if shard_bytes < 1:
         raise ValueError(f"llama.save: shard_bytes={shard_bytes}; expected 1 or more.")
+    stacked = [(path, weight) for path, weight in WEIGHTS.items() if weight.stacked]
+    layers = [(w.name.format(i), path, i) for i in range(config.layers) for path, w in stacked]
+    first, *last = [(w.name, path, None) for path, w in WEIGHTS.items() if not w.stacked]
     sizes, shards, room = names.sizes(config), [], 0
-    for path, layer, name in _order(config):
-        size = itemsize * math.prod(WEIGHTS[path].shape(sizes))
+    for entry in (first, *layers, *last):
+        size = itemsize * math.prod(WEIGHTS[entry[1]].shape(sizes))
         if not shards or size > room:
             shards.append([])
             room = shard_bytes
-        shards[-1].append(_Entry(name, path, layer, size))
+        shards[-1].append(entry)
         room -= size
     count = len(shards)
     return {f"model-{i:05d}-of-{count:05d}.safetensors": s for i, s in enumerate(shards, 1)}
-
-
-def _order(config):
-    """(path, layer, name) of all arrays, layer after layer."""
-    stacked = [path for path, weight in WEIGHTS.items() if weight.stacked]
-    single = [(path, None, weight.name) for path, weight in WEIGHTS.items() if not weight.stacked]
-    layers = [
-        (path, i, WEIGHTS[path].name.format(i)) for i in range(config.layers) for path in stacked
-    ]
-    return [single[0], *layers, *single[1:]]
 
 
 def _make(folder):
@@ -129,11 +116,11 @@ def _make(folder):
 
 def _write(folder, plan, leaves, writes):
     failed = None
-    for name, entries in plan.items():
-        arrays = {e.name: _gathered(leaves[e.path], WEIGHTS[e.path], e.layer) for e in entries}
+    for file, entries in plan.items():
+        arrays = {n: _gathered(leaves[path], WEIGHTS[path], layer) for n, path, layer in entries}
         try:
             if writes and failed is None:
-                _write_file(folder / name, arrays)
+                _write_file(folder / file, arrays)
         except Exception as error:  # raised when the others wait for this process no more
             failed = error
     if failed is not None:
@@ -157,9 +144,3 @@ def _gathered(leaf, weight: Weight, layer):
     sizes = dict(zip(weight.letters, x.shape, strict=True))
     # safetensors writes memory as it lies, whatever the strides say.
     return np.ascontiguousarray(x.reshape(weight.shape(sizes)))
-
-
-def _index(plan):
-    total = sum(entry.bytes for entries in plan.values() for entry in entries)
-    places = {entry.name: file for file, entries in plan.items() for entry in entries}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwise import checkpoint, layouts, measure
 from shardwise import tree as trees
-from shardwise.checkpoint.writer import Lock
+from shardwise.checkpoint.directory import Lock
 from shardwise.layouts import Layout, first_call
 from shardwise.processes.system import together
 from shardwise.run import hashes, metrics, signals, state

@@ -19,9 +19,8 @@ from shardwise_book.figures.resharding import resharding_explorer
 from shardwise_book.figures.ring import ring_stepper
 from shardwise_book.figures.saving import saving_explorer, share_lost
 from shardwise_book.figures.slices import slice_graph
-from shardwise_book.figures.stepping import fsdp_stepper
+from shardwise_book.figures.stepping import fsdp_stepper, training_step
 from shardwise_book.figures.timelines import live_activations, schedule
-from shardwise_book.figures.zero import training_step
 
 __all__ = [
     "DEVICES",

@@ -1,6 +1,5 @@
 """The explorer of a ring of attention: who has which tokens, and who waits for whom."""
 
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
@@ -39,34 +38,30 @@ def balance_explorer(
         "mask": Control("Mask", {name: name for name in masks}),
     }
 
-    @functools.cache
-    def scores(order, devices, length, mask):
-        visible, documents = masks[mask]
-        return work(orders[order], devices, length, visible, documents and documents(length))
+    def visible(length, mask):
+        """The mask, and the documents that tokens are of."""
+        sees, documents = masks[mask]
+        return sees, documents and documents(length)
 
-    @functools.cache
-    def runs(length, mask):
-        visible, documents = masks[mask]
-        return _runs(work, length, visible, documents and documents(length))
+    def every(devices, length, visible):
+        """The scores by each order."""
+        return {name: work(order, devices, length, *visible) for name, order in orders.items()}
 
-    def result(order, devices, length, mask):
+    def result(scores, order, devices, length, mask):
         words = f"<b>{escape(order)}</b>, {length} tokens on {devices} devices, {escape(mask)}"
         listed = ", ".join(
             f"{size:,} bytes by {escape(form)}" if isinstance(size, int) else
             escape(f"{form}: {size}") for form, size in sent(devices, length).items()
         )  # fmt: skip
-        return f"{words}: {describe(scores(order, devices, length, mask))} forward: {listed}."
+        return f"{words}: {describe(scores)} forward: {listed}."
 
-    def seen(order, devices, length, mask):
+    def seen(runs, order, devices, length):
         owners = np.empty(length, int)
         owners[orders[order](length, devices)] = np.repeat(np.arange(devices), length // devices)
-        return _seen(owners.tolist(), runs(length, mask))
+        return _seen(owners.tolist(), runs)
 
-    def ring(order, devices, length, mask):
-        longest = max(
-            int(scores(other, devices, length, mask).max(axis=0).sum()) for other in orders
-        )
-        return _ring(scores(order, devices, length, mask), longest)
+    def ring(scores, every):
+        return _ring(scores, max(int(one.max(axis=0).sum()) for one in every.values()))
 
     alt = "A square of queries, from top to bottom, and keys, from left to right; what a query "
     alt += "sees has the colour of the device that has the query, and a strip above shows which "
@@ -76,7 +71,13 @@ def balance_explorer(
         f'<div id="@ring" style="flex: 1 1 19rem; max-width: 26rem"></div></div>{RESULT}'
     )
     parts = {"result": result, "seen": seen, "ring": ring}
-    return explorer(controls, layout, parts, start, shows="ring")
+    made = {
+        "visible": visible,
+        "every": every,
+        "scores": lambda every, order: every[order],
+        "runs": lambda length, visible: _runs(work, length, *visible),
+    }
+    return explorer(controls, layout, parts, start, "ring", made)
 
 
 def describe(scores: np.ndarray) -> str:

@@ -71,15 +71,9 @@ def block_explorer(blocks: Sequence[Block], start: int = 0) -> Interactive:
         "order": Control("Collectives", {name: i for i, name in enumerate(ORDERS)}),
     }
 
-    def result(n, first, second, sequence, order):
-        return describe(found[n, first, second, sequence], order)
-
     def matrices(n, first, second, sequence):
         places = zip(_MATRICES, states(first, second, sequence), strict=True)
         return "".join(matrix(n, state, *place) for place, state in places)
-
-    def labels(n, first, second, sequence, order):
-        return _labels(found[n, first, second, sequence].sends, order)
 
     alt = "Two products of matrices: for each matrix how it lies on the devices, and on the arrows "
     alt += "the collectives between"
@@ -88,10 +82,16 @@ def block_explorer(blocks: Sequence[Block], start: int = 0) -> Interactive:
         f'<div class="pictures">{svg.picture("", 352, 250, alt, inside, 27)}'
         f'<div style="flex: 1 1 15rem">{RESULT}{_KEY}</div></div>'
     )
-    parts = {"result": result, "matrices": matrices, "labels": labels}
+    parts = {
+        "result": describe,
+        "matrices": matrices,
+        "labels": lambda block, order: _labels(block.sends, order),
+    }
+    made = {"block": lambda n, first, second, sequence: found[n, first, second, sequence]}
     options = sizes, CUTS, CUTS, (False, True)
     numbers = (given.index(one) for given, one in zip(options, blocks[start][:4], strict=True))
-    return explorer(controls, layout, parts, dict(zip(controls, numbers, strict=False)))
+    first = dict(zip(controls, numbers, strict=False))
+    return explorer(controls, layout, parts, first, made=made)
 
 
 def states(first: str, second: str, sequence: bool) -> tuple[str, ...]:

@@ -158,22 +158,16 @@ def _explorer(
         for i, (label, options) in enumerate(choices.items())
     }
 
-    def result(**place):
-        one = found[tuple(place.values())]
-        return f'<span class="error">{escape(one)}</span>' if isinstance(one, str) else words(one)
-
-    def drawn(**place):
-        one = found[tuple(place.values())]
-        return "" if isinstance(one, str) else bars(one)
-
+    parts = {
+        "result": lambda one: (
+            f'<span class="error">{escape(one)}</span>' if isinstance(one, str) else words(one)
+        ),
+        "bars": lambda one: "" if isinstance(one, str) else bars(one),
+    }
+    made = {"one": lambda **place: found[tuple(place.values())]}
     layout = f'<div class="pictures">{picture}</div>{RESULT}'
-    return explorer(
-        controls,
-        layout,
-        {"result": result, "bars": drawn},
-        dict(zip(controls, chosen, strict=True)),
-        shows,
-    )
+    start = dict(zip(controls, chosen, strict=True))
+    return explorer(controls, layout, parts, start, shows, made)
 
 
 def _bars(top, values, colours):

@@ -53,23 +53,13 @@ class Control(NamedTuple):
 
     `options` maps what each option is called to its value; a list has values that are called what
     they are. Where they depend on the controls before it, a function makes them, whose parameters
-    are the names of these. `kind` is "select", "range" for a slider, or "steps" for a slider with
-    buttons, of which a figure has one, called "step".
+    are as those of `explorer`'s parts. `kind` is "select", "range" for a slider, or "steps" for a
+    slider with buttons, of which a figure has one, called "step".
     """
 
     label: str
     options: Mapping[str, Any] | Sequence[Any] | Callable[..., Mapping[str, Any] | Sequence[Any]]
     kind: str = "select"
-
-    def offered(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The options, by name, where the controls have the values `given`."""
-        found = self.options(**{k: given[k] for k in self.needs}) if self.needs else self.options
-        return dict(found) if isinstance(found, Mapping) else {str(value): value for value in found}
-
-    @property
-    def needs(self) -> list[str]:
-        """The names of the controls that the options depend on."""
-        return _keys(self.options, {}) if callable(self.options) else []
 
 
 def explorer(
@@ -78,46 +68,88 @@ def explorer(
     parts: Mapping[str, Callable[..., str]],
     start: Mapping[str, int] | None = None,
     shows: str = "choice",
+    made: Mapping[str, Callable] | None = None,
 ) -> Interactive:
     """An explorer: `parts` maps ids of elements in `layout` to functions that draw their inside.
 
-    The parameters of such a function are the names of the controls that it depends on, in their
-    order (`**` stands for all), and it gets their values. It is called for everything that these
-    can say; player.js shows what was drawn. `start` has the number of the option that a control
-    is first at, 0 where it is left out. Without the script the figure `shows` one thing: this.
+    The parameters of such a function are the names of the controls that it depends on (`**` stands
+    for all), whose values it gets, and names of what is `made` of such values: by functions with
+    parameters of the same kind, each called once for all that have the same. A part is drawn for
+    everything that its controls can say; player.js shows what was drawn. `start` has the number of
+    the option that a control is first at, 0 where it is left out. Without the script the figure
+    `shows` one thing: this.
 
     Raises:
       ValueError: a control starts at an option that it has not.
     """
+    bound: dict[str, _Bound] = {}
+    for name, make in (made or {}).items():
+        bound[name] = _once(_bind(make, controls, bound))
+    offers = {name: _offer(control.options, controls, bound) for name, control in controls.items()}
+    draws = {name: _bind(draw, controls, bound) for name, draw in parts.items()}
     given: dict[str, Any] = {}
-    made = ""
+    drawn = ""
     for name, control in controls.items():
-        options, chosen = control.offered(given), (start or {}).get(name, 0)
+        options, chosen = offers[name].call(given), (start or {}).get(name, 0)
         if chosen not in range(len(options)):
             raise ValueError(
                 f"{control.label} starts at option {chosen!r}; on offer are 0 to "
                 f"{len(options) - 1}: {', '.join(options)}."
             )
-        made += _control(name, control, list(options), chosen)
+        drawn += _control(name, control, list(options), chosen)
         given[name] = list(options.values())[chosen]
-    first = {
-        name: draw(**{k: given[k] for k in _keys(draw, controls)}) for name, draw in parts.items()
-    }
+    first = {name: draw.call(given) for name, draw in draws.items()}
     inside = re.sub(r'id="@(\w+)"[^>]*>', lambda tag: tag[0] + first.get(tag[1], ""), layout)
     still = (
         f"<noscript><p>Without JavaScript this figure shows one {shows}.</p></noscript>"
-        f"<fieldset disabled>{made}</fieldset>{inside}"
+        f"<fieldset disabled>{drawn}</fieldset>{inside}"
     )
-    return Interactive("player.js", _packed(controls, parts), still)
+    return Interactive("player.js", _packed(offers, draws), still)
 
 
-def _keys(function, controls):
+class _Bound(NamedTuple):
+    """A function of the values of all controls, and the names of those that it depends on."""
+
+    keys: list[str]
+    call: Callable[[Mapping[str, Any]], Any]
+
+
+def _bind(function, controls, made):
     found = inspect.signature(function).parameters.values()
     every = any(one.kind is one.VAR_KEYWORD for one in found)
-    return list(controls) if every else [one.name for one in found]
+    names = list(controls) if every else [one.name for one in found]
+    needed = {key for name in names for key in (made[name].keys if name in made else [name])}
+
+    def call(given):
+        return function(**{n: made[n].call(given) if n in made else given[n] for n in names})
+
+    return _Bound([name for name in controls if name in needed], call)
 
 
-def _packed(controls, parts):
+def _once(bound):
+    known: dict[tuple, Any] = {}
+
+    def call(given):
+        choice = tuple(given[key] for key in bound.keys)
+        if choice not in known:
+            known[choice] = bound.call(given)
+        return known[choice]
+
+    return _Bound(bound.keys, call)
+
+
+def _offer(options, controls, made):
+    """A control's options, by name."""
+    found = _bind(options if callable(options) else lambda: options, controls, made)
+
+    def call(given):
+        told = found.call(given)
+        return dict(told) if isinstance(told, Mapping) else {str(value): value for value in told}
+
+    return _Bound(found.keys, call)
+
+
+def _packed(offers, draws):
     """All states, deflated: each text once, and tables of their numbers, in which 0 is the next.
 
     Texts that differ in numbers alone are one template, and a column for each of its numbers: they
@@ -128,24 +160,18 @@ def _packed(controls, parts):
     def shared(text):
         return texts.get(text) or texts.setdefault(text, len(texts) + 1) * 0
 
-    def table(function, keys, given):
-        if len(given) == len(keys):
-            return function(**given)
-        name = keys[len(given)]
-        values = controls[name].offered(given).values()
-        return [table(function, keys, given | {name: value}) for value in values]
+    def table(bound, form, given):
+        left = [key for key in bound.keys if key not in given]
+        if not left:
+            return form(bound.call(given))
+        values = offers[left[0]].call(given).values()
+        return [table(bound, form, given | {left[0]: value}) for value in values]
 
-    def keyed(function, keys):
-        return {"keys": keys, "table": table(function, keys, {})}
+    def keyed(bound, form):
+        return {"keys": bound.keys, "table": table(bound, form, {})}
 
-    offered = {
-        name: keyed(lambda control=control, **given: list(control.offered(given)), control.needs)
-        for name, control in controls.items()
-    }
-    drawn = {
-        name: keyed(lambda draw=draw, **given: shared(draw(**given)), _keys(draw, controls))
-        for name, draw in parts.items()
-    }
+    offered = {name: keyed(offer, list) for name, offer in offers.items()}
+    drawn = {name: keyed(draw, shared) for name, draw in draws.items()}
     templates: dict[tuple[str, ...], tuple[int, list]] = {}
     order = []
     for text in texts:

@@ -1,6 +1,5 @@
 """The lanes of compute and network: how much of a step compute waits for messages."""
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -56,20 +55,19 @@ def lanes_explorer(
     slowest = max(tokens) * layer_flops / flops_per_s
     unit = ("ms", 1e3) if slowest > 1e-3 else ("µs", 1e6)
 
-    @functools.cache
     def run(tokens, bandwidth, ahead):
         forward, gather = tokens * layer_flops / flops_per_s, sent / bandwidth
         reduce = 2 * gather if strategy == "data" else gather
         return overlap(strategy, ahead, LAYERS, forward, backward * forward, reduce, gather)
 
-    def result(tokens, bandwidth, ahead):
-        found = run(tokens, bandwidth, ahead)
-        return describe(found, (found.whole + found.gradients) * layer_bytes, unit)
+    def result(run):
+        return describe(run, (run.whole + run.gradients) * layer_bytes, unit)
 
-    def lanes(tokens, bandwidth, ahead):
-        found = run(tokens, bandwidth, ahead)
-        longest = max(run(tokens, bandwidth, i).step for i in range(len(AHEAD[strategy])))
-        return _picture(found, longest, _time(found.step, unit))
+    def longest(tokens, bandwidth):
+        return max(run(tokens, bandwidth, i).step for i in range(len(AHEAD[strategy])))
+
+    def lanes(run, longest):
+        return _picture(run, longest, _time(run.step, unit))
 
     controls = {
         "tokens": Control("Tokens on each device", {f"{n:,}": n for n in tokens}),
@@ -81,7 +79,8 @@ def lanes_explorer(
     picture = svg.picture("lanes", 380, _FOOT + 54, alt, rem=36)
     layout = f'<div class="pictures">{picture}</div>{RESULT}'
     first = {"tokens": len(tokens) // 2, "ahead": 1} | dict(start or {})
-    return explorer(controls, layout, {"result": result, "lanes": lanes}, first)
+    made = {"run": run, "longest": longest}
+    return explorer(controls, layout, {"result": result, "lanes": lanes}, first, made=made)
 
 
 def describe(run: Overlap, held: float, unit: tuple[str, float]) -> str:

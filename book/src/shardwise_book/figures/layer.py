@@ -1,6 +1,5 @@
 """The explorer of one layer under several layouts: what a device holds and receives."""
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -59,20 +58,16 @@ def layer_explorer(
     whole = 4 * sum(math.prod(m.drawn) for m in matrices.values())  # bytes, of float32
     named = {title: Layout(*layout) for title, layout in layouts.items()}
 
-    @functools.cache
-    def blocks_of(title, kind):
-        specs = getattr(named[title], kind)
+    def blocks_of(specs):
         return {name: _blocks(mesh, m, specs[name]) for name, m in matrices.items()}
 
-    def both(title, device):
-        """The blocks that a device holds, and those that it uses."""
-        kinds = (blocks_of(title, kind) for kind in ("held", "used"))
-        return [{name: found[device] for name, found in kind.items()} for kind in kinds]
+    def of_device(found, device):
+        return {name: every[device] for name, every in found.items()}
 
-    def result(layout, device):
+    def result(layout, device, mine, needed):
         place = np.unravel_index(device, tuple(mesh.shape.values()))
         where = ", ".join(f"{name} {int(n)}" for name, n in zip(mesh.shape, place, strict=True))
-        mine, needed = (4 * sum(map(_area, kind.values())) for kind in both(layout, device))
+        mine, needed = (4 * sum(map(_area, blocks.values())) for blocks in (mine, needed))
         more = f"receives {said('received', needed - mine)} bytes before their use"
         received = more if needed > mine else "receives none"
         return (
@@ -81,11 +76,7 @@ def layer_explorer(
             f"never sees {said('unseen', whole - needed)}."
         )
 
-    def blocks(layout, device):
-        return _filled(places, *both(layout, device), svg.device(device))
-
-    def sums(layout):
-        used = blocks_of(layout, "used")
+    def sums(used):
         summed = [n for n, m in matrices.items() if used[n][0][1] - used[n][0][0] < m.drawn[0]]
         at = [places[name][3:] for name in summed]
         return "".join(svg.text(x, y + 6, "Σ", "middle", 'font-size="18"') for x, y in at)
@@ -98,11 +89,20 @@ def layer_explorer(
     alt += "where it receives them before use, empty elsewhere"
     inside = f'{outlines}<g id="@sums"></g><g id="@blocks"></g>'
     layout = f'<div class="pictures">{svg.picture("", _WIDE, height, alt, inside)}</div>{RESULT}'
-    parts = {"result": result, "blocks": blocks, "sums": sums,
-             "sends": lambda layout: _sends(named[layout].sends)}  # fmt: skip
-    return explorer(
-        controls, layout + '<div id="@sends"></div>', parts, {"layout": chosen}, "layout"
-    )
+    parts = {
+        "result": result,
+        "blocks": lambda mine, needed, device: _filled(places, mine, needed, svg.device(device)),
+        "sums": sums,
+        "sends": lambda layout: _sends(named[layout].sends),
+    }
+    made = {
+        "held": lambda layout: blocks_of(named[layout].held),
+        "used": lambda layout: blocks_of(named[layout].used),
+        "mine": lambda held, device: of_device(held, device),
+        "needed": lambda used, device: of_device(used, device),
+    }
+    layout += '<div id="@sends"></div>'
+    return explorer(controls, layout, parts, {"layout": chosen}, "layout", made)
 
 
 def _arranged(rows):

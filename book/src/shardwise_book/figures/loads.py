@@ -1,6 +1,5 @@
 """The explorer of experts' loads: who is chosen, who is dropped, what is sent."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 
 from shardwise_book.figures import svg
@@ -32,19 +31,19 @@ def loads_explorer(
     shown, for any of the names.
     """
     controls = {name: Control(label, offered[name]) for name, label in LABELS.items()}
-    routed = functools.cache(route)
 
-    def result(experts, per_token, capacity, skew, devices):
-        wanted, kept, _ = routed(experts, per_token, capacity, skew)
+    def routed(experts, per_token, capacity, skew):
+        return route(experts, per_token, capacity, skew)
+
+    def result(routed, experts, per_token, capacity, devices):
+        wanted, kept, _ = routed
         sizes = sent(experts, per_token, capacity, devices)
         return describe(sum(wanted), sum(kept), max(wanted), experts, *map(int, sizes))
 
-    def loads(experts, per_token, capacity, skew, devices):
-        return _bars(*routed(experts, per_token, capacity, skew), devices)
-
     alt = "A bar for each expert: how many choices it takes, and above it those it drops"
     layout = f'<div class="pictures">{svg.picture("loads", 372, 206, alt, rem=32)}</div>{RESULT}'
-    return explorer(controls, layout, {"result": result, "loads": loads}, start)
+    parts = {"result": result, "loads": lambda routed, devices: _bars(*routed, devices)}
+    return explorer(controls, layout, parts, start, made={"routed": routed})
 
 
 def describe(

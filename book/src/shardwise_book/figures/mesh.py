@@ -1,6 +1,5 @@
 """The explorer of meshes and specs: which device holds which block, or what JAX says against it."""
 
-import functools
 import itertools
 from collections.abc import Sequence
 from html import escape
@@ -41,8 +40,7 @@ def mesh_explorer() -> Interactive:
         label = f"{'×'.join(map(str, sizes))} ({', '.join(axes)})"
         meshes[label] = Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
 
-    @functools.cache
-    def look(mesh, rows, columns, first, second):
+    def looked(mesh, rows, columns, first, second):
         """What each device holds, and JAX's refusal if nothing."""
         try:
             sharding = NamedSharding(mesh, PartitionSpec(first, second))
@@ -50,16 +48,15 @@ def mesh_explorer() -> Interactive:
         except Exception as error:  # the class of some, DuplicateSpecError, is not public
             return [], str(error)
 
-    def result(mesh, rows, columns, first, second):
-        found, refusal = look(mesh, rows, columns, first, second)
-        return describe(found, refusal, rows, columns, PartitionSpec(first, second))
+    def result(looked, rows, columns, first, second):
+        return describe(*looked, rows, columns, PartitionSpec(first, second))
 
     controls = {
         "mesh": Control("Mesh", meshes),
         "rows": Control("Rows", SIZES),
         "columns": Control("Columns", SIZES),
-        "first": Control("Rows cut by", lambda mesh: _entries(mesh)),
-        "second": Control("Columns cut by", lambda mesh: _entries(mesh)),
+        "first": Control("Rows cut by", _entries),
+        "second": Control("Columns cut by", _entries),
     }
     parts = {
         "result": result,
@@ -68,10 +65,11 @@ def mesh_explorer() -> Interactive:
         ),
         "sides": lambda rows, columns: f"{rows} rows, {columns} columns",
         "axes": lambda mesh: f"place in the mesh: ({', '.join(mesh.axis_names)})",
-        "array": lambda **layout: _array(look(**layout)[0]),
-        "memories": lambda **layout: _memories(layout["mesh"], look(**layout)[0]),
+        "array": lambda looked: _array(looked[0]),
+        "memories": lambda looked, mesh: _memories(mesh, looked[0]),
     }
-    return explorer(controls, LAYOUT, parts, {"mesh": 1, "columns": 1, "first": 1}, "layout")
+    start = {"mesh": 1, "columns": 1, "first": 1}
+    return explorer(controls, LAYOUT, parts, start, "layout", {"looked": looked})
 
 
 def entries(names: Sequence[str]) -> list[str | tuple[str, ...] | None]:

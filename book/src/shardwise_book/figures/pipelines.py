@@ -1,13 +1,12 @@
 """The explorer of pipelines: a schedule, its costs, and what each task waits for."""
 
-import functools
 from collections.abc import Mapping
 from html import escape
 
 from shardwise import schedules
-from shardwise_book.figures import palette
+from shardwise_book.figures import palette, svg
 from shardwise_book.figures.interactive import Control, Interactive, explorer, said
-from shardwise_book.figures.timelines import COLOURS, chunk, number
+from shardwise_book.figures.timelines import COLOURS, chunk
 
 START = {"schedule": list(schedules.SCHEDULES).index("1f1b"), "devices": 1, "microbatches": 2}
 START |= {"backward": 1, "task": 4}
@@ -33,42 +32,33 @@ def pipeline_explorer(start: Mapping[str, int] | None = None) -> Interactive:
     "schedule", "devices", "microbatches", "backward", "transfer", "device" or "task".
     """
 
-    spread = functools.cache(schedules.spread)
+    def order(schedule, devices, microbatches):
+        return _or_why(schedules.spread, schedule, devices, microbatches)
 
-    @functools.cache
-    def run(schedule, devices, microbatches, backward=2, transfer=0):
-        return timeline(spread(schedule, devices, microbatches), backward, transfer)
+    def run(order, backward, transfer):
+        return order if isinstance(order, str) else _or_why(timeline, order, backward, transfer)
 
-    def orders(schedule, devices, microbatches, device):
-        try:
-            return range(len(spread(schedule, devices, microbatches).tasks[device]))
-        except ValueError:
-            return range(1)
+    def orders(order, device):
+        return range(1 if isinstance(order, str) else len(order.tasks[device]))
 
-    def takes(schedule, devices, microbatches, backward, transfer):
-        try:
-            found = run(schedule, devices, microbatches, backward, transfer)
-        except ValueError as refusal:
-            return f'<span class="error">{escape(str(refusal))}</span>'
-        makespan, bubble = number(found.makespan), f"{number(round(100 * found.bubble, 1))} %"
+    def takes(run):
+        if isinstance(run, str):
+            return f'<span class="error">{escape(run)}</span>'
+        makespan, bubble = svg.short(run.makespan, 3), f"{svg.short(100 * run.bubble, 1)} %"
         return f"Makespan {said('makespan', makespan)}, bubble {said('bubble', bubble)}."
 
-    def live(schedule, devices, microbatches):
-        return _live(run(schedule, devices, microbatches))
-
-    def rows(schedule, devices, microbatches):
-        return _rows(run(schedule, devices, microbatches))
-
-    def costs(schedule, devices, microbatches, backward, transfer):
-        return _costs(run(schedule, devices, microbatches, backward, transfer))
-
-    def axis(schedule, devices, microbatches, backward, transfer):
-        return _axis(run(schedule, devices, microbatches, backward, transfer).makespan)
-
-    def story(schedule, devices, microbatches, device, task):
-        return _story(spread(schedule, devices, microbatches), device, task)
-
-    drawn = {draw.__name__: _unless_refused(draw) for draw in (live, rows, costs, axis, story)}
+    # Where a schedule refuses nothing is drawn; the words say why.
+    parts = {
+        "takes": takes,
+        "live": lambda plain: "" if isinstance(plain, str) else _live(plain),
+        "rows": lambda plain: "" if isinstance(plain, str) else _rows(plain),
+        "costs": lambda run: "" if isinstance(run, str) else _costs(run),
+        "axis": lambda run: "" if isinstance(run, str) else _axis(run.makespan),
+        "story": lambda order, device, task: (
+            "" if isinstance(order, str) else _story(order, device, task)
+        ),
+    }
+    made = {"order": order, "run": run, "plain": lambda order: run(order, 2, 0)}
     controls = {
         "schedule": Control("Schedule", list(schedules.SCHEDULES)),
         "devices": Control("Devices", (2, 4)),
@@ -78,20 +68,15 @@ def pipeline_explorer(start: Mapping[str, int] | None = None) -> Interactive:
         "device": Control("Device", lambda devices: range(devices), "range"),
         "task": Control("Task", orders, "range"),
     }
-    return explorer(controls, LAYOUT, {"takes": takes, **drawn}, START | dict(start or {}))
+    return explorer(controls, LAYOUT, parts, START | dict(start or {}), made=made)
 
 
-def _unless_refused(draw):
-    """Draws nothing where the schedule refuses; the words say why."""
-
-    @functools.wraps(draw)
-    def drawn(**choice):
-        try:
-            return draw(**choice)
-        except ValueError:
-            return ""
-
-    return drawn
+def _or_why(make, *given):
+    """What is made, or in words why not."""
+    try:
+        return make(*given)
+    except ValueError as refusal:
+        return str(refusal)
 
 
 def timeline(
@@ -107,15 +92,15 @@ def timeline(
 def _costs(run):
     """What each kind takes, and each task waits, in ticks."""
     span = {task.kind: run.end[task] - run.start[task] for task in run.start}
-    sizes = "".join(f"--{kind}:{number(ticks)};" for kind, ticks in span.items())
+    sizes = "".join(f"--{kind}:{svg.short(ticks, 3)};" for kind, ticks in span.items())
     waits = ""
     for order in run.schedule.tasks:
         free = 0
         for task in order:
             if run.start[task] > free:
-                waits += f"{_box(_name(task))}{{--w:{number(run.start[task] - free)}}}"
+                waits += f"{_box(_name(task))}{{--w:{svg.short(run.start[task] - free, 3)}}}"
             free = run.end[task]
-    sizes += f"--span:{number(run.makespan)};--most:{max(run.peak_live)};"
+    sizes += f"--span:{svg.short(run.makespan, 3)};--most:{max(run.peak_live)};"
     return f"<style>#@rows{{{sizes}{waits}}}</style>"
 
 
@@ -143,8 +128,8 @@ def _rows(run):
 
 def _live(run):
     share = run.schedule.devices / run.schedule.stages
-    peaks = ", ".join(number(share * peak) for peak in run.peak_live)
-    pending = ", ".join(number(share * peak) for peak in run.peak_weights_pending)
+    peaks = ", ".join(svg.short(share * peak, 3) for peak in run.peak_live)
+    pending = ", ".join(svg.short(share * peak, 3) for peak in run.peak_weights_pending)
     return (
         f"At most live, in microbatches through all layers of a device: {said('peaks', peaks)}; "
         f"waiting for W: {said('pending', pending)}."

@@ -54,13 +54,11 @@ def product_explorer(mesh: Mesh, products: Sequence[Product], start: int = 0) ->
         "left": Control("Left factor", {_name(spec): spec for spec in lefts}),
         "right": Control("Right factor", {_name(spec): spec for spec in rights}),
     }
-    parts = {
-        "result": lambda **chosen: describe(found[tuple(chosen.values())]),
-        "blocks": lambda **chosen: "".join(columns(mesh, found[tuple(chosen.values())])),
-    }
+    parts = {"result": describe, "blocks": lambda product: "".join(columns(mesh, product))}
+    made = {"product": lambda **chosen: found[tuple(chosen.values())]}
     first = zip(controls, (sizes, lefts, rights), products[start][:3], strict=True)
     numbers = {name: values.index(chosen) for name, values, chosen in first}
-    return explorer(controls, _layout(mesh), parts, numbers, shows="product")
+    return explorer(controls, _layout(mesh), parts, numbers, "product", made)
 
 
 def describe(product: Product) -> str:

@@ -1,6 +1,5 @@
 """The explorer of restoring: which bytes of which file a target device reads."""
 
-import functools
 import itertools
 from collections.abc import Mapping
 from html import escape
@@ -37,19 +36,17 @@ def resharding_explorer(
     meshes = {name: name for name in layouts}
     rows, columns = shape = tuple(next(iter(saved.values()))[source].shape)
 
-    @functools.cache
-    def held(mesh, spec):
-        return blocks(layouts[mesh][spec], shape)
+    def stored(mesh0, spec0, limit):
+        return saved[limit][mesh0, spec0]
 
-    @functools.cache
-    def reads(mesh0, spec0, limit, mesh1, spec1):
+    def held(mesh1, spec1):
+        return blocks(layouts[mesh1][spec1], shape)
+
+    def reads(stored, held):
         """The numbers of the chunks that each device touches."""
-        stored = saved[limit][mesh0, spec0]
-        cuts = [(slice(t, b), slice(x, r)) for t, b, x, r in held(mesh1, spec1)]
-        return [stored.touched(cut) for cut in cuts]
+        return [stored.touched((slice(t, b), slice(x, r))) for t, b, x, r in held]
 
-    def source_words(mesh0, spec0, limit):
-        stored = saved[limit][mesh0, spec0]
+    def source_words(mesh0, spec0, stored):
         high, wide = stored.chunk
         return (
             f"Saved from <code>{escape(f'{mesh0}, {spec0}')}</code>: "
@@ -57,32 +54,32 @@ def resharding_explorer(
             f"elements."
         )
 
-    def goal_words(mesh1, spec1, device):
-        top, bottom, left, right = held(mesh1, spec1)[device]
+    def goal_words(mesh1, spec1, held, device):
+        top, bottom, left, right = held[device]
         return (
             f"Restored onto <code>{escape(f'{mesh1}, {spec1}')}</code>: device {device} holds "
             f"{said('block', f'[{top}:{bottom}, {left}:{right}]')}, "
             f"{said('held', (bottom - top) * (right - left) * ITEMSIZE)} bytes,"
         )
 
-    def read_words(mesh0, spec0, limit, mesh1, spec1, device):
-        stored, every = saved[limit][mesh0, spec0], reads(mesh0, spec0, limit, mesh1, spec1)
-        ranges = joined([stored.places[chunk] for chunk in every[device]])
+    def read_words(stored, reads, device):
+        ranges = joined([stored.places[chunk] for chunk in reads[device]])
         shown = [f"bytes {a:,} to {b:,} of {escape(_file(f))}" for f, a, b in ranges[:_SHOWN]]
         shown += [f"and {len(ranges) - _SHOWN} more"] if len(ranges) > _SHOWN else []
-        size = [sum(stored.places[chunk][2] for chunk in chunks) for chunks in every]
+        size = [sum(stored.places[chunk][2] for chunk in chunks) for chunks in reads]
         return (
-            f"touches {said('touched', len(every[device]))} chunks and reads "
+            f"touches {said('touched', len(reads[device]))} chunks and reads "
             f"{said('read', size[device])} bytes as stored ({'; '.join(shown)}). The whole mesh "
             f"reads {said('all', sum(size))} bytes."
         )
 
-    def boxes_in_array(stored):
+    def in_array(stored):
+        """The box of each chunk."""
         high, wide = stored.chunk
         return {at: (at[1] * wide, at[0] * high, wide, high) for at in stored.places}
 
-    def boxes_in_files(stored):
-        """Of each chunk in its file, which is a strip of its chunks, in their order."""
+    def in_files(stored):
+        """That of each chunk in its file, which is a strip of its chunks, in their order."""
         found = {}
         for number, name in enumerate(_files(stored)):
             inside = [chunk for chunk, (file, *_) in stored.places.items() if file == name]
@@ -92,26 +89,18 @@ def resharding_explorer(
                 found[chunk] = x, 60 * number + 40, end - x, 26
         return found
 
-    def read_in(boxes):
-        def drawn(mesh0, spec0, limit, mesh1, spec1, device):
-            read = reads(mesh0, spec0, limit, mesh1, spec1)[device]
-            places = boxes(saved[limit][mesh0, spec0])
-            return svg.path((places[chunk] for chunk in read), svg.device(device), "")
+    def filled(boxes, reads, device):
+        return svg.path((boxes[chunk] for chunk in reads[device]), svg.device(device), "")
 
-        return drawn
-
-    def chunks(mesh0, spec0, limit):
-        return svg.path(boxes_in_array(saved[limit][mesh0, spec0]).values())
-
-    def files(mesh0, spec0, limit):
-        stored, drawn = saved[limit][mesh0, spec0], ""
+    def files(stored, in_files):
+        drawn = ""
         for number, name in enumerate(_files(stored)):
             told = f"{_file(name)}, {_size(stored, name):,} bytes"
             drawn += svg.text(10, 60 * number + 30, told)
-        return drawn + svg.path(boxes_in_files(stored).values())
+        return drawn + svg.path(in_files.values())
 
-    def frame(mesh1, spec1, device):
-        top, bottom, left, right = held(mesh1, spec1)[device]
+    def frame(held, device):
+        top, bottom, left, right = held[device]
         return svg.box(left, top, right - left, bottom - top, more=svg.EDGE + ' stroke-width="5"')
 
     controls = {
@@ -120,7 +109,7 @@ def resharding_explorer(
         "limit": Control("Chunks", {limit: limit for limit in saved}),
         "mesh1": Control("Restored onto mesh", meshes),
         "spec1": Control("Restored spec", lambda mesh1: {spec: spec for spec in layouts[mesh1]}),
-        "device": Control("Device", lambda mesh1, spec1: range(len(held(mesh1, spec1))), "range"),
+        "device": Control("Device", lambda held: range(len(held)), "range"),
     }
     start = {}
     for end, (mesh, spec) in enumerate((source, goal)):
@@ -144,10 +133,15 @@ def resharding_explorer(
     )  # fmt: skip
     words = " ".join(f'<span id="@{name}_words"></span>' for name in ("source", "goal", "read"))
     layout = f'<div class="pictures">{array}{strip}</div>{RESULT.replace("></", f">{words}</")}'
-    parts = {"read": read_in(boxes_in_array), "read_bytes": read_in(boxes_in_files)}
-    drawn = source_words, goal_words, read_words, chunks, files, frame
+    parts = {
+        "read": lambda in_array, reads, device: filled(in_array, reads, device),
+        "read_bytes": lambda in_files, reads, device: filled(in_files, reads, device),
+        "chunks": lambda in_array: svg.path(in_array.values()),
+    }
+    drawn = source_words, goal_words, read_words, files, frame
     parts |= {draw.__name__: draw for draw in drawn}
-    return explorer(controls, layout, parts, start)
+    made = {make.__name__: make for make in (stored, held, reads, in_array, in_files)}
+    return explorer(controls, layout, parts, start, made=made)
 
 
 def joined(places: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:

@@ -1,6 +1,5 @@
 """The figure that steps through a ring: which device sends which block to whom."""
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -46,25 +45,25 @@ def ring_stepper(runs: Runs) -> Interactive:
       ValueError: a device received in some step what the device paired with it did not hold.
     """
     sizes = sorted(next(iter(runs.values())))
-    recorded = functools.cache(lambda kind, n: record(kind, *runs[kind][n]))
-    adds = {kind: any(recorded(kind, n).adds for n in sizes) for kind in runs}
 
-    def result(kind, n, step):
-        return describe(kind, recorded(kind, n), step, adds[kind])
+    def run(kind, n):
+        return record(kind, *runs[kind][n])
 
-    def ring(kind, n, step):
-        return _picture(recorded(kind, n), step, adds[kind])
-
+    adds = {kind: any(run(kind, n).adds for n in sizes) for kind in runs}
     controls = {
         "kind": Control("Collective", {kind: kind for kind in runs}),
         "n": Control("Devices", sizes),
-        "step": Control("Step", lambda kind, n: range(len(recorded(kind, n).held)), "steps"),
+        "step": Control("Step", lambda run: range(len(run.held)), "steps"),
     }
     alt = "The devices on a ring, the blocks that each holds, and arrows for what has just moved"
     picture = svg.picture("ring", 400, 400, alt, rem=29)
     layout = f'{_KEY}<div class="pictures">{picture}</div>{RESULT}'
     start = {"n": min(2, len(sizes) - 1), "step": 1}
-    return explorer(controls, layout, {"result": result, "ring": ring}, start, shows="step")
+    parts = {
+        "result": lambda run, kind, step: describe(kind, run, step, adds[kind]),
+        "ring": lambda run, kind, step: _picture(run, step, adds[kind]),
+    }
+    return explorer(controls, layout, parts, start, "step", {"run": run})
 
 
 def record(name: str, history: ArrayLike, pairs: Pairs) -> Recorded:

@@ -1,6 +1,5 @@
 """The explorer of how often to save: lanes of one save, and the share of time lost."""
 
-import functools
 import math
 from collections.abc import Mapping
 
@@ -56,32 +55,29 @@ def saving_explorer(
         "interval": Control("Steps between saves", INTERVALS, "range"),
     }
 
-    @functools.cache
     def shares(steps, saves, failures, way):
         paid = _paid(saves, way)
         return [share_lost(n * steps, *paid, failures, restart) for n in INTERVALS]
 
-    def result(steps, saves, failures, way, interval):
-        every, (copy, write) = shares(steps, saves, failures, way), _paid(saves, way)
-        best, young = _best(every), math.sqrt(2 * copy * failures) / steps
+    def young(steps, saves, failures, way):
+        return math.sqrt(2 * _paid(saves, way)[0] * failures) / steps
+
+    def result(shares, young, steps, saves, way, interval):
+        (copy, write), best = _paid(saves, way), _best(shares)
         cycle = max(interval * steps, write) + copy
         said_young = f"{young:,.0f}" if young >= 1 else "less than 1"
         return (
             f"A save every {said('interval', interval)} steps, or {span(interval * steps)} of "
-            f"training: {said('lost', _percent(every[INTERVALS.index(interval)]))} of the time is "
+            f"training: {said('lost', _percent(shares[INTERVALS.index(interval)]))} of the time is "
             f"lost. Training waits for saving in "
             f"{said('stall', _percent(1 - interval * steps / cycle))} of it; the rest goes to "
             f"failures. Of the intervals here, {said('best', INTERVALS[best])} steps lose least, "
-            f"{said('least', _percent(every[best]))}. Young's formula gives "
+            f"{said('least', _percent(shares[best]))}. Young's formula gives "
             f"{said('young', said_young)} steps."
         )
 
-    def curve(steps, saves, failures, way):
-        young = math.sqrt(2 * _paid(saves, way)[0] * failures) / steps
-        return _curve(shares(steps, saves, failures, way), young)
-
-    def dot(steps, saves, failures, way, interval):
-        x, y = _points(shares(steps, saves, failures, way))[INTERVALS.index(interval)]
+    def dot(shares, interval):
+        x, y = _points(shares)[INTERVALS.index(interval)]
         return f'<circle cx="{x}" cy="{y}" r="5" fill="{palette.LINES[1]}"/>'
 
     def lanes(steps, saves, way, interval):
@@ -96,8 +92,9 @@ def saving_explorer(
         )
         + f"</div>{RESULT}"
     )
-    parts = {"result": result, "curve": curve, "dot": dot, "lanes": lanes}
-    return explorer(controls, layout, parts, {"interval": 6} | dict(start or {}))
+    parts = {"result": result, "curve": _curve, "dot": dot, "lanes": lanes}
+    made, first = {"shares": shares, "young": young}, {"interval": 6} | dict(start or {})
+    return explorer(controls, layout, parts, first, made=made)
 
 
 def _paid(save, waits):

@@ -1,11 +1,10 @@
-"""The figure that steps through sharded training: what is where, layer by layer."""
+"""The figure that steps through sharded training: what a device holds and sends, event by event."""
 
-import functools
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
-from shardwise_book.figures.zero import Frame, training_step
 
 ZEROS = ["0, data parallelism", "1, optimizer state cut", "2, gradients too", "3, FSDP"]
 PASSES = {"gather layers again": True, "keep them gathered": False}
@@ -17,6 +16,131 @@ N = 4  # devices
 _LEFT, _TOP, _ROW, _PART = 52, 40, 30, 6  # of the grid of layers, in units of the picture
 
 
+class Frame(NamedTuple):
+    """After one event: what each of the devices holds, all alike, and has sent in this step.
+
+    `layers` are those that the event is about. For each layer, `gathered` says whether it lies
+    whole beside its shard, and `gradients` what there is of its gradient: "" nothing, "partial" the
+    device's own, "whole" the sum over devices, "shard" the device's part of that sum.
+    """
+
+    event: str
+    layers: tuple[int, ...]
+    gathered: tuple[bool, ...]
+    gradients: tuple[str, ...]
+    parameter_bytes: int
+    gathered_bytes: int
+    gradient_bytes: int
+    moment_bytes: int
+    sent: int
+
+    @property
+    def held(self) -> int:
+        """Bytes on each device; activations are not counted."""
+        return self.parameter_bytes + self.gathered_bytes + self.gradient_bytes + self.moment_bytes
+
+
+def training_step(
+    layers: Sequence[int], devices: int = 4, zero: int = 3, again: bool = True
+) -> list[Frame]:
+    """The `Frame` at the start of a step with Adam, and after each event (ZeRO).
+
+    `layers` holds the bytes of each layer's parameters. `zero` is ZeRO's number: 0 is data
+    parallelism; from 1 on, parameters and moments are held in shards. 1 and 2 gather all layers
+    before the forward pass, 3 each where it is used, and in the backward pass `again` or not; 1
+    reduce-scatters all gradients at the end, 2 and 3 each layer's at once (Rajbhandari et al.,
+    2020).
+
+    Raises:
+      ValueError: another number, or a layer that does not divide over the devices.
+    """
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"figures.training_step: zero={zero}; expected 0, 1, 2 or 3.")
+    if bad := [size for size in layers if size % devices]:
+        raise ValueError(
+            f"figures.training_step: a layer of {bad[0]} bytes does not divide over {devices} "
+            f"devices; give each layer a multiple of {devices}."
+        )
+    run, every = _Run(layers, devices, zero), tuple(range(len(layers)))
+    run.record("start", ())
+    if zero in (1, 2):
+        run.gather("before the loss", every)
+    for i in every:
+        if zero == 3:
+            run.gather("forward", (i,))
+        run.record("forward: compute", (i,))
+        if zero == 3 and again:
+            run.release((i,))
+    for i in reversed(every):
+        if zero == 3 and again:
+            run.gather("backward", (i,))
+        run.differentiate(i)
+        if zero == 3:
+            run.release((i,))
+        if zero >= 2:
+            run.scatter("backward", (i,))
+    run.release(every)
+    if zero == 0:
+        run.all_reduce(every)
+    if zero == 1:
+        run.scatter("after the backward pass", every)
+    run.update(every)
+    return run.frames
+
+
+class _Run:
+    """The state of one device, and the frames recorded so far."""
+
+    def __init__(self, layers, devices, zero):
+        self.layers, self.n, self.parts = layers, devices, devices if zero else 1
+        self.gathered, self.gradients = [False] * len(layers), [""] * len(layers)
+        self.sent, self.frames = 0, []
+
+    def record(self, event, layers):
+        pieces = {"": 0, "partial": 1, "whole": 1, "shard": 1 / self.n}
+        shards = sum(self.layers) // self.parts
+        gathered = sum(b for b, whole in zip(self.layers, self.gathered, strict=True) if whole)
+        pairs = zip(self.layers, self.gradients, strict=True)
+        gradients = sum(int(b * pieces[kind]) for b, kind in pairs)
+        state = tuple(self.gathered), tuple(self.gradients)
+        held = shards, gathered, gradients, 2 * shards
+        self.frames.append(Frame(event, layers, *state, *held, self.sent))
+
+    def gather(self, when, layers):
+        for i in layers:
+            self.gathered[i] = True
+        self._send(layers, 1)
+        self.record(f"{when}: all-gather", layers)
+
+    def release(self, layers):
+        for i in layers:
+            self.gathered[i] = False
+
+    def differentiate(self, i):
+        self.gradients[i] = "partial"
+        self.record("backward: compute", (i,))
+
+    def scatter(self, when, layers):
+        for i in layers:
+            self.gradients[i] = "shard"
+        self._send(layers, 1)
+        self.record(f"{when}: reduce-scatter", layers)
+
+    def all_reduce(self, layers):
+        for i in layers:
+            self.gradients[i] = "whole"
+        self._send(layers, 2)
+        self.record("after the backward pass: all-reduce", layers)
+
+    def update(self, layers):
+        for i in layers:
+            self.gradients[i] = ""
+        self.record("update", layers)
+
+    def _send(self, layers, passes):
+        self.sent += passes * sum(self.layers[i] for i in layers) * (self.n - 1) // self.n
+
+
 def fsdp_stepper(layers: Mapping[str, int]) -> Interactive:
     """Choose ZeRO's number and step through forward, backward and update on four devices.
 
@@ -26,22 +150,15 @@ def fsdp_stepper(layers: Mapping[str, int]) -> Interactive:
       ValueError: what `training_step` raises.
     """
     names, sizes = list(layers), list(layers.values())
-    run = functools.cache(lambda zero, again: training_step(sizes, N, zero, again))
+
+    def run(zero, again):
+        return training_step(sizes, N, zero, again)
+
     most = max(f.held for zero in range(4) for again in (True, False) for f in run(zero, again))
-
-    def result(zero, again, step):
-        return describe(run(zero, again), step, names, sum(sizes), zero)
-
-    def grid(zero, again, step):
-        return _grid(run(zero, again)[step], names, zero)
-
-    def course(zero, again, step):
-        return _course([frame.held for frame in run(zero, again)], step, most, zero)
-
     controls = {
         "zero": Control("ZeRO", {name: i for i, name in enumerate(ZEROS)}),
         "again": Control("Backward pass, with ZeRO 3", PASSES),
-        "step": Control("Event", lambda zero, again: range(len(run(zero, again))), "steps"),
+        "step": Control("Event", lambda run: range(len(run)), "steps"),
     }
     wide, high = _column(N) - 8, _TOP + len(layers) * _ROW
     layout = (
@@ -50,8 +167,12 @@ def fsdp_stepper(layers: Mapping[str, int]) -> Interactive:
         + svg.picture("course", 404, 102, "Bytes held after each event", rem=34)
         + f"</div></div>{RESULT}"
     )
-    parts = {"result": result, "grid": grid, "course": course}
-    return explorer(controls, layout, parts, {"zero": 3, "step": 7}, shows="event")
+    parts = {
+        "result": lambda run, step, zero: describe(run, step, names, sum(sizes), zero),
+        "grid": lambda run, step, zero: _grid(run[step], names, zero),
+        "course": lambda run, step, zero: _course([one.held for one in run], step, most, zero),
+    }
+    return explorer(controls, layout, parts, {"zero": 3, "step": 7}, "event", {"run": run})
 
 
 def describe(run: Sequence[Frame], step: int, names: Sequence[str], psi: int, zero: int) -> str:

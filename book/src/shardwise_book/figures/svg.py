@@ -55,6 +55,6 @@ def text(x: float, y: float, words: Any, anchor: str = "", more: str = "") -> st
     return f"<text {place} {more}>{escape(str(words))}</text>"
 
 
-def short(x: float) -> str:
-    """A number to a hundredth, in as few digits."""
-    return f"{x:.2f}".rstrip("0").rstrip(".") if x % 1 else f"{x:.0f}"
+def short(x: float, decimals: int = 2) -> str:
+    """A number in as few digits, at most so many of them decimals."""
+    return f"{x:.{decimals}f}".rstrip("0").rstrip(".") if x % 1 else f"{x:.0f}"

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 from shardwise import schedules
-from shardwise_book.figures import palette
+from shardwise_book.figures import palette, svg
 from shardwise_book.figures.plots import Drawing, canvas
 
 GAP = 0.25  # between rows of what is live, in heights of a row
@@ -86,11 +86,6 @@ def chunk(table: schedules.Schedule, task: schedules.Task) -> int:
     return sum(device == home for device in table.device_of[: task.stage])
 
 
-def number(value: float) -> str:
-    """At most three decimals, as JavaScript writes them: the values are eighths."""
-    return f"{value:.3f}".rstrip("0").rstrip(".")
-
-
 def _legend(axes, kinds):
     marks = [
         Rectangle((0, 0), 1, 1, facecolor=COLOURS[kind], label=f"{kind} {schedules.KINDS[kind]}")
@@ -149,7 +144,7 @@ def _panel(axes, title, run, span, most):
         fill = {"step": "post", "facecolor": COLOURS["F"], "linewidth": 0}
         axes.fill_between(times, foot, heights, **fill)
         axes.plot([0, span], [foot, foot], color=palette.GREY, linewidth=0.6, linestyle="-")
-        peak = number(_share(run) * run.peak_live[device])
+        peak = svg.short(_share(run) * run.peak_live[device], 3)
         middles.append(foot - 0.5)
         axes.text(span * 1.03, foot - 0.5, peak, va="center", fontsize=9, color=palette.GREY)
     axes.set_title(title, loc="left", fontsize=9.5, fontweight="bold", pad=2)

@@ -12,14 +12,20 @@ To add a puzzle, write one function here, decorated with `puzzle`, that returns 
 solution and wrong answers to `tests/test_puzzles.py`.
 """
 
-from shardwise_book.puzzles.gathering import clip, gather, layer, settings
-from shardwise_book.puzzles.layouts import bands, product, table
-from shardwise_book.puzzles.parts import accumulated, segments, squares
-from shardwise_book.puzzles.pipelines import boundaries, order
+from shardwise_book.puzzles.collectives import (
+    clip,
+    gather,
+    halo,
+    layer,
+    one_order,
+    scatter,
+    settings,
+    transpose,
+)
+from shardwise_book.puzzles.judging import Verdict
+from shardwise_book.puzzles.layouts import bands, born, product, table, target
 from shardwise_book.puzzles.plans import division, gather_seconds, smallest
-from shardwise_book.puzzles.rings import halo, one_order, scatter, transpose
-from shardwise_book.puzzles.states import born, target
-from shardwise_book.puzzles.verdict import Verdict
+from shardwise_book.puzzles.steps import accumulated, boundaries, order, segments, squares
 
 __all__ = [
     "Verdict",

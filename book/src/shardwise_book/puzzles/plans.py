@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from shardwise import plan, topology
 from shardwise.plan import arrays, links, planning, roles
 from shardwise.plan.links import Side, Way
-from shardwise_book.puzzles.verdict import Verdict, Wrong, puzzle
+from shardwise_book.puzzles.judging import Verdict, Wrong, puzzle
 
 _SHAPES = ["2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"]
 _JOB = 64, 4096  # rows, tokens of a row

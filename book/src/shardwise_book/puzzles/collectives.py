@@ -1,4 +1,4 @@
-"""Puzzles on FSDP: a gather inside a layer, a clipped norm, and the library's settings."""
+"""Puzzles on what devices send: collectives by `ppermute`, and FSDP by its gathers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,8 +10,80 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from shardwise import layouts, marks, measure, mesh
-from shardwise_book.puzzles import running
-from shardwise_book.puzzles.verdict import Verdict, Wrong, puzzle
+from shardwise_book.puzzles import judging
+from shardwise_book.puzzles.judging import Verdict, Wrong, puzzle
+
+
+@puzzle("return the sum of the block that belongs to this device.")
+def scatter(function: Callable[[jax.Array], jax.Array]) -> Verdict:
+    """A reduce-scatter along "x" by `ppermute`, in log₂ n steps: blocks [n, ...] to one [...]."""
+    for n in (2, 4, 8):
+        line, partial = mesh.make(x=n), judging.whole_numbers(n, n * n, 4, 8)
+        program = judging.on_each(function, line, partial, check=False)
+        judging.require_equal(program(partial), _sums(partial, n), f" on {n} devices")
+        moved = measure.collectives(program)
+        if others := set(moved) - {"collective-permute"}:
+            raise Wrong(f"right values, by {', '.join(others)}; send them by `ppermute` alone.")
+        steps = n.bit_length() - 1
+        judging.require_at_most(
+            moved.ring_bytes, partial.nbytes // n * (n - 1) // n, f"bytes on {n} devices"
+        )
+        judging.require_at_most(moved.dynamic, steps, f"permutes on {n} devices")
+    return f"{steps} permutes on {n} devices, and {moved.ring_bytes:,} bytes, those of the ring."
+
+
+def _sums(partial, n):
+    blocks = partial.reshape(n, n, *partial.shape[1:]).sum(axis=0)
+    return blocks.reshape(-1, *partial.shape[2:])
+
+
+@puzzle("return this device's part of the sum.")
+def one_order(function: Callable[[jax.Array], jax.Array]) -> Verdict:
+    """A reduce-scatter of eight arrays along "x", [8/n, w] to [w/n], with one result for all n."""
+    arrays = judging.normal(0, 8, 256) * 10.0 ** np.arange(-3, 5).astype(np.float32)[:, None]
+    sums = arrays
+    while len(sums) > 1:
+        sums = sums[0::2] + sums[1::2]
+    for n in (1, 2, 4, 8):
+        program = judging.on_each(function, mesh.make(x=n), arrays, check=False)
+        judging.require_equal(program(arrays), sums[0], f" on {n} devices")
+        sent = measure.collectives(program).ring_bytes
+        enough = sums.nbytes * (n - 1) // n
+        judging.require_at_most(sent, enough, f"bytes on {n} devices")
+    return f"the same bits on 1, 2, 4 and 8 devices, for a reduce-scatter's {sent:,.0f} bytes."
+
+
+def halo(x: jax.Array) -> jax.Array:
+    """[rows, width] with the last row of the device before on top: [rows + 1, width]."""
+    n = jax.lax.axis_size("x")
+    above = jax.lax.ppermute(x[-1:], "x", [(d, (d + 1) % n) for d in range(n)])
+    return jnp.concatenate([above, x])
+
+
+@puzzle("return what each device's rows receive.")
+def transpose(function: Callable[[jax.Array], jax.Array]) -> Verdict:
+    """The transpose of `halo`, [rows + 1, width] to [rows, width], for the bytes of `halo`."""
+    for n, rows in ((2, 3), (4, 2), (8, 5)):
+        line = mesh.make(x=n)
+        x, y = (
+            judging.whole_numbers(n, n * rows, 6),
+            judging.whole_numbers(n + 1, n * (rows + 1), 6),
+        )
+        forward, backward = judging.on_each(halo, line, x), judging.on_each(function, line, y)
+        found = np.asarray(backward(y))
+        if found.shape == x.shape:
+            left, right = np.vdot(forward(x), y), np.vdot(x, found)
+            if left != right:
+                raise Wrong(f"on {n} devices ⟨Ax, y⟩ is {left:g} and ⟨x, Aᵀy⟩ is {right:g}.")
+        whole = jax.shard_map(halo, mesh=line, in_specs=P("x"), out_specs=P("x"))
+        by_jax = judging.in_one(lambda y, f=whole, x=x: jax.linear_transpose(f, x)(y)[0])
+        judging.require_equal(found, by_jax(y), f" on {n} devices")
+        sent = measure.collectives(backward).ring_bytes
+        judging.require_at_most(
+            sent, measure.collectives(forward).ring_bytes, f"ring bytes on {n} devices"
+        )
+    return f"⟨Ax, y⟩ = ⟨x, Aᵀy⟩ on 2, 4 and 8 devices, and {sent} bytes sent: one row."
+
 
 EMBED, MLP = 64, 256
 
@@ -22,7 +94,7 @@ def layer(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
 
 
 def _stack(layers):
-    up, down = running.normal(0, layers, EMBED, MLP) / 8, running.normal(1, layers, MLP, EMBED) / 16
+    up, down = judging.normal(0, layers, EMBED, MLP) / 8, judging.normal(1, layers, MLP, EMBED) / 16
     return {"up": up, "down": down}
 
 
@@ -43,14 +115,14 @@ def gather(body: Callable[[jax.Array, Any], tuple[jax.Array, None]]) -> Verdict:
             f"gathered weights are kept for the backward pass, or gathered too early."
         )
     sent = measure.collectives(programs[4]).ring_bytes
-    running.require_at_most(sent, (3 * 4 * one + 8) * 7 / 8, "ring bytes")
+    judging.require_at_most(sent, (3 * 4 * one + 8) * 7 / 8, "ring bytes")
     return f"{sent:,.0f} ring bytes, 3Ψ(n−1)/n, and {temporaries[4] / one:.2f} layers in memory."
 
 
 def _like_one_device(body, stack):
     """The gradient's program under FSDP by `body`, after a comparison with one device."""
     batch, cut = (
-        {"x": running.normal(2, 16, EMBED), "y": running.normal(3, 16, EMBED)},
+        {"x": judging.normal(2, 16, EMBED), "y": judging.normal(3, 16, EMBED)},
         P(None, "fsdp"),
     )
 
@@ -59,12 +131,12 @@ def _like_one_device(body, stack):
         return jax.lax.psum(value, "fsdp"), slope
 
     specs = dict(in_specs=(cut, P("fsdp")), out_specs=(P(), cut))
-    program = running.on_each(run, mesh.make(fsdp=8), stack, batch, **specs)
+    program = judging.on_each(run, mesh.make(fsdp=8), stack, batch, **specs)
     value, slope = program(stack, batch)
     whole = jax.value_and_grad(lambda s: _error(lambda x, w: (layer(x, w), None), s, batch))
-    expected = running.in_one(whole)(stack)
-    running.require_close(value, expected[0], "the loss")
-    running.require_close(slope, expected[1], "the gradient")
+    expected = judging.in_one(whole)(stack)
+    judging.require_close(value, expected[0], "the loss")
+    judging.require_close(slope, expected[1], "the gradient")
     return program
 
 
@@ -74,26 +146,26 @@ def clip(function: Callable[[dict[str, jax.Array], float], dict[str, jax.Array]]
     laid = {"w": P("x"), "v": P("x"), "b": P()}
     for seed, limit in ((0, 1.0), (1, 1e3), (2, 5.0)):
         grads = {
-            "w": running.normal(seed, 64, 16),
-            "v": running.normal(seed + 1, 32),
-            "b": 3 * running.normal(seed + 2, 16),
+            "w": judging.normal(seed, 64, 16),
+            "v": judging.normal(seed + 1, 32),
+            "b": 3 * judging.normal(seed + 2, 16),
         }
 
         def here(grads, limit=limit):
             return function(grads, limit)
 
         specs = dict(in_specs=(laid,), out_specs=laid)
-        program = running.on_each(here, mesh.make(x=8), grads, **specs)
+        program = judging.on_each(here, mesh.make(x=8), grads, **specs)
         found = program(grads)
         if not isinstance(found, dict) or set(found) != set(laid):
             raise Wrong('expected a dict of "w", "v" and "b".')
         expected, _ = optax.clip_by_global_norm(limit).update(grads, optax.EmptyState())
         for name in laid:
-            running.require_close(
+            judging.require_close(
                 found[name], np.asarray(expected[name]), f'"{name}" under limit {limit:g}'
             )
         moved = measure.collectives(program)
-        running.require_at_most(moved.payload_bytes, 4, "bytes of payload")
+        judging.require_at_most(moved.payload_bytes, 4, "bytes of payload")
     return f"{moved.payload_bytes} bytes of payload, {moved.ring_bytes:g} ring bytes: one number."
 
 
@@ -123,14 +195,14 @@ def _step(options):
         return jnp.mean((jax.lax.scan(body, batch["x"], stack)[0] - batch["y"]) ** 2)
 
     grid, stack, adam = mesh.make(fsdp=8), _stack(4), optax.adam(1e-3)
-    batch = {"x": running.normal(2, 64, EMBED), "y": running.normal(3, 64, EMBED)}
+    batch = {"x": judging.normal(2, 64, EMBED), "y": judging.normal(3, 64, EMBED)}
     how = dict(fsdp="fsdp", stacked=lambda path: True, microbatches=4)
     layout = layouts.Layout(grid, **how, **options)
     state = jax.device_put((stack, adam.init(stack)), layouts.shardings(layout, stack, adam))
     lowered = layouts.step(layout, loss, adam).lower(*state, batch)
-    program = lowered.compile(running.QUICK)
+    program = lowered.compile(judging.QUICK)
     mean = program(*state, batch)[2]
-    running.require_close(
-        np.asarray(mean), np.asarray(running.in_one(loss)(stack, batch)), "the loss", 1e-2
+    judging.require_close(
+        np.asarray(mean), np.asarray(judging.in_one(loss)(stack, batch)), "the loss", 1e-2
     )
     return lowered, program, sum(a.nbytes for a in stack.values())

@@ -1,14 +1,23 @@
-"""Docstrings are written as plain text that reads well in an editor; here they become RST.
+"""The pages of the API: docstrings, and the table of the package's modules.
 
-`name` is code; an indented block after a colon is a list where its lines start with `word:`, and
-code otherwise. Sections such as `Raises:` are left to napoleon, which runs after this.
+Docstrings are written as plain text that reads well in an editor; here they become RST. `name` is
+code; an indented block after a colon is a list where its lines start with `word:`, and code
+otherwise. Sections such as `Raises:` are left to napoleon, which runs after this.
 """
 
+import ast
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from . import failures
+from .times import table
 
 SECTION = re.compile(r"(Raises|Returns|Yields|Args|Attributes|Example|Note):$")
 ITEM = re.compile(r"(\s+)([\w, ]+):\s+(.*)")
@@ -62,6 +71,42 @@ def skip(app: Sphinx, what: str, name: str, obj: Any, skipped: bool, options: An
     return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field") else None
 
 
+class ModuleTable(SphinxDirective):
+    """`{module-table}`: every module, linked where a page of the book has a section for it."""
+
+    def run(self) -> list[nodes.Node]:
+        self.env.note_reread()  # it shows what stands in the package, so it is never up to date
+        pages = "".join(path.read_text() for path in Path(self.env.srcdir, "book").glob("api*.md"))
+        found = modules(Path(self.env.srcdir, "src/shardwise"))
+        rows = [[_link(name, pages), _line(text)] for name, text in found.items()]
+        return [table(["Module", "What it has"], rows, "modules")]
+
+
+def modules(package: Path) -> dict[str, str]:
+    """{name: first line of its docstring}, in the order of names; what is private left out."""
+    paths = [*package.glob("[!_]*.py"), *package.glob("[!_]*/__init__.py")]
+    found = {}
+    for path in paths:
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        found[path.parent.name if path.stem == "__init__" else path.stem] = text.split("\n")[0]
+    return dict(sorted(found.items()))
+
+
+def _link(name, pages):
+    label = f"api-{name}"
+    if f"({label})=" not in pages:
+        return nodes.literal(name, name)
+    about = {"refdomain": "std", "reftype": "ref", "refexplicit": True, "refwarn": True}
+    reference = addnodes.pending_xref("", reftarget=label, **about)
+    reference += nodes.literal(name, name)
+    return reference
+
+
+def _line(text):
+    return nodes.inline("", "", *failures.inline(text))
+
+
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", convert, priority=400)
     app.connect("autodoc-skip-member", skip)
+    app.add_directive("module-table", ModuleTable)

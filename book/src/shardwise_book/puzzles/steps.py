@@ -1,0 +1,171 @@
+"""Puzzles on the parts of a step: what is kept, sums over microbatches, pipelines."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from shardwise import measure, mesh, objective, pipeline, schedules
+from shardwise.pipeline import cut
+from shardwise_book.puzzles import judging
+from shardwise_book.puzzles.judging import NotYet, Verdict, Wrong, puzzle
+
+LAYERS = 64
+
+
+@puzzle("return what the last layer yields.")
+def segments(chain: Callable[[jax.Array, jax.Array], jax.Array]) -> Verdict:
+    """64 layers x → tanh(x @ w): at most 40 activations in memory, and four forward passes of work.
+
+    `chain(weights, x)` takes float32 [64, d, d] and [rows, d].
+    """
+
+    def plain(weights, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+    for rows, width in ((256, 16), (512, 32)):
+        weights, x = (
+            judging.normal(rows, LAYERS, width, width) / np.sqrt(width),
+            judging.normal(width, rows, width),
+        )
+        slope = [jax.grad(lambda w, x, f=f: jnp.sum(f(w, x) ** 2)) for f in (chain, plain)]
+        program = judging.compiled(slope[0], weights, x)
+        judging.require_close(
+            program(weights, x), judging.in_one(slope[1])(weights, x), "the gradient"
+        )
+        kept = measure.bytes_per_device(program).temporaries / x.nbytes
+        passes = measure.flops(program) / (2 * LAYERS * width * width * rows)
+        judging.require_at_most(round(kept, 1), 40, "activations' bytes of temporaries")
+        judging.require_at_most(round(passes, 2), 4.1, "forward passes' worth of FLOPs")
+    return f"{kept:.0f} activations in memory for {LAYERS} layers, and {passes:.0f} passes of work."
+
+
+def squares(weights: dict[str, jax.Array], batch: dict[str, jax.Array]) -> objective.Mean:
+    """The loss of a small model: squared errors, totalled over the rows that the mask counts."""
+    found = jnp.tanh(batch["x"] @ weights["up"]) @ weights["down"]
+    each = jnp.sum((found - batch["y"]) ** 2, axis=1)
+    return objective.Mean(jnp.sum(each * batch["mask"]), jnp.sum(batch["mask"]))
+
+
+@puzzle("return the mean over all rows, and its gradient.")
+def accumulated(step: Callable[[Any, Any], tuple[jax.Array, Any]]) -> Verdict:
+    """One device's `step(weights, batch)`, rows cut along "x": mean and gradient, summed once.
+
+    Runs under `check_vma=False`, on eight devices, in microbatches.
+    """
+    weights = {"up": judging.normal(0, 8, 128), "down": judging.normal(1, 128, 8)}
+    for rows in (512, 1024):
+        batch = {"x": judging.normal(2, rows, 8), "y": judging.normal(3, rows, 8)}
+        batch["mask"] = (np.arange(rows) % 64 < np.arange(rows) // 16 % 50).astype(np.float32)
+        expected = judging.in_one(objective.value_and_grad(squares))(weights, batch)
+        program = _spread(step, weights, batch)
+        mean, slope = program(weights, batch)
+        judging.require_close(mean, expected[0], "the mean")
+        judging.require_close(slope, expected[1], "the gradient")
+        sent = measure.collectives(program).ring_bytes
+        enough = 2 * (sum(w.nbytes for w in weights.values()) + 8) * 7 / 8
+        judging.require_at_most(sent, enough, "ring bytes")
+        needed, at_once = (
+            measure.bytes_per_device(p).temporaries
+            for p in (program, _spread(_at_once, weights, batch))
+        )
+        judging.require_at_most(needed, 0.6 * at_once, f"bytes of temporaries on {rows} rows")
+    return f"one sum, {sent:,.0f} ring bytes, and {needed / at_once:.2f} of the memory of one part."
+
+
+def _spread(step, weights, batch):
+    specs = dict(in_specs=(P(), P("x")), out_specs=P(), check=False)
+    return judging.on_each(step, mesh.make(x=8), weights, batch, **specs)
+
+
+def _at_once(weights, batch):
+    (total, count), slope = jax.value_and_grad(
+        lambda w: tuple(squares(w, batch)), has_aux=True
+    )(weights)  # fmt: skip
+    total, count, slope = jax.lax.psum((total, count, slope), "x")
+    return total / count, jax.tree.map(lambda g: g / count, slope)
+
+
+WIDTHS = (64, 128, 128, 32, 128, 16, 128, 128, 64)  # of the arrays between the eight matrices
+
+
+@puzzle("write the tasks of each device, as in `F0 I0 W0`.")
+def order(lists: Sequence[str]) -> Verdict:
+    """Three devices of one stage each, four microbatches, one tick a task: 17 ticks, two live.
+
+    A list for each device, such as "F0 I0 W0 F1 ...".
+    """
+    tasks = [[_task(stage, word) for word in text.split()] for stage, text in enumerate(lists)]
+    if len(tasks) != 3:
+        raise Wrong(f"{len(tasks)} lists; there are three devices.")
+    try:
+        run = schedules.timeline(tasks)
+    except ValueError as error:
+        raise Wrong(str(error)) from error
+    table = run.schedule
+    if (table.stages, table.microbatches) != (3, 4) or not all(run.peak_weights_pending):
+        raise Wrong("expected F, I and W of microbatches 0 to 3 on every device.")
+    live, makespan = max(run.peak_live), run.makespan
+    if live > 2:
+        raise Wrong(f"makespan {makespan}, but {live} microbatches live on a device; two may be.")
+    if makespan > 17:
+        raise Wrong(f"it runs, two are live, and the makespan is {makespan}; 17 is possible.")
+    return f"makespan {makespan}, bubble {run.bubble:.1%}, live {run.peak_live}."
+
+
+def _task(stage, word):
+    if word[:1] not in schedules.KINDS or not word[1:].isdigit():
+        raise Wrong(f"{word!r} is no task; write F, I or W and a microbatch, such as F0.")
+    return schedules.Task(stage, word[0], int(word[1:]))
+
+
+@puzzle("mark where a stage ends, by `marks.stage_boundary(x)`.")
+def boundaries(forward: Callable[[list[jax.Array], jax.Array], jax.Array]) -> Verdict:
+    """Eight layers x → tanh(x @ w), cut in three: at most half of the parameters in a stage.
+
+    Judged by the bytes that cross the boundaries, forward and back, for one row.
+    """
+
+    def loss(weights, batch):
+        return objective.Mean(jnp.sum(forward(weights, batch["x"]) ** 2), len(batch["x"]) * 1.0)
+
+    sizes = list(itertools.pairwise(WIDTHS))
+    weights = [judging.normal(i, *size) / np.sqrt(size[0]) for i, size in enumerate(sizes)]
+    batch = {"x": judging.normal(9, 24, WIDTHS[0])}
+    stages, _ = cut.stages(loss, weights, {"x": batch["x"][:4]})
+    _check_stages(stages, weights)
+    expected = judging.in_one(jax.value_and_grad(_on_one_device))(weights, batch)
+    run = jax.jit(pipeline.value_and_grad(loss, mesh.make(stage=3), "1f1b", 6))
+    mean, slope = run(weights, batch)
+    judging.require_close(mean, np.asarray(expected[0]), "the loss")
+    judging.require_close(slope, expected[1], "the gradient")
+    out = [x for s in stages if not s.last for x in s.outputs]
+    crossing = sum(x.size * x.dtype.itemsize for x in out) // 4  # for one row, one way
+    if crossing > 4 * (32 + 16):
+        raise Wrong(
+            f"equal to one device, {2 * crossing:,} bytes a row; {2 * 4 * 48:,} are enough."
+        )
+    return f"three stages equal to one device, and {2 * crossing:,} bytes a row cross."
+
+
+def _check_stages(stages, weights):
+    if len(stages) == 1:
+        raise NotYet
+    if len(stages) != 3:
+        raise Wrong(f"{len(stages)} stages; two marks make three.")
+    whole = sum(w.size for w in weights)
+    for stage in stages:
+        share = sum(x.size for x in stage.params) / whole
+        if share > 0.5:
+            raise Wrong(f"stage {stage.index} has {share:.0%} of the parameters; at most half.")
+
+
+def _on_one_device(weights, batch):
+    x = batch["x"]
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x**2) / len(x)

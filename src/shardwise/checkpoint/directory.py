@@ -1,0 +1,244 @@
+"""A directory of steps: which there are, and their one writer, which a lock keeps alone."""
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import socket
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from shardwise.checkpoint.chunks import Handler
+from shardwise.checkpoint.items import is_bucket
+from shardwise.processes.system import of_all, together
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None
+
+_LOCK = ".shardwise-lock"
+_ADVICE = (
+    "Save to another directory, or end that one first; it may also call checkpoint.wait, which "
+    "lets others in"
+)
+_LISTED = 64  # newest steps that processes tell each other
+
+
+class Steps:
+    """Orbax's names of steps; a folder with a number for a name is one only if Orbax wrote it."""
+
+    def __init__(self):
+        self._plain = ocp.path.step.standard_name_format()
+        self.build_name = self._plain.build_name
+        self.find_step = self._plain.find_step
+
+    def find_all(self, base_path: Any) -> Iterator[Any]:
+        for found in self._plain.find_all(base_path):
+            if (found.path / "_CHECKPOINT_METADATA").exists():
+                yield found
+
+
+def reader(where: str, items: dict[str, bool] | None = None) -> ocp.CheckpointManager:
+    """Orbax's manager; `items` says of each item whether its metadata is to be read."""
+    kinds = {True: ocp.PyTreeCheckpointHandler, False: ocp.JsonCheckpointHandler}
+    handlers = items and {name: kinds[is_tree]() for name, is_tree in items.items()}
+    options = ocp.CheckpointManagerOptions(
+        create=False, save_interval_steps=0, step_name_format=Steps()
+    )
+    return ocp.CheckpointManager(where, options=options, item_handlers=handlers or None)
+
+
+def find(where: str, step: int | None) -> tuple[int, list[str]]:
+    """The step to read (None: the newest that all processes see), and the names of its items."""
+    with reader(where) as manager:
+        with together("checkpoint.restore") as facts:
+            facts |= {"step": str(step)}
+            if not manager.directory.exists():
+                raise FileNotFoundError(
+                    f"checkpoint.restore: no directory {manager.directory}; give the one that "
+                    f"checkpoint.save wrote to."
+                )
+            steps = sorted(manager.all_steps())
+        common = _common(steps, step)
+        newest = common[-1] if common and step is None else step
+        if newest in common and not isinstance(newest, bool):
+            items = (manager.directory / str(newest)).iterdir()
+            return int(newest), [path.name for path in items if path.is_dir()]
+        cut_off = [p.name for p in manager.directory.iterdir() if ocp.utils.is_tmp_checkpoint(p)]
+        raise FileNotFoundError(
+            f"checkpoint.restore: no {'step' if step is None else f'step {step}'} is complete in "
+            f"{manager.directory}. Complete steps: {common or 'none'}; incomplete, cut off while "
+            f"saving: {sorted(cut_off) or 'none'}."
+        )
+
+
+def _common(steps, step):
+    """The steps that all processes see, who may look while another program saves or deletes.
+
+    Of several processes, the newest steps, and the one asked for.
+    """
+    if jax.process_count() == 1:
+        return steps
+    near = sorted({*steps[-_LISTED + 1 :], *({step} & set(steps))})
+    listed = np.full(_LISTED, -1, np.int64)
+    listed[: len(near)] = near
+    each = of_all(listed.view(np.int32)).view(np.int64).tolist()  # as it takes them
+    return sorted(set.intersection(*map(set, each)) - {-1})
+
+
+class Lock:
+    """A lock on a local directory, which the operating system takes back when this process ends.
+
+    It is a lock of the process (POSIX's), hence not inherited by forked children that outlive it.
+    Where another has it, the error begins with `who` and says what the other `does` there, and
+    `advice`.
+    """
+
+    def __init__(self, where: str, who: str, does: str, advice: str):
+        self._where, self._who, self._does, self._advice = where, who, does, advice
+        self._file = None
+
+    def take(self) -> None:
+        """Take the lock, unless this process has it.
+
+        Raises:
+          RuntimeError: another process has it.
+        """
+        path = os.path.join(self._where, _LOCK)
+        if self._file is not None:
+            with contextlib.suppress(FileNotFoundError):  # the directory was deleted
+                if os.path.samestat(os.fstat(self._file.fileno()), os.stat(path)):
+                    return
+            self.close()
+        os.makedirs(self._where, exist_ok=True)
+        self._file = open(path, "a+")  # closing it gives the lock back
+        try:
+            self._lock()
+        except BaseException:
+            self.close()
+            raise
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Give the lock back, which lets others in."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _lock(self):
+        try:
+            if fcntl is None:
+                raise OSError(errno.ENOLCK, "no POSIX locks")
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                warnings.warn(
+                    f"{self._who}: {self._where} cannot be locked ({error}); make sure that no "
+                    f"other program writes there.",
+                    stacklevel=2,
+                )
+                return
+            self._file.seek(0)
+            raise RuntimeError(
+                f"{self._who}: another program ({self._file.read() or 'unknown'}) {self._does} "
+                f"{self._where}. {self._advice}."
+            ) from None
+
+
+class Writer:
+    """The writer of steps to one directory, each in the background, which deletes those not kept.
+
+    A local directory stays locked from the first save on until `wait`.
+    """
+
+    def __init__(self, where):
+        self._where = where
+        self._turn = threading.RLock()  # Orbax deadlocks when two threads save
+        self._lock = Lock(where, "checkpoint.save", "saves to", _ADVICE)
+        self._keep, self._manager = None, None
+        self.compared = False  # whether replicas in several processes have been
+
+    def save(self, step, keep, arguments, metadata):
+        """Start saving; a save that is still under way is waited for first."""
+        with self._turn:
+            try:
+                self.finish()
+                with together("checkpoint.save"):
+                    self._enter()
+                self._open(keep)
+                with together("checkpoint.save"):
+                    self._check(step)
+                # Orbax's own schedule would skip some steps in silence.
+                composite = ocp.args.Composite(**arguments)
+                self._manager.save(step, args=composite, force=True, custom_metadata=metadata)
+            except BaseException:
+                self._lock.close()
+                raise
+
+    def wait(self):
+        """Block until all is on disk, and let other programs save here."""
+        with self._turn:
+            try:
+                self.finish()
+            finally:
+                self._lock.close()
+
+    def finish(self):
+        """Block until all is on disk; the directory stays locked."""
+        with self._turn:
+            if self._manager is not None:
+                self._manager.wait_until_finished()
+
+    def _enter(self):
+        """Lock the directory, and delete what dead processes left unfinished in it."""
+        if is_bucket(self._where) or jax.process_index() > 0:
+            return
+        self._lock.take()
+        for path in Path(self._where).iterdir():
+            if re.fullmatch(r"\d+\.orbax-checkpoint-tmp.*", path.name):
+                shutil.rmtree(path)
+
+    def _open(self, keep):
+        if self._manager is not None and keep != self._keep:
+            self._manager.close()
+            self._manager = None
+        if self._manager is not None:
+            return
+        handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+        handlers.add(None, ocp.args.StandardSave, Handler)
+        handlers.add(None, ocp.args.JsonSave, ocp.JsonCheckpointHandler)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, create=True, step_name_format=Steps()
+        )
+        self._manager = ocp.CheckpointManager(
+            self._where, options=options, handler_registry=handlers
+        )
+        self._keep = keep
+
+    def _check(self, step):
+        self._manager.reload()  # another process may have written there, or deleted
+        newest, folder = self._manager.latest_step(), self._manager.directory / str(step)
+        if newest is not None and step <= newest:
+            is_there = step in self._manager.all_steps()
+            told = "is saved already" if is_there else f"is behind step {newest}"
+            raise ValueError(
+                f"checkpoint.save: step {step} {told} in {self._where}. Steps only grow: save "
+                f"{newest + 1} or later, or use another directory."
+            )
+        # On a bucket a save that was cut off has its step's own name.
+        if not is_bucket(self._where) and folder.exists():
+            raise ValueError(
+                f"checkpoint.save: {folder} is there already and is no checkpoint. Save another "
+                f"step, or to another directory."
+            )
