@@ -5,7 +5,7 @@ and why others lose.
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from shardwise.plan import published, realised
+from shardwise.plan import compiling, published
 from shardwise.plan.memory import Memory, Terms
 from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.seconds import WAITED, Transfer
@@ -94,8 +94,8 @@ def _summary(plan, c: Candidate):
     ]
     if plan.config:
         told += [
-            ("code", code(plan, c)),
-            ("command", f"shardwise train {flags(plan, c)}"),
+            ("code", compiling.code(c.roles, plan)),
+            ("command", f"shardwise train {compiling.flags(c.roles, plan)}"),
             ("", "with your text or tokens (--data.text, --data.tokens), --steps and --run"),
         ]
     return [f"  {name:11}{said}" for name, said in filter(None, told)]
@@ -107,17 +107,6 @@ def _counted_on(c):
         f"{_seconds(s.hidden)} of transfers to run beside {_seconds(s.arithmetic)} of products; "
         f"one after the other, a step takes {_seconds(s.seconds + s.hidden)}"
     )
-
-
-def code(plan: Plan, c: Candidate) -> str:
-    """The code of a layout of the decoder."""
-    return realised.code(c.roles, plan.config, realised.kernel(plan.sequence, plan.chips))
-
-
-def flags(plan: Plan, c: Candidate) -> str:
-    """The flags of `shardwise train` for it."""
-    kernel = realised.kernel(plan.sequence, plan.chips)
-    return realised.flags(c.roles, plan.config, plan.optimizer, plan.batch, plan.sequence, kernel)
 
 
 def words(plan: Plan, c: Candidate) -> str:
@@ -239,7 +228,7 @@ def why(plan: Plan, asked: Mapping[str, int]) -> str:
     told = ", ".join(f"{role}={size}" for role, size in asked.items())
 
     def those(found):
-        return [x for x in found if all(getattr(x.roles, r) == n for r, n in asked.items())]
+        return [x for x in found if x.roles.has(asked)]
 
     if fitting := those(plan.best):
         return f"Why not {told}? {_slower(plan.best[0], fitting[0])}"
