@@ -115,13 +115,15 @@ class Share(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def shares(arrays: Arrays, roles: Roles) -> tuple[tuple[Share, ...], tuple[Share, ...]]:
-    """(the parameters, the optimizer's state): a device's share of each array."""
-    of_roles = functools.partial(share, r=roles)
-    return tuple(map(of_roles, arrays.parameters)), tuple(map(of_roles, arrays.state))
+def _shares(arrays, roles):
+    """(a device's share of each parameter, its share of each array of the state)."""
+    return tuple(
+        tuple(_share(array, roles) for array in those)
+        for those in (arrays.parameters, arrays.state)
+    )
 
 
-def share(array: Array, r: Roles) -> Share:
+def _share(array, r):
     """A device's part of an array as `layouts` cuts it: along fsdp, if an axis is left for it.
 
     Stages take the first axis that divides: that of layers, where there is one.
@@ -183,7 +185,7 @@ class Part:
         """The `Share` of each parameter, or with `state` of each array of the optimizer's state."""
         r = self.roles
         sizes = Roles(stage=r.stage, fsdp=r.fsdp, expert=r.expert, tensor=r.tensor)
-        return shares(self.arrays, sizes)[state]
+        return _shares(self.arrays, sizes)[state]
 
 
 def parts(

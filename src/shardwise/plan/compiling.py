@@ -110,6 +110,10 @@ class Program(NamedTuple):
 def program_of(roles: Roles, config: Config, batch: int, sequence: int) -> Program:
     """The `Program` of a layout, which has attention's kernel."""
     config = dataclasses.replace(config, stages=roles.stage)
+
+    def create(key):
+        return nnx.state(Decoder(config, nnx.Rngs(params=key)))
+
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
     loss, balanced = model.loss, {}
     if config.experts:  # over each row, so that microbatches are the same function
@@ -119,11 +123,7 @@ def program_of(roles: Roles, config: Config, batch: int, sequence: int) -> Progr
         jax.ShapeDtypeStruct((batch, sequence), dtype) for dtype in (jnp.int32, jnp.float32)
     )
     fields = {"tokens": ints, "targets": ints, "mask": floats}
-    return Program(functools.partial(_create, config), loss, bool(config.experts), fields)
-
-
-def _create(config, key):
-    return nnx.state(Decoder(config, nnx.Rngs(params=key)))
+    return Program(create, loss, bool(config.experts), fields)
 
 
 class Check(NamedTuple):

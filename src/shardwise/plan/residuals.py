@@ -73,10 +73,7 @@ def residuals(
         with marks.bind(use=at_use):
             return mean(jax.tree.unflatten(treedef, now), batch)
 
-    def forward(params, batch):
-        return jax.tree.leaves(jax.vjp(lambda params: here(params, batch), params)[1])
-
-    jaxpr = jax.make_jaxpr(forward)(params, batch).jaxpr
+    jaxpr = _for_backward(here, params, batch)
     if to_host(jaxpr):
         raise ValueError(
             "plan.own: the loss, or remat=, moves arrays to the host; what waits there is not "
@@ -90,13 +87,22 @@ def residuals(
     return Kept(sum(s.bytes for s in found), _gradient(program, found), max(working - gone, 0))
 
 
+def _for_backward(run, moving, *rest):
+    """The program that yields what JAX keeps of `run` for its gradient to `moving`."""
+
+    def forward(moving, *rest):
+        return jax.tree.leaves(jax.vjp(lambda moving: run(moving, *rest), moving)[1])
+
+    return jax.make_jaxpr(forward)(moving, *rest).jaxpr
+
+
 def _gradient(program, found, at_the_end=True):
     """The bytes of the gradient of the largest array stored, in the dtype that its product had.
 
     At the end of the forward pass, one of the same size takes the place of its array, when no later
     product needs that: as the gradient of float32 logits does.
     """
-    floats = [s for s in found if jnp.issubdtype(s.variable.aval.dtype, jnp.inexact)]
+    floats = [s for s in found if _is_float(s.variable.aval)]
     if not floats:
         return 0
     largest = max(floats, key=lambda s: size(s.variable))
@@ -125,20 +131,15 @@ def _after_the_last(jaxpr):
 
 def _working(body):
     """The bytes that a body's own backward pass needs."""
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars]
-    moving = [i for i, x in enumerate(avals) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    every = dict(enumerate(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars))
+    floats = {i: x for i, x in every.items() if _is_float(x)}
     run = jaxpr_as_fun(ClosedJaxpr(body, ()))
-
-    def forward(*given):
-        def here(*floats):
-            every = list(given)
-            for i, x in zip(moving, floats, strict=True):
-                every[i] = x
-            return [x for x in run(*every) if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-        return jax.tree.leaves(jax.vjp(here, *(given[i] for i in moving))[1])
-
-    program, outputs = jaxprs.steps(jax.make_jaxpr(forward)(*avals).jaxpr)
+    jaxpr = _for_backward(
+        lambda floats, every: list(filter(_is_float, run(*(every | floats).values()))),
+        floats,
+        every,
+    )
+    program, outputs = jaxprs.steps(jaxpr)
     found = stored(program, outputs)
     # Gathered weights have gradients that are whole until they are scattered.
     gathered = sum(s.bytes for s in found if program[s.step].name == "optimization_barrier")
@@ -161,7 +162,7 @@ def gathers_again(mean: Callable[..., Any], params: Any, batch: Any) -> bool:
 
 def _taken(x, dtype, is_cut):
     """A parameter as used: a gather or a cast makes a new array, as a barrier in a trace does."""
-    is_cast = dtype is not None and jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype != dtype
+    is_cast = dtype is not None and _is_float(x) and x.dtype != dtype
     x = x.astype(dtype) if is_cast else x
     return jax.lax.optimization_barrier(x) if is_cut or is_cast else x
 
@@ -219,6 +220,10 @@ def _origin(program: Sequence[Step], v: Any) -> Any:
     return v
 
 
+def _is_float(x):
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
 def size(v: Any) -> int:
     """The bytes of a variable."""
     return v.aval.size * v.aval.dtype.itemsize
@@ -230,7 +235,7 @@ def _sizes(program, variables, made_by):
     for step in program:
         if step.name == "convert_element_type":
             for v in _known(step.inputs, found):
-                wide = made_by[v].name in PRODUCTS and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+                wide = made_by[v].name in PRODUCTS and _is_float(v.aval)
                 if wide and _is_written(program, step.outputs[0]):
                     found[v] = max(found[v], size(step.outputs[0]))
     return found

@@ -37,18 +37,17 @@ class Sent:
 
 def sent(part: Part) -> tuple[Sent, ...]:
     """The `Sent` of a device of this stage, by roles and kind; those of 0 bytes are left out."""
+    along = (
+        ("context", "attention", _attention),
+        ("context", "tokens", _choices),
+        ("tensor", "activations", lambda part: sum(op.ring_bytes for op in inserted(part))),
+        ("expert", "tokens", _experts),
+        ("stage", "stages", _stages),
+    )
     found = [*_parameters(part), *_loss(part)]
-    r = part.roles
-    if r.context > 1:
-        found.append(Sent(("context",), "attention", _attention(part)))
-        found.append(Sent(("context",), "tokens", _choices(part)))
-    if r.tensor > 1:
-        size = sum(op.ring_bytes for op in inserted(part))
-        found.append(Sent(("tensor",), "activations", size))
-    if r.expert > 1:
-        found.append(Sent(("expert",), "tokens", _experts(part)))
-    if r.stage > 1:
-        found.append(Sent(("stage",), "stages", _stages(part)))
+    for role, kind, of in along:
+        if getattr(part.roles, role) > 1:
+            found.append(Sent((role,), kind, of(part)))
     return tuple(s for s in found if s.bytes)
 
 
@@ -102,8 +101,8 @@ def _loss(part):
 def _attention(part):
     """The bytes of ring attention, forward once more where a layer is done again."""
     c, r = part.config, part.roles
-    k = (part.rows, part.sequence, c.kv_heads // r.tensor, c.head_dim)
-    k = jax.ShapeDtypeStruct(k, c.dtype)
+    shape = part.rows, part.sequence, c.kv_heads // r.tensor, c.head_dim
+    k = jax.ShapeDtypeStruct(shape, c.dtype)
     told = context.ring("context", apart=r.stage > 1).bytes_sent(r.context, k, k)
     return r.microbatches * part.layers * (told.forward * (1 + r.remat) + told.backward)
 
