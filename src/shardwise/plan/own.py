@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwise import layouts, marks, measure, objective, topology
+from shardwise.fsdp import ArrayLayout
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import abstract, array_layouts
 from shardwise.plan import planning, residuals, roles
@@ -91,7 +92,6 @@ class Own:
     batch: Any
     has_aux: bool
     settings: dict[str, Any]
-    _kept: dict[Any, residuals.Kept] = dataclasses.field(default_factory=dict, init=False)
 
     @functools.cached_property
     def params(self) -> Any:
@@ -156,14 +156,15 @@ class Own:
         """Whether weights are gathered once more in the backward pass, by the loss's own doing."""
         return residuals.gathers_again(self.mean, self.params, self.part(1))
 
-    def kept(self, layout: layouts.Layout, rows: int) -> residuals.Kept:
-        """The `Kept` of `rows` rows in this layout."""
-        stored = array_layouts(layout, self.params)
-        given = rows, tuple(s.cut is not None for s in stored)
-        if given not in self._kept:
-            told = self.params, stored, self.part(rows), layout.dtype
-            self._kept[given] = residuals.residuals(self.mean, *told)
-        return self._kept[given]
+    @functools.cached_property
+    def kept(self) -> Callable[[tuple[ArrayLayout, ...], int], Terms]:
+        """What the loss of so many rows keeps, with parameters that lie so; kept by these."""
+
+        def kept(laid, rows):
+            given = self.params, laid, self.part(rows), self.settings.get("dtype")
+            return residuals.residuals(self.mean, *given)
+
+        return functools.cache(kept)
 
 
 def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
@@ -171,15 +172,10 @@ def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
     mesh = chips.mesh(**(each.sizes or {"data": 1})).abstract
     layout = job.layout(each, mesh)
     told = layouts.predict(layout, job.params, job.batch, job.tx, remat=job.gathers_again or None)
-    kept = job.kept(layout, job.rows // each.rows // each.microbatches)
+    laid = array_layouts(layout, job.params)
+    terms = job.kept(laid, job.rows // each.rows // each.microbatches)
     held = told.held["parameters"]
-    terms = Terms(
-        gradients=held,
-        kept=kept.stored,
-        layer=kept.layer,
-        logits=kept.gradient,
-        summed=held if each.microbatches > 1 else 0.0,
-    )
+    terms = terms._replace(gradients=held, summed=held if each.microbatches > 1 else 0.0)
     memory = Memory(held, told.held["state"], told.held["batch"], terms, COUNTS)
     kinds = {("fsdp",): "weights"}
     sent = tuple(Sent(axes, kinds.get(axes, "gradients"), n) for axes, n in told.sent.items())

@@ -14,6 +14,7 @@ from scipy.sparse import csgraph, csr_array
 from shardwise import jaxprs, marks
 from shardwise.fsdp import ArrayLayout
 from shardwise.jaxprs import Step
+from shardwise.plan.memory import Terms
 from shardwise.topology.lowering import to_host
 
 ENTRYWISE = frozenset(
@@ -35,25 +36,16 @@ AT_WORK = PRODUCTS | {"scan", "while"}
 LARGEST = 2**30  # scipy's capacities are of 32 bits
 
 
-class Kept(NamedTuple):
-    """The bytes of one device: `stored` from the forward pass to the backward one, and beside these
-    either `gradient`, of the largest array at the backward pass's beginning; or `layer`, what the
-    largest rematerialised body needs, less what is gone by then.
-    """
-
-    stored: int
-    gradient: int
-    layer: int
-
-
 def residuals(
     mean: Callable[..., Any],
     params: Any,
     laid: Sequence[ArrayLayout],
     batch: Any,
     dtype: Any,
-) -> Kept:
-    """The bytes that a loss keeps, but for what a compiler computes again (`stored`).
+) -> Terms:
+    """The bytes that a loss keeps (`kept`), but for what a compiler computes again. Beside these
+    there is either the gradient of the largest array at the backward pass's beginning (`logits`);
+    or what the largest rematerialised body needs, less what is gone by then (`layer`).
 
     `mean(params, batch)` is the loss of a device's rows; `params` and `batch` are shapes, `laid`
     says which parameters are gathered, `dtype` in which they are used. The program's inputs are not
@@ -84,7 +76,11 @@ def residuals(
     working = max(map(_working, _again(jax.make_jaxpr(here)(params, batch).jaxpr)), default=0)
     after = _after_the_last(jaxpr)
     gone = sum(s.bytes for s in found if s.step >= after) if working else 0
-    return Kept(sum(s.bytes for s in found), _gradient(program, found), max(working - gone, 0))
+    return Terms(
+        kept=sum(s.bytes for s in found),
+        logits=_gradient(program, found),
+        layer=max(working - gone, 0),
+    )
 
 
 def _for_backward(run, moving, *rest):
