@@ -56,7 +56,9 @@ class Step:
     def seconds(self) -> float:
         """The seconds of a step whose products wait for activations and tokens, and no more."""
         work = max(self.arithmetic, self.weights) + self.waited
-        work = self._beside_host(max(work, self.hidden + self.waited))
+        work = max(work, self.hidden + self.waited)
+        # Beside the host: a quarter of the FLOPs is the forward pass, which writes; the rest reads.
+        work = max(work / 4, self.host) + max(3 * work / 4, self.host)
         return work / (1 - self.bubble) + self.update
 
     @property
@@ -65,13 +67,6 @@ class Step:
         longest = max((t.seconds for t in self.transfers), default=0.0)
         work = max(self.arithmetic, self.weights, longest, self.host)
         return work / (1 - self.bubble) + self.update
-
-    def _beside_host(self, work):
-        """The seconds of `work` beside the host, with remat.
-
-        A quarter of the FLOPs is the forward pass, which writes; the rest reads.
-        """
-        return max(work / 4, self.host) + max(3 * work / 4, self.host)
 
     @property
     def binds(self) -> str:

@@ -186,12 +186,11 @@ def _reached(plan, c: Candidate):
 
 def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     """Lines of aligned columns, of which layouts and what binds stand on the left."""
-    rows = [columns, *rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    aligned = ["<" if name in ("chips", "layout", "binds") else ">" for name in columns]
-    pairs = list(zip(aligned, widths, strict=True))
-    told = [[f"{x:{a}{w}}" for x, (a, w) in zip(row, pairs, strict=True)] for row in rows]
-    return ["  " + "  ".join(row).rstrip() for row in told]
+    aligned = []
+    for column in zip(columns, *rows, strict=True):
+        pad = str.ljust if column[0] in ("chips", "layout", "binds") else str.rjust
+        aligned.append([pad(cell, max(map(len, column))) for cell in column])
+    return ["  " + "  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
 
 
 def explained(plan: Plan, c: Candidate) -> str:
