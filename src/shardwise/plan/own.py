@@ -158,7 +158,7 @@ class Own:
 
     @functools.cached_property
     def kept(self) -> Callable[[tuple[ArrayLayout, ...], int], Terms]:
-        """What the loss of so many rows keeps, with parameters that lie so; traced once for each."""
+        """What the loss of so many rows keeps, its parameters laid so; traced once for each."""
 
         def kept(laid, rows):
             given = self.params, laid, self.part(rows), self.settings.get("dtype")
