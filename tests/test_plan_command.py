@@ -19,7 +19,6 @@ from shardwise.plan import (
     compiling,
     planning,
     published,
-    realised,
     roles,
     survey,
     tables,
@@ -131,17 +130,18 @@ SIZES = dict(embed=64, layers=4, mlp=64, vocab=256)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kernel", ["tiles", "splash"])
-def test_code_and_flags_are_the_layout_that_is_compiled(each, config, kernel):
+@pytest.mark.parametrize("kernel, length", [("tiles", 32), ("splash", 128)])
+def test_code_and_flags_are_the_layout_that_is_compiled(each, config, kernel, length):
     names = {"context": context, "jax": jax, "jnp": jnp, "layouts": layouts, "mesh": mesh}
     expected = compiling.layout_of(each, config, mesh.make(**each.sizes), kernel)
-    assert eval(realised.code(each, config, kernel), names) == expected
     optimizer = Optimizer(name="lion", moments="bfloat16") if each.remat else Optimizer()
-    flags = realised.flags(each, config, optimizer, 16, 32, kernel)
-    told = settings.flags(argv=shlex.split(flags))
+    given = config, topology.chips("v5e:2x4"), 16, length
+    whole = plan.Plan(*given, (), (), (), optimizer=optimizer)
+    assert eval(compiling.code(each, whole), names) == expected
+    told = settings.flags(argv=shlex.split(compiling.flags(each, whole)))
     assert told.layout.layout() == expected and told.model == config
     assert told.optimizer == optimizer
-    assert (told.batch, told.sequence, told.ema) == (16, 32, None)
+    assert (told.batch, told.sequence, told.ema) == (16, length, None)
 
 
 def test_a_batch_in_tokens_and_another_optimizer(capsys):

@@ -161,7 +161,7 @@ def test_a_strangers_module_has_a_plan_to_read():
     assert {c.roles.fsdp for c in found.fitting} == {1, 2, 4, 8}
     told = plan.text(found, top=4)
     assert told.startswith("32 rows on 8 v5e") or told.startswith("32 rows on")
-    assert tables.NOTES_OF_OWN[0] in told and facts.facts(found, 2)["sequence"] is None
+    assert tables.NOTES_OF_OWN[0] in told and facts.of_plan(found, 2)["sequence"] is None
 
 
 def test_a_loss_that_keeps_less_is_no_rematerialised_layer():

@@ -5,8 +5,7 @@ a stage's.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,22 +61,25 @@ class Arrays:
     state: tuple[Array, ...]
 
 
-def of(shapes: Any, tx: Any) -> Arrays:
-    """The `Arrays` of a pytree of arrays or `ShapeDtypeStruct`, by the names its leaves carry.
+@functools.lru_cache(maxsize=64)
+def of_decoder(config: Config, optimizer: Optimizer = _ADAMW) -> Arrays:
+    """The `Arrays` of `model.Decoder`, by the names that its parameters carry.
 
     Raises:
-      ValueError: the update of `tx` multiplies matrices, as Muon's does.
+      ValueError: the optimizer's update multiplies matrices, as Muon's does.
     """
+    shapes = nnx.state(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
     parameters = tuple(_parameter(*walked) for walked in trees.walk(shapes))
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
+    tx = optimizer.transformation()
     state = jax.eval_shape(tx.init, plain)
     if matrices.multiplies(tx.update, plain, state, plain):
         raise ValueError(
             "plan: the optimizer's update multiplies matrices, which layouts gather whole for it; "
             "that is not planned. Plan with an optimizer whose update does not, such as adamw."
         )
-    owners, found = trees.owners(state, plain), []
-    for (path, x), owner in zip(trees.leaves(state), owners, strict=True):
+    found = []
+    for (path, x), owner in zip(trees.leaves(state), trees.owners(state, plain), strict=True):
         like = parameters[owner.index] if owner else None
         if like is None or owner.shape != x.shape:
             stacked = bool(like and like.stacked and owner.axes and owner.axes[0] == 0)
@@ -88,37 +90,40 @@ def of(shapes: Any, tx: Any) -> Arrays:
 
 def _parameter(keys, x, box):
     axes, rank = trees.axis_names(box), len(x.shape)
-    named = axes is not None and (len(axes) < rank or axes[:1] == (trees.LAYERS,))
+    stacked = axes is not None and (len(axes) < rank or axes[:1] == (trees.LAYERS,))
     names = (*[None] * (rank - len(axes or ())), *(axes or ()))
-    return Array("/".join(keys), x.shape, names, named, jnp.dtype(x.dtype).itemsize)
-
-
-@functools.lru_cache(maxsize=64)
-def of_decoder(config: Config, optimizer: Optimizer = _ADAMW) -> Arrays:
-    """The `Arrays` of `model.Decoder`."""
-    shapes = nnx.state(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
-    return of(shapes, optimizer.transformation())
+    return Array("/".join(keys), x.shape, names, stacked, jnp.dtype(x.dtype).itemsize)
 
 
 class Share(NamedTuple):
-    """A device's part of an array: how many elements, and whether fsdp and stages cut it."""
+    """A device's `elements` of an array, and into how many parts fsdp and stages cut it."""
 
+    array: Array
     elements: int
-    is_gathered: bool
-    is_staged: bool
+    fsdp: int
+    stages: int
 
+    @property
+    def used(self) -> int:
+        """The elements in a step: what is in no layer, stages gather before the first tick."""
+        return self.elements * (1 if self.array.stacked else self.stages)
 
-Shares = tuple[tuple[Array, Share], ...]
+    @property
+    def whole(self) -> int:
+        """The elements where it is read, gathered over fsdp."""
+        return self.used * self.fsdp
 
 
 @functools.lru_cache(maxsize=4096)
-def shares(arrays: Arrays, roles: Roles) -> tuple[Shares, Shares]:
-    """(the parameters, the optimizer's state): each array with a device's part of it."""
-    parameters = tuple((array, share(array, roles)) for array in arrays.parameters)
-    return parameters, tuple((array, share(array, roles)) for array in arrays.state)
+def _shares(arrays, roles):
+    """(a device's share of each parameter, its share of each array of the state)."""
+    return tuple(
+        tuple(_share(array, roles) for array in those)
+        for those in (arrays.parameters, arrays.state)
+    )
 
 
-def share(array: Array, r: Roles) -> Share:
+def _share(array, r):
     """A device's part of an array as `layouts` cuts it: along fsdp, if an axis is left for it.
 
     Stages take the first axis that divides: that of layers, where there is one.
@@ -129,9 +134,9 @@ def share(array: Array, r: Roles) -> Share:
     cut = [i for i in range(rank) if array.names[i] in taken and i not in staged]
     parts = math.prod(r.tensor if array.names[i] in TENSOR else r.expert for i in cut)
     free = [i for i in range(rank) if i not in (*cut, *staged) and i >= array.stacked]
-    is_cut = r.fsdp > 1 and array.size > 1 and bool(dividing(array.shape, free, r.fsdp))
-    parts *= (r.fsdp if is_cut else 1) * (r.stage if staged else 1)
-    return Share(array.size // parts, is_cut, bool(staged))
+    stages = r.stage if staged else 1
+    fsdp = r.fsdp if array.size > 1 and dividing(array.shape, free, r.fsdp) else 1
+    return Share(array, array.size // (parts * fsdp * stages), fsdp, stages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,26 +181,11 @@ class Part:
         """Whether the end of the model reads a parameter that is in no layer."""
         return self.config.tied or not array.is_embedding
 
-    @property
-    def scales(self) -> tuple[tuple[tuple[int, ...], int], ...]:
-        """(shape, how many of them on this stage) of norms' scales, but for those tensor cuts."""
-        found = [a for a in self.arrays.parameters if a.path.endswith("scale") and not a.is_cut]
-        return tuple((a.shape[a.stacked :], self.layers if a.stacked else 1) for a in found)
-
-    def held(self, state: bool = False) -> Shares:
-        """Each parameter, or with `state` each array of the optimizer's state, with its `Share`."""
+    def held(self, state: bool = False) -> tuple[Share, ...]:
+        """The `Share` of each parameter, or with `state` of each array of the optimizer's state."""
         r = self.roles
         sizes = Roles(stage=r.stage, fsdp=r.fsdp, expert=r.expert, tensor=r.tensor)
-        return shares(self.arrays, sizes)[state]
-
-    def used(self) -> Iterator[tuple[Array, int, bool]]:
-        """(parameter, a device's elements of it in a step, whether fsdp cuts it).
-
-        What is in no layer, stages gather before the first tick, and every device has it then.
-        """
-        for array, share in self.held():
-            stages = self.roles.stage if share.is_staged and not array.stacked else 1
-            yield array, share.elements * stages, share.is_gathered
+        return _shares(self.arrays, sizes)[state]
 
 
 def parts(

@@ -1,4 +1,6 @@
-"""A proposed layout as the step that it stands for, and what the chips' compiler says of it."""
+"""A proposed layout as what realises it: its code, the flags of `shardwise train`, and its step,
+with what the chips' compiler says of that.
+"""
 
 import dataclasses
 import functools
@@ -13,13 +15,74 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import context, layouts, measure, model, topology
+from shardwise.context.kernels import LANES
 from shardwise.model import Config, Decoder
-from shardwise.plan import arrays, realised, sent
-from shardwise.plan.arrays import of_decoder
+from shardwise.plan import arrays
 from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.roles import Roles
 from shardwise.plan.sent import inserted
 from shardwise.topology import child
+
+_CODE = {
+    "tiles": "context.tiled",
+    "splash": "context.splash()",
+    "offload": "layouts.offload",
+    "nothing_saveable": "jax.checkpoint_policies.nothing_saveable",
+    "dots_with_no_batch_dims_saveable": "jax.checkpoint_policies.dots_with_no_batch_dims_saveable",
+    "bfloat16": "jnp.bfloat16",
+}
+
+
+def kernel(plan: Plan) -> str:
+    """What does attention to whole sequences: Pallas' kernel where there is one, or our tiles."""
+    return "tiles" if plan.chips.chip.node or plan.sequence % LANES else "splash"
+
+
+def _settings(roles, config, kernel):
+    """The layout's settings besides its axes, with the values that `shardwise train` has for them.
+
+    `kernel` counts where devices see whole sequences.
+    """
+    again = "dots_with_no_batch_dims_saveable" if roles.products else "nothing_saveable"
+    narrow = jnp.dtype(config.dtype) != jnp.dtype(config.param_dtype)
+    found = {
+        "sequence": roles.tensor > 1,
+        "attention": "zigzag" if roles.context > 1 else None,
+        "kernel": None if roles.context > 1 else kernel,
+        "microbatches": roles.microbatches if roles.microbatches > 1 else None,
+        "dtype": jnp.dtype(config.dtype).name if narrow else None,
+        "remat": ("offload" if roles.offload else again) if roles.remat else None,
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def code(roles: Roles, plan: Plan) -> str:
+    """The layout as a Python expression of `context`, `jax`, `jnp`, `layouts` and `mesh`."""
+    sizes = roles.sizes or {"data": 1}
+    said = {role: f'"{role}"' for role in sizes}
+    for name, value in _settings(roles, plan.config, kernel(plan)).items():
+        said[name] = _CODE.get(value, f'"{value}"') if isinstance(value, str) else str(value)
+    axes = ", ".join(f"{role}={size}" for role, size in sizes.items())
+    return f"layouts.Layout(mesh.make({axes}), {', '.join(f'{n}={x}' for n, x in said.items())})"
+
+
+def flags(roles: Roles, plan: Plan) -> str:
+    """The flags of `shardwise train` that train the decoder in this layout, with no mean kept."""
+    given = {"batch": plan.batch, "sequence": plan.sequence, "ema": None}
+    said = {"fsdp": 1} | roles.sizes | _settings(roles, plan.config, kernel(plan))
+    given |= {f"layout.{name}": value for name, value in said.items()}
+    for name, chosen in {"model": plan.config, "optimizer": plan.optimizer}.items():
+        usual = type(chosen)()
+        every = dataclasses.asdict(chosen).items()
+        given |= {f"{name}.{key}": x for key, x in every if x != getattr(usual, key)}
+    return " ".join(_flag(name.replace("_", "-"), value) for name, value in given.items())
+
+
+def _flag(name, value):
+    if isinstance(value, bool):
+        group, _, last = name.rpartition(".")
+        return f"--{group}.{last}" if value else f"--{group}.no-{last}"
+    return f"--{name} {jnp.dtype(value).name if name.endswith('dtype') else value}"
 
 
 def layout_of(roles: Roles, config: Config, mesh: Mesh, kernel: str = "tiles") -> layouts.Layout:
@@ -27,19 +90,17 @@ def layout_of(roles: Roles, config: Config, mesh: Mesh, kernel: str = "tiles") -
 
     Attention to whole sequences is in "tiles", or for TPUs by Pallas' "splash".
     """
+    given = _settings(roles, config, kernel)
     attend = context.splash() if kernel == "splash" else context.tiled
-    given = realised.settings(roles, config, kernel)
     again = getattr(jax.checkpoint_policies, given.get("remat", ""), layouts.offload)
     meant = {"kernel": attend, "remat": again, "dtype": config.dtype}
     taken = {role: role for role in roles.sizes} or {"data": "data"}
     return layouts.Layout(mesh, **taken, **{n: meant.get(n, x) for n, x in given.items()})
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """The decoder for a layout: `create(key)`, `loss(params, batch)`, `has_aux` and a `batch`."""
 
-    config: Config
     create: Callable[..., Any]
     loss: Callable[..., Any]
     has_aux: bool
@@ -49,19 +110,20 @@ class Program:
 def program_of(roles: Roles, config: Config, batch: int, sequence: int) -> Program:
     """The `Program` of a layout, which has attention's kernel."""
     config = dataclasses.replace(config, stages=roles.stage)
+
+    def create(key):
+        return nnx.state(Decoder(config, nnx.Rngs(params=key)))
+
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
-    has_aux = bool(config.experts)
-    loss = functools.partial(model.loss, graphdef=graphdef)
-    if has_aux:  # balanced over each row, so that microbatches are the same function
-        loss = functools.partial(model.routed_loss, graphdef=graphdef, over="rows")
-    shape = batch, sequence
-    ints, floats = (jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
+    loss, balanced = model.loss, {}
+    if config.experts:  # over each row, so that microbatches are the same function
+        loss, balanced = model.routed_loss, {"over": "rows"}
+    loss = functools.partial(loss, graphdef=graphdef, **balanced)
+    ints, floats = (
+        jax.ShapeDtypeStruct((batch, sequence), dtype) for dtype in (jnp.int32, jnp.float32)
+    )
     fields = {"tokens": ints, "targets": ints, "mask": floats}
-    return Program(config, functools.partial(_create, config), loss, has_aux, fields)
-
-
-def _create(config, key):
-    return nnx.state(Decoder(config, nnx.Rngs(params=key)))
+    return Program(create, loss, bool(config.experts), fields)
 
 
 class Check(NamedTuple):
@@ -90,12 +152,10 @@ def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowe
     if plan.own:
         layout, program, tx = plan.own.layout(each, mesh.abstract), plan.own, plan.own.tx
     else:
-        kernel = realised.kernel(plan.sequence, plan.chips)
-        layout = layout_of(each, plan.config, mesh.abstract, kernel)
+        layout = layout_of(each, plan.config, mesh.abstract, kernel(plan))
         program = program_of(each, plan.config, plan.batch, plan.sequence)
         tx = plan.optimizer.transformation()
-    create = program.create
-    params = jax.eval_shape(create, jax.random.key(0))
+    params = jax.eval_shape(program.create, jax.random.key(0))
     params, state = jax.tree.map(
         lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
         (params, jax.eval_shape(tx.init, params)),
@@ -138,66 +198,44 @@ def check(candidate: Candidate, plan: Plan) -> Check:
 def _expected(each, plan, stage):
     if plan.own:
         return ()
-    given = each, plan.config, of_decoder(plan.config, plan.optimizer), plan.batch, plan.sequence
+    held = arrays.of_decoder(plan.config, plan.optimizer)
+    given = each, plan.config, held, plan.batch, plan.sequence
     return inserted(next(part for part in arrays.parts(*given) if part.stage >= stage))
 
 
-def checked(plan: Plan, number: int, out: TextIO) -> list[dict[str, Any]]:
-    """Compile the best layouts, print each on `out` when it is done, and return facts of all."""
-    chosen = plan.best[:number]
+def checked(plan: Plan, number: int, out: TextIO) -> list[Check]:
+    """Compile the best layouts, and print each on `out` when it is done."""
     print("\nCompiled, GiB on a device:", file=out)
-    facts = []
-    for candidate in chosen:
+    found = []
+    for candidate in plan.best[:number]:
         try:
-            found = check(candidate, plan)
+            found.append(check(candidate, plan))
         except ImportError as error:
             print(f"  Nothing was compiled. {error}", file=out, flush=True)
             return []
         except (NotImplementedError, ValueError) as error:
             print(f"  {candidate.roles}: not compiled. {error}", file=out, flush=True)
             continue
-        print(_line(found), file=out, flush=True)
-        if found.differences:
-            print(_became(found), file=out, flush=True)
-        facts.append(_facts(found))
-    return facts
+        print(_told(found[-1]), file=out, flush=True)
+    return found
 
 
-def _line(found):
+def _told(found):
+    """A line on memory and bytes sent, and one on what became of the bytes by formula; all of these
+    together are those the compiler sends.
+    """
     said, ours = found.fit.needed / 2**30, found.candidate.memory.total / 2**30
     kinds = ", ".join(f"{kind} {size / 1e9:.4g} GB" for kind, size in found.sent.items())
     fits = "fits" if found.fit else "does not fit"
     sends = f"sends {kinds or 'nothing'}; " if kinds or found.fit else ""
-    return (
+    told = (
         f"  {found.candidate.roles}: {fits}, {said:.2f}, by formula {ours:.2f} "
         f"({ours / said - 1:+.0%}); {sends}{found.seconds:.0f} s"
     )
-
-
-def _became(found):
-    """A line on what became of the bytes by formula; all together are those the compiler sends."""
-    told = [
+    became = [
         f"{name} {d.written / 1e6:,.1f} MB" + (f" ({d.more / 1e6:+,.1f})" if d.more else "")
         for name, d in found.differences.items()
     ]
-    return f"    by formula and what the compiler made of it: {'; '.join(told)}"
-
-
-def _facts(found):
-    by_hand = [s for s in found.candidate.sent if s.roles != ("tensor",)]
-    return {
-        "roles": found.candidate.roles.sizes,
-        "microbatches": found.candidate.roles.microbatches,
-        "remat": found.candidate.roles.remat,
-        "offload": found.candidate.roles.offload,
-        "products": found.candidate.roles.products,
-        "fits": bool(found.fit),
-        "bytes": found.fit.needed,
-        "bytes_by_formula": found.candidate.memory.total,
-        "memory": found.fit.memory._asdict() if found.fit.memory else None,
-        "sent_by_hand_lowered": found.lowered,
-        "sent_by_hand_by_formula": sum(sent.by_role(by_hand).values()),
-        "sent": found.sent,
-        "differences": {name: d._asdict() for name, d in found.differences.items()},
-        "seconds": found.seconds,
-    }
+    if became:
+        told += f"\n    by formula and what the compiler made of it: {'; '.join(became)}"
+    return told

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from shardwise.plan.roles import ORDER
+from shardwise.plan.roles import ORDER, divisors
 from shardwise.topology import Chip, Chips
 
 
@@ -70,35 +70,33 @@ def lay(chips: Chips, sizes: tuple[tuple[str, int], ...]) -> Mapping[str, Way]:
         name: (size // part, part)
         for (name, size), part in zip(mesh.axes, mesh.across_slices(), strict=True)
     }
-    free = [[whole, 1] for whole in chips.shape]  # what is left of a side, and the next stride
-    free += [[chips.chip.devices, 1]] if chips.chip.devices > 1 else []
+    free = [Side(whole, 1, whole) for whole in chips.shape]  # what is left of each
+    if (devices := chips.chip.devices) > 1:
+        free.append(Side(devices, 1, devices, on_chip=True))
     found = {}
     for role in sorted(inside, key=ORDER.index, reverse=True):
         size, across = inside[role]
-        factors = _choose(size, free, chips)
-        sides = tuple(_side(f, i, free, chips) for i, f in enumerate(factors) if f > 1)
-        found[role] = Way(sides, across, chips.groups)
-        for place, factor in zip(free, factors, strict=True):
-            place[0] //= factor
-            place[1] *= factor
+        factors = _choose(size, free, chips.chip)
+        found[role] = Way(_taken(factors, free), across, chips.groups)
+        free = [
+            side._replace(size=side.size // f, stride=side.stride * f)
+            for side, f in zip(free, factors, strict=True)
+        ]
     return found
 
 
-def _side(factor, i, free, chips):
-    on_chip = i == len(chips.shape)
-    whole = chips.chip.devices if on_chip else chips.shape[i]
-    return Side(factor, free[i][1], whole, on_chip)
+def _taken(factors, free):
+    return tuple(s._replace(size=f) for s, f in zip(free, factors, strict=True) if f > 1)
 
 
-def _choose(size, free, chips):
+def _choose(size, free, chip):
     """The factors into which a size is cut, one for each side of the torus."""
 
     def order(factors):
-        sides = [_side(f, i, free, chips) for i, f in enumerate(factors) if f > 1]
-        whole = all(f in (1, left) for f, (left, _) in zip(factors, free, strict=True))
-        return whole, sum(side.bandwidth(chips.chip) for side in sides), factors
+        whole = all(f in (1, side.size) for f, side in zip(factors, free, strict=True))
+        return whole, sum(side.bandwidth(chip) for side in _taken(factors, free)), factors
 
-    options = ([f for f in range(1, left + 1) if left % f == 0] for left, _ in free)
+    options = ([f for f in divisors(side.size) if size % f == 0] for side in free)
     return max((f for f in itertools.product(*options) if math.prod(f) == size), key=order)
 
 

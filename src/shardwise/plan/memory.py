@@ -60,25 +60,11 @@ class Terms(NamedTuple):
 # How many copies of each term the compiler keeps. `benchmarks/plan.py` fits layer, around, ring and
 # dispatch, and judges the whole on other models; all others are counts, but for what offload needs,
 # which was read from a few programs.
-COEFFICIENTS = Terms(
-    gradients=1.0,
-    weights=1.0,
-    kept=1.0,
-    layer=0.42,
-    around=4.5,
-    logits=1.0,
-    ring=0.8,
-    dispatch=0.6,
-    summed=1.0,
-    pending=1.0,
-    task=1.0,
-)
+COUNTS = Terms(*[1.0] * len(Terms._fields))
+COEFFICIENTS = COUNTS._replace(layer=0.42, around=4.5, ring=0.8, dispatch=0.6)
 # The same of XLA's compiler for GPUs, which has sums of microbatches half a second time;
 # `benchmarks/plan_gpu.py` fits six of them.
-OF_GPUS = COEFFICIENTS._replace(
-    layer=1.0, around=0.0, logits=1.2, ring=0.3, dispatch=0.0, summed=1.5
-)
-COUNTS = Terms(*[1.0] * len(Terms._fields))
+OF_GPUS = COUNTS._replace(around=0.0, logits=1.2, ring=0.3, dispatch=0.0, summed=1.5)
 # Of `_in_layer`, what GPUs' compiler works on in a backward pass: four arrays of the MLP's width,
 # gradients of some heads, and what enters products, whole, with gradients. Read from programs that
 # `benchmarks/plan_gpu.py` fits and judges, by least squares.
@@ -129,8 +115,10 @@ def counted(terms: Terms, coefficients: Terms) -> Terms:
 
 def memory(part: Part, gpu: bool = False) -> Memory:
     """The `Memory` of a device, a GPU or a TPU; of stages, all are alike: they run one program."""
-    parameters = sum(share.elements * array.itemsize for array, share in part.held())
-    state = sum(share.elements * array.itemsize for array, share in part.held(state=True))
+    parameters, state = (
+        sum(share.elements * share.array.itemsize for share in part.held(of_state))
+        for of_state in (False, True)
+    )
     # Of tokens, targets, a mask, and on request places: as `data.batches` makes them.
     batch = 3 * 4 * part.tokens * part.roles.microbatches
     host = int(part.layers * part.tokens * _between(part)) if part.roles.offload else 0
@@ -164,7 +152,7 @@ def _terms_of_stages(part, gpu):
     c, r, used = part.config, part.roles, part.itemsize
     weights, head = _weights(part)
     # Along tensor whole: so the compiler lays it out, to scatter its gradient over stages.
-    ends = sum(a.size // (r.fsdp if cut else 1) for a, _, cut in part.used() if not a.stacked)
+    ends = sum(s.array.size // s.fsdp for s in part.held() if not s.array.stacked)
     entered = part.layers * part.tokens * _between(part)
     kept = entered if r.remat else part.layers * sum(_in_layer(part, gpu)) + weights
     last = part.tokens * c.embed * (3 * _WIDE + used) / r.tensor + _of_vocabulary(part) * _WIDE
@@ -174,7 +162,7 @@ def _terms_of_stages(part, gpu):
     return Terms(
         weights=ends * _WIDE + head + weights / (1 if r.remat else part.layers),
         kept=live * kept + last + sum(passed(part)),
-        summed=sum(elements for _, elements, _ in part.used()) * _WIDE,
+        summed=sum(share.used for share in part.held()) * _WIDE,
         pending=pending,
         task=max(kept + last, pending),
     )
@@ -199,23 +187,20 @@ def _weights(part):
 
     The embedding is gathered and read before all else, and gone, unless it is the head too.
     """
-    r, layers, head = part.roles, 0, 0
-    for array, elements, is_gathered in part.used():
-        whole = elements * (r.fsdp if is_gathered else 1) * part.itemsize
-        if array.stacked:
-            layers += whole // (part.layers if r.remat else 1)
-        elif part.ends(array):
+    layers, head, together = 0, 0, part.layers if part.roles.remat else 1
+    for share in part.held():
+        whole = share.whole * part.itemsize
+        if share.array.stacked:
+            layers += whole // together
+        elif part.ends(share.array):
             head += whole
     return layers, head
 
 
 def _cast(part):
     """The bytes of layers' shares in the dtype of use: all are cast before the loop over layers."""
-    return sum(
-        elements * part.itemsize
-        for array, elements, is_gathered in part.used()
-        if array.stacked and is_gathered and part.itemsize < array.itemsize
-    )
+    gathered = (s for s in part.held() if s.array.stacked and s.fsdp > 1)
+    return part.itemsize * sum(s.elements for s in gathered if part.itemsize < s.array.itemsize)
 
 
 def _of_vocabulary(part):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from shardwise import layouts, marks, measure, objective, topology
+from shardwise.fsdp import ArrayLayout
 from shardwise.layouts.meanings import meanings
-from shardwise.layouts.placing import array_layouts
-from shardwise.plan import links, planning, residuals, roles
+from shardwise.layouts.placing import abstract, array_layouts
+from shardwise.plan import planning, residuals, roles
 from shardwise.plan.memory import COUNTS, Memory, Terms
-from shardwise.plan.roles import Refusal, Roles
-from shardwise.plan.seconds import Step, Transfer, over_links
+from shardwise.plan.roles import Roles
+from shardwise.plan.seconds import step
 from shardwise.plan.sent import Sent
 from shardwise.topology import Chips
 
@@ -73,18 +73,13 @@ def own(
         )
     if unknown := sorted(set(settings) - set(SETTINGS)):
         raise ValueError(f"plan.own: {unknown[0]}= is no setting here; {', '.join(SETTINGS)} are.")
-    job = Own(create, loss, tx, _shapes(batch), has_aux, settings)
-    rows, fitting, too_large, refused = job.rows, [], [], []
-    for each in _divisions(chips.devices):
-        if told := roles.refusal_of_rows(each, chips, rows):
-            refused.append(Refusal(each, *told))
-            continue
-        for variant in (v for v in roles.variants(each, rows, chips) if not v.remat):
-            found = candidate(job, variant, chips)
-            (fitting if planning.fits(found.memory, chips) else too_large).append(found)
-    fitting.sort(key=planning.order)
-    told = tuple(fitting), tuple(too_large), tuple(refused)
-    return planning.Plan(None, chips, rows, None, *told, own=job)
+    job = Own(create, loss, tx, abstract(batch), has_aux, settings)
+    return planning.filled(
+        planning.Plan(None, chips, job.rows, None, (), (), (), own=job),
+        (Roles(data=chips.devices // n, fsdp=n) for n in roles.divisors(chips.devices)),
+        lambda each: (v for v in roles.variants(each, job.rows, chips) if not v.remat),
+        lambda each: candidate(job, each, chips),
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,17 +126,14 @@ class Own:
         return jax.tree.map(cut, self.batch)
 
     @functools.cached_property
-    def meant(self) -> Any:
+    def _meanings(self):
         """What marks mean by the settings alone, on one device: a layer, and attention."""
         return meanings(self.layout(Roles(), jax.sharding.AbstractMesh((1,), ("data",))))
 
     def mean(self, params: Any, batch: Any) -> Any:
         """The mean loss, without aux."""
-        with marks.bind(**self.meant):
-            return self._mean(params, batch)
-
-    def _mean(self, params, batch):
-        return objective.quotient(objective.normal(self.loss, self.has_aux)(params, batch)[0])
+        with marks.bind(**self._meanings):
+            return objective.quotient(objective.normal(self.loss, self.has_aux)(params, batch)[0])
 
     @functools.cached_property
     def flops(self) -> tuple[float, float]:
@@ -152,31 +144,27 @@ class Own:
             count.append(measure.flops(jax.jit(program).lower(*given).compile()) / 2)
         return count[0], count[1]
 
+    @property
+    def read(self) -> int:
+        """The bytes of all weights, in the dtype in which they are used."""
+        dtype = self.settings.get("dtype")
+        leaves = jax.tree.leaves(self.params)
+        return sum(x.size * jnp.dtype(dtype or x.dtype).itemsize for x in leaves)
+
     @functools.cached_property
     def gathers_again(self) -> bool:
         """Whether weights are gathered once more in the backward pass, by the loss's own doing."""
         return residuals.gathers_again(self.mean, self.params, self.part(1))
 
     @functools.cached_property
-    def _kept(self):
-        return {}
+    def kept(self) -> Callable[[tuple[ArrayLayout, ...], int], Terms]:
+        """What the loss of so many rows keeps, its parameters laid so; traced once for each."""
 
-    def kept(self, layout: layouts.Layout, rows: int) -> residuals.Kept:
-        """The `Kept` of `rows` rows in this layout."""
-        stored = array_layouts(layout, self.params)
-        given = rows, tuple(s.cut is not None for s in stored)
-        if given not in self._kept:
-            told = self.part(rows), layout.dtype, meanings(layout)
-            self._kept[given] = residuals.residuals(self.mean, self.params, stored, *told)
-        return self._kept[given]
+        def kept(laid, rows):
+            given = self.params, laid, self.part(rows), self.settings.get("dtype")
+            return residuals.residuals(self.mean, *given)
 
-
-def _shapes(tree):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), tree)
-
-
-def _divisions(devices):
-    return (Roles(data=devices // n, fsdp=n) for n in roles.divisors(devices))
+        return functools.cache(kept)
 
 
 def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
@@ -184,43 +172,18 @@ def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
     mesh = chips.mesh(**(each.sizes or {"data": 1})).abstract
     layout = job.layout(each, mesh)
     told = layouts.predict(layout, job.params, job.batch, job.tx, remat=job.gathers_again or None)
-    kept = job.kept(layout, job.rows // each.rows // each.microbatches)
+    laid = array_layouts(layout, job.params)
+    terms = job.kept(laid, job.rows // each.rows // each.microbatches)
     held = told.held["parameters"]
-    terms = Terms(
-        gradients=held,
-        weights=0.0,
-        kept=kept.stored,
-        layer=kept.layer,
-        around=0.0,
-        logits=kept.gradient,
-        summed=held if each.microbatches > 1 else 0.0,
-    )
+    terms = terms._replace(gradients=held, summed=held if each.microbatches > 1 else 0.0)
     memory = Memory(held, told.held["state"], told.held["batch"], terms, COUNTS)
     kinds = {("fsdp",): "weights"}
     sent = tuple(Sent(axes, kinds.get(axes, "gradients"), n) for axes, n in told.sent.items())
     forward, both = job.flops
 
     def costs():
-        return sent, _step(job, each, chips, memory, sent, both * job.rows / chips.devices)
+        return sent, step(each, chips, memory, sent, both * job.rows / chips.devices, job.read)
 
     peak = chips.chip.peak() * chips.devices
     flops = min(3 * forward, both) * job.rows  # of what enters, none needs a gradient
     return planning.Candidate(each, memory, flops, peak, costs)
-
-
-def _step(job, each, chips, memory, sent, flops):
-    chip, ways = chips.chip, links.lay(chips, tuple(each.sizes.items()))
-    bandwidth = chip.hbm_bandwidth / chip.devices
-    dtype = job.settings.get("dtype")
-    whole = sum(
-        math.prod(x.shape) * jnp.dtype(dtype or x.dtype).itemsize
-        for x in jax.tree.leaves(job.params)
-    )
-    moved = 2 * (memory.parameters + memory.state) + memory.terms.gradients + memory.terms.summed
-    return Step(
-        arithmetic=flops / chip.peak("bfloat16"),
-        weights=3 * each.microbatches * whole / bandwidth,
-        update=moved / bandwidth,
-        transfers=tuple(Transfer(s, *over_links(chip, s, ways)) for s in sent),
-        bubble=0.0,
-    )

@@ -4,17 +4,17 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardwise import topology
 from shardwise.model import Config
-from shardwise.plan import links, roles
+from shardwise.plan import roles
 from shardwise.plan.arrays import Arrays, of_decoder, parts
 from shardwise.plan.memory import Memory, memory
 from shardwise.plan.published import preset
 from shardwise.plan.roles import Refusal, Roles
-from shardwise.plan.seconds import Step, model_flops, step
+from shardwise.plan.seconds import Step, flops, model_flops, read, step
 from shardwise.plan.sent import Sent, largest, sent
 from shardwise.topology import Chips
 from shardwise.train import Optimizer
@@ -86,10 +86,15 @@ class Plan:
         return self.chips.usable_hbm
 
     @property
+    def usable_on_host(self) -> float:
+        """A device's part of its host's memory in bytes; without end where no source says."""
+        return (self.chips.chip.host_bytes or math.inf) / self.chips.chip.devices
+
+    @property
     def best(self) -> tuple[Candidate, ...]:
         """The best of each division of the devices, over microbatches and what is recomputed."""
         found = {tuple(c.roles.sizes.items()): c for c in reversed(self.fitting)}
-        return tuple(sorted(found.values(), key=order))
+        return tuple(sorted(found.values(), key=_order))
 
     @property
     def why_not(self) -> dict[str, tuple[int, str]]:
@@ -102,20 +107,10 @@ class Plan:
                 told = f"{c.roles}: {c.memory.total / 2**30:.1f} of {self.usable / 2**30:.1f} GiB"
                 found["more memory than a device has"].append(told)
             else:
-                room = host_bytes(self.chips) / 2**30
+                room = self.usable_on_host / 2**30
                 told = f"{c.roles}: {c.memory.host / 2**30:.1f} of {room:.1f} GiB for a device"
                 found["more memory than a host has"].append(told)
         return {kind: (len(told), told[0]) for kind, told in found.items()}
-
-
-def fits(memory: Memory, chips: Chips) -> bool:
-    """Whether a device has enough memory, and its host for what waits there."""
-    return memory.total <= chips.usable_hbm and memory.host <= host_bytes(chips)
-
-
-def host_bytes(chips: Chips) -> float:
-    """A device's part of its host's memory; without end where no source says."""
-    return (chips.chip.host_bytes or math.inf) / chips.chip.devices
 
 
 def plan(
@@ -152,20 +147,36 @@ def plan(
     for name, value in (("batch", batch), ("sequence", sequence)):
         if value < 1:
             raise ValueError(f"plan: {name}={value}; expected 1 or more.")
-    arrays, fitting, too_large, refused = of_decoder(config, optimizer), [], [], []
-    for division in roles.every(chips.devices):
-        if told := roles.refusal(division, config, chips, batch, sequence):
+    given = config, of_decoder(config, optimizer), chips, batch, sequence
+    return filled(
+        Plan(config, chips, batch, sequence, (), (), (), optimizer=optimizer),
+        roles.every(chips.devices),
+        lambda division: roles.variants(division, batch, chips, not config.experts),
+        lambda each: candidate(each, *given),
+    )
+
+
+def filled(
+    empty: Plan,
+    divisions: Iterable[Roles],
+    variants: Callable[[Roles], Iterable[Roles]],
+    candidate: Callable[[Roles], Candidate],
+) -> Plan:
+    """The plan with a `candidate` for each of the `variants` of each division that can be."""
+    fitting, too_large, refused = [], [], []
+    for division in divisions:
+        given = empty.config, empty.chips, empty.batch, empty.sequence
+        if told := roles.refusal(division, *given):
             refused.append(told)
             continue
-        for each in roles.variants(division, batch, chips, not config.experts):
-            found = candidate(each, config, arrays, chips, batch, sequence)
-            (fitting if fits(found.memory, chips) else too_large).append(found)
-    fitting.sort(key=order)
-    told = tuple(fitting), tuple(too_large), tuple(refused)
-    return Plan(config, chips, batch, sequence, *told, optimizer=optimizer)
+        for c in map(candidate, variants(division)):
+            fits = c.memory.total <= empty.usable and c.memory.host <= empty.usable_on_host
+            (fitting if fits else too_large).append(c)
+    found = dict(fitting=sorted(fitting, key=_order), too_large=too_large, refused=refused)
+    return dataclasses.replace(empty, **{name: tuple(those) for name, those in found.items()})
 
 
-def order(c: Candidate) -> tuple[Any, ...]:
+def _order(c: Candidate):
     """The key to sort by: the fastest first; of equally fast ones what sends, then holds, least."""
     return c.step.seconds, c.step.hidden + c.step.waited + 2 * c.step.host, c.memory.total
 
@@ -178,9 +189,12 @@ def candidate(
     held = memory(of_stages[0], gpu=bool(chips.chip.node))  # of stages, all alike
 
     def costs():
-        told = [(part, sent(part), held) for part in of_stages]
-        ways = links.lay(chips, tuple(each.sizes.items()))
-        return largest(s for _, s, _ in told), step(chips.chip, told, ways)
+        by_stage = [sent(part) for part in of_stages]
+        steps = (
+            step(each, chips, held, told, flops(part), read(part))
+            for part, told in zip(of_stages, by_stage, strict=True)
+        )
+        return largest(by_stage), max(steps, key=lambda s: s.seconds)
 
-    flops, peak = model_flops(config, batch, sequence), chips.chip.peak() * chips.devices
-    return Candidate(each, held, flops, peak, costs)
+    work, peak = model_flops(config, batch, sequence), chips.chip.peak() * chips.devices
+    return Candidate(each, held, work, peak, costs)

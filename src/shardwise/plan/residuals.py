@@ -2,18 +2,19 @@
 which a compiler computes again because that is cheap.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from scipy.sparse import csgraph, csr_array
 
 from shardwise import jaxprs, marks
 from shardwise.fsdp import ArrayLayout
 from shardwise.jaxprs import Step
+from shardwise.plan.memory import Terms
 from shardwise.topology.lowering import to_host
 
 ENTRYWISE = frozenset(
@@ -35,30 +36,20 @@ AT_WORK = PRODUCTS | {"scan", "while"}
 LARGEST = 2**30  # scipy's capacities are of 32 bits
 
 
-class Kept(NamedTuple):
-    """The bytes of one device: `stored` from the forward pass to the backward one, and beside these
-    either `gradient`, of the largest array at the backward pass's beginning; or `layer`, what the
-    largest rematerialised body needs, less what is gone by then.
-    """
-
-    stored: int
-    gradient: int
-    layer: int
-
-
 def residuals(
     mean: Callable[..., Any],
     params: Any,
     laid: Sequence[ArrayLayout],
     batch: Any,
     dtype: Any,
-    meanings: Mapping[str, Callable[..., Any]],
-) -> Kept:
-    """The bytes that a loss keeps, but for what a compiler computes again (`stored`).
+) -> Terms:
+    """The bytes that a loss keeps (`kept`), but for what a compiler computes again. Beside these
+    there is either the gradient of the largest array at the backward pass's beginning (`logits`);
+    or what the largest rematerialised body needs, less what is gone by then (`layer`).
 
     `mean(params, batch)` is the loss of a device's rows; `params` and `batch` are shapes, `laid`
-    says which parameters are gathered, `dtype` in which they are used; `meanings` are of other
-    marks. The program's inputs are not counted, and nothing twice; gathered or cast weights are.
+    says which parameters are gathered, `dtype` in which they are used. The program's inputs are not
+    counted, and nothing twice; gathered or cast weights are.
 
     Raises:
       ValueError: it moves arrays to the host.
@@ -71,13 +62,10 @@ def residuals(
     def here(params, batch):
         pairs = zip(jax.tree.leaves(params), laid, strict=True)
         now = [x if s.stacked else _taken(x, dtype, s.cut is not None) for x, s in pairs]
-        with marks.bind(use=at_use, **meanings):
+        with marks.bind(use=at_use):
             return mean(jax.tree.unflatten(treedef, now), batch)
 
-    def forward(params, batch):
-        return jax.tree.leaves(jax.vjp(lambda params: here(params, batch), params)[1])
-
-    jaxpr = jax.make_jaxpr(forward)(params, batch).jaxpr
+    jaxpr = _for_backward(here, params, batch)
     if to_host(jaxpr):
         raise ValueError(
             "plan.own: the loss, or remat=, moves arrays to the host; what waits there is not "
@@ -88,7 +76,20 @@ def residuals(
     working = max(map(_working, _again(jax.make_jaxpr(here)(params, batch).jaxpr)), default=0)
     after = _after_the_last(jaxpr)
     gone = sum(s.bytes for s in found if s.step >= after) if working else 0
-    return Kept(sum(s.bytes for s in found), _gradient(program, found), max(working - gone, 0))
+    return Terms(
+        kept=sum(s.bytes for s in found),
+        logits=_gradient(program, found),
+        layer=max(working - gone, 0),
+    )
+
+
+def _for_backward(run, moving, *rest):
+    """The program that yields what JAX keeps of `run` for its gradient to `moving`."""
+
+    def forward(moving, *rest):
+        return jax.tree.leaves(jax.vjp(lambda moving: run(moving, *rest), moving)[1])
+
+    return jax.make_jaxpr(forward)(moving, *rest).jaxpr
 
 
 def _gradient(program, found, at_the_end=True):
@@ -97,7 +98,7 @@ def _gradient(program, found, at_the_end=True):
     At the end of the forward pass, one of the same size takes the place of its array, when no later
     product needs that: as the gradient of float32 logits does.
     """
-    floats = [s for s in found if jnp.issubdtype(s.variable.aval.dtype, jnp.inexact)]
+    floats = [s for s in found if _is_float(s.variable.aval)]
     if not floats:
         return 0
     largest = max(floats, key=lambda s: size(s.variable))
@@ -111,14 +112,11 @@ def _again(jaxpr: Any) -> Iterator[Any]:
     what reads them, such as `model.cross_entropy`.
     """
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in jaxprs.REMAT:
-            bodies = jaxprs.inner(eqn)
-            yield from (
-                b for b in bodies if any(e.primitive.name in AT_WORK for e in jaxprs.every(b))
-            )
-        else:
-            for body in jaxprs.inner(eqn):
+        for body in jaxprs.inner(eqn):
+            if eqn.primitive.name not in jaxprs.REMAT:
                 yield from _again(body)
+            elif any(e.primitive.name in AT_WORK for e in jaxprs.every(body)):
+                yield body
 
 
 def _after_the_last(jaxpr):
@@ -129,20 +127,15 @@ def _after_the_last(jaxpr):
 
 def _working(body):
     """The bytes that a body's own backward pass needs."""
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars]
-    moving = [i for i, x in enumerate(avals) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    every = dict(enumerate(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars))
+    floats = {i: x for i, x in every.items() if _is_float(x)}
     run = jaxpr_as_fun(ClosedJaxpr(body, ()))
-
-    def forward(*given):
-        def here(*floats):
-            every = list(given)
-            for i, x in zip(moving, floats, strict=True):
-                every[i] = x
-            return [x for x in run(*every) if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-        return jax.tree.leaves(jax.vjp(here, *(given[i] for i in moving))[1])
-
-    program, outputs = jaxprs.steps(jax.make_jaxpr(forward)(*avals).jaxpr)
+    jaxpr = _for_backward(
+        lambda floats, every: list(filter(_is_float, run(*(every | floats).values()))),
+        floats,
+        every,
+    )
+    program, outputs = jaxprs.steps(jaxpr)
     found = stored(program, outputs)
     # Gathered weights have gradients that are whole until they are scattered.
     gathered = sum(s.bytes for s in found if program[s.step].name == "optimization_barrier")
@@ -154,31 +147,20 @@ def gathers_again(mean: Callable[..., Any], params: Any, batch: Any) -> bool:
     """Whether the loss calls `marks.use` within what it rematerialises."""
 
     def here(params, batch):
-        with marks.bind(use=_marked):
+        with marks.bind(use=lambda tree: jax.tree.map(jax.lax.optimization_barrier, tree)):
             return mean(params, batch)
 
-    return _finds(jax.make_jaxpr(here)(params, batch).jaxpr, False)
+    every = jaxprs.every(jax.make_jaxpr(here)(params, batch).jaxpr)
+    again = (b for e in every if e.primitive.name in jaxprs.REMAT for b in jaxprs.inner(e))
+    inside = (e.primitive.name for body in again for e in jaxprs.every(body))
+    return "optimization_barrier" in inside
 
 
 def _taken(x, dtype, is_cut):
     """A parameter as used: a gather or a cast makes a new array, as a barrier in a trace does."""
-    is_cast = dtype is not None and jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype != dtype
+    is_cast = dtype is not None and _is_float(x) and x.dtype != dtype
     x = x.astype(dtype) if is_cast else x
     return jax.lax.optimization_barrier(x) if is_cut or is_cast else x
-
-
-def _marked(tree):
-    return jax.tree.map(jax.lax.optimization_barrier, tree)
-
-
-def _finds(jaxpr, again):
-    for eqn in jaxpr.eqns:
-        if again and eqn.primitive.name == "optimization_barrier":
-            return True
-        inner = again or eqn.primitive.name in jaxprs.REMAT
-        if any(_finds(each, inner) for each in jaxprs.inner(eqn)):
-            return True
-    return False
 
 
 class Stored(NamedTuple):
@@ -200,27 +182,42 @@ def stored(program: Sequence[Step], outputs: Sequence[Any]) -> list[Stored]:
     made wider and then indexed, as logits are for many a loss, is stored wide: the compiler takes
     the one step for a part of the other.
     """
-    made_by = {v: step for step in program for v in step.outputs}
-    kept = {v for v in outputs if not isinstance(v, Literal) and v in made_by}
-    variables = _behind(kept, made_by)
+    made_by = _made_by(program)
+    kept = set(_known(outputs, made_by))
+    variables = dict.fromkeys(kept)  # and those from which these follow by cheap steps
+    for step in reversed(program):
+        if step.name in CHEAP and not variables.keys().isdisjoint(step.outputs):
+            variables |= dict.fromkeys(_known(step.inputs, made_by))
     if not variables:
         return []
     sizes = _sizes(program, variables, made_by)
     number = {v: i for i, step in enumerate(program) for v in step.outputs}
-    chosen = _cut(variables, sizes, made_by, kept)
+    chosen = _cut(sizes, made_by, kept)
     return sorted((Stored(v, number[v], sizes[v]) for v in chosen), key=lambda s: s.step)
+
+
+def _made_by(program):
+    return {v: step for step in program for v in step.outputs}
+
+
+def _known(atoms, known):
+    """The atoms that are variables, and of those the known."""
+    return [v for v in jaxprs.variables(atoms) if v in known]
 
 
 def _origin(program: Sequence[Step], v: Any) -> Any:
     """The variable, not cheap, of as many entries as `v`, from which `v` follows entry by entry."""
-    made_by = {out: step for step in program for out in step.outputs}
+    made_by = _made_by(program)
     while v in made_by and made_by[v].name in CHEAP:
-        inside = (u for u in made_by[v].inputs if not isinstance(u, Literal) and u in made_by)
-        same = [u for u in inside if u.aval.size == v.aval.size]
+        same = [u for u in _known(made_by[v].inputs, made_by) if u.aval.size == v.aval.size]
         if not same:
             break
         v = same[0]
     return v
+
+
+def _is_float(x):
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def size(v: Any) -> int:
@@ -228,15 +225,15 @@ def size(v: Any) -> int:
     return v.aval.size * v.aval.dtype.itemsize
 
 
-def _sizes(program: Sequence[Step], variables: Sequence[Any], made_by: dict[Any, Step]) -> dict:
+def _sizes(program, variables, made_by):
     """The bytes of each variable, as it is stored."""
     found = {v: size(v) for v in variables}
     for step in program:
-        v = step.inputs[0] if step.name == "convert_element_type" else None
-        if v is not None and not isinstance(v, Literal) and v in found:
-            wide = made_by[v].name in PRODUCTS and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-            if wide and _is_written(program, step.outputs[0]):
-                found[v] = max(found[v], size(step.outputs[0]))
+        if step.name == "convert_element_type":
+            for v in _known(step.inputs, found):
+                wide = made_by[v].name in PRODUCTS and _is_float(v.aval)
+                if wide and _is_written(program, step.outputs[0]):
+                    found[v] = max(found[v], size(step.outputs[0]))
     return found
 
 
@@ -244,7 +241,7 @@ def _is_written(program, variable):
     """Whether anything reads a variable otherwise than entry by entry, or in sums."""
     fused = {variable}
     for step in program:
-        if any(not isinstance(v, Literal) and v in fused for v in step.inputs):
+        if _known(step.inputs, fused):
             if step.name in CHEAP:
                 fused.update(step.outputs)
             elif step.name not in SUMS:
@@ -252,38 +249,22 @@ def _is_written(program, variable):
     return False
 
 
-def _behind(kept: Collection[Any], made_by: dict[Any, Step]) -> list[Any]:
-    """The variables kept, and those from which these follow by cheap steps."""
-    found, waiting = dict.fromkeys(kept), list(kept)
-    while waiting:
-        step = made_by[waiting.pop()]
-        for v in step.inputs if step.name in CHEAP else ():
-            if not isinstance(v, Literal) and v in made_by and v not in found:
-                found[v] = None
-                waiting.append(v)
-    return list(found)
-
-
-def _cut(
-    variables: list[Any], sizes: dict[Any, int], made_by: dict[Any, Step], kept: Collection[Any]
-) -> list[Any]:
+def _cut(sizes: dict[Any, int], made_by: dict[Any, Step], kept: Collection[Any]) -> list[Any]:
     """The variables of the minimum cut.
 
     Each variable is two nodes, with an edge of its size between them; no other can be cut.
     """
-    number = {v: i for i, v in enumerate(variables)}
-    n = len(variables)
+    number = {v: i for i, v in enumerate(sizes)}
+    n = len(sizes)
     source, sink = 2 * n, 2 * n + 1
     unit = max(1, sum(sizes.values()) // LARGEST + 1)
     edges = {(i, n + i): -(-sizes[v] // unit) for v, i in number.items()}
     never = sum(edges.values()) + 1
     for v, i in number.items():
-        step = made_by[v]
-        if step.name not in CHEAP:
-            edges[source, i] = never
+        if made_by[v].name in CHEAP:
+            edges |= {(n + number[u], i): never for u in _known(made_by[v].inputs, number)}
         else:
-            inside = (u for u in step.inputs if not isinstance(u, Literal) and u in number)
-            edges.update(((n + number[u], i), never) for u in inside)
+            edges[source, i] = never
         if v in kept:
             edges[n + i, sink] = never
     rows, columns = np.array(list(edges), np.int32).T

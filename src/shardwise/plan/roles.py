@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from shardwise.layouts.catalogue import ORDER
 from shardwise.model import Config
@@ -40,6 +40,10 @@ class Roles:
     def rows(self) -> int:
         """The number of parts into which devices cut the rows of the batch."""
         return self.data * self.fsdp * self.expert
+
+    def has(self, sizes: Mapping[str, int]) -> bool:
+        """Whether each of these roles has so many devices."""
+        return all(getattr(self, role) == n for role, n in sizes.items())
 
     def __str__(self):
         told = " × ".join(f"{role} {n}" for role, n in self.sizes.items()) or "one device"
@@ -98,80 +102,49 @@ def variants(roles: Roles, batch: int, chips: Chips, dense: bool = True) -> Iter
 
 
 def refusal(
-    roles: Roles, config: Config, chips: Chips, batch: int, sequence: int
+    roles: Roles, config: Config | None, chips: Chips, batch: int, sequence: int | None
 ) -> Refusal | None:
-    """The first reason why a layout cannot be; None if it can."""
-    checks = (_of_host, _of_products, _of_heads, _of_layers, _of_rows, _of_tokens, _of_slices)
-    for check in checks:
-        if told := check(roles, config, chips, batch, sequence):
-            return Refusal(roles, *told)
-    return None
+    """The first reason why a layout cannot be; None if it can.
+
+    Of data and fsdp alone rows and slices count, whatever the model and its sequence.
+    """
+    told = next(_reasons(roles, config, chips, batch, sequence), None)
+    return told and Refusal(roles, *told)
 
 
-def refusal_of_rows(roles: Roles, chips: Chips, rows: int) -> tuple[str, str] | None:
-    """The reason why rows or slices cannot be divided so: (in a few words, with numbers)."""
-    return _of_rows(roles, None, None, rows, None) or _of_slices(roles, None, chips)
+def _reasons(r, c, chips, batch, sequence):
+    """(the reason in a few words, the reason with numbers), of each that there is."""
+    if r.offload and (r.stage > 1 or not r.remat):
+        told = "what enters layers waits there to be computed from again; stages keep it in slots"
+        yield "offload without remat, or with stages", told
+    if r.products and (r.stage > 1 or c.experts or not r.remat or r.offload):
+        told = "no formula here has what stages or experts keep of them, or what waits on the host"
+        yield "products kept with stages, experts or offload, or without remat", told
+    if r.tensor > 1:
+        for name in ("kv_heads", "heads", "vocab", "mlp"):
+            yield from _uneven(name, getattr(c, name), "tensor", r.tensor)
+    if r.expert > 1 and not c.experts:
+        yield "the model has no experts", "an axis of experts needs a mixture"
+    if r.expert > 1:
+        yield from _uneven("experts", c.experts, "expert", r.expert)
+    if r.stage > 1:
+        yield from _uneven("layers", c.layers, "stage", r.stage)
+    yield from _uneven("rows", batch, "data, fsdp and expert", r.rows)
+    if (rows := batch // r.rows) < r.stage:
+        told = f"{rows} rows on a device, of {batch}, and {r.stage} stages"
+        yield "fewer rows than stages", told
+    if r.context > 1:  # two half-chunks each, by zigzag
+        yield from _uneven("half-chunks of the sequence", sequence, "context", 2 * r.context)
+    if r.tensor > 1:
+        yield from _uneven("tokens", sequence // r.context, "tensor", r.tensor)
+    try:
+        chips.mesh(**(r.sizes or {"data": 1}))
+    except ValueError as error:
+        yield "slices cut an axis unevenly", str(error).removeprefix("topology: ")
 
 
 def _uneven(what, size, role, n):
-    fitting = ", ".join(map(str, divisors(size)))
-    return f"{what} do not divide over {role}", f"{what}={size} over {n} devices; {fitting} divide"
-
-
-def _of_host(roles, *_):
-    if roles.offload and (roles.stage > 1 or not roles.remat):
-        told = "what enters layers waits there to be computed from again; stages keep it in slots"
-        return "offload without remat, or with stages", told
-    return None
-
-
-def _of_products(roles, c, *_):
-    if roles.products and (roles.stage > 1 or c.experts or not roles.remat or roles.offload):
-        told = "no formula here has what stages or experts keep of them, or what waits on the host"
-        return "products kept with stages, experts or offload, or without remat", told
-    return None
-
-
-def _of_heads(roles, c, *_):
-    if roles.tensor > 1:
-        sizes = {"kv_heads": c.kv_heads, "heads": c.heads, "vocab": c.vocab, "mlp": c.mlp}
-        for name, size in sizes.items():
-            if size % roles.tensor:
-                return _uneven(name, size, "tensor", roles.tensor)
-    if roles.expert > 1 and not c.experts:
-        return "the model has no experts", "an axis of experts needs a mixture"
-    if roles.expert > 1 and c.experts % roles.expert:
-        return _uneven("experts", c.experts, "expert", roles.expert)
-    return None
-
-
-def _of_layers(roles, c, *_):
-    if c.layers % roles.stage:
-        return _uneven("layers", c.layers, "stage", roles.stage)
-    return None
-
-
-def _of_rows(roles, _, __, batch, ___):
-    if batch % roles.rows:
-        return _uneven("rows", batch, "data, fsdp and expert", roles.rows)
-    if (rows := batch // roles.rows) < roles.stage:
-        told = f"{rows} rows on a device, of {batch}, and {roles.stage} stages"
-        return "fewer rows than stages", told
-    return None
-
-
-def _of_tokens(roles, _, __, ___, sequence):
-    chunks = 2 * roles.context if roles.context > 1 else 1  # zigzag
-    if sequence % chunks:
-        return _uneven("half-chunks of the sequence", sequence, "context", chunks)
-    if sequence // roles.context % roles.tensor:
-        return _uneven("tokens", sequence // roles.context, "tensor", roles.tensor)
-    return None
-
-
-def _of_slices(roles, _, chips, *__):
-    try:
-        chips.mesh(**(roles.sizes or {"data": 1}))
-    except ValueError as error:
-        return "slices cut an axis unevenly", str(error).removeprefix("topology: ")
-    return None
+    if size % n:
+        fitting = ", ".join(map(str, divisors(size)))
+        told = f"{what}={size} over {n} devices; {fitting} divide"
+        yield f"{what} do not divide over {role}", told

@@ -1,14 +1,16 @@
 """The least seconds of a step: arithmetic, memory and links as a roofline, each term shown."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 
 from shardwise.model import Config
+from shardwise.plan import links
 from shardwise.plan.arrays import Part
-from shardwise.plan.links import Way, exchange_seconds, hop_seconds, ring_seconds
+from shardwise.plan.links import Way
 from shardwise.plan.memory import Memory
+from shardwise.plan.roles import Roles
 from shardwise.plan.sent import Sent, slots
-from shardwise.topology import Chip
+from shardwise.topology import Chips
 
 # What the next product waits for; all else can be sent while products run.
 WAITED = ("activations", "tokens", "stages")
@@ -54,7 +56,9 @@ class Step:
     def seconds(self) -> float:
         """The seconds of a step whose products wait for activations and tokens, and no more."""
         work = max(self.arithmetic, self.weights) + self.waited
-        work = self._beside_host(max(work, self.hidden + self.waited))
+        work = max(work, self.hidden + self.waited)
+        # Beside the host: a quarter of the FLOPs is the forward pass, which writes; the rest reads.
+        work = max(work / 4, self.host) + max(3 * work / 4, self.host)
         return work / (1 - self.bubble) + self.update
 
     @property
@@ -63,13 +67,6 @@ class Step:
         longest = max((t.seconds for t in self.transfers), default=0.0)
         work = max(self.arithmetic, self.weights, longest, self.host)
         return work / (1 - self.bubble) + self.update
-
-    def _beside_host(self, work):
-        """The seconds of `work` beside the host, with remat.
-
-        A quarter of the FLOPs is the forward pass, which writes; the rest reads.
-        """
-        return max(work / 4, self.host) + max(3 * work / 4, self.host)
 
     @property
     def binds(self) -> str:
@@ -125,30 +122,29 @@ def flops(part: Part) -> float:
 
 
 def step(
-    chip: Chip,
-    stages: Sequence[tuple[Part, tuple[Sent, ...], Memory]],
-    ways: Mapping[str, Way],
+    roles: Roles, chips: Chips, memory: Memory, sent: Iterable[Sent], flops: float, read: float
 ) -> Step:
-    """The `Step` of a layout, by what its stages send and hold."""
-    slowest = max((_of_part(chip, *stage, ways) for stage in stages), key=lambda s: s.seconds)
-    roles = stages[0][0].roles
-    return dataclasses.replace(slowest, bubble=bubble(roles.stage, roles.microbatches))
+    """The `Step` of a device that holds `memory` and sends `sent`, with so many `flops`.
 
-
-def _of_part(chip, part, sent, memory, ways):
-    peak = chip.peak("bfloat16")  # of narrower and of wider ones no peaks are compared
-    transfers = tuple(Transfer(s, *over_links(chip, s, ways)) for s in sent)
-    again = part.roles.remat and not part.roles.products
-    read = (3 + again) * part.roles.microbatches * _read(part)
-    held = memory.parameters + memory.state
+    `read` are the bytes of weights that the products of a microbatch's forward pass read; backward
+    they are read twice more, and once where the pass is done again.
+    """
+    chip, m = chips.chip, roles.microbatches
     bandwidth = chip.hbm_bandwidth / chip.devices
-    update = (2 * held + memory.terms.gradients + memory.terms.summed) / bandwidth
-    host = memory.host and part.roles.microbatches * memory.host * chip.devices
-    host = host / chip.host_bandwidth if host else 0.0
-    return Step(flops(part) / peak, read / bandwidth, update, transfers, 0.0, host)
+    again = roles.remat and not roles.products
+    moved = 2 * (memory.parameters + memory.state) + memory.terms.gradients + memory.terms.summed
+    ways = links.lay(chips, tuple(roles.sizes.items()))
+    return Step(
+        arithmetic=flops / chip.peak("bfloat16"),  # of other dtypes no peaks are compared
+        weights=(3 + again) * m * read / bandwidth,
+        update=moved / bandwidth,
+        transfers=tuple(_transfer(s, chip, ways) for s in sent),
+        bubble=bubble(roles.stage, m),
+        host=m * memory.host * chip.devices / chip.host_bandwidth if memory.host else 0.0,
+    )
 
 
-def _read(part):
+def read(part: Part) -> float:
     """The bytes of the weights that a microbatch's products read."""
     per_expert = part.config.experts // part.roles.expert if part.config.experts else 0
     layer = _layer_weights(part.config, per_expert) * part.layers
@@ -156,14 +152,15 @@ def _read(part):
     return (layer + head) * part.itemsize / part.roles.tensor
 
 
-def over_links(chip: Chip, sent: Sent, ways: Mapping[str, Way]) -> tuple[tuple[Way, ...], float]:
-    """(the links that `sent` goes over, the seconds that it takes)."""
+def _transfer(sent, chip, ways):
     over = tuple(ways[role] for role in sent.roles)
     if sent.kind in ("stages", "attention"):
-        return over, hop_seconds(chip, over[0], sent.bytes)
-    if sent.kind == "tokens" and sent.roles == ("expert",):
-        return over, exchange_seconds(chip, over[0], sent.bytes)
-    return over, ring_seconds(chip, over, sent.bytes)
+        took = links.hop_seconds(chip, over[0], sent.bytes)
+    elif sent.kind == "tokens" and sent.roles == ("expert",):
+        took = links.exchange_seconds(chip, over[0], sent.bytes)
+    else:
+        took = links.ring_seconds(chip, over, sent.bytes)
+    return Transfer(sent, over, took)
 
 
 def bubble(stages: int, microbatches: int) -> float:

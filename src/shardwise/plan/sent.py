@@ -1,23 +1,22 @@
 """The bytes that a device sends in a step, by formula: along each group of roles, and for what.
 
 Of parameters, gradients, attention and the loss's two sums these are the bytes that
-`layouts.predict` tells of layouts by hand; of the tensor axis, Megatron's formula
-(`tensor.bytes_sent`), with what a recomputed layer gathers and scatters once more, and of experts
-what the TPU compiler inserts.
+`layouts.predict` tells of layouts by hand; of the tensor axis Megatron's, with what a recomputed
+layer gathers and scatters once more, and of experts what the TPU compiler inserts.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
 
-from shardwise import experts, tensor
+import jax
+
+from shardwise import context, experts
 from shardwise.measure.counts import Op
 from shardwise.measure.program import Array
 from shardwise.plan.arrays import Part
 
 _WIDE = 4  # bytes of the sums' float32
-_WORD = 4  # bytes in which the TPU compiler scatters rows
 _RING_PASSES = {"all-reduce": 2}
 _DTYPES = {2: "bf16", 4: "f32"}
 
@@ -38,17 +37,17 @@ class Sent:
 
 def sent(part: Part) -> tuple[Sent, ...]:
     """The `Sent` of a device of this stage, by roles and kind; those of 0 bytes are left out."""
+    along = (
+        ("context", "attention", _attention),
+        ("context", "tokens", _choices),
+        ("tensor", "activations", lambda part: sum(op.ring_bytes for op in inserted(part))),
+        ("expert", "tokens", _experts),
+        ("stage", "stages", _stages),
+    )
     found = [*_parameters(part), *_loss(part)]
-    r = part.roles
-    if r.context > 1:
-        found.append(Sent(("context",), "attention", _attention(part)))
-        found.append(Sent(("context",), "tokens", _choices(part)))
-    if r.tensor > 1:
-        found.append(Sent(("tensor",), "activations", _tensor(part)))
-    if r.expert > 1:
-        found.append(Sent(("expert",), "tokens", _experts(part)))
-    if r.stage > 1:
-        found.append(Sent(("stage",), "stages", _stages(part)))
+    for role, kind, of in along:
+        if getattr(part.roles, role) > 1:
+            found.append(Sent((role,), kind, of(part)))
     return tuple(s for s in found if s.bytes)
 
 
@@ -64,15 +63,14 @@ def _copied(part: Part, without: tuple[str, ...] = ()) -> tuple[str, ...]:
 
 def _parameters(part):
     weights, sums = 0.0, {}
-    for array, share in part.held():
-        without, held = (("expert",) if array.is_expert else ()), share.elements
-        if share.is_gathered:
-            stages = part.roles.stage if share.is_staged and not array.stacked else 1
-            passes = _passes(part, array) if part.reads(array) else 0
-            weights += held * stages * part.roles.fsdp * passes * part.itemsize
+    for share in part.held():
+        without = ("expert",) if share.array.is_expert else ()
+        if share.fsdp > 1:
+            passes = _passes(part, share.array) if part.reads(share.array) else 0
+            weights += share.whole * passes * part.itemsize
             without = (*without, "fsdp")
         over = _copied(part, without)
-        sums[over] = sums.get(over, 0) + 2 * held * _WIDE * _share(part, over)
+        sums[over] = sums.get(over, 0) + 2 * share.elements * _WIDE * _share(part, over)
     yield Sent(("fsdp",), "weights", weights * _share(part, ("fsdp",)))
     for over, size in sums.items():
         yield Sent(over, "gradients", size)
@@ -101,70 +99,12 @@ def _loss(part):
 
 
 def _attention(part):
-    """The bytes of ring attention: K, V and places there, and K, V, places, dK and dV back.
-
-    Beside stages a hop is an all-to-all, of n - 1 times the bytes (`context.ring(apart=True)`).
-    """
-    c, n = part.config, part.roles.context
-    hop = n - 1 if part.roles.stage > 1 else 1
-    keys = part.tokens * (c.kv_heads // part.roles.tensor) * c.head_dim
-    around = hop * (n - 1) * (2 * keys * part.itemsize + 3 * 4 * part.tokens)
-    backward = around + hop * 2 * n * keys * _WIDE
-    forward = around * (2 if part.roles.remat else 1)
-    return part.roles.microbatches * part.layers * (forward + backward)
-
-
-def _tensor(part):
-    c, n, m = part.config, part.roles.tensor, part.roles.microbatches
-    given = part.rows, part.sequence // part.roles.context, c.embed, part.layers
-    norms = part.arrays.parameters[0].itemsize
-    scales = norms * sum(math.prod(shape) * times for shape, times in part.scales)
-    told = tensor.bytes_sent(n, *given, part.itemsize, sequence=True, scales=scales)
-    whole = tensor_passes(part)
-    once = (whole.gathers + whole.scatters) * _activation(part) * (n - 1)
-    once += 2 * whole.numbers * part.tokens * _WIDE * (n - 1) / n
-    once += 2 * whole.sums * slots(part) * part.tokens * c.embed * part.itemsize * (n - 1) / n
-    chosen = whole.words * _WORD + whole.chosen * part.itemsize
-    once = part.layers * (once + chosen * c.experts_per_token * part.tokens * c.embed * (n - 1) / n)
-    once += told.embedding if part.is_first else 0
-    once += told.head + told.loss if part.is_last else 0
-    return m * once + told.norms
-
-
-class Passes(NamedTuple):
-    """The number of times a layer sends along tensor, in a microbatch: activations, which are
-    gathered and scattered; the experts' rows, which are summed; and the rows that tokens
-    chose, which are gathered, `chosen` times in the dtype of use and `words` times in 32 bits.
-    Of norms over all heads a float32 number of each token is summed `numbers` times.
-    """
-
-    gathers: int
-    scatters: int
-    sums: int = 0
-    chosen: int = 0
-    words: int = 0
-    numbers: int = 0
-
-
-def tensor_passes(part: Part) -> Passes:
-    """The `Passes` of Megatron with a cut sequence (Korthikanti et al., 2022); of experts those of
-    the TPU compiler.
-
-    Attention and the MLP are entered by a gather and left by a scatter, and backward the same; done
-    again, all but the last scatter. Experts are entered by rows of tokens, which scatters need
-    whole, forward in words of 32 bits; the products that end them are summed.
-    """
-    again, c = int(part.roles.remat), part.config
-    numbers = 2 * (2 + again) if c.qk_norm == "heads" else 0  # of q's norm and of k's
-    if not c.experts:
-        return Passes(4 + 2 * again, 4 + again * (not part.roles.products), numbers=numbers)
-    dense = (4 + 2 * again, 4 + again) if c.shared_experts else (2 + again, 2 + again)
-    return Passes(*dense, sums=2 + again, chosen=2 + again, words=1, numbers=numbers)
-
-
-def _activation(part):
-    """The bytes of what enters a layer, cut over the tensor axis."""
-    return part.tokens * part.config.embed * part.itemsize / part.roles.tensor
+    """The bytes of ring attention, forward once more where a layer is done again."""
+    c, r = part.config, part.roles
+    shape = part.rows, part.sequence, c.kv_heads // r.tensor, c.head_dim
+    k = jax.ShapeDtypeStruct(shape, c.dtype)
+    told = context.ring("context", apart=r.stage > 1).bytes_sent(r.context, k, k)
+    return r.microbatches * part.layers * (told.forward * (1 + r.remat) + told.backward)
 
 
 def ticks(part: Part) -> int:
@@ -191,11 +131,11 @@ def _stages(part):
     and their gradients scattered after the last; the last stage's numbers are summed.
     """
     n, moved = part.roles.stage, 0.0
-    for array, share in part.held():
-        if share.is_staged and not array.stacked:
-            moved += share.elements * (n - 1) * (array.itemsize + _WIDE)
-        elif not share.is_staged:
+    for share in part.held():
+        if share.stages == 1:
             moved += 2 * share.elements * _WIDE * (n - 1) / n
+        elif not share.array.stacked:
+            moved += share.elements * (n - 1) * (share.array.itemsize + _WIDE)
     summed = 2 * part.roles.microbatches * sum(_numbers(part)) * (n - 1) / n
     return ticks(part) * sum(passed(part)) + moved + summed
 
@@ -236,14 +176,6 @@ def slots(part: Part) -> float:
     return min(here, each) * c.experts / here
 
 
-def by_role(found: Iterable[Sent]) -> dict[tuple[str, ...], float]:
-    """{roles: ring bytes}."""
-    total: dict[tuple[str, ...], float] = {}
-    for s in found:
-        total[s.roles] = total.get(s.roles, 0) + s.bytes
-    return total
-
-
 def largest(found: Iterable[Iterable[Sent]]) -> tuple[Sent, ...]:
     """The most of each kind that any of several stages sends."""
     most: dict[tuple[tuple[str, ...], str], float] = {}
@@ -253,37 +185,44 @@ def largest(found: Iterable[Iterable[Sent]]) -> tuple[Sent, ...]:
 
 
 def inserted(part: Part) -> tuple[Op, ...]:
-    """The collectives of Megatron with a cut sequence (Korthikanti et al., 2022) in a stage's step.
+    """The collectives of Megatron with a cut sequence (Korthikanti et al., 2022) in a stage's step;
+    of experts those of the TPU compiler.
 
-    A layer sends what `tensor_passes` tells. The embedding scatters and the head gathers, and
-    the other way backward; the loss sums three numbers of each token, and the gradients of the
-    norms' scales are summed. The ring bytes of all together are those that `sent` tells of
-    tensor.
+    Attention and the MLP are entered by a gather and left by a scatter, and backward the same; done
+    again, all but the last scatter, and no scatter where products are kept. Experts are entered by
+    rows of tokens, which scatters need whole, forward in words of 32 bits; the products that end
+    them are summed.
+    The embedding scatters and the head gathers, and the other way backward; the loss sums three
+    numbers of each token, and so does each norm over all heads one; and the gradients of the norms'
+    scales are summed.
     """
-    n, m, layers = part.roles.tensor, part.roles.microbatches, part.layers
-    if n == 1:
+    c, r, used = part.config, part.roles, part.itemsize
+    if r.tensor == 1:
         return ()
-    length = part.sequence // part.roles.context
-    ends = part.is_first + part.is_last
-    passes, c = tensor_passes(part), part.config
-    share = part.rows, length // n, part.config.embed
-    whole = part.rows, length, part.config.embed
-    norms = part.arrays.parameters[0].itemsize
-    used = part.itemsize
+    m, layers, again = r.microbatches, r.microbatches * part.layers, int(r.remat)
+    length, ends = part.sequence // r.context, m * (part.is_first + part.is_last)
+    share = part.rows, length // r.tensor, c.embed
+    gathers, scatters = 4 + 2 * again, 4 + again * (not r.products)
+    if c.experts and not c.shared_experts:
+        gathers = scatters = 2 + again
     found = [
-        _op(part, "all-gather", share, used, m * (layers * passes.gathers + ends)),
-        _op(part, "reduce-scatter", whole, used, m * (layers * passes.scatters + ends)),
-        *(_op(part, "all-reduce", dims, norms, times) for dims, times in part.scales),
+        _op(part, "all-gather", share, used, layers * gathers + ends),
+        _op(part, "reduce-scatter", (part.rows, length, c.embed), used, layers * scatters + ends),
     ]
+    for a in part.arrays.parameters:
+        if a.path.endswith("scale") and not a.is_cut:
+            times = part.layers if a.stacked else 1
+            found.append(_op(part, "all-reduce", a.shape[a.stacked :], a.itemsize, times))
     if c.experts:
         rows = round(slots(part) * part.tokens), c.embed
-        chosen = part.rows, length // n, c.experts_per_token, c.embed
+        chosen = *share[:2], c.experts_per_token, c.embed
         found += [
-            _op(part, "all-reduce", rows, used, m * layers * passes.sums),
-            _op(part, "all-gather", chosen, used, m * layers * passes.chosen),
-            _op(part, "all-gather", chosen, 4, m * layers * passes.words, "u32"),
+            _op(part, "all-reduce", rows, used, layers * (2 + again)),
+            _op(part, "all-gather", chosen, used, layers * (2 + again)),
+            _op(part, "all-gather", chosen, 4, layers, "u32"),
         ]
-    numbers = m * (layers * passes.numbers + 3 * part.is_last)
+    normed = 2 * (2 + again) if c.qk_norm == "heads" else 0  # q's norm and k's
+    numbers = layers * normed + 3 * m * part.is_last
     found.append(_op(part, "all-reduce", (part.rows, length), 4, numbers))
     return tuple(op for op in found if op.trips)
 

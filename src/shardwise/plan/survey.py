@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 
 from shardwise import topology
 from shardwise.model import Config
@@ -16,7 +15,6 @@ _ADAMW = Optimizer()
 _DAY = 86_400
 _GB = 1e9, 2**30  # makers' GB are either
 _NEXT = "GiB are of a device. Name chips (--chips) for more of their plan."
-_UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,19 +86,3 @@ def text(found: list[Found], tokens: float) -> str:
     missing = ", ".join(kind for kind in CHIPS if kind not in {f.plan.chips.kind for f in found})
     last = ["", f"None of {missing} do within these limits."] if missing else []
     return "\n".join([*told, "", *tables.table(tuple(columns), rows), *last, _NEXT])
-
-
-def number(flag: str, written: str, such: str) -> float:
-    """A number with a unit of a thousand: 15T, 2.5e9.
-
-    Raises:
-      ValueError: it is none, or not above 0; `flag` is named, and what would do.
-    """
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) ?([KMBGT]?)", written.upper().replace("E", "e"))
-    try:
-        value = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise ValueError(f"plan: {flag} {written!r}; expected a number above 0, as in {such}.")
-    return value

@@ -5,8 +5,8 @@ and why others lose.
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from shardwise.plan import published, realised
-from shardwise.plan.memory import Memory, Terms
+from shardwise.plan import compiling, published
+from shardwise.plan.memory import Terms
 from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.seconds import WAITED, Transfer
 
@@ -55,8 +55,12 @@ def text(plan: Plan, top: int) -> str:
     """The best layout in words, the `top` best as a table, and what was left out."""
     best = plan.best[:top]
     lines = [_title(plan), "", *(_summary(plan, best[0]) if best else ["Nothing fits."])]
+    rows = []
+    for i, c in enumerate(best, 1):
+        s, gib = c.step, f"{c.memory.total / _GIB:.2f}"
+        shares = f"{s.seconds:.4g}", f"{c.mfu:.1%}", f"{c.mfu_bound:.1%}"
+        rows.append((str(i), str(c.roles), gib, f"{s.waited:.3g}", *shares, s.binds))
     columns = ("", "layout", "GiB", "waits s", "step s", "MFU", "at most", "binds")
-    rows = [_row(i, c) for i, c in enumerate(best, 1)]
     lines += ["", *table(columns, rows)] if rows else []
     lines += ["", "Left out:"]
     for why, (count, example) in plan.why_not.items():
@@ -84,18 +88,20 @@ def _summary(plan, c: Candidate):
     s = c.step
     longest = sorted(_times(c), key=lambda x: -x.seconds)
     terms = [f"{x.what} ({_seconds(x.seconds)})" for x in longest if x.seconds > 0.01 * s.seconds]
+    waits = s.seconds > 1.005 * s.bound
+    least = f", or {_seconds(s.bound)} if nothing were waited for" if waits else ""
     told = [
         ("best", words(plan, c)),
         ("memory", f"{c.memory.total / _GIB:.1f} of {plan.usable / _GIB:.1f} GiB on a device"),
-        ("step", f"{_seconds(s.seconds)}{_least(c)}; longest {terms[0]}"),
+        ("step", f"{_seconds(s.seconds)}{least}; longest {terms[0]}"),
         ("", "then " + " and ".join(terms[1:3])) if terms[1:] else None,
         ("counts on", _counted_on(c)) if s.hidden > _MUCH * s.arithmetic else None,
         ("MFU", f"at most {c.mfu_bound:.0%}{_reached(plan, c)}"),
     ]
     if plan.config:
         told += [
-            ("code", code(plan, c)),
-            ("command", f"shardwise train {flags(plan, c)}"),
+            ("code", compiling.code(c.roles, plan)),
+            ("command", f"shardwise train {compiling.flags(c.roles, plan)}"),
             ("", "with your text or tokens (--data.text, --data.tokens), --steps and --run"),
         ]
     return [f"  {name:11}{said}" for name, said in filter(None, told)]
@@ -107,17 +113,6 @@ def _counted_on(c):
         f"{_seconds(s.hidden)} of transfers to run beside {_seconds(s.arithmetic)} of products; "
         f"one after the other, a step takes {_seconds(s.seconds + s.hidden)}"
     )
-
-
-def code(plan: Plan, c: Candidate) -> str:
-    """The code of a layout of the decoder."""
-    return realised.code(c.roles, plan.config, realised.kernel(plan.sequence, plan.chips))
-
-
-def flags(plan: Plan, c: Candidate) -> str:
-    """The flags of `shardwise train` for it."""
-    kernel = realised.kernel(plan.sequence, plan.chips)
-    return realised.flags(c.roles, plan.config, plan.optimizer, plan.batch, plan.sequence, kernel)
 
 
 def words(plan: Plan, c: Candidate) -> str:
@@ -144,12 +139,6 @@ def _where(way, chips):
         return " (within a node)" if chips.slices > 1 else ""
     sides = " × ".join("a chip" if side.on_chip else str(side.size) for side in way.sides)
     return f" ({sides} of the torus)" if sides else ""
-
-
-def _least(c: Candidate):
-    """The bound, where products wait for something."""
-    waits = c.step.seconds > 1.005 * c.step.bound
-    return f", or {_seconds(c.step.bound)} if nothing were waited for" if waits else ""
 
 
 class _Time(NamedTuple):
@@ -195,31 +184,26 @@ def _reached(plan, c: Candidate):
     return f"{told}, here {_seconds(high)} to {_seconds(low)} a step"
 
 
-def _row(i, c: Candidate):
-    s, gib = c.step, f"{c.memory.total / _GIB:.2f}"
-    shares = f"{s.seconds:.4g}", f"{c.mfu:.1%}", f"{c.mfu_bound:.1%}"
-    return (str(i), str(c.roles), gib, f"{s.waited:.3g}", *shares, s.binds)
-
-
 def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
     """Lines of aligned columns, of which layouts and what binds stand on the left."""
-    rows = [columns, *rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
-    aligned = ["<" if name in ("chips", "layout", "binds") else ">" for name in columns]
-    pairs = list(zip(aligned, widths, strict=True))
-    told = [[f"{x:{a}{w}}" for x, (a, w) in zip(row, pairs, strict=True)] for row in rows]
-    return ["  " + "  ".join(row).rstrip() for row in told]
+    aligned = []
+    for column in zip(columns, *rows, strict=True):
+        pad = str.ljust if column[0] in ("chips", "layout", "binds") else str.rjust
+        aligned.append([pad(cell, max(map(len, column))) for cell in column])
+    return ["  " + "  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
 
 
 def explained(plan: Plan, c: Candidate) -> str:
     """Every term of a layout: what a device holds, and when; what a step does, sends and takes."""
     m, s, meant = c.memory, c.step, _MEANT_OF_OWN if plan.own else _MEANT
     held = [(m.parameters, "parameters"), (m.state, "the optimizer's state"), (m.batch, "batch")]
-    there, other = m.of_step, _other(m, meant)
-    held += [(n, what) for n, what in zip(there, meant, strict=True) if n]
+    every = [c * n for c, n in zip(m.coefficients, m.terms, strict=True)]
+    terms = list(zip(every, m.of_step, meant, strict=True))
+    held += [(now, what) for _, now, what in terms if now]
     lines = [f"{c.roles}, explained", "", "  GiB on a device, when it is fullest:"]
     lines += [f"  {n / _GIB:9.2f}  {what}" for n, what in held]
     lines += [f"  {m.total / _GIB:9.2f}  in all, of {plan.usable / _GIB:.2f}"]
+    other = [(n, what) for n, now, what in terms if n and not now]
     lines += [f"  {n / _GIB:9.2f}  at another time: {what}" for n, what in other]
     lines += [f"  {m.host / _GIB:9.2f}  on the host"] if m.host else []
     lines += ["", "  Seconds of a step:"]
@@ -227,19 +211,12 @@ def explained(plan: Plan, c: Candidate) -> str:
     return "\n".join([*lines, f"  {s.seconds:9.4g}  in all"])
 
 
-def _other(m: Memory, meant: Terms):
-    """The terms that are there in another phase than the fullest."""
-    every = (c * n for c, n in zip(m.coefficients, m.terms, strict=True))
-    pairs = zip(every, m.of_step, meant, strict=True)
-    return [(n, what) for n, now, what in pairs if n and not now]
-
-
 def why(plan: Plan, asked: Mapping[str, int]) -> str:
     """Why the layouts with these sizes of roles are not the best: seconds, memory, or a reason."""
     told = ", ".join(f"{role}={size}" for role, size in asked.items())
 
     def those(found):
-        return [x for x in found if all(getattr(x.roles, r) == n for r, n in asked.items())]
+        return [x for x in found if x.roles.has(asked)]
 
     if fitting := those(plan.best):
         return f"Why not {told}? {_slower(plan.best[0], fitting[0])}"
