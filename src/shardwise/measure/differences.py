@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .communication import collectives
 from .counts import Op, Shown, number
-from .program import Array
+from .hlo import Array
 
 _BY_HAND = {  # what is written, and what it may be compiled to
     "all_gather": ("all-gather", "all-reduce"),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from shardwise import experts, tensor
 from shardwise.measure.counts import Op
-from shardwise.measure.program import Array
+from shardwise.measure.hlo import Array
 from shardwise.plan.arrays import Part
 
 _WIDE = 4  # bytes of the sums' float32
