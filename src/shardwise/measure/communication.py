@@ -161,30 +161,23 @@ def _written_as(frame, op, index, n):
 
 def _is_cut(frame, name, fits):
     """Whether every reader of a value takes a part of it, of a number of elements that fits."""
-    readers = list(_readers(frame, name))
-    return bool(readers) and all(_takes_part(frame, *reader, fits) for reader in readers)
+    cuts = list(_cuts(frame, name, fits))
+    return bool(cuts) and all(cuts)
 
 
-def _takes_part(frame, reader, name, fits):
-    if reader.opcode == "dynamic-slice":
-        return reader.operands[0] == name and fits(reader.arrays[0].elements)
-    if reader.opcode != "fusion" or reader.operands.count(name) != 1:
-        return False
-    inside, position = frame.enter(reader.called[0], reader), str(reader.operands.index(name))
-    (parameter,) = (
-        op.name for op in inside if op.opcode == "parameter" and op.operands == (position,)
-    )
-    return _is_cut(inside, parameter, fits)
-
-
-def _readers(frame, name):
-    """(instruction that reads a value, the value's name there), seen through what passes it on."""
-    for reader in frame:
-        if name in reader.operands:
-            if reader.opcode in _PASSES_ON:
-                yield from _readers(frame, reader.name)
-            else:
-                yield reader, name
+def _cuts(frame, name, fits):
+    """Whether it takes a part, for each reader of a value, seen through what passes it on."""
+    for reader in (op for op in frame if name in op.operands):
+        if reader.opcode in _PASSES_ON:
+            yield from _cuts(frame, reader.name, fits)
+        elif reader.opcode == "dynamic-slice":
+            yield reader.operands[0] == name and fits(reader.arrays[0].elements)
+        elif reader.opcode == "fusion" and reader.operands.count(name) == 1:
+            inside, place = frame.enter(reader.called[0], reader), reader.operands.index(name)
+            reads = (op for op in inside if op.opcode == "parameter")
+            yield _is_cut(inside, next(p.name for p in reads if p.operands == (str(place),)), fits)
+        else:
+            yield False
 
 
 def _notes(frame: Frame, op: Instruction) -> tuple[str, ...]:

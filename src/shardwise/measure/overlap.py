@@ -211,11 +211,9 @@ def _links(op: Op, chip: Any, start: Instruction) -> tuple[int, float]:
     lanes = {"collective-permute": 1, "all-to-all": chip.links}.get(op.kind)
     if lanes is None:
         ways, sizes = _strategy(op, start.says("backend_config"))
-        along = (
-            1 if n <= 2 else 2 if len(sizes) == 1 or n >= (chip.ring_from or 0) else 1
-            for n in sizes
-        )
-        lanes = min(ways, sum(along), chip.links)
+        # Two links of a chip lead along a ring, one along a line or to one other chip.
+        rings = (n > 2 and (len(sizes) == 1 or n >= (chip.ring_from or 0)) for n in sizes)
+        lanes = min(ways, sum(2 if ring else 1 for ring in rings), chip.links)
     return lanes, op.ring_bytes / (lanes * chip.link_bandwidth) * chip.devices
 
 
