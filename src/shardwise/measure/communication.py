@@ -122,7 +122,7 @@ def _needed(frame, op):
     waiting, seen = list(op.operands), set()
     while waiting:
         name = waiting.pop()
-        if name not in seen:
+        if name not in seen and name in frame.computation.instructions:
             seen.add(name)
             waiting += frame.find(name).operands
     return seen
