@@ -5,6 +5,7 @@ import math
 import time
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -417,6 +418,15 @@ def test_custom_calls_that_nobody_knows():
     call = jax.ffi.ffi_call("their_exchange", shape(4))
     with pytest.raises(ValueError, match=r"custom call their_exchange sends .* themselves"):
         measure.collectives(jax.jit(lambda x: call(x)).lower(shape(4)))
+
+
+def test_a_lowered_program_of_unknown_sizes():
+    (rows,) = jax.export.symbolic_shape("rows")
+    lowered = jax.jit(lambda x: jnp.sin(x).sum()).lower(shape(rows, 4))
+    with pytest.raises(
+        ValueError, match=r"f32\[\?,4\]\S* has a size that is not known; lower with"
+    ):
+        measure.collectives(lowered)
 
 
 def kernel(sends):

@@ -92,12 +92,10 @@ def executed(
     weigh: Callable[[Any], float] = lambda value: value,
     device: int | None = None,
 ) -> tuple[list[Found], int]:
-    """(all that `read` finds in one run of `frame`, on which device).
+    """(all that `read` finds in one run of `frame`, on which device), as `collectives` tells it.
 
-    `read(frame, op)` returns a value, or None for an instruction that is of no interest. A loop's
-    body counts once for each trip. Of a conditional's branches the heaviest counts alone, by
-    the sum of `weigh(value)` times its runs: an upper bound. Of devices that `marks.turns` tells
-    apart, it is the heaviest, or the one of that number.
+    `read(frame, op)` returns a value, or None for an instruction that is of no interest. Heaviest
+    is the branch, or the device, with the largest sum of `weigh(value)` times its runs.
 
     Raises:
       ValueError: something found stands in a loop whose number of trips cannot be known.
