@@ -127,8 +127,8 @@ class ChipMesh:
         if not isinstance(traced, jax.stages.Traced):  # nnx.jit's has no program to look at
             raise TypeError(
                 f"topology: mesh.lower takes a function made by jax.jit or rules.jit, and got "
-                f"{type(fn).__name__}, made by {type(fn).__module__}; jit it by one of these, or, of "
-                f"a module, a function of its state."
+                f"{type(fn).__name__}, made by {type(fn).__module__}; jit it by one of these; of a "
+                f"module, a function of its state."
             )
         found = traced.lower(lowering_platforms=(self.platform,))
         # 0.7.2 does where there is no device to ask.
