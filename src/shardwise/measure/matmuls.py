@@ -47,9 +47,8 @@ def within(frame: Frame, kernels: Mapping[str, int]) -> int | float:
 
 def of_one(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | float:
     """FLOPs of one instruction, and of what it runs."""
-    return within(
-        Frame(frame.program, Computation(op.name, {op.name: op}, op.name), frame), kernels
-    )
+    alone = Computation(op.name, {op.name: op}, op.name)
+    return within(Frame(frame.program, alone, frame), kernels)
 
 
 def _read(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | None:

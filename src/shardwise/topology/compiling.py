@@ -147,9 +147,10 @@ def program_text(lowered: jax.stages.Lowered) -> str:
     places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, flags=re.M))
 
     def named(alias):
-        found = re.fullmatch(r'("(?:[^"\\]|\\.)*")(?:\((#loc\d*)\))?', places[alias])
-        within = found and found[2] and named(found[2])
-        return found and (f"{found[1]}({within})" if within else found[1])
+        if found := re.fullmatch(r'("(?:[^"\\]|\\.)*")(?:\((#loc\d*)\))?', places[alias]):
+            within = named(found[2]) if found[2] else None
+            return f"{found[1]}({within})" if within else found[1]
+        return None
 
     body = "\n".join(line for line in text.splitlines() if not line.startswith("#loc"))
     return re.sub(r"#loc\d*", lambda found: named(found[0]) or "unknown", body)
