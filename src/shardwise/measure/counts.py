@@ -102,14 +102,14 @@ class Count(NamedTuple):
 class Collectives(Shown, dict[str, Count]):
     """{kind of collective: its `Count`} of the kinds that occur; `.ops` holds every instruction.
 
-    They stand in an order in which they may run. The fields of a `Count`, `.ring_bytes` and so on,
-    are those of all kinds together. All bytes are per device and for all trips. `payload_bytes` is
-    the size of the full tensor B: what an all-gather yields, what enters a reduce-scatter, an
-    all-reduce, an all-to-all (on one device) or a collective-permute. `ring_bytes` is what one device sends when n devices pass it
+    The fields of a `Count`, `.ring_bytes` and so on, are those of all kinds together. All bytes are
+    per device and for all trips. `payload_bytes` is the size of the full tensor B: what an
+    all-gather yields, what enters a reduce-scatter, an all-reduce, an all-to-all (on one
+    device) or a collective-permute. `ring_bytes` is what one device sends when n devices pass it
     on in a ring: B(n-1)/n, twice that for an all-reduce, and B itself for a collective-permute
     (of a device that sends: those at the end of an open chain send nothing). An all-to-all's
     B(n-1)/n is what a device sends of its own, as over a switch: one way round a ring, where blocks
-    are passed on, it would be B(n-1)/2.
+    are passed on, it would be B(n-1)/2. `.ops` stand in an order in which they may run.
     """
 
     _columns = ("collective", "in program", "times run", "payload bytes", "ring bytes per device")
