@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from shardwise import measure, mesh, model, plan, topology
 from shardwise.measure.counts import Op
 from shardwise.measure.differences import pairs
-from shardwise.measure.program import Array
+from shardwise.measure.hlo import Array
 from shardwise.plan import compiling, roles
 
 N = 8

@@ -21,7 +21,7 @@ from flax import nnx
 
 from shardwise import experts, layouts, measure, mesh, model
 from shardwise import tree as trees
-from shardwise.measure.program import Array
+from shardwise.measure.hlo import Array
 
 mesh.simulate(8)
 ROWS, LENGTH, FLOAT, KEY = 16, 24, 4, jax.random.key(7)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from shardwise import measure, mesh
 from shardwise.measure import hlo
-from shardwise.measure.program import Array
+from shardwise.measure.hlo import Array
 
 
 def module(body, header="num_partitions=8", more=""):

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import data, layouts, marks, measure, model, topology
 from shardwise.measure import hlo
-from shardwise.measure.program import Array
+from shardwise.measure.hlo import Array
 
 needs_libtpu = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"),

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import measure, topology
 from shardwise import mesh as meshes
+from shardwise.processes.system import of_all
 
 _SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "8 MiB": 2**23}  # on each device
 _DTYPES = ("float32", "bfloat16", "int32")
@@ -48,10 +49,7 @@ _COLLECTIVES = {
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The result of one check: whether it is right, what was found, what was expected.
-
-    Those for information are never wrong.
-    """
+    """The result of a check: what was found, what was expected; for information, never wrong."""
 
     check: str
     ok: bool
@@ -73,8 +71,7 @@ def examine(mesh: Mesh) -> list[Finding]:
     wrong.
     """
     with meshes.outside():
-        operands = _Operands(meshes.auto(mesh))
-        own = []
+        operands, own = _Operands(meshes.auto(mesh)), []
         for axis in (axis for axis, size in mesh.shape.items() if size > 1):
             for name in _COLLECTIVES:
                 own.append(_tried(f"{name} along {axis}", _collective, operands, axis, name))
@@ -117,7 +114,7 @@ class _Operands:
         return jax.make_array_from_callback(
             (self.mesh.size, count),
             self.sharding,
-            lambda index: self.row(_start(index), count)[None].astype(dtype),
+            lambda index: self.row(index[0].start or 0, count)[None].astype(dtype),
         )
 
     def along(self, axis, place, count):
@@ -133,10 +130,8 @@ class _Operands:
         def run(*arrays):
             return [row[None] for row in function(*(x[0] for x in arrays))]
 
-        cut = P(self.axes)
-        return jax.jit(
-            jax.shard_map(run, mesh=self.mesh, in_specs=cut, out_specs=cut, check_vma=False)
-        )
+        cut = dict(in_specs=P(self.axes), out_specs=P(self.axes), check_vma=False)
+        return jax.jit(jax.shard_map(run, mesh=self.mesh, **cut))
 
 
 def _tried(check: str, run: Callable[..., str], *args: Any, information: bool = False) -> Finding:
@@ -153,13 +148,11 @@ def _collective(operands, axis, name, arrays=None, times=1):
     collective, reference = _COLLECTIVES[name]
     arrays, n = arrays or operands.of_sizes, operands.mesh.shape[axis]
     run = operands.by_hand(lambda *rows: [collective(row, axis, n) for row in rows])
-    outs = [
-        run(*arrays.values()) for _ in range(times)
-    ]  # before a process finds what others do not
-    for label, out in (pair for each in outs for pair in zip(arrays, each, strict=True)):
+    # All runs, before a process finds what others do not.
+    outs = [each for _ in range(times) for each in zip(arrays, run(*arrays.values()), strict=True)]
+    for label, out in outs:
         count = arrays[label].shape[1]
-        wrong = _wrong(out, lambda at, k=count: reference(*operands.along(axis, at, k)))
-        if wrong:
+        if wrong := _wrong(out, lambda at, k=count: reference(*operands.along(axis, at, k))):
             return f"{label}: {wrong}"
     return ""
 
@@ -182,24 +175,27 @@ def _bandwidth(operands, axis):
     return f"{rate / 1e9:.3g} GB/s into a device, of {label}{link}"
 
 
+def _accumulated(loss, weights, *batches):
+    """The gradient of a loss in its weights, summed over batches in a scan."""
+
+    def step(total, batch):
+        return total + jax.grad(loss)(weights, *batch), None
+
+    return jax.lax.scan(step, jnp.zeros_like(weights), batches)[0]
+
+
 def _gathered_weights(operands):
     """FSDP by hand: weights gathered in every step of a scan, whose gradient is a psum_scatter."""
     k, steps, size = 256, 3, operands.mesh.size
 
-    def accumulate(weights, batches):
-        def loss(weights, x):
-            return jnp.sum(jax.lax.all_gather(weights, operands.axes, tiled=True) ** 2 * x) / 2
-
-        def step(total, x):
-            return total + jax.grad(loss)(weights, x), None
-
-        return [jax.lax.scan(step, jnp.zeros_like(weights), batches.reshape(steps, -1))[0]]
+    def loss(weights, x):
+        return jnp.sum(jax.lax.all_gather(weights, operands.axes, tiled=True) ** 2 * x) / 2
 
     def expected(place):
         batches = (operands.row(i, steps * size * k).reshape(steps, size, k) for i in range(size))
         return operands.row(place, k) * sum(x[:, place].sum(0, np.int32) for x in batches)
 
-    run = operands.by_hand(accumulate)
+    run = operands.by_hand(lambda w, x: [_accumulated(loss, w, x.reshape(steps, -1))])
     return _wrong(run(operands.array(k), operands.array(steps * size * k))[0], expected)
 
 
@@ -212,27 +208,16 @@ def _sharded_table(operands):
     factors = draw.integers(-8, 9, shape).astype(np.float32)
     feature = draw.integers(-8, 9, features).astype(np.float32)
 
-    @functools.partial(jax.jit, out_shardings=operands.sharding)
-    def accumulate(table, *batches):
-        def loss(table, tokens, factors):
-            return jnp.sum(table[tokens] * factors[..., None, None] * feature[None, None])
-
-        def step(total, batch):
-            return total + jax.grad(loss)(table, *batch), None
-
-        return jax.lax.scan(step, jnp.zeros_like(table), batches)[0]
+    def loss(table, tokens, factors):
+        return jnp.sum(table[tokens] * factors[..., None, None] * feature[None, None])
 
     cut = NamedSharding(operands.mesh, P(None, operands.axes))
     batches = [jax.make_array_from_callback(shape, cut, x.__getitem__) for x in (tokens, factors)]
-    table = jnp.zeros((rows, *features), np.float32)
-    table = jax.make_array_from_callback(
-        (rows * size, *features), operands.sharding, lambda index: table
-    )
+    part, whole = np.zeros((rows, *features), np.float32), (rows * size, *features)
+    table = jax.make_array_from_callback(whole, operands.sharding, lambda index: part)
+    run = jax.jit(functools.partial(_accumulated, loss), out_shardings=operands.sharding)
     totals = np.bincount(tokens.ravel(), factors.ravel(), rows * size)
-    return _wrong(
-        accumulate(table, *batches),
-        lambda start: totals[start : start + rows, None, None] * feature,
-    )
+    return _wrong(run(table, *batches), lambda i: totals[i : i + rows, None, None] * feature)
 
 
 def _donation(operands):
@@ -273,7 +258,7 @@ def _same_in_all():
     for name in ("jax", "jaxlib", "random bits"):
         each = [facts[name] for facts in told]
         same = len(set(each)) == 1
-        found = each[0] if same else ", ".join(each)
+        found = ", ".join(each[:1] if same else each)
         findings.append(Finding(name, same, found, "the same in all processes"))
     return findings
 
@@ -290,22 +275,17 @@ def _joined(own):
 
 def _of_all(value):
     """The value of each process, one that JSON can carry."""
-    if jax.process_count() == 1:
-        return [value]
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.int32(text.size))
-    texts = multihost_utils.process_allgather(np.pad(text, (0, sizes.max() - text.size)))
+    sizes = of_all(np.int32(text.size))
+    texts = of_all(np.pad(text, (0, sizes.max() - text.size)))
     return [json.loads(text[:size].tobytes()) for text, size in zip(texts, sizes, strict=True)]
 
 
 def _wrong(out, expected):
-    """Words for what is wrong in this process's shards of `out`, or "".
-
-    `expected` has NumPy's shard that begins with a row of `out`.
-    """
+    """What is wrong in this process's shards of `out`; `expected(row)` is NumPy's from that row."""
     for shard in out.addressable_shards:
         found = np.asarray(shard.data).ravel()
-        right = expected(_start(shard.index)).astype(found.dtype).ravel()
+        right = expected(shard.index[0].start or 0).astype(found.dtype).ravel()
         if (wrong := np.flatnonzero(found != right)).size:
             first = wrong[0]
             return (
@@ -317,7 +297,3 @@ def _wrong(out, expected):
 
 def _part(row, parts, i):
     return row.reshape(parts, -1)[i]
-
-
-def _start(index):
-    return index[0].start or 0

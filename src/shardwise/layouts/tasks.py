@@ -14,7 +14,7 @@ import numpy as np
 from shardwise.layouts.layout import Layout
 from shardwise.marks.counting import turns_said
 from shardwise.measure import hlo
-from shardwise.measure.program import Instruction, Program
+from shardwise.measure.hlo import Instruction, Program
 
 
 class Checked:

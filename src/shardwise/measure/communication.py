@@ -1,19 +1,33 @@
-"""Collectives in a program: how many, how often, and how many bytes each device sends."""
+"""Collectives in a program: how many, how often, and how many bytes each device sends.
 
-from dataclasses import replace
+In the forms of every backend: also those that the TPU's compiler alone writes, which are carried
+collectives, fused scatters, and transfers between slices, over the data centre's network.
+"""
+
+import re
 from typing import Any
 
 import jax
 
-from . import hlo, stablehlo, tpu
+from . import hlo
 from .counts import BETWEEN_SLICES, KINDS, Collectives, Op
-from .program import Frame, Instruction
-from .trips import executed
+from .hlo import Groups, Instruction
+from .trips import Frame, executed
 
 # Times B (n - 1) / n are sent by each of the n devices of a ring; B is the full tensor. In an
 # all-to-all that is a device's own; what it forwards for others depends on the links.
 _RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
 _UNCOUNTED = ("collective-broadcast", "ragged-all-to-all", "send")
+CARRIED = '"async_collective_fusion_config"'
+_PASSES_ON = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "get-tuple-element",
+              "convert", "opt-barrier")  # fmt: skip
+# What a transfer's type is called here.
+_TRANSFERS = {kind.upper().replace("-", "_"): kind for kind in _RING_PASSES}
+_TRANSFERS["ONE_TO_ONE"] = "collective-permute"
+_SLICE = 100_000  # in a device's number, where slices are counted from 1
+_STRATEGY = re.compile(
+    r'"collective_algorithm_config":\{(?:"emitter":"([^"]*)")?,?(?:"strategy":"([^"]*)")?'
+)
 
 
 def collectives(program: Any, device: int | None = None) -> Collectives:
@@ -42,57 +56,181 @@ def collectives(program: Any, device: int | None = None) -> Collectives:
         that may send.
     """
     if isinstance(program, jax.stages.Lowered):
-        program = stablehlo.read(program)
+        program = hlo.lowered(program)
     program = hlo.read("collectives", program)
-    found, device = executed(program.main, read, lambda op: op.ring_bytes, device)
-    return Collectives((op.repeated(trips) for op, trips in found), device)
+    found, device = executed(Frame.of(program), read, lambda op: op.ring_bytes, device)
+    return Collectives((each.value.repeated(each.times) for each in found), device)
 
 
 def read(frame: Frame, op: Instruction) -> Op | None:
     """The collective that one instruction is or starts, run once; None for any other."""
     kind, devices = op.opcode.removesuffix("-start"), frame.program.devices
-    if between := tpu.between_slices(op, devices):
-        kind, n, among = between
-        # Its operands are an array and a token; where numbers are not known, devices differ.
-        sends = among or ((0, 1),)
-        found = _op(kind + BETWEEN_SLICES, op, frame.operands(op)[:1], n, sends, asynchronous=True)
-        return replace(found, groups=among)
-    strategy = tpu.strategy(frame, op)
-    if kind == "ragged-all-to-all" and "replica_groups" in op.attributes:  # as if no row stayed
-        among = hlo.replicas(op, devices)
-        n, rows = max(map(len, among)), frame.operands(op)[:1]
-        started = bool(tpu.starts(frame, op))
-        found = _op("all-to-all", op, rows, n, among, strategy, (), started, notes=("bound",))
-        return replace(found, ring_bytes=rows[0].bytes if n > 1 else 0)
-    if kind in _UNCOUNTED and op.attributes.get("is_host_transfer") != "true":
+    started, written, notes = _starts(frame, op), (), ()
+    if between := _between_slices(op, devices):
+        # Its operands are an array and a token.
+        (kind, n, groups), started, arrays = between, True, frame.operands(op)[:1]
+    elif kind == "ragged-all-to-all" and frame.program.scheduled:
+        groups, arrays, notes = hlo.replicas(op, devices), frame.operands(op)[:1], ("bound",)
+        kind, n = "all-to-all", max(map(len, groups))
+    elif kind in _UNCOUNTED and op.says("is_host_transfer") != "true":
         raise ValueError(
             f"measure.collectives: cannot count the bytes of {op.name}, a {kind}; known are "
             f"{', '.join(KINDS)}. Measure the part of the program around it by itself."
         )
-    started = tpu.starts(frame, op)
-    if kind not in KINDS or started is None:
+    elif kind not in KINDS or started is None:
         return None
-    if kind == "collective-permute":
-        among, n, written = hlo.pairs(op), None, ()
+    elif kind == "collective-permute":
+        groups, arrays, notes = hlo.pairs(op), frame.operands(op), _notes(frame, op)
     else:
-        among = hlo.replicas(op, devices)
-        n = max(map(len, among))
-        written = tpu.written_as(frame, op, n)
-    if tpu.is_scatter(frame, op):
-        kind, written = "reduce-scatter", ()
-    notes, arrays = tpu.notes(frame, op), frame.operands(op)
-    return _op(kind, op, arrays, n, among, strategy, written, started, notes)
-
-
-def _op(kind, op, arrays, n, among, strategy="", written=(), asynchronous=False, notes=()) -> Op:
-    """The `Op` of one instruction, run once; what leaves a device by the formulas of a ring."""
+        groups, arrays, notes = hlo.replicas(op, devices), frame.operands(op), _notes(frame, op)
+        n = max(map(len, groups))
+        if op.opcode == "all-reduce":
+            kind, written = _work(frame, op, n)
     size = sum(array.bytes for array in arrays)
-    base = kind.removesuffix(BETWEEN_SLICES)
-    if base == "collective-permute":
-        sent, n = size if any(len(set(pair)) > 1 for pair in among) else 0, None
+    if kind.startswith("collective-permute"):
+        n, sent = None, size if between or any(len(set(pair)) > 1 for pair in groups) else 0
+    elif "bound" in notes:  # as if no row stayed
+        sent = size if n > 1 else 0
     else:
+        base = kind.removesuffix(BETWEEN_SLICES)
         size *= n if base == "all-gather" else 1
-        all_sent = _RING_PASSES[base] * size * (n - 1)
-        sent = all_sent / n if all_sent % n else all_sent // n
-    more = op.source, among, strategy, written, asynchronous, notes
+        passed = _RING_PASSES[base] * size * (n - 1)
+        sent = passed / n if passed % n else passed // n
+    strategy, asynchronous = _strategy(frame, op), bool(started)
+    more = op.source, groups, strategy, written, asynchronous, notes
     return Op(kind, op.name, arrays, n, 1, size, sent, *more)
+
+
+def _starts(frame: Frame, op: Instruction) -> bool | None:
+    """Whether `op` starts an asynchronous collective; None for a later piece of one.
+
+    A carried collective stands in the fusion that starts it, in each that it runs beside, and in
+    the one that ends it: in all of them it is written out, and in the first alone it begins. Of
+    GPUs each is written as a start and a done, and says by itself where nothing may run between.
+    """
+    start = frame.site if frame.within("async-start") else op
+    if start.opcode.endswith("-start"):
+        return '"is_sync":true' not in start.says("backend_config")
+    if CARRIED not in op.says("backend_config"):
+        return False
+    begins = (x for x in frame if x.says("custom_call_target") == "AsyncCollectiveStart")
+    return True if any(op.name in _needed(frame, start) for start in begins) else None
+
+
+def _needed(frame, op):
+    """The names of all that `op` is computed from, in the same computation."""
+    waiting, seen = list(op.operands), set()
+    while waiting:
+        name = waiting.pop()
+        if name not in seen and name in frame.computation.instructions:
+            seen.add(name)
+            waiting += frame.find(name).operands
+    return seen
+
+
+def _work(frame: Frame, op: Instruction, n: int) -> tuple[str, tuple[str, ...]]:
+    """The kind that an all-reduce among `n` devices is, and that whose work it does, by array.
+
+    It is one half of a fused reduce-scatter where the fusion keeps a share of its sum. It does a
+    gather's work where each device adds its share into zeros, and a scatter's where each keeps its
+    share of the sum and nothing else is made of it; where all are sums, no kinds are told.
+    """
+    whole = op.arrays[0].elements
+    if frame.within("fusion") and _is_cut(frame, op.name, lambda elements: elements < whole):
+        return "reduce-scatter", ()
+    written = tuple(_written_as(frame, op, i, n) for i in range(len(op.operands)))
+    return "all-reduce", written if set(written) != {"all-reduce"} else ()
+
+
+def _written_as(frame, op, index, n):
+    share = op.arrays[index].elements / n
+    inner, made = frame.trace(op.operands[index])
+    if made.opcode == "dynamic-update-slice":
+        at, base = inner.trace(made.operands[0])
+        update = inner.find(made.operands[1])
+        if base.opcode == "broadcast" and update.arrays[0].elements == share:
+            _, value = at.trace(base.operands[0])
+            return "all-gather" if value.operands in (("0",), ("-0",)) else "all-reduce"
+    outputs = [op.name]
+    if len(op.arrays) > 1:
+        elements = (x for x in frame if x.operands == (op.name,) and x.says("index") == str(index))
+        outputs = [element.name for element in elements]
+    kept = [_is_cut(frame, name, lambda elements: elements == share) for name in outputs]
+    return "reduce-scatter" if kept and all(kept) else "all-reduce"
+
+
+def _is_cut(frame, name, fits):
+    """Whether every reader of a value takes a part of it, of a number of elements that fits."""
+    cuts = list(_cuts(frame, name, fits))
+    return bool(cuts) and all(cuts)
+
+
+def _cuts(frame, name, fits):
+    """Whether it takes a part, for each reader of a value, seen through what passes it on."""
+    for reader in (op for op in frame if name in op.operands):
+        if reader.opcode in _PASSES_ON:
+            yield from _cuts(frame, reader.name, fits)
+        elif reader.opcode == "dynamic-slice":
+            yield reader.operands[0] == name and fits(reader.arrays[0].elements)
+        elif reader.opcode == "fusion" and reader.operands.count(name) == 1:
+            inside, place = frame.enter(reader.called[0], reader), reader.operands.index(name)
+            reads = (op for op in inside if op.opcode == "parameter")
+            yield _is_cut(inside, next(p.name for p in reads if p.operands == (str(place),)), fits)
+        else:
+            yield False
+
+
+def _notes(frame: Frame, op: Instruction) -> tuple[str, ...]:
+    """The notes of a collective, see `Op`; a permute of a product's shares is named after it."""
+    shares = op.source.rsplit("/", 1)[-1].startswith(("dot_general", "conv_general"))
+    found = {
+        "padded": any(frame.find(name).opcode == "pad" for name in op.operands),
+        "windowed": shares and op.opcode.startswith("collective-permute"),
+        "combined": len(op.operands) > 1 and not op.opcode.startswith("all-to-all"),
+    }
+    return tuple(note for note, holds in found.items() if holds)
+
+
+def _strategy(frame: Frame, op: Instruction) -> str:
+    """The compiler's name for how the chips exchange, "" where it does not say."""
+    for at in (op, frame.site) if frame.site else (op,):
+        said = _STRATEGY.search(at.says("backend_config"))
+        if said and (said[1] or said[2]):
+            return said[2] or said[1]
+    return ""
+
+
+def _between_slices(op: Instruction, devices: int) -> tuple[str, int, Groups] | None:
+    """(kind, how many take part, who takes part) of a send to another slice; None for another send.
+
+    `devices` are those of one slice. Numbers of devices are known where every device of each
+    slice takes part; elsewhere they are told by their places, and the groups are empty.
+    """
+    said = op.says("frontend_attributes")
+    kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', said)
+    if op.opcode != "send" or kind is None:
+        return None
+    target = re.search(r'_xla_megascale_target="?(.*?)"?,_xla_megascale_transfer_type', said)
+    groups = _groups(target[1], devices) if target else None
+    if kind[1] not in _TRANSFERS or groups is None:
+        raise ValueError(
+            f"measure.collectives: cannot read the transfer between slices {op.name}: {said}; "
+            f"known are {', '.join(_TRANSFERS)}, to {{1,2}}x{{0:7}} or {{{{100000,200000}}}}."
+        )
+    return _TRANSFERS[kind[1]] + BETWEEN_SLICES, max(map(len, groups[0])), groups[1]
+
+
+def _groups(target, devices):
+    """(groups in any numbering, groups in the program's or none); None if they cannot be read."""
+    if crossed := re.fullmatch(r"\{([\d,]+)\}x\{(\d+):(\d+)\}", target):
+        slices = [int(number) - 1 for number in crossed[1].split(",")]
+        places = range(int(crossed[2]), int(crossed[3]) + 1)
+        groups = tuple(tuple(s * devices + place for s in slices) for place in places)
+        return groups, groups if len(places) == devices else ()
+    listed = re.findall(r"\{(\d+(?:,\d+)*)\}", target)
+    found = listed or re.findall(r"\{(\d+->\d+)\}", target)
+    groups = tuple(tuple(map(int, re.findall(r"\d+", group))) for group in found)
+    slices = sorted({number // _SLICE for group in groups for number in group})
+    numbers = tuple(s * devices + i - devices for s in slices for i in range(devices))
+    whole = len(listed) == 1 and len(groups[0]) == len(numbers)
+    return (groups, (numbers,) if whole else ()) if groups else None

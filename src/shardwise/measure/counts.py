@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from .program import Array
+from .hlo import Array
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 BETWEEN_SLICES = " between slices"  # after a kind: of TPUs, over the data centre's network
@@ -109,7 +109,7 @@ class Collectives(Shown, dict[str, Count]):
     on in a ring: B(n-1)/n, twice that for an all-reduce, and B itself for a collective-permute
     (of a device that sends: those at the end of an open chain send nothing). An all-to-all's
     B(n-1)/n is what a device sends of its own, as over a switch: one way round a ring, where blocks
-    are passed on, it would be B(n-1)/2.
+    are passed on, it would be B(n-1)/2. `.ops` stand in an order in which they may run.
     """
 
     _columns = ("collective", "in program", "times run", "payload bytes", "ring bytes per device")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .communication import collectives
 from .counts import Op, Shown, number
-from .program import Array
+from .hlo import Array
 
 _BY_HAND = {  # what is written, and what it may be compiled to
     "all_gather": ("all-gather", "all-reduce"),
@@ -67,13 +67,8 @@ def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differe
     sends: both on the device that sends the most as `lowered` is written.
     """
     written = collectives(lowered)
-    return became(written.ops + tuple(also), collectives(compiled, written.device).ops)
-
-
-def became(written: Iterable[Op], made: Iterable[Op]) -> Differences:
-    """The `Differences` of collectives that are counted already."""
     found: dict[str, list[Pair]] = {name: [] for name in _NAMES}
-    for pair in pairs(written, made):
+    for pair in pairs((*written.ops, *also), collectives(compiled, written.device).ops):
         found[pair.name].append(pair)
     return Differences({name: _sum(of) for name, of in found.items() if of})
 

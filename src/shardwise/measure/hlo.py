@@ -1,13 +1,18 @@
-"""Optimized HLO text, as `Compiled.as_text()` prints it on every backend, parsed."""
+"""Programs as HLO: a set of computations, each a list of instructions, parsed from their text.
 
+Optimized, as every backend prints it, or as XLA reads a lowered program. A while loop, a call, a
+fusion or a conditional names the computations that it runs.
+"""
+
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
-
-from .program import Array, Computation, Instruction, Program, checked
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -23,6 +28,101 @@ _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[()\[\]{},]')
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _ORDER = re.compile(r"\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)")
 _MESH_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+# Custom calls that keep to their own device, by what they are for: libraries, TPU's own algorithms,
+# placement, Python on the host, kernels.
+_LOCAL = re.compile(
+    r"""(lapack|cublas|cusolver|cusparse|hipblas|hipsolver|hipsparse|rocsolver|cu|hip)_\w+
+    | Cholesky | Eigh | Qr | LuDecomposition | ProductOfElementaryHouseholderReflectors
+    | ApproxTopK | PartialReduce | TopK | mhlo\.\w+ | chlo\.\w+ | stablehlo\.dynamic_\w+
+    | __cudnn\$\w+ | __op\$block_scaled_dot
+    | Sharding | SPMDFullToShardShape | SPMDShardToFullShape | LayoutConstraint | xla\.sdy\.\w+
+    | annotate_device_placement | AllocateBuffer | CreateBuffer | Pin | Unpin | shape_assertion
+    | xla_(\w+_)?python_(cpu|gpu|tpu)_callback
+    | __gpu\$xla\.gpu\.triton | triton_kernel_call(_ffi)? | tpu_custom_call""",
+    re.VERBOSE,
+)
+
+
+class Array(NamedTuple):
+    """An array's type in a program: its dtype as HLO writes it, and its sizes."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        if self.dtype == "pred":
+            return self.elements
+        width = re.match(r"[a-z]+(\d+)", self.dtype)  # Tokens and opaque handles have none.
+        return -(-self.elements * int(width[1]) // 8) if width else 0
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`name = arrays opcode(operands), attributes`, tuples of arrays flattened."""
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]
+    operands: tuple[str, ...]
+    attributes: dict[str, str]
+
+    def says(self, attribute: str) -> str:
+        """The text of an attribute, without quotes around it; "" if there is none."""
+        return self.attributes.get(attribute, "").strip('"')
+
+    @property
+    def source(self) -> str:
+        """The operation that JAX named, in its scopes; "" where the program does not say."""
+        named = re.search(r'op_name="([^"]*)"', self.says("metadata"))
+        return named[1] if named else ""
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Names of the computations that run when a call, fusion or async start runs."""
+        if self.opcode not in ("call", "fusion", "async-start"):
+            return ()
+        return ((self.says("calls") or self.attributes["to_apply"]).lstrip("%"),)
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        """Names of the computations of which a conditional runs one."""
+        keys = ("branch_computations", "true_computation", "false_computation")
+        return tuple(re.findall(r"[^\s%{},]+", ",".join(map(self.says, keys))))
+
+
+@dataclass(frozen=True)
+class Computation:
+    """Instructions by name, in program order, and the name of the one that is the result."""
+
+    name: str
+    instructions: dict[str, Instruction]
+    root: str
+
+
+@dataclass(frozen=True)
+class Program:
+    """Computations by name; `devices` run it, and if `scheduled`, in the order of its text."""
+
+    computations: dict[str, Computation]
+    entry: str
+    devices: int
+    scheduled: bool = False
+
+
+def checked(who: str, program: Any) -> Any:
+    """`program`, a `jax.stages.Compiled` or what has its methods; TypeError of `measure.who`."""
+    says = hasattr(program, "as_text") and hasattr(program, "memory_analysis")
+    if not says or isinstance(program, jax.stages.Lowered | type):
+        raise TypeError(
+            f"measure.{who} takes a compiled program, and got {type(program).__name__}; pass "
+            f"jax.jit(f).lower(*args).compile(), or what topology.compile returns."
+        )
+    return program
 
 
 def read(who: str, program: Any) -> Program:
@@ -30,6 +130,28 @@ def read(who: str, program: Any) -> Program:
     if isinstance(program, Program):
         return program
     return parse(program if isinstance(program, str) else checked(who, program).as_text())
+
+
+def lowered(given: jax.stages.Lowered) -> Program:
+    """A lowered program as XLA reads it; ValueError for a custom call that may send anything.
+
+    Here stand the collectives that were written by hand, in the dtypes in which they were written;
+    those that the compiler inserts, and the dtypes that its backend prefers, are not yet there.
+    """
+    # Not as_text("hlo"), which on JAX 0.7.2 leaves the configuration of custom calls out.
+    program = parse(given.compiler_ir("hlo").as_hlo_module().to_string())
+    for op in (op for c in program.computations.values() for op in c.instructions.values()):
+        target = op.says("custom_call_target")
+        # A TPU kernel says so, and only then, if it copies to other devices.
+        sends = not _LOCAL.fullmatch(target) or "has_communication" in op.says("backend_config")
+        if op.opcode == "custom-call" and sends:
+            raise ValueError(
+                f"measure: whether the custom call {target} sends anything to other devices is not "
+                f"known here; measure the parts of the program around it by themselves."
+            )
+    told = given.compiler_ir().operation.attributes
+    devices = [told[f"mhlo.num_{kind}"].value for kind in ("replicas", "partitions")]
+    return dataclasses.replace(program, devices=math.prod(devices))
 
 
 def parse(text: str) -> Program:
@@ -76,6 +198,8 @@ def _instruction(line: str) -> tuple[bool, Instruction]:
 
 
 def _arrays(text: str) -> tuple[Array, ...]:
+    if "[?" in text or ",?" in text:
+        raise ValueError(f"measure: {text} has a size that is not known; lower with fixed shapes.")
     return tuple(
         Array(dtype, tuple(int(size.lstrip("<= ")) for size in sizes.split(",") if size))
         for dtype, sizes in _ARRAY.findall(text)

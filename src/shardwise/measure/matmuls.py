@@ -8,8 +8,8 @@ from typing import Any
 from shardwise.marks.counting import kernel_said
 
 from . import hlo
-from .program import Frame, Instruction
-from .trips import executed
+from .hlo import Computation, Instruction
+from .trips import Frame, executed
 
 # Targets of custom calls that multiply matrices, or are kernels that nobody can look into.
 _PRODUCTS = r"gemm|matmul|dot|conv(?!ert)|fmha|triton|mosaic|tpu_custom_call"
@@ -36,13 +36,19 @@ def flops(compiled: Any, kernels: Mapping[str, int] | None = None) -> int:
       TypeError: `compiled` is no `jax.stages.Compiled`, nor what `topology.compile` returns.
       ValueError: a product whose size cannot be read, or one in a loop whose trips depend on data.
     """
-    return within(hlo.read("flops", compiled).main, kernels or {})
+    return within(Frame.of(hlo.read("flops", compiled)), kernels or {})
 
 
 def within(frame: Frame, kernels: Mapping[str, int]) -> int | float:
     """FLOPs of one run of a part of a program."""
     found, _ = executed(frame, lambda frame, op: _read(frame, op, kernels))
-    return sum(count * times for count, times in found)
+    return sum(each.value * each.times for each in found)
+
+
+def of_one(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | float:
+    """FLOPs of one instruction, and of what it runs."""
+    alone = Computation(op.name, {op.name: op}, op.name)
+    return within(Frame(frame.program, alone, frame), kernels)
 
 
 def _read(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | None:
@@ -71,7 +77,7 @@ def _dot(frame: Frame, op: Instruction, contracted: str, batch: str | None) -> i
 
 def _custom_call(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | None:
     """FLOPs of a kernel by a formula, or of a library's product; None of what is no product."""
-    target, config = op.says("custom_call_target").strip('"'), op.says("backend_config")
+    target, config = op.says("custom_call_target"), op.says("backend_config")
     if target == "tpu_custom_call":
         for part, count in kernels.items():
             if part in op.name or part in op.says("metadata"):

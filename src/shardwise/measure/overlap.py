@@ -1,15 +1,23 @@
-"""The share of what is sent that can run beside products: by the schedule and a model of time."""
+"""The share of what is sent that can run beside products: by the schedule and a model of time.
 
+A TPU's program is the schedule that its text is: where collectives begin, and where they end.
+"""
+
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from . import schedule, tpu
-from .counts import Op
-from .program import Frame
-from .schedule import Begun
+from . import communication, hlo, matmuls
+from .counts import BETWEEN_SLICES, Op
+from .hlo import Instruction
+from .trips import Found, Frame, executed
 
 _SHOWN = 16  # of the collectives in the table
+_HANDS_ON = ("tuple", "bitcast", "copy", "opt-barrier")
+# Of the first color: how many chips it passes along each axis, one axis in each phase.
+_COLORS = re.compile(r"colors:(\d+) phases:\d+ cores:\{([\d ]+)\}")
 
 
 @dataclass(frozen=True)
@@ -89,21 +97,38 @@ def overlap(program: Any, chip: Any, kernels: Mapping[str, int] | None = None) -
       TypeError: `program` is no compiled program.
       ValueError: it is not scheduled, as those for CPUs are not; what `collectives` raises.
     """
-    found = schedule.begun("overlap", program)
     # Innermost first: what is beside a collective of a loop is beside none around the loop.
-    groups = sorted(found, key=lambda group: -len(_around(group[0].frame)))
+    groups = sorted(_begun("overlap", program), key=lambda group: -len(_around(group[0].frame)))
     taken: dict[tuple[int, str], float] = {}  # seconds of an instruction that collectives have
     every = (begun for group in groups for begun in group)
     return Overlap(tuple(_beside(chip, begun, taken, kernels or {}) for begun in every))
 
 
-def _beside(chip, begun: Begun, taken, kernels) -> Beside:
+def _begun(who: str, program: Any) -> list[list[Found]]:
+    """Every collective of a scheduled program where it begins, by the computation it stands in."""
+    program = hlo.read(who, program)
+    if not program.scheduled:
+        raise ValueError(
+            f"measure.{who}: the order of this program's instructions is no schedule; compile it "
+            f"for TPUs, by topology.compile."
+        )
+    groups: dict[int, list[Found]] = {}
+    found, _ = executed(Frame.of(program), communication.read, lambda op: op.ring_bytes)
+    for begun in found:
+        # What a fusion starts or runs, it does in the order of the computation around it.
+        if begun.frame.within("fusion", "async-start"):
+            begun = begun._replace(frame=begun.frame.caller, op=begun.frame.site)
+        groups.setdefault(id(begun.frame), []).append(begun)
+    return list(groups.values())
+
+
+def _beside(chip, begun: Found, taken, kernels) -> Beside:
     op, frame, start, times = begun
-    lanes, seconds = tpu.links(op, chip, start)
+    lanes, seconds = _links(op, chip, start)
     if not op.asynchronous:
         return Beside(op, times, lanes, seconds)
-    beside, _ = schedule.until(begun)
-    work = {x.name: schedule.flops(frame, x, kernels) / chip.peak() for x in beside}
+    beside, _ = _until(begun)
+    work = {x.name: matmuls.of_one(frame, x, kernels) / chip.peak() for x in beside}
     products, covered = tuple(name for name, time in work.items() if time), 0.0
     for name in products:
         left = work[name] - taken.get((id(frame), name), 0.0) / times
@@ -117,10 +142,106 @@ def _beside(chip, begun: Begun, taken, kernels) -> Beside:
 def _around(frame: Frame) -> list[tuple[Frame, str]]:
     """The frames around one, each with the name of its instruction that runs it."""
     found = []
-    while frame.caller is not None and frame.site is not None:
+    while frame.caller is not None:
         found.append((frame.caller, frame.site.name))
         frame = frame.caller
     return found
+
+
+def _until(begun: Found) -> tuple[list[Instruction], str | None]:
+    """(the instructions that run beside a collective, the name of the one that waits for it).
+
+    A collective that ends in the next trip of its loop runs beside the rest of the body, and its
+    beginning; one that is handed to a loop counts as waited for there. None where nothing waits.
+    """
+    frame, order = begun.frame, list(begun.frame)
+    after = order[order.index(begun.op) + 1 :]
+    end, leaves_as = _follow(frame, after, {begun.op.name})
+    if end is None and leaves_as is not None and frame.within("while"):
+        carried = (op for op in order if op.opcode == "get-tuple-element")
+        held = {op.name for op in carried if op.attributes["index"] == str(leaves_as)}
+        end, _ = _follow(frame, order, held)
+        after = [*after, *order] if end else after
+    return (after[: after.index(end)], end.name) if end else (after, None)
+
+
+def _follow(frame, order, held):
+    """(what waits for the collective, or None; the element of the result that it leaves as)."""
+    for op in order:
+        holding = [name for name in op.operands if name in held]
+        if not holding:
+            continue
+        if op.opcode.endswith("-done") or op.opcode == "while":
+            return op, None
+        if op.opcode == "fusion":
+            body = frame.enter(op.called[0], op)
+            if _waits(body, held):
+                return op, None
+            if any(communication.CARRIED in inner.says("backend_config") for inner in body):
+                held.add(op.name)
+        elif op.opcode == "tuple" and op.name == frame.computation.root:
+            return None, op.operands.index(holding[0])
+        elif op.opcode in _HANDS_ON:
+            held.add(op.name)
+        elif op.opcode == "get-tuple-element":
+            # The signal of a carried collective, or a start itself, handed on.
+            if op.arrays == (("u32", ()),) or len(op.arrays) > 1:
+                held.add(op.name)
+    return None, None
+
+
+def _waits(body, held):
+    """Whether a fusion ends a carried collective that it reads."""
+    ends = [op for op in body if op.says("custom_call_target") == "AsyncCollectiveDone"]
+    read = (body.find(name) for op in ends for name in op.operands)
+    places = [int(op.operands[0]) for op in read if op.opcode == "parameter"]
+    return any(body.site.operands[place] in held for place in places)
+
+
+def _links(op: Op, chip: Any, start: Instruction) -> tuple[int, float]:
+    """(directions of links along which a collective sends at once, seconds that one run takes).
+
+    By the links that its strategy uses, or of GPUs by the nodes that its groups lie in; 0
+    directions between slices or nodes.
+    """
+    if chip.node:
+        return _switched(op, chip)
+    if op.kind.endswith(BETWEEN_SLICES):
+        return 0, op.ring_bytes / chip.dcn
+    lanes = {"collective-permute": 1, "all-to-all": chip.links}.get(op.kind)
+    if lanes is None:
+        ways, sizes = _strategy(op, start.says("backend_config"))
+        # Two links of a chip lead along a ring, one along a line or to one other chip.
+        rings = (n > 2 and (len(sizes) == 1 or n >= (chip.ring_from or 0)) for n in sizes)
+        lanes = min(ways, sum(2 if ring else 1 for ring in rings), chip.links)
+    return lanes, op.ring_bytes / (lanes * chip.link_bandwidth) * chip.devices
+
+
+def _switched(op, chip):
+    nodes = [Counter(i // chip.node for i in group) for group in op.groups]
+    # The fewest of a node take in what that node has not: of uneven parts they are the slowest.
+    inside, across = max(
+        ((min(n.values()), sum(n.values()) / min(n.values())) for n in nodes),
+        key=lambda pair: pair[1],
+        default=(1, 1),
+    )
+    if op.kind == "collective-permute":
+        seconds = op.ring_bytes / (chip.dcn if across > 1 else chip.link_bandwidth)
+    elif op.kind == "all-to-all":
+        seconds = chip.exchange_seconds(op.ring_bytes, inside, across)
+    else:
+        seconds = chip.ring_seconds(op.ring_bytes, inside, across, chip.link_bandwidth)
+    return int(across == 1), seconds
+
+
+def _strategy(op, config):
+    """(directions in which parts of the array travel at once, chips along each axis)."""
+    if said := _COLORS.search(config):
+        one_way = op.strategy.startswith("UniDirection")
+        return int(said[1]) * (1 if one_way else 2), [float(n) for n in said[2].split()]
+    size, dimensions = op.group_size or 1, re.match(r"(\d)D", op.strategy)
+    axes = int(dimensions[1]) if dimensions else 1
+    return 2 * axes, [round(size ** (1 / axes), 9)] * axes  # their mean: it does not say them
 
 
 @dataclass(frozen=True)
@@ -153,27 +274,27 @@ def lanes(
       TypeError: `program` is no compiled program.
       ValueError: it is not scheduled; what `collectives` raises.
     """
-    groups = schedule.begun("lanes", program)
+    groups = _begun("lanes", program)
     if not groups:
         return ()
-    most = max(groups, key=lambda group: sum(b.op.ring_bytes * b.times for b in group))
+    most = max(groups, key=lambda group: sum(b.value.ring_bytes * b.times for b in group))
     shown = trips if most[0].frame.within("while") else 1
     return tuple(_spans(chip, most, kernels or {}, shown))
 
 
-def _spans(chip, group: list[Begun], kernels, trips) -> Iterator[Span]:
+def _spans(chip, group: list[Found], kernels, trips) -> Iterator[Span]:
     now, free, awaited = 0.0, 0.0, {}
-    frame, starts = group[0].frame, {begun.start.name: begun for begun in group}
+    frame, starts = group[0].frame, {begun.op.name: begun for begun in group}
     for op in [*frame] * trips:
         now = max(now, awaited.pop(op.name, 0.0))
         if begun := starts.get(op.name):
-            begin, found = max(now, free), begun.op
-            free = begin + tpu.links(found, chip, op)[1]
+            begin, found = max(now, free), begun.value
+            free = begin + _links(found, chip, op)[1]
             yield Span("links", op.name, begin, free, found.kind, found.asynchronous)
             if not found.asynchronous:
                 now = free
-            elif (end := schedule.until(begun)[1]) is not None:
+            elif (end := _until(begun)[1]) is not None:
                 awaited[end] = max(free, awaited.get(end, 0.0))
-        if work := schedule.flops(frame, op, kernels) / chip.peak():
+        if work := matmuls.of_one(frame, op, kernels) / chip.peak():
             yield Span("products", op.name, now, now + work)
             now += work

@@ -1,70 +1,137 @@
-"""The number of times that each instruction of a program runs."""
+"""What runs in a program, and how often: its call tree, and the trips of its loops."""
 
 import operator
 import re
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardwise.marks.counting import turns_said
 
-from .program import Frame, Instruction
+from .hlo import Array, Computation, Instruction, Program
 
-Found = TypeVar("Found")
+_SAME_VALUE = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier")
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A computation at one place in the call tree: which instruction of which frame runs it."""
+
+    program: Program
+    computation: Computation
+    caller: "Frame | None" = None
+    site: Instruction | None = None
+
+    @classmethod
+    def of(cls, program: Program) -> "Frame":
+        """The computation with which a program begins."""
+        return cls(program, program.computations[program.entry])
+
+    def __iter__(self) -> Iterator[Instruction]:
+        return iter(self.computation.instructions.values())
+
+    def within(self, *opcodes: str) -> bool:
+        """Whether an instruction of these opcodes runs this computation."""
+        return self.site is not None and self.site.opcode in opcodes
+
+    def enter(self, name: str, site: Instruction) -> "Frame":
+        """The frame of a computation that `site`, an instruction of this one, runs."""
+        return Frame(self.program, self.program.computations[name.lstrip("%")], self, site)
+
+    def find(self, name: str) -> Instruction:
+        """The instruction called `name`."""
+        if name not in self.computation.instructions:
+            raise ValueError(
+                f"measure: {self.computation.name} uses {name}, which no instruction defines; "
+                f"expected a whole module, as compiled.as_text() prints it."
+            )
+        return self.computation.instructions[name]
+
+    def operands(self, op: Instruction) -> tuple[Array, ...]:
+        """The arrays that `op` reads."""
+        return tuple(array for name in op.operands for array in self.find(name).arrays)
+
+    def trace(self, name: str) -> "tuple[Frame, Instruction]":
+        """The instruction that computes `name`, seen through calls, fusions, tuples and copies.
+
+        A loop's parameter is where the trace ends: its value differs from trip to trip.
+        """
+        frame, op = self, self.find(name)
+        while True:
+            if op.opcode == "parameter" and frame.within("call", "fusion"):
+                frame, name = frame.caller, frame.site.operands[int(op.operands[0])]
+            elif op.opcode in ("call", "fusion"):
+                frame = frame.enter(op.called[0], op)
+                name = frame.computation.root
+            elif op.opcode == "get-tuple-element":
+                inner, source = frame.trace(op.operands[0])
+                if source.opcode != "tuple":
+                    return frame, op
+                frame, name = inner, source.operands[int(op.attributes["index"])]
+            elif op.opcode in _SAME_VALUE or op.says("custom_call_target") == "Sharding":
+                name = op.operands[0]
+            else:
+                return frame, op
+            op = frame.find(name)
+
+
+class Found(NamedTuple):
+    """A value that was read off `op`, an instruction of `frame`, and how often that runs."""
+
+    value: Any
+    frame: Frame
+    op: Instruction
+    times: Any = 1  # while it is found, an int or an array of fractions by device
 
 
 def executed(
     frame: Frame,
-    read: Callable[[Frame, Instruction], Found | None],
-    weigh: Callable[[Found], float] = lambda value: value,
+    read: Callable[[Frame, Instruction], Any],
+    weigh: Callable[[Any], float] = lambda value: value,
     device: int | None = None,
-) -> tuple[list[tuple[Found, int | float]], int]:
-    """([(a value that `read` finds in one run of `frame`, how often it runs)], on which device).
+) -> tuple[list[Found], int]:
+    """(all that `read` finds in one run of `frame`, on which device), as `collectives` tells it.
 
-    `read(frame, op)` returns a value, or None for an instruction that is of no interest. A loop's
-    body counts once for each trip. Of a conditional's branches the heaviest counts alone, by
-    the sum of `weigh(value)` times its runs: an upper bound. Of devices that `marks.turns` tells
-    apart, it is the heaviest, or the one of that number.
+    `read(frame, op)` returns a value, or None for an instruction that is of no interest. Heaviest
+    is the branch, or the device, with the largest sum of `weigh(value)` times its runs.
 
     Raises:
       ValueError: something found stands in a loop whose number of trips cannot be known.
     """
-    found = _executed(frame, read, weigh)
-    device = int(np.argmax(_weight(found, weigh))) if device is None else device
-    on_it = ((value, n if isinstance(n, int) else n[device % n.size] or None) for value, n in found)
-    return [(v, int(n) if n == int(n) else float(n)) for v, n in on_it if n is not None], device
 
+    def weight(found):  # of each device, where they differ
+        return sum(weigh(each.value) * each.times for each in found)
 
-def _weight(found, weigh):
-    """The weight of all that is found, on each device where they differ."""
-    return sum(weigh(value) * times for value, times in found)
+    def walk(frame):
+        found = []
+        for op in frame:
+            value = read(frame, op)
+            if value is not None:
+                found.append(Found(value, frame, op))
+            elif op.opcode == "while":
+                parts = [walk(frame.enter(op.attributes[key], op)) for key in ("body", "condition")]
+                # Where nothing is found, its trips may be unknown. The condition runs once more
+                # than the body, to find that the loop is over.
+                trips = trip_count(frame, op) if any(parts) else 0
+                for part, times in zip(parts, (trips, trips + 1), strict=True):
+                    found += [each._replace(times=each.times * times) for each in part]
+            elif op.branches:
+                ways = [walk(frame.enter(name, op)) for name in op.branches]
+                found += max(ways, key=lambda way: (np.max(weight(way)), len(way)))
+            else:
+                found += [each for name in op.called for each in walk(frame.enter(name, op))]
+        return found
 
-
-def _executed(frame, read, weigh) -> list[tuple]:
-    """The result of `executed`; numbers of times are ints, or arrays of fractions by device."""
-    found = []
-    for op in frame:
-
-        def enter(name, op=op):
-            return _executed(frame.enter(name, op), read, weigh)
-
-        value = read(frame, op)
-        if value is not None:
-            found.append((value, 1))
-        elif op.opcode == "while":
-            body, condition = enter(op.attributes["body"]), enter(op.attributes["condition"])
-            # Where nothing is found, its trips may be unknown. The condition runs once more than
-            # the body, to find that the loop is over.
-            trips = trip_count(frame, op) if body or condition else 0
-            found += [(v, n * trips) for v, n in body]
-            found += [(v, n * (trips + 1)) for v, n in condition]
-        elif op.branches:
-            ways = map(enter, op.branches)
-            found += max(ways, key=lambda way: (np.max(_weight(way, weigh)), len(way)))
-        else:
-            found += [item for name in op.called for item in enter(name)]
-    return found
+    found = walk(frame)
+    device = int(np.argmax(weight(found))) if device is None else device
+    runs = []
+    for each in found:
+        times = each.times if isinstance(each.times, int) else each.times[device % each.times.size]
+        if times or isinstance(each.times, int):
+            runs.append(each._replace(times=int(times) if times == int(times) else float(times)))
+    return runs, device
 
 
 def trip_count(frame: Frame, loop: Instruction) -> int | np.ndarray:
@@ -122,17 +189,15 @@ def _counted(frame, loop) -> int:
     at, result = body.trace(body.computation.root)
     if result.opcode != "tuple":
         raise _Unknown(f"its body {body.computation.name} does not write what it carries")
-    counter, step = _sum(body, at, result.operands[index])
-    if counter != index:
+    counted, step = _sum(body, at, result.operands[index])
+    if counted != index:
         raise _Unknown(f"its body {body.computation.name} does not add to the counter")
-    holds = _HOLDS[direction]
-    if not holds(start, bound):
+    if not _HOLDS[direction](start, bound):
         return 0
-    away = {"L": step <= 0, "G": step >= 0, "N": not step or (bound - start) % step}[direction[0]]
-    if away:
+    counter = range(start, bound + {"LE": 1, "GE": -1}.get(direction, 0), step) if step else ()
+    if not counter or (direction == "NE" and (bound - start) % step):
         raise _Unknown(f"it counts from {start} by {step} and never passes {bound}")
-    steps, rest = divmod(bound - start, step)
-    return steps + (1 if rest or holds(bound, bound) else 0)
+    return len(counter)
 
 
 def _sum(loop: Frame, frame: Frame, name: str) -> tuple[int | None, int]:
@@ -141,8 +206,7 @@ def _sum(loop: Frame, frame: Frame, name: str) -> tuple[int | None, int]:
     if op.opcode == "constant" and op.operands and re.fullmatch(r"-?\d+", op.operands[0]):
         return None, int(op.operands[0])
     if op.opcode == "get-tuple-element":
-        holder, source = at.find(op.operands[0])
-        if source.opcode == "parameter" and holder.computation is loop.computation:
+        if at.find(op.operands[0]).opcode == "parameter" and at.computation is loop.computation:
             return int(op.attributes["index"]), 0
     if op.opcode in ("add", "subtract"):
         (left, a), (right, b) = (_sum(loop, at, name) for name in op.operands)

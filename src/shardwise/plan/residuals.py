@@ -15,7 +15,7 @@ from shardwise import jaxprs, marks
 from shardwise.fsdp import ArrayLayout
 from shardwise.jaxprs import Step
 from shardwise.plan.memory import Terms
-from shardwise.topology.lowering import to_host
+from shardwise.topology.slices import to_host
 
 ENTRYWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh ceil clamp convert_element_type

@@ -13,7 +13,7 @@ import jax
 
 from shardwise import context, experts
 from shardwise.measure.counts import Op
-from shardwise.measure.program import Array
+from shardwise.measure.hlo import Array
 from shardwise.plan.arrays import Part
 
 _WIDE = 4  # bytes of the sums' float32

@@ -12,17 +12,6 @@ from .compiling import Buffer, Compiled, DoesNotFit, Sizes, compile
 from .slices import ChipMesh, Chips, chips, usual
 
 __all__ = [
-    "CHIPS",
-    "Buffer",
-    "Chip",
-    "ChipMesh",
-    "Chips",
-    "Compiled",
-    "DoesNotFit",
-    "Sizes",
-    "cache_folder",
-    "chips",
-    "compile",
-    "of_device",
-    "usual",
-]
+    "CHIPS", "Buffer", "Chip", "ChipMesh", "Chips", "Compiled", "DoesNotFit", "Sizes",
+    "cache_folder", "chips", "compile", "of_device", "usual",
+]  # fmt: skip

@@ -45,15 +45,13 @@ def versions(chip: Chip | None = None) -> dict[str, str]:
     Raises:
       ImportError: no such compiler: it does not exist for this platform, or is not installed.
     """
-    if chip and chip.node:
-        told = {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
-        return told | {"compiler": gpu.find()[1]}
     try:
-        libtpu = importlib.metadata.version("libtpu")
+        told = {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
+        if chip and chip.node:
+            return told | {"compiler": gpu.find()[1]}
+        return told | {"libtpu": importlib.metadata.version("libtpu")}
     except importlib.metadata.PackageNotFoundError:
         raise ImportError(missing(sys.platform, platform.machine())) from None
-    jaxlib = importlib.metadata.version("jaxlib")
-    return {"jax": jax.__version__, "jaxlib": jaxlib, "libtpu": libtpu}
 
 
 def missing(system: str, machine: str) -> str:

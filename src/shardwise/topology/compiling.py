@@ -9,8 +9,7 @@ import jax
 
 from shardwise.measure.memory import bytes_per_device, refused
 from shardwise.topology import child, gpu
-from shardwise.topology.lowering import platform_of, program_text
-from shardwise.topology.slices import ChipMesh
+from shardwise.topology.slices import ChipMesh, platform_of
 
 _ROUNDING = 2**30 / 100  # of the totals that a refusal names
 _ALLOCATION = re.compile(r"allocation \d+: size \d+,?(.*)")
@@ -135,6 +134,26 @@ def compile(
         if cached:
             child.save(name, result)
     return _value(mesh, request, versions, result)
+
+
+def program_text(lowered: jax.stages.Lowered) -> str:
+    """The text of the program, with the names of operations, but not who wrote and who called."""
+    if not isinstance(lowered, jax.stages.Lowered):
+        raise TypeError(
+            f"topology.compile takes a lowered program, and got {type(lowered).__name__}; pass "
+            f"mesh.lower(jitted, *abstract_arguments)."
+        )
+    text = lowered.as_text(debug_info=True)
+    places = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", text, flags=re.M))
+
+    def named(alias):
+        if found := re.fullmatch(r'("(?:[^"\\]|\\.)*")(?:\((#loc\d*)\))?', places[alias]):
+            within = named(found[2]) if found[2] else None
+            return f"{found[1]}({within})" if within else found[1]
+        return None
+
+    body = "\n".join(line for line in text.splitlines() if not line.startswith("#loc"))
+    return re.sub(r"#loc\d*", lambda found: named(found[0]) or "unknown", body)
 
 
 def _value(mesh, request, versions, result):

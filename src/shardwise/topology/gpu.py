@@ -68,11 +68,7 @@ def find() -> tuple[Path, str]:
 
 
 def _installed():
-    for name in _PACKAGES:
-        try:
-            yield importlib.metadata.distribution(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    return [found for name in _PACKAGES for found in importlib.metadata.distributions(name=name)]
 
 
 def _jaxlib():

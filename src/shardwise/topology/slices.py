@@ -4,18 +4,19 @@ import dataclasses
 import math
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from shardwise.topology import lowering
+from shardwise import jaxprs
 from shardwise.topology.chip import CHIPS, Chip
 
 _HOST = 2  # chips along the first two axes of a host's board
-
-
+_PLACED = "annotate_device_placement"  # what XLA knows a memory by
+_PLATFORMS: Any = weakref.WeakKeyDictionary()  # {program: for which platform it was lowered}
 # The variables that say what share of a GPU's memory JAX takes, if another than 0.75; the second is
 # the older name.
 _SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -122,7 +123,23 @@ class ChipMesh:
           TypeError: `fn` is not jitted.
           NotImplementedError: it moves arrays to the host, and this JAX loses that here.
         """
-        return lowering.lower(fn, self.platform, args, kwargs)
+        traced = fn.trace(*args, **kwargs) if hasattr(fn, "trace") else None
+        if not isinstance(traced, jax.stages.Traced):  # nnx.jit's has no program to look at
+            raise TypeError(
+                f"topology: mesh.lower takes a function made by jax.jit or rules.jit, and got "
+                f"{type(fn).__name__}, made by {type(fn).__module__}; jit it by one of these; of a "
+                f"module, a function of its state."
+            )
+        found = traced.lower(lowering_platforms=(self.platform,))
+        # 0.7.2 does where there is no device to ask.
+        if to_host(traced.jaxpr.jaxpr) and _PLACED not in found.as_text():
+            raise NotImplementedError(
+                f"topology: the program moves arrays to the host, and jax {jax.__version__} leaves "
+                f"that out for chips that are not here: its memory would be wrong. Take a later "
+                f"one, or a program that does not offload."
+            )
+        _PLATFORMS[found] = self.platform
+        return found
 
     @property
     def platform(self) -> str:
@@ -143,6 +160,19 @@ class ChipMesh:
             parts.append(part)
             rest //= part
         return tuple(parts)
+
+
+def platform_of(lowered: jax.stages.Lowered) -> str | None:
+    """The platform for which `ChipMesh.lower` lowered a program; None where another did."""
+    return _PLATFORMS.get(lowered)
+
+
+def to_host(jaxpr: Any) -> bool:
+    """Whether a traced program moves arrays to the host's memory."""
+    return any(
+        eqn.primitive.name == "device_put" and "Host" in str(eqn.params["devices"])
+        for eqn in jaxprs.every(jaxpr)
+    )
 
 
 def chips(name: str, slices: int = 1) -> Chips:
@@ -223,14 +253,8 @@ def _sizes(chips, axes):
     asked = ", ".join(f"{name}={size}" for name, size in axes.items())
     free = [name for name, size in axes.items() if size == -1]
     known = math.prod(size for size in axes.values() if size != -1)
-    wrong = any(size < 1 and size != -1 for size in axes.values()) or len(free) > 1
-    if (
-        not axes
-        or wrong
-        or known < 1
-        or chips.devices % known
-        or not (free or known == chips.devices)
-    ):
+    wrong = not axes or len(free) > 1 or any(size < 1 and size != -1 for size in axes.values())
+    if wrong or chips.devices % known or not (free or known == chips.devices):
         per_chip = f", {chips.chip.devices} devices each" if chips.chip.devices > 1 else ""
         raise ValueError(
             f"topology: mesh({asked}) on {chips}: {chips.number} chips{per_chip}, so the sizes "
