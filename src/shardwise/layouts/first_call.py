@@ -60,7 +60,7 @@ def judge(
     leaves = jax.tree.leaves((params, batch, args, key))
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         return "within a trace of the caller's there are no numbers" if ways else None
-    parts = layout.exact or layout.size_of_rows() * layout.microbatches
+    parts = layout.exact or layout.parts(layout.rows) * layout.microbatches
     rows = beforehand.unit_of(batch) // parts
     if not ways or not rows or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         return None
@@ -73,7 +73,7 @@ def ways_of(layout: Layout) -> tuple[str, ...]:
     if layout.exact:
         return ("microbatches",) if layout.exact > 1 else ()
     ways = []
-    if layout.by_hand and layout.size_of_rows() > 1:
+    if layout.by_hand and layout.parts(layout.rows) > 1:
         ways.append("devices")
     if layout.microbatches > 1:
         ways.append("microbatches")

@@ -1,7 +1,6 @@
 """The mean and gradient of a loss under a layout: by hand, by the compiler, in stages."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -90,7 +89,7 @@ def _laid(layout, batch):
 
 def _check(layout, batch, who):
     """Raise where rows or sequences of the batch do not divide."""
-    parts = math.prod(layout.auto.shape[name] for name in layout.rows) * layout.microbatches
+    parts = layout.parts(layout.rows) * layout.microbatches
     columns = layout.size("context")
     for path, x in trees.leaves(batch):
         shape = jnp.shape(x)
@@ -166,6 +165,6 @@ def _within(layout, params, who):
 def _specs(layout, params):
     """The PartitionSpecs of parameters over the axes by hand."""
     choices = parameter_rule(layout).choices(params, layout.auto)
-    by_hand = (*layout.stage, *layout.rows, *layout.context) if layout.by_hand else layout.stage
+    by_hand = (*layout.stage, *(layout.divided if layout.by_hand else ()))
     others = [name for name in layout.auto.axis_names if name not in by_hand]
     return [without(choice.spec, others) for choice in choices]

@@ -1,7 +1,6 @@
 """Shares of parameters within a stage: gathered, and their gradients reduced, as `fsdp` does it."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,7 +78,11 @@ class Shares:
         how = self.hows[i]
         if how is None or self.layout.zero != 2:
             return shape
-        return (*shape[: how.cut], shape[how.cut] // self.parts, *shape[how.cut + 1 :])
+        return (
+            *shape[: how.cut],
+            shape[how.cut] // self.layout.size("fsdp"),
+            *shape[how.cut + 1 :],
+        )
 
     def scatter(self, i: int, g: jax.Array) -> jax.Array:
         """The sum of a parameter's gradients, with ZeRO 1 scattered once a step."""
@@ -89,15 +92,9 @@ class Shares:
         """This, added up over the devices that have copies of the parameter, once a step."""
         return jax.lax.psum(g, axes) if (axes := self.copied(i)) else g
 
-    @property
-    def parts(self) -> int:
-        """The number of parts into which an array is cut."""
-        return math.prod(self.layout.auto.shape[name] for name in self.layout.fsdp)
-
     def copied(self, i: int) -> tuple[str, ...]:
         """The mesh axes along which devices have copies of a parameter, or of its share."""
-        own = {*jax.tree.leaves(tuple(self.arrays[i].manual))}
-        return tuple(name for name in (*self.layout.context, *self.layout.rows) if name not in own)
+        return self.layout.copied(self.arrays[i].manual)
 
     def _at_ends(self, i):
         """Whether a task gathers the parameter where it begins."""

@@ -47,8 +47,8 @@ class Checked:
 
 def checked(run: Callable, layout: Layout, who: str) -> Callable:
     """`run` as `Checked`, where a compiler has axes beside stages."""
-    by_hand = (*layout.rows, *layout.context) if layout.by_hand else ()
-    sizes = {n: size for n, size in layout.auto.shape.items() if n not in (*layout.stage, *by_hand)}
+    by_hand = (*layout.stage, *(layout.divided if layout.by_hand else ()))
+    sizes = {n: size for n, size in layout.auto.shape.items() if n not in by_hand}
     return Checked(run, layout, who) if max(sizes.values(), default=1) > 1 else run
 
 

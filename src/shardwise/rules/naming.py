@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from shardwise.rules.leaves import Leaf, read
-from shardwise.rules.rule import Choice, Rule, check_axes, check_not_factored, mesh_axes
+from shardwise.rules.leaves import Leaf
+from shardwise.rules.rule import Choice, Rule, mesh_axes, used_axes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,13 +58,12 @@ class LogicalRules(Rule):
         self._check_collision("an activation", axes, entries)
         return PartitionSpec(*entries)
 
-    def choices(self, tree: Any, mesh: Mesh) -> list[Choice]:
-        named = [axis for entry in self.table.values() for axis in mesh_axes(entry)]
-        check_axes("LogicalRules", named, mesh)
-        return super().choices(tree, mesh)
+    def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
+        self.check_axes(used_axes(self.table.values()), mesh)
+        return super().chosen(tree, leaves, mesh)
 
     def choose(self, leaf: Leaf, mesh: Mesh) -> Choice:
-        check_not_factored("LogicalRules", leaf)
+        self.check_not_factored(leaf)
         if leaf.axes is None:
             raise ValueError(
                 f"LogicalRules: {leaf.label} of shape {leaf.shape} has no logical axes. Create the "
@@ -127,10 +126,10 @@ class PathRules(Rule):
         self.strict, self.uneven = strict, uneven
         self.check_uneven()
 
-    def choices(self, tree: Any, mesh: Mesh) -> list[Choice]:
+    def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
         if self.strict:
-            self._check_complete([leaf.path for leaf in read(tree) if leaf.size != 1])
-        return super().choices(tree, mesh)
+            self._check_complete([leaf.path for leaf in leaves if leaf.size != 1])
+        return super().chosen(tree, leaves, mesh)
 
     def choose(self, leaf: Leaf, mesh: Mesh) -> Choice:
         for pattern, spec in self.pairs:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardwise import tree as trees
-from shardwise.rules.leaves import fill
 from shardwise.rules.rule import specs
 
 _MESH = contextvars.ContextVar("shardwise_rules_mesh", default=None)
@@ -38,7 +37,8 @@ def shardings(rule: Any, tree: Any, mesh: Mesh) -> Any:
     def whole(rule, part):
         if rule is None or isinstance(rule, Sharding):
             return jax.tree.map(lambda _: rule, part)
-        return fill(part, [NamedSharding(mesh, spec) for spec in specs(rule, part, mesh)])
+        found = [NamedSharding(mesh, spec) for spec in specs(rule, part, mesh)]
+        return jax.tree.unflatten(jax.tree.structure(part), found)
 
     if _is_rule(rule):
         return whole(rule, tree)
