@@ -29,6 +29,7 @@ from shardwise.fsdp.batches import check_rows
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import Remat
 from shardwise.layouts.placing import abstract, cast, shardings
+from shardwise.rules.placement import moved
 
 
 def mean_and_grad(
@@ -135,9 +136,8 @@ def laid(tree: Any, to: Any) -> Any:
         if getattr(x, "committed", False) and _devices(x.sharding) != _devices(to[i]):
             leaves[i] = jax.device_put(x, to[i])
     others = [i for i, x in enumerate(leaves) if not _lies(x, to[i])]
-    # One program: of several at once, simulated devices may run different ones, and wait for ever.
-    move = jax.jit(_same, out_shardings=[to[i] for i in others])
-    for i, x in zip(others, move([leaves[i] for i in others]), strict=True):
+    arrays, shardings = [leaves[i] for i in others], [to[i] for i in others]
+    for i, x in zip(others, moved(arrays, shardings), strict=True):
         leaves[i] = x
     return structure.unflatten(leaves)
 
@@ -271,7 +271,3 @@ def _lies(x, to):
     lies = getattr(x, "sharding", None)
     own = isinstance(lies, NamedSharding) and lies.mesh == to.mesh
     return own and lies.is_equivalent_to(to, x.ndim)
-
-
-def _same(x):
-    return x

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import context, experts, tensor
 from shardwise.layouts.layout import Layout
+from shardwise.rules.rule import entry_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,7 @@ def pins(layout: Layout) -> Pins:
 
 
 def _spec(spec):
-    return P(*(entry or None for entry in spec))
+    return P(*(axes or None for axes in spec))
 
 
 ENTERS = "layer_input"
@@ -124,9 +125,9 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
         found["attend"] = _kernel(layout)
     if layout.by_hand and layout.expert:
         form = experts.FORMS.get(layout.dispatch, layout.dispatch)
-        found["experts"] = form(layout.expert[0], sequence=_one(layout.context))
+        found["experts"] = form(layout.expert[0], sequence=entry_of(layout.context))
     elif layout.by_hand and layout.context:
-        found["experts"] = experts.local(_one(layout.context))
+        found["experts"] = experts.local(entry_of(layout.context))
     if layout.remat is not None:
         found["layer"] = Remat(layout.remat, bool(layout.stage))
     return found
@@ -138,7 +139,7 @@ def attention(layout: Layout) -> Callable:
     given = {"local": Alone(_kernel(layout))} if layout.kernel else {}
     if layout.stage and form is context.ring:
         given["apart"] = True
-    return form(_one(layout.context), **given)
+    return form(entry_of(layout.context), **given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +163,3 @@ def _kernel(layout):
 def order(layout: Layout) -> Callable | None:
     """The order in which the sequence is cut; None for its own."""
     return context.FORMS.get(layout.attention, (None, None))[1]
-
-
-def _one(axes):
-    """One axis by its name, several as a tuple, None for none."""
-    return axes[0] if len(axes) == 1 else axes or None

@@ -14,6 +14,7 @@ from shardwise.fsdp.gathering import How, all_gather, cast, scatter
 from shardwise.fsdp.using import Use, reads_of, use_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placing import expert_rule, parameter_rule
+from shardwise.rules.rule import entry_of, mesh_axes
 
 Shape = jax.ShapeDtypeStruct
 
@@ -153,8 +154,5 @@ def shares(
 
 def without(spec: P, axes: Sequence[str]) -> P:
     """The spec without these mesh axes."""
-    kept = []
-    for entry in spec:
-        names = tuple(name for name in jax.tree.leaves((entry,)) if name not in axes)
-        kept.append(names if len(names) > 1 else names[0] if names else None)
-    return P(*kept)
+    kept = (tuple(name for name in mesh_axes(axes_of) if name not in axes) for axes_of in spec)
+    return P(*map(entry_of, kept))

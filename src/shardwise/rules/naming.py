@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
@@ -54,7 +54,7 @@ class LogicalRules(Rule):
         Raises:
           ValueError: a name without an entry, or two names on one mesh axis.
         """
-        entries = [self._entry(name, "an activation", axes) for name in axes]
+        entries = [self.entry(name, "an activation", axes) for name in axes]
         self._check_collision("an activation", axes, entries)
         return PartitionSpec(*entries)
 
@@ -70,12 +70,13 @@ class LogicalRules(Rule):
                 f"parameter with metadata logical_axes=(...), or pass names=, a tree of tuples; "
                 f"an activation takes a spec, as rules.spec('batch', None, 'embed') makes it."
             )
-        entries = [self._entry(name, leaf.label, leaf.axes) for name in leaf.axes]
+        entries = [self.entry(name, leaf.label, leaf.axes) for name in leaf.axes]
         self._check_collision(leaf.label, leaf.axes, entries)
         names = ", ".join(str(name) for name in leaf.axes)
         return Choice(PartitionSpec(*entries), f"no mesh axis for {names}")
 
-    def _entry(self, name, path, axes):
+    def entry(self, name: str | None, path: str, axes: Sequence[str | None]) -> Any:
+        """The mesh axes of the logical axis `name`, one of the `axes` of an array."""
         if name is None or (name == "layers" and name not in self.table):
             return None
         if name not in self.table:

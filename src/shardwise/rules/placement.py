@@ -95,13 +95,20 @@ def whole(tree: Any) -> Any:
     for i, x in enumerate(leaves):
         if isinstance(getattr(x, "sharding", None), NamedSharding):
             cut.setdefault(x.sharding.mesh, []).append(i)
-    # One program for all arrays of a mesh: of many at once, each with its gather, simulated devices
-    # may run different ones, and wait for each other for ever.
     for mesh, numbers in cut.items():
-        gather = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))
-        for i, x in zip(numbers, gather([leaves[i] for i in numbers]), strict=True):
+        to = [NamedSharding(mesh, PartitionSpec())] * len(numbers)
+        for i, x in zip(numbers, moved([leaves[i] for i in numbers], to), strict=True):
             leaves[i] = x
     return jax.tree.unflatten(structure, leaves)
+
+
+def moved(arrays: list[jax.Array], shardings: list[Sharding]) -> list[jax.Array]:
+    """The arrays, laid out by these shardings over their devices.
+
+    In one program: of many at once, each with its gather, simulated devices may run different ones,
+    and wait for each other for ever.
+    """
+    return jax.jit(_same, out_shardings=shardings)(arrays)
 
 
 def _same(x):  # at the module's top level: trees that lie alike share a program

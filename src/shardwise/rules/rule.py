@@ -242,6 +242,11 @@ def mesh_axes(entry):
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
+def entry_of(axes):
+    """Mesh axes as the entry of a spec: one by its name, several as a tuple, None for none."""
+    return axes[0] if len(axes) == 1 else axes or None
+
+
 def used_axes(spec):
     """All mesh axes in a spec, in order."""
     return [axis for entry in spec for axis in mesh_axes(entry)]
