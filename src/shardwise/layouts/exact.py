@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective
@@ -123,7 +123,9 @@ def step(layout: Layout, tx: Any, update: Callable, outputs: Callable) -> Callab
             params = laid(params, whole)
             *found, out = outputs(params, batch, *args, key=key)
             opt_state = laid(opt_state, whole)  # not before, beside activations
-            return *laid(on_each(layout.auto, update, params, opt_state, *found), to), *out
+            own = _own(layout.auto, (params, opt_state, *found))
+            new = _assembled([update(*given) for given in own], whole)
+            return *laid(new, to), *out
 
     return run
 
@@ -140,11 +142,6 @@ def laid(tree: Any, to: Any) -> Any:
     for i, x in zip(others, moved(arrays, shardings), strict=True):
         leaves[i] = x
     return structure.unflatten(leaves)
-
-
-def on_each(mesh: Mesh, program: Callable, *trees: Any) -> Any:
-    """What a program of one device, jitted, makes of arrays that are whole on each; whole again."""
-    return _assembled([program(*own) for own in _own(mesh, trees)], NamedSharding(mesh, P()))
 
 
 def tree_of(joined: Callable, blocks: Iterable[Any]) -> Any:

@@ -56,18 +56,13 @@ class Pins:
 def pins(layout: Layout) -> Pins:
     """The `Pins` of a layout; what a shard_map around the loss cuts by hand is left out."""
     hand = layout.by_hand
+    cut = ((), (), ()) if hand else (layout.rows, layout.context, layout.expert)
+    axis, rows, columns, expert = (axes or None for axes in (layout.tensor, *cut))
+    specs = tensor.activations(axis, rows, columns, layout.sequence)
+    specs |= dict.fromkeys(("attended", "mlp_hidden"), P(rows, columns, axis))  # between products
+    specs["expert_inputs"] = P(expert)  # [experts, tokens, features]
     inside = hand or bool(layout.stage)  # of a shard_map
-    rows, columns = ((), ()) if hand else (layout.rows, layout.context)
-    specs = tensor.activations(layout.tensor, rows, columns, layout.sequence)
-    within = P(rows, columns, layout.tensor)  # of what is cut between two products
-    specs |= dict(attended=within, mlp_hidden=within)
-    specs["expert_inputs"] = P(() if hand else layout.expert)  # [experts, tokens, features]
-    found = tuple((name, _spec(spec)) for name, spec in sorted(specs.items()))
-    return Pins(layout.auto, inside, found, _spec(specs["mlp_output"]))
-
-
-def _spec(spec):
-    return P(*(axes or None for axes in spec))
+    return Pins(layout.auto, inside, tuple(sorted(specs.items())), specs["mlp_output"])
 
 
 ENTERS = "layer_input"

@@ -16,8 +16,6 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.placing import expert_rule, parameter_rule
 from shardwise.rules.rule import entry_of, mesh_axes
 
-Shape = jax.ShapeDtypeStruct
-
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
@@ -35,15 +33,13 @@ class Shares:
 
     def received(self, tree: Any) -> Any:
         """The parameters as the loss receives them, one device's."""
-        mesh, found = self.layout.auto, []
-        for late, array, x in zip(
-            self.use.deferred, self.arrays, jax.tree.leaves(tree), strict=True
-        ):
-            if late:
-                found.append(Shape(array.local_shape(mesh), x.dtype))
-            else:
-                found.append(Shape(array.inside(mesh), self.layout.dtype or x.dtype))
-        return jax.tree.unflatten(jax.tree.structure(tree), found)
+        mesh, (leaves, structure) = self.layout.auto, jax.tree.flatten(tree)
+        return structure.unflatten(
+            jax.ShapeDtypeStruct(array.local_shape(mesh), x.dtype)
+            if late
+            else jax.ShapeDtypeStruct(array.inside(mesh), self.layout.dtype or x.dtype)
+            for late, array, x in zip(self.use.deferred, self.arrays, leaves, strict=True)
+        )
 
     def by_rows(self, i: int) -> bool:
         """Whether the parameter is cut along its first axis, which may be one of layers."""

@@ -118,6 +118,7 @@ def _same(x):  # at the module's top level: trees that lie alike share a program
 def constrain_tree(tree: Any, rule: Any, mesh: Mesh | None = None) -> Any:
     """`tree`, inside jit, with each array constrained to the layout that `rule` gives it.
 
+    `rule` may be a tree of rules, as for `shardings`; where it says None, arrays stay as they are.
     The mesh is that of the `rules.jit` around it, unless given.
 
     Raises:
@@ -129,7 +130,12 @@ def constrain_tree(tree: Any, rule: Any, mesh: Mesh | None = None) -> Any:
             "rules.constrain_tree: no mesh here; call it inside a function that rules.jit "
             "compiles, or pass mesh=."
         )
-    return jax.tree.map(_constrain, tree, shardings(rule, tree, mesh))
+    leaves, structure = jax.tree.flatten(tree)
+    wanted = structure.flatten_up_to(shardings(rule, tree, mesh))  # None may stand for an array
+    return structure.unflatten(
+        x if to is None else jax.lax.with_sharding_constraint(x, to)
+        for x, to in zip(leaves, wanted, strict=True)
+    )
 
 
 @contextlib.contextmanager
@@ -141,20 +147,6 @@ def mesh_for_constraints(mesh):
             yield
     finally:
         _MESH.reset(token)
-
-
-def constrain_prefix(rule, tree, mesh):
-    """`tree`, constrained by a rule or a prefix tree of rules; where these say None, as it was."""
-    leaves, structure = jax.tree.flatten(tree)
-    wanted = structure.flatten_up_to(shardings(rule, tree, mesh))  # None may stand for an array
-    return jax.tree.unflatten(
-        structure,
-        [x if s is None else _constrain(x, s) for x, s in zip(leaves, wanted, strict=True)],
-    )
-
-
-def _constrain(x, sharding):
-    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _is_rule(x):
