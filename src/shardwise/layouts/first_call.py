@@ -85,16 +85,13 @@ def judge(
 
 def ways_of(layout: Layout) -> tuple[str, ...]:
     """The ways in which a layout divides batches; none where the compiler sees whole arrays."""
-    if layout.exact:
-        return ("microbatches",) if layout.exact > 1 else ()
-    ways = []
-    if layout.by_hand and layout.parts(layout.rows) > 1:
-        ways.append("devices")
-    if layout.microbatches > 1:
-        ways.append("microbatches")
-    if layout.by_hand and layout.size("context") > 1:
-        ways.append("sequence")
-    return tuple(ways)
+    hand = layout.by_hand and not layout.exact
+    divided = {
+        "devices": hand and layout.parts(layout.rows) > 1,
+        "microbatches": (layout.exact or layout.microbatches) > 1,
+        "sequence": hand and layout.size("context") > 1,
+    }
+    return tuple(way for way, is_divided in divided.items() if is_divided)
 
 
 def warn(reason: str, who: str) -> None:

@@ -151,8 +151,7 @@ def step(
 
     `params` and `opt_state` are what `init` returns. Both are donated: use only what is returned.
     It is jitted, but for an exact layout, whose arrays cut between steps are not donated. An
-    optimizer that asks for `value=` gets the mean. `check`: as in
-    `value_and_grad`.
+    optimizer that asks for `value=` gets the mean. `check`: as in `value_and_grad`.
 
     Raises, when called:
       Indivisible: a loss that is another function of parts of its batch (a ValueError).

@@ -105,9 +105,8 @@ class _Jit:
         dynamic = tuple(values[i] for i in free)
 
         def call(*dynamic):
-            full = {**fixed, **dict(zip(free, dynamic, strict=True))}
-            full = [full[i] for i in range(len(values))]
-            count = len(bound.args)
+            rest, count = iter(dynamic), len(bound.args)
+            full = [fixed[i] if i in fixed else next(rest) for i in range(len(values))]
             return self._fn(*full[:count], **dict(zip(bound.kwargs, full[count:], strict=True)))
 
         leaves, structure = jax.tree.flatten(dynamic)

@@ -54,9 +54,7 @@ class LogicalRules(Rule):
         Raises:
           ValueError: a name without an entry, or two names on one mesh axis.
         """
-        entries = [self.entry(name, "an activation", axes) for name in axes]
-        self._check_collision("an activation", axes, entries)
-        return PartitionSpec(*entries)
+        return self._spec("an activation", axes)
 
     def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
         self.check_axes(used_axes(self.table.values()), mesh)
@@ -70,10 +68,8 @@ class LogicalRules(Rule):
                 f"parameter with metadata logical_axes=(...), or pass names=, a tree of tuples; "
                 f"an activation takes a spec, as rules.spec('batch', None, 'embed') makes it."
             )
-        entries = [self.entry(name, leaf.label, leaf.axes) for name in leaf.axes]
-        self._check_collision(leaf.label, leaf.axes, entries)
-        names = ", ".join(str(name) for name in leaf.axes)
-        return Choice(PartitionSpec(*entries), f"no mesh axis for {names}")
+        names = ", ".join(map(str, leaf.axes))
+        return Choice(self._spec(leaf.label, leaf.axes), f"no mesh axis for {names}")
 
     def entry(self, name: str | None, path: str, axes: Sequence[str | None]) -> Any:
         """The mesh axes of the logical axis `name`, one of the `axes` of an array."""
@@ -88,8 +84,8 @@ class LogicalRules(Rule):
         entry = self.table[name]
         return tuple(entry) if isinstance(entry, list) else entry
 
-    def _check_collision(self, label, axes, entries):
-        owner = {}
+    def _spec(self, label, axes):
+        owner, entries = {}, [self.entry(name, label, axes) for name in axes]
         for name, entry in zip(axes, entries, strict=True):
             for axis in mesh_axes(entry):
                 if axis in owner:
@@ -99,6 +95,7 @@ class LogicalRules(Rule):
                         f"Give one of them None or another mesh axis."
                     )
                 owner[axis] = name
+        return PartitionSpec(*entries)
 
 
 class PathRules(Rule):

@@ -26,22 +26,16 @@ def shardings(rule: Any, tree: Any, mesh: Mesh) -> Any:
     """
 
     def resolve(where, rule, part):
+        if rule is None or isinstance(rule, Sharding):
+            return jax.tree.map(lambda _: rule, part)
         try:
-            return whole(rule, part)
+            found = [NamedSharding(mesh, spec) for spec in specs(rule, part, mesh)]
         except (TypeError, ValueError) as error:
             if not where:
                 raise
-            path = trees.path(where)
-            raise type(error)(f"At {path}: {error}") from error
-
-    def whole(rule, part):
-        if rule is None or isinstance(rule, Sharding):
-            return jax.tree.map(lambda _: rule, part)
-        found = [NamedSharding(mesh, spec) for spec in specs(rule, part, mesh)]
+            raise type(error)(f"At {trees.path(where)}: {error}") from error
         return jax.tree.unflatten(jax.tree.structure(part), found)
 
-    if _is_rule(rule):
-        return whole(rule, tree)
     if (unfit := _misfit(rule, tree)) is not None:
         raise ValueError(unfit)
     return jax.tree_util.tree_map_with_path(resolve, rule, tree, is_leaf=_is_rule)
