@@ -37,8 +37,6 @@ class FSDPRule(Rule):
     uneven: str = "error"
 
     def __post_init__(self):
-        if self.names is None:
-            object.__setattr__(self, "names", getattr(self.over, "names", None))
         if self.stacked is not None and not callable(self.stacked):
             raise ValueError(
                 f"FSDPRule: stacked={self.stacked!r}; expected a predicate on paths, or None where "
@@ -47,6 +45,10 @@ class FSDPRule(Rule):
         self.check_uneven()
         if self.pick not in ("largest", "first"):
             raise ValueError(f"FSDPRule: pick={self.pick!r}; expected 'largest' or 'first'.")
+
+    def leaves(self, tree: Any) -> list[Leaf]:
+        """The `Leaf`s of `tree`, whose names the rule below may know."""
+        return read(tree, getattr(self.over, "names", None) if self.names is None else self.names)
 
     def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
         self.check_axes(mesh_axes(self.axis), mesh)
@@ -76,10 +78,8 @@ class FSDPRule(Rule):
 
     def stacks(self, tree: Any) -> list[bool]:
         """A bool for each array of `tree`: whether axis 0 is known to be one of layers."""
-        return [
-            bool(x.shape) and not self._unsaid(x) and self._layers(x, 0)
-            for x in read(tree, self.names)
-        ]
+        leaves = self.leaves(tree)
+        return [bool(x.shape) and not self._unsaid(x) and self._layers(x, 0) for x in leaves]
 
     def _layers(self, leaf, i):
         if self.stacked is not None:

@@ -47,9 +47,13 @@ class Rule:
 
     def choices(self, tree: Any, mesh: Mesh) -> list[Choice]:
         """One `Choice` for each leaf, in order, which fits the array and the mesh."""
-        leaves = read(tree, self.names)
+        leaves = self.leaves(tree)
         chosen = self.chosen(tree, leaves, mesh)
         return [self._fit(*pair, mesh) for pair in zip(leaves, chosen, strict=True)]
+
+    def leaves(self, tree: Any) -> list[Leaf]:
+        """The `Leaf`s of `tree`, in order."""
+        return read(tree, self.names)
 
     def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
         """One `Choice` for each leaf of `tree`, not yet checked."""
