@@ -16,8 +16,8 @@ from shardwise.fsdp.batches import Divided
 from shardwise.layouts import exact
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings, order
-from shardwise.layouts.placing import cast, expert_rule, parameter_rule
-from shardwise.layouts.shares import array_layouts, shares, without
+from shardwise.layouts.placing import array_layouts, cast, expert_rule, parameter_rule, without
+from shardwise.layouts.shares import shares
 from shardwise.rules.rule import specs
 
 
@@ -137,7 +137,7 @@ def _pipelined(layout, loss, has_aux, aux, who, backward, params):
             by_hand=tuple(name for name in mesh.axis_names if name not in layout.tensor),
             divide=Divided(mesh, layout.rows, layout.context, order(layout), who),
             meanings=meanings(layout),
-            shares=functools.partial(shares, layout, array_layouts(layout, params)),
+            shares=functools.partial(shares, layout, array_layouts(layout, params, layout.stage)),
         )
     manual = (*layout.stage, *(layout.divided if layout.by_hand else ()))
     others = [name for name in mesh.axis_names if name not in manual]

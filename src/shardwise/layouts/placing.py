@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp, rules
 from shardwise import tree as trees
+from shardwise.fsdp.arrays import of_specs
 from shardwise.layouts.layout import Layout
-from shardwise.rules.rule import entry_of, specs
+from shardwise.rules.rule import entry_of, mesh_axes, specs
 
 EXPERTS = "experts"  # the logical axis
 
@@ -135,9 +136,24 @@ def shardings(layout: Layout, params: Any, tx: Any, who: str) -> Any:
     return found, rules.shardings(state_rule(layout, shapes), state, layout.auto)
 
 
-def array_layouts(layout: Layout, tree: Any) -> tuple[fsdp.ArrayLayout, ...]:
-    """The ArrayLayout by hand of each array of `tree`, which may be abstract."""
-    return fsdp.array_layouts(tree, parameter_rule(layout, 1), layout.auto, expert_rule(layout))
+def array_layouts(
+    layout: Layout, tree: Any, leave_out: Sequence[str] = ()
+) -> tuple[fsdp.ArrayLayout, ...]:
+    """The ArrayLayout by hand of each array of `tree`, which may be abstract.
+
+    Within a stage, the mesh axis of stages is left out.
+    """
+    rule, mesh = parameter_rule(layout, 1), layout.auto
+    found = specs(rule, tree, mesh)
+    if leave_out:
+        found = [without(spec, leave_out) for spec in found]
+    return of_specs(tree, found, rule, mesh, expert_rule(layout))
+
+
+def without(spec: P, axes: Sequence[str]) -> P:
+    """The spec without these mesh axes."""
+    kept = (tuple(name for name in mesh_axes(entry) if name not in axes) for entry in spec)
+    return P(*map(entry_of, kept))
 
 
 def abstract(tree: Any) -> Any:

@@ -6,15 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp
-from shardwise.fsdp.arrays import of_specs
 from shardwise.fsdp.gathering import How, all_gather, cast, scatter
 from shardwise.fsdp.using import Use, reads_of, use_of
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.placing import expert_rule, parameter_rule
-from shardwise.rules.rule import entry_of, mesh_axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,13 +110,6 @@ def _at_once(arrays):
     return jax.lax.platform_dependent(list(arrays), cpu=tied, default=lambda arrays: arrays)
 
 
-def array_layouts(layout: Layout, tree: Any) -> tuple[fsdp.ArrayLayout, ...]:
-    """The ArrayLayout of each parameter within a stage: the axis of stages is left out."""
-    mesh, rule = layout.auto, parameter_rule(layout)
-    specs = [without(choice.spec, layout.stage) for choice in rule.choices(tree, mesh)]
-    return of_specs(tree, specs, rule, mesh, expert_rule(layout))
-
-
 def shares(
     layout: Layout,
     arrays: tuple[fsdp.ArrayLayout, ...],
@@ -146,9 +135,3 @@ def shares(
     used = [layout.dtype or x.dtype for x in jax.tree.leaves(tree)]
     found = reads_of(of_leaves, arrays, mesh, at_use, used, batch, args, options)
     return Shares(layout, arrays, hows, use_of(found, arrays, mesh, at_use))
-
-
-def without(spec: P, axes: Sequence[str]) -> P:
-    """The spec without these mesh axes."""
-    kept = (tuple(name for name in mesh_axes(axes_of) if name not in axes) for axes_of in spec)
-    return P(*map(entry_of, kept))
