@@ -63,16 +63,22 @@ class Sent(dict[tuple[str, ...], float]):
         self.sum(layout.divided, 2 * 4)  # the total and the count, in float32
 
     def activations(
-        self, shapes: Any, batch: Any, again: bool, ends: tuple[bool, bool] = (True, True)
+        self,
+        shapes: Any,
+        batch: Any,
+        again: bool,
+        here: Sequence[Any] | None = None,
+        ends: tuple[bool, bool] = (True, True),
     ) -> None:
         """Count what layers of these parameters send: attention by hand, and Megatron's sums.
 
-        `ends` tells whether the device has the embedding, and the head.
+        `here` are the shapes of what of each the device's stages read, and `ends` tells whether
+        they are the first, with the embedding, and the last, with the head.
         """
         layout = self.layout
         if not layout.context and not layout.tensor:
             return
-        model = _Model.of(layout, shapes)
+        model = _Model.of(layout, shapes, here or jax.tree.leaves(shapes))
         if not model.named and layout.context:
             raise ValueError(
                 "layouts.predict: what attention sends depends on heads, kv_heads and head_dim, "
@@ -105,9 +111,8 @@ class Sent(dict[tuple[str, ...], float]):
         self.add(self.layout.stage, sum(program.sends().values()))
         if self.layout.by_hand:
             self._shares(program, own)
-        here = [_read(own, i, x) for i, x in enumerate(program.leaves)]
-        here = jax.tree.unflatten(jax.tree.structure(shapes), here)
-        self.activations(here, batch, again, (own[0].index == 0, own[-1].last))
+        here = [_read(own, i, x) for i, x in enumerate(jax.tree.leaves(shapes))]
+        self.activations(shapes, batch, again, here, (own[0].index == 0, own[-1].last))
 
     def exact(self, params: Any, laid: Iterable[tuple[Any, NamedSharding]]) -> None:
         """Count gathers of all that is `laid` in parts, and sums over all devices."""
@@ -208,14 +213,14 @@ class _Model:
     cut_norms: int = 0
 
     @classmethod
-    def of(cls, layout, shapes):
+    def of(cls, layout, shapes, here):
         found = cls()
-        for keys, x, box in trees.walk(shapes):
+        for (keys, whole, box), x in zip(trees.walk(shapes), here, strict=True):
             axes = trees.axis_names(box) or ()
             lead = x.ndim - len(axes)
-            own = dict(zip(axes, x.shape[lead:], strict=True))
-            times = math.prod(x.shape[:lead]) * own.get(trees.LAYERS, 1)
-            found.sizes |= own
+            found.sizes |= dict(zip(axes, whole.shape[lead:], strict=True))
+            named = dict(zip(axes, x.shape[lead:], strict=True))
+            times = math.prod(x.shape[:lead]) * named.get(trees.LAYERS, 1)
             if "kv_heads" in axes:
                 found.layers, found.dtype = times, layout.dtype or x.dtype
             if keys[-1:] == ("scale",) and {*layout.cut} & {*axes}:
