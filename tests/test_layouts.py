@@ -23,6 +23,7 @@ from shardwise import (
     mesh,
     model,
     objective,
+    tensor,
 )
 from shardwise import tree as trees
 from shardwise.layouts import catalogue
@@ -714,6 +715,16 @@ def test_bytes_held_are_the_formula():
     # Along both, two numbers. All in the mesh's order, as `measure.by_axis` has them.
     every = [("fsdp",), ("fsdp", "context"), ("context",), ("tensor",)]
     assert list(predicted.sent) == every
+
+
+def test_a_stage_s_sums_along_tensor_are_of_whole_sizes():
+    """Also where fsdp cuts what they are read from."""
+    layout = layouts.LAYOUTS["stage, fsdp, tensor by hand"](8)
+    (loss, create), formula = parts(2, 4), tensor.bytes_sent(2, 8, 32, CONFIG.embed, 2)
+    ask = functools.partial(layouts.predict, layout, jax.eval_shape(create, KEY), tokens(16, 32))
+    first, last = (ask(loss=loss, stage=place).sent["tensor",] for place in range(2))
+    assert first == formula.layers + formula.embedding
+    assert last == formula.layers + formula.head + formula.loss
 
 
 def with_statistics(params, batch):

@@ -160,21 +160,20 @@ class OnAuto:
     def __call__(self, *args: Any, **options: Any) -> Any:
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, options))):
             return self._traced(args, options)
-        args, options = typed((args, options), auto(self._mesh))
-        with without_types(self._mesh):
-            return typed(self._run(*args, **options), self._mesh)
+        return typed(self._plainly(self._run, args, options), self._mesh)
 
     def lower(self, *args: Any, **options: Any) -> Any:
         """The lowered program, as the function's own `lower`."""
-        args, options = typed((args, options), auto(self._mesh))
-        with without_types(self._mesh):
-            return self._run.lower(*args, **options)
+        return self._plainly(self._run.lower, args, options)
 
     def trace(self, *args: Any, **options: Any) -> Any:
         """The traced program, as the function's own `trace`."""
+        return self._plainly(self._run.trace, args, options)
+
+    def _plainly(self, function, args, options):
         args, options = typed((args, options), auto(self._mesh))
         with without_types(self._mesh):
-            return self._run.trace(*args, **options)
+            return function(*args, **options)
 
     def _traced(self, args, options):
         def run(args, options):
@@ -187,11 +186,8 @@ class OnAuto:
             out = jax.eval_shape(run, *jax.tree.map(plain, (args, options)))
         around = jax.sharding.get_abstract_mesh()
         types = self._mesh.abstract_mesh if around.empty else around
-        to = jax.tree.map(
-            lambda spec: NamedSharding(types, spec),
-            self._specs(out),
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )
+        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+        to = jax.tree.map(lambda s: NamedSharding(types, s), self._specs(out), is_leaf=is_spec)
         names = tuple(self._mesh.axis_names)
         with jax.sharding.use_abstract_mesh(types):
             return jax.sharding.auto_axes(run, axes=names, out_sharding=to)(args, options)

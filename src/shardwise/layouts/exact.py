@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective
@@ -29,6 +29,7 @@ from shardwise.fsdp.batches import check_rows
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import Remat
 from shardwise.layouts.placing import abstract, cast, shardings
+from shardwise.rules.placement import moved
 
 
 def mean_and_grad(
@@ -122,7 +123,9 @@ def step(layout: Layout, tx: Any, update: Callable, outputs: Callable) -> Callab
             params = laid(params, whole)
             *found, out = outputs(params, batch, *args, key=key)
             opt_state = laid(opt_state, whole)  # not before, beside activations
-            return *laid(on_each(layout.auto, update, params, opt_state, *found), to), *out
+            own = _own(layout.auto, (params, opt_state, *found))
+            new = _assembled([update(*given) for given in own], whole)
+            return *laid(new, to), *out
 
     return run
 
@@ -135,16 +138,10 @@ def laid(tree: Any, to: Any) -> Any:
         if getattr(x, "committed", False) and _devices(x.sharding) != _devices(to[i]):
             leaves[i] = jax.device_put(x, to[i])
     others = [i for i, x in enumerate(leaves) if not _lies(x, to[i])]
-    # One program: of several at once, simulated devices may run different ones, and wait for ever.
-    move = jax.jit(_same, out_shardings=[to[i] for i in others])
-    for i, x in zip(others, move([leaves[i] for i in others]), strict=True):
+    arrays, shardings = [leaves[i] for i in others], [to[i] for i in others]
+    for i, x in zip(others, moved(arrays, shardings), strict=True):
         leaves[i] = x
     return structure.unflatten(leaves)
-
-
-def on_each(mesh: Mesh, program: Callable, *trees: Any) -> Any:
-    """What a program of one device, jitted, makes of arrays that are whole on each; whole again."""
-    return _assembled([program(*own) for own in _own(mesh, trees)], NamedSharding(mesh, P()))
 
 
 def tree_of(joined: Callable, blocks: Iterable[Any]) -> Any:
@@ -271,7 +268,3 @@ def _lies(x, to):
     lies = getattr(x, "sharding", None)
     own = isinstance(lies, NamedSharding) and lies.mesh == to.mesh
     return own and lies.is_equivalent_to(to, x.ndim)
-
-
-def _same(x):
-    return x

@@ -1,44 +1,59 @@
-"""The first call of a layout's function with real arrays: its loss is judged, then divided."""
+"""The first call of a layout's function: what is looked at before anything runs.
 
-import functools
+With real arrays the loss is judged, and then divided. With stages, so is what was compiled: devices
+of one stage run a task together, and those of other stages run another meanwhile. So within a task
+only collectives among the former can meet. A permute names pairs, and still all devices of the mesh
+wait for it on CPU; a group that leaves its stage waits for good.
+"""
+
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 from shardwise.layouts.layout import Layout
+from shardwise.marks.counting import turns_said
+from shardwise.measure import hlo
+from shardwise.measure.hlo import Instruction, Program
 from shardwise.objective import beforehand
 
 
-class Judging:
-    """A function of `(params, ..., batch, *args, key=None)` that judges its loss when first called.
+class Around:
+    """`call(run, ...)` in the place of `run(...)`; all else, such as `lower`, is the function's."""
 
-    All else that it has, such as `lower`, is the function's own: what is lowered is not judged.
-    """
+    def __init__(self, run: Callable, call: Callable):
+        self._run, self._call = run, call
 
-    def __init__(
-        self, run: Callable, layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str
-    ):
-        self._run, self._waits, self._who = run, True, who
-        self._judge = functools.partial(judge, layout, loss, has_aux=has_aux, aux=aux)
-        self._batch = 2 if who == "layouts.step" else 1
-
-    def __call__(self, params, *args, key=None):
-        batch, *further = args[self._batch - 1 :]
-        reason = None
-        if self._waits:
-            self._waits = False
-            reason = self._judge(params, batch, tuple(further), key)
-        out = self._run(params, *args, key=key)  # which raises what is wrong with the loss itself
-        if reason is not None:
-            warn(reason, self._who)
-        return out
+    def __call__(self, *args, **options):
+        return self._call(self._run, *args, **options)
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._run, name)
+
+
+def judged(
+    run: Callable, layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str
+) -> Callable:
+    """`run`, of `(params, ..., batch, *args, key=None)`, whose loss is judged when first called."""
+    waits, place = True, 1 if who == "layouts.step" else 0  # of the batch
+
+    def call(run, params, *args, key=None):
+        nonlocal waits
+        reason = None
+        if waits:
+            waits = False
+            batch, *further = args[place:]
+            reason = judge(layout, loss, params, batch, tuple(further), key, has_aux, aux)
+        out = run(params, *args, key=key)  # which raises what is wrong with the loss itself
+        if reason is not None:
+            warn(reason, who)
+        return out
+
+    return Around(run, call)
 
 
 def judge(
@@ -60,7 +75,7 @@ def judge(
     leaves = jax.tree.leaves((params, batch, args, key))
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         return "within a trace of the caller's there are no numbers" if ways else None
-    parts = layout.exact or layout.size_of_rows() * layout.microbatches
+    parts = layout.exact or layout.parts(layout.rows) * layout.microbatches
     rows = beforehand.unit_of(batch) // parts
     if not ways or not rows or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         return None
@@ -70,16 +85,13 @@ def judge(
 
 def ways_of(layout: Layout) -> tuple[str, ...]:
     """The ways in which a layout divides batches; none where the compiler sees whole arrays."""
-    if layout.exact:
-        return ("microbatches",) if layout.exact > 1 else ()
-    ways = []
-    if layout.by_hand and layout.size_of_rows() > 1:
-        ways.append("devices")
-    if layout.microbatches > 1:
-        ways.append("microbatches")
-    if layout.by_hand and layout.size("context") > 1:
-        ways.append("sequence")
-    return tuple(ways)
+    hand = layout.by_hand and not layout.exact
+    divided = {
+        "devices": hand and layout.parts(layout.rows) > 1,
+        "microbatches": (layout.exact or layout.microbatches) > 1,
+        "sequence": hand and layout.size("context") > 1,
+    }
+    return tuple(way for way, is_divided in divided.items() if is_divided)
 
 
 def warn(reason: str, who: str) -> None:
@@ -87,5 +99,69 @@ def warn(reason: str, who: str) -> None:
     warnings.warn(
         f"{who}: whether the loss is the same function where its batch is divided was not judged: "
         f"{reason}. Run objective.check(loss, params, batch) once, or say check=False.",
-        stacklevel=3,
+        stacklevel=4,
     )
+
+
+def checked(run: Callable, layout: Layout, who: str) -> Callable:
+    """`run`, jitted, which refuses what was compiled of it; within another trace, as it is.
+
+    It is looked at where a compiler has axes beside stages.
+
+    Raises, when called:
+      ValueError: a collective within a task that would wait for other stages.
+    """
+    by_hand = (*layout.stage, *(layout.divided if layout.by_hand else ()))
+    if layout.parts(name for name in layout.mesh.axis_names if name not in by_hand) == 1:
+        return run
+    known = set()
+
+    def call(run, *args, **options):
+        leaves, structure = jax.tree.flatten((args, options))
+        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            told = structure, *((np.shape(x), jax.numpy.result_type(x)) for x in leaves)
+            if told not in known:
+                refuse(run.lower(*args, **options).compile(), layout, who)
+                known.add(told)
+        return run(*args, **options)
+
+    return Around(run, call)
+
+
+def refuse(compiled: Any, layout: Layout, who: str) -> None:
+    """Raise where a task of this compiled program has a collective that waits for other stages."""
+    program = hlo.parse(compiled.as_text())
+    places = list(layout.auto.axis_names).index(layout.stage[0])
+    stage_of = np.indices(layout.auto.devices.shape)[places].ravel()
+    for op in _within_tasks(program):
+        if op.opcode.removesuffix("-start") == "collective-permute":
+            what = "a permute, for which all devices wait"
+        elif "replica_groups" in op.attributes and any(
+            len({stage_of[i] for i in group}) > 1 for group in hlo.replicas(op, program.devices)
+        ):
+            what = "among devices of several stages"
+        else:
+            continue
+        raise ValueError(
+            f"{who}: the compiler put {op.name} into a stage's task, {what}, and other stages do "
+            f"something else meanwhile: the program would stand still. It moves "
+            f"{', '.join(f'{a.dtype}{list(a.dims)}' for a in op.arrays)} for {op.source or '?'}. "
+            f"Pin that array's layout by marks.constrain, or keep arrays apart that one product "
+            f"packs{'' if layout.by_hand else '; or leave by= out: by hand rows are cut first'}."
+        )
+
+
+def _within_tasks(program: Program) -> Iterator[Instruction]:
+    """All instructions within loops that `marks.turns` names."""
+    every = [op for body in program.computations.values() for op in body.instructions.values()]
+    waiting = [op for op in every if op.opcode == "while" and turns_said(op.source)]
+    seen: set[str] = set()
+    while waiting:
+        op = waiting.pop()
+        named = [op.attributes.get(key, "") for key in ("body", "condition", "to_apply", "calls")]
+        for name in (*op.branches, *(n.lstrip("%") for n in named)):
+            if name in program.computations and name not in seen:
+                seen.add(name)
+                inner = list(program.computations[name].instructions.values())
+                waiting += inner
+                yield from inner

@@ -1,7 +1,6 @@
 """The mean and gradient of a loss under a layout: by hand, by the compiler, in stages."""
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +16,9 @@ from shardwise.fsdp.batches import Divided
 from shardwise.layouts import exact
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings, order
-from shardwise.layouts.placing import cast, expert_rule, parameter_rule
-from shardwise.layouts.shares import array_layouts, shares, without
+from shardwise.layouts.placing import array_layouts, cast, expert_rule, parameter_rule, without
+from shardwise.layouts.shares import shares
+from shardwise.rules.rule import specs
 
 
 def mean_and_grad(
@@ -57,56 +57,8 @@ def by_hand(layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str) -
 
 def by_compiler(layout: Layout, loss: Callable, has_aux: bool, aux: Any, who: str) -> Callable:
     """The loss and gradient of whole arrays, jitted; batch and activations are pinned."""
-    made = lambda loss: objective.value_and_grad(loss, layout.microbatches, has_aux, aux)  # noqa: E731
-    return _jitted(layout, loss, made, who)
-
-
-def _jitted(layout, loss, made, who):
-    """The function that `made(loss)` returns, jitted, of the loss with the layout's meanings."""
-
-    def marked(params, *args, **options):
-        with marks.bind(**meanings(layout)):
-            return loss(cast(layout, params), *args, **options)
-
-    mean_and_grad = made(marked)
-
-    def run(params, batch, *args, key=None):
-        _check(layout, batch, who)
-        value, grads = mean_and_grad(params, _laid(layout, batch), *args, key=key)
-        return value, _pinned(layout, grads)
-
-    return jax.jit(run)
-
-
-def _laid(layout, batch):
-    """The batch, cut in rows and, where it has two axes or more, along the sequence."""
-
-    def laid(x):
-        entries = [layout.rows or None, layout.context or None][: jnp.ndim(x)]
-        return jax.lax.with_sharding_constraint(x, NamedSharding(layout.auto, P(*entries)))
-
-    return jax.tree.map(laid, batch)
-
-
-def _check(layout, batch, who):
-    """Raise where rows or sequences of the batch do not divide."""
-    parts = math.prod(layout.auto.shape[name] for name in layout.rows) * layout.microbatches
-    columns = layout.size("context")
-    for path, x in trees.leaves(batch):
-        shape = jnp.shape(x)
-        for axis, by, what in ((0, parts, "rows"), (1, columns, "sequence")):
-            if len(shape) > axis and shape[axis] % by:
-                raise ValueError(
-                    f"{who}: {path or 'the batch'} of shape {shape} does not split into {by} parts "
-                    f"along its {what}; pad it to {-(-shape[axis] // by) * by}, with a mask of 0."
-                )
-
-
-def _pinned(layout, grads):
-    """Gradients laid out as parameters; None where there are none."""
-    if grads is None:
-        return None
-    return rules.constrain_tree(grads, parameter_rule(layout), layout.auto)
+    given = _marked(layout, loss), layout.microbatches, has_aux, aux
+    return _jitted(layout, lambda params: objective.value_and_grad(*given), who)
 
 
 def in_stages(
@@ -119,53 +71,86 @@ def in_stages(
     task gathers the parameters that it reads and scatters their gradients; what devices have copies
     of is summed once a step. Without `backward` the gradient is None.
     """
-    made = functools.partial(_pipelined, layout, has_aux, aux, who, backward)
-    if not layout.by_hand:
-        return _jitted(layout, loss, made, who)
+    loss = loss if layout.by_hand else _marked(layout, loss)
+    made = functools.partial(_pipelined, layout, loss, has_aux, aux, who, backward)
+    return _jitted(layout, made, who)
+
+
+def _marked(layout, loss):
+    """The loss with the layout's meanings of marks, of weights in the dtype of use."""
+
+    def marked(params, *args, **options):
+        with marks.bind(**meanings(layout)):
+            return loss(cast(layout, params), *args, **options)
+
+    return marked
+
+
+def _jitted(layout, made, who):
+    """The function that `made(params)` returns, jitted, on arrays laid out as the layout says."""
+    rule, mesh = parameter_rule(layout), layout.auto
 
     def run(params, batch, *args, key=None):
-        check_params(params, layout.auto, who)
-        value, grads = made(loss, params)(params, batch, *args, key=key)
-        return value, _pinned(layout, grads) if layout.tensor else grads
+        if layout.by_hand:
+            check_params(params, mesh, who)
+        else:
+            batch = _laid(layout, batch, who)
+        value, grads = made(params)(params, batch, *args, key=key)
+        if grads is not None and (layout.tensor or not layout.by_hand):
+            grads = rules.constrain_tree(grads, rule, mesh)
+        return value, grads
 
-    return laid_out(jax.jit(run), parameter_rule(layout), layout.auto, who)
+    return laid_out(jax.jit(run), rule, mesh, who) if layout.by_hand else jax.jit(run)
+
+
+def _laid(layout, batch, who):
+    """The batch, cut in rows and, where it has two axes or more, along the sequence."""
+    cuts = (layout.rows, layout.microbatches, "rows"), (layout.context, 1, "sequence")
+    found = []
+    for path, x in trees.leaves(batch):
+        shape = jnp.shape(x)
+        for size, (axes, times, what) in zip(shape, cuts, strict=False):
+            parts = layout.parts(axes) * times
+            if size % parts:
+                raise ValueError(
+                    f"{who}: {path or 'the batch'} of shape {shape} does not split into {parts} "
+                    f"parts along its {what}; pad it to {-(-size // parts) * parts}, with a mask "
+                    f"of 0."
+                )
+        spec = P(*(axes or None for axes, *_ in cuts[: len(shape)]))
+        found.append(jax.lax.with_sharding_constraint(x, NamedSharding(layout.auto, spec)))
+    return jax.tree.unflatten(jax.tree.structure(batch), found)
 
 
 def program(layout: Layout, loss: Callable, has_aux: bool, params: Any, batch: Any) -> Any:
     """The `pipeline.Program` of a loss for arrays of these shapes."""
-    function = _pipelined(layout, has_aux, "sum", "layouts.predict", True, loss, params)
+    function = _pipelined(layout, loss, has_aux, "sum", "layouts.predict", True, params)
     return function.program(params, batch)
 
 
-def _pipelined(layout, has_aux, aux, who, backward, loss, params=None):
-    given = layout.auto, layout.schedule, layout.microbatches, layout.stage[0]
-    within = _within(layout, params, who) if layout.by_hand else pipeline.Within()
+def _pipelined(layout, loss, has_aux, aux, who, backward, params):
+    mesh, within = layout.auto, pipeline.Within()
+    if layout.by_hand:
+        within = pipeline.Within(
+            rows=layout.rows,
+            columns=layout.context,
+            by_hand=tuple(name for name in mesh.axis_names if name not in layout.tensor),
+            divide=Divided(mesh, layout.rows, layout.context, order(layout), who),
+            meanings=meanings(layout),
+            shares=functools.partial(shares, layout, array_layouts(layout, params, layout.stage)),
+        )
+    manual = (*layout.stage, *(layout.divided if layout.by_hand else ()))
+    others = [name for name in mesh.axis_names if name not in manual]
     return pipeline.value_and_grad(
         loss,
-        *given,
-        functools.partial(_specs, layout),
+        mesh,
+        layout.schedule,
+        layout.microbatches,
+        layout.stage[0],
+        lambda params: [without(s, others) for s in specs(parameter_rule(layout), params, mesh)],
         within,
         has_aux=has_aux,
         aux=aux,
         who=who,
         backward=backward,
     )
-
-
-def _within(layout, params, who):
-    return pipeline.Within(
-        rows=layout.rows,
-        columns=layout.context,
-        by_hand=tuple(name for name in layout.auto.axis_names if name not in layout.tensor),
-        divide=Divided(layout.auto, layout.rows, layout.context, order(layout), who),
-        meanings=meanings(layout),
-        shares=functools.partial(shares, layout, array_layouts(layout, params)),
-    )
-
-
-def _specs(layout, params):
-    """The PartitionSpecs of parameters over the axes by hand."""
-    choices = parameter_rule(layout).choices(params, layout.auto)
-    by_hand = (*layout.stage, *layout.rows, *layout.context) if layout.by_hand else layout.stage
-    others = [name for name in layout.auto.axis_names if name not in by_hand]
-    return [without(choice.spec, others) for choice in choices]

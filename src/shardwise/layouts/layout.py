@@ -3,15 +3,24 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from shardwise import context, experts
 from shardwise import mesh as meshes
 
 ROLES = ("data", "fsdp", "expert", "context", "tensor", "stage")
+_VALUES = {
+    "by": ("hand", "compiler"),
+    "zero": (1, 2, 3),
+    "uneven": ("error", "replicate"),
+    "attention": tuple(context.FORMS),
+    "dispatch": tuple(experts.FORMS),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,15 +128,25 @@ class Layout:
     @property
     def by_hand(self) -> bool:
         """Whether collectives are written out: where `by` says so, and an axis asks for one."""
-        return self.by == "hand" and bool(self.rows or self.context)
+        return self.by == "hand" and bool(self.divided)
+
+    @property
+    def divided(self) -> tuple[str, ...]:
+        """The mesh axes over which batches are cut: the sequence, and rows."""
+        return (*self.context, *self.rows)
+
+    def copied(self, spec: P) -> tuple[str, ...]:
+        """Those of them along which an array that lies by this spec has copies."""
+        own = jax.tree.leaves(tuple(spec))
+        return tuple(name for name in self.divided if name not in own)
+
+    def parts(self, axes: Iterable[str]) -> int:
+        """The number of parts into which mesh axes cut together."""
+        return math.prod(self.mesh.shape[name] for name in axes)
 
     def size(self, role: str) -> int:
-        """The number of parts into which a role cuts: the product of its axes' sizes."""
-        return math.prod(self.mesh.shape[name] for name in getattr(self, role))
-
-    def size_of_rows(self) -> int:
-        """The number of parts into which devices cut the rows."""
-        return math.prod(self.mesh.shape[name] for name in self.rows)
+        """The number of parts into which a role cuts."""
+        return self.parts(getattr(self, role))
 
     def roles(self) -> dict[str, tuple[str, ...]]:
         """{role: its mesh axes}, of those that have any."""
@@ -176,69 +195,62 @@ class Layout:
             )
 
     def _check_settings(self):
-        wrong = [
-            ("by", ("hand", "compiler")),
-            ("zero", (1, 2, 3)),
-            ("uneven", ("error", "replicate")),
-            ("attention", tuple(context.FORMS)),
-            ("dispatch", tuple(experts.FORMS)),
-        ]
-        for name, values in wrong:
-            if getattr(self, name) not in values and not callable(getattr(self, name)):
+        for name, values in _VALUES.items():
+            given = getattr(self, name)
+            if given not in values and not callable(given):
                 told = ", ".join(map(repr, values))
-                raise ValueError(
-                    f"layouts.Layout: {name}={getattr(self, name)!r}; expected one of {told}."
-                )
-        if self.microbatches < 1:
-            raise ValueError(
-                f"layouts.Layout: microbatches={self.microbatches}; expected 1 or more."
-            )
-        if self.exact < 0 or self.exact & (self.exact - 1) or self.exact % self.mesh.size > 0:
-            raise ValueError(
-                f"layouts.Layout: exact={self.exact} over {self.mesh.size} devices; expected a "
-                f"number of blocks of rows, a power of two that the number of devices divides."
-            )
-        if self.exact and self.reduce_dtype is not None:
-            raise ValueError(
-                "layouts.Layout: reduce_dtype= with exact=, whose blocks add up in float32 or "
-                "wider; leave one of them out."
-            )
-        if self.sequence and not self.tensor:
-            raise ValueError(
-                "layouts.Layout: sequence=True cuts activations over the tensor axis between its "
-                "products; name one, tensor=..., or cut the sequence itself, context=..."
-            )
-        if len(self.expert) > 1:
-            raise ValueError(f"layouts.Layout: expert={self.expert}; experts lie along one axis.")
-        if len(self.stage) > 1:
-            raise ValueError(f"layouts.Layout: stage={self.stage}; stages lie along one axis.")
-        if self.by == "compiler" and self.context and self.attention in ("striped", "zigzag"):
-            raise ValueError(
-                f"layouts.Layout: attention={self.attention!r} is an order of the sequence for "
-                f"rings by hand; by the compiler, which sees whole sequences, leave it out."
-            )
+                raise ValueError(f"layouts.Layout: {name}={given!r}; expected one of {told}.")
+        for wrong, why in self._mistakes():
+            if wrong:
+                raise ValueError(f"layouts.Layout: {why}")
+
+    def _mistakes(self) -> Iterator[tuple[Any, str]]:
+        """(whether it is made, what is wrong and what would do) of each."""
+        yield self.microbatches < 1, f"microbatches={self.microbatches}; expected 1 or more."
+        yield (
+            self.exact < 0 or self.exact & (self.exact - 1) or self.exact % self.mesh.size,
+            f"exact={self.exact} over {self.mesh.size} devices; expected a number of blocks of "
+            f"rows, a power of two that the number of devices divides.",
+        )
+        yield (
+            self.exact and self.reduce_dtype is not None,
+            "reduce_dtype= with exact=, whose blocks add up in float32 or wider; leave one of "
+            "them out.",
+        )
+        yield (
+            self.sequence and not self.tensor,
+            "sequence=True cuts activations over the tensor axis between its products; name one, "
+            "tensor=..., or cut the sequence itself, context=...",
+        )
+        yield len(self.expert) > 1, f"expert={self.expert}; experts lie along one axis."
+        yield len(self.stage) > 1, f"stage={self.stage}; stages lie along one axis."
+        by_compiler = self.by == "compiler"
+        yield (
+            by_compiler and self.context and self.attention in ("striped", "zigzag"),
+            f"attention={self.attention!r} is an order of the sequence for rings by hand; by the "
+            f"compiler, which sees whole sequences, leave it out.",
+        )
         apart = ("stage",) if self.tensor else ("stage", "data")
         beside = [role for role in self.roles() if role not in apart]
-        if self.by == "compiler" and self.stage and len(beside) > 1:
-            raise ValueError(
-                f"layouts.Layout: by='compiler' with stages beside {', '.join(beside)}: XLA's "
-                f"partitioner ends the process on such programs. Leave it out: by hand rows, "
-                f"sequence and shares are cut as they would be, and tensor is the compiler's all "
-                f"the same."
-            )
-        if self.kernel and self.context and (self.attention != "ulysses" or not self.by_hand):
-            raise ValueError(
-                f"layouts.Layout: kernel= computes attention to whole sequences, and context="
-                f"{self.context} cuts them; by hand and with attention='ulysses' a device sees "
-                f"all tokens of some heads, which a kernel can do."
-            )
-        if self.kernel and self.stage and self.rows and not self.by_hand:
-            raise ValueError(
-                "layouts.Layout: kernel= in stages takes rows that are cut by hand; the compiler "
-                "cannot cut it. Leave by='compiler' out."
-            )
-        if self.reduce_dtype is not None and not self.by_hand:
-            raise ValueError(
-                "layouts.Layout: reduce_dtype= is that of reductions by hand; the compiler reduces "
-                "in the dtype that it computes in."
-            )
+        yield (
+            by_compiler and self.stage and len(beside) > 1,
+            f"by='compiler' with stages beside {', '.join(beside)}: XLA's partitioner ends the "
+            f"process on such programs. Leave it out: by hand rows, sequence and shares are cut as "
+            f"they would be, and tensor is the compiler's all the same.",
+        )
+        yield (
+            self.kernel and self.context and (self.attention != "ulysses" or not self.by_hand),
+            f"kernel= computes attention to whole sequences, and context={self.context} cuts them; "
+            f"by hand and with attention='ulysses' a device sees all tokens of some heads, which a "
+            f"kernel can do.",
+        )
+        yield (
+            self.kernel and self.stage and self.rows and not self.by_hand,
+            "kernel= in stages takes rows that are cut by hand; the compiler cannot cut it. Leave "
+            "by='compiler' out.",
+        )
+        yield (
+            self.reduce_dtype is not None and not self.by_hand,
+            "reduce_dtype= is that of reductions by hand; the compiler reduces in the dtype that "
+            "it computes in.",
+        )

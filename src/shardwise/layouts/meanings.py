@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import context, experts, tensor
 from shardwise.layouts.layout import Layout
+from shardwise.rules.rule import entry_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,18 +56,13 @@ class Pins:
 def pins(layout: Layout) -> Pins:
     """The `Pins` of a layout; what a shard_map around the loss cuts by hand is left out."""
     hand = layout.by_hand
+    cut = ((), (), ()) if hand else (layout.rows, layout.context, layout.expert)
+    axis, rows, columns, expert = (axes or None for axes in (layout.tensor, *cut))
+    specs = tensor.activations(axis, rows, columns, layout.sequence)
+    specs |= dict.fromkeys(("attended", "mlp_hidden"), P(rows, columns, axis))  # between products
+    specs["expert_inputs"] = P(expert)  # [experts, tokens, features]
     inside = hand or bool(layout.stage)  # of a shard_map
-    rows, columns = ((), ()) if hand else (layout.rows, layout.context)
-    specs = tensor.activations(layout.tensor, rows, columns, layout.sequence)
-    within = P(rows, columns, layout.tensor)  # of what is cut between two products
-    specs |= dict(attended=within, mlp_hidden=within)
-    specs["expert_inputs"] = P(() if hand else layout.expert)  # [experts, tokens, features]
-    found = tuple((name, _spec(spec)) for name, spec in sorted(specs.items()))
-    return Pins(layout.auto, inside, found, _spec(specs["mlp_output"]))
-
-
-def _spec(spec):
-    return P(*(entry or None for entry in spec))
+    return Pins(layout.auto, inside, tuple(sorted(specs.items())), specs["mlp_output"])
 
 
 ENTERS = "layer_input"
@@ -124,9 +120,9 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
         found["attend"] = _kernel(layout)
     if layout.by_hand and layout.expert:
         form = experts.FORMS.get(layout.dispatch, layout.dispatch)
-        found["experts"] = form(layout.expert[0], sequence=_one(layout.context))
+        found["experts"] = form(layout.expert[0], sequence=entry_of(layout.context))
     elif layout.by_hand and layout.context:
-        found["experts"] = experts.local(_one(layout.context))
+        found["experts"] = experts.local(entry_of(layout.context))
     if layout.remat is not None:
         found["layer"] = Remat(layout.remat, bool(layout.stage))
     return found
@@ -138,7 +134,7 @@ def attention(layout: Layout) -> Callable:
     given = {"local": Alone(_kernel(layout))} if layout.kernel else {}
     if layout.stage and form is context.ring:
         given["apart"] = True
-    return form(_one(layout.context), **given)
+    return form(entry_of(layout.context), **given)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +158,3 @@ def _kernel(layout):
 def order(layout: Layout) -> Callable | None:
     """The order in which the sequence is cut; None for its own."""
     return context.FORMS.get(layout.attention, (None, None))[1]
-
-
-def _one(axes):
-    """One axis by its name, several as a tuple, None for none."""
-    return axes[0] if len(axes) == 1 else axes or None

@@ -1,9 +1,8 @@
 """The rules by which a layout cuts parameters."""
 
 import contextlib
-import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,102 +12,82 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp, rules
 from shardwise import tree as trees
+from shardwise.fsdp.arrays import of_specs
 from shardwise.layouts.layout import Layout
-from shardwise.rules.rule import WHOLE
+from shardwise.rules.rule import entry_of, mesh_axes, specs
 
 EXPERTS = "experts"  # the logical axis
 
 
 def _over(layout):
     """The rule over the axes that fsdp leaves: those of tensor, experts and stages."""
-    found = _over_products(layout)
-    if not layout.stage:
-        return found
-    layers = Layers(layout.stage[0])
-    return layers if found is None else Both(layers, found)
+    table = {}
+    if layout.expert and (layout.over is None or layout.by_hand):
+        table[EXPERTS] = entry_of(layout.expert)
+    if layout.tensor and layout.over is None:
+        table |= dict.fromkeys(layout.cut, entry_of(layout.tensor))
+    found = [over_stages(layout)] if layout.stage else []
+    found += [] if layout.over is None else [layout.over]
+    found += [Named(table)] if table else []
+    return Together(*found) if len(found) > 1 else found[0] if found else None
 
 
-def _over_products(layout):
-    tensor = layout.over
-    if tensor is None and layout.tensor:
-        tensor = Named(dict.fromkeys(layout.cut, _entry(layout.tensor)))
-    experts = expert_rule(layout)
-    if tensor is None or experts is None or (layout.over is not None and not layout.by_hand):
-        return experts if tensor is None else tensor
-    return Both(tensor, experts)
-
-
-def expert_rule(layout: Layout) -> Callable | None:
+def expert_rule(layout: Layout) -> "Named | None":
     """The rule that cuts experts by hand."""
-    return Named({EXPERTS: _entry(layout.expert)}) if layout.expert else None
+    return Named({EXPERTS: entry_of(layout.expert)}) if layout.expert else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Named:
-    """A rule that cuts the logical axes in `table`, and leaves whole all others."""
+class Named(rules.LogicalRules):
+    """A rule that cuts the logical axes in its table, and leaves whole all others."""
 
-    table: Mapping[str, Any]
+    who = "LogicalRules"
+    advice = "or a mesh axis that divides it (what the layout's cut= leaves out stays whole)"
 
-    def __call__(self, tree: Any, mesh: Mesh) -> Any:
-        """The PartitionSpec of each array; raises ValueError where none has one of the names."""
-        names = {name for _, _, box in trees.walk(tree) for name in trees.axis_names(box) or ()}
-        if not names.intersection(self.table):
-            raise ValueError(
-                f"layouts: no parameter carries one of the logical axes {sorted(self.table)} "
-                f"(found: {sorted(names - {None}) or 'none'}), which the layout cuts. Name the "
-                f"axes in NNX metadata logical_axes, say cut=, or give over=, a rule for the "
-                f"tensor axis."
-            )
-        table = {name: self.table.get(name) for name in names - {None}}
-        try:
-            return rules.LogicalRules(table)(tree, mesh)
-        except ValueError as error:  # it advises on a rule that is not the caller's
-            advice = (
-                "or a mesh axis that divides it (what the layout's cut= leaves out stays whole)"
-            )
-            raise ValueError(str(error).replace(WHOLE, advice)) from error
+    def chosen(self, tree: Any, leaves: list[rules.Leaf], mesh: Mesh) -> list[rules.Choice]:
+        """One `Choice` for each leaf; a ValueError where none has a name that a mesh axis cuts."""
+        names = {name for leaf in leaves for name in leaf.axes or ()} - {None, trees.LAYERS}
+        for axes in self.table.values():
+            cut = [name for name, other in self.table.items() if other == axes]
+            if names.isdisjoint(cut):
+                raise ValueError(
+                    f"layouts: no parameter carries one of the logical axes {sorted(cut)} (found: "
+                    f"{sorted(names) or 'none'}), which the layout cuts. Name the axes in NNX "
+                    f"metadata logical_axes, say cut=, or give over=, a rule for the tensor axis."
+                )
+        return super().chosen(tree, leaves, mesh)
+
+    def entry(self, name: str | None, path: str, axes: tuple) -> Any:
+        return self.table.get(name)
 
 
-@dataclasses.dataclass(frozen=True)
-class Both:
-    """Two rules that cut different axes, of the arrays and of the mesh."""
+class Together(rules.Rule):
+    """Rules that cut different axes, of the arrays and of the mesh."""
 
-    first: Callable
-    second: Callable
+    def __init__(self, *each: Any):
+        self.each = each
 
-    def __call__(self, tree: Any, mesh: Mesh) -> Any:
-        """The PartitionSpec of each array, of the entries of both rules."""
-        is_spec = lambda x: isinstance(x, P)  # noqa: E731
-        one, other = (
-            jax.tree.leaves(r(tree, mesh), is_leaf=is_spec) for r in (self.first, self.second)
-        )
-        specs = [
-            P(*(a if a is not None else b for a, b in itertools.zip_longest(x, y)))
-            for x, y in zip(one, other, strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(tree), specs)
+    def chosen(self, tree: Any, leaves: list[rules.Leaf], mesh: Mesh) -> list[rules.Choice]:
+        """One `Choice` for each leaf: on each of its axes the first rule that cuts it."""
+        found = zip(*(specs(rule, tree, mesh) for rule in self.each), strict=True)
+        return [rules.Choice(P(*map(_first, itertools.zip_longest(*own)))) for own in found]
 
 
-@dataclasses.dataclass(frozen=True)
-class Layers:
-    """A rule that cuts each array of two axes or more over stages, along the first that divides.
+def _first(entries):
+    return next((entry for entry in entries if entry is not None), None)
+
+
+def over_stages(layout: Layout) -> rules.PolicyRule:
+    """The rule that cuts each array of two axes or more over stages, along the first that divides.
 
     That is the one of layers where they are stacked; what is not in layers is gathered for a step.
     """
+    parts = layout.size("stage")
 
-    axis: str
+    def policy(path, x):
+        places = [i for i, size in enumerate(jnp.shape(x)) if size and size % parts == 0]
+        return P(*[None] * places[0], *layout.stage) if places and jnp.ndim(x) > 1 else P()
 
-    def __call__(self, tree: Any, mesh: Mesh) -> Any:
-        """The PartitionSpec of each array."""
-        return jax.tree.map(lambda x: self._spec(jnp.shape(x), mesh.shape[self.axis]), tree)
-
-    def _spec(self, shape, parts):
-        places = [i for i, size in enumerate(shape) if size and size % parts == 0]
-        return P(*[None] * places[0], self.axis) if places and len(shape) > 1 else P()
-
-
-def _entry(axes):
-    return axes[0] if len(axes) == 1 else axes or None
+    return rules.PolicyRule(policy)
 
 
 def parameter_rule(layout: Layout, zero: int = 3) -> rules.FSDPRule:
@@ -118,7 +97,7 @@ def parameter_rule(layout: Layout, zero: int = 3) -> rules.FSDPRule:
     """
     whole = zero == 3 and layout.zero < 3 and not layout.by_hand
     return rules.FSDPRule(
-        () if whole else _entry(layout.fsdp) or (),
+        () if whole else entry_of(layout.fsdp) or (),
         min_size=layout.min_size,
         over=_over(layout),
         pick="first" if layout.by_hand else "largest",
@@ -157,9 +136,24 @@ def shardings(layout: Layout, params: Any, tx: Any, who: str) -> Any:
     return found, rules.shardings(state_rule(layout, shapes), state, layout.auto)
 
 
-def array_layouts(layout: Layout, tree: Any) -> tuple[fsdp.ArrayLayout, ...]:
-    """The ArrayLayout by hand of each array of `tree`, which may be abstract."""
-    return fsdp.array_layouts(tree, parameter_rule(layout, 1), layout.auto, expert_rule(layout))
+def array_layouts(
+    layout: Layout, tree: Any, leave_out: Sequence[str] = ()
+) -> tuple[fsdp.ArrayLayout, ...]:
+    """The ArrayLayout by hand of each array of `tree`, which may be abstract.
+
+    Within a stage, the mesh axis of stages is left out.
+    """
+    rule, mesh = parameter_rule(layout, 1), layout.auto
+    found = specs(rule, tree, mesh)
+    if leave_out:
+        found = [without(spec, leave_out) for spec in found]
+    return of_specs(tree, found, rule, mesh, expert_rule(layout))
+
+
+def without(spec: P, axes: Sequence[str]) -> P:
+    """The spec without these mesh axes."""
+    kept = (tuple(name for name in mesh_axes(entry) if name not in axes) for entry in spec)
+    return P(*map(entry_of, kept))
 
 
 def abstract(tree: Any) -> Any:

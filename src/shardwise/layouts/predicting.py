@@ -11,19 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from shardwise import rules
-from shardwise.fsdp import ArrayLayout
-from shardwise.layouts import activation_bytes, stage_bytes
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.placing import (
-    abstract,
-    array_layouts,
-    naming,
-    parameter_rule,
-    shardings,
-)
-from shardwise.objective import wide
+from shardwise.layouts.placing import abstract, array_layouts, naming, parameter_rule, shardings
+from shardwise.layouts.sent import Sent
 
-Axes = tuple[str, ...]
 TOO_MUCH = 0.05  # of the parameters' bytes, to stay whole for want of an axis that divides
 
 
@@ -37,7 +28,7 @@ class Prediction:
     """
 
     held: dict[str, int]
-    sent: dict[Axes, float]
+    sent: dict[tuple[str, ...], float]
     whole: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def __str__(self):
@@ -88,21 +79,23 @@ def predict(
     again = (layout.remat is not None) if remat is None else remat
     with naming("layouts.predict"):
         arrays = array_layouts(layout, params)
-    asked, shapes = _asked(layout), abstract(params)
+    shapes, sent = abstract(params), Sent(_asked(layout))
     whole = _whole(layout, arrays, shapes, "layouts.predict")
+    lie = shardings(layout, shapes, tx, "layouts.predict")
+    laid = _pairs(shapes, lie if tx is None else lie[0])
+    held = {"parameters": _bytes(laid), "batch": _of_batch(layout, batch)}
+    if tx is not None:
+        state = _pairs(jax.eval_shape(tx.init, shapes), lie[1])
+        held["state"] = _bytes(state)
+        laid += state
     if layout.exact:
-        sent = _of_exact(layout, shapes, tx)
-        return Prediction(_held(layout, shapes, batch, tx), _in_mesh_order(layout, sent), whole)
-    if layout.stage:
-        sent = _of_stage(asked, shapes, batch, again, loss, has_aux, stage)
-        return Prediction(_held(layout, shapes, batch, tx), _in_mesh_order(layout, sent), whole)
-    sent: dict[Axes, float] = {}
-    for s, x in zip(arrays, jax.tree.leaves(shapes), strict=True):
-        _parameter(asked, s, x, again, sent)
-    every = (*layout.context, *layout.rows)
-    _add(sent, every, 2 * 8 * _share(layout, every))  # the total and the count, in float32
-    activation_bytes.add(asked, shapes, batch, again, sent)
-    return Prediction(_held(layout, shapes, batch, tx), _in_mesh_order(layout, sent), whole)
+        sent.exact(shapes, laid)
+    elif layout.stage:
+        sent.stages(shapes, batch, again, loss, has_aux, stage)
+    else:
+        sent.parameters(arrays, shapes, again)
+        sent.activations(shapes, batch, again)
+    return Prediction(held, sent.in_order(), whole)
 
 
 def describe(layout: Layout, params: Any) -> Any:
@@ -111,26 +104,19 @@ def describe(layout: Layout, params: Any) -> Any:
     return rules.describe(parameter_rule(layout), params, layout.auto)
 
 
-def _held(layout, shapes, batch, tx):
-    """{what: bytes of one device}: parameters, the batch, and of `tx` its state."""
-    found = {"parameters": _bytes(shapes, shardings(layout, shapes, None, "layouts.predict"))}
-    found["batch"] = _of_batch(layout, batch)
-    if tx is not None:
-        state = jax.eval_shape(tx.init, shapes)
-        found["state"] = _bytes(state, shardings(layout, shapes, tx, "layouts.predict")[1])
-    return found
+def _pairs(shapes, shardings):
+    return [*zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)]
 
 
-def _bytes(shapes, shardings):
-    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-    return sum(math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize for x, s in pairs)
+def _bytes(pairs):
+    return sum(math.prod(to.shard_shape(x.shape)) * x.dtype.itemsize for x, to in pairs)
 
 
 def _of_batch(layout, batch):
     total = 0
     for x in jax.tree.leaves(batch):
-        columns = layout.size("context") if jnp.ndim(x) > 1 else 1
-        parts = layout.auto.size if layout.exact else layout.size_of_rows() * columns
+        parts = layout.parts(layout.divided if jnp.ndim(x) > 1 else layout.rows)
+        parts = layout.mesh.size if layout.exact else parts
         total += math.prod(jnp.shape(x)) * jnp.result_type(x).itemsize // parts
     return total
 
@@ -163,66 +149,3 @@ def _asked(layout):
     if layout.by == "hand":
         return layout
     return dataclasses.replace(layout, by="hand", attention="all_gather", kernel=None)
-
-
-def _of_stage(asked, shapes, batch, again, loss, has_aux, place):
-    if loss is None:
-        raise ValueError(
-            "layouts.predict: with stages, which stage reads what the loss tells: give loss=."
-        )
-    sent, here, ends = stage_bytes.of_stage(asked, shapes, batch, loss, has_aux, place)
-    activation_bytes.add(asked, here, batch, again, sent, ends)
-    return sent
-
-
-def _of_exact(layout, shapes, tx):
-    """Gathers of all that is cut, and the sum over all devices of gradients, total and count."""
-    sent, n = {}, layout.auto.size
-    found = shardings(layout, shapes, tx, "layouts.predict")
-    tree = shapes if tx is None else (shapes, jax.eval_shape(tx.init, shapes))
-    for x, to in zip(jax.tree.leaves(tree), jax.tree.leaves(found), strict=True):
-        size = math.prod(to.shard_shape(x.shape)) * x.dtype.itemsize
-        for entry in reversed(to.spec):  # the last axis of an array first, as the compiler does it
-            axes = jax.tree.leaves(entry)
-            size *= math.prod(layout.auto.shape[name] for name in axes)
-            _add(sent, axes, size * _share(layout, axes))
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    for x in [scalar, scalar, *jax.tree.leaves(shapes)]:  # each padded to a part for each device
-        part = -(-math.prod(x.shape) // n) * wide(x.dtype).itemsize
-        _add(sent, layout.auto.axis_names, 2 * (n - 1) * part)
-    return sent
-
-
-def _in_mesh_order(layout, sent):
-    """`sent`, its keys and the axes of each in the order of the mesh."""
-    place, found = list(layout.mesh.shape).index, {}
-    for axes, size in sent.items():
-        _add(found, sorted(axes, key=place), size)
-    return {axes: found[axes] for axes in sorted(found, key=lambda axes: [*map(place, axes)])}
-
-
-def _parameter(layout, s: ArrayLayout, x, again, sent):
-    """Add the bytes of a parameter's gathers, and of the reduction of its gradient, to `sent`."""
-    held = math.prod(NamedSharding(layout.auto, s.spec).shard_shape(s.shape))
-    used = layout.dtype or x.dtype
-    over = [name for name in (*layout.context, *layout.rows) if name not in s.apart_axes]
-    if s.cut is not None:
-        whole, m = held * layout.size("fsdp"), layout.microbatches
-        gathers = (2 if again and s.stacked else 1) * m if layout.zero == 3 else 1
-        scatters = 1 if layout.zero == 1 else m
-        share = _share(layout, layout.fsdp)
-        size = gathers * jnp.dtype(used).itemsize
-        size += scatters * jnp.dtype(layout.reduce_dtype or used).itemsize
-        _add(sent, layout.fsdp, whole * size * share)
-        over = [name for name in over if name not in layout.fsdp]
-    _add(sent, tuple(over), 2 * held * wide(x.dtype).itemsize * _share(layout, over))
-
-
-def _share(layout, axes):
-    n = math.prod(layout.auto.shape[name] for name in axes)
-    return (n - 1) / n
-
-
-def _add(sent, axes, size):
-    if size:
-        sent[tuple(axes)] = sent.get(tuple(axes), 0) + size

@@ -1,22 +1,16 @@
 """Shares of parameters within a stage: gathered, and their gradients reduced, as `fsdp` does it."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp
-from shardwise.fsdp.arrays import of_specs
 from shardwise.fsdp.gathering import How, all_gather, cast, scatter
 from shardwise.fsdp.using import Use, reads_of, use_of
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.placing import expert_rule, parameter_rule
-
-Shape = jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,15 +29,13 @@ class Shares:
 
     def received(self, tree: Any) -> Any:
         """The parameters as the loss receives them, one device's."""
-        mesh, found = self.layout.auto, []
-        for late, array, x in zip(
-            self.use.deferred, self.arrays, jax.tree.leaves(tree), strict=True
-        ):
-            if late:
-                found.append(Shape(array.local_shape(mesh), x.dtype))
-            else:
-                found.append(Shape(array.inside(mesh), self.layout.dtype or x.dtype))
-        return jax.tree.unflatten(jax.tree.structure(tree), found)
+        mesh, (leaves, structure) = self.layout.auto, jax.tree.flatten(tree)
+        return structure.unflatten(
+            jax.ShapeDtypeStruct(array.local_shape(mesh), x.dtype)
+            if late
+            else jax.ShapeDtypeStruct(array.inside(mesh), self.layout.dtype or x.dtype)
+            for late, array, x in zip(self.use.deferred, self.arrays, leaves, strict=True)
+        )
 
     def by_rows(self, i: int) -> bool:
         """Whether the parameter is cut along its first axis, which may be one of layers."""
@@ -79,7 +71,11 @@ class Shares:
         how = self.hows[i]
         if how is None or self.layout.zero != 2:
             return shape
-        return (*shape[: how.cut], shape[how.cut] // self.parts, *shape[how.cut + 1 :])
+        return (
+            *shape[: how.cut],
+            shape[how.cut] // self.layout.size("fsdp"),
+            *shape[how.cut + 1 :],
+        )
 
     def scatter(self, i: int, g: jax.Array) -> jax.Array:
         """The sum of a parameter's gradients, with ZeRO 1 scattered once a step."""
@@ -89,15 +85,9 @@ class Shares:
         """This, added up over the devices that have copies of the parameter, once a step."""
         return jax.lax.psum(g, axes) if (axes := self.copied(i)) else g
 
-    @property
-    def parts(self) -> int:
-        """The number of parts into which an array is cut."""
-        return math.prod(self.layout.auto.shape[name] for name in self.layout.fsdp)
-
     def copied(self, i: int) -> tuple[str, ...]:
         """The mesh axes along which devices have copies of a parameter, or of its share."""
-        own = {*jax.tree.leaves(tuple(self.arrays[i].manual))}
-        return tuple(name for name in (*self.layout.context, *self.layout.rows) if name not in own)
+        return self.layout.copied(self.arrays[i].manual)
 
     def _at_ends(self, i):
         """Whether a task gathers the parameter where it begins."""
@@ -118,13 +108,6 @@ def _at_once(arrays):
         return [x + zero.astype(x.dtype) for x in arrays]
 
     return jax.lax.platform_dependent(list(arrays), cpu=tied, default=lambda arrays: arrays)
-
-
-def array_layouts(layout: Layout, tree: Any) -> tuple[fsdp.ArrayLayout, ...]:
-    """The ArrayLayout of each parameter within a stage: the axis of stages is left out."""
-    mesh, rule = layout.auto, parameter_rule(layout)
-    specs = [without(choice.spec, layout.stage) for choice in rule.choices(tree, mesh)]
-    return of_specs(tree, specs, rule, mesh, expert_rule(layout))
 
 
 def shares(
@@ -152,12 +135,3 @@ def shares(
     used = [layout.dtype or x.dtype for x in jax.tree.leaves(tree)]
     found = reads_of(of_leaves, arrays, mesh, at_use, used, batch, args, options)
     return Shares(layout, arrays, hows, use_of(found, arrays, mesh, at_use))
-
-
-def without(spec: P, axes: Sequence[str]) -> P:
-    """The spec without these mesh axes."""
-    kept = []
-    for entry in spec:
-        names = tuple(name for name in jax.tree.leaves((entry,)) if name not in axes)
-        kept.append(names if len(names) > 1 else names[0] if names else None)
-    return P(*kept)

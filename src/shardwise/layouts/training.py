@@ -5,14 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import mesh, rules
+from shardwise import tree as trees
 from shardwise.fsdp.arrays import laid_out
-from shardwise.layouts import exact, freezing, gradients, placing, tasks
-from shardwise.layouts.first_call import Judging
+from shardwise.layouts import exact, first_call, gradients, placing
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.matrices import whole_in_products
 from shardwise.layouts.placing import parameter_rule, state_rule
@@ -105,8 +106,8 @@ def value_and_grad(
     if layout.exact:
         run = exact.value_and_grad(layout, run, who)
     elif layout.stage:
-        run = tasks.checked(run, layout, who)
-    run = Judging(run, layout, loss, has_aux, aux, who) if check else run
+        run = first_call.checked(run, layout, who)
+    run = first_call.judged(run, layout, loss, has_aux, aux, who) if check else run
     return _for_caller(run, layout, lambda out: (_whole(out[0]), _specs(layout, out[1])))
 
 
@@ -150,31 +151,30 @@ def step(
 
     `params` and `opt_state` are what `init` returns. Both are donated: use only what is returned.
     It is jitted, but for an exact layout, whose arrays cut between steps are not donated. An
-    optimizer that asks for `value=` gets the mean. `check`: as in
-    `value_and_grad`.
+    optimizer that asks for `value=` gets the mean. `check`: as in `value_and_grad`.
 
     Raises, when called:
       Indivisible: a loss that is another function of parts of its batch (a ValueError).
-      TypeError: an optimizer that evaluates the loss again, as a line search does.
+      TypeError: an optimizer that evaluates the loss again, as a line search does; with `frozen`,
+        another aux.
+      ValueError: with `frozen`, new values of other paths or shapes than those parameters have.
 
     `frozen` tells by their paths which parameters change without a gradient: of these the loss
     returns new values, in aux, which is a dict then, as "frozen" {path: value}; of parts of the
     batch the mean is taken. The optimizer's updates of them count for nothing.
     """
-    shapes: dict[str, tuple] = {}
-    judged = loss
     if frozen is not None:
-        judged = freezing.apart(loss, frozen)
-        loss, has_aux, aux = freezing.apart(loss, frozen, shapes), True, ("mean", aux)
+        loss, has_aux, aux = _apart(loss), True, ("mean", aux)
     mean_and_grad = gradients.mean_and_grad(layout, loss, has_aux, aux, "layouts.step")
 
     def outputs(params, batch, *args, key=None):
         """(mean, new values of what is frozen, gradients, what comes out beside the state)."""
-        shapes.clear()
-        shapes.update(freezing.shapes_of(params))
         out, grads = mean_and_grad(params, batch, *args, key=key)
         mean, *rest = out if has_aux else (out,)
-        new, *rest = rest[0] if frozen is not None else ({}, *rest)
+        new = {}
+        if frozen is not None:
+            new, *rest = rest[0]
+            _check_new(new, params, frozen)
         return mean, new, grads, (mean, *rest)
 
     def run(params, opt_state, batch, *args, key=None):
@@ -189,8 +189,8 @@ def step(
         run = exact.step(layout, tx, functools.partial(_updated, tx.update), outputs)
     else:
         run = jax.jit(run, donate_argnums=(0, 1))
-        run = tasks.checked(run, layout, "layouts.step") if layout.stage else run
-    run = Judging(run, layout, judged, has_aux, aux, "layouts.step") if check else run
+        run = first_call.checked(run, layout, "layouts.step") if layout.stage else run
+    run = first_call.judged(run, layout, loss, has_aux, aux, "layouts.step") if check else run
     if layout.by_hand and not layout.exact:
         run = laid_out(run, parameter_rule(layout), layout.auto, "layouts.step")
 
@@ -217,4 +217,34 @@ def _updated(update, params, opt_state, mean, new, grads):
         if "'value'" not in str(error):
             raise
         updates, opt_state = update(*given, value=mean)
-    return freezing.put_back(optax.apply_updates(params, updates), new), opt_state
+    params = optax.apply_updates(params, updates)
+    found = [new[path].astype(x.dtype) if path in new else x for path, x in trees.leaves(params)]
+    return jax.tree.unflatten(jax.tree.structure(params), found), opt_state
+
+
+def _apart(loss):
+    """`loss`, whose aux is a dict with "frozen" {path: new value}, with aux (these, the rest)."""
+
+    def split(params, *args, **options):
+        mean, aux = loss(params, *args, **options)
+        if not isinstance(aux, dict) or not isinstance(aux.get("frozen"), dict):
+            raise TypeError(
+                f"layouts.step: with frozen=, the loss returns (mean, aux), and aux is a dict with "
+                f"'frozen': {{path: new value}}; got {type(aux).__name__}"
+                f"{f' with {sorted(aux)}' if isinstance(aux, dict) else ''}."
+            )
+        rest = {name: x for name, x in aux.items() if name != "frozen"}
+        return mean, (jax.lax.stop_gradient(aux["frozen"]), rest)
+
+    return split
+
+
+def _check_new(new, params, frozen):
+    """Raise where these are no new values for the parameters that are `frozen`."""
+    named = {path: jnp.shape(x) for path, x in trees.leaves(params) if frozen(path)}
+    given = {path: jnp.shape(x) for path, x in new.items()}
+    if named != given:
+        raise ValueError(
+            f"layouts.step: frozen= names {named}, and the loss returns new values for {given}; "
+            f"expected one for each, of its shape."
+        )

@@ -12,12 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardwise import marks, tree
 from shardwise import mesh as meshes
-from shardwise.rules.placement import (
-    constrain_prefix,
-    constrain_tree,
-    mesh_for_constraints,
-    shardings,
-)
+from shardwise.rules.placement import constrain_tree, mesh_for_constraints, shardings
 
 
 def jit(
@@ -83,20 +78,20 @@ class _Jit:
         self._programs, self._lock = {}, threading.RLock()
 
     def __call__(self, *args, **kwargs):
-        return self._used(lambda program: program, args, kwargs)
+        return self._used("__call__", args, kwargs)
 
     def lower(self, *args, **kwargs):
         """The lowered program, as `jax.jit(fn).lower`; compiled, it takes arguments by position."""
-        return self._used(lambda program: program.lower, args, kwargs)
+        return self._used("lower", args, kwargs)
 
     def trace(self, *args, **kwargs):
         """The traced program, as `jax.jit(fn).trace`: to lower for a platform that is not here."""
-        return self._used(lambda program: program.trace, args, kwargs)
+        return self._used("trace", args, kwargs)
 
     def _used(self, way, args, kwargs):
         program, wanted, dynamic = self._program(args, kwargs)
         try:
-            return way(program)(*dynamic)
+            return getattr(program, way)(*dynamic)
         except ValueError as error:
             raise self._explained(error, wanted, dynamic) from error
 
@@ -110,9 +105,8 @@ class _Jit:
         dynamic = tuple(values[i] for i in free)
 
         def call(*dynamic):
-            full = {**fixed, **dict(zip(free, dynamic, strict=True))}
-            full = [full[i] for i in range(len(values))]
-            count = len(bound.args)
+            rest, count = iter(dynamic), len(bound.args)
+            full = [fixed[i] if i in fixed else next(rest) for i in range(len(values))]
             return self._fn(*full[:count], **dict(zip(bound.kwargs, full[count:], strict=True)))
 
         leaves, structure = jax.tree.flatten(dynamic)
@@ -154,7 +148,7 @@ class _Jit:
             bound = dict(constrain=constrain) if self._names else {}
             with mesh_for_constraints(self._mesh), marks.bind(**bound):
                 if constraints is not None:
-                    args = constrain_prefix(constraints, args, self._mesh)
+                    args = constrain_tree(args, constraints, self._mesh)
                 out = call(*args)
             if unused := set(self._names) - seen:
                 raise ValueError(

@@ -6,17 +6,8 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from shardwise.rules.leaves import read
-from shardwise.rules.rule import (
-    Choice,
-    Rule,
-    check_axes,
-    check_not_factored,
-    mesh_axes,
-    parts,
-    specs,
-    used_axes,
-)
+from shardwise.rules.leaves import Leaf, read
+from shardwise.rules.rule import ONE, Choice, Rule, mesh_axes, parts, specs, used_axes
 from shardwise.tree import LAYERS
 
 
@@ -55,10 +46,12 @@ class FSDPRule(Rule):
         if self.pick not in ("largest", "first"):
             raise ValueError(f"FSDPRule: pick={self.pick!r}; expected 'largest' or 'first'.")
 
-    def choices(self, tree: Any, mesh: Mesh) -> list[Choice]:
-        check_axes("FSDPRule", mesh_axes(self.axis), mesh)
-        names = self.names if self.names is not None else getattr(self.over, "names", None)
-        leaves = read(tree, names)
+    def leaves(self, tree: Any) -> list[Leaf]:
+        """The `Leaf`s of `tree`, whose names the rule below may know."""
+        return read(tree, getattr(self.over, "names", None) if self.names is None else self.names)
+
+    def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
+        self.check_axes(mesh_axes(self.axis), mesh)
         below = [PartitionSpec()] * len(leaves)
         if self.over is not None:
             below = specs(self.over, tree, mesh)
@@ -66,28 +59,26 @@ class FSDPRule(Rule):
 
     def _cut(self, leaf, spec, mesh):
         if leaf.size < 2:
-            return Choice(PartitionSpec(), "one element" if leaf.size else "no element")
+            return ONE if leaf.size else Choice(PartitionSpec(), "no element")
         if not mesh_axes(self.axis):
-            return self.fit(leaf, Choice(spec, "no mesh axis is named"), mesh)
+            return Choice(spec, "no mesh axis is named")
         if leaf.size < self.min_size:
-            why = f"{leaf.size} elements, fewer than min_size={self.min_size}"
-            return self.fit(leaf, Choice(spec, why), mesh)
+            return Choice(spec, f"{leaf.size} elements, fewer than min_size={self.min_size}")
         if not set(mesh_axes(self.axis)).isdisjoint(used_axes(spec)):
-            return self.fit(leaf, Choice(spec), mesh)
-        check_not_factored("FSDPRule", leaf)
+            return Choice(spec)
+        self.check_not_factored(leaf)
         entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
         free = [i for i, entry in enumerate(entries) if entry is None and not self._layers(leaf, i)]
         last = [0] if self._unsaid(leaf) and entries[0] is None else []
         i = self._pick(leaf, free, last, parts(self.axis, mesh))
         if i is None:
-            return self.fit(leaf, Choice(spec, f"no axis divides by {self.axis!r}"), mesh)
+            return Choice(spec, f"no axis divides by {self.axis!r}")
         entries[i] = self.axis
-        return self.fit(leaf, Choice(PartitionSpec(*entries)), mesh)
+        return Choice(PartitionSpec(*entries))
 
     def stacks(self, tree: Any) -> list[bool]:
         """A bool for each array of `tree`: whether axis 0 is known to be one of layers."""
-        names = self.names if self.names is not None else getattr(self.over, "names", None)
-        leaves = read(tree, names)
+        leaves = self.leaves(tree)
         return [bool(x.shape) and not self._unsaid(x) and self._layers(x, 0) for x in leaves]
 
     def _layers(self, leaf, i):

@@ -3,7 +3,6 @@
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
@@ -54,11 +53,6 @@ def read(tree, names=None):
 def is_factored(path):
     """Whether the path is that of a factored second moment in an optax state."""
     return not {"v_row", "v_col"}.isdisjoint(path.split("/"))
-
-
-def fill(tree, values):
-    """`tree` with `values`, one for each array in order, in the place of its arrays."""
-    return jax.tree.unflatten(jax.tree.structure(tree), values)
 
 
 def _by_owner(tree, names):

@@ -2,13 +2,13 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from shardwise.rules.leaves import Leaf, read
-from shardwise.rules.rule import Choice, Rule, check_axes, check_not_factored, mesh_axes
+from shardwise.rules.leaves import Leaf
+from shardwise.rules.rule import Choice, Rule, mesh_axes, used_axes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,29 +54,25 @@ class LogicalRules(Rule):
         Raises:
           ValueError: a name without an entry, or two names on one mesh axis.
         """
-        entries = [self._entry(name, "an activation", axes) for name in axes]
-        self._check_collision("an activation", axes, entries)
-        return PartitionSpec(*entries)
+        return self._spec("an activation", axes)
 
-    def choices(self, tree: Any, mesh: Mesh) -> list[Choice]:
-        named = [axis for entry in self.table.values() for axis in mesh_axes(entry)]
-        check_axes("LogicalRules", named, mesh)
-        return super().choices(tree, mesh)
+    def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
+        self.check_axes(used_axes(self.table.values()), mesh)
+        return super().chosen(tree, leaves, mesh)
 
     def choose(self, leaf: Leaf, mesh: Mesh) -> Choice:
-        check_not_factored("LogicalRules", leaf)
+        self.check_not_factored(leaf)
         if leaf.axes is None:
             raise ValueError(
                 f"LogicalRules: {leaf.label} of shape {leaf.shape} has no logical axes. Create the "
                 f"parameter with metadata logical_axes=(...), or pass names=, a tree of tuples; "
                 f"an activation takes a spec, as rules.spec('batch', None, 'embed') makes it."
             )
-        entries = [self._entry(name, leaf.label, leaf.axes) for name in leaf.axes]
-        self._check_collision(leaf.label, leaf.axes, entries)
-        names = ", ".join(str(name) for name in leaf.axes)
-        return Choice(PartitionSpec(*entries), f"no mesh axis for {names}")
+        names = ", ".join(map(str, leaf.axes))
+        return Choice(self._spec(leaf.label, leaf.axes), f"no mesh axis for {names}")
 
-    def _entry(self, name, path, axes):
+    def entry(self, name: str | None, path: str, axes: Sequence[str | None]) -> Any:
+        """The mesh axes of the logical axis `name`, one of the `axes` of an array."""
         if name is None or (name == "layers" and name not in self.table):
             return None
         if name not in self.table:
@@ -88,8 +84,8 @@ class LogicalRules(Rule):
         entry = self.table[name]
         return tuple(entry) if isinstance(entry, list) else entry
 
-    def _check_collision(self, label, axes, entries):
-        owner = {}
+    def _spec(self, label, axes):
+        owner, entries = {}, [self.entry(name, label, axes) for name in axes]
         for name, entry in zip(axes, entries, strict=True):
             for axis in mesh_axes(entry):
                 if axis in owner:
@@ -99,6 +95,7 @@ class LogicalRules(Rule):
                         f"Give one of them None or another mesh axis."
                     )
                 owner[axis] = name
+        return PartitionSpec(*entries)
 
 
 class PathRules(Rule):
@@ -127,10 +124,10 @@ class PathRules(Rule):
         self.strict, self.uneven = strict, uneven
         self.check_uneven()
 
-    def choices(self, tree: Any, mesh: Mesh) -> list[Choice]:
+    def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
         if self.strict:
-            self._check_complete([leaf.path for leaf in read(tree) if leaf.size != 1])
-        return super().choices(tree, mesh)
+            self._check_complete([leaf.path for leaf in leaves if leaf.size != 1])
+        return super().chosen(tree, leaves, mesh)
 
     def choose(self, leaf: Leaf, mesh: Mesh) -> Choice:
         for pattern, spec in self.pairs:

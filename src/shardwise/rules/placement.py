@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardwise import tree as trees
-from shardwise.rules.leaves import fill
 from shardwise.rules.rule import specs
 
 _MESH = contextvars.ContextVar("shardwise_rules_mesh", default=None)
@@ -27,21 +26,16 @@ def shardings(rule: Any, tree: Any, mesh: Mesh) -> Any:
     """
 
     def resolve(where, rule, part):
+        if rule is None or isinstance(rule, Sharding):
+            return jax.tree.map(lambda _: rule, part)
         try:
-            return whole(rule, part)
+            found = [NamedSharding(mesh, spec) for spec in specs(rule, part, mesh)]
         except (TypeError, ValueError) as error:
             if not where:
                 raise
-            path = trees.path(where)
-            raise type(error)(f"At {path}: {error}") from error
+            raise type(error)(f"At {trees.path(where)}: {error}") from error
+        return jax.tree.unflatten(jax.tree.structure(part), found)
 
-    def whole(rule, part):
-        if rule is None or isinstance(rule, Sharding):
-            return jax.tree.map(lambda _: rule, part)
-        return fill(part, [NamedSharding(mesh, spec) for spec in specs(rule, part, mesh)])
-
-    if _is_rule(rule):
-        return whole(rule, tree)
     if (unfit := _misfit(rule, tree)) is not None:
         raise ValueError(unfit)
     return jax.tree_util.tree_map_with_path(resolve, rule, tree, is_leaf=_is_rule)
@@ -95,13 +89,20 @@ def whole(tree: Any) -> Any:
     for i, x in enumerate(leaves):
         if isinstance(getattr(x, "sharding", None), NamedSharding):
             cut.setdefault(x.sharding.mesh, []).append(i)
-    # One program for all arrays of a mesh: of many at once, each with its gather, simulated devices
-    # may run different ones, and wait for each other for ever.
     for mesh, numbers in cut.items():
-        gather = jax.jit(_same, out_shardings=NamedSharding(mesh, PartitionSpec()))
-        for i, x in zip(numbers, gather([leaves[i] for i in numbers]), strict=True):
+        to = [NamedSharding(mesh, PartitionSpec())] * len(numbers)
+        for i, x in zip(numbers, moved([leaves[i] for i in numbers], to), strict=True):
             leaves[i] = x
     return jax.tree.unflatten(structure, leaves)
+
+
+def moved(arrays: list[jax.Array], shardings: list[Sharding]) -> list[jax.Array]:
+    """The arrays, laid out by these shardings over their devices.
+
+    In one program: of many at once, each with its gather, simulated devices may run different ones,
+    and wait for each other for ever.
+    """
+    return jax.jit(_same, out_shardings=shardings)(arrays)
 
 
 def _same(x):  # at the module's top level: trees that lie alike share a program
@@ -111,6 +112,7 @@ def _same(x):  # at the module's top level: trees that lie alike share a program
 def constrain_tree(tree: Any, rule: Any, mesh: Mesh | None = None) -> Any:
     """`tree`, inside jit, with each array constrained to the layout that `rule` gives it.
 
+    `rule` may be a tree of rules, as for `shardings`; where it says None, arrays stay as they are.
     The mesh is that of the `rules.jit` around it, unless given.
 
     Raises:
@@ -122,7 +124,12 @@ def constrain_tree(tree: Any, rule: Any, mesh: Mesh | None = None) -> Any:
             "rules.constrain_tree: no mesh here; call it inside a function that rules.jit "
             "compiles, or pass mesh=."
         )
-    return jax.tree.map(_constrain, tree, shardings(rule, tree, mesh))
+    leaves, structure = jax.tree.flatten(tree)
+    wanted = structure.flatten_up_to(shardings(rule, tree, mesh))  # None may stand for an array
+    return structure.unflatten(
+        x if to is None else jax.lax.with_sharding_constraint(x, to)
+        for x, to in zip(leaves, wanted, strict=True)
+    )
 
 
 @contextlib.contextmanager
@@ -134,20 +141,6 @@ def mesh_for_constraints(mesh):
             yield
     finally:
         _MESH.reset(token)
-
-
-def constrain_prefix(rule, tree, mesh):
-    """`tree`, constrained by a rule or a prefix tree of rules; where these say None, as it was."""
-    leaves, structure = jax.tree.flatten(tree)
-    wanted = structure.flatten_up_to(shardings(rule, tree, mesh))  # None may stand for an array
-    return jax.tree.unflatten(
-        structure,
-        [x if s is None else _constrain(x, s) for x, s in zip(leaves, wanted, strict=True)],
-    )
-
-
-def _constrain(x, sharding):
-    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def _is_rule(x):

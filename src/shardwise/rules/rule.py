@@ -1,16 +1,14 @@
 """The base of all rules, from one choice for each leaf to checked specs; and what follows rules."""
 
+import math
 import reprlib
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardwise.rules.leaves import Leaf, fill, is_factored, read
+from shardwise.rules.leaves import Leaf, is_factored, read
 from shardwise.tree import owners
-
-# What else may be done with an axis that does not divide; a layout, whose rule it is, says its own.
-WHOLE = "change the rule, or pass uneven='replicate' to leave that axis whole"
 
 
 class Choice(NamedTuple):
@@ -20,11 +18,16 @@ class Choice(NamedTuple):
     why: str = "the rule says so"
 
 
+ONE = Choice(PartitionSpec(), "one element")
+
+
 class Rule:
     """The base class of rules; a subclass defines `choose(leaf, mesh) -> Choice` for one leaf.
 
     `names` gives logical axes to the leaves of plain pytrees. `uneven` says what becomes of an
-    axis that its mesh axes do not divide: "error", or "replicate" to leave that axis whole.
+    axis that its mesh axes do not divide: "error", or "replicate" to leave that axis whole. Errors
+    begin with `who`, and `advice` is what may be done with such an axis beside another size. A
+    single element is always replicated.
 
     Raises, when called:
       ValueError: a spec that does not fit its array or the mesh; the message names the path.
@@ -32,31 +35,88 @@ class Rule:
 
     names = None
     uneven = "error"
+    advice = "change the rule, or pass uneven='replicate' to leave that axis whole"
+
+    @property
+    def who(self) -> str:
+        return type(self).__name__
 
     def __call__(self, tree: Any, mesh: Mesh) -> Any:
         """The PartitionSpecs of the tree's arrays, as a tree."""
-        return fill(tree, [choice.spec for choice in self.choices(tree, mesh)])
+        return jax.tree.unflatten(jax.tree.structure(tree), specs(self, tree, mesh))
 
     def choices(self, tree: Any, mesh: Mesh) -> list[Choice]:
-        """One `Choice` for each leaf, in order."""
-        return [self.settle(leaf, mesh) for leaf in read(tree, self.names)]
+        """One `Choice` for each leaf, in order, which fits the array and the mesh."""
+        leaves = self.leaves(tree)
+        chosen = self.chosen(tree, leaves, mesh)
+        return [self._fit(*pair, mesh) for pair in zip(leaves, chosen, strict=True)]
 
-    def settle(self, leaf: Leaf, mesh: Mesh) -> Choice:
-        """The choice for one leaf, checked; a single element is always replicated."""
-        if leaf.size == 1:
-            return Choice(PartitionSpec(), "one element")
-        return self.fit(leaf, self.choose(leaf, mesh), mesh)
+    def leaves(self, tree: Any) -> list[Leaf]:
+        """The `Leaf`s of `tree`, in order."""
+        return read(tree, self.names)
 
-    def fit(self, leaf: Leaf, choice: Choice, mesh: Mesh) -> Choice:
-        """`choice` if its spec fits the array and the mesh."""
-        return fit(type(self).__name__, leaf, choice, mesh, self.uneven)
+    def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
+        """One `Choice` for each leaf of `tree`, not yet checked."""
+        return [ONE if leaf.size == 1 else self.choose(leaf, mesh) for leaf in leaves]
 
     def check_uneven(self) -> None:
         """Check `uneven`; to be called from a subclass's __post_init__."""
         if self.uneven not in ("error", "replicate"):
             raise ValueError(
-                f"{type(self).__name__}: uneven={self.uneven!r}; expected 'error' or 'replicate'."
+                f"{self.who}: uneven={self.uneven!r}; expected 'error' or 'replicate'."
             )
+
+    def check_axes(self, axes: Any, mesh: Mesh, leaf: str = "") -> None:
+        """Raise where the mesh lacks one of `axes`."""
+        if missing := [axis for axis in axes if axis not in mesh.shape]:
+            raise ValueError(
+                f"{self.who}{leaf}: the mesh has no axis {missing[0]!r}; it has {sizes(mesh)}. "
+                f"Make the mesh with that axis (its size may be 1), or change the rule."
+            )
+
+    def check_not_factored(self, leaf: Leaf) -> None:
+        """Raise for a factored moment, whose axes only its parameter knows."""
+        if is_factored(leaf.path):
+            raise ValueError(
+                f"{self.who}: {leaf.label} of shape {leaf.shape} is an optimizer's factored "
+                f"moment, and which axes it has kept only its parameter can tell: use "
+                f"rules.follow(rule, params)."
+            )
+
+    def _fit(self, leaf, choice, mesh):
+        """`choice`, checked against the leaf's shape and the mesh."""
+        spec, dropped = list(choice.spec), []
+        if len(spec) > len(leaf.shape):
+            raise ValueError(
+                f"{self.who}: {leaf.label} has shape {leaf.shape}, and its spec "
+                f"{short(choice.spec)} is for {len(spec)} axes; expected at most "
+                f"{len(leaf.shape)} entries."
+            )
+        used = used_axes(spec)
+        self.check_axes(used, mesh, f", {leaf.label}")
+        if twice := {axis for axis in used if used.count(axis) > 1}:
+            raise ValueError(
+                f"{self.who}: {leaf.label} would be cut along mesh axis {min(twice)!r} twice, by "
+                f"the spec {short(choice.spec)}; one array can use a mesh axis once."
+            )
+        for i, entry in enumerate(spec):
+            count = parts(entry, mesh)
+            if leaf.shape[i] % count == 0:
+                continue
+            over = " × ".join(map(repr, mesh_axes(entry)))
+            what = f"{leaf.axis(i)} of {leaf.shape[i]} does not divide over {over} ({count})"
+            if self.uneven == "error":
+                raise ValueError(
+                    f"{self.who}: {leaf.label} has shape {leaf.shape}, and {what}. Choose a size "
+                    f"that is a multiple of {count}, {self.advice}."
+                )
+            dropped.append(what)
+            spec[i] = None
+        while spec and spec[-1] is None:
+            spec.pop()
+        whole = all(parts(entry, mesh) == 1 for entry in spec)
+        why = "; ".join(dropped) if dropped else choice.why if not used else "mesh axes of size 1"
+        return Choice(PartitionSpec(*spec), why if whole else "")
 
 
 class Same(Rule):
@@ -65,75 +125,83 @@ class Same(Rule):
     def __init__(self, spec):
         self.spec = spec
 
+    @property
+    def who(self):
+        return short(self.spec)
+
     def choose(self, leaf, mesh):
         return Choice(self.spec, "its spec says so")
-
-    def fit(self, leaf, choice, mesh):
-        return fit(short(self.spec), leaf, choice, mesh, self.uneven)
 
 
 class Function(Rule):
     """A rule by a user's function of (tree, mesh), checked like the choices of our own rules."""
 
+    names = {}  # noqa: RUF012
+
     def __init__(self, function):
         self.function = function
-        self.name = getattr(function, "__name__", type(function).__name__)
 
-    def choices(self, tree, mesh):
-        made, leaves = self.function(tree, mesh), read(tree, names={})
+    @property
+    def who(self):
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    def chosen(self, tree, leaves, mesh):
+        made = self.function(tree, mesh)
         try:
             found = jax.tree.structure(tree).flatten_up_to(made)
         except ValueError:  # another structure
             found = jax.tree.leaves(made)
         if len(found) != len(leaves) or not all(isinstance(s, PartitionSpec) for s in found):
             raise ValueError(
-                f"{self.name}: expected a PartitionSpec for each of {len(leaves)} arrays, P() for "
+                f"{self.who}: expected a PartitionSpec for each of {len(leaves)} arrays, P() for "
                 f"a replicated one; got {reprlib.repr(found)}."
             )
-        return [
-            fit(self.name, leaf, Choice(spec, f"{self.name} says so"), mesh, "error")
-            for leaf, spec in zip(leaves, found, strict=True)
-        ]
+        return [Choice(spec, f"{self.who} says so") for spec in found]
 
 
-class _Following(Rule):
+class Following(Rule):
+    """The rule that `follow` returns."""
+
+    names = {}  # noqa: RUF012
+    who = "rules.follow"
+
     def __init__(self, rule, params, other):
         self.rule, self.params, self.other = rule, params, other
 
-    def choices(self, tree, mesh):
+    def chosen(self, tree, leaves, mesh):
         found = specs(self.rule, self.params, mesh)
-        leaves = [leaf._replace(axes=None) for leaf in read(tree, names={})]
         pairs = zip(leaves, owners(tree, self.params), strict=True)
         return [self._one(leaf, owner, found, mesh) for leaf, owner in pairs]
 
     def _one(self, leaf, owner, found, mesh):
         if leaf.size == 1:
-            return Choice(PartitionSpec(), "one element")
+            return ONE
+        alone = {leaf.path: leaf.array}
         if self.other is not None and (owner is None or owner.axes is None):
-            return self.other.choices({leaf.path: leaf.array}, mesh)[0]
+            return self.other.choices(alone, mesh)[0]
         if owner is None:
-            return self._alone(leaf, mesh)
+            try:
+                return self.rule.choices(alone, mesh)[0]
+            except ValueError as error:
+                raise ValueError(
+                    f"{self.who}: {leaf.label} of shape {leaf.shape} belongs to no parameter, and "
+                    f"by itself the rule refuses it. {_BY_OTHER} ({error})"
+                ) from error
         if owner.axes is None:
             raise ValueError(
-                f"rules.follow: {leaf.label} has shape {leaf.shape}, and its parameter "
-                f"{owner.path or 'itself'} has {owner.shape}; expected some of its axes. Say how "
-                f"to lay it out by other=, such as rules.follow(rule, params, "
-                f"other=PartitionSpec())."
+                f"{self.who}: {leaf.label} has shape {leaf.shape}, and its parameter "
+                f"{owner.path or 'itself'} has {owner.shape}; expected some of its axes. "
+                f"{_BY_OTHER}"
             )
         entries = [*found[owner.index], *[None] * (len(owner.shape) - len(found[owner.index]))]
         spec = PartitionSpec(*(None if i is None else entries[i] for i in owner.axes))
-        why = f"as {owner.path or 'the parameter'}"
-        return fit("rules.follow", leaf, Choice(spec, why), mesh, "error")
+        return Choice(spec, f"as {owner.path or 'the parameter'}")
 
-    def _alone(self, leaf, mesh):
-        try:
-            return self.rule.choices({leaf.path: leaf.array}, mesh)[0]
-        except ValueError as error:
-            raise ValueError(
-                f"rules.follow: {leaf.label} of shape {leaf.shape} belongs to no parameter, and by "
-                f"itself the rule refuses it. Say how to lay out such arrays by other=, such as "
-                f"rules.follow(rule, params, other=PartitionSpec()). ({error})"
-            ) from error
+
+_BY_OTHER = (
+    "Say how to lay out such arrays by other=, such as rules.follow(rule, params, "
+    "other=PartitionSpec())."
+)
 
 
 def as_rule(rule):
@@ -152,9 +220,7 @@ def as_rule(rule):
 
 def specs(rule, tree, mesh):
     """The PartitionSpecs that `rule` gives the arrays of `tree`, in order."""
-    return jax.tree.leaves(
-        as_rule(rule)(tree, mesh), is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
+    return [choice.spec for choice in as_rule(rule).choices(tree, mesh)]
 
 
 def follow(rule: Any, params: Any, other: Any = None) -> Rule:
@@ -170,7 +236,7 @@ def follow(rule: Any, params: Any, other: Any = None) -> Rule:
       ValueError: without `other`, an array that has none of its parameter's axes, or one that
         belongs to no parameter and of which `rule` knows nothing, such as Muon's coefficients.
     """
-    return _Following(as_rule(rule), params, None if other is None else as_rule(other))
+    return Following(as_rule(rule), params, None if other is None else as_rule(other))
 
 
 def mesh_axes(entry):
@@ -180,6 +246,11 @@ def mesh_axes(entry):
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
+def entry_of(axes):
+    """Mesh axes as the entry of a spec: one by its name, several as a tuple, None for none."""
+    return axes[0] if len(axes) == 1 else axes or None
+
+
 def used_axes(spec):
     """All mesh axes in a spec, in order."""
     return [axis for entry in spec for axis in mesh_axes(entry)]
@@ -187,10 +258,7 @@ def used_axes(spec):
 
 def parts(entry, mesh):
     """The number of parts into which a spec's entry cuts its axis."""
-    count = 1
-    for axis in mesh_axes(entry):
-        count *= mesh.shape[axis]
-    return count
+    return math.prod(mesh.shape[axis] for axis in mesh_axes(entry))
 
 
 def sizes(mesh):
@@ -201,59 +269,3 @@ def sizes(mesh):
 def short(spec):
     """A spec as tables and messages write it, on every JAX: P(None, 'model')."""
     return f"P({', '.join(map(repr, spec))})"
-
-
-def check_axes(who, axes, mesh):
-    """Raise where the mesh lacks one of `axes`."""
-    if missing := [axis for axis in axes if axis not in mesh.shape]:
-        raise ValueError(
-            f"{who}: the mesh has no axis {missing[0]!r}; it has {sizes(mesh)}. Make the mesh "
-            f"with that axis (its size may be 1), or change the rule."
-        )
-
-
-def check_not_factored(who, leaf):
-    """Raise for a factored moment, whose axes only its parameter knows."""
-    if is_factored(leaf.path):
-        raise ValueError(
-            f"{who}: {leaf.label} of shape {leaf.shape} is an optimizer's factored moment, and "
-            f"which axes it has kept only its parameter can tell: use rules.follow(rule, params)."
-        )
-
-
-def fit(who, leaf, choice, mesh, uneven):
-    """`choice`, checked against the leaf's shape and the mesh; see `Rule`."""
-    spec, dropped = list(choice.spec), []
-    if len(spec) > len(leaf.shape):
-        raise ValueError(
-            f"{who}: {leaf.label} has shape {leaf.shape}, and its spec {short(choice.spec)} is for "
-            f"{len(spec)} axes; expected at most {len(leaf.shape)} entries."
-        )
-    used = used_axes(spec)
-    check_axes(f"{who}, {leaf.label}", used, mesh)
-    if twice := {axis for axis in used if used.count(axis) > 1}:
-        raise ValueError(
-            f"{who}: {leaf.label} would be cut along mesh axis {min(twice)!r} twice, by the spec "
-            f"{short(choice.spec)}; one array can use a mesh axis once."
-        )
-    for i, entry in enumerate(spec):
-        count = parts(entry, mesh)
-        if leaf.shape[i] % count:
-            dropped.append(_uneven(who, leaf, i, entry, count, uneven))
-            spec[i] = None
-    while spec and spec[-1] is None:
-        spec.pop()
-    whole = all(parts(entry, mesh) == 1 for entry in spec)
-    why = "; ".join(dropped) if dropped else choice.why if not used else "mesh axes of size 1"
-    return Choice(PartitionSpec(*spec), why if whole else "")
-
-
-def _uneven(who, leaf, i, entry, count, uneven):
-    over = " × ".join(map(repr, mesh_axes(entry)))
-    what = f"{leaf.axis(i)} of {leaf.shape[i]} does not divide over {over} ({count})"
-    if uneven == "error":
-        raise ValueError(
-            f"{who}: {leaf.label} has shape {leaf.shape}, and {what}. Choose a size that is a "
-            f"multiple of {count}, {WHOLE}."
-        )
-    return what

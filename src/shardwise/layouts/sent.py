@@ -1,0 +1,234 @@
+"""Bytes that a device sends in a step, by formula: ring bytes, along the axes of a mesh."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from shardwise import tensor
+from shardwise import tree as trees
+from shardwise.fsdp import ArrayLayout
+from shardwise.layouts import gradients
+from shardwise.layouts.layout import Layout
+from shardwise.layouts.meanings import attention
+from shardwise.objective import wide
+from shardwise.pipeline.moving import Own
+
+TASKS = "forward", "to_input", "to_weights"
+
+
+class Sent(dict[tuple[str, ...], float]):
+    """{mesh axes, as the mesh orders them: bytes} of a device under a layout by hand."""
+
+    def __init__(self, layout: Layout):
+        super().__init__()
+        self.layout = layout
+
+    def add(self, axes: Iterable[str], size: float) -> None:
+        """Count this many bytes along these axes together."""
+        if size:
+            key = tuple(sorted(axes, key=list(self.layout.mesh.shape).index))
+            self[key] = self.get(key, 0) + size
+
+    def in_order(self) -> dict[tuple[str, ...], float]:
+        """These, in the order of the mesh."""
+        place = list(self.layout.mesh.shape).index
+        return {axes: self[axes] for axes in sorted(self, key=lambda axes: [*map(place, axes)])}
+
+    def gather(self, axes: Sequence[str], size: float) -> None:
+        """Count a gather, or a scatter, of this many bytes, whole, along axes together."""
+        n = self.layout.parts(axes)
+        self.add(axes, size * (n - 1) / n)
+
+    def sum(self, axes: Sequence[str], size: float) -> None:
+        """Count a sum of this many bytes: a scatter and a gather."""
+        self.gather(axes, 2 * size)
+
+    def parameters(self, arrays: Sequence[ArrayLayout], shapes: Any, again: bool) -> None:
+        """Count gathers of parameters, of layers `again` with remat, and gradients' reductions."""
+        layout, m = self.layout, self.layout.microbatches
+        for array, x in zip(arrays, jax.tree.leaves(shapes), strict=True):
+            held = math.prod(NamedSharding(layout.auto, array.spec).shard_shape(array.shape))
+            if array.cut is not None:
+                passes = 2 if again and array.stacked else 1
+                gathers = passes * m if layout.zero == 3 else 1
+                scatters = 1 if layout.zero == 1 else m
+                used = layout.dtype or x.dtype
+                self._travels(held, used, layout.reduce_dtype or used, gathers, scatters)
+            self.sum(layout.copied(array.manual), held * wide(x.dtype).itemsize)
+        self.sum(layout.divided, 2 * 4)  # the total and the count, in float32
+
+    def activations(
+        self,
+        shapes: Any,
+        batch: Any,
+        again: bool,
+        here: Sequence[Any] | None = None,
+        ends: tuple[bool, bool] = (True, True),
+    ) -> None:
+        """Count what layers of these parameters send: attention by hand, and Megatron's sums.
+
+        `here` are the shapes of what of each the device's stages read, and `ends` tells whether
+        they are the first, with the embedding, and the last, with the head.
+        """
+        layout = self.layout
+        if not layout.context and not layout.tensor:
+            return
+        model = _Model.of(layout, shapes, here or jax.tree.leaves(shapes))
+        if not model.named and layout.context:
+            raise ValueError(
+                "layouts.predict: what attention sends depends on heads, kv_heads and head_dim, "
+                "and no parameter carries these logical axes."
+            )
+        if not model.named:
+            return
+        rows, length = next(jnp.shape(x)[:2] for x in jax.tree.leaves(batch) if jnp.ndim(x) > 1)
+        rows //= layout.parts(layout.rows)
+        if layout.context:
+            self._attention(model, rows // layout.microbatches, length, again)
+        if layout.tensor and "embed" in model.sizes:
+            self._tensor(model, rows, length // layout.size("context"), *ends)
+
+    def stages(
+        self, shapes: Any, batch: Any, again: bool, loss: Callable | None, has_aux: bool, place: int
+    ) -> None:
+        """Count what a device at this place along the stages sends, whose program the loss tells.
+
+        Raises:
+          ValueError: no loss.
+        """
+        if loss is None:
+            raise ValueError(
+                "layouts.predict: with stages, which stage reads what the loss tells: give loss=."
+            )
+        program = gradients.program(self.layout, loss, has_aux, shapes, batch)
+        device_of = program.schedule.device_of
+        own = [program.stages[s] for s, device in enumerate(device_of) if device == place]
+        self.add(self.layout.stage, sum(program.sends().values()))
+        if self.layout.by_hand:
+            self._shares(program, own)
+        here = [_read(own, i, x) for i, x in enumerate(jax.tree.leaves(shapes))]
+        self.activations(shapes, batch, again, here, (own[0].index == 0, own[-1].last))
+
+    def exact(self, params: Any, laid: Iterable[tuple[Any, NamedSharding]]) -> None:
+        """Count gathers of all that is `laid` in parts, and sums over all devices."""
+        layout = self.layout
+        for x, to in laid:
+            size = math.prod(to.shard_shape(x.shape)) * x.dtype.itemsize
+            for entry in reversed(to.spec):  # the last axis of an array first, as the compiler does
+                axes = jax.tree.leaves(entry)
+                size *= layout.parts(axes)
+                self.gather(axes, size)
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        for x in [scalar, scalar, *jax.tree.leaves(params)]:  # padded to a part for each device
+            part = -(-math.prod(x.shape) // layout.mesh.size) * wide(x.dtype).itemsize
+            self.sum(layout.mesh.axis_names, part * layout.mesh.size)
+
+    def _shares(self, program, stages):
+        """Count what becomes of parameters that a stage's devices share, in these stages."""
+        layout, m = self.layout, self.layout.microbatches
+        kinds, of = program.kinds
+        for stage in stages:
+            reads = kinds[of[stage.index]].halves.reads
+            for at, (i, ends) in enumerate(stage.rows.items()):
+                gathers = m * sum(at in reads[task] for task in TASKS) if layout.zero == 3 else 0
+                self._rows(program, i, ends, gathers, m if layout.zero > 1 else 0)
+        if layout.zero < 3:  # once, whatever the device's stages read of what is carried
+            for carrier, i in zip(program.carriers, program.first, strict=True):
+                ends, places = None, 1
+                if isinstance(carrier, Own):
+                    ends, places = carrier.pieces[0][1], carrier.table.shape[1]
+                self._rows(program, i, ends, places, places * (layout.zero == 1))
+        for i, x in enumerate(program.leaves):
+            parts = 1 if program.held[i] is None else program.schedule.devices
+            size = math.prod(x.shape) // parts * wide(x.dtype).itemsize
+            self.sum(program.shares.copied(i), size)
+        self.sum(layout.divided, 3 * 4)  # total and count; before a backward pass, the count
+
+    def _travels(self, elements, used, reduced, gathers, scatters):
+        """Count gathers of a share in the dtype `used`, and scatters of its gradient."""
+        size = gathers * jnp.dtype(used).itemsize + scatters * jnp.dtype(reduced).itemsize
+        self.gather(self.layout.fsdp, elements * self.layout.size("fsdp") * size)
+
+    def _rows(self, program, i, ends, gathers, scatters):
+        """Count gathers of a parameter that stages share, or of its rows between two ends."""
+        layout, x, shares = self.layout, program.leaves[i], program.shares
+        if shares.hows[i] is None:
+            return
+        used = jnp.dtype(layout.dtype or x.dtype)
+        reduced = layout.reduce_dtype or (used if layout.zero > 1 or layout.dtype else wide(used))
+        shape = x.shape
+        if ends is not None and not shares.by_rows(i):
+            shape = (ends[1] - ends[0], *shape[1:])
+        self._travels(math.prod(shape), used, reduced, gathers, scatters)
+
+    def _attention(self, model, rows, length, again):
+        layout, sizes, t = self.layout, model.sizes, self.layout.size("tensor")
+        q, k = (
+            jax.ShapeDtypeStruct((rows, length, n // t, sizes["head_dim"]), model.dtype)
+            for n in (sizes["heads"], sizes["kv_heads"])
+        )
+        one = attention(layout).bytes_sent(layout.size("context"), q, k)
+        total = model.layers * (one.forward * (2 if again else 1) + one.backward)
+        self.add(layout.context, layout.microbatches * total)
+
+    def _tensor(self, model, rows, length, first, last):
+        layout = self.layout
+        given = layout.size("tensor"), rows, length, model.sizes["embed"], model.layers
+        told = tensor.bytes_sent(
+            *given,
+            jnp.dtype(model.dtype).itemsize,
+            layout.sequence,
+            scales=model.scales or None,
+            normed_heads=model.cut_norms / model.layers,
+        )
+        of_ends = first * told.embedding + last * (told.head + told.loss)
+        self.add(layout.tensor, told.layers + told.norms + of_ends)
+
+
+def _read(stages, i, x):
+    """The shape of what these stages read of a parameter; of none, without rows."""
+    ends = [stage.rows[i] for stage in stages if i in stage.rows]
+    if None in ends or not x.shape:
+        return x
+    return jax.ShapeDtypeStruct((sum(b - a for a, b in ends), *x.shape[1:]), x.dtype)
+
+
+@dataclasses.dataclass
+class _Model:
+    """What formulas of layers need, by the logical axes that parameters carry.
+
+    `scales` are bytes of norms' scales that are whole along the tensor axis, `cut_norms` is the
+    number of norms whose width it cuts.
+    """
+
+    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
+    layers: int = 0
+    dtype: Any = None
+    scales: int = 0
+    cut_norms: int = 0
+
+    @classmethod
+    def of(cls, layout, shapes, here):
+        found = cls()
+        for (keys, whole, box), x in zip(trees.walk(shapes), here, strict=True):
+            axes = trees.axis_names(box) or ()
+            lead = x.ndim - len(axes)
+            found.sizes |= dict(zip(axes, whole.shape[lead:], strict=True))
+            named = dict(zip(axes, x.shape[lead:], strict=True))
+            times = math.prod(x.shape[:lead]) * named.get(trees.LAYERS, 1)
+            if "kv_heads" in axes:
+                found.layers, found.dtype = times, layout.dtype or x.dtype
+            if keys[-1:] == ("scale",) and {*layout.cut} & {*axes}:
+                found.cut_norms += times
+            elif keys[-1:] == ("scale",):
+                found.scales += x.size * x.dtype.itemsize
+        return found
+
+    @property
+    def named(self):
+        return self.sizes.keys() >= {"heads", "kv_heads", "head_dim"}
