@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 import jax
+import tyro
 
 from shardwise import mesh
 
@@ -17,15 +18,19 @@ UNREAD = 128 + signal.SIGPIPE  # of a command whose reader is gone, as a shell h
 EXPECTED = ValueError, OSError, ImportError, RuntimeError
 OURS = NotImplementedError, RecursionError, jax.errors.JaxRuntimeError
 
-# Each is imported when it is asked for: a plan needs nothing of what a run does.
-COMMANDS = {
-    "train": "run.command:train",
-    "sample": "run.command:sample",
-    "profile": "run.command:profile",
+# Each is imported when it is asked for: a plan needs nothing of what a run does. These are called
+# with the words that follow,
+BY_WORDS = {
+    "train": "run.decoder:command",
     "launch": "run.launch:main",
     "plan": "plan.command:main",
-    "doctor": "run.examine:main",
-    "diff": "run.hashes:main",
+}
+# and these with what their parameters say, as flags.
+BY_FLAGS = {
+    "sample": "run.decoder:sample",
+    "profile": "run.profiling:show",
+    "doctor": "run.examine:examine",
+    "diff": "run.hashes:diff",
 }
 
 HELP = """shardwise: training across devices in JAX
@@ -72,13 +77,16 @@ def _command(argv):
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0 if argv else 2
-    if argv[0] not in COMMANDS:
-        print(
-            f"shardwise: no command {argv[0]!r}; there are {', '.join(COMMANDS)}.", file=sys.stderr
-        )
+    name, *words = argv
+    commands = BY_WORDS | BY_FLAGS
+    if name not in commands:
+        print(f"shardwise: no command {name!r}; there are {', '.join(commands)}.", file=sys.stderr)
         return 2
-    module, _, function = COMMANDS[argv[0]].partition(":")
-    return getattr(importlib.import_module(f"shardwise.{module}"), function)(argv[1:])
+    module, _, function = commands[name].partition(":")
+    called = getattr(importlib.import_module(f"shardwise.{module}"), function)
+    if name in BY_WORDS:
+        return called(words)
+    return tyro.cli(called, prog=f"shardwise {name}", args=words) or 0
 
 
 def _open_closed():

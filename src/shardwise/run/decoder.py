@@ -1,9 +1,11 @@
-"""The programs `shardwise train` and `shardwise sample`: the decoder, on what settings name."""
+"""The commands `shardwise train` and `sample`: the decoder, on the data that settings name."""
 
 import dataclasses
 import functools
 import glob
+import shlex
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,35 @@ from flax import nnx
 
 from shardwise import checkpoint, data, layouts, mesh, model, plan
 from shardwise.model import Config, Decoder
-from shardwise.run import state
+from shardwise.run import signals, state, training
 from shardwise.run.folder import Folder
 from shardwise.run.optimizers import averaged, guarded
-from shardwise.run.settings import Data, Settings, from_flat
+from shardwise.run.reports import OUT
+from shardwise.run.settings import Data, Settings, flags, from_flat
 from shardwise.run.state import Result
-from shardwise.run.training import train as train_loop
 
 PROMPT = "def "
+
+
+def command(argv: Sequence[str]) -> int:
+    """Train; the exit status is 0 when done, 75 when a signal stopped the run after saving."""
+    given = flags(argv=argv, prog="shardwise train")
+    signals.join(given.processes, given.devices)
+    layout, main = given.layout.layout(), jax.process_index() == 0
+    if main:
+        kind = mesh.devices()[0].device_kind
+        print(f"On {len(mesh.devices())} devices, {kind}. {layout}", file=OUT, flush=True)
+    result = train(given)
+    if main:
+        more = "" if result.stopped else f" --steps {2 * given.steps}"
+        plot, run = given.run / "metrics.png", shlex.quote(str(given.run))
+        told = (
+            f"Look:   {plot}" if plot.exists() else "No plot: pip install matplotlib draws one.",
+            f"Go on:  shardwise train --run {run} --resume{more}",
+            f"Write:  shardwise sample {run}",
+        )
+        print(*told, sep="\n", file=OUT, flush=True)
+    return signals.leave(result)
 
 
 def train(settings: Settings) -> Result:
@@ -42,10 +65,14 @@ def train(settings: Settings) -> Result:
     loss = model.loss
     if config.experts:  # balanced over each row: one function, whatever the microbatches
         loss = functools.partial(model.routed_loss, over="rows")
-    options: dict[str, Any] = {}
-    if settings.data.tokens is None and settings.evaluation.sample:
-        options["sample"] = functools.partial(_sample, config, settings)
-    return train_loop(
+
+    def written(params):
+        key = state.stream(jax.random.key(settings.seed), "samples")
+        params = jax.tree.map(jnp.asarray, params)
+        return write(config, params, PROMPT, settings.evaluation.sample, key)
+
+    is_text = settings.data.tokens is None
+    return training.train(
         settings,
         create=functools.partial(_create, config),
         loss=functools.partial(loss, graphdef=_graphdef(config)),
@@ -54,7 +81,7 @@ def train(settings: Settings) -> Result:
         has_aux=bool(config.experts),
         facts={"data": fingerprint(settings.data), "program": "shardwise train"},
         flops=plan.model_flops(config, settings.batch, settings.sequence),
-        **options,
+        sample=written if is_text and settings.evaluation.sample else None,
     )
 
 
@@ -72,12 +99,6 @@ def _create(config, key):
 
 def _graphdef(config):
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
-
-
-def _sample(config, settings, params):
-    params = jax.tree.map(jnp.asarray, params)
-    key = state.stream(jax.random.key(settings.seed), "samples")
-    return write(config, params, PROMPT, settings.evaluation.sample, key)
 
 
 def documents(source: Data, split: str = "train") -> tuple[np.ndarray, ...]:
@@ -160,7 +181,7 @@ def sample(
     mean: bool = False,
     step: int | None = None,
     devices: int = 1,
-) -> str:
+) -> None:
     """Write text from a run's checkpoint.
 
     Args:
@@ -191,7 +212,7 @@ def sample(
     config = config_of(settings)
     params = _restored(folder, config, settings, mean, step)
     key = state.stream(jax.random.key(seed), "samples")
-    return write(config, params, prompt, tokens, key, temperature)
+    print(write(config, params, prompt, tokens, key, temperature))
 
 
 def _restored(folder, config, settings, mean, step):

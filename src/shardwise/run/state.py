@@ -6,8 +6,9 @@ resume changes them.
 
 import dataclasses
 import inspect
+import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import checkpoint, layouts, objective, topology
-from shardwise.layouts import Layout
+from shardwise.checkpoint.writer import Lock
+from shardwise.layouts import Layout, first_call
+from shardwise.processes import system
+from shardwise.run import metrics
 from shardwise.run.folder import Folder
 from shardwise.run.optimizers import correction
+from shardwise.run.settings import Settings, check_resumable, flat
 
+OWN = "processes.index"  # what each process has for itself
 # What a line of the metrics says itself.
 RESERVED = frozenset(
     """bad bytes gradient_norm learning_rate loss mfu norm rows rows_per_second seconds step stop
@@ -104,8 +110,51 @@ def saved(folder: Folder) -> dict[str, Any] | None:
     return checkpoint.restore(folder.checkpoints, {"run": None})["run"]
 
 
+def begin(
+    settings: Settings, folder: Folder, facts: dict, unused: Collection[str], lock: Lock
+) -> dict[str, Any] | None:
+    """What the newest checkpoint says of the run that goes on; None for one that starts.
+
+    Settings but for the `unused`, and `facts`, are compared; the former are written.
+
+    Raises:
+      FileExistsError, RuntimeError, ValueError: as `run.train`.
+    """
+    now = {n: value for n, value in flat(settings).items() if n.partition(".")[0] not in unused}
+    with system.together("run") as told:  # all have looked before one writes
+        told |= {name: str(value) for name, value in (now | facts).items() if name != OWN}
+        before = folder.settings()
+        if before is not None and not settings.resume:
+            raise FileExistsError(
+                f"run: {folder.path} has a run already. Go on with it by --resume, or name another "
+                f"folder by --run."
+            )
+        if before is not None:
+            check_resumable(before, now, settings.run)
+        if jax.process_index() == 0:
+            lock.take()
+        for file in folder.lines:
+            metrics.read(file)  # an error before any step
+    found = saved(folder) if settings.resume else None
+    for name, value in (facts if found else {}).items():
+        if found["facts"].get(name) != value:
+            raise ValueError(
+                f"run: {settings.run} was trained with other facts: {name} was "
+                f"{found['facts'].get(name)!r} and is {value!r}."
+            )
+    if jax.process_index() == 0:
+        for first, last in metrics.missing(folder.metrics, found["step"] if found else 0):
+            print(
+                f"run: {folder.metrics} has no lines of steps {first} to {last}, which were done; "
+                f"the run goes on from its checkpoint of step {found['step']}, without them.",
+                file=sys.stderr,
+            )
+    folder.write_settings(now)
+    return found
+
+
 def step_program(
-    layout: Layout, loss: Callable, tx: Any, seed: int, has_aux: bool, aux: Any, wanted: Any
+    layout: Layout, loss: Callable, has_aux: bool, aux: Any, tx: Any, seed: int, wanted: Any
 ) -> Callable:
     """(params, opt_state, batch, step, flags) -> (params, opt_state, record); the former donated.
 
@@ -145,6 +194,15 @@ def _recorded(aux):
     means = {name: x for name, x in aux.items() if isinstance(x, objective.Mean)}
     found = {n: x for n, x in aux.items() if hasattr(x, "ndim") and x.ndim <= 1}
     return found | {name: objective.quotient(x) for name, x in means.items()}
+
+
+def judge(
+    layout: Layout, loss: Callable, has_aux: bool, aux: Any, seed: int, params: Any, batch: Any
+) -> None:
+    """Raise where the loss is another function of parts of the batch, as the layout cuts it."""
+    key = key_argument(loss, seed, 1).get("key")
+    if reason := first_call.judge(layout, loss, params, batch, (), key, has_aux, aux):
+        first_call.warn(reason, "run.train")
 
 
 def flags(layout: Layout, asked: bool) -> Any:

@@ -61,6 +61,13 @@ class Child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
+    def is_stopped(self) -> bool:
+        """Whether the operating system has stopped it (SIGSTOP, a debugger); on Linux only."""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return self.code is None and state in "Tt"
+        return False
+
     def has_ended(self) -> bool:
         """Whether the process ended since the last call; what it had started is then killed."""
         if self.code is not None:
