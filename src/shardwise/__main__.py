@@ -18,20 +18,18 @@ UNREAD = 128 + signal.SIGPIPE  # of a command whose reader is gone, as a shell h
 EXPECTED = ValueError, OSError, ImportError, RuntimeError
 OURS = NotImplementedError, RecursionError, jax.errors.JaxRuntimeError
 
-# Each is imported when it is asked for: a plan needs nothing of what a run does. These are called
-# with the words that follow,
-BY_WORDS = {
+# Each is imported when it is asked for: a plan needs nothing of what a run does.
+COMMANDS = {
     "train": "run.decoder:command",
-    "launch": "run.launch:main",
-    "plan": "plan.command:main",
-}
-# and these with what their parameters say, as flags.
-BY_FLAGS = {
     "sample": "run.decoder:sample",
     "profile": "run.profiling:show",
+    "launch": "run.launch:main",
+    "plan": "plan.command:main",
     "doctor": "run.examine:examine",
     "diff": "run.hashes:diff",
 }
+# These read the words after their names; the parameters of the others become flags.
+READERS = ("train", "launch", "plan")
 
 HELP = """shardwise: training across devices in JAX
 
@@ -53,7 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed()
     mesh.look_for_no_tpu()  # whatever comes first: an error too asks how many processes there are
     try:
-        return _flushed(argv)
+        try:
+            return _command(argv)
+        finally:
+            sys.stdout.flush()  # all that it printed is out, or cannot be
     except Exception as error:
         if _is_unread(error):
             return _end(UNREAD)
@@ -65,26 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(1)
 
 
-def _flushed(argv):
-    """The exit status of a command, once all that it printed is out."""
-    try:
-        return _command(argv)
-    finally:
-        sys.stdout.flush()
-
-
 def _command(argv):
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0 if argv else 2
     name, *words = argv
-    commands = BY_WORDS | BY_FLAGS
-    if name not in commands:
-        print(f"shardwise: no command {name!r}; there are {', '.join(commands)}.", file=sys.stderr)
+    if name not in COMMANDS:
+        print(f"shardwise: no command {name!r}; there are {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
-    module, _, function = commands[name].partition(":")
+    module, _, function = COMMANDS[name].partition(":")
     called = getattr(importlib.import_module(f"shardwise.{module}"), function)
-    if name in BY_WORDS:
+    if name in READERS:
         return called(words)
     return tyro.cli(called, prog=f"shardwise {name}", args=words) or 0
 

@@ -111,7 +111,7 @@ def documents(source: Data, split: str = "train") -> tuple[np.ndarray, ...]:
     if source.text is not None and source.tokens is not None:
         raise ValueError("run: give data.text or data.tokens, and not both.")
     if source.tokens is not None:
-        return (_tokens(source.tokens, split),)
+        return (_share(_tokens(source.tokens), split),)
     return data.corpus(split) if source.text is None else _files(source.text, split)
 
 
@@ -125,7 +125,7 @@ def fingerprint(source: Data) -> int:
     """A checksum of what a run is trained on, so that it does not go on with other data."""
     if source.tokens is None:
         return data.checksum(documents(source))
-    array = np.load(source.tokens, mmap_mode="r")
+    array = _tokens(source.tokens)
     ends = np.concatenate([array[: 2**18], array[-(2**18) :]])
     return zlib.crc32(np.ascontiguousarray(ends).tobytes(), array.size % 2**32)
 
@@ -134,11 +134,11 @@ def vocabulary(source: Data) -> int:
     """The size of the vocabulary: one more than the largest token."""
     if source.tokens is None:
         return data.VOCAB
-    array = np.load(source.tokens, mmap_mode="r")
+    array = _tokens(source.tokens)
     return 1 + max(int(array[i : i + 2**24].max()) for i in range(0, array.size, 2**24))
 
 
-def _tokens(file, split):
+def _tokens(file):
     if not Path(file).is_file():
         raise FileNotFoundError(f"run: no file {file}; data.tokens names a .npy of token numbers.")
     array = np.load(file, mmap_mode="r")
@@ -147,7 +147,7 @@ def _tokens(file, split):
             f"run: {file} is {array.dtype}{list(array.shape)}; expected token numbers in one "
             f"dimension, 20 at least."
         )
-    return _share(array, split)
+    return array
 
 
 def _files(text, split):

@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import sys
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -113,9 +113,7 @@ def saved(folder: Folder) -> dict[str, Any] | None:
 def begin(
     settings: Settings, folder: Folder, facts: dict, unused: Collection[str], lock: Lock
 ) -> dict[str, Any] | None:
-    """What the newest checkpoint says of the run that goes on; None for one that starts.
-
-    Settings but for the `unused`, and `facts`, are compared; the former are written.
+    """What `saved` says of a run that goes on; all settings but the `unused` are compared, written.
 
     Raises:
       FileExistsError, RuntimeError, ValueError: as `run.train`.
@@ -219,8 +217,8 @@ def at_peak(layout: Layout, flops: float | None) -> float | None:
 
 
 def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: bool) -> Callable:
-    """(params, opt_state, batch) -> [(loss, count) of params, those of their mean]; no dropout."""
-    bare = objective.normal(loss, has_aux)
+    """(params, opt_state, batches) -> [the loss of these together, that of params' mean]."""
+    bare = objective.normal(loss, has_aux)  # without a key: no dropout
 
     def counted(params, batch):  # by what batches are weighed: 1 of a mean over rows
         found, _ = bare(params, batch)
@@ -234,15 +232,16 @@ def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: boo
         averages = [] if decay is None else [mean(params, opt_state, decay)]
         return [mean_and_count(each, batch) for each in (params, *averages)]
 
-    return both if layout.exact else jax.jit(both)
+    program = both if layout.exact else jax.jit(both)
 
+    def evaluate(params, opt_state, batches):
+        found = [program(params, opt_state, batch) for batch in batches]
+        # [batches, evaluated, loss and count]
+        losses, counts = np.moveaxis(np.asarray(jax.device_get(found), np.float64), -1, 0)
+        count = counts.sum(axis=0)
+        return (np.sum(losses * counts, axis=0) / np.where(count == 0, 1, count)).tolist()
 
-def together(found: Sequence[Sequence[tuple[Any, Any]]]) -> list[float]:
-    """The loss of several batches together, for the parameters and, if it is kept, their mean."""
-    values = np.asarray(jax.device_get(found), np.float64)  # [batches, evaluated, loss and count]
-    total = np.sum(values[..., 0] * values[..., 1], axis=0)
-    count = np.sum(values[..., 1], axis=0)
-    return (total / np.where(count == 0, 1, count)).tolist()
+    return evaluate
 
 
 def key_argument(loss: Callable, seed: int, step: Any) -> dict[str, Any]:

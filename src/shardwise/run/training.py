@@ -14,7 +14,7 @@ from shardwise.checkpoint.writer import Lock
 from shardwise.run import hashes, metrics, signals, state
 from shardwise.run.feed import feed
 from shardwise.run.folder import Folder
-from shardwise.run.notes import Notes, Watchdog
+from shardwise.run.notes import Notes
 from shardwise.run.optimizers import averaged, guarded, released
 from shardwise.run.reports import Report
 from shardwise.run.settings import Settings
@@ -109,7 +109,8 @@ class _Run:
         saved = state.begin(settings, self.folder, self.facts, unused, lock)
         if saved is not None:
             self.source.restore(saved["position"])
-        self.notes = Notes(self.folder.path, jax.process_index())
+        hang = settings.processes.hang
+        self.notes = Notes(self.folder.path, jax.process_index(), hang)
         self.notes.say("compiling")
         self.saved_at = saved and saved["step"]
         self.first, self.pending, self.tracing = (self.saved_at or 0) + 1, None, False
@@ -131,7 +132,7 @@ class _Run:
         report = Report(settings, self.folder, self.first, *known)
         self.report = stack.enter_context(contextlib.closing(report))
         stack.callback(self._end_trace)  # a run may end within it
-        self.watchdog = stack.enter_context(Watchdog(self.notes, settings.processes.hang))
+        stack.enter_context(self.notes)
 
     def go(self) -> Result:
         """Run steps until the last one, or until a process was asked to stop."""
@@ -155,9 +156,9 @@ class _Run:
         stopped = step < settings.steps and self.first <= settings.steps
         self._flush()
         self._save(step)
-        with self._apart("leaving", step):
-            checkpoint.wait(self.folder.checkpoints)
-            self.report.finish(step, stopped)
+        self.notes.say("leaving", step=step)
+        checkpoint.wait(self.folder.checkpoints)
+        self.report.finish(step, stopped)
         self.notes.say("done")
         values = self.params, self.opt_state, settings.ema
         return Result(self.folder.path, step, self.loss_value, stopped, *values)
@@ -189,9 +190,6 @@ class _Run:
         if ends:
             self._settle()
             self._end_trace()
-        if first:
-            self.watchdog.pause()  # what took so long was compiling
-            self.watchdog.done()
         return agreed
 
     def _settle(self):
@@ -212,7 +210,6 @@ class _Run:
         stop, bad = record.pop("stop"), record.pop("bad")
         self.loss_value = record["loss"]
         line = self.report.line(step, record, bad)
-        self.watchdog.done()
         self.notes.say(self.notes.last.doing, line=self.report.say(line))
         if bad or not np.isfinite(record["loss"]):
             self._bad(step, record, applied=not bad)
@@ -242,36 +239,27 @@ class _Run:
             f"go on without it, with resume=True and bad='skip' (--resume --bad skip)."
         )
 
-    @contextlib.contextmanager
-    def _apart(self, doing, step):
-        """A part of the run that is no step, and takes what it takes."""
-        self.notes.say(doing, step=step)
-        self.watchdog.pause()
-        yield
-        self.watchdog.done()
-
     def _evaluate(self, step):
-        with self._apart("evaluating", step):
-            batches = self.held_out.go(1, self.settings.evaluation.batches)
-            found = [self.evaluation(self.params, self.opt_state, batch) for batch in batches]
-            values = state.together(found)
-            whole = self.sample and layouts.whole(self.layout, self.params)
-            text = self.sample(whole) if self.sample else ""
-            self.report.evaluated(step, *values, text=text)
+        self.notes.say("evaluating", step=step)
+        batches = self.held_out.go(1, self.settings.evaluation.batches)
+        values = self.evaluation(self.params, self.opt_state, batches)
+        whole = self.sample and layouts.whole(self.layout, self.params)
+        text = self.sample(whole) if self.sample else ""
+        self.report.evaluated(step, *values, text=text)
 
     def _hash(self, step):
-        with self._apart("hashing", step):
-            line = hashes.line(step, self.loss_value, self._arrays())
-            self.report.add(self.folder.hashes, line)
-
-    def _arrays(self):
-        return {"params": self.params, "opt_state": self.opt_state}
+        self.notes.say("hashing", step=step)
+        line = hashes.line(step, self.loss_value, self._arrays())
+        self.report.add(self.folder.hashes, line)
 
     def _save(self, step):
         if self.saved_at == step:
             return
-        with self._apart("saving", step):
-            facts = {"step": step, "position": self.source.state(step), "facts": self.facts}
-            items = self._arrays() | {"run": facts}
-            checkpoint.save(self.folder.checkpoints, step, items, keep=self.settings.keep)
-            self.saved_at = step
+        self.notes.say("saving", step=step)
+        facts = {"step": step, "position": self.source.state(step), "facts": self.facts}
+        items = self._arrays() | {"run": facts}
+        checkpoint.save(self.folder.checkpoints, step, items, keep=self.settings.keep)
+        self.saved_at = step
+
+    def _arrays(self):
+        return {"params": self.params, "opt_state": self.opt_state}

@@ -57,16 +57,20 @@ class Slurm:
             told = "slurm goes by submitit, which is not here: pip install submitit"
             raise Refused(told) from None
         tasks, here = self.nodes * self.tasks_per_node, self.cluster == "local"
+        submitter = submitit.LocalExecutor(folder) if here else executor(submitit, folder)
+        submitter.update_parameters(**self._parameters())
         if self.dry_run:
             if not here:
-                paper = executor(submitit, folder)
-                paper.update_parameters(**self._parameters())
                 print(f"# sbatch, with this file in {folder}:")
-                print(paper._make_submission_file_text(paper._submitit_command_str, ""))
+                print(submitter._make_submission_file_text(submitter._submitit_command_str, ""))
             print(f"# in each of {tasks} tasks:", shlex.join(command), sep="\n")
             return 0
-        submitter = self._executor(submitit, folder)
-        submitter.update_parameters(**self._parameters())
+        missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
+        if missing and not here:
+            raise Refused(
+                f"{' and '.join(missing)} cannot be found: submit from a machine of the cluster, "
+                f"or try it here with --cluster local."
+            )
         address = local.free_address() if here else None
         job = submitter.submit(Task(tuple(command), address, self.requeue, self.gpus_per_task))
         print(f"job {job.job_id}; what it prints is in {folder}", flush=True)
@@ -82,17 +86,6 @@ class Slurm:
             )
         if self.cluster == "local" and self.nodes > 1:
             raise Refused(f"--nodes {self.nodes}: --cluster local has one; raise --tasks-per-node.")
-
-    def _executor(self, submitit, folder):
-        if self.cluster == "local":
-            return submitit.LocalExecutor(folder)
-        missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
-        if missing:
-            raise Refused(
-                f"{' and '.join(missing)} cannot be found: submit from a machine of the cluster, "
-                f"or try it here with --cluster local."
-            )
-        return executor(submitit, folder)
 
     def _parameters(self) -> dict[str, Any]:
         """The parameters of submitit's executor, by its own names."""
