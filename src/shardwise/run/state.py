@@ -24,7 +24,7 @@ from shardwise.layouts import Layout, first_call
 from shardwise.processes import system
 from shardwise.run import metrics
 from shardwise.run.folder import Folder
-from shardwise.run.optimizers import correction
+from shardwise.run.optimizers import correction, released
 from shardwise.run.settings import Settings, check_resumable, flat
 
 OWN = "processes.index"  # what each process has for itself
@@ -92,6 +92,22 @@ def abstract(layout: Layout, make: Callable, tx: Any, seed: int) -> tuple:
         shapes,
         layouts.shardings(layout, params, tx),
     )
+
+
+def begun(
+    layout: Layout, make: Callable, tx: Any, seed: int, folder: Folder, step: int | None
+) -> tuple:
+    """((params, opt_state), their shapes with shardings): made, or restored where a step is saved.
+
+    Of a run that goes on nothing is made first: no two states are held.
+    """
+    if step is None:
+        made = create(layout, make, tx, seed)
+        return made, made
+    like = abstract(layout, make, tx, seed)
+    items = dict(zip(("params", "opt_state"), like, strict=True))
+    found = checkpoint.restore(folder.checkpoints, items, step)
+    return (found["params"], released(found["opt_state"])), like
 
 
 def mean(params: Any, opt_state: Any, decay: float) -> Any:

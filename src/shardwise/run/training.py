@@ -109,21 +109,14 @@ class _Run:
         saved = state.begin(settings, self.folder, self.facts, unused, lock)
         if saved is not None:
             self.source.restore(saved["position"])
-        hang = settings.processes.hang
-        self.notes = Notes(self.folder.path, jax.process_index(), hang)
+        self.notes = Notes(self.folder.path, jax.process_index(), settings.processes.hang)
         self.notes.say("compiling")
         self.saved_at = saved and saved["step"]
         self.first, self.pending, self.tracing = (self.saved_at or 0) + 1, None, False
         done = metrics.read(self.folder.metrics)  # of a run that is done, and asked for no more
         self.loss_value = float(done[-1]["loss"]) if done else float("nan")
-        made = layout, create, tx, seed
-        if saved is None:
-            like = self.params, self.opt_state = state.create(*made)
-        else:
-            like = state.abstract(*made)
-            items = dict(zip(("params", "opt_state"), like, strict=True))
-            found = checkpoint.restore(self.folder.checkpoints, items, self.saved_at)
-            self.params, self.opt_state = found["params"], released(found["opt_state"])
+        begun, like = state.begun(layout, create, tx, seed, self.folder, self.saved_at)
+        self.params, self.opt_state = begun
         self.program = state.step_program(layout, *judged, tx, seed, like)
         self.evaluation = state.evaluation(layout, loss, settings.ema, has_aux)
         self.judge = functools.partial(state.judge, layout, *judged, seed)

@@ -99,7 +99,10 @@ class Child:
                     self.raised, in_traceback = text, False
                 in_traceback |= text == "Traceback (most recent call last):"
                 self._showing = True
-                show(f"[{self.index}] {text}")
+                encoding = sys.stdout.encoding or "utf-8"  # which may not have all characters
+                shown = f"[{self.index}] {text}\n".encode(encoding, "backslashreplace")
+                OUT.write(shown.decode(encoding))  # in one write
+                OUT.flush()
                 self._showing = False
 
 
@@ -144,10 +147,3 @@ class Children:
         ended = [child for child in self.all if child.has_ended()]
         # Of several that end at once, one that aborts does so because another is gone.
         return sorted(ended, key=lambda child: child.code == -signal.SIGABRT)
-
-
-def show(line: str) -> None:
-    """Print a line in one write, also where the terminal cannot show all of its characters."""
-    encoding = sys.stdout.encoding or "utf-8"
-    OUT.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-    OUT.flush()
