@@ -14,7 +14,7 @@ from pathlib import Path
 from shardwise.run.folder import write
 
 STUCK = 70  # the exit status of a process that its watchdog ended
-_WATCHED = ("reading", "stepping")
+WATCHED = ("reading", "stepping")  # what takes about as long each time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Notes:
     def say(self, doing: str, **changes: int | str) -> None:
         """Note what the process is doing, and what changed: `step`, or the `line` of one done."""
         now = time.monotonic()
-        if doing not in _WATCHED:
+        if doing not in WATCHED:
             self._since = None
         elif self._since is None:
             self._since = now if self.last.line else None
