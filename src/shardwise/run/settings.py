@@ -244,7 +244,13 @@ def from_flat(values: dict[str, Any], default: Settings | None = None) -> Settin
     Raises:
       ValueError: values of other types.
     """
-    return _parsed("", traverse_util.unflatten_dict(values, sep="."), default or Settings())
+    try:
+        return _parsed("", traverse_util.unflatten_dict(values, sep="."), default or Settings())
+    except TypeError as error:
+        raise ValueError(
+            f"run: saved settings are not of their types ({error}): {values}. Mend settings.json "
+            f"in the run folder."
+        ) from None
 
 
 def _plain(value):
@@ -260,13 +266,7 @@ def _parsed(name, value, default):
     if dataclasses.is_dataclass(default):
         held = {field.name: getattr(default, field.name) for field in dataclasses.fields(default)}
         given = {n: _parsed(n, value[n], x) for n, x in held.items() if n in value}
-        try:
-            return dataclasses.replace(default, **given)
-        except TypeError as error:
-            raise ValueError(
-                f"run: saved settings are not of their types ({error}): {given}. Mend "
-                f"settings.json in the run folder."
-            ) from None
+        return dataclasses.replace(default, **given)
     if name in ("run", "tokens") and value is not None:
         return Path(value)
     if isinstance(default, np.dtype | type):

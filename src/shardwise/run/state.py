@@ -126,7 +126,7 @@ def saved(folder: Folder) -> dict[str, Any] | None:
     return checkpoint.restore(folder.checkpoints, {"run": None})["run"]
 
 
-def begin(
+def claim(
     settings: Settings, folder: Folder, facts: dict, unused: Collection[str], lock: Lock
 ) -> dict[str, Any] | None:
     """What `saved` says of a run that goes on; all settings but the `unused` are compared, written.

@@ -106,7 +106,7 @@ class _Run:
 
         self.stop = stack.enter_context(signals.heard())
         lock = stack.enter_context(contextlib.closing(lock_of(self.folder)))
-        saved = state.begin(settings, self.folder, self.facts, unused, lock)
+        saved = state.claim(settings, self.folder, self.facts, unused, lock)
         if saved is not None:
             self.source.restore(saved["position"])
         self.notes = Notes(self.folder.path, jax.process_index(), settings.processes.hang)
