@@ -51,11 +51,7 @@ def command(argv: Sequence[str]) -> int:
 
 
 def train(settings: Settings) -> Result:
-    """Train the decoder; see `shardwise.run.train`.
-
-    Raises:
-      ValueError: a token that the vocabulary lacks, and what `run.train` raises.
-    """
+    """Train the decoder; see `shardwise.run.train`."""
     config = config_of(settings)
     if (most := vocabulary(settings.data)) > config.vocab:
         raise ValueError(
@@ -102,12 +98,7 @@ def _graphdef(config):
 
 
 def documents(source: Data, split: str = "train") -> tuple[np.ndarray, ...]:
-    """The documents of a split: nine files in ten train; of one alone, the first nine tenths.
-
-    Raises:
-      ValueError: both text and tokens; an array that is none of token numbers.
-      FileNotFoundError: nothing there.
-    """
+    """The documents of a split: nine files in ten train; of one alone, the first nine tenths."""
     if source.text is not None and source.tokens is not None:
         raise ValueError("run: give data.text or data.tokens, and not both.")
     if source.tokens is not None:
@@ -237,9 +228,6 @@ def write(
 
     `params` is a `Decoder`'s state, laid out in any way that a compiler can read; a temperature of
     0 takes the likeliest.
-
-    Raises:
-      ValueError: an empty prompt, or one with bytes outside the vocabulary.
     """
     given = prompt.encode()
     if not given or max(given) >= config.vocab:

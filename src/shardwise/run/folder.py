@@ -43,11 +43,7 @@ class Folder:
                 )
 
     def settings(self) -> dict[str, Any] | None:
-        """The settings as `settings.flat` gave them when the run last started, or None.
-
-        Raises:
-          ValueError: the file is none of ours.
-        """
+        """The settings as `settings.flat` gave them when the run last started, or None."""
         file = self.path / "settings.json"
         if not file.exists():
             return None

@@ -239,11 +239,7 @@ def flat(settings: Settings) -> dict[str, Any]:
 
 
 def from_flat(values: dict[str, Any], default: Settings | None = None) -> Settings:
-    """The settings of which `flat` made these values; `default` has what they lack.
-
-    Raises:
-      ValueError: values of other types.
-    """
+    """The settings of which `flat` made these values; `default` has what they lack."""
     try:
         return _parsed("", traverse_util.unflatten_dict(values, sep="."), default or Settings())
     except TypeError as error:

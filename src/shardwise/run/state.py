@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import checkpoint, layouts, objective, topology
+from shardwise import checkpoint, layouts, objective
 from shardwise.checkpoint.writer import Lock
 from shardwise.layouts import Layout, first_call
 from shardwise.processes import system
@@ -129,11 +129,7 @@ def saved(folder: Folder) -> dict[str, Any] | None:
 def claim(
     settings: Settings, folder: Folder, facts: dict, unused: Collection[str], lock: Lock
 ) -> dict[str, Any] | None:
-    """What `saved` says of a run that goes on; all settings but the `unused` are compared, written.
-
-    Raises:
-      FileExistsError, RuntimeError, ValueError: as `run.train`.
-    """
+    """What `saved` says of a run that goes on; settings, but for the `unused`, are compared."""
     now = {n: value for n, value in flat(settings).items() if n.partition(".")[0] not in unused}
     with system.together("run") as told:  # all have looked before one writes
         told |= {name: str(value) for name, value in (now | facts).items() if name != OWN}
@@ -195,11 +191,7 @@ def step_program(
 
 
 def _recorded(aux):
-    """The scalars and vectors of aux, and the quotient of each `Mean`, by their names.
-
-    Raises:
-      ValueError: a name by which the metrics have something else.
-    """
+    """The scalars and vectors of aux, and the quotient of each `Mean`, by their names."""
     if taken := sorted(RESERVED.intersection(aux)):
         raise ValueError(
             f"run.train: the loss's aux has {taken[0]!r}, which the metrics have already: call it "
@@ -224,12 +216,6 @@ def flags(layout: Layout, asked: bool) -> Any:
     cut = NamedSharding(layout.auto, P(layout.auto.axis_names))
     shape = (layout.auto.size,)
     return jax.make_array_from_callback(shape, cut, lambda index: np.asarray([asked], np.int32))
-
-
-def at_peak(layout: Layout, flops: float | None) -> float | None:
-    """The seconds of a step's products at the chips' bfloat16 peak, where both are known."""
-    chip = topology.of_device(layout.auto.devices.flat[0].device_kind)
-    return flops and chip and flops / (layout.auto.size * chip.peak())
 
 
 def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: bool) -> Callable:
@@ -261,11 +247,7 @@ def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: boo
 
 
 def key_argument(loss: Callable, seed: int, step: Any) -> dict[str, Any]:
-    """The argument with a step's key, as the loss takes it: {"key": key}, or {}.
-
-    Raises:
-      TypeError: the loss needs more than parameters, batch and key.
-    """
+    """The argument with a step's key, as the loss takes it: {"key": key}, or {}."""
     taken = inspect.signature(loss).parameters
     given = getattr(loss, "keywords", {}) or {}
     needed = [n for n, p in taken.items() if p.default is p.empty and p.kind < p.VAR_POSITIONAL]

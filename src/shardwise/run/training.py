@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwise import checkpoint, layouts, measure
+from shardwise import checkpoint, layouts, measure, topology
 from shardwise import tree as trees
 from shardwise.checkpoint.writer import Lock
 from shardwise.run import hashes, metrics, signals, state
@@ -121,7 +121,10 @@ class _Run:
         self.evaluation = state.evaluation(layout, loss, settings.ema, has_aux)
         self.judge = functools.partial(state.judge, layout, *judged, seed)
         held = max(measure.bytes_on_devices((self.params, self.opt_state)).values())
-        known = self.source.shapes(), held, rate, state.at_peak(layout, flops)
+        grid = layout.auto
+        chip = topology.of_device(grid.devices.flat[0].device_kind)
+        at_peak = flops and chip and flops / (grid.size * chip.peak())
+        known = self.source.shapes(), held, rate, at_peak
         report = Report(settings, self.folder, self.first, *known)
         self.report = stack.enter_context(contextlib.closing(report))
         stack.callback(self._end_trace)  # a run may end within it

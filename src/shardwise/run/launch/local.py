@@ -51,11 +51,7 @@ class Local:
 def one_of_many(
     who: str, command: Sequence[str], rank: int, limits: Limits, **environment: str
 ) -> int:
-    """Run one of the processes that a cluster starts; return its exit status, 0 or 75.
-
-    Raises:
-      RuntimeError: it failed; the message says how.
-    """
+    """Run one of a cluster's processes; return its status, 0 or 75, or raise that it failed."""
     end = supervise([command], run_folder(command), limits, environment, rank)
     if report(end) not in WELL:
         raise RuntimeError(f"{who} {rank}: {end.report[-1]}")

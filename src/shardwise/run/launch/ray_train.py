@@ -103,11 +103,7 @@ class Ray:
 
 
 def work(given: dict[str, Any]) -> int:
-    """Run the command as one worker, at the address of worker 0.
-
-    Raises:
-      RuntimeError: the process failed; the message says how.
-    """
+    """Run the command as one worker, at the address of worker 0."""
     import ray.train
     import ray.util
     from ray.train.collective import broadcast_from_rank_zero

@@ -156,12 +156,7 @@ class Task:
     gpus: int
 
     def __call__(self) -> int:
-        """Run the command; return its exit status, 0 or 75.
-
-        Raises:
-          RuntimeError: the process failed; the message says how.
-          SystemExit: it was stopped, and the job is queued again.
-        """
+        """Run the command; return its status, or raise SystemExit where the job is queued again."""
         import submitit
 
         here = submitit.JobEnvironment()
