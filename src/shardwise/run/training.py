@@ -116,7 +116,7 @@ class _Run:
         done = metrics.read(self.folder.metrics)  # of a run that is done, and asked for no more
         self.loss_value = float(done[-1]["loss"]) if done else float("nan")
         begun, like = state.begun(layout, create, tx, seed, self.folder, self.saved_at)
-        self.params, self.opt_state = begun
+        self.params, self.opt_state = begun  # held nowhere else: a step donates them
         self.program = state.step_program(layout, *judged, tx, seed, like)
         self.evaluation = state.evaluation(layout, loss, settings.ema, has_aux)
         self.judge = functools.partial(state.judge, layout, *judged, seed)
