@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 import jax
+import tyro
 
 from shardwise import mesh
 
@@ -19,14 +20,16 @@ OURS = NotImplementedError, RecursionError, jax.errors.JaxRuntimeError
 
 # Each is imported when it is asked for: a plan needs nothing of what a run does.
 COMMANDS = {
-    "train": "run.command:train",
-    "sample": "run.command:sample",
-    "profile": "run.command:profile",
+    "train": "run.decoder:command",
+    "sample": "run.decoder:sample",
+    "profile": "run.profiling:show",
     "launch": "run.launch:main",
     "plan": "plan.command:main",
-    "doctor": "run.examine:main",
-    "diff": "run.hashes:main",
+    "doctor": "run.examine:examine",
+    "diff": "run.hashes:diff",
 }
+# These read the words after their names; the parameters of the others become flags.
+READERS = ("train", "launch", "plan")
 
 HELP = """shardwise: training across devices in JAX
 
@@ -48,7 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_closed()
     mesh.look_for_no_tpu()  # whatever comes first: an error too asks how many processes there are
     try:
-        return _flushed(argv)
+        try:
+            return _command(argv)
+        finally:
+            sys.stdout.flush()  # all that it printed is out, or cannot be
     except Exception as error:
         if _is_unread(error):
             return _end(UNREAD)
@@ -60,25 +66,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(1)
 
 
-def _flushed(argv):
-    """The exit status of a command, once all that it printed is out."""
-    try:
-        return _command(argv)
-    finally:
-        sys.stdout.flush()
-
-
 def _command(argv):
     if not argv or argv[0] in ("-h", "--help"):
         print(HELP)
         return 0 if argv else 2
-    if argv[0] not in COMMANDS:
-        print(
-            f"shardwise: no command {argv[0]!r}; there are {', '.join(COMMANDS)}.", file=sys.stderr
-        )
+    name, *words = argv
+    if name not in COMMANDS:
+        print(f"shardwise: no command {name!r}; there are {', '.join(COMMANDS)}.", file=sys.stderr)
         return 2
-    module, _, function = COMMANDS[argv[0]].partition(":")
-    return getattr(importlib.import_module(f"shardwise.{module}"), function)(argv[1:])
+    module, _, function = COMMANDS[name].partition(":")
+    called = getattr(importlib.import_module(f"shardwise.{module}"), function)
+    if name in READERS:
+        return called(words)
+    return tyro.cli(called, prog=f"shardwise {name}", args=words) or 0
 
 
 def _open_closed():

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -18,11 +18,10 @@ def command(function: Callable, *args: Any) -> list[str]:
     modules, classes and functions that these name and that the caller imported. The arguments go
     there as their `repr`, and nothing else goes.
     """
-    together = _with_neighbours(function, {})
-    lines = {line for each in together for line in _imports(each, together)}
-    sources = [textwrap.dedent(inspect.getsource(each)) for each in together]
+    sources, imports = {}, set()
+    _gather(function, sources, imports)
     call = f"{function.__name__}(*{args!r})"
-    return [sys.executable, "-c", "\n".join([*sorted(lines), *sources, call])]
+    return [sys.executable, "-c", "\n".join([*sorted(imports), *sources.values(), call])]
 
 
 def start(function: Callable, *args: Any, xla_flags: str = "") -> subprocess.Popen:
@@ -78,30 +77,21 @@ def _output(child, timeout):
         return child.communicate()
 
 
-def _with_neighbours(function: Callable, found: dict[Callable, None]) -> dict[Callable, None]:
-    """The function, and those defined beside it that it names, or that these name."""
-    found[function] = None
-    for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
-        other = function.__globals__[name]
-        beside = isinstance(other, types.FunctionType) and other.__module__ == function.__module__
-        if beside and other.__name__ == name and other not in found:
-            _with_neighbours(other, found)
-    return found
-
-
-def _imports(function: Callable, together: Collection[Callable]) -> Iterator[str]:
-    """The lines that import what the function's code names, but for the functions `together`."""
+def _gather(function: Callable, sources: dict[Callable, str], imports: set[str]) -> None:
+    """Add the source of a function and of those beside it that it names, and what they import."""
+    sources[function] = textwrap.dedent(inspect.getsource(function))
+    here = function.__module__
     for name in sorted(set(_names(function.__code__)) & function.__globals__.keys()):
         found = function.__globals__[name]
-        if isinstance(found, types.FunctionType) and found in together:
-            continue
-        if isinstance(found, types.ModuleType):
-            yield f"import {found.__name__} as {name}"
-            continue
         # Of data there is none: what has a place in another module is a class or a function.
         module, original = (getattr(found, a, "") for a in ("__module__", "__qualname__"))
-        if module not in ("", None, "__main__", function.__module__) and original.isidentifier():
-            yield f"from {module} import {original} as {name}"
+        if isinstance(found, types.ModuleType):
+            imports.add(f"import {found.__name__} as {name}")
+        elif isinstance(found, types.FunctionType) and (module, found.__name__) == (here, name):
+            if found not in sources:
+                _gather(found, sources, imports)
+        elif module not in ("", None, "__main__", here) and original.isidentifier():
+            imports.add(f"from {module} import {original} as {name}")
 
 
 def _names(code: types.CodeType) -> Iterator[str]:

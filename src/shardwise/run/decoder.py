@@ -1,9 +1,11 @@
-"""The programs `shardwise train` and `shardwise sample`: the decoder, on what settings name."""
+"""The commands `shardwise train` and `sample`: the decoder, on the data that settings name."""
 
 import dataclasses
 import functools
 import glob
+import shlex
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +19,39 @@ from flax import nnx
 
 from shardwise import checkpoint, data, layouts, mesh, model, plan
 from shardwise.model import Config, Decoder
-from shardwise.run import state
+from shardwise.run import signals, state, training
 from shardwise.run.folder import Folder
 from shardwise.run.optimizers import averaged, guarded
-from shardwise.run.settings import Data, Settings, from_flat
+from shardwise.run.reports import OUT
+from shardwise.run.settings import Data, Settings, flags, from_flat
 from shardwise.run.state import Result
-from shardwise.run.training import train as train_loop
 
 PROMPT = "def "
 
 
-def train(settings: Settings) -> Result:
-    """Train the decoder; see `shardwise.run.train`.
+def command(argv: Sequence[str]) -> int:
+    """Train; the exit status is 0 when done, 75 when a signal stopped the run after saving."""
+    given = flags(argv=argv, prog="shardwise train")
+    signals.join(given.processes, given.devices)
+    layout, main = given.layout.layout(), jax.process_index() == 0
+    if main:
+        kind = mesh.devices()[0].device_kind
+        print(f"On {len(mesh.devices())} devices, {kind}. {layout}", file=OUT, flush=True)
+    result = train(given)
+    if main:
+        more = "" if result.stopped else f" --steps {2 * given.steps}"
+        plot, run = given.run / "metrics.png", shlex.quote(str(given.run))
+        told = (
+            f"Look:   {plot}" if plot.exists() else "No plot: pip install matplotlib draws one.",
+            f"Go on:  shardwise train --run {run} --resume{more}",
+            f"Write:  shardwise sample {run}",
+        )
+        print(*told, sep="\n", file=OUT, flush=True)
+    return signals.leave(result)
 
-    Raises:
-      ValueError: a token that the vocabulary lacks, and what `run.train` raises.
-    """
+
+def train(settings: Settings) -> Result:
+    """Train the decoder; see `shardwise.run.train`."""
     config = config_of(settings)
     if (most := vocabulary(settings.data)) > config.vocab:
         raise ValueError(
@@ -42,10 +61,14 @@ def train(settings: Settings) -> Result:
     loss = model.loss
     if config.experts:  # balanced over each row: one function, whatever the microbatches
         loss = functools.partial(model.routed_loss, over="rows")
-    options: dict[str, Any] = {}
-    if settings.data.tokens is None and settings.evaluation.sample:
-        options["sample"] = functools.partial(_sample, config, settings)
-    return train_loop(
+
+    def written(params):
+        key = state.stream(jax.random.key(settings.seed), "samples")
+        params = jax.tree.map(jnp.asarray, params)
+        return write(config, params, PROMPT, settings.evaluation.sample, key)
+
+    is_text = settings.data.tokens is None
+    return training.train(
         settings,
         create=functools.partial(_create, config),
         loss=functools.partial(loss, graphdef=_graphdef(config)),
@@ -54,7 +77,7 @@ def train(settings: Settings) -> Result:
         has_aux=bool(config.experts),
         facts={"data": fingerprint(settings.data), "program": "shardwise train"},
         flops=plan.model_flops(config, settings.batch, settings.sequence),
-        **options,
+        sample=written if is_text and settings.evaluation.sample else None,
     )
 
 
@@ -74,23 +97,12 @@ def _graphdef(config):
     return nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
 
 
-def _sample(config, settings, params):
-    params = jax.tree.map(jnp.asarray, params)
-    key = state.stream(jax.random.key(settings.seed), "samples")
-    return write(config, params, PROMPT, settings.evaluation.sample, key)
-
-
 def documents(source: Data, split: str = "train") -> tuple[np.ndarray, ...]:
-    """The documents of a split: nine files in ten train; of one alone, the first nine tenths.
-
-    Raises:
-      ValueError: both text and tokens; an array that is none of token numbers.
-      FileNotFoundError: nothing there.
-    """
+    """The documents of a split: nine files in ten train; of one alone, the first nine tenths."""
     if source.text is not None and source.tokens is not None:
         raise ValueError("run: give data.text or data.tokens, and not both.")
     if source.tokens is not None:
-        return (_tokens(source.tokens, split),)
+        return (_share(_tokens(source.tokens), split),)
     return data.corpus(split) if source.text is None else _files(source.text, split)
 
 
@@ -104,7 +116,7 @@ def fingerprint(source: Data) -> int:
     """A checksum of what a run is trained on, so that it does not go on with other data."""
     if source.tokens is None:
         return data.checksum(documents(source))
-    array = np.load(source.tokens, mmap_mode="r")
+    array = _tokens(source.tokens)
     ends = np.concatenate([array[: 2**18], array[-(2**18) :]])
     return zlib.crc32(np.ascontiguousarray(ends).tobytes(), array.size % 2**32)
 
@@ -113,11 +125,11 @@ def vocabulary(source: Data) -> int:
     """The size of the vocabulary: one more than the largest token."""
     if source.tokens is None:
         return data.VOCAB
-    array = np.load(source.tokens, mmap_mode="r")
+    array = _tokens(source.tokens)
     return 1 + max(int(array[i : i + 2**24].max()) for i in range(0, array.size, 2**24))
 
 
-def _tokens(file, split):
+def _tokens(file):
     if not Path(file).is_file():
         raise FileNotFoundError(f"run: no file {file}; data.tokens names a .npy of token numbers.")
     array = np.load(file, mmap_mode="r")
@@ -126,7 +138,7 @@ def _tokens(file, split):
             f"run: {file} is {array.dtype}{list(array.shape)}; expected token numbers in one "
             f"dimension, 20 at least."
         )
-    return _share(array, split)
+    return array
 
 
 def _files(text, split):
@@ -160,7 +172,7 @@ def sample(
     mean: bool = False,
     step: int | None = None,
     devices: int = 1,
-) -> str:
+) -> None:
     """Write text from a run's checkpoint.
 
     Args:
@@ -191,7 +203,7 @@ def sample(
     config = config_of(settings)
     params = _restored(folder, config, settings, mean, step)
     key = state.stream(jax.random.key(seed), "samples")
-    return write(config, params, prompt, tokens, key, temperature)
+    print(write(config, params, prompt, tokens, key, temperature))
 
 
 def _restored(folder, config, settings, mean, step):
@@ -216,9 +228,6 @@ def write(
 
     `params` is a `Decoder`'s state, laid out in any way that a compiler can read; a temperature of
     0 takes the likeliest.
-
-    Raises:
-      ValueError: an empty prompt, or one with bytes outside the vocabulary.
     """
     given = prompt.encode()
     if not given or max(given) >= config.vocab:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
 from typing import Annotated
 
 import jax
@@ -13,44 +12,33 @@ from shardwise import doctor, mesh, processes
 from shardwise.run.settings import Processes
 
 
-def main(argv: Sequence[str]) -> int:
-    """Try the devices; the exit status is 1 when something is wrong."""
+def examine(
+    system: Annotated[Processes, tyro.conf.arg(name="processes")],
+    axes: Annotated[str, tyro.conf.arg(name="mesh")] = "fsdp=-1",
+    devices: int = 8,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
+) -> int:
+    """Try collectives, gradients, donation and random draws on the devices of a run.
 
-    def arguments(
-        system: Annotated[Processes, tyro.conf.arg(name="processes")],
-        axes: Annotated[str, tyro.conf.arg(name="mesh")] = "fsdp=-1",
-        devices: int = 8,
-        as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
-    ) -> int:
-        """Try collectives, gradients, donation and random draws on the devices of a run.
-
-        Args:
-          system: the processes, as of `shardwise train`.
-          axes: names and sizes of mesh axes, as data=2,fsdp=4; one size may be -1.
-          devices: simulated, where there are fewer real ones; of all processes together.
-          as_json: print JSON on stdout, and nothing else there.
-        """
-        sizes = _sizes(axes)
-        told = system.address, system.count, system.index
-        processes.join(*told, devices=devices, heartbeat=system.heartbeat)
-        tried = mesh.make(**sizes)
-        found = doctor.examine(tried)
-        if jax.process_index() == 0:
-            print(_examined(tried, found, as_json), flush=True)
-        processes.leave()
-        return 0 if all(each.ok for each in found) else 1
-
-    return tyro.cli(arguments, prog="shardwise doctor", args=list(argv))
-
-
-def _sizes(axes):
-    """The {axis: size} of words such as data=2,fsdp=4."""
+    Args:
+      system: the processes, as of `shardwise train`.
+      axes: names and sizes of mesh axes, as data=2,fsdp=4; one size may be -1.
+      devices: simulated, where there are fewer real ones; of all processes together.
+      as_json: print JSON on stdout, and nothing else there.
+    """
     parts = [part.partition("=") for part in axes.split(",")]
     sizes = {name: size for name, _, size in parts}
     well = all(re.fullmatch(r"[^\W\d]\w*=-?\d+", "".join(part)) for part in parts)
     if not well or len(sizes) < len(parts):
         raise ValueError(f"doctor: --mesh {axes}: expected names and sizes, such as data=2,fsdp=4.")
-    return {name: int(size) for name, size in sizes.items()}
+    told = system.address, system.count, system.index
+    processes.join(*told, devices=devices, heartbeat=system.heartbeat)
+    tried = mesh.make(**{name: int(size) for name, size in sizes.items()})
+    found = doctor.examine(tried)
+    if jax.process_index() == 0:
+        print(_examined(tried, found, as_json), flush=True)
+    processes.leave()
+    return int(not all(each.ok for each in found))
 
 
 def _examined(tried, found, as_json):

@@ -1,4 +1,9 @@
-"""The batches of a run: a step decides which rows it has; each process reads some of them."""
+"""The batches of a run: rows of a dataset, or whole batches of an iterator.
+
+Both kinds have `go(first, last)`, the batches of these steps, each laid over the devices; `whole`,
+a recent step's batch as NumPy arrays, and `shapes`, those of a batch; a `fingerprint` of the rows;
+and `state`, the position after a step, for `restore`.
+"""
 
 import zlib
 from collections.abc import Iterator
@@ -28,34 +33,29 @@ class Feed:
         self._mine = _local_rows(self._sharding, batch)
 
     def whole(self, step: int) -> Any:
-        """The batch of a step, all of its rows, as NumPy arrays."""
         return self._read(step, range(self._batch))
 
     def shapes(self) -> Any:
-        """The shapes and dtypes of a batch."""
-        one = self._dataset[0]
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((self._batch, *np.shape(x)), np.asarray(x).dtype), one
-        )
+        rows = jax.tree.map(np.asarray, self._dataset[0])
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self._batch, *x.shape), x.dtype), rows)
 
     def fingerprint(self) -> int:
-        """A checksum of the first rows, which another order of rows has not."""
         found = 0
         for x in jax.tree.leaves(self._read(1, range(4))):
             found = zlib.crc32(np.ascontiguousarray(x).tobytes(), found)
         return found
 
     def go(self, first: int, last: int) -> Iterator[Any]:
-        """The batches of these steps, each laid over the devices; read ahead of their use."""
         steps = grain.MapDataset.range(first, last + 1)
         read = steps.map(lambda step: self._read(int(step), self._mine)).to_iter_dataset(_READ)
-        return map(self._place, iter(read))
+        first_row = self._mine[0]
+        return (_placed(x, first_row, self._batch, self._sharding) for x in read)
 
     def state(self, step: int) -> None:
-        """None: there is no position to save, since a step decides its rows."""
+        return None
 
     def restore(self, state: None) -> None:
-        """Nothing: see `state`."""
+        pass
 
     def _read(self, step, rows):
         start = (step - 1) * self._batch
@@ -68,15 +68,9 @@ class Feed:
             )
         return jax.tree.map(lambda *each: np.stack(each), *found)
 
-    def _place(self, local):
-        return place(local, self._mine[0], self._batch, self._sharding)
-
 
 class Stream:
-    """Whole batches from an iterator that knows its position (`get_state`, `set_state`).
-
-    Every process reads all of each batch.
-    """
+    """Whole batches from an iterator that knows its position; every process reads all of each."""
 
     def __init__(self, batches: Any, batch: int, layout: Layout):
         self._batches = iter(batches)
@@ -100,32 +94,27 @@ class Stream:
             )
 
     def whole(self, step: int) -> Any:
-        """The batch of one of the last steps."""
         return self._recent[step]
 
     def shapes(self) -> Any:
-        """The shapes and dtypes of a batch."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._peeked)
 
     def fingerprint(self) -> None:
-        """None: what has been read does not come again."""
+        return None  # what has been read does not come again
 
     def go(self, first: int, last: int) -> Iterator[Any]:
-        """The batches of these steps, laid over the devices."""
         for step in range(first, last + 1):
             self._after.setdefault(step - 1, self._batches.get_state())
             batch = next(self._batches)
             self._recent[step], self._after[step] = batch, self._batches.get_state()
             for old in (self._recent, self._after):  # a bad step is known a step later
                 old.pop(step - 4, None)
-            yield place(batch, 0, self._batch, self._sharding)
+            yield _placed(batch, 0, self._batch, self._sharding)
 
     def state(self, step: int) -> Any:
-        """The position after the batch of one of the last steps."""
         return self._after[step]
 
     def restore(self, state: Any) -> None:
-        """Go on from a position."""
         self._batches.set_state(state)
 
 
@@ -162,7 +151,7 @@ def _local_rows(sharding, batch):
     return range(min(start for start, _ in bounds), max(stop for _, stop in bounds))
 
 
-def place(local: Any, first: int, batch: int, sharding: NamedSharding) -> Any:
+def _placed(local, first, batch, sharding):
     """The global arrays of a batch, of which `local` has the rows from `first` on."""
 
     def one(x):

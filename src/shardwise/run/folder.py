@@ -31,10 +31,10 @@ class Folder:
         self.metrics = self.path / "metrics.jsonl"
         self.evaluations = self.path / "evaluations.jsonl"
         self.hashes = self.path / "hashes.jsonl"
+        self.lines = self.metrics, self.evaluations, self.hashes
         self.checkpoints = self.path / "checkpoints"
         folders = [self.path, *(self.path / x for x in ("checkpoints", "processes", "batches"))]
-        files = self.path / "settings.json", self.metrics, self.evaluations, self.hashes
-        for place in (*folders, *files):
+        for place in (*folders, self.path / "settings.json", *self.lines):
             if place.exists() and place.is_dir() != (place in folders):
                 found, wanted = ("a file", "a folder")[:: 1 if place in folders else -1]
                 raise ValueError(
@@ -43,11 +43,7 @@ class Folder:
                 )
 
     def settings(self) -> dict[str, Any] | None:
-        """The settings as `settings.flat` gave them when the run last started, or None.
-
-        Raises:
-          ValueError: the file is none of ours.
-        """
+        """The settings as `settings.flat` gave them when the run last started, or None."""
         file = self.path / "settings.json"
         if not file.exists():
             return None

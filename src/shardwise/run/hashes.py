@@ -1,7 +1,6 @@
 """Hashes of a run's arrays, and the command `shardwise diff`: at which step two runs part."""
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,8 +32,14 @@ def line(step: int, loss: float, tree: Any) -> dict[str, Any]:
     return dict(step=step, loss=loss, chip=chip, jaxlib=release, arrays=hashes(tree))
 
 
-def difference(one: Path, other: Path) -> tuple[bool, str]:
-    """(whether the hashes of two run folders differ, where in words).
+def diff(
+    one: Annotated[Path, tyro.conf.Positional], other: Annotated[Path, tyro.conf.Positional]
+) -> int:
+    """Tell at which step, and in which arrays, two runs with --hash-every part; then exit with 1.
+
+    Args:
+      one: a run folder.
+      other: another one.
 
     Raises:
       ValueError: no such folder; no hashes of the same step.
@@ -51,40 +56,20 @@ def difference(one: Path, other: Path) -> tuple[bool, str]:
         )
     first = next((s for s in steps if ours[s]["arrays"] != theirs[s]["arrays"]), None)
     a, b = (each[steps[-1] if first is None else first] for each in (ours, theirs))
-    told = [
-        f"One ran with {name} {a[name]}, the other with {b[name]}: equality is not promised."
-        for name in ("chip", "jaxlib")
-        if a[name] != b[name]
-    ]
     if first is None:
-        told.insert(0, f"{len(a['arrays'])} arrays are equal in steps {_listed(steps)}.")
-        return False, "\n".join(told)
-    paths = [p for p in {**a["arrays"], **b["arrays"]} if a["arrays"].get(p) != b["arrays"].get(p)]
-    more = f", and {len(paths) - 8} more" if len(paths) > 8 else ""
-    before = [step for step in steps if step < first]
-    equal = f"equal in steps {_listed(before)}" if before else "the first that both recorded"
-    told.insert(0, f"They part by step {first}, {equal}: {', '.join(paths[:8])}{more}.")
-    return True, "\n".join(told)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Compare two runs; the exit status is 1 where they part."""
-
-    def arguments(
-        one: Annotated[Path, tyro.conf.Positional],
-        other: Annotated[Path, tyro.conf.Positional],
-    ) -> int:
-        """Tell at which step, and in which arrays, two runs with --hash-every part.
-
-        Args:
-          one: a run folder.
-          other: another one.
-        """
-        differ, told = difference(one, other)
-        print(told)
-        return int(differ)
-
-    return tyro.cli(arguments, prog="shardwise diff", args=list(argv))
+        print(f"{len(a['arrays'])} arrays are equal in steps {_listed(steps)}.")
+    else:
+        paths = {**a["arrays"], **b["arrays"]}
+        paths = [path for path in paths if a["arrays"].get(path) != b["arrays"].get(path)]
+        more = f", and {len(paths) - 8} more" if len(paths) > 8 else ""
+        before = [step for step in steps if step < first]
+        equal = f"equal in steps {_listed(before)}" if before else "the first that both recorded"
+        print(f"They part by step {first}, {equal}: {', '.join(paths[:8])}{more}.")
+    for name in ("chip", "jaxlib"):
+        if a[name] != b[name]:
+            told = f"One ran with {name} {a[name]}, the other with {b[name]}"
+            print(f"{told}: equality is not promised.")
+    return int(first is not None)
 
 
 def _digest(x):

@@ -34,9 +34,18 @@ def read(file: Path) -> list[dict[str, Any]]:
     """
     if not file.exists():
         return []
-    *lines, last = file.read_bytes().split(b"\n")
-    found = [_parsed(file, number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    return found + [line for line in [_line(last)] if line is not None]
+    found, texts = [], file.read_bytes().split(b"\n")
+    for number, text in enumerate(texts, 1):
+        line = _line(text)
+        if line is not None:
+            found.append(line)
+        elif text.strip() and number < len(texts):
+            raise ValueError(
+                f"run: line {number} of {file} is damaged: {text[:60]!r}; expected an object with "
+                f"a whole number as its step, and a loss. The checkpoints are not touched by "
+                f"this: take the line out, or move the file away, and go on."
+            )
+    return found
 
 
 def missing(file: Path, last: int) -> list[tuple[int, int]]:
@@ -46,17 +55,6 @@ def missing(file: Path, last: int) -> list[tuple[int, int]]:
     starts = [step for step in absent if step - 1 in steps or step == 1]
     ends = [step for step in absent if step + 1 in steps or step == last]
     return list(zip(starts, ends, strict=True))
-
-
-def _parsed(file, number, text):
-    line = _line(text)
-    if line is None:
-        raise ValueError(
-            f"run: line {number} of {file} is damaged: {text[:60]!r}; expected an object with a "
-            f"whole number as its step, and a loss. The checkpoints are not touched by this: take "
-            f"the line out, or move the file away, and go on."
-        )
-    return line
 
 
 def _line(text):
@@ -80,11 +78,11 @@ def _finite(x):
     return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
-def plot(folder: Folder) -> Path | None:
-    """Draw metrics.png and metrics.svg; None where matplotlib is not installed, or no step done."""
+def plot(folder: Folder) -> None:
+    """Draw metrics.png and metrics.svg, where matplotlib is installed, of what is done."""
     lines = [x for x in read(folder.metrics) if isinstance(x["loss"], float)]
     if not lines or importlib.util.find_spec("matplotlib") is None:
-        return None
+        return
     from matplotlib.figure import Figure
 
     held_out = [x for x in read(folder.evaluations) if isinstance(x["loss"], float)]
@@ -105,4 +103,3 @@ def plot(folder: Folder) -> Path | None:
     speed.set(xlabel="step", ylabel=f"{what}/s", ylim=(0, None))
     for kind in ("png", "svg"):
         figure.savefig(folder.path / f"metrics.{kind}", dpi=150)
-    return folder.path / "metrics.png"

@@ -1,6 +1,6 @@
-"""The notes that each process leaves in the run folder of what it does; a watchdog that reads them.
+"""The notes that each process leaves in the run folder of what it does, by which it is watched.
 
-Others read them from outside: a launcher judges by them who hangs.
+A launcher judges by them from outside who hangs.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from pathlib import Path
 from shardwise.run.folder import write
 
 STUCK = 70  # the exit status of a process that its watchdog ended
-_WATCHED = ("reading", "stepping")
+WATCHED = ("reading", "stepping")  # what takes about as long each time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,17 +35,50 @@ class Note:
 
 
 class Notes:
-    """The notes of this process, in a file of its own; `last` is the newest."""
+    """The notes of this process, in a file of its own; `last` is the newest.
 
-    def __init__(self, folder: Path, index: int):
+    In their context, a thread ends a process that makes no progress: that reads or steps, from the
+    second step on, for `hang` seconds and three times the longest step so far. Compiling,
+    evaluating and saving take what they take.
+    """
+
+    def __init__(self, folder: Path, index: int, hang: float):
         self._file = folder / "processes" / f"{index}.json"
+        self._hang, self._longest, self._since = hang, 0.0, None
+        self._over = threading.Event()
         self.last = Note(index, os.getpid(), socket.gethostname())
         self.say("starting")
 
+    def __enter__(self):
+        threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
+        return self
+
+    def __exit__(self, *_):
+        self._over.set()
+
     def say(self, doing: str, **changes: int | str) -> None:
-        """Note what the process is doing, and what changed: `step`, or the `line` of a step."""
+        """Note what the process is doing, and what changed: `step`, or the `line` of one done."""
+        now = time.monotonic()
+        if doing not in WATCHED:
+            self._since = None
+        elif self._since is None:
+            self._since = now if self.last.line else None
+        elif "line" in changes:
+            self._longest, self._since = max(self._longest, now - self._since), now
         self.last = dataclasses.replace(self.last, doing=doing, time=time.time(), **changes)
         write(self._file, json.dumps(dataclasses.asdict(self.last)) + "\n")
+
+    def _watch(self):
+        while not self._over.wait(0.5):
+            since, note = self._since, self.last
+            waited = 0.0 if since is None else time.monotonic() - since
+            if waited > self._hang + 3 * self._longest:
+                message = (
+                    f"run: process {note.process} has made no progress for {waited:.0f} s, at "
+                    f"{note.told()}: ending it.\n"
+                )
+                os.write(2, message.encode())
+                os._exit(STUCK)
 
 
 def read(folder: Path) -> dict[int, Note]:
@@ -63,46 +96,3 @@ def read(folder: Path) -> dict[int, Note]:
             raise ValueError(f"{file} is no note of a process ({error!r})") from None
         found[note.process] = note
     return found
-
-
-class Watchdog:
-    """A thread that ends this process when it makes no progress; a context manager.
-
-    Only reading and stepping are watched, from the second step on: compiling, evaluating and saving
-    take what they take. The limit is `seconds` and three times the longest step so far.
-    """
-
-    def __init__(self, notes: Notes, seconds: float):
-        self._notes, self._seconds = notes, seconds
-        self._longest, self._last = 0.0, None
-        self._over = threading.Event()
-
-    def __enter__(self):
-        threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
-        return self
-
-    def __exit__(self, *_):
-        self._over.set()
-
-    def done(self) -> None:
-        """Note that a step is done."""
-        now = time.monotonic()
-        if self._last is not None:
-            self._longest = max(self._longest, now - self._last)
-        self._last = now
-
-    def pause(self) -> None:
-        """Stop watching until the next `done`: what comes now is no step."""
-        self._last = None
-
-    def _watch(self):
-        while not self._over.wait(0.5):
-            last, note = self._last, self._notes.last
-            waited = 0.0 if last is None else time.monotonic() - last
-            if note.doing in _WATCHED and waited > self._seconds + 3 * self._longest:
-                message = (
-                    f"run: process {note.process} has made no progress for {waited:.0f} s, at "
-                    f"{note.told()}: ending it.\n"
-                )
-                os.write(2, message.encode())
-                os._exit(STUCK)

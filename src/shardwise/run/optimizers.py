@@ -38,7 +38,9 @@ def averaged(tx: Any, decay: float) -> optax.GradientTransformation:
     """
 
     def init(params):
-        sums = jax.tree.map(lambda p: jnp.zeros(p.shape, wide(p.dtype)), params)
+        sums = jax.tree.map(
+            lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params
+        )
         return Averaged(jnp.zeros((), jnp.int32), sums, tx.init(params))
 
     def update(grads, state, params=None, **extra):
@@ -50,11 +52,6 @@ def averaged(tx: Any, decay: float) -> optax.GradientTransformation:
         return updates, Averaged(state.count + 1, sums, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def wide(dtype: Any) -> Any:
-    """The dtype in which the sum of parameters of a dtype is held."""
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def correction(decay: float, count: Any) -> Any:

@@ -101,42 +101,39 @@ def _with_waiting(op: Op, waits: list[tuple[float, float]]) -> Op:
     return op._replace(collective=collective, waiting=waiting)
 
 
-def main_program(ops: Iterable[Op]) -> str:
-    """The name of the program of a run's steps; in another trace, of that which took most time."""
-    total: dict[str, float] = collections.defaultdict(float)
-    for op in ops:
-        total[op.program] += op.stop - op.start
-    return STEP if STEP in total else max(total, key=lambda name: total[name])
-
-
 def compilations(ops: Iterable[Op]) -> dict[str, int]:
     """{program: number of its versions that ran}: one, where shapes and settings stay the same."""
     found = {(op.program, op.compiled) for op in ops}
     return dict(collections.Counter(program for program, _ in found))
 
 
-def runs(ops: list[Op], program: str | None = None) -> list[list[Op]]:
-    """The operations of each run of a program, by default the main one, in the order of starts."""
-    program = program or main_program(ops)
-    found: dict[int, list[Op]] = collections.defaultdict(list)
+def runs(ops: Iterable[Op]) -> list[list[Op]]:
+    """The operations of each step, in the order of starts.
+
+    In another trace than a run's, those of each run of the program that took most time.
+    """
+    total: dict[str, float] = collections.defaultdict(float)
+    found: dict[tuple[str, int], list[Op]] = collections.defaultdict(list)
     for op in ops:
-        if op.program == program:
-            found[op.run].append(op)
-    return sorted(found.values(), key=lambda run: min(op.start for op in run))
+        total[op.program] += op.stop - op.start
+        found[op.program, op.run].append(op)
+    main = STEP if STEP in total else max(total, key=lambda name: total[name])
+    steps = (each for (program, _), each in found.items() if program == main)
+    return sorted(steps, key=lambda run: min(op.start for op in run))
 
 
-def gaps(ops: list[Op], program: str | None = None) -> list[float]:
-    """The seconds from the end of each run of a program, on all devices, to the next start."""
-    pairs = itertools.pairwise(runs(ops, program))
+def gaps(ops: Iterable[Op]) -> list[float]:
+    """The seconds from the end of each step, on all devices, to the next start."""
+    pairs = itertools.pairwise(runs(ops))
     ends = ((max(op.stop for op in run), min(op.start for op in after)) for run, after in pairs)
     return [(start - stop) / 1e9 for stop, start in ends]
 
 
-def times(ops: list[Op], program: str | None = None) -> dict[tuple[int, int], Times]:
-    """{(run, device): Times} of a program, by default the main one; runs count from 0."""
+def times(ops: Iterable[Op]) -> dict[tuple[int, int], Times]:
+    """{(step, device): Times}; steps count from 0."""
     return {
         (number, device): _times([op for op in run if op.device == device])
-        for number, run in enumerate(runs(ops, program))
+        for number, run in enumerate(runs(ops))
         for device in sorted({op.device for op in run})
     }
 
@@ -167,13 +164,13 @@ def table(found: dict[tuple[int, int], Times]) -> str:
     return "\n".join(lines)
 
 
-def draw(ops: list[Op], file: Path, step: int = 0) -> Path | None:
-    """A picture of one run of the main program, a lane a device; None without matplotlib."""
+def draw(ops: Iterable[Op], file: Path) -> Path | None:
+    """A picture of the first step, a lane a device; None without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return None
     from matplotlib.figure import Figure
 
-    chosen = runs(ops)[step]
+    chosen = runs(ops)[0]
     zero, devices = min(op.start for op in chosen), sorted({op.device for op in chosen})
     figure = Figure(figsize=(9, 0.4 * len(devices) + 1.2), layout="constrained")
     axes = figure.subplots()

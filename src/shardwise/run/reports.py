@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -83,11 +84,14 @@ class Report:
         before = [line for line in read(folder.metrics) if line["step"] < first]
         self._skipped = sum(bool(line.get("bad")) for line in before)
         self._since, self._said = time.perf_counter(), -math.inf
-        self._main = jax.process_index() == 0
-        self._progress = self._bar(first) if self._main and OUT.isatty() else None
-        self._events = self._writer() if self._main and settings.tensorboard else None
-        files = (folder.metrics, folder.evaluations, folder.hashes) if self._main else ()
-        self._files = [Lines(file, first) for file in files]
+        self._main, self._open = jax.process_index() == 0, contextlib.ExitStack()
+        self._files, self._progress, self._events = {}, None, None
+        if self._main:
+            self._progress = self._bar(first) if OUT.isatty() else None
+            self._events = self._writer() if settings.tensorboard else None
+            for file in folder.lines:
+                lines = contextlib.closing(Lines(file, first))
+                self._files[file] = self._open.enter_context(lines)
 
     def _bar(self, first):
         from rich.console import Console
@@ -95,7 +99,7 @@ class Report:
 
         columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
         progress = Progress(*columns, console=Console(file=OUT))
-        progress.start()
+        self._open.enter_context(progress)
         self._task = progress.add_task("", total=self._settings.steps, completed=first - 1)
         return progress
 
@@ -106,7 +110,8 @@ class Report:
             raise ImportError(
                 "run: --tensorboard needs tensorboardX: pip install 'shardwise[tensorboard]'"
             ) from None
-        return SummaryWriter(str(self._folder.path / "events"))
+        events = SummaryWriter(str(self._folder.path / "events"))
+        return self._open.enter_context(contextlib.closing(events))
 
     def line(self, step: int, record: dict[str, Any], bad: bool) -> dict[str, Any]:
         """The line of a step in the metrics; its seconds are those since the line before."""
@@ -128,8 +133,7 @@ class Report:
     def say(self, line: dict[str, Any]) -> str:
         """Write a step and show it, outside of a terminal only now and then; return its text."""
         step, steps = line["step"], self._settings.steps
-        if self._main:
-            self._files[0].add(line)
+        self.add(self._folder.metrics, line)
         text = (
             f"step {step:,} of {steps:,}  loss {line['loss']:.4f}  "
             f"{line[f'{self._unit}_per_second']:,.0f} {self._unit}/s"
@@ -157,22 +161,21 @@ class Report:
         elif self._main:
             print(text, file=OUT, flush=True)
 
+    def add(self, file: Path, line: dict[str, Any]) -> None:
+        """Write a line to one of the folder's files."""
+        if self._main:
+            self._files[file].add(line)
+
     def evaluated(self, step: int, loss: float, mean: float | None = None, text: str = "") -> None:
-        """Show an evaluation."""
+        """Write an evaluation and show it."""
         told = "" if mean is None else f", of the mean of the parameters {mean:.4f}"
         self.print(f"step {step:,}  held-out loss {loss:.4f}{told}")
         if text:
             self.print(f"  wrote: {text!r}")
-        if self._main:
-            means = {} if mean is None else {"loss_of_mean": mean}
-            self._files[1].add({"step": step, "loss": loss, **means, "sample": text})
+        means = {} if mean is None else {"loss_of_mean": mean}
+        self.add(self._folder.evaluations, {"step": step, "loss": loss, **means, "sample": text})
         if self._events is not None:
             self._events.add_scalar("held_out_loss", loss, step)
-
-    def hashed(self, line: dict[str, Any]) -> None:
-        """Write the hashes of a step."""
-        if self._main:
-            self._files[2].add(line)
 
     def finish(self, step: int, stopped: bool) -> None:
         """Say how the run ended, and draw it."""
@@ -183,7 +186,4 @@ class Report:
 
     def close(self) -> None:
         """Close what was opened."""
-        if self._progress is not None:
-            self._progress.stop()
-        for each in [*self._files, *([] if self._events is None else [self._events])]:
-            each.close()
+        self._open.close()

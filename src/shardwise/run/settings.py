@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from flax import traverse_util
 
 from shardwise import context, layouts, mesh
 from shardwise.layouts.catalogue import ORDER
@@ -68,14 +69,14 @@ class Roles:
         Raises:
           ValueError: sizes that do not fit the devices, no such policy, what `Layout` raises.
         """
-        count = len(mesh.devices())
-        sizes = {role: getattr(self, role) for role in ORDER}
-        free = [role for role, size in sizes.items() if size == -1]
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        sizes = {role: options.pop(role) for role in ORDER}
+        count, free = len(mesh.devices()), list(sizes.values()).count(-1)
         known = math.prod(size for size in sizes.values() if size != -1)
         told = " × ".join(f"{role} {size}" for role, size in sizes.items() if size != 1) or "1"
         # The command simulates devices, and a program of one's own may forget to.
         more = " Simulate more by mesh.simulate(8), before anything runs." if count == 1 else ""
-        if min(sizes.values()) < -1 or 0 in sizes.values() or len(free) > 1 or count % known:
+        if min(sizes.values()) < -1 or 0 in sizes.values() or free > 1 or count % known:
             raise ValueError(
                 f"run: the layout {told} does not fit {count} devices: sizes are positive, one at "
                 f"most is -1, and the others multiply to a divisor of {count}.{more}"
@@ -89,13 +90,12 @@ class Roles:
             raise ValueError(f"run: remat={self.remat!r}; expected one of {', '.join(POLICIES)}.")
         sizes = {role: count // known if size == -1 else size for role, size in sizes.items()}
         taken = {role: size for role, size in sizes.items() if size > 1} or {"data": 1}
-        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        options = {name: x for name, x in options.items() if name not in ORDER}
+        options |= dict(zip(taken, taken, strict=True))
         options["remat"] = POLICIES.get(self.remat)
         options["kernel"] = {"tiles": context.tiled, "splash": context.splash()}.get(self.kernel)
         for name in ("dtype", "reduce_dtype"):
             options[name] = options[name] and jnp.dtype(options[name])
-        return layouts.Layout(mesh.make(**taken), **{role: role for role in taken}, **options)
+        return layouts.Layout(mesh.make(**taken), **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,38 +232,19 @@ def _registry():
     return registry
 
 
-def flat(settings: Any) -> dict[str, Any]:
+def flat(settings: Settings) -> dict[str, Any]:
     """{"layout.fsdp": value, ...}: every setting, as JSON has it."""
-    found = {}
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if dataclasses.is_dataclass(value):
-            found |= {f"{field.name}.{name}": x for name, x in flat(value).items()}
-        else:
-            found[field.name] = _plain(value)
-    return found
+    values = traverse_util.flatten_dict(dataclasses.asdict(settings), sep=".")
+    return {name: _plain(value) for name, value in values.items()}
 
 
-def from_flat(values: dict[str, Any], default: Any = None) -> Any:
-    """The settings of which `flat` made these values; `default` has what they lack.
-
-    Raises:
-      ValueError: values of other types.
-    """
-    default, given = Settings() if default is None else default, {}
-    for field in dataclasses.fields(default):
-        was = getattr(default, field.name)
-        if dataclasses.is_dataclass(was):
-            start = f"{field.name}."
-            within = {n.removeprefix(start): x for n, x in values.items() if n.startswith(start)}
-            given[field.name] = from_flat(within, was)
-        elif field.name in values:
-            given[field.name] = _parsed(field.name, values[field.name], was)
+def from_flat(values: dict[str, Any], default: Settings | None = None) -> Settings:
+    """The settings of which `flat` made these values; `default` has what they lack."""
     try:
-        return dataclasses.replace(default, **given)
+        return _parsed("", traverse_util.unflatten_dict(values, sep="."), default or Settings())
     except TypeError as error:
         raise ValueError(
-            f"run: saved settings are not of their types ({error}): {given}. Mend settings.json "
+            f"run: saved settings are not of their types ({error}): {values}. Mend settings.json "
             f"in the run folder."
         ) from None
 
@@ -278,6 +259,10 @@ def _plain(value):
 
 
 def _parsed(name, value, default):
+    if dataclasses.is_dataclass(default):
+        held = {field.name: getattr(default, field.name) for field in dataclasses.fields(default)}
+        given = {n: _parsed(n, value[n], x) for n, x in held.items() if n in value}
+        return dataclasses.replace(default, **given)
     if name in ("run", "tokens") and value is not None:
         return Path(value)
     if isinstance(default, np.dtype | type):

@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from shardwise import processes as system
@@ -21,10 +21,17 @@ ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 ASKED += (signal.SIGUSR1, signal.SIGUSR2)
 
 
-def wanted() -> list[int]:
-    """The signals to handle: all but SIGHUP where it is ignored, as nohup wishes."""
-    kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [number for number in ASKED if not (kept and number == signal.SIGHUP)]
+def handled(handler: Callable[[int, FrameType | None], None]) -> contextlib.ExitStack:
+    """Let `handler` hear these signals until the end of the context, where this thread can.
+
+    SIGHUP stays ignored where it is, as nohup wishes.
+    """
+    ends = contextlib.ExitStack()
+    kept = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
+    if threading.current_thread() is threading.main_thread():
+        for number in (n for n in ASKED if n not in kept):
+            ends.callback(signal.signal, number, signal.signal(number, handler))
+    return ends
 
 
 def is_repeated(number: int) -> bool:
@@ -43,24 +50,21 @@ class Stop:
 
     def __init__(self):
         self.signal: int | None = None
-        self._old = {}
+        self._begun = contextlib.ExitStack()
 
     def begin(self) -> "Stop":
-        """Handle signals, where this is the main thread: no other can."""
         if threading.current_thread() is threading.main_thread():
-            self._read, self._write = os.pipe()
-            os.set_blocking(self._write, False)
-            self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            self._old = {number: signal.signal(number, self._first) for number in wanted()}
+            self._read, write = os.pipe()
+            self._begun.callback(os.close, write)  # the thread reads the end
+            os.set_blocking(write, False)
+            before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+            self._begun.callback(signal.set_wakeup_fd, before)
+            self._begun.enter_context(handled(self._first))
             threading.Thread(target=self._count, daemon=True, name="signals").start()
         return self
 
     def end(self) -> None:
-        if self._old:
-            for number, handler in self._old.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(self._wakeup)
-            os.close(self._write)  # the thread reads the end
+        self._begun.close()
 
     def _first(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
@@ -101,14 +105,12 @@ def join(processes: Processes | None = None, devices: int = 8) -> None:
     first step, while data are read or programs compiled, is heard when that is done.
     """
     told = processes or Processes()
-    stop = None if standing() else Stop().begin()
-    try:
+    with contextlib.ExitStack() as on_failure:
+        if standing() is None:
+            on_failure.callback(Stop().begin().end)
         given = told.address, told.count, told.index
         system.join(*given, devices=devices, heartbeat=told.heartbeat)
-    except BaseException:
-        if stop is not None:
-            stop.end()
-        raise
+        on_failure.pop_all()
 
 
 def leave(result: Result | None = None) -> int:

@@ -6,8 +6,9 @@ resume changes them.
 
 import dataclasses
 import inspect
+import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import checkpoint, layouts, objective, topology
-from shardwise.layouts import Layout
+from shardwise import checkpoint, layouts, objective
+from shardwise.checkpoint.directory import Lock
+from shardwise.layouts import Layout, first_call
+from shardwise.processes import system
+from shardwise.run import metrics
 from shardwise.run.folder import Folder
-from shardwise.run.optimizers import correction
+from shardwise.run.optimizers import correction, released
+from shardwise.run.settings import Settings, check_resumable, flat
 
+OWN = "processes.index"  # what each process has for itself
 # What a line of the metrics says itself.
 RESERVED = frozenset(
     """bad bytes gradient_norm learning_rate loss mfu norm rows rows_per_second seconds step stop
@@ -88,6 +94,22 @@ def abstract(layout: Layout, make: Callable, tx: Any, seed: int) -> tuple:
     )
 
 
+def begun(
+    layout: Layout, make: Callable, tx: Any, seed: int, folder: Folder, step: int | None
+) -> tuple:
+    """((params, opt_state), their shapes with shardings): made, or restored where a step is saved.
+
+    Of a run that goes on nothing is made first: no two states are held.
+    """
+    if step is None:
+        made = create(layout, make, tx, seed)
+        return made, made
+    like = abstract(layout, make, tx, seed)
+    items = dict(zip(("params", "opt_state"), like, strict=True))
+    found = checkpoint.restore(folder.checkpoints, items, step)
+    return (found["params"], released(found["opt_state"])), like
+
+
 def mean(params: Any, opt_state: Any, decay: float) -> Any:
     """The mean of the parameters that `averaged` keeps in the state, corrected, laid out as they.
 
@@ -104,8 +126,45 @@ def saved(folder: Folder) -> dict[str, Any] | None:
     return checkpoint.restore(folder.checkpoints, {"run": None})["run"]
 
 
+def claim(
+    settings: Settings, folder: Folder, facts: dict, unused: Collection[str], lock: Lock
+) -> dict[str, Any] | None:
+    """What `saved` says of a run that goes on; settings, but for the `unused`, are compared."""
+    now = {n: value for n, value in flat(settings).items() if n.partition(".")[0] not in unused}
+    with system.together("run") as told:  # all have looked before one writes
+        told |= {name: str(value) for name, value in (now | facts).items() if name != OWN}
+        before = folder.settings()
+        if before is not None and not settings.resume:
+            raise FileExistsError(
+                f"run: {folder.path} has a run already. Go on with it by --resume, or name another "
+                f"folder by --run."
+            )
+        if before is not None:
+            check_resumable(before, now, settings.run)
+        if jax.process_index() == 0:
+            lock.take()
+        for file in folder.lines:
+            metrics.read(file)  # an error before any step
+    found = saved(folder) if settings.resume else None
+    for name, value in (facts if found else {}).items():
+        if found["facts"].get(name) != value:
+            raise ValueError(
+                f"run: {settings.run} was trained with other facts: {name} was "
+                f"{found['facts'].get(name)!r} and is {value!r}."
+            )
+    if jax.process_index() == 0:
+        for first, last in metrics.missing(folder.metrics, found["step"] if found else 0):
+            print(
+                f"run: {folder.metrics} has no lines of steps {first} to {last}, which were done; "
+                f"the run goes on from its checkpoint of step {found['step']}, without them.",
+                file=sys.stderr,
+            )
+    folder.write_settings(now)
+    return found
+
+
 def step_program(
-    layout: Layout, loss: Callable, tx: Any, seed: int, has_aux: bool, aux: Any, wanted: Any
+    layout: Layout, loss: Callable, has_aux: bool, aux: Any, tx: Any, seed: int, wanted: Any
 ) -> Callable:
     """(params, opt_state, batch, step, flags) -> (params, opt_state, record); the former donated.
 
@@ -132,11 +191,7 @@ def step_program(
 
 
 def _recorded(aux):
-    """The scalars and vectors of aux, and the quotient of each `Mean`, by their names.
-
-    Raises:
-      ValueError: a name by which the metrics have something else.
-    """
+    """The scalars and vectors of aux, and the quotient of each `Mean`, by their names."""
     if taken := sorted(RESERVED.intersection(aux)):
         raise ValueError(
             f"run.train: the loss's aux has {taken[0]!r}, which the metrics have already: call it "
@@ -147,6 +202,15 @@ def _recorded(aux):
     return found | {name: objective.quotient(x) for name, x in means.items()}
 
 
+def judge(
+    layout: Layout, loss: Callable, has_aux: bool, aux: Any, seed: int, params: Any, batch: Any
+) -> None:
+    """Raise where the loss is another function of parts of the batch, as the layout cuts it."""
+    key = key_argument(loss, seed, 1).get("key")
+    if reason := first_call.judge(layout, loss, params, batch, (), key, has_aux, aux):
+        first_call.warn(reason, "run.train")
+
+
 def flags(layout: Layout, asked: bool) -> Any:
     """The vector that says of each device whether its process was asked to stop."""
     cut = NamedSharding(layout.auto, P(layout.auto.axis_names))
@@ -154,15 +218,9 @@ def flags(layout: Layout, asked: bool) -> Any:
     return jax.make_array_from_callback(shape, cut, lambda index: np.asarray([asked], np.int32))
 
 
-def at_peak(layout: Layout, flops: float | None) -> float | None:
-    """The seconds of a step's products at the chips' bfloat16 peak, where both are known."""
-    chip = topology.of_device(layout.auto.devices.flat[0].device_kind)
-    return flops and chip and flops / (layout.auto.size * chip.peak())
-
-
 def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: bool) -> Callable:
-    """(params, opt_state, batch) -> [(loss, count) of params, those of their mean]; no dropout."""
-    bare = objective.normal(loss, has_aux)
+    """(params, opt_state, batches) -> [the loss of these together, that of params' mean]."""
+    bare = objective.normal(loss, has_aux)  # without a key: no dropout
 
     def counted(params, batch):  # by what batches are weighed: 1 of a mean over rows
         found, _ = bare(params, batch)
@@ -176,23 +234,20 @@ def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: boo
         averages = [] if decay is None else [mean(params, opt_state, decay)]
         return [mean_and_count(each, batch) for each in (params, *averages)]
 
-    return both if layout.exact else jax.jit(both)
+    program = both if layout.exact else jax.jit(both)
 
+    def evaluate(params, opt_state, batches):
+        found = [program(params, opt_state, batch) for batch in batches]
+        # [batches, evaluated, loss and count]
+        losses, counts = np.moveaxis(np.asarray(jax.device_get(found), np.float64), -1, 0)
+        count = counts.sum(axis=0)
+        return (np.sum(losses * counts, axis=0) / np.where(count == 0, 1, count)).tolist()
 
-def together(found: Sequence[Sequence[tuple[Any, Any]]]) -> list[float]:
-    """The loss of several batches together, for the parameters and, if it is kept, their mean."""
-    values = np.asarray(jax.device_get(found), np.float64)  # [batches, evaluated, loss and count]
-    total = np.sum(values[..., 0] * values[..., 1], axis=0)
-    count = np.sum(values[..., 1], axis=0)
-    return (total / np.where(count == 0, 1, count)).tolist()
+    return evaluate
 
 
 def key_argument(loss: Callable, seed: int, step: Any) -> dict[str, Any]:
-    """The argument with a step's key, as the loss takes it: {"key": key}, or {}.
-
-    Raises:
-      TypeError: the loss needs more than parameters, batch and key.
-    """
+    """The argument with a step's key, as the loss takes it: {"key": key}, or {}."""
     taken = inspect.signature(loss).parameters
     given = getattr(loss, "keywords", {}) or {}
     needed = [n for n, p in taken.items() if p.default is p.empty and p.kind < p.VAR_POSITIONAL]

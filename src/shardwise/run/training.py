@@ -1,29 +1,25 @@
 """The function `train`: from where a run goes on, its steps, and every way to end."""
 
 import contextlib
-import dataclasses
-import sys
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from shardwise import checkpoint, layouts, measure
+from shardwise import checkpoint, layouts, measure, topology
 from shardwise import tree as trees
 from shardwise.checkpoint.directory import Lock
-from shardwise.layouts import Layout, first_call
-from shardwise.processes.system import together
 from shardwise.run import hashes, metrics, signals, state
-from shardwise.run.feed import Feed, Stream, feed
+from shardwise.run.feed import feed
 from shardwise.run.folder import Folder
-from shardwise.run.notes import Notes, Watchdog
+from shardwise.run.notes import Notes
 from shardwise.run.optimizers import averaged, guarded, released
 from shardwise.run.reports import Report
-from shardwise.run.settings import Settings, check_resumable, flat
+from shardwise.run.settings import Settings
 from shardwise.run.state import Result
 
-OWN = "processes.index"  # what each process has for itself
 DECODER = ("devices", "sequence", "model", "data")  # settings of the command's own program
 
 
@@ -76,24 +72,10 @@ def train(
       BadStep: a bad step, where `settings.bad` says stop; the state before it is saved.
       Exception: what `shardwise.layouts` and `shardwise.checkpoint` raise.
     """
-    unused = () if "program" in (facts or {}) else DECODER
-    unused = unused if tx is None else (*unused, "optimizer")
-    layout, folder = settings.layout.layout(), Folder(settings.run)
-    rate = settings.optimizer.rate() if tx is None else None
-    tx = settings.optimizer.transformation() if tx is None else tx
-    tx = tx if settings.ema is None else averaged(tx, settings.ema)
-    tx = guarded(tx, settings.limit, settings.bad == "stop")
-    state.key_argument(loss, settings.seed, 0)  # an error before anything is compiled
-    source = feed(batches, settings.batch, layout)
-    held_out = validation and feed(validation, settings.batch, layout)
-    facts = dict(facts or {}) | {"first rows": source.fingerprint()}
-    with signals.heard() as stop, contextlib.closing(lock_of(folder)) as lock:
-        saved = _begin(settings, folder, facts, unused, lock)
-        if saved is not None:
-            source.restore(saved["position"])
-        peak = state.at_peak(layout, flops)
-        given = settings, layout, folder, loss, tx, has_aux, aux, facts
-        return _Run(*given, source, held_out, sample, rate, peak, stop, create, saved).go()
+    judged = loss, has_aux, aux
+    with contextlib.ExitStack() as stack:
+        given = create, judged, batches, tx, validation, sample, dict(facts or {}), flops
+        return _Run(stack, settings, *given).go()
 
 
 def lock_of(folder: Folder) -> Lock:
@@ -102,134 +84,94 @@ def lock_of(folder: Folder) -> Lock:
     return Lock(str(folder.path), "run", "has a run under way in", advice)
 
 
-def _begin(settings, folder, facts, unused, lock):
-    """The facts of the newest checkpoint; the settings that are used are compared and written."""
-    now = {n: value for n, value in flat(settings).items() if n.partition(".")[0] not in unused}
-    with together("run") as told:  # all have looked before one writes
-        told |= {name: str(value) for name, value in (now | facts).items() if name != OWN}
-        before = folder.settings()
-        if before is not None and not settings.resume:
-            raise FileExistsError(
-                f"run: {folder.path} has a run already. Go on with it by --resume, or name another "
-                f"folder by --run."
-            )
-        if before is not None:
-            check_resumable(before, now, settings.run)
-        if jax.process_index() == 0:
-            lock.take()
-        for file in (folder.metrics, folder.evaluations, folder.hashes):
-            metrics.read(file)  # an error before any step
-    saved = state.saved(folder) if settings.resume else None
-    for name, value in (facts if saved else {}).items():
-        if saved["facts"].get(name) != value:
-            raise ValueError(
-                f"run: {settings.run} was trained with other facts: {name} was "
-                f"{saved['facts'].get(name)!r} and is {value!r}."
-            )
-    if jax.process_index() == 0:
-        for first, last in metrics.missing(folder.metrics, saved["step"] if saved else 0):
-            print(
-                f"run: {folder.metrics} has no lines of steps {first} to {last}, which were done; "
-                f"the run goes on from its checkpoint of step {saved['step']}, without them.",
-                file=sys.stderr,
-            )
-    folder.write_settings(now)
-    return saved
-
-
-@dataclasses.dataclass
 class _Run:
-    """One process's part in a run, from its first step here to its last."""
+    """One process's part in a run; what it has opened, `stack` closes."""
 
-    settings: Settings
-    layout: Layout
-    folder: Folder
-    loss: Callable
-    tx: Any
-    has_aux: bool
-    aux: Any
-    facts: dict[str, Any]
-    source: Feed | Stream
-    held_out: Feed | Stream | None
-    sample: Callable | None
-    rate: Callable | None
-    at_peak: float | None
-    stop: signals.Stop
-    create: Callable
-    saved: dict[str, Any] | None
+    def __init__(
+        self, stack, settings, create, judged, batches, tx, validation, sample, facts, flops
+    ):
+        loss, has_aux, _ = judged
+        unused = () if "program" in facts else DECODER
+        unused = unused if tx is None else (*unused, "optimizer")
+        layout, seed = settings.layout.layout(), settings.seed
+        self.settings, self.layout, self.folder = settings, layout, Folder(settings.run)
+        rate = settings.optimizer.rate() if tx is None else None
+        tx = settings.optimizer.transformation() if tx is None else tx
+        tx = tx if settings.ema is None else averaged(tx, settings.ema)
+        tx = guarded(tx, settings.limit, settings.bad == "stop")
+        state.key_argument(loss, seed, 0)  # an error before anything is compiled
+        self.source, self.sample = feed(batches, settings.batch, layout), sample
+        self.held_out = validation and feed(validation, settings.batch, layout)
+        self.facts = facts | {"first rows": self.source.fingerprint()}
 
-    def __post_init__(self):
-        settings, layout, loss = self.settings, self.layout, self.loss
-        self.notes = Notes(self.folder.path, jax.process_index())
+        self.stop = stack.enter_context(signals.heard())
+        lock = stack.enter_context(contextlib.closing(lock_of(self.folder)))
+        saved = state.claim(settings, self.folder, self.facts, unused, lock)
+        if saved is not None:
+            self.source.restore(saved["position"])
+        self.notes = Notes(self.folder.path, jax.process_index(), settings.processes.hang)
+        self.notes.say("compiling")
+        self.saved_at = saved and saved["step"]
+        self.first, self.pending, self.tracing = (self.saved_at or 0) + 1, None, False
         done = metrics.read(self.folder.metrics)  # of a run that is done, and asked for no more
         self.loss_value = float(done[-1]["loss"]) if done else float("nan")
-        self.profiled, self.tracing, self.pending = settings.profiled(), False, None
-        self.saved_at = self.saved and self.saved["step"]
-        self.first = (self.saved_at or 0) + 1
-        self.notes.say("compiling")
-        made = layout, self.create, self.tx, settings.seed
-        if self.saved is None:
-            like = self.params, self.opt_state = state.create(*made)
-        else:
-            like = state.abstract(*made)
-            items = dict(zip(("params", "opt_state"), like, strict=True))
-            found = checkpoint.restore(self.folder.checkpoints, items, self.saved_at)
-            self.params, self.opt_state = found["params"], released(found["opt_state"])
-        given = layout, loss, self.tx, settings.seed, self.has_aux, self.aux, like
-        self.program = state.step_program(*given)
-        self.evaluation = state.evaluation(layout, loss, settings.ema, self.has_aux)
+        begun, like = state.begun(layout, create, tx, seed, self.folder, self.saved_at)
+        self.params, self.opt_state = begun  # held nowhere else: a step donates them
+        self.program = state.step_program(layout, *judged, tx, seed, like)
+        self.evaluation = state.evaluation(layout, loss, settings.ema, has_aux)
+        self.judge = functools.partial(state.judge, layout, *judged, seed)
+        held = max(measure.bytes_on_devices((self.params, self.opt_state)).values())
+        grid = layout.auto
+        chip = topology.of_device(grid.devices.flat[0].device_kind)
+        at_peak = flops and chip and flops / (grid.size * chip.peak())
+        known = self.source.shapes(), held, rate, at_peak
+        report = Report(settings, self.folder, self.first, *known)
+        self.report = stack.enter_context(contextlib.closing(report))
+        stack.callback(self._end_trace)  # a run may end within it
+        stack.enter_context(self.notes)
 
     def go(self) -> Result:
         """Run steps until the last one, or until a process was asked to stop."""
         settings, step = self.settings, self.first - 1
-        held = max(measure.bytes_on_devices((self.params, self.opt_state)).values())
-        known = self.source.shapes(), held, self.rate, self.at_peak
-        with contextlib.ExitStack() as stack:
-            report = Report(settings, self.folder, self.first, *known)
-            self.report = stack.enter_context(contextlib.closing(report))
-            stack.callback(self._end_trace)  # a run may end within it
-            self.watchdog = stack.enter_context(Watchdog(self.notes, settings.processes.hang))
-            batches = self.source.go(self.first, settings.steps)
-            for step in range(self.first, settings.steps + 1):
-                ends = self._advance(step, batches)
-                every = settings.evaluation.every
-                evaluates = self.held_out is not None and every > 0 and step % every == 0
-                saves = step % settings.save_every == 0
-                hashed = settings.hash_every > 0 and step % settings.hash_every == 0
-                if evaluates or saves or hashed:
-                    ends = self._flush() or ends  # where each step is looked at, none tells later
-                if hashed:
-                    self._hash(step)
-                if ends:
-                    break
-                if evaluates:
-                    self._evaluate(step)
-                if saves:
-                    self._save(step)
-                if evaluates or saves or hashed:
-                    report.restart()
-            stopped = step < settings.steps and self.first <= settings.steps
-            self._flush()
-            self._save(step)
-            with self._apart("leaving", step):
-                checkpoint.wait(self.folder.checkpoints)
-                report.finish(step, stopped)
-            self.notes.say("done")
+        evaluates = settings.evaluation.every if self.held_out is not None else 0
+        periods = {self._hash: settings.hash_every, self._evaluate: evaluates}
+        periods[self._save] = settings.save_every
+        batches = self.source.go(self.first, settings.steps)
+        for step in range(self.first, settings.steps + 1):
+            ends = self._advance(step, batches)
+            due = [do for do, every in periods.items() if every > 0 and step % every == 0]
+            if due:  # where each step is looked at, none tells later
+                ends = self._flush() or ends
+            for do in due:
+                if do == self._hash or not ends:
+                    do(step)
+            if ends:
+                break
+            if due:
+                self.report.restart()
+        stopped = step < settings.steps and self.first <= settings.steps
+        self._flush()
+        self._save(step)
+        self.notes.say("leaving", step=step)
+        checkpoint.wait(self.folder.checkpoints)
+        self.report.finish(step, stopped)
+        self.notes.say("done")
         values = self.params, self.opt_state, settings.ema
         return Result(self.folder.path, step, self.loss_value, stopped, *values)
 
     def _advance(self, step, batches):
         """Run one step; return whether the processes agreed, a step ago, to stop after it."""
-        if step in self.profiled and not self.tracing:
+        profiled, first = self.settings.profiled(), step == self.first
+        if step in profiled and not self.tracing:
             self._flush()
             self._settle()  # a trace of whole steps
             jax.profiler.start_trace(self.folder.path / "profile")
             self.tracing = True
         self.notes.say("reading", step=step)
         batch = next(batches)
-        self.notes.say("compiling" if step == self.first else "stepping")
+        self.notes.say("compiling" if first else "stepping")
         if step == 1:  # what goes on was judged when it began
-            self._judge(batch)
+            self.judge(self.params, batch)
         asked = state.flags(self.layout, self.stop.signal is not None)
         given = self.params, self.opt_state, batch, np.int32(step), asked
         with jax.profiler.StepTraceAnnotation("step", step_num=step):
@@ -238,23 +180,13 @@ class _Run:
         # process; but for the first.
         agreed = self._flush()
         self.pending = step, record
-        ends = self.tracing and step == self.profiled[-1]
-        if step == self.first or ends:
+        ends = self.tracing and step == profiled[-1]
+        if first or ends:
             agreed = self._flush()
         if ends:
             self._settle()
             self._end_trace()
-        if step == self.first:
-            self.watchdog.pause()  # what took so long was compiling
-            self.watchdog.done()
         return agreed
-
-    def _judge(self, batch):
-        """Raise where the loss is another function of parts of the batch, as the layout cuts it."""
-        key = state.key_argument(self.loss, self.settings.seed, 1).get("key")
-        given = self.layout, self.loss, self.params, batch, (), key
-        if reason := first_call.judge(*given, self.has_aux, self.aux):
-            first_call.warn(reason, "run.train")
 
     def _settle(self):
         """Wait for every device: a step's record is there when the first of them has it."""
@@ -274,7 +206,6 @@ class _Run:
         stop, bad = record.pop("stop"), record.pop("bad")
         self.loss_value = record["loss"]
         line = self.report.line(step, record, bad)
-        self.watchdog.done()
         self.notes.say(self.notes.last.doing, line=self.report.say(line))
         if bad or not np.isfinite(record["loss"]):
             self._bad(step, record, applied=not bad)
@@ -304,33 +235,27 @@ class _Run:
             f"go on without it, with resume=True and bad='skip' (--resume --bad skip)."
         )
 
-    @contextlib.contextmanager
-    def _apart(self, doing, step):
-        """A part of the run that is no step, and takes what it takes."""
-        self.notes.say(doing, step=step)
-        self.watchdog.pause()
-        yield
-        self.watchdog.done()
-
     def _evaluate(self, step):
-        with self._apart("evaluating", step):
-            batches = self.held_out.go(1, self.settings.evaluation.batches)
-            found = [self.evaluation(self.params, self.opt_state, batch) for batch in batches]
-            values = state.together(found)
-            whole = self.sample and layouts.whole(self.layout, self.params)
-            text = self.sample(whole) if self.sample else ""
-            self.report.evaluated(step, *values, text=text)
+        self.notes.say("evaluating", step=step)
+        batches = self.held_out.go(1, self.settings.evaluation.batches)
+        values = self.evaluation(self.params, self.opt_state, batches)
+        whole = self.sample and layouts.whole(self.layout, self.params)
+        text = self.sample(whole) if self.sample else ""
+        self.report.evaluated(step, *values, text=text)
 
     def _hash(self, step):
-        with self._apart("hashing", step):
-            arrays = {"params": self.params, "opt_state": self.opt_state}
-            self.report.hashed(hashes.line(step, self.loss_value, arrays))
+        self.notes.say("hashing", step=step)
+        line = hashes.line(step, self.loss_value, self._arrays())
+        self.report.add(self.folder.hashes, line)
 
     def _save(self, step):
         if self.saved_at == step:
             return
-        with self._apart("saving", step):
-            items = {"params": self.params, "opt_state": self.opt_state}
-            items["run"] = {"step": step, "position": self.source.state(step), "facts": self.facts}
-            checkpoint.save(self.folder.checkpoints, step, items, keep=self.settings.keep)
-            self.saved_at = step
+        self.notes.say("saving", step=step)
+        facts = {"step": step, "position": self.source.state(step), "facts": self.facts}
+        items = self._arrays() | {"run": facts}
+        checkpoint.save(self.folder.checkpoints, step, items, keep=self.settings.keep)
+        self.saved_at = step
+
+    def _arrays(self):
+        return {"params": self.params, "opt_state": self.opt_state}

@@ -5,17 +5,16 @@ from collections.abc import Sequence
 
 import tyro
 
-from shardwise.run.launch import commands
-from shardwise.run.launch.local import Local
+from shardwise.run.folder import on_disk
+from shardwise.run.launch.local import Local, Refused
 from shardwise.run.launch.ray_train import Ray
 from shardwise.run.launch.slurm import Slurm
+from shardwise.run.settings import option
 
-LAUNCHERS = {"local": Local, "slurm": Slurm, "ray": Ray}
-
-__all__ = ["LAUNCHERS", "main"]
+__all__ = ["main"]
 
 
-def main(argv: Sequence[str], program: Sequence[str] = commands.PROGRAM) -> int:
+def main(argv: Sequence[str], program: Sequence[str] = (sys.executable, "-m", "shardwise")) -> int:
     """Launch the command after `--` as the arguments before it say; return the exit status.
 
     `argv` is what follows `shardwise launch`; `program` is what runs a command of shardwise, and
@@ -24,18 +23,37 @@ def main(argv: Sequence[str], program: Sequence[str] = commands.PROGRAM) -> int:
     failure's, 128 + signal where a signal killed it. Of a task of SLURM's or a worker of Ray's that
     failed, only 1 is known here.
     """
-    given, command = commands.split(argv)
+    argv = list(argv)
+    at = argv.index("--") if "--" in argv else len(argv)
     launcher = tyro.extras.subcommand_cli_from_dict(
-        LAUNCHERS,
+        {"local": Local, "slurm": Slurm, "ray": Ray},
         prog="shardwise launch",
         description="Launch a command of shardwise, or a Python file that takes its flags, written "
         "after --, as several processes.",
-        args=given,
+        args=argv[:at],
     )
+    words = argv[at + 1 :]
     try:
-        commands.check(command)
-        file = command[0].endswith(".py")
-        return launcher.launch(command, [sys.executable] if file else list(program))
-    except commands.Refused as refused:
+        _check(words)
+        program = [sys.executable] if words[0].endswith(".py") else program
+        return launcher.launch([*program, *words])
+    except Refused as refused:
         print(f"shardwise launch: {refused}", file=sys.stderr)
         return 2
+
+
+def _check(words):
+    """Refuse what is no command, sets a flag that the launcher sets, or runs in no folder."""
+    if not words or words[0].startswith("-"):
+        raise Refused(
+            f"after -- stands {repr(words[0]) if words else 'nothing'}; write a command of "
+            f"shardwise there, such as -- train --run runs/first, or a file of your own, -- "
+            f"mine.py."
+        )
+    for word in words:
+        if word.startswith("--processes."):
+            raise Refused(f"{word} is what the launcher gives each process; leave it out.")
+    try:
+        on_disk(option(words, "--run") or ".")
+    except ValueError as error:
+        raise Refused(str(error)) from None

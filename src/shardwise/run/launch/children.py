@@ -61,6 +61,13 @@ class Child:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
+    def is_stopped(self) -> bool:
+        """Whether the operating system has stopped it (SIGSTOP, a debugger); on Linux only."""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            return self.code is None and state in "Tt"
+        return False
+
     def has_ended(self) -> bool:
         """Whether the process ended since the last call; what it had started is then killed."""
         if self.code is not None:
@@ -92,7 +99,10 @@ class Child:
                     self.raised, in_traceback = text, False
                 in_traceback |= text == "Traceback (most recent call last):"
                 self._showing = True
-                show(f"[{self.index}] {text}")
+                encoding = sys.stdout.encoding or "utf-8"  # which may not have all characters
+                shown = f"[{self.index}] {text}\n".encode(encoding, "backslashreplace")
+                OUT.write(shown.decode(encoding))  # in one write
+                OUT.flush()
                 self._showing = False
 
 
@@ -137,10 +147,3 @@ class Children:
         ended = [child for child in self.all if child.has_ended()]
         # Of several that end at once, one that aborts does so because another is gone.
         return sorted(ended, key=lambda child: child.code == -signal.SIGABRT)
-
-
-def show(line: str) -> None:
-    """Print a line in one write, also where the terminal cannot show all of its characters."""
-    encoding = sys.stdout.encoding or "utf-8"
-    OUT.write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-    OUT.flush()

@@ -1,13 +1,17 @@
-"""Processes on this machine."""
+"""Processes on this machine; and what every launcher makes of the command that it is given."""
 
 import shlex
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from shardwise.run.launch import commands
-from shardwise.run.launch.supervising import Limits, report, supervise
+from shardwise.run.launch.supervising import WELL, Limits, report, supervise
 from shardwise.run.settings import Settings, option
+
+
+class Refused(ValueError):
+    """The error of a command that cannot be launched, found before anything ran."""
 
 
 @dataclass(frozen=True)
@@ -31,22 +35,60 @@ class Local:
     dry_run: bool = False
     """Print what would run, and run nothing."""
 
-    def launch(self, command: Sequence[str], program: Sequence[str]) -> int:
+    def launch(self, command: Sequence[str]) -> int:
         """Run the command; return the exit status for all processes."""
-        commands.at_least(1, processes=self.processes)
-        commands.at_least(0, grace=self.grace)
-        address, count = free_address(), self.processes
-        each = [
-            [*program, *commands.of_process(command, address, count, index)]
-            for index in range(count)
-        ]
+        at_least(1, processes=self.processes)
+        at_least(0, grace=self.grace)
+        place = command, free_address(), self.processes
+        each = [of_process(*place, index) for index in range(self.processes)]
         if self.dry_run:
             print(*map(shlex.join, each), sep="\n")
             return 0
-        run = option(command, "--run") or str(Settings().run)
-        folder = commands.run_folder(["--run", run], "local")
         limits = Limits(self.hang_after, self.hang_after_long, self.grace)
-        return report(supervise(each, folder, limits))
+        return report(supervise(each, run_folder(command), limits))
+
+
+def one_of_many(
+    who: str, command: Sequence[str], rank: int, limits: Limits, **environment: str
+) -> int:
+    """Run one of a cluster's processes; return its status, 0 or 75, or raise that it failed."""
+    end = supervise([command], run_folder(command), limits, environment, rank)
+    if report(end) not in WELL:
+        raise RuntimeError(f"{who} {rank}: {end.report[-1]}")
+    return end.status
+
+
+def run_folder(command: Sequence[str], launcher: str | None = None) -> Path:
+    """The run folder on this machine: of a `launcher` that writes to it, what --run says.
+
+    Raises:
+      Refused: there is no --run.
+    """
+    run = option(command, "--run")
+    if run is None and launcher:
+        raise Refused(f"{launcher} keeps its files in the run folder; say --run FOLDER after --.")
+    return Path(run or Settings().run).expanduser().absolute()
+
+
+def of_process(command: Sequence[str], address: str, count: int, index: int) -> list[str]:
+    """The command of one of several processes that meet at an address.
+
+    A single one gets them too: only who has joined a coordinator hears of preemption.
+    """
+    flags = {"address": address, "count": count, "index": index}
+    return [*command, *(x for k, v in flags.items() for x in (f"--processes.{k}", str(v)))]
+
+
+def resuming(command: Sequence[str]) -> list[str]:
+    """The command that goes on where an earlier one stopped."""
+    return [*command] if "--resume" in command else [*command, "--resume"]
+
+
+def at_least(least: int, **values: float) -> None:
+    """Raise Refused where a flag's value is smaller."""
+    for name, value in values.items():
+        if value < least:
+            raise Refused(f"--{name.replace('_', '-')} {value}: expected {least} or more.")
 
 
 def free_address(host: str = "127.0.0.1", bind: str = "127.0.0.1") -> str:

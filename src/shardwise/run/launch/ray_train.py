@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.run.launch import commands
-from shardwise.run.launch.commands import Refused
-from shardwise.run.launch.local import free_address
-from shardwise.run.launch.supervising import WELL, Limits, report, supervise
+from shardwise.run.launch import local
+from shardwise.run.launch.local import Refused
+from shardwise.run.launch.supervising import Limits
 
 
 @dataclass(frozen=True)
@@ -40,20 +39,19 @@ class Ray:
     dry_run: bool = False
     """Print what would run, and run nothing."""
 
-    def launch(self, command: Sequence[str], program: Sequence[str]) -> int:
+    def launch(self, command: Sequence[str]) -> int:
         """Run the command; return the exit status for all workers."""
-        commands.at_least(1, workers=self.workers)
+        local.at_least(1, workers=self.workers)
         if (self.tpu_topology is None) != (self.tpu_type is None):
             raise Refused("--tpu-topology and --tpu-type go together.")
         if self.tpu_type is not None and self.gpus_per_worker:
             raise Refused("--gpus-per-worker and --tpu-type exclude each other.")
-        folder = commands.run_folder(command, "ray")
+        folder = local.run_folder(command, "ray")
         if not self.dry_run:
-            return self._fit(folder / "ray", [*program], [*command])
+            return self._fit(folder / "ray", [*command])
         print(f"# JaxTrainer with {self._scaling()}, restarts: {self.restarts}")
         for index in range(self.workers):
-            one = commands.of_process(command, "RANK-0:PORT", self.workers, index)
-            print(shlex.join([*program, *one]))
+            print(shlex.join(local.of_process(command, "RANK-0:PORT", self.workers, index)))
         return 0
 
     def _scaling(self) -> dict[str, Any]:
@@ -66,7 +64,7 @@ class Ray:
             told["use_gpu"] = True
         return told | {"resources_per_worker": resources}
 
-    def _fit(self, folder, program, command):
+    def _fit(self, folder, command):
         # Ray Train's JaxTrainer is of its second version, which is asked for before the import.
         os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
         try:
@@ -84,7 +82,7 @@ class Ray:
         begun = str(folder / f"{token}.begun")
         trainer = JaxTrainer(
             work,
-            train_loop_config={"program": program, "command": command, "begun": begun},
+            train_loop_config={"command": command, "begun": begun},
             # Neither TPU nor GPU: the command joins the others by itself, as everywhere.
             jax_config=JaxConfig(use_tpu=False, use_gpu=False),
             scaling_config=ScalingConfig(**self._scaling()),
@@ -105,27 +103,19 @@ class Ray:
 
 
 def work(given: dict[str, Any]) -> int:
-    """Run the command as one worker, at the address of worker 0.
-
-    Raises:
-      RuntimeError: the process failed; the message says how.
-    """
+    """Run the command as one worker, at the address of worker 0."""
     import ray.train
     import ray.util
     from ray.train.collective import broadcast_from_rank_zero
 
-    here = ray.train.get_context()
-    rank, count, told = here.get_world_rank(), here.get_world_size(), None
-    folder, begun = commands.run_folder(given["command"], "ray"), Path(given["begun"])
+    here, begun = ray.train.get_context(), Path(given["begun"])
+    rank, told = here.get_world_rank(), None
     if rank == 0:
         again = begun.exists()  # workers of this launch have run before
         begun.parent.mkdir(parents=True, exist_ok=True)
         begun.touch()
-        told = free_address(ray.util.get_node_ip_address(), bind=""), again
+        told = local.free_address(ray.util.get_node_ip_address(), bind=""), again
     address, again = broadcast_from_rank_zero(told)
-    command = commands.resuming(given["command"]) if again else given["command"]
-    command = commands.of_process(command, address, count, rank)
-    end = supervise([[*given["program"], *command]], folder, Limits(hang_after=0), first=rank)
-    if report(end) not in WELL:
-        raise RuntimeError(f"worker {rank}: {end.report[-1]}")
-    return end.status
+    command = local.resuming(given["command"]) if again else given["command"]
+    command = local.of_process(command, address, here.get_world_size(), rank)
+    return local.one_of_many("worker", command, rank, Limits(hang_after=0))

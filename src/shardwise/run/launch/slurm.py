@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardwise.run.launch import commands
-from shardwise.run.launch.commands import Refused
-from shardwise.run.launch.local import free_address
-from shardwise.run.launch.supervising import WELL, Limits, overall, report, supervise
+from shardwise.run.launch import local
+from shardwise.run.launch.local import Refused
+from shardwise.run.launch.supervising import Limits, overall
 from shardwise.run.signals import STOPPED
 
 
@@ -48,36 +47,38 @@ class Slurm:
     dry_run: bool = False
     """Print what would be submitted, and submit nothing."""
 
-    def launch(self, command: Sequence[str], program: Sequence[str]) -> int:
+    def launch(self, command: Sequence[str]) -> int:
         """Submit the job; return 0, or with `wait` the exit status for all tasks."""
         self._check()
-        folder = commands.run_folder(command, "slurm") / "submitit"
+        folder = local.run_folder(command, "slurm") / "submitit"
         try:
             import submitit
         except ImportError:
             told = "slurm goes by submitit, which is not here: pip install submitit"
             raise Refused(told) from None
-        given = tuple(program), tuple(command)
-        address = free_address() if self.cluster == "local" else None
-        task = Task(*given, address, self.requeue, self.gpus_per_task)
-        tasks = self.nodes * self.tasks_per_node
-        if self.dry_run:
-            if address is None:
-                paper = executor(submitit, folder)
-                paper.update_parameters(**self._parameters())
-                print(f"# sbatch, with this file in {folder}:")
-                print(paper._make_submission_file_text(paper._submitit_command_str, ""))
-            print(f"# in each of {tasks} tasks:", shlex.join([*program, *command]), sep="\n")
-            return 0
-        submitter = self._executor(submitit, folder)
+        tasks, here = self.nodes * self.tasks_per_node, self.cluster == "local"
+        submitter = submitit.LocalExecutor(folder) if here else executor(submitit, folder)
         submitter.update_parameters(**self._parameters())
-        job = submitter.submit(task)
+        if self.dry_run:
+            if not here:
+                print(f"# sbatch, with this file in {folder}:")
+                print(submitter._make_submission_file_text(submitter._submitit_command_str, ""))
+            print(f"# in each of {tasks} tasks:", shlex.join(command), sep="\n")
+            return 0
+        missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
+        if missing and not here:
+            raise Refused(
+                f"{' and '.join(missing)} cannot be found: submit from a machine of the cluster, "
+                f"or try it here with --cluster local."
+            )
+        address = local.free_address() if here else None
+        job = submitter.submit(Task(tuple(command), address, self.requeue, self.gpus_per_task))
         print(f"job {job.job_id}; what it prints is in {folder}", flush=True)
         return finish(job, tasks) if self.wait else 0
 
     def _check(self):
         counts = ("nodes", "tasks_per_node", "time")
-        commands.at_least(1, **{name: getattr(self, name) for name in counts})
+        local.at_least(1, **{name: getattr(self, name) for name in counts})
         if not 0 < self.signal_before < 60 * self.time:
             raise Refused(
                 f"--signal-before {self.signal_before}: expected 1 to {60 * self.time - 1} "
@@ -86,32 +87,19 @@ class Slurm:
         if self.cluster == "local" and self.nodes > 1:
             raise Refused(f"--nodes {self.nodes}: --cluster local has one; raise --tasks-per-node.")
 
-    def _executor(self, submitit, folder):
-        if self.cluster == "local":
-            return submitit.LocalExecutor(folder)
-        missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
-        if missing:
-            raise Refused(
-                f"{' and '.join(missing)} cannot be found: submit from a machine of the cluster, "
-                f"or try it here with --cluster local."
-            )
-        return executor(submitit, folder)
-
     def _parameters(self) -> dict[str, Any]:
         """The parameters of submitit's executor, by its own names."""
         told = {"signal_delay_s": self.signal_before}
         if self.cluster == "local":
             return told | {"timeout_min": self.time, "tasks_per_node": self.tasks_per_node}
         told |= dict(job_name=self.name, time=self.time, nodes=self.nodes)
-        told |= dict(ntasks_per_node=self.tasks_per_node)
         # One task that fails ends the others, which would wait for it.
-        told |= dict(srun_args=["--kill-on-bad-exit=1"])
+        told |= dict(ntasks_per_node=self.tasks_per_node, srun_args=["--kill-on-bad-exit=1"])
         if self.gpus_per_task:
             # Every task sees all of its node's; JAX is told which of them are its own.
             told["gpus_per_node"] = self.gpus_per_task * self.tasks_per_node
-        for name in ("cpus_per_task", "partition", "account"):
-            if getattr(self, name) is not None:
-                told[name] = getattr(self, name)
+        asked = {name: getattr(self, name) for name in ("cpus_per_task", "partition", "account")}
+        told |= {name: value for name, value in asked.items() if value is not None}
         return told | {"additional_parameters": {"requeue" if self.requeue else "no-requeue": True}}
 
 
@@ -162,37 +150,28 @@ class Task:
     With an address, tasks meet there, by submitit's numbers; without, by SLURM's.
     """
 
-    program: tuple[str, ...]
     command: tuple[str, ...]
     address: str | None
     requeue: bool
     gpus: int
 
     def __call__(self) -> int:
-        """Run the command; return its exit status, 0 or 75.
-
-        Raises:
-          RuntimeError: the process failed; the message says how.
-          SystemExit: it was stopped, and the job is queued again.
-        """
+        """Run the command; return its status, or raise SystemExit where the job is queued again."""
         import submitit
 
         here = submitit.JobEnvironment()
-        again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
-        command = commands.resuming(self.command) if again else list(self.command)
+        rank, again = here.global_rank, int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+        command = local.resuming(self.command) if again else self.command
         if self.address is not None:
-            command = commands.of_process(command, self.address, here.num_tasks, here.global_rank)
+            command = local.of_process(command, self.address, here.num_tasks, rank)
         limits = Limits(hang_after=0, patient=True)  # SLURM sends several signals, and kills
-        folder = commands.run_folder(command, "slurm")
-        gpus, rank = own_gpus(self.gpus, os.environ), here.global_rank
-        end = supervise([[*self.program, *command]], folder, limits, gpus, rank)
-        if report(end) not in WELL:
-            raise RuntimeError(f"task {rank}: {end.report[-1]}")
-        if end.status == STOPPED and self.requeue and self.address is None:
+        gpus = own_gpus(self.gpus, os.environ)
+        status = local.one_of_many("task", command, rank, limits, **gpus)
+        if status == STOPPED and self.requeue and self.address is None:
             if rank == 0:  # whose process is the last to leave
                 subprocess.run(["scontrol", "requeue", here.job_id], check=True)
             raise SystemExit(0)  # no result: the job is not over; and no failure, which ends others
-        return end.status
+        return status
 
 
 def own_gpus(count: int, environment: Mapping[str, str]) -> dict[str, str]:

@@ -2,13 +2,11 @@
 became of each is reported: who failed, at which step, doing what, and its last lines.
 """
 
-import contextlib
 import math
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,10 +39,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class End:
-    """The end of processes: the status for all, the code of each, and what to say of a failure."""
+    """The end of processes: the status for all, and what to say of a failure."""
 
     status: int
-    codes: tuple[int, ...]
     report: list[str] = field(default_factory=list)
 
 
@@ -79,16 +76,17 @@ def supervise(
 
     `folder` is the run folder, where they note their steps; without it no hang is seen.
     """
-    with Children(first) as children, _Run(children, folder, limits).passing_on() as run:
-        for command in commands:
-            children.start(command, environment or {})
-        return run.to_the_end()
+    with Children(first) as children:
+        run = _Run(children, folder, limits)
+        with signals.handled(run.hear):
+            for command in commands:
+                children.start(command, environment or {})
+            return run.to_the_end()
 
 
 class _Run:
     def __init__(self, children: Children, folder: Path | None, limits: Limits):
         self._children, self._folder, self._limits = children, folder, limits
-        self._watch: Watch | None = None
         self._looked = 0.0
         self._notes: dict[int, Note] = {}
         self._failed: list[Child] = []
@@ -96,19 +94,7 @@ class _Run:
         self._signal = self._again = 0
         self._kill_at: float | None = None
 
-    @contextlib.contextmanager
-    def passing_on(self) -> Iterator["_Run"]:
-        """A context that handles signals, where this is the one thread that can."""
-        main = threading.current_thread() is threading.main_thread()
-        wanted = signals.wanted() if main else []
-        before = {number: signal.signal(number, self._handle) for number in wanted}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _handle(self, number, _):
+    def hear(self, number, _):
         # Done here and not in the loop, which may be held up by a full pipe.
         if not self._signal:
             self._signal = number
@@ -122,87 +108,81 @@ class _Run:
         self._watch = Watch(started, self._limits.hang_after, self._limits.hang_after_long)
         said = False
         while self._children.running():
-            for child in self._children.wait(GLANCE):
-                self._failed += [child] if child.code not in WELL else []
+            ended = self._children.wait(GLANCE)
+            self._failed += [child for child in ended if child.code not in WELL]
             if self._signal:
                 self._children.pass_on(self._signal)  # to those that were not started then
                 if not said:
                     said = True
                     _say(f"{_named(self._signal)} is passed on to all")
-            self._look()
-            self._end_others()
+            now = time.monotonic()
+            if self._kill_at is None:
+                self._look(now)
+                if self._failed or self._hang:
+                    self._end_others(now)
+            elif now > self._kill_at:
+                self._children.kill()
         return self._end()
 
-    def _look(self):
-        """Read the notes now and then, and judge by them."""
-        now = time.monotonic()
+    def _look(self, now):
+        """Read the notes now and then, and at once after a failure, and judge by them."""
         judged = 0 < self._limits.hang_after < math.inf
         pause = min(READING, self._limits.hang_after / 4) if judged else READING
-        if self._kill_at is not None or now - self._looked < pause:
+        if now - self._looked < pause and not self._failed:
             return
         self._looked = now
-        self._note(now)
-        if judged:
-            running = self._children.running()
-            self._hang = self._watch.hang(_indices(running), now, _stopped(running))
-
-    def _note(self, now):
-        """Take in the notes of these processes; others are of earlier runs."""
         pids = {child.index: child.pid for child in self._children.all}
         try:
             found = notes.read(self._folder) if self._folder else {}
+            # Others are of earlier runs.
             self._notes = {i: note for i, note in found.items() if note.pid == pids.get(i)}
         except ValueError as error:  # no reason to end what trains
             self._folder = None
             _say(f"{error}; from here on, hangs are not seen")
         self._watch.see(self._notes, now)
+        if self._failed:
+            self._hang = self._blamed(self._failed[0], now)
+        elif judged:
+            self._hang = self._watch.hang(*_stand(self._children.running(), now))
 
-    def _blamed(self, first):
+    def _blamed(self, first, now):
         """The hang that led to a failure, if another process hung: who waits for it may end first.
 
         A watchdog of its own ends such a process, or the runtime's heartbeat, which aborts it.
         """
         unwell = [child for child in self._children.all if child.code not in WELL]
-        found = self._watch.standing(_indices(unwell), time.monotonic(), _stopped(unwell))
+        found = self._watch.standing(*_stand(unwell, now))
         stood = first.code == STUCK or found.idle.get(first.index, 0) > STANDSTILL
         return found if stood and found.odd and first.index not in found.odd else None
 
-    def _end_others(self):
-        """Send SIGTERM to all after a failure or a hang, and SIGKILL when their time is over."""
-        now = time.monotonic()
-        if self._kill_at is None and (self._failed or self._hang):
-            self._note(now)
-            self._kill_at = now + self._limits.grace
-            told = "they hang; ending all"
-            if self._failed:
-                first = self._failed[0]
-                self._hang = self._blamed(first)
-                told = f"process {first.index} {_ended(first.code)}; ending the others"
-            running = self._children.running()
-            if running and not self._again:
-                _say(told)
-            for child in running:
-                child.send(signal.SIGTERM)
-        if self._kill_at is not None and now > self._kill_at:
-            self._children.kill()
+    def _end_others(self, now):
+        """Send SIGTERM to all; SIGKILL follows when their time is over."""
+        self._kill_at = now + self._limits.grace
+        told = "they hang; ending all"
+        if self._failed:
+            first = self._failed[0]
+            told = f"process {first.index} {_ended(first.code)}; ending the others"
+        running = self._children.running()
+        if running and not self._again:
+            _say(told)
+        for child in running:
+            child.send(signal.SIGTERM)
 
     def _end(self):
         every = self._children.all
-        codes = tuple(child.code for child in every)
         rest = [child for child in every if child not in self._failed[:1]]
         status = overall([child.code for child in (*self._failed, *rest)])
+        told = []
         if self._again:
-            ends = [self._place(child, _ended(child.code)) for child in every]
-            told = [*ends, f"a second signal, {_named(self._again)}, killed those that ran"]
+            told = [self._place(child, _ended(child.code)) for child in every]
+            told.append(f"a second signal, {_named(self._again)}, killed those that ran")
         elif self._hang is not None:
             told = self._hanging(every)
         elif self._failed:
             first = self._failed[0]
             told = [f"process {child.index} {_ended(child.code)}" for child in rest]
             told += [*_last(first), self._place(first, _ended(first.code))]
-        else:
-            told = []
-        return End(status, codes, told)
+        return End(status, told)
 
     def _hanging(self, children):
         """The lines that tell of processes that hang; the odd ones come last."""
@@ -219,7 +199,7 @@ class _Run:
 
     def _place(self, child, what):
         """The line that tells what became of a process, and where it stood."""
-        note = (self._hang.notes if self._hang else self._notes).get(child.index)
+        note = self._notes.get(child.index)
         where = "before it noted a step" if note is None else f"at {note.told()}"
         line = f"; its note says: {note.line}" if note is not None and note.line else ""
         raised = f"; its last traceback ends: {child.raised}" if child.raised else ""
@@ -242,8 +222,10 @@ def _say(line):
     print(f"[launch] {line}", file=sys.stderr, flush=True)
 
 
-def _indices(children):
-    return [child.index for child in children]
+def _stand(children, now):
+    """What a `Watch` is asked: who, when, and which of them the operating system has stopped."""
+    stopped = [child.index for child in children if child.is_stopped()]
+    return [child.index for child in children], now, stopped
 
 
 def _last(child):
@@ -263,14 +245,3 @@ def _named(number):
         return f"{signal.Signals(number).name} ({number})"
     except ValueError:  # a real-time signal, of which not all have names
         return f"signal {number}"
-
-
-def _stopped(children):
-    """The processes that the operating system has stopped (SIGSTOP, a debugger); on Linux only."""
-    return [child.index for child in children if child.code is None and _state(child.pid) in "Tt"]
-
-
-def _state(pid):
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return "?"

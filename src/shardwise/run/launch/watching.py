@@ -5,9 +5,8 @@ import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from shardwise.run.notes import Note
+from shardwise.run.notes import WATCHED, Note
 
-LONG = ("starting", "compiling", "evaluating", "saving", "leaving", "done")
 STEPS = 5  # a process that steps may take as many times its usual step before it is said to hang
 
 
@@ -40,7 +39,7 @@ class _Seen:
 
     def limit(self, after, longer):
         """The seconds that the process may stand still."""
-        if self.note.doing in LONG:
+        if self.note.doing not in WATCHED:
             return max(after, longer)
         if self._steps:
             return max(after, STEPS * statistics.median(self._steps))
@@ -52,7 +51,7 @@ class Watch:
     """A judge of processes that all have noted a first step; `started` is when each was, by index.
 
     After `after` seconds, or five of its own steps where these take longer, a process that steps or
-    reads stands still; after `longer` seconds one that starts, compiles, evaluates or saves.
+    reads stands still; after `longer` seconds one that does anything else, as compiling or saving.
     """
 
     def __init__(self, started: Mapping[int, float], after: float, longer: float):
