@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from shardwise.layouts.layout import Layout
-from shardwise.marks.counting import turns_said
+from shardwise.marks import turns_said
 from shardwise.measure import hlo
 from shardwise.measure.program import Instruction, Program
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from shardwise.marks.counting import turns_said
+from shardwise.marks import turns_said
 
 from .program import Frame, Instruction
 

@@ -1,7 +1,7 @@
-"""Equations of a traced program: which are needed for what, how to run them, and calls opened."""
+"""Traced programs (jaxprs): what stands in them, what follows from what, and how to run parts."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -9,10 +9,103 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import Literal
 
-from shardwise.jaxprs.walking import inner
-
 CALLS = {"jit", "pjit", "closed_call", "core_call"}
 REMAT = {"checkpoint", "remat", "remat2"}
+NOTHING: frozenset = frozenset()
+
+
+def inner(eqn: Any) -> list[Any]:
+    """The programs that stand within an equation, in the order of its parameters."""
+    values = (x if isinstance(x, tuple | list) else (x,) for x in eqn.params.values())
+    return [y for xs in values for x in xs if hasattr(y := getattr(x, "jaxpr", x), "eqns")]
+
+
+def every(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a program, and of the programs within them."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in inner(eqn):
+            yield from every(body)
+
+
+def carries(scan: Any, body: Any) -> slice:
+    """The inputs of a scan that are carried round; before them stand constants, after them xs.
+
+    By ranks, since JAX's versions count in different ways: what is stacked has one axis more
+    outside than inside.
+    """
+    ys = sum(_rank(a) > _rank(b) for a, b in zip(scan.outvars, body.outvars, strict=True))
+    xs = sum(_rank(a) > _rank(b) for a, b in zip(scan.invars, body.invars, strict=True))
+    last = len(scan.invars) - xs
+    return slice(last - (len(body.outvars) - ys), last)
+
+
+class Follower:
+    """Labels, in frozensets, carried forward through a program: what a value follows from, say.
+
+    Loops are followed until their labels settle; `settled` is false on the way there. A subclass
+    says what else becomes of labels.
+    """
+
+    settled = True
+
+    def enter(self, v: Any, labels: frozenset) -> frozenset:
+        """The labels that an input has within the program that it enters."""
+        return labels
+
+    def through(self, eqn: Any, given: list[frozenset]) -> list[frozenset]:
+        """The labels of an equation's outputs: here each has those of all inputs.
+
+        Of programs within it, whose inputs are in an order that is not known, likewise.
+        """
+        everything = NOTHING.union(*given)
+        for body in inner(eqn):
+            self.run(body, [everything] * len(body.invars))
+        return [everything] * len(eqn.outvars)
+
+    def run(self, jaxpr: Any, given: Sequence[frozenset]) -> list[frozenset]:
+        """The labels of a program's outputs, from those of its inputs."""
+        env = {v: self.enter(v, x) for v, x in zip(jaxpr.invars, given, strict=True)}
+        for eqn in jaxpr.eqns:
+            labels = [_label(env, v) for v in eqn.invars]
+            env.update(zip(eqn.outvars, self._through(eqn, labels), strict=True))
+        return [_label(env, v) for v in jaxpr.outvars]
+
+    def _through(self, eqn, given):
+        name, bodies = eqn.primitive.name, inner(eqn)
+        if name == "scan":
+            return self._loop(bodies[0], given, carries(eqn, bodies[0]))
+        if name == "while":
+            conds, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+            test, body = (eqn.params[key].jaxpr for key in ("cond_jaxpr", "body_jaxpr"))
+            self.run(test, [*given[:conds], *given[conds + consts :]])
+            return self._loop(body, given[conds:], slice(consts, len(given) - conds))
+        if name == "cond":
+            branches = [self.run(body, given[1:]) for body in bodies]
+            return [given[0].union(*labels) for labels in zip(*branches, strict=True)]
+        if len(bodies) == 1 and len(bodies[0].invars) == len(given):
+            return self.run(bodies[0], given)
+        return self.through(eqn, given)
+
+    def _loop(self, body, given, carried):
+        given, settled = list(given), self.settled
+        self.settled = False
+        while True:
+            out = self.run(body, given)
+            again = [a | b for a, b in zip(given[carried], out, strict=False)]
+            if again == given[carried]:
+                break
+            given[carried] = again
+        self.settled = settled
+        return self.run(body, given) if settled else out
+
+
+def _label(env, v):
+    return NOTHING if isinstance(v, Literal) else env.get(v, NOTHING)
+
+
+def _rank(v):
+    return len(getattr(v.aval, "shape", ()))
 
 
 class Equation(NamedTuple):
@@ -153,37 +246,32 @@ class _Variable:
 
 
 def steps(jaxpr: Any) -> tuple[list[Step], list]:
-    """(the program's equations with calls opened, its outputs as these name them)."""
+    """(the program's equations with calls opened, its outputs as these name them).
+
+    Of a conditional there are the steps of all branches, and for each output the choice.
+    """
     names: dict = {}
-    return list(_opened(jaxpr, names, top=True)), [_named(v, names) for v in jaxpr.outvars]
+    return list(_opened(jaxpr, names)), [_named(v, names) for v in jaxpr.outvars]
 
 
-def _opened(jaxpr, names, top=False):
+def _opened(jaxpr, names):
     for eqn in jaxpr.eqns:
-        inputs = tuple(_named(v, names) for v in eqn.invars)
-        if eqn.primitive.name in CALLS | REMAT:
-            (body,) = inner(eqn)
-            inside = dict(zip(body.invars, inputs, strict=True))
+        name, inputs = eqn.primitive.name, tuple(_named(v, names) for v in eqn.invars)
+        choice, given = (inputs[:1], inputs[1:]) if name == "cond" else ((), inputs)
+        cases = []
+        for body in inner(eqn) if choice or name in CALLS | REMAT else ():
+            inside = dict(zip(body.invars, given, strict=True))
             yield from _opened(body, inside)
-            names.update(zip(eqn.outvars, (_named(v, inside) for v in body.outvars), strict=True))
-        elif eqn.primitive.name == "cond":
-            yield from _branches(eqn, inputs, names, top)
+            cases.append([_named(v, inside) for v in body.outvars])
+        outputs = tuple(_Variable(v.aval) for v in eqn.outvars)
+        if not cases:
+            yield Step(name, inputs, outputs, eqn.params)
+        elif choice:
+            for v, *chosen in zip(outputs, *cases, strict=True):
+                yield Step("select_n", (*choice, *chosen), (v,), {})
         else:
-            outputs = tuple(v if top else _Variable(v.aval) for v in eqn.outvars)
-            names.update(zip(eqn.outvars, outputs, strict=True))
-            yield Step(eqn.primitive.name, inputs, outputs, eqn.params)
-
-
-def _branches(eqn, inputs, names, top):
-    """The steps of all branches of a conditional, and for each output the choice."""
-    cases = []
-    for branch in eqn.params["branches"]:
-        inside = dict(zip(branch.jaxpr.invars, inputs[1:], strict=True))
-        yield from _opened(branch.jaxpr, inside)
-        cases.append([_named(v, inside) for v in branch.jaxpr.outvars])
-    for v, *chosen in zip(eqn.outvars, *cases, strict=True):
-        names[v] = v if top else _Variable(v.aval)
-        yield Step("select_n", (inputs[0], *chosen), (names[v],), {})
+            (outputs,) = cases
+        names.update(zip(eqn.outvars, outputs, strict=True))
 
 
 def _named(v, names):
