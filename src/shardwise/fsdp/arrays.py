@@ -51,6 +51,10 @@ class ArrayLayout(NamedTuple):
         """The array's shape where it is used: of what is never gathered, one device's part."""
         return _divided(self.shape, self.apart, mesh)
 
+    def inner(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape of what has to stay together: of one layer, where there are layers."""
+        return self.inside(mesh)[1:] if self.stacked else self.inside(mesh)
+
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of one device's part, whole along the axes that the compiler has."""
         return _divided(self.shape, self.manual, mesh)
@@ -153,6 +157,15 @@ def check_axis(who: str, mesh: Mesh, axis: Axes) -> None:
                 f"{who}: the mesh has no axis {name!r}; it has {dict(mesh.shape)}. Make it with "
                 f"mesh.make({name}=-1), or name another axis."
             )
+
+
+def without(spec: P, axes: Sequence[str]) -> P:
+    """The spec without these mesh axes."""
+    kept = []
+    for entry in spec:
+        names = tuple(name for name in mesh_axes(entry) if name not in axes)
+        kept.append(names if len(names) > 1 else names[0] if names else None)
+    return P(*kept)
 
 
 def _divided(shape, entries, mesh):

@@ -15,8 +15,8 @@ from shardwise.fsdp.arrays import ArrayLayout, array_layouts, check_axis, check_
 from shardwise.fsdp.arrays import rule as rule_along
 from shardwise.fsdp.batches import WHO, Divided
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
-from shardwise.fsdp.taking import Way, late, taken
-from shardwise.fsdp.using import pinned, reads_of, use_of
+from shardwise.fsdp.reads import reads
+from shardwise.fsdp.using import late, numbered, pinned, use_of
 from shardwise.rules.rule import mesh_axes
 
 
@@ -163,28 +163,30 @@ class _Device:
 
         first = jax.tree.map(lambda x: x[0], parts[0])
         given = first, args, {} if key is None else {"key": key}
-        at_use = [None] * len(hows) if once else hows
+        within = [None] * len(hows) if once else hows  # the loss's own
         with marks.bind(**pins):
             dtypes = [self.dtype or x.dtype for x in shards]
-            found = reads_of(loss, layouts, mesh, at_use, dtypes, *given)
+            found = reads(loss, layouts, mesh, within, dtypes, *given)
         self._check(layouts, found, seen)
-        if self.zero < 3:
-            at_use = late(found, layouts, at_use)
+        at_use = within if self.zero == 3 else late(found, layouts, within)
         use = use_of(found, layouts, mesh, at_use)
-        now = [None if later else how for how, later in zip(hows, use.deferred, strict=True)]
-        way = Way(shards, use, lambda xs: gather(xs, now))
+        now = [None if later else how for how, later in zip(within, use.deferred, strict=True)]
+        inputs, wholes = shards, None  # it is differentiated in the inputs
         if self.zero < 3:  # gather once for all microbatches
-            wholes = all_gather(shards, hows)
-            way = Way(wholes, use, list) if once else taken(wholes, shards, use, now, layouts)
+            inputs = wholes = all_gather(shards, hows)
+            if not once:
+                groups = zip(shards, layouts, use.deferred, strict=True)
+                inputs = [numbered(x, s) if later else x for x, s, later in groups]
+                use = dataclasses.replace(use, wholes=wholes)
 
         def whole(inputs, batch, *args, **key):
             if self.microbatches > 1:
                 # The TPU's compiler would take scatters out of the loop that adds up their shares,
                 # and its libtpu 0.0.41 fails at it (while_loop_all_reduce_code_motion.cc).
                 inputs = jax.lax.optimization_barrier(inputs)
-            pairs = zip(way.arrays(inputs), use.deferred, strict=True)
+            pairs = zip(gather(inputs, now, wholes), use.deferred, strict=True)
             arrays = [x if later else cast(x, self.dtype) for x, later in pairs]
-            with marks.bind(use=way.use):
+            with marks.bind(use=use):
                 return loss(arrays, batch, *args, **key)
 
         division = objective.Division(
@@ -194,9 +196,7 @@ class _Device:
         )
         ways = dict(has_aux=self.has_aux, aux=self.aux, division=division)
         with marks.bind(**pins):
-            value, aux, grads = objective.mean_and_grads(
-                whole, way.inputs, *parts, args, key, **ways
-            )
+            value, aux, grads = objective.mean_and_grads(whole, inputs, *parts, args, key, **ways)
         if once:
             grads = scatter(grads, hows)
         grads = [self._sum(g, array) for g, array in zip(grads, layouts, strict=True)]

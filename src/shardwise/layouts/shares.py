@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp
-from shardwise.fsdp.arrays import of_specs
+from shardwise.fsdp.arrays import of_specs, without
 from shardwise.fsdp.gathering import How, all_gather, cast, scatter
-from shardwise.fsdp.using import Use, reads_of, use_of
+from shardwise.fsdp.reads import reads
+from shardwise.fsdp.using import Use, use_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placing import expert_rule, parameter_rule
 
@@ -150,14 +150,5 @@ def shares(
         return loss(jax.tree.unflatten(structure, arrays), *rest, **options)
 
     used = [layout.dtype or x.dtype for x in jax.tree.leaves(tree)]
-    found = reads_of(of_leaves, arrays, mesh, at_use, used, batch, args, options)
+    found = reads(of_leaves, arrays, mesh, at_use, used, batch, args, options)
     return Shares(layout, arrays, hows, use_of(found, arrays, mesh, at_use))
-
-
-def without(spec: P, axes: Sequence[str]) -> P:
-    """The spec without these mesh axes."""
-    kept = []
-    for entry in spec:
-        names = tuple(name for name in jax.tree.leaves((entry,)) if name not in axes)
-        kept.append(names if len(names) > 1 else names[0] if names else None)
-    return P(*kept)
