@@ -189,14 +189,10 @@ class _Device:
             with marks.bind(use=use):
                 return loss(arrays, batch, *args, **key)
 
-        division = objective.Division(
-            together=functools.partial(jax.lax.psum, axis_name=self.divided.axes),
-            fold=self._fold,
-            along=functools.partial(jax.lax.psum, axis_name=self.divided.columns),
-        )
-        ways = dict(has_aux=self.has_aux, aux=self.aux, division=division)
+        division = objective.Division(self.divided.rows, self.divided.columns, self.microbatches)
+        ways = division, self.has_aux, self.aux
         with marks.bind(**pins):
-            value, aux, grads = objective.mean_and_grads(whole, inputs, *parts, args, key, **ways)
+            value, aux, grads = objective.mean_and_grads(whole, inputs, *parts, args, key, *ways)
         if once:
             grads = scatter(grads, hows)
         grads = [self._sum(g, array) for g, array in zip(grads, layouts, strict=True)]
@@ -239,8 +235,3 @@ class _Device:
         cut = {*jax.tree.leaves(tuple(array.manual))}
         axes = tuple(name for name in self.divided.axes if name not in cut)
         return jax.lax.psum(grad, axes) if axes else grad
-
-    def _fold(self, key):
-        for name in self.divided.axes if key is not None else ():
-            key = jax.random.fold_in(key, jax.lax.axis_index(name))
-        return key

@@ -108,49 +108,34 @@ def trace(
     # A function of its own for each trace: the trace of one seen before may be cached.
     program = jax.make_jaxpr(lambda *given: part(*given), return_shape=True)
     closed, shapes = program(*groups.values())
-    linear = not any(map(_is_rule, jaxprs.every(closed.jaxpr)))
-    traced = Traced(closed, jax.tree.structure(shapes), by_place(closed, groups), linear)
-    if isinstance(rows, dict) and SEQUENCE in rows and not traced.has_count:
+    draws = _Draws()
+    draws.run(closed.jaxpr, [label for name, tree in groups.items() for label in _of(name, tree)])
+    by_place = _by_place(draws.found, rows.get(SEQUENCE))
+    traced = Traced(closed, jax.tree.structure(shapes), by_place, not has_rules(closed.jaxpr))
+    if SEQUENCE in rows and not traced.has_count:
         refuse_scalar()
     return traced
-
-
-def by_place(closed: ClosedJaxpr, groups: dict[str, Any]) -> bool:
-    """Whether all of a traced loss's draws from its key go by place (`marks.index`).
-
-    `groups` are the loss's arguments: "rows" the row numbers, "key" the key, "args" the further
-    arguments.
-
-    Raises:
-      TypeError: draws from a key among the further arguments.
-      ValueError: some go by place and others by shape; or draws of a part of the sequence do not go
-        by place in it.
-    """
-    follower, rows = _Draws(), groups["rows"]
-    labels = [label for name, tree in groups.items() for label in _of(name, tree)]
-    follower.run(closed.jaxpr, labels)
-    places = rows.get(SEQUENCE) if isinstance(rows, dict) else None
-    return _checked(follower.found, None if places is None else places.shape[1])
 
 
 def draws_by_place(
     loss: Callable, params: Any, batch: Any, args: tuple, key: Any, has_aux: bool = False
 ) -> bool:
-    """`by_place` of a loss of `(params, batch, *args)`, and `key=` where one is given."""
+    """Whether all draws from the key go by place; `args` may be anything."""
     if key is None:
         return True
-    bare = normal(loss, has_aux)
 
-    def part(params, batch, rows, key):
-        with marks.bind(index=meaning(rows)):
-            return bare(params, batch, *args, key=key)
+    def of_arrays(params, batch, key):
+        return loss(params, batch, *args, key=key)
 
-    groups = dict(params=params, batch=batch, rows=numbers(batch), key=key)
-    return by_place(jax.make_jaxpr(lambda *given: part(*given))(*groups.values()), groups)
+    return trace(of_arrays, params, batch, numbers(batch), (), key, has_aux).by_place
+
+
+def has_rules(jaxpr: Any) -> bool:
+    """Whether a program has backward rules of the loss's own, beside the gathers of shares."""
+    return any(map(_is_rule, jaxprs.every(jaxpr)))
 
 
 def _is_rule(eqn):
-    """Whether an equation has a backward rule of the loss's own, rather than a gather of shares."""
     if not eqn.primitive.name.startswith("custom_vjp"):
         return False
     within = (e for body in jaxprs.inner(eqn) for e in jaxprs.every(body))
@@ -186,7 +171,7 @@ def _of(name, tree):
         yield frozenset({name, SEQUENCE} if places else {name})
 
 
-def _checked(found, cut):
+def _by_place(found, places):
     if any("args" in labels and "key" not in labels for labels, _ in found):
         raise TypeError(
             "the loss draws random numbers from a key among its further arguments, which would be "
@@ -200,6 +185,7 @@ def _checked(found, cut):
             f"its part, {by_shape[0]}: the former want the batch's own key, the latter one for "
             f"each part. Draw all of them by place, as model.drop does, or none."
         )
+    cut = None if places is None else places.shape[1]
     for labels, shape in from_key if cut is not None else ():
         if "rows" in labels and SEQUENCE not in labels and cut in (shape or ()):
             raise ValueError(
