@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from shardwise.layouts.layout import Layout
-from shardwise.objective import beforehand
+from shardwise.objective import beforehand, trials
 
 
 class Judging:
@@ -61,11 +61,11 @@ def judge(
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         return "within a trace of the caller's there are no numbers" if ways else None
     parts = layout.exact or layout.size_of_rows() * layout.microbatches
-    rows = beforehand.unit_of(batch) // parts
+    rows = trials.unit_of(batch) // parts
     if not ways or not rows or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         return None
-    division = beforehand.Parts(ways, rows, layout.auto)
-    return beforehand.judge(loss, division, params, batch, args, key, has_aux, aux)
+    case = trials.Case(loss, params, batch, args, key, has_aux, aux, mesh=layout.auto)
+    return beforehand.judge(case, ways, rows)
 
 
 def ways_of(layout: Layout) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from jax.interpreters import partial_eval
 
 from shardwise import jaxprs, marks
 from shardwise.objective.means import Mean, normal
-from shardwise.objective.parts import SEQUENCE, check_outputs, meaning, numbers
+from shardwise.objective.parts import SEQUENCE, check_outputs, meaning
 from shardwise.objective.reasons import refuse_scalar
 
 
@@ -115,19 +115,6 @@ def trace(
     if SEQUENCE in rows and not traced.has_count:
         refuse_scalar()
     return traced
-
-
-def draws_by_place(
-    loss: Callable, params: Any, batch: Any, args: tuple, key: Any, has_aux: bool = False
-) -> bool:
-    """Whether all draws from the key go by place; `args` may be anything."""
-    if key is None:
-        return True
-
-    def of_arrays(params, batch, key):
-        return loss(params, batch, *args, key=key)
-
-    return trace(of_arrays, params, batch, numbers(batch), (), key, has_aux).by_place
 
 
 def has_rules(jaxpr: Any) -> bool:
