@@ -40,14 +40,11 @@ def value_and_grad(
 ) -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
-    `loss(params, batch, *args)` is written for one device; it takes `key=` too where one is given,
-    and returns an `objective.Mean`, exact for every padding, or a scalar, a mean over rows. With
-    `has_aux` it returns that and a tree; `aux` says how those of devices and microbatches become
-    one: "sum", "mean", "max" or "concatenate" (whose rows stay cut), or a prefix tree of these.
-    `params` lie as `rule` says (`rules.place(params, rule, mesh)`), and so does the gradient; the
-    rows of `batch` are cut over `replicate` and the rule's axis, and `args` are the same on every
-    device. Whether rows look at each other in the loss, `objective.check` tells, and the first call
-    of what `layouts` returns; `shardwise.objective` has more, also of keys and microbatches.
+    The loss is written for one device: it, `has_aux`, `aux` and `microbatches` are as in
+    `objective.value_and_grad`, but that rows of "concatenate" stay cut. `params` lie as `rule` says
+    (`rules.place(params, rule, mesh)`), and so does the gradient; the rows of `batch` are cut over
+    `replicate` and the rule's axis, and `args` are the same on every device. Whether rows look at
+    each other in the loss, `objective.check` tells, and the first call of what `layouts` returns.
 
     A stacked array is gathered at `marks.use`, one layer at a time, and until then must not be
     read. If the layer is rematerialised (`jax.checkpoint` around the body that calls `use`), it is
@@ -56,9 +53,7 @@ def value_and_grad(
     call it, and else before the loss: for the compiler the same, unless rematerialised.
 
     Other axes of the mesh are left to the compiler: parameters may be laid out over them
-    (the rule's `over=`), the loss may constrain its activations, and `names` does so
-    where it calls `marks.constrain(x, name)`: {name: PartitionSpec}, of which the axes over which
-    rows are cut already are left out.
+    (the rule's `over=`), and activations, by the loss itself or by `names`.
 
     The function is jitted, and may be called within another jit.
 
@@ -71,15 +66,16 @@ def value_and_grad(
         over them too.
       columns: mesh axes over which the sequence is cut, axis 1 of each array of the batch that has
         two or more. Tokens then see each other in `marks.attend` alone, by a meaning that knows
-        these axes; the loss has to return an `objective.Mean`. `objective.check` with the way
-        "sequence" tells whether they do.
+        these axes (`objective.check` with the way "sequence" tells); the loss has to return an
+        `objective.Mean`.
       order: (sequence, parts) to the order in which the sequence is cut, as `context.zigzag`.
+      names: {name: PartitionSpec} of activations, where the loss calls `marks.constrain(x, name)`;
+        the axes over which rows are cut already are left out.
       meanings: of further marks, {mark: meaning}, such as attend=context.ring("context").
       who: the function that was called, which errors name.
       zero: ZeRO's number. 3 as above; 2 gathers all before the loss and scatters the gradients of
         each microbatch, those that the loss gives to `marks.use` there, so that they are never all
         whole; 1 sums the microbatches' gradients whole, and scatters once.
-      microbatches: parts of each device's rows, one after the other.
       dtype: in which weights are gathered and used; default their own.
       reduce_dtype: in which gradients are reduced; default the gathered dtype.
 

@@ -15,6 +15,8 @@ from shardwise.objective.means import Mean, normal
 from shardwise.objective.parts import SEQUENCE, check_outputs, meaning
 from shardwise.objective.reasons import refuse_scalar
 
+DRAWS = {"random_bits", "random_gamma", "rng_bit_generator"}  # from a key, their first input
+
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
@@ -139,16 +141,16 @@ def _check_args(args: Any) -> None:
 
 
 class _Draws(jaxprs.Follower):
-    """A Follower that collects the labels and the shape of each draw of random bits."""
+    """A Follower that collects the labels and the shape of what is drawn from each key."""
 
     def __init__(self):
         self.found = []
 
     def through(self, eqn, given):
-        out = super().through(eqn, given)
-        if self.settled and eqn.primitive.name == "random_bits":
-            self.found.append((out[0], eqn.params.get("shape")))
-        return out
+        if self.settled and eqn.primitive.name in DRAWS:
+            drawn = eqn.outvars[0].aval.shape[eqn.invars[0].aval.ndim :]  # from one key of several
+            self.found.append((given[0], eqn.params.get("shape", drawn)))
+        return super().through(eqn, given)
 
 
 def _of(name, tree):
@@ -174,7 +176,7 @@ def _by_place(found, places):
         )
     cut = None if places is None else places.shape[1]
     for labels, shape in from_key if cut is not None else ():
-        if "rows" in labels and SEQUENCE not in labels and cut in (shape or ()):
+        if "rows" in labels and SEQUENCE not in labels and cut in shape:
             raise ValueError(
                 f"the loss draws random numbers of shape {shape}, and the sequence is cut, {cut} "
                 f"entries to a part: each part would draw the same for its own. Draw by place, "
