@@ -86,14 +86,14 @@ def check(
 
 def plan(ways: Sequence[str], rows: int, batch: Any) -> list[Part]:
     """The `Part` of each program for these ways to divide the batch, of parts of `rows` rows."""
-    unit, found = unit_of(batch), []
+    found = []
     if unknown := set(ways) - {"devices", "microbatches", "sequence"}:
         raise ValueError(
             f"objective.check: ways has {min(unknown)!r}; expected some of 'devices', "
             f"'microbatches' and 'sequence'."
         )
     if over_rows := tuple(way for way in ways if way != "sequence"):
-        found.append(Part(over_rows, 2 * rows, unit))
+        found.append(Part(over_rows, 2 * rows))
     if "sequence" in ways:
         length = length_of(batch)
         if length is None or length < 2:
@@ -101,7 +101,7 @@ def plan(ways: Sequence[str], rows: int, batch: Any) -> list[Part]:
                 "objective.check: the sequence is axis 1, and no array of the batch has one of 2 "
                 "entries or more."
             )
-        found.append(Part(("sequence",), rows, unit, length - length % 2))
+        found.append(Part(("sequence",), rows, length - length % 2))
     return found
 
 

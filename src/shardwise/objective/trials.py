@@ -61,13 +61,11 @@ class Case(NamedTuple):
 class Part(NamedTuple):
     """One program's share of a judgement: the ways of dividing, and the rows of two parts together.
 
-    `unit` is the greatest number of rows of which all arrays of the batch have a multiple; of a
-    sequence, `length` tokens are taken (None: all).
+    Of a sequence, `length` tokens are taken (None: all).
     """
 
     ways: tuple[str, ...]
     rows: int
-    unit: int
     length: int | None = None
 
     @property
@@ -133,7 +131,7 @@ class Trials:
     def _traced(self):
         where = None if self.case.mesh is None else NamedSharding(self.case.mesh, P())
         options = QUICK if jax.default_backend() == "cpu" else None
-        run = functools.partial(self._run)  # one of its own: the trace of the method may be cached
+        run = functools.partial(self._run)  # as JAX caches what it traced of the method
         run = jax.jit(run, out_shardings=where, compiler_options=options)
         return run.trace(*self.arguments, *self._padded(Turn(), (), ()))
 
@@ -232,7 +230,7 @@ class Trials:
         x, length = jnp.asarray(x), self.part.length
         if not x.ndim:
             return x
-        x = x[: len(x) // self.part.unit * self.part.rows]
+        x = x[: len(x) // unit_of(self.case.batch) * self.part.rows]
         return x[:, :length] if length and x.ndim > 1 else x
 
     def _arranged(self, x, arrangement):
