@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from shardwise.layouts.layout import Layout
-from shardwise.objective import beforehand, trials
+from shardwise.objective import beforehand
 
 
 class Judging:
@@ -61,10 +61,10 @@ def judge(
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
         return "within a trace of the caller's there are no numbers" if ways else None
     parts = layout.exact or layout.size_of_rows() * layout.microbatches
-    rows = trials.unit_of(batch) // parts
+    rows = beforehand.unit_of(batch) // parts
     if not ways or not rows or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         return None
-    case = trials.Case(loss, params, batch, args, key, has_aux, aux, mesh=layout.auto)
+    case = beforehand.Case(loss, params, batch, args, key, has_aux, aux, mesh=layout.auto)
     return beforehand.judge(case, ways, rows)
 
 

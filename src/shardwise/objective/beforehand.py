@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 
 from shardwise import mesh as meshes
 from shardwise.objective import oracle
+from shardwise.objective.parts import length_of, unit_of
 from shardwise.objective.reasons import Indivisible
-from shardwise.objective.trials import Case, Part, Trials, length_of, unit_of
+from shardwise.objective.trials import Case, Part, Trials
 
 MOST = 8  # rows of a part that cost no more than four
 MOST_WORK = 10**9  # parameters times tokens, beyond which tokens are fewer

@@ -21,18 +21,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardwise.objective.parts import length_of, unit_of
 from shardwise.objective.reasons import Unlike, refuse, refuse_added, refuse_rows, refuse_scalar
-from shardwise.objective.trials import (
-    Arrangement,
-    Case,
-    Found,
-    Part,
-    Trials,
-    Turn,
-    compiled,
-    length_of,
-    unit_of,
-)
+from shardwise.objective.trials import Arrangement, Case, Found, Part, Trials, Turn, compiled
 
 ALIKE, TOLERANCE = 3e-6, 1e-5  # of one program's numbers, and of those of two programs
 LEAST = 4  # rows in a part: of two, a median is a mean

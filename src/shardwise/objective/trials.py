@@ -6,7 +6,6 @@ alone; parameters are shaken once a turn, outside the loops.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from shardwise import marks
 from shardwise import tree as trees
 from shardwise.objective import stand_ins
 from shardwise.objective.means import normal, wide
-from shardwise.objective.parts import SEQUENCE, meaning, numbers, outputs
+from shardwise.objective.parts import SEQUENCE, meaning, numbers, outputs, unit_of
 from shardwise.objective.tracing import has_rules, trace
 
 # Of XLA's CPU compiler, for a program that runs a few times.
@@ -272,16 +271,6 @@ def _stacked(arrangements, size):
     padded = [*arrangements, *[blank] * (MOST - len(arrangements))]
     fields = (np.stack(field) for field in zip(*padded, strict=True))
     return np.int32(len(arrangements)), Arrangement(*fields)
-
-
-def unit_of(batch: Any) -> int:
-    """The greatest number that divides the rows of each array; 0 for a batch without rows."""
-    return math.gcd(*(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
-
-
-def length_of(batch: Any) -> int | None:
-    """The length of the sequence: of axis 1, where arrays have one."""
-    return next((jnp.shape(x)[1] for x in jax.tree.leaves(batch) if jnp.ndim(x) > 1), None)
 
 
 def _is_real(x):
