@@ -177,14 +177,14 @@ def run(eqns: Iterable[Equation], env: dict) -> dict:
 
 
 def needed(
-    eqns: Sequence[Equation],
+    eqns: Sequence[Any],
     outputs: Iterable,
     given: Collection,
-    keep: Callable[[Equation], bool] = lambda eqn: False,
-) -> tuple[list[Equation], set]:
-    """The equations from which `outputs` follow, in order, and which of the `given` they use.
+    keep: Callable[[Any], bool] = lambda eqn: False,
+) -> tuple[list[Any], set]:
+    """The equations, ours or a jaxpr's, from which `outputs` follow, and the `given` they use.
 
-    Those for which `keep` is true are among them, and what they follow from.
+    They are in order. Those for which `keep` is true are among them, and what they follow from.
     """
     wanted, used, chosen = set(), set(), []
 

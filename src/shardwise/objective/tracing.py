@@ -39,13 +39,10 @@ class Traced:
         """(the program of the count alone, for each input whether the program reads it)."""
         jaxpr = self.closed.jaxpr
         wanted = [i == 1 for i in range(len(jaxpr.outvars))]
-        needed, chosen = {jaxpr.outvars[1]}, []
-        for eqn in reversed(jaxpr.eqns):  # here, since DCE keeps all effects: prints come once
-            if not needed.isdisjoint(eqn.outvars):
-                chosen.append(eqn)
-                needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+        # Chosen here, since DCE keeps all effects: prints come once.
+        chosen, _ = jaxprs.needed(jaxpr.eqns, [jaxpr.outvars[1]], given=())
         # The numbers of equations dropped belong to no effect that remains.
-        jaxpr, used = partial_eval.dce_jaxpr(jaxpr.replace(eqns=chosen[::-1]), wanted)
+        jaxpr, used = partial_eval.dce_jaxpr(jaxpr.replace(eqns=chosen), wanted)
         return ClosedJaxpr(jaxpr, self.closed.consts), used
 
     def count(self, params: Any, batch: Any, rows: Any, args: Any, key: Any) -> jax.Array:
