@@ -158,6 +158,7 @@ def _of(name, tree):
 
 
 def _by_place(found, places):
+    """Whether all draws from the key go by place; raises where no one key would do for all."""
     if any("args" in labels and "key" not in labels for labels, _ in found):
         raise TypeError(
             "the loss draws random numbers from a key among its further arguments, which would be "
