@@ -110,18 +110,15 @@ def trace(
     draws = _Draws()
     draws.run(closed.jaxpr, [label for name, tree in groups.items() for label in _of(name, tree)])
     by_place = _by_place(draws.found, rows.get(SEQUENCE))
-    traced = Traced(closed, jax.tree.structure(shapes), by_place, not has_rules(closed.jaxpr))
+    linear = not any(map(_is_rule, jaxprs.every(closed.jaxpr)))
+    traced = Traced(closed, jax.tree.structure(shapes), by_place, linear)
     if SEQUENCE in rows and not traced.has_count:
         refuse_scalar()
     return traced
 
 
-def has_rules(jaxpr: Any) -> bool:
-    """Whether a program has backward rules of the loss's own, beside the gathers of shares."""
-    return any(map(_is_rule, jaxprs.every(jaxpr)))
-
-
 def _is_rule(eqn):
+    """Whether an equation has a backward rule of the loss's own, rather than a gather of shares."""
     if not eqn.primitive.name.startswith("custom_vjp"):
         return False
     within = (e for body in jaxprs.inner(eqn) for e in jaxprs.every(body))

@@ -15,12 +15,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import marks
+from shardwise import jaxprs, marks
 from shardwise import tree as trees
 from shardwise.objective import stand_ins
 from shardwise.objective.means import normal, wide
 from shardwise.objective.parts import SEQUENCE, meaning, numbers, outputs, unit_of
-from shardwise.objective.tracing import has_rules, trace
+from shardwise.objective.tracing import trace
 
 # Of XLA's CPU compiler, for a program that runs a few times.
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
@@ -122,7 +122,8 @@ class Trials:
         self.arguments = case.params, case.batch, arrays
         self.gradient = bool(case.gradient)
         traced = self._traced()
-        if case.gradient is None and has_rules(traced.jaxpr.jaxpr):
+        names = (eqn.primitive.name for eqn in jaxprs.every(traced.jaxpr.jaxpr))
+        if case.gradient is None and any(name.startswith("custom_vjp") for name in names):
             self.gradient = True
             traced = self._traced()
         self.compiled = traced.lower().compile()
