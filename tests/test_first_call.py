@@ -141,7 +141,7 @@ def judged(loss, seen, layout=LINE, batch=TOKENS):
 
     def watched(*given):
         found = fitting(*given)
-        seen.append((found[1].rows, found[1].length))
+        seen.append((found.part.rows, found.part.length))
         return found
 
     beforehand._fitting = watched

@@ -13,7 +13,6 @@ import pytest
 from flax import nnx
 
 from shardwise import marks
-from shardwise.marks import counting
 
 
 def test_unbound_marks_are_identities_that_leave_no_trace():
@@ -214,14 +213,14 @@ def test_the_name_of_a_loop_says_how_often_it_turns(times, of, told):
     for f, x in [(run, jnp.ones(2)), (wrapped, jnp.ones((2, 2)))]:
         text = jax.jit(f).lower(1, x).compile().as_text()
         names = re.findall(r' while\(.*op_name="([^"]*)"', text)
-        assert [list(counting.turns_said(name)) for name in names] == [told]
-    assert counting.turns_said("jit(f)/turns 8 of 22/while/body/while") is None
+        assert [list(marks.turns_said(name)) for name in names] == [told]
+    assert marks.turns_said("jit(f)/turns 8 of 22/while/body/while") is None
 
 
 def test_the_name_of_a_kernel_says_its_flops():
     name = "jit(f)/kernels fwd=12 dq=34/vmap(jit(g))/transpose(jvp(splash_{}_mha))/pallas_call"
-    told = [counting.kernel_said(name.format(part)) for part in ("fwd", "dq", "dkv")]
-    assert told == [12, 34, None] and counting.kernel_said("jit(f)/fwd") is None
+    told = [marks.kernel_said(name.format(part)) for part in ("fwd", "dq", "dkv")]
+    assert told == [12, 34, None] and marks.kernel_said("jit(f)/fwd") is None
 
     def f(x):
         with marks.kernels(fwd=12, dq=34):

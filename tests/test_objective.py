@@ -525,10 +525,15 @@ def test_masks_are_those_of_one_device_bit_for_bit(key):
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("key", [KEYS["typed"], KEYS["raw"]], ids=["typed", "raw"])
-def test_draws_by_shape_differ_from_part_to_part(key):
+@pytest.mark.parametrize(
+    ("draw", "key"),
+    [("uniform", "typed"), ("uniform", "raw"), ("exponential", "rbg"), ("gamma", "typed")],
+)
+def test_draws_by_shape_differ_from_part_to_part(draw, key):
+    own, key = (2.0,) if draw == "gamma" else (), KEYS[key]
+
     def loss(params, batch, key):
-        return weighted(params, batch), jax.random.uniform(key, batch["x"].shape)
+        return weighted(params, batch), getattr(jax.random, draw)(key, *own, batch["x"].shape)
 
     for m, grid in [(1, LINE), (2, LINE), (4, None)]:
         how = dict(has_aux=True, aux="concatenate", microbatches=m)

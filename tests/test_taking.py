@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardwise import fsdp, marks, measure, mesh, objective, rules
-from shardwise.fsdp import taking
+from shardwise.fsdp import using
 
 mesh.simulate(8)
 GRID = mesh.make(fsdp=4)
@@ -114,7 +114,7 @@ def test_what_is_gathered_before_is_read_as_on_one_device(read, zero, microbatch
 
 @pytest.mark.slow
 def test_more_layers_than_a_dtype_numbers():
-    params, batch = drawn(taking.LAYERS + 1)
+    params, batch = drawn(using.LAYERS + 1)
     params["stack"] = jax.tree.map(lambda x: x / 100, params["stack"])
     check(used, params, batch)
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import rules
 from shardwise import tree as trees
-from shardwise.rules.rule import mesh_axes, parts
+from shardwise.rules.rule import entry_of, mesh_axes, parts
 
 Axes = str | tuple[str, ...]
 
@@ -50,6 +50,10 @@ class ArrayLayout(NamedTuple):
     def inside(self, mesh: Mesh) -> tuple[int, ...]:
         """The array's shape where it is used: of what is never gathered, one device's part."""
         return _divided(self.shape, self.apart, mesh)
+
+    def inner(self, mesh: Mesh) -> tuple[int, ...]:
+        """The shape of what has to stay together: of one layer, where there are layers."""
+        return self.inside(mesh)[1:] if self.stacked else self.inside(mesh)
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of one device's part, whole along the axes that the compiler has."""
@@ -153,6 +157,12 @@ def check_axis(who: str, mesh: Mesh, axis: Axes) -> None:
                 f"{who}: the mesh has no axis {name!r}; it has {dict(mesh.shape)}. Make it with "
                 f"mesh.make({name}=-1), or name another axis."
             )
+
+
+def without(spec: P, axes: Sequence[str]) -> P:
+    """The spec without these mesh axes."""
+    kept = (tuple(name for name in mesh_axes(entry) if name not in axes) for entry in spec)
+    return P(*map(entry_of, kept))
 
 
 def _divided(shape, entries, mesh):

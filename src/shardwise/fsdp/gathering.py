@@ -6,13 +6,12 @@ together is there twice, flat and in its own shapes: so it is little of what is 
 """
 
 import functools
-import itertools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -60,59 +59,43 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
     return x if dtype is None else x.astype(dtype)
 
 
-def gather(xs: Sequence[jax.Array], hows: Sequence[How | None]) -> list[jax.Array]:
+def gather(
+    xs: Sequence[jax.Array],
+    hows: Sequence[How | None],
+    wholes: Sequence[jax.Array] | None = None,
+) -> list[jax.Array]:
     """The arrays whole; their gradients come back reduced, in shares of the arrays' own dtypes.
 
-    An array without a `How` stays as it is.
+    An array without a `How` stays as it is. `wholes` are the arrays as they were gathered before.
     """
 
-    def bundle(xs, hows):
-        return _gather_with_transpose(xs, hows, tuple(x.dtype for x in xs))
+    def bundle(xs, wholes, hows):
+        return _with_transpose(xs, wholes, hows, tuple(x.dtype for x in xs))
 
-    return _each_bundle(bundle, xs, hows)
+    return _each_bundle(bundle, hows, xs, wholes or [None] * len(xs))
 
 
 def all_gather(xs: Sequence[jax.Array], hows: Sequence[How | None]) -> list[jax.Array]:
     """The arrays whole, in the dtypes asked for; not to be differentiated."""
-    return _each_bundle(_gathered, xs, hows)
-
-
-def take(
-    xs: Sequence[jax.Array], wholes: Sequence[jax.Array], hows: Sequence[How | None]
-) -> list[jax.Array]:
-    """`wholes`, which are `xs` gathered before; their gradients come back as those of `gather`."""
-    return _take(list(xs), list(wholes), tuple(hows), tuple(x.dtype for x in xs))
+    return _each_bundle(_gathered, hows, xs)
 
 
 def scatter(grads: Sequence[jax.Array], hows: Sequence[How | None]) -> list[jax.Array]:
     """The transpose of `gather`: gradients summed over the devices, to each its own part."""
-    return _each_bundle(_scattered, grads, hows)
+    return _each_bundle(_scattered, hows, grads)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather_with_transpose(xs, hows, dtypes):
-    return _gathered(xs, hows)
+def _taken(xs, wholes, hows, dtypes):
+    return _gathered(xs, hows) if wholes[0] is None else wholes
 
 
-def _backward(hows, dtypes, _, grads):
+def _given_back(hows, dtypes, _, grads):
     parts = _scattered(grads, hows)
-    return ([g.astype(dtype) for g, dtype in zip(parts, dtypes, strict=True)],)
-
-
-_gather_with_transpose.defvjp(lambda xs, hows, dtypes: (_gathered(xs, hows), None), _backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _take(xs, wholes, hows, dtypes):
-    return wholes
-
-
-def _give_back(hows, dtypes, _, grads):
-    parts = scatter(grads, hows)
     return [g.astype(dtype) for g, dtype in zip(parts, dtypes, strict=True)], None
 
 
-_take.defvjp(lambda xs, wholes, hows, dtypes: (wholes, None), _give_back)
+_with_transpose = jax.custom_vjp(_taken, nondiff_argnums=(2, 3))
+_with_transpose.defvjp(lambda *given: (_taken(*given), None), _given_back)
 
 
 def _bundles(xs, hows):
@@ -135,10 +118,12 @@ def _bundles(xs, hows):
     return found
 
 
-def _each_bundle(function, xs, hows):
-    out = list(xs)
-    for members in _bundles(xs, hows):
-        found = function([xs[i] for i in members], tuple(hows[i] for i in members))
+def _each_bundle(function, hows, *groups):
+    """The first group of arrays, with what `function` makes of each bundle in its place."""
+    out = list(groups[0])
+    for members in _bundles(groups[0], hows):
+        own = ([group[i] for i in members] for group in groups)
+        found = function(*own, tuple(hows[i] for i in members))
         for i, x in zip(members, found, strict=True):
             out[i] = x
     return out
@@ -150,7 +135,7 @@ def _gathered(xs, hows):
     if len(xs) == 1:
         return [_by_hand(jax.lax.all_gather, hows[0], axis=hows[0].cut)(xs[0])]
     flat = jax.lax.all_gather(jnp.concatenate([x.ravel() for x in xs]), hows[0].axis)
-    parts = _pieces(flat, [x.size for x in xs])
+    parts = jnp.split(flat, np.cumsum([x.size for x in xs])[:-1], axis=1)
     return [_joined(p, x, how) for p, x, how in zip(parts, xs, hows, strict=True)]
 
 
@@ -173,7 +158,7 @@ def _scattered(grads, hows):
     rows = [_divided(g, how, n) for g, how in zip(grads, hows, strict=True)]
     flat = jnp.concatenate([r.reshape(n, -1) for r in rows], axis=1)
     flat = jax.lax.psum_scatter(flat, axis, scatter_dimension=0)
-    parts = _pieces(flat, [math.prod(r.shape[1:]) for r in rows])
+    parts = jnp.split(flat, np.cumsum([r.size // n for r in rows])[:-1])
     return [part.reshape(r.shape[1:]) for part, r in zip(parts, rows, strict=True)]
 
 
@@ -192,9 +177,3 @@ def _divided(g, how, n):
     """The array as [devices, *shape of a share]."""
     shape = (*g.shape[: how.cut], n, how.size // n, *g.shape[how.cut + 1 :])
     return jnp.moveaxis(g.reshape(shape), how.cut, 0)
-
-
-def _pieces(flat, sizes):
-    """The parts of `flat` of these sizes, along the last axis."""
-    ends = list(itertools.accumulate(sizes))
-    return jnp.split(flat, ends[:-1], axis=-1)

@@ -15,8 +15,8 @@ from shardwise.fsdp.arrays import ArrayLayout, array_layouts, check_axis, check_
 from shardwise.fsdp.arrays import rule as rule_along
 from shardwise.fsdp.batches import WHO, Divided
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
-from shardwise.fsdp.taking import Way, late, taken
-from shardwise.fsdp.using import pinned, reads_of, use_of
+from shardwise.fsdp.reads import reads
+from shardwise.fsdp.using import late, numbered, pinned, use_of
 from shardwise.rules.rule import mesh_axes
 
 
@@ -40,14 +40,11 @@ def value_and_grad(
 ) -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
-    `loss(params, batch, *args)` is written for one device; it takes `key=` too where one is given,
-    and returns an `objective.Mean`, exact for every padding, or a scalar, a mean over rows. With
-    `has_aux` it returns that and a tree; `aux` says how those of devices and microbatches become
-    one: "sum", "mean", "max" or "concatenate" (whose rows stay cut), or a prefix tree of these.
-    `params` lie as `rule` says (`rules.place(params, rule, mesh)`), and so does the gradient; the
-    rows of `batch` are cut over `replicate` and the rule's axis, and `args` are the same on every
-    device. Whether rows look at each other in the loss, `objective.check` tells, and the first call
-    of what `layouts` returns; `shardwise.objective` has more, also of keys and microbatches.
+    The loss is written for one device: it, `has_aux`, `aux` and `microbatches` are as in
+    `objective.value_and_grad`, but that rows of "concatenate" stay cut. `params` lie as `rule` says
+    (`rules.place(params, rule, mesh)`), and so does the gradient; the rows of `batch` are cut over
+    `replicate` and the rule's axis, and `args` are the same on every device. Whether rows look at
+    each other in the loss, `objective.check` tells, and the first call of what `layouts` returns.
 
     A stacked array is gathered at `marks.use`, one layer at a time, and until then must not be
     read. If the layer is rematerialised (`jax.checkpoint` around the body that calls `use`), it is
@@ -56,9 +53,7 @@ def value_and_grad(
     call it, and else before the loss: for the compiler the same, unless rematerialised.
 
     Other axes of the mesh are left to the compiler: parameters may be laid out over them
-    (the rule's `over=`), the loss may constrain its activations, and `names` does so
-    where it calls `marks.constrain(x, name)`: {name: PartitionSpec}, of which the axes over which
-    rows are cut already are left out.
+    (the rule's `over=`), and activations, by the loss itself or by `names`.
 
     The function is jitted, and may be called within another jit.
 
@@ -71,15 +66,16 @@ def value_and_grad(
         over them too.
       columns: mesh axes over which the sequence is cut, axis 1 of each array of the batch that has
         two or more. Tokens then see each other in `marks.attend` alone, by a meaning that knows
-        these axes; the loss has to return an `objective.Mean`. `objective.check` with the way
-        "sequence" tells whether they do.
+        these axes (`objective.check` with the way "sequence" tells); the loss has to return an
+        `objective.Mean`.
       order: (sequence, parts) to the order in which the sequence is cut, as `context.zigzag`.
+      names: {name: PartitionSpec} of activations, where the loss calls `marks.constrain(x, name)`;
+        the axes over which rows are cut already are left out.
       meanings: of further marks, {mark: meaning}, such as attend=context.ring("context").
       who: the function that was called, which errors name.
       zero: ZeRO's number. 3 as above; 2 gathers all before the loss and scatters the gradients of
         each microbatch, those that the loss gives to `marks.use` there, so that they are never all
         whole; 1 sums the microbatches' gradients whole, and scatters once.
-      microbatches: parts of each device's rows, one after the other.
       dtype: in which weights are gathered and used; default their own.
       reduce_dtype: in which gradients are reduced; default the gathered dtype.
 
@@ -163,40 +159,36 @@ class _Device:
 
         first = jax.tree.map(lambda x: x[0], parts[0])
         given = first, args, {} if key is None else {"key": key}
-        at_use = [None] * len(hows) if once else hows
+        within = [None] * len(hows) if once else hows  # the loss's own
         with marks.bind(**pins):
             dtypes = [self.dtype or x.dtype for x in shards]
-            found = reads_of(loss, layouts, mesh, at_use, dtypes, *given)
+            found = reads(loss, layouts, mesh, within, dtypes, *given)
         self._check(layouts, found, seen)
-        if self.zero < 3:
-            at_use = late(found, layouts, at_use)
+        at_use = within if self.zero == 3 else late(found, layouts, within)
         use = use_of(found, layouts, mesh, at_use)
-        now = [None if later else how for how, later in zip(hows, use.deferred, strict=True)]
-        way = Way(shards, use, lambda xs: gather(xs, now))
+        now = [None if later else how for how, later in zip(within, use.deferred, strict=True)]
+        inputs, wholes = shards, None  # it is differentiated in the inputs
         if self.zero < 3:  # gather once for all microbatches
-            wholes = all_gather(shards, hows)
-            way = Way(wholes, use, list) if once else taken(wholes, shards, use, now, layouts)
+            inputs = wholes = all_gather(shards, hows)
+            if not once:
+                groups = zip(shards, layouts, use.deferred, strict=True)
+                inputs = [numbered(x, s) if later else x for x, s, later in groups]
+                use = dataclasses.replace(use, wholes=wholes)
 
         def whole(inputs, batch, *args, **key):
             if self.microbatches > 1:
                 # The TPU's compiler would take scatters out of the loop that adds up their shares,
                 # and its libtpu 0.0.41 fails at it (while_loop_all_reduce_code_motion.cc).
                 inputs = jax.lax.optimization_barrier(inputs)
-            pairs = zip(way.arrays(inputs), use.deferred, strict=True)
+            pairs = zip(gather(inputs, now, wholes), use.deferred, strict=True)
             arrays = [x if later else cast(x, self.dtype) for x, later in pairs]
-            with marks.bind(use=way.use):
+            with marks.bind(use=use):
                 return loss(arrays, batch, *args, **key)
 
-        division = objective.Division(
-            together=functools.partial(jax.lax.psum, axis_name=self.divided.axes),
-            fold=self._fold,
-            along=functools.partial(jax.lax.psum, axis_name=self.divided.columns),
-        )
-        ways = dict(has_aux=self.has_aux, aux=self.aux, division=division)
+        division = objective.Division(self.divided.rows, self.divided.columns, self.microbatches)
+        ways = division, self.has_aux, self.aux
         with marks.bind(**pins):
-            value, aux, grads = objective.mean_and_grads(
-                whole, way.inputs, *parts, args, key, **ways
-            )
+            value, aux, grads = objective.mean_and_grads(whole, inputs, *parts, args, key, *ways)
         if once:
             grads = scatter(grads, hows)
         grads = [self._sum(g, array) for g, array in zip(grads, layouts, strict=True)]
@@ -239,8 +231,3 @@ class _Device:
         cut = {*jax.tree.leaves(tuple(array.manual))}
         axes = tuple(name for name in self.divided.axes if name not in cut)
         return jax.lax.psum(grad, axes) if axes else grad
-
-    def _fold(self, key):
-        for name in self.divided.axes if key is not None else ():
-            key = jax.random.fold_in(key, jax.lax.axis_index(name))
-        return key

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from shardwise import jaxprs, marks
 from shardwise import tree as trees
+from shardwise.fsdp.arrays import ArrayLayout
+from shardwise.fsdp.gathering import How
 
 MARK = "shardwise use "
 
@@ -45,16 +47,17 @@ class Reads(NamedTuple):
 
 def reads(
     loss: Callable,
-    arrays: Sequence,
-    inner: Sequence[tuple | None],
+    arrays: Sequence[ArrayLayout],
+    mesh: Mesh,
+    hows: Sequence[How | None],
+    dtypes: Sequence[Any],
     batch: Any,
     args: tuple = (),
     options: Mapping[str, Any] | None = None,
 ) -> Reads:
-    """Follow the arrays through `loss(arrays, batch, *args, **options)`; all may be abstract.
+    """The `Reads`, by `loss(leaves, batch, *args, **options)`, of what has a `How`.
 
-    `inner` are the shapes of what has to stay together: of one layer, for a stacked array; None
-    for an array that is not followed.
+    `dtypes` are those of the leaves; all else may be abstract.
     """
     given = []
 
@@ -65,14 +68,16 @@ def reads(
             leaves.append(checkpoint_name(x, f"{MARK}{len(given) - 1}"))
         return jax.tree.unflatten(jax.tree.structure(weights), leaves)
 
-    def traced(arrays, batch, args, options):
+    def traced(leaves, batch, args, options):
         with marks.bind(use=name):
-            return loss(arrays, batch, *args, **options)
+            return loss(leaves, batch, *args, **options)
 
-    program = jax.make_jaxpr(traced)(list(arrays), batch, args, options or {}).jaxpr
-    follower = _Follower(inner)
-    labels = [frozenset() if shape is None else frozenset([i]) for i, shape in enumerate(inner)]
+    pairs = zip(arrays, dtypes, strict=True)
+    leaves = [jax.ShapeDtypeStruct(array.inside(mesh), dtype) for array, dtype in pairs]
+    program = jax.make_jaxpr(traced)(leaves, batch, args, options or {}).jaxpr
+    labels = [frozenset() if how is None else frozenset([i]) for i, how in enumerate(hows)]
     labels += [jaxprs.NOTHING] * (len(program.invars) - len(labels))
+    follower = _Follower([array.inner(mesh) for array in arrays])
     for owners in follower.run(program, labels):
         follower.read(owners, "the loss's output")
     uses = [Received(*given[i], owners) for i, owners in sorted(follower.uses.items())]
@@ -83,7 +88,7 @@ def reads(
 class _Follower(jaxprs.Follower):
     """A Follower whose labels are the numbers of the parameters that a value may be."""
 
-    def __init__(self, inner: Sequence[tuple | None]):
+    def __init__(self, inner: Sequence[tuple]):
         self.inner = inner
         self.uses: dict[int, frozenset[int]] = {}
         self.elsewhere: dict[int, str] = {}

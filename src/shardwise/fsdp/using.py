@@ -1,7 +1,13 @@
-"""Meanings of marks under FSDP: which arrays `use` gathers and how, and what `constrain` pins."""
+"""Meanings of marks under FSDP: what `use` makes whole and how, and what `constrain` pins.
 
+Where all is gathered before the loss (ZeRO 1 and 2), gradients are scattered at `use` all the same:
+a layer's is then whole for as long as that of one layer is made, and not until the end. The loss
+has to be differentiated in shares for that: in their place it gets arrays of these shapes that hold
+nothing but the number of each layer, by which `use` finds the layer in what is gathered.
+"""
+
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,30 +15,68 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import tree as trees
-from shardwise.fsdp.arrays import ArrayLayout, check_axis
+from shardwise.fsdp.arrays import ArrayLayout, check_axis, without
 from shardwise.fsdp.gathering import How, gather
-from shardwise.fsdp.reads import Reads, Received, reads
+from shardwise.fsdp.reads import Reads
+
+LAYERS = 2**8  # whose numbers bfloat16 has, and wider dtypes
 
 
-class Use(NamedTuple):
-    """The meaning of `marks.use`: a `How`, or None, for each array that the loss gives to it.
+@dataclasses.dataclass(frozen=True, eq=False)  # of one trace: nothing cached elsewhere fits
+class Use:
+    """The meaning of `marks.use`, by which a loss's arrays are gathered, or taken from `wholes`.
 
-    With it goes the number of the parameter that it is. `deferred` says of each parameter whether
-    the loss receives it in shares.
+    `known` has the `How`, or None, of each array that the loss gives to it, and the number of the
+    parameter that it is, by its path and shape. `deferred` says of each parameter whether the loss
+    receives it in shares.
     """
 
-    hows: frozenset
+    known: Mapping[tuple, tuple]
     deferred: tuple[bool, ...]
+    arrays: Sequence[ArrayLayout]
+    wholes: Sequence[jax.Array] | None = None
 
     def __call__(self, weights):
         flat, structure = trees.leaves(weights), jax.tree.structure(weights)
-        hows = [how for how, _ in self.known(flat)]
-        return jax.tree.unflatten(structure, gather([x for _, x in flat], hows))
+        xs, told = [x for _, x in flat], [self._told(path, jnp.shape(x)) for path, x in flat]
+        hows, wholes = [how for how, _ in told], None
+        if self.wholes is not None:
+            pairs = zip(xs, told, strict=True)
+            wholes = [x if how is None else self._layers(x, how, i) for x, (how, i) in pairs]
+        return jax.tree.unflatten(structure, gather(xs, hows, wholes))
 
-    def known(self, flat):
-        """(the `How`, the number of the parameter) of each (path, array) in `flat`."""
-        known = dict(self.hows)
-        return [_known(known, path, jnp.shape(x)) for path, x in flat]
+    def _told(self, path, shape):
+        if (path, shape) not in self.known:
+            raise ValueError(
+                f"fsdp: marks.use received {path or 'an array'} of shape {shape}, and no such "
+                f"array when the loss was traced at true shapes: what the loss does before "
+                f"marks.use, where weights are in shares, must not depend on their shapes."
+            )
+        return self.known[path, shape]
+
+    def _layers(self, x, how, i):
+        """The layer whose number `x` holds, or the layers, from the gathered array."""
+        whole = self.wholes[i] if self.arrays[i].stacked else self.wholes[i][None]
+        x = jax.lax.stop_gradient(x)
+        if len(whole) > 2 ** (jnp.finfo(x.dtype).nmant + 1):
+            raise ValueError(
+                f"fsdp: {self.arrays[i].path} is cast to {x.dtype} before marks.use, which ZeRO 1 "
+                f"and 2 cannot tell {len(whole)} layers by; cast what marks.use returns, or take "
+                f"zero=3."
+            )
+        numbers = x[(..., *[0] * (whole.ndim - 1))].astype(jnp.int32)
+        if numbers.ndim:
+            found = whole[numbers]
+        else:
+            found = jax.lax.dynamic_index_in_dim(whole, numbers, keepdims=False)
+        return found.astype(x.dtype) if how.dtype is None else found
+
+
+def numbered(share: jax.Array, array: ArrayLayout) -> jax.Array:
+    """An array like a share, of the numbers of its layers."""
+    if not array.stacked:
+        return jnp.zeros_like(share)
+    return jax.lax.broadcasted_iota(share.dtype, share.shape, 0)
 
 
 def use_of(
@@ -55,75 +99,59 @@ def use_of(
             )
     deferred = tuple(how is not None and i not in found.elsewhere for i, how in enumerate(hows))
     known: dict = {}
-    for received in found.uses:
-        _add(known, received, arrays, mesh, hows, deferred)
-    return Use(frozenset((key, (how, i)) for key, (how, i, _) in known.items()), deferred)
+    for path, whole, owners in found.uses:
+        for i in owners or [None]:
+            later = i is not None and deferred[i]
+            shape, how = _in_shares(whole, arrays[i], hows[i], mesh) if later else (whole, None)
+            before, other = known.setdefault((path, shape), (how, i))
+            if before != how and any(mesh.shape[name] > 1 for name in _axes(before, how)):
+                whose = (
+                    "what is whole" if how is None else arrays[i].path
+                    for how, i in ((before, other), (how, i))
+                )
+                raise ValueError(
+                    f"fsdp: marks.use receives {path or 'an array'} of shape {shape}, which may be "
+                    f"of {' or of '.join(whose)}; give it the dict or state that holds the array, "
+                    f"so that its path tells."
+                )
+    return Use(known, deferred, arrays)
 
 
-def reads_of(
-    loss: Callable,
-    arrays: Sequence[ArrayLayout],
-    mesh: Mesh,
-    hows: Sequence[How | None],
-    dtypes: Sequence[Any],
-    *rest: Any,
-) -> Reads:
-    """The `Reads`, by `loss(leaves, *rest)`, of what has a `How`; `dtypes` are the leaves'."""
-    pairs = zip(arrays, dtypes, strict=True)
-    leaves = [jax.ShapeDtypeStruct(array.inside(mesh), dtype) for array, dtype in pairs]
-    pairs = zip(arrays, hows, strict=True)
-    return reads(
-        loss, leaves, [None if how is None else _inner(a, mesh) for a, how in pairs], *rest
-    )
-
-
-def _add(known, received: Received, arrays, mesh, hows, deferred):
-    """Add an array that `use` receives to `known`, {(path, shape in shares): (how, i, whose)}."""
-    for i in received.owners or [None]:
-        shape, how = received.shape, None
-        if i is not None and deferred[i]:
-            lead = len(shape) - len(_inner(arrays[i], mesh))
-            local = arrays[i].local_shape(mesh)
-            shape = (*shape[:lead], *local[len(local) - len(shape) + lead :])
-            how = hows[i].shifted(lead - (1 if arrays[i].stacked else 0))
-        whose = "what is whole" if how is None else arrays[i].path
-        before, _, owner = known.setdefault((received.path, shape), (how, i, whose))
-        if before != how and any(mesh.shape[name] > 1 for name in _axes(before, how)):
-            raise ValueError(
-                f"fsdp: marks.use receives {received.path or 'an array'} of shape {shape}, which "
-                f"may be of {owner} or of {whose}; give it the dict or state that holds the array, "
-                f"so that its path tells."
-            )
+def _in_shares(shape, array, how, mesh):
+    """The shape in which `use` receives what is of this one when whole, and its `How`."""
+    lead, local = len(shape) - len(array.inner(mesh)), array.local_shape(mesh)
+    shares = (*shape[:lead], *local[len(local) - len(shape) + lead :])
+    return shares, how.shifted(lead - array.stacked)
 
 
 def _axes(*hows):
     return {name for how in hows if how is not None for name in how.axis}
 
 
-def _inner(array: ArrayLayout, mesh: Mesh):
-    """The shape of what stays together: of one layer, where there are layers."""
-    shape = array.inside(mesh)
-    return shape[1:] if array.stacked else shape
+def late(
+    found: Reads, arrays: Sequence[ArrayLayout], hows: Sequence[How | None]
+) -> list[How | None]:
+    """The `How`s of arrays whose gradients can be scattered at `use`, and None for the others:
+    those that others read too, and those that it cannot tell apart by their paths.
+    """
+    owners: dict[str, set] = {}
+    for received in found.uses:
+        owners.setdefault(received.path, set()).update(received.owners or {None})
+    alone = {i for group in owners.values() if len(group) == 1 for i in group}
+    alone -= {i for group in owners.values() if len(group) > 1 for i in group}
+    alone -= {i for i, s in enumerate(arrays) if s.stacked and s.shape[0] > LAYERS}
+    alone -= set(found.elsewhere)
+    return [how if i in alone else None for i, how in enumerate(hows)]
 
 
-def _known(known, path, shape):
-    if (path, shape) not in known:
-        raise ValueError(
-            f"fsdp: marks.use received {path or 'an array'} of shape {shape}, and no such array "
-            f"when the loss was traced at true shapes: what the loss does before marks.use, where "
-            f"weights are in shares, must not depend on their shapes."
-        )
-    return known[path, shape]
-
-
-def pinned(names: Mapping[str, P], mesh: jax.sharding.Mesh, rows: Sequence[str]) -> tuple:
+def pinned(names: Mapping[str, P], mesh: Mesh, rows: Sequence[str]) -> tuple[Callable, set[str]]:
     """(the meaning of `marks.constrain`, the set of names that it meets): activations by these
     specs, without the axes over which rows are cut by hand.
     """
     for name, spec in names.items():
         for axis in jax.tree.leaves(tuple(spec)):
             check_axis(f"fsdp.value_and_grad, names[{name!r}]", mesh, axis)
-    shardings = {name: NamedSharding(mesh, _without(spec, rows)) for name, spec in names.items()}
+    shardings = {name: NamedSharding(mesh, without(spec, rows)) for name, spec in names.items()}
     seen = set()
 
     def constrain(x, name):
@@ -137,12 +165,3 @@ def _constrained(x, sharding):
     if jax.__version_info__ >= (0, 8):  # where the mesh has to be the one of the shard_map around
         sharding = NamedSharding(jax.sharding.get_abstract_mesh(), sharding.spec)
     return jax.lax.with_sharding_constraint(x, sharding)
-
-
-def _without(spec, axes):
-    kept = []
-    for entry in spec:
-        names = entry if isinstance(entry, tuple) else (entry,)
-        names = tuple(name for name in names if name not in axes)
-        kept.append(names if len(names) > 1 else names[0] if names else None)
-    return P(*kept)

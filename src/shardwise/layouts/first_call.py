@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from shardwise.layouts.layout import Layout
-from shardwise.marks.counting import turns_said
+from shardwise.marks import turns_said
 from shardwise.measure import hlo
 from shardwise.measure.hlo import Instruction, Program
 from shardwise.objective import beforehand
@@ -79,8 +79,8 @@ def judge(
     rows = beforehand.unit_of(batch) // parts
     if not ways or not rows or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
         return None
-    division = beforehand.Parts(ways, rows, layout.auto)
-    return beforehand.judge(loss, division, params, batch, args, key, has_aux, aux)
+    case = beforehand.Case(loss, params, batch, args, key, has_aux, aux, mesh=layout.auto)
+    return beforehand.judge(case, ways, rows)
 
 
 def ways_of(layout: Layout) -> tuple[str, ...]:

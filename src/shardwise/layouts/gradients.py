@@ -11,12 +11,12 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp, marks, objective, pipeline, rules
 from shardwise import tree as trees
-from shardwise.fsdp.arrays import check_params, laid_out
+from shardwise.fsdp.arrays import check_params, laid_out, without
 from shardwise.fsdp.batches import Divided
 from shardwise.layouts import exact
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings, order
-from shardwise.layouts.placing import array_layouts, cast, expert_rule, parameter_rule, without
+from shardwise.layouts.placing import array_layouts, cast, expert_rule, parameter_rule
 from shardwise.layouts.shares import shares
 from shardwise.rules.rule import specs
 

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp, rules
 from shardwise import tree as trees
-from shardwise.fsdp.arrays import of_specs
+from shardwise.fsdp.arrays import of_specs, without
 from shardwise.layouts.layout import Layout
-from shardwise.rules.rule import entry_of, mesh_axes, specs
+from shardwise.rules.rule import entry_of, specs
 
 EXPERTS = "experts"  # the logical axis
 
@@ -148,12 +148,6 @@ def array_layouts(
     if leave_out:
         found = [without(spec, leave_out) for spec in found]
     return of_specs(tree, found, rule, mesh, expert_rule(layout))
-
-
-def without(spec: P, axes: Sequence[str]) -> P:
-    """The spec without these mesh axes."""
-    kept = (tuple(name for name in mesh_axes(entry) if name not in axes) for entry in spec)
-    return P(*map(entry_of, kept))
 
 
 def abstract(tree: Any) -> Any:

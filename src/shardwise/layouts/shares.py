@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from shardwise import fsdp
 from shardwise.fsdp.gathering import How, all_gather, cast, scatter
-from shardwise.fsdp.using import Use, reads_of, use_of
+from shardwise.fsdp.reads import reads
+from shardwise.fsdp.using import Use, use_of
 from shardwise.layouts.layout import Layout
 
 
@@ -133,5 +134,5 @@ def shares(
         return loss(jax.tree.unflatten(structure, arrays), *rest, **options)
 
     used = [layout.dtype or x.dtype for x in jax.tree.leaves(tree)]
-    found = reads_of(of_leaves, arrays, mesh, at_use, used, batch, args, options)
+    found = reads(of_leaves, arrays, mesh, at_use, used, batch, args, options)
     return Shares(layout, arrays, hows, use_of(found, arrays, mesh, at_use))

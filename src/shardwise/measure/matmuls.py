@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.marks.counting import kernel_said
+from shardwise.marks import kernel_said
 
 from . import hlo
 from .hlo import Computation, Instruction

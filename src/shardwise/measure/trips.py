@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.marks.counting import turns_said
+from shardwise.marks import turns_said
 
 from .hlo import Array, Computation, Instruction, Program
 

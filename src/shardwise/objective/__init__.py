@@ -33,7 +33,7 @@ own for each part: valid masks, and others than one device's. Without microbatch
 path (`rules.jit`) divides nothing, and equals one device for these too.
 """
 
-from shardwise.objective.gradients import Division, Totals, mean_and_grads, of_block, value_and_grad
+from shardwise.objective.gradients import Division, mean_and_grads, of_block, value_and_grad
 from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
 from shardwise.objective.oracle import check
 from shardwise.objective.parts import merged, numbers, over_devices, reduced, split, ways
@@ -44,7 +44,6 @@ __all__ = [
     "Division",
     "Indivisible",
     "Mean",
-    "Totals",
     "Traced",
     "check",
     "cotangents",

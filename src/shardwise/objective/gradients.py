@@ -19,39 +19,37 @@ _COUNT_FOLLOWS = (
 )
 
 
-def _same(x: Any) -> Any:
-    return x
-
-
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """The division of a batch beside microbatches, and the functions that undo it.
+    """The division of a batch into `microbatches`, one after the other, of parts on devices.
 
-    `together` adds up a tree of what the parts on all devices have, and `along` of what those of
-    the same rows have, where the sequence is cut; `fold` makes of the batch's key that of this
-    device's part; `each` is applied to the gradients of each microbatch.
+    `rows` are the mesh axes by hand that cut rows, `columns` those that cut the sequence. As a
+    function it is the meaning of `marks.total` in such a part.
     """
 
-    together: Callable[[Any], Any] = _same
-    fold: Callable[[Any], Any] = _same
-    each: Callable[[Any], Any] = _same
-    along: Callable[[Any], Any] = _same
-
-
-@dataclasses.dataclass(frozen=True)
-class Totals:
-    """A meaning of `marks.total` where a batch is `microbatches` parts one after the other, and
-    `together` adds up those that are on devices at the same time, `along` those of one row.
-    """
-
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
     microbatches: int = 1
-    together: Callable[[Any], Any] | None = None
-    along: Callable[[Any], Any] | None = None
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """All mesh axes that cut rows or columns, over which the parts' sums are added up."""
+        return (*self.columns, *self.rows)
+
+    def together(self, x: Any) -> Any:
+        """The sum of `x` over the parts on all devices."""
+        return jax.lax.psum(x, self.axes) if self.axes else x
+
+    def fold(self, key: Any) -> Any:
+        """The key of this device's part, made of the batch's."""
+        for name in self.axes if key is not None else ():
+            key = jax.random.fold_in(key, jax.lax.axis_index(name))
+        return key
 
     def __call__(self, x: Any, axes: tuple[str, ...]) -> Any:
         """The total of `x`; raises ValueError where no part ever sees the whole batch."""
         if "rows" not in axes:
-            return x if self.along is None else self.along(x)
+            return jax.lax.psum(x, self.columns) if self.columns else x
         if self.microbatches > 1:
             raise ValueError(
                 f"marks.total: the loss needs a sum over the rows of the whole batch, which is "
@@ -59,7 +57,7 @@ class Totals:
                 f"sees the others. Use one microbatch, or sums over each row (for experts: "
                 f"over='rows'), or balance experts by a bias, from the loads that aux adds up."
             )
-        return x if self.together is None else self.together(x)
+        return self.together(x)
 
 
 def value_and_grad(
@@ -93,8 +91,8 @@ def value_and_grad(
 
     def several(params, batch, *args, key=None):
         parts, rows = split(batch, microbatches), split(numbers(batch), microbatches)
-        given = params, parts, rows, args, key
-        value, extra, grads = mean_and_grads(loss, *given, has_aux=has_aux, aux=aux)
+        given, division = (params, parts, rows, args, key), Division(microbatches=microbatches)
+        value, extra, grads = mean_and_grads(loss, *given, division, has_aux, aux)
         grads = jax.tree.map(lambda g, x: g.astype(jnp.result_type(x)), grads, params)
         return ((value, extra) if has_aux else value), grads
 
@@ -108,28 +106,26 @@ def mean_and_grads(
     rows: Any,
     args: tuple,
     key: Any,
-    *,
+    division: Division,
     has_aux: bool = False,
     aux: Any = "sum",
-    division: Division = Division(),
 ) -> tuple[jax.Array, Any, Any]:
-    """(mean, aux, gradients summed over the microbatches) of one part of a batch.
+    """(mean, aux, gradients summed over the microbatches) of one device's part of a batch.
 
-    All strategies share this. `parts` and `rows` are the part's arrays and row numbers, as `split`
-    gives them. The gradients are in `wide` dtypes, and not yet summed over devices.
+    `parts` and `rows` are the part's arrays and row numbers, as `split` gives them. The gradients
+    are in `wide` dtypes, and not yet summed over devices.
     """
-    m = jax.tree.leaves(parts)[0].shape[0]
     first = jax.tree.map(lambda x: x[0], (parts, rows))
-    with marks.bind(total=Totals(m, division.together, division.along)):
+    with marks.bind(total=division):
         traced = trace(loss, params, *first, args, key, has_aux)
-    part = _Part(traced, params, args, key if traced.by_place else division.fold(key), division)
-    if m == 1:
-        run = part.forward(*first)
-        whole = division.together(run.mean)
-        grads = part.backward(run, whole)
-        extra = jax.tree.map(lambda x: jnp.asarray(x)[None], run.aux)
+    part = _Part(traced, params, args, key if traced.by_place else division.fold(key))
+    if division.microbatches == 1:
+        mean, extra, backward = part.forward(*first)
+        whole = division.together(mean)
+        grads = backward(whole)
+        extra = jax.tree.map(lambda x: jnp.asarray(x)[None], extra)
     else:
-        whole, grads, extra = _accumulated(part, parts, rows)
+        whole, grads, extra = _accumulated(part, parts, rows, division)
     if not traced.linear:  # and else 0 is what a cotangent of 0 gives
         grads = nothing_if_empty(grads, whole.count if traced.has_count else None)
     pairs = zip(jax.tree.leaves(extra), ways(aux, extra), strict=True)
@@ -159,18 +155,16 @@ def of_block(
     Raises:
       ValueError: a count that depends on the parameters, or a sum over all blocks (`marks.total`).
     """
-    with marks.bind(total=Totals(blocks)):
+    with marks.bind(total=Division(microbatches=blocks)):
         traced = trace(loss, params, batch, rows, args, key, has_aux)
     if traced.count_follows(params):
         raise ValueError(_COUNT_FOLLOWS)
-    part = _Part(traced, params, args, key, Division())
+    part = _Part(traced, params, args, key)
     if count is None:
-        own = traced.count(params, batch, rows, args, part.key_of(number))
-        return _wide(jnp.asarray(own)), None, ()
-    run = part.forward(batch, rows, number)
-    mean = Mean(run.mean.total, count)
-    grads = nothing_if_empty(part.backward(run, mean), count) if backward else None
-    return quotient(mean), grads, run.aux
+        return part.count(batch, rows, number), None, ()
+    (total, _), extra, pull = part.forward(batch, rows, number)
+    mean = Mean(total, count)
+    return quotient(mean), nothing_if_empty(pull(mean), count) if backward else None, extra
 
 
 def nothing_if_empty(grads: Any, count: Any) -> Any:
@@ -181,24 +175,13 @@ def nothing_if_empty(grads: Any, count: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Run:
-    """The results of a microbatch's forward pass: for the backward pass, and to be summed."""
-
-    outputs: tuple
-    pull: Callable
-    mean: Mean
-    aux: Any
-
-
-@dataclasses.dataclass(frozen=True)
 class _Part:
-    """The passes of one microbatch."""
+    """The passes of one microbatch; its number `j` is None where there is no other."""
 
     traced: Traced
     params: Any
     args: tuple
     key: Any
-    division: Division
 
     def key_of(self, j):
         """The key of microbatch `j`, for its count and its loss: what is drawn may be counted."""
@@ -206,7 +189,12 @@ class _Part:
             return self.key
         return jax.random.fold_in(self.key, j)
 
+    def count(self, batch, rows, j):
+        count = self.traced.count(self.params, batch, rows, self.args, self.key_of(j))
+        return _wide(jnp.asarray(count))
+
     def forward(self, batch, rows, j=None):
+        """(its sums, its auxiliary outputs, a function of the whole batch's sums: its gradients)"""
         key = self.key_of(j)
 
         def outputs(params):
@@ -216,41 +204,35 @@ class _Part:
             return ((total, count) if floating else (total,)), (count, extra)
 
         out, pull, (count, extra) = jax.vjp(outputs, self.params, has_aux=True)
-        return _Run(out, pull, Mean(_wide(out[0]), _wide(count)), extra)
 
-    def backward(self, run, whole):
-        """Gradients with the cotangents of the whole batch's mean, 1/count from the start."""
-        cots = cotangents(whole)[: len(run.outputs)]
-        cots = tuple(c.astype(x.dtype) for c, x in zip(cots, run.outputs, strict=True))
-        return jax.tree.map(_wide, self.division.each(run.pull(cots)[0]))
+        def backward(whole):  # with the cotangents of the whole mean, 1/count from the start
+            cots = zip(cotangents(whole), out, strict=False)
+            return jax.tree.map(_wide, pull(tuple(c.astype(x.dtype) for c, x in cots))[0])
+
+        return Mean(_wide(out[0]), _wide(count)), extra, backward
 
 
-def _accumulated(part, parts, rows):
+def _accumulated(part, parts, rows, division):
     """(sums of all parts, sum of the gradients, stacked aux), one microbatch after the other."""
-    m = jax.tree.leaves(parts)[0].shape[0]
     if part.traced.count_follows(part.params):
         raise ValueError(_COUNT_FOLLOWS)
 
-    def count(one):
-        *one, j = one
-        return _wide(part.traced.count(part.params, *one, part.args, part.key_of(j)))
+    def forward_and_back(one, count):
+        (total, _), extra, backward = part.forward(*one)
+        return (total, backward(Mean(total, count))), extra
 
-    def forward_and_back(one, whole):
-        run = part.forward(*one)
-        return (run.mean.total, part.backward(run, Mean(run.mean.total, whole))), run.aux
-
-    steps = (parts, rows, jnp.arange(m))
-    whole = part.division.together(jnp.sum(jax.lax.map(count, steps)))
+    steps = (parts, rows, jnp.arange(division.microbatches))
+    count = division.together(jnp.sum(jax.lax.map(lambda one: part.count(*one), steps)))
     one = jax.tree.map(lambda x: x[0], steps)
-    shapes = jax.eval_shape(forward_and_back, one, whole)[0]
+    shapes = jax.eval_shape(forward_and_back, one, count)[0]
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     def add(sums, one):
-        found, extra = forward_and_back(one, whole)
+        found, extra = forward_and_back(one, count)
         return jax.tree.map(jnp.add, sums, found), extra
 
     (total, grads), extra = jax.lax.scan(add, zeros, steps)
-    return Mean(part.division.together(total), whole), grads, extra
+    return Mean(division.together(total), count), grads, extra
 
 
 def _wide(x):

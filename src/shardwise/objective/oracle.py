@@ -15,16 +15,15 @@ turn, and are zeros in one: numbers of groups that the batch brings must bear bo
 bear padding.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jax.sharding import Mesh
 
+from shardwise.objective.parts import length_of, unit_of
 from shardwise.objective.reasons import Unlike, refuse, refuse_added, refuse_rows, refuse_scalar
-from shardwise.objective.tracing import draws_by_place
-from shardwise.objective.trials import Arrangement, Found, Trials, Turn, length_of, real, unit_of
+from shardwise.objective.trials import Arrangement, Case, Found, Part, Trials, Turn, compiled
 
 ALIKE, TOLERANCE = 3e-6, 1e-5  # of one program's numbers, and of those of two programs
 LEAST = 4  # rows in a part: of two, a median is a mean
@@ -69,40 +68,23 @@ def check(
     if unit < 2:
         raise ValueError("objective.check: expected a batch of 2 rows or more.")
     rows = min(unit // 2, rows or LEAST)
-    if by_place is None:
-        by_place = draws_by_place(loss, params, batch, args, key, has_aux)
-    finite = False
-    for part in plan(ways, rows, batch):
-        trials = compiled(loss, has_aux, aux, part, gradient, params, batch, args, key)
-        finite |= judge(trials, part, by_place)
-    if not finite:
+    case = Case(loss, params, batch, args, key, has_aux, aux, gradient)
+    by_place = case.draws_by_place() if by_place is None else by_place
+    told = [judge(compiled(case, part), by_place) for part in plan(ways, rows, batch)]
+    if not any(told):
         raise ValueError("objective.check: the loss of this batch is not finite, or is 0.")
-
-
-class Part(NamedTuple):
-    """One program's share of a judgement: the ways of dividing, and how many rows and tokens."""
-
-    ways: tuple[str, ...]
-    rows: int
-    unit: int
-    length: int | None = None
-
-    @property
-    def sequence(self) -> bool:
-        """Whether it is the sequence that is divided, rather than the rows."""
-        return "sequence" in self.ways
 
 
 def plan(ways: Sequence[str], rows: int, batch: Any) -> list[Part]:
     """The `Part` of each program for these ways to divide the batch, of parts of `rows` rows."""
-    unit, found = unit_of(batch), []
+    found = []
     if unknown := set(ways) - {"devices", "microbatches", "sequence"}:
         raise ValueError(
             f"objective.check: ways has {min(unknown)!r}; expected some of 'devices', "
             f"'microbatches' and 'sequence'."
         )
     if over_rows := tuple(way for way in ways if way != "sequence"):
-        found.append(Part(over_rows, 2 * rows, unit))
+        found.append(Part(over_rows, 2 * rows))
     if "sequence" in ways:
         length = length_of(batch)
         if length is None or length < 2:
@@ -110,193 +92,170 @@ def plan(ways: Sequence[str], rows: int, batch: Any) -> list[Part]:
                 "objective.check: the sequence is axis 1, and no array of the batch has one of 2 "
                 "entries or more."
             )
-        found.append(Part(("sequence",), rows, unit, length - length % 2))
+        found.append(Part(("sequence",), rows, length - length % 2))
     return found
-
-
-def compiled(
-    loss: Callable,
-    has_aux: bool,
-    aux: Any,
-    part: Part,
-    gradient: bool | None,
-    params: Any,
-    batch: Any,
-    args: tuple,
-    key: Any,
-    mesh: Mesh | None = None,
-) -> Trials:
-    """The program of a part, in float32; in the loss's own dtypes where it takes no others."""
-    given = loss, has_aux, part.rows, part.unit, part.length, part.sequence, gradient, mesh
-    try:
-        return Trials(*given, aux=aux).compile(params, batch, args, key)
-    except Exception:
-        return Trials(*given, aux=aux, widened=False).compile(params, batch, args, key)
 
 
 class _Seen(NamedTuple):
     """The numbers that a turn found: parts together, these with a little noise, and parts alone."""
 
-    ways: tuple[str, ...]
     together: Found
     near: Found
     alone: Found
 
 
 @np.errstate(all="ignore")  # of what is not finite nothing is said
-def judge(trials: Trials, part: Part, alone: bool) -> bool:
+def judge(trials: Trials, alone: bool) -> bool:
     """Return whether any total is finite and not 0; raise `Indivisible` where a number differs.
 
     `alone` says whether parts alone draw what they draw together.
     """
+    part = trials.part
     _check_rows(trials)
+    if part.sequence and trials.sums == 1:
+        refuse_scalar("objective.check: ")
     alone = alone and not trials.pairs
-    splits = _splits(part, trials.size)
-    keys = [k for k, _ in real(trials.arguments[0])]
-    paths = [jax.tree_util.keystr(k, simple=True, separator="/") for k in keys]
-    ways, found, swaps = part.ways, False, []
-    for turn in () if part.sequence else (Turn(), Turn(0.3, 2), Turn(3.0, 3)):
-        arrangements = [_beside(*splits[ways[0]], *"ab")]
-        arrangements += [_beside(*splits[w], *t) for w in ways for t in ("ba", "aa", "bb")]
-        near, _ = trials(turn._replace(noise=1e-6), arrangements[:1])
-        swaps.append((ways, trials(turn, arrangements)[0], near))
-        found |= _tells(swaps[-1][1])
-    means = []
-    for turn, padded in ((Turn(), False), (Turn(seed=1), True)):
-        means.append(_seen(trials, splits, turn, padded))
-        found |= _tells(means[-1].together)
-        if part.sequence and means[-1].together.sums.shape[1] == 1:
-            refuse_scalar("objective.check: ")
-    added = list(means)
-    for seed in range(SILENT):
-        if all(np.any([s.together.sizes[0] for s in added], axis=0)):
-            break
-        added.append(_seen(trials, splits, Turn(3.0, seed), False))
-    rounding, masked = 4 * trials.rounding, _masked(means)
-    for ways, sums, near in () if masked and alone else swaps:
-        _compare_swaps(ways, sums, near, paths, rounding)
-    for seen in means if alone else ():
-        _compare_means(seen, masked, paths, rounding)
-    for each in added if alone and not trials.local else ():
-        _compare_added(each, trials)
-    for ways, sums, near in swaps if masked and alone else ():  # whose means tell more
-        _compare_swaps(ways, sums, near, paths, rounding)
-    return found
+    splits = _splits(part)
+    turns = () if part.sequence else (Turn(), Turn(0.3, 2), Turn(3.0, 3))
+    swaps = [_swapped(trials, splits, turn) for turn in turns]
+    means = [_parted(trials, splits, Turn()), _parted(trials, splits, Turn(seed=1), padded=True)]
+    rounding = 4 * trials.rounding
+    masked = trials.sums == 1 and _is_masked(means[1])
+    rows = (unlike for seen in swaps for unlike in _of_rows(trials, splits, seen, rounding))
+    parts = (u for seen in means for u in _of_parts(trials, splits, seen, masked, rounding))
+    kinds = [parts, rows] if masked else [rows, parts]  # that of means tells more
+    for unlike in itertools.chain(*(kinds if alone else [rows])):
+        refuse(unlike)
+    if alone and not trials.local:
+        _check_added(trials, splits, means)
+    return any(_tells(seen.together) for seen in (*swaps, *means))
 
 
-def _seen(trials, splits, turn, padded):
-    whole = [_beside(a, b, *"ab", padded) for a, b in splits.values()]
-    each = [_alone(*x) for a, b in splits.values() for x in ((a, False), (b, padded))]
-    together, alone = trials(turn, whole, each)
-    near, _ = trials(turn._replace(noise=1e-6), whole)
-    return _Seen(tuple(splits), together, near, alone)
+def _swapped(trials, splits, turn):
+    """Two parts as they are, AB, and for each way of dividing BA, AA and BB."""
+    a, b = next(iter(splits.values()))
+    arrangements = [_beside(a, b, a, b)]
+    for a, b in splits.values():
+        arrangements += [_beside(a, b, *pair) for pair in ((b, a), (a, a), (b, b))]
+    return _seen(trials, turn, arrangements, first=1)
+
+
+def _parted(trials, splits, turn, padded=False):
+    """For each way of dividing two parts together, AB, and each alone; B may be padding."""
+    empty = [b if padded else () for _, b in splits.values()]
+    pairs = list(zip(splits.values(), empty, strict=True))
+    whole = [_beside(a, b, a, b, none) for (a, b), none in pairs]
+    each = [_arranged(x, x, none) for both, none in pairs for x in both]
+    return _seen(trials, turn, whole, each)
+
+
+def _seen(trials, turn, together, alone=(), first=None):
+    found, parts = trials(turn, together, alone)
+    near, _ = trials(turn._replace(noise=1e-6), together[:first])
+    return _Seen(found, near, parts)
 
 
 def _tells(found):
     """Whether the first total is a number that could differ: of a mask of zeros it is 0."""
-    return bool(np.isfinite(found.sums[0]).all() and found.sums[0, 0] != 0)
+    total, *_ = found.values[0]
+    return bool(np.isfinite(total) and total != 0)
 
 
-def _splits(part, size):
+def _splits(part):
     """{way: the entries of two parts}; for a sequence one more, in which the parts alternate."""
-    order = np.arange(size)
+    order = np.arange(part.size, dtype=np.int32)
     in_order, alternating = np.split(order, 2), (order[0::2], order[1::2])
     if part.sequence:
         return {"sequence": in_order, "sequence, every other token": alternating}
     return {way: alternating if way == "microbatches" else in_order for way in part.ways}
 
 
-def _beside(a, b, x, y, padded=False):
-    """The Arrangement with part `x` in the place of A and `y` in that of B, each "a" or "b"; what
-    stands in the place of B may be zeros, as padding is.
-    """
+def _beside(a, b, x, y, padding=()):
+    """The Arrangement with the entries `x` in the place of A, and `y` in that of B."""
     chosen = np.empty(len(a) + len(b), np.int32)
-    chosen[a], chosen[b] = (a if x == "a" else b), (a if y == "a" else b)
-    places = np.arange(len(chosen), dtype=np.int32)
-    return Arrangement(chosen, places, ~np.isin(places, b if padded else ()))
+    chosen[a], chosen[b] = x, y
+    return _arranged(chosen, np.arange(len(chosen), dtype=np.int32), padding)
 
 
-def _alone(entries, padded):
-    numbers = np.asarray(entries, np.int32)
-    return Arrangement(numbers, numbers, np.full(len(numbers), not padded))
+def _arranged(chosen, places, padding):
+    return Arrangement(chosen, places, ~np.isin(places, padding))
 
 
-def _compare_swaps(ways, found, near, paths, rounding):
-    noise = [abs(x[0] - y[0]) for x, y in zip(found, near, strict=True)]
-    largest = np.max(found.norms, initial=0)
-    for i, way in enumerate(ways):
-        at = [0, *range(1 + 3 * i, 4 + 3 * i)]  # AB, BA, AA, BB
-        for j, name in enumerate(("total", "count")[: found.sums.shape[1]]):
-            values = found.sums[at, j]
-            spare = max(ALIKE, rounding) * abs(values).max()
-            _compare_four(way, name, values, spare, noise[0][j])
-        for j, path in enumerate(paths if found.norms.size else ()):
-            size = 30 * max(found.norms[at, j].max(), largest / 100)
-            told = f"gradient of {path or 'the parameters'}"
-            spare = max(ALIKE, rounding) * size
-            _compare_four(way, told, found.projections[at, j], spare, noise[1][j])
+def _of_rows(trials, splits, seen, rounding) -> Iterator[Unlike]:
+    """Numbers of AB and BA that are not together those of AA and BB."""
+    found, sizes = seen.together, _sizes(trials, seen)
+    noise = abs(found.values[0] - seen.near.values[0])
+    for i, way in enumerate(splits):
+        at = [0, *range(1 + 3 * i, 4 + 3 * i)]
+        for j, name in enumerate(trials.names):
+            ab, ba, aa, bb = values = found.values[at, j]
+            spare = max(ALIKE, rounding) * sizes[at, j].max() * (1 if j < trials.sums else 30)
+            alike = abs(ab + ba - aa - bb) <= spare + 10 * noise[j]
+            if np.isfinite(values).all() and not alike:
+                yield Unlike(way, name, (ab + ba) / 2, (aa + bb) / 2, rows=True)
 
 
-def _compare_four(way, name, values, spare, noise):
-    ab, ba, aa, bb = values
-    if np.isfinite(values).all() and not abs(ab + ba - aa - bb) <= spare + 10 * noise:
-        refuse(Unlike(way, name, (ab + ba) / 2, (aa + bb) / 2, rows=True))
-
-
-def _masked(means):
+def _is_masked(padded):
     """Whether zeros in place of one part leave the mean of the other, as of a mean under a mask."""
-    padded = means[1]
-    if padded.together.sums.shape[1] > 1:
-        return False
-    whole, alone = padded.together.sums[:, 0], padded.alone.sums[::2, 0]
+    whole, alone = padded.together.values[:, 0], padded.alone.values[::2, 0]
     return bool(np.allclose(whole, alone, rtol=1e-4, atol=0))
 
 
-def _compare_means(seen, masked, paths, rounding):
-    for i, way in enumerate(seen.ways):
-        whole, near = seen.together.sums[i], seen.near.sums[i]
-        parts = seen.alone.sums[2 * i : 2 * i + 2]
-        values = _mean(whole), _mean(near), _mean(*parts)
-        if not np.isfinite([*whole, *values[:2]]).all():  # of one part alone it has to be, too
+def _of_parts(trials, splits, seen, masked, rounding) -> Iterator[Unlike]:
+    """Means and gradients of AB that are not those of A and B as parts."""
+    sizes = _sizes(trials, seen)
+    for i, way in enumerate(splits):
+        found, near = seen.together.values[i], seen.near.values[i]
+        alone = seen.alone.values[2 * i : 2 * i + 2]
+        whole, parts = found[: trials.sums], alone[:, : trials.sums]
+        ours, moved, theirs = _mean(whole), _mean(near[: trials.sums]), _mean(*parts)
+        if not np.isfinite([*whole, ours, moved]).all():  # of one part alone it has to be, too
             continue
-        allowed = max(TOLERANCE, rounding) * max(map(abs, values)) + 10 * abs(values[0] - values[1])
-        if not abs(values[0] - values[2]) <= allowed:
-            refuse(Unlike(way, "mean", values[0], values[2], sums=(whole, parts), masked=masked))
-        _compare_gradients(seen, i, way, paths)
+        spare = max(TOLERANCE, rounding) * max(abs(ours), abs(moved), abs(theirs))
+        if not abs(ours - theirs) <= spare + 10 * abs(ours - moved):
+            yield Unlike(way, "mean", ours, theirs, sums=(whole, parts), masked=masked)
+        for j in range(trials.sums, len(trials.names)):
+            if _differs(found[j], alone[:, j].sum(), sizes[i, j], near[j]):
+                yield Unlike(way, trials.names[j], found[j], alone[:, j].sum())
 
 
-def _compare_gradients(seen, i, way, paths):
-    found, near, alone = seen.together, seen.near, seen.alone
-    largest = np.max(found.norms[i], initial=0)
-    for j, path in enumerate(paths if found.norms.size else ()):
-        whole, parts = found.projections[i, j], alone.projections[2 * i : 2 * i + 2, j].sum()
-        size = max(found.norms[i, j], largest / 100)
-        noise = 10 * abs(whole - near.projections[i, j])
-        if np.isfinite([whole, parts, size]).all() and not (
-            abs(whole - parts) <= 10 * TOLERANCE * size + noise
-        ):
-            refuse(Unlike(way, f"gradient of {path or 'the parameters'}", whole, parts))
+def _check_added(trials, splits, means):
+    """Refuse an auxiliary output to be added up whose sum over parts is not that of the whole."""
+    paths = [path for path, (way, _) in trials.outputs[trials.part.size].items() if way == "sum"]
+    columns, seen = slice(len(trials.names), None), list(means)
+    for seed in range(SILENT):
+        if np.any([s.together.sizes[0, columns] for s in seen], axis=0).all():
+            break
+        seen.append(_parted(trials, splits, Turn(3.0, seed)))
+    for together, near, alone in seen:
+        for i in range(len(splits)):
+            for j, path in enumerate(paths, len(trials.names)):
+                both = slice(2 * i, 2 * i + 2)
+                whole, parts = together.values[i, j], alone.values[both, j].sum()
+                size = max(together.sizes[i, j], alone.sizes[both, j].max())
+                if _differs(whole, parts, size, near.values[i, j]):
+                    refuse_added(path, whole, parts)
+
+
+def _differs(whole, parts, size, near):
+    """Whether a number that is the whole's is not that of the parts, as far as `near` it tells."""
+    spare = 10 * TOLERANCE * size + 10 * abs(whole - near)
+    return np.isfinite([whole, parts, size]).all() and not abs(whole - parts) <= spare
+
+
+def _sizes(trials, seen):
+    """The sizes of numbers together, a gradient's at least a hundredth of the largest."""
+    sizes, grads = seen.together.sizes.copy(), slice(trials.sums, len(trials.names))
+    sizes[:, grads] = np.maximum(sizes[:, grads], sizes[:, grads].max(initial=0) / 100)
+    return sizes
 
 
 def _check_rows(trials):
     """Refuse an output that has the rows of its part and is not to be concatenated."""
-    whole, part = (trials.outputs.get(n, {}) for n in (trials.size, trials.size // 2))
+    whole, part = (trials.outputs[n] for n in (trials.part.size, trials.part.size // 2))
     for path, (way, shape) in whole.items():
         if way != "concatenate" and shape != part[path][1]:
             refuse_rows(path, way)
-
-
-def _compare_added(seen, trials):
-    """Refuse an auxiliary output to be added up whose sum over parts is not that of the whole."""
-    paths = [path for path, (way, _) in trials.outputs.get(trials.size, {}).items() if way == "sum"]
-    for i in range(len(seen.ways)):
-        for j, path in enumerate(paths):
-            whole, near = seen.together.added[i, j], seen.near.added[i, j]
-            parts = seen.alone.added[2 * i : 2 * i + 2, j].sum()
-            size = max(seen.together.sizes[i, j], seen.alone.sizes[2 * i : 2 * i + 2, j].max())
-            allowed = 10 * TOLERANCE * size + 10 * abs(whole - near)
-            if np.isfinite([whole, parts, size]).all() and not abs(whole - parts) <= allowed:
-                refuse_added(path, whole, parts)
 
 
 def _mean(*sums):

@@ -1,5 +1,6 @@
 """Parts of a batch: rows of microbatches, their numbers, and one tree of what all parts return."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,16 @@ def numbers(batch: Any, order: Any = None) -> dict[str, jax.Array]:
         places = jnp.asarray(order, jnp.int32)
         found[SEQUENCE] = jnp.broadcast_to(places, (min(sizes), *places.shape))
     return found
+
+
+def unit_of(batch: Any) -> int:
+    """The greatest number that divides the rows of each array; 0 for a batch without rows."""
+    return math.gcd(*(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
+
+
+def length_of(batch: Any) -> int | None:
+    """The length of the sequence: of axis 1, where arrays have one."""
+    return next((jnp.shape(x)[1] for x in jax.tree.leaves(batch) if jnp.ndim(x) > 1), None)
 
 
 def meaning(rows: dict[str, jax.Array]) -> Any:

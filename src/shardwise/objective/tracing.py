@@ -12,8 +12,10 @@ from jax.interpreters import partial_eval
 
 from shardwise import jaxprs, marks
 from shardwise.objective.means import Mean, normal
-from shardwise.objective.parts import SEQUENCE, check_outputs, meaning, numbers
+from shardwise.objective.parts import SEQUENCE, check_outputs, meaning
 from shardwise.objective.reasons import refuse_scalar
+
+DRAWS = {"random_bits", "random_gamma", "rng_bit_generator"}  # from a key, their first input
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +39,10 @@ class Traced:
         """(the program of the count alone, for each input whether the program reads it)."""
         jaxpr = self.closed.jaxpr
         wanted = [i == 1 for i in range(len(jaxpr.outvars))]
-        needed, chosen = {jaxpr.outvars[1]}, []
-        for eqn in reversed(jaxpr.eqns):  # here, since DCE keeps all effects: prints come once
-            if not needed.isdisjoint(eqn.outvars):
-                chosen.append(eqn)
-                needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+        # Chosen here, since DCE keeps all effects: prints come once.
+        chosen, _ = jaxprs.needed(jaxpr.eqns, [jaxpr.outvars[1]], given=())
         # The numbers of equations dropped belong to no effect that remains.
-        jaxpr, used = partial_eval.dce_jaxpr(jaxpr.replace(eqns=chosen[::-1]), wanted)
+        jaxpr, used = partial_eval.dce_jaxpr(jaxpr.replace(eqns=chosen), wanted)
         return ClosedJaxpr(jaxpr, self.closed.consts), used
 
     def count(self, params: Any, batch: Any, rows: Any, args: Any, key: Any) -> jax.Array:
@@ -108,45 +107,14 @@ def trace(
     # A function of its own for each trace: the trace of one seen before may be cached.
     program = jax.make_jaxpr(lambda *given: part(*given), return_shape=True)
     closed, shapes = program(*groups.values())
+    draws = _Draws()
+    draws.run(closed.jaxpr, [label for name, tree in groups.items() for label in _of(name, tree)])
+    by_place = _by_place(draws.found, rows.get(SEQUENCE))
     linear = not any(map(_is_rule, jaxprs.every(closed.jaxpr)))
-    traced = Traced(closed, jax.tree.structure(shapes), by_place(closed, groups), linear)
-    if isinstance(rows, dict) and SEQUENCE in rows and not traced.has_count:
+    traced = Traced(closed, jax.tree.structure(shapes), by_place, linear)
+    if SEQUENCE in rows and not traced.has_count:
         refuse_scalar()
     return traced
-
-
-def by_place(closed: ClosedJaxpr, groups: dict[str, Any]) -> bool:
-    """Whether all of a traced loss's draws from its key go by place (`marks.index`).
-
-    `groups` are the loss's arguments: "rows" the row numbers, "key" the key, "args" the further
-    arguments.
-
-    Raises:
-      TypeError: draws from a key among the further arguments.
-      ValueError: some go by place and others by shape; or draws of a part of the sequence do not go
-        by place in it.
-    """
-    follower, rows = _Draws(), groups["rows"]
-    labels = [label for name, tree in groups.items() for label in _of(name, tree)]
-    follower.run(closed.jaxpr, labels)
-    places = rows.get(SEQUENCE) if isinstance(rows, dict) else None
-    return _checked(follower.found, None if places is None else places.shape[1])
-
-
-def draws_by_place(
-    loss: Callable, params: Any, batch: Any, args: tuple, key: Any, has_aux: bool = False
-) -> bool:
-    """`by_place` of a loss of `(params, batch, *args)`, and `key=` where one is given."""
-    if key is None:
-        return True
-    bare = normal(loss, has_aux)
-
-    def part(params, batch, rows, key):
-        with marks.bind(index=meaning(rows)):
-            return bare(params, batch, *args, key=key)
-
-    groups = dict(params=params, batch=batch, rows=numbers(batch), key=key)
-    return by_place(jax.make_jaxpr(lambda *given: part(*given))(*groups.values()), groups)
 
 
 def _is_rule(eqn):
@@ -167,16 +135,16 @@ def _check_args(args: Any) -> None:
 
 
 class _Draws(jaxprs.Follower):
-    """A Follower that collects the labels and the shape of each draw of random bits."""
+    """A Follower that collects the labels and the shape of what is drawn from each key."""
 
     def __init__(self):
         self.found = []
 
     def through(self, eqn, given):
-        out = super().through(eqn, given)
-        if self.settled and eqn.primitive.name == "random_bits":
-            self.found.append((out[0], eqn.params.get("shape")))
-        return out
+        if self.settled and eqn.primitive.name in DRAWS:
+            drawn = eqn.outvars[0].aval.shape[eqn.invars[0].aval.ndim :]  # from one key of several
+            self.found.append((given[0], eqn.params.get("shape", drawn)))
+        return super().through(eqn, given)
 
 
 def _of(name, tree):
@@ -186,7 +154,8 @@ def _of(name, tree):
         yield frozenset({name, SEQUENCE} if places else {name})
 
 
-def _checked(found, cut):
+def _by_place(found, places):
+    """Whether all draws from the key go by place; raises where no one key would do for all."""
     if any("args" in labels and "key" not in labels for labels, _ in found):
         raise TypeError(
             "the loss draws random numbers from a key among its further arguments, which would be "
@@ -200,8 +169,9 @@ def _checked(found, cut):
             f"its part, {by_shape[0]}: the former want the batch's own key, the latter one for "
             f"each part. Draw all of them by place, as model.drop does, or none."
         )
+    cut = None if places is None else places.shape[1]
     for labels, shape in from_key if cut is not None else ():
-        if "rows" in labels and SEQUENCE not in labels and cut in (shape or ()):
+        if "rows" in labels and SEQUENCE not in labels and cut in shape:
             raise ValueError(
                 f"the loss draws random numbers of shape {shape}, and the sequence is cut, {cut} "
                 f"entries to a part: each part would draw the same for its own. Draw by place, "

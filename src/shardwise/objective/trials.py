@@ -1,13 +1,11 @@
-"""The program that an oracle runs: a loss's sums over rows that stand in other places, or alone.
+"""The program that an oracle runs: a loss's numbers over rows that stand in other places, or alone.
 
 All rows and parameters are arguments, and arrangements are handed over as numbers, so that one
 compilation serves every turn. The loss stands in it twice, for two parts together and for one
 alone; parameters are shaken once a turn, outside the loops.
 """
 
-import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +16,66 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import jaxprs, marks
+from shardwise import tree as trees
 from shardwise.objective import stand_ins
 from shardwise.objective.means import normal, wide
-from shardwise.objective.parts import SEQUENCE, meaning, outputs
+from shardwise.objective.parts import SEQUENCE, meaning, numbers, outputs, unit_of
+from shardwise.objective.tracing import trace
+
+# Of XLA's CPU compiler, for a program that runs a few times.
+QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+MOST = 8  # arrangements in one call
+
+
+class Case(NamedTuple):
+    """A loss of `(params, batch, *args)`, and the arrays on which it is judged.
+
+    aux: how auxiliary outputs of parts become one; None where nobody reads them;
+    gradient: whether gradients are compared too; None where the loss has backward rules;
+    mesh: where arrays are that are cut; None where all are on one device.
+    """
+
+    loss: Callable
+    params: Any
+    batch: Any
+    args: tuple = ()
+    key: Any = None
+    has_aux: bool = False
+    aux: Any = "sum"
+    gradient: bool | None = None
+    mesh: Mesh | None = None
+
+    def draws_by_place(self) -> bool:
+        """Whether all draws from the key go by place (`marks.index`), as a trace tells."""
+        if self.key is None:
+            return True
+
+        def of_arrays(params, batch, key):
+            return self.loss(params, batch, *self.args, key=key)
+
+        given = self.params, self.batch, numbers(self.batch), (), self.key, self.has_aux
+        return trace(of_arrays, *given).by_place
+
+
+class Part(NamedTuple):
+    """One program's share of a judgement: the ways of dividing, and the rows of two parts together.
+
+    Of a sequence, `length` tokens are taken (None: all).
+    """
+
+    ways: tuple[str, ...]
+    rows: int
+    length: int | None = None
+
+    @property
+    def sequence(self) -> bool:
+        """Whether it is the sequence that is divided, rather than the rows."""
+        return "sequence" in self.ways
+
+    @property
+    def size(self) -> int:
+        """The entries of two parts together: rows of the batch, or tokens."""
+        return self.length if self.sequence else self.rows
 
 
 class Arrangement(NamedTuple):
@@ -43,70 +98,42 @@ class Turn(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The numbers of each arrangement, in float64: total and perhaps count; one number and the norm
-    for each parameter's gradient, and for each auxiliary output that is added up.
+    """The numbers of each arrangement, in float64, and the sizes of what they tell of.
+
+    First total and perhaps count, of which they are the sizes; then one number for each parameter's
+    gradient, and for each auxiliary output that is added up, whose sizes are norms.
     """
 
-    sums: np.ndarray
-    projections: np.ndarray
-    norms: np.ndarray
-    added: np.ndarray
+    values: np.ndarray
     sizes: np.ndarray
 
 
-@dataclasses.dataclass
 class Trials:
-    """A loss of `(params, batch, *args)`, compiled for `rows` of a batch and for half of them.
+    """A case, compiled for the rows of a part and for half of them; in float32 where `widened`."""
 
-    Args:
-      size: entries of two parts together: rows of the batch, or tokens.
-      unit: the greatest number of rows that all arrays of the batch have a multiple of.
-      sequence: whether parts are of the sequence, of which `length` tokens are taken.
-      gradient: whether gradients are compared too; None where the loss has backward rules.
-      mesh: where arrays are that are cut; None where all are on one device.
-      widened: whether numbers are float32 at least.
-      aux: how auxiliary outputs of parts become one; None where nobody reads them.
-    """
-
-    loss: Callable
-    has_aux: bool
-    rows: int
-    unit: int
-    length: int | None = None
-    sequence: bool = False
-    gradient: bool | None = False
-    mesh: Mesh | None = None
-    widened: bool = True
-    aux: Any = None
-
-    def __post_init__(self):
+    def __init__(self, case: Case, part: Part, widened: bool = True):
+        self.case, self.part, self.widened = case, part, widened
         self.pairs = False  # whether a matrix of pairs of rows is local
         self.local = False  # whether anything is
         self.outputs = {}  # {entries: {path of an auxiliary output: (its way, its shape)}}
-        self.rounding = 0.0  # of the loss's total, relative to it
-
-    @property
-    def size(self) -> int:
-        """The number of entries of two parts together."""
-        return self.length if self.sequence else self.rows
-
-    def compile(self, params: Any, batch: Any, args: tuple, key: Any) -> "Trials":
-        """Trace and compile; afterwards `memory` is known, and the object can be called."""
-        arrays, fixed = _apart((args, key))
-        self.arguments = params, batch, arrays
-        given = *self.arguments, *self._padded(Turn(), (), ())
-        wanted, self.gradient = self.gradient, bool(self.gradient)
-        traced = self._traced(fixed, given)
-        if wanted is None and _has_rules(traced.jaxpr.jaxpr):
+        self.names = []  # of the numbers, but for auxiliary outputs; the first `sums` are sums
+        self.sums, self.rounding = 0, 0.0  # of the loss's total, relative to it
+        arrays, self.joined = _apart((case.args, case.key))
+        self.arguments = case.params, case.batch, arrays
+        self.gradient = bool(case.gradient)
+        traced = self._traced()
+        names = (eqn.primitive.name for eqn in jaxprs.every(traced.jaxpr.jaxpr))
+        if case.gradient is None and any(name.startswith("custom_vjp") for name in names):
             self.gradient = True
-            traced = self._traced(fixed, given)
+            traced = self._traced()
         self.compiled = traced.lower().compile()
-        return self
 
-    def _traced(self, fixed, given):
-        run = functools.partial(self._run, fixed)
-        where = None if self.mesh is None else NamedSharding(self.mesh, P())
-        return jax.jit(run, out_shardings=where, compiler_options=_quickly()).trace(*given)
+    def _traced(self):
+        where = None if self.case.mesh is None else NamedSharding(self.case.mesh, P())
+        options = QUICK if jax.default_backend() == "cpu" else None
+        run = functools.partial(self._run)  # as JAX caches what it traced of the method
+        run = jax.jit(run, out_shardings=where, compiler_options=options)
+        return run.trace(*self.arguments, *self._padded(Turn(), (), ()))
 
     @property
     def memory(self) -> int:
@@ -126,11 +153,11 @@ class Trials:
         )
 
     def _padded(self, turn, together, alone):
-        numbers = Turn(*(np.float32(x) for x in turn))
-        return numbers, _stacked(together, self.size), _stacked(alone, self.size // 2)
+        given, size = Turn(*(np.float32(x) for x in turn)), self.part.size
+        return given, _stacked(together, size), _stacked(alone, size // 2)
 
-    def _run(self, fixed, params, batch, arrays, turn, together, alone):
-        args, key = _joined(fixed, arrays)
+    def _run(self, params, batch, arrays, turn, together, alone):
+        args, key = self.joined(arrays)
         own = {} if key is None else {"key": key}
         params, batch, args = (stand_ins.widened(x, self.widened) for x in (params, batch, args))
         params = jax.tree.map(functools.partial(stand_ins.shaken, turn), params)
@@ -143,7 +170,7 @@ class Trials:
 
             @jax.jit  # so that it is traced once
             def one(arrangement):
-                return self._sums(params, batch, args, own, Arrangement(*arrangement), seen)
+                return self._numbers(params, batch, args, own, Arrangement(*arrangement), seen)
 
             first = jax.tree.map(lambda x: x[0], arrangements)
             empty = jax.tree.map(
@@ -163,73 +190,80 @@ class Trials:
         self.local = any(shapes)
         return out
 
-    def _sums(self, params, batch, args, own, arrangement, seen):
-        share = len(arrangement.places) / self.size  # of a mean over rows: what a part is of it
-        rows = self._numbers(batch, arrangement.places)
+    def _numbers(self, params, batch, args, own, arrangement, seen):
+        case, entries = self.case, len(arrangement.places)
+        rows = self._places(batch, arrangement.places)
         rows_of = jax.tree.map(lambda x: self._arranged(x, arrangement), batch)
         bound_to: dict[str, Callable] = dict(
             total=stand_ins.filled, local=functools.partial(stand_ins.own, seen)
         )
-        if self.sequence:
+        if self.part.sequence:
             bound_to |= dict(attend=stand_ins.attend, experts=stand_ins.to_no_expert)
-        bare = normal(self.loss, self.has_aux)
+        bare = normal(case.loss, case.has_aux)
 
-        def sums(params):
+        def of(params):
             bound = marks.bind(index=meaning(rows), **bound_to)
             with bound, jax.default_matmul_precision("float32"):
                 (total, count), extra = bare(params, rows_of, *args, **own)
             self.rounding = float(jnp.finfo(jnp.result_type(total)).eps)
             total = jnp.asarray(total).astype(wide(jnp.result_type(total)))
-            found = [total] if count is None else [total, jnp.asarray(count).astype(jnp.float32)]
-            weight = share if count is None else 1 / self.size
-            leaves = outputs(self.aux, extra)
-            told = {path: (way, jnp.shape(x)) for path, x, way in leaves}
-            self.outputs[len(arrangement.places)] = told
-            added = _told([x for _, x, way in leaves if way == "sum"])
-            return total * weight, (jnp.stack(found), added)
+            sums = [total] if count is None else [total, jnp.asarray(count).astype(jnp.float32)]
+            self.names, self.sums = ["total", "count"][: len(sums)], len(sums)
+            leaves = outputs(case.aux, extra)
+            self.outputs[entries] = {path: (way, jnp.shape(x)) for path, x, way in leaves}
+            added = [stand_ins.projected(x) for _, x, way in leaves if way == "sum"]
+            # Of a mean over rows a part is a share; a sum is made small, as a mean is.
+            weight = (entries if count is None else 1) / self.part.size
+            return total * weight, ([(x, jnp.abs(x)) for x in sums], added)
 
-        if not self.gradient:
-            found, added = sums(params)[1]
-            return Found(found, *_told([]), *added)
-        grads, (found, added) = jax.grad(sums, has_aux=True, allow_int=True)(params)
-        return Found(found, *_told([g for _, g in real(grads)]), *added)
+        if self.gradient:
+            grads, (sums, added) = jax.grad(of, has_aux=True, allow_int=True)(params)
+            paths = [p or "the parameters" for p, x in trees.leaves(params) if _is_real(x)]
+            self.names += [f"gradient of {path}" for path in paths]
+            sums += [stand_ins.projected(g) for g in filter(_is_real, jax.tree.leaves(grads))]
+        else:
+            sums, added = of(params)[1]
+        return Found(*map(jnp.stack, zip(*sums, *added, strict=True)))
 
     def _taken(self, x):
         """The rows and tokens of an array of the batch that take part."""
-        x = jnp.asarray(x)
+        x, length = jnp.asarray(x), self.part.length
         if not x.ndim:
             return x
-        x = x[: len(x) // self.unit * self.rows]
-        return x[:, : self.length] if self.length and x.ndim > 1 else x
+        x = x[: len(x) // unit_of(self.case.batch) * self.part.rows]
+        return x[:, :length] if length and x.ndim > 1 else x
 
     def _arranged(self, x, arrangement):
         chosen, _, kept = arrangement
-        if x.ndim < 1 + self.sequence:
+        rows, sequence = self.part.rows, self.part.sequence
+        if x.ndim < 1 + sequence:
             return x
-        per = 1 if self.sequence else len(x) // self.rows
-        x = jnp.moveaxis(x, 1, 0) if self.sequence else x.reshape(self.rows, per, *x.shape[1:])
+        x = jnp.moveaxis(x, 1, 0) if sequence else x.reshape(rows, len(x) // rows, *x.shape[1:])
         x = x[chosen]
         if not jnp.issubdtype(x.dtype, jax.dtypes.extended):
             x = jnp.where(kept.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
-        return jnp.moveaxis(x, 0, 1) if self.sequence else x.reshape(-1, *x.shape[2:])
+        return jnp.moveaxis(x, 0, 1) if sequence else x.reshape(-1, *x.shape[2:])
 
-    def _numbers(self, batch, places):
+    def _places(self, batch, places):
         """The row numbers, and places in the sequence, that `marks.index` answers with."""
         sizes = {len(x) for x in jax.tree.leaves(batch) if x.ndim}
         found = {}
         for size in sizes:
             rows = jnp.arange(size, dtype=jnp.int32)
-            if not self.sequence:
-                rows = rows.reshape(self.rows, -1)[places].reshape(-1)
+            if not self.part.sequence:
+                rows = rows.reshape(self.part.rows, -1)[places].reshape(-1)
             found[str(len(rows))] = rows
-        if self.sequence:
+        if self.part.sequence:
             found[SEQUENCE] = jnp.broadcast_to(places, (min(sizes), len(places)))
         return found
 
 
-# Of XLA's CPU compiler, for a program that runs a few times.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
-MOST = 8  # arrangements in one call
+def compiled(case: Case, part: Part) -> Trials:
+    """The program of a part, in float32; in the loss's own dtypes where it takes no others."""
+    try:
+        return Trials(case, part)
+    except Exception:
+        return Trials(case, part, widened=False)
 
 
 def _stacked(arrangements, size):
@@ -240,48 +274,18 @@ def _stacked(arrangements, size):
     return np.int32(len(arrangements)), Arrangement(*fields)
 
 
-def _told(arrays):
-    """(one number of each array, the norm of each array)."""
-    told = [stand_ins.projected(x) for x in arrays]
-    return tuple(jnp.stack([x[i] for x in told]) if told else jnp.zeros(0) for i in (0, 1))
-
-
-def unit_of(batch: Any) -> int:
-    """The greatest number that divides the rows of each array; 0 for a batch without rows."""
-    return math.gcd(*(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
-
-
-def length_of(batch: Any) -> int | None:
-    """The length of the sequence: of axis 1, where arrays have one."""
-    return next((jnp.shape(x)[1] for x in jax.tree.leaves(batch) if jnp.ndim(x) > 1), None)
-
-
-def real(tree: Any) -> list:
-    """(path, leaf) of each leaf that has a gradient."""
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [(k, x) for k, x in leaves if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-
-
-def _has_rules(jaxpr):
-    """Whether the program has a backward rule of the loss's own (custom_vjp)."""
-    return any(eqn.primitive.name.startswith("custom_vjp") for eqn in jaxprs.every(jaxpr))
-
-
-def _quickly():
-    return QUICK if jax.default_backend() == "cpu" else None
+def _is_real(x):
+    """Whether a parameter, or its gradient, is of numbers that have a gradient."""
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def _apart(tree):
-    """(the arrays of a tree; its other leaves, which stay as they are, and its structure)."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
-    is_array = [hasattr(x, "dtype") for x in leaves]
-    arrays = [x for x, own in zip(leaves, is_array, strict=True) if own]
-    rest = [None if own else x for x, own in zip(leaves, is_array, strict=True)]
-    return arrays, (rest, is_array, structure)
+    """(the arrays of a tree, the function from these to the tree, whose other leaves stay)."""
+    leaves, structure = jax.tree.flatten(tree)
+    places = [i for i, x in enumerate(leaves) if hasattr(x, "dtype")]
 
+    def joined(arrays):
+        own = dict(zip(places, arrays, strict=True))
+        return structure.unflatten([own.get(i, x) for i, x in enumerate(leaves)])
 
-def _joined(fixed, arrays):
-    rest, is_array, structure = fixed
-    given = iter(arrays)
-    leaves = [next(given) if own else x for x, own in zip(rest, is_array, strict=True)]
-    return jax.tree.unflatten(structure, leaves)
+    return [leaves[i] for i in places], joined

@@ -188,7 +188,7 @@ class _Device:
             loss,
             (shapes, batch, rows, args, key),
             in_parts=m > 1 or bool(within.axes),
-            total=objective.Totals(m, within.together, within.along),
+            total=objective.Division(within.rows, within.columns, m),
             relocate=functools.partial(_relocated, asked),
         )
         if within.columns and "concatenate" in traced.ways:
