@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from shardwise.layouts import gradients
 from shardwise.layouts.layout import Layout
 from shardwise.objective import wide
-from shardwise.pipeline.moving import Own
 from shardwise.pipeline.program import Program
 
 TASKS = "forward", "to_input", "to_weights"
@@ -79,18 +78,16 @@ class _Device(NamedTuple):
         program, layout, m = self.program, self.layout, self.layout.microbatches
         kinds, of = program.kinds
         for stage in (program.stages[s] for s in self.stages):
-            reads = kinds[of[stage.index]].halves.reads
+            halves = kinds[of[stage.index]]
             for place, (i, ends) in enumerate(stage.rows.items()):
-                readers = sum(place in reads[task] for task in TASKS)
+                readers = sum(place in getattr(halves, task).reads for task in TASKS)
                 gathers = m * readers if layout.zero == 3 else 0
                 scatters = m if layout.zero > 1 else 0
                 self._travels(i, ends, gathers, scatters, found)
         if layout.zero < 3:  # once, whatever the device's stages read of what is carried
-            for carrier, i in zip(program.carriers, program.first, strict=True):
-                ends, places = None, 1
-                if isinstance(carrier, Own):
-                    ends, places = carrier.pieces[0][1], carrier.table.shape[1]
-                self._travels(i, ends, places, places * (layout.zero == 1), found)
+            for carrier in program.carriers:
+                places, ends = carrier.places, carrier.pieces[0][1]
+                self._travels(carrier.leaf, ends, places, places * (layout.zero == 1), found)
 
     def _travels(self, i, ends, gathers, scatters, found):
         """Add this many gathers of a parameter, or of its rows, and scatters of its gradient."""
@@ -102,7 +99,7 @@ class _Device(NamedTuple):
         size = gathers * used.itemsize + scatters * jnp.dtype(reduced).itemsize
         rows = (
             x.shape
-            if ends is None or self.program.shares.by_rows(i)
+            if ends is None or self.program.shares.rows(i) is not None
             else (ends[1] - ends[0], *x.shape[1:])
         )
         whole = math.prod(rows) * layout.size("fsdp")
