@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from shardwise import objective, schedules
-from shardwise.schedules import Schedule
 from shardwise.schedules.published import takes
 
 
@@ -68,7 +67,7 @@ def count(who: str, loss: objective.Traced, params: Any, microbatches: int) -> N
         )
 
 
-def schedule(asked: Any, stages: int) -> Schedule:
+def schedule(asked: Any, stages: int) -> schedules.Schedule:
     """The schedule that was asked for, by name or as lists; a ValueError if it is not for these."""
     who, given, ranks = asked.who, asked.schedule, asked.mesh.shape[asked.axis]
     if isinstance(given, str):

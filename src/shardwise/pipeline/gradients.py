@@ -180,12 +180,11 @@ class _Device:
         held = tuple(_place(spec, self.axis) for spec in self.specs)
         whole = [self._whole(x, along) for x, along in zip(leaves, held, strict=True)]
         params = jax.tree.unflatten(self.structure, whole)
-        meanings: dict[str, Callable] = {}
+        meanings = {"total": objective.Totals(m, within.together, within.along)}
         if within.shares is not None:
             options = {} if key is None else {"key": key}
             shares = within.shares(params, self.loss, batch, args, options)
-            params, meanings = shares.received(params), {"use": shares.use}
-        meanings["total"] = objective.Totals(m, within.together, within.along)
+            params, meanings["use"] = shares.received(params), shares.use
         loss, given = objective.normal(self.loss, self.has_aux), (params, batch, rows, args, key)
 
         def outputs(params, batch, rows, args, key):
@@ -208,8 +207,8 @@ class _Device:
         schedule = checks.schedule(self, len(stages))
         start = len(jax.tree.leaves((batch, rows)))
         stop = start + len(jax.tree.leaves((args, None if self.folded else key)))
-        given = whole, held, frozenset(range(start, stop)), self.axis, shares, self.backward
-        self.program = Program(stages, schedule, *given)
+        rest = whole, held, frozenset(range(start, stop)), self.axis, shares, self.backward
+        self.program = Program(stages, schedule, *rest)
 
     def _whole(self, x, along):
         """The shape of what a device has of `x` if it has all stages' parts, along that axis."""

@@ -54,10 +54,9 @@ class Run:
 
     def __call__(self, carried: list, parts: list) -> tuple[list, list]:
         carried = [jnp.stack(xs) for xs in carried]
-        me, columns = jax.lax.axis_index(self.program.axis), self.table.columns
-        mine = {name: jnp.asarray(x)[:, me] for name, x in (columns | {"task": self.task}).items()}
-
         program, m = self.program, self.program.schedule.microbatches
+        me, columns = jax.lax.axis_index(program.axis), self.table.columns | {"task": self.task}
+        mine = {name: jnp.asarray(x)[:, me] for name, x in columns.items()}
         state = {name: buffers.zeros() for name, buffers in self.buffers.items()}
         state["outputs"] = [jnp.zeros((m, *x.shape), x.dtype) for x in program.stages[-1].outputs]
         state["grads"] = [
@@ -74,8 +73,7 @@ class Run:
 
     def tick(self, state, given):
         """The state after a tick: the device's task, then what arrives from others."""
-        sent = {name: self.buffers[name].pack() for name in self.table.rings}
-        state = state | {"sent": sent}
+        state = state | {"sent": {name: self.buffers[name].pack() for name in self.table.rings}}
         for number, task in enumerate(self.tasks, 1):
             turns = (given.row["task"] == number).astype(jnp.int32)
             once = functools.partial(_tied, task, given)

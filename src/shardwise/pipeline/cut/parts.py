@@ -57,8 +57,7 @@ class Part:
         Of those with effects, it has the ones for which `keep` is true. From the group of number
         `trim` it takes what it reads, alone.
         """
-        given = {v for group in inputs for v in group} | set(self.constants)
-        asked = itertools.chain.from_iterable(outputs)
+        given, asked = {*itertools.chain(*inputs), *self.constants}, itertools.chain(*outputs)
         eqns = needed(self.eqns, asked, given, lambda eqn: eqn.effects and keep(eqn))[0]
         found = Part(eqns, self.constants, inputs, outputs)
         groups = list(inputs)

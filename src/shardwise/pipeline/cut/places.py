@@ -80,23 +80,7 @@ def placed(loss: Part) -> tuple[list[list], dict]:
     Raises:
       ValueError: an effect that asks for an order.
     """
-    leaf_of = {id(eqn): _leaf(eqn.origin) for eqn in loss.eqns}
-    sources = follows(loss, lambda eqn: eqn.effects or leaf_of[id(eqn)] is not None)
-    level, activations = {}, []  # how many marks a variable is behind; (equation, stage)
-    marks, before = 0, math.inf
-    for eqn in loss.eqns:
-        inputs = variables(eqn.invars)
-        at = behind = max([level.get(v, 0) for v in inputs], default=0)
-        if (leaf := leaf_of[id(eqn)]) is not None:
-            marks += leaf <= before  # the leaves of one mark are in order
-            at, behind, before = marks - 1, marks, leaf
-        elif eqn.effects:
-            _check_unordered(eqn)
-            if set().union(*(sources[v] for v in inputs)) in REPEATED:
-                at = behind = marks  # those that it is written behind
-        level.update(dict.fromkeys(eqn.outvars, behind))
-        if eqn.effects or any(sources[v] not in REPEATED for v in eqn.outvars):
-            activations.append((eqn, at if behind else None))
+    activations, marks = _activations(loss)
     used = dict.fromkeys(variables(loss.outputs[0]), marks)  # the last stage that reads a variable
     first, stage, effects = dict(used), {}, {}
     for eqn, at in reversed(activations):
@@ -110,6 +94,28 @@ def placed(loss: Part) -> tuple[list[list], dict]:
     order = sorted(stage, key=stage.__getitem__)
     into = [[v for v in order if stage[v] < s <= used.get(v, -1)] for s in range(marks + 1)]
     return [*into, loss.outputs[0]], effects
+
+
+def _activations(loss):
+    """([(equation that is not repeated, its stage; None before every mark)], number of marks)."""
+    leaf_of = {id(eqn): _leaf(eqn.origin) for eqn in loss.eqns}
+    sources = follows(loss, lambda eqn: eqn.effects or leaf_of[id(eqn)] is not None)
+    level, found = {}, []  # how many marks a variable is behind
+    marks, before = 0, math.inf
+    for eqn in loss.eqns:
+        inputs = variables(eqn.invars)
+        at = behind = max([level.get(v, 0) for v in inputs], default=0)
+        if (leaf := leaf_of[id(eqn)]) is not None:
+            marks += leaf <= before  # the leaves of one mark are in order
+            at, behind, before = marks - 1, marks, leaf
+        elif eqn.effects:
+            _check_unordered(eqn)
+            if set().union(*(sources[v] for v in inputs)) in REPEATED:
+                at = behind = marks  # those that it is written behind
+        level.update(dict.fromkeys(eqn.outvars, behind))
+        if eqn.effects or any(sources[v] not in REPEATED for v in eqn.outvars):
+            found.append((eqn, at if behind else None))
+    return found, marks
 
 
 def _check_unordered(eqn):

@@ -44,12 +44,7 @@ class Cut(NamedTuple):
     shapes: Any
 
 
-def stages(
-    loss: Callable,
-    params: Any,
-    *data: Any,
-    relocate: Callable | None = None,
-) -> Cut:
+def stages(loss: Callable, params: Any, *data: Any, relocate: Callable | None = None) -> Cut:
     """The stages of `loss(params, *data)`, k + 1 for k calls of `marks.stage_boundary`.
 
     Arguments may be abstract. A parameter of which every stage takes only rows of its own, by a
