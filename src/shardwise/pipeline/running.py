@@ -76,7 +76,7 @@ class Run:
         state = state | {"sent": {name: self.buffers[name].pack() for name in self.table.rings}}
         for number, task in enumerate(self.tasks, 1):
             turns = (given.row["task"] == number).astype(jnp.int32)
-            once = functools.partial(_tied, task, given)
+            once = functools.partial(self.turn, task, given)
             with marks.turns((self.task == number).sum(0), of=len(self.task)):  # for `measure`
                 state["turn"] = jnp.zeros_like(turns)
                 state = jax.lax.while_loop(lambda s, n=turns: s["turn"] < n, once, state)
@@ -91,7 +91,15 @@ class Run:
                 state[name] = [_arrived(*x, slot) for x in zip(state[name], arrived, strict=True)]
         return state
 
-    def forward(self, kind: cut.Halves, state: State, given: Given) -> State:
+    def turn(self, task, given, state):
+        """One turn: what the task reads depends on the turn, or XLA moves it out of the loop."""
+        slots = {name: state[name] for name in ("act", "cot", "outputs", "turn")}
+        slots, given = _barrier((slots, given))
+        state, sent = task(state | slots, given)
+        sent = {name: self.buffers[name].pack(sent.get(name, ())) for name in self.table.rings}
+        return state | {"sent": sent, "turn": state["turn"] + 1}
+
+    def forward(self, kind: cut.Halves, state: State, given: Given) -> tuple[State, dict]:
         """A microbatch's activations, on their way to the next stage; of the last, its outputs."""
         stage, row = kind.stage, given.row
         x = self.buffers["act"].read(state["act"], row["act"], stage.carry)
@@ -101,10 +109,10 @@ class Run:
             state = state | {"kept": slots}
         if stage.last:
             pairs = zip(state["outputs"], out, strict=True)
-            return state | {"outputs": [put(x, row["microbatch"], y) for x, y in pairs]}
-        return self.sending(state, "act", out)
+            return state | {"outputs": [put(x, row["microbatch"], y) for x, y in pairs]}, {}
+        return state, {"act": out}
 
-    def to_input(self, kind: cut.Halves, state: State, given: Given) -> State:
+    def to_input(self, kind: cut.Halves, state: State, given: Given) -> tuple[State, dict]:
         """A microbatch's cotangents, on their way to the stage before."""
         stage, row = kind.stage, given.row
         kept, state = self.waiting(state, "kept", row, kind.kept)
@@ -118,15 +126,15 @@ class Run:
         inputs = self.inputs(kind, kind.to_input, given)
         sent, pending = kind.to_input(*inputs, kept, cots)
         state = state | {"pend": self.buffers["pend"].write(state["pend"], row["pend"], pending)}
-        return self.sending(state, "cot", sent) if stage.index else state
+        return state, {"cot": sent}
 
-    def to_weights(self, kind: cut.Halves, state: State, given: Given) -> State:
+    def to_weights(self, kind: cut.Halves, state: State, given: Given) -> tuple[State, dict]:
         """A microbatch's gradients, added to the sums."""
         kept, state = self.waiting(state, "kept", given.row, kind.kept)
         pending, state = self.waiting(state, "pend", given.row, kind.pending)
         inputs = self.inputs(kind, kind.to_weights, given)
         grads = kind.to_weights(*inputs, kept, pending)
-        return state | {"grads": self.added(kind.stage, state["grads"], grads, given.row)}
+        return state | {"grads": self.added(kind.stage, state["grads"], grads, given.row)}, {}
 
     def waiting(self, state, name, row, like):
         """(arrays in a slot, tied to the turn; the state with that turn).
@@ -138,10 +146,6 @@ class Run:
         found = self.buffers[name].read(state[name], row[name], like)
         arrays, turn = _barrier((found, state["turn"]))
         return arrays, state | {"turn": turn}
-
-    def sending(self, state, name, arrays):
-        """The state, with arrays that go round the ring at the tick's end."""
-        return state | {"sent": state["sent"] | {name: self.buffers[name].pack(arrays)}}
 
     def inputs(self, kind, task, given):
         """(the parameters that a task takes, the data)."""
@@ -174,14 +178,6 @@ class Run:
         for (c, place, _), g in zip(places, left, strict=True):
             sums[c] = put(sums[c], place, at(sums[c], place) + g.astype(sums[c].dtype))
         return sums
-
-
-def _tied(task, given, state):
-    """One turn: what the task reads depends on the turn, or XLA moves it out of the loop."""
-    slots = {name: state[name] for name in ("act", "cot", "outputs", "turn")}
-    slots, given = _barrier((slots, given))
-    state = task(state | slots, given)
-    return state | {"turn": state["turn"] + 1}
 
 
 def _barrier(tree):
