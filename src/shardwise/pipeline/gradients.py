@@ -221,9 +221,8 @@ class _Device:
         """The sharding of a constraint of the loss, on the mesh as it is within the stages."""
         spec = sharding.spec if isinstance(sharding, NamedSharding) else None
         known = [name for name in self.mesh.axis_names if name != self.axis]
-        if spec is None or not {n for n in jax.tree.leaves(tuple(spec)) if isinstance(n, str)} <= {
-            *known
-        }:
+        names = {name for name in jax.tree.leaves(tuple(spec or ())) if isinstance(name, str)}
+        if spec is None or not names <= {*known}:
             raise ValueError(
                 f"{self.who}: the loss constrains an array to {sharding}; within a stage there are "
                 f"the axes {known}. Constrain to a PartitionSpec of these."

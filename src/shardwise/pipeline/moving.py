@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Rows = tuple[int, int] | None
-Place = tuple[int, int, Rows]  # the number of a carrier, the place there, the rows to take of it
+Place = tuple[int, int, Rows]  # a carrier's number, the place there, the rows of that to take
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,8 +132,8 @@ def carriers(
     """(the carriers; for each stage, where each of its parameters is).
 
     `read[s]` has the parameters that stage s reads, and of each the rows. Pieces travel together if
-    their shapes and what `shares` has `alike` are the same. A parameter whose rows devices share is
-    never taken apart, and a task takes the rows that it reads; else there are no others: None.
+    their shapes and what `shares` has `alike` are the same. A parameter whose rows devices share
+    (`shares.rows`) is never taken apart: a task takes its rows of all. Others take what is there.
     """
     n, found, where = max(device_of) + 1, [], {}
     readers = collections.Counter(i for own in read for i in own)
