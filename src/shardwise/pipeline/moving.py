@@ -1,8 +1,8 @@
 """Parameters on their way between where they lie and where a schedule's stages read them.
 
 Between steps each device has a part of an array along one of its axes, `cut`; None: all of it.
-Inside a shard_map over `axis`, `there` makes of what the device holds what its stages read, and
-`back` of the gradients of that those of what it holds: it is the transpose.
+Inside a shard_map over `axis`, `there` makes of what the device holds what its stages read; `back`,
+its transpose, of the gradients of that those of what it holds.
 """
 
 import collections
@@ -60,12 +60,6 @@ class Carrier:
         sent = jnp.stack([parts[k] for k in self.table.ravel()])
         return list(jax.lax.all_to_all(sent, self.axis, 0, self.cut + 1, tiled=True))
 
-    def back(self, grads: Sequence[jax.Array], held: Sequence[Any]) -> dict[int, jax.Array]:
-        """{parameter: the gradient of what the device holds, 0 in rows that are other pieces'}."""
-        like = {i: jax.ShapeDtypeStruct(held[i].shape, grads[0].dtype) for i, _ in self.pieces}
-        (found,) = jax.linear_transpose(self.there, like)(list(grads))
-        return found if self.cut is not None else jax.lax.psum(found, self.axis)
-
     def sent(self, leaves: Sequence[Any], itemsize: int, back: bool = False) -> int:
         """The bytes that a device sends; `leaves` are the shapes of whole parameters."""
         ends, shape = self.pieces[0][1], leaves[self.leaf].shape
@@ -119,6 +113,18 @@ class Carrier:
             for d, found in enumerate(own):  # the rest is put beyond the end, and dropped
                 taken[d, : len(found)], put[(d + hop) % n, : len(found)] = found[:, 1], found[:, 3]
             yield [(d, (d + hop) % n) for d in range(n) if len(own[d])] if hop else [], taken, put
+
+
+def back(ways: Sequence[Carrier], sums: Sequence[list], held: Sequence[Any]) -> list[jax.Array]:
+    """The gradients of what the device holds, of those of what `there` made of it on each way."""
+    found: dict[int, jax.Array] = {}
+    for way, grads in zip(ways, sums, strict=True):
+        like = {i: jax.ShapeDtypeStruct(held[i].shape, grads[0].dtype) for i, _ in way.pieces}
+        (own,) = jax.linear_transpose(way.there, like)(list(grads))
+        found |= {i: found[i] + g if i in found else g for i, g in own.items()}
+    for axis, i in {(way.axis, i): None for way in ways if way.cut is None for i, _ in way.pieces}:
+        found[i] = jax.lax.psum(found[i], axis)
+    return [found[i] for i in range(len(held))]
 
 
 def carriers(

@@ -14,7 +14,7 @@ import numpy as np
 from shardwise.objective.means import wide
 from shardwise.pipeline import checks, cut
 from shardwise.pipeline.cut.parts import inexact
-from shardwise.pipeline.moving import Carrier, Place, carriers
+from shardwise.pipeline.moving import Carrier, Place, back, carriers
 from shardwise.pipeline.ticking import Ticks, ticks
 
 
@@ -209,12 +209,10 @@ class Program:
 
     def back(self, sums: list[list], held: list) -> list:
         """The gradients of what the device holds, of the sums of those of what its stages read."""
-        found: dict[int, jax.Array] = {}
-        for carrier, own in zip(self.carriers, sums, strict=True):
-            own = [self.shares.scatter(carrier.leaf, g) for g in own]
-            for i, g in carrier.back(own, held).items():
-                found[i] = found[i] + g if i in found else g
-        return [self.shares.total(i, found[i]) for i in range(len(held))]
+        pairs = zip(self.carriers, sums, strict=True)
+        sums = [[self.shares.scatter(c.leaf, g) for g in own] for c, own in pairs]
+        grads = back(self.carriers, sums, held)
+        return [self.shares.total(i, g) for i, g in enumerate(grads)]
 
 
 def at(x: Any, j: Any) -> Any:
