@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardwise import marks, measure, model
 from shardwise.pipeline import cut
-from shardwise.pipeline.cut import rows as cut_rows
+from shardwise.pipeline.cut.stages import CAST
 
 WIDE, ROWS = 8, 4
 
@@ -185,7 +185,7 @@ def test_rows_of_cast_parameters_are_casts_of_rows(narrow):
         assert [x.shape[0] for x in stage.params] == [2, rows]
         assert [x.dtype for x in stage.params] == [jnp.float32] * 2
         traced = jax.make_jaxpr(stage.function)(stage.params, stage.inputs, stage.carry)
-        cast = [e.invars[0].aval for e in traced.eqns if e.primitive.name == cut_rows.CAST]
+        cast = [e.invars[0].aval for e in traced.eqns if e.primitive.name == CAST]
         assert {x.shape[0] for x in cast if x.ndim == 3} <= {2, rows}  # 2: what is read whole
     check(loss, params, x, rtol=2e-2 if narrow else 1e-4)  # terms are rounded, then added
 

@@ -16,7 +16,8 @@ from staged_models import WIDE, assert_close, batch, mean_of, on_one, stacked, w
 
 from shardwise import marks, measure, mesh, objective, pipeline, schedules
 from shardwise.pipeline import running
-from shardwise.pipeline.moving import carriers
+from shardwise.pipeline.moving import back, carriers
+from shardwise.pipeline.program import WHOLE
 from shardwise.pipeline.ticking import UNITS
 from shardwise.schedules import Task
 
@@ -181,6 +182,7 @@ MOVES = {  # (axis along which devices hold the array, rows that each of four st
     "cut along another axis": (1, [FOUR[0], FOUR[3], FOUR[1], FOUR[2]]),
     "cut along another axis, unequal rows": (1, [(0, 3), (3, 4), (4, 5), (5, 8)]),
     "on each, read in rows": (None, [FOUR[2], FOUR[3], FOUR[0], FOUR[1]]),
+    "on each, read in unequal rows": (None, [(0, 3), (3, 4), (4, 5), (5, 8)]),
     "on each, read whole": (None, [None] * 4),
     "cut, read whole": (1, [None] * 4),
     "cut, read by one": (0, [None]),
@@ -193,7 +195,7 @@ def test_parameters_move_to_where_stages_read_them_and_gradients_back(cut, rows)
     """To the byte that the program sends; the way back is the transpose of the way there."""
     whole = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
     read = [{0: ends} for ends in rows] + [{}] * (4 - len(rows))
-    ways, where = carriers("stage", range(4), read, [whole], [cut], [None], [False])
+    ways, where = carriers("stage", range(4), read, [whole], [cut], WHOLE)
     lie = P() if cut is None else P(*[None] * cut, "stage")
     over = dict(mesh=mesh.make(stage=4), check_vma=False)
     leave = dict(in_specs=lie, out_specs=[[P("stage")] * 4] * len(ways), **over)
@@ -204,13 +206,12 @@ def test_parameters_move_to_where_stages_read_them_and_gradients_back(cut, rows)
 
     found = jax.jit(jax.shard_map(there, **leave))(whole)
     for s, own in enumerate(read):
-        for i, ends in own.items():
-            carrier, place = where[s, i]
-            piece = np.split(np.asarray(found[carrier][place or 0]), 4)[s]
+        for (carrier, place, _), ends in zip(where[s], own.values(), strict=True):
+            piece = np.split(np.asarray(found[carrier][place]), 4)[s]
             np.testing.assert_array_equal(piece, whole if ends is None else whole[slice(*ends)])
 
     def roundtrip(x):  # the gradient of half the sum of squares of what is read
-        return sum(way.back(way.there([x]), [x])[0] for way in ways)
+        return back(ways, [way.there([x]) for way in ways], [x])[0]
 
     shared = len(rows) if rows[0] is None else 1
     run = jax.jit(jax.shard_map(roundtrip, in_specs=lie, out_specs=lie, **over))
@@ -453,8 +454,8 @@ OF_FOUR = schedules.SCHEDULES["interleaved_1f1b"](4, 2, 2)
 X = np.ones((8, WIDE), np.float32)
 NO_AUX = dict(loss=with_aux, has_aux=True, aux={"a": {"deeper": "sum"}})
 TAKES = "no stage boundary.* zb_v on 2 ranks along 'stage' takes 4.* 4 stages need 3 of"
-SPLIT = r"8 rows \(mask, x\) do not split into 3 microbatches; pad"
-OTHER = r"different numbers of rows \(mask: 8, x: 4\).*use one microbatch"
+SPLIT = r"8 rows \(mask\) does not split into 3 microbatches; pad"
+OTHER = r"different numbers of rows \(mask 8, x 4\).*use one microbatch"
 NOT = r"parameters\['act'\] is a function, not an array.*eqx"
 BARE = r"The loss returned \(4, 8\); expected objective.Mean\(total, count\)"
 REFUSED = [

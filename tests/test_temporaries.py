@@ -135,9 +135,9 @@ class Held:
         if not self.layout.stage:
             return 0
         program = gradients.program(self.layout, *placed(self.layout))
-        packed = program.passed | program.left
-        slots = sum(x.bytes_of(program.slots[name]) for name, x in packed.items())
-        return slots + sum(x.nbytes for name, x in packed.items() if name != "pend")
+        one = {name: sum(x.sizes) for name, x in program.buffers.items()}
+        slots = sum(np.dot(x.sizes, x.slots) for x in program.buffers.values())
+        return int(slots) + sum(one.values()) - one["pend"]
 
     def _gathered(self):
         """Of keys and values, and of their gradients, how many parts there are at once."""

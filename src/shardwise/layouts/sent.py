@@ -16,7 +16,6 @@ from shardwise.layouts import gradients
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import attention
 from shardwise.objective import wide
-from shardwise.pipeline.moving import Own
 
 TASKS = "forward", "to_input", "to_weights"
 
@@ -133,16 +132,15 @@ class Sent(dict[tuple[str, ...], float]):
         layout, m = self.layout, self.layout.microbatches
         kinds, of = program.kinds
         for stage in stages:
-            reads = kinds[of[stage.index]].halves.reads
+            halves = kinds[of[stage.index]]
             for at, (i, ends) in enumerate(stage.rows.items()):
-                gathers = m * sum(at in reads[task] for task in TASKS) if layout.zero == 3 else 0
+                readers = sum(at in getattr(halves, task).reads for task in TASKS)
+                gathers = m * readers if layout.zero == 3 else 0
                 self._rows(program, i, ends, gathers, m if layout.zero > 1 else 0)
         if layout.zero < 3:  # once, whatever the device's stages read of what is carried
-            for carrier, i in zip(program.carriers, program.first, strict=True):
-                ends, places = None, 1
-                if isinstance(carrier, Own):
-                    ends, places = carrier.pieces[0][1], carrier.table.shape[1]
-                self._rows(program, i, ends, places, places * (layout.zero == 1))
+            for carrier in program.carriers:
+                places, ends = carrier.places, carrier.pieces[0][1]
+                self._rows(program, carrier.leaf, ends, places, places * (layout.zero == 1))
         for i, x in enumerate(program.leaves):
             parts = 1 if program.held[i] is None else program.schedule.devices
             size = math.prod(x.shape) // parts * wide(x.dtype).itemsize
@@ -162,7 +160,7 @@ class Sent(dict[tuple[str, ...], float]):
         used = jnp.dtype(layout.dtype or x.dtype)
         reduced = layout.reduce_dtype or (used if layout.zero > 1 or layout.dtype else wide(used))
         shape = x.shape
-        if ends is not None and not shares.by_rows(i):
+        if ends is not None and shares.rows(i) is None:
             shape = (ends[1] - ends[0], *shape[1:])
         self._travels(math.prod(shape), used, reduced, gathers, scatters)
 

@@ -38,13 +38,10 @@ class Shares:
             for late, array, x in zip(self.use.deferred, self.arrays, leaves, strict=True)
         )
 
-    def by_rows(self, i: int) -> bool:
-        """Whether the parameter is cut along its first axis, which may be one of layers."""
-        return self.hows[i] is not None and self.hows[i].cut == 0
-
-    def all_rows(self, i: int) -> int:
-        """The number of the rows of such a parameter."""
-        return self.hows[i].size
+    def rows(self, i: int) -> int | None:
+        """The number of rows of a parameter that is cut along its first axis, maybe of layers."""
+        how = self.hows[i]
+        return how.size if how is not None and how.cut == 0 else None
 
     def alike(self, i: int) -> Any:
         """What has to be equal of parameters that are carried together."""

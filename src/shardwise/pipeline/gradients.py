@@ -12,9 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective, schedules
 from shardwise.objective.gradients import nothing_if_empty
-from shardwise.pipeline import checks, running
+from shardwise.objective.parts import meaning
+from shardwise.pipeline import checks, cut
+from shardwise.pipeline.cut.parts import abstract
 from shardwise.pipeline.program import WHOLE, Program
-from shardwise.pipeline.tracing import Asked, abstract, traced_parts
+from shardwise.pipeline.running import Run
 
 
 def _undivided(batch: Any, microbatches: int) -> tuple:
@@ -23,14 +25,13 @@ def _undivided(batch: Any, microbatches: int) -> tuple:
 
 
 @dataclasses.dataclass(frozen=True)
-class Within:
+class Within(objective.Division):
     """What the mesh's other axes do within a stage, where collectives are written out.
 
     By default nothing: what else the mesh has is left to the compiler.
 
     Args:
-      rows: mesh axes over which rows are cut.
-      columns: those over which the sequence is.
+      rows, columns: mesh axes over which rows, and the sequence, are cut.
       by_hand: all axes that have names within; the others are the compiler's.
       divide: `divide(batch, microbatches) -> (batch, numbers, (specs, specs))`, the batch in the
         order in which it is cut, its rows' numbers (`objective.numbers`), and their PartitionSpecs.
@@ -40,31 +41,10 @@ class Within:
         parameters, with the methods of `Whole`.
     """
 
-    rows: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
     by_hand: tuple[str, ...] = ()
     divide: Callable = _undivided
     meanings: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     shares: Callable | None = None
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes over which the parts' sums are added up."""
-        return (*self.columns, *self.rows)
-
-    def together(self, x: Any) -> Any:
-        """The sum of `x` over a stage's devices."""
-        return jax.lax.psum(x, self.axes) if self.axes else x
-
-    def along(self, x: Any) -> Any:
-        """The sum of `x` over the devices that have parts of the same rows."""
-        return jax.lax.psum(x, self.columns) if self.columns else x
-
-    def fold(self, key: Any) -> Any:
-        """The key of this device, made of the batch's."""
-        for name in self.axes if key is not None else ():
-            key = jax.random.fold_in(key, jax.lax.axis_index(name))
-        return key
 
 
 def value_and_grad(
@@ -95,168 +75,177 @@ def value_and_grad(
         several microbatches.
       TypeError: parameters or a batch that are no arrays, or have no gradient.
     """
-    asked = Asked(loss, mesh, schedule, microbatches, axis, has_aux, aux, who)
-    checks.options(asked)
+    checks.options(who, mesh, axis, microbatches)
+    given = loss, mesh, schedule, microbatches, axis, within, has_aux, aux, who, backward
     specs = specs or (lambda params: [P()] * len(jax.tree.leaves(params)))
-
-    made: list[Program] = []
+    made: list[_Device] = []
 
     def run(params, batch, *args, key=None):
-        checks.mesh_around(asked)
+        checks.mesh_around(who, mesh)
         checks.leaves(who, params, batch, args, key)
-        checks.rows(who, batch, microbatches)
         leaves, structure = jax.tree.flatten(params)
         lie = list(specs(params))
-        batch, numbers, cut = within.divide(batch, microbatches)
-        shapes: list = []  # of the auxiliary outputs, which are known once the loss is traced
-        device = _Device(asked, within, lie, structure, backward, shapes, made)
+        batch, numbers, laid = within.divide(batch, microbatches)
+        device = _Device(*given, lie, structure)
         mapped = jax.shard_map(
             device,
             mesh=mesh,
-            in_specs=(lie, *cut, P(), P()),
+            in_specs=(lie, *laid, P(), P()),
             out_specs=(P(), (P(), P(within.rows or None)), lie if backward else []),
             axis_names={axis, *within.by_hand},
             check_vma=False,  # around the user's loss; every sum over devices is written out
         )
         value, parts, grads = mapped(leaves, batch, numbers, args, key)
-        grads = jax.tree.unflatten(structure, grads) if backward else None
-        return ((value, objective.merged(*parts, *shapes)) if has_aux else value), grads
+        made[:] = [device]
+        if has_aux:
+            value = value, objective.merged(*parts, device.ways, jax.tree.structure(device.extra))
+        return value, jax.tree.unflatten(structure, grads) if backward else None
 
     def program(*given, **options):
         jax.eval_shape(run, *given, **options)
-        return made.pop()
+        return made.pop().program
 
     run.program = program
     return run
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Device:
-    """The loss and gradients of one device, and every sum over devices but those within tasks."""
+    """The loss and gradients of one device, and every sum over devices but those within tasks.
 
-    asked: Asked
+    Its call, in a shard_map, leaves here what is known once the loss is traced: the `program`; the
+    loss of several parts as `objective` has `traced` it, or None; the shapes of what it returns,
+    `mean` and `extra`, whose leaves are joined in these `ways`; whether each microbatch has a key
+    of its own (`folded`).
+    """
+
+    loss: Callable
+    mesh: Mesh
+    schedule: str | schedules.Schedule | Sequence
+    microbatches: int
+    axis: str
     within: Within
+    has_aux: bool
+    aux: Any
+    who: str
+    backward: bool
     specs: list[P]
     structure: Any
-    backward: bool
-    shapes: list
-    made: list
 
     def __call__(self, leaves, batch, numbers, args, key):
-        m, within = self.asked.microbatches, self.within
+        m = self.microbatches
         parts = objective.split(batch, m), objective.split(numbers, m)
         first = jax.tree.map(lambda x: x[0], parts)
-        with marks.bind(**within.meanings):
-            traced, program, folded = self._traced(leaves, first, args, key)
-        if folded:
-            key = within.fold(key)
+        with marks.bind(**self.within.meanings):
+            self._trace(leaves, *abstract((*first, args, key)))
+        if self.folded:
+            key = self.within.fold(key)
             key = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(m))
-        count = self._count(traced, leaves, parts, args, key, folded)
-        arrays = program.there(leaves)
+        seeds = functools.partial(self._seeds, self._count(leaves, parts, args, key))
         data = jax.tree.leaves((*parts, args, key))
-        seeds = functools.partial(self._seeds, traced, count)
-        outputs, grads = running.run(program, arrays, data, seeds)
-        axis = self.asked.axis
-        outputs = [_everywhere(x, axis) for x in outputs]
-        value, whole, aux = self._value(traced, outputs)
+        outputs, sums = Run(self.program, seeds)(self.program.there(leaves), data)
+        value, whole, aux = self._value([_everywhere(x, self.axis) for x in outputs])
         if not self.backward:
             return value, aux, []
-        if traced.loss is None or not traced.loss.linear:
-            grads = nothing_if_empty(grads, whole.count if traced.has_count else None)
-        grads = program.back(grads, leaves)
-        pairs = zip(grads, leaves, strict=True)
-        return value, aux, [jnp.zeros_like(x) if g is None else g.astype(x.dtype) for g, x in pairs]
+        if self.traced is None or not self.traced.linear:
+            sums = nothing_if_empty(sums, None if self.mean.count is None else whole.count)
+        grads = zip(self.program.back(sums, leaves), leaves, strict=True)
+        return value, aux, [g.astype(x.dtype) for g, x in grads]
 
-    def _traced(self, leaves, first, args, key):
-        """(the traced loss, its program, whether keys are folded)."""
-        asked, within, m = self.asked, self.within, self.asked.microbatches
-        batch, rows, args, key = abstract((*first, args, key))
-        held = tuple(_place(spec, asked.axis) for spec in self.specs)
-        whole = [_whole(x, k, asked) for x, k in zip(leaves, held, strict=True)]
-        loss, shares, shapes = asked.loss, WHOLE, jax.tree.unflatten(self.structure, whole)
+    def _trace(self, leaves, batch, rows, args, key):
+        """Trace the loss of one part of the batch, of which all but the parameters are shapes."""
+        within, m, shares = self.within, self.microbatches, WHOLE
+        held = tuple(_place(spec, self.axis) for spec in self.specs)
+        whole = [self._whole(x, along) for x, along in zip(leaves, held, strict=True)]
+        params = jax.tree.unflatten(self.structure, whole)
+        meanings = {"total": objective.Division(within.rows, within.columns, m)}
         if within.shares is not None:
             options = {} if key is None else {"key": key}
-            shares = within.shares(shapes, loss, batch, args, options)
-            shapes = shares.received(shapes)
+            shares = within.shares(params, self.loss, batch, args, options)
+            params, meanings["use"] = shares.received(params), shares.use
+        loss, given = objective.normal(self.loss, self.has_aux), (params, batch, rows, args, key)
 
-            def loss(*arguments, **options):
-                with marks.bind(use=shares.use):
-                    return asked.loss(*arguments, **options)
+        def outputs(params, batch, rows, args, key):
+            with marks.bind(index=meaning(rows)):
+                return loss(params, batch, *args, **({} if key is None else {"key": key}))
 
-        traced = traced_parts(
-            asked,
-            loss,
-            (shapes, batch, rows, args, key),
-            in_parts=m > 1 or bool(within.axes),
-            total=objective.Division(within.rows, within.columns, m),
-            relocate=functools.partial(_relocated, asked),
-        )
-        if within.columns and "concatenate" in traced.ways:
-            checks.no_rows(asked.who, within.columns)
-        by_place = traced.loss is None or traced.loss.by_place
-        folded = key is not None and not by_place
+        self.traced = None
+        with marks.bind(**meanings):
+            if m > 1 or within.axes:
+                self.traced = objective.trace(self.loss, *given, self.has_aux)
+                checks.count(self.who, self.traced, params, m)
+            stages, shapes = cut.stages(outputs, *given, relocate=self._relocated)
+        self.mean, self.extra = shapes
+        if m == 1 and self.mean.count is not None:  # which may depend on the parameters
+            stages[-1] = dataclasses.replace(stages[-1], seeds=(0, 1))
+        self.ways = objective.ways(self.aux, self.extra)
+        if within.columns and "concatenate" in self.ways:
+            checks.no_rows(self.who, within.columns)
+        self.folded = key is not None and self.traced is not None and not self.traced.by_place
+        schedule = checks.schedule(self, len(stages))
         start = len(jax.tree.leaves((batch, rows)))
-        stop = start + len(jax.tree.leaves(args)) + (key is not None and not folded)
-        fixed = frozenset(range(start, stop))
-        given = traced.schedule, whole, held, fixed, asked.axis, shares, self.backward
-        self.made[:] = [Program(traced.stages, *given)]
-        return traced, self.made[0], folded
+        stop = start + len(jax.tree.leaves((args, None if self.folded else key)))
+        rest = whole, held, frozenset(range(start, stop)), self.axis, shares, self.backward
+        self.program = Program(stages, schedule, *rest)
 
-    def _count(self, traced, leaves, parts, args, key, folded):
+    def _whole(self, x, along):
+        """The shape of what a device has of `x` if it has all stages' parts, along that axis."""
+        shape = list(x.shape)
+        if along is not None:
+            shape[along] *= self.mesh.shape[self.axis]
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+    def _relocated(self, sharding):
+        """The sharding of a constraint of the loss, on the mesh as it is within the stages."""
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else None
+        known = [name for name in self.mesh.axis_names if name != self.axis]
+        names = {name for name in jax.tree.leaves(tuple(spec or ())) if isinstance(name, str)}
+        if spec is None or not names <= {*known}:
+            raise ValueError(
+                f"{self.who}: the loss constrains an array to {sharding}; within a stage there are "
+                f"the axes {known}. Constrain to a PartitionSpec of these."
+            )
+        new = jax.__version_info__ >= (0, 8)
+        return NamedSharding(jax.sharding.get_abstract_mesh() if new else self.mesh, sharding.spec)
+
+    def _count(self, leaves, parts, args, key):
         """The count of the whole batch, which the first of several backward passes needs."""
-        m = self.asked.microbatches
-        if m == 1 or traced.loss is None or not self.backward:
+        if self.microbatches == 1 or not self.backward:
             return None
         params = jax.tree.unflatten(self.structure, leaves)  # on which it does not depend
 
         def one(part):
             batch, rows, own = part
-            return traced.loss.count(params, batch, rows, args, own if folded else key)
+            return self.traced.count(params, batch, rows, args, own if self.folded else key)
 
-        counts = jax.lax.map(one, (*parts, key if folded else None))
+        counts = jax.lax.map(one, (*parts, key if self.folded else None))
         return self.within.together(jnp.sum(_widened(counts)))
 
-    def _seeds(self, traced, count, outputs):
+    def _seeds(self, count, outputs):
         """The cotangents of a microbatch's total, and of its count where it is differentiated."""
         total = _widened(outputs[0])
         if count is None:
-            count = _widened(outputs[1]) if traced.has_count else jnp.float32(1)
+            count = jnp.float32(1) if self.mean.count is None else _widened(outputs[1])
             total, count = self.within.together((total, count))
         return objective.cotangents(objective.Mean(total, count))
 
-    def _value(self, traced, outputs):
+    def _value(self, outputs):
         """(the mean, the two sums of it, the auxiliary outputs in two groups)."""
-        total = jnp.sum(_widened(outputs[0]))
-        count = jnp.float32(self.asked.microbatches)
-        if traced.has_count:
-            count = jnp.sum(_widened(outputs[1]))
-        whole = objective.Mean(*self.within.together((total, count)))
-        ways, leaves = traced.ways, outputs[1 + traced.has_count :]
-        leaves = [objective.reduced(x, w) for x, w in zip(leaves, ways, strict=True)]
-        self.shapes[:] = ways, jax.tree.structure(traced.aux)
-        mean = objective.quotient(whole).astype(traced.dtype)
-        return mean, whole, objective.over_devices(leaves, ways, self.within.axes)
+        structure = jax.tree.structure((self.mean, self.extra))
+        (total, count), extra = jax.tree.unflatten(structure, outputs)
+        count = jnp.float32(self.microbatches) if count is None else jnp.sum(_widened(count))
+        whole = objective.Mean(*self.within.together((jnp.sum(_widened(total)), count)))
+        dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(self.mean)))
+        pairs = zip(jax.tree.leaves(extra), self.ways, strict=True)
+        extra = [objective.reduced(x, way) for x, way in pairs]
+        groups = objective.over_devices(extra, self.ways, self.within.axes)
+        return objective.quotient(whole).astype(dtype), whole, groups
 
 
 def _place(spec, axis):
     """The array's axis that this mesh axis cuts, or None."""
-    places = [i for i, entry in enumerate(spec) if axis in jax.tree.leaves((entry,))]
-    return places[0] if places else None
-
-
-def _whole(x, cut, asked):
-    """The shape of what a device has of `x` if it has all stages' parts."""
-    shape = list(x.shape)
-    if cut is not None:
-        shape[cut] *= asked.mesh.shape[asked.axis]
-    return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
-
-
-def _relocated(asked, sharding):
-    """The sharding of a constraint of the loss, on the mesh as it is within the stages."""
-    checks.constraint(asked.who, sharding, asked.mesh, asked.axis)
-    new = jax.__version_info__ >= (0, 8)
-    return NamedSharding(jax.sharding.get_abstract_mesh() if new else asked.mesh, sharding.spec)
+    places = (i for i, entry in enumerate(spec) if axis in jax.tree.leaves((entry,)))
+    return next(places, None)
 
 
 def _everywhere(x, axis):

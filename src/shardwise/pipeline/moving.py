@@ -1,10 +1,11 @@
 """Parameters on their way between where they lie and where a schedule's stages read them.
 
 Between steps each device has a part of an array along one of its axes, `cut`; None: all of it.
-Inside a shard_map over `axis`, `there` makes of what the device holds what its stages read, and
-`back` of the gradients of that those of what it holds.
+Inside a shard_map over `axis`, `there` makes of what the device holds what its stages read; `back`,
+its transpose, of the gradients of that those of what it holds.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,101 +16,59 @@ import jax.numpy as jnp
 import numpy as np
 
 Rows = tuple[int, int] | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Shared:
-    """A parameter that several stages read: each device has all of it for a step."""
-
-    axis: str
-    n: int
-    leaf: int
-    cut: int | None
-
-    def there(self, held: Sequence[jax.Array]) -> list[jax.Array]:
-        """The array, whole."""
-        x = held[self.leaf]
-        whole = (
-            x if self.cut is None else jax.lax.all_gather(x, self.axis, axis=self.cut, tiled=True)
-        )
-        return [whole]
-
-    def back(self, grads: Sequence[jax.Array], held: Sequence[Any]) -> dict[int, jax.Array]:
-        """{the parameter: its gradient, summed over the stages}."""
-        if self.cut is None:
-            return {self.leaf: jax.lax.psum(grads[0], self.axis)}
-        options = dict(scatter_dimension=self.cut, tiled=True)
-        return {self.leaf: jax.lax.psum_scatter(grads[0], self.axis, **options)}
-
-    def sent(self, leaves: Sequence[Any], itemsize: int, back: bool = False) -> int:
-        """The bytes that a device sends; `leaves` are the shapes of whole parameters."""
-        size = leaves[self.leaf].size * itemsize
-        return size * (2 * back if self.cut is None else 1) * (self.n - 1) // self.n
+Place = tuple[int, int, Rows]  # a carrier's number, the place there, the rows of that to take
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Own:
+class Carrier:
     """Pieces of one shape, parameters or rows of them, of which each is read by one stage alone.
 
     `table` [devices, places] has the number of the piece that a device has at each of its places,
-    or -1. Row i of a stacked array is layer i, wherever a schedule has that layer.
+    or -1. Row i of a stacked array is layer i, wherever a schedule has that layer. Without a table
+    the one piece is a parameter that several stages read: each device has all of it for a step.
     """
 
     axis: str
     n: int
     pieces: tuple[tuple[int, Rows], ...]
-    table: np.ndarray
+    table: np.ndarray | None
     cut: int | None
 
-    def there(self, held: Sequence[jax.Array]) -> list[jax.Array]:
-        """The pieces at the device's places; what stands where there is none is not read."""
-        if self.cut is None:
-            return list(jnp.stack([_rows(held[i], ends) for i, ends in self.pieces])[self._mine])
-        if self._by_rows:
-            found = self._exchanged(held[self._leaf], self._moves(held), self._size * self._places)
-            return [found[c * self._size : (c + 1) * self._size] for c in range(self._places)]
-        parts = [_rows(held[i], ends) for i, ends in self.pieces]
-        parts.append(jnp.zeros_like(parts[0]))  # the one of number -1
-        sent = jnp.stack([jnp.stack([parts[k] for k in row]) for row in self.table])
-        arrived = jax.lax.all_to_all(sent, self.axis, 0, 0)
-        return [_joined(arrived[:, c], self.cut) for c in range(self._places)]
+    @property
+    def leaf(self) -> int:
+        """A parameter of the pieces."""
+        return self.pieces[0][0]
 
-    def back(self, grads: Sequence[jax.Array], held: Sequence[Any]) -> dict[int, jax.Array]:
-        """{parameter: the gradient of what the device holds, 0 in rows that are other pieces'}."""
-        if self.cut is None:
-            sums = jnp.zeros((len(self.pieces) + 1, *grads[0].shape), grads[0].dtype)
-            sums = jax.lax.psum(sums.at[self._mine].set(jnp.stack(grads))[:-1], self.axis)
-            return self._summed(list(sums), held)
+    @property
+    def places(self) -> int:
+        """The number of places on each device."""
+        return 1 if self.table is None else self.table.shape[1]
+
+    def there(self, held: Mapping | Sequence) -> list[jax.Array]:
+        """The pieces at the device's places; what stands where there is none is not read."""
+        if self.table is None:
+            x, whole = held[self.leaf], dict(axis=self.cut, tiled=True)
+            return [x if self.cut is None else jax.lax.all_gather(x, self.axis, **whole)]
         if self._by_rows:
-            moves = self._moves(held)[:, [2, 3, 0, 1]]
-            found = self._exchanged(jnp.concatenate(grads), moves, held[self._leaf].shape[0])
-            return {self._leaf: found}
-        sent = jnp.stack([_divided(g, self.n, self.cut) for g in grads], 1)
-        arrived = jax.lax.all_to_all(sent, self.axis, 0, 0)
-        places = {k: place for place, k in np.ndenumerate(self.table)}
-        return self._summed([arrived[places[k]] for k in range(len(self.pieces))], held)
+            found = self._exchanged(held[self.leaf])
+            return [found[c * self._size : (c + 1) * self._size] for c in range(self.places)]
+        parts = [held[i] if ends is None else held[i][slice(*ends)] for i, ends in self.pieces]
+        if self.cut is None:
+            mine = jnp.asarray(np.maximum(self.table, 0))[jax.lax.axis_index(self.axis)]
+            return [jax.lax.select_n(k, *parts) for k in mine]
+        parts.append(jnp.zeros_like(parts[0]))  # the one of number -1
+        sent = jnp.stack([parts[k] for k in self.table.ravel()])
+        return list(jax.lax.all_to_all(sent, self.axis, 0, self.cut + 1, tiled=True))
 
     def sent(self, leaves: Sequence[Any], itemsize: int, back: bool = False) -> int:
         """The bytes that a device sends; `leaves` are the shapes of whole parameters."""
-        leaf, ends = self.pieces[0]
-        size = math.prod(leaves[leaf].shape[bool(ends) :]) * (ends[1] - ends[0] if ends else 1)
-        if self.cut is None:
-            return 2 * back * len(self.pieces) * size * itemsize * (self.n - 1) // self.n
-        if not self._by_rows:
-            return self._places * size * itemsize * (self.n - 1) // self.n
-        rows = leaves[leaf].shape[0] // self.n
-        moves = self._moves({leaf: np.empty((rows, 0))})
-        away = sum(len(taken[0]) for pairs, taken, _ in _hops(moves, self.n) if pairs)
-        return away * (size // self._size) * itemsize
-
-    @property
-    def _places(self):
-        return self.table.shape[1]
-
-    @property
-    def _mine(self):
-        """The numbers of the device's pieces."""
-        return jnp.asarray(self.table)[jax.lax.axis_index(self.axis)]
+        ends, shape = self.pieces[0][1], leaves[self.leaf].shape
+        if self._by_rows:
+            away = sum(len(taken[0]) for pairs, taken, _ in self._hops(shape[0] // self.n) if pairs)
+            return away * math.prod(shape[1:]) * itemsize
+        size = math.prod(shape) if ends is None else self._size * math.prod(shape[1:])
+        copies = self.places if self.cut is not None else 2 * back * len(self.pieces)
+        return copies * size * itemsize * (self.n - 1) // self.n
 
     @property
     def _by_rows(self):
@@ -117,41 +76,55 @@ class Own:
         return self.cut == 0 and self.pieces[0][1] is not None
 
     @property
-    def _leaf(self):
-        return self.pieces[0][0]
-
-    @property
     def _size(self):
-        return self.pieces[0][1][1] - self.pieces[0][1][0]
+        first, last = self.pieces[0][1]
+        return last - first
 
-    def _moves(self, held):
-        """int [rows, 4]: the device that holds a row and where, the one that reads it and where."""
-        rows, found = held[self._leaf].shape[0], []
-        for (device, c), k in np.ndenumerate(self.table):
-            for to, row in enumerate(range(*self.pieces[k][1]) if k >= 0 else ()):
-                found.append((row // rows, row % rows, device, c * self._size + to))
-        return np.array(found)
-
-    def _exchanged(self, x, moves, rows):
-        """[rows, ...]: the rows of `x` on all devices, where `moves` puts them."""
-        if rows == len(x) and (moves[:, :2] == moves[:, 2:]).all() and len(moves) == rows * self.n:
-            return x
+    def _exchanged(self, x):
+        """[places * size, ...]: the rows of pieces, of `x` on all devices."""
+        hops, rows = list(self._hops(len(x))), self._size * self.places
+        (pairs, taken, put), *more = hops
+        if rows == len(x) and not (more or pairs) and (taken == put).all():
+            return x  # all are where they are read
         me, found = jax.lax.axis_index(self.axis), jnp.zeros((rows, *x.shape[1:]), x.dtype)
-        for pairs, taken, put in _hops(moves, self.n):
+        for pairs, taken, put in hops:
             moved = x[jnp.asarray(taken)[me]]
             moved = jax.lax.ppermute(moved, self.axis, pairs) if pairs else moved
-            found = found.at[jnp.asarray(put)[me]].set(moved, mode="drop")
+            at = found.at[jnp.asarray(put)[me]]
+            found = at.set(moved, mode="drop", unique_indices=True)
         return found
 
-    def _summed(self, pieces, held):
-        """{parameter: the sum of its pieces, each at its rows}."""
-        found: dict[int, jax.Array] = {}
-        for (leaf, ends), g in zip(self.pieces, pieces, strict=True):
-            if ends is not None:
-                whole = jnp.zeros((held[leaf].shape[0], *g.shape[1:]), g.dtype)
-                g = found.get(leaf, whole).at[slice(*ends)].set(g)
-            found[leaf] = g
-        return found
+    def _hops(self, rows: int) -> Iterator[tuple]:
+        """Of each distance: (pairs, none for 0; rows taken on each device; where they are put).
+
+        `rows` are those that each device holds.
+        """
+        n, moves = self.n, []  # each: the device that holds a row, where; that reads it, where
+        for (device, c), k in np.ndenumerate(self.table):
+            for to, row in enumerate(range(*self.pieces[k][1]) if k >= 0 else ()):
+                moves.append((row // rows, row % rows, device, c * self._size + to))
+        moves = np.array(moves)
+        distance = (moves[:, 2] - moves[:, 0]) % n
+        for hop in sorted(set(distance.tolist())):
+            own = [moves[(distance == hop) & (moves[:, 0] == d)] for d in range(n)]
+            most = max(map(len, own))
+            taken = np.zeros((n, most), np.int32)
+            put = np.tile(self._size * self.places + np.arange(most, dtype=np.int32), (n, 1))
+            for d, found in enumerate(own):  # the rest is put beyond the end, and dropped
+                taken[d, : len(found)], put[(d + hop) % n, : len(found)] = found[:, 1], found[:, 3]
+            yield [(d, (d + hop) % n) for d in range(n) if len(own[d])] if hop else [], taken, put
+
+
+def back(ways: Sequence[Carrier], sums: Sequence[list], held: Sequence[Any]) -> list[jax.Array]:
+    """The gradients of what the device holds, of those of what `there` made of it on each way."""
+    found: dict[int, jax.Array] = {}
+    for way, grads in zip(ways, sums, strict=True):
+        like = {i: jax.ShapeDtypeStruct(held[i].shape, grads[0].dtype) for i, _ in way.pieces}
+        (own,) = jax.linear_transpose(way.there, like)(list(grads))
+        found |= {i: found[i] + g if i in found else g for i, g in own.items()}
+    for axis, i in {(way.axis, i): None for way in ways if way.cut is None for i, _ in way.pieces}:
+        found[i] = jax.lax.psum(found[i], axis)
+    return [found[i] for i in range(len(held))]
 
 
 def carriers(
@@ -160,69 +133,36 @@ def carriers(
     read: Sequence[Mapping[int, Rows]],
     leaves: Sequence[Any],
     held: Sequence[int | None],
-    alike: Sequence[Any],
-    whole: Sequence[bool],
-) -> tuple[list, dict[tuple[int, int], tuple[int, int | None]]]:
-    """(the `Shared` and `Own`; {(stage, parameter): its carrier, the place there or None}).
+    shares: Any,
+) -> tuple[list[Carrier], list[list[Place]]]:
+    """(the carriers; for each stage, where each of its parameters is).
 
     `read[s]` has the parameters that stage s reads, and of each the rows. Pieces travel together if
-    their shapes and what is `alike` are the same. One that is `whole` is never taken apart.
+    their shapes and what `shares` has `alike` are the same. A parameter whose rows devices share
+    (`shares.rows`) is never taken apart: a task takes its rows of all. Others take what is there.
     """
-    n = max(device_of) + 1
-    readers = {i: [s for s, own in enumerate(read) if i in own] for own in read for i in own}
-    found, groups, where = [], {}, {}
-    for s, i in ((s, i) for s, own in enumerate(read) for i in own):
-        ends, x = read[s][i], leaves[i]
-        if (ends is None and len(readers[i]) > 1) or (ends is not None and whole[i]):
-            key = i
-            members = groups.setdefault(key, [])
-            where[s, i] = key, None
+    n, found, where = max(device_of) + 1, [], {}
+    readers = collections.Counter(i for own in read for i in own)
+    groups: dict[Any, list[tuple[int, int]]] = {}
+    for s, own in enumerate(read):
+        for i, ends in own.items():
+            key, x = i, leaves[i]
+            if not (readers[i] > 1 if ends is None else shares.rows(i)):
+                shape = x.shape if ends is None else (ends[1] - ends[0], *x.shape[1:])
+                one = i if ends is not None and held[i] == 0 else None
+                key = shape, x.dtype, held[i], ends is None, one, shares.alike(i)
+            groups.setdefault(key, []).append((s, i))
+    for number, (key, members) in enumerate(groups.items()):
+        leaf = members[0][1]
+        if key == leaf:
+            found.append(Carrier(axis, n, ((leaf, None),), None, held[leaf]))
+            where |= {(s, i): (number, 0, read[s][i]) for s, i in members}
             continue
-        shape = x.shape if ends is None else (ends[1] - ends[0], *x.shape[1:])
-        one = i if ends is not None and held[i] == 0 else None
-        key = shape, x.dtype, held[i], ends is None, one, alike[i]
-        members = groups.setdefault(key, [])
-        where[s, i] = key, sum(device_of[other] == device_of[s] for other, _ in members)
-        members.append((s, i))
-    for key, members in groups.items():
-        if not members:
-            found.append(Shared(axis, n, key, held[key]))
-            continue
-        places = max(where[m][1] for m in members) + 1
-        table = np.full((n, places), -1)
-        for number, (s, i) in enumerate(members):
-            table[device_of[s], where[s, i][1]] = number
+        table, taken = np.full((n, len(members)), -1, np.int32), [0] * n
+        for k, (s, i) in enumerate(members):
+            device = device_of[s]
+            table[device, taken[device]], where[s, i] = k, (number, taken[device], None)
+            taken[device] += 1
         pieces = tuple((i, read[s][i]) for s, i in members)
-        found.append(Own(axis, n, pieces, table, key[2]))
-    numbers = {key: number for number, key in enumerate(groups)}
-    return found, {at: (numbers[key], place) for at, (key, place) in where.items()}
-
-
-def _rows(x, ends):
-    return x if ends is None else x[slice(*ends)]
-
-
-def _joined(parts, cut):
-    """The array of its parts [devices, ...] along `cut`."""
-    shape = parts.shape[1:]
-    whole = (*shape[:cut], shape[cut] * len(parts), *shape[cut + 1 :])
-    return jnp.moveaxis(parts, 0, cut).reshape(whole)
-
-
-def _divided(x, n, cut):
-    """[devices, ...]: the parts of an array along `cut`."""
-    shape = (*x.shape[:cut], n, x.shape[cut] // n, *x.shape[cut + 1 :])
-    return jnp.moveaxis(x.reshape(shape), cut, 0)
-
-
-def _hops(moves: np.ndarray, n: int) -> Iterator[tuple]:
-    """Of each distance: (pairs, none for 0; rows taken on each device; where they are put)."""
-    distance = (moves[:, 2] - moves[:, 0]) % n
-    for hop in sorted(set(distance.tolist())):
-        own = [moves[(distance == hop) & (moves[:, 0] == d)] for d in range(n)]
-        most = max(map(len, own))
-        taken = np.zeros((n, most), np.int32)
-        put = np.full((n, most), np.iinfo(np.int32).max, np.int32)  # dropped
-        for d, found in enumerate(own):
-            taken[d, : len(found)], put[(d + hop) % n, : len(found)] = found[:, 1], found[:, 3]
-        yield [(d, (d + hop) % n) for d in range(n) if len(own[d])] if hop else [], taken, put
+        found.append(Carrier(axis, n, pieces, table[:, : max(taken)], held[leaf]))
+    return found, [[where[s, i] for i in own] for s, own in enumerate(read)]

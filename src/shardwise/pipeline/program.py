@@ -1,10 +1,11 @@
 """The program of a pipeline's devices: stages by a schedule, and where their parameters lie."""
 
+import collections
 import dataclasses
 import functools
-import re
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,18 +13,9 @@ import numpy as np
 
 from shardwise.objective.means import wide
 from shardwise.pipeline import checks, cut
-from shardwise.pipeline.moving import Own, Shared, carriers
-from shardwise.pipeline.packing import Packing
+from shardwise.pipeline.cut.parts import inexact
+from shardwise.pipeline.moving import Carrier, Place, back, carriers
 from shardwise.pipeline.ticking import Ticks, ticks
-
-
-class Kind(NamedTuple):
-    """Stages that run the same program: one of them, its halves, and what these hand on."""
-
-    stage: cut.Stage
-    halves: cut.Halves
-    kept: list
-    pending: list
 
 
 class Whole:
@@ -31,12 +23,6 @@ class Whole:
 
     They are whole, or the compiler's. `layouts.shares` has those by hand.
     """
-
-    use: Callable | None = None  # the meaning of `marks.use`
-
-    def received(self, tree: Any) -> Any:
-        """The shapes of parameters as the loss receives them."""
-        return tree
 
     def alike(self, i: int) -> Any:
         """What has to be equal of parameters that are carried together."""
@@ -66,19 +52,69 @@ class Whole:
         """The shape of the sum of gradients of a parameter that has this one in a task."""
         return shape
 
-    def by_rows(self, i: int) -> bool:
-        """Whether the stage's devices share the parameter's rows, so that a task gathers first."""
-        return False
-
-    def all_rows(self, i: int) -> int:
-        """The number of the rows of such a parameter."""
-        raise NotImplementedError
+    def rows(self, i: int) -> int | None:
+        """The number of a parameter's rows, if devices share them, so that a task gathers first."""
+        return None
 
 
 WHOLE = Whole()
 
 
-@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """Slots for any one of several lists of arrays, of each list so many.
+
+    Arrays of one shape and dtype lie in the same buffers: of `keys`, with so many `slots`.
+    """
+
+    def __init__(self, lists: Sequence[Sequence[Any]], slots: Sequence[int]):
+        most: collections.Counter = collections.Counter()
+        for arrays in lists:
+            most |= collections.Counter(map(_key, arrays))
+        self.keys = sorted(most.elements(), key=str)
+        self.slots = [0] * len(self.keys)
+        for arrays, n in zip(lists, slots, strict=True):
+            for i in self.places(arrays):
+                self.slots[i] = max(self.slots[i], int(n))
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of one slot of each buffer."""
+        return [math.prod(shape) * dtype.itemsize for shape, dtype in self.keys]
+
+    def zeros(self) -> list[jax.Array]:
+        """All slots of each buffer."""
+        pairs = zip(self.slots, self.keys, strict=True)
+        return [jnp.zeros((n, *shape), dtype) for n, (shape, dtype) in pairs]
+
+    def pack(self, arrays: Sequence[Any] = ()) -> list[jax.Array]:
+        """One array for each buffer; zeros where the list has none."""
+        found = [jnp.zeros(shape, dtype) for shape, dtype in self.keys]
+        for i, x in zip(self.places(arrays), arrays, strict=True):
+            found[i] = x
+        return found
+
+    def write(self, buffers: Sequence[Any], slot: Any, arrays: Sequence[Any]) -> list[Any]:
+        """The buffers, [slots, ...] each, in one slot of which the list's arrays lie now."""
+        found = list(buffers)
+        for i, x in zip(self.places(arrays), arrays, strict=True):
+            found[i] = put(found[i], slot, x)
+        return found
+
+    def read(self, buffers: Sequence[Any], slot: Any, like: Sequence[Any]) -> list[Any]:
+        """The arrays of a list of these shapes in one of the slots."""
+        return [at(buffers[i], slot) for i in self.places(like)]
+
+    def places(self, arrays: Sequence[Any]) -> list[int]:
+        """The numbers of the buffers in which a list's arrays lie."""
+        seen: collections.Counter = collections.Counter()
+        found = []
+        for key in map(_key, arrays):
+            found.append(self.keys.index(key) + seen[key])
+            seen[key] += 1
+        return found
+
+
+@dataclasses.dataclass
 class Program:
     """The stages of a traced loss by a schedule, for `running.run`.
 
@@ -96,40 +132,35 @@ class Program:
     axis: str
     shares: Any = WHOLE
     backward: bool = True
+    ticks: Ticks = dataclasses.field(init=False)  # without `backward`, of forward tasks
+    carriers: list[Carrier] = dataclasses.field(init=False)
+    places: list[list[Place]] = dataclasses.field(init=False)  # of each stage's parameters
+
+    def __post_init__(self):
+        self.ticks = ticks(self.schedule, self.backward)
+        read, homes = [stage.rows for stage in self.stages], self.schedule.device_of
+        given = self.axis, homes, read, self.leaves, self.held, self.shares
+        self.carriers, self.places = carriers(*given)
 
     @functools.cached_property
-    def ticks(self) -> Ticks:
-        """The schedule's table; without `backward`, of its forward tasks."""
-        return ticks(self.schedule, self.backward)
+    def buffers(self) -> dict[str, Buffers]:
+        """What activations ("act") and cotangents ("cot") lie in that came round a ring, what a
+        forward task leaves ("kept"), what an I leaves to its W ("pend").
 
-    @functools.cached_property
-    def passed(self) -> dict[str, Packing]:
-        """{"act": what activations lie in on their way round a ring, "cot": their cotangents}."""
-        carries = [stage.carry for stage in self.stages[1:]]
-        return {"act": Packing(carries), "cot": Packing(map(_inexact, carries))}
-
-    @functools.cached_property
-    def left(self) -> dict[str, Packing]:
-        """{"kept": what a forward task leaves lies in, "pend": what an I leaves to its W}."""
-        kinds = self.kinds[0]
-        return {"kept": Packing(k.kept for k in kinds), "pend": Packing(k.pending for k in kinds)}
-
-    @functools.cached_property
-    def slots(self) -> dict[str, list[int]]:
-        """The number of slots of each buffer: of what kinds leave, as many as theirs that use it.
-
-        The last stage has a microbatch at a time under 1F1B, and so its logits a single slot.
+        Of what kinds of stages leave, each buffer has as many slots as those that use it need: the
+        last stage has a microbatch at a time under 1F1B, and so its logits a single slot.
         """
         (kinds, of), table = self.kinds, self.ticks
-        found = {name: [table.slots[name]] * len(x.keys) for name, x in self.passed.items()}
+        act = [stage.carry for stage in self.stages[1:]]
+        cot = [[x for x in carry if inexact(x)] for carry in act if self.backward]
+        found = {
+            n: Buffers(x, [table.slots[n]] * len(x)) for n, x in dict(act=act, cot=cot).items()
+        }
         kind_of = np.array(of)[table.columns["stage"]]
-        for name, first in (("kept", 1), ("pend", 2)):  # the first of F, I, W that has a slot
-            busy, packing = table.columns["kind"] >= first, self.left[name]
-            found[name] = [0] * len(packing.keys)
-            for number, kind in enumerate(kinds if self.backward else ()):
-                own = table.columns[name][busy & (kind_of == number)]
-                for at in packing.places(kind.kept if name == "kept" else kind.pending):
-                    found[name][at] = max(found[name][at], int(own.max()) + 1)
+        left = {"kept": [kind.kept for kind in kinds], "pend": [kind.pending for kind in kinds]}
+        for name, lists in left.items():
+            most = [table.columns[name][kind_of == k].max() + 1 for k in range(len(kinds))]
+            found[name] = Buffers(lists, most) if self.backward else Buffers([], [])
         return found
 
     def sends(self) -> dict[str, int]:
@@ -139,119 +170,60 @@ class Program:
         the loss's outputs; `parameters`: those that lie elsewhere than where stages read them,
         before the first tick, and the sums of their gradients after the last.
         """
-        n, table = self.schedule.devices, self.ticks
+        n, m = self.schedule.devices, self.schedule.microbatches
         rings = sum(
-            len(table.columns["kind"]) * self.passed[name].nbytes
-            for name, offsets in table.rings.items()
-            for offset in offsets
-            if offset % n
+            len(self.ticks.columns["kind"]) * sum(self.buffers[name].sizes) * len({*offsets} - {0})
+            for name, offsets in self.ticks.rings.items()
         )
-        summed = 2 * sum(self.schedule.microbatches * _nbytes(x) for x in self.stages[-1].outputs)
+        outputs = self.stages[-1].outputs  # of which truth values are summed in int32
+        summed = 2 * m * sum(x.size * max(x.dtype.itemsize, 4 * (x.dtype == bool)) for x in outputs)
         moved = 0
-        for carrier, i in zip(self.carriers, self.first, strict=True):
-            dtype = self.leaves[i].dtype
+        for carrier in self.carriers:
+            dtype = self.leaves[carrier.leaf].dtype
             moved += carrier.sent(self.leaves, dtype.itemsize)
-            if self.backward and is_inexact(self.leaves[i]):
+            if self.backward:
                 moved += carrier.sent(self.leaves, wide(dtype).itemsize, back=True)
         return {"rings": rings, "sums": summed * (n - 1) // n, "parameters": moved}
 
     @functools.cached_property
-    def _carried(self) -> tuple[list, dict]:
-        every = range(len(self.leaves))
-        return carriers(
-            self.axis,
-            self.schedule.device_of,
-            [stage.rows for stage in self.stages],
-            self.leaves,
-            self.held,
-            [self.shares.alike(i) for i in every],
-            [self.shares.by_rows(i) for i in every],
-        )
-
-    @property
-    def carriers(self) -> list[Shared | Own]:
-        """The ways of the parameters to where the stages read them."""
-        return self._carried[0]
-
-    @property
-    def places(self) -> dict[tuple[int, int], tuple[int, int | None]]:
-        """{(stage, parameter): (its carrier, the place there; None where all of it is)}."""
-        return self._carried[1]
-
-    @functools.cached_property
-    def first(self) -> list[int]:
-        """A parameter of each carrier."""
-        return [c.leaf if isinstance(c, Shared) else c.pieces[0][0] for c in self.carriers]
-
-    @functools.cached_property
-    def kinds(self) -> tuple[list[Kind], list[int]]:
-        """(the kinds of stages, the kind of each stage)."""
+    def kinds(self) -> tuple[list[cut.Halves], list[int]]:
+        """(one of each kind of stages, which run the same program; the kind of each stage)."""
         signatures: dict[Any, int] = {}
         found, of = [], []
         for stage in self.stages:
             number = signatures.setdefault(self._signature(stage), len(signatures))
             of.append(number)
             if number == len(found):
-                found.append(self._kind(stage))
+                found.append(cut.backward(stage))
+                checks.undivided(found[-1], self.schedule)
         return found, of
 
     def _signature(self, stage):
         text = str(jax.make_jaxpr(stage.function)(stage.params, stage.inputs, stage.carry))
-        text = re.sub(r"stage boundary [\d.]+", "", text)
-        found = []
-        for i, ends in stage.rows.items():
-            carrier, place = self.places[stage.index, i]
-            found.append((carrier, ends if place is None else "own"))
-        return stage.index == 0, stage.last, tuple(found), stage.data, text
-
-    def _kind(self, stage):
-        halves = cut.backward(stage)
-        checks.undivided(stage, halves, self.schedule)
-        given = stage.params, stage.inputs
-        kept = jax.eval_shape(halves.forward, *given, stage.carry)[1]
-        cots = [stage.outputs[i] for i in cut.differentiable(stage)]
-        pending = jax.eval_shape(halves.to_input, *given, kept, cots)[1]
-        return Kind(stage, halves, list(kept), list(pending))
+        carried = tuple((carrier, ends) for carrier, _, ends in self.places[stage.index])
+        return stage.index == 0, stage.last, carried, stage.data, text
 
     def there(self, held: list) -> list[list]:
         """What the device's stages read, a list for each carrier, of what the device holds."""
-        pairs = zip(self.first, self.carriers, strict=True)
-        return [[self.shares.gather(i, x) for x in way.there(held)] for i, way in pairs]
+        return [[self.shares.gather(c.leaf, x) for x in c.there(held)] for c in self.carriers]
 
     def back(self, sums: list[list], held: list) -> list:
         """The gradients of what the device holds, of the sums of those of what its stages read."""
-        found: list = [None] * len(held)
-        for i, way, own in zip(self.first, self.carriers, sums, strict=True):
-            if own is not None:
-                back = way.back([self.shares.scatter(i, g) for g in own], held)
-                for leaf, g in back.items():
-                    found[leaf] = g if found[leaf] is None else found[leaf] + g
-        return [None if g is None else self.shares.total(i, g) for i, g in enumerate(found)]
-
-    def spots(self, stage: cut.Stage) -> dict[int, tuple[int, list[int]]]:
-        """{parameter of a stage: (its carrier, the place there, for each stage of its kind)}."""
-        of, found = self.kinds[1], {}
-        for position, i in enumerate(stage.rows):
-            places = [0] * len(of)
-            for s in (s for s in self.stages if of[s.index] == of[stage.index]):
-                places[s.index] = self.places[s.index, list(s.rows)[position]][1] or 0
-            found[i] = self.places[stage.index, i][0], places
-        return found
-
-    def sliced(self, stage: cut.Stage, i: int) -> tuple[int, int] | None:
-        """The rows that a stage's task takes of a parameter that it has all of; None for all."""
-        return stage.rows[i] if self.places[stage.index, i][1] is None else None
+        pairs = zip(self.carriers, sums, strict=True)
+        sums = [[self.shares.scatter(c.leaf, g) for g in own] for c, own in pairs]
+        grads = back(self.carriers, sums, held)
+        return [self.shares.total(i, g) for i, g in enumerate(grads)]
 
 
-def is_inexact(x: Any) -> bool:
-    """Whether an array's dtype has gradients."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
+def at(x: Any, j: Any) -> Any:
+    """Row `j` of an array."""
+    return jax.lax.dynamic_index_in_dim(x, j, 0, keepdims=False)
 
 
-def _nbytes(x):
-    """Of an array as a sum over devices sends it: truth values are counted in int32."""
-    return x.size * (4 if x.dtype == jnp.bool_ else x.dtype.itemsize)
+def put(x: Any, j: Any, row: Any) -> Any:
+    """The array with another row `j`."""
+    return jax.lax.dynamic_update_index_in_dim(x, row.astype(x.dtype), j, 0)
 
 
-def _inexact(shapes):
-    return [x for x in shapes if is_inexact(x)]
+def _key(x):
+    return x.shape, x.dtype

@@ -7,7 +7,7 @@ where they are; all that it reads is tied to the turn, or XLA would compute it a
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,12 @@ import numpy as np
 from shardwise import marks
 from shardwise.objective.means import wide
 from shardwise.pipeline import cut
-from shardwise.pipeline.program import Kind, Program, is_inexact
+from shardwise.pipeline.program import Program, at, put
 
-
-class State(NamedTuple):
-    """What a device has between ticks; the first four are slots, in which arrays are stacked."""
-
-    act: list
-    cot: list
-    kept: list
-    pend: list
-    grads: list
-    outputs: list
+# What a device has between ticks: "act", "cot", "kept" and "pend" are its `Program.buffers`,
+# "grads" sums of gradients as parameters are carried, "outputs" the loss's, [m, ...]. Within a tick
+# also what is "sent" at its end, and the loop's "turn".
+State = dict
 
 
 class Given(NamedTuple):
@@ -38,206 +32,166 @@ class Given(NamedTuple):
     row: dict
 
 
-def run(program: Program, carried: list, parts: list, seeds: Callable) -> tuple[list, list]:
-    """(the loss's outputs of each microbatch [m, ...], sums of gradients), inside shard_map.
+class Run:
+    """The run of a program, called inside shard_map with parameters and data.
 
     `carried` has what `Program.there` makes, and the sums are of the same form; without backward
     tasks there are none: []. `parts` have microbatches first, but those in `program.whole`.
-    `seeds(outputs)` are the cotangents of the loss's differentiable outputs. Outputs are the last
-    stage's, and elsewhere zeros.
+    `seeds(outputs)` are the cotangents of the loss's differentiable outputs. Returns (the loss's
+    outputs of each microbatch [m, ...], sums of gradients); outputs are the last stage's, and
+    elsewhere zeros.
     """
-    return _Run(program, seeds)([jnp.stack(xs) for xs in carried], parts)
 
-
-class _Run:
     def __init__(self, program: Program, seeds: Callable):
-        kinds = program.kinds[0]
         self.program, self.seeds, self.table = program, seeds, program.ticks
-        self.act, self.cot = program.passed["act"], program.passed["cot"]
-        self.kept, self.pend = program.left["kept"], program.left["pend"]
-        self.spots = [program.spots(kind.stage) for kind in kinds]
+        self.buffers, (kinds, of) = program.buffers, program.kinds
         halves = [self.forward, self.to_input, self.to_weights][: 3 if program.backward else 1]
         self.tasks = [functools.partial(half, kind) for half in halves for kind in kinds]
+        half, stage = self.table.columns["kind"], self.table.columns["stage"]
+        number = 1 + (half - 1) * len(kinds) + np.array(of)[stage]
+        # int32 [ticks, devices]: which of the `tasks` it is, from 1 on; 0 for none.
+        self.task = np.where(half == 0, 0, number).astype(np.int32)
 
-    def __call__(self, carried, parts):
-        me, columns = jax.lax.axis_index(self.program.axis), self.table.columns
-        mine = {name: jnp.asarray(x)[:, me] for name, x in (columns | {"task": self.task}).items()}
+    def __call__(self, carried: list, parts: list) -> tuple[list, list]:
+        carried = [jnp.stack(xs) for xs in carried]
+        program, m = self.program, self.program.schedule.microbatches
+        me, columns = jax.lax.axis_index(program.axis), self.table.columns | {"task": self.task}
+        mine = {name: jnp.asarray(x)[:, me] for name, x in columns.items()}
+        state = {name: buffers.zeros() for name, buffers in self.buffers.items()}
+        state["outputs"] = [jnp.zeros((m, *x.shape), x.dtype) for x in program.stages[-1].outputs]
+        state["grads"] = [
+            jnp.zeros((len(x), *program.shares.sum_shape(c.leaf, x.shape[1:])), wide(x.dtype))
+            for c, x in zip(program.carriers, carried, strict=True)
+            if program.backward
+        ]
 
         def tick(state, row):
             return self.tick(state, Given(carried, parts, row)), None
 
-        state, _ = jax.lax.scan(tick, self.blank(carried), mine)
-        return state.outputs, state.grads
-
-    @functools.cached_property
-    def task(self):
-        """int32 [ticks, devices]: which of the `tasks` it is, from 1 on; 0 for none."""
-        kinds, of = self.program.kinds
-        half, stage = self.table.columns["kind"], self.table.columns["stage"]
-        number = 1 + (half - 1) * len(kinds) + np.array(of)[stage]
-        return np.where(half == 0, 0, number).astype(np.int32)
-
-    def blank(self, carried):
-        """The state before the first tick."""
-        program, slots = self.program, self.program.slots
-        grads = [
-            jnp.zeros((len(x), *program.shares.sum_shape(i, x.shape[1:])), wide(x.dtype))
-            if is_inexact(x)
-            else None
-            for i, x in zip(program.first, carried, strict=True)
-        ]
-        m, last = program.schedule.microbatches, program.stages[-1]
-        return State(
-            *(getattr(self, name).slots(slots[name]) for name in ("act", "cot", "kept", "pend")),
-            grads if program.backward else [],
-            [jnp.zeros((m, *x.shape), x.dtype) for x in last.outputs],
-        )
+        state, _ = jax.lax.scan(tick, state, mine)
+        return state["outputs"], state["grads"]
 
     def tick(self, state, given):
         """The state after a tick: the device's task, then what arrives from others."""
-        carried = state, self.act.blank(), self.cot.blank()
+        state = state | {"sent": {name: self.buffers[name].pack() for name in self.table.rings}}
         for number, task in enumerate(self.tasks, 1):
             turns = (given.row["task"] == number).astype(jnp.int32)
-            once = functools.partial(_tied, task, given)
+            once = functools.partial(self.turn, task, given)
             with marks.turns((self.task == number).sum(0), of=len(self.task)):  # for `measure`
-                begun = jnp.zeros_like(turns), carried
-                carried = jax.lax.while_loop(lambda loop, n=turns: loop[0] < n, once, begun)[1]
-        state, *sent = carried
-        for name, arrays in zip(("act", "cot"), sent, strict=True):
-            inbox = getattr(state, name)
+                state["turn"] = jnp.zeros_like(turns)
+                state = jax.lax.while_loop(lambda s, n=turns: s["turn"] < n, once, state)
+        del state["turn"]
+        n = self.program.schedule.devices
+        for name, arrays in state.pop("sent").items():
             for ring in self.table.rings[name]:
-                inbox = _arrived(inbox, given.row[f"{name}+{ring}"], self.passed(arrays, ring))
-            state = state._replace(**{name: inbox})
+                pairs = [(i, (i + ring) % n) for i in range(n)]
+                moved = lambda x, p=pairs: jax.lax.ppermute(x, self.program.axis, p)  # noqa: E731
+                arrived = list(map(moved, arrays)) if ring else arrays
+                slot = given.row[f"{name}+{ring}"]
+                state[name] = [_arrived(*x, slot) for x in zip(state[name], arrived, strict=True)]
         return state
 
-    def passed(self, arrays, ring):
-        """The arrays of the device so many places before."""
-        if ring == 0:
-            return arrays
-        n = self.program.schedule.devices
-        pairs = [(i, (i + ring) % n) for i in range(n)]
-        return [jax.lax.ppermute(x, self.program.axis, pairs) for x in arrays]
+    def turn(self, task, given, state):
+        """One turn: what the task reads depends on the turn, or XLA moves it out of the loop."""
+        slots = {name: state[name] for name in ("act", "cot", "outputs", "turn")}
+        slots, given = _barrier((slots, given))
+        state, sent = task(state | slots, given)
+        sent = {name: self.buffers[name].pack(sent.get(name, ())) for name in self.table.rings}
+        return state | {"sent": sent, "turn": state["turn"] + 1}
 
-    def forward(self, kind: Kind, state: State, given: Given) -> tuple:
+    def forward(self, kind: cut.Halves, state: State, given: Given) -> tuple[State, dict]:
         """A microbatch's activations, on their way to the next stage; of the last, its outputs."""
         stage, row = kind.stage, given.row
-        x = self.act.read(state.act, row["act"], stage.carry)
-        out, kept = _arrays(kind.halves.forward(*self.inputs(kind, "forward", given), x))
+        x = self.buffers["act"].read(state["act"], row["act"], stage.carry)
+        out, kept = kind.forward(*self.inputs(kind, kind.forward, given), x)
         if self.program.backward:
-            state = state._replace(kept=self.kept.write(state.kept, row["kept"], kept))
+            slots = self.buffers["kept"].write(state["kept"], row["kept"], kept)
+            state = state | {"kept": slots}
         if stage.last:
-            done = _write(state.outputs, row["microbatch"], out)
-            return row["turn"], state._replace(outputs=done), self.act.blank(), self.cot.blank()
-        return row["turn"], state, self.act.pack(out), self.cot.blank()
+            pairs = zip(state["outputs"], out, strict=True)
+            return state | {"outputs": [put(x, row["microbatch"], y) for x, y in pairs]}, {}
+        return state, {"act": out}
 
-    def to_input(self, kind: Kind, state: State, given: Given) -> tuple:
+    def to_input(self, kind: cut.Halves, state: State, given: Given) -> tuple[State, dict]:
         """A microbatch's cotangents, on their way to the stage before."""
-        stage = kind.stage
-        kept, row = _read(self.kept, state.kept, given.row, "kept", kind.kept)
-        numbers = cut.differentiable(stage)
+        stage, row = kind.stage, given.row
+        kept, state = self.waiting(state, "kept", row, kind.kept)
+        like = [stage.outputs[i] for i in cut.differentiable(stage)]
         if stage.last:
-            back = self.seeds([_at(x, row["microbatch"]) for x in state.outputs])
-            cots = [back[i].astype(stage.outputs[i].dtype) for i in numbers]
+            back = self.seeds([at(x, row["microbatch"]) for x in state["outputs"]])
+            pairs = zip(cut.differentiable(stage), like, strict=True)
+            cots = [back[i].astype(x.dtype) for i, x in pairs]
         else:
-            cots = self.cot.read(state.cot, row["cot"], [stage.outputs[i] for i in numbers])
-        inputs = self.inputs(kind, "to_input", given)
-        sent, pending = _arrays(kind.halves.to_input(*inputs, kept, cots))
-        state = state._replace(pend=self.pend.write(state.pend, row["pend"], pending))
-        return row["turn"], state, self.act.blank(), self.cot.pack(sent if stage.index else [])
+            cots = self.buffers["cot"].read(state["cot"], row["cot"], like)
+        inputs = self.inputs(kind, kind.to_input, given)
+        sent, pending = kind.to_input(*inputs, kept, cots)
+        state = state | {"pend": self.buffers["pend"].write(state["pend"], row["pend"], pending)}
+        return state, {"cot": sent}
 
-    def to_weights(self, kind: Kind, state: State, given: Given) -> tuple:
+    def to_weights(self, kind: cut.Halves, state: State, given: Given) -> tuple[State, dict]:
         """A microbatch's gradients, added to the sums."""
-        kept, row = _read(self.kept, state.kept, given.row, "kept", kind.kept)
-        pending, row = _read(self.pend, state.pend, row, "pend", kind.pending)
-        inputs = self.inputs(kind, "to_weights", given)
-        grads = _arrays(kind.halves.to_weights(*inputs, kept, pending))
-        state = state._replace(grads=self.added(kind.stage, state.grads, grads, given.row))
-        return row["turn"], state, self.act.blank(), self.cot.blank()
+        kept, state = self.waiting(state, "kept", given.row, kind.kept)
+        pending, state = self.waiting(state, "pend", given.row, kind.pending)
+        inputs = self.inputs(kind, kind.to_weights, given)
+        grads = kind.to_weights(*inputs, kept, pending)
+        return state | {"grads": self.added(kind.stage, state["grads"], grads, given.row)}, {}
+
+    def waiting(self, state, name, row, like):
+        """(arrays in a slot, tied to the turn; the state with that turn).
+
+        Of a single slot, all would be the same at every tick. That turn has to become the loop's:
+        where it was left unused, weights tasks of one layer ran at every tick (jaxlib 0.10.1,
+        libtpu 0.0.41).
+        """
+        found = self.buffers[name].read(state[name], row[name], like)
+        arrays, turn = _barrier((found, state["turn"]))
+        return arrays, state | {"turn": turn}
 
     def inputs(self, kind, task, given):
         """(the parameters that a task takes, the data)."""
-        program, stage, reads = self.program, kind.stage, kind.halves.reads[task]
-        own = [_at(given.carried[at], place) for at, place in self.places(stage, given.row)]
-        own = program.shares.enter(list(stage.rows), own, reads)
-        ends = [program.sliced(stage, i) for i in stage.rows]
-        own = [x if e is None else x[slice(*e)] for e, x in zip(ends, own, strict=True)]
+        program, stage, places = self.program, kind.stage, self.places(kind.stage, given.row)
+        own = [at(given.carried[carrier], place) for carrier, place, _ in places]
+        own = program.shares.enter(list(stage.rows), own, task.reads)
+        pairs = zip(own, places, strict=True)
+        own = [x if ends is None else x[slice(*ends)] for x, (_, _, ends) in pairs]
         each = [(i in program.whole, given.parts[i]) for i in stage.data]
-        return own, [x if whole else _at(x, given.row["microbatch"]) for whole, x in each]
+        return own, [x if whole else at(x, given.row["microbatch"]) for whole, x in each]
 
     def places(self, stage, row):
-        """(the carrier, the place there) of each parameter of the stage at hand."""
-        found = self.spots[self.program.kinds[1][stage.index]]
-        return [(at, jnp.asarray(p, jnp.int32)[row["stage"]]) for at, p in found.values()]
+        """(the carrier, the place there, the rows of it) of each parameter of the stage at hand."""
+        own, of = self.program.places, self.program.kinds[1]
+        alike = [s if kind == of[stage.index] else stage.index for s, kind in enumerate(of)]
+        table = np.array([[place for _, place, _ in own[s]] for s in alike], np.int32)
+        each = zip(own[stage.index], table.T, strict=True)
+        return [(c, jnp.asarray(places)[row["stage"]], ends) for (c, _, ends), places in each]
 
     def added(self, stage, sums, grads, row):
         """The sums with a task's gradients in them."""
-        shares, whole = self.program.shares, []
-        for i, g in zip(stage.rows, grads, strict=True):
-            if (ends := self.program.sliced(stage, i)) is not None:
-                zeros = jnp.zeros((shares.all_rows(i), *g.shape[1:]), g.dtype)
+        shares, whole, places = self.program.shares, [], self.places(stage, row)
+        for i, g, (_, _, ends) in zip(stage.rows, grads, places, strict=True):
+            if ends is not None:
+                zeros = jnp.zeros((shares.rows(i), *g.shape[1:]), g.dtype)
                 g = zeros.at[slice(*ends)].set(g)
             whole.append(g)
         # Tied, or the TPU compiler moves scatters out of the task, or fails to (libtpu 0.0.41).
         sums, left = list(sums), _barrier(shares.leave(list(stage.rows), whole))
-        for (at, place), g in zip(self.places(stage, row), left, strict=True):
-            if sums[at] is not None:
-                g = _at(sums[at], place) + g.astype(sums[at].dtype)
-                sums[at] = jax.lax.dynamic_update_index_in_dim(sums[at], g, place, 0)
+        for (c, place, _), g in zip(places, left, strict=True):
+            sums[c] = put(sums[c], place, at(sums[c], place) + g.astype(sums[c].dtype))
         return sums
-
-
-def _tied(task, given, loop):
-    """One turn: what the task reads depends on the turn, or XLA moves it out of the loop."""
-    turn, (state, *_) = loop
-    slots = state.act, state.cot, state.outputs
-    slots, given, turn = _barrier((slots, given, turn))
-    act, cot, outputs = slots
-    given = given._replace(row=given.row | {"turn": turn})
-    turn, *carried = task(state._replace(act=act, cot=cot, outputs=outputs), given)
-    return turn + 1, tuple(carried)
-
-
-def _read(packing, slots, row, name, like):
-    """(arrays in a slot, tied to the turn; the row with that turn).
-
-    Of a single slot, all would be the same at every tick. That turn has to become the loop's: where
-    it was left unused, weights tasks of one layer ran at every tick (jaxlib 0.10.1, libtpu 0.0.41).
-    """
-    arrays, turn = _barrier((packing.read(slots, row[name], like), row["turn"]))
-    return arrays, row | {"turn": turn}
 
 
 def _barrier(tree):
     """`optimization_barrier`; of typed keys, their numbers."""
-    leaves, structure = jax.tree.flatten(tree)
-    keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
-    bare = [jax.random.key_data(x) if k else x for x, k in zip(leaves, keys, strict=True)]
-    tied = jax.lax.optimization_barrier(bare)
-    back = [
-        jax.random.wrap_key_data(y, impl=jax.random.key_impl(x)) if k else y
-        for x, y, k in zip(leaves, tied, keys, strict=True)
-    ]
-    return jax.tree.unflatten(structure, back)
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    bare = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+    def back(x, y):
+        return jax.random.wrap_key_data(y, impl=jax.random.key_impl(x)) if is_key(x) else y
+
+    return jax.tree.map(back, tree, jax.lax.optimization_barrier(bare))
 
 
-def _arrived(inbox, slot, arrays):
+def _arrived(inbox, x, slot):
     """What arrives goes to its slot; what nobody waits for nowhere."""
-    at = jnp.maximum(slot, 0)
-    pairs = zip(arrays, inbox, strict=True)
-    return _write(inbox, at, [jnp.where(slot >= 0, x, _at(old, at)) for x, old in pairs])
-
-
-def _arrays(tree: Any) -> Any:
-    """What a stage hands on may be a number that its trace has as a literal."""
-    return jax.tree.map(jnp.asarray, tree)
-
-
-def _at(x, j):
-    return jax.lax.dynamic_index_in_dim(x, j, 0, keepdims=False)
-
-
-def _write(buffers, slot, arrays):
-    return [
-        jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), slot, 0)
-        for x, y in zip(buffers, arrays, strict=True)
-    ]
+    here = jnp.maximum(slot, 0)
+    return put(inbox, here, jnp.where(slot >= 0, x, at(inbox, here)))

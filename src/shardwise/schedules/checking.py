@@ -77,9 +77,10 @@ def _check_each_once(schedule: Schedule) -> None:
         for stage in range(schedule.stages):
             has = {kind for kind in "FBIW" if Task(stage, kind, microbatch) in seen}
             if has not in ({"F", "B"}, {"F", "I", "W"}):
+                told = ", ".join(kind for kind in "FBIW" if kind in has) or "no task"
                 raise ValueError(
-                    f"Stage {stage}, microbatch {microbatch} has {_listed(has)}; it needs F and B, "
-                    f"or F, I and W."
+                    f"Stage {stage}, microbatch {microbatch} has {told}; it needs F and B, or F, "
+                    f"I and W."
                 )
 
 
@@ -107,7 +108,3 @@ def _deadlock(schedule: Schedule, done: dict[Task, None], position: list[int]) -
         told.append(f"{task} waits for {missing}{behind}")
         device = at
     return "Deadlock: " + ";\n  ".join(told) + ".\nMove a task that is waited for further ahead."
-
-
-def _listed(kinds: set[str]) -> str:
-    return ", ".join(kind for kind in "FBIW" if kind in kinds) or "no task"

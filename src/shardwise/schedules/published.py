@@ -120,9 +120,18 @@ def spread(name: str, devices: int, microbatches: int, per_device: int = 2) -> S
         except ValueError as error:
             refused[stages] = error
     for stages, error in refused.items():
-        if _takes(name, stages, devices, microbatches=stages):
+        if takes(name, stages, devices, microbatches=stages):
             raise error  # only the microbatches are wrong
     raise ValueError("\n".join(map(str, refused.values())))
+
+
+def takes(name: str, stages: int, devices: int, microbatches: int) -> bool:
+    """Whether the schedule of that name takes these numbers."""
+    try:
+        _made(name, stages, devices, microbatches)
+    except ValueError:
+        return False
+    return True
 
 
 def _made(name: str, stages: int, devices: int, microbatches: int) -> Schedule:
@@ -136,36 +145,18 @@ def _made(name: str, stages: int, devices: int, microbatches: int) -> Schedule:
     return made
 
 
-def _takes(name: str, stages: int, devices: int, microbatches: int) -> bool:
-    try:
-        _made(name, stages, devices, microbatches)
-    except ValueError:
-        return False
-    return True
-
-
 def _one_to_one(
     name: str, stages: int, devices: int, microbatches: int, warmup: Callable[[int], int]
 ) -> Schedule:
     """A schedule of `warmup(stages after)` forwards, then F and B in turn, then the B left."""
     _check(name, stages, devices, microbatches, each=1)
-    tasks = []
-    for stage in range(stages):
-        forwards = [Task(stage, "F", k) for k in range(microbatches)]
-        backwards = [Task(stage, "B", k) for k in range(microbatches)]
-        tasks.append(_warm_up_then_alternate(forwards, backwards, warmup(stages - 1 - stage)))
-    return Schedule(tuple(tasks), stages, microbatches, tuple(range(stages)))
-
-
-def _warm_up_then_alternate(
-    forwards: Sequence[Task], backwards: Sequence[Task], warmup: int
-) -> tuple[Task, ...]:
-    steady = itertools.zip_longest(forwards[warmup:], backwards)
-    pairs = itertools.chain.from_iterable(steady)
-    return (*forwards[:warmup], *(task for task in pairs if task is not None))
+    passes = ["F0"] * microbatches, ["B0"] * microbatches
+    steps = [_alternated(*passes, warmup(stages - 1 - stage)) for stage in range(stages)]
+    return _table(steps, microbatches, range(stages))
 
 
 def _interleaved(name: str, stages: int, devices: int, microbatches: int, extra: int) -> Schedule:
+    """A schedule of forwards, then F and B in turn; each stage of a device runs whole rounds."""
     _check(name, stages, devices, microbatches)
     if stages % devices:
         fewer, more = stages - stages % devices, stages + -stages % devices
@@ -173,24 +164,13 @@ def _interleaved(name: str, stages: int, devices: int, microbatches: int, extra:
             f"{name}: {stages} stages on {devices} devices; it takes a multiple of {devices}, as "
             f"{f'{fewer} or {more}' if fewer else more}."
         )
-    per_round = _per_round(name, devices, microbatches)
-    tasks = []
-    for device in range(devices):
-        here = range(device, stages, devices)
-        ahead = _by_round(here, microbatches, per_round)
-        forwards = [Task(stage, "F", k) for stage, k in ahead]
-        back = _by_round(here[::-1], microbatches, per_round)
-        backwards = [Task(stage, "B", k) for stage, k in back]
-        warmup = (len(here) - 1) * per_round + 2 * (devices - 1 - device) + extra
-        tasks.append(_warm_up_then_alternate(forwards, backwards, warmup))
-    homes = tuple(stage % devices for stage in range(stages))
-    return Schedule(tuple(tasks), stages, microbatches, homes)
-
-
-def _by_round(stages: Sequence[int], microbatches: int, per_round: int) -> list[tuple[int, int]]:
-    """(stage, microbatch) pairs: each of the stages runs a round before the next one does."""
-    rounds = [range(first, first + per_round) for first in range(0, microbatches, per_round)]
-    return [(stage, k) for a_round in rounds for stage in stages for k in a_round]
+    per_round, each = _per_round(name, devices, microbatches), stages // devices
+    a_round = [stage for stage in range(each) for _ in range(per_round)]
+    order = a_round * (microbatches // per_round)
+    passes = [f"F{stage}" for stage in order], [f"B{each - 1 - stage}" for stage in order]
+    ahead = [(each - 1) * per_round + 2 * (devices - 1 - d) + extra for d in range(devices)]
+    steps = [_alternated(*passes, warmup) for warmup in ahead]
+    return _table(steps, microbatches, [stage % devices for stage in range(stages)])
 
 
 def _zero_bubble(
@@ -198,31 +178,18 @@ def _zero_bubble(
 ) -> Schedule:
     """A schedule of `warmup(stages after)` forwards; I, F up to the first stage's; then I, W, F."""
     _check(name, stages, devices, microbatches, each=1, filled=True)
-    most = min(warmup(stages - 1), microbatches)
-    tasks = []
-    for stage in range(stages):
-        ahead = min(warmup(stages - 1 - stage), microbatches)
-        steps = ["F0"] * ahead + ["I0", "F0"] * (most - ahead)
-        steps += ["I0", "W", "F0"] * microbatches + ["I0", "W"] * microbatches
-        numbered = _numbered(steps, [stage])
-        tasks.append(tuple(task for task in numbered if task.microbatch < microbatches))
-    return Schedule(tuple(tasks), stages, microbatches, tuple(range(stages)))
+    ahead = [min(warmup(stages - 1 - stage), microbatches) for stage in range(stages)]
+    last = ["I0", "W", "F0"] * microbatches + ["I0", "W"] * microbatches
+    steps = [["F0"] * n + ["I0", "F0"] * (ahead[0] - n) + last for n in ahead]
+    return _table(steps, microbatches, range(stages))
 
 
-def _folded(
-    name: str,
-    stages: int,
-    devices: int,
-    microbatches: int,
-    steps: Callable[[int, int, int], Sequence[str]],
-) -> Schedule:
+def _folded(name: str, stages: int, devices: int, microbatches: int, steps: Callable) -> Schedule:
     """A schedule of `steps(device, devices, microbatches)`: 0 is the way down the V, 1 up."""
     _check(name, stages, devices, microbatches, each=2, filled=True)
-    tasks = tuple(
-        tuple(_numbered(steps(device, devices, microbatches), [device, stages - 1 - device]))
-        for device in range(devices)
-    )
-    return Schedule(tasks, stages, microbatches, (*range(devices), *reversed(range(devices))))
+    down = range(devices)
+    found = [steps(device, devices, microbatches) for device in down]
+    return _table(found, microbatches, [*down, *reversed(down)])
 
 
 def _zb_v_steps(device: int, devices: int, microbatches: int) -> list[str]:
@@ -250,18 +217,35 @@ def _dualpipe_v_steps(device: int, devices: int, microbatches: int) -> list[str]
     return steps + ["W", "I0"] * after + ["W"] * upto
 
 
-def _numbered(steps: Sequence[str], stages: Sequence[int]) -> Iterator[Task]:
-    """The tasks of `steps`: a kind and which of `stages`, or W, for the oldest I without one.
+def _alternated(forwards: list[str], backwards: list[str], warmup: int) -> list[str]:
+    """Steps: so many forwards, then one of each in turn, then the backwards that are left."""
+    steady = list(zip(forwards[warmup:], backwards, strict=False))
+    turns = itertools.chain.from_iterable(steady)
+    return [*forwards[:warmup], *turns, *backwards[len(steady) :]]
 
-    Forwards and backwards of a stage each count their own microbatches.
+
+def _table(steps: Sequence[list[str]], microbatches: int, device_of: Sequence[int]) -> Schedule:
+    """The schedule of each device's steps, without those beyond the last microbatch.
+
+    A step is a kind and which of the device's stages, or W, for the oldest I without one. Forwards
+    and backwards of a stage each count their own microbatches.
     """
+    tasks = []
+    for device, mine in enumerate(steps):
+        stages = [stage for stage, home in enumerate(device_of) if home == device]
+        numbered = [task for task in _numbered(mine, stages) if task.microbatch < microbatches]
+        tasks.append(tuple(numbered))
+    return Schedule(tuple(tasks), len(device_of), microbatches, tuple(device_of))
+
+
+def _numbered(steps: Sequence[str], stages: Sequence[int]) -> Iterator[Task]:
     counts = collections.defaultdict(itertools.count)
     waiting = collections.deque()
     for step in steps:
         if step == "W":
             yield waiting.popleft()
             continue
-        kind, stage = step[0], stages[int(step[1])]
+        kind, stage = step[0], stages[int(step[1:])]
         task = Task(stage, kind, next(counts[stage, kind == "F"]))
         if kind == "I":
             waiting.append(task._replace(kind="W"))

@@ -103,6 +103,11 @@ def timeline(schedule: Schedule | Lists, costs: Costs = COSTS, transfer: float =
     check(schedule)
     if transfer < 0:
         raise ValueError(f"timeline: transfer is {transfer}; it is a time, 0 or more.")
+    return simulated(schedule, costs, transfer)
+
+
+def simulated(schedule: Schedule, costs: Costs, transfer: float = 0) -> Timeline:
+    """The `timeline` of a schedule that `check` has passed, or of the forward tasks of one."""
     start, end, free = {}, {}, [0] * schedule.devices
     for task in run_order(schedule):
         device = schedule.device_of[task.stage]

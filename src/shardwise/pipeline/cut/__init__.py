@@ -16,11 +16,4 @@ its cotangent. Names (`jax.named_scope`) and source lines stay those of the loss
 from shardwise.pipeline.cut.halves import Halves, backward, differentiable
 from shardwise.pipeline.cut.stages import Cut, Stage, stages
 
-__all__ = [
-    "Cut",
-    "Halves",
-    "Stage",
-    "backward",
-    "differentiable",
-    "stages",
-]
+__all__ = ["Cut", "Halves", "Stage", "backward", "differentiable", "stages"]

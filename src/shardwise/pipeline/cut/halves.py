@@ -1,13 +1,22 @@
 """A stage's backward: whole, or in the half that others wait for and the half that nobody does."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 
 import jax
-import jax.numpy as jnp
 
-from shardwise.jaxprs import CALLS, REMAT, equations, inlined, needed, read, run, variables
-from shardwise.pipeline.cut.scans import split_scans
+from shardwise.jaxprs import CALLS, REMAT, Equation, carries, inlined, named_as, variables
+from shardwise.pipeline.cut.parts import (
+    REPEATED,
+    Part,
+    Shape,
+    follows,
+    inexact,
+    part_of,
+    shapes_of,
+    split,
+    traced,
+)
 from shardwise.pipeline.cut.stages import Stage
 
 
@@ -26,16 +35,18 @@ class Halves:
     first stage has nothing to send back: its `to_weights` does everything. `undivided` names the
     primitives that yield both halves at once and could not be cut: they run in `to_input`, and
     what they yield of the weights' gradients is pending. Effects run where they are computed,
-    once: in `forward`, or in `whole`, or in `to_input`. `reads` has, for each program by its name,
-    the numbers of the parameters that it reads.
+    once: in `forward`, or in `whole`, or in `to_input`. `reads` of each program are the numbers of
+    the parameters that it reads; `kept` and `pending` the shapes of residuals and pending.
     """
 
-    forward: Callable
-    whole: Callable
-    to_input: Callable
-    to_weights: Callable
+    stage: Stage
+    forward: Part
+    whole: Part
+    to_input: Part
+    to_weights: Part
     undivided: tuple[str, ...]
-    reads: dict[str, tuple[int, ...]]
+    pending: list[Shape]
+    kept: list[Shape]
 
 
 def backward(stage: Stage) -> Halves:
@@ -56,131 +67,41 @@ def backward(stage: Stage) -> Halves:
         grads, back = pull(cot)
         return out, [b for b, x in zip(back, carry, strict=True) if inexact(x)], grads
 
-    traced = _traced(both, CALLS, stage.params, stage.inputs, stage.carry, cots)
-    params, data, carry, cot = traced.inputs
-    outputs, back, grads = traced.outputs
-    repeated, late = traced.repeated(), traced.following(cot)
-    is_early = lambda eqn: late.isdisjoint(variables(eqn.invars))  # noqa: E731
-    early = [v for v in traced.yielded if v not in late and v not in repeated]
-    kept = traced.used([back, grads], params, data, [*carry, *early], cot)[2]
-    whole = traced.program([back, grads], params, data, kept, cot, keep=lambda e: not is_early(e))
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in kept]
-    to_input, weights, undivided = _halves(
-        _traced(whole, CALLS | REMAT, stage.params, stage.inputs, shapes, cots)
-    )
-    forward = traced.program([outputs, kept], params, data, carry, keep=is_early)
-    programs = dict(forward=forward, whole=whole, to_input=to_input, to_weights=weights)
-    reads = {name: program.reads for name, program in programs.items()}
-    to_weights = lambda *values: weights(*values)[0]  # noqa: E731
-    return Halves(forward, whole, to_input, to_weights, undivided, reads)
+    both, _ = traced(both, CALLS, stage.params, stage.inputs, stage.carry, cots)
+    params, data, carry, cot = both.inputs
+    outputs, back, grads = both.outputs
+    sources = follows(both)
+    late = {v for v, groups in sources.items() if 3 in groups}  # behind cotangents
+    is_late = lambda eqn: not late.isdisjoint(variables(eqn.invars))  # noqa: E731
+    yielded = [v for eqn in both.eqns for v in eqn.outvars]
+    early = [v for v in yielded if v not in late and sources[v] not in REPEATED]
+    given = params, data, [*carry, *early], cot
+    whole = both.part([back, grads], given, is_late, trim=2)
+    kept = whole.inputs[2]
+    forward = both.part([outputs, kept], both.inputs[:3], lambda eqn: not is_late(eqn))
+    return Halves(stage, forward, whole, *_halves(whole), shapes_of(kept))
 
 
-def _halves(traced):
-    params, data, kept, cot = traced.inputs
-    back, grads = traced.outputs
-    traced = dataclasses.replace(traced, eqns=split_scans(traced.eqns, back))
-    given = {*params, *data, *kept, *cot, *traced.constants}
-    needed_here = needed(traced.eqns, back, given, lambda eqn: eqn.effects)[0]
-    repeated = traced.repeated()
-    done = [v for eqn in needed_here for v in eqn.outvars if v not in repeated]
-    pending = traced.used([grads], params, data, kept, [*cot, *done])[3]
-    weights = traced.program([grads], params, data, kept, pending)
-    return (
-        traced.program([back, pending], params, data, kept, cot, keep=lambda eqn: True),
-        weights,
-        _undivided(needed_here, back, pending),
-    )
+def _halves(whole):
+    """(to the input, to the weights, what is undivided, pending's shapes) of a whole backward."""
+    whole, _ = traced(whole, CALLS | REMAT, *map(shapes_of, whole.inputs))
+    back, grads = whole.outputs
+    whole = dataclasses.replace(whole, eqns=_split_scans(whole.eqns, back))
+    sent = whole.part([back], whole.inputs, lambda eqn: True)
+    sources = follows(whole)
+    done = [v for e in sent.eqns for v in e.outvars if sources[v] not in REPEATED]
+    *given, cot = whole.inputs
+    to_weights = whole.part([grads], [*given, [*cot, *done]], trim=3)
+    pending = to_weights.inputs[3]
+    to_input = whole.part([back, pending], whole.inputs, lambda eqn: True)
+    shapes = jax.eval_shape(to_input, *map(shapes_of, whole.inputs))[1]
+    return to_input, to_weights, _undivided(sent.eqns, back, pending), shapes
 
 
 def differentiable(stage: Stage) -> list[int]:
     """The numbers of the outputs that have cotangents."""
     numbers = stage.seeds if stage.last else range(len(stage.outputs))
     return [i for i in numbers if inexact(stage.outputs[i])]
-
-
-def inexact(x):
-    """Whether `x` is of a floating-point dtype, and so has a cotangent."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Traced:
-    """A traced program: its equations, and its inputs and outputs in the groups it was given in."""
-
-    eqns: list
-    constants: dict
-    inputs: list
-    outputs: list
-
-    @property
-    def yielded(self):
-        return [v for eqn in self.eqns for v in eqn.outvars]
-
-    def following(self, sources):
-        """The variables that depend on `sources`."""
-        found = set(sources)
-        for eqn in self.eqns:
-            if not found.isdisjoint(variables(eqn.invars)):
-                found.update(eqn.outvars)
-        return found
-
-    def repeated(self):
-        """The variables that follow from the first group of inputs alone, or the second alone.
-
-        Nothing that follows from an effect: that happens once.
-        """
-        reads = {v: {i} for i, group in enumerate(self.inputs) for v in group}
-        reads |= {v: set() for v in self.constants}
-        for eqn in self.eqns:
-            kinds = set().union(*(reads[v] for v in variables(eqn.invars)))
-            reads.update(dict.fromkeys(eqn.outvars, {0, 1} if eqn.effects else kinds))
-        return {v for v in self.yielded if reads[v] in (set(), {0}, {1})}
-
-    def used(self, outputs, *groups):
-        """The variables of each group that `outputs` need if all of the groups are given."""
-        given = {v for group in groups for v in group} | set(self.constants)
-        found = needed(self.eqns, [v for group in outputs for v in group], given)[1]
-        return [[v for v in group if v in found] for group in groups]
-
-    def program(self, outputs, *inputs, keep=lambda eqn: False):
-        """The function from groups of inputs to groups of outputs, of the equations it needs.
-
-        Of those with effects, it has the ones for which `keep` is true.
-        """
-        given = {v for group in inputs for v in group} | set(self.constants)
-        flat = [v for group in outputs for v in group]
-        chosen, used = needed(self.eqns, flat, given, lambda eqn: eqn.effects and keep(eqn))
-        reads = tuple(i for i, v in enumerate(inputs[0]) if v in used)
-        return _Program(chosen, self.constants, inputs, outputs, reads)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Program:
-    """Equations as a function; `reads` are the numbers of the first group's inputs in use."""
-
-    eqns: list
-    constants: dict
-    inputs: tuple
-    outputs: list
-    reads: tuple[int, ...]
-
-    def __call__(self, *values):
-        env = dict(self.constants)
-        for group, arrays in zip(self.inputs, values, strict=True):
-            env.update(zip(group, arrays, strict=True))
-        env = run(self.eqns, env)
-        return tuple(read(env, group) for group in self.outputs)
-
-
-def _traced(function, names, *groups):
-    """`function` of groups of abstract arrays, with calls of `names` inlined."""
-    sizes = [len(group) for group in groups]
-    flat = lambda *values: function(*_split(values, sizes))  # noqa: E731
-    closed, out = jax.make_jaxpr(flat, return_shape=True)(*[x for group in groups for x in group])
-    closed = inlined(closed, names)
-    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    outputs = _split(closed.jaxpr.outvars, [len(group) for group in out])
-    return _Traced(equations(closed.jaxpr), constants, _split(closed.jaxpr.invars, sizes), outputs)
 
 
 def _undivided(eqns, back, pending):
@@ -190,9 +111,98 @@ def _undivided(eqns, back, pending):
     return tuple(sorted(name for name in found if not name.startswith("scan, ")))
 
 
-def _split(values, sizes):
-    groups, at = [], 0
-    for size in sizes:
-        groups.append(list(values[at : at + size]))
-        at += size
-    return groups
+# A scan of a backward pass, cut into the scan that others wait for and the rest.
+
+
+def _split_scans(eqns, wanted):
+    """`eqns`, in which a scan that yields both what `wanted` needs and more is cut in two.
+
+    The first runs what `wanted` needs and what has effects, and stacks what the second needs of
+    it, layer by layer; the second runs the rest, the weights' gradients. Nothing is computed twice.
+    """
+    need, result = set(variables(wanted)), []
+    for eqn in reversed(eqns):
+        parts = [eqn]
+        if eqn.effects or not need.isdisjoint(eqn.outvars):
+            if eqn.name == "scan":
+                parts = _split_scan(eqn, [i for i, v in enumerate(eqn.outvars) if v in need])
+            need.update(variables(parts[0].invars))
+        result += reversed(parts)
+    return result[::-1]
+
+
+def _split_scan(eqn, wanted):
+    closed = inlined(eqn.origin.params["jaxpr"], CALLS | REMAT)
+    carried = carries(eqn, closed.jaxpr)
+    sizes = carried.start, carried.stop - carried.start, len(eqn.invars) - carried.stop
+    body = part_of(closed, sizes, [len(eqn.outvars)])
+    chosen = _closed(body, wanted)
+    outputs = [body.outputs[0][i] for i in chosen]
+    body = dataclasses.replace(body, eqns=_split_scans(body.eqns, outputs))
+    ours = body.part([outputs], body.inputs, lambda eqn: True)
+    rest = [i for i in range(len(eqn.outvars)) if i not in chosen]
+    known = [v for i, v in enumerate(body.inputs[1]) if i in chosen]
+    known += [v for e in ours.eqns for v in e.outvars]
+    theirs = body.part([[body.outputs[0][i] for i in rest]], [*body.inputs, known], trim=3)
+    if not theirs.eqns:
+        return [eqn]
+    stacked = {v: object() for v in theirs.inputs[3]}  # between the two scans
+    return [
+        _half(eqn, "scan, to the input", ours, chosen, yields=stacked),
+        _half(eqn, "scan, to the weights", theirs, rest, receives=stacked),
+    ]
+
+
+def _closed(body, wanted):
+    """The outputs asked for, and each carry on which they depend from one step to the next.
+
+    With effects in the body, what they depend on too.
+    """
+    chosen, more = set(), set(wanted)
+    while more:
+        chosen |= more
+        outputs = [v for i, v in enumerate(body.outputs[0]) if i in chosen]
+        used = body.part([outputs], body.inputs, lambda eqn: True).used
+        more = {i for i, v in enumerate(body.inputs[1]) if v in used} - chosen
+    return sorted(chosen)
+
+
+def _half(
+    eqn: Equation,
+    name: str,
+    part: Part,
+    numbers: Sequence[int],
+    receives: Mapping = {},
+    yields: Mapping = {},
+) -> Equation:
+    """One of the two scans, of a part of the body that has the outputs of these numbers.
+
+    `receives` and `yields`, {variable of the body: variable outside}, are stacked beside them.
+    """
+    constants, carry, xs = part.inputs[:3]
+    outside = dict(zip((*constants, *carry, *xs), eqn.invars, strict=True))
+    constants, xs = ([v for v in group if v in part.used] for group in (constants, xs))
+    last = sum(i < len(carry) for i in numbers)
+    carry, outputs = [carry[i] for i in numbers[:last]], part.outputs[0]
+    body = dataclasses.replace(
+        part,
+        inputs=[constants, carry, [*xs, *receives]],
+        outputs=[outputs[:last], [*outputs[last:], *yields]],
+    )
+    sizes = [len(group) for group in body.inputs]
+    options = {key: eqn.origin.params[key] for key in ("length", "reverse", "unroll")}
+
+    def scan(*values):
+        fixed, init, each = split(values, sizes)
+        with named_as(eqn.origin):
+            done, ys = jax.lax.scan(lambda *step: body(fixed, *step), init, each, **options)
+        return [*done, *ys]
+
+    return Equation(
+        name,
+        (*(outside[v] for v in (*constants, *carry, *xs)), *receives.values()),
+        (*(eqn.outvars[i] for i in numbers), *yields.values()),
+        scan,
+        eqn.origin,
+        any(e.effects for e in part.eqns),
+    )

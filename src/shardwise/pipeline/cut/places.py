@@ -1,79 +1,121 @@
-"""The stage to which each equation of a traced loss belongs."""
+"""The stage of each equation of a loss that is traced with its marks."""
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from typing import Any
 
-from shardwise.jaxprs import equations, variables
+import jax
+from jax.ad_checkpoint import checkpoint_name
 
+from shardwise import jaxprs, marks
+from shardwise.jaxprs import CALLS, variables
+from shardwise.pipeline.cut.parts import REPEATED, Part, follows, traced
 
-class Program(NamedTuple):
-    """The traced loss: its equations, and for each the stage (None: wherever it is needed)."""
-
-    eqns: list
-    constants: dict
-    params: list
-    data: list
-    outputs: list
-    stage: dict  # of an activation: the stage that yields it
-    used: dict  # of an activation: the last stage that reads it
-    effects: dict  # of an equation with effects, by its id: the stage in which it runs
+MARK = "shardwise stage boundary "
 
 
-def assign(closed, n, marks):
-    """The `Program` of a trace whose first `n` inputs are parameters, and of its marks.
+def trace(
+    function: Callable, params: Any, data: Any, relocate: Callable[[Any], Any] | None
+) -> tuple[Part, Any]:
+    """(`function(params, data)` with its marks, what it returns); calls of `jax.jit` are inlined.
+
+    A `with_sharding_constraint` becomes one to `relocate(sharding)`.
+
+    Raises:
+      ValueError: a mark around no array, or within a scan, a remat or another inner function,
+        where the program cannot be cut.
+    """
+
+    def change(eqn):
+        within = (e for body in jaxprs.inner(eqn) for e in jaxprs.every(body))
+        if any(_leaf(e) is not None for e in within):
+            raise ValueError(
+                f"cut: marks.stage_boundary stands within a {eqn.primitive.name}, whose inside "
+                f"cannot be cut; call it between such parts, at the loss's own level."
+            )
+        return eqn if relocate is None else _relocated(eqn, relocate)
+
+    with marks.bind(stage_boundary=_mark):
+        return traced(function, CALLS, params, data, change=change)
+
+
+def _mark(x):
+    leaves, structure = jax.tree.flatten(x)
+    if not leaves:
+        raise ValueError(
+            "cut: marks.stage_boundary was given no array, so it marks no place; give it the "
+            "activation that the next stage reads."
+        )
+    named = [checkpoint_name(leaf, f"{MARK}{i}") for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(structure, named)
+
+
+def _leaf(eqn):
+    """Which leaf of a mark this equation is; None if of none."""
+    name = str(eqn.params.get("name", "")) if eqn.primitive.name == "name" else ""
+    return int(name.removeprefix(MARK)) if name.startswith(MARK) else None
+
+
+def _relocated(eqn, relocate):
+    """The equation with `relocate(sharding)` in each constraint of it, or of programs within it."""
+
+    def within(value):
+        if type(value) is tuple:
+            return tuple(map(within, value))
+        if hasattr(value, "jaxpr") and value.jaxpr is not value:
+            return value.replace(jaxpr=within(value.jaxpr))
+        if hasattr(value, "eqns"):
+            return value.replace(eqns=[_relocated(e, relocate) for e in value.eqns])
+        return value
+
+    params = {name: within(value) for name, value in eqn.params.items()}
+    if eqn.primitive.name == "sharding_constraint":
+        params["sharding"] = relocate(params["sharding"])
+    return eqn.replace(params=params)
+
+
+def placed(loss: Part) -> tuple[list[list], dict]:
+    """(what crosses into each stage, and out of the last; {id of an effect's equation: its stage}).
 
     Raises:
       ValueError: an effect that asks for an order.
     """
-    jaxpr = closed.jaxpr
-    eqns, params, data = equations(jaxpr), jaxpr.invars[:n], jaxpr.invars[n:]
-    reads, level, before = _levels(eqns, params, data, marks)
-    stage, used = {}, {v: len(set(marks.values())) for v in variables(jaxpr.outvars)}
-    first, effects = dict(used), {}
-    for eqn in reversed(eqns):
-        if len(reads[id(eqn)]) < 2:
-            continue  # of parameters alone, or of data alone: repeated where it is needed
-        mark = _mark(eqn, marks)
-        at = level[id(eqn)] if mark is None else mark
-        if at == 0 and mark is None:  # before every mark: as late as its readers allow
+    activations, marks = _activations(loss)
+    used = dict.fromkeys(variables(loss.outputs[0]), marks)  # the last stage that reads a variable
+    first, stage, effects = dict(used), {}, {}
+    for eqn, at in reversed(activations):
+        if at is None:  # before every mark: as late as its readers allow
             at = min([first[v] for v in eqn.outvars if v in first], default=0)
         if eqn.effects:
-            at = effects[id(eqn)] = max(at, before.get(id(eqn), 0))
+            effects[id(eqn)] = at
         stage.update(dict.fromkeys(eqn.outvars, at))
         for v in variables(eqn.invars):
-            if len(reads.get(v, ())) == 2:
-                used[v], first[v] = max(used.get(v, 0), at), min(first.get(v, at), at)
-    constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    return Program(eqns, constants, params, data, list(jaxpr.outvars), stage, used, effects)
+            used[v], first[v] = max(used.get(v, 0), at), min(first.get(v, at), at)
+    order = sorted(stage, key=stage.__getitem__)
+    into = [[v for v in order if stage[v] < s <= used.get(v, -1)] for s in range(marks + 1)]
+    return [*into, loss.outputs[0]], effects
 
 
-def _levels(eqns, params, data, marks):
-    """The inputs that each variable and equation (by id) reads, and how many marks it is behind.
-
-    And for an effect of parameters or data alone, which is behind none: how many it is written
-    behind. What has effects counts as an activation, since it is never repeated.
-    """
-    reads = {v: {"params"} for v in params} | {v: {"data"} for v in data}
-    level, before, passed = dict.fromkeys(reads, 0), {}, 0
-    for eqn in eqns:
+def _activations(loss):
+    """([(equation that is not repeated, its stage; None before every mark)], number of marks)."""
+    leaf_of = {id(eqn): _leaf(eqn.origin) for eqn in loss.eqns}
+    sources = follows(loss, lambda eqn: eqn.effects or leaf_of[id(eqn)] is not None)
+    level, found = {}, []  # how many marks a variable is behind
+    marks, before = 0, math.inf
+    for eqn in loss.eqns:
         inputs = variables(eqn.invars)
-        kinds = set().union(*(reads.get(v, set()) for v in inputs))
-        at, mark = max([level.get(v, 0) for v in inputs], default=0), _mark(eqn, marks)
-        if mark is not None:
-            kinds, at = {"params", "data"}, mark + 1
-            passed = max(passed, at)
-        if eqn.effects:
+        at = behind = max([level.get(v, 0) for v in inputs], default=0)
+        if (leaf := leaf_of[id(eqn)]) is not None:
+            marks += leaf <= before  # the leaves of one mark are in order
+            at, behind, before = marks - 1, marks, leaf
+        elif eqn.effects:
             _check_unordered(eqn)
-            if len(kinds) < 2:
-                before[id(eqn)] = at = passed
-            kinds = {"params", "data"}
-        reads.update(dict.fromkeys((*eqn.outvars, id(eqn)), kinds))
-        level.update(dict.fromkeys((*eqn.outvars, id(eqn)), at))
-    return reads, level, before
-
-
-def _mark(eqn, marks):
-    """The number of the mark that this equation is, or None."""
-    return next((marks[v] for v in eqn.outvars if v in marks), None)
+            if set().union(*(sources[v] for v in inputs)) in REPEATED:
+                at = behind = marks  # those that it is written behind
+        level.update(dict.fromkeys(eqn.outvars, behind))
+        if eqn.effects or any(sources[v] not in REPEATED for v in eqn.outvars):
+            found.append((eqn, at if behind else None))
+    return found, marks
 
 
 def _check_unordered(eqn):
@@ -84,12 +126,3 @@ def _check_unordered(eqn):
             f"stages run at the same time. Leave ordered=True out, and put what tells the order, "
             f"a row or a step, into what is printed or sent."
         )
-
-
-def crossing(program, boundary):
-    """The activations that go from stage `boundary` to the next."""
-    return [
-        v
-        for v, at in sorted(program.stage.items(), key=lambda item: item[1])
-        if at <= boundary < program.used.get(v, -1)
-    ]

@@ -1,18 +1,17 @@
 """The stages of a loss: what each reads, what comes in, what goes out, and its function."""
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal
 
-from shardwise.jaxprs import needed, read, run, variables
-from shardwise.pipeline.cut.marked import constrained, trace
-from shardwise.pipeline.cut.places import assign, crossing
-from shardwise.pipeline.cut.rows import rows_of, shifted, taken_first
+from shardwise.jaxprs import Equation, named_as, variables
+from shardwise.pipeline.cut.parts import Part, Shape, abstract, shapes_of
+from shardwise.pipeline.cut.places import placed, trace
 
-Shape = jax.ShapeDtypeStruct
+CAST = "convert_element_type"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +44,7 @@ class Cut(NamedTuple):
     shapes: Any
 
 
-def stages(
-    loss: Callable,
-    params: Any,
-    *data: Any,
-    relocate: Callable | None = None,
-) -> Cut:
+def stages(loss: Callable, params: Any, *data: Any, relocate: Callable | None = None) -> Cut:
     """The stages of `loss(params, *data)`, k + 1 for k calls of `marks.stage_boundary`.
 
     Arguments may be abstract. A parameter of which every stage takes only rows of its own, by a
@@ -63,74 +57,107 @@ def stages(
       ValueError: a mark where the program cannot be cut, or around no array; an effect that asks
         for an order.
     """
-    leaves, structure = jax.tree.flatten(params)
-    others, data_structure = jax.tree.flatten(data)
-    n = len(leaves)
-
-    def flat(*args):
-        tree, rest = jax.tree.unflatten(structure, args[:n]), args[n:]
-        return loss(tree, *jax.tree.unflatten(data_structure, rest))
-
-    args = [_abstract(x) for x in (*leaves, *others)]
-    closed, shapes, marks = trace(flat, args)
-    if relocate is not None:
-        closed = constrained(closed, relocate)
-    program, last = assign(closed, n, marks), len(set(marks.values()))
-    program = program._replace(eqns=taken_first(program.eqns, program.params))
-    chosen = [_choose(program, s, s == last) for s in range(last + 1)]
-    rows = rows_of(program.params, [(eqns, outputs) for eqns, _, outputs in chosen])
-    parts = [_stage(program, s, s == last, *chosen[s], rows) for s in range(last + 1)]
-    return Cut(parts, shapes)
+    given = *abstract((params, data)), relocate
+    program, (shapes,) = trace(lambda params, data: [loss(params, *data)], *given)
+    crossing, effects = placed(program)
+    program = dataclasses.replace(program, eqns=_rows_first(program.eqns, program.inputs[0]))
+    parts = [
+        program.part([outputs], [*program.inputs, carry], lambda e, s=s: effects[id(e)] == s)
+        for s, (carry, outputs) in enumerate(itertools.pairwise(crossing))
+    ]
+    rows = _rows(program.inputs[0], parts)
+    return Cut([_stage(s, parts, rows) for s in range(len(parts))], shapes)
 
 
-def _choose(program, s, last):
-    """(equations, carry variables, output variables) of stage `s`."""
-    carry = crossing(program, s - 1)
-    outputs = program.outputs if last else crossing(program, s)
-    given = {*carry, *program.params, *program.data, *program.constants}
-    mine = lambda eqn: program.effects.get(id(eqn)) == s  # noqa: E731
-    return needed(program.eqns, outputs, given, mine)[0], carry, outputs
-
-
-def _stage(program, s, last, eqns, carry, outputs, rows):
-    mine = [v for v in program.params if s in rows.get(v, {})]
-    if s == 0:  # what nobody reads lives on the first stage
-        mine = [v for v in program.params if s in rows.get(v, {s: None})]
-    used = {v for eqn in eqns for v in variables(eqn.invars)} | set(variables(outputs))
-    data = [v for v in program.data if v in used]
-    held = {v: rows.get(v, {}).get(s) for v in mine}
-    here = [shifted(eqn, held) for eqn in eqns]
-
-    def function(params, data_values, carry_values):
-        env = dict(program.constants)
-        env.update(zip(mine, params, strict=True))
-        env.update(zip(data, data_values, strict=True))
-        env.update(zip(carry, carry_values, strict=True))
-        return read(run(here, env), outputs)
-
+def _stage(s, parts, rows):
+    part = parts[s]
+    params, data, carry = part.inputs
+    held = {v: rows[v][s] for v in params if s in rows[v]}
+    read_here = [v for v in data if v in part.used]
+    inputs, eqns = (list(held), read_here, carry), [_shifted(eqn, held) for eqn in part.eqns]
+    last = s == len(parts) - 1
     return Stage(
         index=s,
         last=last,
         seeds=(0,) if last else (),
-        rows={program.params.index(v): ends for v, ends in held.items()},
-        data=tuple(program.data.index(v) for v in data),
-        params=[_of_rows(v, held[v]) for v in mine],
-        inputs=[_shape(v) for v in data],
-        carry=[_shape(v) for v in carry],
-        outputs=[_abstract(v.val) if isinstance(v, Literal) else _shape(v) for v in outputs],
-        function=function,
+        rows={params.index(v): ends for v, ends in held.items()},
+        data=tuple(map(data.index, read_here)),
+        params=[
+            x if ends is None else Shape((ends[1] - ends[0], *x.shape[1:]), x.dtype)
+            for x, ends in zip(shapes_of(held), held.values(), strict=True)
+        ],
+        inputs=shapes_of(read_here),
+        carry=shapes_of(carry),
+        outputs=shapes_of(part.outputs[0]),
+        function=dataclasses.replace(part, inputs=inputs, eqns=eqns),
     )
 
 
-def _shape(v):
-    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+# Parameters of which each stage takes rows of its own, and so holds these alone.
 
 
-def _of_rows(v, ends):
-    shape = v.aval.shape if ends is None else (ends[1] - ends[0], *v.aval.shape[1:])
-    return jax.ShapeDtypeStruct(shape, v.aval.dtype)
+def _rows_first(eqns: Sequence[Equation], params: Sequence) -> list[Equation]:
+    """The same program, in which rows of a cast parameter are the cast of the parameter's rows.
+
+    A loss may cast its weights before it hands a stage its layers. Taken first, the rows show which
+    layers the stage holds, and no other layer is cast there.
+    """
+    known = {v: (v, ()) for v in params}  # of a variable: the parameter that it is, by which casts
+    found = []
+    for eqn in eqns:
+        parameter, casts = known.get(next(iter(variables(eqn.invars)), None), (None, ()))
+        if parameter is not None and eqn.name == CAST:
+            known[eqn.outvars[0]] = parameter, (*casts, eqn)
+        if not casts or _row_slice(eqn) is None:
+            found.append(eqn)
+            continue
+        between = [object() for _ in casts]  # variables of their own
+        ends = itertools.pairwise([parameter, *between, eqn.outvars[0]])
+        for step, (before, after) in zip((eqn, *casts), ends, strict=True):
+            found.append(step._replace(invars=(before,), outvars=(after,)))
+    return found
 
 
-def _abstract(x):
-    """Shape and dtype as JAX sees them."""
-    return jax.eval_shape(lambda x: x, x)
+def _rows(params: Sequence, parts: Sequence[Part]) -> dict:
+    """{parameter: {stage that holds it: (first, last)}}; what nobody reads, the first stage holds.
+
+    They are rows if every stage that reads the parameter slices it along the first axis, and the
+    slices tile it; else None, all of it.
+    """
+    found: dict = {v: {} for v in params}
+    for s, part in enumerate(parts):
+        for v in params:
+            cuts = [_row_slice(eqn) for eqn in part.eqns if v in eqn.invars]
+            if None in cuts or v in part.outputs[0]:
+                found[v][s] = None
+            elif cuts:
+                found[v][s] = min(a for a, _ in cuts), max(b for _, b in cuts)
+    for v, ends in found.items():
+        tiles = sorted(ends.values()) if len(ends) > 1 and None not in ends.values() else []
+        if not tiles or [0, *(b for _, b in tiles)] != [*(a for a, _ in tiles), v.aval.shape[0]]:
+            found[v] = dict.fromkeys(ends or [0])
+    return found
+
+
+def _row_slice(eqn: Equation) -> tuple[int, int] | None:
+    """The rows that a static slice takes of whole rows; None for any other equation."""
+    if eqn.name != "slice" or eqn.origin.params["strides"] is not None:
+        return None
+    start, limit = eqn.origin.params["start_indices"], eqn.origin.params["limit_indices"]
+    shape = eqn.invars[0].aval.shape
+    whole = shape and (*start[1:], *limit[1:]) == (*[0] * len(shape[1:]), *shape[1:])
+    return (start[0], limit[0]) if whole else None
+
+
+def _shifted(eqn: Equation, held: dict) -> Equation:
+    """A slice of rows, as a slice of the rows that are `held`, {parameter: (first, last)}."""
+    ends = held.get(eqn.invars[0]) if eqn.name == "slice" else None
+    if ends is None:
+        return eqn
+    first, last = (row - ends[0] for row in _row_slice(eqn))
+
+    def run_on_rows(x):
+        with named_as(eqn.origin):
+            return [jax.lax.slice_in_dim(x, first, last)]
+
+    return eqn._replace(run=run_on_rows)
