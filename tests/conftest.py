@@ -47,8 +47,8 @@ def pytest_xdist_auto_num_workers(config):
 
 
 # Begun last, they would go on alone.
-LONGEST = """test_layouts test_run_layouts test_run_processes test_explicit test_site
-test_pipeline_layouts test_oracle test_foreign test_pipeline test_layouts_asked test_temporaries
+LONGEST = """test_run_processes test_layouts test_site test_run_layouts test_pipeline_layouts
+test_oracle test_exact test_pipeline test_temporaries test_explicit test_foreign test_layouts_asked
 test_accessibility test_launch_processes test_topology""".split()
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import IN_FULL
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_layouts import KEY, OPTIMIZERS, batches, parts
@@ -14,7 +15,12 @@ from test_layouts import KEY, OPTIMIZERS, batches, parts
 from shardwise import checkpoint, fsdp, layouts, mesh, objective, rules
 
 SEEN = ["fsdp", "hybrid", "fsdp, tensor by compiler"]
-ROLES_TOGETHER = ["stage, fsdp by hand", "fsdp, context, tensor", "fsdp, expert, context"]
+STAGED = "stage, fsdp by hand"
+# Of these the program alone: what meshes are told within, of each kind.
+LOWERED = ["ring", "context by compiler", "expert", "expert by compiler", "stage, fsdp"]
+LOWERED += ["stage, fsdp, context by hand", "fsdp, context, tensor", "fsdp, expert, context"]
+if IN_FULL:
+    LOWERED = [name for name in layouts.LAYOUTS if name not in (*SEEN, STAGED)]
 TX = OPTIMIZERS["adamw"]
 
 
@@ -45,9 +51,7 @@ def equal(ours, theirs, **tolerance):
         np.testing.assert_allclose(a, b, **tolerance)
 
 
-@pytest.mark.parametrize(
-    "name", [*SEEN, *(pytest.param(n, marks=pytest.mark.slow) for n in ROLES_TOGETHER)]
-)
+@pytest.mark.parametrize("name", [*SEEN, pytest.param(STAGED, marks=pytest.mark.slow)])
 def test_a_layout_does_there_what_it_does_on_auto_axes(name, tmp_path):
     auto, layout = twins(name)
     batch, found = batches()[0], []
@@ -69,16 +73,21 @@ def test_a_layout_does_there_what_it_does_on_auto_axes(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in layouts.LAYOUTS if n not in (*SEEN, *ROLES_TOGETHER)])
+@pytest.mark.parametrize("name", LOWERED)
 def test_a_layout_s_program_there_is_that_on_auto_axes(name):
     """Letter for letter: types are put on and taken off around it."""
     programs = []
     for each in twins(name):
-        loss, params, state, has_aux = born(name, each)
-        step = layouts.step(each, loss, TX, has_aux, check=False)
-        function = layouts.value_and_grad(each, loss, has_aux, check=False)
-        lowered = step.lower(params, state, batches()[0]), function.lower(params, batches()[0])
-        programs.append([program.as_text() for program in lowered])
+        mixed, stages = "rows" if each.expert else False, each.size("stage")
+        loss, create = parts(stages, max(4, stages), mixed)
+        shapes = jax.eval_shape(create, KEY)
+        given = jax.tree.map(
+            lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
+            (shapes, jax.eval_shape(TX.init, shapes)),
+            layouts.shardings(each, shapes, TX),
+        )
+        step = layouts.step(each, loss, TX, bool(mixed), check=False)
+        programs.append(step.lower(*given, batches()[0]).as_text())
     assert programs[0] == programs[1]
 
 
