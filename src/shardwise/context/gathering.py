@@ -13,7 +13,14 @@ from shardwise.context.forms import Axis, Sent, sizes
 from shardwise.context.rotating import Ring, attention
 
 
-def in_tiles(q, k, v, query: marks.Places, key: marks.Places, mask: Callable) -> jax.Array:
+def in_tiles(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    query: marks.Places,
+    key: marks.Places,
+    mask: Callable,
+) -> jax.Array:
     """Attention of q to k and v on this device alone, in tiles."""
     return attention(Ring(None), mask, q, k, v, jnp.stack(query), jnp.stack(key))
 

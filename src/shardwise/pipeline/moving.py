@@ -53,10 +53,11 @@ class Carrier:
             found = self._exchanged(held[self.leaf])
             return [found[c * self._size : (c + 1) * self._size] for c in range(self.places)]
         parts = [held[i] if ends is None else held[i][slice(*ends)] for i, ends in self.pieces]
+        if (self.table < 0).any() or self.cut is not None:
+            parts.append(jnp.zeros_like(parts[0]))  # the one of number -1
         if self.cut is None:
-            mine = jnp.asarray(np.maximum(self.table, 0))[jax.lax.axis_index(self.axis)]
+            mine = jnp.asarray(self.table % len(parts))[jax.lax.axis_index(self.axis)]
             return [jax.lax.select_n(k, *parts) for k in mine]
-        parts.append(jnp.zeros_like(parts[0]))  # the one of number -1
         sent = jnp.stack([parts[k] for k in self.table.ravel()])
         return list(jax.lax.all_to_all(sent, self.axis, 0, self.cut + 1, tiled=True))
 
