@@ -8,7 +8,7 @@ from typing import Any
 from shardwise.marks import kernel_said
 
 from . import hlo
-from .hlo import Computation, Instruction
+from .hlo import Instruction
 from .trips import Frame, executed
 
 # Targets of custom calls that multiply matrices, or are kernels that nobody can look into.
@@ -39,16 +39,12 @@ def flops(compiled: Any, kernels: Mapping[str, int] | None = None) -> int:
     return within(Frame.of(hlo.read("flops", compiled)), kernels or {})
 
 
-def within(frame: Frame, kernels: Mapping[str, int]) -> int | float:
-    """FLOPs of one run of a part of a program."""
-    found, _ = executed(frame, lambda frame, op: _read(frame, op, kernels))
+def within(
+    frame: Frame, kernels: Mapping[str, int], only: Instruction | None = None
+) -> int | float:
+    """FLOPs of one run of a part of a program, or of one instruction in it and what that runs."""
+    found, _ = executed(frame, lambda frame, op: _read(frame, op, kernels), only=only)
     return sum(each.value * each.times for each in found)
-
-
-def of_one(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | float:
-    """FLOPs of one instruction, and of what it runs."""
-    alone = Computation(op.name, {op.name: op}, op.name)
-    return within(Frame(frame.program, alone, frame), kernels)
 
 
 def _read(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | None:

@@ -128,7 +128,7 @@ def _beside(chip, begun: Found, taken, kernels) -> Beside:
     if not op.asynchronous:
         return Beside(op, times, lanes, seconds)
     beside, _ = _until(begun)
-    work = {x.name: matmuls.of_one(frame, x, kernels) / chip.peak() for x in beside}
+    work = {x.name: matmuls.within(frame, kernels, x) / chip.peak() for x in beside}
     products, covered = tuple(name for name, time in work.items() if time), 0.0
     for name in products:
         left = work[name] - taken.get((id(frame), name), 0.0) / times
@@ -295,6 +295,6 @@ def _spans(chip, group: list[Found], kernels, trips) -> Iterator[Span]:
                 now = free
             elif (end := _until(begun)[1]) is not None:
                 awaited[end] = max(free, awaited.get(end, 0.0))
-        if work := matmuls.of_one(frame, op, kernels) / chip.peak():
+        if work := matmuls.within(frame, kernels, op) / chip.peak():
             yield Span("products", op.name, now, now + work)
             now += work

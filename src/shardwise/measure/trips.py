@@ -91,8 +91,9 @@ def executed(
     read: Callable[[Frame, Instruction], Any],
     weigh: Callable[[Any], float] = lambda value: value,
     device: int | None = None,
+    only: Instruction | None = None,
 ) -> tuple[list[Found], int]:
-    """(all that `read` finds in one run of `frame`, on which device), as `collectives` tells it.
+    """(all that `read` finds in one run of `frame`, or of one instruction of it, on which device).
 
     `read(frame, op)` returns a value, or None for an instruction that is of no interest. Heaviest
     is the branch, or the device, with the largest sum of `weigh(value)` times its runs.
@@ -104,27 +105,32 @@ def executed(
     def weight(found):  # of each device, where they differ
         return sum(weigh(each.value) * each.times for each in found)
 
-    def walk(frame):
+    def walk(frame, ops):
         found = []
-        for op in frame:
+        for op in ops:
+
+            def enter(name, frame=frame, op=op):
+                inner = frame.enter(name, op)
+                return walk(inner, inner)
+
             value = read(frame, op)
             if value is not None:
                 found.append(Found(value, frame, op))
             elif op.opcode == "while":
-                parts = [walk(frame.enter(op.attributes[key], op)) for key in ("body", "condition")]
+                parts = [enter(op.attributes[key]) for key in ("body", "condition")]
                 # Where nothing is found, its trips may be unknown. The condition runs once more
                 # than the body, to find that the loop is over.
                 trips = trip_count(frame, op) if any(parts) else 0
                 for part, times in zip(parts, (trips, trips + 1), strict=True):
                     found += [each._replace(times=each.times * times) for each in part]
             elif op.branches:
-                ways = [walk(frame.enter(name, op)) for name in op.branches]
+                ways = map(enter, op.branches)
                 found += max(ways, key=lambda way: (np.max(weight(way)), len(way)))
             else:
-                found += [each for name in op.called for each in walk(frame.enter(name, op))]
+                found += [each for name in op.called for each in enter(name)]
         return found
 
-    found = walk(frame)
+    found = walk(frame, frame if only is None else [only])
     device = int(np.argmax(weight(found))) if device is None else device
     runs = []
     for each in found:
