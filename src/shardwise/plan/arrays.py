@@ -61,7 +61,7 @@ class Arrays:
     state: tuple[Array, ...]
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def of_decoder(config: Config, optimizer: Optimizer = _ADAMW) -> Arrays:
     """The `Arrays` of `model.Decoder`, by the names that its parameters carry.
 
