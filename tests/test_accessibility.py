@@ -12,8 +12,8 @@ pytest.importorskip("jupyter_book", reason="the book is not built on this stack"
 from shardwise_book import accessible
 
 STILL = "* { transition: none !important; animation: none !important; }"
-# Contrast, four fifths of the time, is asked of one element of each kind: same colour, font and three
-# tags with their classes. All else of the whole page.
+# Contrast, four fifths of the time, is asked of one element of each kind: same colour, font and
+# three tags with their classes. All else is asked of the whole page.
 RUN = """async () => {
   const kinds = new Map();
   for (const e of document.body.querySelectorAll("*")) {

@@ -43,7 +43,8 @@ def forward(loss, params, *data):
     for stage in parts:
         assert [(x.shape, x.dtype) for x in carry] == [(x.shape, x.dtype) for x in stage.carry]
         own = [leaves[i] if e is None else leaves[i][slice(*e)] for i, e in stage.rows.items()]
-        read, programs = (own, [data[i] for i in stage.data]), cut.backward(stage)
+        starts = [jnp.array(stage.starts, jnp.int32)] if stage.starts else []
+        read, programs = (own, [data[i] for i in stage.data] + starts), cut.backward(stage)
         carry, kept = jax.jit(programs.forward)(*read, carry)
         ran.append((stage, programs, read, kept))
     return jax.tree.unflatten(jax.tree.structure(shapes), carry), ran

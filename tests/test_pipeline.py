@@ -314,6 +314,27 @@ def test_draws_by_place_are_one_device_s():
     assert_close(mean, value)
 
 
+@pytest.mark.parametrize(("schedule", "devices"), [("1f1b", 4), ("zb_v", 2)])
+def test_stages_that_read_rows_of_keys_share_a_program(schedule, devices):
+    """Which rows of what follows from a key or from the data each takes is a number in a table."""
+
+    def loss(params, batch, scale, key):
+        keys, shifts, x = jax.random.split(key, 4), scale * jnp.arange(4.0), batch["x"]
+        for i in range(4):
+            drawn = jax.random.uniform(keys[i : i + 1][0], (1, WIDE)) + shifts[i : i + 1][0]
+            x = jnp.tanh((x * drawn) @ params[i : i + 1][0])
+            x = marks.stage_boundary(x) if i < 3 else x
+        return jnp.mean(x**2)
+
+    rng = np.random.default_rng(0)
+    params = rng.normal(size=(4, WIDE, WIDE)).astype(np.float32)
+    given = params, {"x": rng.normal(size=(8, WIDE)).astype(np.float32)}, jnp.float32(0.3)
+    one = jax.jit(objective.value_and_grad(loss, microbatches=4))(*given, key=jax.random.key(1))
+    function = pipeline.value_and_grad(loss, mesh.make(stage=devices), schedule, 4)
+    assert_close(jax.jit(function)(*given, key=jax.random.key(1)), one)
+    assert function.program(*given, key=jax.random.key(1)).kinds[1] == [0, 1, 1, 2]
+
+
 @pytest.mark.slow
 def test_a_count_of_what_is_drawn_counts_the_draws_of_the_loss():
     """Of ones, the mean is 1, whatever is drawn."""

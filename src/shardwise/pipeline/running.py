@@ -155,15 +155,21 @@ class Run:
         pairs = zip(own, places, strict=True)
         own = [x if ends is None else x[slice(*ends)] for x, (_, _, ends) in pairs]
         each = [(i in program.whole, given.parts[i]) for i in stage.data]
-        return own, [x if whole else at(x, given.row["microbatch"]) for whole, x in each]
+        data = [x if whole else at(x, given.row["microbatch"]) for whole, x in each]
+        starts = [s.starts for s in program.stages]
+        return own, data + ([self.of_stage(stage, given.row, starts)] if stage.starts else [])
 
     def places(self, stage, row):
         """(the carrier, the place there, the rows of it) of each parameter of the stage at hand."""
-        own, of = self.program.places, self.program.kinds[1]
+        own = self.program.places
+        at_hand = self.of_stage(stage, row, [[place for _, place, _ in each] for each in own])
+        return [(c, at_hand[i], ends) for i, (c, _, ends) in enumerate(own[stage.index])]
+
+    def of_stage(self, stage, row, numbers):
+        """int32 [k]: `numbers[s]`, of the stage s at hand, which is one of this stage's kind."""
+        of = self.program.kinds[1]
         alike = [s if kind == of[stage.index] else stage.index for s, kind in enumerate(of)]
-        table = np.array([[place for _, place, _ in own[s]] for s in alike], np.int32)
-        each = zip(own[stage.index], table.T, strict=True)
-        return [(c, jnp.asarray(places)[row["stage"]], ends) for (c, _, ends), places in each]
+        return jnp.asarray(np.array([numbers[s] for s in alike], np.int32))[row["stage"]]
 
     def added(self, stage, sums, grads, row):
         """The sums with a task's gradients in them."""

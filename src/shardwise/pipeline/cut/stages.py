@@ -1,14 +1,16 @@
 """The stages of a loss: what each reads, what comes in, what goes out, and its function."""
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from shardwise.jaxprs import Equation, named_as, variables
-from shardwise.pipeline.cut.parts import Part, Shape, abstract, shapes_of
+from shardwise.pipeline.cut.parts import Part, Shape, abstract, follows, shapes_of
 from shardwise.pipeline.cut.places import placed, trace
 
 CAST = "convert_element_type"
@@ -19,8 +21,11 @@ class Stage:
     """One stage: `function(params, data, carry) -> outputs`, each a list in the order given here.
 
     `rows[i]` tells what of the parameter leaf `i` lives here: None all of it, (a, b) its rows a to
-    b. `data` are the numbers of the batch's (and further arguments') leaves that it reads;
-    `params`, `inputs`, `carry` and `outputs` are the shapes and dtypes of arguments and results.
+    b. `data` are the numbers of the batch's (and further arguments') leaves that it reads; where
+    the stages take different rows of what follows from these, such as keys of layers, `starts` are
+    its own first rows, int32 [k], which come last among the data: so stages that differ in nothing
+    else have one program. `params`, `inputs`, `carry` and `outputs` are the shapes and dtypes of
+    arguments and results.
     The outputs of the last stage are those of the loss, of which `seeds` are differentiated, the
     first one unless the stage is replaced by one of others.
     """
@@ -30,6 +35,7 @@ class Stage:
     seeds: tuple[int, ...]
     rows: dict[int, tuple[int, int] | None]
     data: tuple[int, ...]
+    starts: tuple[int, ...]
     params: list[Shape]
     inputs: list[Shape]
     carry: list[Shape]
@@ -65,28 +71,35 @@ def stages(loss: Callable, params: Any, *data: Any, relocate: Callable | None = 
         program.part([outputs], [*program.inputs, carry], lambda e, s=s: effects[id(e)] == s)
         for s, (carry, outputs) in enumerate(itertools.pairwise(crossing))
     ]
-    rows = _rows(program.inputs[0], parts)
-    return Cut([_stage(s, parts, rows) for s in range(len(parts))], shapes)
+    rows, unlike = _rows(program.inputs[0], parts), _unlike(parts)
+    return Cut([_stage(s, parts, rows, unlike) for s in range(len(parts))], shapes)
 
 
-def _stage(s, parts, rows):
+def _stage(s, parts, rows, unlike):
     part = parts[s]
     params, data, carry = part.inputs
     held = {v: rows[v][s] for v in params if s in rows[v]}
-    read_here = [v for v in data if v in part.used]
-    inputs, eqns = (list(held), read_here, carry), [_shifted(eqn, held) for eqn in part.eqns]
-    last = s == len(parts) - 1
+    read_here, starts, first_rows, eqns = [v for v in data if v in part.used], object(), [], []
+    for eqn in part.eqns:
+        ends = _row_slice(eqn)
+        if ends and eqn.invars[0] in unlike:
+            eqn = _moved(eqn, starts, len(first_rows), ends[1] - ends[0])
+            first_rows.append(ends[0])
+        eqns.append(_shifted(eqn, held))
+    more = [starts] * bool(first_rows)
+    inputs, last = (list(held), [*read_here, *more], carry), s == len(parts) - 1
     return Stage(
         index=s,
         last=last,
         seeds=(0,) if last else (),
         rows={params.index(v): ends for v, ends in held.items()},
         data=tuple(map(data.index, read_here)),
+        starts=tuple(first_rows),
         params=[
             x if ends is None else Shape((ends[1] - ends[0], *x.shape[1:]), x.dtype)
             for x, ends in zip(shapes_of(held), held.values(), strict=True)
         ],
-        inputs=shapes_of(read_here),
+        inputs=[*shapes_of(read_here), *(Shape((len(first_rows),), jnp.int32) for _ in more)],
         carry=shapes_of(carry),
         outputs=shapes_of(part.outputs[0]),
         function=dataclasses.replace(part, inputs=inputs, eqns=eqns),
@@ -161,3 +174,27 @@ def _shifted(eqn: Equation, held: dict) -> Equation:
             return [jax.lax.slice_in_dim(x, first, last)]
 
     return eqn._replace(run=run_on_rows)
+
+
+# Rows of what follows from the data alone: each stage computes it whole, and takes its own.
+
+
+def _unlike(parts: Sequence[Part]) -> set:
+    """The variables that follow from the data, of which stages take rows that differ."""
+    found = collections.defaultdict(set)
+    for part in parts:
+        sources = follows(part)
+        for eqn in part.eqns:
+            if (ends := _row_slice(eqn)) and sources[eqn.invars[0]] == {1}:
+                found[eqn.invars[0]].add(ends)
+    return {v for v, ends in found.items() if len(ends) > 1}
+
+
+def _moved(eqn: Equation, starts: Any, i: int, size: int) -> Equation:
+    """A slice of rows, as one whose first row is number `i` of the variable `starts`."""
+
+    def run_from(x, starts):
+        with named_as(eqn.origin):
+            return [jax.lax.dynamic_slice_in_dim(x, starts[i], size)]
+
+    return eqn._replace(invars=(eqn.invars[0], starts), run=run_from)
