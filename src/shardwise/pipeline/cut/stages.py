@@ -180,12 +180,12 @@ def _shifted(eqn: Equation, held: dict) -> Equation:
 
 
 def _unlike(parts: Sequence[Part]) -> set:
-    """The variables that follow from the data, of which stages take rows that differ."""
+    """The variables that follow from the data, or from nothing, of which stages take other rows."""
     found = collections.defaultdict(set)
     for part in parts:
         sources = follows(part)
         for eqn in part.eqns:
-            if (ends := _row_slice(eqn)) and sources[eqn.invars[0]] == {1}:
+            if (ends := _row_slice(eqn)) and sources.get(eqn.invars[0], {0}) <= {1}:
                 found[eqn.invars[0]].add(ends)
     return {v for v, ends in found.items() if len(ends) > 1}
 
