@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("jupyter_cache", reason="the book is not built on this stack")
 import nbformat
 
-from shardwise_book import cache, execute, inputs
+from shardwise_book import cache, execute, inputs, watchdog
 
 
 @pytest.fixture
@@ -177,9 +177,9 @@ def test_a_file_that_changed_before_it_was_read_is_known_as_it_was_read(project,
 def guarded(spent, **limits):
     """The verdict of a watchdog over a cell that ends only when it is killed."""
     killed = threading.Event()
-    with execute.Watchdog(spent, killed.set, look=0.001, **limits) as watchdog:
+    with watchdog.Watchdog(spent, killed.set, look=0.001, **limits) as guard:
         assert killed.wait(600)
-    return watchdog.verdict
+    return guard.verdict
 
 
 def test_a_cell_that_stands_still_is_ended():
@@ -192,8 +192,8 @@ def test_a_cell_without_end_is_ended_by_processor_time():
 
 
 def test_a_kernel_that_stands_still_fails_with_the_reason(monkeypatch):
-    monkeypatch.setattr(execute, "STILL_S", 1)
-    monkeypatch.setattr(execute, "LOOK_S", 0.1)
+    monkeypatch.setattr(watchdog, "STILL_S", 1)
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.1)
     ran = execute.run(notebook("import time\ntime.sleep(3600)"), "sleeping")
     assert "sleeping: cell 1 `import time` failed:\n    it stood still" in ran.failure
 

@@ -16,9 +16,8 @@ import socket
 import sys
 import tempfile
 import textwrap
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import nbformat
@@ -30,12 +29,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from traitlets.config import Config
 
-from . import compiler
+from . import compiler, watchdog
 
-# Both are for cells that hang, on however slow a machine: no clock on the wall ends one that works.
-STILL_S = 600  # without a hundredth of it in processor time
-BUSY_S = 1800  # of processor time: a whole chapter takes well under a minute
-LOOK_S = 5
 PRINTED = 20  # lines of what a kernel that died had written
 
 ENVIRONMENT = {
@@ -122,50 +117,6 @@ def processor_seconds(client: NotebookClient) -> float:
     return total
 
 
-class Watchdog:
-    """A thread that kills a kernel whose cell hangs, and remembers why in `verdict`."""
-
-    def __init__(
-        self,
-        spent: Callable[[], float],
-        kill: Callable[[], None],
-        still: float,
-        busy: float,
-        look: float,
-    ) -> None:
-        self.verdict: str | None = None
-        self._spent, self._kill, self._limits, self._look = spent, kill, (still, busy), look
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self.begin()
-
-    def begin(self) -> None:
-        """A cell begins."""
-        now = self._spent()
-        self._cell, self._moved = now, (time.monotonic(), now)
-
-    def __enter__(self) -> "Watchdog":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _watch(self):
-        still, busy = self._limits
-        while not self._ended.wait(self._look):
-            now, spent = time.monotonic(), self._spent()
-            if spent - self._moved[1] >= still / 100:
-                self._moved = now, spent
-            if now - self._moved[0] > still:
-                self.verdict = f"it stood still: no work of the processor in {still:g} s."
-            elif spent - self._cell > busy:
-                self.verdict = f"no end after {busy:g} s of the processor's time."
-            if self.verdict:
-                return self._kill()
-
-
 def run(
     notebook: nbformat.NotebookNode,
     name: str,
@@ -187,7 +138,7 @@ def run(
     def begin(cell, cell_index):
         kernels.check()
         current[0] = cell_index
-        watchdog.begin()
+        guard.begin()
 
     failure = None
     with (
@@ -205,15 +156,16 @@ def run(
             config=Config(ThisInterpreter=reached_through(sockets)),
         )
         spent, end = functools.partial(processor_seconds, client), functools.partial(kill, client)
-        watchdog = Watchdog(spent, end, still=STILL_S, busy=BUSY_S, look=LOOK_S)
+        limits = dict(still=watchdog.STILL_S, busy=watchdog.BUSY_S, look=watchdog.LOOK_S)
+        guard = watchdog.Watchdog(spent, end, **limits)
         client.resources["metadata"] = {"path": empty}
         kernels.clients.add(client)
         try:
             seen = {**environment(), **(settings or {}), "TMPDIR": temporary}
-            with watchdog:
+            with guard:
                 _in_a_loop(client, env=seen, stdout=printed, stderr=printed)
         except (CellExecutionError, DeadKernelError) as error:
-            reason = watchdog.verdict or _reason(error, printed)
+            reason = guard.verdict or _reason(error, printed)
             where = describe(name, notebook, current[0], lines)
             failure = f"{where} failed:\n{textwrap.indent(reason.rstrip(), '    ')}"
         finally:
