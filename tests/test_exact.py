@@ -143,7 +143,9 @@ QUICK = [("plain", "bfloat16", "adamw, clipped"), ("decoder", "float32", "lion")
 SAMPLE = [(QUICK[0], each) for each in [*DRAW.sample(OTHERS, 2), dict(data=2, fsdp=2)]]
 SAMPLE += [(QUICK[1], each) for each in (dict(fsdp=2), NAMED[0])]
 IN_FULL = bool(os.environ.get("IN_FULL"))  # which `make stacks` sets
-SLOW = [(each, DRAW.choice(OTHERS)) for each in DRAW.sample(TABLE, 8)]
+# Every model in every dtype, with an optimizer in turn, and every kind of division.
+EACH = [(*x, [*OPTIMIZERS][(i + 1) % 3]) for i, x in enumerate(itertools.product(MODELS, DTYPES))]
+SLOW = list(zip(EACH, [*OTHERS[:-5:-1], *DRAW.sample(ROWS_CUT[1:], 2)], strict=True))
 SLOW = list(itertools.product(TABLE, OTHERS)) if IN_FULL else SLOW
 SLOW += [(QUICK[1], each) for each in NAMED[1:]]
 

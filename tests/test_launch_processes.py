@@ -63,12 +63,11 @@ def run(tmp_path, capfd):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize(
-    "end, status, told",
+    "who, end, status, told",
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL (9)"),
-        ("os._exit(7)", 7, "exited with status 7"),
+        (0, "os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL (9)"),
+        (2, "os._exit(7)", 7, "exited with status 7"),
     ],
 )
 def test_a_process_that_dies_ends_the_others_and_is_named(run, who, end, status, told):
@@ -91,8 +90,9 @@ def test_a_process_that_raises_waits_for_the_others_at_its_exit_and_is_named(run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", [0, 2])
-@pytest.mark.parametrize("end", ["time.sleep(1000)", "os.kill(os.getpid(), signal.SIGSTOP)"])
+@pytest.mark.parametrize(
+    "who, end", [(0, "os.kill(os.getpid(), signal.SIGSTOP)"), (2, "time.sleep(1000)")]
+)
 def test_a_process_that_hangs_is_named_and_all_end(run, who, end):
     found, printed = run(who, end, "--hang-after", "5")
     last = printed.err.splitlines()[-1]

@@ -184,7 +184,7 @@ BOTH_WAYS = {
     ("fsdp", "expert", "tensor", "compiler"),
 }
 OTHERS = [case for case in TOGETHER if case not in PAIRS | BOTH_WAYS]
-TRIED = [*sorted(PAIRS), *sorted(BOTH_WAYS), *sample(OTHERS, 4)]
+TRIED = [*sorted(PAIRS), *sorted(BOTH_WAYS), *sample(OTHERS, 2)]
 
 
 def test_each_pair_is_tried_both_ways_and_each_triple_may_be():
@@ -561,11 +561,16 @@ def test_stages_by_the_compiler_hold_and_cast_their_own_layers_alone():
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-2 * np.abs(b).max())
 
 
+ROUND = sample([name for name in layouts.LAYOUTS if name not in {*sum(RESTORED, ())}], 7)
+
+
 @pytest.mark.slow
-def test_a_checkpoint_goes_through_every_layout_and_comes_back(tmp_path):
+def test_a_checkpoint_goes_through_layouts_and_comes_back(tmp_path):
     """Each layout restores what the one before saved, and saves it again: bit for bit."""
-    tx = OPTIMIZERS["adamw"]
-    truth, names = None, [*layouts.LAYOUTS, next(iter(layouts.LAYOUTS))]
+    made, tx = [layouts.LAYOUTS[name](8) for name in ROUND], OPTIMIZERS["adamw"]
+    assert {"expert", "stage", "context"} <= {role for x in made for role in x.roles()}
+    assert {x.by for x in made} == {"hand", "compiler"}
+    truth, names = None, [*ROUND, ROUND[0]]
     for step, name in enumerate(names, 1):
         layout = layouts.LAYOUTS[name](8)
         _, create = parts(layout.size("stage"), 8, mixed="rows")

@@ -63,7 +63,7 @@ OPTIMIZERS = (
     optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2, eps=1e-3)),
     optax.adafactor(1e-2, min_dim_size_to_factor=4, eps=1e-4),
 )
-SAMPLE = 12
+SAMPLE = 8
 QUICK = [
     ("1f1b", "alone", "decoder"),
     ("zb_h1", "fsdp", "tied"),
