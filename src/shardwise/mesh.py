@@ -146,13 +146,23 @@ def outside() -> contextlib.AbstractContextManager:
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
 
-class OnAuto:
-    """A function over Auto axes, for a caller whose `mesh` has Explicit ones, as JAX makes them.
+def within(mesh: Any) -> Any:
+    """`mesh` as constraints take it inside a shard_map over it, whose axes have other types."""
+    return jax.sharding.get_abstract_mesh() if jax.__version_info__ >= (0, 8) else mesh
 
-    What goes in is taken by the same devices with Auto axes, and what comes out has the caller's
-    types. `specs` gives the PartitionSpecs of what comes out, whose shapes it is given: within a
-    trace of the caller's they are part of the types.
+
+def for_caller(run: Callable, mesh: Any, specs: Callable[[Any], Any]) -> Callable:
+    """`run`, over Auto axes, for a caller whose `mesh` may have Explicit ones, as JAX makes them.
+
+    Then what goes in is taken by the same devices with Auto axes, and what comes out has the
+    caller's types. `specs` gives the PartitionSpecs of what comes out, whose shapes it is given:
+    within a trace of the caller's they are part of the types.
     """
+    return run if auto(mesh) is mesh else _OnAuto(run, mesh, specs)
+
+
+class _OnAuto:
+    """What `for_caller` makes of a function."""
 
     def __init__(self, run: Callable, mesh: Any, specs: Callable[[Any], Any]):
         self._run, self._mesh, self._specs = run, mesh, specs

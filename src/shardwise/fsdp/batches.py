@@ -1,8 +1,9 @@
 """Batches whose rows, and perhaps columns, are cut over devices and microbatches."""
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,30 +31,24 @@ def pad(batch: dict, n: int, mask: str = "mask") -> dict:
     return jax.tree.map(lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), batch)
 
 
-class Divided(NamedTuple):
-    """The mesh axes over which a batch's rows and columns are cut by hand, and the columns' order.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Divided(objective.Division):
+    """The division of batches by hand over axes of `mesh`, columns in this `order` of the sequence.
 
     Errors begin with `who`: what the user called.
     """
 
     mesh: jax.sharding.Mesh
-    rows: tuple[str, ...]
-    columns: tuple[str, ...] = ()
     order: Callable[[int, int], Any] | None = None
     who: str = WHO
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """All mesh axes that cut rows or columns, over which the parts' sums are added up."""
-        return (*self.columns, *self.rows)
-
-    def __call__(self, batch: Any, microbatches: int) -> tuple[Any, Any, tuple]:
+    def cut(self, batch: Any) -> tuple[Any, Any, tuple]:
         """(the batch, its columns in order; the numbers of rows and columns; the specs of both).
 
         Raises:
           ValueError: rows or columns that do not divide.
         """
-        check_rows(batch, self._parts(self.rows) * microbatches, self.who)
+        check_rows(batch, self._parts(self.rows) * self.microbatches, self.who)
         if not self.columns:
             return batch, objective.numbers(batch), (P(self.rows), P(self.rows))
         length, parts = _sequence(batch, self.who), self._parts(self.columns)

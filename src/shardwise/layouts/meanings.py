@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import context, experts, tensor
+from shardwise import mesh as meshes
 from shardwise.layouts.layout import Layout
 from shardwise.rules.rule import entry_of
 
@@ -35,7 +36,8 @@ class Pins:
             return x
         if x.ndim == 3:
             self._check(x.shape[1], name, spec)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh(), spec))
+        mesh = meshes.within(self.mesh) if self.by_hand else self.mesh
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     def _check(self, length, name, spec):
         """Raise ValueError for a sequence that does not divide: a compiler pads it in silence."""
@@ -46,11 +48,6 @@ class Pins:
                 f"layouts: a sequence of {length} does not split into {parts} parts, over {axes}, "
                 f"at {name!r}; pad it, with a mask of 0, to {-(-length // parts) * parts}."
             )
-
-    def _mesh(self):
-        if self.by_hand and jax.__version_info__ >= (0, 8):
-            return jax.sharding.get_abstract_mesh()  # that of the shard_map around
-        return self.mesh
 
 
 def pins(layout: Layout) -> Pins:

@@ -1,7 +1,7 @@
 """The mean and its gradient, from parts: microbatches, and shares of devices."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,22 @@ class Division:
     def together(self, x: Any) -> Any:
         """The sum of `x` over the parts on all devices."""
         return jax.lax.psum(x, self.axes) if self.axes else x
+
+    def over_devices(self, leaves: Sequence[Any], ways: Sequence[str], who: str) -> tuple:
+        """(the leaves that are whole on every device, those of rows, which stay cut), in shard_map.
+
+        Errors begin with `who`.
+        """
+        if self.columns and "concatenate" in ways:
+            raise ValueError(
+                f"{who}: aux 'concatenate' joins rows, and of each row a device has a part of the "
+                f"sequence alone, over {self.columns}. Return sums over tokens, or lay the "
+                f"sequence out by the compiler."
+            )
+        sums = {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}
+        pairs, axes = [*zip(leaves, ways, strict=True)], self.axes
+        whole = [sums[w](x, axes) if axes else x for x, w in pairs if w != "concatenate"]
+        return whole, [x for x, w in pairs if w == "concatenate"]
 
     def fold(self, key: Any) -> Any:
         """The key of this device's part, made of the batch's."""

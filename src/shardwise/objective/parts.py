@@ -107,16 +107,8 @@ def reduced(stacked: jax.Array, way: str) -> jax.Array:
     return {"mean": jnp.mean, "max": jnp.max}[way](stacked, axis=0)
 
 
-def over_devices(leaves: Sequence[Any], ways: Sequence[str], axes: Sequence[str]) -> tuple:
-    """(the leaves that are whole on every device, those of rows, which stay cut), in shard_map."""
-    sums = {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}
-    pairs, axes = list(zip(leaves, ways, strict=True)), tuple(axes)
-    whole = [sums[w](x, axes) if axes else x for x, w in pairs if w != "concatenate"]
-    return whole, [x for x, w in pairs if w == "concatenate"]
-
-
 def merged(whole: Sequence[Any], rows: Sequence[Any], ways: Sequence[str], structure: Any) -> Any:
-    """The tree of auxiliary outputs, of the two groups that `over_devices` made of its leaves."""
+    """The tree of auxiliary outputs, of the two groups that `Division.over_devices` made of it."""
     groups = iter(whole), iter(rows)
     return jax.tree.unflatten(structure, [next(groups[way == "concatenate"]) for way in ways])
 

@@ -115,11 +115,3 @@ def undivided(halves: Any, schedule: Any) -> None:
             f"what the stage before waits for and gradients of weights; all of it runs in I.",
             stacklevel=2,
         )
-
-
-def no_rows(who: str, columns: tuple[str, ...]) -> None:
-    """Refuse auxiliary outputs that are rows, where the sequence is cut."""
-    raise ValueError(
-        f"{who}: aux 'concatenate' joins rows, and of each row a device has a part of the sequence "
-        f"alone, over {columns}. Return sums over tokens, or lay the sequence out by the compiler."
-    )

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective, schedules
+from shardwise import mesh as meshes
 from shardwise.objective.gradients import nothing_if_empty
 from shardwise.objective.parts import meaning
 from shardwise.pipeline import checks, cut
@@ -179,8 +180,6 @@ class _Device:
         if m == 1 and self.mean.count is not None:  # which may depend on the parameters
             stages[-1] = dataclasses.replace(stages[-1], seeds=(0, 1))
         self.ways = objective.ways(self.aux, self.extra)
-        if within.columns and "concatenate" in self.ways:
-            checks.no_rows(self.who, within.columns)
         self.folded = key is not None and self.traced is not None and not self.traced.by_place
         schedule = checks.schedule(self, len(stages))
         start = len(jax.tree.leaves((batch, rows)))
@@ -205,8 +204,7 @@ class _Device:
                 f"{self.who}: the loss constrains an array to {sharding}; within a stage there are "
                 f"the axes {known}. Constrain to a PartitionSpec of these."
             )
-        new = jax.__version_info__ >= (0, 8)
-        return NamedSharding(jax.sharding.get_abstract_mesh() if new else self.mesh, sharding.spec)
+        return NamedSharding(meshes.within(self.mesh), sharding.spec)
 
     def _count(self, leaves, parts, args, key):
         """The count of the whole batch, which the first of several backward passes needs."""
@@ -238,7 +236,7 @@ class _Device:
         dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(self.mean)))
         pairs = zip(jax.tree.leaves(extra), self.ways, strict=True)
         extra = [objective.reduced(x, way) for x, way in pairs]
-        groups = objective.over_devices(extra, self.ways, self.within.axes)
+        groups = self.within.over_devices(extra, self.ways, self.who)
         return objective.quotient(whole).astype(dtype), whole, groups
 
 
