@@ -97,6 +97,18 @@ def make(**axes: int) -> jax.sharding.Mesh:
     )
 
 
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in one entry of a spec, as a tuple."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+
+
+def entry_of(axes: tuple[str, ...]) -> Any:
+    """Mesh axes as the entry of a spec: one by its name, several as a tuple, None for none."""
+    return axes[0] if len(axes) == 1 else axes or None
+
+
 def auto(mesh: Any) -> Any:
     """`mesh` with Auto axes over the same devices; `mesh` itself where all its axes are Auto."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
@@ -144,6 +156,17 @@ def without_types(mesh: Any) -> Iterator[None]:
 def outside() -> contextlib.AbstractContextManager:
     """A context without the mesh that `jax.set_mesh` has set: for arrays on other devices."""
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
+
+
+def check_around(who: str, mesh: Any) -> None:
+    """Raise where `jax.set_mesh` has set another mesh than this one, or other axis types."""
+    around = jax.sharding.get_abstract_mesh()
+    if not around.empty and around != mesh.abstract_mesh:
+        raise ValueError(
+            f"{who}: jax.set_mesh has set another mesh, {dict(around.shape)} of axis types "
+            f"{around.axis_types}; set {dict(mesh.shape)} as mesh.make makes it, for which this "
+            f"function is, or none. Explicit axes are taken by a layouts.Layout over them."
+        )
 
 
 def within(mesh: Any) -> Any:

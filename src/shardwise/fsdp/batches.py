@@ -48,7 +48,7 @@ class Divided(objective.Division):
         Raises:
           ValueError: rows or columns that do not divide.
         """
-        check_rows(batch, self._parts(self.rows) * self.microbatches, self.who)
+        objective.check_rows(batch, self._parts(self.rows) * self.microbatches, self.who)
         if not self.columns:
             return batch, objective.numbers(batch), (P(self.rows), P(self.rows))
         length, parts = _sequence(batch, self.who), self._parts(self.columns)
@@ -85,26 +85,3 @@ def _sequence(batch, who):
             f"argument."
         )
     return next(iter(lengths))
-
-
-def check_rows(batch: Any, parts: int, who: str = WHO) -> None:
-    """Raise where an array of the batch does not split into so many parts, or it has none."""
-    if not jax.tree.leaves(batch):
-        raise ValueError(
-            f"{who}: the batch is {batch!r}, and has no arrays whose rows could be cut into "
-            f"{parts} parts (devices times microbatches); hand over rows, be they numbers that the "
-            f"loss does not look at."
-        )
-    for path, x in trees.leaves(batch):
-        if jnp.ndim(x) == 0:
-            raise ValueError(
-                f"{who}: {path or 'the batch'} is a scalar, and has no rows to cut "
-                f"into {parts} parts (devices times microbatches); hand it to the loss as a "
-                f"further argument."
-            )
-        if jnp.shape(x)[0] % parts:
-            raise ValueError(
-                f"{who}: {path or 'the batch'} of shape {jnp.shape(x)} does "
-                f"not split into {parts} parts (devices times microbatches) along its rows; add "
-                f"masked rows: fsdp.pad(batch, {parts}), and a loss that returns objective.Mean."
-            )

@@ -24,7 +24,7 @@ from shardwise.fsdp.batches import WHO, Divided
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
 from shardwise.fsdp.reads import reads
 from shardwise.fsdp.using import late, numbered, use_of
-from shardwise.rules.rule import mesh_axes
+from shardwise.mesh import axes_of
 
 
 def value_and_grad(
@@ -95,7 +95,7 @@ def value_and_grad(
     """
     given, mesh = mesh, meshes.auto(mesh)
     rule = rule if isinstance(rule, rules.FSDPRule) else rule_along(rule)
-    rows, columns = (*replicate, *mesh_axes(rule.axis)), tuple(columns)
+    rows, columns = (*replicate, *axes_of(rule.axis)), tuple(columns)
     for name in (*rows, *columns):
         check_axis(who, mesh, name)
     if zero not in (1, 2, 3) or microbatches < 1:

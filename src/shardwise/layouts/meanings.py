@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from shardwise import context, experts, tensor
 from shardwise import mesh as meshes
 from shardwise.layouts.layout import Layout
-from shardwise.rules.rule import entry_of
+from shardwise.mesh import entry_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +109,10 @@ class Remat:
 def meanings(layout: Layout) -> Mapping[str, Callable]:
     """{mark: meaning} of the marks that the layout gives one, beside `use`."""
     found: dict[str, Callable] = {}
+    if layout.remat is not None:
+        found["layer"] = Remat(layout.remat, bool(layout.stage) and not layout.exact)
+    if layout.exact:  # a block is a program of one device, which has whole rows
+        return found | ({"attend": layout.kernel} if layout.kernel else {})
     if layout.tensor or not layout.by_hand:
         found["constrain"] = pins(layout)
     if layout.context and layout.by_hand:
@@ -120,8 +124,6 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
         found["experts"] = form(layout.expert[0], sequence=entry_of(layout.context))
     elif layout.by_hand and layout.context:
         found["experts"] = experts.local(entry_of(layout.context))
-    if layout.remat is not None:
-        found["layer"] = Remat(layout.remat, bool(layout.stage))
     return found
 
 

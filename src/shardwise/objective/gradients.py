@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from shardwise import marks
 from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
@@ -35,6 +36,13 @@ class Division:
     def axes(self) -> tuple[str, ...]:
         """All mesh axes that cut rows or columns, over which the parts' sums are added up."""
         return (*self.columns, *self.rows)
+
+    def cut(self, batch: Any) -> tuple[Any, Any, tuple]:
+        """(the batch as it is cut, the `numbers` of its rows, the PartitionSpecs of both).
+
+        Here of a batch that no mesh axis cuts by hand; `fsdp.batches` has those that are.
+        """
+        return batch, numbers(batch), (P(), P())
 
     def together(self, x: Any) -> Any:
         """The sum of `x` over the parts on all devices."""

@@ -19,17 +19,6 @@ def options(who: str, mesh: Mesh, axis: str, microbatches: int) -> None:
         raise ValueError(f"{who}: microbatches={microbatches}; expected 1 or more.")
 
 
-def mesh_around(who: str, mesh: Mesh) -> None:
-    """Check that `jax.set_mesh` has set this mesh, of these axis types, or none."""
-    around = jax.sharding.get_abstract_mesh()
-    if not around.empty and around != mesh.abstract_mesh:
-        raise ValueError(
-            f"{who}: jax.set_mesh has set another mesh, {dict(around.shape)} of axis types "
-            f"{around.axis_types}; set {dict(mesh.shape)} as mesh.make makes it, or none. "
-            f"For Explicit axes use layouts.Layout(stage=...), which takes them."
-        )
-
-
 def leaves(who: str, tree: Any, batch: Any, args: tuple, key: Any) -> None:
     """Check that parameters are floating-point arrays, and that all else is arrays."""
     if not jax.tree.leaves(batch):
