@@ -140,10 +140,10 @@ def _flat(state):
 @pytest.mark.parametrize(
     "sizes, told",
     [
-        (dict(norms="none"), "norms='none'; expected 'before' or 'after' or 'both'"),
+        (dict(norms="none"), "norms='none' must be 'before' or 'after' or 'both'"),
         (dict(qk_norm="all"), "qk_norm='all'"),
         (dict(activation="relu"), "activation='relu'"),
-        (dict(experts=4, activation="gelu"), "experts have 'silu'"),
+        (dict(experts=4, activation="gelu"), "activation='gelu' must be 'silu' in experts"),
     ],
 )
 def test_what_is_no_variant_is_named(sizes, told):

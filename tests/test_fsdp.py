@@ -484,7 +484,7 @@ def break_check_vma(monkeypatch):
 
 def break_axis(monkeypatch):
     """Sums the shards' gradients over the wrong axis: that of the shards, not of their copies."""
-    wrong = lambda self, grad, s: jax.lax.psum(grad, self.divided.rows[-1])  # noqa: E731
+    wrong = lambda self, grad, s: jax.lax.psum(grad, self.division.rows[-1])  # noqa: E731
     monkeypatch.setattr(gradients._Device, "_sum", wrong)
 
 

@@ -10,7 +10,7 @@ from jax.experimental import pallas
 from published import BATCH, DIVIDE, MIX, PARAMS, narrow, nats, net
 
 from shardwise import marks, mesh, objective
-from shardwise.objective import Indivisible, Mean
+from shardwise.objective import Indivisible, Mean, oracle
 
 mesh.simulate(8)
 KINDS = {"float32": (PARAMS, BATCH), "bfloat16": (narrow(PARAMS), narrow(BATCH))}
@@ -339,8 +339,10 @@ def test_a_rule_of_its_own_is_judged_by_its_gradient_unless_that_is_left_out():
 def test_draws_by_shape_are_judged_by_what_rows_add():
     key = jax.random.key(0)
     objective.check(DIVIDE["dropout"][0], PARAMS, BATCH, key=key)
+    case = oracle.Case(DIVIDE["dropout"][0], PARAMS, BATCH, key=key)
+    (part,) = oracle.plan(("devices",), oracle.LEAST, BATCH)
     with pytest.raises(Indivisible):  # as of draws by place it is another
-        objective.check(DIVIDE["dropout"][0], PARAMS, BATCH, key=key, by_place=True)
+        oracle.judge(oracle.compiled(case, part), True)
 
     def mixing(p, b, key):
         x = z(p, b)

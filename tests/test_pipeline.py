@@ -475,7 +475,7 @@ OF_FOUR = schedules.SCHEDULES["interleaved_1f1b"](4, 2, 2)
 X = np.ones((8, WIDE), np.float32)
 NO_AUX = dict(loss=with_aux, has_aux=True, aux={"a": {"deeper": "sum"}})
 TAKES = "no stage boundary.* zb_v on 2 ranks along 'stage' takes 4.* 4 stages need 3 of"
-SPLIT = r"8 rows \(mask\) does not split into 3 microbatches; pad"
+SPLIT = r"microbatches=3: mask of shape \(8,\) does not split into 3 parts .*masked rows"
 OTHER = r"different numbers of rows \(mask 8, x 4\).*use one microbatch"
 NOT = r"parameters\['act'\] is a function, not an array.*eqx"
 BARE = r"The loss returned \(4, 8\); expected objective.Mean\(total, count\)"

@@ -76,9 +76,8 @@ def test_nothing_but_padding_is_a_loss_of_zero():
 
 
 def test_rows_that_do_not_split_are_named():
-    with pytest.raises(
-        ValueError, match=r"a batch of 5 rows .*does not split into 2 microbatches; pad"
-    ):
+    told = r"microbatches=2: .* of shape \(5, .*does not split into 2 parts .*masked rows"
+    with pytest.raises(ValueError, match=told):
         objective.value_and_grad(LOSS, 2)(PARAMS, padded(5))
 
 

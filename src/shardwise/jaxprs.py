@@ -24,8 +24,13 @@ def every(jaxpr: Any) -> Iterator[Any]:
     """All equations of a program, and of the programs within them."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for body in inner(eqn):
-            yield from every(body)
+        yield from within(eqn)
+
+
+def within(eqn: Any) -> Iterator[Any]:
+    """All equations of the programs within an equation."""
+    for body in inner(eqn):
+        yield from every(body)
 
 
 def carries(scan: Any, body: Any) -> slice:

@@ -1,6 +1,9 @@
 """The decoder's sizes, and what its layers are made of; `shardwise.model` has the whole."""
 
 import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,68 +53,54 @@ class Config:
     norm_epsilon: float = 1e-6  # added to the mean square in RMSNorm
 
     def __post_init__(self):
-        for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "stages"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Config: {name}={getattr(self, name)} must be at least 1.")
-        for whole, part in [("heads", "kv_heads"), ("layers", "stages")]:
-            if getattr(self, whole) % getattr(self, part):
-                raise ValueError(
-                    f"Config: {whole}={getattr(self, whole)} must be a multiple of "
-                    f"{part}={getattr(self, part)}."
-                )
-        if self.head_dim % 2:
-            raise ValueError(f"Config: head_dim={self.head_dim} must be even for rotary positions.")
-        self._check_experts()
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"Config: dropout={self.dropout} must be at least 0 and below 1.")
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"Config: {name}={getattr(self, name)!r}; expected "
-                    f"{' or '.join(map(repr, known))}."
-                )
-        for name in ("rope_theta", "norm_epsilon"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"Config: {name}={getattr(self, name)} must be above 0.")
+        for name, wrong, expected in self._mistakes():
+            if wrong:
+                raise ValueError(f"Config: {name}={getattr(self, name)!r} must be {expected}.")
 
-    def _check_experts(self):
-        if min(self.experts, self.shared_experts) < 0 or (self.shared_experts and not self.experts):
-            raise ValueError(
-                f"Config: experts={self.experts} and shared_experts={self.shared_experts} must be "
-                f"0 or more, and shared ones stand beside others."
-            )
-        if self.experts and not 1 <= self.experts_per_token <= self.experts:
-            raise ValueError(
-                f"Config: experts_per_token={self.experts_per_token} must be from 1 to "
-                f"experts={self.experts}."
-            )
-        if self.experts and self.activation != "silu":
-            raise ValueError(f"Config: activation={self.activation!r}; experts have 'silu'.")
-        if self.capacity_factor is not None and not self.capacity_factor > 0:
-            raise ValueError(
-                f"Config: capacity_factor={self.capacity_factor} must be above 0, or None for no "
-                f"drops."
-            )
+    def _mistakes(self) -> Iterator[tuple[str, Any, str]]:
+        """(field, whether it is wrong, what it has to be) of each."""
+        for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "stages"):
+            yield name, getattr(self, name) < 1, "at least 1"
+        yield "heads", self.heads % self.kv_heads, f"a multiple of kv_heads={self.kv_heads}"
+        yield "layers", self.layers % self.stages, f"a multiple of stages={self.stages}"
+        yield "head_dim", self.head_dim % 2, "even for rotary positions"
+        experts, shared, factor = self.experts, self.shared_experts, self.capacity_factor
+        yield "experts", experts < 0, "0 or more"
+        yield "shared_experts", shared < 0, "0 or more"
+        yield "shared_experts", shared and not experts, "0 where experts=0"
+        fits = 1 <= self.experts_per_token <= experts
+        yield "experts_per_token", experts and not fits, f"from 1 to experts={experts}"
+        yield "activation", experts and self.activation != "silu", "'silu' in experts"
+        no_factor = factor is not None and not factor > 0
+        yield "capacity_factor", no_factor, "above 0, or None for no drops"
+        yield "dropout", not 0 <= self.dropout < 1, "at least 0 and below 1"
+        for name, known in _CHOICES.items():
+            yield name, getattr(self, name) not in known, " or ".join(map(repr, known))
+        for name in ("rope_theta", "norm_epsilon"):
+            yield name, not 0 < getattr(self, name) < float("inf"), "above 0, and finite"
 
 
 class Linear(nnx.Module):
-    """A weight, by default without a bias; `fan_in` counts the entries that one output sums over.
+    """A weight of these logical axes, by default without a bias; outputs sum over the axes `over`.
 
-    A bias has the shape and the axes of the weight's but the first. The weight is uniform in
-    ±√(3/fan_in), hence of variance 1/fan_in: inside jit, uniform draws are bitwise the same under
+    Sizes are the configuration's, or those in `sizes`. A bias has the axes of the weight but the
+    first. The weight is uniform in ±√(3/fan_in), hence of variance 1/fan_in, where fan_in counts
+    the entries that one output sums over: inside jit, uniform draws are bitwise the same under
     every sharding; normal ones are not on every JAX that we support.
     """
 
     def __init__(
         self,
         config: Config,
-        shape: tuple[int, ...],
         axes: tuple[str, ...],
-        fan_in: int,
+        over: tuple[str, ...],
         rngs: nnx.Rngs,
         bias: bool = False,
+        **sizes: int,
     ):
-        limit = (3 / fan_in) ** 0.5
+        sizes = {name: getattr(config, name) for name in axes if name not in sizes} | sizes
+        shape = tuple(sizes[name] for name in axes)
+        limit = (3 / math.prod(sizes[name] for name in over)) ** 0.5
         kernel = jax.random.uniform(rngs.params(), shape, config.param_dtype, -limit, limit)
         self.kernel = nnx.Param(kernel, logical_axes=axes)
         if bias:

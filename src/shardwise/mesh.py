@@ -97,6 +97,18 @@ def make(**axes: int) -> jax.sharding.Mesh:
     )
 
 
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in one entry of a spec, as a tuple."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+
+
+def entry_of(axes: tuple[str, ...]) -> Any:
+    """Mesh axes as the entry of a spec: one by its name, several as a tuple, None for none."""
+    return axes[0] if len(axes) == 1 else axes or None
+
+
 def auto(mesh: Any) -> Any:
     """`mesh` with Auto axes over the same devices; `mesh` itself where all its axes are Auto."""
     types = (AxisType.Auto,) * len(mesh.axis_names)
@@ -146,13 +158,34 @@ def outside() -> contextlib.AbstractContextManager:
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
 
 
-class OnAuto:
-    """A function over Auto axes, for a caller whose `mesh` has Explicit ones, as JAX makes them.
+def check_around(who: str, mesh: Any) -> None:
+    """Raise where `jax.set_mesh` has set another mesh than this one, or other axis types."""
+    around = jax.sharding.get_abstract_mesh()
+    if not around.empty and around != mesh.abstract_mesh:
+        raise ValueError(
+            f"{who}: jax.set_mesh has set another mesh, {dict(around.shape)} of axis types "
+            f"{around.axis_types}; set {dict(mesh.shape)} as mesh.make makes it, for which this "
+            f"function is, or none. Explicit axes are taken by a layouts.Layout over them."
+        )
 
-    What goes in is taken by the same devices with Auto axes, and what comes out has the caller's
-    types. `specs` gives the PartitionSpecs of what comes out, whose shapes it is given: within a
-    trace of the caller's they are part of the types.
+
+def within(mesh: Any) -> Any:
+    """`mesh` as constraints take it inside a shard_map over it, whose axes have other types."""
+    return jax.sharding.get_abstract_mesh() if jax.__version_info__ >= (0, 8) else mesh
+
+
+def for_caller(run: Callable, mesh: Any, specs: Callable[[Any], Any]) -> Callable:
+    """`run`, over Auto axes, for a caller whose `mesh` may have Explicit ones, as JAX makes them.
+
+    Then what goes in is taken by the same devices with Auto axes, and what comes out has the
+    caller's types. `specs` gives the PartitionSpecs of what comes out, whose shapes it is given:
+    within a trace of the caller's they are part of the types.
     """
+    return run if auto(mesh) is mesh else _OnAuto(run, mesh, specs)
+
+
+class _OnAuto:
+    """What `for_caller` makes of a function."""
 
     def __init__(self, run: Callable, mesh: Any, specs: Callable[[Any], Any]):
         self._run, self._mesh, self._specs = run, mesh, specs

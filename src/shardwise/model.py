@@ -55,24 +55,22 @@ class Block(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
         c, bias = config, config.qkv_bias
         self.attention_norm = RMSNorm(c) if c.norms != "after" else None
-        query = ("embed", "heads", "head_dim")
-        self.q = Linear(c, (c.embed, c.heads, c.head_dim), query, c.embed, rngs, bias)
-        key_value = ("embed", "kv_heads", "head_dim")
-        self.k = Linear(c, (c.embed, c.kv_heads, c.head_dim), key_value, c.embed, rngs, bias)
-        self.v = Linear(c, (c.embed, c.kv_heads, c.head_dim), key_value, c.embed, rngs, bias)
+        query, key_value = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
+        self.q = Linear(c, query, ("embed",), rngs, bias)
+        self.k = Linear(c, key_value, ("embed",), rngs, bias)
+        self.v = Linear(c, key_value, ("embed",), rngs, bias)
         first = 1 if c.qk_norm == "heads" else 2  # of the axes that a norm goes over
         self.q_norm = RMSNorm(c, query[first:]) if c.qk_norm else None
         self.k_norm = RMSNorm(c, key_value[first:]) if c.qk_norm else None
-        out = ("heads", "head_dim", "embed")
-        self.o = Linear(c, (c.heads, c.head_dim, c.embed), out, c.heads * c.head_dim, rngs)
+        self.o = Linear(c, ("heads", "head_dim", "embed"), ("heads", "head_dim"), rngs)
         self.attention_end = RMSNorm(c) if c.norms != "before" else None
         self.mlp_norm = RMSNorm(c) if c.norms != "after" else None
         if c.experts:
             self.experts = Experts(c, rngs)
         else:
-            self.gate = Linear(c, (c.embed, c.mlp), ("embed", "mlp"), c.embed, rngs)
-            self.up = Linear(c, (c.embed, c.mlp), ("embed", "mlp"), c.embed, rngs)
-            self.down = Linear(c, (c.mlp, c.embed), ("mlp", "embed"), c.mlp, rngs)
+            self.gate = Linear(c, ("embed", "mlp"), ("embed",), rngs)
+            self.up = Linear(c, ("embed", "mlp"), ("embed",), rngs)
+            self.down = Linear(c, ("mlp", "embed"), ("mlp",), rngs)
         self.mlp_end = RMSNorm(c) if c.norms != "before" else None
         self.activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[c.activation]
         self.routed = bool(c.experts)
@@ -146,14 +144,12 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.config = config
-        table = (config.vocab, config.embed)
-        self.embed = Linear(config, table, ("vocab", "embed"), config.embed, rngs)
+        self.embed = Linear(config, ("vocab", "embed"), ("embed",), rngs)
         keys = jax.random.split(rngs.params(), config.layers)
         self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(params=key)))(keys)
         self.final_norm = RMSNorm(config)
         if not config.tied:
-            head = (config.embed, config.vocab)
-            self.head = Linear(config, head, ("embed", "vocab"), config.embed, rngs)
+            self.head = Linear(config, ("embed", "vocab"), ("embed",), rngs)
 
     def __call__(self, tokens, key=None, places=None):
         """Logits; with a `key` dropout is on. `places` are `marks.Places`, by default those of

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec as P
 
+from shardwise.mesh import axes_of, entry_of
+
 Axes = str | tuple[str, ...] | None
 
 _CUT = ("vocab", "heads", "kv_heads", "mlp")
@@ -36,10 +38,10 @@ def activations(
     and the MLP and what is cut inside them is pinned as well: left free, XLA for CPU keeps the
     tokens cut there, and gathers weights.
     """
-    tokens = (*_tuple(context), *_tuple(axis)) if sequence else _tuple(context)
+    tokens = (*axes_of(context), *axes_of(axis)) if sequence else axes_of(context)
     between = ("embedding_output", "attention_output", "mlp_output")
-    pins = dict.fromkeys(between, P(rows, _entry(tokens)))
-    pins["logits"] = P(rows, _entry(_tuple(context)), axis)
+    pins = dict.fromkeys(between, P(rows, entry_of(tokens)))
+    pins["logits"] = P(rows, entry_of(axes_of(context)), axis)
     if sequence:
         pins |= dict.fromkeys(("attention_input", "mlp_input"), P(rows, context))
         pins |= dict.fromkeys(("attended", "mlp_hidden"), P(rows, context, axis))
@@ -120,11 +122,3 @@ def bytes_sent(
         loss=3 * number,
         norms=2 * scales * share if sequence else 0,
     )
-
-
-def _tuple(axes):
-    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-
-
-def _entry(axes):
-    return None if not axes else axes[0] if len(axes) == 1 else axes

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks
+from shardwise.mesh import axes_of
 
 Axis = str | tuple[str, ...]  # one mesh axis, or several as one
 
@@ -79,7 +80,7 @@ class Within:
         def local(q, k, v, places):
             return self.form(q, k, v, places, mask)
 
-        manual = {*self.rows, *_names(self.axis), *self.heads}
+        manual = {*self.rows, *axes_of(self.axis), *self.heads}
         return jax.shard_map(
             local,
             mesh=mesh,
@@ -92,7 +93,7 @@ class Within:
     def _check(self, mesh, q, k):
         cuts = (
             ("rows", q.shape[0], self.rows),
-            ("tokens", q.shape[1], _names(self.axis)),
+            ("tokens", q.shape[1], axes_of(self.axis)),
             ("heads", q.shape[2], self.heads),
             ("kv heads", k.shape[2], self.heads),
         )
@@ -105,7 +106,3 @@ class Within:
                     f"context.within: {size} {what} do not divide among the {n} devices of mesh "
                     f"axis {', '.join(axes)}; expected a multiple of {n}, such as {near}."
                 )
-
-
-def _names(axis):
-    return (axis,) if isinstance(axis, str) else axis

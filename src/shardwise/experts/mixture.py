@@ -38,19 +38,18 @@ class Experts(nnx.Module):
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
-        c, n = config, config.experts
-        self.router = Linear(c, (c.embed, n), ("embed", "router"), c.embed, rngs)
-        inwards, outwards = ("experts", "embed", "mlp"), ("experts", "mlp", "embed")
-        self.gate = Linear(c, (n, c.embed, c.mlp), inwards, c.embed, rngs)
-        self.up = Linear(c, (n, c.embed, c.mlp), inwards, c.embed, rngs)
-        self.down = Linear(c, (n, c.mlp, c.embed), outwards, c.mlp, rngs)
+        c, inwards = config, ("experts", "embed", "mlp")
+        self.router = Linear(c, ("embed", "router"), ("embed",), rngs, router=c.experts)
+        self.gate = Linear(c, inwards, ("embed",), rngs)
+        self.up = Linear(c, inwards, ("embed",), rngs)
+        self.down = Linear(c, ("experts", "mlp", "embed"), ("mlp",), rngs)
         if c.router_bias:
-            self.bias = nnx.Param(jnp.zeros(n, jnp.float32), logical_axes=("router",))
+            self.bias = nnx.Param(jnp.zeros(c.experts, jnp.float32), logical_axes=("router",))
         if c.shared_experts:
-            wide = c.mlp * c.shared_experts
-            self.shared_gate = Linear(c, (c.embed, wide), ("embed", "mlp"), c.embed, rngs)
-            self.shared_up = Linear(c, (c.embed, wide), ("embed", "mlp"), c.embed, rngs)
-            self.shared_down = Linear(c, (wide, c.embed), ("mlp", "embed"), wide, rngs)
+            wide = {"mlp": c.mlp * c.shared_experts}
+            self.shared_gate = Linear(c, ("embed", "mlp"), ("embed",), rngs, **wide)
+            self.shared_up = Linear(c, ("embed", "mlp"), ("embed",), rngs, **wide)
+            self.shared_down = Linear(c, ("mlp", "embed"), ("mlp",), rngs, **wide)
         self.config = c
 
     def __call__(self, x: jax.Array, index: jax.Array | None = None) -> tuple[jax.Array, Routing]:

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardwise import mesh as meshes
 from shardwise import rules
 from shardwise import tree as trees
-from shardwise.rules.rule import entry_of, mesh_axes, parts
+from shardwise.mesh import axes_of, entry_of
 
 Axes = str | tuple[str, ...]
 
@@ -42,14 +43,9 @@ class ArrayLayout(NamedTuple):
         ]
         return P(*by_hand)
 
-    @property
-    def apart_axes(self) -> list[str]:
-        """The mesh axes along which the array is never gathered."""
-        return jax.tree.leaves(self.apart)
-
     def inside(self, mesh: Mesh) -> tuple[int, ...]:
         """The array's shape where it is used: of what is never gathered, one device's part."""
-        return _divided(self.shape, self.apart, mesh)
+        return NamedSharding(mesh, P(*self.apart)).shard_shape(self.shape)
 
     def inner(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of what has to stay together: of one layer, where there are layers."""
@@ -57,7 +53,7 @@ class ArrayLayout(NamedTuple):
 
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of one device's part, whole along the axes that the compiler has."""
-        return _divided(self.shape, self.manual, mesh)
+        return NamedSharding(mesh, self.manual).shard_shape(self.shape)
 
 
 def rule(axis: Axes = "fsdp", **settings: Any) -> rules.FSDPRule:
@@ -69,27 +65,27 @@ def rule(axis: Axes = "fsdp", **settings: Any) -> rules.FSDPRule:
 
 
 def array_layouts(
-    tree: Any, rule: rules.FSDPRule, mesh: Mesh, apart: Callable[[Any, Mesh], Any] | None = None
+    tree: Any,
+    rule: rules.FSDPRule,
+    mesh: Mesh,
+    apart: Callable[[Any, Mesh], Any] | None = None,
+    leave_out: Sequence[str] = (),
 ) -> tuple[ArrayLayout, ...]:
     """The ArrayLayout, by `rule`, of each array of `tree`, which may be abstract.
 
-    `apart`, a rule too, tells which of the axes that `rule` cuts are never gathered.
+    `apart`, a rule too, tells which of the axes that `rule` cuts are never gathered. The mesh axes
+    in `leave_out` are those of a program around, which cuts along them itself.
     """
-    specs = [choice.spec for choice in rule.choices(tree, mesh)]
-    return of_specs(tree, specs, rule, mesh, apart)
-
-
-def of_specs(tree, specs: Sequence[P], rule, mesh, apart=None) -> tuple[ArrayLayout, ...]:
-    """The ArrayLayout of each array of `tree`, for arrays that lie by these specs."""
+    specs = [without(choice.spec, leave_out) for choice in rule.choices(tree, mesh)]
     own = [()] * len(specs)
     if apart is not None:
         found = jax.tree.leaves(apart(tree, mesh), is_leaf=lambda x: isinstance(x, P))
         own = [tuple(spec) if jax.tree.leaves(tuple(spec)) else () for spec in found]
-    axes, stacked, layouts = mesh_axes(rule.axis), rule.stacks(tree), []
+    axes, stacked, layouts = axes_of(rule.axis), rule.stacks(tree), []
     for (path, x), spec, own_axes, layers in zip(
         trees.leaves(tree), specs, own, stacked, strict=True
     ):
-        entries, taken = [mesh_axes(e) for e in spec], {i for i, e in enumerate(own_axes) if e}
+        entries, taken = [axes_of(e) for e in spec], {i for i, e in enumerate(own_axes) if e}
         free = [i for i in range(len(entries)) if i not in taken and entries[i]]
         cut = next((i for i in free if entries[i] == axes), None)
         beside = tuple(e if i in free and i != cut else None for i, e in enumerate(spec))
@@ -107,13 +103,7 @@ def check_params(params: Any, mesh: Mesh, who: str) -> None:
                 f"{who}: {path or 'the parameter'} is {jnp.result_type(x)}, which has no gradient; "
                 f"pass keys and counters in the batch or as further arguments."
             )
-    around = jax.sharding.get_abstract_mesh()
-    if not around.empty and around != mesh.abstract_mesh:
-        raise ValueError(
-            f"{who}: jax.set_mesh has set another mesh, {dict(around.shape)} of axis types "
-            f"{around.axis_types}; set {dict(mesh.shape)} as mesh.make makes it, for which this "
-            f"function is, or none."
-        )
+    meshes.check_around(who, mesh)
 
 
 def laid_out(run: Any, rule: rules.FSDPRule, mesh: Mesh, who: str) -> Callable:
@@ -151,7 +141,7 @@ def _check_lie(params, shardings, who):
 
 def check_axis(who: str, mesh: Mesh, axis: Axes) -> None:
     """Raise where the mesh lacks an axis."""
-    for name in mesh_axes(axis):
+    for name in axes_of(axis):
         if name not in mesh.shape:
             raise ValueError(
                 f"{who}: the mesh has no axis {name!r}; it has {dict(mesh.shape)}. Make it with "
@@ -161,10 +151,5 @@ def check_axis(who: str, mesh: Mesh, axis: Axes) -> None:
 
 def without(spec: P, axes: Sequence[str]) -> P:
     """The spec without these mesh axes."""
-    kept = (tuple(name for name in mesh_axes(entry) if name not in axes) for entry in spec)
+    kept = (tuple(name for name in axes_of(entry) if name not in axes) for entry in spec)
     return P(*map(entry_of, kept))
-
-
-def _divided(shape, entries, mesh):
-    entries = [*entries, *[None] * (len(shape) - len(entries))]
-    return tuple(size // parts(entry, mesh) for size, entry in zip(shape, entries, strict=True))

@@ -1,8 +1,9 @@
 """Batches whose rows, and perhaps columns, are cut over devices and microbatches."""
 
+import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,30 +31,24 @@ def pad(batch: dict, n: int, mask: str = "mask") -> dict:
     return jax.tree.map(lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), batch)
 
 
-class Divided(NamedTuple):
-    """The mesh axes over which a batch's rows and columns are cut by hand, and the columns' order.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Divided(objective.Division):
+    """The division of batches by hand over axes of `mesh`, columns in this `order` of the sequence.
 
     Errors begin with `who`: what the user called.
     """
 
     mesh: jax.sharding.Mesh
-    rows: tuple[str, ...]
-    columns: tuple[str, ...] = ()
     order: Callable[[int, int], Any] | None = None
     who: str = WHO
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """All mesh axes that cut rows or columns, over which the parts' sums are added up."""
-        return (*self.columns, *self.rows)
-
-    def __call__(self, batch: Any, microbatches: int) -> tuple[Any, Any, tuple]:
+    def cut(self, batch: Any) -> tuple[Any, Any, tuple]:
         """(the batch, its columns in order; the numbers of rows and columns; the specs of both).
 
         Raises:
           ValueError: rows or columns that do not divide.
         """
-        check_rows(batch, self._parts(self.rows) * microbatches, self.who)
+        objective.check_rows(batch, self._parts(self.rows) * self.microbatches, self.who)
         if not self.columns:
             return batch, objective.numbers(batch), (P(self.rows), P(self.rows))
         length, parts = _sequence(batch, self.who), self._parts(self.columns)
@@ -90,26 +85,3 @@ def _sequence(batch, who):
             f"argument."
         )
     return next(iter(lengths))
-
-
-def check_rows(batch: Any, parts: int, who: str = WHO) -> None:
-    """Raise where an array of the batch does not split into so many parts, or it has none."""
-    if not jax.tree.leaves(batch):
-        raise ValueError(
-            f"{who}: the batch is {batch!r}, and has no arrays whose rows could be cut into "
-            f"{parts} parts (devices times microbatches); hand over rows, be they numbers that the "
-            f"loss does not look at."
-        )
-    for path, x in trees.leaves(batch):
-        if jnp.ndim(x) == 0:
-            raise ValueError(
-                f"{who}: {path or 'the batch'} is a scalar, and has no rows to cut "
-                f"into {parts} parts (devices times microbatches); hand it to the loss as a "
-                f"further argument."
-            )
-        if jnp.shape(x)[0] % parts:
-            raise ValueError(
-                f"{who}: {path or 'the batch'} of shape {jnp.shape(x)} does "
-                f"not split into {parts} parts (devices times microbatches) along its rows; add "
-                f"masked rows: fsdp.pad(batch, {parts}), and a loss that returns objective.Mean."
-            )

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardwise.fsdp.arrays import ArrayLayout
-from shardwise.rules.rule import mesh_axes
+from shardwise.mesh import axes_of
 
 SMALL = 2**14  # elements, of the whole arrays that travel together,
 SHARE = 8  # and one of so many parts of all that is gathered there
@@ -41,7 +41,7 @@ class How(NamedTuple):
         """The `How` of an array; None for one that is not gathered. `rows`: the axes by hand."""
         if array.cut is None:
             return None
-        axis, size = mesh_axes(array.spec[array.cut]), array.shape[array.cut]
+        axis, size = axes_of(array.spec[array.cut]), array.shape[array.cut]
         beside = P(*array.beside) if array.beside else None
         others = frozenset(mesh.shape) - {*rows}
         return cls(axis, array.cut, size, dtype, reduce_dtype or dtype, beside, others)

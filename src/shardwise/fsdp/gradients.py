@@ -11,13 +11,20 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective, rules
 from shardwise import mesh as meshes
-from shardwise.fsdp.arrays import ArrayLayout, array_layouts, check_axis, check_params, laid_out
+from shardwise.fsdp.arrays import (
+    ArrayLayout,
+    array_layouts,
+    check_axis,
+    check_params,
+    laid_out,
+    without,
+)
 from shardwise.fsdp.arrays import rule as rule_along
 from shardwise.fsdp.batches import WHO, Divided
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
 from shardwise.fsdp.reads import reads
-from shardwise.fsdp.using import late, numbered, pinned, use_of
-from shardwise.rules.rule import mesh_axes
+from shardwise.fsdp.using import late, numbered, use_of
+from shardwise.mesh import axes_of
 
 
 def value_and_grad(
@@ -88,7 +95,7 @@ def value_and_grad(
     """
     given, mesh = mesh, meshes.auto(mesh)
     rule = rule if isinstance(rule, rules.FSDPRule) else rule_along(rule)
-    rows, columns = (*replicate, *mesh_axes(rule.axis)), tuple(columns)
+    rows, columns = (*replicate, *axes_of(rule.axis)), tuple(columns)
     for name in (*rows, *columns):
         check_axis(who, mesh, name)
     if zero not in (1, 2, 3) or microbatches < 1:
@@ -96,14 +103,14 @@ def value_and_grad(
             f"{who}: zero={zero}, microbatches={microbatches}; expected zero=1, 2 or 3, and at "
             f"least 1 microbatch."
         )
-    division = Divided(mesh, rows, columns, order, who)
-    options = zero, microbatches, dtype, reduce_dtype, has_aux, aux, names, meanings or {}
+    division = Divided(rows, columns, microbatches, mesh=mesh, order=order, who=who)
+    options = zero, dtype, reduce_dtype, has_aux, aux, names or {}, meanings or {}
     device = _Device(loss, division, *options)
 
     def loss_and_grad(params, batch, *args, key=None):
         arrays = array_layouts(params, rule, mesh, apart)
         check_params(params, mesh, who)
-        batch, numbers, cut = division(batch, microbatches)
+        batch, numbers, cut = division.cut(batch)
         leaves, structure = jax.tree.flatten(params)
         specs = [array.manual for array in arrays]
         shapes = []  # of the auxiliary outputs, which are known once the loss is traced
@@ -126,7 +133,7 @@ def value_and_grad(
         return jax.tree.map(lambda _: P(), out[0]), rule(out[1], mesh)
 
     run = laid_out(jax.jit(loss_and_grad), rule, mesh, who)
-    return run if given is mesh else meshes.OnAuto(run, given, specs)
+    return meshes.for_caller(run, given, specs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,25 +141,24 @@ class _Device:
     """The loss and gradient of one device's rows, and every sum over devices."""
 
     loss: Callable
-    divided: Divided
+    division: Divided
     zero: int
-    microbatches: int
     dtype: Any
     reduce_dtype: Any
     has_aux: bool
     aux: Any
-    names: Mapping | None
+    names: Mapping
     meanings: Mapping
 
     def __call__(self, layouts, structure, shapes, shards, batch, numbers, args, key):
-        mesh = self.divided.mesh
-        told = mesh, self.dtype, self.reduce_dtype, self.divided.axes
+        division, mesh, m = self.division, self.division.mesh, self.division.microbatches
+        told = mesh, self.dtype, self.reduce_dtype, division.axes
         hows = [How.of(array, *told) for array in layouts]
-        parts = [objective.split(tree, self.microbatches) for tree in (batch, numbers)]
-        once = self.zero == 1 and self.microbatches > 1  # scattered when all are summed
-        pins, seen = dict(self.meanings), set()
-        if self.names is not None:
-            pins["constrain"], seen = pinned(self.names, mesh, self.divided.axes)
+        parts = [objective.split(tree, m) for tree in (batch, numbers)]
+        once = self.zero == 1 and m > 1  # scattered when all are summed
+        names = {name: without(spec, division.axes) for name, spec in self.names.items()}
+        pinned = rules.Pinned(names, meshes.within(mesh))
+        pins = {**self.meanings, **({"constrain": pinned} if names else {})}
 
         def loss(arrays, batch, *args, **key):
             return self.loss(jax.tree.unflatten(structure, arrays), batch, *args, **key)
@@ -163,7 +169,8 @@ class _Device:
         with marks.bind(**pins):
             dtypes = [self.dtype or x.dtype for x in shards]
             found = reads(loss, layouts, mesh, within, dtypes, *given)
-        self._check(layouts, found, seen)
+        pinned.check(division.who, "the loss")
+        self._check_axes(layouts, found)
         at_use = within if self.zero == 3 else late(found, layouts, within)
         use = use_of(found, layouts, mesh, at_use)
         now = [None if later else how for how, later in zip(within, use.deferred, strict=True)]
@@ -176,7 +183,7 @@ class _Device:
                 use = dataclasses.replace(use, wholes=wholes)
 
         def whole(inputs, batch, *args, **key):
-            if self.microbatches > 1:
+            if m > 1:
                 # The TPU's compiler would take scatters out of the loop that adds up their shares,
                 # and its libtpu 0.0.41 fails at it (while_loop_all_reduce_code_motion.cc).
                 inputs = jax.lax.optimization_barrier(inputs)
@@ -185,7 +192,6 @@ class _Device:
             with marks.bind(use=use):
                 return loss(arrays, batch, *args, **key)
 
-        division = objective.Division(self.divided.rows, self.divided.columns, self.microbatches)
         ways = division, self.has_aux, self.aux
         with marks.bind(**pins):
             value, aux, grads = objective.mean_and_grads(whole, inputs, *parts, args, key, *ways)
@@ -193,41 +199,26 @@ class _Device:
             grads = scatter(grads, hows)
         grads = [self._sum(g, array) for g, array in zip(grads, layouts, strict=True)]
         grads = [g.astype(x.dtype) for g, x in zip(grads, shards, strict=True)]
-        return value, self._over_devices(aux, shapes), grads
+        shapes += [objective.ways(self.aux, aux), jax.tree.structure(aux)]
+        aux = division.over_devices(jax.tree.leaves(aux), shapes[0], division.who)
+        return value, aux, grads
 
-    def _check(self, layouts, found, seen):
-        """Raise for names that the loss never marks, and for mesh axes that nothing uses."""
-        if unused := set(self.names or ()) - seen:
-            raise ValueError(
-                f"{self.divided.who}: names has {min(unused)!r}, which the loss never marks; it "
-                f"marks {sorted(seen)}."
-            )
-        used = {*self.divided.axes, *found.mesh_axes}
+    def _check_axes(self, layouts, found):
+        """Raise for a mesh axis that nothing uses."""
+        used = {*self.division.axes, *found.mesh_axes}
         used.update(name for array in layouts for name in jax.tree.leaves(array.beside))
-        for name, size in self.divided.mesh.shape.items():
+        for name, size in self.division.mesh.shape.items():
             if size > 1 and name not in used:
                 raise ValueError(
-                    f"{self.divided.who}: nothing is laid out over the mesh axis {name!r} of size "
+                    f"{self.division.who}: nothing is laid out over the mesh axis {name!r} of size "
                     f"{size}, so that all work would be done {size} times. Cut rows over it, with "
                     f"replicate=({name!r},), or data={name!r} in a layout; or lay out parameters "
                     f"over it, with over=rule, or activations, with names= or a constraint in the "
                     f"loss."
                 )
 
-    def _over_devices(self, aux, shapes):
-        """(leaves that are whole everywhere, leaves of rows, which stay cut); how, in `shapes`."""
-        ways = objective.ways(self.aux, aux)
-        shapes += [ways, jax.tree.structure(aux)]
-        if self.divided.columns and "concatenate" in ways:
-            raise ValueError(
-                f"{self.divided.who}: aux 'concatenate' joins rows, and of each row a device has a "
-                f"part of the sequence alone, over {self.divided.columns}. Return sums over "
-                f"tokens, or lay the sequence out by the compiler."
-            )
-        return objective.over_devices(jax.tree.leaves(aux), ways, self.divided.axes)
-
     def _sum(self, grad, array: ArrayLayout):
         """The gradient summed over devices that hold copies: all, for an array that is not cut."""
         cut = {*jax.tree.leaves(tuple(array.manual))}
-        axes = tuple(name for name in self.divided.axes if name not in cut)
+        axes = tuple(name for name in self.division.axes if name not in cut)
         return jax.lax.psum(grad, axes) if axes else grad

@@ -1,4 +1,4 @@
-"""Meanings of marks under FSDP: what `use` makes whole and how, and what `constrain` pins.
+"""The meaning of `marks.use` under FSDP: what it makes whole, and how.
 
 Where all is gathered before the loss (ZeRO 1 and 2), gradients are scattered at `use` all the same:
 a layer's is then whole for as long as that of one layer is made, and not until the end. The loss
@@ -7,15 +7,14 @@ nothing but the number of each layer, by which `use` finds the layer in what is 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from shardwise import tree as trees
-from shardwise.fsdp.arrays import ArrayLayout, check_axis, without
+from shardwise.fsdp.arrays import ArrayLayout
 from shardwise.fsdp.gathering import How, gather
 from shardwise.fsdp.reads import Reads
 
@@ -142,26 +141,3 @@ def late(
     alone -= {i for i, s in enumerate(arrays) if s.stacked and s.shape[0] > LAYERS}
     alone -= set(found.elsewhere)
     return [how if i in alone else None for i, how in enumerate(hows)]
-
-
-def pinned(names: Mapping[str, P], mesh: Mesh, rows: Sequence[str]) -> tuple[Callable, set[str]]:
-    """(the meaning of `marks.constrain`, the set of names that it meets): activations by these
-    specs, without the axes over which rows are cut by hand.
-    """
-    for name, spec in names.items():
-        for axis in jax.tree.leaves(tuple(spec)):
-            check_axis(f"fsdp.value_and_grad, names[{name!r}]", mesh, axis)
-    shardings = {name: NamedSharding(mesh, without(spec, rows)) for name, spec in names.items()}
-    seen = set()
-
-    def constrain(x, name):
-        seen.add(name)
-        return _constrained(x, shardings[name]) if name in shardings else x
-
-    return constrain, seen
-
-
-def _constrained(x, sharding):
-    if jax.__version_info__ >= (0, 8):  # where the mesh has to be the one of the shard_map around
-        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), sharding.spec)
-    return jax.lax.with_sharding_constraint(x, sharding)

@@ -25,9 +25,8 @@ from jax.sharding import PartitionSpec as P
 from shardwise import marks, objective
 from shardwise import mesh as meshes
 from shardwise.fsdp.arrays import check_params
-from shardwise.fsdp.batches import check_rows
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.meanings import Remat
+from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import abstract, cast, shardings
 from shardwise.rules.placement import moved
 
@@ -52,7 +51,7 @@ def mean_and_grad(
 
     def of_block(count, params, args, key, batch, rows, number):
         given = used, params, batch, rows, args, key, number[0], blocks, has_aux
-        with marks.bind(**_meanings(layout)):
+        with marks.bind(**meanings(layout)):
             parts = objective.of_block(*given, count, backward)
         return _by_way(aux, functools.partial(_part, blocks), parts)
 
@@ -68,7 +67,7 @@ def mean_and_grad(
         return structure.unflatten(_over_devices(mesh, tuple(_ways(aux, sums[0])))(leaves))
 
     def run(params, batch, *args, key=None):
-        check_rows(batch, blocks, who)
+        objective.check_rows(batch, blocks, who)
         if backward:
             check_params(params, mesh, who)
         with outside(who, params, batch, args, key):
@@ -168,12 +167,6 @@ def outside(who: str, *trees: Any) -> Iterator[None]:
         )
     with meshes.outside():
         yield
-
-
-def _meanings(layout):
-    """The meanings of marks on a device that has whole rows."""
-    found = {} if layout.remat is None else {"layer": Remat(layout.remat)}
-    return found | ({} if layout.kernel is None else {"attend": layout.kernel})
 
 
 def _ways(aux, parts):

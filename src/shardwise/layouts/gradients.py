@@ -131,11 +131,10 @@ def program(layout: Layout, loss: Callable, has_aux: bool, params: Any, batch: A
 def _pipelined(layout, loss, has_aux, aux, who, backward, params):
     mesh, within = layout.auto, pipeline.Within()
     if layout.by_hand:
+        parts = layout.rows, layout.context
         within = pipeline.Within(
-            rows=layout.rows,
-            columns=layout.context,
+            Divided(*parts, mesh=mesh, order=order(layout), who=who),
             by_hand=tuple(name for name in mesh.axis_names if name not in layout.tensor),
-            divide=Divided(mesh, layout.rows, layout.context, order(layout), who),
             meanings=meanings(layout),
             shares=functools.partial(shares, layout, array_layouts(layout, params, layout.stage)),
         )

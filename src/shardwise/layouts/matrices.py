@@ -55,5 +55,5 @@ def _multiplies(eqn):
     """Whether an equation multiplies matrices, or holds one that does; inner products do not."""
     if eqn.primitive.name == "dot_general":
         return eqn.outvars[0].aval.ndim > 0
-    within = (e for body in jaxprs.inner(eqn) for e in body.eqns)
+    within = jaxprs.within(eqn)
     return eqn.primitive.name in _DECOMPOSITIONS or any(map(_multiplies, within))

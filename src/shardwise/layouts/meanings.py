@@ -11,8 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import context, experts, tensor
+from shardwise import mesh as meshes
 from shardwise.layouts.layout import Layout
-from shardwise.rules.rule import entry_of
+from shardwise.mesh import entry_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Pins:
             return x
         if x.ndim == 3:
             self._check(x.shape[1], name, spec)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self._mesh(), spec))
+        mesh = meshes.within(self.mesh) if self.by_hand else self.mesh
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     def _check(self, length, name, spec):
         """Raise ValueError for a sequence that does not divide: a compiler pads it in silence."""
@@ -46,11 +48,6 @@ class Pins:
                 f"layouts: a sequence of {length} does not split into {parts} parts, over {axes}, "
                 f"at {name!r}; pad it, with a mask of 0, to {-(-length // parts) * parts}."
             )
-
-    def _mesh(self):
-        if self.by_hand and jax.__version_info__ >= (0, 8):
-            return jax.sharding.get_abstract_mesh()  # that of the shard_map around
-        return self.mesh
 
 
 def pins(layout: Layout) -> Pins:
@@ -112,6 +109,10 @@ class Remat:
 def meanings(layout: Layout) -> Mapping[str, Callable]:
     """{mark: meaning} of the marks that the layout gives one, beside `use`."""
     found: dict[str, Callable] = {}
+    if layout.remat is not None:
+        found["layer"] = Remat(layout.remat, bool(layout.stage) and not layout.exact)
+    if layout.exact:  # a block is a program of one device, which has whole rows
+        return found | ({"attend": layout.kernel} if layout.kernel else {})
     if layout.tensor or not layout.by_hand:
         found["constrain"] = pins(layout)
     if layout.context and layout.by_hand:
@@ -123,8 +124,6 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
         found["experts"] = form(layout.expert[0], sequence=entry_of(layout.context))
     elif layout.by_hand and layout.context:
         found["experts"] = experts.local(entry_of(layout.context))
-    if layout.remat is not None:
-        found["layer"] = Remat(layout.remat, bool(layout.stage))
     return found
 
 

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp, rules
 from shardwise import tree as trees
-from shardwise.fsdp.arrays import of_specs, without
 from shardwise.layouts.layout import Layout
-from shardwise.rules.rule import entry_of, specs
+from shardwise.mesh import entry_of
+from shardwise.rules.rule import specs
 
 EXPERTS = "experts"  # the logical axis
 
@@ -143,11 +143,8 @@ def array_layouts(
 
     Within a stage, the mesh axis of stages is left out.
     """
-    rule, mesh = parameter_rule(layout, 1), layout.auto
-    found = specs(rule, tree, mesh)
-    if leave_out:
-        found = [without(spec, leave_out) for spec in found]
-    return of_specs(tree, found, rule, mesh, expert_rule(layout))
+    rule, apart = parameter_rule(layout, 1), expert_rule(layout)
+    return fsdp.array_layouts(tree, rule, layout.auto, apart, leave_out)
 
 
 def abstract(tree: Any) -> Any:

@@ -108,7 +108,11 @@ def value_and_grad(
     elif layout.stage:
         run = first_call.checked(run, layout, who)
     run = first_call.judged(run, layout, loss, has_aux, aux, who) if check else run
-    return _for_caller(run, layout, lambda out: (_whole(out[0]), _specs(layout, out[1])))
+
+    def specs(out):
+        return _whole(out[0]), _specs(layout, out[1])
+
+    return mesh.for_caller(run, layout.mesh, specs)
 
 
 def value(layout: Layout, loss: Callable, has_aux: bool = False, aux: Any = "sum") -> Callable:
@@ -122,12 +126,7 @@ def value(layout: Layout, loss: Callable, has_aux: bool = False, aux: Any = "sum
     def mean(params, batch, *args, key=None):
         return run(params, batch, *args, key=key)[0]
 
-    return _for_caller(mean if layout.exact else jax.jit(mean), layout, _whole)
-
-
-def _for_caller(run, layout, specs):
-    """`run` for the caller's mesh, if that has other axes than Auto ones."""
-    return run if layout.mesh is layout.auto else mesh.OnAuto(run, layout.mesh, specs)
+    return mesh.for_caller(mean if layout.exact else jax.jit(mean), layout.mesh, _whole)
 
 
 def _specs(layout, params):
@@ -199,7 +198,7 @@ def step(
         of_state = state_rule(layout, params)(state, layout.auto)
         return _specs(layout, params), of_state, *_whole(rest)
 
-    return _for_caller(run, layout, specs)
+    return mesh.for_caller(run, layout.mesh, specs)
 
 
 def _updated(update, params, opt_state, mean, new, grads):

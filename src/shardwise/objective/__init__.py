@@ -36,7 +36,7 @@ path (`rules.jit`) divides nothing, and equals one device for these too.
 from shardwise.objective.gradients import Division, mean_and_grads, of_block, value_and_grad
 from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
 from shardwise.objective.oracle import check
-from shardwise.objective.parts import merged, numbers, over_devices, reduced, split, ways
+from shardwise.objective.parts import check_rows, merged, numbers, reduced, split, ways
 from shardwise.objective.reasons import Indivisible
 from shardwise.objective.tracing import Traced, trace
 
@@ -46,13 +46,13 @@ __all__ = [
     "Mean",
     "Traced",
     "check",
+    "check_rows",
     "cotangents",
     "mean_and_grads",
     "merged",
     "normal",
     "numbers",
     "of_block",
-    "over_devices",
     "quotient",
     "reduced",
     "split",

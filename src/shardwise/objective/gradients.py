@@ -1,11 +1,12 @@
 """The mean and its gradient, from parts: microbatches, and shares of devices."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from shardwise import marks
 from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
@@ -36,9 +37,32 @@ class Division:
         """All mesh axes that cut rows or columns, over which the parts' sums are added up."""
         return (*self.columns, *self.rows)
 
+    def cut(self, batch: Any) -> tuple[Any, Any, tuple]:
+        """(the batch as it is cut, the `numbers` of its rows, the PartitionSpecs of both).
+
+        Here of a batch that no mesh axis cuts by hand; `fsdp.batches` has those that are.
+        """
+        return batch, numbers(batch), (P(), P())
+
     def together(self, x: Any) -> Any:
         """The sum of `x` over the parts on all devices."""
         return jax.lax.psum(x, self.axes) if self.axes else x
+
+    def over_devices(self, leaves: Sequence[Any], ways: Sequence[str], who: str) -> tuple:
+        """(the leaves that are whole on every device, those of rows, which stay cut), in shard_map.
+
+        Errors begin with `who`.
+        """
+        if self.columns and "concatenate" in ways:
+            raise ValueError(
+                f"{who}: aux 'concatenate' joins rows, and of each row a device has a part of the "
+                f"sequence alone, over {self.columns}. Return sums over tokens, or lay the "
+                f"sequence out by the compiler."
+            )
+        sums = {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}
+        pairs, axes = [*zip(leaves, ways, strict=True)], self.axes
+        whole = [sums[w](x, axes) if axes else x for x, w in pairs if w != "concatenate"]
+        return whole, [x for x, w in pairs if w == "concatenate"]
 
     def fold(self, key: Any) -> Any:
         """The key of this device's part, made of the batch's."""

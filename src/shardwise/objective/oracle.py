@@ -40,13 +40,13 @@ def check(
     aux: Any = "sum",
     rows: int | None = None,
     ways: Sequence[str] = ("devices", "microbatches"),
-    by_place: bool | None = None,
     gradient: bool | None = None,
 ) -> None:
     """Raise where the mean of two parts of `batch`, or what a row adds, is not that of both.
 
     Give it a batch whose rows differ, in padding too. It takes some of the rows, and compiles one
-    program for them, and one more where the sequence is divided.
+    program for them, and one more where the sequence is divided. Of parts that draw from the key by
+    shape, rather than by place (`marks.index`), only what a row adds is compared.
 
     Args:
       aux: how the auxiliary outputs of parts become one, as in `value_and_grad`; those that are
@@ -54,8 +54,6 @@ def check(
       rows: of a part; by default four, where the batch has eight.
       ways: how the batch is divided: "devices" have consecutive rows, "microbatches" every m-th
         one, and of a "sequence" parts have half of the tokens, axis 1 of arrays that have two.
-      by_place: whether draws from the key go by place (`marks.index`), as its trace tells by
-        default; of parts that draw otherwise, only what a row adds is compared.
       gradient: compare a number of each parameter's gradient too, in float32: of a backward rule
         of the loss's own (custom_vjp) the mean tells nothing. By default, where there is one.
 
@@ -69,7 +67,7 @@ def check(
         raise ValueError("objective.check: expected a batch of 2 rows or more.")
     rows = min(unit // 2, rows or LEAST)
     case = Case(loss, params, batch, args, key, has_aux, aux, gradient)
-    by_place = case.draws_by_place() if by_place is None else by_place
+    by_place = case.draws_by_place()
     told = [judge(compiled(case, part), by_place) for part in plan(ways, rows, batch)]
     if not any(told):
         raise ValueError("objective.check: the loss of this batch is not finite, or is 0.")

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardwise import tree as trees
+
 SEQUENCE = "sequence"
 WAYS = ("sum", "mean", "max", "concatenate")
 
@@ -23,8 +25,35 @@ def split(batch: Any, m: int) -> Any:
     if m < 1:
         raise ValueError(f"microbatches={m}; expected 1 or more.")
     if m > 1:
-        _check_rows(batch, m)
+        check_rows(batch, m, f"microbatches={m}")
+        _check_alike(batch, m)
     return jax.tree.map(lambda x: _parts(jnp.asarray(x), m), batch)
+
+
+def check_rows(batch: Any, parts: int, who: str) -> None:
+    """Raise where an array of the batch does not split into so many parts, or it has none.
+
+    Errors begin with `who`.
+    """
+    if not jax.tree.leaves(batch):
+        raise ValueError(
+            f"{who}: the batch is {batch!r}, and has no arrays whose rows could be cut into "
+            f"{parts} parts (devices times microbatches); hand over rows, be they numbers that the "
+            f"loss does not look at."
+        )
+    for path, x in trees.leaves(batch):
+        if jnp.ndim(x) == 0:
+            raise ValueError(
+                f"{who}: {path or 'the batch'} is a scalar, and has no rows to cut "
+                f"into {parts} parts (devices times microbatches); hand it to the loss as a "
+                f"further argument."
+            )
+        if jnp.shape(x)[0] % parts:
+            raise ValueError(
+                f"{who}: {path or 'the batch'} of shape {jnp.shape(x)} does "
+                f"not split into {parts} parts (devices times microbatches) along its rows; add "
+                f"masked rows: fsdp.pad(batch, {parts}), and a loss that returns objective.Mean."
+            )
 
 
 def numbers(batch: Any, order: Any = None) -> dict[str, jax.Array]:
@@ -107,16 +136,8 @@ def reduced(stacked: jax.Array, way: str) -> jax.Array:
     return {"mean": jnp.mean, "max": jnp.max}[way](stacked, axis=0)
 
 
-def over_devices(leaves: Sequence[Any], ways: Sequence[str], axes: Sequence[str]) -> tuple:
-    """(the leaves that are whole on every device, those of rows, which stay cut), in shard_map."""
-    sums = {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}
-    pairs, axes = list(zip(leaves, ways, strict=True)), tuple(axes)
-    whole = [sums[w](x, axes) if axes else x for x, w in pairs if w != "concatenate"]
-    return whole, [x for x, w in pairs if w == "concatenate"]
-
-
 def merged(whole: Sequence[Any], rows: Sequence[Any], ways: Sequence[str], structure: Any) -> Any:
-    """The tree of auxiliary outputs, of the two groups that `over_devices` made of its leaves."""
+    """The tree of auxiliary outputs, of the two groups that `Division.over_devices` made of it."""
     groups = iter(whole), iter(rows)
     return jax.tree.unflatten(structure, [next(groups[way == "concatenate"]) for way in ways])
 
@@ -156,16 +177,10 @@ def _parts(x, m):
     return jnp.swapaxes(x.reshape(x.shape[0] // m, m, *x.shape[1:]), 0, 1)
 
 
-def _check_rows(batch, m):
+def _check_alike(batch, m):
     rows = {}
-    for keys, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
-        path = jax.tree_util.keystr(keys, simple=True, separator="/") or "the batch"
-        if not jnp.ndim(x):
-            raise ValueError(
-                f"microbatches={m}: {path} of the batch is a scalar and has no rows; hand it to "
-                f"the loss as a further argument."
-            )
-        rows.setdefault(jnp.shape(x)[0], path)
+    for path, x in trees.leaves(batch):
+        rows.setdefault(jnp.shape(x)[0], path or "the batch")
     if len(rows) > 1:
         told = ", ".join(f"{path} {count}" for count, path in rows.items())
         raise ValueError(
@@ -173,9 +188,3 @@ def _check_rows(batch, m):
             f"nothing says which belong together. Give each row its own part of the longer ones, "
             f"as [rows, per row, ...], or use one microbatch."
         )
-    for count, path in rows.items():
-        if count % m:
-            raise ValueError(
-                f"a batch of {count} rows ({path}) does not split into {m} microbatches; pad it "
-                f"with masked rows to a multiple."
-            )

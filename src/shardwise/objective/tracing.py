@@ -121,8 +121,7 @@ def _is_rule(eqn):
     """Whether an equation has a backward rule of the loss's own, rather than a gather of shares."""
     if not eqn.primitive.name.startswith("custom_vjp"):
         return False
-    within = (e for body in jaxprs.inner(eqn) for e in jaxprs.every(body))
-    return not any("all_gather" in e.primitive.name for e in within)
+    return not any("all_gather" in e.primitive.name for e in jaxprs.within(eqn))
 
 
 def _check_args(args: Any) -> None:

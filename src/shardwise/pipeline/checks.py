@@ -19,17 +19,6 @@ def options(who: str, mesh: Mesh, axis: str, microbatches: int) -> None:
         raise ValueError(f"{who}: microbatches={microbatches}; expected 1 or more.")
 
 
-def mesh_around(who: str, mesh: Mesh) -> None:
-    """Check that `jax.set_mesh` has set this mesh, of these axis types, or none."""
-    around = jax.sharding.get_abstract_mesh()
-    if not around.empty and around != mesh.abstract_mesh:
-        raise ValueError(
-            f"{who}: jax.set_mesh has set another mesh, {dict(around.shape)} of axis types "
-            f"{around.axis_types}; set {dict(mesh.shape)} as mesh.make makes it, or none. "
-            f"For Explicit axes use layouts.Layout(stage=...), which takes them."
-        )
-
-
 def leaves(who: str, tree: Any, batch: Any, args: tuple, key: Any) -> None:
     """Check that parameters are floating-point arrays, and that all else is arrays."""
     if not jax.tree.leaves(batch):
@@ -115,11 +104,3 @@ def undivided(halves: Any, schedule: Any) -> None:
             f"what the stage before waits for and gradients of weights; all of it runs in I.",
             stacklevel=2,
         )
-
-
-def no_rows(who: str, columns: tuple[str, ...]) -> None:
-    """Refuse auxiliary outputs that are rows, where the sequence is cut."""
-    raise ValueError(
-        f"{who}: aux 'concatenate' joins rows, and of each row a device has a part of the sequence "
-        f"alone, over {columns}. Return sums over tokens, or lay the sequence out by the compiler."
-    )

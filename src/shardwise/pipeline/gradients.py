@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective, schedules
+from shardwise import mesh as meshes
 from shardwise.objective.gradients import nothing_if_empty
 from shardwise.objective.parts import meaning
 from shardwise.pipeline import checks, cut
@@ -19,30 +20,23 @@ from shardwise.pipeline.program import WHOLE, Program
 from shardwise.pipeline.running import Run
 
 
-def _undivided(batch: Any, microbatches: int) -> tuple:
-    numbers = objective.numbers(batch)
-    return batch, numbers, (P(), P())
-
-
 @dataclasses.dataclass(frozen=True)
-class Within(objective.Division):
+class Within:
     """What the mesh's other axes do within a stage, where collectives are written out.
 
     By default nothing: what else the mesh has is left to the compiler.
 
     Args:
-      rows, columns: mesh axes over which rows, and the sequence, are cut.
+      division: mesh axes over which rows, and the sequence, are cut, and how a batch is.
       by_hand: all axes that have names within; the others are the compiler's.
-      divide: `divide(batch, microbatches) -> (batch, numbers, (specs, specs))`, the batch in the
-        order in which it is cut, its rows' numbers (`objective.numbers`), and their PartitionSpecs.
       meanings: {mark: meaning}, where the axes have names.
       shares: `shares(tree, loss, batch, args, options)`, called where the axes have names, of the
         loss of one device's part, whose parameters are like `tree`: what is done with shares of
         parameters, with the methods of `Whole`.
     """
 
+    division: objective.Division = dataclasses.field(default_factory=objective.Division)
     by_hand: tuple[str, ...] = ()
-    divide: Callable = _undivided
     meanings: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     shares: Callable | None = None
 
@@ -76,22 +70,24 @@ def value_and_grad(
       TypeError: parameters or a batch that are no arrays, or have no gradient.
     """
     checks.options(who, mesh, axis, microbatches)
+    division = dataclasses.replace(within.division, microbatches=microbatches)
+    within = dataclasses.replace(within, division=division)
     given = loss, mesh, schedule, microbatches, axis, within, has_aux, aux, who, backward
     specs = specs or (lambda params: [P()] * len(jax.tree.leaves(params)))
     made: list[_Device] = []
 
     def run(params, batch, *args, key=None):
-        checks.mesh_around(who, mesh)
+        meshes.check_around(who, mesh)
         checks.leaves(who, params, batch, args, key)
         leaves, structure = jax.tree.flatten(params)
         lie = list(specs(params))
-        batch, numbers, laid = within.divide(batch, microbatches)
+        batch, numbers, laid = division.cut(batch)
         device = _Device(*given, lie, structure)
         mapped = jax.shard_map(
             device,
             mesh=mesh,
             in_specs=(lie, *laid, P(), P()),
-            out_specs=(P(), (P(), P(within.rows or None)), lie if backward else []),
+            out_specs=(P(), (P(), P(division.rows or None)), lie if backward else []),
             axis_names={axis, *within.by_hand},
             check_vma=False,  # around the user's loss; every sum over devices is written out
         )
@@ -139,7 +135,7 @@ class _Device:
         with marks.bind(**self.within.meanings):
             self._trace(leaves, *abstract((*first, args, key)))
         if self.folded:
-            key = self.within.fold(key)
+            key = self.within.division.fold(key)
             key = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(m))
         seeds = functools.partial(self._seeds, self._count(leaves, parts, args, key))
         data = jax.tree.leaves((*parts, args, key))
@@ -158,7 +154,7 @@ class _Device:
         held = tuple(_place(spec, self.axis) for spec in self.specs)
         whole = [self._whole(x, along) for x, along in zip(leaves, held, strict=True)]
         params = jax.tree.unflatten(self.structure, whole)
-        meanings = {"total": objective.Division(within.rows, within.columns, m)}
+        meanings = {"total": within.division}
         if within.shares is not None:
             options = {} if key is None else {"key": key}
             shares = within.shares(params, self.loss, batch, args, options)
@@ -171,7 +167,7 @@ class _Device:
 
         self.traced = None
         with marks.bind(**meanings):
-            if m > 1 or within.axes:
+            if m > 1 or within.division.axes:
                 self.traced = objective.trace(self.loss, *given, self.has_aux)
                 checks.count(self.who, self.traced, params, m)
             stages, shapes = cut.stages(outputs, *given, relocate=self._relocated)
@@ -179,8 +175,6 @@ class _Device:
         if m == 1 and self.mean.count is not None:  # which may depend on the parameters
             stages[-1] = dataclasses.replace(stages[-1], seeds=(0, 1))
         self.ways = objective.ways(self.aux, self.extra)
-        if within.columns and "concatenate" in self.ways:
-            checks.no_rows(self.who, within.columns)
         self.folded = key is not None and self.traced is not None and not self.traced.by_place
         schedule = checks.schedule(self, len(stages))
         start = len(jax.tree.leaves((batch, rows)))
@@ -205,8 +199,7 @@ class _Device:
                 f"{self.who}: the loss constrains an array to {sharding}; within a stage there are "
                 f"the axes {known}. Constrain to a PartitionSpec of these."
             )
-        new = jax.__version_info__ >= (0, 8)
-        return NamedSharding(jax.sharding.get_abstract_mesh() if new else self.mesh, sharding.spec)
+        return NamedSharding(meshes.within(self.mesh), sharding.spec)
 
     def _count(self, leaves, parts, args, key):
         """The count of the whole batch, which the first of several backward passes needs."""
@@ -219,14 +212,14 @@ class _Device:
             return self.traced.count(params, batch, rows, args, own if self.folded else key)
 
         counts = jax.lax.map(one, (*parts, key if self.folded else None))
-        return self.within.together(jnp.sum(_widened(counts)))
+        return self.within.division.together(jnp.sum(_widened(counts)))
 
     def _seeds(self, count, outputs):
         """The cotangents of a microbatch's total, and of its count where it is differentiated."""
         total = _widened(outputs[0])
         if count is None:
             count = jnp.float32(1) if self.mean.count is None else _widened(outputs[1])
-            total, count = self.within.together((total, count))
+            total, count = self.within.division.together((total, count))
         return objective.cotangents(objective.Mean(total, count))
 
     def _value(self, outputs):
@@ -234,11 +227,11 @@ class _Device:
         structure = jax.tree.structure((self.mean, self.extra))
         (total, count), extra = jax.tree.unflatten(structure, outputs)
         count = jnp.float32(self.microbatches) if count is None else jnp.sum(_widened(count))
-        whole = objective.Mean(*self.within.together((jnp.sum(_widened(total)), count)))
+        whole = objective.Mean(*self.within.division.together((jnp.sum(_widened(total)), count)))
         dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(self.mean)))
         pairs = zip(jax.tree.leaves(extra), self.ways, strict=True)
         extra = [objective.reduced(x, way) for x, way in pairs]
-        groups = objective.over_devices(extra, self.ways, self.within.axes)
+        groups = self.within.division.over_devices(extra, self.ways, self.who)
         return objective.quotient(whole).astype(dtype), whole, groups
 
 

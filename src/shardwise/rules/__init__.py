@@ -10,7 +10,7 @@ from shardwise.rules.compiling import jit
 from shardwise.rules.fsdp import FSDPRule
 from shardwise.rules.leaves import Leaf
 from shardwise.rules.naming import LogicalRules, PathRules, PolicyRule
-from shardwise.rules.placement import constrain_tree, place, shardings, whole
+from shardwise.rules.placement import Pinned, constrain_tree, place, shardings, whole
 from shardwise.rules.rule import Choice, Rule, follow
 from shardwise.rules.table import describe
 from shardwise.tree import leaves as named_leaves
@@ -21,6 +21,7 @@ __all__ = [
     "Leaf",
     "LogicalRules",
     "PathRules",
+    "Pinned",
     "PolicyRule",
     "Rule",
     "constrain_tree",

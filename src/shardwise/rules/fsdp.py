@@ -6,8 +6,9 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
+from shardwise.mesh import axes_of
 from shardwise.rules.leaves import Leaf, read
-from shardwise.rules.rule import ONE, Choice, Rule, mesh_axes, parts, specs, used_axes
+from shardwise.rules.rule import ONE, Choice, Rule, parts, specs, used_axes
 from shardwise.tree import LAYERS
 
 
@@ -51,7 +52,7 @@ class FSDPRule(Rule):
         return read(tree, getattr(self.over, "names", None) if self.names is None else self.names)
 
     def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
-        self.check_axes(mesh_axes(self.axis), mesh)
+        self.check_axes(axes_of(self.axis), mesh)
         below = [PartitionSpec()] * len(leaves)
         if self.over is not None:
             below = specs(self.over, tree, mesh)
@@ -60,11 +61,11 @@ class FSDPRule(Rule):
     def _cut(self, leaf, spec, mesh):
         if leaf.size < 2:
             return ONE if leaf.size else Choice(PartitionSpec(), "no element")
-        if not mesh_axes(self.axis):
+        if not axes_of(self.axis):
             return Choice(spec, "no mesh axis is named")
         if leaf.size < self.min_size:
             return Choice(spec, f"{leaf.size} elements, fewer than min_size={self.min_size}")
-        if not set(mesh_axes(self.axis)).isdisjoint(used_axes(spec)):
+        if not set(axes_of(self.axis)).isdisjoint(used_axes(spec)):
             return Choice(spec)
         self.check_not_factored(leaf)
         entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]

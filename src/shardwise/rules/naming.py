@@ -7,8 +7,9 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
+from shardwise.mesh import axes_of
 from shardwise.rules.leaves import Leaf
-from shardwise.rules.rule import Choice, Rule, mesh_axes, used_axes
+from shardwise.rules.rule import Choice, Rule, used_axes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,7 +88,7 @@ class LogicalRules(Rule):
     def _spec(self, label, axes):
         owner, entries = {}, [self.entry(name, label, axes) for name in axes]
         for name, entry in zip(axes, entries, strict=True):
-            for axis in mesh_axes(entry):
+            for axis in axes_of(entry):
                 if axis in owner:
                     raise ValueError(
                         f"LogicalRules: in {label} the logical axes {owner[axis]!r} and "

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from shardwise.mesh import axes_of
 from shardwise.rules.leaves import Leaf, is_factored, read
 from shardwise.tree import owners
 
@@ -103,7 +104,7 @@ class Rule:
             count = parts(entry, mesh)
             if leaf.shape[i] % count == 0:
                 continue
-            over = " × ".join(map(repr, mesh_axes(entry)))
+            over = " × ".join(map(repr, axes_of(entry)))
             what = f"{leaf.axis(i)} of {leaf.shape[i]} does not divide over {over} ({count})"
             if self.uneven == "error":
                 raise ValueError(
@@ -239,26 +240,14 @@ def follow(rule: Any, params: Any, other: Any = None) -> Rule:
     return Following(as_rule(rule), params, None if other is None else as_rule(other))
 
 
-def mesh_axes(entry):
-    """The mesh axes in one entry of a spec, as a tuple."""
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
-
-
-def entry_of(axes):
-    """Mesh axes as the entry of a spec: one by its name, several as a tuple, None for none."""
-    return axes[0] if len(axes) == 1 else axes or None
-
-
 def used_axes(spec):
     """All mesh axes in a spec, in order."""
-    return [axis for entry in spec for axis in mesh_axes(entry)]
+    return [axis for entry in spec for axis in axes_of(entry)]
 
 
 def parts(entry, mesh):
     """The number of parts into which a spec's entry cuts its axis."""
-    return math.prod(mesh.shape[axis] for axis in mesh_axes(entry))
+    return math.prod(mesh.shape[axis] for axis in axes_of(entry))
 
 
 def sizes(mesh):

@@ -27,8 +27,7 @@ def trace(
     """
 
     def change(eqn):
-        within = (e for body in jaxprs.inner(eqn) for e in jaxprs.every(body))
-        if any(_leaf(e) is not None for e in within):
+        if any(_leaf(e) is not None for e in jaxprs.within(eqn)):
             raise ValueError(
                 f"cut: marks.stage_boundary stands within a {eqn.primitive.name}, whose inside "
                 f"cannot be cut; call it between such parts, at the loss's own level."
