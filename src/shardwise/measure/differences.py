@@ -113,8 +113,7 @@ class _Piece:
     @property
     def bytes(self):
         """The bytes that one run sends."""
-        whole = sum(array.bytes for array in self.op.arrays)
-        return self.op.ring_bytes / self.op.trips * (self.array.bytes / whole if whole else 0)
+        return dataclasses.replace(self.op, arrays=(self.array,), trips=1).ring_bytes
 
     @property
     def is_by_hand(self):

@@ -2,9 +2,10 @@
 and why others lose.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from shardwise.measure import counts
 from shardwise.plan import compiling, published
 from shardwise.plan.memory import Terms
 from shardwise.plan.planning import Candidate, Plan
@@ -184,13 +185,9 @@ def _reached(plan, c: Candidate):
     return f"{told}, here {_seconds(high)} to {_seconds(low)} a step"
 
 
-def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Lines of aligned columns, of which layouts and what binds stand on the left."""
-    aligned = []
-    for column in zip(columns, *rows, strict=True):
-        pad = str.ljust if column[0] in ("chips", "layout", "binds") else str.rjust
-        aligned.append([pad(cell, max(map(len, column))) for cell in column])
-    return ["  " + "  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
+    return [f"  {line}" for line in counts.table(columns, rows, ("chips", "layout", "binds"))]
 
 
 def explained(plan: Plan, c: Candidate) -> str:
