@@ -3,7 +3,7 @@
 import html
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -83,27 +83,22 @@ class Op:
         return "+".join(dict.fromkeys(dtype for dtype, _ in self.arrays))
 
     @property
-    def _payload(self):
-        """The bytes of the full tensor, of one run."""
-        gathered = self.kind.startswith("all-gather")
-        return sum(array.bytes for array in self.arrays) * (self.group_size if gathered else 1)
-
-    @property
     def payload_bytes(self) -> int | float:
-        """The bytes of the full tensor, of all trips together."""
-        return self._payload * self.trips
+        """The bytes of the full tensor, of all trips together: see `Collectives`."""
+        gathered = self.group_size if self.kind.startswith("all-gather") else 1
+        return sum(array.bytes for array in self.arrays) * gathered * self.trips
 
     @property
     def ring_bytes(self) -> int | float:
         """The bytes that a device sends in a ring, in all trips: see `Collectives`."""
-        n, size = self.group_size, self._payload
+        n, size = self.group_size, self.payload_bytes
         if n is None:  # of places on other slices no numbers are told
             away = self.kind.endswith(BETWEEN_SLICES) or any(a != b for a, b in self.groups)
-            return size * self.trips if away else 0
+            return size if away else 0
         if "bound" in self.notes:  # as if no row stayed
-            return size * self.trips if n > 1 else 0
+            return size if n > 1 else 0
         passed = size * (n - 1) * (2 if self.kind.startswith("all-reduce") else 1)
-        return (passed / n if passed % n else passed // n) * self.trips
+        return passed / n if passed % n else passed // n
 
 
 class Count(NamedTuple):
@@ -133,7 +128,7 @@ class Collectives(Shown, dict[str, Count]):
     def __init__(self, ops: Iterable[Op], device: int = 0):
         self.ops: tuple[Op, ...] = tuple(ops)
         self.device = device
-        found = _parts(self.ops, lambda op: op.kind)
+        found = parted(self.ops, lambda op: op.kind)
         kinds = (*KINDS, *(kind + BETWEEN_SLICES for kind in KINDS))
         super().__init__({kind: _sum(found[kind]) for kind in kinds if kind in found})
         self.static, self.dynamic, self.payload_bytes, self.ring_bytes = _sum(self.ops)
@@ -148,11 +143,11 @@ def _sum(ops: Sequence[Op]) -> Count:
     return Count(len({op.name for op in ops}), *sums)
 
 
-def _parts(ops: Iterable[Op], key: Callable) -> dict:
-    """{key: the ops that have it}, in the order in which the keys are met."""
-    parts: dict = {}
-    for op in ops:
-        parts.setdefault(key(op), []).append(op)
+def parted(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    """{key: the items that have it}, in the order in which the keys are met."""
+    parts: dict[Any, list[Any]] = {}
+    for item in items:
+        parts.setdefault(key(item), []).append(item)
     return parts
 
 
@@ -185,7 +180,7 @@ def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ..
         differ = np.any([np.ptp(place, axis=1) > 0 for place in places], axis=0)
         return tuple(name for name, along in zip(mesh.shape, differ, strict=True) if along)
 
-    parts, place = _parts(found.ops, axes), list(mesh.shape).index
+    parts, place = parted(found.ops, axes), list(mesh.shape).index
     ordered = sorted(filter(None, parts), key=lambda axes: [*map(place, axes)])
     return {axes: Collectives(parts[axes]) for axes in ordered}
 
@@ -221,5 +216,5 @@ def by_form(found: Collectives) -> Forms:
     Of a program for TPUs: what does the work of what (`written`), by which of the compiler's
     strategies, and whether other work may stand between start and end.
     """
-    parts = _parts(found.ops, lambda op: Form(*(getattr(op, name) for name in Form._fields)))
+    parts = parted(found.ops, lambda op: Form(*(getattr(op, name) for name in Form._fields)))
     return Forms({form: Collectives(ops) for form, ops in parts.items()})
