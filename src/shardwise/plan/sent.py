@@ -14,7 +14,7 @@ import jax
 from shardwise import context, experts
 from shardwise.measure.counts import Op
 from shardwise.measure.hlo import Array
-from shardwise.plan.arrays import Part
+from shardwise.plan.arrays import EXPERT, Part
 
 _WIDE = 4  # bytes of the sums' float32
 _DTYPES = {2: "bf16", 4: "f32"}
@@ -63,7 +63,7 @@ def _copied(part: Part, without: tuple[str, ...] = ()) -> tuple[str, ...]:
 def _parameters(part):
     weights, sums = 0.0, {}
     for share in part.held():
-        without = ("expert",) if share.array.is_expert else ()
+        without = ("expert",) if EXPERT in share.array.names else ()
         if share.fsdp > 1:
             passes = _passes(part, share.array) if part.reads(share.array) else 0
             weights += share.whole * passes * part.itemsize
