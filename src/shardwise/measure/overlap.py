@@ -113,10 +113,10 @@ def _begun(who: str, program: Any) -> list[list[Found]]:
             f"for TPUs, by topology.compile."
         )
     found, _ = executed(Frame.of(program), communication.read, lambda op: op.ring_bytes)
-    for i, (_, frame, *_) in enumerate(found):
+    for i, begun in enumerate(found):
         # What a fusion starts or runs, it does in the order of the computation around it.
-        if frame.within("fusion", "async-start"):
-            found[i] = found[i]._replace(frame=frame.caller, op=frame.site)
+        if begun.frame.within("fusion", "async-start"):
+            found[i] = begun._replace(frame=begun.frame.caller, op=begun.frame.site)
     return list(parted(found, lambda begun: id(begun.frame)).values())
 
 
