@@ -23,13 +23,10 @@ BY_HAND = "jit(run)/shard_map/"
 
 
 def op(kind, dims, dtype="f32", trips=1, source=BY_HAND, n=N, **more):
-    """One whose ring bytes are those of its formula."""
+    """One collective of these arrays, among `n` devices."""
     arrays = tuple(Array(dtype, d) for d in (dims if isinstance(dims, list) else [dims]))
-    size = sum(math.prod(d) for _, d in arrays) * (2 if dtype == "bf16" else 4)
-    whole = size * (n if kind == "all-gather" else 1)
-    sent = size if n is None else {"all-reduce": 2}.get(kind, 1) * whole * (n - 1) // n
-    name = f"{kind}.{id(arrays)}"
-    return Op(kind, name, arrays, n, trips, whole * trips, sent * trips, source, **more)
+    groups = ((0, 1),) if n is None else ()
+    return Op(kind, f"{kind}.{id(arrays)}", arrays, n, trips, source, groups, **more)
 
 
 def named(written, compiled):

@@ -193,8 +193,8 @@ def test_rows_that_do_not_divide_are_left_out_with_the_reason():
     "change, told",
     [
         ({"tensor": "model"}, "tensor= is no setting here; min_size, stacked"),
-        ({"given": {"x": jnp.zeros((4, 2)), "y": jnp.zeros((5, 2))}}, r"\['x'\] 4, \['y'\] 5"),
-        ({"given": {"x": jnp.zeros(())}}, r"\['x'\] 0"),
+        ({"given": {"x": jnp.zeros((4, 2)), "y": jnp.zeros((5, 2))}}, "has x 4, y 5"),
+        ({"given": {"x": jnp.zeros(())}}, "has x 0"),
         ({"given": {}}, "the batch has none"),
         ({"chips": "v5e"}, "v5e"),
         ({"chips": "h100:8"}, "h100:1x8 are GPUs, .* judged by the TPUs' compiler alone"),

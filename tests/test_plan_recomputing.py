@@ -9,14 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.extend.core import Literal
 
-from shardwise.jaxprs import steps
 from shardwise.plan import residuals
 
 X, W = jnp.zeros((8, 16)), jnp.zeros((16, 4))
 
 
 def stored(program, *given):
-    return residuals.stored(*steps(jax.make_jaxpr(program)(*given).jaxpr))
+    return residuals.stored(*residuals.opened(jax.make_jaxpr(program)(*given)))
 
 
 def after_product(finish):
@@ -63,7 +62,7 @@ def follows(kept, chosen, made_by):
     def has(v):
         if isinstance(v, Literal) or v in chosen or v not in made_by:
             return True
-        return made_by[v].name in residuals.CHEAP and all(map(has, made_by[v].inputs))
+        return made_by[v].name in residuals.CHEAP and all(map(has, made_by[v].invars))
 
     return all(map(has, kept))
 
@@ -89,9 +88,9 @@ def test_no_set_that_will_do_is_smaller(data):
             made.append(one[name](a, b))
         return [made[i] for i in wanted]
 
-    jaxpr = jax.make_jaxpr(program)(jnp.zeros((3, 3))).jaxpr
-    found, outputs = steps(jaxpr)
-    made_by = {v: step for step in found for v in step.outputs}
+    jaxpr = jax.make_jaxpr(program)(jnp.zeros((3, 3)))
+    found, outputs = residuals.opened(jaxpr)
+    made_by = {v: step for step in found for v in step.outvars}
     ours = residuals.stored(found, outputs)
     assert follows(outputs, {s.variable for s in ours}, made_by)
     bytes_of = sum(s.bytes for s in ours)

@@ -206,13 +206,20 @@ def needed(
 
 
 def inlined(closed: Any, names: Collection[str] = frozenset(CALLS)) -> Any:
-    """The same traced program, with calls of the primitives in `names` replaced by their bodies."""
+    """The same traced program, with calls of the primitives in `names` replaced by their bodies.
+
+    With "cond" among them, all branches run, and of their outputs one is chosen.
+    """
 
     def evaluate(jaxpr, consts, values):
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
         for eqn in jaxpr.eqns:
             arguments = read(env, eqn.invars)
-            if eqn.primitive.name in names:
+            if eqn.primitive.name in names and eqn.primitive.name == "cond":
+                chosen, *arguments = arguments
+                cases = (evaluate(b.jaxpr, b.consts, arguments) for b in eqn.params["branches"])
+                out = [jax.lax.select_n(chosen, *each) for each in zip(*cases, strict=True)]
+            elif eqn.primitive.name in names:
                 called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
                 with named_as(eqn, _called(eqn)):
                     out = evaluate(getattr(called, "jaxpr", called), _consts(called), arguments)
@@ -232,52 +239,3 @@ def _called(eqn):
 
 def _consts(jaxpr):
     return getattr(jaxpr, "consts", ())  # of a closed one; a remat's is open, and has none
-
-
-class Step(NamedTuple):
-    """An equation of a program in which calls are opened."""
-
-    name: str
-    inputs: tuple
-    outputs: tuple
-    params: dict
-
-
-class _Variable:
-    """A variable of one opened call: another call of the same program has others."""
-
-    def __init__(self, aval):
-        self.aval = aval
-
-
-def steps(jaxpr: Any) -> tuple[list[Step], list]:
-    """(the program's equations with calls opened, its outputs as these name them).
-
-    Of a conditional there are the steps of all branches, and for each output the choice.
-    """
-    names: dict = {}
-    return list(_opened(jaxpr, names)), [_named(v, names) for v in jaxpr.outvars]
-
-
-def _opened(jaxpr, names):
-    for eqn in jaxpr.eqns:
-        name, inputs = eqn.primitive.name, tuple(_named(v, names) for v in eqn.invars)
-        choice, given = (inputs[:1], inputs[1:]) if name == "cond" else ((), inputs)
-        cases = []
-        for body in inner(eqn) if choice or name in CALLS | REMAT else ():
-            inside = dict(zip(body.invars, given, strict=True))
-            yield from _opened(body, inside)
-            cases.append([_named(v, inside) for v in body.outvars])
-        outputs = tuple(_Variable(v.aval) for v in eqn.outvars)
-        if not cases:
-            yield Step(name, inputs, outputs, eqn.params)
-        elif choice:
-            for v, *chosen in zip(outputs, *cases, strict=True):
-                yield Step("select_n", (*choice, *chosen), (v,), {})
-        else:
-            (outputs,) = cases
-        names.update(zip(eqn.outvars, outputs, strict=True))
-
-
-def _named(v, names):
-    return v if isinstance(v, Literal) else names.get(v, v)

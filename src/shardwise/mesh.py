@@ -3,7 +3,7 @@
 import contextlib
 import glob
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata, util
 from typing import Any
 
@@ -87,7 +87,7 @@ def make(**axes: int) -> jax.sharding.Mesh:
         number of devices.
     """
     available = devices()
-    sizes = _resolve(axes, len(available))
+    sizes = resolve("mesh.make", axes, len(available))
     shape = tuple(sizes.values())
     return jax.make_mesh(
         shape,
@@ -239,18 +239,23 @@ def look_for_no_tpu() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _resolve(axes, count):
+def resolve(who: str, axes: Mapping[str, int], count: int, exactly: bool = False) -> dict[str, int]:
+    """{axis: size} on `count` devices, or on `exactly` so many; -1 takes those that remain.
+
+    Raises:
+      ValueError: as `make`, in which `who` asked.
+    """
     asked = ", ".join(f"{name}={size}" for name, size in axes.items())
     free = [name for name, size in axes.items() if size == -1]
     bad = [name for name, size in axes.items() if size != -1 and size < 1]
     if not axes or bad or len(free) > 1:
         raise ValueError(
-            f"mesh.make({asked}): give at least one axis, every size positive, and at most one -1."
+            f"{who}({asked}): give at least one axis, every size positive, and at most one -1."
         )
     known = math.prod(size for size in axes.values() if size != -1)
-    if known > count or (free and count % known):
+    if known > count or (free and count % known) or (exactly and not free and known < count):
         raise ValueError(
-            f"mesh.make({asked}) does not fit {count} devices: the sizes given multiply to "
-            f"{known}, which must {'divide' if free else 'be at most'} {count}."
+            f"{who}({asked}) does not fit {count} devices: the sizes given multiply to {known}, "
+            f"which must {'divide' if free else 'be' if exactly else 'be at most'} {count}."
         )
     return {name: count // known if size == -1 else size for name, size in axes.items()}

@@ -4,6 +4,7 @@ In the forms of every backend: also those that the TPU's compiler alone writes, 
 collectives, fused scatters, and transfers between slices, over the data centre's network.
 """
 
+import dataclasses
 import re
 from typing import Any
 
@@ -14,16 +15,13 @@ from .counts import BETWEEN_SLICES, KINDS, Collectives, Op
 from .hlo import Groups, Instruction
 from .trips import Frame, executed
 
-# Times B (n - 1) / n are sent by each of the n devices of a ring; B is the full tensor. In an
-# all-to-all that is a device's own; what it forwards for others depends on the links.
-_RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2, "all-to-all": 1}
 _UNCOUNTED = ("collective-broadcast", "ragged-all-to-all", "send")
 CARRIED = '"async_collective_fusion_config"'
 _PASSES_ON = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "get-tuple-element",
               "convert", "opt-barrier")  # fmt: skip
 # What a transfer's type is called here.
-_TRANSFERS = {kind.upper().replace("-", "_"): kind for kind in _RING_PASSES}
-_TRANSFERS["ONE_TO_ONE"] = "collective-permute"
+_TRANSFERS = {kind.upper().replace("-", "_"): kind for kind in KINDS[:-1]}
+_TRANSFERS["ONE_TO_ONE"] = KINDS[-1]
 _SLICE = 100_000  # in a device's number, where slices are counted from 1
 _STRATEGY = re.compile(
     r'"collective_algorithm_config":\{(?:"emitter":"([^"]*)")?,?(?:"strategy":"([^"]*)")?'
@@ -59,13 +57,13 @@ def collectives(program: Any, device: int | None = None) -> Collectives:
         program = hlo.lowered(program)
     program = hlo.read("collectives", program)
     found, device = executed(Frame.of(program), read, lambda op: op.ring_bytes, device)
-    return Collectives((each.value.repeated(each.times) for each in found), device)
+    return Collectives((dataclasses.replace(x.value, trips=x.times) for x in found), device)
 
 
 def read(frame: Frame, op: Instruction) -> Op | None:
     """The collective that one instruction is or starts, run once; None for any other."""
     kind, devices = op.opcode.removesuffix("-start"), frame.program.devices
-    started, written, notes = _starts(frame, op), (), ()
+    started, n, written, notes = _starts(frame, op), None, (), ()
     if between := _between_slices(op, devices):
         # Its operands are an array and a token.
         (kind, n, groups), started, arrays = between, True, frame.operands(op)[:1]
@@ -86,19 +84,8 @@ def read(frame: Frame, op: Instruction) -> Op | None:
         n = max(map(len, groups))
         if op.opcode == "all-reduce":
             kind, written = _work(frame, op, n)
-    size = sum(array.bytes for array in arrays)
-    if kind.startswith("collective-permute"):
-        n, sent = None, size if between or any(len(set(pair)) > 1 for pair in groups) else 0
-    elif "bound" in notes:  # as if no row stayed
-        sent = size if n > 1 else 0
-    else:
-        base = kind.removesuffix(BETWEEN_SLICES)
-        size *= n if base == "all-gather" else 1
-        passed = _RING_PASSES[base] * size * (n - 1)
-        sent = passed / n if passed % n else passed // n
-    strategy, asynchronous = _strategy(frame, op), bool(started)
-    more = op.source, groups, strategy, written, asynchronous, notes
-    return Op(kind, op.name, arrays, n, 1, size, sent, *more)
+    more = groups, _strategy(frame, op), written, bool(started), notes
+    return Op(kind, op.name, arrays, n, 1, op.source, *more)
 
 
 def _starts(frame: Frame, op: Instruction) -> bool | None:
@@ -200,11 +187,12 @@ def _strategy(frame: Frame, op: Instruction) -> str:
     return ""
 
 
-def _between_slices(op: Instruction, devices: int) -> tuple[str, int, Groups] | None:
+def _between_slices(op: Instruction, devices: int) -> tuple[str, int | None, Groups] | None:
     """(kind, how many take part, who takes part) of a send to another slice; None for another send.
 
-    `devices` are those of one slice. Numbers of devices are known where every device of each
-    slice takes part; elsewhere they are told by their places, and the groups are empty.
+    How many is None of a send to one device. `devices` are those of one slice. Numbers of devices
+    are known where every device of each slice takes part; elsewhere they are told by their places,
+    and the groups are empty.
     """
     said = op.says("frontend_attributes")
     kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', said)
@@ -217,7 +205,8 @@ def _between_slices(op: Instruction, devices: int) -> tuple[str, int, Groups] | 
             f"measure.collectives: cannot read the transfer between slices {op.name}: {said}; "
             f"known are {', '.join(_TRANSFERS)}, to {{1,2}}x{{0:7}} or {{{{100000,200000}}}}."
         )
-    return _TRANSFERS[kind[1]] + BETWEEN_SLICES, max(map(len, groups[0])), groups[1]
+    n = None if kind[1] == "ONE_TO_ONE" else max(map(len, groups[0]))
+    return _TRANSFERS[kind[1]] + BETWEEN_SLICES, n, groups[1]
 
 
 def _groups(target, devices):

@@ -1,9 +1,9 @@
 """Counts of collectives: a mapping by kind, a list, parts by mesh axis or form, shown as tables."""
 
 import html
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -12,17 +12,15 @@ from .hlo import Array
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 BETWEEN_SLICES = " between slices"  # after a kind: of TPUs, over the data centre's network
-_SUMMED = ("trips", "payload_bytes", "ring_bytes")
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as text: the first column to the left, the others to the right."""
-    lines = [columns, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])])
-        for line in lines
-    )
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Container[str]) -> list[str]:
+    """The lines of a table as text: columns named in `left` to the left, others to the right."""
+    aligned = []
+    for column in zip(columns, *rows, strict=True):
+        pad = str.ljust if column[0] in left else str.rjust
+        aligned.append([pad(cell, max(map(len, column))) for cell in column])
+    return ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
 
 
 def number(value: int | float) -> str:
@@ -37,7 +35,8 @@ class Shown:
     _rows: Callable[..., list[tuple[str, ...]]]
 
     def __repr__(self) -> str:
-        return table(self._columns, self._rows()) if self else "no collectives"
+        lines = table(self._columns, self._rows(), self._columns[:1])
+        return "\n".join(lines) if self else "no collectives"
 
     def _repr_html_(self) -> str:
         if not self:
@@ -53,7 +52,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Op:
-    """One collective instruction; its bytes are those of all its trips together.
+    """One collective instruction, which runs `trips` times.
 
     `group_size` is the number of devices that take part together (None for a collective-permute),
     `arrays` what each device puts in, as (dtype, dims), `source` the operation that JAX named,
@@ -71,10 +70,8 @@ class Op:
     name: str
     arrays: tuple[Array, ...]
     group_size: int | None
-    trips: int | float
-    payload_bytes: int | float
-    ring_bytes: int | float
-    source: str
+    trips: int | float = 1
+    source: str = ""
     groups: tuple[tuple[int, ...], ...] = ()
     strategy: str = ""
     written: tuple[str, ...] = ()
@@ -85,9 +82,23 @@ class Op:
     def dtype(self) -> str:
         return "+".join(dict.fromkeys(dtype for dtype, _ in self.arrays))
 
-    def repeated(self, times: int | float) -> "Op":
-        """The `Op` for so many runs of its program."""
-        return replace(self, **{key: getattr(self, key) * times for key in _SUMMED})
+    @property
+    def payload_bytes(self) -> int | float:
+        """The bytes of the full tensor, of all trips together: see `Collectives`."""
+        gathered = self.group_size if self.kind.startswith("all-gather") else 1
+        return sum(array.bytes for array in self.arrays) * gathered * self.trips
+
+    @property
+    def ring_bytes(self) -> int | float:
+        """The bytes that a device sends in a ring, in all trips: see `Collectives`."""
+        n, size = self.group_size, self.payload_bytes
+        if n is None:  # of places on other slices no numbers are told
+            away = self.kind.endswith(BETWEEN_SLICES) or any(a != b for a, b in self.groups)
+            return size if away else 0
+        if "bound" in self.notes:  # as if no row stayed
+            return size if n > 1 else 0
+        passed = size * (n - 1) * (2 if self.kind.startswith("all-reduce") else 1)
+        return passed / n if passed % n else passed // n
 
 
 class Count(NamedTuple):
@@ -117,7 +128,7 @@ class Collectives(Shown, dict[str, Count]):
     def __init__(self, ops: Iterable[Op], device: int = 0):
         self.ops: tuple[Op, ...] = tuple(ops)
         self.device = device
-        found = _parts(self.ops, lambda op: op.kind)
+        found = parted(self.ops, lambda op: op.kind)
         kinds = (*KINDS, *(kind + BETWEEN_SLICES for kind in KINDS))
         super().__init__({kind: _sum(found[kind]) for kind in kinds if kind in found})
         self.static, self.dynamic, self.payload_bytes, self.ring_bytes = _sum(self.ops)
@@ -128,15 +139,15 @@ class Collectives(Shown, dict[str, Count]):
 
 
 def _sum(ops: Sequence[Op]) -> Count:
-    sums = (sum(getattr(op, key) for op in ops) for key in _SUMMED)
+    sums = (sum(getattr(op, key) for op in ops) for key in ("trips", *Count._fields[2:]))
     return Count(len({op.name for op in ops}), *sums)
 
 
-def _parts(ops: Iterable[Op], key: Callable) -> dict:
-    """{key: the ops that have it}, in the order in which the keys are met."""
-    parts: dict = {}
-    for op in ops:
-        parts.setdefault(key(op), []).append(op)
+def parted(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    """{key: the items that have it}, in the order in which the keys are met."""
+    parts: dict[Any, list[Any]] = {}
+    for item in items:
+        parts.setdefault(key(item), []).append(item)
     return parts
 
 
@@ -169,7 +180,7 @@ def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ..
         differ = np.any([np.ptp(place, axis=1) > 0 for place in places], axis=0)
         return tuple(name for name, along in zip(mesh.shape, differ, strict=True) if along)
 
-    parts, place = _parts(found.ops, axes), list(mesh.shape).index
+    parts, place = parted(found.ops, axes), list(mesh.shape).index
     ordered = sorted(filter(None, parts), key=lambda axes: [*map(place, axes)])
     return {axes: Collectives(parts[axes]) for axes in ordered}
 
@@ -205,5 +216,5 @@ def by_form(found: Collectives) -> Forms:
     Of a program for TPUs: what does the work of what (`written`), by which of the compiler's
     strategies, and whether other work may stand between start and end.
     """
-    parts = _parts(found.ops, lambda op: Form(*(getattr(op, name) for name in Form._fields)))
+    parts = parted(found.ops, lambda op: Form(*(getattr(op, name) for name in Form._fields)))
     return Forms({form: Collectives(ops) for form, ops in parts.items()})

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from .communication import collectives
-from .counts import Op, Shown, number
+from .counts import Op, Shown, number, parted
 from .hlo import Array
 
 _BY_HAND = {  # what is written, and what it may be compiled to
@@ -67,10 +67,9 @@ def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differe
     sends: both on the device that sends the most as `lowered` is written.
     """
     written = collectives(lowered)
-    found: dict[str, list[Pair]] = {name: [] for name in _NAMES}
-    for pair in pairs((*written.ops, *also), collectives(compiled, written.device).ops):
-        found[pair.name].append(pair)
-    return Differences({name: _sum(of) for name, of in found.items() if of})
+    met = pairs((*written.ops, *also), collectives(compiled, written.device).ops)
+    found = parted(met, lambda pair: pair.name)
+    return Differences({name: _sum(found[name]) for name in _NAMES if name in found})
 
 
 def _sum(found):
@@ -113,8 +112,7 @@ class _Piece:
     @property
     def bytes(self):
         """The bytes that one run sends."""
-        whole = sum(array.bytes for array in self.op.arrays)
-        return self.op.ring_bytes / self.op.trips * (self.array.bytes / whole if whole else 0)
+        return dataclasses.replace(self.op, arrays=(self.array,), trips=1).ring_bytes
 
     @property
     def is_by_hand(self):

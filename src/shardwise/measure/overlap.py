@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import communication, hlo, matmuls
-from .counts import BETWEEN_SLICES, Op
+from .counts import BETWEEN_SLICES, Op, parted
 from .hlo import Instruction
 from .trips import Found, Frame, executed
 
@@ -112,14 +112,12 @@ def _begun(who: str, program: Any) -> list[list[Found]]:
             f"measure.{who}: the order of this program's instructions is no schedule; compile it "
             f"for TPUs, by topology.compile."
         )
-    groups: dict[int, list[Found]] = {}
     found, _ = executed(Frame.of(program), communication.read, lambda op: op.ring_bytes)
-    for begun in found:
+    for i, begun in enumerate(found):
         # What a fusion starts or runs, it does in the order of the computation around it.
         if begun.frame.within("fusion", "async-start"):
-            begun = begun._replace(frame=begun.frame.caller, op=begun.frame.site)
-        groups.setdefault(id(begun.frame), []).append(begun)
-    return list(groups.values())
+            found[i] = begun._replace(frame=begun.frame.caller, op=begun.frame.site)
+    return list(parted(found, lambda begun: id(begun.frame)).values())
 
 
 def _beside(chip, begun: Found, taken, kernels) -> Beside:

@@ -19,22 +19,6 @@ from shardwise.plan.sent import Sent
 from shardwise.plan.tables import text
 
 __all__ = [
-    "PRESETS",
-    "RUNS",
-    "Candidate",
-    "Memory",
-    "Own",
-    "Part",
-    "Plan",
-    "Refusal",
-    "Roles",
-    "Sent",
-    "Step",
-    "Terms",
-    "Transfer",
-    "model_flops",
-    "own",
-    "plan",
-    "preset",
-    "text",
-]
+    "PRESETS", "RUNS", "Candidate", "Memory", "Own", "Part", "Plan", "Refusal", "Roles", "Sent",
+    "Step", "Terms", "Transfer", "model_flops", "own", "plan", "preset", "text",
+]  # fmt: skip

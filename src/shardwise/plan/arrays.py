@@ -15,6 +15,7 @@ from shardwise import tree as trees
 from shardwise.layouts import matrices
 from shardwise.model import Config, Decoder
 from shardwise.plan.roles import Roles
+from shardwise.rules import leaves
 from shardwise.rules.fsdp import dividing
 from shardwise.train import Optimizer
 
@@ -29,12 +30,12 @@ class Array(NamedTuple):
     path: str
     shape: tuple[int, ...]
     names: tuple[str | None, ...]
-    stacked: bool
     itemsize: int
 
     @property
-    def is_expert(self) -> bool:
-        return EXPERT in self.names
+    def stacked(self) -> bool:
+        """Whether the first axis is one of layers."""
+        return self.names[:1] == (trees.LAYERS,)
 
     @property
     def is_cut(self) -> bool:
@@ -69,7 +70,10 @@ def of_decoder(config: Config, optimizer: Optimizer = _ADAMW) -> Arrays:
       ValueError: the optimizer's update multiplies matrices, as Muon's does.
     """
     shapes = nnx.state(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
-    parameters = tuple(_parameter(*walked) for walked in trees.walk(shapes))
+    parameters = tuple(
+        Array(x.path, x.shape, x.axes or (None,) * len(x.shape), x.array.dtype.itemsize)
+        for x in leaves.read(shapes)
+    )
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
     tx = optimizer.transformation()
     state = jax.eval_shape(tx.init, plain)
@@ -83,16 +87,10 @@ def of_decoder(config: Config, optimizer: Optimizer = _ADAMW) -> Arrays:
         like = parameters[owner.index] if owner else None
         if like is None or owner.shape != x.shape:
             stacked = bool(like and like.stacked and owner.axes and owner.axes[0] == 0)
-            like = Array(path, x.shape, (None,) * x.ndim, stacked, 0)
+            names = (trees.LAYERS,) * stacked + (None,) * (x.ndim - stacked)
+            like = Array(path, x.shape, names, 0)
         found.append(like._replace(itemsize=x.dtype.itemsize))
     return Arrays(parameters, tuple(found))
-
-
-def _parameter(keys, x, box):
-    axes, rank = trees.axis_names(box), len(x.shape)
-    stacked = axes is not None and (len(axes) < rank or axes[:1] == (trees.LAYERS,))
-    names = (*[None] * (rank - len(axes or ())), *(axes or ()))
-    return Array("/".join(keys), x.shape, names, stacked, jnp.dtype(x.dtype).itemsize)
 
 
 class Share(NamedTuple):

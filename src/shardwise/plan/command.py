@@ -131,11 +131,8 @@ def _rows(batch, sequence, devices=0):
 
 def _number(flag, written, such):
     """A number with a unit of a thousand: 15T, 2.5e9; `such` would do."""
-    match = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) ?([KMBGT]?)", written.upper().replace("E", "e"))
-    try:
-        value = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    except ValueError:
-        value = 0.0
+    found = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:E\d+)?) ?([KMBGT]?)", written.upper())
+    value = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not value > 0:
         raise ValueError(f"plan: {flag} {written!r}; expected a number above 0, as in {such}.")
     return value
@@ -150,8 +147,7 @@ def _survey(asked, tx):
     if not days > 0:
         raise ValueError(f"plan: --days {days}; expected more than 0.")
     tokens = _number("--tokens", asked.tokens, "15T or 2e12") if asked.tokens else 0.0
-    of = asked.memory_of
-    of = of and of.upper().removesuffix("B").removesuffix("I").removesuffix("G")
+    of = asked.memory_of and re.sub("(?i)(gi?)?b?$", "", asked.memory_of)
     memory = of and _number("--memory-of", of, "16GB")
     read, counts = _config(asked.model), (int(low), int(high))
     found = survey.survey(read.config, rows, asked.sequence, counts, memory, tokens, days, tx)

@@ -5,8 +5,7 @@ with what the chips' compiler says of that.
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +17,12 @@ from shardwise import context, layouts, measure, model, topology
 from shardwise.context.kernels import LANES
 from shardwise.model import Config, Decoder
 from shardwise.plan import arrays
+from shardwise.plan.own import Own
 from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.roles import Roles
 from shardwise.plan.sent import inserted
 from shardwise.topology import child
+from shardwise.train import Optimizer
 
 _CODE = {
     "tiles": "context.tiled",
@@ -58,11 +59,10 @@ def _settings(roles, config, kernel):
 
 def code(roles: Roles, plan: Plan) -> str:
     """The layout as a Python expression of `context`, `jax`, `jnp`, `layouts` and `mesh`."""
-    sizes = roles.sizes or {"data": 1}
-    said = {role: f'"{role}"' for role in sizes}
+    said = {role: f'"{role}"' for role in roles.axes}
     for name, value in _settings(roles, plan.config, kernel(plan)).items():
         said[name] = _CODE.get(value, f'"{value}"') if isinstance(value, str) else str(value)
-    axes = ", ".join(f"{role}={size}" for role, size in sizes.items())
+    axes = ", ".join(f"{role}={size}" for role, size in roles.axes.items())
     return f"layouts.Layout(mesh.make({axes}), {', '.join(f'{n}={x}' for n, x in said.items())})"
 
 
@@ -94,21 +94,13 @@ def layout_of(roles: Roles, config: Config, mesh: Mesh, kernel: str = "tiles") -
     attend = context.splash() if kernel == "splash" else context.tiled
     again = getattr(jax.checkpoint_policies, given.get("remat", ""), layouts.offload)
     meant = {"kernel": attend, "remat": again, "dtype": config.dtype}
-    taken = {role: role for role in roles.sizes} or {"data": "data"}
-    return layouts.Layout(mesh, **taken, **{n: meant.get(n, x) for n, x in given.items()})
+    return roles.layout(mesh, **{n: meant.get(n, x) for n, x in given.items()})
 
 
-class Program(NamedTuple):
-    """The decoder for a layout: `create(key)`, `loss(params, batch)`, `has_aux` and a `batch`."""
-
-    create: Callable[..., Any]
-    loss: Callable[..., Any]
-    has_aux: bool
-    batch: dict[str, Any]
-
-
-def program_of(roles: Roles, config: Config, batch: int, sequence: int) -> Program:
-    """The `Program` of a layout, which has attention's kernel."""
+def program_of(
+    roles: Roles, config: Config, batch: int, sequence: int, optimizer: Optimizer | None = None
+) -> Own:
+    """The decoder's program for a layout, which has attention's kernel."""
     config = dataclasses.replace(config, stages=roles.stage)
 
     def create(key):
@@ -123,7 +115,8 @@ def program_of(roles: Roles, config: Config, batch: int, sequence: int) -> Progr
         jax.ShapeDtypeStruct((batch, sequence), dtype) for dtype in (jnp.int32, jnp.float32)
     )
     fields = {"tokens": ints, "targets": ints, "mask": floats}
-    return Program(create, loss, bool(config.experts), fields)
+    tx = optimizer and optimizer.transformation()
+    return Own(create, loss, tx, fields, bool(config.experts))
 
 
 class Check(NamedTuple):
@@ -148,28 +141,23 @@ def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowe
     """The training step of a layout, for the plan's chips; nothing is allocated, and the loss is
     not judged.
     """
-    mesh = plan.chips.mesh(**(each.sizes or {"data": 1}))
+    mesh = plan.chips.mesh(**each.axes)
     if plan.own:
-        layout, program, tx = plan.own.layout(each, mesh.abstract), plan.own, plan.own.tx
+        job, layout = plan.own, each.layout(mesh.abstract, **plan.own.settings)
     else:
+        job = program_of(each, plan.config, plan.batch, plan.sequence, plan.optimizer)
         layout = layout_of(each, plan.config, mesh.abstract, kernel(plan))
-        program = program_of(each, plan.config, plan.batch, plan.sequence)
-        tx = plan.optimizer.transformation()
-    params = jax.eval_shape(program.create, jax.random.key(0))
-    params, state = jax.tree.map(
-        lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
-        (params, jax.eval_shape(tx.init, params)),
-        layouts.shardings(layout, params, tx),
-    )
     axes = [entry or None for entry in (layout.rows, layout.context)]
-    batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=NamedSharding(mesh.abstract, P(*axes[: len(x.shape)]))
-        ),
-        program.batch,
+    shapes = job.params, jax.eval_shape(job.tx.init, job.params), job.batch
+    lie = (
+        *layouts.shardings(layout, job.params, job.tx),
+        jax.tree.map(lambda x: NamedSharding(mesh.abstract, P(*axes[: len(x.shape)])), job.batch),
     )
-    step = layouts.step(layout, program.loss, tx, program.has_aux, check=False)
-    return mesh, mesh.lower(step, params, state, batch)
+    given = jax.tree.map(
+        lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), shapes, lie
+    )
+    step = layouts.step(layout, job.loss, job.tx, job.has_aux, check=False)
+    return mesh, mesh.lower(step, *given)
 
 
 def check(candidate: Candidate, plan: Plan) -> Check:
@@ -187,7 +175,7 @@ def check(candidate: Candidate, plan: Plan) -> Check:
         compiled = topology.compile(program, mesh)
         fit = measure.fits(compiled)
         found = {kind: c.ring_bytes for kind, c in measure.collectives(compiled).items()}
-        expected = _expected(candidate.roles, plan, by_hand.device)
+        expected = () if plan.own else inserted(_stage(candidate.roles, plan, by_hand.device))
         became = measure.differences(program, compiled, expected)
     except topology.DoesNotFit as error:
         fit, found = measure.fits(error), {}
@@ -195,12 +183,10 @@ def check(candidate: Candidate, plan: Plan) -> Check:
     return Check(candidate, fit, compiled, by_hand.ring_bytes, found, spent, became)
 
 
-def _expected(each, plan, stage):
-    if plan.own:
-        return ()
+def _stage(each, plan, number):
     held = arrays.of_decoder(plan.config, plan.optimizer)
-    given = each, plan.config, held, plan.batch, plan.sequence
-    return inserted(next(part for part in arrays.parts(*given) if part.stage >= stage))
+    parts = arrays.parts(each, plan.config, held, plan.batch, plan.sequence)
+    return next(part for part in parts if part.stage >= number)
 
 
 def checked(plan: Plan, number: int, out: TextIO) -> list[Check]:

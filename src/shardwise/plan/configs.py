@@ -62,24 +62,13 @@ auto_map bos_token_id eos_token_id pad_token_id initializer_range max_position_e
 original_max_position_embeddings norm_eps layer_norm_eps pretraining_tp max_window_layers
 norm_topk_prob router_aux_loss_coef output_router_logits cache_implementation no_rope_layer_interval
 sliding_window_size full_attn_mod interpolate_factor""".split()
-# Fields that change what is computed, but no size and no product, with what the decoder has.
-_OTHERWISE = dict(
-    rope_scaling=None,
-    rope_local_base_freq=None,
-    partial_rotary_factor=1.0,
-    no_rope_layers=None,
-    attention_dropout=0.0,
-    embd_pdrop=0.0,
-    resid_pdrop=0.0,
-    router_jitter_noise=0.0,
-    query_pre_attn_scalar=None,
-    attention_multiplier=None,
-    embedding_multiplier=1.0,
-    residual_multiplier=1.0,
-    logits_scaling=1.0,
-    attn_logit_softcapping=None,
-    final_logit_softcapping=None,
-)
+# Fields that change what is computed, but no size and no product, unless they are 0 or null; of
+# factors, unless they are 1.
+_FACTORS = "partial_rotary_factor embedding_multiplier residual_multiplier logits_scaling".split()
+_OTHERWISE = """rope_scaling rope_local_base_freq partial_rotary_factor no_rope_layers
+attention_dropout embd_pdrop resid_pdrop router_jitter_noise query_pre_attn_scalar
+attention_multiplier embedding_multiplier residual_multiplier logits_scaling attn_logit_softcapping
+final_logit_softcapping""".split()
 # Fields that are read below.
 _READ = {
     *_SIZES.values(),
@@ -195,8 +184,8 @@ def _notes(name, given, more):
     if window:
         every = "some layers" if name.startswith("Gemma") else "layers"
         yield f"{every} see {window:,} tokens back; of longer rows more is counted here"
-    otherwise = [k for k, x in _OTHERWISE.items() if given.get(k) and given[k] != x]
-    if otherwise:
+    changed = (k for k in _OTHERWISE if given.get(k))
+    if otherwise := [k for k in changed if k not in _FACTORS or given[k] != 1]:
         yield f"not computed, and without part in sizes or products: {', '.join(otherwise)}"
     if more:
         yield f"{abs(more):,} parameters {'more' if more > 0 else 'fewer'} than the published model"

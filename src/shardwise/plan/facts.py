@@ -6,7 +6,9 @@ from shardwise.plan import compiling, tables
 from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.roles import Roles
 
-_TIMES = ("arithmetic", "waited", "hidden", "update", "host", "weights", "seconds", "bound")
+
+def _named(record: Any, names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names.split()}
 
 
 def of_plan(plan: Plan, top: int) -> dict[str, Any]:
@@ -14,8 +16,7 @@ def of_plan(plan: Plan, top: int) -> dict[str, Any]:
     return {
         "chips": str(plan.chips),
         "devices": plan.chips.devices,
-        "batch": plan.batch,
-        "sequence": plan.sequence,
+        **_named(plan, "batch sequence"),
         "usable_bytes": plan.usable,
         "layouts": [_of_layout(plan, c) for c in plan.best[:top]],
         "left_out": {
@@ -27,35 +28,30 @@ def of_plan(plan: Plan, top: int) -> dict[str, Any]:
 
 
 def _of_roles(r: Roles):
-    names = "microbatches", "remat", "offload", "products"
-    return {"roles": r.sizes} | {name: getattr(r, name) for name in names}
+    return {"roles": r.sizes, **_named(r, "microbatches remat offload products")}
 
 
 def _of_layout(plan: Plan, c: Candidate):
     """The numbers of one layout, and what realises it."""
-    m, s = c.memory, c.step
-    held = {name: getattr(m, name) for name in ("parameters", "state", "batch")}
+    m, times = c.memory, "arithmetic waited hidden update host weights seconds bound"
     return {
         **_of_roles(c.roles),
         "code": compiling.code(c.roles, plan) if plan.config else None,
         "flags": compiling.flags(c.roles, plan) if plan.config else None,
-        "bytes": {**held, **m.of_step._asdict(), "total": m.total},
+        "bytes": _named(m, "parameters state batch") | m.of_step._asdict() | _named(m, "total"),
         "bytes_on_host": m.host,
         "sent": [
             {
                 "along": list(t.sent.roles),
-                "kind": t.sent.kind,
-                "bytes": t.sent.bytes,
+                **_named(t.sent, "kind bytes"),
                 "over": [str(way) for way in t.over],
                 "seconds": t.seconds,
             }
-            for t in s.transfers
+            for t in c.step.transfers
         ],
-        "seconds": {name: getattr(s, name) for name in _TIMES},
-        "bubble": s.bubble,
-        "binds": s.binds,
-        "mfu": c.mfu,
-        "mfu_bound": c.mfu_bound,
+        "seconds": _named(c.step, times),
+        **_named(c.step, "bubble binds"),
+        **_named(c, "mfu mfu_bound"),
     }
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from shardwise.plan.roles import ORDER, divisors
+from shardwise.plan.roles import divisors
 from shardwise.topology import Chip, Chips
 
 
@@ -60,23 +60,19 @@ class Way(NamedTuple):
 
 @functools.lru_cache(maxsize=8192)
 def lay(chips: Chips, sizes: tuple[tuple[str, int], ...]) -> Mapping[str, Way]:
-    """{role: its Way}: slices outermost, and what talks most chooses its sides first.
+    """{role: its Way}, of `sizes` in the order of the mesh: slices outermost, and what talks most,
+    the last, chooses its sides first.
 
     Whole sides are taken where they fit, as `mesh_utils` does, as many as possible; else sides are
     split, for the most bandwidth. `topology` asks `mesh_utils`, which may split them otherwise.
     """
-    mesh = chips.mesh(**(dict(sizes) or {"data": 1}))
-    inside = {
-        name: (size // part, part)
-        for (name, size), part in zip(mesh.axes, mesh.across_slices(), strict=True)
-    }
+    mesh = chips.mesh(**dict(sizes))
     free = [Side(whole, 1, whole) for whole in chips.shape]  # what is left of each
     if (devices := chips.chip.devices) > 1:
         free.append(Side(devices, 1, devices, on_chip=True))
     found = {}
-    for role in sorted(inside, key=ORDER.index, reverse=True):
-        size, across = inside[role]
-        factors = _choose(size, free, chips.chip)
+    for (role, size), across in reversed([*zip(mesh.axes, mesh.across_slices(), strict=True)]):
+        factors = _choose(size // across, free, chips.chip)
         found[role] = Way(_taken(factors, free), across, chips.groups)
         free = [
             side._replace(size=side.size // f, stride=side.stride * f)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwise import layouts, marks, measure, objective, topology
+from shardwise import tree as trees
 from shardwise.fsdp import ArrayLayout
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import abstract, array_layouts
@@ -84,14 +85,14 @@ def own(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Own:
-    """The program that `own` was given; `batch` as shapes."""
+    """A program: `create(key)`, `loss(params, batch)`, optimizer, and `batch` as shapes."""
 
     create: Callable[..., Any]
     loss: Callable[..., Any]
     tx: Any
     batch: Any
-    has_aux: bool
-    settings: dict[str, Any]
+    has_aux: bool = False
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def params(self) -> Any:
@@ -105,34 +106,25 @@ class Own:
         Raises:
           ValueError: arrays have other numbers of rows, or none.
         """
-        walked = jax.tree_util.tree_flatten_with_path(self.batch)[0]
-        found = [(jax.tree_util.keystr(k), x.shape[0] if x.shape else 0) for k, x in walked]
-        if len({rows for _, rows in found}) != 1 or not found[0][1]:
-            told = ", ".join(f"{name} {rows}" for name, rows in found)
+        found = [(path, x.shape[0] if x.shape else 0) for path, x in trees.leaves(self.batch)]
+        first, *others = {rows for _, rows in found} or {0}
+        if others or not first:
+            told = ", ".join(f"{path or 'one array'} {rows}" for path, rows in found)
             raise ValueError(
                 f"plan.own: expected arrays with as many rows, and one at least; the batch has "
                 f"{told or 'none'}."
             )
-        return found[0][1]
-
-    def layout(self, each: Roles, mesh: Any) -> layouts.Layout:
-        """The layout on a mesh that has, for each role above 1, an axis of the same name."""
-        taken = {role: role for role in each.sizes} or {"data": "data"}
-        return layouts.Layout(mesh, **taken, microbatches=each.microbatches, **self.settings)
+        return first
 
     def part(self, rows: int) -> Any:
         """The shapes of `rows` rows of the batch."""
         cut = lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)  # noqa: E731
         return jax.tree.map(cut, self.batch)
 
-    @functools.cached_property
-    def _meanings(self):
-        """What marks mean by the settings alone, on one device: a layer, and attention."""
-        return meanings(self.layout(Roles(), jax.sharding.AbstractMesh((1,), ("data",))))
-
     def mean(self, params: Any, batch: Any) -> Any:
-        """The mean loss, without aux."""
-        with marks.bind(**self._meanings):
+        """The mean loss, without aux; marks mean what the settings say alone, on one device."""
+        mesh = jax.sharding.AbstractMesh((1,), ("data",))
+        with marks.bind(**meanings(Roles().layout(mesh, **self.settings))):
             return objective.quotient(objective.normal(self.loss, self.has_aux)(params, batch)[0])
 
     @functools.cached_property
@@ -169,8 +161,7 @@ class Own:
 
 def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
     """The `Candidate` of a layout: what it costs, whether it fits or not."""
-    mesh = chips.mesh(**(each.sizes or {"data": 1})).abstract
-    layout = job.layout(each, mesh)
+    layout = each.layout(chips.mesh(**each.axes).abstract, **job.settings)
     told = layouts.predict(layout, job.params, job.batch, job.tx, remat=job.gathers_again or None)
     laid = array_layouts(layout, job.params)
     terms = job.kept(laid, job.rows // each.rows // each.microbatches)
@@ -181,6 +172,7 @@ def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
     sent = tuple(Sent(axes, kinds.get(axes, "gradients"), n) for axes, n in told.sent.items())
     forward, both = job.flops
 
+    @functools.cache
     def costs():
         return sent, step(each, chips, memory, sent, both * job.rows / chips.devices, job.read)
 

@@ -27,7 +27,8 @@ class Candidate:
     """A layout with what it costs on its busiest device.
 
     `flops` are those that MFU counts, of a step on all devices, and `peak` FLOP/s of all devices
-    together. `costs` computes `sent` and `step` when they are asked for: most layouts do not fit.
+    together. `costs` computes `sent` and `step` once, when they are asked for: most layouts do not
+    fit.
     """
 
     roles: Roles
@@ -38,19 +39,15 @@ class Candidate:
         repr=False, compare=False
     )
 
-    @functools.cached_property
-    def _costs(self):
-        return self.costs()
-
     @property
     def sent(self) -> tuple[Sent, ...]:
         """What a device sends in a step: the most of any stage."""
-        return self._costs[0]
+        return self.costs()[0]
 
     @property
     def step(self) -> Step:
         """The seconds of a step on the busiest stage."""
-        return self._costs[1]
+        return self.costs()[1]
 
     @property
     def mfu(self) -> float:
@@ -188,6 +185,7 @@ def candidate(
     of_stages = parts(each, config, arrays, batch, sequence)
     held = memory(of_stages[0], gpu=bool(chips.chip.node))  # of stages, all alike
 
+    @functools.cache
     def costs():
         by_stage = [sent(part) for part in of_stages]
         steps = (

@@ -13,7 +13,7 @@ from scipy.sparse import csgraph, csr_array
 
 from shardwise import jaxprs, marks
 from shardwise.fsdp import ArrayLayout
-from shardwise.jaxprs import Step
+from shardwise.jaxprs import Equation
 from shardwise.plan.memory import Terms
 from shardwise.topology.slices import to_host
 
@@ -33,6 +33,7 @@ CHEAP = ENTRYWISE | MOVING
 PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
 SUMS = frozenset(["reduce_sum", "reduce_max", "reduce_min"])
 AT_WORK = PRODUCTS | {"scan", "while"}
+_OPENED = frozenset(jaxprs.CALLS | jaxprs.REMAT | {"cond"})
 LARGEST = 2**30  # scipy's capacities are of 32 bits
 
 
@@ -65,16 +66,16 @@ def residuals(
         with marks.bind(use=at_use):
             return mean(jax.tree.unflatten(treedef, now), batch)
 
-    jaxpr = _for_backward(here, params, batch)
-    if to_host(jaxpr):
+    closed = _for_backward(here, params, batch)
+    if to_host(closed.jaxpr):
         raise ValueError(
             "plan.own: the loss, or remat=, moves arrays to the host; what waits there is not "
             "planned for programs of your own. topology.compile tells what a layout of one needs."
         )
-    program, outputs = jaxprs.steps(jaxpr)
+    program, outputs = opened(closed)
     found = stored(program, outputs)
     working = max(map(_working, _again(jax.make_jaxpr(here)(params, batch).jaxpr)), default=0)
-    after = _after_the_last(jaxpr)
+    after = _after_the_last(closed.jaxpr)
     gone = sum(s.bytes for s in found if s.step >= after) if working else 0
     return Terms(
         kept=sum(s.bytes for s in found),
@@ -89,7 +90,15 @@ def _for_backward(run, moving, *rest):
     def forward(moving, *rest):
         return jax.tree.leaves(jax.vjp(lambda moving: run(moving, *rest), moving)[1])
 
-    return jax.make_jaxpr(forward)(moving, *rest).jaxpr
+    return jax.make_jaxpr(forward)(moving, *rest)
+
+
+def opened(closed: ClosedJaxpr) -> tuple[list[Equation], list[Any]]:
+    """(the equations of a traced program, its outputs); calls, what runs again and conditionals are
+    replaced by what stands in them.
+    """
+    jaxpr = jaxprs.inlined(closed, _OPENED).jaxpr
+    return jaxprs.equations(jaxpr), jaxpr.outvars
 
 
 def _gradient(program, found, at_the_end=True):
@@ -120,9 +129,19 @@ def _again(jaxpr: Any) -> Iterator[Any]:
 
 
 def _after_the_last(jaxpr):
-    """The number of the first step after all that runs again: what is stored there is gone then."""
+    """The number of the first equation, when `opened`, after all that runs again: what is stored
+    there is gone then.
+    """
     found = [i for i, eqn in enumerate(jaxpr.eqns, 1) if any(_again(jaxpr.replace(eqns=[eqn])))]
-    return len(jaxprs.steps(jaxpr.replace(eqns=jaxpr.eqns[: max(found, default=0)]))[0])
+    return _number(jaxpr.eqns[: max(found, default=0)])
+
+
+def _number(eqns):
+    """The number of equations that these are when they are opened."""
+    calls = [eqn for eqn in eqns if eqn.primitive.name in _OPENED]
+    chosen = sum(len(eqn.outvars) for eqn in calls if eqn.primitive.name == "cond")
+    inside = sum(_number(body.eqns) for eqn in calls for body in jaxprs.inner(eqn))
+    return len(eqns) - len(calls) + chosen + inside
 
 
 def _working(body):
@@ -130,12 +149,12 @@ def _working(body):
     every = dict(enumerate(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars))
     floats = {i: x for i, x in every.items() if _is_float(x)}
     run = jaxpr_as_fun(ClosedJaxpr(body, ()))
-    jaxpr = _for_backward(
+    closed = _for_backward(
         lambda floats, every: list(filter(_is_float, run(*(every | floats).values()))),
         floats,
         every,
     )
-    program, outputs = jaxprs.steps(jaxpr)
+    program, outputs = opened(closed)
     found = stored(program, outputs)
     # Gathered weights have gradients that are whole until they are scattered.
     gathered = sum(s.bytes for s in found if program[s.step].name == "optimization_barrier")
@@ -171,33 +190,31 @@ class Stored(NamedTuple):
     bytes: int
 
 
-def stored(program: Sequence[Step], outputs: Sequence[Any]) -> list[Stored]:
+def stored(program: Sequence[Equation], outputs: Sequence[Any]) -> list[Stored]:
     """The smallest set of variables from which the outputs follow by cheap steps, in bytes.
 
-    `program` and `outputs` are what `jaxprs.steps` makes of a trace; what comes first
-    there comes first. Cheap is what works entry by entry, which a compiler fuses into what reads
-    it: it is done again in the backward pass rather than kept. The program's inputs are there
-    anyway. By a minimum cut between what is not cheap, such as products, sums and loops, and the
-    outputs; as PyTorch's compiler chooses what to save (its min-cut partitioner). A product that is
-    made wider and then indexed, as logits are for many a loss, is stored wide: the compiler takes
-    the one step for a part of the other.
+    `program` and `outputs` are what `opened` makes of a trace; what comes first there comes first.
+    Cheap is what works entry by entry, which a compiler fuses into what reads it: it is done again
+    in the backward pass rather than kept. The program's inputs are there anyway. By a minimum cut
+    between what is not cheap, such as products, sums and loops, and the outputs; as PyTorch's
+    compiler chooses what to save (its min-cut partitioner). A product that is made wider and then
+    indexed, as logits are for many a loss, is stored wide: the compiler takes the one step for a
+    part of the other.
     """
     made_by = _made_by(program)
     kept = set(_known(outputs, made_by))
-    variables = dict.fromkeys(kept)  # and those from which these follow by cheap steps
-    for step in reversed(program):
-        if step.name in CHEAP and not variables.keys().isdisjoint(step.outputs):
-            variables |= dict.fromkeys(_known(step.inputs, made_by))
+    cheap, _ = jaxprs.needed([step for step in program if step.name in CHEAP], kept, ())
+    variables = dict.fromkeys([*kept, *_known((v for s in cheap for v in s.invars), made_by)])
     if not variables:
         return []
     sizes = _sizes(program, variables, made_by)
-    number = {v: i for i, step in enumerate(program) for v in step.outputs}
+    number = {v: i for i, step in enumerate(program) for v in step.outvars}
     chosen = _cut(sizes, made_by, kept)
     return sorted((Stored(v, number[v], sizes[v]) for v in chosen), key=lambda s: s.step)
 
 
 def _made_by(program):
-    return {v: step for step in program for v in step.outputs}
+    return {v: step for step in program for v in step.outvars}
 
 
 def _known(atoms, known):
@@ -205,11 +222,11 @@ def _known(atoms, known):
     return [v for v in jaxprs.variables(atoms) if v in known]
 
 
-def _origin(program: Sequence[Step], v: Any) -> Any:
+def _origin(program: Sequence[Equation], v: Any) -> Any:
     """The variable, not cheap, of as many entries as `v`, from which `v` follows entry by entry."""
     made_by = _made_by(program)
     while v in made_by and made_by[v].name in CHEAP:
-        same = [u for u in _known(made_by[v].inputs, made_by) if u.aval.size == v.aval.size]
+        same = [u for u in _known(made_by[v].invars, made_by) if u.aval.size == v.aval.size]
         if not same:
             break
         v = same[0]
@@ -230,10 +247,10 @@ def _sizes(program, variables, made_by):
     found = {v: size(v) for v in variables}
     for step in program:
         if step.name == "convert_element_type":
-            for v in _known(step.inputs, found):
+            for v in _known(step.invars, found):
                 wide = made_by[v].name in PRODUCTS and _is_float(v.aval)
-                if wide and _is_written(program, step.outputs[0]):
-                    found[v] = max(found[v], size(step.outputs[0]))
+                if wide and _is_written(program, step.outvars[0]):
+                    found[v] = max(found[v], size(step.outvars[0]))
     return found
 
 
@@ -241,15 +258,15 @@ def _is_written(program, variable):
     """Whether anything reads a variable otherwise than entry by entry, or in sums."""
     fused = {variable}
     for step in program:
-        if _known(step.inputs, fused):
+        if _known(step.invars, fused):
             if step.name in CHEAP:
-                fused.update(step.outputs)
+                fused.update(step.outvars)
             elif step.name not in SUMS:
                 return True
     return False
 
 
-def _cut(sizes: dict[Any, int], made_by: dict[Any, Step], kept: Collection[Any]) -> list[Any]:
+def _cut(sizes: dict[Any, int], made_by: dict[Any, Equation], kept: Collection[Any]) -> list[Any]:
     """The variables of the minimum cut.
 
     Each variable is two nodes, with an edge of its size between them; no other can be cut.
@@ -262,7 +279,7 @@ def _cut(sizes: dict[Any, int], made_by: dict[Any, Step], kept: Collection[Any])
     never = sum(edges.values()) + 1
     for v, i in number.items():
         if made_by[v].name in CHEAP:
-            edges |= {(n + number[u], i): never for u in _known(made_by[v].inputs, number)}
+            edges |= {(n + number[u], i): never for u in _known(made_by[v].invars, number)}
         else:
             edges[source, i] = never
         if v in kept:

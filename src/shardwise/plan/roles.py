@@ -4,7 +4,9 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+from shardwise.layouts import Layout
 from shardwise.layouts.catalogue import ORDER
 from shardwise.model import Config
 from shardwise.topology import Chips
@@ -37,6 +39,16 @@ class Roles:
         return {role: n for role in ORDER if (n := getattr(self, role)) > 1}
 
     @property
+    def axes(self) -> dict[str, int]:
+        """The axes of the layout's mesh, one for each role above 1, by its name; one at least."""
+        return self.sizes or {"data": 1}
+
+    def layout(self, mesh: Any, **settings: Any) -> Layout:
+        """The layout with these settings on a mesh that has these axes."""
+        given = {role: role for role in self.axes} | {"microbatches": self.microbatches}
+        return Layout(mesh, **given | settings)
+
+    @property
     def rows(self) -> int:
         """The number of parts into which devices cut the rows of the batch."""
         return self.data * self.fsdp * self.expert
@@ -64,17 +76,11 @@ class Refusal:
 
 def every(devices: int) -> Iterator[Roles]:
     """All factorisations of the devices into roles, in one microbatch."""
-    for sizes in _factorisations(devices, len(ORDER)):
-        yield Roles(**dict(zip(ORDER, sizes, strict=True)))
-
-
-def _factorisations(n, parts):
-    if parts == 1:
-        yield (n,)
-        return
-    for first in divisors(n):
-        for rest in _factorisations(n // first, parts - 1):
-            yield (first, *rest)
+    *first, last = ORDER
+    found = [({}, devices)]
+    for role in first:
+        found = [(taken | {role: n}, left // n) for taken, left in found for n in divisors(left)]
+    return (Roles(**taken, **{last: left}) for taken, left in found)
 
 
 def divisors(n: int) -> list[int]:
@@ -138,7 +144,7 @@ def _reasons(r, c, chips, batch, sequence):
     if r.tensor > 1:
         yield from _uneven("tokens", sequence // r.context, "tensor", r.tensor)
     try:
-        chips.mesh(**(r.sizes or {"data": 1}))
+        chips.mesh(**r.axes)
     except ValueError as error:
         yield "slices cut an axis unevenly", str(error).removeprefix("topology: ")
 

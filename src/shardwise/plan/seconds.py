@@ -86,12 +86,9 @@ def model_flops(config: Config, batch: int, sequence: int, causal: bool = True) 
     that is computed again (Chowdhery et al., 2022, appendix B).
     """
     tokens, pairs = batch * sequence, batch * sequence**2 / (2 if causal else 1)
-    weights = config.layers * _layer_weights(config, config.experts_per_token) + _head(config)
+    weights = config.layers * _layer_weights(config, config.experts_per_token)
+    weights += config.embed * config.vocab
     return 6 * weights * tokens + 12 * config.layers * config.heads * config.head_dim * pairs
-
-
-def _head(c):
-    return c.embed * c.vocab
 
 
 def _layer_weights(c: Config, rows: float) -> float:
@@ -115,7 +112,7 @@ def flops(part: Part) -> float:
         added = c.embed * c.mlp * (c.shared_experts if c.experts else 1)
         again = weights - (added if c.norms == "before" else 0)
     work = part.layers * (6 * weights + 2 * again) * tokens
-    work += 6 * _head(c) * tokens if part.is_last else 0
+    work += 6 * c.embed * c.vocab * tokens if part.is_last else 0
     scores = part.layers * c.heads * c.head_dim * tokens * part.sequence / 2
     work += (2 * (2 if r.remat else 1) + 5) * 2 * scores
     return work / r.tensor
@@ -133,7 +130,7 @@ def step(
     bandwidth = chip.hbm_bandwidth / chip.devices
     again = roles.remat and not roles.products
     moved = 2 * (memory.parameters + memory.state) + memory.terms.gradients + memory.terms.summed
-    ways = links.lay(chips, tuple(roles.sizes.items()))
+    ways = links.lay(chips, tuple(roles.axes.items()))
     return Step(
         arithmetic=flops / chip.peak("bfloat16"),  # of other dtypes no peaks are compared
         weights=(3 + again) * m * read / bandwidth,
@@ -146,9 +143,9 @@ def step(
 
 def read(part: Part) -> float:
     """The bytes of the weights that a microbatch's products read."""
-    per_expert = part.config.experts // part.roles.expert if part.config.experts else 0
-    layer = _layer_weights(part.config, per_expert) * part.layers
-    head = _head(part.config) if part.is_last else 0
+    c = part.config
+    layer = _layer_weights(c, c.experts // part.roles.expert) * part.layers
+    head = c.embed * c.vocab if part.is_last else 0
     return (layer + head) * part.itemsize / part.roles.tensor
 
 

@@ -14,10 +14,9 @@ import jax
 from shardwise import context, experts
 from shardwise.measure.counts import Op
 from shardwise.measure.hlo import Array
-from shardwise.plan.arrays import Part
+from shardwise.plan.arrays import EXPERT, Part
 
 _WIDE = 4  # bytes of the sums' float32
-_RING_PASSES = {"all-reduce": 2}
 _DTYPES = {2: "bf16", 4: "f32"}
 
 
@@ -64,7 +63,7 @@ def _copied(part: Part, without: tuple[str, ...] = ()) -> tuple[str, ...]:
 def _parameters(part):
     weights, sums = 0.0, {}
     for share in part.held():
-        without = ("expert",) if share.array.is_expert else ()
+        without = ("expert",) if EXPERT in share.array.names else ()
         if share.fsdp > 1:
             passes = _passes(part, share.array) if part.reads(share.array) else 0
             weights += share.whole * passes * part.itemsize
@@ -228,8 +227,5 @@ def inserted(part: Part) -> tuple[Op, ...]:
 
 
 def _op(part, kind, dims, width, times, dtype=None):
-    n = part.roles.tensor
-    size = math.prod(dims) * width * (n if kind == "all-gather" else 1) * times
-    sent = _RING_PASSES.get(kind, 1) * size * (n - 1) / n
     arrays = (Array(dtype or _DTYPES[width], dims),)
-    return Op(kind, "", arrays, n, times, size, sent, source="", notes=("expected",))
+    return Op(kind, "", arrays, part.roles.tensor, times, notes=("expected",))

@@ -2,9 +2,10 @@
 and why others lose.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from shardwise.measure import counts
 from shardwise.plan import compiling, published
 from shardwise.plan.memory import Terms
 from shardwise.plan.planning import Candidate, Plan
@@ -54,7 +55,13 @@ _MEANT_OF_OWN = _MEANT._replace(logits="the gradient of the largest array that i
 def text(plan: Plan, top: int) -> str:
     """The best layout in words, the `top` best as a table, and what was left out."""
     best = plan.best[:top]
-    lines = [_title(plan), "", *(_summary(plan, best[0]) if best else ["Nothing fits."])]
+    of_tokens = f" of {plan.sequence:,} tokens" if plan.sequence else ""
+    title = (
+        f"{plan.batch:,} rows{of_tokens} on {plan.chips}, {plan.chips.devices} devices of "
+        f"{plan.usable / _GIB:.1f} GiB: {len(plan.fitting):,} layouts fit, in "
+        f"{len(plan.best):,} divisions."
+    )
+    lines = [title, "", *(_summary(plan, best[0]) if best else ["Nothing fits."])]
     rows = []
     for i, c in enumerate(best, 1):
         s, gib = c.step, f"{c.memory.total / _GIB:.2f}"
@@ -75,27 +82,22 @@ def notes(plan: Plan, shown: Iterable[Candidate]) -> tuple[str, ...]:
     return (*told, NOTE_OF_HOST) if any(c.roles.offload for c in shown) else told
 
 
-def _title(plan):
-    of_tokens = f" of {plan.sequence:,} tokens" if plan.sequence else ""
-    return (
-        f"{plan.batch:,} rows{of_tokens} on {plan.chips}, {plan.chips.devices} devices of "
-        f"{plan.usable / _GIB:.1f} GiB: {len(plan.fitting):,} layouts fit, in "
-        f"{len(plan.best):,} divisions."
-    )
-
-
 def _summary(plan, c: Candidate):
     s = c.step
     longest = sorted(_times(c), key=lambda x: -x.seconds)
     terms = [f"{x.what} ({_seconds(x.seconds)})" for x in longest if x.seconds > 0.01 * s.seconds]
     waits = s.seconds > 1.005 * s.bound
     least = f", or {_seconds(s.bound)} if nothing were waited for" if waits else ""
+    beside = (
+        f"{_seconds(s.hidden)} of transfers to run beside {_seconds(s.arithmetic)} of products; "
+        f"one after the other, a step takes {_seconds(s.seconds + s.hidden)}"
+    )
     told = [
         ("best", words(plan, c)),
         ("memory", f"{c.memory.total / _GIB:.1f} of {plan.usable / _GIB:.1f} GiB on a device"),
         ("step", f"{_seconds(s.seconds)}{least}; longest {terms[0]}"),
         ("", "then " + " and ".join(terms[1:3])) if terms[1:] else None,
-        ("counts on", _counted_on(c)) if s.hidden > _MUCH * s.arithmetic else None,
+        ("counts on", beside) if s.hidden > _MUCH * s.arithmetic else None,
         ("MFU", f"at most {c.mfu_bound:.0%}{_reached(plan, c)}"),
     ]
     if plan.config:
@@ -105,14 +107,6 @@ def _summary(plan, c: Candidate):
             ("", "with your text or tokens (--data.text, --data.tokens), --steps and --run"),
         ]
     return [f"  {name:11}{said}" for name, said in filter(None, told)]
-
-
-def _counted_on(c):
-    s = c.step
-    return (
-        f"{_seconds(s.hidden)} of transfers to run beside {_seconds(s.arithmetic)} of products; "
-        f"one after the other, a step takes {_seconds(s.seconds + s.hidden)}"
-    )
 
 
 def words(plan: Plan, c: Candidate) -> str:
@@ -184,13 +178,9 @@ def _reached(plan, c: Candidate):
     return f"{told}, here {_seconds(high)} to {_seconds(low)} a step"
 
 
-def table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Lines of aligned columns, of which layouts and what binds stand on the left."""
-    aligned = []
-    for column in zip(columns, *rows, strict=True):
-        pad = str.ljust if column[0] in ("chips", "layout", "binds") else str.rjust
-        aligned.append([pad(cell, max(map(len, column))) for cell in column])
-    return ["  " + "  ".join(row).rstrip() for row in zip(*aligned, strict=True)]
+    return [f"  {line}" for line in counts.table(columns, rows, ("chips", "layout", "binds"))]
 
 
 def explained(plan: Plan, c: Candidate) -> str:
@@ -213,23 +203,19 @@ def explained(plan: Plan, c: Candidate) -> str:
 
 def why(plan: Plan, asked: Mapping[str, int]) -> str:
     """Why the layouts with these sizes of roles are not the best: seconds, memory, or a reason."""
-    told = ", ".join(f"{role}={size}" for role, size in asked.items())
-
-    def those(found):
-        return [x for x in found if x.roles.has(asked)]
-
-    if fitting := those(plan.best):
-        return f"Why not {told}? {_slower(plan.best[0], fitting[0])}"
-    if large := those(plan.too_large):
+    told = f"Why not {', '.join(f'{role}={size}' for role, size in asked.items())}? "
+    groups = plan.best, plan.too_large, plan.refused
+    fitting, large, refused = ([x for x in group if x.roles.has(asked)] for group in groups)
+    if fitting:
+        return told + _slower(plan.best[0], fitting[0])
+    if large:
         least = min(large, key=lambda c: c.memory.total)
         of = "a device" if least.memory.total > plan.usable else "its host"
-        return f"Why not {told}? It does not fit: {of} has too little memory.\n\n" + explained(
-            plan, least
-        )
-    if refused := those(plan.refused):
+        return f"{told}It does not fit: {of} has too little memory.\n\n{explained(plan, least)}"
+    if refused:
         first = min(refused, key=lambda x: len(x.roles.sizes.keys() - asked.keys()))
-        return f"Why not {told}? It cannot be: {first.kind} ({first.reason})."
-    return f"Why not {told}? There is no such division of {plan.chips.devices} devices."
+        return f"{told}It cannot be: {first.kind} ({first.reason})."
+    return f"{told}There is no such division of {plan.chips.devices} devices."
 
 
 def _slower(best, other):

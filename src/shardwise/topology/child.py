@@ -8,7 +8,6 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -51,20 +50,8 @@ def versions(chip: Chip | None = None) -> dict[str, str]:
             return told | {"compiler": gpu.find()[1]}
         return told | {"libtpu": importlib.metadata.version("libtpu")}
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError(missing(sys.platform, platform.machine())) from None
-
-
-def missing(system: str, machine: str) -> str:
-    """A message why there is no libtpu, and what would do."""
-    if system == "linux" and machine == "x86_64":
-        return (
-            "topology.compile needs Google's TPU compiler, the package libtpu: "
-            "pip install 'shardwise[tpu]' (Google Cloud's terms apply to it)."
-        )
-    return (
-        f"topology.compile needs Google's TPU compiler, the package libtpu, which does not exist "
-        f"for {system} on {machine}; it runs on Linux on x86_64, on Colab for instance."
-    )
+        how = "by pip install 'shardwise[tpu]' (Google Cloud's terms apply to it)."
+        raise gpu.absent("Google's TPU compiler", "libtpu", how) from None
 
 
 def run(request: Mapping[str, Any], module: str) -> dict[str, Any]:

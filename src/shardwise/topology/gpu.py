@@ -55,16 +55,16 @@ def find() -> tuple[Path, str]:
         path = Path(str(found.locate_file(f"{module}/{_LIBRARY}")))
         if name in _PACKAGES and version == _jaxlib() and path.exists():
             return path, f"{name} {version}"
-    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-        raise ImportError(
-            f"topology.compile for GPUs needs XLA's compiler for them, the package "
-            f"{_PACKAGES[0]}, which does not exist for {sys.platform} on {platform.machine()}; it "
-            f"runs on Linux on x86_64, on Colab for instance."
-        )
-    raise ImportError(
-        f"topology.compile for GPUs needs XLA's compiler for them, no GPU and no CUDA. Install it "
-        f"once, beside this JAX: {shlex.quote(sys.executable)} -m shardwise.topology"
-    )
+    how = f"beside this JAX: {shlex.quote(sys.executable)} -m shardwise.topology"
+    raise absent("XLA's compiler for GPUs", _PACKAGES[0], f"no GPU and no CUDA. Install it {how}")
+
+
+def absent(compiler: str, package: str, how: str) -> ImportError:
+    """An error of a compiler that is not here: how it is had, or that it does not exist here."""
+    here = f"{sys.platform} on {platform.machine()}"
+    if here != "linux on x86_64":
+        how = f"which does not exist for {here}, but on Linux on x86_64, on Colab for instance."
+    return ImportError(f"topology.compile needs {compiler}, the package {package}, {how}")
 
 
 def _installed():

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from shardwise import jaxprs
+from shardwise import jaxprs, mesh
 from shardwise.topology.chip import CHIPS, Chip
 
 _HOST = 2  # chips along the first two axes of a host's board
@@ -88,7 +88,9 @@ class Chips:
         Raises:
           ValueError: sizes that do not multiply to the number of devices, or that slices cut.
         """
-        return ChipMesh(self, tuple(_sizes(self, axes).items()))
+        each = f" of {self.chip.devices} devices each" if self.chip.devices > 1 else ""
+        who = f"topology: on {self}, {self.number} chips{each}, mesh"
+        return ChipMesh(self, tuple(mesh.resolve(who, axes, self.devices, exactly=True).items()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,17 +249,3 @@ def _shape(name, written, chip):
             f"{chip.largest} at most: give a smaller shape, and slices=."
         )
     return shape
-
-
-def _sizes(chips, axes):
-    asked = ", ".join(f"{name}={size}" for name, size in axes.items())
-    free = [name for name, size in axes.items() if size == -1]
-    known = math.prod(size for size in axes.values() if size != -1)
-    wrong = not axes or len(free) > 1 or any(size < 1 and size != -1 for size in axes.values())
-    if wrong or chips.devices % known or not (free or known == chips.devices):
-        per_chip = f", {chips.chip.devices} devices each" if chips.chip.devices > 1 else ""
-        raise ValueError(
-            f"topology: mesh({asked}) on {chips}: {chips.number} chips{per_chip}, so the sizes "
-            f"have to be positive (one may be -1) and multiply to {chips.devices}, not {known}."
-        )
-    return {name: chips.devices // known if size == -1 else size for name, size in axes.items()}
