@@ -257,9 +257,14 @@ def test_a_plan_leaves_nothing_out_and_is_in_order():
     assert sum(count for count, _ in found.why_not.values()) == len(found.refused)
     for c in found.fitting:
         assert 0 < c.mfu <= c.mfu_bound <= 1 and c.step.bound <= c.step.seconds
-        work = max(c.step.arithmetic, c.step.weights) + c.step.hidden + c.step.waited
-        work += 2 * c.step.host
-        assert c.step.seconds <= work / (1 - c.step.bubble) + c.step.update + 1e-12
+        products, step = max(c.step.arithmetic, c.step.weights), c.step
+        work = products + step.hidden + step.waited + 2 * step.host
+        assert step.in_turn == pytest.approx(work / (1 - step.bubble) + step.update, rel=1e-9)
+        assert step.seconds <= step.in_turn + 1e-12
+        if step.hidden > products:  # what runs beside them takes longer
+            assert step.binds not in ("arithmetic", "weights")
+        elif not step.waited + step.host:
+            assert step.binds in ("arithmetic", "weights")
 
 
 @given(st.integers(0, 10**6))

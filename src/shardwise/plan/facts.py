@@ -33,7 +33,7 @@ def _of_roles(r: Roles):
 
 def _of_layout(plan: Plan, c: Candidate):
     """The numbers of one layout, and what realises it."""
-    m, times = c.memory, "arithmetic waited hidden update host weights seconds bound"
+    m, times = c.memory, "arithmetic waited hidden update host weights seconds in_turn bound"
     return {
         **_of_roles(c.roles),
         "code": compiling.code(c.roles, plan) if plan.config else None,

@@ -1,5 +1,6 @@
 """The least seconds of a step: arithmetic, memory and links as a roofline, each term shown."""
 
+import collections
 import dataclasses
 from collections.abc import Iterable
 
@@ -62,6 +63,12 @@ class Step:
         return work / (1 - self.bubble) + self.update
 
     @property
+    def in_turn(self) -> float:
+        """The seconds of a step in which nothing runs beside anything else."""
+        work = max(self.arithmetic, self.weights) + self.hidden + self.waited + 2 * self.host
+        return work / (1 - self.bubble) + self.update
+
+    @property
     def bound(self) -> float:
         """The least seconds of any program, all transfers beside products and beside each other."""
         longest = max((t.seconds for t in self.transfers), default=0.0)
@@ -70,11 +77,17 @@ class Step:
 
     @property
     def binds(self) -> str:
-        """The name of what a step takes longest for."""
-        terms = {"arithmetic": self.arithmetic, "weights": self.weights, "host": 2 * self.host}
+        """The name of what a step takes longest for.
+
+        Products and what is hidden behind them run at once: those that are done sooner do not bind.
+        """
+        terms = collections.Counter({"host": 2 * self.host})
+        products = {"arithmetic": self.arithmetic, "weights": self.weights}
+        exposed = self.hidden > max(products.values())
+        terms.update({} if exposed else products)
         for t in self.transfers:
-            name = " × ".join(t.sent.roles)
-            terms[name] = terms.get(name, 0) + t.seconds
+            if exposed or t.sent.kind in WAITED:
+                terms[" × ".join(t.sent.roles)] += t.seconds
         return max(terms, key=lambda name: terms[name])
 
 

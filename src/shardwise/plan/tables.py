@@ -90,7 +90,7 @@ def _summary(plan, c: Candidate):
     least = f", or {_seconds(s.bound)} if nothing were waited for" if waits else ""
     beside = (
         f"{_seconds(s.hidden)} of transfers to run beside {_seconds(s.arithmetic)} of products; "
-        f"one after the other, a step takes {_seconds(s.seconds + s.hidden)}"
+        f"one after the other, a step takes {_seconds(s.in_turn)}"
     )
     told = [
         ("best", words(plan, c)),
