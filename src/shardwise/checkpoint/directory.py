@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from shardwise.checkpoint.chunks import Handler
@@ -30,7 +29,6 @@ _ADVICE = (
     "Save to another directory, or end that one first; it may also call checkpoint.wait, which "
     "lets others in"
 )
-_LISTED = 64  # newest steps that processes tell each other
 
 
 class Steps:
@@ -68,7 +66,8 @@ def find(where: str, step: int | None) -> tuple[int, list[str]]:
                     f"checkpoint.save wrote to."
                 )
             steps = sorted(manager.all_steps())
-        common = _common(steps, step)
+        # Processes may look while another program saves or deletes.
+        common = sorted(set.intersection(*map(set, of_all(steps))))
         newest = common[-1] if common and step is None else step
         if newest in common and not isinstance(newest, bool):
             items = (manager.directory / str(newest)).iterdir()
@@ -79,20 +78,6 @@ def find(where: str, step: int | None) -> tuple[int, list[str]]:
             f"{manager.directory}. Complete steps: {common or 'none'}; incomplete, cut off while "
             f"saving: {sorted(cut_off) or 'none'}."
         )
-
-
-def _common(steps, step):
-    """The steps that all processes see, who may look while another program saves or deletes.
-
-    Of several processes, the newest steps, and the one asked for.
-    """
-    if jax.process_count() == 1:
-        return steps
-    near = sorted({*steps[-_LISTED + 1 :], *({step} & set(steps))})
-    listed = np.full(_LISTED, -1, np.int64)
-    listed[: len(near)] = near
-    each = of_all(listed.view(np.int32)).view(np.int64).tolist()  # as it takes them
-    return sorted(set.intersection(*map(set, each)) - {-1})
 
 
 class Lock:

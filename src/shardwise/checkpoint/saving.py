@@ -198,19 +198,18 @@ def _describe(leaves: dict[str, Any], chunk_bytes: int) -> str:
 
 def _check_replicas(trees: dict[str, dict[str, Any]]) -> None:
     """Raise ValueError, in each process, if processes differ in an array that each has whole."""
-    labels, sums = [], []
+    sums = {}
     for name, leaves in trees.items():
         for path, array in leaves.items():
             if isinstance(array, jax.Array) and not array.is_fully_replicated:
                 continue
             bits = jax.random.key_data(array) if is_key(array) else array
             local = bits.addressable_data(0) if isinstance(bits, jax.Array) else bits
-            labels.append(f"{name}: {path}")
-            sums.append(zlib.crc32(np.asarray(local).tobytes()))
-    found = of_all(np.array(sums, np.uint32))
-    if differ := np.flatnonzero((found != found[0]).any(0)).tolist():
+            sums[f"{name}: {path}"] = zlib.crc32(np.asarray(local).tobytes())
+    told = of_all(sums)
+    if differ := [label for label in sums if any(each[label] != sums[label] for each in told)]:
         raise ValueError(
-            f"checkpoint.save: the processes have other values in {labels[differ[0]]}"
+            f"checkpoint.save: the processes have other values in {differ[0]}"
             + (f" and in {len(differ) - 1} more" if differ[1:] else "")
             + ", which each of them has whole. Were they initialised with other seeds?"
         )
