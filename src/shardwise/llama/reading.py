@@ -19,7 +19,7 @@ from shardwise.model import Config, Decoder
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_SHOWN = 10  # of the names that differ; whole models may
+_FLOATING = ("F64", "F32", "BF16", "F16")
 
 
 def load(
@@ -66,11 +66,14 @@ def _checked(folder, config, found):
     if names.read(folder).get("tie_word_embeddings"):
         weights["head/kernel"] = WEIGHTS["head/kernel"]._replace(name=names.EMBEDDING)
         found.pop(names.HEAD, None)
-    shapes = {n: w.shape(sizes) for w in weights.values() for n in w.names(config)}
-    # Older files have what rotary positions are computed from, which follows from the config.
-    present = {name for name in found if not name.endswith(".rotary_emb.inv_freq")}
-    _check_names(folder, set(shapes), present)
-    _check_arrays(folder, shapes, found)
+    wanted = {n: list(w.shape(sizes)) for w in weights.values() for n in w.names(config)}
+    told = {
+        name: array.get_shape() if array.get_dtype() in _FLOATING else array.get_dtype()
+        for name, array in found.items()
+        # Older files have what rotary positions are computed from, which follows from the config.
+        if not name.endswith(".rotary_emb.inv_freq")
+    }
+    names.check_arrays(folder, told, wanted)
     return weights
 
 
@@ -157,41 +160,13 @@ def _opened(folder):
                 told = "" if index is None else f", which {INDEX} names"
                 raise FileNotFoundError(
                     f"llama: no {folder / name}{told}. There are "
-                    f"{', '.join(there[:_SHOWN]) or 'no other files'}; weights are read from "
+                    f"{', '.join(there[: names.SHOWN]) or 'no other files'}; weights are read from "
                     f"{_SINGLE}, or from the files that {INDEX} names."
                 )
             file = stack.enter_context(library().safe_open(folder / name, framework="np"))
             found |= {name: file.get_slice(name) for name in file.keys()}
         if index is not None:
-            _check_names(folder / INDEX, set(index), set(found))
+            names.check_arrays(
+                folder / INDEX, dict.fromkeys(found, "there"), dict.fromkeys(index, "there")
+            )
         yield found
-
-
-def _check_names(label, wanted, found):
-    """Raise ValueError if names differ, with what is missing and what is too much."""
-    told = [
-        f"{what} {_few(sorted(names), ', ', ' ')}"
-        for what, names in (("missing", wanted - found), ("unexpected", found - wanted))
-        if names
-    ]
-    if told:
-        raise ValueError(f"llama: {label}, names of arrays: {'; '.join(told)}.")
-
-
-def _check_arrays(label, shapes, found):
-    """Raise ValueError for an array of another shape, or of numbers that are not floating."""
-    told = []
-    for name, shape in shapes.items():
-        theirs, dtype = tuple(found[name].get_shape()), found[name].get_dtype()
-        if theirs != shape:
-            told.append(f"{name} is {list(theirs)}, expected {list(shape)}")
-        elif dtype not in ("F64", "F32", "BF16", "F16"):
-            told.append(f"{name} is of {dtype}, expected F32, BF16 or F16")
-    if told:
-        raise ValueError(f"llama: {label}: {_few(told, '; ', '; ')}.")
-
-
-def _few(told, between, last):
-    """The first of these texts, and how many more there are."""
-    more = f"{last}and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-    return between.join(told[:_SHOWN]) + more

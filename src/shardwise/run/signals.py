@@ -89,13 +89,11 @@ def standing() -> Stop | None:
 @contextlib.contextmanager
 def heard() -> Iterator[Stop]:
     """The Stop that stands since `run.join`; where none does, one for the block."""
-    before = standing()
-    stop = before or Stop().begin()
-    try:
+    with contextlib.ExitStack() as ends:
+        if (stop := standing()) is None:
+            stop = Stop().begin()
+            ends.callback(stop.end)
         yield stop
-    finally:
-        if before is None:
-            stop.end()
 
 
 def join(processes: Processes | None = None, devices: int = 8) -> None:

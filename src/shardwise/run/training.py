@@ -115,16 +115,16 @@ class _Run:
         self.first, self.pending, self.tracing = (self.saved_at or 0) + 1, None, False
         done = metrics.read(self.folder.metrics)  # of a run that is done, and asked for no more
         self.loss_value = float(done[-1]["loss"]) if done else float("nan")
-        begun, like = state.begun(layout, create, tx, seed, self.folder, self.saved_at)
+        begun = state.begun(layout, create, tx, seed, self.folder, self.saved_at)
         self.params, self.opt_state = begun  # held nowhere else: a step donates them
-        self.program = state.step_program(layout, *judged, tx, seed, like)
+        self.program = state.step_program(layout, *judged, tx, seed, begun)
         self.evaluation = state.evaluation(layout, loss, settings.ema, has_aux)
         self.judge = functools.partial(state.judge, layout, *judged, seed)
         held = max(measure.bytes_on_devices((self.params, self.opt_state)).values())
         grid = layout.auto
         chip = topology.of_device(grid.devices.flat[0].device_kind)
         at_peak = flops and chip and flops / (grid.size * chip.peak())
-        known = self.source.shapes(), held, rate, at_peak
+        known = self.source.some, held, rate, at_peak
         report = Report(settings, self.folder, self.first, *known)
         self.report = stack.enter_context(contextlib.closing(report))
         stack.callback(self._end_trace)  # a run may end within it
