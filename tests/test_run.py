@@ -103,7 +103,7 @@ def process(monkeypatch):
     monkeypatch.setattr(reports, "plot", lambda folder: None)
     yield
     if stop := signals.standing():
-        stop.end()
+        stop.close()
 
 
 @pytest.fixture(scope="module")
@@ -545,21 +545,19 @@ def test_every_signal_that_asks_for_a_stop_is_heard(name):
     assert len(signals.ASKED) == 6
     number = getattr(signal, f"SIG{name}")
     before = signal.signal(number, lambda *_: None)  # so that a failure ends no other test
-    stop = signals.Stop().begin()
     try:
-        os.kill(os.getpid(), number)
-        assert stop.signal == number
+        with signals.Stop() as stop:
+            os.kill(os.getpid(), number)
+            assert stop.signal == number
     finally:
-        stop.end()
         signal.signal(number, before)
 
 
 def test_nohup_and_a_terminal_that_tells_twice(monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        stop = signals.Stop().begin()
-        os.kill(os.getpid(), signal.SIGHUP)
-        stop.end()
+        with signals.Stop() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
         assert stop.signal is None
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -676,7 +674,7 @@ def test_a_misspelt_flag_is_told_what_is_near(capsys):
     ("roles", "told"),
     [
         (dict(fsdp=3), "does not fit 8 devices"),
-        (dict(fsdp=2), "takes 2 of 8 devices"),
+        (dict(fsdp=2), "fsdp 2 does not fit 8 devices: .*--layout.fsdp -1"),
         (dict(fsdp=-1, data=-1), "one at most is -1"),
         (dict(fsdp=4, context=2, attention="rnig"), "attention='rnig'; expected one of 'ring'"),
         (dict(remat="all"), "remat='all'; expected one of"),

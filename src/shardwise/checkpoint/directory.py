@@ -107,10 +107,23 @@ class Lock:
         os.makedirs(self._where, exist_ok=True)
         self._file = open(path, "a+")  # closing it gives the lock back
         try:
-            self._lock()
-        except BaseException:
-            self.close()
-            raise
+            if fcntl is None:
+                raise OSError(errno.ENOLCK, "no POSIX locks")
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                self._file.seek(0)
+                other = self._file.read() or "unknown"
+                self.close()
+                raise RuntimeError(
+                    f"{self._who}: another program ({other}) {self._does} {self._where}. "
+                    f"{self._advice}."
+                ) from None
+            warnings.warn(
+                f"{self._who}: {self._where} cannot be locked ({error}); make sure that no other "
+                f"program writes there.",
+                stacklevel=2,
+            )
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
         self._file.flush()
@@ -120,25 +133,6 @@ class Lock:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _lock(self):
-        try:
-            if fcntl is None:
-                raise OSError(errno.ENOLCK, "no POSIX locks")
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                warnings.warn(
-                    f"{self._who}: {self._where} cannot be locked ({error}); make sure that no "
-                    f"other program writes there.",
-                    stacklevel=2,
-                )
-                return
-            self._file.seek(0)
-            raise RuntimeError(
-                f"{self._who}: another program ({self._file.read() or 'unknown'}) {self._does} "
-                f"{self._where}. {self._advice}."
-            ) from None
 
 
 class Writer:
@@ -195,11 +189,10 @@ class Writer:
                 shutil.rmtree(path)
 
     def _open(self, keep):
-        if self._manager is not None and keep != self._keep:
-            self._manager.close()
-            self._manager = None
         if self._manager is not None:
-            return
+            if keep == self._keep:
+                return
+            self._manager.close()
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
         handlers.add(None, ocp.args.StandardSave, Handler)
         handlers.add(None, ocp.args.JsonSave, ocp.JsonCheckpointHandler)

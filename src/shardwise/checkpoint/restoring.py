@@ -99,10 +99,15 @@ def restore(
         how = {name: _how(trees.get(name)) for name in wanted}
         found = manager.restore(step, args=ocp.args.Composite(**how)) if how else {}
     with together(label):
-        out = dict(target)
+        out, ours = dict(target), (saved.custom_metadata or {}).get(METADATA)
         for name in wanted:
             if name not in trees:
-                out[name] = _plain(label, name, found[name], saved)
+                out[name] = from_json(found[name])
+                if ours is not None and ours["digests"][name] != digest(found[name]):
+                    raise ValueError(
+                        f"{label} is damaged: item {name!r} is not what was saved, by its "
+                        f"checksum. Restore another step."
+                    )
                 continue
             arrays = flat(found[name])
             leaves = [_like(path, leaf, arrays[path]) for path, leaf in trees[name].items()]
@@ -230,16 +235,6 @@ def _abstract(leaf):
 
 def _is_uncommitted(leaf):
     return leaf.sharding is None or not getattr(leaf, "committed", True)
-
-
-def _plain(label, name, found, saved):
-    ours = (saved.custom_metadata or {}).get(METADATA)
-    if ours is not None and ours["digests"][name] != digest(found):
-        raise ValueError(
-            f"{label} is damaged: item {name!r} is not what was saved, by its checksum. Restore "
-            f"another step."
-        )
-    return from_json(found)
 
 
 def _like(path, leaf, array):

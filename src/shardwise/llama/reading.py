@@ -96,7 +96,7 @@ def _part(weight, each, asked, sizes, dtype):
     """The entries `asked`, (start, stop) for each axis, of a parameter, filled layer by layer."""
     taken = dict(zip(weight.ours, asked, strict=True))
     first, last = taken.pop("l", (0, 1))
-    runs = [_ranges(word, taken, sizes) for word in weight.words]
+    runs = [_runs(word, taken, sizes) for word in weight.words]
     out = np.empty([stop - start for start, stop in asked], dtype)
     layers = out if weight.stacked else out[None]
     for i in range(first, last):
@@ -112,25 +112,20 @@ def _unmerged(weight, array, taken):
     )
 
 
-def _ranges(word, taken, sizes):
-    """The ranges of a file's axis, merged of `word`'s letters, that hold those `taken` of each.
+def _runs(word, taken, sizes):
+    """The slices of a file's axis, merged of `word`'s letters, that hold those `taken` of each.
 
-    Several heads with all of head_dim are one range; with a part of it, one for each head.
+    Several heads with all of head_dim are one slice; with a part of it, one for each head.
     """
-    found, size = [(0, 1)], 1
-    for letter in reversed(word):
-        start, stop = taken[letter]
-        if found == [(0, size)]:
-            found = [(start * size, stop * size)]
-        else:
-            found = [(i * size + a, i * size + b) for i in range(start, stop) for a, b in found]
-        size *= sizes[letter]
-    return found
+    of_each = np.ix_(*(range(*taken[letter]) for letter in word))
+    rows = np.ravel_multi_index(of_each, [sizes[letter] for letter in word]).ravel()
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+    return [slice(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
 def _read(array, runs):
-    """The product of the ranges of each axis, of which one axis at most has several."""
-    pieces = [array[tuple(slice(*r) for r in each)] for each in itertools.product(*runs)]
+    """The product of the slices of each axis, of which one axis at most has several."""
+    pieces = [array[each] for each in itertools.product(*runs)]
     if len(pieces) == 1:
         return pieces[0]
     return np.concatenate(pieces, max(range(len(runs)), key=lambda axis: len(runs[axis])))
