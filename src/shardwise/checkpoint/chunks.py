@@ -114,7 +114,7 @@ def check_sums(label: str, item: str, sums: dict, leaves: dict[str, Any], metada
     `sums` is what `read_sums` found, `leaves` has an abstract array for each path, `metadata` is
     Orbax's of the item.
     """
-    stored = chunks_of(metadata, sums)
+    stored = chunks_of(metadata, sums)  # where each place has its checksum beside it
     wanted = [
         (path, chunk, *stored[path].places[chunk])
         for path in sorted(leaves.keys() & stored.keys())

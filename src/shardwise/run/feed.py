@@ -25,15 +25,14 @@ class Feed:
     """The batches of a dataset: step k (from 1) has the rows (k-1)·batch to k·batch, in order.
 
     No position has to be saved, and it does not matter how many processes read: each reads the rows
-    that its own devices need, which follow one another.
+    that its own devices need.
     """
 
     def __init__(self, dataset: grain.MapDataset, batch: int, layout: Layout):
         self._dataset, self._batch = dataset, batch
         self._sharding = sharding(layout, batch)
         found = self._sharding.addressable_devices_indices_map((batch,)).values()
-        bounds = [index[0].indices(batch)[:2] for index in found]
-        self._mine = range(min(start for start, _ in bounds), max(stop for _, stop in bounds))
+        self._mine = np.unique([np.arange(batch)[index] for index in found]).tolist()
 
     @functools.cached_property
     def some(self) -> Any:
@@ -51,8 +50,7 @@ class Feed:
     def go(self, first: int, last: int) -> Iterator[Any]:
         steps = grain.MapDataset.range(first, last + 1)
         read = steps.map(lambda step: self._read(int(step), self._mine)).to_iter_dataset(_READ)
-        first_row = self._mine[0]
-        return (_placed(x, first_row, self._batch, self._sharding) for x in read)
+        return (_placed(x, self._batch, self._sharding) for x in read)
 
     def state(self, step: int) -> None:
         return None
@@ -109,7 +107,7 @@ class Stream:
             self._recent[step], self._after[step] = batch, self._batches.get_state()
             for old in (self._recent, self._after):  # a bad step is known a step later
                 old.pop(step - 4, None)
-            yield _placed(batch, 0, self._batch, self._sharding)
+            yield _placed(batch, self._batch, self._sharding)
 
     def state(self, step: int) -> Any:
         return self._after[step]
@@ -142,14 +140,7 @@ def sharding(layout: Layout, batch: int) -> NamedSharding:
     return NamedSharding(layout.auto, P(layout.rows or None))
 
 
-def _placed(local, first, batch, sharding):
-    """The global arrays of a batch, of which `local` has the rows from `first` on."""
-
-    def one(x):
-        def block(index):
-            start, stop, _ = index[0].indices(batch)
-            return x[start - first : stop - first]
-
-        return jax.make_array_from_callback((batch, *x.shape[1:]), sharding, block)
-
-    return jax.tree.map(one, local)
+def _placed(local, batch, sharding):
+    """The global arrays of a batch, of which `local` has this process's rows, or all."""
+    place = jax.make_array_from_process_local_data
+    return jax.tree.map(lambda x: place(sharding, x, (batch, *x.shape[1:])), local)
