@@ -135,10 +135,13 @@ def test_processes_share_each_global_batch(processes, rows):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"batch": 6, "process_count": 4}, r"batch=6.*process_count=4; use a multiple of 4"),
-        ({"batch": 0}, r"batch=0.*must be positive"),
-        ({"seq_len": 0}, r"seq_len=0.*must be positive"),
-        ({"process_index": 2, "process_count": 2}, r"process_index=2 below"),
+        (
+            {"batch": 6, "process_count": 4},
+            r"batch=6.*process_count=4.* as batch.* a multiple of process_count",
+        ),
+        ({"batch": 0}, "batch=0,.* expected sizes of 1 or more"),
+        ({"seq_len": 0}, "seq_len=0,.* expected sizes of 1 or more"),
+        ({"process_index": 2, "process_count": 2}, r"process_index=2: .*process_index below that"),
         ({"split": "test"}, r"'test'; expected 'train' or 'validation'"),
     ],
 )

@@ -204,7 +204,7 @@ def test_processes_that_differ_are_found(monkeypatch, fact):
         ahead = {"begun": value["begun"] + 7, "ended": value["ended"] + 7}
         return [value, value | (ahead if fact == "clocks" else {fact: "another"})]
 
-    monkeypatch.setattr(doctor, "_of_all", of_two)
+    monkeypatch.setattr(doctor, "of_all", of_two)
     [(check, found)] = wrong(one=1).items()
     assert check == fact and ("7.0 s apart" if fact == "clocks" else ", another") in found
 

@@ -39,10 +39,14 @@ def corpus(split: str = "train") -> tuple[np.ndarray, ...]:
             f"data: no .py files in {root}. The corpus is the source of Python's standard "
             f"library; use a Python that ships it unzipped."
         )
-    held_out = {p for p in files if zlib.crc32(p.as_posix().encode()) % 10 == 0}
-    chosen = [p for p in files if (p in held_out) == (split == "validation")]
+    chosen = [p for p in files if is_held_out(p.as_posix()) == (split == "validation")]
     texts = (np.frombuffer((root / p).read_bytes(), np.uint8) for p in chosen)
     return tuple(text for text in texts if text.size > 1)
+
+
+def is_held_out(name: str) -> bool:
+    """Whether a document of this name is one in ten, for validation, whatever lies beside it."""
+    return zlib.crc32(name.encode()) % 10 == 0
 
 
 def _modules(root):
@@ -121,7 +125,13 @@ def batches(
       ValueError: sizes below 1, a batch that the processes cannot share evenly, or no such split
         or process.
     """
-    _check(batch, seq_len, process_index, process_count)
+    whole = min(batch, seq_len, process_count) >= 1 and batch % process_count == 0
+    if not whole or not 0 <= process_index < process_count:
+        raise ValueError(
+            f"data.batches: batch={batch}, seq_len={seq_len}, process_count={process_count} and "
+            f"process_index={process_index}: expected sizes of 1 or more, as batch, that of all "
+            f"processes together, a multiple of process_count, and process_index below that."
+        )
     each = rows(corpus(split), seq_len, seed, packed)
     share = each[process_index::process_count].batch(batch // process_count)
     few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
@@ -201,16 +211,3 @@ def checksum(documents: tuple[np.ndarray, ...]) -> int:
     for text in documents:
         found = zlib.crc32(text, zlib.crc32(b"%d " % text.size, found))
     return found
-
-
-def _check(batch, seq_len, process_index, process_count):
-    if min(batch, seq_len, process_count) < 1 or not 0 <= process_index < process_count:
-        raise ValueError(
-            f"data.batches: batch={batch}, seq_len={seq_len} and process_count={process_count} "
-            f"must be positive, and process_index={process_index} below process_count."
-        )
-    if batch % process_count:
-        raise ValueError(
-            f"data.batches: batch={batch} is the global batch and does not divide among "
-            f"process_count={process_count}; use a multiple of {process_count}."
-        )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Callable
 from importlib import metadata
@@ -251,7 +250,7 @@ def _same_in_all():
     facts = {"begun": begun, "ended": time.time()}
     facts |= {name: metadata.version(name) for name in ("jax", "jaxlib")}
     facts["random bits"] = hex(jax.jit(jax.random.bits)(jax.random.key(0)))
-    told = _of_all(facts)
+    told = of_all(facts)
     apart = max(each["begun"] for each in told) - min(each["ended"] for each in told)
     clocks = f"{apart:.1f} s apart" if apart > 1 else ""
     findings = [Finding("clocks", not clocks, clocks, "one second at most")]
@@ -266,19 +265,11 @@ def _same_in_all():
 def _joined(own):
     """The findings of all processes in one list: wrong is what is wrong in one of them."""
     joined = []
-    for each in zip(*_of_all([dataclasses.asdict(finding) for finding in own]), strict=True):
+    for each in zip(*of_all([dataclasses.asdict(finding) for finding in own]), strict=True):
         at = next((i for i, finding in enumerate(each) if not finding["ok"]), 0)
         who = f"process {at}: " if len(each) > 1 and not each[at]["ok"] else ""
         joined.append(Finding(**each[at] | {"found": who + each[at]["found"]}))
     return joined
-
-
-def _of_all(value):
-    """The value of each process, one that JSON can carry."""
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = of_all(np.int32(text.size))
-    texts = of_all(np.pad(text, (0, sizes.max() - text.size)))
-    return [json.loads(text[:size].tobytes()) for text, size in zip(texts, sizes, strict=True)]
 
 
 def _wrong(out, expected):

@@ -95,21 +95,18 @@ class Optimizer:
           ValueError: as `rate`, for either name; `moments` is no dtype, or not to be chosen there.
         """
         given = dict(learning_rate=self.rate(), weight_decay=self.weight_decay)
-        tx = _called("name", self.name, **given | self._moments())
+        if self.moments is not None:
+            takes = inspect.signature(_found("name", self.name)).parameters
+            names = {"mu_dtype", "accumulator_dtype", "dtype_momentum"} & takes.keys()
+            if self.moments not in ("bfloat16", "float32") or not names:
+                raise ValueError(
+                    f"train: optimizer.moments={self.moments!r} for {self.name}; expected bfloat16 "
+                    f"or float32, of an optimizer that lets its first moment's dtype be chosen, as "
+                    f"adamw."
+                )
+            given |= dict.fromkeys(names, jnp.dtype(self.moments))
+        tx = _called("name", self.name, **given)
         return tx if self.clip is None else optax.chain(optax.clip_by_global_norm(self.clip), tx)
-
-    def _moments(self):
-        """The dtype of the first moment by each name that optax has for it."""
-        if self.moments is None:
-            return {}
-        takes = inspect.signature(_found("name", self.name)).parameters
-        names = {"mu_dtype", "accumulator_dtype", "dtype_momentum"} & takes.keys()
-        if self.moments not in ("bfloat16", "float32") or not names:
-            raise ValueError(
-                f"train: optimizer.moments={self.moments!r} for {self.name}; expected bfloat16 or "
-                f"float32, of an optimizer that lets its first moment's dtype be chosen, as adamw."
-            )
-        return dict.fromkeys(names, jnp.dtype(self.moments))
 
 
 def _found(setting, name):

@@ -77,7 +77,7 @@ def write_sums(item: str) -> None:
     if is_bucket(item) or not mine.exists():
         return
     found = {
-        name: {".".join(map(str, chunk)): _crc(mine, place) for chunk, place in chunks.items()}
+        name: {_text(chunk): _crc(mine, place) for chunk, place in chunks.items()}
         for name, chunks in places(mine).items()
     }
     folder = Path(item, _FOLDER)
@@ -85,54 +85,47 @@ def write_sums(item: str) -> None:
     (folder / f"{jax.process_index()}.json").write_text(json.dumps(found))
 
 
-class Written(NamedTuple):
-    """An item's directory, the places of its chunks by its index, and their checksums.
+def read_sums(label: str, item: str) -> dict[str, dict[tuple[int, ...], tuple]]:
+    """{name on disk: {chunk: (its place, its checksum)}} of an item, a directory.
 
-    By names on disk; both are empty where no checksums were written.
+    By its index; empty where no checksums were written.
     """
-
-    item: Path
-    places: dict[str, dict[tuple[int, ...], tuple[str, int, int]]]
-    sums: dict[str, dict[str, int]]
-
-
-def read_sums(label: str, item: str) -> Written:
-    """The `Written` of an item, a directory."""
-    folder, sums = Path(item), {}
-    if is_bucket(item) or not (folder / _FOLDER).exists():
-        return Written(folder, {}, {})
+    folder, sums = Path(item, _FOLDER), {}
+    if is_bucket(item) or not folder.exists():
+        return {}
     try:
-        for file in (folder / _FOLDER).iterdir():
+        for file in folder.iterdir():
             for name, each in json.loads(file.read_text()).items():
                 sums.setdefault(name, {}).update(each)
-        return Written(folder, places(folder), sums)
+        return {
+            name: {c: (place, sums.get(name, {}).get(_text(c))) for c, place in chunks.items()}
+            for name, chunks in places(item).items()
+        }
     except ValueError as error:
         raise ValueError(
-            f"{label} is damaged: item {folder.name!r} has no readable index. Restore another "
+            f"{label} is damaged: item {Path(item).name!r} has no readable index. Restore another "
             f"step. {error}"
         ) from error
 
 
-def check_sums(label: str, written: Written, leaves: dict[str, Any], metadata: Any) -> None:
+def check_sums(label: str, item: str, sums: dict, leaves: dict[str, Any], metadata: Any) -> None:
     """Read the chunks that this process's devices touch, and compare their checksums.
 
-    `leaves` has an abstract array for each path, `metadata` is Orbax's of the item.
+    `sums` is what `read_sums` found, `leaves` has an abstract array for each path, `metadata` is
+    Orbax's of the item.
     """
-    if not written.places:
-        return
-    stored = chunks_of(metadata, written.places)
+    stored = chunks_of(metadata, sums)  # where each place has its checksum beside it
     wanted = [
-        (path, chunk, stored[path].places[chunk])
-        for path, leaf in leaves.items()
-        if stored_name(path) in written.places
-        for chunk in sorted(_touched(stored[path], leaf))
+        (path, chunk, *stored[path].places[chunk])
+        for path in sorted(leaves.keys() & stored.keys())
+        for chunk in sorted(_touched(stored[path], leaves[path]))
     ]
     with ThreadPoolExecutor() as threads:
-        found = threads.map(lambda each: _crc(written.item, each[2]), wanted)
-        for (path, chunk, _), digest in zip(wanted, found, strict=True):
-            if digest != written.sums.get(stored_name(path), {}).get(".".join(map(str, chunk))):
+        found = threads.map(lambda each: _crc(item, each[2]), wanted)
+        for (path, chunk, _, saved), digest in zip(wanted, found, strict=True):
+            if digest != saved:
                 raise ValueError(
-                    f"{label} is damaged: of {written.item.name}, chunk {chunk} of {path} is not "
+                    f"{label} is damaged: of {Path(item).name}, chunk {chunk} of {path} is not "
                     f"what was saved, by its checksum. Restore another step."
                 )
 
@@ -149,9 +142,13 @@ def _touched(stored: Chunks, leaf):
 
 def _crc(folder, place):
     file, offset, size = place
-    with open(folder / file, "rb") as data:
+    with open(Path(folder, file), "rb") as data:
         data.seek(offset)
         return zlib.crc32(data.read(size))
+
+
+def _text(chunk):
+    return ".".join(map(str, chunk))
 
 
 class Handler(ocp.StandardCheckpointHandler):

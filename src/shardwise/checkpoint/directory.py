@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 
 from shardwise.checkpoint.chunks import Handler
@@ -30,7 +29,6 @@ _ADVICE = (
     "Save to another directory, or end that one first; it may also call checkpoint.wait, which "
     "lets others in"
 )
-_LISTED = 64  # newest steps that processes tell each other
 
 
 class Steps:
@@ -68,7 +66,8 @@ def find(where: str, step: int | None) -> tuple[int, list[str]]:
                     f"checkpoint.save wrote to."
                 )
             steps = sorted(manager.all_steps())
-        common = _common(steps, step)
+        # Processes may look while another program saves or deletes.
+        common = sorted(set.intersection(*map(set, of_all(steps))))
         newest = common[-1] if common and step is None else step
         if newest in common and not isinstance(newest, bool):
             items = (manager.directory / str(newest)).iterdir()
@@ -79,20 +78,6 @@ def find(where: str, step: int | None) -> tuple[int, list[str]]:
             f"{manager.directory}. Complete steps: {common or 'none'}; incomplete, cut off while "
             f"saving: {sorted(cut_off) or 'none'}."
         )
-
-
-def _common(steps, step):
-    """The steps that all processes see, who may look while another program saves or deletes.
-
-    Of several processes, the newest steps, and the one asked for.
-    """
-    if jax.process_count() == 1:
-        return steps
-    near = sorted({*steps[-_LISTED + 1 :], *({step} & set(steps))})
-    listed = np.full(_LISTED, -1, np.int64)
-    listed[: len(near)] = near
-    each = of_all(listed.view(np.int32)).view(np.int64).tolist()  # as it takes them
-    return sorted(set.intersection(*map(set, each)) - {-1})
 
 
 class Lock:
@@ -122,10 +107,23 @@ class Lock:
         os.makedirs(self._where, exist_ok=True)
         self._file = open(path, "a+")  # closing it gives the lock back
         try:
-            self._lock()
-        except BaseException:
-            self.close()
-            raise
+            if fcntl is None:
+                raise OSError(errno.ENOLCK, "no POSIX locks")
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                self._file.seek(0)
+                other = self._file.read() or "unknown"
+                self.close()
+                raise RuntimeError(
+                    f"{self._who}: another program ({other}) {self._does} {self._where}. "
+                    f"{self._advice}."
+                ) from None
+            warnings.warn(
+                f"{self._who}: {self._where} cannot be locked ({error}); make sure that no other "
+                f"program writes there.",
+                stacklevel=2,
+            )
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
         self._file.flush()
@@ -135,25 +133,6 @@ class Lock:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def _lock(self):
-        try:
-            if fcntl is None:
-                raise OSError(errno.ENOLCK, "no POSIX locks")
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                warnings.warn(
-                    f"{self._who}: {self._where} cannot be locked ({error}); make sure that no "
-                    f"other program writes there.",
-                    stacklevel=2,
-                )
-                return
-            self._file.seek(0)
-            raise RuntimeError(
-                f"{self._who}: another program ({self._file.read() or 'unknown'}) {self._does} "
-                f"{self._where}. {self._advice}."
-            ) from None
 
 
 class Writer:
@@ -210,11 +189,10 @@ class Writer:
                 shutil.rmtree(path)
 
     def _open(self, keep):
-        if self._manager is not None and keep != self._keep:
-            self._manager.close()
-            self._manager = None
         if self._manager is not None:
-            return
+            if keep == self._keep:
+                return
+            self._manager.close()
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
         handlers.add(None, ocp.args.StandardSave, Handler)
         handlers.add(None, ocp.args.JsonSave, ocp.JsonCheckpointHandler)

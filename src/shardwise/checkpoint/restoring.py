@@ -89,21 +89,30 @@ def restore(
     with reader(where, {name: name in trees for name in {*items, *trees}}) as manager:
         with together(label):
             folders = {name: f"{manager.directory}/{step}/{name}" for name in trees}
-            written = {name: read_sums(label, folder) for name, folder in folders.items()}
+            sums = {name: read_sums(label, folder) for name, folder in folders.items()}
             saved = manager.metadata(step)
             wanted = _wanted(label, saved, target, trees)
             _check_leaves(label, saved, trees, partial)
             for name, leaves in trees.items():
-                check_sums(label, written[name], leaves, saved.item_metadata[name].tree)
+                metadata = saved.item_metadata[name].tree
+                check_sums(label, folders[name], sums[name], leaves, metadata)
         how = {name: _how(trees.get(name)) for name in wanted}
         found = manager.restore(step, args=ocp.args.Composite(**how)) if how else {}
     with together(label):
-        return target | {
-            name: _fill(trees[name], target[name], found[name])
-            if name in trees
-            else _plain(label, name, found[name], saved)
-            for name in wanted
-        }
+        out, ours = dict(target), (saved.custom_metadata or {}).get(METADATA)
+        for name in wanted:
+            if name not in trees:
+                out[name] = from_json(found[name])
+                if ours is not None and ours["digests"][name] != digest(found[name]):
+                    raise ValueError(
+                        f"{label} is damaged: item {name!r} is not what was saved, by its "
+                        f"checksum. Restore another step."
+                    )
+                continue
+            arrays = flat(found[name])
+            leaves = [_like(path, leaf, arrays[path]) for path, leaf in trees[name].items()]
+            out[name] = jax.tree.unflatten(jax.tree.structure(target[name]), leaves)
+        return out
 
 
 def _wanted(label, saved, target, trees):
@@ -226,22 +235,6 @@ def _abstract(leaf):
 
 def _is_uncommitted(leaf):
     return leaf.sharding is None or not getattr(leaf, "committed", True)
-
-
-def _plain(label, name, found, saved):
-    ours = (saved.custom_metadata or {}).get(METADATA)
-    if ours is not None and ours["digests"][name] != digest(found):
-        raise ValueError(
-            f"{label} is damaged: item {name!r} is not what was saved, by its checksum. Restore "
-            f"another step."
-        )
-    return from_json(found)
-
-
-def _fill(leaves, item, found):
-    found = flat(found)
-    arrays = [_like(path, leaf, found[path]) for path, leaf in leaves.items()]
-    return jax.tree.unflatten(jax.tree.structure(item), arrays)
 
 
 def _like(path, leaf, array):

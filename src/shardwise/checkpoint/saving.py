@@ -80,13 +80,14 @@ def save(
         arguments |= {name: ocp.args.JsonSave(item) for name, item in others.items()}
         digests = {name: digest(item) for name, item in others.items()}
         facts |= {"directory": where, "step": str(step), "keep": str(keep)}
+        facts |= {"chunk_bytes": str(chunk_bytes)}
         facts |= {f"item {name!r}": str(crc) for name, crc in digests.items()}
-        facts |= {f"item {n!r}": _describe(x, chunk_bytes) for n, x in trees.items()}
-    if jax.process_count() > 1 and not writer.compared:
-        _check_replicas(trees)
-    writer.compared = True
-    if jax.process_count() > 1:  # Orbax's barriers are named by steps, not by directories
-        for other in _writers_of(None):
+        facts |= {f"item {n!r}": _describe(x) for n, x in trees.items()}
+    if jax.process_count() > 1:
+        if not writer.compared:
+            _check_replicas(trees)
+            writer.compared = True
+        for other in _writers_of(None):  # Orbax's barriers are named by steps, not by directories
             other.finish()
     writer.save(step, keep, arguments, {METADATA: {"digests": digests}})
 
@@ -186,31 +187,29 @@ def save_args(array: Any, chunk_bytes: int) -> ocp.SaveArgs:
     return ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=tuple(thin))
 
 
-def _describe(leaves: dict[str, Any], chunk_bytes: int) -> str:
-    """A text of what processes must agree on for a tree: chunks, shapes, dtypes and shardings."""
-    each = [
-        f"{path} {np.shape(leaf)} {getattr(leaf, 'dtype', type(leaf).__name__)} "
-        f"{getattr(leaf, 'sharding', None)}"
-        for path, leaf in leaves.items()
-    ]
-    return "\n".join([f"chunks of {chunk_bytes}", *each])
+def _describe(leaves: dict[str, Any]) -> str:
+    """A text of what processes must agree on for a tree: shapes, dtypes and shardings."""
+    each = (
+        f"{path} {np.shape(x)} {getattr(x, 'dtype', type(x))} {getattr(x, 'sharding', None)}"
+        for path, x in leaves.items()
+    )
+    return "\n".join(each)
 
 
 def _check_replicas(trees: dict[str, dict[str, Any]]) -> None:
     """Raise ValueError, in each process, if processes differ in an array that each has whole."""
-    labels, sums = [], []
+    sums = {}
     for name, leaves in trees.items():
         for path, array in leaves.items():
             if isinstance(array, jax.Array) and not array.is_fully_replicated:
                 continue
             bits = jax.random.key_data(array) if is_key(array) else array
             local = bits.addressable_data(0) if isinstance(bits, jax.Array) else bits
-            labels.append(f"{name}: {path}")
-            sums.append(zlib.crc32(np.asarray(local).tobytes()))
-    found = of_all(np.array(sums, np.uint32))
-    if differ := np.flatnonzero((found != found[0]).any(0)).tolist():
+            sums[f"{name}: {path}"] = zlib.crc32(np.asarray(local).tobytes())
+    told = of_all(sums)
+    if differ := [label for label in sums if any(each[label] != sums[label] for each in told)]:
         raise ValueError(
-            f"checkpoint.save: the processes have other values in {labels[differ[0]]}"
+            f"checkpoint.save: the processes have other values in {differ[0]}"
             + (f" and in {len(differ) - 1} more" if differ[1:] else "")
             + ", which each of them has whole. Were they initialised with other seeds?"
         )

@@ -21,6 +21,7 @@ from shardwise.model import Config
 CONFIG = "config.json"
 ARCHITECTURE = "LlamaForCausalLM"
 DTYPES = ("float32", "bfloat16", "float16")
+SHOWN = 10  # of the names that differ; whole models may
 _SIZES = dict(
     vocab="vocab_size",
     embed="hidden_size",
@@ -176,6 +177,18 @@ def check_same(folder: str | Path, ours: Config, theirs: Config) -> None:
             f"llama: {Path(folder, CONFIG)} and the config that was given differ: there it is "
             f"{told}. Start from llama.config(folder), with dataclasses.replace."
         )
+
+
+def check_arrays(label: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise ValueError where arrays are missing, or unexpected, or have another shape."""
+    told = [
+        f"{name} is {found.get(name, 'missing')}, expected {wanted.get(name, 'nothing')}"
+        for name in {**found, **wanted}
+        if found.get(name) != wanted.get(name)
+    ]
+    if told:
+        more = f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else ""
+        raise ValueError(f"llama: {label}: {'; '.join(told[:SHOWN])}{more}.")
 
 
 def text(config: Config, dtype: str, more: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from shardwise.model import Config, Decoder
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_SHOWN = 10  # of the names that differ; whole models may
+_FLOATING = ("F64", "F32", "BF16", "F16")
 
 
 def load(
@@ -66,11 +66,14 @@ def _checked(folder, config, found):
     if names.read(folder).get("tie_word_embeddings"):
         weights["head/kernel"] = WEIGHTS["head/kernel"]._replace(name=names.EMBEDDING)
         found.pop(names.HEAD, None)
-    shapes = {n: w.shape(sizes) for w in weights.values() for n in w.names(config)}
-    # Older files have what rotary positions are computed from, which follows from the config.
-    present = {name for name in found if not name.endswith(".rotary_emb.inv_freq")}
-    _check_names(folder, set(shapes), present)
-    _check_arrays(folder, shapes, found)
+    wanted = {n: list(w.shape(sizes)) for w in weights.values() for n in w.names(config)}
+    told = {
+        name: array.get_shape() if array.get_dtype() in _FLOATING else array.get_dtype()
+        for name, array in found.items()
+        # Older files have what rotary positions are computed from, which follows from the config.
+        if not name.endswith(".rotary_emb.inv_freq")
+    }
+    names.check_arrays(folder, told, wanted)
     return weights
 
 
@@ -93,7 +96,7 @@ def _part(weight, each, asked, sizes, dtype):
     """The entries `asked`, (start, stop) for each axis, of a parameter, filled layer by layer."""
     taken = dict(zip(weight.ours, asked, strict=True))
     first, last = taken.pop("l", (0, 1))
-    runs = [_ranges(word, taken, sizes) for word in weight.words]
+    runs = [_runs(word, taken, sizes) for word in weight.words]
     out = np.empty([stop - start for start, stop in asked], dtype)
     layers = out if weight.stacked else out[None]
     for i in range(first, last):
@@ -109,25 +112,20 @@ def _unmerged(weight, array, taken):
     )
 
 
-def _ranges(word, taken, sizes):
-    """The ranges of a file's axis, merged of `word`'s letters, that hold those `taken` of each.
+def _runs(word, taken, sizes):
+    """The slices of a file's axis, merged of `word`'s letters, that hold those `taken` of each.
 
-    Several heads with all of head_dim are one range; with a part of it, one for each head.
+    Several heads with all of head_dim are one slice; with a part of it, one for each head.
     """
-    found, size = [(0, 1)], 1
-    for letter in reversed(word):
-        start, stop = taken[letter]
-        if found == [(0, size)]:
-            found = [(start * size, stop * size)]
-        else:
-            found = [(i * size + a, i * size + b) for i in range(start, stop) for a, b in found]
-        size *= sizes[letter]
-    return found
+    of_each = np.ix_(*(range(*taken[letter]) for letter in word))
+    rows = np.ravel_multi_index(of_each, [sizes[letter] for letter in word]).ravel()
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+    return [slice(int(run[0]), int(run[-1]) + 1) for run in runs]
 
 
 def _read(array, runs):
-    """The product of the ranges of each axis, of which one axis at most has several."""
-    pieces = [array[tuple(slice(*r) for r in each)] for each in itertools.product(*runs)]
+    """The product of the slices of each axis, of which one axis at most has several."""
+    pieces = [array[each] for each in itertools.product(*runs)]
     if len(pieces) == 1:
         return pieces[0]
     return np.concatenate(pieces, max(range(len(runs)), key=lambda axis: len(runs[axis])))
@@ -157,41 +155,13 @@ def _opened(folder):
                 told = "" if index is None else f", which {INDEX} names"
                 raise FileNotFoundError(
                     f"llama: no {folder / name}{told}. There are "
-                    f"{', '.join(there[:_SHOWN]) or 'no other files'}; weights are read from "
+                    f"{', '.join(there[: names.SHOWN]) or 'no other files'}; weights are read from "
                     f"{_SINGLE}, or from the files that {INDEX} names."
                 )
             file = stack.enter_context(library().safe_open(folder / name, framework="np"))
             found |= {name: file.get_slice(name) for name in file.keys()}
         if index is not None:
-            _check_names(folder / INDEX, set(index), set(found))
+            names.check_arrays(
+                folder / INDEX, dict.fromkeys(found, "there"), dict.fromkeys(index, "there")
+            )
         yield found
-
-
-def _check_names(label, wanted, found):
-    """Raise ValueError if names differ, with what is missing and what is too much."""
-    told = [
-        f"{what} {_few(sorted(names), ', ', ' ')}"
-        for what, names in (("missing", wanted - found), ("unexpected", found - wanted))
-        if names
-    ]
-    if told:
-        raise ValueError(f"llama: {label}, names of arrays: {'; '.join(told)}.")
-
-
-def _check_arrays(label, shapes, found):
-    """Raise ValueError for an array of another shape, or of numbers that are not floating."""
-    told = []
-    for name, shape in shapes.items():
-        theirs, dtype = tuple(found[name].get_shape()), found[name].get_dtype()
-        if theirs != shape:
-            told.append(f"{name} is {list(theirs)}, expected {list(shape)}")
-        elif dtype not in ("F64", "F32", "BF16", "F16"):
-            told.append(f"{name} is of {dtype}, expected F32, BF16 or F16")
-    if told:
-        raise ValueError(f"llama: {label}: {_few(told, '; ', '; ')}.")
-
-
-def _few(told, between, last):
-    """The first of these texts, and how many more there are."""
-    more = f"{last}and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
-    return between.join(told[:_SHOWN]) + more

@@ -67,16 +67,7 @@ def _checked(leaves, config):
     sizes = names.sizes(config)
     wanted = {path: tuple(sizes[letter] for letter in w.ours) for path, w in WEIGHTS.items()}
     found = {path: tuple(np.shape(x)) for path, x in leaves.items()}
-    told = [
-        f"{path} is {found.get(path, 'missing')}, expected {wanted.get(path, 'nothing')}"
-        for path in sorted(found.keys() | wanted.keys())
-        if found.get(path) != wanted.get(path)
-    ]
-    if told:
-        raise ValueError(
-            f"llama.save: params are not the state of a model.Decoder of this config: "
-            f"{'; '.join(told)}. What a layout holds in a form of its own, layouts.whole undoes."
-        )
+    names.check_arrays("params are no state of a model.Decoder of this config", found, wanted)
     dtypes = {x.dtype for x in leaves.values()}
     if len(dtypes) > 1 or min(dtypes).name not in names.DTYPES:
         raise ValueError(

@@ -52,11 +52,8 @@ def run(
     Raises:
       RuntimeError: one of them failed or took too long; the message holds what all printed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    each = range(count)
-    children = [start(function, i, address, *args, xla_flags=xla_flags) for i in each]
+    address = free_address()
+    children = [start(function, i, address, *args, xla_flags=xla_flags) for i in range(count)]
     try:
         printed = [_output(child, timeout) for child in children]
     finally:
@@ -67,6 +64,13 @@ def run(
         told = "\n".join(f"process {i}:\n{out}\n{err}" for i, (out, err) in enumerate(printed))
         raise RuntimeError(f"processes.run: {function.__name__} ended with {codes}.\n{told}")
     return [out for out, _ in printed]
+
+
+def free_address(host: str = "127.0.0.1", bind: str = "127.0.0.1") -> str:
+    """An address of this machine, by default for itself alone, at a port that is free now."""
+    with socket.socket() as free:
+        free.bind((bind, 0))
+        return f"{host}:{free.getsockname()[1]}"
 
 
 def _output(child, timeout):

@@ -8,6 +8,7 @@ import sys
 import threading
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from shardwise import mesh
 
-_TEXT = 2048  # bytes of what each process tells of itself when they differ
+_ROOM = 2048  # bytes; texts of all processes travel in a multiple, since each size is a program
 _SLURM = ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 
 
@@ -95,17 +96,31 @@ def together(who: str) -> Iterator[dict[str, str]]:
         yield facts
     except Exception as raised:
         error = raised
-    if jax.process_count() > 1:
-        _compare(who, facts, error)
+    told = of_all(
+        [None if error is None else repr(error), {n: _brief(x) for n, x in facts.items()}]
+    )
     if error is not None:
         raise error
+    failed = [(process, its) for process, (its, _) in enumerate(told) if its is not None]
+    if failed:
+        raise RuntimeError("{}: process {} cannot, so none does: {}".format(who, *failed[0]))
+    names = dict.fromkeys(name for _, has in told for name in has)
+    differ = [n for n in names if any(has.get(n) != told[0][1].get(n) for _, has in told)]
+    if differ:
+        each = (", ".join(f"{n} {has.get(n, 'missing')}" for n in differ) for _, has in told)
+        every = "; ".join(f"Process {process} has {text}" for process, text in enumerate(each))
+        raise ValueError(f"{who}: the processes differ. {every}")
 
 
-def of_all(values: np.ndarray) -> np.ndarray:
-    """The arrays of all processes, of one shape and of 32 bits at most, stacked."""
+def of_all(value: Any) -> list[Any]:
+    """The values of all processes, in their order; each is one that JSON can hold."""
     if jax.process_count() == 1:
-        return values[None]
-    return np.asarray(multihost_utils.process_allgather(values))
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.int32(text.size))
+    room = -(-int(sizes.max()) // _ROOM) * _ROOM
+    texts = multihost_utils.process_allgather(np.pad(text, (0, room - text.size)))
+    return [json.loads(text[:size].tobytes()) for text, size in zip(texts, sizes, strict=True)]
 
 
 def leave() -> None:
@@ -145,35 +160,6 @@ def _found():
     return 1 if hosts * slices == 1 else None
 
 
-def _compare(who, facts, error):
-    mine = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
-    all_of = of_all(np.array([error is not None, mine], np.uint32))
-    failed = all_of[:, 0].astype(bool)
-    if not failed.any() and len(set(all_of[:, 1])) == 1:
-        return
-    told = _exchange(repr(error) if error is not None else _told(facts))
-    if error is not None:
-        return
-    if failed.any():
-        process = int(failed.argmax())
-        raise RuntimeError(f"{who}: process {process} cannot, so none does: {told[process]}")
-    raise ValueError(
-        f"{who}: the processes differ. "
-        + "; ".join(f"Process {p} has {text}" for p, text in enumerate(told))
-    )
-
-
-def _told(facts):
-    """The facts in a few words: a long one as a checksum, which tells that it differs."""
-    short = (
-        (name, text if len(text) < 100 else f"{zlib.crc32(text.encode()):08x}")
-        for name, text in facts.items()
-    )
-    return ", ".join(f"{name} {text}" for name, text in short)
-
-
-def _exchange(text):
-    mine = np.zeros(_TEXT, np.uint8)
-    encoded = np.frombuffer(text.encode()[:_TEXT], np.uint8)
-    mine[: encoded.size] = encoded
-    return [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in of_all(mine)]
+def _brief(text):
+    """The text, or of a long one a checksum, which tells that it differs."""
+    return text if len(text) < 100 else f"{zlib.crc32(text.encode()):08x}"

@@ -123,10 +123,7 @@ def fingerprint(source: Data) -> int:
 
 def vocabulary(source: Data) -> int:
     """The size of the vocabulary: one more than the largest token."""
-    if source.tokens is None:
-        return data.VOCAB
-    array = _tokens(source.tokens)
-    return 1 + max(int(array[i : i + 2**24].max()) for i in range(0, array.size, 2**24))
+    return data.VOCAB if source.tokens is None else 1 + int(_tokens(source.tokens).max())
 
 
 def _tokens(file):
@@ -150,11 +147,12 @@ def _files(text, split):
         raise FileNotFoundError(
             f"run: no files at {text}; data.text names a folder, a file, or a glob in quotes."
         )
-    texts = {file: np.frombuffer(file.read_bytes(), np.uint8) for file in files}
-    held = [file for file in files if zlib.crc32(file.name.encode()) % 10 == 0]
-    if not held or len(held) == len(files):
-        return tuple(part for x in texts.values() if (part := _share(x, split)).size > 1)
-    return tuple(x for file, x in texts.items() if (file in held) == (split == "validation"))
+    texts = [np.frombuffer(file.read_bytes(), np.uint8) for file in files]
+    held = [data.is_held_out(file.name) for file in files]
+    if len(set(held)) == 1:
+        return tuple(part for x in texts if (part := _share(x, split)).size > 1)
+    chosen = split == "validation"
+    return tuple(x for x, out in zip(texts, held, strict=True) if out == chosen)
 
 
 def _share(array, split):
@@ -239,27 +237,22 @@ def write(
     config = dataclasses.replace(config, capacity_factor=None, dropout=0.0, stages=1)
     tokens = np.zeros(len(given) + count, np.int32)
     tokens[: len(given)] = list(given)
-    tokens = _writer(config, len(given), temperature)(params, tokens, key)
+    tokens = _written(params, tokens, key, config, len(given), temperature)
     return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
 
 
-@functools.lru_cache(maxsize=8)
-def _writer(config, start, temperature):
-    graphdef = _graphdef(config)
+@functools.partial(jax.jit, static_argnames=("config", "start", "temperature"))
+def _written(params, tokens, key, config, start, temperature):
+    """The tokens, each from number `start` on drawn from the whole of what stands before it."""
+    decoder = nnx.merge(_graphdef(config), params)
 
-    @jax.jit
-    def run(params, tokens, key):
-        decoder = nnx.merge(graphdef, params)
+    def one(i, tokens):
+        # Causal: what stands to the right of the last token changes nothing.
+        logits = decoder(tokens[None])[0, i - 1]
+        if temperature == 0:
+            chosen = jnp.argmax(logits)
+        else:
+            chosen = jax.random.categorical(jax.random.fold_in(key, i), logits / temperature)
+        return tokens.at[i].set(chosen.astype(tokens.dtype))
 
-        def one(i, tokens):
-            # Causal: what stands to the right of the last token changes nothing.
-            logits = decoder(tokens[None])[0, i - 1]
-            if temperature == 0:
-                chosen = jnp.argmax(logits)
-            else:
-                chosen = jax.random.categorical(jax.random.fold_in(key, i), logits / temperature)
-            return tokens.at[i].set(chosen.astype(tokens.dtype))
-
-        return jax.lax.fori_loop(start, len(tokens), one, tokens)
-
-    return run
+    return jax.lax.fori_loop(start, len(tokens), one, tokens)

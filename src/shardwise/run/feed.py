@@ -1,10 +1,11 @@
 """The batches of a run: rows of a dataset, or whole batches of an iterator.
 
 Both kinds have `go(first, last)`, the batches of these steps, each laid over the devices; `whole`,
-a recent step's batch as NumPy arrays, and `shapes`, those of a batch; a `fingerprint` of the rows;
-and `state`, the position after a step, for `restore`.
+a recent step's batch as NumPy arrays, and `some` rows of the first; a `fingerprint` of these; and
+`state`, the position after a step, for `restore`.
 """
 
+import functools
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -24,32 +25,32 @@ class Feed:
     """The batches of a dataset: step k (from 1) has the rows (k-1)·batch to k·batch, in order.
 
     No position has to be saved, and it does not matter how many processes read: each reads the rows
-    that its own devices need, which follow one another.
+    that its own devices need.
     """
 
     def __init__(self, dataset: grain.MapDataset, batch: int, layout: Layout):
         self._dataset, self._batch = dataset, batch
         self._sharding = sharding(layout, batch)
-        self._mine = _local_rows(self._sharding, batch)
+        found = self._sharding.addressable_devices_indices_map((batch,)).values()
+        self._mine = np.unique([np.arange(batch)[index] for index in found]).tolist()
+
+    @functools.cached_property
+    def some(self) -> Any:
+        return self._read(1, range(4))
 
     def whole(self, step: int) -> Any:
         return self._read(step, range(self._batch))
 
-    def shapes(self) -> Any:
-        rows = jax.tree.map(np.asarray, self._dataset[0])
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self._batch, *x.shape), x.dtype), rows)
-
     def fingerprint(self) -> int:
         found = 0
-        for x in jax.tree.leaves(self._read(1, range(4))):
+        for x in jax.tree.leaves(self.some):
             found = zlib.crc32(np.ascontiguousarray(x).tobytes(), found)
         return found
 
     def go(self, first: int, last: int) -> Iterator[Any]:
         steps = grain.MapDataset.range(first, last + 1)
         read = steps.map(lambda step: self._read(int(step), self._mine)).to_iter_dataset(_READ)
-        first_row = self._mine[0]
-        return (_placed(x, first_row, self._batch, self._sharding) for x in read)
+        return (_placed(x, self._batch, self._sharding) for x in read)
 
     def state(self, step: int) -> None:
         return None
@@ -81,12 +82,12 @@ class Stream:
                 f"grain.MapDataset of rows, or a Grain iterator of batches."
             )
         start = self._batches.get_state()
-        self._peeked = next(self._batches)
+        self.some = next(self._batches)
         self.restore(start)
         self._batch = batch
         self._recent, self._after = {}, {}
         self._sharding = sharding(layout, batch)
-        found = {len(x) for x in jax.tree.leaves(self._peeked)}
+        found = {len(x) for x in jax.tree.leaves(self.some)}
         if found != {batch}:
             raise ValueError(
                 f"run.train: the batches have {sorted(found)} rows, and settings.batch says "
@@ -95,9 +96,6 @@ class Stream:
 
     def whole(self, step: int) -> Any:
         return self._recent[step]
-
-    def shapes(self) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._peeked)
 
     def fingerprint(self) -> None:
         return None  # what has been read does not come again
@@ -109,7 +107,7 @@ class Stream:
             self._recent[step], self._after[step] = batch, self._batches.get_state()
             for old in (self._recent, self._after):  # a bad step is known a step later
                 old.pop(step - 4, None)
-            yield _placed(batch, 0, self._batch, self._sharding)
+            yield _placed(batch, self._batch, self._sharding)
 
     def state(self, step: int) -> Any:
         return self._after[step]
@@ -130,35 +128,19 @@ def sharding(layout: Layout, batch: int) -> NamedSharding:
       ValueError: rows that do not divide.
     """
     parts = int(np.prod([layout.auto.shape[name] for name in layout.rows]))
-    each = layout.exact or parts * layout.microbatches
-    if batch % each and layout.exact:
-        raise ValueError(
-            f"run: a batch of {batch} rows does not split into {each} blocks (layout.exact); take "
-            f"{-(-batch // each) * each}, say."
-        )
+    each = parts * layout.microbatches
+    into = f"{parts} devices' parts of {layout.microbatches} microbatches"
+    if layout.exact:
+        each, into = layout.exact, f"{layout.exact} blocks (layout.exact)"
     if batch % each:
         raise ValueError(
-            f"run: a batch of {batch} rows does not split into {parts} devices' parts of "
-            f"{layout.microbatches} microbatches; take {-(-batch // each) * each}, say."
+            f"run: a batch of {batch} rows does not split into {into}; take "
+            f"{-(-batch // each) * each}, say."
         )
     return NamedSharding(layout.auto, P(layout.rows or None))
 
 
-def _local_rows(sharding, batch):
-    """The rows that this process's devices need."""
-    found = [index[0] for index in sharding.addressable_devices_indices_map((batch,)).values()]
-    bounds = [index.indices(batch)[:2] for index in found]
-    return range(min(start for start, _ in bounds), max(stop for _, stop in bounds))
-
-
-def _placed(local, first, batch, sharding):
-    """The global arrays of a batch, of which `local` has the rows from `first` on."""
-
-    def one(x):
-        def block(index):
-            start, stop, _ = index[0].indices(batch)
-            return x[start - first : stop - first]
-
-        return jax.make_array_from_callback((batch, *x.shape[1:]), sharding, block)
-
-    return jax.tree.map(one, local)
+def _placed(local, batch, sharding):
+    """The global arrays of a batch, of which `local` has this process's rows, or all."""
+    place = jax.make_array_from_process_local_data
+    return jax.tree.map(lambda x: place(sharding, x, (batch, *x.shape[1:])), local)

@@ -9,21 +9,16 @@ from typing import Any
 from shardwise.run.folder import Folder, write
 
 
-class Lines:
-    """The lines of a file, written from step `first` on; those it had from there on are dropped."""
+def cut(file: Path, first: int) -> None:
+    """Drop a file's lines from step `first` on, or begin the file: they are done again."""
+    kept = [line for line in read(file) if line["step"] < first]
+    write(file, "".join(_text(line) for line in kept))
 
-    def __init__(self, file: Path, first: int):
-        kept = [line for line in read(file) if line["step"] < first]
-        write(file, "".join(_text(line) for line in kept))
-        self._file = file.open("a")
 
-    def add(self, line: dict[str, Any]) -> None:
-        """Write a line, whole."""
-        self._file.write(_text(line))
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+def add(file: Path, line: dict[str, Any]) -> None:
+    """Write a line at the end of a file, whole."""
+    with file.open("a") as end:
+        end.write(_text(line))
 
 
 def read(file: Path) -> list[dict[str, Any]]:

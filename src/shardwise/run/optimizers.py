@@ -32,9 +32,9 @@ class Guarded(NamedTuple):
 def averaged(tx: Any, decay: float) -> optax.GradientTransformation:
     """`tx`, keeping an exponential moving average of the parameters beside its own state.
 
-    The sum starts from zero; `correction` divides by what its weights add up to (Kingma and Ba,
-    2015, section 3), so that after k steps the mean is over those k and nothing else. It is held in
-    float32 at least: in bfloat16, a hundredth of what is new would be rounded away.
+    The sum starts from zero; who reads it divides by what its weights add up to, 1 - decay^count
+    (Kingma and Ba, 2015, section 3), so that after k steps the mean is over those k and nothing
+    else. It is held in float32 at least: in bfloat16, a hundredth of what is new would be lost.
     """
 
     def init(params):
@@ -52,11 +52,6 @@ def averaged(tx: Any, decay: float) -> optax.GradientTransformation:
         return updates, Averaged(state.count + 1, sums, inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def correction(decay: float, count: Any) -> Any:
-    """The number by which the sum after `count` steps is divided: 1 - decay^count."""
-    return 1 - decay**count
 
 
 def guarded(tx: Any, limit: float = float("inf"), halt: bool = False) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from shardwise.run.folder import Folder
-from shardwise.run.metrics import Lines, plot, read
+from shardwise.run.metrics import add, cut, plot, read
 from shardwise.run.settings import Settings
 
 _EVERY = 10  # seconds between two plain lines
@@ -61,37 +61,38 @@ OUT = Output()
 class Report:
     """The report of one process; only process 0 writes and prints anything.
 
-    `batch` is a step's, as shapes; `held` the bytes of the state on a device; `rate` the learning
-    rate by step, and `at_peak` the seconds of a step's products at the chips' peak, where known.
+    What it opens, `stack` closes. `rows` are some of a batch, `held` the bytes of the state on a
+    device, `rate` the learning rate by step, and `at_peak` the seconds of a step's products at the
+    chips' peak, where known.
     """
 
     def __init__(
         self,
+        stack: contextlib.ExitStack,
         settings: Settings,
         folder: Folder,
         first: int,
-        batch: Any,
+        rows: Any,
         held: int,
         rate: Callable | None = None,
         at_peak: float | None = None,
     ):
         self._settings, self._folder, self._held = settings, folder, held
         self._rate, self._at_peak = rate, at_peak
-        if isinstance(batch, dict) and "tokens" in batch:
-            self._unit, self._count = "tokens", math.prod(batch["tokens"].shape)
-        else:
-            self._unit, self._count = "rows", jax.tree.leaves(batch)[0].shape[0]
+        self._unit, self._count = "rows", settings.batch
+        if isinstance(rows, dict) and "tokens" in rows:
+            self._unit, self._count = "tokens", settings.batch * rows["tokens"][0].size
         before = [line for line in read(folder.metrics) if line["step"] < first]
         self._skipped = sum(bool(line.get("bad")) for line in before)
         self._since, self._said = time.perf_counter(), -math.inf
-        self._main, self._open = jax.process_index() == 0, contextlib.ExitStack()
-        self._files, self._progress, self._events = {}, None, None
+        self._main, self._progress, self._events = jax.process_index() == 0, None, None
         if self._main:
-            self._progress = self._bar(first) if OUT.isatty() else None
-            self._events = self._writer() if settings.tensorboard else None
+            if OUT.isatty():
+                self._progress = stack.enter_context(self._bar(first))
+            if settings.tensorboard:
+                self._events = stack.enter_context(contextlib.closing(self._writer()))
             for file in folder.lines:
-                lines = contextlib.closing(Lines(file, first))
-                self._files[file] = self._open.enter_context(lines)
+                cut(file, first)
 
     def _bar(self, first):
         from rich.console import Console
@@ -99,7 +100,6 @@ class Report:
 
         columns = TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn()
         progress = Progress(*columns, console=Console(file=OUT))
-        self._open.enter_context(progress)
         self._task = progress.add_task("", total=self._settings.steps, completed=first - 1)
         return progress
 
@@ -110,8 +110,7 @@ class Report:
             raise ImportError(
                 "run: --tensorboard needs tensorboardX: pip install 'shardwise[tensorboard]'"
             ) from None
-        events = SummaryWriter(str(self._folder.path / "events"))
-        return self._open.enter_context(contextlib.closing(events))
+        return SummaryWriter(str(self._folder.path / "events"))
 
     def line(self, step: int, record: dict[str, Any], bad: bool) -> dict[str, Any]:
         """The line of a step in the metrics; its seconds are those since the line before."""
@@ -164,7 +163,7 @@ class Report:
     def add(self, file: Path, line: dict[str, Any]) -> None:
         """Write a line to one of the folder's files."""
         if self._main:
-            self._files[file].add(line)
+            add(file, line)
 
     def evaluated(self, step: int, loss: float, mean: float | None = None, text: str = "") -> None:
         """Write an evaluation and show it."""
@@ -183,7 +182,3 @@ class Report:
             plot(self._folder)
             told = f"Stopped, and saved, at step {step:,}" if stopped else f"Done at step {step:,}"
             self.print(f"{told}; all is in {self._settings.run}")
-
-    def close(self) -> None:
-        """Close what was opened."""
-        self._open.close()

@@ -76,15 +76,12 @@ class Roles:
         told = " × ".join(f"{role} {size}" for role, size in sizes.items() if size != 1) or "1"
         # The command simulates devices, and a program of one's own may forget to.
         more = " Simulate more by mesh.simulate(8), before anything runs." if count == 1 else ""
-        if min(sizes.values()) < -1 or 0 in sizes.values() or free > 1 or count % known:
+        fits = known and (count % known == 0 if free else known == count)
+        if min(sizes.values()) < -1 or free > 1 or not fits:
             raise ValueError(
-                f"run: the layout {told} does not fit {count} devices: sizes are positive, one at "
-                f"most is -1, and the others multiply to a divisor of {count}.{more}"
-            )
-        if not free and known != count:
-            raise ValueError(
-                f"run: the layout {told} takes {known} of {count} devices; give one role -1, such "
-                f"as --layout.fsdp -1, for those that remain, or say --devices {known}.{more}"
+                f"run: the layout {told} does not fit {count} devices: sizes are positive and "
+                f"multiply to {count}, and one at most is -1, such as --layout.fsdp -1, for those "
+                f"that remain; or say --devices, for another number of them.{more}"
             )
         if self.remat is not None and self.remat not in POLICIES:
             raise ValueError(f"run: remat={self.remat!r}; expected one of {', '.join(POLICIES)}.")

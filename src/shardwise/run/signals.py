@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 
 from shardwise import processes as system
@@ -39,8 +39,8 @@ def is_repeated(number: int) -> bool:
     return number == signal.SIGHUP
 
 
-class Stop:
-    """A handler of signals between `begin` and `end`, which puts back the earlier handlers.
+class Stop(contextlib.ExitStack):
+    """A handler of signals in its context, whose end puts back the earlier handlers.
 
     A first signal is remembered: who counts steps looks, and agrees on it with other processes. A
     second one ends the process also while its main thread compiles or waits in a collective, where
@@ -49,22 +49,19 @@ class Stop:
     """
 
     def __init__(self):
+        super().__init__()
         self.signal: int | None = None
-        self._begun = contextlib.ExitStack()
 
-    def begin(self) -> "Stop":
+    def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():
             self._read, write = os.pipe()
-            self._begun.callback(os.close, write)  # the thread reads the end
+            self.callback(os.close, write)  # the thread reads the end
             os.set_blocking(write, False)
             before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-            self._begun.callback(signal.set_wakeup_fd, before)
-            self._begun.enter_context(handled(self._first))
+            self.callback(signal.set_wakeup_fd, before)
+            self.enter_context(handled(self._first))
             threading.Thread(target=self._count, daemon=True, name="signals").start()
         return self
-
-    def end(self) -> None:
-        self._begun.close()
 
     def _first(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
@@ -86,16 +83,9 @@ def standing() -> Stop | None:
     return owner if isinstance(owner, Stop) else None
 
 
-@contextlib.contextmanager
-def heard() -> Iterator[Stop]:
-    """The Stop that stands since `run.join`; where none does, one for the block."""
-    before = standing()
-    stop = before or Stop().begin()
-    try:
-        yield stop
-    finally:
-        if before is None:
-            stop.end()
+def heard() -> contextlib.AbstractContextManager[Stop]:
+    """The context of the Stop that stands since `run.join`; where none does, one for the block."""
+    return contextlib.nullcontext(stop) if (stop := standing()) else Stop()
 
 
 def join(processes: Processes | None = None, devices: int = 8) -> None:
@@ -107,7 +97,7 @@ def join(processes: Processes | None = None, devices: int = 8) -> None:
     told = processes or Processes()
     with contextlib.ExitStack() as on_failure:
         if standing() is None:
-            on_failure.callback(Stop().begin().end)
+            on_failure.enter_context(Stop())
         given = told.address, told.count, told.index
         system.join(*given, devices=devices, heartbeat=told.heartbeat)
         on_failure.pop_all()
@@ -120,5 +110,5 @@ def leave(result: Result | None = None) -> int:
     """
     system.leave()
     if stop := standing():
-        stop.end()
+        stop.close()
     return STOPPED if result is not None and result.stopped else 0

@@ -24,7 +24,7 @@ from shardwise.layouts import Layout, first_call
 from shardwise.processes import system
 from shardwise.run import metrics
 from shardwise.run.folder import Folder
-from shardwise.run.optimizers import correction, released
+from shardwise.run.optimizers import released
 from shardwise.run.settings import Settings, check_resumable, flat
 
 OWN = "processes.index"  # what each process has for itself
@@ -97,17 +97,16 @@ def abstract(layout: Layout, make: Callable, tx: Any, seed: int) -> tuple:
 def begun(
     layout: Layout, make: Callable, tx: Any, seed: int, folder: Folder, step: int | None
 ) -> tuple:
-    """((params, opt_state), their shapes with shardings): made, or restored where a step is saved.
+    """(params, opt_state): made, or restored where a step is saved.
 
     Of a run that goes on nothing is made first: no two states are held.
     """
     if step is None:
-        made = create(layout, make, tx, seed)
-        return made, made
-    like = abstract(layout, make, tx, seed)
-    items = dict(zip(("params", "opt_state"), like, strict=True))
-    found = checkpoint.restore(folder.checkpoints, items, step)
-    return (found["params"], released(found["opt_state"])), like
+        return create(layout, make, tx, seed)
+    params, opt_state = abstract(layout, make, tx, seed)
+    like = {"params": params, "opt_state": opt_state}
+    found = checkpoint.restore(folder.checkpoints, like, step)
+    return found["params"], released(found["opt_state"])
 
 
 def mean(params: Any, opt_state: Any, decay: float) -> Any:
@@ -115,7 +114,7 @@ def mean(params: Any, opt_state: Any, decay: float) -> Any:
 
     Only the form and the dtypes of `params` count.
     """
-    by = correction(decay, opt_state.inner.count)
+    by = 1 - decay**opt_state.inner.count  # what the weights of the sum add up to
     return jax.tree.map(lambda x, p: (x / by).astype(p.dtype), opt_state.inner.sum, params)
 
 
@@ -164,11 +163,11 @@ def claim(
 
 
 def step_program(
-    layout: Layout, loss: Callable, has_aux: bool, aux: Any, tx: Any, seed: int, wanted: Any
+    layout: Layout, loss: Callable, has_aux: bool, aux: Any, tx: Any, seed: int, state: tuple
 ) -> Callable:
     """(params, opt_state, batch, step, flags) -> (params, opt_state, record); the former donated.
 
-    What comes out is laid out as `wanted`, the shapes with shardings of what goes in. `flags` is a
+    What comes out is laid out as `state`, the first parameters and optimizer state. `flags` is a
     vector with a number for each device, 1 where its process was asked to stop. The record is a
     dict that every process has: loss, norm, bad, stop, and what `_recorded` takes of aux, of which
     `aux` says how parts become one.
@@ -185,7 +184,7 @@ def step_program(
 
     if layout.exact:  # it is several programs
         return train_step
-    shardings = jax.tree.map(lambda x: x.sharding, wanted)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
     out = (*shardings, NamedSharding(layout.auto, P()))
     return jax.jit(train_step, donate_argnums=(0, 1), out_shardings=out)
 

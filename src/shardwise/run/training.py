@@ -115,18 +115,17 @@ class _Run:
         self.first, self.pending, self.tracing = (self.saved_at or 0) + 1, None, False
         done = metrics.read(self.folder.metrics)  # of a run that is done, and asked for no more
         self.loss_value = float(done[-1]["loss"]) if done else float("nan")
-        begun, like = state.begun(layout, create, tx, seed, self.folder, self.saved_at)
+        begun = state.begun(layout, create, tx, seed, self.folder, self.saved_at)
         self.params, self.opt_state = begun  # held nowhere else: a step donates them
-        self.program = state.step_program(layout, *judged, tx, seed, like)
+        self.program = state.step_program(layout, *judged, tx, seed, begun)
         self.evaluation = state.evaluation(layout, loss, settings.ema, has_aux)
         self.judge = functools.partial(state.judge, layout, *judged, seed)
         held = max(measure.bytes_on_devices((self.params, self.opt_state)).values())
         grid = layout.auto
         chip = topology.of_device(grid.devices.flat[0].device_kind)
         at_peak = flops and chip and flops / (grid.size * chip.peak())
-        known = self.source.shapes(), held, rate, at_peak
-        report = Report(settings, self.folder, self.first, *known)
-        self.report = stack.enter_context(contextlib.closing(report))
+        known = self.source.some, held, rate, at_peak
+        self.report = Report(stack, settings, self.folder, self.first, *known)
         stack.callback(self._end_trace)  # a run may end within it
         stack.enter_context(self.notes)
 
@@ -164,7 +163,8 @@ class _Run:
         profiled, first = self.settings.profiled(), step == self.first
         if step in profiled and not self.tracing:
             self._flush()
-            self._settle()  # a trace of whole steps
+            # A trace of whole steps, on every device: a record is there when the first has it.
+            jax.block_until_ready((self.params, self.opt_state))
             jax.profiler.start_trace(self.folder.path / "profile")
             self.tracing = True
         self.notes.say("reading", step=step)
@@ -184,13 +184,9 @@ class _Run:
         if first or ends:
             agreed = self._flush()
         if ends:
-            self._settle()
+            jax.block_until_ready((self.params, self.opt_state))
             self._end_trace()
         return agreed
-
-    def _settle(self):
-        """Wait for every device: a step's record is there when the first of them has it."""
-        jax.block_until_ready((self.params, self.opt_state))
 
     def _end_trace(self):
         if self.tracing:

@@ -1,11 +1,11 @@
 """Processes on this machine; and what every launcher makes of the command that it is given."""
 
 import shlex
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.processes.fresh import free_address
 from shardwise.run.launch.supervising import WELL, Limits, report, supervise
 from shardwise.run.settings import Settings, option
 
@@ -89,10 +89,3 @@ def at_least(least: int, **values: float) -> None:
     for name, value in values.items():
         if value < least:
             raise Refused(f"--{name.replace('_', '-')} {value}: expected {least} or more.")
-
-
-def free_address(host: str = "127.0.0.1", bind: str = "127.0.0.1") -> str:
-    """An address of this machine, by default for itself alone, at a port that is free now."""
-    with socket.socket() as free:
-        free.bind((bind, 0))
-        return f"{host}:{free.getsockname()[1]}"
