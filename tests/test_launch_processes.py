@@ -1,6 +1,7 @@
 """The launcher with real processes of JAX, which die and hang while the others wait for them."""
 
 import json
+import re
 import sys
 import time
 
@@ -98,5 +99,8 @@ def test_a_process_that_hangs_is_named_and_all_end(run, who, end):
     last = printed.err.splitlines()[-1]
     assert last.startswith(f"[launch] process {who} (pid"), printed.err
     what = "is stopped (SIGSTOP, or a debugger)" if "SIGSTOP" in end else "hangs"
-    assert f"at step 17, reading, {what}, while the others wait (step 17, stepping)" in last
+    assert f"at step 17, reading, {what}, while the others wait (" in last
+    # A process that is stopped may leave its part of the step before unsent.
+    waiting = re.search(r"others wait \((.*)\)", last)[1].split("; ")
+    assert {*waiting} <= {"step 16, stepping", "step 17, stepping"}
     assert found in (134, 137, 143)
