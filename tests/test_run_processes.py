@@ -10,12 +10,13 @@ import sys
 import time
 from pathlib import Path
 
+import grain
 import numpy as np
 import pytest
 
-from shardwise import checkpoint, run
+from shardwise import checkpoint, layouts, mesh, processes, run
 from shardwise.__main__ import main
-from shardwise.run import metrics, notes, signals
+from shardwise.run import feed, metrics, notes, signals
 from shardwise.run.launch import local
 
 pytestmark = pytest.mark.slow
@@ -296,3 +297,21 @@ def test_a_model_of_ones_own_trains_alone_and_launched(environment, tmp_path):
     assert len(losses(tmp_path / "whole")) == 30
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "whole"), rtol=1e-4)
+
+
+def fed(process, address):
+    run.join(run.Processes(address=address, count=3, index=process), 6)
+    layout = layouts.Layout(mesh.make(stage=2, data=3), stage="stage", data="data", microbatches=2)
+    rows = grain.MapDataset.source([{"x": np.full(2, i)} for i in range(24)])
+    (batch,) = feed.feed(rows, 12, layout).go(2, 2)
+    for shard in batch["x"].addressable_shards:
+        np.testing.assert_array_equal(shard.data[:, 0], np.arange(12, 24)[shard.index[0]])
+    held = [range(*shard.index[0].indices(12)) for shard in batch["x"].addressable_shards]
+    print(sorted({row for rows in held for row in rows}))
+    run.leave()
+
+
+def test_a_process_whose_rows_lie_apart_reads_and_places_those():
+    """Of stages × data over three processes with two devices, the second has the ends."""
+    said = [out.splitlines()[0] for out in processes.run(fed, 3)]
+    assert said == [str([*range(8)]), str([*range(4), *range(8, 12)]), str([*range(4, 12)])]
