@@ -28,7 +28,7 @@ STANDSTILL = 400  # seconds
 IN_FULL = bool(os.environ.get("IN_FULL"))  # which `make stacks` sets
 # On several processes a few, since each compiles every program itself: with these every role is
 # divided, and by the compiler too. In full there is a seeded part of the others.
-ON = {2: ["zigzag", "fsdp, tensor by compiler"], 4: ["fsdp, expert"]}
+ON = {2: ["zigzag", "fsdp, tensor by compiler", "expert"], 4: []}
 if IN_FULL:
     for n, many in {2: 6, 4: 3}.items():
         others = [name for name in NAMES if name not in ON[n]]
@@ -37,7 +37,7 @@ if IN_FULL:
 ON[2], ON[4] = [*ON[2], "stage, fsdp"], [*ON[4], "stage"]
 ON[1] = sorted({*ON[2], *ON[4]})
 # Which are stopped and go on.
-AGAIN = {1: ["zigzag"], 2: ["stage, fsdp"], 4: []}
+AGAIN = {1: [], 2: ["stage, fsdp"], 4: []}
 if IN_FULL:
     AGAIN = {1: ["zigzag"], 2: ["zigzag", "stage, fsdp"], 4: ["stage"]}
 
