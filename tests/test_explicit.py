@@ -17,7 +17,7 @@ from shardwise import checkpoint, fsdp, layouts, mesh, objective, rules
 SEEN = ["fsdp", "hybrid", "fsdp, tensor by compiler"]
 STAGED = "stage, fsdp by hand"
 # Of these the program alone: what meshes are told within, of each kind.
-LOWERED = ["ring", "context by compiler", "expert", "expert by compiler", "stage, fsdp"]
+LOWERED = ["context by compiler", "expert by compiler", "stage, fsdp"]
 LOWERED += ["stage, fsdp, context by hand", "fsdp, context, tensor", "fsdp, expert, context"]
 if IN_FULL:
     LOWERED = [name for name in layouts.LAYOUTS if name not in (*SEEN, STAGED)]
