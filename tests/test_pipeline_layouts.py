@@ -28,6 +28,7 @@ from staged_models import (
 
 from shardwise import layouts, marks, measure, mesh, model, objective, schedules
 from shardwise.layouts import catalogue
+from shardwise.objective.means import quotient
 
 mesh.simulate(8)
 KEY = jax.random.key(0)
@@ -113,7 +114,7 @@ def trained_on_one(name):
 
     @jax.jit
     def step(params, state, batch):
-        mean, grads = jax.value_and_grad(lambda p: objective.quotient(one.loss(p, batch)))(params)
+        mean, grads = jax.value_and_grad(lambda p: quotient(one.loss(p, batch)))(params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, mean
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise import schedules
 from shardwise.schedules import SCHEDULES, Task, check, from_tasks, spread, timeline
+from shardwise.schedules.checking import run_order
 
 everywhere = pytest.mark.parametrize("name", list(SCHEDULES))
 quickly = settings(max_examples=50)
@@ -461,7 +461,7 @@ def test_check_finds_exactly_the_orders_that_cannot_run(orders, seed):
     else:
         check(schedule)
         done = []
-        for task in schedules.run_order(schedule):
+        for task in run_order(schedule):
             assert graph[task] <= set(done)
             done.append(task)
 

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+__all__ = ["devices", "make", "simulate"]
+
 _devices = None
 _TPU = ("/dev/accel*", "/dev/vfio/[0-9]*")  # the files by which a machine's TPU is reached
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from shardwise import objective
 from shardwise import tree as trees
+from shardwise.objective.gradients import Division
+from shardwise.objective.parts import check_rows, numbers
 
 WHO = "fsdp.value_and_grad"
 
@@ -32,7 +33,7 @@ def pad(batch: dict, n: int, mask: str = "mask") -> dict:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Divided(objective.Division):
+class Divided(Division):
     """The division of batches by hand over axes of `mesh`, columns in this `order` of the sequence.
 
     Errors begin with `who`: what the user called.
@@ -48,9 +49,9 @@ class Divided(objective.Division):
         Raises:
           ValueError: rows or columns that do not divide.
         """
-        objective.check_rows(batch, self._parts(self.rows) * self.microbatches, self.who)
+        check_rows(batch, self._parts(self.rows) * self.microbatches, self.who)
         if not self.columns:
-            return batch, objective.numbers(batch), (P(self.rows), P(self.rows))
+            return batch, numbers(batch), (P(self.rows), P(self.rows))
         length, parts = _sequence(batch, self.who), self._parts(self.columns)
         if length % parts:
             raise ValueError(
@@ -60,12 +61,12 @@ class Divided(objective.Division):
         order = np.arange(length) if self.order is None else self.order(length, parts)
         if (np.asarray(order) != np.arange(length)).any():
             batch = jax.tree.map(lambda x: x[:, order] if jnp.ndim(x) > 1 else x, batch)
-        numbers = objective.numbers(batch, order)
+        own = numbers(batch, order)
 
         def spec(x):
             return P(self.rows, self.columns) if jnp.ndim(x) > 1 else P(self.rows)
 
-        return batch, numbers, (jax.tree.map(spec, batch), jax.tree.map(spec, numbers))
+        return batch, own, (jax.tree.map(spec, batch), jax.tree.map(spec, own))
 
     def _parts(self, axes):
         return math.prod(self.mesh.shape[name] for name in axes)

@@ -18,6 +18,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings, order
 from shardwise.layouts.placing import array_layouts, cast, expert_rule, parameter_rule
 from shardwise.layouts.shares import shares
+from shardwise.pipeline.gradients import Within
 from shardwise.rules.rule import specs
 
 
@@ -129,10 +130,10 @@ def program(layout: Layout, loss: Callable, has_aux: bool, params: Any, batch: A
 
 
 def _pipelined(layout, loss, has_aux, aux, who, backward, params):
-    mesh, within = layout.auto, pipeline.Within()
+    mesh, within = layout.auto, Within()
     if layout.by_hand:
         parts = layout.rows, layout.context
-        within = pipeline.Within(
+        within = Within(
             Divided(*parts, mesh=mesh, order=order(layout), who=who),
             by_hand=tuple(name for name in mesh.axis_names if name not in layout.tensor),
             meanings=meanings(layout),

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import context, experts, tensor
 from shardwise import mesh as meshes
+from shardwise.experts.exchange import local
 from shardwise.layouts.layout import Layout
 from shardwise.mesh import entry_of
 
@@ -123,7 +124,7 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
         form = experts.FORMS.get(layout.dispatch, layout.dispatch)
         found["experts"] = form(layout.expert[0], sequence=entry_of(layout.context))
     elif layout.by_hand and layout.context:
-        found["experts"] = experts.local(entry_of(layout.context))
+        found["experts"] = local(entry_of(layout.context))
     return found
 
 

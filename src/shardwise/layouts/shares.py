@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwise import fsdp
+from shardwise.fsdp.arrays import ArrayLayout
 from shardwise.fsdp.gathering import How, all_gather, cast, scatter
 from shardwise.fsdp.reads import reads
 from shardwise.fsdp.using import Use, use_of
@@ -24,7 +24,7 @@ class Shares:
     """
 
     layout: Layout
-    arrays: tuple[fsdp.ArrayLayout, ...]
+    arrays: tuple[ArrayLayout, ...]
     hows: tuple[How | None, ...]
     use: Use
 
@@ -110,7 +110,7 @@ def _at_once(arrays):
 
 def shares(
     layout: Layout,
-    arrays: tuple[fsdp.ArrayLayout, ...],
+    arrays: tuple[ArrayLayout, ...],
     tree: Any,
     loss: Any,
     batch: Any,

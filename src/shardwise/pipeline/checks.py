@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from shardwise import objective, schedules
+from shardwise import schedules
+from shardwise.objective.tracing import Traced
 from shardwise.schedules.published import takes
 
 
@@ -45,7 +46,7 @@ def leaves(who: str, tree: Any, batch: Any, args: tuple, key: Any) -> None:
                 )
 
 
-def count(who: str, loss: objective.Traced, params: Any, microbatches: int) -> None:
+def count(who: str, loss: Traced, params: Any, microbatches: int) -> None:
     """Check that the count is known before the first of several backward passes."""
     if microbatches > 1 and loss.count_follows(params):
         raise ValueError(

@@ -12,8 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective, schedules
 from shardwise import mesh as meshes
-from shardwise.objective.gradients import nothing_if_empty
-from shardwise.objective.parts import meaning
+from shardwise.objective.gradients import Division, nothing_if_empty
+from shardwise.objective.means import cotangents, normal, quotient, wide
+from shardwise.objective.parts import meaning, merged, reduced, split, ways
+from shardwise.objective.tracing import trace
 from shardwise.pipeline import checks, cut
 from shardwise.pipeline.cut.parts import abstract
 from shardwise.pipeline.program import WHOLE, Program
@@ -35,7 +37,7 @@ class Within:
         parameters, with the methods of `Whole`.
     """
 
-    division: objective.Division = dataclasses.field(default_factory=objective.Division)
+    division: Division = dataclasses.field(default_factory=Division)
     by_hand: tuple[str, ...] = ()
     meanings: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     shares: Callable | None = None
@@ -94,7 +96,7 @@ def value_and_grad(
         value, parts, grads = mapped(leaves, batch, numbers, args, key)
         made[:] = [device]
         if has_aux:
-            value = value, objective.merged(*parts, device.ways, jax.tree.structure(device.extra))
+            value = value, merged(*parts, device.ways, jax.tree.structure(device.extra))
         return value, jax.tree.unflatten(structure, grads) if backward else None
 
     def program(*given, **options):
@@ -130,7 +132,7 @@ class _Device:
 
     def __call__(self, leaves, batch, numbers, args, key):
         m = self.microbatches
-        parts = objective.split(batch, m), objective.split(numbers, m)
+        parts = split(batch, m), split(numbers, m)
         first = jax.tree.map(lambda x: x[0], parts)
         with marks.bind(**self.within.meanings):
             self._trace(leaves, *abstract((*first, args, key)))
@@ -159,7 +161,7 @@ class _Device:
             options = {} if key is None else {"key": key}
             shares = within.shares(params, self.loss, batch, args, options)
             params, meanings["use"] = shares.received(params), shares.use
-        loss, given = objective.normal(self.loss, self.has_aux), (params, batch, rows, args, key)
+        loss, given = normal(self.loss, self.has_aux), (params, batch, rows, args, key)
 
         def outputs(params, batch, rows, args, key):
             with marks.bind(index=meaning(rows)):
@@ -168,13 +170,13 @@ class _Device:
         self.traced = None
         with marks.bind(**meanings):
             if m > 1 or within.division.axes:
-                self.traced = objective.trace(self.loss, *given, self.has_aux)
+                self.traced = trace(self.loss, *given, self.has_aux)
                 checks.count(self.who, self.traced, params, m)
             stages, shapes = cut.stages(outputs, *given, relocate=self._relocated)
         self.mean, self.extra = shapes
         if m == 1 and self.mean.count is not None:  # which may depend on the parameters
             stages[-1] = dataclasses.replace(stages[-1], seeds=(0, 1))
-        self.ways = objective.ways(self.aux, self.extra)
+        self.ways = ways(self.aux, self.extra)
         self.folded = key is not None and self.traced is not None and not self.traced.by_place
         schedule = checks.schedule(self, len(stages))
         start = len(jax.tree.leaves((batch, rows)))
@@ -220,7 +222,7 @@ class _Device:
         if count is None:
             count = jnp.float32(1) if self.mean.count is None else _widened(outputs[1])
             total, count = self.within.division.together((total, count))
-        return objective.cotangents(objective.Mean(total, count))
+        return cotangents(objective.Mean(total, count))
 
     def _value(self, outputs):
         """(the mean, the two sums of it, the auxiliary outputs in two groups)."""
@@ -230,9 +232,9 @@ class _Device:
         whole = objective.Mean(*self.within.division.together((jnp.sum(_widened(total)), count)))
         dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(self.mean)))
         pairs = zip(jax.tree.leaves(extra), self.ways, strict=True)
-        extra = [objective.reduced(x, way) for x, way in pairs]
+        extra = [reduced(x, way) for x, way in pairs]
         groups = self.within.division.over_devices(extra, self.ways, self.who)
-        return objective.quotient(whole).astype(dtype), whole, groups
+        return quotient(whole).astype(dtype), whole, groups
 
 
 def _place(spec, axis):
@@ -249,4 +251,4 @@ def _everywhere(x, axis):
 
 
 def _widened(x):
-    return x.astype(objective.wide(x.dtype))
+    return x.astype(wide(x.dtype))
