@@ -538,7 +538,7 @@ def test_errors_are_named():
         ),
         (
             ValueError,
-            "zero=4, microbatches=1; expected",
+            "zero=4; expected 1, 2 or 3",
             lambda: fsdp.value_and_grad(loss, LINE, zero=4),
         ),
         (

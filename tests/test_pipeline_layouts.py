@@ -423,7 +423,7 @@ REFUSED = {
     "uneven": (("fsdp", dict(uneven="error")), dict(odd=True), r"odd of shape \(3,\) has no axis"),
     "aux rows": (("context",), dict(aux=True), r"aux 'concatenate' joins rows, and of each row a"),
     "scalar": (("context",), dict(loss=scalar), r"the loss is one scalar: a mean over rows"),
-    "no mark": (("fsdp",), dict(loss=no_mark), rf"{WHO} the loss has no stage boundary"),
+    "no mark": (("fsdp",), dict(loss=no_mark), rf"{WHO} .* The loss has no stage boundary"),
     "schedule": (("fsdp", dict(schedule="2f2b")), {}, rf"{WHO} no schedule '2f2b'; there are"),
 }
 

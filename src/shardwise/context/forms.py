@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks
-from shardwise.mesh import axes_of
+from shardwise.mesh import axes_of, parts
 
 Axis = str | tuple[str, ...]  # one mesh axis, or several as one
 
@@ -98,7 +98,7 @@ class Within:
             ("kv heads", k.shape[2], self.heads),
         )
         for what, size, axes in cuts:
-            n = math.prod(mesh.shape[axis] for axis in axes)
+            n = parts(mesh, axes)
             if size % n:
                 below = size // n * n
                 near = f"{below} or {below + n}" if below else f"{n}"

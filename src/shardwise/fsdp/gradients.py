@@ -14,16 +14,15 @@ from shardwise import mesh as meshes
 from shardwise.fsdp.arrays import (
     ArrayLayout,
     array_layouts,
-    check_axis,
     check_params,
     laid_out,
 )
 from shardwise.fsdp.arrays import rule as rule_along
-from shardwise.fsdp.batches import WHO, Divided
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
 from shardwise.fsdp.reads import reads
 from shardwise.fsdp.using import late, numbered, use_of
-from shardwise.mesh import axes_of
+from shardwise.mesh import axes_of, check_axes
+from shardwise.objective.division import Division
 from shardwise.objective.gradients import mean_and_grads
 from shardwise.objective.parts import merged, split, ways
 
@@ -43,7 +42,7 @@ def value_and_grad(
     aux: Any = "sum",
     apart: Callable[[Any, jax.sharding.Mesh], Any] | None = None,
     meanings: Mapping[str, Callable] | None = None,
-    who: str = WHO,
+    who: str = "fsdp.value_and_grad",
 ) -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
@@ -94,14 +93,10 @@ def value_and_grad(
     given, mesh = mesh, meshes.auto(mesh)
     rule = rule if isinstance(rule, rules.FSDPRule) else rule_along(rule)
     rows, columns = (*replicate, *axes_of(rule.axis)), tuple(columns)
-    for name in (*rows, *columns):
-        check_axis(who, mesh, name)
-    if zero not in (1, 2, 3) or microbatches < 1:
-        raise ValueError(
-            f"{who}: zero={zero}, microbatches={microbatches}; expected zero=1, 2 or 3, and at "
-            f"least 1 microbatch."
-        )
-    division = Divided(rows, columns, microbatches, mesh=mesh, order=order, who=who)
+    check_axes(who, mesh, (*rows, *columns))
+    if zero not in (1, 2, 3):
+        raise ValueError(f"{who}: zero={zero}; expected 1, 2 or 3.")
+    division = Division(rows, columns, microbatches, mesh, order, who)
     options = zero, dtype, reduce_dtype, has_aux, aux, meanings or {}
     device = _Device(loss, division, *options)
 
@@ -139,7 +134,7 @@ class _Device:
     """The loss and gradient of one device's rows, and every sum over devices."""
 
     loss: Callable
-    division: Divided
+    division: Division
     zero: int
     dtype: Any
     reduce_dtype: Any
@@ -193,7 +188,7 @@ class _Device:
         grads = [self._sum(g, array) for g, array in zip(grads, layouts, strict=True)]
         grads = [g.astype(x.dtype) for g, x in zip(grads, shards, strict=True)]
         shapes += [ways(self.aux, aux), jax.tree.structure(aux)]
-        aux = division.over_devices(jax.tree.leaves(aux), shapes[0], division.who)
+        aux = division.over_devices(jax.tree.leaves(aux), shapes[0])
         return value, aux, grads
 
     def _check_axes(self, layouts, found):

@@ -12,12 +12,12 @@ from jax.sharding import PartitionSpec as P
 from shardwise import fsdp, marks, objective, pipeline, rules
 from shardwise import tree as trees
 from shardwise.fsdp.arrays import check_params, laid_out, without
-from shardwise.fsdp.batches import Divided
 from shardwise.layouts import exact
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings, order
 from shardwise.layouts.placing import array_layouts, cast, expert_rule, parameter_rule
 from shardwise.layouts.shares import shares
+from shardwise.objective.division import Division
 from shardwise.pipeline.gradients import Within
 from shardwise.rules.rule import specs
 
@@ -134,7 +134,7 @@ def _pipelined(layout, loss, has_aux, aux, who, backward, params):
     if layout.by_hand:
         parts = layout.rows, layout.context
         within = Within(
-            Divided(*parts, mesh=mesh, order=order(layout), who=who),
+            Division(*parts, mesh=mesh, order=order(layout)),
             by_hand=tuple(name for name in mesh.axis_names if name not in layout.tensor),
             meanings=meanings(layout),
             shares=functools.partial(shares, layout, array_layouts(layout, params, layout.stage)),

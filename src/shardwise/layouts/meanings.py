@@ -1,7 +1,6 @@
 """Meanings of marks under a layout."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,7 +42,7 @@ class Pins:
     def _check(self, length, name, spec):
         """Raise ValueError for a sequence that does not divide: a compiler pads it in silence."""
         axes = jax.tree.leaves(list(spec)[1:2])
-        parts = math.prod(self.mesh.shape[axis] for axis in axes)
+        parts = meshes.parts(self.mesh, axes)
         if length % parts:
             raise ValueError(
                 f"layouts: a sequence of {length} does not split into {parts} parts, over {axes}, "

@@ -19,11 +19,9 @@ def split(batch: Any, m: int) -> Any:
     A batch whose rows are cut over devices stays cut so in every part.
 
     Raises:
-      ValueError: `m` is below 1; for m > 1, an array without rows, rows that are no multiple of m,
-        or arrays of different numbers of rows, of which no rule says what belongs together.
+      ValueError: for m > 1, an array without rows, rows that are no multiple of m, or arrays of
+        different numbers of rows, of which no rule says what belongs together.
     """
-    if m < 1:
-        raise ValueError(f"microbatches={m}; expected 1 or more.")
     if m > 1:
         check_rows(batch, m, f"microbatches={m}")
         _check_alike(batch, m)

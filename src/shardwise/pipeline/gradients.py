@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective, schedules
 from shardwise import mesh as meshes
-from shardwise.objective.gradients import Division, nothing_if_empty
-from shardwise.objective.means import cotangents, normal, quotient, wide
+from shardwise.objective.division import Division
+from shardwise.objective.gradients import nothing_if_empty
+from shardwise.objective.means import cotangents, normal, quotient, widened
 from shardwise.objective.parts import meaning, merged, reduced, split, ways
 from shardwise.objective.tracing import trace
 from shardwise.pipeline import checks, cut
@@ -71,8 +72,8 @@ def value_and_grad(
         several microbatches.
       TypeError: parameters or a batch that are no arrays, or have no gradient.
     """
-    checks.options(who, mesh, axis, microbatches)
-    division = dataclasses.replace(within.division, microbatches=microbatches)
+    meshes.check_axes(who, mesh, (axis,))
+    division = dataclasses.replace(within.division, microbatches=microbatches, who=who)
     within = dataclasses.replace(within, division=division)
     given = loss, mesh, schedule, microbatches, axis, within, has_aux, aux, who, backward
     specs = specs or (lambda params: [P()] * len(jax.tree.leaves(params)))
@@ -171,7 +172,8 @@ class _Device:
         with marks.bind(**meanings):
             if m > 1 or within.division.axes:
                 self.traced = trace(self.loss, *given, self.has_aux)
-                checks.count(self.who, self.traced, params, m)
+                if m > 1:
+                    self.traced.check_count(params)
             stages, shapes = cut.stages(outputs, *given, relocate=self._relocated)
         self.mean, self.extra = shapes
         if m == 1 and self.mean.count is not None:  # which may depend on the parameters
@@ -214,13 +216,13 @@ class _Device:
             return self.traced.count(params, batch, rows, args, own if self.folded else key)
 
         counts = jax.lax.map(one, (*parts, key if self.folded else None))
-        return self.within.division.together(jnp.sum(_widened(counts)))
+        return self.within.division.together(jnp.sum(widened(counts)))
 
     def _seeds(self, count, outputs):
         """The cotangents of a microbatch's total, and of its count where it is differentiated."""
-        total = _widened(outputs[0])
+        total = widened(outputs[0])
         if count is None:
-            count = jnp.float32(1) if self.mean.count is None else _widened(outputs[1])
+            count = jnp.float32(1) if self.mean.count is None else widened(outputs[1])
             total, count = self.within.division.together((total, count))
         return cotangents(objective.Mean(total, count))
 
@@ -228,12 +230,12 @@ class _Device:
         """(the mean, the two sums of it, the auxiliary outputs in two groups)."""
         structure = jax.tree.structure((self.mean, self.extra))
         (total, count), extra = jax.tree.unflatten(structure, outputs)
-        count = jnp.float32(self.microbatches) if count is None else jnp.sum(_widened(count))
-        whole = objective.Mean(*self.within.division.together((jnp.sum(_widened(total)), count)))
+        count = jnp.float32(self.microbatches) if count is None else jnp.sum(widened(count))
+        whole = objective.Mean(*self.within.division.together((jnp.sum(widened(total)), count)))
         dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(self.mean)))
         pairs = zip(jax.tree.leaves(extra), self.ways, strict=True)
         extra = [reduced(x, way) for x, way in pairs]
-        groups = self.within.division.over_devices(extra, self.ways, self.who)
+        groups = self.within.division.over_devices(extra, self.ways)
         return quotient(whole).astype(dtype), whole, groups
 
 
@@ -248,7 +250,3 @@ def _everywhere(x, axis):
     if x.dtype == jnp.bool_:
         return jax.lax.psum(x.astype(jnp.int32), axis).astype(jnp.bool_)
     return jax.lax.psum(x, axis)
-
-
-def _widened(x):
-    return x.astype(wide(x.dtype))
