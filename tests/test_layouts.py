@@ -507,7 +507,7 @@ def test_a_sequence_between_products_has_to_divide(name):
     layout, (loss, create) = layouts.LAYOUTS[name](8), parts(1)
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(create, KEY))
     n = layout.size("tensor")
-    told = rf"a sequence of 31 does not split into {n} parts, over \['tensor'\].* to 32"
+    told = rf"a sequence of 31 does not split into {n} parts over \['tensor'\].* to 32"
     with pytest.raises(ValueError, match=told):
         run(layout, loss, params, tokens(16, 31))
 

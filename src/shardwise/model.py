@@ -149,7 +149,11 @@ class Decoder(nnx.Module):
     def route(
         self, tokens: jax.Array, key: jax.Array | None = None, places: marks.Places | None = None
     ) -> tuple[jax.Array, Any]:
-        """(logits, the `Routing` of all layers, each with a leading axis of layers; else None)."""
+        """(logits, the `Routing` of all layers with experts, or None).
+
+        That is their routers' probabilities, the experts chosen, and where an expert had room
+        (kept), each with a leading axis of layers.
+        """
         x = self.embed.kernel[...].astype(self.config.dtype)[tokens]
         x = marks.constrain(x, "embedding_output")
         x, routing = self._layers(x, key, places)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import mesh as meshes
 from shardwise import rules
 from shardwise import tree as trees
 from shardwise.fsdp.calls import looked_at
@@ -108,17 +107,6 @@ def array_layouts(
         shape = tuple(jnp.shape(x))
         layouts.append(ArrayLayout(path, shape, spec, layers, cut, beside, own_axes))
     return tuple(layouts)
-
-
-def check_params(params: Any, mesh: Mesh, who: str) -> None:
-    """Raise where these are no parameters for `who`, a loss's gradient over this mesh."""
-    for path, x in trees.leaves(params):
-        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-            raise TypeError(
-                f"{who}: {path or 'the parameter'} is {jnp.result_type(x)}, which has no gradient; "
-                f"pass keys and counters in the batch or as further arguments."
-            )
-    meshes.check_around(who, mesh)
 
 
 def laid_out(run: Any, rule: rules.FSDPRule, mesh: Mesh, who: str) -> Callable:

@@ -14,7 +14,6 @@ from shardwise import mesh as meshes
 from shardwise.fsdp.arrays import (
     ArrayLayout,
     array_layouts,
-    check_params,
     laid_out,
 )
 from shardwise.fsdp.arrays import rule as rule_along
@@ -24,7 +23,7 @@ from shardwise.fsdp.using import late, numbered, use_of
 from shardwise.mesh import axes_of, check_axes
 from shardwise.objective.division import Division
 from shardwise.objective.gradients import mean_and_grads
-from shardwise.objective.parts import merged, split, ways
+from shardwise.objective.parts import check_params, merged, split, ways
 
 
 def value_and_grad(

@@ -24,13 +24,12 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import marks
 from shardwise import mesh as meshes
-from shardwise.fsdp.arrays import check_params
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import abstract, cast, shardings
 from shardwise.objective.gradients import of_block as part_of_block
 from shardwise.objective.means import wide
-from shardwise.objective.parts import check_rows, numbers, ways
+from shardwise.objective.parts import check_params, check_rows, numbers, ways
 from shardwise.rules.placement import moved
 
 

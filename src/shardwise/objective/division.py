@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import mesh as meshes
 from shardwise import tree as trees
-from shardwise.objective.parts import check_rows, numbers
+from shardwise.objective.parts import check_cut, check_rows, numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +55,7 @@ class Division:
         if not self.columns:
             return batch, numbers(batch), (P(self.rows), P(self.rows))
         length, parts = self._length(batch), meshes.parts(self.mesh, self.columns)
-        if length % parts:
-            raise ValueError(
-                f"{self.who}: a sequence of {length} does not split into {parts} parts, over "
-                f"{self.columns}; pad it, with a mask of 0, to {-(-length // parts) * parts}."
-            )
+        check_cut(self.who, f"a sequence of {length}", length, parts, f"over {self.columns}")
         order = np.arange(length) if self.order is None else self.order(length, parts)
         if (np.asarray(order) != np.arange(length)).any():
             batch = jax.tree.map(lambda x: x[:, order] if jnp.ndim(x) > 1 else x, batch)

@@ -4,7 +4,6 @@ import warnings
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from shardwise import schedules
 
@@ -15,30 +14,17 @@ _UNMARKED = (
 )
 
 
-def leaves(who: str, tree: Any, batch: Any, args: tuple, key: Any) -> None:
-    """Check that parameters are floating-point arrays, and that all else is arrays."""
-    if not jax.tree.leaves(batch):
-        raise TypeError(
-            f"{who}: the batch has no arrays ({batch!r}); its rows are what is cut into "
-            f"microbatches. Hand what has no rows over as further arguments."
-        )
+def arrays(who: str, tree: Any, batch: Any, args: tuple, key: Any) -> None:
+    """Raise TypeError where these are not all arrays."""
     named = {"the parameters": tree, "the batch": batch, "the arguments": args, "key": key}
-    for name, group in named.items():
-        for keys, x in jax.tree_util.tree_flatten_with_path(group)[0]:
-            path = f"{name}{jax.tree_util.keystr(keys)}"
-            shaped = hasattr(x, "dtype") and hasattr(x, "shape")
-            if not shaped and not isinstance(x, int | float):
-                raise TypeError(
-                    f"{who}: {path} is a {type(x).__name__}, not an array. Keep what is no array "
-                    f"out of the tree, and put it back within the loss (nnx.split and nnx.merge; "
-                    f"eqx.partition with eqx.is_array and eqx.combine)."
-                )
-            dtype = jnp.result_type(x)
-            if group is tree and not jnp.issubdtype(dtype, jnp.inexact):
-                raise TypeError(
-                    f"{who}: {path} is {dtype}, which has no gradient; pass keys by key=, and "
-                    f"counters in the batch or as further arguments."
-                )
+    for keys, x in jax.tree_util.tree_flatten_with_path(named)[0]:
+        shaped = hasattr(x, "dtype") and hasattr(x, "shape")
+        if not shaped and not isinstance(x, int | float):
+            raise TypeError(
+                f"{who}: {keys[0].key}{jax.tree_util.keystr(keys[1:])} is a {type(x).__name__}, "
+                f"not an array. Keep what is no array out of the tree, and put it back within the "
+                f"loss (nnx.split and nnx.merge; eqx.partition with eqx.is_array and eqx.combine)."
+            )
 
 
 def schedule(asked: Any, stages: int) -> schedules.Schedule:

@@ -15,7 +15,7 @@ from shardwise import mesh as meshes
 from shardwise.objective.division import Division
 from shardwise.objective.gradients import nothing_if_empty
 from shardwise.objective.means import cotangents, normal, quotient, widened
-from shardwise.objective.parts import meaning, merged, reduced, split, ways
+from shardwise.objective.parts import check_params, meaning, merged, reduced, split, ways
 from shardwise.objective.tracing import trace
 from shardwise.pipeline import checks, cut
 from shardwise.pipeline.cut.parts import abstract
@@ -80,8 +80,8 @@ def value_and_grad(
     made: list[_Device] = []
 
     def run(params, batch, *args, key=None):
-        meshes.check_around(who, mesh)
-        checks.leaves(who, params, batch, args, key)
+        checks.arrays(who, params, batch, args, key)
+        check_params(params, mesh, who)
         leaves, structure = jax.tree.flatten(params)
         lie = list(specs(params))
         batch, numbers, laid = division.cut(batch)
