@@ -127,7 +127,10 @@ def laid_out(run: Any, rule: rules.FSDPRule, mesh: Mesh, who: str) -> Callable:
                     f"jax.device_put(params, layouts.shardings(layout, params))."
                 )
 
-    return looked_at(run, look, of=lambda params, *args: params)
+    def lies(x):
+        return jnp.shape(x), getattr(x, "sharding", None)
+
+    return looked_at(run, look, lies, of=lambda params, *args: params)
 
 
 def without(spec: P, axes: Sequence[str]) -> P:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 
 
 class Around:
@@ -21,25 +20,23 @@ class Around:
         return getattr(self._run, name)
 
 
-def looked_at(run: Callable, look: Callable, of: Callable = lambda *args: args) -> Callable:
+def looked_at(
+    run: Callable, look: Callable, kind: Callable, of: Callable = lambda *args: args
+) -> Callable:
     """`run`, before which `look` sees the arguments, once for each kind of what `of` takes of them.
 
-    Kinds are told by structure, shapes, dtypes and layouts. Within a trace of the caller's, where
-    arrays do not tell how they lie, nothing is looked at.
+    Kinds are told by structure and by `kind(x)` of each array. Within a trace of the caller's
+    nothing is looked at.
     """
     known = set()
 
     def call(run, *args, **options):
         leaves, structure = jax.tree.flatten((of(*args), options))
         if not any(isinstance(x, jax.core.Tracer) for x in leaves):
-            told = structure, *map(_kind, leaves)
+            told = structure, *map(kind, leaves)
             if told not in known:
                 look(*args, **options)
                 known.add(told)
         return run(*args, **options)
 
     return Around(run, call)
-
-
-def _kind(x):
-    return jnp.shape(x), getattr(x, "dtype", type(x)), getattr(x, "sharding", None)

@@ -52,8 +52,8 @@ class Named(rules.LogicalRules):
             cut = [name for name, other in self.table.items() if other == axes]
             if names.isdisjoint(cut):
                 raise ValueError(
-                    f"layouts: no parameter carries one of the logical axes {sorted(cut)} (found: "
-                    f"{sorted(names) or 'none'}), which the layout cuts. Name the axes in NNX "
+                    f"{self.who}: no parameter carries one of the logical axes {sorted(cut)} "
+                    f"(found: {sorted(names) or 'none'}), which the layout cuts. Name them in NNX "
                     f"metadata logical_axes, say cut=, or give over=, a rule for the tensor axis."
                 )
         return super().chosen(tree, leaves, mesh)
@@ -114,8 +114,7 @@ def naming(who: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        told = str(error).removeprefix("layouts: ").removeprefix("fsdp: ")
-        raise ValueError(f"{who}: {told}") from error
+        raise ValueError(f"{who}: {error}") from error
 
 
 def state_rule(layout: Layout, params: Any) -> Rule:
