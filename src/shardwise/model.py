@@ -19,7 +19,7 @@ from shardwise import experts, marks, objective
 from shardwise.experts.mixture import Experts, Routing
 from shardwise.layers import Config, Linear, RMSNorm
 
-__all__ = ["Block", "Config", "Decoder", "cross_entropy", "loss", "routed_loss"]
+__all__ = ["Config", "Decoder", "cross_entropy", "loss", "routed_loss"]
 
 _OF_TOKENS = "each token's normalizer"
 _KEPT = jax.checkpoint_policies.save_only_these_names(_OF_TOKENS)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-__all__ = ["leaves"]
+__all__ = ["leaves", "owners"]
 
 LAYERS = "layers"  # the leading axis of a stack
 # Our own first; then those of nnx.with_partitioning, by the name of this Flax and of earlier ones.

@@ -60,6 +60,7 @@ class Rule:
         return [ONE if leaf.size == 1 else self.choose(leaf, mesh) for leaf in leaves]
 
     def __post_init__(self):
+        """Check `uneven`; a subclass that is no dataclass calls this itself."""
         if self.uneven not in ("error", "replicate"):
             raise ValueError(
                 f"{self.who}: uneven={self.uneven!r}; expected 'error' or 'replicate'."
