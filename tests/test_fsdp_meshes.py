@@ -24,15 +24,18 @@ TENSOR = rules.LogicalRules(
 WITHIN = fsdp.rule(over=TENSOR)
 
 
-def pin(x, name):
+def pins(grid):
     """Logits cut by `model`, and what stands between layers whole there; rows are cut by hand."""
-    around = jax.sharding.get_abstract_mesh()
-    spec = P(None, None, "model") if name == "logits" else P()
-    between = name in ("embedding_output", "attention_output", "mlp_output", "logits")
-    return jax.lax.with_sharding_constraint(x, NamedSharding(around, spec)) if between else x
+
+    def pin(x, name):
+        if name not in ("embedding_output", "attention_output", "mlp_output", "logits"):
+            return x
+        spec = P(None, None, "model") if name == "logits" else P()
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh.within(grid), spec))
+
+    return {"constrain": pin}
 
 
-PINS = {"constrain": pin}
 STACKED = fsdp.rule(stacked=lambda path: True)
 
 
@@ -73,7 +76,7 @@ def expected():
 def test_tensor_parallelism_by_rules_within(m, options):
     (loss, params), (batch, one_device) = decoder(), expected()
     sharded = rules.place(params, WITHIN, m)
-    run = fsdp.value_and_grad(loss, m, WITHIN, meanings=PINS, **options)
+    run = fsdp.value_and_grad(loss, m, WITHIN, meanings=pins(m), **options)
     compiled = run.lower(sharded, batch).compile()
     mean, grads = compiled(sharded, batch)
     assert_close((mean, grads), one_device)
@@ -93,7 +96,7 @@ def test_what_lies_on_both_axes_is_held_and_sent_by_both():
     assert gate.addressable_shards[0].data.shape == (3, 20 // 4, 38 // 2)
     np.testing.assert_array_equal(gate, params["blocks"]["gate"]["kernel"][...])
     batch, _ = expected()
-    run = fsdp.value_and_grad(loss, GRID, WITHIN, meanings=PINS)
+    run = fsdp.value_and_grad(loss, GRID, WITHIN, meanings=pins(GRID))
     sent = measure.collectives(run.lower(sharded, batch).compile())
     gathered = 0
     for x, s in arrays.values():
@@ -144,7 +147,7 @@ def test_training_over_both_axes_equals_one_device():
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def on_many(params, state):
-        grads = fsdp.value_and_grad(loss, GRID, WITHIN, meanings=PINS)(params, batch)[1]
+        grads = fsdp.value_and_grad(loss, GRID, WITHIN, meanings=pins(GRID))(params, batch)[1]
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
