@@ -52,7 +52,7 @@ def mean_and_grad(
         return loss(cast(layout, params), *args, **options)
 
     def of_block(count, params, args, key, batch, rows, number):
-        given = used, params, batch, rows, args, key, number[0], blocks, has_aux
+        given = used, params, batch, rows, args, key, number[0], blocks, who, has_aux
         with marks.bind(**meanings(layout)):
             parts = part_of_block(*given, count, backward)
         return _by_way(aux, functools.partial(_part, blocks), parts)

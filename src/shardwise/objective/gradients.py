@@ -95,6 +95,7 @@ def of_block(
     key: Any,
     number: Any,
     blocks: int,
+    who: str,
     has_aux: bool = False,
     count: Any = None,
     backward: bool = True,
@@ -102,14 +103,14 @@ def of_block(
     """(mean, gradients, aux) as the block of this `number` adds to the batch's, of this `count`.
 
     Without `count` it is (the block's own count, None, ()). `rows` are its row numbers. Sums are in
-    `wide` dtypes.
+    `wide` dtypes. Errors of the count begin with `who`.
 
     Raises:
       ValueError: a count that depends on the parameters, or a sum over all blocks (`marks.total`).
     """
     with marks.bind(total=Division(microbatches=blocks)):
         traced = trace(loss, params, batch, rows, args, key, has_aux)
-    traced.check_count(params)
+    traced.check_count(params, who)
     part = _Part(traced, params, args, key)
     if count is None:
         return part.count(batch, rows, number), None, ()
@@ -165,7 +166,7 @@ class _Part:
 
 def _accumulated(part, parts, rows, division):
     """(sums of all parts, sum of the gradients, stacked aux), one microbatch after the other."""
-    part.traced.check_count(part.params)
+    part.traced.check_count(part.params, division.who)
 
     def forward_and_back(one, count):
         (total, _), extra, backward = part.forward(*one)

@@ -173,7 +173,7 @@ class _Device:
             if m > 1 or within.division.axes:
                 self.traced = trace(self.loss, *given, self.has_aux)
                 if m > 1:
-                    self.traced.check_count(params)
+                    self.traced.check_count(params, self.who)
             stages, shapes = cut.stages(outputs, *given, relocate=self._relocated)
         self.mean, self.extra = shapes
         if m == 1 and self.mean.count is not None:  # which may depend on the parameters
