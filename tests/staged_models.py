@@ -16,6 +16,7 @@ import optax
 from flax import nnx
 
 from shardwise import marks, model, objective
+from shardwise.objective.means import quotient
 
 WIDE, VOCAB, ROWS, TOKENS = 8, 12, 16, 4
 
@@ -176,7 +177,7 @@ def on_one(loss, params, *given, **options):
     def mean(params):
         out = loss(params, *given, **options)
         out = out[0] if isinstance(out, tuple) and not isinstance(out, objective.Mean) else out
-        return objective.quotient(out) if isinstance(out, objective.Mean) else out
+        return quotient(out) if isinstance(out, objective.Mean) else out
 
     return jax.jit(jax.value_and_grad(mean))(params)
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from shardwise import layouts, marks, measure, mesh, model, objective, run
 from shardwise.layouts import Layout, exact
 from shardwise.layouts.layout import ROLES
+from shardwise.objective.means import quotient
 from shardwise.run import decoder as run_decoder
 from shardwise.run import feed, hashes, settings
 
@@ -243,7 +244,7 @@ def test_auxiliary_outputs_have_the_same_bits_and_rows_their_order(division):
     np.testing.assert_allclose(aux["sum"], each.sum(), rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(aux["mean"], each.mean(), rtol=1e-4, atol=1e-6)
     assert aux["most"] == np.max(aux["rows"])
-    whole = jax.grad(lambda p: objective.quotient(with_aux(p, batch)[0]))(params)
+    whole = jax.grad(lambda p: quotient(with_aux(p, batch)[0]))(params)
     np.testing.assert_allclose(grads["w"], whole["w"], rtol=1e-4, atol=1e-7)
 
 
@@ -439,7 +440,7 @@ def test_the_division_comes_before_the_backward_pass():
         layouts.value_and_grad(laid, counted, check=False)(placed, batch)
         for laid, placed in (placed_on(each, params) for each in (ONE, dict(data=2, fsdp=2)))
     ]
-    whole = jax.value_and_grad(lambda p: objective.quotient(counted(p, batch)))(params)
+    whole = jax.value_and_grad(lambda p: quotient(counted(p, batch)))(params)
     assert digest(found[0]) == digest(found[1])
     np.testing.assert_allclose(found[0][0], whole[0], rtol=1e-6)
     np.testing.assert_allclose(found[0][1]["w"], whole[1]["w"], rtol=1e-4, atol=1e-7)

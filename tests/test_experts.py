@@ -19,6 +19,8 @@ from shardwise import (
     objective,
     rules,
 )
+from shardwise.experts.exchange import local
+from shardwise.experts.mixture import Experts, gated
 
 SLOW = pytest.mark.slow
 
@@ -61,7 +63,7 @@ def on_one(given, *, chosen, capacity, weigh):
     """(sum of what is weighed, kept) on one device, as a function to be differentiated."""
     x, weights, stacked = given
     n = len(stacked[0])
-    y, kept = marks.experts(x, chosen, weights, experts.gated, stacked, n, capacity)
+    y, kept = marks.experts(x, chosen, weights, gated, stacked, n, capacity)
     return jnp.sum(y * weigh), (y, kept)
 
 
@@ -76,7 +78,7 @@ def on_many(meaning, devices, capacity, n, order=None, check_vma=False):
         def loss(given):
             x, weights, stacked = given
             with marks.bind(experts=meaning, index=index):
-                y, kept = marks.experts(x, chosen, weights, experts.gated, stacked, n, capacity)
+                y, kept = marks.experts(x, chosen, weights, gated, stacked, n, capacity)
             return jnp.sum(y * weigh), (y, kept)
 
         grads, (y, kept) = jax.grad(loss, has_aux=True)(given)
@@ -195,7 +197,7 @@ ZIGZAG = np.array([0, 1, 6, 7, 2, 3, 4, 5])
     ],
 )
 def test_a_cut_sequence_keeps_whom_the_whole_row_keeps(form, order):
-    meaning = experts.local("sequence")
+    meaning = local("sequence")
     if form != "local":
         meaning = dataclasses.replace(FORMS[form], sequence="sequence")
     devices = (1, 4) if form == "local" else (2, 4)
@@ -222,7 +224,7 @@ def test_who_is_dropped_depends_on_the_row_up_to_the_token_alone():
     @jax.jit
     def run(x, chosen):
         w = weights[: len(chosen)]
-        return marks.experts(x, chosen, w, experts.gated, stacked, 4, 0.7)
+        return marks.experts(x, chosen, w, gated, stacked, 4, 0.7)
 
     y, kept = run(x, chosen)
     assert 0 < kept.sum() < kept.size
@@ -238,7 +240,7 @@ def test_order_in_memory_does_not_matter_where_the_index_is_given():
 
     @jax.jit
     def run(x, chosen, weights, index=None):
-        return marks.experts(x, chosen, weights, experts.gated, stacked, 4, 0.7, index)[1]
+        return marks.experts(x, chosen, weights, gated, stacked, 4, 0.7, index)[1]
 
     kept = run(x, chosen, weights)
     moved = [np.asarray(v)[:, ZIGZAG] for v in (x, chosen, weights)]
@@ -327,7 +329,7 @@ def test_experts_that_do_not_divide_are_told_what_would(n, devices, message):
     with pytest.raises(ValueError, match=message):
         grid = mesh.make(expert=devices)
         with marks.bind(experts=FORMS["gather"]):
-            run = lambda *given: marks.experts(*given, experts.gated, stacked, n)[0]  # noqa: E731
+            run = lambda *given: marks.experts(*given, gated, stacked, n)[0]  # noqa: E731
             cut = P("expert")
             jax.shard_map(run, mesh=grid, in_specs=(cut,) * 3, out_specs=cut, check_vma=False)(
                 x, chosen, weights
@@ -336,7 +338,7 @@ def test_experts_that_do_not_divide_are_told_what_would(n, devices, message):
 
 def test_weights_of_all_experts_on_each_device_are_refused():
     x, chosen, weights, stacked = problem(4, 4, 2, 8)
-    run = lambda *given: marks.experts(*given, experts.gated, stacked, 8, 1.0)[0]  # noqa: E731
+    run = lambda *given: marks.experts(*given, gated, stacked, 8, 1.0)[0]  # noqa: E731
     cut = P("expert")
     mapped = jax.shard_map(
         run, mesh=mesh.make(expert=4), in_specs=(cut,) * 3, out_specs=cut, check_vma=False
@@ -345,11 +347,11 @@ def test_weights_of_all_experts_on_each_device_are_refused():
         with pytest.raises(ValueError, match=r"weights of 8 .* each of 4 .* expected those of 2\."):
             mapped(x, chosen, weights)
     with pytest.raises(ValueError, match=r"weights of 8 experts on one device, and 16 experts"):
-        marks.experts(x, chosen, weights, experts.gated, stacked, 16)
+        marks.experts(x, chosen, weights, gated, stacked, 16)
     with pytest.raises(ValueError, match=r"x \[4, 4, 6\], chosen \[2, 4, 2\].*\[rows, tokens, k\]"):
-        marks.experts(x, chosen[:2], weights, experts.gated, stacked, 8)
+        marks.experts(x, chosen[:2], weights, gated, stacked, 8)
     with pytest.raises(ValueError, match=r"capacity=0; expected a factor above 0"):
-        marks.experts(x, chosen, weights, experts.gated, stacked, 8, 0)
+        marks.experts(x, chosen, weights, gated, stacked, 8, 0)
 
 
 def test_capacity_is_rounded_up_once():
@@ -417,7 +419,7 @@ def test_fsdp_trains_a_decoder_with_experts_as_one_device_does(config):
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_router_learns_from_what_experts_return(k):
     config = dataclasses.replace(SMALL, experts_per_token=k, capacity_factor=None)
-    layer, params = nnx.split(nnx.jit(lambda: experts.Experts(config, nnx.Rngs(0)))())
+    layer, params = nnx.split(nnx.jit(lambda: Experts(config, nnx.Rngs(0)))())
     x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 12)), jnp.float32)
     grads = jax.jit(jax.grad(lambda p: jnp.sum(nnx.merge(layer, p)(x)[0] ** 2)))(params)
     assert jnp.abs(grads["router"]["kernel"][...]).max() > 1e-3

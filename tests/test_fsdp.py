@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import data, fsdp, layouts, marks, measure, mesh, model, objective, rules
 from shardwise.fsdp import gathering, gradients
+from shardwise.fsdp.arrays import array_layouts
 
 mesh.simulate(8)
 LINE, GRID = mesh.make(fsdp=8), mesh.make(data=2, fsdp=4)
@@ -152,7 +153,7 @@ def test_the_decoder_equals_one_device_at_the_textbook_cost(remat, scan):
     counted = measure.collectives(compiled)
     if not scan:
         return  # unrolled, XLA may share or undo gathers
-    arrays = fsdp.array_layouts(params, fsdp.rule(), LINE)
+    arrays = array_layouts(params, fsdp.rule(), LINE)
     pairs = zip(arrays, jax.tree.leaves(params), strict=True)
     stored = {s.path: x.nbytes for s, x in pairs if s.cut is not None}
     psi = sum(stored.values())
@@ -537,7 +538,7 @@ def test_errors_are_named():
         ),
         (
             ValueError,
-            "zero=4, microbatches=1; expected",
+            "zero=4; expected 1, 2 or 3",
             lambda: fsdp.value_and_grad(loss, LINE, zero=4),
         ),
         (
@@ -600,7 +601,7 @@ def test_errors_are_named():
 def test_a_layer_whose_owner_cannot_be_told_is_named():
     """Two bare arrays of one shape, cut along different axes."""
     params = {"a": np.ones((2, 8, 4), np.float32), "b": np.ones((2, 1, 32), np.float32)}
-    arrays = fsdp.array_layouts(params, ALL_LAYERS, LINE)
+    arrays = array_layouts(params, ALL_LAYERS, LINE)
     assert len({s.local_shape(LINE) for s in arrays}) == 1
 
     def run(params, batch):

@@ -437,9 +437,9 @@ def test_a_loss_without_a_mark_is_told_where_stages_end(name):
         "value_and_grad": lambda: layouts.value_and_grad(layout, unmarked)(placed, batch),
         "predict": lambda: layouts.predict(layout, params, batch, loss=unmarked),
     }
-    told = rf"no stage boundary.* on {n} ranks along 'stage' takes {n}.*stage_boundary\(x\) where"
+    told = rf"1 stages on {n} devices.* no stage boundary.*stage_boundary\(x\) where"
     for called, ask in asked.items():
-        with pytest.raises(ValueError, match=rf"^layouts.{called}: .*{told}.* need {n - 1} of"):
+        with pytest.raises(ValueError, match=rf"^layouts.{called}: .*{told}"):
             ask()
 
 
@@ -515,7 +515,7 @@ def test_a_sequence_between_products_has_to_divide(name):
     layout, (loss, create) = layouts.LAYOUTS[name](8), parts(1)
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(create, KEY))
     n = layout.size("tensor")
-    told = rf"a sequence of 31 does not split into {n} parts, over \['tensor'\].* to 32"
+    told = rf"a sequence of 31 does not split into {n} parts over \['tensor'\].* to 32"
     with pytest.raises(ValueError, match=told):
         run(layout, loss, params, tokens(16, 31))
 

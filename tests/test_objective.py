@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shardwise import fsdp, marks, measure, mesh, model, objective, rules, train
 from shardwise.objective import Mean
+from shardwise.objective.parts import split
 
 mesh.simulate(8)
 LINE, FEW = mesh.make(fsdp=8), mesh.make(fsdp=2)
@@ -416,7 +417,7 @@ def test_outputs_of_another_form_are_named(loss, has_aux, message):
 
 
 def test_a_microbatch_has_every_m_th_row():
-    parts = objective.split({"x": np.arange(12), "y": np.arange(24).reshape(12, 2)}, 3)
+    parts = split({"x": np.arange(12), "y": np.arange(24).reshape(12, 2)}, 3)
     for j in range(3):
         np.testing.assert_array_equal(parts["x"][j], np.arange(12)[j::3])
         np.testing.assert_array_equal(parts["y"][j], np.arange(24).reshape(12, 2)[j::3])

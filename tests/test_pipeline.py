@@ -447,7 +447,7 @@ def test_gpipe_by_a_scan_equals_one_device(microbatches):
         return mean_of(x @ params["head"], batch)
 
     assert_close(on_one(loss, weights(), batch()), stack_on_one())
-    with pytest.raises(ValueError, match="8 rows do not split into 3 parts"):
+    with pytest.raises(ValueError, match=r"of shape \(8, .* does not split into 3 parts"):
         pipeline.gpipe(lambda w, x: x, TWO, 3)({}, jnp.ones((8, 2)))
 
 
@@ -474,7 +474,7 @@ DEADLOCK = [[Task(0, "B", 0), Task(0, "F", 0)], [Task(1, "F", 0), Task(1, "B", 0
 OF_FOUR = schedules.SCHEDULES["interleaved_1f1b"](4, 2, 2)
 X = np.ones((8, WIDE), np.float32)
 NO_AUX = dict(loss=with_aux, has_aux=True, aux={"a": {"deeper": "sum"}})
-TAKES = "no stage boundary.* zb_v on 2 ranks along 'stage' takes 4.* 4 stages need 3 of"
+TAKES = "zb_v: 1 stages on 2 devices; .* stages=4.* no stage boundary.* k of these marks make"
 SPLIT = r"microbatches=3: mask of shape \(8,\) does not split into 3 parts .*masked rows"
 OTHER = r"different numbers of rows \(mask 8, x 4\).*use one microbatch"
 NOT = r"parameters\['act'\] is a function, not an array.*eqx"
@@ -491,9 +491,9 @@ REFUSED = [
     (ValueError, r"constrains an array to .*within a stage there are the", dict(loss=pinned)),
     (ValueError, r"aux=.* does not fit", NO_AUX),
     (TypeError, BARE, dict(loss=two)),
-    (TypeError, r"the batch has no arrays \(None\)", dict(batch=None)),
+    (ValueError, "the batch is None, and has no arrays whose rows could", dict(batch=None)),
     (TypeError, NOT, dict(more={"act": lambda x: x})),
-    (TypeError, r"'n'\] is int32, which has no gradient", dict(more={"n": np.arange(8)})),
+    (TypeError, "n is int32, which has no gradient", dict(more={"n": np.arange(8)})),
 ]
 
 

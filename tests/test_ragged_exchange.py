@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import experts, layouts, marks, measure, mesh, model, topology
 from shardwise.experts import ragged_exchange
+from shardwise.experts.mixture import gated
 
 needs_libtpu = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"),
@@ -119,7 +120,7 @@ def layer(meaning, capacity=None):
             with marks.bind(experts=meaning):
                 n = 2 * jax.lax.axis_size("x")
                 return jnp.sum(
-                    marks.experts(x, chosen, weights, experts.gated, stacked, n, capacity)[0] ** 2
+                    marks.experts(x, chosen, weights, gated, stacked, n, capacity)[0] ** 2
                 )
 
         value, grads = jax.value_and_grad(loss)(given)

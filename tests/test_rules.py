@@ -12,6 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp, measure, mesh, model, rules
+from shardwise.fsdp.arrays import array_layouts
+from shardwise.rules.rule import Choice, Rule
 
 mesh.simulate(8)
 CONFIG = model.Config(embed=16, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=24, vocab=32)
@@ -228,9 +230,9 @@ def test_names_that_models_carry_already():
         cut = specs(rules.FSDPRule("fsdp", min_size=1), tree)
         assert cut == {"dense/kernel": P(None, None, "fsdp")}
         arrays = jax.tree.map(lambda x: jnp.ones(x.shape), tree)
-        [found] = fsdp.array_layouts(arrays, fsdp.rule(), mesh.make(fsdp=8))
+        [found] = array_layouts(arrays, fsdp.rule(), mesh.make(fsdp=8))
         assert found.stacked and found.cut > 0
-    [plain] = fsdp.array_layouts({"w": jnp.ones((8, 8, 8))}, fsdp.rule(), mesh.make(fsdp=8))
+    [plain] = array_layouts({"w": jnp.ones((8, 8, 8))}, fsdp.rule(), mesh.make(fsdp=8))
     assert not plain.stacked and plain.cut == 1
 
 
@@ -391,9 +393,9 @@ def test_a_tree_of_rules_that_does_not_fit_is_told_without_its_arrays():
 
 
 def test_a_reason_may_be_left_out():
-    class Whole(rules.Rule):
+    class Whole(Rule):
         def choose(self, leaf, mesh):
-            return rules.Choice(P())
+            return Choice(P())
 
     assert rules.describe(Whole(), ARRAY, MESH).replicated == {"w": "the rule says so"}
 

@@ -221,8 +221,11 @@ def inlined(closed: Any, names: Collection[str] = frozenset(CALLS)) -> Any:
                 out = [jax.lax.select_n(chosen, *each) for each in zip(*cases, strict=True)]
             elif eqn.primitive.name in names:
                 called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-                with named_as(eqn, _called(eqn)):
-                    out = evaluate(getattr(called, "jaxpr", called), _consts(called), arguments)
+                consts = getattr(called, "consts", ())  # of a closed one: a remat's is open
+                own = eqn.primitive.name
+                own = f"jit({eqn.params.get('name', '')})" if own in CALLS else own
+                with named_as(eqn, own):
+                    out = evaluate(getattr(called, "jaxpr", called), consts, arguments)
             else:
                 out = bind(eqn, *arguments)
             env.update(zip(eqn.outvars, out, strict=True))
@@ -230,12 +233,3 @@ def inlined(closed: Any, names: Collection[str] = frozenset(CALLS)) -> Any:
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars]
     return jax.make_jaxpr(lambda *values: evaluate(closed.jaxpr, closed.consts, values))(*avals)
-
-
-def _called(eqn):
-    name = eqn.params.get("name", "")
-    return f"jit({name})" if eqn.primitive.name in CALLS else eqn.primitive.name
-
-
-def _consts(jaxpr):
-    return getattr(jaxpr, "consts", ())  # of a closed one; a remat's is open, and has none

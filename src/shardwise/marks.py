@@ -27,6 +27,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+__all__ = [
+    "Places", "attend", "bind", "causal", "constrain", "experts", "index", "kernels", "layer",
+    "local", "places", "stage_boundary", "total", "use",
+]  # fmt: skip
+
 _MEANINGS = contextvars.ContextVar("shardwise_marks", default=types.MappingProxyType({}))
 _TRACED_UNDER = jax.make_user_context(None)  # the same, hashable, for JAX's caches
 KNOWN = {"attend", "constrain", "experts", "index", "layer", "local", "stage_boundary"}

@@ -3,7 +3,7 @@
 import contextlib
 import glob
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata, util
 from typing import Any
 
@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+__all__ = ["devices", "make", "simulate"]
 
 _devices = None
 _TPU = ("/dev/accel*", "/dev/vfio/[0-9]*")  # the files by which a machine's TPU is reached
@@ -107,6 +109,25 @@ def axes_of(entry: Any) -> tuple[str, ...]:
 def entry_of(axes: tuple[str, ...]) -> Any:
     """Mesh axes as the entry of a spec: one by its name, several as a tuple, None for none."""
     return axes[0] if len(axes) == 1 else axes or None
+
+
+def parts(mesh: Any, entry: Any) -> int:
+    """The number of parts into which a spec's entry, a mesh axis or several, cuts an axis."""
+    return math.prod(mesh.shape[axis] for axis in axes_of(entry))
+
+
+def sizes(mesh: Any) -> str:
+    """The sizes of a mesh as messages write them: data=4, model=2."""
+    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+def check_axes(who: str, mesh: Any, axes: Iterable[str]) -> None:
+    """Raise where the mesh lacks one of these axes."""
+    if missing := [axis for axis in axes if axis not in mesh.shape]:
+        raise ValueError(
+            f"{who}: the mesh has no axis {missing[0]!r}; it has {sizes(mesh)}. Make the mesh with "
+            f"that axis (its size may be 1), or name another."
+        )
 
 
 def auto(mesh: Any) -> Any:

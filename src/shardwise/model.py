@@ -16,21 +16,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from shardwise import experts, marks, objective
-from shardwise.experts import Experts, Routing
+from shardwise.experts.mixture import Experts, Routing
 from shardwise.layers import Config, Linear, RMSNorm
 
-__all__ = [
-    "Block",
-    "Config",
-    "Decoder",
-    "Linear",
-    "RMSNorm",
-    "cross_entropy",
-    "drop",
-    "loss",
-    "rotary",
-    "routed_loss",
-]
+__all__ = ["Config", "Decoder", "cross_entropy", "loss", "routed_loss"]
 
 _OF_TOKENS = "each token's normalizer"
 _KEPT = jax.checkpoint_policies.save_only_these_names(_OF_TOKENS)
@@ -160,7 +149,11 @@ class Decoder(nnx.Module):
     def route(
         self, tokens: jax.Array, key: jax.Array | None = None, places: marks.Places | None = None
     ) -> tuple[jax.Array, Any]:
-        """(logits, the `Routing` of all layers, each with a leading axis of layers; else None)."""
+        """(logits, the `Routing` of all layers with experts, or None).
+
+        That is their routers' probabilities, the experts chosen, and where an expert had room
+        (kept), each with a leading axis of layers.
+        """
         x = self.embed.kernel[...].astype(self.config.dtype)[tokens]
         x = marks.constrain(x, "embedding_output")
         x, routing = self._layers(x, key, places)

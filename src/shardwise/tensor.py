@@ -13,6 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise.mesh import axes_of, entry_of
 
+__all__ = ["activations", "bytes_sent", "check", "table"]
+
 Axes = str | tuple[str, ...] | None
 
 _CUT = ("vocab", "heads", "kv_heads", "mlp")
@@ -71,11 +73,7 @@ def check(axis: str, n: int, sizes: Mapping[str, int], length: int | None = None
 
 
 class Sent(NamedTuple):
-    """The bytes that one device sends in a step, forward and backward, around a ring.
-
-    `layers` is all layers together; `head` is for what enters the last product, `loss` for what the
-    softmax and the target's logit need, `norms` for the gradients of the norms' scales.
-    """
+    """What `bytes_sent` returns; `total` is the sum."""
 
     embedding: float
     layers: float
@@ -100,7 +98,12 @@ def bytes_sent(
     scales: int | None = None,
     normed_heads: float = 0,
 ) -> Sent:
-    """The bytes sent by tensor parallelism over `n` devices for `rows`×`length` tokens of a group.
+    """The bytes that one device sends in a step, forward and backward, around a ring.
+
+    Tensor parallelism is over `n` devices, for `rows`×`length` tokens of a group. What is sent is
+    told apart: `embedding`; `layers`, all together; `head`, for what enters the last product;
+    `loss`, for what the softmax and the target's logit need; `norms`, for the gradients of the
+    norms' scales.
 
     An activation is rows × length × embed × itemsize bytes. A layer takes four all-reduces of one,
     two each way; the embedding one forward, the head one backward; the loss three float32 numbers

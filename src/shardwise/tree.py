@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+__all__ = ["leaves", "owners"]
+
 LAYERS = "layers"  # the leading axis of a stack
 # Our own first; then those of nnx.with_partitioning, by the name of this Flax and of earlier ones.
 _METADATA = ("logical_axes", "out_sharding", "sharding_names", "sharding")

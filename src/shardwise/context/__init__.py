@@ -19,13 +19,13 @@ to be wrapped in as few lines.
 Which tokens a device has is an order of the whole sequence: `contiguous`, `striped` or `zigzag`.
 """
 
-from shardwise.context.forms import Sent, bytes_sent
 from shardwise.context.forms import Within as within
+from shardwise.context.forms import bytes_sent
 from shardwise.context.gathering import AllGather as all_gather
 from shardwise.context.gathering import Ulysses as ulysses
 from shardwise.context.gathering import tiled
 from shardwise.context.kernels import Splash as splash
-from shardwise.context.orders import contiguous, inverse, striped, work, zigzag
+from shardwise.context.orders import contiguous, striped, work, zigzag
 from shardwise.context.rotating import Ring as ring
 
 # What `layouts` knows by name: a form, and the order that it wants (None: the sequence's own).
@@ -38,12 +38,9 @@ FORMS = {
 }
 
 __all__ = [
-    "FORMS",
-    "Sent",
     "all_gather",
     "bytes_sent",
     "contiguous",
-    "inverse",
     "ring",
     "splash",
     "striped",

@@ -13,13 +13,13 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks
-from shardwise.mesh import axes_of
+from shardwise.mesh import axes_of, parts
 
 Axis = str | tuple[str, ...]  # one mesh axis, or several as one
 
 
 class Sent(NamedTuple):
-    """Bytes that one device sends in one layer's attention, forward and backward."""
+    """What `bytes_sent` returns."""
 
     forward: int
     backward: int
@@ -43,7 +43,9 @@ def sizes(n: int, q: Any, k: Any) -> Sizes:
 
 
 def bytes_sent(form: Any, n: int, q: Any, k: Any) -> Sent:
-    """The `Sent` of `form` over n devices, for q and k of the whole sequence (shapes and dtypes).
+    """(forward, backward): the bytes that one device sends in one layer's attention by `form`.
+
+    Over n devices, for q and k of the whole sequence, of which shapes and dtypes count.
 
     Each sends K and V, or what it turns them and q into, and with them 12 bytes for each token's
     places. Sums of dK and dV travel in float32. A layer that is rematerialised sends the forward
@@ -98,7 +100,7 @@ class Within:
             ("kv heads", k.shape[2], self.heads),
         )
         for what, size, axes in cuts:
-            n = math.prod(mesh.shape[axis] for axis in axes)
+            n = parts(mesh, axes)
             if size % n:
                 below = size // n * n
                 near = f"{below} or {below + n}" if below else f"{n}"

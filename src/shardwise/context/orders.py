@@ -2,9 +2,9 @@
 
 An order is the permutation int32 [size] of a sequence of `size` tokens: entry i is the place in the
 sequence of the token that lies at place i of memory, and device r of n has the r-th n-th of memory.
-Who cuts a batch takes its columns so, `x[:, order]`, and tells the model their places by the
-batch's "index" (or by `marks.index`). A size that does not cut into the chunks of an order is a
-ValueError.
+`np.argsort(order)` undoes it. Who cuts a batch takes its columns so, `x[:, order]`, and tells the
+model their places by the batch's "index" (or by `marks.index`). A size that does not cut into the
+chunks of an order is a ValueError.
 """
 
 from collections.abc import Callable
@@ -41,11 +41,6 @@ def zigzag(size: int, n: int) -> np.ndarray:
     _check("zigzag", size, 2 * n)
     chunks = np.arange(size, dtype=np.int32).reshape(2, n, -1)
     return np.stack([chunks[0], chunks[1, ::-1]], axis=1).reshape(-1)
-
-
-def inverse(order: Any) -> np.ndarray:
-    """The permutation that undoes `order`: `x[:, order][:, inverse(order)]` is x."""
-    return np.argsort(order).astype(np.int32)
 
 
 def work(

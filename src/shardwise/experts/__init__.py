@@ -26,34 +26,17 @@ for a later one. Where the sequence is cut too, give that axis as `sequence=`: w
 decided from the whole row, for the cost of gathering the choices, four bytes each.
 """
 
-from shardwise.experts.dispatch import queued, slots
-from shardwise.experts.exchange import (
+# What __all__ lacks is for `layouts`, and for a chapter that shows the inside.
+from shardwise.experts.dispatch import queued, slots  # noqa: F401
+from shardwise.experts.exchange import (  # noqa: F401
     FORMS,
     Exchange,
     all_to_all,
     bytes_sent,
     gather,
-    local,
     on_one_device,
     ragged,
 )
-from shardwise.experts.mixture import Experts, Routing, gated, loads, penalty, rebalanced
+from shardwise.experts.mixture import loads, penalty, rebalanced
 
-__all__ = [
-    "FORMS",
-    "Exchange",
-    "Experts",
-    "Routing",
-    "all_to_all",
-    "bytes_sent",
-    "gated",
-    "gather",
-    "loads",
-    "local",
-    "on_one_device",
-    "penalty",
-    "queued",
-    "ragged",
-    "rebalanced",
-    "slots",
-]
+__all__ = ["all_to_all", "bytes_sent", "gather", "loads", "penalty", "ragged", "rebalanced"]

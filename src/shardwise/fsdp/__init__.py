@@ -15,8 +15,7 @@ and the reduction of gradients, since there the compiler's choice costs memory a
 is left to the compiler: any optimizer is right, one that looks at the whole tree included.
 """
 
-from shardwise.fsdp.arrays import ArrayLayout, array_layouts, rule
-from shardwise.fsdp.batches import pad
+from shardwise.fsdp.arrays import pad, rule
 from shardwise.fsdp.gradients import value_and_grad
 
-__all__ = ["ArrayLayout", "array_layouts", "pad", "rule", "value_and_grad"]
+__all__ = ["pad", "rule", "value_and_grad"]

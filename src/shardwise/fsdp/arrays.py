@@ -1,6 +1,5 @@
 """The layout of each parameter: a rule's, as anywhere else, and which part of it is gathered."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -9,9 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import mesh as meshes
 from shardwise import rules
 from shardwise import tree as trees
+from shardwise.fsdp.calls import looked_at
 from shardwise.mesh import axes_of, entry_of
 
 Axes = str | tuple[str, ...]
@@ -64,6 +63,21 @@ def rule(axis: Axes = "fsdp", **settings: Any) -> rules.FSDPRule:
     return rules.FSDPRule(axis, **dict(min_size=0, pick="first", uneven="replicate") | settings)
 
 
+def pad(batch: dict, n: int, mask: str = "mask") -> dict:
+    """`batch` with masked rows added, up to a multiple of `n` rows.
+
+    Raises:
+      ValueError: `batch` is not a dict with a mask, whose zeros make the added rows count nothing.
+    """
+    if not isinstance(batch, dict) or mask not in batch:
+        raise ValueError(
+            f"fsdp.pad: expected a dict with {mask!r}, by which the loss counts only real rows; "
+            f"got {sorted(batch) if isinstance(batch, dict) else type(batch).__name__}."
+        )
+    missing = -len(batch[mask]) % n
+    return jax.tree.map(lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)), batch)
+
+
 def array_layouts(
     tree: Any,
     rule: rules.FSDPRule,
@@ -95,58 +109,28 @@ def array_layouts(
     return tuple(layouts)
 
 
-def check_params(params: Any, mesh: Mesh, who: str) -> None:
-    """Raise where these are no parameters for `who`, a loss's gradient over this mesh."""
-    for path, x in trees.leaves(params):
-        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
-            raise TypeError(
-                f"{who}: {path or 'the parameter'} is {jnp.result_type(x)}, which has no gradient; "
-                f"pass keys and counters in the batch or as further arguments."
-            )
-    meshes.check_around(who, mesh)
-
-
 def laid_out(run: Any, rule: rules.FSDPRule, mesh: Mesh, who: str) -> Callable:
     """`run`, a jitted function of parameters first, that refuses parameters laid out otherwise.
 
     Arrays that a jit around it traces do not tell how they lie, and are left alone.
     """
-    known = set()
 
-    @functools.wraps(run)
-    def checked(params, *args, **options):
-        leaves, structure = jax.tree.flatten(params)
-        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
-            told = structure, *((jnp.shape(x), getattr(x, "sharding", None)) for x in leaves)
-            if told not in known:
-                _check_lie(params, rules.shardings(rule, params, mesh), who)
-                known.add(told)
-        return run(params, *args, **options)
+    def look(params, *args, **options):
+        shardings = jax.tree.leaves(rules.shardings(rule, params, mesh))
+        for (path, x), wanted in zip(trees.leaves(params), shardings, strict=True):
+            lies = getattr(x, "sharding", None)
+            if lies is None or not lies.is_equivalent_to(wanted, jnp.ndim(x)):
+                raise ValueError(
+                    f"{who}: {path or 'the parameter'} of shape {jnp.shape(x)} "
+                    f"{'is no array of JAX' if lies is None else f'lies as {lies}'}; expected "
+                    f"{wanted}. Make parameters by layouts.init, or lay them out: "
+                    f"jax.device_put(params, layouts.shardings(layout, params))."
+                )
 
-    checked.lower, checked.trace = run.lower, run.trace
-    return checked
+    def lies(x):
+        return jnp.shape(x), getattr(x, "sharding", None)
 
-
-def _check_lie(params, shardings, who):
-    for (path, x), wanted in zip(trees.leaves(params), jax.tree.leaves(shardings), strict=True):
-        sharding = getattr(x, "sharding", None)
-        if sharding is None or not sharding.is_equivalent_to(wanted, jnp.ndim(x)):
-            lies = "is no array of JAX" if sharding is None else f"lies as {sharding}"
-            raise ValueError(
-                f"{who}: {path or 'the parameter'} of shape {jnp.shape(x)} {lies}; expected "
-                f"{wanted}. Make parameters by layouts.init, or lay them out: "
-                f"jax.device_put(params, layouts.shardings(layout, params))."
-            )
-
-
-def check_axis(who: str, mesh: Mesh, axis: Axes) -> None:
-    """Raise where the mesh lacks an axis."""
-    for name in axes_of(axis):
-        if name not in mesh.shape:
-            raise ValueError(
-                f"{who}: the mesh has no axis {name!r}; it has {dict(mesh.shape)}. Make it with "
-                f"mesh.make({name}=-1), or name another axis."
-            )
+    return looked_at(run, look, lies, of=lambda params, *args: params)
 
 
 def without(spec: P, axes: Sequence[str]) -> P:

@@ -9,22 +9,21 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import marks, objective, rules
+from shardwise import marks, rules
 from shardwise import mesh as meshes
 from shardwise.fsdp.arrays import (
     ArrayLayout,
     array_layouts,
-    check_axis,
-    check_params,
     laid_out,
-    without,
 )
 from shardwise.fsdp.arrays import rule as rule_along
-from shardwise.fsdp.batches import WHO, Divided
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
 from shardwise.fsdp.reads import reads
 from shardwise.fsdp.using import late, numbered, use_of
-from shardwise.mesh import axes_of
+from shardwise.mesh import axes_of, check_axes
+from shardwise.objective.division import Division
+from shardwise.objective.gradients import mean_and_grads
+from shardwise.objective.parts import check_params, merged, split, ways
 
 
 def value_and_grad(
@@ -41,9 +40,8 @@ def value_and_grad(
     has_aux: bool = False,
     aux: Any = "sum",
     apart: Callable[[Any, jax.sharding.Mesh], Any] | None = None,
-    names: Mapping[str, P] | None = None,
     meanings: Mapping[str, Callable] | None = None,
-    who: str = WHO,
+    who: str = "fsdp.value_and_grad",
 ) -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
@@ -60,7 +58,7 @@ def value_and_grad(
     call it, and else before the loss: for the compiler the same, unless rematerialised.
 
     Other axes of the mesh are left to the compiler: parameters may be laid out over them
-    (the rule's `over=`), and activations, by the loss itself or by `names`.
+    (the rule's `over=`), and activations, by the loss itself or by a meaning of `marks.constrain`.
 
     The function is jitted, and may be called within another jit.
 
@@ -76,8 +74,6 @@ def value_and_grad(
         these axes (`objective.check` with the way "sequence" tells); the loss has to return an
         `objective.Mean`.
       order: (sequence, parts) to the order in which the sequence is cut, as `context.zigzag`.
-      names: {name: PartitionSpec} of activations, where the loss calls `marks.constrain(x, name)`;
-        the axes over which rows are cut already are left out.
       meanings: of further marks, {mark: meaning}, such as attend=context.ring("context").
       who: the function that was called, which errors name.
       zero: ZeRO's number. 3 as above; 2 gathers all before the loss and scatters the gradients of
@@ -89,22 +85,18 @@ def value_and_grad(
     Raises, when called:
       ValueError: an axis that the mesh lacks, parameters that lie otherwise, rows or a sequence
         that do not divide, a stacked array that is read outside `use`, a further mesh axis that
-        nothing uses, so that all work would be repeated along it, a name that the loss never marks.
+        nothing uses, so that all work would be repeated along it.
       TypeError: an array that has no gradient, or the loss returns something else.
-      ValueError, TypeError: what `objective.trace` says of a loss in several parts.
+      ValueError, TypeError: what `objective` says of a loss in several parts.
     """
     given, mesh = mesh, meshes.auto(mesh)
     rule = rule if isinstance(rule, rules.FSDPRule) else rule_along(rule)
     rows, columns = (*replicate, *axes_of(rule.axis)), tuple(columns)
-    for name in (*rows, *columns):
-        check_axis(who, mesh, name)
-    if zero not in (1, 2, 3) or microbatches < 1:
-        raise ValueError(
-            f"{who}: zero={zero}, microbatches={microbatches}; expected zero=1, 2 or 3, and at "
-            f"least 1 microbatch."
-        )
-    division = Divided(rows, columns, microbatches, mesh=mesh, order=order, who=who)
-    options = zero, dtype, reduce_dtype, has_aux, aux, names or {}, meanings or {}
+    check_axes(who, mesh, (*rows, *columns))
+    if zero not in (1, 2, 3):
+        raise ValueError(f"{who}: zero={zero}; expected 1, 2 or 3.")
+    division = Division(rows, columns, microbatches, mesh, order, who)
+    options = zero, dtype, reduce_dtype, has_aux, aux, meanings or {}
     device = _Device(loss, division, *options)
 
     def loss_and_grad(params, batch, *args, key=None):
@@ -127,7 +119,7 @@ def value_and_grad(
             targets = [NamedSharding(mesh, array.spec) for array in arrays]
             grads = jax.lax.with_sharding_constraint(grads, targets)
         grads = jax.tree.unflatten(structure, grads)
-        return ((value, objective.merged(*parts, *shapes)) if has_aux else value), grads
+        return ((value, merged(*parts, *shapes)) if has_aux else value), grads
 
     def specs(out):
         return jax.tree.map(lambda _: P(), out[0]), rule(out[1], mesh)
@@ -141,24 +133,20 @@ class _Device:
     """The loss and gradient of one device's rows, and every sum over devices."""
 
     loss: Callable
-    division: Divided
+    division: Division
     zero: int
     dtype: Any
     reduce_dtype: Any
     has_aux: bool
     aux: Any
-    names: Mapping
     meanings: Mapping
 
     def __call__(self, layouts, structure, shapes, shards, batch, numbers, args, key):
         division, mesh, m = self.division, self.division.mesh, self.division.microbatches
         told = mesh, self.dtype, self.reduce_dtype, division.axes
         hows = [How.of(array, *told) for array in layouts]
-        parts = [objective.split(tree, m) for tree in (batch, numbers)]
+        parts = [split(tree, m) for tree in (batch, numbers)]
         once = self.zero == 1 and m > 1  # scattered when all are summed
-        names = {name: without(spec, division.axes) for name, spec in self.names.items()}
-        pinned = rules.Pinned(names, meshes.within(mesh))
-        pins = {**self.meanings, **({"constrain": pinned} if names else {})}
 
         def loss(arrays, batch, *args, **key):
             return self.loss(jax.tree.unflatten(structure, arrays), batch, *args, **key)
@@ -166,10 +154,9 @@ class _Device:
         first = jax.tree.map(lambda x: x[0], parts[0])
         given = first, args, {} if key is None else {"key": key}
         within = [None] * len(hows) if once else hows  # the loss's own
-        with marks.bind(**pins):
+        with marks.bind(**self.meanings):
             dtypes = [self.dtype or x.dtype for x in shards]
             found = reads(loss, layouts, mesh, within, dtypes, *given)
-        pinned.check(division.who, "the loss")
         self._check_axes(layouts, found)
         at_use = within if self.zero == 3 else late(found, layouts, within)
         use = use_of(found, layouts, mesh, at_use)
@@ -192,15 +179,15 @@ class _Device:
             with marks.bind(use=use):
                 return loss(arrays, batch, *args, **key)
 
-        ways = division, self.has_aux, self.aux
-        with marks.bind(**pins):
-            value, aux, grads = objective.mean_and_grads(whole, inputs, *parts, args, key, *ways)
+        told = division, self.has_aux, self.aux
+        with marks.bind(**self.meanings):
+            value, aux, grads = mean_and_grads(whole, inputs, *parts, args, key, *told)
         if once:
             grads = scatter(grads, hows)
         grads = [self._sum(g, array) for g, array in zip(grads, layouts, strict=True)]
         grads = [g.astype(x.dtype) for g, x in zip(grads, shards, strict=True)]
-        shapes += [objective.ways(self.aux, aux), jax.tree.structure(aux)]
-        aux = division.over_devices(jax.tree.leaves(aux), shapes[0], division.who)
+        shapes += [ways(self.aux, aux), jax.tree.structure(aux)]
+        aux = division.over_devices(jax.tree.leaves(aux), shapes[0])
         return value, aux, grads
 
     def _check_axes(self, layouts, found):
@@ -213,8 +200,7 @@ class _Device:
                     f"{self.division.who}: nothing is laid out over the mesh axis {name!r} of size "
                     f"{size}, so that all work would be done {size} times. Cut rows over it, with "
                     f"replicate=({name!r},), or data={name!r} in a layout; or lay out parameters "
-                    f"over it, with over=rule, or activations, with names= or a constraint in the "
-                    f"loss."
+                    f"over it, with over=rule, or activations, by a constraint in the loss."
                 )
 
     def _sum(self, grad, array: ArrayLayout):

@@ -16,7 +16,7 @@ what a device holds, and in what it sends. `LAYOUTS` has them by name.
 from shardwise.layouts.catalogue import LAYOUTS
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import offload
-from shardwise.layouts.predicting import Prediction, describe, predict
+from shardwise.layouts.predicting import describe, predict
 from shardwise.layouts.training import (
     init,
     place,
@@ -30,7 +30,6 @@ from shardwise.layouts.training import (
 __all__ = [
     "LAYOUTS",
     "Layout",
-    "Prediction",
     "describe",
     "init",
     "offload",

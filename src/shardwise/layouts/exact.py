@@ -22,12 +22,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardwise import marks, objective
+from shardwise import marks
 from shardwise import mesh as meshes
-from shardwise.fsdp.arrays import check_params
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import abstract, cast, shardings
+from shardwise.objective.gradients import of_block as part_of_block
+from shardwise.objective.means import wide
+from shardwise.objective.parts import check_params, check_rows, numbers, ways
 from shardwise.rules.placement import moved
 
 
@@ -50,9 +52,9 @@ def mean_and_grad(
         return loss(cast(layout, params), *args, **options)
 
     def of_block(count, params, args, key, batch, rows, number):
-        given = used, params, batch, rows, args, key, number[0], blocks, has_aux
+        given = used, params, batch, rows, args, key, number[0], blocks, who, has_aux
         with marks.bind(**meanings(layout)):
-            parts = objective.of_block(*given, count, backward)
+            parts = part_of_block(*given, count, backward)
         return _by_way(aux, functools.partial(_part, blocks), parts)
 
     of_block, joined = jax.jit(of_block), jax.jit(functools.partial(_by_way, aux, _joined))
@@ -67,12 +69,12 @@ def mean_and_grad(
         return structure.unflatten(_over_devices(mesh, tuple(_ways(aux, sums[0])))(leaves))
 
     def run(params, batch, *args, key=None):
-        objective.check_rows(batch, blocks, who)
+        check_rows(batch, blocks, who)
         if backward:
             check_params(params, mesh, who)
         with outside(who, params, batch, args, key):
             given = laid((params, args, key), whole)
-            rows = laid((batch, objective.numbers(batch), np.arange(blocks, dtype=np.int32)), cut)
+            rows = laid((batch, numbers(batch), np.arange(blocks, dtype=np.int32)), cut)
             count, _, _ = summed((None, *given), rows)
             value, grads, extra = summed((count, *given), rows)
             if backward:
@@ -172,8 +174,8 @@ def outside(who: str, *trees: Any) -> Iterator[None]:
 def _ways(aux, parts):
     """How those of all blocks become one, for each leaf of (mean, gradients, aux)."""
     *summed, extra = parts
-    ways = objective.ways(aux, extra) if jax.tree.leaves(extra) else []
-    return ["sum"] * len(jax.tree.leaves(summed)) + ways
+    found = ways(aux, extra) if jax.tree.leaves(extra) else []
+    return ["sum"] * len(jax.tree.leaves(summed)) + found
 
 
 def _by_way(aux, function, *sums):
@@ -189,7 +191,7 @@ def _part(blocks, way, x):
             raise ValueError("aux='concatenate' of a scalar; expected an array that has rows.")
         return x
     if way != "max":
-        x = x.astype(objective.wide(jnp.sum(x).dtype))  # as jnp.sum: few bits in more
+        x = x.astype(wide(jnp.sum(x).dtype))  # as jnp.sum: few bits in more
     return (x / blocks if way == "mean" else x)[None]
 
 

@@ -13,26 +13,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardwise.fsdp.calls import Around, looked_at
 from shardwise.layouts.layout import Layout
 from shardwise.marks import turns_said
 from shardwise.measure import hlo
 from shardwise.measure.hlo import Instruction, Program
 from shardwise.objective import beforehand
-
-
-class Around:
-    """`call(run, ...)` in the place of `run(...)`; all else, such as `lower`, is the function's."""
-
-    def __init__(self, run: Callable, call: Callable):
-        self._run, self._call = run, call
-
-    def __call__(self, *args, **options):
-        return self._call(self._run, *args, **options)
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._run, name)
 
 
 def judged(
@@ -112,20 +98,16 @@ def checked(run: Callable, layout: Layout, who: str) -> Callable:
       ValueError: a collective within a task that would wait for other stages.
     """
     by_hand = (*layout.stage, *(layout.divided if layout.by_hand else ()))
-    if layout.parts(name for name in layout.mesh.axis_names if name not in by_hand) == 1:
+    if layout.parts([name for name in layout.mesh.axis_names if name not in by_hand]) == 1:
         return run
-    known = set()
 
-    def call(run, *args, **options):
-        leaves, structure = jax.tree.flatten((args, options))
-        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
-            told = structure, *((np.shape(x), jax.numpy.result_type(x)) for x in leaves)
-            if told not in known:
-                refuse(run.lower(*args, **options).compile(), layout, who)
-                known.add(told)
-        return run(*args, **options)
+    def look(*args, **options):
+        refuse(run.lower(*args, **options).compile(), layout, who)
 
-    return Around(run, call)
+    def kind(x):
+        return np.shape(x), jax.numpy.result_type(x)
+
+    return looked_at(run, look, kind)
 
 
 def refuse(compiled: Any, layout: Layout, who: str) -> None:

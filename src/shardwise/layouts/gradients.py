@@ -11,13 +11,15 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp, marks, objective, pipeline, rules
 from shardwise import tree as trees
-from shardwise.fsdp.arrays import check_params, laid_out, without
-from shardwise.fsdp.batches import Divided
+from shardwise.fsdp.arrays import laid_out, without
 from shardwise.layouts import exact
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import meanings, order
 from shardwise.layouts.placing import array_layouts, cast, expert_rule, parameter_rule
 from shardwise.layouts.shares import shares
+from shardwise.objective.division import Division
+from shardwise.objective.parts import check_cut
+from shardwise.pipeline.gradients import Within
 from shardwise.rules.rule import specs
 
 
@@ -91,10 +93,7 @@ def _jitted(layout, made, who):
     rule, mesh = parameter_rule(layout), layout.auto
 
     def run(params, batch, *args, key=None):
-        if layout.by_hand:
-            check_params(params, mesh, who)
-        else:
-            batch = _laid(layout, batch, who)
+        batch = batch if layout.by_hand else _laid(layout, batch, who)
         value, grads = made(params)(params, batch, *args, key=key)
         if grads is not None and (layout.tensor or not layout.by_hand):
             grads = rules.constrain_tree(grads, rule, mesh)
@@ -110,13 +109,8 @@ def _laid(layout, batch, who):
     for path, x in trees.leaves(batch):
         shape = jnp.shape(x)
         for size, (axes, times, what) in zip(shape, cuts, strict=False):
-            parts = layout.parts(axes) * times
-            if size % parts:
-                raise ValueError(
-                    f"{who}: {path or 'the batch'} of shape {shape} does not split into {parts} "
-                    f"parts along its {what}; pad it to {-(-size // parts) * parts}, with a mask "
-                    f"of 0."
-                )
+            told = f"{path or 'the batch'} of shape {shape}", size, layout.parts(axes) * times
+            check_cut(who, *told, f"along its {what}")
         spec = P(*(axes or None for axes, *_ in cuts[: len(shape)]))
         found.append(jax.lax.with_sharding_constraint(x, NamedSharding(layout.auto, spec)))
     return jax.tree.unflatten(jax.tree.structure(batch), found)
@@ -129,11 +123,11 @@ def program(layout: Layout, loss: Callable, has_aux: bool, params: Any, batch: A
 
 
 def _pipelined(layout, loss, has_aux, aux, who, backward, params):
-    mesh, within = layout.auto, pipeline.Within()
+    mesh, within = layout.auto, Within()
     if layout.by_hand:
         parts = layout.rows, layout.context
-        within = pipeline.Within(
-            Divided(*parts, mesh=mesh, order=order(layout), who=who),
+        within = Within(
+            Division(*parts, mesh=mesh, order=order(layout)),
             by_hand=tuple(name for name in mesh.axis_names if name not in layout.tensor),
             meanings=meanings(layout),
             shares=functools.partial(shares, layout, array_layouts(layout, params, layout.stage)),

@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -140,9 +139,9 @@ class Layout:
         own = jax.tree.leaves(tuple(spec))
         return tuple(name for name in self.divided if name not in own)
 
-    def parts(self, axes: Iterable[str]) -> int:
+    def parts(self, axes: Sequence[str]) -> int:
         """The number of parts into which mesh axes cut together."""
-        return math.prod(self.mesh.shape[name] for name in axes)
+        return meshes.parts(self.mesh, axes)
 
     def size(self, role: str) -> int:
         """The number of parts into which a role cuts."""

@@ -1,7 +1,6 @@
 """Meanings of marks under a layout."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,8 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import context, experts, tensor
 from shardwise import mesh as meshes
+from shardwise.experts.exchange import local
 from shardwise.layouts.layout import Layout
 from shardwise.mesh import entry_of
+from shardwise.objective.parts import check_cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,24 +31,16 @@ class Pins:
     others: P
 
     def __call__(self, x: jax.Array, name: str) -> jax.Array:
-        """`x` pinned, if there is a spec for it."""
+        """`x` pinned, if there is a spec for it; ValueError where that does not divide it."""
         spec = dict(self.specs).get(name, self.others if x.ndim == 3 else None)
         if spec is None:
             return x
         if x.ndim == 3:
-            self._check(x.shape[1], name, spec)
+            axes, length = jax.tree.leaves(list(spec)[1:2]), x.shape[1]
+            told = "layouts", f"a sequence of {length}", length  # a compiler pads it in silence
+            check_cut(*told, meshes.parts(self.mesh, axes), f"over {axes}, at {name!r}")
         mesh = meshes.within(self.mesh) if self.by_hand else self.mesh
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-    def _check(self, length, name, spec):
-        """Raise ValueError for a sequence that does not divide: a compiler pads it in silence."""
-        axes = jax.tree.leaves(list(spec)[1:2])
-        parts = math.prod(self.mesh.shape[axis] for axis in axes)
-        if length % parts:
-            raise ValueError(
-                f"layouts: a sequence of {length} does not split into {parts} parts, over {axes}, "
-                f"at {name!r}; pad it, with a mask of 0, to {-(-length // parts) * parts}."
-            )
 
 
 def pins(layout: Layout) -> Pins:
@@ -123,7 +116,7 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
         form = experts.FORMS.get(layout.dispatch, layout.dispatch)
         found["experts"] = form(layout.expert[0], sequence=entry_of(layout.context))
     elif layout.by_hand and layout.context:
-        found["experts"] = experts.local(entry_of(layout.context))
+        found["experts"] = local(entry_of(layout.context))
     return found
 
 

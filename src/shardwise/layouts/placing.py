@@ -12,9 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import fsdp, rules
 from shardwise import tree as trees
+from shardwise.fsdp import arrays
 from shardwise.layouts.layout import Layout
 from shardwise.mesh import entry_of
-from shardwise.rules.rule import specs
+from shardwise.rules.leaves import Leaf
+from shardwise.rules.rule import Choice, Rule, specs
 
 EXPERTS = "experts"  # the logical axis
 
@@ -43,15 +45,15 @@ class Named(rules.LogicalRules):
     who = "LogicalRules"
     advice = "or a mesh axis that divides it (what the layout's cut= leaves out stays whole)"
 
-    def chosen(self, tree: Any, leaves: list[rules.Leaf], mesh: Mesh) -> list[rules.Choice]:
+    def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
         """One `Choice` for each leaf; a ValueError where none has a name that a mesh axis cuts."""
         names = {name for leaf in leaves for name in leaf.axes or ()} - {None, trees.LAYERS}
         for axes in self.table.values():
             cut = [name for name, other in self.table.items() if other == axes]
             if names.isdisjoint(cut):
                 raise ValueError(
-                    f"layouts: no parameter carries one of the logical axes {sorted(cut)} (found: "
-                    f"{sorted(names) or 'none'}), which the layout cuts. Name the axes in NNX "
+                    f"{self.who}: no parameter carries one of the logical axes {sorted(cut)} "
+                    f"(found: {sorted(names) or 'none'}), which the layout cuts. Name them in NNX "
                     f"metadata logical_axes, say cut=, or give over=, a rule for the tensor axis."
                 )
         return super().chosen(tree, leaves, mesh)
@@ -60,16 +62,16 @@ class Named(rules.LogicalRules):
         return self.table.get(name)
 
 
-class Together(rules.Rule):
+class Together(Rule):
     """Rules that cut different axes, of the arrays and of the mesh."""
 
     def __init__(self, *each: Any):
         self.each = each
 
-    def chosen(self, tree: Any, leaves: list[rules.Leaf], mesh: Mesh) -> list[rules.Choice]:
+    def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
         """One `Choice` for each leaf: on each of its axes the first rule that cuts it."""
         found = zip(*(specs(rule, tree, mesh) for rule in self.each), strict=True)
-        return [rules.Choice(P(*map(_first, itertools.zip_longest(*own)))) for own in found]
+        return [Choice(P(*map(_first, itertools.zip_longest(*own)))) for own in found]
 
 
 def _first(entries):
@@ -112,11 +114,10 @@ def naming(who: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        told = str(error).removeprefix("layouts: ").removeprefix("fsdp: ")
-        raise ValueError(f"{who}: {told}") from error
+        raise ValueError(f"{who}: {error}") from error
 
 
-def state_rule(layout: Layout, params: Any) -> rules.Rule:
+def state_rule(layout: Layout, params: Any) -> Rule:
     """The rule of an optimizer's state for these parameters, which may be abstract.
 
     An array lies as its parameter does; one of another shape is cut along fsdp by itself.
@@ -138,13 +139,13 @@ def shardings(layout: Layout, params: Any, tx: Any, who: str) -> Any:
 
 def array_layouts(
     layout: Layout, tree: Any, leave_out: Sequence[str] = ()
-) -> tuple[fsdp.ArrayLayout, ...]:
+) -> tuple[arrays.ArrayLayout, ...]:
     """The ArrayLayout by hand of each array of `tree`, which may be abstract.
 
     Within a stage, the mesh axis of stages is left out.
     """
     rule, apart = parameter_rule(layout, 1), expert_rule(layout)
-    return fsdp.array_layouts(tree, rule, layout.auto, apart, leave_out)
+    return arrays.array_layouts(tree, rule, layout.auto, apart, leave_out)
 
 
 def abstract(tree: Any) -> Any:

@@ -20,12 +20,7 @@ TOO_MUCH = 0.05  # of the parameters' bytes, to stay whole for want of an axis t
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Bytes of one device: `held` between steps, by what; `sent` in a step, along which axes.
-
-    Ring bytes: a reduction over several axes at once counts once, for these axes together, which
-    stand in the mesh's order, as in `measure.by_axis`. `whole` has by path what it costs that no
-    axis of an array divides along fsdp, so that it stays whole.
-    """
+    """What `predict` returns; prints as a table."""
 
     held: dict[str, int]
     sent: dict[tuple[str, ...], float]
@@ -50,7 +45,12 @@ def predict(
     has_aux: bool = False,
     stage: int = 0,
 ) -> Prediction:
-    """The `Prediction` for parameters and a batch, of which shapes count; `tx` adds its state.
+    """The bytes of one device, for parameters and a batch, of which shapes count.
+
+    `held` has those between steps, by what (`tx` adds its state), `sent` those of a step, by mesh
+    axes. These are ring bytes: a reduction over several axes at once counts once, for these axes
+    together, which stand in the mesh's order, as in `measure.by_axis`. `whole` has by path what it
+    costs that no axis of an array divides along fsdp, so that it stays whole.
 
     What runs along axes by hand is exact in the lowered program, and in the compiled one for CPU:
     parameters, their gradients, attention; a mixture's dispatch is left out, since it depends on

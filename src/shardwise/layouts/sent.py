@@ -11,11 +11,11 @@ from jax.sharding import NamedSharding
 
 from shardwise import tensor
 from shardwise import tree as trees
-from shardwise.fsdp import ArrayLayout
+from shardwise.fsdp.arrays import ArrayLayout
 from shardwise.layouts import gradients
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import attention
-from shardwise.objective import wide
+from shardwise.objective.means import wide
 
 TASKS = "forward", "to_input", "to_weights"
 

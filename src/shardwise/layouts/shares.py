@@ -7,16 +7,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwise import fsdp
+from shardwise.fsdp.arrays import ArrayLayout
 from shardwise.fsdp.gathering import How, all_gather, cast, scatter
 from shardwise.fsdp.reads import reads
 from shardwise.fsdp.using import Use, use_of
 from shardwise.layouts.layout import Layout
+from shardwise.pipeline.program import Whole
 
 
 @dataclasses.dataclass(frozen=True)
-class Shares:
-    """The operations of tasks on shares of parameters, which go by their numbers: see `Whole`.
+class Shares(Whole):
+    """The operations of tasks on shares of parameters, which go by their numbers.
 
     With ZeRO 3 a task gathers what it reads, and scatters its gradients: those that the loss gives
     to `marks.use` there, the others where it begins and ends. With 2 they are gathered once a step;
@@ -24,7 +25,7 @@ class Shares:
     """
 
     layout: Layout
-    arrays: tuple[fsdp.ArrayLayout, ...]
+    arrays: tuple[ArrayLayout, ...]
     hows: tuple[How | None, ...]
     use: Use
 
@@ -39,48 +40,37 @@ class Shares:
         )
 
     def rows(self, i: int) -> int | None:
-        """The number of rows of a parameter that is cut along its first axis, maybe of layers."""
         how = self.hows[i]
         return how.size if how is not None and how.cut == 0 else None
 
     def alike(self, i: int) -> Any:
-        """What has to be equal of parameters that are carried together."""
         return self.hows[i], self.use.deferred[i], self.copied(i)
 
     def gather(self, i: int, x: jax.Array) -> jax.Array:
-        """A parameter as tasks find it, below ZeRO 3 gathered once a step."""
         return x if self.layout.zero == 3 else all_gather([x], [self.hows[i]])[0]
 
     def enter(self, numbers: Sequence[int], arrays: list, reads: Sequence[int]) -> list:
-        """A task's parameters as its program takes them; it reads those at the places `reads`."""
         read = {numbers[place] for place in reads}
         hows = [self.hows[i] if i in read and self._at_ends(i) else None for i in numbers]
         pairs = zip(numbers, all_gather(arrays, hows), strict=True)
         return [x if self.use.deferred[i] else cast(x, self.layout.dtype) for i, x in pairs]
 
     def leave(self, numbers: Sequence[int], grads: list) -> list:
-        """A task's gradients, as they are added to sums."""
         now = [i for i in numbers if self._at_ends(i) or self.layout.zero == 2]
         hows = [self.hows[i] if i in now else None for i in numbers]
         return scatter(_at_once(grads) if any(hows) else grads, hows)
 
     def sum_shape(self, i: int, shape: tuple) -> tuple:
-        """The shape of the sum of a parameter's gradients, which tasks find in this one."""
         how = self.hows[i]
         if how is None or self.layout.zero != 2:
             return shape
-        return (
-            *shape[: how.cut],
-            shape[how.cut] // self.layout.size("fsdp"),
-            *shape[how.cut + 1 :],
-        )
+        part = shape[how.cut] // self.layout.size("fsdp")
+        return *shape[: how.cut], part, *shape[how.cut + 1 :]
 
     def scatter(self, i: int, g: jax.Array) -> jax.Array:
-        """The sum of a parameter's gradients, with ZeRO 1 scattered once a step."""
         return scatter([g], [self.hows[i]])[0] if self.layout.zero == 1 else g
 
     def total(self, i: int, g: jax.Array) -> jax.Array:
-        """This, added up over the devices that have copies of the parameter, once a step."""
         return jax.lax.psum(g, axes) if (axes := self.copied(i)) else g
 
     def copied(self, i: int) -> tuple[str, ...]:
@@ -110,7 +100,7 @@ def _at_once(arrays):
 
 def shares(
     layout: Layout,
-    arrays: tuple[fsdp.ArrayLayout, ...],
+    arrays: tuple[ArrayLayout, ...],
     tree: Any,
     loss: Any,
     batch: Any,

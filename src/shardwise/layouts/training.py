@@ -162,6 +162,7 @@ def step(
     returns new values, in aux, which is a dict then, as "frozen" {path: value}; of parts of the
     batch the mean is taken. The optimizer's updates of them count for nothing.
     """
+    tx = optax.with_extra_args_support(tx)
     if frozen is not None:
         loss, has_aux, aux = _apart(loss), True, ("mean", aux)
     mean_and_grad = gradients.mean_and_grad(layout, loss, has_aux, aux, "layouts.step")
@@ -203,22 +204,20 @@ def step(
 
 def _updated(update, params, opt_state, mean, new, grads):
     """(params, opt_state) after an optimizer's `update`, with the `new` values by their paths."""
-    given = grads, opt_state, params
-    try:
-        updates, opt_state = update(*given)
-    except TypeError as error:  # some ask for the loss, as `optax.polyak_sgd` does
-        if "'value_fn'" in str(error):
-            raise TypeError(
-                f"layouts.step: the optimizer evaluates the loss again within its update, as a "
-                f"line search does, and a step has no loss for it ({error}). Take another, or "
-                f"write the step with layouts.value_and_grad."
-            ) from error
-        if "'value'" not in str(error):
-            raise
-        updates, opt_state = update(*given, value=mean)
+    # Some ask for the loss, as `optax.polyak_sgd` does; the others take no notice.
+    asked = dict(value=mean, grad=grads, value_fn=_no_loss)
+    updates, opt_state = update(grads, opt_state, params, **asked)
     params = optax.apply_updates(params, updates)
     found = [new[path].astype(x.dtype) if path in new else x for path, x in trees.leaves(params)]
     return jax.tree.unflatten(jax.tree.structure(params), found), opt_state
+
+
+def _no_loss(*args, **options):
+    raise TypeError(
+        "layouts.step: the optimizer evaluates the loss again within its update, as a line search "
+        "does, and a step has no loss for it. Take another, or write the step with "
+        "layouts.value_and_grad."
+    )
 
 
 def _apart(loss):

@@ -33,31 +33,9 @@ own for each part: valid masks, and others than one device's. Without microbatch
 path (`rules.jit`) divides nothing, and equals one device for these too.
 """
 
-from shardwise.objective.gradients import Division, mean_and_grads, of_block, value_and_grad
-from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
+from shardwise.objective.gradients import value_and_grad
+from shardwise.objective.means import Mean
 from shardwise.objective.oracle import check
-from shardwise.objective.parts import check_rows, merged, numbers, reduced, split, ways
 from shardwise.objective.reasons import Indivisible
-from shardwise.objective.tracing import Traced, trace
 
-__all__ = [
-    "Division",
-    "Indivisible",
-    "Mean",
-    "Traced",
-    "check",
-    "check_rows",
-    "cotangents",
-    "mean_and_grads",
-    "merged",
-    "normal",
-    "numbers",
-    "of_block",
-    "quotient",
-    "reduced",
-    "split",
-    "trace",
-    "value_and_grad",
-    "ways",
-    "wide",
-]
+__all__ = ["Indivisible", "Mean", "check", "value_and_grad"]

@@ -1,87 +1,17 @@
 """The mean and its gradient, from parts: microbatches, and shares of devices."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 
 from shardwise import marks
-from shardwise.objective.means import Mean, cotangents, normal, quotient, wide
+from shardwise.objective.division import Division
+from shardwise.objective.means import Mean, cotangents, normal, quotient, widened
 from shardwise.objective.parts import numbers, reduced, split, ways
 from shardwise.objective.tracing import Traced, trace
-
-_COUNT_FOLLOWS = (
-    "the loss's count depends on the parameters, or its trace cannot tell (within a custom_vjp or "
-    "custom_jvp). With several microbatches, or blocks, the count has to be known before the first "
-    "backward pass: use one microbatch and no exact=, or a count from the batch alone."
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Division:
-    """The division of a batch into `microbatches`, one after the other, of parts on devices.
-
-    `rows` are the mesh axes by hand that cut rows, `columns` those that cut the sequence. As a
-    function it is the meaning of `marks.total` in such a part.
-    """
-
-    rows: tuple[str, ...] = ()
-    columns: tuple[str, ...] = ()
-    microbatches: int = 1
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """All mesh axes that cut rows or columns, over which the parts' sums are added up."""
-        return (*self.columns, *self.rows)
-
-    def cut(self, batch: Any) -> tuple[Any, Any, tuple]:
-        """(the batch as it is cut, the `numbers` of its rows, the PartitionSpecs of both).
-
-        Here of a batch that no mesh axis cuts by hand; `fsdp.batches` has those that are.
-        """
-        return batch, numbers(batch), (P(), P())
-
-    def together(self, x: Any) -> Any:
-        """The sum of `x` over the parts on all devices."""
-        return jax.lax.psum(x, self.axes) if self.axes else x
-
-    def over_devices(self, leaves: Sequence[Any], ways: Sequence[str], who: str) -> tuple:
-        """(the leaves that are whole on every device, those of rows, which stay cut), in shard_map.
-
-        Errors begin with `who`.
-        """
-        if self.columns and "concatenate" in ways:
-            raise ValueError(
-                f"{who}: aux 'concatenate' joins rows, and of each row a device has a part of the "
-                f"sequence alone, over {self.columns}. Return sums over tokens, or lay the "
-                f"sequence out by the compiler."
-            )
-        sums = {"sum": jax.lax.psum, "mean": jax.lax.pmean, "max": jax.lax.pmax}
-        pairs, axes = [*zip(leaves, ways, strict=True)], self.axes
-        whole = [sums[w](x, axes) if axes else x for x, w in pairs if w != "concatenate"]
-        return whole, [x for x, w in pairs if w == "concatenate"]
-
-    def fold(self, key: Any) -> Any:
-        """The key of this device's part, made of the batch's."""
-        for name in self.axes if key is not None else ():
-            key = jax.random.fold_in(key, jax.lax.axis_index(name))
-        return key
-
-    def __call__(self, x: Any, axes: tuple[str, ...]) -> Any:
-        """The total of `x`; raises ValueError where no part ever sees the whole batch."""
-        if "rows" not in axes:
-            return jax.lax.psum(x, self.columns) if self.columns else x
-        if self.microbatches > 1:
-            raise ValueError(
-                f"marks.total: the loss needs a sum over the rows of the whole batch, which is "
-                f"taken in {self.microbatches} microbatches or blocks, one after the other: none "
-                f"sees the others. Use one microbatch, or sums over each row (for experts: "
-                f"over='rows'), or balance experts by a bias, from the loads that aux adds up."
-            )
-        return self.together(x)
 
 
 def value_and_grad(
@@ -101,9 +31,7 @@ def value_and_grad(
       ValueError: rows that do not split; with several microbatches, a count that depends on the
         parameters. Whether the loss is a mean over rows at all, `objective.check` tells.
     """
-    if microbatches < 1:
-        raise ValueError(f"value_and_grad: microbatches={microbatches}; expected 1 or more.")
-    bare = normal(loss, has_aux)
+    bare, division = normal(loss, has_aux), Division(microbatches=microbatches)
 
     def one(params, batch, *args, key=None):
         def mean(params):
@@ -115,8 +43,8 @@ def value_and_grad(
 
     def several(params, batch, *args, key=None):
         parts, rows = split(batch, microbatches), split(numbers(batch), microbatches)
-        given, division = (params, parts, rows, args, key), Division(microbatches=microbatches)
-        value, extra, grads = mean_and_grads(loss, *given, division, has_aux, aux)
+        given = params, parts, rows, args, key, division
+        value, extra, grads = mean_and_grads(loss, *given, has_aux, aux)
         grads = jax.tree.map(lambda g, x: g.astype(jnp.result_type(x)), grads, params)
         return ((value, extra) if has_aux else value), grads
 
@@ -167,6 +95,7 @@ def of_block(
     key: Any,
     number: Any,
     blocks: int,
+    who: str,
     has_aux: bool = False,
     count: Any = None,
     backward: bool = True,
@@ -174,15 +103,14 @@ def of_block(
     """(mean, gradients, aux) as the block of this `number` adds to the batch's, of this `count`.
 
     Without `count` it is (the block's own count, None, ()). `rows` are its row numbers. Sums are in
-    `wide` dtypes.
+    `wide` dtypes. Errors of the count begin with `who`.
 
     Raises:
       ValueError: a count that depends on the parameters, or a sum over all blocks (`marks.total`).
     """
     with marks.bind(total=Division(microbatches=blocks)):
         traced = trace(loss, params, batch, rows, args, key, has_aux)
-    if traced.count_follows(params):
-        raise ValueError(_COUNT_FOLLOWS)
+    traced.check_count(params, who)
     part = _Part(traced, params, args, key)
     if count is None:
         return part.count(batch, rows, number), None, ()
@@ -215,7 +143,7 @@ class _Part:
 
     def count(self, batch, rows, j):
         count = self.traced.count(self.params, batch, rows, self.args, self.key_of(j))
-        return _wide(jnp.asarray(count))
+        return widened(jnp.asarray(count))
 
     def forward(self, batch, rows, j=None):
         """(its sums, its auxiliary outputs, a function of the whole batch's sums: its gradients)"""
@@ -231,15 +159,14 @@ class _Part:
 
         def backward(whole):  # with the cotangents of the whole mean, 1/count from the start
             cots = zip(cotangents(whole), out, strict=False)
-            return jax.tree.map(_wide, pull(tuple(c.astype(x.dtype) for c, x in cots))[0])
+            return jax.tree.map(widened, pull(tuple(c.astype(x.dtype) for c, x in cots))[0])
 
-        return Mean(_wide(out[0]), _wide(count)), extra, backward
+        return Mean(widened(out[0]), widened(count)), extra, backward
 
 
 def _accumulated(part, parts, rows, division):
     """(sums of all parts, sum of the gradients, stacked aux), one microbatch after the other."""
-    if part.traced.count_follows(part.params):
-        raise ValueError(_COUNT_FOLLOWS)
+    part.traced.check_count(part.params, division.who)
 
     def forward_and_back(one, count):
         (total, _), extra, backward = part.forward(*one)
@@ -257,7 +184,3 @@ def _accumulated(part, parts, rows, division):
 
     (total, grads), extra = jax.lax.scan(add, zeros, steps)
     return Mean(division.together(total), count), grads, extra
-
-
-def _wide(x):
-    return x.astype(wide(x.dtype))

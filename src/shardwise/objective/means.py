@@ -40,6 +40,11 @@ def wide(dtype: DTypeLike) -> Any:
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
 
+def widened(x: jax.Array) -> jax.Array:
+    """`x` in the dtype in which parts are summed."""
+    return x.astype(wide(x.dtype))
+
+
 def quotient(mean: Mean) -> jax.Array:
     """total/count, and 0 where the count is exactly 0: a batch of nothing but padding."""
     total, count = mean

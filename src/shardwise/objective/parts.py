@@ -6,7 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from shardwise import mesh as meshes
 from shardwise import tree as trees
 
 SEQUENCE = "sequence"
@@ -19,11 +21,9 @@ def split(batch: Any, m: int) -> Any:
     A batch whose rows are cut over devices stays cut so in every part.
 
     Raises:
-      ValueError: `m` is below 1; for m > 1, an array without rows, rows that are no multiple of m,
-        or arrays of different numbers of rows, of which no rule says what belongs together.
+      ValueError: for m > 1, an array without rows, rows that are no multiple of m, or arrays of
+        different numbers of rows, of which no rule says what belongs together.
     """
-    if m < 1:
-        raise ValueError(f"microbatches={m}; expected 1 or more.")
     if m > 1:
         check_rows(batch, m, f"microbatches={m}")
         _check_alike(batch, m)
@@ -54,6 +54,26 @@ def check_rows(batch: Any, parts: int, who: str) -> None:
                 f"not split into {parts} parts (devices times microbatches) along its rows; add "
                 f"masked rows: fsdp.pad(batch, {parts}), and a loss that returns objective.Mean."
             )
+
+
+def check_cut(who: str, what: str, size: int, parts: int, along: str) -> None:
+    """Raise where `what`, of this size `along` what is cut, does not split into so many parts."""
+    if size % parts:
+        raise ValueError(
+            f"{who}: {what} does not split into {parts} parts {along}; pad it to "
+            f"{-(-size // parts) * parts}, with a mask of 0."
+        )
+
+
+def check_params(params: Any, mesh: Mesh, who: str) -> None:
+    """Raise where these are no parameters for `who`, a loss's gradient over this mesh."""
+    for path, x in trees.leaves(params):
+        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            raise TypeError(
+                f"{who}: {path or 'the parameter'} is {jnp.result_type(x)}, which has no gradient; "
+                f"pass keys and counters in the batch or as further arguments."
+            )
+    meshes.check_around(who, mesh)
 
 
 def numbers(batch: Any, order: Any = None) -> dict[str, jax.Array]:

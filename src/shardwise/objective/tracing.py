@@ -55,11 +55,17 @@ class Traced:
         leaves = zip(jax.tree.leaves((params, batch, rows, args, key)), used, strict=True)
         return jaxpr_as_fun(closed)(*(x for x, wanted in leaves if wanted))[0]
 
-    def count_follows(self, params: Any) -> bool:
-        """Whether the loss's count may depend on parameters of the structure of `params`."""
+    def check_count(self, params: Any, who: str) -> None:
+        """Raise where the loss's count may depend on parameters of the structure of `params`."""
         if not self.has_count or isinstance(self.closed.jaxpr.outvars[1], Literal):
-            return False
-        return any(self._count[1][: len(jax.tree.leaves(params))])
+            return
+        if any(self._count[1][: len(jax.tree.leaves(params))]):
+            raise ValueError(
+                f"{who}: the loss's count depends on the parameters, or its trace cannot tell "
+                f"(within a custom_vjp or custom_jvp). With several microbatches, or blocks, the "
+                f"count has to be known before the first backward pass: use one microbatch and no "
+                f"exact=, or a count from the batch alone."
+            )
 
     @property
     def has_count(self) -> bool:

@@ -19,7 +19,7 @@ from shardwise import jaxprs, marks
 from shardwise import tree as trees
 from shardwise.objective import stand_ins
 from shardwise.objective.means import normal, wide
-from shardwise.objective.parts import SEQUENCE, meaning, numbers, outputs, unit_of
+from shardwise.objective.parts import meaning, numbers, outputs, unit_of
 from shardwise.objective.tracing import trace
 
 # Of XLA's CPU compiler, for a program that runs a few times.
@@ -246,16 +246,10 @@ class Trials:
 
     def _places(self, batch, places):
         """The row numbers, and places in the sequence, that `marks.index` answers with."""
-        sizes = {len(x) for x in jax.tree.leaves(batch) if x.ndim}
-        found = {}
-        for size in sizes:
-            rows = jnp.arange(size, dtype=jnp.int32)
-            if not self.part.sequence:
-                rows = rows.reshape(self.part.rows, -1)[places].reshape(-1)
-            found[str(len(rows))] = rows
         if self.part.sequence:
-            found[SEQUENCE] = jnp.broadcast_to(places, (min(sizes), len(places)))
-        return found
+            return numbers(batch, places)
+        rows = (x.reshape(self.part.rows, -1)[places].reshape(-1) for x in numbers(batch).values())
+        return {str(len(x)): x for x in rows}
 
 
 def compiled(case: Case, part: Part) -> Trials:

@@ -13,7 +13,7 @@ does not have, and runs in any number of processes.
 """
 
 from shardwise.pipeline.gpipe import gpipe
-from shardwise.pipeline.gradients import Within, value_and_grad
-from shardwise.pipeline.ticking import Ticks, ticks
+from shardwise.pipeline.gradients import value_and_grad
+from shardwise.pipeline.ticking import ticks
 
-__all__ = ["Ticks", "Within", "gpipe", "ticks", "value_and_grad"]
+__all__ = ["gpipe", "ticks", "value_and_grad"]

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from shardwise.objective.parts import reduced, split
+
 
 def gpipe(stage: Callable, mesh: Mesh, microbatches: int, axis: str = "stage") -> Callable:
     """`run(stack, x)`, which takes `x` through all stages, differentiable like any function.
@@ -37,11 +39,8 @@ def gpipe(stage: Callable, mesh: Mesh, microbatches: int, axis: str = "stage") -
         return jax.lax.scan(tick, jnp.zeros_like(parts[0]), ticks)[1][None, ranks - 1 :]
 
     def run(stack, x):
-        if x.shape[0] % microbatches:
-            raise ValueError(f"gpipe: {x.shape[0]} rows do not split into {microbatches} parts.")
-        parts = jnp.swapaxes(x.reshape(-1, microbatches, *x.shape[1:]), 0, 1)
         specs = dict(in_specs=(P(axis), P()), out_specs=P(axis), check_vma=False)
-        done = jax.shard_map(rank, mesh=mesh, **specs)(stack, parts)[-1]
-        return jnp.swapaxes(done, 0, 1).reshape(x.shape)
+        done = jax.shard_map(rank, mesh=mesh, **specs)(stack, split(x, microbatches))
+        return reduced(done[-1], "concatenate")
 
     return run

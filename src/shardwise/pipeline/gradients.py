@@ -12,8 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, objective, schedules
 from shardwise import mesh as meshes
+from shardwise.objective.division import Division
 from shardwise.objective.gradients import nothing_if_empty
-from shardwise.objective.parts import meaning
+from shardwise.objective.means import cotangents, normal, quotient, widened
+from shardwise.objective.parts import check_params, meaning, merged, reduced, split, ways
+from shardwise.objective.tracing import trace
 from shardwise.pipeline import checks, cut
 from shardwise.pipeline.cut.parts import abstract
 from shardwise.pipeline.program import WHOLE, Program
@@ -35,7 +38,7 @@ class Within:
         parameters, with the methods of `Whole`.
     """
 
-    division: objective.Division = dataclasses.field(default_factory=objective.Division)
+    division: Division = dataclasses.field(default_factory=Division)
     by_hand: tuple[str, ...] = ()
     meanings: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
     shares: Callable | None = None
@@ -69,16 +72,16 @@ def value_and_grad(
         several microbatches.
       TypeError: parameters or a batch that are no arrays, or have no gradient.
     """
-    checks.options(who, mesh, axis, microbatches)
-    division = dataclasses.replace(within.division, microbatches=microbatches)
+    meshes.check_axes(who, mesh, (axis,))
+    division = dataclasses.replace(within.division, microbatches=microbatches, who=who)
     within = dataclasses.replace(within, division=division)
     given = loss, mesh, schedule, microbatches, axis, within, has_aux, aux, who, backward
     specs = specs or (lambda params: [P()] * len(jax.tree.leaves(params)))
     made: list[_Device] = []
 
     def run(params, batch, *args, key=None):
-        meshes.check_around(who, mesh)
-        checks.leaves(who, params, batch, args, key)
+        checks.arrays(who, params, batch, args, key)
+        check_params(params, mesh, who)
         leaves, structure = jax.tree.flatten(params)
         lie = list(specs(params))
         batch, numbers, laid = division.cut(batch)
@@ -94,7 +97,7 @@ def value_and_grad(
         value, parts, grads = mapped(leaves, batch, numbers, args, key)
         made[:] = [device]
         if has_aux:
-            value = value, objective.merged(*parts, device.ways, jax.tree.structure(device.extra))
+            value = value, merged(*parts, device.ways, jax.tree.structure(device.extra))
         return value, jax.tree.unflatten(structure, grads) if backward else None
 
     def program(*given, **options):
@@ -130,7 +133,7 @@ class _Device:
 
     def __call__(self, leaves, batch, numbers, args, key):
         m = self.microbatches
-        parts = objective.split(batch, m), objective.split(numbers, m)
+        parts = split(batch, m), split(numbers, m)
         first = jax.tree.map(lambda x: x[0], parts)
         with marks.bind(**self.within.meanings):
             self._trace(leaves, *abstract((*first, args, key)))
@@ -159,7 +162,7 @@ class _Device:
             options = {} if key is None else {"key": key}
             shares = within.shares(params, self.loss, batch, args, options)
             params, meanings["use"] = shares.received(params), shares.use
-        loss, given = objective.normal(self.loss, self.has_aux), (params, batch, rows, args, key)
+        loss, given = normal(self.loss, self.has_aux), (params, batch, rows, args, key)
 
         def outputs(params, batch, rows, args, key):
             with marks.bind(index=meaning(rows)):
@@ -168,13 +171,14 @@ class _Device:
         self.traced = None
         with marks.bind(**meanings):
             if m > 1 or within.division.axes:
-                self.traced = objective.trace(self.loss, *given, self.has_aux)
-                checks.count(self.who, self.traced, params, m)
+                self.traced = trace(self.loss, *given, self.has_aux)
+                if m > 1:
+                    self.traced.check_count(params, self.who)
             stages, shapes = cut.stages(outputs, *given, relocate=self._relocated)
         self.mean, self.extra = shapes
         if m == 1 and self.mean.count is not None:  # which may depend on the parameters
             stages[-1] = dataclasses.replace(stages[-1], seeds=(0, 1))
-        self.ways = objective.ways(self.aux, self.extra)
+        self.ways = ways(self.aux, self.extra)
         self.folded = key is not None and self.traced is not None and not self.traced.by_place
         schedule = checks.schedule(self, len(stages))
         start = len(jax.tree.leaves((batch, rows)))
@@ -212,27 +216,27 @@ class _Device:
             return self.traced.count(params, batch, rows, args, own if self.folded else key)
 
         counts = jax.lax.map(one, (*parts, key if self.folded else None))
-        return self.within.division.together(jnp.sum(_widened(counts)))
+        return self.within.division.together(jnp.sum(widened(counts)))
 
     def _seeds(self, count, outputs):
         """The cotangents of a microbatch's total, and of its count where it is differentiated."""
-        total = _widened(outputs[0])
+        total = widened(outputs[0])
         if count is None:
-            count = jnp.float32(1) if self.mean.count is None else _widened(outputs[1])
+            count = jnp.float32(1) if self.mean.count is None else widened(outputs[1])
             total, count = self.within.division.together((total, count))
-        return objective.cotangents(objective.Mean(total, count))
+        return cotangents(objective.Mean(total, count))
 
     def _value(self, outputs):
         """(the mean, the two sums of it, the auxiliary outputs in two groups)."""
         structure = jax.tree.structure((self.mean, self.extra))
         (total, count), extra = jax.tree.unflatten(structure, outputs)
-        count = jnp.float32(self.microbatches) if count is None else jnp.sum(_widened(count))
-        whole = objective.Mean(*self.within.division.together((jnp.sum(_widened(total)), count)))
+        count = jnp.float32(self.microbatches) if count is None else jnp.sum(widened(count))
+        whole = objective.Mean(*self.within.division.together((jnp.sum(widened(total)), count)))
         dtype = jnp.result_type(*(x.dtype for x in jax.tree.leaves(self.mean)))
         pairs = zip(jax.tree.leaves(extra), self.ways, strict=True)
-        extra = [objective.reduced(x, way) for x, way in pairs]
-        groups = self.within.division.over_devices(extra, self.ways, self.who)
-        return objective.quotient(whole).astype(dtype), whole, groups
+        extra = [reduced(x, way) for x, way in pairs]
+        groups = self.within.division.over_devices(extra, self.ways)
+        return quotient(whole).astype(dtype), whole, groups
 
 
 def _place(spec, axis):
@@ -246,7 +250,3 @@ def _everywhere(x, axis):
     if x.dtype == jnp.bool_:
         return jax.lax.psum(x.astype(jnp.int32), axis).astype(jnp.bool_)
     return jax.lax.psum(x, axis)
-
-
-def _widened(x):
-    return x.astype(objective.wide(x.dtype))

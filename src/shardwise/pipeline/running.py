@@ -16,6 +16,7 @@ import numpy as np
 from shardwise import marks
 from shardwise.objective.means import wide
 from shardwise.pipeline import cut
+from shardwise.pipeline.cut.halves import differentiable
 from shardwise.pipeline.program import Program, at, put
 
 # What a device has between ticks: "act", "cot", "kept" and "pend" are its `Program.buffers`,
@@ -116,10 +117,10 @@ class Run:
         """A microbatch's cotangents, on their way to the stage before."""
         stage, row = kind.stage, given.row
         kept, state = self.waiting(state, "kept", row, kind.kept)
-        like = [stage.outputs[i] for i in cut.differentiable(stage)]
+        like = [stage.outputs[i] for i in differentiable(stage)]
         if stage.last:
             back = self.seeds([at(x, row["microbatch"]) for x in state["outputs"]])
-            pairs = zip(cut.differentiable(stage), like, strict=True)
+            pairs = zip(differentiable(stage), like, strict=True)
             cots = [back[i].astype(x.dtype) for i, x in pairs]
         else:
             cots = self.buffers["cot"].read(state["cot"], row["cot"], like)

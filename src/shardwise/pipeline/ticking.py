@@ -15,14 +15,7 @@ READERS = {"act": "F", "cot": "I", "kept": "FIW", "pend": "IW"}  # the tasks at 
 
 @dataclasses.dataclass(frozen=True)
 class Ticks:
-    """A table: int32 columns [ticks, devices] by name, and the most slots a device needs of a kind.
-
-    `kind` is 0 without a task, 1 for F, 2 for I, 3 for W; `stage` and `microbatch` tell the task.
-    `act`, `cot`, `kept` and `pend` are the slots that it reads or fills: of an activation or a
-    cotangent that has arrived, of what a forward keeps, of what an I leaves to its W. `act+1`, and
-    so on for each of the `rings`, is the slot into which what the device that many places before
-    sends at this tick's end goes; -1 for nothing.
-    """
+    """What `ticks` returns."""
 
     columns: dict[str, np.ndarray]
     slots: dict[str, int]
@@ -32,6 +25,13 @@ class Ticks:
 @functools.lru_cache(maxsize=32)
 def ticks(schedule: Schedule, backward: bool = True) -> Ticks:
     """The table of a schedule whose tasks take a tick each, and a whole backward two.
+
+    It has int32 `columns` [ticks, devices] by name, and in `slots` the most that a device needs of
+    a kind. `kind` is 0 without a task, 1 for F, 2 for I, 3 for W; `stage` and `microbatch` tell the
+    task. `act`, `cot`, `kept` and `pend` are the slots that it reads or fills: of an activation or
+    a cotangent that has arrived, of what a forward keeps, of what an I leaves to its W. `act+1`,
+    and so on for each of the `rings`, is the slot into which what the device that many places
+    before sends at this tick's end goes; -1 for nothing.
 
     What a slot holds is as live as `schedules.Timeline` counts it. Without `backward`, of the
     forward tasks alone, in the same order.

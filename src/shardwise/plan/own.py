@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwise import layouts, marks, measure, objective, topology
+from shardwise import layouts, marks, measure, topology
 from shardwise import tree as trees
-from shardwise.fsdp import ArrayLayout
+from shardwise.fsdp.arrays import ArrayLayout
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import abstract, array_layouts
+from shardwise.objective.means import normal, quotient
 from shardwise.plan import planning, residuals, roles
 from shardwise.plan.memory import COUNTS, Memory, Terms
 from shardwise.plan.roles import Roles
@@ -125,7 +126,7 @@ class Own:
         """The mean loss, without aux; marks mean what the settings say alone, on one device."""
         mesh = jax.sharding.AbstractMesh((1,), ("data",))
         with marks.bind(**meanings(Roles().layout(mesh, **self.settings))):
-            return objective.quotient(objective.normal(self.loss, self.has_aux)(params, batch)[0])
+            return quotient(normal(self.loss, self.has_aux)(params, batch)[0])
 
     @functools.cached_property
     def flops(self) -> tuple[float, float]:

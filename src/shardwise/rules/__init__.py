@@ -8,27 +8,21 @@ array that has axes.
 
 from shardwise.rules.compiling import jit
 from shardwise.rules.fsdp import FSDPRule
-from shardwise.rules.leaves import Leaf
 from shardwise.rules.naming import LogicalRules, PathRules, PolicyRule
-from shardwise.rules.placement import Pinned, constrain_tree, place, shardings, whole
-from shardwise.rules.rule import Choice, Rule, follow
+from shardwise.rules.placement import constrain_tree, place, shardings, whole
+from shardwise.rules.rule import follow
 from shardwise.rules.table import describe
-from shardwise.tree import leaves as named_leaves
+from shardwise.tree import leaves as named_leaves  # noqa: F401, as chapters call it
 
 __all__ = [
-    "Choice",
     "FSDPRule",
-    "Leaf",
     "LogicalRules",
     "PathRules",
-    "Pinned",
     "PolicyRule",
-    "Rule",
     "constrain_tree",
     "describe",
     "follow",
     "jit",
-    "named_leaves",
     "place",
     "shardings",
     "whole",

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardwise import marks, tree
 from shardwise import mesh as meshes
-from shardwise.rules.placement import Pinned, mesh_for_constraints, shardings
+from shardwise.rules.placement import constrain_tree, mesh_for_constraints, shardings
 
 
 def jit(
@@ -129,11 +129,11 @@ class _Jit:
         """`call` with its named activations bound."""
 
         def marked(*args):
-            pinned = Pinned(self._names)
+            pinned = _Pinned(self._names)
             bound = dict(constrain=pinned) if self._names else {}
             with mesh_for_constraints(self._mesh), marks.bind(**bound):
                 out = call(*args)
-            pinned.check("rules.jit", self._name)
+            pinned.check(self._name)
             return out
 
         return marked
@@ -149,6 +149,26 @@ class _Jit:
                 f"arguments; expected one entry for each."
             )
         return tuple(given[place] for place in at)
+
+
+class _Pinned:
+    """The meaning of `marks.constrain` by `names`, {name of an activation: rule or spec}."""
+
+    def __init__(self, names: Mapping[str, Any]):
+        self.names, self.met = names, set()
+
+    def __call__(self, x: jax.Array, name: str) -> jax.Array:
+        self.met.add(name)
+        rule = self.names.get(name)
+        return x if rule is None else constrain_tree({name: x}, rule)[name]
+
+    def check(self, function: str) -> None:
+        """Raise for a name that this function did not mark when it was traced."""
+        if unused := set(self.names) - self.met:
+            raise ValueError(
+                f"rules.jit: names has {min(unused)!r}, which {function} never marks; it marks "
+                f"{sorted(self.met)}. (A jaxpr or an exported program hides its marks.)"
+            )
 
 
 def _explained(error, wanted, given):

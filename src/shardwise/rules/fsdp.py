@@ -6,9 +6,9 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from shardwise.mesh import axes_of
+from shardwise.mesh import axes_of, check_axes, parts
 from shardwise.rules.leaves import Leaf, read
-from shardwise.rules.rule import ONE, Choice, Rule, parts, specs, used_axes
+from shardwise.rules.rule import ONE, Choice, Rule, specs, used_axes
 from shardwise.tree import LAYERS
 
 
@@ -43,7 +43,7 @@ class FSDPRule(Rule):
                 f"FSDPRule: stacked={self.stacked!r}; expected a predicate on paths, or None where "
                 f"names that the tree carries tell."
             )
-        self.check_uneven()
+        super().__post_init__()
         if self.pick not in ("largest", "first"):
             raise ValueError(f"FSDPRule: pick={self.pick!r}; expected 'largest' or 'first'.")
 
@@ -52,7 +52,7 @@ class FSDPRule(Rule):
         return read(tree, getattr(self.over, "names", None) if self.names is None else self.names)
 
     def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
-        self.check_axes(axes_of(self.axis), mesh)
+        check_axes(self.who, mesh, axes_of(self.axis))
         below = [PartitionSpec()] * len(leaves)
         if self.over is not None:
             below = specs(self.over, tree, mesh)
@@ -71,7 +71,7 @@ class FSDPRule(Rule):
         entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
         free = [i for i, entry in enumerate(entries) if entry is None and not self._layers(leaf, i)]
         last = [0] if self._unsaid(leaf) and entries[0] is None else []
-        i = self._pick(leaf, free, last, parts(self.axis, mesh))
+        i = self._pick(leaf, free, last, parts(mesh, self.axis))
         if i is None:
             return Choice(spec, f"no axis divides by {self.axis!r}")
         entries[i] = self.axis

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
-from shardwise.mesh import axes_of
+from shardwise.mesh import axes_of, check_axes
 from shardwise.rules.leaves import Leaf
 from shardwise.rules.rule import Choice, Rule, used_axes
 
@@ -29,9 +29,6 @@ class LogicalRules(Rule):
     table: Mapping[str, Any]
     names: Any = None
     uneven: str = "error"
-
-    def __post_init__(self):
-        self.check_uneven()
 
     def __or__(self, changes):
         """These rules with single entries replaced.
@@ -58,7 +55,7 @@ class LogicalRules(Rule):
         return self._spec("an activation", axes)
 
     def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
-        self.check_axes(used_axes(self.table.values()), mesh)
+        check_axes(self.who, mesh, used_axes(self.table.values()))
         return super().chosen(tree, leaves, mesh)
 
     def choose(self, leaf: Leaf, mesh: Mesh) -> Choice:
@@ -123,7 +120,7 @@ class PathRules(Rule):
                 )
         self.pairs = [(re.compile(pattern), spec) for pattern, spec in pairs]
         self.strict, self.uneven = strict, uneven
-        self.check_uneven()
+        self.__post_init__()
 
     def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
         if self.strict:
@@ -162,9 +159,6 @@ class PolicyRule(Rule):
 
     fn: Callable
     uneven: str = "error"
-
-    def __post_init__(self):
-        self.check_uneven()
 
     def choose(self, leaf: Leaf, mesh: Mesh) -> Choice:
         spec = self.fn(leaf.path, leaf.array)

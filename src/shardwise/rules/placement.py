@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import reprlib
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -131,29 +130,6 @@ def constrain_tree(tree: Any, rule: Any, mesh: Mesh | None = None) -> Any:
         x if to is None else jax.lax.with_sharding_constraint(x, to)
         for x, to in zip(leaves, wanted, strict=True)
     )
-
-
-class Pinned:
-    """The meaning of `marks.constrain` that lays out activations by `names`, {name: rule or spec}.
-
-    `mesh` is as in `constrain_tree`.
-    """
-
-    def __init__(self, names: Mapping[str, Any], mesh: Mesh | None = None):
-        self.names, self.mesh, self.met = names, mesh, set()
-
-    def __call__(self, x: jax.Array, name: str) -> jax.Array:
-        self.met.add(name)
-        rule = self.names.get(name)
-        return x if rule is None else constrain_tree({name: x}, rule, self.mesh)[name]
-
-    def check(self, who: str, function: str) -> None:
-        """Raise for a name that this function did not mark when it was traced."""
-        if unused := set(self.names) - self.met:
-            raise ValueError(
-                f"{who}: names has {min(unused)!r}, which {function} never marks; it marks "
-                f"{sorted(self.met)}. (A jaxpr or an exported program hides its marks.)"
-            )
 
 
 @contextlib.contextmanager

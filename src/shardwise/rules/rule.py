@@ -1,13 +1,12 @@
 """The base of all rules, from one choice for each leaf to checked specs; and what follows rules."""
 
-import math
 import reprlib
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from shardwise.mesh import axes_of
+from shardwise.mesh import axes_of, check_axes, parts
 from shardwise.rules.leaves import Leaf, is_factored, read
 from shardwise.tree import owners
 
@@ -60,19 +59,11 @@ class Rule:
         """One `Choice` for each leaf of `tree`, not yet checked."""
         return [ONE if leaf.size == 1 else self.choose(leaf, mesh) for leaf in leaves]
 
-    def check_uneven(self) -> None:
-        """Check `uneven`; to be called from a subclass's __post_init__."""
+    def __post_init__(self):
+        """Check `uneven`; a subclass that is no dataclass calls this itself."""
         if self.uneven not in ("error", "replicate"):
             raise ValueError(
                 f"{self.who}: uneven={self.uneven!r}; expected 'error' or 'replicate'."
-            )
-
-    def check_axes(self, axes: Any, mesh: Mesh, leaf: str = "") -> None:
-        """Raise where the mesh lacks one of `axes`."""
-        if missing := [axis for axis in axes if axis not in mesh.shape]:
-            raise ValueError(
-                f"{self.who}{leaf}: the mesh has no axis {missing[0]!r}; it has {sizes(mesh)}. "
-                f"Make the mesh with that axis (its size may be 1), or change the rule."
             )
 
     def check_not_factored(self, leaf: Leaf) -> None:
@@ -94,14 +85,14 @@ class Rule:
                 f"{len(leaf.shape)} entries."
             )
         used = used_axes(spec)
-        self.check_axes(used, mesh, f", {leaf.label}")
+        check_axes(f"{self.who}, {leaf.label}", mesh, used)
         if twice := {axis for axis in used if used.count(axis) > 1}:
             raise ValueError(
                 f"{self.who}: {leaf.label} would be cut along mesh axis {min(twice)!r} twice, by "
                 f"the spec {short(choice.spec)}; one array can use a mesh axis once."
             )
         for i, entry in enumerate(spec):
-            count = parts(entry, mesh)
+            count = parts(mesh, entry)
             if leaf.shape[i] % count == 0:
                 continue
             over = " × ".join(map(repr, axes_of(entry)))
@@ -115,7 +106,7 @@ class Rule:
             spec[i] = None
         while spec and spec[-1] is None:
             spec.pop()
-        whole = all(parts(entry, mesh) == 1 for entry in spec)
+        whole = all(parts(mesh, entry) == 1 for entry in spec)
         why = "; ".join(dropped) if dropped else choice.why if not used else "mesh axes of size 1"
         return Choice(PartitionSpec(*spec), why if whole else "")
 
@@ -243,16 +234,6 @@ def follow(rule: Any, params: Any, other: Any = None) -> Rule:
 def used_axes(spec):
     """All mesh axes in a spec, in order."""
     return [axis for entry in spec for axis in axes_of(entry)]
-
-
-def parts(entry, mesh):
-    """The number of parts into which a spec's entry cuts its axis."""
-    return math.prod(mesh.shape[axis] for axis in axes_of(entry))
-
-
-def sizes(mesh):
-    """The sizes of a mesh as messages write them: data=4, model=2."""
-    return ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
 
 
 def short(spec):

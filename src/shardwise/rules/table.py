@@ -9,7 +9,8 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from shardwise import tree as trees
-from shardwise.rules.rule import as_rule, parts, short, sizes
+from shardwise.mesh import parts, sizes
+from shardwise.rules.rule import as_rule, short
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ def describe(rule: Any, tree: Any, mesh: Mesh) -> str:
     for (path, array), (spec, why) in zip(trees.leaves(tree), found, strict=True):
         shape = jnp.shape(array)
         size = math.prod(shape) * _itemsize(array)
-        cut = math.prod(parts(entry, mesh) for entry in spec)
+        cut = math.prod(parts(mesh, entry) for entry in spec)
         total += size
         rows.append(
             Row(path, shape, spec, size // cut, (why or "the rule says so") if cut == 1 else "")

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from shardwise import checkpoint, layouts, objective
 from shardwise.checkpoint.directory import Lock
 from shardwise.layouts import Layout, first_call
+from shardwise.objective.means import normal, quotient
 from shardwise.processes import system
 from shardwise.run import metrics
 from shardwise.run.folder import Folder
@@ -198,7 +199,7 @@ def _recorded(aux):
         )
     means = {name: x for name, x in aux.items() if isinstance(x, objective.Mean)}
     found = {n: x for n, x in aux.items() if hasattr(x, "ndim") and x.ndim <= 1}
-    return found | {name: objective.quotient(x) for name, x in means.items()}
+    return found | {name: quotient(x) for name, x in means.items()}
 
 
 def judge(
@@ -219,7 +220,7 @@ def flags(layout: Layout, asked: bool) -> Any:
 
 def evaluation(layout: Layout, loss: Callable, decay: float | None, has_aux: bool) -> Callable:
     """(params, opt_state, batches) -> [the loss of these together, that of params' mean]."""
-    bare = objective.normal(loss, has_aux)  # without a key: no dropout
+    bare = normal(loss, has_aux)  # without a key: no dropout
 
     def counted(params, batch):  # by what batches are weighed: 1 of a mean over rows
         found, _ = bare(params, batch)

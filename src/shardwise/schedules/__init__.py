@@ -12,21 +12,18 @@ Lists of tasks written by hand are a schedule like any other: pass them to `chec
 or to `from_tasks`. A new schedule is one function and one entry in `SCHEDULES`.
 """
 
-from shardwise.schedules.checking import check, run_order
+from shardwise.schedules.checking import check
 from shardwise.schedules.published import SCHEDULES, spread
-from shardwise.schedules.table import KINDS, Schedule, Task, from_tasks
-from shardwise.schedules.timing import COSTS, Timeline, timeline
+from shardwise.schedules.table import Schedule, Task, from_tasks
+from shardwise.schedules.timing import Timeline, timeline
 
 __all__ = [
-    "COSTS",
-    "KINDS",
     "SCHEDULES",
     "Schedule",
     "Task",
     "Timeline",
     "check",
     "from_tasks",
-    "run_order",
     "spread",
     "timeline",
 ]

@@ -11,10 +11,16 @@ def check(schedule: Schedule | Lists) -> None:
         its stage; or an order that comes to a stop, with the first task that can never run and
         the ring of tasks that wait for each other.
     """
-    schedule = from_tasks(schedule)
-    _check_placement(schedule)
-    _check_each_once(schedule)
-    run_order(schedule)
+    found = from_tasks(getattr(schedule, "tasks", schedule))
+    if isinstance(schedule, Schedule):
+        said, are = ((x.stages, x.microbatches, tuple(x.device_of)) for x in (schedule, found))
+        if said != are:
+            raise ValueError(
+                f"The schedule's stages, microbatches and device_of are {said}, and those of its "
+                f"tasks {are}."
+            )
+    _check_each_once(found)
+    run_order(found)
 
 
 def run_order(schedule: Schedule | Lists) -> list[Task]:
@@ -38,29 +44,6 @@ def run_order(schedule: Schedule | Lists) -> list[Task]:
     if any(at < len(order) for at, order in zip(position, schedule.tasks, strict=True)):
         raise ValueError(_deadlock(schedule, done, position))
     return list(done)
-
-
-def _check_placement(schedule: Schedule) -> None:
-    homes = schedule.device_of
-    if len(homes) != schedule.stages or not set(homes) <= set(range(schedule.devices)):
-        raise ValueError(
-            f"device_of is {homes}; it needs one of {schedule.devices} devices, counted from 0, "
-            f"for each of {schedule.stages} stages."
-        )
-    for device, order in enumerate(schedule.tasks):
-        for task in order:
-            if not (
-                0 <= task.stage < schedule.stages and 0 <= task.microbatch < schedule.microbatches
-            ):
-                raise ValueError(
-                    f"{task} on device {device} is outside of {schedule.stages} stages and "
-                    f"{schedule.microbatches} microbatches."
-                )
-            if homes[task.stage] != device:
-                raise ValueError(
-                    f"{task} is on device {device}; its stage lives on device "
-                    f"{homes[task.stage]}: move it there."
-                )
 
 
 def _check_each_once(schedule: Schedule) -> None:

@@ -120,12 +120,12 @@ def spread(name: str, devices: int, microbatches: int, per_device: int = 2) -> S
         except ValueError as error:
             refused[stages] = error
     for stages, error in refused.items():
-        if takes(name, stages, devices, microbatches=stages):
+        if _takes(name, stages, devices, microbatches=stages):
             raise error  # only the microbatches are wrong
     raise ValueError("\n".join(map(str, refused.values())))
 
 
-def takes(name: str, stages: int, devices: int, microbatches: int) -> bool:
+def _takes(name: str, stages: int, devices: int, microbatches: int) -> bool:
     """Whether the schedule of that name takes these numbers."""
     try:
         _made(name, stages, devices, microbatches)

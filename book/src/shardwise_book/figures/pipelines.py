@@ -15,7 +15,7 @@ STYLE = "".join(
     f"--c: var(--{kind}); }}"
     for kind, colour in COLOURS.items()
 )
-KINDS = "".join(f'<span class="{k}">{k} {name}</span>' for k, name in schedules.KINDS.items())
+KINDS = "".join(f'<span class="{k}">{k} {name}</span>' for k, name in schedules.table.KINDS.items())
 LAYOUT = f"""<style>{STYLE}</style><div class="kinds">{KINDS}</div><div id="@costs"></div>
 <div class="timeline" role="img" aria-label="A row for each device: its tasks over time, and below
 them what is live"><div id="@rows"></div><div id="@axis" class="axis"></div></div>

@@ -26,7 +26,7 @@ def schedule(
 ) -> Drawing:
     """Timelines above each other, on one axis of time.
 
-    `runs` is a `schedules.Timeline`, a schedule (drawn at the costs `schedules.COSTS`), or a
+    `runs` is a `schedules.Timeline`, a schedule (drawn at the costs `schedules.timing.COSTS`), or a
     mapping of titles to these. A box is a task; its colour is the kind, its number the
     microbatch. A bar at the foot marks a device's second stage, two bars its third. Where it is
     shaded, the device waits.
@@ -53,7 +53,7 @@ def schedule(
     axes.spines[:].set_visible(False)
     axes.tick_params(axis="y", length=0)
     kinds = {task.kind for run in named.values() for task in run.start}
-    _legend(axes, [kind for kind in schedules.KINDS if kind in kinds])
+    _legend(axes, [kind for kind in schedules.table.KINDS if kind in kinds])
     return drawing
 
 
@@ -88,7 +88,9 @@ def chunk(table: schedules.Schedule, task: schedules.Task) -> int:
 
 def _legend(axes, kinds):
     marks = [
-        Rectangle((0, 0), 1, 1, facecolor=COLOURS[kind], label=f"{kind} {schedules.KINDS[kind]}")
+        Rectangle(
+            (0, 0), 1, 1, facecolor=COLOURS[kind], label=f"{kind} {schedules.table.KINDS[kind]}"
+        )
         for kind in kinds
     ]
     with palette.style():

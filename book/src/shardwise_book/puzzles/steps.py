@@ -118,7 +118,7 @@ def order(lists: Sequence[str]) -> Verdict:
 
 
 def _task(stage, word):
-    if word[:1] not in schedules.KINDS or not word[1:].isdigit():
+    if word[:1] not in schedules.table.KINDS or not word[1:].isdigit():
         raise Wrong(f"{word!r} is no task; write F, I or W and a microbatch, such as F0.")
     return schedules.Task(stage, word[0], int(word[1:]))
 

@@ -13,7 +13,7 @@ one stage, once. A value that a later stage needs travels through the stages bet
 its cotangent. Names (`jax.named_scope`) and source lines stay those of the loss.
 """
 
-from shardwise.pipeline.cut.halves import Halves, backward, differentiable
-from shardwise.pipeline.cut.stages import Cut, Stage, stages
+from shardwise.pipeline.cut.halves import Halves, backward
+from shardwise.pipeline.cut.stages import Stage, stages
 
-__all__ = ["Cut", "Halves", "Stage", "backward", "differentiable", "stages"]
+__all__ = ["Halves", "Stage", "backward", "stages"]
