@@ -146,10 +146,6 @@ class Part:
         return jnp.dtype(self.config.dtype).itemsize
 
     @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
     def is_last(self) -> bool:
         return self.stage == self.roles.stage - 1
 
@@ -160,7 +156,7 @@ class Part:
 
     def reads(self, array: Array) -> bool:
         """Whether the stage reads a parameter."""
-        begins = self.is_first and array.is_embedding
+        begins = self.stage == 0 and array.is_embedding
         return array.stacked or begins or (self.is_last and self.ends(array))
 
     def ends(self, array: Array) -> bool:

@@ -128,16 +128,14 @@ def _rows(batch, sequence, devices=0):
     _positive(sequence=sequence)
     if batch.isdigit():
         return _positive(batch=int(batch))
-    such = "512 rows or 4M tokens"
-    if batch[-1:].isdigit() and "e" not in batch.lower():
-        raise ValueError(f"plan: --batch {batch!r}; expected a number above 0, as in {such}.")
-    rows = max(1, _number("--batch", batch, such) / sequence)
+    rows = max(1, _number("--batch", batch, "512 rows or 4M tokens", "[KMBGT]|E") / sequence)
     return round(rows / devices) * devices if rows > devices > 0 else 2 ** round(math.log2(rows))
 
 
-def _number(flag, written, such):
-    """A number with a unit of a thousand: 15T, 2.5e9; `such` would do."""
+def _number(flag, written, such, needs=""):
+    """A number with a unit of a thousand: 15T, 2.5e9; `such` would do, with what it `needs`."""
     found = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:E\d+)?) ?([KMBGT]?)", written.upper())
+    found = found if re.search(needs, written.upper()) else None
     value = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not value > 0:
         raise ValueError(f"plan: {flag} {written!r}; expected a number above 0, as in {such}.")

@@ -43,7 +43,7 @@ def sent(part: Part) -> tuple[Sent, ...]:
         ("expert", "tokens", _experts),
         ("stage", "stages", _stages),
     )
-    found = [*_parameters(part), *_loss(part)]
+    found = [*_by_hand(part)]
     found += [Sent((role,), kind, of(part)) for role, kind, of in along if role in part.roles.sizes]
     return tuple(s for s in found if s.bytes)
 
@@ -58,7 +58,10 @@ def _copied(part, without=()):
     return tuple(role for role in part.roles.sizes if role not in ("stage", "tensor", *without))
 
 
-def _parameters(part):
+def _by_hand(part):
+    """The `Sent` of parameters, and of the loss's numbers: stages sum the count once more, before
+    the first tick.
+    """
     weights, sums = 0.0, {}
     for share in part.held():
         without = ("expert",) if EXPERT in share.array.names else ()
@@ -69,6 +72,10 @@ def _parameters(part):
         sums[over] = sums.get(over, 0) + 2 * share.elements * _WIDE * _share(part, over)
     yield Sent(("fsdp",), "weights", weights * _share(part, ("fsdp",)))
     yield from (Sent(over, "gradients", size) for over, size in sums.items())
+    over, (numbers, counts) = _copied(part), _numbers(part)
+    numbers += _WIDE if part.roles.stage > 1 else 0
+    yield Sent(over, "loss", 2 * numbers * _share(part, over))
+    yield Sent(over, "counts", 2 * counts * _share(part, over))
 
 
 def _passes(part, array):
@@ -83,14 +90,6 @@ def _numbers(part):
     """(bytes of the loss's total and count, in float32; bytes of the counts of experts)."""
     c = part.config  # loads, drops and nats, as `model.routed_loss` counts them
     return 2 * _WIDE, (c.layers * (c.experts + 1) + 1) * _WIDE if c.experts else 0
-
-
-def _loss(part):
-    """The `Sent` of the loss's numbers; stages sum the count once more, before the first tick."""
-    over, (numbers, counts) = _copied(part), _numbers(part)
-    numbers += _WIDE if part.roles.stage > 1 else 0
-    yield Sent(over, "loss", 2 * numbers * _share(part, over))
-    yield Sent(over, "counts", 2 * counts * _share(part, over))
 
 
 def _attention(part):
@@ -193,7 +192,7 @@ def inserted(part: Part) -> tuple[Op, ...]:
     if r.tensor == 1:
         return ()
     m, layers, again = r.microbatches, r.microbatches * part.layers, int(r.remat)
-    length, ends = part.sequence // r.context, m * (part.is_first + part.is_last)
+    length, ends = part.sequence // r.context, m * ((part.stage == 0) + part.is_last)
     share = part.rows, length // r.tensor, c.embed
     gathers, scatters = 4 + 2 * again, 4 + again * (not r.products)
     if c.experts and not c.shared_experts:
