@@ -24,7 +24,7 @@ from shardwise.plan import (
     roles,
     tables,
 )
-from shardwise.plan.command import Fewest
+from shardwise.plan.command import Fewest, survey
 from shardwise.run import settings
 from shardwise.topology.slices import usual
 from shardwise.train import Optimizer
@@ -175,9 +175,7 @@ def test_without_chips_the_fewest_of_each_kind_are_told(capsys):
 
 def test_in_so_many_days_are_the_fewest_that_are_in_time():
     config = plan.preset("llama3-8b")
-    found = {
-        f.plan.chips.kind: f for f in command.survey(config, 512, 4096, (8, 512), 80, 2e12, 60)
-    }
+    found = {f.plan.chips.kind: f for f in survey(config, 512, 4096, (8, 512), 80, 2e12, 60)}
     assert {"a100", "h100"} == found.keys()
     for f in found.values():
         low, high = f.days(2e12)
