@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from plan_cases import Case, candidate
 
 from shardwise import model, topology
-from shardwise.plan import configs, roles
+from shardwise.plan import published, roles
 
 DECODERS = pathlib.Path(__file__).parents[1] / "tests" / "decoders.json"
 # (vocab, embed, heads, kv_heads, head_dim, mlp) as config.json has them; no biases, nothing tied.
@@ -66,9 +66,9 @@ def _published(rng):
 
 def _by_config(rng):
     every = json.loads(DECODERS.read_text())
-    known = [n for n, x in every.items() if x["config"]["architectures"][0] in configs.ABSENT]
+    known = [n for n, x in every.items() if x["config"]["architectures"][0] in published.ABSENT]
     name = rng.choice(known)
-    config = configs.of(every[name]["config"]).config
+    config = published.of(every[name]["config"]).config
     return name, dataclasses.replace(config, layers=rng.choice([2, 4, 8, 24]))
 
 

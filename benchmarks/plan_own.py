@@ -18,8 +18,8 @@ import plan
 import plan_cases
 
 from shardwise import context, mesh, topology, train
-from shardwise.plan import Own, compiling, own
-from shardwise.plan.own import candidate
+from shardwise.plan import compiling, own
+from shardwise.plan.own import Own, candidate
 
 
 class VisionTransformer(nn.Module):

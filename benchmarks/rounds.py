@@ -62,7 +62,7 @@ class Row:
         print(f"{name}: {time.perf_counter() - start:.0f} s; {told}", file=sys.stderr, flush=True)
 
     def measured(self, mesh, step):
-        """(`measure.DeviceBytes`, {mesh axes: bytes sent}, what runs)."""
+        """(`measure.memory.DeviceBytes`, {mesh axes: bytes sent}, what runs)."""
         compiled = step.lower(*self._state, self._batch).compile()
         found = measure.by_axis(measure.collectives(compiled), mesh)
         sent = {axes: part.ring_bytes for axes, part in found.items()}

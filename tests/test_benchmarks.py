@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from shardwise import measure
+from shardwise.measure.memory import DeviceBytes
 
 ROOM = pathlib.Path(__file__).parents[1] / "benchmarks"
 
@@ -54,7 +54,7 @@ def test_what_sends_or_holds_too_much_is_told(benchmark):
     layout = benchmark.layouts.LAYOUTS["hybrid"](8)
 
     def row(name, sent, limit, temporaries, arguments=5, strategy=""):
-        memory = measure.DeviceBytes(arguments, 0, 0, temporaries)
+        memory = DeviceBytes(arguments, 0, 0, temporaries)
         sent = {("fsdp",): sent}
         told = dict(layout=layout, strategy=strategy, limit=limit, memory=memory, sent=sent)
         return types.SimpleNamespace(name=name, **told)

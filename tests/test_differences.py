@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import measure, mesh, model, plan, topology
 from shardwise.measure.counts import Op
-from shardwise.measure.differences import pairs
+from shardwise.measure.differences import Difference, pairs
 from shardwise.measure.hlo import Array
 from shardwise.plan import compiling, roles
 
@@ -244,5 +244,5 @@ def test_a_tpus_compiler_leaves_scatters_in_the_loop_of_microbatches(tmp_path, m
     each = roles.Roles(fsdp=8, microbatches=4)
     chips, lowered = compiling.lowered(each, whole)
     found = measure.differences(lowered, topology.compile(lowered, chips))
-    dropped = found.get("dropped", measure.Difference(0, 0, 0))
+    dropped = found.get("dropped", Difference(0, 0, 0))
     assert dropped.written < 100 and found["as written"].static > 8

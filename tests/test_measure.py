@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, measure, mesh, model, objective
 from shardwise.measure import hlo, timing
+from shardwise.measure.counts import Count
 
 
 def compiled(f, *args, **options):
@@ -181,7 +182,7 @@ def test_every_kind_of_collective_on_every_mesh(axes_sizes, axes, trips):
     passes = dict.fromkeys(payload, (n - 1) / n) | {"all-reduce": 2 * (n - 1) / n}
     passes["collective-permute"] = 1
     expected = {
-        kind: measure.Count(1, trips, trips * size, trips * size * passes[kind])
+        kind: Count(1, trips, trips * size, trips * size * passes[kind])
         for kind, size in payload.items()
     }
     for program in (lowered, lowered.compile()):
@@ -269,7 +270,7 @@ def test_products_that_the_compiler_partitions(left, right, out, expected, share
     )
     assert measure.flops(program) * share == 2 * 64 * 128 * 256
     assert measure.collectives(program) == {
-        kind: measure.Count(1, 1, size, size * passes) for kind, (size, passes) in expected.items()
+        kind: Count(1, 1, size, size * passes) for kind, (size, passes) in expected.items()
     }
 
 
@@ -314,7 +315,7 @@ def test_a_loop_whose_trips_depend_on_data_counts_as_its_mark_says():
     lowered = jax.jit(f).lower(shape(8, 8), shape(7, dtype=jnp.int32))
     for program in (lowered, lowered.compile()):
         found = measure.collectives(program)
-        assert found == {"all-reduce": measure.Count(2, 17, 17 * 256, 17 * 448)}
+        assert found == {"all-reduce": Count(2, 17, 17 * 256, 17 * 448)}
         assert sorted(op.trips for op in found.ops) == [2, 15]
     assert measure.flops(lowered.compile()) == 17 * 2 * 8**3
 
@@ -333,7 +334,7 @@ def test_a_conditional_counts_as_its_heaviest_branch():
     f = jax.shard_map(f, mesh=mesh.make(a=8), in_specs=P(), out_specs=P(), check_vma=False)
     lowered = jax.jit(f).lower(shape(1, dtype=jnp.int32), shape(16))
     for program in (lowered, lowered.compile()):
-        assert measure.collectives(program) == {"all-reduce": measure.Count(2, 2, 128, 224)}
+        assert measure.collectives(program) == {"all-reduce": Count(2, 2, 128, 224)}
 
 
 def scanned(x):
@@ -360,7 +361,7 @@ def test_loops_beside_axes_that_are_left_to_the_compiler(f, trips):
     lowered = jax.jit(f).lower(shape(4, 2))
     for program in (lowered, lowered.compile()):
         found = measure.collectives(program)
-        assert found == {"all-reduce": measure.Count(1, trips, trips * 32, trips * 48)}
+        assert found == {"all-reduce": Count(1, trips, trips * 32, trips * 48)}
 
 
 def on_host(x):
@@ -393,7 +394,7 @@ def test_custom_calls_that_stay_on_their_device(f):
         check_vma=False,
     )
     found = measure.collectives(jax.jit(both).lower(shape(64, 8)))
-    assert found == {"all-reduce": measure.Count(1, 1, 256, 448)}
+    assert found == {"all-reduce": Count(1, 1, 256, 448)}
 
 
 # --- What is refused

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from shardwise import measure, mesh
 from shardwise.measure import hlo
+from shardwise.measure.counts import Count
 from shardwise.measure.hlo import Array
 
 
@@ -67,7 +68,7 @@ GATHER = (
 )
 def test_replica_groups_in_every_form(groups, n):
     found = measure.collectives(module(GATHER + f"replica_groups={groups}, channel_id=1"))
-    assert found == {"all-gather": measure.Count(1, 1, 128 * n, 128 * (n - 1))}
+    assert found == {"all-gather": Count(1, 1, 128 * n, 128 * (n - 1))}
     assert found.ops[0].group_size == n
     together = sorted(i for group in found.ops[0].groups for i in group)
     assert together == list(range(len(together)))
@@ -182,7 +183,7 @@ P16, PAIR = "bf16[8,16]{1,0:T(8,128)(2,1)}", "replica_groups={{0,1},{2,3}}"
 def test_asynchronous_and_combined_collectives_count_once(lines, kind, payload, ring):
     inputs = f"%p = {P16} parameter(0)\n %z = f32[] parameter(1)\n "
     found = measure.collectives(module(inputs + lines.replace("\n", "\n "), more=SCALARS))
-    assert found == {kind: measure.Count(1, 1, payload, ring)}
+    assert found == {kind: Count(1, 1, payload, ring)}
 
 
 T, CALL = "tuple({})", 'custom-call({}), custom_call_target="Mix"'
@@ -235,7 +236,7 @@ def test_trips_are_inferred_from_the_condition(direction, sign, swap, start, ste
         value, trips = value + sign * step, trips + 1
     written = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}[direction] if swap else direction
     found = measure.collectives(loop(start, sign * step, bound, written, swap=swap))
-    assert found == {"all-reduce": measure.Count(1, trips, 4 * trips, 7 * trips)}
+    assert found == {"all-reduce": Count(1, trips, 4 * trips, 7 * trips)}
 
 
 def test_trips_that_the_compiler_noted_are_taken():
@@ -262,7 +263,7 @@ def test_attributes_without_a_value_are_passed_over():
     body = (
         "  %p = f32[4,8] parameter(0)\n  ROOT %r = f32[4,8] all-reduce(%p), word, replica_groups={}"
     )
-    assert measure.collectives(module(body)) == {"all-reduce": measure.Count(1, 1, 128, 224)}
+    assert measure.collectives(module(body)) == {"all-reduce": Count(1, 1, 128, 224)}
 
 
 @pytest.mark.parametrize(

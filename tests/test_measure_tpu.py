@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import data, layouts, marks, measure, model, topology
 from shardwise.measure import hlo
+from shardwise.measure.counts import Count
 from shardwise.measure.hlo import Array
 
 needs_libtpu = pytest.mark.skipif(
@@ -200,9 +201,7 @@ def test_a_carried_gather_counts_once_in_each_trip():
     made = carried(512, size, layers)
     found = measure.collectives(made)
     bytes_sent = layers * 3 * size * size * 2 * 7 // 8
-    assert found == {
-        "all-gather": measure.Count(3, 3 * layers, layers * 3 * size * size * 2, bytes_sent)
-    }
+    assert found == {"all-gather": Count(3, 3 * layers, layers * 3 * size * size * 2, bytes_sent)}
     assert 1 <= sum(op.asynchronous for op in found.ops) <= 2
     assert made.as_text().count(" all-gather(") > 3  # each is written out where it is carried
     assert measure.flops(made) == layers * 3 * 2 * 512 * size * size
@@ -218,7 +217,7 @@ def test_a_scatter_that_the_compiler_fuses_is_one():
     made = compiled(mesh, program, x, w)
     assert " all-reduce(" in made.as_text() and " reduce-scatter(" not in made.as_text()
     size = 1024 * 256 * 2
-    assert measure.collectives(made) == {"reduce-scatter": measure.Count(1, 1, size, size * 7 // 8)}
+    assert measure.collectives(made) == {"reduce-scatter": Count(1, 1, size, size * 7 // 8)}
 
 
 @needs_libtpu
@@ -294,25 +293,31 @@ def test_kernels_count_by_their_formula():
     def product(a, b, out):
         out[...] = jnp.dot(a[...], b[...])
 
-    def run(a, b, estimate):
+    def run(a, b, estimate, **flops):
         out = jax.ShapeDtypeStruct((128, 128), jnp.float32)
-        return pl.pallas_call(product, out_shape=out, cost_estimate=estimate)(a, b)
+        with marks.kernels(**flops):
+            return pl.pallas_call(product, out_shape=out, cost_estimate=estimate)(a, b)
 
     said = pl.CostEstimate(flops=7 * 128**3, bytes_accessed=1, transcendentals=0)
     arrays = [sharded(mesh, (8 * 128, 128), "x", dtype=jnp.float32)] * 2
-    told, untold = (
-        compiled(mesh, manual(mesh, functools.partial(run, estimate=e), P("x"), P("x")), *arrays)
-        for e in (said, None)
+    ways = {"estimate": said}, {"estimate": None, "pallas_call": 3}, {"estimate": None}
+    stated, marked, untold = (
+        compiled(mesh, manual(mesh, functools.partial(run, **way), P("x"), P("x")), *arrays)
+        for way in ways
     )
-    assert measure.flops(told) == 7 * 128**3
-    assert measure.flops(untold, kernels={"pallas_call": 3}) == 3
-    with pytest.raises(ValueError, match=r"a tpu_custom_call; .* say kernels="):
+    assert measure.flops(stated) == 7 * 128**3 and measure.flops(marked) == 3
+    with pytest.raises(ValueError, match=r"a tpu_custom_call; .* say marks.kernels\("):
         measure.flops(untold)
     mask = masks.MultiHeadMask([masks.CausalMask((256, 256))])
     splash = attention.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
     heads = [sharded(mesh, (8, 1, 256, 128), "x", dtype=jnp.float32)] * 3
-    made = compiled(mesh, manual(mesh, jax.vmap(splash), P("x"), P("x")), *heads)
-    assert measure.flops(made, kernels={"splash": 5}) == 5
+
+    def attend(*heads):
+        with marks.kernels(splash=5):
+            return jax.vmap(splash)(*heads)
+
+    made = compiled(mesh, manual(mesh, attend, P("x"), P("x")), *heads)
+    assert measure.flops(made) == 5
     assert measure.collectives(made) == {}
 
 
@@ -648,7 +653,7 @@ def test_turns_that_a_loop_s_mark_says_are_kept_by_the_compiler():
     lowered = mesh.lower(jax.jit(f), x, w, sharded(mesh, (22,), dtype=jnp.int32))
     program = topology.compile(lowered, mesh)
     found = measure.collectives(program)
-    assert found == {"all-gather": measure.Count(1, 8, 8 * 2**21, 8 * 2**21 * 3 / 4)}
+    assert found == {"all-gather": Count(1, 8, 8 * 2**21, 8 * 2**21 * 3 / 4)}
     assert measure.flops(program) == 8 * 2 * 8 * 1024**2
     (beside,) = measure.overlap(program, mesh.chips.chip).found
     assert beside.times == 8

@@ -13,17 +13,20 @@ import jax.numpy as jnp
 import pytest
 
 from shardwise import __main__ as command
-from shardwise import context, layouts, measure, mesh, model, plan, topology
+from shardwise import context, layouts, mesh, model, plan, topology
+from shardwise.measure.differences import Difference, Differences
+from shardwise.measure.memory import Fit
 from shardwise.plan import (
     arrays,
     compiling,
     planning,
     published,
     roles,
-    survey,
     tables,
 )
+from shardwise.plan.command import Fewest, survey
 from shardwise.run import settings
+from shardwise.topology.slices import usual
 from shardwise.train import Optimizer
 
 ARGUMENTS = ["plan", "--model", "llama3-8b", "--chips", "v5e:4x4", "--batch", "64"]
@@ -172,20 +175,20 @@ def test_without_chips_the_fewest_of_each_kind_are_told(capsys):
 
 def test_in_so_many_days_are_the_fewest_that_are_in_time():
     config = plan.preset("llama3-8b")
-    found = {f.plan.chips.kind: f for f in survey.survey(config, 512, 4096, (8, 512), 80, 2e12, 60)}
+    found = {f.plan.chips.kind: f for f in survey(config, 512, 4096, (8, 512), 80, 2e12, 60)}
     assert {"a100", "h100"} == found.keys()
     for f in found.values():
         low, high = f.days(2e12)
         assert low <= high <= 60
         fewer = plan.plan(config, f"{f.plan.chips.kind}:{f.plan.chips.slices // 2}x8", 512, 4096)
-        assert survey.Found(fewer, f.low).days(2e12)[1] > 60
+        assert Fewest(fewer, f.low).days(2e12)[1] > 60
 
 
 @pytest.mark.parametrize(
     "kind, number", [("v5e", [4, 8, 16, 32, 64, 128, 256, 512]), ("gb200", [1, 2, 4, 64, 128, 256])]
 )
 def test_usual_shapes_are_shapes(kind, number):
-    found = list(topology.usual(kind, 1, 512))
+    found = list(usual(kind, 1, 512))
     assert {*number} <= {c.number for c in found}
     assert [c.number for c in found] == sorted(c.number for c in found)
     for c in found:
@@ -365,9 +368,9 @@ def test_what_cannot_be_compiled_is_said_and_the_next_is(capsys, monkeypatch):
 def test_what_the_compiler_says_stands_beside_the_formula(capsys, monkeypatch):
     def check(candidate, whole):
         needed = int(candidate.memory.total / 1.25)
-        fit = measure.Fit(needed, whole.usable)
-        became = measure.Differences({"all-reduce": measure.Difference(2, 3e6, 5e6)})
-        return compiling.Check(candidate, fit, None, 7.0, {"all-gather": 3e9}, 12.0, became)
+        fit = Fit(needed, whole.usable)
+        became = Differences({"all-reduce": Difference(2, 3e6, 5e6)})
+        return compiling.Check(candidate, fit, 7.0, {"all-gather": 3e9}, 12.0, became)
 
     monkeypatch.setattr(compiling, "check", check)
     assert command.main([*ARGUMENTS, "--compile", "2"]) == 0

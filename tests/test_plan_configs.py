@@ -8,7 +8,7 @@ import pytest
 
 from shardwise import __main__ as command
 from shardwise import mesh
-from shardwise.plan import arrays, configs
+from shardwise.plan import arrays, published
 
 mesh.simulate(8)
 # {name: its repository at Hugging Face, its number of parameters as published (as its files or its
@@ -23,7 +23,7 @@ def fields(name, **changes):
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_published_decoder_has_its_number_of_parameters(name):
-    read = configs.of(fields(name))
+    read = published.of(fields(name))
     held = sum(array.size for array in arrays.of_decoder(read.config).parameters)
     assert held - read.more == DECODERS[name]["parameters"]
     assert bool(read.more) == any("than the published model" in note for note in read.notes)
@@ -35,7 +35,7 @@ def test_a_published_decoder_has_its_number_of_parameters(name):
     [("Llama 3 8B", 5e5, 1e-5), ("Qwen3 8B", 1e6, 1e-6), ("OLMo 1 7B", 1e4, 1e-5)],
 )
 def test_positions_and_norms_are_the_published_ones(name, theta, epsilon):
-    config = configs.of(fields(name)).config
+    config = published.of(fields(name)).config
     assert (config.rope_theta, config.norm_epsilon) == (theta, epsilon)
 
 
@@ -43,17 +43,17 @@ def test_what_a_file_leaves_out_is_what_its_class_takes():
     whole = fields("Qwen1.5-MoE-A2.7B")
     absent = ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts")
     less = {key: x for key, x in whole.items() if key not in absent}
-    assert configs.of(less) == configs.of(whole)
+    assert published.of(less) == published.of(whole)
 
 
 def test_every_architecture_is_among_them():
-    assert {x["config"]["architectures"][0] for x in KNOWN.values()} == configs.ABSENT.keys()
+    assert {x["config"]["architectures"][0] for x in KNOWN.values()} == published.ABSENT.keys()
 
 
 @pytest.mark.parametrize("name", [name for name in DECODERS if name not in KNOWN])
 def test_an_architecture_that_is_not_known_is_an_error(name):
     with pytest.raises(ValueError, match=r"Deepseek.*; known are LlamaForCausalLM"):
-        configs.of(fields(name))
+        published.of(fields(name))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_an_architecture_that_is_not_known_is_an_error(name):
 )
 def test_what_changes_parameters_or_products_is_never_passed_over(changes, told):
     with pytest.raises(ValueError, match=told):
-        configs.of(fields("Llama 3.1 8B", **changes))
+        published.of(fields("Llama 3.1 8B", **changes))
 
 
 @pytest.mark.parametrize(
@@ -86,21 +86,21 @@ def test_what_changes_parameters_or_products_is_never_passed_over(changes, told)
     ],
 )
 def test_what_is_planned_otherwise_is_told(name, changes, told):
-    notes = configs.of(fields(name, **changes)).notes
+    notes = published.of(fields(name, **changes)).notes
     assert any(told in note for note in notes) if told else notes == ()
 
 
 def test_a_mixture_some_of_whose_layers_are_dense_is_an_error():
     for changes in (dict(decoder_sparse_step=2), dict(mlp_only_layers=[0])):
         with pytest.raises(ValueError, match=next(iter(changes))):
-            configs.of(fields("Qwen3-30B-A3B", **changes))
+            published.of(fields("Qwen3-30B-A3B", **changes))
 
 
 def test_the_text_of_a_model_of_images_is_read():
     text = fields("Gemma 3 4B text")
     del text["architectures"]
     whole = dict(architectures=["Gemma3ForConditionalGeneration"], text_config=text)
-    ours, theirs = configs.of(whole), configs.of(fields("Gemma 3 4B text"))
+    ours, theirs = published.of(whole), published.of(fields("Gemma 3 4B text"))
     assert ours.config == theirs.config and ours.notes[0] == "what sees images is left out"
 
 

@@ -50,7 +50,7 @@ def shapes(config):
 
 
 def compiled(layout):
-    """(`measure.DeviceBytes` of the program, parameters)."""
+    """(`measure.memory.DeviceBytes` of the program, parameters)."""
     loss, mixed, params, batch = placed(layout)
     function = layouts.value_and_grad(layout, loss, has_aux=mixed, check=False)
     program = (function if layout.by_hand else jax.jit(function)).lower(params, batch)

@@ -13,12 +13,11 @@ import jax
 from . import hlo
 from .counts import BETWEEN_SLICES, KINDS, Collectives, Op
 from .hlo import Groups, Instruction
-from .trips import Frame, executed
+from .trips import SAME_VALUE, Frame, executed
 
 _UNCOUNTED = ("collective-broadcast", "ragged-all-to-all", "send")
 CARRIED = '"async_collective_fusion_config"'
-_PASSES_ON = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "get-tuple-element",
-              "convert", "opt-barrier")  # fmt: skip
+_PASSES_ON = (*SAME_VALUE, "get-tuple-element")
 # What a transfer's type is called here.
 _TRANSFERS = {kind.upper().replace("-", "_"): kind for kind in KINDS[:-1]}
 _TRANSFERS["ONE_TO_ONE"] = KINDS[-1]
@@ -106,12 +105,10 @@ def _starts(frame: Frame, op: Instruction) -> bool | None:
 
 def _needed(frame, op):
     """The names of all that `op` is computed from, in the same computation."""
-    waiting, seen = list(op.operands), set()
-    while waiting:
-        name = waiting.pop()
-        if name not in seen and name in frame.computation.instructions:
-            seen.add(name)
-            waiting += frame.find(name).operands
+    waiting, seen = set(op.operands), set()
+    while waiting := (waiting - seen) & frame.computation.instructions.keys():
+        seen |= waiting
+        waiting = {operand for name in waiting for operand in frame.find(name).operands}
     return seen
 
 
@@ -138,11 +135,10 @@ def _written_as(frame, op, index, n):
         if base.opcode == "broadcast" and update.arrays[0].elements == share:
             _, value = at.trace(base.operands[0])
             return "all-gather" if value.operands in (("0",), ("-0",)) else "all-reduce"
-    outputs = [op.name]
+    outputs = [op]
     if len(op.arrays) > 1:
-        elements = (x for x in frame if x.operands == (op.name,) and x.says("index") == str(index))
-        outputs = [element.name for element in elements]
-    kept = [_is_cut(frame, name, lambda elements: elements == share) for name in outputs]
+        outputs = [x for x in frame if x.operands == (op.name,) and x.says("index") == str(index)]
+    kept = [_is_cut(frame, x.name, lambda elements: elements == share) for x in outputs]
     return "reduce-scatter" if kept and all(kept) else "all-reduce"
 
 
@@ -180,11 +176,9 @@ def _notes(frame: Frame, op: Instruction) -> tuple[str, ...]:
 
 def _strategy(frame: Frame, op: Instruction) -> str:
     """The compiler's name for how the chips exchange, "" where it does not say."""
-    for at in (op, frame.site) if frame.site else (op,):
-        said = _STRATEGY.search(at.says("backend_config"))
-        if said and (said[1] or said[2]):
-            return said[2] or said[1]
-    return ""
+    configs = (at.says("backend_config") for at in (op, frame.site) if at)
+    said = (_STRATEGY.search(config) for config in configs)
+    return next((found[2] or found[1] for found in said if found and any(found.groups())), "")
 
 
 def _between_slices(op: Instruction, devices: int) -> tuple[str, int | None, Groups] | None:
@@ -199,8 +193,8 @@ def _between_slices(op: Instruction, devices: int) -> tuple[str, int | None, Gro
     if op.opcode != "send" or kind is None:
         return None
     target = re.search(r'_xla_megascale_target="?(.*?)"?,_xla_megascale_transfer_type', said)
-    groups = _groups(target[1], devices) if target else None
-    if kind[1] not in _TRANSFERS or groups is None:
+    groups = target and _groups(target[1], devices)
+    if kind[1] not in _TRANSFERS or not groups:
         raise ValueError(
             f"measure.collectives: cannot read the transfer between slices {op.name}: {said}; "
             f"known are {', '.join(_TRANSFERS)}, to {{1,2}}x{{0:7}} or {{{{100000,200000}}}}."

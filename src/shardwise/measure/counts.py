@@ -1,6 +1,7 @@
 """Counts of collectives: a mapping by kind, a list, parts by mesh axis or form, shown as tables."""
 
 import html
+from collections import namedtuple
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,8 +45,7 @@ class Shown:
         head = "".join(f'<th scope="col">{html.escape(title)}</th>' for title in self._columns)
         cell = '<td style="text-align:right">{}</td>'.format
         body = ""
-        for row in self._rows():
-            first, *cells = map(html.escape, row)
+        for first, *cells in (map(html.escape, row) for row in self._rows()):
             body += f'<tr><th scope="row">{first}</th>{"".join(map(cell, cells))}</tr>'
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -170,11 +170,11 @@ def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ..
                 f"measure.by_axis: {op.name}, a {op.kind}, tells who takes part by places on the "
                 f"chips, not by numbers; leave it out."
             )
-        if (last := max(map(max, op.groups))) >= np.prod(shape):
+        if (last := max(map(max, op.groups))) >= mesh.size:
             raise ValueError(
                 f"measure.by_axis: {op.name} runs among devices up to number {last}, and the mesh "
-                f"{dict(mesh.shape)} has {np.prod(shape)}; give the mesh that the program was "
-                f"written for."
+                f"{dict(mesh.shape)} has {mesh.size}; give the mesh that the program was written "
+                f"for."
             )
         places = [np.stack(np.unravel_index(group, shape)) for group in op.groups]
         differ = np.any([np.ptp(place, axis=1) > 0 for place in places], axis=0)
@@ -185,14 +185,8 @@ def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ..
     return {axes: Collectives(parts[axes]) for axes in ordered}
 
 
-class Form(NamedTuple):
-    """The way in which a collective runs; see `Op` for each field."""
-
-    kind: str
-    written: tuple[str, ...]
-    strategy: str
-    asynchronous: bool
-    notes: tuple[str, ...]
+# The way in which a collective runs; see `Op` for each field.
+Form = namedtuple("Form", "kind written strategy asynchronous notes")
 
 
 class Forms(Shown, dict[Form, Collectives]):
@@ -211,7 +205,7 @@ class Forms(Shown, dict[Form, Collectives]):
 
 
 def by_form(found: Collectives) -> Forms:
-    """{form: the `Collectives` of it}, in the order in which the forms are met.
+    """The `Forms` of collectives, in the order in which they are met.
 
     Of a program for TPUs: what does the work of what (`written`), by which of the compiler's
     strategies, and whether other work may stand between start and end.

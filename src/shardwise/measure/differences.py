@@ -1,6 +1,5 @@
 """Differences in bytes, by name: what a compiler made of the collectives that were written."""
 
-import collections
 import dataclasses
 import operator
 from collections.abc import Iterable, Iterator
@@ -73,8 +72,8 @@ def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differe
 
 
 def _sum(found):
-    names = {pair.op for pair in found if pair.op}
-    return Difference(len(names), sum(p.written for p in found), sum(p.compiled for p in found))
+    _, names, written, compiled = zip(*found, strict=True)
+    return Difference(len({*names} - {""}), sum(written), sum(compiled))
 
 
 class Pair(NamedTuple):
@@ -86,39 +85,24 @@ class Pair(NamedTuple):
     compiled: float
 
 
-@dataclasses.dataclass
 class _Piece:
-    """One array of a collective, of `times` runs."""
+    """One array of a collective, of `times` runs.
 
-    op: Op
-    array: Array
-    times: int | float
+    `whole` are the elements that the devices of a group have together, or each; `bytes` what one
+    run sends. Written and compiled ones of one `key` are alike but in `width`, the bytes of an
+    element.
+    """
 
-    def __post_init__(self):
-        self.kind = self.op.kind
-        self.dims = [d for d in self.array.dims if d > 1]
-        self.width = self.array.bytes / max(self.array.elements, 1)  # bytes of an element
-
-    @property
-    def whole(self):
-        """Elements of the whole that the devices of a group have together, or each."""
-        return self.array.elements * (self.op.group_size if self.kind == "all-gather" else 1)
-
-    @property
-    def key(self):
-        """What one is known by: written and compiled ones of one key are alike but in width."""
-        return self.kind, self.whole, self.op.group_size
-
-    @property
-    def bytes(self):
-        """The bytes that one run sends."""
-        return dataclasses.replace(self.op, arrays=(self.array,), trips=1).ring_bytes
-
-    @property
-    def is_by_hand(self):
-        *within, name = self.op.source.split("/")
+    def __init__(self, op: Op, array: Array):
+        self.op, self.array, self.kind, self.times = op, array, op.kind, op.trips
+        self.dims = [d for d in array.dims if d > 1]
+        self.width = array.bytes / max(array.elements, 1)
+        self.whole = array.elements * (op.group_size if op.kind == "all-gather" else 1)
+        self.key = op.kind, self.whole, op.group_size
+        self.bytes = dataclasses.replace(op, arrays=(array,), trips=1).ring_bytes
+        *within, name = op.source.split("/")
         kinds = (kinds for written, kinds in _BY_HAND.items() if name.startswith(written))
-        return "shard_map" in within and self.kind in next(kinds, ())
+        self.is_by_hand = "shard_map" in within and op.kind in next(kinds, ())
 
     def may_be(self, written):
         """Whether it may be one that is written by hand, or is expected of the compiler.
@@ -172,14 +156,12 @@ _NAMES = ("as written", "combined", "narrowed", "widened", "padded", "all-reduce
 
 def pairs(written: Iterable[Op], compiled: Iterable[Op]) -> Iterator[Pair]:
     """Each collective written beside what it became; what has no fellow is beside nothing."""
-    pool = collections.defaultdict(list)
-    for piece in _pieces(written):
-        pool[piece.op.group_size].append(piece)
+    pool = parted(_pieces(written), lambda piece: piece.op.group_size)
     met, padded = set(), []
     made = sorted(_pieces(compiled), key=lambda piece: not piece.is_by_hand)
     for name, rule in _RULES.items():
         for piece in made:
-            left = (f for f in pool[piece.op.group_size] if piece.times and f.times)
+            left = (f for f in pool.get(piece.op.group_size, ()) if piece.times and f.times)
             fellows = sorted((f for f in left if rule(piece, f)), key=_ORDER.get(name, lambda w: 0))
             for fellow in fellows:
                 times = min(piece.times, fellow.times)
@@ -203,8 +185,7 @@ def _pieces(ops):
         arrays = op.arrays
         if op.kind == "all-to-all":  # of each device's part an array, or of all one
             arrays = [Array(arrays[0].dtype, (sum(a.elements for a in arrays),))]
-        for array in arrays:
-            yield _Piece(op, array, op.trips)
+        yield from (_Piece(op, array) for array in arrays)
 
 
 def _told(name, piece, fellow):
@@ -227,9 +208,8 @@ def _of_nobody(piece, met, padded):
 
 def _of_none(fellow, met, windows):
     """The name for what is written, and not found; a window passes on a share, or a part of one."""
-    if fellow.kind in _SUMS:
-        share = fellow.whole // fellow.op.group_size
-        if any(share % window.array.elements == 0 for window in windows):
-            return "windowed"
+    parts = {window.array.elements for window in windows if fellow.kind in _SUMS}
+    if any(fellow.whole // fellow.op.group_size % part == 0 for part in parts):
+        return "windowed"
     is_known = fellow.key in met or "expected" in fellow.op.notes
     return "dropped" if is_known else "left over"

@@ -7,7 +7,6 @@ fusion or a conditional names the computations that it runs.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -161,8 +160,7 @@ def parse(text: str) -> Program:
     for line in _COMMENT.sub("", text).splitlines():
         header = _HEADER.match(line)
         if current is None and header and not line.startswith("HloModule"):
-            current, root = {}, None
-            name = header[2]
+            current, root, name = {}, None, header[2]
             entry = name if header[1] else entry
         elif current is not None and line.startswith("}"):
             computations[name] = Computation(name, current, root or list(current)[-1])
@@ -177,9 +175,8 @@ def parse(text: str) -> Program:
             f"HLO module, such as jax.jit(f).lower(*args).compile().as_text()."
         )
     header = text.partition("\n")[0]
-    devices = re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", header)
-    scheduled = "is_scheduled=true" in header
-    return Program(computations, entry, math.prod(map(int, devices)), scheduled)
+    devices = map(int, re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", header))
+    return Program(computations, entry, math.prod(devices), "is_scheduled=true" in header)
 
 
 def _instruction(line: str) -> tuple[bool, Instruction]:
@@ -187,13 +184,12 @@ def _instruction(line: str) -> tuple[bool, Instruction]:
         raise ValueError(f"measure: this line of the HLO is no instruction: {line.strip()!r}")
     is_root, name, rest = assignment.groups()
     # A tuple's type stands in parentheses and holds spaces; any other type holds none.
-    end = _closing(rest) if rest.startswith("(") else len(rest.partition(" ")[0])
+    end = _inside(rest)[1] if rest.startswith("(") else len(rest.partition(" ")[0])
     if not (opcode := _OPCODE.match(rest, end)):
         raise ValueError(f"measure: no opcode in this line of the HLO: {line.strip()!r}")
-    close = _closing(rest, opcode.end() - 1)
-    attributes = dict(part.split("=", 1) for part in _split(rest[close:]) if "=" in part)
-    inputs = _split(rest[opcode.end() : close - 1])
+    inputs, close = _inside(rest, opcode.end() - 1)
     operands = tuple(part.split()[-1].lstrip("%") for part in inputs)
+    attributes = dict(part.split("=", 1) for part in _inside(f"({rest[close:]})")[0] if "=" in part)
     return bool(is_root), Instruction(name, opcode[1], _arrays(rest[:end]), operands, attributes)
 
 
@@ -206,51 +202,36 @@ def _arrays(text: str) -> tuple[Array, ...]:
     )
 
 
-def _closing(text: str, start: int = 0) -> int:
-    """The position after the bracket that closes the one at `start`."""
-    for token, depth in _brackets(text, start):
-        if depth == 0:
-            return token.end()
-    raise ValueError(f"measure: unbalanced brackets in this line of the HLO: {text.strip()!r}")
-
-
-def _brackets(text: str, start: int = 0) -> Iterator[tuple[re.Match, int]]:
-    """Each bracket, comma and string, with how many brackets are open after it."""
-    depth = 0
+def _inside(text: str, start: int = 0) -> tuple[list[str], int]:
+    """(the parts between the commas of the bracket that opens at `start`, the place after it)."""
+    parts, depth, begin = [], 0, start + 1
     for token in _TOKEN.finditer(text, start):
         depth += (token[0] in "([{") - (token[0] in ")]}")
-        yield token, depth
-
-
-def _split(text: str) -> list[str]:
-    """The parts between the commas that stand in no bracket and no string."""
-    parts, start = [], 0
-    for token, depth in _brackets(text):
-        if token[0] == "," and depth == 0:
-            parts.append(text[start : token.start()].strip())
-            start = token.end()
-    return [part for part in [*parts, text[start:].strip()] if part]
+        if depth == 0 or (depth == 1 and token[0] == ","):
+            parts.append(text[begin : token.start()].strip())
+            begin = token.end()
+        if depth == 0:
+            return list(filter(None, parts)), begin
+    raise ValueError(f"measure: unbalanced brackets in this line of the HLO: {text.strip()!r}")
 
 
 def replicas(op: Instruction, devices: int) -> Groups:
     """The groups of numbers below `devices` in the `replica_groups` of an instruction."""
-    text = op.says("replica_groups")
+    text, order = op.says("replica_groups"), op.says("device_ids")
     if text in ("", "{}"):
         return (tuple(range(devices)),)
     if iota := _IOTA.fullmatch(text):
         return _listed(_arranged(iota[2], iota[3]).reshape(_numbers(iota[1])))
-    if text.startswith("mesh["):
-        # The axes stand after the mesh, or after the order of its devices where that is given.
-        order = op.says("device_ids")
-        if axes := re.search(r"\{([^{}]*)\}$", order or text):
-            return _of_mesh(text, order, axes[1])
-    groups = re.findall(r"\{([\d, ]+)\}", text)
-    if not groups:
+    # The axes stand after the mesh, or after the order of its devices where that is given.
+    axes = re.search(r"\{([^{}]*)\}$", order or text)
+    if axes and text.startswith("mesh["):
+        return _of_mesh(text, order, axes[1])
+    if not (groups := re.findall(r"\{([\d, ]+)\}", text)):
         raise ValueError(
             f"measure.collectives: cannot read the replica groups of {op.name}: {text}; expected "
             f"{{{{0,1}},{{2,3}}}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {{'a'}}."
         )
-    return tuple(tuple(_numbers(group)) for group in groups)
+    return _listed(map(_numbers, groups))
 
 
 def pairs(op: Instruction) -> Groups:
@@ -265,14 +246,12 @@ def _of_mesh(text, order, axes):
     sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", text)}
     iota = _ORDER.match(order)
     ids = _arranged(*iota.groups()) if iota else np.arange(math.prod(sizes.values()))
-    grid = ids.reshape(list(sizes.values()))
-    shape = []
-    used = {name: (before, size) for name, before, size in _MESH_AXIS.findall(axes)}
+    used, shape = {name: parts for name, *parts in _MESH_AXIS.findall(axes)}, []
     for name, whole in sizes.items():
         before, size = used.get(name, ("", "1"))
         inner, outer = int(size or whole), int(before or 1)
         shape += [outer, inner, whole // outer // inner]
-    grid = np.moveaxis(grid.reshape(shape), range(1, len(shape), 3), range(-len(sizes), 0))
+    grid = np.moveaxis(ids.reshape(shape), range(1, len(shape), 3), range(-len(sizes), 0))
     return _listed(grid.reshape(-1, math.prod(shape[1::3])))
 
 

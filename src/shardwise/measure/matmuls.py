@@ -2,8 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from shardwise.marks import kernel_said
 
@@ -15,7 +14,7 @@ from .trips import Frame, executed
 _PRODUCTS = r"gemm|matmul|dot|conv(?!ert)|fmha|triton|mosaic|tpu_custom_call"
 
 
-def flops(compiled: Any, kernels: Mapping[str, int] | None = None) -> int:
+def flops(compiled: Any) -> int:
     """FLOPs that one device performs in the matrix products and convolutions of a program.
 
     A product is 2 × output elements × contracted size, a convolution the same over the kernel's
@@ -28,26 +27,22 @@ def flops(compiled: Any, kernels: Mapping[str, int] | None = None) -> int:
     and outer ones (nothing is contracted), which some backends compile to it, and in a program for
     GPUs products with a vector; transforms; solvers. What a backend pads is counted as it runs.
 
-    Into a Pallas kernel nobody can look: it counts by `kernels`, {a part of its name or source:
-    FLOPs of one run}, by `marks.kernels` around it, as `context.splash` has it, or by the formula
-    that its author gave it (`pl.CostEstimate`).
+    Into a Pallas kernel nobody can look: it counts by `marks.kernels` around it, as
+    `context.splash` has it, or by the formula that its author gave it (`pl.CostEstimate`).
 
     Raises:
       TypeError: `compiled` is no `jax.stages.Compiled`, nor what `topology.compile` returns.
       ValueError: a product whose size cannot be read, or one in a loop whose trips depend on data.
     """
-    return within(Frame.of(hlo.read("flops", compiled)), kernels or {})
+    return within(Frame.of(hlo.read("flops", compiled)))
 
 
-def within(
-    frame: Frame, kernels: Mapping[str, int], only: Instruction | None = None
-) -> int | float:
+def within(frame: Frame, only: Instruction | None = None) -> int | float:
     """FLOPs of one run of a part of a program, or of one instruction in it and what that runs."""
-    found, _ = executed(frame, lambda frame, op: _read(frame, op, kernels), only=only)
-    return sum(each.value * each.times for each in found)
+    return sum(each.value * each.times for each in executed(frame, _read, only=only)[0])
 
 
-def _read(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | None:
+def _read(frame: Frame, op: Instruction) -> int | None:
     """FLOPs of one instruction, None of one that is no product."""
     if op.opcode == "dot":
         dims = op.attributes
@@ -55,10 +50,8 @@ def _read(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | No
     if op.opcode == "convolution":
         return _convolution(frame, op)
     if op.opcode == "custom-call":
-        return _custom_call(frame, op, kernels)
-    if op.opcode in ("ragged-dot", "scaled-dot"):
-        raise ValueError(_unreadable(op, op.opcode))
-    return None
+        return _custom_call(frame, op)
+    return _unreadable(op, op.opcode) if op.opcode in ("ragged-dot", "scaled-dot") else None
 
 
 def _dot(frame: Frame, op: Instruction, contracted: str, batch: str | None) -> int | None:
@@ -71,13 +64,10 @@ def _dot(frame: Frame, op: Instruction, contracted: str, batch: str | None) -> i
     return 2 * out * contracted if contracted > 1 and out > batch else None
 
 
-def _custom_call(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> int | None:
+def _custom_call(frame: Frame, op: Instruction) -> int | None:
     """FLOPs of a kernel by a formula, or of a library's product; None of what is no product."""
     target, config = op.says("custom_call_target"), op.says("backend_config")
     if target == "tpu_custom_call":
-        for part, count in kernels.items():
-            if part in op.name or part in op.says("metadata"):
-                return count
         if (count := kernel_said(op.source)) is not None:
             return count
         if told := re.search(r'"cost_estimate":\{"flops":"(\d+)"', config):
@@ -86,16 +76,16 @@ def _custom_call(frame: Frame, op: Instruction, kernels: Mapping[str, int]) -> i
     if "contracting" in dims:
         return _dot(frame, op, dims["contracting"], dims.get("batch"))
     if re.search(_PRODUCTS, target, re.IGNORECASE):
-        raise ValueError(_unreadable(op, target))
+        return _unreadable(op, target)
     return None
 
 
-def _unreadable(op: Instruction, what: str) -> str:
-    return (
+def _unreadable(op: Instruction, what: str) -> NoReturn:
+    raise ValueError(
         f"measure.flops: cannot read the size of the product in {op.name}, a {what}; known are "
         f"dot, convolution, and library calls that state their contracted dimensions. Count a "
-        f"program compiled for CPU, or the part around it by itself; of a kernel say kernels="
-        f"{{{op.name!r}: FLOPs}}."
+        f"program compiled for CPU, or the part around it by itself; of a Pallas kernel, say "
+        f"marks.kernels(pallas_call=FLOPs) around it."
     )
 
 

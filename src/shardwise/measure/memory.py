@@ -102,14 +102,11 @@ class Fit:
         return self.allowed - self.needed
 
     def __repr__(self) -> str:
-        def gib(size):
-            return f"{size / 2**30:.2f}"
-
-        says = "fits" if self else "does not fit"
-        lines = [f"{says}: {gib(self.needed)} of {gib(self.allowed)} GiB"]
-        if self.memory is not None:
-            lines += ["  " + ", ".join(f"{k} {gib(n)}" for k, n in self.memory._asdict().items())]
-        lines += [f"  {gib(b.bytes)}  {b.kind} {b.array}  {b.source}" for b in self.buffers[:5]]
+        says, g = "fits" if self else "does not fit", 2**30
+        held = self.memory._asdict() if self.memory else {}
+        lines = [f"{says}: {self.needed / g:.2f} of {self.allowed / g:.2f} GiB"]
+        lines += ["  " + ", ".join(f"{k} {n / g:.2f}" for k, n in held.items())] if held else []
+        lines += [f"  {b.bytes / g:.2f}  {b.kind} {b.array}  {b.source}" for b in self.buffers[:5]]
         return "\n".join(lines)
 
 
@@ -127,24 +124,22 @@ def fits(program: Any, allowed: int | None = None) -> Fit:
       TypeError: neither a compiled program nor an error.
       ValueError: `allowed` is not known, or the error tells no numbers.
     """
+    buffers = getattr(program, "buffers", ())
     if isinstance(program, Exception):
-        told = refused(program)
-        if told is None:
+        if not (told := refused(program)):
             raise ValueError(
                 f"measure.fits: this {type(program).__name__} tells no numbers of memory: "
                 f"{str(program)[:200]!r}; expected a compiler's refusal, such as 'Used 18.75G of "
                 f"15.75G hbm'."
             )
-        return Fit(told[0], allowed or told[1], buffers=getattr(program, "buffers", ()))
+        return Fit(told[0], allowed or told[1], None, buffers)
     memory = bytes_per_device(program)
-    allowed = allowed or getattr(program, "usable_hbm", None)
-    if allowed is None:
+    if not (allowed := allowed or getattr(program, "usable_hbm", None)):
         raise ValueError(
             "measure.fits: how much the device allows is not known for a program compiled here; "
             "say measure.fits(compiled, allowed=16 * 2**30), or compile by topology.compile."
         )
-    needed = getattr(program, "hbm_bytes", None) or memory.total
-    return Fit(needed, allowed, memory, getattr(program, "buffers", ()))
+    return Fit(getattr(program, "hbm_bytes", None) or memory.total, allowed, memory, buffers)
 
 
 def refused(error: Exception | str) -> tuple[int, int] | None:

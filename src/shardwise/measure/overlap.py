@@ -5,7 +5,7 @@ A TPU's program is the schedule that its text is: where collectives begin, and w
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,10 +57,9 @@ class Overlap:
     @property
     def share(self) -> float:
         """The share of the bytes sent that is covered; 1 where nothing is sent."""
-        parts = [
-            (b.op.ring_bytes * b.times, b.covered / b.seconds) for b in self.found if b.seconds
-        ]
-        return sum(n * share for n, share in parts) / sum(n for n, _ in parts) if parts else 1.0
+        sending = [(b.op.ring_bytes * b.times, b) for b in self.found if b.seconds]
+        covered = sum(size * (b.covered / b.seconds) for size, b in sending)
+        return covered / sum(size for size, _ in sending) if sending else 1.0
 
     def __repr__(self) -> str:
         lines = [
@@ -78,14 +77,14 @@ class Overlap:
         return "\n".join(lines + [f"  and {more} more, shorter ones"] * (more > 0))
 
 
-def overlap(program: Any, chip: Any, kernels: Mapping[str, int] | None = None) -> Overlap:
+def overlap(program: Any, chip: Any) -> Overlap:
     """The `Overlap` of a program compiled for TPUs, on a `chip` of `topology.CHIPS`.
 
     A TPU's program is printed in the order in which it runs. What stands there between the start
     of a collective and its end can run beside it; synchronous collectives are exposed. How long
     each takes is a model: bytes over the links that the compiler's strategy uses, as its text and
-    the torus let us infer (below); FLOPs over the peak in bfloat16, Pallas kernels' by `kernels` as
-    in `flops`. Other work is not counted.
+    the torus let us infer (below); FLOPs, as `flops` counts them, over the peak in bfloat16. Other
+    work is not counted.
 
     A strategy has colors, parts of the array that travel at once. Where its name begins with
     `UniDirection` each counts for one direction, else (`StrategyRing`, `StrategyND`) for two: for
@@ -98,10 +97,9 @@ def overlap(program: Any, chip: Any, kernels: Mapping[str, int] | None = None) -
       ValueError: it is not scheduled, as those for CPUs are not; what `collectives` raises.
     """
     # Innermost first: what is beside a collective of a loop is beside none around the loop.
-    groups = sorted(_begun("overlap", program), key=lambda group: -len(_around(group[0].frame)))
+    groups = sorted(_begun("overlap", program), key=lambda group: -len(group[0].frame.around()))
     taken: dict[tuple[int, str], float] = {}  # seconds of an instruction that collectives have
-    every = (begun for group in groups for begun in group)
-    return Overlap(tuple(_beside(chip, begun, taken, kernels or {}) for begun in every))
+    return Overlap(tuple(_beside(chip, begun, taken) for group in groups for begun in group))
 
 
 def _begun(who: str, program: Any) -> list[list[Found]]:
@@ -120,37 +118,26 @@ def _begun(who: str, program: Any) -> list[list[Found]]:
     return list(parted(found, lambda begun: id(begun.frame)).values())
 
 
-def _beside(chip, begun: Found, taken, kernels) -> Beside:
+def _beside(chip, begun: Found, taken) -> Beside:
     op, frame, start, times = begun
     lanes, seconds = _links(op, chip, start)
-    if not op.asynchronous:
-        return Beside(op, times, lanes, seconds)
-    beside, _ = _until(begun)
-    work = {x.name: matmuls.within(frame, kernels, x) / chip.peak() for x in beside}
+    beside = _until(begun)[0] if op.asynchronous else ()
+    work = {x.name: matmuls.within(frame, x) / chip.peak() for x in beside}
     products, covered = tuple(name for name, time in work.items() if time), 0.0
     for name in products:
         left = work[name] - taken.get((id(frame), name), 0.0) / times
         used = max(0.0, min(left, seconds - covered))
         covered += used
-        for at, site in [(frame, name), *_around(frame)]:
+        for at, site in [(frame, name), *frame.around()]:
             taken[id(at), site] = taken.get((id(at), site), 0.0) + used * times
-    return Beside(op, times, lanes, seconds, products, sum(work.values()), covered)
-
-
-def _around(frame: Frame) -> list[tuple[Frame, str]]:
-    """The frames around one, each with the name of its instruction that runs it."""
-    found = []
-    while frame.caller is not None:
-        found.append((frame.caller, frame.site.name))
-        frame = frame.caller
-    return found
+    return Beside(op, times, lanes, seconds, products, sum(work.values(), 0.0), covered)
 
 
 def _until(begun: Found) -> tuple[list[Instruction], str | None]:
-    """(the instructions that run beside a collective, the name of the one that waits for it).
+    """(instructions that run beside a collective, the name of the one that waits for it, or None).
 
     A collective that ends in the next trip of its loop runs beside the rest of the body, and its
-    beginning; one that is handed to a loop counts as waited for there. None where nothing waits.
+    beginning; one that is handed to a loop counts as waited for there.
     """
     frame, order = begun.frame, list(begun.frame)
     after = order[order.index(begun.op) + 1 :]
@@ -199,15 +186,13 @@ def _waits(body, held):
 def _links(op: Op, chip: Any, start: Instruction) -> tuple[int, float]:
     """(directions of links along which a collective sends at once, seconds that one run takes).
 
-    By the links that its strategy uses, or of GPUs by the nodes that its groups lie in; 0
-    directions between slices or nodes.
+    By its strategy, or of GPUs by the nodes of its groups; 0 directions between slices or nodes.
     """
     if chip.node:
         return _switched(op, chip)
     if op.kind.endswith(BETWEEN_SLICES):
         return 0, op.ring_bytes / chip.dcn
-    lanes = {"collective-permute": 1, "all-to-all": chip.links}.get(op.kind)
-    if lanes is None:
+    if not (lanes := {"collective-permute": 1, "all-to-all": chip.links}.get(op.kind)):
         ways, sizes = _strategy(op, start.says("backend_config"))
         # Two links of a chip lead along a ring, one along a line or to one other chip.
         rings = (n > 2 and (len(sizes) == 1 or n >= (chip.ring_from or 0)) for n in sizes)
@@ -218,11 +203,8 @@ def _links(op: Op, chip: Any, start: Instruction) -> tuple[int, float]:
 def _switched(op, chip):
     nodes = [Counter(i // chip.node for i in group) for group in op.groups]
     # The fewest of a node take in what that node has not: of uneven parts they are the slowest.
-    inside, across = max(
-        ((min(n.values()), sum(n.values()) / min(n.values())) for n in nodes),
-        key=lambda pair: pair[1],
-        default=(1, 1),
-    )
+    parts = [(min(n.values()), sum(n.values()) / min(n.values())) for n in nodes]
+    inside, across = max(parts, key=lambda pair: pair[1], default=(1, 1))
     if op.kind == "collective-permute":
         seconds = op.ring_bytes / (chip.dcn if across > 1 else chip.link_bandwidth)
     elif op.kind == "all-to-all":
@@ -258,9 +240,7 @@ class Span:
     asynchronous: bool = False
 
 
-def lanes(
-    program: Any, chip: Any, kernels: Mapping[str, int] | None = None, trips: int = 2
-) -> tuple[Span, ...]:
+def lanes(program: Any, chip: Any, trips: int = 2) -> tuple[Span, ...]:
     """The spans of that computation of a program which sends the most: a loop's body, in general.
 
     Its instructions run in the order in which they stand, products for their FLOPs over the peak,
@@ -273,17 +253,14 @@ def lanes(
       ValueError: it is not scheduled; what `collectives` raises.
     """
     groups = _begun("lanes", program)
-    if not groups:
-        return ()
-    most = max(groups, key=lambda group: sum(b.value.ring_bytes * b.times for b in group))
-    shown = trips if most[0].frame.within("while") else 1
-    return tuple(_spans(chip, most, kernels or {}, shown))
+    most = max(groups, key=lambda g: sum(b.value.ring_bytes * b.times for b in g), default=())
+    return tuple(_spans(chip, most, trips)) if most else ()
 
 
-def _spans(chip, group: list[Found], kernels, trips) -> Iterator[Span]:
+def _spans(chip, group: list[Found], trips) -> Iterator[Span]:
     now, free, awaited = 0.0, 0.0, {}
     frame, starts = group[0].frame, {begun.op.name: begun for begun in group}
-    for op in [*frame] * trips:
+    for op in [*frame] * (trips if frame.within("while") else 1):
         now = max(now, awaited.pop(op.name, 0.0))
         if begun := starts.get(op.name):
             begin, found = max(now, free), begun.value
@@ -293,6 +270,6 @@ def _spans(chip, group: list[Found], kernels, trips) -> Iterator[Span]:
                 now = free
             elif (end := _until(begun)[1]) is not None:
                 awaited[end] = max(free, awaited.get(end, 0.0))
-        if work := matmuls.within(frame, kernels, op) / chip.peak():
+        if work := matmuls.within(frame, op) / chip.peak():
             yield Span("products", op.name, now, now + work)
             now += work

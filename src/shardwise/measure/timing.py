@@ -16,9 +16,8 @@ class StepTime(NamedTuple):
     device_kind: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.median_s:.3g} s (quartiles {self.spread_s:.2g} s apart) on {self.device_kind}"
-        )
+        apart = f"quartiles {self.spread_s:.2g} s apart"
+        return f"{self.median_s:.3g} s ({apart}) on {self.device_kind}"
 
 
 def step_time(

@@ -12,7 +12,7 @@ from shardwise.marks import turns_said
 
 from .hlo import Array, Computation, Instruction, Program
 
-_SAME_VALUE = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier")
+SAME_VALUE = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier")
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,10 @@ class Frame:
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self.computation.instructions.values())
 
+    def around(self) -> "list[tuple[Frame, str]]":
+        """The frames around this one, each with the name of its instruction that runs it."""
+        return [(self.caller, self.site.name), *self.caller.around()] if self.caller else []
+
     def within(self, *opcodes: str) -> bool:
         """Whether an instruction of these opcodes runs this computation."""
         return self.site is not None and self.site.opcode in opcodes
@@ -42,12 +46,12 @@ class Frame:
 
     def find(self, name: str) -> Instruction:
         """The instruction called `name`."""
-        if name not in self.computation.instructions:
-            raise ValueError(
-                f"measure: {self.computation.name} uses {name}, which no instruction defines; "
-                f"expected a whole module, as compiled.as_text() prints it."
-            )
-        return self.computation.instructions[name]
+        if found := self.computation.instructions.get(name):
+            return found
+        raise ValueError(
+            f"measure: {self.computation.name} uses {name}, which no instruction defines; "
+            f"expected a whole module, as compiled.as_text() prints it."
+        )
 
     def operands(self, op: Instruction) -> tuple[Array, ...]:
         """The arrays that `op` reads."""
@@ -70,7 +74,7 @@ class Frame:
                 if source.opcode != "tuple":
                     return frame, op
                 frame, name = inner, source.operands[int(op.attributes["index"])]
-            elif op.opcode in _SAME_VALUE or op.says("custom_call_target") == "Sharding":
+            elif op.opcode in SAME_VALUE or op.says("custom_call_target") == "Sharding":
                 name = op.operands[0]
             else:
                 return frame, op
@@ -105,32 +109,27 @@ def executed(
     def weight(found):  # of each device, where they differ
         return sum(weigh(each.value) * each.times for each in found)
 
-    def walk(frame, ops):
-        found = []
-        for op in ops:
+    def within(frame, op):
+        def enter(name):
+            inner = frame.enter(name, op)
+            return [found for op in inner for found in within(inner, op)]
 
-            def enter(name, frame=frame, op=op):
-                inner = frame.enter(name, op)
-                return walk(inner, inner)
+        value = read(frame, op)
+        if value is not None:
+            return [Found(value, frame, op)]
+        if op.opcode == "while":
+            # Where nothing is found, its trips may be unknown. The condition runs once more than
+            # the body, to find that the loop is over.
+            body, test = (enter(op.attributes[key]) for key in ("body", "condition"))
+            trips = trip_count(frame, op) if body or test else 0
+            found = [each._replace(times=each.times * trips) for each in body]
+            return found + [each._replace(times=each.times * (trips + 1)) for each in test]
+        if op.branches:
+            ways = map(enter, op.branches)
+            return max(ways, key=lambda way: (np.max(weight(way)), len(way)))
+        return [found for name in op.called for found in enter(name)]
 
-            value = read(frame, op)
-            if value is not None:
-                found.append(Found(value, frame, op))
-            elif op.opcode == "while":
-                parts = [enter(op.attributes[key]) for key in ("body", "condition")]
-                # Where nothing is found, its trips may be unknown. The condition runs once more
-                # than the body, to find that the loop is over.
-                trips = trip_count(frame, op) if any(parts) else 0
-                for part, times in zip(parts, (trips, trips + 1), strict=True):
-                    found += [each._replace(times=each.times * times) for each in part]
-            elif op.branches:
-                ways = map(enter, op.branches)
-                found += max(ways, key=lambda way: (np.max(weight(way)), len(way)))
-            else:
-                found += [each for name in op.called for each in enter(name)]
-        return found
-
-    found = walk(frame, frame if only is None else [only])
+    found = [each for op in ([only] if only else frame) for each in within(frame, op)]
     device = int(np.argmax(weight(found))) if device is None else device
     runs = []
     for each in found:
@@ -147,8 +146,8 @@ def trip_count(frame: Frame, loop: Instruction) -> int | np.ndarray:
     else from a counter that starts at a constant, grows by a constant and is compared with a
     constant.
     """
-    known = re.search(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"', loop.says("backend_config"))
-    if known:
+    config = loop.says("backend_config")
+    if known := re.search(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"', config):
         return int(known[1])
     if (said := turns_said(loop.source)) is not None:
         return np.array(said, object)

@@ -8,17 +8,13 @@ found = plan.own(create, loss, tx, "v5e:4x4", batch)  # a model of your own, ove
 print(plan.text(found, top=5))
 """
 
-from shardwise.plan.arrays import Part
-from shardwise.plan.memory import Memory, Terms
-from shardwise.plan.own import Own, own
+from shardwise.plan.own import own
 from shardwise.plan.planning import Candidate, Plan, plan
-from shardwise.plan.published import PRESETS, RUNS, preset
-from shardwise.plan.roles import Refusal, Roles
-from shardwise.plan.seconds import Step, Transfer, model_flops
-from shardwise.plan.sent import Sent
+from shardwise.plan.published import RUNS, preset
+from shardwise.plan.roles import Roles
+from shardwise.plan.seconds import model_flops
 from shardwise.plan.tables import text
 
 __all__ = [
-    "PRESETS", "RUNS", "Candidate", "Memory", "Own", "Part", "Plan", "Refusal", "Roles", "Sent",
-    "Step", "Terms", "Transfer", "model_flops", "own", "plan", "preset", "text",
+    "RUNS", "Candidate", "Plan", "Roles", "model_flops", "own", "plan", "preset", "text",
 ]  # fmt: skip

@@ -1,6 +1,4 @@
-"""A model's parameters and its optimizer's state, as plain numbers; a device's part of each, and
-a stage's.
-"""
+"""A model's parameters and its optimizer's state, as plain numbers; a device's share of each."""
 
 import dataclasses
 import functools
@@ -36,11 +34,6 @@ class Array(NamedTuple):
     def stacked(self) -> bool:
         """Whether the first axis is one of layers."""
         return self.names[:1] == (trees.LAYERS,)
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the tensor axis cuts the array."""
-        return bool({*TENSOR} & {*self.names})
 
     @property
     def is_embedding(self) -> bool:
@@ -87,8 +80,7 @@ def of_decoder(config: Config, optimizer: Optimizer = _ADAMW) -> Arrays:
         like = parameters[owner.index] if owner else None
         if like is None or owner.shape != x.shape:
             stacked = bool(like and like.stacked and owner.axes and owner.axes[0] == 0)
-            names = (trees.LAYERS,) * stacked + (None,) * (x.ndim - stacked)
-            like = Array(path, x.shape, names, 0)
+            like = Array(path, x.shape, (trees.LAYERS,) * stacked + (None,) * (x.ndim - stacked), 0)
         found.append(like._replace(itemsize=x.dtype.itemsize))
     return Arrays(parameters, tuple(found))
 
@@ -115,10 +107,8 @@ class Share(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def _shares(arrays, roles):
     """(a device's share of each parameter, its share of each array of the state)."""
-    return tuple(
-        tuple(_share(array, roles) for array in those)
-        for those in (arrays.parameters, arrays.state)
-    )
+    both = arrays.parameters, arrays.state
+    return tuple(tuple(_share(array, roles) for array in those) for those in both)
 
 
 def _share(array, r):
@@ -126,15 +116,13 @@ def _share(array, r):
 
     Stages take the first axis that divides: that of layers, where there is one.
     """
-    taken = {*(TENSOR if r.tensor > 1 else ()), *((EXPERT,) if r.expert > 1 else ())}
-    rank = len(array.shape)
-    staged = dividing(array.shape, range(rank), r.stage)[:1] if r.stage > 1 and rank > 1 else []
-    cut = [i for i in range(rank) if array.names[i] in taken and i not in staged]
-    parts = math.prod(r.tensor if array.names[i] in TENSOR else r.expert for i in cut)
-    free = [i for i in range(rank) if i not in (*cut, *staged) and i >= array.stacked]
+    over, axes = dict.fromkeys(TENSOR, r.tensor) | {EXPERT: r.expert}, range(len(array.shape))
+    staged = dividing(array.shape, axes, r.stage)[:1] if r.stage > 1 and len(axes) > 1 else []
+    parts = {i: over.get(array.names[i], 1) for i in axes if i not in staged}
+    free = [i for i, n in parts.items() if n == 1 and i >= array.stacked]
     stages = r.stage if staged else 1
     fsdp = r.fsdp if array.size > 1 and dividing(array.shape, free, r.fsdp) else 1
-    return Share(array, array.size // (parts * fsdp * stages), fsdp, stages)
+    return Share(array, array.size // (math.prod(parts.values()) * fsdp * stages), fsdp, stages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,10 +146,6 @@ class Part:
         return jnp.dtype(self.config.dtype).itemsize
 
     @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
     def is_last(self) -> bool:
         return self.stage == self.roles.stage - 1
 
@@ -172,7 +156,7 @@ class Part:
 
     def reads(self, array: Array) -> bool:
         """Whether the stage reads a parameter."""
-        begins = self.is_first and array.is_embedding
+        begins = self.stage == 0 and array.is_embedding
         return array.stacked or begins or (self.is_last and self.ends(array))
 
     def ends(self, array: Array) -> bool:

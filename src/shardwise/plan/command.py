@@ -1,4 +1,6 @@
-"""`shardwise plan`: the best layouts of a model on some chips, as tables or as JSON."""
+"""`shardwise plan`: the best layouts of a model on some chips, as tables or as JSON; or of chips of
+each kind the fewest on which it fits, or is done in time.
+"""
 
 import dataclasses
 import json
@@ -12,13 +14,18 @@ from pathlib import Path
 import tyro
 
 from shardwise import topology
-from shardwise.plan import compiling, configs, facts, survey, tables
+from shardwise.model import Config
+from shardwise.plan import compiling, published, tables
 from shardwise.plan.own import own as plan_own
-from shardwise.plan.planning import plan
-from shardwise.plan.published import PRESETS
+from shardwise.plan.planning import Plan, plan
 from shardwise.plan.roles import ORDER
+from shardwise.plan.seconds import model_flops
+from shardwise.topology.slices import CHIPS, usual
 from shardwise.train import Optimizer
 
+_DAY = 86_400
+_GB = 1e9, 2**30  # makers' GB are either
+_NEXT = "GiB are of a device. Name chips (--chips) for more of their plan."
 _UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 
 
@@ -84,9 +91,8 @@ def main(argv: Sequence[str]) -> int:
         if asked.chips is None:
             raise ValueError("plan: --own needs --chips, such as v5e:4x4.")
         return _show(asked, _own(asked), str(asked.own), ())
-    for name in ("model", "batch", "sequence"):
-        if getattr(asked, name) is None:
-            raise ValueError(f"plan: --{name} is missing; see shardwise plan --help.")
+    if missing := [n for n in ("model", "batch", "sequence") if getattr(asked, n) is None]:
+        raise ValueError(f"plan: --{missing[0]} is missing; see shardwise plan --help.")
     tx = Optimizer(name=asked.optimizer or "adamw", moments=asked.moments)
     if asked.chips is None:
         _refuse(asked, "why explain slices only json compile", "needs --chips")
@@ -108,10 +114,11 @@ def _refuse(asked, flags, why):
             raise ValueError(f"plan: --{flag} {why}.")
 
 
-def _positive(**values):
-    for name, value in values.items():
-        if value < 1:
-            raise ValueError(f"plan: --{name} {value}; expected 1 or more.")
+def _positive(**given):
+    ((name, value),) = given.items()
+    if value < 1:
+        raise ValueError(f"plan: --{name} {value}; expected 1 or more.")
+    return value
 
 
 def _rows(batch, sequence, devices=0):
@@ -120,18 +127,15 @@ def _rows(batch, sequence, devices=0):
     """
     _positive(sequence=sequence)
     if batch.isdigit():
-        _positive(batch=int(batch))
-        return int(batch)
-    such = "512 rows or 4M tokens"
-    if batch[-1:].isdigit() and "e" not in batch.lower():
-        raise ValueError(f"plan: --batch {batch!r}; expected a number above 0, as in {such}.")
-    rows = max(1, _number("--batch", batch, such) / sequence)
+        return _positive(batch=int(batch))
+    rows = max(1, _number("--batch", batch, "512 rows or 4M tokens", "[KMBGT]|E") / sequence)
     return round(rows / devices) * devices if rows > devices > 0 else 2 ** round(math.log2(rows))
 
 
-def _number(flag, written, such):
-    """A number with a unit of a thousand: 15T, 2.5e9; `such` would do."""
+def _number(flag, written, such, needs=""):
+    """A number with a unit of a thousand: 15T, 2.5e9; `such` would do, with what it `needs`."""
     found = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:E\d+)?) ?([KMBGT]?)", written.upper())
+    found = found if re.search(needs, written.upper()) else None
     value = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if not value > 0:
         raise ValueError(f"plan: {flag} {written!r}; expected a number above 0, as in {such}.")
@@ -150,15 +154,77 @@ def _survey(asked, tx):
     of = asked.memory_of and re.sub("(?i)(gi?)?b?$", "", asked.memory_of)
     memory = of and _number("--memory-of", of, "16GB")
     read, counts = _config(asked.model), (int(low), int(high))
-    found = survey.survey(read.config, rows, asked.sequence, counts, memory, tokens, days, tx)
-    print(survey.text(found, tokens))
-    _tell(asked.model, read.notes)
+    found = survey(read.config, rows, asked.sequence, counts, memory, tokens, days, tx)
+    _tell(_surveyed(found, tokens), asked.model, read.notes)
     return 0 if found else 1
 
 
-def _tell(model, notes):
-    for note in notes:
-        print(f"Of {model}: {note}.", flush=True)
+@dataclasses.dataclass(frozen=True)
+class Fewest:
+    """The fewest chips of a kind that do, and the plan for them."""
+
+    plan: Plan
+    low: float  # the lowest MFU that published runs reached on such chips
+
+    def days(self, tokens: float) -> tuple[float, float]:
+        """(by the plan, by the lowest published MFU): the days that so many tokens take."""
+        c, steps = self.plan.best[0], tokens / (self.plan.batch * self.plan.sequence)
+        slow = max(c.step.seconds, c.flops / c.peak / self.low)
+        return c.step.seconds * steps / _DAY, slow * steps / _DAY
+
+
+def survey(
+    config: Config,
+    batch: int,
+    sequence: int,
+    counts: tuple[int, int] = (1, 16_384),
+    memory: float | None = None,
+    tokens: float = 0.0,
+    days: float = math.inf,
+    optimizer: Optimizer | None = None,
+) -> list[Fewest]:
+    """Of each kind of chips the fewest, in usual shapes, on which a step fits; the fewest first.
+
+    `counts` are the fewest and the most to try, `memory` the GB that a chip is to have (16, 80,
+    95). `tokens` are to take no more than `days`, at the lowest MFU that published runs reached on
+    such chips, or at the plan's where that is lower.
+    """
+    flops = model_flops(config, batch, sequence) / (batch * sequence) * tokens
+    found = []
+    for chip in CHIPS.values():
+        if memory and not any(math.isclose(memory * b, chip.hbm_bytes, rel_tol=0.02) for b in _GB):
+            continue
+        low = published.reached(chip, bool(config.experts)).low
+        least = flops / (days * _DAY * low * chip.peak() * chip.devices)
+        for chips in usual(chip.kind, max(counts[0], math.ceil(least)), counts[1]):
+            told = plan(config, chips, batch, sequence, optimizer=optimizer or Optimizer())
+            if told.fitting and Fewest(told, low).days(tokens)[1] <= days:
+                found.append(Fewest(told, low))
+                break
+    return sorted(found, key=lambda f: f.plan.chips.number)
+
+
+def _surveyed(found, tokens):
+    """The fewest chips of each kind, as a table."""
+    if not found:
+        return "No chips do. Give more of them (--count), of any memory, or more days."
+    columns, rows = ["chips", "number", "layout", "GiB", "of", "step s", "at most"], []
+    columns += ["days"] if tokens else []
+    for f, c in ((f, f.plan.best[0]) for f in found):
+        sizes = (f"{size / 2**30:.1f}" for size in (c.memory.total, f.plan.usable))
+        row = [str(f.plan.chips), f"{f.plan.chips.number:,}", str(c.roles), *sizes]
+        row += [f"{c.step.seconds:.3g}", f"{c.mfu_bound:.0%}"]
+        rows.append(row + (["{:.3g} to {:.3g}".format(*f.days(tokens))] if tokens else []))
+    told = ["The fewest of each kind that do, in shapes that clouds offer (powers of two)."]
+    if tokens:
+        told += ["Days: by the plan's seconds, and by the lowest MFU of published runs on such."]
+    missing = ", ".join(kind for kind in CHIPS if kind not in {f.plan.chips.kind for f in found})
+    last = ["", f"None of {missing} do within these limits."] if missing else []
+    return "\n".join([*told, "", *tables.table(columns, rows), *last, _NEXT])
+
+
+def _tell(text, model, notes):
+    print("\n".join([text, *(f"Of {model}: {note}." for note in notes)]), flush=True)
 
 
 def _own(asked):
@@ -178,32 +244,30 @@ def _own(asked):
 
 
 def _show(asked, found, model, notes):
-    top = asked.top
-    _positive(top=top)
+    top = _positive(top=asked.top)
     if not 0 <= asked.compile <= top:
         raise ValueError(f"plan: --compile {asked.compile}; expected 0 to --top {top}.")
     only, doubted = _sizes("only", asked.only), _sizes("why", asked.why)
     found = dataclasses.replace(found, fitting=tuple(c for c in found.fitting if c.roles.has(only)))
     if doubted or (asked.explain and found.fitting):
-        print(tables.why(found, doubted) if doubted else tables.explained(found, found.best[0]))
-        _tell(model, notes)
+        said = tables.why(found, doubted) if doubted else tables.explained(found, found.best[0])
+        _tell(said, model, notes)
         return 0
     if not asked.json:
-        print(tables.text(found, top), flush=True)
-        _tell(model, notes)
+        _tell(tables.text(found, top), model, notes)
     told = {"model": model, "notes_of_model": notes}
     if asked.compile:
         checks = compiling.checked(found, asked.compile, sys.stderr if asked.json else sys.stdout)
-        told["compiled"] = [facts.of_check(each) for each in checks]
+        told["compiled"] = [tables.of_check(each) for each in checks]
     if asked.json:
-        print(json.dumps(facts.of_plan(found, top) | told, indent=1))
+        print(json.dumps(tables.of_plan(found, top) | told, indent=1))
     return 0 if found.fitting else 1
 
 
 def _sizes(flag, given):
     """{role: number of devices}, as --only and --why have them."""
     pairs = [pair.partition("=") for pair in given.split(",") if pair]
-    if any(role not in ORDER or not size.isdigit() for role, _, size in pairs):
+    if not all(role in ORDER and size.isdigit() for role, _, size in pairs):
         raise ValueError(
             f"plan: --{flag} {given!r}; expected sizes of roles, as in stage=4,tensor=4; the roles "
             f"are {', '.join(ORDER)}."
@@ -212,13 +276,13 @@ def _sizes(flag, given):
 
 
 def _config(model):
-    if model in PRESETS:
-        return configs.Reading(PRESETS[model].config, 0, ())
+    if model in published.PRESETS:
+        return published.PRESETS[model]
     if Path(model).exists():
-        return configs.read(model)
+        return published.read(model)
     raise ValueError(
-        f"plan: --model {model!r} is no file or folder, and no name: {', '.join(PRESETS)} are "
-        f"known."
+        f"plan: --model {model!r} is no file or folder, and no name: "
+        f"{', '.join(published.PRESETS)} are known."
     )
 
 

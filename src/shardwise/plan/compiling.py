@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import context, layouts, measure, model, topology
 from shardwise.context.kernels import LANES
+from shardwise.measure.differences import Differences
+from shardwise.measure.memory import Fit
 from shardwise.model import Config, Decoder
 from shardwise.plan import arrays
 from shardwise.plan.own import Own
@@ -22,15 +24,16 @@ from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.roles import Roles
 from shardwise.plan.sent import inserted
 from shardwise.topology import child
+from shardwise.topology.slices import ChipMesh
 from shardwise.train import Optimizer
 
+_NOTHING, _PRODUCTS = "nothing_saveable", "dots_with_no_batch_dims_saveable"
 _CODE = {
     "tiles": "context.tiled",
     "splash": "context.splash()",
     "offload": "layouts.offload",
-    "nothing_saveable": "jax.checkpoint_policies.nothing_saveable",
-    "dots_with_no_batch_dims_saveable": "jax.checkpoint_policies.dots_with_no_batch_dims_saveable",
     "bfloat16": "jnp.bfloat16",
+    **{policy: f"jax.checkpoint_policies.{policy}" for policy in (_NOTHING, _PRODUCTS)},
 }
 
 
@@ -44,7 +47,7 @@ def _settings(roles, config, kernel):
 
     `kernel` counts where devices see whole sequences.
     """
-    again = "dots_with_no_batch_dims_saveable" if roles.products else "nothing_saveable"
+    again = "offload" if roles.offload else _PRODUCTS if roles.products else _NOTHING
     narrow = jnp.dtype(config.dtype) != jnp.dtype(config.param_dtype)
     found = {
         "sequence": roles.tensor > 1,
@@ -52,7 +55,7 @@ def _settings(roles, config, kernel):
         "kernel": None if roles.context > 1 else kernel,
         "microbatches": roles.microbatches if roles.microbatches > 1 else None,
         "dtype": jnp.dtype(config.dtype).name if narrow else None,
-        "remat": ("offload" if roles.offload else again) if roles.remat else None,
+        "remat": again if roles.remat else None,
     }
     return {name: value for name, value in found.items() if value}
 
@@ -62,8 +65,8 @@ def code(roles: Roles, plan: Plan) -> str:
     said = {role: f'"{role}"' for role in roles.axes}
     for name, value in _settings(roles, plan.config, kernel(plan)).items():
         said[name] = _CODE.get(value, f'"{value}"') if isinstance(value, str) else str(value)
-    axes = ", ".join(f"{role}={size}" for role, size in roles.axes.items())
-    return f"layouts.Layout(mesh.make({axes}), {', '.join(f'{n}={x}' for n, x in said.items())})"
+    axes, given = (", ".join(f"{n}={x}" for n, x in each.items()) for each in (roles.axes, said))
+    return f"layouts.Layout(mesh.make({axes}), {given})"
 
 
 def flags(roles: Roles, plan: Plan) -> str:
@@ -72,16 +75,14 @@ def flags(roles: Roles, plan: Plan) -> str:
     said = {"fsdp": 1} | roles.sizes | _settings(roles, plan.config, kernel(plan))
     given |= {f"layout.{name}": value for name, value in said.items()}
     for name, chosen in {"model": plan.config, "optimizer": plan.optimizer}.items():
-        usual = type(chosen)()
-        every = dataclasses.asdict(chosen).items()
+        every, usual = dataclasses.asdict(chosen).items(), type(chosen)()
         given |= {f"{name}.{key}": x for key, x in every if x != getattr(usual, key)}
     return " ".join(_flag(name.replace("_", "-"), value) for name, value in given.items())
 
 
 def _flag(name, value):
     if isinstance(value, bool):
-        group, _, last = name.rpartition(".")
-        return f"--{group}.{last}" if value else f"--{group}.no-{last}"
+        return f"--{name}" if value else "--{}.no-{}".format(*name.rsplit(".", 1))
     return f"--{name} {jnp.dtype(value).name if name.endswith('dtype') else value}"
 
 
@@ -106,21 +107,18 @@ def program_of(
     def create(key):
         return nnx.state(Decoder(config, nnx.Rngs(params=key)))
 
+    # Balance is over each row, so that microbatches are the same function.
+    loss = functools.partial(model.routed_loss, over="rows") if config.experts else model.loss
     graphdef = nnx.split(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))[0]
-    loss, balanced = model.loss, {}
-    if config.experts:  # over each row, so that microbatches are the same function
-        loss, balanced = model.routed_loss, {"over": "rows"}
-    loss = functools.partial(loss, graphdef=graphdef, **balanced)
-    ints, floats = (
-        jax.ShapeDtypeStruct((batch, sequence), dtype) for dtype in (jnp.int32, jnp.float32)
-    )
-    fields = {"tokens": ints, "targets": ints, "mask": floats}
+    loss = functools.partial(loss, graphdef=graphdef)
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "mask": jnp.float32}
+    fields = {name: jax.ShapeDtypeStruct((batch, sequence), x) for name, x in dtypes.items()}
     tx = optimizer and optimizer.transformation()
     return Own(create, loss, tx, fields, bool(config.experts))
 
 
 class Check(NamedTuple):
-    """The compiler's verdict: `fit` as `measure.fits` tells it, and the compiled program, if any.
+    """The compiler's verdict: `fit` as `measure.fits` tells it.
 
     `lowered` are the ring bytes of the collectives that are written by hand; `sent` those of the
     compiled program, by kind; `differences` what became of those that are written, and of those
@@ -129,18 +127,15 @@ class Check(NamedTuple):
     """
 
     candidate: Candidate
-    fit: measure.Fit
-    compiled: topology.Compiled | None
+    fit: Fit
     lowered: float
     sent: dict[str, float]
     seconds: float
-    differences: measure.Differences = measure.Differences()
+    differences: Differences = Differences()
 
 
-def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowered]:
-    """The training step of a layout, for the plan's chips; nothing is allocated, and the loss is
-    not judged.
-    """
+def lowered(each: Roles, plan: Plan) -> tuple[ChipMesh, jax.stages.Lowered]:
+    """The training step of a layout for the plan's chips, abstract; the loss is not judged."""
     mesh = plan.chips.mesh(**each.axes)
     if plan.own:
         job, layout = plan.own, each.layout(mesh.abstract, **plan.own.settings)
@@ -149,12 +144,11 @@ def lowered(each: Roles, plan: Plan) -> tuple[topology.ChipMesh, jax.stages.Lowe
         layout = layout_of(each, plan.config, mesh.abstract, kernel(plan))
     axes = [entry or None for entry in (layout.rows, layout.context)]
     shapes = job.params, jax.eval_shape(job.tx.init, job.params), job.batch
-    lie = (
-        *layouts.shardings(layout, job.params, job.tx),
-        jax.tree.map(lambda x: NamedSharding(mesh.abstract, P(*axes[: len(x.shape)])), job.batch),
-    )
+    rows = jax.tree.map(lambda x: NamedSharding(mesh.abstract, P(*axes[: x.ndim])), job.batch)
     given = jax.tree.map(
-        lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to), shapes, lie
+        lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),
+        shapes,
+        (*layouts.shardings(layout, job.params, job.tx), rows),
     )
     step = layouts.step(layout, job.loss, job.tx, job.has_aux, check=False)
     return mesh, mesh.lower(step, *given)
@@ -169,24 +163,25 @@ def check(candidate: Candidate, plan: Plan) -> Check:
     child.versions(plan.chips.chip)  # or there is no compiler, and nothing need be traced
     began = time.perf_counter()
     mesh, program = lowered(candidate.roles, plan)
-    by_hand = measure.collectives(program)
-    compiled, became = None, measure.Differences()
+    by_hand, found, became = measure.collectives(program), {}, Differences()
     try:
         compiled = topology.compile(program, mesh)
         fit = measure.fits(compiled)
         found = {kind: c.ring_bytes for kind, c in measure.collectives(compiled).items()}
-        expected = () if plan.own else inserted(_stage(candidate.roles, plan, by_hand.device))
-        became = measure.differences(program, compiled, expected)
+        became = measure.differences(program, compiled, _expected(plan, candidate, by_hand.device))
     except topology.DoesNotFit as error:
-        fit, found = measure.fits(error), {}
+        fit = measure.fits(error)
     spent = time.perf_counter() - began
-    return Check(candidate, fit, compiled, by_hand.ring_bytes, found, spent, became)
+    return Check(candidate, fit, by_hand.ring_bytes, found, spent, became)
 
 
-def _stage(each, plan, number):
+def _expected(plan, candidate, stage):
+    """The collectives that the compiler is expected to insert on a device of this stage."""
+    if plan.own:
+        return ()
     held = arrays.of_decoder(plan.config, plan.optimizer)
-    parts = arrays.parts(each, plan.config, held, plan.batch, plan.sequence)
-    return next(part for part in parts if part.stage >= number)
+    parts = arrays.parts(candidate.roles, plan.config, held, plan.batch, plan.sequence)
+    return inserted(next(part for part in parts if part.stage >= stage))
 
 
 def checked(plan: Plan, number: int, out: TextIO) -> list[Check]:
@@ -218,10 +213,8 @@ def _told(found):
         f"  {found.candidate.roles}: {fits}, {said:.2f}, by formula {ours:.2f} "
         f"({ours / said - 1:+.0%}); {sends}{found.seconds:.0f} s"
     )
-    became = [
+    became = "; ".join(
         f"{name} {d.written / 1e6:,.1f} MB" + (f" ({d.more / 1e6:+,.1f})" if d.more else "")
         for name, d in found.differences.items()
-    ]
-    if became:
-        told += f"\n    by formula and what the compiler made of it: {'; '.join(became)}"
-    return told
+    )
+    return f"{told}\n    by formula and what the compiler made of it: {became}" if became else told

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from shardwise.plan.roles import divisors
-from shardwise.topology import Chip, Chips
+from shardwise.topology.slices import Chip, Chips
 
 
 class Side(NamedTuple):
@@ -74,10 +74,8 @@ def lay(chips: Chips, sizes: tuple[tuple[str, int], ...]) -> Mapping[str, Way]:
     for (role, size), across in reversed([*zip(mesh.axes, mesh.across_slices(), strict=True)]):
         factors = _choose(size // across, free, chips.chip)
         found[role] = Way(_taken(factors, free), across, chips.groups)
-        free = [
-            side._replace(size=side.size // f, stride=side.stride * f)
-            for side, f in zip(free, factors, strict=True)
-        ]
+        pairs = zip(free, factors, strict=True)
+        free = [s._replace(size=s.size // f, stride=s.stride * f) for s, f in pairs]
     return found
 
 
@@ -128,7 +126,5 @@ def exchange_seconds(chip: Chip, way: Way, sent: float) -> float:
     n = way.inside * way.across
     whole = sent * n / (n - 1) if n > 1 else 0.0
     busiest = [whole * side.size / 4 / side.bandwidth(chip) for side in way.sides]
-    seconds = max(busiest, default=0.0)
-    if way.across > 1:
-        seconds += whole * (way.across - 1) / way.across / chip.dcn
-    return seconds
+    away = whole * (way.across - 1) / way.across / chip.dcn if way.across > 1 else 0.0
+    return max(busiest, default=0.0) + away

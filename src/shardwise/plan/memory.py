@@ -115,10 +115,8 @@ def counted(terms: Terms, coefficients: Terms) -> Terms:
 
 def memory(part: Part, gpu: bool = False) -> Memory:
     """The `Memory` of a device, a GPU or a TPU; of stages, all are alike: they run one program."""
-    parameters, state = (
-        sum(share.elements * share.array.itemsize for share in part.held(of_state))
-        for of_state in (False, True)
-    )
+    both = part.held(), part.held(state=True)
+    parameters, state = (sum(s.elements * s.array.itemsize for s in held) for held in both)
     # Of tokens, targets, a mask, and on request places: as `data.batches` makes them.
     batch = 3 * 4 * part.tokens * part.roles.microbatches
     host = int(part.layers * part.tokens * _between(part)) if part.roles.offload else 0
@@ -127,18 +125,14 @@ def memory(part: Part, gpu: bool = False) -> Memory:
 
 
 def _terms(part, parameters, gpu):
-    r = part.roles
-    layers = min(2, part.layers) if r.offload else part.layers
-    inside = _in_layer(part, gpu)
-    kept = layers * (part.tokens * _entered(part) if r.remat else sum(inside))
+    r, inside, (weights, head) = part.roles, _in_layer(part, gpu), _weights(part)
+    layers, bodies, ahead = (2, 3, 1.5) if r.offload else (part.layers, 1, 1)
+    kept = part.tokens * _entered(part) if r.remat else sum(inside)
     whole = part.tokens * part.config.embed * part.itemsize
-    weights, head = _weights(part)
-    weights *= min(3, part.layers) if r.offload else 1
-    ahead = 1.5 if r.offload else 1
     return Terms(
         gradients=parameters,
-        weights=weights + head + _cast(part),
-        kept=kept,
+        weights=weights * min(bodies, part.layers) + head + _cast(part),
+        kept=min(layers, part.layers) * kept,
         layer=sum(map(operator.mul, _WORKED_ON, inside)) if gpu else sum(inside),
         around=ahead * (whole + whole / r.tensor / 2) if r.tensor > 1 else 0,
         logits=_logits(part, head, gpu),
@@ -187,14 +181,10 @@ def _weights(part):
 
     The embedding is gathered and read before all else, and gone, unless it is the head too.
     """
-    layers, head, together = 0, 0, part.layers if part.roles.remat else 1
-    for share in part.held():
-        whole = share.whole * part.itemsize
-        if share.array.stacked:
-            layers += whole // together
-        elif part.ends(share.array):
-            head += whole
-    return layers, head
+    held, together = part.held(), part.layers if part.roles.remat else 1
+    ends = (s for s in held if not s.array.stacked and part.ends(s.array))
+    layers = sum(s.whole * part.itemsize // together for s in held if s.array.stacked)
+    return layers, sum(s.whole * part.itemsize for s in ends)
 
 
 def _cast(part):

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardwise import layouts, marks, measure, topology
+from shardwise import jaxprs, layouts, marks, measure, topology
 from shardwise import tree as trees
 from shardwise.fsdp.arrays import ArrayLayout
 from shardwise.layouts.meanings import meanings
@@ -19,7 +19,7 @@ from shardwise.plan.memory import COUNTS, Memory, Terms
 from shardwise.plan.roles import Roles
 from shardwise.plan.seconds import step
 from shardwise.plan.sent import Sent
-from shardwise.topology import Chips
+from shardwise.topology.slices import Chips
 
 SETTINGS = ("min_size", "stacked", "dtype", "reduce_dtype", "remat", "kernel")
 
@@ -31,7 +31,6 @@ def own(
     chips: str | Chips,
     batch: Any,
     has_aux: bool = False,
-    slices: int = 1,
     **settings: Any,
 ) -> planning.Plan:
     """All layouts of your program over data and fsdp, with microbatches, from a trace of its loss.
@@ -66,7 +65,7 @@ def own(
         the batch with other rows; another setting; a loss that moves arrays to the host; what
         `layouts.predict` and `measure.flops` raise.
     """
-    chips = topology.chips(chips, slices) if isinstance(chips, str) else chips
+    chips = topology.chips(chips) if isinstance(chips, str) else chips
     if chips.chip.node:
         raise ValueError(
             f"plan.own: {chips} are GPUs, and the estimate of memory was judged by the TPUs' "
@@ -76,8 +75,7 @@ def own(
     if unknown := sorted(set(settings) - set(SETTINGS)):
         raise ValueError(f"plan.own: {unknown[0]}= is no setting here; {', '.join(SETTINGS)} are.")
     job = Own(create, loss, tx, abstract(batch), has_aux, settings)
-    return planning.filled(
-        planning.Plan(None, chips, job.rows, None, (), (), (), own=job),
+    return planning.Plan(None, chips, job.rows, None, own=job).filled(
         (Roles(data=chips.devices // n, fsdp=n) for n in roles.divisors(chips.devices)),
         lambda each: (v for v in roles.variants(each, job.rows, chips) if not v.remat),
         lambda each: candidate(job, each, chips),
@@ -132,51 +130,45 @@ class Own:
     def flops(self) -> tuple[float, float]:
         """(FLOPs of a row's forward pass, FLOPs of both passes), in a program for one device."""
         # Of one row, gradients of weights are outer products, which are not counted.
-        given, count = (self.params, self.part(2)), []
-        for program in (self.mean, jax.value_and_grad(self.mean, allow_int=True)):
-            count.append(measure.flops(jax.jit(program).lower(*given).compile()) / 2)
-        return count[0], count[1]
-
-    @property
-    def read(self) -> int:
-        """The bytes of all weights, in the dtype in which they are used."""
-        dtype = self.settings.get("dtype")
-        leaves = jax.tree.leaves(self.params)
-        return sum(x.size * jnp.dtype(dtype or x.dtype).itemsize for x in leaves)
+        given, passes = (self.params, self.part(2)), jax.value_and_grad(self.mean, allow_int=True)
+        programs = (jax.jit(each).lower(*given).compile() for each in (self.mean, passes))
+        forward, both = (measure.flops(program) / 2 for program in programs)
+        return forward, both
 
     @functools.cached_property
     def gathers_again(self) -> bool:
         """Whether weights are gathered once more in the backward pass, by the loss's own doing."""
-        return residuals.gathers_again(self.mean, self.params, self.part(1))
+        barrier = jax.lax.optimization_barrier
+        with marks.bind(use=lambda tree: jax.tree.map(barrier, tree)):
+            traced = jax.make_jaxpr(self.mean)(self.params, self.part(1))
+        again = (e for e in jaxprs.every(traced.jaxpr) if e.primitive.name in jaxprs.REMAT)
+        inside = (e.primitive.name for eqn in again for e in jaxprs.within(eqn))
+        return "optimization_barrier" in inside
 
     @functools.cached_property
-    def kept(self) -> Callable[[tuple[ArrayLayout, ...], int], Terms]:
+    def kept(self) -> Callable[[tuple, int], Terms]:
         """What the loss of so many rows keeps, its parameters laid so; traced once for each."""
-
-        def kept(laid, rows):
-            given = self.params, laid, self.part(rows), self.settings.get("dtype")
-            return residuals.residuals(self.mean, *given)
-
-        return functools.cache(kept)
+        find, dtype = residuals.residuals, self.settings.get("dtype")
+        return functools.cache(
+            lambda laid, rows: find(self.mean, self.params, laid, self.part(rows), dtype)
+        )
 
 
 def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
     """The `Candidate` of a layout: what it costs, whether it fits or not."""
     layout = each.layout(chips.mesh(**each.axes).abstract, **job.settings)
     told = layouts.predict(layout, job.params, job.batch, job.tx, remat=job.gathers_again or None)
-    laid = array_layouts(layout, job.params)
-    terms = job.kept(laid, job.rows // each.rows // each.microbatches)
+    laid, rows = array_layouts(layout, job.params), job.rows // each.rows // each.microbatches
     held = told.held["parameters"]
-    terms = terms._replace(gradients=held, summed=held if each.microbatches > 1 else 0.0)
+    summed = held if each.microbatches > 1 else 0.0
+    terms = job.kept(laid, rows)._replace(gradients=held, summed=summed)
     memory = Memory(held, told.held["state"], told.held["batch"], terms, COUNTS)
     kinds = {("fsdp",): "weights"}
     sent = tuple(Sent(axes, kinds.get(axes, "gradients"), n) for axes, n in told.sent.items())
-    forward, both = job.flops
-
-    @functools.cache
-    def costs():
-        return sent, step(each, chips, memory, sent, both * job.rows / chips.devices, job.read)
-
-    peak = chips.chip.peak() * chips.devices
+    (forward, both), peak = job.flops, chips.chip.peak() * chips.devices
+    work, leaves = both * job.rows / chips.devices, jax.tree.leaves(job.params)
+    used = (jnp.dtype(job.settings.get("dtype") or x.dtype) for x in leaves)
+    read = sum(x.size * dtype.itemsize for x, dtype in zip(leaves, used, strict=True))
+    costs = functools.cache(lambda: (sent, step(each, chips, memory, sent, work, read)))
     flops = min(3 * forward, both) * job.rows  # of what enters, none needs a gradient
     return planning.Candidate(each, memory, flops, peak, costs)

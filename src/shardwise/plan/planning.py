@@ -16,7 +16,7 @@ from shardwise.plan.published import preset
 from shardwise.plan.roles import Refusal, Roles
 from shardwise.plan.seconds import Step, flops, model_flops, read, step
 from shardwise.plan.sent import Sent, largest, sent
-from shardwise.topology import Chips
+from shardwise.topology.slices import Chips
 from shardwise.train import Optimizer
 
 _ADAMW = Optimizer()
@@ -71,11 +71,30 @@ class Plan:
     chips: Chips
     batch: int
     sequence: int | None
-    fitting: tuple[Candidate, ...]
-    too_large: tuple[Candidate, ...]
-    refused: tuple[Refusal, ...]
+    fitting: tuple[Candidate, ...] = ()
+    too_large: tuple[Candidate, ...] = ()
+    refused: tuple[Refusal, ...] = ()
     own: Any = None
     optimizer: Optimizer = _ADAMW
+
+    def filled(
+        self,
+        divisions: Iterable[Roles],
+        variants: Callable[[Roles], Iterable[Roles]],
+        candidate: Callable[[Roles], Candidate],
+    ) -> "Plan":
+        """The plan with a `candidate` for each of the `variants` of each division that can be."""
+        fitting, too_large, refused = [], [], []
+        for division in divisions:
+            if told := roles.refusal(division, self.config, self.chips, self.batch, self.sequence):
+                refused.append(told)
+                continue
+            for c in map(candidate, variants(division)):
+                fits = c.memory.total <= self.usable and c.memory.host <= self.usable_on_host
+                (fitting if fits else too_large).append(c)
+        fitting.sort(key=_order)
+        found = zip(("fitting", "too_large", "refused"), (fitting, too_large, refused), strict=True)
+        return dataclasses.replace(self, **{name: tuple(those) for name, those in found})
 
     @property
     def usable(self) -> int:
@@ -100,13 +119,12 @@ class Plan:
         for refusal in self.refused:
             found[refusal.kind].append(f"{refusal.roles}: {refusal.reason}")
         for c in sorted(self.too_large, key=lambda c: c.memory.total):
-            if c.memory.total > self.usable:
-                told = f"{c.roles}: {c.memory.total / 2**30:.1f} of {self.usable / 2**30:.1f} GiB"
-                found["more memory than a device has"].append(told)
-            else:
-                room = self.usable_on_host / 2**30
-                told = f"{c.roles}: {c.memory.host / 2**30:.1f} of {room:.1f} GiB for a device"
-                found["more memory than a host has"].append(told)
+            who, needed, room, each = "device", c.memory.total, self.usable, ""
+            if needed <= room:
+                who, each = "host", " for a device"
+                needed, room = c.memory.host, self.usable_on_host
+            told = f"{c.roles}: {needed / 2**30:.1f} of {room / 2**30:.1f} GiB{each}"
+            found[f"more memory than a {who} has"].append(told)
         return {kind: (len(told), told[0]) for kind, told in found.items()}
 
 
@@ -115,7 +133,6 @@ def plan(
     chips: str | Chips,
     batch: int,
     sequence: int,
-    slices: int = 1,
     optimizer: Optimizer = _ADAMW,
 ) -> Plan:
     """All layouts of `model.Decoder` for a batch of so many rows of so many tokens, by formula.
@@ -127,7 +144,7 @@ def plan(
     Attention computes its scores in tiles, and never keeps them. Activations may wait on the host
     (offload) where layers are recomputed and no stages are, and where it is known how fast a chip
     reaches its host (v4, v5e, v5p, v6e; of v4 not how much room is there); optimizer state stays.
-    `chips` are those of `topology.chips`, whose `slices` count.
+    `chips` are a name that `topology.chips` takes, or what it returns.
 
     Parameters and state are exact, and so is what is sent along axes by hand; what a step needs
     besides is a formula, fitted to TPUs' compiler or to GPUs', of stages a count; and seconds are a
@@ -140,37 +157,16 @@ def plan(
     """
     config = preset(model) if isinstance(model, str) else model
     config = dataclasses.replace(config, remat=False, stages=1)
-    chips = topology.chips(chips, slices) if isinstance(chips, str) else chips
+    chips = topology.chips(chips) if isinstance(chips, str) else chips
     for name, value in (("batch", batch), ("sequence", sequence)):
         if value < 1:
             raise ValueError(f"plan: {name}={value}; expected 1 or more.")
     given = config, of_decoder(config, optimizer), chips, batch, sequence
-    return filled(
-        Plan(config, chips, batch, sequence, (), (), (), optimizer=optimizer),
+    return Plan(config, chips, batch, sequence, optimizer=optimizer).filled(
         roles.every(chips.devices),
-        lambda division: roles.variants(division, batch, chips, not config.experts),
+        lambda each: roles.variants(each, batch, chips, dense=not config.experts),
         lambda each: candidate(each, *given),
     )
-
-
-def filled(
-    empty: Plan,
-    divisions: Iterable[Roles],
-    variants: Callable[[Roles], Iterable[Roles]],
-    candidate: Callable[[Roles], Candidate],
-) -> Plan:
-    """The plan with a `candidate` for each of the `variants` of each division that can be."""
-    fitting, too_large, refused = [], [], []
-    for division in divisions:
-        given = empty.config, empty.chips, empty.batch, empty.sequence
-        if told := roles.refusal(division, *given):
-            refused.append(told)
-            continue
-        for c in map(candidate, variants(division)):
-            fits = c.memory.total <= empty.usable and c.memory.host <= empty.usable_on_host
-            (fitting if fits else too_large).append(c)
-    found = dict(fitting=sorted(fitting, key=_order), too_large=too_large, refused=refused)
-    return dataclasses.replace(empty, **{name: tuple(those) for name, those in found.items()})
 
 
 def _order(c: Candidate):

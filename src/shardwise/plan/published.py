@@ -1,31 +1,99 @@
-"""What others have published: sizes of decoders by name, and how fast they were trained."""
+"""What others have published: decoders, by name or as a `config.json`, and how fast they trained.
 
-import dataclasses
+Of Hugging Face's fields, what changes bytes or products is read; what is planned otherwise is told.
+"""
+
 import functools
-from typing import NamedTuple
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from shardwise import topology
 from shardwise.model import Config
 from shardwise.plan.seconds import model_flops
-from shardwise.topology import CHIPS, Chip, Chips
+from shardwise.topology.slices import CHIPS, Chip, Chips, usual
 
 _LLAMA3 = "Grattafiori et al., 2024 (arXiv:2407.21783), Table 3; vocabulary of the released weights"
 _LLAMA2 = "Touvron et al., 2023 (arXiv:2307.09288); sizes of the released weights"
 _MIXTRAL = "Jiang et al., 2024 (arXiv:2401.04088), Table 1; here with a capacity of 1.25"
+_SIZES = dict(vocab="vocab_size", embed="hidden_size", layers="num_hidden_layers")
+_SIZES |= dict(heads="num_attention_heads", mlp="intermediate_size")
+# What the classes of transformers 4.57 take where a file says nothing; else the values of `read`.
+_GEMMA = dict(head_dim=256, tie_word_embeddings=True, hidden_act="gelu_pytorch_tanh")
+_WIDE = dict(rms_norm_eps=1e-5)
+_QWEN2_MOE = dict(num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408)
+_QWEN3_MOE = dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768)
+ABSENT: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": dict(num_key_value_heads=8, sliding_window=4096),
+    "MixtralForCausalLM": dict(num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2)
+    | dict(rope_theta=1e6, **_WIDE),
+    "Qwen2ForCausalLM": dict(num_key_value_heads=32),
+    "Qwen3ForCausalLM": dict(num_key_value_heads=32, head_dim=128),
+    "Qwen2MoeForCausalLM": dict(num_key_value_heads=16, shared_expert_intermediate_size=5632)
+    | _QWEN2_MOE,
+    "Qwen3MoeForCausalLM": dict(num_key_value_heads=4, **_QWEN3_MOE),
+    "GemmaForCausalLM": dict(num_key_value_heads=16, **_GEMMA),
+    "Gemma2ForCausalLM": dict(num_key_value_heads=4, sliding_window=4096, **_GEMMA)
+    | dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
+    "Gemma3ForCausalLM": dict(num_key_value_heads=4, sliding_window=4096, **_GEMMA)
+    | dict(vocab_size=262_208, num_attention_heads=8, rope_theta=1e6),
+    "Phi3ForCausalLM": _WIDE,
+    "OlmoForCausalLM": _WIDE,
+    "Olmo2ForCausalLM": _WIDE,
+    "GraniteForCausalLM": {},
+    "SmolLM3ForCausalLM": dict(num_key_value_heads=4, tie_word_embeddings=True, rope_theta=2e6),
+}
+# What our decoder computes of each class.
+_COMPUTED: dict[str, dict[str, Any]] = {
+    "Qwen2ForCausalLM": dict(qkv_bias=True),
+    "Qwen2MoeForCausalLM": dict(qkv_bias=True),
+    "Qwen3ForCausalLM": dict(qk_norm="head"),
+    "Qwen3MoeForCausalLM": dict(qk_norm="head"),
+    "Gemma2ForCausalLM": dict(norms="both"),
+    "Gemma3ForCausalLM": dict(norms="both", qk_norm="head"),
+    "Olmo2ForCausalLM": dict(norms="after", qk_norm="heads"),
+}
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu"}
+# Fields that have no part in a parameter's size or in a product, nor in what is computed; and those
+# that are read below.
+_KNOWN = """architectures model_type torch_dtype dtype transformers_version use_cache _name_or_path
+auto_map bos_token_id eos_token_id pad_token_id initializer_range max_position_embeddings
+original_max_position_embeddings norm_eps layer_norm_eps pretraining_tp max_window_layers
+norm_topk_prob router_aux_loss_coef output_router_logits cache_implementation no_rope_layer_interval
+sliding_window_size full_attn_mod interpolate_factor
+num_key_value_heads head_dim tie_word_embeddings hidden_act hidden_activation sliding_window
+use_sliding_window sliding_window_pattern _sliding_window_pattern layer_types num_local_experts
+num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size
+rope_theta rope_parameters rms_norm_eps""".split()
+# Fields that change what is computed, but no size and no product, unless they are 0 or null; of
+# factors, unless they are 1.
+_FACTORS = "partial_rotary_factor embedding_multiplier residual_multiplier logits_scaling".split()
+_OTHERWISE = """rope_scaling rope_local_base_freq partial_rotary_factor no_rope_layers
+attention_dropout embd_pdrop resid_pdrop router_jitter_noise query_pre_attn_scalar
+attention_multiplier embedding_multiplier residual_multiplier logits_scaling attn_logit_softcapping
+final_logit_softcapping""".split()
+# Of fields that would change sizes or products, the one value that is computed.
+_ONLY = {"decoder_sparse_step": 1}
 
 
-class Preset(NamedTuple):
-    """A decoder's sizes, held in float32 and used in bfloat16, and their source."""
+class Published(NamedTuple):
+    """A decoder that is held in float32 and used in bfloat16, and the source of its sizes.
+
+    `more` are the parameters that it has beside the published model's, below 0 where it lacks some;
+    `notes`, what the source asks for and is planned otherwise.
+    """
 
     config: Config
     source: str
+    more: int = 0
+    notes: tuple[str, ...] = ()
 
 
 def _preset(source, **sizes):
     held = dict(head_dim=128, dtype=jnp.bfloat16, param_dtype=jnp.float32, norm_epsilon=1e-5)
-    return Preset(Config(**held | sizes), source)
+    return Published(Config(**held | sizes), source)
 
 
 _8B = dict(vocab=128_256, embed=4096, layers=32, heads=32, kv_heads=8, mlp=14_336, rope_theta=5e5)
@@ -34,7 +102,7 @@ _405B = _8B | dict(embed=16_384, layers=126, heads=128, mlp=53_248)
 _2 = dict(vocab=32_000, rope_theta=1e4)
 _MIXED = dict(experts=8, experts_per_token=2, capacity_factor=1.25, vocab=32_000, rope_theta=1e6)
 
-PRESETS: dict[str, Preset] = {
+PRESETS: dict[str, Published] = {
     "llama3-8b": _preset(_LLAMA3, **_8B),
     "llama3-70b": _preset(_LLAMA3, **_70B),
     "llama3-405b": _preset(_LLAMA3, **_405B),
@@ -52,7 +120,102 @@ def preset(name: str) -> Config:
     """
     if name not in PRESETS:
         raise ValueError(f"plan: no model {name!r} is known; known are {', '.join(PRESETS)}.")
-    return dataclasses.replace(PRESETS[name].config)
+    return PRESETS[name].config
+
+
+def read(path: str | Path) -> Published:
+    """The `Published` decoder of a `config.json`, or of the folder that has one.
+
+    Raises:
+      FileNotFoundError: there is none.
+      ValueError: an architecture that is not known, a size that is missing, or a value that changes
+        parameters or products and is not computed here, by its name.
+    """
+    path = Path(path, "config.json") if Path(path).is_dir() else Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"plan: no {path}; the folder of a published decoder has one.")
+    try:
+        fields = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"plan: {path} is no JSON: {error}.") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"plan: {path} is no config.json: expected an object of fields.")
+    return of(fields, str(path))
+
+
+def of(fields: dict[str, Any], where: str = "config.json") -> Published:
+    """The `Published` decoder of a `config.json`'s fields; errors name `where` they stand."""
+    name, notes = (fields.get("architectures") or ["none"])[0], []
+    if name == "Gemma3ForConditionalGeneration" and "text_config" in fields:
+        tied = {k: x for k, x in fields.items() if k == "tie_word_embeddings"}
+        name, fields = "Gemma3ForCausalLM", fields["text_config"] | tied
+        notes.append("what sees images is left out")
+    if name not in ABSENT:
+        known = ", ".join(ABSENT)
+        raise ValueError(f"plan: {where} has the architecture {name}; known are {known}.")
+    given = ABSENT[name] | fields
+    for key in sorted(fields.keys() - {*_KNOWN, *_OTHERWISE, *_SIZES.values()}):
+        if (value := fields[key]) and value != _ONLY.get(key):
+            raise ValueError(
+                f"plan: {where} has {key}={value!r}, and it is not known here whether that changes "
+                f"parameters or products of {name}. Take it out of the file if it does not."
+            )
+    if missing := [key for key in _SIZES.values() if not given.get(key)]:
+        raise ValueError(f"plan: {where} lacks {', '.join(missing)}; a {name} has them.")
+    activation = given.get("hidden_activation") or given.get("hidden_act") or "silu"
+    if activation not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise ValueError(f"plan: {where} has the activation {activation!r}; known are {known}.")
+    sizes = {ours: given[theirs] for ours, theirs in _SIZES.items()}
+    experts, lacking, told = _experts(name, given, where)
+    more = (2 * sizes["layers"] + 1) * sizes["embed"] if name == "OlmoForCausalLM" else -lacking
+    config = Config(
+        **sizes | experts,
+        kv_heads=given.get("num_key_value_heads") or sizes["heads"],
+        head_dim=given.get("head_dim") or sizes["embed"] // sizes["heads"],
+        tied=bool(given.get("tie_word_embeddings")),
+        activation=_ACTIVATIONS[activation],
+        rope_theta=float((given.get("rope_parameters") or given).get("rope_theta") or 10_000.0),
+        norm_epsilon=given.get("rms_norm_eps") or 1e-6,
+        dtype=jnp.bfloat16,
+        param_dtype=jnp.float32,
+        **_COMPUTED.get(name, {}),
+    )
+    return Published(config, where, more, (*notes, *told, *_notes(name, given, more)))
+
+
+def _experts(name, given, where):
+    """(fields of `Config`, parameters that it lacks, notes) of a mixture."""
+    count = given.get("num_local_experts") or given.get("num_experts")
+    if not count or ("Moe" not in name and name != "MixtralForCausalLM"):
+        return {}, 0, ()
+    found = dict(experts=count, experts_per_token=given["num_experts_per_tok"])
+    found |= dict(mlp=given.get("moe_intermediate_size") or given["intermediate_size"])
+    told, lacking = ["experts have slots for 1.25 times an even share of the tokens"], 0
+    if wide := given.get("shared_expert_intermediate_size"):
+        if wide % found["mlp"]:
+            raise ValueError(
+                f"plan: {where} has shared_expert_intermediate_size={wide}, which has to be a "
+                f"multiple of moe_intermediate_size={found['mlp']}."
+            )
+        found |= dict(shared_experts=wide // found["mlp"])
+        lacking = given["hidden_size"] * given["num_hidden_layers"]
+        told.append("the shared expert has no gate")
+    return found | dict(capacity_factor=1.25), lacking, told
+
+
+def _notes(name, given, more):
+    window = given.get("sliding_window")
+    if name.startswith(("Qwen", "SmolLM")) and not given.get("use_sliding_window"):
+        window = None
+    if window:
+        every = "some layers" if name.startswith("Gemma") else "layers"
+        yield f"{every} see {window:,} tokens back; of longer rows more is counted here"
+    changed = (k for k in _OTHERWISE if given.get(k))
+    if otherwise := [k for k in changed if k not in _FACTORS or given[k] != 1]:
+        yield f"not computed, and without part in sizes or products: {', '.join(otherwise)}"
+    if more:
+        yield f"{abs(more):,} parameters {'more' if more > 0 else 'fewer'} than the published model"
 
 
 class Run(NamedTuple):
@@ -70,7 +233,7 @@ class Run(NamedTuple):
         """The chips, in a usual shape; GPUs in nodes as full as they divide."""
         node = CHIPS[self.kind].node
         if not node:
-            return next(topology.usual(self.kind, self.chips, self.chips))
+            return next(usual(self.kind, self.chips, self.chips))
         each = max(n for n in range(1, node + 1) if self.chips % n == 0)
         return Chips(self.kind, (each,), self.chips // each)
 
@@ -131,11 +294,7 @@ def reached(chip: Chip, mixed: bool = False) -> Reached:
     family = "GPUs" if chip.node else "TPUs"
     beside = [run for run in RUNS if bool(CHIPS[run.kind].node) == bool(chip.node)]
     alike = [run for run in beside if bool(PRESETS[run.model].config.experts) == mixed]
-    own = [run for run in alike if run.kind == chip.kind]
-    runs, on = next(
-        (runs, on)
-        for runs, on in ((own, chip.kind), (alike, family), (beside, family))
-        if len(runs) > 1
-    )
+    known = {chip.kind: [run for run in alike if run.kind == chip.kind], family: alike}
+    runs, on = next(((runs, on) for on, runs in known.items() if len(runs) > 1), (beside, family))
     shares = [run.mfu for run in runs]
     return Reached(min(shares), max(shares), on)

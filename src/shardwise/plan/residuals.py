@@ -94,8 +94,8 @@ def _for_backward(run, moving, *rest):
 
 
 def opened(closed: ClosedJaxpr) -> tuple[list[Equation], list[Any]]:
-    """(the equations of a traced program, its outputs); calls, what runs again and conditionals are
-    replaced by what stands in them.
+    """(equations, outputs) of a traced program, in which calls, what runs again and conditionals
+    are replaced by what stands in them.
     """
     jaxpr = jaxprs.inlined(closed, _OPENED).jaxpr
     return jaxprs.equations(jaxpr), jaxpr.outvars
@@ -149,30 +149,16 @@ def _working(body):
     every = dict(enumerate(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in body.invars))
     floats = {i: x for i, x in every.items() if _is_float(x)}
     run = jaxpr_as_fun(ClosedJaxpr(body, ()))
-    closed = _for_backward(
-        lambda floats, every: list(filter(_is_float, run(*(every | floats).values()))),
-        floats,
-        every,
-    )
-    program, outputs = opened(closed)
+
+    def of_floats(floats, every):
+        return list(filter(_is_float, run(*(every | floats).values())))
+
+    program, outputs = opened(_for_backward(of_floats, floats, every))
     found = stored(program, outputs)
     # Gathered weights have gradients that are whole until they are scattered.
     gathered = sum(s.bytes for s in found if program[s.step].name == "optimization_barrier")
     largest = _gradient(program, found, at_the_end=False)
     return sum(s.bytes for s in found) + max(gathered, largest)
-
-
-def gathers_again(mean: Callable[..., Any], params: Any, batch: Any) -> bool:
-    """Whether the loss calls `marks.use` within what it rematerialises."""
-
-    def here(params, batch):
-        with marks.bind(use=lambda tree: jax.tree.map(jax.lax.optimization_barrier, tree)):
-            return mean(params, batch)
-
-    every = jaxprs.every(jax.make_jaxpr(here)(params, batch).jaxpr)
-    again = (b for e in every if e.primitive.name in jaxprs.REMAT for b in jaxprs.inner(e))
-    inside = (e.primitive.name for body in again for e in jaxprs.every(body))
-    return "optimization_barrier" in inside
 
 
 def _taken(x, dtype, is_cut):
@@ -209,8 +195,8 @@ def stored(program: Sequence[Equation], outputs: Sequence[Any]) -> list[Stored]:
         return []
     sizes = _sizes(program, variables, made_by)
     number = {v: i for i, step in enumerate(program) for v in step.outvars}
-    chosen = _cut(sizes, made_by, kept)
-    return sorted((Stored(v, number[v], sizes[v]) for v in chosen), key=lambda s: s.step)
+    chosen = sorted(_cut(sizes, made_by, kept), key=number.get)
+    return [Stored(v, number[v], sizes[v]) for v in chosen]
 
 
 def _made_by(program):
@@ -222,12 +208,12 @@ def _known(atoms, known):
     return [v for v in jaxprs.variables(atoms) if v in known]
 
 
-def _origin(program: Sequence[Equation], v: Any) -> Any:
+def _origin(program, v):
     """The variable, not cheap, of as many entries as `v`, from which `v` follows entry by entry."""
     made_by = _made_by(program)
     while v in made_by and made_by[v].name in CHEAP:
-        same = [u for u in _known(made_by[v].invars, made_by) if u.aval.size == v.aval.size]
-        if not same:
+        known = _known(made_by[v].invars, made_by)
+        if not (same := [u for u in known if u.aval.size == v.aval.size]):
             break
         v = same[0]
     return v
@@ -245,12 +231,11 @@ def size(v: Any) -> int:
 def _sizes(program, variables, made_by):
     """The bytes of each variable, as it is stored."""
     found = {v: size(v) for v in variables}
-    for step in program:
-        if step.name == "convert_element_type":
-            for v in _known(step.invars, found):
-                wide = made_by[v].name in PRODUCTS and _is_float(v.aval)
-                if wide and _is_written(program, step.outvars[0]):
-                    found[v] = max(found[v], size(step.outvars[0]))
+    for step in (step for step in program if step.name == "convert_element_type"):
+        for v in _known(step.invars, found):
+            wide = made_by[v].name in PRODUCTS and _is_float(v.aval)
+            if wide and _is_written(program, step.outvars[0]):
+                found[v] = max(found[v], size(step.outvars[0]))
     return found
 
 
@@ -284,9 +269,8 @@ def _cut(sizes: dict[Any, int], made_by: dict[Any, Equation], kept: Collection[A
             edges[source, i] = never
         if v in kept:
             edges[n + i, sink] = never
-    rows, columns = np.array(list(edges), np.int32).T
-    shape = (2 * n + 2, 2 * n + 2)
-    graph = csr_array((np.array(list(edges.values()), np.int32), (rows, columns)), shape)
+    ends, sizes = np.array(list(edges), np.int32).T, np.array(list(edges.values()), np.int32)
+    graph = csr_array((sizes, tuple(ends)), shape=(2 * n + 2, 2 * n + 2))
     left = graph - csgraph.maximum_flow(graph, source, sink).flow
     left.data = np.maximum(left.data, 0)
     left.eliminate_zeros()

@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.layouts import Layout
 from shardwise.layouts.catalogue import ORDER
 from shardwise.model import Config
-from shardwise.topology import Chips
+from shardwise.topology.slices import Chips
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,15 +126,12 @@ def _reasons(r, c, chips, batch, sequence):
     if r.products and (r.stage > 1 or c.experts or not r.remat or r.offload):
         told = "no formula here has what stages or experts keep of them, or what waits on the host"
         yield "products kept with stages, experts or offload, or without remat", told
-    if r.tensor > 1:
-        for name in ("kv_heads", "heads", "vocab", "mlp"):
-            yield from _uneven(name, getattr(c, name), "tensor", r.tensor)
-    if r.expert > 1 and not c.experts:
-        yield "the model has no experts", "an axis of experts needs a mixture"
-    if r.expert > 1:
-        yield from _uneven("experts", c.experts, "expert", r.expert)
-    if r.stage > 1:
-        yield from _uneven("layers", c.layers, "stage", r.stage)
+    cut = dict.fromkeys(("kv_heads", "heads", "vocab", "mlp"), "tensor")
+    for name, role in (cut | {"experts": "expert", "layers": "stage"}).items():
+        if (n := getattr(r, role)) > 1:
+            if role == "expert" and not c.experts:
+                yield "the model has no experts", "an axis of experts needs a mixture"
+            yield from _uneven(name, getattr(c, name), role, n)
     yield from _uneven("rows", batch, "data, fsdp and expert", r.rows)
     if (rows := batch // r.rows) < r.stage:
         told = f"{rows} rows on a device, of {batch}, and {r.stage} stages"

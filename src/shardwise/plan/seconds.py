@@ -11,7 +11,7 @@ from shardwise.plan.links import Way
 from shardwise.plan.memory import Memory
 from shardwise.plan.roles import Roles
 from shardwise.plan.sent import Sent, slots
-from shardwise.topology import Chips
+from shardwise.topology.slices import Chips
 
 # What the next product waits for; all else can be sent while products run.
 WAITED = ("activations", "tokens", "stages")
@@ -85,10 +85,9 @@ class Step:
         products = {"arithmetic": self.arithmetic, "weights": self.weights}
         exposed = self.hidden > max(products.values())
         terms.update({} if exposed else products)
-        for t in self.transfers:
-            if exposed or t.sent.kind in WAITED:
-                terms[" × ".join(t.sent.roles)] += t.seconds
-        return max(terms, key=lambda name: terms[name])
+        for t in (t for t in self.transfers if exposed or t.sent.kind in WAITED):
+            terms[" × ".join(t.sent.roles)] += t.seconds
+        return max(terms, key=terms.get)
 
 
 def model_flops(config: Config, batch: int, sequence: int, causal: bool = True) -> float:
@@ -104,7 +103,7 @@ def model_flops(config: Config, batch: int, sequence: int, causal: bool = True) 
     return 6 * weights * tokens + 12 * config.layers * config.heads * config.head_dim * pairs
 
 
-def _layer_weights(c: Config, rows: float) -> float:
+def _layer_weights(c, rows):
     """The number of a layer's weights that a token meets; `rows` of it go to experts."""
     attention = 2 * c.embed * (c.heads + c.kv_heads) * c.head_dim
     if not c.experts:

@@ -14,7 +14,7 @@ import jax
 from shardwise import context, experts
 from shardwise.measure.counts import Op
 from shardwise.measure.hlo import Array
-from shardwise.plan.arrays import EXPERT, Part
+from shardwise.plan.arrays import EXPERT, TENSOR, Part
 
 _WIDE = 4  # bytes of the sums' float32
 _DTYPES = {2: "bf16", 4: "f32"}
@@ -43,36 +43,39 @@ def sent(part: Part) -> tuple[Sent, ...]:
         ("expert", "tokens", _experts),
         ("stage", "stages", _stages),
     )
-    found = [*_parameters(part), *_loss(part)]
-    for role, kind, of in along:
-        if getattr(part.roles, role) > 1:
-            found.append(Sent((role,), kind, of(part)))
+    found = [*_by_hand(part)]
+    found += [Sent((role,), kind, of(part)) for role, kind, of in along if role in part.roles.sizes]
     return tuple(s for s in found if s.bytes)
 
 
-def _share(part: Part, roles: tuple[str, ...]) -> float:
+def _share(part, roles):
     n = math.prod(getattr(part.roles, role) for role in roles)
     return (n - 1) / n
 
 
-def _copied(part: Part, without: tuple[str, ...] = ()) -> tuple[str, ...]:
+def _copied(part, without=()):
     """The roles by hand along which devices have copies, as meshes order them."""
     return tuple(role for role in part.roles.sizes if role not in ("stage", "tensor", *without))
 
 
-def _parameters(part):
+def _by_hand(part):
+    """The `Sent` of parameters, and of the loss's numbers: stages sum the count once more, before
+    the first tick.
+    """
     weights, sums = 0.0, {}
     for share in part.held():
         without = ("expert",) if EXPERT in share.array.names else ()
         if share.fsdp > 1:
-            passes = _passes(part, share.array) if part.reads(share.array) else 0
-            weights += share.whole * passes * part.itemsize
+            weights += share.whole * _passes(part, share.array) * part.itemsize
             without = (*without, "fsdp")
         over = _copied(part, without)
         sums[over] = sums.get(over, 0) + 2 * share.elements * _WIDE * _share(part, over)
     yield Sent(("fsdp",), "weights", weights * _share(part, ("fsdp",)))
-    for over, size in sums.items():
-        yield Sent(over, "gradients", size)
+    yield from (Sent(over, "gradients", size) for over, size in sums.items())
+    over, (numbers, counts) = _copied(part), _numbers(part)
+    numbers += _WIDE if part.roles.stage > 1 else 0
+    yield Sent(over, "loss", 2 * numbers * _share(part, over))
+    yield Sent(over, "counts", 2 * counts * _share(part, over))
 
 
 def _passes(part, array):
@@ -80,21 +83,13 @@ def _passes(part, array):
     again = array.stacked and part.roles.remat
     if part.roles.stage > 1 and not array.stacked:  # the half of a backward that goes on reads it
         again = part.ends(array)
-    return (2 + again) * part.roles.microbatches
+    return (2 + again) * part.roles.microbatches * part.reads(array)
 
 
 def _numbers(part):
     """(bytes of the loss's total and count, in float32; bytes of the counts of experts)."""
     c = part.config  # loads, drops and nats, as `model.routed_loss` counts them
     return 2 * _WIDE, (c.layers * (c.experts + 1) + 1) * _WIDE if c.experts else 0
-
-
-def _loss(part):
-    """The `Sent` of the loss's numbers; stages sum the count once more, before the first tick."""
-    over, (numbers, counts) = _copied(part), _numbers(part)
-    numbers += _WIDE if part.roles.stage > 1 else 0
-    yield Sent(over, "loss", 2 * numbers * _share(part, over))
-    yield Sent(over, "counts", 2 * counts * _share(part, over))
 
 
 def _attention(part):
@@ -117,11 +112,10 @@ def passed(part: Part) -> tuple[float, float]:
     For the last stage's balance of experts, what all routers before decided is with them. All of it
     is whole along the tensor axis, and each device sends its copy.
     """
-    c, layers = part.config, part.layers * (part.roles.stage - 1)
-    whole = part.tokens * c.embed * part.itemsize
-    routing = (4 * c.experts + 5 * c.experts_per_token) * layers * part.tokens
-    gradients = 4 * c.experts * layers * part.tokens
-    return whole + (routing if c.experts else 0), whole + gradients
+    c, before = part.config, part.layers * (part.roles.stage - 1) * part.tokens
+    whole, gradients = part.tokens * c.embed * part.itemsize, 4 * c.experts * before
+    chosen = 5 * c.experts_per_token * before if c.experts else 0
+    return whole + gradients + chosen, whole + gradients
 
 
 def _stages(part):
@@ -141,12 +135,11 @@ def _stages(part):
 
 def _experts(part):
     """The bytes of tokens to their experts and back, in all passes (see `experts.bytes_sent`)."""
-    c, n, cut = part.config, part.roles.expert, part.roles.context
-    given = c.embed, c.experts_per_token, c.experts, n, c.capacity_factor
-    given = *given, "all_to_all", part.itemsize
-    once = experts.bytes_sent(part.rows, part.sequence // cut, *given, sequence=cut)
-    passes = 3 if part.roles.remat else 2
-    return part.roles.microbatches * part.layers * passes * once
+    c, r = part.config, part.roles
+    given = part.rows, part.sequence // r.context, c.embed, c.experts_per_token, c.experts, r.expert
+    told = c.capacity_factor, "all_to_all", part.itemsize
+    once = experts.bytes_sent(*given, *told, sequence=r.context)
+    return r.microbatches * part.layers * (2 + r.remat) * once
 
 
 def _choices(part):
@@ -199,7 +192,7 @@ def inserted(part: Part) -> tuple[Op, ...]:
     if r.tensor == 1:
         return ()
     m, layers, again = r.microbatches, r.microbatches * part.layers, int(r.remat)
-    length, ends = part.sequence // r.context, m * (part.is_first + part.is_last)
+    length, ends = part.sequence // r.context, m * ((part.stage == 0) + part.is_last)
     share = part.rows, length // r.tensor, c.embed
     gathers, scatters = 4 + 2 * again, 4 + again * (not r.products)
     if c.experts and not c.shared_experts:
@@ -209,7 +202,7 @@ def inserted(part: Part) -> tuple[Op, ...]:
         _op(part, "reduce-scatter", (part.rows, length, c.embed), used, layers * scatters + ends),
     ]
     for a in part.arrays.parameters:
-        if a.path.endswith("scale") and not a.is_cut:
+        if a.path.endswith("scale") and {*TENSOR}.isdisjoint(a.names):
             times = part.layers if a.stacked else 1
             found.append(_op(part, "all-reduce", a.shape[a.stacked :], a.itemsize, times))
     if c.experts:

@@ -1,9 +1,9 @@
-"""A plan as text: the best layout in words, all of them as a table, one explained by its terms,
-and why others lose.
+"""A plan as text and as numbers: the best layout in words, all of them as a table or for `--json`,
+one explained by its terms, and why others lose.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwise.measure import counts
 from shardwise.plan import compiling, published
@@ -49,18 +49,16 @@ _MEANT = Terms(
     task="of a pipeline: what a task has just computed",
 )
 
-_MEANT_OF_OWN = _MEANT._replace(logits="the gradient of the largest array that is kept")
+_OF_OWN = {"logits": "the gradient of the largest array that is kept"}
 
 
 def text(plan: Plan, top: int) -> str:
     """The best layout in words, the `top` best as a table, and what was left out."""
     best = plan.best[:top]
     of_tokens = f" of {plan.sequence:,} tokens" if plan.sequence else ""
-    title = (
-        f"{plan.batch:,} rows{of_tokens} on {plan.chips}, {plan.chips.devices} devices of "
-        f"{plan.usable / _GIB:.1f} GiB: {len(plan.fitting):,} layouts fit, in "
-        f"{len(plan.best):,} divisions."
-    )
+    devices = f"{plan.chips.devices} devices of {plan.usable / _GIB:.1f} GiB"
+    fit = f"{len(plan.fitting):,} layouts fit, in {len(plan.best):,} divisions"
+    title = f"{plan.batch:,} rows{of_tokens} on {plan.chips}, {devices}: {fit}."
     lines = [title, "", *(_summary(plan, best[0]) if best else ["Nothing fits."])]
     rows = []
     for i, c in enumerate(best, 1):
@@ -70,8 +68,7 @@ def text(plan: Plan, top: int) -> str:
     columns = ("", "layout", "GiB", "waits s", "step s", "MFU", "at most", "binds")
     lines += ["", *table(columns, rows)] if rows else []
     lines += ["", "Left out:"]
-    for why, (count, example) in plan.why_not.items():
-        lines.append(f"  {count:6,}  {why}; such as {example}")
+    lines += [f"  {n:6,}  {why}; such as {example}" for why, (n, example) in plan.why_not.items()]
     return "\n".join([*lines, "", *notes(plan, best)])
 
 
@@ -79,7 +76,7 @@ def notes(plan: Plan, shown: Iterable[Candidate]) -> tuple[str, ...]:
     """What has to be known of the numbers of a plan."""
     told = NOTES_OF_OWN if plan.own else NOTES
     told += (NOTE_OF_GPUS,) if plan.chips.chip.node else ()
-    return (*told, NOTE_OF_HOST) if any(c.roles.offload for c in shown) else told
+    return told + ((NOTE_OF_HOST,) if any(c.roles.offload for c in shown) else ())
 
 
 def _summary(plan, c: Candidate):
@@ -125,10 +122,8 @@ def words(plan: Plan, c: Candidate) -> str:
 
 
 def _where(way, chips):
-    if way is None:
-        return ""
-    if way.across > 1:
-        return f" ({way})"
+    if way is None or way.across > 1:
+        return f" ({way})" if way else ""
     if chips.chip.node:
         return " (within a node)" if chips.slices > 1 else ""
     sides = " × ".join("a chip" if side.on_chip else str(side.size) for side in way.sides)
@@ -150,7 +145,7 @@ def _times(c: Candidate) -> list[_Time]:
     return [
         _Time(s.arithmetic, "arithmetic", "products, at the chip's peak"),
         _Time(s.weights, "reading weights", _BESIDE),
-        *(_of_transfer(t) for t in s.transfers if t.sent.kind not in ("loss", "counts")),
+        *map(_of_transfer, (t for t in s.transfers if t.sent.kind not in ("loss", "counts"))),
         _Time(2 * s.host, "to the host and back", _BESIDE),
         _Time(s.bubble * (s.seconds - s.update), "idle", "in the pipeline's bubble"),
         _Time(s.update, "the optimizer's update", "from memory and back"),
@@ -185,15 +180,14 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def explained(plan: Plan, c: Candidate) -> str:
     """Every term of a layout: what a device holds, and when; what a step does, sends and takes."""
-    m, s, meant = c.memory, c.step, _MEANT_OF_OWN if plan.own else _MEANT
+    m, s, meant = c.memory, c.step, _MEANT._replace(**_OF_OWN) if plan.own else _MEANT
     held = [(m.parameters, "parameters"), (m.state, "the optimizer's state"), (m.batch, "batch")]
-    every = [c * n for c, n in zip(m.coefficients, m.terms, strict=True)]
-    terms = list(zip(every, m.of_step, meant, strict=True))
-    held += [(now, what) for _, now, what in terms if now]
+    terms = list(zip(m.coefficients, m.terms, m.of_step, meant, strict=True))
+    held += [(now, what) for *_, now, what in terms if now]
     lines = [f"{c.roles}, explained", "", "  GiB on a device, when it is fullest:"]
     lines += [f"  {n / _GIB:9.2f}  {what}" for n, what in held]
     lines += [f"  {m.total / _GIB:9.2f}  in all, of {plan.usable / _GIB:.2f}"]
-    other = [(n, what) for n, now, what in terms if n and not now]
+    other = [(k * n, what) for k, n, now, what in terms if k * n and not now]
     lines += [f"  {n / _GIB:9.2f}  at another time: {what}" for n, what in other]
     lines += [f"  {m.host / _GIB:9.2f}  on the host"] if m.host else []
     lines += ["", "  Seconds of a step:"]
@@ -221,16 +215,78 @@ def why(plan: Plan, asked: Mapping[str, int]) -> str:
 def _slower(best, other):
     if other is best:
         return "It is the best."
-    pair = [{f"{x.what}, {x.how}": x.seconds for x in _times(c)} for c in (best, other)]
-    ours = {name: [each.get(name, 0.0) for each in pair] for name in pair[0] | pair[1]}
-    ranked = sorted(ours.items(), key=lambda x: -abs(x[1][1] - x[1][0]))
-    ranked = [(name, x) for name, x in ranked if x[0] != x[1]]
-    last = [("a step", [best.step.seconds, other.step.seconds])]
-    last += [("GiB on a device", [c.memory.total / _GIB for c in (best, other)])]
-    rows = [(name, f"{a:.4g}", f"{b:.4g}", f"{b - a:+.4g}") for name, (a, b) in ranked + last]
+    a, b = ({f"{x.what}, {x.how}": x.seconds for x in _times(c)} for c in (best, other))
+    both = [(name, a.get(name, 0.0), b.get(name, 0.0)) for name in a | b]
+    rows = sorted((x for x in both if x[1] != x[2]), key=lambda x: -abs(x[2] - x[1]))
+    rows += [("a step", best.step.seconds, other.step.seconds)]
+    rows += [("GiB on a device", best.memory.total / _GIB, other.memory.total / _GIB)]
+    rows = [(name, f"{a:.4g}", f"{b:.4g}", f"{b - a:+.4g}") for name, a, b in rows]
     slower = other.step.seconds - best.step.seconds
     told = (
         f"{other.roles} takes {_seconds(other.step.seconds)}, {_seconds(slower)} more than the "
         f"best, {best.roles}. Seconds of each, as if alone, and GiB:"
     )
     return "\n".join([told, "", *table(("layout", "best", "this", "more"), rows)])
+
+
+def _named(record, names):
+    return {name: getattr(record, name) for name in names.split()}
+
+
+def of_plan(plan: Plan, top: int) -> dict[str, Any]:
+    """The best layouts as numbers, for `--json`: bytes, seconds and shares."""
+    return {
+        "chips": str(plan.chips),
+        "devices": plan.chips.devices,
+        **_named(plan, "batch sequence"),
+        "usable_bytes": plan.usable,
+        "layouts": [_of_layout(plan, c) for c in plan.best[:top]],
+        "left_out": {
+            reason: {"count": count, "example": example}
+            for reason, (count, example) in plan.why_not.items()
+        },
+        "notes": list(notes(plan, plan.best[:top])),
+    }
+
+
+def _of_roles(r):
+    return {"roles": r.sizes, **_named(r, "microbatches remat offload products")}
+
+
+def _of_layout(plan: Plan, c: Candidate):
+    """The numbers of one layout, and what realises it."""
+    m, times = c.memory, "arithmetic waited hidden update host weights seconds in_turn bound"
+    return {
+        **_of_roles(c.roles),
+        "code": compiling.code(c.roles, plan) if plan.config else None,
+        "flags": compiling.flags(c.roles, plan) if plan.config else None,
+        "bytes": _named(m, "parameters state batch") | m.of_step._asdict() | _named(m, "total"),
+        "bytes_on_host": m.host,
+        "sent": [
+            {"along": list(t.sent.roles)}
+            | _named(t.sent, "kind bytes")
+            | {"over": [*map(str, t.over)], "seconds": t.seconds}
+            for t in c.step.transfers
+        ],
+        "seconds": _named(c.step, times),
+        **_named(c.step, "bubble binds"),
+        **_named(c, "mfu mfu_bound"),
+    }
+
+
+def of_check(found: compiling.Check) -> dict[str, Any]:
+    """The compiler's numbers of one layout, beside those by formula."""
+    c, fit = found.candidate, found.fit
+    by_hand = [s.bytes for s in c.sent if s.roles != ("tensor",)]
+    return {
+        **_of_roles(c.roles),
+        "fits": bool(fit),
+        "bytes": fit.needed,
+        "bytes_by_formula": c.memory.total,
+        "memory": fit.memory and fit.memory._asdict(),
+        "sent_by_hand_lowered": found.lowered,
+        "sent_by_hand_by_formula": sum(by_hand),
+        "sent": found.sent,
+        "differences": {name: d._asdict() for name, d in found.differences.items()},
+        "seconds": found.seconds,
+    }

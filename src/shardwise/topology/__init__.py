@@ -6,12 +6,8 @@ along 16 nodes of 8 GPUs. `compile(mesh.lower(jitted, *shapes), mesh)`, with sha
 program, its memory and its largest arrays, for `shardwise.measure` to read.
 """
 
-from .child import folder as cache_folder
-from .chip import CHIPS, Chip, of_device
-from .compiling import Buffer, Compiled, DoesNotFit, Sizes, compile
-from .slices import ChipMesh, Chips, chips, usual
+from .chip import CHIPS, of_device
+from .compiling import DoesNotFit, compile
+from .slices import ChipMesh, Chips, chips
 
-__all__ = [
-    "CHIPS", "Buffer", "Chip", "ChipMesh", "Chips", "Compiled", "DoesNotFit", "Sizes",
-    "cache_folder", "chips", "compile", "of_device", "usual",
-]  # fmt: skip
+__all__ = ["CHIPS", "ChipMesh", "Chips", "DoesNotFit", "chips", "compile", "of_device"]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 
 from shardwise.topology import gpu
 from shardwise.topology.chip import Chip
@@ -44,10 +45,10 @@ def versions(chip: Chip | None = None) -> dict[str, str]:
     Raises:
       ImportError: no such compiler: it does not exist for this platform, or is not installed.
     """
+    told = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
+    if chip and chip.node:
+        return told | {"compiler": gpu.find()[1]}
     try:
-        told = {"jax": jax.__version__, "jaxlib": importlib.metadata.version("jaxlib")}
-        if chip and chip.node:
-            return told | {"compiler": gpu.find()[1]}
         return told | {"libtpu": importlib.metadata.version("libtpu")}
     except importlib.metadata.PackageNotFoundError:
         how = "by pip install 'shardwise[tpu]' (Google Cloud's terms apply to it)."
@@ -71,7 +72,7 @@ def run(request: Mapping[str, Any], module: str) -> dict[str, Any]:
         worker = str(Path(__file__).with_name("worker.py"))
         done = subprocess.run(
             [sys.executable, "-P", worker, name],  # -P: this folder is no place to import from
-            env={**{k: v for k, v in os.environ.items() if k not in _DROPPED}, **_QUIET},
+            env={k: v for k, v in os.environ.items() if k not in _DROPPED} | _QUIET,
             capture_output=True,
             text=True,
         )
@@ -126,20 +127,15 @@ def key(request: Mapping[str, Any], versions: Mapping[str, str], module: str) ->
 def load(name: str) -> dict[str, Any] | None:
     """The entry of that name, or None where there is none that can be read."""
     try:
-        entry = json.loads(_path(name).read_text())
+        return json.loads(folder().joinpath("compiled", f"{name}.json").read_text())
     except (OSError, ValueError):
         return None
-    return entry if isinstance(entry, dict) else None
 
 
 def save(name: str, entry: Mapping[str, Any]) -> None:
     """Write the entry at once: a reader finds all of it, or nothing."""
-    path = _path(name)
+    path = folder() / "compiled" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         json.dump(entry, file)
     os.replace(file.name, path)
-
-
-def _path(name: str) -> Path:
-    return folder() / "compiled" / f"{name}.json"

@@ -52,13 +52,10 @@ class Chip:
         Raises:
           ValueError: no peak is known for it.
         """
-        known = dict(self.flops)
-        if dtype not in known:
-            raise ValueError(
-                f"topology: no peak of {self.kind} in {dtype} is known; known are "
-                f"{', '.join(known)}."
-            )
-        return known[dtype] / self.devices
+        if found := (known := dict(self.flops)).get(dtype):
+            return found / self.devices
+        told = f"no peak of {self.kind} in {dtype} is known; known are {', '.join(known)}"
+        raise ValueError(f"topology: {told}.")
 
     def ring_seconds(self, sent: float, inside: int, across: int, bandwidth: float) -> float:
         """The seconds of a gather, scatter or sum in which a device sends `sent` ring bytes.
@@ -68,17 +65,14 @@ class Chip:
         """
         n = inside * across
         whole = sent * n / (n - 1) if n > 1 else 0.0
-        seconds = whole * (inside - 1) / inside / bandwidth if inside > 1 else 0.0
-        if across > 1:
-            seconds += whole / inside * (across - 1) / across / self.dcn
-        return seconds
+        here = whole * (inside - 1) / inside / bandwidth if inside > 1 else 0.0
+        return here + (whole / inside * (across - 1) / across / self.dcn if across > 1 else 0.0)
 
     def exchange_seconds(self, sent: float, inside: int, across: int) -> float:
         """The seconds of an all-to-all between GPUs in which each sends `sent` bytes of its own."""
-        others = inside * across - 1
-        away = inside * (across - 1)
-        seconds = sent * (others - away) / others / self.link_bandwidth if others else 0.0
-        return seconds + (sent * away / others / self.dcn if away else 0.0)
+        others, away = inside * across - 1, inside * (across - 1)
+        here = sent * (others - away) / others / self.link_bandwidth if others else 0.0
+        return here + (sent * away / others / self.dcn if away else 0.0)
 
     @property
     def dcn(self) -> float:
@@ -90,35 +84,31 @@ class Chip:
         return bool(self.ring_from) and size >= self.ring_from and size % self.ring_from == 0
 
 
-def _tpu(kind, page, flops, hbm_gib, bandwidth, link, dcn, usable_gib, host=None, **more):
-    beside, sources = {}, ()
-    if host:
-        beside = dict(host_bandwidth=host[0] * 1e9, host_bytes=host[1] and int(host[1] * 1e9))
-        sources = (("host_bandwidth", SCALING_BOOK + "tpus"),)
-        sources += (("host_bytes", host[2]),) if host[1] else ()
+def _tpu(kind, flops, hbm, bandwidth, link, dcn, usable, where, host=(None, None), **more):
+    """A TPU: FLOP/s in tera, HBM in GiB, all else in GB; `where` more numbers are from."""
+    sources = {
+        "flops, hbm_bytes, hbm_bandwidth, largest": GOOGLE + kind,
+        "link_bandwidth": SCALING_BOOK + "tpus",
+        "ring_from, host_bandwidth": SCALING_BOOK + "tpus",
+        "usable_hbm": _COMPILER,
+    }
     return Chip(
         kind=kind,
         flops=tuple((dtype, tera * 1e12) for dtype, tera in flops.items()),
-        hbm_bytes=int(hbm_gib * _GIB),
+        hbm_bytes=int(hbm * _GIB),
         hbm_bandwidth=bandwidth * 1e9,
-        link_bandwidth=link[0] * 1e9,
-        dcn_bandwidth=dcn[0] * 1e9,
-        usable_hbm=int(usable_gib * _GIB),
-        sources=(
-            ("flops, hbm_bytes, hbm_bandwidth, largest", GOOGLE + page),
-            ("link_bandwidth", link[1]),
-            ("dcn_bandwidth", dcn[1]),
-            ("ring_from", SCALING_BOOK + "tpus"),
-            ("usable_hbm", _COMPILER),
-            *sources,
-        ),
-        **beside,
+        link_bandwidth=link * 1e9,
+        dcn_bandwidth=dcn * 1e9,
+        host_bandwidth=host[0] and host[0] * 1e9,
+        host_bytes=host[1] and int(host[1] * 1e9),
+        usable_hbm=int(usable * _GIB),
+        sources=tuple((sources | where).items()),
         **more,
     )
 
 
-def _gpu(kind, tera, bandwidth, nvlink, network, node=8, **target):
-    book, host = SCALING_BOOK + "gpus", network[1] if len(network) > 1 else SCALING_BOOK + "gpus"
+def _gpu(kind, tera, bandwidth, nvlink, network, node=8, where=SCALING_BOOK + "gpus", **target):
+    """A GPU: FLOP/s and HBM's bandwidth in tera, links in GB/s; the network's is from `where`."""
     return Chip(
         kind=kind,
         flops=(("bfloat16", tera * 1e12),),
@@ -126,12 +116,12 @@ def _gpu(kind, tera, bandwidth, nvlink, network, node=8, **target):
         hbm_bandwidth=bandwidth * 1e12,
         links=1,
         link_bandwidth=nvlink * 1e9,
-        dcn_bandwidth=network[0] * 1e9,
+        dcn_bandwidth=network * 1e9,
         node=node,
         target=tuple(target.items()),
         sources=(
-            ("flops, hbm_bandwidth, link_bandwidth, node", book),
-            ("dcn_bandwidth", host),
+            ("flops, hbm_bandwidth, link_bandwidth, node", SCALING_BOOK + "gpus"),
+            ("dcn_bandwidth", where),
             ("hbm_bytes, target", _XLA),
         ),
     )
@@ -139,8 +129,7 @@ def _gpu(kind, tera, bandwidth, nvlink, network, node=8, **target):
 
 _TORUS_2D = dict(dimensions=2, links=4, ring_from=16, largest=256)
 _TORUS_3D = dict(dimensions=3, links=6, ring_from=4)
-_LINKS = SCALING_BOOK + "tpus"
-_HOSTS = GOOGLE + "tpu7x: RAM of a machine with 4 chips"
+_HOSTS = {"host_bytes": GOOGLE + "tpu7x: RAM of a machine with 4 chips"}
 _MACHINES = "https://cloud.google.com/kubernetes-engine/docs/concepts/tpus: 384 GB for 8 chips"
 _HDR = "https://alpha-one-index.github.io/ai-infra-index/specs/networking-interconnects.html"
 _HALF_OF_BOTH_WAYS = GOOGLE + "tpu7x: 1,200 GB/s over 6 links both ways"
@@ -148,49 +137,50 @@ _NVIDIA = dict(fpus_per_core=128, shared_memory_per_core=233_472)
 _HOPPER = _NVIDIA | dict(core_count=132, major=9, clock_rate_ghz=1.98, l2_cache_size=52_428_800)
 _TABLE = (
     _tpu(
-        "v4", "v4", {"bfloat16": 275, "int8": 275}, 32, 1200, (45, _LINKS),
-        (6.25, SCALING_BOOK + "tpus: 25 GB/s a host, of 4 chips"), 30.75, (16, None), largest=4096,
+        "v4", {"bfloat16": 275, "int8": 275}, 32, 1200, 45, 6.25, 30.75,
+        {"dcn_bandwidth": SCALING_BOOK + "tpus: 25 GB/s a host, of 4 chips"}, (16, None),
+        largest=4096, **_TORUS_3D,
+    ),
+    _tpu(
+        "v5e", {"bfloat16": 197, "int8": 393}, 16, 819, 45, 3.125, 15.75,
+        {"dcn_bandwidth": GOOGLE + "v5e: 2 × 100 Gb/s a host, of 8 chips", "host_bytes": _MACHINES},
+        (15, 48), **_TORUS_2D,
+    ),
+    _tpu(
+        "v5p", {"bfloat16": 459, "float8": 459, "int8": 918}, 95, 2765, 90, 6.25, 95.73,
+        {"dcn_bandwidth": GOOGLE + "v5p: 50 Gb/s a chip", **_HOSTS}, (15, 112), largest=8960,
         **_TORUS_3D,
     ),
     _tpu(
-        "v5e", "v5e", {"bfloat16": 197, "int8": 393}, 16, 819, (45, _LINKS),
-        (3.125, GOOGLE + "v5e: 2 × 100 Gb/s a host, of 8 chips"), 15.75, (15, 48, _MACHINES),
-        **_TORUS_2D,
+        "v6e", {"bfloat16": 918, "float8": 918, "int8": 1836}, 32, 1638, 90, 12.5, 31.24,
+        {"dcn_bandwidth": GOOGLE + "tpu7x: v6e, 100 Gb/s a chip", **_HOSTS}, (32, 180), **_TORUS_2D,
     ),
     _tpu(
-        "v5p", "v5p", {"bfloat16": 459, "float8": 459, "int8": 918}, 95, 2765, (90, _LINKS),
-        (6.25, GOOGLE + "v5p: 50 Gb/s a chip"), 95.73, (15, 112, _HOSTS), largest=8960,
-        **_TORUS_3D,
-    ),
-    _tpu(
-        "v6e", "v6e", {"bfloat16": 918, "float8": 918, "int8": 1836}, 32, 1638, (90, _LINKS),
-        (12.5, GOOGLE + "tpu7x: v6e, 100 Gb/s a chip"), 31.24, (32, 180, _HOSTS), **_TORUS_2D,
-    ),
-    _tpu(
-        "tpu7x", "tpu7x", {"bfloat16": 2307, "float8": 4614}, 192, 7380, (100, _HALF_OF_BOTH_WAYS),
-        (12.5, GOOGLE + "tpu7x: 100 Gb/s a chip"), 94.74, largest=9216, devices=2, **_TORUS_3D,
+        "tpu7x", {"bfloat16": 2307, "float8": 4614}, 192, 7380, 100, 12.5, 94.74,
+        {"dcn_bandwidth": GOOGLE + "tpu7x: 100 Gb/s a chip", "link_bandwidth": _HALF_OF_BOTH_WAYS},
+        largest=9216, devices=2, **_TORUS_3D,
     ),
     _gpu(
-        "a100", 310, 2.0, 300, (25, _HDR), core_count=108, major=8, clock_rate_ghz=1.41,
+        "a100", 310, 2.0, 300, 25, where=_HDR, core_count=108, major=8, clock_rate_ghz=1.41,
         fpus_per_core=64, l2_cache_size=41_943_040, memory_bandwidth=2_039_040_000_000,
         shared_memory_per_core=167_936, device_memory_size=85_100_068_864,
         name="NVIDIA A100-SXM4-80GB",
     ),
     _gpu(
-        "h100", 990, 3.4, 450, (50,), memory_bandwidth=3_352_320_000_000,
+        "h100", 990, 3.4, 450, 50, memory_bandwidth=3_352_320_000_000,
         device_memory_size=84_942_979_072, name="NVIDIA H100 80GB HBM3", **_HOPPER,
     ),
     _gpu(
-        "h200", 990, 4.8, 450, (50,), memory_bandwidth=4_800_000_000_000,
+        "h200", 990, 4.8, 450, 50, memory_bandwidth=4_800_000_000_000,
         device_memory_size=151_397_597_184, name="NVIDIA H200", **_HOPPER,
     ),
     _gpu(
-        "b200", 2300, 8.0, 900, (50,), core_count=148, major=10, clock_rate_ghz=1.965,
+        "b200", 2300, 8.0, 900, 50, core_count=148, major=10, clock_rate_ghz=1.965,
         l2_cache_size=132_644_864, memory_bandwidth=7_672_320_000_000,
         device_memory_size=191_514_411_008, name="NVIDIA B200", **_NVIDIA,
     ),
     _gpu(
-        "gb200", 2300, 8.0, 900, (50,), node=72, core_count=152, major=10, clock_rate_ghz=2.062,
+        "gb200", 2300, 8.0, 900, 50, node=72, core_count=152, major=10, clock_rate_ghz=2.062,
         l2_cache_size=135_528_448, memory_bandwidth=7_928_064_000_000,
         device_memory_size=197_897_748_480, name="NVIDIA GB200", **_NVIDIA,
     ),

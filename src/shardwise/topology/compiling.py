@@ -3,15 +3,18 @@
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 
 from shardwise.measure.memory import bytes_per_device, refused
 from shardwise.topology import child, gpu
-from shardwise.topology.slices import ChipMesh, platform_of
+from shardwise.topology.slices import PLATFORMS, ChipMesh
 
 _ROUNDING = 2**30 / 100  # of the totals that a refusal names
+_SHOWN = 16  # of the largest arrays
+_SIZES = ("argument", "output", "alias", "temp", "generated_code")
 _ALLOCATION = re.compile(r"allocation \d+: size \d+,?(.*)")
 _VALUE = re.compile(
     r" value: <\d+ (\S+) @\d+> \(size=(\d+),offset=(\d+)\): (\(?[a-z]\w*\[[^\]]*\])"
@@ -32,16 +35,6 @@ class Buffer(NamedTuple):
     source: str
 
 
-class Sizes(NamedTuple):
-    """The bytes on each device, by the names that JAX gives them."""
-
-    argument_size_in_bytes: int
-    output_size_in_bytes: int
-    alias_size_in_bytes: int
-    temp_size_in_bytes: int
-    generated_code_size_in_bytes: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Compiled:
     """A program as the compiler made it: a value, which cannot run.
@@ -54,11 +47,10 @@ class Compiled:
 
     mesh: ChipMesh
     text: str = dataclasses.field(repr=False)
-    sizes: Sizes
+    sizes: tuple[int, ...]
     buffers: tuple[Buffer, ...] = dataclasses.field(repr=False)
     report: str = dataclasses.field(repr=False)
     coordinates: tuple[tuple[int, ...], ...] = dataclasses.field(repr=False)
-    options: tuple[tuple[str, Any], ...]
     versions: tuple[tuple[str, str], ...]
 
     @property
@@ -73,8 +65,10 @@ class Compiled:
     def as_text(self) -> str:
         return self.text
 
-    def memory_analysis(self) -> Sizes:
-        return self.sizes
+    def memory_analysis(self) -> SimpleNamespace:
+        """The bytes on each device, by the names that JAX gives them."""
+        pairs = zip(_SIZES, self.sizes, strict=True)
+        return SimpleNamespace(**{f"{kind}_size_in_bytes": size for kind, size in pairs})
 
 
 class DoesNotFit(ValueError):
@@ -86,13 +80,13 @@ class DoesNotFit(ValueError):
         self.mesh, self.needed, self.allowed = mesh, needed, allowed
         self.buffers, self.said = tuple(buffers), said
         who = "JAX takes" if mesh.chips.chip.node else "the compiler allows"
-        lines = [
+        told = (
             f"topology.compile: on {mesh.chips} this program needs {needed / 2**30:.2f} GiB of "
             f"HBM on a device, and {who} {allowed / 2**30:.2f}. The largest arrays:"
-        ]
+        )
         for b in self.buffers[:5]:
-            lines.append(f"  {b.bytes / 2**30:8.2f} GiB  {b.kind} {b.array}  {b.source or b.name}")
-        super().__init__("\n".join(lines))
+            told += f"\n  {b.bytes / 2**30:8.2f} GiB  {b.kind} {b.array}  {b.source or b.name}"
+        super().__init__(told)
 
 
 def compile(
@@ -107,8 +101,9 @@ def compile(
     its default tiles for products and a slower sort, and knows no cuDNN. It refuses nothing: what
     is more than JAX takes of a GPU's memory is refused here.
 
-    Runs in a child process. Its result is kept in `topology.cache_folder()`, by a hash of the
-    program (its operations' names, but no files and lines), the chips, options and versions.
+    Runs in a child process. Its result is kept in $SHARDWISE_CACHE, or shardwise/ in the user's
+    cache, by a hash of the program (its operations' names, but no files and lines), the chips,
+    options and versions.
 
     Raises:
       DoesNotFit: the program needs more memory than a device has.
@@ -117,7 +112,7 @@ def compile(
       RuntimeError: the compiler fails in another way.
     """
     module = program_text(lowered)
-    if platform_of(lowered) != mesh.platform:
+    if PLATFORMS.get(lowered) != mesh.platform:
         raise ValueError(
             f"topology.compile: the program was not lowered for {mesh.chips}, and may have taken "
             f"another platform's branches; pass mesh.lower(jitted, *abstract_arguments), of this "
@@ -127,13 +122,13 @@ def compile(
     request, versions = _request(mesh, options or {}), child.versions(mesh.chips.chip)
     name = child.key(request, versions, module)
     result = child.load(name) if cached else None
-    if result is None or "buffers" not in result:
+    if result is None:
         result = child.run(request, module)
         # The assignment is large, and only its largest entries are asked for.
-        result["buffers"] = largest(result.pop("assignment"), result["text"])
+        result["buffers"] = _largest(result.pop("assignment"), result["text"])
         if cached:
             child.save(name, result)
-    return _value(mesh, request, versions, result)
+    return _value(mesh, versions, result)
 
 
 def program_text(lowered: jax.stages.Lowered) -> str:
@@ -156,20 +151,19 @@ def program_text(lowered: jax.stages.Lowered) -> str:
     return re.sub(r"#loc\d*", lambda found: named(found[0]) or "unknown", body)
 
 
-def _value(mesh, request, versions, result):
+def _value(mesh, versions, result):
     buffers = tuple(Buffer(*buffer) for buffer in result["buffers"])
     usable = mesh.chips.usable_hbm
-    if "refusal" in result:
-        needed, allowed = _totals(result, usable)
-        raise DoesNotFit(mesh, needed, allowed, buffers, result["refusal"])
+    if said := result.get("refusal"):
+        needed, allowed = _totals(said, result["report"])
+        raise DoesNotFit(mesh, needed, min(allowed, usable), buffers, said)
     compiled = Compiled(
         mesh=mesh,
         text=result["text"],
-        sizes=Sizes(*result["sizes"]),
+        sizes=tuple(result["sizes"]),
         buffers=buffers,
         report=result["report"],
         coordinates=tuple(map(tuple, result["coordinates"])),
-        options=tuple(sorted(request["options"].items())),
         versions=tuple(sorted(versions.items())),
     )
     needed = bytes_per_device(compiled).total
@@ -178,15 +172,14 @@ def _value(mesh, request, versions, result):
     return compiled
 
 
-def _totals(result, usable: int) -> tuple[int, int]:
+def _totals(said, report):
     """(bytes needed, bytes allowed): as the compiler says, and exactly where its report agrees."""
-    said = result["refusal"]
-    told = refused(said)
-    if told is None:
+    if not (told := refused(said)):
         raise RuntimeError(f"topology.compile: the compiler refuses, for another reason: {said}")
-    exact = total(result["report"]) or 0
-    agrees = abs(exact - told[0]) < _ROUNDING or "Allocation" in said  # of one array alone
-    return (exact or told[0]) if agrees else told[0], min(told[1], usable)
+    needed, allowed = told
+    exact = total(report) or needed
+    agrees = abs(exact - needed) < _ROUNDING or "Allocation" in said  # of one array alone
+    return exact if agrees else needed, allowed
 
 
 def _request(mesh, options):
@@ -198,16 +191,11 @@ def _request(mesh, options):
         # Without a GPU no kernels are tried; 0.7.2 has to be told.
         where["options"] = {"xla_gpu_autotune_level": 0} | where["options"]
         return {"name": str(chips), "node": chips.shape[0], "target": target} | where
-    topology = {}
-    if chips.slices > 1:
-        topology["num_slices"] = chips.slices
+    topology = {"num_slices": chips.slices} if chips.slices > 1 else {}
     if chips.kind == "v4":
         topology["chip_config_name"] = "megacore"  # else a chip is two devices
-    return {
-        "name": f"{chips.kind}:{'x'.join(map(str, chips.shape))}",
-        "topology": topology,
-        **where,
-    }
+    name = str(dataclasses.replace(chips, slices=1))
+    return {"name": name, "topology": topology, **where}
 
 
 def _check(module, mesh):
@@ -220,18 +208,17 @@ def _check(module, mesh):
             f"which one argument at least has to have one."
         )
     meshes = [
-        {name: int(size) for name, size in re.findall(r'"([^"]+)"=(\d+)', axes)}
-        for axes in re.findall(r"sdy\.mesh @\S+ = <\[(.*?)\]", module)
+        tuple((name, int(size)) for name, size in re.findall(r'"([^"]+)"=(\d+)', axes))
+        for axes in re.findall(r"sdy\.mesh @\S+ = <\[([^\]]+)\]", module)
     ]
-    whole = [list(found.items()) for found in meshes if found]
-    if whole and list(mesh.shape.items()) not in whole:
+    if meshes and mesh.axes not in meshes:
         raise ValueError(
-            f"topology.compile: the program is lowered for the mesh {dict(whole[0])}, not for "
+            f"topology.compile: the program is lowered for the mesh {dict(meshes[0])}, not for "
             f"{mesh.shape}; make it by chips.mesh with the same axes in the same order."
         )
 
 
-def largest(assignment: str, text: str, number: int = 16) -> tuple[Buffer, ...]:
+def _largest(assignment: str, text: str) -> tuple[Buffer, ...]:
     """The largest arrays of a buffer assignment, those at one place counted once; largest first.
 
     Temporaries at different places may be held at different times.
@@ -240,15 +227,14 @@ def largest(assignment: str, text: str, number: int = 16) -> tuple[Buffer, ...]:
     for line in assignment.splitlines():
         if allocation := _ALLOCATION.match(line):
             kind, place = _kind(allocation[1]), line
-        elif not line.startswith(" value:"):
-            if line.strip() and found:
-                break
+        elif found and line.strip() and not line.startswith(" value:"):
+            break
         elif kind and (value := _VALUE.match(line)):
             at = place, int(value[3])
             array = "tuple" if value[4].startswith("(") else value[4]
             buffer = int(value[2]), kind, array, value[1].split("{")[0]
             found[at] = max(found.get(at, buffer), buffer, key=lambda buffer: buffer[0])
-    chosen = sorted(found.values(), key=lambda buffer: -buffer[0])[:number]
+    chosen = sorted(found.values(), key=lambda buffer: -buffer[0])[:_SHOWN]
     return tuple(Buffer(*buffer, _source(text, buffer[-1])) for buffer in chosen)
 
 
@@ -263,7 +249,7 @@ def _kind(attributes):
 
 def _source(text, name):
     line = re.search(rf"^\s*(?:ROOT )?%?{re.escape(name)} = .*$", text, re.MULTILINE)
-    source = re.search(r'op_name="([^"]*)"', line[0]) if line else None
+    source = line and re.search(r'op_name="([^"]*)"', line[0])
     return source[1].replace("\\'", "'") if source else ""
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jaxlib
 
 from shardwise.topology.chip import Chip
 
@@ -38,7 +39,7 @@ def folder() -> Path:
 
 def command() -> list[str]:
     """The command of pip that installs it, as words; `python -m shardwise.topology` runs it."""
-    package = f"{_PACKAGES[0]}=={_jaxlib()}"
+    package = f"{_PACKAGES[0]}=={jaxlib.__version__}"
     return [sys.executable, *"-m pip install --no-deps --target".split(), str(folder()), package]
 
 
@@ -48,12 +49,11 @@ def find() -> tuple[Path, str]:
     Raises:
       ImportError: there is none for this jaxlib.
     """
-    own = list(importlib.metadata.distributions(path=[str(folder())]))
-    for found in (*own, *_installed()):
+    for found in (*importlib.metadata.distributions(path=[str(folder())]), *_installed()):
         name, version = found.metadata["Name"].replace("_", "-"), found.version
         module = name.replace("jax-", "jax_plugins/xla_").removesuffix("-pjrt")
         path = Path(str(found.locate_file(f"{module}/{_LIBRARY}")))
-        if name in _PACKAGES and version == _jaxlib() and path.exists():
+        if name in _PACKAGES and version == jaxlib.__version__ and path.exists():
             return path, f"{name} {version}"
     how = f"beside this JAX: {shlex.quote(sys.executable)} -m shardwise.topology"
     raise absent("XLA's compiler for GPUs", _PACKAGES[0], f"no GPU and no CUDA. Install it {how}")
@@ -69,10 +69,6 @@ def absent(compiler: str, package: str, how: str) -> ImportError:
 
 def _installed():
     return [found for name in _PACKAGES for found in importlib.metadata.distributions(name=name)]
-
-
-def _jaxlib():
-    return importlib.metadata.version("jaxlib")
 
 
 def description(chip: Chip) -> str:

@@ -16,7 +16,7 @@ from shardwise.topology.chip import CHIPS, Chip
 
 _HOST = 2  # chips along the first two axes of a host's board
 _PLACED = "annotate_device_placement"  # what XLA knows a memory by
-_PLATFORMS: Any = weakref.WeakKeyDictionary()  # {program: for which platform it was lowered}
+PLATFORMS: Any = weakref.WeakKeyDictionary()  # {program: for which platform it was lowered}
 # The variables that say what share of a GPU's memory JAX takes, if another than 0.75; the second is
 # the older name.
 _SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -75,10 +75,9 @@ class Chips:
         return int(self.chip.hbm_bytes * share)
 
     def __str__(self):
-        if self.chip.node:
-            return f"{self.kind}:{self.slices}x{self.shape[0]}"
-        shape = "x".join(map(str, self.shape))
-        return f"{self.kind}:{shape}" + (f" × {self.slices} slices" if self.slices > 1 else "")
+        sizes = (self.slices, *self.shape) if self.chip.node else self.shape
+        more = f" × {self.slices} slices" if self.slices > 1 and not self.chip.node else ""
+        return f"{self.kind}:{'x'.join(map(str, sizes))}{more}"
 
     def mesh(self, **axes: int) -> "ChipMesh":
         """The axes along these chips, in order: `mesh(fsdp=-1, model=4)`; one size may be -1.
@@ -140,7 +139,7 @@ class ChipMesh:
                 f"that out for chips that are not here: its memory would be wrong. Take a later "
                 f"one, or a program that does not offload."
             )
-        _PLATFORMS[found] = self.platform
+        PLATFORMS[found] = self.platform
         return found
 
     @property
@@ -164,17 +163,10 @@ class ChipMesh:
         return tuple(parts)
 
 
-def platform_of(lowered: jax.stages.Lowered) -> str | None:
-    """The platform for which `ChipMesh.lower` lowered a program; None where another did."""
-    return _PLATFORMS.get(lowered)
-
-
 def to_host(jaxpr: Any) -> bool:
     """Whether a traced program moves arrays to the host's memory."""
-    return any(
-        eqn.primitive.name == "device_put" and "Host" in str(eqn.params["devices"])
-        for eqn in jaxprs.every(jaxpr)
-    )
+    put = (eqn for eqn in jaxprs.every(jaxpr) if eqn.primitive.name == "device_put")
+    return any("Host" in str(eqn.params["devices"]) for eqn in put)
 
 
 def chips(name: str, slices: int = 1) -> Chips:
@@ -193,9 +185,7 @@ def chips(name: str, slices: int = 1) -> Chips:
         )
     if slices < 1:
         raise ValueError(f"topology.chips({name!r}, slices={slices}): give one slice or more.")
-    if CHIPS[kind].node:
-        return _gpus(name, written, CHIPS[kind], slices)
-    return Chips(kind, _shape(name, written, CHIPS[kind]), slices)
+    return (_gpus if CHIPS[kind].node else _tpus)(name, written, CHIPS[kind], slices)
 
 
 def usual(kind: str, least: int, most: int) -> Iterator[Chips]:
@@ -230,7 +220,7 @@ def _gpus(name, written, chip, slices):
     return Chips(chip.kind, (each,), nodes)
 
 
-def _shape(name, written, chip):
+def _tpus(name, written, chip, slices):
     example = "x".join(["2"] * chip.dimensions) + " or " + "x".join(["4"] * chip.dimensions)
     if not re.fullmatch(r"\d+(x\d+)*", written) or written.count("x") + 1 != chip.dimensions:
         raise ValueError(
@@ -248,4 +238,4 @@ def _shape(name, written, chip):
             f"topology.chips({name!r}) are {math.prod(shape)} chips; a slice of {chip.kind} has "
             f"{chip.largest} at most: give a smaller shape, and slices=."
         )
-    return shape
+    return Chips(chip.kind, shape, slices)

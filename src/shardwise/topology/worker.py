@@ -43,13 +43,15 @@ def _lay(request) -> np.ndarray:
     """The devices of the topology as the mesh has them."""
     if "target" in request:
         return _lay_gpus(request)
-    found = topologies.get_topology_desc(
-        platform="tpu", topology_name=request["name"], **request["topology"]
-    )
-    inside, across = request["inside"], request["across"]
-    if max(across) == 1:
-        return _split(mesh_utils.create_device_mesh, inside, devices=found.devices)
-    return _split(mesh_utils.create_hybrid_device_mesh, inside, across, devices=found.devices)
+    given = dict(platform="tpu", topology_name=request["name"], **request["topology"])
+    devices, shapes = topologies.get_topology_desc(**given).devices, [request["inside"]]
+    make = mesh_utils.create_device_mesh
+    if max(request["across"]) > 1:
+        make, shapes = mesh_utils.create_hybrid_device_mesh, [*shapes, request["across"]]
+    try:  # whole axes of the torus where that is possible, and parts of them where not
+        return make(*shapes, devices=devices)
+    except NotImplementedError:
+        return make(*shapes, devices=devices, allow_split_physical_axes=True)
 
 
 def _lay_gpus(request) -> np.ndarray:
@@ -62,14 +64,6 @@ def _lay_gpus(request) -> np.ndarray:
     found = np.array(topology._make_compile_only_devices())
     sizes = zip(request["across"], request["inside"], strict=True)
     return found.reshape([part * size for part, size in sizes])
-
-
-def _split(make, *args, **options):
-    """A mesh of whole axes of the torus where that is possible, and of parts of them where not."""
-    try:
-        return make(*args, **options)
-    except NotImplementedError:
-        return make(*args, **options, allow_split_physical_axes=True)
 
 
 def _place(device, request) -> list[int]:
