@@ -20,7 +20,7 @@ import optax
 import pytest
 
 from shardwise import __main__ as command
-from shardwise import checkpoint, layouts, marks, mesh, objective, run, topology
+from shardwise import checkpoint, data, layouts, marks, mesh, objective, run, topology
 from shardwise.layouts import first_call
 from shardwise.run import decoder, metrics, profiling, reports, signals, state
 from shardwise.run.optimizers import Guarded, averaged, guarded
@@ -809,7 +809,7 @@ def test_tokens_are_read_where_they_are_needed(tmp_path):
     array = np.arange(1000, dtype=np.uint16) % 700
     np.save(tmp_path / "t.npy", array)
     source = run.Data(tokens=tmp_path / "t.npy")
-    each = decoder.rows(source, 16, 0)
+    each = data.rows(decoder.documents(source), 16, 0)
     for row in itertools.islice((each[i] for i in range(5)), 5):
         real = row["mask"].astype(bool)
         assert (row["targets"][real] == (row["tokens"][real] + 1) % 700).all()
