@@ -12,8 +12,7 @@ from pathlib import Path
 
 from shardwise.run import notes, signals
 from shardwise.run.launch.children import Child, ended
-from shardwise.run.launch.watching import Hang, Watch
-from shardwise.run.notes import STUCK, Note
+from shardwise.run.notes import STUCK, Hang, Note, Watch
 from shardwise.run.signals import STOPPED
 
 _GLANCE = 0.1  # seconds between looks at the processes
@@ -26,15 +25,15 @@ WELL = {0: " (done)", STOPPED: " (stopped by a signal, after saving)"}  # exit s
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits in seconds: until processes that step hang, until others do, from SIGTERM to SIGKILL.
-
-    With `patient`, a second signal kills nobody: what sends it kills by itself.
-    """
+    """Limits of what processes may take: to move on, and to leave after a failure."""
 
     hang_after: float = 20.0
+    """Seconds after which processes that step are ended when no note in the run folder moves (or
+    five steps, where these take longer); 0: never."""
     hang_after_long: float = 600.0
+    """The same, while one of them starts, compiles, evaluates or saves."""
     grace: float = 5.0
-    patient: bool = False
+    """Seconds that the others have after a failure, before they are killed."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,14 @@ def supervise(
     limits: Limits = Limits(),
     environment: Mapping[str, str] | None = None,
     first: int = 0,
+    patient: bool = False,
 ) -> End:
     """Start the commands as processes `first` and so on, show what they print, wait for all.
 
-    `folder` is the run folder, where they note their steps; without it no hang is seen.
+    `folder` is the run folder, where they note their steps; without it no hang is seen. Where it is
+    `patient`, a second signal kills nobody: what sends it kills by itself.
     """
-    run = _Run(folder, limits)
+    run = _Run(folder, limits, patient)
     try:
         with signals.handled(run.hear):
             for index, command in enumerate(commands, first):
@@ -89,8 +90,8 @@ def supervise(
 
 
 class _Run:
-    def __init__(self, folder: Path | None, limits: Limits):
-        self._folder, self._limits = folder, limits
+    def __init__(self, folder: Path | None, limits: Limits, patient: bool):
+        self._folder, self._limits, self._patient = folder, limits, patient
         self._looked = 0.0
         self.children: list[Child] = []
         self._notes: dict[int, Note] = {}
@@ -119,7 +120,7 @@ class _Run:
         if not self._signal:
             self._signal = number
             self._pass_on()
-        elif not (self._limits.patient or signals.is_repeated(number)):
+        elif not (self._patient or signals.is_repeated(number)):
             self._again = number
             self.kill()
 
