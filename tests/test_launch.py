@@ -16,7 +16,7 @@ import pytest
 
 from shardwise.run import launch
 from shardwise.run.launch import supervising
-from shardwise.run.launch.children import Children
+from shardwise.run.launch.children import Child, ended
 
 CHILD = """
 import json, os, signal, subprocess, sys, time
@@ -171,11 +171,11 @@ def test_the_first_failure_ends_those_who_ignore_sigterm_and_is_shown_last(
 
 def test_of_several_that_end_at_once_one_that_aborts_comes_last():
     """The runtime aborts those whose peer is gone."""
-    with Children() as children:
-        for end in "os.abort()", "sys.exit(3)", "os.kill(os.getpid(), 9)":
-            children.start([sys.executable, "-S", "-c", f"import os, sys; {end}"], {})
-        await_end([child.pid for child in children.all])
-        assert [child.code for child in children.wait(0)] == [3, -9, -6]
+    each = "os.abort()", "sys.exit(3)", "os.kill(os.getpid(), 9)"
+    words = [[sys.executable, "-S", "-c", f"import os, sys; {end}"] for end in each]
+    children = [Child(index, command, {}) for index, command in enumerate(words)]
+    await_end([child.pid for child in children])
+    assert [child.code for child in ended(children)] == [3, -9, -6]
 
 
 def test_after_a_failure_the_others_may_leave_by_themselves(run, tmp_path):

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.run.launch import watching
-from shardwise.run.launch.watching import Watch
-from shardwise.run.notes import Note, read
+from shardwise.run.notes import Note, Watch, odd, read
 
 AFTER, LONGER = 20.0, 600.0
 
@@ -152,7 +150,7 @@ def test_random_runs_hang_when_they_stop_and_only_then(seed, count):
 
 
 @pytest.mark.parametrize(
-    "said, odd",
+    "said, expected",
     [
         ([(5, "saving"), (5, "stepping")], (0,)),
         ([(5, "stepping"), (4, "stepping")], (1,)),
@@ -162,8 +160,8 @@ def test_random_runs_hang_when_they_stop_and_only_then(seed, count):
         ([(5, "stepping"), (4, "stepping"), (5, "reading"), (5, "stepping")], (1, 2)),
     ],
 )
-def test_who_is_odd(said, odd):
-    assert watching.odd({i: note(i, *what) for i, what in enumerate(said)}) == odd
+def test_who_is_odd(said, expected):
+    assert odd({i: note(i, *what) for i, what in enumerate(said)}) == expected
 
 
 def test_notes_are_read_and_what_is_none_is_named(tmp_path):

@@ -20,11 +20,12 @@ import optax
 import pytest
 
 from shardwise import __main__ as command
-from shardwise import checkpoint, layouts, marks, mesh, objective, run, topology
+from shardwise import checkpoint, data, layouts, marks, mesh, objective, run, topology
 from shardwise.layouts import first_call
 from shardwise.run import decoder, metrics, profiling, reports, signals, state
+from shardwise.run.folder import Folder
 from shardwise.run.optimizers import Guarded, averaged, guarded
-from shardwise.run.settings import flat, from_flat
+from shardwise.run.settings import Data, Evaluation, flat, from_flat
 from shardwise.train import Optimizer
 
 F32 = np.float32
@@ -69,7 +70,7 @@ def rows(bad=(), at=None):
 
 def given(folder, **changes):
     base = dict(run=folder, steps=8, batch=8, save_every=3, ema=0.9)
-    base |= dict(evaluation=run.Evaluation(every=4, batches=2))
+    base |= dict(evaluation=Evaluation(every=4, batches=2))
     base |= dict(processes=run.Processes(hang=1000))  # a busy machine ends no test
     return run.Settings(**base | changes)
 
@@ -247,7 +248,7 @@ def test_a_bad_step_ends_a_run_with_the_state_before_it(tmp_path, reference, mon
     monkeypatch.chdir(tmp_path)
     with pytest.raises(run.BadStep, match=r"step 3, .* in r/batches/3.npz.*state of step 2 is"):
         trained("r", batches=rows(bad=[17]))  # the folder is named as it was given
-    assert state.saved(run.Folder(tmp_path / "r"))["step"] == 2
+    assert state.saved(Folder(tmp_path / "r"))["step"] == 2
     # Replayed on mended data, it is the run that never saw the bad one.
     trained(tmp_path / "r", resume=True)
     assert lines(tmp_path / "r") == lines(reference[0])
@@ -316,9 +317,7 @@ def test_how_aux_of_parts_becomes_one_is_the_users_to_say(tmp_path, aux, expecte
     def with_aux(params, batch):
         return loss(params, batch), {"seen": jnp.float32(len(batch["x"]))}
 
-    settings = given(
-        tmp_path, steps=1, layout=run.Roles(fsdp=8), evaluation=run.Evaluation(every=0)
-    )
+    settings = given(tmp_path, steps=1, layout=run.Roles(fsdp=8), evaluation=Evaluation(every=0))
     tools = dict(create=create, loss=with_aux, batches=rows(), has_aux=True, aux=aux)
     run.train(settings, **tools)
     assert metrics.read(tmp_path / "metrics.jsonl")[0]["seen"] == expected * settings.batch
@@ -335,7 +334,7 @@ def test_aux_does_not_take_the_place_of_a_metric(tmp_path, name):
 
 
 def test_steps_that_are_done_again_count_once_as_skipped(tmp_path):
-    options = dict(bad="skip", steps=6, save_every=2, evaluation=run.Evaluation(every=0))
+    options = dict(bad="skip", steps=6, save_every=2, evaluation=Evaluation(every=0))
     folder = tmp_path / "r"
     settings = given(folder, **options)
     tools = dict(create=create, loss=loss, batches=rows(bad=[33]))  # row 33 is of step 5
@@ -381,12 +380,12 @@ def test_a_run_is_drawn(reference):
 
 def test_a_run_folder_has_the_settings_that_were_used(tmp_path, reference):
     folder, _ = reference
-    names = {name.partition(".")[0] for name in run.Folder(folder).settings()}
+    names = {name.partition(".")[0] for name in Folder(folder).settings()}
     assert {"seed", "batch", "layout", "evaluation"} <= names
     assert not names & {"model", "data", "sequence", "devices", "optimizer"}
     options = dict(create=create, loss=loss, batches=rows())  # whose optimizer the settings name
     run.train(given(tmp_path, steps=1), **options)
-    assert run.Folder(tmp_path).settings()["optimizer.peak"] == Optimizer().peak
+    assert Folder(tmp_path).settings()["optimizer.peak"] == Optimizer().peak
     with pytest.raises(ValueError, match=r"optimizer\.peak was"):
         again = given(tmp_path, resume=True, optimizer=Optimizer(peak=0.1))
         run.train(again, **options)
@@ -406,7 +405,7 @@ def test_a_held_out_loss_is_that_of_one_large_batch(tmp_path, scalar):
 
     held = rows().map(lambda row: row | {"weight": F32(row["row"] ** 2 * (row["row"] >= 8))})
     options = dict(create=create, loss=weighed, batches=held, validation=held)
-    settings = given(tmp_path, steps=4, evaluation=run.Evaluation(every=4, batches=3))
+    settings = given(tmp_path, steps=4, evaluation=Evaluation(every=4, batches=3))
     result = run.train(settings, **options)
     (found,) = metrics.read(tmp_path / "evaluations.jsonl")
     params = layouts.whole(run.Roles().layout(), result.params)
@@ -658,7 +657,7 @@ def test_a_run_that_goes_on_has_its_own_settings_but_for_who_runs_it(tmp_path):
     first = ["--run", str(tmp_path), "--seed", "4", "--profile", "3:4", "--processes.hang", "60"]
     alone = ["--processes.address", "127.0.0.1:1", "--processes.count", "2"]
     made = run.flags(argv=[*first, *alone, "--processes.index", "1"])
-    run.Folder(tmp_path).write_settings(flat(made))
+    Folder(tmp_path).write_settings(flat(made))
     again = run.flags(argv=["--run", str(tmp_path), "--resume", "--steps", "7"])
     assert (again.seed, again.steps, again.resume, again.profile) == (4, 7, True, None)
     assert again.processes == run.Processes(hang=60.0)
@@ -797,19 +796,19 @@ def test_the_type_of_an_error_decides_on_its_traceback(error, traced, monkeypatc
 def test_text_of_a_folder_is_split_by_file(tmp_path):
     for i in range(40):
         (tmp_path / f"{i}.txt").write_text(f"document {i} " * 5)
-    source = run.Data(text=str(tmp_path))
+    source = Data(text=str(tmp_path))
     train, held = (decoder.documents(source, split) for split in ("train", "validation"))
     assert len(train) + len(held) == 40 and len(held) > 0
-    assert decoder.fingerprint(source) == decoder.fingerprint(run.Data(text=f"{tmp_path}/*.txt"))
+    assert decoder.fingerprint(source) == decoder.fingerprint(Data(text=f"{tmp_path}/*.txt"))
     with pytest.raises(FileNotFoundError, match="no files at"):
-        decoder.documents(run.Data(text=str(tmp_path / "none")))
+        decoder.documents(Data(text=str(tmp_path / "none")))
 
 
 def test_tokens_are_read_where_they_are_needed(tmp_path):
     array = np.arange(1000, dtype=np.uint16) % 700
     np.save(tmp_path / "t.npy", array)
-    source = run.Data(tokens=tmp_path / "t.npy")
-    each = decoder.rows(source, 16, 0)
+    source = Data(tokens=tmp_path / "t.npy")
+    each = data.rows(decoder.documents(source), 16, 0)
     for row in itertools.islice((each[i] for i in range(5)), 5):
         real = row["mask"].astype(bool)
         assert (row["targets"][real] == (row["tokens"][real] + 1) % 700).all()
@@ -818,7 +817,7 @@ def test_tokens_are_read_where_they_are_needed(tmp_path):
     assert isinstance(document, np.memmap) and document.size == 900
     np.save(tmp_path / "f.npy", np.zeros(30))
     with pytest.raises(ValueError, match="expected token numbers"):
-        decoder.documents(run.Data(tokens=tmp_path / "f.npy"))
+        decoder.documents(Data(tokens=tmp_path / "f.npy"))
 
 
 def test_a_new_run_judges_its_loss_and_one_that_goes_on_does_not(tmp_path, monkeypatch):
@@ -827,7 +826,7 @@ def test_a_new_run_judges_its_loss_and_one_that_goes_on_does_not(tmp_path, monke
         return jnp.mean(z * jnp.roll(z, 1, axis=0))
 
     options = dict(create=create, batches=rows(), tx=TX)
-    settings = given(tmp_path / "wrong", evaluation=run.Evaluation(every=0), ema=None)
+    settings = given(tmp_path / "wrong", evaluation=Evaluation(every=0), ema=None)
     with pytest.raises(objective.Indivisible, match="look at each other"):
         run.train(settings, loss=neighbours, **options)
     settings = dataclasses.replace(settings, run=tmp_path / "right", steps=1)

@@ -18,7 +18,7 @@ from shardwise import layouts, model, run
 from shardwise.layouts import first_call
 from shardwise.layouts.layout import ROLES
 from shardwise.run import decoder, metrics, reports
-from shardwise.run.settings import F32
+from shardwise.run.settings import F32, Evaluation
 
 STAGED = {name for name in layouts.LAYOUTS if "stage" in name}
 NAMES = [n for n in layouts.LAYOUTS if n not in STAGED and n.count(",") < 2]
@@ -60,7 +60,7 @@ def settings(name, folder, **changes):
         run=Path(folder) / name,
         layout=roles,
         model=model.Config(dtype=F32, param_dtype=F32, **sizes),
-        evaluation=run.Evaluation(every=0),
+        evaluation=Evaluation(every=0),
         processes=run.Processes(hang=1000),
         **dict(steps=STEPS, batch=16, sequence=32) | changes,
     )

@@ -13,13 +13,13 @@ import tyro
 
 from shardwise import mesh
 
-UNREAD = 128 + signal.SIGPIPE  # of a command whose reader is gone, as a shell has it
+_UNREAD = 128 + signal.SIGPIPE  # of a command whose reader is gone, as a shell has it
 # Errors of what was given, and of the machine; others are ours, and show where they come from.
-EXPECTED = ValueError, OSError, ImportError, RuntimeError
-OURS = NotImplementedError, RecursionError, jax.errors.JaxRuntimeError
+_EXPECTED = ValueError, OSError, ImportError, RuntimeError
+_OURS = NotImplementedError, RecursionError, jax.errors.JaxRuntimeError
 
 # Each is imported when it is asked for: a plan needs nothing of what a run does.
-COMMANDS = {
+_COMMANDS = {
     "train": "run.decoder:command",
     "sample": "run.decoder:sample",
     "profile": "run.profiling:show",
@@ -29,9 +29,9 @@ COMMANDS = {
     "diff": "run.hashes:diff",
 }
 # These read the words after their names; the parameters of the others become flags.
-READERS = ("train", "launch", "plan")
+_READERS = ("train", "launch", "plan")
 
-HELP = """shardwise: training across devices in JAX
+_HELP = """shardwise: training across devices in JAX
 
   shardwise train                 train a decoder on eight devices, simulated or real
   shardwise train --run FOLDER --resume
@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # all that it printed is out, or cannot be
     except Exception as error:
         if _is_unread(error):
-            return _end(UNREAD)
-        expected = isinstance(error, EXPECTED) and not isinstance(error, OURS)
+            return _end(_UNREAD)
+        expected = isinstance(error, _EXPECTED) and not isinstance(error, _OURS)
         if expected and not os.environ.get("SHARDWISE_TRACEBACK"):
             print(f"shardwise: {error}", file=sys.stderr)
         else:
@@ -68,15 +68,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(argv):
     if not argv or argv[0] in ("-h", "--help"):
-        print(HELP)
+        print(_HELP)
         return 0 if argv else 2
     name, *words = argv
-    if name not in COMMANDS:
-        print(f"shardwise: no command {name!r}; there are {', '.join(COMMANDS)}.", file=sys.stderr)
+    if name not in _COMMANDS:
+        print(f"shardwise: no command {name!r}; there are {', '.join(_COMMANDS)}.", file=sys.stderr)
         return 2
-    module, _, function = COMMANDS[name].partition(":")
+    module, _, function = _COMMANDS[name].partition(":")
     called = getattr(importlib.import_module(f"shardwise.{module}"), function)
-    if name in READERS:
+    if name in _READERS:
         return called(words)
     return tyro.cli(called, prog=f"shardwise {name}", args=words) or 0
 

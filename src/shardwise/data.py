@@ -8,7 +8,7 @@ import functools
 import os
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,31 @@ def corpus(split: str = "train") -> tuple[np.ndarray, ...]:
             f"data: no .py files in {root}. The corpus is the source of Python's standard "
             f"library; use a Python that ships it unzipped."
         )
-    chosen = [p for p in files if is_held_out(p.as_posix()) == (split == "validation")]
-    texts = (np.frombuffer((root / p).read_bytes(), np.uint8) for p in chosen)
-    return tuple(text for text in texts if text.size > 1)
+    return documents([root / p for p in files], [p.as_posix() for p in files], split)
 
 
-def is_held_out(name: str) -> bool:
-    """Whether a document of this name is one in ten, for validation, whatever lies beside it."""
-    return zlib.crc32(name.encode()) % 10 == 0
+def documents(
+    files: Sequence[Path], names: Sequence[str], split: str = "train"
+) -> tuple[np.ndarray, ...]:
+    """The documents of a split, uint8 [bytes] of each file: one in ten is for validation.
+
+    Which ones, a checksum of each name decides, whatever lies beside it. Where that leaves a split
+    without files, each file is a document of both: the first nine tenths, and the rest.
+    """
+    held_out = [zlib.crc32(name.encode()) % 10 == 0 for name in names]
+    is_by_file = len(set(held_out)) > 1
+    if is_by_file:
+        chosen = zip(files, held_out, strict=True)
+        files = [file for file, held in chosen if held == (split == "validation")]
+    texts = (np.frombuffer(file.read_bytes(), np.uint8) for file in files)
+    parts = texts if is_by_file else (share(text, split) for text in texts)
+    return tuple(part for part in parts if part.size > 1)
+
+
+def share(array: np.ndarray, split: str) -> np.ndarray:
+    """The split's share of one document: the first nine tenths, or the rest."""
+    at = max(2, array.size * 9 // 10)
+    return array[:at] if split == "train" else array[at:]
 
 
 def _modules(root):
@@ -136,7 +153,7 @@ def batches(
     share = each[process_index::process_count].batch(batch // process_count)
     few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     source = {"split": split, "batch": int(batch), "seq_len": int(seq_len), "seed": int(seed)}
-    source["corpus"] = fingerprint(split)
+    source["corpus"] = checksum(corpus(split))
     source |= {"packed": True} if packed else {}
     return Batches(iter(share.to_iter_dataset(few)), source)
 
@@ -148,7 +165,7 @@ def rows(
 
     Row i is a dict as in `batches`, of arrays [seq_len]. Without a seed they are not shuffled.
     """
-    count, window = (_packed if packed else _padded)(documents, seq_len)
+    count, window = _windows(documents, seq_len, packed)
     each = grain.MapDataset.range(count)
     if seed is not None:
         each = each.shuffle(seed=seed)
@@ -156,53 +173,35 @@ def rows(
     return each.repeat(2**20).map(window)
 
 
-def _padded(documents, seq_len):
-    """(number of windows, the function that makes the i-th): each of one document."""
-    windows = [-(-(text.size - 1) // seq_len) for text in documents]
-    document = np.repeat(np.arange(len(documents)), windows)
-    start = seq_len * np.concatenate([np.arange(n) for n in windows])
+def _windows(documents, seq_len, packed):
+    """(number of windows, the function that makes the i-th): each of one document, or of all.
 
-    def window(i):
-        text = documents[document[i]][start[i] : start[i] + seq_len + 1].astype(np.int32)
-        real = text.size - 1
-        padded = np.zeros(seq_len + 1, np.int32)
-        padded[: text.size] = text
-        mask = (np.arange(seq_len) < real).astype(np.float32)
-        return {"tokens": padded[:-1], "targets": padded[1:], "mask": mask}
-
-    return len(document), window
-
-
-def _packed(documents, seq_len):
-    """`_padded` of all documents one after the other; what pads the last window is one more."""
+    What pads the last window counts as one document more.
+    """
     starts = np.cumsum([0, *(text.size for text in documents)])
-    count = -(-(int(starts[-1]) - 1) // seq_len)
+    ends = starts[-1:] if packed else starts[1:]
+    counts = -(-(np.diff(ends, prepend=0) - 1) // seq_len)
+    before = np.cumsum([0, *counts])
     # One document may be larger than memory: an array in a file is read where it is needed.
     stream = documents[0] if len(documents) == 1 else np.concatenate(documents)
 
     def window(i):
-        place = np.arange(i * seq_len, (i + 1) * seq_len + 1)
-        document = np.searchsorted(starts, place, side="right") - 1
+        which = np.searchsorted(before, i, side="right") - 1
+        place = np.arange(seq_len + 1) + (ends[which - 1] if which else 0)
+        place += (i - before[which]) * seq_len
         text = np.zeros(seq_len + 1, np.int32)
-        real = stream[place[0] : place[-1] + 1]
+        real = stream[place[0] : min(place[-1] + 1, ends[which])]
         text[: real.size] = real
-        first = np.maximum(starts[document], place[0])
-        same = (document[1:] == document[:-1]) & (place[1:] < starts[-1])
-        return {
-            "tokens": text[:-1],
-            "targets": text[1:],
-            "mask": same.astype(np.float32),
-            "documents": (document - document[0])[:-1].astype(np.int32),
-            "positions": (place - first)[:-1].astype(np.int32),
-        }
+        document = np.searchsorted(starts, place, side="right") - 1
+        same = (document[1:] == document[:-1]) & (place[1:] < ends[which])
+        row = {"tokens": text[:-1], "targets": text[1:], "mask": same.astype(np.float32)}
+        if packed:
+            first = np.maximum(starts[document], place[0])
+            row["documents"] = (document - document[0])[:-1].astype(np.int32)
+            row["positions"] = (place - first)[:-1].astype(np.int32)
+        return row
 
-    return count, window
-
-
-@functools.cache
-def fingerprint(split: str = "train") -> int:
-    """A checksum of a split's documents, and of where each of them ends."""
-    return checksum(corpus(split))
+    return int(before[-1]), window
 
 
 def checksum(documents: tuple[np.ndarray, ...]) -> int:

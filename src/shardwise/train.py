@@ -48,8 +48,8 @@ def optimizer(
     peak: float = 3e-3, steps: int = 300, warmup: int = 20
 ) -> optax.GradientTransformation:
     """AdamW after clipping the global norm to 1, with linear warm-up and cosine decay to 0."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.1))
+    cosine = "warmup_cosine_decay_schedule"
+    return Optimizer(schedule=cosine, peak=peak, warmup=warmup, decay=steps).transformation()
 
 
 @dataclasses.dataclass(frozen=True)

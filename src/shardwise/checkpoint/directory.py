@@ -25,10 +25,6 @@ except ImportError:  # not on Windows
     fcntl = None
 
 _LOCK = ".shardwise-lock"
-_ADVICE = (
-    "Save to another directory, or end that one first; it may also call checkpoint.wait, which "
-    "lets others in"
-)
 
 
 class Steps:
@@ -59,7 +55,7 @@ def find(where: str, step: int | None) -> tuple[int, list[str]]:
     """The step to read (None: the newest that all processes see), and the names of its items."""
     with reader(where) as manager:
         with together("checkpoint.restore") as facts:
-            facts |= {"step": str(step)}
+            facts["step"] = step
             if not manager.directory.exists():
                 raise FileNotFoundError(
                     f"checkpoint.restore: no directory {manager.directory}; give the one that "
@@ -144,7 +140,9 @@ class Writer:
     def __init__(self, where):
         self._where = where
         self._turn = threading.RLock()  # Orbax deadlocks when two threads save
-        self._lock = Lock(where, "checkpoint.save", "saves to", _ADVICE)
+        advice = "Save to another directory, or end that one first; it may also call "
+        advice += "checkpoint.wait, which lets others in"
+        self._lock = Lock(where, "checkpoint.save", "saves to", advice)
         self._keep, self._manager = None, None
         self.compared = False  # whether replicas in several processes have been
 

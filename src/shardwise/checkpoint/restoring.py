@@ -84,7 +84,7 @@ def restore(
     label = f"checkpoint.restore: step {step} in {where}"
     with together(label) as facts:
         trees = {n: by_path(n, item) for n, item in target.items() if is_tree(item)}
-        facts |= {"items": " ".join(sorted(target)), "partial": str(partial)}
+        facts |= {"items": " ".join(sorted(target)), "partial": partial}
         facts |= {f"item {n!r}": " ".join(leaves) for n, leaves in trees.items()}
     with reader(where, {name: name in trees for name in {*items, *trees}}) as manager:
         with together(label):

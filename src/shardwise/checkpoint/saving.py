@@ -30,7 +30,6 @@ from shardwise.processes.system import of_all, together
 # Names of an item, which is a directory beside these of Orbax's, that it cannot have.
 _TAKEN = {"", "self", "metrics", "commit_success.txt", "_CHECKPOINT_METADATA"}
 _writers = {}  # address: Writer, of what this process has saved
-_registering = threading.Lock()
 
 
 def save(
@@ -69,8 +68,7 @@ def save(
       Exception: what went wrong while writing the step before.
     """
     where = address(directory)
-    with _registering:
-        writer = _writers.setdefault(where, Writer(where))
+    writer = _writers.setdefault(where, Writer(where))
     with together("checkpoint.save") as facts:
         step = _checked_step(step, keep)
         _check_state(state)
@@ -79,9 +77,8 @@ def save(
         arguments = {name: _to_orbax(name, x, chunk_bytes) for name, x in trees.items()}
         arguments |= {name: ocp.args.JsonSave(item) for name, item in others.items()}
         digests = {name: digest(item) for name, item in others.items()}
-        facts |= {"directory": where, "step": str(step), "keep": str(keep)}
-        facts |= {"chunk_bytes": str(chunk_bytes)}
-        facts |= {f"item {name!r}": str(crc) for name, crc in digests.items()}
+        facts |= dict(directory=where, step=step, keep=keep, chunk_bytes=chunk_bytes)
+        facts |= {f"item {name!r}": crc for name, crc in digests.items()}
         facts |= {f"item {n!r}": _describe(x) for n, x in trees.items()}
     if jax.process_count() > 1:
         if not writer.compared:
@@ -217,8 +214,8 @@ def _check_replicas(trees: dict[str, dict[str, Any]]) -> None:
 
 def _writers_of(directory):
     where = None if directory is None else address(directory)
-    with _registering:
-        return [writer for place, writer in _writers.items() if where in (None, place)]
+    every = list(_writers.items())  # at once: another thread may add to it
+    return [writer for place, writer in every if where in (None, place)]
 
 
 def _finish():

@@ -81,11 +81,11 @@ def _initialize(options):
 
 
 @contextlib.contextmanager
-def together(who: str) -> Iterator[dict[str, str]]:
+def together(who: str) -> Iterator[dict[str, Any]]:
     """Raise at the end of the block, in every process, if one raised in it or they differ.
 
-    The block fills the dict that it is given with what must be equal, {name: text}. Every process
-    has to come here. With one process nothing is compared.
+    The block fills the dict that it is given with what must be equal, {name: value}, compared
+    as text. Every process has to come here. With one process nothing is compared.
 
     Raises:
       RuntimeError: another process raised in the block.
@@ -96,9 +96,8 @@ def together(who: str) -> Iterator[dict[str, str]]:
         yield facts
     except Exception as raised:
         error = raised
-    told = of_all(
-        [None if error is None else repr(error), {n: _brief(x) for n, x in facts.items()}]
-    )
+    own = {name: _brief(value) for name, value in facts.items()}
+    told = of_all([None if error is None else repr(error), own])
     if error is not None:
         raise error
     failed = [(process, its) for process, (its, _) in enumerate(told) if its is not None]
@@ -160,6 +159,7 @@ def _found():
     return 1 if hosts * slices == 1 else None
 
 
-def _brief(text):
-    """The text, or of a long one a checksum, which tells that it differs."""
+def _brief(value):
+    """The value's text, or of a long one a checksum, which tells that it differs."""
+    text = str(value)
     return text if len(text) < 100 else f"{zlib.crc32(text.encode()):08x}"

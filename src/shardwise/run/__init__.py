@@ -10,20 +10,15 @@ bit for bit on the same devices, to rounding on other ones, and bit for bit ther
 is `exact`.
 """
 
-from shardwise.run.folder import Folder
 from shardwise.run.optimizers import averaged, guarded
-from shardwise.run.settings import Data, Evaluation, Processes, Roles, Settings, flags
+from shardwise.run.settings import Processes, Roles, Settings, flags
 from shardwise.run.signals import join, leave
-from shardwise.run.state import Result, stream
+from shardwise.run.state import stream
 from shardwise.run.training import BadStep, train
 
 __all__ = [
     "BadStep",
-    "Data",
-    "Evaluation",
-    "Folder",
     "Processes",
-    "Result",
     "Roles",
     "Settings",
     "averaged",

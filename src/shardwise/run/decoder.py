@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +61,10 @@ def train(settings: Settings) -> Result:
     if config.experts:  # balanced over each row: one function, whatever the microbatches
         loss = functools.partial(model.routed_loss, over="rows")
 
+    def rows(split, seed):
+        read = documents(settings.data, split)
+        return data.rows(read, settings.sequence, seed, settings.data.packed)
+
     def written(params):
         key = state.stream(jax.random.key(settings.seed), "samples")
         params = jax.tree.map(jnp.asarray, params)
@@ -72,8 +75,8 @@ def train(settings: Settings) -> Result:
         settings,
         create=functools.partial(_create, config),
         loss=functools.partial(loss, graphdef=_graphdef(config)),
-        batches=rows(settings.data, settings.sequence, settings.seed),
-        validation=rows(settings.data, settings.sequence, settings.seed, "validation"),
+        batches=rows("train", settings.seed),
+        validation=rows("validation", None),  # never shuffled
         has_aux=bool(config.experts),
         facts={"data": fingerprint(settings.data), "program": "shardwise train"},
         flops=plan.model_flops(config, settings.batch, settings.sequence),
@@ -102,14 +105,8 @@ def documents(source: Data, split: str = "train") -> tuple[np.ndarray, ...]:
     if source.text is not None and source.tokens is not None:
         raise ValueError("run: give data.text or data.tokens, and not both.")
     if source.tokens is not None:
-        return (_share(_tokens(source.tokens), split),)
+        return (data.share(_tokens(source.tokens), split),)
     return data.corpus(split) if source.text is None else _files(source.text, split)
-
-
-def rows(source: Data, sequence: int, seed: int, split: str = "train") -> grain.MapDataset:
-    """Endless shuffled rows of a split, as `data.rows` makes them; validation is never shuffled."""
-    shuffled = seed if split == "train" else None
-    return data.rows(documents(source, split), sequence, shuffled, source.packed)
 
 
 def fingerprint(source: Data) -> int:
@@ -147,18 +144,7 @@ def _files(text, split):
         raise FileNotFoundError(
             f"run: no files at {text}; data.text names a folder, a file, or a glob in quotes."
         )
-    texts = [np.frombuffer(file.read_bytes(), np.uint8) for file in files]
-    held = [data.is_held_out(file.name) for file in files]
-    if len(set(held)) == 1:
-        return tuple(part for x in texts if (part := _share(x, split)).size > 1)
-    chosen = split == "validation"
-    return tuple(x for x, out in zip(texts, held, strict=True) if out == chosen)
-
-
-def _share(array, split):
-    """The split's share of one array: the first nine tenths, or the last tenth."""
-    at = max(2, array.size * 9 // 10)
-    return array[:at] if split == "train" else array[at:]
+    return data.documents(files, [file.name for file in files], split)
 
 
 def sample(

@@ -85,7 +85,7 @@ class Stream:
         self.some = next(self._batches)
         self.restore(start)
         self._batch = batch
-        self._recent, self._after = {}, {}
+        self._held = {}  # step: its batch, and the position after it
         self._sharding = sharding(layout, batch)
         found = {len(x) for x in jax.tree.leaves(self.some)}
         if found != {batch}:
@@ -95,22 +95,21 @@ class Stream:
             )
 
     def whole(self, step: int) -> Any:
-        return self._recent[step]
+        return self._held[step][0]
 
     def fingerprint(self) -> None:
         return None  # what has been read does not come again
 
     def go(self, first: int, last: int) -> Iterator[Any]:
         for step in range(first, last + 1):
-            self._after.setdefault(step - 1, self._batches.get_state())
+            self._held.setdefault(step - 1, (None, self._batches.get_state()))
             batch = next(self._batches)
-            self._recent[step], self._after[step] = batch, self._batches.get_state()
-            for old in (self._recent, self._after):  # a bad step is known a step later
-                old.pop(step - 4, None)
+            self._held[step] = batch, self._batches.get_state()
+            self._held.pop(step - 4, None)  # a bad step is known a step later
             yield _placed(batch, self._batch, self._sharding)
 
     def state(self, step: int) -> Any:
-        return self._after[step]
+        return self._held[step][1]
 
     def restore(self, state: Any) -> None:
         self._batches.set_state(state)

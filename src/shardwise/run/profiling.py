@@ -72,33 +72,33 @@ def read(folder: str | Path) -> list[Op]:
 
 
 def _ops(plane: Any, line: Any) -> list[Op]:
-    ops, waits = [], []
-    for event in line.events:
-        stats = dict(event.stats)
-        if event.name == "Rendezvous":
-            waits.append((event.start_ns, event.duration_ns))
-        elif "hlo_op" in stats and "run_id" in stats:
-            device = stats.get("device_ordinal", plane.name.rpartition(":")[2])
-            program = str(stats.get("hlo_module"))
-            start, stop = event.start_ns, event.start_ns + event.duration_ns
-            compiled, run = int(stats.get("program_id", 0)), int(stats["run_id"])
-            ops.append(Op(int(device), event.name, program, compiled, run, start, stop, False, 0.0))
-    waits.sort()
-    return [_with_waiting(op, waits) for op in _innermost(ops)]
-
-
-def _innermost(ops: list[Op]) -> list[Op]:
-    ordered = sorted(ops, key=lambda op: (op.start, -op.stop))
-    pairs = itertools.zip_longest(ordered, ordered[1:])
+    """The operations of one line of a trace, of which those that hold others are left out."""
+    told = [(event, dict(event.stats)) for event in line.events]
+    waits = sorted((e.start_ns, e.duration_ns) for e, _ in told if e.name == "Rendezvous")
+    ops = [
+        _op(plane.name, event, stats, waits)
+        for event, stats in told
+        if event.name != "Rendezvous" and {"hlo_op", "run_id"} <= stats.keys()
+    ]
+    ops.sort(key=lambda op: (op.start, -op.stop))
+    pairs = itertools.zip_longest(ops, ops[1:])
     return [op for op, after in pairs if after is None or after.start >= op.stop]
 
 
-def _with_waiting(op: Op, waits: list[tuple[float, float]]) -> Op:
-    first = bisect.bisect_left(waits, (op.start, 0.0))
-    last = bisect.bisect_left(waits, (op.stop, 0.0))
-    waiting = min(sum(length for _, length in waits[first:last]), op.stop - op.start)
-    collective = last > first or op.name.startswith(_COLLECTIVES)
-    return op._replace(collective=collective, waiting=waiting)
+def _op(plane: str, event: Any, stats: dict[str, Any], waits: list[tuple[float, float]]) -> Op:
+    start, stop = event.start_ns, event.start_ns + event.duration_ns
+    first, last = (bisect.bisect_left(waits, (at, 0.0)) for at in (start, stop))
+    return Op(
+        device=int(stats.get("device_ordinal", plane.rpartition(":")[2])),
+        name=event.name,
+        program=str(stats.get("hlo_module")),
+        compiled=int(stats.get("program_id", 0)),
+        run=int(stats["run_id"]),
+        start=start,
+        stop=stop,
+        collective=last > first or event.name.startswith(_COLLECTIVES),
+        waiting=min(sum(length for _, length in waits[first:last]), stop - start),
+    )
 
 
 def compilations(ops: Iterable[Op]) -> dict[str, int]:

@@ -1,8 +1,8 @@
 """All settings of a run, in frozen dataclasses: as flags of a command line, and as JSON."""
 
+import argparse
 import dataclasses
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,13 +24,13 @@ F32 = jnp.dtype("float32")
 # Others of JAX's policies are functions that make one, of names.
 _PLAIN = """checkpoint_dots checkpoint_dots_with_no_batch_dims dots_saveable
 dots_with_no_batch_dims_saveable everything_saveable nothing_saveable""".split()
-POLICIES = {name: getattr(jax.checkpoint_policies, name) for name in _PLAIN}
-POLICIES["offload"] = layouts.offload
+_POLICIES = {name: getattr(jax.checkpoint_policies, name) for name in _PLAIN}
+_POLICIES["offload"] = layouts.offload
 # What may differ when a run goes on. The rest decides which numbers come next.
-FREE = ("run", "steps", "save_every", "keep", "resume", "devices", "tensorboard", "profile", "bad")
-FREE += ("limit", "layout", "evaluation", "processes", "model.stages", "model.remat", "hash_every")
+_FREE = ("run", "steps", "save_every", "keep", "resume", "devices", "tensorboard", "profile", "bad")
+_FREE += ("limit", "layout", "evaluation", "processes", "model.stages", "model.remat", "hash_every")
 # What may not differ in an exact run: it changes the program of a block.
-EXACT = ("layout.dtype", "layout.kernel", "layout.remat", "model.remat", "model.stages")
+_EXACT = ("layout.dtype", "layout.kernel", "layout.remat", "model.remat", "model.stages")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,24 +71,23 @@ class Roles:
         """
         options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         sizes = {role: options.pop(role) for role in ORDER}
-        count, free = len(mesh.devices()), list(sizes.values()).count(-1)
-        known = math.prod(size for size in sizes.values() if size != -1)
-        told = " × ".join(f"{role} {size}" for role, size in sizes.items() if size != 1) or "1"
-        # The command simulates devices, and a program of one's own may forget to.
-        more = " Simulate more by mesh.simulate(8), before anything runs." if count == 1 else ""
-        fits = known and (count % known == 0 if free else known == count)
-        if min(sizes.values()) < -1 or free > 1 or not fits:
+        count = len(mesh.devices())
+        try:
+            fitted = mesh.resolve("run.Roles", sizes, count, exactly=True)
+        except ValueError:
+            told = " × ".join(f"{role} {size}" for role, size in sizes.items() if size != 1) or "1"
+            # The command simulates devices, and a program of one's own may forget to.
+            more = " Simulate more by mesh.simulate(8), before anything runs." * (count == 1)
             raise ValueError(
                 f"run: the layout {told} does not fit {count} devices: sizes are positive and "
                 f"multiply to {count}, and one at most is -1, such as --layout.fsdp -1, for those "
                 f"that remain; or say --devices, for another number of them.{more}"
-            )
-        if self.remat is not None and self.remat not in POLICIES:
-            raise ValueError(f"run: remat={self.remat!r}; expected one of {', '.join(POLICIES)}.")
-        sizes = {role: count // known if size == -1 else size for role, size in sizes.items()}
-        taken = {role: size for role, size in sizes.items() if size > 1} or {"data": 1}
+            ) from None
+        if self.remat is not None and self.remat not in _POLICIES:
+            raise ValueError(f"run: remat={self.remat!r}; expected one of {', '.join(_POLICIES)}.")
+        taken = {role: size for role, size in fitted.items() if size > 1} or {"data": 1}
         options |= dict(zip(taken, taken, strict=True))
-        options["remat"] = POLICIES.get(self.remat)
+        options["remat"] = _POLICIES.get(self.remat)
         options["kernel"] = {"tiles": context.tiled, "splash": context.splash()}.get(self.kernel)
         for name in ("dtype", "reduce_dtype"):
             options[name] = options[name] and jnp.dtype(options[name])
@@ -124,7 +123,7 @@ class Processes:
     count: int | None = None
     index: int | None = None
     heartbeat: int = 20  # seconds after which a process that is silent is taken for dead
-    hang: float = 25.0  # seconds without progress, beyond three steps' time, that end a process
+    hang: float = 25.0  # seconds without progress, or five steps if longer, that end a process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,10 +154,8 @@ class Settings:
 
     def __post_init__(self):
         object.__setattr__(self, "run", on_disk(self.run))
-        least = dict(
-            steps=1, batch=1, sequence=1, save_every=1, keep=1, devices=1, seed=0, hash_every=0
-        )
-        for name, low in least.items():
+        whole = ("steps", "batch", "sequence", "save_every", "keep", "devices")
+        for name, low in (dict.fromkeys(whole, 1) | {"seed": 0, "hash_every": 0}).items():
             if getattr(self, name) < low:
                 raise ValueError(f"run: {name}={getattr(self, name)}; expected {low} or more.")
         if self.ema is not None and not 0 < self.ema < 1:
@@ -201,13 +198,9 @@ def flags(
 
 def option(argv: Sequence[str], name: str) -> str | None:
     """The value of `--name value` or `--name=value`, the last one, as parsers take it."""
-    found = None
-    for i, word in enumerate(argv):
-        if word == name and i + 1 < len(argv):
-            found = argv[i + 1]
-        elif word.startswith(f"{name}="):
-            found = word.partition("=")[2]
-    return found
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(name, dest="found", nargs="?")
+    return parser.parse_known_args(argv)[0].found
 
 
 def _registry():
@@ -274,8 +267,8 @@ def check_resumable(saved: dict[str, Any], now: dict[str, Any], folder: Path) ->
 
     Only what was saved is compared.
     """
-    fixed = ("layout.exact", *(EXACT if now.get("layout.exact") else ()))
-    held = [n for n in now if n in fixed or not {n, n.partition(".")[0]} & set(FREE)]
+    fixed = ("layout.exact", *(_EXACT if now.get("layout.exact") else ()))
+    held = [n for n in now if n in fixed or not {n, n.partition(".")[0]} & set(_FREE)]
     told = "; ".join(
         f"{n} was {json.dumps(saved[n])} and is {json.dumps(now[n])}"
         for n in held
@@ -284,6 +277,6 @@ def check_resumable(saved: dict[str, Any], now: dict[str, Any], folder: Path) ->
     if told:
         raise ValueError(
             f"run: {folder} cannot go on with other settings: {told}. What may differ: "
-            f"{', '.join(FREE)}, but not {', '.join(fixed)}. Leave these as they were, or start "
+            f"{', '.join(_FREE)}, but not {', '.join(fixed)}. Leave these as they were, or start "
             f"another run."
         )

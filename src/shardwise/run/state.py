@@ -28,9 +28,9 @@ from shardwise.run.folder import Folder
 from shardwise.run.optimizers import released
 from shardwise.run.settings import Settings, check_resumable, flat
 
-OWN = "processes.index"  # what each process has for itself
+_OWN = "processes.index"  # what each process has for itself
 # What a line of the metrics says itself.
-RESERVED = frozenset(
+_RESERVED = frozenset(
     """bad bytes gradient_norm learning_rate loss mfu norm rows rows_per_second seconds step stop
     time tokens tokens_per_second""".split()
 )
@@ -132,7 +132,7 @@ def claim(
     """What `saved` says of a run that goes on; settings, but for the `unused`, are compared."""
     now = {n: value for n, value in flat(settings).items() if n.partition(".")[0] not in unused}
     with system.together("run") as told:  # all have looked before one writes
-        told |= {name: str(value) for name, value in (now | facts).items() if name != OWN}
+        told |= {name: value for name, value in (now | facts).items() if name != _OWN}
         before = folder.settings()
         if before is not None and not settings.resume:
             raise FileExistsError(
@@ -192,10 +192,10 @@ def step_program(
 
 def _recorded(aux):
     """The scalars and vectors of aux, and the quotient of each `Mean`, by their names."""
-    if taken := sorted(RESERVED.intersection(aux)):
+    if taken := sorted(_RESERVED.intersection(aux)):
         raise ValueError(
             f"run.train: the loss's aux has {taken[0]!r}, which the metrics have already: call it "
-            f"something else. Theirs are {', '.join(sorted(RESERVED))}."
+            f"something else. Theirs are {', '.join(sorted(_RESERVED))}."
         )
     means = {name: x for name, x in aux.items() if isinstance(x, objective.Mean)}
     found = {n: x for n, x in aux.items() if hasattr(x, "ndim") and x.ndim <= 1}

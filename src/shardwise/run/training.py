@@ -20,7 +20,7 @@ from shardwise.run.reports import Report
 from shardwise.run.settings import Settings
 from shardwise.run.state import Result
 
-DECODER = ("devices", "sequence", "model", "data")  # settings of the command's own program
+_DECODER = ("devices", "sequence", "model", "data")  # settings of the command's own program
 
 
 class BadStep(RuntimeError):
@@ -91,7 +91,7 @@ class _Run:
         self, stack, settings, create, judged, batches, tx, validation, sample, facts, flops
     ):
         loss, has_aux, _ = judged
-        unused = () if "program" in facts else DECODER
+        unused = () if "program" in facts else _DECODER
         unused = unused if tx is None else (*unused, "optimizer")
         layout, seed = settings.layout.layout(), settings.seed
         self.settings, self.layout, self.folder = settings, layout, Folder(settings.run)

@@ -11,8 +11,6 @@ from shardwise.run.launch.ray_train import Ray
 from shardwise.run.launch.slurm import Slurm
 from shardwise.run.settings import option
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str], program: Sequence[str] = (sys.executable, "-m", "shardwise")) -> int:
     """Launch the command after `--` as the arguments before it say; return the exit status.

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from shardwise.run.reports import OUT
 
-LEASH = Path(__file__).with_name("leash.py")
-REMEMBERED = 20  # lines of each process
-LONGEST = 2**20  # bytes of a line; a longer one is shown in pieces
-DRAINING = 2.0  # seconds for a dead process's pipe, which another that escaped may hold open
+_LEASH = Path(__file__).with_name("leash.py")
+_REMEMBERED = 20  # lines of each process
+_LONGEST = 2**20  # bytes of a line; a longer one is shown in pieces
+_DRAINING = 2.0  # seconds for a dead process's pipe, which another that escaped may hold open
 
 
 class Child:
@@ -28,10 +28,10 @@ class Child:
 
     def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str]):
         self.index, self.started = index, time.monotonic()
-        self.lines = collections.deque(maxlen=REMEMBERED)
+        self.lines = collections.deque(maxlen=_REMEMBERED)
         self.raised, self.signalled, self._showing = "", False, False
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(LEASH), str(os.getpid()), *command],
+            [sys.executable, "-I", "-S", str(_LEASH), str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -82,15 +82,15 @@ class Child:
         """Kill the process if it runs, wait for it, and for its output."""
         self.kill()
         self._process.wait()
-        self._reader.join(DRAINING)
+        self._reader.join(_DRAINING)
         while self._showing and self._reader.is_alive():  # to a reader that takes its time
-            self._reader.join(DRAINING)
+            self._reader.join(_DRAINING)
 
     def _read(self):
         """Print what the process writes, line by line."""
         in_traceback = False
         with self._process.stdout as pipe:
-            for line in iter(lambda: pipe.readline(LONGEST), b""):
+            for line in iter(lambda: pipe.readline(_LONGEST), b""):
                 if line.startswith(b"[Gloo] Rank"):  # a line for each peer and group of devices
                     continue
                 text = line.removesuffix(b"\n").decode(errors="backslashreplace")
@@ -106,44 +106,8 @@ class Child:
                 self._showing = False
 
 
-class Children:
-    """Processes `first` and so on. Leaving the context kills those that run."""
-
-    def __init__(self, first: int = 0):
-        self.all: list[Child] = []
-        self._first = first
-
-    def __enter__(self) -> "Children":
-        return self
-
-    def __exit__(self, *failure) -> None:
-        self.kill()
-        for child in self.all:
-            child.close()
-
-    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start the next process."""
-        self.all.append(Child(self._first + len(self.all), command, environment))
-
-    def running(self) -> list[Child]:
-        """The processes whose end has not been seen."""
-        return [child for child in self.all if child.code is None]
-
-    def pass_on(self, number: int) -> None:
-        """Send a signal to each process that has had none."""
-        for child in self.running():
-            if not child.signalled:
-                child.signalled = True
-                child.send(number)
-
-    def kill(self) -> None:
-        """Kill all processes that run."""
-        for child in self.running():
-            child.kill()
-
-    def wait(self, seconds: float) -> list[Child]:
-        """Wait for some seconds; return who ended, their output printed."""
-        time.sleep(seconds)
-        ended = [child for child in self.all if child.has_ended()]
-        # Of several that end at once, one that aborts does so because another is gone.
-        return sorted(ended, key=lambda child: child.code == -signal.SIGABRT)
+def ended(children: Sequence[Child]) -> list[Child]:
+    """The processes that ended since the last call, with all their output printed."""
+    found = [child for child in children if child.has_ended()]
+    # Of several that end at once, one that aborts does so because another is gone.
+    return sorted(found, key=lambda child: child.code == -signal.SIGABRT)

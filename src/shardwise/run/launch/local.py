@@ -15,7 +15,7 @@ class Refused(ValueError):
 
 
 @dataclass(frozen=True)
-class Local:
+class Local(Limits):
     """Processes on this machine, with their output line by line; the first failure ends all.
 
     A signal that asks for a stop (SIGTERM, SIGINT, SIGQUIT, SIGHUP, SIGUSR1, SIGUSR2) is passed on
@@ -25,13 +25,6 @@ class Local:
 
     processes: int = 2
     """How many; devices that are simulated are shared out between them."""
-    hang_after: float = 20.0
-    """Seconds after which processes that step are ended when no note in the run folder moves (or
-    five steps, where these take longer); 0: never."""
-    hang_after_long: float = 600.0
-    """The same, while one of them starts, compiles, evaluates or saves."""
-    grace: float = 5.0
-    """Seconds that the others have after a failure, before they are killed."""
     dry_run: bool = False
     """Print what would run, and run nothing."""
 
@@ -44,15 +37,18 @@ class Local:
         if self.dry_run:
             print(*map(shlex.join, each), sep="\n")
             return 0
-        limits = Limits(self.hang_after, self.hang_after_long, self.grace)
-        return report(supervise(each, run_folder(command), limits))
+        return report(supervise(each, run_folder(command), self))
 
 
 def one_of_many(
-    who: str, command: Sequence[str], rank: int, limits: Limits, **environment: str
+    who: str, command: Sequence[str], rank: int, patient: bool = False, **environment: str
 ) -> int:
-    """Run one of a cluster's processes; return its status, 0 or 75, or raise that it failed."""
-    end = supervise([command], run_folder(command), limits, environment, rank)
+    """Run one of a cluster's processes; return its status, 0 or 75, or raise that it failed.
+
+    Whether it hangs, only its own watchdog and the others' tell.
+    """
+    never = Limits(hang_after=0)
+    end = supervise([command], run_folder(command), never, environment, rank, patient)
     if report(end) not in WELL:
         raise RuntimeError(f"{who} {rank}: {end.report[-1]}")
     return end.status

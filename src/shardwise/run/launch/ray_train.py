@@ -11,7 +11,6 @@ from typing import Any
 
 from shardwise.run.launch import local
 from shardwise.run.launch.local import Refused
-from shardwise.run.launch.supervising import Limits
 
 
 @dataclass(frozen=True)
@@ -118,4 +117,4 @@ def work(given: dict[str, Any]) -> int:
     address, again = broadcast_from_rank_zero(told)
     command = local.resuming(given["command"]) if again else given["command"]
     command = local.of_process(command, address, here.get_world_size(), rank)
-    return local.one_of_many("worker", command, rank, Limits(hang_after=0))
+    return local.one_of_many("worker", command, rank)

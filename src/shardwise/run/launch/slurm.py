@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from shardwise.run.launch import local
 from shardwise.run.launch.local import Refused
-from shardwise.run.launch.supervising import Limits, overall
+from shardwise.run.launch.supervising import overall
 from shardwise.run.signals import STOPPED
 
 
@@ -164,9 +164,9 @@ class Task:
         command = local.resuming(self.command) if again else self.command
         if self.address is not None:
             command = local.of_process(command, self.address, here.num_tasks, rank)
-        limits = Limits(hang_after=0, patient=True)  # SLURM sends several signals, and kills
         gpus = own_gpus(self.gpus, os.environ)
-        status = local.one_of_many("task", command, rank, limits, **gpus)
+        # SLURM sends several signals, and kills by itself.
+        status = local.one_of_many("task", command, rank, patient=True, **gpus)
         if status == STOPPED and self.requeue and self.address is None:
             if rank == 0:  # whose process is the last to leave
                 subprocess.run(["scontrol", "requeue", here.job_id], check=True)

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.run import notes, signals
-from shardwise.run.launch.children import Child, Children
-from shardwise.run.launch.watching import Hang, Watch
-from shardwise.run.notes import STUCK, Note
+from shardwise.run.launch.children import Child, ended
+from shardwise.run.notes import STUCK, Hang, Note, Watch
 from shardwise.run.signals import STOPPED
 
-GLANCE = 0.1  # seconds between looks at the processes
+_GLANCE = 0.1  # seconds between looks at the processes
 STANDSTILL = 5.0  # seconds after which a process that fails may have waited for another
-READING = 0.5  # seconds between readings of their notes, at most
+_READING = 0.5  # seconds between readings of their notes, at most
 # What a process does without the others: one that stands there waits for none of them.
 ALONE = ("starting", "compiling", "reading")
 WELL = {0: " (done)", STOPPED: " (stopped by a signal, after saving)"}  # exit statuses
@@ -26,15 +25,15 @@ WELL = {0: " (done)", STOPPED: " (stopped by a signal, after saving)"}  # exit s
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits in seconds: until processes that step hang, until others do, from SIGTERM to SIGKILL.
-
-    With `patient`, a second signal kills nobody: what sends it kills by itself.
-    """
+    """Limits of what processes may take: to move on, and to leave after a failure."""
 
     hang_after: float = 20.0
+    """Seconds after which processes that step are ended when no note in the run folder moves (or
+    five steps, where these take longer); 0: never."""
     hang_after_long: float = 600.0
+    """The same, while one of them starts, compiles, evaluates or saves."""
     grace: float = 5.0
-    patient: bool = False
+    """Seconds that the others have after a failure, before they are killed."""
 
 
 @dataclass(frozen=True)
@@ -71,47 +70,69 @@ def supervise(
     limits: Limits = Limits(),
     environment: Mapping[str, str] | None = None,
     first: int = 0,
+    patient: bool = False,
 ) -> End:
     """Start the commands as processes `first` and so on, show what they print, wait for all.
 
-    `folder` is the run folder, where they note their steps; without it no hang is seen.
+    `folder` is the run folder, where they note their steps; without it no hang is seen. Where it is
+    `patient`, a second signal kills nobody: what sends it kills by itself.
     """
-    with Children(first) as children:
-        run = _Run(children, folder, limits)
+    run = _Run(folder, limits, patient)
+    try:
         with signals.handled(run.hear):
-            for command in commands:
-                children.start(command, environment or {})
+            for index, command in enumerate(commands, first):
+                run.children.append(Child(index, command, environment or {}))
             return run.to_the_end()
+    finally:
+        run.kill()
+        for child in run.children:
+            child.close()
 
 
 class _Run:
-    def __init__(self, children: Children, folder: Path | None, limits: Limits):
-        self._children, self._folder, self._limits = children, folder, limits
+    def __init__(self, folder: Path | None, limits: Limits, patient: bool):
+        self._folder, self._limits, self._patient = folder, limits, patient
         self._looked = 0.0
+        self.children: list[Child] = []
         self._notes: dict[int, Note] = {}
         self._failed: list[Child] = []
         self._hang: Hang | None = None
         self._signal = self._again = 0
         self._kill_at: float | None = None
 
+    def kill(self) -> None:
+        for child in self.children:
+            child.kill()
+
+    def _running(self) -> list[Child]:
+        """The processes whose end has not been seen."""
+        return [child for child in self.children if child.code is None]
+
+    def _pass_on(self) -> None:
+        """Send the signal that was heard to each process that has had none."""
+        for child in self._running():
+            if not child.signalled:
+                child.signalled = True
+                child.send(self._signal)
+
     def hear(self, number, _):
         # Done here and not in the loop, which may be held up by a full pipe.
         if not self._signal:
             self._signal = number
-            self._children.pass_on(number)
-        elif not (self._limits.patient or signals.is_repeated(number)):
+            self._pass_on()
+        elif not (self._patient or signals.is_repeated(number)):
             self._again = number
-            self._children.kill()
+            self.kill()
 
     def to_the_end(self) -> End:
-        started = {child.index: child.started for child in self._children.all}
+        started = {child.index: child.started for child in self.children}
         self._watch = Watch(started, self._limits.hang_after, self._limits.hang_after_long)
         said = False
-        while self._children.running():
-            ended = self._children.wait(GLANCE)
-            self._failed += [child for child in ended if child.code not in WELL]
+        while self._running():
+            time.sleep(_GLANCE)
+            self._failed += [child for child in ended(self.children) if child.code not in WELL]
             if self._signal:
-                self._children.pass_on(self._signal)  # to those that were not started then
+                self._pass_on()  # to those that were not started then
                 if not said:
                     said = True
                     _say(f"{_named(self._signal)} is passed on to all")
@@ -121,17 +142,17 @@ class _Run:
                 if self._failed or self._hang:
                     self._end_others(now)
             elif now > self._kill_at:
-                self._children.kill()
+                self.kill()
         return self._end()
 
     def _look(self, now):
         """Read the notes now and then, and at once after a failure, and judge by them."""
         judged = 0 < self._limits.hang_after < math.inf
-        pause = min(READING, self._limits.hang_after / 4) if judged else READING
+        pause = min(_READING, self._limits.hang_after / 4) if judged else _READING
         if now - self._looked < pause and not self._failed:
             return
         self._looked = now
-        pids = {child.index: child.pid for child in self._children.all}
+        pids = {child.index: child.pid for child in self.children}
         try:
             found = notes.read(self._folder) if self._folder else {}
             # Others are of earlier runs.
@@ -143,14 +164,14 @@ class _Run:
         if self._failed:
             self._hang = self._blamed(self._failed[0], now)
         elif judged:
-            self._hang = self._watch.hang(*_stand(self._children.running(), now))
+            self._hang = self._watch.hang(*_stand(self._running(), now))
 
     def _blamed(self, first, now):
         """The hang that led to a failure, if another process hung: who waits for it may end first.
 
         A watchdog of its own ends such a process, or the runtime's heartbeat, which aborts it.
         """
-        unwell = [child for child in self._children.all if child.code not in WELL]
+        unwell = [child for child in self.children if child.code not in WELL]
         found = self._watch.standing(*_stand(unwell, now))
         stood = first.code == STUCK or found.idle.get(first.index, 0) > STANDSTILL
         return found if stood and found.odd and first.index not in found.odd else None
@@ -162,14 +183,14 @@ class _Run:
         if self._failed:
             first = self._failed[0]
             told = f"process {first.index} {_ended(first.code)}; ending the others"
-        running = self._children.running()
+        running = self._running()
         if running and not self._again:
             _say(told)
         for child in running:
             child.send(signal.SIGTERM)
 
     def _end(self):
-        every = self._children.all
+        every = self.children
         rest = [child for child in every if child not in self._failed[:1]]
         status = overall([child.code for child in (*self._failed, *rest)])
         told = []
