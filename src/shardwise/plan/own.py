@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from shardwise import jaxprs, layouts, marks, measure, topology
 from shardwise import tree as trees
-from shardwise.fsdp.arrays import ArrayLayout
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import abstract, array_layouts
 from shardwise.objective.means import normal, quotient
