@@ -61,7 +61,22 @@ def lanes_explorer(
         return overlap(strategy, ahead, LAYERS, forward, backward * forward, reduce, gather)
 
     def result(run):
-        return describe(run, (run.whole + run.gradients) * layer_bytes, unit)
+        times = run.compute, run.network, run.step, run.exposed
+        compute, network, step, waits = (_time(seconds, unit) for seconds in times)
+        size = said("held", _bytes((run.whole + run.gradients) * layer_bytes))
+        whole = (
+            f"Weights and gradients of all {LAYERS} layers lie whole on the device at any time, "
+            f"{size}."
+            if strategy == "data"
+            else f"At most {said('whole', run.whole)} of {LAYERS} layers have their weights whole "
+            f"on the device, arriving ones too, and {run.gradients} their gradients: {size} beside "
+            f"the shards."
+        )
+        return (
+            f"{said('name', NAMES[strategy])}: compute {said('compute', compute)}, network "
+            f"{said('network', network)}, a step {said('step', step)}. Compute waits "
+            f"{said('exposed', f'{waits} ({run.exposed / run.step:.0%})')} of it. {whole}"
+        )
 
     def longest(tokens, bandwidth):
         return max(run(tokens, bandwidth, i).step for i in range(len(AHEAD[strategy])))
@@ -79,28 +94,7 @@ def lanes_explorer(
     picture = svg.picture("lanes", 380, _FOOT + 54, alt, rem=36)
     layout = f'<div class="pictures">{picture}</div>{RESULT}'
     first = {"tokens": len(tokens) // 2, "ahead": 1} | dict(start or {})
-    made = {"run": run, "longest": longest}
-    return explorer(controls, layout, {"result": result, "lanes": lanes}, first, made=made)
-
-
-def describe(run: Overlap, held: float, unit: tuple[str, float]) -> str:
-    """The result in words; numbers carry names."""
-    compute, network, step, waits = (
-        _time(seconds, unit) for seconds in (run.compute, run.network, run.step, run.exposed)
-    )
-    size = said("held", _bytes(held))
-    whole = (
-        f"Weights and gradients of all {LAYERS} layers lie whole on the device at any time, {size}."
-        if run.strategy == "data"
-        else f"At most {said('whole', run.whole)} of {LAYERS} layers have their weights whole on "
-        f"the device, arriving ones too, and {run.gradients} their gradients: {size} beside the "
-        f"shards."
-    )
-    return (
-        f"{said('name', NAMES[run.strategy])}: compute {said('compute', compute)}, network "
-        f"{said('network', network)}, a step {said('step', step)}. Compute waits "
-        f"{said('exposed', f'{waits} ({run.exposed / run.step:.0%})')} of it. {whole}"
-    )
+    return explorer(controls, layout, run, result, longest, lanes, start=first)
 
 
 def _time(seconds, unit):
