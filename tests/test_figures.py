@@ -193,7 +193,7 @@ def tasks(drawing):
 @pytest.mark.parametrize("name", list(schedules.SCHEDULES))
 def test_timelines_show_every_task_where_it_runs(name):
     run = schedules.timeline(schedules.spread(name, 2, 4), transfer=0.5)
-    drawn = tasks(figures.schedule(run))
+    drawn = tasks(figures.schedule({name: run}))
     assert len(drawn) == len(run.start)
     for (task, start), box in zip(run.start.items(), sorted_like(run, drawn), strict=True):
         device = run.schedule.device_of[task.stage]
@@ -209,7 +209,7 @@ def sorted_like(run, drawn):
 
 def test_numbers_stand_in_their_boxes():
     run = schedules.timeline(schedules.spread("1f1b", 2, 4))
-    axes = figures.schedule(run).axes[0]
+    axes = figures.schedule({"": run}).axes[0]
     numbers = sorted((*t.get_position(), t.get_text()) for t in axes.texts if t.get_text())
     expected = sorted(
         ((start + run.end[task]) / 2, 1.53 + task.stage, str(task.microbatch))
@@ -219,12 +219,12 @@ def test_numbers_stand_in_their_boxes():
 
 
 def test_timelines_share_one_axis_and_name_kinds_that_occur():
-    runs = {name: schedules.spread(name, 2, 4) for name in ("gpipe", "zb_h1")}
+    runs = {name: schedules.timeline(schedules.spread(name, 2, 4)) for name in ("gpipe", "zb_h1")}
     axes = figures.schedule(runs).axes[0]
     assert {text.get_text() for text in axes.texts} >= {"gpipe", "zb_h1", "0", "3"}
     kinds = [text.get_text()[0] for text in axes.get_legend().get_texts()]
     assert kinds == ["F", "B", "I", "W"]
-    one = figures.schedule(runs["gpipe"]).axes[0].get_legend().get_texts()
+    one = figures.schedule({"gpipe": runs["gpipe"]}).axes[0].get_legend().get_texts()
     assert [text.get_text() for text in one] == ["F forward", "B backward"]
 
 

@@ -77,7 +77,10 @@ def _execute(app):
     except cache.Changed as error:
         raise BookError(f"{error}: run `make book` again.") from None
     if failed:
-        raise BookError("\n\n".join([*failed, "In short:", *map(_short, failed)]))
+        # Place and error on one line each, to read below long tracebacks.
+        lines = [one.strip().split("\n") for one in failed]
+        short = [" ".join([first, *(line.strip() for line in rest[-1:])]) for first, *rest in lines]
+        raise BookError("\n\n".join([*failed, "In short:", *short]))
     for name, notebook in notebooks.items():
         found, silent = failures.collect(f"{name}.md", notebook, runs[name]["outputs"])
         app.shardwise_failures[name] = found
@@ -123,12 +126,6 @@ def _notebooks(app):
 def _say(text):
     """A line for whoever builds: also where Sphinx, which has one for each page, is quiet."""
     print(f"{text}\n", end="", flush=True)  # at once: several threads tell of chapters
-
-
-def _short(failure):
-    """Place and error on one line, to read below long tracebacks."""
-    first, *rest = failure.strip().split("\n")
-    return " ".join([first, *(line.strip() for line in rest[-1:])])
 
 
 def _outdated(app, env, added, changed, removed):

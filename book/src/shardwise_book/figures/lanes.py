@@ -63,7 +63,8 @@ def lanes_explorer(
     def result(run):
         times = run.compute, run.network, run.step, run.exposed
         compute, network, step, waits = (_time(seconds, unit) for seconds in times)
-        size = said("held", _bytes((run.whole + run.gradients) * layer_bytes))
+        held = (run.whole + run.gradients) * layer_bytes
+        size = said("held", f"{held / 1e6:,.0f} MB" if held >= 1e7 else f"{held / 1e3:,.0f} kB")
         whole = (
             f"Weights and gradients of all {LAYERS} layers lie whole on the device at any time, "
             f"{size}."
@@ -102,10 +103,6 @@ def _time(seconds, unit):
     value = round(seconds * unit[1], 6)
     digits = 2 - math.floor(math.log10(value)) if value else 0
     return f"{value:,.{min(3, max(0, digits))}f} {unit[0]}"
-
-
-def _bytes(size):
-    return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e3:,.0f} kB"
 
 
 def _picture(run: Overlap, longest: float, took: str) -> str:

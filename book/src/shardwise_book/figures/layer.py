@@ -56,7 +56,10 @@ def layer_explorer(
     def result(layout, device, mine, needed):
         place = np.unravel_index(device, tuple(mesh.shape.values()))
         where = ", ".join(f"{name} {int(n)}" for name, n in zip(mesh.shape, place, strict=True))
-        mine, needed = (4 * sum(map(_area, blocks.values())) for blocks in (mine, needed))
+        mine, needed = (
+            4 * sum((bottom - top) * (right - left) for top, bottom, left, right in some.values())
+            for some in (mine, needed)
+        )
         more = f"receives {said('received', needed - mine)} bytes before their use"
         received = more if needed > mine else "receives none"
         return (
@@ -155,8 +158,3 @@ def _range(index, sizes):
             f"interval; cut the first of them alone."
         )
     return first, end
-
-
-def _area(block):
-    top, bottom, left, right = block
-    return (bottom - top) * (right - left)

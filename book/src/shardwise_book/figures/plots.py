@@ -155,7 +155,8 @@ def bars(
     pairs = {"predicted": (-0.19, predicted, hollow), found: (0.19, measured, full)}
     for name, (shift, values, look) in pairs.items():
         drawn = axes.barh(where + shift, values, 0.34, label=name, **look)
-        axes.bar_label(drawn, labels=[_number(v) for v in values], padding=4, color=palette.GREY)
+        said = [f"{v:,.0f}" if v >= 1000 or v == int(v) else f"{v:,.3g}" for v in values]
+        axes.bar_label(drawn, labels=said, padding=4, color=palette.GREY)
     axes.set_yticks(where, labels)
     axes.invert_yaxis()
     axes.margins(x=0.14)
@@ -189,7 +190,3 @@ def _label_ends(axes, ends):
             color=colour,
             annotation_clip=False,
         )
-
-
-def _number(value):
-    return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:,.3g}"

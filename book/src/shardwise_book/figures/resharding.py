@@ -95,8 +95,8 @@ def resharding_explorer(
     def files(stored, in_files):
         drawn = ""
         for number, name in enumerate(_files(stored)):
-            told = f"{_file(name)}, {_size(stored, name):,} bytes"
-            drawn += svg.text(10, 60 * number + 30, told)
+            size = max(first + n for file, first, n in stored.places.values() if file == name)
+            drawn += svg.text(10, 60 * number + 30, f"{_file(name)}, {size:,} bytes")
         return drawn + svg.path(in_files.values())
 
     def frame(held, device):
@@ -156,10 +156,6 @@ def joined(places: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
 
 def _files(stored):
     return sorted({file for file, *_ in stored.places.values()})
-
-
-def _size(stored, name):
-    return max(offset + size for file, offset, size in stored.places.values() if file == name)
 
 
 def _file(name):

@@ -11,7 +11,6 @@ from shardwise_book.figures.plots import Drawing, canvas, tile, words
 
 GAP = 0.25  # between rows of what is live, in heights of a row
 WAITS = {"color": palette.GREY, "alpha": 0.18, "linewidth": 0}
-Run = schedules.Timeline | schedules.Schedule
 
 # Forwards darkest, backwards to the weights lightest, so that they differ in grey too.
 COLOURS = {
@@ -22,22 +21,16 @@ COLOURS = {
 }
 
 
-def schedule(
-    runs: Run | Mapping[str, Run], width: float = 5.2, xlabel: str = "time, in ticks"
-) -> Drawing:
-    """Timelines above each other, on one axis of time.
+def schedule(runs: Mapping[str, schedules.Timeline], width: float = 5.2) -> Drawing:
+    """Timelines under their titles, on one axis of time.
 
-    `runs` is a `schedules.Timeline`, a schedule (drawn at the costs `schedules.COSTS`), or a
-    mapping of titles to these. A box is a task; its colour is the kind, its number the
-    microbatch. A bar at the foot marks a device's second stage, two bars its third. Where it is
-    shaded, the device waits.
+    A box is a task; its colour is the kind, its number the microbatch. A bar at the foot marks a
+    device's second stage, two bars its third. Where it is shaded, the device waits.
     """
-    titled = runs if isinstance(runs, Mapping) else {"": runs}
-    named = {title: _timed(run) for title, run in titled.items()}
-    rows = sum(run.schedule.devices + 1.4 for run in named.values())
+    rows = sum(run.schedule.devices + 1.4 for run in runs.values())
     drawing, axes = canvas(width, 0.24 * rows + 0.6)
-    span, top, ticks = max(run.makespan for run in named.values()), 0, {}
-    for title, run in named.items():
+    span, top, ticks = max(run.makespan for run in runs.values()), 0, {}
+    for title, run in runs.items():
         bold = {"fontweight": "bold", "fontsize": 9.5, "ha": "left", "va": "baseline"}
         words(axes, 0, top + 0.62, title, **bold)
         for device, order in enumerate(run.schedule.tasks):
@@ -49,18 +42,14 @@ def schedule(
         top += run.schedule.devices + 1.4
     axes.set_yticks(list(ticks), ticks.values(), fontsize=9)
     axes.set_ylabel("device")
-    axes.set_xlabel(xlabel)
+    axes.set_xlabel("time, in ticks")
     axes.set_xlim(0, span * 1.001)
     axes.set_ylim(top - 0.3, 0)
     axes.spines[:].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    kinds = {task.kind for run in named.values() for task in run.start}
+    kinds = {task.kind for run in runs.values() for task in run.start}
     _legend(axes, [kind for kind in schedules.KINDS if kind in kinds])
     return drawing
-
-
-def _timed(run):
-    return run if isinstance(run, schedules.Timeline) else schedules.timeline(run)
 
 
 def _task(axes, row, run, task, narrow):
