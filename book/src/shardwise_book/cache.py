@@ -15,7 +15,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -182,18 +182,6 @@ def update(
             kernels.stop()
             raise
     return data, failures, stale
-
-
-def table(data: Mapping[str, Data], executed: Collection[str] = ()) -> list[str]:
-    """The run times as lines of text; `executed` are those that ran in this build."""
-    width = max(map(len, data), default=0)
-    lines = [
-        f"  {name:<{width}}  {entry['execution_seconds']:7.1f} s"
-        + ("" if name in executed else "  (earlier)")
-        for name, entry in data.items()
-    ]
-    total = sum(entry["execution_seconds"] for entry in data.values())
-    return ["Run times", *lines, f"  {'all':<{width}}  {total:7.1f} s"]
 
 
 def prune(path: Path) -> None:

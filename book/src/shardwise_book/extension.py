@@ -4,7 +4,7 @@ config-inited   the folder of results is named for the state of the stack
 builder-inited  pairs are checked, then stale chapters execute in parallel; now pages may change
 the build       MyST-NB reads each page with its outputs, and executes nothing; the gallery of
                 failures is filled when every page was read
-build-finished  the table of run times, and the record of a good end, which no warning has
+build-finished  the record of a good end, which no warning has
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     # As `-W --keep-going`, also for a plain `jupyter-book build .`: all warnings are shown, and
     # any of them makes the exit status non-zero.
     app.keep_going = True
-    app.shardwise_runs, app.shardwise_executed = {}, []
+    app.shardwise_runs = {}
     app.add_directive("run-times", times.RunTimes)
     app.connect("config-inited", _configure, priority=950)  # when the table of contents is known
     app.connect("builder-inited", _execute, priority=900)  # when MyST's settings are there
@@ -73,7 +73,7 @@ def _execute(app):
     if problems:
         raise BookError("\n".join(problems))
     try:
-        runs, failed, executed = cache.update(notebooks, path, root, _say)
+        runs, failed, _ = cache.update(notebooks, path, root, _say)
     except cache.Changed as error:
         raise BookError(f"{error}: run `make book` again.") from None
     if failed:
@@ -89,7 +89,7 @@ def _execute(app):
         app.env.mystnb_config.custom_formats[f"{name}.md"] = f"{__name__}.read", given, False
     if problems:
         raise BookError("\n".join(problems))
-    app.shardwise_runs, app.shardwise_executed = runs, executed
+    app.shardwise_runs = runs
     app.shardwise_record.begin()
 
 
@@ -139,5 +139,3 @@ def _finish(app, exception):
     # After a warning too the next build starts over: a page that is up to date repeats none.
     if not exception and not app._warncount:
         app.shardwise_record.end()
-    if not exception and app.shardwise_runs:
-        _say("\n".join(cache.table(app.shardwise_runs, app.shardwise_executed)))

@@ -20,6 +20,8 @@ _MATRICES = (  # name, left, top, width, height: x twice, up, hidden; then hidde
     ("y", 276, 160, _E, _T),
 )
 _LABELS = {"before": (72, 66), "between": (140, 122), "after": (244, 192)}
+_ARROWS = "M48 66h46m-5 -4l5 4l-5 4", "M220 192h48m-5 -4l5 4l-5 4", "M130 108v22m-4 -5l4 5l4 -5"
+_SIGNS = (151, 70, "×"), (249, 70, "="), (91, 196, "×"), (149, 196, "=")
 _KEY = """<p style="font-size: .88em">Grey is whole on every device. Bands are cut: each device has
 the band of its colour. A pile is a sum that has not been taken: every device has a summand.</p>"""
 
@@ -69,7 +71,10 @@ def block_explorer(blocks: Sequence[Block], start: int = 0) -> Interactive:
 
     alt = "Two products of matrices: for each matrix how it lies on the devices, and on the arrows "
     alt += "the collectives between"
-    inside = f'{_signs()}<g id="@matrices"></g><g id="@labels"></g>'
+    arrow = f'fill="none" {svg.EDGE} stroke-width="1.3"'
+    inside = "".join(f'<path d="{path}" {arrow}/>' for path in _ARROWS)
+    inside += "".join(svg.text(*sign, "middle") for sign in _SIGNS)
+    inside += '<g id="@matrices"></g><g id="@labels"></g>'
     layout = (
         f'<div class="pictures">{svg.picture("", 352, 250, alt, inside, 27)}'
         f'<div style="flex: 1 1 15rem">{RESULT}{_KEY}</div></div>'
@@ -158,14 +163,3 @@ def _labels(sends, order):
         lines = ["left", "out"] if order == 2 and place == "after" else lines
         drawn += [svg.text(x, y - 22 + 13 * i, line, "middle") for i, line in enumerate(lines)]
     return "".join(drawn)
-
-
-def _signs():
-    """What is there for every choice: arrows, and signs between the matrices."""
-    arrow = f'fill="none" {svg.EDGE} stroke-width="1.3"'
-    paths = "M48 66h46m-5 -4l5 4l-5 4", "M220 192h48m-5 -4l5 4l-5 4", "M130 108v22m-4 -5l4 5l4 -5"
-    signs = (151, 70, "×"), (249, 70, "="), (91, 196, "×"), (149, 196, "=")
-    return "".join(
-        [f'<path d="{path}" {arrow}/>' for path in paths]
-        + [svg.text(*sign, "middle") for sign in signs]
-    )

@@ -105,10 +105,9 @@ def _arranged(rows):
         parts.append(svg.text(0, y + 14, title, more='font-weight="bold"'))
         x, y = _LEFT, y + 40
         for name, matrix in row.items():
-            places[name] = x, y, scale
             high, wide = (round(n * scale, 1) for n in matrix.drawn)
             parts += svg.text(x, y - 6, name), svg.box(x, y, wide, high)
-            places[name] = (*places[name], x + wide + 12, y + high / 2)
+            places[name] = x, y, scale, x + wide + 12, y + high / 2
             x = round(x + wide + _GAP, 1)
         y = round(y + max(m.drawn[0] for m in row.values()) * scale + 14, 1)
     return places, "".join(parts), y
