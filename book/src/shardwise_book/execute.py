@@ -247,7 +247,8 @@ def _clean(notebook, directory):
     path = re.compile("|".join([*paths, *(f"{re.escape(folder)}/?" for folder in folders)]))
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = nbformat.from_dict(json.loads(path.sub("", json.dumps(cell.outputs))))
+            told = json.dumps(cell.outputs, ensure_ascii=False)
+            cell.outputs = nbformat.from_dict(json.loads(path.sub("", told)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
