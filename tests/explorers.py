@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import checkpoint, context, jaxprs, marks, measure, mesh, schedules
 from shardwise_book import figures
+from shardwise_book.figures import pipelines
 from shardwise_book.figures.interactive import Interactive
 
 
@@ -174,10 +175,12 @@ def refusing():
     def refuse(stages, devices, microbatches):
         raise ValueError(f"{NAME} wants more")
 
-    with mock.patch.dict(schedules.SCHEDULES, {NAME: refuse}):
-        return figures.pipeline_explorer(
-            start={"schedule": len(schedules.SCHEDULES) - 1, "task": 0}
-        )
+    start = {"schedule": len(schedules.SCHEDULES), "task": 0}
+    with (
+        mock.patch.dict(schedules.SCHEDULES, {NAME: refuse}),
+        mock.patch.dict(pipelines.START, start),
+    ):
+        return figures.pipeline_explorer()
 
 
 CHOICES = {"Chips": ["8", "64"], "Tensor": ["1", "2", "8"]}

@@ -157,9 +157,6 @@ def test_first_build_executes_all_and_reports(built):
     assert executed == ["first", "second"]
     assert "chapters/first.md: runs" in printed
     assert re.search(r"chapters/second\.md: done in \d+\.\d s", printed)
-    table = printed[printed.index("Run times") :]
-    assert re.search(r"chapters/first +\d+\.\d s\n", table)
-    assert re.search(r"all +\d+\.\d s", table)
     for name in executed:
         assert f"the answer to {name} is 42" in book.page(name)
         assert re.search(r'<p class="run-time">Executed in \d+\.\d s', book.page(name))
@@ -343,22 +340,20 @@ def change(path):
 
 
 DAMAGES = {
-    "a result cut short": ("executed/*/base.ipynb", cut_short),
-    "a result changed": ("executed/*/base.ipynb", change),
-    "a result missing": ("executed/*/base.ipynb", Path.unlink),
-    "the list cut short": ("global.db", cut_short),
-    "the list emptied": ("global.db", lambda path: path.write_bytes(b"")),
+    "a result cut short": cut_short,
+    "a result changed": change,
+    "a result emptied": lambda path: path.write_bytes(b""),
+    "a result missing": Path.unlink,
 }
 
 
 @SLOW
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_cache_is_executed_again(book, damage):
-    pattern, break_ = DAMAGES[damage]
-    found = list((book.folder / "_build/.jupyter_cache").glob(f"*/{pattern}"))
-    assert found
+def test_damaged_results_are_executed_again(book, damage):
+    found = list((book.folder / "_build/.results").glob("*/*.json"))
+    assert len(found) == 2
     for path in found:
-        break_(path)
+        DAMAGES[damage](path)
     status, printed, executed = book.build()
     assert (status, executed) == (0, ["first", "second"]), printed
     assert "the answer to second is 42" in book.page("second")

@@ -181,7 +181,7 @@ def test_a_band_for_each_device_a_pile_for_a_sum_and_grey_for_what_is_whole():
 
 
 def test_blocks_want_every_combination():
-    with pytest.raises(ValueError, match=r"expected 24 blocks.*got 23"):
+    with pytest.raises(ValueError, match=r"none for \(8, 'rows', 'rows', True\)"):
         figures.block_explorer([*BLOCKS[:-1], block(2, "rows", "rows", True)])
 
 
@@ -397,7 +397,7 @@ def test_a_product_says_numbers_and_line_and_escapes_it():
     product = next(p for p in products() if p.collective == "all-reduce")
     words = drawn_products.describe(product)
     assert said(words)["sent"] == f"{product.ring_bytes:,}" and "&lt;&amp;&gt;" in words
-    with pytest.raises(ValueError, match=r"each of 3 specs .* for each of 2 sizes; got 17"):
+    with pytest.raises(ValueError, match=r"product_explorer: .* none for \(\(8, 32, 32\), "):
         figures.product_explorer(mesh.make(model=4), list(products())[:-1])
 
 
@@ -499,20 +499,18 @@ def test_a_slice_lights_what_it_computes_and_outlines_what_it_reads():
     )
 
 
-def test_what_another_slice_computed_is_told_and_rows_are_kept_apart():
+def test_what_another_slice_computed_is_told():
     program = jax.make_jaxpr(lambda x: jnp.cos(jnp.sin(x)))(1.0)
     one, two = program.eqns
-    cut, rows = {"F0": [one], "F1": [two]}, {"F0": 0, "F1": 1}
-    shown = States(figures.slice_graph(program, cut, ["x"], ["y"], rows)).shown(slice=1)
+    cut = {"F0": [one], "F1": [two]}
+    shown = States(figures.slice_graph(program, cut, ["x"], ["y"])).shown(slice=1)
     assert shown["result"].endswith("It reads what F0 computed.")
-    found = dict(re.findall(r'<title>(\w+)</title><rect x="\d+" y="(\d+)"', shown["graph"]))
-    assert found["x"] == found["sin"] != found["cos"] == found["y"]
 
 
 def test_no_two_boxes_of_a_graph_overlap():
     program, chosen = traced()
     found = drawn_slices.graph(program.jaxpr, list(chosen.values()), INPUTS, OUTPUTS)
-    wide, corners, _ = drawn_slices.places(found, [0, 0, 0])
+    wide, corners = drawn_slices.places(found)
     for (x, y), (other_x, other_y) in itertools.combinations(corners, 2):
         assert abs(x - other_x) > wide or abs(y - other_y) > drawn_slices.HIGH
 

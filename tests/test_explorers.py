@@ -33,7 +33,7 @@ def test_data_cannot_end_the_script():
 
 def test_a_start_that_is_not_on_offer_is_an_error():
     with pytest.raises(ValueError, match="Size starts at option 2; on offer are 0 to 1: a, b"):
-        explorer({"size": Control("Size", "ab")}, "", {}, {"size": 2})
+        explorer({"size": Control("Size", "ab")}, "", start={"size": 2})
 
 
 @pytest.fixture(scope="module", params=EXPLORERS)

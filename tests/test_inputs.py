@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-pytest.importorskip("jupyter_cache", reason="the book is not built on this stack")
+pytest.importorskip("jupyter_book", reason="the book is not built on this stack")
 import nbformat
 
 from shardwise_book import cache, execute, inputs, watchdog
@@ -140,7 +140,7 @@ def test_only_what_read_an_edited_file_is_executed(project, tmp_path_factory):
     )
     sources = {"own": path + "import pack.used", "child": child, "none": "2 * 2"}
     books = {name: notebook(text.replace("ROOT", str(project))) for name, text in sources.items()}
-    results = tmp_path_factory.mktemp("results") / ".jupyter_cache/state"
+    results = tmp_path_factory.mktemp("results") / ".results/state"
 
     def executed():
         data, failures, ran = cache.update(books, results, project, lambda line: None)
@@ -162,12 +162,12 @@ def test_a_file_that_changed_before_it_was_read_is_known_as_it_was_read(project,
     """The build had looked at it before; whoever takes the edit back gets another execution."""
     source = "import sys; sys.path.insert(0, 'ROOT/src'); import pack.used"
     book = notebook(source.replace("ROOT", str(project)))
-    path = tmp_path_factory.mktemp("results") / ".jupyter_cache/state"
+    path = tmp_path_factory.mktemp("results") / ".results/state"
     used, known = project / "src/pack/used.py", cache.Results(path, project)
     before = known.files.digest("src/pack/used.py")
     used.write_text("VALUE = 2\n")
     found = opened(project, book.cells[0].source)[0]
-    data = known.keep("one", book, execute.Run(book, 1.0), found)
+    data = known.keep(book, execute.Run(book, 1.0), found)
     assert data["files"]["src/pack/used.py"] not in ("", before)
     assert cache.Results(path, project).find(book)
     used.write_text("VALUE = 1\n")

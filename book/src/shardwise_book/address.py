@@ -13,12 +13,21 @@ from pathlib import Path
 
 from . import pairs
 
-PACKAGES = ("pyproject.toml", "book/pyproject.toml")
-CONFIG = re.compile(r'^(repository:\n(?:  .*\n)*?  url: )"(.*)"$', re.M)
-PROJECT = re.compile(r'^\[project\.urls\]\nRepository = "(.*)"\n\n', re.M)
-BEFORE_TOOLS = re.compile(r"^(?=\[tool\.)", re.M)
-CITATION = re.compile(r'^repository-code: "(.*)"\n', re.M)
-CELL = re.compile(r'^(REPOSITORY = )"(.*)"(?=  # written by `make repo)', re.M)
+# How a file holds the address, and what is written around one. Where the line may be missing, the
+# place for it is found.
+KEPT = r'\g<before>"{url}"'
+CONFIG = re.compile(r'^(?P<before>repository:\n(?:  .*\n)*?  url: )"(?P<url>.*)"$', re.M), KEPT
+CELL = (
+    re.compile(r'^(?P<before>REPOSITORY = )"(?P<url>.*)"(?=  # written by `make repo)', re.M),
+    KEPT,
+)
+PROJECT = (
+    re.compile(r'(^\[project\.urls\]\nRepository = "(?P<url>.*)"\n\n)?^(?=\[tool\.)', re.M),
+    '[project.urls]\nRepository = "{url}"\n\n',
+)
+CITATION = re.compile(r'(^repository-code: "(?P<url>.*)"\n)?\Z', re.M), 'repository-code: "{url}"\n'
+FILES = {"_config.yml": CONFIG, "CITATION.cff": CITATION}
+FILES |= {"pyproject.toml": PROJECT, "book/pyproject.toml": PROJECT}
 LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"  # of a host's name
 PART = r"/(?!\.\.?(/|$))(?=[^/]*[a-z0-9])[\w.~-]+"  # of a path: no step up, and no mere punctuation
 ADDRESS = re.compile(
@@ -37,14 +46,18 @@ def check(url: str) -> str:
     return plain
 
 
+def _forms(root):
+    """{path: its form} of all files that hold the address."""
+    chapters = pairs.chapters(Path(root, "chapters"))
+    return FILES | {f"chapters/{source.name}": CELL for source in chapters}
+
+
 def places(root: Path) -> dict[str, str | None]:
     """The address found in each file that holds or repeats it: "" where unset, None where lost."""
-    root = Path(root)
-    found = {"_config.yml": _first(CONFIG, root / "_config.yml", 2)}
-    found |= {path: _first(PROJECT, root / path, 1) or "" for path in PACKAGES}
-    found["CITATION.cff"] = _first(CITATION, root / "CITATION.cff", 1) or ""
-    for source in pairs.chapters(root / "chapters"):
-        found[f"chapters/{source.name}"] = _first(CELL, source, 2)
+    found = {}
+    for path, (pattern, _) in _forms(root).items():
+        match = pattern.search(Path(root, path).read_text(encoding="utf-8"))
+        found[path] = match and (match["url"] or "")
     return found
 
 
@@ -53,23 +66,18 @@ def write(root: Path, url: str) -> str:
 
     ValueError names a place whose line for it is lost.
     """
-    root, url = Path(root), check(url)
+    url = check(url)
     lost = [place for place, found in places(root).items() if found is None]
     if lost:
         raise ValueError(
             f'{", ".join(lost)}: the line for the address is lost: expected `url: ""` under '
             "`repository:` in _config.yml, and the first cell of the other chapters in a chapter."
         )
-    _rewrite(root / "_config.yml", CONFIG, rf'\g<1>"{url}"')
-    block = f'[project.urls]\nRepository = "{url}"\n\n' if url else ""
-    for path in PACKAGES:
-        _rewrite(root / path, PROJECT, "")
-        _rewrite(root / path, BEFORE_TOOLS, block)
-    _rewrite(root / "CITATION.cff", CITATION, "")
-    _rewrite(root / "CITATION.cff", re.compile(r"\Z"), f'repository-code: "{url}"\n' if url else "")
-    for source in pairs.chapters(root / "chapters"):
-        _rewrite(source, CELL, rf'\g<1>"{url}"')
-    pairs.sync(root / "chapters")
+    for path, (pattern, form) in _forms(root).items():
+        text = Path(root, path).read_text(encoding="utf-8")
+        line = form.replace("{url}", url) if url or form is KEPT else ""
+        Path(root, path).write_text(pattern.sub(line, text, count=1), encoding="utf-8")
+    pairs.sync(Path(root, "chapters"))
     return url
 
 
@@ -86,16 +94,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(f"Notebooks install from {url}." if url else "No address: no launch buttons.")
     return 0
-
-
-def _first(pattern, path, group):
-    match = pattern.search(path.read_text(encoding="utf-8"))
-    return match and match.group(group)
-
-
-def _rewrite(path, pattern, replacement):
-    text = path.read_text(encoding="utf-8")
-    path.write_text(pattern.sub(replacement, text, count=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,26 +1,25 @@
-"""Executes what is stale, several chapters at a time; results lie in a jupyter-cache for MyST-NB.
+"""Executes what is stale, several chapters at a time, and keeps what cells printed.
 
-jupyter-cache knows a notebook by its code cells alone. The cache's folder is named for what all
-outputs depend on besides: the environment and what is installed. With each result stand the
-project's files that the execution read (`inputs`), and it holds as long as these are the same.
+A file holds one run, and is named for its code cells; the folder is named for what all outputs
+depend on besides: the environment and what is installed. With each run stand the project's files
+that it read (`inputs`), and it holds as long as these are the same.
 """
 
 import concurrent.futures
 import hashlib
 import importlib.metadata
+import json
 import math
 import os
 import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import nbformat
-from jupyter_cache import get_cache
-from jupyter_cache.base import CacheBundleIn, JupyterCacheAbstract
 from packaging.requirements import Requirement
 
 from . import execute, inputs
@@ -76,7 +75,7 @@ def fingerprint(root: Path) -> str:
             if path.suffix != ".egg-info"
         ),
     ]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    return _digest(repr(parts))[:16]
 
 
 def jobs() -> int:
@@ -91,41 +90,27 @@ def jobs() -> int:
 
 
 class Results:
-    """What is known of executions in the jupyter-cache at `path`; a damaged one is emptied.
-
-    `root` is the project's folder.
-    """
+    """The runs in the folder `path`; `root` is the project's folder."""
 
     def __init__(self, path: Path, root: Path) -> None:
-        self.cache, self.root = _open(path), root
+        self.path, self.root = Path(path), root
         self.files = inputs.Files(root)
 
-    def find(self, notebook: nbformat.NotebookNode) -> Data | None:
-        """The data stored with `notebook`'s last good run, or None where it must run (again)."""
+    def read(self, notebook: nbformat.NotebookNode) -> Data | None:
+        """The run of the same cells, or None where none is, or is no longer what was written."""
         try:
-            record = self.cache.match_cache_notebook(notebook)
-            stored = self.cache.get_cache_bundle(record.pk).nb
-        except Exception:  # not there, or cut off while it was written: what readers raise varies
+            digest, text = self._place(notebook).read_text(encoding="utf-8").split("\n")
+        except (OSError, ValueError):
             return None
-        # Tags change what an execution means, and jupyter-cache does not look at them.
-        expected = {"tags": _tags(notebook), "digest": _digest(stored)}
-        known = record.data.items() >= expected.items()
-        return record.data if known and self.files.same(record.data["files"]) else None
+        return nbformat.from_dict(json.loads(text)) if digest == _digest(text) else None
 
-    def outputs(self, notebook: nbformat.NotebookNode) -> list[list[nbformat.NotebookNode]]:
-        """Those of each code cell in the run that `find` found."""
-        record = self.cache.match_cache_notebook(notebook)
-        return [cell.outputs for cell in self.cache.get_cache_bundle(record.pk).nb.cells]
-
-    def seconds(self, notebook: nbformat.NotebookNode) -> float:
-        """Those of an earlier run of the same cells; infinite where there was none."""
-        try:
-            return self.cache.match_cache_notebook(notebook).data["execution_seconds"]
-        except Exception:  # as in `find`
-            return math.inf
+    def find(self, notebook: nbformat.NotebookNode) -> Data | None:
+        """That run, or None where the notebook must be executed (again)."""
+        known = self.read(notebook)
+        return known if known and self.files.same(known["files"]) else None
 
     def keep(
-        self, name: str, notebook: nbformat.NotebookNode, run: execute.Run, opened: inputs.Opened
+        self, notebook: nbformat.NotebookNode, run: execute.Run, opened: inputs.Opened
     ) -> Data:
         """Store a good run; `notebook` is the one that was asked for.
 
@@ -139,16 +124,18 @@ class Results:
             "files": {path: files.digest(path) for path in opened},
             "execution_seconds": run.seconds,
             "devices": run.devices,
-            "tags": _tags(notebook),
             "finished": time.time(),
+            "outputs": [cell.outputs for cell in _code(run.notebook)],
         }
-        hashed, key = self.cache.create_hashed_notebook(run.notebook)
-        data["digest"] = _digest(hashed)
-        # What an interrupted build left here is in jupyter-cache's way.
-        shutil.rmtree(Path(self.cache.path, "executed", key), ignore_errors=True)
-        bundle = CacheBundleIn(run.notebook, name, data=data)
-        self.cache.cache_notebook_bundle(bundle, check_validity=False, overwrite=True)
+        text = json.dumps(data)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._place(notebook).write_text(f"{_digest(text)}\n{text}", encoding="utf-8")
         return data
+
+    def _place(self, notebook):
+        # Tags too change what an execution means.
+        cells = [(cell.source, cell.metadata.get("tags", [])) for cell in _code(notebook)]
+        return self.path / f"{_digest(repr(cells))}.json"
 
 
 def update(
@@ -157,7 +144,7 @@ def update(
     root: Path,
     say: Callable[[str], None],
 ) -> tuple[dict[str, Data], list[str], list[str]]:
-    """Execute those of `notebooks` (a dict by name) that the cache at `path` has no run of.
+    """Execute those of `notebooks` that the folder `path` has no run of; their names lack the .md.
 
     Returns `(data, failures, executed)`: what is stored for each name, a message for each that
     failed, and the names that ran now. Progress goes, line by line, to the function `say`; `root`
@@ -166,7 +153,7 @@ def update(
     Raises:
       Changed: a file was edited after a chapter had read it; that run is not stored.
     """
-    prune(Path(path))
+    prune(path)
     results = Results(path, root)
     data = {name: results.find(notebook) for name, notebook in notebooks.items()}
     stale = [name for name, known in data.items() if known is None]
@@ -185,28 +172,16 @@ def update(
             for done, future in enumerate(concurrent.futures.as_completed(pending), start=1):
                 name, (run, opened) = pending[future], future.result()
                 verdict = "FAILED after" if run.failure else "done in"
-                say(f"  {name}: {verdict} {run.seconds:.1f} s ({done} of {len(stale)})")
+                say(f"  {name}.md: {verdict} {run.seconds:.1f} s ({done} of {len(stale)})")
                 if run.failure:
                     failures.append(run.failure)
                 else:
-                    data[name] = results.keep(name, notebooks[name], run, opened)
+                    data[name] = results.keep(notebooks[name], run, opened)
         except BaseException:  # Ctrl-C too
             pool.shutdown(wait=False, cancel_futures=True)
             kernels.stop()
             raise
     return data, failures, stale
-
-
-def table(data: Mapping[str, Data], executed: Collection[str] = ()) -> list[str]:
-    """The run times as lines of text; `executed` are those that ran in this build."""
-    width = max(map(len, data), default=0)
-    lines = [
-        f"  {name:<{width}}  {entry['execution_seconds']:7.1f} s"
-        + ("" if name in executed else "  (earlier)")
-        for name, entry in data.items()
-    ]
-    total = sum(entry["execution_seconds"] for entry in data.values())
-    return ["Run times", *lines, f"  {'all':<{width}}  {total:7.1f} s"]
 
 
 def prune(path: Path) -> None:
@@ -217,34 +192,27 @@ def prune(path: Path) -> None:
             shutil.rmtree(old, ignore_errors=True)
 
 
-def _open(path: Path) -> JupyterCacheAbstract:
-    """The cache at `path`, made anew where its list of results cannot be read."""
-    cache = get_cache(path)
-    try:
-        cache.list_cache_records()
-    except Exception:
-        cache.clear_cache()
-        cache = get_cache(path)
-    return cache
-
-
 def _run(name, notebook, root, say, kernels):
-    say(f"  {name}: runs")
+    say(f"  {name}.md: runs")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "opened")
         watched = inputs.environment(root, log)
-        return execute.run(notebook, name, kernels, watched), inputs.opened(log)
+        return execute.run(notebook, f"{name}.md", kernels, watched), inputs.opened(log)
 
 
 def _length(results, notebook):
     """What to sort by: seconds of its last run; else cells that wait for processes, then code."""
-    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    cells, known = [cell.source for cell in _code(notebook)], results.read(notebook)
     waits = sum("subprocess" in cell or "processes." in cell for cell in cells)
-    return results.seconds(notebook), waits, sum(map(len, cells))
+    return known["execution_seconds"] if known else math.inf, waits, sum(map(len, cells))
 
 
-def _digest(notebook):
-    return hashlib.sha256(nbformat.writes(notebook, nbformat.NO_CONVERT).encode()).hexdigest()
+def _code(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def _digest(text):
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _version(name):
@@ -252,7 +220,3 @@ def _version(name):
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _tags(notebook):
-    return [cell.metadata.get("tags", []) for cell in notebook.cells if cell.cell_type == "code"]

@@ -18,11 +18,6 @@ PATIENT = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
 
 def flags() -> str:
     """The part of XLA_FLAGS that is ours; XLA reads them when it starts."""
-    version, found = _version(), [QUICK]
-    found += [QUICKER] if version < (0, 11) else []
-    found += [PATIENT] if version >= (0, 10) else []
-    return " ".join(found)
-
-
-def _version():
-    return tuple(int(part) for part in importlib.metadata.version("jaxlib").split(".")[:2])
+    version = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2]))
+    found = [QUICK, QUICKER if version < (0, 11) else "", PATIENT if version >= (0, 10) else ""]
+    return " ".join(filter(None, found))

@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import functools
+import json
 import os
 import re
 import signal
@@ -32,6 +33,7 @@ from traitlets.config import Config
 from . import compiler, watchdog
 
 PRINTED = 20  # lines of what a kernel that died had written
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # the book speaks of simulated devices, whatever the machine has
@@ -220,7 +222,7 @@ def _reason(error, printed):
         end = printed.read().decode(errors="replace").splitlines()[-PRINTED:]
         died = "the kernel died (out of memory, perhaps, or a crash in compiled code)."
         return "\n".join([died, *end])
-    return re.sub(r"\x1b\[[0-9;]*m", "", error.traceback)
+    return ANSI.sub("", error.traceback)
 
 
 def _in_a_loop(client, **options):
@@ -239,27 +241,14 @@ def _process(client):
 
 def _clean(notebook, directory):
     """Take this machine's paths out of what cells print: a page shows none."""
-    folders = [re.escape(directory), re.escape(os.path.realpath(directory))]
-    patterns = [
-        (re.compile(r"[/~][^\s'\"<>:\x1b]*/site-packages/"), ""),
-        (re.compile(r"[/~][^\s'\"<>:\x1b]*/src/(?=shardwise(?:_book)?/)"), ""),
-        (re.compile(rf"{re.escape(os.path.dirname(os.__file__))}/"), ""),
-        (re.compile("(?:" + "|".join(folders) + ")/?"), ""),
-    ]
+    folders = [directory, os.path.realpath(directory), os.path.dirname(os.__file__)]
+    printed = r"[/~][^\s'\"<>:\\]*"  # of a path, in JSON
+    paths = [rf"{printed}/site-packages/", rf"{printed}/src/(?=shardwise(?:_book)?/)"]
+    path = re.compile("|".join([*paths, *(f"{re.escape(folder)}/?" for folder in folders)]))
     for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            for holder in (output, output.get("data", {})):
-                for key in ("text", "traceback", "evalue", "text/plain", "text/html"):
-                    if key in holder:
-                        holder[key] = _substitute(patterns, holder[key])
-
-
-def _substitute(patterns, text):
-    if isinstance(text, list):
-        return [_substitute(patterns, line) for line in text]
-    for pattern, replacement in patterns:
-        text = pattern.sub(replacement, text)
-    return text
+        if cell.cell_type == "code":
+            told = json.dumps(cell.outputs, ensure_ascii=False)
+            cell.outputs = nbformat.from_dict(json.loads(path.sub("", told)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -273,13 +262,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     for path in options.notebooks:
         result = run(nbformat.read(path, as_version=4), path.name)
-        print(
-            f"  {path.name}: {'FAILED' if result.failure else f'{result.seconds:.1f} s'}",
-            flush=True,
-        )
-        if result.failure:
-            print(result.failure, flush=True)
-            failed += 1
+        told = f"FAILED\n{result.failure}" if result.failure else f"{result.seconds:.1f} s"
+        print(f"  {path.name}: {told}", flush=True)
+        failed += bool(result.failure)
     return 1 if failed else 0
 
 

@@ -1,17 +1,19 @@
 """The build: pairs checked, chapters executed, every warning an error.
 
-config-inited   the cache's folder is named for the state of the stack
+config-inited   the folder of results is named for the state of the stack
 builder-inited  pairs are checked, then stale chapters execute in parallel; now pages may change
-the build       MyST-NB finds every result in the cache, and executes nothing; the gallery of
+the build       MyST-NB reads each page with its outputs, and executes nothing; the gallery of
                 failures is filled when every page was read
-build-finished  the table of run times, and the record of a good end, which no warning has
+build-finished  the record of a good end, which no warning has
 """
 
 import importlib.util
 from pathlib import Path
 from typing import Any
 
+import nbformat
 from myst_nb.core.read import is_myst_markdown_notebook, read_myst_markdown_notebook
+from myst_parser.config.main import MdParserConfig
 from sphinx.application import Sphinx
 from sphinx.errors import SphinxError
 
@@ -30,12 +32,11 @@ def setup(app: Sphinx) -> dict[str, Any]:
     # As `-W --keep-going`, also for a plain `jupyter-book build .`: all warnings are shown, and
     # any of them makes the exit status non-zero.
     app.keep_going = True
-    app.shardwise_runs, app.shardwise_executed = {}, set()
+    app.shardwise_runs = {}
     app.add_directive("run-times", times.RunTimes)
     app.connect("config-inited", _configure, priority=950)  # when the table of contents is known
     app.connect("builder-inited", _execute, priority=900)  # when MyST's settings are there
     app.connect("env-get-outdated", _outdated)
-    app.connect("source-read", _check_unchanged)
     app.connect("doctree-read", times.add_run_time)
     app.connect("build-finished", _finish)
     site.setup(app)
@@ -49,9 +50,7 @@ def _configure(app, config):
         _check_package(Path(app.srcdir, package))
     app.shardwise_record = record.Record(app)
     state = cache.fingerprint(Path(app.srcdir))
-    config.nb_execution_mode = "cache"
-    config.nb_execution_cache_path = str(Path(app.outdir).parent / ".jupyter_cache" / state)
-    config.nb_execution_raise_on_error = True
+    app.shardwise_results = Path(app.outdir).parent / ".results" / state
 
 
 def _check_package(folder):
@@ -65,86 +64,68 @@ def _check_package(folder):
 
 
 def _execute(app):
-    app.shardwise_texts = dict(_texts(app))
+    root, path = Path(app.srcdir), app.shardwise_results
     notebooks = dict(_notebooks(app))
-    problems = [
-        problem
-        for docname in notebooks
-        if docname.startswith(f"{CHAPTERS}/")
-        for problem in [pairs.problem(Path(app.srcdir, docname + ".md"))]
-        if problem
-    ]
-    problems = [problem.replace(f"{app.srcdir}/", "") for problem in problems]
-    named = {f"{docname}.md": notebook for docname, notebook in notebooks.items()}
-    problems += [one for name in named for one in failures.problems(name, named[name])]
+    chapters = [root / f"{name}.md" for name in notebooks if name.startswith(f"{CHAPTERS}/")]
+    problems = [one.replace(f"{root}/", "") for one in map(pairs.problem, chapters) if one]
+    for name, notebook in notebooks.items():
+        problems += failures.problems(f"{name}.md", notebook)
     if problems:
         raise BookError("\n".join(problems))
-    path = app.config.nb_execution_cache_path
     try:
-        data, failed, executed = cache.update(named, Path(path), Path(app.srcdir), _say)
+        runs, failed, _ = cache.update(notebooks, path, root, _say)
     except cache.Changed as error:
         raise BookError(f"{error}: run `make book` again.") from None
     if failed:
-        raise BookError("\n\n".join([*failed, "In short:", *map(_short, failed)]))
-    _collect_failures(app, named, cache.Results(path, Path(app.srcdir)))
-    app.shardwise_runs = {name.removesuffix(".md"): run for name, run in data.items()}
-    app.shardwise_executed = {name.removesuffix(".md") for name in executed}
+        # Place and error on one line each, to read below long tracebacks.
+        lines = [one.strip().split("\n") for one in failed]
+        short = [" ".join([first, *(line.strip() for line in rest[-1:])]) for first, *rest in lines]
+        raise BookError("\n\n".join([*failed, "In short:", *short]))
+    for name, notebook in notebooks.items():
+        found, silent = failures.collect(f"{name}.md", notebook, runs[name]["outputs"])
+        app.shardwise_failures[name] = found
+        problems += silent
+        given = {"name": name, "path": path, "config": app.env.myst_config}
+        app.env.mystnb_config.custom_formats[f"{name}.md"] = f"{__name__}.read", given, False
+    if problems:
+        raise BookError("\n".join(problems))
+    app.shardwise_runs = runs
     app.shardwise_record.begin()
 
 
-def _collect_failures(app, named, results):
-    problems = []
-    for name, notebook in named.items():
-        found, silent = failures.collect(name, notebook, results.outputs(notebook))
-        app.shardwise_failures[name.removesuffix(".md")] = found
-        problems += silent
-    if problems:
-        raise BookError("\n".join(problems))
-
-
-def _texts(app):
-    """(docname, text) of each page of the table of contents."""
-    for docname in app.config.external_site_map:
-        path = Path(app.srcdir, docname + ".md")
-        yield docname, path.read_text(encoding="utf-8") if path.exists() else ""
-
-
-def _check_unchanged(app, docname, source):
-    """What ran is this text: MyST-NB would execute by itself what it does not find in the cache."""
-    known = app.shardwise_texts.get(docname)
-    if known and known != Path(app.srcdir, docname + ".md").read_text(encoding="utf-8"):
-        raise BookError(f"{docname}.md changed while the book was built: run `make book` again.")
+def read(text: str, name: str, path: Path, config: MdParserConfig) -> nbformat.NotebookNode:
+    """A page's notebook with the outputs of its run in the folder `path`: the reader of MyST-NB."""
+    notebook = read_myst_markdown_notebook(text, config, add_source_map=True)
+    run = cache.Results(path, Path()).read(notebook)
+    if run is None:
+        raise BookError(f"{name}.md changed while the book was built: run `make book` again.")
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for cell, outputs in zip(cells, run["outputs"], strict=True):
+        cell.outputs = outputs
+    return notebook
 
 
 def _notebooks(app):
     """(docname, notebook) for each page of the table of contents that is executed, in its order."""
-    for docname, text in app.shardwise_texts.items():
+    for docname in app.config.external_site_map:
         path = Path(app.srcdir, docname + ".md")
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
         if is_myst_markdown_notebook(text):
             settings = app.env.myst_config
             yield docname, read_myst_markdown_notebook(text, settings, add_source_map=True)
+        elif docname.startswith(f"{CHAPTERS}/") and not path.exists():
+            remedy = "write it, or take its line out"
+            raise BookError(f"{docname}.md: named in _toc.yml, and not there: {remedy}.")
         elif docname.startswith(f"{CHAPTERS}/"):
-            raise BookError(_no_notebook(docname, path))
+            raise BookError(
+                f"{docname}.md: would not be executed: its front matter needs `jupytext: "
+                "text_representation: {extension: .md, format_name: myst}`, as in other chapters."
+            )
 
 
 def _say(text):
     """A line for whoever builds: also where Sphinx, which has one for each page, is quiet."""
     print(f"{text}\n", end="", flush=True)  # at once: several threads tell of chapters
-
-
-def _short(failure):
-    """Place and error on one line, to read below long tracebacks."""
-    first, *rest = failure.strip().split("\n")
-    return " ".join([first, *(line.strip() for line in rest[-1:])])
-
-
-def _no_notebook(docname, path):
-    if not path.exists():
-        return f"{docname}.md: named in _toc.yml, and not there: write it, or take its line out."
-    return (
-        f"{docname}.md: would not be executed: its front matter needs `jupytext: "
-        "text_representation: {extension: .md, format_name: myst}`, as in the other chapters."
-    )
 
 
 def _outdated(app, env, added, changed, removed):
@@ -158,5 +139,3 @@ def _finish(app, exception):
     # After a warning too the next build starts over: a page that is up to date repeats none.
     if not exception and not app._warncount:
         app.shardwise_record.end()
-    if not exception and app.shardwise_runs:
-        _say("\n".join(cache.table(app.shardwise_runs, app.shardwise_executed)))

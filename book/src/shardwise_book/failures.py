@@ -5,6 +5,7 @@ of the run from which its chapter's page is made.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +18,6 @@ from . import execute
 
 KEYS = ("symptom", "cause")
 TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
-ANSI = re.compile(r"\x1b\[[0-9;]*m")
 LINES, LAST, WIDTH = 12, 3, 400  # of an output: lines in all, of these at its end; characters
 
 
@@ -120,29 +120,20 @@ def _printed(outputs):
 
 
 def _trimmed(text):
-    lines = [line.rstrip() for line in ANSI.sub("", text).split("\n")]
+    lines = [line.rstrip() for line in execute.ANSI.sub("", text).split("\n")]
     lines = [line if len(line) <= WIDTH else line[:WIDTH] + " …" for line in lines]
-    while lines and not lines[0]:
-        lines.pop(0)
+    lines = list(itertools.dropwhile(lambda line: not line, lines))
     if len(lines) > LINES:
         lines = [*lines[: LINES - LAST - 1], "…", *lines[-LAST:]]
     return "\n".join(lines).rstrip()
 
 
 def _entry(app, docname, chapter, failure):
+    symptom = nodes.paragraph("", "", *inline(failure.symptom), classes=["symptom"])
     printed = nodes.literal_block(failure.output, failure.output, language="none")
-    return nodes.container(
-        "",
-        _paragraph(failure.symptom, "symptom"),
-        printed,
-        _paragraph(failure.cause, "cause"),
-        _link(app, docname, chapter, failure.index),
-        classes=["failure"],
-    )
-
-
-def _paragraph(text, name):
-    return nodes.paragraph("", "", *inline(text), classes=[name])
+    cause = nodes.paragraph("", "", *inline(failure.cause), classes=["cause"])
+    where = _link(app, docname, chapter, failure.index)
+    return nodes.container("", symptom, printed, cause, where, classes=["failure"])
 
 
 def inline(text: str) -> list[nodes.Node]:

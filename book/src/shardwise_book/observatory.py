@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from docutils import nodes
+from packaging.version import Version
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -38,11 +39,6 @@ class Stack(NamedTuple):
     def jax(self) -> str:
         return self.versions["jax"]
 
-    @property
-    def name(self) -> str:
-        """Both releases, which change together."""
-        return f"{self.jax}, libtpu {self.versions['libtpu']}"
-
 
 def read(path: Path) -> list[Stack]:
     """The file's entries, the oldest JAX first.
@@ -53,17 +49,13 @@ def read(path: Path) -> list[Stack]:
     try:
         told = json.loads(path.read_text(encoding="utf-8"))["stacks"]
         found = [Stack(**{name: one[name] for name in Stack._fields}) for one in told]
-        found.sort(key=lambda stack: _numbers(stack.jax))
+        found.sort(key=lambda stack: Version(stack.jax))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: {type(error).__name__}: {error}; run `make observe`.") from None
     for before, after in itertools.pairwise(found):
         if before.jax == after.jax:
             raise ValueError(f"{path}: two entries are of JAX {after.jax}; run `make observe`.")
     return found
-
-
-def _numbers(version):
-    return tuple(map(int, version.split(".")))
 
 
 def names(stacks: list[Stack]) -> list[str]:
@@ -78,19 +70,14 @@ def row(stack: Stack, name: str) -> list[str]:
         return ["not compiled", *[""] * 5]
     if "failed" in found:
         return [found["failed"], *[""] * 5]
-    kinds = ", ".join(_kind(kind, c) for kind, c in sorted(found["collectives"].items()))
-    runs = sum(c["asynchronous"] for c in found["collectives"].values())
-    sizes = [_megabytes(found[field]) for field in _BYTES]
-    return [kinds or "none", str(runs), *sizes, f"{found['seconds']:.0f}"]
-
-
-def _megabytes(size):
-    return "not said" if size is None else f"{size / _MB:,.1f}"
-
-
-def _kind(kind, counted):
-    loops = f" ({counted['run']} runs)" if counted["run"] != counted["in_program"] else ""
-    return f"{counted['in_program']} {kind}{loops}"
+    kinds = []
+    for kind, counted in sorted(found["collectives"].items()):
+        loops = f" ({counted['run']} runs)" if counted["run"] != counted["in_program"] else ""
+        kinds.append(f"{counted['in_program']} {kind}{loops}")
+    runs = sum(counted["asynchronous"] for counted in found["collectives"].values())
+    sizes = [found[field] for field in _BYTES]
+    sizes = ["not said" if size is None else f"{size / _MB:,.1f}" for size in sizes]
+    return [", ".join(kinds) or "none", str(runs), *sizes, f"{found['seconds']:.0f}"]
 
 
 def changes(before: Stack, after: Stack) -> list[str]:
@@ -150,37 +137,22 @@ class Observatory(SphinxDirective):
             stacks = read(path)
         except ValueError as error:
             raise self.error(str(error)) from None
-        return [*_made(stacks), *_changed(stacks), *_drawn(stacks), _compared(stacks)]
-
-
-def _made(stacks):
-    yield table(
-        ["JAX", "jaxlib", "libtpu", "Flax", "made on", "chips"],
-        [[*(s.versions[n] for n in ("jax", "jaxlib", "libtpu", "flax")), s.date, s.chips]
-         for s in stacks],
-        "observed-versions",
-    )  # fmt: skip
-
-
-def _changed(stacks):
-    for before, after in itertools.pairwise(stacks):
-        told = changes(before, after) or ["Nothing that is counted here."]
-        title = f"From JAX {before.jax} to {after.jax}"
-        yield nodes.rubric(title, title)
-        items = (nodes.list_item("", nodes.paragraph(text, text)) for text in told)
-        yield nodes.bullet_list("", *items)
-
-
-def _drawn(stacks):
-    said = "Bars of megabytes sent, and of temporaries, for each program and each release of JAX."
-    svg = drawing(stacks)
-    figure = f'<div class="observatory" role="img" aria-label="{said}">{svg}</div>'
-    yield nodes.raw("", figure, format="html")
+        named = {"jax": "JAX", "jaxlib": "jaxlib", "libtpu": "libtpu", "flax": "Flax"}
+        made = [[*(stack.versions[name] for name in named), *stack[:2]] for stack in stacks]
+        parts = [table([*named.values(), "made on", "chips"], made, "observed-versions")]
+        for before, after in itertools.pairwise(stacks):
+            told = changes(before, after) or ["Nothing that is counted here."]
+            title = f"From JAX {before.jax} to {after.jax}"
+            items = (nodes.list_item("", nodes.paragraph(text, text)) for text in told)
+            parts += [nodes.rubric(title, title), nodes.bullet_list("", *items)]
+        said = "Bars of megabytes sent, and of temporaries, for each program and release of JAX."
+        svg = f'<div class="observatory" role="img" aria-label="{said}">{drawing(stacks)}</div>'
+        return [*parts, nodes.raw("", svg, format="html"), _compared(stacks)]
 
 
 def _compared(stacks):
-    header = ["program", "JAX", "collectives", "asynchronous", *_BYTES.values(), "seconds"]
-    header[4:7] = [f"{word}, MB" for word in header[4:7]]
+    sizes = [f"{word}, MB" for word in _BYTES.values()]
+    header = ["program", "JAX", "collectives", "asynchronous", *sizes, "seconds"]
     rows = [[name, s.jax, *row(s, name)] for name in names(stacks) for s in stacks]
     return table(header, rows, "observed")
 

@@ -44,7 +44,7 @@ def problem(source: Path, strict: bool = False) -> str | None:
     cells = itertools.zip_longest(expected.cells, found.cells)
     for number, (ours, theirs) in enumerate(cells, start=1):
         if _content(ours) != _content(theirs):
-            line = _first_line(ours or theirs)
+            line = (ours or theirs).source.split("\n")[0]
             return f"{source}: {pair.name} is out of sync at cell {number} ({line!r}): {REMEDY}."
     if strict and pair.read_text(encoding="utf-8") != render(source):
         return f"{source}: {pair.name} holds outputs or metadata of an editor: {REMEDY}."
@@ -80,29 +80,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; the exit status is 1 where `check` finds a problem."""
     parser = argparse.ArgumentParser(prog="python -m shardwise_book.pairs", description=__doc__)
     parser.add_argument("action", choices=["sync", "check"])
-    parser.add_argument("--folder", type=Path, default=Path("chapters"))
-    options = parser.parse_args(arguments)
-    if options.action == "sync":
-        changed = sync(options.folder)
+    folder = Path("chapters")
+    if parser.parse_args(arguments).action == "sync":
+        changed = sync(folder)
         print("\n".join(f"wrote {path}" for path in changed) or "All pairs were in sync.")
         return 0
-    found = [problem(source, strict=True) for source in chapters(options.folder)]
-    problems = [*filter(None, found), *strays(options.folder)]
+    found = [problem(source, strict=True) for source in chapters(folder)]
+    problems = [*filter(None, found), *strays(folder)]
     print("\n".join(problems) or "All pairs are in sync.")
     return 1 if problems else 0
 
 
 def _content(cell):
-    return cell and (cell.cell_type, cell.source, _plain(cell.metadata))
-
-
-def _plain(metadata):
+    """What of a cell is the chapter's; in its metadata, editors leave theirs."""
     editors = {"execution", "collapsed", "scrolled", "outputId", "id", "ExecuteTime", "trusted"}
-    return {key: value for key, value in metadata.items() if key not in editors}
-
-
-def _first_line(cell):
-    return cell.source.split("\n")[0]
+    ours = cell and {key: value for key, value in cell.metadata.items() if key not in editors}
+    return cell and (cell.cell_type, cell.source, ours)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,9 @@ Sphinx compares the times of source files. It keeps what an interrupted build le
 that left the table of contents, and pages that an older version of this extension made.
 """
 
-import contextlib
 import hashlib
 import importlib.metadata
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 from sphinx.application import Sphinx
@@ -70,16 +68,13 @@ def _state(app: Sphinx) -> str:
         *app.config.external_site_map,
         *(path.name for folder in static for path in sorted(folder.rglob("*"))),
         *(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))),
-        *_installed(importlib.metadata.distributions()),
+        *sorted({_named(one) for one in importlib.metadata.distributions()}),
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def _installed(found: Iterable[importlib.metadata.Distribution]) -> list[str]:
-    names = []
-    for one in found:
-        with contextlib.suppress(
-            Exception
-        ):  # a damaged one of another project is not ours to judge
-            names.append(f"{one.metadata['Name']}=={one.version}")
-    return sorted(set(names))
+def _named(one):
+    try:
+        return f"{one.metadata['Name']}=={one.version}"
+    except Exception:  # a damaged one of another project is not ours to judge
+        return ""

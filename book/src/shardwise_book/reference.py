@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
-from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from . import failures
-from .times import table
+from .times import link, table
 
 SECTION = re.compile(r"(Raises|Returns|Yields|Args|Attributes|Example|Note):$")
 ITEM = re.compile(r"(\s+)([\w, ]+):\s+(.*)")
@@ -78,7 +77,7 @@ class ModuleTable(SphinxDirective):
         self.env.note_reread()  # it shows what stands in the package, so it is never up to date
         pages = "".join(path.read_text() for path in Path(self.env.srcdir, "book").glob("api*.md"))
         found = modules(Path(self.env.srcdir, "src/shardwise"))
-        rows = [[_link(name, pages), _line(text)] for name, text in found.items()]
+        rows = [_row(name, text, pages) for name, text in found.items()]
         return [table(["Module", "What it has"], rows, "modules")]
 
 
@@ -92,18 +91,10 @@ def modules(package: Path) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _link(name, pages):
-    label = f"api-{name}"
-    if f"({label})=" not in pages:
-        return nodes.literal(name, name)
-    about = {"refdomain": "std", "reftype": "ref", "refexplicit": True, "refwarn": True}
-    reference = addnodes.pending_xref("", reftarget=label, **about)
-    reference += nodes.literal(name, name)
-    return reference
-
-
-def _line(text):
-    return nodes.inline("", "", *failures.inline(text))
+def _row(name, text, pages):
+    words, label = nodes.literal(name, name), f"api-{name}"
+    linked = link("ref", label, words) if f"({label})=" in pages else words
+    return [linked, nodes.inline("", "", *failures.inline(text))]
 
 
 def setup(app: Sphinx) -> None:

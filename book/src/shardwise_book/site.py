@@ -6,6 +6,7 @@ sphinx-book-theme loads 2 MB of scripts and fonts on every page, draws two searc
 writes to the console.
 """
 
+import itertools
 import re
 import shutil
 from pathlib import Path
@@ -109,34 +110,24 @@ def page_links(repository: str, branch: str, colab: str, slug: str) -> list[dict
     return links
 
 
-def drop_unused_files(
+def complete(
     app: Sphinx,
     pagename: str,
     templatename: str,
     context: dict[str, Any],
     doctree: nodes.document | None,
 ) -> None:
-    """Extensions load their files on every page: leaves out what this page has no use for."""
+    """Gives the templates the page's links and text, and each chapter a notebook to download.
+
+    Extensions load their files on every page: leaves out what this page has no use for.
+    """
+    body = context.get("body", "")
     for files in ("css_files", "script_files"):
-        context[files] = [
-            file
-            for file in context[files]
-            for needs in [NEEDS.get(NAME.search(str(file.filename))[0], "")]
-            if needs is not None and needs in context.get("body", "")
-        ]
-
-
-def add_page_context(
-    app: Sphinx,
-    pagename: str,
-    templatename: str,
-    context: dict[str, Any],
-    doctree: nodes.document | None,
-) -> None:
-    """Gives the templates the page's links and text, and each chapter a notebook to download."""
+        needs = [NEEDS.get(NAME.search(str(one.filename))[0], "") for one in context[files]]
+        wanted = [need is not None and need in body for need in needs]
+        context[files] = list(itertools.compress(context[files], wanted))
     context["page_links"] = []
-    words = WORD.sub(r"\1", COLOURS.sub("", context.get("body", "")))
-    plain = PLAIN.sub(r"\1", words)
+    plain = PLAIN.sub(r"\1", WORD.sub(r"\1", COLOURS.sub("", body)))
     address = context["pathto"](lifted.FOLDER, 1)
     context["body"] = lifted.lift(accessible.mend(plain), Path(app.outdir), address)
     contents = context["toctree"]
@@ -155,12 +146,7 @@ def add_page_context(
 def setup(app: Sphinx) -> None:
     # Jupyter Book sets it even where sphinx_comments, which would know it, is not loaded.
     app.add_config_value("comments_config", {}, "")
-    app.add_html_math_renderer(
-        "mathml",
-        inline_renderers=(visit_math, None),
-        block_renderers=(visit_math_block, None),
-    )
+    app.add_html_math_renderer("mathml", (visit_math, None), (visit_math_block, None))
     app.connect("config-inited", take_options)
-    app.connect("html-page-context", drop_unused_files)
-    app.connect("html-page-context", add_page_context)
+    app.connect("html-page-context", complete)
     reference.setup(app)

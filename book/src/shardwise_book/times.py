@@ -27,7 +27,7 @@ class RunTimes(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         self.env.note_reread()  # it shows other pages' runs, so it is never up to date
         runs = self.env.app.shardwise_runs
-        rows = [[_link(name), _seconds(run)] for name, run in runs.items()]
+        rows = [[link("doc", f"/{name}"), _seconds(run)] for name, run in runs.items()]
         total = sum(run["execution_seconds"] for run in runs.values())
         rows.append(["All", f"{total:.1f} s"])
         cores = f"Measured on {os.cpu_count()} cores, up to {cache.jobs()} chapters at a time"
@@ -57,12 +57,11 @@ def _stack(*names):
     return ", ".join([f"Python {versions['Python']}", *found])
 
 
-def _link(docname):
-    reference = addnodes.pending_xref(
-        "", refdomain="std", reftype="doc", reftarget=f"/{docname}", refexplicit=False
-    )
-    reference += nodes.inline("", docname)
-    return reference
+def link(kind: str, target: str, words: nodes.Node | None = None) -> nodes.Node:
+    """A link to a "doc" by its title, or to the "ref" of a place by `words`."""
+    about = {"refdomain": "std", "reftype": kind, "reftarget": target, "refwarn": True}
+    shown = words or nodes.inline("", target)
+    return addnodes.pending_xref("", shown, refexplicit=words is not None, **about)
 
 
 def table(header: list[str], rows: Iterable[Iterable], name: str) -> nodes.table:

@@ -1,5 +1,7 @@
 """What the chapters draw: one palette, still figures as SVG, and interactive ones."""
 
+import types
+
 from shardwise_book.figures.balance import balance_explorer
 from shardwise_book.figures.blocks import Block, block_explorer
 from shardwise_book.figures.budgets import Budget, Load, plan_explorer, split_explorer
@@ -22,41 +24,5 @@ from shardwise_book.figures.slices import slice_graph
 from shardwise_book.figures.stepping import fsdp_stepper, training_step
 from shardwise_book.figures.timelines import live_activations, schedule
 
-__all__ = [
-    "DEVICES",
-    "Block",
-    "Budget",
-    "Load",
-    "Product",
-    "balance_explorer",
-    "bars",
-    "block_explorer",
-    "canvas",
-    "choose",
-    "collective_picture",
-    "counters",
-    "curves",
-    "fill_in",
-    "fsdp_stepper",
-    "lanes_explorer",
-    "layer_explorer",
-    "live_activations",
-    "loads_explorer",
-    "mesh_explorer",
-    "mesh_picture",
-    "overlap",
-    "pipeline_explorer",
-    "plan_explorer",
-    "product_explorer",
-    "questions",
-    "resharding_explorer",
-    "ring_stepper",
-    "saving_explorer",
-    "schedule",
-    "shards",
-    "share_lost",
-    "slice_graph",
-    "split_explorer",
-    "style",
-    "training_step",
-]
+# What is imported here is what the package offers.
+__all__ = [n for n, x in globals().items() if n[0] != "_" and not isinstance(x, types.ModuleType)]

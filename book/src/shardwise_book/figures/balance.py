@@ -53,7 +53,13 @@ def balance_explorer(
             f"{size:,} bytes by {escape(form)}" if isinstance(size, int) else
             escape(f"{form}: {size}") for form, size in sent(devices, length).items()
         )  # fmt: skip
-        return f"{words}: {describe(scores)} forward: {listed}."
+        takes, mean = int(scores.max(axis=0).sum()), scores.sum() / len(scores)
+        return (
+            f"{words}: {said('mean', round(mean))} scores for a device on average, and the ring "
+            f"takes as long as {said('takes', str(takes))} of them. Devices wait for others "
+            f"{said('waits', round(100 * (1 - mean / takes)))} % of the time. Each sends, forward: "
+            f"{listed}."
+        )
 
     def seen(runs, order, devices, length):
         owners = np.empty(length, int)
@@ -70,24 +76,12 @@ def balance_explorer(
         f'<div class="pictures">{svg.picture("seen", _SIDE + 16, _SIDE + 28, alt, rem=15)}'
         f'<div id="@ring" style="flex: 1 1 19rem; max-width: 26rem"></div></div>{RESULT}'
     )
-    parts = {"result": result, "seen": seen, "ring": ring}
     made = {
-        "visible": visible,
-        "every": every,
         "scores": lambda every, order: every[order],
         "runs": lambda length, visible: _runs(work, length, *visible),
     }
-    return explorer(controls, layout, parts, start, "ring", made)
-
-
-def describe(scores: np.ndarray) -> str:
-    """Who waits, in words; numbers carry names."""
-    takes, mean = int(scores.max(axis=0).sum()), scores.sum() / len(scores)
-    return (
-        f"{said('mean', round(mean))} scores for a device on average, and the ring takes as long "
-        f"as {said('takes', str(takes))} of them. Devices wait for others "
-        f"{said('waits', round(100 * (1 - mean / takes)))} % of the time. Each sends,"
-    )
+    functions = visible, every, result, seen, ring
+    return explorer(controls, layout, *functions, start=start, shows="ring", **made)
 
 
 def _seen(owners, runs):

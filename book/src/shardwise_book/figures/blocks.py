@@ -1,13 +1,11 @@
 """The explorer of two products on n devices: cuts in; collectives, bytes, errors out."""
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardwise_book.figures import svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, axes, explorer, said
 
-CUTS = ("columns", "rows")
 ORDERS = ("in their places", "relu before them", "last one left out")
 _T, _E, _F = 64, 40, 80  # tokens, embed and the hidden width, as drawn
 _PILE = 12  # by how much the last of a pile of summands is moved
@@ -22,6 +20,8 @@ _MATRICES = (  # name, left, top, width, height: x twice, up, hidden; then hidde
     ("y", 276, 160, _E, _T),
 )
 _LABELS = {"before": (72, 66), "between": (140, 122), "after": (244, 192)}
+_ARROWS = "M48 66h46m-5 -4l5 4l-5 4", "M220 192h48m-5 -4l5 4l-5 4", "M130 108v22m-4 -5l4 5l4 -5"
+_SIGNS = (151, 70, "×"), (249, 70, "="), (91, 196, "×"), (149, 196, "=")
 _KEY = """<p style="font-size: .88em">Grey is whole on every device. Bands are cut: each device has
 the band of its colour. A pile is a sum that has not been taken: every device has a summand.</p>"""
 
@@ -56,18 +56,12 @@ def block_explorer(blocks: Sequence[Block], start: int = 0) -> Interactive:
       ValueError: a combination is missing.
     """
     found = {block[:4]: block for block in blocks}
-    sizes = list(dict.fromkeys(block.n for block in blocks))
-    every = list(itertools.product(sizes, CUTS, CUTS, (False, True)))
-    if {*every} != {*found}:
-        raise ValueError(
-            f"figures.block_explorer: expected {len(every)} blocks, for each n both cuts of the "
-            f"first matrix, of the second, and tokens whole and cut; got {len(found)}."
-        )
+    options = axes(found, "block_explorer")
     controls = {
-        "n": Control("Devices", sizes),
-        "first": Control("First matrix by", CUTS),
-        "second": Control("Second matrix by", CUTS),
-        "sequence": Control("Tokens outside", {"whole": False, "cut": True}),
+        "n": Control("Devices", options[0]),
+        "first": Control("First matrix by", options[1]),
+        "second": Control("Second matrix by", options[2]),
+        "sequence": Control("Tokens outside", {("whole", "cut")[cut]: cut for cut in options[3]}),
         "order": Control("Collectives", {name: i for i, name in enumerate(ORDERS)}),
     }
 
@@ -77,21 +71,21 @@ def block_explorer(blocks: Sequence[Block], start: int = 0) -> Interactive:
 
     alt = "Two products of matrices: for each matrix how it lies on the devices, and on the arrows "
     alt += "the collectives between"
-    inside = f'{_signs()}<g id="@matrices"></g><g id="@labels"></g>'
+    arrow = f'fill="none" {svg.EDGE} stroke-width="1.3"'
+    inside = "".join(f'<path d="{path}" {arrow}/>' for path in _ARROWS)
+    inside += "".join(svg.text(*sign, "middle") for sign in _SIGNS)
+    inside += '<g id="@matrices"></g><g id="@labels"></g>'
     layout = (
         f'<div class="pictures">{svg.picture("", 352, 250, alt, inside, 27)}'
         f'<div style="flex: 1 1 15rem">{RESULT}{_KEY}</div></div>'
     )
-    parts = {
+    made = {
+        "block": lambda n, first, second, sequence: found[n, first, second, sequence],
         "result": describe,
-        "matrices": matrices,
         "labels": lambda block, order: _labels(block.sends, order),
     }
-    made = {"block": lambda n, first, second, sequence: found[n, first, second, sequence]}
-    options = sizes, CUTS, CUTS, (False, True)
-    numbers = (given.index(one) for given, one in zip(options, blocks[start][:4], strict=True))
-    first = dict(zip(controls, numbers, strict=False))
-    return explorer(controls, layout, parts, first, made=made)
+    numbers = dict(zip(controls, map(list.index, options, blocks[start]), strict=False))
+    return explorer(controls, layout, matrices, start=numbers, **made)
 
 
 def states(first: str, second: str, sequence: bool) -> tuple[str, ...]:
@@ -169,14 +163,3 @@ def _labels(sends, order):
         lines = ["left", "out"] if order == 2 and place == "after" else lines
         drawn += [svg.text(x, y - 22 + 13 * i, line, "middle") for i, line in enumerate(lines)]
     return "".join(drawn)
-
-
-def _signs():
-    """What is there for every choice: arrows, and signs between the matrices."""
-    arrow = f'fill="none" {svg.EDGE} stroke-width="1.3"'
-    paths = "M48 66h46m-5 -4l5 4l-5 4", "M220 192h48m-5 -4l5 4l-5 4", "M130 108v22m-4 -5l4 5l4 -5"
-    signs = (151, 70, "×"), (249, 70, "="), (91, 196, "×"), (149, 196, "=")
-    return "".join(
-        [f'<path d="{path}" {arrow}/>' for path in paths]
-        + [svg.text(*sign, "middle") for sign in signs]
-    )

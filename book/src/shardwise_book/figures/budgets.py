@@ -1,12 +1,12 @@
 """Explorers of layouts on paper: what one device holds, and what the parts of a step take."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
 from shardwise_book.figures import palette, svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, axes, explorer, said
 
 _WIDE, _ROW, _LEFT = 322, 34, 4  # of the pictures, in their own units
 _THIN = svg.EDGE + ' stroke-width=".5"'
@@ -73,10 +73,11 @@ def split_explorer(
         return _bars(0, {name: (s, f"{_three(s)} s") for name, s in seconds.items()}, colours)
 
     alt = "Bars: the seconds of a step that one device computes, and that each axis sends"
-    high = _ROW * (1 + len(_first(loads, chosen).axes))
-    return _explorer(
-        choices, loads, chosen, words, bars, svg.picture("bars", 330, high, alt), "split"
-    )
+
+    def high(load):
+        return _ROW * (1 + len(load.axes))
+
+    return _explorer(choices, loads, chosen, words, bars, high, alt, "split")
 
 
 def plan_explorer(
@@ -130,44 +131,33 @@ def plan_explorer(
 
     alt = "Above, a bar of the memory that a device needs, in parts, and a line where it is full; "
     alt += "below, a bar of seconds for each part of the machine"
-    picture = svg.picture("bars", 330, 76 + _ROW * len(_first(budgets, chosen).seconds), alt)
-    return _explorer(choices, budgets, chosen, words, bars, picture, "plan")
+
+    def high(budget):
+        return 76 + _ROW * len(budget.seconds)
+
+    return _explorer(choices, budgets, chosen, words, bars, high, alt, "plan")
 
 
-def _first(found, chosen):
+def _explorer(choices, found, chosen, words, bars, high, alt, shows):
+    """`words`, `bars` and the `high` picture that these need are functions of what is found."""
     if isinstance(found[chosen], str):
         raise ValueError(f"figures: chosen={chosen} is shown first, and is none: {found[chosen]}")
-    return found[chosen]
-
-
-def _explorer(
-    choices: Mapping[str, Sequence[str]],
-    found: Mapping[tuple[int, ...], object],
-    chosen: tuple[int, ...],
-    words: Callable[..., str],
-    bars: Callable[..., str],
-    picture: str,
-    shows: str,
-) -> Interactive:
-    sizes = [len(options) for options in choices.values()]
-    for place in itertools.product(*map(range, sizes)):
-        if place not in found:
-            raise ValueError(f"figures.{shows}_explorer: none for {place}, of sizes {sizes}.")
+    axes(found, f"{shows}_explorer")
     controls = {
         f"choice{i}": Control(label, {option: k for k, option in enumerate(options)})
         for i, (label, options) in enumerate(choices.items())
     }
-
-    parts = {
+    made = {
+        "one": lambda **place: found[tuple(place.values())],
         "result": lambda one: (
             f'<span class="error">{escape(one)}</span>' if isinstance(one, str) else words(one)
         ),
         "bars": lambda one: "" if isinstance(one, str) else bars(one),
     }
-    made = {"one": lambda **place: found[tuple(place.values())]}
+    picture = svg.picture("bars", 330, high(found[chosen]), alt)
     layout = f'<div class="pictures">{picture}</div>{RESULT}'
     start = dict(zip(controls, chosen, strict=True))
-    return explorer(controls, layout, parts, start, shows, made)
+    return explorer(controls, layout, start=start, shows=shows, **made)
 
 
 def _bars(top, values, colours):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
+from matplotlib.patches import Circle, FancyArrowPatch
 
 from shardwise_book.figures import palette
-from shardwise_book.figures.plots import Drawing, canvas
+from shardwise_book.figures.plots import Drawing, canvas, outline, tile, words
 
 NAMES = ("all-gather", "reduce-scatter", "all-reduce")
 _SENDS = {  # (blocks that each of n devices sends round a ring, from n; what to say of them)
@@ -30,11 +30,11 @@ def collective_picture(mesh: Mesh, names: Sequence[str] = NAMES) -> Drawing:
     pitch = n + 2.7
     drawing, axes = canvas(3.1, 0.29 * (pitch * len(names) + 5.2))
     for i, name in enumerate(names):
-        blocks, words = _SENDS[name][0](n), _SENDS[name][1]
+        blocks, whose = _SENDS[name][0](n), _SENDS[name][1]
         top = i * pitch
-        _text(axes, 0, top - 0.85, name, fontweight="bold", ha="left")
-        sends = f"each sends {blocks} blocks{words}"
-        _text(axes, 2 * n + apart, top - 0.85, sends, ha="right", fontsize=9)
+        words(axes, 0, top - 0.85, name, fontweight="bold", ha="left")
+        sends = f"each sends {blocks} blocks{whose}"
+        words(axes, 2 * n + apart, top - 0.85, sends, ha="right", fontsize=9)
         for left, state in zip((0, n + apart), _states(mesh, name), strict=True):
             _state(axes, left, top, state)
         arrow = FancyArrowPatch((n + 0.4, top + n / 2), (n + apart - 0.4, top + n / 2))
@@ -67,16 +67,14 @@ def _state(axes, left, top, state):
     for (block, device), mark in np.ndenumerate(state):
         x, y = left + device, top + block
         whose = [d for d in range(len(state)) if mark >> d & 1]
+        wide, high = 0.88 / max(1, len(whose)), 0.88
         for i, d in enumerate(whose):
-            place = (x + 0.06 + 0.88 * i / len(whose), y + 0.06)
-            axes.add_patch(Rectangle(place, 0.88 / len(whose), 0.88, color=palette.device(d), lw=0))
-        if len(whose) == 1:
-            ink = palette.ink(palette.device(whose[0]))
-            _text(axes, x + 0.5, y + 0.52, whose[0], color=ink, fontsize=9)
+            label = d if len(whose) == 1 else ""
+            colour = palette.device(d)
+            tile(axes, x + 0.06 + i * wide, y + 0.06, wide, high, colour, label, 0.52, fontsize=9)
     for device in range(len(state)):
-        frame = Rectangle((left + device, top), 1, len(state), fill=False, ec=palette.GREY, lw=0.9)
-        axes.add_patch(frame)
-        _text(axes, left + device + 0.5, top + len(state) + 0.5, device)
+        outline(axes, left + device, top, 1, len(state), 0.9)
+        words(axes, left + device + 0.5, top + len(state) + 0.5, device)
 
 
 def _ring(axes, x, y, n):
@@ -86,13 +84,9 @@ def _ring(axes, x, y, n):
     for d, place in enumerate(places):
         colour = palette.device(d)
         axes.add_patch(Circle(place, 0.52, color=colour, lw=0))
-        _text(axes, *place, d, color=palette.ink(colour))
+        words(axes, *place, d, color=palette.ink(colour))
         _line(axes, FancyArrowPatch(place, places[(d + 1) % n], shrinkA=13, shrinkB=13))
-    _text(axes, x, y + 2.4, "in a ring, each sends to the next", fontsize=9)
-
-
-def _text(axes, x, y, words, color=palette.GREY, ha="center", **style):
-    axes.text(x, y, words, color=color, ha=ha, va="center", **style)
+    words(axes, x, y + 2.4, "in a ring, each sends to the next", fontsize=9)
 
 
 def _line(axes, arrow):

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.patches import Rectangle
 
 from shardwise_book.figures import palette
-from shardwise_book.figures.plots import Drawing, canvas
+from shardwise_book.figures.plots import Drawing, canvas, tile, words
 
 
 def counters(key: jax.Array, drawn: Mapping[str, jax.Array]) -> Drawing:
@@ -20,22 +20,19 @@ def counters(key: jax.Array, drawn: Mapping[str, jax.Array]) -> Drawing:
     Raises:
       ValueError: a shard holds a number that stands nowhere in the stream.
     """
-    plain = {"fontsize": 9, "color": palette.GREY}
     drawing, panels = canvas(2.05 * len(drawn), 2.6, len(drawn))
     for axes, (title, array) in zip(np.atleast_1d(panels), drawn.items(), strict=True):
         found, devices = origins(key, array)
         rows, columns = found.shape
+        wide, foot = columns / found.size, rows + 2.6
         for (i, j), counter in np.ndenumerate(found):
-            _cell(axes, j, i, 0.96, devices[i, j], counter)
-        owner = dict(zip(found.ravel().tolist(), devices.ravel().tolist(), strict=True))
-        width = columns / found.size
-        for counter, device in owner.items():
-            _cell(axes, counter * width, rows + 1.1, width, device)
-        ends = {0: "left", found.size - 1: "right"}
-        for counter, side in ends.items():
-            x = (counter + (side == "right")) * width
-            axes.text(x, rows + 2.6, counter, ha=side, va="center", **plain)
-        axes.text(columns / 2, rows + 2.6, "the stream", ha="center", va="center", **plain)
+            colour = palette.device(devices[i, j])
+            tile(axes, j, i, 0.96, 0.96, colour, counter, fontsize=9, va="center_baseline")
+            place = counter * wide, rows + 1.1
+            axes.add_patch(Rectangle(place, wide, 1, color=colour, linewidth=0.4))  # they touch
+        words(axes, 0, foot, 0, ha="left", fontsize=9)
+        words(axes, columns / 2, foot, "the stream", fontsize=9)
+        words(axes, columns, foot, found.size - 1, ha="right", fontsize=9)
         axes.set_xlim(-0.1, columns + 0.1)
         axes.set_ylim(rows + 3.1, -0.1)
         axes.set_title(title, fontsize=9)
@@ -61,13 +58,3 @@ def origins(key: jax.Array, array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
         if shard.replica_id == 0:  # of several that hold the same block, one gives the colour
             devices[shard.index] = shard.device.id
     return found, devices
-
-
-def _cell(axes, x, y, width, device, number=None):
-    colour = palette.device(device)
-    height = 0.96 if number is not None else 1.0
-    edge = 0 if number is not None else 0.4  # neighbours in the strip touch
-    axes.add_patch(Rectangle((x, y), width, height, fc=colour, ec=colour, linewidth=edge))
-    if number is not None:
-        text = {"color": palette.ink(colour), "ha": "center", "va": "center_baseline"}
-        axes.text(x + width / 2, y + height / 2, number, fontsize=9, **text)

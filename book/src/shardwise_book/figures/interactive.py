@@ -1,7 +1,9 @@
 """Interactive figures: Python draws every state, and one small script shows the chosen one."""
 
 import base64
+import functools
 import inspect
+import itertools
 import json
 import re
 import secrets
@@ -53,8 +55,8 @@ class Control(NamedTuple):
 
     `options` maps what each option is called to its value; a list has values that are called what
     they are. Where they depend on the controls before it, a function makes them, whose parameters
-    are as those of `explorer`'s parts. `kind` is "select", "range" for a slider, or "steps" for a
-    slider with buttons, of which a figure has one, called "step".
+    are as those of `explorer`'s functions. `kind` is "select", "range" for a slider, or "steps" for
+    one with buttons, of which a figure has one, called "step".
     """
 
     label: str
@@ -65,32 +67,27 @@ class Control(NamedTuple):
 def explorer(
     controls: Mapping[str, Control],
     layout: str,
-    parts: Mapping[str, Callable[..., str]],
+    *functions: Callable,
     start: Mapping[str, int] | None = None,
     shows: str = "choice",
-    made: Mapping[str, Callable] | None = None,
+    **lambdas: Callable,
 ) -> Interactive:
-    """An explorer: `parts` maps ids of elements in `layout` to functions that draw their inside.
+    """An explorer: each function draws the inside of the element with its name in `layout`.
 
-    The parameters of such a function are the names of the controls that it depends on (`**` stands
-    for all), whose values it gets, and names of what is `made` of such values: by functions with
-    parameters of the same kind, each called once for all that have the same. A part is drawn for
-    everything that its controls can say; player.js shows what was drawn. `start` has the number of
-    the option that a control is first at, 0 where it is left out. Without the script the figure
-    `shows` one thing: this.
+    Its parameters are the names of the controls that it depends on (`**` stands for all), whose
+    values it gets, and of other functions, whose results it gets. One that `layout` has no element
+    for makes what others draw. Each is called once for all choices that are the same to it, and
+    player.js shows what was drawn. `start` has the number of the option that a control is first at,
+    0 where it is left out. Without the script the figure `shows` one thing: this.
 
     Raises:
       ValueError: a control starts at an option that it has not.
     """
-    bound: dict[str, _Bound] = {}
-    for name, make in (made or {}).items():
-        bound[name] = _once(_bind(make, controls, bound))
-    offers = {name: _offer(control.options, controls, bound) for name, control in controls.items()}
-    draws = {name: _bind(draw, controls, bound) for name, draw in parts.items()}
+    states = _States(controls, {function.__name__: function for function in functions} | lambdas)
     given: dict[str, Any] = {}
     drawn = ""
     for name, control in controls.items():
-        options, chosen = offers[name].call(given), (start or {}).get(name, 0)
+        options, chosen = states.options(name, given), (start or {}).get(name, 0)
         if chosen not in range(len(options)):
             raise ValueError(
                 f"{control.label} starts at option {chosen!r}; on offer are 0 to "
@@ -98,93 +95,105 @@ def explorer(
             )
         drawn += _control(name, control, list(options), chosen)
         given[name] = list(options.values())[chosen]
-    first = {name: draw.call(given) for name, draw in draws.items()}
+    parts = {name: f for name, f in states.functions.items() if f'id="@{name}"' in layout}
+    first = {name: states.call(draw, given) for name, draw in parts.items()}
     inside = re.sub(r'id="@(\w+)"[^>]*>', lambda tag: tag[0] + first.get(tag[1], ""), layout)
     still = (
         f"<noscript><p>Without JavaScript this figure shows one {shows}.</p></noscript>"
         f"<fieldset disabled>{drawn}</fieldset>{inside}"
     )
-    return Interactive("player.js", _packed(offers, draws), still)
+    return Interactive("player.js", states.packed(parts), still)
 
 
-class _Bound(NamedTuple):
-    """A function of the values of all controls, and the names of those that it depends on."""
+class _States:
+    """What functions make of all that controls can say."""
 
-    keys: list[str]
-    call: Callable[[Mapping[str, Any]], Any]
+    def __init__(self, controls, functions):
+        self.controls, self.functions, self.known = controls, functions, {}
+        self.asks, self.keys = functools.cache(self._asks), functools.cache(self._keys)
 
+    def _asks(self, function):
+        """The names of its parameters."""
+        found = inspect.signature(function).parameters.values()
+        every = any(one.kind is one.VAR_KEYWORD for one in found)
+        return list(self.controls) if every else [one.name for one in found]
 
-def _bind(function, controls, made):
-    found = inspect.signature(function).parameters.values()
-    every = any(one.kind is one.VAR_KEYWORD for one in found)
-    names = list(controls) if every else [one.name for one in found]
-    needed = {key for name in names for key in (made[name].keys if name in made else [name])}
+    def _keys(self, function):
+        """The names of the controls that it depends on."""
+        made = [self.functions.get(name) for name in self.asks(function)]
+        needed = {*self.asks(function)}.union(*(self.keys(other) for other in made if other))
+        return [name for name in self.controls if name in needed]
 
-    def call(given):
-        return function(**{n: made[n].call(given) if n in made else given[n] for n in names})
+    def call(self, function, given):
+        """What it makes of values of controls."""
+        choice = function, *(given[key] for key in self.keys(function))
+        if choice not in self.known:
+            made = {n: self.functions.get(n) for n in self.asks(function)}
+            asked = {n: self.call(f, given) if f else given[n] for n, f in made.items()}
+            self.known[choice] = function(**asked)
+        return self.known[choice]
 
-    return _Bound([name for name in controls if name in needed], call)
-
-
-def _once(bound):
-    known: dict[tuple, Any] = {}
-
-    def call(given):
-        choice = tuple(given[key] for key in bound.keys)
-        if choice not in known:
-            known[choice] = bound.call(given)
-        return known[choice]
-
-    return _Bound(bound.keys, call)
-
-
-def _offer(options, controls, made):
-    """A control's options, by name."""
-    found = _bind(options if callable(options) else lambda: options, controls, made)
-
-    def call(given):
-        told = found.call(given)
+    def options(self, name, given):
+        """A control's options, by name."""
+        told = self.controls[name].options
+        told = self.call(told, given) if callable(told) else told
         return dict(told) if isinstance(told, Mapping) else {str(value): value for value in told}
 
-    return _Bound(found.keys, call)
+    def packed(self, parts):
+        """All states, deflated: each text once, and tables of their numbers, where 0 is the next.
+
+        Texts that differ in numbers alone are one template, and a column for each of its numbers:
+        they deflate to about half, since a number says nothing of what stands beside it.
+        """
+        texts: dict[str, int] = {}
+
+        def shared(text):
+            return texts.get(text) or texts.setdefault(text, len(texts) + 1) * 0
+
+        def table(keys, entry, given):
+            if not keys:
+                return entry(given)
+            values = self.options(keys[0], given).values()
+            return [table(keys[1:], entry, given | {keys[0]: value}) for value in values]
+
+        def keyed(function, entry):
+            keys = self.keys(function) if callable(function) else []
+            return {"keys": keys, "table": table(keys, entry, {})}
+
+        offered = {
+            name: keyed(control.options, lambda given, name=name: list(self.options(name, given)))
+            for name, control in self.controls.items()
+        }
+        drawn = {
+            name: keyed(draw, lambda given, draw=draw: shared(self.call(draw, given)))
+            for name, draw in parts.items()
+        }
+        templates: dict[tuple[str, ...], tuple[int, list]] = {}
+        order = []
+        for text in texts:
+            pieces = re.split(r"(\d+(?:\.\d+)?)", text)  # each second one is a number
+            number, rows = templates.setdefault(tuple(pieces[::2]), (len(templates), []))
+            rows.append(pieces[1::2])
+            order.append(number)
+        columns = [
+            [pieces, *map(" ".join, zip(*rows, strict=True))]
+            for pieces, (_, rows) in templates.items()
+        ]
+        data = {"controls": offered, "parts": drawn, "order": order, "templates": columns}
+        packed = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+        return base64.b64encode(zlib.compress(packed.encode(), 9)).decode()
 
 
-def _packed(offers, draws):
-    """All states, deflated: each text once, and tables of their numbers, in which 0 is the next.
+def axes(found: Mapping[tuple, Any], figure: str) -> list[list]:
+    """The values along each axis of a table that has all their combinations, in their order.
 
-    Texts that differ in numbers alone are one template, and a column for each of its numbers: they
-    deflate to about half, since a number says nothing of what stands beside it.
+    Raises:
+      ValueError: a combination is missing; `figure` is told.
     """
-    texts: dict[str, int] = {}
-
-    def shared(text):
-        return texts.get(text) or texts.setdefault(text, len(texts) + 1) * 0
-
-    def table(bound, form, given):
-        left = [key for key in bound.keys if key not in given]
-        if not left:
-            return form(bound.call(given))
-        values = offers[left[0]].call(given).values()
-        return [table(bound, form, given | {left[0]: value}) for value in values]
-
-    def keyed(bound, form):
-        return {"keys": bound.keys, "table": table(bound, form, {})}
-
-    offered = {name: keyed(offer, list) for name, offer in offers.items()}
-    drawn = {name: keyed(draw, shared) for name, draw in draws.items()}
-    templates: dict[tuple[str, ...], tuple[int, list]] = {}
-    order = []
-    for text in texts:
-        pieces = re.split(r"(\d+(?:\.\d+)?)", text)  # each second one is a number
-        number, rows = templates.setdefault(tuple(pieces[::2]), (len(templates), []))
-        rows.append(pieces[1::2])
-        order.append(number)
-    columns = [
-        [pieces, *map(" ".join, zip(*rows, strict=True))] for pieces, (_, rows) in templates.items()
-    ]
-    data = {"controls": offered, "parts": drawn, "order": order, "templates": columns}
-    packed = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
-    return base64.b64encode(zlib.compress(packed.encode(), 9)).decode()
+    options = [list(dict.fromkeys(values)) for values in zip(*found, strict=True)]
+    if missing := [place for place in itertools.product(*options) if place not in found]:
+        raise ValueError(f"figures.{figure}: all combinations are needed; none for {missing[0]}.")
+    return options
 
 
 def _control(name, control, options, chosen):

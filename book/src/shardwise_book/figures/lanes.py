@@ -61,7 +61,23 @@ def lanes_explorer(
         return overlap(strategy, ahead, LAYERS, forward, backward * forward, reduce, gather)
 
     def result(run):
-        return describe(run, (run.whole + run.gradients) * layer_bytes, unit)
+        times = run.compute, run.network, run.step, run.exposed
+        compute, network, step, waits = (_time(seconds, unit) for seconds in times)
+        held = (run.whole + run.gradients) * layer_bytes
+        size = said("held", f"{held / 1e6:,.0f} MB" if held >= 1e7 else f"{held / 1e3:,.0f} kB")
+        whole = (
+            f"Weights and gradients of all {LAYERS} layers lie whole on the device at any time, "
+            f"{size}."
+            if strategy == "data"
+            else f"At most {said('whole', run.whole)} of {LAYERS} layers have their weights whole "
+            f"on the device, arriving ones too, and {run.gradients} their gradients: {size} beside "
+            f"the shards."
+        )
+        return (
+            f"{said('name', NAMES[strategy])}: compute {said('compute', compute)}, network "
+            f"{said('network', network)}, a step {said('step', step)}. Compute waits "
+            f"{said('exposed', f'{waits} ({run.exposed / run.step:.0%})')} of it. {whole}"
+        )
 
     def longest(tokens, bandwidth):
         return max(run(tokens, bandwidth, i).step for i in range(len(AHEAD[strategy])))
@@ -79,28 +95,7 @@ def lanes_explorer(
     picture = svg.picture("lanes", 380, _FOOT + 54, alt, rem=36)
     layout = f'<div class="pictures">{picture}</div>{RESULT}'
     first = {"tokens": len(tokens) // 2, "ahead": 1} | dict(start or {})
-    made = {"run": run, "longest": longest}
-    return explorer(controls, layout, {"result": result, "lanes": lanes}, first, made=made)
-
-
-def describe(run: Overlap, held: float, unit: tuple[str, float]) -> str:
-    """The result in words; numbers carry names."""
-    compute, network, step, waits = (
-        _time(seconds, unit) for seconds in (run.compute, run.network, run.step, run.exposed)
-    )
-    size = said("held", _bytes(held))
-    whole = (
-        f"Weights and gradients of all {LAYERS} layers lie whole on the device at any time, {size}."
-        if run.strategy == "data"
-        else f"At most {said('whole', run.whole)} of {LAYERS} layers have their weights whole on "
-        f"the device, arriving ones too, and {run.gradients} their gradients: {size} beside the "
-        f"shards."
-    )
-    return (
-        f"{said('name', NAMES[run.strategy])}: compute {said('compute', compute)}, network "
-        f"{said('network', network)}, a step {said('step', step)}. Compute waits "
-        f"{said('exposed', f'{waits} ({run.exposed / run.step:.0%})')} of it. {whole}"
-    )
+    return explorer(controls, layout, run, result, longest, lanes, start=first)
 
 
 def _time(seconds, unit):
@@ -108,10 +103,6 @@ def _time(seconds, unit):
     value = round(seconds * unit[1], 6)
     digits = 2 - math.floor(math.log10(value)) if value else 0
     return f"{value:,.{min(3, max(0, digits))}f} {unit[0]}"
-
-
-def _bytes(size):
-    return f"{size / 1e6:,.0f} MB" if size >= 1e7 else f"{size / 1e3:,.0f} kB"
 
 
 def _picture(run: Overlap, longest: float, took: str) -> str:

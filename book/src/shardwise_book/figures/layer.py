@@ -26,17 +26,6 @@ class Matrix(NamedTuple):
         return math.prod(self.shape[: self.inputs]), math.prod(self.shape[self.inputs :])
 
 
-class Layout(NamedTuple):
-    """How the matrices are held, how they lie where they are used, and what a device sends.
-
-    `sends` has rows (pass, collective, arrays, bytes that a device sends), all for one layer.
-    """
-
-    held: Specs
-    used: Specs
-    sends: Sequence[tuple[str, str, int, int]]
-
-
 def layer_explorer(
     mesh: Mesh,
     rows: Mapping[str, Mapping[str, tuple[tuple[int, ...], int]]],
@@ -45,9 +34,10 @@ def layer_explorer(
 ) -> Interactive:
     """Choose a layout and a device; see which block of each matrix it holds, and which it receives.
 
-    `rows` maps the title of each row of the picture to its matrices in order of use, {name:
-    `Matrix`}; `layouts` maps names to `Layout`s; plain tuples will do for both. The figure first
-    shows layout number `chosen`, for device 0.
+    `rows` maps the title of each row of the picture to its matrices in order of use, {name: the
+    fields of a `Matrix`}; `layouts` maps names to (how matrices are held, how they lie where they
+    are used, rows of what a device sends for the layer: pass, collective, arrays, bytes). The
+    figure first shows layout number `chosen`, for device 0.
 
     Raises:
       ValueError: a spec whose block is no rectangle of the matrix as drawn.
@@ -56,7 +46,6 @@ def layer_explorer(
     places, outlines, height = _arranged(rows)
     matrices = {name: matrix for row in rows.values() for name, matrix in row.items()}
     whole = 4 * sum(math.prod(m.drawn) for m in matrices.values())  # bytes, of float32
-    named = {title: Layout(*layout) for title, layout in layouts.items()}
 
     def blocks_of(specs):
         return {name: _blocks(mesh, m, specs[name]) for name, m in matrices.items()}
@@ -67,7 +56,10 @@ def layer_explorer(
     def result(layout, device, mine, needed):
         place = np.unravel_index(device, tuple(mesh.shape.values()))
         where = ", ".join(f"{name} {int(n)}" for name, n in zip(mesh.shape, place, strict=True))
-        mine, needed = (4 * sum(map(_area, blocks.values())) for blocks in (mine, needed))
+        mine, needed = (
+            4 * sum((bottom - top) * (right - left) for top, bottom, left, right in some.values())
+            for some in (mine, needed)
+        )
         more = f"receives {said('received', needed - mine)} bytes before their use"
         received = more if needed > mine else "receives none"
         return (
@@ -89,20 +81,17 @@ def layer_explorer(
     alt += "where it receives them before use, empty elsewhere"
     inside = f'{outlines}<g id="@sums"></g><g id="@blocks"></g>'
     layout = f'<div class="pictures">{svg.picture("", _WIDE, height, alt, inside)}</div>{RESULT}'
-    parts = {
-        "result": result,
-        "blocks": lambda mine, needed, device: _filled(places, mine, needed, svg.device(device)),
-        "sums": sums,
-        "sends": lambda layout: _sends(named[layout].sends),
-    }
     made = {
-        "held": lambda layout: blocks_of(named[layout].held),
-        "used": lambda layout: blocks_of(named[layout].used),
+        "blocks": lambda mine, needed, device: _filled(places, mine, needed, svg.device(device)),
+        "sends": lambda layout: _sends(layouts[layout][2]),
+        "held": lambda layout: blocks_of(layouts[layout][0]),
+        "used": lambda layout: blocks_of(layouts[layout][1]),
         "mine": lambda held, device: of_device(held, device),
         "needed": lambda used, device: of_device(used, device),
     }
     layout += '<div id="@sends"></div>'
-    return explorer(controls, layout, parts, {"layout": chosen}, "layout", made)
+    start = {"layout": chosen}
+    return explorer(controls, layout, result, sums, start=start, shows="layout", **made)
 
 
 def _arranged(rows):
@@ -116,10 +105,9 @@ def _arranged(rows):
         parts.append(svg.text(0, y + 14, title, more='font-weight="bold"'))
         x, y = _LEFT, y + 40
         for name, matrix in row.items():
-            places[name] = x, y, scale
             high, wide = (round(n * scale, 1) for n in matrix.drawn)
             parts += svg.text(x, y - 6, name), svg.box(x, y, wide, high)
-            places[name] = (*places[name], x + wide + 12, y + high / 2)
+            places[name] = x, y, scale, x + wide + 12, y + high / 2
             x = round(x + wide + _GAP, 1)
         y = round(y + max(m.drawn[0] for m in row.values()) * scale + 14, 1)
     return places, "".join(parts), y
@@ -169,8 +157,3 @@ def _range(index, sizes):
             f"interval; cut the first of them alone."
         )
     return first, end
-
-
-def _area(block):
-    top, bottom, left, right = block
-    return (bottom - top) * (right - left)

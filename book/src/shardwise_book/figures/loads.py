@@ -37,33 +37,31 @@ def loads_explorer(
 
     def result(routed, experts, per_token, capacity, devices):
         wanted, kept, _ = routed
-        sizes = sent(experts, per_token, capacity, devices)
-        return describe(sum(wanted), sum(kept), max(wanted), experts, *map(int, sizes))
+        choices, lost, busiest = (
+            int(n) for n in (sum(wanted), sum(wanted) - sum(kept), max(wanted))
+        )
+        exchanged, gathered = map(int, sent(experts, per_token, capacity, devices))
+        by_exchange = (
+            f"{said('exchanged', exchanged)} bytes by an all-to-all there and back, "
+            if exchanged
+            else "without a capacity there is no all-to-all of fixed size; "
+        )
+        less = "all-to-all" if exchanged and exchanged < gathered else "gather"
+        return (
+            f"{said('choices', choices)} choices; the busiest expert has "
+            f"{said('busiest', busiest)}, an even share is {choices // experts}. Dropped: "
+            f"{said('dropped', lost)} ({100 * lost / choices:.1f} %). A device sends {by_exchange}"
+            f"{said('gathered', gathered)} bytes by a gather and a scatter: {said('less', less)} "
+            f"sends less."
+        )
 
     alt = "A bar for each expert: how many choices it takes, and above it those it drops"
     layout = f'<div class="pictures">{svg.picture("loads", 372, 206, alt, rem=32)}</div>{RESULT}'
-    parts = {"result": result, "loads": lambda routed, devices: _bars(*routed, devices)}
-    return explorer(controls, layout, parts, start, made={"routed": routed})
 
+    def loads(routed, devices):
+        return _bars(*routed, devices)
 
-def describe(
-    choices: int, taken: int, busiest: int, experts: int, exchanged: int, gathered: int
-) -> str:
-    """The result in words; numbers carry names."""
-    lost = choices - taken
-    by_exchange = (
-        f"{said('exchanged', exchanged)} bytes by an all-to-all there and back, "
-        if exchanged
-        else "without a capacity there is no all-to-all of fixed size; "
-    )
-    less = "all-to-all" if exchanged and exchanged < gathered else "gather"
-    return (
-        f"{said('choices', int(choices))} choices; the busiest expert has "
-        f"{said('busiest', int(busiest))}, an even share is {choices // experts}. Dropped: "
-        f"{said('dropped', int(lost))} ({100 * lost / choices:.1f} %). A device sends {by_exchange}"
-        f"{said('gathered', gathered)} bytes by a gather and a scatter: {said('less', less)} sends "
-        f"less."
-    )
+    return explorer(controls, layout, routed, result, loads, start=start)
 
 
 def _bars(wanted, kept, slots, devices):

@@ -49,7 +49,19 @@ def mesh_explorer() -> Interactive:
             return [], str(error)
 
     def result(looked, rows, columns, first, second):
-        return describe(*looked, rows, columns, PartitionSpec(first, second))
+        (found, refusal), spec = looked, PartitionSpec(first, second)
+        name = f"<code>{escape(repr(spec))}</code>"
+        if refusal:
+            message = f'<span data-name="error">{escape(refusal, False)}</span>'
+            return f'<span class="error">JAX refuses {name}: {message}</span>'
+        top, bottom, left, right = found[0]
+        size = (bottom - top) * (right - left)
+        return (
+            f"{name}: each device holds {said('block', f'{bottom - top}×{right - left}')} of "
+            f"{rows}×{columns} float32 elements, {said('bytes', size * ITEMSIZE)} of "
+            f"{rows * columns * ITEMSIZE} bytes. Each element lies on "
+            f"{said('copies', 8 * size // (rows * columns))} of 8 devices."
+        )
 
     controls = {
         "mesh": Control("Mesh", meshes),
@@ -59,7 +71,6 @@ def mesh_explorer() -> Interactive:
         "second": Control("Columns cut by", _entries),
     }
     parts = {
-        "result": result,
         "size": lambda rows, columns: (
             f"<style>#@sheets{{--rows:{rows};--columns:{columns}}}</style>"
         ),
@@ -69,16 +80,14 @@ def mesh_explorer() -> Interactive:
         "memories": lambda looked, mesh: _memories(mesh, looked[0]),
     }
     start = {"mesh": 1, "columns": 1, "first": 1}
-    return explorer(controls, LAYOUT, parts, start, "layout", {"looked": looked})
-
-
-def entries(names: Sequence[str]) -> list[str | tuple[str, ...] | None]:
-    """All that one array axis may be cut by: nothing, or mesh axes in any order."""
-    return [None, *names, *(o for n in (2, 3) for o in itertools.permutations(names, n))]
+    return explorer(controls, LAYOUT, looked, result, start=start, shows="layout", **parts)
 
 
 def _entries(mesh):
-    return {repr(entry): entry for entry in entries(mesh.axis_names)}
+    """All that one array axis may be cut by: nothing, or mesh axes in any order."""
+    names = mesh.axis_names
+    joined = (some for n in (2, 3) for some in itertools.permutations(names, n))
+    return {repr(entry): entry for entry in (None, *names, *joined)}
 
 
 Block = tuple[int, int, int, int]  # top, bottom, left, right
@@ -89,22 +98,6 @@ def blocks(sharding: Sharding, shape: Sequence[int]) -> list[Block]:
     indices = sharding.devices_indices_map(tuple(shape))
     cuts = [zip(indices[d], shape, strict=True) for d in sharding.mesh.devices.flat]
     return [tuple(edge for cut, n in both for edge in cut.indices(n)[:2]) for both in cuts]
-
-
-def describe(found: list[Block], refusal: str, rows: int, columns: int, spec: PartitionSpec) -> str:
-    """The result in one sentence of HTML; numbers carry names."""
-    name = f"<code>{escape(repr(spec))}</code>"
-    if refusal:
-        message = f'<span data-name="error">{escape(refusal, False)}</span>'
-        return f'<span class="error">JAX refuses {name}: {message}</span>'
-    top, bottom, left, right = found[0]
-    size = (bottom - top) * (right - left)
-    return (
-        f"{name}: each device holds {said('block', f'{bottom - top}×{right - left}')} of "
-        f"{rows}×{columns} float32 elements, {said('bytes', size * ITEMSIZE)} of "
-        f"{rows * columns * ITEMSIZE} bytes. Each element lies on "
-        f"{said('copies', 8 * size // (rows * columns))} of 8 devices."
-    )
 
 
 def _array(found):

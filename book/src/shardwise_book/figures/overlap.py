@@ -1,6 +1,7 @@
 """When compute and network run in one training step: data parallelism and FSDP, layer by layer."""
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -90,63 +91,35 @@ def overlap(
             f"figures.overlap: strategy={strategy!r}, layers={layers}, ahead={ahead}; expected "
             f"one of {', '.join(STRATEGIES)}, at least 1 layer, and 0 or more ahead."
         )
-    line = _Line(strategy == "fsdp", ahead, layers, {"forward": forward, "backward": backward})
-    seconds = {"gather": gather, "reduce": reduce}
-    line.compute()
-    free = 0.0
-    while line.ready:
-        since, _, kind, place = heapq.heappop(line.ready)
-        start = max(free, since)
-        free = start + seconds[kind]
-        line.sent[kind, place] = Task(kind, line.order[place][1], start, free)
-        line.compute()
-    ordered = sorted(line.sent.items())  # "gather" before "reduce", each in the order of passes
-    return Overlap(strategy, tuple(line.passes), tuple(task for _, task in ordered))
-
-
-class _Line:
-    """The passes of a step in their order, those that have run, and the messages they allow."""
-
-    def __init__(self, gathers, ahead, layers, seconds):
-        up = range(layers)
-        self.order = [("forward", i) for i in up] + [("backward", i) for i in reversed(up)]
-        self.gathers, self.ahead, self.seconds = gathers, ahead, seconds
-        self.passes, self.sent, self.ready = [], {}, []
-        for place in range(min(ahead + 1, 2 * layers) if gathers else 0):
-            self._allow(0.0, "gather", place)
-
-    def compute(self):
-        """Run every pass whose weights have arrived."""
-        while (place := len(self.passes)) < len(self.order):
-            if self.gathers and ("gather", place) not in self.sent:
-                return
-            arrived = self.sent["gather", place].end if self.gathers else 0.0
-            start = max(self.passes[-1].end if self.passes else 0.0, arrived)
-            kind, layer = self.order[place]
-            self.passes.append(Task(kind, layer, start, start + self.seconds[kind]))
-            self._after(place)
-
-    def _after(self, place):
-        """What may be sent once a pass has ended and freed its weights."""
-        end, last = self.passes[place].end, len(self.order) - 1
-        if self.gathers and place + self.ahead + 1 <= last:
-            self._allow(end, "gather", place + self.ahead + 1)
-        at_once = self.gathers or self.ahead > 0
-        if self.order[place][0] == "backward" and at_once:
-            self._allow(end, "reduce", place)
-        if place == last and not at_once:
-            for earlier in range(len(self.order) // 2, last + 1):
-                self._allow(end, "reduce", earlier)
-
-    def _allow(self, since, kind, place):
-        heapq.heappush(self.ready, (since, kind != "gather", kind, place))
+    fsdp, count = strategy == "fsdp", 2 * layers
+    order = [*range(layers), *reversed(range(layers))]
+    passes: list[Task] = []
+    sent: dict[tuple[bool, int], Task] = {}  # by whether it is a reduction, and place in `order`
+    ready = [(0.0, False, place) for place in range(min(ahead + 1, count))] if fsdp else []
+    free = now = 0.0  # the link, and the device
+    while ready or len(passes) < count:
+        place = len(passes)
+        if place < count and (not fsdp or (False, place) in sent):  # its weights have arrived
+            start = max(now, sent[False, place].end) if fsdp else now
+            kind, seconds = ("forward", forward) if place < layers else ("backward", backward)
+            now = start + seconds
+            passes.append(Task(kind, order[place], start, now))
+            if fsdp and place + ahead + 1 < count:  # there is room for another layer
+                heapq.heappush(ready, (now, False, place + ahead + 1))
+            if kind == "backward":
+                since = now if fsdp or ahead else layers * (forward + backward)
+                heapq.heappush(ready, (since, True, place))
+        else:
+            since, reduces, place = heapq.heappop(ready)
+            start = max(free, since)
+            kind, seconds = ("reduce", reduce) if reduces else ("gather", gather)
+            free = start + seconds
+            sent[reduces, place] = Task(kind, order[place], start, free)
+    ordered = [sent[key] for key in sorted(sent)]  # gathers first, each in the order of passes
+    return Overlap(strategy, tuple(passes), tuple(ordered))
 
 
 def _most(spans: Sequence[tuple[float, float]]) -> int:
     """How many spans overlap at most; what ends makes room first."""
     events = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
-    live, peak = 0, 0
-    for _, change in events:
-        live += change
-        peak = max(peak, live)
-    return peak
+    return max(itertools.accumulate(change for _, change in events))

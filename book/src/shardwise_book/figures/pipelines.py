@@ -1,6 +1,5 @@
 """The explorer of pipelines: a schedule, its costs, and what each task waits for."""
 
-from collections.abc import Mapping
 from html import escape
 
 from shardwise import schedules
@@ -23,13 +22,12 @@ them what is live"><div id="@rows"></div><div id="@axis" class="axis"></div></di
 <br><span id="@story"></span></p>"""
 
 
-def pipeline_explorer(start: Mapping[str, int] | None = None) -> Interactive:
+def pipeline_explorer() -> Interactive:
     """Choose a schedule, its size and costs; see when tasks run, wait for what, and what is live.
 
     Everything in `schedules.SCHEDULES` is on offer, each with as many stages on a device, up to
     two, as it takes; the stages of a device share its layers, so a device's work is the same. The
-    costs: a forward of all its layers is 1. `start` has the number of the option shown first, for
-    "schedule", "devices", "microbatches", "backward", "transfer", "device" or "task".
+    costs: a forward of all its layers is 1.
     """
 
     def order(schedule, devices, microbatches):
@@ -49,7 +47,7 @@ def pipeline_explorer(start: Mapping[str, int] | None = None) -> Interactive:
 
     # Where a schedule refuses nothing is drawn; the words say why.
     parts = {
-        "takes": takes,
+        "plain": lambda order: run(order, 2, 0),
         "live": lambda plain: "" if isinstance(plain, str) else _live(plain),
         "rows": lambda plain: "" if isinstance(plain, str) else _rows(plain),
         "costs": lambda run: "" if isinstance(run, str) else _costs(run),
@@ -58,7 +56,6 @@ def pipeline_explorer(start: Mapping[str, int] | None = None) -> Interactive:
             "" if isinstance(order, str) else _story(order, device, task)
         ),
     }
-    made = {"order": order, "run": run, "plain": lambda order: run(order, 2, 0)}
     controls = {
         "schedule": Control("Schedule", list(schedules.SCHEDULES)),
         "devices": Control("Devices", (2, 4)),
@@ -68,7 +65,7 @@ def pipeline_explorer(start: Mapping[str, int] | None = None) -> Interactive:
         "device": Control("Device", lambda devices: range(devices), "range"),
         "task": Control("Task", orders, "range"),
     }
-    return explorer(controls, LAYOUT, parts, START | dict(start or {}), made=made)
+    return explorer(controls, LAYOUT, order, run, takes, start=START, **parts)
 
 
 def _or_why(make, *given):

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from numpy.typing import ArrayLike
@@ -29,42 +30,63 @@ class Drawing(Figure):
 
 
 def canvas(
-    width: float = 4.3, height: float = 3.0, columns: int = 1, rows: int = 1
+    width: float = 4.3, height: float = 3.0, columns: int = 1, rows: int = 1, **grid: Any
 ) -> tuple[Drawing, Any]:
-    """A transparent drawing in the book's style, in inches (4.5 fit a phone), and its axes."""
+    """A transparent drawing in the book's style, in inches (4.5 fit a phone), and its axes.
+
+    `grid` is for matplotlib's `subplots`.
+    """
     with palette.style():
         drawing = Drawing(figsize=(width, height), layout="constrained")
-        return drawing, drawing.subplots(rows, columns)
+        return drawing, drawing.subplots(rows, columns, **grid)
 
 
-def shards(
-    array: jax.Array | Sharding, shape: Sequence[int] | None = None, title: str | None = None
-) -> Drawing:
+def tile(
+    axes: Axes, x: float, y: float, wide: float, high: float, colour: str, label: Any = "",
+    at: float = 0.5, **style: Any,
+) -> None:  # fmt: skip
+    """A filled rectangle, and a label in black or white, `at` that share of its height."""
+    axes.add_patch(Rectangle((x, y), wide, high, facecolor=colour, linewidth=0))
+    words(axes, x + wide / 2, y + at * high, label, color=palette.ink(colour), **style)
+
+
+def words(axes: Axes, x: float, y: float, text: Any, **style: Any) -> None:
+    """Text around a point, in grey unless told otherwise."""
+    if str(text):
+        axes.text(x, y, text, **{"color": palette.GREY, "ha": "center", "va": "center"} | style)
+
+
+def outline(axes: Axes, x: float, y: float, wide: float, high: float, line: float = 1.2) -> None:
+    """A rectangle's edge, so many points thick."""
+    edge = {"fill": False, "edgecolor": palette.GREY, "linewidth": line}
+    axes.add_patch(Rectangle((x, y), wide, high, **edge))
+
+
+def shards(array: jax.Array) -> Drawing:
     """Which device holds which block of a 1-D or 2-D array.
 
     Each block has an outline; one that several devices hold shows a strip for each, undivided.
-    `array` is an array on devices, or a sharding, which needs the `shape` too. Raises ValueError
-    for other ranks.
+    Raises ValueError for other ranks.
     """
-    sharding = getattr(array, "sharding", array)
-    shape = getattr(array, "shape", None) if shape is None else shape
-    if shape is None or len(shape) not in (1, 2):
+    shape, sharding = array.shape, array.sharding
+    if len(shape) not in (1, 2):
         raise ValueError(f"figures.shards draws arrays of 1 or 2 axes, not of shape {shape}.")
     rows, columns = (1, *shape)[-2:]
     height = min(3.2, max(1.1, 4.0 * rows / columns))
     drawing, axes = canvas(min(4.6, max(2.2, 0.6 + height * columns / rows)), height)
-    for block, ids in _holders(sharding, shape).items():
-        (top, bottom), (left, right) = ((0, 1), *block)[-2:]
-        strip = (right - left) / len(ids)
+    holders: dict[tuple, list[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        block = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+        holders.setdefault(((0, 1), *block)[-2:], []).append(device.id)
+    for ((top, bottom), (left, right)), ids in holders.items():
+        strip, high = (right - left) / len(ids), bottom - top
         for i, n in enumerate(ids):
-            _box(axes, left + i * strip, top, strip, bottom - top, n)
-        size = (right - left, bottom - top)
-        axes.add_patch(Rectangle((left, top), *size, fill=False, edgecolor=palette.GREY, lw=3))
+            tile(axes, left + i * strip, top, strip, high, palette.device(n), n, fontweight="bold")
+        outline(axes, left, top, right - left, high, 3)
     _frame(axes, rows, columns)
     axes.set_xticks([0, columns])
     axes.set_yticks([0, rows] if len(shape) == 2 else [])
-    name = getattr(sharding, "spec", type(sharding).__name__)
-    axes.set_title(title or f"{name} of shape {tuple(shape)}")
+    axes.set_title(f"{getattr(sharding, 'spec', type(sharding).__name__)} of shape {shape}")
     return drawing
 
 
@@ -81,8 +103,10 @@ def mesh_picture(mesh: Mesh, per_host: int | None = None) -> Drawing:
     drawing, axes = canvas(0.75 * panels * columns + 0.9, 0.55 * rows + 0.75, panels)
     for panel, ax in enumerate(np.atleast_1d(axes)):
         for (row, column), d in np.ndenumerate(grid[panel]):
-            note = f"host {d.id // per_host}" if per_host else ""
-            _box(ax, column + 0.06, row + 0.06, 0.88, 0.88, d.id, note)
+            colour, at = palette.device(d.id), 0.4 if per_host else 0.5
+            tile(ax, column + 0.06, row + 0.06, 0.88, 0.88, colour, d.id, at, fontweight="bold")
+            host = f"host {d.id // per_host}" if per_host else ""
+            words(ax, column + 0.5, row + 0.75, host, color=palette.ink(colour), fontsize=7)
         _frame(ax, rows, columns)
         ax.set_xticks(np.arange(columns) + 0.5, range(columns))
         ax.set_yticks(np.arange(rows) + 0.5 if down else [], range(rows) if down else [])
@@ -126,22 +150,13 @@ def bars(
 ) -> Drawing:
     """Predicted beside `found`, one pair of bars a label, each with its number in `unit`."""
     drawing, axes = canvas(height=0.62 * len(labels) + 1.0)
-    where = np.arange(len(labels))
-    for shift, values, name, fill in (
-        (-0.19, predicted, "predicted", False),
-        (0.19, measured, found, True),
-    ):
-        drawn = axes.barh(
-            where + shift,
-            values,
-            0.34,
-            label=name,
-            fill=fill,
-            color=palette.LINES[0],
-            edgecolor=palette.LINES[0],
-            hatch=None if fill else "////",
-        )
-        axes.bar_label(drawn, labels=[_number(v) for v in values], padding=4, color=palette.GREY)
+    where, blue = np.arange(len(labels)), palette.LINES[0]
+    hollow, full = {"fill": False, "hatch": "////", "edgecolor": blue}, {"color": blue}
+    pairs = {"predicted": (-0.19, predicted, hollow), found: (0.19, measured, full)}
+    for name, (shift, values, look) in pairs.items():
+        drawn = axes.barh(where + shift, values, 0.34, label=name, **look)
+        said = [f"{v:,.0f}" if v >= 1000 or v == int(v) else f"{v:,.3g}" for v in values]
+        axes.bar_label(drawn, labels=said, padding=4, color=palette.GREY)
     axes.set_yticks(where, labels)
     axes.invert_yaxis()
     axes.margins(x=0.14)
@@ -151,27 +166,8 @@ def bars(
     return drawing
 
 
-def _holders(sharding, shape):
-    """Block (start and stop along each axis) to the ids of the devices that hold it."""
-    found = {}
-    for device, index in sharding.devices_indices_map(tuple(shape)).items():
-        block = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
-        found.setdefault(block, []).append(device.id)
-    return found
-
-
-def _box(axes, x, y, width, height, device, note=""):
-    colour = palette.device(device)
-    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, linewidth=0))
-    text = {"color": palette.ink(colour), "ha": "center", "va": "center"}
-    middle = x + width / 2
-    axes.text(middle, y + height * (0.4 if note else 0.5), device, fontweight="bold", **text)
-    if note:
-        axes.text(middle, y + height * 0.78, note, fontsize=7, **text)
-
-
 def _frame(axes, rows, columns):
-    axes.add_patch(Rectangle((0, 0), columns, rows, fill=False, edgecolor=palette.GREY, lw=1.2))
+    outline(axes, 0, 0, columns, rows)
     axes.set_xlim(-0.01 * columns, 1.01 * columns)
     axes.set_ylim(1.02 * rows, -0.02 * rows)  # row 0 at the top, as arrays are written
     axes.spines[:].set_visible(False)
@@ -194,7 +190,3 @@ def _label_ends(axes, ends):
             color=colour,
             annotation_clip=False,
         )
-
-
-def _number(value):
-    return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:,.3g}"

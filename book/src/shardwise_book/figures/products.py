@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardwise_book.figures import svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer
+from shardwise_book.figures.interactive import RESULT, Control, Interactive, axes, explorer
 from shardwise_book.figures.mesh import blocks
 
 _HEADS = "left", "right", "result"
@@ -42,23 +42,20 @@ def product_explorer(mesh: Mesh, products: Sequence[Product], start: int = 0) ->
     `mesh` has one axis. `products` holds each of the same pairs of specs for each of the sizes; the
     figure first shows number `start`. Raises ValueError if not.
     """
-    sizes, lefts, rights = (list(dict.fromkeys(p[kind] for p in products)) for kind in range(3))
     found = {product[:3]: product for product in products}
-    if len(found) != len(sizes) * len(lefts) * len(rights):
-        raise ValueError(
-            f"figures.product_explorer: expected products of each of {len(lefts)} specs times each "
-            f"of {len(rights)} for each of {len(sizes)} sizes; got {len(found)}."
-        )
+    sizes, lefts, rights = options = axes(found, "product_explorer")
     controls = {
         "sizes": Control("Sizes", {f"{i}×{j} times {j}×{k}": (i, j, k) for i, j, k in sizes}),
         "left": Control("Left factor", {_name(spec): spec for spec in lefts}),
         "right": Control("Right factor", {_name(spec): spec for spec in rights}),
     }
-    parts = {"result": describe, "blocks": lambda product: "".join(columns(mesh, product))}
-    made = {"product": lambda **chosen: found[tuple(chosen.values())]}
-    first = zip(controls, (sizes, lefts, rights), products[start][:3], strict=True)
-    numbers = {name: values.index(chosen) for name, values, chosen in first}
-    return explorer(controls, _layout(mesh), parts, numbers, "product", made)
+    made = {
+        "product": lambda **chosen: found[tuple(chosen.values())],
+        "result": describe,
+        "blocks": lambda product: "".join(columns(mesh, product)),
+    }
+    numbers = dict(zip(controls, map(list.index, options, products[start]), strict=True))
+    return explorer(controls, _layout(mesh), start=numbers, shows="product", **made)
 
 
 def describe(product: Product) -> str:
@@ -119,20 +116,16 @@ def _pieces(product, held, number, device):
     if _gathered(product) == number:
         return [(owner, piece, 1) for owner, piece in enumerate(blocks)]
     if summed and number == 2:
-        n = len(blocks)  # twice as many stripes as blocks, so that they look like none
-        return [(i % n, strip, 1) for i, strip in enumerate(_strips(block, 2 * n))]
+        n, (top, bottom, left, right) = len(blocks), block
+        edges = np.linspace(left, right, 2 * n + 1).tolist()  # so that stripes look like no blocks
+        strips = ((top, bottom, *pair) for pair in itertools.pairwise(edges))
+        return [(i % n, strip, 1) for i, strip in enumerate(strips)]
     if summed:  # only what meets the other factor's block, along the axis that is summed
         (top, bottom, first, last), (start, stop, left, right) = held[0][device], held[1][device]
         first, last = max(first, start), min(last, stop)
         used = [(top, bottom, first, last), (first, last, left, right)][number]
         return [(device, block, 0.3), (device, used, 1)] if used != block else [(device, block, 1)]
     return [(device, block, 1)]
-
-
-def _strips(block, n):
-    top, bottom, left, right = block
-    edges = np.linspace(left, right, n + 1).tolist()
-    return [(top, bottom, *pair) for pair in itertools.pairwise(edges)]
 
 
 def _name(spec):

@@ -90,7 +90,9 @@ def choose(prompt: str, *, right: str, wrong: Mapping[str, str], why: str) -> Qu
     if len(seen) < len(told):
         raise ValueError(f"{here}: two of the options are the same: {[o for o, _ in told]}.")
     shown = tuple((_text(option, here), _text(text, here)) for option, text in told)
-    order = sorted(range(len(told)), key=lambda i: _shuffled(prompt, told[i][0]))
+    # A place among the options that tells nothing, and is the same in every build.
+    places = [hashlib.sha256(f"{prompt}\n{option}".encode()).digest() for option, _ in told]
+    order = sorted(range(len(told)), key=places.__getitem__)
     controls = "".join(
         f'<label class="option"><input type="radio" name="@answer" value="{i}">'
         f"<span>{shown[i][0]}</span></label>"
@@ -166,8 +168,3 @@ def _number(given: Any, here: str) -> int | float:
 
 def _digits(number: int | float) -> str:
     return f"{number:,}" if isinstance(number, int) else f"{number:,.4g}"
-
-
-def _shuffled(prompt: str, option: str) -> bytes:
-    """A place among the options that tells nothing, and is the same in every build."""
-    return hashlib.sha256(f"{prompt}\n{option}".encode()).digest()

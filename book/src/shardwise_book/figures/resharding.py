@@ -95,8 +95,8 @@ def resharding_explorer(
     def files(stored, in_files):
         drawn = ""
         for number, name in enumerate(_files(stored)):
-            told = f"{_file(name)}, {_size(stored, name):,} bytes"
-            drawn += svg.text(10, 60 * number + 30, told)
+            size = max(first + n for file, first, n in stored.places.values() if file == name)
+            drawn += svg.text(10, 60 * number + 30, f"{_file(name)}, {size:,} bytes")
         return drawn + svg.path(in_files.values())
 
     def frame(held, device):
@@ -133,15 +133,14 @@ def resharding_explorer(
     )  # fmt: skip
     words = " ".join(f'<span id="@{name}_words"></span>' for name in ("source", "goal", "read"))
     layout = f'<div class="pictures">{array}{strip}</div>{RESULT.replace("></", f">{words}</")}'
-    parts = {
+    functions = stored, held, reads, in_array, in_files
+    functions += source_words, goal_words, read_words, files, frame
+    filling = {
         "read": lambda in_array, reads, device: filled(in_array, reads, device),
         "read_bytes": lambda in_files, reads, device: filled(in_files, reads, device),
         "chunks": lambda in_array: svg.path(in_array.values()),
     }
-    drawn = source_words, goal_words, read_words, files, frame
-    parts |= {draw.__name__: draw for draw in drawn}
-    made = {make.__name__: make for make in (stored, held, reads, in_array, in_files)}
-    return explorer(controls, layout, parts, start, made=made)
+    return explorer(controls, layout, *functions, start=start, **filling)
 
 
 def joined(places: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
@@ -157,10 +156,6 @@ def joined(places: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
 
 def _files(stored):
     return sorted({file for file, *_ in stored.places.values()})
-
-
-def _size(stored, name):
-    return max(offset + size for file, offset, size in stored.places.values() if file == name)
 
 
 def _file(name):

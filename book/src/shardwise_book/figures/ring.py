@@ -28,11 +28,6 @@ class Recorded(NamedTuple):
     held: np.ndarray
     moves: list[list[tuple[int, int, int, int]]]
 
-    @property
-    def adds(self) -> bool:
-        """Whether blocks are added up."""
-        return any(count > 1 for step in self.moves for *_, count in step)
-
 
 def ring_stepper(runs: Runs) -> Interactive:
     """Choose a collective and the number of devices; step through what moves, and count it.
@@ -49,7 +44,9 @@ def ring_stepper(runs: Runs) -> Interactive:
     def run(kind, n):
         return record(kind, *runs[kind][n])
 
-    adds = {kind: any(run(kind, n).adds for n in sizes) for kind in runs}
+    steps = {kind: [step for n in sizes for step in run(kind, n).moves] for kind in runs}
+    adds = {kind: any(move[-1] > 1 for step in found for move in step)
+            for kind, found in steps.items()}  # fmt: skip
     controls = {
         "kind": Control("Collective", {kind: kind for kind in runs}),
         "n": Control("Devices", sizes),
@@ -63,7 +60,7 @@ def ring_stepper(runs: Runs) -> Interactive:
         "result": lambda run, kind, step: describe(kind, run, step, adds[kind]),
         "ring": lambda run, kind, step: _picture(run, step, adds[kind]),
     }
-    return explorer(controls, layout, parts, start, "step", {"run": run})
+    return explorer(controls, layout, run, start=start, shows="step", **parts)
 
 
 def record(name: str, history: ArrayLike, pairs: Pairs) -> Recorded:
@@ -154,15 +151,11 @@ def _place(n, device):
 
 def _arrow(n, source, target):
     """From one circle to another, a little to the left of the line between their centres."""
-    (x0, y0), (x1, y1) = _place(n, source), _place(n, target)
-    length = math.dist((x0, y0), (x1, y1))
-    ux, uy = (x1 - x0) / length, (y1 - y0) / length
-    x0, y0, x1, y1 = x0 + 6 * uy, y0 - 6 * ux, x1 + 6 * uy, y1 - 6 * ux
-
-    def along(x, y, forward, aside=0):
-        return f"{x + forward * ux - aside * uy:.1f} {y + forward * uy + aside * ux:.1f}"
-
-    end = -_RADIUS - 2
-    line = f"M{along(x0, y0, _RADIUS + 2)}L{along(x1, y1, end - 8)}"
-    head = f"M{along(x1, y1, end)}L{along(x1, y1, end - 9, 6)}L{along(x1, y1, end - 9, -6)}Z"
-    return f'<path class="move" d="{line}" {svg.EDGE} stroke-width="3"/><path d="{head}"/>'
+    (x, y), end = _place(n, source), _place(n, target)
+    turn = math.degrees(math.atan2(end[1] - y, end[0] - x))
+    tip = math.dist((x, y), end) - _RADIUS - 2
+    return (
+        f'<g transform="translate({x} {y}) rotate({turn:.1f}) translate(0 -6)">'
+        f'<path class="move" d="M{_RADIUS + 2} 0H{tip - 8:.1f}" {svg.EDGE} stroke-width="3"/>'
+        f'<path d="M{tip:.1f} 0l-9 6v-12z"/></g>'
+    )

@@ -92,9 +92,8 @@ def saving_explorer(
         )
         + f"</div>{RESULT}"
     )
-    parts = {"result": result, "curve": _curve, "dot": dot, "lanes": lanes}
-    made, first = {"shares": shares, "young": young}, {"interval": 6} | dict(start or {})
-    return explorer(controls, layout, parts, first, made=made)
+    functions, first = (shares, young, result, dot, lanes), {"interval": 6} | dict(start or {})
+    return explorer(controls, layout, *functions, start=first, curve=_curve)
 
 
 def _paid(save, waits):

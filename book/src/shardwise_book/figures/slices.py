@@ -9,7 +9,7 @@ from shardwise_book.figures import palette, svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer
 from shardwise_book.figures.timelines import COLOURS
 
-HIGH, STEP, LANE, ROW = 17, 10, 23, 18  # a box, and the spaces: to the right, below, between rows
+HIGH, STEP, LANE, TOP = 17, 10, 23, 18  # a box, and the spaces: to the right, below, above all
 
 SHORT = {
     "add_any": "add",
@@ -26,9 +26,6 @@ def slice_graph(
     chosen: Mapping[str, Sequence[Any]],
     inputs: Sequence[str],
     outputs: Sequence[str],
-    rows: Mapping[str, int] | None = None,
-    row: str = "stage",
-    label: str = "What is computed",
     start: int = 0,
 ) -> Interactive:
     """Choose a slice of a program; its equations light up, and what it reads is outlined.
@@ -38,23 +35,20 @@ def slice_graph(
       chosen: for each name, equations of `traced.eqns`; each is in one slice, none in two. A name
         that begins with a kind of task (F, B, I, W) has its colour.
       inputs, outputs: names of the program's arguments and results.
-      rows: the number of the `row` in which a slice is drawn; all in one if it is left out.
       start: the number of the slice that is shown at first.
 
     Raises:
       ValueError: an equation in no slice, or in two.
     """
     found = graph(traced.jaxpr, list(chosen.values()), inputs, outputs)
-    names = list(chosen)
-    wide, corners, tops = places(found, [rows[name] if rows else 0 for name in names])
-    titles = [f"{row} {i}" for i in range(len(tops))] if rows else []
+    names, drawn = list(chosen), places(found)
     parts = {
         "result": lambda slice: describe(found, names, slice),
-        "graph": lambda slice: _picture(found, names, titles, wide, corners, tops, slice),
+        "graph": lambda slice: _picture(found, names, *drawn, slice),
     }
-    controls = {"slice": Control(label, {name: i for i, name in enumerate(names)})}
+    controls = {"slice": Control("What is computed", {name: i for i, name in enumerate(names)})}
     layout = f'<div class="pictures graph" id="@graph"></div>{RESULT}'
-    return explorer(controls, layout, parts, {"slice": start}, "slice")
+    return explorer(controls, layout, start={"slice": start}, shows="slice", **parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +90,10 @@ def describe(found: Graph, names: Sequence[str], number: int) -> str:
     )
 
 
-def _picture(found, names, titles, wide, corners, tops, number):
+def _picture(found, names, wide, corners, number):
     on, read = slice_of(found, number)
     width, height = max(x for x, _ in corners) + wide + 4, max(y for _, y in corners) + HIGH + 14
     colour = COLOURS.get(names[number][:1], palette.DEVICES[4])
-    told = "".join(svg.text(2, y - 5, title) for title, y in zip(titles, tops, strict=False))
     edges = "".join(
         f'<path class="edge{" on" * (b in on)}" d="{_curve(wide, corners, a, b)}"/>'
         for a, b in found.edges
@@ -118,22 +111,17 @@ def _picture(found, names, titles, wide, corners, tops, number):
         )
     alt = "The equations of a traced program as boxes, with lines from what each reads; those of "
     alt += "the chosen slice are lit, what it reads is dashed"
-    lit = f'<g style="--lit:{colour};--ink:{palette.ink(colour)}">{told}{edges}{nodes}</g>'
+    lit = f'<g style="--lit:{colour};--ink:{palette.ink(colour)}">{edges}{nodes}</g>'
     return svg.picture("", width, height, alt, lit, 30)
 
 
 def _curve(wide, places, a, b):
-    """From the right side to the left one; between rows, or backwards, from above or below."""
+    """From the right side of a box to the left one of another."""
     (x, y), (to_x, to_y) = places[a], places[b]
-    if to_x >= x + wide:
-        bow = HIGH if y == to_y and to_x > x + 2 * wide else 0  # over the boxes in between
-        x, y, to_y, bend = x + wide, y + HIGH / 2, to_y + HIGH / 2, (to_x - x - wide) / 2
-        by, to_by = y - bow, to_y - bow
-        return f"M{x} {y:g}C{x + bend:g} {by:g} {to_x - bend:g} {to_by:g} {to_x} {to_y:g}"
-    down = to_y > y
-    x, to_x, y, to_y = x + wide / 2, to_x + wide / 2, y + HIGH * down, to_y + HIGH * (not down)
-    bend = (to_y - y) / 2
-    return f"M{x:g} {y}C{x:g} {y + bend:g} {to_x:g} {to_y - bend:g} {to_x:g} {to_y}"
+    bow = HIGH if y == to_y and to_x > x + 2 * wide else 0  # over the boxes in between
+    x, y, to_y, bend = x + wide, y + HIGH / 2, to_y + HIGH / 2, (to_x - x - wide) / 2
+    by, to_by = y - bow, to_y - bow
+    return f"M{x} {y:g}C{x + bend:g} {by:g} {to_x - bend:g} {to_by:g} {to_x} {to_y:g}"
 
 
 def graph(
@@ -160,69 +148,38 @@ def graph(
                 f"slice_graph: {eqn.primitive.name} is in {len(found)} slices, not in one."
             )
         node = add(eqn.primitive.name, found[0])
-        edges |= {(node_of[v], node) for v in _variables(eqn.invars)}
+        edges |= {(node_of[v], node) for v in eqn.invars if not hasattr(v, "val")}  # no literals
         node_of |= dict.fromkeys(eqn.outvars, node)
     for name, v in zip(outputs, jaxpr.outvars, strict=True):
         edges.add((node_of[v], add(name)))
     return Graph(names, owners, sorted(edges))
 
 
-def _variables(atoms):
-    return [v for v in atoms if not hasattr(v, "val")]  # a literal has one
+def places(found: Graph) -> tuple[int, list[tuple[int, int]]]:
+    """(width of a box, its left upper corner for each node), in units of the SVG.
 
-
-def places(found: Graph, rows: Sequence[int]) -> tuple[int, list[tuple[int, int]], list[int]]:
-    """(width of a box, its left upper corner for each node, top of each row), in units of the SVG.
-
-    To the right of what it reads in its own row; in the first lane of the row that is free there.
+    To the right of what it reads; of those that stand so far to the right, equations above the
+    others, in the order of their slices.
     """
-    row_of = _rows(found, rows)
-    depth = _depths(found, row_of)
-    order = sorted(range(len(depth)), key=lambda n: (depth[n], _rank(found, n), n))
-    lanes, taken = {}, set()
-    for node in order:
-        lane = 0
-        while (row_of[node], depth[node], lane) in taken:
-            lane += 1
-        taken.add((row_of[node], depth[node], lane))
-        lanes[node] = lane
-    tops, top = [], ROW
-    for row in range(max(row_of) + 1):
-        tops.append(top)
-        top += LANE * (1 + max(lanes[n] for n in lanes if row_of[n] == row)) + ROW
+    depth = _depths(found)
     columns = max(depth) + 1
     wide = min(70, (372 - STEP * (columns - 1)) // columns)
-    found_at = [
-        (2 + depth[n] * (wide + STEP), tops[row_of[n]] + LANE * lanes[n]) for n in range(len(depth))
-    ]
-    return wide, found_at, tops
+    last = len(found.owners)
+    order = [(last if owner is None else owner, n) for n, owner in enumerate(found.owners)]
+    corners = []
+    for place, far in zip(order, depth, strict=True):
+        lane = sum(other < place for other, d in zip(order, depth, strict=True) if d == far)
+        corners.append((2 + far * (wide + STEP), TOP + LANE * lane))
+    return wide, corners
 
 
-def _rank(found, node):
-    """Equations in the order of their slices, then inputs and outputs."""
-    owner = found.owners[node]
-    return len(found.owners) if owner is None else owner
-
-
-def _rows(found, rows):
-    """An equation's row is its slice's; an input's that of its first reader, an output's alike."""
-    row_of = [None if owner is None else rows[owner] for owner in found.owners]
-    for a, b in found.edges:
-        if row_of[a] is None:
-            row_of[a] = row_of[b]
-        if row_of[b] is None:
-            row_of[b] = row_of[a]
-    return [0 if row is None else row for row in row_of]
-
-
-def _depths(found, row_of):
-    """How many nodes of its row stand before each; one that reads nothing, close to a reader."""
-    near = [(a, b) for a, b in found.edges if row_of[a] == row_of[b]]
-    depth = [0] * len(row_of)
+def _depths(found):
+    """How many nodes stand before each; one that reads nothing stands close to a reader."""
+    depth = [0] * len(found.names)
     for node in range(len(depth)):  # nodes come after those that they read
-        depth[node] = max((1 + depth[a] for a, b in near if b == node), default=0)
+        depth[node] = max((1 + depth[a] for a, b in found.edges if b == node), default=0)
     for node in range(len(depth)):
-        readers = [depth[b] for a, b in near if a == node]
-        if readers and not any(b == node for _, b in near):
-            depth[node] = max(0, min(readers) - 1)
+        readers = [depth[b] for a, b in found.edges if a == node]
+        if readers and not any(b == node for _, b in found.edges):
+            depth[node] = min(readers) - 1
     return depth

@@ -61,84 +61,50 @@ def training_step(
             f"figures.training_step: a layer of {bad[0]} bytes does not divide over {devices} "
             f"devices; give each layer a multiple of {devices}."
         )
-    run, every = _Run(layers, devices, zero), tuple(range(len(layers)))
-    run.record("start", ())
+    every = tuple(range(len(layers)))
+    shards = sum(layers) // (devices if zero else 1)
+    gathered, gradients, sent = [False] * len(layers), [""] * len(layers), 0
+    frames: list[Frame] = []
+
+    def happens(event, about, gather=None, gradient=None, passes=0):
+        """What an event makes of the layers that it is about; each pass sends (n − 1)/n of them."""
+        nonlocal sent
+        for i in about:
+            gathered[i] = gathered[i] if gather is None else gather
+            gradients[i] = gradients[i] if gradient is None else gradient
+        sent += passes * sum(layers[i] for i in about) * (devices - 1) // devices
+        parts = {"": 0, "partial": devices, "whole": devices, "shard": 1}
+        sizes = [size // devices for size in layers]
+        held = (
+            shards,
+            sum(size for size, whole in zip(layers, gathered, strict=True) if whole),
+            sum(size * parts[kind] for size, kind in zip(sizes, gradients, strict=True)),
+            2 * shards,
+        )
+        frames.append(Frame(event, about, tuple(gathered), tuple(gradients), *held, sent))
+
+    happens("start", ())
     if zero in (1, 2):
-        run.gather("before the loss", every)
+        happens("before the loss: all-gather", every, gather=True, passes=1)
     for i in every:
         if zero == 3:
-            run.gather("forward", (i,))
-        run.record("forward: compute", (i,))
-        if zero == 3 and again:
-            run.release((i,))
+            happens("forward: all-gather", (i,), gather=True, passes=1)
+        happens("forward: compute", (i,))
+        gathered[i] &= zero < 3 or not again
     for i in reversed(every):
         if zero == 3 and again:
-            run.gather("backward", (i,))
-        run.differentiate(i)
-        if zero == 3:
-            run.release((i,))
+            happens("backward: all-gather", (i,), gather=True, passes=1)
+        happens("backward: compute", (i,), gradient="partial")
+        gathered[i] &= zero < 3
         if zero >= 2:
-            run.scatter("backward", (i,))
-    run.release(every)
+            happens("backward: reduce-scatter", (i,), gradient="shard", passes=1)
+    gathered[:] = [False] * len(layers)
     if zero == 0:
-        run.all_reduce(every)
+        happens("after the backward pass: all-reduce", every, gradient="whole", passes=2)
     if zero == 1:
-        run.scatter("after the backward pass", every)
-    run.update(every)
-    return run.frames
-
-
-class _Run:
-    """The state of one device, and the frames recorded so far."""
-
-    def __init__(self, layers, devices, zero):
-        self.layers, self.n, self.parts = layers, devices, devices if zero else 1
-        self.gathered, self.gradients = [False] * len(layers), [""] * len(layers)
-        self.sent, self.frames = 0, []
-
-    def record(self, event, layers):
-        pieces = {"": 0, "partial": 1, "whole": 1, "shard": 1 / self.n}
-        shards = sum(self.layers) // self.parts
-        gathered = sum(b for b, whole in zip(self.layers, self.gathered, strict=True) if whole)
-        pairs = zip(self.layers, self.gradients, strict=True)
-        gradients = sum(int(b * pieces[kind]) for b, kind in pairs)
-        state = tuple(self.gathered), tuple(self.gradients)
-        held = shards, gathered, gradients, 2 * shards
-        self.frames.append(Frame(event, layers, *state, *held, self.sent))
-
-    def gather(self, when, layers):
-        for i in layers:
-            self.gathered[i] = True
-        self._send(layers, 1)
-        self.record(f"{when}: all-gather", layers)
-
-    def release(self, layers):
-        for i in layers:
-            self.gathered[i] = False
-
-    def differentiate(self, i):
-        self.gradients[i] = "partial"
-        self.record("backward: compute", (i,))
-
-    def scatter(self, when, layers):
-        for i in layers:
-            self.gradients[i] = "shard"
-        self._send(layers, 1)
-        self.record(f"{when}: reduce-scatter", layers)
-
-    def all_reduce(self, layers):
-        for i in layers:
-            self.gradients[i] = "whole"
-        self._send(layers, 2)
-        self.record("after the backward pass: all-reduce", layers)
-
-    def update(self, layers):
-        for i in layers:
-            self.gradients[i] = ""
-        self.record("update", layers)
-
-    def _send(self, layers, passes):
-        self.sent += passes * sum(self.layers[i] for i in layers) * (self.n - 1) // self.n
+        happens("after the backward pass: reduce-scatter", every, gradient="shard", passes=1)
+    happens("update", every, gradient="")
+    return frames
 
 
 def fsdp_stepper(layers: Mapping[str, int]) -> Interactive:
@@ -172,7 +138,8 @@ def fsdp_stepper(layers: Mapping[str, int]) -> Interactive:
         "grid": lambda run, step, zero: _grid(run[step], names, zero),
         "course": lambda run, step, zero: _course([one.held for one in run], step, most, zero),
     }
-    return explorer(controls, layout, parts, {"zero": 3, "step": 7}, "event", {"run": run})
+    start = {"zero": 3, "step": 7}
+    return explorer(controls, layout, run, start=start, shows="event", **parts)
 
 
 def describe(run: Sequence[Frame], step: int, names: Sequence[str], psi: int, zero: int) -> str:

@@ -7,10 +7,10 @@ from matplotlib.patches import Rectangle
 
 from shardwise import schedules
 from shardwise_book.figures import palette, svg
-from shardwise_book.figures.plots import Drawing, canvas
+from shardwise_book.figures.plots import Drawing, canvas, tile, words
 
 GAP = 0.25  # between rows of what is live, in heights of a row
-Run = schedules.Timeline | schedules.Schedule
+WAITS = {"color": palette.GREY, "alpha": 0.18, "linewidth": 0}
 
 # Forwards darkest, backwards to the weights lightest, so that they differ in grey too.
 COLOURS = {
@@ -21,48 +21,35 @@ COLOURS = {
 }
 
 
-def schedule(
-    runs: Run | Mapping[str, Run], width: float = 5.2, xlabel: str = "time, in ticks"
-) -> Drawing:
-    """Timelines above each other, on one axis of time.
+def schedule(runs: Mapping[str, schedules.Timeline], width: float = 5.2) -> Drawing:
+    """Timelines under their titles, on one axis of time.
 
-    `runs` is a `schedules.Timeline`, a schedule (drawn at the costs `schedules.timing.COSTS`), or a
-    mapping of titles to these. A box is a task; its colour is the kind, its number the
-    microbatch. A bar at the foot marks a device's second stage, two bars its third. Where it is
-    shaded, the device waits.
+    A box is a task; its colour is the kind, its number the microbatch. A bar at the foot marks a
+    device's second stage, two bars its third. Where it is shaded, the device waits.
     """
-    titled = runs if isinstance(runs, Mapping) else {"": runs}
-    named = {title: _timed(run) for title, run in titled.items()}
-    rows = sum(run.schedule.devices + 1.4 for run in named.values())
+    rows = sum(run.schedule.devices + 1.4 for run in runs.values())
     drawing, axes = canvas(width, 0.24 * rows + 0.6)
-    span, top, ticks = max(run.makespan for run in named.values()), 0, {}
-    for title, run in named.items():
-        axes.text(0, top + 0.62, title, fontweight="bold", fontsize=9.5, color=palette.GREY)
+    span, top, ticks = max(run.makespan for run in runs.values()), 0, {}
+    for title, run in runs.items():
+        bold = {"fontweight": "bold", "fontsize": 9.5, "ha": "left", "va": "baseline"}
+        words(axes, 0, top + 0.62, title, **bold)
         for device, order in enumerate(run.schedule.tasks):
             row = top + device + 1
             ticks[row + 0.5] = str(device)
-            _waits(axes, row, run.makespan)
+            axes.add_patch(Rectangle((0, row + 0.06), run.makespan, 0.88, **WAITS))
             for task in order:
                 _task(axes, row, run, task, span / (11 * width))
         top += run.schedule.devices + 1.4
     axes.set_yticks(list(ticks), ticks.values(), fontsize=9)
     axes.set_ylabel("device")
-    axes.set_xlabel(xlabel)
+    axes.set_xlabel("time, in ticks")
     axes.set_xlim(0, span * 1.001)
     axes.set_ylim(top - 0.3, 0)
     axes.spines[:].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    kinds = {task.kind for run in named.values() for task in run.start}
+    kinds = {task.kind for run in runs.values() for task in run.start}
     _legend(axes, [kind for kind in schedules.table.KINDS if kind in kinds])
     return drawing
-
-
-def _timed(run):
-    return run if isinstance(run, schedules.Timeline) else schedules.timeline(run)
-
-
-def _waits(axes, row, makespan):
-    axes.add_patch(Rectangle((0, row + 0.06), makespan, 0.88, color=palette.GREY, alpha=0.18, lw=0))
 
 
 def _task(axes, row, run, task, narrow):
@@ -70,14 +57,13 @@ def _task(axes, row, run, task, narrow):
     start, length = run.start[task], run.end[task] - run.start[task]
     colour = COLOURS[task.kind]
     gap = min(narrow / 6, length / 6)  # what tells neighbours of one kind apart
-    axes.add_patch(Rectangle((start, row + 0.06), length - gap, 0.88, color=colour, lw=0))
+    tile(axes, start, row + 0.06, length - gap, 0.88, colour)
     ink = palette.ink(colour)
     if length > narrow * len(str(task.microbatch)):
-        place = {"ha": "center", "va": "center_baseline", "fontsize": 8, "color": ink}
-        axes.text(start + length / 2, row + 0.53, task.microbatch, **place)
+        number = {"va": "center_baseline", "fontsize": 8, "color": ink}
+        words(axes, start + length / 2, row + 0.53, task.microbatch, **number)
     for bar in range(chunk(run.schedule, task)):
-        foot = (start + 0.15 * length, row + 0.84 - 0.16 * bar)
-        axes.add_patch(Rectangle(foot, 0.7 * length, 0.06, color=ink, lw=0))
+        tile(axes, start + 0.15 * length, row + 0.84 - 0.16 * bar, 0.7 * length, 0.06, ink)
 
 
 def chunk(table: schedules.Schedule, task: schedules.Task) -> int:
@@ -93,19 +79,11 @@ def _legend(axes, kinds):
         )
         for kind in kinds
     ]
-    with palette.style():
-        axes.legend(
-            handles=marks,
-            loc="lower left",  # on a phone the right side is out of sight
-            bbox_to_anchor=(0, 1),
-            ncols=len(marks),
-            fontsize=9,
-            handletextpad=0.4,
-            columnspacing=1.2,
-            borderaxespad=0.1,
-            handlelength=1,
-            handleheight=1,
-        )
+    spaces = {"handletextpad": 0.4, "columnspacing": 1.2, "borderaxespad": 0.1}
+    squares = {"handlelength": 1, "handleheight": 1}
+    with palette.style():  # at the left: on a phone the right side is out of sight
+        axes.legend(handles=marks, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(marks),
+                    fontsize=9, **spaces, **squares)  # fmt: skip
 
 
 def live_activations(runs: Mapping[str, schedules.Timeline], width: float = 3.9) -> Drawing:
@@ -116,12 +94,11 @@ def live_activations(runs: Mapping[str, schedules.Timeline], width: float = 3.9)
     """
     lines = -(-len(runs) // 2)
     rows = max(run.schedule.devices for run in runs.values())
-    drawing, _ = canvas(width, lines * (0.21 * rows + 0.3) + 0.35)
-    drawing.clear()
+    high, grid = lines * (0.21 * rows + 0.3) + 0.35, {"sharex": True, "squeeze": False}
+    drawing, panels = canvas(width, high, 2, lines, **grid)
+    panels = panels.ravel()
     span = max(run.makespan for run in runs.values())
     most = max(_share(run) * max(run.peak_live) for run in runs.values())
-    with palette.style():
-        panels = drawing.subplots(lines, 2, sharex=True, squeeze=False).ravel()
     for axes, (title, run) in zip(panels, runs.items(), strict=False):
         _panel(axes, title, run, span, most)
     for axes in panels[len(runs) :]:

@@ -12,6 +12,8 @@ To add a puzzle, write one function here, decorated with `puzzle`, that returns 
 solution and wrong answers to `tests/test_puzzles.py`.
 """
 
+import types
+
 from shardwise_book.puzzles.collectives import (
     clip,
     gather,
@@ -27,27 +29,5 @@ from shardwise_book.puzzles.layouts import bands, born, product, table, target
 from shardwise_book.puzzles.plans import division, gather_seconds, smallest
 from shardwise_book.puzzles.steps import accumulated, boundaries, order, segments, squares
 
-__all__ = [
-    "Verdict",
-    "accumulated",
-    "bands",
-    "born",
-    "boundaries",
-    "clip",
-    "division",
-    "gather",
-    "gather_seconds",
-    "halo",
-    "layer",
-    "one_order",
-    "order",
-    "product",
-    "scatter",
-    "segments",
-    "settings",
-    "smallest",
-    "squares",
-    "table",
-    "target",
-    "transpose",
-]
+# What is imported here is what the package offers.
+__all__ = [n for n, x in globals().items() if n[0] != "_" and not isinstance(x, types.ModuleType)]

@@ -20,21 +20,15 @@ def scatter(function: Callable[[jax.Array], jax.Array]) -> Verdict:
     for n in (2, 4, 8):
         line, partial = mesh.make(x=n), judging.whole_numbers(n, n * n, 4, 8)
         program = judging.on_each(function, line, partial, check=False)
-        judging.require_equal(program(partial), _sums(partial, n), f" on {n} devices")
+        sums = partial.reshape(n, n, 4, 8).sum(axis=0).reshape(-1, 8)
+        judging.require_equal(program(partial), sums, f" on {n} devices")
         moved = measure.collectives(program)
         if others := set(moved) - {"collective-permute"}:
             raise Wrong(f"right values, by {', '.join(others)}; send them by `ppermute` alone.")
-        steps = n.bit_length() - 1
-        judging.require_at_most(
-            moved.ring_bytes, partial.nbytes // n * (n - 1) // n, f"bytes on {n} devices"
-        )
+        steps, enough = n.bit_length() - 1, partial.nbytes // n * (n - 1) // n
+        sent = judging.require_sent(program, enough, f"bytes on {n} devices")
         judging.require_at_most(moved.dynamic, steps, f"permutes on {n} devices")
-    return f"{steps} permutes on {n} devices, and {moved.ring_bytes:,} bytes, those of the ring."
-
-
-def _sums(partial, n):
-    blocks = partial.reshape(n, n, *partial.shape[1:]).sum(axis=0)
-    return blocks.reshape(-1, *partial.shape[2:])
+    return f"{steps} permutes on {n} devices, and {sent:,} bytes, those of the ring."
 
 
 @puzzle("return this device's part of the sum.")
@@ -47,9 +41,8 @@ def one_order(function: Callable[[jax.Array], jax.Array]) -> Verdict:
     for n in (1, 2, 4, 8):
         program = judging.on_each(function, mesh.make(x=n), arrays, check=False)
         judging.require_equal(program(arrays), sums[0], f" on {n} devices")
-        sent = measure.collectives(program).ring_bytes
         enough = sums.nbytes * (n - 1) // n
-        judging.require_at_most(sent, enough, f"bytes on {n} devices")
+        sent = judging.require_sent(program, enough, f"bytes on {n} devices")
     return f"the same bits on 1, 2, 4 and 8 devices, for a reduce-scatter's {sent:,.0f} bytes."
 
 
@@ -65,10 +58,8 @@ def transpose(function: Callable[[jax.Array], jax.Array]) -> Verdict:
     """The transpose of `halo`, [rows + 1, width] to [rows, width], for the bytes of `halo`."""
     for n, rows in ((2, 3), (4, 2), (8, 5)):
         line = mesh.make(x=n)
-        x, y = (
-            judging.whole_numbers(n, n * rows, 6),
-            judging.whole_numbers(n + 1, n * (rows + 1), 6),
-        )
+        x = judging.whole_numbers(n, n * rows, 6)
+        y = judging.whole_numbers(n + 1, n * (rows + 1), 6)
         forward, backward = judging.on_each(halo, line, x), judging.on_each(function, line, y)
         found = np.asarray(backward(y))
         if found.shape == x.shape:
@@ -78,10 +69,8 @@ def transpose(function: Callable[[jax.Array], jax.Array]) -> Verdict:
         whole = jax.shard_map(halo, mesh=line, in_specs=P("x"), out_specs=P("x"))
         by_jax = judging.in_one(lambda y, f=whole, x=x: jax.linear_transpose(f, x)(y)[0])
         judging.require_equal(found, by_jax(y), f" on {n} devices")
-        sent = measure.collectives(backward).ring_bytes
-        judging.require_at_most(
-            sent, measure.collectives(forward).ring_bytes, f"ring bytes on {n} devices"
-        )
+        enough = measure.collectives(forward).ring_bytes
+        sent = judging.require_sent(backward, enough, f"ring bytes on {n} devices")
     return f"⟨Ax, y⟩ = ⟨x, Aᵀy⟩ on 2, 4 and 8 devices, and {sent} bytes sent: one row."
 
 
@@ -114,17 +103,14 @@ def gather(body: Callable[[jax.Array, Any], tuple[jax.Array, None]]) -> Verdict:
             f"right gradients, but each layer more takes {grown:.2f} layers' bytes of temporaries: "
             f"gathered weights are kept for the backward pass, or gathered too early."
         )
-    sent = measure.collectives(programs[4]).ring_bytes
-    judging.require_at_most(sent, (3 * 4 * one + 8) * 7 / 8, "ring bytes")
+    sent = judging.require_sent(programs[4], (3 * 4 * one + 8) * 7 / 8)
     return f"{sent:,.0f} ring bytes, 3Ψ(n−1)/n, and {temporaries[4] / one:.2f} layers in memory."
 
 
 def _like_one_device(body, stack):
     """The gradient's program under FSDP by `body`, after a comparison with one device."""
-    batch, cut = (
-        {"x": judging.normal(2, 16, EMBED), "y": judging.normal(3, 16, EMBED)},
-        P(None, "fsdp"),
-    )
+    cut = P(None, "fsdp")
+    batch = {"x": judging.normal(2, 16, EMBED), "y": judging.normal(3, 16, EMBED)}
 
     def run(stack, batch):
         value, slope = jax.value_and_grad(lambda s: _error(body, s, batch))(stack)
@@ -145,11 +131,8 @@ def clip(function: Callable[[dict[str, jax.Array], float], dict[str, jax.Array]]
     """`function(grads, limit)` of one device: "w" and "v" cut along "x", "b" whole on each."""
     laid = {"w": P("x"), "v": P("x"), "b": P()}
     for seed, limit in ((0, 1.0), (1, 1e3), (2, 5.0)):
-        grads = {
-            "w": judging.normal(seed, 64, 16),
-            "v": judging.normal(seed + 1, 32),
-            "b": 3 * judging.normal(seed + 2, 16),
-        }
+        grads = {"w": judging.normal(seed, 64, 16), "v": judging.normal(seed + 1, 32)}
+        grads["b"] = 3 * judging.normal(seed + 2, 16)
 
         def here(grads, limit=limit):
             return function(grads, limit)
@@ -161,9 +144,7 @@ def clip(function: Callable[[dict[str, jax.Array], float], dict[str, jax.Array]]
             raise Wrong('expected a dict of "w", "v" and "b".')
         expected, _ = optax.clip_by_global_norm(limit).update(grads, optax.EmptyState())
         for name in laid:
-            judging.require_close(
-                found[name], np.asarray(expected[name]), f'"{name}" under limit {limit:g}'
-            )
+            judging.require_close(found[name], expected[name], f'"{name}" under limit {limit:g}')
         moved = measure.collectives(program)
         judging.require_at_most(moved.payload_bytes, 4, "bytes of payload")
     return f"{moved.payload_bytes} bytes of payload, {moved.ring_bytes:g} ring bytes: one number."
@@ -202,7 +183,5 @@ def _step(options):
     lowered = layouts.step(layout, loss, adam).lower(*state, batch)
     program = lowered.compile(judging.QUICK)
     mean = program(*state, batch)[2]
-    judging.require_close(
-        np.asarray(mean), np.asarray(judging.in_one(loss)(stack, batch)), "the loss", 1e-2
-    )
+    judging.require_close(mean, judging.in_one(loss)(stack, batch), "the loss", 1e-2)
     return lowered, program, sum(a.nbytes for a in stack.values())

@@ -12,6 +12,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from shardwise import measure
+
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
@@ -167,6 +169,15 @@ def require_at_most(number: float, enough: float, what: str) -> None:
     """Raise `Wrong` where `number` is more than `enough`; the values are right by then."""
     if number > enough:
         raise Wrong(f"right values, {number:,.0f} {what}; {enough:,.0f} are enough.")
+
+
+def require_sent(
+    program: jax.stages.Compiled, enough: float, what: str = "ring bytes"
+) -> int | float:
+    """What a device sends in a ring; raise `Wrong` where it is more than `enough` bytes."""
+    sent = measure.collectives(program).ring_bytes
+    require_at_most(sent, enough, what)
+    return sent
 
 
 in_one = functools.partial(jax.jit, compiler_options=QUICK)

@@ -21,6 +21,7 @@ from shardwise_book.puzzles.judging import (
     puzzle,
     require_at_most,
     require_equal,
+    require_sent,
     whole_numbers,
 )
 
@@ -63,11 +64,9 @@ def product(specs: Callable[[int, int, int], tuple[P, P]]) -> Verdict:
         placed = jax.device_put((a, b), tuple(layouts))
         program = compiled(jnp.dot, *placed)
         require_equal(program(*placed), a @ b)
-        sent = measure.collectives(program).ring_bytes
         # Either factor may be gathered, or the partial products be reduced, which is two passes.
         enough = min(a.nbytes, b.nbytes, 2 * 4 * i * k) * 3 / 4
-        require_at_most(sent, enough, f"ring bytes for {i}×{j} times {j}×{k}")
-        told.append(f"{sent:,}")
+        told.append(f"{require_sent(program, enough, f'ring bytes for {i}×{j} times {j}×{k}'):,}")
     return f"{', '.join(told)} ring bytes for the four products, and less is not possible."
 
 
@@ -106,9 +105,8 @@ def _send_mlp(rule, grid, embed, mlp, rows=512):
     require_equal(program(*placed), np.maximum(x @ arrays["up"], 0) @ arrays["down"])
     # Half of both matrices gathered over `data`, the result of four rows' share reduced over two.
     enough = 2 * (embed * mlp * 4 // 2) * 3 // 4 + 2 * (rows // 4 * embed * 4) // 2
-    sent = measure.collectives(program).ring_bytes
-    require_at_most(sent, enough, f"ring bytes for an MLP of {embed} and {mlp} on {rows} rows")
-    return sent
+    what = f"ring bytes for an MLP of {embed} and {mlp} on {rows} rows"
+    return require_sent(program, enough, what)
 
 
 @puzzle("return the stack of matrices.")

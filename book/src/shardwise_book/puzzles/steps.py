@@ -28,15 +28,12 @@ def segments(chain: Callable[[jax.Array, jax.Array], jax.Array]) -> Verdict:
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
 
     for rows, width in ((256, 16), (512, 32)):
-        weights, x = (
-            judging.normal(rows, LAYERS, width, width) / np.sqrt(width),
-            judging.normal(width, rows, width),
-        )
+        weights = judging.normal(rows, LAYERS, width, width) / np.sqrt(width)
+        x = judging.normal(width, rows, width)
         slope = [jax.grad(lambda w, x, f=f: jnp.sum(f(w, x) ** 2)) for f in (chain, plain)]
         program = judging.compiled(slope[0], weights, x)
-        judging.require_close(
-            program(weights, x), judging.in_one(slope[1])(weights, x), "the gradient"
-        )
+        expected = judging.in_one(slope[1])(weights, x)
+        judging.require_close(program(weights, x), expected, "the gradient")
         kept = measure.bytes_per_device(program).temporaries / x.nbytes
         passes = measure.flops(program) / (2 * LAYERS * width * width * rows)
         judging.require_at_most(round(kept, 1), 40, "activations' bytes of temporaries")
@@ -66,13 +63,10 @@ def accumulated(step: Callable[[Any, Any], tuple[jax.Array, Any]]) -> Verdict:
         mean, slope = program(weights, batch)
         judging.require_close(mean, expected[0], "the mean")
         judging.require_close(slope, expected[1], "the gradient")
-        sent = measure.collectives(program).ring_bytes
         enough = 2 * (sum(w.nbytes for w in weights.values()) + 8) * 7 / 8
-        judging.require_at_most(sent, enough, "ring bytes")
-        needed, at_once = (
-            measure.bytes_per_device(p).temporaries
-            for p in (program, _spread(_at_once, weights, batch))
-        )
+        sent = judging.require_sent(program, enough)
+        both = program, _spread(_at_once, weights, batch)
+        needed, at_once = (measure.bytes_per_device(one).temporaries for one in both)
         judging.require_at_most(needed, 0.6 * at_once, f"bytes of temporaries on {rows} rows")
     return f"one sum, {sent:,.0f} ring bytes, and {needed / at_once:.2f} of the memory of one part."
 
@@ -141,7 +135,7 @@ def boundaries(forward: Callable[[list[jax.Array], jax.Array], jax.Array]) -> Ve
     expected = judging.in_one(jax.value_and_grad(_on_one_device))(weights, batch)
     run = jax.jit(pipeline.value_and_grad(loss, mesh.make(stage=3), "1f1b", 6))
     mean, slope = run(weights, batch)
-    judging.require_close(mean, np.asarray(expected[0]), "the loss")
+    judging.require_close(mean, expected[0], "the loss")
     judging.require_close(slope, expected[1], "the gradient")
     out = [x for s in stages if not s.last for x in s.outputs]
     crossing = sum(x.size * x.dtype.itemsize for x in out) // 4  # for one row, one way
