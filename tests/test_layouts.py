@@ -626,6 +626,7 @@ def test_activations_may_be_kept_on_the_host(by, policy):
 
 WITH_VALUE = {
     "polyak": optax.polyak_sgd(),
+    "polyak, in two": optax.MultiSteps(optax.polyak_sgd(), 1),  # whose type tells of no `value`
     "plateau": optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1, rtol=0.5)),
 }
 DIVIDED = {
@@ -633,6 +634,13 @@ DIVIDED = {
     "compiler": dict(fsdp=8),
     "stages": dict(stage=2, data=4),
 }
+
+
+def only_value(updates, state, params=None, *, value):
+    return jax.tree.map(lambda g: -g * value, updates), state
+
+
+WITH_VALUE["bare"] = optax.GradientTransformationExtraArgs(optax.identity().init, only_value)
 
 
 def _of_rows(params, batch):

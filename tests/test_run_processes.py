@@ -155,10 +155,10 @@ def test_stopped_and_resumed_is_not_stopped(environment, references, tmp_path, c
 PLAIN = ["--model.dropout", "0"]  # of what compiles, masks are half
 
 
-def test_a_run_whose_every_step_is_looked_at_hears_a_signal(environment, tmp_path):
+@pytest.mark.parametrize("every", ["--hash-every", "--save-every"])
+def test_a_run_whose_every_step_is_looked_at_hears_a_signal(environment, tmp_path, every):
     folder, before = tmp_path / "run", AT.format(2, int(signal.SIGTERM))
-    every = ["--hash-every", "1", "--save-every", "1"]
-    children = start(environment, folder, 1, [*PLAIN, *every], before)
+    children = start(environment, folder, 1, [*PLAIN, every, "1"], before)
     assert statuses(children) == [signals.STOPPED], said(folder)
     assert losses(folder)[-1][0] <= 4
 
@@ -198,16 +198,16 @@ def recorded(folder):
 
 
 def test_an_exact_run_goes_on_anywhere_with_the_same_bits(environment, tmp_path, capsys):
-    """On four devices; begun on two processes, it goes on in one, and under other roles."""
+    """On four devices; begun on two, it goes on in two processes, and under other roles."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     each = ["--layout.exact", "4", "--model.remat", "--hash-every", "1", "--steps", "5"]
     assert statuses(start(environment, whole, 1, each)) == [0], said(whole)
     two = ["--devices", "2", "--layout.data", "2", "--steps", "2"]
-    assert statuses(start(environment, parts, 2, [*each, *two])) == [0] * 2, said(parts)
+    assert statuses(start(environment, parts, 1, [*each, *two])) == [0], said(parts)
     on = ["--resume", "--steps"]
     four = ["--devices", "4", "--layout.data", "1", "--layout.tensor", "2"]
-    again = start(environment, parts, 1, [*on, "5", *four])
-    assert statuses(again) == [0], said(parts)
+    again = start(environment, parts, 2, [*on, "5", *four])
+    assert statuses(again) == [0] * 2, said(parts)
     assert recorded(parts) == recorded(whole) and losses(parts) == losses(whole)
     assert len(recorded(whole)) == 5 and len(set(map(str, recorded(whole).values()))) == 5
     assert main(["diff", str(whole), str(parts)]) == 0

@@ -150,12 +150,12 @@ def batches(
             f"processes together, a multiple of process_count, and process_index below that."
         )
     each = rows(corpus(split), seq_len, seed, packed)
-    share = each[process_index::process_count].batch(batch // process_count)
+    mine = each[process_index::process_count].batch(batch // process_count)
     few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     source = {"split": split, "batch": int(batch), "seq_len": int(seq_len), "seed": int(seed)}
-    source["corpus"] = checksum(corpus(split))
+    source["corpus"] = _checksum(split)
     source |= {"packed": True} if packed else {}
-    return Batches(iter(share.to_iter_dataset(few)), source)
+    return Batches(iter(mine.to_iter_dataset(few)), source)
 
 
 def rows(
@@ -176,32 +176,35 @@ def rows(
 def _windows(documents, seq_len, packed):
     """(number of windows, the function that makes the i-th): each of one document, or of all.
 
-    What pads the last window counts as one document more.
+    What pads the last window of all counts as one document more.
     """
     starts = np.cumsum([0, *(text.size for text in documents)])
-    ends = starts[-1:] if packed else starts[1:]
-    counts = -(-(np.diff(ends, prepend=0) - 1) // seq_len)
-    before = np.cumsum([0, *counts])
     # One document may be larger than memory: an array in a file is read where it is needed.
-    stream = documents[0] if len(documents) == 1 else np.concatenate(documents)
+    texts = (np.concatenate(documents),) if packed and len(documents) > 1 else documents
+    before = np.cumsum([0, *(-(-(text.size - 1) // seq_len) for text in texts)])
 
     def window(i):
         which = np.searchsorted(before, i, side="right") - 1
-        place = np.arange(seq_len + 1) + (ends[which - 1] if which else 0)
-        place += (i - before[which]) * seq_len
+        at = (i - before[which]) * seq_len
+        real = texts[which][at : at + seq_len + 1]
         text = np.zeros(seq_len + 1, np.int32)
-        real = stream[place[0] : min(place[-1] + 1, ends[which])]
         text[: real.size] = real
-        document = np.searchsorted(starts, place, side="right") - 1
-        same = (document[1:] == document[:-1]) & (place[1:] < ends[which])
-        row = {"tokens": text[:-1], "targets": text[1:], "mask": same.astype(np.float32)}
+        mask, told = np.arange(1, seq_len + 1) < real.size, {}
         if packed:
-            first = np.maximum(starts[document], place[0])
-            row["documents"] = (document - document[0])[:-1].astype(np.int32)
-            row["positions"] = (place - first)[:-1].astype(np.int32)
-        return row
+            place = np.arange(at, at + seq_len + 1)
+            document = np.searchsorted(starts, place, side="right") - 1
+            mask &= document[1:] == document[:-1]
+            first = np.maximum(starts[document], at)
+            told["documents"] = (document - document[0])[:-1].astype(np.int32)
+            told["positions"] = (place - first)[:-1].astype(np.int32)
+        return {"tokens": text[:-1], "targets": text[1:], "mask": mask.astype(np.float32), **told}
 
     return int(before[-1]), window
+
+
+@functools.cache
+def _checksum(split):
+    return checksum(corpus(split))
 
 
 def checksum(documents: tuple[np.ndarray, ...]) -> int:

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 __all__ = [
     "Places", "attend", "bind", "causal", "constrain", "experts", "index", "kernels", "layer",
-    "local", "places", "stage_boundary", "total", "use",
+    "local", "places", "seen", "stage_boundary", "total", "use",
 ]  # fmt: skip
 
 _MEANINGS = contextvars.ContextVar("shardwise_marks", default=types.MappingProxyType({}))

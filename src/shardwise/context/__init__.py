@@ -38,6 +38,7 @@ FORMS = {
 }
 
 __all__ = [
+    "FORMS",
     "all_gather",
     "bytes_sent",
     "contiguous",

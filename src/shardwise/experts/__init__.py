@@ -26,9 +26,8 @@ for a later one. Where the sequence is cut too, give that axis as `sequence=`: w
 decided from the whole row, for the cost of gathering the choices, four bytes each.
 """
 
-# What __all__ lacks is for `layouts`, and for a chapter that shows the inside.
-from shardwise.experts.dispatch import queued, slots  # noqa: F401
-from shardwise.experts.exchange import (  # noqa: F401
+from shardwise.experts.dispatch import queued, slots
+from shardwise.experts.exchange import (
     FORMS,
     Exchange,
     all_to_all,
@@ -39,4 +38,7 @@ from shardwise.experts.exchange import (  # noqa: F401
 )
 from shardwise.experts.mixture import loads, penalty, rebalanced
 
-__all__ = ["all_to_all", "bytes_sent", "gather", "loads", "penalty", "ragged", "rebalanced"]
+__all__ = [
+    "FORMS", "Exchange", "all_to_all", "bytes_sent", "gather", "loads", "on_one_device", "penalty",
+    "queued", "ragged", "rebalanced", "slots",
+]  # fmt: skip

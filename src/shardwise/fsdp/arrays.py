@@ -130,7 +130,7 @@ def laid_out(run: Any, rule: rules.FSDPRule, mesh: Mesh, who: str) -> Callable:
     def lies(x):
         return jnp.shape(x), getattr(x, "sharding", None)
 
-    return looked_at(run, look, lies, of=lambda params, *args: params)
+    return looked_at(run, look, lies, of=lambda params, *args, **options: params)
 
 
 def without(spec: P, axes: Sequence[str]) -> P:

@@ -1,5 +1,6 @@
 """Functions that look at their arguments before they run, and else are what they were."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -10,6 +11,7 @@ class Around:
 
     def __init__(self, run: Callable, call: Callable):
         self._run, self._call = run, call
+        functools.update_wrapper(self, run, updated=())
 
     def __call__(self, *args, **options):
         return self._call(self._run, *args, **options)
@@ -21,7 +23,7 @@ class Around:
 
 
 def looked_at(
-    run: Callable, look: Callable, kind: Callable, of: Callable = lambda *args: args
+    run: Callable, look: Callable, kind: Callable, of: Callable = lambda *args, **options: args
 ) -> Callable:
     """`run`, before which `look` sees the arguments, once for each kind of what `of` takes of them.
 
@@ -31,7 +33,7 @@ def looked_at(
     known = set()
 
     def call(run, *args, **options):
-        leaves, structure = jax.tree.flatten((of(*args), options))
+        leaves, structure = jax.tree.flatten((of(*args, **options), options))
         if not any(isinstance(x, jax.core.Tracer) for x in leaves):
             told = structure, *map(kind, leaves)
             if told not in known:

@@ -74,7 +74,7 @@ def value_and_grad(
         these axes (`objective.check` with the way "sequence" tells); the loss has to return an
         `objective.Mean`.
       order: (sequence, parts) to the order in which the sequence is cut, as `context.zigzag`.
-      meanings: of further marks, {mark: meaning}, such as attend=context.ring("context").
+      meanings: of marks, {mark: meaning}, such as attend=context.ring("context").
       who: the function that was called, which errors name.
       zero: ZeRO's number. 3 as above; 2 gathers all before the loss and scatters the gradients of
         each microbatch, those that the loss gives to `marks.use` there, so that they are never all

@@ -109,8 +109,8 @@ def _laid(layout, batch, who):
     for path, x in trees.leaves(batch):
         shape = jnp.shape(x)
         for size, (axes, times, what) in zip(shape, cuts, strict=False):
-            told = f"{path or 'the batch'} of shape {shape}", size, layout.parts(axes) * times
-            check_cut(who, *told, f"along its {what}")
+            told, parts = f"{path or 'the batch'} of shape {shape}", layout.parts(axes) * times
+            check_cut(who, told, size, parts, f"along its {what}")
         spec = P(*(axes or None for axes, *_ in cuts[: len(shape)]))
         found.append(jax.lax.with_sharding_constraint(x, NamedSharding(layout.auto, spec)))
     return jax.tree.unflatten(jax.tree.structure(batch), found)

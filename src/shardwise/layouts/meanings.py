@@ -37,8 +37,9 @@ class Pins:
             return x
         if x.ndim == 3:
             axes, length = jax.tree.leaves(list(spec)[1:2]), x.shape[1]
-            told = "layouts", f"a sequence of {length}", length  # a compiler pads it in silence
-            check_cut(*told, meshes.parts(self.mesh, axes), f"over {axes}, at {name!r}")
+            parts, where = meshes.parts(self.mesh, axes), f"over {axes}, at {name!r}"
+            # A compiler would pad it in silence.
+            check_cut("layouts", f"a sequence of {length}", length, parts, where)
         mesh = meshes.within(self.mesh) if self.by_hand else self.mesh
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 

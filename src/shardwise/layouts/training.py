@@ -1,6 +1,7 @@
 """A layout put to work: parameters, loss and gradient, the whole step."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -150,7 +151,8 @@ def step(
 
     `params` and `opt_state` are what `init` returns. Both are donated: use only what is returned.
     It is jitted, but for an exact layout, whose arrays cut between steps are not donated. An
-    optimizer that asks for `value=` gets the mean. `check`: as in `value_and_grad`.
+    optimizer whose update takes `value=` gets the mean, and by `grad=` the gradients. `check`: as
+    in `value_and_grad`.
 
     Raises, when called:
       Indivisible: a loss that is another function of parts of its batch (a ValueError).
@@ -162,7 +164,6 @@ def step(
     returns new values, in aux, which is a dict then, as "frozen" {path: value}; of parts of the
     batch the mean is taken. The optimizer's updates of them count for nothing.
     """
-    tx = optax.with_extra_args_support(tx)
     if frozen is not None:
         loss, has_aux, aux = _apart(loss), True, ("mean", aux)
     mean_and_grad = gradients.mean_and_grad(layout, loss, has_aux, aux, "layouts.step")
@@ -180,13 +181,13 @@ def step(
     def run(params, opt_state, batch, *args, key=None):
         *found, out = outputs(params, batch, *args, key=key)
         update = functools.partial(_update, layout, tx)
-        params, opt_state = _updated(update, params, opt_state, *found)
+        params, opt_state = _updated(tx, update, params, opt_state, *found)
         if frozen is not None:
             params = rules.constrain_tree(params, parameter_rule(layout), layout.auto)
         return params, opt_state, *out
 
     if layout.exact:
-        run = exact.step(layout, tx, functools.partial(_updated, tx.update), outputs)
+        run = exact.step(layout, tx, functools.partial(_updated, tx, tx.update), outputs)
     else:
         run = jax.jit(run, donate_argnums=(0, 1))
         run = first_call.checked(run, layout, "layouts.step") if layout.stage else run
@@ -202,11 +203,14 @@ def step(
     return mesh.for_caller(run, layout.mesh, specs)
 
 
-def _updated(update, params, opt_state, mean, new, grads):
-    """(params, opt_state) after an optimizer's `update`, with the `new` values by their paths."""
-    # Some ask for the loss, as `optax.polyak_sgd` does; the others take no notice.
-    asked = dict(value=mean, grad=grads, value_fn=_no_loss)
-    updates, opt_state = update(grads, opt_state, params, **asked)
+def _updated(tx, update, params, opt_state, mean, new, grads):
+    """(params, opt_state) after `tx`'s update, with the `new` values by their paths."""
+    # Some ask for the loss, as `optax.polyak_sgd` does.
+    told = dict(value=mean, grad=grads, value_fn=_no_loss)
+    taken = inspect.signature(tx.update).parameters.values()
+    if not any(each.kind is each.VAR_KEYWORD for each in taken):
+        told = {each.name: told[each.name] for each in taken if each.name in told}
+    updates, opt_state = update(grads, opt_state, params, **told)
     params = optax.apply_updates(params, updates)
     found = [new[path].astype(x.dtype) if path in new else x for path, x in trees.leaves(params)]
     return jax.tree.unflatten(jax.tree.structure(params), found), opt_state

@@ -2,7 +2,7 @@
 
 import math
 import re
-from typing import Any, NoReturn
+from typing import Any
 
 from shardwise.marks import kernel_said
 
@@ -51,7 +51,9 @@ def _read(frame: Frame, op: Instruction) -> int | None:
         return _convolution(frame, op)
     if op.opcode == "custom-call":
         return _custom_call(frame, op)
-    return _unreadable(op, op.opcode) if op.opcode in ("ragged-dot", "scaled-dot") else None
+    if op.opcode in ("ragged-dot", "scaled-dot"):
+        raise _unreadable(op, op.opcode)
+    return None
 
 
 def _dot(frame: Frame, op: Instruction, contracted: str, batch: str | None) -> int | None:
@@ -76,16 +78,16 @@ def _custom_call(frame: Frame, op: Instruction) -> int | None:
     if "contracting" in dims:
         return _dot(frame, op, dims["contracting"], dims.get("batch"))
     if re.search(_PRODUCTS, target, re.IGNORECASE):
-        return _unreadable(op, target)
+        raise _unreadable(op, target)
     return None
 
 
-def _unreadable(op: Instruction, what: str) -> NoReturn:
-    raise ValueError(
+def _unreadable(op: Instruction, what: str) -> ValueError:
+    return ValueError(
         f"measure.flops: cannot read the size of the product in {op.name}, a {what}; known are "
         f"dot, convolution, and library calls that state their contracted dimensions. Count a "
-        f"program compiled for CPU, or the part around it by itself; of a Pallas kernel, say "
-        f"marks.kernels(pallas_call=FLOPs) around it."
+        f"program compiled for CPU, or the part around it by itself; of a Pallas kernel for TPUs, "
+        f"say marks.kernels(pallas_call=FLOPs) around it."
     )
 
 

@@ -1,4 +1,4 @@
-"""Parts of a batch: rows of microbatches, their numbers, and one tree of what all parts return."""
+"""Parts of a batch: what is checked, rows and their numbers, one tree of what parts return."""
 
 import math
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ def check_params(params: Any, mesh: Mesh, who: str) -> None:
         if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
             raise TypeError(
                 f"{who}: {path or 'the parameter'} is {jnp.result_type(x)}, which has no gradient; "
-                f"pass keys and counters in the batch or as further arguments."
+                f"pass keys by key=, and counters in the batch or as further arguments."
             )
     meshes.check_around(who, mesh)
 

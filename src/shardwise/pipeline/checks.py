@@ -38,8 +38,8 @@ def schedule(asked: Any, stages: int) -> schedules.Schedule:
         try:
             return schedules.SCHEDULES[given](stages, ranks, asked.microbatches)
         except ValueError as error:
-            told = f"{error}{_UNMARKED if stages == 1 else ''}"
-            raise ValueError(f"{who}: {told}") from error
+            told = f"{error} (the mesh has {ranks} ranks along {asked.axis!r})"
+            raise ValueError(f"{who}: {told}{_UNMARKED if stages == 1 else ''}") from error
     found = schedules.from_tasks(given)
     schedules.check(found)
     if (found.stages, found.devices, found.microbatches) != (stages, ranks, asked.microbatches):

@@ -39,6 +39,8 @@ def gpipe(stage: Callable, mesh: Mesh, microbatches: int, axis: str = "stage") -
         return jax.lax.scan(tick, jnp.zeros_like(parts[0]), ticks)[1][None, ranks - 1 :]
 
     def run(stack, x):
+        if microbatches < 1 or x.shape[0] % microbatches:
+            raise ValueError(f"gpipe: {x.shape[0]} rows do not split into {microbatches} parts.")
         specs = dict(in_specs=(P(axis), P()), out_specs=P(axis), check_vma=False)
         done = jax.shard_map(rank, mesh=mesh, **specs)(stack, split(x, microbatches))
         return reduced(done[-1], "concatenate")

@@ -114,8 +114,7 @@ def _refuse(asked, flags, why):
             raise ValueError(f"plan: --{flag} {why}.")
 
 
-def _positive(**given):
-    ((name, value),) = given.items()
+def _positive(name, value):
     if value < 1:
         raise ValueError(f"plan: --{name} {value}; expected 1 or more.")
     return value
@@ -125,9 +124,9 @@ def _rows(batch, sequence, devices=0):
     """The rows of a batch, which is told as such, 512, or by its tokens, 4M: those nearest to which
     there are equally many for each device, or a power of two.
     """
-    _positive(sequence=sequence)
+    _positive("sequence", sequence)
     if batch.isdigit():
-        return _positive(batch=int(batch))
+        return _positive("batch", int(batch))
     rows = max(1, _number("--batch", batch, "512 rows or 4M tokens", "[KMBGT]|E") / sequence)
     return round(rows / devices) * devices if rows > devices > 0 else 2 ** round(math.log2(rows))
 
@@ -244,7 +243,7 @@ def _own(asked):
 
 
 def _show(asked, found, model, notes):
-    top = _positive(top=asked.top)
+    top = _positive("top", asked.top)
     if not 0 <= asked.compile <= top:
         raise ValueError(f"plan: --compile {asked.compile}; expected 0 to --top {top}.")
     only, doubted = _sizes("only", asked.only), _sizes("why", asked.why)
@@ -287,7 +286,7 @@ def _config(model):
 
 
 def _chips(asked):
-    _positive(slices=asked.slices)
+    _positive("slices", asked.slices)
     try:
         return topology.chips(asked.chips, asked.slices)
     except ValueError as error:

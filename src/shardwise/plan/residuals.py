@@ -269,8 +269,8 @@ def _cut(sizes: dict[Any, int], made_by: dict[Any, Equation], kept: Collection[A
             edges[source, i] = never
         if v in kept:
             edges[n + i, sink] = never
-    ends, sizes = np.array(list(edges), np.int32).T, np.array(list(edges.values()), np.int32)
-    graph = csr_array((sizes, tuple(ends)), shape=(2 * n + 2, 2 * n + 2))
+    ends, most = np.array(list(edges), np.int32).T, np.array(list(edges.values()), np.int32)
+    graph = csr_array((most, tuple(ends)), shape=(2 * n + 2, 2 * n + 2))
     left = graph - csgraph.maximum_flow(graph, source, sink).flow
     left.data = np.maximum(left.data, 0)
     left.eliminate_zeros()

@@ -12,7 +12,7 @@ from shardwise.rules.naming import LogicalRules, PathRules, PolicyRule
 from shardwise.rules.placement import constrain_tree, place, shardings, whole
 from shardwise.rules.rule import follow
 from shardwise.rules.table import describe
-from shardwise.tree import leaves as named_leaves  # noqa: F401, as chapters call it
+from shardwise.tree import leaves as named_leaves
 
 __all__ = [
     "FSDPRule",
@@ -23,6 +23,7 @@ __all__ = [
     "describe",
     "follow",
     "jit",
+    "named_leaves",
     "place",
     "shardings",
     "whole",

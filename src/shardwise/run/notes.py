@@ -1,12 +1,11 @@
 """The notes that each process leaves in the run folder of what it does, and who hangs by them.
 
-A process judges itself by its own, and a launcher all of them from outside.
+A watchdog within a process judges it by its own, and a launcher all of them from outside.
 """
 
 import collections
 import dataclasses
 import json
-import math
 import os
 import socket
 import statistics
@@ -43,13 +42,14 @@ class Notes:
     """The notes of this process, in a file of its own; `last` is the newest.
 
     In their context, a thread ends a process that makes no progress: that reads or steps, from the
-    second step on, for `hang` seconds, or five of its steps where these take longer. Compiling,
+    second step on, for `hang` seconds and three times the longest step so far. Compiling,
     evaluating and saving take what they take.
     """
 
     def __init__(self, folder: Path, index: int, hang: float):
         self._file = folder / "processes" / f"{index}.json"
-        self._hang, self._over = hang, threading.Event()
+        self._hang, self._longest, self._since = hang, 0.0, None
+        self._over = threading.Event()
         self.last = Note(index, os.getpid(), socket.gethostname())
         self.say("starting")
 
@@ -62,18 +62,23 @@ class Notes:
 
     def say(self, doing: str, **changes: int | str) -> None:
         """Note what the process is doing, and what changed: `step`, or the `line` of one done."""
+        now = time.monotonic()
+        if doing not in WATCHED:
+            self._since = None
+        elif self._since is None:
+            self._since = now if self.last.line else None
+        elif "line" in changes:
+            self._longest, self._since = max(self._longest, now - self._since), now
         self.last = dataclasses.replace(self.last, doing=doing, time=time.time(), **changes)
         write(self._file, json.dumps(dataclasses.asdict(self.last)) + "\n")
 
     def _watch(self):
-        index = self.last.process
-        watch = Watch({index: time.monotonic()}, self._hang, math.inf)
         while not self._over.wait(0.5):
-            note, now = self.last, time.monotonic()
-            watch.see({index: note}, now)
-            if note.line and (hang := watch.hang([index], now)):  # its first step is done
+            since, note = self._since, self.last
+            waited = 0.0 if since is None else time.monotonic() - since
+            if waited > self._hang + 3 * self._longest:
                 message = (
-                    f"run: process {index} has made no progress for {hang.idle[index]:.0f} s, at "
+                    f"run: process {note.process} has made no progress for {waited:.0f} s, at "
                     f"{note.told()}: ending it.\n"
                 )
                 os.write(2, message.encode())

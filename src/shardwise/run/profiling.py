@@ -73,13 +73,14 @@ def read(folder: str | Path) -> list[Op]:
 
 def _ops(plane: Any, line: Any) -> list[Op]:
     """The operations of one line of a trace, of which those that hold others are left out."""
-    told = [(event, dict(event.stats)) for event in line.events]
-    waits = sorted((e.start_ns, e.duration_ns) for e, _ in told if e.name == "Rendezvous")
-    ops = [
-        _op(plane.name, event, stats, waits)
-        for event, stats in told
-        if event.name != "Rendezvous" and {"hlo_op", "run_id"} <= stats.keys()
-    ]
+    waits, told = [], []  # of a million events on a host's line few are operations
+    for event in line.events:
+        if event.name == "Rendezvous":
+            waits.append((event.start_ns, event.duration_ns))
+        elif {"hlo_op", "run_id"} <= (stats := dict(event.stats)).keys():
+            told.append((event, stats))
+    waits.sort()
+    ops = [_op(plane.name, event, stats, waits) for event, stats in told]
     ops.sort(key=lambda op: (op.start, -op.stop))
     pairs = itertools.zip_longest(ops, ops[1:])
     return [op for op, after in pairs if after is None or after.start >= op.stop]

@@ -77,7 +77,8 @@ class Roles:
         except ValueError:
             told = " × ".join(f"{role} {size}" for role, size in sizes.items() if size != 1) or "1"
             # The command simulates devices, and a program of one's own may forget to.
-            more = " Simulate more by mesh.simulate(8), before anything runs." * (count == 1)
+            simulate = " Simulate more by mesh.simulate(8), before anything runs."
+            more = simulate if count == 1 else ""
             raise ValueError(
                 f"run: the layout {told} does not fit {count} devices: sizes are positive and "
                 f"multiply to {count}, and one at most is -1, such as --layout.fsdp -1, for those "
@@ -123,7 +124,7 @@ class Processes:
     count: int | None = None
     index: int | None = None
     heartbeat: int = 20  # seconds after which a process that is silent is taken for dead
-    hang: float = 25.0  # seconds without progress, or five steps if longer, that end a process
+    hang: float = 25.0  # seconds without progress, beyond three steps' time, that end a process
 
 
 @dataclasses.dataclass(frozen=True)

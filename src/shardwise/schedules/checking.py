@@ -1,5 +1,7 @@
 """The check that a schedule can run at all, and the reason if it cannot."""
 
+import itertools
+
 from shardwise.schedules.table import Lists, Schedule, Task, from_tasks
 
 
@@ -13,12 +15,16 @@ def check(schedule: Schedule | Lists) -> None:
     """
     found = from_tasks(getattr(schedule, "tasks", schedule))
     if isinstance(schedule, Schedule):
-        said, are = ((x.stages, x.microbatches, tuple(x.device_of)) for x in (schedule, found))
-        if said != are:
-            raise ValueError(
-                f"The schedule's stages, microbatches and device_of are {said}, and those of its "
-                f"tasks {are}."
-            )
+        for name in "stages", "microbatches":
+            if (said := getattr(schedule, name)) != (are := getattr(found, name)):
+                raise ValueError(f"The schedule's {name} are {said}, and its tasks have {are}.")
+        homes = itertools.zip_longest(schedule.device_of, found.device_of)
+        for stage, (said, is_on) in enumerate(homes):
+            if said != is_on:
+                raise ValueError(
+                    f"The schedule's device_of says {said} for stage {stage}, whose tasks are on "
+                    f"device {is_on}."
+                )
     _check_each_once(found)
     run_order(found)
 

@@ -47,7 +47,7 @@ class Compiled:
 
     mesh: ChipMesh
     text: str = dataclasses.field(repr=False)
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...] = dataclasses.field(repr=False)  # of _SIZES
     buffers: tuple[Buffer, ...] = dataclasses.field(repr=False)
     report: str = dataclasses.field(repr=False)
     coordinates: tuple[tuple[int, ...], ...] = dataclasses.field(repr=False)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, axes, explorer, said
 
+CUTS = ("columns", "rows")
 ORDERS = ("in their places", "relu before them", "last one left out")
 _T, _E, _F = 64, 40, 80  # tokens, embed and the hidden width, as drawn
 _PILE = 12  # by how much the last of a pile of summands is moved
@@ -56,7 +57,8 @@ def block_explorer(blocks: Sequence[Block], start: int = 0) -> Interactive:
       ValueError: a combination is missing.
     """
     found = {block[:4]: block for block in blocks}
-    options = axes(found, "block_explorer")
+    devices = dict.fromkeys(block.n for block in blocks)
+    options = axes(found, "block_explorer", (devices, CUTS, CUTS, (False, True)))
     controls = {
         "n": Control("Devices", options[0]),
         "first": Control("First matrix by", options[1]),

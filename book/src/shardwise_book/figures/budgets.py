@@ -142,7 +142,7 @@ def _explorer(choices, found, chosen, words, bars, high, alt, shows):
     """`words`, `bars` and the `high` picture that these need are functions of what is found."""
     if isinstance(found[chosen], str):
         raise ValueError(f"figures: chosen={chosen} is shown first, and is none: {found[chosen]}")
-    axes(found, f"{shows}_explorer")
+    axes(found, f"{shows}_explorer", [range(len(options)) for options in choices.values()])
     controls = {
         f"choice{i}": Control(label, {option: k for k, option in enumerate(options)})
         for i, (label, options) in enumerate(choices.items())

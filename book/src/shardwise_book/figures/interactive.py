@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -184,13 +184,18 @@ class _States:
         return base64.b64encode(zlib.compress(packed.encode(), 9)).decode()
 
 
-def axes(found: Mapping[tuple, Any], figure: str) -> list[list]:
-    """The values along each axis of a table that has all their combinations, in their order.
+def axes(
+    found: Mapping[tuple, Any], figure: str, options: Sequence[Iterable] | None = None
+) -> list[list]:
+    """The `options` along each axis of a table that has all their combinations, in their order.
+
+    Without them, those that the table has.
 
     Raises:
       ValueError: a combination is missing; `figure` is told.
     """
-    options = [list(dict.fromkeys(values)) for values in zip(*found, strict=True)]
+    seen = (dict.fromkeys(values) for values in zip(*found, strict=True))
+    options = [list(values) for values in options or seen]
     if missing := [place for place in itertools.product(*options) if place not in found]:
         raise ValueError(f"figures.{figure}: all combinations are needed; none for {missing[0]}.")
     return options
