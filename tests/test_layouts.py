@@ -409,7 +409,10 @@ CALLED = {
 }
 
 
-@pytest.mark.parametrize("name", ["fsdp", "fsdp by compiler", "stage, fsdp", "stage, fsdp by hand"])
+CUTTING = ["fsdp", "fsdp by compiler", "stage", "stage, fsdp", "stage, fsdp by hand"]
+
+
+@pytest.mark.parametrize("name", CUTTING)
 @pytest.mark.parametrize("called", CALLED)
 def test_an_error_names_what_was_called(name, called):
     layout = layouts.LAYOUTS[name](4)
@@ -418,6 +421,9 @@ def test_an_error_names_what_was_called(name, called):
     run, placed = CALLED[called](layout), layouts.place(layout, params)
     with pytest.raises(ValueError, match=rf"^{called}: .*15.*do(es)? not split into \d+"):
         run(placed, odd)
+    if layout.by_hand or layout.stage:
+        with pytest.raises(ValueError, match=rf"^{called}: the batch is \{{\}}, and has no arrays"):
+            run(placed, {})
     if layout.by_hand:
         with pytest.raises(ValueError, match=rf"^{called}: v of shape \(8, 8\) is no array of JAX"):
             run(params, batch)

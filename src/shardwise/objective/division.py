@@ -47,9 +47,11 @@ class Division:
         """(the batch, its columns in order; the numbers of rows and columns; the specs of both).
 
         Raises:
-          ValueError: rows or columns that do not divide over mesh axes.
+          ValueError: rows or columns that do not divide.
         """
         if self.mesh is None:
+            if self.microbatches > 1:
+                check_rows(batch, self.microbatches, self.who)
             return batch, numbers(batch), (P(), P())
         check_rows(batch, meshes.parts(self.mesh, self.rows) * self.microbatches, self.who)
         if not self.columns:

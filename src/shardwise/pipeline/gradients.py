@@ -70,7 +70,7 @@ def value_and_grad(
       ValueError: an axis that the mesh lacks; rows that do not split; no mark where the schedule
         wants stages; a mark where the loss cannot be cut; a count that depends on parameters, with
         several microbatches.
-      TypeError: parameters or a batch that are no arrays, or have no gradient.
+      TypeError: arguments that are no arrays, or parameters that have no gradient.
     """
     meshes.check_axes(who, mesh, (axis,))
     division = dataclasses.replace(within.division, microbatches=microbatches, who=who)
