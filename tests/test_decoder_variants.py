@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import sample
+from combinations import marked
 from flax import nnx
 
 from shardwise import data, layouts, mesh, model, objective
@@ -57,15 +57,15 @@ LAYOUTS += ["fsdp", "stage, fsdp", "fsdp, expert, context"]
 FAST = {("gemma", LAYOUTS[0]), ("olmo", LAYOUTS[1]), ("qwen", LAYOUTS[5])}
 
 
-OTHERS = [
-    pytest.param(n, x, marks=pytest.mark.slow)
+CASES = [
+    (n, x)
     for n, config in CONFIGS.items()
     for x in LAYOUTS
-    if (n, x) not in FAST and ("expert" not in x or "experts" in config)
+    if "expert" not in x or "experts" in config
 ]
 
 
-@pytest.mark.parametrize("name, layout", [*sorted(FAST), *sample(OTHERS, 5)])
+@pytest.mark.parametrize("name, layout", marked(CASES, FAST, 2))
 def test_a_variant_is_one_device(name, layout):
     layout = layouts.LAYOUTS[layout](8)
     create, loss, has_aux = program(name, layout.size("stage"))

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import os
 import random
 
 import flax.linen as nn
@@ -12,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import IN_FULL
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -143,7 +143,6 @@ DRAW = random.Random(27)
 QUICK = [("plain", "bfloat16", "adamw, clipped"), ("decoder", "float32", "lion")]
 SAMPLE = [(QUICK[0], each) for each in [*DRAW.sample(OTHERS, 2), dict(data=2, fsdp=2)]]
 SAMPLE += [(QUICK[1], each) for each in (dict(fsdp=2), NAMED[0])]
-IN_FULL = bool(os.environ.get("IN_FULL"))  # which `make stacks` sets
 # Every model in every dtype, with an optimizer in turn, and every kind of division.
 EACH = [(*x, [*OPTIMIZERS][(i + 1) % 3]) for i, x in enumerate(itertools.product(MODELS, DTYPES))]
 SLOW = list(zip(EACH, [*OTHERS[:-5:-1], *DRAW.sample(ROWS_CUT[1:], 2)], strict=True))

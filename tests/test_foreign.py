@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import sample
+from combinations import marked
 from flax import nnx
 from flax.training import train_state
 from jax.sharding import PartitionSpec as P
@@ -233,7 +233,7 @@ def table():
             for k, tx in enumerate(OPTIMIZERS):
                 group = cases if (i + j) % len(OPTIMIZERS) == k else others
                 group.append((name, strategy, tx))
-    return [*cases, *(pytest.param(*c, marks=pytest.mark.slow) for c in sample(others, 4))]
+    return marked([*cases, *others], cases, 4)
 
 
 def test_every_pair_of_a_model_a_strategy_and_an_optimizer_is_tried():

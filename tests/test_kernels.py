@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import marked
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -108,9 +109,7 @@ LAYOUTS = {
 FAST = {"fsdp, tensor"}
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in LAYOUTS]
-)
+@pytest.mark.parametrize("name", marked(LAYOUTS, FAST, 2))
 def test_under_a_layout_it_is_one_device(name):
     asked = LAYOUTS[name]
     sizes = {k: v for k, v in asked.items() if k in ("stage", "data", "fsdp", "context", "tensor")}

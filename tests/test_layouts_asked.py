@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import marked
 from flax import nnx
 
 from shardwise import experts, layouts, measure, mesh, model
@@ -227,10 +228,6 @@ CASES = {name: {} for name in HELD if not layouts.LAYOUTS[name](8).stage}
 CASES["fsdp by compiler, bfloat16"] = dict(dtype=jnp.bfloat16)
 HELD |= CASES | {"fsdp, tensor by compiler, zero1": dict(zero=1)}
 FAST = {"fsdp, tensor by compiler"}
-
-
-def marked(cases, fast):
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in cases]
 
 
 def layout_of(name):

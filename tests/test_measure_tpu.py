@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from combinations import marked
 from flax import nnx
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as attention
@@ -113,9 +114,7 @@ CHEAP = ("v5e:2x4", "padded")
 
 
 @needs_libtpu
-@pytest.mark.parametrize(
-    "place", [p if p in CHEAP else pytest.param(p, marks=pytest.mark.slow) for p in PLACES]
-)
+@pytest.mark.parametrize("place", marked(PLACES, CHEAP))
 def test_bytes_are_those_written_or_the_difference_has_a_name(place):
     n, share, found = by_hand(**PLACES[place])
     written = PLACES[place].get("only", WRITTEN)
@@ -446,14 +445,14 @@ def neighbours(made, op):
 ON_LINKS = [
     ("v5e:2x4", dict(x=8)),
     ("v5p:2x2x2", dict(x=8)),
-    pytest.param("v5e:2x4", dict(y=4, x=2), marks=pytest.mark.slow),
-    pytest.param("v5p:2x2x2", dict(y=2, x=4), marks=pytest.mark.slow),
-    pytest.param("v5p:2x2x2", dict(y=4, x=2), marks=pytest.mark.slow),
+    ("v5e:2x4", dict(y=4, x=2)),
+    ("v5p:2x2x2", dict(y=2, x=4)),
+    ("v5p:2x2x2", dict(y=4, x=2)),
 ]
 
 
 @needs_libtpu
-@pytest.mark.parametrize("chips, axes", ON_LINKS)
+@pytest.mark.parametrize("chips, axes", marked(ON_LINKS, ON_LINKS[:2], 1))
 def test_a_strategy_counts_no_more_links_than_lead_to_its_group(chips, axes):
     """Whatever it is called and however many colors it has, for a small array and a large one."""
     mesh, named = topology.chips(chips).mesh(**axes), set()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from combinations import marked
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -334,16 +335,11 @@ FEW = {contrastive, batch_norm, scaled_by_maximum, hard_examples_by_order, media
 FEW |= {recurrent_over_rows, global_maml, class_weights, by_rule}
 
 
-def cases(losses, fast):
-    """All of them, of which only some run in the fast tests."""
-    return [x if x in fast else pytest.param(x, marks=pytest.mark.slow) for x in losses]
-
-
 def name_of(case):
     return getattr(case, "__name__", case)
 
 
-@pytest.mark.parametrize("loss", cases(MIXING, FEW), ids=name_of)
+@pytest.mark.parametrize("loss", marked(MIXING, FEW), ids=name_of)
 def test_rows_that_look_at_each_other_are_refused(loss):
     with pytest.raises(objective.Indivisible):
         check(loss)
@@ -630,7 +626,7 @@ OFTEN = {layer_norm, attention, in_chunks, clipped_rows, paired_by_concatenation
 OFTEN |= {added_mean, sorted_by_expert, guarded, one_to_itself, by_place}
 
 
-@pytest.mark.parametrize("loss", cases(RIGHT, OFTEN), ids=name_of)
+@pytest.mark.parametrize("loss", marked(RIGHT, OFTEN), ids=name_of)
 def test_rows_of_their_own_are_never_refused(loss):
     check(loss, key=jax.random.key(0) if loss in (by_place, by_shape) else None)
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import published
 import pytest
-from combinations import sample
+from combinations import marked
 from jax.experimental import pallas
 from published import BATCH, DIVIDE, MIX, PARAMS, narrow, nats, net
 
@@ -17,10 +17,10 @@ KINDS = {"float32": (PARAMS, BATCH), "bfloat16": (narrow(PARAMS), narrow(BATCH))
 
 
 def in_kinds(table):
-    """Each in float32, and half of them in bfloat16, whose noise is what differs."""
-    narrowed = [pytest.param(name, "bfloat16", marks=pytest.mark.slow) for name in table]
-    cases = [(name, "float32") for name in table] + sample(narrowed, len(table) // 2)
-    return pytest.mark.parametrize(("name", "kind"), cases)
+    """Each in float32, and a third of them in bfloat16, whose noise is what differs."""
+    quick = [(name, "float32") for name in table]
+    cases = [*quick, *((name, "bfloat16") for name in table)]
+    return pytest.mark.parametrize("name, kind", marked(cases, quick, len(table) // 3))
 
 
 @pytest.fixture(autouse=True)

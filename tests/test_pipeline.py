@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import marked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
@@ -25,10 +26,6 @@ mesh.simulate(8)
 TWO = mesh.make(stage=2)
 # Of `make test`: a whole backward and one in halves, stages one by one and folded.
 QUICK = {"1f1b", "zb_h1", "dualpipe_v"}
-
-
-def each(names, quick):
-    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
 def run(loss, schedule, microbatches, *given, grid=TWO, key=None, **options):
@@ -50,7 +47,7 @@ def check_stack(schedule, stages, layers=4):
 # Schedules.
 
 
-@pytest.mark.parametrize("name", each(schedules.SCHEDULES, QUICK))
+@pytest.mark.parametrize("name", marked(schedules.SCHEDULES, QUICK))
 def test_every_schedule_equals_one_device(name):
     """And row i of an array is layer i, whatever the schedule's order of stages."""
     check_stack(name, schedules.spread(name, 2, 4).stages)
@@ -262,7 +259,7 @@ def weighted(params, batch, kind):
 KINDS = {"below 1": 4, "float16": 2, "learned": 1, "constant": 1, "scalar": 4, "empty": 2}
 
 
-@pytest.mark.parametrize("kind", each(KINDS, ["below 1", "learned", "empty"]))
+@pytest.mark.parametrize("kind", marked(KINDS, ["below 1", "learned", "empty"]))
 def test_the_mean_and_its_gradient_are_one_device_s(kind):
     loss = functools.partial(weighted, kind=kind)
     params, batch = rows_of()
@@ -413,7 +410,7 @@ def constrained(params, batch, sharding):
     return jnp.mean(jax.checkpoint(lambda x, w: pin(x @ w))(x, params["w"][1]) ** 2)
 
 
-@pytest.mark.parametrize("around", each(["nothing", "a mesh"], ["a mesh"]))
+@pytest.mark.parametrize("around", marked(["nothing", "a mesh"], ["a mesh"]))
 def test_the_user_s_own_meshes_and_constraints(around):
     """jax.set_mesh, and constraints within the loss; Explicit meshes are those of layouts."""
     auto = mesh.make(stage=2, fsdp=2)

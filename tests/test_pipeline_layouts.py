@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import sample
+from combinations import marked
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from staged_models import (
@@ -64,7 +64,7 @@ OPTIMIZERS = (
     optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2, eps=1e-3)),
     optax.adafactor(1e-2, min_dim_size_to_factor=4, eps=1e-4),
 )
-SAMPLE = 8
+SAMPLE = 5
 QUICK = [
     ("1f1b", "alone", "decoder"),
     ("zb_h1", "fsdp", "tied"),
@@ -75,9 +75,7 @@ QUICK = [
 
 def table():
     """Some cases, and of the others a sample; all with IN_FULL, which `make stacks` sets."""
-    every = [c for c in itertools.product(schedules.SCHEDULES, MESHES, MODELS) if c not in QUICK]
-    slow = [pytest.param(*c, marks=pytest.mark.slow) for c in sample(every, SAMPLE)]
-    return [*QUICK, *slow]
+    return marked([*itertools.product(schedules.SCHEDULES, MESHES, MODELS)], QUICK, SAMPLE)
 
 
 def either(first, second):
@@ -162,11 +160,7 @@ SETTINGS = {
 FAST = {"zero 1", "ring", "remat"}
 
 
-def each(names, quick):
-    return [n if n in quick else pytest.param(n, marks=pytest.mark.slow) for n in names]
-
-
-@pytest.mark.parametrize("name", each(SETTINGS, FAST))
+@pytest.mark.parametrize("name", marked(SETTINGS, FAST, 5))
 def test_every_setting_equals_one_device(name):
     *roles, settings = SETTINGS[name]
     settings = {"stacked": lambda path: path.startswith("layers")} | settings
@@ -352,7 +346,7 @@ PREDICTED = {
 }
 
 
-@pytest.mark.parametrize("name", each(PREDICTED, {"alone, gpipe", "data, fsdp"}))
+@pytest.mark.parametrize("name", marked(PREDICTED, {"alone, gpipe", "data, fsdp"}, 4))
 def test_bytes_held_and_sent_are_predicted(name):
     """To the byte, by mesh axes, on the device of those along the stages that sends most."""
     roles, settings = PREDICTED[name]

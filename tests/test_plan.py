@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import marked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,15 +105,6 @@ def compare(part, layout, program, shapes):
             assert math.isclose(ours[along], size), along
 
 
-def slow(case):
-    values = case if isinstance(case, tuple) else (case,)
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def marked(cases, fast):
-    return [c if c in fast else slow(c) for c in cases]
-
-
 @pytest.mark.parametrize("seed", marked(range(40), range(12)))
 def test_bytes_are_those_of_the_layout(seed):
     each, config, rows = drawn(seed)
@@ -144,7 +136,7 @@ def test_scales_of_all_norms_are_summed_along_tensor():
     assert summed == [4 * n for n in scales] and over_heads == numbers - 4 * scales[1]
 
 
-@pytest.mark.parametrize("seed", marked(range(12), [1, 2, 10]))
+@pytest.mark.parametrize("seed", marked(range(12), [1, 2, 10], 4))
 def test_bytes_of_stages_are_those_of_the_layout(seed, monkeypatch):
     # `predict` would trace the loss again for each stage.
     monkeypatch.setattr(gradients, "in_stages", functools.cache(gradients.in_stages))

@@ -11,6 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from combinations import sample
 
 from shardwise import __main__ as command
 from shardwise import context, layouts, mesh, model, plan, topology
@@ -337,7 +338,7 @@ def test_the_compiler_takes_microbatches(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
-@pytest.mark.parametrize("cut, dtype", [("fsdp", jnp.float32), ("tensor", jnp.bfloat16)])
+@pytest.mark.parametrize("cut, dtype", sample([("fsdp", jnp.float32), ("tensor", jnp.bfloat16)], 1))
 def test_the_compiler_checks_stages_too(cut, dtype, tmp_path, monkeypatch):
     """Beside fsdp by hand; and beside tensor, with weights that are cast where they are used."""
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))

@@ -5,6 +5,7 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import marked
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -45,7 +46,7 @@ FAST = ("tensor", "fsdp and tensor")
 
 @pytest.mark.parametrize(
     "layout",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
+    marked(LAYOUTS, FAST),
 )
 def test_every_layout_gives_the_gradient_of_one_device(layout):
     rule, names = LAYOUTS[layout]

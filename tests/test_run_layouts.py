@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from combinations import IN_FULL
 
 from shardwise import layouts, model, run
 from shardwise.layouts import first_call
@@ -25,7 +26,6 @@ NAMES = [n for n in layouts.LAYOUTS if n not in STAGED and n.count(",") < 2]
 SEED, STEPS = 12, 4
 DEVICES = 4  # of four processes one each: every axis then lies between processes
 STANDSTILL = 400  # seconds
-IN_FULL = bool(os.environ.get("IN_FULL"))  # which `make stacks` sets
 # On several processes a few, since each compiles every program itself: with these every role is
 # divided, and by the compiler too. In full there is a seeded part of the others.
 ON = {2: ["zigzag", "fsdp, tensor by compiler", "expert"], 4: []}
@@ -49,8 +49,8 @@ def settings(name, folder, **changes):
     roles = {n: getattr(layout, n) for n in fields - set(ROLES)}
     roles = run.Roles(**roles, **{role: layout.size(role) for role in ROLES})
     assert roles.layout() == layout
-    # Masks, which are half of what compiles, where they have to go on too.
-    dropout = 0.1 if any(name in names for names in AGAIN.values()) else 0.0
+    # Masks are half of what compiles.
+    dropout = 0.1 if IN_FULL and any(name in names for names in AGAIN.values()) else 0.0
     sizes = dict(embed=32, layers=2, heads=16, kv_heads=8, head_dim=2, mlp=48, dropout=dropout)
     if layout.stage:
         sizes |= dict(layers=layout.size("stage"))

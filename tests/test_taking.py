@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from combinations import marked
 
 from shardwise import fsdp, marks, measure, mesh, objective, rules
 from shardwise.fsdp import using
@@ -106,7 +107,7 @@ def check(read, params, batch, zero=2, microbatches=1, rtol=2e-5, **options):
 
 @pytest.mark.parametrize(
     ("read", "zero", "microbatches"),
-    [c if c in FAST else pytest.param(*c, marks=pytest.mark.slow) for c in CASES],
+    marked(CASES, FAST),
 )
 def test_what_is_gathered_before_is_read_as_on_one_device(read, zero, microbatches):
     check(read, *drawn(), zero, microbatches)

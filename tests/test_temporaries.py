@@ -10,7 +10,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from combinations import COMBINED, EVERY, NAMED, layout_of, sample
+from combinations import COMBINED, EVERY, NAMED, layout_of, marked, sample
 from flax import nnx
 
 from shardwise import layouts, measure, mesh, model
@@ -146,12 +146,9 @@ class Held:
 
 # Without stages, and with them; of the others a sample.
 FAST = ["zero2", "stage, fsdp by hand"]
-OTHERS = sample([name for name in layouts.LAYOUTS if name not in FAST], 14)
 
 
-@pytest.mark.parametrize(
-    "name", [*FAST, *(pytest.param(n, marks=pytest.mark.slow) for n in OTHERS)]
-)
+@pytest.mark.parametrize("name", marked(layouts.LAYOUTS, FAST, 10))
 def test_no_device_holds_more_than_its_share_and_what_is_in_flight(name):
     law(layouts.LAYOUTS[name](8))
 
@@ -162,7 +159,7 @@ TOGETHER = [case for case in TOGETHER if case not in NAMED]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", sample(TOGETHER, 4), ids="-".join)
+@pytest.mark.parametrize("case", sample(TOGETHER, 3), ids="-".join)
 def test_roles_together_hold_no_more(case):
     law(layout_of(case))
 
@@ -194,9 +191,7 @@ def test_every_pair_and_triple_is_held_to_the_law():
 HOLDING = {"gathered before": "fsdp", "kept": "fsdp", "kept in a combination": None}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.slow) if "kept" in n else n for n in HOLDING]
-)
+@pytest.mark.parametrize("name", marked(HOLDING, {"gathered before"}))
 def test_what_holds_more_is_seen(name, monkeypatch):
     """All weights gathered before the step, or each layer's kept for the backward pass."""
     layout = layout_of(("fsdp", "context", "tensor", "compiler"))
