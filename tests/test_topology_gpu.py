@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from combinations import marked
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -184,12 +185,11 @@ def test_more_than_jax_takes_of_a_gpu_is_refused(monkeypatch):
     assert fit and fit.needed == refused.value.needed
 
 
+SIZES = [dict(data=2, fsdp=4), dict(fsdp=8), dict(fsdp=4, context=2), dict(data=4, context=2)]
+
+
 @needs_compiler
-@pytest.mark.parametrize(
-    "sizes",
-    [dict(fsdp=8), dict(data=2, fsdp=4), dict(fsdp=4, context=2), dict(data=4, context=2)],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", marked(SIZES, SIZES[:1], 1), ids=str)
 def test_a_layout_by_hand_sends_on_gpus_what_predict_says(sizes):
     """The compiled training step of a decoder: nothing is inserted, and nothing widened."""
     config = model.Config(
