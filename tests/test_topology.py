@@ -124,7 +124,7 @@ def test_a_mesh_has_no_devices_and_auto_axes():
 
 
 def test_every_number_of_a_chip_has_a_source():
-    told = {"kind", "sources", "links", "dimensions", "devices"}
+    told = {"kind", "names", "sources", "links", "dimensions", "devices"}
     assert all(bool(chip.node) != bool(chip.dimensions) for chip in topology.CHIPS.values())
     for chip in topology.CHIPS.values():
         numbers = {f.name for f in dataclasses.fields(chip) if getattr(chip, f.name) is not None}

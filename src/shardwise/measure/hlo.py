@@ -105,12 +105,16 @@ class Computation:
 
 @dataclass(frozen=True)
 class Program:
-    """Computations by name; `devices` run it, and if `scheduled`, in the order of its text."""
+    """Computations by name; `devices` run it, and if `scheduled`, in the order of its text.
+
+    `places` are the coordinates of the devices, as `topology.Compiled` has them; () if not known.
+    """
 
     computations: dict[str, Computation]
     entry: str
     devices: int
     scheduled: bool = False
+    places: Groups = ()
 
 
 def checked(who: str, program: Any) -> Any:
@@ -128,7 +132,8 @@ def read(who: str, program: Any) -> Program:
     """A compiled program, or its text, parsed; TypeError for another, of which `who` tells."""
     if isinstance(program, Program):
         return program
-    return parse(program if isinstance(program, str) else checked(who, program).as_text())
+    parsed = parse(program if isinstance(program, str) else checked(who, program).as_text())
+    return dataclasses.replace(parsed, places=getattr(program, "coordinates", ()))
 
 
 def lowered(given: jax.stages.Lowered) -> Program:

@@ -3,28 +3,26 @@
 A TPU's program is the schedule that its text is: where collectives begin, and where they end.
 """
 
-import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from . import communication, hlo, matmuls
-from .counts import BETWEEN_SLICES, Op, parted
+from . import communication, hlo, links, matmuls
+from .counts import Op, parted
 from .hlo import Instruction
 from .trips import Found, Frame, executed
 
 _SHOWN = 16  # of the collectives in the table
 _HANDS_ON = ("tuple", "bitcast", "copy", "opt-barrier")
-# Of the first color: how many chips it passes along each axis, one axis in each phase.
-_COLORS = re.compile(r"colors:(\d+) phases:\d+ cores:\{([\d ]+)\}")
 
 
 @dataclass(frozen=True)
 class Beside:
     """One collective instruction, in one of its `times` runs; times in seconds.
 
-    `seconds` is `op.ring_bytes` over `lanes` directions of links at the chip's bandwidth.
+    `seconds` is its part of what it takes with those that run at once over the same links; `lanes`,
+    the directions of links along which it sends (see `overlap`).
     `products` are the instructions with products that stand between its start and its end, and
     `arithmetic` is their time at the chip's peak; `covered` is what this collective has of it, no
     second given to two.
@@ -90,7 +88,13 @@ def overlap(program: Any, chip: Any) -> Overlap:
     `UniDirection` each counts for one direction, else (`StrategyRing`, `StrategyND`) for two: for
     the same axes the compiler then has half as many. The text does not say so. No more links count
     than there are: along each of several axes two where it closes into a ring, one where it is a
-    line, or two chips; along one axis two, as if the chips lay on a ring. A permute goes one way.
+    line, or two chips; along one axis two, as if the chips lay on a ring.
+
+    A permute, an all-to-all and a sum among two have no strategy: what each device sends to another
+    goes from link to link between their places, the shorter way along one axis after another, and
+    the link with the most bytes tells the time. Those that begin before any of them is awaited run
+    at once: they take as long as the busiest link of all, each of them a part of that. Where places
+    are not known, as of text, each device has its links for itself: a permute one.
 
     Raises:
       TypeError: `program` is no compiled program.
@@ -99,7 +103,8 @@ def overlap(program: Any, chip: Any) -> Overlap:
     # Innermost first: what is beside a collective of a loop is beside none around the loop.
     groups = sorted(_begun("overlap", program), key=lambda group: -len(group[0].frame.around()))
     taken: dict[tuple[int, str], float] = {}  # seconds of an instruction that collectives have
-    return Overlap(tuple(_beside(chip, begun, taken) for group in groups for begun in group))
+    timed = (pair for group in groups for pair in zip(group, _timed(chip, group), strict=True))
+    return Overlap(tuple(_beside(chip, begun, *time, taken) for begun, time in timed))
 
 
 def _begun(who: str, program: Any) -> list[list[Found]]:
@@ -118,9 +123,41 @@ def _begun(who: str, program: Any) -> list[list[Found]]:
     return list(parted(found, lambda begun: id(begun.frame)).values())
 
 
-def _beside(chip, begun: Found, taken) -> Beside:
-    op, frame, start, times = begun
-    lanes, seconds = _links(op, chip, start)
+def _timed(chip, group: list[Found]) -> list[tuple[int, float]]:
+    """(directions of links, seconds) of each collective of one computation.
+
+    Those that run at once take as long as the busiest link of all, each a part by what it would
+    take alone.
+    """
+    alone = [links.taken(begun, chip) for begun in group]
+    found = [(each.lanes, each.seconds) for each in alone]
+    for those in _at_once(group, [i for i, each in enumerate(alone) if each.load]):
+        load = sum((alone[i].load for i in those), Counter())
+        busiest, in_turn = max(load.values()), sum(max(alone[i].load.values()) for i in those)
+        for i in those:
+            found[i] = alone[i].lanes, alone[i].seconds * (busiest / in_turn)
+    return found
+
+
+def _at_once(group, chosen: Iterable[int]) -> list[list[int]]:
+    """The `chosen` of a computation's collectives, in sets: all begin before one of them ends."""
+    place = {op.name: i for i, op in enumerate(group[0].frame)}
+    sets, first = [], 0  # where the first of the last set ends
+    for i in chosen:
+        start = place[group[i].op.name]
+        end = start + 1
+        if group[i].value.asynchronous:
+            end = place.get(_until(group[i])[1], 0)
+            end = end if end > start else len(place)  # or in the next trip
+        if start >= first:
+            sets, first = [*sets, []], len(place)
+        sets[-1].append(i)
+        first = min(first, end)
+    return sets
+
+
+def _beside(chip, begun: Found, lanes, seconds, taken) -> Beside:
+    op, frame, _, times = begun
     beside = _until(begun)[0] if op.asynchronous else ()
     work = {x.name: matmuls.within(frame, x) / chip.peak() for x in beside}
     products, covered = tuple(name for name, time in work.items() if time), 0.0
@@ -183,47 +220,6 @@ def _waits(body, held):
     return any(body.site.operands[place] in held for place in places)
 
 
-def _links(op: Op, chip: Any, start: Instruction) -> tuple[int, float]:
-    """(directions of links along which a collective sends at once, seconds that one run takes).
-
-    By its strategy, or of GPUs by the nodes of its groups; 0 directions between slices or nodes.
-    """
-    if chip.node:
-        return _switched(op, chip)
-    if op.kind.endswith(BETWEEN_SLICES):
-        return 0, op.ring_bytes / chip.dcn
-    if not (lanes := {"collective-permute": 1, "all-to-all": chip.links}.get(op.kind)):
-        ways, sizes = _strategy(op, start.says("backend_config"))
-        # Two links of a chip lead along a ring, one along a line or to one other chip.
-        rings = (n > 2 and (len(sizes) == 1 or n >= (chip.ring_from or 0)) for n in sizes)
-        lanes = min(ways, sum(2 if ring else 1 for ring in rings), chip.links)
-    return lanes, op.ring_bytes / (lanes * chip.link_bandwidth) * chip.devices
-
-
-def _switched(op, chip):
-    nodes = [Counter(i // chip.node for i in group) for group in op.groups]
-    # The fewest of a node take in what that node has not: of uneven parts they are the slowest.
-    parts = [(min(n.values()), sum(n.values()) / min(n.values())) for n in nodes]
-    inside, across = max(parts, key=lambda pair: pair[1], default=(1, 1))
-    if op.kind == "collective-permute":
-        seconds = op.ring_bytes / (chip.dcn if across > 1 else chip.link_bandwidth)
-    elif op.kind == "all-to-all":
-        seconds = chip.exchange_seconds(op.ring_bytes, inside, across)
-    else:
-        seconds = chip.ring_seconds(op.ring_bytes, inside, across, chip.link_bandwidth)
-    return int(across == 1), seconds
-
-
-def _strategy(op, config):
-    """(directions in which parts of the array travel at once, chips along each axis)."""
-    if said := _COLORS.search(config):
-        one_way = op.strategy.startswith("UniDirection")
-        return int(said[1]) * (1 if one_way else 2), [float(n) for n in said[2].split()]
-    size, dimensions = op.group_size or 1, re.match(r"(\d)D", op.strategy)
-    axes = int(dimensions[1]) if dimensions else 1
-    return 2 * axes, [round(size ** (1 / axes), 9)] * axes  # their mean: it does not say them
-
-
 @dataclass(frozen=True)
 class Span:
     """The time from `start` to `end`, in seconds, in which instruction `name` occupies its lane.
@@ -259,12 +255,14 @@ def lanes(program: Any, chip: Any, trips: int = 2) -> tuple[Span, ...]:
 
 def _spans(chip, group: list[Found], trips) -> Iterator[Span]:
     now, free, awaited = 0.0, 0.0, {}
-    frame, starts = group[0].frame, {begun.op.name: begun for begun in group}
+    frame, timed = group[0].frame, zip(group, _timed(chip, group), strict=True)
+    starts = {begun.op.name: (begun, seconds) for begun, (_, seconds) in timed}
     for op in [*frame] * (trips if frame.within("while") else 1):
         now = max(now, awaited.pop(op.name, 0.0))
-        if begun := starts.get(op.name):
+        if op.name in starts:
+            begun, seconds = starts[op.name]
             begin, found = max(now, free), begun.value
-            free = begin + _links(found, chip, op)[1]
+            free = begin + seconds
             yield Span("links", op.name, begin, free, found.kind, found.asynchronous)
             if not found.asynchronous:
                 now = free

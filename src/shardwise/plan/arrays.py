@@ -19,7 +19,7 @@ from shardwise.train import Optimizer
 
 # What `layouts.Layout` cuts over the tensor axis, and over the expert axis.
 TENSOR, EXPERT = ("heads", "kv_heads", "mlp", "vocab"), "experts"
-_ADAMW = Optimizer()
+ADAMW = Optimizer()
 
 
 class Array(NamedTuple):
@@ -56,7 +56,7 @@ class Arrays:
 
 
 @functools.lru_cache(maxsize=1024)
-def of_decoder(config: Config, optimizer: Optimizer = _ADAMW) -> Arrays:
+def of_decoder(config: Config, optimizer: Optimizer = ADAMW) -> Arrays:
     """The `Arrays` of `model.Decoder`, by the names that its parameters carry.
 
     Raises:
@@ -105,10 +105,8 @@ class Share(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def _shares(arrays, roles):
-    """(a device's share of each parameter, its share of each array of the state)."""
-    both = arrays.parameters, arrays.state
-    return tuple(tuple(_share(array, roles) for array in those) for those in both)
+def _shares(arrays, roles, state):
+    return tuple(_share(array, roles) for array in (arrays.state if state else arrays.parameters))
 
 
 def _share(array, r):
@@ -167,7 +165,7 @@ class Part:
         """The `Share` of each parameter, or with `state` of each array of the optimizer's state."""
         r = self.roles
         sizes = Roles(stage=r.stage, fsdp=r.fsdp, expert=r.expert, tensor=r.tensor)
-        return _shares(self.arrays, sizes)[state]
+        return _shares(self.arrays, sizes, state)
 
 
 def parts(

@@ -20,13 +20,10 @@ _FEW = 8192  # tokens: of no more, the TPU compiler computes the logits' gradien
 class Terms(NamedTuple):
     """The bytes that a step needs beside parameters and state, by term.
 
-    At any time: `weights` whole, in the dtype of use, with remat those of one layer, else of all,
-    and those of the head, and all layers' shares, where they are cast before they are gathered;
-    `kept` activations from forward to backward, of all live microbatches; `summed`, the gradients
-    of the device's shares where those of microbatches are added up. Of what waits on the host,
-    two layers' inputs are kept: one is on its way. The compiler takes the last layer out of the
-    loop there, and gathers ahead for it: `weights` has three layers, not one, and of `around` and
-    `ring` there is half as much again.
+    At any time: `weights` whole, in the dtype of use, of one layer with remat, else of all, and of
+    the head, with all layers' shares where they are cast before they are gathered; `kept`
+    activations from forward to backward, of all live microbatches; `summed`, the gradients of the
+    device's shares where those of microbatches are added up.
 
     At the loss: `logits`, in the dtype of use, and the head's gradient; of GPUs one of them.
 
@@ -35,13 +32,16 @@ class Terms(NamedTuple):
     cut, as it is between them; `ring`, what goes around a context axis, there and arriving;
     `dispatch`, rows on their way to experts and back.
 
-    Of stages, of which all devices hold as much, since they run one program: in `weights` what is
-    in no layer, gathered over stages for the step; `kept` are slots, one for each stage, with what
-    a forward task keeps, without remat the gathered weights among it; one slot for what the last
-    stage's end leaves, float32 logits and its norm; and an activation and a cotangent that have
-    arrived; `pending`, what the half of a backward that the stage before waits for leaves to the
-    half that yields the weights' gradients, of all layers of the stage; `summed`, the gradients'
-    sums; and while a task runs, `task`, what it puts into its slot: slots are read where they lie.
+    With offload two layers' inputs are kept, one of them on its way. The compiler takes the last
+    layer out of the loop, and gathers ahead for it: `weights` has three layers, not one, and there
+    is half as much again of `around` and `ring`.
+
+    Of stages all devices hold as much, since they run one program. `weights` has what is in no
+    layer, gathered over stages for the step. `kept` are slots, one for each stage, with what a
+    forward task keeps, without remat the gathered weights among it; one for what the last stage's
+    end leaves, float32 logits and its norm; and an activation and a cotangent that have arrived.
+    `pending` is what the half of a backward that the stage before waits for leaves to the half that
+    yields the weights' gradients, and `task` what a task puts into its slot while it runs.
     """
 
     gradients: float = 0.0

@@ -10,7 +10,7 @@ from typing import Any
 from shardwise import topology
 from shardwise.model import Config
 from shardwise.plan import roles
-from shardwise.plan.arrays import Arrays, of_decoder, parts
+from shardwise.plan.arrays import ADAMW, Arrays, of_decoder, parts
 from shardwise.plan.memory import Memory, memory
 from shardwise.plan.published import preset
 from shardwise.plan.roles import Refusal, Roles
@@ -18,8 +18,6 @@ from shardwise.plan.seconds import Step, flops, model_flops, read, step
 from shardwise.plan.sent import Sent, largest, sent
 from shardwise.topology.slices import Chips
 from shardwise.train import Optimizer
-
-_ADAMW = Optimizer()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +73,7 @@ class Plan:
     too_large: tuple[Candidate, ...] = ()
     refused: tuple[Refusal, ...] = ()
     own: Any = None
-    optimizer: Optimizer = _ADAMW
+    optimizer: Optimizer = ADAMW
 
     def filled(
         self,
@@ -90,21 +88,24 @@ class Plan:
                 refused.append(told)
                 continue
             for c in map(candidate, variants(division)):
-                fits = c.memory.total <= self.usable and c.memory.host <= self.usable_on_host
-                (fitting if fits else too_large).append(c)
-        fitting.sort(key=_order)
-        found = zip(("fitting", "too_large", "refused"), (fitting, too_large, refused), strict=True)
-        return dataclasses.replace(self, **{name: tuple(those) for name, those in found})
+                (too_large if self.lacking(c) else fitting).append(c)
+        found = dict(fitting=sorted(fitting, key=_order), too_large=too_large, refused=refused)
+        return dataclasses.replace(self, **{name: tuple(those) for name, those in found.items()})
 
     @property
     def usable(self) -> int:
         """The bytes of memory that a program may hold on a device."""
         return self.chips.usable_hbm
 
-    @property
-    def usable_on_host(self) -> float:
-        """A device's part of its host's memory in bytes; without end where no source says."""
-        return (self.chips.chip.host_bytes or math.inf) / self.chips.chip.devices
+    def lacking(self, c: Candidate) -> tuple[str, float, float] | None:
+        """(who has too little memory for a layout, bytes that it needs and has); None if it fits.
+
+        That is a "device" or its "host", of whose memory a device has a part: without end where no
+        source says.
+        """
+        on_host = (self.chips.chip.host_bytes or math.inf) / self.chips.chip.devices
+        asked = ("device", c.memory.total, self.usable), ("host", c.memory.host, on_host)
+        return next(((who, needs, has) for who, needs, has in asked if needs > has), None)
 
     @property
     def best(self) -> tuple[Candidate, ...]:
@@ -119,11 +120,9 @@ class Plan:
         for refusal in self.refused:
             found[refusal.kind].append(f"{refusal.roles}: {refusal.reason}")
         for c in sorted(self.too_large, key=lambda c: c.memory.total):
-            who, needed, room, each = "device", c.memory.total, self.usable, ""
-            if needed <= room:
-                who, each = "host", " for a device"
-                needed, room = c.memory.host, self.usable_on_host
-            told = f"{c.roles}: {needed / 2**30:.1f} of {room / 2**30:.1f} GiB{each}"
+            who, needs, has = self.lacking(c)
+            told = f"{c.roles}: {needs / 2**30:.1f} of {has / 2**30:.1f} GiB"
+            told += " for a device" if who == "host" else ""
             found[f"more memory than a {who} has"].append(told)
         return {kind: (len(told), told[0]) for kind, told in found.items()}
 
@@ -133,7 +132,7 @@ def plan(
     chips: str | Chips,
     batch: int,
     sequence: int,
-    optimizer: Optimizer = _ADAMW,
+    optimizer: Optimizer = ADAMW,
 ) -> Plan:
     """All layouts of `model.Decoder` for a batch of so many rows of so many tokens, by formula.
 

@@ -291,10 +291,9 @@ def reached(chip: Chip, mixed: bool = False) -> Reached:
 
     Where fewer than two are known, those on all TPUs, or GPUs, count; then those of all models.
     """
-    family = "GPUs" if chip.node else "TPUs"
-    beside = [run for run in RUNS if bool(CHIPS[run.kind].node) == bool(chip.node)]
-    alike = [run for run in beside if bool(PRESETS[run.model].config.experts) == mixed]
-    known = {chip.kind: [run for run in alike if run.kind == chip.kind], family: alike}
-    runs, on = next(((runs, on) for on, runs in known.items() if len(runs) > 1), (beside, family))
-    shares = [run.mfu for run in runs]
+    family = [run for run in RUNS if bool(CHIPS[run.kind].node) == bool(chip.node)]
+    alike = [run for run in family if bool(PRESETS[run.model].config.experts) == mixed]
+    same = [run for run in alike if run.kind == chip.kind]
+    shares = [run.mfu for run in next(runs for runs in (same, alike, family) if len(runs) > 1)]
+    on = chip.kind if len(same) > 1 else "GPUs" if chip.node else "TPUs"
     return Reached(min(shares), max(shares), on)

@@ -187,7 +187,7 @@ def stored(program: Sequence[Equation], outputs: Sequence[Any]) -> list[Stored]:
     indexed, as logits are for many a loss, is stored wide: the compiler takes the one step for a
     part of the other.
     """
-    made_by = _made_by(program)
+    made_by = {v: step for step in program for v in step.outvars}
     kept = set(_known(outputs, made_by))
     cheap, _ = jaxprs.needed([step for step in program if step.name in CHEAP], kept, ())
     variables = dict.fromkeys([*kept, *_known((v for s in cheap for v in s.invars), made_by)])
@@ -199,10 +199,6 @@ def stored(program: Sequence[Equation], outputs: Sequence[Any]) -> list[Stored]:
     return [Stored(v, number[v], sizes[v]) for v in chosen]
 
 
-def _made_by(program):
-    return {v: step for step in program for v in step.outvars}
-
-
 def _known(atoms, known):
     """The atoms that are variables, and of those the known."""
     return [v for v in jaxprs.variables(atoms) if v in known]
@@ -210,7 +206,7 @@ def _known(atoms, known):
 
 def _origin(program, v):
     """The variable, not cheap, of as many entries as `v`, from which `v` follows entry by entry."""
-    made_by = _made_by(program)
+    made_by = {v: step for step in program for v in step.outvars}
     while v in made_by and made_by[v].name in CHEAP:
         known = _known(made_by[v].invars, made_by)
         if not (same := [u for u in known if u.aval.size == v.aval.size]):

@@ -9,7 +9,7 @@ from shardwise.measure import counts
 from shardwise.plan import compiling, published
 from shardwise.plan.memory import Terms
 from shardwise.plan.planning import Candidate, Plan
-from shardwise.plan.seconds import WAITED, Transfer
+from shardwise.plan.seconds import WAITED
 
 _GIB, _GB = 2**30, 1e9
 _MUCH = 0.5  # of what products take: transfers beside them that a reader is told of
@@ -141,21 +141,19 @@ class _Time(NamedTuple):
 
 def _times(c: Candidate) -> list[_Time]:
     """What a step takes, but for transfers of a few numbers; as if nothing else ran beside it."""
-    s = c.step
+    s, sent = c.step, []
+    for t in (t for t in s.transfers if t.sent.kind not in ("loss", "counts")):
+        over = f", {t.sent.bytes / _GB:.4g} GB over {' and '.join(map(str, t.over))}"
+        how = "waited for" if t.sent.kind in WAITED else _BESIDE
+        sent += [_Time(t.seconds, f"{t.sent.kind} along {' × '.join(t.sent.roles)}", how, over)]
     return [
         _Time(s.arithmetic, "arithmetic", "products, at the chip's peak"),
         _Time(s.weights, "reading weights", _BESIDE),
-        *map(_of_transfer, (t for t in s.transfers if t.sent.kind not in ("loss", "counts"))),
+        *sent,
         _Time(2 * s.host, "to the host and back", _BESIDE),
         _Time(s.bubble * (s.seconds - s.update), "idle", "in the pipeline's bubble"),
         _Time(s.update, "the optimizer's update", "from memory and back"),
     ]
-
-
-def _of_transfer(t: Transfer):
-    over = f", {t.sent.bytes / _GB:.4g} GB over {' and '.join(map(str, t.over))}"
-    what = f"{t.sent.kind} along {' × '.join(t.sent.roles)}"
-    return _Time(t.seconds, what, "waited for" if t.sent.kind in WAITED else _BESIDE, over)
 
 
 def _seconds(seconds):
@@ -204,7 +202,7 @@ def why(plan: Plan, asked: Mapping[str, int]) -> str:
         return told + _slower(plan.best[0], fitting[0])
     if large:
         least = min(large, key=lambda c: c.memory.total)
-        of = "a device" if least.memory.total > plan.usable else "its host"
+        of = {"device": "a device", "host": "its host"}[plan.lacking(least)[0]]
         return f"{told}It does not fit: {of} has too little memory.\n\n{explained(plan, least)}"
     if refused:
         first = min(refused, key=lambda x: len(x.roles.sizes.keys() - asked.keys()))

@@ -25,7 +25,8 @@ class Chip:
     `host_bandwidth` is that of PCIe between a chip and its host, each way, and `host_bytes` the
     chip's part of the host's memory; None where no source says. `usable_hbm` is what the compiler
     lets a program hold on one *device*; None where it was not asked. `devices` is the number of JAX
-    devices on a chip, which share its HBM and its peak.
+    devices on a chip, which share its HBM and its peak, and `names` what JAX calls them: of GPUs
+    those with these peaks, not a board for PCIe or with less memory, which has another name.
     """
 
     kind: str
@@ -35,6 +36,7 @@ class Chip:
     links: int
     link_bandwidth: float
     sources: tuple[tuple[str, str], ...]
+    names: tuple[str, ...]
     dimensions: int = 0
     ring_from: int | None = None
     largest: int | None = None
@@ -119,6 +121,7 @@ def _gpu(kind, tera, bandwidth, nvlink, network, node=8, where=SCALING_BOOK + "g
         dcn_bandwidth=network * 1e9,
         node=node,
         target=tuple(target.items()),
+        names=(target["name"],),
         sources=(
             ("flops, hbm_bandwidth, link_bandwidth, node", SCALING_BOOK + "gpus"),
             ("dcn_bandwidth", where),
@@ -139,26 +142,27 @@ _TABLE = (
     _tpu(
         "v4", {"bfloat16": 275, "int8": 275}, 32, 1200, 45, 6.25, 30.75,
         {"dcn_bandwidth": SCALING_BOOK + "tpus: 25 GB/s a host, of 4 chips"}, (16, None),
-        largest=4096, **_TORUS_3D,
+        names=("TPU v4",), largest=4096, **_TORUS_3D,
     ),
     _tpu(
         "v5e", {"bfloat16": 197, "int8": 393}, 16, 819, 45, 3.125, 15.75,
         {"dcn_bandwidth": GOOGLE + "v5e: 2 × 100 Gb/s a host, of 8 chips", "host_bytes": _MACHINES},
-        (15, 48), **_TORUS_2D,
+        (15, 48), names=("TPU v5 lite", "TPU v5e"), **_TORUS_2D,
     ),
     _tpu(
         "v5p", {"bfloat16": 459, "float8": 459, "int8": 918}, 95, 2765, 90, 6.25, 95.73,
         {"dcn_bandwidth": GOOGLE + "v5p: 50 Gb/s a chip", **_HOSTS}, (15, 112), largest=8960,
-        **_TORUS_3D,
+        names=("TPU v5", "TPU v5p"), **_TORUS_3D,
     ),
     _tpu(
         "v6e", {"bfloat16": 918, "float8": 918, "int8": 1836}, 32, 1638, 90, 12.5, 31.24,
-        {"dcn_bandwidth": GOOGLE + "tpu7x: v6e, 100 Gb/s a chip", **_HOSTS}, (32, 180), **_TORUS_2D,
+        {"dcn_bandwidth": GOOGLE + "tpu7x: v6e, 100 Gb/s a chip", **_HOSTS}, (32, 180),
+        names=("TPU v6 lite", "TPU v6e"), **_TORUS_2D,
     ),
     _tpu(
         "tpu7x", {"bfloat16": 2307, "float8": 4614}, 192, 7380, 100, 12.5, 94.74,
         {"dcn_bandwidth": GOOGLE + "tpu7x: 100 Gb/s a chip", "link_bandwidth": _HALF_OF_BOTH_WAYS},
-        largest=9216, devices=2, **_TORUS_3D,
+        names=("TPU7x",), largest=9216, devices=2, **_TORUS_3D,
     ),
     _gpu(
         "a100", 310, 2.0, 300, 25, where=_HDR, core_count=108, major=8, clock_rate_ghz=1.41,
@@ -187,21 +191,7 @@ _TABLE = (
 )  # fmt: skip
 CHIPS = {chip.kind: chip for chip in _TABLE}
 
-# By the names that JAX has for devices. Of GPUs, those whose peaks the table has: a board for PCIe
-# or with less memory has another name, and lower peaks.
-_OF_DEVICES = {
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "tpu7x",
-    **{dict(chip.target)["name"]: chip.kind for chip in _TABLE if chip.target},
-}
-
 
 def of_device(kind: str) -> Chip | None:
     """The chip of a device, by its `jax.Device.device_kind`; None where the table lacks it."""
-    return CHIPS.get(_OF_DEVICES.get(kind, ""))
+    return next((chip for chip in CHIPS.values() if kind in chip.names), None)

@@ -79,7 +79,7 @@ def _place(device, request) -> list[int]:
 def _compile(text, grid, options):
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
-        main = next(op for op in module.body.operations if _name(op) == "main")
+        main = ir.SymbolTable(module.operation)["main"]
         asked = compiler.get_compile_options(
             num_replicas=1,
             num_partitions=grid.size,
@@ -96,11 +96,6 @@ def _compile(text, grid, options):
         devices = xla_client.DeviceList(tuple(grid.flat))
         client = grid.flat[0].client
         return compiler.backend_compile_and_load(client, module, devices, asked, [])
-
-
-def _name(op) -> str:
-    known = "sym_name" in op.attributes
-    return ir.StringAttr(op.attributes["sym_name"]).value if known else ""
 
 
 def _free(main, which) -> list[bool]:

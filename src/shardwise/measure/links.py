@@ -1,0 +1,107 @@
+"""The seconds of a collective: its bytes over the links that it takes, of a torus or of nodes."""
+
+import functools
+import re
+from collections import Counter
+from typing import Any, NamedTuple
+
+from .counts import BETWEEN_SLICES, Op
+from .hlo import Groups
+from .trips import Found
+
+# Of the first color: how many chips it passes along each axis, one axis in each phase.
+_COLORS = re.compile(r"colors:(\d+) phases:\d+ cores:\{([\d ]+)\}")
+
+
+class Taken(NamedTuple):
+    """What one run of a collective takes by itself.
+
+    `lanes` are the directions of links along which it sends at once, 0 between slices or nodes.
+    `load` is {link: its bytes} of one whose links are known; two such that run at once share them.
+    """
+
+    lanes: int
+    seconds: float
+    load: Counter[Any]
+
+
+def taken(begun: Found, chip: Any) -> Taken:
+    """The `Taken` of a collective where it begins: by its ways from device to device where it has
+    such, else by its strategy, or of GPUs by the nodes of its groups.
+    """
+    op, places = begun.value, begun.frame.program.places
+    if chip.node:
+        return Taken(*_switched(op, chip, places), Counter())
+    if op.kind.endswith(BETWEEN_SLICES):
+        return Taken(0, op.ring_bytes / chip.dcn, Counter())
+    if places and (pairs := _pairs(op)):
+        each = op.ring_bytes / max(1, (op.group_size or 2) - 1)
+        load = Counter({link: each * n for link, n in carried(pairs, places, chip).items()})
+        return Taken(1, max(load.values(), default=0) / chip.link_bandwidth, load)
+    if not (lanes := {"collective-permute": 1, "all-to-all": chip.links}.get(op.kind)):
+        ways, sizes = _strategy(op, begun.op.says("backend_config"))
+        # Two links of a chip lead along a ring, one along a line or to one other chip.
+        rings = (n > 2 and (len(sizes) == 1 or n >= (chip.ring_from or 0)) for n in sizes)
+        lanes = min(ways, sum(2 if ring else 1 for ring in rings), chip.links)
+    seconds = op.ring_bytes / (lanes * chip.link_bandwidth) * chip.devices
+    return Taken(lanes, seconds, Counter())
+
+
+def _pairs(op: Op) -> Groups:
+    """Each (source, target) to which a collective sends one of its parts; () of a ring's."""
+    if op.kind == "collective-permute":
+        return op.groups
+    if op.kind != "all-to-all" and op.group_size != 2:
+        return ()
+    return tuple((a, b) for group in op.groups for a in group for b in group)
+
+
+@functools.lru_cache(maxsize=256)
+def carried(pairs: Groups, places: Groups, chip: Any) -> Counter[tuple[int, ...]]:
+    """{link: how many of the `pairs` send over it}, from one of the `places` of a slice to another.
+
+    A way leads along one axis of the torus after another, and last from core to core; on a ring the
+    shorter way round, and of two as short half goes each. A link is told by its axis, its direction
+    and the chip that it leaves, whose devices share it.
+    """
+    found: Counter[tuple[int, ...]] = Counter()
+    sizes = [max(along) + 1 for along in zip(*places, strict=True)][:-1]
+    for source, target in pairs:
+        at = list(places[source])
+        for axis, size in enumerate(sizes):
+            start, apart, half = at[axis], places[target][axis] - at[axis], size // 2
+            ways = [apart]
+            if chip.is_ring(size):
+                ways = [half, -half] if abs(apart) == half else [half - (half - apart) % size]
+            for way in ways:
+                for step in range(abs(way)):
+                    at[axis] = (start + (step if way > 0 else -step)) % size
+                    found[axis, way > 0, *at[:3]] += 1 / len(ways)
+            at[axis] = start + apart
+    return found
+
+
+def _switched(op, chip, places):
+    """(directions, seconds) between GPUs; where no places are told, in nodes that are full."""
+    node = [place[-1] for place in places]
+    nodes = [Counter(node[i] if node else i // chip.node for i in group) for group in op.groups]
+    # The fewest of a node take in what that node has not: of uneven parts they are the slowest.
+    parts = [(min(n.values()), sum(n.values()) / min(n.values())) for n in nodes]
+    inside, across = max(parts, key=lambda pair: pair[1], default=(1, 1))
+    if op.kind == "collective-permute":
+        seconds = op.ring_bytes / (chip.dcn if across > 1 else chip.link_bandwidth)
+    elif op.kind == "all-to-all":
+        seconds = chip.exchange_seconds(op.ring_bytes, inside, across)
+    else:
+        seconds = chip.ring_seconds(op.ring_bytes, inside, across, chip.link_bandwidth)
+    return int(across == 1), seconds
+
+
+def _strategy(op, config):
+    """(directions in which parts of the array travel at once, chips along each axis)."""
+    if said := _COLORS.search(config):
+        one_way = op.strategy.startswith("UniDirection")
+        return int(said[1]) * (1 if one_way else 2), [float(n) for n in said[2].split()]
+    size, dimensions = op.group_size or 1, re.match(r"(\d)D", op.strategy)
+    axes = int(dimensions[1]) if dimensions else 1
+    return 2 * axes, [round(size ** (1 / axes), 9)] * axes  # their mean: it does not say them
