@@ -108,7 +108,7 @@ def _differences(old, new):
 
 def drawing(stacks: list[Stack]) -> str:
     """SVG: megabytes sent and temporaries of each program, a bar for each JAX."""
-    from .figures import canvas, palette  # where no page asks, nothing is drawn
+    from .figures import canvas, palette, plots  # where no page asks, nothing is drawn
 
     programs = names(stacks)
     drawn, panels = canvas(4.4, 1.4 + 2 * len(programs) * (0.12 + 0.07 * len(stacks)), rows=2)
@@ -122,8 +122,7 @@ def drawing(stacks: list[Stack]) -> str:
         axes.set_yticks(range(len(programs)), programs)
         axes.invert_yaxis()
         axes.set_xlabel(f"{_BYTES[field]}, MB on each chip")
-    with palette.style():
-        panels[0].legend(loc="lower left", bbox_to_anchor=(-0.6, 1), ncols=3, title="JAX")
+    plots.legend(panels[0], 3, -0.6, title="JAX")
     return drawn._repr_svg_()
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from shardwise_book.figures import palette, svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
-from shardwise_book.figures.overlap import Overlap, overlap
+from shardwise_book.figures.overlap import overlap
 
 LAYERS = 4
 NAMES = {"data": "Data parallelism", "fsdp": "FSDP"}
@@ -18,6 +18,11 @@ COLOURS = {
     "backward": palette.DEVICES[4],
     "gather": palette.DEVICES[5],
     "reduce": palette.DEVICES[2],
+}
+PASSES = {"forward": "forward", "backward": "backward", "": "compute waits"}
+KINDS = {
+    "data": PASSES | {"reduce": "all-reduce"},
+    "fsdp": PASSES | {"gather": "all-gather", "reduce": "reduce-scatter"},
 }
 _LEFT, _WIDE, _ROW = 56, 312, 10  # of the picture, in its own units
 _FOOT = 74 + _ROW * LAYERS  # where the lanes end; below stand the time of the step and the key
@@ -82,9 +87,6 @@ def lanes_explorer(
     def longest(tokens, bandwidth):
         return max(run(tokens, bandwidth, i).step for i in range(len(AHEAD[strategy])))
 
-    def lanes(run, longest):
-        return _picture(run, longest, _time(run.step, unit))
-
     controls = {
         "tokens": Control("Tokens on each device", {f"{n:,}": n for n in tokens}),
         "bandwidth": Control("Bandwidth", bandwidths),
@@ -95,7 +97,7 @@ def lanes_explorer(
     picture = svg.picture("lanes", 380, _FOOT + 54, alt, rem=36)
     layout = f'<div class="pictures">{picture}</div>{RESULT}'
     first = {"tokens": len(tokens) // 2, "ahead": 1} | dict(start or {})
-    return explorer(controls, layout, run, result, longest, lanes, start=first)
+    return explorer(controls, layout, run, result, longest, _lanes, start=first, unit=unit)
 
 
 def _time(seconds, unit):
@@ -105,50 +107,37 @@ def _time(seconds, unit):
     return f"{value:,.{min(3, max(0, digits))}f} {unit[0]}"
 
 
-def _picture(run: Overlap, longest: float, took: str) -> str:
+def _lanes(run, longest, unit):
+    """The lanes of one step, a line at its end, and what the colours mean."""
     scale = _WIDE / longest
-    drawn = [
-        svg.text(0, y, n)
-        for n, y in (("compute", 21), ("network", 53), ("weights", 79), ("whole", 91))
-    ]
 
     def draw(start, end, top, high, fill="none", more="", label=None):
         wide = scale * (end - start)
-        if wide <= 0.05:
-            return
-        x, gap = _LEFT + scale * start, min(1, wide / 6)  # what tells neighbours of a kind apart
-        drawn.append(svg.box(round(x, 1), top, round(wide - gap, 1), high, fill, more))
-        if label is not None and wide >= 10:
-            ink = f'fill="{palette.ink(fill)}"'
-            drawn.append(svg.text(round(x + wide / 2, 1), top + 17, label, "middle", ink))
+        if wide > 0.05:
+            x, gap = _LEFT + scale * start, min(1, wide / 6)  # tells neighbours of a kind apart
+            yield svg.box(round(x, 1), top, round(wide - gap, 1), high, fill, more)
+            if label is not None and wide >= 10:
+                ink = f'fill="{palette.ink(fill)}"'
+                yield svg.text(round(x + wide / 2, 1), top + 17, label, "middle", ink)
 
+    for name, y in ("compute", 21), ("network", 53), ("weights", 79), ("whole", 91):
+        yield svg.text(0, y, name)
     for task in (*run.passes, *run.messages):
         top = 4 if task in run.passes else 36
-        draw(task.start, task.end, top, 26, COLOURS[task.kind], "", task.layer)
+        yield from draw(task.start, task.end, top, 26, COLOURS[task.kind], "", task.layer)
     ends = [0.0, *(task.end for task in run.passes)]
     starts = [*(task.start for task in run.passes), run.step]
     for free, start in zip(ends, starts, strict=True):
-        draw(free, start, 4.5, 25, more=_WAITS)
+        yield from draw(free, start, 4.5, 25, more=_WAITS)
     whole = [(0.0, run.step, layer) for layer in range(LAYERS)]
     if run.strategy == "fsdp":
         uses = zip(run.messages, run.passes, strict=False)
         whole = [(gather.start, used.end, used.layer) for gather, used in uses]
     for start, end, layer in whole:
-        draw(start, end, 70 + _ROW * layer, 7, "currentColor", 'opacity=".55"')
+        yield from draw(start, end, 70 + _ROW * layer, 7, "currentColor", 'opacity=".55"')
     end = round(_LEFT + scale * run.step, 1)
-    drawn.append(
-        f'<path d="M{end:g} 0V{_FOOT}" {svg.EDGE}/>' + svg.text(end, _FOOT + 12, took, "end")
-    )
-    return "".join(drawn) + _key(run.strategy)
-
-
-def _key(strategy):
-    kinds = {"forward": "forward", "backward": "backward", "": "compute waits"}
-    kinds |= {"gather": "all-gather"} if strategy == "fsdp" else {}
-    kinds["reduce"] = "reduce-scatter" if strategy == "fsdp" else "all-reduce"
-    drawn = ""
-    for place, (kind, name) in enumerate(kinds.items()):
+    yield svg.line(f"M{end:g} 0V{_FOOT}") + svg.text(end, _FOOT + 12, _time(run.step, unit), "end")
+    for place, (kind, name) in enumerate(KINDS[run.strategy].items()):
         x, y = _LEFT + 104 * (place % 3), _FOOT + 22 + 17 * (place // 3)
-        drawn += svg.box(x, y, 11, 11, COLOURS.get(kind, "none"), "" if kind else _WAITS)
-        drawn += svg.text(x + 16, y + 10, name)
-    return drawn
+        yield svg.box(x, y, 11, 11, COLOURS.get(kind, "none"), "" if kind else _WAITS)
+        yield svg.text(x + 16, y + 10, name)

@@ -1,10 +1,8 @@
 """The explorer of pipelines: a schedule, its costs, and what each task waits for."""
 
-from html import escape
-
 from shardwise import schedules
 from shardwise_book.figures import palette, svg
-from shardwise_book.figures.interactive import Control, Interactive, explorer, said
+from shardwise_book.figures.interactive import Control, Interactive, Refusal, explorer, said
 from shardwise_book.figures.timelines import COLOURS, chunk
 
 START = {"schedule": list(schedules.SCHEDULES).index("1f1b"), "devices": 1, "microbatches": 2}
@@ -18,7 +16,7 @@ KINDS = "".join(f'<span class="{k}">{k} {name}</span>' for k, name in schedules.
 LAYOUT = f"""<style>{STYLE}</style><div class="kinds">{KINDS}</div><div id="@costs"></div>
 <div class="timeline" role="img" aria-label="A row for each device: its tasks over time, and below
 them what is live"><div id="@rows"></div><div id="@axis" class="axis"></div></div>
-<p id="@result" role="status" aria-live="polite"><span id="@takes"></span> <span id="@live"></span>
+<p role="status" aria-live="polite"><span id="@result"></span> <span id="@live"></span>
 <br><span id="@story"></span></p>"""
 
 
@@ -30,31 +28,18 @@ def pipeline_explorer() -> Interactive:
     costs: a forward of all its layers is 1.
     """
 
-    def order(schedule, devices, microbatches):
-        return _or_why(schedules.spread, schedule, devices, microbatches)
+    def tried(make, *given):
+        try:
+            return make(*given)
+        except ValueError as error:
+            return Refusal(error)
 
-    def run(order, backward, transfer):
-        return order if isinstance(order, str) else _or_why(timeline, order, backward, transfer)
-
-    def orders(order, device):
-        return range(1 if isinstance(order, str) else len(order.tasks[device]))
-
-    def takes(run):
-        if isinstance(run, str):
-            return f'<span class="error">{escape(run)}</span>'
-        makespan, bubble = svg.short(run.makespan, 3), f"{svg.short(100 * run.bubble, 1)} %"
-        return f"Makespan {said('makespan', makespan)}, bubble {said('bubble', bubble)}."
-
-    # Where a schedule refuses nothing is drawn; the words say why.
-    parts = {
-        "plain": lambda order: run(order, 2, 0),
-        "live": lambda plain: "" if isinstance(plain, str) else _live(plain),
-        "rows": lambda plain: "" if isinstance(plain, str) else _rows(plain),
-        "costs": lambda run: "" if isinstance(run, str) else _costs(run),
-        "axis": lambda run: "" if isinstance(run, str) else _axis(run.makespan),
-        "story": lambda order, device, task: (
-            "" if isinstance(order, str) else _story(order, device, task)
+    made = {
+        "order": lambda schedule, devices, microbatches: tried(
+            schedules.spread, schedule, devices, microbatches
         ),
+        "run": lambda order, backward, transfer: tried(timeline, order, backward, transfer),
+        "plain": lambda order: tried(timeline, order),
     }
     controls = {
         "schedule": Control("Schedule", list(schedules.SCHEDULES)),
@@ -63,17 +48,10 @@ def pipeline_explorer() -> Interactive:
         "backward": Control("Backward costs", (1, 2, 3)),
         "transfer": Control("Transfer takes", (0, 0.5, 1)),
         "device": Control("Device", lambda devices: range(devices), "range"),
-        "task": Control("Task", orders, "range"),
+        "task": Control("Task", lambda order, device: range(len(order.tasks[device])), "range"),
     }
-    return explorer(controls, LAYOUT, order, run, takes, start=START, **parts)
-
-
-def _or_why(make, *given):
-    """What is made, or in words why not."""
-    try:
-        return make(*given)
-    except ValueError as refusal:
-        return str(refusal)
+    parts = _result, _live, _story, _costs, _rows, _axis
+    return explorer(controls, LAYOUT, *parts, start=START, **made)
 
 
 def timeline(
@@ -84,6 +62,11 @@ def timeline(
     half = backward * share / 2
     costs = {"F": share, "B": backward * share, "I": half, "W": half}
     return schedules.timeline(made, costs, transfer)
+
+
+def _result(run):
+    makespan, bubble = svg.short(run.makespan, 3), f"{svg.short(100 * run.bubble, 1)} %"
+    return f"Makespan {said('makespan', makespan)}, bubble {said('bubble', bubble)}."
 
 
 def _costs(run):
@@ -101,43 +84,40 @@ def _costs(run):
     return f"<style>#@rows{{{sizes}{waits}}}</style>"
 
 
-def _axis(span):
-    ticks = range(0, int(span) + 1, max(1, int(span / 4)))
-    return "".join(f'<span style="left:{100 * t / span:.3g}%">{t}</span>' for t in ticks)
+def _axis(run):
+    for tick in range(0, int(run.makespan) + 1, max(1, int(run.makespan / 4))):
+        yield f'<span style="left:{100 * tick / run.makespan:.3g}%">{tick}</span>'
 
 
-def _rows(run):
+def _rows(plain):
     """The tasks of each device in its order, whatever they cost, and what is live meanwhile."""
-    drawn = ""
-    for device, order in enumerate(run.schedule.tasks):
+    for device, order in enumerate(plain.schedule.tasks):
         live, boxes = 0, ""
         for place, task in enumerate(order):
             live += task.kind == "F"
-            second = " second" * bool(chunk(run.schedule, task))
+            second = " second" * bool(chunk(plain.schedule, task))
             boxes += (
                 f'<i class="{task.kind}{second}" style="--l:{live}" title="{_name(task)}" '
                 f'data-chooses="device={device} task={place}">{task.microbatch}</i>'
             )
             live -= task.kind in "BW"
-        drawn += f'<div class="lane"><b>{device}</b>{boxes}</div>'
-    return drawn
+        yield f'<div class="lane"><b>{device}</b>{boxes}</div>'
 
 
-def _live(run):
-    share = run.schedule.devices / run.schedule.stages
-    peaks = ", ".join(svg.short(share * peak, 3) for peak in run.peak_live)
-    pending = ", ".join(svg.short(share * peak, 3) for peak in run.peak_weights_pending)
+def _live(plain):
+    share = plain.schedule.devices / plain.schedule.stages
+    peaks = ", ".join(svg.short(share * peak, 3) for peak in plain.peak_live)
+    pending = ", ".join(svg.short(share * peak, 3) for peak in plain.peak_weights_pending)
     return (
         f"At most live, in microbatches through all layers of a device: {said('peaks', peaks)}; "
         f"waiting for W: {said('pending', pending)}."
     )
 
 
-def _story(made, device, task):
+def _story(order, device, task):
     """What one task waits for, in words, and outlined."""
-    chosen, *needs = map(
-        _name, (made.tasks[device][task], *made.dependencies(made.tasks[device][task]))
-    )
+    one = order.tasks[device][task]
+    chosen, *needs = map(_name, (one, *order.dependencies(one)))
     dashed = ",".join(map(_box, needs)) or "b"
     return (
         f"<b>{chosen}</b> needs {' and '.join(needs) or 'nothing'}.<style>#@rows{{{_box(chosen)}"

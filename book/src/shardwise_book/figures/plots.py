@@ -14,6 +14,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import ArrayLike
 
 from shardwise_book.figures import palette
+from shardwise_book.figures.pieces import Piece, pieces
 
 
 class Drawing(Figure):
@@ -74,15 +75,16 @@ def shards(array: jax.Array) -> Drawing:
     rows, columns = (1, *shape)[-2:]
     height = min(3.2, max(1.1, 4.0 * rows / columns))
     drawing, axes = canvas(min(4.6, max(2.2, 0.6 + height * columns / rows)), height)
-    holders: dict[tuple, list[int]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        block = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
-        holders.setdefault(((0, 1), *block)[-2:], []).append(device.id)
-    for ((top, bottom), (left, right)), ids in holders.items():
-        strip, high = (right - left) / len(ids), bottom - top
+    holders: dict[Piece, list[int]] = {}
+    held = pieces(sharding, shape, len(shape) - 1)
+    for device, piece in zip(sharding.devices_indices_map(shape), held, strict=True):
+        holders.setdefault(piece, []).append(device.id)
+    for piece, ids in holders.items():
+        left, top, wide, high = piece.box()
+        strip = wide / len(ids)
         for i, n in enumerate(ids):
             tile(axes, left + i * strip, top, strip, high, palette.device(n), n, fontweight="bold")
-        outline(axes, left, top, right - left, high, 3)
+        outline(axes, left, top, wide, high, 3)
     _frame(axes, rows, columns)
     axes.set_xticks([0, columns])
     axes.set_yticks([0, rows] if len(shape) == 2 else [])
@@ -161,9 +163,15 @@ def bars(
     axes.invert_yaxis()
     axes.margins(x=0.14)
     axes.set_xlabel(unit)
-    with palette.style():
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    legend(axes, 2)
     return drawing
+
+
+def legend(axes: Axes, columns: int, left: float = 0, **options: Any) -> None:
+    """A legend above the axes, from `left` on: on a phone the right side is out of sight."""
+    with palette.style():
+        place = {"loc": "lower left", "bbox_to_anchor": (left, 1)}
+        axes.legend(ncols=columns, **place, **options)
 
 
 def _frame(axes, rows, columns):
@@ -180,13 +188,6 @@ def _label_ends(axes, ends):
     gap, previous = 0.075 * (high - low), -math.inf
     for height, name, colour in sorted(ends):
         previous = max(height, previous + gap)
-        axes.annotate(
-            name,
-            (1.0, previous),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            color=colour,
-            annotation_clip=False,
-        )
+        away = {"xytext": (6, 0), "textcoords": "offset points", "annotation_clip": False}
+        at = {"xy": (1.0, previous), "xycoords": axes.get_yaxis_transform(), "va": "center"}
+        axes.annotate(name, color=colour, **at, **away)

@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 
 from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
-from shardwise_book.figures.mesh import blocks
+from shardwise_book.figures.pieces import pieces
 
 if TYPE_CHECKING:  # drawing needs no checkpoints
     from shardwise.checkpoint import Chunks
@@ -33,14 +33,13 @@ def resharding_explorer(
     float32 array of two axes. The figure first shows the layouts `source`
     and `goal`, each a (mesh, spec as text).
     """
-    meshes = {name: name for name in layouts}
     rows, columns = shape = tuple(next(iter(saved.values()))[source].shape)
 
     def stored(mesh0, spec0, limit):
         return saved[limit][mesh0, spec0]
 
     def held(mesh1, spec1):
-        return blocks(layouts[mesh1][spec1], shape)
+        return pieces(layouts[mesh1][spec1], shape)
 
     def reads(stored, held):
         """The numbers of the chunks that each device touches."""
@@ -55,11 +54,10 @@ def resharding_explorer(
         )
 
     def goal_words(mesh1, spec1, held, device):
-        top, bottom, left, right = held[device]
         return (
             f"Restored onto <code>{escape(f'{mesh1}, {spec1}')}</code>: device {device} holds "
-            f"{said('block', f'[{top}:{bottom}, {left}:{right}]')}, "
-            f"{said('held', (bottom - top) * (right - left) * ITEMSIZE)} bytes,"
+            f"{said('block', held[device].words)}, {said('held', held[device].size * ITEMSIZE)} "
+            f"bytes,"
         )
 
     def read_words(stored, reads, device):
@@ -93,22 +91,17 @@ def resharding_explorer(
         return svg.path((boxes[chunk] for chunk in reads[device]), svg.device(device), "")
 
     def files(stored, in_files):
-        drawn = ""
         for number, name in enumerate(_files(stored)):
             size = max(first + n for file, first, n in stored.places.values() if file == name)
-            drawn += svg.text(10, 60 * number + 30, f"{_file(name)}, {size:,} bytes")
-        return drawn + svg.path(in_files.values())
-
-    def frame(held, device):
-        top, bottom, left, right = held[device]
-        return svg.box(left, top, right - left, bottom - top, more=svg.EDGE + ' stroke-width="5"')
+            yield svg.text(10, 60 * number + 30, f"{_file(name)}, {size:,} bytes")
+        yield svg.path(in_files.values())
 
     controls = {
-        "mesh0": Control("Saved from mesh", meshes),
-        "spec0": Control("Saved spec", lambda mesh0: {spec: spec for spec in layouts[mesh0]}),
-        "limit": Control("Chunks", {limit: limit for limit in saved}),
-        "mesh1": Control("Restored onto mesh", meshes),
-        "spec1": Control("Restored spec", lambda mesh1: {spec: spec for spec in layouts[mesh1]}),
+        "mesh0": Control("Saved from mesh", list(layouts)),
+        "spec0": Control("Saved spec", lambda mesh0: list(layouts[mesh0])),
+        "limit": Control("Chunks", list(saved)),
+        "mesh1": Control("Restored onto mesh", list(layouts)),
+        "spec1": Control("Restored spec", lambda mesh1: list(layouts[mesh1])),
         "device": Control("Device", lambda held: range(len(held)), "range"),
     }
     start = {}
@@ -134,11 +127,13 @@ def resharding_explorer(
     words = " ".join(f'<span id="@{name}_words"></span>' for name in ("source", "goal", "read"))
     layout = f'<div class="pictures">{array}{strip}</div>{RESULT.replace("></", f">{words}</")}'
     functions = stored, held, reads, in_array, in_files
-    functions += source_words, goal_words, read_words, files, frame
+    functions += source_words, goal_words, read_words, files
+    bold = svg.EDGE + ' stroke-width="5"'
     filling = {
         "read": lambda in_array, reads, device: filled(in_array, reads, device),
         "read_bytes": lambda in_files, reads, device: filled(in_files, reads, device),
         "chunks": lambda in_array: svg.path(in_array.values()),
+        "frame": lambda held, device: svg.box(*held[device].box(), more=bold),
     }
     return explorer(controls, layout, *functions, start=start, **filling)
 

@@ -133,13 +133,8 @@ def fsdp_stepper(layers: Mapping[str, int]) -> Interactive:
         + svg.picture("course", 404, 102, "Bytes held after each event", rem=34)
         + f"</div></div>{RESULT}"
     )
-    parts = {
-        "result": lambda run, step, zero: describe(run, step, names, sum(sizes), zero),
-        "grid": lambda run, step, zero: _grid(run[step], names, zero),
-        "course": lambda run, step, zero: _course([one.held for one in run], step, most, zero),
-    }
-    start = {"zero": 3, "step": 7}
-    return explorer(controls, layout, run, start=start, shows="event", **parts)
+    given = {"names": names, "psi": sum(sizes), "most": most, "start": {"zero": 3, "step": 7}}
+    return explorer(controls, layout, run, _grid, _course, result=describe, shows="event", **given)
 
 
 def describe(run: Sequence[Frame], step: int, names: Sequence[str], psi: int, zero: int) -> str:
@@ -159,31 +154,26 @@ def describe(run: Sequence[Frame], step: int, names: Sequence[str], psi: int, ze
     )
 
 
-def _grid(frame, names, zero):
+def _grid(run, step, names, zero):
     """A column for each device, a row for each layer; in a cell the n parts, filled where held."""
-    drawn = []
+    frame = run[step]
     for i, name in enumerate(names):
         bold = 'font-weight="bold"' if i in frame.layers else ""
-        drawn.append(svg.text(0, _TOP + i * _ROW + 16, name, more=bold))
+        yield svg.text(0, _TOP + i * _ROW + 16, name, more=bold)
     for device in range(N):
         x = _column(device)
-        drawn.append(svg.text(x + 9 * N + 4, 14, f"device {device}", "middle"))
+        yield svg.text(x + 9 * N + 4, 14, f"device {device}", "middle")
         for k, kind in enumerate("PGM"):
             left = x + k * (_PART * N + 4)
-            drawn.append(svg.text(left + _PART * N / 2, 32, kind, "middle"))
+            yield svg.text(left + _PART * N / 2, 32, kind, "middle")
             for i in range(len(names)):
-                y, fills = _TOP + i * _ROW, _fills(frame, zero, kind, i, device)
-                for part, opacity in enumerate(fills):
+                y, moves = _TOP + i * _ROW, i in frame.layers and kind in _moving(frame.event)
+                for part, opacity in enumerate(_fills(frame, zero, kind, i, device)):
+                    pale = 'fill-opacity=".4"' if opacity < 1 else ""
                     if opacity:
-                        pale = 'fill-opacity=".4"' if opacity < 1 else ""
-                        colour = svg.device(part)
-                        drawn.append(svg.box(left + part * _PART, y, _PART, 22, colour, pale))
-                moves = i in frame.layers and kind in _moving(frame.event)
+                        yield svg.box(left + part * _PART, y, _PART, 22, svg.device(part), pale)
                 edge = 'stroke-width="2.5"' if moves else 'stroke-opacity=".45"'
-                drawn.append(
-                    svg.box(left, y, _PART * N, 22, more=f'class="cell" {svg.EDGE} {edge}')
-                )
-    return "".join(drawn)
+                yield svg.box(left, y, _PART * N, 22, more=f'class="cell" {svg.EDGE} {edge}')
 
 
 def _fills(frame, zero, kind, layer, device):
@@ -208,16 +198,16 @@ def _column(device):
     return _LEFT + device * (3 * _PART * N + 20)
 
 
-def _course(held, step, most, zero):
+def _course(run, step, most, zero):
     """A bar for each event, as high as what is held after it, on one scale for all of ZeRO."""
+    held = [frame.held for frame in run]
     peak, wide = held.index(max(held)), 400 // len(held)
-    drawn = [f'<path d="M2 30H402" {svg.EDGE} stroke-dasharray="1 4"/>']
+    yield svg.line("M2 30H402", 'stroke-dasharray="1 4"')
     if zero:
-        drawn.append(svg.text(2, 24, "peak of data parallelism"))
+        yield svg.text(2, 24, "peak of data parallelism")
     for k, size in enumerate(held):
         high, fill = 70 * size // most, "currentColor" if k == step else "none"
-        drawn.append(svg.box(2 + k * wide, 100 - high, wide - 2, high, fill))
+        yield svg.box(2 + k * wide, 100 - high, wide - 2, high, fill)
     ends = peak > len(held) // 2  # so that the label stays within the picture
     x, y = peak * wide + (wide if ends else 2), 94 - 70 * held[peak] // most
-    label = svg.text(x, y, f"peak, {held[peak]:,} bytes", "end" if ends else "")
-    return "".join(drawn) + label
+    yield svg.text(x, y, f"peak, {held[peak]:,} bytes", "end" if ends else "")

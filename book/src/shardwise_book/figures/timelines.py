@@ -7,7 +7,7 @@ from matplotlib.patches import Rectangle
 
 from shardwise import schedules
 from shardwise_book.figures import palette, svg
-from shardwise_book.figures.plots import Drawing, canvas, tile, words
+from shardwise_book.figures.plots import Drawing, canvas, legend, tile, words
 
 GAP = 0.25  # between rows of what is live, in heights of a row
 WAITS = {"color": palette.GREY, "alpha": 0.18, "linewidth": 0}
@@ -47,8 +47,14 @@ def schedule(runs: Mapping[str, schedules.Timeline], width: float = 5.2) -> Draw
     axes.set_ylim(top - 0.3, 0)
     axes.spines[:].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    kinds = {task.kind for run in runs.values() for task in run.start}
-    _legend(axes, [kind for kind in schedules.table.KINDS if kind in kinds])
+    kinds, names = {task.kind for run in runs.values() for task in run.start}, schedules.table.KINDS
+    shown = [
+        Rectangle((0, 0), 1, 1, facecolor=COLOURS[kind], label=f"{kind} {name}")
+        for kind, name in names.items()
+        if kind in kinds
+    ]
+    spaces = {"handletextpad": 0.4, "columnspacing": 1.2, "borderaxespad": 0.1, "fontsize": 9}
+    legend(axes, len(shown), handles=shown, handlelength=1, handleheight=1, **spaces)
     return drawing
 
 
@@ -70,20 +76,6 @@ def chunk(table: schedules.Schedule, task: schedules.Task) -> int:
     """Which of its device's stages a task belongs to, counted from 0 in the order of stages."""
     home = table.device_of[task.stage]
     return sum(device == home for device in table.device_of[: task.stage])
-
-
-def _legend(axes, kinds):
-    marks = [
-        Rectangle(
-            (0, 0), 1, 1, facecolor=COLOURS[kind], label=f"{kind} {schedules.table.KINDS[kind]}"
-        )
-        for kind in kinds
-    ]
-    spaces = {"handletextpad": 0.4, "columnspacing": 1.2, "borderaxespad": 0.1}
-    squares = {"handlelength": 1, "handleheight": 1}
-    with palette.style():  # at the left: on a phone the right side is out of sight
-        axes.legend(handles=marks, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(marks),
-                    fontsize=9, **spaces, **squares)  # fmt: skip
 
 
 def live_activations(runs: Mapping[str, schedules.Timeline], width: float = 3.9) -> Drawing:
