@@ -7,7 +7,7 @@ from html import escape
 import numpy as np
 
 from shardwise_book.figures import svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.interactive import Control, Interactive, explorer, said
 
 _SIDE, _LEFT, _WIDE, _ROW = 200, 58, 262, 24
 
@@ -81,7 +81,7 @@ def balance_explorer(
     alt += "device has each key"
     layout = (
         f'<div class="pictures">{svg.picture("seen", _SIDE + 16, _SIDE + 28, alt, rem=15)}'
-        f'<div id="@ring" style="flex: 1 1 19rem; max-width: 26rem"></div></div>{RESULT}'
+        f'<div id="@ring" style="flex: 1 1 19rem; max-width: 26rem"></div></div>'
     )
     functions = visible, every, result, owners, runs, _seen, _ring
     made = {"scores": lambda every, order: every[order]}

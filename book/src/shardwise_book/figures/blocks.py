@@ -78,11 +78,10 @@ def block_explorer(blocks: Sequence[Block], start: int = 0) -> Interactive:
         f'<div style="flex: 1 1 15rem">{RESULT}{_KEY}</div></div>'
     )
 
-    def block(n, first, second, sequence):
-        return found[n, first, second, sequence]
-
+    made = {"block": lambda n, first, second, sequence: found[n, first, second, sequence]}
     numbers = dict(zip(controls, map(list.index, options, blocks[start]), strict=False))
-    return explorer(controls, layout, block, _matrices, _labels, start=numbers, result=describe)
+    made |= {"result": describe, "start": numbers}
+    return explorer(controls, layout, _matrices, _labels, **made)
 
 
 def states(first: str, second: str, sequence: bool) -> tuple[str, ...]:

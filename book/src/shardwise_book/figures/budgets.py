@@ -6,15 +6,7 @@ from html import escape
 from typing import NamedTuple
 
 from shardwise_book.figures import palette, svg
-from shardwise_book.figures.interactive import (
-    RESULT,
-    Control,
-    Interactive,
-    Refusal,
-    axes,
-    explorer,
-    said,
-)
+from shardwise_book.figures.interactive import Control, Interactive, Refusal, axes, explorer, said
 
 _WIDE, _ROW, _LEFT, _ABOVE = 322, 34, 4, 76  # of the pictures, in their own units
 _THIN = svg.EDGE + ' stroke-width=".5"'
@@ -150,7 +142,7 @@ def _explorer(choices, found, chosen, words, bars, top, alt, shows):
         return Refusal(found[at]) if isinstance(found[at], str) else found[at]
 
     picture = svg.picture("bars", 330, top + _ROW * len(found[chosen].seconds), alt)
-    layout = f'<div class="pictures">{picture}</div>{RESULT}'
+    layout = f'<div class="pictures">{picture}</div>'
     start = dict(zip(controls, chosen, strict=True))
     return explorer(controls, layout, one, bars, start=start, shows=shows, result=words)
 

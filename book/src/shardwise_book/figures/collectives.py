@@ -34,9 +34,8 @@ def collective_picture(mesh: Mesh, names: Sequence[str] = NAMES) -> Drawing:
         arrow = FancyArrowPatch((n + 0.4, top + n / 2), (n + apart - 0.4, top + n / 2))
         _line(axes, arrow)
     _ring(axes, n + apart / 2, len(names) * pitch + 0.9, n)
-    axes.set_xlim(-0.1, 2 * n + apart + 0.1)
-    axes.set_ylim(len(names) * pitch + 3.8, -1.4)
-    axes.set_aspect("equal")
+    limits = {"xlim": (-0.1, 2 * n + apart + 0.1), "ylim": (len(names) * pitch + 3.8, -1.4)}
+    axes.set(**limits, aspect="equal")
     axes.set_axis_off()
     return drawing
 

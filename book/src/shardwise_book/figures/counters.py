@@ -33,10 +33,8 @@ def counters(key: jax.Array, drawn: Mapping[str, jax.Array]) -> Drawing:
         words(axes, 0, foot, 0, ha="left", fontsize=9)
         words(axes, columns / 2, foot, "the stream", fontsize=9)
         words(axes, columns, foot, found.size - 1, ha="right", fontsize=9)
-        axes.set_xlim(-0.1, columns + 0.1)
-        axes.set_ylim(rows + 3.1, -0.1)
+        axes.set(xlim=(-0.1, columns + 0.1), ylim=(rows + 3.1, -0.1), aspect="equal")
         axes.set_title(title, fontsize=9)
-        axes.set_aspect("equal")
         axes.axis("off")
     return drawing
 

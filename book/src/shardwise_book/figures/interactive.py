@@ -83,18 +83,19 @@ def explorer(
 
     It returns that, or yields pieces of it. Its parameters are the names of the controls that it
     depends on (`**` stands for all), whose values it gets, and of other functions, whose results it
-    gets. One that `layout` has no element for makes what others draw. Each is called once for all
-    choices that are the same to it, and player.js shows what was drawn. An underscore before a name
-    is no part of it; `more` has functions under other names, and values that no control changes.
-    `start` has the number of the option that a control is first at, 0 where it is left out. Without
-    the script the figure `shows` one thing: this.
+    gets. One that `layout` has no element for makes what others draw; but "result" then stands
+    below. Each is called once for all choices that are the same to it, and player.js shows what was
+    drawn. An underscore before a name is no part of it; `more` has functions under other names, and
+    values that no control changes. `start` has the number of the option that a control is first at,
+    0 where it is left out. Without the script the figure `shows` one thing: this.
 
     Raises:
       ValueError: a control starts at an option that it has not, or nothing shows what a function
         makes.
     """
-    named = {function.__name__.lstrip("_"): function for function in functions}
-    states = _States(controls, named | more)
+    named = {function.__name__.lstrip("_"): function for function in functions} | more
+    layout += RESULT if "result" in named and 'id="@result"' not in layout else ""
+    states = _States(controls, named)
     parts = states.parts(layout)
     given: dict[str, Any] = {}
     drawn = ""
@@ -182,39 +183,33 @@ class _States:
         """
         texts: dict[str, int] = {}
 
-        def shared(text):
+        def drawn(name, given):
+            text = self.text(name, given)
             return texts.get(text) or texts.setdefault(text, len(texts) + 1) * 0
 
-        def table(keys, entry, given):
+        def offered(name, given):
+            return list(self.options(name, given))
+
+        def table(keys, entry, name, given):
             if not keys:
-                return entry(given)
+                return entry(name, given)
             values = self.options(keys[0], given).values()
-            return [table(keys[1:], entry, given | {keys[0]: value}) for value in values]
+            return [table(keys[1:], entry, name, given | {keys[0]: value}) for value in values]
 
-        def keyed(function, entry):
+        def keyed(function, *entry):
             keys = self.keys(function) if callable(function) else []
-            return {"keys": keys, "table": table(keys, entry, {})}
+            return {"keys": keys, "table": table(keys, *entry, {})}
 
-        offered = {
-            name: keyed(control.options, lambda given, name=name: list(self.options(name, given)))
-            for name, control in self.controls.items()
-        }
-        drawn = {
-            name: keyed(draw, lambda given, name=name: shared(self.text(name, given)))
-            for name, draw in parts.items()
-        }
-        templates: dict[tuple[str, ...], tuple[int, list]] = {}
-        order = []
-        for text in texts:
-            pieces = re.split(r"(\d+(?:\.\d+)?)", text)  # each second one is a number
-            number, rows = templates.setdefault(tuple(pieces[::2]), (len(templates), []))
-            rows.append(pieces[1::2])
-            order.append(number)
-        columns = [
-            [pieces, *map(" ".join, zip(*rows, strict=True))]
-            for pieces, (_, rows) in templates.items()
-        ]
-        data = {"controls": offered, "parts": drawn, "order": order, "templates": columns}
+        controls = {n: keyed(one.options, offered, n) for n, one in self.controls.items()}
+        shown = {name: keyed(draw, drawn, name) for name, draw in parts.items()}
+        split = [re.split(r"(\d+(?:\.\d+)?)", text) for text in texts]  # each second is a number
+        rows: dict[tuple[str, ...], list] = {tuple(pieces[::2]): [] for pieces in split}
+        for pieces in split:
+            rows[tuple(pieces[::2])].append(pieces[1::2])
+        numbers = {pieces: number for number, pieces in enumerate(rows)}
+        order = [numbers[tuple(pieces[::2])] for pieces in split]
+        columns = [[t, *map(" ".join, zip(*found, strict=True))] for t, found in rows.items()]
+        data = {"controls": controls, "parts": shown, "order": order, "templates": columns}
         packed = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
         return base64.b64encode(zlib.compress(packed.encode(), 9)).decode()
 
@@ -238,24 +233,17 @@ def axes(
 
 def _control(name, control, options, chosen):
     """A labelled control with the id "@name"."""
-    label = f'<label for="@{name}">{escape(control.label)}'
-    if control.kind == "select":
-        listed = "".join(
-            f'<option value="{i}"{" selected" * (i == chosen)}>{escape(text)}</option>'
-            for i, text in enumerate(options)
-        )
-        return f'{label}<select id="@{name}">{listed}</select></label>'
-    made = (
-        f'{label}<input id="@{name}" type="range" min="0" max="{len(options) - 1}" '
-        f'value="{chosen}"></label>'
+    listed = "".join(
+        f'<option value="{i}"{" selected" * (i == chosen)}>{escape(text)}</option>'
+        for i, text in enumerate(options)
     )
-    if control.kind == "range":
-        return made
-    buttons = "".join(
-        f'<button id="@{name.lower()}" type="button">{name}</button>'
-        for name in ("Back", "Play", "Next")
-    )
-    return f'<div class="steps">{made}<div>{buttons}</div></div>'
+    slider = f'<input id="@{name}" type="range" min="0" max="{len(options) - 1}" value="{chosen}">'
+    made = f'<select id="@{name}">{listed}</select>' if control.kind == "select" else slider
+    made = f'<label for="@{name}">{escape(control.label)}{made}</label>'
+    button = '<button id="@{}" type="button">{}</button>'
+    buttons = "".join(button.format(word.lower(), word) for word in ("Back", "Play", "Next"))
+    steps = f'<div class="steps">{made}<div>{buttons}</div></div>'
+    return steps if control.kind == "steps" else made
 
 
 def said(name: str, value: Any) -> str:

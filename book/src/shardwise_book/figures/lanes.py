@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from shardwise_book.figures import palette, svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.interactive import Control, Interactive, explorer, said
 from shardwise_book.figures.overlap import overlap
 
 LAYERS = 4
@@ -95,7 +95,7 @@ def lanes_explorer(
     alt = "One training step over time: what the device computes, what its link sends, and which "
     alt += "layers lie whole"
     picture = svg.picture("lanes", 380, _FOOT + 54, alt, rem=36)
-    layout = f'<div class="pictures">{picture}</div>{RESULT}'
+    layout = f'<div class="pictures">{picture}</div>'
     first = {"tokens": len(tokens) // 2, "ahead": 1} | dict(start or {})
     return explorer(controls, layout, run, result, longest, _lanes, start=first, unit=unit)
 
@@ -129,11 +129,7 @@ def _lanes(run, longest, unit):
     starts = [*(task.start for task in run.passes), run.step]
     for free, start in zip(ends, starts, strict=True):
         yield from draw(free, start, 4.5, 25, more=_WAITS)
-    whole = [(0.0, run.step, layer) for layer in range(LAYERS)]
-    if run.strategy == "fsdp":
-        uses = zip(run.messages, run.passes, strict=False)
-        whole = [(gather.start, used.end, used.layer) for gather, used in uses]
-    for start, end, layer in whole:
+    for start, end, layer in run.held:
         yield from draw(start, end, 70 + _ROW * layer, 7, "currentColor", 'opacity=".55"')
     end = round(_LEFT + scale * run.step, 1)
     yield svg.line(f"M{end:g} 0V{_FOOT}") + svg.text(end, _FOOT + 12, _time(run.step, unit), "end")

@@ -60,8 +60,8 @@ def layer_explorer(
         received = more if needed > mine else "receives none"
         return (
             f"{escape(layout)}, device {device} ({where}): of the {whole:,} bytes of these "
-            f"matrices it holds {said('held', mine)}, {received}, and "
-            f"never sees {said('unseen', whole - needed)}."
+            f"matrices it holds {said('held', mine)}, {received}, and never sees "
+            f"{said('unseen', whole - needed)}."
         )
 
     def sums(used):
@@ -118,9 +118,9 @@ def _blocks(places, mine, needed, device):
 
 
 def _sends(rows):
-    head = "<tr><th>pass</th><th>collective</th><th>arrays</th><th>bytes sent</th></tr>"
-    body = "".join(
-        f"<tr><td>{escape(when)}</td><td>{escape(what)}</td><td>{count}</td><td>{size:,}</td></tr>"
-        for when, what, count, size in rows
-    )
-    return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+    yield "<table><thead><tr><th>pass</th><th>collective</th><th>arrays</th><th>bytes sent</th>"
+    yield "</tr></thead><tbody>"
+    for when, what, *numbers in rows:
+        cells = escape(when), escape(what), *(f"{number:,}" for number in numbers)
+        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    yield "</tbody></table>"

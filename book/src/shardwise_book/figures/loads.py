@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from shardwise_book.figures import svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.interactive import Control, Interactive, explorer, said
 
 LABELS = {
     "experts": "Experts",
@@ -32,9 +32,6 @@ def loads_explorer(
     """
     controls = {name: Control(label, offered[name]) for name, label in LABELS.items()}
 
-    def routed(experts, per_token, capacity, skew):
-        return route(experts, per_token, capacity, skew)
-
     def result(routed, experts, per_token, capacity, devices):
         wanted, kept, _ = routed
         choices, busiest = int(sum(wanted)), int(max(wanted))
@@ -54,8 +51,11 @@ def loads_explorer(
             f"sends less."
         )
 
+    def routed(experts, per_token, capacity, skew):
+        return route(experts, per_token, capacity, skew)
+
     alt = "A bar for each expert: how many choices it takes, and above it those it drops"
-    layout = f'<div class="pictures">{svg.picture("loads", 372, 206, alt, rem=32)}</div>{RESULT}'
+    layout = f'<div class="pictures">{svg.picture("loads", 372, 206, alt, rem=32)}</div>'
     return explorer(controls, layout, routed, result, _loads, start=start)
 
 

@@ -8,17 +8,17 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardwise_book.figures import svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.interactive import Control, Interactive, explorer, said
 from shardwise_book.figures.pieces import pieces
 
 MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2))
 NAMES = {1: ("data",), 2: ("data", "model"), 3: ("stage", "data", "model")}
 SIZES = (16, 8, 6)
 ITEMSIZE = 4  # float32
-LAYOUT = f"""<div id="@size"></div><div class="pictures sheets" id="@sheets">
+LAYOUT = """<div id="@size"></div><div class="pictures sheets" id="@sheets">
 <div><p id="@sides"></p><div class="sheet" id="@array" role="img"
 aria-label="The array: its blocks, and the devices that hold each"></div></div>
-<div><p id="@axes"></p><div class="memories" id="@memories"></div></div></div>{RESULT}"""
+<div><p id="@axes"></p><div class="memories" id="@memories"></div></div></div>"""
 
 
 def mesh_explorer() -> Interactive:
@@ -36,9 +36,9 @@ def mesh_explorer() -> Interactive:
     meshes = {}
     for sizes in MESHES:
         axes = NAMES[len(sizes)]
-        grid = np.array(devices).reshape(sizes)
         label = f"{'×'.join(map(str, sizes))} ({', '.join(axes)})"
-        meshes[label] = Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
+        types = (AxisType.Auto,) * len(axes)
+        meshes[label] = Mesh(np.array(devices).reshape(sizes), axes, axis_types=types)
 
     def looked(mesh, rows, columns, first, second):
         """What each device holds, and JAX's refusal if nothing."""
@@ -46,13 +46,13 @@ def mesh_explorer() -> Interactive:
             sharding = NamedSharding(mesh, PartitionSpec(first, second))
             return pieces(sharding, (rows, columns)), ""
         except Exception as error:  # the class of some, DuplicateSpecError, is not public
-            return [], str(error)
+            return [], escape(str(error), False)
 
     def result(looked, rows, columns, first, second):
         (found, refusal), spec = looked, PartitionSpec(first, second)
         name = f"<code>{escape(repr(spec))}</code>"
         if refusal:
-            message = f'<span data-name="error">{escape(refusal, False)}</span>'
+            message = f'<span data-name="error">{refusal}</span>'
             return f'<span class="error">JAX refuses {name}: {message}</span>'
         _, _, wide, high = found[0].box()
         return (

@@ -48,21 +48,25 @@ class Overlap(NamedTuple):
         return self.step - self.compute
 
     @property
-    def whole(self) -> int:
-        """The most layers whose weights lie whole on the device at once, those arriving too."""
+    def held(self) -> list[tuple[float, float, int]]:
+        """(start, end, layer) of weights that lie whole on the device, arriving ones too."""
         if self.strategy == "data":
-            return len(self.passes) // 2
+            return [(0.0, self.step, layer) for layer in range(len(self.passes) // 2)]
         pairs = zip(self.messages, self.passes, strict=False)
-        return _most([(gather.start, used.end) for gather, used in pairs])
+        return [(gather.start, used.end, used.layer) for gather, used in pairs]
+
+    @property
+    def whole(self) -> int:
+        """The most layers whose weights lie whole on the device at once."""
+        return _most([span[:2] for span in self.held])
 
     @property
     def gradients(self) -> int:
         """The most layers whose gradients lie whole on the device at once."""
         layers = len(self.passes) // 2
-        if self.strategy == "data":
-            return layers
         pairs = zip(self.passes[layers:], self.messages[-layers:], strict=True)
-        return _most([(made.start, sent.end) for made, sent in pairs])
+        spans = [(made.start, sent.end) for made, sent in pairs]
+        return layers if self.strategy == "data" else _most(spans)
 
 
 def overlap(
@@ -91,8 +95,7 @@ def overlap(
             f"figures.overlap: strategy={strategy!r}, layers={layers}, ahead={ahead}; expected "
             f"one of {', '.join(STRATEGIES)}, at least 1 layer, and 0 or more ahead."
         )
-    fsdp, count = strategy == "fsdp", 2 * layers
-    order = [*range(layers), *reversed(range(layers))]
+    fsdp, count, order = strategy == "fsdp", 2 * layers, [*range(layers), *reversed(range(layers))]
     passes: list[Task] = []
     sent: dict[tuple[bool, int], Task] = {}  # by whether it is a reduction, and place in `order`
     ready = [(0.0, False, place) for place in range(min(ahead + 1, count))] if fsdp else []

@@ -86,9 +86,8 @@ def shards(array: jax.Array) -> Drawing:
             tile(axes, left + i * strip, top, strip, high, palette.device(n), n, fontweight="bold")
         outline(axes, left, top, wide, high, 3)
     _frame(axes, rows, columns)
-    axes.set_xticks([0, columns])
-    axes.set_yticks([0, rows] if len(shape) == 2 else [])
-    axes.set_title(f"{getattr(sharding, 'spec', type(sharding).__name__)} of shape {shape}")
+    title = f"{getattr(sharding, 'spec', type(sharding).__name__)} of shape {shape}"
+    axes.set(xticks=[0, columns], yticks=[0, rows] if len(shape) == 2 else [], title=title)
     return drawing
 
 
@@ -112,9 +111,8 @@ def mesh_picture(mesh: Mesh, per_host: int | None = None) -> Drawing:
         _frame(ax, rows, columns)
         ax.set_xticks(np.arange(columns) + 0.5, range(columns))
         ax.set_yticks(np.arange(rows) + 0.5 if down else [], range(rows) if down else [])
-        ax.set_xlabel(across)
-        ax.set_ylabel(down or "")
-        ax.set_title(f"{first} = {panel}" if first else "")
+        title = f"{first} = {panel}" if first else ""
+        ax.set(xlabel=across, ylabel=down or "", title=title)
     return drawing
 
 
@@ -137,9 +135,14 @@ def curves(
     for name, height in dict(levels).items():
         axes.axhline(height, color=palette.GREY, linewidth=1, linestyle=(0, (2, 2)))
         ends.append([float(height), name, palette.GREY])
-    _label_ends(axes, ends)
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
+    low, high = axes.get_ylim()
+    previous = -math.inf
+    away = {"xytext": (6, 0), "textcoords": "offset points", "annotation_clip": False}
+    for height, name, colour in sorted(ends):  # moved apart where they would overlap
+        previous = max(height, previous + 0.075 * (high - low))
+        at = {"xy": (1.0, previous), "xycoords": axes.get_yaxis_transform(), "va": "center"}
+        axes.annotate(name, color=colour, **at, **away)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
     return drawing
 
 
@@ -180,14 +183,3 @@ def _frame(axes, rows, columns):
     axes.set_ylim(1.02 * rows, -0.02 * rows)  # row 0 at the top, as arrays are written
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
-
-
-def _label_ends(axes, ends):
-    """Write each name beside the end of its curve, moved apart where they would overlap."""
-    low, high = axes.get_ylim()
-    gap, previous = 0.075 * (high - low), -math.inf
-    for height, name, colour in sorted(ends):
-        previous = max(height, previous + gap)
-        away = {"xytext": (6, 0), "textcoords": "offset points", "annotation_clip": False}
-        at = {"xy": (1.0, previous), "xycoords": axes.get_yaxis_transform(), "va": "center"}
-        axes.annotate(name, color=colour, **at, **away)

@@ -96,22 +96,22 @@ def columns(mesh: Mesh, product: Product) -> list[str]:
     shapes = (i, j), (j, k), (i, k)
     specs = zip(product[1:4], shapes, strict=True)
     held = [pieces(NamedSharding(mesh, spec), shape) for spec, shape in specs]
-    return [_column(product, held, number, shapes[number]) for number in range(3)]
-
-
-def _column(product, held, number, shape):
-    scale = _SIDE / max(product.sizes)
-    corners = [(_LEFTS[number], device * _PITCH + 26, scale) for device in range(len(held[number]))]
-    fills: dict[tuple[str, float], list] = {}  # one path for each colour
-    for device, corner in enumerate(corners):
-        for owner, piece, strength in _pieces(product, held, number, device):
-            fills.setdefault((svg.device(owner), strength), []).append(Piece(*piece).box(*corner))
-    whole = [Piece(0, shape[0], 0, shape[1]).box(*corner) for corner in corners]
-    frames = [piece.box(*at) for piece, at in zip(held[number], corners, strict=True)]
-    frames = frames if number < 2 else []
-    drawn = [svg.path(d, colour, f'fill-opacity="{o}"') for (colour, o), d in fills.items()]
-    drawn.append(svg.path(whole, more=svg.EDGE + ' stroke-opacity=".6"'))
-    return "".join(drawn) + svg.path(frames, more=svg.EDGE + ' stroke-width="2"')
+    scale, drawn = _SIDE / max(product.sizes), []
+    for number, (rows, columns) in enumerate(shapes):
+        fills: dict[tuple[str, float], list] = {}  # one path for each colour
+        whole, frames = [], []
+        for device, block in enumerate(held[number]):
+            corner = _LEFTS[number], device * _PITCH + 26, scale
+            whole.append(Piece(0, rows, 0, columns).box(*corner))
+            frames += [block.box(*corner)] if number < 2 else []
+            for owner, piece, strength in _pieces(product, held, number, device):
+                key = svg.device(owner), strength
+                fills.setdefault(key, []).append(Piece(*piece).box(*corner))
+        paths = [svg.path(d, colour, f'fill-opacity="{o}"') for (colour, o), d in fills.items()]
+        paths.append(svg.path(whole, more=svg.EDGE + ' stroke-opacity=".6"'))
+        paths.append(svg.path(frames, more=svg.EDGE + ' stroke-width="2"'))
+        drawn.append("".join(paths))
+    return drawn
 
 
 def _pieces(product, held, number, device):

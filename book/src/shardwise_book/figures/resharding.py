@@ -21,10 +21,7 @@ _SHOWN = 3  # byte ranges in the words; a device may read many
 
 
 def resharding_explorer(
-    layouts: Layouts,
-    saved: Saved,
-    source: tuple[str, str],
-    goal: tuple[str, str],
+    layouts: Layouts, saved: Saved, source: tuple[str, str], goal: tuple[str, str]
 ) -> Interactive:
     """Choose what a checkpoint was saved from, and onto what it is restored; see what is read.
 
@@ -34,12 +31,6 @@ def resharding_explorer(
     and `goal`, each a (mesh, spec as text).
     """
     rows, columns = shape = tuple(next(iter(saved.values()))[source].shape)
-
-    def stored(mesh0, spec0, limit):
-        return saved[limit][mesh0, spec0]
-
-    def held(mesh1, spec1):
-        return pieces(layouts[mesh1][spec1], shape)
 
     def reads(stored, held):
         """The numbers of the chunks that each device touches."""
@@ -79,9 +70,7 @@ def resharding_explorer(
     def in_files(stored):
         """That of each chunk in its file, which is a strip of its chunks, in their order."""
         found = {}
-        for number, name in enumerate(_files(stored)):
-            inside = [chunk for chunk, (file, *_) in stored.places.items() if file == name]
-            inside.sort(key=lambda chunk: stored.places[chunk][1])
+        for number, inside in enumerate(_strips(stored).values()):
             edges = [10 + 300 * i // len(inside) for i in range(len(inside) + 1)]
             for chunk, (x, end) in zip(inside, itertools.pairwise(edges), strict=True):
                 found[chunk] = x, 60 * number + 40, end - x, 26
@@ -91,9 +80,9 @@ def resharding_explorer(
         return svg.path((boxes[chunk] for chunk in reads[device]), svg.device(device), "")
 
     def files(stored, in_files):
-        for number, name in enumerate(_files(stored)):
-            size = max(first + n for file, first, n in stored.places.values() if file == name)
-            yield svg.text(10, 60 * number + 30, f"{_file(name)}, {size:,} bytes")
+        for number, (name, inside) in enumerate(_strips(stored).items()):
+            _, first, size = stored.places[inside[-1]]
+            yield svg.text(10, 60 * number + 30, f"{_file(name)}, {first + size:,} bytes")
         yield svg.path(in_files.values())
 
     controls = {
@@ -108,34 +97,30 @@ def resharding_explorer(
     for end, (mesh, spec) in enumerate((source, goal)):
         start[f"mesh{end}"] = list(layouts).index(mesh)
         start[f"spec{end}"] = list(layouts[mesh]).index(spec)
-    strips = max(len(_files(one)) for listed in saved.values() for one in listed.values())
+    strips = max(len(_strips(one)) for listed in saved.values() for one in listed.values())
     sides = svg.text(30 + columns / 2, 20, f"{columns} columns", "middle")
     turned = f'transform="translate(20 {30 + rows / 2:g}) rotate(-90)"'
     sides += svg.text(0, 0, f"{rows} rows", "middle", turned)
     groups = "".join(f'<g id="@{name}"></g>' for name in ("read", "chunks", "frame"))
-    array = svg.picture(
-        "",
-        max(columns + 60, 300),
-        rows + 40,
-        "The array, its chunks, and the block that the device holds",
-        f'{sides}<g transform="translate(30 30)">{groups}</g>',
-    )
-    strip = svg.picture(
-        "", 330, 60 * strips + 30, "The files, and the bytes that the device reads",
-        '<g id="@read_bytes"></g><g id="@files"></g>',
-    )  # fmt: skip
+    inside = f'{sides}<g transform="translate(30 30)">{groups}</g>'
+    alt = "The array, its chunks, and the block that the device holds"
+    array = svg.picture("", max(columns + 60, 300), rows + 40, alt, inside)
+    inside = '<g id="@read_bytes"></g><g id="@files"></g>'
+    alt = "The files, and the bytes that the device reads"
+    strip = svg.picture("", 330, 60 * strips + 30, alt, inside)
     words = " ".join(f'<span id="@{name}_words"></span>' for name in ("source", "goal", "read"))
     layout = f'<div class="pictures">{array}{strip}</div>{RESULT.replace("></", f">{words}</")}'
-    functions = stored, held, reads, in_array, in_files
-    functions += source_words, goal_words, read_words, files
     bold = svg.EDGE + ' stroke-width="5"'
-    filling = {
+    made = {
+        "stored": lambda mesh0, spec0, limit: saved[limit][mesh0, spec0],
+        "held": lambda mesh1, spec1: pieces(layouts[mesh1][spec1], shape),
         "read": lambda in_array, reads, device: filled(in_array, reads, device),
         "read_bytes": lambda in_files, reads, device: filled(in_files, reads, device),
         "chunks": lambda in_array: svg.path(in_array.values()),
         "frame": lambda held, device: svg.box(*held[device].box(), more=bold),
     }
-    return explorer(controls, layout, *functions, start=start, **filling)
+    functions = reads, in_array, in_files, source_words, goal_words, read_words, files
+    return explorer(controls, layout, *functions, start=start, **made)
 
 
 def joined(places: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
@@ -149,8 +134,12 @@ def joined(places: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     return found
 
 
-def _files(stored):
-    return sorted({file for file, *_ in stored.places.values()})
+def _strips(stored):
+    """{file: its chunks}, all in their order."""
+    found = {}
+    for chunk, (file, *_) in sorted(stored.places.items(), key=lambda one: one[1]):
+        found.setdefault(file, []).append(chunk)
+    return found
 
 
 def _file(name):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shardwise_book.figures import svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.interactive import Control, Interactive, explorer, said
 
 Pairs = Sequence[Sequence[tuple[int, int]]]  # of each step, (from, to)
 Runs = Mapping[str, Mapping[int, tuple[ArrayLike, Pairs]]]
@@ -56,7 +56,7 @@ def ring_stepper(runs: Runs) -> Interactive:
     }
     alt = "The devices on a ring, the blocks that each holds, and arrows for what has just moved"
     picture = svg.picture("ring", 400, 400, alt, rem=29)
-    layout = f'{_KEY}<div class="pictures">{picture}</div>{RESULT}'
+    layout = f'{_KEY}<div class="pictures">{picture}</div>'
     start = {"n": min(2, len(sizes) - 1), "step": 1}
     functions = run, adds, _ring
     return explorer(controls, layout, *functions, start=start, shows="step", result=describe)

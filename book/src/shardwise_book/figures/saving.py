@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from shardwise_book.figures import palette, svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.interactive import Control, Interactive, explorer, said
 
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)  # steps
 WAYS = {"in the background": False, "while training waits": True}
@@ -62,9 +62,6 @@ def saving_explorer(
     def shares(steps, paid, failures):
         return [share_lost(n * steps, *paid, failures, restart) for n in INTERVALS]
 
-    def young(steps, paid, failures):
-        return math.sqrt(2 * paid[0] * failures) / steps
-
     def result(shares, young, steps, paid, interval):
         cycle, least = max(interval * steps, paid[1]) + paid[0], min(shares)
         said_young = f"{young:,.0f}" if young >= 1 else "less than 1"
@@ -87,18 +84,20 @@ def saving_explorer(
     curves = '<g id="@curve"></g><g id="@dot"></g>'
     pictures = svg.picture("lanes", 372, 108, told, rem=27)
     pictures += svg.picture("", 372, 184, lost, curves, 27)
-    layout = f'<div class="pictures">{pictures}</div>{RESULT}'
-    functions = paid, shares, young, result, dot, _lanes, _points, _curve
-    return explorer(controls, layout, *functions, start={"interval": 6} | dict(start or {}))
+    layout = f'<div class="pictures">{pictures}</div>'
+    made = {
+        "young": lambda steps, paid, failures: math.sqrt(2 * paid[0] * failures) / steps,
+        "start": {"interval": 6} | dict(start or {}),
+    }
+    return explorer(controls, layout, paid, shares, result, dot, _lanes, _points, _curve, **made)
 
 
 def span(seconds: float) -> str:
     """A time in words, to two digits or whole."""
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")):
-        if seconds >= size or unit == "ms":
-            value = seconds / size
-            return f"{value:.0f} {unit}" if value >= 9.95 else f"{value:.1f} {unit}"
-    raise AssertionError
+    units = (86400, "d"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")
+    size, unit = next((one for one in units if seconds >= one[0]), units[-1])
+    value = seconds / size
+    return f"{value:.0f} {unit}" if value >= 9.95 else f"{value:.1f} {unit}"
 
 
 def _percent(share):

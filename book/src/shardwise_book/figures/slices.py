@@ -5,7 +5,7 @@ from html import escape
 from typing import Any, NamedTuple
 
 from shardwise_book.figures import palette, svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer
+from shardwise_book.figures.interactive import Control, Interactive, explorer
 from shardwise_book.figures.timelines import COLOURS
 
 HIGH, STEP, LANE, TOP = 17, 10, 23, 18  # a box, and the spaces: to the right, below, above all
@@ -42,7 +42,7 @@ def slice_graph(
     found = graph(traced.jaxpr, list(chosen.values()), inputs, outputs)
     names = list(chosen)
     controls = {"slice": Control("What is computed", {name: i for i, name in enumerate(names)})}
-    layout = f'<div class="pictures graph" id="@graph"></div>{RESULT}'
+    layout = '<div class="pictures graph" id="@graph"></div>'
     given = {"found": found, "names": names, "drawn": places(found), "start": {"slice": start}}
     return explorer(controls, layout, _graph, result=describe, shows="slice", **given)
 

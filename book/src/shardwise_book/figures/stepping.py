@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardwise_book.figures import svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.interactive import Control, Interactive, explorer, said
 
 ZEROS = ["0, data parallelism", "1, optimizer state cut", "2, gradients too", "3, FSDP"]
 PASSES = {"gather layers again": True, "keep them gathered": False}
@@ -14,6 +14,7 @@ device's own, not yet summed. Bold frames are what the event is about. Below, a 
 the bytes then held.</p>"""
 N = 4  # devices
 _LEFT, _TOP, _ROW, _PART = 52, 40, 30, 6  # of the grid of layers, in units of the picture
+_COLUMN = 3 * _PART * N + 20  # from one device to the next
 
 
 class Frame(NamedTuple):
@@ -126,12 +127,12 @@ def fsdp_stepper(layers: Mapping[str, int]) -> Interactive:
         "again": Control("Backward pass, with ZeRO 3", PASSES),
         "step": Control("Event", lambda run: range(len(run)), "steps"),
     }
-    wide, high = _column(N) - 8, _TOP + len(layers) * _ROW
+    wide, high = _LEFT + N * _COLUMN - 8, _TOP + len(layers) * _ROW
     layout = (
         f'{_KEY}<div class="pictures"><div style="min-width: 19rem; flex: 1 1 20rem">'
         + svg.picture("grid", wide, high, "What each device holds of each layer", rem=34)
         + svg.picture("course", 404, 102, "Bytes held after each event", rem=34)
-        + f"</div></div>{RESULT}"
+        + "</div></div>"
     )
     given = {"names": names, "psi": sum(sizes), "most": most, "start": {"zero": 3, "step": 7}}
     return explorer(controls, layout, run, _grid, _course, result=describe, shows="event", **given)
@@ -155,47 +156,34 @@ def describe(run: Sequence[Frame], step: int, names: Sequence[str], psi: int, ze
 
 
 def _grid(run, step, names, zero):
-    """A column for each device, a row for each layer; in a cell the n parts, filled where held."""
+    """A column for each device, a row for each layer; in a cell the n parts, filled where held.
+
+    Bold frames are around what the event changes; a device's own sum of gradients is pale.
+    """
     frame = run[step]
+    gathers = frame.event.endswith("all-gather") or frame.event.startswith("forward")
+    moving = "PM" if frame.event == "update" else "P" if gathers else "G"
+    kinds = {
+        "P": ["shard" if zero and not whole else "whole" for whole in frame.gathered],
+        "G": frame.gradients,
+        "M": ["shard" if zero else "whole"] * len(names),
+    }
     for i, name in enumerate(names):
         bold = 'font-weight="bold"' if i in frame.layers else ""
         yield svg.text(0, _TOP + i * _ROW + 16, name, more=bold)
     for device in range(N):
-        x = _column(device)
+        x = _LEFT + device * _COLUMN
         yield svg.text(x + 9 * N + 4, 14, f"device {device}", "middle")
-        for k, kind in enumerate("PGM"):
+        for k, (kind, states) in enumerate(kinds.items()):
             left = x + k * (_PART * N + 4)
             yield svg.text(left + _PART * N / 2, 32, kind, "middle")
-            for i in range(len(names)):
-                y, moves = _TOP + i * _ROW, i in frame.layers and kind in _moving(frame.event)
-                for part, opacity in enumerate(_fills(frame, zero, kind, i, device)):
-                    pale = 'fill-opacity=".4"' if opacity < 1 else ""
-                    if opacity:
-                        yield svg.box(left + part * _PART, y, _PART, 22, svg.device(part), pale)
+            for i, state in enumerate(states):
+                y, pale = _TOP + i * _ROW, 'fill-opacity=".4"' if state == "partial" else ""
+                for part in range(N) if state in ("whole", "partial") else [device] * bool(state):
+                    yield svg.box(left + part * _PART, y, _PART, 22, svg.device(part), pale)
+                moves = i in frame.layers and kind in moving
                 edge = 'stroke-width="2.5"' if moves else 'stroke-opacity=".45"'
                 yield svg.box(left, y, _PART * N, 22, more=f'class="cell" {svg.EDGE} {edge}')
-
-
-def _fills(frame, zero, kind, layer, device):
-    """The opacity of each of the n parts: 0 is not held, and a device's own sum is pale."""
-    own = [int(part == device) for part in range(N)]
-    if kind == "P":
-        return [1] * N if zero == 0 or frame.gathered[layer] else own
-    if kind == "M":
-        return [1] * N if zero == 0 else own
-    held = {"": [0] * N, "partial": [0.4] * N, "whole": [1] * N, "shard": own}
-    return held[frame.gradients[layer]]
-
-
-def _moving(event):
-    """The kinds that an event changes, whose cells are framed in bold."""
-    if event == "update":
-        return "PM"
-    return "P" if event.endswith("all-gather") or event.startswith("forward") else "G"
-
-
-def _column(device):
-    return _LEFT + device * (3 * _PART * N + 20)
 
 
 def _course(run, step, most, zero):

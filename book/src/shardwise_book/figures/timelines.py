@@ -41,10 +41,7 @@ def schedule(runs: Mapping[str, schedules.Timeline], width: float = 5.2) -> Draw
                 _task(axes, row, run, task, span / (11 * width))
         top += run.schedule.devices + 1.4
     axes.set_yticks(list(ticks), ticks.values(), fontsize=9)
-    axes.set_ylabel("device")
-    axes.set_xlabel("time, in ticks")
-    axes.set_xlim(0, span * 1.001)
-    axes.set_ylim(top - 0.3, 0)
+    axes.set(xlim=(0, span * 1.001), ylim=(top - 0.3, 0), xlabel="time, in ticks", ylabel="device")
     axes.spines[:].set_visible(False)
     axes.tick_params(axis="y", length=0)
     kinds, names = {task.kind for run in runs.values() for task in run.start}, schedules.table.KINDS
@@ -121,6 +118,5 @@ def _panel(axes, title, run, span, most):
     axes.set_title(title, loc="left", fontsize=9.5, fontweight="bold", pad=2)
     axes.set_yticks(middles, range(len(middles)), fontsize=8.5)
     axes.tick_params(length=0, labelsize=8.5)
-    axes.set_ylim((1 + GAP) * len(middles) + 0.05, GAP / 2)
-    axes.set_xlim(0, span * 1.12)
+    axes.set(xlim=(0, span * 1.12), ylim=((1 + GAP) * len(middles) + 0.05, GAP / 2))
     axes.spines[:].set_visible(False)
