@@ -28,16 +28,13 @@ class Verdict:
     def __bool__(self) -> bool:
         return self.solved is True
 
-    @property
-    def head(self) -> str:
-        return {True: "Solved:", False: "Not yet:", None: "Not solved yet:"}[self.solved]
-
     def __repr__(self) -> str:
-        return f"{self.head} {self.text}"
+        head = {True: "Solved:", False: "Not yet:", None: "Not solved yet:"}[self.solved]
+        return f"{head} {self.text}"
 
     def _repr_html_(self) -> str:
-        text = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(self.text, quote=False))
-        return f"<p><strong>{self.head}</strong> {text}</p>"
+        told = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(repr(self), quote=False))
+        return "<p><strong>{}:</strong>{}</p>".format(*told.split(":", 1))
 
 
 class Wrong(Exception):
@@ -59,7 +56,7 @@ def puzzle(todo: str) -> Callable:
         @functools.wraps(check)
         def checker(answer):
             try:
-                return Verdict(True, check(_asked(answer)))
+                return Verdict(True, check(_filled(answer)))
             except NotYet:
                 return Verdict(None, todo)
             except Wrong as wrong:
@@ -74,34 +71,18 @@ def puzzle(todo: str) -> Callable:
     return decorate
 
 
-def _asked(answer: Any) -> Any:
+def _filled(answer: Any) -> Any:
     """`answer`, raising `NotYet` where it is open: at once, or when it is called."""
-    if _is_open(answer):
-        raise NotYet
-    if not callable(answer):
-        return answer
-
-    def asked(*args):
-        out = answer(*args)
-        if _is_open(out):
-            raise NotYet
-        return out
-
-    return asked
-
-
-def _is_open(answer):
+    if callable(answer):
+        return lambda *args: _filled(answer(*args))
     if isinstance(answer, P):  # on some releases of JAX a tuple
-        return False
-    if isinstance(answer, dict):
-        return any(map(_is_dots, answer.values()))
-    if isinstance(answer, list | tuple):
-        return any(map(_is_dots, answer)) or all(x is None for x in answer)
-    return answer is None or _is_dots(answer)
-
-
-def _is_dots(x):
-    return x is ... or (isinstance(x, str) and x.strip() == "...")
+        return answer
+    named = isinstance(answer, dict)
+    parts = answer.values() if named else answer if isinstance(answer, list | tuple) else [answer]
+    dots = any(x is ... or (isinstance(x, str) and x.strip() == "...") for x in parts)
+    if dots or (not named and all(x is None for x in parts)):
+        raise NotYet
+    return answer
 
 
 QUICK = {"xla_backend_optimization_level": 0}  # each program runs once or twice
@@ -160,9 +141,8 @@ def require_close(found: Any, expected: Any, what: str, tolerance: float = 1e-4)
 def require_shape(found: np.ndarray, expected: np.ndarray, where: str) -> None:
     """Raise `Wrong` where two arrays have different shapes."""
     if found.shape != expected.shape:
-        raise Wrong(
-            f"the shape is {found.shape} over all devices{where}, expected {expected.shape}."
-        )
+        here = f"over all devices{where}"
+        raise Wrong(f"the shape is {found.shape} {here}, expected {expected.shape}.")
 
 
 def require_at_most(number: float, enough: float, what: str) -> None:
