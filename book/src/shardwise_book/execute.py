@@ -7,13 +7,14 @@ That needs ipykernel and nbclient only, so that it works in environments without
 import argparse
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
-import functools
 import json
 import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import textwrap
@@ -77,46 +78,41 @@ class ThisInterpreter(AsyncKernelManager):
         return KernelSpec(argv=command, display_name="Python 3", language="python")
 
 
+class Client(NotebookClient):
+    """Executes a notebook in a kernel, a session of its own: Ctrl-C alone does not reach it."""
+
+    @property
+    def process(self) -> subprocess.Popen | None:
+        return getattr(getattr(self.km, "provisioner", None), "process", None)
+
+    def kill(self) -> None:
+        """Kill the kernel with all that it has started; whoever executes gets an exception."""
+        process = self.process
+        if process and process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def processor_seconds(self) -> float:
+        """Of the kernel and all that it has started, ended ones included."""
+        total, process = 0.0, self.process
+        with contextlib.suppress(psutil.Error):
+            kernel = psutil.Process(process.pid) if process else None
+            for member in [kernel, *kernel.children(recursive=True)] if kernel else []:
+                with contextlib.suppress(psutil.Error):  # it ended, and counts with its parent's
+                    total += sum(member.cpu_times()[:4])  # user, system, both of ended children
+        return total
+
+
 class Kernels:
-    """Those that run now. Each is a session of its own, so Ctrl-C alone reaches none of them."""
+    """Those that run now."""
 
     def __init__(self) -> None:
-        self.clients: set[NotebookClient] = set()
+        self.clients: set[Client] = set()
         self.stopped = False
 
     def stop(self) -> None:
-        """Kill what runs, with what it has started; whoever executes it gets an exception."""
         self.stopped = True
         for client in list(self.clients):
-            kill(client)
-
-    def check(self) -> None:
-        """An exception once they are stopped, for a kernel that was still starting then."""
-        if self.stopped:
-            raise DeadKernelError("stopped")
-
-
-def kill(client: NotebookClient) -> None:
-    """Kill its kernel with all that it has started."""
-    process = _process(client)
-    if process and process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def processor_seconds(client: NotebookClient) -> float:
-    """Of its kernel and all that it has started, ended ones included."""
-    total, process = 0.0, _process(client)
-    try:
-        kernel = psutil.Process(process.pid) if process else None
-        members = [kernel, *kernel.children(recursive=True)] if kernel else []
-    except psutil.Error:
-        return total
-    for member in members:
-        try:
-            total += sum(member.cpu_times()[:4])  # user, system, and both of ended children
-        except psutil.Error:  # it ended meanwhile, and counts with its parent's
-            pass
-    return total
+            client.kill()
 
 
 def run(
@@ -138,7 +134,8 @@ def run(
     started, current = time.perf_counter(), [0]
 
     def begin(cell, cell_index):
-        kernels.check()
+        if kernels.stopped:  # while this one was still starting
+            raise DeadKernelError("stopped")
         current[0] = cell_index
         guard.begin()
 
@@ -149,17 +146,14 @@ def run(
         tempfile.TemporaryDirectory() as sockets,
         tempfile.TemporaryFile() as printed,
     ):
-        client = NotebookClient(
-            notebook,
-            timeout=None,
-            kernel_manager_class=ThisInterpreter,
-            record_timing=False,
-            on_cell_start=begin,
-            config=Config(ThisInterpreter=reached_through(sockets)),
-        )
-        spent, end = functools.partial(processor_seconds, client), functools.partial(kill, client)
-        limits = dict(still=watchdog.STILL_S, busy=watchdog.BUSY_S, look=watchdog.LOOK_S)
-        guard = watchdog.Watchdog(spent, end, **limits)
+        # By files where the system can: a port that was free when it was chosen may be another
+        # program's when the kernel takes it.
+        reached = {"transport": "ipc", "connection_file": str(Path(sockets, "kernel.json"))}
+        settled = {"ThisInterpreter": reached if hasattr(socket, "AF_UNIX") else {}}
+        hooks = {"kernel_manager_class": ThisInterpreter, "on_cell_start": begin}
+        options = {"timeout": None, "record_timing": False, "config": Config(settled)}
+        client = Client(notebook, **hooks, **options)
+        guard = watchdog.Watchdog(client.processor_seconds, client.kill)
         client.resources["metadata"] = {"path": empty}
         kernels.clients.add(client)
         try:
@@ -174,18 +168,13 @@ def run(
             kernels.clients.discard(client)
         _clean(notebook, empty)
     devices = "".join(output.get("text", "") for output in notebook.cells.pop().outputs).strip()
-    failure = failure or _silent_cell(name, notebook, lines)
+    for index, cell in enumerate(notebook.cells):
+        raised = any(output.output_type == "error" for output in cell.get("outputs", []))
+        if "raises-exception" in cell.metadata.get("tags", []) and not raised and not failure:
+            where = describe(name, notebook, index, lines)  # it would teach what is no longer so
+            told = "is tagged raises-exception, and raised nothing: mend it or untag it."
+            failure = f"{where} {told}"
     return Run(notebook, time.perf_counter() - started, devices, failure)
-
-
-def reached_through(folder: str) -> dict[str, str]:
-    """Settings of a kernel that is spoken to by files in `folder`, where the system can.
-
-    A port that was free when it was chosen may be another program's when the kernel takes it.
-    """
-    if not hasattr(socket, "AF_UNIX"):
-        return {}
-    return {"transport": "ipc", "connection_file": str(Path(folder, "kernel.json"))}
 
 
 def describe(
@@ -206,16 +195,6 @@ def environment() -> dict[str, str]:
     return {**ENVIRONMENT, **os.environ, **inline, **xla}
 
 
-def _silent_cell(name, notebook, lines):
-    """A cell that promises an error and raises none would teach what is no longer so."""
-    for index, cell in enumerate(notebook.cells):
-        tagged = "raises-exception" in cell.metadata.get("tags", [])
-        if tagged and not any(output.output_type == "error" for output in cell.get("outputs", [])):
-            where = describe(name, notebook, index, lines)
-            return f"{where} is tagged raises-exception, and raised nothing: mend it or untag it."
-    return None
-
-
 def _reason(error, printed):
     if isinstance(error, DeadKernelError):
         printed.seek(0)
@@ -233,10 +212,6 @@ def _in_a_loop(client, **options):
         return asyncio.run(client.async_execute(**options))
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: asyncio.run(client.async_execute(**options))).result()
-
-
-def _process(client):
-    return getattr(getattr(client.km, "provisioner", None), "process", None)
 
 
 def _clean(notebook, directory):

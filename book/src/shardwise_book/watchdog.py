@@ -13,17 +13,9 @@ LOOK_S = 5
 class Watchdog:
     """A thread that kills a kernel whose cell hangs, and remembers why in `verdict`."""
 
-    def __init__(
-        self,
-        spent: Callable[[], float],
-        kill: Callable[[], None],
-        still: float,
-        busy: float,
-        look: float,
-    ) -> None:
+    def __init__(self, spent: Callable[[], float], kill: Callable[[], None]) -> None:
         self.verdict: str | None = None
-        self._spent, self._kill, self._limits, self._look = spent, kill, (still, busy), look
-        self._ended = threading.Event()
+        self._spent, self._kill, self._ended = spent, kill, threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self.begin()
 
@@ -41,14 +33,13 @@ class Watchdog:
         self._thread.join()
 
     def _watch(self):
-        still, busy = self._limits
-        while not self._ended.wait(self._look):
+        while not self._ended.wait(LOOK_S):
             now, spent = time.monotonic(), self._spent()
-            if spent - self._moved[1] >= still / 100:
+            if spent - self._moved[1] >= STILL_S / 100:
                 self._moved = now, spent
-            if now - self._moved[0] > still:
-                self.verdict = f"it stood still: no work of the processor in {still:g} s."
-            elif spent - self._cell > busy:
-                self.verdict = f"no end after {busy:g} s of the processor's time."
+            if now - self._moved[0] > STILL_S:
+                self.verdict = f"it stood still: no work of the processor in {STILL_S:g} s."
+            elif spent - self._cell > BUSY_S:
+                self.verdict = f"no end after {BUSY_S:g} s of the processor's time."
             if self.verdict:
                 return self._kill()
