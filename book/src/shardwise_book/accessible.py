@@ -27,10 +27,9 @@ def mend(html: str) -> str:
     """The HTML with every such place mended."""
     for pattern, replacement in MENDS:
         html = pattern.sub(replacement, html)
-    return PAINTED.sub(_painted, html)
-
-
-def _painted(match):
+    if not PAINTED.search(html):
+        return html
     from .figures import palette  # JAX comes with it, which a page of prose can do without
 
-    return f'style="color: {palette.ink(match[1])}; background-color: {match[1]}"'
+    painted = 'style="color: {}; background-color: {}"'
+    return PAINTED.sub(lambda found: painted.format(palette.ink(found[1]), found[1]), html)

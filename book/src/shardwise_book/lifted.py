@@ -5,7 +5,6 @@ A notebook's figure brings all it needs with it; of a page with several, each wo
 
 import hashlib
 import re
-from importlib.resources import files
 from pathlib import Path
 
 FOLDER = "_static/figures"
@@ -19,36 +18,25 @@ def lift(html: str, output: Path, address: str) -> str:
     """
     if "shardwise-" not in html:
         return html
-    folder = output / FOLDER
-    scripts = []
-    for name, text in _scripts().items():
+    from .figures.interactive import code  # JAX comes with it; most pages do without
+
+    folder, linked = output / FOLDER, {}  # {file: the tag that reads it}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in sorted(path.name for path in Path(__file__).parent.glob("figures/*.js")):
+        text = code(name)
         inline, lifted = f"({text})(root", f'(shardwise["{name}"])(root'
         if inline in html:
             html = html.replace(inline, lifted)
             told = f'(globalThis.shardwise ??= {{}})["{name}"] = {text};\n'
-            _write(folder / name, told)
-            scripts.append(f'<script src="{address}/{name}"></script>')
-    seen = set()
+            (folder / name).write_text(told, encoding="utf-8")
+            linked[name] = f'<script src="{address}/{name}"></script>'
+    scripts = "".join(linked.values())
 
     def style(match):
         name = f"{hashlib.sha256(match[1].encode()).hexdigest()[:12]}.css"
-        _write(folder / name, match[1])
-        link = "" if name in seen else f'<link rel="stylesheet" href="{address}/{name}"/>'
-        seen.add(name)
+        (folder / name).write_text(match[1], encoding="utf-8")
+        link = "" if name in linked else f'<link rel="stylesheet" href="{address}/{name}"/>'
+        linked[name] = link
         return link
 
-    return "".join(scripts) + STYLE.sub(style, html)
-
-
-def _scripts():
-    """The text of each script of the package's figures, as figures write it into a page."""
-    from . import figures  # JAX comes with it, which a book without figures can do without
-    from .figures.interactive import code
-
-    found = [path.name for path in files(figures).iterdir() if path.name.endswith(".js")]
-    return {name: code(name) for name in sorted(found)}
-
-
-def _write(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+    return scripts + STYLE.sub(style, html)

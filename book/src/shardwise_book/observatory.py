@@ -65,9 +65,7 @@ def names(stacks: list[Stack]) -> list[str]:
 
 def row(stack: Stack, name: str) -> list[str]:
     """A program's cells: collectives, of them asynchronous, megabytes, seconds; or why none."""
-    found = stack.programs.get(name)
-    if found is None:
-        return ["not compiled", *[""] * 5]
+    found = stack.programs.get(name, {"failed": "not compiled"})
     if "failed" in found:
         return [found["failed"], *[""] * 5]
     kinds = []
@@ -146,14 +144,10 @@ class Observatory(SphinxDirective):
             parts += [nodes.rubric(title, title), nodes.bullet_list("", *items)]
         said = "Bars of megabytes sent, and of temporaries, for each program and release of JAX."
         svg = f'<div class="observatory" role="img" aria-label="{said}">{drawing(stacks)}</div>'
-        return [*parts, nodes.raw("", svg, format="html"), _compared(stacks)]
-
-
-def _compared(stacks):
-    sizes = [f"{word}, MB" for word in _BYTES.values()]
-    header = ["program", "JAX", "collectives", "asynchronous", *sizes, "seconds"]
-    rows = [[name, s.jax, *row(s, name)] for name in names(stacks) for s in stacks]
-    return table(header, rows, "observed")
+        sizes = [f"{word}, MB" for word in _BYTES.values()]
+        header = ["program", "JAX", "collectives", "asynchronous", *sizes, "seconds"]
+        rows = [[name, s.jax, *row(s, name)] for name in names(stacks) for s in stacks]
+        return [*parts, nodes.raw("", svg, format="html"), table(header, rows, "observed")]
 
 
 def setup(app: Sphinx) -> None:
