@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("jupyter_book", reason="the book is not built on this stack")
 import nbformat
 
-from shardwise_book import cache, execute, inputs, watchdog
+from shardwise_book import cache, execute, inputs
 
 
 @pytest.fixture
@@ -163,7 +163,10 @@ def test_only_what_read_an_edited_file_is_executed(project, tmp_path_factory):
 
 def test_the_last_runs_of_a_page_are_kept_and_no_more(project, tmp_path_factory, monkeypatch):
     """Edits back and forth execute nothing; what was left behind long ago is deleted."""
-    folder, clock = tmp_path_factory.mktemp("results") / ".results", itertools.count(time.time() + 1)
+    folder, clock = (
+        tmp_path_factory.mktemp("results") / ".results",
+        itertools.count(time.time() + 1),
+    )
     utime, write = os.utime, Path.write_text
 
     def used(path, *when):  # in the order of use, however coarse the clock of the file system is
@@ -216,8 +219,8 @@ def guarded(monkeypatch):
     def guarded(spent, **limits):
         killed = threading.Event()
         for name, limit in {"LOOK_S": 0.001, **limits}.items():
-            monkeypatch.setattr(watchdog, name, limit)
-        with watchdog.Watchdog(spent, killed.set) as guard:
+            monkeypatch.setattr(execute, name, limit)
+        with execute.Watchdog(spent, killed.set) as guard:
             assert killed.wait(600)
         return guard.verdict
 
@@ -234,8 +237,8 @@ def test_a_cell_without_end_is_ended_by_processor_time(guarded):
 
 
 def test_a_kernel_that_stands_still_fails_with_the_reason(monkeypatch):
-    monkeypatch.setattr(watchdog, "STILL_S", 1)
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.1)
+    monkeypatch.setattr(execute, "STILL_S", 1)
+    monkeypatch.setattr(execute, "LOOK_S", 0.1)
     ran = execute.run(notebook("import time\ntime.sleep(3600)"), "sleeping")
     assert "sleeping: cell 1 `import time` failed:\n    it stood still" in ran.failure
 

@@ -6,6 +6,8 @@ that it read (`inputs`), and it holds as long as these are the same.
 """
 
 import concurrent.futures
+import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -15,7 +17,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +44,21 @@ class Changed(Exception):
 
 def versions() -> dict[str, str]:
     """Python's and the stack's versions, by name; packages that are not installed are left out."""
-    found = {"Python": platform.python_version()}
-    return found | {name: version for name in STACK if (version := _version(name))}
+    found = closure()
+    return {"Python": platform.python_version()} | {n: found[n] for n in STACK if n in found}
 
 
-def closure(roots: Iterable[str] = ROOTS) -> dict[str, str]:
-    """Versions, by name, of what is installed of `roots` and all that they require."""
-    found, left = {}, [Requirement(root) for root in roots]
+@functools.cache
+def closure() -> dict[str, str]:
+    """Versions, by name, of what is installed of ROOTS and all that they require."""
+    found, left = {}, [Requirement(root) for root in ROOTS]
     while left:
-        wanted = left.pop()
-        if wanted.name in found or (version := _version(wanted.name)) is None:
-            continue
-        found[wanted.name] = version
-        required = map(Requirement, importlib.metadata.requires(wanted.name) or [])
-        left += [one for one in required if not one.marker or one.marker.evaluate({"extra": ""})]
+        name = left.pop().name
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            if name not in found:
+                found[name] = importlib.metadata.version(name)
+                for one in map(Requirement, importlib.metadata.requires(name) or []):
+                    left += [one] if not one.marker or one.marker.evaluate({"extra": ""}) else []
     return found
 
 
@@ -217,10 +220,3 @@ def code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 def _digest(text):
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _version(name):
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -20,7 +20,7 @@ from sphinx.config import Config
 from sphinx.util import logging
 from sphinx.util.math import get_node_equation_number
 
-from . import accessible, lifted, reference
+from . import markup, reference
 
 log = logging.getLogger(__name__)
 
@@ -126,10 +126,10 @@ def complete(
         context[files] = list(itertools.compress(context[files], wanted))
     context["page_links"] = []
     plain = PLAIN.sub(r"\1", WORD.sub(r"\1", COLOURS.sub("", body)))
-    address = context["pathto"](lifted.FOLDER, 1)
-    context["body"] = lifted.lift(accessible.mend(plain), Path(app.outdir), address)
+    address = context["pathto"](markup.FOLDER, 1)
+    context["body"] = markup.lift(markup.mend(plain), Path(app.outdir), address)
     contents = context["toctree"]
-    context["toctree"] = lambda **options: accessible.mend(contents(**options))
+    context["toctree"] = lambda **options: markup.mend(contents(**options))
     notebook = Path(app.srcdir, f"{pagename}.ipynb")
     if not pagename.startswith("chapters/") or not notebook.exists():
         return

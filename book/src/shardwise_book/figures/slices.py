@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from shardwise_book.figures import palette, svg
 from shardwise_book.figures.interactive import Control, Interactive, explorer
-from shardwise_book.figures.timelines import COLOURS
+from shardwise_book.figures.pipelines import COLOURS
 
 HIGH, STEP, LANE, TOP = 17, 10, 23, 18  # a box, and the spaces: to the right, below, above all
 
