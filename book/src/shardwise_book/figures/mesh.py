@@ -90,14 +90,10 @@ def _entries(mesh):
 
 def _array(found):
     """The array as a grid of tiles, each in a strip for each device that holds it."""
-    holders = {}
+    strips = dict.fromkeys(sorted(found), "")
     for device, block in enumerate(found):
-        holders.setdefault(block, []).append(device)
-    tiles = "".join(
-        f"<div>{''.join(_strip(device, device) for device in holders[block])}</div>"
-        for block in sorted(holders)
-    )
-    return _grid(found, tiles) if found else ""
+        strips[block] += _strip(device, device)
+    return _grid(found, "".join(f"<div>{tile}</div>" for tile in strips.values())) if found else ""
 
 
 def _memories(mesh, found):

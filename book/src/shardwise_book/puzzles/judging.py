@@ -63,7 +63,7 @@ def puzzle(todo: str) -> Callable:
                 return Verdict(False, str(wrong))
             except Exception as error:  # the reader's own, or what JAX says to an answer
                 said = " ".join(str(error).split())
-                said = said if len(said) <= 300 else said[:300] + " …"
+                said = said[:300] + " …" * (len(said) > 300)
                 return Verdict(False, f"it raises {type(error).__name__}: {said}")
 
         return checker
@@ -114,8 +114,7 @@ def on_each(
 
 def require_equal(found: Any, expected: Any, where: str = "") -> None:
     """Raise `Wrong` where arrays differ at all, or in shape."""
-    found, expected = np.asarray(found), np.asarray(expected)
-    require_shape(found, expected, where)
+    found, expected = _alike(found, expected, where)
     wrong = np.flatnonzero((found != expected).ravel())
     if wrong.size:
         at = tuple(int(i) for i in np.unravel_index(wrong[0], expected.shape))
@@ -130,19 +129,20 @@ def require_close(found: Any, expected: Any, what: str, tolerance: float = 1e-4)
     if jax.tree.structure(found) != jax.tree.structure(expected):
         raise Wrong(f"{what} is to be a tree like {jax.tree.structure(expected)}.")
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        ours, theirs = np.asarray(ours), np.asarray(theirs)
-        require_shape(ours, theirs, f" in {what}")
+        ours, theirs = _alike(ours, theirs, f" in {what}")
         off = np.abs(ours - theirs).max() / np.abs(theirs).max()
         if not off <= tolerance:
             ratio = np.vdot(ours, theirs) / np.vdot(theirs, theirs)
             raise Wrong(f"{what} is {ratio:.3g} times what it should be, off by up to {off:.0%}.")
 
 
-def require_shape(found: np.ndarray, expected: np.ndarray, where: str) -> None:
-    """Raise `Wrong` where two arrays have different shapes."""
+def _alike(found, expected, where):
+    """Both as arrays of NumPy; raise `Wrong` where they have different shapes."""
+    found, expected = np.asarray(found), np.asarray(expected)
     if found.shape != expected.shape:
         here = f"over all devices{where}"
         raise Wrong(f"the shape is {found.shape} {here}, expected {expected.shape}.")
+    return found, expected
 
 
 def require_at_most(number: float, enough: float, what: str) -> None:
