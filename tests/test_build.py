@@ -286,12 +286,22 @@ def test_source_that_is_edited_while_chapters_run(book):
     assert "the answer to second is VALUE = 1" in book.page("second")
 
 
-@SLOW
-def test_chapter_that_is_edited_after_it_ran(book):
-    action = "pathlib.Path(app.srcdir, 'chapters/second.md').write_text('# Another text')"
-    status, printed, _ = book.build(MOMENT="builder-inited", ACTION=action)
-    assert status != 0
-    assert "chapters/second.md changed while the book was built" in printed
+EDIT = """path = pathlib.Path(app.srcdir, "chapters/second.md")
+path.write_text(path.read_text().replace("More prose.", "Better prose."))"""
+
+
+@pytest.mark.parametrize(
+    "moment", ["builder-inited", pytest.param("env-before-read-docs", marks=SLOW), "env-updated"]
+)
+def test_prose_that_is_edited_while_the_book_is_built(book, moment):
+    """Before its page is read, and after: Sphinx itself would not notice."""
+    status, printed, executed = book.build(MOMENT=moment, ACTION=EDIT)
+    assert status != 0 and executed == []
+    assert "chapters/second.md changed while the book was built: run `make book`" in printed
+    pairs.sync(book.folder / "chapters")
+    status, printed, executed = book.build()
+    assert (status, executed) == (0, []), printed
+    assert "Better prose." in book.page("second")
 
 
 @SLOW

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import mesh
 from shardwise_book import figures
-from shardwise_book.figures.counters import origins
+from shardwise_book.figures.plots import origins
 
 
 @pytest.mark.parametrize("spec", [P("a", None), P(None, "a"), P("b", "a"), P(("a", "b")), P()])

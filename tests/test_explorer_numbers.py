@@ -266,16 +266,16 @@ def test_a_pipeline_by_hand():
     """1F1B on four devices: its first backward waits for three more forwards and backwards."""
     states = States(figures.pipeline_explorer())
     shown = states.labelled(schedule="1f1b", devices="4", microbatches="8", backward="2", task="4")
-    assert said(shown["takes"]) == {"makespan": "33", "bubble": "27.3 %"}
+    assert said(shown["result"]) == {"makespan": "33", "bubble": "27.3 %"}
     assert said(shown["live"]) == {"peaks": "4, 3, 2, 1", "pending": "0, 0, 0, 0"}
     first, needs = "B of stage 0, microbatch 0", "F of stage 0, microbatch 0"
     assert f"<b>{first}</b> needs {needs} and B of stage 1, microbatch 0." in shown["story"]
     assert f'[title="{first}"]{{--w:6}}' in shown["costs"]
     few = states.labelled(schedule="zb_h1", devices="4", microbatches="2")
-    assert "2 microbatches for 4 stages; it takes 4 or more" in few["takes"]
+    assert "2 microbatches for 4 stages; it takes 4 or more" in few["result"]
     assert few["rows"] == few["costs"] == few["story"] == ""
     halves = states.labelled(schedule="dualpipe_v", devices="4", microbatches="8", backward="2")
-    assert said(halves["takes"])["makespan"] == "25.5"
+    assert said(halves["result"])["makespan"] == "25.5"
     assert said(halves["live"])["peaks"] == "4.5, 4.5, 4.5, 4.5"
 
 
@@ -286,7 +286,8 @@ def test_boxes_of_their_widths_after_their_waits_end_when_tasks_do(name, transfe
     costs = pipelines._costs(run)
     widths = {kind: float(x) for kind, x in re.findall(r"--([FBIW]):([\d.]+)", costs)}
     waits = {title: float(x) for title, x in re.findall(r'"([^"]+)"\]{--w:([\d.]+)', costs)}
-    for order, lane in zip(run.schedule.tasks, pipelines._rows(run).split("</div>"), strict=False):
+    lanes = list(pipelines._rows(run))
+    for order, lane in zip(run.schedule.tasks, lanes, strict=True):
         now, live = 0, dict(run.live[run.schedule.device_of[order[0].stage]])
         drawn = re.findall(r'<i class="(\w).*?--l:(\d+)" title="([^"]+)"', lane)
         for task, (kind, height, title) in zip(order, drawn, strict=True):

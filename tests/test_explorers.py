@@ -10,7 +10,7 @@ from explorers import EXPLORERS, States, rings, slices
 
 from shardwise import mesh
 from shardwise_book import figures
-from shardwise_book.figures.interactive import Control, Interactive, explorer
+from shardwise_book.figures.interactive import Control, Interactive, Refusal, explorer
 
 NARROW = PHONE | {"width": 360}
 
@@ -34,6 +34,35 @@ def test_data_cannot_end_the_script():
 def test_a_start_that_is_not_on_offer_is_an_error():
     with pytest.raises(ValueError, match="Size starts at option 2; on offer are 0 to 1: a, b"):
         explorer({"size": Control("Size", "ab")}, "", start={"size": 2})
+
+
+def test_a_function_that_nothing_shows_is_an_error():
+    """As where the layout's element, or the parameter of another function, has another name."""
+    controls, parts = {"size": Control("Size", (1, 2))}, {"twice": lambda size: 2 * size}
+    layout = '<p id="@result"></p><p id="@bars"></p>'
+    with pytest.raises(ValueError, match=r"nothing shows what 'bar' makes: .* id=\"@bar\""):
+        explorer(controls, layout, **parts, result=lambda twice: f"{twice}", bar=lambda size: "")
+    shown = States(explorer(controls, layout, **parts, result=lambda twice: f"{twice}"))
+    assert shown.shown(size=1) == {"result": "4"}
+
+
+def test_what_a_refusal_reaches_is_empty_and_the_result_tells_it():
+    controls = {
+        "size": Control("Size", (1, 2)),
+        "part": Control("Part", lambda parts: range(parts)),
+    }
+    made = {
+        "parts": lambda size: Refusal("1 < 2 is too small.") if size == 1 else size,
+        "result": lambda parts: f"{parts} parts",
+        "bars": lambda parts, part: (f"bar {i}, " for i in range(parts)),
+        "name": lambda size: f"size {size}",
+    }
+    layout = '<p id="@result"></p><p id="@bars"></p><p id="@name"></p>'
+    states = States(explorer(controls, layout, **made))
+    told = '<span class="error">1 &lt; 2 is too small.</span>'
+    assert states.options("part", size=0) == ["0"] and states.options("part", size=1) == ["0", "1"]
+    assert states.shown(size=0) == {"result": told, "bars": "", "name": "size 1"}
+    assert states.shown(size=1) == {"result": "2 parts", "bars": "bar 0, bar 1, ", "name": "size 2"}
 
 
 @pytest.fixture(scope="module", params=EXPLORERS)

@@ -19,7 +19,7 @@ from matplotlib.colors import to_rgb, to_rgba
 import shardwise
 from shardwise import mesh, schedules
 from shardwise_book import figures
-from shardwise_book.figures import palette, timelines
+from shardwise_book.figures import palette, pipelines
 
 
 def lightness(colour):
@@ -229,9 +229,9 @@ def test_timelines_share_one_axis_and_name_kinds_that_occur():
 
 
 def test_kinds_differ_in_grey_and_carry_readable_numbers():
-    grey = sorted(palette.luminance(colour) for colour in timelines.COLOURS.values())
+    grey = sorted(palette.luminance(colour) for colour in pipelines.COLOURS.values())
     assert all(b - a > 0.08 for a, b in itertools.pairwise(grey))
-    for colour in timelines.COLOURS.values():
+    for colour in pipelines.COLOURS.values():
         assert palette.contrast(palette.ink(colour), colour) > 4.5
 
 

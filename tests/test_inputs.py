@@ -1,16 +1,19 @@
 """What an execution has read: found in every process, and what becomes of it noticed."""
 
+import itertools
 import os
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("jupyter_book", reason="the book is not built on this stack")
 import nbformat
 
-from shardwise_book import cache, execute, inputs, watchdog
+from shardwise_book import cache, execute, inputs
 
 
 @pytest.fixture
@@ -158,6 +161,41 @@ def test_only_what_read_an_edited_file_is_executed(project, tmp_path_factory):
     assert executed() == ["child", "own"]
 
 
+def test_the_last_runs_of_a_page_are_kept_and_no_more(project, tmp_path_factory, monkeypatch):
+    """Edits back and forth execute nothing; what was left behind long ago is deleted."""
+    folder, clock = (
+        tmp_path_factory.mktemp("results") / ".results",
+        itertools.count(time.time() + 1),
+    )
+    utime, write = os.utime, Path.write_text
+
+    def used(path, *when):  # in the order of use, however coarse the clock of the file system is
+        utime(path, times=(next(clock),) * 2)
+
+    def written(path, *args, **options):
+        write(path, *args, **options)
+        used(path)
+
+    monkeypatch.setattr(os, "utime", used)
+    monkeypatch.setattr(Path, "write_text", written)
+    monkeypatch.setattr(execute, "run", lambda book, *_: execute.Run(book, 1.0))
+
+    def executed(text, stack="state"):
+        books = {"chapters/one": notebook(text), "chapters/two": notebook("'two'")}
+        return cache.update(books, folder / stack, project, lambda line: None)[2]
+
+    versions = [str(n) for n in range(20)]
+    for text in versions:
+        assert "chapters/one" in executed(text)
+    assert executed(versions[-1]) == executed(versions[-2]) == executed(versions[-1]) == []
+    assert len(list((folder / "state").iterdir())) == 2 * cache.KEPT
+    assert executed(versions[0]) == ["chapters/one"]  # gone
+    for stack in versions:
+        executed("0", stack=stack)
+    executed("0", stack=versions[-1])
+    assert len(list(folder.iterdir())) == 1 + cache.KEPT
+
+
 def test_a_file_that_changed_before_it_was_read_is_known_as_it_was_read(project, tmp_path_factory):
     """The build had looked at it before; whoever takes the edit back gets another execution."""
     source = "import sys; sys.path.insert(0, 'ROOT/src'); import pack.used"
@@ -174,26 +212,33 @@ def test_a_file_that_changed_before_it_was_read_is_known_as_it_was_read(project,
     assert cache.Results(path, project).find(book) is None
 
 
-def guarded(spent, **limits):
-    """The verdict of a watchdog over a cell that ends only when it is killed."""
-    killed = threading.Event()
-    with watchdog.Watchdog(spent, killed.set, look=0.001, **limits) as guard:
-        assert killed.wait(600)
-    return guard.verdict
+@pytest.fixture
+def guarded(monkeypatch):
+    """A function: the verdict of a watchdog over a cell that ends only when it is killed."""
+
+    def guarded(spent, **limits):
+        killed = threading.Event()
+        for name, limit in {"LOOK_S": 0.001, **limits}.items():
+            monkeypatch.setattr(execute, name, limit)
+        with execute.Watchdog(spent, killed.set) as guard:
+            assert killed.wait(600)
+        return guard.verdict
+
+    return guarded
 
 
-def test_a_cell_that_stands_still_is_ended():
-    assert "stood still" in guarded(lambda: 1.0, still=0.01, busy=1e9)
+def test_a_cell_that_stands_still_is_ended(guarded):
+    assert "stood still" in guarded(lambda: 1.0, STILL_S=0.01, BUSY_S=1e9)
 
 
-def test_a_cell_without_end_is_ended_by_processor_time():
+def test_a_cell_without_end_is_ended_by_processor_time(guarded):
     seconds = iter(range(10**9))
-    assert "no end after 50 s" in guarded(lambda: float(next(seconds)), still=1e9, busy=50)
+    assert "no end after 50 s" in guarded(lambda: float(next(seconds)), STILL_S=1e9, BUSY_S=50)
 
 
 def test_a_kernel_that_stands_still_fails_with_the_reason(monkeypatch):
-    monkeypatch.setattr(watchdog, "STILL_S", 1)
-    monkeypatch.setattr(watchdog, "LOOK_S", 0.1)
+    monkeypatch.setattr(execute, "STILL_S", 1)
+    monkeypatch.setattr(execute, "LOOK_S", 0.1)
     ran = execute.run(notebook("import time\ntime.sleep(3600)"), "sleeping")
     assert "sleeping: cell 1 `import time` failed:\n    it stood still" in ran.failure
 

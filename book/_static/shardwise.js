@@ -3,6 +3,7 @@
 "use strict";
 
 const root = document.documentElement;
+const make = (tag, properties) => Object.assign(document.createElement(tag), properties);
 
 addEventListener("DOMContentLoaded", () => {
   for (const button of document.querySelectorAll("button.mode")) {
@@ -34,10 +35,7 @@ addEventListener("DOMContentLoaded", () => {
 
   for (const code of document.querySelectorAll("div.cell_input pre, article > section div.highlight pre")) {
     if (code.closest(".cell_output") || code.parentElement.querySelector("button.copy")) continue;
-    const button = document.createElement("button");
-    button.className = "copy";
-    button.type = "button";
-    button.textContent = "Copy";
+    const button = make("button", { className: "copy", type: "button", textContent: "Copy" });
     button.addEventListener("click", async () => {
       await navigator.clipboard.writeText(code.textContent);
       button.textContent = "Copied";
@@ -80,14 +78,14 @@ function reachScrolling() {
 // A field over the gallery of failures. A pasted message has numbers and names of its own: where no
 // entry has all of its words, those stay that have the most.
 function filterFailures(gallery) {
-  const entries = [...gallery.querySelectorAll("div.failure")], field = document.createElement("p");
+  const entries = [...gallery.querySelectorAll("div.failure")];
   if (!entries.length) return;
   const words = (text) => new Set(text.toLowerCase().match(/[\p{L}\p{N}_]+/gu));
   const texts = entries.map((entry) => entry.textContent.toLowerCase()), whole = texts.map(words);
   const holds = (i, word) => (word.length < 3 ? whole[i].has(word) : texts[i].includes(word));
-  field.className = "filter";
-  field.innerHTML = '<label>Symptom or error message <input type="search" autocomplete="off" spellcheck="false">' +
+  const innerHTML = '<label>Symptom or error message <input type="search" autocomplete="off" spellcheck="false">' +
     '</label><span role="status"></span>';
+  const field = make("p", { className: "filter", innerHTML });
   const [input, status] = [field.querySelector("input"), field.querySelector("span")];
   const update = () => {
     const asked = [...words(input.value)];
@@ -123,10 +121,8 @@ function keepAnswers() {
       const page = known(name(new URL(link.href).pathname));
       link.querySelector(".answered")?.remove();
       if (!Object.keys(page.given).length) continue;
-      const count = document.createElement("small");
-      count.className = "answered";
-      count.innerHTML = `${right(page)} of ${Number(page.total)}<span class="unseen"> questions right</span>`;
-      link.append(" ", count);
+      const innerHTML = `${right(page)} of ${Number(page.total)}<span class="unseen"> questions right</span>`;
+      link.append(" ", make("small", { className: "answered", innerHTML }));
     }
     for (const note of notes) {
       note.hidden = !Object.keys(known(here).given).length;
@@ -151,10 +147,8 @@ function keepAnswers() {
   }
 
   for (const figure of new Set(Array.from(document.querySelectorAll("[data-question]"), (one) => one.parentElement))) {
-    const note = document.createElement("p"), forget = document.createElement("button");
-    note.className = "kept";
-    forget.type = "button";
-    forget.textContent = "Forget them";
+    const note = make("p", { className: "kept" });
+    const forget = make("button", { type: "button", textContent: "Forget them" });
     forget.addEventListener("click", () => {
       figure.querySelector("input").focus(); // the button goes
       keep(() => ({}));

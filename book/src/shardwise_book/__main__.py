@@ -7,10 +7,10 @@ from pathlib import Path
 import click
 from jupyter_book.cli.main import main
 
-from . import record
+from . import extension
 
 PAGE = Path("_build/html/index.html")
-RECORD = Path("_build/.doctrees", record.NAME)
+RECORD = Path("_build/.doctrees", extension.FINISHED)
 
 
 def build() -> int:

@@ -16,16 +16,11 @@ from . import pairs
 # How a file holds the address, and what is written around one. Where the line may be missing, the
 # place for it is found.
 KEPT = r'\g<before>"{url}"'
-CONFIG = re.compile(r'^(?P<before>repository:\n(?:  .*\n)*?  url: )"(?P<url>.*)"$', re.M), KEPT
-CELL = (
-    re.compile(r'^(?P<before>REPOSITORY = )"(?P<url>.*)"(?=  # written by `make repo)', re.M),
-    KEPT,
-)
-PROJECT = (
-    re.compile(r'(^\[project\.urls\]\nRepository = "(?P<url>.*)"\n\n)?^(?=\[tool\.)', re.M),
-    '[project.urls]\nRepository = "{url}"\n\n',
-)
-CITATION = re.compile(r'(^repository-code: "(?P<url>.*)"\n)?\Z', re.M), 'repository-code: "{url}"\n'
+CONFIG = r'^(?P<before>repository:\n(?:  .*\n)*?  url: )"(?P<url>.*)"$', KEPT
+CELL = r'^(?P<before>REPOSITORY = )"(?P<url>.*)"(?=  # written by `make repo)', KEPT
+PROJECT = r'(^\[project\.urls\]\nRepository = "(?P<url>.*)"\n\n)?^(?=\[tool\.)'
+PROJECT = PROJECT, '[project.urls]\nRepository = "{url}"\n\n'
+CITATION = r'(^repository-code: "(?P<url>.*)"\n)?\Z', 'repository-code: "{url}"\n'
 FILES = {"_config.yml": CONFIG, "CITATION.cff": CITATION}
 FILES |= {"pyproject.toml": PROJECT, "book/pyproject.toml": PROJECT}
 LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"  # of a host's name
@@ -56,7 +51,7 @@ def places(root: Path) -> dict[str, str | None]:
     """The address found in each file that holds or repeats it: "" where unset, None where lost."""
     found = {}
     for path, (pattern, _) in _forms(root).items():
-        match = pattern.search(Path(root, path).read_text(encoding="utf-8"))
+        match = re.search(pattern, Path(root, path).read_text(encoding="utf-8"), re.M)
         found[path] = match and (match["url"] or "")
     return found
 
@@ -76,7 +71,8 @@ def write(root: Path, url: str) -> str:
     for path, (pattern, form) in _forms(root).items():
         text = Path(root, path).read_text(encoding="utf-8")
         line = form.replace("{url}", url) if url or form is KEPT else ""
-        Path(root, path).write_text(pattern.sub(line, text, count=1), encoding="utf-8")
+        text = re.sub(pattern, line, text, count=1, flags=re.M)
+        Path(root, path).write_text(text, encoding="utf-8")
     pairs.sync(Path(root, "chapters"))
     return url
 

@@ -6,6 +6,8 @@ that it read (`inputs`), and it holds as long as these are the same.
 """
 
 import concurrent.futures
+import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -15,7 +17,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ STACK = ["jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy",
 STACK += ["libtpu"]  # one chapter compiles for chips where it is there
 ROOTS = (*STACK, "shardwise", "shardwise-book", "ipykernel", "ipython")
 PACKAGES = ("src/shardwise", "book/src/shardwise_book")
-KEPT = 4  # caches of other stacks, so that going back to one executes nothing
+KEPT = 4  # other stacks, and runs of a page: so that going back to one executes nothing
 # Of the environment: what the libraries of the stack and Python itself take settings from.
 SETTINGS = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "TF_", "FLAX_", "ORBAX_", "MPL")
 SETTINGS += ("PYTHONOPTIMIZE", "PYTHONWARNINGS", "PYTHONHASHSEED", "OMP_NUM_THREADS", "TZ", "LC_")
@@ -42,20 +44,21 @@ class Changed(Exception):
 
 def versions() -> dict[str, str]:
     """Python's and the stack's versions, by name; packages that are not installed are left out."""
-    found = {"Python": platform.python_version()}
-    return found | {name: version for name in STACK if (version := _version(name))}
+    found = closure()
+    return {"Python": platform.python_version()} | {n: found[n] for n in STACK if n in found}
 
 
-def closure(roots: Iterable[str] = ROOTS) -> dict[str, str]:
-    """Versions, by name, of what is installed of `roots` and all that they require."""
-    found, left = {}, [Requirement(root) for root in roots]
+@functools.cache
+def closure() -> dict[str, str]:
+    """Versions, by name, of what is installed of ROOTS and all that they require."""
+    found, left = {}, [Requirement(root) for root in ROOTS]
     while left:
-        wanted = left.pop()
-        if wanted.name in found or (version := _version(wanted.name)) is None:
-            continue
-        found[wanted.name] = version
-        required = map(Requirement, importlib.metadata.requires(wanted.name) or [])
-        left += [one for one in required if not one.marker or one.marker.evaluate({"extra": ""})]
+        name = left.pop().name
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            if name not in found:
+                found[name] = importlib.metadata.version(name)
+                for one in map(Requirement, importlib.metadata.requires(name) or []):
+                    left += [one] if not one.marker or one.marker.evaluate({"extra": ""}) else []
     return found
 
 
@@ -107,7 +110,10 @@ class Results:
     def find(self, notebook: nbformat.NotebookNode) -> Data | None:
         """That run, or None where the notebook must be executed (again)."""
         known = self.read(notebook)
-        return known if known and self.files.same(known["files"]) else None
+        if not known or not self.files.same(known["files"]):
+            return None
+        os.utime(self._place(notebook))  # in use: `prune` takes those that are not
+        return known
 
     def keep(
         self, notebook: nbformat.NotebookNode, run: execute.Run, opened: inputs.Opened
@@ -125,7 +131,7 @@ class Results:
             "execution_seconds": run.seconds,
             "devices": run.devices,
             "finished": time.time(),
-            "outputs": [cell.outputs for cell in _code(run.notebook)],
+            "outputs": [cell.outputs for cell in code(run.notebook)],
         }
         text = json.dumps(data)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -134,7 +140,7 @@ class Results:
 
     def _place(self, notebook):
         # Tags too change what an execution means.
-        cells = [(cell.source, cell.metadata.get("tags", [])) for cell in _code(notebook)]
+        cells = [(cell.source, cell.metadata.get("tags", [])) for cell in code(notebook)]
         return self.path / f"{_digest(repr(cells))}.json"
 
 
@@ -153,9 +159,12 @@ def update(
     Raises:
       Changed: a file was edited after a chapter had read it; that run is not stored.
     """
-    prune(path)
     results = Results(path, root)
     data = {name: results.find(notebook) for name, notebook in notebooks.items()}
+    if path.exists():
+        os.utime(path)
+        prune(path.parent, KEPT + 1)
+        prune(path, KEPT * len(notebooks))
     stale = [name for name, known in data.items() if known is None]
     if not stale:
         say(f"Chapters: all {len(notebooks)} unchanged since they were executed.")
@@ -165,9 +174,8 @@ def update(
     failures, kernels = [], execute.Kernels()
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         ordered = sorted(stale, key=lambda name: _length(results, notebooks[name]), reverse=True)
-        pending = {
-            pool.submit(_run, name, notebooks[name], root, say, kernels): name for name in ordered
-        }
+        given = root, say, kernels
+        pending = {pool.submit(_run, name, notebooks[name], *given): name for name in ordered}
         try:
             for done, future in enumerate(concurrent.futures.as_completed(pending), start=1):
                 name, (run, opened) = pending[future], future.result()
@@ -184,12 +192,10 @@ def update(
     return data, failures, stale
 
 
-def prune(path: Path) -> None:
-    """Delete the oldest of the caches beside `path`, beyond the KEPT newest."""
-    if path.parent.is_dir():
-        others = [other for other in path.parent.iterdir() if other.is_dir() and other != path]
-        for old in sorted(others, key=lambda other: other.stat().st_mtime)[:-KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
+def prune(folder: Path, kept: int) -> None:
+    """Delete all but the `kept` newest of what is in a folder: stacks, or the runs of one."""
+    for old in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime)[:-kept]:
+        shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
 def _run(name, notebook, root, say, kernels):
@@ -202,21 +208,15 @@ def _run(name, notebook, root, say, kernels):
 
 def _length(results, notebook):
     """What to sort by: seconds of its last run; else cells that wait for processes, then code."""
-    cells, known = [cell.source for cell in _code(notebook)], results.read(notebook)
+    cells, known = [cell.source for cell in code(notebook)], results.read(notebook)
     waits = sum("subprocess" in cell or "processes." in cell for cell in cells)
     return known["execution_seconds"] if known else math.inf, waits, sum(map(len, cells))
 
 
-def _code(notebook):
+def code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """A notebook's code cells."""
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def _digest(text):
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _version(name):
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

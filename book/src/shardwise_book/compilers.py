@@ -1,5 +1,6 @@
 """Cells that need the compilers of chips that are not here: where one is missing, they say so."""
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -7,31 +8,27 @@ from importlib import util
 
 from shardwise.topology import gpu
 
+LINUX = "on Linux on x86-64"
 MISSING = {
-    "# For chips": (
-        "Not run here: this needs Google's TPU compiler, libtpu, on Linux on x86-64 "
-        "(pip install 'shardwise[tpu]')."
-    ),
-    "# For GPUs": (
-        "Not run here: this needs XLA's compiler for GPUs, on Linux on x86-64 "
-        "(python -m shardwise.topology)."
-    ),
+    "# For chips": f"Google's TPU compiler, libtpu, {LINUX} (pip install 'shardwise[tpu]').",
+    "# For GPUs": f"XLA's compiler for GPUs, {LINUX} (python -m shardwise.topology).",
 }
 
 
 def found() -> dict[str, bool]:
     """{the first line of a cell: whether the compiler that it needs is here}."""
-    try:
-        gpu.find()
-    except ImportError:
-        return {"# For chips": bool(util.find_spec("libtpu")), "# For GPUs": False}
-    return {"# For chips": bool(util.find_spec("libtpu")), "# For GPUs": True}
+    here = {"# For chips": bool(util.find_spec("libtpu")), "# For GPUs": False}
+    with contextlib.suppress(ImportError):
+        here["# For GPUs"] = bool(gpu.find())
+    return here
 
 
 def left_out(lines: list[str], here: Mapping[str, bool]) -> list[str]:
     """A cell's lines, or one that says why it does not run."""
     mark = lines[0].rstrip() if lines else ""
-    return [f"print({MISSING[mark]!r})\n"] if here.get(mark) is False else lines
+    if here.get(mark) is not False:
+        return lines
+    return [f"print({'Not run here: this needs ' + MISSING[mark]!r})\n"]
 
 
 def prepare() -> None:

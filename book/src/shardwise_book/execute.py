@@ -7,18 +7,20 @@ That needs ipykernel and nbclient only, so that it works in environments without
 import argparse
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
-import functools
 import json
 import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import nbformat
@@ -30,10 +32,14 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, DeadKernelError
 from traitlets.config import Config
 
-from . import compiler, watchdog
+from . import compiler
 
 PRINTED = 20  # lines of what a kernel that died had written
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
+# Both are for cells that hang, on however slow a machine: no clock on the wall ends one that works.
+STILL_S = 600  # without a hundredth of it in processor time
+BUSY_S = 1800  # of processor time: a whole chapter takes well under a minute
+LOOK_S = 5
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # the book speaks of simulated devices, whatever the machine has
@@ -77,46 +83,76 @@ class ThisInterpreter(AsyncKernelManager):
         return KernelSpec(argv=command, display_name="Python 3", language="python")
 
 
+class Client(NotebookClient):
+    """Executes a notebook in a kernel, a session of its own: Ctrl-C alone does not reach it."""
+
+    @property
+    def process(self) -> subprocess.Popen | None:
+        return getattr(getattr(self.km, "provisioner", None), "process", None)
+
+    def kill(self) -> None:
+        """Kill the kernel with all that it has started; whoever executes gets an exception."""
+        process = self.process
+        if process and process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def processor_seconds(self) -> float:
+        """Of the kernel and all that it has started, ended ones included."""
+        total, process = 0.0, self.process
+        with contextlib.suppress(psutil.Error):
+            kernel = psutil.Process(process.pid) if process else None
+            for member in [kernel, *kernel.children(recursive=True)] if kernel else []:
+                with contextlib.suppress(psutil.Error):  # it ended, and counts with its parent's
+                    total += sum(member.cpu_times()[:4])  # user, system, both of ended children
+        return total
+
+
 class Kernels:
-    """Those that run now. Each is a session of its own, so Ctrl-C alone reaches none of them."""
+    """Those that run now."""
 
     def __init__(self) -> None:
-        self.clients: set[NotebookClient] = set()
+        self.clients: set[Client] = set()
         self.stopped = False
 
     def stop(self) -> None:
-        """Kill what runs, with what it has started; whoever executes it gets an exception."""
         self.stopped = True
         for client in list(self.clients):
-            kill(client)
-
-    def check(self) -> None:
-        """An exception once they are stopped, for a kernel that was still starting then."""
-        if self.stopped:
-            raise DeadKernelError("stopped")
+            client.kill()
 
 
-def kill(client: NotebookClient) -> None:
-    """Kill its kernel with all that it has started."""
-    process = _process(client)
-    if process and process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+class Watchdog:
+    """A thread that kills a kernel whose cell hangs, and remembers why in `verdict`."""
 
+    def __init__(self, spent: Callable[[], float], kill: Callable[[], None]) -> None:
+        self.verdict: str | None = None
+        self._spent, self._kill, self._ended = spent, kill, threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.begin()
 
-def processor_seconds(client: NotebookClient) -> float:
-    """Of its kernel and all that it has started, ended ones included."""
-    total, process = 0.0, _process(client)
-    try:
-        kernel = psutil.Process(process.pid) if process else None
-        members = [kernel, *kernel.children(recursive=True)] if kernel else []
-    except psutil.Error:
-        return total
-    for member in members:
-        try:
-            total += sum(member.cpu_times()[:4])  # user, system, and both of ended children
-        except psutil.Error:  # it ended meanwhile, and counts with its parent's
-            pass
-    return total
+    def begin(self) -> None:
+        """A cell begins."""
+        now = self._spent()
+        self._cell, self._moved = now, (time.monotonic(), now)
+
+    def __enter__(self) -> "Watchdog":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self):
+        while not self._ended.wait(LOOK_S):
+            now, spent = time.monotonic(), self._spent()
+            if spent - self._moved[1] >= STILL_S / 100:
+                self._moved = now, spent
+            if now - self._moved[0] > STILL_S:
+                self.verdict = f"it stood still: no work of the processor in {STILL_S:g} s."
+            elif spent - self._cell > BUSY_S:
+                self.verdict = f"no end after {BUSY_S:g} s of the processor's time."
+            if self.verdict:
+                return self._kill()
 
 
 def run(
@@ -138,7 +174,8 @@ def run(
     started, current = time.perf_counter(), [0]
 
     def begin(cell, cell_index):
-        kernels.check()
+        if kernels.stopped:  # while this one was still starting
+            raise DeadKernelError("stopped")
         current[0] = cell_index
         guard.begin()
 
@@ -149,17 +186,14 @@ def run(
         tempfile.TemporaryDirectory() as sockets,
         tempfile.TemporaryFile() as printed,
     ):
-        client = NotebookClient(
-            notebook,
-            timeout=None,
-            kernel_manager_class=ThisInterpreter,
-            record_timing=False,
-            on_cell_start=begin,
-            config=Config(ThisInterpreter=reached_through(sockets)),
-        )
-        spent, end = functools.partial(processor_seconds, client), functools.partial(kill, client)
-        limits = dict(still=watchdog.STILL_S, busy=watchdog.BUSY_S, look=watchdog.LOOK_S)
-        guard = watchdog.Watchdog(spent, end, **limits)
+        # By files where the system can: a port that was free when it was chosen may be another
+        # program's when the kernel takes it.
+        reached = {"transport": "ipc", "connection_file": str(Path(sockets, "kernel.json"))}
+        settled = {"ThisInterpreter": reached if hasattr(socket, "AF_UNIX") else {}}
+        hooks = {"kernel_manager_class": ThisInterpreter, "on_cell_start": begin}
+        options = {"timeout": None, "record_timing": False, "config": Config(settled)}
+        client = Client(notebook, **hooks, **options)
+        guard = Watchdog(client.processor_seconds, client.kill)
         client.resources["metadata"] = {"path": empty}
         kernels.clients.add(client)
         try:
@@ -174,18 +208,13 @@ def run(
             kernels.clients.discard(client)
         _clean(notebook, empty)
     devices = "".join(output.get("text", "") for output in notebook.cells.pop().outputs).strip()
-    failure = failure or _silent_cell(name, notebook, lines)
+    for index, cell in enumerate(notebook.cells):
+        raised = any(output.output_type == "error" for output in cell.get("outputs", []))
+        if "raises-exception" in cell.metadata.get("tags", []) and not raised and not failure:
+            where = describe(name, notebook, index, lines)  # it would teach what is no longer so
+            told = "is tagged raises-exception, and raised nothing: mend it or untag it."
+            failure = f"{where} {told}"
     return Run(notebook, time.perf_counter() - started, devices, failure)
-
-
-def reached_through(folder: str) -> dict[str, str]:
-    """Settings of a kernel that is spoken to by files in `folder`, where the system can.
-
-    A port that was free when it was chosen may be another program's when the kernel takes it.
-    """
-    if not hasattr(socket, "AF_UNIX"):
-        return {}
-    return {"transport": "ipc", "connection_file": str(Path(folder, "kernel.json"))}
 
 
 def describe(
@@ -206,16 +235,6 @@ def environment() -> dict[str, str]:
     return {**ENVIRONMENT, **os.environ, **inline, **xla}
 
 
-def _silent_cell(name, notebook, lines):
-    """A cell that promises an error and raises none would teach what is no longer so."""
-    for index, cell in enumerate(notebook.cells):
-        tagged = "raises-exception" in cell.metadata.get("tags", [])
-        if tagged and not any(output.output_type == "error" for output in cell.get("outputs", [])):
-            where = describe(name, notebook, index, lines)
-            return f"{where} is tagged raises-exception, and raised nothing: mend it or untag it."
-    return None
-
-
 def _reason(error, printed):
     if isinstance(error, DeadKernelError):
         printed.seek(0)
@@ -233,10 +252,6 @@ def _in_a_loop(client, **options):
         return asyncio.run(client.async_execute(**options))
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(lambda: asyncio.run(client.async_execute(**options))).result()
-
-
-def _process(client):
-    return getattr(getattr(client.km, "provisioner", None), "process", None)
 
 
 def _clean(notebook, directory):

@@ -1,13 +1,20 @@
 """The build: pairs checked, chapters executed, every warning an error.
 
-config-inited   the folder of results is named for the state of the stack
+config-inited   the record of the last good end is read, and other builds wait for this one's
 builder-inited  pairs are checked, then stale chapters execute in parallel; now pages may change
 the build       MyST-NB reads each page with its outputs, and executes nothing; the gallery of
                 failures is filled when every page was read
-build-finished  the record of a good end, which no warning has
+build-finished  the record of a good end, which no warning has, and no page that was edited
+
+The record is of the state that the book was made from; from another, or none, all is made anew.
+Sphinx compares the times of source files. It keeps what an interrupted build left behind, pages
+that left the table of contents, and pages that an older version of this extension made.
 """
 
+import hashlib
 import importlib.util
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +24,19 @@ from myst_parser.config.main import MdParserConfig
 from sphinx.application import Sphinx
 from sphinx.errors import SphinxError
 
-from . import cache, failures, observatory, pairs, record, site, times
+from . import cache, failures, observatory, pairs, site, times
+
+try:
+    import fcntl
+except ImportError:  # Windows: there, builds at the same time are not kept apart
+    fcntl = None
 
 CHAPTERS = "chapters"
+FINISHED = "finished"  # the file with the record
+STATIC = "_sphinx_design_static"  # sphinx-design writes it before any page, and only where it lacks
+CHANGED = "changed while the book was built: run `make book` again."
+# By page: its text, and the outputs of its code cells. Sphinx's processes, which read pages, fork.
+PAGES: dict[str, tuple[str, list]] = {}
 
 
 class BookError(SphinxError):
@@ -32,7 +49,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     # As `-W --keep-going`, also for a plain `jupyter-book build .`: all warnings are shown, and
     # any of them makes the exit status non-zero.
     app.keep_going = True
-    app.shardwise_runs = {}
+    app.shardwise_runs = {}  # by page, as `cache.update` returns them
     app.add_directive("run-times", times.RunTimes)
     app.connect("config-inited", _configure, priority=950)  # when the table of contents is known
     app.connect("builder-inited", _execute, priority=900)  # when MyST's settings are there
@@ -46,26 +63,23 @@ def setup(app: Sphinx) -> dict[str, Any]:
 
 
 def _configure(app, config):
-    for package in cache.PACKAGES:
-        _check_package(Path(app.srcdir, package))
-    app.shardwise_record = record.Record(app)
-    state = cache.fingerprint(Path(app.srcdir))
-    app.shardwise_results = Path(app.outdir).parent / ".results" / state
-
-
-def _check_package(folder):
-    """Chapters would import another copy than the one whose edits are watched."""
-    spec = importlib.util.find_spec(folder.name)
-    found = spec and Path(spec.origin or "").parent
-    if folder.is_dir() and (not found or found.resolve() != folder.resolve()):
-        where = "is not installed" if not found else "is imported from elsewhere"
-        remedy = "run `pip install -r requirements.txt` in this folder"
-        raise BookError(f"{folder.name} {where}: {remedy}.")
+    for folder in (Path(app.srcdir, package) for package in cache.PACKAGES):
+        # Chapters would import another copy than the one whose edits are watched.
+        spec = importlib.util.find_spec(folder.name)
+        found = spec and Path(spec.origin or "").parent
+        if folder.is_dir() and (not found or found.resolve() != folder.resolve()):
+            where = "is not installed" if not found else "is imported from elsewhere"
+            remedy = "run `pip install -r requirements.txt` in this folder"
+            raise BookError(f"{folder.name} {where}: {remedy}.")
+    app.shardwise_record = Record(app)
 
 
 def _execute(app):
-    root, path = Path(app.srcdir), app.shardwise_results
-    notebooks = dict(_notebooks(app))
+    root = Path(app.srcdir)
+    path = Path(app.outdir).parent / ".results" / cache.fingerprint(root)
+    texts = {name: _text(root, name) for name in app.config.external_site_map}
+    notebooks = {name: _notebook(app, name, text) for name, text in texts.items()}
+    notebooks = {name: notebook for name, notebook in notebooks.items() if notebook}
     chapters = [root / f"{name}.md" for name in notebooks if name.startswith(f"{CHAPTERS}/")]
     problems = [one.replace(f"{root}/", "") for one in map(pairs.problem, chapters) if one]
     for name, notebook in notebooks.items():
@@ -85,42 +99,44 @@ def _execute(app):
         found, silent = failures.collect(f"{name}.md", notebook, runs[name]["outputs"])
         app.shardwise_failures[name] = found
         problems += silent
-        given = {"name": name, "path": path, "config": app.env.myst_config}
+        given = {"name": name, "config": app.env.myst_config}
         app.env.mystnb_config.custom_formats[f"{name}.md"] = f"{__name__}.read", given, False
     if problems:
         raise BookError("\n".join(problems))
     app.shardwise_runs = runs
+    for name, text in texts.items():
+        PAGES[name] = text, runs[name]["outputs"] if name in runs else []
     app.shardwise_record.begin()
 
 
-def read(text: str, name: str, path: Path, config: MdParserConfig) -> nbformat.NotebookNode:
-    """A page's notebook with the outputs of its run in the folder `path`: the reader of MyST-NB."""
+def read(text: str, name: str, config: MdParserConfig) -> nbformat.NotebookNode:
+    """A page's notebook with the outputs of its run: the reader of MyST-NB."""
+    known, outputs = PAGES[name]
+    if text != known:
+        raise BookError(f"{name}.md {CHANGED}")
     notebook = read_myst_markdown_notebook(text, config, add_source_map=True)
-    run = cache.Results(path, Path()).read(notebook)
-    if run is None:
-        raise BookError(f"{name}.md changed while the book was built: run `make book` again.")
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    for cell, outputs in zip(cells, run["outputs"], strict=True):
-        cell.outputs = outputs
+    for cell, printed in zip(cache.code(notebook), outputs, strict=True):
+        cell.outputs = printed
     return notebook
 
 
-def _notebooks(app):
-    """(docname, notebook) for each page of the table of contents that is executed, in its order."""
-    for docname in app.config.external_site_map:
-        path = Path(app.srcdir, docname + ".md")
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        if is_myst_markdown_notebook(text):
-            settings = app.env.myst_config
-            yield docname, read_myst_markdown_notebook(text, settings, add_source_map=True)
-        elif docname.startswith(f"{CHAPTERS}/") and not path.exists():
-            remedy = "write it, or take its line out"
-            raise BookError(f"{docname}.md: named in _toc.yml, and not there: {remedy}.")
-        elif docname.startswith(f"{CHAPTERS}/"):
-            raise BookError(
-                f"{docname}.md: would not be executed: its front matter needs `jupytext: "
-                "text_representation: {extension: .md, format_name: myst}`, as in other chapters."
-            )
+def _text(root, name):
+    path = root / f"{name}.md"
+    return path.read_text(encoding="utf-8") if path.exists() else ""
+
+
+def _notebook(app, name, text):
+    """That of a page which is executed."""
+    if is_myst_markdown_notebook(text):
+        return read_myst_markdown_notebook(text, app.env.myst_config, add_source_map=True)
+    if name.startswith(f"{CHAPTERS}/"):
+        raise BookError(
+            f"{name}.md: would not be executed: its front matter needs `jupytext: "
+            "text_representation: {extension: .md, format_name: myst}`, as in other chapters."
+            if text
+            else f"{name}.md: named in _toc.yml, and not there: write it, or take its line out."
+        )
+    return None
 
 
 def _say(text):
@@ -136,6 +152,66 @@ def _outdated(app, env, added, changed, removed):
 
 
 def _finish(app, exception):
+    if exception:
+        return
+    # Sphinx would take an edit that came while it read a page for one that it has read.
+    root = Path(app.srcdir)
+    if changed := [f"{name}.md" for name, (text, _) in PAGES.items() if _text(root, name) != text]:
+        raise BookError(f"{', '.join(changed)} {CHANGED}")
     # After a warning too the next build starts over: a page that is up to date repeats none.
-    if not exception and not app._warncount:
+    if not app._warncount:
         app.shardwise_record.end()
+
+
+class Record:
+    """The record of one builder's output; as long as it lives, other builds of this book wait."""
+
+    def __init__(self, app: Sphinx) -> None:
+        self.output, doctrees = Path(app.outdir), Path(app.doctreedir)
+        self.path = doctrees / FINISHED
+        self._lock = _lock(doctrees.with_name(".lock"))
+        self.state = _state(app)
+        self.kept = self.path.exists() and self.path.read_text() == self.state
+        if not self.kept:
+            shutil.rmtree(doctrees, ignore_errors=True)  # so Sphinx reads and writes every page
+
+    def begin(self) -> None:
+        """From here on, until `end`, what is on disk is no book."""
+        self.path.unlink(missing_ok=True)
+        if not self.kept:
+            for old in self.output.iterdir():
+                if old.is_dir() and old.name != STATIC:
+                    shutil.rmtree(old)
+                elif not old.is_dir():
+                    old.unlink()
+
+    def end(self) -> None:
+        """All pages are written, without a warning."""
+        self.path.write_text(self.state)
+
+
+def _lock(path: Path):
+    """An open file that one process holds at a time; the system frees it when that process ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = path.open("w")
+    if fcntl:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            print("Another build of this book runs: waiting for its end.", flush=True)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+    return handle
+
+
+def _state(app: Sphinx) -> str:
+    """What the set of pages and their making depend on, and Sphinx does not look at."""
+    static = [Path(app.srcdir, folder) for folder in app.config.html_static_path]
+    parts = [
+        Path(app.outdir).name,
+        *app.config.external_site_map,
+        *(path.name for folder in static for path in sorted(folder.rglob("*"))),
+        *(path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))),
+        # What is installed, by the folders that say so: their names have the versions.
+        *sorted({one.name for folder in sys.path for one in Path(folder).glob("*-info")}),
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -4,10 +4,10 @@ A code cell says so in its metadata: `failure: {symptom: "...", cause: "..."}`. 
 of the run from which its chapter's page is made.
 """
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import nbformat
 from docutils import nodes
@@ -21,14 +21,13 @@ TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
 LINES, LAST, WIDTH = 12, 3, 400  # of an output: lines in all, of these at its end; characters
 
 
-@dataclasses.dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """An entry of the gallery; `index` is its cell's place in the notebook."""
 
     index: int
     symptom: str
     cause: str
-    output: str = ""
+    output: str
 
 
 class Entries(nodes.General, nodes.Element):
@@ -45,10 +44,9 @@ class FailureGallery(SphinxDirective):
 
 def problems(name: str, notebook: nbformat.NotebookNode) -> list[str]:
     """A sentence for each mistake of form in the notebook's failures, naming their cells."""
-    lines = notebook.metadata.get("source_map")
     return [
-        f"{execute.describe(name, notebook, index, lines)}: its `failure` {mistake}."
-        for index, given in _marked(notebook)
+        f"{where}: its `failure` {mistake}."
+        for _, where, given in _marked(name, notebook)
         if (mistake := _mistake(given))
     ]
 
@@ -62,11 +60,10 @@ def collect(
     """
     code = [i for i, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
     found, silent = [], []
-    for index, given in _marked(notebook):
+    for index, where, given in _marked(name, notebook):
         output = _trimmed("\n".join(_printed(outputs[code.index(index)])))
-        found.append(Failure(index, given["symptom"].strip(), given["cause"].strip(), output))
+        found.append(Failure(index, *(given[key].strip() for key in KEYS), output))
         if not output:
-            where = execute.describe(name, notebook, index, notebook.metadata.get("source_map"))
             silent.append(
                 f"{where}: it is marked as a failure, and prints nothing: print the error's text "
                 "or the wrong number, which the gallery shows."
@@ -86,10 +83,12 @@ def fill(app: Sphinx, doctree: nodes.document, docname: str) -> None:
         place.replace_self(nodes.container("", *entries or [none], classes=["failures"]))
 
 
-def _marked(notebook) -> Iterator[tuple[int, dict]]:
+def _marked(name, notebook) -> Iterator[tuple[int, str, dict]]:
+    """(index, its place in words, what is given) of each cell that is marked as a failure."""
+    lines = notebook.metadata.get("source_map")
     for index, cell in enumerate(notebook.cells):
         if cell.cell_type == "code" and "failure" in cell.metadata:
-            yield index, cell.metadata["failure"]
+            yield index, execute.describe(name, notebook, index, lines), cell.metadata["failure"]
 
 
 def _mistake(given):
@@ -129,10 +128,20 @@ def _trimmed(text):
 
 
 def _entry(app, docname, chapter, failure):
-    symptom = nodes.paragraph("", "", *inline(failure.symptom), classes=["symptom"])
+    """What is told of a failure, and a link to the section in which its cell stands."""
+    cells = app.env.get_doctree(chapter).findall(nodes.container)
+    node = next(cell for cell in cells if cell.get("cell_index") == failure.index)
+    while not isinstance(node, nodes.section):
+        node = node.parent
+    title, section = app.env.titles[chapter].astext(), node.next_node(nodes.title).astext()
+    address = f"{app.builder.get_relative_uri(docname, chapter)}#{node['ids'][0]}"
+    text = title if section == title else f"{title}: {section}"
+    link = nodes.reference("", text, internal=True, refuri=address)
+    symptom, cause = (
+        nodes.paragraph("", "", *inline(getattr(failure, key)), classes=[key]) for key in KEYS
+    )
     printed = nodes.literal_block(failure.output, failure.output, language="none")
-    cause = nodes.paragraph("", "", *inline(failure.cause), classes=["cause"])
-    where = _link(app, docname, chapter, failure.index)
+    where = nodes.paragraph("", "", link, classes=["where"])
     return nodes.container("", symptom, printed, cause, where, classes=["failure"])
 
 
@@ -140,20 +149,6 @@ def inline(text: str) -> list[nodes.Node]:
     """Plain text as nodes, with what stands between backticks as code."""
     parts = enumerate(text.split("`"))
     return [nodes.literal(x, x) if i % 2 else nodes.Text(x) for i, x in parts if x]
-
-
-def _link(app, docname, chapter, index):
-    """A paragraph with the title of the chapter, and of the section in which the cell stands."""
-    title = app.env.titles[chapter].astext()
-    address = app.builder.get_relative_uri(docname, chapter)
-    cells = app.env.get_doctree(chapter).findall(nodes.container)
-    node = next(cell for cell in cells if cell.get("cell_index") == index)
-    while not isinstance(node, nodes.section):
-        node = node.parent
-    section = node.next_node(nodes.title).astext()
-    text = title if section == title else f"{title}: {section}"
-    link = nodes.reference("", text, internal=True, refuri=f"{address}#{node['ids'][0]}")
-    return nodes.paragraph("", "", link, classes=["where"])
 
 
 def setup(app: Sphinx) -> None:

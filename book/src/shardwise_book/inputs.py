@@ -5,6 +5,7 @@ process of a chapter writes down what it opens (`watch/sitecustomize.py`), and n
 declared.
 """
 
+import functools
 import hashlib
 import os
 from collections.abc import Mapping
@@ -45,17 +46,7 @@ class Files:
     """The project's files as they are now, below the folder `root`; each is read once."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self._known: dict[str, str] = {}
-
-    def digest(self, path: str) -> str:
-        """A hash of the file's content; empty where an import would not find it there.
-
-        A module may be gone, or another one stand before it: a package goes before a module.
-        """
-        if path not in self._known:
-            self._known[path] = self._digest(self.root / path)
-        return self._known[path]
+        self.root, self.digest = root, functools.cache(self._digest)
 
     def same(self, digests: Mapping[str, str]) -> bool:
         """Whether all files are as they were when `digests` was made."""
@@ -66,7 +57,12 @@ class Files:
         now = {path: {sitecustomize.state(str(self.root / path))} for path in opened}
         return sorted(path for path in opened if opened[path] != now[path])
 
-    def _digest(self, path: Path) -> str:
+    def _digest(self, below: str) -> str:
+        """A hash of the file's content; empty where an import would not find it there.
+
+        A module may be gone, or another one stand before it: a package goes before a module.
+        """
+        path = self.root / below
         if path.suffix == ".py":
             module = path.parent if path.name == "__init__.py" else path
             found = machinery.FileFinder(str(module.parent), *FINDERS).find_spec(module.stem)

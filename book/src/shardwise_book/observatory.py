@@ -65,9 +65,7 @@ def names(stacks: list[Stack]) -> list[str]:
 
 def row(stack: Stack, name: str) -> list[str]:
     """A program's cells: collectives, of them asynchronous, megabytes, seconds; or why none."""
-    found = stack.programs.get(name)
-    if found is None:
-        return ["not compiled", *[""] * 5]
+    found = stack.programs.get(name, {"failed": "not compiled"})
     if "failed" in found:
         return [found["failed"], *[""] * 5]
     kinds = []
@@ -108,7 +106,7 @@ def _differences(old, new):
 
 def drawing(stacks: list[Stack]) -> str:
     """SVG: megabytes sent and temporaries of each program, a bar for each JAX."""
-    from .figures import canvas, palette  # where no page asks, nothing is drawn
+    from .figures import canvas, palette, plots  # where no page asks, nothing is drawn
 
     programs = names(stacks)
     drawn, panels = canvas(4.4, 1.4 + 2 * len(programs) * (0.12 + 0.07 * len(stacks)), rows=2)
@@ -122,8 +120,7 @@ def drawing(stacks: list[Stack]) -> str:
         axes.set_yticks(range(len(programs)), programs)
         axes.invert_yaxis()
         axes.set_xlabel(f"{_BYTES[field]}, MB on each chip")
-    with palette.style():
-        panels[0].legend(loc="lower left", bbox_to_anchor=(-0.6, 1), ncols=3, title="JAX")
+    plots.legend(panels[0], 3, -0.6, title="JAX")
     return drawn._repr_svg_()
 
 
@@ -147,14 +144,10 @@ class Observatory(SphinxDirective):
             parts += [nodes.rubric(title, title), nodes.bullet_list("", *items)]
         said = "Bars of megabytes sent, and of temporaries, for each program and release of JAX."
         svg = f'<div class="observatory" role="img" aria-label="{said}">{drawing(stacks)}</div>'
-        return [*parts, nodes.raw("", svg, format="html"), _compared(stacks)]
-
-
-def _compared(stacks):
-    sizes = [f"{word}, MB" for word in _BYTES.values()]
-    header = ["program", "JAX", "collectives", "asynchronous", *sizes, "seconds"]
-    rows = [[name, s.jax, *row(s, name)] for name in names(stacks) for s in stacks]
-    return table(header, rows, "observed")
+        sizes = [f"{word}, MB" for word in _BYTES.values()]
+        header = ["program", "JAX", "collectives", "asynchronous", *sizes, "seconds"]
+        rows = [[name, s.jax, *row(s, name)] for name in names(stacks) for s in stacks]
+        return [*parts, nodes.raw("", svg, format="html"), table(header, rows, "observed")]
 
 
 def setup(app: Sphinx) -> None:

@@ -27,12 +27,18 @@ def to_rst(lines: Sequence[str]) -> list[str]:
     """The lines of one docstring, in place of which Sphinx reads what is returned."""
     out, block, previous = [], None, ""  # block: what the lines are in: None, "list" or "code"
     for line in lines:
-        indented = line.startswith(" ") and line.strip()
-        if indented and block is None and not previous.endswith("::"):
-            block, item = _open(line, previous, out)
-        elif line.strip() and not indented:
+        indented, item = line.startswith(" ") and line.strip(), ITEM.match(line)
+        if line.strip() and not indented:
             block = "section" if SECTION.match(line) else None
-        if block == "list" and (item := ITEM.match(line)):
+        elif indented and block is None and not previous.endswith("::"):
+            block = "list" if item else "code" if previous.endswith(":") else None
+            while block == "code" and out and not out[-1].strip():
+                out.pop()
+            if block == "code":
+                out[-1:] = [out[-1] + ":", ""]
+            elif item and out and out[-1].strip():
+                out.append("")
+        if block == "list" and item:
             margin = len(item[1]) + 2  # where the text after the bullet begins
             out.append(f"{item[1]}- ``{item[2]}``: {_code(item[3])}")
         elif block == "list" and indented:
@@ -41,20 +47,6 @@ def to_rst(lines: Sequence[str]) -> list[str]:
             out.append(line if block == "code" else _code(line))
         previous = line.strip() or previous
     return out
-
-
-def _open(line, previous, out):
-    item = ITEM.match(line)
-    if item:
-        if out and out[-1].strip():
-            out.append("")
-        return "list", item
-    if previous.endswith(":"):
-        while out and not out[-1].strip():
-            out.pop()
-        out[-1:] = [out[-1] + ":", ""]
-        return "code", None
-    return None, None
 
 
 def _code(line):
@@ -76,8 +68,11 @@ class ModuleTable(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         self.env.note_reread()  # it shows what stands in the package, so it is never up to date
         pages = "".join(path.read_text() for path in Path(self.env.srcdir, "book").glob("api*.md"))
-        found = modules(Path(self.env.srcdir, "src/shardwise"))
-        rows = [_row(name, text, pages) for name, text in found.items()]
+        rows = []
+        for name, text in modules(Path(self.env.srcdir, "src/shardwise")).items():
+            words, label = nodes.literal(name, name), f"api-{name}"
+            linked = link("ref", label, words) if f"({label})=" in pages else words
+            rows.append([linked, nodes.inline("", "", *failures.inline(text))])
         return [table(["Module", "What it has"], rows, "modules")]
 
 
@@ -89,12 +84,6 @@ def modules(package: Path) -> dict[str, str]:
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         found[path.parent.name if path.stem == "__init__" else path.stem] = text.split("\n")[0]
     return dict(sorted(found.items()))
-
-
-def _row(name, text, pages):
-    words, label = nodes.literal(name, name), f"api-{name}"
-    linked = link("ref", label, words) if f"({label})=" in pages else words
-    return [linked, nodes.inline("", "", *failures.inline(text))]
 
 
 def setup(app: Sphinx) -> None:

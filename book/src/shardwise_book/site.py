@@ -20,7 +20,7 @@ from sphinx.config import Config
 from sphinx.util import logging
 from sphinx.util.math import get_node_equation_number
 
-from . import accessible, lifted, reference
+from . import markup, reference
 
 log = logging.getLogger(__name__)
 
@@ -69,12 +69,10 @@ def draw(tex: str, display: str) -> tuple[str, str]:
     return drawn, ""
 
 
-def visit_math(self, node: nodes.math) -> None:
-    self.body.append(mathml(node, "inline"))
-    raise nodes.SkipNode
-
-
-def visit_math_block(self, node: nodes.math_block) -> None:
+def visit_math(self, node: nodes.math | nodes.math_block) -> None:
+    if isinstance(node, nodes.math):
+        self.body.append(mathml(node, "inline"))
+        raise nodes.SkipNode
     self.body.append(self.starttag(node, "div", CLASS="math"))
     if node["number"]:
         self.body.append(f'<span class="eqno">({get_node_equation_number(self, node)})')
@@ -128,10 +126,10 @@ def complete(
         context[files] = list(itertools.compress(context[files], wanted))
     context["page_links"] = []
     plain = PLAIN.sub(r"\1", WORD.sub(r"\1", COLOURS.sub("", body)))
-    address = context["pathto"](lifted.FOLDER, 1)
-    context["body"] = lifted.lift(accessible.mend(plain), Path(app.outdir), address)
+    address = context["pathto"](markup.FOLDER, 1)
+    context["body"] = markup.lift(markup.mend(plain), Path(app.outdir), address)
     contents = context["toctree"]
-    context["toctree"] = lambda **options: accessible.mend(contents(**options))
+    context["toctree"] = lambda **options: markup.mend(contents(**options))
     notebook = Path(app.srcdir, f"{pagename}.ipynb")
     if not pagename.startswith("chapters/") or not notebook.exists():
         return
@@ -146,7 +144,7 @@ def complete(
 def setup(app: Sphinx) -> None:
     # Jupyter Book sets it even where sphinx_comments, which would know it, is not loaded.
     app.add_config_value("comments_config", {}, "")
-    app.add_html_math_renderer("mathml", (visit_math, None), (visit_math_block, None))
+    app.add_html_math_renderer("mathml", (visit_math, None), (visit_math, None))
     app.connect("config-inited", take_options)
     app.connect("html-page-context", complete)
     reference.setup(app)

@@ -16,7 +16,9 @@ def add_run_time(app: Sphinx, doctree: nodes.document) -> None:
     run = app.shardwise_runs.get(app.env.docname)
     title = next(doctree.findall(nodes.title), None)
     if run and title is not None:
-        text = f"Executed in {_seconds(run)}{_devices(run)}, with {_stack('jax', 'flax')}."
+        versions = cache.versions()
+        stack = ", ".join(f"{n} {versions[n]}" for n in ("Python", "jax", "flax") if n in versions)
+        text = f"Executed in {_seconds(run)}{_devices(run)}, with {stack}."
         line = nodes.paragraph(text, text, classes=["run-time"])
         title.parent.insert(title.parent.index(title) + 1, line)
 
@@ -30,9 +32,9 @@ class RunTimes(SphinxDirective):
         rows = [[link("doc", f"/{name}"), _seconds(run)] for name, run in runs.items()]
         total = sum(run["execution_seconds"] for run in runs.values())
         rows.append(["All", f"{total:.1f} s"])
+        devices = ",".join(sorted({_devices(run) for run in runs.values()} - {""}))
         cores = f"Measured on {os.cpu_count()} cores, up to {cache.jobs()} chapters at a time"
-        devices = sorted({_devices(run) for run in runs.values()} - {""})
-        cores += ",".join(devices) + "."
+        cores += f"{devices}."
         return [
             table(["Chapter", "Run time"], rows, "run-times"),
             nodes.paragraph(cores, cores),
@@ -51,12 +53,6 @@ def _devices(run):
     return f" on {count} {kind} device{'s' * (count != '1')}" if kind else ""
 
 
-def _stack(*names):
-    versions = cache.versions()
-    found = [f"{name} {versions[name]}" for name in names if name in versions]
-    return ", ".join([f"Python {versions['Python']}", *found])
-
-
 def link(kind: str, target: str, words: nodes.Node | None = None) -> nodes.Node:
     """A link to a "doc" by its title, or to the "ref" of a place by `words`."""
     about = {"refdomain": "std", "reftype": kind, "reftarget": target, "refwarn": True}
@@ -66,18 +62,12 @@ def link(kind: str, target: str, words: nodes.Node | None = None) -> nodes.Node:
 
 def table(header: list[str], rows: Iterable[Iterable], name: str) -> nodes.table:
     """A table of that class; its cells are texts or inline nodes."""
-    group = nodes.tgroup(cols=len(header))
-    group += [nodes.colspec(colwidth=1) for _ in header]
-    head, body = nodes.thead(), nodes.tbody()
-    head += _row(header)
-    body += [_row(cells) for cells in rows]
-    group += [head, body]
+
+    def row(cells):
+        inline = (nodes.Text(cell) if isinstance(cell, str) else cell for cell in cells)
+        return nodes.row("", *(nodes.entry("", nodes.paragraph("", "", one)) for one in inline))
+
+    columns = [nodes.colspec(colwidth=1) for _ in header]
+    head, body = nodes.thead("", row(header)), nodes.tbody("", *map(row, rows))
+    group = nodes.tgroup("", *columns, head, body, cols=len(header))
     return nodes.table("", group, classes=[name])
-
-
-def _row(cells):
-    row = nodes.row()
-    for cell in cells:
-        inline = nodes.Text(cell) if isinstance(cell, str) else cell
-        row += nodes.entry("", nodes.paragraph("", "", inline))
-    return row

@@ -7,7 +7,7 @@ from html import escape
 import numpy as np
 
 from shardwise_book.figures import svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.interactive import Control, Interactive, explorer, said
 
 _SIDE, _LEFT, _WIDE, _ROW = 200, 58, 262, 24
 
@@ -32,10 +32,10 @@ def balance_explorer(
       start: number of the option shown first, for "order", "devices", "length" or "mask".
     """
     controls = {
-        "order": Control("Order", {name: name for name in orders}),
+        "order": Control("Order", list(orders)),
         "devices": Control("Devices", devices),
         "length": Control("Tokens", lengths),
-        "mask": Control("Mask", {name: name for name in masks}),
+        "mask": Control("Mask", list(masks)),
     }
 
     def visible(length, mask):
@@ -61,26 +61,30 @@ def balance_explorer(
             f"{listed}."
         )
 
-    def seen(runs, order, devices, length):
-        owners = np.empty(length, int)
-        owners[orders[order](length, devices)] = np.repeat(np.arange(devices), length // devices)
-        return _seen(owners.tolist(), runs)
+    def owners(order, devices, length):
+        """The device of each token."""
+        found = np.empty(length, int)
+        found[orders[order](length, devices)] = np.repeat(np.arange(devices), length // devices)
+        return found.tolist()
 
-    def ring(scores, every):
-        return _ring(scores, max(int(one.max(axis=0).sum()) for one in every.values()))
+    def runs(length, visible):
+        """For each query the keys that it sees: [(first, count), ...]."""
+        found = []
+        for query, row in enumerate(work(lambda n, _: np.arange(n), length, length, *visible)):
+            keys = np.roll(row[::-1], query + 1)  # of step t at query - t
+            edges = np.flatnonzero(np.diff([0, *keys, 0])).tolist()
+            found.append([(a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True)])
+        return found
 
     alt = "A square of queries, from top to bottom, and keys, from left to right; what a query "
     alt += "sees has the colour of the device that has the query, and a strip above shows which "
     alt += "device has each key"
     layout = (
         f'<div class="pictures">{svg.picture("seen", _SIDE + 16, _SIDE + 28, alt, rem=15)}'
-        f'<div id="@ring" style="flex: 1 1 19rem; max-width: 26rem"></div></div>{RESULT}'
+        f'<div id="@ring" style="flex: 1 1 19rem; max-width: 26rem"></div></div>'
     )
-    made = {
-        "scores": lambda every, order: every[order],
-        "runs": lambda length, visible: _runs(work, length, *visible),
-    }
-    functions = visible, every, result, seen, ring
+    functions = visible, every, result, owners, runs, _seen, _ring
+    made = {"scores": lambda every, order: every[order]}
     return explorer(controls, layout, *functions, start=start, shows="ring", **made)
 
 
@@ -91,17 +95,18 @@ def _seen(owners, runs):
         boxes[owner] += [(token, -4, 1, 3), *((first, token, n, 1) for first, n in runs[token])]
     drawn = "".join(svg.path(found, svg.device(d), "") for d, found in boxes.items())
     turned = 'transform="translate(11 60) rotate(-90)"'
+    frame = svg.box(0, 0, size, size, more=svg.EDGE + ' stroke-width=".2"')
     return (
         svg.text(15, 11, "keys")
         + svg.text(0, 0, "queries", "end", turned)
-        + f'<g transform="translate(15 26) scale({_SIDE / size:.3f})">{drawn}<path fill="none" '
-        + f'd="M0 0h{size}v{size}h-{size}z" {svg.EDGE} stroke-width=".2"/></g>'
+        + f'<g transform="translate(15 26) scale({_SIDE / size:.3f})">{drawn}{frame}</g>'
     )
 
 
-def _ring(scores, longest):
+def _ring(scores, every):
     """A row for each device over time; a step lasts as long as its slowest device."""
     starts = [0, *itertools.accumulate(scores.max(axis=0).tolist())]
+    longest = max(int(one.max(axis=0).sum()) for one in every.values())
     high = _ROW * len(scores)
     names = rows = ""
     for device, row in enumerate(scores.tolist()):
@@ -119,14 +124,3 @@ def _ring(scores, longest):
     alt = "A row for each device over time: in each step of the ring a bar as long as its scores, "
     alt += "and a gap until the slowest device is ready"
     return svg.picture("", _LEFT + _WIDE, high + 18, alt, inside, 26)
-
-
-def _runs(work, size, visible, documents):
-    """For each query the keys that it sees: [(first, count), ...]."""
-    each = work(lambda size, n: np.arange(size), size, size, visible, documents)
-    found = []
-    for query, row in enumerate(each):
-        keys = np.roll(row[::-1], query + 1)  # of step t at query - t
-        edges = np.flatnonzero(np.diff([0, *keys, 0])).tolist()
-        found.append([(a, b - a) for a, b in zip(edges[::2], edges[1::2], strict=True)])
-    return found

@@ -67,10 +67,6 @@ def block_explorer(blocks: Sequence[Block], start: int = 0) -> Interactive:
         "order": Control("Collectives", {name: i for i, name in enumerate(ORDERS)}),
     }
 
-    def matrices(n, first, second, sequence):
-        places = zip(_MATRICES, states(first, second, sequence), strict=True)
-        return "".join(matrix(n, state, *place) for place, state in places)
-
     alt = "Two products of matrices: for each matrix how it lies on the devices, and on the arrows "
     alt += "the collectives between"
     arrow = f'fill="none" {svg.EDGE} stroke-width="1.3"'
@@ -81,13 +77,11 @@ def block_explorer(blocks: Sequence[Block], start: int = 0) -> Interactive:
         f'<div class="pictures">{svg.picture("", 352, 250, alt, inside, 27)}'
         f'<div style="flex: 1 1 15rem">{RESULT}{_KEY}</div></div>'
     )
-    made = {
-        "block": lambda n, first, second, sequence: found[n, first, second, sequence],
-        "result": describe,
-        "labels": lambda block, order: _labels(block.sends, order),
-    }
+
+    made = {"block": lambda n, first, second, sequence: found[n, first, second, sequence]}
     numbers = dict(zip(controls, map(list.index, options, blocks[start]), strict=False))
-    return explorer(controls, layout, matrices, start=numbers, **made)
+    made |= {"result": describe, "start": numbers}
+    return explorer(controls, layout, _matrices, _labels, **made)
 
 
 def states(first: str, second: str, sequence: bool) -> tuple[str, ...]:
@@ -108,21 +102,24 @@ def describe(block: Block, order: int = 0) -> str:
             f"{said('verdict', 'Right too.')} A device has finished entries of the hidden matrix, "
             f"and the nonlinearity acts on each by itself."
         )
-    if order == 1:
-        return (
-            f"{_wrong(block.early)}: relu of a part of a sum is no part of relu of the sum. The "
-            f"sum must come first."
-        )
     if order == 2 and block.unsent is None:
         return (
             f"{said('verdict', 'No result.')} A device has its columns of y, where what follows "
             f"expects {'its tokens' if block.sequence else 'all of them'}."
         )
-    if order == 2:
-        return (
-            f"{_wrong(block.unsent)}: a device has its own summand of y, of the right shape, and "
-            f"others have others."
-        )
+    if order:
+        error, why = [
+            (
+                block.early,
+                "relu of a part of a sum is no part of relu of the sum. The sum must come first",
+            ),
+            (
+                block.unsent,
+                "a device has its own summand of y, of the right shape, and others have others",
+            ),
+        ][order - 1]
+        share = said("error", f"{error:.0%}")
+        return f"{said('verdict', 'Wrong')} by {share} of the largest entry: {why}."
     words = {"before": "before the first product", "between": "between", "after": "at the end"}
     listed = ", ".join(f"{kind} {words[place]}" for place, (kind, _) in block.sends.items())
     sent = sum(size for _, size in block.sends.values())
@@ -132,8 +129,9 @@ def describe(block: Block, order: int = 0) -> str:
     )
 
 
-def _wrong(error):
-    return f"{said('verdict', 'Wrong')} by {said('error', f'{error:.0%}')} of the largest entry"
+def _matrices(n, first, second, sequence):
+    for place, state in zip(_MATRICES, states(first, second, sequence), strict=True):
+        yield matrix(n, state, *place)
 
 
 def matrix(n: int, state: str, name: str, left: int, top: int, wide: int, high: int) -> str:
@@ -151,17 +149,15 @@ def matrix(n: int, state: str, name: str, left: int, top: int, wide: int, high: 
     return drawn
 
 
-def _labels(sends, order):
+def _labels(block, order):
     """The collectives beside their arrows; order 2 leaves the last out."""
-    drawn = []
     for place, (x, y) in _LABELS.items():
-        kind = sends[place][0] if place in sends else ""
+        kind, _ = block.sends.get(place, ("", 0))
         if place == "between":
             steps = ["relu", kind] if order == 1 or not kind else [kind, "relu"]
-            drawn.append(svg.text(x, y, ", then ".join(filter(None, steps))))
+            yield svg.text(x, y, ", then ".join(filter(None, steps)))
             continue
-        first, _, last = kind.rpartition("-")
-        lines = [f"{first}-", last] if first else [last]
+        first, dash, last = kind.rpartition("-")
+        lines = [first + dash, last] if dash else [last]
         lines = ["left", "out"] if order == 2 and place == "after" else lines
-        drawn += [svg.text(x, y - 22 + 13 * i, line, "middle") for i, line in enumerate(lines)]
-    return "".join(drawn)
+        yield from (svg.text(x, y - 22 + 13 * i, line, "middle") for i, line in enumerate(lines))

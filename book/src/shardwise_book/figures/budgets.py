@@ -6,9 +6,9 @@ from html import escape
 from typing import NamedTuple
 
 from shardwise_book.figures import palette, svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, axes, explorer, said
+from shardwise_book.figures.interactive import Control, Interactive, Refusal, axes, explorer, said
 
-_WIDE, _ROW, _LEFT = 322, 34, 4  # of the pictures, in their own units
+_WIDE, _ROW, _LEFT, _ABOVE = 322, 34, 4, 76  # of the pictures, in their own units
 _THIN = svg.EDGE + ' stroke-width=".5"'
 _ROOM = 0.72  # of the width, where a device is full
 
@@ -22,6 +22,10 @@ class Load(NamedTuple):
     held: float
     compute: float
     axes: Mapping[str, tuple[float, float]]
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return {"compute": self.compute} | {name: s for name, (_, s) in self.axes.items()}
 
 
 class Budget(NamedTuple):
@@ -55,29 +59,24 @@ def split_explorer(
       ValueError: a combination is missing, or the one shown first is none.
     """
 
-    def words(load):
-        slowest, (_, seconds) = max(load.axes.items(), key=lambda one: one[1][1])
-        fits = "fits" if load.held <= room else "does not fit"
-        told = ", ".join(f"{escape(n)} {_three(b / 1e9)} GB" for n, (b, _) in load.axes.items())
-        over = "more" if seconds > load.compute else "less"
+    def words(one):
+        slowest, (_, seconds) = max(one.axes.items(), key=lambda axis: axis[1][1])
+        fits = "fits" if one.held <= room else "does not fit"
+        told = ", ".join(f"{escape(n)} {_three(b / 1e9)} GB" for n, (b, _) in one.axes.items())
+        over = "more" if seconds > one.compute else "less"
         return (
-            f"A device holds {said('held', _three(load.held / 1e9))} GB, which {fits} into "
+            f"A device holds {said('held', _three(one.held / 1e9))} GB, which {fits} into "
             f"{room / 1e9:g} GB. In a step it sends: {told}. The axis that takes longest is "
             f"{said('slowest', slowest)}, with {_three(seconds)} s, {over} than the "
-            f"{_three(load.compute)} s of compute."
+            f"{_three(one.compute)} s of compute."
         )
 
-    def bars(load):
-        seconds = {"compute": load.compute} | {name: s for name, (_, s) in load.axes.items()}
-        colours = [palette.GREY, *(svg.device(2 * i + 1) for i in range(len(load.axes)))]
-        return _bars(0, {name: (s, f"{_three(s)} s") for name, s in seconds.items()}, colours)
+    def bars(one):
+        colours = [palette.GREY, *(svg.device(2 * i + 1) for i in range(len(one.axes)))]
+        return _bars(0, one.seconds, " s", colours)
 
     alt = "Bars: the seconds of a step that one device computes, and that each axis sends"
-
-    def high(load):
-        return _ROW * (1 + len(load.axes))
-
-    return _explorer(choices, loads, chosen, words, bars, high, alt, "split")
+    return _explorer(choices, loads, chosen, words, bars, 0, alt, "split")
 
 
 def plan_explorer(
@@ -95,51 +94,41 @@ def plan_explorer(
       ValueError: a combination is missing, or the one shown first is none.
     """
 
-    def words(budget):
+    def words(one):
         keys = "".join(
             f'<span class="key"><span style="background:{svg.device(i)}"></span> '
             f"{escape(part)} {_three(size / 2**30)}</span>, "
-            for i, (part, size) in enumerate(budget.memory.items())
+            for i, (part, size) in enumerate(one.memory.items())
         )
-        total = sum(budget.memory.values())
-        fits = "fits" if total <= budget.room else "does not fit"
+        total = sum(one.memory.values())
+        fits = "fits" if total <= one.room else "does not fit"
         return (
-            f"<b>{escape(budget.name)}</b>: {keys}in all {said('held', f'{total / 2**30:.1f}')} "
-            f"GiB of {_three(budget.room / 2**30)}, which {said('fits', fits)}. A step takes "
-            f"{_three(budget.step)} s, MFU at most {said('mfu', _three(100 * budget.mfu))} %; "
-            f"{said('binds', max(budget.seconds, key=budget.seconds.get))} binds."
+            f"<b>{escape(one.name)}</b>: {keys}in all {said('held', f'{total / 2**30:.1f}')} "
+            f"GiB of {_three(one.room / 2**30)}, which {said('fits', fits)}. A step takes "
+            f"{_three(one.step)} s, MFU at most {said('mfu', _three(100 * one.mfu))} %; "
+            f"{said('binds', max(one.seconds, key=one.seconds.get))} binds."
         )
 
-    def bars(budget):
-        scale, full = _ROOM * _WIDE / budget.room, _LEFT + _ROOM * _WIDE
-        ends = [0, *itertools.accumulate(budget.memory.values())]
+    def bars(one):
+        scale, full = _ROOM * _WIDE / one.room, _LEFT + _ROOM * _WIDE
+        ends = [0, *itertools.accumulate(one.memory.values())]
         ends = [round(min(_WIDE, end * scale), 1) for end in ends]
-        parts = [
-            svg.box(_LEFT + start, 18, end - start, 22, svg.device(i), _THIN)
-            for i, (start, end) in enumerate(itertools.pairwise(ends))
-        ]
-        longest = max(budget.seconds.values())
-        colours = [palette.GREY if s < longest else svg.device(3) for s in budget.seconds.values()]
-        return (
-            "".join(parts)
-            + f'<path d="M{full:g} 14v30" {svg.EDGE} stroke-width="2"/>'
-            + svg.text(full, 11, "full", "middle")
-            + svg.text(_LEFT, 11, "Memory")
-            + svg.text(_LEFT, 64, "Seconds of a step")
-            + _bars(76, {name: (s, _three(s)) for name, s in budget.seconds.items()}, colours)
-        )
+        for i, (start, end) in enumerate(itertools.pairwise(ends)):
+            yield svg.box(_LEFT + start, 18, end - start, 22, svg.device(i), _THIN)
+        yield svg.line(f"M{full:g} 14v30", 'stroke-width="2"')
+        yield svg.text(full, 11, "full", "middle")
+        yield svg.text(_LEFT, 11, "Memory") + svg.text(_LEFT, 64, "Seconds of a step")
+        longest = max(one.seconds.values())
+        colours = [palette.GREY if s < longest else svg.device(3) for s in one.seconds.values()]
+        yield from _bars(_ABOVE, one.seconds, "", colours)
 
     alt = "Above, a bar of the memory that a device needs, in parts, and a line where it is full; "
     alt += "below, a bar of seconds for each part of the machine"
-
-    def high(budget):
-        return 76 + _ROW * len(budget.seconds)
-
-    return _explorer(choices, budgets, chosen, words, bars, high, alt, "plan")
+    return _explorer(choices, budgets, chosen, words, bars, _ABOVE, alt, "plan")
 
 
-def _explorer(choices, found, chosen, words, bars, high, alt, shows):
-    """`words`, `bars` and the `high` picture that these need are functions of what is found."""
+def _explorer(choices, found, chosen, words, bars, top, alt, shows):
+    """`words`, and `bars` of seconds from `top` on, are functions of what is found."""
     if isinstance(found[chosen], str):
         raise ValueError(f"figures: chosen={chosen} is shown first, and is none: {found[chosen]}")
     axes(found, f"{shows}_explorer", [range(len(options)) for options in choices.values()])
@@ -147,27 +136,24 @@ def _explorer(choices, found, chosen, words, bars, high, alt, shows):
         f"choice{i}": Control(label, {option: k for k, option in enumerate(options)})
         for i, (label, options) in enumerate(choices.items())
     }
-    made = {
-        "one": lambda **place: found[tuple(place.values())],
-        "result": lambda one: (
-            f'<span class="error">{escape(one)}</span>' if isinstance(one, str) else words(one)
-        ),
-        "bars": lambda one: "" if isinstance(one, str) else bars(one),
-    }
-    picture = svg.picture("bars", 330, high(found[chosen]), alt)
-    layout = f'<div class="pictures">{picture}</div>{RESULT}'
+
+    def one(**place):
+        at = tuple(place.values())
+        return Refusal(found[at]) if isinstance(found[at], str) else found[at]
+
+    picture = svg.picture("bars", 330, top + _ROW * len(found[chosen].seconds), alt)
+    layout = f'<div class="pictures">{picture}</div>'
     start = dict(zip(controls, chosen, strict=True))
-    return explorer(controls, layout, start=start, shows=shows, **made)
+    return explorer(controls, layout, one, bars, start=start, shows=shows, result=words)
 
 
-def _bars(top, values, colours):
-    """A bar for each of {name: (value, what is said of it)}, the longest as wide as the picture."""
-    longest, parts = max(value for value, _ in values.values()) or 1, []
-    for i, ((name, (value, told)), colour) in enumerate(zip(values.items(), colours, strict=True)):
+def _bars(top, seconds, unit, colours):
+    """A bar for each of {name: seconds}, the longest as wide as the picture."""
+    longest = max(seconds.values()) or 1
+    for i, ((name, value), colour) in enumerate(zip(seconds.items(), colours, strict=True)):
         y = top + i * _ROW
-        parts.append(svg.text(_LEFT, y + 12, f"{name}: {told}"))
-        parts.append(svg.box(_LEFT, y + 17, round(_WIDE * value / longest), 12, colour, _THIN))
-    return "".join(parts)
+        yield svg.text(_LEFT, y + 12, f"{name}: {_three(value)}{unit}")
+        yield svg.box(_LEFT, y + 17, round(_WIDE * value / longest), 12, colour, _THIN)
 
 
 def _three(x):

@@ -12,12 +12,6 @@ from shardwise_book.figures import palette
 from shardwise_book.figures.plots import Drawing, canvas, outline, tile, words
 
 NAMES = ("all-gather", "reduce-scatter", "all-reduce")
-_SENDS = {  # (blocks that each of n devices sends round a ring, from n; what to say of them)
-    "all-gather": (lambda n: n - 1, ""),
-    "reduce-scatter": (lambda n: n - 1, ""),
-    "all-reduce": (lambda n: 2 * (n - 1), ""),
-    "all-to-all": (lambda n: n - 1, " of its own"),
-}
 
 
 def collective_picture(mesh: Mesh, names: Sequence[str] = NAMES) -> Drawing:
@@ -30,19 +24,18 @@ def collective_picture(mesh: Mesh, names: Sequence[str] = NAMES) -> Drawing:
     pitch = n + 2.7
     drawing, axes = canvas(3.1, 0.29 * (pitch * len(names) + 5.2))
     for i, name in enumerate(names):
-        blocks, whose = _SENDS[name][0](n), _SENDS[name][1]
-        top = i * pitch
+        top, turns = i * pitch, 2 if name == "all-reduce" else 1
         words(axes, 0, top - 0.85, name, fontweight="bold", ha="left")
-        sends = f"each sends {blocks} blocks{whose}"
+        whose = " of its own" if name == "all-to-all" else ""
+        sends = f"each sends {turns * (n - 1)} blocks{whose}"
         words(axes, 2 * n + apart, top - 0.85, sends, ha="right", fontsize=9)
         for left, state in zip((0, n + apart), _states(mesh, name), strict=True):
             _state(axes, left, top, state)
         arrow = FancyArrowPatch((n + 0.4, top + n / 2), (n + apart - 0.4, top + n / 2))
         _line(axes, arrow)
     _ring(axes, n + apart / 2, len(names) * pitch + 0.9, n)
-    axes.set_xlim(-0.1, 2 * n + apart + 0.1)
-    axes.set_ylim(len(names) * pitch + 3.8, -1.4)
-    axes.set_aspect("equal")
+    limits = {"xlim": (-0.1, 2 * n + apart + 0.1), "ylim": (len(names) * pitch + 3.8, -1.4)}
+    axes.set(**limits, aspect="equal")
     axes.set_axis_off()
     return drawing
 
@@ -69,9 +62,8 @@ def _state(axes, left, top, state):
         whose = [d for d in range(len(state)) if mark >> d & 1]
         wide, high = 0.88 / max(1, len(whose)), 0.88
         for i, d in enumerate(whose):
-            label = d if len(whose) == 1 else ""
-            colour = palette.device(d)
-            tile(axes, x + 0.06 + i * wide, y + 0.06, wide, high, colour, label, 0.52, fontsize=9)
+            at, label = (x + 0.06 + i * wide, y + 0.06), d if len(whose) == 1 else ""
+            tile(axes, *at, wide, high, palette.device(d), label, 0.52, fontsize=9)
     for device in range(len(state)):
         outline(axes, left + device, top, 1, len(state), 0.9)
         words(axes, left + device + 0.5, top + len(state) + 0.5, device)

@@ -64,26 +64,39 @@ class Control(NamedTuple):
     kind: str = "select"
 
 
+class Refusal(str):
+    """Why there is nothing to draw, in words, where a function of an explorer returns it.
+
+    Functions that would get it are not called; of their elements "result" shows it.
+    """
+
+
 def explorer(
     controls: Mapping[str, Control],
     layout: str,
     *functions: Callable,
     start: Mapping[str, int] | None = None,
     shows: str = "choice",
-    **lambdas: Callable,
+    **more: Any,
 ) -> Interactive:
     """An explorer: each function draws the inside of the element with its name in `layout`.
 
-    Its parameters are the names of the controls that it depends on (`**` stands for all), whose
-    values it gets, and of other functions, whose results it gets. One that `layout` has no element
-    for makes what others draw. Each is called once for all choices that are the same to it, and
-    player.js shows what was drawn. `start` has the number of the option that a control is first at,
+    It returns that, or yields pieces of it. Its parameters are the names of the controls that it
+    depends on (`**` stands for all), whose values it gets, and of other functions, whose results it
+    gets. One that `layout` has no element for makes what others draw; but "result" then stands
+    below. Each is called once for all choices that are the same to it, and player.js shows what was
+    drawn. An underscore before a name is no part of it; `more` has functions under other names, and
+    values that no control changes. `start` has the number of the option that a control is first at,
     0 where it is left out. Without the script the figure `shows` one thing: this.
 
     Raises:
-      ValueError: a control starts at an option that it has not.
+      ValueError: a control starts at an option that it has not, or nothing shows what a function
+        makes.
     """
-    states = _States(controls, {function.__name__: function for function in functions} | lambdas)
+    named = {function.__name__.lstrip("_"): function for function in functions} | more
+    layout += RESULT if "result" in named and 'id="@result"' not in layout else ""
+    states = _States(controls, named)
+    parts = states.parts(layout)
     given: dict[str, Any] = {}
     drawn = ""
     for name, control in controls.items():
@@ -95,8 +108,7 @@ def explorer(
             )
         drawn += _control(name, control, list(options), chosen)
         given[name] = list(options.values())[chosen]
-    parts = {name: f for name, f in states.functions.items() if f'id="@{name}"' in layout}
-    first = {name: states.call(draw, given) for name, draw in parts.items()}
+    first = {name: states.text(name, given) for name in parts}
     inside = re.sub(r'id="@(\w+)"[^>]*>', lambda tag: tag[0] + first.get(tag[1], ""), layout)
     still = (
         f"<noscript><p>Without JavaScript this figure shows one {shows}.</p></noscript>"
@@ -108,8 +120,10 @@ def explorer(
 class _States:
     """What functions make of all that controls can say."""
 
-    def __init__(self, controls, functions):
-        self.controls, self.functions, self.known = controls, functions, {}
+    def __init__(self, controls, made):
+        self.controls, self.known = controls, {}
+        self.made = {name: one for name, one in made.items() if callable(one)}
+        self.fixed = {name: one for name, one in made.items() if not callable(one)}
         self.asks, self.keys = functools.cache(self._asks), functools.cache(self._keys)
 
     def _asks(self, function):
@@ -120,23 +134,45 @@ class _States:
 
     def _keys(self, function):
         """The names of the controls that it depends on."""
-        made = [self.functions.get(name) for name in self.asks(function)]
-        needed = {*self.asks(function)}.union(*(self.keys(other) for other in made if other))
+        asked = self.asks(function)
+        needed = {*asked}.union(*(self.keys(self.made[n]) for n in asked if n in self.made))
         return [name for name in self.controls if name in needed]
+
+    def parts(self, layout):
+        """The functions that draw elements of the layout, by name."""
+        shown = {name: made for name, made in self.made.items() if f'id="@{name}"' in layout}
+        askers = [*self.made.values(), *(one.options for one in self.controls.values())]
+        asked = {name for one in filter(callable, askers) for name in self.asks(one)}
+        if lost := [name for name in self.made if name not in shown and name not in asked]:
+            raise ValueError(
+                f"explorer: nothing shows what {lost[0]!r} makes: the layout has no element with "
+                f'id="@{lost[0]}", and no other function asks for it.'
+            )
+        return shown
 
     def call(self, function, given):
         """What it makes of values of controls."""
         choice = function, *(given[key] for key in self.keys(function))
         if choice not in self.known:
-            made = {n: self.functions.get(n) for n in self.asks(function)}
-            asked = {n: self.call(f, given) if f else given[n] for n, f in made.items()}
-            self.known[choice] = function(**asked)
+            made = {n: self.made.get(n) for n in self.asks(function)}
+            values = self.fixed | given
+            asked = {n: self.call(f, given) if f else values[n] for n, f in made.items()}
+            refusals = [one for one in asked.values() if isinstance(one, Refusal)]
+            found = refusals[0] if refusals else function(**asked)
+            self.known[choice] = "".join(found) if inspect.isgenerator(found) else found
         return self.known[choice]
+
+    def text(self, name, given):
+        """What an element shows."""
+        found = self.call(self.made[name], given)
+        told = f'<span class="error">{escape(found)}</span>' if name == "result" else ""
+        return told if isinstance(found, Refusal) else found
 
     def options(self, name, given):
         """A control's options, by name."""
         told = self.controls[name].options
         told = self.call(told, given) if callable(told) else told
+        told = range(1) if isinstance(told, Refusal) else told
         return dict(told) if isinstance(told, Mapping) else {str(value): value for value in told}
 
     def packed(self, parts):
@@ -147,39 +183,33 @@ class _States:
         """
         texts: dict[str, int] = {}
 
-        def shared(text):
+        def drawn(name, given):
+            text = self.text(name, given)
             return texts.get(text) or texts.setdefault(text, len(texts) + 1) * 0
 
-        def table(keys, entry, given):
+        def offered(name, given):
+            return list(self.options(name, given))
+
+        def table(keys, entry, name, given):
             if not keys:
-                return entry(given)
+                return entry(name, given)
             values = self.options(keys[0], given).values()
-            return [table(keys[1:], entry, given | {keys[0]: value}) for value in values]
+            return [table(keys[1:], entry, name, given | {keys[0]: value}) for value in values]
 
-        def keyed(function, entry):
+        def keyed(function, *entry):
             keys = self.keys(function) if callable(function) else []
-            return {"keys": keys, "table": table(keys, entry, {})}
+            return {"keys": keys, "table": table(keys, *entry, {})}
 
-        offered = {
-            name: keyed(control.options, lambda given, name=name: list(self.options(name, given)))
-            for name, control in self.controls.items()
-        }
-        drawn = {
-            name: keyed(draw, lambda given, draw=draw: shared(self.call(draw, given)))
-            for name, draw in parts.items()
-        }
-        templates: dict[tuple[str, ...], tuple[int, list]] = {}
-        order = []
-        for text in texts:
-            pieces = re.split(r"(\d+(?:\.\d+)?)", text)  # each second one is a number
-            number, rows = templates.setdefault(tuple(pieces[::2]), (len(templates), []))
-            rows.append(pieces[1::2])
-            order.append(number)
-        columns = [
-            [pieces, *map(" ".join, zip(*rows, strict=True))]
-            for pieces, (_, rows) in templates.items()
-        ]
-        data = {"controls": offered, "parts": drawn, "order": order, "templates": columns}
+        controls = {n: keyed(one.options, offered, n) for n, one in self.controls.items()}
+        shown = {name: keyed(draw, drawn, name) for name, draw in parts.items()}
+        split = [re.split(r"(\d+(?:\.\d+)?)", text) for text in texts]  # each second is a number
+        rows: dict[tuple[str, ...], list] = {tuple(pieces[::2]): [] for pieces in split}
+        for pieces in split:
+            rows[tuple(pieces[::2])].append(pieces[1::2])
+        numbers = {pieces: number for number, pieces in enumerate(rows)}
+        order = [numbers[tuple(pieces[::2])] for pieces in split]
+        columns = [[t, *map(" ".join, zip(*found, strict=True))] for t, found in rows.items()]
+        data = {"controls": controls, "parts": shown, "order": order, "templates": columns}
         packed = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
         return base64.b64encode(zlib.compress(packed.encode(), 9)).decode()
 
@@ -203,24 +233,17 @@ def axes(
 
 def _control(name, control, options, chosen):
     """A labelled control with the id "@name"."""
-    label = f'<label for="@{name}">{escape(control.label)}'
-    if control.kind == "select":
-        listed = "".join(
-            f'<option value="{i}"{" selected" * (i == chosen)}>{escape(text)}</option>'
-            for i, text in enumerate(options)
-        )
-        return f'{label}<select id="@{name}">{listed}</select></label>'
-    made = (
-        f'{label}<input id="@{name}" type="range" min="0" max="{len(options) - 1}" '
-        f'value="{chosen}"></label>'
+    listed = "".join(
+        f'<option value="{i}"{" selected" * (i == chosen)}>{escape(text)}</option>'
+        for i, text in enumerate(options)
     )
-    if control.kind == "range":
-        return made
-    buttons = "".join(
-        f'<button id="@{name.lower()}" type="button">{name}</button>'
-        for name in ("Back", "Play", "Next")
-    )
-    return f'<div class="steps">{made}<div>{buttons}</div></div>'
+    slider = f'<input id="@{name}" type="range" min="0" max="{len(options) - 1}" value="{chosen}">'
+    made = f'<select id="@{name}">{listed}</select>' if control.kind == "select" else slider
+    made = f'<label for="@{name}">{escape(control.label)}{made}</label>'
+    button = '<button id="@{}" type="button">{}</button>'
+    buttons = "".join(button.format(word.lower(), word) for word in ("Back", "Play", "Next"))
+    steps = f'<div class="steps">{made}<div>{buttons}</div></div>'
+    return steps if control.kind == "steps" else made
 
 
 def said(name: str, value: Any) -> str:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.pieces import pieces
 
 Specs = Mapping[str, PartitionSpec]  # by the name of a matrix
 _WIDE, _GAP, _LEFT = 330, 24, 4  # of the picture, in its own units
@@ -47,51 +48,46 @@ def layer_explorer(
     matrices = {name: matrix for row in rows.values() for name, matrix in row.items()}
     whole = 4 * sum(math.prod(m.drawn) for m in matrices.values())  # bytes, of float32
 
-    def blocks_of(specs):
-        return {name: _blocks(mesh, m, specs[name]) for name, m in matrices.items()}
-
-    def of_device(found, device):
-        return {name: every[device] for name, every in found.items()}
+    def cut(specs):
+        at = {name: NamedSharding(mesh, specs[name]) for name in matrices}
+        return {name: pieces(at[name], *matrix) for name, matrix in matrices.items()}
 
     def result(layout, device, mine, needed):
-        place = np.unravel_index(device, tuple(mesh.shape.values()))
-        where = ", ".join(f"{name} {int(n)}" for name, n in zip(mesh.shape, place, strict=True))
-        mine, needed = (
-            4 * sum((bottom - top) * (right - left) for top, bottom, left, right in some.values())
-            for some in (mine, needed)
-        )
+        place = np.unravel_index(device, mesh.devices.shape)
+        where = ", ".join(f"{name} {n}" for name, n in zip(mesh.shape, place, strict=True))
+        mine, needed = (4 * sum(one.size for one in some.values()) for some in (mine, needed))
         more = f"receives {said('received', needed - mine)} bytes before their use"
         received = more if needed > mine else "receives none"
         return (
             f"{escape(layout)}, device {device} ({where}): of the {whole:,} bytes of these "
-            f"matrices it holds {said('held', mine)}, {received}, and "
-            f"never sees {said('unseen', whole - needed)}."
+            f"matrices it holds {said('held', mine)}, {received}, and never sees "
+            f"{said('unseen', whole - needed)}."
         )
 
     def sums(used):
-        summed = [n for n, m in matrices.items() if used[n][0][1] - used[n][0][0] < m.drawn[0]]
-        at = [places[name][3:] for name in summed]
-        return "".join(svg.text(x, y + 6, "Σ", "middle", 'font-size="18"') for x, y in at)
+        for name, matrix in matrices.items():
+            if used[name][0].bottom - used[name][0].top < matrix.drawn[0]:
+                x, y = places[name][3:]
+                yield svg.text(x, y + 6, "Σ", "middle", 'font-size="18"')
 
     controls = {
-        "layout": Control("Layout", {title: title for title in layouts}),
+        "layout": Control("Layout", list(layouts)),
         "device": Control(f"Device, 0 to {mesh.size - 1}", range(mesh.size), "range"),
     }
     alt = "The matrices of one layer: filled where the device holds them, pale with a dashed edge "
     alt += "where it receives them before use, empty elsewhere"
     inside = f'{outlines}<g id="@sums"></g><g id="@blocks"></g>'
-    layout = f'<div class="pictures">{svg.picture("", _WIDE, height, alt, inside)}</div>{RESULT}'
+    picture = svg.picture("", _WIDE, height, alt, inside)
+    layout = f'<div class="pictures">{picture}</div>{RESULT}<div id="@sends"></div>'
     made = {
-        "blocks": lambda mine, needed, device: _filled(places, mine, needed, svg.device(device)),
         "sends": lambda layout: _sends(layouts[layout][2]),
-        "held": lambda layout: blocks_of(layouts[layout][0]),
-        "used": lambda layout: blocks_of(layouts[layout][1]),
-        "mine": lambda held, device: of_device(held, device),
-        "needed": lambda used, device: of_device(used, device),
+        "held": lambda layout: cut(layouts[layout][0]),
+        "used": lambda layout: cut(layouts[layout][1]),
+        "mine": lambda held, device: {name: every[device] for name, every in held.items()},
+        "needed": lambda used, device: {name: every[device] for name, every in used.items()},
     }
-    layout += '<div id="@sends"></div>'
-    start = {"layout": chosen}
-    return explorer(controls, layout, result, sums, start=start, shows="layout", **made)
+    made |= {"places": places, "start": {"layout": chosen}, "shows": "layout"}
+    return explorer(controls, layout, result, sums, _blocks, **made)
 
 
 def _arranged(rows):
@@ -113,47 +109,18 @@ def _arranged(rows):
     return places, "".join(parts), y
 
 
-def _filled(places, held, used, colour):
+def _blocks(places, mine, needed, device):
     """What the device receives, pale, and above it what it holds."""
-
-    def path(blocks, more):
-        boxes = []
-        for name, block in blocks.items():
-            x, y, scale, *_ = places[name]
-            top, bottom, left, right = (n * scale for n in block)
-            boxes.append((x + left, y + top, right - left, bottom - top))
-        return svg.path(boxes, colour, f"{svg.EDGE} {more}")
-
     dashed = 'class="used" fill-opacity=".28" stroke-dasharray="3 3"'
-    return path(used, dashed) + path(held, 'class="held" stroke-width="1.5"')
+    for found, more in (needed, dashed), (mine, 'class="held" stroke-width="1.5"'):
+        boxes = [piece.box(*places[name][:3]) for name, piece in found.items()]
+        yield svg.path(boxes, svg.device(device), f"{svg.EDGE} {more}")
 
 
 def _sends(rows):
-    head = "<tr><th>pass</th><th>collective</th><th>arrays</th><th>bytes sent</th></tr>"
-    body = "".join(
-        f"<tr><td>{escape(when)}</td><td>{escape(what)}</td><td>{count}</td><td>{size:,}</td></tr>"
-        for when, what, count, size in rows
-    )
-    return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
-
-
-def _blocks(mesh, matrix, spec):
-    """(top, bottom, left, right) of each device's block, in the order of the mesh."""
-    indices = NamedSharding(mesh, spec).devices_indices_map(matrix.shape)
-    cut = matrix.inputs
-    return [
-        (*_range(index[:cut], matrix.shape[:cut]), *_range(index[cut:], matrix.shape[cut:]))
-        for index in (indices[device] for device in mesh.devices.flat)
-    ]
-
-
-def _range(index, sizes):
-    """First and end of the entries at `index`, of axes that are drawn as one."""
-    found = np.arange(math.prod(sizes)).reshape(sizes)[index].ravel()
-    first, end = int(found[0]), int(found[-1]) + 1
-    if end - first != found.size:
-        raise ValueError(
-            f"figures.layer_explorer: of axes {sizes} drawn as one, a block {index} is no "
-            f"interval; cut the first of them alone."
-        )
-    return first, end
+    yield "<table><thead><tr><th>pass</th><th>collective</th><th>arrays</th><th>bytes sent</th>"
+    yield "</tr></thead><tbody>"
+    for when, what, *numbers in rows:
+        cells = escape(when), escape(what), *(f"{number:,}" for number in numbers)
+        yield f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+    yield "</tbody></table>"

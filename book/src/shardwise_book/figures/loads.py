@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from shardwise_book.figures import svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.interactive import Control, Interactive, explorer, said
 
 LABELS = {
     "experts": "Experts",
@@ -32,14 +32,10 @@ def loads_explorer(
     """
     controls = {name: Control(label, offered[name]) for name, label in LABELS.items()}
 
-    def routed(experts, per_token, capacity, skew):
-        return route(experts, per_token, capacity, skew)
-
     def result(routed, experts, per_token, capacity, devices):
         wanted, kept, _ = routed
-        choices, lost, busiest = (
-            int(n) for n in (sum(wanted), sum(wanted) - sum(kept), max(wanted))
-        )
+        choices, busiest = int(sum(wanted)), int(max(wanted))
+        lost = choices - int(sum(kept))
         exchanged, gathered = map(int, sent(experts, per_token, capacity, devices))
         by_exchange = (
             f"{said('exchanged', exchanged)} bytes by an all-to-all there and back, "
@@ -55,32 +51,29 @@ def loads_explorer(
             f"sends less."
         )
 
+    def routed(experts, per_token, capacity, skew):
+        return route(experts, per_token, capacity, skew)
+
     alt = "A bar for each expert: how many choices it takes, and above it those it drops"
-    layout = f'<div class="pictures">{svg.picture("loads", 372, 206, alt, rem=32)}</div>{RESULT}'
-
-    def loads(routed, devices):
-        return _bars(*routed, devices)
-
-    return explorer(controls, layout, routed, result, loads, start=start)
+    layout = f'<div class="pictures">{svg.picture("loads", 372, 206, alt, rem=32)}</div>'
+    return explorer(controls, layout, routed, result, _loads, start=start)
 
 
-def _bars(wanted, kept, slots, devices):
+def _loads(routed, devices):
+    wanted, kept, slots = routed
     n, scale = len(wanted), _HIGH / max(*wanted, slots or 0)
-    wide, drawn = _WIDE // n, []
+    wide, line = _WIDE // n, "" if slots is None else "; line: slots"
+    yield svg.text(0, 12, f"choices by expert; dashed: dropped{line}")
+    yield svg.line(f"M{_LEFT} {_FOOT}H{_LEFT + _WIDE}")
     for i, (all_of_it, taken) in enumerate(zip(wanted, kept, strict=True)):
         x, colour = _LEFT + i * wide, svg.device(i * devices // n)
         high, dropped = round(scale * taken), round(scale * (all_of_it - taken))
         dashed = svg.EDGE + ' stroke-dasharray="2 2"'
-        drawn.append(svg.box(x, _FOOT - high - dropped, wide - 3, dropped, more=dashed))
-        drawn.append(svg.box(x, _FOOT - high, wide - 3, high, colour, ""))
-        drawn.append(svg.text(x + (wide - 3) // 2, _FOOT + 15, i, "middle"))
+        yield svg.box(x, _FOOT - high - dropped, wide - 3, dropped, more=dashed)
+        yield svg.box(x, _FOOT - high, wide - 3, high, colour, "")
+        yield svg.text(x + (wide - 3) // 2, _FOOT + 15, i, "middle")
     if slots is not None:
         y = round(_FOOT - scale * slots)
-        drawn.append(f'<path d="M{_LEFT - 4} {y}H{_LEFT + _WIDE}" {svg.EDGE} stroke-width="1.5"/>')
-        drawn.append(svg.text(_LEFT - 6, y + 4, slots, "end"))
-    line = "" if slots is None else "; line: slots"
-    return (
-        svg.text(0, 12, f"choices by expert; dashed: dropped{line}")
-        + f'<path d="M{_LEFT} {_FOOT}H{_LEFT + _WIDE}" {svg.EDGE}/>{"".join(drawn)}'
-        + svg.text(364, _FOOT + 31, f"experts; a colour is one of {devices} devices", "end")
-    )
+        yield svg.line(f"M{_LEFT - 4} {y}H{_LEFT + _WIDE}", 'stroke-width="1.5"')
+        yield svg.text(_LEFT - 6, y + 4, slots, "end")
+    yield svg.text(364, _FOOT + 31, f"experts; a colour is one of {devices} devices", "end")

@@ -1,24 +1,24 @@
 """The explorer of meshes and specs: which device holds which block, or what JAX says against it."""
 
 import itertools
-from collections.abc import Sequence
 from html import escape
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardwise_book.figures import svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.interactive import Control, Interactive, explorer, said
+from shardwise_book.figures.pieces import pieces
 
 MESHES = ((8,), (4, 2), (2, 4), (2, 2, 2))
 NAMES = {1: ("data",), 2: ("data", "model"), 3: ("stage", "data", "model")}
 SIZES = (16, 8, 6)
 ITEMSIZE = 4  # float32
-LAYOUT = f"""<div id="@size"></div><div class="pictures sheets" id="@sheets">
+LAYOUT = """<div id="@size"></div><div class="pictures sheets" id="@sheets">
 <div><p id="@sides"></p><div class="sheet" id="@array" role="img"
 aria-label="The array: its blocks, and the devices that hold each"></div></div>
-<div><p id="@axes"></p><div class="memories" id="@memories"></div></div></div>{RESULT}"""
+<div><p id="@axes"></p><div class="memories" id="@memories"></div></div></div>"""
 
 
 def mesh_explorer() -> Interactive:
@@ -36,31 +36,30 @@ def mesh_explorer() -> Interactive:
     meshes = {}
     for sizes in MESHES:
         axes = NAMES[len(sizes)]
-        grid = np.array(devices).reshape(sizes)
         label = f"{'×'.join(map(str, sizes))} ({', '.join(axes)})"
-        meshes[label] = Mesh(grid, axes, axis_types=(AxisType.Auto,) * len(axes))
+        types = (AxisType.Auto,) * len(axes)
+        meshes[label] = Mesh(np.array(devices).reshape(sizes), axes, axis_types=types)
 
     def looked(mesh, rows, columns, first, second):
         """What each device holds, and JAX's refusal if nothing."""
         try:
             sharding = NamedSharding(mesh, PartitionSpec(first, second))
-            return blocks(sharding, (rows, columns)), ""
+            return pieces(sharding, (rows, columns)), ""
         except Exception as error:  # the class of some, DuplicateSpecError, is not public
-            return [], str(error)
+            return [], escape(str(error), False)
 
     def result(looked, rows, columns, first, second):
         (found, refusal), spec = looked, PartitionSpec(first, second)
         name = f"<code>{escape(repr(spec))}</code>"
         if refusal:
-            message = f'<span data-name="error">{escape(refusal, False)}</span>'
+            message = f'<span data-name="error">{refusal}</span>'
             return f'<span class="error">JAX refuses {name}: {message}</span>'
-        top, bottom, left, right = found[0]
-        size = (bottom - top) * (right - left)
+        _, _, wide, high = found[0].box()
         return (
-            f"{name}: each device holds {said('block', f'{bottom - top}×{right - left}')} of "
-            f"{rows}×{columns} float32 elements, {said('bytes', size * ITEMSIZE)} of "
+            f"{name}: each device holds {said('block', f'{high}×{wide}')} of "
+            f"{rows}×{columns} float32 elements, {said('bytes', found[0].size * ITEMSIZE)} of "
             f"{rows * columns * ITEMSIZE} bytes. Each element lies on "
-            f"{said('copies', 8 * size // (rows * columns))} of 8 devices."
+            f"{said('copies', 8 * found[0].size // (rows * columns))} of 8 devices."
         )
 
     controls = {
@@ -76,11 +75,10 @@ def mesh_explorer() -> Interactive:
         ),
         "sides": lambda rows, columns: f"{rows} rows, {columns} columns",
         "axes": lambda mesh: f"place in the mesh: ({', '.join(mesh.axis_names)})",
-        "array": lambda looked: _array(looked[0]),
-        "memories": lambda looked, mesh: _memories(mesh, looked[0]),
+        "found": lambda looked: looked[0],
     }
-    start = {"mesh": 1, "columns": 1, "first": 1}
-    return explorer(controls, LAYOUT, looked, result, start=start, shows="layout", **parts)
+    functions, start = (looked, result, _array, _memories), {"mesh": 1, "columns": 1, "first": 1}
+    return explorer(controls, LAYOUT, *functions, start=start, shows="layout", **parts)
 
 
 def _entries(mesh):
@@ -90,40 +88,24 @@ def _entries(mesh):
     return {repr(entry): entry for entry in (None, *names, *joined)}
 
 
-Block = tuple[int, int, int, int]  # top, bottom, left, right
-
-
-def blocks(sharding: Sharding, shape: Sequence[int]) -> list[Block]:
-    """What each device holds of an array of two axes, in the order of the mesh."""
-    indices = sharding.devices_indices_map(tuple(shape))
-    cuts = [zip(indices[d], shape, strict=True) for d in sharding.mesh.devices.flat]
-    return [tuple(edge for cut, n in both for edge in cut.indices(n)[:2]) for both in cuts]
-
-
 def _array(found):
     """The array as a grid of tiles, each in a strip for each device that holds it."""
-    holders = {}
+    strips = dict.fromkeys(sorted(found), "")
     for device, block in enumerate(found):
-        holders.setdefault(block, []).append(device)
-    tiles = "".join(
-        f"<div>{''.join(_strip(device, device) for device in holders[block])}</div>"
-        for block in sorted(holders)
-    )
-    return _grid(found, tiles) if found else ""
+        strips[block] += _strip(device, device)
+    return _grid(found, "".join(f"<div>{tile}</div>" for tile in strips.values())) if found else ""
 
 
 def _memories(mesh, found):
     """The memory of each device: the block it holds, inside the outline of the whole array."""
-    drawn = ""
     for device, place in enumerate(np.ndindex(mesh.devices.shape)):
         tile, held = "", ""
         if found:
-            block = top, bottom, left, right = found[device]
+            block = found[device]
             row, column = (sorted({b[i] for b in found}).index(block[i]) + 1 for i in (0, 2))
             tile = _grid(found, _strip(device, "", f";grid-area:{row}/{column}"))
-            held = f"[{top}:{bottom}, {left}:{right}]"
-        drawn += f'<div>device {device}<br>{place}<div class="sheet">{tile}</div>{held}</div>'
-    return drawn
+            held = block.words
+        yield f'<div>device {device}<br>{place}<div class="sheet">{tile}</div>{held}</div>'
 
 
 def _grid(found, tiles):

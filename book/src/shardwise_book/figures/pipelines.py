@@ -1,12 +1,25 @@
-"""The explorer of pipelines: a schedule, its costs, and what each task waits for."""
+"""Pipelines over time: what each device does when, what is live on it, and the explorer of both."""
 
-from html import escape
+from collections.abc import Mapping
+
+import numpy as np
+from matplotlib.patches import Rectangle
 
 from shardwise import schedules
 from shardwise_book.figures import palette, svg
-from shardwise_book.figures.interactive import Control, Interactive, explorer, said
-from shardwise_book.figures.timelines import COLOURS, chunk
+from shardwise_book.figures.interactive import Control, Interactive, Refusal, explorer, said
+from shardwise_book.figures.plots import Drawing, canvas, legend, tile, words
 
+GAP = 0.25  # between rows of what is live, in heights of a row
+WAITS = {"color": palette.GREY, "alpha": 0.18, "linewidth": 0}
+
+# Forwards darkest, backwards to the weights lightest, so that they differ in grey too.
+COLOURS = {
+    "F": palette.DEVICES[1],
+    "B": palette.DEVICES[4],
+    "I": palette.DEVICES[5],
+    "W": palette.DEVICES[7],
+}
 START = {"schedule": list(schedules.SCHEDULES).index("1f1b"), "devices": 1, "microbatches": 2}
 START |= {"backward": 1, "task": 4}
 STYLE = "".join(
@@ -18,8 +31,109 @@ KINDS = "".join(f'<span class="{k}">{k} {name}</span>' for k, name in schedules.
 LAYOUT = f"""<style>{STYLE}</style><div class="kinds">{KINDS}</div><div id="@costs"></div>
 <div class="timeline" role="img" aria-label="A row for each device: its tasks over time, and below
 them what is live"><div id="@rows"></div><div id="@axis" class="axis"></div></div>
-<p id="@result" role="status" aria-live="polite"><span id="@takes"></span> <span id="@live"></span>
+<p role="status" aria-live="polite"><span id="@result"></span> <span id="@live"></span>
 <br><span id="@story"></span></p>"""
+
+
+def schedule(runs: Mapping[str, schedules.Timeline], width: float = 5.2) -> Drawing:
+    """Timelines under their titles, on one axis of time.
+
+    A box is a task; its colour is the kind, its number the microbatch. A bar at the foot marks a
+    device's second stage, two bars its third. Where it is shaded, the device waits.
+    """
+    rows = sum(run.schedule.devices + 1.4 for run in runs.values())
+    drawing, axes = canvas(width, 0.24 * rows + 0.6)
+    span, top, ticks = max(run.makespan for run in runs.values()), 0, {}
+    for title, run in runs.items():
+        bold = {"fontweight": "bold", "fontsize": 9.5, "ha": "left", "va": "baseline"}
+        words(axes, 0, top + 0.62, title, **bold)
+        for device, order in enumerate(run.schedule.tasks):
+            row = top + device + 1
+            ticks[row + 0.5] = str(device)
+            axes.add_patch(Rectangle((0, row + 0.06), run.makespan, 0.88, **WAITS))
+            for task in order:
+                _task(axes, row, run, task, span / (11 * width))
+        top += run.schedule.devices + 1.4
+    axes.set_yticks(list(ticks), ticks.values(), fontsize=9)
+    axes.set(xlim=(0, span * 1.001), ylim=(top - 0.3, 0), xlabel="time, in ticks", ylabel="device")
+    axes.spines[:].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    kinds, names = {task.kind for run in runs.values() for task in run.start}, schedules.table.KINDS
+    shown = [
+        Rectangle((0, 0), 1, 1, facecolor=COLOURS[kind], label=f"{kind} {name}")
+        for kind, name in names.items()
+        if kind in kinds
+    ]
+    spaces = {"handletextpad": 0.4, "columnspacing": 1.2, "borderaxespad": 0.1, "fontsize": 9}
+    legend(axes, len(shown), handles=shown, handlelength=1, handleheight=1, **spaces)
+    return drawing
+
+
+def _task(axes, row, run, task, narrow):
+    """One box; its number is left out where it would not fit, under `narrow` a digit."""
+    start, length = run.start[task], run.end[task] - run.start[task]
+    colour = COLOURS[task.kind]
+    gap = min(narrow / 6, length / 6)  # what tells neighbours of one kind apart
+    tile(axes, start, row + 0.06, length - gap, 0.88, colour)
+    ink = palette.ink(colour)
+    if length > narrow * len(str(task.microbatch)):
+        number = {"va": "center_baseline", "fontsize": 8, "color": ink}
+        words(axes, start + length / 2, row + 0.53, task.microbatch, **number)
+    for bar in range(chunk(run.schedule, task)):
+        tile(axes, start + 0.15 * length, row + 0.84 - 0.16 * bar, 0.7 * length, 0.06, ink)
+
+
+def chunk(table: schedules.Schedule, task: schedules.Task) -> int:
+    """Which of its device's stages a task belongs to, counted from 0 in the order of stages."""
+    home = table.device_of[task.stage]
+    return sum(device == home for device in table.device_of[: task.stage])
+
+
+def live_activations(runs: Mapping[str, schedules.Timeline], width: float = 3.9) -> Drawing:
+    """A panel for each timeline, two in a line: a row for each device, filled as high as it holds.
+
+    Heights and numbers, each row's highest, count microbatches through all layers of a device, on
+    one scale for all panels; so does time, on one axis.
+    """
+    lines = -(-len(runs) // 2)
+    rows = max(run.schedule.devices for run in runs.values())
+    high, grid = lines * (0.21 * rows + 0.3) + 0.35, {"sharex": True, "squeeze": False}
+    drawing, panels = canvas(width, high, 2, lines, **grid)
+    panels = panels.ravel()
+    span = max(run.makespan for run in runs.values())
+    most = max(_share(run) * max(run.peak_live) for run in runs.values())
+    for axes, (title, run) in zip(panels, runs.items(), strict=False):
+        _panel(axes, title, run, span, most)
+    for axes in panels[len(runs) :]:
+        axes.set_visible(False)
+    for axes in panels[max(0, len(runs) - 2) : len(runs)]:
+        axes.tick_params(axis="x", labelbottom=True)
+        axes.set_xlabel("time, in ticks")
+    return drawing
+
+
+def _share(run):
+    """How much of a device's layers one stage has."""
+    return run.schedule.devices / run.schedule.stages
+
+
+def _panel(axes, title, run, span, most):
+    middles = []
+    for device, changes in enumerate(run.live):
+        times, counts = np.array([*changes, (span, changes[-1][1])]).T
+        foot = (1 + GAP) * (device + 1)
+        heights = foot - counts * _share(run) / most
+        fill = {"step": "post", "facecolor": COLOURS["F"], "linewidth": 0}
+        axes.fill_between(times, foot, heights, **fill)
+        axes.plot([0, span], [foot, foot], color=palette.GREY, linewidth=0.6, linestyle="-")
+        peak = svg.short(_share(run) * run.peak_live[device], 3)
+        middles.append(foot - 0.5)
+        axes.text(span * 1.03, foot - 0.5, peak, va="center", fontsize=9, color=palette.GREY)
+    axes.set_title(title, loc="left", fontsize=9.5, fontweight="bold", pad=2)
+    axes.set_yticks(middles, range(len(middles)), fontsize=8.5)
+    axes.tick_params(length=0, labelsize=8.5)
+    axes.set(xlim=(0, span * 1.12), ylim=((1 + GAP) * len(middles) + 0.05, GAP / 2))
+    axes.spines[:].set_visible(False)
 
 
 def pipeline_explorer() -> Interactive:
@@ -30,31 +144,18 @@ def pipeline_explorer() -> Interactive:
     costs: a forward of all its layers is 1.
     """
 
-    def order(schedule, devices, microbatches):
-        return _or_why(schedules.spread, schedule, devices, microbatches)
+    def tried(make, *given):
+        try:
+            return make(*given)
+        except ValueError as error:
+            return Refusal(error)
 
-    def run(order, backward, transfer):
-        return order if isinstance(order, str) else _or_why(timeline, order, backward, transfer)
-
-    def orders(order, device):
-        return range(1 if isinstance(order, str) else len(order.tasks[device]))
-
-    def takes(run):
-        if isinstance(run, str):
-            return f'<span class="error">{escape(run)}</span>'
-        makespan, bubble = svg.short(run.makespan, 3), f"{svg.short(100 * run.bubble, 1)} %"
-        return f"Makespan {said('makespan', makespan)}, bubble {said('bubble', bubble)}."
-
-    # Where a schedule refuses nothing is drawn; the words say why.
-    parts = {
-        "plain": lambda order: run(order, 2, 0),
-        "live": lambda plain: "" if isinstance(plain, str) else _live(plain),
-        "rows": lambda plain: "" if isinstance(plain, str) else _rows(plain),
-        "costs": lambda run: "" if isinstance(run, str) else _costs(run),
-        "axis": lambda run: "" if isinstance(run, str) else _axis(run.makespan),
-        "story": lambda order, device, task: (
-            "" if isinstance(order, str) else _story(order, device, task)
+    made = {
+        "order": lambda schedule, devices, microbatches: tried(
+            schedules.spread, schedule, devices, microbatches
         ),
+        "run": lambda order, backward, transfer: tried(timeline, order, backward, transfer),
+        "plain": lambda order: tried(timeline, order),
     }
     controls = {
         "schedule": Control("Schedule", list(schedules.SCHEDULES)),
@@ -63,17 +164,10 @@ def pipeline_explorer() -> Interactive:
         "backward": Control("Backward costs", (1, 2, 3)),
         "transfer": Control("Transfer takes", (0, 0.5, 1)),
         "device": Control("Device", lambda devices: range(devices), "range"),
-        "task": Control("Task", orders, "range"),
+        "task": Control("Task", lambda order, device: range(len(order.tasks[device])), "range"),
     }
-    return explorer(controls, LAYOUT, order, run, takes, start=START, **parts)
-
-
-def _or_why(make, *given):
-    """What is made, or in words why not."""
-    try:
-        return make(*given)
-    except ValueError as refusal:
-        return str(refusal)
+    parts = _result, _live, _story, _costs, _rows, _axis
+    return explorer(controls, LAYOUT, *parts, start=START, **made)
 
 
 def timeline(
@@ -84,6 +178,11 @@ def timeline(
     half = backward * share / 2
     costs = {"F": share, "B": backward * share, "I": half, "W": half}
     return schedules.timeline(made, costs, transfer)
+
+
+def _result(run):
+    makespan, bubble = svg.short(run.makespan, 3), f"{svg.short(100 * run.bubble, 1)} %"
+    return f"Makespan {said('makespan', makespan)}, bubble {said('bubble', bubble)}."
 
 
 def _costs(run):
@@ -101,43 +200,40 @@ def _costs(run):
     return f"<style>#@rows{{{sizes}{waits}}}</style>"
 
 
-def _axis(span):
-    ticks = range(0, int(span) + 1, max(1, int(span / 4)))
-    return "".join(f'<span style="left:{100 * t / span:.3g}%">{t}</span>' for t in ticks)
+def _axis(run):
+    for tick in range(0, int(run.makespan) + 1, max(1, int(run.makespan / 4))):
+        yield f'<span style="left:{100 * tick / run.makespan:.3g}%">{tick}</span>'
 
 
-def _rows(run):
+def _rows(plain):
     """The tasks of each device in its order, whatever they cost, and what is live meanwhile."""
-    drawn = ""
-    for device, order in enumerate(run.schedule.tasks):
+    for device, order in enumerate(plain.schedule.tasks):
         live, boxes = 0, ""
         for place, task in enumerate(order):
             live += task.kind == "F"
-            second = " second" * bool(chunk(run.schedule, task))
+            second = " second" * bool(chunk(plain.schedule, task))
             boxes += (
                 f'<i class="{task.kind}{second}" style="--l:{live}" title="{_name(task)}" '
                 f'data-chooses="device={device} task={place}">{task.microbatch}</i>'
             )
             live -= task.kind in "BW"
-        drawn += f'<div class="lane"><b>{device}</b>{boxes}</div>'
-    return drawn
+        yield f'<div class="lane"><b>{device}</b>{boxes}</div>'
 
 
-def _live(run):
-    share = run.schedule.devices / run.schedule.stages
-    peaks = ", ".join(svg.short(share * peak, 3) for peak in run.peak_live)
-    pending = ", ".join(svg.short(share * peak, 3) for peak in run.peak_weights_pending)
+def _live(plain):
+    share = plain.schedule.devices / plain.schedule.stages
+    peaks = ", ".join(svg.short(share * peak, 3) for peak in plain.peak_live)
+    pending = ", ".join(svg.short(share * peak, 3) for peak in plain.peak_weights_pending)
     return (
         f"At most live, in microbatches through all layers of a device: {said('peaks', peaks)}; "
         f"waiting for W: {said('pending', pending)}."
     )
 
 
-def _story(made, device, task):
+def _story(order, device, task):
     """What one task waits for, in words, and outlined."""
-    chosen, *needs = map(
-        _name, (made.tasks[device][task], *made.dependencies(made.tasks[device][task]))
-    )
+    one = order.tasks[device][task]
+    chosen, *needs = map(_name, (one, *order.dependencies(one)))
     dashed = ",".join(map(_box, needs)) or "b"
     return (
         f"<b>{chosen}</b> needs {' and '.join(needs) or 'nothing'}.<style>#@rows{{{_box(chosen)}"

@@ -3,12 +3,11 @@ async (root, packed) => {
   const bytes = Uint8Array.from(atob(packed), (c) => c.charCodeAt(0));
   const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
   const { controls, parts, order, templates } = await new Response(stream).json();
-  const next = templates.map(([pieces, ...columns]) => {
-    const split = columns.map((column) => column.split(" "));
-    let row = 0;
-    return () => { row++; return pieces.map((piece, k) => piece + (split[k]?.[row - 1] ?? "")).join(""); };
+  const numbers = templates.map(([, ...columns]) => columns.map((column) => column.split(" "))), rows = {};
+  const texts = order.map((at) => { // a template's next row of numbers, each behind its piece
+    const row = rows[at] = (rows[at] ?? -1) + 1;
+    return templates[at][0].map((piece, k) => piece + (numbers[at][k]?.[row] ?? "")).join("");
   });
-  const texts = order.map((number) => next[number]());
   const part = (name) => document.getElementById(`${root.id}-${name}`);
   const value = (name) => Number(part(name).value);
   const chosen = ({ keys, table }) => keys.reduce((found, key) => found[value(key)], table);

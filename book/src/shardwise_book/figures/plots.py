@@ -1,4 +1,4 @@
-"""The static figures: where blocks lie, meshes, loss curves, predicted beside measured."""
+"""The static figures: blocks, meshes, random bits, loss curves, predicted beside measured."""
 
 import io
 import math
@@ -14,6 +14,7 @@ from matplotlib.patches import Rectangle
 from numpy.typing import ArrayLike
 
 from shardwise_book.figures import palette
+from shardwise_book.figures.pieces import Piece, pieces
 
 
 class Drawing(Figure):
@@ -74,19 +75,19 @@ def shards(array: jax.Array) -> Drawing:
     rows, columns = (1, *shape)[-2:]
     height = min(3.2, max(1.1, 4.0 * rows / columns))
     drawing, axes = canvas(min(4.6, max(2.2, 0.6 + height * columns / rows)), height)
-    holders: dict[tuple, list[int]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        block = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
-        holders.setdefault(((0, 1), *block)[-2:], []).append(device.id)
-    for ((top, bottom), (left, right)), ids in holders.items():
-        strip, high = (right - left) / len(ids), bottom - top
+    holders: dict[Piece, list[int]] = {}
+    held = pieces(sharding, shape, len(shape) - 1)
+    for device, piece in zip(sharding.devices_indices_map(shape), held, strict=True):
+        holders.setdefault(piece, []).append(device.id)
+    for piece, ids in holders.items():
+        left, top, wide, high = piece.box()
+        strip = wide / len(ids)
         for i, n in enumerate(ids):
             tile(axes, left + i * strip, top, strip, high, palette.device(n), n, fontweight="bold")
-        outline(axes, left, top, right - left, high, 3)
+        outline(axes, left, top, wide, high, 3)
     _frame(axes, rows, columns)
-    axes.set_xticks([0, columns])
-    axes.set_yticks([0, rows] if len(shape) == 2 else [])
-    axes.set_title(f"{getattr(sharding, 'spec', type(sharding).__name__)} of shape {shape}")
+    title = f"{getattr(sharding, 'spec', type(sharding).__name__)} of shape {shape}"
+    axes.set(xticks=[0, columns], yticks=[0, rows] if len(shape) == 2 else [], title=title)
     return drawing
 
 
@@ -110,10 +111,57 @@ def mesh_picture(mesh: Mesh, per_host: int | None = None) -> Drawing:
         _frame(ax, rows, columns)
         ax.set_xticks(np.arange(columns) + 0.5, range(columns))
         ax.set_yticks(np.arange(rows) + 0.5 if down else [], range(rows) if down else [])
-        ax.set_xlabel(across)
-        ax.set_ylabel(down or "")
-        ax.set_title(f"{first} = {panel}" if first else "")
+        title = f"{first} = {panel}" if first else ""
+        ax.set(xlabel=across, ylabel=down or "", title=title)
     return drawing
+
+
+def counters(key: jax.Array, drawn: Mapping[str, jax.Array]) -> Drawing:
+    """Arrays of `jax.random.bits(key, shape)`, cut in several ways, by the counters behind them.
+
+    `drawn` maps a title to such an array of two axes. Each entry of each shard is looked up in the
+    stream `jax.random.bits(key, (size,))`, and its place there is the number written into it; its
+    colour is the device that holds it. The strip below is the stream in order, coloured alike.
+
+    Raises:
+      ValueError: a shard holds a number that stands nowhere in the stream.
+    """
+    drawing, panels = canvas(2.05 * len(drawn), 2.6, len(drawn))
+    for axes, (title, array) in zip(np.atleast_1d(panels), drawn.items(), strict=True):
+        found, devices = origins(key, array)
+        rows, columns = found.shape
+        wide, foot = columns / found.size, rows + 2.6
+        for (i, j), counter in np.ndenumerate(found):
+            colour = palette.device(devices[i, j])
+            tile(axes, j, i, 0.96, 0.96, colour, counter, fontsize=9, va="center_baseline")
+            place = counter * wide, rows + 1.1
+            axes.add_patch(Rectangle(place, wide, 1, color=colour, linewidth=0.4))  # they touch
+        words(axes, 0, foot, 0, ha="left", fontsize=9)
+        words(axes, columns / 2, foot, "the stream", fontsize=9)
+        words(axes, columns, foot, found.size - 1, ha="right", fontsize=9)
+        axes.set(xlim=(-0.1, columns + 0.1), ylim=(rows + 3.1, -0.1), aspect="equal")
+        axes.set_title(title, fontsize=9)
+        axes.axis("off")
+    return drawing
+
+
+def origins(key: jax.Array, array: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """For each entry of an array of random bits: its place in the stream, and the device's id."""
+    stream = np.asarray(jax.random.bits(key, (array.size,), array.dtype))
+    place = {bits: i for i, bits in enumerate(stream.tolist())}
+    found, devices = np.empty(array.shape, int), np.empty(array.shape, int)
+    for shard in array.addressable_shards:
+        block = np.asarray(shard.data)
+        if strange := [bits for bits in block.ravel().tolist() if bits not in place]:
+            raise ValueError(
+                f"figures.counters: device {shard.device.id} holds {strange[0]}, which is "
+                f"not among the {array.size} numbers that this key draws; was it drawn with "
+                f"another key?"
+            )
+        found[shard.index] = np.vectorize(place.get, otypes=[int])(block)
+        if shard.replica_id == 0:  # of several that hold the same block, one gives the colour
+            devices[shard.index] = shard.device.id
+    return found, devices
 
 
 def curves(
@@ -135,9 +183,14 @@ def curves(
     for name, height in dict(levels).items():
         axes.axhline(height, color=palette.GREY, linewidth=1, linestyle=(0, (2, 2)))
         ends.append([float(height), name, palette.GREY])
-    _label_ends(axes, ends)
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
+    low, high = axes.get_ylim()
+    previous = -math.inf
+    away = {"xytext": (6, 0), "textcoords": "offset points", "annotation_clip": False}
+    for height, name, colour in sorted(ends):  # moved apart where they would overlap
+        previous = max(height, previous + 0.075 * (high - low))
+        at = {"xy": (1.0, previous), "xycoords": axes.get_yaxis_transform(), "va": "center"}
+        axes.annotate(name, color=colour, **at, **away)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
     return drawing
 
 
@@ -161,9 +214,15 @@ def bars(
     axes.invert_yaxis()
     axes.margins(x=0.14)
     axes.set_xlabel(unit)
-    with palette.style():
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    legend(axes, 2)
     return drawing
+
+
+def legend(axes: Axes, columns: int, left: float = 0, **options: Any) -> None:
+    """A legend above the axes, from `left` on: on a phone the right side is out of sight."""
+    with palette.style():
+        place = {"loc": "lower left", "bbox_to_anchor": (left, 1)}
+        axes.legend(ncols=columns, **place, **options)
 
 
 def _frame(axes, rows, columns):
@@ -172,21 +231,3 @@ def _frame(axes, rows, columns):
     axes.set_ylim(1.02 * rows, -0.02 * rows)  # row 0 at the top, as arrays are written
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
-
-
-def _label_ends(axes, ends):
-    """Write each name beside the end of its curve, moved apart where they would overlap."""
-    low, high = axes.get_ylim()
-    gap, previous = 0.075 * (high - low), -math.inf
-    for height, name, colour in sorted(ends):
-        previous = max(height, previous + gap)
-        axes.annotate(
-            name,
-            (1.0, previous),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            color=colour,
-            annotation_clip=False,
-        )

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, axes, explorer
-from shardwise_book.figures.mesh import blocks
+from shardwise_book.figures.pieces import Piece, pieces
 
 _HEADS = "left", "right", "result"
 _KEY = """<p style="font-size: .88em">A bold frame is what a device holds from the start; it
@@ -49,13 +49,22 @@ def product_explorer(mesh: Mesh, products: Sequence[Product], start: int = 0) ->
         "left": Control("Left factor", {_name(spec): spec for spec in lefts}),
         "right": Control("Right factor", {_name(spec): spec for spec in rights}),
     }
+    drawn = "".join(svg.text(x, 14, head) for x, head in zip(_LEFTS, _HEADS, strict=True))
+    for device in range(mesh.size):
+        y = device * _PITCH + 30 + _SIDE // 2
+        drawn += svg.text(0, y, f"device {device}") + svg.text(132, y, "×") + svg.text(220, y, "=")
+    alt = "The blocks of both factors and of the result on each device"
+    inside = f'{drawn}<g id="@blocks"></g>'
+    picture = svg.picture("", 304, mesh.size * _PITCH + 16, alt, inside)
+    words = f'<div style="flex: 1 1 15rem">{RESULT}{_KEY}</div>'
     made = {
         "product": lambda **chosen: found[tuple(chosen.values())],
         "result": describe,
         "blocks": lambda product: "".join(columns(mesh, product)),
     }
+    layout = f'<div class="pictures">{picture}{words}</div>'
     numbers = dict(zip(controls, map(list.index, options, products[start]), strict=True))
-    return explorer(controls, _layout(mesh), start=numbers, shows="product", **made)
+    return explorer(controls, layout, start=numbers, shows="product", **made)
 
 
 def describe(product: Product) -> str:
@@ -86,27 +95,23 @@ def columns(mesh: Mesh, product: Product) -> list[str]:
     i, j, k = product.sizes
     shapes = (i, j), (j, k), (i, k)
     specs = zip(product[1:4], shapes, strict=True)
-    held = [blocks(NamedSharding(mesh, spec), shape) for spec, shape in specs]
-    return [_column(product, held, number, shapes[number]) for number in range(3)]
-
-
-def _column(product, held, number, shape):
-    scale = _SIDE / max(product.sizes)
-
-    def placed(device, block):
-        top, bottom, left, right = (edge * scale for edge in block)
-        return _LEFTS[number] + left, device * _PITCH + 26 + top, right - left, bottom - top
-
-    fills: dict[tuple[str, float], list] = {}  # one path for each colour
-    for device in range(len(held[number])):
-        for owner, piece, strength in _pieces(product, held, number, device):
-            key = svg.device(owner), strength
-            fills.setdefault(key, []).append(placed(device, piece))
-    whole = [placed(device, (0, shape[0], 0, shape[1])) for device in range(len(held[number]))]
-    frames = [placed(*one) for one in enumerate(held[number])] if number < 2 else []
-    drawn = [svg.path(d, colour, f'fill-opacity="{o}"') for (colour, o), d in fills.items()]
-    drawn.append(svg.path(whole, more=svg.EDGE + ' stroke-opacity=".6"'))
-    return "".join(drawn) + svg.path(frames, more=svg.EDGE + ' stroke-width="2"')
+    held = [pieces(NamedSharding(mesh, spec), shape) for spec, shape in specs]
+    scale, drawn = _SIDE / max(product.sizes), []
+    for number, (rows, columns) in enumerate(shapes):
+        fills: dict[tuple[str, float], list] = {}  # one path for each colour
+        whole, frames = [], []
+        for device, block in enumerate(held[number]):
+            corner = _LEFTS[number], device * _PITCH + 26, scale
+            whole.append(Piece(0, rows, 0, columns).box(*corner))
+            frames += [block.box(*corner)] if number < 2 else []
+            for owner, piece, strength in _pieces(product, held, number, device):
+                key = svg.device(owner), strength
+                fills.setdefault(key, []).append(Piece(*piece).box(*corner))
+        paths = [svg.path(d, colour, f'fill-opacity="{o}"') for (colour, o), d in fills.items()]
+        paths.append(svg.path(whole, more=svg.EDGE + ' stroke-opacity=".6"'))
+        paths.append(svg.path(frames, more=svg.EDGE + ' stroke-width="2"'))
+        drawn.append("".join(paths))
+    return drawn
 
 
 def _pieces(product, held, number, device):
@@ -130,14 +135,3 @@ def _pieces(product, held, number, device):
 
 def _name(spec):
     return f"P({', '.join(repr(entry) for entry in (*spec, None, None)[:2])})"
-
-
-def _layout(mesh):
-    drawn = "".join(svg.text(x, 14, head) for x, head in zip(_LEFTS, _HEADS, strict=True))
-    for device in range(mesh.size):
-        y = device * _PITCH + 30 + _SIDE // 2
-        drawn += svg.text(0, y, f"device {device}") + svg.text(132, y, "×") + svg.text(220, y, "=")
-    alt = "The blocks of both factors and of the result on each device"
-    inside = f'{drawn}<g id="@blocks"></g>'
-    picture = svg.picture("", 304, mesh.size * _PITCH + 16, alt, inside)
-    return f'<div class="pictures">{picture}<div style="flex: 1 1 15rem">{RESULT}{_KEY}</div></div>'

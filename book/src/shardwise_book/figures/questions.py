@@ -63,9 +63,11 @@ def fill_in(
                 f"{here}: the wrong answer {number} is within {tolerance:.0%} of the right one, "
                 f"{right}: take it out, or choose another case, in which the two differ."
             )
-    told = [(right, why), *mistakes.items()]
-    judged = {"numbers": [number for number, _ in told], "unit": unit, "tolerance": tolerance}
-    shown = tuple((f"{_digits(n)} {escape(unit)}".strip(), _text(t, here)) for n, t in told)
+    told = {right: why} | mistakes
+    judged = {"numbers": list(told), "unit": unit, "tolerance": tolerance}
+    digits = (f"{n:,}" if isinstance(n, int) else f"{n:,.4g}" for n in told)
+    answers = (f"{number} {escape(unit)}".strip() for number in digits)
+    shown = tuple(zip(answers, (_text(text, here) for text in told.values()), strict=True))
     controls = (
         '<label>Your answer <input type="text" id="@answer" size="14" autocomplete="off" '
         f'autocapitalize="off" spellcheck="false"> {escape(unit)}</label>'
@@ -111,41 +113,35 @@ def questions(*asked: Question) -> Interactive:
       ValueError: no question, or two with the same prompt.
       TypeError: something else than a question.
     """
-    for one in asked:
-        if not isinstance(one, Question):
-            raise TypeError(
-                f"figures.questions: got {one!r}: expected what figures.fill_in or figures.choose "
-                "returned."
-            )
+    if strange := [one for one in asked if not isinstance(one, Question)]:
+        raise TypeError(
+            f"figures.questions: got {strange[0]!r}: expected what figures.fill_in or "
+            "figures.choose returned."
+        )
     if not asked or len({one.key for one in asked}) < len(asked):
         raise ValueError(
             "figures.questions: expected one question or more, each with a prompt of its own; got "
             f"{[one.prompt for one in asked]}."
         )
-    note = (
+    still = (
         "<noscript><p>Without JavaScript nothing is judged here: each answer stands below its "
         "question.</p></noscript>"
     )
-    still = "".join(_html(i, one) for i, one in enumerate(asked))
-    data = {"questions": [one.judged for one in asked]}
-    return Interactive("questions.js", data, note + still)
-
-
-def _html(index: int, one: Question) -> str:
-    """A question that can be read without its script: the answer waits in <details>."""
-    controls = one.controls.replace('="@answer"', f'="@{index}"')
-    (right, why), *others = one.told
-    told = f'<p><b>{right}</b>. <span data-told="0">{why}</span></p>' + "".join(
-        f'<p>Not <b>{option}</b>: <span data-told="{i}">{text}</span></p>'
-        for i, (option, text) in enumerate(others, start=1)
-    )
-    return (
-        f'<div class="shardwise-question" data-question="{one.key}"><fieldset disabled>'
-        f"<legend>{index + 1}. {_text(one.prompt, '')}</legend>{controls}"
-        '<button type="button">Check</button>'
-        '<p class="verdict" role="status" aria-live="polite"></p></fieldset>'
-        f"<details><summary>Show the answer</summary>{told}</details></div>"
-    )
+    for index, one in enumerate(asked):  # readable without the script: answers wait in <details>
+        controls = one.controls.replace('="@answer"', f'="@{index}"')
+        told = "".join(
+            f"<p>{'Not ' * bool(i)}<b>{option}</b>{':' if i else '.'} "
+            f'<span data-told="{i}">{text}</span></p>'
+            for i, (option, text) in enumerate(one.told)
+        )
+        still += (
+            f'<div class="shardwise-question" data-question="{one.key}"><fieldset disabled>'
+            f"<legend>{index + 1}. {_text(one.prompt, '')}</legend>{controls}"
+            '<button type="button">Check</button>'
+            '<p class="verdict" role="status" aria-live="polite"></p></fieldset>'
+            f"<details><summary>Show the answer</summary>{told}</details></div>"
+        )
+    return Interactive("questions.js", {"questions": [one.judged for one in asked]}, still)
 
 
 def _text(text: str, here: str) -> str:
@@ -164,7 +160,3 @@ def _number(given: Any, here: str) -> int | float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"{here}: expected a finite number, got {given!r}.")
     return int(value) if isinstance(value, numbers.Integral) else float(value)
-
-
-def _digits(number: int | float) -> str:
-    return f"{number:,}" if isinstance(number, int) else f"{number:,.4g}"

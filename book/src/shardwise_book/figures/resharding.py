@@ -9,7 +9,7 @@ from jax.sharding import Sharding
 
 from shardwise_book.figures import svg
 from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
-from shardwise_book.figures.mesh import blocks
+from shardwise_book.figures.pieces import pieces
 
 if TYPE_CHECKING:  # drawing needs no checkpoints
     from shardwise.checkpoint import Chunks
@@ -21,10 +21,7 @@ _SHOWN = 3  # byte ranges in the words; a device may read many
 
 
 def resharding_explorer(
-    layouts: Layouts,
-    saved: Saved,
-    source: tuple[str, str],
-    goal: tuple[str, str],
+    layouts: Layouts, saved: Saved, source: tuple[str, str], goal: tuple[str, str]
 ) -> Interactive:
     """Choose what a checkpoint was saved from, and onto what it is restored; see what is read.
 
@@ -33,14 +30,7 @@ def resharding_explorer(
     float32 array of two axes. The figure first shows the layouts `source`
     and `goal`, each a (mesh, spec as text).
     """
-    meshes = {name: name for name in layouts}
     rows, columns = shape = tuple(next(iter(saved.values()))[source].shape)
-
-    def stored(mesh0, spec0, limit):
-        return saved[limit][mesh0, spec0]
-
-    def held(mesh1, spec1):
-        return blocks(layouts[mesh1][spec1], shape)
 
     def reads(stored, held):
         """The numbers of the chunks that each device touches."""
@@ -55,11 +45,10 @@ def resharding_explorer(
         )
 
     def goal_words(mesh1, spec1, held, device):
-        top, bottom, left, right = held[device]
         return (
             f"Restored onto <code>{escape(f'{mesh1}, {spec1}')}</code>: device {device} holds "
-            f"{said('block', f'[{top}:{bottom}, {left}:{right}]')}, "
-            f"{said('held', (bottom - top) * (right - left) * ITEMSIZE)} bytes,"
+            f"{said('block', held[device].words)}, {said('held', held[device].size * ITEMSIZE)} "
+            f"bytes,"
         )
 
     def read_words(stored, reads, device):
@@ -81,9 +70,7 @@ def resharding_explorer(
     def in_files(stored):
         """That of each chunk in its file, which is a strip of its chunks, in their order."""
         found = {}
-        for number, name in enumerate(_files(stored)):
-            inside = [chunk for chunk, (file, *_) in stored.places.items() if file == name]
-            inside.sort(key=lambda chunk: stored.places[chunk][1])
+        for number, inside in enumerate(_strips(stored).values()):
             edges = [10 + 300 * i // len(inside) for i in range(len(inside) + 1)]
             for chunk, (x, end) in zip(inside, itertools.pairwise(edges), strict=True):
                 found[chunk] = x, 60 * number + 40, end - x, 26
@@ -93,54 +80,47 @@ def resharding_explorer(
         return svg.path((boxes[chunk] for chunk in reads[device]), svg.device(device), "")
 
     def files(stored, in_files):
-        drawn = ""
-        for number, name in enumerate(_files(stored)):
-            size = max(first + n for file, first, n in stored.places.values() if file == name)
-            drawn += svg.text(10, 60 * number + 30, f"{_file(name)}, {size:,} bytes")
-        return drawn + svg.path(in_files.values())
-
-    def frame(held, device):
-        top, bottom, left, right = held[device]
-        return svg.box(left, top, right - left, bottom - top, more=svg.EDGE + ' stroke-width="5"')
+        for number, (name, inside) in enumerate(_strips(stored).items()):
+            _, first, size = stored.places[inside[-1]]
+            yield svg.text(10, 60 * number + 30, f"{_file(name)}, {first + size:,} bytes")
+        yield svg.path(in_files.values())
 
     controls = {
-        "mesh0": Control("Saved from mesh", meshes),
-        "spec0": Control("Saved spec", lambda mesh0: {spec: spec for spec in layouts[mesh0]}),
-        "limit": Control("Chunks", {limit: limit for limit in saved}),
-        "mesh1": Control("Restored onto mesh", meshes),
-        "spec1": Control("Restored spec", lambda mesh1: {spec: spec for spec in layouts[mesh1]}),
+        "mesh0": Control("Saved from mesh", list(layouts)),
+        "spec0": Control("Saved spec", lambda mesh0: list(layouts[mesh0])),
+        "limit": Control("Chunks", list(saved)),
+        "mesh1": Control("Restored onto mesh", list(layouts)),
+        "spec1": Control("Restored spec", lambda mesh1: list(layouts[mesh1])),
         "device": Control("Device", lambda held: range(len(held)), "range"),
     }
     start = {}
     for end, (mesh, spec) in enumerate((source, goal)):
         start[f"mesh{end}"] = list(layouts).index(mesh)
         start[f"spec{end}"] = list(layouts[mesh]).index(spec)
-    strips = max(len(_files(one)) for listed in saved.values() for one in listed.values())
+    strips = max(len(_strips(one)) for listed in saved.values() for one in listed.values())
     sides = svg.text(30 + columns / 2, 20, f"{columns} columns", "middle")
     turned = f'transform="translate(20 {30 + rows / 2:g}) rotate(-90)"'
     sides += svg.text(0, 0, f"{rows} rows", "middle", turned)
     groups = "".join(f'<g id="@{name}"></g>' for name in ("read", "chunks", "frame"))
-    array = svg.picture(
-        "",
-        max(columns + 60, 300),
-        rows + 40,
-        "The array, its chunks, and the block that the device holds",
-        f'{sides}<g transform="translate(30 30)">{groups}</g>',
-    )
-    strip = svg.picture(
-        "", 330, 60 * strips + 30, "The files, and the bytes that the device reads",
-        '<g id="@read_bytes"></g><g id="@files"></g>',
-    )  # fmt: skip
+    inside = f'{sides}<g transform="translate(30 30)">{groups}</g>'
+    alt = "The array, its chunks, and the block that the device holds"
+    array = svg.picture("", max(columns + 60, 300), rows + 40, alt, inside)
+    inside = '<g id="@read_bytes"></g><g id="@files"></g>'
+    alt = "The files, and the bytes that the device reads"
+    strip = svg.picture("", 330, 60 * strips + 30, alt, inside)
     words = " ".join(f'<span id="@{name}_words"></span>' for name in ("source", "goal", "read"))
     layout = f'<div class="pictures">{array}{strip}</div>{RESULT.replace("></", f">{words}</")}'
-    functions = stored, held, reads, in_array, in_files
-    functions += source_words, goal_words, read_words, files, frame
-    filling = {
+    bold = svg.EDGE + ' stroke-width="5"'
+    made = {
+        "stored": lambda mesh0, spec0, limit: saved[limit][mesh0, spec0],
+        "held": lambda mesh1, spec1: pieces(layouts[mesh1][spec1], shape),
         "read": lambda in_array, reads, device: filled(in_array, reads, device),
         "read_bytes": lambda in_files, reads, device: filled(in_files, reads, device),
         "chunks": lambda in_array: svg.path(in_array.values()),
+        "frame": lambda held, device: svg.box(*held[device].box(), more=bold),
     }
-    return explorer(controls, layout, *functions, start=start, **filling)
+    functions = reads, in_array, in_files, source_words, goal_words, read_words, files
+    return explorer(controls, layout, *functions, start=start, **made)
 
 
 def joined(places: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
@@ -154,8 +134,12 @@ def joined(places: list[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
     return found
 
 
-def _files(stored):
-    return sorted({file for file, *_ in stored.places.values()})
+def _strips(stored):
+    """{file: its chunks}, all in their order."""
+    found = {}
+    for chunk, (file, *_) in sorted(stored.places.items(), key=lambda one: one[1]):
+        found.setdefault(file, []).append(chunk)
+    return found
 
 
 def _file(name):

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shardwise_book.figures import svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.interactive import Control, Interactive, explorer, said
 
 Pairs = Sequence[Sequence[tuple[int, int]]]  # of each step, (from, to)
 Runs = Mapping[str, Mapping[int, tuple[ArrayLike, Pairs]]]
@@ -44,23 +44,22 @@ def ring_stepper(runs: Runs) -> Interactive:
     def run(kind, n):
         return record(kind, *runs[kind][n])
 
-    steps = {kind: [step for n in sizes for step in run(kind, n).moves] for kind in runs}
-    adds = {kind: any(move[-1] > 1 for step in found for move in step)
-            for kind, found in steps.items()}  # fmt: skip
+    def adds(kind):
+        """Whether blocks are added up on their way."""
+        steps = (step for n in sizes for step in run(kind, n).moves)
+        return any(count > 1 for step in steps for *_, count in step)
+
     controls = {
-        "kind": Control("Collective", {kind: kind for kind in runs}),
+        "kind": Control("Collective", list(runs)),
         "n": Control("Devices", sizes),
         "step": Control("Step", lambda run: range(len(run.held)), "steps"),
     }
     alt = "The devices on a ring, the blocks that each holds, and arrows for what has just moved"
     picture = svg.picture("ring", 400, 400, alt, rem=29)
-    layout = f'{_KEY}<div class="pictures">{picture}</div>{RESULT}'
+    layout = f'{_KEY}<div class="pictures">{picture}</div>'
     start = {"n": min(2, len(sizes) - 1), "step": 1}
-    parts = {
-        "result": lambda run, kind, step: describe(kind, run, step, adds[kind]),
-        "ring": lambda run, kind, step: _picture(run, step, adds[kind]),
-    }
-    return explorer(controls, layout, run, start=start, shows="step", **parts)
+    functions = run, adds, _ring
+    return explorer(controls, layout, *functions, start=start, shows="step", result=describe)
 
 
 def record(name: str, history: ArrayLike, pairs: Pairs) -> Recorded:
@@ -90,7 +89,7 @@ def record(name: str, history: ArrayLike, pairs: Pairs) -> Recorded:
     return Recorded(history, moves)
 
 
-def describe(name: str, run: Recorded, step: int, adds: bool) -> str:
+def describe(kind: str, run: Recorded, step: int, adds: bool) -> str:
     """The step in words; numbers carry names."""
     n, steps = run.held.shape[1], len(run.moves)
     block = PAYLOAD // n
@@ -99,7 +98,7 @@ def describe(name: str, run: Recorded, step: int, adds: bool) -> str:
     turns = every * n // (PAYLOAD * (n - 1))
     formula = f"{'' if turns == 1 else turns}B(n − 1)/n"
     words = [
-        f"{said('kind', name[:1].upper() + name[1:])} on {n} devices, after {said('step', step)} "
+        f"{said('kind', kind[:1].upper() + kind[1:])} on {n} devices, after {said('step', step)} "
         f"of {said('steps', steps)} steps."
     ]
     for source, target, slot, count in run.moves[step - 1] if step else []:
@@ -113,34 +112,32 @@ def describe(name: str, run: Recorded, step: int, adds: bool) -> str:
     return " ".join(words)
 
 
-def _picture(run, step, adds):
-    """The devices on their ring, each with its blocks; arrows for what has just moved."""
+def _ring(run, step, adds):
+    """The devices on their ring, each with its blocks; arrows for what has just moved.
+
+    A block is as high as the share of its contributions, and says how many or whose they are.
+    """
     moves, n = run.moves[step - 1] if step else [], run.held.shape[1]
-    arrived = {(target, slot) for _, target, slot, _ in moves}
-    drawn = [_arrow(n, *pair) for pair in dict.fromkeys(move[:2] for move in moves)]
+    arrived, wide = {(target, slot) for _, target, slot, _ in moves}, 64 // n
+    yield from (_arrow(n, *pair) for pair in dict.fromkeys(move[:2] for move in moves))
     for device, blocks in enumerate(run.held[step].tolist()):
         x, y = _place(n, device)
-        drawn.append(f'<circle cx="{x}" cy="{y}" r="{_RADIUS}" fill="none" {svg.EDGE}/>')
-        drawn.append(svg.text(x, y - 24, f"device {device}", "middle"))
-        wide = 64 // n
+        yield f'<circle cx="{x}" cy="{y}" r="{_RADIUS}" fill="none" {svg.EDGE}/>'
+        yield svg.text(x, y - 24, f"device {device}", "middle")
         for slot, mark in enumerate(blocks):
-            left = x - wide * n // 2 + slot * wide
-            drawn.append(_bar(left, y - 18, n, slot, mark, adds, (device, slot) in arrived))
-    return "".join(drawn)
-
-
-def _bar(x, y, n, slot, mark, adds, arrived):
-    """One block: as high as the share of its contributions, and how many or whose they are."""
-    wide, count, sender = 64 // n, mark.bit_count(), mark.bit_length() - 1
-    high = 36 * count // n if adds else 36 * min(count, 1)
-    colour = svg.device(slot if adds else max(sender, 0))
-    label = count if adds else sender if mark else ""
-    frame = f'class="block" stroke-width="{2.5 if arrived else 0.5}"'
-    return (
-        svg.box(x, y + 36 - high, wide, high, colour, "")
-        + svg.box(x, y, wide, 36, more=f"{svg.EDGE} {frame}")
-        + svg.text(x + wide / 2, y + 48, label, "middle")
-    )
+            left, count, sender = (
+                x + wide * slot - wide * n // 2,
+                mark.bit_count(),
+                mark.bit_length(),
+            )
+            high = 36 * count // n if adds else 36 * min(count, 1)
+            colour = svg.device(slot if adds else max(sender - 1, 0))
+            bold = 2.5 if (device, slot) in arrived else 0.5
+            edge = f'{svg.EDGE} class="block" stroke-width="{bold}"'
+            yield svg.box(left, y + 18 - high, wide, high, colour, "")
+            yield svg.box(left, y - 18, wide, 36, more=edge)
+            label = count if adds else sender - 1 if mark else ""
+            yield svg.text(left + wide / 2, y + 30, label, "middle")
 
 
 def _place(n, device):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from shardwise_book.figures import palette, svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.interactive import Control, Interactive, explorer, said
 
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)  # steps
 WAYS = {"in the background": False, "while training waits": True}
@@ -55,96 +55,80 @@ def saving_explorer(
         "interval": Control("Steps between saves", INTERVALS, "range"),
     }
 
-    def shares(steps, saves, failures, way):
-        paid = _paid(saves, way)
+    def paid(saves, way):
+        """(what training waits for, what is written behind it)."""
+        return (sum(saves), 0.0) if way else saves
+
+    def shares(steps, paid, failures):
         return [share_lost(n * steps, *paid, failures, restart) for n in INTERVALS]
 
-    def young(steps, saves, failures, way):
-        return math.sqrt(2 * _paid(saves, way)[0] * failures) / steps
-
-    def result(shares, young, steps, saves, way, interval):
-        (copy, write), best = _paid(saves, way), _best(shares)
-        cycle = max(interval * steps, write) + copy
+    def result(shares, young, steps, paid, interval):
+        cycle, least = max(interval * steps, paid[1]) + paid[0], min(shares)
         said_young = f"{young:,.0f}" if young >= 1 else "less than 1"
         return (
             f"A save every {said('interval', interval)} steps, or {span(interval * steps)} of "
             f"training: {said('lost', _percent(shares[INTERVALS.index(interval)]))} of the time is "
             f"lost. Training waits for saving in "
             f"{said('stall', _percent(1 - interval * steps / cycle))} of it; the rest goes to "
-            f"failures. Of the intervals here, {said('best', INTERVALS[best])} steps lose least, "
-            f"{said('least', _percent(shares[best]))}. Young's formula gives "
+            f"failures. Of the intervals here, {said('best', INTERVALS[shares.index(least)])} "
+            f"steps lose least, {said('least', _percent(least))}. Young's formula gives "
             f"{said('young', said_young)} steps."
         )
 
-    def dot(shares, interval):
-        x, y = _points(shares)[INTERVALS.index(interval)]
+    def dot(points, interval):
+        x, y = points[INTERVALS.index(interval)]
         return f'<circle cx="{x}" cy="{y}" r="5" fill="{palette.LINES[1]}"/>'
 
-    def lanes(steps, saves, way, interval):
-        return _lanes(interval * steps, *saves, way)
-
     told = "Two saves over time: training, copying to the host, writing, and a failure"
+    lost = "The share of time lost, over the steps between saves"
     curves = '<g id="@curve"></g><g id="@dot"></g>'
-    layout = (
-        f'<div class="pictures">{svg.picture("lanes", 372, 108, told, rem=27)}'
-        + svg.picture(
-            "", 372, 184, "The share of time lost, over the steps between saves", curves, 27
-        )
-        + f"</div>{RESULT}"
-    )
-    functions, first = (shares, young, result, dot, lanes), {"interval": 6} | dict(start or {})
-    return explorer(controls, layout, *functions, start=first, curve=_curve)
-
-
-def _paid(save, waits):
-    """(what training waits for, what is written behind it)."""
-    copy, write = save
-    return (copy + write, 0.0) if waits else (copy, write)
+    pictures = svg.picture("lanes", 372, 108, told, rem=27)
+    pictures += svg.picture("", 372, 184, lost, curves, 27)
+    layout = f'<div class="pictures">{pictures}</div>'
+    made = {
+        "young": lambda steps, paid, failures: math.sqrt(2 * paid[0] * failures) / steps,
+        "start": {"interval": 6} | dict(start or {}),
+    }
+    return explorer(controls, layout, paid, shares, result, dot, _lanes, _points, _curve, **made)
 
 
 def span(seconds: float) -> str:
     """A time in words, to two digits or whole."""
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")):
-        if seconds >= size or unit == "ms":
-            value = seconds / size
-            return f"{value:.0f} {unit}" if value >= 9.95 else f"{value:.1f} {unit}"
-    raise AssertionError
+    units = (86400, "d"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")
+    size, unit = next((one for one in units if seconds >= one[0]), units[-1])
+    value = seconds / size
+    return f"{value:.0f} {unit}" if value >= 9.95 else f"{value:.1f} {unit}"
 
 
 def _percent(share):
     return f"{100 * share:.2f} %"
 
 
-def _best(shares):
-    return shares.index(min(shares))
-
-
-def _lanes(interval, copy, write, waits):
+def _lanes(steps, saves, way, interval):
     """Two saves, and a failure as the second is about to count."""
-    saved = interval + copy  # the first copy is there
-    again = saved + write if waits else saved
-    ready = max(again + interval, saved + write)  # the second copy begins
+    (copy, write), train = saves, interval * steps
+    saved = train + copy  # the first copy is there
+    again = saved + write if way else saved
+    ready = max(again + train, saved + write)  # the second copy begins
     end = ready + copy + write
     boxes = [
-        ("steps", 0, interval),
-        ("copy", interval, copy),
+        ("steps", 0, train),
+        ("copy", train, copy),
         ("write", saved, write),
-        ("lost", again, interval),
+        ("lost", again, train),
         ("copy", ready, copy),
         ("write", ready + copy, write),
     ]
-    if not waits:
-        boxes.append(("lost", ready + copy, min(write, interval)))
-    scale, drawn = _WIDE / end, []
+    if not way:
+        boxes.append(("lost", ready + copy, min(write, train)))
     for name, y in (("train", 37), ("copy", 65), ("write", 93)):
-        drawn.append(svg.text(0, y, name))
+        yield svg.text(0, y, name)
     for kind, begin, time in boxes:
         top, colour, more = _FILLS[kind]
-        x, wide = round(_LEFT + scale * begin), max(2, round(scale * time))
-        drawn.append(svg.box(x, top, wide, 22, colour, more))
-    x = _LEFT + _WIDE
-    drawn.append(f'<path d="M{x} 16V104" {svg.EDGE} stroke-width="2"/>')
-    return "".join(drawn) + svg.text(x, 12, "failure: the pale part is lost", "end")
+        x, wide = round(_LEFT + _WIDE / end * begin), max(2, round(_WIDE / end * time))
+        yield svg.box(x, top, wide, 22, colour, more)
+    yield svg.line(f"M{_LEFT + _WIDE} 16V104", 'stroke-width="2"')
+    yield svg.text(_LEFT + _WIDE, 12, "failure: the pale part is lost", "end")
 
 
 def _place(steps):
@@ -163,22 +147,19 @@ def _points(shares):
     return [(_place(n), _FOOT - high) for n, high in zip(INTERVALS, heights, strict=True)]
 
 
-def _curve(shares, young):
+def _curve(shares, points, young):
     """The share lost over the interval, with the least, and Young's interval."""
-    points, young = _points(shares), _place(young)
-    x, y = points[_best(shares)]
-    marks = "".join(
-        svg.text(_LEFT - 4, _FOOT - high * _HIGH + 4, f"{100 * high * _top(shares):.2f}", "end")
-        for high in (0, 0.5, 1)
-    )
-    ticks = "".join(svg.text(_place(n), _FOOT + 15, f"{n:,}", "middle") for n in INTERVALS[::3])
-    line = "L".join(f"{x} {y}" for x, y in points)
-    return (
-        svg.text(0, 12, "% of the time lost, cut off at the top")
-        + f'{marks}<path d="M{_LEFT} {_FOOT}H{_LEFT + _WIDE}" {svg.EDGE}/>{ticks}'
-        + svg.text(_LEFT + _WIDE, _FOOT + 30, "steps between saves", "end")
-        + f'<path d="M{young} 34V{_FOOT}" {svg.EDGE} stroke-dasharray="3 4"/>'
-        + svg.text(young, 30, "Young", "middle")
-        + f'<path d="M{line}" fill="none" stroke="{palette.LINES[0]}" stroke-width="2.5"/>'
-        + f'<circle cx="{x}" cy="{y}" r="6" fill="none" {svg.EDGE} stroke-width="1.5"/>'
-    )
+    yield svg.text(0, 12, "% of the time lost, cut off at the top")
+    for high in (0, 0.5, 1):
+        mark = f"{100 * high * _top(shares):.2f}"
+        yield svg.text(_LEFT - 4, _FOOT - high * _HIGH + 4, mark, "end")
+    yield svg.line(f"M{_LEFT} {_FOOT}H{_LEFT + _WIDE}")
+    for n in INTERVALS[::3]:
+        yield svg.text(_place(n), _FOOT + 15, f"{n:,}", "middle")
+    yield svg.text(_LEFT + _WIDE, _FOOT + 30, "steps between saves", "end")
+    yield svg.line(f"M{_place(young)} 34V{_FOOT}", 'stroke-dasharray="3 4"')
+    yield svg.text(_place(young), 30, "Young", "middle")
+    course = "L".join(f"{x} {y}" for x, y in points)
+    yield f'<path d="M{course}" fill="none" stroke="{palette.LINES[0]}" stroke-width="2.5"/>'
+    x, y = points[shares.index(min(shares))]
+    yield f'<circle cx="{x}" cy="{y}" r="6" fill="none" {svg.EDGE} stroke-width="1.5"/>'

@@ -1,13 +1,12 @@
 """A traced program as a graph, in which the equations that one result needs light up."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise_book.figures import palette, svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer
-from shardwise_book.figures.timelines import COLOURS
+from shardwise_book.figures.interactive import Control, Interactive, explorer
+from shardwise_book.figures.pipelines import COLOURS
 
 HIGH, STEP, LANE, TOP = 17, 10, 23, 18  # a box, and the spaces: to the right, below, above all
 
@@ -41,18 +40,14 @@ def slice_graph(
       ValueError: an equation in no slice, or in two.
     """
     found = graph(traced.jaxpr, list(chosen.values()), inputs, outputs)
-    names, drawn = list(chosen), places(found)
-    parts = {
-        "result": lambda slice: describe(found, names, slice),
-        "graph": lambda slice: _picture(found, names, *drawn, slice),
-    }
+    names = list(chosen)
     controls = {"slice": Control("What is computed", {name: i for i, name in enumerate(names)})}
-    layout = f'<div class="pictures graph" id="@graph"></div>{RESULT}'
-    return explorer(controls, layout, start={"slice": start}, shows="slice", **parts)
+    layout = '<div class="pictures graph" id="@graph"></div>'
+    given = {"found": found, "names": names, "drawn": places(found), "start": {"slice": start}}
+    return explorer(controls, layout, _graph, result=describe, shows="slice", **given)
 
 
-@dataclasses.dataclass(frozen=True)
-class Graph:
+class Graph(NamedTuple):
     """Nodes are equations, and the inputs and outputs that are read or computed.
 
     `owners[node]` is the number of the slice that computes it, None for an input or an output;
@@ -63,65 +58,55 @@ class Graph:
     owners: list[int | None]
     edges: list[tuple[int, int]]
 
+    def of(self, number: int) -> tuple[list[int], list[int]]:
+        """The nodes that a slice computes, its results among them, and those that it reads."""
+        own = [node for node, owner in enumerate(self.owners) if owner == number]
+        read = sorted({a for a, b in self.edges if b in own and a not in own})
+        results = {b for a, b in self.edges if a in own and self.owners[b] is None}
+        return [*own, *sorted(results)], read
 
-def slice_of(found: Graph, number: int) -> tuple[list[int], list[int]]:
-    """The nodes that a slice computes, its results among them, and those that it reads."""
-    own = [node for node, owner in enumerate(found.owners) if owner == number]
-    read = sorted({a for a, b in found.edges if b in own and a not in own})
-    results = {b for a, b in found.edges if a in own and found.owners[b] is None}
-    return [*own, *sorted(results)], read
 
-
-def describe(found: Graph, names: Sequence[str], number: int) -> str:
+def describe(found: Graph, names: Sequence[str], slice: int) -> str:
     """What a slice computes and reads, in words."""
-    on, read = slice_of(found, number)
-    own = [node for node in on if found.owners[node] == number]
+    on, read = found.of(slice)
+    own = [node for node in on if found.owners[node] == slice]
     products = sum(found.names[node] == "dot_general" for node in own)
     given = [found.names[node] for node in read if found.owners[node] is None]
     others = sorted({found.owners[node] for node in read} - {None})
-    told = ", ".join(given)
-    if others:
-        made = " and ".join(names[other] for other in others)
-        told += f"{', and ' if given else ''}what {made} computed"
+    made = " and ".join(names[other] for other in others)
+    told = [", ".join(given)] * bool(given) + [f"what {made} computed"] * bool(others)
     equations = sum(owner is not None for owner in found.owners)
     return (
-        f"<b>{escape(names[number])}</b>: {len(own)} of {equations} equations, {products} of them "
-        f"{'a product' if products == 1 else 'products'} of matrices. It reads {escape(told)}."
+        f"<b>{escape(names[slice])}</b>: {len(own)} of {equations} equations, {products} of them "
+        f"{'a product' if products == 1 else 'products'} of matrices. It reads "
+        f"{escape(', and '.join(told))}."
     )
 
 
-def _picture(found, names, wide, corners, number):
-    on, read = slice_of(found, number)
+def _graph(found, names, drawn, slice):
+    (wide, corners), (on, read) = drawn, found.of(slice)
     width, height = max(x for x, _ in corners) + wide + 4, max(y for _, y in corners) + HIGH + 14
-    colour = COLOURS.get(names[number][:1], palette.DEVICES[4])
-    edges = "".join(
-        f'<path class="edge{" on" * (b in on)}" d="{_curve(wide, corners, a, b)}"/>'
-        for a, b in found.edges
-    )
-    nodes = ""
+    colour = COLOURS.get(names[slice][:1], palette.DEVICES[4])
+    inside = f'<g style="--lit:{colour};--ink:{palette.ink(colour)}">'
+    for a, b in found.edges:  # from the right side of a box to the left one of another
+        (x, y), (to_x, to_y) = corners[a], corners[b]
+        bow = HIGH if y == to_y and to_x > x + 2 * wide else 0  # over the boxes in between
+        x, y, to_y, bend = x + wide, y + HIGH / 2, to_y + HIGH / 2, (to_x - x - wide) / 2
+        curve = f"C{x + bend:g} {y - bow:g} {to_x - bend:g} {to_y - bow:g} {to_x} {to_y:g}"
+        inside += f'<path class="edge{" on" * (b in on)}" d="M{x} {y:g}{curve}"/>'
     for node, (x, y) in enumerate(corners):
         name, owner = found.names[node], found.owners[node]
         state = " on" if node in on else " read" if node in read else ""
         corner, shown = (HIGH // 2, name) if owner is None else (2, SHORT.get(name, name))
         chooses = "" if owner is None else f'data-chooses="slice={owner}"'
-        nodes += (
+        inside += (
             f'<g class="node{state}" {chooses}><title>{escape(name)}</title><rect x="{x}" y="{y}" '
             f'width="{wide}" height="{HIGH}" rx="{corner}"/>'
             f"{svg.text(x + wide / 2, y + 12, shown, 'middle')}</g>"
         )
     alt = "The equations of a traced program as boxes, with lines from what each reads; those of "
     alt += "the chosen slice are lit, what it reads is dashed"
-    lit = f'<g style="--lit:{colour};--ink:{palette.ink(colour)}">{edges}{nodes}</g>'
-    return svg.picture("", width, height, alt, lit, 30)
-
-
-def _curve(wide, places, a, b):
-    """From the right side of a box to the left one of another."""
-    (x, y), (to_x, to_y) = places[a], places[b]
-    bow = HIGH if y == to_y and to_x > x + 2 * wide else 0  # over the boxes in between
-    x, y, to_y, bend = x + wide, y + HIGH / 2, to_y + HIGH / 2, (to_x - x - wide) / 2
-    by, to_by = y - bow, to_y - bow
-    return f"M{x} {y:g}C{x + bend:g} {by:g} {to_x - bend:g} {to_by:g} {to_x} {to_y:g}"
+    return svg.picture("", width, height, alt, f"{inside}</g>", 30)
 
 
 def graph(
@@ -158,10 +143,16 @@ def graph(
 def places(found: Graph) -> tuple[int, list[tuple[int, int]]]:
     """(width of a box, its left upper corner for each node), in units of the SVG.
 
-    To the right of what it reads; of those that stand so far to the right, equations above the
-    others, in the order of their slices.
+    To the right of what it reads, and one that reads nothing close to a reader; of those that stand
+    so far to the right, equations above the others, in the order of their slices.
     """
-    depth = _depths(found)
+    depth = [0] * len(found.names)  # how many nodes stand before each
+    for node in range(len(depth)):  # nodes come after those that they read
+        depth[node] = max((1 + depth[a] for a, b in found.edges if b == node), default=0)
+    reading = {b for _, b in found.edges}
+    for node, _ in found.edges:
+        if node not in reading:
+            depth[node] = min(depth[b] for a, b in found.edges if a == node) - 1
     columns = max(depth) + 1
     wide = min(70, (372 - STEP * (columns - 1)) // columns)
     last = len(found.owners)
@@ -171,15 +162,3 @@ def places(found: Graph) -> tuple[int, list[tuple[int, int]]]:
         lane = sum(other < place for other, d in zip(order, depth, strict=True) if d == far)
         corners.append((2 + far * (wide + STEP), TOP + LANE * lane))
     return wide, corners
-
-
-def _depths(found):
-    """How many nodes stand before each; one that reads nothing stands close to a reader."""
-    depth = [0] * len(found.names)
-    for node in range(len(depth)):  # nodes come after those that they read
-        depth[node] = max((1 + depth[a] for a, b in found.edges if b == node), default=0)
-    for node in range(len(depth)):
-        readers = [depth[b] for a, b in found.edges if a == node]
-        if readers and not any(b == node for _, b in found.edges):
-            depth[node] = min(readers) - 1
-    return depth

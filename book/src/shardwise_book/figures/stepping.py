@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from shardwise_book.figures import svg
-from shardwise_book.figures.interactive import RESULT, Control, Interactive, explorer, said
+from shardwise_book.figures.interactive import Control, Interactive, explorer, said
 
 ZEROS = ["0, data parallelism", "1, optimizer state cut", "2, gradients too", "3, FSDP"]
 PASSES = {"gather layers again": True, "keep them gathered": False}
@@ -14,6 +14,7 @@ device's own, not yet summed. Bold frames are what the event is about. Below, a 
 the bytes then held.</p>"""
 N = 4  # devices
 _LEFT, _TOP, _ROW, _PART = 52, 40, 30, 6  # of the grid of layers, in units of the picture
+_COLUMN = 3 * _PART * N + 20  # from one device to the next
 
 
 class Frame(NamedTuple):
@@ -126,20 +127,15 @@ def fsdp_stepper(layers: Mapping[str, int]) -> Interactive:
         "again": Control("Backward pass, with ZeRO 3", PASSES),
         "step": Control("Event", lambda run: range(len(run)), "steps"),
     }
-    wide, high = _column(N) - 8, _TOP + len(layers) * _ROW
+    wide, high = _LEFT + N * _COLUMN - 8, _TOP + len(layers) * _ROW
     layout = (
         f'{_KEY}<div class="pictures"><div style="min-width: 19rem; flex: 1 1 20rem">'
         + svg.picture("grid", wide, high, "What each device holds of each layer", rem=34)
         + svg.picture("course", 404, 102, "Bytes held after each event", rem=34)
-        + f"</div></div>{RESULT}"
+        + "</div></div>"
     )
-    parts = {
-        "result": lambda run, step, zero: describe(run, step, names, sum(sizes), zero),
-        "grid": lambda run, step, zero: _grid(run[step], names, zero),
-        "course": lambda run, step, zero: _course([one.held for one in run], step, most, zero),
-    }
-    start = {"zero": 3, "step": 7}
-    return explorer(controls, layout, run, start=start, shows="event", **parts)
+    given = {"names": names, "psi": sum(sizes), "most": most, "start": {"zero": 3, "step": 7}}
+    return explorer(controls, layout, run, _grid, _course, result=describe, shows="event", **given)
 
 
 def describe(run: Sequence[Frame], step: int, names: Sequence[str], psi: int, zero: int) -> str:
@@ -159,65 +155,47 @@ def describe(run: Sequence[Frame], step: int, names: Sequence[str], psi: int, ze
     )
 
 
-def _grid(frame, names, zero):
-    """A column for each device, a row for each layer; in a cell the n parts, filled where held."""
-    drawn = []
+def _grid(run, step, names, zero):
+    """A column for each device, a row for each layer; in a cell the n parts, filled where held.
+
+    Bold frames are around what the event changes; a device's own sum of gradients is pale.
+    """
+    frame = run[step]
+    gathers = frame.event.endswith("all-gather") or frame.event.startswith("forward")
+    moving = "PM" if frame.event == "update" else "P" if gathers else "G"
+    kinds = {
+        "P": ["shard" if zero and not whole else "whole" for whole in frame.gathered],
+        "G": frame.gradients,
+        "M": ["shard" if zero else "whole"] * len(names),
+    }
     for i, name in enumerate(names):
         bold = 'font-weight="bold"' if i in frame.layers else ""
-        drawn.append(svg.text(0, _TOP + i * _ROW + 16, name, more=bold))
+        yield svg.text(0, _TOP + i * _ROW + 16, name, more=bold)
     for device in range(N):
-        x = _column(device)
-        drawn.append(svg.text(x + 9 * N + 4, 14, f"device {device}", "middle"))
-        for k, kind in enumerate("PGM"):
+        x = _LEFT + device * _COLUMN
+        yield svg.text(x + 9 * N + 4, 14, f"device {device}", "middle")
+        for k, (kind, states) in enumerate(kinds.items()):
             left = x + k * (_PART * N + 4)
-            drawn.append(svg.text(left + _PART * N / 2, 32, kind, "middle"))
-            for i in range(len(names)):
-                y, fills = _TOP + i * _ROW, _fills(frame, zero, kind, i, device)
-                for part, opacity in enumerate(fills):
-                    if opacity:
-                        pale = 'fill-opacity=".4"' if opacity < 1 else ""
-                        colour = svg.device(part)
-                        drawn.append(svg.box(left + part * _PART, y, _PART, 22, colour, pale))
-                moves = i in frame.layers and kind in _moving(frame.event)
+            yield svg.text(left + _PART * N / 2, 32, kind, "middle")
+            for i, state in enumerate(states):
+                y, pale = _TOP + i * _ROW, 'fill-opacity=".4"' if state == "partial" else ""
+                for part in range(N) if state in ("whole", "partial") else [device] * bool(state):
+                    yield svg.box(left + part * _PART, y, _PART, 22, svg.device(part), pale)
+                moves = i in frame.layers and kind in moving
                 edge = 'stroke-width="2.5"' if moves else 'stroke-opacity=".45"'
-                drawn.append(
-                    svg.box(left, y, _PART * N, 22, more=f'class="cell" {svg.EDGE} {edge}')
-                )
-    return "".join(drawn)
+                yield svg.box(left, y, _PART * N, 22, more=f'class="cell" {svg.EDGE} {edge}')
 
 
-def _fills(frame, zero, kind, layer, device):
-    """The opacity of each of the n parts: 0 is not held, and a device's own sum is pale."""
-    own = [int(part == device) for part in range(N)]
-    if kind == "P":
-        return [1] * N if zero == 0 or frame.gathered[layer] else own
-    if kind == "M":
-        return [1] * N if zero == 0 else own
-    held = {"": [0] * N, "partial": [0.4] * N, "whole": [1] * N, "shard": own}
-    return held[frame.gradients[layer]]
-
-
-def _moving(event):
-    """The kinds that an event changes, whose cells are framed in bold."""
-    if event == "update":
-        return "PM"
-    return "P" if event.endswith("all-gather") or event.startswith("forward") else "G"
-
-
-def _column(device):
-    return _LEFT + device * (3 * _PART * N + 20)
-
-
-def _course(held, step, most, zero):
+def _course(run, step, most, zero):
     """A bar for each event, as high as what is held after it, on one scale for all of ZeRO."""
+    held = [frame.held for frame in run]
     peak, wide = held.index(max(held)), 400 // len(held)
-    drawn = [f'<path d="M2 30H402" {svg.EDGE} stroke-dasharray="1 4"/>']
+    yield svg.line("M2 30H402", 'stroke-dasharray="1 4"')
     if zero:
-        drawn.append(svg.text(2, 24, "peak of data parallelism"))
+        yield svg.text(2, 24, "peak of data parallelism")
     for k, size in enumerate(held):
         high, fill = 70 * size // most, "currentColor" if k == step else "none"
-        drawn.append(svg.box(2 + k * wide, 100 - high, wide - 2, high, fill))
+        yield svg.box(2 + k * wide, 100 - high, wide - 2, high, fill)
     ends = peak > len(held) // 2  # so that the label stays within the picture
     x, y = peak * wide + (wide if ends else 2), 94 - 70 * held[peak] // most
-    label = svg.text(x, y, f"peak, {held[peak]:,} bytes", "end" if ends else "")
-    return "".join(drawn) + label
+    yield svg.text(x, y, f"peak, {held[peak]:,} bytes", "end" if ends else "")

@@ -40,6 +40,11 @@ def box(x: float, y: float, wide: float, high: float, fill: str = "none", more: 
     return f'<rect {place} fill="{fill}" {more}/>'
 
 
+def line(course: str, more: str = "") -> str:
+    """A line in the colour of the text, along what a path's `d` says."""
+    return f'<path d="{course}" fill="none" {EDGE} {more}/>'
+
+
 def path(boxes: Iterable[tuple[float, ...]], fill: str = "none", more: str = EDGE) -> str:
     """Many rectangles as one shape, each (left, top, width, height)."""
     drawn = (

@@ -28,16 +28,13 @@ class Verdict:
     def __bool__(self) -> bool:
         return self.solved is True
 
-    @property
-    def head(self) -> str:
-        return {True: "Solved:", False: "Not yet:", None: "Not solved yet:"}[self.solved]
-
     def __repr__(self) -> str:
-        return f"{self.head} {self.text}"
+        head = {True: "Solved:", False: "Not yet:", None: "Not solved yet:"}[self.solved]
+        return f"{head} {self.text}"
 
     def _repr_html_(self) -> str:
-        text = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(self.text, quote=False))
-        return f"<p><strong>{self.head}</strong> {text}</p>"
+        told = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(repr(self), quote=False))
+        return "<p><strong>{}:</strong>{}</p>".format(*told.split(":", 1))
 
 
 class Wrong(Exception):
@@ -59,14 +56,14 @@ def puzzle(todo: str) -> Callable:
         @functools.wraps(check)
         def checker(answer):
             try:
-                return Verdict(True, check(_asked(answer)))
+                return Verdict(True, check(_filled(answer)))
             except NotYet:
                 return Verdict(None, todo)
             except Wrong as wrong:
                 return Verdict(False, str(wrong))
             except Exception as error:  # the reader's own, or what JAX says to an answer
                 said = " ".join(str(error).split())
-                said = said if len(said) <= 300 else said[:300] + " …"
+                said = said[:300] + " …" * (len(said) > 300)
                 return Verdict(False, f"it raises {type(error).__name__}: {said}")
 
         return checker
@@ -74,34 +71,18 @@ def puzzle(todo: str) -> Callable:
     return decorate
 
 
-def _asked(answer: Any) -> Any:
+def _filled(answer: Any) -> Any:
     """`answer`, raising `NotYet` where it is open: at once, or when it is called."""
-    if _is_open(answer):
-        raise NotYet
-    if not callable(answer):
-        return answer
-
-    def asked(*args):
-        out = answer(*args)
-        if _is_open(out):
-            raise NotYet
-        return out
-
-    return asked
-
-
-def _is_open(answer):
+    if callable(answer):
+        return lambda *args: _filled(answer(*args))
     if isinstance(answer, P):  # on some releases of JAX a tuple
-        return False
-    if isinstance(answer, dict):
-        return any(map(_is_dots, answer.values()))
-    if isinstance(answer, list | tuple):
-        return any(map(_is_dots, answer)) or all(x is None for x in answer)
-    return answer is None or _is_dots(answer)
-
-
-def _is_dots(x):
-    return x is ... or (isinstance(x, str) and x.strip() == "...")
+        return answer
+    named = isinstance(answer, dict)
+    parts = answer.values() if named else answer if isinstance(answer, list | tuple) else [answer]
+    dots = any(x is ... or (isinstance(x, str) and x.strip() == "...") for x in parts)
+    if dots or (not named and all(x is None for x in parts)):
+        raise NotYet
+    return answer
 
 
 QUICK = {"xla_backend_optimization_level": 0}  # each program runs once or twice
@@ -133,8 +114,7 @@ def on_each(
 
 def require_equal(found: Any, expected: Any, where: str = "") -> None:
     """Raise `Wrong` where arrays differ at all, or in shape."""
-    found, expected = np.asarray(found), np.asarray(expected)
-    require_shape(found, expected, where)
+    found, expected = _alike(found, expected, where)
     wrong = np.flatnonzero((found != expected).ravel())
     if wrong.size:
         at = tuple(int(i) for i in np.unravel_index(wrong[0], expected.shape))
@@ -149,20 +129,20 @@ def require_close(found: Any, expected: Any, what: str, tolerance: float = 1e-4)
     if jax.tree.structure(found) != jax.tree.structure(expected):
         raise Wrong(f"{what} is to be a tree like {jax.tree.structure(expected)}.")
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        ours, theirs = np.asarray(ours), np.asarray(theirs)
-        require_shape(ours, theirs, f" in {what}")
+        ours, theirs = _alike(ours, theirs, f" in {what}")
         off = np.abs(ours - theirs).max() / np.abs(theirs).max()
         if not off <= tolerance:
             ratio = np.vdot(ours, theirs) / np.vdot(theirs, theirs)
             raise Wrong(f"{what} is {ratio:.3g} times what it should be, off by up to {off:.0%}.")
 
 
-def require_shape(found: np.ndarray, expected: np.ndarray, where: str) -> None:
-    """Raise `Wrong` where two arrays have different shapes."""
+def _alike(found, expected, where):
+    """Both as arrays of NumPy; raise `Wrong` where they have different shapes."""
+    found, expected = np.asarray(found), np.asarray(expected)
     if found.shape != expected.shape:
-        raise Wrong(
-            f"the shape is {found.shape} over all devices{where}, expected {expected.shape}."
-        )
+        here = f"over all devices{where}"
+        raise Wrong(f"the shape is {found.shape} {here}, expected {expected.shape}.")
+    return found, expected
 
 
 def require_at_most(number: float, enough: float, what: str) -> None:

@@ -12,18 +12,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import checkpoint, measure, mesh, model, rules
-from shardwise_book.puzzles.judging import (
-    Verdict,
-    Wrong,
-    compiled,
-    in_one,
-    normal,
-    puzzle,
-    require_at_most,
-    require_equal,
-    require_sent,
-    whole_numbers,
-)
+from shardwise_book.puzzles import judging
+from shardwise_book.puzzles.judging import Verdict, Wrong, puzzle
 
 
 @puzzle("put a `P(...)` in the place of the dots.")
@@ -55,18 +45,20 @@ def product(specs: Callable[[int, int, int], tuple[P, P]]) -> Verdict:
     """The cheapest layouts of two factors I×J and J×K, each cut in four: `specs(I, J, K)`."""
     line, told = mesh.make(model=4), []
     for i, j, k in ((256, 64, 32), (32, 64, 256), (16, 512, 16), (64, 64, 64)):
-        a, b = whole_numbers(i, i, j), whole_numbers(k, j, k)
+        a, b = judging.whole_numbers(i, i, j), judging.whole_numbers(k, j, k)
         layouts = [NamedSharding(line, spec) for spec in specs(i, j, k)]
         for name, factor, layout in zip("AB", (a, b), layouts, strict=True):
             share = np.prod(layout.shard_shape(factor.shape)) / factor.size
             if share != 1 / 4:
                 raise Wrong(f"each device holds {share:.3g} of {name}; it is to hold a quarter.")
         placed = jax.device_put((a, b), tuple(layouts))
-        program = compiled(jnp.dot, *placed)
-        require_equal(program(*placed), a @ b)
+        program = judging.compiled(jnp.dot, *placed)
+        judging.require_equal(program(*placed), a @ b)
         # Either factor may be gathered, or the partial products be reduced, which is two passes.
         enough = min(a.nbytes, b.nbytes, 2 * 4 * i * k) * 3 / 4
-        told.append(f"{require_sent(program, enough, f'ring bytes for {i}×{j} times {j}×{k}'):,}")
+        told.append(
+            f"{judging.require_sent(program, enough, f'ring bytes for {i}×{j} times {j}×{k}'):,}"
+        )
     return f"{', '.join(told)} ring bytes for the four products, and less is not possible."
 
 
@@ -91,22 +83,25 @@ def table(axes: Mapping[str, str | tuple | None]) -> Verdict:
 
 def _send_mlp(rule, grid, embed, mlp, rows=512):
     names = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
-    arrays = {"up": whole_numbers(1, embed, mlp), "down": whole_numbers(2, mlp, embed)}
+    arrays = {
+        "up": judging.whole_numbers(1, embed, mlp),
+        "down": judging.whole_numbers(2, mlp, embed),
+    }
     specs = rules.LogicalRules(dict(rule.table), names=names)(arrays, grid)
-    by_rows, x = P("data"), whole_numbers(3, rows, embed)
+    by_rows, x = P("data"), judging.whole_numbers(3, rows, embed)
     layouts = [NamedSharding(grid, s) for s in (by_rows, specs["up"], specs["down"])]
     args = [x, arrays["up"], arrays["down"]]
 
     def layer(x, up, down):
         return jax.nn.relu(x @ up) @ down
 
-    program = compiled(layer, *args, in_shardings=tuple(layouts), out_shardings=layouts[0])
+    program = judging.compiled(layer, *args, in_shardings=tuple(layouts), out_shardings=layouts[0])
     placed = jax.device_put(args, layouts)
-    require_equal(program(*placed), np.maximum(x @ arrays["up"], 0) @ arrays["down"])
+    judging.require_equal(program(*placed), np.maximum(x @ arrays["up"], 0) @ arrays["down"])
     # Half of both matrices gathered over `data`, the result of four rows' share reduced over two.
     enough = 2 * (embed * mlp * 4 // 2) * 3 // 4 + 2 * (rows // 4 * embed * 4) // 2
     what = f"ring bytes for an MLP of {embed} and {mlp} on {rows} rows"
-    return require_sent(program, enough, what)
+    return judging.require_sent(program, enough, what)
 
 
 @puzzle("return the stack of matrices.")
@@ -122,12 +117,12 @@ def born(create: Callable[[jax.Array], jax.Array]) -> Verdict:
     cut = NamedSharding(mesh.make(fsdp=8), P(None, "fsdp"))
     for seed in (0, 7):
         key = jax.random.key(seed)
-        program = compiled(create, key, out_shardings=cut)
-        require_equal(program(key), in_one(at_once)(key))
+        program = judging.compiled(create, key, out_shardings=cut)
+        judging.require_equal(program(key), judging.in_one(at_once)(key))
     held = measure.bytes_per_device(program)
     if sent := measure.collectives(program).ring_bytes:
         raise Wrong(f"right values, but each device sends {sent:,} bytes; none need be sent.")
-    require_at_most(held.temporaries, held.outputs, "bytes of temporaries on each device")
+    judging.require_at_most(held.temporaries, held.outputs, "bytes of temporaries on each device")
     return (
         f"{held.temporaries:,} bytes of temporaries beside {held.outputs:,} of shards, none sent."
     )
@@ -137,8 +132,8 @@ def born(create: Callable[[jax.Array], jax.Array]) -> Verdict:
 def target(make: Callable[[Any, Mesh], Any]) -> Verdict:
     """`make(tree, mesh)`: what to restore, so that devices hold as little as the arrays allow."""
     state = {
-        "kernel": normal(0, 64, 48),
-        "odd": normal(1, 6, 32).astype(jnp.bfloat16),
+        "kernel": judging.normal(0, 64, 48),
+        "odd": judging.normal(1, 6, 32).astype(jnp.bfloat16),
         "count": np.int32(20),
     }
     rows = NamedSharding(mesh.make(data=8), P("data"))
@@ -155,7 +150,7 @@ def target(make: Callable[[Any, Mesh], Any]) -> Verdict:
 
 def _check_restored(found, state, grid):
     for name, array in state.items():
-        require_equal(
+        judging.require_equal(
             np.asarray(found[name], np.float32), np.asarray(array, np.float32), f" in {name}"
         )
         share = {d: 0 for d in grid.devices.flat} | measure.bytes_on_devices(found[name])

@@ -1,5 +1,6 @@
 """Puzzles on the parts of a step: what is kept, sums over microbatches, pipelines."""
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -131,8 +132,20 @@ def boundaries(forward: Callable[[list[jax.Array], jax.Array], jax.Array]) -> Ve
     weights = [judging.normal(i, *size) / np.sqrt(size[0]) for i, size in enumerate(sizes)]
     batch = {"x": judging.normal(9, 24, WIDTHS[0])}
     stages, _ = cut.stages(loss, weights, {"x": batch["x"][:4]})
-    _check_stages(stages, weights)
-    expected = judging.in_one(jax.value_and_grad(_on_one_device))(weights, batch)
+    if len(stages) == 1:
+        raise NotYet
+    if len(stages) != 3:
+        raise Wrong(f"{len(stages)} stages; two marks make three.")
+    for stage in stages:
+        share = sum(x.size for x in stage.params) / sum(w.size for w in weights)
+        if share > 0.5:
+            raise Wrong(f"stage {stage.index} has {share:.0%} of the parameters; at most half.")
+
+    def plain(weights):
+        x = functools.reduce(lambda x, w: jnp.tanh(x @ w), weights, batch["x"])
+        return jnp.sum(x**2) / len(x)
+
+    expected = judging.in_one(jax.value_and_grad(plain))(weights)
     run = jax.jit(pipeline.value_and_grad(loss, mesh.make(stage=3), "1f1b", 6))
     mean, slope = run(weights, batch)
     judging.require_close(mean, expected[0], "the loss")
@@ -144,22 +157,3 @@ def boundaries(forward: Callable[[list[jax.Array], jax.Array], jax.Array]) -> Ve
             f"equal to one device, {2 * crossing:,} bytes a row; {2 * 4 * 48:,} are enough."
         )
     return f"three stages equal to one device, and {2 * crossing:,} bytes a row cross."
-
-
-def _check_stages(stages, weights):
-    if len(stages) == 1:
-        raise NotYet
-    if len(stages) != 3:
-        raise Wrong(f"{len(stages)} stages; two marks make three.")
-    whole = sum(w.size for w in weights)
-    for stage in stages:
-        share = sum(x.size for x in stage.params) / whole
-        if share > 0.5:
-            raise Wrong(f"stage {stage.index} has {share:.0%} of the parameters; at most half.")
-
-
-def _on_one_device(weights, batch):
-    x = batch["x"]
-    for w in weights:
-        x = jnp.tanh(x @ w)
-    return jnp.sum(x**2) / len(x)
