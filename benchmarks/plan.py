@@ -29,7 +29,7 @@ from shardwise.topology import child
 ROOT = pathlib.Path(__file__).parents[1]
 RECORD = ROOT / "src" / "shardwise" / "plan" / "judged.json"  # chapters read it, too
 PAGE = ROOT / "book" / "judged.md"
-CASES = {f"fitted: {n}": c for n, c in FITTED.items()} | JUDGED | drawn("tpu")
+CASES = {f"fitted: {n}": c for n, c in FITTED.items()} | JUDGED | drawn("tpu") | drawn("newer")
 
 
 def compiled(case: Case) -> dict:

@@ -3,7 +3,8 @@
 A seed is committed before the first of its programs is compiled. `fitted` are made-up models and
 `judged` published sizes, without biases, nothing tied, on GPUs; `held`, `again` and `tpu` published
 decoders as their config.json has them. `again` and `tpu` were drawn after the last fit, and so
-were `products`, on GPUs, whose layers keep their products.
+were `products`, on GPUs, whose layers keep their products; `newer`, on TPUs, after `tpu` had moved
+the number of tokens from which a step has the logits' gradient.
 """
 
 import dataclasses
@@ -103,6 +104,7 @@ DRAWS = {
     "held": Draw(27_112_026, 24, _by_config, _few),
     "again": Draw(28_112_026, 24, _by_config, _few),
     "tpu": Draw(29_112_026, 24, _by_config, _torus),
+    "newer": Draw(1_122_026, 24, _by_config, _torus),
     "products": Draw(30_112_026, 12, _by_config, _few, dict(remat=True, products=True)),
 }
 
