@@ -148,8 +148,8 @@ def main(argv: list[str]) -> int:
     found = {name: candidate(case) for name, case in CASES.items()}
     PAGE.write_text(plan_table.page(CASES, found, record))
     verdicts = plan_table.verdicts(CASES, found, record)
-    print("\n".join(line for verdict in verdicts for line in verdict.told))
-    return int(not all(verdict.kept for verdict in verdicts))
+    print("\n".join(line for verdict in verdicts.values() for line in verdict.told))
+    return int(not all(verdict.kept for verdict in verdicts.values()))
 
 
 if __name__ == "__main__":
