@@ -3,8 +3,8 @@
 A seed is committed before the first of its programs is compiled. `fitted` are made-up models and
 `judged` published sizes, without biases, nothing tied, on GPUs; `held`, `again` and `tpu` published
 decoders as their config.json has them. `again` and `tpu` were drawn after the last fit, and so
-were `products`, on GPUs, whose layers keep their products; `newer`, on TPUs, after `tpu` had moved
-the number of tokens from which a step has the logits' gradient.
+were `products`, on GPUs, whose layers keep their products; `newer`, on TPUs, after `tpu` had
+taught from how many tokens on a step has the logits' gradient.
 """
 
 import dataclasses

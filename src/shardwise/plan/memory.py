@@ -14,7 +14,7 @@ from shardwise.plan.arrays import Part
 from shardwise.plan.sent import passed, slots
 
 _WIDE = 4
-_FEW = 16_384  # tokens: of no more, TPUs' compiler computes the logits' gradient as it is read
+_FEW = 8192  # tokens: of no more, the TPU compiler computes the logits' gradient as it is read
 
 
 class Terms(NamedTuple):
@@ -201,7 +201,7 @@ def _of_vocabulary(part):
 def _logits(part, head, gpu):
     """The bytes of logits or, after them, of the head's gradient; of TPUs of both.
 
-    Of more than 16,384 tokens, not cut by context, the TPU compiler has the logits' gradient beside
+    Of more than 8,192 tokens, not cut by context, the TPU compiler has the logits' gradient beside
     them. Around four devices or more it takes the head's products in parts, which come from both
     sides: two parts of each of the three.
     """
