@@ -56,8 +56,8 @@ that, and before any of them was compiled. {verdict_of_newer} Where the formula 
 32,768 tokens and a wide vocabulary meet, and the compiler needs no gradient beside the logits; in
 others of as many tokens it does. So the number of tokens is not what decides, and we do not know
 what does. (A border of 16,384 tokens comes nearer to two programs of the first draw, and calls one
-of them fitting that is refused: it stays at 8,192.) Of one program, cut over context and tensor, the
-formula says a fifth too little.
+of them fitting that is refused: it stays at 8,192.) Of one program, cut over context and tensor,
+the formula says a fifth too little.
 
 {newer}
 
