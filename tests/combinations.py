@@ -1,15 +1,8 @@
 """Every pair and triple of roles that fits eight devices, by hand and by the compiler."""
 
 import itertools
-import os
-import random
-
-import pytest
 
 from shardwise.layouts import LAYOUTS, Layout, catalogue
-
-IN_FULL = bool(os.environ.get("IN_FULL"))  # which `make stacks` sets
-SEED = 20261125
 
 ROLES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 EVERY = [
@@ -40,21 +33,3 @@ def layout_of(case: tuple[str, ...], n: int = 8) -> Layout:
     if by == "hand" and "context" in roles:
         settings["attention"] = "zigzag" if "fsdp" in roles else "ulysses"
     return catalogue.over(tuple(roles), n, **settings)
-
-
-def sample(cases, many):
-    """So many of the cases, drawn by the seed; all with IN_FULL."""
-    cases = list(cases)
-    return cases if IN_FULL else random.Random(SEED).sample(cases, many)
-
-
-def marked(cases, quick, many=None):
-    """The cases, slow but for the quick ones; of the slow ones a sample of so many, if told."""
-    others = [case for case in cases if case not in quick]
-    chosen = others if many is None else sample(others, many)
-    slow = [pytest.param(*_values(c), marks=pytest.mark.slow) for c in chosen]
-    return [*(c for c in cases if c in quick), *slow]
-
-
-def _values(case):
-    return case if isinstance(case, tuple) else (case,)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import marked
 from flax import nnx
+from sampling import marked
 
 from shardwise import data, layouts, mesh, model, objective
 

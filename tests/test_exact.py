@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import IN_FULL
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from sampling import IN_FULL
 
 from shardwise import layouts, marks, measure, mesh, model, objective, run
 from shardwise.layouts import Layout, exact

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import IN_FULL, marked
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sampling import IN_FULL, marked
 from test_layouts import KEY, OPTIMIZERS, batches, parts
 
 from shardwise import checkpoint, fsdp, layouts, mesh, objective, rules

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import marked
 from flax import nnx
 from flax.training import train_state
 from jax.sharding import PartitionSpec as P
+from sampling import marked
 
 from shardwise import checkpoint, fsdp, layouts, marks, mesh, objective, rules
 from shardwise.objective import Mean

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import COMBINED, IN_FULL, NAMED, ROLES, layout_of, marked, sample
+from combinations import COMBINED, NAMED, ROLES, layout_of
 from flax import nnx
+from sampling import IN_FULL, marked, sample
 from test_pipeline import outside_of_tasks
 
 from shardwise import (

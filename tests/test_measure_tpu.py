@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from combinations import marked
 from flax import nnx
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from sampling import marked
 
 from shardwise import data, layouts, marks, measure, model, topology
 from shardwise.measure import hlo

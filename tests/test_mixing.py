@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import marked
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import marked
 
 from shardwise import fsdp, layouts, marks, mesh, objective, rules
 from shardwise.objective import Mean

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import published
 import pytest
-from combinations import marked
 from jax.experimental import pallas
 from published import BATCH, DIVIDE, MIX, PARAMS, narrow, nats, net
+from sampling import marked
 
 from shardwise import marks, mesh, objective
 from shardwise.objective import Indivisible, Mean, oracle

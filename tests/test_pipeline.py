@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from combinations import marked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sampling import marked
 from staged_models import WIDE, assert_close, batch, mean_of, on_one, stacked, weights
 
 from shardwise import marks, measure, mesh, objective, pipeline, schedules

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import marked
 from flax import nnx
 from jax.sharding import PartitionSpec as P
+from sampling import marked
 from staged_models import (
     MODELS,
     VOCAB,

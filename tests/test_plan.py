@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from combinations import marked
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import marked
 
 from shardwise import context, layouts, measure, mesh, model, plan, schedules, topology, train
 from shardwise.layouts import gradients

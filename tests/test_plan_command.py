@@ -11,7 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from combinations import sample
+from sampling import sample
 
 from shardwise import __main__ as command
 from shardwise import context, layouts, mesh, model, plan, topology

@@ -5,10 +5,10 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from combinations import marked
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from sampling import marked
 
 from shardwise import data, marks, measure, mesh, model, objective, rules
 

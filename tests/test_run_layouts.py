@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from combinations import IN_FULL
+from sampling import IN_FULL
 
 from shardwise import layouts, model, run
 from shardwise.layouts import first_call

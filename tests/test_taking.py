@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from combinations import marked
+from sampling import marked
 
 from shardwise import fsdp, marks, measure, mesh, objective, rules
 from shardwise.fsdp import using

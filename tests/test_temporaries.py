@@ -10,8 +10,9 @@ import math
 import jax
 import numpy as np
 import pytest
-from combinations import COMBINED, EVERY, NAMED, layout_of, marked, sample
+from combinations import COMBINED, EVERY, NAMED, layout_of
 from flax import nnx
+from sampling import marked, sample
 
 from shardwise import layouts, measure, mesh, model
 from shardwise import tree as trees

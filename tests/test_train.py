@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from combinations import marked
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import marked
 
 from shardwise import data, measure, mesh, model, objective, rules, train
 
