@@ -721,7 +721,8 @@ def test_half_of_a_cluster_is_told(monkeypatch, capsys):
 def test_mfu_where_the_chip_is_known(tmp_path, monkeypatch):
     """The share of eight v5e's bfloat16 peak, 197 TFLOP/s each; nothing where no chip is known."""
     trained(tmp_path / "none", steps=2, flops=3e12)
-    monkeypatch.setitem(topology.chip._OF_DEVICES, jax.devices()[0].device_kind, "v5e")
+    here = dataclasses.replace(topology.CHIPS["v5e"], names=(jax.devices()[0].device_kind,))
+    monkeypatch.setitem(topology.CHIPS, "v5e", here)
     trained(tmp_path / "some", steps=2, flops=3e12)
     assert all("mfu" not in line for line in metrics.read(tmp_path / "none/metrics.jsonl"))
     for line in metrics.read(tmp_path / "some/metrics.jsonl"):
