@@ -49,8 +49,8 @@ def settings(name, folder, **changes):
     roles = {n: getattr(layout, n) for n in fields - set(ROLES)}
     roles = run.Roles(**roles, **{role: layout.size(role) for role in ROLES})
     assert roles.layout() == layout
-    # Masks are half of what compiles.
-    dropout = 0.1 if IN_FULL and any(name in names for names in AGAIN.values()) else 0.0
+    # Masks, which are half of what compiles, where they have to go on too.
+    dropout = 0.1 if any(name in names for names in AGAIN.values()) else 0.0
     sizes = dict(embed=32, layers=2, heads=16, kv_heads=8, head_dim=2, mlp=48, dropout=dropout)
     if layout.stage:
         sizes |= dict(layers=layout.size("stage"))

@@ -195,7 +195,7 @@ def update(
 def prune(folder: Path, kept: int) -> None:
     """Delete all but the `kept` newest of what is in a folder: stacks, or the runs of one."""
     for old in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime)[:-kept]:
-        shutil.rmtree(old) if old.is_dir() else old.unlink()
+        shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink(missing_ok=True)
 
 
 def _run(name, notebook, root, say, kernels):

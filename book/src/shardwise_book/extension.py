@@ -104,6 +104,7 @@ def _execute(app):
     if problems:
         raise BookError("\n".join(problems))
     app.shardwise_runs = runs
+    PAGES.clear()  # of a build before it in this process
     for name, text in texts.items():
         PAGES[name] = text, runs[name]["outputs"] if name in runs else []
     app.shardwise_record.begin()

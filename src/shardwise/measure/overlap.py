@@ -90,11 +90,11 @@ def overlap(program: Any, chip: Any) -> Overlap:
     than there are: along each of several axes two where it closes into a ring, one where it is a
     line, or two chips; along one axis two, as if the chips lay on a ring.
 
-    A permute, an all-to-all and a sum among two have no strategy: what each device sends to another
-    goes from link to link between their places, the shorter way along one axis after another, and
-    the link with the most bytes tells the time. Those that begin before any of them is awaited run
-    at once: they take as long as the busiest link of all, each of them a part of that. Where places
-    are not known, as of text, each device has its links for itself: a permute one.
+    Of a permute, an all-to-all and a sum among two no strategy is asked: what each device sends to
+    another goes from link to link between their places, the shorter way along one axis after
+    another, and the link with the most bytes tells the time. Those that begin before any of them is
+    awaited run at once: they take as long as the busiest link of all, each of them a part of that.
+    Where places are not known, as of text, each device has its links for itself: a permute one.
 
     Raises:
       TypeError: `program` is no compiled program.
