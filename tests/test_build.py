@@ -360,7 +360,7 @@ DAMAGES = {
 @SLOW
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_results_are_executed_again(book, damage):
-    found = list((book.folder / "_build/.results").glob("*/*.json"))
+    found = list((book.folder / "_build/.results").glob("*/*/*.json"))
     assert len(found) == 2
     for path in found:
         DAMAGES[damage](path)
