@@ -83,21 +83,14 @@ def table(axes: Mapping[str, str | tuple | None]) -> Verdict:
 
 def _send_mlp(rule, grid, embed, mlp, rows=512):
     names = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
-    arrays = {
-        "up": judging.whole_numbers(1, embed, mlp),
-        "down": judging.whole_numbers(2, mlp, embed),
-    }
-    specs = rules.LogicalRules(dict(rule.table), names=names)(arrays, grid)
-    by_rows, x = P("data"), judging.whole_numbers(3, rows, embed)
-    layouts = [NamedSharding(grid, s) for s in (by_rows, specs["up"], specs["down"])]
-    args = [x, arrays["up"], arrays["down"]]
-
-    def layer(x, up, down):
-        return jax.nn.relu(x @ up) @ down
-
-    program = judging.compiled(layer, *args, in_shardings=tuple(layouts), out_shardings=layouts[0])
-    placed = jax.device_put(args, layouts)
-    judging.require_equal(program(*placed), np.maximum(x @ arrays["up"], 0) @ arrays["down"])
+    x, up = judging.whole_numbers(3, rows, embed), judging.whole_numbers(1, embed, mlp)
+    down = judging.whole_numbers(2, mlp, embed)
+    specs = rules.LogicalRules(dict(rule.table), names=names)({"up": up, "down": down}, grid)
+    layouts = tuple(NamedSharding(grid, s) for s in (P("data"), specs["up"], specs["down"]))
+    placed = jax.device_put((x, up, down), layouts)
+    how = dict(in_shardings=layouts, out_shardings=layouts[0])
+    program = judging.compiled(lambda x, up, down: jax.nn.relu(x @ up) @ down, *placed, **how)
+    judging.require_equal(program(*placed), np.maximum(x @ up, 0) @ down)
     # Half of both matrices gathered over `data`, the result of four rows' share reduced over two.
     enough = 2 * (embed * mlp * 4 // 2) * 3 // 4 + 2 * (rows // 4 * embed * 4) // 2
     what = f"ring bytes for an MLP of {embed} and {mlp} on {rows} rows"
