@@ -36,7 +36,7 @@ FINISHED = "finished"  # the file with the record
 STATIC = "_sphinx_design_static"  # sphinx-design writes it before any page, and only where it lacks
 CHANGED = "changed while the book was built: run `make book` again."
 # By page: its text, and the outputs of its code cells. Sphinx's processes, which read pages, fork.
-PAGES: dict[str, tuple[str, list]] = {}
+PAGES: dict[str, tuple[str | None, list]] = {}
 
 
 class BookError(SphinxError):
@@ -51,6 +51,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.keep_going = True
     app.shardwise_runs = {}  # by page, as `cache.update` returns them
     app.add_directive("run-times", times.RunTimes)
+    app.add_directive("observatory", observatory.Observatory)
     app.connect("config-inited", _configure, priority=950)  # when the table of contents is known
     app.connect("builder-inited", _execute, priority=900)  # when MyST's settings are there
     app.connect("env-get-outdated", _outdated)
@@ -58,7 +59,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("build-finished", _finish)
     site.setup(app)
     failures.setup(app)
-    observatory.setup(app)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -122,20 +122,21 @@ def read(text: str, name: str, config: MdParserConfig) -> nbformat.NotebookNode:
 
 
 def _text(root, name):
+    """A page's text, None where it has no file."""
     path = root / f"{name}.md"
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return path.read_text(encoding="utf-8") if path.exists() else None
 
 
 def _notebook(app, name, text):
     """That of a page which is executed."""
-    if is_myst_markdown_notebook(text):
+    if text is not None and is_myst_markdown_notebook(text):
         return read_myst_markdown_notebook(text, app.env.myst_config, add_source_map=True)
     if name.startswith(f"{CHAPTERS}/"):
         raise BookError(
-            f"{name}.md: would not be executed: its front matter needs `jupytext: "
+            f"{name}.md: named in _toc.yml, and not there: write it, or take its line out."
+            if text is None
+            else f"{name}.md: would not be executed: its front matter needs `jupytext: "
             "text_representation: {extension: .md, format_name: myst}`, as in other chapters."
-            if text
-            else f"{name}.md: named in _toc.yml, and not there: write it, or take its line out."
         )
     return None
 

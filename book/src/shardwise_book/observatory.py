@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from docutils import nodes
 from packaging.version import Version
-from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from .times import table
@@ -148,7 +147,3 @@ class Observatory(SphinxDirective):
         header = ["program", "JAX", "collectives", "asynchronous", *sizes, "seconds"]
         rows = [[name, s.jax, *row(s, name)] for name in names(stacks) for s in stacks]
         return [*parts, nodes.raw("", svg, format="html"), table(header, rows, "observed")]
-
-
-def setup(app: Sphinx) -> None:
-    app.add_directive("observatory", Observatory)
