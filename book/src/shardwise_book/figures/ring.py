@@ -63,11 +63,7 @@ def ring_stepper(runs: Runs) -> Interactive:
 
 
 def record(name: str, history: ArrayLike, pairs: Pairs) -> Recorded:
-    """The moves behind a history.
-
-    Raises:
-      ValueError: a device received what the one paired with it did not hold.
-    """
+    """The moves behind a history; ValueError where a device received what its pair did not hold."""
     history = np.asarray(history)
     moves = []
     for k, sent in enumerate(pairs):
@@ -125,11 +121,8 @@ def _ring(run, step, adds):
         yield f'<circle cx="{x}" cy="{y}" r="{_RADIUS}" fill="none" {svg.EDGE}/>'
         yield svg.text(x, y - 24, f"device {device}", "middle")
         for slot, mark in enumerate(blocks):
-            left, count, sender = (
-                x + wide * slot - wide * n // 2,
-                mark.bit_count(),
-                mark.bit_length(),
-            )
+            left = x + wide * slot - wide * n // 2
+            count, sender = mark.bit_count(), mark.bit_length()
             high = 36 * count // n if adds else 36 * min(count, 1)
             colour = svg.device(slot if adds else max(sender - 1, 0))
             bold = 2.5 if (device, slot) in arrived else 0.5
