@@ -78,7 +78,7 @@ def fingerprint(root: Path) -> str:
             if path.suffix != ".egg-info"
         ),
     ]
-    return _digest(repr(parts))[:16]
+    return digest(repr(parts))[:16]
 
 
 def jobs() -> int:
@@ -102,17 +102,17 @@ class Results:
     def read(self, name: str, notebook: nbformat.NotebookNode) -> Data | None:
         """A page's run of the same cells; None where none is, or is no longer what was written."""
         try:
-            digest, text = self._place(name, notebook).read_text(encoding="utf-8").split("\n")
+            written, text = self.place(name, notebook).read_text(encoding="utf-8").split("\n")
         except (OSError, ValueError):
             return None
-        return nbformat.from_dict(json.loads(text)) if digest == _digest(text) else None
+        return nbformat.from_dict(json.loads(text)) if written == digest(text) else None
 
     def find(self, name: str, notebook: nbformat.NotebookNode) -> Data | None:
         """That run, or None where the notebook must be executed (again)."""
         known = self.read(name, notebook)
         if not known or not self.files.same(known["files"]):
             return None
-        used(self._place(name, notebook))
+        used(self.place(name, notebook))
         return known
 
     def keep(
@@ -129,19 +129,16 @@ class Results:
             "finished": time.time(),
             "outputs": [cell.outputs for cell in code(run.notebook)],
         }
-        text, place = json.dumps(data), self._place(name, notebook)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(f"{_digest(text)}\n{text}", encoding="utf-8")
+        text, path = json.dumps(data), self.place(name, notebook)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{digest(text)}\n{text}", encoding="utf-8")
         return data
 
-    def folder(self, name: str) -> Path:
-        """Where a page's runs are."""
-        return self.path / name.replace("/", ".")
-
-    def _place(self, name, notebook):
+    def place(self, name: str, notebook: nbformat.NotebookNode) -> Path:
+        """The file of a page's run of these cells, in a folder of the page."""
         # Tags too change what an execution means.
         cells = [(cell.source, cell.metadata.get("tags", [])) for cell in code(notebook)]
-        return self.folder(name) / f"{_digest(repr(cells))}.json"
+        return self.path / name.replace("/", ".") / f"{digest(repr(cells))}.json"
 
 
 def update(
@@ -163,8 +160,8 @@ def update(
     data = {name: results.find(name, notebook) for name, notebook in notebooks.items()}
     used(path)
     prune(path.parent, KEPT + 1)
-    for name in notebooks:  # of these pages alone: another build may be of others
-        prune(results.folder(name), KEPT)
+    for name, notebook in notebooks.items():  # runs of pages out of the contents stay
+        prune(results.place(name, notebook).parent, KEPT)
     stale = [name for name, known in data.items() if known is None]
     if not stale:
         say(f"Chapters: all {len(notebooks)} unchanged since they were executed.")
@@ -175,8 +172,7 @@ def update(
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
         lengths = {n: _length(notebooks[n], results.read(n, notebooks[n])) for n in stale}
         ordered = sorted(stale, key=lengths.get, reverse=True)
-        given = root, say, kernels
-        pending = {pool.submit(_run, name, notebooks[name], *given): name for name in ordered}
+        pending = {pool.submit(_run, n, notebooks[n], root, say, kernels): n for n in ordered}
         try:
             for done, future in enumerate(concurrent.futures.as_completed(pending), start=1):
                 name, (run, opened) = pending[future], future.result()
@@ -226,5 +222,6 @@ def code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def _digest(text):
+def digest(text: str) -> str:
+    """What tells a text from any other."""
     return hashlib.sha256(text.encode()).hexdigest()

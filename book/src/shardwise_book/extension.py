@@ -11,7 +11,6 @@ Sphinx compares the times of source files. It keeps what an interrupted build le
 that left the table of contents, and pages that an older version of this extension made.
 """
 
-import hashlib
 import importlib.util
 import shutil
 import sys
@@ -78,8 +77,7 @@ def _execute(app):
     root = Path(app.srcdir)
     path = Path(app.outdir).parent / ".results" / cache.fingerprint(root)
     texts = {name: _text(root, name) for name in app.config.external_site_map}
-    notebooks = {name: _notebook(app, name, text) for name, text in texts.items()}
-    notebooks = {name: notebook for name, notebook in notebooks.items() if notebook}
+    notebooks = {n: found for n, text in texts.items() if (found := _notebook(app, n, text))}
     chapters = [root / f"{name}.md" for name in notebooks if name.startswith(f"{CHAPTERS}/")]
     problems = [one.replace(f"{root}/", "") for one in map(pairs.problem, chapters) if one]
     for name, notebook in notebooks.items():
@@ -216,4 +214,4 @@ def _state(app: Sphinx) -> str:
         # What is installed, by the folders that say so: their names have the versions.
         *sorted({one.name for folder in sys.path for one in Path(folder).glob("*-info")}),
     ]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return cache.digest("\0".join(parts))
