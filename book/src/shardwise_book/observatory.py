@@ -92,8 +92,7 @@ def _differences(old, new):
         if ("failed" in old) != ("failed" in new):
             yield "compiles now" if "failed" in old else "is refused now"
         return
-    kinds = sorted({*old["collectives"], *new["collectives"]})
-    for kind in kinds:
+    for kind in sorted({*old["collectives"], *new["collectives"]}):
         was, now = (x["collectives"].get(kind, {}).get("in_program", 0) for x in (old, new))
         if was != now:
             yield f"{kind} {was} → {now}"

@@ -202,9 +202,9 @@ class _States:
         controls = {n: keyed(one.options, offered, n) for n, one in self.controls.items()}
         shown = {name: keyed(draw, drawn, name) for name, draw in parts.items()}
         split = [re.split(r"(\d+(?:\.\d+)?)", text) for text in texts]  # each second is a number
-        rows: dict[tuple[str, ...], list] = {tuple(pieces[::2]): [] for pieces in split}
+        rows: dict[tuple[str, ...], list] = {}
         for pieces in split:
-            rows[tuple(pieces[::2])].append(pieces[1::2])
+            rows.setdefault(tuple(pieces[::2]), []).append(pieces[1::2])
         numbers = {pieces: number for number, pieces in enumerate(rows)}
         order = [numbers[tuple(pieces[::2])] for pieces in split]
         columns = [[t, *map(" ".join, zip(*found, strict=True))] for t, found in rows.items()]
@@ -218,10 +218,7 @@ def axes(
 ) -> list[list]:
     """The `options` along each axis of a table that has all their combinations, in their order.
 
-    Without them, those that the table has.
-
-    Raises:
-      ValueError: a combination is missing; `figure` is told.
+    Without them, those that the table has. ValueError names the `figure`, and what is missing.
     """
     seen = (dict.fromkeys(values) for values in zip(*found, strict=True))
     options = [list(values) for values in options or seen]

@@ -219,8 +219,7 @@ def lanes_explorer(
     }
     alt = "One training step over time: what the device computes, what its link sends, and which "
     alt += "layers lie whole"
-    picture = svg.picture("lanes", 380, _FOOT + 54, alt, rem=36)
-    layout = f'<div class="pictures">{picture}</div>'
+    layout = f'<div class="pictures">{svg.picture("lanes", 380, _FOOT + 54, alt, rem=36)}</div>'
     first = {"tokens": len(tokens) // 2, "ahead": 1} | dict(start or {})
     made = run, result, longest, _lanes
     return explorer(controls, layout, *made, start=first, fixed={"unit": unit})

@@ -33,9 +33,7 @@ def pieces(sharding: Sharding, shape: Sequence[int], inputs: int = 1) -> list[Pi
     """What each device holds of an array whose first `inputs` axes are drawn as rows.
 
     The others are its columns. Devices come in the order of the sharding, which is the mesh's.
-
-    Raises:
-      ValueError: a block is no rectangle of the matrix.
+    ValueError tells of a block that is no rectangle of the matrix.
     """
     return [
         Piece(*_range(index[:inputs], shape[:inputs]), *_range(index[inputs:], shape[inputs:]))

@@ -123,8 +123,7 @@ def _panel(axes, title, run, span, most):
         times, counts = np.array([*changes, (span, changes[-1][1])]).T
         foot = (1 + GAP) * (device + 1)
         heights = foot - counts * _share(run) / most
-        fill = {"step": "post", "facecolor": COLOURS["F"], "linewidth": 0}
-        axes.fill_between(times, foot, heights, **fill)
+        axes.fill_between(times, foot, heights, step="post", facecolor=COLOURS["F"], linewidth=0)
         axes.plot([0, span], [foot, foot], color=palette.GREY, linewidth=0.6, linestyle="-")
         peak = svg.short(_share(run) * run.peak_live[device], 3)
         middles.append(foot - 0.5)

@@ -61,8 +61,7 @@ def words(axes: Axes, x: float, y: float, text: Any, **style: Any) -> None:
 
 def outline(axes: Axes, x: float, y: float, wide: float, high: float, line: float = 1.2) -> None:
     """A rectangle's edge, so many points thick."""
-    edge = {"fill": False, "edgecolor": palette.GREY, "linewidth": line}
-    axes.add_patch(Rectangle((x, y), wide, high, **edge))
+    axes.add_patch(Rectangle((x, y), wide, high, fill=False, ec=palette.GREY, linewidth=line))
 
 
 def shards(array: jax.Array) -> Drawing:
@@ -135,8 +134,7 @@ def collective_picture(mesh: Mesh, names: Sequence[str] = COLLECTIVES) -> Drawin
         words(axes, 2 * n + apart, top - 0.85, sends, ha="right", fontsize=9)
         for left, state in zip((0, n + apart), _states(mesh, name), strict=True):
             _state(axes, left, top, state)
-        arrow = FancyArrowPatch((n + 0.4, top + n / 2), (n + apart - 0.4, top + n / 2))
-        _arrow(axes, arrow)
+        _arrow(axes, (n + 0.4, top + n / 2), (n + apart - 0.4, top + n / 2))
     _ring(axes, n + apart / 2, len(names) * pitch + 0.9, n)
     limits = {"xlim": (-0.1, 2 * n + apart + 0.1), "ylim": (len(names) * pitch + 3.8, -1.4)}
     axes.set(**limits, aspect="equal")
@@ -181,13 +179,13 @@ def _ring(axes, x, y, n):
         colour = palette.device(d)
         axes.add_patch(Circle(place, 0.52, color=colour, lw=0))
         words(axes, *place, d, color=palette.ink(colour))
-        _arrow(axes, FancyArrowPatch(place, places[(d + 1) % n], shrinkA=13, shrinkB=13))
+        _arrow(axes, place, places[(d + 1) % n], shrinkA=13, shrinkB=13)
     words(axes, x, y + 2.4, "in a ring, each sends to the next", fontsize=9)
 
 
-def _arrow(axes, arrow):
-    arrow.set(arrowstyle="-|>", mutation_scale=11, color=palette.GREY, lw=1.4)
-    axes.add_patch(arrow)
+def _arrow(axes, start, end, **ends):
+    look = {"arrowstyle": "-|>", "mutation_scale": 11, "color": palette.GREY, "linewidth": 1.4}
+    axes.add_patch(FancyArrowPatch(start, end, **look, **ends))
 
 
 def counters(key: jax.Array, drawn: Mapping[str, jax.Array]) -> Drawing:
@@ -295,8 +293,7 @@ def bars(
 def legend(axes: Axes, columns: int, left: float = 0, **options: Any) -> None:
     """A legend above the axes, from `left` on: on a phone the right side is out of sight."""
     with palette.style():
-        place = {"loc": "lower left", "bbox_to_anchor": (left, 1)}
-        axes.legend(ncols=columns, **place, **options)
+        axes.legend(ncols=columns, loc="lower left", bbox_to_anchor=(left, 1), **options)
 
 
 def _frame(axes, rows, columns):

@@ -55,11 +55,9 @@ def ring_stepper(runs: Runs) -> Interactive:
         "step": Control("Step", lambda run: range(len(run.held)), "steps"),
     }
     alt = "The devices on a ring, the blocks that each holds, and arrows for what has just moved"
-    picture = svg.picture("ring", 400, 400, alt, rem=29)
-    layout = f'{_KEY}<div class="pictures">{picture}</div>'
+    layout = f'{_KEY}<div class="pictures">{svg.picture("ring", 400, 400, alt, rem=29)}</div>'
     start = {"n": min(2, len(sizes) - 1), "step": 1}
-    functions = run, adds, _ring
-    return explorer(controls, layout, *functions, start=start, shows="step", result=describe)
+    return explorer(controls, layout, run, adds, _ring, start=start, shows="step", result=describe)
 
 
 def record(name: str, history: ArrayLike, pairs: Pairs) -> Recorded:

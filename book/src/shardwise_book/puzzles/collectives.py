@@ -155,8 +155,7 @@ def settings(options: Mapping[str, Any]) -> Verdict:
     total, written = measure.bytes_per_device(program).total / psi, measure.collectives(lowered)
     if total > 2.9:
         raise Wrong(f"a device needs {total:.2f}Ψ during the step; the budget is 2.9Ψ.")
-    rounded = [o for o in written.ops if o.kind == "reduce-scatter" and "bf16" in o.dtype]
-    if rounded:
+    if any(op.kind == "reduce-scatter" and "bf16" in op.dtype for op in written.ops):
         raise Wrong("gradients are summed in bfloat16; they are to be summed in float32.")
     sent = round(written.ring_bytes / psi * 8 / 7, 2)
     if sent > 4.5:

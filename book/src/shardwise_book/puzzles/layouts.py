@@ -56,9 +56,8 @@ def product(specs: Callable[[int, int, int], tuple[P, P]]) -> Verdict:
         judging.require_equal(program(*placed), a @ b)
         # Either factor may be gathered, or the partial products be reduced, which is two passes.
         enough = min(a.nbytes, b.nbytes, 2 * 4 * i * k) * 3 / 4
-        told.append(
-            f"{judging.require_sent(program, enough, f'ring bytes for {i}×{j} times {j}×{k}'):,}"
-        )
+        sent = judging.require_sent(program, enough, f"ring bytes for {i}×{j} times {j}×{k}")
+        told.append(f"{sent:,}")
     return f"{', '.join(told)} ring bytes for the four products, and less is not possible."
 
 
@@ -143,9 +142,8 @@ def target(make: Callable[[Any, Mesh], Any]) -> Verdict:
 
 def _check_restored(found, state, grid):
     for name, array in state.items():
-        judging.require_equal(
-            np.asarray(found[name], np.float32), np.asarray(array, np.float32), f" in {name}"
-        )
+        ours, theirs = (np.asarray(one, np.float32) for one in (found[name], array))
+        judging.require_equal(ours, theirs, f" in {name}")
         share = {d: 0 for d in grid.devices.flat} | measure.bytes_on_devices(found[name])
         parts = 1 if array.ndim == 0 else grid.size
         if set(share) != set(grid.devices.flat) or set(share.values()) != {array.nbytes // parts}:
