@@ -96,8 +96,7 @@ class Results:
     """The runs in the folder `path`; `root` is the project's folder."""
 
     def __init__(self, path: Path, root: Path) -> None:
-        self.path, self.root = Path(path), root
-        self.files = inputs.Files(root)
+        self.path, self.files = path, inputs.Files(root)
 
     def read(self, name: str, notebook: nbformat.NotebookNode) -> Data | None:
         """A page's run of the same cells; None where none is, or is no longer what was written."""
@@ -119,7 +118,7 @@ class Results:
         self, name: str, notebook: nbformat.NotebookNode, run: execute.Run, opened: inputs.Opened
     ) -> Data:
         """Store a good run of the notebook that was asked for; nothing where a file `Changed`."""
-        files = inputs.Files(self.root)  # as they are now: they may have changed before the run
+        files = inputs.Files(self.files.root)  # as they are now, not as they were before
         if edited := files.edited(opened):
             raise Changed(f"{', '.join(edited)} changed while chapters ran")
         data = {

@@ -23,7 +23,7 @@ _MATRICES = (  # name, left, top, width, height: x twice, up, hidden; then hidde
 _LABELS = {"before": (72, 66), "between": (140, 122), "after": (244, 192)}
 _ARROWS = "M48 66h46m-5 -4l5 4l-5 4", "M220 192h48m-5 -4l5 4l-5 4", "M130 108v22m-4 -5l4 5l4 -5"
 _SIGNS = (151, 70, "×"), (249, 70, "="), (91, 196, "×"), (149, 196, "=")
-_WHY = {  # the order of the collectives, by its place among them, is wrong
+_WHY = {  # an order is wrong, by its number
     1: "relu of a part of a sum is no part of relu of the sum. The sum must come first",
     2: "a device has its own summand of y, of the right shape, and others have others",
 }
@@ -150,7 +150,7 @@ def _labels(block, order):
     for place, (x, y) in _LABELS.items():
         kind, _ = block.sends.get(place, ("", 0))
         if place == "between":
-            steps = ["relu", kind] if order == 1 or not kind else [kind, "relu"]
+            steps = ["relu", kind] if order == 1 else [kind, "relu"]
             yield svg.text(x, y, ", then ".join(filter(None, steps)))
             continue
         first, dash, last = kind.rpartition("-")

@@ -76,7 +76,9 @@ def puzzle(todo: str) -> Callable:
 
 def _filled(answer: Any) -> Any:
     """`answer`, raising `NotYet` where it is open: at once, or in what a call of it returns."""
-    return (lambda *args: _given(answer(*args))) if callable(answer) else _given(answer)
+    if callable(answer):
+        return lambda *args: _given(answer(*args))
+    return _given(answer)
 
 
 def _given(answer):
