@@ -243,6 +243,10 @@ def test_chapter_that_would_not_be_executed(book):
     status, printed, _ = book.build()
     assert status != 0
     assert "chapters/second.md: would not be executed" in printed
+    book.write("chapters/second.md", "")
+    assert "chapters/second.md: would not be executed" in book.build()[1]
+    (book.folder / "chapters/second.md").unlink()
+    assert "chapters/second.md: named in _toc.yml, and not there: write it" in book.build()[1]
 
 
 def test_a_package_that_is_imported_from_elsewhere_is_named(book):
@@ -360,7 +364,7 @@ DAMAGES = {
 @SLOW
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_results_are_executed_again(book, damage):
-    found = list((book.folder / "_build/.results").glob("*/*.json"))
+    found = list((book.folder / "_build/.results").glob("*/*/*.json"))
     assert len(found) == 2
     for path in found:
         DAMAGES[damage](path)

@@ -40,7 +40,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import context, mesh, schedules
 from shardwise_book import figures
-from shardwise_book.figures import blocks, pipelines, ring
+from shardwise_book.figures import blocks, pieces, pipelines, ring
 from shardwise_book.figures import products as drawn_products
 from shardwise_book.figures import slices as drawn_slices
 
@@ -186,6 +186,33 @@ def test_blocks_want_every_combination():
 
 
 # One layer
+
+
+@pytest.mark.parametrize(("inputs", "refused"), [(0, 9), (1, 3), (2, 6), (3, 9)])
+def test_pieces_are_where_numpy_finds_their_entries(inputs, refused):
+    """By specs of an array of three axes; a block that is no interval of its axes is told."""
+    grid, shape = mesh.make(a=2, b=2, c=2), (4, 2, 6)
+    entries, wide = np.arange(48).reshape(shape), int(np.prod(shape[inputs:]))
+    for spec in itertools.product((None, "a", ("a", "b")), (None, "b", "c"), (None, "c")):
+        if spec[:2] == (("a", "b"), "b") or spec[1:] == ("c", "c"):  # no spec: an axis cuts twice
+            continue
+        sharding, boxes, whole = NamedSharding(grid, P(*spec)), [], True
+        for at in sharding.devices_indices_map(shape).values():
+            rows, columns = np.divmod(entries[at].ravel(), wide)
+            boxes.append((rows.min(), rows.max() + 1, columns.min(), columns.max() + 1))
+            whole &= np.ptp(rows) + 1 == rows.size / (np.ptp(columns) + 1)
+        if whole:
+            assert pieces.pieces(sharding, shape, inputs) == boxes
+            continue
+        with pytest.raises(ValueError, match="is no interval; cut the first of them alone"):
+            pieces.pieces(sharding, shape, inputs)
+        refused -= 1
+    assert refused == 0
+
+
+def test_pieces_of_an_axis_too_long_to_write_down():
+    cut = NamedSharding(mesh.make(a=8), P("a"))
+    assert pieces.pieces(cut, (2**45, 2))[1] == (2**42, 2**43, 0, 2)
 
 
 def bytes_of(specs, device):

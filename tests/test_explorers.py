@@ -46,6 +46,12 @@ def test_a_function_that_nothing_shows_is_an_error():
     assert shown.shown(size=1) == {"result": "4"}
 
 
+def test_a_fixed_value_that_can_be_called_is_a_value():
+    controls, made = {"size": Control("Size", (1, 2))}, {"result": lambda size, twice: twice(size)}
+    shown = States(explorer(controls, "", fixed={"twice": lambda size: str(2 * size)}, **made))
+    assert shown.shown(size=1) == {"result": "4"}
+
+
 def test_what_a_refusal_reaches_is_empty_and_the_result_tells_it():
     controls = {
         "size": Control("Size", (1, 2)),

@@ -180,20 +180,39 @@ def test_the_last_runs_of_a_page_are_kept_and_no_more(project, tmp_path_factory,
     monkeypatch.setattr(Path, "write_text", written)
     monkeypatch.setattr(execute, "run", lambda book, *_: execute.Run(book, 1.0))
 
-    def executed(text, stack="state"):
-        books = {"chapters/one": notebook(text), "chapters/two": notebook("'two'")}
+    def executed(text, stack="state", **more):
+        books = {"chapters/one": notebook(text)} | more
         return cache.update(books, folder / stack, project, lambda line: None)[2]
 
-    versions = [str(n) for n in range(20)]
-    for text in versions:
+    versions, more = [str(n) for n in range(20)], {"two": notebook("'two'")}
+    assert "two" in executed("0", **more)
+    for text in versions[1:]:  # without the other, as before a page is named in the contents
         assert "chapters/one" in executed(text)
     assert executed(versions[-1]) == executed(versions[-2]) == executed(versions[-1]) == []
-    assert len(list((folder / "state").iterdir())) == 2 * cache.KEPT
+    assert executed(versions[-1], **more) == []
+    assert len(list((folder / "state/chapters.one").iterdir())) == cache.KEPT
     assert executed(versions[0]) == ["chapters/one"]  # gone
     for stack in versions:
         executed("0", stack=stack)
     executed("0", stack=versions[-1])
     assert len(list(folder.iterdir())) == 1 + cache.KEPT
+
+
+def test_results_that_another_user_left_serve_and_stay(project, tmp_path_factory, monkeypatch):
+    """As where a cache is restored, or shared: nothing in it may be changed."""
+
+    def refuse(*args, **options):
+        raise PermissionError("not yours")
+
+    results = tmp_path_factory.mktemp("results") / ".results/state"
+    monkeypatch.setattr(execute, "run", lambda book, *_: execute.Run(book, 1.0))
+    for text in range(cache.KEPT + 2):  # one more than is kept, which the next build would delete
+        cache.update({"one": notebook(str(text))}, results, project, lambda line: None)
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    last = {"one": notebook(str(text))}
+    assert cache.update(last, results, project, lambda line: None)[2] == []
+    assert len(list(results.rglob("*.json"))) == cache.KEPT + 1
 
 
 def test_a_file_that_changed_before_it_was_read_is_known_as_it_was_read(project, tmp_path_factory):
@@ -205,11 +224,11 @@ def test_a_file_that_changed_before_it_was_read_is_known_as_it_was_read(project,
     before = known.files.digest("src/pack/used.py")
     used.write_text("VALUE = 2\n")
     found = opened(project, book.cells[0].source)[0]
-    data = known.keep(book, execute.Run(book, 1.0), found)
+    data = known.keep("book", book, execute.Run(book, 1.0), found)
     assert data["files"]["src/pack/used.py"] not in ("", before)
-    assert cache.Results(path, project).find(book)
+    assert cache.Results(path, project).find("book", book)
     used.write_text("VALUE = 1\n")
-    assert cache.Results(path, project).find(book) is None
+    assert cache.Results(path, project).find("book", book) is None
 
 
 @pytest.fixture

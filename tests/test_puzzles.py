@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, mesh, plan, rules, schedules
 from shardwise_book import puzzles
+from shardwise_book.puzzles import judging
 
 NAMES = [n for n in puzzles.__all__ if n not in ("Verdict", "halo", "layer", "squares")]
 DECODER = ("vocab", "embed", "heads", "kv_heads", "head_dim", "mlp")
@@ -318,6 +319,14 @@ def test_an_error_of_the_answer_is_told_and_not_raised():
     verdict = puzzles.scatter(fails)
     assert verdict.solved is False and "it raises KeyError" in repr(verdict)
     assert "&lt;such&gt;" in verdict._repr_html_()
+
+
+def test_what_an_answer_returns_is_handed_on_as_it_is():
+    """Also what can be called: that it returns None then is no stub."""
+    checker = judging.puzzle("write it")(lambda make: f"{make()(3)}")
+    assert checker(lambda: lambda x: None).text == "None"
+    assert checker(lambda: lambda x, *, by=2: by * x).text == "6"
+    assert checker(lambda: None).solved is None
 
 
 def test_seventeen_ticks_are_the_least_for_two_live():

@@ -53,12 +53,12 @@ def closure() -> dict[str, str]:
     """Versions, by name, of what is installed of ROOTS and all that they require."""
     found, left = {}, [Requirement(root) for root in ROOTS]
     while left:
-        name = left.pop().name
+        one = left.pop()
+        if one.name in found or (one.marker and not one.marker.evaluate({"extra": ""})):
+            continue
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            if name not in found:
-                found[name] = importlib.metadata.version(name)
-                for one in map(Requirement, importlib.metadata.requires(name) or []):
-                    left += [one] if not one.marker or one.marker.evaluate({"extra": ""}) else []
+            found[one.name] = importlib.metadata.version(one.name)
+            left += map(Requirement, importlib.metadata.requires(one.name) or [])
     return found
 
 
@@ -78,7 +78,7 @@ def fingerprint(root: Path) -> str:
             if path.suffix != ".egg-info"
         ),
     ]
-    return _digest(repr(parts))[:16]
+    return digest(repr(parts))[:16]
 
 
 def jobs() -> int:
@@ -96,34 +96,29 @@ class Results:
     """The runs in the folder `path`; `root` is the project's folder."""
 
     def __init__(self, path: Path, root: Path) -> None:
-        self.path, self.root = Path(path), root
-        self.files = inputs.Files(root)
+        self.path, self.files = path, inputs.Files(root)
 
-    def read(self, notebook: nbformat.NotebookNode) -> Data | None:
-        """The run of the same cells, or None where none is, or is no longer what was written."""
+    def read(self, name: str, notebook: nbformat.NotebookNode) -> Data | None:
+        """A page's run of the same cells; None where none is, or is no longer what was written."""
         try:
-            digest, text = self._place(notebook).read_text(encoding="utf-8").split("\n")
+            written, text = self.place(name, notebook).read_text(encoding="utf-8").split("\n")
         except (OSError, ValueError):
             return None
-        return nbformat.from_dict(json.loads(text)) if digest == _digest(text) else None
+        return nbformat.from_dict(json.loads(text)) if written == digest(text) else None
 
-    def find(self, notebook: nbformat.NotebookNode) -> Data | None:
+    def find(self, name: str, notebook: nbformat.NotebookNode) -> Data | None:
         """That run, or None where the notebook must be executed (again)."""
-        known = self.read(notebook)
+        known = self.read(name, notebook)
         if not known or not self.files.same(known["files"]):
             return None
-        os.utime(self._place(notebook))  # in use: `prune` takes those that are not
+        used(self.place(name, notebook))
         return known
 
     def keep(
-        self, notebook: nbformat.NotebookNode, run: execute.Run, opened: inputs.Opened
+        self, name: str, notebook: nbformat.NotebookNode, run: execute.Run, opened: inputs.Opened
     ) -> Data:
-        """Store a good run; `notebook` is the one that was asked for.
-
-        Raises:
-          Changed: a file is no longer what the run opened; nothing is stored.
-        """
-        files = inputs.Files(self.root)  # as they are now: they may have changed before the run
+        """Store a good run of the notebook that was asked for; nothing where a file `Changed`."""
+        files = inputs.Files(self.files.root)  # as they are now, not as they were before
         if edited := files.edited(opened):
             raise Changed(f"{', '.join(edited)} changed while chapters ran")
         data = {
@@ -133,15 +128,16 @@ class Results:
             "finished": time.time(),
             "outputs": [cell.outputs for cell in code(run.notebook)],
         }
-        text = json.dumps(data)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._place(notebook).write_text(f"{_digest(text)}\n{text}", encoding="utf-8")
+        text, path = json.dumps(data), self.place(name, notebook)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{digest(text)}\n{text}", encoding="utf-8")
         return data
 
-    def _place(self, notebook):
+    def place(self, name: str, notebook: nbformat.NotebookNode) -> Path:
+        """The file of a page's run of these cells, in a folder of the page."""
         # Tags too change what an execution means.
         cells = [(cell.source, cell.metadata.get("tags", [])) for cell in code(notebook)]
-        return self.path / f"{_digest(repr(cells))}.json"
+        return self.path / name.replace("/", ".") / f"{digest(repr(cells))}.json"
 
 
 def update(
@@ -160,11 +156,11 @@ def update(
       Changed: a file was edited after a chapter had read it; that run is not stored.
     """
     results = Results(path, root)
-    data = {name: results.find(notebook) for name, notebook in notebooks.items()}
-    if path.exists():
-        os.utime(path)
-        prune(path.parent, KEPT + 1)
-        prune(path, KEPT * len(notebooks))
+    data = {name: results.find(name, notebook) for name, notebook in notebooks.items()}
+    used(path)
+    prune(path.parent, KEPT + 1)
+    for name, notebook in notebooks.items():  # runs of pages out of the contents stay
+        prune(results.place(name, notebook).parent, KEPT)
     stale = [name for name, known in data.items() if known is None]
     if not stale:
         say(f"Chapters: all {len(notebooks)} unchanged since they were executed.")
@@ -173,9 +169,9 @@ def update(
     say(f"Chapters: {len(stale)} of {len(notebooks)} to execute, {at_once} at a time.")
     failures, kernels = [], execute.Kernels()
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        ordered = sorted(stale, key=lambda name: _length(results, notebooks[name]), reverse=True)
-        given = root, say, kernels
-        pending = {pool.submit(_run, name, notebooks[name], *given): name for name in ordered}
+        lengths = {n: _length(notebooks[n], results.read(n, notebooks[n])) for n in stale}
+        ordered = sorted(stale, key=lengths.get, reverse=True)
+        pending = {pool.submit(_run, n, notebooks[n], root, say, kernels): n for n in ordered}
         try:
             for done, future in enumerate(concurrent.futures.as_completed(pending), start=1):
                 name, (run, opened) = pending[future], future.result()
@@ -184,7 +180,7 @@ def update(
                 if run.failure:
                     failures.append(run.failure)
                 else:
-                    data[name] = results.keep(notebooks[name], run, opened)
+                    data[name] = results.keep(name, notebooks[name], run, opened)
         except BaseException:  # Ctrl-C too
             pool.shutdown(wait=False, cancel_futures=True)
             kernels.stop()
@@ -192,10 +188,17 @@ def update(
     return data, failures, stale
 
 
+def used(path: Path) -> None:
+    """Note that a stack or a run was of use, which `prune` goes by; not if it is another user's."""
+    with contextlib.suppress(OSError):
+        os.utime(path)
+
+
 def prune(folder: Path, kept: int) -> None:
-    """Delete all but the `kept` newest of what is in a folder: stacks, or the runs of one."""
-    for old in sorted(folder.iterdir(), key=lambda one: one.stat().st_mtime)[:-kept]:
-        shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink(missing_ok=True)
+    """Delete all but the `kept` newest of what is in a folder: stacks, or the runs of a page."""
+    for old in sorted(folder.glob("*"), key=lambda one: one.stat().st_mtime)[:-kept]:
+        with contextlib.suppress(OSError):  # another user's
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
 
 
 def _run(name, notebook, root, say, kernels):
@@ -206,9 +209,9 @@ def _run(name, notebook, root, say, kernels):
         return execute.run(notebook, f"{name}.md", kernels, watched), inputs.opened(log)
 
 
-def _length(results, notebook):
-    """What to sort by: seconds of its last run; else cells that wait for processes, then code."""
-    cells, known = [cell.source for cell in code(notebook)], results.read(notebook)
+def _length(notebook, known):
+    """What to sort by: seconds of its known run; else cells that wait for processes, then code."""
+    cells = [cell.source for cell in code(notebook)]
     waits = sum("subprocess" in cell or "processes." in cell for cell in cells)
     return known["execution_seconds"] if known else math.inf, waits, sum(map(len, cells))
 
@@ -218,5 +221,6 @@ def code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def _digest(text):
+def digest(text: str) -> str:
+    """What tells a text from any other."""
     return hashlib.sha256(text.encode()).hexdigest()

@@ -11,7 +11,6 @@ Sphinx compares the times of source files. It keeps what an interrupted build le
 that left the table of contents, and pages that an older version of this extension made.
 """
 
-import hashlib
 import importlib.util
 import shutil
 import sys
@@ -36,7 +35,7 @@ FINISHED = "finished"  # the file with the record
 STATIC = "_sphinx_design_static"  # sphinx-design writes it before any page, and only where it lacks
 CHANGED = "changed while the book was built: run `make book` again."
 # By page: its text, and the outputs of its code cells. Sphinx's processes, which read pages, fork.
-PAGES: dict[str, tuple[str, list]] = {}
+PAGES: dict[str, tuple[str | None, list]] = {}
 
 
 class BookError(SphinxError):
@@ -51,6 +50,7 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.keep_going = True
     app.shardwise_runs = {}  # by page, as `cache.update` returns them
     app.add_directive("run-times", times.RunTimes)
+    app.add_directive("observatory", observatory.Observatory)
     app.connect("config-inited", _configure, priority=950)  # when the table of contents is known
     app.connect("builder-inited", _execute, priority=900)  # when MyST's settings are there
     app.connect("env-get-outdated", _outdated)
@@ -58,7 +58,6 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.connect("build-finished", _finish)
     site.setup(app)
     failures.setup(app)
-    observatory.setup(app)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -78,8 +77,7 @@ def _execute(app):
     root = Path(app.srcdir)
     path = Path(app.outdir).parent / ".results" / cache.fingerprint(root)
     texts = {name: _text(root, name) for name in app.config.external_site_map}
-    notebooks = {name: _notebook(app, name, text) for name, text in texts.items()}
-    notebooks = {name: notebook for name, notebook in notebooks.items() if notebook}
+    notebooks = {n: found for n, text in texts.items() if (found := _notebook(app, n, text))}
     chapters = [root / f"{name}.md" for name in notebooks if name.startswith(f"{CHAPTERS}/")]
     problems = [one.replace(f"{root}/", "") for one in map(pairs.problem, chapters) if one]
     for name, notebook in notebooks.items():
@@ -122,20 +120,21 @@ def read(text: str, name: str, config: MdParserConfig) -> nbformat.NotebookNode:
 
 
 def _text(root, name):
+    """A page's text, None where it has no file."""
     path = root / f"{name}.md"
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+    return path.read_text(encoding="utf-8") if path.exists() else None
 
 
 def _notebook(app, name, text):
     """That of a page which is executed."""
-    if is_myst_markdown_notebook(text):
+    if text is not None and is_myst_markdown_notebook(text):
         return read_myst_markdown_notebook(text, app.env.myst_config, add_source_map=True)
     if name.startswith(f"{CHAPTERS}/"):
         raise BookError(
-            f"{name}.md: would not be executed: its front matter needs `jupytext: "
+            f"{name}.md: named in _toc.yml, and not there: write it, or take its line out."
+            if text is None
+            else f"{name}.md: would not be executed: its front matter needs `jupytext: "
             "text_representation: {extension: .md, format_name: myst}`, as in other chapters."
-            if text
-            else f"{name}.md: named in _toc.yml, and not there: write it, or take its line out."
         )
     return None
 
@@ -215,4 +214,4 @@ def _state(app: Sphinx) -> str:
         # What is installed, by the folders that say so: their names have the versions.
         *sorted({one.name for folder in sys.path for one in Path(folder).glob("*-info")}),
     ]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return cache.digest("\0".join(parts))

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from docutils import nodes
 from packaging.version import Version
-from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 from .times import table
@@ -93,8 +92,7 @@ def _differences(old, new):
         if ("failed" in old) != ("failed" in new):
             yield "compiles now" if "failed" in old else "is refused now"
         return
-    kinds = sorted({*old["collectives"], *new["collectives"]})
-    for kind in kinds:
+    for kind in sorted({*old["collectives"], *new["collectives"]}):
         was, now = (x["collectives"].get(kind, {}).get("in_program", 0) for x in (old, new))
         if was != now:
             yield f"{kind} {was} → {now}"
@@ -148,7 +146,3 @@ class Observatory(SphinxDirective):
         header = ["program", "JAX", "collectives", "asynchronous", *sizes, "seconds"]
         rows = [[name, s.jax, *row(s, name)] for name in names(stacks) for s in stacks]
         return [*parts, nodes.raw("", svg, format="html"), table(header, rows, "observed")]
-
-
-def setup(app: Sphinx) -> None:
-    app.add_directive("observatory", Observatory)

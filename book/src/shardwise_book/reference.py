@@ -78,9 +78,8 @@ class ModuleTable(SphinxDirective):
 
 def modules(package: Path) -> dict[str, str]:
     """{name: first line of its docstring}, in the order of names; what is private left out."""
-    paths = [*package.glob("[!_]*.py"), *package.glob("[!_]*/__init__.py")]
     found = {}
-    for path in paths:
+    for path in [*package.glob("[!_]*.py"), *package.glob("[!_]*/__init__.py")]:
         text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         found[path.parent.name if path.stem == "__init__" else path.stem] = text.split("\n")[0]
     return dict(sorted(found.items()))

@@ -46,15 +46,6 @@ WORD = re.compile(r'<span class="pre">([\w.=*()]+)</span>')
 PLAIN = re.compile(rf'<span class="(?:{"|".join(UNCOLOURED)})">([^<]*)</span>')
 
 
-def mathml(node: nodes.Element, display: str) -> str:
-    """The node's formula as MathML; warns, naming place and formula, where it cannot be drawn."""
-    tex = node.astext().strip()
-    drawn, mistake = draw(tex, display)
-    if mistake:
-        log.warning("formula %r: %s", tex, mistake, location=node)
-    return drawn
-
-
 def draw(tex: str, display: str) -> tuple[str, str]:
     """(MathML, mistake): the mistake is empty where all of the formula was understood."""
     if tex.replace(r"\{", "").count("{") != tex.replace(r"\}", "").count("}"):
@@ -70,15 +61,18 @@ def draw(tex: str, display: str) -> tuple[str, str]:
 
 
 def visit_math(self, node: nodes.math | nodes.math_block) -> None:
-    if isinstance(node, nodes.math):
-        self.body.append(mathml(node, "inline"))
-        raise nodes.SkipNode
-    self.body.append(self.starttag(node, "div", CLASS="math"))
-    if node["number"]:
-        self.body.append(f'<span class="eqno">({get_node_equation_number(self, node)})')
-        self.add_permalink_ref(node, "Link to this equation")
-        self.body.append("</span>")
-    self.body.append(mathml(node, "block") + "</div>\n")
+    """Writes the node's formula; warns, naming place and formula, where it cannot be drawn."""
+    tex, inline = node.astext().strip(), isinstance(node, nodes.math)
+    drawn, mistake = draw(tex, "inline" if inline else "block")
+    if mistake:
+        log.warning("formula %r: %s", tex, mistake, location=node)
+    if not inline:
+        self.body.append(self.starttag(node, "div", CLASS="math"))
+        if node["number"]:
+            self.body.append(f'<span class="eqno">({get_node_equation_number(self, node)})')
+            self.add_permalink_ref(node, "Link to this equation")
+            self.body.append("</span>")
+    self.body.append(drawn if inline else f"{drawn}</div>\n")
     raise nodes.SkipNode
 
 
@@ -96,12 +90,11 @@ def page_links(repository: str, branch: str, colab: str, slug: str) -> list[dict
 
     Colab opens notebooks from GitHub only. A `file:` address is a clone on this machine.
     """
-    address = urlsplit(repository)
     if not repository:
         return []
-    if address.scheme == "file":
-        return [{"name": "Source", "url": f"{repository}/{slug}.md"}]
-    links = [{"name": "Source", "url": f"{repository}/blob/{branch}/{slug}.md"}]
+    address = urlsplit(repository)
+    folder = repository if address.scheme == "file" else f"{repository}/blob/{branch}"
+    links = [{"name": "Source", "url": f"{folder}/{slug}.md"}]
     if address.hostname == "github.com":
         notebook = f"{colab}/github{address.path}/blob/{branch}/{slug}.ipynb"
         links.insert(0, {"name": "Colab", "url": notebook})

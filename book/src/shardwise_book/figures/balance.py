@@ -115,11 +115,11 @@ def _ring(scores, every):
         bars = [(x, device * _ROW + 3, count, 18) for x, count in steps]
         rows += svg.path(bars, svg.device(device), "")
     lines = "".join(f"M{x} 0v{high}" for x in starts)
+    dashed = 'stroke-dasharray="2 2" vector-effect="non-scaling-stroke"'
     inside = (
         f"{svg.text(_LEFT, 11, 'time →')}{names}"
         f'<g transform="translate({_LEFT} 15) scale({_WIDE / longest:.3f} 1)">{rows}'
-        f'<path d="{lines}" fill="none" {svg.EDGE} stroke-dasharray="2 2" '
-        f'vector-effect="non-scaling-stroke"/></g>'
+        f"{svg.line(lines, dashed)}</g>"
     )
     alt = "A row for each device over time: in each step of the ring a bar as long as its scores, "
     alt += "and a gap until the slowest device is ready"

@@ -23,6 +23,10 @@ _MATRICES = (  # name, left, top, width, height: x twice, up, hidden; then hidde
 _LABELS = {"before": (72, 66), "between": (140, 122), "after": (244, 192)}
 _ARROWS = "M48 66h46m-5 -4l5 4l-5 4", "M220 192h48m-5 -4l5 4l-5 4", "M130 108v22m-4 -5l4 5l4 -5"
 _SIGNS = (151, 70, "×"), (249, 70, "="), (91, 196, "×"), (149, 196, "=")
+_WHY = {  # an order is wrong, by its number
+    1: "relu of a part of a sum is no part of relu of the sum. The sum must come first",
+    2: "a device has its own summand of y, of the right shape, and others have others",
+}
 _KEY = """<p style="font-size: .88em">Grey is whole on every device. Bands are cut: each device has
 the band of its colour. A pile is a sum that has not been taken: every device has a summand.</p>"""
 
@@ -63,14 +67,13 @@ def block_explorer(blocks: Sequence[Block], start: int = 0) -> Interactive:
         "n": Control("Devices", options[0]),
         "first": Control("First matrix by", options[1]),
         "second": Control("Second matrix by", options[2]),
-        "sequence": Control("Tokens outside", {("whole", "cut")[cut]: cut for cut in options[3]}),
+        "sequence": Control("Tokens outside", {"whole": False, "cut": True}),
         "order": Control("Collectives", {name: i for i, name in enumerate(ORDERS)}),
     }
 
     alt = "Two products of matrices: for each matrix how it lies on the devices, and on the arrows "
     alt += "the collectives between"
-    arrow = f'fill="none" {svg.EDGE} stroke-width="1.3"'
-    inside = "".join(f'<path d="{path}" {arrow}/>' for path in _ARROWS)
+    inside = "".join(svg.line(arrow, 'stroke-width="1.3"') for arrow in _ARROWS)
     inside += "".join(svg.text(*sign, "middle") for sign in _SIGNS)
     inside += '<g id="@matrices"></g><g id="@labels"></g>'
     layout = (
@@ -78,10 +81,12 @@ def block_explorer(blocks: Sequence[Block], start: int = 0) -> Interactive:
         f'<div style="flex: 1 1 15rem">{RESULT}{_KEY}</div></div>'
     )
 
-    made = {"block": lambda n, first, second, sequence: found[n, first, second, sequence]}
-    numbers = dict(zip(controls, map(list.index, options, blocks[start]), strict=False))
-    made |= {"result": describe, "start": numbers}
-    return explorer(controls, layout, _matrices, _labels, **made)
+    def block(n, first, second, sequence):
+        return found[n, first, second, sequence]
+
+    shown = zip(controls, options, blocks[start], strict=False)  # the order is first at 0
+    at = {name: values.index(value) for name, values, value in shown}
+    return explorer(controls, layout, block, _matrices, _labels, start=at, result=describe)
 
 
 def states(first: str, second: str, sequence: bool) -> tuple[str, ...]:
@@ -92,7 +97,8 @@ def states(first: str, second: str, sequence: bool) -> tuple[str, ...]:
     needs = {"columns": "whole", "rows": "columns"}
     gives = {"columns": "columns", "rows": "partial"}
     up = outside, needs[first], first, gives[first]
-    return *up, needs[second], second, gives[second], outside
+    down = needs[second], second, gives[second], outside
+    return up + down
 
 
 def describe(block: Block, order: int = 0) -> str:
@@ -108,18 +114,8 @@ def describe(block: Block, order: int = 0) -> str:
             f"expects {'its tokens' if block.sequence else 'all of them'}."
         )
     if order:
-        error, why = [
-            (
-                block.early,
-                "relu of a part of a sum is no part of relu of the sum. The sum must come first",
-            ),
-            (
-                block.unsent,
-                "a device has its own summand of y, of the right shape, and others have others",
-            ),
-        ][order - 1]
-        share = said("error", f"{error:.0%}")
-        return f"{said('verdict', 'Wrong')} by {share} of the largest entry: {why}."
+        error = said("error", f"{block.early if order == 1 else block.unsent:.0%}")
+        return f"{said('verdict', 'Wrong')} by {error} of the largest entry: {_WHY[order]}."
     words = {"before": "before the first product", "between": "between", "after": "at the end"}
     listed = ", ".join(f"{kind} {words[place]}" for place, (kind, _) in block.sends.items())
     sent = sum(size for _, size in block.sends.values())
@@ -154,7 +150,7 @@ def _labels(block, order):
     for place, (x, y) in _LABELS.items():
         kind, _ = block.sends.get(place, ("", 0))
         if place == "between":
-            steps = ["relu", kind] if order == 1 or not kind else [kind, "relu"]
+            steps = ["relu", kind] if order == 1 else [kind, "relu"]
             yield svg.text(x, y, ", then ".join(filter(None, steps)))
             continue
         first, dash, last = kind.rpartition("-")

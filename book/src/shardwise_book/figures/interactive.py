@@ -77,7 +77,8 @@ def explorer(
     *functions: Callable,
     start: Mapping[str, int] | None = None,
     shows: str = "choice",
-    **more: Any,
+    fixed: Mapping[str, Any] | None = None,
+    **more: Callable,
 ) -> Interactive:
     """An explorer: each function draws the inside of the element with its name in `layout`.
 
@@ -86,8 +87,8 @@ def explorer(
     gets. One that `layout` has no element for makes what others draw; but "result" then stands
     below. Each is called once for all choices that are the same to it, and player.js shows what was
     drawn. An underscore before a name is no part of it; `more` has functions under other names, and
-    values that no control changes. `start` has the number of the option that a control is first at,
-    0 where it is left out. Without the script the figure `shows` one thing: this.
+    `fixed` values that no control changes. `start` has the number of the option that a control is
+    first at, 0 where it is left out. Without the script the figure `shows` one thing: this.
 
     Raises:
       ValueError: a control starts at an option that it has not, or nothing shows what a function
@@ -95,7 +96,7 @@ def explorer(
     """
     named = {function.__name__.lstrip("_"): function for function in functions} | more
     layout += RESULT if "result" in named and 'id="@result"' not in layout else ""
-    states = _States(controls, named)
+    states = _States(controls, named, fixed or {})
     parts = states.parts(layout)
     given: dict[str, Any] = {}
     drawn = ""
@@ -120,10 +121,8 @@ def explorer(
 class _States:
     """What functions make of all that controls can say."""
 
-    def __init__(self, controls, made):
-        self.controls, self.known = controls, {}
-        self.made = {name: one for name, one in made.items() if callable(one)}
-        self.fixed = {name: one for name, one in made.items() if not callable(one)}
+    def __init__(self, controls, made, fixed):
+        self.controls, self.made, self.fixed, self.known = controls, made, fixed, {}
         self.asks, self.keys = functools.cache(self._asks), functools.cache(self._keys)
 
     def _asks(self, function):
@@ -203,9 +202,9 @@ class _States:
         controls = {n: keyed(one.options, offered, n) for n, one in self.controls.items()}
         shown = {name: keyed(draw, drawn, name) for name, draw in parts.items()}
         split = [re.split(r"(\d+(?:\.\d+)?)", text) for text in texts]  # each second is a number
-        rows: dict[tuple[str, ...], list] = {tuple(pieces[::2]): [] for pieces in split}
+        rows: dict[tuple[str, ...], list] = {}
         for pieces in split:
-            rows[tuple(pieces[::2])].append(pieces[1::2])
+            rows.setdefault(tuple(pieces[::2]), []).append(pieces[1::2])
         numbers = {pieces: number for number, pieces in enumerate(rows)}
         order = [numbers[tuple(pieces[::2])] for pieces in split]
         columns = [[t, *map(" ".join, zip(*found, strict=True))] for t, found in rows.items()]
@@ -219,10 +218,7 @@ def axes(
 ) -> list[list]:
     """The `options` along each axis of a table that has all their combinations, in their order.
 
-    Without them, those that the table has.
-
-    Raises:
-      ValueError: a combination is missing; `figure` is told.
+    Without them, those that the table has. ValueError names the `figure`, and what is missing.
     """
     seen = (dict.fromkeys(values) for values in zip(*found, strict=True))
     options = [list(values) for values in options or seen]

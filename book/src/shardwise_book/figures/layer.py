@@ -86,8 +86,8 @@ def layer_explorer(
         "mine": lambda held, device: {name: every[device] for name, every in held.items()},
         "needed": lambda used, device: {name: every[device] for name, every in used.items()},
     }
-    made |= {"places": places, "start": {"layout": chosen}, "shows": "layout"}
-    return explorer(controls, layout, result, sums, _blocks, **made)
+    more = {"start": {"layout": chosen}, "shows": "layout", "fixed": {"places": places}}
+    return explorer(controls, layout, result, sums, _blocks, **more, **made)
 
 
 def _arranged(rows):

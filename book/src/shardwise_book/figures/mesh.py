@@ -43,8 +43,7 @@ def mesh_explorer() -> Interactive:
     def looked(mesh, rows, columns, first, second):
         """What each device holds, and JAX's refusal if nothing."""
         try:
-            sharding = NamedSharding(mesh, PartitionSpec(first, second))
-            return pieces(sharding, (rows, columns)), ""
+            return pieces(NamedSharding(mesh, PartitionSpec(first, second)), (rows, columns)), ""
         except Exception as error:  # the class of some, DuplicateSpecError, is not public
             return [], escape(str(error), False)
 

@@ -12,7 +12,6 @@ from typing import NamedTuple
 from shardwise_book.figures import palette, svg
 from shardwise_book.figures.interactive import Control, Interactive, explorer, said
 
-STRATEGIES = ("data", "fsdp")
 LAYERS = 4
 NAMES = {"data": "Data parallelism", "fsdp": "FSDP"}
 AHEAD = {
@@ -117,10 +116,10 @@ def overlap(
     Raises:
       ValueError: an unknown strategy, or fewer than one layer, or less than 0 ahead.
     """
-    if strategy not in STRATEGIES or layers < 1 or ahead < 0:
+    if strategy not in NAMES or layers < 1 or ahead < 0:
         raise ValueError(
             f"figures.overlap: strategy={strategy!r}, layers={layers}, ahead={ahead}; expected "
-            f"one of {', '.join(STRATEGIES)}, at least 1 layer, and 0 or more ahead."
+            f"one of {', '.join(NAMES)}, at least 1 layer, and 0 or more ahead."
         )
     fsdp, count, order = strategy == "fsdp", 2 * layers, [*range(layers), *reversed(range(layers))]
     passes: list[Task] = []
@@ -220,10 +219,10 @@ def lanes_explorer(
     }
     alt = "One training step over time: what the device computes, what its link sends, and which "
     alt += "layers lie whole"
-    picture = svg.picture("lanes", 380, _FOOT + 54, alt, rem=36)
-    layout = f'<div class="pictures">{picture}</div>'
+    layout = f'<div class="pictures">{svg.picture("lanes", 380, _FOOT + 54, alt, rem=36)}</div>'
     first = {"tokens": len(tokens) // 2, "ahead": 1} | dict(start or {})
-    return explorer(controls, layout, run, result, longest, _lanes, start=first, unit=unit)
+    made = run, result, longest, _lanes
+    return explorer(controls, layout, *made, start=first, fixed={"unit": unit})
 
 
 def _time(seconds, unit):

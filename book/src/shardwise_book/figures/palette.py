@@ -24,19 +24,12 @@ DASHES = ("-", "--", "-.", ":")
 GREY = "#7a7a7a"  # text and axes: more than 4:1 on white and on near-black
 
 STYLE = {
-    "figure.facecolor": "none",
-    "savefig.facecolor": "none",
-    "axes.facecolor": "none",
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": GREY,
-    "axes.titlecolor": GREY,
+    **dict.fromkeys(["figure.facecolor", "savefig.facecolor", "axes.facecolor"], "none"),
+    **dict.fromkeys(["axes.edgecolor", "axes.labelcolor", "axes.titlecolor"], GREY),
+    **dict.fromkeys(["text.color", "xtick.color", "ytick.color"], GREY),
+    **dict.fromkeys(["axes.spines.top", "axes.spines.right"], False),
     "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.prop_cycle": matplotlib.cycler(color=LINES, linestyle=DASHES),
-    "text.color": GREY,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same figure on every machine
     "font.size": 10,
     "lines.linewidth": 2.0,

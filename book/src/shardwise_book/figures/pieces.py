@@ -1,10 +1,8 @@
 """The pieces into which a sharding cuts an array, as rectangles of a matrix."""
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 from jax.sharding import Sharding
 
 
@@ -35,9 +33,7 @@ def pieces(sharding: Sharding, shape: Sequence[int], inputs: int = 1) -> list[Pi
     """What each device holds of an array whose first `inputs` axes are drawn as rows.
 
     The others are its columns. Devices come in the order of the sharding, which is the mesh's.
-
-    Raises:
-      ValueError: a block is no rectangle of the matrix.
+    ValueError tells of a block that is no rectangle of the matrix.
     """
     return [
         Piece(*_range(index[:inputs], shape[:inputs]), *_range(index[inputs:], shape[inputs:]))
@@ -47,11 +43,15 @@ def pieces(sharding: Sharding, shape: Sequence[int], inputs: int = 1) -> list[Pi
 
 def _range(index, sizes):
     """First and end of the entries at `index`, of axes that are drawn as one."""
-    found = np.arange(math.prod(sizes)).reshape(sizes)[index].ravel()
-    first, end = int(found[0]), int(found[-1]) + 1
-    if end - first != found.size:
+    first = last = 0
+    entries = 1
+    for cut, size in zip(index, sizes, strict=True):
+        start, stop, _ = cut.indices(size)
+        first, last = first * size + start, last * size + stop - 1
+        entries *= stop - start
+    if last + 1 - first != entries:
         raise ValueError(
             f"figures: of axes {tuple(sizes)} drawn as one, a block {index} is no interval; cut "
             f"the first of them alone."
         )
-    return first, end
+    return first, last + 1

@@ -101,7 +101,7 @@ def live_activations(runs: Mapping[str, schedules.Timeline], width: float = 3.9)
     drawing, panels = canvas(width, high, 2, lines, **grid)
     panels = panels.ravel()
     span = max(run.makespan for run in runs.values())
-    most = max(_share(run) * max(run.peak_live) for run in runs.values())
+    most = max(_share(run.schedule) * max(run.peak_live) for run in runs.values())
     for axes, (title, run) in zip(panels, runs.items(), strict=False):
         _panel(axes, title, run, span, most)
     for axes in panels[len(runs) :]:
@@ -112,9 +112,9 @@ def live_activations(runs: Mapping[str, schedules.Timeline], width: float = 3.9)
     return drawing
 
 
-def _share(run):
+def _share(table):
     """How much of a device's layers one stage has."""
-    return run.schedule.devices / run.schedule.stages
+    return table.devices / table.stages
 
 
 def _panel(axes, title, run, span, most):
@@ -122,11 +122,10 @@ def _panel(axes, title, run, span, most):
     for device, changes in enumerate(run.live):
         times, counts = np.array([*changes, (span, changes[-1][1])]).T
         foot = (1 + GAP) * (device + 1)
-        heights = foot - counts * _share(run) / most
-        fill = {"step": "post", "facecolor": COLOURS["F"], "linewidth": 0}
-        axes.fill_between(times, foot, heights, **fill)
+        heights = foot - counts * _share(run.schedule) / most
+        axes.fill_between(times, foot, heights, step="post", facecolor=COLOURS["F"], linewidth=0)
         axes.plot([0, span], [foot, foot], color=palette.GREY, linewidth=0.6, linestyle="-")
-        peak = svg.short(_share(run) * run.peak_live[device], 3)
+        peak = svg.short(_share(run.schedule) * run.peak_live[device], 3)
         middles.append(foot - 0.5)
         axes.text(span * 1.03, foot - 0.5, peak, va="center", fontsize=9, color=palette.GREY)
     axes.set_title(title, loc="left", fontsize=9.5, fontweight="bold", pad=2)
@@ -174,7 +173,7 @@ def timeline(
     made: schedules.Schedule, backward: float = 2, transfer: float = 0
 ) -> schedules.Timeline:
     """When tasks run, where the forward of all of a device's layers takes 1."""
-    share = made.devices / made.stages
+    share = _share(made)
     half = backward * share / 2
     costs = {"F": share, "B": backward * share, "I": half, "W": half}
     return schedules.timeline(made, costs, transfer)
@@ -221,7 +220,7 @@ def _rows(plain):
 
 
 def _live(plain):
-    share = plain.schedule.devices / plain.schedule.stages
+    share = _share(plain.schedule)
     peaks = ", ".join(svg.short(share * peak, 3) for peak in plain.peak_live)
     pending = ", ".join(svg.short(share * peak, 3) for peak in plain.peak_weights_pending)
     return (

@@ -1,4 +1,4 @@
-"""The static figures: blocks, meshes, random bits, loss curves, predicted beside measured."""
+"""The static figures: blocks, meshes, collectives, random bits, loss curves, bars that compare."""
 
 import io
 import math
@@ -7,14 +7,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 from numpy.typing import ArrayLike
 
 from shardwise_book.figures import palette
 from shardwise_book.figures.pieces import Piece, pieces
+
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 class Drawing(Figure):
@@ -59,8 +61,7 @@ def words(axes: Axes, x: float, y: float, text: Any, **style: Any) -> None:
 
 def outline(axes: Axes, x: float, y: float, wide: float, high: float, line: float = 1.2) -> None:
     """A rectangle's edge, so many points thick."""
-    edge = {"fill": False, "edgecolor": palette.GREY, "linewidth": line}
-    axes.add_patch(Rectangle((x, y), wide, high, **edge))
+    axes.add_patch(Rectangle((x, y), wide, high, fill=False, ec=palette.GREY, linewidth=line))
 
 
 def shards(array: jax.Array) -> Drawing:
@@ -114,6 +115,77 @@ def mesh_picture(mesh: Mesh, per_host: int | None = None) -> Drawing:
         title = f"{first} = {panel}" if first else ""
         ax.set(xlabel=across, ylabel=down or "", title=title)
     return drawing
+
+
+def collective_picture(mesh: Mesh, names: Sequence[str] = COLLECTIVES) -> Drawing:
+    """What each device holds before and after each collective, which is run; and the ring.
+
+    `mesh` has one axis. A column is a device and a row a block; the colour says which device a
+    block comes from, and a block of several colours is the sum of theirs.
+    """
+    n, apart = mesh.size, 2.6
+    pitch = n + 2.7
+    drawing, axes = canvas(3.1, 0.29 * (pitch * len(names) + 5.2))
+    for i, name in enumerate(names):
+        top, turns = i * pitch, 2 if name == "all-reduce" else 1
+        words(axes, 0, top - 0.85, name, fontweight="bold", ha="left")
+        whose = " of its own" if name == "all-to-all" else ""
+        sends = f"each sends {turns * (n - 1)} blocks{whose}"
+        words(axes, 2 * n + apart, top - 0.85, sends, ha="right", fontsize=9)
+        for left, state in zip((0, n + apart), _states(mesh, name), strict=True):
+            _state(axes, left, top, state)
+        _arrow(axes, (n + 0.4, top + n / 2), (n + apart - 0.4, top + n / 2))
+    _ring(axes, n + apart / 2, len(names) * pitch + 0.9, n)
+    limits = {"xlim": (-0.1, 2 * n + apart + 0.1), "ylim": (len(names) * pitch + 3.8, -1.4)}
+    axes.set(**limits, aspect="equal")
+    axes.set_axis_off()
+    return drawing
+
+
+def _states(mesh, name):
+    """Marks [block, device] before and after: bit d for what comes from device d, 0 for nothing."""
+    n, (axis,) = mesh.size, mesh.axis_names
+    cut, rows = PartitionSpec(None, axis), 1 << np.arange(n)
+    run = {
+        "all-gather": lambda x: jax.lax.all_gather(x.sum(0), axis),
+        "reduce-scatter": lambda x: jax.lax.psum_scatter(x, axis, tiled=True),
+        "all-reduce": lambda x: jax.lax.psum(x, axis),
+        "all-to-all": lambda x: jax.lax.all_to_all(x, axis, 0, 0, tiled=True),
+    }[name]
+    before = np.diag(rows) if name == "all-gather" else np.tile(rows, (n, 1))
+    after = np.array(jax.jit(jax.shard_map(run, mesh=mesh, in_specs=cut, out_specs=cut))(before))
+    return before, np.diag(after[0]) if name == "reduce-scatter" else after
+
+
+def _state(axes, left, top, state):
+    """One column a device, its blocks from top to bottom."""
+    for (block, device), mark in np.ndenumerate(state):
+        x, y = left + device, top + block
+        whose = [d for d in range(len(state)) if mark >> d & 1]
+        wide, high = 0.88 / max(1, len(whose)), 0.88
+        for i, d in enumerate(whose):
+            at, label = (x + 0.06 + i * wide, y + 0.06), d if len(whose) == 1 else ""
+            tile(axes, *at, wide, high, palette.device(d), label, 0.52, fontsize=9)
+    for device in range(len(state)):
+        outline(axes, left + device, top, 1, len(state), 0.9)
+        words(axes, left + device + 0.5, top + len(state) + 0.5, device)
+
+
+def _ring(axes, x, y, n):
+    """n devices on a flat ring, each with an arrow to the next."""
+    angles = [math.pi * (1 + 2 * d / n) + math.pi / n for d in range(n)]
+    places = [(x + 3.2 * math.cos(a), y + 1.5 * math.sin(a)) for a in angles]
+    for d, place in enumerate(places):
+        colour = palette.device(d)
+        axes.add_patch(Circle(place, 0.52, color=colour, lw=0))
+        words(axes, *place, d, color=palette.ink(colour))
+        _arrow(axes, place, places[(d + 1) % n], shrinkA=13, shrinkB=13)
+    words(axes, x, y + 2.4, "in a ring, each sends to the next", fontsize=9)
+
+
+def _arrow(axes, start, end, **ends):
+    look = {"arrowstyle": "-|>", "mutation_scale": 11, "color": palette.GREY, "linewidth": 1.4}
+    axes.add_patch(FancyArrowPatch(start, end, **look, **ends))
 
 
 def counters(key: jax.Array, drawn: Mapping[str, jax.Array]) -> Drawing:
@@ -221,8 +293,7 @@ def bars(
 def legend(axes: Axes, columns: int, left: float = 0, **options: Any) -> None:
     """A legend above the axes, from `left` on: on a phone the right side is out of sight."""
     with palette.style():
-        place = {"loc": "lower left", "bbox_to_anchor": (left, 1)}
-        axes.legend(ncols=columns, **place, **options)
+        axes.legend(ncols=columns, loc="lower left", bbox_to_anchor=(left, 1), **options)
 
 
 def _frame(axes, rows, columns):

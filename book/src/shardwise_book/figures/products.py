@@ -54,8 +54,7 @@ def product_explorer(mesh: Mesh, products: Sequence[Product], start: int = 0) ->
         y = device * _PITCH + 30 + _SIDE // 2
         drawn += svg.text(0, y, f"device {device}") + svg.text(132, y, "×") + svg.text(220, y, "=")
     alt = "The blocks of both factors and of the result on each device"
-    inside = f'{drawn}<g id="@blocks"></g>'
-    picture = svg.picture("", 304, mesh.size * _PITCH + 16, alt, inside)
+    picture = svg.picture("", 304, mesh.size * _PITCH + 16, alt, f'{drawn}<g id="@blocks"></g>')
     words = f'<div style="flex: 1 1 15rem">{RESULT}{_KEY}</div>'
     made = {
         "product": lambda **chosen: found[tuple(chosen.values())],
@@ -63,7 +62,8 @@ def product_explorer(mesh: Mesh, products: Sequence[Product], start: int = 0) ->
         "blocks": lambda product: "".join(columns(mesh, product)),
     }
     layout = f'<div class="pictures">{picture}{words}</div>'
-    numbers = dict(zip(controls, map(list.index, options, products[start]), strict=True))
+    shown = zip(controls, options, products[start], strict=False)
+    numbers = {name: values.index(value) for name, values, value in shown}
     return explorer(controls, layout, start=numbers, shows="product", **made)
 
 

@@ -79,12 +79,6 @@
       return place;
     }
 
-    function clear() {
-      verdict.replaceChildren();
-      verdict.classList.remove("right");
-      first.removeAttribute("aria-invalid");
-    }
-
     function check() {
       const place = show();
       if (place === undefined) return;
@@ -96,14 +90,15 @@
       const kept = detail[question.dataset.question] ?? "";
       if (typing) first.value = kept;
       for (const input of typing ? [] : inputs) input.checked = input.value === kept;
-      if (kept) show(); else clear();
+      if (kept) return show();
+      verdict.replaceChildren();
+      verdict.classList.remove("right");
+      first.removeAttribute("aria-invalid");
     });
     question.querySelector("button").addEventListener("click", check);
-    for (const input of inputs) {
-      input.addEventListener("keydown", (event) => {
-        if (event.key === "Enter") { event.preventDefault(); check(); }
-      });
-    }
+    question.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && inputs.includes(event.target)) { event.preventDefault(); check(); }
+    });
     question.querySelector("fieldset").disabled = false;
   });
 }

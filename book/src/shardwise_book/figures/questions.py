@@ -88,8 +88,7 @@ def choose(prompt: str, *, right: str, wrong: Mapping[str, str], why: str) -> Qu
     if not wrong:
         raise ValueError(f"{here}: no wrong option: a choice needs one at least.")
     told = [(right, why), *wrong.items()]
-    seen = {" ".join(option.lower().split()) for option, _ in told}
-    if len(seen) < len(told):
+    if len({" ".join(option.lower().split()) for option, _ in told}) < len(told):
         raise ValueError(f"{here}: two of the options are the same: {[o for o, _ in told]}.")
     shown = tuple((_text(option, here), _text(text, here)) for option, text in told)
     # A place among the options that tells nothing, and is the same in every build.

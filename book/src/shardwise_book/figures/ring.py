@@ -55,19 +55,13 @@ def ring_stepper(runs: Runs) -> Interactive:
         "step": Control("Step", lambda run: range(len(run.held)), "steps"),
     }
     alt = "The devices on a ring, the blocks that each holds, and arrows for what has just moved"
-    picture = svg.picture("ring", 400, 400, alt, rem=29)
-    layout = f'{_KEY}<div class="pictures">{picture}</div>'
+    layout = f'{_KEY}<div class="pictures">{svg.picture("ring", 400, 400, alt, rem=29)}</div>'
     start = {"n": min(2, len(sizes) - 1), "step": 1}
-    functions = run, adds, _ring
-    return explorer(controls, layout, *functions, start=start, shows="step", result=describe)
+    return explorer(controls, layout, run, adds, _ring, start=start, shows="step", result=describe)
 
 
 def record(name: str, history: ArrayLike, pairs: Pairs) -> Recorded:
-    """The moves behind a history.
-
-    Raises:
-      ValueError: a device received what the one paired with it did not hold.
-    """
+    """The moves behind a history; ValueError where a device received what its pair did not hold."""
     history = np.asarray(history)
     moves = []
     for k, sent in enumerate(pairs):
@@ -125,11 +119,8 @@ def _ring(run, step, adds):
         yield f'<circle cx="{x}" cy="{y}" r="{_RADIUS}" fill="none" {svg.EDGE}/>'
         yield svg.text(x, y - 24, f"device {device}", "middle")
         for slot, mark in enumerate(blocks):
-            left, count, sender = (
-                x + wide * slot - wide * n // 2,
-                mark.bit_count(),
-                mark.bit_length(),
-            )
+            left = x + wide * slot - wide * n // 2
+            count, sender = mark.bit_count(), mark.bit_length()
             high = 36 * count // n if adds else 36 * min(count, 1)
             colour = svg.device(slot if adds else max(sender - 1, 0))
             bold = 2.5 if (device, slot) in arrived else 0.5

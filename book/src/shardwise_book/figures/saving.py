@@ -81,9 +81,8 @@ def saving_explorer(
 
     told = "Two saves over time: training, copying to the host, writing, and a failure"
     lost = "The share of time lost, over the steps between saves"
-    curves = '<g id="@curve"></g><g id="@dot"></g>'
     pictures = svg.picture("lanes", 372, 108, told, rem=27)
-    pictures += svg.picture("", 372, 184, lost, curves, 27)
+    pictures += svg.picture("", 372, 184, lost, '<g id="@curve"></g><g id="@dot"></g>', 27)
     layout = f'<div class="pictures">{pictures}</div>'
     made = {
         "young": lambda steps, paid, failures: math.sqrt(2 * paid[0] * failures) / steps,

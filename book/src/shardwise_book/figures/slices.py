@@ -43,8 +43,9 @@ def slice_graph(
     names = list(chosen)
     controls = {"slice": Control("What is computed", {name: i for i, name in enumerate(names)})}
     layout = '<div class="pictures graph" id="@graph"></div>'
-    given = {"found": found, "names": names, "drawn": places(found), "start": {"slice": start}}
-    return explorer(controls, layout, _graph, result=describe, shows="slice", **given)
+    more = {"start": {"slice": start}, "shows": "slice"}
+    fixed = {"found": found, "names": names, "drawn": places(found)}
+    return explorer(controls, layout, _graph, result=describe, fixed=fixed, **more)
 
 
 class Graph(NamedTuple):
@@ -112,11 +113,7 @@ def _graph(found, names, drawn, slice):
 def graph(
     jaxpr: Any, slices: Sequence[Sequence[Any]], inputs: Sequence[str], outputs: Sequence[str]
 ) -> Graph:
-    """The graph of a jaxpr whose equations are divided into slices.
-
-    Raises:
-      ValueError: an equation in no slice, or in two.
-    """
+    """The graph of a jaxpr whose equations are divided into slices; ValueError if they are not."""
     names, owners, edges, node_of = [], [], set(), {}
 
     def add(name, owner=None):

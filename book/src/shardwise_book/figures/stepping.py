@@ -134,8 +134,9 @@ def fsdp_stepper(layers: Mapping[str, int]) -> Interactive:
         + svg.picture("course", 404, 102, "Bytes held after each event", rem=34)
         + "</div></div>"
     )
-    given = {"names": names, "psi": sum(sizes), "most": most, "start": {"zero": 3, "step": 7}}
-    return explorer(controls, layout, run, _grid, _course, result=describe, shows="event", **given)
+    more = {"start": {"zero": 3, "step": 7}, "shows": "event", "result": describe}
+    fixed = {"names": names, "psi": sum(sizes), "most": most}
+    return explorer(controls, layout, run, _grid, _course, fixed=fixed, **more)
 
 
 def describe(run: Sequence[Frame], step: int, names: Sequence[str], psi: int, zero: int) -> str:

@@ -14,20 +14,11 @@ solution and wrong answers to `tests/test_puzzles.py`.
 
 import types
 
-from shardwise_book.puzzles.collectives import (
-    clip,
-    gather,
-    halo,
-    layer,
-    one_order,
-    scatter,
-    settings,
-    transpose,
-)
-from shardwise_book.puzzles.judging import Verdict
-from shardwise_book.puzzles.layouts import bands, born, product, table, target
-from shardwise_book.puzzles.plans import division, gather_seconds, smallest
-from shardwise_book.puzzles.steps import accumulated, boundaries, order, segments, squares
+from .collectives import clip, gather, halo, layer, one_order, scatter, settings, transpose
+from .judging import Verdict
+from .layouts import bands, born, product, table, target
+from .plans import division, gather_seconds, smallest
+from .steps import accumulated, boundaries, order, segments, squares
 
 # What is imported here is what the package offers.
 __all__ = [n for n, x in globals().items() if n[0] != "_" and not isinstance(x, types.ModuleType)]

@@ -129,16 +129,12 @@ def _like_one_device(body, stack):
 @puzzle("return the clipped gradients, as a dict.")
 def clip(function: Callable[[dict[str, jax.Array], float], dict[str, jax.Array]]) -> Verdict:
     """`function(grads, limit)` of one device: "w" and "v" cut along "x", "b" whole on each."""
-    laid = {"w": P("x"), "v": P("x"), "b": P()}
+    line, laid = mesh.make(x=8), {"w": P("x"), "v": P("x"), "b": P()}
+    specs = dict(in_specs=(laid,), out_specs=laid)
     for seed, limit in ((0, 1.0), (1, 1e3), (2, 5.0)):
         grads = {"w": judging.normal(seed, 64, 16), "v": judging.normal(seed + 1, 32)}
         grads["b"] = 3 * judging.normal(seed + 2, 16)
-
-        def here(grads, limit=limit):
-            return function(grads, limit)
-
-        specs = dict(in_specs=(laid,), out_specs=laid)
-        program = judging.on_each(here, mesh.make(x=8), grads, **specs)
+        program = judging.on_each(lambda g, k=limit: function(g, k), line, grads, **specs)
         found = program(grads)
         if not isinstance(found, dict) or set(found) != set(laid):
             raise Wrong('expected a dict of "w", "v" and "b".')
@@ -159,8 +155,7 @@ def settings(options: Mapping[str, Any]) -> Verdict:
     total, written = measure.bytes_per_device(program).total / psi, measure.collectives(lowered)
     if total > 2.9:
         raise Wrong(f"a device needs {total:.2f}Ψ during the step; the budget is 2.9Ψ.")
-    rounded = [o for o in written.ops if o.kind == "reduce-scatter" and "bf16" in o.dtype]
-    if rounded:
+    if any(op.kind == "reduce-scatter" and "bf16" in op.dtype for op in written.ops):
         raise Wrong("gradients are summed in bfloat16; they are to be summed in float32.")
     sent = round(written.ring_bytes / psi * 8 / 7, 2)
     if sent > 4.5:

@@ -28,13 +28,16 @@ class Verdict:
     def __bool__(self) -> bool:
         return self.solved is True
 
+    @property
+    def _head(self):
+        return {True: "Solved", False: "Not yet", None: "Not solved yet"}[self.solved]
+
     def __repr__(self) -> str:
-        head = {True: "Solved:", False: "Not yet:", None: "Not solved yet:"}[self.solved]
-        return f"{head} {self.text}"
+        return f"{self._head}: {self.text}"
 
     def _repr_html_(self) -> str:
-        told = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(repr(self), quote=False))
-        return "<p><strong>{}:</strong>{}</p>".format(*told.split(":", 1))
+        text = re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(self.text, quote=False))
+        return f"<p><strong>{self._head}:</strong> {text}</p>"
 
 
 class Wrong(Exception):
@@ -72,9 +75,13 @@ def puzzle(todo: str) -> Callable:
 
 
 def _filled(answer: Any) -> Any:
-    """`answer`, raising `NotYet` where it is open: at once, or when it is called."""
+    """`answer`, raising `NotYet` where it is open: at once, or in what a call of it returns."""
     if callable(answer):
-        return lambda *args: _filled(answer(*args))
+        return lambda *args: _given(answer(*args))
+    return _given(answer)
+
+
+def _given(answer):
     if isinstance(answer, P):  # on some releases of JAX a tuple
         return answer
     named = isinstance(answer, dict)

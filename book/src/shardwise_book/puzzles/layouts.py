@@ -56,9 +56,8 @@ def product(specs: Callable[[int, int, int], tuple[P, P]]) -> Verdict:
         judging.require_equal(program(*placed), a @ b)
         # Either factor may be gathered, or the partial products be reduced, which is two passes.
         enough = min(a.nbytes, b.nbytes, 2 * 4 * i * k) * 3 / 4
-        told.append(
-            f"{judging.require_sent(program, enough, f'ring bytes for {i}×{j} times {j}×{k}'):,}"
-        )
+        sent = judging.require_sent(program, enough, f"ring bytes for {i}×{j} times {j}×{k}")
+        told.append(f"{sent:,}")
     return f"{', '.join(told)} ring bytes for the four products, and less is not possible."
 
 
@@ -83,21 +82,14 @@ def table(axes: Mapping[str, str | tuple | None]) -> Verdict:
 
 def _send_mlp(rule, grid, embed, mlp, rows=512):
     names = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}
-    arrays = {
-        "up": judging.whole_numbers(1, embed, mlp),
-        "down": judging.whole_numbers(2, mlp, embed),
-    }
-    specs = rules.LogicalRules(dict(rule.table), names=names)(arrays, grid)
-    by_rows, x = P("data"), judging.whole_numbers(3, rows, embed)
-    layouts = [NamedSharding(grid, s) for s in (by_rows, specs["up"], specs["down"])]
-    args = [x, arrays["up"], arrays["down"]]
-
-    def layer(x, up, down):
-        return jax.nn.relu(x @ up) @ down
-
-    program = judging.compiled(layer, *args, in_shardings=tuple(layouts), out_shardings=layouts[0])
-    placed = jax.device_put(args, layouts)
-    judging.require_equal(program(*placed), np.maximum(x @ arrays["up"], 0) @ arrays["down"])
+    x, up = judging.whole_numbers(3, rows, embed), judging.whole_numbers(1, embed, mlp)
+    down = judging.whole_numbers(2, mlp, embed)
+    specs = rules.LogicalRules(dict(rule.table), names=names)({"up": up, "down": down}, grid)
+    layouts = tuple(NamedSharding(grid, s) for s in (P("data"), specs["up"], specs["down"]))
+    placed = jax.device_put((x, up, down), layouts)
+    how = dict(in_shardings=layouts, out_shardings=layouts[0])
+    program = judging.compiled(lambda x, up, down: jax.nn.relu(x @ up) @ down, *placed, **how)
+    judging.require_equal(program(*placed), np.maximum(x @ up, 0) @ down)
     # Half of both matrices gathered over `data`, the result of four rows' share reduced over two.
     enough = 2 * (embed * mlp * 4 // 2) * 3 // 4 + 2 * (rows // 4 * embed * 4) // 2
     what = f"ring bytes for an MLP of {embed} and {mlp} on {rows} rows"
@@ -150,9 +142,8 @@ def target(make: Callable[[Any, Mesh], Any]) -> Verdict:
 
 def _check_restored(found, state, grid):
     for name, array in state.items():
-        judging.require_equal(
-            np.asarray(found[name], np.float32), np.asarray(array, np.float32), f" in {name}"
-        )
+        ours, theirs = (np.asarray(one, np.float32) for one in (found[name], array))
+        judging.require_equal(ours, theirs, f" in {name}")
         share = {d: 0 for d in grid.devices.flat} | measure.bytes_on_devices(found[name])
         parts = 1 if array.ndim == 0 else grid.size
         if set(share) != set(grid.devices.flat) or set(share.values()) != {array.nbytes // parts}:

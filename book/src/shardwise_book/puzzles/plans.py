@@ -40,8 +40,7 @@ def smallest(name: str) -> Verdict:
 def _least(name):
     """Bytes of the layout that needs least, of those that can be."""
     found = plan.plan("llama3-70b", name, *_JOB)
-    both = found.fitting + found.too_large
-    return min((c.memory.total for c in both), default=math.inf)
+    return min((c.memory.total for c in found.fitting + found.too_large), default=math.inf)
 
 
 @puzzle("put `plan.Roles(...)` in the place of the dots.")

@@ -4,6 +4,7 @@ Python imports this module whenever it starts, in the kernel and in every proces
 starts, where the build has put its folder on PYTHONPATH: `inputs` does, and reads the list.
 """
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
@@ -28,14 +29,11 @@ def watch(root: str, log: str) -> None:
         seen.add(path)
         path = os.path.abspath(path)
         below = next((path[len(folder) :] for folder in roots if path.startswith(folder)), "")
-        if below and not below.startswith((".", "_build" + os.sep)):
-            note(path, below)
-
-    def note(path, below):
-        if path.endswith(".pyc"):  # it stands for its source
-            folder, name = os.path.split(os.path.dirname(path))[0], os.path.basename(path)
-            path = os.path.join(folder, name.split(".")[0] + ".py")
-            below = os.path.join(os.path.dirname(os.path.dirname(below)), os.path.basename(path))
+        if not below or below.startswith((".", "_build" + os.sep)):
+            return
+        with contextlib.suppress(ValueError):  # compiled code stands for its source
+            below = importlib.util.source_from_cache(below)
+            path = importlib.util.source_from_cache(path)
         # One write for each line, so that processes do not mix theirs.
         handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(handle, f"{below}\t{state(path)}\n".encode())
