@@ -29,14 +29,15 @@ class Side(NamedTuple):
     def bandwidth(self, chip: Chip) -> float:
         """The bytes/s that a device sends in a ring collective, in all directions there are."""
         if self.on_chip or chip.node:
-            return chip.links * chip.link_bandwidth
+            return self.lane(chip)
         ways = 2 if self.size * self.stride == self.whole and chip.is_ring(self.whole) else 1
         return ways * self.lane(chip)
 
     def lane(self, chip: Chip) -> float:
         """The bytes/s that a device sends one way."""
-        alone = self.on_chip or chip.node
-        return chip.link_bandwidth / (1 if alone else self.stride * chip.devices)
+        if self.on_chip:
+            return chip.core_bandwidth
+        return chip.link_bandwidth / (1 if chip.node else self.stride * chip.devices)
 
 
 class Way(NamedTuple):
