@@ -119,7 +119,6 @@ def collectives(
     again = {"all-reduce": sums_again}
     if sequence:
         again = {"all-gather": blocks * gathers_again, "reduce-scatter": sums_again}
-
     once = [expected(n, kind, activation, dtype, 1) for kind in again]
     of_layers = [
         expected(n, kind, activation, dtype, layers * (2 * blocks + more))

@@ -6,7 +6,6 @@ layer gathers and scatters once more, and of experts what the TPU compiler inser
 """
 
 import collections
-import dataclasses
 from collections.abc import Iterable
 
 import jax
@@ -19,16 +18,15 @@ from shardwise.measure.counts import Op
 
 def sent(part: Part) -> tuple[Sent, ...]:
     """The `Sent` of a device of this stage, by roles and kind; those of 0 bytes are left out."""
-    c, r, ledger = part.config, part.roles, Ledger(part.roles.sizes)
-    for share in (share for share in part.held() if share.fsdp > 1):
-        ledger.weights(
-            ("fsdp",), share.whole, part.itemsize, part.itemsize, _passes(part, share.array)
-        )
-    for share in part.held():
+    r, held, used = part.roles, part.held(), part.itemsize
+    ledger = Ledger(r.sizes)
+    for share in (share for share in held if share.fsdp > 1):
+        ledger.weights(("fsdp",), share.whole, used, used, _passes(part, share.array))
+    for share in held:
         apart = ("fsdp",) * (share.fsdp > 1) + ("expert",) * (EXPERT in share.array.names)
         ledger.sum("gradients", _copied(part, apart), share.elements * WIDE)
     ledger.loss(_copied(part), staged=r.stage > 1)
-    ledger.sum("counts", _copied(part), _counts(c))
+    ledger.sum("counts", _copied(part), _counts(part.config))
     if r.context > 1:
         ledger.attention(("context",), _attention(part), r.microbatches * part.layers, r.remat)
         ledger.add("tokens", ("context",), _choices(part))
@@ -138,9 +136,9 @@ def slots(part: Part) -> float:
 
 def largest(found: Iterable[Iterable[Sent]]) -> tuple[Sent, ...]:
     """The most of each kind that any of several stages sends."""
-    most: dict[tuple[tuple[str, ...], str], float] = {}
-    for s in (s for of_part in found for s in of_part):
-        most[s.roles, s.kind] = max(most.get((s.roles, s.kind), 0), s.bytes)
+    most: collections.Counter = collections.Counter()
+    for of_part in found:
+        most |= collections.Counter({(s.roles, s.kind): s.bytes for s in of_part})
     return tuple(Sent(*key, size) for key, size in most.items())
 
 
@@ -168,8 +166,11 @@ def inserted(part: Part) -> tuple[Op, ...]:
     here = {"layers": m, "embedding": m * (part.stage == 0)}  # the others at the end
     times: collections.Counter = collections.Counter()
     for of, op in ((of, op) for of, ops in told.items() for op in ops):
-        times[dataclasses.replace(op, trips=1)] += op.trips * here.get(of, m * part.is_last)
-    *found, numbers = (dataclasses.replace(op, trips=n) for op, n in times.items())
+        times[op.kind, op.arrays] += op.trips * here.get(of, m * part.is_last)
+    *found, numbers = (
+        Op(kind, "", arrays, r.tensor, n, notes=("expected",))
+        for (kind, arrays), n in times.items()
+    )
     for a in part.arrays.parameters:
         if a.path.endswith("scale") and {*TENSOR}.isdisjoint(a.names):
             of_one, each = a.shape[a.stacked :], part.layers if a.stacked else 1
