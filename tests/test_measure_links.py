@@ -149,6 +149,8 @@ def test_what_goes_from_core_to_core_takes_as_long_as_the_planner_counts():
     assert took == pytest.approx([SIZE / (6 * chip.link_bandwidth)] * 2)
     assert links.ring_seconds(chip, [way], SIZE) == pytest.approx(took[0])  # a sum sends it once
     assert links.hop_seconds(chip, way, SIZE) == pytest.approx(took[1])
+    around = links.Way((links.Side(4, 1, 4), *way.sides))  # every other hop leaves a chip
+    assert links.hop_seconds(chip, around, SIZE) == pytest.approx(SIZE / chip.link_bandwidth)
 
 
 def one(kind, groups):

@@ -110,10 +110,16 @@ def ring_seconds(chip: Chip, ways: Iterable[Way], sent: float) -> float:
 
 
 def hop_seconds(chip: Chip, way: Way, sent: float) -> float:
-    """The seconds in which each device passes `sent` bytes to the next: one way, along one side."""
+    """The seconds in which each device passes `sent` bytes to the next: one way, along one side.
+
+    Of the cores of several chips one of each sends on to the next chip, which takes longest.
+    """
     if way.across > 1:
         return sent / chip.dcn
-    return sent / max(side.lane(chip) for side in way.sides)
+    lanes = [side.lane(chip) for side in way.sides if not side.on_chip]
+    if len(lanes) < len(way.sides):
+        lanes = [chip.link_bandwidth if lanes else chip.core_bandwidth]
+    return sent / max(lanes)
 
 
 def exchange_seconds(chip: Chip, way: Way, sent: float) -> float:
