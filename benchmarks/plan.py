@@ -23,7 +23,9 @@ from plan_cases import FITTED, JUDGED, Case, candidate
 from plan_drawn import drawn
 
 from shardwise import mesh, plan, topology
-from shardwise.plan import arrays, compiling, memory, sent
+from shardwise.costs import memory, sent
+from shardwise.costs.arrays import parts
+from shardwise.plan import arrays, compiling
 from shardwise.topology import child
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -70,7 +72,7 @@ def sent_by_hand(case: Case) -> float:
     found, whole_kinds = [], ("gradients", "attention")
     for roles in (case.roles, dataclasses.replace(case.roles, tensor=1)):
         given = roles, case.config, arrays.of_decoder(case.config), case.batch, case.sequence
-        found.append([sent.sent(part) for part in arrays.parts(*given)])
+        found.append([sent.sent(part) for part in parts(*given)])
     return max(
         sum(s.bytes for s in cut if s.roles != ("tensor",) and s.kind not in whole_kinds)
         + sum(s.bytes for s in whole if s.kind in whole_kinds)

@@ -18,7 +18,7 @@ import plan_table
 from plan_drawn import DRAWS, drawn
 
 from shardwise import mesh
-from shardwise.plan import memory
+from shardwise.costs import memory
 
 ROOT = pathlib.Path(__file__).parents[1]
 RECORD = ROOT / "benchmarks" / "plan_gpu.json"

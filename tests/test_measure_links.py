@@ -138,6 +138,21 @@ def test_cores_share_the_links_of_their_chip():
     assert carried(((0, 1), (1, 0), (2, 2)), places, chip) == {there: 1, back: 1}
 
 
+def test_what_goes_from_core_to_core_takes_as_long_as_the_planner_counts():
+    """Six times as fast as over a link of the torus, for a sum and for a permute."""
+    chip, way = topology.CHIPS["tpu7x"], links.Way((links.Side(2, 1, 2, on_chip=True),))
+    places = tuple((0, 0, 0, core, 0) for core in (0, 1))
+    took = []
+    for text in (one("all-reduce", [(0, 1)]), program(start("a", ring(2)), done("a"))):
+        given = dict(coordinates=places, memory_analysis=lambda: None, as_text=lambda x=text: x)
+        took.append(measure.overlap(SimpleNamespace(**given), chip).seconds)
+    assert took == pytest.approx([SIZE / (6 * chip.link_bandwidth)] * 2)
+    assert links.ring_seconds(chip, [way], SIZE) == pytest.approx(took[0])  # a sum sends it once
+    assert links.hop_seconds(chip, way, SIZE) == pytest.approx(took[1])
+    around = links.Way((links.Side(4, 1, 4), *way.sides))  # every other hop leaves a chip
+    assert links.hop_seconds(chip, around, SIZE) == pytest.approx(SIZE / chip.link_bandwidth)
+
+
 def one(kind, groups):
     groups = "{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in groups) + "}"
     more = "to_apply=%add" if kind == "all-reduce" else "dimensions={0}"

@@ -333,6 +333,7 @@ def test_an_nnx_module_as_parameters_equals_one_device_or_is_told_what_to_do():
 
 PREDICTED = {
     "alone, gpipe": ((), dict(schedule="gpipe")),
+    "alone, of three": ((), dict(n=3)),
     "alone, folded": ((), dict(schedule="dualpipe_v")),
     "alone, zb_h1, tied": ((), dict(schedule="zb_h1", tied=True)),
     "fsdp": (("fsdp",), {}),
@@ -346,7 +347,9 @@ PREDICTED = {
 }
 
 
-@pytest.mark.parametrize("name", marked(PREDICTED, {"alone, gpipe", "data, fsdp"}, 4))
+@pytest.mark.parametrize(
+    "name", marked(PREDICTED, {"alone, gpipe", "alone, of three", "data, fsdp"}, 4)
+)
 def test_bytes_held_and_sent_are_predicted(name):
     """To the byte, by mesh axes, on the device of those along the stages that sends most."""
     roles, settings = PREDICTED[name]
@@ -355,7 +358,8 @@ def test_bytes_held_and_sent_are_predicted(name):
     layout = of_roles(
         *roles, stacked=lambda path: path.startswith(("layers", "blocks")), **settings
     )
-    stages = schedules.spread(layout.schedule, 2, 4).stages
+    devices = layout.size("stage")
+    stages = schedules.spread(layout.schedule, devices, 4).stages
     found = case("decoder", stages) if layout.context else stacked(stages, tied=tied)
     params = jax.eval_shape(lambda: found.params)
     held = layouts.init(layout, lambda key: found.params, tx, KEY)
@@ -367,7 +371,7 @@ def test_bytes_held_and_sent_are_predicted(name):
     }
     told = [
         layouts.predict(layout, params, batch(), tx, loss=found.loss, stage=place)
-        for place in range(2)
+        for place in range(devices)
     ]
     axes = {axes for one in told for axes in one.sent}
     most = {a: max(one.sent.get(a, 0) for one in told) for a in axes}

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise import plan, topology
+from shardwise.costs.arrays import parts
+from shardwise.costs.memory import memory
 from shardwise.plan import arrays, links, planning, published, roles
 from shardwise.plan.links import Side, Way
-from shardwise.plan.memory import memory
 
 V5P, V5E = topology.CHIPS["v5p"], topology.CHIPS["v5e"]
 
@@ -144,7 +145,7 @@ def test_the_worked_plan_counts_memory():
     total = sum(a.size for a in arrays.of_decoder(LLAMA).parameters)
     moments = sum(a.size for a in arrays.of_decoder(LLAMA).state) * 4
     each = roles.Roles(data=64, fsdp=16, remat=True)
-    (part,) = arrays.parts(each, LLAMA, arrays.of_decoder(LLAMA), 1024, 4096)
+    (part,) = parts(each, LLAMA, arrays.of_decoder(LLAMA), 1024, 4096)
     kept = 3 * memory(part).terms.kept * each.rows
     assert abs(2 * total / 140e9 - 1) < 0.01 and abs(moments / 560e9 - 1) < 0.01
     assert abs(kept / 15.8e12 - 1) < 0.05  # it takes 4e6 tokens, not 4 · 2²⁰

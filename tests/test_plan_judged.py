@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from shardwise import topology
-from shardwise.plan import memory, roles
+from shardwise.costs import memory
+from shardwise.plan import roles
 
 ROOT = pathlib.Path(__file__).parents[1]
 

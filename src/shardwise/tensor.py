@@ -11,12 +11,15 @@ from typing import NamedTuple
 
 from jax.sharding import PartitionSpec as P
 
+from shardwise.measure.counts import Op
+from shardwise.measure.hlo import Array
 from shardwise.mesh import axes_of, entry_of
 
-__all__ = ["activations", "bytes_sent", "check", "table"]
+__all__ = ["activations", "bytes_sent", "check", "collectives", "table"]
 
 Axes = str | tuple[str, ...] | None
 
+DTYPES = {1: "s8", 2: "bf16", 4: "f32", 8: "f64"}  # by bytes, as programs name them
 _CUT = ("vocab", "heads", "kv_heads", "mlp")
 _WHOLE = ("embed", "head_dim")
 _KV_HEADS = " Or leave kv heads whole, every device computing all: table(...) | {'kv_heads': None}."
@@ -86,6 +89,54 @@ class Sent(NamedTuple):
         return sum(self)
 
 
+def collectives(
+    n: int,
+    rows: int,
+    length: int,
+    embed: int,
+    layers: int,
+    itemsize: int = 4,
+    sequence: bool = False,
+    gathers_again: bool = False,
+    sums_again: bool = False,
+    mlp: bool = True,
+    normed_heads: float = 0,
+) -> dict[str, list[Op]]:
+    """{field of `Sent`: the collectives} of a step, forward and backward, over `n` devices with
+    `rows`×`length` tokens together; but for sums of gradients of norms' scales.
+
+    A layer sums an activation, of rows × length × embed entries, four times: after attention and
+    after the MLP, and backward before each; without `mlp`, around attention alone. The embedding
+    does once forward, the head once backward, and the loss three float32 numbers of each token.
+    With `sequence` a sum becomes a gather and a scatter. `normed_heads` is how many norms of a
+    layer are over all heads, which the axis cuts: each sums a number of each token, each way.
+
+    Of layers that are computed again, `gathers_again` says that what enters products is gathered
+    once more, and `sums_again` that what leaves attention is summed, or scattered, once more;
+    nothing needs what leaves the MLP.
+    """
+    blocks, activation, dtype = 1 + mlp, (rows, length, embed), DTYPES[itemsize]
+    again = {"all-reduce": sums_again}
+    if sequence:
+        again = {"all-gather": blocks * gathers_again, "reduce-scatter": sums_again}
+    once = [expected(n, kind, activation, dtype, 1) for kind in again]
+    of_layers = [
+        expected(n, kind, activation, dtype, layers * (2 * blocks + more))
+        for kind, more in again.items()
+    ]
+    numbers = "all-reduce", (rows, length), "f32"
+    of_layers.append(expected(n, *numbers, 2 * layers * normed_heads))
+    ends = {"embedding": once, "head": once, "loss": [expected(n, *numbers, 3)]}
+    return {"layers": of_layers, **ends}
+
+
+def expected(n: int, kind: str, dims: tuple[float, ...], dtype: str, times: float) -> Op:
+    """The `Op` of a collective that a compiler is expected to insert, of a whole array's dims."""
+    if kind == "all-gather":  # of shares, cut along the sequence
+        dims = dims[0], dims[1] // n, *dims[2:]
+    return Op(kind, "", (Array(dtype, dims),), n, times, notes=("expected",))
+
+
 def bytes_sent(
     n: int,
     rows: int,
@@ -98,30 +149,19 @@ def bytes_sent(
     scales: int | None = None,
     normed_heads: float = 0,
 ) -> Sent:
-    """The bytes that one device sends in a step, forward and backward, around a ring.
+    """The bytes that one device sends in a step, forward and backward, around a ring of `n`.
 
-    Tensor parallelism is over `n` devices, for `rows`×`length` tokens of a group. What is sent is
-    told apart: `embedding`; `layers`, all together; `head`, for what enters the last product;
-    `loss`, for what the softmax and the target's logit need; `norms`, for the gradients of the
-    norms' scales.
-
-    An activation is rows × length × embed × itemsize bytes. A layer takes four all-reduces of one,
-    two each way; the embedding one forward, the head one backward; the loss three float32 numbers
-    for each token. With `sequence` an all-reduce becomes a gather and a scatter, each of half the
-    bytes, and the gradients of the norms' scales are summed, `scales` bytes, by default two in each
-    layer and one last; with `gathers_again` what entered a product is not kept, and gathered a
-    second time. `normed_heads` is how many norms of a layer are over all heads, which the axis
-    cuts: each sums a float32 number of each token, each way.
+    They are those of `collectives`, which tells of what, and are told apart: `embedding`; `layers`,
+    all together; `head`, for what enters the last product; `loss`, for what the softmax and the
+    target's logit need; `norms`, for the gradients of the norms' scales. With `sequence` these are
+    summed, `scales` bytes, by default two in each layer and one last; with `gathers_again` what
+    entered a product, the last one too, is not kept, and gathered a second time.
     """
-    share = (n - 1) / n
-    activation = rows * length * embed * itemsize * share  # of one gather, or one scatter
-    again = activation if sequence and gathers_again else 0
-    scales = (2 * layers + 1) * embed * 4 if scales is None else scales
-    number = 2 * rows * length * 4 * share  # of each token, summed in float32
-    return Sent(
-        embedding=2 * activation,
-        layers=layers * (8 * activation + 2 * again + 2 * normed_heads * number),
-        head=2 * activation + again,
-        loss=3 * number,
-        norms=2 * scales * share if sequence else 0,
-    )
+    given = (n, rows, length, embed, layers, itemsize, sequence, gathers_again)
+    found = collectives(*given, normed_heads=normed_heads)
+    if sequence:
+        scales = (2 * layers + 1) * embed * 4 if scales is None else scales
+        found["norms"] = [expected(n, "all-reduce", (scales,), "s8", 1)]
+        if gathers_again:
+            found["head"] = [*found["head"], found["head"][0]]
+    return Sent(**{of: sum(op.ring_bytes for op in found.get(of, ())) for of in Sent._fields})

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise import mesh
+from shardwise.costs.roles import ORDER
 from shardwise.layouts.layout import Layout
 
 
@@ -29,10 +30,6 @@ def over(roles: tuple[str, ...], n: int, **settings: Any) -> Layout:
     ordered = sorted(sizes, key=ORDER.index)
     grid = mesh.make(**{role: sizes[role] for role in ordered})
     return Layout(grid, **{role: role for role in roles}, **settings)
-
-
-# From the links that carry least to those that carry most.
-ORDER = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
 
 def entry(*roles: str, **settings: Any) -> Callable[[int], Layout]:

@@ -95,7 +95,7 @@ def predict(
     else:
         sent.parameters(arrays, shapes, again)
         sent.activations(shapes, batch, again)
-    return Prediction(held, sent.in_order(), whole)
+    return Prediction(held, sent.along, whole)
 
 
 def describe(layout: Layout, params: Any) -> Any:

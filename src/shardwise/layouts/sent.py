@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from shardwise import tensor
 from shardwise import tree as trees
+from shardwise.costs.ledger import Ledger, passes
 from shardwise.fsdp.arrays import ArrayLayout
 from shardwise.layouts import gradients
 from shardwise.layouts.layout import Layout
@@ -20,46 +21,24 @@ from shardwise.objective.means import wide
 TASKS = "forward", "to_input", "to_weights"
 
 
-class Sent(dict[tuple[str, ...], float]):
-    """{mesh axes, as the mesh orders them: bytes} of a device under a layout by hand."""
+class Sent(Ledger):
+    """The `Ledger` of a layout by hand, in which arrays of any tree are counted."""
 
     def __init__(self, layout: Layout):
-        super().__init__()
+        super().__init__(layout.mesh.shape)
         self.layout = layout
-
-    def add(self, axes: Iterable[str], size: float) -> None:
-        """Count this many bytes along these axes together."""
-        if size:
-            key = tuple(sorted(axes, key=list(self.layout.mesh.shape).index))
-            self[key] = self.get(key, 0) + size
-
-    def in_order(self) -> dict[tuple[str, ...], float]:
-        """These, in the order of the mesh."""
-        place = list(self.layout.mesh.shape).index
-        return {axes: self[axes] for axes in sorted(self, key=lambda axes: [*map(place, axes)])}
-
-    def gather(self, axes: Sequence[str], size: float) -> None:
-        """Count a gather, or a scatter, of this many bytes, whole, along axes together."""
-        n = self.layout.parts(axes)
-        self.add(axes, size * (n - 1) / n)
-
-    def sum(self, axes: Sequence[str], size: float) -> None:
-        """Count a sum of this many bytes: a scatter and a gather."""
-        self.gather(axes, 2 * size)
 
     def parameters(self, arrays: Sequence[ArrayLayout], shapes: Any, again: bool) -> None:
         """Count gathers of parameters, of layers `again` with remat, and gradients' reductions."""
-        layout, m = self.layout, self.layout.microbatches
+        layout = self.layout
         for array, x in zip(arrays, jax.tree.leaves(shapes), strict=True):
             held = math.prod(NamedSharding(layout.auto, array.spec).shard_shape(array.shape))
             if array.cut is not None:
-                passes = 2 if again and array.stacked else 1
-                gathers = passes * m if layout.zero == 3 else 1
-                scatters = 1 if layout.zero == 1 else m
+                times = passes(layout.zero, layout.microbatches, again and array.stacked)
                 used = layout.dtype or x.dtype
-                self._travels(held, used, layout.reduce_dtype or used, gathers, scatters)
-            self.sum(layout.copied(array.manual), held * wide(x.dtype).itemsize)
-        self.sum(layout.divided, 2 * 4)  # the total and the count, in float32
+                self._gathered(held, used, layout.reduce_dtype or used, times)
+            self.sum("gradients", layout.copied(array.manual), held * wide(x.dtype).itemsize)
+        self.loss(layout.divided, staged=False)
 
     def activations(
         self,
@@ -107,7 +86,7 @@ class Sent(dict[tuple[str, ...], float]):
         program = gradients.program(self.layout, loss, has_aux, shapes, batch)
         device_of = program.schedule.device_of
         own = [program.stages[s] for s, device in enumerate(device_of) if device == place]
-        self.add(self.layout.stage, sum(program.sends().values()))
+        self.pipeline(self.layout.stage, **program.sends())
         if self.layout.by_hand:
             self._shares(program, own)
         here = [_read(own, i, x) for i, x in enumerate(jax.tree.leaves(shapes))]
@@ -121,11 +100,11 @@ class Sent(dict[tuple[str, ...], float]):
             for entry in reversed(to.spec):  # the last axis of an array first, as the compiler does
                 axes = jax.tree.leaves(entry)
                 size *= layout.parts(axes)
-                self.gather(axes, size)
+                self.gather("weights", axes, size)
         scalar = jax.ShapeDtypeStruct((), jnp.float32)
         for x in [scalar, scalar, *jax.tree.leaves(params)]:  # padded to a part for each device
             part = -(-math.prod(x.shape) // layout.mesh.size) * wide(x.dtype).itemsize
-            self.sum(layout.mesh.axis_names, part * layout.mesh.size)
+            self.sum("gradients", layout.mesh.axis_names, part * layout.mesh.size)
 
     def _shares(self, program, stages):
         """Count what becomes of parameters that a stage's devices share, in these stages."""
@@ -135,24 +114,24 @@ class Sent(dict[tuple[str, ...], float]):
             halves = kinds[of[stage.index]]
             for at, (i, ends) in enumerate(stage.rows.items()):
                 readers = sum(at in getattr(halves, task).reads for task in TASKS)
-                gathers = m * readers if layout.zero == 3 else 0
-                self._rows(program, i, ends, gathers, m if layout.zero > 1 else 0)
+                times = m * readers if layout.zero == 3 else 0, m if layout.zero > 1 else 0
+                self._rows(program, i, ends, times)
         if layout.zero < 3:  # once, whatever the device's stages read of what is carried
             for carrier in program.carriers:
                 places, ends = carrier.places, carrier.pieces[0][1]
-                self._rows(program, carrier.leaf, ends, places, places * (layout.zero == 1))
+                self._rows(program, carrier.leaf, ends, (places, places * (layout.zero == 1)))
         for i, x in enumerate(program.leaves):
             parts = 1 if program.held[i] is None else program.schedule.devices
             size = math.prod(x.shape) // parts * wide(x.dtype).itemsize
-            self.sum(program.shares.copied(i), size)
-        self.sum(layout.divided, 3 * 4)  # total and count; before a backward pass, the count
+            self.sum("gradients", program.shares.copied(i), size)
+        self.loss(layout.divided, staged=True)
 
-    def _travels(self, elements, used, reduced, gathers, scatters):
-        """Count gathers of a share in the dtype `used`, and scatters of its gradient."""
-        size = gathers * jnp.dtype(used).itemsize + scatters * jnp.dtype(reduced).itemsize
-        self.gather(self.layout.fsdp, elements * self.layout.size("fsdp") * size)
+    def _gathered(self, elements, used, reduced, times):
+        """Count `passes` of a share in the dtype `used`, and of its gradient."""
+        whole, sizes = elements * self.layout.size("fsdp"), map(jnp.dtype, (used, reduced))
+        self.weights(self.layout.fsdp, whole, *(x.itemsize for x in sizes), times)
 
-    def _rows(self, program, i, ends, gathers, scatters):
+    def _rows(self, program, i, ends, times):
         """Count gathers of a parameter that stages share, or of its rows between two ends."""
         layout, x, shares = self.layout, program.leaves[i], program.shares
         if shares.hows[i] is None:
@@ -162,7 +141,7 @@ class Sent(dict[tuple[str, ...], float]):
         shape = x.shape
         if ends is not None and shares.rows(i) is None:
             shape = (ends[1] - ends[0], *shape[1:])
-        self._travels(math.prod(shape), used, reduced, gathers, scatters)
+        self._gathered(math.prod(shape), used, reduced, times)
 
     def _attention(self, model, rows, length, again):
         layout, sizes, t = self.layout, model.sizes, self.layout.size("tensor")
@@ -171,8 +150,7 @@ class Sent(dict[tuple[str, ...], float]):
             for n in (sizes["heads"], sizes["kv_heads"])
         )
         one = attention(layout).bytes_sent(layout.size("context"), q, k)
-        total = model.layers * (one.forward * (2 if again else 1) + one.backward)
-        self.add(layout.context, layout.microbatches * total)
+        self.attention(layout.context, one, layout.microbatches * model.layers, again)
 
     def _tensor(self, model, rows, length, first, last):
         layout = self.layout
@@ -185,7 +163,7 @@ class Sent(dict[tuple[str, ...], float]):
             normed_heads=model.cut_norms / model.layers,
         )
         of_ends = first * told.embedding + last * (told.head + told.loss)
-        self.add(layout.tensor, told.layers + told.norms + of_ends)
+        self.add("activations", layout.tensor, told.layers + told.norms + of_ends)
 
 
 def _read(stages, i, x):

@@ -17,7 +17,8 @@ class Taken(NamedTuple):
     """What one run of a collective takes by itself.
 
     `lanes` are the directions of links along which it sends at once, 0 between slices or nodes.
-    `load` is {link: its bytes} of one whose links are known; two such that run at once share them.
+    `load` is {link: seconds that its bytes take} of one whose links are known; two such that run at
+    once share them.
     """
 
     lanes: int
@@ -36,8 +37,13 @@ def taken(begun: Found, chip: Any) -> Taken:
         return Taken(0, op.ring_bytes / chip.dcn, Counter())
     if places and (pairs := _pairs(op)):
         each = op.ring_bytes / max(1, (op.group_size or 2) - 1)
-        load = Counter({link: each * n for link, n in carried(pairs, places, chip).items()})
-        return Taken(1, max(load.values(), default=0) / chip.link_bandwidth, load)
+        rates = (
+            *[chip.link_bandwidth] * 3,
+            chip.core_bandwidth,
+        )  # by axis, the last from core to core
+        ways = carried(pairs, places, chip).items()
+        load = Counter({link: each * n / rates[link[0]] for link, n in ways})
+        return Taken(1, max(load.values(), default=0), load)
     if not (lanes := {"collective-permute": 1, "all-to-all": chip.links}.get(op.kind)):
         ways, sizes = _strategy(op, begun.op.says("backend_config"))
         # Two links of a chip lead along a ring, one along a line or to one other chip.

@@ -61,7 +61,7 @@ class Carrier:
         sent = jnp.stack([parts[k] for k in self.table.ravel()])
         return list(jax.lax.all_to_all(sent, self.axis, 0, self.cut + 1, tiled=True))
 
-    def sent(self, leaves: Sequence[Any], itemsize: int, back: bool = False) -> int:
+    def sent(self, leaves: Sequence[Any], itemsize: int, back: bool = False) -> float:
         """The bytes that a device sends; `leaves` are the shapes of whole parameters."""
         ends, shape = self.pieces[0][1], leaves[self.leaf].shape
         if self._by_rows:
@@ -69,7 +69,7 @@ class Carrier:
             return away * math.prod(shape[1:]) * itemsize
         size = math.prod(shape) if ends is None else self._size * math.prod(shape[1:])
         copies = self.places if self.cut is not None else 2 * back * len(self.pieces)
-        return copies * size * itemsize * (self.n - 1) // self.n
+        return copies * size * itemsize * (self.n - 1) / self.n
 
     @property
     def _by_rows(self):

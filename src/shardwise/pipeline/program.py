@@ -163,27 +163,25 @@ class Program:
             found[name] = Buffers(lists, most) if self.backward else Buffers([], [])
         return found
 
-    def sends(self) -> dict[str, int]:
-        """The bytes that a device sends along the stages in a step, by what is sent.
-
-        `rings`: a tick's activation and cotangent, whether anyone waits for them or not; `sums`: of
-        the loss's outputs; `parameters`: those that lie elsewhere than where stages read them,
-        before the first tick, and the sums of their gradients after the last.
+    def sends(self) -> dict[str, float]:
+        """What `costs.ledger.Ledger.pipeline` counts of a device in a step, by name: the `ticks`,
+        and bytes `passed` on at each, `summed`, and `moved` before the first and after the last.
         """
-        n, m = self.schedule.devices, self.schedule.microbatches
-        rings = sum(
-            len(self.ticks.columns["kind"]) * sum(self.buffers[name].sizes) * len({*offsets} - {0})
-            for name, offsets in self.ticks.rings.items()
-        )
+        offsets = {name: len({*ways} - {0}) for name, ways in self.ticks.rings.items()}
         outputs = self.stages[-1].outputs  # of which truth values are summed in int32
-        summed = 2 * m * sum(x.size * max(x.dtype.itemsize, 4 * (x.dtype == bool)) for x in outputs)
+        summed = sum(x.size * max(x.dtype.itemsize, 4 * (x.dtype == bool)) for x in outputs)
         moved = 0
         for carrier in self.carriers:
             dtype = self.leaves[carrier.leaf].dtype
             moved += carrier.sent(self.leaves, dtype.itemsize)
             if self.backward:
                 moved += carrier.sent(self.leaves, wide(dtype).itemsize, back=True)
-        return {"rings": rings, "sums": summed * (n - 1) // n, "parameters": moved}
+        return {
+            "ticks": len(self.ticks.columns["kind"]),
+            "passed": sum(n * sum(self.buffers[name].sizes) for name, n in offsets.items()),
+            "summed": summed * self.schedule.microbatches,
+            "moved": moved,
+        }
 
     @functools.cached_property
     def kinds(self) -> tuple[list[cut.Halves], list[int]]:

@@ -14,11 +14,11 @@ from pathlib import Path
 import tyro
 
 from shardwise import topology
+from shardwise.costs.roles import ORDER
 from shardwise.model import Config
 from shardwise.plan import compiling, published, tables
 from shardwise.plan.own import own as plan_own
 from shardwise.plan.planning import Plan, plan
-from shardwise.plan.roles import ORDER
 from shardwise.plan.seconds import model_flops
 from shardwise.topology.slices import CHIPS, usual
 from shardwise.train import Optimizer

@@ -15,14 +15,16 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import context, layouts, measure, model, topology
 from shardwise.context.kernels import LANES
+from shardwise.costs.arrays import parts
+from shardwise.costs.roles import Roles
+from shardwise.costs.sent import inserted
 from shardwise.measure.differences import Differences
 from shardwise.measure.memory import Fit
 from shardwise.model import Config, Decoder
 from shardwise.plan import arrays
 from shardwise.plan.own import Own
 from shardwise.plan.planning import Candidate, Plan
-from shardwise.plan.roles import Roles
-from shardwise.plan.sent import inserted
+from shardwise.plan.roles import layout_on
 from shardwise.topology import child
 from shardwise.topology.slices import ChipMesh
 from shardwise.train import Optimizer
@@ -95,7 +97,7 @@ def layout_of(roles: Roles, config: Config, mesh: Mesh, kernel: str = "tiles") -
     attend = context.splash() if kernel == "splash" else context.tiled
     again = getattr(jax.checkpoint_policies, given.get("remat", ""), layouts.offload)
     meant = {"kernel": attend, "remat": again, "dtype": config.dtype}
-    return roles.layout(mesh, **{n: meant.get(n, x) for n, x in given.items()})
+    return layout_on(mesh, roles, **{n: meant.get(n, x) for n, x in given.items()})
 
 
 def program_of(
@@ -138,7 +140,7 @@ def lowered(each: Roles, plan: Plan) -> tuple[ChipMesh, jax.stages.Lowered]:
     """The training step of a layout for the plan's chips, abstract; the loss is not judged."""
     mesh = plan.chips.mesh(**each.axes)
     if plan.own:
-        job, layout = plan.own, each.layout(mesh.abstract, **plan.own.settings)
+        job, layout = plan.own, layout_on(mesh.abstract, each, **plan.own.settings)
     else:
         job = program_of(each, plan.config, plan.batch, plan.sequence, plan.optimizer)
         layout = layout_of(each, plan.config, mesh.abstract, kernel(plan))
@@ -180,8 +182,8 @@ def _expected(plan, candidate, stage):
     if plan.own:
         return ()
     held = arrays.of_decoder(plan.config, plan.optimizer)
-    parts = arrays.parts(candidate.roles, plan.config, held, plan.batch, plan.sequence)
-    return inserted(next(part for part in parts if part.stage >= stage))
+    found = parts(candidate.roles, plan.config, held, plan.batch, plan.sequence)
+    return inserted(next(part for part in found if part.stage >= stage))
 
 
 def checked(plan: Plan, number: int, out: TextIO) -> list[Check]:

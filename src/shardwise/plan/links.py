@@ -29,14 +29,15 @@ class Side(NamedTuple):
     def bandwidth(self, chip: Chip) -> float:
         """The bytes/s that a device sends in a ring collective, in all directions there are."""
         if self.on_chip or chip.node:
-            return chip.links * chip.link_bandwidth
+            return self.lane(chip)
         ways = 2 if self.size * self.stride == self.whole and chip.is_ring(self.whole) else 1
         return ways * self.lane(chip)
 
     def lane(self, chip: Chip) -> float:
         """The bytes/s that a device sends one way."""
-        alone = self.on_chip or chip.node
-        return chip.link_bandwidth / (1 if alone else self.stride * chip.devices)
+        if self.on_chip:
+            return chip.core_bandwidth
+        return chip.link_bandwidth / (1 if chip.node else self.stride * chip.devices)
 
 
 class Way(NamedTuple):
@@ -109,10 +110,16 @@ def ring_seconds(chip: Chip, ways: Iterable[Way], sent: float) -> float:
 
 
 def hop_seconds(chip: Chip, way: Way, sent: float) -> float:
-    """The seconds in which each device passes `sent` bytes to the next: one way, along one side."""
+    """The seconds in which each device passes `sent` bytes to the next: one way, along one side.
+
+    Of the cores of several chips one of each sends on to the next chip, which takes longest.
+    """
     if way.across > 1:
         return sent / chip.dcn
-    return sent / max(side.lane(chip) for side in way.sides)
+    lanes = [side.lane(chip) for side in way.sides if not side.on_chip]
+    if len(lanes) < len(way.sides):
+        lanes = [chip.link_bandwidth if lanes else chip.core_bandwidth]
+    return sent / max(lanes)
 
 
 def exchange_seconds(chip: Chip, way: Way, sent: float) -> float:

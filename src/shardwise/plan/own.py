@@ -10,14 +10,14 @@ import jax.numpy as jnp
 
 from shardwise import jaxprs, layouts, marks, measure, topology
 from shardwise import tree as trees
+from shardwise.costs.ledger import Sent
+from shardwise.costs.memory import COUNTS, Memory, Terms
+from shardwise.costs.roles import Roles
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import abstract, array_layouts
 from shardwise.objective.means import normal, quotient
 from shardwise.plan import planning, residuals, roles
-from shardwise.plan.memory import COUNTS, Memory, Terms
-from shardwise.plan.roles import Roles
 from shardwise.plan.seconds import step
-from shardwise.plan.sent import Sent
 from shardwise.topology.slices import Chips
 
 SETTINGS = ("min_size", "stacked", "dtype", "reduce_dtype", "remat", "kernel")
@@ -122,7 +122,7 @@ class Own:
     def mean(self, params: Any, batch: Any) -> Any:
         """The mean loss, without aux; marks mean what the settings say alone, on one device."""
         mesh = jax.sharding.AbstractMesh((1,), ("data",))
-        with marks.bind(**meanings(Roles().layout(mesh, **self.settings))):
+        with marks.bind(**meanings(roles.layout_on(mesh, Roles(), **self.settings))):
             return quotient(normal(self.loss, self.has_aux)(params, batch)[0])
 
     @functools.cached_property
@@ -155,7 +155,7 @@ class Own:
 
 def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
     """The `Candidate` of a layout: what it costs, whether it fits or not."""
-    layout = each.layout(chips.mesh(**each.axes).abstract, **job.settings)
+    layout = roles.layout_on(chips.mesh(**each.axes).abstract, each, **job.settings)
     told = layouts.predict(layout, job.params, job.batch, job.tx, remat=job.gathers_again or None)
     laid, rows = array_layouts(layout, job.params), job.rows // each.rows // each.microbatches
     held = told.held["parameters"]

@@ -8,14 +8,17 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardwise import topology
+from shardwise.costs.arrays import Arrays, parts
+from shardwise.costs.ledger import Sent
+from shardwise.costs.memory import Memory, memory
+from shardwise.costs.roles import Roles
+from shardwise.costs.sent import largest, sent
 from shardwise.model import Config
 from shardwise.plan import roles
-from shardwise.plan.arrays import ADAMW, Arrays, of_decoder, parts
-from shardwise.plan.memory import Memory, memory
+from shardwise.plan.arrays import ADAMW, of_decoder
 from shardwise.plan.published import preset
-from shardwise.plan.roles import Refusal, Roles
+from shardwise.plan.roles import Refusal
 from shardwise.plan.seconds import Step, flops, model_flops, read, step
-from shardwise.plan.sent import Sent, largest, sent
 from shardwise.topology.slices import Chips
 from shardwise.train import Optimizer
 

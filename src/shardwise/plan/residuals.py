@@ -12,9 +12,9 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from scipy.sparse import csgraph, csr_array
 
 from shardwise import jaxprs, marks
+from shardwise.costs.memory import Terms
 from shardwise.fsdp.arrays import ArrayLayout
 from shardwise.jaxprs import Equation
-from shardwise.plan.memory import Terms
 from shardwise.topology.slices import to_host
 
 ENTRYWISE = frozenset(

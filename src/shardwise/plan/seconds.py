@@ -4,13 +4,14 @@ import collections
 import dataclasses
 from collections.abc import Iterable
 
+from shardwise.costs.arrays import Part
+from shardwise.costs.ledger import Sent
+from shardwise.costs.memory import Memory
+from shardwise.costs.roles import Roles
+from shardwise.costs.sent import slots
 from shardwise.model import Config
 from shardwise.plan import links
-from shardwise.plan.arrays import Part
 from shardwise.plan.links import Way
-from shardwise.plan.memory import Memory
-from shardwise.plan.roles import Roles
-from shardwise.plan.sent import Sent, slots
 from shardwise.topology.slices import Chips
 
 # What the next product waits for; all else can be sent while products run.

@@ -5,9 +5,9 @@ one explained by its terms, and why others lose.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from shardwise.costs.memory import Terms
 from shardwise.measure import counts
 from shardwise.plan import compiling, published
-from shardwise.plan.memory import Terms
 from shardwise.plan.planning import Candidate, Plan
 from shardwise.plan.seconds import WAITED
 
@@ -34,7 +34,7 @@ NOTE_OF_GPUS = (
     "Of a GPU's memory a program has what JAX takes when it starts: three quarters, or the share "
     "that XLA_CLIENT_MEM_FRACTION says. NCCL and CUDA need theirs beside it."
 )
-# What each term of `memory.Terms` is, in a few words.
+# What each term of `costs.memory.Terms` is, in a few words.
 _MEANT = Terms(
     gradients="gradients of the device's shares",
     weights="weights gathered, or cast, for use",

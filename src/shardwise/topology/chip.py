@@ -25,8 +25,9 @@ class Chip:
     `host_bandwidth` is that of PCIe between a chip and its host, each way, and `host_bytes` the
     chip's part of the host's memory; None where no source says. `usable_hbm` is what the compiler
     lets a program hold on one *device*; None where it was not asked. `devices` is the number of JAX
-    devices on a chip, which share its HBM and its peak, and `names` what JAX calls them: of GPUs
-    those with these peaks, not a board for PCIe or with less memory, which has another name.
+    devices on a chip, which share its HBM and its peak; of two, each sends `core_bandwidth` to the
+    other. `names` are what JAX calls them: of GPUs those with these peaks, not a board for PCIe or
+    with less memory, which has another name.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class Chip:
     host_bytes: int | None = None
     usable_hbm: int | None = None
     devices: int = 1
+    core_bandwidth: float | None = None
     node: int | None = None
     target: tuple[tuple[str, Any], ...] | None = None
 
@@ -161,8 +163,9 @@ _TABLE = (
     ),
     _tpu(
         "tpu7x", {"bfloat16": 2307, "float8": 4614}, 192, 7380, 100, 12.5, 94.74,
-        {"dcn_bandwidth": GOOGLE + "tpu7x: 100 Gb/s a chip", "link_bandwidth": _HALF_OF_BOTH_WAYS},
-        names=("TPU7x",), largest=9216, devices=2, **_TORUS_3D,
+        {"dcn_bandwidth": GOOGLE + "tpu7x: 100 Gb/s a chip", "link_bandwidth": _HALF_OF_BOTH_WAYS}
+        | {"core_bandwidth": GOOGLE + "tpu7x: from die to die six times a link of the torus"},
+        names=("TPU7x",), largest=9216, devices=2, core_bandwidth=600e9, **_TORUS_3D,
     ),
     _gpu(
         "a100", 310, 2.0, 300, 25, where=_HDR, core_count=108, major=8, clock_rate_ghz=1.41,

@@ -10,10 +10,10 @@ import dataclasses
 import operator
 from typing import NamedTuple
 
-from shardwise.plan.arrays import Part
-from shardwise.plan.sent import passed, slots
+from shardwise.costs.arrays import Part
+from shardwise.costs.ledger import WIDE
+from shardwise.costs.sent import passed, slots
 
-_WIDE = 4
 _FEW = 8192  # tokens: of no more, the TPU compiler computes the logits' gradient as it is read
 
 
@@ -149,14 +149,14 @@ def _terms_of_stages(part, gpu):
     ends = sum(s.array.size // s.fsdp for s in part.held() if not s.array.stacked)
     entered = part.layers * part.tokens * _between(part)
     kept = entered if r.remat else part.layers * sum(_in_layer(part, gpu)) + weights
-    last = part.tokens * c.embed * (3 * _WIDE + used) / r.tensor + _of_vocabulary(part) * _WIDE
+    last = part.tokens * c.embed * (3 * WIDE + used) / r.tensor + _of_vocabulary(part) * WIDE
     live = min(r.microbatches, r.stage)  # but one of what the last stage leaves besides
-    pending = part.layers * _pending(part) + part.tokens * c.embed * (_WIDE + used)
+    pending = part.layers * _pending(part) + part.tokens * c.embed * (WIDE + used)
     pending += _of_vocabulary(part) * used
     return Terms(
-        weights=ends * _WIDE + head + weights / (1 if r.remat else part.layers),
+        weights=ends * WIDE + head + weights / (1 if r.remat else part.layers),
         kept=live * kept + last + sum(passed(part)),
-        summed=sum(share.used for share in part.held()) * _WIDE,
+        summed=sum(share.used for share in part.held()) * WIDE,
         pending=pending,
         task=max(kept + last, pending),
     )
@@ -167,12 +167,12 @@ def _pending(part):
     to the half that yields the weights' gradients; done again, all that it was computed from too.
     """
     c, t, used, again = part.config, part.roles.tensor, part.itemsize, part.roles.remat
-    norms = (1 + again) * _normed(c) * (_WIDE + used) / t
+    norms = (1 + again) * _normed(c) * (WIDE + used) / t
     heads = ((1 + again) * c.heads + 2 * c.kv_heads) * c.head_dim * used / t
     wide, rows = (2 + 2 * again) * c.mlp * (c.shared_experts if c.experts else 1), 0
     if c.experts:
         wide += (2 + again) * c.mlp * slots(part)
-        rows = 2 * c.embed * slots(part) * used + c.experts * _WIDE
+        rows = 2 * c.embed * slots(part) * used + c.experts * WIDE
     return part.tokens * (norms + heads + rows + wide * used / t)
 
 
@@ -232,8 +232,8 @@ def _entered(part):
 def _ring(part):
     """The bytes of K, V and their float32 gradients, twice: worked on, and arriving; and of q's."""
     c, used = part.config, part.itemsize
-    around = 2 * 2 * c.kv_heads * c.head_dim * (used + _WIDE)
-    return part.tokens * (around + c.heads * c.head_dim * _WIDE) / part.roles.tensor
+    around = 2 * 2 * c.kv_heads * c.head_dim * (used + WIDE)
+    return part.tokens * (around + c.heads * c.head_dim * WIDE) / part.roles.tensor
 
 
 def _dispatch(part):
@@ -243,7 +243,7 @@ def _dispatch(part):
     the experts' slots; and of the experts' width two arrays that no product is fused with.
     """
     c, used, n = part.config, part.itemsize, part.roles.tensor
-    chosen = 2 * c.experts_per_token * c.embed * (used + _WIDE)
+    chosen = 2 * c.experts_per_token * c.embed * (used + WIDE)
     return part.tokens * (chosen + 2 * slots(part) * used * (c.embed + c.mlp / n))
 
 
@@ -264,8 +264,8 @@ def _in_layer(part, gpu):
     """
     c, t, used = part.config, part.roles.tensor, part.itemsize
     copies = 6 if gpu and part.rows == t == part.roles.context == 1 else 3
-    norms = copies * _normed(c) * _WIDE / t
+    norms = copies * _normed(c) * WIDE / t
     entered = 2 * c.embed * used + (2 * c.embed * slots(part) * used if c.experts else 0)
-    heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim * used / t + c.heads * _WIDE / t
+    heads = (2 * c.heads + 2 * c.kv_heads) * c.head_dim * used / t + c.heads * WIDE / t
     wide = c.mlp * (slots(part) + c.shared_experts if c.experts else 1)
     return [part.tokens * x for x in (norms, entered, heads, 6 * wide * used / t)]

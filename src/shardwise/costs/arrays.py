@@ -1,0 +1,141 @@
+"""A model's parameters and its optimizer's state, as plain numbers; a device's share of each."""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from shardwise import tree as trees
+from shardwise.costs.roles import Roles
+from shardwise.model import Config
+from shardwise.rules.fsdp import dividing
+
+# What `layouts.Layout` cuts over the tensor axis, and over the expert axis.
+TENSOR, EXPERT = ("heads", "kv_heads", "mlp", "vocab"), "experts"
+
+
+class Array(NamedTuple):
+    """An array of a model, with the names of its logical axes, None for an axis that has none."""
+
+    path: str
+    shape: tuple[int, ...]
+    names: tuple[str | None, ...]
+    itemsize: int
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the first axis is one of layers."""
+        return self.names[:1] == (trees.LAYERS,)
+
+    @property
+    def is_embedding(self) -> bool:
+        return self.path.startswith("embed")
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # compared by identity: it is asked for often
+class Arrays:
+    """A model's parameters, and the state that an optimizer keeps for them.
+
+    An array of the state that has its parameter's shape has the parameter's path too.
+    """
+
+    parameters: tuple[Array, ...]
+    state: tuple[Array, ...]
+
+
+class Share(NamedTuple):
+    """A device's `elements` of an array, and into how many parts fsdp and stages cut it."""
+
+    array: Array
+    elements: int
+    fsdp: int
+    stages: int
+
+    @property
+    def used(self) -> int:
+        """The elements in a step: what is in no layer, stages gather before the first tick."""
+        return self.elements * (1 if self.array.stacked else self.stages)
+
+    @property
+    def whole(self) -> int:
+        """The elements where it is read, gathered over fsdp."""
+        return self.used * self.fsdp
+
+
+@functools.lru_cache(maxsize=4096)
+def _shares(arrays, roles, state):
+    return tuple(_share(array, roles) for array in (arrays.state if state else arrays.parameters))
+
+
+def _share(array, r):
+    """A device's part of an array as `layouts` cuts it: along fsdp, if an axis is left for it.
+
+    Stages take the first axis that divides: that of layers, where there is one.
+    """
+    over, axes = dict.fromkeys(TENSOR, r.tensor) | {EXPERT: r.expert}, range(len(array.shape))
+    staged = dividing(array.shape, axes, r.stage)[:1] if r.stage > 1 and len(axes) > 1 else []
+    parts = {i: over.get(array.names[i], 1) for i in axes if i not in staged}
+    free = [i for i, n in parts.items() if n == 1 and i >= array.stacked]
+    stages = r.stage if staged else 1
+    fsdp = r.fsdp if array.size > 1 and dividing(array.shape, free, r.fsdp) else 1
+    return Share(array, array.size // (math.prod(parts.values()) * fsdp * stages), fsdp, stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A stage of a layout, or all of a layout without stages; tokens are those of a microbatch."""
+
+    config: Config
+    arrays: Arrays
+    roles: Roles
+    stage: int
+    rows: int  # of a microbatch, on a device
+    sequence: int  # of the whole row
+
+    @property
+    def layers(self) -> int:
+        return self.config.layers // self.roles.stage
+
+    @functools.cached_property
+    def itemsize(self) -> int:
+        """The bytes of an activation's element."""
+        return jnp.dtype(self.config.dtype).itemsize
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.roles.stage - 1
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a microbatch on a device, before the tensor axis cuts them."""
+        return self.rows * self.sequence // self.roles.context
+
+    def reads(self, array: Array) -> bool:
+        """Whether the stage reads a parameter."""
+        begins = self.stage == 0 and array.is_embedding
+        return array.stacked or begins or (self.is_last and self.ends(array))
+
+    def ends(self, array: Array) -> bool:
+        """Whether the end of the model reads a parameter that is in no layer."""
+        return self.config.tied or not array.is_embedding
+
+    def held(self, state: bool = False) -> tuple[Share, ...]:
+        """The `Share` of each parameter, or with `state` of each array of the optimizer's state."""
+        r = self.roles
+        sizes = Roles(stage=r.stage, fsdp=r.fsdp, expert=r.expert, tensor=r.tensor)
+        return _shares(self.arrays, sizes, state)
+
+
+def parts(
+    roles: Roles, config: Config, arrays: Arrays, batch: int, sequence: int
+) -> tuple[Part, ...]:
+    """The stages that differ: the first, the last, and the one before it for those between."""
+    rows = batch // roles.rows // roles.microbatches
+    stages = sorted({0, max(0, roles.stage - 2), roles.stage - 1})
+    return tuple(Part(config, arrays, roles, stage, rows, sequence) for stage in stages)

@@ -1,0 +1,187 @@
+"""The bytes that a device sends in a step, by formula: along each group of roles, and for what.
+
+Of parameters, gradients, attention and the loss's two sums these are the bytes that
+`layouts.predict` tells of layouts by hand; of the tensor axis Megatron's, with what a recomputed
+layer gathers and scatters once more, and of experts what the TPU compiler inserts.
+"""
+
+import collections
+from collections.abc import Iterable
+
+import jax
+
+from shardwise import context, experts, tensor
+from shardwise.costs.arrays import EXPERT, TENSOR, Part
+from shardwise.costs.ledger import WIDE, Ledger, Sent, passes
+from shardwise.measure.counts import Op
+
+
+def sent(part: Part) -> tuple[Sent, ...]:
+    """The `Sent` of a device of this stage, by roles and kind; those of 0 bytes are left out."""
+    r, held, used = part.roles, part.held(), part.itemsize
+    ledger = Ledger(r.sizes)
+    for share in (share for share in held if share.fsdp > 1):
+        ledger.weights(("fsdp",), share.whole, used, used, _passes(part, share.array))
+    for share in held:
+        apart = ("fsdp",) * (share.fsdp > 1) + ("expert",) * (EXPERT in share.array.names)
+        ledger.sum("gradients", _copied(part, apart), share.elements * WIDE)
+    ledger.loss(_copied(part), staged=r.stage > 1)
+    ledger.sum("counts", _copied(part), _counts(part.config))
+    if r.context > 1:
+        ledger.attention(("context",), _attention(part), r.microbatches * part.layers, r.remat)
+        ledger.add("tokens", ("context",), _choices(part))
+    ledger.add("activations", ("tensor",), sum(op.ring_bytes for op in inserted(part)))
+    if r.expert > 1:
+        ledger.add("tokens", ("expert",), _experts(part))
+    if r.stage > 1:
+        ledger.pipeline(("stage",), **sends(part))
+    return ledger.sent
+
+
+def _copied(part, apart=()):
+    """The roles by hand along which devices have copies."""
+    return tuple(role for role in part.roles.sizes if role not in ("stage", "tensor", *apart))
+
+
+def _passes(part, array):
+    """(gathers, scatters) of an array."""
+    again = array.stacked and part.roles.remat
+    if part.roles.stage > 1 and not array.stacked:  # the half of a backward that goes on reads it
+        again = part.ends(array)
+    return passes(3, part.roles.microbatches, again) if part.reads(array) else (0, 0)
+
+
+def _counts(c):
+    """The bytes of the loss's counts of experts: loads, drops and nats, as `model.routed_loss` has
+    them.
+    """
+    return (c.layers * (c.experts + 1) + 1) * WIDE if c.experts else 0
+
+
+def _attention(part):
+    """The bytes of a layer's ring attention, (forward, backward)."""
+    c, r = part.config, part.roles
+    shape = part.rows, part.sequence, c.kv_heads // r.tensor, c.head_dim
+    k = jax.ShapeDtypeStruct(shape, c.dtype)
+    return context.ring("context", apart=r.stage > 1).bytes_sent(r.context, k, k)
+
+
+def ticks(part: Part) -> int:
+    """The ticks of a step by 1f1b, of which a forward task takes one and a backward one two."""
+    return 3 * (part.roles.microbatches + part.roles.stage - 1)
+
+
+def passed(part: Part) -> tuple[float, float]:
+    """Bytes of (an activation, its cotangent) on their way round the ring of stages.
+
+    For the last stage's balance of experts, what all routers before decided is with them. All of it
+    is whole along the tensor axis, and each device sends its copy.
+    """
+    c, before = part.config, part.layers * (part.roles.stage - 1) * part.tokens
+    whole, gradients = part.tokens * c.embed * part.itemsize, 4 * c.experts * before
+    chosen = 5 * c.experts_per_token * before if c.experts else 0
+    return whole + gradients + chosen, whole + gradients
+
+
+def sends(part: Part) -> dict[str, float]:
+    """What goes along stages, as `pipeline.Program.sends` has it, for `Ledger.pipeline`.
+
+    Parameters in no layer are gathered before the first tick, and their gradients scattered after
+    the last; of what no axis divides, these are summed.
+    """
+    n, moved = part.roles.stage, 0.0
+    for share in part.held():
+        if share.stages == 1:
+            moved += 2 * share.elements * WIDE * (n - 1) / n
+        elif not share.array.stacked:
+            moved += share.elements * (n - 1) * (share.array.itemsize + WIDE)
+    summed = part.roles.microbatches * (2 * WIDE + _counts(part.config))
+    return dict(ticks=ticks(part), passed=sum(passed(part)), summed=summed, moved=moved)
+
+
+def _experts(part):
+    """The bytes of tokens to their experts and back, in all passes (see `experts.bytes_sent`)."""
+    c, r = part.config, part.roles
+    given = part.rows, part.sequence // r.context, c.embed, c.experts_per_token, c.experts, r.expert
+    told = c.capacity_factor, "all_to_all", part.itemsize
+    once = experts.bytes_sent(*given, *told, sequence=r.context)
+    return r.microbatches * part.layers * (2 + r.remat) * once
+
+
+def _choices(part):
+    """The bytes to decide experts' queues and balance from whole rows: choices, places and loads.
+
+    A forward pass gathers places once for all layers, and each layer done again once more.
+    """
+    c, n, again = part.config, part.roles.context, part.roles.remat
+    if not c.experts:
+        return 0
+    gathers = part.layers * (1 + again) * c.experts_per_token + 1 + part.layers * again
+    loads = 2 * part.rows * part.layers * c.experts * WIDE / n
+    return part.roles.microbatches * (n - 1) * (gathers * part.tokens * 4 + loads)
+
+
+def slots(part: Part) -> float:
+    """The rows a layer's experts work on for each token; the token's choices if none is dropped.
+
+    An expert has the slots of a whole row on each device that has a part of it.
+    """
+    c = part.config
+    if c.capacity_factor is None:
+        return c.experts_per_token
+    here = part.sequence // part.roles.context
+    each = experts.slots(c.capacity_factor, part.sequence, c.experts_per_token, c.experts)
+    return min(here, each) * c.experts / here
+
+
+def largest(found: Iterable[Iterable[Sent]]) -> tuple[Sent, ...]:
+    """The most of each kind that any of several stages sends."""
+    most: collections.Counter = collections.Counter()
+    for of_part in found:
+        most |= collections.Counter({(s.roles, s.kind): s.bytes for s in of_part})
+    return tuple(Sent(*key, size) for key, size in most.items())
+
+
+def inserted(part: Part) -> tuple[Op, ...]:
+    """The collectives along tensor that a compiler is to insert in a stage's step, with a cut
+    sequence; of experts those of the TPU compiler.
+
+    Experts are entered by rows of tokens, which scatters need whole, forward in words of 32 bits;
+    the products that end them are summed, as are the gradients of the norms' scales.
+    """
+    c, r, dtype = part.config, part.roles, tensor.DTYPES[part.itemsize]
+    if r.tensor == 1:
+        return ()
+    m, layers, again = r.microbatches, r.microbatches * part.layers, int(r.remat)
+    length = part.sequence // r.context
+    normed = 2 + again if c.qk_norm == "heads" else 0  # q's norm and k's, and forward once more
+    told = tensor.collectives(
+        *(r.tensor, part.rows, length, c.embed, part.layers, part.itemsize),
+        sequence=True,
+        gathers_again=r.remat,
+        sums_again=r.remat and not r.products,
+        mlp=not c.experts or bool(c.shared_experts),
+        normed_heads=normed,
+    )
+    here = {"layers": m, "embedding": m * (part.stage == 0)}  # the others at the end
+    times: collections.Counter = collections.Counter()
+    for of, op in ((of, op) for of, ops in told.items() for op in ops):
+        times[op.kind, op.arrays] += op.trips * here.get(of, m * part.is_last)
+    *found, numbers = (
+        Op(kind, "", arrays, r.tensor, n, notes=("expected",))
+        for (kind, arrays), n in times.items()
+    )
+    for a in part.arrays.parameters:
+        if a.path.endswith("scale") and {*TENSOR}.isdisjoint(a.names):
+            of_one, each = a.shape[a.stacked :], part.layers if a.stacked else 1
+            wide = tensor.DTYPES[a.itemsize]
+            found.append(tensor.expected(r.tensor, "all-reduce", of_one, wide, each))
+    if c.experts:
+        rows, each = (round(slots(part) * part.tokens), c.embed), layers * (2 + again)
+        chosen = "all-gather", (part.rows, length, c.experts_per_token, c.embed)
+        found += [
+            tensor.expected(r.tensor, "all-reduce", rows, dtype, each),
+            tensor.expected(r.tensor, *chosen, dtype, each),
+            tensor.expected(r.tensor, *chosen, "u32", layers),
+        ]
+    return tuple(op for op in (*found, numbers) if op.trips)
