@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sampling import marked
 
 from shardwise import context, data, layouts, marks, objective
 
@@ -99,7 +100,12 @@ SEEING = {
 }
 
 
-@pytest.mark.parametrize("name", SEEING)
+# Of each way to see: by a neighbour, all before, all, a product, a place, a loop, a count.
+QUICK = ["a roll", "a running sum", "a mean", "own attention", "a table of positions", "a loop"]
+QUICK += ["a square", "weights of rows"]
+
+
+@pytest.mark.parametrize("name", marked(SEEING, QUICK))
 def test_tokens_that_see_each_other_outside_marks_are_refused(name):
     layout = dataclasses.replace(layouts.LAYOUTS["fsdp, context"](8), stacked=None)
     with pytest.raises(objective.Indivisible, match=r"along its sequence.*marks.attend"):
