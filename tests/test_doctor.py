@@ -27,9 +27,11 @@ def small(monkeypatch):
     monkeypatch.setattr(doctor, "_LARGEST", 2**18)
 
 
-def wrong(**axes):
-    """{check: what was found} of what is wrong on a mesh."""
-    return {f.check: f.found for f in doctor.examine(mesh.make(**axes)) if not f.ok}
+def wrong(dtypes=("float32",), **axes):
+    """{check: what was found} of what is wrong on a mesh, of collectives in these dtypes."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(doctor, "_DTYPES", dtypes)
+        return {f.check: f.found for f in doctor.examine(mesh.make(**axes)) if not f.ok}
 
 
 @pytest.mark.parametrize(
@@ -68,8 +70,9 @@ def test_one_number_that_a_collective_gets_wrong_on_one_device_is_found(monkeypa
         return out.at[7].add((jax.lax.axis_index("fsdp") == 2).astype(out.dtype))
 
     monkeypatch.setattr(jax.lax, name, slightly_wrong)
-    # Beside another axis once: it is named after its own.
-    found = wrong(data=2, fsdp=4) if (name, dtype) == ("psum", "float32") else wrong(fsdp=4)
+    # Beside another axis and other dtypes once: it is named after its own.
+    once = (name, dtype) == ("psum", "bfloat16")
+    found = wrong(DTYPES, data=2, fsdp=4) if once else wrong((dtype,), fsdp=4)
     scattered = name == "psum_scatter" and dtype == "float32"
     large = {"psum_scatter along fsdp, large, thrice"} if scattered else set()
     assert found.keys() == {f"{name} along fsdp", *large}
@@ -227,17 +230,20 @@ def test_bandwidth_stands_beside_the_chips(monkeypatch):
     assert told.found.endswith(" of 3 KiB of int32; a link of v5e has 45") and told.ok
 
 
-def test_the_command_prints_a_line_a_check(capsys):
+def test_the_command_prints_a_line_a_check(capsys, monkeypatch):
+    found, examine = [], doctor.examine
+    monkeypatch.setattr(doctor, "examine", lambda mesh: found.extend(examine(mesh)) or found)
     assert command.main(["doctor", "--mesh", "data=2,fsdp=-1"]) == 0
     first, *lines, last = capsys.readouterr().out.splitlines()
     assert first == "On 8 devices, cpu, of 1 process: data 2 × fsdp 4."
     assert last == "All is right." and {line.split()[0] for line in lines} == {"ok", "info"}
-    assert len(lines) == len(doctor.examine(mesh.make(data=2, fsdp=4)))
+    assert len(lines) == len(found) > 0
 
 
 def test_the_command_names_what_is_wrong_and_exits_with_1(monkeypatch, capsys):
     right = jax.lax.psum
     monkeypatch.setattr(jax.lax, "psum", lambda x, axis: right(x, axis) + 1)
+    monkeypatch.setattr(doctor, "_DTYPES", DTYPES[:1])
     assert command.main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "WRONG  psum along fsdp " in out and "; expected what NumPy computes\n" in out

@@ -137,7 +137,7 @@ def test_scales_of_all_norms_are_summed_along_tensor():
     assert summed == [4 * n for n in scales] and over_heads == numbers - 4 * scales[1]
 
 
-@pytest.mark.parametrize("seed", marked(range(12), [2], 4))
+@pytest.mark.parametrize("seed", marked(range(12), [], 5))
 def test_bytes_of_stages_are_those_of_the_layout(seed, monkeypatch):
     # `predict` would trace the loss again for each stage.
     monkeypatch.setattr(gradients, "in_stages", functools.cache(gradients.in_stages))
@@ -154,7 +154,7 @@ LOWERED = [(0, seed) for seed in (1, 2, 4, 5, 7, 10, 11)]
 LOWERED += [(1, seed) for seed in (0, 1, 3, 4, 5, 6, 8, 10, 11)]
 
 
-@pytest.mark.parametrize("mixed, seed", marked(LOWERED, [(1, 4)], 6))
+@pytest.mark.parametrize("mixed, seed", marked(LOWERED, [], 6))
 def test_bytes_sent_by_hand_are_those_in_the_lowered_program(mixed, seed):
     """All of them: of tokens that travel to experts, too."""
     each, config, rows = drawn(100 + seed, mixed=bool(mixed))
@@ -200,7 +200,7 @@ OPTIMIZERS = [("adafactor", None), ("adamw", None), ("adamw", "bfloat16"), ("ada
 OPTIMIZERS += [("lion", "bfloat16"), ("sgd", None)]
 
 
-@pytest.mark.parametrize("seed", marked(range(6), [2], 2))
+@pytest.mark.parametrize("seed", marked(range(6), [], 2))
 def test_state_is_what_devices_hold(seed):
     each, config, rows = drawn(200 + seed)
     layout = compiling.layout_of(each, config, mesh.make(**each.sizes))
@@ -338,7 +338,7 @@ def test_slices_refuse_what_they_cut_unevenly():
     assert found and "lies along 6 slices" in found.reason
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(st.integers(2, 6), st.integers(0, 9))
 def test_the_bubble_and_the_slots_are_those_of_the_schedule(p, more):
     m = p + more
@@ -501,7 +501,6 @@ def test_products_that_are_kept_are_those_that_jax_keeps(name, monkeypatch):
     assert kept[1] - kept[0] == ours[1] - ours[0] > 0
 
 
-@functools.cache
 def flops_of_fsdp(config, each):
     """Those of a compiled program with the layers' products kept, or with all computed again."""
     layout = compiling.layout_of(each, config, mesh.make(fsdp=8))
@@ -509,16 +508,11 @@ def flops_of_fsdp(config, each):
     return measure.flops(lowered_by(layout, program).compile())
 
 
-@pytest.mark.parametrize("name", marked(KEEPS, ["gemma"]))
-def test_of_a_steps_products_that_are_kept_attentions_come_again(name):
-    config, (_, kept) = with_products(name)
-    counted = flops_of_fsdp(config, kept.roles)
-    assert 1 <= counted / seconds.flops(kept) < 1.1  # tiles of attention that a mask hides
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KEEPS)
-def test_products_that_are_kept_are_computed_once(name):
-    config, (again, kept) = with_products(name)
-    flops = [flops_of_fsdp(config, part.roles) for part in (again, kept)]
-    assert 1 <= flops[0] / seconds.flops(again) < 1.1 and flops[1] < 0.85 * flops[0]
+def test_of_a_steps_products_that_are_kept_attentions_come_again(name):
+    config, both = with_products(name)
+    flops = [flops_of_fsdp(config, part.roles) for part in both]
+    for part, counted in zip(both, flops, strict=True):
+        assert 1 <= counted / seconds.flops(part) < 1.1  # tiles of attention that a mask hides
+    assert flops[1] < 0.85 * flops[0]

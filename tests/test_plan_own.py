@@ -91,7 +91,8 @@ def test_what_waits_on_the_host_is_not_planned():
         plan.own(*job, "v5e:2x4", program.batch, remat=layouts.offload)
 
 
-@pytest.mark.parametrize("remat", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [False, True])
 def test_of_the_books_decoder_it_is_the_planners(remat):
     """State and bytes sent; products but for what no formula of products has."""
     config = model.Config(vocab=256, embed=64, layers=2, heads=4, kv_heads=4, head_dim=16, mlp=128)

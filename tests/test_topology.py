@@ -362,6 +362,7 @@ def test_axes_are_laid_along_the_torus(name, slices, axes):
 
 
 @needs_libtpu
+@pytest.mark.slow
 def test_a_refusal_has_both_totals_and_the_largest_arrays(monkeypatch):
     mesh = topology.chips("v5e:2x4").mesh(x=8)
     size = 92160  # an array that alone is a little less than the memory
