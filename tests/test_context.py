@@ -121,7 +121,7 @@ def test_every_form_equals_one_device(case):
 
 @pytest.mark.slow
 @given(choice=st.data())
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_random_cases_equal_one_device(choice):
     draw = lambda *options: choice.draw(st.sampled_from(options))  # noqa: E731
     form, order, mask = draw(*FORMS), draw(*ORDERS), draw(*MASKS)

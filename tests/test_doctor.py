@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sampling import IN_FULL
 
 from shardwise import __main__ as command
 from shardwise import doctor, mesh, processes
@@ -269,18 +270,25 @@ def test_axes_that_do_not_fit_are_refused(capsys):
     assert "does not fit 8 devices" in capsys.readouterr().err
 
 
-def of_two(process, address, fault):
-    """Examine two processes' mesh, with a fault in the second; print what is wrong."""
+FAULTS = "", "clock", "result"
+
+
+def of_two(process, address, faults):
+    """Examine two processes' mesh, with each fault in the second; print what is wrong."""
     processes.join(address, 2, process, devices=4, heartbeat=600)
     doctor._SIZES = {"1 KiB": 2**10}
     doctor._SCATTERED = 2**12
-    if process == 1 and fault == "clock":
-        right = time.time
-        time.time = lambda: right() + 5
-    if process == 1 and fault == "result":
-        doctor._wrong = lambda out, expected: "off"
-    found = doctor.examine(mesh.make(data=2, fsdp=2))
-    print(json.dumps([dataclasses.asdict(each) for each in found]))
+    found = {}
+    for fault in faults:
+        with pytest.MonkeyPatch.context() as patched:
+            if process == 1 and fault == "clock":
+                right = time.time
+                patched.setattr(time, "time", lambda right=right: right() + 5)
+            if process == 1 and fault == "result":
+                patched.setattr(doctor, "_wrong", lambda out, expected: "off")
+            each = doctor.examine(mesh.make(data=2, fsdp=2))
+        found[fault] = [dataclasses.asdict(finding) for finding in each]
+    print(json.dumps(found))
     processes.leave()
 
 
@@ -290,22 +298,24 @@ KNOWN = "psum_scatter", "gradient of gathered weights"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["", "clock", "result"])
-def test_two_processes_agree_on_what_is_wrong_in_one(fault):
-    told = [json.loads(out.splitlines()[-1]) for out in processes.run(of_two, 2, fault)]
-    assert told[0] == told[1]
-    new = [each for each in told[0] if not each["check"].startswith(KNOWN)]
-    found = {each["check"]: each["found"] for each in new if not each["ok"]}
-    if fault == "":
-        assert found == {}
-    elif fault == "clock":
-        assert found.keys() == {"clocks"} and found["clocks"].endswith(" s apart")
-    else:
-        assert found["psum along data"] == "process 1: 1 KiB of float32: off"
-        assert found["donation"] == "process 1: off"
+def test_two_processes_agree_on_what_is_wrong_in_one():
+    told = [json.loads(out.splitlines()[-1]) for out in processes.run(of_two, 2, FAULTS)]
+    assert told[0] == told[1] and tuple(told[0]) == FAULTS
+    new = {
+        fault: [each for each in found if not each["check"].startswith(KNOWN)]
+        for fault, found in told[0].items()
+    }
+    right, clock, result = (
+        {each["check"]: each["found"] for each in new[fault] if not each["ok"]} for fault in FAULTS
+    )
+    assert right == {}
+    assert clock.keys() == {"clocks"} and clock["clocks"].endswith(" s apart")
+    assert result["psum along data"] == "process 1: 1 KiB of float32: off"
+    assert result["donation"] == "process 1: off"
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not IN_FULL, reason="two processes, and sizes of use: make stacks runs it")
 def test_the_launcher_runs_it_and_one_process_speaks(capfd):
     launched = ["launch", "local", "--processes", "2", "--", "doctor", "--mesh", "data=2,fsdp=4"]
     status = command.main(launched)

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sampling import IN_FULL, marked
+from sampling import IN_FULL, marked, sample
 
 from shardwise import layouts, marks, measure, mesh, model, objective, run
 from shardwise.layouts import Layout, exact
@@ -147,7 +147,7 @@ EACH = [(*x, [*OPTIMIZERS][(i + 1) % 3]) for i, x in enumerate(itertools.product
 SLOW = list(zip(EACH, [*OTHERS[:-5:-1], *DRAW.sample(ROWS_CUT[1:], 2)], strict=True))
 SLOW = list(itertools.product(TABLE, OTHERS)) if IN_FULL else SLOW
 SLOW += [(QUICK[0], each) for each in DRAW.sample(ROWS_CUT[1:], 1)]
-SLOW += [(QUICK[1], each) for each in (NAMED if IN_FULL else NAMED[1:])]
+SLOW += [(QUICK[1], each) for each in sample(NAMED, 1)]
 
 
 def layout(exact=BLOCKS, **given):

@@ -114,7 +114,7 @@ CHEAP = ("v5e:2x4",)
 
 
 @needs_libtpu
-@pytest.mark.parametrize("place", marked(PLACES, CHEAP, 2))
+@pytest.mark.parametrize("place", marked(PLACES, CHEAP, 1))
 def test_bytes_are_those_written_or_the_difference_has_a_name(place):
     n, share, found = by_hand(**PLACES[place])
     written = PLACES[place].get("only", WRITTEN)
@@ -452,7 +452,7 @@ ON_LINKS = [
 
 
 @needs_libtpu
-@pytest.mark.parametrize("chips, axes", marked(ON_LINKS, [], 3))
+@pytest.mark.parametrize("chips, axes", marked(ON_LINKS, [], 2))
 def test_a_strategy_counts_no_more_links_than_lead_to_its_group(chips, axes):
     """Whatever it is called and however many colors it has, for a small array and a large one."""
     mesh, named = topology.chips(chips).mesh(**axes), set()

@@ -149,7 +149,7 @@ class Held:
 FAST = ["zero2"]
 
 
-@pytest.mark.parametrize("name", marked(layouts.LAYOUTS, FAST, 7))
+@pytest.mark.parametrize("name", marked(layouts.LAYOUTS, FAST, 5))
 def test_no_device_holds_more_than_its_share_and_what_is_in_flight(name):
     law(layouts.LAYOUTS[name](8))
 
