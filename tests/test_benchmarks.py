@@ -37,7 +37,7 @@ def test_a_row_equals_one_device_and_sends_what_its_formula_says(benchmark, caps
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not IN_FULL, reason="test_layouts has the bytes of such a layout, too")
+@pytest.mark.skipif(not IN_FULL, reason="a long compilation: make stacks runs it")
 def test_a_row_with_experts_in_stages_sends_what_its_formula_says(benchmark, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "others", lambda names: [])
     assert benchmark.compare(["stage, fsdp, expert by hand"], 0) == []
