@@ -12,12 +12,14 @@ Needs libtpu: `pip install "shardwise[tpu]"`.
 import argparse
 import dataclasses
 import datetime
+import functools
 import itertools
 import json
 import pathlib
 import sys
 from collections.abc import Iterable, Mapping
 
+import numpy as np
 import plan_table
 from plan_cases import FITTED, JUDGED, Case, candidate
 from plan_drawn import drawn
@@ -116,12 +118,19 @@ def fitted(
 
 
 def _best(found, record, names, grids, start):
-    def squares(c):
-        ours = ((m := found[n]).total - m.step + sum(memory.counted(m.terms, c)) for n in names)
-        return sum((x / record[n]["needed"] - 1) ** 2 for n, x in zip(names, ours, strict=True))
-
-    tried = itertools.product(*grids.values())
-    return min((start._replace(**dict(zip(grids, x, strict=True))) for x in tried), key=squares)
+    """Of all combinations of what the grids have, at once, that of the least squares."""
+    tried = list(itertools.product(*grids.values()))
+    c = start._replace(**dict(zip(grids, np.array(tried).T, strict=True)))
+    squares = np.zeros(len(tried))
+    for n in names:
+        m = found[n]
+        phases = (
+            sum(getattr(c, name) * getattr(m.terms, name) for name in phase)
+            for phase in memory.PHASES
+        )
+        step = functools.reduce(np.maximum, phases)
+        squares += ((m.total - m.step + step) / record[n]["needed"] - 1) ** 2
+    return start._replace(**dict(zip(grids, tried[np.argmin(squares)], strict=True)))
 
 
 def of_tpus(record: Mapping) -> memory.Terms:

@@ -8,6 +8,7 @@ that fills its chips: smaller arrays never come to HBM.
 """
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ class Case(NamedTuple):
     roles: roles.Roles
 
 
+@functools.cache
 def candidate(case: Case) -> plan.Candidate:
     """The layout by formula."""
     given = case.config, arrays.of_decoder(case.config), topology.chips(case.chips)

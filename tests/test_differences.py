@@ -16,7 +16,7 @@ from shardwise import measure, mesh, model, plan, topology
 from shardwise.measure.counts import Op
 from shardwise.measure.differences import Difference, pairs
 from shardwise.measure.hlo import Array
-from shardwise.plan import compiling, roles
+from shardwise.plan import arrays, compiling, planning, roles
 
 N = 8
 BY_HAND = "jit(run)/shard_map/"
@@ -241,8 +241,9 @@ def test_a_tpus_compiler_leaves_scatters_in_the_loop_of_microbatches(tmp_path, m
         dtype=jnp.bfloat16,
     )  # fmt: skip
     whole = plan.Plan(config, topology.chips("v5e:2x4"), 32, 128, (), (), ())
-    each = roles.Roles(fsdp=8, microbatches=4)
-    chips, lowered = compiling.lowered(each, whole)
-    found = measure.differences(lowered, topology.compile(lowered, chips))
-    dropped = found.get("dropped", Difference(0, 0, 0))
-    assert dropped.written < 100 and found["as written"].static > 8
+    each = roles.Roles(fsdp=8, microbatches=4, remat=True)
+    given = config, arrays.of_decoder(config), whole.chips, 32, 128
+    said = compiling.check(planning.candidate(each, *given), whole)
+    assert said.fit and said.lowered == sum(s.bytes for s in said.candidate.sent)
+    dropped = said.differences.get("dropped", Difference(0, 0, 0))
+    assert dropped.written < 100 and said.differences["as written"].static > 8

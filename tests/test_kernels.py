@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sampling import marked
+from sampling import IN_FULL, sample
 
 from shardwise import context, layouts, marks, measure, mesh, model, objective, topology
 
@@ -106,10 +106,10 @@ LAYOUTS = {
     "stage, fsdp": dict(stage=2, fsdp=4, microbatches=2),
     "stage, tensor": dict(stage=2, tensor=4, microbatches=2),
 }
-FAST = {"fsdp, tensor"}
 
 
-@pytest.mark.parametrize("name", marked(LAYOUTS, FAST, 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sample(LAYOUTS, 2))
 def test_under_a_layout_it_is_one_device(name):
     asked = LAYOUTS[name]
     sizes = {k: v for k, v in asked.items() if k in ("stage", "data", "fsdp", "context", "tensor")}
@@ -167,6 +167,7 @@ def test_on_a_chip_its_flops_are_those_of_the_tiles_that_are_seen(monkeypatch, t
 
 @pytest.mark.slow
 @needs_libtpu
+@pytest.mark.skipif(not IN_FULL, reason="half a minute of the compiler's: make stacks runs it")
 def test_on_a_chip_it_keeps_no_scores(monkeypatch, tmp_path):
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
     chips = topology.chips("v5e:2x4").mesh(fsdp=4, tensor=2)

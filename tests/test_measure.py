@@ -117,7 +117,8 @@ def test_flops_of_convolutions_match_the_compilers_count(strides, padding):
     assert measure.flops(program) == program.cost_analysis()["flops"] > 0
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_flops_of_the_decoder_do_not_depend_on_scan(dtype):
     rows, length = 2, 16
     batch = {key: shape(rows, length, dtype=jnp.int32) for key in ("tokens", "targets")}

@@ -11,7 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from sampling import sample
+from sampling import IN_FULL
 
 from shardwise import __main__ as command
 from shardwise import context, layouts, mesh, model, plan, topology
@@ -176,13 +176,13 @@ def test_without_chips_the_fewest_of_each_kind_are_told(capsys):
 
 def test_in_so_many_days_are_the_fewest_that_are_in_time():
     config = plan.preset("llama3-8b")
-    found = {f.plan.chips.kind: f for f in survey(config, 512, 4096, (8, 512), 80, 2e12, 60)}
+    found = {f.plan.chips.kind: f for f in survey(config, 512, 4096, (8, 128), 80, 6e11, 60)}
     assert {"a100", "h100"} == found.keys()
     for f in found.values():
-        low, high = f.days(2e12)
+        low, high = f.days(6e11)
         assert low <= high <= 60
         fewer = plan.plan(config, f"{f.plan.chips.kind}:{f.plan.chips.slices // 2}x8", 512, 4096)
-        assert Fewest(fewer, f.low).days(2e12)[1] > 60
+        assert Fewest(fewer, f.low).days(6e11)[1] > 60
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_without_libtpu_one_sentence_says_so(capsys, monkeypatch):
 def test_the_compiler_checks_the_best_in_silence(tmp_path):
     """What is written by hand is sent as the formula says; nobody looks for a TPU meanwhile."""
     (tmp_path / "llama").mkdir()
-    sizes = dict(vocab_size=512, hidden_size=256, num_hidden_layers=2, intermediate_size=512)
+    sizes = dict(vocab_size=512, hidden_size=256, num_hidden_layers=1, intermediate_size=512)
     heads = dict(num_attention_heads=2, num_key_value_heads=2, head_dim=128)
     config = dict(architectures=["LlamaForCausalLM"], torch_dtype="bfloat16", **sizes, **heads)
     (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
@@ -323,22 +323,8 @@ def test_the_compiler_checks_the_best_in_silence(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
-def test_the_compiler_takes_microbatches(tmp_path, monkeypatch):
-    """A pass of libtpu's fails on scatters that a loop adds up, unless they are kept in it."""
-    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))
-    sizes = dict(vocab=512, embed=256, layers=2, heads=2, kv_heads=2, head_dim=128, mlp=512)
-    config, chips = model.Config(**sizes, dtype=jnp.bfloat16), topology.chips("v5e:2x4")
-    whole = plan.Plan(config, chips, 16, 256, (), (), ())
-    each = plan.Roles(fsdp=8, microbatches=2, remat=True)
-    given = each, config, arrays.of_decoder(config), chips, 16, 256
-    found = compiling.check(planning.candidate(*given), whole)
-    by_hand = sum(s.bytes for s in found.candidate.sent)
-    assert found.fit and found.lowered == by_hand
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("libtpu"), reason="needs libtpu")
-@pytest.mark.parametrize("cut, dtype", sample([("fsdp", jnp.float32), ("tensor", jnp.bfloat16)], 1))
+@pytest.mark.skipif(not IN_FULL, reason="half a minute of the compiler's: make stacks runs it")
+@pytest.mark.parametrize("cut, dtype", [("fsdp", jnp.float32), ("tensor", jnp.bfloat16)])
 def test_the_compiler_checks_stages_too(cut, dtype, tmp_path, monkeypatch):
     """Beside fsdp by hand; and beside tensor, with weights that are cast where they are used."""
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path))

@@ -5,6 +5,7 @@ import pathlib
 
 import jax.numpy as jnp
 import pytest
+from sampling import marked
 
 from shardwise import __main__ as command
 from shardwise import mesh
@@ -21,7 +22,11 @@ def fields(name, **changes):
     return DECODERS[name]["config"] | changes
 
 
-@pytest.mark.parametrize("name", KNOWN)
+# One of each architecture.
+OF_EACH = {x["config"]["architectures"][0]: name for name, x in KNOWN.items()}
+
+
+@pytest.mark.parametrize("name", marked(KNOWN, OF_EACH.values()))
 def test_a_published_decoder_has_its_number_of_parameters(name):
     read = published.of(fields(name))
     held = sum(array.size for array in arrays.of_decoder(read.config).parameters)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sampling import marked
 
 from shardwise import context, data, layouts, marks, objective
 
@@ -99,7 +100,12 @@ SEEING = {
 }
 
 
-@pytest.mark.parametrize("name", SEEING)
+# Of each way to see: by a neighbour, all before, all, a product, a place, a loop, a count.
+QUICK = ["a roll", "a running sum", "a mean", "own attention", "a table of positions", "a loop"]
+QUICK += ["a square", "weights of rows"]
+
+
+@pytest.mark.parametrize("name", marked(SEEING, QUICK))
 def test_tokens_that_see_each_other_outside_marks_are_refused(name):
     layout = dataclasses.replace(layouts.LAYOUTS["fsdp, context"](8), stacked=None)
     with pytest.raises(objective.Indivisible, match=r"along its sequence.*marks.attend"):
@@ -128,11 +134,14 @@ def test_rows_of_an_aux_are_refused_where_the_sequence_is_cut():
         layouts.value_and_grad(layout, loss, True, "concatenate")(placed, tokens(8, 32))
 
 
-@pytest.mark.parametrize("attention", ["zigzag", context.all_gather], ids=["named", "given"])
-def test_what_sees_no_other_token_runs(attention):
+FORMS = {"named": "zigzag", "given": context.all_gather}
+
+
+@pytest.mark.parametrize("name", marked(FORMS, ["given"]))
+def test_what_sees_no_other_token_runs(name):
     """Also with a form of attention that stands in no dict: anybody's."""
     layout, params = layouts.LAYOUTS["fsdp, context"](8), {"w": jnp.float32(0.5)}
-    layout = dataclasses.replace(layout, attention=attention)
+    layout = dataclasses.replace(layout, attention=FORMS[name])
     batch = next(data.batches(8, 32)) | {"rows": np.arange(8, dtype=np.float32)}
 
     def loss(params, batch):

@@ -145,11 +145,11 @@ class Held:
         return self.layout.size("context") if self.layout.attention == "all_gather" else 2
 
 
-# Without stages, and with them; of the others a sample.
-FAST = ["zero2", "stage, fsdp by hand"]
+# Of the others a sample, with stages too.
+FAST = ["zero2"]
 
 
-@pytest.mark.parametrize("name", marked(layouts.LAYOUTS, FAST, 10))
+@pytest.mark.parametrize("name", marked(layouts.LAYOUTS, FAST, 5))
 def test_no_device_holds_more_than_its_share_and_what_is_in_flight(name):
     law(layouts.LAYOUTS[name](8))
 
@@ -160,7 +160,7 @@ TOGETHER = [case for case in TOGETHER if case not in NAMED]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", sample(TOGETHER, 3), ids="-".join)
+@pytest.mark.parametrize("case", sample(TOGETHER, 2), ids="-".join)
 def test_roles_together_hold_no_more(case):
     law(layout_of(case))
 
@@ -207,7 +207,9 @@ def test_what_holds_more_is_seen(name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [("fsdp", "tensor", "hand"), ("stage", "fsdp", "hand")])
+@pytest.mark.parametrize(
+    "case", sample([("fsdp", "tensor", "hand"), ("stage", "fsdp", "hand")], 1), ids="-".join
+)
 def test_shares_that_are_whole_are_seen(case, monkeypatch):
     """The law of a layout, for a program whose arrays none but the tensor and stage axes cut."""
     layout = layout_of(case)

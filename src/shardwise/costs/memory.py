@@ -70,7 +70,7 @@ OF_GPUS = COUNTS._replace(around=0.0, logits=1.2, ring=0.3, dispatch=0.0, summed
 # `benchmarks/plan_gpu.py` fits and judges, by least squares.
 _WORKED_ON = 1.0, 2.5, 1.4, 4 / 6
 _ALWAYS = ("weights", "kept", "summed", "pending")
-_PHASES = (
+PHASES = (
     (*_ALWAYS, "logits"),
     (*_ALWAYS, "gradients", "layer", "around", "ring", "dispatch"),
     (*_ALWAYS, "task"),
@@ -109,7 +109,7 @@ class Memory:
 def counted(terms: Terms, coefficients: Terms) -> Terms:
     """Each term times its coefficient; 0 for what is not there in the fullest phase."""
     found = Terms(*(c * n for c, n in zip(coefficients, terms, strict=True)))
-    fullest = max(_PHASES, key=lambda names: sum(getattr(found, name) for name in names))
+    fullest = max(PHASES, key=lambda names: sum(getattr(found, name) for name in names))
     return Terms(**{name: getattr(found, name) for name in fullest})
 
 
