@@ -179,6 +179,15 @@ def test_where_no_compiler_exists_one_sentence_says_so(monkeypatch, capfd, syste
     assert printed.count("\n") == 1
 
 
+# Makes an environment at once: a folder with itself as its Python.
+AT_ONCE = r"""#!/bin/sh
+case "$*" in
+  *ensurepip*) echo 3.13.0 True /nowhere ;;
+  "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+esac
+"""
+
+
 @pytest.mark.slow
 def test_every_starting_state_ends_ready(project):
     interpreter(project / "bin/python3", "3.9.1", True)
@@ -190,11 +199,14 @@ def test_every_starting_state_ends_ready(project):
     (project / "pyproject.toml").write_text("# changed\n")
     updated = venv(project)
     assert updated[0] == 0 and updated[1].startswith("Installing")
+    at_once = project / "bin/python3.12"
+    at_once.write_text(AT_ONCE)
+    at_once.chmod(0o755)
     (project / ".venv/ready").unlink()  # half-made: interrupted while installing
-    again = venv(project, with_this)
-    assert again[0] == 0 and again[1].startswith("Making .venv")
+    again = venv(project, "PYTHON=bin/python3.12")
+    assert again[0] == 0 and again[1].startswith("Making .venv with bin/python3.12")
     moved = project.rename(project.with_name("moved"))
-    anew = venv(moved, with_this)
+    anew = venv(moved, "PYTHON=bin/python3.12")
     assert anew[0] == 0 and anew[1].startswith("Making .venv")
     assert venv(moved) == (0, "")
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from sampling import marked
 
 from shardwise import __main__ as command
 from shardwise import checkpoint, data, layouts, marks, mesh, objective, run, topology
@@ -312,7 +313,10 @@ def test_no_mean_and_vectors_of_aux(tmp_path):
     assert "loss_of_mean" not in metrics.read(tmp_path / "evaluations.jsonl")[0]
 
 
-@pytest.mark.parametrize("aux, expected", [("sum", 1.0), ("mean", 1 / 8), ({"seen": "max"}, 1 / 8)])
+AUX = [("sum", 1.0), ("mean", 1 / 8), ({"seen": "max"}, 1 / 8)]
+
+
+@pytest.mark.parametrize("aux, expected", marked(AUX, AUX[:2]))
 def test_how_aux_of_parts_becomes_one_is_the_users_to_say(tmp_path, aux, expected):
     def with_aux(params, batch):
         return loss(params, batch), {"seen": jnp.float32(len(batch["x"]))}
@@ -323,7 +327,7 @@ def test_how_aux_of_parts_becomes_one_is_the_users_to_say(tmp_path, aux, expecte
     assert metrics.read(tmp_path / "metrics.jsonl")[0]["seen"] == expected * settings.batch
 
 
-@pytest.mark.parametrize("name", ["loss", "norm", "tokens_per_second"])
+@pytest.mark.parametrize("name", ["loss", slow("norm"), "tokens_per_second"])
 def test_aux_does_not_take_the_place_of_a_metric(tmp_path, name):
     def with_aux(params, batch):
         return loss(params, batch), {name: jnp.float32(0)}
@@ -520,6 +524,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_run_under_way_is_not_touched_by_another(tmp_path, half):
     shutil.copytree(half, tmp_path / "r")
     words = [sys.executable, "-c", OTHER, str(tmp_path / "r")]
@@ -571,7 +576,7 @@ def test_nohup_and_a_terminal_that_tells_twice(monkeypatch):
         assert ended == status
 
 
-@pytest.mark.parametrize("kind", ["full", "closed", "unread"])
+@pytest.mark.parametrize("kind", ["full", slow("closed"), slow("unread")])
 def test_output_that_cannot_be_written_ends_no_run(tmp_path, kind, monkeypatch, capfd):
     kept = os.dup(1)  # a run puts nothing in its place
     try:
@@ -614,6 +619,7 @@ def test_the_commands_that_a_run_prints_are_quoted(tmp_path, monkeypatch, capsys
     assert f"shardwise sample {shlex.quote(str(folder))}\n" in told
 
 
+@pytest.mark.slow
 def test_a_trace_tells_compute_from_collectives(tmp_path):
     trained(tmp_path / "r", steps=6, profile="3:5")
     ops = profiling.read(tmp_path / "r" / "profile")
