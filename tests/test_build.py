@@ -178,6 +178,7 @@ def test_edit_of_cells_executes_that_chapter_and_edit_of_prose_none(book):
     assert "Better prose." in book.page("first")
 
 
+@SLOW
 def test_failing_cells_of_all_chapters_are_named(book):
     book.edit("first", "answer = 6 * 7", "answer = 6 / 0")
     book.edit("second", "answer = 6 * 7", "assert 6 == 7, 'six is not seven'")
@@ -225,6 +226,7 @@ def test_warnings_of_all_pages_are_errors_each_time(book):
         assert re.search(formula, printed)
 
 
+@SLOW
 def test_pairs_that_are_missing_or_out_of_sync_are_all_named(book):
     book.edit("first", "answer = 6 * 7", "answer = 6 * 8", sync=False)
     (book.folder / "chapters/second.ipynb").unlink()

@@ -17,6 +17,7 @@ def printed(*command):
     return ran.stdout
 
 
+@pytest.mark.slow
 def test_readme_shows_the_first_example_and_what_it_prints():
     first = ROOT / "examples/first.py"
     assert f"```python\n{first.read_text()}```\n\n```\n{printed(first)}```\n" in README

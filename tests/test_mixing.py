@@ -817,7 +817,7 @@ PLAIN = st.lists(st.sampled_from([n for n in STEPS if "rowwise" in n]), max_size
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(PLAIN, st.sampled_from(["", *(n for n in STEPS if "mixing" in n)]), PLAIN,
        st.sampled_from(list(ENDS)))  # fmt: skip
 def test_what_is_let_through_is_what_numbers_say(before, mixing, after, end):

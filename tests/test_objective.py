@@ -614,7 +614,7 @@ UNARY = {"tanh": jnp.tanh, "square": lambda x: x * x, "clipped": clipped, "cos":
     where=st.sampled_from(sorted(DIVIDED)),
     scanned=st.booleans(),
 )
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_random_losses_equal_one_device(chain, weigh, scale, where, scanned):
     def loss(params, batch):
         def body(x, w):

@@ -64,9 +64,9 @@ OPTIMIZERS = (
     optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2, eps=1e-3)),
     optax.adafactor(1e-2, min_dim_size_to_factor=4, eps=1e-4),
 )
-SAMPLE = 3
+SAMPLE = 4
 QUICK = [("zb_h1", "fsdp", "tied"), ("dualpipe_v", "fsdp by compiler", "uneven")]
-ALWAYS = [("1f1b", "alone", "decoder"), ("interleaved_1f1b", "data, tensor", "nnx, skips")]
+ALWAYS = [("interleaved_1f1b", "data, tensor", "nnx, skips")]
 
 
 def table():
@@ -158,7 +158,7 @@ SETTINGS = {
     "an odd array": ("fsdp", dict(odd=True)),
     "not by use": ("fsdp", dict(stacked=None, used=False)),
 }
-FAST = {"zero 1", "ring"}
+FAST = {"zero 1"}
 
 
 @pytest.mark.parametrize("name", marked(SETTINGS, FAST, 5))
@@ -173,7 +173,7 @@ def test_every_setting_equals_one_device(name):
     given = jax.tree.map(lambda x: np.concatenate([x, x], axis=1), given)
     loss = stacked(2, attend="context" in roles, used=used).loss
     layout = of_roles(*roles, **settings)
-    found = evaluate(layout, loss, params, given, check=name == "zero 1")
+    found = evaluate(layout, loss, params, given, check=name in FAST)
     expected = on_one(stacked(1, attend="context" in roles).loss, params, given)
     assert_close(found, expected, 4e-2 if layout.dtype else 2e-5)
 
@@ -354,7 +354,7 @@ PREDICTED = {
 }
 
 
-@pytest.mark.parametrize("name", marked(PREDICTED, {"data, fsdp"}, 4))
+@pytest.mark.parametrize("name", marked(PREDICTED, {"data, fsdp"}, 3))
 def test_bytes_held_and_sent_are_predicted(name):
     """To the byte, by mesh axes, on the device of those along the stages that sends most."""
     roles, settings = PREDICTED[name]

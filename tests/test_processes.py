@@ -159,6 +159,7 @@ def read_shares(root, process):
 MIXED = {"w": np.arange(10.0, dtype=np.float32), "v": np.ones((4, 304, 3), np.float32)}
 
 
+@pytest.mark.slow
 def test_two_processes_read_their_shares_and_save_together(tmp_path):
     whole = values()
     checkpoint.save(tmp_path / "one", 1, {"params": jax.device_put(whole)}, chunk_bytes=CHUNK)
@@ -424,6 +425,7 @@ def test_the_end_of_a_program_waits_for_its_saves(tmp_path):
     assert checkpoint.latest(tmp_path / "run") == 2
 
 
+@pytest.mark.slow
 @threads_until_the_end
 def test_an_error_at_the_end_of_a_program_is_told_last(tmp_path):
     child = start("save_and_fail", str(tmp_path / "run"))

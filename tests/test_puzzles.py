@@ -309,7 +309,7 @@ def test_the_solution_solves(name):
     assert repr(verdict).startswith("Solved: ")
 
 
-CHEAP = [wrong for wrong in WRONG if wrong[0] not in DEAR]
+CHEAP = [wrong for wrong in WRONG if wrong[0] not in DEAR][::2]
 
 
 @pytest.mark.parametrize(("name", "answer", "said"), sampling.marked(WRONG, CHEAP))

@@ -141,7 +141,7 @@ def asking(key):
     return create(key)
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [False, slow(True)])
 def test_a_signal_saves_and_the_run_goes_on_from_there(tmp_path, reference, early):
     before = signal.getsignal(signal.SIGTERM)
     if early:
@@ -337,6 +337,7 @@ def test_aux_does_not_take_the_place_of_a_metric(tmp_path, name):
     assert not metrics.read(tmp_path / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_steps_that_are_done_again_count_once_as_skipped(tmp_path):
     options = dict(bad="skip", steps=6, save_every=2, evaluation=Evaluation(every=0))
     folder = tmp_path / "r"
@@ -464,6 +465,7 @@ def test_damaged_lines_are_named_and_nothing_is_lost(tmp_path, half, line, name)
     assert {f: f.read_bytes() for f in (tmp_path / "r").glob("*.json*")} == before
 
 
+@pytest.mark.slow
 def test_lines_that_are_missing_are_told(tmp_path, half, capsys):
     shutil.copytree(half, tmp_path / "r")
     file = tmp_path / "r" / "metrics.jsonl"
@@ -619,7 +621,6 @@ def test_the_commands_that_a_run_prints_are_quoted(tmp_path, monkeypatch, capsys
     assert f"shardwise sample {shlex.quote(str(folder))}\n" in told
 
 
-@pytest.mark.slow
 def test_a_trace_tells_compute_from_collectives(tmp_path):
     trained(tmp_path / "r", steps=6, profile="3:5")
     ops = profiling.read(tmp_path / "r" / "profile")

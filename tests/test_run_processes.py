@@ -79,13 +79,12 @@ def start(environment, folder, count=1, extra=(), before="", who=None, short=SHO
 
 @pytest.fixture
 def here(monkeypatch):
-    """here(folder, extra, short=True): the status of a run of one process, which is this one."""
+    """here(folder, extra): the status of a short run of one process, which is this one."""
 
-    def go(folder, extra=(), short=True):
+    def go(folder, extra=()):
         with monkeypatch.context() as patch:
-            if short:
-                patch.setattr(first_call, "judge", lambda *given: None)
-                patch.setattr(reports, "plot", lambda folder: None)
+            patch.setattr(first_call, "judge", lambda *given: None)
+            patch.setattr(reports, "plot", lambda folder: None)
             return main(asked(folder, 1, extra))
 
     return go
@@ -166,11 +165,11 @@ STOPS = {
 def test_stopped_and_resumed_is_not_stopped(environment, folders, here, tmp_path, count, stops):
     """Also where meanwhile the disk was full: the last checkpoint is left."""
     folder, often = tmp_path / "run", ["--save-every", "3"]
-    resumed = often if count == 1 else []
+    extra, resumed = often, [*often, "--resume"]
     for number, which in stops:
         step = 8 if number == signal.SIGKILL else 2
-        children = start(environment, folder, count, resumed, AT.format(step, int(number)), which)
-        found, resumed = statuses(children), [*resumed, "--resume"]
+        children = start(environment, folder, count, extra, AT.format(step, int(number)), which)
+        found, extra = statuses(children), resumed
         if number == signal.SIGKILL:
             assert found[which] == -signal.SIGKILL and 0 not in found
             last = checkpoint.latest(folder / "checkpoints")
@@ -193,8 +192,7 @@ def test_stopped_and_resumed_is_not_stopped(environment, folders, here, tmp_path
 PLAIN = ["--model.dropout", "0"]  # of what compiles, masks are half
 
 
-@pytest.mark.parametrize("every", ["--hash-every", "--save-every"])
-def test_a_run_whose_every_step_is_looked_at_hears_a_signal(here, tmp_path, monkeypatch, every):
+def test_a_run_whose_every_step_is_looked_at_hears_a_signal(here, tmp_path, monkeypatch):
     say = reports.Report.say
 
     def told(self, line):
@@ -204,7 +202,10 @@ def test_a_run_whose_every_step_is_looked_at_hears_a_signal(here, tmp_path, monk
         return text
 
     monkeypatch.setattr(reports.Report, "say", told)
-    assert here(tmp_path / "run", [*PLAIN, every, "1"]) == signals.STOPPED
+    assert (
+        here(tmp_path / "run", [*PLAIN, "--hash-every", "1", "--save-every", "1"])
+        == signals.STOPPED
+    )
     assert 2 <= losses(tmp_path / "run")[-1][0] <= 4
 
 
@@ -336,12 +337,11 @@ def test_a_model_of_ones_own_trains_alone_and_launched(environment, tmp_path, mo
         assert end.value.code == 0
 
     go("--run", "whole", "--steps", "30")
-    go("--run", "again", "--steps", "12")
-    go("--run", "again", "--resume", "--steps", "30")
-    launched = "-m shardwise launch local --processes 2 -- mine.py --run two --steps 30".split()
+    launched = "-m shardwise launch local --processes 2 -- mine.py --run two --steps 12".split()
     subprocess.run([sys.executable, *launched], env=os.environ | environment, check=True)
+    assert len(losses(tmp_path / "two")) == 12
+    go("--run", "two", "--resume", "--steps", "30")
     assert len(losses(tmp_path / "whole")) == 30
-    assert losses(tmp_path / "again") == losses(tmp_path / "whole")
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "whole"), rtol=1e-4)
 
 
