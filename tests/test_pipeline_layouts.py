@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from sampling import marked
+from sampling import IN_FULL, marked
 from staged_models import (
     MODELS,
     VOCAB,
@@ -188,6 +188,7 @@ def test_of_padding_alone_the_loss_and_its_gradients_are_nothing():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not IN_FULL, reason="run by `make stacks`; test_layouts.py combines the roles")
 def test_experts_within_stages_equal_one_device():
     """Tokens travel to them; the layers are rematerialised, and drop by place."""
     config = model.Config(

@@ -27,6 +27,7 @@ from shardwise.run.launch import local
 
 pytestmark = pytest.mark.slow
 
+mesh.simulate(8)  # before a command asks for fewer
 full_only = pytest.mark.skipif(not IN_FULL, reason="run by `make stacks`")
 STEPS = {1: 14, 2: 12}  # of a run in so many processes, which share few cores
 SMALL = """--processes.hang 1000 --save-every 6 --batch 8 --sequence 32 --devices 4 --model.embed 32
@@ -202,10 +203,8 @@ def test_a_run_whose_every_step_is_looked_at_hears_a_signal(here, tmp_path, monk
         return text
 
     monkeypatch.setattr(reports.Report, "say", told)
-    assert (
-        here(tmp_path / "run", [*PLAIN, "--hash-every", "1", "--save-every", "1"])
-        == signals.STOPPED
-    )
+    looked = [*PLAIN, "--hash-every", "1", "--save-every", "1"]
+    assert here(tmp_path / "run", looked) == signals.STOPPED
     assert 2 <= losses(tmp_path / "run")[-1][0] <= 4
 
 
