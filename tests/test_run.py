@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -23,7 +24,7 @@ from sampling import marked
 from shardwise import __main__ as command
 from shardwise import checkpoint, data, layouts, marks, mesh, objective, run, topology
 from shardwise.layouts import first_call
-from shardwise.run import decoder, metrics, profiling, reports, signals, state
+from shardwise.run import decoder, metrics, profiling, reports, signals, state, training
 from shardwise.run.folder import Folder
 from shardwise.run.optimizers import Guarded, averaged, guarded
 from shardwise.run.settings import Data, Evaluation, flat, from_flat
@@ -106,6 +107,28 @@ def process(monkeypatch):
     yield
     if stop := signals.standing():
         stop.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    """Runs of one kind share their programs, which each would compile for itself."""
+    make, known = state.step_program, {}
+
+    def step_program(layout, loss, has_aux, aux, tx, seed, begun):
+        leaves, structure = jax.tree.flatten(begun)
+        arrays = tuple((x.shape, x.dtype, x.sharding) for x in leaves)
+        asked = layout, loss, has_aux, repr(aux), tx, seed, structure, arrays
+        if asked not in known:
+            known[asked] = make(layout, loss, has_aux, aux, tx, seed, begun)
+        return known[asked]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "step_program", step_program)
+        patch.setattr(state, "evaluation", functools.cache(state.evaluation))
+        for transformation in averaged, guarded:
+            name = transformation.__name__
+            patch.setattr(training, name, functools.cache(transformation))
+        yield
 
 
 @pytest.fixture(scope="module")
