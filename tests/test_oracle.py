@@ -35,12 +35,12 @@ def test_the_table_is_as_long_as_it_is_said_to_be():
     assert all(source for _, source, *_ in (*DIVIDE.values(), *MIX.values()))
 
 
-@in_kinds(DIVIDE, 8)
+@in_kinds(DIVIDE, 12)
 def test_a_published_mean_over_rows_is_never_refused(name, kind):
     objective.check(DIVIDE[name][0], *KINDS[kind], **published.with_key(name))
 
 
-@in_kinds(MIX, 5)
+@in_kinds(MIX, 7)
 def test_a_published_loss_that_does_not_divide_is_refused(name, kind):
     loss, _, by = MIX[name]
     with pytest.raises(Indivisible, match=r"objective.check: the loss is another where"):
@@ -136,7 +136,7 @@ SILENT = {
 POINTED = BATCH | {"negative": np.asarray([5, 2, 7, 0, 1, 6, 3, 4], np.int32)}
 
 
-@in_kinds(SILENT, 2)
+@in_kinds(SILENT, 3)
 def test_what_a_trace_hides_numbers_show(name, kind):
     params, batch = KINDS[kind]
     with pytest.raises(Indivisible):
