@@ -122,7 +122,7 @@ def chain_params(depth):
     skip=st.booleans(),
     tied=st.booleans(),
 )
-@settings(max_examples=10)
+@settings(max_examples=6)
 def test_a_chain_cut_anywhere_equals_one_device(depth, at, scan, remat, skip, tied):
     cuts = sorted(c for c in at if c < depth)
     loss = functools.partial(

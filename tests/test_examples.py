@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -15,11 +17,13 @@ def printed(*command):
     return ran.stdout
 
 
+@pytest.mark.slow
 def test_readme_shows_the_first_example_and_what_it_prints():
     first = ROOT / "examples/first.py"
     assert f"```python\n{first.read_text()}```\n\n```\n{printed(first)}```\n" in README
 
 
+@pytest.mark.slow
 def test_readme_shows_the_picture_that_is_drawn_today(tmp_path):
     printed(ROOT / "examples/picture.py", tmp_path / "drawn.svg")
     drawn, kept = (

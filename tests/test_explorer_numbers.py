@@ -432,6 +432,7 @@ def test_a_product_says_numbers_and_line_and_escapes_it():
 # Restoring
 
 
+@pytest.mark.slow
 def test_restoring_reads_what_jax_places_and_the_checkpoint_holds():
     states, seen = States(figures.resharding_explorer(layouts(), saved(), *START)), set()
     for at in states.every():
@@ -460,6 +461,7 @@ def test_restoring_reads_what_jax_places_and_the_checkpoint_holds():
 # Rings
 
 
+@pytest.mark.slow
 def test_bytes_of_a_ring_are_those_of_the_formula():
     states = States(figures.ring_stepper(rings()))
     for at in states.every():

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from browser import DESKTOP, NAME, PHONE, check_stands_alone, expect, silent_page, write_page
 from explorers import EXPLORERS, States, rings, slices
+from sampling import marked, sample
 
 from shardwise import mesh
 from shardwise_book import figures
@@ -20,7 +21,8 @@ def eight():
     mesh.simulate(8)
 
 
-@pytest.mark.parametrize("name", EXPLORERS)
+# Chapters' own: drawing some takes a second.
+@pytest.mark.parametrize("name", marked(EXPLORERS, sample(EXPLORERS, 4)))
 def test_is_small_fetches_nothing_and_may_stand_twice_on_a_page(name):
     one, two = (EXPLORERS[name].figure()._repr_html_() for _ in range(2))
     check_stands_alone(one, two, 110_000 if name == "pipeline" else 60_000)

@@ -135,6 +135,7 @@ def notebook(source):
     return nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
 
 
+@pytest.mark.slow
 def test_only_what_read_an_edited_file_is_executed(project, tmp_path_factory):
     """The whole way, through kernels: one imports a module, another's child does, a third none."""
     path = "import sys; sys.path.insert(0, 'ROOT/src'); "

@@ -241,6 +241,7 @@ def test_a_second_signal_kills_those_that_wait(run, tmp_path):
     assert err.splitlines()[-1] == "[launch] a second signal, SIGTERM (15), killed those that ran"
 
 
+@pytest.mark.slow
 def test_signals_arrive_also_while_nobody_reads_what_is_printed(tmp_path):
     launcher = start_launcher(
         tmp_path,
@@ -421,6 +422,7 @@ STUBBORN = """
     """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux does it")
 def test_no_process_outlives_a_launcher_that_is_killed(tmp_path):
     launcher = start_launcher(tmp_path, STUBBORN)

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from sampling import IN_FULL
 
 from shardwise.run import launch
 
@@ -69,7 +70,7 @@ def run(tmp_path, capfd):
     [
         (0, "os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL (9)"),
         (2, "os._exit(7)", 7, "exited with status 7"),
-    ],
+    ][: None if IN_FULL else 1],
 )
 def test_a_process_that_dies_ends_the_others_and_is_named(run, who, end, status, told):
     found, printed = run(who, end)
@@ -92,7 +93,8 @@ def test_a_process_that_raises_waits_for_the_others_at_its_exit_and_is_named(run
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "who, end", [(0, "os.kill(os.getpid(), signal.SIGSTOP)"), (2, "time.sleep(1000)")]
+    "who, end",
+    [(0, "os.kill(os.getpid(), signal.SIGSTOP)"), (2, "time.sleep(1000)")][not IN_FULL :],
 )
 def test_a_process_that_hangs_is_named_and_all_end(run, who, end):
     found, printed = run(who, end, "--hang-after", "5")

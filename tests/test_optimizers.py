@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from sampling import marked
 
 from shardwise import layouts, measure, mesh, rules
 from shardwise import tree as trees
@@ -147,11 +148,14 @@ EVERYWHERE = {
     "optimistic_gradient_descent", "polyak_sgd", "scale_by_stddev", "skip_not_finite", "sm3",
     "sm3, of stacks", "zero_nans",
 }  # fmt: skip
-CASES = [("fsdp", name) for name in TABLE]
-CASES += [(way, name) for way in ("stages", "rules") for name in TABLE if name in EVERYWHERE]
+CASES = [(way, name) for way in ("fsdp", "stages", "rules") for name in TABLE if name in EVERYWHERE]
+OTHERS = [("fsdp", name) for name in TABLE if name not in EVERYWHERE]
 # By default what was once refused or wrong, and some of the rest.
 FAST = {("rules", "masked"), ("fsdp", "clip_by_global_norm"), ("fsdp", "sm3, of stacks")}
 FAST |= {("stages", name) for name in ("zero_nans", "muon", "multi_transform")}
+# Dear, and of one path each; or once refused.
+ALWAYS = {("fsdp", name) for name in ("add_noise", "galore", "lbfgs", "mechanize", "adafactor")}
+ALWAYS |= {("stages", "adafactor"), ("stages", "sm3"), ("rules", "galore"), ("rules", "adafactor")}
 
 
 def arrays(seed, dtype=jnp.float32):
@@ -331,12 +335,13 @@ def expected(name):
     return on_one(TABLE[name], name)
 
 
+SOME = [*FAST, *ALWAYS]
+SAMPLED = [case for case in CASES if case not in SOME]
+
+
 @pytest.mark.parametrize(
     ("way", "name"),
-    [
-        pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow], id=", ".join(case))
-        for case in CASES
-    ],
+    marked(sorted(SOME), FAST) + marked(SAMPLED, (), 24) + marked(OTHERS, (), 12),
 )
 def test_every_optimizer_equals_one_device_or_is_refused(way, name):
     tx = TABLE[name]

@@ -16,11 +16,11 @@ mesh.simulate(8)
 KINDS = {"float32": (PARAMS, BATCH), "bfloat16": (narrow(PARAMS), narrow(BATCH))}
 
 
-def in_kinds(table):
-    """Each in float32, and a third of them in bfloat16, whose noise is what differs."""
-    quick = [(name, "float32") for name in table]
-    cases = [*quick, *((name, "bfloat16") for name in table)]
-    return pytest.mark.parametrize("name, kind", marked(cases, quick, len(table) // 3))
+def in_kinds(table, quick):
+    """Every so many-th in float32, slow a third of the others; some in bfloat16, for its noise."""
+    exact, rounded = ([(name, kind) for name in table] for kind in KINDS)
+    cases = marked(exact, exact[::quick], len(table) // 3)
+    return pytest.mark.parametrize("name, kind", cases + marked(rounded, (), len(table) // 8))
 
 
 @pytest.fixture(autouse=True)
@@ -35,12 +35,12 @@ def test_the_table_is_as_long_as_it_is_said_to_be():
     assert all(source for _, source, *_ in (*DIVIDE.values(), *MIX.values()))
 
 
-@in_kinds(DIVIDE)
+@in_kinds(DIVIDE, 12)
 def test_a_published_mean_over_rows_is_never_refused(name, kind):
     objective.check(DIVIDE[name][0], *KINDS[kind], **published.with_key(name))
 
 
-@in_kinds(MIX)
+@in_kinds(MIX, 7)
 def test_a_published_loss_that_does_not_divide_is_refused(name, kind):
     loss, _, by = MIX[name]
     with pytest.raises(Indivisible, match=r"objective.check: the loss is another where"):
@@ -136,18 +136,20 @@ SILENT = {
 POINTED = BATCH | {"negative": np.asarray([5, 2, 7, 0, 1, 6, 3, 4], np.int32)}
 
 
-@in_kinds(SILENT)
+@in_kinds(SILENT, 3)
 def test_what_a_trace_hides_numbers_show(name, kind):
     params, batch = KINDS[kind]
     with pytest.raises(Indivisible):
         objective.check(SILENT[name], params, batch | {"negative": POINTED["negative"]})
 
 
-@pytest.mark.parametrize(
-    "name", ["clip", "batch_norm", "barlow_twins", "masked_mean", "hard_examples"]
-)
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_parameters_of_zeros_hide_nothing(name, dtype):
+ZEROS = [(name, kind) for name in ("clip", "masked_mean", "hard_examples") for kind in KINDS]
+ZEROS += [("batch_norm", "bfloat16"), ("barlow_twins", "float32")]
+
+
+@pytest.mark.parametrize("name, kind", marked(ZEROS, [*ZEROS[:1], *ZEROS[3:4], *ZEROS[-1:]]))
+def test_parameters_of_zeros_hide_nothing(name, kind):
+    dtype = KINDS[kind][0]["w"].dtype
     params = jax.tree.map(lambda x: np.zeros(x.shape, dtype), PARAMS)
     with pytest.raises(Indivisible):
         objective.check(MIX[name][0], params, BATCH)
@@ -243,7 +245,7 @@ ALONG = {
 }
 
 
-@pytest.mark.parametrize("name", SEEING)
+@pytest.mark.parametrize("name", marked(SEEING, [*SEEING][::2]))
 def test_tokens_that_see_each_other_outside_marks_are_found(name):
     with pytest.raises(Indivisible, match=r"along its sequence.*marks.attend"):
         objective.check(SEEING[name], SCALE, TOKENS, ways=("sequence",))
@@ -274,6 +276,7 @@ REASONS = {
 }
 
 
+@pytest.mark.slow  # tests/test_objective.py has all of these messages
 @pytest.mark.parametrize("name", REASONS)
 def test_the_error_says_what_it_looks_like(name):
     assert REASONS[name] in said(MIX[name][0])
@@ -379,6 +382,7 @@ def test_further_arguments_may_be_no_arrays():
         objective.check(loss, PARAMS, BATCH, "sum", jnp.float32(2))
 
 
+@pytest.mark.slow
 def test_optax_ntxent_is_found_by_any_number_of_rows():
     for rows in (1, 2, 4):
         with pytest.raises(Indivisible):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -18,11 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from sampling import marked
 
 from shardwise import __main__ as command
 from shardwise import checkpoint, data, layouts, marks, mesh, objective, run, topology
 from shardwise.layouts import first_call
-from shardwise.run import decoder, metrics, profiling, reports, signals, state
+from shardwise.run import decoder, metrics, profiling, reports, signals, state, training
 from shardwise.run.folder import Folder
 from shardwise.run.optimizers import Guarded, averaged, guarded
 from shardwise.run.settings import Data, Evaluation, flat, from_flat
@@ -107,6 +109,28 @@ def process(monkeypatch):
         stop.close()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs():
+    """Runs of one kind share their programs, which each would compile for itself."""
+    make, known = state.step_program, {}
+
+    def step_program(layout, loss, has_aux, aux, tx, seed, begun):
+        leaves, structure = jax.tree.flatten(begun)
+        arrays = tuple((x.shape, x.dtype, x.sharding) for x in leaves)
+        asked = layout, loss, has_aux, repr(aux), tx, seed, structure, arrays
+        if asked not in known:
+            known[asked] = make(layout, loss, has_aux, aux, tx, seed, begun)
+        return known[asked]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "step_program", step_program)
+        patch.setattr(state, "evaluation", functools.cache(state.evaluation))
+        for transformation in averaged, guarded:
+            name = transformation.__name__
+            patch.setattr(training, name, functools.cache(transformation))
+        yield
+
+
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reference") / "run"
@@ -140,7 +164,7 @@ def asking(key):
     return create(key)
 
 
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("early", [False, slow(True)])
 def test_a_signal_saves_and_the_run_goes_on_from_there(tmp_path, reference, early):
     before = signal.getsignal(signal.SIGTERM)
     if early:
@@ -312,7 +336,10 @@ def test_no_mean_and_vectors_of_aux(tmp_path):
     assert "loss_of_mean" not in metrics.read(tmp_path / "evaluations.jsonl")[0]
 
 
-@pytest.mark.parametrize("aux, expected", [("sum", 1.0), ("mean", 1 / 8), ({"seen": "max"}, 1 / 8)])
+AUX = [("sum", 1.0), ("mean", 1 / 8), ({"seen": "max"}, 1 / 8)]
+
+
+@pytest.mark.parametrize("aux, expected", marked(AUX, AUX[:2]))
 def test_how_aux_of_parts_becomes_one_is_the_users_to_say(tmp_path, aux, expected):
     def with_aux(params, batch):
         return loss(params, batch), {"seen": jnp.float32(len(batch["x"]))}
@@ -323,7 +350,7 @@ def test_how_aux_of_parts_becomes_one_is_the_users_to_say(tmp_path, aux, expecte
     assert metrics.read(tmp_path / "metrics.jsonl")[0]["seen"] == expected * settings.batch
 
 
-@pytest.mark.parametrize("name", ["loss", "norm", "tokens_per_second"])
+@pytest.mark.parametrize("name", ["loss", slow("norm"), "tokens_per_second"])
 def test_aux_does_not_take_the_place_of_a_metric(tmp_path, name):
     def with_aux(params, batch):
         return loss(params, batch), {name: jnp.float32(0)}
@@ -333,6 +360,7 @@ def test_aux_does_not_take_the_place_of_a_metric(tmp_path, name):
     assert not metrics.read(tmp_path / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_steps_that_are_done_again_count_once_as_skipped(tmp_path):
     options = dict(bad="skip", steps=6, save_every=2, evaluation=Evaluation(every=0))
     folder = tmp_path / "r"
@@ -460,6 +488,7 @@ def test_damaged_lines_are_named_and_nothing_is_lost(tmp_path, half, line, name)
     assert {f: f.read_bytes() for f in (tmp_path / "r").glob("*.json*")} == before
 
 
+@pytest.mark.slow
 def test_lines_that_are_missing_are_told(tmp_path, half, capsys):
     shutil.copytree(half, tmp_path / "r")
     file = tmp_path / "r" / "metrics.jsonl"
@@ -520,6 +549,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_a_run_under_way_is_not_touched_by_another(tmp_path, half):
     shutil.copytree(half, tmp_path / "r")
     words = [sys.executable, "-c", OTHER, str(tmp_path / "r")]
@@ -571,7 +601,7 @@ def test_nohup_and_a_terminal_that_tells_twice(monkeypatch):
         assert ended == status
 
 
-@pytest.mark.parametrize("kind", ["full", "closed", "unread"])
+@pytest.mark.parametrize("kind", ["full", slow("closed"), slow("unread")])
 def test_output_that_cannot_be_written_ends_no_run(tmp_path, kind, monkeypatch, capfd):
     kept = os.dup(1)  # a run puts nothing in its place
     try:

@@ -1,8 +1,12 @@
-"""The command `shardwise train` in processes of its own, stopped in every way."""
+"""The command `shardwise train`, stopped in every way.
+
+What another process would not show is called in this one, which has imported JAX already.
+"""
 
 import functools
 import json
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -13,15 +17,19 @@ from pathlib import Path
 import grain
 import numpy as np
 import pytest
+from sampling import IN_FULL
 
 from shardwise import checkpoint, layouts, mesh, processes, run
 from shardwise.__main__ import main
-from shardwise.run import feed, metrics, notes, signals
+from shardwise.layouts import first_call
+from shardwise.run import feed, metrics, notes, reports, signals
 from shardwise.run.launch import local
 
 pytestmark = pytest.mark.slow
 
-STEPS = {1: 20, 2: 12}  # of a run in so many processes, which share few cores
+mesh.simulate(8)  # before a command asks for fewer
+full_only = pytest.mark.skipif(not IN_FULL, reason="run by `make stacks`")
+STEPS = {1: 14, 2: 12}  # of a run in so many processes, which share few cores
 SMALL = """--processes.hang 1000 --save-every 6 --batch 8 --sequence 32 --devices 4 --model.embed 32
 --model.layers 2 --model.mlp 64 --model.dropout 0.1 --evaluation.every 0""".split()
 SOURCE = str(Path(run.__file__).parents[2])
@@ -42,6 +50,11 @@ first_call.judge = reports.plot = lambda *given: None
 """
 
 
+def asked(folder, count=1, extra=()):
+    """The words after `shardwise` of a run in so many processes."""
+    return ["train", "--run", str(folder), "--steps", str(STEPS[count]), *SMALL, *extra]
+
+
 def start(environment, folder, count=1, extra=(), before="", who=None, short=SHORT):
     """`count` processes of one run, and a file of what each says.
 
@@ -52,8 +65,7 @@ def start(environment, folder, count=1, extra=(), before="", who=None, short=SHO
     for index in range(count):
         several = ["--processes.address", address, "--processes.count", str(count)]
         several = [*several, "--processes.index", str(index)] if count > 1 else []
-        words = ["train", "--run", str(folder), "--steps", str(STEPS[count]), *SMALL]
-        words = [*words, *extra, *several]
+        words = [*asked(folder, count, extra), *several]
         program = f"{short}{before if who in (None, index) else ''}\n{go}"
         with open(f"{folder}.{index}.log", "a") as log:
             child = subprocess.Popen(
@@ -64,6 +76,28 @@ def start(environment, folder, count=1, extra=(), before="", who=None, short=SHO
             )
         found.append(child)
     return found
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """here(folder, extra): the status of a short run of one process, which is this one."""
+
+    def go(folder, extra=()):
+        with monkeypatch.context() as patch:
+            patch.setattr(first_call, "judge", lambda *given: None)
+            patch.setattr(reports, "plot", lambda folder: None)
+            return main(asked(folder, 1, extra))
+
+    return go
+
+
+@pytest.fixture(autouse=True)
+def process(monkeypatch):
+    """Commands choose devices and handle signals for their process, which is other tests' too."""
+    monkeypatch.setattr(mesh, "_devices", None)
+    yield
+    if stop := signals.standing():
+        stop.close()
 
 
 def statuses(children, seconds=600):
@@ -98,17 +132,14 @@ def folders(environment, tmp_path_factory):
     @functools.cache
     def folder(count):
         path = tmp_path_factory.mktemp("reference") / str(count)
-        assert statuses(start(environment, path, count, short="")) == [0] * count, said(path)
+        if count == 1:
+            assert main(asked(path)) == 0
+        else:
+            assert statuses(start(environment, path, count, short="")) == [0] * count, said(path)
         assert (path / "metrics.png").exists()
         return path
 
     return folder
-
-
-@pytest.fixture(scope="module")
-def references(folders):
-    """The losses of such a run."""
-    return lambda count: losses(folders(count))
 
 
 # No file above 32 KiB: what a checkpoint writes fails, what a metric writes does not.
@@ -123,44 +154,58 @@ reports.Report.say = told
 """
 
 
+STOPS = {
+    1: [(signal.SIGHUP, 0), (signal.SIGKILL, 0)],
+    2: [(signal.SIGQUIT, 1), (signal.SIGKILL, 1)],
+}
+
+
 @pytest.mark.parametrize(
-    ("count", "stops"),
-    [
-        (1, [(signal.SIGHUP, 0), (signal.SIGKILL, 0)]),
-        (2, [(signal.SIGQUIT, 1), (signal.SIGKILL, 1)]),
-    ],
+    ("count", "stops"), STOPS.items() if IN_FULL else [(1, [(signal.SIGKILL, 0)])]
 )
-def test_stopped_and_resumed_is_not_stopped(environment, references, tmp_path, count, stops):
+def test_stopped_and_resumed_is_not_stopped(environment, folders, here, tmp_path, count, stops):
     """Also where meanwhile the disk was full: the last checkpoint is left."""
-    folder = tmp_path / "run"
-    for step, (number, which) in zip((2, 8), stops, strict=False):
-        extra = ["--resume"] if step > 2 else []
+    folder, often = tmp_path / "run", ["--save-every", "3"]
+    extra, resumed = often, [*often, "--resume"]
+    for number, which in stops:
+        step = 8 if number == signal.SIGKILL else 2
         children = start(environment, folder, count, extra, AT.format(step, int(number)), which)
-        found = statuses(children)
+        found, extra = statuses(children), resumed
         if number == signal.SIGKILL:
             assert found[which] == -signal.SIGKILL and 0 not in found
-            assert checkpoint.latest(folder / "checkpoints") < 8
+            last = checkpoint.latest(folder / "checkpoints")
+            assert 3 <= last < 8
+            if count == 1:
+                (status,) = statuses(start(environment, folder, 1, resumed, before=FULL))
+                assert status not in (0, signals.STOPPED), said(folder)
+                assert checkpoint.latest(folder / "checkpoints") == last
         else:
             assert found == [signals.STOPPED] * count, said(folder)
             last = checkpoint.latest(folder / "checkpoints")
             assert 2 < losses(folder)[-1][0] == last < 6
-            if count == 1:
-                (status,) = statuses(start(environment, folder, 1, ["--resume"], before=FULL))
-                assert status not in (0, signals.STOPPED), said(folder)
-                assert checkpoint.latest(folder / "checkpoints") == last
-    assert statuses(start(environment, folder, count, ["--resume"])) == [0] * count, said(folder)
-    assert losses(folder) == references(count)
+    if count == 1:
+        assert here(folder, resumed) == 0
+    else:
+        assert statuses(start(environment, folder, count, resumed)) == [0] * count, said(folder)
+    assert losses(folder) == losses(folders(count))
 
 
 PLAIN = ["--model.dropout", "0"]  # of what compiles, masks are half
 
 
-@pytest.mark.parametrize("every", ["--hash-every", "--save-every"])
-def test_a_run_whose_every_step_is_looked_at_hears_a_signal(environment, tmp_path, every):
-    folder, before = tmp_path / "run", AT.format(2, int(signal.SIGTERM))
-    children = start(environment, folder, 1, [*PLAIN, every, "1"], before)
-    assert statuses(children) == [signals.STOPPED], said(folder)
-    assert losses(folder)[-1][0] <= 4
+def test_a_run_whose_every_step_is_looked_at_hears_a_signal(here, tmp_path, monkeypatch):
+    say = reports.Report.say
+
+    def told(self, line):
+        text = say(self, line)
+        if line["step"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return text
+
+    monkeypatch.setattr(reports.Report, "say", told)
+    looked = [*PLAIN, "--hash-every", "1", "--save-every", "1"]
+    assert here(tmp_path / "run", looked) == signals.STOPPED
+    assert 2 <= losses(tmp_path / "run")[-1][0] <= 4
 
 
 # While the parameters are made, before anything is compiled.
@@ -174,7 +219,7 @@ state.create = asked
 ALONE = "import jax; jax.distributed.initialize({0!r}, 1, 0, coordinator_bind_address={0!r})\n"
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=full_only)])
 def test_a_signal_before_the_first_step_is_heard(environment, tmp_path, count):
     """Also where the one process has joined a coordinator, whose service takes SIGTERM."""
     folder = tmp_path / "run"
@@ -185,11 +230,12 @@ def test_a_signal_before_the_first_step_is_heard(environment, tmp_path, count):
     assert [step for step, _ in losses(folder)] == [1]
 
 
-def test_with_another_number_of_processes_it_goes_on(environment, references, folders, tmp_path):
+@full_only
+def test_with_another_number_of_processes_it_goes_on(folders, here, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(folders(2), folder)  # of twelve steps
-    assert statuses(start(environment, folder, 1, ["--resume"])) == [0], said(folder)
-    np.testing.assert_allclose(losses(folder), references(1), rtol=1e-4)
+    assert here(folder, ["--resume"]) == 0
+    np.testing.assert_allclose(losses(folder), losses(folders(1)), rtol=1e-4)
 
 
 def recorded(folder):
@@ -197,23 +243,28 @@ def recorded(folder):
     return {x["step"]: x["arrays"] for x in metrics.read(Path(folder) / "hashes.jsonl")}
 
 
-def test_an_exact_run_goes_on_anywhere_with_the_same_bits(environment, tmp_path, capsys):
-    """On four devices; begun on two, it goes on in two processes, and under other roles."""
+def test_an_exact_run_goes_on_anywhere_with_the_same_bits(environment, here, tmp_path, capsys):
+    """On four devices; begun on two, it goes on in two processes, of which one is told to stop.
+
+    They stop together, and one process goes on from there, under other roles.
+    """
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    each = ["--layout.exact", "4", "--model.remat", "--hash-every", "1", "--steps", "5"]
-    assert statuses(start(environment, whole, 1, each)) == [0], said(whole)
-    two = ["--devices", "2", "--layout.data", "2", "--steps", "2"]
-    assert statuses(start(environment, parts, 1, [*each, *two])) == [0], said(parts)
-    on = ["--resume", "--steps"]
-    four = ["--devices", "4", "--layout.data", "1", "--layout.tensor", "2"]
-    again = start(environment, parts, 2, [*on, "5", *four])
-    assert statuses(again) == [0] * 2, said(parts)
+    each = [*PLAIN, "--layout.exact", "4", "--hash-every", "1", "--steps"]
+    assert here(whole, [*each, "7"]) == 0
+    two = ["--devices", "2", "--layout.data", "2"]
+    assert here(parts, [*each, "2", *two]) == 0
+    on, four = [*PLAIN, "--resume", "--steps"], ["--devices", "4", "--layout.data", "1"]
+    stop = AT.format(4, int(signal.SIGQUIT))
+    both = start(environment, parts, 2, [*on, "100", *four], stop, 1)
+    assert statuses(both) == [signals.STOPPED] * 2, said(parts)
+    assert 4 < losses(parts)[-1][0] == checkpoint.latest(parts / "checkpoints") < 7
+    assert here(parts, [*on, "7", *four, "--layout.tensor", "2"]) == 0
     assert recorded(parts) == recorded(whole) and losses(parts) == losses(whole)
-    assert len(recorded(whole)) == 5 and len(set(map(str, recorded(whole).values()))) == 5
+    assert len(recorded(whole)) == 7 and len(set(map(str, recorded(whole).values()))) == 7
     assert main(["diff", str(whole), str(parts)]) == 0
-    assert "equal in steps 1 to 5 (5)" in capsys.readouterr().out
-    other = start(environment, parts, 1, [*on, "6", "--layout.exact", "8"])
-    assert statuses(other) == [1] and "layout.exact was 4 and is 8" in said(parts)
+    assert "equal in steps 1 to 7 (7)" in capsys.readouterr().out
+    assert here(parts, [*on, "8", "--layout.exact", "8"]) == 1
+    assert "layout.exact was 4 and is 8" in capsys.readouterr().err
     file = parts / "hashes.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines[3]["arrays"]["params/head/kernel"] = "0"
@@ -225,6 +276,7 @@ def test_an_exact_run_goes_on_anywhere_with_the_same_bits(environment, tmp_path,
     assert "One ran with chip" not in told  # which is another in step 5 alone
 
 
+@full_only
 def test_a_second_signal_ends_a_process_that_waits_in_a_collective(environment, tmp_path):
     folder = tmp_path / "run"
     children = start(environment, folder, 2, [*PLAIN, "--steps", "100000"])
@@ -246,7 +298,7 @@ def test_a_second_signal_ends_a_process_that_waits_in_a_collective(environment, 
 def test_a_process_that_hangs_ends_the_others(environment, tmp_path):
     folder = tmp_path / "run"
     endless = [*PLAIN, "--processes.hang", "6", "--steps", "100000"]
-    children = start(environment, folder, 2, endless)
+    children = start(environment, folder, 2, endless, short="")  # so that both judge their loss
     wait_for(folder, 4, children)
     children[1].send_signal(signal.SIGSTOP)
     try:
@@ -260,32 +312,35 @@ def test_a_process_that_hangs_ends_the_others(environment, tmp_path):
     assert set(found) == {0, 1} and all(note.step >= 4 for note in found.values())
 
 
-def test_the_command_writes_from_a_checkpoint(environment, folders):
+def test_the_command_writes_from_a_checkpoint(folders, monkeypatch, capsys):
     for words in ([], ["--mean", "--devices", "2"]):
-        text = subprocess.check_output(
-            [sys.executable, "-m", "shardwise", "sample", folders(1), "--tokens", "9", *words],
-            env=os.environ | environment,
-        )
-        assert text.decode().startswith("def ")
+        monkeypatch.setattr(mesh, "_devices", None)
+        folder = str(folders(1))
+        capsys.readouterr()
+        assert main(["sample", folder, "--tokens", "9", *words]) == 0
+        assert capsys.readouterr().out.startswith("def ")
     assert json.loads((folders(1) / "settings.json").read_text())["model.embed"] == 32
 
 
-def test_a_model_of_ones_own_trains_alone_and_launched(environment, tmp_path):
+def test_a_model_of_ones_own_trains_alone_and_launched(environment, tmp_path, monkeypatch):
     """The example: nobody's library, with resuming and several processes as its flags promise."""
     example = Path(__file__).parents[1] / "examples/own_model.py"
     (tmp_path / "mine.py").write_text(example.read_text())
+    monkeypatch.chdir(tmp_path)
 
     def go(*words):
-        words = words if "--steps" in words else (*words, "--steps", "30")
-        command = [sys.executable, *words]
-        subprocess.run(command, env=os.environ | environment, cwd=tmp_path, check=True)
+        monkeypatch.setattr(mesh, "_devices", None)
+        monkeypatch.setattr(sys, "argv", ["mine.py", *words])
+        with pytest.raises(SystemExit) as end:
+            runpy.run_path("mine.py", run_name="__main__")
+        assert end.value.code == 0
 
-    go("mine.py", "--run", "whole")
-    go("mine.py", "--run", "again", "--steps", "12")
-    go("mine.py", "--run", "again", "--resume")
-    go(*"-m shardwise launch local --processes 2 -- mine.py --run two".split())
+    go("--run", "whole", "--steps", "30")
+    launched = "-m shardwise launch local --processes 2 -- mine.py --run two --steps 12".split()
+    subprocess.run([sys.executable, *launched], env=os.environ | environment, check=True)
+    assert len(losses(tmp_path / "two")) == 12
+    go("--run", "two", "--resume", "--steps", "30")
     assert len(losses(tmp_path / "whole")) == 30
-    assert losses(tmp_path / "again") == losses(tmp_path / "whole")
     np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "whole"), rtol=1e-4)
 
 

@@ -12,6 +12,7 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sampling import IN_FULL
 
 from shardwise.schedules import SCHEDULES, Task, check, from_tasks, spread, timeline
 from shardwise.schedules.checking import run_order
@@ -23,7 +24,7 @@ kinds = st.fixed_dictionaries({kind: times for kind in "FBIW"})
 
 
 @functools.cache
-def served(most_devices=5, most_microbatches=17, name=None):
+def served(most_devices=5, most_microbatches=17 if IN_FULL else 13, name=None):
     """Every (name, schedule) that the functions in SCHEDULES give, rather than refuse."""
     names, found = [name] if name else list(SCHEDULES), []
     counts = itertools.product(range(1, most_devices + 1), (1, 2, 3), range(1, most_microbatches))

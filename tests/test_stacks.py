@@ -89,6 +89,7 @@ def test_interpreters_are_found_where_pyenv_keeps_them(monkeypatch, tmp_path):
     assert stacks.interpreter("3.2") is None
 
 
+@pytest.mark.slow
 def test_the_clone_installs_from_itself(tmp_path):
     pytest.importorskip("jupytext", reason="the book is not built on this stack")
     clone = tmp_path / "clone"

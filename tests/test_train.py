@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import marked
+from sampling import IN_FULL, marked
 
 from shardwise import data, measure, mesh, model, objective, rules, train
 
@@ -56,7 +56,7 @@ def test_a_decoder_and_its_state_give_the_same():
 
 
 @given(rows=st.integers(1, 4), microbatches=st.integers(1, 3), seed=st.integers(0, 99))
-@settings(max_examples=3)
+@settings(max_examples=2)
 def test_accumulation_and_padding_are_exact(rows, microbatches, seed):
     """In parts, and at once with further rows that count for nothing."""
     batch = padded(rows * microbatches, seed)
@@ -107,7 +107,8 @@ def test_step_is_optax_and_donates(tx):
     assert all(a.is_deleted() for a in jax.tree.leaves(params))
 
 
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatches", [1, 2] if IN_FULL else [2])
 def test_a_sharded_batch_gives_the_same_steps(microbatches):
     along = jax.sharding.NamedSharding(mesh.make(data=-1), jax.sharding.PartitionSpec("data"))
     whole = jax.sharding.NamedSharding(along.mesh, jax.sharding.PartitionSpec())
@@ -126,6 +127,7 @@ def test_a_sharded_batch_gives_the_same_steps(microbatches):
     np.testing.assert_allclose(losses["eight"], losses["one"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_beats_guessing_by_frequency():
     batches = data.batches(8, 64)
     params, tx = fresh(), train.optimizer(peak=3e-2, steps=80)
@@ -152,7 +154,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", marked(LAYOUTS, {"2x2x2"}))
+@pytest.mark.parametrize("layout", marked(LAYOUTS, {"2x2x2"}, 1))
 def test_state_is_born_sharded_and_the_same_on_every_mesh(layout):
     axes, rule = LAYOUTS[layout]
     config = model.Config(embed=64, layers=4, heads=4, kv_heads=2, head_dim=16, mlp=192)
@@ -168,7 +170,7 @@ def test_state_is_born_sharded_and_the_same_on_every_mesh(layout):
         assert x.sharding.is_equivalent_to(s, x.ndim)
 
 
-@pytest.mark.parametrize("layout", marked(["8", "4x2", "2x2x2"], {"4x2"}))
+@pytest.mark.parametrize("layout", marked(["8", "4x2", "2x2x2"], {"4x2"}, 0))
 def test_initialising_never_holds_more_than_its_share_and_a_leaf(layout):
     axes, rule = LAYOUTS[layout]
     config = model.Config(embed=64, layers=3, heads=4, kv_heads=2, head_dim=16, mlp=192)
