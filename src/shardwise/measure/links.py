@@ -37,10 +37,7 @@ def taken(begun: Found, chip: Any) -> Taken:
         return Taken(0, op.ring_bytes / chip.dcn, Counter())
     if places and (pairs := _pairs(op)):
         each = op.ring_bytes / max(1, (op.group_size or 2) - 1)
-        rates = (
-            *[chip.link_bandwidth] * 3,
-            chip.core_bandwidth,
-        )  # by axis, the last from core to core
+        rates = *[chip.link_bandwidth] * 3, chip.core_bandwidth  # the last from core to core
         ways = carried(pairs, places, chip).items()
         load = Counter({link: each * n / rates[link[0]] for link, n in ways})
         return Taken(1, max(load.values(), default=0), load)
