@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise import mesh
-from shardwise.costs.roles import ORDER
+from shardwise.costs.arrays import ORDER
 from shardwise.layouts.layout import Layout
 
 

@@ -8,7 +8,7 @@ found = plan.own(create, loss, tx, "v5e:4x4", batch)  # a model of your own, ove
 print(plan.text(found, top=5))
 """
 
-from shardwise.costs.roles import Roles
+from shardwise.costs.arrays import Roles
 from shardwise.plan.own import own
 from shardwise.plan.planning import Candidate, Plan, plan
 from shardwise.plan.published import RUNS, preset

@@ -14,7 +14,7 @@ from pathlib import Path
 import tyro
 
 from shardwise import topology
-from shardwise.costs.roles import ORDER
+from shardwise.costs.arrays import ORDER
 from shardwise.model import Config
 from shardwise.plan import compiling, published, tables
 from shardwise.plan.own import own as plan_own

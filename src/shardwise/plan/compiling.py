@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import context, layouts, measure, model, topology
 from shardwise.context.kernels import LANES
-from shardwise.costs.arrays import parts
-from shardwise.costs.roles import Roles
+from shardwise.costs.arrays import Roles, parts
 from shardwise.costs.sent import inserted
 from shardwise.measure.differences import Differences
 from shardwise.measure.memory import Fit

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from shardwise import jaxprs, layouts, marks, measure, topology
 from shardwise import tree as trees
+from shardwise.costs.arrays import Roles
 from shardwise.costs.ledger import Sent
 from shardwise.costs.memory import COUNTS, Memory, Terms
-from shardwise.costs.roles import Roles
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import abstract, array_layouts
 from shardwise.objective.means import normal, quotient

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardwise import topology
-from shardwise.costs.arrays import Arrays, parts
+from shardwise.costs.arrays import Arrays, Roles, parts
 from shardwise.costs.ledger import Sent
 from shardwise.costs.memory import Memory, memory
-from shardwise.costs.roles import Roles
 from shardwise.costs.sent import largest, sent
 from shardwise.model import Config
 from shardwise.plan import roles

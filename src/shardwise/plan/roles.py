@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from shardwise.costs.roles import ORDER, Roles
+from shardwise.costs.arrays import ORDER, Roles
 from shardwise.layouts import Layout
 from shardwise.model import Config
 from shardwise.topology.slices import Chips

@@ -4,10 +4,9 @@ import collections
 import dataclasses
 from collections.abc import Iterable
 
-from shardwise.costs.arrays import Part
+from shardwise.costs.arrays import Part, Roles
 from shardwise.costs.ledger import Sent
 from shardwise.costs.memory import Memory
-from shardwise.costs.roles import Roles
 from shardwise.costs.sent import slots
 from shardwise.model import Config
 from shardwise.plan import links
