@@ -12,7 +12,6 @@ from flax import nnx
 from sampling import marked
 
 from shardwise import data, layouts, mesh, model, objective
-from shardwise import tree as trees
 
 mesh.simulate(8)
 SIZES = dict(embed=32, layers=4, heads=16, kv_heads=8, head_dim=2, mlp=48, vocab=256)
@@ -38,14 +37,14 @@ def program(name, stages=1):
 @functools.cache
 def _drawn(config):
     """With scales and biases away from 1 and 0, at which their gradients would hide a fault."""
-    rng = np.random.default_rng(2)
 
-    def draw(path, x):
-        scale = path.endswith("scale")
-        return (scale + rng.normal(size=x.shape) / 6).astype(np.float32)
+    def create(key):
+        state = nnx.state(model.Decoder(config, nnx.Rngs(params=key)))
+        leaves, tree = jax.tree.flatten(state)
+        spread = [jnp.linspace(-0.1, 0.1, x.size).reshape(x.shape) for x in leaves]
+        return jax.tree.unflatten(tree, [x + s for x, s in zip(leaves, spread, strict=True)])
 
-    found = [jnp.asarray(draw(path, x)) for path, x in trees.leaves(program_state(config))]
-    return jax.tree.unflatten(jax.tree.structure(program_state(config)), found)
+    return jax.jit(create)(KEY)
 
 
 def batch():
