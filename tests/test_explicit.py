@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sampling import IN_FULL, marked
-from test_layouts import KEY, OPTIMIZERS, batches, parts
+from test_layouts import KEY, OPTIMIZERS, batches, drawn, parts
 
 from shardwise import checkpoint, fsdp, layouts, mesh, objective, rules
 
@@ -38,8 +38,8 @@ def twins(name):
 def born(name, each):
     """(loss, parameters, optimizer's state, whether the loss has auxiliary outputs) of a layout."""
     mixed, stages = "rows" if "expert" in name else False, each.size("stage")
-    loss, create = parts(stages, max(4, stages), mixed)
-    params, state = layouts.init(each, create, TX, KEY)
+    loss, _ = parts(stages, max(4, stages), mixed, remat=False)
+    params, state = drawn(each, max(4, stages), mixed, TX)
     for x, to in zip(*map(jax.tree.leaves, (params, layouts.shardings(each, params))), strict=True):
         assert x.sharding.mesh == to.mesh == each.mesh
         assert x.sharding.is_equivalent_to(to, x.ndim)
@@ -51,14 +51,14 @@ def equal(ours, theirs, **tolerance):
         np.testing.assert_allclose(a, b, **tolerance)
 
 
-@pytest.mark.parametrize("name", marked([*SEEN, STAGED], SEEN))
+@pytest.mark.parametrize("name", marked([*SEEN, STAGED], SEEN[:1]))
 def test_a_layout_does_there_what_it_does_on_auto_axes(name, tmp_path):
     auto, layout = twins(name)
     batch, found = batches()[0], []
     for each in auto, layout:
         loss, params, state, has_aux = born(name, each)
         mean, grads = layouts.value_and_grad(each, loss, has_aux, check=False)(params, batch)
-        step = layouts.step(each, loss, TX, has_aux, check=name in SEEN)
+        step = layouts.step(each, loss, TX, has_aux, check=False)
         for x, g in zip(*map(jax.tree.leaves, (params, grads)), strict=True):
             assert g.sharding == x.sharding
         params, state, *_ = step(params, state, batch)
@@ -79,7 +79,7 @@ def test_a_layout_s_program_there_is_that_on_auto_axes(name):
     programs = []
     for each in twins(name):
         mixed, stages = "rows" if each.expert else False, each.size("stage")
-        loss, create = parts(stages, max(4, stages), mixed)
+        loss, create = parts(stages, max(4, stages), mixed, remat=False)
         shapes = jax.eval_shape(create, KEY)
         given = jax.tree.map(
             lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),

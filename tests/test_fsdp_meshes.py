@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sampling import marked
 
 from shardwise import data, fsdp, marks, measure, mesh, model, objective, rules
 from shardwise.fsdp.arrays import array_layouts
@@ -65,13 +66,17 @@ def expected():
 
 @pytest.mark.parametrize(
     ("m", "options"),
-    [
-        pytest.param(GRID, dict(microbatches=2), marks=pytest.mark.slow),
-        pytest.param(CUBE, dict(replicate=("data",)), marks=pytest.mark.slow),
-        pytest.param(CUBE, dict(replicate=("data",), zero=1), marks=pytest.mark.slow),
-        (GRID, dict(zero=2, microbatches=2)),
-    ],
-    ids=["3", "3 and copies", "1", "2"],
+    marked(
+        [
+            (GRID, dict(zero=2, microbatches=2)),
+            (GRID, dict(microbatches=2)),
+            (CUBE, dict(replicate=("data",))),
+            (CUBE, dict(replicate=("data",), zero=1)),
+        ],
+        [(GRID, dict(zero=2, microbatches=2))],
+        2,
+    ),
+    ids=str,
 )
 def test_tensor_parallelism_by_rules_within(m, options):
     (loss, params), (batch, one_device) = decoder(), expected()

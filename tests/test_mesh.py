@@ -48,7 +48,7 @@ def first_cell():
         pytest.param(SIMULATE, id="simulate"),
         pytest.param(first_cell(), id="cell", marks=pytest.mark.slow),
         pytest.param(TRAIN, id="train", marks=pytest.mark.slow),
-        pytest.param(MISTAKE, id="mistake"),
+        pytest.param(MISTAKE, id="mistake", marks=pytest.mark.slow),
     ],
 )
 def test_libtpu_without_a_tpu_says_nothing(code):

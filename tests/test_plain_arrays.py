@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from sampling import marked
 
 from shardwise import layouts, marks, mesh
 
@@ -95,7 +96,7 @@ def on_one(name):
 
 @pytest.mark.parametrize(
     ("first", "second", "name"),
-    [pytest.param(*c, marks=[pytest.mark.slow] * (i > 1)) for i, c in enumerate(CASES)],
+    marked(CASES, CASES[:1], 4),
 )
 def test_a_strangers_program_trains_saves_and_restores_elsewhere(first, second, name, tmp_path):
     tx, parts = OPTIMIZERS[name], (batches()[:2], batches()[2:])

@@ -107,7 +107,7 @@ def check(read, params, batch, zero=2, microbatches=1, rtol=2e-5, **options):
 
 @pytest.mark.parametrize(
     ("read", "zero", "microbatches"),
-    marked(CASES, FAST),
+    marked(CASES, FAST, 8),
 )
 def test_what_is_gathered_before_is_read_as_on_one_device(read, zero, microbatches):
     check(read, *drawn(), zero, microbatches)
