@@ -98,3 +98,4 @@ def plot(folder: Folder) -> None:
     speed.set(xlabel="step", ylabel=f"{what}/s", ylim=(0, None))
     for kind in ("png", "svg"):
         figure.savefig(folder.path / f"metrics.{kind}", dpi=150)
+        figure.set_layout_engine("none")  # places are found once, and both have them
