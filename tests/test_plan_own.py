@@ -14,6 +14,7 @@ from shardwise import context, layouts, marks, mesh, model, objective, plan, top
 from shardwise.layouts.placing import array_layouts
 from shardwise.plan import compiling, tables
 from shardwise.plan.own import Own, candidate
+from shardwise.plan.roles import layout_on
 
 mesh.simulate(8)
 ROWS, WIDE, HIDDEN = 64, 128, 256
@@ -281,7 +282,7 @@ EIGHT = topology.chips("v5e:2x4")
 
 def kept_of_eight(job):
     """What a device keeps where fsdp cuts the parameters over eight."""
-    layout = plan.Roles(fsdp=8).layout(EIGHT.mesh(fsdp=8).abstract)
+    layout = layout_on(EIGHT.mesh(fsdp=8).abstract, plan.Roles(fsdp=8))
     return job.kept(array_layouts(layout, job.params), job.rows // 8)
 
 

@@ -53,9 +53,7 @@ def judge(
     aux: Any = "sum",
 ) -> str | None:
     """The reason why a loss was not judged; None where it divides as the layout divides its batch.
-
-    Raises:
-      Indivisible: it does not.
+    `Indivisible` where it does not.
     """
     ways = ways_of(layout)
     leaves = jax.tree.leaves((params, batch, args, key))
@@ -90,12 +88,8 @@ def warn(reason: str, who: str) -> None:
 
 
 def checked(run: Callable, layout: Layout, who: str) -> Callable:
-    """`run`, jitted, which refuses what was compiled of it; within another trace, as it is.
-
-    It is looked at where a compiler has axes beside stages.
-
-    Raises, when called:
-      ValueError: a collective within a task that would wait for other stages.
+    """`run`, jitted, which refuses a collective within a task that would wait for other stages;
+    within another trace, as it is. It is looked at where a compiler has axes beside stages.
     """
     by_hand = (*layout.stage, *(layout.divided if layout.by_hand else ()))
     if layout.parts([name for name in layout.mesh.axis_names if name not in by_hand]) == 1:

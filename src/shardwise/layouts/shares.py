@@ -107,11 +107,7 @@ def shares(
     args: tuple,
     options: dict,
 ) -> Shares:
-    """The `Shares` of a loss of one device's part; called where the axes by hand have names.
-
-    Raises:
-      ValueError: what `fsdp.value_and_grad` says of reads outside `marks.use`.
-    """
+    """The `Shares` of a loss of one device's part; called where the axes by hand have names."""
     mesh, structure = layout.auto, jax.tree.structure(tree)
     by_hand = [name for name in mesh.axis_names if name not in layout.tensor]
     hows = tuple(How.of(a, mesh, layout.dtype, layout.reduce_dtype, by_hand) for a in arrays)

@@ -35,10 +35,7 @@ def judge(case: Case, ways: tuple[str, ...], rows: int) -> str | None:
     tokens, and what a part really has only where these do not pass. Where memory does not do,
     there are fewer rows and then fewer tokens. A loss is judged once for the same shapes. Simulated
     devices have one memory: there it runs on one of them, and on others as one program by the
-    compiler, on arrays as they are cut.
-
-    Raises:
-      Indivisible: as `objective.check`.
+    compiler, on arrays as they are cut. A loss that does not divide is `Indivisible`.
     """
     known, told = _known_of(case.loss), (ways, rows, _shapes_of(case))
     if told in known:
