@@ -19,8 +19,8 @@ def trace(
 ) -> tuple[Part, Any]:
     """(`function(params, data)` with its marks, what it returns); calls of `jax.jit` are inlined.
 
-    A `with_sharding_constraint` becomes one to `relocate(sharding)`. A mark within a scan, a remat or
-    another inner function, where the program cannot be cut, is a ValueError.
+    A `with_sharding_constraint` becomes one to `relocate(sharding)`. A mark within a scan, a remat
+    or another inner function, where the program cannot be cut, is a ValueError.
     """
 
     def change(eqn):
