@@ -192,6 +192,18 @@ def test_rows_of_cast_parameters_are_casts_of_rows(narrow):
     check(loss, params, x, rtol=2e-2 if narrow else 1e-4)  # terms are rounded, then added
 
 
+def test_parts_of_rows_are_no_rows():
+    """Of rows that a stage takes a part of, all stages that read them hold the whole array."""
+
+    def loss(params, x):
+        x = marks.stage_boundary(jnp.tanh(x @ params["w"][0:1, :, :WIDE].sum(0)))
+        return jnp.sum(x @ params["w"][1:2, :, :WIDE].sum(0)), jnp.float32(1)
+
+    params, x = {"w": draw(2, WIDE, WIDE + 1)}, draw(ROWS, WIDE)
+    assert [s.rows for s in cut.stages(loss, params, x)[0]] == [{0: None}, {0: None}]
+    check(loss, params, x)
+
+
 def test_masks_keys_constants_and_integers():
     table = jnp.asarray(draw(16, WIDE))
 

@@ -132,7 +132,7 @@ def test_the_launcher_exits_with_the_status_for_all(run, codes, expected):
         # The runtime's own words after it, more than are remembered.
         (
             r"print('Traceback (most recent call last):\n  File\nValueError: no such batch');"
-            r"print('\n' * 30); os._exit(1)",
+            r"print('and so on\n' * 30); os._exit(1)",
             1,
             "exited with status 1",
             "no such batch",

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, measure, mesh, model, objective
 from shardwise.measure import hlo, timing
-from shardwise.measure.counts import Count
+from shardwise.measure.counts import Count, Op
 
 
 def compiled(f, *args, **options):
@@ -230,6 +230,19 @@ def test_collectives_of_many_devices_are_read_as_those_of_few(n):
     assert found["collective-permute"].ring_bytes == found["all-reduce"].ring_bytes == 12
     assert found["all-reduce"].payload_bytes == 12 and found.ops[1].group_size == 2
     assert len(found.ops[0].groups) == 2 * n
+
+
+def test_a_permute_sends_where_any_device_has_another_target():
+    """One number counts for all devices: that of those that send."""
+    block, some = (hlo.Array("f32", (4,)),), ((0, 0), (1, 2))
+    assert Op("collective-permute", "", block, None, groups=some).ring_bytes == 16
+    assert Op("collective-permute", "", block, None, groups=((0, 0), (1, 1))).ring_bytes == 0
+
+
+def test_where_no_root_is_marked_the_last_instruction_is_it():
+    text = compiled(lambda x: jax.lax.fori_loop(0, 3, lambda i, x: x @ x, x), shape(4, 4)).as_text()
+    assert "ROOT " in text
+    assert hlo.parse(text.replace("ROOT ", "")) == hlo.parse(text)
 
 
 def test_lowered_programs_say_how_many_devices_run_them():

@@ -109,6 +109,8 @@ def test_why_says_what_a_layout_loses_by(asked, told, capsys):
         assert [line.split() for line in out.splitlines() if "a step " in line] == [
             ["a", "step", f"{a:.4g}", f"{b:.4g}", f"{b - a:+.4g}"]
         ]
+        sent = [line.split()[-3:-1] for line in out.splitlines() if " along " in line]
+        assert len(sent) == 2 and all(ours != theirs for ours, theirs in sent)
 
 
 def test_the_best_is_not_asked_why(capsys):

@@ -660,6 +660,18 @@ def test_a_trace_tells_compute_from_collectives(tmp_path):
     assert profiling.draw(ops, tmp_path / "p.png").stat().st_size > 5000
 
 
+def test_gaps_are_from_the_last_that_ends_to_the_first_that_begins():
+    """Of steps of two devices, in seconds; operations of other programs do not count."""
+    at = {0: (0, 5e8), 1: (1e8, 6e8)}, {0: (9e8, 1e9), 1: (8e8, 12e8)}, {0: (2e9, 3e9)}
+    steps = [(n, *each) for n, found in enumerate(at) for each in found.items()]
+    ops = [
+        profiling.Op(device, "dot", profiling.STEP, 1, n, *when, False, 0.0)
+        for n, device, when in reversed(steps)
+    ]
+    other = ops[0]._replace(program="jit_other", start=6.5e8, stop=7e8)
+    np.testing.assert_allclose(profiling.gaps([*ops, other]), [0.2, 0.8])
+
+
 def test_a_profile_that_is_no_range_is_refused(tmp_path):
     with pytest.raises(ValueError, match="expected the first and the last step"):
         run.Settings(profile="10-13")
