@@ -189,6 +189,8 @@ def test_failing_cells_of_all_chapters_are_named(book):
     assert "`answer = 6 / 0` failed: ZeroDivisionError: division by zero\n" in short
     assert "chapters/second.md: cell 2" in printed
     assert "AssertionError: six is not seven" in printed
+    status, again, _ = book.build()
+    assert status != 0 and "chapters/first.md: cell 2" in again
 
 
 def test_cell_that_promises_an_error_and_raises_none():

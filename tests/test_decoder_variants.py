@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from sampling import marked
+from sampling import IN_FULL, marked
 
 from shardwise import data, layouts, mesh, model, objective
 
@@ -81,7 +81,7 @@ def test_a_variant_is_one_device(name, layout):
     before, loss, has_aux = program(name, layout.size("stage"))
     expected, grads = alone(name)
     params, state = layouts.init(layout, lambda key: before, TX, KEY)
-    step = layouts.step(layout, loss, TX, has_aux=has_aux, check=False)
+    step = layouts.step(layout, loss, TX, has_aux=has_aux, check=IN_FULL)
     after, _, *out = step(params, state, batch())
     np.testing.assert_allclose(jax.tree.leaves(out)[0], expected, rtol=2e-5)
     ours = jax.tree.leaves(layouts.whole(layout, after))

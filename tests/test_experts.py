@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from sampling import marked, sample
+from sampling import IN_FULL, marked, sample
 
 from shardwise import (
     experts,
@@ -501,7 +501,9 @@ TABLE = {
 
 
 @SLOW
-@pytest.mark.parametrize("config", CONFIGS[:1], ids=["capacity"])
+@pytest.mark.parametrize(
+    "config", CONFIGS[: 1 + IN_FULL], ids=["capacity", "dropless"][: 1 + IN_FULL]
+)
 def test_the_compiler_cuts_experts_by_rule(config):
     graphdef, params = decoder(config)
     loss = functools.partial(model.routed_loss, graphdef=graphdef)

@@ -169,16 +169,21 @@ JUDGED = {
 }
 
 
-@pytest.mark.parametrize("name", marked(JUDGED, {"experts"}))
+BESIDE = [*layouts.LAYOUTS] if IN_FULL else ["hybrid"]  # with tensor and a compiler's axes
+
+
+@pytest.mark.parametrize("name", marked([*JUDGED, *BESIDE], {"experts"}))
 def test_a_decoder_s_loss_divides_as_layouts_divide_it(name):
     """As a first step asks, of arrays that are laid out."""
-    layout, key = JUDGED[name](), KEY if name == "tokens" else None
+    layout = JUDGED[name]() if name in JUDGED else layouts.LAYOUTS[name](8)
+    key, layers = KEY if name == "tokens" else None, max(4, layout.size("stage"))
     mixed = layout.expert and ("batch" if layout.microbatches == 1 else "rows")
-    loss, _ = parts(layout.size("stage"), 4, mixed, remat=key is not None)
-    ways = {"devices"} | ({"microbatches"} if layout.microbatches > 1 else set())
-    ways |= {"sequence"} if layout.context else set()
-    assert {*first_call.ways_of(layout)} == ways
-    params, _ = drawn(layout, 4, mixed)
+    loss, _ = parts(layout.size("stage"), layers, mixed, remat=key is not None)
+    if name in JUDGED:
+        ways = {"devices"} | ({"microbatches"} if layout.microbatches > 1 else set())
+        ways |= {"sequence"} if layout.context else set()
+        assert {*first_call.ways_of(layout)} == ways
+    params, _ = drawn(layout, layers, mixed)
     given = layout, loss, params, batches()[0]
     assert first_call.judge(*given, key=key, has_aux=bool(mixed)) is None
 

@@ -1,6 +1,7 @@
 """Links that collectives take between the places of devices, and those that run at once."""
 
 import itertools
+import math
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -151,6 +152,20 @@ def test_what_goes_from_core_to_core_takes_as_long_as_the_planner_counts():
     assert links.hop_seconds(chip, way, SIZE) == pytest.approx(took[1])
     around = links.Way((links.Side(4, 1, 4), *way.sides))  # every other hop leaves a chip
     assert links.hop_seconds(chip, around, SIZE) == pytest.approx(SIZE / chip.link_bandwidth)
+
+
+@pytest.mark.parametrize("sides", [(4,), (2, 2), (2, 2, 4)])
+def test_a_sum_over_cores_and_chips_is_no_quicker_than_what_leaves_a_chip(sides):
+    """Of SIZE bytes all but a chip's part leave it, over each of its links at once."""
+    chip, chips = topology.CHIPS["tpu7x"], math.prod(sides)
+    torus = tuple(links.Side(size, 1, 4) for size in sides)
+    ways = [links.Way((*torus, links.Side(2, 1, 2, on_chip=True)))]
+    n = 2 * chips
+    out = SIZE * (1 - 1 / chips) / sum(2 * side.bandwidth(chip) for side in torus)
+    took = links.ring_seconds(chip, ways, SIZE * (1 - 1 / n))
+    assert took == pytest.approx(max(out, SIZE / 2 / chip.core_bandwidth))
+    strided = links.Way((links.Side(4, 3, 12), links.Side(2, 1, 2, on_chip=True)))
+    assert links.hop_seconds(chip, strided, SIZE) == pytest.approx(3 * SIZE / chip.link_bandwidth)
 
 
 def one(kind, groups):

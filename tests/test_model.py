@@ -240,13 +240,18 @@ def test_cross_entropy_is_that_of_the_definition(draw):
 
 def test_a_target_outside_the_vocabulary_counts_only_where_it_is_masked():
     graphdef, params = nnx.split(built(SMALL))
-    total = lambda params, batch: model.loss(nnx.merge(graphdef, params), batch).total  # noqa: E731
-    run, ids = jax.jit(jax.value_and_grad(total)), tokens(SMALL)
+
+    def total(params, batch):
+        found = model.loss(nnx.merge(graphdef, params), batch)
+        return found.total, found
+
+    run, ids = jax.jit(jax.value_and_grad(total, has_aux=True)), tokens(SMALL)
     batch = {"tokens": ids, "targets": ids, "mask": jnp.ones(ids.shape)}
     for wrong in (-100, SMALL.vocab):
         odd = batch | {"targets": ids.at[1, 2].set(wrong)}
-        assert np.isnan(run(params, odd)[0])
+        assert np.isnan(run(params, odd)[0][0])
         masks = batch["mask"].at[1, 2].set(0)
-        (masked, grads), (expected, _) = (run(params, b | {"mask": masks}) for b in (odd, batch))
-        assert masked == expected and np.isfinite(masked)
+        found = [run(params, b | {"mask": masks}) for b in (odd, batch)]
+        (((total, masked), grads), ((_, expected), _)) = found
+        assert masked == expected and np.isfinite(total)
         assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))

@@ -19,6 +19,7 @@ from shardwise import context, layouts, measure, mesh, model, plan, schedules, t
 from shardwise.costs import memory, sent
 from shardwise.costs.arrays import parts
 from shardwise.layouts import gradients
+from shardwise.layouts import sent as layouts_sent
 from shardwise.pipeline import ticks
 from shardwise.plan import arrays, compiling, planning, roles, seconds
 
@@ -370,6 +371,10 @@ def test_what_stages_keep_is_what_the_program_keeps(name):
     assert 0.95 < terms.kept / held < 1.05
     assert 0.95 < terms.pending / pend < 1.05
     assert sent.sends(part) == found.sends()
+    (along,) = [s.bytes for s in sent.sent(part) if s.roles == ("stage",)]
+    parts_of = layouts_sent.Sent(layout)
+    parts_of.pipeline(layout.stage, **found.sends())
+    assert math.isclose(along, sum(parts_of.values()))
 
 
 def test_flops_are_those_of_the_program():

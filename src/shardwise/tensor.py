@@ -133,7 +133,7 @@ def collectives(
 def expected(n: int, kind: str, dims: tuple[float, ...], dtype: str, times: float) -> Op:
     """The `Op` of a collective that a compiler is expected to insert, of a whole array's dims."""
     if kind == "all-gather":  # of shares, cut along the sequence
-        dims = dims[0], dims[1] // n, *dims[2:]
+        dims = dims[0], dims[1] / n if dims[1] % n else dims[1] // n, *dims[2:]
     return Op(kind, "", (Array(dtype, dims),), n, times, notes=("expected",))
 
 

@@ -1,6 +1,6 @@
 """Costs of a layout: bytes that a device holds, and sends in a step, from plain numbers.
 
-Rooms that know different things of a program ask for them, so that each is derived once:
+Rooms that know different things of a program ask for them, so that what is sent is derived once:
 
 - `layouts.predict` knows the arrays of any tree: how a rule lays each, what a traced stage reads.
   `costs.ledger` adds up what collectives of these sizes send.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 WIDE = 4  # bytes of the float32 in which sums travel
@@ -29,23 +29,23 @@ class Ledger(dict[tuple[tuple[str, ...], str], float]):
         super().__init__()
         self.sizes = sizes
 
-    def add(self, kind: str, axes: Container[str], size: float) -> None:
+    def add(self, kind: str, axes: Collection[str], size: float) -> None:
         """Count this many bytes along these axes together."""
         if size:
-            key = tuple(name for name in self.sizes if name in axes), kind
+            key = tuple(sorted(axes, key=list(self.sizes).index)), kind
             self[key] = self.get(key, 0) + size
 
-    def gather(self, kind: str, axes: Container[str], size: float) -> None:
+    def gather(self, kind: str, axes: Collection[str], size: float) -> None:
         """Count a gather, or a scatter, of this many bytes, whole, along axes together."""
-        n = math.prod(size for name, size in self.sizes.items() if name in axes)
+        n = math.prod(self.sizes[name] for name in axes)
         self.add(kind, axes, size * (n - 1) / n)
 
-    def sum(self, kind: str, axes: Container[str], size: float) -> None:
+    def sum(self, kind: str, axes: Collection[str], size: float) -> None:
         """Count a sum of this many bytes: a scatter and a gather."""
         self.gather(kind, axes, 2 * size)
 
     def weights(
-        self, axes: Container[str], elements: int, used: int, reduced: int, passes: tuple[int, int]
+        self, axes: Collection[str], elements: int, used: int, reduced: int, passes: tuple[int, int]
     ) -> None:
         """Count `passes`, (gathers, scatters), of an array that has so many elements when gathered:
         in the bytes of an element as `used`, and of its gradient as `reduced`.
@@ -53,20 +53,20 @@ class Ledger(dict[tuple[tuple[str, ...], str], float]):
         gathers, scatters = passes
         self.gather("weights", axes, elements * (gathers * used + scatters * reduced))
 
-    def loss(self, axes: Container[str], staged: bool) -> None:
+    def loss(self, axes: Collection[str], staged: bool) -> None:
         """Count the sums of the loss's total and count, in float32; of stages the count is summed
         before a backward pass too.
         """
         self.sum("loss", axes, (3 if staged else 2) * WIDE)
 
-    def attention(self, axes: Container[str], one: Any, layers: int, again: bool) -> None:
+    def attention(self, axes: Collection[str], one: Any, layers: int, again: bool) -> None:
         """Count attention of so many `layers`, in all microbatches; `one` is what `bytes_sent` says
         of one. Done `again` with remat, it sends what its forward pass does once more.
         """
         self.add("attention", axes, layers * (one.forward * (1 + again) + one.backward))
 
     def pipeline(
-        self, axes: Container[str], ticks: int, passed: float, summed: float, moved: float
+        self, axes: Collection[str], ticks: int, passed: float, summed: float, moved: float
     ) -> None:
         """Count what goes along stages: at every tick what is `passed` on, an activation and a
         cotangent, whether anyone waits or not; sums of `summed` bytes, of the loss's outputs; and

@@ -74,11 +74,7 @@ class Sent(Ledger):
     def stages(
         self, shapes: Any, batch: Any, again: bool, loss: Callable | None, has_aux: bool, place: int
     ) -> None:
-        """Count what a device at this place along the stages sends, whose program the loss tells.
-
-        Raises:
-          ValueError: no loss.
-        """
+        """Count what a device at this place along stages sends, whose program the loss tells."""
         if loss is None:
             raise ValueError(
                 "layouts.predict: with stages, which stage reads what the loss tells: give loss=."

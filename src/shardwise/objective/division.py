@@ -44,11 +44,7 @@ class Division:
         return (*self.columns, *self.rows)
 
     def cut(self, batch: Any) -> tuple[Any, Any, tuple]:
-        """(the batch, its columns in order; the numbers of rows and columns; the specs of both).
-
-        Raises:
-          ValueError: rows or columns that do not divide.
-        """
+        """(the batch, its columns in order; the numbers of rows and columns; the specs of both)."""
         if self.mesh is None:
             if self.microbatches > 1:
                 check_rows(batch, self.microbatches, self.who)
@@ -88,11 +84,7 @@ class Division:
         return jax.lax.psum(x, self.axes) if self.axes else x
 
     def over_devices(self, leaves: Sequence[Any], ways: Sequence[str]) -> tuple:
-        """(the leaves that are whole on every device, those of rows, which stay cut), in shard_map.
-
-        Raises:
-          ValueError: rows to be joined, of each of which a device has a part of the sequence.
-        """
+        """(leaves that are whole on every device, those of rows, which stay cut), in shard_map."""
         if self.columns and "concatenate" in ways:
             raise ValueError(
                 f"{self.who}: aux 'concatenate' joins rows, and of each row a device has a part of "

@@ -156,11 +156,7 @@ def lowered(each: Roles, plan: Plan) -> tuple[ChipMesh, jax.stages.Lowered]:
 
 
 def check(candidate: Candidate, plan: Plan) -> Check:
-    """Compile one layout.
-
-    Raises:
-      ImportError: the chips' compiler is not there.
-    """
+    """Compile one layout."""
     child.versions(plan.chips.chip)  # or there is no compiler, and nothing need be traced
     began = time.perf_counter()
     mesh, program = lowered(candidate.roles, plan)

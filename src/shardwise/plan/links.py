@@ -17,8 +17,8 @@ from shardwise.topology.slices import Chip, Chips
 
 
 class Side(NamedTuple):
-    """A mesh axis along one side of the torus, or in a node: `size` chips, every `stride`-th of
-    `whole`.
+    """A mesh axis along one side of the torus, in a node, or over the cores of a chip: `size` of
+    these, every `stride`-th of `whole`.
     """
 
     size: int
@@ -89,10 +89,26 @@ def _choose(size, free, chip):
 
     def order(factors):
         whole = all(f in (1, side.size) for f, side in zip(factors, free, strict=True))
-        return whole, sum(side.bandwidth(chip) for side in _taken(factors, free)), factors
+        return whole, _bandwidth(_taken(factors, free), chip), factors
 
     options = ([f for f in divisors(side.size) if size % f == 0] for side in free)
     return max((f for f in itertools.product(*options) if math.prod(f) == size), key=order)
+
+
+def _bandwidth(sides, chip):
+    """The bytes/s that a device sends in a ring collective over these sides, of all links at once.
+
+    Of n bytes a core gives its fellows all but its part, and sends that on round the torus: what
+    takes longer, as the other goes on beside it.
+    """
+    each = [side.bandwidth(chip) for side in sides]
+    cores = math.prod(side.size for side in sides if side.on_chip)
+    if chip.node or cores == 1 or len(sides) == 1:
+        return max(each, default=0.0) if chip.node else sum(each)  # one switch has all links
+    torus = sum(x for x, side in zip(each, sides, strict=True) if not side.on_chip)
+    n = math.prod(side.size for side in sides)
+    longest = max((1 - 1 / cores) / chip.core_bandwidth, (1 / cores - 1 / n) / torus)
+    return (1 - 1 / n) / longest
 
 
 def ring_seconds(chip: Chip, ways: Iterable[Way], sent: float) -> float:
@@ -104,9 +120,8 @@ def ring_seconds(chip: Chip, ways: Iterable[Way], sent: float) -> float:
     ways = tuple(ways)
     inside = math.prod(way.inside for way in ways)
     across = math.prod(way.across for way in ways)
-    sides = [side.bandwidth(chip) for way in ways for side in way.sides]
-    bandwidth = max(sides, default=0.0) if chip.node else sum(sides)  # one switch has all links
-    return chip.ring_seconds(sent, inside, across, bandwidth)
+    sides = [side for way in ways for side in way.sides]
+    return chip.ring_seconds(sent, inside, across, _bandwidth(sides, chip))
 
 
 def hop_seconds(chip: Chip, way: Way, sent: float) -> float:
@@ -118,7 +133,7 @@ def hop_seconds(chip: Chip, way: Way, sent: float) -> float:
         return sent / chip.dcn
     lanes = [side.lane(chip) for side in way.sides if not side.on_chip]
     if len(lanes) < len(way.sides):
-        lanes = [chip.link_bandwidth if lanes else chip.core_bandwidth]
+        lanes = [lane * chip.devices for lane in lanes] or [chip.core_bandwidth]
     return sent / max(lanes)
 
 

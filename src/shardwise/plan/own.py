@@ -99,11 +99,7 @@ class Own:
 
     @property
     def rows(self) -> int:
-        """The number of rows of a step.
-
-        Raises:
-          ValueError: arrays have other numbers of rows, or none.
-        """
+        """The number of rows of a step, which all arrays of the batch have."""
         found = [(path, x.shape[0] if x.shape else 0) for path, x in trees.leaves(self.batch)]
         first, *others = {rows for _, rows in found} or {0}
         if others or not first:
