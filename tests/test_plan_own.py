@@ -12,7 +12,7 @@ import pytest
 
 from shardwise import context, layouts, marks, mesh, model, objective, plan, topology, train
 from shardwise.layouts.placing import array_layouts
-from shardwise.plan import compiling, tables
+from shardwise.plan import compiling, residuals, tables
 from shardwise.plan.own import Own, candidate
 from shardwise.plan.roles import layout_on
 
@@ -275,6 +275,12 @@ def unrolled(layers=3, wrap=lambda block: block, tokens=256, rows=ROWS):
     }
     make = lambda key: stack.init(key, jnp.zeros((1, tokens, WIDE)))  # noqa: E731
     return Own(make, likelihood, optax.adamw(1e-3), given)
+
+
+def test_equations_within_calls_are_numbered_with_those_around():
+    inner = jax.jit(lambda x: jnp.sin(x) * 2)
+    jaxpr = jax.make_jaxpr(lambda x: inner(jnp.cos(x)) + 1)(1.0).jaxpr
+    assert len(jaxpr.eqns) == 3 and residuals._number(jaxpr.eqns) == 4
 
 
 EIGHT = topology.chips("v5e:2x4")
