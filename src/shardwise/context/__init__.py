@@ -38,16 +38,6 @@ FORMS = {
 }
 
 __all__ = [
-    "FORMS",
-    "all_gather",
-    "bytes_sent",
-    "contiguous",
-    "ring",
-    "splash",
-    "striped",
-    "tiled",
-    "ulysses",
-    "within",
-    "work",
-    "zigzag",
-]
+    "FORMS", "all_gather", "bytes_sent", "contiguous", "ring", "splash", "striped", "tiled",
+    "ulysses", "within", "work", "zigzag",
+]  # fmt: skip

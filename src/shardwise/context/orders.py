@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardwise import marks
+from shardwise.context.forms import check_divides
 
 
 def contiguous(size: int, n: int) -> np.ndarray:
@@ -78,10 +79,4 @@ def work(
 
 
 def _check(name, size, chunks):
-    if chunks < 1 or size < 1 or size % chunks:
-        below = size // chunks * chunks if chunks > 0 else 0
-        near = f"such as {below} or {below + chunks}" if below else f"such as {chunks}"
-        raise ValueError(
-            f"context.{name}: a sequence of {size} tokens does not cut into {chunks} equal "
-            f"chunks; expected a multiple of {chunks}, {near}."
-        )
+    check_divides(name, "tokens of a sequence", size, chunks, f"{chunks} equal chunks")
