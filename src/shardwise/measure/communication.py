@@ -99,17 +99,13 @@ def _starts(frame: Frame, op: Instruction) -> bool | None:
         return '"is_sync":true' not in start.says("backend_config")
     if CARRIED not in op.says("backend_config"):
         return False
-    begins = (x for x in frame if x.says("custom_call_target") == "AsyncCollectiveStart")
-    return True if any(op.name in _needed(frame, start) for start in begins) else None
-
-
-def _needed(frame, op):
-    """The names of all that `op` is computed from, in the same computation."""
-    waiting, seen = set(op.operands), set()
-    while waiting := (waiting - seen) & frame.computation.instructions.keys():
-        seen |= waiting
-        waiting = {operand for name in waiting for operand in frame.find(name).operands}
-    return seen
+    made = {op.name}  # and all that is computed from it
+    for reader in frame:
+        if not made.isdisjoint(reader.operands):
+            made.add(reader.name)
+            if reader.says("custom_call_target") == "AsyncCollectiveStart":
+                return True
+    return None
 
 
 def _work(frame: Frame, op: Instruction, n: int) -> tuple[str, tuple[str, ...]]:
@@ -143,24 +139,23 @@ def _written_as(frame, op, index, n):
 
 
 def _is_cut(frame, name, fits):
-    """Whether every reader of a value takes a part of it, of a number of elements that fits."""
-    cuts = list(_cuts(frame, name, fits))
-    return bool(cuts) and all(cuts)
+    """Whether every reader of a value, seen through what passes it on, takes a part of it, of a
+    number of elements that fits.
+    """
 
-
-def _cuts(frame, name, fits):
-    """Whether it takes a part, for each reader of a value, seen through what passes it on."""
-    for reader in (op for op in frame if name in op.operands):
+    def takes_part(reader):
         if reader.opcode in _PASSES_ON:
-            yield from _cuts(frame, reader.name, fits)
-        elif reader.opcode == "dynamic-slice":
-            yield reader.operands[0] == name and fits(reader.arrays[0].elements)
-        elif reader.opcode == "fusion" and reader.operands.count(name) == 1:
-            inside, place = frame.enter(reader.called[0], reader), reader.operands.index(name)
-            reads = (op for op in inside if op.opcode == "parameter")
-            yield _is_cut(inside, next(p.name for p in reads if p.operands == (str(place),)), fits)
-        else:
-            yield False
+            return _is_cut(frame, reader.name, fits)
+        if reader.opcode == "dynamic-slice":
+            return reader.operands[0] == name and fits(reader.arrays[0].elements)
+        if reader.opcode != "fusion":
+            return False
+        inside = frame.enter(reader.called[0], reader)
+        given = [op.name for op in inside if op.opcode == "parameter" and inside.given(op) == name]
+        return all(_is_cut(inside, parameter, fits) for parameter in given)
+
+    readers = [op for op in frame if name in op.operands]
+    return bool(readers) and all(map(takes_part, readers))
 
 
 def _notes(frame: Frame, op: Instruction) -> tuple[str, ...]:

@@ -214,10 +214,9 @@ def _follow(frame, order, held):
 
 def _waits(body, held):
     """Whether a fusion ends a carried collective that it reads."""
-    ends = [op for op in body if op.says("custom_call_target") == "AsyncCollectiveDone"]
+    ends = (op for op in body if op.says("custom_call_target") == "AsyncCollectiveDone")
     read = (body.find(name) for op in ends for name in op.operands)
-    places = [int(op.operands[0]) for op in read if op.opcode == "parameter"]
-    return any(body.site.operands[place] in held for place in places)
+    return any(op.opcode == "parameter" and body.given(op) in held for op in read)
 
 
 @dataclass(frozen=True)
