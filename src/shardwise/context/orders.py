@@ -3,8 +3,8 @@
 An order is the permutation int32 [size] of a sequence of `size` tokens: entry i is the place in the
 sequence of the token that lies at place i of memory, and device r of n has the r-th n-th of memory.
 `np.argsort(order)` undoes it. Who cuts a batch takes its columns so, `x[:, order]`, and tells the
-model their places by the batch's "index" (or by `marks.index`). A size that does not cut into the
-chunks of an order is a ValueError.
+model their places by the batch's "index" (or by `marks.index`). A size that n, or zigzag's 2n, does
+not divide is a ValueError.
 """
 
 from collections.abc import Callable
@@ -17,31 +17,19 @@ from shardwise.context.forms import check_divides
 
 
 def contiguous(size: int, n: int) -> np.ndarray:
-    """The order in which each device has one run of tokens: a causal mask gives the last most work.
-
-    `size` is a multiple of n.
-    """
-    _check("contiguous", size, n)
-    return np.arange(size, dtype=np.int32)
+    """The order in which each device has a run of tokens: a causal mask gives the last most work."""
+    return _chunks("contiguous", size, n).reshape(-1)
 
 
 def striped(size: int, n: int) -> np.ndarray:
-    """The order in which device r has the tokens r, r + n, r + 2n and so on (Brandon et al., 2023).
-
-    `size` is a multiple of n.
-    """
-    _check("striped", size, n)
-    return np.arange(size, dtype=np.int32).reshape(-1, n).T.reshape(-1)
+    """The order in which device r has the tokens r, r + n, r + 2n, … (Brandon et al., 2023)."""
+    return _chunks("striped", size, n).reshape(-1, n).T.reshape(-1)
 
 
 def zigzag(size: int, n: int) -> np.ndarray:
-    """The order in which device r has, of 2n chunks, the r-th and the r-th from the end.
-
-    `size` is a multiple of 2n.
-    """
-    _check("zigzag", size, 2 * n)
-    chunks = np.arange(size, dtype=np.int32).reshape(2, n, -1)
-    return np.stack([chunks[0], chunks[1, ::-1]], axis=1).reshape(-1)
+    """The order in which device r has, of 2n chunks, the r-th and the r-th from the end."""
+    first, last = np.split(_chunks("zigzag", size, 2 * n), 2)
+    return np.stack([first, last[::-1]], axis=1).reshape(-1)
 
 
 def work(
@@ -78,5 +66,7 @@ def work(
     return np.stack([[between[r, (r - t) % n] for t in range(n)] for r in range(n)])
 
 
-def _check(name, size, chunks):
-    check_divides(name, "tokens of a sequence", size, chunks, f"{chunks} equal chunks")
+def _chunks(name, size, n):
+    """The places of a sequence, int32 [n, size / n]."""
+    check_divides(name, "tokens of a sequence", size, n, f"{n} equal chunks")
+    return np.arange(size, dtype=np.int32).reshape(n, -1)

@@ -115,9 +115,8 @@ def check(x, chosen, weights, stacked, experts: int, devices: int, axis: str) ->
 
 def divides(experts: int, devices: int, axis: str) -> None:
     """Raise ValueError, with the numbers that would do, where experts do not divide."""
-    if experts % devices:
-        fewer, more = experts // devices * devices, -(-experts // devices) * devices
-        would = " or ".join(str(m) for m in (fewer, more) if m)
+    if left := experts % devices:
+        would = " or ".join(str(m) for m in (experts - left, experts - left + devices) if m)
         others = ", ".join(str(d) for d in range(1, experts + 1) if experts % d == 0)
         raise ValueError(
             f"{experts} experts do not divide over the {devices} devices of axis {axis!r}: take "

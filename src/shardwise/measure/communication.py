@@ -30,16 +30,16 @@ _STRATEGY = re.compile(
 def collectives(program: Any, device: int | None = None) -> Collectives:
     """The `Collectives` of a lowered program, a compiled one, or one's optimized HLO text.
 
-    A compiled program holds what really runs on one device: hand-written collectives and those
-    that the compiler inserted, in the dtypes of its backend (the CPU's turns bfloat16 into
-    float32). A lowered one holds only those written by hand in `jax.shard_map`, in the dtypes
-    written, its arrays not yet divided along axes that are left to the compiler.
+    A compiled program (a `jax.stages.Compiled`, or what `topology.compile` returns) holds what
+    really runs on one device: hand-written collectives and those that the compiler inserted, in the
+    dtypes of its backend (the CPU's turns bfloat16 into float32). A lowered one holds only those
+    written by hand in `jax.shard_map`, in the dtypes written, its arrays not yet divided along axes
+    that are left to the compiler.
 
     An asynchronous start and done are one collective, a group of one device sends nothing, and of
     a conditional's branches the one that sends the most is counted. A loop in the scope of
-    `marks.turns` runs as often as that says, on the device that sends the most in all, whose number
-    among those told apart is the result's `.device`, or on the `device` asked for.
-    A compiled program is a `jax.stages.Compiled` or what `topology.compile` returns.
+    `marks.turns` runs as often as that says, on the `device` asked for, or that which sends the
+    most in all: `.device` of the result, a number among those told apart.
 
     In a TPU's program, what is carried by fusions counts once, where it starts; an all-reduce of
     which the same fusion keeps a share is a reduce-scatter, of the padded array; transfers between
@@ -179,9 +179,8 @@ def _strategy(frame: Frame, op: Instruction) -> str:
 def _between_slices(op: Instruction, devices: int) -> tuple[str, int | None, Groups] | None:
     """(kind, how many take part, who takes part) of a send to another slice; None for another send.
 
-    How many is None of a send to one device. `devices` are those of one slice. Numbers of devices
-    are known where every device of each slice takes part; elsewhere they are told by their places,
-    and the groups are empty.
+    How many is None of a send to one device. `devices` are those of one slice. Where not all of
+    them take part, they are told by their places, not by numbers, and the groups are empty.
     """
     said = op.says("frontend_attributes")
     kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', said)
@@ -205,10 +204,8 @@ def _groups(target, devices):
         places = range(int(crossed[2]), int(crossed[3]) + 1)
         groups = tuple(tuple(s * devices + place for s in slices) for place in places)
         return groups, groups if len(places) == devices else ()
-    listed = re.findall(r"\{(\d+(?:,\d+)*)\}", target)
-    found = listed or re.findall(r"\{(\d+->\d+)\}", target)
-    groups = tuple(tuple(map(int, re.findall(r"\d+", group))) for group in found)
+    groups = hlo.lists(target)
     slices = sorted({number // _SLICE for group in groups for number in group})
     numbers = tuple(s * devices + i - devices for s in slices for i in range(devices))
-    whole = len(listed) == 1 and len(groups[0]) == len(numbers)
+    whole = len(groups) == 1 and "->" not in target and len(groups[0]) == len(numbers)
     return (groups, (numbers,) if whole else ()) if groups else None

@@ -6,7 +6,7 @@ A TPU's program is the schedule that its text is: where collectives begin, and w
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import communication, hlo, links, matmuls
 from .counts import Op, parted
@@ -21,11 +21,10 @@ _HANDS_ON = ("tuple", "bitcast", "copy", "opt-barrier")
 class Beside:
     """One collective instruction, in one of its `times` runs; times in seconds.
 
-    `seconds` is its part of what it takes with those that run at once over the same links; `lanes`,
-    the directions of links along which it sends (see `overlap`).
-    `products` are the instructions with products that stand between its start and its end, and
-    `arithmetic` is their time at the chip's peak; `covered` is what this collective has of it, no
-    second given to two.
+    `lanes` are the directions of links along which it sends, `seconds` its part of what it takes
+    with those that run at once over the same links. `products` are the instructions with products
+    between its start and its end, `arithmetic` their time at the chip's peak, and `covered` what
+    this collective has of it, no second given to two.
     """
 
     op: Op
@@ -81,19 +80,19 @@ def overlap(program: Any, chip: Any) -> Overlap:
     A TPU's program is printed in the order in which it runs. What stands there between the start
     of a collective and its end can run beside it; synchronous collectives are exposed. How long
     each takes is a model: bytes over the links that the compiler's strategy uses, as its text and
-    the torus let us infer (below); FLOPs, as `flops` counts them, over the peak in bfloat16. Other
-    work is not counted.
+    the torus let us infer; FLOPs, as `flops` counts them, over the peak in bfloat16. Other work is
+    not counted.
 
     A strategy has colors, parts of the array that travel at once. Where its name begins with
-    `UniDirection` each counts for one direction, else (`StrategyRing`, `StrategyND`) for two: for
-    the same axes the compiler then has half as many. The text does not say so. No more links count
+    `UniDirection` each counts for one direction, else (`StrategyRing`, `StrategyND`) for two, which
+    the text does not say: for the same axes the compiler then has half as many. No more links count
     than there are: along each of several axes two where it closes into a ring, one where it is a
     line, or two chips; along one axis two, as if the chips lay on a ring.
 
     Of a permute, an all-to-all and a sum among two no strategy is asked: what each device sends to
     another goes from link to link between their places, the shorter way along one axis after
     another, and the link with the most bytes tells the time. Those that begin before any of them is
-    awaited run at once: they take as long as the busiest link of all, each of them a part of that.
+    awaited run at once, and take as long as the busiest link of all, each of them a part of that.
     Where places are not known, as of text, each device has its links for itself: a permute one.
 
     Raises:
@@ -103,8 +102,8 @@ def overlap(program: Any, chip: Any) -> Overlap:
     # Innermost first: what is beside a collective of a loop is beside none around the loop.
     groups = sorted(_begun("overlap", program), key=lambda group: -len(group[0].frame.around()))
     taken: dict[tuple[int, str], float] = {}  # seconds of an instruction that collectives have
-    timed = (pair for group in groups for pair in zip(group, _timed(chip, group), strict=True))
-    return Overlap(tuple(_beside(chip, begun, *time, taken) for begun, time in timed))
+    timed = (each for group in groups for each in _timed(chip, group))
+    return Overlap(tuple(_beside(chip, taken, *each) for each in timed))
 
 
 def _begun(who: str, program: Any) -> list[list[Found]]:
@@ -123,20 +122,20 @@ def _begun(who: str, program: Any) -> list[list[Found]]:
     return list(parted(found, lambda begun: id(begun.frame)).values())
 
 
-def _timed(chip, group: list[Found]) -> list[tuple[int, float]]:
-    """(directions of links, seconds) of each collective of one computation.
+def _timed(chip, group: list[Found]) -> list[tuple[Found, int, float]]:
+    """(where it begins, directions of links, seconds) of each collective of one computation.
 
     Those that run at once take as long as the busiest link of all, each a part by what it would
     take alone.
     """
-    alone = [links.taken(begun, chip) for begun in group]
-    found = [(each.lanes, each.seconds) for each in alone]
-    for those in _at_once(group, [i for i, each in enumerate(alone) if each.load]):
-        load = sum((alone[i].load for i in those), Counter())
-        busiest, in_turn = max(load.values()), sum(max(alone[i].load.values()) for i in those)
+    alone = (links.taken(begun, chip) for begun in group)
+    directions, seconds, loads = map(list, zip(*alone, strict=True))
+    for those in _at_once(group, [i for i, load in enumerate(loads) if load]):
+        busiest = max(sum((loads[i] for i in those), Counter()).values())
+        in_turn = sum(max(loads[i].values()) for i in those)
         for i in those:
-            found[i] = alone[i].lanes, alone[i].seconds * (busiest / in_turn)
-    return found
+            seconds[i] *= busiest / in_turn
+    return [*zip(group, directions, seconds, strict=True)]
 
 
 def _at_once(group, chosen: Iterable[int]) -> list[list[int]]:
@@ -156,7 +155,7 @@ def _at_once(group, chosen: Iterable[int]) -> list[list[int]]:
     return sets
 
 
-def _beside(chip, begun: Found, lanes, seconds, taken) -> Beside:
+def _beside(chip, taken, begun: Found, lanes, seconds) -> Beside:
     op, frame, _, times = begun
     beside = _until(begun)[0] if op.asynchronous else ()
     work = {x.name: matmuls.within(frame, x) / chip.peak() for x in beside}
@@ -219,8 +218,7 @@ def _waits(body, held):
     return any(op.opcode == "parameter" and body.given(op) in held for op in read)
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """The time from `start` to `end`, in seconds, in which instruction `name` occupies its lane.
 
     A lane is "products" or, of a collective, "links"; `kind` is then which, and `asynchronous`
@@ -254,8 +252,8 @@ def lanes(program: Any, chip: Any, trips: int = 2) -> tuple[Span, ...]:
 
 def _spans(chip, group: list[Found], trips) -> Iterator[Span]:
     now, free, awaited = 0.0, 0.0, {}
-    frame, timed = group[0].frame, zip(group, _timed(chip, group), strict=True)
-    starts = {begun.op.name: (begun, seconds) for begun, (_, seconds) in timed}
+    frame = group[0].frame
+    starts = {begun.op.name: (begun, seconds) for begun, _, seconds in _timed(chip, group)}
     for op in [*frame] * (trips if frame.within("while") else 1):
         now = max(now, awaited.pop(op.name, 0.0))
         if op.name in starts:
