@@ -65,7 +65,11 @@ class Within:
     def __call__(self, q, k, v, places, mask=marks.causal):
         here = jax.sharding.get_abstract_mesh()
         mesh = self.mesh if here.empty else here
-        self._check(mesh, q, k)
+        cuts = ("rows", q.shape[0], self.rows), ("tokens", q.shape[1], axes_of(self.axis))
+        cuts += ("heads", q.shape[2], self.heads), ("kv heads", k.shape[2], self.heads)
+        for what, size, axes in cuts:
+            n = parts(mesh, axes)
+            check_divides("within", what, size, n, f"{n} devices of mesh axis {', '.join(axes)}")
         tokens = P(self.rows or None, self.axis or None)
         spec = P(*tokens, self.heads or None)
         run = jax.shard_map(
@@ -77,17 +81,6 @@ class Within:
             check_vma=False,
         )
         return run(q, k, v, places)
-
-    def _check(self, mesh, q, k):
-        cuts = (
-            ("rows", q.shape[0], self.rows),
-            ("tokens", q.shape[1], axes_of(self.axis)),
-            ("heads", q.shape[2], self.heads),
-            ("kv heads", k.shape[2], self.heads),
-        )
-        for what, size, axes in cuts:
-            n = parts(mesh, axes)
-            check_divides("within", what, size, n, f"{n} devices of mesh axis {', '.join(axes)}")
 
 
 def check_divides(who: str, what: str, size: int, n: int, among: str) -> None:

@@ -17,7 +17,7 @@ from shardwise.context.forms import check_divides
 
 
 def contiguous(size: int, n: int) -> np.ndarray:
-    """The order in which each device has a run of tokens: a causal mask gives the last most work."""
+    """The order of one run of tokens for each device: by a causal mask the last works most."""
     return _chunks("contiguous", size, n).reshape(-1)
 
 
@@ -44,22 +44,16 @@ def work(
 
     In step t device r has the keys that began on device r - t. The devices wait for each other at
     every hop, so the ring takes as long as `work(...).max(axis=0).sum()`, and at best
-    `work(...).sum() / n`.
-
-    Args:
-      order: a function of (size, n) such as `zigzag`.
-      documents: int [size], for packed sequences; by default the sequence is one document.
-      tile: with scores computed in tiles of so many queries and keys, all of a tile is counted
-        where the mask lets anything of it through.
+    `work(...).sum() / n`. `order` is a function of (size, n) such as `zigzag`, `documents`
+    int [size] of a packed sequence, by default one document. Of a `tile` of so many queries and
+    keys all scores count where the mask lets any through.
     """
-    index = order(size, n)
+    index, places = order(size, n), np.arange(size)
     documents = np.zeros(size, int) if documents is None else np.asarray(documents)
     starts = np.concatenate([[True], documents[1:] != documents[:-1]])
-    position = np.arange(size) - np.maximum.accumulate(np.where(starts, np.arange(size), 0))
-    fields = [x[index][None] for x in (position, documents, np.arange(size))]
-    query, key = ([np.expand_dims(x, axis) for x in fields] for axis in (2, 1))
-    seen = mask(marks.Places(*query), marks.Places(*key))
-    seen = np.broadcast_to(np.asarray(seen), (1, size, size))[0]
+    position = places - np.maximum.accumulate(np.where(starts, places, 0))
+    own = marks.Places(*(x[index][None] for x in (position, documents, places)))
+    seen = np.broadcast_to(marks.seen(own, own, mask), (1, size, size))
     in_tiles = seen.reshape(size // tile, tile, size // tile, tile).any(axis=(1, 3)) * tile**2
     count = size // tile // n
     between = in_tiles.reshape(n, count, n, count).sum(axis=(1, 3))

@@ -18,11 +18,11 @@ class Ring:
 
     A meaning for `marks.attend` inside a shard_map (`check_vma=False`) that is manual over `axis`.
     Keys travel with their places, so any order of the sequence and any mask is right. Backward, K
-    and V go around once more, and their gradients with them, summed in float32: what is kept for
-    it are the device's own arrays. `block` is the largest tile of scores (see `tiles.tiled`).
-    `apart` says that the mesh's other devices may run something else meanwhile, as other stages do:
-    a hop is an all-to-all of the ring's devices then, for which n - 1 times as much is sent. (A
-    permute waits for all devices of the mesh on CPU, whichever pairs it names.)
+    and V go around once more, and their gradients with them, summed in float32: only the device's
+    own arrays are kept for it. `block` is the largest tile of scores (see `tiles.tiled`). `apart`
+    says that the mesh's other devices may run something else meanwhile, as other stages do: a hop
+    is an all-to-all then, for which n - 1 times as much is sent. (A permute waits for all devices
+    of the mesh on CPU, whichever pairs it names.)
     """
 
     axis: Axis | None  # None: one device alone

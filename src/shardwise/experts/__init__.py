@@ -19,10 +19,9 @@ them: a mean or a sum there is a factor that Adam hides (it divides a gradient b
 other weights are summed over it, as over any axis that cuts rows.
 
 **Rows** of the batch have queues of their own, one for each expert, in the order of their tokens
-and of a token's choices: one rule of who is dropped, whatever the mesh. So no row depends on
-another, rows may be cut in any way, and an earlier token never waits for a later one. Where the
-sequence is cut too, give that axis as `sequence=`: who is kept is then decided from the whole row,
-for the cost of gathering the choices, four bytes each.
+and of a token's choices. So they may be cut in any way, and an earlier token never waits for a
+later one. Where the sequence is cut too, give that axis as `sequence=`: who is kept is then decided
+from the whole row, for the cost of gathering the choices, four bytes each.
 """
 
 from .dispatch import queued, slots

@@ -57,7 +57,7 @@ class Exchange:
         buffers = jax.lax.all_to_all(made, self.axis, 1, 0, tiled=True)
         return dispatch.combined(buffers, chosen, slot, weights)
 
-    def _in_slices(self, x, chosen, weights, apply, stacked, slot, size):
+    def _in_slices(self, x, chosen, weights, apply, stacked, _, size):
         """The experts' outputs by slices: choices sorted by expert, to their devices, and back."""
         (b, s, k), held = chosen.shape, dispatch.leading(stacked)
         n, me = jax.lax.axis_size(self.axis), jax.lax.axis_index(self.axis)

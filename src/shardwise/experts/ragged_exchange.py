@@ -70,20 +70,14 @@ def exchange(axis, own, most, home, rows, counts):
     return jax.lax.platform_dependent(*given, cpu=blocks, default=ragged)
 
 
-def _forward(axis, own, most, home, rows, counts):
-    return exchange(axis, own, most, home, rows, counts), counts
-
-
 def _backward(axis, own, most, home, counts, gradient):
     return exchange(axis, own, most, not home, gradient, counts), None
 
 
-exchange.defvjp(_forward, _backward)
+exchange.defvjp(lambda *given: (exchange(*given), given[-1]), _backward)
 
 
-def in_blocks(
-    rows, room, input_offsets, send_sizes, output_offsets, recv_sizes, axis: str, most: int
-):
+def in_blocks(rows, room, input_offsets, send_sizes, output_offsets, recv_sizes, axis, most):
     """The result of `jax.lax.ragged_all_to_all`, by an all-to-all of blocks [n, most, e].
 
     No two devices exchange more than `most` rows, those of all their slices together.

@@ -65,15 +65,13 @@ def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differe
     `written` of all names together is what `lowered` and `also` send, `compiled` what `compiled`
     sends: both on the device that sends the most as `lowered` is written.
     """
-    written = collectives(lowered)
+    written, sums = collectives(lowered), Differences()
     met = pairs((*written.ops, *also), collectives(compiled, written.device).ops)
     found = parted(met, lambda pair: pair.name)
-    return Differences({name: _sum(found[name]) for name in _NAMES if name in found})
-
-
-def _sum(found):
-    _, names, written, compiled = zip(*found, strict=True)
-    return Difference(len({*names} - {""}), sum(written), sum(compiled))
+    for name in filter(found.get, _NAMES):
+        _, ops, *sizes = zip(*found[name], strict=True)
+        sums[name] = Difference(len({*ops} - {""}), *map(sum, sizes))
+    return sums
 
 
 class Pair(NamedTuple):

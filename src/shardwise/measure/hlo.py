@@ -88,7 +88,7 @@ class Instruction:
         """Names of the computations that run when a call, fusion or async start runs."""
         if self.opcode not in ("call", "fusion", "async-start"):
             return ()
-        return ((self.says("calls") or self.attributes["to_apply"]).lstrip("%"),)
+        return (self.says("calls") or self.attributes["to_apply"],)
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -140,11 +140,7 @@ def read(who: str, program: Any) -> Program:
 
 
 def lowered(given: jax.stages.Lowered) -> Program:
-    """A lowered program as XLA reads it; ValueError for a custom call that may send anything.
-
-    Here stand the collectives that were written by hand, in the dtypes in which they were written;
-    those that the compiler inserts, and the dtypes that its backend prefers, are not yet there.
-    """
+    """A lowered program as XLA reads it; ValueError for a custom call that may send anything."""
     # Not as_text("hlo"), which on JAX 0.7.2 leaves the configuration of custom calls out.
     program = parse(given.compiler_ir("hlo").as_hlo_module().to_string())
     for op in (op for c in program.computations.values() for op in c.instructions.values()):
@@ -265,12 +261,12 @@ def _arranged(shape, transposed):
     """The numbers of `[shape]T(transposed)`, in their order."""
     sizes = _numbers(shape)
     ids = np.arange(math.prod(sizes)).reshape(sizes)
-    return ids.transpose(_numbers(transposed)).ravel() if transposed else ids.ravel()
+    return (ids.transpose(_numbers(transposed)) if transposed else ids).ravel()
 
 
 def _numbers(text):
-    return [int(number) for number in text.split(",")]
+    return [*map(int, text.split(","))]
 
 
 def _tuples(rows):
-    return tuple(tuple(int(i) for i in row) for row in rows)
+    return tuple(tuple(map(int, row)) for row in rows)

@@ -128,8 +128,7 @@ def fits(program: Any, allowed: int | None = None) -> Fit:
         if not (told := refused(program)):
             raise ValueError(
                 f"measure.fits: this {type(program).__name__} tells no numbers of memory: "
-                f"{str(program)[:200]!r}; expected a compiler's refusal, such as 'Used 18.75G of "
-                f"15.75G hbm'."
+                f"{str(program)[:200]!r}; expected a refusal such as 'Used 18.75G of 15.75G hbm'."
             )
         return Fit(told[0], allowed or told[1], None, buffers)
     memory = bytes_per_device(program)

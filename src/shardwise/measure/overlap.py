@@ -196,9 +196,11 @@ def _follow(frame, order, held):
             return op, None
         if op.opcode == "fusion":
             body = frame.enter(op.called[0], op)
-            if _waits(body, held):
+            ends = (x for x in body if x.says("custom_call_target") == "AsyncCollectiveDone")
+            read = (body.find(name) for x in ends for name in x.operands)
+            if any(x.opcode == "parameter" and body.given(x) in held for x in read):
                 return op, None
-            if any(communication.CARRIED in inner.says("backend_config") for inner in body):
+            if any(communication.CARRIED in x.says("backend_config") for x in body):
                 held.add(op.name)
         elif op.opcode == "tuple" and op.name == frame.computation.root:
             return None, op.operands.index(holding[0])
@@ -209,13 +211,6 @@ def _follow(frame, order, held):
             if op.arrays == (("u32", ()),) or len(op.arrays) > 1:
                 held.add(op.name)
     return None, None
-
-
-def _waits(body, held):
-    """Whether a fusion ends a carried collective that it reads."""
-    ends = (op for op in body if op.says("custom_call_target") == "AsyncCollectiveDone")
-    read = (body.find(name) for op in ends for name in op.operands)
-    return any(op.opcode == "parameter" and body.given(op) in held for op in read)
 
 
 class Span(NamedTuple):
@@ -238,8 +233,8 @@ def lanes(program: Any, chip: Any, trips: int = 2) -> tuple[Span, ...]:
 
     Its instructions run in the order in which they stand, products for their FLOPs over the peak,
     collectives for what `overlap` takes them to last, one after the other. A synchronous one lets
-    nothing else run; an asynchronous one is waited for where it ends. Other work takes no time, so
-    this is a schedule and a model, not a measurement. Of a loop, the first `trips` are shown.
+    nothing else run; an asynchronous one is waited for where it ends. Other work takes no time: a
+    schedule and a model, not a measurement. Of a loop, the first `trips` are shown.
 
     Raises:
       TypeError: `program` is no compiled program.
@@ -251,8 +246,7 @@ def lanes(program: Any, chip: Any, trips: int = 2) -> tuple[Span, ...]:
 
 
 def _spans(chip, group: list[Found], trips) -> Iterator[Span]:
-    now, free, awaited = 0.0, 0.0, {}
-    frame = group[0].frame
+    frame, now, free, awaited = group[0].frame, 0.0, 0.0, {}
     starts = {begun.op.name: (begun, seconds) for begun, _, seconds in _timed(chip, group)}
     for op in [*frame] * (trips if frame.within("while") else 1):
         now = max(now, awaited.pop(op.name, 0.0))

@@ -102,8 +102,8 @@ def executed(
 ) -> tuple[list[Found], int]:
     """(all that `read` finds in one run of `frame`, or of one instruction of it, on which device).
 
-    `read(frame, op)` returns a value, or None for an instruction that is of no interest. Heaviest
-    is the branch, or the device, with the largest sum of `weigh(value)` times its runs.
+    `read(frame, op)` returns a value, or None where nothing is of interest. Of branches and devices
+    that counts which has the largest sum of `weigh(value)` times its runs.
 
     Raises:
       ValueError: something found stands in a loop whose number of trips cannot be known.
@@ -146,8 +146,7 @@ def trip_count(frame: Frame, loop: Instruction) -> int | np.ndarray:
     """The number of times that the body of a while loop runs; ValueError if it depends on data.
 
     As the compiler has noted it, or as `marks.turns` says, a mean over its runs for each device, or
-    else from a counter that starts at a constant, grows by a constant and is compared with a
-    constant.
+    else by a counter from a constant, by a constant, to a constant.
     """
     config = loop.says("backend_config")
     if known := re.search(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"', config):
