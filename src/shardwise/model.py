@@ -36,10 +36,7 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float = 10_000.0) -> jax.A
 
 
 class Block(nnx.Module):
-    """One layer: grouped-query attention, then a gated MLP or experts, with RMSNorms around them.
-
-    `route` returns the activations and the `Routing` of a layer with experts (else None).
-    """
+    """One layer: grouped-query attention, then a gated MLP or experts, RMSNorms around them."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
         c = config
@@ -69,7 +66,7 @@ class Block(nnx.Module):
     def route(
         self, x: jax.Array, key: jax.Array | None = None, places: marks.Places | None = None
     ) -> tuple[jax.Array, Routing | None]:
-        """(the activations [b, s, e] after this layer, its routing)."""
+        """(the activations [b, s, e] after this layer, its `Routing` if it has experts or None)."""
         c, places = self.config, places or marks.places(None, *x.shape[:2])
         keys = (None, None) if key is None else jax.random.split(key)
         y = marks.constrain(_normed(self.attention_norm, x), "attention_input")
@@ -143,11 +140,7 @@ class Decoder(nnx.Module):
     def route(
         self, tokens: jax.Array, key: jax.Array | None = None, places: marks.Places | None = None
     ) -> tuple[jax.Array, Any]:
-        """(logits, the `Routing` of all layers with experts, or None).
-
-        That is their routers' probabilities, the experts chosen, and where an expert had room
-        (kept), each with a leading axis of layers.
-        """
+        """(logits, the `Routing` of all layers with experts, or None)."""
         x = self.embed.kernel[...].astype(self.config.dtype)[tokens]
         x = marks.constrain(x, "embedding_output")
         x, routing = self._layers(x, key, places)

@@ -78,9 +78,7 @@ def gather_places(axis: Axis, places: marks.Places, q: jax.Array) -> marks.Place
 class Ulysses:
     """Attention to the whole sequence by an n-th of the heads, with all-to-alls before and after.
 
-    A meaning for `marks.attend` inside a shard_map that is manual over `axis`. n has to divide the
-    kv heads, each of which is first copied `copies` times. `local(q, k, v, query, key, mask)`
-    computes attention on the device; query and key are Places, here the same.
+    As `AllGather`, but n has to divide the kv heads, each of which is first copied `copies` times.
 
     Raises:
       ValueError: at the call, n does not divide the heads or the copied kv heads.

@@ -1,7 +1,4 @@
-"""The share of what is sent that can run beside products: by the schedule and a model of time.
-
-A TPU's program is the schedule that its text is: where collectives begin, and where they end.
-"""
+"""The share of what is sent that can run beside products: by the schedule and a model of time."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -172,8 +169,8 @@ def _beside(chip, taken, begun: Found, lanes, seconds) -> Beside:
 def _until(begun: Found) -> tuple[list[Instruction], str | None]:
     """(instructions that run beside a collective, the name of the one that waits for it, or None).
 
-    A collective that ends in the next trip of its loop runs beside the rest of the body, and its
-    beginning; one that is handed to a loop counts as waited for there.
+    One that ends in the next trip of its loop runs beside the rest of the body, and its beginning;
+    one that is handed to a loop counts as waited for there.
     """
     frame, order = begun.frame, list(begun.frame)
     after = order[order.index(begun.op) + 1 :]
