@@ -251,7 +251,7 @@ def test_trips_that_the_compiler_noted_are_taken():
         ({"direction": "NE", "step": 2}, "counts from 0 by 2"),
         ({"direction": "EQ"}, "test is no comparison of a counter"),
         ({"first": CALL}, "its first values are not written beside it"),
-        ({"last": CALL}, "results of its body body are not written beside it"),
+        ({"last": CALL}, "its body body does not write what it carries"),
     ],
 )
 def test_a_loop_whose_trips_are_unknown_is_named(options, reason):

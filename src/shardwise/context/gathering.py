@@ -78,7 +78,8 @@ def gather_places(axis: Axis, places: marks.Places, q: jax.Array) -> marks.Place
 class Ulysses:
     """Attention to the whole sequence by an n-th of the heads, with all-to-alls before and after.
 
-    As `AllGather`, but n has to divide the kv heads, each of which is first copied `copies` times.
+    Bound as `AllGather`, and with such a `local`. n has to divide the kv heads, each of which is
+    first copied `copies` times.
 
     Raises:
       ValueError: at the call, n does not divide the heads or the copied kv heads.

@@ -12,7 +12,11 @@ from shardwise.experts import dispatch, ragged_exchange
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """A meaning of `marks.experts`: its form, the axis that cuts experts, the sequence's axis."""
+    """A meaning of `marks.experts`: its form, the axis that cuts experts, the sequence's axis.
+
+    Of the form "local" every device has all experts, and nothing but the choices travels, where an
+    axis cuts the sequence and a capacity drops from the whole row.
+    """
 
     form: str
     axis: str | None
@@ -119,17 +123,10 @@ def gather(axis: str, sequence: str | None = None) -> Exchange:
     return Exchange("gather", axis, sequence)
 
 
-def local(sequence: str | None = None) -> Exchange:
-    """The Exchange where every device has all experts, and the axis `sequence` cuts the sequence:
-    nothing but the choices travels, by which a capacity drops from the whole row.
-    """
-    return Exchange("local", None, sequence)
-
-
 # What `layouts` knows by name.
 FORMS = {"all_to_all": all_to_all, "gather": gather, "ragged": ragged}
 
-on_one_device = local()  # what `marks.experts` does where nothing is bound
+on_one_device = Exchange("local", None)  # what `marks.experts` does where nothing is bound
 
 
 def bytes_sent(

@@ -98,7 +98,7 @@ def overlap(program: Any, chip: Any) -> Overlap:
     """
     # Innermost first: what is beside a collective of a loop is beside none around the loop.
     groups = sorted(_begun("overlap", program), key=lambda group: -len(group[0].frame.around()))
-    taken: dict[tuple[int, str], float] = {}  # seconds of an instruction that collectives have
+    taken: Counter[Any] = Counter()  # seconds of each instruction that collectives have
     timed = (each for group in groups for each in _timed(chip, group))
     return Overlap(tuple(_beside(chip, taken, *each) for each in timed))
 
@@ -158,11 +158,11 @@ def _beside(chip, taken, begun: Found, lanes, seconds) -> Beside:
     work = {x.name: matmuls.within(frame, x) / chip.peak() for x in beside}
     products, covered = tuple(name for name, time in work.items() if time), 0.0
     for name in products:
-        left = work[name] - taken.get((id(frame), name), 0.0) / times
+        left = work[name] - taken[id(frame), name] / times
         used = max(0.0, min(left, seconds - covered))
         covered += used
         for at, site in [(frame, name), *frame.around()]:
-            taken[id(at), site] = taken.get((id(at), site), 0.0) + used * times
+            taken[id(at), site] += used * times
     return Beside(op, times, lanes, seconds, products, sum(work.values(), 0.0), covered)
 
 

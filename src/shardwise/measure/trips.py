@@ -185,13 +185,14 @@ def _counted(frame, loop) -> int:
         index, offset, other, bound, way = other, bound, index, offset, -way
     if index is None or other is not None:
         raise _Unknown(f"what {condition} asks of a counter is no constant")
-    outer, start = _element(frame, loop.operands[0], index, "its first values")
+    apart = "its first values are not written beside it"
+    outer, start = _element(frame, loop.operands[0], index, apart)
     if outer is not None:
         raise _Unknown("the counter's first value is no constant")
-    inner = f"its body {body.computation.name}"
-    counted, step = _element(body, body.computation.root, index, f"the results of {inner}")
+    inner = f"its body {body.computation.name} does not"
+    counted, step = _element(body, body.computation.root, index, f"{inner} write what it carries")
     if counted != index:
-        raise _Unknown(f"{inner} does not add to the counter")
+        raise _Unknown(f"{inner} add to the counter")
     bound -= offset
     way = way or (1 if start < bound else -1)
     left, each = way * (bound - start) + past, way * step
@@ -200,11 +201,11 @@ def _counted(frame, loop) -> int:
     return -(-left // each) if left > 0 else 0
 
 
-def _element(frame, name, index, what):
+def _element(frame, name, index, otherwise):
     """The `_sum` of one element of a tuple."""
     at, made = frame.trace(name)
     if made.opcode != "tuple":
-        raise _Unknown(f"{what} are not written beside it")
+        raise _Unknown(otherwise)
     return _sum(frame, at, made.operands[index])
 
 
