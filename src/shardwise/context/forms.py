@@ -1,7 +1,4 @@
-"""What all forms share: bytes that they send, by formula, and a shard_map around attention.
-
-Tests compare the formulas with compiled programs.
-"""
+"""What all forms share: bytes that they send, by formula, and a shard_map around attention."""
 
 import dataclasses
 import math

@@ -57,9 +57,8 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        if self.dtype == "pred":
-            return self.elements
-        width = re.match(r"[a-z]+(\d+)", self.dtype)  # Tokens and opaque handles have none.
+        # A truth value is held as a byte; tokens and opaque handles have no width.
+        width = re.match(r"[a-z]+(\d+)", self.dtype.replace("pred", "u8"))
         return -(-self.elements * int(width[1]) // 8) if width else 0
 
 

@@ -25,10 +25,9 @@ def flops(compiled: Any) -> int:
 
     Not counted: elementwise work, among it inner products (neither side has an axis of its own)
     and outer ones (nothing is contracted), which some backends compile to it, and in a program for
-    GPUs products with a vector; transforms; solvers. What a backend pads is counted as it runs.
-
-    Into a Pallas kernel nobody can look: it counts by `marks.kernels` around it, as
-    `context.splash` has it, or by the formula that its author gave it (`pl.CostEstimate`).
+    GPUs products with a vector; transforms; solvers. What a backend pads is counted as it runs. A
+    Pallas kernel counts by `marks.kernels` around it, as `context.splash` has it, or by the formula
+    that its author gave it (`pl.CostEstimate`).
 
     Raises:
       TypeError: `compiled` is no `jax.stages.Compiled`, nor what `topology.compile` returns.
