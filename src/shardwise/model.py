@@ -159,21 +159,19 @@ class Decoder(nnx.Module):
             return nnx.merge(graphdef, marks.use(weights)).route(x, key, places)
 
         body = jax.checkpoint(layer) if c.remat else marks.layer(layer)
-        size = c.layers // c.stages
+        size, run = c.layers // c.stages, jax.lax.scan if c.scan else _unrolled
         routings = []
         for first in range(0, c.layers, size):
             part = jax.tree.map(lambda a, i=first: a[i : i + size], (stack, keys))
             x = marks.stage_boundary(x) if first else x
-            x, routing = _run(body, x, part, size, c.scan)
+            x, routing = run(body, x, part)
             routings.append(routing)
         return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
 
 
-def _run(body, x, stack, size, scan):
-    if scan:
-        return jax.lax.scan(body, x, stack)
+def _unrolled(body, x, stack):
     found = []
-    for i in range(size):
+    for i in range(len(jax.tree.leaves(stack)[0])):
         x, routing = body(x, jax.tree.map(lambda a, i=i: a[i], stack))
         found.append(routing)
     return x, jax.tree.map(lambda *layers: jnp.stack(layers), *found)
