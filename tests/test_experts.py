@@ -20,7 +20,6 @@ from shardwise import (
     objective,
     rules,
 )
-from shardwise.experts.exchange import local
 from shardwise.experts.mixture import Experts, gated
 
 SLOW = pytest.mark.slow
@@ -197,7 +196,7 @@ ZIGZAG = np.array([0, 1, 6, 7, 2, 3, 4, 5])
     ],
 )
 def test_a_cut_sequence_keeps_whom_the_whole_row_keeps(form, order):
-    meaning = local("sequence")
+    meaning = experts.Exchange("local", None, "sequence")
     if form != "local":
         meaning = dataclasses.replace(FORMS[form], sequence="sequence")
     devices = (1, 4) if form == "local" else (2, 4)

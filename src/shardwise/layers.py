@@ -61,23 +61,23 @@ class Config:
         """(field, whether it is wrong, what it has to be) of each."""
         for name in ("vocab", "embed", "layers", "heads", "kv_heads", "head_dim", "mlp", "stages"):
             yield name, getattr(self, name) < 1, "at least 1"
+        for name in ("experts", "shared_experts"):
+            yield name, getattr(self, name) < 0, "0 or more"
+        for name in ("rope_theta", "norm_epsilon"):
+            yield name, not 0 < getattr(self, name) < float("inf"), "above 0, and finite"
+        for name, known in _CHOICES.items():
+            yield name, getattr(self, name) not in known, " or ".join(map(repr, known))
         yield "heads", self.heads % self.kv_heads, f"a multiple of kv_heads={self.kv_heads}"
         yield "layers", self.layers % self.stages, f"a multiple of stages={self.stages}"
         yield "head_dim", self.head_dim % 2, "even for rotary positions"
-        experts, shared, factor = self.experts, self.shared_experts, self.capacity_factor
-        yield "experts", experts < 0, "0 or more"
-        yield "shared_experts", shared < 0, "0 or more"
-        yield "shared_experts", shared and not experts, "0 where experts=0"
-        fits = 1 <= self.experts_per_token <= experts
-        yield "experts_per_token", experts and not fits, f"from 1 to experts={experts}"
-        yield "activation", experts and self.activation != "silu", "'silu' in experts"
-        no_factor = factor is not None and not factor > 0
-        yield "capacity_factor", no_factor, "above 0, or None for no drops"
         yield "dropout", not 0 <= self.dropout < 1, "at least 0 and below 1"
-        for name, known in _CHOICES.items():
-            yield name, getattr(self, name) not in known, " or ".join(map(repr, known))
-        for name in ("rope_theta", "norm_epsilon"):
-            yield name, not 0 < getattr(self, name) < float("inf"), "above 0, and finite"
+        experts, factor = self.experts, self.capacity_factor
+        out = experts and not 1 <= self.experts_per_token <= experts
+        yield "experts_per_token", out, f"from 1 to experts={experts}"
+        yield "shared_experts", self.shared_experts and not experts, "0 where experts=0"
+        yield "activation", experts and self.activation != "silu", "'silu' in experts"
+        wrong = factor is not None and not factor > 0
+        yield "capacity_factor", wrong, "above 0, or None for no drops"
 
 
 class Linear(nnx.Module):

@@ -36,18 +36,15 @@ def rotary(x: jax.Array, positions: jax.Array, theta: float = 10_000.0) -> jax.A
 
 
 class Block(nnx.Module):
-    """One layer: grouped-query attention, then a gated MLP or experts, with RMSNorms around them.
-
-    `route` returns the activations and the `Routing` of a layer with experts (else None).
-    """
+    """One layer: grouped-query attention, then a gated MLP or experts, RMSNorms around them."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
-        c, bias = config, config.qkv_bias
+        c = config
         self.attention_norm = RMSNorm(c) if c.norms != "after" else None
         query, key_value = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
-        self.q = Linear(c, query, ("embed",), rngs, bias)
-        self.k = Linear(c, key_value, ("embed",), rngs, bias)
-        self.v = Linear(c, key_value, ("embed",), rngs, bias)
+        self.q = Linear(c, query, ("embed",), rngs, c.qkv_bias)
+        self.k = Linear(c, key_value, ("embed",), rngs, c.qkv_bias)
+        self.v = Linear(c, key_value, ("embed",), rngs, c.qkv_bias)
         first = 1 if c.qk_norm == "heads" else 2  # of the axes that a norm goes over
         self.q_norm = RMSNorm(c, query[first:]) if c.qk_norm else None
         self.k_norm = RMSNorm(c, key_value[first:]) if c.qk_norm else None
@@ -61,10 +58,7 @@ class Block(nnx.Module):
             self.up = Linear(c, ("embed", "mlp"), ("embed",), rngs)
             self.down = Linear(c, ("mlp", "embed"), ("mlp",), rngs)
         self.mlp_end = RMSNorm(c) if c.norms != "before" else None
-        self.activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[c.activation]
-        self.routed = bool(c.experts)
-        self.rope_theta = c.rope_theta
-        self.dropout = c.dropout
+        self.config = c
 
     def __call__(self, x, key=None, places=None):
         return self.route(x, key, places)[0]
@@ -72,25 +66,26 @@ class Block(nnx.Module):
     def route(
         self, x: jax.Array, key: jax.Array | None = None, places: marks.Places | None = None
     ) -> tuple[jax.Array, Routing | None]:
-        """(the activations [b, s, e] after this layer, its routing)."""
-        places = places or marks.places(None, *x.shape[:2])
+        """(the activations [b, s, e] after this layer, its `Routing` if it has experts or None)."""
+        c, places = self.config, places or marks.places(None, *x.shape[:2])
         keys = (None, None) if key is None else jax.random.split(key)
         y = marks.constrain(_normed(self.attention_norm, x), "attention_input")
         q = _normed(self.q_norm, self.q("bse,ehd->bshd", y))
         k = _normed(self.k_norm, self.k("bse,ekd->bskd", y))
-        q, k = (rotary(each, places.positions, self.rope_theta) for each in (q, k))
+        q, k = (rotary(each, places.positions, c.rope_theta) for each in (q, k))
         y = marks.attend(q, k, self.v("bse,ekd->bskd", y), places)
         y = self.o("bshd,hde->bse", marks.constrain(y, "attended"))
-        y = drop(_normed(self.attention_end, y), self.dropout, keys[0])
+        y = drop(_normed(self.attention_end, y), c.dropout, keys[0])
         x = marks.constrain(x + y, "attention_output")
         y, routing = self._mlp(marks.constrain(_normed(self.mlp_norm, x), "mlp_input"), places)
-        y = drop(_normed(self.mlp_end, y), self.dropout, keys[1])
+        y = drop(_normed(self.mlp_end, y), c.dropout, keys[1])
         return marks.constrain(x + y, "mlp_output"), routing
 
     def _mlp(self, x, places):
-        if self.routed:
+        if self.config.experts:
             return self.experts(x, places.index)
-        y = self.activation(self.gate("bse,em->bsm", x)) * self.up("bse,em->bsm", x)
+        activation = getattr(jax.nn, self.config.activation)
+        y = activation(self.gate("bse,em->bsm", x)) * self.up("bse,em->bsm", x)
         return self.down("bsm,me->bse", marks.constrain(y, "mlp_hidden")), None
 
 
@@ -102,13 +97,15 @@ def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Zero each entry of x [b, s, e] with probability `rate`, scaling the rest; no key, no dropout.
 
     A draw depends on the key and on the entry's place in the whole batch: however that is divided,
-    the mask is the same, bit for bit. An "rbg" key, which draws otherwise under vmap, gives a
-    threefry key first.
+    the mask is the same, bit for bit.
     """
     if key is None or rate == 0:
         return x
     rows, columns = marks.index("rows", x.shape[0]), marks.index("sequence", x.shape[1])
-    key = _threefry(key)
+    # A threefry key, whatever was given: "rbg" draws otherwise under vmap.
+    bits = key if key.dtype == jnp.uint32 else jax.random.key_data(key)
+    bits = bits if bits.shape[-1] == 2 else bits[..., :2] ^ bits[..., 2:]
+    key = jax.random.wrap_key_data(bits, impl="threefry2x32")
 
     def vector(row, column):
         place = jax.random.fold_in(jax.random.fold_in(key, row), column)
@@ -116,12 +113,6 @@ def drop(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
     kept = jax.vmap(jax.vmap(vector, (None, 0)), (0, None))(rows, columns)
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
-
-
-def _threefry(key):
-    bits = key if key.dtype == jnp.uint32 else jax.random.key_data(key)
-    bits = bits if bits.shape[-1] == 2 else bits[..., :2] ^ bits[..., 2:]
-    return jax.random.wrap_key_data(bits, impl="threefry2x32")
 
 
 class Decoder(nnx.Module):
@@ -149,11 +140,7 @@ class Decoder(nnx.Module):
     def route(
         self, tokens: jax.Array, key: jax.Array | None = None, places: marks.Places | None = None
     ) -> tuple[jax.Array, Any]:
-        """(logits, the `Routing` of all layers with experts, or None).
-
-        That is their routers' probabilities, the experts chosen, and where an expert had room
-        (kept), each with a leading axis of layers.
-        """
+        """(logits, the `Routing` of all layers with experts, or None)."""
         x = self.embed.kernel[...].astype(self.config.dtype)[tokens]
         x = marks.constrain(x, "embedding_output")
         x, routing = self._layers(x, key, places)
@@ -172,21 +159,19 @@ class Decoder(nnx.Module):
             return nnx.merge(graphdef, marks.use(weights)).route(x, key, places)
 
         body = jax.checkpoint(layer) if c.remat else marks.layer(layer)
-        size = c.layers // c.stages
+        size, run = c.layers // c.stages, jax.lax.scan if c.scan else _unrolled
         routings = []
         for first in range(0, c.layers, size):
             part = jax.tree.map(lambda a, i=first: a[i : i + size], (stack, keys))
             x = marks.stage_boundary(x) if first else x
-            x, routing = _run(body, x, part, size, c.scan)
+            x, routing = run(body, x, part)
             routings.append(routing)
         return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *routings)
 
 
-def _run(body, x, stack, size, scan):
-    if scan:
-        return jax.lax.scan(body, x, stack)
+def _unrolled(body, x, stack):
     found = []
-    for i in range(size):
+    for i in range(len(jax.tree.leaves(stack)[0])):
         x, routing = body(x, jax.tree.map(lambda a, i=i: a[i], stack))
         found.append(routing)
     return x, jax.tree.map(lambda *layers: jnp.stack(layers), *found)
@@ -263,15 +248,12 @@ def routed_loss(
     decoder = params if graphdef is None else nnx.merge(graphdef, params)
     tokens = batch["tokens"]
     logits, routing = decoder.route(tokens, key, marks.places(batch, *tokens.shape))
-    mask, count = batch["mask"], decoder.config.experts
-    nats = _nats(logits, batch)
-    total = nats
+    mask, total = batch["mask"], _nats(logits, batch)
+    aux = {
+        "loads": experts.loads(routing.chosen, mask, decoder.config.experts),
+        "dropped": jnp.sum(jnp.where(routing.kept, 0, mask[None, :, :, None]), axis=(1, 2, 3)),
+        "nats": total,
+    }
     if balance:
         total += balance * experts.penalty(routing.chosen, routing.probabilities, mask, over)
-    lost = jnp.where(routing.kept, 0, mask[None, :, :, None])
-    aux = {
-        "loads": experts.loads(routing.chosen, mask, count),
-        "dropped": jnp.sum(lost, axis=(1, 2, 3)),
-        "nats": nats,
-    }
     return objective.Mean(total, jnp.sum(mask)), aux

@@ -13,8 +13,7 @@ device, and differ in what they send, keep and allow:
 
 Where a device sees whole sequences, as without a context axis or by ulysses, a kernel may compute
 what it does with them: `layouts.Layout(kernel=...)`. `tiled` keeps no scores on any device, and
-`splash()`, for TPUs, never has them in memory. `jax.nn.dot_product_attention` (cuDNN's on GPUs) has
-to be wrapped in as few lines.
+`splash()`, for TPUs, never has them in memory.
 
 Which tokens a device has is an order of the whole sequence: `contiguous`, `striped` or `zigzag`.
 """
@@ -38,16 +37,6 @@ FORMS = {
 }
 
 __all__ = [
-    "FORMS",
-    "all_gather",
-    "bytes_sent",
-    "contiguous",
-    "ring",
-    "splash",
-    "striped",
-    "tiled",
-    "ulysses",
-    "within",
-    "work",
-    "zigzag",
-]
+    "FORMS", "all_gather", "bytes_sent", "contiguous", "ring", "splash", "striped", "tiled",
+    "ulysses", "within", "work", "zigzag",
+]  # fmt: skip

@@ -1,7 +1,4 @@
-"""What all forms share: bytes that they send, by formula, and a shard_map around attention.
-
-Tests compare the formulas with compiled programs.
-"""
+"""What all forms share: bytes that they send, by formula, and a shard_map around attention."""
 
 import dataclasses
 import math
@@ -25,31 +22,21 @@ class Sent(NamedTuple):
     backward: int
 
 
-class Sizes(NamedTuple):
-    """Bytes of one device's arrays: queries, keys (as many as values), dK in float32, places."""
-
-    queries: int
-    keys: int
-    gradients: int
-    places: int
-
-
-def sizes(n: int, q: Any, k: Any) -> Sizes:
-    """The `Sizes` of q [b, S, h, d] and k [b, S, kv_heads, d], of which a device has an n-th."""
+def sizes(n: int, q: Any, k: Any) -> tuple[int, int, int, int]:
+    """Bytes of a device's n-th of q [b, S, h, d], of k [b, S, kv_heads, d] (and as many of v), of
+    dK in float32, and of the tokens' places.
+    """
     queries, keys = math.prod(q.shape) // n, math.prod(k.shape) // n
-    b, length = q.shape[:2]
-    places = 3 * 4 * b * (length // n)
-    return Sizes(queries * q.dtype.itemsize, keys * k.dtype.itemsize, keys * 4, places)
+    places = 3 * 4 * q.shape[0] * (q.shape[1] // n)
+    return queries * q.dtype.itemsize, keys * k.dtype.itemsize, keys * 4, places
 
 
 def bytes_sent(form: Any, n: int, q: Any, k: Any) -> Sent:
     """(forward, backward): the bytes that one device sends in one layer's attention by `form`.
 
-    Over n devices, for q and k of the whole sequence, of which shapes and dtypes count.
-
-    Each sends K and V, or what it turns them and q into, and with them 12 bytes for each token's
-    places. Sums of dK and dV travel in float32. A layer that is rematerialised sends the forward
-    bytes twice.
+    Over n devices, for q and k of the whole sequence, of which shapes and dtypes count. K and V,
+    or what they and q are turned into, travel with 12 bytes for each token's places, sums of dK and
+    dV in float32. A layer that is rematerialised sends the forward bytes twice.
     """
     return form.bytes_sent(n, q, k)
 
@@ -75,36 +62,30 @@ class Within:
     def __call__(self, q, k, v, places, mask=marks.causal):
         here = jax.sharding.get_abstract_mesh()
         mesh = self.mesh if here.empty else here
-        self._check(mesh, q, k)
+        cuts = ("rows", q.shape[0], self.rows), ("tokens", q.shape[1], axes_of(self.axis))
+        cuts += ("heads", q.shape[2], self.heads), ("kv heads", k.shape[2], self.heads)
+        for what, size, axes in cuts:
+            n = parts(mesh, axes)
+            check_divides("within", what, size, n, f"{n} devices of mesh axis {', '.join(axes)}")
         tokens = P(self.rows or None, self.axis or None)
         spec = P(*tokens, self.heads or None)
-
-        def local(q, k, v, places):
-            return self.form(q, k, v, places, mask)
-
-        manual = {*self.rows, *axes_of(self.axis), *self.heads}
-        return jax.shard_map(
-            local,
+        run = jax.shard_map(
+            lambda *given: self.form(*given, mask),
             mesh=mesh,
             in_specs=(spec, spec, spec, tokens),
             out_specs=spec,
-            axis_names=manual,
+            axis_names={*self.rows, *axes_of(self.axis), *self.heads},
             check_vma=False,
-        )(q, k, v, places)
-
-    def _check(self, mesh, q, k):
-        cuts = (
-            ("rows", q.shape[0], self.rows),
-            ("tokens", q.shape[1], axes_of(self.axis)),
-            ("heads", q.shape[2], self.heads),
-            ("kv heads", k.shape[2], self.heads),
         )
-        for what, size, axes in cuts:
-            n = parts(mesh, axes)
-            if size % n:
-                below = size // n * n
-                near = f"{below} or {below + n}" if below else f"{n}"
-                raise ValueError(
-                    f"context.within: {size} {what} do not divide among the {n} devices of mesh "
-                    f"axis {', '.join(axes)}; expected a multiple of {n}, such as {near}."
-                )
+        return run(q, k, v, places)
+
+
+def check_divides(who: str, what: str, size: int, n: int, among: str) -> None:
+    """Raise ValueError, with sizes that would do, where a size does not divide among n parts."""
+    if n < 1 or size < 1 or size % n:
+        below = size // max(n, 1) * n
+        near = f"{below} or {below + n}" if below else f"{n}"
+        raise ValueError(
+            f"context.{who}: {size} {what} do not divide among {among}; expected a multiple of "
+            f"{n}, such as {near}."
+        )

@@ -14,12 +14,7 @@ from shardwise.context.rotating import Ring, attention
 
 
 def in_tiles(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    query: marks.Places,
-    key: marks.Places,
-    mask: Callable,
+    q: jax.Array, k: jax.Array, v: jax.Array, query: marks.Places, key: marks.Places, mask: Callable
 ) -> jax.Array:
     """Attention of q to k and v on this device alone, in tiles."""
     return attention(Ring(None), mask, q, k, v, jnp.stack(query), jnp.stack(key))
@@ -54,8 +49,8 @@ class AllGather:
 
     def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
         """The `Sent`: n - 1 other devices' K, V and places, and as many parts of dK and dV."""
-        size = sizes(n, q, k)
-        return Sent((n - 1) * (2 * size.keys + size.places), (n - 1) * 2 * size.gradients)
+        _, keys, gradients, places = sizes(n, q, k)
+        return Sent((n - 1) * (2 * keys + places), (n - 1) * 2 * gradients)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -83,9 +78,8 @@ def gather_places(axis: Axis, places: marks.Places, q: jax.Array) -> marks.Place
 class Ulysses:
     """Attention to the whole sequence by an n-th of the heads, with all-to-alls before and after.
 
-    A meaning for `marks.attend` inside a shard_map that is manual over `axis`. n has to divide the
-    kv heads, each of which is first copied `copies` times. `local(q, k, v, query, key, mask)`
-    computes attention on the device; query and key are Places, here the same.
+    Bound as `AllGather`, and with such a `local`. n has to divide the kv heads, each of which is
+    first copied `copies` times.
 
     Raises:
       ValueError: at the call, n does not divide the heads or the copied kv heads.
@@ -106,23 +100,25 @@ class Ulysses:
 
     def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
         """The `Sent`: (n - 1) / n of q, copied K and V, and the output; forward, also places."""
-        size = sizes(n, q, k)
-        exchanged = 2 * (size.queries + self.copies * size.keys) * (n - 1) // n
-        return Sent(exchanged + (n - 1) * size.places, exchanged)
+        queries, keys, _, places = sizes(n, q, k)
+        exchanged = 2 * (queries + self.copies * keys) * (n - 1) // n
+        return Sent(exchanged + (n - 1) * places, exchanged)
 
     def _check(self, n, heads, kv_heads):
         if heads % n:
-            fit = [i for i in range(1, heads + 1) if heads % i == 0]
             raise ValueError(
                 f"context.ulysses: {heads} heads do not divide among {n} devices; {heads} heads "
-                f"do among {fit}, and ring and all_gather work for any number."
+                f"do among {_divisors(heads)}, and ring and all_gather work for any number."
             )
         group = heads // kv_heads
         if group % self.copies or (kv_heads * self.copies) % n:
-            fit = [i for i in range(1, kv_heads + 1) if kv_heads % i == 0]
-            copies = [c for c in range(1, group + 1) if group % c == 0 and kv_heads * c % n == 0]
+            copies = next(c for c in _divisors(group) if kv_heads * c % n == 0)
             raise ValueError(
                 f"context.ulysses: {kv_heads} kv heads, copied {self.copies} times for {heads} "
-                f"heads, do not divide among {n} devices. Cut over {fit} devices, copy each kv "
-                f"head copies={copies[0]} times, or use ring or all_gather."
+                f"heads, do not divide among {n} devices. Cut over {_divisors(kv_heads)} devices, "
+                f"copy each kv head copies={copies} times, or use ring or all_gather."
             )
+
+
+def _divisors(size):
+    return [i for i in range(1, size + 1) if size % i == 0]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from shardwise import marks
 
 LANES = 128  # of a TPU's vector registers: what tiles, and head_dim, are multiples of
+_BLOCKS = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,14 @@ class Splash:
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
         size, heads, depth = q.shape[1:]
-        kernel = self._kernel(splash, size, heads)
+        tile = _tile(size, self.block)
+        kernel = splash.make_splash_mha(
+            splash.MultiHeadMask([splash.CausalMask((size, size))] * heads),
+            block_sizes=splash.BlockSizes(**{f"block_{name}": tile for name in _BLOCKS}),
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=self.interpret,
+        )
         segments = splash.SegmentIds(places.documents, places.documents)
 
         def heads_first(x):
@@ -45,31 +53,19 @@ class Splash:
             return jnp.pad(x, width).transpose(0, 2, 1, 3)
 
         scaled = (q * depth**-0.5).astype(q.dtype)
-        with marks.kernels(**self._flops(*q.shape)):
+        with marks.kernels(**_flops(*q.shape, tile)):
             out = jax.vmap(kernel)(*map(heads_first, (scaled, k, v)), segments)
         out = out.transpose(0, 2, 1, 3)[..., :depth].astype(v.dtype)
         ordered = jnp.all(places.index == jnp.arange(size)[None], axis=1)
         return jnp.where(ordered[:, None, None, None], out, jnp.nan)
 
-    def _flops(self, rows, size, heads, depth):
-        """{a part of a kernel's name: FLOPs}: products of the tiles that are not all masked."""
-        tile = _tile(size, self.block)
-        tiles = (size // tile) * (size // tile + 1) // 2
-        product = 2 * rows * heads * tiles * tile**2 * (depth + -depth % LANES)
-        # Scores and output; scores again, and the gradients of both, of q, and of k and v.
-        return {"fwd": 2 * product, "dq": 3 * product, "dkv": 4 * product}
 
-    def _kernel(self, splash, size, heads):
-        tile = _tile(size, self.block)
-        names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-        mask = splash.MultiHeadMask([splash.CausalMask((size, size))] * heads)
-        return splash.make_splash_mha(
-            mask,
-            block_sizes=splash.BlockSizes(**{f"block_{name}": tile for name in names}),
-            head_shards=1,
-            q_seq_shards=1,
-            interpret=self.interpret,
-        )
+def _flops(rows, size, heads, depth, tile):
+    """{a part of a kernel's name: FLOPs}: products of the tiles that are not all masked."""
+    tiles = (size // tile) * (size // tile + 1) // 2
+    product = 2 * rows * heads * tiles * tile**2 * (depth + -depth % LANES)
+    # Scores and output; scores again, and the gradients of both, of q, and of k and v.
+    return {"fwd": 2 * product, "dq": 3 * product, "dkv": 4 * product}
 
 
 def _tile(size, block):

@@ -3,8 +3,8 @@
 An order is the permutation int32 [size] of a sequence of `size` tokens: entry i is the place in the
 sequence of the token that lies at place i of memory, and device r of n has the r-th n-th of memory.
 `np.argsort(order)` undoes it. Who cuts a batch takes its columns so, `x[:, order]`, and tells the
-model their places by the batch's "index" (or by `marks.index`). A size that does not cut into the
-chunks of an order is a ValueError.
+model their places by the batch's "index" (or by `marks.index`). A size that n, or zigzag's 2n, does
+not divide is a ValueError.
 """
 
 from collections.abc import Callable
@@ -13,34 +13,23 @@ from typing import Any
 import numpy as np
 
 from shardwise import marks
+from shardwise.context.forms import check_divides
 
 
 def contiguous(size: int, n: int) -> np.ndarray:
-    """The order in which each device has one run of tokens: a causal mask gives the last most work.
-
-    `size` is a multiple of n.
-    """
-    _check("contiguous", size, n)
-    return np.arange(size, dtype=np.int32)
+    """The order of one run of tokens for each device: by a causal mask the last works most."""
+    return _chunks("contiguous", size, n).reshape(-1)
 
 
 def striped(size: int, n: int) -> np.ndarray:
-    """The order in which device r has the tokens r, r + n, r + 2n and so on (Brandon et al., 2023).
-
-    `size` is a multiple of n.
-    """
-    _check("striped", size, n)
-    return np.arange(size, dtype=np.int32).reshape(-1, n).T.reshape(-1)
+    """The order in which device r has the tokens r, r + n, r + 2n, … (Brandon et al., 2023)."""
+    return _chunks("striped", size, n).reshape(-1, n).T.reshape(-1)
 
 
 def zigzag(size: int, n: int) -> np.ndarray:
-    """The order in which device r has, of 2n chunks, the r-th and the r-th from the end.
-
-    `size` is a multiple of 2n.
-    """
-    _check("zigzag", size, 2 * n)
-    chunks = np.arange(size, dtype=np.int32).reshape(2, n, -1)
-    return np.stack([chunks[0], chunks[1, ::-1]], axis=1).reshape(-1)
+    """The order in which device r has, of 2n chunks, the r-th and the r-th from the end."""
+    first, last = np.split(_chunks("zigzag", size, 2 * n), 2)
+    return np.stack([first, last[::-1]], axis=1).reshape(-1)
 
 
 def work(
@@ -55,33 +44,23 @@ def work(
 
     In step t device r has the keys that began on device r - t. The devices wait for each other at
     every hop, so the ring takes as long as `work(...).max(axis=0).sum()`, and at best
-    `work(...).sum() / n`.
-
-    Args:
-      order: a function of (size, n) such as `zigzag`.
-      documents: int [size], for packed sequences; by default the sequence is one document.
-      tile: with scores computed in tiles of so many queries and keys, all of a tile is counted
-        where the mask lets anything of it through.
+    `work(...).sum() / n`. `order` is a function of (size, n) such as `zigzag`, `documents`
+    int [size] of a packed sequence, by default one document. Of a `tile` of so many queries and
+    keys all scores count where the mask lets any through.
     """
-    index = order(size, n)
+    index, places = order(size, n), np.arange(size)
     documents = np.zeros(size, int) if documents is None else np.asarray(documents)
     starts = np.concatenate([[True], documents[1:] != documents[:-1]])
-    position = np.arange(size) - np.maximum.accumulate(np.where(starts, np.arange(size), 0))
-    fields = [x[index][None] for x in (position, documents, np.arange(size))]
-    query, key = ([np.expand_dims(x, axis) for x in fields] for axis in (2, 1))
-    seen = mask(marks.Places(*query), marks.Places(*key))
-    seen = np.broadcast_to(np.asarray(seen), (1, size, size))[0]
+    position = places - np.maximum.accumulate(np.where(starts, places, 0))
+    own = marks.Places(*(x[index][None] for x in (position, documents, places)))
+    seen = np.broadcast_to(marks.seen(own, own, mask), (1, size, size))
     in_tiles = seen.reshape(size // tile, tile, size // tile, tile).any(axis=(1, 3)) * tile**2
     count = size // tile // n
     between = in_tiles.reshape(n, count, n, count).sum(axis=(1, 3))
     return np.stack([[between[r, (r - t) % n] for t in range(n)] for r in range(n)])
 
 
-def _check(name, size, chunks):
-    if chunks < 1 or size < 1 or size % chunks:
-        below = size // chunks * chunks if chunks > 0 else 0
-        near = f"such as {below} or {below + chunks}" if below else f"such as {chunks}"
-        raise ValueError(
-            f"context.{name}: a sequence of {size} tokens does not cut into {chunks} equal "
-            f"chunks; expected a multiple of {chunks}, {near}."
-        )
+def _chunks(name, size, n):
+    """The places of a sequence, int32 [n, size / n]."""
+    check_divides(name, "tokens of a sequence", size, n, f"{n} equal chunks")
+    return np.arange(size, dtype=np.int32).reshape(n, -1)

@@ -18,11 +18,11 @@ class Ring:
 
     A meaning for `marks.attend` inside a shard_map (`check_vma=False`) that is manual over `axis`.
     Keys travel with their places, so any order of the sequence and any mask is right. Backward, K
-    and V go around once more, and their gradients with them, summed in float32: what is kept for
-    it are the device's own arrays. `block` is the largest tile of scores (see `tiles.tiled`).
-    `apart` says that the mesh's other devices may run something else meanwhile, as other stages do:
-    a hop is an all-to-all of the ring's devices then, for which n - 1 times as much is sent. (A
-    permute waits for all devices of the mesh on CPU, whichever pairs it names.)
+    and V go around once more, and their gradients with them, summed in float32: only the device's
+    own arrays are kept for it. `block` is the largest tile of scores (see `tiles.tiled`). `apart`
+    says that the mesh's other devices may run something else meanwhile, as other stages do: a hop
+    is an all-to-all then, for which n - 1 times as much is sent. (A permute waits for all devices
+    of the mesh on CPU, whichever pairs it names.)
     """
 
     axis: Axis | None  # None: one device alone
@@ -35,10 +35,10 @@ class Ring:
 
     def bytes_sent(self, n: int, q: Any, k: Any) -> Sent:
         """The `Sent`: n - 1 hops of K, V and places each way, and n hops of dK and dV."""
-        size = sizes(n, q, k)
+        _, keys, gradients, places = sizes(n, q, k)
         hop = n - 1 if self.apart else 1
-        around = hop * (n - 1) * (2 * size.keys + size.places)
-        return Sent(around, around + hop * 2 * n * size.gradients if n > 1 else 0)
+        around = hop * (n - 1) * (2 * keys + places)
+        return Sent(around, around + hop * 2 * n * gradients if n > 1 else 0)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -51,12 +51,11 @@ def attention(ring, mask, q, k, v, query, key):
 
 
 def _forward(ring, mask, q, k, v, query, key):
-    kept, block = (q, k, v, query, key), ring.block
+    kept = q, k, v, query, key
     # Tied to q: JAX would take what depends on places alone, the mask of every tile, out of a scan
     # over layers, and keep it.
     q, query, key = jax.lax.optimization_barrier((q, query, key))
-    queries = _grouped(q, k, block), tiles.tiled(query, block, axis=2)
-    keys = *(tiles.tiled(x, block) for x in (k, v)), tiles.tiled(key, block, axis=2)
+    queries, keys = _cut(ring.block, q, k, v, query, key)
 
     def step(carry, _):
         sums, keys = carry
@@ -70,12 +69,11 @@ def _forward(ring, mask, q, k, v, query, key):
 
 
 def _backward(ring, mask, kept, g):
-    (q, k, v, query, key, out, log_total), block = kept, ring.block
+    q, k, v, query, key, out, log_total = kept
     g_out = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1, keepdims=True)
-    q, g, g_out = (_grouped(x, k, block) for x in (q, g, g_out))
-    g_out = jnp.moveaxis(g_out[..., 0], 2, 4)
-    queries = q, tiles.tiled(query, block, axis=2), g, log_total, g_out
-    keys = *(tiles.tiled(x, block) for x in (k, v)), tiles.tiled(key, block, axis=2)
+    g, g_out = (_grouped(x, k, ring.block) for x in (g, g_out))
+    (q, query), keys = _cut(ring.block, q, k, v, query, key)
+    queries = q, query, g, log_total, jnp.moveaxis(g_out[..., 0], 2, 4)
     zeros = functools.partial(jnp.zeros_like, dtype=jnp.float32)
 
     def step(carry, _):
@@ -91,6 +89,12 @@ def _backward(ring, mask, kept, g):
 
 
 attention.defvjp(_forward, _backward)
+
+
+def _cut(block, q, k, v, query, key):
+    """((q, their places), (k, v, their places)) in tiles."""
+    keys = tiles.tiled(k, block), tiles.tiled(v, block), tiles.tiled(key, block, axis=2)
+    return (_grouped(q, k, block), tiles.tiled(query, block, axis=2)), keys
 
 
 def _grouped(x, k, block):

@@ -85,11 +85,8 @@ def _add(q, k, v, visible, sums):
     level = jnp.where(jnp.isneginf(top), 0.0, top)  # for a query that has seen nothing yet
     weight, before = jnp.exp(scores - level[..., None]), jnp.exp(sums.top - level)
     weighted = product("bkgst,btkd->bkgsd", weight.astype(v.dtype), v)
-    return Sums(
-        top,
-        sums.total * before + weight.sum(axis=-1),
-        sums.weighted * before[..., None] + weighted,
-    )
+    total = sums.total * before + weight.sum(axis=-1)
+    return Sums(top, total, sums.weighted * before[..., None] + weighted)
 
 
 def result(sums: Sums, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -111,8 +108,7 @@ def add_gradients(dq: jax.Array, dkv: Any, queries: Any, keys: Any, mask: Callab
             (q, query, *kept), dq = given
             visible = marks.seen(marks.Places(*query), marks.Places(*key), mask)
             more = functools.partial(_add_gradients, q, k, v, visible, *kept)
-            same = lambda *sums: sums  # noqa: E731
-            return jax.lax.cond(jnp.any(visible), more, same, dkv, dq)
+            return jax.lax.cond(jnp.any(visible), more, lambda *sums: sums, dkv, dq)
 
         dkv, dq = jax.lax.scan(row, dkv, (queries, dq))
         return dq, dkv

@@ -14,29 +14,19 @@ make of them. Which sends less, `bytes_sent` says. Outputs, gradients and who is
 of one device.
 
 **Gradients.** What comes back for `stacked` is whole: the tokens of every device of the axis are in
-it, with the cotangents that their own devices had. Sum it over the axes along which these experts
-are copied, and never over the axis that cuts them: a mean or a sum there is a factor that Adam
-hides (it divides a gradient by its size). All other weights are summed over it, as over any axis
-that cuts rows.
+it. Sum it over the axes along which these experts are copied, and never over the axis that cuts
+them: a mean or a sum there is a factor that Adam hides (it divides a gradient by its size). All
+other weights are summed over it, as over any axis that cuts rows.
 
 **Rows** of the batch have queues of their own, one for each expert, in the order of their tokens
-and of a token's choices: one rule of who is dropped, whatever the mesh. So no row depends on
-another, rows may be cut in any way, and a causal model stays causal: an earlier token never waits
-for a later one. Where the sequence is cut too, give that axis as `sequence=`: who is kept is then
-decided from the whole row, for the cost of gathering the choices, four bytes each.
+and of a token's choices. So they may be cut in any way, and an earlier token never waits for a
+later one. Where the sequence is cut too, give that axis as `sequence=`: who is kept is then decided
+from the whole row, for the cost of gathering the choices, four bytes each.
 """
 
-from shardwise.experts.dispatch import queued, slots
-from shardwise.experts.exchange import (
-    FORMS,
-    Exchange,
-    all_to_all,
-    bytes_sent,
-    gather,
-    on_one_device,
-    ragged,
-)
-from shardwise.experts.mixture import loads, penalty, rebalanced
+from .dispatch import queued, slots
+from .exchange import FORMS, Exchange, all_to_all, bytes_sent, gather, on_one_device, ragged
+from .mixture import loads, penalty, rebalanced
 
 __all__ = [
     "FORMS", "Exchange", "all_to_all", "bytes_sent", "gather", "loads", "on_one_device", "penalty",

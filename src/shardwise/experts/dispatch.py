@@ -39,11 +39,10 @@ def queued(chosen: jax.Array, experts: int, index: jax.Array | None = None) -> j
 
 def packed(x, chosen, slot, experts: int, size: int):
     """Buffers [n, b·c, e] of x [b, s, e]; a choice of another expert or slot is left out."""
-    b, s, k = chosen.shape
-    copies = jnp.broadcast_to(x[:, :, None], (b, s, k, x.shape[-1]))
-    buffers = jnp.zeros((experts, b, size, x.shape[-1]), x.dtype)
-    buffers = buffers.at[_at(chosen, slot)].set(copies, mode="drop")
-    return buffers.reshape(experts, b * size, x.shape[-1])
+    b, _, e = x.shape
+    buffers = jnp.zeros((experts, b, size, e), x.dtype)
+    buffers = buffers.at[_at(chosen, slot)].set(x[:, :, None], mode="drop")
+    return buffers.reshape(experts, b * size, e)
 
 
 def combined(buffers, chosen, slot, weights):
@@ -115,9 +114,8 @@ def check(x, chosen, weights, stacked, experts: int, devices: int, axis: str) ->
 
 def divides(experts: int, devices: int, axis: str) -> None:
     """Raise ValueError, with the numbers that would do, where experts do not divide."""
-    if experts % devices:
-        fewer, more = experts // devices * devices, -(-experts // devices) * devices
-        would = " or ".join(str(m) for m in (fewer, more) if m)
+    if left := experts % devices:
+        would = " or ".join(str(m) for m in (experts - left, experts - left + devices) if m)
         others = ", ".join(str(d) for d in range(1, experts + 1) if experts % d == 0)
         raise ValueError(
             f"{experts} experts do not divide over the {devices} devices of axis {axis!r}: take "

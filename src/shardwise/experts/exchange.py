@@ -1,7 +1,4 @@
-"""Meanings of `marks.experts` inside a manual region, and by formula the bytes that they send.
-
-Meanings are values with a hash, as JAX's caches need.
-"""
+"""Meanings of `marks.experts` inside a manual region, and by formula the bytes that they send."""
 
 import dataclasses
 import functools
@@ -15,7 +12,11 @@ from shardwise.experts import dispatch, ragged_exchange
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """A meaning of `marks.experts`: its form, the axis that cuts experts, the sequence's axis."""
+    """A meaning of `marks.experts`: its form, the axis that cuts experts, the sequence's axis.
+
+    Of the form "local" every device has all experts, and nothing but the choices travels, where an
+    axis cuts the sequence and a capacity drops from the whole row.
+    """
 
     form: str
     axis: str | None
@@ -29,13 +30,10 @@ class Exchange:
         if capacity is not None:
             slot, size, kept = self._slots(chosen, experts, capacity, index)
         if self.form == "ragged":
-            wanted = jnp.where(kept, chosen, experts)
-            y = self._in_slices(x, wanted, weights, apply, stacked, size)
-        elif self.form == "all_to_all" and size is not None:
-            y = self._sent(x, chosen, weights, apply, stacked, slot, size)
+            chosen, run = jnp.where(kept, chosen, experts), self._in_slices
         else:
-            y = self._gathered(x, chosen, weights, apply, stacked, slot, size)
-        return y, kept
+            run = self._sent if self.form == "all_to_all" and size is not None else self._gathered
+        return run(x, chosen, weights, apply, stacked, slot, size), kept
 
     def _slots(self, chosen, experts, capacity, index):
         """(slot of each choice in this device's buffers, their size, whether it is kept)."""
@@ -63,7 +61,7 @@ class Exchange:
         buffers = jax.lax.all_to_all(made, self.axis, 1, 0, tiled=True)
         return dispatch.combined(buffers, chosen, slot, weights)
 
-    def _in_slices(self, x, chosen, weights, apply, stacked, size):
+    def _in_slices(self, x, chosen, weights, apply, stacked, _, size):
         """The experts' outputs by slices: choices sorted by expert, to their devices, and back."""
         (b, s, k), held = chosen.shape, dispatch.leading(stacked)
         n, me = jax.lax.axis_size(self.axis), jax.lax.axis_index(self.axis)
@@ -78,16 +76,16 @@ class Exchange:
 
     def _gathered(self, x, chosen, weights, apply, stacked, slot, size):
         """The experts' outputs by gathering all tokens of the axis, and scattering the sums."""
+        held = dispatch.leading(stacked)
         if self.axis is not None:
-            first = jax.lax.axis_index(self.axis) * dispatch.leading(stacked)
-            x, chosen, weights = (_gathered(v, self.axis, 0) for v in (x, chosen, weights))
-            slot = None if slot is None else _gathered(slot, self.axis, 0)
-            here = (chosen >= first) & (chosen < first + dispatch.leading(stacked))
-            chosen = jnp.where(here, chosen - first, -1)
+            given = x, chosen, weights, slot
+            x, chosen, weights, slot = jax.tree.map(lambda v: _gathered(v, self.axis, 0), given)
+            chosen = chosen - jax.lax.axis_index(self.axis) * held
+            chosen = jnp.where((chosen >= 0) & (chosen < held), chosen, -1)
         if size is None:
             y = dispatch.weighted(dispatch.grouped(x, chosen, apply, stacked), weights)
         else:
-            buffers = dispatch.packed(x, chosen, slot, dispatch.leading(stacked), size)
+            buffers = dispatch.packed(x, chosen, slot, held, size)
             y = dispatch.combined(apply(stacked, buffers), chosen, slot, weights)
         if self.axis is None:
             return y
@@ -111,33 +109,24 @@ def ragged(axis: str, sequence: str | None = None) -> Exchange:
     rows·tokens·min(k, experts held) from each device. With a capacity it is smaller, and choices
     that are dropped are not sent.
 
-    On TPUs and GPUs rows travel by `jax.lax.ragged_all_to_all`. XLA:CPU has none: there each device
-    sends each other a block as large as the worst case, to the same effect. The programs for TPUs
-    were compiled by Google's compiler; they have not been run on one.
+    On TPUs and GPUs rows travel by `jax.lax.ragged_all_to_all` (compiled by Google's compiler, not
+    run on a TPU yet). XLA:CPU has none: there devices send each other blocks as large as the worst
+    case, to the same effect.
     """
     return Exchange("ragged", axis, sequence)
 
 
 def gather(axis: str, sequence: str | None = None) -> Exchange:
-    """The Exchange that gathers all tokens of `axis`, runs each device's experts on those that
-    chose them, and reduce-scatters the sums: for a capacity·k above the number of devices, and for
-    none.
+    """The Exchange that gathers all tokens of `axis` to their experts, and reduce-scatters the
+    sums: for a capacity·k above the number of devices, and for none.
     """
     return Exchange("gather", axis, sequence)
-
-
-def local(sequence: str | None = None) -> Exchange:
-    """The Exchange where every device has all experts, and the axis `sequence` cuts the sequence:
-    nothing but the choices travels, and with a capacity who is dropped is decided from the whole
-    row.
-    """
-    return Exchange("local", None, sequence)
 
 
 # What `layouts` knows by name.
 FORMS = {"all_to_all": all_to_all, "gather": gather, "ragged": ragged}
 
-on_one_device = local()  # what `marks.experts` does where nothing is bound
+on_one_device = Exchange("local", None)  # what `marks.experts` does where nothing is bound
 
 
 def bytes_sent(
@@ -155,17 +144,15 @@ def bytes_sent(
     """Bytes that one device sends in a forward pass, for `rows`·`tokens` tokens of its own.
 
     With T = rows·tokens: an all-to-all there and back sends 2·k·f·T·h·e·(n-1)/n, where f is the
-    capacity after rounding up to whole slots; no numbers of experts travel, since the place in a
-    buffer tells. A gather and a scatter send 2·T·h·e·(n-1), and four bytes each for the choices,
-    their weights (in float32) and, with a capacity, their slots. A backward pass sends the
-    activations' part again; one that recomputes the layer, twice.
+    capacity after rounding up to whole slots. A gather and a scatter send 2·T·h·e·(n-1), and four
+    bytes each for the choices, their weights (in float32) and, with a capacity, their slots. A
+    backward pass sends the activations' part again; one that recomputes the layer, twice.
 
     "ragged" is exact on CPU, where blocks are sent that have room for all that a device can choose
     of another's m experts: 2·T·min(k, m)·h·e·(n-1), or with a capacity m·slots for each row if that
     is less; and numbers of rows, 4·(n + 2)·m·(n-1) bytes, of which a backward pass sends 8·m·(n-1)
-    (or none, where XLA finds that it has them).
-    On TPUs and GPUs the rows are sent that there are: there T·k·h·e·(n-1)/n for an even router and
-    T·k·h·e at most, and back what arrived, at most (n-1) times that.
+    at most. On TPUs and GPUs the rows are sent that there are: there T·k·h·e·(n-1)/n for an even
+    router and T·k·h·e at most, and back what arrived, at most (n-1) times that.
 
     `sequence` is the number of devices that a row is cut over, `tokens` then a device's part of it:
     an expert's slots are those of the whole row.

@@ -32,9 +32,8 @@ class Experts(nnx.Module):
 
     The router computes in float32 (Fedus et al., 2021). The weights of a token's experts are its
     scores there, divided by their sum if there are several; with one, the score itself, or the
-    router would have no gradient. A bias, where there is one, has a part in the choice alone
-    (DeepSeek-AI, 2024): its gradient is 0, and `experts.rebalanced` moves it. Shared experts are
-    one wider MLP that every token uses.
+    router would have no gradient. A bias has a part in the choice alone (DeepSeek-AI, 2024): its
+    gradient is 0, and `experts.rebalanced` moves it. Shared experts are one wider MLP.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
@@ -57,14 +56,11 @@ class Experts(nnx.Module):
         c = self.config
         probabilities, chosen, weights = self._route(x)
         stacked = [layer.kernel[...].astype(c.dtype) for layer in (self.gate, self.up, self.down)]
-        y, kept = marks.experts(
-            x, chosen, weights, gated, stacked, c.experts, c.capacity_factor, index
-        )
+        given = x, chosen, weights, gated, stacked, c.experts, c.capacity_factor, index
+        y, kept = marks.experts(*given)
         if c.shared_experts:
-            inner = jax.nn.silu(self.shared_gate("bse,em->bsm", x)) * self.shared_up(
-                "bse,em->bsm", x
-            )
-            y = y + self.shared_down("bsm,me->bse", inner)
+            gate, up = (f("bse,em->bsm", x) for f in (self.shared_gate, self.shared_up))
+            y = y + self.shared_down("bsm,me->bse", jax.nn.silu(gate) * up)
         return y, Routing(probabilities, chosen, kept)
 
     def _route(self, x):
@@ -111,9 +107,8 @@ def penalty(
 
     f is the share of all choices that an expert has, P its mean probability (Fedus et al., 2021,
     Switch), over all real tokens of the "batch", or of each of its "rows" (DeepSeek-AI, 2024, a
-    complementary loss), averaged over rows by their tokens. Even routing gives 1. With leading axes
-    (of layers) it is summed over them. chosen [..., b, s, k], probabilities [..., b, s, n],
-    mask [b, s].
+    complementary loss), averaged over rows by their tokens. Even routing gives 1. chosen [..., b,
+    s, k], probabilities [..., b, s, n], mask [b, s]; it is summed over leading axes, of layers.
 
     Over the batch it needs `marks.total`: exact where rows are cut over devices, and refused with
     several microbatches, of which none sees the whole batch. Over rows it is exact for both.
@@ -136,8 +131,7 @@ def rebalanced(bias: jax.Array, loads: jax.Array, rate: float = 0.001) -> jax.Ar
     """The biases [..., experts] after a step in which experts had these loads.
 
     Up by `rate` where an expert had fewer choices than the mean, down where it had more
-    (DeepSeek-AI, 2024). The loads must be those of the whole batch, of all devices and all
-    microbatches: the sign of a part's is another.
+    (DeepSeek-AI, 2024): in the whole batch, of all devices and all microbatches.
     """
     loads = loads.astype(jnp.float32)
     return bias + rate * jnp.sign(jnp.mean(loads, axis=-1, keepdims=True) - loads)

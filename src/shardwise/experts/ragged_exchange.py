@@ -1,9 +1,9 @@
 """Rows to the devices of their experts in slices of any size, and back: `ragged_all_to_all`.
 
-A device has rows sorted by expert, and each device knows how many every other has for each expert.
-What arrives stands in groups, one for each expert held, and within a group by sender; so it needs
-no second sorting. A slice is what one device has for one expert. XLA:CPU has no such operation:
-there the same operands are given to `in_blocks`, an all-to-all of blocks for the worst case.
+A device has rows sorted by expert, and each device knows how many every other has for each expert:
+that is a slice. What arrives stands in groups, one for each expert held, and within a group by
+sender; so it needs no second sorting. XLA:CPU has no such operation: there the same operands are
+given to `in_blocks`, an all-to-all of blocks for the worst case.
 """
 
 import functools
@@ -16,9 +16,8 @@ import jax.numpy as jnp
 class Slices(NamedTuple):
     """The operands of `jax.lax.ragged_all_to_all`, int32 [experts] each: one entry for each slice.
 
-    Entry i sends `send_sizes[i]` rows from `input_offsets[i]` on, to where they stand in the
-    receiver's array from `output_offsets[i]` on. Receivers (for `recv_sizes`, senders) follow each
-    other in the order of the axis, each with as many entries as a device has experts.
+    Receivers (for `recv_sizes`, senders) follow each other in the order of the axis, each with as
+    many entries as a device has experts.
     """
 
     input_offsets: jax.Array
@@ -71,20 +70,14 @@ def exchange(axis, own, most, home, rows, counts):
     return jax.lax.platform_dependent(*given, cpu=blocks, default=ragged)
 
 
-def _forward(axis, own, most, home, rows, counts):
-    return exchange(axis, own, most, home, rows, counts), counts
-
-
 def _backward(axis, own, most, home, counts, gradient):
     return exchange(axis, own, most, not home, gradient, counts), None
 
 
-exchange.defvjp(_forward, _backward)
+exchange.defvjp(lambda *given: (exchange(*given), given[-1]), _backward)
 
 
-def in_blocks(
-    rows, room, input_offsets, send_sizes, output_offsets, recv_sizes, axis: str, most: int
-):
+def in_blocks(rows, room, input_offsets, send_sizes, output_offsets, recv_sizes, axis, most):
     """The result of `jax.lax.ragged_all_to_all`, by an all-to-all of blocks [n, most, e].
 
     No two devices exchange more than `most` rows, those of all their slices together.

@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 
 from shardwise import context, experts, tensor
 from shardwise import mesh as meshes
-from shardwise.experts.exchange import local
 from shardwise.layouts.layout import Layout
 from shardwise.mesh import entry_of
 from shardwise.objective.parts import check_cut
@@ -117,7 +116,7 @@ def meanings(layout: Layout) -> Mapping[str, Callable]:
         form = experts.FORMS.get(layout.dispatch, layout.dispatch)
         found["experts"] = form(layout.expert[0], sequence=entry_of(layout.context))
     elif layout.by_hand and layout.context:
-        found["experts"] = local(entry_of(layout.context))
+        found["experts"] = experts.Exchange("local", None, entry_of(layout.context))
     return found
 
 

@@ -30,16 +30,16 @@ _STRATEGY = re.compile(
 def collectives(program: Any, device: int | None = None) -> Collectives:
     """The `Collectives` of a lowered program, a compiled one, or one's optimized HLO text.
 
-    A compiled program holds what really runs on one device: hand-written collectives and those
-    that the compiler inserted, in the dtypes of its backend (the CPU's turns bfloat16 into
-    float32). A lowered one holds only those written by hand in `jax.shard_map`, in the dtypes
-    written, its arrays not yet divided along axes that are left to the compiler.
+    A compiled program (a `jax.stages.Compiled`, or what `topology.compile` returns) holds what
+    really runs on one device: hand-written collectives and those that the compiler inserted, in the
+    dtypes of its backend (the CPU's turns bfloat16 into float32). A lowered one holds only those
+    written by hand in `jax.shard_map`, in the dtypes written, its arrays not yet divided along axes
+    that are left to the compiler.
 
     An asynchronous start and done are one collective, a group of one device sends nothing, and of
     a conditional's branches the one that sends the most is counted. A loop in the scope of
-    `marks.turns` runs as often as that says, on the device that sends the most in all, whose number
-    among those told apart is the result's `.device`, or on the `device` asked for.
-    A compiled program is a `jax.stages.Compiled` or what `topology.compile` returns.
+    `marks.turns` runs as often as that says, on the `device` asked for, or that which sends the
+    most in all: `.device` of the result, a number among those told apart.
 
     In a TPU's program, what is carried by fusions counts once, where it starts; an all-reduce of
     which the same fusion keeps a share is a reduce-scatter, of the padded array; transfers between
@@ -99,17 +99,13 @@ def _starts(frame: Frame, op: Instruction) -> bool | None:
         return '"is_sync":true' not in start.says("backend_config")
     if CARRIED not in op.says("backend_config"):
         return False
-    begins = (x for x in frame if x.says("custom_call_target") == "AsyncCollectiveStart")
-    return True if any(op.name in _needed(frame, start) for start in begins) else None
-
-
-def _needed(frame, op):
-    """The names of all that `op` is computed from, in the same computation."""
-    waiting, seen = set(op.operands), set()
-    while waiting := (waiting - seen) & frame.computation.instructions.keys():
-        seen |= waiting
-        waiting = {operand for name in waiting for operand in frame.find(name).operands}
-    return seen
+    made = {op.name}  # and all that is computed from it
+    for reader in frame:
+        if not made.isdisjoint(reader.operands):
+            made.add(reader.name)
+            if reader.says("custom_call_target") == "AsyncCollectiveStart":
+                return True
+    return None
 
 
 def _work(frame: Frame, op: Instruction, n: int) -> tuple[str, tuple[str, ...]]:
@@ -143,24 +139,23 @@ def _written_as(frame, op, index, n):
 
 
 def _is_cut(frame, name, fits):
-    """Whether every reader of a value takes a part of it, of a number of elements that fits."""
-    cuts = list(_cuts(frame, name, fits))
-    return bool(cuts) and all(cuts)
+    """Whether every reader of a value, seen through what passes it on, takes a part of it, of a
+    number of elements that fits.
+    """
 
-
-def _cuts(frame, name, fits):
-    """Whether it takes a part, for each reader of a value, seen through what passes it on."""
-    for reader in (op for op in frame if name in op.operands):
+    def takes_part(reader):
         if reader.opcode in _PASSES_ON:
-            yield from _cuts(frame, reader.name, fits)
-        elif reader.opcode == "dynamic-slice":
-            yield reader.operands[0] == name and fits(reader.arrays[0].elements)
-        elif reader.opcode == "fusion" and reader.operands.count(name) == 1:
-            inside, place = frame.enter(reader.called[0], reader), reader.operands.index(name)
-            reads = (op for op in inside if op.opcode == "parameter")
-            yield _is_cut(inside, next(p.name for p in reads if p.operands == (str(place),)), fits)
-        else:
-            yield False
+            return _is_cut(frame, reader.name, fits)
+        if reader.opcode == "dynamic-slice":
+            return reader.operands[0] == name and fits(reader.arrays[0].elements)
+        if reader.opcode != "fusion":
+            return False
+        inside = frame.enter(reader.called[0], reader)
+        given = [op.name for op in inside if op.opcode == "parameter" and inside.given(op) == name]
+        return all(_is_cut(inside, parameter, fits) for parameter in given)
+
+    readers = [op for op in frame if name in op.operands]
+    return bool(readers) and all(map(takes_part, readers))
 
 
 def _notes(frame: Frame, op: Instruction) -> tuple[str, ...]:
@@ -184,9 +179,8 @@ def _strategy(frame: Frame, op: Instruction) -> str:
 def _between_slices(op: Instruction, devices: int) -> tuple[str, int | None, Groups] | None:
     """(kind, how many take part, who takes part) of a send to another slice; None for another send.
 
-    How many is None of a send to one device. `devices` are those of one slice. Numbers of devices
-    are known where every device of each slice takes part; elsewhere they are told by their places,
-    and the groups are empty.
+    How many is None of a send to one device. `devices` are those of one slice. Where not all of
+    them take part, they are told by their places, not by numbers, and the groups are empty.
     """
     said = op.says("frontend_attributes")
     kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', said)
@@ -210,10 +204,8 @@ def _groups(target, devices):
         places = range(int(crossed[2]), int(crossed[3]) + 1)
         groups = tuple(tuple(s * devices + place for s in slices) for place in places)
         return groups, groups if len(places) == devices else ()
-    listed = re.findall(r"\{(\d+(?:,\d+)*)\}", target)
-    found = listed or re.findall(r"\{(\d+->\d+)\}", target)
-    groups = tuple(tuple(map(int, re.findall(r"\d+", group))) for group in found)
+    groups = hlo.lists(target)
     slices = sorted({number // _SLICE for group in groups for number in group})
     numbers = tuple(s * devices + i - devices for s in slices for i in range(devices))
-    whole = len(listed) == 1 and len(groups[0]) == len(numbers)
+    whole = len(groups) == 1 and "->" not in target and len(groups[0]) == len(numbers)
     return (groups, (numbers,) if whole else ()) if groups else None

@@ -30,10 +30,7 @@ def number(value: int | float) -> str:
 
 
 class Shown:
-    """A mapping that is shown as a table, in a terminal and on a page."""
-
-    _columns: tuple[str, ...]
-    _rows: Callable[..., list[tuple[str, ...]]]
+    """A mapping that is shown as a table, by its `_columns` and `_rows()`, as text and as HTML."""
 
     def __repr__(self) -> str:
         lines = table(self._columns, self._rows(), self._columns[:1])
@@ -54,16 +51,15 @@ class Shown:
 class Op:
     """One collective instruction, which runs `trips` times.
 
-    `group_size` is the number of devices that take part together (None for a collective-permute),
-    `arrays` what each device puts in, as (dtype, dims), `source` the operation that JAX named,
-    `groups` the numbers of the devices that take part together, or each (source, target).
+    `arrays` are what each device puts in, as (dtype, dims), `source` is the operation that JAX
+    named, `groups` the numbers of the devices that take part together, of `group_size`; or each
+    (source, target) of a collective-permute, whose size is None.
 
     Of a TPU's program: `strategy` is the compiler's name for how the chips exchange, `written` the
     kind whose work an all-reduce does, of each array (empty if sums), `asynchronous` whether other
-    work may stand between its start and its end, and `notes` are of "padded" (the arrays are larger
+    work may stand between its start and its end. `notes` are of "padded" (the arrays are larger
     than those written), "windowed" (it passes on the shares of a product), "combined" (several
-    arrays in one) and "bound" (at most so many bytes). "expected" is one that no program has, but a
-    formula.
+    arrays in one), "bound" (at most so many bytes) and "expected" (of a formula, not a program).
     """
 
     kind: str
@@ -113,14 +109,13 @@ class Count(NamedTuple):
 class Collectives(Shown, dict[str, Count]):
     """{kind of collective: its `Count`} of the kinds that occur; `.ops` holds every instruction.
 
-    The fields of a `Count`, `.ring_bytes` and so on, are those of all kinds together. All bytes are
-    per device and for all trips. `payload_bytes` is the size of the full tensor B: what an
-    all-gather yields, what enters a reduce-scatter, an all-reduce, an all-to-all (on one
-    device) or a collective-permute. `ring_bytes` is what one device sends when n devices pass it
-    on in a ring: B(n-1)/n, twice that for an all-reduce, and B itself for a collective-permute
-    (of a device that sends: those at the end of an open chain send nothing). An all-to-all's
-    B(n-1)/n is what a device sends of its own, as over a switch: one way round a ring, where blocks
-    are passed on, it would be B(n-1)/2. `.ops` stand in an order in which they may run.
+    The fields of a `Count`, `.ring_bytes` and so on, are those of all kinds together, per device
+    and for all trips. `payload_bytes` is the size of the full tensor B: what an all-gather yields,
+    what enters another collective on one device. `ring_bytes` is what one device sends when n
+    devices pass it on in a ring: B(n-1)/n, twice that for an all-reduce, and B itself for a
+    collective-permute (at the end of an open chain, nothing). An all-to-all's B(n-1)/n is what a
+    device sends of its own, as over a switch: one way round a ring, where blocks are passed on, it
+    would be B(n-1)/2. `.ops` stand in an order in which they may run.
     """
 
     _columns = ("collective", "in program", "times run", "payload bytes", "ring bytes per device")
@@ -155,8 +150,8 @@ def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ..
     """{mesh axes: the `Collectives` along them}, keys and the axes of each in the mesh's order.
 
     An axis counts if devices that take part together differ in their place along it: a sum over all
-    devices of a mesh of two axes runs along both, and stands under both names. `mesh` is that of
-    the program, whose devices have numbers in its order. What moves nothing is left out.
+    devices of a mesh of two axes stands under both names. `mesh` is that of the program, whose
+    devices have numbers in its order. What moves nothing is left out.
 
     Raises:
       ValueError: a collective among other devices than those of the mesh, or, between slices of
@@ -196,12 +191,10 @@ class Forms(Shown, dict[Form, Collectives]):
                 "notes")  # fmt: skip
 
     def _rows(self):
-        rows = []
-        for form, found in self.items():
-            notes = ", ".join(("asynchronous",) * form.asynchronous + form.notes)
+        for (kind, written, strategy, asynchronous, notes), found in self.items():
             sizes = map(number, (found.static, found.dynamic, found.ring_bytes))
-            rows.append((form.kind, ", ".join(form.written), form.strategy, *sizes, notes))
-        return rows
+            notes = ("asynchronous",) * asynchronous + notes
+            yield kind, ", ".join(written), strategy, *sizes, ", ".join(notes)
 
 
 def by_form(found: Collectives) -> Forms:

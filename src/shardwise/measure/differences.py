@@ -65,15 +65,13 @@ def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differe
     `written` of all names together is what `lowered` and `also` send, `compiled` what `compiled`
     sends: both on the device that sends the most as `lowered` is written.
     """
-    written = collectives(lowered)
+    written, sums = collectives(lowered), Differences()
     met = pairs((*written.ops, *also), collectives(compiled, written.device).ops)
     found = parted(met, lambda pair: pair.name)
-    return Differences({name: _sum(found[name]) for name in _NAMES if name in found})
-
-
-def _sum(found):
-    _, names, written, compiled = zip(*found, strict=True)
-    return Difference(len({*names} - {""}), sum(written), sum(compiled))
+    for name in filter(found.get, _NAMES):
+        _, ops, *sizes = zip(*found[name], strict=True)
+        sums[name] = Difference(len({*ops} - {""}), *map(sum, sizes))
+    return sums
 
 
 class Pair(NamedTuple):
@@ -100,18 +98,22 @@ class _Piece:
         self.whole = array.elements * (op.group_size if op.kind == "all-gather" else 1)
         self.key = op.kind, self.whole, op.group_size
         self.bytes = dataclasses.replace(op, arrays=(array,), trips=1).ring_bytes
+        self.is_combined = "combined" in op.notes
         *within, name = op.source.split("/")
-        kinds = (kinds for written, kinds in _BY_HAND.items() if name.startswith(written))
-        self.is_by_hand = "shard_map" in within and op.kind in next(kinds, ())
+        made = (op.kind in kinds for written, kinds in _BY_HAND.items() if name.startswith(written))
+        self.is_by_hand = "shard_map" in within and any(made)
 
     def may_be(self, written):
         """Whether it may be one that is written by hand, or is expected of the compiler.
 
         By hand is also what the compiler tells no origin of, or another array's.
         """
-        told, notes = self.op.source, self.op.notes
-        by_hand = "shard_map" in told or not told or "combined" in notes
+        by_hand = "shard_map" in self.op.source or not self.op.source or self.is_combined
         return by_hand or "expected" in written.op.notes
+
+    def is_like(self, written):
+        """Whether it may be the same in another dtype."""
+        return self.key == written.key and self.may_be(written)
 
     def differs_in_one(self, other):
         """Whether all sizes of the arrays are alike but one, which may be 1 in one of them."""
@@ -121,8 +123,10 @@ class _Piece:
 
 # By what a compiled piece (m) is one that was written (w), the best reason first.
 _RULES = {
-    "as written": lambda m, w: m.key == w.key and m.width == w.width and m.may_be(w),
-    "narrowed": lambda m, w: m.key == w.key and m.may_be(w),
+    "as written": lambda m, w: m.is_like(w) and m.width == w.width and not m.is_combined,
+    "combined": lambda m, w: m.is_like(w) and m.width == w.width,
+    "narrowed": lambda m, w: m.is_like(w) and m.width < w.width,
+    "widened": lambda m, w: m.is_like(w),
     "all-reduce": lambda m, w: (
         m.kind == "all-reduce" and w.kind in _SUMS and m.whole == w.whole and m.may_be(w)
     ),
@@ -133,7 +137,7 @@ _RULES = {
         and m.differs_in_one(w)
     ),
     "divided": lambda m, w: (
-        (m.is_by_hand or "combined" in m.op.notes)
+        (m.is_by_hand or m.is_combined)
         and m.kind == w.kind
         and w.whole % m.whole == 0
         and m.differs_in_one(w)
@@ -150,8 +154,7 @@ _ORDER = {
     "padded": lambda w: -w.whole,
     "divided": lambda w: w.whole,
 }
-_NAMES = ("as written", "combined", "narrowed", "widened", "padded", "all-reduce", "divided",
-          "of equal rows", "dropped", "repeated", "windowed", "inserted", "left over")  # fmt: skip
+_NAMES = (*_RULES, "dropped", "repeated", "windowed", "inserted", "left over")
 
 
 def pairs(written: Iterable[Op], compiled: Iterable[Op]) -> Iterator[Pair]:
@@ -160,18 +163,15 @@ def pairs(written: Iterable[Op], compiled: Iterable[Op]) -> Iterator[Pair]:
     met, padded = set(), []
     made = sorted(_pieces(compiled), key=lambda piece: not piece.is_by_hand)
     for name, rule in _RULES.items():
-        for piece in made:
-            left = (f for f in pool.get(piece.op.group_size, ()) if piece.times and f.times)
-            fellows = sorted((f for f in left if rule(piece, f)), key=_ORDER.get(name, lambda w: 0))
-            for fellow in fellows:
-                times = min(piece.times, fellow.times)
-                if not times:
+        for piece in (piece for piece in made if piece.times):
+            left = (f for f in pool.get(piece.op.group_size, ()) if f.times and rule(piece, f))
+            for fellow in sorted(left, key=_ORDER.get(name, lambda w: 0)):
+                if not (times := min(piece.times, fellow.times)):
                     break
                 piece.times, fellow.times = piece.times - times, fellow.times - times
                 met.add(fellow.key)
                 padded += [piece] if name == "padded" else []
-                told = _told(name, piece, fellow)
-                yield Pair(told, piece.op.name, fellow.bytes * times, piece.bytes * times)
+                yield Pair(name, piece.op.name, fellow.bytes * times, piece.bytes * times)
     windows = [piece for piece in made if "windowed" in piece.op.notes]
     for piece in (piece for piece in made if piece.times):
         name = _of_nobody(piece, met, padded)
@@ -186,13 +186,6 @@ def _pieces(ops):
         if op.kind == "all-to-all":  # of each device's part an array, or of all one
             arrays = [Array(arrays[0].dtype, (sum(a.elements for a in arrays),))]
         yield from (_Piece(op, array) for array in arrays)
-
-
-def _told(name, piece, fellow):
-    """The name of a rule, or the other one of two that it stands for."""
-    if name == "narrowed" and piece.width > fellow.width:
-        return "widened"
-    return "combined" if name == "as written" and "combined" in piece.op.notes else name
 
 
 def _of_nobody(piece, met, padded):

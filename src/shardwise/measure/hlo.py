@@ -18,14 +18,17 @@ Groups = tuple[tuple[int, ...], ...]
 _COMMENT = re.compile(r"/\*.*?\*/")
 # A kernel's metadata may stand on lines of their own, in the middle of its instruction.
 _BROKEN = re.compile(r"=\{\n(?:[^\n}][^\n]*\n)*\}")
-_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? ?\{$")
+_COMPUTATION = re.compile(
+    r"^(ENTRY )?%?([\w.\-]+)(?: \([^\n]*)? ?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL
+)
 _ASSIGNMENT = re.compile(r"\s*(ROOT )?%?([^\s=]+) = (.*)$")
 _OPCODE = re.compile(r" ?([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|[()\[\]{},]')
-# Groups of devices: numbers in an order, and axes of a mesh, whole or a part of one.
-_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_ORDER = re.compile(r"\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)")
+# Groups of devices: lists, numbers in an order, and axes of a mesh, whole or a part of one.
+_LIST = re.compile(r"\{(\d[\d, >-]*)\}")
+_ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_IOTA = re.compile(rf"\[([\d,]+)\]<={_ORDER}")
 _MESH_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 # Custom calls that keep to their own device, by what they are for: libraries, TPU's own algorithms,
 # placement, Python on the host, kernels.
@@ -54,9 +57,8 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        if self.dtype == "pred":
-            return self.elements
-        width = re.match(r"[a-z]+(\d+)", self.dtype)  # Tokens and opaque handles have none.
+        # A truth value is held as a byte; tokens and opaque handles have no width.
+        width = re.match(r"[a-z]+(\d+)", self.dtype.replace("pred", "u8"))
         return -(-self.elements * int(width[1]) // 8) if width else 0
 
 
@@ -85,7 +87,7 @@ class Instruction:
         """Names of the computations that run when a call, fusion or async start runs."""
         if self.opcode not in ("call", "fusion", "async-start"):
             return ()
-        return ((self.says("calls") or self.attributes["to_apply"]).lstrip("%"),)
+        return (self.says("calls") or self.attributes["to_apply"],)
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -137,11 +139,7 @@ def read(who: str, program: Any) -> Program:
 
 
 def lowered(given: jax.stages.Lowered) -> Program:
-    """A lowered program as XLA reads it; ValueError for a custom call that may send anything.
-
-    Here stand the collectives that were written by hand, in the dtypes in which they were written;
-    those that the compiler inserts, and the dtypes that its backend prefers, are not yet there.
-    """
+    """A lowered program as XLA reads it; ValueError for a custom call that may send anything."""
     # Not as_text("hlo"), which on JAX 0.7.2 leaves the configuration of custom calls out.
     program = parse(given.compiler_ir("hlo").as_hlo_module().to_string())
     for op in (op for c in program.computations.values() for op in c.instructions.values()):
@@ -160,20 +158,13 @@ def lowered(given: jax.stages.Lowered) -> Program:
 
 def parse(text: str) -> Program:
     """The program in an HLO module's text; ValueError where it is none."""
-    computations, entry, current = {}, None, None
+    computations, entry = {}, None
     text = _BROKEN.sub(lambda found: found[0].replace("\n", " "), text)
-    for line in _COMMENT.sub("", text).splitlines():
-        header = _HEADER.match(line)
-        if current is None and header and not line.startswith("HloModule"):
-            current, root, name = {}, None, header[2]
-            entry = name if header[1] else entry
-        elif current is not None and line.startswith("}"):
-            computations[name] = Computation(name, current, root or list(current)[-1])
-            current = None
-        elif current is not None and line.strip():
-            is_root, op = _instruction(line)
-            current[op.name] = op
-            root = op.name if is_root else root
+    for is_entry, name, body in _COMPUTATION.findall(_COMMENT.sub("", text)):
+        read = [_instruction(line) for line in body.splitlines() if line.strip()]
+        marked = [op.name for is_root, op in read if is_root] or [read[-1][1].name]
+        computations[name] = Computation(name, {op.name: op for _, op in read}, marked[0])
+        entry = name if is_entry else entry
     if entry is None:
         raise ValueError(
             f"measure: no ENTRY computation in this text, which starts {text[:60]!r}; expected an "
@@ -226,50 +217,55 @@ def replicas(op: Instruction, devices: int) -> Groups:
     if text in ("", "{}"):
         return (tuple(range(devices)),)
     if iota := _IOTA.fullmatch(text):
-        return _listed(_arranged(iota[2], iota[3]).reshape(_numbers(iota[1])))
+        return _tuples(_arranged(*iota.groups()[1:]).reshape(_numbers(iota[1])))
     # The axes stand after the mesh, or after the order of its devices where that is given.
     axes = re.search(r"\{([^{}]*)\}$", order or text)
     if axes and text.startswith("mesh["):
         return _of_mesh(text, order, axes[1])
-    if not (groups := re.findall(r"\{([\d, ]+)\}", text)):
+    if not (groups := lists(text)):
         raise ValueError(
             f"measure.collectives: cannot read the replica groups of {op.name}: {text}; expected "
             f"{{{{0,1}},{{2,3}}}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {{'a'}}."
         )
-    return _listed(map(_numbers, groups))
+    return groups
 
 
 def pairs(op: Instruction) -> Groups:
     """The (source, target) pairs of a collective-permute."""
     if "slice_sizes" in op.attributes:
         raise ValueError(f"measure.collectives: {op.name} sends slices, which are not known here.")
-    return _listed(re.findall(r"\{(\d+),(\d+)\}", op.attributes["source_target_pairs"]))
+    return lists(op.attributes["source_target_pairs"])
+
+
+def lists(text: str) -> Groups:
+    """The lists of numbers in a text, such as {0,1} or {0->1}."""
+    return _tuples(re.findall(r"\d+", found) for found in _LIST.findall(text))
 
 
 def _of_mesh(text, order, axes):
     """Groups along some axes of a mesh, whole or a part of one: `'a':(before)size`."""
     sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", text)}
-    iota = _ORDER.match(order)
-    ids = _arranged(*iota.groups()) if iota else np.arange(math.prod(sizes.values()))
+    told = re.search(_ORDER, order)
+    ids = _arranged(*told.groups()) if told else np.arange(math.prod(sizes.values()))
     used, shape = {name: parts for name, *parts in _MESH_AXIS.findall(axes)}, []
     for name, whole in sizes.items():
         before, size = used.get(name, ("", "1"))
         inner, outer = int(size or whole), int(before or 1)
         shape += [outer, inner, whole // outer // inner]
     grid = np.moveaxis(ids.reshape(shape), range(1, len(shape), 3), range(-len(sizes), 0))
-    return _listed(grid.reshape(-1, math.prod(shape[1::3])))
+    return _tuples(grid.reshape(-1, math.prod(shape[1::3])))
 
 
 def _arranged(shape, transposed):
     """The numbers of `[shape]T(transposed)`, in their order."""
     sizes = _numbers(shape)
     ids = np.arange(math.prod(sizes)).reshape(sizes)
-    return ids.transpose(_numbers(transposed)).ravel() if transposed else ids.ravel()
+    return (ids.transpose(_numbers(transposed)) if transposed else ids).ravel()
 
 
 def _numbers(text):
-    return [int(number) for number in text.split(",")]
+    return [*map(int, text.split(","))]
 
 
-def _listed(rows):
-    return tuple(tuple(int(i) for i in row) for row in rows)
+def _tuples(rows):
+    return tuple(tuple(map(int, row)) for row in rows)

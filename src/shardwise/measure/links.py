@@ -3,7 +3,7 @@
 import functools
 import re
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from .counts import BETWEEN_SLICES, Op
 from .hlo import Groups
@@ -13,41 +13,30 @@ from .trips import Found
 _COLORS = re.compile(r"colors:(\d+) phases:\d+ cores:\{([\d ]+)\}")
 
 
-class Taken(NamedTuple):
-    """What one run of a collective takes by itself.
+def taken(begun: Found, chip: Any) -> tuple[int, float, Counter[Any]]:
+    """(directions of links along which it sends, seconds, load) of one run of a collective alone.
 
-    `lanes` are the directions of links along which it sends at once, 0 between slices or nodes.
-    `load` is {link: seconds that its bytes take} of one whose links are known; two such that run at
-    once share them.
-    """
-
-    lanes: int
-    seconds: float
-    load: Counter[Any]
-
-
-def taken(begun: Found, chip: Any) -> Taken:
-    """The `Taken` of a collective where it begins: by its ways from device to device where it has
-    such, else by its strategy, or of GPUs by the nodes of its groups.
+    By its ways from device to device where it has such, else by its strategy, or of GPUs by the
+    nodes of its groups; directions are 0 between slices or nodes. The load is {link: seconds that
+    its bytes take} where links are known: two such that run at once share them.
     """
     op, places = begun.value, begun.frame.program.places
     if chip.node:
-        return Taken(*_switched(op, chip, places), Counter())
+        return *_switched(op, chip, places), Counter()
     if op.kind.endswith(BETWEEN_SLICES):
-        return Taken(0, op.ring_bytes / chip.dcn, Counter())
+        return 0, op.ring_bytes / chip.dcn, Counter()
     if places and (pairs := _pairs(op)):
         each = op.ring_bytes / max(1, (op.group_size or 2) - 1)
         rates = *[chip.link_bandwidth] * 3, chip.core_bandwidth  # the last from core to core
         ways = carried(pairs, places, chip).items()
         load = Counter({link: each * n / rates[link[0]] for link, n in ways})
-        return Taken(1, max(load.values(), default=0), load)
+        return 1, max(load.values(), default=0), load
     if not (lanes := {"collective-permute": 1, "all-to-all": chip.links}.get(op.kind)):
         ways, sizes = _strategy(op, begun.op.says("backend_config"))
         # Two links of a chip lead along a ring, one along a line or to one other chip.
         rings = (n > 2 and (len(sizes) == 1 or n >= (chip.ring_from or 0)) for n in sizes)
         lanes = min(ways, sum(2 if ring else 1 for ring in rings), chip.links)
-    seconds = op.ring_bytes / (lanes * chip.link_bandwidth) * chip.devices
-    return Taken(lanes, seconds, Counter())
+    return lanes, op.ring_bytes / (lanes * chip.link_bandwidth) * chip.devices, Counter()
 
 
 def _pairs(op: Op) -> Groups:
@@ -103,8 +92,8 @@ def _switched(op, chip, places):
 def _strategy(op, config):
     """(directions in which parts of the array travel at once, chips along each axis)."""
     if said := _COLORS.search(config):
-        one_way = op.strategy.startswith("UniDirection")
-        return int(said[1]) * (1 if one_way else 2), [float(n) for n in said[2].split()]
+        ways = 1 if op.strategy.startswith("UniDirection") else 2
+        return int(said[1]) * ways, [*map(float, said[2].split())]
     size, dimensions = op.group_size or 1, re.match(r"(\d)D", op.strategy)
     axes = int(dimensions[1]) if dimensions else 1
     return 2 * axes, [round(size ** (1 / axes), 9)] * axes  # their mean: it does not say them

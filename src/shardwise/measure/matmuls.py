@@ -18,17 +18,16 @@ def flops(compiled: Any) -> int:
     """FLOPs that one device performs in the matrix products and convolutions of a program.
 
     A product is 2 × output elements × contracted size, a convolution the same over the kernel's
-    positions that meet data. They count where they stand, in fusions and library calls too, times
-    the trips of the loops around them: the same for a scanned and an unrolled model. Of a
-    conditional's branches the one with most counts. A loop in the scope of `marks.turns` runs as
-    often as that says, on the device that performs most in all.
+    positions that meet data. They count in fusions and library calls too, times the trips of the
+    loops around them: the same for a scanned and an unrolled model. Of a conditional's branches the
+    one with most counts. A loop in the scope of `marks.turns` runs as often as that says, on the
+    device that performs most in all.
 
     Not counted: elementwise work, among it inner products (neither side has an axis of its own)
     and outer ones (nothing is contracted), which some backends compile to it, and in a program for
-    GPUs products with a vector; transforms; solvers. What a backend pads is counted as it runs.
-
-    Into a Pallas kernel nobody can look: it counts by `marks.kernels` around it, as
-    `context.splash` has it, or by the formula that its author gave it (`pl.CostEstimate`).
+    GPUs products with a vector; transforms; solvers. What a backend pads is counted as it runs. A
+    Pallas kernel counts by `marks.kernels` around it, as `context.splash` has it, or by the formula
+    that its author gave it (`pl.CostEstimate`).
 
     Raises:
       TypeError: `compiled` is no `jax.stages.Compiled`, nor what `topology.compile` returns.
@@ -45,8 +44,7 @@ def within(frame: Frame, only: Instruction | None = None) -> int | float:
 def _read(frame: Frame, op: Instruction) -> int | None:
     """FLOPs of one instruction, None of one that is no product."""
     if op.opcode == "dot":
-        dims = op.attributes
-        return _dot(frame, op, dims["lhs_contracting_dims"], dims.get("lhs_batch_dims"))
+        return _dot(frame, op, op.attributes["lhs_contracting_dims"], op.says("lhs_batch_dims"))
     if op.opcode == "convolution":
         return _convolution(frame, op)
     if op.opcode == "custom-call":
@@ -56,13 +54,11 @@ def _read(frame: Frame, op: Instruction) -> int | None:
     return None
 
 
-def _dot(frame: Frame, op: Instruction, contracted: str, batch: str | None) -> int | None:
-    sizes = frame.operands(op)[0].dims
-    out = op.arrays[0].elements
-    contracted, batch = (
-        math.prod(sizes[int(i)] for i in re.findall(r"\d+", axes or ""))
-        for axes in (contracted, batch)
-    )
+def _dot(frame: Frame, op: Instruction, *axes: str) -> int | None:
+    """FLOPs of a product by the axes of its left side that are contracted, and of a batch."""
+    sizes, out = frame.operands(op)[0].dims, op.arrays[0].elements
+    each = ([sizes[int(i)] for i in re.findall(r"\d+", numbers)] for numbers in axes)
+    contracted, batch = map(math.prod, each)
     return 2 * out * contracted if contracted > 1 and out > batch else None
 
 
@@ -76,7 +72,7 @@ def _custom_call(frame: Frame, op: Instruction) -> int | None:
             return int(told[1])
     dims = dict(re.findall(r'"lhs_(contracting|batch)_dimensions":\s*\[([^\]]*)\]', config))
     if "contracting" in dims:
-        return _dot(frame, op, dims["contracting"], dims.get("batch"))
+        return _dot(frame, op, dims["contracting"], dims.get("batch", ""))
     if re.search(_PRODUCTS, target, re.IGNORECASE):
         raise _unreadable(op, target)
     return None
@@ -108,8 +104,7 @@ def _convolution(frame: Frame, op: Instruction) -> int:
 def _meeting(data: int, kernel: int, out: int, window: dict[str, str]) -> int:
     """Pairs of output and kernel positions on one axis that fall on data, not padding or holes."""
     low = int(window.get("pad", "0_0").split("_")[0])
-    stride, spacing, dilation = (
-        int(window.get(key, 1)) for key in ("stride", "lhs_dilate", "rhs_dilate")
-    )
+    keys = "stride", "lhs_dilate", "rhs_dilate"
+    stride, spacing, dilation = (int(window.get(key, 1)) for key in keys)
     places = (o * stride + k * dilation - low for o in range(out) for k in range(kernel))
     return sum(0 <= p <= (data - 1) * spacing and p % spacing == 0 for p in places)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ def bytes_on_devices(tree: Any) -> dict[jax.Device, int]:
     Raises:
       TypeError: a leaf is none of these.
     """
-    sizes, seen = {}, set()
+    arrays, sizes = {}, Counter()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if isinstance(leaf, np.ndarray | np.generic | int | float | complex | str):
             continue
@@ -70,13 +71,11 @@ def bytes_on_devices(tree: Any) -> dict[jax.Device, int]:
                 f"measure.bytes_on_devices: the leaf at {jax.tree_util.keystr(path) or 'the top'} "
                 f"is a {type(leaf).__name__}; expected arrays. Of an NNX module, pass nnx.state(m)."
             )
-        if id(leaf) in seen or leaf.is_deleted():
-            continue
-        seen.add(id(leaf))
+        arrays[id(leaf)] = leaf
+    for x in (x for x in arrays.values() if not x.is_deleted()):
         # Not by addressable_shards: what they hold lives, on some releases, until the next gc.
-        held = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for device in leaf.sharding.addressable_devices:
-            sizes[device] = sizes.get(device, 0) + held
+        held = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        sizes.update(dict.fromkeys(x.sharding.addressable_devices, held))
     return dict(sorted(sizes.items(), key=lambda item: item[0].id))
 
 
@@ -117,8 +116,8 @@ def fits(program: Any, allowed: int | None = None) -> Fit:
     at most, since temporaries may lie where a donated argument was. `needed` is what the compiler
     itself counted, where it says so, as what `topology.compile` returns does. What the device
     allows is known for that, for what it raises, and for TPU's errors; for another
-    `jax.stages.Compiled` say `allowed`, in bytes. (An old TPU compiler, libtpu 0.0.23,
-    does not look at arguments and outputs: it returns what does not fit, and this tells.)
+    `jax.stages.Compiled` say `allowed`, in bytes. (libtpu 0.0.23 does not look at arguments and
+    outputs: it returns what does not fit, and this tells.)
 
     Raises:
       TypeError: neither a compiled program nor an error.
@@ -129,8 +128,7 @@ def fits(program: Any, allowed: int | None = None) -> Fit:
         if not (told := refused(program)):
             raise ValueError(
                 f"measure.fits: this {type(program).__name__} tells no numbers of memory: "
-                f"{str(program)[:200]!r}; expected a compiler's refusal, such as 'Used 18.75G of "
-                f"15.75G hbm'."
+                f"{str(program)[:200]!r}; expected a refusal such as 'Used 18.75G of 15.75G hbm'."
             )
         return Fit(told[0], allowed or told[1], None, buffers)
     memory = bytes_per_device(program)

@@ -1,12 +1,9 @@
-"""The share of what is sent that can run beside products: by the schedule and a model of time.
-
-A TPU's program is the schedule that its text is: where collectives begin, and where they end.
-"""
+"""The share of what is sent that can run beside products: by the schedule and a model of time."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import communication, hlo, links, matmuls
 from .counts import Op, parted
@@ -21,11 +18,10 @@ _HANDS_ON = ("tuple", "bitcast", "copy", "opt-barrier")
 class Beside:
     """One collective instruction, in one of its `times` runs; times in seconds.
 
-    `seconds` is its part of what it takes with those that run at once over the same links; `lanes`,
-    the directions of links along which it sends (see `overlap`).
-    `products` are the instructions with products that stand between its start and its end, and
-    `arithmetic` is their time at the chip's peak; `covered` is what this collective has of it, no
-    second given to two.
+    `lanes` are the directions of links along which it sends, `seconds` its part of what it takes
+    with those that run at once over the same links. `products` are the instructions with products
+    between its start and its end, `arithmetic` their time at the chip's peak, and `covered` what
+    this collective has of it, no second given to two.
     """
 
     op: Op
@@ -81,19 +77,19 @@ def overlap(program: Any, chip: Any) -> Overlap:
     A TPU's program is printed in the order in which it runs. What stands there between the start
     of a collective and its end can run beside it; synchronous collectives are exposed. How long
     each takes is a model: bytes over the links that the compiler's strategy uses, as its text and
-    the torus let us infer (below); FLOPs, as `flops` counts them, over the peak in bfloat16. Other
-    work is not counted.
+    the torus let us infer; FLOPs, as `flops` counts them, over the peak in bfloat16. Other work is
+    not counted.
 
     A strategy has colors, parts of the array that travel at once. Where its name begins with
-    `UniDirection` each counts for one direction, else (`StrategyRing`, `StrategyND`) for two: for
-    the same axes the compiler then has half as many. The text does not say so. No more links count
+    `UniDirection` each counts for one direction, else (`StrategyRing`, `StrategyND`) for two, which
+    the text does not say: for the same axes the compiler then has half as many. No more links count
     than there are: along each of several axes two where it closes into a ring, one where it is a
     line, or two chips; along one axis two, as if the chips lay on a ring.
 
     Of a permute, an all-to-all and a sum among two no strategy is asked: what each device sends to
     another goes from link to link between their places, the shorter way along one axis after
     another, and the link with the most bytes tells the time. Those that begin before any of them is
-    awaited run at once: they take as long as the busiest link of all, each of them a part of that.
+    awaited run at once, and take as long as the busiest link of all, each of them a part of that.
     Where places are not known, as of text, each device has its links for itself: a permute one.
 
     Raises:
@@ -102,9 +98,9 @@ def overlap(program: Any, chip: Any) -> Overlap:
     """
     # Innermost first: what is beside a collective of a loop is beside none around the loop.
     groups = sorted(_begun("overlap", program), key=lambda group: -len(group[0].frame.around()))
-    taken: dict[tuple[int, str], float] = {}  # seconds of an instruction that collectives have
-    timed = (pair for group in groups for pair in zip(group, _timed(chip, group), strict=True))
-    return Overlap(tuple(_beside(chip, begun, *time, taken) for begun, time in timed))
+    taken: Counter[Any] = Counter()  # seconds of each instruction that collectives have
+    timed = (each for group in groups for each in _timed(chip, group))
+    return Overlap(tuple(_beside(chip, taken, *each) for each in timed))
 
 
 def _begun(who: str, program: Any) -> list[list[Found]]:
@@ -123,20 +119,20 @@ def _begun(who: str, program: Any) -> list[list[Found]]:
     return list(parted(found, lambda begun: id(begun.frame)).values())
 
 
-def _timed(chip, group: list[Found]) -> list[tuple[int, float]]:
-    """(directions of links, seconds) of each collective of one computation.
+def _timed(chip, group: list[Found]) -> list[tuple[Found, int, float]]:
+    """(where it begins, directions of links, seconds) of each collective of one computation.
 
     Those that run at once take as long as the busiest link of all, each a part by what it would
     take alone.
     """
-    alone = [links.taken(begun, chip) for begun in group]
-    found = [(each.lanes, each.seconds) for each in alone]
-    for those in _at_once(group, [i for i, each in enumerate(alone) if each.load]):
-        load = sum((alone[i].load for i in those), Counter())
-        busiest, in_turn = max(load.values()), sum(max(alone[i].load.values()) for i in those)
+    alone = (links.taken(begun, chip) for begun in group)
+    directions, seconds, loads = map(list, zip(*alone, strict=True))
+    for those in _at_once(group, [i for i, load in enumerate(loads) if load]):
+        busiest = max(sum((loads[i] for i in those), Counter()).values())
+        in_turn = sum(max(loads[i].values()) for i in those)
         for i in those:
-            found[i] = alone[i].lanes, alone[i].seconds * (busiest / in_turn)
-    return found
+            seconds[i] *= busiest / in_turn
+    return [*zip(group, directions, seconds, strict=True)]
 
 
 def _at_once(group, chosen: Iterable[int]) -> list[list[int]]:
@@ -156,25 +152,25 @@ def _at_once(group, chosen: Iterable[int]) -> list[list[int]]:
     return sets
 
 
-def _beside(chip, begun: Found, lanes, seconds, taken) -> Beside:
+def _beside(chip, taken, begun: Found, lanes, seconds) -> Beside:
     op, frame, _, times = begun
     beside = _until(begun)[0] if op.asynchronous else ()
     work = {x.name: matmuls.within(frame, x) / chip.peak() for x in beside}
     products, covered = tuple(name for name, time in work.items() if time), 0.0
     for name in products:
-        left = work[name] - taken.get((id(frame), name), 0.0) / times
+        left = work[name] - taken[id(frame), name] / times
         used = max(0.0, min(left, seconds - covered))
         covered += used
         for at, site in [(frame, name), *frame.around()]:
-            taken[id(at), site] = taken.get((id(at), site), 0.0) + used * times
+            taken[id(at), site] += used * times
     return Beside(op, times, lanes, seconds, products, sum(work.values(), 0.0), covered)
 
 
 def _until(begun: Found) -> tuple[list[Instruction], str | None]:
     """(instructions that run beside a collective, the name of the one that waits for it, or None).
 
-    A collective that ends in the next trip of its loop runs beside the rest of the body, and its
-    beginning; one that is handed to a loop counts as waited for there.
+    One that ends in the next trip of its loop runs beside the rest of the body, and its beginning;
+    one that is handed to a loop counts as waited for there.
     """
     frame, order = begun.frame, list(begun.frame)
     after = order[order.index(begun.op) + 1 :]
@@ -197,9 +193,11 @@ def _follow(frame, order, held):
             return op, None
         if op.opcode == "fusion":
             body = frame.enter(op.called[0], op)
-            if _waits(body, held):
+            ends = (x for x in body if x.says("custom_call_target") == "AsyncCollectiveDone")
+            read = (body.find(name) for x in ends for name in x.operands)
+            if any(x.opcode == "parameter" and body.given(x) in held for x in read):
                 return op, None
-            if any(communication.CARRIED in inner.says("backend_config") for inner in body):
+            if any(communication.CARRIED in x.says("backend_config") for x in body):
                 held.add(op.name)
         elif op.opcode == "tuple" and op.name == frame.computation.root:
             return None, op.operands.index(holding[0])
@@ -212,16 +210,7 @@ def _follow(frame, order, held):
     return None, None
 
 
-def _waits(body, held):
-    """Whether a fusion ends a carried collective that it reads."""
-    ends = [op for op in body if op.says("custom_call_target") == "AsyncCollectiveDone"]
-    read = (body.find(name) for op in ends for name in op.operands)
-    places = [int(op.operands[0]) for op in read if op.opcode == "parameter"]
-    return any(body.site.operands[place] in held for place in places)
-
-
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """The time from `start` to `end`, in seconds, in which instruction `name` occupies its lane.
 
     A lane is "products" or, of a collective, "links"; `kind` is then which, and `asynchronous`
@@ -241,8 +230,8 @@ def lanes(program: Any, chip: Any, trips: int = 2) -> tuple[Span, ...]:
 
     Its instructions run in the order in which they stand, products for their FLOPs over the peak,
     collectives for what `overlap` takes them to last, one after the other. A synchronous one lets
-    nothing else run; an asynchronous one is waited for where it ends. Other work takes no time, so
-    this is a schedule and a model, not a measurement. Of a loop, the first `trips` are shown.
+    nothing else run; an asynchronous one is waited for where it ends. Other work takes no time: a
+    schedule and a model, not a measurement. Of a loop, the first `trips` are shown.
 
     Raises:
       TypeError: `program` is no compiled program.
@@ -254,9 +243,8 @@ def lanes(program: Any, chip: Any, trips: int = 2) -> tuple[Span, ...]:
 
 
 def _spans(chip, group: list[Found], trips) -> Iterator[Span]:
-    now, free, awaited = 0.0, 0.0, {}
-    frame, timed = group[0].frame, zip(group, _timed(chip, group), strict=True)
-    starts = {begun.op.name: (begun, seconds) for begun, (_, seconds) in timed}
+    frame, now, free, awaited = group[0].frame, 0.0, 0.0, {}
+    starts = {begun.op.name: (begun, seconds) for begun, _, seconds in _timed(chip, group)}
     for op in [*frame] * (trips if frame.within("while") else 1):
         now = max(now, awaited.pop(op.name, 0.0))
         if op.name in starts:

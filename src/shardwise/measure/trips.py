@@ -1,6 +1,5 @@
 """What runs in a program, and how often: its call tree, and the trips of its loops."""
 
-import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -44,6 +43,10 @@ class Frame:
         """The frame of a computation that `site`, an instruction of this one, runs."""
         return Frame(self.program, self.program.computations[name.lstrip("%")], self, site)
 
+    def given(self, parameter: Instruction) -> str:
+        """The name, in the frame around this one, of what a parameter is."""
+        return self.site.operands[int(parameter.operands[0])]
+
     def find(self, name: str) -> Instruction:
         """The instruction called `name`."""
         if found := self.computation.instructions.get(name):
@@ -65,7 +68,7 @@ class Frame:
         frame, op = self, self.find(name)
         while True:
             if op.opcode == "parameter" and frame.within("call", "fusion"):
-                frame, name = frame.caller, frame.site.operands[int(op.operands[0])]
+                frame, name = frame.caller, frame.given(op)
             elif op.opcode in ("call", "fusion"):
                 frame = frame.enter(op.called[0], op)
                 name = frame.computation.root
@@ -99,8 +102,8 @@ def executed(
 ) -> tuple[list[Found], int]:
     """(all that `read` finds in one run of `frame`, or of one instruction of it, on which device).
 
-    `read(frame, op)` returns a value, or None for an instruction that is of no interest. Heaviest
-    is the branch, or the device, with the largest sum of `weigh(value)` times its runs.
+    `read(frame, op)` returns a value, or None where nothing is of interest. Of branches and devices
+    that counts which has the largest sum of `weigh(value)` times its runs.
 
     Raises:
       ValueError: something found stands in a loop whose number of trips cannot be known.
@@ -114,8 +117,7 @@ def executed(
             inner = frame.enter(name, op)
             return [found for op in inner for found in within(inner, op)]
 
-        value = read(frame, op)
-        if value is not None:
+        if (value := read(frame, op)) is not None:
             return [Found(value, frame, op)]
         if op.opcode == "while":
             # Where nothing is found, its trips may be unknown. The condition runs once more than
@@ -133,9 +135,10 @@ def executed(
     device = int(np.argmax(weight(found))) if device is None else device
     runs = []
     for each in found:
-        times = each.times if isinstance(each.times, int) else each.times[device % each.times.size]
-        if times or isinstance(each.times, int):
-            runs.append(each._replace(times=int(times) if times == int(times) else float(times)))
+        times = np.ravel(each.times)
+        n = times[device % times.size]
+        if n or not np.ndim(each.times):
+            runs.append(each._replace(times=int(n) if n == int(n) else float(n)))
     return runs, device
 
 
@@ -143,8 +146,7 @@ def trip_count(frame: Frame, loop: Instruction) -> int | np.ndarray:
     """The number of times that the body of a while loop runs; ValueError if it depends on data.
 
     As the compiler has noted it, or as `marks.turns` says, a mean over its runs for each device, or
-    else from a counter that starts at a constant, grows by a constant and is compared with a
-    constant.
+    else by a counter from a constant, by a constant, to a constant.
     """
     config = loop.says("backend_config")
     if known := re.search(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"', config):
@@ -165,44 +167,46 @@ class _Unknown(Exception):
     pass
 
 
-_HOLDS = {name: getattr(operator, name.lower()) for name in ("LT", "LE", "GT", "GE", "NE")}
-_MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
+# Which way a counter goes by its condition, 0 for either, and how far past the bound.
+_WAYS = {"LT": (1, 0), "LE": (1, 1), "GT": (-1, 0), "GE": (-1, 1), "NE": (0, 0)}
 
 
 def _counted(frame, loop) -> int:
     """The trips of a loop by the counter that its condition compares."""
     test, body = (frame.enter(loop.attributes[key], loop) for key in ("condition", "body"))
+    condition = f"its condition {test.computation.name}"
     at, op = test.trace(test.computation.root)
     direction = op.says("direction")
-    if op.opcode != "compare" or direction not in _HOLDS:
-        raise _Unknown(f"its condition {test.computation.name} is no comparison of a counter")
+    if op.opcode != "compare" or direction not in _WAYS:
+        raise _Unknown(f"{condition} is no comparison of a counter")
+    way, past = _WAYS[direction]
     (index, offset), (other, bound) = (_sum(test, at, name) for name in op.operands)
     if index is None:
-        index, offset, other, bound = other, bound, index, offset
-        direction = _MIRRORED[direction]
+        index, offset, other, bound, way = other, bound, index, offset, -way
     if index is None or other is not None:
-        raise _Unknown(
-            f"what its condition {test.computation.name} asks of a counter is no constant"
-        )
-    bound -= offset
-    at, carry = frame.trace(loop.operands[0])
-    if carry.opcode != "tuple":
-        raise _Unknown("its first values are not written beside it")
-    outer, start = _sum(frame, at, carry.operands[index])
+        raise _Unknown(f"what {condition} asks of a counter is no constant")
+    apart = "its first values are not written beside it"
+    outer, start = _element(frame, loop.operands[0], index, apart)
     if outer is not None:
-        raise _Unknown(f"{carry.operands[index]} is no constant")
-    at, result = body.trace(body.computation.root)
-    if result.opcode != "tuple":
-        raise _Unknown(f"its body {body.computation.name} does not write what it carries")
-    counted, step = _sum(body, at, result.operands[index])
+        raise _Unknown("the counter's first value is no constant")
+    inner = f"its body {body.computation.name} does not"
+    counted, step = _element(body, body.computation.root, index, f"{inner} write what it carries")
     if counted != index:
-        raise _Unknown(f"its body {body.computation.name} does not add to the counter")
-    if not _HOLDS[direction](start, bound):
-        return 0
-    counter = range(start, bound + {"LE": 1, "GE": -1}.get(direction, 0), step) if step else ()
-    if not counter or (direction == "NE" and (bound - start) % step):
+        raise _Unknown(f"{inner} add to the counter")
+    bound -= offset
+    way = way or (1 if start < bound else -1)
+    left, each = way * (bound - start) + past, way * step
+    if left > 0 and (each <= 0 or (direction == "NE" and left % each)):
         raise _Unknown(f"it counts from {start} by {step} and never passes {bound}")
-    return len(counter)
+    return -(-left // each) if left > 0 else 0
+
+
+def _element(frame, name, index, otherwise):
+    """The `_sum` of one element of a tuple."""
+    at, made = frame.trace(name)
+    if made.opcode != "tuple":
+        raise _Unknown(otherwise)
+    return _sum(frame, at, made.operands[index])
 
 
 def _sum(loop: Frame, frame: Frame, name: str) -> tuple[int | None, int]:
