@@ -12,7 +12,7 @@ from shardwise.costs.arrays import parts
 from shardwise.costs.ledger import Ledger
 from shardwise.costs.sent import sent
 from shardwise.layouts.placing import array_layouts
-from shardwise.layouts.sent import Sent
+from shardwise.layouts.sent import LayoutLedger
 from shardwise.measure.counts import Collectives
 from shardwise.plan import arrays, compiling
 
@@ -51,7 +51,7 @@ def test_arrays_and_a_decoder_s_sizes_send_as_much_of_each_kind(sizes, remat):
     each = plan.Roles(**sizes, microbatches=2, remat=remat)
     layout = compiling.layout_of(each, config, mesh.make(**sizes))
     program = compiling.program_of(each, config, 24, 32)
-    ledger = Sent(layout)
+    ledger = LayoutLedger(layout)
     ledger.parameters(array_layouts(layout, program.params), program.params, remat)
     ledger.activations(program.params, program.batch, remat)
     (part,) = parts(each, config, arrays.of_decoder(config), 24, 32)

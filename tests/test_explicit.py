@@ -131,6 +131,11 @@ def test_the_callers_own_jit_may_be_around(by, around):
             assert born["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
             assert born["w"].sharding.mesh == grid
             equal(born, params, rtol=1e-6)
+        made = jax.jit(lambda key: layouts.init(layout, create, tx, key))(KEY)
+        for one, other in zip(*map(jax.tree.leaves, (made, (params, state))), strict=True):
+            assert one.sharding.mesh == grid
+            assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+        equal(made[0], params, rtol=1e-6)
         eager = layouts.value_and_grad(layout, network)(params, batch)
         return eager, own(params, state, batch)
 

@@ -380,7 +380,7 @@ GRID = functools.partial(mesh.make, a=2, b=2)
 MISTAKES = {
     "no role": (lambda: layouts.Layout(GRID(), fsdp="a"), "axis 'b' of size 2 has no role"),
     "two roles": (lambda: layouts.Layout(GRID(), fsdp="a", data=("a", "b")), "given to data and"),
-    "no axis": (lambda: layouts.Layout(GRID(), fsdp="a", data="c"), "no such axis; it has"),
+    "no axis": (lambda: layouts.Layout(GRID(), fsdp="a", data="c"), "no axis 'c'; it has a="),
     "by": (lambda: layouts.Layout(GRID(), data=("a", "b"), by="magic"), "'hand', 'compiler'"),
     "zero": (lambda: layouts.Layout(GRID(), data=("a", "b"), zero=4), "zero=4"),
     "sequence": (

@@ -372,7 +372,7 @@ def test_what_stages_keep_is_what_the_program_keeps(name):
     assert 0.95 < terms.pending / pend < 1.05
     assert sent.sends(part) == found.sends()
     (along,) = [s.bytes for s in sent.sent(part) if s.roles == ("stage",)]
-    parts_of = layouts_sent.Sent(layout)
+    parts_of = layouts_sent.LayoutLedger(layout)
     parts_of.pipeline(layout.stage, **found.sends())
     assert math.isclose(along, sum(parts_of.values()))
 

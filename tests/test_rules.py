@@ -381,15 +381,15 @@ def test_a_tree_of_rules_that_does_not_fit_is_told_without_its_arrays():
     tree = {"a": {"w": jnp.zeros((1000, 100))}, "b": jnp.zeros(3)}
     for rule, message in [
         (
-            {"a": {"w": {"deep": P()}}, "b": P()},
-            r"at a/w: there it has dict with \['deep'\], and the tree has an array of shape \(1000",
+            {"a": {"w": {"deep": P()}}, "b": None},
+            r"does not fit the tree: .*different types at key path\n.*\['a'\]\['w'\]\n",
         ),
-        ({"a": P()}, r"at its top: there it has dict with \['a'\], and .* dict with \['a', 'b'\]"),
-        ([P(), P()], r"at its top: there it has list with \['0', '1'\], and the tree has dict"),
+        ({"a": P()}, r"symmetric difference on key sets is\n *b.* Give a rule, or a tree of rules"),
+        ([P(), P()], r"different types at key path\n[^\[]*\n.*<class 'list'>"),
     ]:
-        with pytest.raises(ValueError, match=message) as raised:
+        with pytest.raises(ValueError, match=f"(?s){message}") as raised:
             rules.shardings(rule, tree, MESH)
-        assert len(str(raised.value)) < 300
+        assert len(str(raised.value)) < 600
 
 
 def test_a_reason_may_be_left_out():

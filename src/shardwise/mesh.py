@@ -1,9 +1,10 @@
 """Named meshes over the devices that the book runs on, simulated or real."""
 
 import contextlib
+import functools
 import glob
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata, util
 from typing import Any
 
@@ -21,17 +22,15 @@ _TPU = ("/dev/accel*", "/dev/vfio/[0-9]*")  # the files by which a machine's TPU
 def simulate(n: int = 8) -> None:
     """Make `n` devices available in this process, on CPU where there are too few accelerators.
 
-    First asks for `n` CPU devices, which must happen before JAX first touches a device. Then
-    looks: with `n` or more accelerators, the first `n` of those are taken; with fewer (a Colab
-    runtime with one GPU), the first `n` CPU devices are taken and CPU becomes the default device.
-    Called again with the same or a smaller `n`, it selects again. Where several processes form
-    one system (`jax.distributed`), every process asks for `n`, and all their devices are taken.
-    Where only the TPU's compiler (libtpu) is installed, no TPU is looked for. JAX's persistent
-    compilation cache is switched off for several CPU devices, whose collectives stand still when
-    their program was read back.
+    First asks for `n` CPU devices, before JAX first touches a device. Then looks: with `n` or more
+    accelerators, the first `n` of those are taken; with fewer (a Colab runtime with one GPU), the
+    first `n` CPU devices, and CPU becomes the default device. Called again with the same or a
+    smaller `n`, it selects again. Where several processes form one system (`jax.distributed`),
+    every process asks for `n`, and all their devices are taken. Where only the TPU's compiler
+    (libtpu) is installed, no TPU is looked for. JAX's persistent compilation cache is switched off
+    for several CPU devices, whose collectives stand still when their program was read back.
 
-    Tried on CPU, with one process and with two; written for, but not tried on, machines with
-    one or more accelerators.
+    Tried on CPU, with one process and with two; not on machines with accelerators.
 
     Raises:
       ValueError: `n` is below 1.
@@ -78,10 +77,9 @@ def make(**axes: int) -> jax.sharding.Mesh:
     """A mesh by axis name: `make(data=-1, model=2)` on 8 devices is 4×2.
 
     The axes stand in the order in which they are written: neighbours along the last one are
-    neighbours in `devices()` (on TPU, in the topology that `jax.make_mesh` finds), so the axis
-    with the most traffic belongs last. One size may be -1,
-    which takes the devices that remain. If the sizes multiply to fewer devices than there are,
-    the first of them are used. Axes are Auto everywhere in the book: the compiler propagates
+    neighbours in `devices()` (on TPU, in the topology that `jax.make_mesh` finds), so the axis with
+    the most traffic belongs last. One size may be -1, which takes the devices that remain; of more
+    devices than the sizes need, the first are used. Axes are Auto: the compiler propagates
     shardings from inputs, outputs and constraints.
 
     Raises:
@@ -164,16 +162,6 @@ def typed(tree: Any, mesh: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-@contextlib.contextmanager
-def without_types(mesh: Any) -> Iterator[None]:
-    """A context in which `mesh`, where `jax.set_mesh` has set it, has Auto axes."""
-    if jax.sharding.get_abstract_mesh() != mesh.abstract_mesh:
-        yield
-    else:
-        with jax.sharding.use_abstract_mesh(auto(mesh).abstract_mesh):
-            yield
-
-
 def outside() -> contextlib.AbstractContextManager:
     """A context without the mesh that `jax.set_mesh` has set: for arrays on other devices."""
     return jax.set_mesh(Mesh(np.empty((), dtype=object), ()))
@@ -225,8 +213,11 @@ class _OnAuto:
         return self._plainly(self._run.trace, args, options)
 
     def _plainly(self, function, args, options):
-        args, options = typed((args, options), auto(self._mesh))
-        with without_types(self._mesh):
+        plain = auto(self._mesh)
+        args, options = typed((args, options), plain)
+        is_set = jax.sharding.get_abstract_mesh() == self._mesh.abstract_mesh
+        around = jax.sharding.use_abstract_mesh(plain.abstract_mesh) if is_set else None
+        with around or contextlib.nullcontext():
             return function(*args, **options)
 
     def _traced(self, args, options):
@@ -240,8 +231,8 @@ class _OnAuto:
             out = jax.eval_shape(run, *jax.tree.map(plain, (args, options)))
         around = jax.sharding.get_abstract_mesh()
         types = self._mesh.abstract_mesh if around.empty else around
-        is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-        to = jax.tree.map(lambda s: NamedSharding(types, s), self._specs(out), is_leaf=is_spec)
+        shard = functools.partial(NamedSharding, types)
+        to = jax.tree.map(shard, self._specs(out), is_leaf=lambda x: isinstance(x, PartitionSpec))
         names = tuple(self._mesh.axis_names)
         with jax.sharding.use_abstract_mesh(types):
             return jax.sharding.auto_axes(run, axes=names, out_sharding=to)(args, options)

@@ -1,4 +1,4 @@
-"""Pytrees: the paths of their leaves, and the parameter that an optimizer's array belongs to.
+"""Pytrees: their leaves, with paths and axis names, and whose an optimizer's arrays are.
 
     tree.leaves(params)                   # [("blocks/q/kernel", array), ...], for any pytree
     tree.owners(tx.init(params), params)  # for each array of the state its parameter, or None
@@ -9,6 +9,7 @@ wrappers; an array in it belongs to the parameter in the same place. The ends of
 parameters `{"w": …, "mu": {"w": …}}` have two moments whose paths end in `mu/w`.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -43,18 +44,18 @@ def walk(
         return _is_box(x) or (is_leaf is not None and is_leaf(x))
 
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=stops)[0]:
-        above = tuple(map(_component, keys))
+        above = tuple(path([key]) for key in keys)
         if not _is_box(leaf):
             yield above, leaf, None
             continue
         for inner, array in jax.tree_util.tree_flatten_with_path(leaf)[0]:
             # The first key is the box's own; more follow where it holds a tree.
-            yield (*above, *map(_component, inner[1:])), array, leaf
+            yield (*above, *(path([key]) for key in inner[1:])), array, leaf
 
 
 def path(keys: Iterable[Any]) -> str:
     """The text of a path of JAX's keys, as `jax.tree_util.tree_flatten_with_path` gives them."""
-    return "/".join(map(_component, keys))
+    return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
 def _is_box(x: Any) -> bool:
@@ -70,8 +71,6 @@ def axis_names(box: Any) -> tuple[str | None, ...] | None:
     A name for each axis, or for each but the leading one of a stack; None where there are none, or
     where they are no names but mesh axes in tuples.
     """
-    if box is None:
-        return None
     if hasattr(box, "get_metadata"):
         metadata = box.get_metadata()
         found = next((metadata[key] for key in _METADATA if metadata.get(key) is not None), None)
@@ -83,19 +82,93 @@ def axis_names(box: Any) -> tuple[str | None, ...] | None:
     return names if all(name is None or isinstance(name, str) for name in names) else None
 
 
-def _component(key):
-    """One component of a path: a dict's key, a field's name or a position."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+class Leaf(NamedTuple):
+    """One array of a tree, as rules see it.
+
+    `axes` names each of its axes, or is None where nothing is known; the unnamed leading axis of
+    a stack is "layers".
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...] | None
+    array: Any
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def label(self) -> str:
+        """The name of the leaf in messages, which is its path unless the tree is this one array."""
+        return self.path or "the array"
+
+    @property
+    def is_factored(self) -> bool:
+        """Whether its path is that of a factored second moment in an optax state."""
+        return not {"v_row", "v_col"}.isdisjoint(self.path.split("/"))
+
+    def axis(self, i: int) -> str:
+        """The name of axis i in messages: its number, and its name where it has one."""
+        return f"axis {i}" + (f" ({self.axes[i]!r})" if self.axes and self.axes[i] else "")
+
+
+def read(tree: Any, names: Any = None) -> list[Leaf]:
+    """The tree's `Leaf`s; a leaf's axes come from `names`, or from what it carries.
+
+    `names` is a tree of tuples, as the parameters are; what belongs to a parameter (`owners`), such
+    as an optimizer's moment, has the same names.
+    """
+    found = [
+        (Leaf("/".join(keys), jnp.shape(x), None, x), axis_names(box))
+        for keys, x, box in walk(tree)
+    ]
+    if names is not None:
+        named = _names(names)
+        whose = owners(tree, names, _is_names)
+        found = [
+            (leaf, owner and named[owner.index])
+            for (leaf, _), owner in zip(found, whose, strict=True)
+        ]
+    return [leaf._replace(axes=_for_each_axis(leaf, axes)) for leaf, axes in found]
+
+
+def _names(tree):
+    """The tuples of names in a tree of them, in order."""
+    found = [*walk(tree, _is_names)]
+    for keys, axes, _ in found:
+        if not _is_names(axes):
+            raise ValueError(
+                f"names: {'/'.join(keys)} is {axes!r}; expected a tuple of axis names, such as "
+                f"('embed', 'mlp')."
+            )
+    return [axes for _, axes, _ in found]
+
+
+def _is_names(x):
+    # A PartitionSpec was a tuple before JAX 0.10.
+    is_tuple = isinstance(x, tuple) and not isinstance(x, PartitionSpec)
+    return is_tuple and all(isinstance(a, str | None) for a in x)
+
+
+def _for_each_axis(leaf, names):
+    """The names of all axes of a leaf; None where there are none, or they are its parameter's."""
+    if names is None or leaf.size == 1 or leaf.is_factored:
+        return None
+    if len(leaf.shape) - len(names) not in (0, 1):
+        raise ValueError(
+            f"{leaf.path} has shape {leaf.shape} and the logical axes {tuple(names)}; expected a "
+            f"name for each axis, or for each but the leading one of a stack. For an optimizer's "
+            f"state whose arrays have other shapes than the parameters, use "
+            f"rules.follow(rule, params)."
+        )
+    return (LAYERS,) * (len(leaf.shape) - len(names)) + tuple(names)
 
 
 class Owner(NamedTuple):
     """The parameter of an array: its place among the parameters' leaves, its path and its shape.
 
-    `axes` says for each axis of the array which axis of the parameter it is, as `_kept_axes` does;
-    it is None where the shapes have nothing in common, or the parameter has no shape.
+    `axes` are the axes of the parameter that the array has, as `_axes` tells; None if none.
     """
 
     index: int
@@ -120,61 +193,51 @@ def owners(
         for i in range(len(keys) + 1):
             parts.setdefault(keys[:i], {})[keys[i:]] = leaf
     found: dict[int, Owner] = {}
-    for alike in (_same, _related, _built_alike, _shared):
+
+    def take(pairs):
+        for leaf, parameter in pairs:
+            path, axes = "/".join(parameter.keys), _axes(leaf, parameter)
+            found.setdefault(leaf.index, Owner(parameter.index, path, parameter.shape, axes))
+
+    is_tree = () not in parameters  # of a bare array, anything else would be
+    ways = (False, _has_its_shape), (is_tree, _has_axes), (False, lambda *pair: is_tree)
+    for several, fits in ways:
         for part in parts.values():
             # A part that holds an owned array is a container of such parts: a chain, a mask.
-            if alike is _shared or not any(leaf and leaf.index in found for leaf in part.values()):
-                for leaf, parameter in alike(part, parameters) or []:
-                    path, axes = "/".join(parameter.keys), _axes(leaf, parameter)
-                    owner = Owner(parameter.index, path, parameter.shape, axes)
-                    found.setdefault(leaf.index, owner)
+            if not any(leaf and leaf.index in found for leaf in part.values()):
+                pairs = _pairs(part, parameters, several)
+                take(pairs if all(fits(*pair) for pair in pairs) else [])
+    for part in parts.values() if is_tree else []:
+        pairs = [(leaf, parameters.get(keys)) for keys, leaf in part.items()]
+        take(pair for pair in pairs if all(pair) and _has_axes(*pair))
     return [found.get(leaf.index) for leaf in arrays.values() if leaf]
 
 
-class _Leaf(NamedTuple):
+class _Array(NamedTuple):
     index: int
     keys: tuple
     shape: tuple | None
 
 
 def _by_keys(tree, is_leaf=None):
-    """{the components of a path: the `_Leaf` there, or None for a hole}."""
+    """{the components of a path: the `_Array` there, or None for a hole}."""
     found, index = {}, 0
     for keys, x, _ in walk(tree, is_leaf or _is_hole):
-        hole = is_leaf is None and _is_hole(x)
-        found[keys] = None if hole else _Leaf(index, keys, _shape(x))
-        index += not hole
+        if is_leaf is None and _is_hole(x):
+            found[keys] = None
+            continue
+        shape = None if isinstance(x, tuple | str) or callable(x) else tuple(jnp.shape(x))
+        found[keys] = _Array(index, keys, shape)
+        index += 1
     return found
 
 
-def _same(part, params):
-    """The pairs of a part in which every array has its parameter's shape, or one element."""
-    pairs = _pairs(part, params)
-    return pairs if pairs and all(_is_same(*pair) for pair in pairs) else None
+def _is_hole(x):
+    return x is None or (isinstance(x, tuple) and not x)  # as Optax's MaskedNode
 
 
-def _related(part, params):
-    """The pairs of a part whose arrays all have axes of their parameters; one may have several."""
-    if () in params and () not in part:
-        return None  # for a bare array anything would do
-    pairs = _pairs(part, params, several=True)
-    return pairs if pairs and all(_is_related(*pair) for pair in pairs) else None
-
-
-def _built_alike(part, params):
-    return None if () in params else _pairs(part, params)
-
-
-def _shared(part, params):
-    """The pairs of those arrays that stand where a parameter does, and have its axes."""
-    if () in params:
-        return None
-    pairs = [(leaf, params.get(keys)) for keys, leaf in part.items()]
-    return [(leaf, p) for leaf, p in pairs if leaf and p and _is_related(leaf, p)]
-
-
-def _pairs(part, params, several=False):
-    """[(array, parameter)] if the part is built as the parameters are, holes aside; else None.
+def _pairs(part, params, several):
+    """[(array, parameter)] if the part is built as the parameters are, holes aside; else none.
 
     There may be `several` arrays, a tree of them, for one parameter.
     """
@@ -184,87 +247,52 @@ def _pairs(part, params, several=False):
         if at is None:
             around = keys[:-1]
             if leaf or not any(other[: len(around)] == around for other in params):
-                return None
+                return []
             holes.add(keys)
         elif at != keys and not several:
-            return None
+            return []
         elif leaf and params[at]:
             pairs.append((leaf, params[at]))
         met.add(at)
     missing = params.keys() - met
     masked = (any(keys[:i] in holes for i in range(len(keys))) for keys in missing)
-    return pairs if all(masked) else None
+    return pairs if all(masked) else []
 
 
-def _is_same(leaf, parameter):
-    if leaf.shape is None or parameter.shape is None:
-        return True
-    return leaf.shape == parameter.shape or math.prod(leaf.shape) == 1
+def _has_its_shape(leaf, parameter):
+    """Whether an array has its parameter's shape, or one element, or nobody can tell."""
+    unknown = leaf.shape is None or parameter.shape is None
+    return unknown or leaf.shape == parameter.shape or math.prod(leaf.shape) == 1
 
 
-def _is_related(leaf, parameter):
-    return _is_same(leaf, parameter) or _axes(leaf, parameter) is not None
+def _has_axes(leaf, parameter):
+    return _has_its_shape(leaf, parameter) or _axes(leaf, parameter) is not None
 
 
 def _axes(leaf, parameter):
-    if leaf.shape is None or parameter.shape is None:
-        return None
-    return _kept_axes(leaf.shape, parameter.shape, leaf.keys)
+    """The axis of a parameter that each axis of its array is; None where they are none.
 
-
-def _is_hole(x):
-    return x is None or (isinstance(x, tuple) and not x)  # as Optax's MaskedNode
-
-
-def _shape(x):
-    if isinstance(x, tuple | str) or callable(x):
-        return None
-    return tuple(jnp.shape(x))
-
-
-def _kept_axes(
-    shape: tuple[int, ...], whole: tuple[int, ...], keys: tuple[str, ...] = ()
-) -> tuple[int | None, ...] | None:
-    """The axis of a parameter of shape `whole` that each axis of its array of `shape` is.
-
-    The array has the parameter's shape; or lacks some of its axes, as a factored moment does
-    (Adafactor, Shazeer and Stern 2018); or keeps them with size 1; or has one more in front, such
-    as the steps that L-BFGS remembers: None for these. `keys` are the components of its path, which
-    tell factored moments of a square matrix apart. None if it is none of these.
+    The array has the parameter's shape, or has 1 in the place of some sizes; or has one axis more
+    in front, such as the steps that L-BFGS remembers: None for these. Or it lacks some of its axes,
+    as a factored moment does (Adafactor, Shazeer and Stern 2018).
     """
-    if shape == whole:
-        return tuple(range(len(whole)))
+    shape, whole = leaf.shape, parameter.shape
+    if shape is None or whole is None:
+        return None
+    numbers = range(len(whole))
     if shape and shape[1:] == whole:
-        return (None, *range(len(whole)))
+        return (None, *numbers)
     if len(shape) == len(whole):
         fits = all(a in (1, b) for a, b in zip(shape, whole, strict=True))
-        return tuple(None if a == 1 else i for i, a in enumerate(shape)) if fits else None
-    if len(shape) == len(whole) - 1:
-        return _factored(shape, whole, keys)
-    return _chosen(shape, whole)
-
-
-def _factored(shape, whole, keys):
-    missing = [i for i in range(len(whole)) if whole[:i] + whole[i + 1 :] == shape]
-    if not missing:
-        return None
-    # Optax factors the two largest axes, of equal ones the last: v_row lacks the largest,
-    # v_col the other. That decides where two axes are equally long.
-    by_size = sorted(range(len(whole)), key=lambda i: whole[i])
-    lacks = by_size[-2 if "v_col" in keys and len(whole) > 1 else -1]
-    gone = lacks if lacks in missing else missing[0]
-    return tuple(i for i in range(len(whole)) if i != gone)
-
-
-def _chosen(shape, whole):
-    """The first axes of the parameter that have these sizes, in this order."""
-    if math.prod(shape) == 1:
-        return None
-    axes, at = [], 0
-    for size in shape:
-        while at < len(whole) and whole[at] != size:
-            at += 1
-        if at == len(whole):
-            return None
-        axes, at = [*axes, at], at + 1
-    return tuple(axes)
+        return tuple(i if shape[i] == whole[i] else None for i in numbers) if fits else None
+    kept = [
+        axes
+        for axes in itertools.combinations(numbers, len(shape))
+        if shape == tuple(whole[i] for i in axes)
+    ]
+    if "v_col" in leaf.keys and len(whole) > 1:
+        # Optax factors the two largest axes, of equal ones the last; v_row lacks the largest, and
+        # v_col the other. That tells them apart where two axes are equally long.
+        lacks = sorted(numbers, key=lambda i: whole[i])[-2]
+        kept.sort(key=lambda axes: lacks in axes)
+    return kept[0] if kept else None

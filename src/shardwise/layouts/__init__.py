@@ -17,15 +17,7 @@ from shardwise.layouts.catalogue import LAYOUTS
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.meanings import offload
 from shardwise.layouts.predicting import describe, predict
-from shardwise.layouts.training import (
-    init,
-    place,
-    shardings,
-    step,
-    value,
-    value_and_grad,
-    whole,
-)
+from shardwise.layouts.training import init, place, shardings, step, value, value_and_grad, whole
 
 __all__ = [
     "LAYOUTS",

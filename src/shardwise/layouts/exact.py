@@ -39,8 +39,7 @@ def mean_and_grad(
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
     All that comes out is whole on each device, but for the rows of "concatenate". Gradients have
-    the dtype of their parameters, and other sums float32 or a wider one. Without `backward` the
-    gradient is None.
+    their parameters' dtype, other sums float32 or wider; without `backward` the gradient is None.
 
     Raises, when called:
       ValueError: rows that are no multiple of the blocks; a call within a program of the caller's.
@@ -108,8 +107,8 @@ def init(layout: Layout, create: Callable, tx: Any, key: jax.Array) -> tuple[Any
 def step(layout: Layout, tx: Any, update: Callable, outputs: Callable) -> Callable:
     """A function `(params, opt_state, batch, *args, key=None) -> (params, opt_state, *outputs)`.
 
-    `outputs` of (params, batch, *args, key) has what `update` takes, and last what comes out; the
-    update is a program of one device, to which whole parameters and state are donated.
+    `outputs` of (params, batch, *args, key) has what `update` takes, and last what comes out.
+    Whole parameters and state are donated to the update.
     """
     update, whole = jax.jit(update, donate_argnums=(0, 1)), NamedSharding(layout.auto, P())
 
@@ -135,14 +134,11 @@ def laid(tree: Any, to: Any) -> Any:
     """The arrays of `tree` laid out by one sharding, or by a tree of them; those that are stay."""
     leaves, structure = jax.tree.flatten(tree)
     to = [to] * len(leaves) if isinstance(to, NamedSharding) else jax.tree.leaves(to)
-    for i, x in enumerate(leaves):
-        if getattr(x, "committed", False) and _devices(x.sharding) != _devices(to[i]):
-            leaves[i] = jax.device_put(x, to[i])
-    others = [i for i, x in enumerate(leaves) if not _lies(x, to[i])]
-    arrays, shardings = [leaves[i] for i in others], [to[i] for i in others]
-    for i, x in zip(others, moved(arrays, shardings), strict=True):
-        leaves[i] = x
-    return structure.unflatten(leaves)
+    for i, (x, sharding) in enumerate(zip(leaves, to, strict=True)):
+        if getattr(x, "committed", False) and _devices(x.sharding) != _devices(sharding):
+            leaves[i] = jax.device_put(x, sharding)
+    pairs = zip(leaves, to, strict=True)
+    return structure.unflatten(moved(leaves, [None if _lies(*pair) else pair[1] for pair in pairs]))
 
 
 def tree_of(joined: Callable, blocks: Iterable[Any]) -> Any:

@@ -55,16 +55,15 @@ def judge(
     """The reason why a loss was not judged; None where it divides as the layout divides its batch.
     `Indivisible` where it does not.
     """
-    ways = ways_of(layout)
-    leaves = jax.tree.leaves((params, batch, args, key))
+    ways, leaves = ways_of(layout), jax.tree.leaves((params, batch, args, key))
+    if not ways or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        return None
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        return "within a trace of the caller's there are no numbers" if ways else None
+        return "within a trace of the caller's there are no numbers"
     parts = layout.exact or layout.parts(layout.rows) * layout.microbatches
     rows = beforehand.unit_of(batch) // parts
-    if not ways or not rows or any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-        return None
     case = beforehand.Case(loss, params, batch, args, key, has_aux, aux, mesh=layout.auto)
-    return beforehand.judge(case, ways, rows)
+    return beforehand.judge(case, ways, rows) if rows else None
 
 
 def ways_of(layout: Layout) -> tuple[str, ...]:
@@ -92,7 +91,8 @@ def checked(run: Callable, layout: Layout, who: str) -> Callable:
     within another trace, as it is. It is looked at where a compiler has axes beside stages.
     """
     by_hand = (*layout.stage, *(layout.divided if layout.by_hand else ()))
-    if layout.parts([name for name in layout.mesh.axis_names if name not in by_hand]) == 1:
+    others = [name for name in layout.mesh.axis_names if name not in by_hand]
+    if not layout.stage or layout.exact or layout.parts(others) == 1:
         return run
 
     def look(*args, **options):

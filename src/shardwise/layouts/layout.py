@@ -64,16 +64,14 @@ class Layout:
       dispatch: how tokens reach experts by hand: "all_to_all", "gather" or "ragged", or a function
         of the axis and `sequence=` to a meaning of `marks.experts`.
       exact: a number of blocks of rows, a power of two that the devices divide, for which losses,
-        gradients, parameters and optimizer state are the same bits on every mesh and under every
-        role, on one kind of chip and release of XLA. Arrays lie between steps as roles say; a step
-        gathers them whole (`shardwise.layouts.exact`), and runs outside of the caller's jit. How
-        roles are realised, and microbatches, then change no number.
+        gradients, parameters and optimizer state are the same bits on every mesh, under every role
+        and setting, on one kind of chip and release of XLA. Arrays lie between steps as roles say;
+        a step gathers them whole (`shardwise.layouts.exact`), outside of the caller's jit.
       microbatches, dtype, reduce_dtype: as in `fsdp.value_and_grad`.
       remat: a policy of `jax.checkpoint_policies`, for what the loss marks by `marks.layer`; what
         enters a layer, its first argument, has the name "layer_input" there. `layouts.offload`
         keeps that on the host until the backward pass, and computes all else again; other policies
-        that offload (`offload_dot_with_no_batch_dims`, from "device" to "pinned_host") keep what
-        they name.
+        may offload too, from "device" to "pinned_host".
 
     Raises:
       ValueError: an axis without a role, with two, or that the mesh lacks; no such value of a
@@ -173,12 +171,8 @@ class Layout:
     def _check_axes(self):
         owner: dict[str, str] = {}
         for role, axes in self.roles().items():
+            meshes.check_axes(f"layouts.Layout, {role}=", self.mesh, axes)
             for name in axes:
-                if name not in self.mesh.shape:
-                    raise ValueError(
-                        f"layouts.Layout: {role}={name!r}, and the mesh has no such axis; it has "
-                        f"{dict(self.mesh.shape)}."
-                    )
                 if name in owner and {role, owner[name]} - {"data", "fsdp"} != {"expert"}:
                     raise ValueError(
                         f"layouts.Layout: the axis {name!r} is given to {owner[name]} and to "
@@ -234,14 +228,12 @@ class Layout:
         yield (
             by_compiler and self.stage and len(beside) > 1,
             f"by='compiler' with stages beside {', '.join(beside)}: XLA's partitioner ends the "
-            f"process on such programs. Leave it out: by hand rows, sequence and shares are cut as "
-            f"they would be, and tensor is the compiler's all the same.",
+            f"process on such programs. Leave it out: tensor is the compiler's all the same.",
         )
         yield (
             self.kernel and self.context and (self.attention != "ulysses" or not self.by_hand),
             f"kernel= computes attention to whole sequences, and context={self.context} cuts them; "
-            f"by hand and with attention='ulysses' a device sees all tokens of some heads, which a "
-            f"kernel can do.",
+            f"by hand, attention='ulysses' gives a device all tokens of some heads.",
         )
         yield (
             self.kernel and self.stage and self.rows and not self.by_hand,

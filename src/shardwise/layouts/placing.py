@@ -15,8 +15,8 @@ from shardwise import tree as trees
 from shardwise.fsdp import arrays
 from shardwise.layouts.layout import Layout
 from shardwise.mesh import entry_of
-from shardwise.rules.leaves import Leaf
 from shardwise.rules.rule import Choice, Rule, specs
+from shardwise.tree import Leaf
 
 EXPERTS = "experts"  # the logical axis
 
@@ -28,10 +28,10 @@ def _over(layout):
         table[EXPERTS] = entry_of(layout.expert)
     if layout.tensor and layout.over is None:
         table |= dict.fromkeys(layout.cut, entry_of(layout.tensor))
-    found = [over_stages(layout)] if layout.stage else []
-    found += [] if layout.over is None else [layout.over]
-    found += [Named(table)] if table else []
-    return Together(*found) if len(found) > 1 else found[0] if found else None
+    stages = over_stages(layout) if layout.stage else None
+    named = Named(table) if table else None
+    found = [rule for rule in (stages, layout.over, named) if rule is not None]
+    return Together(*found) if len(found) > 1 else next(iter(found), None)
 
 
 def expert_rule(layout: Layout) -> "Named | None":
@@ -71,11 +71,8 @@ class Together(Rule):
     def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
         """One `Choice` for each leaf: on each of its axes the first rule that cuts it."""
         found = zip(*(specs(rule, tree, mesh) for rule in self.each), strict=True)
-        return [Choice(P(*map(_first, itertools.zip_longest(*own)))) for own in found]
-
-
-def _first(entries):
-    return next((entry for entry in entries if entry is not None), None)
+        each = ([*itertools.zip_longest(*own)] for own in found)
+        return [Choice(P(*(next(filter(None, on), None) for on in axes))) for axes in each]
 
 
 def over_stages(layout: Layout) -> rules.PolicyRule:

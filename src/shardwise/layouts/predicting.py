@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from shardwise import rules
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placing import abstract, array_layouts, naming, parameter_rule, shardings
-from shardwise.layouts.sent import Sent
+from shardwise.layouts.sent import LayoutLedger
 
 TOO_MUCH = 0.05  # of the parameters' bytes, to stay whole for want of an axis that divides
 
@@ -47,30 +46,29 @@ def predict(
 ) -> Prediction:
     """The bytes of one device, for parameters and a batch, of which shapes count.
 
-    `held` has those between steps, by what (`tx` adds its state), `sent` those of a step, by mesh
-    axes. These are ring bytes: a reduction over several axes at once counts once, for these axes
-    together, which stand in the mesh's order, as in `measure.by_axis`. `whole` has by path what it
-    costs that no axis of an array divides along fsdp, so that it stays whole.
+    `held` has those between steps, by what (`tx` adds its state), `sent` the ring bytes of a step,
+    by mesh axes: a reduction over several at once counts once, for these together, in the mesh's
+    order, as in `measure.by_axis`. `whole` has by path what it costs that no axis of an array
+    divides along fsdp, so that it stays whole. `remat` says whether layers are rematerialised, by
+    default whether the layout does it.
 
     What runs along axes by hand is exact in the lowered program, and in the compiled one for CPU:
-    parameters, their gradients, attention; a mixture's dispatch is left out, since it depends on
-    what a router chooses (`experts.bytes_sent`). Along the tensor axis it is Megatron's formula,
-    and a compiler does what it does (`tensor.bytes_sent`). Attention's sizes are read from the
-    parameters' logical axes, heads, kv_heads and head_dim. `remat` says whether layers are
-    rematerialised, by default whether the layout does it.
+    parameters, their gradients, attention, whose sizes are read from the parameters' logical axes,
+    heads, kv_heads and head_dim. A mixture's dispatch is left out, since it depends on what a
+    router chooses (`experts.bytes_sent`). Along the tensor axis it is Megatron's formula, and a
+    compiler does what it does (`tensor.bytes_sent`).
 
-    By the compiler, `held` is exact, and `sent` what the layout asks for, not what is inserted: the
-    bytes of the same roles by hand, with keys and values gathered along context. No equality is
-    promised; a compiler may sum where a scatter would do, repeat a gather, or lay out anew what
-    lies otherwise. What it inserted, `measure.collectives` counts in the compiled program.
+    By the compiler, `held` is exact, and `sent` what the layout asks for: the bytes of the same
+    roles by hand, with keys and values gathered along context. A compiler may sum where a scatter
+    would do, repeat a gather, or lay out anew what lies otherwise; what it inserted,
+    `measure.collectives` counts in the compiled program.
 
-    An exact layout sends, once a step, what makes parameters and state whole on each device, in one
-    program by the compiler, and a sum over all devices; its layers send nothing. With stages, the
-    `loss` (and `has_aux`) tells which stage reads what, and a device at the place
-    `stage` along their axis is predicted, with all stages that it has. What it sends there is exact
-    for each tick's activation and cotangent, and for parameters that lie elsewhere than they are
-    read. A parameter that the loss gives to `marks.use` counts as used once in a task. The loss is
-    traced as by hand, and has the marks for it.
+    An exact layout sends, once a step, what makes parameters and state whole on each device, and a
+    sum over all devices. With stages, the `loss` (and `has_aux`), traced as by hand and with the
+    marks for it, tells which stage reads what, and a device at the place `stage` along their axis
+    is predicted, with all stages that it has: exactly for each tick's activation and cotangent, and
+    for parameters that lie elsewhere than they are read. A parameter that the loss gives to
+    `marks.use` counts as used once in a task.
 
     Raises:
       ValueError: stages, and no loss; context, and parameters without these logical axes; what
@@ -79,7 +77,7 @@ def predict(
     again = (layout.remat is not None) if remat is None else remat
     with naming("layouts.predict"):
         arrays = array_layouts(layout, params)
-    shapes, sent = abstract(params), Sent(_asked(layout))
+    shapes, sent = abstract(params), LayoutLedger(_asked(layout))
     whole = _whole(layout, arrays, shapes, "layouts.predict")
     lie = shardings(layout, shapes, tx, "layouts.predict")
     laid = _pairs(shapes, lie if tx is None else lie[0])
@@ -114,24 +112,21 @@ def _bytes(pairs):
 
 def _of_batch(layout, batch):
     total = 0
-    for x in jax.tree.leaves(batch):
-        parts = layout.parts(layout.divided if jnp.ndim(x) > 1 else layout.rows)
-        parts = layout.mesh.size if layout.exact else parts
-        total += math.prod(jnp.shape(x)) * jnp.result_type(x).itemsize // parts
+    for x in jax.tree.leaves(abstract(batch)):
+        parts = layout.parts(layout.divided if x.ndim > 1 else layout.rows)
+        total += x.size * x.dtype.itemsize // (layout.mesh.size if layout.exact else parts)
     return total
 
 
 def _whole(layout, arrays, shapes, who):
     """{path: bytes beyond a share} of arrays that fsdp would cut, and of which no axis divides."""
-    n, found, total = layout.size("fsdp"), {}, 0
-    for array, x in zip(arrays, jax.tree.leaves(shapes), strict=True):
-        size = math.prod(NamedSharding(layout.auto, array.spec).shard_shape(array.shape))
-        elements, axes = math.prod(array.shape), jax.tree.leaves(tuple(array.spec))
-        total += elements * x.dtype.itemsize
-        open_to = elements > 1 and elements >= layout.min_size and set(axes).isdisjoint(layout.fsdp)
-        if n > 1 and open_to:
-            found[array.path] = round(size * x.dtype.itemsize * (1 - 1 / n))
-    costs = sum(found.values())
+    n, found, leaves = layout.size("fsdp"), {}, jax.tree.leaves(shapes)
+    for array, x in zip(arrays, leaves, strict=True):
+        is_cut = not set(layout.fsdp).isdisjoint(jax.tree.leaves(tuple(array.spec)))
+        if n > 1 and x.size >= max(2, layout.min_size) and not is_cut:
+            held = _bytes([(x, NamedSharding(layout.auto, array.spec))])
+            found[array.path] = round(held * (1 - 1 / n))
+    costs, total = sum(found.values()), sum(x.size * x.dtype.itemsize for x in leaves)
     if costs > TOO_MUCH * total:
         largest = max(found, key=found.get)
         warnings.warn(

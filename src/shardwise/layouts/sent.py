@@ -21,7 +21,7 @@ from shardwise.objective.means import wide
 TASKS = "forward", "to_input", "to_weights"
 
 
-class Sent(Ledger):
+class LayoutLedger(Ledger):
     """The `Ledger` of a layout by hand, in which arrays of any tree are counted."""
 
     def __init__(self, layout: Layout):
@@ -57,13 +57,13 @@ class Sent(Ledger):
         if not layout.context and not layout.tensor:
             return
         model = _Model.of(layout, shapes, here or jax.tree.leaves(shapes))
-        if not model.named and layout.context:
+        if not model.sizes.keys() >= {"heads", "kv_heads", "head_dim"}:
+            if not layout.context:
+                return
             raise ValueError(
                 "layouts.predict: what attention sends depends on heads, kv_heads and head_dim, "
                 "and no parameter carries these logical axes."
             )
-        if not model.named:
-            return
         rows, length = next(jnp.shape(x)[:2] for x in jax.tree.leaves(batch) if jnp.ndim(x) > 1)
         rows //= layout.parts(layout.rows)
         if layout.context:
@@ -134,10 +134,10 @@ class Sent(Ledger):
             return
         used = jnp.dtype(layout.dtype or x.dtype)
         reduced = layout.reduce_dtype or (used if layout.zero > 1 or layout.dtype else wide(used))
-        shape = x.shape
+        size = math.prod(x.shape)
         if ends is not None and shares.rows(i) is None:
-            shape = (ends[1] - ends[0], *shape[1:])
-        self._gathered(math.prod(shape), used, reduced, times)
+            size = size // x.shape[0] * (ends[1] - ends[0])
+        self._gathered(size, used, reduced, times)
 
     def _attention(self, model, rows, length, again):
         layout, sizes, t = self.layout, model.sizes, self.layout.size("tensor")
@@ -149,15 +149,10 @@ class Sent(Ledger):
         self.attention(layout.context, one, layout.microbatches * model.layers, again)
 
     def _tensor(self, model, rows, length, first, last):
-        layout = self.layout
-        given = layout.size("tensor"), rows, length, model.sizes["embed"], model.layers
-        told = tensor.bytes_sent(
-            *given,
-            jnp.dtype(model.dtype).itemsize,
-            layout.sequence,
-            scales=model.scales or None,
-            normed_heads=model.cut_norms / model.layers,
-        )
+        layout, itemsize = self.layout, jnp.dtype(model.dtype).itemsize
+        given = layout.size("tensor"), rows, length, model.sizes["embed"], model.layers, itemsize
+        norms = dict(scales=model.scales or None, normed_heads=model.cut_norms / model.layers)
+        told = tensor.bytes_sent(*given, layout.sequence, **norms)
         of_ends = first * told.embedding + last * (told.head + told.loss)
         self.add("activations", layout.tensor, told.layers + told.norms + of_ends)
 
@@ -187,20 +182,16 @@ class _Model:
     @classmethod
     def of(cls, layout, shapes, here):
         found = cls()
-        for (keys, whole, box), x in zip(trees.walk(shapes), here, strict=True):
-            axes = trees.axis_names(box) or ()
-            lead = x.ndim - len(axes)
-            found.sizes |= dict(zip(axes, whole.shape[lead:], strict=True))
-            named = dict(zip(axes, x.shape[lead:], strict=True))
-            times = math.prod(x.shape[:lead]) * named.get(trees.LAYERS, 1)
+        for leaf, x in zip(trees.read(shapes), here, strict=True):
+            axes = leaf.axes or ()
+            found.sizes |= dict(zip(axes, leaf.shape, strict=False))
+            layers = dict(zip(axes, x.shape, strict=False)).get(trees.LAYERS, 1)
             if "kv_heads" in axes:
-                found.layers, found.dtype = times, layout.dtype or x.dtype
-            if keys[-1:] == ("scale",) and {*layout.cut} & {*axes}:
-                found.cut_norms += times
-            elif keys[-1:] == ("scale",):
+                found.layers, found.dtype = layers, layout.dtype or x.dtype
+            if leaf.path.split("/")[-1] != "scale":
+                continue
+            if {*layout.cut} & {*axes}:
+                found.cut_norms += layers
+            else:
                 found.scales += x.size * x.dtype.itemsize
         return found
-
-    @property
-    def named(self):
-        return self.sizes.keys() >= {"heads", "kv_heads", "head_dim"}

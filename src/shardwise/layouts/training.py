@@ -39,13 +39,14 @@ def place(layout: Layout, tree: Any) -> Any:
     Raises:
       ValueError: an array that a role cannot cut, by its path, with the size that would do.
     """
-    found = placing.shardings(layout, tree, None, "layouts.place")
-    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
-        return mesh.typed(jax.device_put(tree, found), layout.mesh)
-    if layout.mesh is not layout.auto:
-        return jax.sharding.reshard(tree, shardings(layout, tree))
-    # Inside jit a device_put is a wish; a constraint is kept.
-    return jax.lax.with_sharding_constraint(tree, found)
+
+    def lay(tree):
+        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+        # Inside jit a device_put is a wish; a constraint is kept.
+        put = jax.lax.with_sharding_constraint if traced else jax.device_put
+        return put(tree, placing.shardings(layout, tree, None, "layouts.place"))
+
+    return mesh.for_caller(lay, layout.mesh, functools.partial(_specs, layout))(tree)
 
 
 def whole(layout: Layout, tree: Any) -> Any:
@@ -61,22 +62,25 @@ def init(layout: Layout, create: Callable, tx: Any, key: jax.Array) -> tuple[Any
     Raises:
       ValueError: as `place`.
     """
-    with mesh.without_types(layout.mesh):
+
+    def make(key):
         shapes = jax.eval_shape(create, key)
         of_params, of_state = placing.shardings(layout, shapes, tx, "layouts.init")
         if layout.exact:
-            made = exact.init(layout, create, tx, key)
-            return mesh.typed(exact.laid(made, (of_params, of_state)), layout.mesh)
+            return exact.laid(exact.init(layout, create, tx, key), (of_params, of_state))
         params = jax.jit(create, out_shardings=of_params)(key)
-        opt_state = jax.jit(tx.init, out_shardings=of_state)(params)
-    return mesh.typed((params, opt_state), layout.mesh)
+        return params, jax.jit(tx.init, out_shardings=of_state)(params)
+
+    def specs(out):
+        params, _ = out
+        return _specs(layout, params, tx)
+
+    return mesh.for_caller(make, layout.mesh, specs)(key)
 
 
 def _update(layout, tx, grads, opt_state, params, **extra):
-    """`tx.update` by the compiler; what comes out lies as what went in.
-
-    Matrices that it multiplies, as Muon does, are gathered once each: it sends as many bytes as
-    they have, and they are whole on every device meanwhile, in the work as well.
+    """`tx.update` by the compiler, with matrices that it multiplies gathered once each; what comes
+    out lies as what went in.
     """
     update = functools.partial(tx.update, **extra)
     updates, state = whole_in_products(update, layout.auto, grads, opt_state, params)
@@ -90,9 +94,8 @@ def value_and_grad(
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, and its gradient.
 
     `loss(params, batch, *args)` is written for one device, with marks where a role needs them:
-    `marks.attend` for context by hand, `marks.stage_boundary` for stages. It returns an
-    `objective.Mean`, or a scalar, a mean over rows; see `shardwise.objective`, also for `has_aux`,
-    `aux` and keys.
+    `marks.attend` for context by hand, `marks.stage_boundary` for stages. What it returns, and
+    `has_aux`, `aux` and keys: see `shardwise.objective`.
 
     Where the layout divides batches, the first call with real arrays judges the loss, as
     `objective.check` does; `check=False` leaves that out. What is traced or lowered is not judged.
@@ -106,12 +109,12 @@ def value_and_grad(
     run = gradients.mean_and_grad(layout, loss, has_aux, aux, who)
     if layout.exact:
         run = exact.value_and_grad(layout, run, who)
-    elif layout.stage:
-        run = first_call.checked(run, layout, who)
+    run = first_call.checked(run, layout, who)
     run = first_call.judged(run, layout, loss, has_aux, aux, who) if check else run
 
     def specs(out):
-        return _whole(out[0]), _specs(layout, out[1])
+        mean, grads = out
+        return _whole(mean), _specs(layout, grads)
 
     return mesh.for_caller(run, layout.mesh, specs)
 
@@ -119,8 +122,7 @@ def value_and_grad(
 def value(layout: Layout, loss: Callable, has_aux: bool = False, aux: Any = "sum") -> Callable:
     """A function of `(params, batch, *args, key=None)`: the mean over the batch, or (mean, aux).
 
-    The first half of `value_and_grad`, as an evaluation wants it: the backward pass is not
-    computed. The loss is not judged.
+    For an evaluation: the backward pass is not computed, and the loss not judged.
     """
     run = gradients.mean_and_grad(layout, loss, has_aux, aux, "layouts.value", backward=False)
 
@@ -130,8 +132,8 @@ def value(layout: Layout, loss: Callable, has_aux: bool = False, aux: Any = "sum
     return mesh.for_caller(mean if layout.exact else jax.jit(mean), layout.mesh, _whole)
 
 
-def _specs(layout, params):
-    return parameter_rule(layout)(params, layout.auto)
+def _specs(layout, params, tx=None):
+    return jax.tree.map(lambda to: to.spec, shardings(layout, params, tx))
 
 
 def _whole(tree):
@@ -189,16 +191,14 @@ def step(
     if layout.exact:
         run = exact.step(layout, tx, functools.partial(_updated, tx, tx.update), outputs)
     else:
-        run = jax.jit(run, donate_argnums=(0, 1))
-        run = first_call.checked(run, layout, "layouts.step") if layout.stage else run
+        run = first_call.checked(jax.jit(run, donate_argnums=(0, 1)), layout, "layouts.step")
     run = first_call.judged(run, layout, loss, has_aux, aux, "layouts.step") if check else run
     if layout.by_hand and not layout.exact:
         run = laid_out(run, parameter_rule(layout), layout.auto, "layouts.step")
 
     def specs(out):
-        params, state, *rest = out
-        of_state = state_rule(layout, params)(state, layout.auto)
-        return _specs(layout, params), of_state, *_whole(rest)
+        params, _, *rest = out
+        return *_specs(layout, params, tx), *_whole(rest)
 
     return mesh.for_caller(run, layout.mesh, specs)
 

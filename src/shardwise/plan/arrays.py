@@ -9,7 +9,6 @@ from shardwise import tree as trees
 from shardwise.costs.arrays import Array, Arrays
 from shardwise.layouts import matrices
 from shardwise.model import Config, Decoder
-from shardwise.rules import leaves
 from shardwise.train import Optimizer
 
 ADAMW = Optimizer()
@@ -25,7 +24,7 @@ def of_decoder(config: Config, optimizer: Optimizer = ADAMW) -> Arrays:
     shapes = nnx.state(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
     parameters = tuple(
         Array(x.path, x.shape, x.axes or (None,) * len(x.shape), x.array.dtype.itemsize)
-        for x in leaves.read(shapes)
+        for x in trees.read(shapes)
     )
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
     tx = optimizer.transformation()

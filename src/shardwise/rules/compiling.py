@@ -38,9 +38,9 @@ def jit(
     An `fn` that is jitted already is traced again, and its marks are seen; what it donates has to
     be said here.
 
-    Parameters that are cut along two mesh axes, as by FSDP over tensor parallelism, want their
-    activations pinned, by `names` or by constraints of the model's own: left free, the compiler
-    moves them between layouts, holds and sends several times as much.
+    Where parameters are cut along two mesh axes, as by FSDP over tensor parallelism, pin
+    activations, by `names` or by constraints of the model's own: left free, the compiler moves them
+    between layouts, holds and sends several times as much.
 
     On a mesh of Explicit axes, JAX's own default, `fn` sees Auto ones: arguments are taken as they
     lie, and results have the caller's types. Within a trace of the caller's, results that
@@ -105,38 +105,37 @@ class _Jit:
         # The place of each argument among the function's parameters, of which **more is the last.
         known = {name: i for i, name in enumerate(self._parameters)}
         at = [*range(count), *(known.get(name, last) for name in names)]
-        wanted = None
-        if self._in_rules is not None:
-            wanted = shardings(self._entries(at), given, self._mesh)
-
-        def call(*args):
-            return self._fn(*args[:count], **dict(zip(names, args[count:], strict=True)))
-
-        closed, out = jax.make_jaxpr(self._marked(call), return_shape=True)(*given)
+        wanted = shardings(self._entries(at), given, self._mesh)
+        call = functools.partial(self._marked, names)
+        closed, out = jax.make_jaxpr(call, return_shape=True)(*given)
         run, structure = jaxpr_as_fun(closed), jax.tree.structure(out)
 
         def program(*args):
             return jax.tree.unflatten(structure, run(*jax.tree.leaves(args)))
 
         program.__name__ = getattr(self._fn, "__name__", "program")  # as profiles show it
-        options = {} if wanted is None else dict(in_shardings=wanted)
-        if self._out_rules is not None:
-            options["out_shardings"] = shardings(self._out_rules, out, self._mesh)
         donated = tuple(i for i, place in enumerate(at) if place in self._donated)
-        return jax.jit(program, donate_argnums=donated, **options), wanted
+        to = shardings(self._out_rules, out, self._mesh)
+        jitted = jax.jit(program, in_shardings=wanted, out_shardings=to, donate_argnums=donated)
+        return jitted, wanted
 
-    def _marked(self, call):
-        """`call` with its named activations bound."""
+    def _marked(self, names, *args):
+        """The function's result, its named activations pinned; the last arguments have `names`."""
+        met, count = set(), len(args) - len(names)
 
-        def marked(*args):
-            pinned = _Pinned(self._names)
-            bound = dict(constrain=pinned) if self._names else {}
-            with mesh_for_constraints(self._mesh), marks.bind(**bound):
-                out = call(*args)
-            pinned.check(self._name)
-            return out
+        def pinned(x, name):
+            met.add(name)
+            return constrain_tree({name: x}, self._names.get(name))[name]
 
-        return marked
+        bound = dict(constrain=pinned) if self._names else {}
+        with mesh_for_constraints(self._mesh), marks.bind(**bound):
+            out = self._fn(*args[:count], **dict(zip(names, args[count:], strict=True)))
+        if unused := set(self._names) - met:
+            raise ValueError(
+                f"rules.jit: names has {min(unused)!r}, which {self._name} never marks; it marks "
+                f"{sorted(met)}. (A jaxpr or an exported program hides its marks.)"
+            )
+        return out
 
     def _entries(self, at):
         """The entries of `in_rules` for the arguments at these places, a tuple."""
@@ -151,30 +150,8 @@ class _Jit:
         return tuple(given[place] for place in at)
 
 
-class _Pinned:
-    """The meaning of `marks.constrain` by `names`, {name of an activation: rule or spec}."""
-
-    def __init__(self, names: Mapping[str, Any]):
-        self.names, self.met = names, set()
-
-    def __call__(self, x: jax.Array, name: str) -> jax.Array:
-        self.met.add(name)
-        rule = self.names.get(name)
-        return x if rule is None else constrain_tree({name: x}, rule)[name]
-
-    def check(self, function: str) -> None:
-        """Raise for a name that this function did not mark when it was traced."""
-        if unused := set(self.names) - self.met:
-            raise ValueError(
-                f"rules.jit: names has {min(unused)!r}, which {function} never marks; it marks "
-                f"{sorted(self.met)}. (A jaxpr or an exported program hides its marks.)"
-            )
-
-
 def _explained(error, wanted, given):
     """The error with the path of the argument that lies elsewhere, if that is the reason."""
-    if wanted is None:
-        return error
     targets = jax.tree.structure(given).flatten_up_to(wanted)  # None: not said
     for (path, array), target in zip(tree.leaves(given), targets, strict=True):
         lies = getattr(array, "sharding", None)

@@ -7,9 +7,8 @@ from typing import Any
 from jax.sharding import Mesh, PartitionSpec
 
 from shardwise.mesh import axes_of, check_axes, parts
-from shardwise.rules.leaves import Leaf, read
 from shardwise.rules.rule import ONE, Choice, Rule, specs, used_axes
-from shardwise.tree import LAYERS
+from shardwise.tree import LAYERS, Leaf, read
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,12 +43,10 @@ class FSDPRule(Rule):
                 f"names that the tree carries tell."
             )
         super().__post_init__()
+        if self.names is None:  # those that the rule below knows
+            object.__setattr__(self, "names", getattr(self.over, "names", None))
         if self.pick not in ("largest", "first"):
             raise ValueError(f"FSDPRule: pick={self.pick!r}; expected 'largest' or 'first'.")
-
-    def leaves(self, tree: Any) -> list[Leaf]:
-        """The `Leaf`s of `tree`, whose names the rule below may know."""
-        return read(tree, getattr(self.over, "names", None) if self.names is None else self.names)
 
     def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
         check_axes(self.who, mesh, axes_of(self.axis))
@@ -69,17 +66,17 @@ class FSDPRule(Rule):
             return Choice(spec)
         self.check_not_factored(leaf)
         entries = [*spec, *[None] * (len(leaf.shape) - len(spec))]
-        free = [i for i, entry in enumerate(entries) if entry is None and not self._layers(leaf, i)]
-        last = [0] if self._unsaid(leaf) and entries[0] is None else []
-        i = self._pick(leaf, free, last, parts(mesh, self.axis))
-        if i is None:
+        free = [i for i, entry in enumerate(entries) if entry is None]
+        fits = self._dividing(leaf, free, parts(mesh, self.axis))
+        if not fits:
             return Choice(spec, f"no axis divides by {self.axis!r}")
+        i = fits[0] if self.pick == "first" else max(fits, key=lambda i: (leaf.shape[i], i))
         entries[i] = self.axis
         return Choice(PartitionSpec(*entries))
 
     def stacks(self, tree: Any) -> list[bool]:
         """A bool for each array of `tree`: whether axis 0 is known to be one of layers."""
-        leaves = self.leaves(tree)
+        leaves = read(tree, self.names)
         return [bool(x.shape) and not self._unsaid(x) and self._layers(x, 0) for x in leaves]
 
     def _layers(self, leaf, i):
@@ -93,22 +90,22 @@ class FSDPRule(Rule):
         """Whether the leaf's first axis may be one of layers, and nobody has said."""
         return self.stacked is None and leaf.axes is None and len(leaf.shape) > 2
 
-    def _pick(self, leaf, free, last, size):
-        fits = dividing(leaf.shape, free, size)
-        if not fits and self.uneven == "replicate":
-            fits = dividing(leaf.shape, last, size)
-        elif not fits:
-            asked = " Its first axis may be one of layers: say by stacked=, a predicate on paths."
-            open_axes = ", ".join(f"{leaf.axis(i)} of {leaf.shape[i]}" for i in free) or "none"
-            raise ValueError(
-                f"FSDPRule: {leaf.label} of shape {leaf.shape} has no axis that divides over "
-                f"{self.axis!r} ({size}); free are: {open_axes}. Choose other sizes, raise "
-                f"min_size={self.min_size}, or pass uneven='replicate' to leave it as it is."
-                f"{asked if self._unsaid(leaf) else ''}"
-            )
-        if self.pick == "first":
-            return fits[0] if fits else None
-        return max(fits, key=lambda i: (leaf.shape[i], i), default=None)
+    def _dividing(self, leaf, free, size):
+        """Those of the free axes that may be cut, and that `size` divides."""
+        inner = [i for i in free if not self._layers(leaf, i)]
+        fits = dividing(leaf.shape, inner, size)
+        if fits:
+            return fits
+        if self.uneven == "replicate":
+            return dividing(leaf.shape, free if self._unsaid(leaf) else [], size)
+        asked = " Its first axis may be one of layers: say by stacked=, a predicate on paths."
+        open_axes = ", ".join(f"{leaf.axis(i)} of {leaf.shape[i]}" for i in inner) or "none"
+        raise ValueError(
+            f"FSDPRule: {leaf.label} of shape {leaf.shape} has no axis that divides over "
+            f"{self.axis!r} ({size}); free are: {open_axes}. Choose other sizes, raise "
+            f"min_size={self.min_size}, or pass uneven='replicate' to leave it as it is."
+            f"{asked if self._unsaid(leaf) else ''}"
+        )
 
 
 def dividing(shape: Sequence[int], free: Sequence[int], size: int) -> list[int]:

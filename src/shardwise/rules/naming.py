@@ -8,8 +8,8 @@ from typing import Any
 from jax.sharding import Mesh, PartitionSpec
 
 from shardwise.mesh import axes_of, check_axes
-from shardwise.rules.leaves import Leaf
 from shardwise.rules.rule import Choice, Rule, used_axes
+from shardwise.tree import Leaf
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,13 +46,23 @@ class LogicalRules(Rule):
             )
         return dataclasses.replace(self, table={**self.table, **changes})
 
-    def spec(self, *axes: str | None) -> PartitionSpec:
+    def spec(self, *axes: str | None, of: str = "an activation") -> PartitionSpec:
         """The PartitionSpec of an activation with these logical axes; None for an unnamed one.
 
         Raises:
-          ValueError: a name without an entry, or two names on one mesh axis.
+          ValueError: a name without an entry, or two names on one mesh axis, `of` what is told.
         """
-        return self._spec("an activation", axes)
+        owner, entries = {}, [self.entry(name, of, axes) for name in axes]
+        for name, entry in zip(axes, entries, strict=True):
+            for axis in axes_of(entry):
+                if axis in owner:
+                    raise ValueError(
+                        f"LogicalRules: in {of} the logical axes {owner[axis]!r} and {name!r} are "
+                        f"both on mesh axis {axis!r}, which can cut an array once. Give one of "
+                        f"them None or another mesh axis."
+                    )
+                owner[axis] = name
+        return PartitionSpec(*entries)
 
     def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
         check_axes(self.who, mesh, used_axes(self.table.values()))
@@ -67,7 +77,7 @@ class LogicalRules(Rule):
                 f"an activation takes a spec, as rules.spec('batch', None, 'embed') makes it."
             )
         names = ", ".join(map(str, leaf.axes))
-        return Choice(self._spec(leaf.label, leaf.axes), f"no mesh axis for {names}")
+        return Choice(self.spec(*leaf.axes, of=leaf.label), f"no mesh axis for {names}")
 
     def entry(self, name: str | None, path: str, axes: Sequence[str | None]) -> Any:
         """The mesh axes of the logical axis `name`, one of the `axes` of an array."""
@@ -81,19 +91,6 @@ class LogicalRules(Rule):
             )
         entry = self.table[name]
         return tuple(entry) if isinstance(entry, list) else entry
-
-    def _spec(self, label, axes):
-        owner, entries = {}, [self.entry(name, label, axes) for name in axes]
-        for name, entry in zip(axes, entries, strict=True):
-            for axis in axes_of(entry):
-                if axis in owner:
-                    raise ValueError(
-                        f"LogicalRules: in {label} the logical axes {owner[axis]!r} and "
-                        f"{name!r} are both on mesh axis {axis!r}, which can cut an array once. "
-                        f"Give one of them None or another mesh axis."
-                    )
-                owner[axis] = name
-        return PartitionSpec(*entries)
 
 
 class PathRules(Rule):
@@ -128,20 +125,22 @@ class PathRules(Rule):
         return super().chosen(tree, leaves, mesh)
 
     def choose(self, leaf: Leaf, mesh: Mesh) -> Choice:
-        for pattern, spec in self.pairs:
-            if pattern.search(leaf.path):
-                return Choice(spec, f"{pattern.pattern!r} says so")
-        return Choice(PartitionSpec(), "no pattern matches")
+        pattern, spec = self._first(leaf.path)
+        why = "no pattern matches" if pattern is None else f"{pattern.pattern!r} says so"
+        return Choice(spec, why)
+
+    def _first(self, path):
+        found = (pair for pair in self.pairs if pair[0].search(path))
+        return next(found, (None, PartitionSpec()))
 
     def _check_complete(self, paths):
-        hits = {path: [p for p, _ in self.pairs if p.search(path)][:1] for path in paths}
-        if unmatched := [path for path, hit in hits.items() if not hit]:
+        used = {path: self._first(path)[0] for path in paths}
+        if unmatched := [path for path, pattern in used.items() if pattern is None]:
             raise ValueError(
                 f"PathRules: no pattern matches {', '.join(unmatched)}. Add one, such as "
                 f"('.*', P()) at the end, or pass strict=False to replicate them."
             )
-        used = {p.pattern for hit in hits.values() for p in hit}
-        if unused := [p.pattern for p, _ in self.pairs if p.pattern not in used]:
+        if unused := [p.pattern for p, _ in self.pairs if p not in used.values()]:
             raise ValueError(
                 f"PathRules: no leaf takes the pattern {unused[0]!r}: none matches, or earlier "
                 f"patterns took them all. Correct or remove it, or pass strict=False. Paths are "

@@ -2,11 +2,10 @@
 
 import contextlib
 import contextvars
-import reprlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardwise import tree as trees
@@ -36,41 +35,14 @@ def shardings(rule: Any, tree: Any, mesh: Mesh) -> Any:
             raise type(error)(f"At {trees.path(where)}: {error}") from error
         return jax.tree.unflatten(jax.tree.structure(part), found)
 
-    if (unfit := _misfit(rule, tree)) is not None:
-        raise ValueError(unfit)
-    return jax.tree_util.tree_map_with_path(resolve, rule, tree, is_leaf=_is_rule)
-
-
-def _misfit(rule, tree, path=()):
-    """A message where and why a tree of rules is no prefix of `tree`; None if it is one."""
-    if _is_rule(rule):
-        return None
-    ours, theirs = _children(rule), _children(tree)
-    if ours is None:
-        return None  # no rule at all, and told so when it is called
-    if theirs is None or [key for key, _ in ours] != [key for key, _ in theirs]:
-        return (
-            f"The tree of rules does not fit the tree at {trees.path(path) or 'its top'}: there it "
-            f"has {_told(rule, ours)}, and the tree has {_told(tree, theirs)}. Give a rule, or a "
+    try:
+        jax.tree.broadcast(jax.tree.map(lambda _: 0, rule, is_leaf=_is_rule), tree)
+    except ValueError as error:
+        raise ValueError(
+            f"The tree of rules, a prefix tree, does not fit the tree: {error} Give a rule, or a "
             f"tree of rules with the same keys."
-        )
-    for (key, below), (_, part) in zip(ours, theirs, strict=True):
-        if (unfit := _misfit(below, part, (*path, *key))) is not None:
-            return unfit
-    return None
-
-
-def _children(node):
-    """[(key, child)] of a container, of which None is an empty one; None for an array."""
-    flat = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
-    return None if len(flat) == 1 and not flat[0][0] else flat
-
-
-def _told(node, children):
-    if children is None:
-        shape = f" of shape {jnp.shape(node)}" if hasattr(node, "shape") else ""
-        return f"{'an array' if shape else reprlib.repr(node)}{shape}"
-    return f"{type(node).__name__} with {[trees.path(key) for key, _ in children]}"
+        ) from None
+    return jax.tree_util.tree_map_with_path(resolve, rule, tree, is_leaf=_is_rule)
 
 
 def place(tree: Any, rule: Any, mesh: Mesh) -> Any:
@@ -85,24 +57,31 @@ def place(tree: Any, rule: Any, mesh: Mesh) -> Any:
 def whole(tree: Any) -> Any:
     """`tree` with each array whole on every device of its mesh, hence readable in each process."""
     leaves, structure = jax.tree.flatten(tree)
-    cut: dict[Mesh, list[int]] = {}
-    for i, x in enumerate(leaves):
-        if isinstance(getattr(x, "sharding", None), NamedSharding):
-            cut.setdefault(x.sharding.mesh, []).append(i)
-    for mesh, numbers in cut.items():
-        to = [NamedSharding(mesh, PartitionSpec())] * len(numbers)
-        for i, x in zip(numbers, moved([leaves[i] for i in numbers], to), strict=True):
-            leaves[i] = x
-    return jax.tree.unflatten(structure, leaves)
+
+    def to(x):
+        lies = getattr(x, "sharding", None)
+        return (
+            NamedSharding(lies.mesh, PartitionSpec()) if isinstance(lies, NamedSharding) else None
+        )
+
+    return structure.unflatten(moved(leaves, [*map(to, leaves)]))
 
 
-def moved(arrays: list[jax.Array], shardings: list[Sharding]) -> list[jax.Array]:
-    """The arrays, laid out by these shardings over their devices.
+def moved(arrays: Sequence[jax.Array], to: Sequence[NamedSharding | None]) -> list[jax.Array]:
+    """The arrays, laid out by these shardings over their own devices; where None, as they are.
 
-    In one program: of many at once, each with its gather, simulated devices may run different ones,
-    and wait for each other for ever.
+    In one program for a mesh: of many at once, each with its gather, simulated devices may run
+    different ones, and wait for each other for ever.
     """
-    return jax.jit(_same, out_shardings=shardings)(arrays)
+    found, of_mesh = list(arrays), {}
+    for i, sharding in enumerate(to):
+        if sharding is not None:
+            of_mesh.setdefault(sharding.mesh, []).append(i)
+    for numbers in of_mesh.values():
+        move = jax.jit(_same, out_shardings=[to[i] for i in numbers])
+        for i, x in zip(numbers, move([arrays[i] for i in numbers]), strict=True):
+            found[i] = x
+    return found
 
 
 def _same(x):  # at the module's top level: trees that lie alike share a program

@@ -7,8 +7,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardwise.mesh import axes_of, check_axes, parts
-from shardwise.rules.leaves import Leaf, is_factored, read
-from shardwise.tree import owners
+from shardwise.tree import Leaf, owners, read
 
 
 class Choice(NamedTuple):
@@ -24,22 +23,22 @@ ONE = Choice(PartitionSpec(), "one element")
 class Rule:
     """The base class of rules; a subclass defines `choose(leaf, mesh) -> Choice` for one leaf.
 
-    `names` gives logical axes to the leaves of plain pytrees. `uneven` says what becomes of an
-    axis that its mesh axes do not divide: "error", or "replicate" to leave that axis whole. Errors
-    begin with `who`, and `advice` is what may be done with such an axis beside another size. A
-    single element is always replicated.
+    `names` gives logical axes to the leaves of plain pytrees. `uneven` says what becomes of an axis
+    that its mesh axes do not divide: "error", which gives `advice`, or "replicate" to leave it
+    whole. Errors begin with `who`. A single element is always replicated.
 
     Raises, when called:
       ValueError: a spec that does not fit its array or the mesh; the message names the path.
     """
 
+    who: str
     names = None
     uneven = "error"
     advice = "change the rule, or pass uneven='replicate' to leave that axis whole"
 
-    @property
-    def who(self) -> str:
-        return type(self).__name__
+    def __init_subclass__(cls):
+        if "who" not in vars(cls):
+            cls.who = cls.__name__
 
     def __call__(self, tree: Any, mesh: Mesh) -> Any:
         """The PartitionSpecs of the tree's arrays, as a tree."""
@@ -47,13 +46,9 @@ class Rule:
 
     def choices(self, tree: Any, mesh: Mesh) -> list[Choice]:
         """One `Choice` for each leaf, in order, which fits the array and the mesh."""
-        leaves = self.leaves(tree)
+        leaves = read(tree, self.names)
         chosen = self.chosen(tree, leaves, mesh)
         return [self._fit(*pair, mesh) for pair in zip(leaves, chosen, strict=True)]
-
-    def leaves(self, tree: Any) -> list[Leaf]:
-        """The `Leaf`s of `tree`, in order."""
-        return read(tree, self.names)
 
     def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
         """One `Choice` for each leaf of `tree`, not yet checked."""
@@ -68,7 +63,7 @@ class Rule:
 
     def check_not_factored(self, leaf: Leaf) -> None:
         """Raise for a factored moment, whose axes only its parameter knows."""
-        if is_factored(leaf.path):
+        if leaf.is_factored:
             raise ValueError(
                 f"{self.who}: {leaf.label} of shape {leaf.shape} is an optimizer's factored "
                 f"moment, and which axes it has kept only its parameter can tell: use "
@@ -115,11 +110,7 @@ class Same(Rule):
     """A rule of one PartitionSpec for every array that has axes."""
 
     def __init__(self, spec):
-        self.spec = spec
-
-    @property
-    def who(self):
-        return short(self.spec)
+        self.spec, self.who = spec, short(spec)
 
     def choose(self, leaf, mesh):
         return Choice(self.spec, "its spec says so")
@@ -132,18 +123,11 @@ class Function(Rule):
 
     def __init__(self, function):
         self.function = function
-
-    @property
-    def who(self):
-        return getattr(self.function, "__name__", type(self.function).__name__)
+        self.who = getattr(function, "__name__", type(function).__name__)
 
     def chosen(self, tree, leaves, mesh):
-        made = self.function(tree, mesh)
-        try:
-            found = jax.tree.structure(tree).flatten_up_to(made)
-        except ValueError:  # another structure
-            found = jax.tree.leaves(made)
-        if len(found) != len(leaves) or not all(isinstance(s, PartitionSpec) for s in found):
+        found = jax.tree.leaves(self.function(tree, mesh), is_leaf=_is_spec)
+        if len(found) != len(leaves) or not all(map(_is_spec, found)):
             raise ValueError(
                 f"{self.who}: expected a PartitionSpec for each of {len(leaves)} arrays, P() for "
                 f"a replicated one; got {reprlib.repr(found)}."
@@ -168,37 +152,35 @@ class Following(Rule):
     def _one(self, leaf, owner, found, mesh):
         if leaf.size == 1:
             return ONE
+        if owner is not None and owner.axes is not None:
+            entries = dict(enumerate(found[owner.index]))
+            spec = PartitionSpec(*map(entries.get, owner.axes))
+            return Choice(spec, f"as {owner.path or 'the parameter'}")
         alone = {leaf.path: leaf.array}
-        if self.other is not None and (owner is None or owner.axes is None):
+        if self.other is not None:
             return self.other.choices(alone, mesh)[0]
-        if owner is None:
-            try:
-                return self.rule.choices(alone, mesh)[0]
-            except ValueError as error:
-                raise ValueError(
-                    f"{self.who}: {leaf.label} of shape {leaf.shape} belongs to no parameter, and "
-                    f"by itself the rule refuses it. {_BY_OTHER} ({error})"
-                ) from error
-        if owner.axes is None:
+        other = "Say how to lay out such arrays by other=, such as other=PartitionSpec()."
+        if owner is not None:
             raise ValueError(
                 f"{self.who}: {leaf.label} has shape {leaf.shape}, and its parameter "
-                f"{owner.path or 'itself'} has {owner.shape}; expected some of its axes. "
-                f"{_BY_OTHER}"
+                f"{owner.path or 'itself'} has {owner.shape}; expected some of its axes. {other}"
             )
-        entries = [*found[owner.index], *[None] * (len(owner.shape) - len(found[owner.index]))]
-        spec = PartitionSpec(*(None if i is None else entries[i] for i in owner.axes))
-        return Choice(spec, f"as {owner.path or 'the parameter'}")
+        try:
+            return self.rule.choices(alone, mesh)[0]
+        except ValueError as error:
+            raise ValueError(
+                f"{self.who}: {leaf.label} of shape {leaf.shape} belongs to no parameter, and by "
+                f"itself the rule refuses it. {other} ({error})"
+            ) from error
 
 
-_BY_OTHER = (
-    "Say how to lay out such arrays by other=, such as rules.follow(rule, params, "
-    "other=PartitionSpec())."
-)
+def _is_spec(x):
+    return isinstance(x, PartitionSpec)
 
 
 def as_rule(rule):
     """A `Rule` for `rule`: itself, a PartitionSpec, or any function of (tree, mesh)."""
-    if isinstance(rule, PartitionSpec):
+    if _is_spec(rule):
         return Same(rule)
     if isinstance(rule, Rule):
         return rule
@@ -219,10 +201,9 @@ def follow(rule: Any, params: Any, other: Any = None) -> Rule:
     """The rule for whatever belongs to `params` (arrays or abstract): optimizer states, averages.
 
     What belongs to which parameter is told by structure (`shardwise.tree.owners`). An array gets
-    its parameter's spec on the axes that it has of it: on all of them where it has the same shape,
-    on some where it is a factored moment (Adafactor, Shazeer and Stern 2018), on all but the first
-    where it remembers several steps (L-BFGS). An array of any other shape is laid out by `other`,
-    a rule, and so is what belongs to no parameter; without `other`, that is by `rule` itself.
+    its parameter's spec on the axes that it has of it: on some where it is a factored moment, on
+    all but the first where it remembers several steps. One of any other shape is laid out by
+    `other`, a rule, and so is what belongs to no parameter; without `other`, by `rule` itself.
 
     Raises, when called:
       ValueError: without `other`, an array that has none of its parameter's axes, or one that

@@ -4,13 +4,14 @@ import dataclasses
 import math
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
+import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from shardwise import tree as trees
 from shardwise.mesh import parts, sizes
 from shardwise.rules.rule import as_rule, short
+
+_HEAD = ("path", "shape", "spec", "bytes/device", "replicated because")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,25 +43,19 @@ class Description:
         return {row.path: row.why for row in self.rows if row.why}
 
     def __str__(self):
-        lines = [("path", "shape", "spec", "bytes/device", "replicated because"), *self._cells()]
+        lines = [_HEAD, *self._cells()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        aligned = [
-            "  ".join(
-                cell.rjust(width) if i == 3 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        ]
-        return "\n".join([*aligned, self._total()])
+        sides = zip("<<<><", widths, strict=True)
+        line = "  ".join(f"{{:{side}{width}}}" for side, width in sides)
+        return "\n".join([*(line.format(*cells).rstrip() for cells in lines), self._total()])
 
     __repr__ = __str__
 
     def _repr_markdown_(self):
-        head = ["| path | shape | spec | bytes/device | replicated because |"]
-        head += ["| --- | --- | --- | ---: | --- |"]
         code = [(f"`{c[0]}`", c[1], f"`{c[2]}`", *c[3:]) for c in self._cells()]
-        lines = ["| " + " | ".join(cells) + " |" for cells in code]
-        return "\n".join([*head, *lines, "", self._total()])
+        lines = [_HEAD, ("---", "---", "---", "---:", "---"), *code]
+        table = [f"| {' | '.join(cells)} |" for cells in lines]
+        return "\n".join([*table, "", self._total()])
 
     def _cells(self):
         for row in self.rows:
@@ -84,19 +79,11 @@ def describe(rule: Any, tree: Any, mesh: Mesh) -> str:
     """
     found = as_rule(rule).choices(tree, mesh)
     rows, total = [], 0
-    for (path, array), (spec, why) in zip(trees.leaves(tree), found, strict=True):
-        shape = jnp.shape(array)
-        size = math.prod(shape) * _itemsize(array)
+    shapes = jax.eval_shape(lambda tree: tree, tree)  # as JAX keeps them: no float64, by default
+    for (path, x), (spec, why) in zip(trees.leaves(shapes), found, strict=True):
+        size = math.prod(x.shape) * x.dtype.itemsize
         cut = math.prod(parts(mesh, entry) for entry in spec)
         total += size
-        rows.append(
-            Row(path, shape, spec, size // cut, (why or "the rule says so") if cut == 1 else "")
-        )
+        why = (why or "the rule says so") if cut == 1 else ""
+        rows.append(Row(path, x.shape, spec, size // cut, why))
     return Description(rows, total, sizes(mesh))
-
-
-def _itemsize(array):
-    """The bytes of an element as JAX keeps it: with 64 bits off, NumPy's float64 is float32."""
-    dtype = getattr(array, "dtype", None)
-    on_host = dtype is None or isinstance(array, np.ndarray)
-    return jnp.result_type(array).itemsize if on_host else dtype.itemsize
