@@ -16,7 +16,7 @@ import jax
 import orbax.checkpoint as ocp
 import tensorstore
 
-from shardwise.checkpoint.items import flat, is_bucket, stored_name
+from shardwise.checkpoint.items import flat, stored_name
 
 METADATA = "shardwise"  # the key of ours among an item's own metadata, in Orbax's _METADATA
 _FOLDER = "digests"
@@ -74,7 +74,7 @@ def places(folder):
 def write_sums(item: str) -> None:
     """Write the checksums of the chunks that this process wrote of an item, a directory."""
     mine = Path(item, f"ocdbt.process_{jax.process_index()}")
-    if is_bucket(item) or not mine.exists():
+    if not mine.exists():
         return
     found = {
         name: {_text(chunk): _crc(mine, place) for chunk, place in chunks.items()}
@@ -88,7 +88,7 @@ def write_sums(item: str) -> None:
 def read_sums(label: str, item: str) -> dict[str, dict[tuple[int, ...], tuple]]:
     """{name on disk: {chunk: (its place, its checksum)}}; empty where no checksums were written."""
     folder, sums = Path(item, _FOLDER), {}
-    if is_bucket(item) or not folder.exists():
+    if not folder.exists():
         return {}
     try:
         for file in folder.iterdir():

@@ -40,9 +40,8 @@ class Steps:
         self.find_step = self._plain.find_step
 
     def find_all(self, base_path: Any) -> Iterator[Any]:
-        for found in self._plain.find_all(base_path):
-            if (found.path / "_CHECKPOINT_METADATA").exists():
-                yield found
+        every = self._plain.find_all(base_path)
+        return (found for found in every if (found.path / "_CHECKPOINT_METADATA").exists())
 
 
 def reader(where: str, items: dict[str, bool] | None = None) -> ocp.CheckpointManager:
@@ -81,9 +80,8 @@ def find(where: str, step: int | None) -> tuple[int, list[str]]:
 class Lock:
     """A lock on a local directory, which the operating system takes back when this process ends.
 
-    It is a lock of the process (POSIX's), hence not inherited by forked children that outlive it.
-    Where another has it, the error begins with `who` and says what the other `does` there, and
-    `advice`.
+    It is one of the process (POSIX's), hence not inherited by forked children that outlive it. The
+    error where another has it begins with `who`, and says what that one `does` there, and `advice`.
     """
 
     def __init__(self, where: str, who: str, does: str, advice: str):
@@ -97,11 +95,10 @@ class Lock:
           RuntimeError: another process has it.
         """
         path = os.path.join(self._where, _LOCK)
-        if self._file is not None:
-            with contextlib.suppress(FileNotFoundError):  # the directory was deleted
-                if os.path.samestat(os.fstat(self._file.fileno()), os.stat(path)):
-                    return
-            self.close()
+        with contextlib.suppress(FileNotFoundError):  # the directory was deleted
+            if self._file is not None and os.path.samefile(self._file.fileno(), path):
+                return
+        self.close()
         os.makedirs(self._where, exist_ok=True)
         self._file = open(path, "a+")  # closing it gives the lock back
         try:

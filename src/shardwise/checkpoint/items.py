@@ -46,7 +46,7 @@ def is_tree(item: Any) -> bool:
 
 def is_empty(item: Any) -> bool:
     """Whether the item has nothing to save, as the state of plain SGD."""
-    return not isinstance(item, bytes) and not _leaves(item)
+    return not _leaves(item)
 
 
 def _leaves(item):

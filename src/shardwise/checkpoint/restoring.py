@@ -56,20 +56,19 @@ def restore(
 ) -> dict[str, Any]:
     """The items of `target`, read from `step` (by default the newest complete one).
 
-    `target` is a dict of any of the saved items. Its leaves say what comes back, and where. A
-    jax.Array, or a jax.ShapeDtypeStruct with a sharding, brings an array with that sharding, for
-    which each process reads the chunks that its devices need. An uncommitted jax.Array, or a
-    jax.ShapeDtypeStruct without a sharding, brings an uncommitted array on the default device; a
-    NumPy array or a Python number, one of these.
+    `target` is a dict of any of the saved items, whose leaves say what comes back, and where. A
+    jax.Array or jax.ShapeDtypeStruct with a sharding brings an array so laid out, of which each
+    process reads the chunks that its devices need; one that is uncommitted or without a sharding,
+    an uncommitted array on the default device; a NumPy array or a Python number, one of these.
 
     No model is needed: `jax.eval_shape` and `rules.shardings` make such targets. For plain data,
     any value without arrays will do, such as None. With `partial`, leaves that only the checkpoint
     has are left unread: drop a new head from the target, and keep its fresh values.
 
-    A save of this process that is still under way is waited for. Everything is compared with the
-    checkpoint's metadata before any array is read; dtypes are never cast. The chunks that devices
-    need are read once more, before that, and checked by their checksums. Several processes restore
-    together, and one step: the newest that all of them see.
+    A save of this process that is still under way is waited for. Before any array is restored, all
+    is compared with the checkpoint's metadata, and the chunks that devices need with their
+    checksums; dtypes are never cast. Several processes restore together, and one step: the newest
+    that all of them see.
 
     Raises:
       FileNotFoundError: no such directory or step, or the step is incomplete.
