@@ -1,8 +1,8 @@
 """Chunks of arrays on disk, and their checksums, so that whoever reads a part can check it.
 
-The layout that restores does not matter: a process checks the chunks that its devices touch, each
-of which was written by one process. Chunks below a kilobyte lie in TensorStore's index, which
-carries checksums of its own. On a bucket there are none.
+One process writes a chunk, with its checksum; whoever reads it, in any layout, checks it. Chunks
+below a kilobyte lie in TensorStore's index, which has checksums of its own. On a bucket there are
+none.
 """
 
 import itertools
@@ -10,13 +10,13 @@ import json
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
 import tensorstore
 
-from shardwise.checkpoint.items import flat, is_bucket, stored_name
+from shardwise.checkpoint.items import flat, stored_name
 
 METADATA = "shardwise"  # the key of ours among an item's own metadata, in Orbax's _METADATA
 _FOLDER = "digests"
@@ -74,7 +74,7 @@ def places(folder):
 def write_sums(item: str) -> None:
     """Write the checksums of the chunks that this process wrote of an item, a directory."""
     mine = Path(item, f"ocdbt.process_{jax.process_index()}")
-    if is_bucket(item) or not mine.exists():
+    if not mine.exists():
         return
     found = {
         name: {_text(chunk): _crc(mine, place) for chunk, place in chunks.items()}
@@ -86,12 +86,9 @@ def write_sums(item: str) -> None:
 
 
 def read_sums(label: str, item: str) -> dict[str, dict[tuple[int, ...], tuple]]:
-    """{name on disk: {chunk: (its place, its checksum)}} of an item, a directory.
-
-    By its index; empty where no checksums were written.
-    """
+    """{name on disk: {chunk: (its place, its checksum)}}; empty where no checksums were written."""
     folder, sums = Path(item, _FOLDER), {}
-    if is_bucket(item) or not folder.exists():
+    if not folder.exists():
         return {}
     try:
         for file in folder.iterdir():
@@ -108,36 +105,16 @@ def read_sums(label: str, item: str) -> dict[str, dict[tuple[int, ...], tuple]]:
         ) from error
 
 
-def check_sums(label: str, item: str, sums: dict, leaves: dict[str, Any], metadata: Any) -> None:
-    """Read the chunks that this process's devices touch, and compare their checksums.
-
-    `sums` is what `read_sums` found, `leaves` has an abstract array for each path, `metadata` is
-    Orbax's of the item.
-    """
-    stored = chunks_of(metadata, sums)  # where each place has its checksum beside it
-    wanted = [
-        (path, chunk, *stored[path].places[chunk])
-        for path in sorted(leaves.keys() & stored.keys())
-        for chunk in sorted(_touched(stored[path], leaves[path]))
-    ]
+def check_sums(label: str, item: str, wanted: dict[tuple, tuple]) -> None:
+    """Read these chunks of an item, {(path, chunk): (place, checksum)}, and compare them."""
     with ThreadPoolExecutor() as threads:
-        found = threads.map(lambda each: _crc(item, each[2]), wanted)
-        for (path, chunk, _, saved), digest in zip(wanted, found, strict=True):
+        found = threads.map(lambda each: _crc(item, each[0]), wanted.values())
+        for ((path, chunk), (_, saved)), digest in zip(wanted.items(), found, strict=True):
             if digest != saved:
                 raise ValueError(
                     f"{label} is damaged: of {Path(item).name}, chunk {chunk} of {path} is not "
                     f"what was saved, by its checksum. Restore another step."
                 )
-
-
-def _touched(stored: Chunks, leaf):
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        return stored.places.keys()
-    more = [slice(None)] * (len(stored.shape) - len(leaf.shape))  # the bits of typed keys
-    blocks = sharding.addressable_devices_indices_map(leaf.shape).values()
-    touched = {chunk for block in blocks for chunk in stored.touched((*block, *more))}
-    return touched & stored.places.keys()
 
 
 def _crc(folder, place):

@@ -25,6 +25,10 @@ except ImportError:  # not on Windows
     fcntl = None
 
 _LOCK = ".shardwise-lock"
+_ADVICE = (
+    "Save to another directory, or end that one first; it may also call checkpoint.wait, which "
+    "lets others in"
+)
 
 
 class Steps:
@@ -36,18 +40,15 @@ class Steps:
         self.find_step = self._plain.find_step
 
     def find_all(self, base_path: Any) -> Iterator[Any]:
-        for found in self._plain.find_all(base_path):
-            if (found.path / "_CHECKPOINT_METADATA").exists():
-                yield found
+        every = self._plain.find_all(base_path)
+        return (found for found in every if (found.path / "_CHECKPOINT_METADATA").exists())
 
 
 def reader(where: str, items: dict[str, bool] | None = None) -> ocp.CheckpointManager:
     """Orbax's manager; `items` says of each item whether its metadata is to be read."""
-    kinds = {True: ocp.PyTreeCheckpointHandler, False: ocp.JsonCheckpointHandler}
+    kinds = ocp.JsonCheckpointHandler, ocp.PyTreeCheckpointHandler
     handlers = items and {name: kinds[is_tree]() for name, is_tree in items.items()}
-    options = ocp.CheckpointManagerOptions(
-        create=False, save_interval_steps=0, step_name_format=Steps()
-    )
+    options = ocp.CheckpointManagerOptions(create=False, step_name_format=Steps())
     return ocp.CheckpointManager(where, options=options, item_handlers=handlers or None)
 
 
@@ -79,9 +80,8 @@ def find(where: str, step: int | None) -> tuple[int, list[str]]:
 class Lock:
     """A lock on a local directory, which the operating system takes back when this process ends.
 
-    It is a lock of the process (POSIX's), hence not inherited by forked children that outlive it.
-    Where another has it, the error begins with `who` and says what the other `does` there, and
-    `advice`.
+    It is one of the process (POSIX's), hence not inherited by forked children that outlive it. The
+    error where another has it begins with `who`, and says what that one `does` there, and `advice`.
     """
 
     def __init__(self, where: str, who: str, does: str, advice: str):
@@ -95,11 +95,10 @@ class Lock:
           RuntimeError: another process has it.
         """
         path = os.path.join(self._where, _LOCK)
-        if self._file is not None:
-            with contextlib.suppress(FileNotFoundError):  # the directory was deleted
-                if os.path.samestat(os.fstat(self._file.fileno()), os.stat(path)):
-                    return
-            self.close()
+        with contextlib.suppress(FileNotFoundError):  # the directory was deleted
+            if self._file is not None and os.path.samefile(self._file.fileno(), path):
+                return
+        self.close()
         os.makedirs(self._where, exist_ok=True)
         self._file = open(path, "a+")  # closing it gives the lock back
         try:
@@ -140,10 +139,8 @@ class Writer:
     def __init__(self, where):
         self._where = where
         self._turn = threading.RLock()  # Orbax deadlocks when two threads save
-        advice = "Save to another directory, or end that one first; it may also call "
-        advice += "checkpoint.wait, which lets others in"
-        self._lock = Lock(where, "checkpoint.save", "saves to", advice)
-        self._keep, self._manager = None, None
+        self._lock = Lock(where, "checkpoint.save", "saves to", _ADVICE)
+        self._manager = None  # of the step that is written
         self.compared = False  # whether replicas in several processes have been
 
     def save(self, step, keep, arguments, metadata):
@@ -153,7 +150,7 @@ class Writer:
                 self.finish()
                 with together("checkpoint.save"):
                     self._enter()
-                self._open(keep)
+                self._manager = _manager(self._where, keep)
                 with together("checkpoint.save"):
                     self._check(step)
                 # Orbax's own schedule would skip some steps in silence.
@@ -174,8 +171,9 @@ class Writer:
     def finish(self):
         """Block until all is on disk; the directory stays locked."""
         with self._turn:
-            if self._manager is not None:
-                self._manager.wait_until_finished()
+            manager, self._manager = self._manager, None
+            if manager is not None:
+                manager.close()
 
     def _enter(self):
         """Lock the directory, and delete what dead processes left unfinished in it."""
@@ -186,24 +184,7 @@ class Writer:
             if re.fullmatch(r"\d+\.orbax-checkpoint-tmp.*", path.name):
                 shutil.rmtree(path)
 
-    def _open(self, keep):
-        if self._manager is not None:
-            if keep == self._keep:
-                return
-            self._manager.close()
-        handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-        handlers.add(None, ocp.args.StandardSave, Handler)
-        handlers.add(None, ocp.args.JsonSave, ocp.JsonCheckpointHandler)
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, create=True, step_name_format=Steps()
-        )
-        self._manager = ocp.CheckpointManager(
-            self._where, options=options, handler_registry=handlers
-        )
-        self._keep = keep
-
     def _check(self, step):
-        self._manager.reload()  # another process may have written there, or deleted
         newest, folder = self._manager.latest_step(), self._manager.directory / str(step)
         if newest is not None and step <= newest:
             is_there = step in self._manager.all_steps()
@@ -218,3 +199,12 @@ class Writer:
                 f"checkpoint.save: {folder} is there already and is no checkpoint. Save another "
                 f"step, or to another directory."
             )
+
+
+def _manager(where, keep):
+    """Orbax's manager for one save, which looks for the steps that are there by now."""
+    handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    handlers.add(None, ocp.args.StandardSave, Handler)
+    handlers.add(None, ocp.args.JsonSave, ocp.JsonCheckpointHandler)
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, step_name_format=Steps())
+    return ocp.CheckpointManager(where, options=options, handler_registry=handlers)

@@ -46,7 +46,7 @@ def is_tree(item: Any) -> bool:
 
 def is_empty(item: Any) -> bool:
     """Whether the item has nothing to save, as the state of plain SGD."""
-    return not isinstance(item, bytes) and not _leaves(item)
+    return not _leaves(item)
 
 
 def _leaves(item):
@@ -60,15 +60,16 @@ def by_path(name: str, item: Any) -> dict[str, Any]:
     """{path: array} of a tree; a bare array goes by the item's own name.
 
     Raises:
-      ValueError: two leaves would go by one path or one name on disk, or one lies below another.
+      ValueError: two leaves would have one name on disk, or one lies below another.
     """
     found, stored, parents = {}, {}, set()
     for path, array in tree.leaves(item):
         path = path or name
         if (other := stored.get(stored_name(path))) is not None:
-            both = f"two leaves at {path}" if other == path else f"leaves at {other} and {path}"
-            why = "" if other == path else ", which have one name on disk"
-            raise ValueError(f"checkpoint: item {name!r} has {both}{why}; rename one.")
+            raise ValueError(
+                f"checkpoint: item {name!r} has leaves at {other} and {path}, which have one name "
+                f"on disk; rename one."
+            )
         found[path], stored[stored_name(path)] = array, path
         parents |= {path[:end] for end in range(len(path)) if path[end] == "/"}
     if above := [path for path in found if path in parents]:
@@ -94,9 +95,7 @@ def flat(nested: dict[str, Any]) -> dict[str, Any]:
 
 def is_key(x: Any) -> bool:
     """Whether `x` is a typed PRNG key, or an abstract one."""
-    return isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(
-        x.dtype, jax.dtypes.prng_key
-    )
+    return jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
 
 
 @functools.cache

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import SingleDeviceSharding
 
 from shardwise.checkpoint.chunks import METADATA, Chunks, check_sums, chunks_of, places, read_sums
 from shardwise.checkpoint.directory import find, reader
@@ -26,6 +25,7 @@ from shardwise.checkpoint.items import (
 from shardwise.checkpoint.saving import wait
 from shardwise.processes.system import together
 
+ARRAY = jax.Array | jax.ShapeDtypeStruct
 _SHOWN = 10  # of the leaves that differ; whole models may
 
 
@@ -56,20 +56,19 @@ def restore(
 ) -> dict[str, Any]:
     """The items of `target`, read from `step` (by default the newest complete one).
 
-    `target` is a dict of any of the saved items. Its leaves say what comes back, and where. A
-    jax.Array, or a jax.ShapeDtypeStruct with a sharding, brings an array with that sharding, for
-    which each process reads the chunks that its devices need. An uncommitted jax.Array, or a
-    jax.ShapeDtypeStruct without a sharding, brings an uncommitted array on the default device; a
-    NumPy array or a Python number, one of these.
+    `target` is a dict of any of the saved items, whose leaves say what comes back, and where. A
+    jax.Array or jax.ShapeDtypeStruct with a sharding brings an array so laid out, of which each
+    process reads the chunks that its devices need; one that is uncommitted or without a sharding,
+    an uncommitted array on the default device; a NumPy array or a Python number, one of these.
 
     No model is needed: `jax.eval_shape` and `rules.shardings` make such targets. For plain data,
     any value without arrays will do, such as None. With `partial`, leaves that only the checkpoint
     has are left unread: drop a new head from the target, and keep its fresh values.
 
-    A save of this process that is still under way is waited for. Everything is compared with the
-    checkpoint's metadata before any array is read; dtypes are never cast. The chunks that devices
-    need are read once more, before that, and checked by their checksums. Several processes restore
-    together, and one step: the newest that all of them see.
+    A save of this process that is still under way is waited for. Before any array is restored, all
+    is compared with the checkpoint's metadata, and the chunks that devices need with their
+    checksums; dtypes are never cast. Several processes restore together, and one step: the newest
+    that all of them see.
 
     Raises:
       FileNotFoundError: no such directory or step, or the step is incomplete.
@@ -91,33 +90,32 @@ def restore(
             folders = {name: f"{manager.directory}/{step}/{name}" for name in trees}
             sums = {name: read_sums(label, folder) for name, folder in folders.items()}
             saved = manager.metadata(step)
-            wanted = _wanted(label, saved, target, trees)
-            _check_leaves(label, saved, trees, partial)
+            wanted = _wanted(label, saved.item_handlers, target, trees)
+            _check_leaves(label, saved.item_metadata, trees, partial)
             for name, leaves in trees.items():
-                metadata = saved.item_metadata[name].tree
-                check_sums(label, folders[name], sums[name], leaves, metadata)
+                stored = chunks_of(saved.item_metadata[name].tree, sums[name])
+                check_sums(label, folders[name], _touched(leaves, stored))
         how = {name: _how(trees.get(name)) for name in wanted}
         found = manager.restore(step, args=ocp.args.Composite(**how)) if how else {}
     with together(label):
         out, ours = dict(target), (saved.custom_metadata or {}).get(METADATA)
         for name in wanted:
-            if name not in trees:
-                out[name] = from_json(found[name])
-                if ours is not None and ours["digests"][name] != digest(found[name]):
-                    raise ValueError(
-                        f"{label} is damaged: item {name!r} is not what was saved, by its "
-                        f"checksum. Restore another step."
-                    )
+            if name in trees:
+                arrays = flat(found[name])
+                leaves = [_like(path, leaf, arrays[path]) for path, leaf in trees[name].items()]
+                out[name] = jax.tree.unflatten(jax.tree.structure(target[name]), leaves)
                 continue
-            arrays = flat(found[name])
-            leaves = [_like(path, leaf, arrays[path]) for path, leaf in trees[name].items()]
-            out[name] = jax.tree.unflatten(jax.tree.structure(target[name]), leaves)
+            out[name] = from_json(found[name])
+            if ours is not None and ours["digests"][name] != digest(found[name]):
+                raise ValueError(
+                    f"{label} is damaged: item {name!r} is not what was saved, by its checksum. "
+                    f"Restore another step."
+                )
         return out
 
 
-def _wanted(label, saved, target, trees):
+def _wanted(label, kinds, target, trees):
     """The items to read, each of which the step has, and as arrays if they are asked for."""
-    kinds = saved.item_handlers
     # An item without leaves was not saved; None asks for plain data.
     wanted = [n for n, item in target.items() if n in kinds or item is None or not is_empty(item)]
     if missing := sorted(set(wanted) - set(kinds)):
@@ -127,7 +125,7 @@ def _wanted(label, saved, target, trees):
     for name in wanted:
         plain = str(kinds[name]).endswith("JsonCheckpointHandler")
         if plain == (name in trees):
-            told = ("arrays", "none") if name not in trees else ("plain data", "arrays")
+            told = ("plain data", "arrays") if plain else ("arrays", "none")
             raise ValueError(f"{label}: item {name!r} holds {told[0]}; the target has {told[1]}.")
     return wanted
 
@@ -136,24 +134,24 @@ def _check_leaves(label, saved, trees, partial):
     """Raise if paths, shapes or dtypes differ, or JAX cannot hold an array as is asked."""
     told = []
     for name, leaves in trees.items():
-        if (metadata := saved.item_metadata[name]) is None:
+        if (metadata := saved[name]) is None:
             raise FileNotFoundError(
                 f"{label} is incomplete: item {name!r} has no metadata. Restore another step."
             )
-        ours = (metadata.custom_metadata or {}).get(METADATA)
-        keys = None if ours is None else ours["keys"]
-        there = {p: _saved(leaf, (keys or {}).get(p)) for p, leaf in flat(metadata.tree).items()}
-        asked = {path: _asked(leaf, keys) for path, leaf in leaves.items()}
+        # Orbax's metadata do not tell typed keys from their bits; ours do, {path: dtype}.
+        keys = (metadata.custom_metadata or {}).get(METADATA, {}).get("keys")
+        asked = {path: _words(leaf, bits=keys is None) for path, leaf in leaves.items()}
+        there = {path: _words(leaf) for path, leaf in flat(metadata.tree).items()}
+        for path, dtype in (keys or {}).items():
+            there[path] = f"{dtype}{list(flat(metadata.tree)[path].shape[:-1])}"
         for path in sorted(there.keys() | asked.keys()):
             has, asks = there.get(path), asked.get(path)
-            if has == asks or (asks is None and partial):
-                continue
-            line = f"is {has} in the checkpoint and {asks} in the target"
-            if asks is None:
-                line = f"{has} is only in the checkpoint"
-            elif has is None:
-                line = f"{asks} is only in the target"
-            told.append(f"{name}: {path} {line}")
+            if has is None:
+                told.append(f"{name}: {path} {asks} is only in the target")
+            elif asks is None and not partial:
+                told.append(f"{name}: {path} {has} is only in the checkpoint")
+            elif asks not in (None, has):
+                told.append(f"{name}: {path} is {has} in the checkpoint and {asks} in the target")
     if told:
         more = f"\n  and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
         raise ValueError(
@@ -164,55 +162,60 @@ def _check_leaves(label, saved, trees, partial):
         )
     for name, leaves in trees.items():
         for path, leaf in leaves.items():
-            if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-                _check_held(label, f"{name}: {path}", leaf)
+            if isinstance(leaf, ARRAY):
+                _check_held(f"{label}: {name}: {path}", leaf)
 
 
-def _saved(leaf, key):
-    """Orbax's words on an array in ours; `key` is a typed key's dtype."""
-    if key is not None:
-        return f"{key}{list(leaf.shape[:-1])}"
-    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
+def _words(x, bits=False):
+    """An array in words; as `bits`, a typed key is the numbers that it consists of."""
+    if bits and is_key(x):
+        x = jax.eval_shape(jax.random.key_data, x)
+    x = x if hasattr(x, "dtype") else np.asarray(x)
+    return f"{x.dtype.name}{list(x.shape)}"
 
 
-def _asked(array, keys):
-    """An array in words; typed keys as bits if the checkpoint does not tell them apart."""
-    if is_key(array) and keys is not None:
-        return f"{array.dtype}{list(array.shape)}"
-    if is_key(array):
-        array = jax.eval_shape(jax.random.key_data, array)
-    elif not hasattr(array, "dtype"):
-        array = np.asarray(array)
-    return f"{np.dtype(array.dtype).name}{list(array.shape)}"
-
-
-def _check_held(label, name, leaf):
+def _check_held(what, leaf):
     """Raise ValueError if JAX cannot hold an array here, as its sharding says."""
     if not is_key(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
         raise ValueError(
-            f"{label}: {name} is {leaf.dtype} and JAX holds 32 bits at most here. Set "
-            f"jax_enable_x64, or give a NumPy array as the target."
+            f"{what} is {leaf.dtype} and JAX holds 32 bits at most here. Set jax_enable_x64, or "
+            f"give a NumPy array as the target."
         )
     if (sharding := leaf.sharding) is None:
         return
-    where = f"{label}: the target's sharding of {name}, {getattr(sharding, 'spec', sharding)},"
+    what = f"{what}, {getattr(sharding, 'spec', sharding)} in the target,"
     try:
         sharding.shard_shape(leaf.shape)
     except ValueError as error:
         raise ValueError(
-            f"{where} does not fit its shape {leaf.shape}: {error}. Change the rule or the mesh."
+            f"{what} does not fit its shape {leaf.shape}: {error}. Change the rule or the mesh."
         ) from error
     try:
         devices = set(sharding.device_set)
     except ValueError:
         devices = set()  # an abstract mesh has none
-    platforms = {device.platform for device in devices}
-    there = {device for platform in platforms for device in jax.devices(platform)}
+    there = {d for platform in {d.platform for d in devices} for d in jax.devices(platform)}
     if not devices or devices - there:
         raise ValueError(
-            f"{where} is on {sorted(map(str, devices - there)) or 'no devices'}, and JAX has "
+            f"{what} is on {sorted(map(str, devices - there)) or 'no devices'}, and JAX has "
             f"{jax.devices()} here. Make the mesh in this process, with mesh.make."
         )
+
+
+def _touched(leaves, stored):
+    """{(path, chunk): its place} of what this process's devices touch, {path: Chunks} of all."""
+    found = {}
+    for path in sorted(leaves.keys() & stored.keys()):
+        leaf, (shape, _, places) = leaves[path], stored[path]
+        touched = places.keys()
+        if (sharding := getattr(leaf, "sharding", None)) is not None:
+            more = [slice(None)] * (len(shape) - len(leaf.shape))  # the bits of typed keys
+            blocks = sharding.addressable_devices_indices_map(leaf.shape).values()
+            touched &= {
+                chunk for block in blocks for chunk in stored[path].touched((*block, *more))
+            }
+        found |= {(path, chunk): places[chunk] for chunk in sorted(touched)}
+    return found
 
 
 def _how(leaves):
@@ -225,11 +228,9 @@ def _how(leaves):
 
 
 def _abstract(leaf):
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+    if not isinstance(leaf, ARRAY):
         return np.asarray(leaf)
-    sharding = leaf.sharding
-    if _is_uncommitted(leaf):
-        sharding = SingleDeviceSharding(next(iter(jnp.zeros(()).devices())))
+    sharding = jnp.zeros(()).sharding if _is_uncommitted(leaf) else leaf.sharding
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
@@ -238,9 +239,9 @@ def _is_uncommitted(leaf):
 
 
 def _like(path, leaf, array):
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+    if not isinstance(leaf, ARRAY):
         return array if isinstance(leaf, np.ndarray) else type(leaf)(array)
-    if str(array.dtype) != str(leaf.dtype):
+    if array.dtype != leaf.dtype:
         # Told before by our own metadata, but not by that of plain Orbax.
         raise ValueError(
             f"checkpoint.restore: {path} is {array.dtype} in the checkpoint and {leaf.dtype} in "

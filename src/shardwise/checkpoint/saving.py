@@ -46,24 +46,22 @@ def save(
     write their own shards. An item without leaves (the state of plain SGD) is not written.
 
     A thread writes; `wait` waits for it, and so does the end of the program, whose status is 1 if
-    that fails (not on Python 3.12.0 and 3.12.1, which start no threads any more by then: call
-    `wait`). The step appears all at once or, after a crash, not at all. A save that is still under
-    way is waited for first, in several processes also one to another directory. The `keep` newest
-    steps stay (None: all), and what dead programs left unfinished is deleted. From here until
-    `wait`, other programs cannot save to the directory; threads take turns. On a bucket there is no
-    such lock: let one program save.
+    that fails (on Python 3.12.0 and 3.12.1, which start no threads by then, call `wait`). The step
+    appears all at once or, after a crash, not at all. A save that is still under way is waited for
+    first, in several processes also one to another directory. The `keep` newest steps stay (None:
+    all), and what dead programs left unfinished is deleted. Until `wait` other programs cannot save
+    to the directory, but on a bucket, which has no lock; threads take turns.
 
-    Each array is cut into chunks of at most `chunk_bytes`, the unit of reading: a process that
-    restores a part of an array reads the chunks that it touches. An array that lies cut along some
-    axes is cut further along those only, while they last: who wants it cut along others reads more.
+    Arrays are cut into chunks of at most `chunk_bytes`, the unit of reading: a process reads those
+    that its part of an array touches. One that lies cut along some axes is cut further along those
+    only, while they last: who wants it cut along others reads more.
 
-    With several processes all of them call this, with the same step and state. What they say is
-    compared at every save; what each has for itself (NumPy arrays, arrays whole on every device)
-    is compared at the first.
+    Several processes call this together. That step and state are the same is checked at every save,
+    and at the first one what each has for itself: NumPy arrays, arrays whole on every device.
 
     Raises:
-      ValueError: `step` is not newer than the newest one there, the state cannot be saved, one of
-        several processes would save an array that it alone has, or they differ.
+      ValueError: `step` is not newer than the newest there, the state cannot be saved, a process
+        would save an array that it alone has, or processes differ.
       RuntimeError: another program saves there.
       Exception: what went wrong while writing the step before.
     """
@@ -72,14 +70,17 @@ def save(
     with together("checkpoint.save") as facts:
         step = _checked_step(step, keep)
         _check_state(state)
-        trees = {name: by_path(name, item) for name, item in state.items() if is_tree(item)}
-        others = {n: to_json(n, x) for n, x in state.items() if not (n in trees or is_empty(x))}
-        arguments = {name: _to_orbax(name, x, chunk_bytes) for name, x in trees.items()}
-        arguments |= {name: ocp.args.JsonSave(item) for name, item in others.items()}
-        digests = {name: digest(item) for name, item in others.items()}
         facts |= dict(directory=where, step=step, keep=keep, chunk_bytes=chunk_bytes)
-        facts |= {f"item {name!r}": crc for name, crc in digests.items()}
-        facts |= {f"item {n!r}": _describe(x) for n, x in trees.items()}
+        trees, arguments, digests = {}, {}, {}
+        for name, item in state.items():
+            if is_tree(item):
+                trees[name] = by_path(name, item)
+                arguments[name] = _to_orbax(name, trees[name], chunk_bytes)
+                facts[f"item {name!r}"] = _describe(trees[name])
+            elif not is_empty(item):
+                plain = to_json(name, item)
+                arguments[name] = ocp.args.JsonSave(plain)
+                facts[f"item {name!r}"] = digests[name] = digest(plain)
     if jax.process_count() > 1:
         if not writer.compared:
             _check_replicas(trees)
@@ -136,7 +137,7 @@ def _check_state(state):
         raise ValueError(f"checkpoint.save: nothing to save in the items {sorted(state)}.")
 
 
-def _to_orbax(name: str, leaves: dict[str, Any], chunk_bytes: int) -> ocp.args.StandardSave:
+def _to_orbax(name, leaves, chunk_bytes):
     """The arguments with which Orbax saves an item."""
     found = {path: _array(name, path, leaf) for path, leaf in leaves.items()}
     chunks = {path: save_args(x, chunk_bytes) for path, x in found.items()}
@@ -169,9 +170,8 @@ def _array(name, path, leaf):
 def save_args(array: Any, chunk_bytes: int) -> ocp.SaveArgs:
     """The SaveArgs by which Orbax cuts what one device writes: later cuts on any axis find an edge.
 
-    Orbax halves the largest axes first, and a short one (layers, heads) might never be cut. We
-    ask for chunks of thickness 1 along the shortest axes, as long as the others fill 16 chunks and
-    so are cut too.
+    Orbax halves the largest axes first, and a short one (layers, heads) might never be cut: so
+    chunks have thickness 1 along the shortest axes, as long as the others fill 16 chunks.
     """
     sharding = getattr(array, "sharding", None)
     shape = sharding.shard_shape(array.shape) if sharding else array.shape
@@ -184,16 +184,15 @@ def save_args(array: Any, chunk_bytes: int) -> ocp.SaveArgs:
     return ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=tuple(thin))
 
 
-def _describe(leaves: dict[str, Any]) -> str:
+def _describe(leaves):
     """A text of what processes must agree on for a tree: shapes, dtypes and shardings."""
-    each = (
+    return "\n".join(
         f"{path} {np.shape(x)} {getattr(x, 'dtype', type(x))} {getattr(x, 'sharding', None)}"
         for path, x in leaves.items()
     )
-    return "\n".join(each)
 
 
-def _check_replicas(trees: dict[str, dict[str, Any]]) -> None:
+def _check_replicas(trees):
     """Raise ValueError, in each process, if processes differ in an array that each has whole."""
     sums = {}
     for name, leaves in trees.items():
@@ -205,10 +204,10 @@ def _check_replicas(trees: dict[str, dict[str, Any]]) -> None:
             sums[f"{name}: {path}"] = zlib.crc32(np.asarray(local).tobytes())
     told = of_all(sums)
     if differ := [label for label in sums if any(each[label] != sums[label] for each in told)]:
+        more = f" and in {len(differ) - 1} more" if differ[1:] else ""
         raise ValueError(
-            f"checkpoint.save: the processes have other values in {differ[0]}"
-            + (f" and in {len(differ) - 1} more" if differ[1:] else "")
-            + ", which each of them has whole. Were they initialised with other seeds?"
+            f"checkpoint.save: the processes have other values in {differ[0]}{more}, which each of "
+            f"them has whole. Were they initialised with other seeds?"
         )
 
 

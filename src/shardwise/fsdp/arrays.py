@@ -12,6 +12,7 @@ from shardwise import rules
 from shardwise import tree as trees
 from shardwise.fsdp.calls import looked_at
 from shardwise.mesh import axes_of, entry_of
+from shardwise.rules.rule import specs
 
 Axes = str | tuple[str, ...]
 
@@ -19,32 +20,34 @@ Axes = str | tuple[str, ...]
 class ArrayLayout(NamedTuple):
     """One array of parameters: its true shape, its spec, and what becomes of that where it is used.
 
-    `cut` is the axis along which it is gathered (None: it is not); `apart` the entries of its spec
-    over axes by hand along which it is never gathered, since each device uses its own part, as of
-    experts; `beside` those over axes that the compiler has. `stacked` says that axis 0 is one of
-    layers.
+    `stacked` says that axis 0 is one of layers, `cut` is the axis along which it is gathered (None:
+    it is not), and `apart` has the axes by hand along which it never is, since each device uses its
+    own part, as of experts.
     """
 
     path: str
     shape: tuple[int, ...]
     spec: P
-    stacked: bool = False
-    cut: int | None = None
-    beside: tuple = ()
-    apart: tuple = ()
+    stacked: bool
+    cut: int | None
+    apart: P
 
     @property
     def manual(self) -> P:
         """The entries of the spec that are by hand: those of `cut` and `apart`."""
-        by_hand = [
-            entry if i == self.cut or self.apart[i : i + 1] not in ((), (None,)) else None
-            for i, entry in enumerate(self.spec)
-        ]
-        return P(*by_hand)
+        apart = [*self.apart, *[None] * len(self.spec)]
+        return P(*(e if i == self.cut or apart[i] else None for i, e in enumerate(self.spec)))
+
+    @property
+    def beside(self) -> tuple:
+        """The entries over axes that the compiler has; empty without any."""
+        pairs = zip(self.spec, self.manual, strict=True)
+        found = tuple(None if by_hand else entry for entry, by_hand in pairs)
+        return found if any(found) else ()
 
     def inside(self, mesh: Mesh) -> tuple[int, ...]:
         """The array's shape where it is used: of what is never gathered, one device's part."""
-        return NamedSharding(mesh, P(*self.apart)).shard_shape(self.shape)
+        return NamedSharding(mesh, self.apart).shard_shape(self.shape)
 
     def inner(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape of what has to stay together: of one layer, where there are layers."""
@@ -90,22 +93,14 @@ def array_layouts(
     `apart`, a rule too, tells which of the axes that `rule` cuts are never gathered. The mesh axes
     in `leave_out` are those of a program around, which cuts along them itself.
     """
-    specs = [without(choice.spec, leave_out) for choice in rule.choices(tree, mesh)]
-    own = [()] * len(specs)
-    if apart is not None:
-        found = jax.tree.leaves(apart(tree, mesh), is_leaf=lambda x: isinstance(x, P))
-        own = [tuple(spec) if jax.tree.leaves(tuple(spec)) else () for spec in found]
-    axes, stacked, layouts = axes_of(rule.axis), rule.stacks(tree), []
-    for (path, x), spec, own_axes, layers in zip(
-        trees.leaves(tree), specs, own, stacked, strict=True
-    ):
-        entries, taken = [axes_of(e) for e in spec], {i for i, e in enumerate(own_axes) if e}
-        free = [i for i in range(len(entries)) if i not in taken and entries[i]]
-        cut = next((i for i in free if entries[i] == axes), None)
-        beside = tuple(e if i in free and i != cut else None for i, e in enumerate(spec))
-        beside = beside if any(beside) else ()
-        shape = tuple(jnp.shape(x))
-        layouts.append(ArrayLayout(path, shape, spec, layers, cut, beside, own_axes))
+    axes, layouts, arrays = axes_of(rule.axis), [], trees.leaves(tree)
+    own = [P()] * len(arrays) if apart is None else specs(apart, tree, mesh)
+    each = zip(arrays, specs(rule, tree, mesh), own, rule.stacks(tree), strict=True)
+    for (path, x), spec, kept, stacked in each:
+        spec, taken = without(spec, leave_out), [*kept, *[None] * len(spec)]
+        free = (i for i, e in enumerate(spec) if e and not taken[i])
+        cut = next((i for i in free if axes_of(spec[i]) == axes), None)
+        layouts.append(ArrayLayout(path, jnp.shape(x), spec, stacked, cut, kept))
     return tuple(layouts)
 
 

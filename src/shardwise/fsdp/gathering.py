@@ -1,8 +1,8 @@
 """Gathering arrays where they are used; the transpose, which reduces their gradients.
 
-Small arrays that are gathered at one place travel together: flattened, in one collective. What a
-collective costs beside its bytes is then paid once, for a layer's norms and biases. What travels
-together is there twice, flat and in its own shapes: so it is little of what is gathered there.
+Small arrays that are gathered at one place, a layer's norms and biases, travel together, flattened:
+what a collective costs beside its bytes is then paid once. They are there twice meanwhile, flat and
+in their own shapes: so they are little of what is gathered there.
 """
 
 import functools
@@ -60,17 +60,24 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def gather(
-    xs: Sequence[jax.Array],
-    hows: Sequence[How | None],
-    wholes: Sequence[jax.Array] | None = None,
+    xs: Sequence[jax.Array], hows: Sequence[How | None], wholes: Sequence[jax.Array] | None
 ) -> list[jax.Array]:
     """The arrays whole; their gradients come back reduced, in shares of the arrays' own dtypes.
 
-    An array without a `How` stays as it is. `wholes` are the arrays as they were gathered before.
+    An array without a `How` stays as it is. `wholes` are the arrays if they were gathered before.
     """
 
     def bundle(xs, wholes, hows):
-        return _with_transpose(xs, wholes, hows, tuple(x.dtype for x in xs))
+        @jax.custom_vjp
+        def taken(xs, wholes):
+            return _gathered(xs, hows) if wholes[0] is None else wholes
+
+        def back(_, grads):
+            return [*map(cast, _scattered(grads, hows), dtypes)], None
+
+        dtypes = [x.dtype for x in xs]
+        taken.defvjp(lambda *given: (taken(*given), None), back)
+        return taken(xs, wholes)
 
     return _each_bundle(bundle, hows, xs, wholes or [None] * len(xs))
 
@@ -83,19 +90,6 @@ def all_gather(xs: Sequence[jax.Array], hows: Sequence[How | None]) -> list[jax.
 def scatter(grads: Sequence[jax.Array], hows: Sequence[How | None]) -> list[jax.Array]:
     """The transpose of `gather`: gradients summed over the devices, to each its own part."""
     return _each_bundle(_scattered, hows, grads)
-
-
-def _taken(xs, wholes, hows, dtypes):
-    return _gathered(xs, hows) if wholes[0] is None else wholes
-
-
-def _given_back(hows, dtypes, _, grads):
-    parts = _scattered(grads, hows)
-    return [g.astype(dtype) for g, dtype in zip(parts, dtypes, strict=True)], None
-
-
-_with_transpose = jax.custom_vjp(_taken, nondiff_argnums=(2, 3))
-_with_transpose.defvjp(lambda *given: (_taken(*given), None), _given_back)
 
 
 def _bundles(xs, hows):
@@ -148,12 +142,10 @@ def _joined(part, x, how):
 
 def _scattered(grads, hows):
     """The shares of gradients summed over devices, by one collective for all of them."""
-    pairs = zip(grads, hows, strict=True)
-    grads = [cast(g, how.reduce_dtype) for g, how in pairs]
+    grads = [cast(g, how.reduce_dtype) for g, how in zip(grads, hows, strict=True)]
     axis = hows[0].axis
     if len(grads) == 1:
-        scatter = _by_hand(jax.lax.psum_scatter, hows[0], scatter_dimension=hows[0].cut)
-        return [scatter(grads[0])]
+        return [_by_hand(jax.lax.psum_scatter, hows[0], scatter_dimension=hows[0].cut)(grads[0])]
     n = jax.lax.axis_size(axis)
     rows = [_divided(g, how, n) for g, how in zip(grads, hows, strict=True)]
     flat = jnp.concatenate([r.reshape(n, -1) for r in rows], axis=1)

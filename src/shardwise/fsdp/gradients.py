@@ -6,16 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from shardwise import marks, rules
 from shardwise import mesh as meshes
-from shardwise.fsdp.arrays import (
-    ArrayLayout,
-    array_layouts,
-    laid_out,
-)
+from shardwise.fsdp.arrays import ArrayLayout, array_layouts, laid_out
 from shardwise.fsdp.arrays import rule as rule_along
 from shardwise.fsdp.gathering import How, all_gather, cast, gather, scatter
 from shardwise.fsdp.reads import reads
@@ -60,12 +55,12 @@ def value_and_grad(
     Other axes of the mesh are left to the compiler: parameters may be laid out over them
     (the rule's `over=`), and activations, by the loss itself or by a meaning of `marks.constrain`.
 
-    The function is jitted, and may be called within another jit.
+    The function is jitted, and may be called within another jit, where nothing tells how arrays
+    lie: it takes them to lie as `rule` says.
 
     Args:
-      rule: how parameters are cut, along which mesh axis; or that axis alone, or several, together
-        one: then as `fsdp.rule` says. Under a caller's own jit nothing tells how arrays lie: there
-        it is taken to be so, and outside another layout is an error.
+      rule: how parameters are cut; or the mesh axis alone, or several, together one, along which
+        they are as `fsdp.rule` says.
       apart: the rule by which arrays are cut along axes by hand and never gathered: `experts`.
       replicate: mesh axes over which the shards are copied (hybrid sharding); gradients are summed
         over them too.
@@ -77,8 +72,8 @@ def value_and_grad(
       meanings: of marks, {mark: meaning}, such as attend=context.ring("context").
       who: the function that was called, which errors name.
       zero: ZeRO's number. 3 as above; 2 gathers all before the loss and scatters the gradients of
-        each microbatch, those that the loss gives to `marks.use` there, so that they are never all
-        whole; 1 sums the microbatches' gradients whole, and scatters once.
+        each microbatch, at `marks.use` where it can, so that they are never all whole; 1 sums the
+        microbatches' gradients whole, and scatters once.
       dtype: in which weights are gathered and used; default their own.
       reduce_dtype: in which gradients are reduced; default the gathered dtype.
 
@@ -96,8 +91,7 @@ def value_and_grad(
     if zero not in (1, 2, 3):
         raise ValueError(f"{who}: zero={zero}; expected 1, 2 or 3.")
     division = Division(rows, columns, microbatches, mesh, order, who)
-    options = zero, dtype, reduce_dtype, has_aux, aux, meanings or {}
-    device = _Device(loss, division, *options)
+    device = _Device(loss, division, zero, dtype, reduce_dtype, has_aux, aux, meanings or {})
 
     def loss_and_grad(params, batch, *args, key=None):
         arrays = array_layouts(params, rule, mesh, apart)
@@ -115,10 +109,9 @@ def value_and_grad(
             check_vma=False,  # every sum over devices is written out, in _Device
         )
         value, parts, grads = manual(leaves, batch, numbers, args, key)
-        if set(mesh.shape) != {*rows, *columns}:
-            targets = [NamedSharding(mesh, array.spec) for array in arrays]
-            grads = jax.lax.with_sharding_constraint(grads, targets)
         grads = jax.tree.unflatten(structure, grads)
+        if set(mesh.shape) != {*rows, *columns}:
+            grads = rules.constrain_tree(grads, rule, mesh)
         return ((value, merged(*parts, *shapes)) if has_aux else value), grads
 
     def specs(out):
@@ -143,8 +136,8 @@ class _Device:
 
     def __call__(self, layouts, structure, shapes, shards, batch, numbers, args, key):
         division, mesh, m = self.division, self.division.mesh, self.division.microbatches
-        told = mesh, self.dtype, self.reduce_dtype, division.axes
-        hows = [How.of(array, *told) for array in layouts]
+        settings = mesh, self.dtype, self.reduce_dtype, division.axes
+        hows = [How.of(array, *settings) for array in layouts]
         parts = [split(tree, m) for tree in (batch, numbers)]
         once = self.zero == 1 and m > 1  # scattered when all are summed
 
@@ -152,11 +145,11 @@ class _Device:
             return self.loss(jax.tree.unflatten(structure, arrays), batch, *args, **key)
 
         first = jax.tree.map(lambda x: x[0], parts[0])
-        given = first, args, {} if key is None else {"key": key}
+        options = {} if key is None else {"key": key}
         within = [None] * len(hows) if once else hows  # the loss's own
         with marks.bind(**self.meanings):
             dtypes = [self.dtype or x.dtype for x in shards]
-            found = reads(loss, layouts, mesh, within, dtypes, *given)
+            found = reads(loss, layouts, mesh, within, dtypes, first, args, options)
         self._check_axes(layouts, found)
         at_use = within if self.zero == 3 else late(found, layouts, within)
         use = use_of(found, layouts, mesh, at_use)
@@ -179,9 +172,9 @@ class _Device:
             with marks.bind(use=use):
                 return loss(arrays, batch, *args, **key)
 
-        told = division, self.has_aux, self.aux
+        settings = division, self.has_aux, self.aux
         with marks.bind(**self.meanings):
-            value, aux, grads = mean_and_grads(whole, inputs, *parts, args, key, *told)
+            value, aux, grads = mean_and_grads(whole, inputs, *parts, args, key, *settings)
         if once:
             grads = scatter(grads, hows)
         grads = [self._sum(g, array) for g, array in zip(grads, layouts, strict=True)]

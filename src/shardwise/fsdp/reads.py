@@ -6,7 +6,7 @@ another read can give a number without an error, by broadcasting. At true shapes
 device is made, `use` leaves a name in it, and every parameter is followed to where it is read.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,22 +25,15 @@ CARRIED = {"broadcast_in_dim", "convert_element_type", "copy", "dynamic_slice", 
 CARRIED |= {"optimization_barrier", "reshape", "slice", "split", "squeeze"}
 
 
-class Received(NamedTuple):
-    """An array as `marks.use` received it: its path there, its shape, the parameters it may be."""
-
-    path: str
-    shape: tuple[int, ...]
-    owners: frozenset[int]
-
-
 class Reads(NamedTuple):
-    """The reads of parameters that were found in a loss.
+    """The reads of parameters, which go by their numbers, that were found in a loss.
 
-    `elsewhere` says by which operation a parameter is read outside `use`, {its number: a name};
-    `mesh_axes` are those over which the loss lays out an activation itself.
+    `uses` has for each array that `marks.use` receives its path there, its shape, and the
+    parameters that it may be; `elsewhere` says by which operation a parameter is read outside
+    `use`; `mesh_axes` are those over which the loss lays out an activation itself.
     """
 
-    uses: list[Received]
+    uses: list[tuple[str, tuple[int, ...], frozenset[int]]]
     elsewhere: dict[int, str]
     mesh_axes: set[str]
 
@@ -52,8 +45,8 @@ def reads(
     hows: Sequence[How | None],
     dtypes: Sequence[Any],
     batch: Any,
-    args: tuple = (),
-    options: Mapping[str, Any] | None = None,
+    args: tuple,
+    options: dict[str, Any],
 ) -> Reads:
     """The `Reads`, by `loss(leaves, batch, *args, **options)`, of what has a `How`.
 
@@ -74,13 +67,13 @@ def reads(
 
     pairs = zip(arrays, dtypes, strict=True)
     leaves = [jax.ShapeDtypeStruct(array.inside(mesh), dtype) for array, dtype in pairs]
-    program = jax.make_jaxpr(traced)(leaves, batch, args, options or {}).jaxpr
+    program = jax.make_jaxpr(traced)(leaves, batch, args, options).jaxpr
     labels = [frozenset() if how is None else frozenset([i]) for i, how in enumerate(hows)]
     labels += [jaxprs.NOTHING] * (len(program.invars) - len(labels))
     follower = _Follower([array.inner(mesh) for array in arrays])
     for owners in follower.run(program, labels):
         follower.read(owners, "the loss's output")
-    uses = [Received(*given[i], owners) for i, owners in sorted(follower.uses.items())]
+    uses = [(*given[i], owners) for i, owners in sorted(follower.uses.items())]
     axes = {axis for eqn in jaxprs.every(program) for axis in _mesh_axes(eqn.params)}
     return Reads(uses, follower.elsewhere, axes)
 

@@ -1,9 +1,9 @@
 """The meaning of `marks.use` under FSDP: what it makes whole, and how.
 
-Where all is gathered before the loss (ZeRO 1 and 2), gradients are scattered at `use` all the same:
-a layer's is then whole for as long as that of one layer is made, and not until the end. The loss
-has to be differentiated in shares for that: in their place it gets arrays of these shapes that hold
-nothing but the number of each layer, by which `use` finds the layer in what is gathered.
+Where all is gathered before the loss (ZeRO 1 and 2), gradients are scattered at `use` all the same,
+so that one layer's at a time is whole. The loss has to be differentiated in shares for that: in
+their place it gets arrays of these shapes that hold nothing but the number of each layer, by which
+`use` finds the layer in what is gathered.
 """
 
 import dataclasses
@@ -103,7 +103,8 @@ def use_of(
             later = i is not None and deferred[i]
             shape, how = _in_shares(whole, arrays[i], hows[i], mesh) if later else (whole, None)
             before, other = known.setdefault((path, shape), (how, i))
-            if before != how and any(mesh.shape[name] > 1 for name in _axes(before, how)):
+            axes = {name for each in (before, how) if each is not None for name in each.axis}
+            if before != how and any(mesh.shape[name] > 1 for name in axes):
                 whose = (
                     "what is whole" if how is None else arrays[i].path
                     for how, i in ((before, other), (how, i))
@@ -123,10 +124,6 @@ def _in_shares(shape, array, how, mesh):
     return shares, how.shifted(lead - array.stacked)
 
 
-def _axes(*hows):
-    return {name for how in hows if how is not None for name in how.axis}
-
-
 def late(
     found: Reads, arrays: Sequence[ArrayLayout], hows: Sequence[How | None]
 ) -> list[How | None]:
@@ -134,8 +131,8 @@ def late(
     those that others read too, and those that it cannot tell apart by their paths.
     """
     owners: dict[str, set] = {}
-    for received in found.uses:
-        owners.setdefault(received.path, set()).update(received.owners or {None})
+    for path, _, some in found.uses:
+        owners.setdefault(path, set()).update(some or {None})
     alone = {i for group in owners.values() if len(group) == 1 for i in group}
     alone -= {i for group in owners.values() if len(group) > 1 for i in group}
     alone -= {i for i, s in enumerate(arrays) if s.stacked and s.shape[0] > LAYERS}

@@ -98,9 +98,8 @@ def mesh_picture(mesh: Mesh, per_host: int | None = None) -> Drawing:
     `per_host` notes on each device which machine it would be in, if each held so many.
     """
     devices = np.asarray(mesh.devices)
-    missing = 3 - devices.ndim
-    first, down, across = (None,) * missing + mesh.axis_names
-    grid = devices.reshape((1,) * missing + devices.shape)
+    first, down, across = (None, None, *mesh.axis_names)[-3:]
+    grid = devices[(None,) * (3 - devices.ndim)]
     panels, rows, columns = grid.shape
     drawing, axes = canvas(0.75 * panels * columns + 0.9, 0.55 * rows + 0.75, panels)
     for panel, ax in enumerate(np.atleast_1d(axes)):
@@ -123,9 +122,9 @@ def collective_picture(mesh: Mesh, names: Sequence[str] = COLLECTIVES) -> Drawin
     `mesh` has one axis. A column is a device and a row a block; the colour says which device a
     block comes from, and a block of several colours is the sum of theirs.
     """
-    n, apart = mesh.size, 2.6
-    pitch = n + 2.7
-    drawing, axes = canvas(3.1, 0.29 * (pitch * len(names) + 5.2))
+    n, apart, pitch = mesh.size, 2.6, mesh.size + 2.7
+    foot = pitch * len(names)
+    drawing, axes = canvas(3.1, 0.29 * (foot + 5.2))
     for i, name in enumerate(names):
         top, turns = i * pitch, 2 if name == "all-reduce" else 1
         words(axes, 0, top - 0.85, name, fontweight="bold", ha="left")
@@ -135,9 +134,8 @@ def collective_picture(mesh: Mesh, names: Sequence[str] = COLLECTIVES) -> Drawin
         for left, state in zip((0, n + apart), _states(mesh, name), strict=True):
             _state(axes, left, top, state)
         _arrow(axes, (n + 0.4, top + n / 2), (n + apart - 0.4, top + n / 2))
-    _ring(axes, n + apart / 2, len(names) * pitch + 0.9, n)
-    limits = {"xlim": (-0.1, 2 * n + apart + 0.1), "ylim": (len(names) * pitch + 3.8, -1.4)}
-    axes.set(**limits, aspect="equal")
+    _ring(axes, n + apart / 2, foot + 0.9, n)
+    axes.set(xlim=(-0.1, 2 * n + apart + 0.1), ylim=(foot + 3.8, -1.4), aspect="equal")
     axes.set_axis_off()
     return drawing
 
@@ -176,9 +174,8 @@ def _ring(axes, x, y, n):
     angles = [math.pi * (1 + 2 * d / n) + math.pi / n for d in range(n)]
     places = [(x + 3.2 * math.cos(a), y + 1.5 * math.sin(a)) for a in angles]
     for d, place in enumerate(places):
-        colour = palette.device(d)
-        axes.add_patch(Circle(place, 0.52, color=colour, lw=0))
-        words(axes, *place, d, color=palette.ink(colour))
+        axes.add_patch(Circle(place, 0.52, color=palette.device(d), lw=0))
+        words(axes, *place, d, color=palette.ink(palette.device(d)))
         _arrow(axes, place, places[(d + 1) % n], shrinkA=13, shrinkB=13)
     words(axes, x, y + 2.4, "in a ring, each sends to the next", fontsize=9)
 
@@ -284,8 +281,7 @@ def bars(
         axes.bar_label(drawn, labels=said, padding=4, color=palette.GREY)
     axes.set_yticks(where, labels)
     axes.invert_yaxis()
-    axes.margins(x=0.14)
-    axes.set_xlabel(unit)
+    axes.set(xlabel=unit, xmargin=0.14)
     legend(axes, 2)
     return drawing
 
