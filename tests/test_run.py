@@ -350,7 +350,7 @@ def test_how_aux_of_parts_becomes_one_is_the_users_to_say(tmp_path, aux, expecte
     assert metrics.read(tmp_path / "metrics.jsonl")[0]["seen"] == expected * settings.batch
 
 
-@pytest.mark.parametrize("name", ["loss", slow("norm"), "tokens_per_second"])
+@pytest.mark.parametrize("name", ["loss", slow("gradient_norm"), "tokens_per_second"])
 def test_aux_does_not_take_the_place_of_a_metric(tmp_path, name):
     def with_aux(params, batch):
         return loss(params, batch), {name: jnp.float32(0)}

@@ -31,8 +31,8 @@ from shardwise.run.settings import Settings, check_resumable, flat
 _OWN = "processes.index"  # what each process has for itself
 # What a line of the metrics says itself.
 _RESERVED = frozenset(
-    """bad bytes gradient_norm learning_rate loss mfu norm rows rows_per_second seconds step stop
-    time tokens tokens_per_second""".split()
+    """bad bytes gradient_norm learning_rate loss mfu rows rows_per_second seconds step stop time
+    tokens tokens_per_second""".split()
 )
 
 
@@ -168,10 +168,9 @@ def step_program(
 ) -> Callable:
     """(params, opt_state, batch, step, flags) -> (params, opt_state, record); the former donated.
 
-    What comes out is laid out as `state`, the first parameters and optimizer state. `flags` is a
-    vector with a number for each device, 1 where its process was asked to stop. The record is a
-    dict that every process has: loss, norm, bad, stop, and what `_recorded` takes of aux, of which
-    `aux` says how parts become one.
+    What comes out is laid out as `state`, the first parameters and optimizer state. `flags` are the
+    function's below. The record is a dict that every process has: loss, gradient_norm, bad, stop,
+    and what `_recorded` takes of aux, of which `aux` says how parts become one.
     """
     run = layouts.step(layout, loss, tx, has_aux, aux, check=False)
 
@@ -179,7 +178,7 @@ def step_program(
         key = key_argument(loss, seed, step)
         params, opt_state, value, *extra = run(params, opt_state, batch, **key)
         record = _recorded(extra[0]) if extra and isinstance(extra[0], dict) else {}
-        record |= {"loss": value, "norm": opt_state.norm, "bad": opt_state.bad}
+        record |= {"loss": value, "gradient_norm": opt_state.norm, "bad": opt_state.bad}
         record |= {"stop": flags.max()}
         return params, opt_state, layouts.whole(layout, record) if layout.exact else record
 
