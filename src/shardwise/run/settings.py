@@ -69,20 +69,16 @@ class Roles:
         Raises:
           ValueError: sizes that do not fit the devices, no such policy, what `Layout` raises.
         """
-        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        options, count = dict(vars(self)), len(mesh.devices())
         sizes = {role: options.pop(role) for role in ORDER}
-        count = len(mesh.devices())
         try:
             fitted = mesh.resolve("run.Roles", sizes, count, exactly=True)
         except ValueError:
             told = " × ".join(f"{role} {size}" for role, size in sizes.items() if size != 1) or "1"
-            # The command simulates devices, and a program of one's own may forget to.
-            simulate = " Simulate more by mesh.simulate(8), before anything runs."
-            more = simulate if count == 1 else ""
             raise ValueError(
                 f"run: the layout {told} does not fit {count} devices: sizes are positive and "
                 f"multiply to {count}, and one at most is -1, such as --layout.fsdp -1, for those "
-                f"that remain; or say --devices, for another number of them.{more}"
+                f"that remain; or say --devices, or mesh.simulate(8) before anything runs."
             ) from None
         if self.remat is not None and self.remat not in _POLICIES:
             raise ValueError(f"run: remat={self.remat!r}; expected one of {', '.join(_POLICIES)}.")
@@ -124,7 +120,7 @@ class Processes:
     count: int | None = None
     index: int | None = None
     heartbeat: int = 20  # seconds after which a process that is silent is taken for dead
-    hang: float = 25.0  # seconds without progress, beyond three steps' time, that end a process
+    hang: float = 25.0  # seconds without progress, or five steps' time, that end a process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,8 +247,7 @@ def _plain(value):
 
 def _parsed(name, value, default):
     if dataclasses.is_dataclass(default):
-        held = {field.name: getattr(default, field.name) for field in dataclasses.fields(default)}
-        given = {n: _parsed(n, value[n], x) for n, x in held.items() if n in value}
+        given = {n: _parsed(n, value[n], x) for n, x in vars(default).items() if n in value}
         return dataclasses.replace(default, **given)
     if name in ("run", "tokens") and value is not None:
         return Path(value)

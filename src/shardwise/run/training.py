@@ -227,8 +227,7 @@ class _Run:
         self.notes.say("evaluating", step=step)
         batches = self.held_out.go(1, self.settings.evaluation.batches)
         values = self.evaluation(self.params, self.opt_state, batches)
-        whole = self.sample and layouts.whole(self.layout, self.params)
-        text = self.sample(whole) if self.sample else ""
+        text = self.sample(layouts.whole(self.layout, self.params)) if self.sample else ""
         self.report.evaluated(step, *values, text=text)
 
     def _hash(self, step):

@@ -5,11 +5,9 @@ from collections.abc import Sequence
 
 import tyro
 
-from shardwise.run.folder import on_disk
 from shardwise.run.launch.local import Local, Refused
 from shardwise.run.launch.ray_train import Ray
 from shardwise.run.launch.slurm import Slurm
-from shardwise.run.settings import option
 
 
 def main(argv: Sequence[str], program: Sequence[str] = (sys.executable, "-m", "shardwise")) -> int:
@@ -41,7 +39,7 @@ def main(argv: Sequence[str], program: Sequence[str] = (sys.executable, "-m", "s
 
 
 def _check(words):
-    """Refuse what is no command, sets a flag that the launcher sets, or runs in no folder."""
+    """Refuse what is no command, or sets a flag that the launcher sets."""
     if not words or words[0].startswith("-"):
         raise Refused(
             f"after -- stands {repr(words[0]) if words else 'nothing'}; write a command of "
@@ -51,7 +49,3 @@ def _check(words):
     for word in words:
         if word.startswith("--processes."):
             raise Refused(f"{word} is what the launcher gives each process; leave it out.")
-    try:
-        on_disk(option(words, "--run") or ".")
-    except ValueError as error:
-        raise Refused(str(error)) from None

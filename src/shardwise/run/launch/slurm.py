@@ -54,8 +54,7 @@ class Slurm:
         try:
             import submitit
         except ImportError:
-            told = "slurm goes by submitit, which is not here: pip install submitit"
-            raise Refused(told) from None
+            raise Refused("slurm needs submitit, which is not here: pip install submitit") from None
         tasks, here = self.nodes * self.tasks_per_node, self.cluster == "local"
         submitter = submitit.LocalExecutor(folder) if here else executor(submitit, folder)
         submitter.update_parameters(**self._parameters())
