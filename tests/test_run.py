@@ -448,7 +448,7 @@ def test_a_run_that_is_done_says_its_loss_again(reference):
 
 
 def test_other_rows_are_named(reference):
-    with pytest.raises(ValueError, match="other facts: first rows"):
+    with pytest.raises(ValueError, match="other settings: facts.first rows was"):
         trained(reference[0], batches=rows().shuffle(seed=1), resume=True)
 
 
@@ -461,7 +461,7 @@ def test_a_key_goes_by_its_name(tmp_path):
 
 
 def test_other_data_are_named(reference):
-    with pytest.raises(ValueError, match="other facts: data was 1 and is 2"):
+    with pytest.raises(ValueError, match="other settings: facts.data was 1 and is 2"):
         trained(reference[0], facts={"data": 2}, resume=True)
 
 

@@ -1,7 +1,4 @@
-"""The reports of a run: lines on standard output, which may go away, in the metrics and as events.
-
-Standard output goes away when a terminal closes, a disk is full, or a reader has ended.
-"""
+"""The reports of a run: lines on standard output, in the metrics and as events."""
 
 import contextlib
 import math
@@ -22,7 +19,7 @@ _EVERY = 10  # seconds between two plain lines
 
 
 class Output:
-    """Standard output, which ends nothing when it cannot be written any more.
+    """Standard output, which ends nothing when its terminal closed, disk is full or reader ended.
 
     The error is said once on standard error; from then on what is printed is dropped.
     """

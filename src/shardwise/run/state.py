@@ -129,10 +129,14 @@ def saved(folder: Folder) -> dict[str, Any] | None:
 def claim(
     settings: Settings, folder: Folder, facts: dict, unused: Collection[str], lock: Lock
 ) -> dict[str, Any] | None:
-    """What `saved` says of a run that goes on; settings, but for the `unused`, are compared."""
+    """What a run goes on from: the facts of its newest whole checkpoint, None where it begins.
+
+    Settings, but for the `unused`, and `facts` are compared with those that the folder has.
+    """
     now = {n: value for n, value in flat(settings).items() if n.partition(".")[0] not in unused}
+    now |= {f"facts.{name}": value for name, value in facts.items()}
     with system.together("run") as told:  # all have looked before one writes
-        told |= {name: value for name, value in (now | facts).items() if name != _OWN}
+        told |= {name: value for name, value in now.items() if name != _OWN}
         before = folder.settings()
         if before is not None and not settings.resume:
             raise FileExistsError(
@@ -146,12 +150,6 @@ def claim(
         for file in folder.lines:
             metrics.read(file)  # an error before any step
     found = saved(folder) if settings.resume else None
-    for name, value in (facts if found else {}).items():
-        if found["facts"].get(name) != value:
-            raise ValueError(
-                f"run: {settings.run} was trained with other facts: {name} was "
-                f"{found['facts'].get(name)!r} and is {value!r}."
-            )
     if jax.process_index() == 0:
         for first, last in metrics.missing(folder.metrics, found["step"] if found else 0):
             print(

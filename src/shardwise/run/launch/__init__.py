@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import tyro
 
-from shardwise.run.launch.local import Local, Refused
+from shardwise.run.launch.local import Local, Refused, of_process
 from shardwise.run.launch.ray_train import Ray
 from shardwise.run.launch.slurm import Slurm
+from shardwise.run.settings import option
 
 
 def main(argv: Sequence[str], program: Sequence[str] = (sys.executable, "-m", "shardwise")) -> int:
@@ -46,6 +47,6 @@ def _check(words):
             f"shardwise there, such as -- train --run runs/first, or a file of your own, -- "
             f"mine.py."
         )
-    for word in words:
-        if word.startswith("--processes."):
-            raise Refused(f"{word} is what the launcher gives each process; leave it out.")
+    for name in of_process((), "", 1, 0)[::2]:
+        if option(words, name):
+            raise Refused(f"{name} is what the launcher gives each process; leave it out.")
