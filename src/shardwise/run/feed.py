@@ -122,15 +122,12 @@ def sharding(layout: Layout, batch: int) -> NamedSharding:
     Raises:
       ValueError: rows that do not divide.
     """
-    parts = int(np.prod([layout.auto.shape[name] for name in layout.rows]))
-    each = parts * layout.microbatches
-    into = f"{parts} devices' parts of {layout.microbatches} microbatches"
-    if layout.exact:
-        each, into = layout.exact, f"{layout.exact} blocks (layout.exact)"
-    if batch % each:
+    parts = layout.exact or layout.parts(layout.rows) * layout.microbatches
+    if batch % parts:
+        what = "blocks" if layout.exact else f"parts, {layout.microbatches} on each device"
         raise ValueError(
-            f"run: a batch of {batch} rows does not split into {into}; take "
-            f"{-(-batch // each) * each}, say."
+            f"run: a batch of {batch} rows does not split into {parts} {what}; take "
+            f"{-(-batch // parts) * parts}, say."
         )
     return NamedSharding(layout.auto, P(layout.rows or None))
 

@@ -150,14 +150,16 @@ def claim(
         for file in folder.lines:
             metrics.read(file)  # an error before any step
     found = saved(folder) if settings.resume else None
-    if jax.process_index() == 0:
-        for first, last in metrics.missing(folder.metrics, found["step"] if found else 0):
+    if found and jax.process_index() == 0:
+        told = {line["step"] for line in metrics.read(folder.metrics)}
+        if lacks := [step for step in range(1, found["step"] + 1) if step not in told]:
             print(
-                f"run: {folder.metrics} has no lines of steps {first} to {last}, which were done; "
-                f"the run goes on from its checkpoint of step {found['step']}, without them.",
+                f"run: {folder.metrics} has no lines of {len(lacks)} steps that were done, from "
+                f"{lacks[0]} to {lacks[-1]}; the run goes on from its checkpoint of step "
+                f"{found['step']}, without them.",
                 file=sys.stderr,
             )
-    folder.write_settings(now)
+    folder.write_settings((before or {}) | now)  # a fact that is not given again stays
     return found
 
 
