@@ -24,8 +24,7 @@ _READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 class Feed:
     """The batches of a dataset: step k (from 1) has the rows (k-1)·batch to k·batch, in order.
 
-    No position has to be saved, and it does not matter how many processes read: each reads the rows
-    that its own devices need.
+    No position has to be saved. Each process reads the rows that its own devices need.
     """
 
     def __init__(self, dataset: grain.MapDataset, batch: int, layout: Layout):
