@@ -527,7 +527,9 @@ def test_a_file_of_one_s_own_is_launched_with_the_same_flags(tmp_path, capfd):
     file = tmp_path / "mine.py"
     file.write_text("import sys; print(*sys.argv[1:])")
     argv = ["local", "--processes", "2", "--", str(file), "--run", str(tmp_path)]
-    assert launch.main(argv) == 0
+    assert launch.main([*argv, "--processes.hang", "9"]) == 0  # which no launcher sets
     printed = capfd.readouterr().out
     for index in range(2):
-        assert re.search(rf"--run .*--processes.address .*--processes.index {index}", printed)
+        assert re.search(
+            rf"--run .*--processes.hang 9 --processes.address .*--processes.index {index}", printed
+        )

@@ -1,6 +1,5 @@
 """The command `shardwise`, and `python -m shardwise`, by which each of its commands is called."""
 
-import contextlib
 import importlib
 import os
 import signal
@@ -83,15 +82,12 @@ def _command(argv):
 
 def _open_closed():
     """Open stdout and stderr where they are missing: else a file takes their number and output."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
+        pass
+    os.close(number)
+    for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            nowhere = open(os.devnull, "w")
-            with contextlib.suppress(OSError):
-                os.fstat(number)
-                number = nowhere.fileno()  # some file has it already
-            if number != nowhere.fileno():
-                os.dup2(nowhere.fileno(), number)
-            setattr(sys, name, nowhere)
+            setattr(sys, name, open(os.devnull, "w"))
 
 
 def _is_unread(error):

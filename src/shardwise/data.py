@@ -153,7 +153,7 @@ def batches(
     mine = each[process_index::process_count].batch(batch // process_count)
     few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     source = {"split": split, "batch": int(batch), "seq_len": int(seq_len), "seed": int(seed)}
-    source["corpus"] = _checksum(split)
+    source["corpus"] = checksum(corpus(split))
     source |= {"packed": True} if packed else {}
     return Batches(iter(mine.to_iter_dataset(few)), source)
 
@@ -200,11 +200,6 @@ def _windows(documents, seq_len, packed):
         return {"tokens": text[:-1], "targets": text[1:], "mask": mask.astype(np.float32), **told}
 
     return int(before[-1]), window
-
-
-@functools.cache
-def _checksum(split):
-    return checksum(corpus(split))
 
 
 def checksum(documents: tuple[np.ndarray, ...]) -> int:

@@ -48,11 +48,11 @@ def join(
         )
     mesh.look_for_no_tpu()  # before jax.process_count() looks for devices
     count = count if not missing else _found()
-    if count is not None:
-        _share(devices, count)  # an error before any process waits for the others
+    # An error before any process waits for the others.
+    share = None if count is None else _share(devices, count)
     if count != 1:
-        if count is not None:
-            jax.config.update("jax_num_cpu_devices", devices // count)
+        if share:
+            jax.config.update("jax_num_cpu_devices", share)
         options = dict(heartbeat_timeout_seconds=heartbeat)
         if not missing:
             options |= dict(coordinator_address=address, num_processes=count, process_id=index)
@@ -60,7 +60,7 @@ def join(
             options["coordinator_bind_address"] = address
         _initialize(options)
     # Not jax.process_count() where we know: it would start the backend.
-    mesh.simulate(_share(devices, jax.process_count() if count is None else count))
+    mesh.simulate(share or _share(devices, jax.process_count()))
 
 
 def _initialize(options):

@@ -24,8 +24,7 @@ _READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 class Feed:
     """The batches of a dataset: step k (from 1) has the rows (k-1)·batch to k·batch, in order.
 
-    No position has to be saved, and it does not matter how many processes read: each reads the rows
-    that its own devices need.
+    No position has to be saved. Each process reads the rows that its own devices need.
     """
 
     def __init__(self, dataset: grain.MapDataset, batch: int, layout: Layout):
@@ -42,10 +41,7 @@ class Feed:
         return self._read(step, range(self._batch))
 
     def fingerprint(self) -> int:
-        found = 0
-        for x in jax.tree.leaves(self.some):
-            found = zlib.crc32(np.ascontiguousarray(x).tobytes(), found)
-        return found
+        return zlib.crc32(b"".join(x.tobytes() for x in jax.tree.leaves(self.some)))
 
     def go(self, first: int, last: int) -> Iterator[Any]:
         steps = grain.MapDataset.range(first, last + 1)
@@ -59,8 +55,7 @@ class Feed:
         pass
 
     def _read(self, step, rows):
-        start = (step - 1) * self._batch
-        found = [self._dataset[start + row] for row in rows]
+        found = [self._dataset[(step - 1) * self._batch + row] for row in rows]
         if any(row is None for row in found):
             raise ValueError(
                 f"run.train: of the rows of step {step} a filter has left some out, and a step has "
@@ -126,15 +121,12 @@ def sharding(layout: Layout, batch: int) -> NamedSharding:
     Raises:
       ValueError: rows that do not divide.
     """
-    parts = int(np.prod([layout.auto.shape[name] for name in layout.rows]))
-    each = parts * layout.microbatches
-    into = f"{parts} devices' parts of {layout.microbatches} microbatches"
-    if layout.exact:
-        each, into = layout.exact, f"{layout.exact} blocks (layout.exact)"
-    if batch % each:
+    parts = layout.exact or layout.parts(layout.rows) * layout.microbatches
+    if batch % parts:
+        what = "blocks" if layout.exact else f"parts, {layout.microbatches} on each device"
         raise ValueError(
-            f"run: a batch of {batch} rows does not split into {into}; take "
-            f"{-(-batch // each) * each}, say."
+            f"run: a batch of {batch} rows does not split into {parts} {what}; take "
+            f"{-(-batch // parts) * parts}, say."
         )
     return NamedSharding(layout.auto, P(layout.rows or None))
 

@@ -14,7 +14,7 @@ from shardwise.checkpoint.items import address
 class Folder:
     """The folder of a run. Process 0 writes it, but for the notes: each process writes its own.
 
-    settings.json        every setting, as the run last started
+    settings.json        every setting and fact, as the run last started
     metrics.jsonl        a line of JSON for each step that is done
     evaluations.jsonl    one for each evaluation
     hashes.jsonl         one for each step whose arrays were hashed
@@ -49,13 +49,10 @@ class Folder:
             return None
         try:
             found = json.loads(file.read_bytes())
+            if not isinstance(found, dict):
+                raise ValueError(f"it holds {found!r:.60}; expected an object of settings by name")
         except ValueError as error:
-            raise ValueError(f"run: {file} is no JSON ({error}); is this a run folder?") from None
-        if not isinstance(found, dict):
-            raise ValueError(
-                f"run: {file} holds {found!r:.60}; expected an object of settings by name. Is this "
-                f"a run folder?"
-            )
+            raise ValueError(f"run: {file} is no JSON of settings ({error}).") from None
         return found
 
     def write_settings(self, values: dict[str, Any]) -> None:
@@ -88,6 +85,5 @@ def write(file: Path, text: str) -> None:
     try:
         new.write_text(text)
         os.replace(new, file)
-    except BaseException:
+    finally:
         new.unlink(missing_ok=True)
-        raise

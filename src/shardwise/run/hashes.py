@@ -16,18 +16,12 @@ from shardwise.run.folder import Folder
 
 
 def hashes(tree: Any) -> dict[str, str]:
-    """{path: 16 hexadecimal digits} of the bytes of each array, whole; one at a time on the host.
-
-    Every process takes part.
-    """
-    return {path: _digest(x) for path, x in trees.leaves(tree)}
+    """{path: 16 hexadecimal digits} of the bytes of each array, whole; every process takes part."""
+    return {path: _digest(x) for path, x in trees.leaves(tree)}  # one at a time on the host
 
 
 def line(step: int, loss: float, tree: Any) -> dict[str, Any]:
-    """A line of hashes.jsonl: step, loss, chip, jaxlib, and {path: hash} of the arrays of `tree`.
-
-    Every process takes part.
-    """
+    """A line of hashes.jsonl: step, loss, chip, jaxlib, and the `hashes` of `tree`."""
     chip, release = jax.devices()[0].device_kind, jaxlib.__version__
     return dict(step=step, loss=loss, chip=chip, jaxlib=release, arrays=hashes(tree))
 

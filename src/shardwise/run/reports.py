@@ -1,7 +1,4 @@
-"""The reports of a run: lines on standard output, which may go away, in the metrics and as events.
-
-Standard output goes away when a terminal closes, a disk is full, or a reader has ended.
-"""
+"""The reports of a run: lines on standard output, in the metrics and as events."""
 
 import contextlib
 import math
@@ -22,7 +19,7 @@ _EVERY = 10  # seconds between two plain lines
 
 
 class Output:
-    """Standard output, which ends nothing when it cannot be written any more.
+    """Standard output, which ends nothing when its terminal closed, disk is full or reader ended.
 
     The error is said once on standard error; from then on what is printed is dropped.
     """
@@ -112,40 +109,35 @@ class Report:
             ) from None
         return SummaryWriter(str(self._folder.path / "events"))
 
-    def line(self, step: int, record: dict[str, Any], bad: bool) -> dict[str, Any]:
-        """The line of a step in the metrics; its seconds are those since the line before."""
+    def step(self, step: int, record: dict[str, Any], bad: bool) -> str:
+        """Write a step and show it, outside of a terminal only now and then; return its text.
+
+        Its seconds are those since the step before.
+        """
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
-        line: dict[str, Any] = {"step": step, "loss": record["loss"], self._unit: self._count}
-        line[f"{self._unit}_per_second"] = round(self._count / seconds, 1)
-        line["seconds"] = round(seconds, 6)
+        loss, steps, speed = record["loss"], self._settings.steps, self._count / seconds
+        line = {"step": step, "loss": loss, self._unit: self._count}
+        line |= {f"{self._unit}_per_second": round(speed, 1), "seconds": round(seconds, 6)}
+        text = f"step {step:,} of {steps:,}  loss {loss:.4f}  {speed:,.0f} {self._unit}/s"
         if self._at_peak:
             line["mfu"] = round(self._at_peak / seconds, 4)
-        line["gradient_norm"] = record["norm"]
+            text += f"  MFU {line['mfu']:.1%}"
         if self._rate is not None:
             line["learning_rate"] = float(self._rate(step - 1 - self._skipped))
-        line |= {"bytes": self._held, "time": round(time.time(), 3)}
-        line |= {name: x for name, x in record.items() if name not in ("loss", "norm")}
-        self._skipped += bad
-        return line | ({"bad": True} if bad else {})
-
-    def say(self, line: dict[str, Any]) -> str:
-        """Write a step and show it, outside of a terminal only now and then; return its text."""
-        step, steps = line["step"], self._settings.steps
+        line |= {"bytes": self._held, "time": round(time.time(), 3), **record}
+        if bad:
+            line["bad"] = True
+            self._skipped += 1
         self.add(self._folder.metrics, line)
-        text = (
-            f"step {step:,} of {steps:,}  loss {line['loss']:.4f}  "
-            f"{line[f'{self._unit}_per_second']:,.0f} {self._unit}/s"
-        )
-        text += f"  MFU {line['mfu']:.1%}" if "mfu" in line else ""
         if self._events is not None:
             for name, value in line.items():
                 if name != "step" and isinstance(value, int | float):
                     self._events.add_scalar(name, value, step)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, description=text)
-        elif time.perf_counter() - self._said > _EVERY or step == steps:
-            self._said = time.perf_counter()
+        elif now - self._said > _EVERY or step == steps:
+            self._said = now
             self.print(text)
         return text
 

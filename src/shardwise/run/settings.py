@@ -21,6 +21,7 @@ from shardwise.run.folder import Folder, on_disk
 from shardwise.train import Optimizer
 
 F32 = jnp.dtype("float32")
+_REGISTRY = tyro.constructors.ConstructorRegistry()
 # Others of JAX's policies are functions that make one, of names.
 _PLAIN = """checkpoint_dots checkpoint_dots_with_no_batch_dims dots_saveable
 dots_with_no_batch_dims_saveable everything_saveable nothing_saveable""".split()
@@ -69,20 +70,16 @@ class Roles:
         Raises:
           ValueError: sizes that do not fit the devices, no such policy, what `Layout` raises.
         """
-        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        options, count = dict(vars(self)), len(mesh.devices())
         sizes = {role: options.pop(role) for role in ORDER}
-        count = len(mesh.devices())
         try:
             fitted = mesh.resolve("run.Roles", sizes, count, exactly=True)
         except ValueError:
             told = " × ".join(f"{role} {size}" for role, size in sizes.items() if size != 1) or "1"
-            # The command simulates devices, and a program of one's own may forget to.
-            simulate = " Simulate more by mesh.simulate(8), before anything runs."
-            more = simulate if count == 1 else ""
             raise ValueError(
                 f"run: the layout {told} does not fit {count} devices: sizes are positive and "
                 f"multiply to {count}, and one at most is -1, such as --layout.fsdp -1, for those "
-                f"that remain; or say --devices, for another number of them.{more}"
+                f"that remain; or say --devices, or mesh.simulate(8) before anything runs."
             ) from None
         if self.remat is not None and self.remat not in _POLICIES:
             raise ValueError(f"run: remat={self.remat!r}; expected one of {', '.join(_POLICIES)}.")
@@ -124,7 +121,7 @@ class Processes:
     count: int | None = None
     index: int | None = None
     heartbeat: int = 20  # seconds after which a process that is silent is taken for dead
-    hang: float = 25.0  # seconds without progress, beyond three steps' time, that end a process
+    hang: float = 25.0  # seconds without progress, or five steps' time, that end a process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +191,7 @@ def flags(
         saved = Folder(option(argv, "--run") or default.run).settings() or {}
         once = ("profile", *(f"processes.{name}" for name in ("address", "count", "index")))
         default = from_flat({n: x for n, x in saved.items() if n not in once}, default)
-    return tyro.cli(Settings, prog=prog, args=argv, default=default, registry=_registry())
+    return tyro.cli(Settings, prog=prog, args=argv, default=default, registry=_REGISTRY)
 
 
 def option(argv: Sequence[str], name: str) -> str | None:
@@ -204,23 +201,18 @@ def option(argv: Sequence[str], name: str) -> str | None:
     return parser.parse_known_args(argv)[0].found
 
 
-def _registry():
-    """A tyro registry with the rule by which a dtype is read."""
-    registry = tyro.constructors.ConstructorRegistry()
-
-    @registry.primitive_rule
-    def dtype(info):
-        if info.type is not np.dtype:
-            return None
-        return tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="{float32,bfloat16,float16}",
-            instance_from_str=lambda words: jnp.dtype(words[0]),
-            is_instance=lambda x: isinstance(x, np.dtype),
-            str_from_instance=lambda x: [jnp.dtype(x).name],
-        )
-
-    return registry
+@_REGISTRY.primitive_rule
+def _dtype(info):
+    """The rule by which a dtype is read."""
+    if info.type is not np.dtype:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{float32,bfloat16,float16}",
+        instance_from_str=lambda words: jnp.dtype(words[0]),
+        is_instance=lambda x: isinstance(x, np.dtype),
+        str_from_instance=lambda x: [jnp.dtype(x).name],
+    )
 
 
 def flat(settings: Settings) -> dict[str, Any]:
@@ -251,8 +243,7 @@ def _plain(value):
 
 def _parsed(name, value, default):
     if dataclasses.is_dataclass(default):
-        held = {field.name: getattr(default, field.name) for field in dataclasses.fields(default)}
-        given = {n: _parsed(n, value[n], x) for n, x in held.items() if n in value}
+        given = {n: _parsed(n, value[n], x) for n, x in vars(default).items() if n in value}
         return dataclasses.replace(default, **given)
     if name in ("run", "tokens") and value is not None:
         return Path(value)
@@ -266,14 +257,14 @@ def _parsed(name, value, default):
 def check_resumable(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Raise ValueError if settings differ that decide numbers; both are as `flat` gives them.
 
-    Only what was saved is compared.
+    Of settings only what was saved is compared.
     """
     fixed = ("layout.exact", *(_EXACT if now.get("layout.exact") else ()))
     held = [n for n in now if n in fixed or not {n, n.partition(".")[0]} & set(_FREE)]
     told = "; ".join(
-        f"{n} was {json.dumps(saved[n])} and is {json.dumps(now[n])}"
+        f"{n} was {json.dumps(saved.get(n))} and is {json.dumps(now[n])}"
         for n in held
-        if n in saved and saved[n] != now[n]
+        if (n in saved or n.startswith("facts.")) and saved.get(n) != now[n]
     )
     if told:
         raise ValueError(

@@ -27,9 +27,9 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> contextlib.Exit
     SIGHUP stays ignored where it is, as nohup wishes.
     """
     ends = contextlib.ExitStack()
-    kept = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
+    kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
     if threading.current_thread() is threading.main_thread():
-        for number in (n for n in ASKED if n not in kept):
+        for number in set(ASKED) - kept:
             ends.callback(signal.signal, number, signal.signal(number, handler))
     return ends
 
@@ -48,9 +48,7 @@ class Stop(contextlib.ExitStack):
     reads it.
     """
 
-    def __init__(self):
-        super().__init__()
-        self.signal: int | None = None
+    signal: int | None = None
 
     def __enter__(self) -> "Stop":
         if threading.current_thread() is threading.main_thread():

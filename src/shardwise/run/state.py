@@ -31,8 +31,8 @@ from shardwise.run.settings import Settings, check_resumable, flat
 _OWN = "processes.index"  # what each process has for itself
 # What a line of the metrics says itself.
 _RESERVED = frozenset(
-    """bad bytes gradient_norm learning_rate loss mfu norm rows rows_per_second seconds step stop
-    time tokens tokens_per_second""".split()
+    """bad bytes gradient_norm learning_rate loss mfu rows rows_per_second seconds step stop time
+    tokens tokens_per_second""".split()
 )
 
 
@@ -129,10 +129,14 @@ def saved(folder: Folder) -> dict[str, Any] | None:
 def claim(
     settings: Settings, folder: Folder, facts: dict, unused: Collection[str], lock: Lock
 ) -> dict[str, Any] | None:
-    """What `saved` says of a run that goes on; settings, but for the `unused`, are compared."""
+    """What a run goes on from: the facts of its newest whole checkpoint, None where it begins.
+
+    Settings, but for the `unused`, and `facts` are compared with those that the folder has.
+    """
     now = {n: value for n, value in flat(settings).items() if n.partition(".")[0] not in unused}
+    now |= {f"facts.{name}": value for name, value in facts.items()}
     with system.together("run") as told:  # all have looked before one writes
-        told |= {name: value for name, value in (now | facts).items() if name != _OWN}
+        told |= {name: value for name, value in now.items() if name != _OWN}
         before = folder.settings()
         if before is not None and not settings.resume:
             raise FileExistsError(
@@ -146,20 +150,16 @@ def claim(
         for file in folder.lines:
             metrics.read(file)  # an error before any step
     found = saved(folder) if settings.resume else None
-    for name, value in (facts if found else {}).items():
-        if found["facts"].get(name) != value:
-            raise ValueError(
-                f"run: {settings.run} was trained with other facts: {name} was "
-                f"{found['facts'].get(name)!r} and is {value!r}."
-            )
-    if jax.process_index() == 0:
-        for first, last in metrics.missing(folder.metrics, found["step"] if found else 0):
+    if found and jax.process_index() == 0:
+        told = {line["step"] for line in metrics.read(folder.metrics)}
+        if lacks := [step for step in range(1, found["step"] + 1) if step not in told]:
             print(
-                f"run: {folder.metrics} has no lines of steps {first} to {last}, which were done; "
-                f"the run goes on from its checkpoint of step {found['step']}, without them.",
+                f"run: {folder.metrics} has no lines of {len(lacks)} steps that were done, from "
+                f"{lacks[0]} to {lacks[-1]}; the run goes on from its checkpoint of step "
+                f"{found['step']}, without them.",
                 file=sys.stderr,
             )
-    folder.write_settings(now)
+    folder.write_settings((before or {}) | now)  # a fact that is not given again stays
     return found
 
 
@@ -168,10 +168,9 @@ def step_program(
 ) -> Callable:
     """(params, opt_state, batch, step, flags) -> (params, opt_state, record); the former donated.
 
-    What comes out is laid out as `state`, the first parameters and optimizer state. `flags` is a
-    vector with a number for each device, 1 where its process was asked to stop. The record is a
-    dict that every process has: loss, norm, bad, stop, and what `_recorded` takes of aux, of which
-    `aux` says how parts become one.
+    What comes out is laid out as `state`, the first parameters and optimizer state. `flags` are the
+    function's below. The record is a dict that every process has: loss, gradient_norm, bad, stop,
+    and what `_recorded` takes of aux, of which `aux` says how parts become one.
     """
     run = layouts.step(layout, loss, tx, has_aux, aux, check=False)
 
@@ -179,7 +178,7 @@ def step_program(
         key = key_argument(loss, seed, step)
         params, opt_state, value, *extra = run(params, opt_state, batch, **key)
         record = _recorded(extra[0]) if extra and isinstance(extra[0], dict) else {}
-        record |= {"loss": value, "norm": opt_state.norm, "bad": opt_state.bad}
+        record |= {"loss": value, "gradient_norm": opt_state.norm, "bad": opt_state.bad}
         record |= {"stop": flags.max()}
         return params, opt_state, layouts.whole(layout, record) if layout.exact else record
 

@@ -72,9 +72,8 @@ def train(
       BadStep: a bad step, where `settings.bad` says stop; the state before it is saved.
       Exception: what `shardwise.layouts` and `shardwise.checkpoint` raise.
     """
-    judged = loss, has_aux, aux
+    given = create, (loss, has_aux, aux), batches, tx, validation, sample, dict(facts or {}), flops
     with contextlib.ExitStack() as stack:
-        given = create, judged, batches, tx, validation, sample, dict(facts or {}), flops
         return _Run(stack, settings, *given).go()
 
 
@@ -102,17 +101,17 @@ class _Run:
         state.key_argument(loss, seed, 0)  # an error before anything is compiled
         self.source, self.sample = feed(batches, settings.batch, layout), sample
         self.held_out = validation and feed(validation, settings.batch, layout)
-        self.facts = facts | {"first rows": self.source.fingerprint()}
+        facts = facts | {"first rows": self.source.fingerprint()}
 
         self.stop = stack.enter_context(signals.heard())
         lock = stack.enter_context(contextlib.closing(lock_of(self.folder)))
-        saved = state.claim(settings, self.folder, self.facts, unused, lock)
+        saved = state.claim(settings, self.folder, facts, unused, lock)
         if saved is not None:
             self.source.restore(saved["position"])
         self.notes = Notes(self.folder.path, jax.process_index(), settings.processes.hang)
         self.notes.say("compiling")
         self.saved_at = saved and saved["step"]
-        self.first, self.pending, self.tracing = (self.saved_at or 0) + 1, None, False
+        self.first, self.pending = (self.saved_at or 0) + 1, None
         done = metrics.read(self.folder.metrics)  # of a run that is done, and asked for no more
         self.loss_value = float(done[-1]["loss"]) if done else float("nan")
         begun = state.begun(layout, create, tx, seed, self.folder, self.saved_at)
@@ -120,13 +119,13 @@ class _Run:
         self.program = state.step_program(layout, *judged, tx, seed, begun)
         self.evaluation = state.evaluation(layout, loss, settings.ema, has_aux)
         self.judge = functools.partial(state.judge, layout, *judged, seed)
-        held = max(measure.bytes_on_devices((self.params, self.opt_state)).values())
+        held = max(measure.bytes_on_devices(begun).values())
         grid = layout.auto
         chip = topology.of_device(grid.devices.flat[0].device_kind)
         at_peak = flops and chip and flops / (grid.size * chip.peak())
         known = self.source.some, held, rate, at_peak
         self.report = Report(stack, settings, self.folder, self.first, *known)
-        stack.callback(self._end_trace)  # a run may end within it
+        self.trace = stack.enter_context(contextlib.ExitStack())  # a run may end within it
         stack.enter_context(self.notes)
 
     def go(self) -> Result:
@@ -161,12 +160,11 @@ class _Run:
     def _advance(self, step, batches):
         """Run one step; return whether the processes agreed, a step ago, to stop after it."""
         profiled, first = self.settings.profiled(), step == self.first
-        if step in profiled and not self.tracing:
+        if step in profiled and (first or step == profiled.start):
             self._flush()
             # A trace of whole steps, on every device: a record is there when the first has it.
-            jax.block_until_ready((self.params, self.opt_state))
-            jax.profiler.start_trace(self.folder.path / "profile")
-            self.tracing = True
+            jax.block_until_ready(self._arrays())
+            self.trace.enter_context(jax.profiler.trace(self.folder.path / "profile"))
         self.notes.say("reading", step=step)
         batch = next(batches)
         self.notes.say("compiling" if first else "stepping")
@@ -180,18 +178,13 @@ class _Run:
         # process; but for the first.
         agreed = self._flush()
         self.pending = step, record
-        ends = self.tracing and step == profiled[-1]
-        if first or ends:
+        ends_trace = step + 1 == profiled.stop
+        if first or ends_trace:
             agreed = self._flush()
-        if ends:
-            jax.block_until_ready((self.params, self.opt_state))
-            self._end_trace()
+        if ends_trace:
+            jax.block_until_ready(self._arrays())
+            self.trace.close()
         return agreed
-
-    def _end_trace(self):
-        if self.tracing:
-            jax.profiler.stop_trace()
-            self.tracing = False
 
     def _flush(self):
         """Wait for the pending step, write its line, return whether a process was asked to stop."""
@@ -201,8 +194,7 @@ class _Run:
         record = {name: np.asarray(x).tolist() for name, x in jax.device_get(record).items()}
         stop, bad = record.pop("stop"), record.pop("bad")
         self.loss_value = record["loss"]
-        line = self.report.line(step, record, bad)
-        self.notes.say(self.notes.last.doing, line=self.report.say(line))
+        self.notes.say(self.notes.last.doing, line=self.report.step(step, record, bad))
         if bad or not np.isfinite(record["loss"]):
             self._bad(step, record, applied=not bad)
         return bool(stop)
@@ -216,7 +208,7 @@ class _Run:
             np.savez(file, **dict(trees.leaves(self.source.whole(step))))
         told = (
             f"step {step}, with loss {record['loss']:g} and a norm of the gradients of "
-            f"{record['norm']:g} (limit {self.settings.limit:g}); its batch is in "
+            f"{record['gradient_norm']:g} (limit {self.settings.limit:g}); its batch is in "
             f"{self.settings.run / name}"
         )
         if self.settings.bad == "skip":
@@ -235,8 +227,7 @@ class _Run:
         self.notes.say("evaluating", step=step)
         batches = self.held_out.go(1, self.settings.evaluation.batches)
         values = self.evaluation(self.params, self.opt_state, batches)
-        whole = self.sample and layouts.whole(self.layout, self.params)
-        text = self.sample(whole) if self.sample else ""
+        text = self.sample(layouts.whole(self.layout, self.params)) if self.sample else ""
         self.report.evaluated(step, *values, text=text)
 
     def _hash(self, step):
@@ -248,8 +239,7 @@ class _Run:
         if self.saved_at == step:
             return
         self.notes.say("saving", step=step)
-        facts = {"step": step, "position": self.source.state(step), "facts": self.facts}
-        items = self._arrays() | {"run": facts}
+        items = self._arrays() | {"run": {"step": step, "position": self.source.state(step)}}
         checkpoint.save(self.folder.checkpoints, step, items, keep=self.settings.keep)
         self.saved_at = step
 

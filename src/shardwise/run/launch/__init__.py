@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 import tyro
 
-from shardwise.run.folder import on_disk
-from shardwise.run.launch.local import Local, Refused
+from shardwise.run.launch.local import Local, Refused, of_process
 from shardwise.run.launch.ray_train import Ray
 from shardwise.run.launch.slurm import Slurm
 from shardwise.run.settings import option
@@ -41,17 +40,13 @@ def main(argv: Sequence[str], program: Sequence[str] = (sys.executable, "-m", "s
 
 
 def _check(words):
-    """Refuse what is no command, sets a flag that the launcher sets, or runs in no folder."""
+    """Refuse what is no command, or sets a flag that the launcher sets."""
     if not words or words[0].startswith("-"):
         raise Refused(
             f"after -- stands {repr(words[0]) if words else 'nothing'}; write a command of "
             f"shardwise there, such as -- train --run runs/first, or a file of your own, -- "
             f"mine.py."
         )
-    for word in words:
-        if word.startswith("--processes."):
-            raise Refused(f"{word} is what the launcher gives each process; leave it out.")
-    try:
-        on_disk(option(words, "--run") or ".")
-    except ValueError as error:
-        raise Refused(str(error)) from None
+    for name in of_process((), "", 1, 0)[::2]:
+        if option(words, name):
+            raise Refused(f"{name} is what the launcher gives each process; leave it out.")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.processes.fresh import free_address
+from shardwise.run.folder import Folder
 from shardwise.run.launch.supervising import WELL, Limits, report, supervise
 from shardwise.run.settings import Settings, option
 
@@ -32,12 +33,12 @@ class Local(Limits):
         """Run the command; return the exit status for all processes."""
         at_least(1, processes=self.processes)
         at_least(0, grace=self.grace)
-        place = command, free_address(), self.processes
+        folder, place = run_folder(command), (command, free_address(), self.processes)
         each = [of_process(*place, index) for index in range(self.processes)]
         if self.dry_run:
             print(*map(shlex.join, each), sep="\n")
             return 0
-        return report(supervise(each, run_folder(command), self))
+        return report(supervise(each, folder, self))
 
 
 def one_of_many(
@@ -58,12 +59,15 @@ def run_folder(command: Sequence[str], launcher: str | None = None) -> Path:
     """The run folder on this machine: of a `launcher` that writes to it, what --run says.
 
     Raises:
-      Refused: there is no --run.
+      Refused: there is no --run, or no run can lie there.
     """
     run = option(command, "--run")
     if run is None and launcher:
         raise Refused(f"{launcher} keeps its files in the run folder; say --run FOLDER after --.")
-    return Path(run or Settings().run).expanduser().absolute()
+    try:
+        return Folder(run or Settings().run).path
+    except ValueError as error:
+        raise Refused(str(error)) from None
 
 
 def of_process(command: Sequence[str], address: str, count: int, index: int) -> list[str]:

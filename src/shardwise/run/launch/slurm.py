@@ -54,8 +54,7 @@ class Slurm:
         try:
             import submitit
         except ImportError:
-            told = "slurm goes by submitit, which is not here: pip install submitit"
-            raise Refused(told) from None
+            raise Refused("slurm needs submitit, which is not here: pip install submitit") from None
         tasks, here = self.nodes * self.tasks_per_node, self.cluster == "local"
         submitter = submitit.LocalExecutor(folder) if here else executor(submitit, folder)
         submitter.update_parameters(**self._parameters())
@@ -72,7 +71,7 @@ class Slurm:
                 f"or try it here with --cluster local."
             )
         address = local.free_address() if here else None
-        job = submitter.submit(Task(tuple(command), address, self.requeue, self.gpus_per_task))
+        job = submitter.submit(work, [*command], address, self.requeue, self.gpus_per_task)
         print(f"job {job.job_id}; what it prints is in {folder}", flush=True)
         return finish(job, tasks) if self.wait else 0
 
@@ -143,35 +142,26 @@ def finish(job: Any, tasks: int) -> int:
     return overall(codes)
 
 
-@dataclass(frozen=True)
-class Task:
-    """The work of each task: the command in a process of its own, and the queue afterwards.
+def work(command: Sequence[str], address: str | None, requeue: bool, gpus: int) -> int:
+    """Run the command as one task; return its status; SystemExit where the job is queued again.
 
     With an address, tasks meet there, by submitit's numbers; without, by SLURM's.
     """
+    import submitit
 
-    command: tuple[str, ...]
-    address: str | None
-    requeue: bool
-    gpus: int
-
-    def __call__(self) -> int:
-        """Run the command; return its status, or raise SystemExit where the job is queued again."""
-        import submitit
-
-        here = submitit.JobEnvironment()
-        rank, again = here.global_rank, int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
-        command = local.resuming(self.command) if again else self.command
-        if self.address is not None:
-            command = local.of_process(command, self.address, here.num_tasks, rank)
-        gpus = own_gpus(self.gpus, os.environ)
-        # SLURM sends several signals, and kills by itself.
-        status = local.one_of_many("task", command, rank, patient=True, **gpus)
-        if status == STOPPED and self.requeue and self.address is None:
-            if rank == 0:  # whose process is the last to leave
-                subprocess.run(["scontrol", "requeue", here.job_id], check=True)
-            raise SystemExit(0)  # no result: the job is not over; and no failure, which ends others
-        return status
+    here = submitit.JobEnvironment()
+    rank, again = here.global_rank, int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+    command = local.resuming(command) if again else command
+    if address is not None:
+        command = local.of_process(command, address, here.num_tasks, rank)
+    # SLURM sends several signals, and kills by itself.
+    own = own_gpus(gpus, os.environ)
+    status = local.one_of_many("task", command, rank, patient=True, **own)
+    if status == STOPPED and requeue and address is None:
+        if rank == 0:  # whose process is the last to leave
+            subprocess.run(["scontrol", "requeue", here.job_id], check=True)
+        raise SystemExit(0)  # no result: the job is not over; and no failure, which ends others
+    return status
 
 
 def own_gpus(count: int, environment: Mapping[str, str]) -> dict[str, str]:

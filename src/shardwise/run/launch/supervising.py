@@ -2,7 +2,6 @@
 became of each is reported: who failed, at which step, doing what, and its last lines.
 """
 
-import math
 import signal
 import sys
 import time
@@ -15,9 +14,8 @@ from shardwise.run.launch.children import Child, ended
 from shardwise.run.notes import STUCK, Hang, Note, Watch
 from shardwise.run.signals import STOPPED
 
-_GLANCE = 0.1  # seconds between looks at the processes
+_GLANCE = 0.2  # seconds between looks at the processes and at their notes
 STANDSTILL = 5.0  # seconds after which a process that fails may have waited for another
-_READING = 0.5  # seconds between readings of their notes, at most
 # What a process does without the others: one that stands there waits for none of them.
 ALONE = ("starting", "compiling", "reading")
 WELL = {0: " (done)", STOPPED: " (stopped by a signal, after saving)"}  # exit statuses
@@ -92,7 +90,6 @@ def supervise(
 class _Run:
     def __init__(self, folder: Path | None, limits: Limits, patient: bool):
         self._folder, self._limits, self._patient = folder, limits, patient
-        self._looked = 0.0
         self.children: list[Child] = []
         self._notes: dict[int, Note] = {}
         self._failed: list[Child] = []
@@ -146,12 +143,7 @@ class _Run:
         return self._end()
 
     def _look(self, now):
-        """Read the notes now and then, and at once after a failure, and judge by them."""
-        judged = 0 < self._limits.hang_after < math.inf
-        pause = min(_READING, self._limits.hang_after / 4) if judged else _READING
-        if now - self._looked < pause and not self._failed:
-            return
-        self._looked = now
+        """Read the notes, and judge by them."""
         pids = {child.index: child.pid for child in self.children}
         try:
             found = notes.read(self._folder) if self._folder else {}
@@ -163,7 +155,7 @@ class _Run:
         self._watch.see(self._notes, now)
         if self._failed:
             self._hang = self._blamed(self._failed[0], now)
-        elif judged:
+        elif self._limits.hang_after > 0:
             self._hang = self._watch.hang(*_stand(self._running(), now))
 
     def _blamed(self, first, now):
