@@ -163,6 +163,7 @@ def inserted(part: Part) -> tuple[Op, ...]:
         mlp=not c.experts or bool(c.shared_experts),
         normed_heads=normed,
     )
+    told |= {"head": told["embedding"], "norms": []}  # not done again; each scale, see below
     here = {"layers": m, "embedding": m * (part.stage == 0)}  # the others at the end
     times: collections.Counter = collections.Counter()
     for of, op in ((of, op) for of, ops in told.items() for op in ops):

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from shardwise import jaxprs, layouts, marks, measure, topology
 from shardwise import tree as trees
 from shardwise.costs.arrays import Roles
-from shardwise.costs.ledger import Sent
 from shardwise.costs.memory import COUNTS, Memory, Terms
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import abstract, array_layouts
+from shardwise.layouts.sent import Sent
 from shardwise.objective.means import normal, quotient
 from shardwise.plan import planning, residuals, roles
 from shardwise.plan.seconds import step
@@ -152,14 +152,16 @@ class Own:
 def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
     """The `Candidate` of a layout: what it costs, whether it fits or not."""
     layout = roles.layout_on(chips.mesh(**each.axes).abstract, each, **job.settings)
-    told = layouts.predict(layout, job.params, job.batch, job.tx, remat=job.gathers_again or None)
+    told = layouts.predict(layout, job.params, job.batch, job.tx)
+    again = job.gathers_again or layout.remat is not None
     laid, rows = array_layouts(layout, job.params), job.rows // each.rows // each.microbatches
     held = told.held["parameters"]
     summed = held if each.microbatches > 1 else 0.0
     terms = job.kept(laid, rows)._replace(gradients=held, summed=summed)
     memory = Memory(held, told.held["state"], told.held["batch"], terms, COUNTS)
-    kinds = {("fsdp",): "weights"}
-    sent = tuple(Sent(axes, kinds.get(axes, "gradients"), n) for axes, n in told.sent.items())
+    ledger = Sent(layout)
+    ledger.parameters(laid, job.params, again)
+    sent = ledger.sent
     (forward, both), peak = job.flops, chips.chip.peak() * chips.devices
     work, leaves = both * job.rows / chips.devices, jax.tree.leaves(job.params)
     used = (jnp.dtype(job.settings.get("dtype") or x.dtype) for x in leaves)
