@@ -7,7 +7,7 @@ out: a table for `rules.LogicalRules`, specs for the model's marks, and formulas
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec as P
 
@@ -76,7 +76,7 @@ def check(axis: str, n: int, sizes: Mapping[str, int], length: int | None = None
 
 
 class Sent(NamedTuple):
-    """What `bytes_sent` returns; `total` is the sum."""
+    """The bytes that a device sends in a step: for each field, what `collectives` tells of it."""
 
     embedding: float
     layers: float
@@ -99,21 +99,24 @@ def collectives(
     sequence: bool = False,
     gathers_again: bool = False,
     sums_again: bool = False,
-    mlp: bool = True,
+    scales: int | None = None,
     normed_heads: float = 0,
+    mlp: bool = True,
 ) -> dict[str, list[Op]]:
     """{field of `Sent`: the collectives} of a step, forward and backward, over `n` devices with
-    `rows`×`length` tokens together; but for sums of gradients of norms' scales.
+    `rows`×`length` tokens together.
 
     A layer sums an activation, of rows × length × embed entries, four times: after attention and
     after the MLP, and backward before each; without `mlp`, around attention alone. The embedding
     does once forward, the head once backward, and the loss three float32 numbers of each token.
-    With `sequence` a sum becomes a gather and a scatter. `normed_heads` is how many norms of a
-    layer are over all heads, which the axis cuts: each sums a number of each token, each way.
+    `normed_heads` is how many norms of a layer are over all heads, which the axis cuts: each sums a
+    number of each token, each way.
 
-    Of layers that are computed again, `gathers_again` says that what enters products is gathered
-    once more, and `sums_again` that what leaves attention is summed, or scattered, once more;
-    nothing needs what leaves the MLP.
+    With `sequence` a sum of an activation becomes a gather and a scatter, and the gradients of the
+    norms' scales are summed: `scales` bytes, by default two in each layer and one last. Then what
+    enters a product, the head's too, may be not kept but gathered once more (`gathers_again`), and
+    what leaves attention scattered once more (`sums_again`; without `sequence` summed). Nothing
+    needs what leaves the MLP.
     """
     blocks, activation, dtype = 1 + mlp, (rows, length, embed), DTYPES[itemsize]
     again = {"all-reduce": sums_again}
@@ -126,8 +129,14 @@ def collectives(
     ]
     numbers = "all-reduce", (rows, length), "f32"
     of_layers.append(expected(n, *numbers, 2 * layers * normed_heads))
-    ends = {"embedding": once, "head": once, "loss": [expected(n, *numbers, 3)]}
-    return {"layers": of_layers, **ends}
+    scales = (2 * layers + 1) * embed * 4 if scales is None else scales
+    return {
+        "embedding": once,
+        "layers": of_layers,
+        "head": once + once[:1] * (sequence and gathers_again),
+        "loss": [expected(n, *numbers, 3)],
+        "norms": [expected(n, "all-reduce", (scales,), "s8", 1)] * sequence,
+    }
 
 
 def expected(n: int, kind: str, dims: tuple[float, ...], dtype: str, times: float) -> Op:
@@ -137,31 +146,9 @@ def expected(n: int, kind: str, dims: tuple[float, ...], dtype: str, times: floa
     return Op(kind, "", (Array(dtype, dims),), n, times, notes=("expected",))
 
 
-def bytes_sent(
-    n: int,
-    rows: int,
-    length: int,
-    embed: int,
-    layers: int,
-    itemsize: int = 4,
-    sequence: bool = False,
-    gathers_again: bool = False,
-    scales: int | None = None,
-    normed_heads: float = 0,
-) -> Sent:
-    """The bytes that one device sends in a step, forward and backward, around a ring of `n`.
-
-    They are those of `collectives`, which tells of what, and are told apart: `embedding`; `layers`,
-    all together; `head`, for what enters the last product; `loss`, for what the softmax and the
-    target's logit need; `norms`, for the gradients of the norms' scales. With `sequence` these are
-    summed, `scales` bytes, by default two in each layer and one last; with `gathers_again` what
-    entered a product, the last one too, is not kept, and gathered a second time.
+def bytes_sent(*sizes: int, **options: Any) -> Sent:
+    """The bytes that one device sends in a step, forward and backward, around a ring of `n`: of
+    `collectives`, which takes the same arguments (n, rows, length, embed, layers, and so on).
     """
-    given = (n, rows, length, embed, layers, itemsize, sequence, gathers_again)
-    found = collectives(*given, normed_heads=normed_heads)
-    if sequence:
-        scales = (2 * layers + 1) * embed * 4 if scales is None else scales
-        found["norms"] = [expected(n, "all-reduce", (scales,), "s8", 1)]
-        if gathers_again:
-            found["head"] = [*found["head"], found["head"][0]]
-    return Sent(**{of: sum(op.ring_bytes for op in found.get(of, ())) for of in Sent._fields})
+    found = collectives(*sizes, **options)
+    return Sent(**{of: sum(op.ring_bytes for op in ops) for of, ops in found.items()})

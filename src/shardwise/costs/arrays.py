@@ -21,9 +21,9 @@ class Roles:
     """The number of devices of each role of a layout; these multiply to that of all devices.
 
     `expert` is an axis of its own, along which all but the experts is whole. With tensor the
-    sequence is cut between its products. `remat` says whether a layer is recomputed in the backward
-    pass, from what enters it; `products`, whether what its weights were multiplied to is kept and
-    the rest recomputed; `offload`, whether what enters waits on the host meanwhile.
+    sequence is cut between its products. With `remat` a layer is recomputed in the backward pass,
+    from what enters it; with `products` too, but for the products with its weights; with `offload`
+    too, what enters waits on the host meanwhile.
     """
 
     stage: int = 1
@@ -92,10 +92,7 @@ class Array(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)  # compared by identity: it is asked for often
 class Arrays:
-    """A model's parameters, and the state that an optimizer keeps for them.
-
-    An array of the state that has its parameter's shape has the parameter's path too.
-    """
+    """A model's parameters and its optimizer's state, with parameters' paths where shapes agree."""
 
     parameters: tuple[Array, ...]
     state: tuple[Array, ...]

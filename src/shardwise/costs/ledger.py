@@ -1,15 +1,13 @@
 """Ring bytes that a device sends in a step, added up: along axes of a mesh, and for what."""
 
-import dataclasses
 import math
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 WIDE = 4  # bytes of the float32 in which sums travel
 
 
-@dataclasses.dataclass(frozen=True)
-class Sent:
+class Sent(NamedTuple):
     """The ring bytes along `roles`, or mesh axes, together, in a step.
 
     `kind` is "weights" (gathers, and scatters of gradients), "gradients" (sums of what devices have
@@ -68,9 +66,9 @@ class Ledger(dict[tuple[tuple[str, ...], str], float]):
     def pipeline(
         self, axes: Collection[str], ticks: int, passed: float, summed: float, moved: float
     ) -> None:
-        """Count what goes along stages: at every tick what is `passed` on, an activation and a
-        cotangent, whether anyone waits or not; sums of `summed` bytes, of the loss's outputs; and
-        all that is `moved` of parameters that lie elsewhere than they are read, and of gradients.
+        """Count what goes along stages: what is `passed` on at every tick, whether anyone waits or
+        not; sums of `summed` bytes, of the loss's outputs; and all that is `moved` of parameters
+        that lie elsewhere than they are read, and of gradients.
         """
         self.add("stages", axes, ticks * passed + moved)
         self.sum("stages", axes, summed)

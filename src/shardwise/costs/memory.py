@@ -1,9 +1,8 @@
 """The memory of a device: parameters and state exactly, and by a formula what a step needs too.
 
-What a step needs besides is a sum of terms in bytes. Most are counts; those of what a layer works
-on have a coefficient: of all that it could have, how much the compiler keeps at once. A device is
-fullest at the loss, or in the backward pass of a layer, or, with stages, in a task: the fullest
-counts.
+What a step needs besides is a sum of terms in bytes, each times how many copies of it the compiler
+keeps. A device is fullest at the loss, or in the backward pass of a layer, or, with stages, in a
+task: the fullest counts.
 """
 
 import dataclasses
@@ -32,16 +31,8 @@ class Terms(NamedTuple):
     cut, as it is between them; `ring`, what goes around a context axis, there and arriving;
     `dispatch`, rows on their way to experts and back.
 
-    With offload two layers' inputs are kept, one of them on its way. The compiler takes the last
-    layer out of the loop, and gathers ahead for it: `weights` has three layers, not one, and there
-    is half as much again of `around` and `ring`.
-
-    Of stages all devices hold as much, since they run one program. `weights` has what is in no
-    layer, gathered over stages for the step. `kept` are slots, one for each stage, with what a
-    forward task keeps, without remat the gathered weights among it; one for what the last stage's
-    end leaves, float32 logits and its norm; and an activation and a cotangent that have arrived.
-    `pending` is what the half of a backward that the stage before waits for leaves to the half that
-    yields the weights' gradients, and `task` what a task puts into its slot while it runs.
+    Of stages: `pending`, what the half of a backward that the stage before waits for leaves to the
+    half that yields the weights' gradients, and `task`, what a task puts into its slot.
     """
 
     gradients: float = 0.0
@@ -57,17 +48,14 @@ class Terms(NamedTuple):
     task: float = 0.0
 
 
-# How many copies of each term the compiler keeps. `benchmarks/plan.py` fits layer, around, ring and
-# dispatch, and judges the whole on other models; all others are counts, but for what offload needs,
-# which was read from a few programs.
+# How many copies of each term the TPU compiler keeps. `benchmarks/plan.py` fits those that are no
+# counts, and judges the whole on other models; what offload needs was read from a few programs.
 COUNTS = Terms(*[1.0] * len(Terms._fields))
 COEFFICIENTS = COUNTS._replace(layer=0.42, around=4.5, ring=0.8, dispatch=0.6)
-# The same of XLA's compiler for GPUs, which has sums of microbatches half a second time;
-# `benchmarks/plan_gpu.py` fits six of them.
+# XLA's for GPUs, which has sums of microbatches half a second time; `benchmarks/plan_gpu.py` fits.
 OF_GPUS = COUNTS._replace(around=0.0, logits=1.2, ring=0.3, dispatch=0.0, summed=1.5)
 # Of `_in_layer`, what GPUs' compiler works on in a backward pass: four arrays of the MLP's width,
-# gradients of some heads, and what enters products, whole, with gradients. Read from programs that
-# `benchmarks/plan_gpu.py` fits and judges, by least squares.
+# gradients of some heads, and what enters products, whole, with gradients. By least squares too.
 _WORKED_ON = 1.0, 2.5, 1.4, 4 / 6
 _ALWAYS = ("weights", "kept", "summed", "pending")
 PHASES = (
@@ -79,9 +67,8 @@ PHASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The bytes on a device: `parameters` and `state` exact, `step` an estimate of `terms`, each
-    times its coefficient. `host`, bytes of the device's activations that wait on its host, is none
-    of them.
+    """The bytes on a device: `parameters` and `state` exact, `step` an estimate of `terms`; and on
+    its `host`, of activations that wait there.
     """
 
     parameters: int
@@ -94,7 +81,10 @@ class Memory:
     @property
     def of_step(self) -> Terms:
         """The terms, each times its coefficient; 0 where it is not in the fullest phase."""
-        return counted(self.terms, self.coefficients)
+        pairs = zip(self.coefficients, self.terms, strict=True)
+        found = Terms(*(copies * size for copies, size in pairs))
+        fullest = max(PHASES, key=lambda names: sum(getattr(found, name) for name in names))
+        return Terms(**{name: getattr(found, name) for name in fullest})
 
     @property
     def step(self) -> float:
@@ -104,13 +94,6 @@ class Memory:
     @property
     def total(self) -> float:
         return self.parameters + self.state + self.batch + self.step
-
-
-def counted(terms: Terms, coefficients: Terms) -> Terms:
-    """Each term times its coefficient; 0 for what is not there in the fullest phase."""
-    found = Terms(*(c * n for c, n in zip(coefficients, terms, strict=True)))
-    fullest = max(PHASES, key=lambda names: sum(getattr(found, name) for name in names))
-    return Terms(**{name: getattr(found, name) for name in fullest})
 
 
 def memory(part: Part, gpu: bool = False) -> Memory:
@@ -125,6 +108,10 @@ def memory(part: Part, gpu: bool = False) -> Memory:
 
 
 def _terms(part, parameters, gpu):
+    """With offload two layers' inputs are kept, one of them on its way. The TPU compiler takes the
+    last layer out of the loop and gathers ahead for it: there are three layers' weights, and half
+    as much again of `around` and `ring`.
+    """
     r, inside, (weights, head) = part.roles, _in_layer(part, gpu), _weights(part)
     layers, bodies, ahead = (2, 3, 1.5) if r.offload else (part.layers, 1, 1)
     kept = part.tokens * _entered(part) if r.remat else sum(inside)
@@ -143,6 +130,11 @@ def _terms(part, parameters, gpu):
 
 
 def _terms_of_stages(part, gpu):
+    """`weights` has what is in no layer, gathered over stages for the step. `kept` are slots: one
+    for each stage, with what a forward task keeps, without remat the gathered weights too; one for
+    what the last stage's end leaves, float32 logits and its norm; and an activation and a cotangent
+    that have arrived.
+    """
     c, r, used = part.config, part.roles, part.itemsize
     weights, head = _weights(part)
     # Along tensor whole: so the compiler lays it out, to scatter its gradient over stages.

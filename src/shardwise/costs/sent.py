@@ -1,8 +1,7 @@
 """The bytes that a device sends in a step, by formula: along each group of roles, and for what.
 
-Of parameters, gradients, attention and the loss's two sums these are the bytes that
-`layouts.predict` tells of layouts by hand; of the tensor axis Megatron's, with what a recomputed
-layer gathers and scatters once more, and of experts what the TPU compiler inserts.
+They are those that `layouts.predict` tells of layouts by hand, with what a recomputed layer sends
+along tensor once more, and of experts what the TPU compiler inserts.
 """
 
 import collections
@@ -52,9 +51,7 @@ def _passes(part, array):
 
 
 def _counts(c):
-    """The bytes of the loss's counts of experts: loads, drops and nats, as `model.routed_loss` has
-    them.
-    """
+    """The bytes of the counts that `model.routed_loss` has: loads, drops and nats."""
     return (c.layers * (c.experts + 1) + 1) * WIDE if c.experts else 0
 
 
@@ -72,10 +69,8 @@ def ticks(part: Part) -> int:
 
 
 def passed(part: Part) -> tuple[float, float]:
-    """Bytes of (an activation, its cotangent) on their way round the ring of stages.
-
-    For the last stage's balance of experts, what all routers before decided is with them. All of it
-    is whole along the tensor axis, and each device sends its copy.
+    """Bytes of (an activation, its cotangent) on their way round the ring of stages, whole along
+    tensor; with what all routers before decided, for the last stage's balance of experts.
     """
     c, before = part.config, part.layers * (part.roles.stage - 1) * part.tokens
     whole, gradients = part.tokens * c.embed * part.itemsize, 4 * c.experts * before
@@ -163,6 +158,7 @@ def inserted(part: Part) -> tuple[Op, ...]:
         mlp=not c.experts or bool(c.shared_experts),
         normed_heads=normed,
     )
+    told |= {"head": told["embedding"], "norms": []}  # not done again; each scale, see below
     here = {"layers": m, "embedding": m * (part.stage == 0)}  # the others at the end
     times: collections.Counter = collections.Counter()
     for of, op in ((of, op) for of, ops in told.items() for op in ops):

@@ -1,11 +1,10 @@
 """Llama's names for what the decoder has: the fields of `config.json`, the weights and their axes.
 
-Letters of axes are the model's, with l for layers: l layers, v vocab, e embed, h heads, k kv_heads,
-d head_dim, m mlp. A parameter's are those of its axes. A weight's come in words, one for each axis
-of the file's array, and the letters of a word are merged into that axis, the last one fastest:
-q_proj, "hd e", is the matrix from embed to all heads, transposed, whose row h * head_dim + d is
-entry d of head h. Rotary positions pair entry d with d + head_dim / 2 here and there, so that no
-row moves.
+A letter is an axis: l layers, v vocab, e embed, h heads, k kv_heads, d head_dim, m mlp. A weight's
+come in words, one for each axis of the file's array, and the letters of a word are merged into that
+axis, the last one fastest: q_proj, "hd e", is the matrix from embed to all heads, transposed, whose
+row h * head_dim + d is entry d of head h. Rotary positions pair entry d with d + head_dim / 2 here
+and there, so that no row moves.
 """
 
 import json
@@ -39,7 +38,6 @@ _ONLY = dict(
     partial_rotary_factor=1.0,
     quantization_config=None,
 )
-# The field of Config that has a letter's size.
 _FIELDS = dict(v="vocab", e="embed", h="heads", k="kv_heads", d="head_dim", m="mlp", l="layers")
 
 
@@ -51,18 +49,18 @@ class Weight(NamedTuple):
     ours: str
 
     @property
-    def words(self) -> list[str]:
-        """The letters of each axis of the file's array."""
-        return self.theirs.split()
-
-    @property
     def letters(self) -> str:
         """All letters of the file's array, none of which is layers."""
-        return "".join(self.words)
+        return self.theirs.replace(" ", "")
+
+    @property
+    def own(self) -> str:
+        """The same in the order of the parameter's axes."""
+        return self.ours.removeprefix("l")
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of the file's array."""
-        return tuple(math.prod(sizes[letter] for letter in word) for word in self.words)
+        return tuple(math.prod(sizes[letter] for letter in word) for word in self.theirs.split())
 
     def names(self, config: Config) -> list[str]:
         """The names of the arrays that are this weight: one for each layer, or one."""

@@ -96,7 +96,7 @@ def _part(weight, each, asked, sizes, dtype):
     """The entries `asked`, (start, stop) for each axis, of a parameter, filled layer by layer."""
     taken = dict(zip(weight.ours, asked, strict=True))
     first, last = taken.pop("l", (0, 1))
-    runs = [_runs(word, taken, sizes) for word in weight.words]
+    runs = [_runs(word, taken, sizes) for word in weight.theirs.split()]
     out = np.empty([stop - start for start, stop in asked], dtype)
     layers = out if weight.stacked else out[None]
     for i in range(first, last):
@@ -107,9 +107,7 @@ def _part(weight, each, asked, sizes, dtype):
 def _unmerged(weight, array, taken):
     """An array with the file's axes as one with the parameter's: "hd e" -> "hde" -> "ehd"."""
     array = array.reshape([taken[letter][1] - taken[letter][0] for letter in weight.letters])
-    return array.transpose(
-        [weight.letters.index(letter) for letter in weight.ours if letter != "l"]
-    )
+    return array.transpose([weight.letters.index(letter) for letter in weight.own])
 
 
 def _runs(word, taken, sizes):

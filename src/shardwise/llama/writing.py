@@ -130,8 +130,7 @@ def _gathered(leaf, weight: Weight, layer):
     x = leaf if layer is None else leaf[layer]
     if not getattr(x, "is_fully_addressable", True):
         x = multihost_utils.process_allgather(x, tiled=True)
-    x, ours = np.asarray(x), weight.ours.removeprefix("l")
-    x = x.transpose([ours.index(letter) for letter in weight.letters])
+    x = np.asarray(x).transpose([weight.own.index(letter) for letter in weight.letters])
     sizes = dict(zip(weight.letters, x.shape, strict=True))
     # safetensors writes memory as it lies, whatever the strides say.
     return np.ascontiguousarray(x.reshape(weight.shape(sizes)))

@@ -1,6 +1,4 @@
-"""`shardwise plan`: the best layouts of a model on some chips, as tables or as JSON; or of chips of
-each kind the fewest on which it fits, or is done in time.
-"""
+"""`shardwise plan`: the best layouts on some chips; or of each kind of chips the fewest that do."""
 
 import dataclasses
 import json
@@ -121,8 +119,8 @@ def _positive(name, value):
 
 
 def _rows(batch, sequence, devices=0):
-    """The rows of a batch, which is told as such, 512, or by its tokens, 4M: those nearest to which
-    there are equally many for each device, or a power of two.
+    """The rows of a batch, given as such, 512, or as tokens, 4M: about that, in rows that divide
+    over the devices, or a power of two.
     """
     _positive("sequence", sequence)
     if batch.isdigit():
@@ -184,9 +182,9 @@ def survey(
 ) -> list[Fewest]:
     """Of each kind of chips the fewest, in usual shapes, on which a step fits; the fewest first.
 
-    `counts` are the fewest and the most to try, `memory` the GB that a chip is to have (16, 80,
-    95). `tokens` are to take no more than `days`, at the lowest MFU that published runs reached on
-    such chips, or at the plan's where that is lower.
+    `counts` are the fewest and the most to try, `memory` the GB that a chip is to have. `tokens`
+    are to take no more than `days`, at the lowest MFU that published runs reached on such chips, or
+    the plan's, if lower.
     """
     flops = model_flops(config, batch, sequence) / (batch * sequence) * tokens
     found = []

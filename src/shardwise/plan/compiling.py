@@ -1,6 +1,4 @@
-"""A proposed layout as what realises it: its code, the flags of `shardwise train`, and its step,
-with what the chips' compiler says of that.
-"""
+"""A proposed layout as code, as flags of `shardwise train`, and as a step that is compiled."""
 
 import dataclasses
 import functools
@@ -119,12 +117,9 @@ def program_of(
 
 
 class Check(NamedTuple):
-    """The compiler's verdict: `fit` as `measure.fits` tells it.
-
-    `lowered` are the ring bytes of the collectives that are written by hand; `sent` those of the
-    compiled program, by kind; `differences` what became of those that are written, and of those
-    that the compiler was expected to insert along tensor. Of stages they are those of the device
-    that sends most.
+    """The compiler's verdict: `fit` as `measure.fits` tells it; ring bytes, of stages those of the
+    device that sends most: `lowered`, of collectives by hand, `sent`, of the compiled program by
+    kind, and `differences`, what became of those by hand and of those expected along tensor.
     """
 
     candidate: Candidate
@@ -199,9 +194,7 @@ def checked(plan: Plan, number: int, out: TextIO) -> list[Check]:
 
 
 def _told(found):
-    """A line on memory and bytes sent, and one on what became of the bytes by formula; all of these
-    together are those the compiler sends.
-    """
+    """A line on memory and bytes sent, and one on what became of the bytes by formula."""
     said, ours = found.fit.needed / 2**30, found.candidate.memory.total / 2**30
     kinds = ", ".join(f"{kind} {size / 1e9:.4g} GB" for kind, size in found.sent.items())
     fits = "fits" if found.fit else "does not fit"

@@ -1,9 +1,8 @@
 """The way mesh axes lie along a torus, or in nodes, and the seconds that collectives take there.
 
-A collective over a ring of chips sends both ways, over a line one way at a time; an axis over
-several sides of the torus uses all of them at once. Parts of one side that lie in between each
-other share its links. The GPUs of a node have a switch, to which each sends at its full bandwidth,
-whoever takes part.
+A collective over a ring of chips sends both ways, over a line one way; an axis over several sides
+of the torus uses all at once. Parts of one side that lie in between each other share its links. A
+node's GPUs have a switch, to which each sends at its full bandwidth, whoever takes part.
 """
 
 import functools
@@ -62,10 +61,8 @@ class Way(NamedTuple):
 @functools.lru_cache(maxsize=8192)
 def lay(chips: Chips, sizes: tuple[tuple[str, int], ...]) -> Mapping[str, Way]:
     """{role: its Way}, of `sizes` in the order of the mesh: slices outermost, and what talks most,
-    the last, chooses its sides first.
-
-    Whole sides are taken where they fit, as `mesh_utils` does, as many as possible; else sides are
-    split, for the most bandwidth. `topology` asks `mesh_utils`, which may split them otherwise.
+    the last, chooses its sides first: as many whole ones as possible, else parts of sides, with the
+    most bandwidth. (`mesh_utils`, which lays the mesh, may split them otherwise.)
     """
     mesh = chips.mesh(**dict(sizes))
     free = [Side(whole, 1, whole) for whole in chips.shape]  # what is left of each
@@ -112,14 +109,9 @@ def _bandwidth(sides, chip):
 
 
 def ring_seconds(chip: Chip, ways: Iterable[Way], sent: float) -> float:
-    """The seconds of gathers, scatters and sums that send `sent` ring bytes over roles as one.
-
-    Between slices each device sends its part of what its slice has, over the data centre's network;
-    within them all links are used.
-    """
+    """The seconds of gathers, scatters and sums that send `sent` ring bytes over roles as one."""
     ways = tuple(ways)
-    inside = math.prod(way.inside for way in ways)
-    across = math.prod(way.across for way in ways)
+    inside, across = (math.prod(getattr(w, name) for w in ways) for name in ("inside", "across"))
     sides = [side for way in ways for side in way.sides]
     return chip.ring_seconds(sent, inside, across, _bandwidth(sides, chip))
 

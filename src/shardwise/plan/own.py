@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from shardwise import jaxprs, layouts, marks, measure, topology
 from shardwise import tree as trees
 from shardwise.costs.arrays import Roles
-from shardwise.costs.ledger import Sent
 from shardwise.costs.memory import COUNTS, Memory, Terms
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import abstract, array_layouts
+from shardwise.layouts.sent import Sent
 from shardwise.objective.means import normal, quotient
 from shardwise.plan import planning, residuals, roles
 from shardwise.plan.seconds import step
@@ -37,7 +37,8 @@ def own(
     `create(key)`, `loss(params, batch)` and `tx` are those of `layouts.init` and `layouts.step`.
     `batch` has all rows of a step; only its shapes and dtypes are used. Layouts are by hand, with
     ZeRO 3; `settings` are further ones: min_size, stacked, dtype, reduce_dtype, remat, kernel. No
-    array of the model is allocated, and no step is run.
+    array of the model is allocated, and no step is run. Roles that need marks in the loss (tensor,
+    context, expert, stage) are not proposed; `topology.compile` tells what such a layout needs.
 
     Parameters, state, and the bytes that the program asks to send (without sums of aux) are exact.
     What a step needs besides is an estimate, the sum of
@@ -49,15 +50,12 @@ def own(
     - with microbatches, the sum of their gradients.
 
     `benchmarks/plan_own.py` sets it beside what the TPU compiler reserves: 19 % low to 8 % high for
-    17 decoders of layers in scans, 11 % low to 5 % high for networks of Flax's parts in none. With
-    `found = own(...)`, `compiling.check(candidate, found)` asks the compiler, for a candidate of
-    `found.fitting` or `found.too_large`.
+    17 decoders of layers in scans, 11 % low to 5 % high for networks of Flax's parts in none.
+    `compiling.check(candidate, found)` asks the compiler, for any candidate of `found = own(...)`.
 
     Seconds are a roofline. FLOPs of products are counted in the program of one device, compiled for
     this machine, and taken to grow with the rows; MFU counts three times those of the forward pass,
     or those of both passes where these are fewer.
-    Roles that need marks in the loss (tensor, context, expert, stage) are not proposed;
-    `topology.compile` tells what such a layout needs.
 
     Raises:
       ValueError: no such chips, or GPUs, by whose compiler the estimate was not judged; arrays of
@@ -71,7 +69,7 @@ def own(
             f"compiler alone (too low by half for one program, on GPUs). topology.compile tells "
             f"within seconds what a layout of your program needs there."
         )
-    if unknown := sorted(set(settings) - set(SETTINGS)):
+    if unknown := sorted(settings.keys() - SETTINGS):
         raise ValueError(f"plan.own: {unknown[0]}= is no setting here; {', '.join(SETTINGS)} are.")
     job = Own(create, loss, tx, abstract(batch), has_aux, settings)
     return planning.Plan(None, chips, job.rows, None, own=job).filled(
@@ -112,8 +110,7 @@ class Own:
 
     def part(self, rows: int) -> Any:
         """The shapes of `rows` rows of the batch."""
-        cut = lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)  # noqa: E731
-        return jax.tree.map(cut, self.batch)
+        return jax.tree.map(lambda x: x.update(shape=(rows, *x.shape[1:])), self.batch)
 
     def mean(self, params: Any, batch: Any) -> Any:
         """The mean loss, without aux; marks mean what the settings say alone, on one device."""
@@ -127,8 +124,7 @@ class Own:
         # Of one row, gradients of weights are outer products, which are not counted.
         given, passes = (self.params, self.part(2)), jax.value_and_grad(self.mean, allow_int=True)
         programs = (jax.jit(each).lower(*given).compile() for each in (self.mean, passes))
-        forward, both = (measure.flops(program) / 2 for program in programs)
-        return forward, both
+        return tuple(measure.flops(program) / 2 for program in programs)
 
     @functools.cached_property
     def gathers_again(self) -> bool:
@@ -152,18 +148,18 @@ class Own:
 def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
     """The `Candidate` of a layout: what it costs, whether it fits or not."""
     layout = roles.layout_on(chips.mesh(**each.axes).abstract, each, **job.settings)
-    told = layouts.predict(layout, job.params, job.batch, job.tx, remat=job.gathers_again or None)
+    held = layouts.predict(layout, job.params, job.batch, job.tx).held
     laid, rows = array_layouts(layout, job.params), job.rows // each.rows // each.microbatches
-    held = told.held["parameters"]
-    summed = held if each.microbatches > 1 else 0.0
-    terms = job.kept(laid, rows)._replace(gradients=held, summed=summed)
-    memory = Memory(held, told.held["state"], told.held["batch"], terms, COUNTS)
-    kinds = {("fsdp",): "weights"}
-    sent = tuple(Sent(axes, kinds.get(axes, "gradients"), n) for axes, n in told.sent.items())
+    summed = held["parameters"] if each.microbatches > 1 else 0.0
+    terms = job.kept(laid, rows)._replace(gradients=held["parameters"], summed=summed)
+    memory = Memory(held["parameters"], held["state"], held["batch"], terms, COUNTS)
+    ledger = Sent(layout)
+    ledger.parameters(laid, job.params, job.gathers_again or layout.remat is not None)
     (forward, both), peak = job.flops, chips.chip.peak() * chips.devices
     work, leaves = both * job.rows / chips.devices, jax.tree.leaves(job.params)
     used = (jnp.dtype(job.settings.get("dtype") or x.dtype) for x in leaves)
     read = sum(x.size * dtype.itemsize for x, dtype in zip(leaves, used, strict=True))
+    sent = ledger.sent
     costs = functools.cache(lambda: (sent, step(each, chips, memory, sent, work, read)))
     flops = min(3 * forward, both) * job.rows  # of what enters, none needs a gradient
     return planning.Candidate(each, memory, flops, peak, costs)

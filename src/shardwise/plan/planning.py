@@ -26,9 +26,8 @@ from shardwise.train import Optimizer
 class Candidate:
     """A layout with what it costs on its busiest device.
 
-    `flops` are those that MFU counts, of a step on all devices, and `peak` FLOP/s of all devices
-    together. `costs` computes `sent` and `step` once, when they are asked for: most layouts do not
-    fit.
+    `flops`, of a step, are those that MFU counts, and `peak` FLOP/s, both of all devices. `costs`
+    computes `sent` and `step` when they are asked for: most layouts do not fit.
     """
 
     roles: Roles
@@ -102,8 +101,7 @@ class Plan:
     def lacking(self, c: Candidate) -> tuple[str, float, float] | None:
         """(who has too little memory for a layout, bytes that it needs and has); None if it fits.
 
-        That is a "device" or its "host", of whose memory a device has a part: without end where no
-        source says.
+        That is a "device" or, if its memory is known, its "host", of which a device has a part.
         """
         on_host = (self.chips.chip.host_bytes or math.inf) / self.chips.chip.devices
         asked = ("device", c.memory.total, self.usable), ("host", c.memory.host, on_host)
@@ -139,13 +137,11 @@ def plan(
     """All layouts of `model.Decoder` for a batch of so many rows of so many tokens, by formula.
 
     `model` is a name in `PRESETS` or a `Config`, whose dtype is that of products and of what is
-    gathered; its remat and stages are chosen here. Layouts are by hand, with ZeRO 3, sequence
-    parallelism beside tensor, zigzag over context and the schedule 1f1b. The `optimizer` is one
-    whose update multiplies no matrices; by default AdamW, which keeps two moments.
-    Attention computes its scores in tiles, and never keeps them. Activations may wait on the host
-    (offload) where layers are recomputed and no stages are, and where it is known how fast a chip
+    gathered; its remat and stages are chosen here. `chips` are a name that `topology.chips` takes,
+    or what it returns. Layouts are by hand, with ZeRO 3, sequence parallelism beside tensor, zigzag
+    over context and the schedule 1f1b. Attention never keeps its scores. Activations may wait on
+    the host (offload) where layers are recomputed, without stages, if it is known how fast a chip
     reaches its host (v4, v5e, v5p, v6e; of v4 not how much room is there); optimizer state stays.
-    `chips` are a name that `topology.chips` takes, or what it returns.
 
     Parameters and state are exact, and so is what is sent along axes by hand; what a step needs
     besides is a formula, fitted to TPUs' compiler or to GPUs', of stages a count; and seconds are a

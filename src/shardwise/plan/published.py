@@ -56,8 +56,7 @@ _COMPUTED: dict[str, dict[str, Any]] = {
     "Olmo2ForCausalLM": dict(norms="after", qk_norm="heads"),
 }
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu"}
-# Fields that have no part in a parameter's size or in a product, nor in what is computed; and those
-# that are read below.
+# Fields that change nothing, and those that are read below.
 _KNOWN = """architectures model_type torch_dtype dtype transformers_version use_cache _name_or_path
 auto_map bos_token_id eos_token_id pad_token_id initializer_range max_position_embeddings
 original_max_position_embeddings norm_eps layer_norm_eps pretraining_tp max_window_layers
@@ -67,8 +66,7 @@ num_key_value_heads head_dim tie_word_embeddings hidden_act hidden_activation sl
 use_sliding_window sliding_window_pattern _sliding_window_pattern layer_types num_local_experts
 num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size
 rope_theta rope_parameters rms_norm_eps""".split()
-# Fields that change what is computed, but no size and no product, unless they are 0 or null; of
-# factors, unless they are 1.
+# Fields that change no size and no product, but what is computed: unless 0 or null, or a factor 1.
 _FACTORS = "partial_rotary_factor embedding_multiplier residual_multiplier logits_scaling".split()
 _OTHERWISE = """rope_scaling rope_local_base_freq partial_rotary_factor no_rope_layers
 attention_dropout embd_pdrop resid_pdrop router_jitter_noise query_pre_attn_scalar
@@ -287,9 +285,8 @@ class Reached(NamedTuple):
 
 @functools.lru_cache
 def reached(chip: Chip, mixed: bool = False) -> Reached:
-    """What runs on these chips `Reached`, of mixtures of experts or of others.
-
-    Where fewer than two are known, those on all TPUs, or GPUs, count; then those of all models.
+    """What runs on these chips `Reached`, of mixtures of experts or of others; where fewer than two
+    are known, on all TPUs, or GPUs; then of all models.
     """
     family = [run for run in RUNS if bool(CHIPS[run.kind].node) == bool(chip.node)]
     alike = [run for run in family if bool(PRESETS[run.model].config.experts) == mixed]

@@ -1,8 +1,7 @@
-"""Residuals of a loss, from its trace: the bytes that JAX keeps for the backward pass, less those
-which a compiler computes again because that is cheap.
-"""
+"""Residuals of a loss, from its trace: what is kept for the backward pass and is not cheap."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -44,21 +43,19 @@ def residuals(
     batch: Any,
     dtype: Any,
 ) -> Terms:
-    """The bytes that a loss keeps (`kept`), but for what a compiler computes again. Beside these
-    there is either the gradient of the largest array at the backward pass's beginning (`logits`);
-    or what the largest rematerialised body needs, less what is gone by then (`layer`).
+    """The bytes that a loss keeps (`kept`), but for what a compiler computes again: with gathered
+    or cast weights, without the program's inputs. Beside these there is either the gradient of the
+    largest array at the backward pass's beginning (`logits`); or what the largest rematerialised
+    body needs, less what is gone by then (`layer`).
 
     `mean(params, batch)` is the loss of a device's rows; `params` and `batch` are shapes, `laid`
-    says which parameters are gathered, `dtype` in which they are used. The program's inputs are not
-    counted, and nothing twice; gathered or cast weights are.
+    says which parameters are gathered, `dtype` in which they are used.
 
     Raises:
       ValueError: it moves arrays to the host.
     """
     treedef, is_cut = jax.tree.structure(params), any(s.cut is not None for s in laid)
-
-    def at_use(tree):
-        return jax.tree.map(lambda x: _taken(x, dtype, is_cut), tree)
+    at_use = functools.partial(jax.tree.map, lambda x: _taken(x, dtype, is_cut))
 
     def here(params, batch):
         pairs = zip(jax.tree.leaves(params), laid, strict=True)
@@ -75,7 +72,7 @@ def residuals(
     program, outputs = opened(closed)
     found = stored(program, outputs)
     working = max(map(_working, _again(jax.make_jaxpr(here)(params, batch).jaxpr)), default=0)
-    after = _after_the_last(closed.jaxpr)
+    after = _after_the_last(closed)
     gone = sum(s.bytes for s in found if s.step >= after) if working else 0
     return Terms(
         kept=sum(s.bytes for s in found),
@@ -128,20 +125,14 @@ def _again(jaxpr: Any) -> Iterator[Any]:
                 yield body
 
 
-def _after_the_last(jaxpr):
+def _after_the_last(closed):
     """The number of the first equation, when `opened`, after all that runs again: what is stored
     there is gone then.
     """
+    jaxpr = closed.jaxpr
     found = [i for i, eqn in enumerate(jaxpr.eqns, 1) if any(_again(jaxpr.replace(eqns=[eqn])))]
-    return _number(jaxpr.eqns[: max(found, default=0)])
-
-
-def _number(eqns):
-    """The number of equations that these are when they are opened."""
-    calls = [eqn for eqn in eqns if eqn.primitive.name in _OPENED]
-    chosen = sum(len(eqn.outvars) for eqn in calls if eqn.primitive.name == "cond")
-    inside = sum(_number(body.eqns) for eqn in calls for body in jaxprs.inner(eqn))
-    return len(eqns) - len(calls) + chosen + inside
+    before = jaxpr.replace(eqns=jaxpr.eqns[: max(found, default=0)], outvars=[])
+    return len(opened(ClosedJaxpr(before, closed.consts))[0])
 
 
 def _working(body):
@@ -157,8 +148,7 @@ def _working(body):
     found = stored(program, outputs)
     # Gathered weights have gradients that are whole until they are scattered.
     gathered = sum(s.bytes for s in found if program[s.step].name == "optimization_barrier")
-    largest = _gradient(program, found, at_the_end=False)
-    return sum(s.bytes for s in found) + max(gathered, largest)
+    return sum(s.bytes for s in found) + max(gathered, _gradient(program, found, at_the_end=False))
 
 
 def _taken(x, dtype, is_cut):
@@ -177,26 +167,23 @@ class Stored(NamedTuple):
 
 
 def stored(program: Sequence[Equation], outputs: Sequence[Any]) -> list[Stored]:
-    """The smallest set of variables from which the outputs follow by cheap steps, in bytes.
+    """The smallest set of variables, in bytes, from which the outputs follow by cheap steps; in the
+    order of the program, which `opened` makes of a trace.
 
-    `program` and `outputs` are what `opened` makes of a trace; what comes first there comes first.
     Cheap is what works entry by entry, which a compiler fuses into what reads it: it is done again
     in the backward pass rather than kept. The program's inputs are there anyway. By a minimum cut
-    between what is not cheap, such as products, sums and loops, and the outputs; as PyTorch's
-    compiler chooses what to save (its min-cut partitioner). A product that is made wider and then
-    indexed, as logits are for many a loss, is stored wide: the compiler takes the one step for a
-    part of the other.
+    between what is not cheap, such as products, sums and loops, and the outputs, as PyTorch's
+    min-cut partitioner does. A product that is made wider and then indexed, as logits are for many
+    a loss, is stored wide: the compiler takes the one step for a part of the other.
     """
     made_by = {v: step for step in program for v in step.outvars}
     kept = set(_known(outputs, made_by))
     cheap, _ = jaxprs.needed([step for step in program if step.name in CHEAP], kept, ())
     variables = dict.fromkeys([*kept, *_known((v for s in cheap for v in s.invars), made_by)])
-    if not variables:
-        return []
     sizes = _sizes(program, variables, made_by)
-    number = {v: i for i, step in enumerate(program) for v in step.outvars}
-    chosen = sorted(_cut(sizes, made_by, kept), key=number.get)
-    return [Stored(v, number[v], sizes[v]) for v in chosen]
+    chosen = set(_cut(sizes, made_by, kept)) if sizes else ()
+    each = ((i, v) for i, step in enumerate(program) for v in step.outvars)
+    return [Stored(v, i, sizes[v]) for i, v in each if v in chosen]
 
 
 def _known(atoms, known):
@@ -228,10 +215,10 @@ def _sizes(program, variables, made_by):
     """The bytes of each variable, as it is stored."""
     found = {v: size(v) for v in variables}
     for step in (step for step in program if step.name == "convert_element_type"):
+        (wide,) = step.outvars
         for v in _known(step.invars, found):
-            wide = made_by[v].name in PRODUCTS and _is_float(v.aval)
-            if wide and _is_written(program, step.outvars[0]):
-                found[v] = max(found[v], size(step.outvars[0]))
+            if made_by[v].name in PRODUCTS and _is_float(v.aval) and _is_written(program, wide):
+                found[v] = max(found[v], size(wide))
     return found
 
 
@@ -247,7 +234,7 @@ def _is_written(program, variable):
     return False
 
 
-def _cut(sizes: dict[Any, int], made_by: dict[Any, Equation], kept: Collection[Any]) -> list[Any]:
+def _cut(sizes, made_by, kept):
     """The variables of the minimum cut.
 
     Each variable is two nodes, with an edge of its size between them; no other can be cut.
@@ -255,7 +242,7 @@ def _cut(sizes: dict[Any, int], made_by: dict[Any, Equation], kept: Collection[A
     number = {v: i for i, v in enumerate(sizes)}
     n = len(sizes)
     source, sink = 2 * n, 2 * n + 1
-    unit = max(1, sum(sizes.values()) // LARGEST + 1)
+    unit = sum(sizes.values()) // LARGEST + 1
     edges = {(i, n + i): -(-sizes[v] // unit) for v, i in number.items()}
     never = sum(edges.values()) + 1
     for v, i in number.items():

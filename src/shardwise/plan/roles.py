@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.costs.arrays import ORDER, Roles
 from shardwise.layouts import Layout
@@ -11,8 +11,7 @@ from shardwise.model import Config
 from shardwise.topology.slices import Chips
 
 
-@dataclasses.dataclass(frozen=True)
-class Refusal:
+class Refusal(NamedTuple):
     """A layout that cannot be, or does not fit: `kind` in a few words, `reason` with numbers."""
 
     roles: Roles
@@ -62,10 +61,7 @@ def variants(roles: Roles, batch: int, chips: Chips, dense: bool = True) -> Iter
 def refusal(
     roles: Roles, config: Config | None, chips: Chips, batch: int, sequence: int | None
 ) -> Refusal | None:
-    """The first reason why a layout cannot be; None if it can.
-
-    Of data and fsdp alone rows and slices count, whatever the model and its sequence.
-    """
+    """The first reason why a layout cannot be, or None; data and fsdp alone need no config."""
     told = next(_reasons(roles, config, chips, batch, sequence), None)
     return told and Refusal(roles, *told)
 

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from shardwise.costs.arrays import Part, Roles
 from shardwise.costs.ledger import Sent
@@ -17,9 +18,8 @@ from shardwise.topology.slices import Chips
 WAITED = ("activations", "tokens", "stages")
 
 
-@dataclasses.dataclass(frozen=True)
-class Transfer:
-    """A transfer: what is `sent`, over which links, and the seconds that it takes in a step."""
+class Transfer(NamedTuple):
+    """What is `sent`, over which links, and the seconds that it takes in a step."""
 
     sent: Sent
     over: tuple[Way, ...]
@@ -91,11 +91,9 @@ class Step:
 
 
 def model_flops(config: Config, batch: int, sequence: int, causal: bool = True) -> float:
-    """The FLOPs of a step that MFU counts: of products with weights, and of attention.
-
-    Six for each weight that a token is multiplied with (three products of two operations);
-    attention over all pairs of tokens, or over the half that a causal mask lets through. Nothing
-    that is computed again (Chowdhery et al., 2022, appendix B).
+    """The FLOPs of a step that MFU counts (Chowdhery et al., 2022, appendix B): six for each weight
+    that a token is multiplied with, and attention over all pairs of tokens, or over the half that a
+    causal mask lets through; nothing that is computed again.
     """
     tokens, pairs = batch * sequence, batch * sequence**2 / (2 if causal else 1)
     weights = config.layers * _layer_weights(config, config.experts_per_token)
@@ -106,9 +104,8 @@ def model_flops(config: Config, batch: int, sequence: int, causal: bool = True) 
 def _layer_weights(c, rows):
     """The number of a layer's weights that a token meets; `rows` of it go to experts."""
     attention = 2 * c.embed * (c.heads + c.kv_heads) * c.head_dim
-    if not c.experts:
-        return attention + 3 * c.embed * c.mlp
-    return attention + c.embed * c.experts + 3 * c.embed * c.mlp * (rows + c.shared_experts)
+    wide = rows + c.shared_experts if c.experts else 1
+    return attention + c.embed * c.experts + 3 * c.embed * c.mlp * wide
 
 
 def flops(part: Part) -> float:
@@ -173,9 +170,5 @@ def _transfer(sent, chip, ways):
 
 
 def bubble(stages: int, microbatches: int) -> float:
-    """The share of a step that a stage waits: (p - 1)/(m + p - 1) (Narayanan et al., 2021).
-
-    A tick ends when the rings have turned, for all devices at once, so that each lasts as long as
-    the slowest stage takes.
-    """
+    """The share of a step that a stage waits: (p - 1)/(m + p - 1) (Narayanan et al., 2021)."""
     return (stages - 1) / (microbatches + stages - 1)

@@ -1,6 +1,4 @@
-"""A plan as text and as numbers: the best layout in words, all of them as a table or for `--json`,
-one explained by its terms, and why others lose.
-"""
+"""A plan as text and as numbers for `--json`; a layout by its terms, and why others lose."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,8 +1,4 @@
-"""The child process that runs the worker, and a cache on disk of what the compiler said there.
-
-The compilers, their environment and their output stay in the child. An entry of the cache is named
-by a hash of what was asked.
-"""
+"""The child process in which compilers run, and a cache on disk of what they said there."""
 
 import hashlib
 import importlib.metadata
@@ -70,12 +66,9 @@ def run(request: Mapping[str, Any], module: str) -> dict[str, Any]:
         told = {**request, "options": options, "library": library}
         (folder / "request.json").write_text(json.dumps(told))
         worker = str(Path(__file__).with_name("worker.py"))
-        done = subprocess.run(
-            [sys.executable, "-P", worker, name],  # -P: this folder is no place to import from
-            env={k: v for k, v in os.environ.items() if k not in _DROPPED} | _QUIET,
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, "-P", worker, name]  # -P: import nothing from this folder
+        env = {k: v for k, v in os.environ.items() if k not in _DROPPED} | _QUIET
+        done = subprocess.run(command, env=env, capture_output=True, text=True)
         if done.returncode or not (folder / "result.json").exists():
             raise _failure(request["name"], done)
         result = json.loads((folder / "result.json").read_text())
@@ -90,10 +83,8 @@ def _failure(name, done):
     printed = done.stdout + done.stderr
     if "Invalid TPU external name" in printed:
         version = importlib.metadata.version("libtpu")
-        return ValueError(
-            f"topology.compile: libtpu {version} does not know {name}; it needs a newer JAX, with "
-            f"the libtpu beside it."
-        )
+        how = "it needs a newer JAX, with the libtpu beside it."
+        return ValueError(f"topology.compile: libtpu {version} does not know {name}; {how}")
     if missing := re.search(r"FFI handler registered for (\w+)|(cu\w+) internal error", printed):
         return ValueError(
             f"topology.compile: the program calls {missing[1] or missing[2]}, of CUDA's own "
@@ -127,8 +118,7 @@ def key(request: Mapping[str, Any], versions: Mapping[str, str], module: str) ->
 def load(name: str) -> dict[str, Any] | None:
     """The entry of that name, or None where there is none that can be read."""
     try:
-        entry = json.loads(folder().joinpath("compiled", f"{name}.json").read_text())
-        return entry if isinstance(entry, dict) else None
+        return json.loads(folder().joinpath("compiled", f"{name}.json").read_text())
     except (OSError, ValueError):
         return None
 

@@ -24,10 +24,9 @@ class Chip:
 
     `host_bandwidth` is that of PCIe between a chip and its host, each way, and `host_bytes` the
     chip's part of the host's memory; None where no source says. `usable_hbm` is what the compiler
-    lets a program hold on one *device*; None where it was not asked. `devices` is the number of JAX
-    devices on a chip, which share its HBM and its peak; of two, each sends `core_bandwidth` to the
-    other. `names` are what JAX calls them: of GPUs those with these peaks, not a board for PCIe or
-    with less memory, which has another name.
+    lets a program hold on one *device*. `devices` is the number of JAX devices on a chip, which
+    share its HBM and its peak; of two, each sends `core_bandwidth` to the other. `names` are what
+    JAX calls them: of GPUs those with these peaks, no board for PCIe or with less memory.
     """
 
     kind: str
@@ -56,8 +55,8 @@ class Chip:
         Raises:
           ValueError: no peak is known for it.
         """
-        if found := (known := dict(self.flops)).get(dtype):
-            return found / self.devices
+        if dtype in (known := dict(self.flops)):
+            return known[dtype] / self.devices
         told = f"no peak of {self.kind} in {dtype} is known; known are {', '.join(known)}"
         raise ValueError(f"topology: {told}.")
 

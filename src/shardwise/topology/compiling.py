@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -22,10 +22,8 @@ _VALUE = re.compile(
 
 
 class Buffer(NamedTuple):
-    """An array in HBM: bytes with padding, "argument", "output" or "temporary", and its origin.
-
-    `source` is the operation that JAX named, or the argument's path; empty where the compiler
-    made the array for itself.
+    """An array in HBM: bytes with padding, "argument", "output" or "temporary", and its origin:
+    `source`, the operation that JAX named, or the argument's path; "" if the compiler made it.
     """
 
     bytes: int
@@ -40,9 +38,8 @@ class Compiled:
     """A program as the compiler made it: a value, which cannot run.
 
     `measure` takes it for a `jax.stages.Compiled`. `text` is optimized HLO, in the order in which
-    it is executed; `buffers` are the largest arrays; `coordinates` tells where each device of the
-    mesh, in its order, lies: along each axis of the torus, then its core, then its slice; of GPUs,
-    its number in its node, then its node.
+    it is executed; `buffers` are the largest arrays; `coordinates`, by device of the mesh, its
+    place along each axis of the torus, its core and its slice; or its number in its node, and that.
     """
 
     mesh: ChipMesh
@@ -74,11 +71,9 @@ class Compiled:
 class DoesNotFit(ValueError):
     """A refusal, a compiler's or for a GPU: `needed` and `allowed` bytes, the largest `buffers`."""
 
-    def __init__(
-        self, mesh: ChipMesh, needed: int, allowed: int, buffers: Iterable[Buffer], said: str
-    ) -> None:
+    def __init__(self, mesh: ChipMesh, needed: int, allowed: int, buffers: tuple, said: str):
         self.mesh, self.needed, self.allowed = mesh, needed, allowed
-        self.buffers, self.said = tuple(buffers), said
+        self.buffers, self.said = buffers, said
         who = "JAX takes" if mesh.chips.chip.node else "the compiler allows"
         told = (
             f"topology.compile: on {mesh.chips} this program needs {needed / 2**30:.2f} GiB of "
@@ -98,12 +93,10 @@ def compile(
     """The program that the chips' compiler makes of a lowered one, which `mesh.lower` returns.
 
     For TPUs it is Google's. For GPUs it is XLA's, as it is without one to try kernels on: it takes
-    its default tiles for products and a slower sort, and knows no cuDNN. It refuses nothing: what
-    is more than JAX takes of a GPU's memory is refused here.
-
-    Runs in a child process. Its result is kept in $SHARDWISE_CACHE, or shardwise/ in the user's
-    cache, by a hash of the program (its operations' names, but no files and lines), the chips,
-    options and versions.
+    its default tiles for products and a slower sort, and knows no cuDNN; what is more than JAX
+    takes of a GPU's memory is refused here. It runs in a child process. Its result is kept in
+    $SHARDWISE_CACHE, or shardwise/ in the user's cache, by a hash of the program (its operations'
+    names, but no files and lines), the chips, options and versions.
 
     Raises:
       DoesNotFit: the program needs more memory than a device has.
@@ -219,10 +212,7 @@ def _check(module, mesh):
 
 
 def _largest(assignment: str, text: str) -> tuple[Buffer, ...]:
-    """The largest arrays of a buffer assignment, those at one place counted once; largest first.
-
-    Temporaries at different places may be held at different times.
-    """
+    """The largest arrays of a buffer assignment, those at one place counted once; largest first."""
     found, kind = {}, None
     for line in assignment.splitlines():
         if allocation := _ALLOCATION.match(line):
@@ -254,9 +244,8 @@ def _source(text, name):
 
 
 def total(report: str) -> int | None:
-    """The bytes of HBM in all, from a memory usage report; None where it does not say.
-
-    The report of libtpu 0.0.23 does not: its one total counts VMEM too.
+    """The bytes of HBM in all, from a memory usage report; None for libtpu 0.0.23, whose one total
+    counts VMEM too.
     """
     said = re.search(r"Memory Space: default.*\nTotal bytes: (\d+)", report)
     return int(said[1]) if said else None

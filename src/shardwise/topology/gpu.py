@@ -1,7 +1,6 @@
-"""XLA's compiler for GPUs where none is: the package that has it, and what it is told of a GPU.
+"""XLA's compiler for GPUs where none is: JAX's plugin, and what it is told of a GPU.
 
-JAX's plugin for NVIDIA's GPUs compiles without a GPU, CUDA or a driver. Among JAX's own packages it
-would be taken for a sign that there are GPUs, so it lies in a folder of its own.
+Among JAX's own packages it would be a sign that there are GPUs: it lies in a folder of its own.
 """
 
 import importlib.metadata

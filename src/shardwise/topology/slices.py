@@ -17,8 +17,7 @@ from shardwise.topology.chip import CHIPS, Chip
 _HOST = 2  # chips along the first two axes of a host's board
 _PLACED = "annotate_device_placement"  # what XLA knows a memory by
 PLATFORMS: Any = weakref.WeakKeyDictionary()  # {program: for which platform it was lowered}
-# The variables that say what share of a GPU's memory JAX takes, if another than 0.75; the second is
-# the older name.
+# The variables that say what share of a GPU's memory JAX takes; the second is the older name.
 _SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
@@ -51,10 +50,8 @@ class Chips:
 
     @property
     def usable_hbm(self) -> int:
-        """The bytes of memory that a program may hold on a device.
-
-        Of a TPU, what its compiler allows; of a GPU, the share that JAX takes when it starts: three
-        quarters, or what XLA_CLIENT_MEM_FRACTION says.
+        """The bytes of memory that a program may hold on a device: of a TPU, what its compiler
+        allows; of a GPU, what JAX takes when it starts, by XLA_CLIENT_MEM_FRACTION (0.75).
 
         Raises:
           ValueError: the variable is no number above 0.
@@ -115,10 +112,9 @@ class ChipMesh:
     def lower(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """A jitted function, lowered for these chips with abstract arguments; nothing is allocated.
 
-        `fn` is made by `jax.jit` or `rules.jit`, with shardings of `abstract`. Of arguments only
-        shapes, dtypes and shardings count, as in `jax.ShapeDtypeStruct`; the compiler lays out
-        those that have no sharding, and at least one has to have one. Whether a loss divides is not
-        judged here, where there are no numbers: `objective.check` tells, on any device.
+        `fn` is made by `jax.jit` or `rules.jit`, with shardings of `abstract`. Arguments are shapes
+        (`jax.ShapeDtypeStruct`); the compiler lays out those without a sharding, and at least one
+        has one. Whether a loss divides, `objective.check` tells, on any device.
 
         Raises:
           TypeError: `fn` is not jitted.

@@ -1,7 +1,7 @@
 """The child process: reads a request, lays the mesh, compiles, writes what the compiler said.
 
-Run as a script, so that nothing but JAX is imported. It alone uses JAX's private modules: a lowered
-program that was made elsewhere is compiled for a topology by no public function.
+A script, so that nothing but JAX is imported. It alone uses JAX's private modules: no public
+function compiles a lowered program that was made elsewhere.
 """
 
 import json
@@ -67,9 +67,7 @@ def _lay_gpus(request) -> np.ndarray:
 
 
 def _place(device, request) -> list[int]:
-    """The place of a device: along each axis of the torus, its core, its slice; a GPU's number in
-    its node, and its node.
-    """
+    """The place of a device, as `Compiled.coordinates` has it."""
     if "target" in request:
         return [device.id % request["node"], device.id // request["node"]]
     core, number = getattr(device, "core_on_chip", 0), getattr(device, "slice_index", 0)
@@ -81,10 +79,7 @@ def _compile(text, grid, options):
         module = ir.Module.parse(text)
         main = ir.SymbolTable(module.operation)["main"]
         asked = compiler.get_compile_options(
-            num_replicas=1,
-            num_partitions=grid.size,
-            device_assignment=grid.reshape(1, -1),
-            env_options_overrides=dict(options),
+            1, grid.size, device_assignment=grid.reshape(1, -1), env_options_overrides=options
         )
         on_tpu = grid.flat[0].platform == "tpu"
         asked.parameter_is_tupled_arguments = on_tpu and len(main.arguments) > _TUPLED
@@ -94,8 +89,7 @@ def _compile(text, grid, options):
         build.allow_spmd_sharding_propagation_to_parameters = _free(main, "arg_attrs")
         build.allow_spmd_sharding_propagation_to_output = _free(main, "res_attrs")
         devices = xla_client.DeviceList(tuple(grid.flat))
-        client = grid.flat[0].client
-        return compiler.backend_compile_and_load(client, module, devices, asked, [])
+        return compiler.backend_compile_and_load(grid.flat[0].client, module, devices, asked, [])
 
 
 def _free(main, which) -> list[bool]:
