@@ -610,9 +610,9 @@ def test_tasks_that_are_missing_or_doubled(orders, message):
 def test_a_schedule_with_tasks_in_the_wrong_place():
     good = SCHEDULES["1f1b"](2, 2, 2)
     for change, said in [
-        (dict(device_of=(1, 0)), "device_of says 1 for stage 0, whose tasks are on device 0"),
-        (dict(device_of=(0,)), "device_of says None for stage 1, whose tasks are on device 1"),
-        (dict(microbatches=1), "microbatches are 1, and its tasks have 2"),
+        (dict(device_of=(1, 0)), r"device_of is \(1, 0\); by its tasks it is \(0, 1\)"),
+        (dict(device_of=(0,)), r"device_of is \(0,\); by its tasks it is \(0, 1\)"),
+        (dict(microbatches=1), "microbatches is 1; by its tasks it is 2"),
     ]:
         with pytest.raises(ValueError, match=said):
             check(dataclasses.replace(good, **change))

@@ -1,7 +1,5 @@
 """The check that a schedule can run at all, and the reason if it cannot."""
 
-import itertools
-
 from shardwise.schedules.table import Lists, Schedule, Task, from_tasks
 
 
@@ -14,17 +12,10 @@ def check(schedule: Schedule | Lists) -> None:
         the ring of tasks that wait for each other.
     """
     found = from_tasks(getattr(schedule, "tasks", schedule))
-    if isinstance(schedule, Schedule):
-        for name in "stages", "microbatches":
-            if (said := getattr(schedule, name)) != (are := getattr(found, name)):
-                raise ValueError(f"The schedule's {name} are {said}, and its tasks have {are}.")
-        homes = itertools.zip_longest(schedule.device_of, found.device_of)
-        for stage, (said, is_on) in enumerate(homes):
-            if said != is_on:
-                raise ValueError(
-                    f"The schedule's device_of says {said} for stage {stage}, whose tasks are on "
-                    f"device {is_on}."
-                )
+    for name in "stages", "microbatches", "device_of":
+        told = getattr(found, name)
+        if (said := getattr(schedule, name, told)) != told:
+            raise ValueError(f"The schedule's {name} is {said}; by its tasks it is {told}.")
     _check_each_once(found)
     run_order(found)
 
@@ -36,19 +27,19 @@ def run_order(schedule: Schedule | Lists) -> list[Task]:
       ValueError: the order comes to a stop.
     """
     schedule = from_tasks(schedule)
-    done, position = {}, [0] * schedule.devices
-    progress = True
-    while progress:
-        progress = False
+    done, position, before = {}, [0] * schedule.devices, -1
+    while len(done) > before:
+        before = len(done)
         for device, order in enumerate(schedule.tasks):
-            while position[device] < len(order) and all(
-                needed in done for needed in schedule.dependencies(order[position[device]])
-            ):
-                done[order[position[device]]] = None
+            for task in order[position[device] :]:
+                if not done.keys() >= {*schedule.dependencies(task)}:
+                    break
+                done[task] = None
                 position[device] += 1
-                progress = True
-    if any(at < len(order) for at, order in zip(position, schedule.tasks, strict=True)):
-        raise ValueError(_deadlock(schedule, done, position))
+    blocked = [d for d, order in enumerate(schedule.tasks) if position[d] < len(order)]
+    if blocked:
+        first = min(blocked, key=position.__getitem__)
+        raise ValueError(_deadlock(schedule, done, position, first))
     return list(done)
 
 
@@ -73,18 +64,14 @@ def _check_each_once(schedule: Schedule) -> None:
                 )
 
 
-def _deadlock(schedule: Schedule, done: dict[Task, None], position: list[int]) -> str:
-    """The message of a deadlock: who waits for whom, from the blocked task earliest in its order.
+def _deadlock(schedule: Schedule, done: dict, position: list[int], device: int) -> str:
+    """The message of a deadlock: who waits for whom, from a blocked device on.
 
-    A blocked device waits for a task that stands behind another blocked one, so following them
-    must come back to where it has been.
+    It waits for a task that stands behind another blocked one, so following them must come back to
+    where it has been.
     """
-    blocked = [
-        device for device, order in enumerate(schedule.tasks) if position[device] < len(order)
-    ]
-    device = min(blocked, key=lambda device: (position[device], device))
     told, visited = [], set()
-    while device is not None and device not in visited:
+    while device not in visited:
         visited.add(device)
         task = schedule.tasks[device][position[device]]
         missing = next(need for need in schedule.dependencies(task) if need not in done)

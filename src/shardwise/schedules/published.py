@@ -6,6 +6,7 @@ fills gaps.
 """
 
 import collections
+import contextlib
 import itertools
 import numbers
 from collections.abc import Callable, Iterator, Sequence
@@ -113,36 +114,28 @@ def spread(name: str, devices: int, microbatches: int, per_device: int = 2) -> S
     """
     if name not in SCHEDULES:
         raise ValueError(f"spread: no schedule {name!r}; there are {', '.join(SCHEDULES)}.")
+
+    def made(stages, microbatches):
+        found = SCHEDULES[name](stages, devices, microbatches)
+        if found.devices != devices:  # a reader's own may not look
+            raise ValueError(
+                f"{name}: asked for {stages} stages on {devices} devices, and its table has "
+                f"{found.devices}; raise a ValueError for numbers that it does not take."
+            )
+        return found
+
     refused = {}
     for stages in range(per_device * devices, 0, -devices):
         try:
-            return _made(name, stages, devices, microbatches)
+            return made(stages, microbatches)
         except ValueError as error:
-            refused[stages] = error
+            refused[stages] = str(error)
     for stages, error in refused.items():
-        if _takes(name, stages, devices, microbatches=stages):
-            raise error  # only the microbatches are wrong
-    raise ValueError("\n".join(map(str, refused.values())))
-
-
-def _takes(name: str, stages: int, devices: int, microbatches: int) -> bool:
-    """Whether the schedule of that name takes these numbers."""
-    try:
-        _made(name, stages, devices, microbatches)
-    except ValueError:
-        return False
-    return True
-
-
-def _made(name: str, stages: int, devices: int, microbatches: int) -> Schedule:
-    """The schedule of that name, checked to have as many devices: a reader's own may not look."""
-    made = SCHEDULES[name](stages, devices, microbatches)
-    if made.devices != devices:
-        raise ValueError(
-            f"{name}: asked for {stages} stages on {devices} devices, and its table has "
-            f"{made.devices}; raise a ValueError for numbers that it does not take."
-        )
-    return made
+        with contextlib.suppress(ValueError):
+            made(stages, microbatches=stages)
+            refused = {stages: error}  # only the microbatches are wrong
+            break
+    raise ValueError("\n".join(refused.values()))
 
 
 def _one_to_one(
