@@ -65,9 +65,7 @@ def bind(**meanings: Callable) -> Iterator[None]:
 
 
 def _key(meaning):
-    """The key of a meaning in JAX's caches, which keep no function alive that is told by its
-    identity alone: it may hold arrays of a trace that is over.
-    """
+    # JAX's caches keep keys alive, and a function may hold arrays of a trace that is over.
     by_identity = type(meaning).__eq__ is object.__eq__
     return weakref.ref(meaning) if by_identity else meaning
 

@@ -141,8 +141,7 @@ class _Part:
         return jax.random.fold_in(self.key, j)
 
     def count(self, batch, rows, j):
-        count = self.traced.count(self.params, batch, rows, self.args, self.key_of(j))
-        return widened(jnp.asarray(count))
+        return widened(self.traced.count(self.params, batch, rows, self.args, self.key_of(j)))
 
     def forward(self, batch, rows, j=None):
         """(its sums, its auxiliary outputs, a function of the whole batch's sums: its gradients)"""

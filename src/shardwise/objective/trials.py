@@ -125,8 +125,7 @@ class Trials:
         options = QUICK if jax.default_backend() == "cpu" else None
         run = functools.partial(self._numbers)  # as JAX caches what it traced of the method
         run = jax.jit(run, out_shardings=where, compiler_options=options)
-        none = np.zeros(entries, np.int32)
-        params = self._shaken(Turn())
+        params, none = self._shaken(Turn()), np.zeros(entries, np.int32)
         self.held = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(params))
         return run.trace(params, *self.arguments, none, none, none > 0)
 
