@@ -343,7 +343,7 @@ def test_draws_by_shape_are_judged_by_what_rows_add():
     key = jax.random.key(0)
     objective.check(DIVIDE["dropout"][0], PARAMS, BATCH, key=key)
     case = oracle.Case(DIVIDE["dropout"][0], PARAMS, BATCH, key=key)
-    (part,) = oracle.plan(("devices",), oracle.LEAST, BATCH)
+    (part,) = oracle.plan(("devices",), BATCH)
     with pytest.raises(Indivisible):  # as of draws by place it is another
         oracle.judge(oracle.compiled(case, part), True)
 

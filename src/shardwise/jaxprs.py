@@ -214,20 +214,19 @@ def inlined(closed: Any, names: Collection[str] = frozenset(CALLS)) -> Any:
     def evaluate(jaxpr, consts, values):
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
         for eqn in jaxpr.eqns:
-            arguments = read(env, eqn.invars)
-            if eqn.primitive.name in names and eqn.primitive.name == "cond":
+            arguments, name = read(env, eqn.invars), eqn.primitive.name
+            if name not in names:
+                out = bind(eqn, *arguments)
+            elif name == "cond":
                 chosen, *arguments = arguments
                 cases = (evaluate(b.jaxpr, b.consts, arguments) for b in eqn.params["branches"])
                 out = [jax.lax.select_n(chosen, *each) for each in zip(*cases, strict=True)]
-            elif eqn.primitive.name in names:
+            else:
                 called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
                 consts = getattr(called, "consts", ())  # of a closed one: a remat's is open
-                own = eqn.primitive.name
-                own = f"jit({eqn.params.get('name', '')})" if own in CALLS else own
+                own = f"jit({eqn.params.get('name', '')})" if name in CALLS else name
                 with named_as(eqn, own):
                     out = evaluate(getattr(called, "jaxpr", called), consts, arguments)
-            else:
-                out = bind(eqn, *arguments)
             env.update(zip(eqn.outvars, out, strict=True))
         return read(env, jaxpr.outvars)
 

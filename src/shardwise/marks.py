@@ -64,21 +64,14 @@ def bind(**meanings: Callable) -> Iterator[None]:
         _MEANINGS.reset(token)
 
 
-def _meaning_of(mark: str) -> Callable | None:
-    """The meaning that is bound to `mark` here; None where nothing is."""
-    return _MEANINGS.get().get(mark)
-
-
 def _key(meaning):
-    """The key of a meaning in JAX's caches, which keep no function alive that is told by its
-    identity alone: it may hold arrays of a trace that is over.
-    """
+    # JAX's caches keep keys alive, and a function may hold arrays of a trace that is over.
     by_identity = type(meaning).__eq__ is object.__eq__
     return weakref.ref(meaning) if by_identity else meaning
 
 
 def _apply(mark, x, *args):
-    meaning = _meaning_of(mark)
+    meaning = _MEANINGS.get().get(mark)
     return x if meaning is None else meaning(x, *args)
 
 
@@ -116,7 +109,7 @@ def index(axis: str, size: int) -> jax.Array:
     `axis` is "rows", or "sequence". Unbound, the part is the whole: 0 to size - 1. A draw that
     depends on its key and on these numbers alone is the same however the batch is divided.
     """
-    meaning = _meaning_of("index")
+    meaning = _MEANINGS.get().get("index")
     return jnp.arange(size, dtype=jnp.int32) if meaning is None else meaning(axis, size)
 
 
@@ -164,7 +157,7 @@ def experts(
 
     A meaning receives the same, with the experts' weights that one device has.
     """
-    meaning = _meaning_of("experts")
+    meaning = _MEANINGS.get().get("experts")
     if meaning is None:
         # Imported here: that room knows marks, and these know of it no more than this.
         from shardwise.experts import on_one_device as meaning
@@ -223,8 +216,7 @@ def attend(
 
     A meaning receives the same; where it cuts the sequence, `places` are of its own tokens.
     """
-    meaning = _meaning_of("attend")
-    return (_attend if meaning is None else meaning)(q, k, v, places, mask)
+    return _MEANINGS.get().get("attend", _attend)(q, k, v, places, mask)
 
 
 def seen(query: Places, key: Places, mask: Callable) -> jax.Array:

@@ -23,10 +23,6 @@ SHORTEST = 16  # tokens of a part
 _known: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # {loss: cases that were judged}
 
 
-class TooLarge(Exception):
-    """The error of a program that does not fit into memory, even on few rows and tokens."""
-
-
 def judge(case: Case, ways: tuple[str, ...], rows: int) -> str | None:
     """The reason why nothing was judged; None where the loss divides. All processes take part.
 
@@ -40,17 +36,17 @@ def judge(case: Case, ways: tuple[str, ...], rows: int) -> str | None:
     known, told = _known_of(case.loss), (ways, rows, _shapes_of(case))
     if told in known:
         return None
-    context, mesh = contextlib.nullcontext(), case.mesh
-    if jax.process_count() == 1 and (mesh.size == 1 or mesh.devices.flat[0].platform == "cpu"):
+    context, mesh, first = contextlib.nullcontext(), case.mesh, case.mesh.devices.flat[0]
+    if jax.process_count() == 1 and (mesh.size == 1 or first.platform == "cpu"):
         arrays = dict(params=case.params, batch=case.batch, args=case.args, key=case.key)
-        case = case._replace(**jax.device_put(arrays, mesh.devices.flat[0]), mesh=None)
+        case = case._replace(**jax.device_put(arrays, first), mesh=None)
         context = meshes.outside()
     try:
         with context:
             finite = _of_few_rows(case, ways, rows)
     except Indivisible:
         raise
-    except TooLarge:
+    except MemoryError:
         return "a program of few rows and tokens does not fit into memory either"
     except Exception as error:  # one of the loss's own the step raises itself
         return f"on few rows of the whole batch it raises {type(error).__name__}: {error}"
@@ -62,54 +58,50 @@ def judge(case: Case, ways: tuple[str, ...], rows: int) -> str | None:
 
 def _of_few_rows(case, ways, rows):
     """Whether the loss is finite and not 0; where few rows do not pass, a part's own are tried."""
-    by_place = case.draws_by_place()
-    *fewer, last = _sizes(case, ways, rows)
-    for size in fewer:
+    by_place, sizes = case.draws_by_place(), _sizes(case, ways, rows)
+    for size in sizes:
+        parts = oracle.plan(ways, case.batch, *size)
         try:
-            if _judged(case, ways, *size, by_place):
+            if any([oracle.judge(_fitting(case, part), by_place) for part in parts]):
                 return True
-        except TooLarge:
+        except MemoryError:
             raise
         except Exception:
-            continue  # a group of rows may be larger, or a sequence of one length alone
-    return _judged(case, ways, *last, by_place)
+            if size is sizes[-1]:
+                raise  # else a group of rows may be larger, or a sequence of one length alone
+    return False
 
 
 def _sizes(case, ways, rows):
     """[(rows of a part, tokens or None for all)] to try in turn; the last are the part's own."""
-    unit, length = unit_of(case.batch), length_of(case.batch) or 0
+    unit, length = unit_of(case.batch), length_of(case.batch)
     most = max(1, unit if ways == ("sequence",) else unit // 2)
     first = min(rows if oracle.LEAST <= rows <= MOST else oracle.LEAST, most)
-    found, work = [(first, None)], 2 * first * sum(map(np.size, jax.tree.leaves(case.params)))
-    if work * length > MOST_WORK and length > 2 * SHORTEST:
-        short = max(SHORTEST, MOST_WORK // work)
-        if 2 * short < length:
-            found.insert(0, (first, 2 * short if "sequence" in ways else short))
+    found = [(first, None)]
+    work = 2 * first * max(1, sum(map(np.size, jax.tree.leaves(case.params))))  # for each token
+    short = max(SHORTEST, MOST_WORK // work)
+    if 2 * short < length:
+        found.insert(0, (first, 2 * short if "sequence" in ways else short))
     if rows > first and first < most:
         found.append((min(rows, most), None))
     return found
 
 
-def _judged(case, ways, rows, length, by_place):
-    told = []
-    for part in oracle.plan(ways, rows, case.batch):
-        part = part if length is None else part._replace(length=length)
-        told.append(oracle.judge(_fitting(case, part), by_place))
-    return any(told)
-
-
 def _fitting(case, part) -> Trials:
-    """The program that fits into memory, whose part may have fewer rows and tokens."""
+    """The first program that fits into memory, of fewer and fewer rows and then tokens.
+
+    Raises MemoryError where none does.
+    """
     for smaller in _smaller(part, case.batch):
         try:
             trials = oracle.compiled(case, smaller)
         except Exception as error:
             if smaller is part:
                 raise
-            raise TooLarge from error  # it takes no fewer rows or tokens
+            raise MemoryError from error  # it takes no fewer rows or tokens
         if trials.memory <= room(case.mesh):
             return trials
-    raise TooLarge
+    raise MemoryError
 
 
 def _smaller(part, batch) -> Iterator[Part]:
@@ -117,7 +109,7 @@ def _smaller(part, batch) -> Iterator[Part]:
     while part.rows > 2:
         part = part._replace(rows=max(2, part.rows // 4 * 2))
         yield part
-    length = part.length or length_of(batch) or 0
+    length = part.length or length_of(batch)
     while length // 2 >= SHORTEST:
         length = length // 4 * 2
         yield part._replace(length=length)

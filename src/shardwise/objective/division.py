@@ -11,8 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from shardwise import mesh as meshes
-from shardwise import tree as trees
-from shardwise.objective.parts import check_cut, check_rows, numbers
+from shardwise.objective.parts import check_cut, check_rows, numbers, sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +65,7 @@ class Division:
 
     def _length(self, batch):
         """The length of the batch's sequences, axis 1 of each array that has two or more."""
-        lengths: dict[int, str] = {}
-        for path, x in trees.leaves(batch):
-            if jnp.ndim(x) > 1:
-                lengths.setdefault(jnp.shape(x)[1], path or "the batch")
+        lengths = sizes(batch, 1)
         if len(lengths) != 1:
             told = ", ".join(f"{path} has {n}" for n, path in lengths.items()) or "there is none"
             raise ValueError(

@@ -80,9 +80,8 @@ def mean_and_grads(
         whole, grads, extra = _accumulated(part, parts, rows, division)
     if not traced.linear:  # and else 0 is what a cotangent of 0 gives
         grads = nothing_if_empty(grads, whole.count if traced.has_count else None)
-    pairs = zip(jax.tree.leaves(extra), ways(aux, extra), strict=True)
-    leaves = [reduced(x, way) for x, way in pairs]
-    extra = jax.tree.unflatten(jax.tree.structure(extra), leaves)
+    leaves, structure = jax.tree.flatten(extra)
+    extra = structure.unflatten(map(reduced, leaves, ways(aux, extra)))
     return quotient(whole).astype(traced.dtype), extra, grads
 
 
@@ -142,8 +141,7 @@ class _Part:
         return jax.random.fold_in(self.key, j)
 
     def count(self, batch, rows, j):
-        count = self.traced.count(self.params, batch, rows, self.args, self.key_of(j))
-        return widened(jnp.asarray(count))
+        return widened(self.traced.count(self.params, batch, rows, self.args, self.key_of(j)))
 
     def forward(self, batch, rows, j=None):
         """(its sums, its auxiliary outputs, a function of the whole batch's sums: its gradients)"""
@@ -159,7 +157,7 @@ class _Part:
 
         def backward(whole):  # with the cotangents of the whole mean, 1/count from the start
             cots = zip(cotangents(whole), out, strict=False)
-            return jax.tree.map(widened, pull(tuple(c.astype(x.dtype) for c, x in cots))[0])
+            return widened(pull(tuple(c.astype(x.dtype) for c, x in cots))[0])
 
         return Mean(widened(out[0]), widened(count)), extra, backward
 
@@ -174,9 +172,8 @@ def _accumulated(part, parts, rows, division):
 
     steps = (parts, rows, jnp.arange(division.microbatches))
     count = division.together(jnp.sum(jax.lax.map(lambda one: part.count(*one), steps)))
-    one = jax.tree.map(lambda x: x[0], steps)
-    shapes = jax.eval_shape(forward_and_back, one, count)[0]
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    first = jax.tree.map(lambda x: x[0], steps)
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(forward_and_back, first, count)[0])
 
     def add(sums, one):
         found, extra = forward_and_back(one, count)

@@ -40,9 +40,14 @@ def wide(dtype: DTypeLike) -> Any:
     return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
 
-def widened(x: jax.Array) -> jax.Array:
-    """`x` in the dtype in which parts are summed."""
-    return x.astype(wide(x.dtype))
+def widened(tree: Any) -> Any:
+    """A tree whose arrays of floating-point numbers are in the dtypes in which parts are summed."""
+
+    def one(x):
+        is_array = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+        return x.astype(wide(x.dtype)) if is_array else x
+
+    return jax.tree.map(one, tree)
 
 
 def quotient(mean: Mean) -> jax.Array:
@@ -59,10 +64,8 @@ def cotangents(whole: Mean) -> Mean:
 
     `whole` has the sums over all parts.
     """
-    total, count = whole
-    empty = count == 0
-    inverse = jnp.where(empty, 0, 1 / jnp.where(empty, 1, count))
-    return Mean(inverse, -total * inverse * inverse)
+    inverse = quotient(Mean(1, whole.count))
+    return Mean(inverse, -whole.total * inverse * inverse)
 
 
 def _with_aux(out):

@@ -2,30 +2,29 @@
 
 Where rows are their own, A and B in either order (AB, BA) add up to what each makes beside itself
 (AA, BB), whatever is drawn by shape. One program on the same rows rounds alike, so that this is
-exact to some 1e-7. And the mean of AB is that of A and B as parts. Parameters are shaken, scaled
-and, where they are zeros, filled; once B is zeros, as padding is: what one turn hides, another
-shows. `marks.total` and `marks.local` are constants, and where the sequence is cut no token sees
-another in `marks.attend`.
+exact to some 1e-7. And the mean of AB is that of A and B as parts, and so are auxiliary outputs
+that are added up. Parameters are shaken, scaled and, where they are zeros, filled; once B is zeros,
+as padding is: what one turn hides, another shows. `marks.total` and `marks.local` are constants,
+and where the sequence is cut no token sees another in `marks.attend`.
 
-Auxiliary outputs that are added up are compared in the same way.
-
-Numbers tell of the rows and parameters that they are made of. What a loss does only beyond a
-threshold that no turn crosses (`where(mean > 1e6, ...)`) they do not show. Rows stand twice in a
-turn, and are zeros in one: numbers of groups that the batch brings must bear both, as they have to
-bear padding.
+What a loss does only beyond a threshold that no turn crosses (`where(mean > 1e6, ...)`) numbers do
+not show. Rows stand twice in a turn, and are zeros in one: numbers of groups that the batch brings
+must bear both, as they have to bear padding.
 """
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from shardwise.objective import reasons
 from shardwise.objective.parts import length_of, unit_of
-from shardwise.objective.reasons import Unlike, refuse, refuse_added, refuse_rows, refuse_scalar
-from shardwise.objective.trials import Arrangement, Case, Found, Part, Trials, Turn, compiled
+from shardwise.objective.reasons import APART, BESIDE, Indivisible, refuse
+from shardwise.objective.trials import Case, Part, Trials, Turn, compiled
 
 ALIKE, TOLERANCE = 3e-6, 1e-5  # of one program's numbers, and of those of two programs
+NOISE = 1e-6  # in parameters, of which a number that moves far tells little
+TURNS = Turn(), Turn(0.3, 2), Turn(3.0, 3)
 LEAST = 4  # rows in a part: of two, a median is a mean
 SILENT = 8  # further turns for auxiliary outputs that are 0, as the accuracy of a few rows
 
@@ -44,9 +43,9 @@ def check(
 ) -> None:
     """Raise where the mean of two parts of `batch`, or what a row adds, is not that of both.
 
-    Give it a batch whose rows differ, in padding too. It takes some of the rows, and compiles one
-    program for them, and one more where the sequence is divided. Of parts that draw from the key by
-    shape, rather than by place (`marks.index`), only what a row adds is compared.
+    Give it a batch whose rows differ, in padding too. It takes some of the rows, and compiles two
+    programs for them, and two more where the sequence is divided. Of parts that draw from the key
+    by shape, rather than by place (`marks.index`), only what a row adds is compared.
 
     Args:
       aux: how the auxiliary outputs of parts become one, as in `value_and_grad`; those that are
@@ -68,13 +67,18 @@ def check(
     rows = min(unit // 2, rows or LEAST)
     case = Case(loss, params, batch, args, key, has_aux, aux, gradient)
     by_place = case.draws_by_place()
-    told = [judge(compiled(case, part), by_place) for part in plan(ways, rows, batch)]
+    told = [judge(compiled(case, part), by_place) for part in plan(ways, batch, rows)]
     if not any(told):
         raise ValueError("objective.check: the loss of this batch is not finite, or is 0.")
 
 
-def plan(ways: Sequence[str], rows: int, batch: Any) -> list[Part]:
-    """The `Part` of each program for these ways to divide the batch, of parts of `rows` rows."""
+def plan(
+    ways: Sequence[str], batch: Any, rows: int = LEAST, length: int | None = None
+) -> list[Part]:
+    """The `Part` for each kind of these ways to divide the batch, of parts of `rows` rows.
+
+    Of all tokens, or of so many (`length`, even).
+    """
     found = []
     if unknown := set(ways) - {"devices", "microbatches", "sequence"}:
         raise ValueError(
@@ -82,24 +86,16 @@ def plan(ways: Sequence[str], rows: int, batch: Any) -> list[Part]:
             f"'microbatches' and 'sequence'."
         )
     if over_rows := tuple(way for way in ways if way != "sequence"):
-        found.append(Part(over_rows, 2 * rows))
+        found.append(Part(over_rows, 2 * rows, length))
     if "sequence" in ways:
-        length = length_of(batch)
-        if length is None or length < 2:
+        whole = length_of(batch)
+        if whole < 2:
             raise ValueError(
                 "objective.check: the sequence is axis 1, and no array of the batch has one of 2 "
                 "entries or more."
             )
-        found.append(Part(("sequence",), rows, length - length % 2))
+        found.append(Part(("sequence",), rows, length or whole - whole % 2))
     return found
-
-
-class _Seen(NamedTuple):
-    """The numbers that a turn found: parts together, these with a little noise, and parts alone."""
-
-    together: Found
-    near: Found
-    alone: Found
 
 
 @np.errstate(all="ignore")  # of what is not finite nothing is said
@@ -111,52 +107,21 @@ def judge(trials: Trials, alone: bool) -> bool:
     part = trials.part
     _check_rows(trials)
     if part.sequence and trials.sums == 1:
-        refuse_scalar("objective.check: ")
-    alone = alone and not trials.pairs
-    splits = _splits(part)
-    turns = () if part.sequence else (Turn(), Turn(0.3, 2), Turn(3.0, 3))
-    swaps = [_swapped(trials, splits, turn) for turn in turns]
-    means = [_parted(trials, splits, Turn()), _parted(trials, splits, Turn(seed=1), padded=True)]
-    rounding = 4 * trials.rounding
-    masked = trials.sums == 1 and _is_masked(means[1])
-    rows = (unlike for seen in swaps for unlike in _of_rows(trials, splits, seen, rounding))
-    parts = (u for seen in means for u in _of_parts(trials, splits, seen, masked, rounding))
-    kinds = [parts, rows] if masked else [rows, parts]  # that of means tells more
-    for unlike in itertools.chain(*(kinds if alone else [rows])):
-        refuse(unlike)
-    if alone and not trials.local:
-        _check_added(trials, splits, means)
-    return any(_tells(seen.together) for seen in (*swaps, *means))
-
-
-def _swapped(trials, splits, turn):
-    """Two parts as they are, AB, and for each way of dividing BA, AA and BB."""
-    a, b = next(iter(splits.values()))
-    arrangements = [_beside(a, b, a, b)]
-    for a, b in splits.values():
-        arrangements += [_beside(a, b, *pair) for pair in ((b, a), (a, a), (b, b))]
-    return _seen(trials, turn, arrangements, first=1)
-
-
-def _parted(trials, splits, turn, padded=False):
-    """For each way of dividing two parts together, AB, and each alone; B may be padding."""
-    empty = [b if padded else () for _, b in splits.values()]
-    pairs = list(zip(splits.values(), empty, strict=True))
-    whole = [_beside(a, b, a, b, none) for (a, b), none in pairs]
-    each = [_arranged(x, x, none) for both, none in pairs for x in both]
-    return _seen(trials, turn, whole, each)
-
-
-def _seen(trials, turn, together, alone=(), first=None):
-    found, parts = trials(turn, together, alone)
-    near, _ = trials(turn._replace(noise=1e-6), together[:first])
-    return _Seen(found, near, parts)
-
-
-def _tells(found):
-    """Whether the first total is a number that could differ: of a mask of zeros it is 0."""
-    total, *_ = found.values[0]
-    return bool(np.isfinite(total) and total != 0)
+        reasons.refuse_scalar("objective.check: ")
+    splits, apart, masked = _splits(part), [], False
+    if alone and not trials.pairs:
+        padded = _apart(trials, splits, Turn(seed=1), padded=True)
+        masked = trials.sums == 1 and _is_masked(padded)
+        apart = [*_apart(trials, splits, Turn()), *padded]
+    if masked:  # of a mean under a mask, this tells more
+        _check_parts(trials, apart, reasons.MASKED)
+    for turn in () if part.sequence else TURNS:
+        _check_beside(trials, splits, turn)
+    _check_parts(trials, apart)
+    if apart and not any(trials.local.values()):
+        _check_added(trials, splits, apart)
+    totals = (trials(turn).values[0] for turn in TURNS)
+    return any(np.isfinite(total) and total != 0 for total in totals)  # 0 tells nothing
 
 
 def _splits(part):
@@ -168,83 +133,96 @@ def _splits(part):
     return {way: alternating if way == "microbatches" else in_order for way in part.ways}
 
 
-def _beside(a, b, x, y, padding=()):
-    """The Arrangement with the entries `x` in the place of A, and `y` in that of B."""
-    chosen = np.empty(len(a) + len(b), np.int32)
-    chosen[a], chosen[b] = x, y
-    return _arranged(chosen, np.arange(len(chosen), dtype=np.int32), padding)
-
-
-def _arranged(chosen, places, padding):
-    return Arrangement(chosen, places, ~np.isin(places, padding))
-
-
-def _of_rows(trials, splits, seen, rounding) -> Iterator[Unlike]:
-    """Numbers of AB and BA that are not together those of AA and BB."""
-    found, sizes = seen.together, _sizes(trials, seen)
-    noise = abs(found.values[0] - seen.near.values[0])
-    for i, way in enumerate(splits):
-        at = [0, *range(1 + 3 * i, 4 + 3 * i)]
+def _check_beside(trials, splits, turn):
+    """Refuse a number of AB and BA that is not together that of AA and BB."""
+    near = trials(turn._replace(noise=NOISE))
+    for way, (a, b) in splits.items():
+        found = []
+        for pair in (a, b), (b, a), (a, a), (b, b):
+            chosen = np.empty(trials.part.size, np.int32)
+            chosen[a], chosen[b] = pair
+            found.append(trials(turn, chosen))
+        ab, ba, aa, bb = values = np.stack([each.values for each in found])
+        spare = max(ALIKE, 4 * trials.rounding) * _sizes(trials, *found)
+        spare[trials.sums :] *= 30
+        alike = abs(ab + ba - aa - bb) <= spare + 10 * abs(ab - near.values)
+        unlike = np.isfinite(values).all(axis=0) & ~alike
         for j, name in enumerate(trials.names):
-            ab, ba, aa, bb = values = found.values[at, j]
-            spare = max(ALIKE, rounding) * sizes[at, j].max() * (1 if j < trials.sums else 30)
-            alike = abs(ab + ba - aa - bb) <= spare + 10 * noise[j]
-            if np.isfinite(values).all() and not alike:
-                yield Unlike(way, name, (ab + ba) / 2, (aa + bb) / 2, rows=True)
+            if unlike[j]:
+                told = BESIDE.format(name, (ab + ba)[j] / 2, (aa + bb)[j] / 2)
+                refuse(way, told, reasons.RULE if j >= trials.sums else reasons.ROWS)
+
+
+def _apart(trials, splits, turn, padded=False):
+    """[(way, numbers of AB, these with a little noise, those of A and B)]; B may be padding."""
+    found = []
+    for way, (a, b) in splits.items():
+        padding = b if padded else ()
+        whole, *alone = (trials(turn, chosen, padding) for chosen in (None, a, b))
+        near = trials(turn._replace(noise=NOISE), padding=padding)
+        found.append((way, whole, near, alone))
+    return found
 
 
 def _is_masked(padded):
     """Whether zeros in place of one part leave the mean of the other, as of a mean under a mask."""
-    whole, alone = padded.together.values[:, 0], padded.alone.values[::2, 0]
-    return bool(np.allclose(whole, alone, rtol=1e-4, atol=0))
+    pairs = [(whole.values[0], a.values[0]) for _, whole, _, (a, _) in padded]
+    return np.allclose(*zip(*pairs, strict=True), rtol=1e-4, atol=0)
 
 
-def _of_parts(trials, splits, seen, masked, rounding) -> Iterator[Unlike]:
-    """Means and gradients of AB that are not those of A and B as parts."""
-    sizes = _sizes(trials, seen)
-    for i, way in enumerate(splits):
-        found, near = seen.together.values[i], seen.near.values[i]
-        alone = seen.alone.values[2 * i : 2 * i + 2]
-        whole, parts = found[: trials.sums], alone[:, : trials.sums]
-        ours, moved, theirs = _mean(whole), _mean(near[: trials.sums]), _mean(*parts)
-        if not np.isfinite([*whole, ours, moved]).all():  # of one part alone it has to be, too
+def _check_parts(trials, apart, reason=None):
+    """Refuse a mean or gradient of AB that is not that of A and B as parts."""
+    for way, whole, near, alone in apart:
+        sums = slice(trials.sums)
+        own, parts = whole.values[sums], np.stack([each.values[sums] for each in alone])
+        ours, moved, theirs = _mean(own), _mean(near.values[sums]), _mean(*parts)
+        if not np.isfinite([*own, ours, moved]).all():  # of one part alone it has to be, too
             continue
-        spare = max(TOLERANCE, rounding) * max(abs(ours), abs(moved), abs(theirs))
+        spare = max(TOLERANCE, 4 * trials.rounding) * max(abs(ours), abs(moved), abs(theirs))
         if not abs(ours - theirs) <= spare + 10 * abs(ours - moved):
-            yield Unlike(way, "mean", ours, theirs, sums=(whole, parts), masked=masked)
-        for j in range(trials.sums, len(trials.names)):
-            if _differs(found[j], alone[:, j].sum(), sizes[i, j], near[j]):
-                yield Unlike(way, trials.names[j], found[j], alone[:, j].sum())
+            refuse(way, APART.format("mean", ours, theirs), reason or reasons.of_means(own, parts))
+        differs, together = _added(whole, near, alone, _sizes(trials, whole))
+        for j, name in enumerate(trials.names[trials.sums :], trials.sums):
+            if differs[j]:
+                told = APART.format(name, whole.values[j], together[j])
+                refuse(way, told, reasons.RULE)
 
 
-def _check_added(trials, splits, means):
+def _check_added(trials, splits, apart):
     """Refuse an auxiliary output to be added up whose sum over parts is not that of the whole."""
     paths = [path for path, (way, _) in trials.outputs[trials.part.size].items() if way == "sum"]
-    columns, seen = slice(len(trials.names), None), list(means)
+    first, seen = len(trials.names), list(apart)
     for seed in range(SILENT):
-        if np.any([s.together.sizes[0, columns] for s in seen], axis=0).all():
+        if np.any([whole.sizes[first:] for _, whole, *_ in seen], axis=0).all():
             break
-        seen.append(_parted(trials, splits, Turn(3.0, seed)))
-    for together, near, alone in seen:
-        for i in range(len(splits)):
-            for j, path in enumerate(paths, len(trials.names)):
-                both = slice(2 * i, 2 * i + 2)
-                whole, parts = together.values[i, j], alone.values[both, j].sum()
-                size = max(together.sizes[i, j], alone.sizes[both, j].max())
-                if _differs(whole, parts, size, near.values[i, j]):
-                    refuse_added(path, whole, parts)
+        seen += _apart(trials, splits, Turn(3.0, seed))
+    for _, whole, near, alone in seen:
+        sizes = np.max([each.sizes for each in (whole, *alone)], axis=0)
+        differs, together = _added(whole, near, alone, sizes)
+        for j, path in enumerate(paths, first):
+            if differs[j]:
+                raise Indivisible(
+                    f"objective.check: aux='sum' adds up the loss's auxiliary output {path} of all "
+                    f"parts of the batch, which makes {together[j]:.8g}, and of the whole it is "
+                    f"{whole.values[j]:.8g}. Return objective.Mean(total, count) for a mean over "
+                    f"rows, exact for every padding, or say aux='mean', exact where parts count "
+                    f"alike; aux='max' for a largest value; aux=None for what nobody reads."
+                )
 
 
-def _differs(whole, parts, size, near):
-    """Whether a number that is the whole's is not that of the parts, as far as `near` it tells."""
-    spare = 10 * TOLERANCE * size + 10 * abs(whole - near)
-    return np.isfinite([whole, parts, size]).all() and not abs(whole - parts) <= spare
+def _added(whole, near, alone, sizes):
+    """(whether numbers are not those of the parts, as far as `near` tells; the parts' sums)."""
+    parts = alone[0].values + alone[1].values
+    spare = 10 * TOLERANCE * sizes + 10 * abs(whole.values - near.values)
+    finite = np.isfinite([whole.values, parts, sizes]).all(axis=0)
+    return finite & ~(abs(whole.values - parts) <= spare), parts
 
 
-def _sizes(trials, seen):
-    """The sizes of numbers together, a gradient's at least a hundredth of the largest."""
-    sizes, grads = seen.together.sizes.copy(), slice(trials.sums, len(trials.names))
-    sizes[:, grads] = np.maximum(sizes[:, grads], sizes[:, grads].max(initial=0) / 100)
+def _sizes(trials, *found):
+    """The sizes of numbers, a gradient's at least a hundredth of the largest."""
+    sizes = np.max([each.sizes for each in found], axis=0)
+    grads = sizes[trials.sums : len(trials.names)]
+    grads[:] = np.maximum(grads, grads.max(initial=0) / 100)
     return sizes
 
 
@@ -253,7 +231,11 @@ def _check_rows(trials):
     whole, part = (trials.outputs[n] for n in (trials.part.size, trials.part.size // 2))
     for path, (way, shape) in whole.items():
         if way != "concatenate" and shape != part[path][1]:
-            refuse_rows(path, way)
+            raise Indivisible(
+                f"objective.check: the loss's auxiliary output {path} has the rows of its part of "
+                f"the batch, and aux={way!r} would make one of the rows of all parts: say "
+                f"aux='concatenate', or sum over them in the loss."
+            )
 
 
 def _mean(*sums):

@@ -24,10 +24,21 @@ def split(batch: Any, m: int) -> Any:
       ValueError: for m > 1, an array without rows, rows that are no multiple of m, or arrays of
         different numbers of rows, of which no rule says what belongs together.
     """
-    if m > 1:
-        check_rows(batch, m, f"microbatches={m}")
-        _check_alike(batch, m)
-    return jax.tree.map(lambda x: _parts(jnp.asarray(x), m), batch)
+    if m == 1:
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], batch)
+    check_rows(batch, m, f"microbatches={m}")
+    if len(rows := sizes(batch)) > 1:
+        told = ", ".join(f"{path} {count}" for count, path in rows.items())
+        raise ValueError(
+            f"microbatches={m}: the batch's arrays have different numbers of rows ({told}), and "
+            f"nothing says which belong together. Give each row its own part of the longer ones, "
+            f"as [rows, per row, ...], or use one microbatch."
+        )
+
+    def parts(x):
+        return jnp.swapaxes(jnp.asarray(x).reshape(len(x) // m, m, *jnp.shape(x)[1:]), 0, 1)
+
+    return jax.tree.map(parts, batch)
 
 
 def check_rows(batch: Any, parts: int, who: str) -> None:
@@ -35,23 +46,22 @@ def check_rows(batch: Any, parts: int, who: str) -> None:
 
     Errors begin with `who`.
     """
+    cut = f"into {parts} parts (devices times microbatches)"
     if not jax.tree.leaves(batch):
         raise ValueError(
-            f"{who}: the batch is {batch!r}, and has no arrays whose rows could be cut into "
-            f"{parts} parts (devices times microbatches); hand over rows, be they numbers that the "
-            f"loss does not look at."
+            f"{who}: the batch is {batch!r}, and has no arrays whose rows could be cut {cut}; hand "
+            f"over rows, be they numbers that the loss does not look at."
         )
     for path, x in trees.leaves(batch):
+        path = path or "the batch"
         if jnp.ndim(x) == 0:
             raise ValueError(
-                f"{who}: {path or 'the batch'} is a scalar, and has no rows to cut "
-                f"into {parts} parts (devices times microbatches); hand it to the loss as a "
-                f"further argument."
+                f"{who}: {path} is a scalar, and has no rows to cut {cut}; hand it to the loss as "
+                f"a further argument."
             )
         if jnp.shape(x)[0] % parts:
             raise ValueError(
-                f"{who}: {path or 'the batch'} of shape {jnp.shape(x)} does "
-                f"not split into {parts} parts (devices times microbatches) along its rows; add "
+                f"{who}: {path} of shape {jnp.shape(x)} does not split {cut} along its rows; add "
                 f"masked rows: fsdp.pad(batch, {parts}), and a loss that returns objective.Mean."
             )
 
@@ -83,22 +93,30 @@ def numbers(batch: Any, order: Any = None) -> dict[str, jax.Array]:
     Where the sequence is cut too, `order` [sequence] has the place of each entry in the whole
     sequence: as "sequence" [rows, sequence], it answers `marks.index("sequence", ...)`.
     """
-    sizes = {jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)}
-    found = {str(size): jnp.arange(size, dtype=jnp.int32) for size in sorted(sizes)}
+    found = {str(size): jnp.arange(size, dtype=jnp.int32) for size in sorted(sizes(batch))}
     if order is not None:
         places = jnp.asarray(order, jnp.int32)
-        found[SEQUENCE] = jnp.broadcast_to(places, (min(sizes), *places.shape))
+        found[SEQUENCE] = jnp.broadcast_to(places, (min(sizes(batch)), *places.shape))
+    return found
+
+
+def sizes(batch: Any, axis: int = 0) -> dict[int, str]:
+    """{size along this axis: the path of the first array of that size}, of those that have it."""
+    found: dict[int, str] = {}
+    for path, x in trees.leaves(batch):
+        if jnp.ndim(x) > axis:
+            found.setdefault(jnp.shape(x)[axis], path or "the batch")
     return found
 
 
 def unit_of(batch: Any) -> int:
     """The greatest number that divides the rows of each array; 0 for a batch without rows."""
-    return math.gcd(*(jnp.shape(x)[0] for x in jax.tree.leaves(batch) if jnp.ndim(x)), 0)
+    return math.gcd(*sizes(batch))
 
 
-def length_of(batch: Any) -> int | None:
-    """The length of the sequence: of axis 1, where arrays have one."""
-    return next((jnp.shape(x)[1] for x in jax.tree.leaves(batch) if jnp.ndim(x) > 1), None)
+def length_of(batch: Any) -> int:
+    """The length of the sequence, axis 1 of arrays; 0 where none has one."""
+    return next(iter(sizes(batch, 1)), 0)
 
 
 def meaning(rows: dict[str, jax.Array]) -> Any:
@@ -107,8 +125,15 @@ def meaning(rows: dict[str, jax.Array]) -> Any:
     rows = {name: x for name, x in rows.items() if name != SEQUENCE}
 
     def index(axis, size):
+        if axis != "rows" and places is None:
+            return jnp.arange(size, dtype=jnp.int32)
         if axis != "rows":
-            return jnp.arange(size, dtype=jnp.int32) if places is None else _columns(places, size)
+            if places.shape[1] != size:
+                raise ValueError(
+                    f"marks.index('sequence', {size}): the sequence is cut, and this part has "
+                    f"{places.shape[1]} of its entries. Ask for as many as the model's input has."
+                )
+            return places[0]
         found = [x for x in rows.values() if x.shape[0] == size]
         if not found:
             held = sorted(x.shape[0] for x in rows.values())
@@ -151,9 +176,7 @@ def reduced(stacked: jax.Array, way: str) -> jax.Array:
             raise ValueError("aux='concatenate' of a scalar; expected an array that has rows.")
         m, rows = stacked.shape[:2]  # back to the order of the whole batch
         return jnp.swapaxes(stacked, 0, 1).reshape(m * rows, *stacked.shape[2:])
-    if way == "sum":
-        return jnp.sum(stacked, axis=0)
-    return {"mean": jnp.mean, "max": jnp.max}[way](stacked, axis=0)
+    return {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max}[way](stacked, axis=0)
 
 
 def merged(whole: Sequence[Any], rows: Sequence[Any], ways: Sequence[str], structure: Any) -> Any:
@@ -180,31 +203,3 @@ def check_outputs(aux: Any) -> None:
                 f"the loss's auxiliary output {path or 'tree'} is a {type(x).__name__}; expected "
                 f"arrays and numbers, of which those of all parts become one."
             )
-
-
-def _columns(places, size):
-    if places.shape[1] != size:
-        raise ValueError(
-            f"marks.index('sequence', {size}): the sequence is cut, and this part has "
-            f"{places.shape[1]} of its entries. Ask for as many as the model's input has."
-        )
-    return places[0]
-
-
-def _parts(x, m):
-    if m == 1:
-        return x[None]
-    return jnp.swapaxes(x.reshape(x.shape[0] // m, m, *x.shape[1:]), 0, 1)
-
-
-def _check_alike(batch, m):
-    rows = {}
-    for path, x in trees.leaves(batch):
-        rows.setdefault(jnp.shape(x)[0], path or "the batch")
-    if len(rows) > 1:
-        told = ", ".join(f"{path} {count}" for count, path in rows.items())
-        raise ValueError(
-            f"microbatches={m}: the batch's arrays have different numbers of rows ({told}), and "
-            f"nothing says which belong together. Give each row its own part of the longer ones, "
-            f"as [rows, per row, ...], or use one microbatch."
-        )

@@ -1,6 +1,5 @@
 """The errors of the oracle: which number differs, what such mistakes look like, what to do."""
 
-import dataclasses
 from typing import NoReturn
 
 import numpy as np
@@ -10,70 +9,14 @@ class Indivisible(ValueError):
     """The error of a loss that is another function where its batch is divided."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Unlike:
-    """A number that differs: the way of division, its value of the whole, its value from parts.
-
-    `rows`: parts stood beside each other and beside themselves; `masked`: zeros in the place of
-    one part leave the mean of the other. `sums` are total and perhaps count of both, and of parts.
-    """
-
-    way: str
-    name: str
-    whole: float
-    parts: float
-    rows: bool = False
-    masked: bool = False
-    sums: tuple | None = None
-
-
-def refuse(unlike: Unlike) -> NoReturn:
-    """Raise Indivisible, with the number that differs and the likely reason."""
-    cut = {"devices": "over devices", "microbatches": "into microbatches"}.get(
-        unlike.way, "along its sequence"
-    )
-    if unlike.rows:
-        told = (
-            f"the {unlike.name} of two parts beside each other is {unlike.whole:.8g}, and "
-            f"{unlike.parts:.8g} where each stands beside itself"
-        )
-    else:
-        whole, parts = f"{unlike.whole:.8g} of the whole", f"{unlike.parts:.8g} from parts"
-        told = f"the {unlike.name} is {whole}, and {parts}"
-    raise Indivisible(
-        f"objective.check: the loss is another where its batch is divided {cut}: {told}. "
-        f"{_reason(unlike)}"
-    )
-
-
-def refuse_scalar(who: str = "") -> NoReturn:
-    """Raise Indivisible: where the sequence is cut, one scalar is no loss."""
-    raise Indivisible(
-        f"{who}the sequence is cut, and the loss is one scalar: a mean over rows, of what each "
-        f"makes of its whole sequence. Return objective.Mean(total, count), two sums over tokens."
-    )
-
-
-def refuse_rows(path: str, way: str) -> NoReturn:
-    """Raise Indivisible: rows of different parts would be mixed in an auxiliary output."""
-    raise Indivisible(
-        f"objective.check: the loss's auxiliary output {path} has the rows of its part of the "
-        f"batch, and aux={way!r} would make one of the rows of all parts: say aux='concatenate', "
-        f"or sum over them in the loss."
-    )
-
-
-def refuse_added(path: str, whole: float, parts: float) -> NoReturn:
-    """Raise Indivisible: an auxiliary output's sum over parts is not that of the whole batch."""
-    raise Indivisible(
-        f"objective.check: aux='sum' adds up the loss's auxiliary output {path} of all parts of "
-        f"the batch, which makes {parts:.8g}, and of the whole it is {whole:.8g}. Return "
-        f"objective.Mean(total, count) for a mean over rows, exact for every padding, or say "
-        f"aux='mean', exact where parts count alike; aux='max' for a largest value; aux=None for "
-        f"what nobody reads."
-    )
-
-
+SUM = (
+    "It is a sum over rows, and one scalar has to be a mean over rows, of which the parts' are "
+    "averaged. Take jnp.mean over the rows, or return objective.Mean(total, count)."
+)
+BESIDE = (
+    "the {} of two parts beside each other is {:.8g}, and {:.8g} where each stands beside itself"
+)
+APART = "the {} is {:.8g} of the whole, and {:.8g} from parts"
 MASKED = (
     "It divides by a number that it computes from the batch's values, such as the number of tokens "
     "that a mask leaves. Each part of the batch would divide by its own, and the mean of these is "
@@ -107,33 +50,33 @@ NUMBER = (
 )
 
 
-def _reason(unlike):
-    if unlike.way.startswith("sequence"):
-        return TOKENS
-    if unlike.name.startswith("gradient"):
-        return RULE
-    if unlike.masked:
-        return MASKED
-    if unlike.rows:
-        return ROWS
-    whole, parts = unlike.sums
-    return _of_scalar(whole, parts) if len(whole) == 1 else _of_sums(whole, parts)
+def refuse(way: str, told: str, reason: str) -> NoReturn:
+    """Raise Indivisible: by this way of dividing a number differs, as is `told`; likely why."""
+    cut = {"devices": "over devices", "microbatches": "into microbatches"}
+    if way.startswith("sequence"):
+        reason = TOKENS
+    raise Indivisible(
+        f"objective.check: the loss is another where its batch is divided "
+        f"{cut.get(way, 'along its sequence')}: {told}. {reason}"
+    )
 
 
-def _of_scalar(whole, parts):
-    if _near(whole[0], parts[:, 0].sum()):
-        return (
-            "It is a sum over rows, and one scalar has to be a mean over rows, of which the parts' "
-            "are averaged. Take jnp.mean over the rows, or return objective.Mean(total, count)."
-        )
-    return NUMBER
+def refuse_scalar(who: str = "") -> NoReturn:
+    """Raise Indivisible: where the sequence is cut, one scalar is no loss."""
+    raise Indivisible(
+        f"{who}the sequence is cut, and the loss is one scalar: a mean over rows, of what each "
+        f"makes of its whole sequence. Return objective.Mean(total, count), two sums over tokens."
+    )
 
 
-def _of_sums(whole, parts):
-    total, count = (parts[:, i].sum() for i in (0, 1))
+def of_means(whole: np.ndarray, parts: np.ndarray) -> str:
+    """What differs between the sums of a whole [sums] and of two parts [2, sums], most likely."""
+    total, *count = parts.sum(axis=0)
+    if not count:
+        return SUM if _near(whole[0], total) else NUMBER
     told = f" (of both {whole[1]:.6g}, of the parts {parts[0, 1]:.6g} and {parts[1, 1]:.6g})"
-    if not _near(whole[1], count):
-        if _near(whole[1], parts[0, 1]) and _near(whole[1], parts[1, 1]):
+    if not _near(whole[1], count[0]):
+        if _near(whole[1], parts[:, 1]):
             return (
                 f"The count does not depend on the batch{told}, and would be added up once for "
                 f"each part. Return the number of what total adds up, counted in the batch that "
@@ -155,9 +98,9 @@ def _of_sums(whole, parts):
         f"{parts[0, 0]:.6g} and {parts[1, 0]:.6g}), such as a penalty on weights, which does not "
         f"depend on the batch and would be added once for each part. Multiply it by the count, "
         f"Mean(total + count * penalty, count), which adds it to the mean once; return a scalar, a "
-        f"mean over rows; or leave weight decay to the optimizer. " + NUMBER
+        f"mean over rows; or leave weight decay to the optimizer. {NUMBER}"
     )
 
 
 def _near(a, b):
-    return bool(np.isclose(a, b, rtol=1e-4, atol=0))
+    return np.allclose(a, b, rtol=1e-4, atol=0)

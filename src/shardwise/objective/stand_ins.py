@@ -6,20 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwise.objective.means import wide
 
-
-def widened(tree: Any, wanted: bool = True) -> Any:
-    """A tree with narrower floats as float32: whether a loss divides is no matter of rounding."""
-
-    def one(x):
-        if not wanted or not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
-            return x
-        return x.astype(wide(x.dtype))
-
-    return jax.tree.map(one, tree)
-
-
+@jax.jit  # for each shape once, whatever the loss
 def shaken(turn: Any, x: Any) -> Any:
     """A parameter slightly changed, since zeros and symmetries hide what a loss does."""
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
@@ -33,7 +21,7 @@ def shaken(turn: Any, x: Any) -> Any:
 
 
 def noise(shape: tuple[int, ...], seed: Any) -> jax.Array:
-    """Numbers of mean 0 and variance 1, the same in every program, that cost no compilation."""
+    """Numbers of mean 0 and variance 1, the same in every program, that are soon compiled."""
     bits = jnp.asarray(seed).astype(jnp.uint32) * np.uint32(0x9E3779B1)
     for axis in range(len(shape)):
         bits += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(0x85EBCA77 + 2 * axis)

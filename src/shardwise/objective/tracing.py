@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import partial_eval
 
 from shardwise import jaxprs, marks
@@ -49,17 +49,13 @@ class Traced:
         """The count of one part, from the batch alone; 1 for a loss that is a mean over rows."""
         if not self.has_count:
             return jnp.float32(1)
-        if isinstance(self.closed.jaxpr.outvars[1], Literal):
-            return jnp.asarray(self.closed.jaxpr.outvars[1].val)
         closed, used = self._count
         leaves = zip(jax.tree.leaves((params, batch, rows, args, key)), used, strict=True)
-        return jaxpr_as_fun(closed)(*(x for x, wanted in leaves if wanted))[0]
+        return jnp.asarray(jaxpr_as_fun(closed)(*(x for x, wanted in leaves if wanted))[0])
 
     def check_count(self, params: Any, who: str) -> None:
         """Raise where the loss's count may depend on parameters of the structure of `params`."""
-        if not self.has_count or isinstance(self.closed.jaxpr.outvars[1], Literal):
-            return
-        if any(self._count[1][: len(jax.tree.leaves(params))]):
+        if self.has_count and any(self._count[1][: len(jax.tree.leaves(params))]):
             raise ValueError(
                 f"{who}: the loss's count depends on the parameters, or its trace cannot tell "
                 f"(within a custom_vjp or custom_jvp). With several microbatches, or blocks, the "
@@ -76,8 +72,7 @@ class Traced:
     @property
     def dtype(self) -> Any:
         """The dtype of the mean, as one device has it."""
-        total, *count = self.closed.out_avals[: 1 + self.has_count]
-        return jnp.result_type(total.dtype, *(c.dtype for c in count)) if count else total.dtype
+        return jnp.result_type(*(x.dtype for x in self.closed.out_avals[: 1 + self.has_count]))
 
 
 def trace(
@@ -92,7 +87,7 @@ def trace(
     """`loss(params, batch, *args)`, and `key=` where one is given, traced for one part of several.
 
     `rows` are the part's row numbers (`numbers` of the whole batch, divided as it is). All arrays
-    may be abstract. Whether the loss is the same function in parts, `check` tells, by numbers.
+    may be abstract.
 
     Raises:
       TypeError: outputs that are no loss, an auxiliary output that is no array, or a PRNG key among
@@ -110,9 +105,7 @@ def trace(
         return out
 
     groups = dict(params=params, batch=batch, rows=rows, args=args, key=key)
-    # A function of its own for each trace: the trace of one seen before may be cached.
-    program = jax.make_jaxpr(lambda *given: part(*given), return_shape=True)
-    closed, shapes = program(*groups.values())
+    closed, shapes = jax.make_jaxpr(part, return_shape=True)(*groups.values())
     draws = _Draws()
     draws.run(closed.jaxpr, [label for name, tree in groups.items() for label in _of(name, tree)])
     by_place = _by_place(draws.found, rows.get(SEQUENCE))
@@ -174,12 +167,11 @@ def _by_place(found, places):
             f"its part, {by_shape[0]}: the former want the batch's own key, the latter one for "
             f"each part. Draw all of them by place, as model.drop does, or none."
         )
-    cut = None if places is None else places.shape[1]
-    for labels, shape in from_key if cut is not None else ():
-        if "rows" in labels and SEQUENCE not in labels and cut in shape:
+    for labels, shape in from_key if places is not None else ():
+        if "rows" in labels and SEQUENCE not in labels and places.shape[1] in shape:
             raise ValueError(
-                f"the loss draws random numbers of shape {shape}, and the sequence is cut, {cut} "
-                f"entries to a part: each part would draw the same for its own. Draw by place, "
-                f"from marks.index('sequence', size) too, as model.drop does."
+                f"the loss draws random numbers of shape {shape}, and the sequence is cut, "
+                f"{places.shape[1]} entries to a part: each part would draw the same for its own. "
+                f"Draw by place, from marks.index('sequence', size) too, as model.drop does."
             )
     return not by_shape

@@ -1,8 +1,7 @@
-"""The program that an oracle runs: a loss's numbers over rows that stand in other places, or alone.
+"""The programs that an oracle runs: a loss's numbers over rows that stand elsewhere, or alone.
 
-All rows and parameters are arguments, and arrangements are handed over as numbers, so that one
-compilation serves every turn. The loss stands in it twice, for two parts together and for one
-alone; parameters are shaken once a turn, outside the loops.
+All rows and parameters are arguments, and so is where rows stand, so that two programs serve every
+turn: for two parts together, and for one alone, which is compiled when it is asked for.
 """
 
 import functools
@@ -18,13 +17,12 @@ from jax.sharding import PartitionSpec as P
 from shardwise import jaxprs, marks
 from shardwise import tree as trees
 from shardwise.objective import stand_ins
-from shardwise.objective.means import normal, wide
+from shardwise.objective.means import normal, widened
 from shardwise.objective.parts import meaning, numbers, outputs, unit_of
 from shardwise.objective.tracing import trace
 
-# Of XLA's CPU compiler, for a program that runs a few times.
+# Of XLA's CPU compiler, for programs that run a few times.
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
-MOST = 8  # arrangements in one call
 
 
 class Case(NamedTuple):
@@ -78,17 +76,6 @@ class Part(NamedTuple):
         return self.length if self.sequence else self.rows
 
 
-class Arrangement(NamedTuple):
-    """An arrangement of entries in a row: those chosen, the places (int) they take, those kept.
-
-    Entries are rows of the batch, or tokens of a sequence; what is not kept is zeros, as padding.
-    """
-
-    chosen: np.ndarray
-    places: np.ndarray
-    kept: np.ndarray
-
-
 class Turn(NamedTuple):
     """A perturbation of parameters: a factor, the seed of what shakes them, the size of noise."""
 
@@ -98,7 +85,7 @@ class Turn(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The numbers of each arrangement, in float64, and the sizes of what they tell of.
+    """The numbers of chosen entries, in float64, and the sizes of what they tell of.
 
     First total and perhaps count, of which they are the sizes; then one number for each parameter's
     gradient, and for each auxiliary output that is added up, whose sizes are norms.
@@ -109,91 +96,88 @@ class Found(NamedTuple):
 
 
 class Trials:
-    """A case, compiled for the rows of a part and for half of them; in float32 where `widened`."""
+    """A case, traced for the rows of a part and for half of them.
+
+    In float32 where `widened`: whether a loss divides is no matter of rounding.
+    """
 
     def __init__(self, case: Case, part: Part, widened: bool = True):
         self.case, self.part, self.widened = case, part, widened
-        self.pairs = False  # whether a matrix of pairs of rows is local
-        self.local = False  # whether anything is
+        self.local = {}  # {entries: the shapes of what is local}
         self.outputs = {}  # {entries: {path of an auxiliary output: (its way, its shape)}}
         self.names = []  # of the numbers, but for auxiliary outputs; the first `sums` are sums
         self.sums, self.rounding = 0, 0.0  # of the loss's total, relative to it
-        arrays, self.joined = _apart((case.args, case.key))
-        self.arguments = case.params, case.batch, arrays
+        further = jax.tree.leaves((case.args, case.key))
+        arrays = [x if hasattr(x, "dtype") else None for x in further]  # others stay themselves
+        self.arguments = case.batch, arrays
         self.gradient = bool(case.gradient)
-        traced = self._traced()
-        names = (eqn.primitive.name for eqn in jaxprs.every(traced.jaxpr.jaxpr))
+        whole = self._traced(part.size)
+        names = (eqn.primitive.name for eqn in jaxprs.every(whole.jaxpr.jaxpr))
         if case.gradient is None and any(name.startswith("custom_vjp") for name in names):
             self.gradient = True
-            traced = self._traced()
-        self.compiled = traced.lower().compile()
+            whole = self._traced(part.size)
+        half = self._traced(part.size // 2)
+        self.together = whole.lower().compile()
+        self.alone = functools.cache(lambda: half.lower().compile())
 
-    def _traced(self):
+    def _traced(self, entries):
         where = None if self.case.mesh is None else NamedSharding(self.case.mesh, P())
         options = QUICK if jax.default_backend() == "cpu" else None
-        run = functools.partial(self._run)  # as JAX caches what it traced of the method
+        run = functools.partial(self._numbers)  # as JAX caches what it traced of the method
         run = jax.jit(run, out_shardings=where, compiler_options=options)
-        return run.trace(*self.arguments, *self._padded(Turn(), (), ()))
+        params, none = self._shaken(Turn()), np.zeros(entries, np.int32)
+        self.held = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(params))
+        return run.trace(params, *self.arguments, none, none, none > 0)
+
+    def _shaken(self, turn):
+        def one(x):
+            return stand_ins.shaken(turn, widened(x) if self.widened else x)
+
+        return jax.tree.map(one, self.case.params)
 
     @property
     def memory(self) -> int:
-        """The bytes that a device needs beside the arguments."""
-        found = self.compiled.memory_analysis()
-        return 0 if found is None else found.temp_size_in_bytes + found.output_size_in_bytes
+        """The bytes that a device needs beside what it has: one more copy of the parameters too."""
+        if (found := self.together.memory_analysis()) is None:
+            return self.held
+        return self.held + found.temp_size_in_bytes + found.output_size_in_bytes
+
+    @property
+    def pairs(self) -> bool:
+        """Whether a matrix of pairs of rows is local."""
+        return any(map(stand_ins.of_pairs, *self.local.values()))
 
     def __call__(
-        self, turn: Turn, together: Sequence[Arrangement], alone: Sequence[Arrangement] = ()
-    ) -> tuple[Found, Found]:
-        """(the numbers of parts together, the numbers of parts alone)."""
-        given = self._padded(turn, together, alone)
-        out = jax.device_get(self.compiled(*self.arguments, *given))
-        return tuple(
-            Found(*(np.asarray(x[: len(own)], np.float64) for x in found))
-            for found, own in zip(out, (together, alone), strict=True)
-        )
+        self, turn: Turn, chosen: np.ndarray | None = None, padding: Sequence[int] = ()
+    ) -> Found:
+        """The numbers of the entries `chosen`: rows of the batch, or tokens of a sequence.
 
-    def _padded(self, turn, together, alone):
-        given, size = Turn(*(np.float32(x) for x in turn)), self.part.size
-        return given, _stacked(together, size), _stacked(alone, size // 2)
+        As many as two parts have (by default all, in order) take the places 0, 1 and so on; of one
+        part alone each takes its own. At the places of `padding` are zeros.
+        """
+        order = np.arange(self.part.size, dtype=np.int32)
+        chosen = order if chosen is None else chosen
+        together = len(chosen) == len(order)
+        program, places = (self.together, order) if together else (self.alone(), chosen)
+        given = chosen, places, ~np.isin(places, padding)
+        found = jax.device_get(program(self._shaken(turn), *self.arguments, *given))
+        return Found(*(np.asarray(x, np.float64) for x in found))
 
-    def _run(self, params, batch, arrays, turn, together, alone):
-        args, key = self.joined(arrays)
+    def _numbers(self, params, batch, arrays, chosen, places, kept):
+        case, entries = self.case, len(chosen)
+        further, structure = jax.tree.flatten((case.args, case.key))
+        pairs = zip(arrays, further, strict=True)
+        args, key = structure.unflatten([own if x is None else x for x, own in pairs])
         own = {} if key is None else {"key": key}
-        params, batch, args = (stand_ins.widened(x, self.widened) for x in (params, batch, args))
-        params = jax.tree.map(functools.partial(stand_ins.shaken, turn), params)
+        if self.widened:
+            batch, args = widened((batch, args))
         batch = jax.tree.map(self._taken, batch)
-        shapes: list[list] = []
-
-        def each(group):
-            count, arrangements = group
-            seen = []  # shapes of what is local, as often as it is traced
-
-            @jax.jit  # so that it is traced once
-            def one(arrangement):
-                return self._numbers(params, batch, args, own, Arrangement(*arrangement), seen)
-
-            first = jax.tree.map(lambda x: x[0], arrangements)
-            empty = jax.tree.map(
-                lambda x: jnp.zeros((MOST, *x.shape), x.dtype), jax.eval_shape(one, first)
-            )
-
-            def step(i, found):
-                now = one(jax.tree.map(lambda x: x[i], arrangements))
-                return jax.tree.map(lambda all_, x: all_.at[i].set(x), found, now)
-
-            found = jax.lax.fori_loop(0, count, step, empty)
-            shapes.append(list(seen))
-            return found
-
-        out = each(together), each(alone)
-        self.pairs = any(map(stand_ins.of_pairs, *shapes))
-        self.local = any(shapes)
-        return out
-
-    def _numbers(self, params, batch, args, own, arrangement, seen):
-        case, entries = self.case, len(arrangement.places)
-        rows = self._places(batch, arrangement.places)
-        rows_of = jax.tree.map(lambda x: self._arranged(x, arrangement), batch)
+        seen = self.local[entries] = []
+        if self.part.sequence:
+            rows = numbers(batch, places)
+        else:
+            rows = jax.tree.map(lambda x: self._arranged(x, places), numbers(batch))
+        rows_of = jax.tree.map(lambda x: self._arranged(x, chosen, kept), batch)
         bound_to: dict[str, Callable] = dict(
             total=stand_ins.filled, local=functools.partial(stand_ins.own, seen)
         )
@@ -206,7 +190,7 @@ class Trials:
             with bound, jax.default_matmul_precision("float32"):
                 (total, count), extra = bare(params, rows_of, *args, **own)
             self.rounding = float(jnp.finfo(jnp.result_type(total)).eps)
-            total = jnp.asarray(total).astype(wide(jnp.result_type(total)))
+            total = widened(jnp.asarray(total))
             sums = [total] if count is None else [total, jnp.asarray(count).astype(jnp.float32)]
             self.names, self.sums = ["total", "count"][: len(sums)], len(sums)
             leaves = outputs(case.aux, extra)
@@ -233,23 +217,16 @@ class Trials:
         x = x[: len(x) // unit_of(self.case.batch) * self.part.rows]
         return x[:, :length] if length and x.ndim > 1 else x
 
-    def _arranged(self, x, arrangement):
-        chosen, _, kept = arrangement
+    def _arranged(self, x, chosen, kept=True):
+        """The entries of an array that are chosen, zeros where they are not kept."""
         rows, sequence = self.part.rows, self.part.sequence
         if x.ndim < 1 + sequence:
             return x
         x = jnp.moveaxis(x, 1, 0) if sequence else x.reshape(rows, len(x) // rows, *x.shape[1:])
         x = x[chosen]
-        if not jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        if kept is not True and not jnp.issubdtype(x.dtype, jax.dtypes.extended):
             x = jnp.where(kept.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
         return jnp.moveaxis(x, 0, 1) if sequence else x.reshape(-1, *x.shape[2:])
-
-    def _places(self, batch, places):
-        """The row numbers, and places in the sequence, that `marks.index` answers with."""
-        if self.part.sequence:
-            return numbers(batch, places)
-        rows = (x.reshape(self.part.rows, -1)[places].reshape(-1) for x in numbers(batch).values())
-        return {str(len(x)): x for x in rows}
 
 
 def compiled(case: Case, part: Part) -> Trials:
@@ -260,26 +237,6 @@ def compiled(case: Case, part: Part) -> Trials:
         return Trials(case, part, widened=False)
 
 
-def _stacked(arrangements, size):
-    """(the number of arrangements, their three fields, each padded to [MOST, size])."""
-    blank = Arrangement(np.zeros(size, np.int32), np.zeros(size, np.int32), np.zeros(size, bool))
-    padded = [*arrangements, *[blank] * (MOST - len(arrangements))]
-    fields = (np.stack(field) for field in zip(*padded, strict=True))
-    return np.int32(len(arrangements)), Arrangement(*fields)
-
-
 def _is_real(x):
     """Whether a parameter, or its gradient, is of numbers that have a gradient."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
-def _apart(tree):
-    """(the arrays of a tree, the function from these to the tree, whose other leaves stay)."""
-    leaves, structure = jax.tree.flatten(tree)
-    places = [i for i, x in enumerate(leaves) if hasattr(x, "dtype")]
-
-    def joined(arrays):
-        own = dict(zip(places, arrays, strict=True))
-        return structure.unflatten([own.get(i, x) for i, x in enumerate(leaves)])
-
-    return [leaves[i] for i in places], joined
