@@ -716,8 +716,8 @@ def test_a_misspelt_flag_is_told_what_is_near(capsys):
     ("roles", "told"),
     [
         (dict(fsdp=3), "does not fit 8 devices"),
-        (dict(fsdp=2), "fsdp 2 does not fit 8 devices: .*--layout.fsdp -1"),
-        (dict(fsdp=-1, data=-1), "one at most is -1"),
+        (dict(fsdp=2), r"layout\(fsdp=2\) does not fit 8 devices: .*--layout.fsdp -1"),
+        (dict(fsdp=-1, data=-1), "at most one -1"),
         (dict(fsdp=4, context=2, attention="rnig"), "attention='rnig'; expected one of 'ring'"),
         (dict(remat="all"), "remat='all'; expected one of"),
         (dict(remat="save_only_these_names"), "remat='save_only_these_names'; expected one of"),
@@ -801,7 +801,7 @@ def test_messages_of_ours_need_no_traceback(capsys, tmp_path):
     words = ["train", "--run", str(tmp_path), "--layout.fsdp", "3"]
     assert command.main(words) == 1
     told = capsys.readouterr().err
-    assert told.startswith("shardwise: run: the layout fsdp 3 does not fit 8 devices")
+    assert told.startswith("shardwise: run: layout(fsdp=3) does not fit 8 devices")
     assert "Traceback" not in told
     assert command.main(["sample", str(tmp_path / "none")]) == 1
     assert "is no run folder" in capsys.readouterr().err

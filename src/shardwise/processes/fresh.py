@@ -39,15 +39,13 @@ def start(function: Callable, *args: Any, xla_flags: str = "") -> subprocess.Pop
     )
 
 
-def run(
-    function: Callable, count: int, *args: Any, timeout: float = 3600, xla_flags: str = ""
-) -> list[str]:
+def run(function: Callable, count: int, *args: Any, xla_flags: str = "") -> list[str]:
     """The output of each of `count` processes, which call `function(process, address, *args)`.
 
     `process` counts from 0, and `address` is one of this machine alone, at a free port, where
     `jax.distributed.initialize(address, count, process, coordinator_bind_address=address)` lets
-    them find each other. None outlives this call, which waits `timeout` seconds at most.
-    `xla_flags` are as in `start`.
+    them find each other. None outlives this call, which waits an hour for each at most. `xla_flags`
+    are as in `start`.
 
     Raises:
       RuntimeError: one of them failed or took too long; the message holds what all printed.
@@ -55,7 +53,7 @@ def run(
     address = free_address()
     children = [start(function, i, address, *args, xla_flags=xla_flags) for i in range(count)]
     try:
-        printed = [_output(child, timeout) for child in children]
+        printed = [_output(child) for child in children]
     finally:
         for child in children:
             child.kill()
@@ -73,9 +71,9 @@ def free_address(host: str = "127.0.0.1", bind: str = "127.0.0.1") -> str:
         return f"{host}:{free.getsockname()[1]}"
 
 
-def _output(child, timeout):
+def _output(child):
     try:
-        return child.communicate(timeout=timeout)
+        return child.communicate(timeout=3600)
     except subprocess.TimeoutExpired:  # another may have failed, and this one waits for it
         child.kill()
         return child.communicate()

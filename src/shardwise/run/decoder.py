@@ -197,11 +197,10 @@ def _restored(folder, config, settings, mean, step):
     tx = guarded(averaged(optax.identity(), settings.ema) if mean else optax.identity())
     create = functools.partial(_create, config)
     params, opt_state = state.abstract(layout, create, tx, settings.seed)
-    if not mean:
-        return checkpoint.restore(folder.checkpoints, {"params": params}, step)["params"]
     # Of the optimizer's own state nothing is read.
-    found = checkpoint.restore(folder.checkpoints, {"opt_state": opt_state}, step, partial=True)
-    return state.mean(params, found["opt_state"], settings.ema)
+    like = {"opt_state": opt_state} if mean else {"params": params}
+    found = checkpoint.restore(folder.checkpoints, like, step, partial=mean)
+    return state.mean(params, found["opt_state"], settings.ema) if mean else found["params"]
 
 
 def write(

@@ -70,16 +70,15 @@ class Roles:
         Raises:
           ValueError: sizes that do not fit the devices, no such policy, what `Layout` raises.
         """
-        options, count = dict(vars(self)), len(mesh.devices())
+        options = dict(vars(self))
         sizes = {role: options.pop(role) for role in ORDER}
+        asked = {role: size for role, size in sizes.items() if size != 1} or {"data": 1}
         try:
-            fitted = mesh.resolve("run.Roles", sizes, count, exactly=True)
-        except ValueError:
-            told = " × ".join(f"{role} {size}" for role, size in sizes.items() if size != 1) or "1"
+            fitted = mesh.resolve("run: layout", asked, len(mesh.devices()), exactly=True)
+        except ValueError as error:
             raise ValueError(
-                f"run: the layout {told} does not fit {count} devices: sizes are positive and "
-                f"multiply to {count}, and one at most is -1, such as --layout.fsdp -1, for those "
-                f"that remain; or say --devices, or mesh.simulate(8) before anything runs."
+                f"{error} One may be -1, as --layout.fsdp -1, for the devices that remain; or say "
+                f"--devices, or mesh.simulate(8) before anything runs, for more of them."
             ) from None
         if self.remat is not None and self.remat not in _POLICIES:
             raise ValueError(f"run: remat={self.remat!r}; expected one of {', '.join(_POLICIES)}.")

@@ -29,7 +29,7 @@ class Child:
     def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str]):
         self.index, self.started = index, time.monotonic()
         self.lines = collections.deque(maxlen=_REMEMBERED)
-        self.raised, self.signalled, self._showing = "", False, False
+        self.code, self.raised, self.signalled, self._showing = None, "", False, False
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_LEASH), str(os.getpid()), *command],
             stdin=subprocess.DEVNULL,
@@ -43,10 +43,6 @@ class Child:
         # A thread of its own, so that a full pipe of ours holds up no signal.
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-
-    @property
-    def code(self) -> int | None:
-        return self._process.returncode
 
     def send(self, number: int) -> None:
         """Send the process a signal, unless it is gone."""
@@ -81,7 +77,7 @@ class Child:
     def close(self) -> None:
         """Kill the process if it runs, wait for it, and for its output."""
         self.kill()
-        self._process.wait()
+        self.code = self._process.wait()
         self._reader.join(_DRAINING)
         while self._showing and self._reader.is_alive():  # to a reader that takes its time
             self._reader.join(_DRAINING)
