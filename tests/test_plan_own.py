@@ -72,6 +72,25 @@ def test_seconds_are_those_of_the_products():
     assert usual().fitting[0].flops == products and usual().fitting[0].mfu_bound <= 1
 
 
+def test_what_is_summed_along_fsdp_is_told_from_weights():
+    """The gradient of an array that no axis divides, and the loss."""
+
+    def scaled(params, batch):
+        return loss(params, batch) * jnp.sum(params["scale"])
+
+    def more(key):
+        return create(key) | {"scale": jnp.ones(3)}
+
+    found = plan.own(more, scaled, optax.adam(1e-2), "v5e:2x4", batch())
+    c = next(c for c in found.fitting if c.roles.fsdp == 8 and c.roles.microbatches == 1)
+    size, passed = 2 * WIDE * HIDDEN + HIDDEN, 2 * 4 * 7 / 8
+    assert {(s.roles, s.kind): s.bytes for s in c.sent} == {
+        (("fsdp",), "weights"): size * passed,
+        (("fsdp",), "gradients"): 3 * passed,
+        (("fsdp",), "loss"): 2 * passed,
+    }
+
+
 def test_weights_in_another_dtype_are_kept_in_it():
     plans = usual(), own(dtype=jnp.bfloat16)
     of_eight = [

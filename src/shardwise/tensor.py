@@ -98,9 +98,9 @@ def collectives(
     itemsize: int = 4,
     sequence: bool = False,
     gathers_again: bool = False,
-    sums_again: bool = False,
     scales: int | None = None,
     normed_heads: float = 0,
+    sums_again: bool = False,
     mlp: bool = True,
 ) -> dict[str, list[Op]]:
     """{field of `Sent`: the collectives} of a step, forward and backward, over `n` devices with

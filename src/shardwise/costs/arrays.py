@@ -21,9 +21,9 @@ class Roles:
     """The number of devices of each role of a layout; these multiply to that of all devices.
 
     `expert` is an axis of its own, along which all but the experts is whole. With tensor the
-    sequence is cut between its products. With `remat` a layer is recomputed in the backward pass,
-    from what enters it; with `products` too, but for the products with its weights; with `offload`
-    too, what enters waits on the host meanwhile.
+    sequence is cut between its products. With `remat` a layer is recomputed in the backward pass
+    from what enters it; with `products` from these too, with its weights, which are kept; with
+    `offload` what enters waits on the host meanwhile.
     """
 
     stage: int = 1
@@ -123,9 +123,8 @@ def _shares(arrays, roles, state):
 
 
 def _share(array, r):
-    """A device's part of an array as `layouts` cuts it: along fsdp, if an axis is left for it.
-
-    Stages take the first axis that divides: that of layers, where there is one.
+    """A device's part of an array as `layouts` cuts it: stages take the first axis that divides,
+    that of layers where there is one, and fsdp another, if one is left.
     """
     over, axes = dict.fromkeys(TENSOR, r.tensor) | {EXPERT: r.expert}, range(len(array.shape))
     staged = dividing(array.shape, axes, r.stage)[:1] if r.stage > 1 and len(axes) > 1 else []

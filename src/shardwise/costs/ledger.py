@@ -52,9 +52,7 @@ class Ledger(dict[tuple[tuple[str, ...], str], float]):
         self.gather("weights", axes, elements * (gathers * used + scatters * reduced))
 
     def loss(self, axes: Collection[str], staged: bool) -> None:
-        """Count the sums of the loss's total and count, in float32; of stages the count is summed
-        before a backward pass too.
-        """
+        """Count sums of the loss's total and count; of stages the count's before backward too."""
         self.sum("loss", axes, (3 if staged else 2) * WIDE)
 
     def attention(self, axes: Collection[str], one: Any, layers: int, again: bool) -> None:
@@ -89,9 +87,7 @@ class Ledger(dict[tuple[tuple[str, ...], str], float]):
 
 
 def passes(zero: int, microbatches: int, again: bool) -> tuple[int, int]:
-    """(gathers, scatters of its gradient) of a parameter that ZeRO cuts, in a step.
-
-    With ZeRO 3 it is gathered for each microbatch, twice if its layer is done `again`, else once;
-    with ZeRO 1 its gradient is scattered once, else for each microbatch.
+    """(gathers, scatters of its gradient) of a parameter that ZeRO cuts, in a step: with ZeRO 3 the
+    first for each microbatch, twice if its layer is done `again`; with ZeRO 1 the second once.
     """
     return (1 + again) * microbatches if zero == 3 else 1, 1 if zero == 1 else microbatches

@@ -169,9 +169,8 @@ def _pending(part):
 
 
 def _weights(part):
-    """(bytes of the layers' parameters, bytes of the head's) as they are used, gathered or cast.
-
-    The embedding is gathered and read before all else, and gone, unless it is the head too.
+    """(bytes of the layers' parameters, bytes of the head's) as used, gathered or cast. The
+    embedding is read before all else, and gone, unless it is the head too.
     """
     held, together = part.held(), part.layers if part.roles.remat else 1
     ends = (s for s in held if not s.array.stacked and part.ends(s.array))
@@ -211,9 +210,8 @@ def _between(part):
 
 
 def _entered(part):
-    """The bytes of a token that a recomputed layer keeps: what enters, and products on request.
-
-    Those of q, k and v, attention's end, gate and up; that of down where it enters a norm.
+    """The bytes of a token that a recomputed layer keeps: what enters, and on request the products
+    to q, k and v, attention's end, gate and up, and of down where a norm follows.
     """
     c, t = part.config, part.roles.tensor
     ends = 1 + (c.norms != "before")
@@ -229,10 +227,9 @@ def _ring(part):
 
 
 def _dispatch(part):
-    """The bytes of rows of tokens for their experts and of the results, each way.
-
-    As chosen, in the dtype of use and, for gathers and scatters of rows, in words of 32 bits; in
-    the experts' slots; and of the experts' width two arrays that no product is fused with.
+    """The bytes of rows for their experts and of the results, each way: as chosen, in the dtype of
+    use and, for gathers and scatters, in words of 32 bits; in the experts' slots; and of the
+    experts' width two arrays that no product is fused with.
     """
     c, used, n = part.config, part.itemsize, part.roles.tensor
     chosen = 2 * c.experts_per_token * c.embed * (used + WIDE)
@@ -246,13 +243,10 @@ def _normed(c):
 
 
 def _in_layer(part, gpu):
-    """The bytes that one layer keeps for its backward pass, where nothing is recomputed: of norms,
-    of what enters products, of heads, and of the MLP's width.
-
-    For each token: three float32 copies in each norm, which GPUs' compiler has transposed too where
-    they are of one row; what enters products, whole; q, k, v and what attention makes of them, but
-    no scores; six arrays of the MLP's width (gate, its sigmoid, up and products of them). So many
-    stacks do compilers keep.
+    """The bytes that one layer keeps for its backward pass, where nothing is recomputed, in as many
+    stacks as compilers keep: in each norm three float32 copies, which GPUs' compiler has transposed
+    too where they are of one row; what enters products, whole; q, k, v and what attention makes of
+    them, but no scores; six arrays of the MLP's width (gate, its sigmoid, up and products of them).
     """
     c, t, used = part.config, part.roles.tensor, part.itemsize
     copies = 6 if gpu and part.rows == t == part.roles.context == 1 else 3

@@ -5,6 +5,7 @@ along tensor once more, and of experts what the TPU compiler inserts.
 """
 
 import collections
+import dataclasses
 from collections.abc import Iterable
 
 import jax
@@ -79,7 +80,7 @@ def passed(part: Part) -> tuple[float, float]:
 
 
 def sends(part: Part) -> dict[str, float]:
-    """What goes along stages, as `pipeline.Program.sends` has it, for `Ledger.pipeline`.
+    """What goes along stages, for `Ledger.pipeline`, as `pipeline.Program.sends` has it.
 
     Parameters in no layer are gathered before the first tick, and their gradients scattered after
     the last; of what no axis divides, these are summed.
@@ -150,23 +151,18 @@ def inserted(part: Part) -> tuple[Op, ...]:
     m, layers, again = r.microbatches, r.microbatches * part.layers, int(r.remat)
     length = part.sequence // r.context
     normed = 2 + again if c.qk_norm == "heads" else 0  # q's norm and k's, and forward once more
-    told = tensor.collectives(
+    *found, numbers = tensor.collectives(
         *(r.tensor, part.rows, length, c.embed, part.layers, part.itemsize),
         sequence=True,
         gathers_again=r.remat,
         sums_again=r.remat and not r.products,
         mlp=not c.experts or bool(c.shared_experts),
         normed_heads=normed,
-    )
-    told |= {"head": told["embedding"], "norms": []}  # not done again; each scale, see below
-    here = {"layers": m, "embedding": m * (part.stage == 0)}  # the others at the end
-    times: collections.Counter = collections.Counter()
-    for of, op in ((of, op) for of, ops in told.items() for op in ops):
-        times[op.kind, op.arrays] += op.trips * here.get(of, m * part.is_last)
-    *found, numbers = (
-        Op(kind, "", arrays, r.tensor, n, notes=("expected",))
-        for (kind, arrays), n in times.items()
-    )
+    )["layers"]
+    ends = m * (int(part.stage == 0) + part.is_last)  # the embedding and the head, each once
+    found = [dataclasses.replace(op, trips=m * op.trips + ends) for op in found]
+    of_loss = 3 * part.is_last
+    numbers = dataclasses.replace(numbers, trips=m * (numbers.trips + of_loss))
     for a in part.arrays.parameters:
         if a.path.endswith("scale") and {*TENSOR}.isdisjoint(a.names):
             of_one, each = a.shape[a.stacked :], part.layers if a.stacked else 1

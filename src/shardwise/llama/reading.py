@@ -29,11 +29,9 @@ def load(
 
     `config` is by default that of `llama.config(folder)`: bfloat16 stays bfloat16. One that is
     given has the same sizes; its `param_dtype` is what weights become. Without a mesh all lies on
-    the default device. A slice that several devices of a process need is read once, and the
-    process holds at a time no more than its devices' part of one parameter.
-
-    Tied embeddings (`tie_word_embeddings`) are read twice: from then on, embedding and head are
-    two parameters.
+    the default device. A slice that several devices of a process need is read once, and the process
+    holds at a time no more than its devices' part of one parameter. Tied embeddings are read twice:
+    from then on, embedding and head are two parameters.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -99,21 +97,17 @@ def _part(weight, each, asked, sizes, dtype):
     runs = [_runs(word, taken, sizes) for word in weight.theirs.split()]
     out = np.empty([stop - start for start, stop in asked], dtype)
     layers = out if weight.stacked else out[None]
+    # Each file's array from "hd e" to "hde" to "ehd".
+    unmerged = [len(range(*taken[letter])) for letter in weight.letters]
+    order = [weight.letters.index(letter) for letter in weight.own]
     for i in range(first, last):
-        layers[i - first] = _unmerged(weight, _read(each[i], runs), taken)
+        layers[i - first] = _read(each[i], runs).reshape(unmerged).transpose(order)
     return out
 
 
-def _unmerged(weight, array, taken):
-    """An array with the file's axes as one with the parameter's: "hd e" -> "hde" -> "ehd"."""
-    array = array.reshape([taken[letter][1] - taken[letter][0] for letter in weight.letters])
-    return array.transpose([weight.letters.index(letter) for letter in weight.own])
-
-
 def _runs(word, taken, sizes):
-    """The slices of a file's axis, merged of `word`'s letters, that hold those `taken` of each.
-
-    Several heads with all of head_dim are one slice; with a part of it, one for each head.
+    """The slices of a file's axis, merged of `word`'s letters, that hold those `taken` of each: of
+    several heads one, or with a part of head_dim one for each.
     """
     of_each = np.ix_(*(range(*taken[letter]) for letter in word))
     rows = np.ravel_multi_index(of_each, [sizes[letter] for letter in word]).ravel()

@@ -27,13 +27,10 @@ def save(
 ) -> None:
     """Write the state of a `model.Decoder`, however it is laid out, in its own dtype.
 
-    A file holds at most `shard_bytes`, or one array that is larger. Process 0 writes, and a host
-    holds one file's arrays at a time. The index comes last: a folder in which writing broke off is
-    no model. `fields` are added to `config.json`: what the decoder does not know, such as
-    max_position_embeddings or eos_token_id.
-
-    With several processes all of them call this. What `fsdp` or `pipeline` hold in a form of their
-    own goes through `layouts.whole` first.
+    A file holds at most `shard_bytes`, or one array that is larger. All processes call this, and
+    process 0 writes; a host holds one file's arrays at a time. The index comes last: a folder in
+    which writing broke off is no model. `fields` are added to `config.json`: what the decoder does
+    not know, such as max_position_embeddings or eos_token_id.
 
     Raises:
       FileExistsError: the folder has a model already.

@@ -16,11 +16,7 @@ ADAMW = Optimizer()
 
 @functools.lru_cache(maxsize=1024)
 def of_decoder(config: Config, optimizer: Optimizer = ADAMW) -> Arrays:
-    """The `Arrays` of `model.Decoder`, by the names that its parameters carry.
-
-    Raises:
-      ValueError: the optimizer's update multiplies matrices, as Muon's does.
-    """
+    """The `Arrays` of `model.Decoder`; a ValueError for an update that multiplies matrices."""
     shapes = nnx.state(nnx.eval_shape(lambda: Decoder(config, nnx.Rngs(0))))
     parameters = tuple(
         Array(x.path, x.shape, x.axes or (None,) * len(x.shape), x.array.dtype.itemsize)

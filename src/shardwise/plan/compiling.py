@@ -42,9 +42,8 @@ def kernel(plan: Plan) -> str:
 
 
 def _settings(roles, config, kernel):
-    """The layout's settings besides its axes, with the values that `shardwise train` has for them.
-
-    `kernel` counts where devices see whole sequences.
+    """The layout's settings besides its axes, as `shardwise train` has them; `kernel` counts where
+    devices see whole sequences.
     """
     again = "offload" if roles.offload else _PRODUCTS if roles.products else _NOTHING
     narrow = jnp.dtype(config.dtype) != jnp.dtype(config.param_dtype)
@@ -86,9 +85,8 @@ def _flag(name, value):
 
 
 def layout_of(roles: Roles, config: Config, mesh: Mesh, kernel: str = "tiles") -> layouts.Layout:
-    """The layout on a mesh that has, for each role above 1, an axis of the same name.
-
-    Attention to whole sequences is in "tiles", or for TPUs by Pallas' "splash".
+    """The layout on a mesh that has, for each role above 1, an axis of its name; with attention to
+    whole sequences in "tiles", or for TPUs by Pallas' "splash".
     """
     given = _settings(roles, config, kernel)
     attend = context.splash() if kernel == "splash" else context.tiled

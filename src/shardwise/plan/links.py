@@ -95,8 +95,7 @@ def _choose(size, free, chip):
 def _bandwidth(sides, chip):
     """The bytes/s that a device sends in a ring collective over these sides, of all links at once.
 
-    Of n bytes a core gives its fellows all but its part, and sends that on round the torus: what
-    takes longer, as the other goes on beside it.
+    A core gives its fellows all but its part, and sends that round the torus: what takes longer.
     """
     each = [side.bandwidth(chip) for side in sides]
     cores = math.prod(side.size for side in sides if side.on_chip)
@@ -117,9 +116,8 @@ def ring_seconds(chip: Chip, ways: Iterable[Way], sent: float) -> float:
 
 
 def hop_seconds(chip: Chip, way: Way, sent: float) -> float:
-    """The seconds in which each device passes `sent` bytes to the next: one way, along one side.
-
-    Of the cores of several chips one of each sends on to the next chip, which takes longest.
+    """The seconds in which each device passes `sent` bytes to the next: one way, along one side; of
+    the cores of several chips, from chip to chip, which takes longest.
     """
     if way.across > 1:
         return sent / chip.dcn

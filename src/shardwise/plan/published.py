@@ -77,10 +77,8 @@ _ONLY = {"decoder_sparse_step": 1}
 
 
 class Published(NamedTuple):
-    """A decoder that is held in float32 and used in bfloat16, and the source of its sizes.
-
-    `more` are the parameters that it has beside the published model's, below 0 where it lacks some;
-    `notes`, what the source asks for and is planned otherwise.
+    """A decoder that is held in float32 and used in bfloat16, the source of its sizes, how many
+    parameters it has `more` than published, and `notes` on what is planned otherwise.
     """
 
     config: Config
@@ -111,11 +109,7 @@ PRESETS: dict[str, Published] = {
 
 
 def preset(name: str) -> Config:
-    """The sizes of a published model.
-
-    Raises:
-      ValueError: no such name.
-    """
+    """The sizes of a published model; a ValueError where the name is not known."""
     if name not in PRESETS:
         raise ValueError(f"plan: no model {name!r} is known; known are {', '.join(PRESETS)}.")
     return PRESETS[name].config
@@ -165,10 +159,8 @@ def of(fields: dict[str, Any], where: str = "config.json") -> Published:
         known = ", ".join(_ACTIVATIONS)
         raise ValueError(f"plan: {where} has the activation {activation!r}; known are {known}.")
     sizes = {ours: given[theirs] for ours, theirs in _SIZES.items()}
-    experts, lacking, told = _experts(name, given, where)
-    more = (2 * sizes["layers"] + 1) * sizes["embed"] if name == "OlmoForCausalLM" else -lacking
     config = Config(
-        **sizes | experts,
+        **sizes | _experts(name, given, where),
         kv_heads=given.get("num_key_value_heads") or sizes["heads"],
         head_dim=given.get("head_dim") or sizes["embed"] // sizes["heads"],
         tied=bool(given.get("tie_word_embeddings")),
@@ -179,30 +171,33 @@ def of(fields: dict[str, Any], where: str = "config.json") -> Published:
         param_dtype=jnp.float32,
         **_COMPUTED.get(name, {}),
     )
-    return Published(config, where, more, (*notes, *told, *_notes(name, given, more)))
+    # Norms have scales here, which OLMo's have not; a shared expert has no gate.
+    more = (2 * config.layers + 1) * config.embed if name == "OlmoForCausalLM" else 0
+    more -= config.layers * config.embed if config.shared_experts else 0
+    return Published(config, where, more, (*notes, *_notes(name, given, config, more)))
 
 
 def _experts(name, given, where):
-    """(fields of `Config`, parameters that it lacks, notes) of a mixture."""
+    """The fields of `Config` of a mixture."""
     count = given.get("num_local_experts") or given.get("num_experts")
     if not count or ("Moe" not in name and name != "MixtralForCausalLM"):
-        return {}, 0, ()
-    found = dict(experts=count, experts_per_token=given["num_experts_per_tok"])
-    found |= dict(mlp=given.get("moe_intermediate_size") or given["intermediate_size"])
-    told, lacking = ["experts have slots for 1.25 times an even share of the tokens"], 0
-    if wide := given.get("shared_expert_intermediate_size"):
-        if wide % found["mlp"]:
-            raise ValueError(
-                f"plan: {where} has shared_expert_intermediate_size={wide}, which has to be a "
-                f"multiple of moe_intermediate_size={found['mlp']}."
-            )
-        found |= dict(shared_experts=wide // found["mlp"])
-        lacking = given["hidden_size"] * given["num_hidden_layers"]
-        told.append("the shared expert has no gate")
-    return found | dict(capacity_factor=1.25), lacking, told
+        return {}
+    mlp = given.get("moe_intermediate_size") or given["intermediate_size"]
+    wide = given.get("shared_expert_intermediate_size") or 0
+    if wide % mlp:
+        raise ValueError(
+            f"plan: {where} has shared_expert_intermediate_size={wide}, which has to be a "
+            f"multiple of moe_intermediate_size={mlp}."
+        )
+    found = dict(experts=count, experts_per_token=given["num_experts_per_tok"], mlp=mlp)
+    return found | dict(shared_experts=wide // mlp, capacity_factor=1.25)
 
 
-def _notes(name, given, more):
+def _notes(name, given, config, more):
+    if config.experts:
+        yield "experts have slots for 1.25 times an even share of the tokens"
+    if config.shared_experts:
+        yield "the shared expert has no gate"
     window = given.get("sliding_window")
     if name.startswith(("Qwen", "SmolLM")) and not given.get("use_sliding_window"):
         window = None

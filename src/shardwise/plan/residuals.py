@@ -16,24 +16,19 @@ from shardwise.fsdp.arrays import ArrayLayout
 from shardwise.jaxprs import Equation
 from shardwise.topology.slices import to_host
 
-ENTRYWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh ceil clamp convert_element_type
-    copy cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le log
-    log1p logistic lt max min mul name ne neg nextafter not or pow reduce_precision rem round rsqrt
-    select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan
-    tanh xor""".split()
+# What works entry by entry, or says where an entry comes from.
+CHEAP = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh broadcast_in_dim ceil clamp
+    concatenate convert_element_type copy cos cosh div eq erf erf_inv erfc exp exp2 expand_dims
+    expm1 floor ge gt integer_pow iota is_finite le log log1p logistic lt max min mul name ne
+    neg nextafter not or pad pow reduce_precision rem reshape rev round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh slice split sqrt square
+    squeeze sub tan tanh transpose xor""".split()
 )
-# These compute nothing: they say where an entry comes from.
-MOVING = frozenset(
-    """broadcast_in_dim concatenate expand_dims iota pad reshape rev slice split squeeze
-    transpose""".split()
-)
-CHEAP = ENTRYWISE | MOVING
 PRODUCTS = frozenset(["dot_general", "conv_general_dilated"])
 SUMS = frozenset(["reduce_sum", "reduce_max", "reduce_min"])
 AT_WORK = PRODUCTS | {"scan", "while"}
 _OPENED = frozenset(jaxprs.CALLS | jaxprs.REMAT | {"cond"})
-LARGEST = 2**30  # scipy's capacities are of 32 bits
 
 
 def residuals(
@@ -235,14 +230,11 @@ def _is_written(program, variable):
 
 
 def _cut(sizes, made_by, kept):
-    """The variables of the minimum cut.
-
-    Each variable is two nodes, with an edge of its size between them; no other can be cut.
-    """
+    """The variables of the minimum cut: each is two nodes, and the edge between them its size."""
     number = {v: i for i, v in enumerate(sizes)}
     n = len(sizes)
     source, sink = 2 * n, 2 * n + 1
-    unit = sum(sizes.values()) // LARGEST + 1
+    unit = sum(sizes.values()) // 2**30 + 1  # scipy's capacities are of 32 bits
     edges = {(i, n + i): -(-sizes[v] // unit) for v, i in number.items()}
     never = sum(edges.values()) + 1
     for v, i in number.items():

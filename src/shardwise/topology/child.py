@@ -36,11 +36,7 @@ _DROPPED = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR")
 
 
 def versions(chip: Chip | None = None) -> dict[str, str]:
-    """The versions of jax, jaxlib and a chip's compiler, libtpu by default, which decide a result.
-
-    Raises:
-      ImportError: no such compiler: it does not exist for this platform, or is not installed.
-    """
+    """The versions of jax, jaxlib and a chip's compiler, libtpu by default; or an ImportError."""
     told = {"jax": jax.__version__, "jaxlib": jaxlib.__version__}
     if chip and chip.node:
         return told | {"compiler": gpu.find()[1]}
@@ -52,11 +48,8 @@ def versions(chip: Chip | None = None) -> dict[str, str]:
 
 
 def run(request: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """The result of the compiler: sizes, text and report, or a refusal.
-
-    Raises:
-      ValueError: this libtpu does not know the kind of chip; a GPU's program calls a library.
-      RuntimeError: it failed in another way; with the end of what it printed.
+    """The result of the compiler: sizes, text and report, or a refusal; or an error, where it does
+    not know the chip, or fails.
     """
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         folder = Path(name)

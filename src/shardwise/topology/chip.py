@@ -50,11 +50,7 @@ class Chip:
     target: tuple[tuple[str, Any], ...] | None = None
 
     def peak(self, dtype: str = "bfloat16") -> float:
-        """The FLOP/s of one device in products of this dtype.
-
-        Raises:
-          ValueError: no peak is known for it.
-        """
+        """The FLOP/s of one device in products of this dtype; a ValueError where none is known."""
         if dtype in (known := dict(self.flops)):
             return known[dtype] / self.devices
         told = f"no peak of {self.kind} in {dtype} is known; known are {', '.join(known)}"

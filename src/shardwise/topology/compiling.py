@@ -38,8 +38,9 @@ class Compiled:
     """A program as the compiler made it: a value, which cannot run.
 
     `measure` takes it for a `jax.stages.Compiled`. `text` is optimized HLO, in the order in which
-    it is executed; `buffers` are the largest arrays; `coordinates`, by device of the mesh, its
-    place along each axis of the torus, its core and its slice; or its number in its node, and that.
+    it is executed; `buffers` are the largest arrays; `coordinates` has for each device of
+    the mesh its place along each axis of the torus, its core and its slice; or its number in its
+    node, and the node.
     """
 
     mesh: ChipMesh
@@ -71,15 +72,14 @@ class Compiled:
 class DoesNotFit(ValueError):
     """A refusal, a compiler's or for a GPU: `needed` and `allowed` bytes, the largest `buffers`."""
 
-    def __init__(self, mesh: ChipMesh, needed: int, allowed: int, buffers: tuple, said: str):
-        self.mesh, self.needed, self.allowed = mesh, needed, allowed
-        self.buffers, self.said = buffers, said
+    def __init__(self, mesh: ChipMesh, needed: int, allowed: int, buffers: tuple[Buffer, ...]):
+        self.needed, self.allowed, self.buffers = needed, allowed, buffers
         who = "JAX takes" if mesh.chips.chip.node else "the compiler allows"
         told = (
             f"topology.compile: on {mesh.chips} this program needs {needed / 2**30:.2f} GiB of "
             f"HBM on a device, and {who} {allowed / 2**30:.2f}. The largest arrays:"
         )
-        for b in self.buffers[:5]:
+        for b in buffers[:5]:
             told += f"\n  {b.bytes / 2**30:8.2f} GiB  {b.kind} {b.array}  {b.source or b.name}"
         super().__init__(told)
 
@@ -149,7 +149,7 @@ def _value(mesh, versions, result):
     usable = mesh.chips.usable_hbm
     if said := result.get("refusal"):
         needed, allowed = _totals(said, result["report"])
-        raise DoesNotFit(mesh, needed, min(allowed, usable), buffers, said)
+        raise DoesNotFit(mesh, needed, min(allowed, usable), buffers)
     compiled = Compiled(
         mesh=mesh,
         text=result["text"],
@@ -161,7 +161,7 @@ def _value(mesh, versions, result):
     )
     needed = bytes_per_device(compiled).total
     if mesh.chips.chip.node and needed > usable:
-        raise DoesNotFit(mesh, needed, usable, buffers, "")
+        raise DoesNotFit(mesh, needed, usable, buffers)
     return compiled
 
 
@@ -230,7 +230,7 @@ def _largest(assignment: str, text: str) -> tuple[Buffer, ...]:
 
 def _kind(attributes):
     """The kind of an allocation; None for what lies in no HBM, or in no program's."""
-    if "thread-local" in attributes or re.search(r"color [1-9]", attributes):
+    if re.search(r"thread-local|color [1-9]", attributes):
         return None
     if "parameter" in attributes:
         return "argument"

@@ -43,10 +43,8 @@ def command() -> list[str]:
 
 
 def find() -> tuple[Path, str]:
-    """(the library, the package and its version): from `folder()`, or JAX's own where GPUs are.
-
-    Raises:
-      ImportError: there is none for this jaxlib.
+    """(the library, the package and its version) for this jaxlib: from `folder()`, or JAX's own
+    where GPUs are; or an ImportError.
     """
     for found in (*importlib.metadata.distributions(path=[str(folder())]), *_installed()):
         name, version = found.metadata["Name"].replace("_", "-"), found.version

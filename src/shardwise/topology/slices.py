@@ -52,9 +52,6 @@ class Chips:
     def usable_hbm(self) -> int:
         """The bytes of memory that a program may hold on a device: of a TPU, what its compiler
         allows; of a GPU, what JAX takes when it starts, by XLA_CLIENT_MEM_FRACTION (0.75).
-
-        Raises:
-          ValueError: the variable is no number above 0.
         """
         if self.chip.usable_hbm:
             return self.chip.usable_hbm
@@ -77,9 +74,8 @@ class Chips:
         return f"{self.kind}:{'x'.join(map(str, sizes))}{more}"
 
     def mesh(self, **axes: int) -> "ChipMesh":
-        """The axes along these chips, in order: `mesh(fsdp=-1, model=4)`; one size may be -1.
-
-        Slices, or nodes, are outermost: the first axes cross between them.
+        """The axes along these chips, in order: `mesh(fsdp=-1, model=4)`; one size may be -1, and
+        the first axes cross between slices, or nodes.
 
         Raises:
           ValueError: sizes that do not multiply to the number of devices, or that slices cut.
@@ -185,9 +181,8 @@ def chips(name: str, slices: int = 1) -> Chips:
 
 
 def usual(kind: str, least: int, most: int) -> Iterator[Chips]:
-    """From `least` to `most` chips in the shapes that clouds offer, the fewest first.
-
-    A TPU's torus grows by its shortest side, then by slices; GPUs within a node, then by nodes.
+    """From `least` to `most` chips in the shapes that clouds offer, the fewest first: a torus grows
+    by its shortest side, then by slices; GPUs within a node, then by nodes.
     """
     chip = CHIPS[kind]
     if chip.node:

@@ -48,10 +48,8 @@ def _lay(request) -> np.ndarray:
     make = mesh_utils.create_device_mesh
     if max(request["across"]) > 1:
         make, shapes = mesh_utils.create_hybrid_device_mesh, [*shapes, request["across"]]
-    try:  # whole axes of the torus where that is possible, and parts of them where not
-        return make(*shapes, devices=devices)
-    except NotImplementedError:
-        return make(*shapes, devices=devices, allow_split_physical_axes=True)
+    # Whole axes of the torus where that is possible, and parts of them where not.
+    return make(*shapes, devices=devices, allow_split_physical_axes=True)
 
 
 def _lay_gpus(request) -> np.ndarray:
