@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from shardwise import marks, measure, model
 from shardwise.pipeline import cut
-from shardwise.pipeline.cut.halves import differentiable
 from shardwise.pipeline.cut.stages import CAST
 
 WIDE, ROWS = 8, 4
@@ -482,7 +481,7 @@ def lowered_programs(stage):
     programs = cut.backward(stage)
     given = stage.params, stage.inputs
     _, kept = jax.eval_shape(programs.forward, *given, stage.carry)
-    cots = [stage.outputs[i] for i in differentiable(stage)]
+    cots = [stage.outputs[i] for i in stage.seeds]
     _, pending = jax.eval_shape(programs.to_input, *given, kept, cots)
     calls = {
         "F": (programs.forward, *given, stage.carry),

@@ -16,10 +16,8 @@ from sampling import marked
 from staged_models import WIDE, assert_close, batch, mean_of, on_one, stacked, weights
 
 from shardwise import marks, measure, mesh, objective, pipeline, schedules
-from shardwise.pipeline import running
 from shardwise.pipeline.moving import back, carriers
 from shardwise.pipeline.program import WHOLE
-from shardwise.pipeline.ticking import UNITS
 from shardwise.schedules import Task
 
 mesh.simulate(8)
@@ -98,7 +96,7 @@ def test_any_order_that_can_run_equals_one_device(data):
 def test_ticks_are_the_timeline_s(name):
     """As many, with as many idle, and as many slots as it counts of what lives at once."""
     schedule = schedules.spread(name, 4, 8)
-    line, table = schedules.timeline(schedule, UNITS), pipeline.ticks(schedule)
+    line, table = schedules.timeline(schedule), pipeline.ticks(schedule)
     kinds = table.columns["kind"]
     assert len(kinds) == line.makespan
     assert (kinds == 0).mean() == pytest.approx(line.bubble)
@@ -160,7 +158,7 @@ compiled = functools.cache(compile_stack)
 def test_no_product_is_computed_outside_of_its_task(monkeypatch, tied):
     """What a task reads is tied to its turn: else XLA computes every task at every tick."""
     if not tied:
-        monkeypatch.setattr(running, "_barrier", lambda tree: tree)
+        monkeypatch.setattr(jax.lax, "optimization_barrier", lambda tree: tree)
     text = (compiled() if tied else compile_stack()).as_text()
     assert " dot(" in text
     assert (outside_of_tasks(text) == []) == tied

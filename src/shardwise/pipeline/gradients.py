@@ -18,7 +18,7 @@ from shardwise.objective.means import cotangents, normal, quotient, widened
 from shardwise.objective.parts import check_params, meaning, merged, reduced, split, ways
 from shardwise.objective.tracing import trace
 from shardwise.pipeline import checks, cut
-from shardwise.pipeline.cut.parts import abstract
+from shardwise.pipeline.cut.parts import abstract, inexact
 from shardwise.pipeline.program import WHOLE, Program
 from shardwise.pipeline.running import Run
 
@@ -143,7 +143,9 @@ class _Device:
         seeds = functools.partial(self._seeds, self._count(leaves, parts, args, key))
         data = jax.tree.leaves((*parts, args, key))
         outputs, sums = Run(self.program, seeds)(self.program.there(leaves), data)
-        value, whole, aux = self._value([_everywhere(x, self.axis) for x in outputs])
+        # The last stage's devices have them, the others zeros; of truth values the sum is int32.
+        outputs = [jax.lax.psum(x, self.axis).astype(x.dtype) for x in outputs]
+        value, whole, aux = self._value(outputs)
         if not self.backward:
             return value, aux, []
         if self.traced is None or not self.traced.linear:
@@ -176,7 +178,8 @@ class _Device:
                     self.traced.check_count(params, self.who)
             stages, shapes = cut.stages(outputs, *given, relocate=self._relocated)
         self.mean, self.extra = shapes
-        if m == 1 and self.mean.count is not None:  # which may depend on the parameters
+        count = self.mean.count
+        if m == 1 and count is not None and inexact(count):  # which may depend on the parameters
             stages[-1] = dataclasses.replace(stages[-1], seeds=(0, 1))
         self.ways = ways(self.aux, self.extra)
         self.folded = key is not None and self.traced is not None and not self.traced.by_place
@@ -243,10 +246,3 @@ def _place(spec, axis):
     """The array's axis that this mesh axis cuts, or None."""
     places = (i for i, entry in enumerate(spec) if axis in jax.tree.leaves((entry,)))
     return next(places, None)
-
-
-def _everywhere(x, axis):
-    """An array that the last stage's devices have, and the others have zeros of, on all."""
-    if x.dtype == jnp.bool_:
-        return jax.lax.psum(x.astype(jnp.int32), axis).astype(jnp.bool_)
-    return jax.lax.psum(x, axis)

@@ -16,7 +16,6 @@ import numpy as np
 from shardwise import marks
 from shardwise.objective.means import wide
 from shardwise.pipeline import cut
-from shardwise.pipeline.cut.halves import differentiable
 from shardwise.pipeline.program import Program, at, put
 
 # What a device has between ticks: "act", "cot", "kept" and "pend" are its `Program.buffers`,
@@ -86,8 +85,7 @@ class Run:
         for name, arrays in state.pop("sent").items():
             for ring in self.table.rings[name]:
                 pairs = [(i, (i + ring) % n) for i in range(n)]
-                moved = lambda x, p=pairs: jax.lax.ppermute(x, self.program.axis, p)  # noqa: E731
-                arrived = list(map(moved, arrays)) if ring else arrays
+                arrived = jax.lax.ppermute(arrays, self.program.axis, pairs) if ring else arrays
                 slot = given.row[f"{name}+{ring}"]
                 state[name] = [_arrived(*x, slot) for x in zip(state[name], arrived, strict=True)]
         return state
@@ -95,7 +93,7 @@ class Run:
     def turn(self, task, given, state):
         """One turn: what the task reads depends on the turn, or XLA moves it out of the loop."""
         slots = {name: state[name] for name in ("act", "cot", "outputs", "turn")}
-        slots, given = _barrier((slots, given))
+        slots, given = jax.lax.optimization_barrier((slots, given))
         state, sent = task(state | slots, given)
         sent = {name: self.buffers[name].pack(sent.get(name, ())) for name in self.table.rings}
         return state | {"sent": sent, "turn": state["turn"] + 1}
@@ -117,11 +115,10 @@ class Run:
         """A microbatch's cotangents, on their way to the stage before."""
         stage, row = kind.stage, given.row
         kept, state = self.waiting(state, "kept", row, kind.kept)
-        like = [stage.outputs[i] for i in differentiable(stage)]
+        like = [stage.outputs[i] for i in stage.seeds]
         if stage.last:
             back = self.seeds([at(x, row["microbatch"]) for x in state["outputs"]])
-            pairs = zip(differentiable(stage), like, strict=True)
-            cots = [back[i].astype(x.dtype) for i, x in pairs]
+            cots = [back[i].astype(x.dtype) for i, x in zip(stage.seeds, like, strict=True)]
         else:
             cots = self.buffers["cot"].read(state["cot"], row["cot"], like)
         inputs = self.inputs(kind, kind.to_input, given)
@@ -145,7 +142,7 @@ class Run:
         libtpu 0.0.41).
         """
         found = self.buffers[name].read(state[name], row[name], like)
-        arrays, turn = _barrier((found, state["turn"]))
+        arrays, turn = jax.lax.optimization_barrier((found, state["turn"]))
         return arrays, state | {"turn": turn}
 
     def inputs(self, kind, task, given):
@@ -181,21 +178,11 @@ class Run:
                 g = zeros.at[slice(*ends)].set(g)
             whole.append(g)
         # Tied, or the TPU compiler moves scatters out of the task, or fails to (libtpu 0.0.41).
-        sums, left = list(sums), _barrier(shares.leave(list(stage.rows), whole))
+        left = jax.lax.optimization_barrier(shares.leave(list(stage.rows), whole))
+        sums = list(sums)
         for (c, place, _), g in zip(places, left, strict=True):
             sums[c] = put(sums[c], place, at(sums[c], place) + g.astype(sums[c].dtype))
         return sums
-
-
-def _barrier(tree):
-    """`optimization_barrier`; of typed keys, their numbers."""
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    bare = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
-
-    def back(x, y):
-        return jax.random.wrap_key_data(y, impl=jax.random.key_impl(x)) if is_key(x) else y
-
-    return jax.tree.map(back, tree, jax.lax.optimization_barrier(bare))
 
 
 def _arrived(inbox, x, slot):

@@ -2,19 +2,18 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import numpy as np
 
 from shardwise import schedules
 from shardwise.schedules import Schedule, Task
-from shardwise.schedules.timing import simulated
+from shardwise.schedules.timing import COSTS, simulated
 
-UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}  # ticks; a whole backward is its two halves
 READERS = {"act": "F", "cot": "I", "kept": "FIW", "pend": "IW"}  # the tasks at which slots lie
 
 
-@dataclasses.dataclass(frozen=True)
-class Ticks:
+class Ticks(NamedTuple):
     """What `ticks` returns."""
 
     columns: dict[str, np.ndarray]
@@ -24,7 +23,7 @@ class Ticks:
 
 @functools.lru_cache(maxsize=32)
 def ticks(schedule: Schedule, backward: bool = True) -> Ticks:
-    """The table of a schedule whose tasks take a tick each, and a whole backward two.
+    """The table of a schedule whose tasks take a tick each, and a whole backward two: its halves.
 
     It has int32 `columns` [ticks, devices] by name, and in `slots` the most that a device needs of
     a kind. `kind` is 0 without a task, 1 for F, 2 for I, 3 for W; `stage` and `microbatch` tell the
@@ -42,7 +41,7 @@ def ticks(schedule: Schedule, backward: bool = True) -> Ticks:
         schedule = dataclasses.replace(schedule, tasks=tuple(forwards))
     at = {  # the tick of each task
         task._replace(kind=kind): int(start) + i
-        for task, start in simulated(schedule, UNITS).start.items()
+        for task, start in simulated(schedule, COSTS).start.items()
         for i, kind in enumerate("IW" if task.kind == "B" else task.kind)
     }
     home, n = schedule.device_of, schedule.devices

@@ -1,7 +1,6 @@
 """A stage's backward: whole, or in the half that others wait for and the half that nobody does."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -31,12 +30,12 @@ class Halves:
     - `to_weights(params, data, residuals, pending) -> gradients`.
 
     `to_weights` computes nothing that `to_input` has computed: that is in `pending`. Cotangents
-    are those of the outputs that are floating-point numbers, and of a last stage's `seeds`. The
-    first stage has nothing to send back: its `to_weights` does everything. `undivided` names the
-    primitives that yield both halves at once and could not be cut: they run in `to_input`, and
-    what they yield of the weights' gradients is pending. Effects run where they are computed,
-    once: in `forward`, or in `whole`, or in `to_input`. `reads` of each program are the numbers of
-    the parameters that it reads; `kept` and `pending` the shapes of residuals and pending.
+    are those of the stage's `seeds`. The first stage has nothing to send back: its `to_weights`
+    does everything. `undivided` names the primitives that yield both halves at once and could not
+    be cut: they run in `to_input`, and what they yield of the weights' gradients is pending.
+    Effects run where they are computed, once: in `forward`, or in `whole`, or in `to_input`.
+    `reads` of each program are the numbers of the parameters that it reads; `kept` and `pending`
+    the shapes of residuals and pending.
     """
 
     stage: Stage
@@ -56,12 +55,12 @@ def backward(stage: Stage) -> Halves:
     `jax.checkpoint` are inlined (the forward is another program by then, so nothing that is to be
     computed again can be taken from it), and a scan is cut into two.
     """
-    cots = [stage.outputs[i] for i in differentiable(stage)]
+    cots = [stage.outputs[i] for i in stage.seeds]
 
     def both(params, data, carry, cot):
         def outputs(params, carry):
             out = stage.function(params, data, carry)
-            return [out[i] for i in differentiable(stage)], out
+            return [out[i] for i in stage.seeds], out
 
         _, pull, out = jax.vjp(outputs, params, carry, has_aux=True)
         grads, back = pull(cot)
@@ -96,12 +95,6 @@ def _halves(whole):
     to_input = whole.part([back, pending], whole.inputs, lambda eqn: True)
     shapes = jax.eval_shape(to_input, *map(shapes_of, whole.inputs))[1]
     return to_input, to_weights, _undivided(sent.eqns, back, pending), shapes
-
-
-def differentiable(stage: Stage) -> list[int]:
-    """The numbers of the outputs that have cotangents."""
-    numbers = stage.seeds if stage.last else range(len(stage.outputs))
-    return [i for i in numbers if inexact(stage.outputs[i])]
 
 
 def _undivided(eqns, back, pending):
@@ -148,8 +141,8 @@ def _split_scan(eqn, wanted):
         return [eqn]
     stacked = {v: object() for v in theirs.inputs[3]}  # between the two scans
     return [
-        _half(eqn, "scan, to the input", ours, chosen, yields=stacked),
-        _half(eqn, "scan, to the weights", theirs, rest, receives=stacked),
+        _half(eqn, "scan, to the input", ours, chosen, {}, stacked),
+        _half(eqn, "scan, to the weights", theirs, rest, stacked, {}),
     ]
 
 
@@ -167,14 +160,7 @@ def _closed(body, wanted):
     return sorted(chosen)
 
 
-def _half(
-    eqn: Equation,
-    name: str,
-    part: Part,
-    numbers: Sequence[int],
-    receives: Mapping = {},
-    yields: Mapping = {},
-) -> Equation:
+def _half(eqn, name, part, numbers, receives, yields):
     """One of the two scans, of a part of the body that has the outputs of these numbers.
 
     `receives` and `yields`, {variable of the body: variable outside}, are stacked beside them.

@@ -58,12 +58,11 @@ class Part:
         `trim` it takes what it reads, alone.
         """
         given, asked = {*itertools.chain(*inputs), *self.constants}, itertools.chain(*outputs)
-        eqns = needed(self.eqns, asked, given, lambda eqn: eqn.effects and keep(eqn))[0]
-        found = Part(eqns, self.constants, inputs, outputs)
+        eqns, used = needed(self.eqns, asked, given, lambda eqn: eqn.effects and keep(eqn))
         groups = list(inputs)
         if trim is not None:
-            groups[trim] = [v for v in groups[trim] if v in found.used]
-        return dataclasses.replace(found, inputs=groups)
+            groups[trim] = [v for v in groups[trim] if v in used]
+        return Part(eqns, self.constants, groups, outputs)
 
 
 def traced(

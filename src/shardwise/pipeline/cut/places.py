@@ -14,9 +14,7 @@ from shardwise.pipeline.cut.parts import REPEATED, Part, follows, traced
 MARK = "shardwise stage boundary "
 
 
-def trace(
-    function: Callable, params: Any, data: Any, relocate: Callable[[Any], Any] | None
-) -> tuple[Part, Any]:
+def trace(function: Callable, params: Any, data: Any, relocate: Callable | None) -> tuple:
     """(`function(params, data)` with its marks, what it returns); calls of `jax.jit` are inlined.
 
     A `with_sharding_constraint` becomes one to `relocate(sharding)`. A mark within a scan, a remat

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from shardwise.jaxprs import Equation, named_as, variables
-from shardwise.pipeline.cut.parts import Part, Shape, abstract, follows, shapes_of
+from shardwise.pipeline.cut.parts import Part, Shape, abstract, follows, inexact, shapes_of
 from shardwise.pipeline.cut.places import placed, trace
 
 CAST = "convert_element_type"
@@ -26,8 +26,8 @@ class Stage:
     its own first rows, int32 [k], which come last among the data: so stages that differ in nothing
     else have one program. `params`, `inputs`, `carry` and `outputs` are the shapes and dtypes of
     arguments and results.
-    The outputs of the last stage are those of the loss, of which `seeds` are differentiated, the
-    first one unless the stage is replaced by one of others.
+    The outputs of the last stage are those of the loss. Those numbered in `seeds` have cotangents:
+    all that are floating-point numbers; of the loss the first, unless others are put there.
     """
 
     index: int
@@ -81,17 +81,21 @@ def _stage(s, parts, rows, unlike):
     held = {v: rows[v][s] for v in params if s in rows[v]}
     read_here, starts, first_rows, eqns = [v for v in data if v in part.used], object(), [], []
     for eqn in part.eqns:
-        ends = _row_slice(eqn)
-        if ends and eqn.invars[0] in unlike:
-            eqn = _moved(eqn, starts, len(first_rows), ends[1] - ends[0])
-            first_rows.append(ends[0])
-        eqns.append(_shifted(eqn, held))
+        if ends := _row_slice(eqn):
+            of, (first, end) = eqn.invars[0], ends
+            if of in unlike:
+                eqn = _taken(eqn, end - first, len(first_rows), starts)
+                first_rows.append(first)
+            elif held.get(of):
+                eqn = _taken(eqn, end - first, first - held[of][0])
+        eqns.append(eqn)
     more = [starts] * bool(first_rows)
     inputs, last = (list(held), [*read_here, *more], carry), s == len(parts) - 1
+    outputs = shapes_of(part.outputs[0])
     return Stage(
         index=s,
         last=last,
-        seeds=(0,) if last else (),
+        seeds=(0,) if last else tuple(i for i, x in enumerate(outputs) if inexact(x)),
         rows={params.index(v): ends for v, ends in held.items()},
         data=tuple(map(data.index, read_here)),
         starts=tuple(first_rows),
@@ -101,7 +105,7 @@ def _stage(s, parts, rows, unlike):
         ],
         inputs=[*shapes_of(read_here), *(Shape((len(first_rows),), jnp.int32) for _ in more)],
         carry=shapes_of(carry),
-        outputs=shapes_of(part.outputs[0]),
+        outputs=outputs,
         function=dataclasses.replace(part, inputs=inputs, eqns=eqns),
     )
 
@@ -162,18 +166,16 @@ def _row_slice(eqn: Equation) -> tuple[int, int] | None:
     return (start[0], limit[0]) if whole else None
 
 
-def _shifted(eqn: Equation, held: dict) -> Equation:
-    """A slice of rows, as a slice of the rows that are `held`, {parameter: (first, last)}."""
-    ends = held.get(eqn.invars[0]) if eqn.name == "slice" else None
-    if ends is None:
-        return eqn
-    first, last = (row - ends[0] for row in _row_slice(eqn))
+def _taken(eqn: Equation, size: int, start: int, *starts: Any) -> Equation:
+    """A slice of rows, as one from row `start` on, or from that of this number in `starts`."""
 
-    def run_on_rows(x):
+    def run(x, *first_rows):
         with named_as(eqn.origin):
-            return [jax.lax.slice_in_dim(x, first, last)]
+            if first_rows:
+                return [jax.lax.dynamic_slice_in_dim(x, first_rows[0][start], size)]
+            return [jax.lax.slice_in_dim(x, start, start + size)]
 
-    return eqn._replace(run=run_on_rows)
+    return eqn._replace(invars=(eqn.invars[0], *starts), run=run)
 
 
 # Rows of what follows from the data alone: each stage computes it whole, and takes its own.
@@ -188,13 +190,3 @@ def _unlike(parts: Sequence[Part]) -> set:
             if (ends := _row_slice(eqn)) and sources.get(eqn.invars[0], {0}) <= {1}:
                 found[eqn.invars[0]].add(ends)
     return {v for v, ends in found.items() if len(ends) > 1}
-
-
-def _moved(eqn: Equation, starts: Any, i: int, size: int) -> Equation:
-    """A slice of rows, as one whose first row is number `i` of the variable `starts`."""
-
-    def run_from(x, starts):
-        with named_as(eqn.origin):
-            return [jax.lax.dynamic_slice_in_dim(x, starts[i], size)]
-
-    return eqn._replace(invars=(eqn.invars[0], starts), run=run_from)
