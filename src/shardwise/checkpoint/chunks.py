@@ -129,15 +129,15 @@ def _text(chunk):
 
 
 class Handler(ocp.StandardCheckpointHandler):
-    """Orbax's handler of trees, which also writes checksums beside what each process writes."""
+    """Orbax's handler of trees, which also writes checksums beside what each process writes.
+
+    It goes by the name of Orbax's own, so that Orbax reads our steps without this package.
+    """
+
+    typestr = ocp.StandardCheckpointHandler.typestr
 
     async def async_save(self, directory, *args, **kwargs):
         futures = await super().async_save(directory, *args, **kwargs)
         # A path that is still to be created has the path inside.
         written = str(getattr(directory, "path", directory))
         return [ocp.future.ChainedFuture(futures or [], lambda: write_sums(written))]
-
-    @classmethod
-    def typestr(cls) -> str:
-        """Orbax's own handler's name, so that Orbax reads our steps without this package."""
-        return ocp.StandardCheckpointHandler.typestr()

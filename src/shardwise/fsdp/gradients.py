@@ -91,7 +91,7 @@ def value_and_grad(
     if zero not in (1, 2, 3):
         raise ValueError(f"{who}: zero={zero}; expected 1, 2 or 3.")
     division = Division(rows, columns, microbatches, mesh, order, who)
-    device = _Device(loss, division, zero, dtype, reduce_dtype, has_aux, aux, meanings or {})
+    device = _Device(loss, division, zero, dtype, reduce_dtype, has_aux, aux)
 
     def loss_and_grad(params, batch, *args, key=None):
         arrays = array_layouts(params, rule, mesh, apart)
@@ -108,7 +108,8 @@ def value_and_grad(
             axis_names={*rows, *columns},
             check_vma=False,  # every sum over devices is written out, in _Device
         )
-        value, parts, grads = manual(leaves, batch, numbers, args, key)
+        with marks.bind(**meanings or {}):
+            value, parts, grads = manual(leaves, batch, numbers, args, key)
         grads = jax.tree.unflatten(structure, grads)
         if set(mesh.shape) != {*rows, *columns}:
             grads = rules.constrain_tree(grads, rule, mesh)
@@ -132,7 +133,6 @@ class _Device:
     reduce_dtype: Any
     has_aux: bool
     aux: Any
-    meanings: Mapping
 
     def __call__(self, layouts, structure, shapes, shards, batch, numbers, args, key):
         division, mesh, m = self.division, self.division.mesh, self.division.microbatches
@@ -147,9 +147,8 @@ class _Device:
         first = jax.tree.map(lambda x: x[0], parts[0])
         options = {} if key is None else {"key": key}
         within = [None] * len(hows) if once else hows  # the loss's own
-        with marks.bind(**self.meanings):
-            dtypes = [self.dtype or x.dtype for x in shards]
-            found = reads(loss, layouts, mesh, within, dtypes, first, args, options)
+        dtypes = [self.dtype or x.dtype for x in shards]
+        found = reads(loss, layouts, mesh, within, dtypes, first, args, options)
         self._check_axes(layouts, found)
         at_use = within if self.zero == 3 else late(found, layouts, within)
         use = use_of(found, layouts, mesh, at_use)
@@ -158,8 +157,8 @@ class _Device:
         if self.zero < 3:  # gather once for all microbatches
             inputs = wholes = all_gather(shards, hows)
             if not once:
-                groups = zip(shards, layouts, use.deferred, strict=True)
-                inputs = [numbered(x, s) if later else x for x, s, later in groups]
+                each = zip(shards, layouts, use.deferred, strict=True)
+                inputs = [numbered(x, s) if later else x for x, s, later in each]
                 use = dataclasses.replace(use, wholes=wholes)
 
         def whole(inputs, batch, *args, **key):
@@ -173,12 +172,11 @@ class _Device:
                 return loss(arrays, batch, *args, **key)
 
         settings = division, self.has_aux, self.aux
-        with marks.bind(**self.meanings):
-            value, aux, grads = mean_and_grads(whole, inputs, *parts, args, key, *settings)
+        value, aux, grads = mean_and_grads(whole, inputs, *parts, args, key, *settings)
         if once:
             grads = scatter(grads, hows)
-        grads = [self._sum(g, array) for g, array in zip(grads, layouts, strict=True)]
-        grads = [g.astype(x.dtype) for g, x in zip(grads, shards, strict=True)]
+        groups = zip(grads, layouts, shards, strict=True)
+        grads = [self._sum(g, array).astype(x.dtype) for g, array, x in groups]
         shapes += [ways(self.aux, aux), jax.tree.structure(aux)]
         aux = division.over_devices(jax.tree.leaves(aux), shapes[0])
         return value, aux, grads
