@@ -14,7 +14,7 @@ from shardwise.costs.arrays import Roles
 from shardwise.costs.memory import COUNTS, Memory, Terms
 from shardwise.layouts.meanings import meanings
 from shardwise.layouts.placing import abstract, array_layouts
-from shardwise.layouts.sent import Sent
+from shardwise.layouts.sent import LayoutLedger
 from shardwise.objective.means import normal, quotient
 from shardwise.plan import planning, residuals, roles
 from shardwise.plan.seconds import step
@@ -153,7 +153,7 @@ def candidate(job: Own, each: Roles, chips: Chips) -> planning.Candidate:
     summed = held["parameters"] if each.microbatches > 1 else 0.0
     terms = job.kept(laid, rows)._replace(gradients=held["parameters"], summed=summed)
     memory = Memory(held["parameters"], held["state"], held["batch"], terms, COUNTS)
-    ledger = Sent(layout)
+    ledger = LayoutLedger(layout)
     ledger.parameters(laid, job.params, job.gathers_again or layout.remat is not None)
     (forward, both), peak = job.flops, chips.chip.peak() * chips.devices
     work, leaves = both * job.rows / chips.devices, jax.tree.leaves(job.params)
