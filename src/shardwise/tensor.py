@@ -75,7 +75,7 @@ def check(axis: str, n: int, sizes: Mapping[str, int], length: int | None = None
             )
 
 
-class Sent(NamedTuple):
+class BytesSent(NamedTuple):
     """The bytes that a device sends in a step: for each field, what `collectives` tells of it."""
 
     embedding: float
@@ -103,8 +103,8 @@ def collectives(
     sums_again: bool = False,
     mlp: bool = True,
 ) -> dict[str, list[Op]]:
-    """{field of `Sent`: the collectives} of a step, forward and backward, over `n` devices with
-    `rows`×`length` tokens together.
+    """{field of `BytesSent`: the collectives} of a step, forward and backward, over `n` devices
+    with `rows`×`length` tokens together.
 
     A layer sums an activation, of rows × length × embed entries, four times: after attention and
     after the MLP, and backward before each; without `mlp`, around attention alone. The embedding
@@ -146,9 +146,9 @@ def expected(n: int, kind: str, dims: tuple[float, ...], dtype: str, times: floa
     return Op(kind, "", (Array(dtype, dims),), n, times, notes=("expected",))
 
 
-def bytes_sent(*sizes: int, **options: Any) -> Sent:
+def bytes_sent(*sizes: int, **options: Any) -> BytesSent:
     """The bytes that one device sends in a step, forward and backward, around a ring of `n`: of
     `collectives`, which takes the same arguments (n, rows, length, embed, layers, and so on).
     """
     found = collectives(*sizes, **options)
-    return Sent(**{of: sum(op.ring_bytes for op in ops) for of, ops in found.items()})
+    return BytesSent(**{of: sum(op.ring_bytes for op in ops) for of, ops in found.items()})
