@@ -1,6 +1,5 @@
 """Checks by which a pipeline refuses its arguments before anything runs."""
 
-import warnings
 from typing import Any
 
 import jax
@@ -50,14 +49,3 @@ def schedule(asked: Any, stages: int) -> schedules.Schedule:
             f"microbatches is {asked.microbatches}."
         )
     return found
-
-
-def undivided(halves: Any, schedule: Any) -> None:
-    """Warn where a schedule splits backward passes, and that of a stage cannot be split."""
-    splits = any(task.kind == "I" for order in schedule.tasks for task in order)
-    if splits and halves.undivided:
-        warnings.warn(
-            f"pipeline: stage {halves.stage.index}: {', '.join(halves.undivided)} yields both "
-            f"what the stage before waits for and gradients of weights; all of it runs in I.",
-            stacklevel=2,
-        )

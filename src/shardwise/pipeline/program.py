@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardwise.objective.means import wide
-from shardwise.pipeline import checks, cut
+from shardwise.pipeline import cut
 from shardwise.pipeline.cut.parts import inexact
 from shardwise.pipeline.moving import Carrier, Place, back, carriers
 from shardwise.pipeline.ticking import Ticks, ticks
@@ -186,6 +187,7 @@ class Program:
     @functools.cached_property
     def kinds(self) -> tuple[list[cut.Halves], list[int]]:
         """(one of each kind of stages, which run the same program; the kind of each stage)."""
+        splits = any(task.kind == "I" for order in self.schedule.tasks for task in order)
         signatures: dict[Any, int] = {}
         found, of = [], []
         for stage in self.stages:
@@ -193,7 +195,12 @@ class Program:
             of.append(number)
             if number == len(found):
                 found.append(cut.backward(stage))
-                checks.undivided(found[-1], self.schedule)
+                if splits and (names := found[-1].undivided):
+                    warnings.warn(
+                        f"pipeline: stage {stage.index}: {', '.join(names)} yields both what the "
+                        f"stage before waits for and gradients of weights; all of it runs in I.",
+                        stacklevel=2,
+                    )
         return found, of
 
     def _signature(self, stage):

@@ -17,13 +17,4 @@ from shardwise.schedules.published import SCHEDULES, spread
 from shardwise.schedules.table import Schedule, Task, from_tasks
 from shardwise.schedules.timing import Timeline, timeline
 
-__all__ = [
-    "SCHEDULES",
-    "Schedule",
-    "Task",
-    "Timeline",
-    "check",
-    "from_tasks",
-    "spread",
-    "timeline",
-]
+__all__ = ["SCHEDULES", "Schedule", "Task", "Timeline", "check", "from_tasks", "spread", "timeline"]

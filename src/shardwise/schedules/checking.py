@@ -1,5 +1,7 @@
 """The check that a schedule can run at all, and the reason if it cannot."""
 
+import itertools
+
 from shardwise.schedules.table import Lists, Schedule, Task, from_tasks
 
 
@@ -53,15 +55,14 @@ def _check_each_once(schedule: Schedule) -> None:
                     f"{position}; take one out."
                 )
             seen[task] = position
-    for microbatch in range(schedule.microbatches):
-        for stage in range(schedule.stages):
-            has = {kind for kind in "FBIW" if Task(stage, kind, microbatch) in seen}
-            if has not in ({"F", "B"}, {"F", "I", "W"}):
-                told = ", ".join(kind for kind in "FBIW" if kind in has) or "no task"
-                raise ValueError(
-                    f"Stage {stage}, microbatch {microbatch} has {told}; it needs F and B, or F, "
-                    f"I and W."
-                )
+    pairs = itertools.product(range(schedule.microbatches), range(schedule.stages))
+    for microbatch, stage in pairs:
+        has = "".join(kind for kind in "FBIW" if Task(stage, kind, microbatch) in seen)
+        if has not in ("FB", "FIW"):
+            raise ValueError(
+                f"Stage {stage}, microbatch {microbatch} has {', '.join(has) or 'no task'}; it "
+                f"needs F and B, or F, I and W."
+            )
 
 
 def _deadlock(schedule: Schedule, done: dict, position: list[int], device: int) -> str:
@@ -76,9 +77,6 @@ def _deadlock(schedule: Schedule, done: dict, position: list[int], device: int) 
         task = schedule.tasks[device][position[device]]
         missing = next(need for need in schedule.dependencies(task) if need not in done)
         at = schedule.device_of[missing.stage]
-        if missing not in schedule.tasks[at]:
-            told.append(f"{task} waits for {missing}, which no device runs")
-            break
         front = schedule.tasks[at][position[at]]
         behind = "" if front == missing else f", which device {at} runs after {front}"
         told.append(f"{task} waits for {missing}{behind}")

@@ -138,9 +138,7 @@ def spread(name: str, devices: int, microbatches: int, per_device: int = 2) -> S
     raise ValueError("\n".join(refused.values()))
 
 
-def _one_to_one(
-    name: str, stages: int, devices: int, microbatches: int, warmup: Callable[[int], int]
-) -> Schedule:
+def _one_to_one(name, stages, devices, microbatches, warmup):
     """A schedule of `warmup(stages after)` forwards, then F and B in turn, then the B left."""
     _check(name, stages, devices, microbatches, each=1)
     passes = ["F0"] * microbatches, ["B0"] * microbatches
@@ -148,7 +146,7 @@ def _one_to_one(
     return _table(steps, microbatches, range(stages))
 
 
-def _interleaved(name: str, stages: int, devices: int, microbatches: int, extra: int) -> Schedule:
+def _interleaved(name, stages, devices, microbatches, extra):
     """A schedule of forwards, then F and B in turn; each stage of a device runs whole rounds."""
     _check(name, stages, devices, microbatches)
     if stages % devices:
@@ -166,9 +164,7 @@ def _interleaved(name: str, stages: int, devices: int, microbatches: int, extra:
     return _table(steps, microbatches, [stage % devices for stage in range(stages)])
 
 
-def _zero_bubble(
-    name: str, stages: int, devices: int, microbatches: int, warmup: Callable[[int], int]
-) -> Schedule:
+def _zero_bubble(name, stages, devices, microbatches, warmup):
     """A schedule of `warmup(stages after)` forwards; I, F up to the first stage's; then I, W, F."""
     _check(name, stages, devices, microbatches, each=1, filled=True)
     ahead = [min(warmup(stages - 1 - stage), microbatches) for stage in range(stages)]
@@ -177,7 +173,7 @@ def _zero_bubble(
     return _table(steps, microbatches, range(stages))
 
 
-def _folded(name: str, stages: int, devices: int, microbatches: int, steps: Callable) -> Schedule:
+def _folded(name, stages, devices, microbatches, steps):
     """A schedule of `steps(device, devices, microbatches)`: 0 is the way down the V, 1 up."""
     _check(name, stages, devices, microbatches, each=2, filled=True)
     down = range(devices)
@@ -245,14 +241,7 @@ def _numbered(steps: Sequence[str], stages: Sequence[int]) -> Iterator[Task]:
         yield task
 
 
-def _check(
-    name: str,
-    stages: int,
-    devices: int,
-    microbatches: int,
-    each: int | None = None,
-    filled: bool = False,
-) -> None:
+def _check(name, stages, devices, microbatches, each=None, filled=False):
     """Raise ValueError for counts that are none, other than `each` stages on a device, or (if
     `filled`) fewer microbatches than stages.
     """

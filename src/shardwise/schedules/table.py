@@ -6,12 +6,7 @@ import numbers
 from collections.abc import Sequence
 from typing import NamedTuple
 
-KINDS = {
-    "F": "forward",
-    "B": "backward",
-    "I": "input half",
-    "W": "weight half",
-}
+KINDS = {"F": "forward", "B": "backward", "I": "input half", "W": "weight half"}
 
 
 class Task(NamedTuple):

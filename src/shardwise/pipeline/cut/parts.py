@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
 from shardwise.jaxprs import Equation, equations, inlined, needed, read, run, variables
 
@@ -111,10 +110,7 @@ def split(values: Sequence, sizes: Iterable[int]) -> list[list]:
 
 def shapes_of(atoms: Sequence) -> list[Shape]:
     """The shapes and dtypes of variables and literals."""
-    return [
-        abstract(v.val) if isinstance(v, Literal) else Shape(v.aval.shape, v.aval.dtype)
-        for v in atoms
-    ]
+    return [Shape(v.aval.shape, v.aval.dtype) for v in atoms]
 
 
 def abstract(tree: Any) -> Any:
