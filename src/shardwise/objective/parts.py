@@ -122,26 +122,25 @@ def length_of(batch: Any) -> int:
 def meaning(rows: dict[str, jax.Array]) -> Any:
     """The meaning of `marks.index` in a part whose rows have these numbers."""
     places = rows.get(SEQUENCE)
-    rows = {name: x for name, x in rows.items() if name != SEQUENCE}
+    of_size = {x.shape[0]: x for name, x in rows.items() if name != SEQUENCE}
 
     def index(axis, size):
-        if axis != "rows" and places is None:
-            return jnp.arange(size, dtype=jnp.int32)
-        if axis != "rows":
-            if places.shape[1] != size:
+        if axis == "rows":
+            if size not in of_size:
                 raise ValueError(
-                    f"marks.index('sequence', {size}): the sequence is cut, and this part has "
-                    f"{places.shape[1]} of its entries. Ask for as many as the model's input has."
+                    f"marks.index('rows', {size}): no array of this part of the batch has {size} "
+                    f"rows; there are arrays of {sorted(of_size)}. Ask for as many rows as the "
+                    f"model's input has."
                 )
-            return places[0]
-        found = [x for x in rows.values() if x.shape[0] == size]
-        if not found:
-            held = sorted(x.shape[0] for x in rows.values())
+            return of_size[size]
+        if places is None:
+            return jnp.arange(size, dtype=jnp.int32)
+        if places.shape[1] != size:
             raise ValueError(
-                f"marks.index('rows', {size}): no array of this part of the batch has {size} rows; "
-                f"there are arrays of {held}. Ask for as many rows as the model's input has."
+                f"marks.index('sequence', {size}): the sequence is cut, and this part has "
+                f"{places.shape[1]} of its entries. Ask for as many as the model's input has."
             )
-        return found[0]
+        return places[0]
 
     return index
 
