@@ -146,9 +146,12 @@ def expected(n: int, kind: str, dims: tuple[float, ...], dtype: str, times: floa
     return Op(kind, "", (Array(dtype, dims),), n, times, notes=("expected",))
 
 
-def bytes_sent(*sizes: int, **options: Any) -> BytesSent:
-    """The bytes that one device sends in a step, forward and backward, around a ring of `n`: of
-    `collectives`, which takes the same arguments (n, rows, length, embed, layers, and so on).
+def bytes_sent(
+    n: int, rows: int, length: int, embed: int, layers: int, *more: Any, **options: Any
+) -> BytesSent:
+    """The bytes that one device sends in a step, forward and backward, around a ring of `n`.
+
+    Those of `collectives`, which takes the same arguments, also `more` and `options`.
     """
-    found = collectives(*sizes, **options)
+    found = collectives(n, rows, length, embed, layers, *more, **options)
     return BytesSent(**{of: sum(op.ring_bytes for op in ops) for of, ops in found.items()})
