@@ -414,6 +414,8 @@ def constrained(params, batch, sharding):
 @pytest.mark.parametrize("around", marked(["nothing", "a mesh"], ["a mesh"]))
 def test_the_user_s_own_meshes_and_constraints(around):
     """jax.set_mesh, and constraints within the loss; Explicit meshes are those of layouts."""
+    if around == "a mesh" and jax.__version_info__ < (0, 8, 0):
+        pytest.skip("JAX 0.7.2 takes no PartitionSpec as a constraint within shard_map")
     auto = mesh.make(stage=2, fsdp=2)
     sharding = NamedSharding(auto, P("fsdp")) if around == "nothing" else P("fsdp")
     params, batch = rows_of()
