@@ -29,11 +29,11 @@ QUIET = dict(JAX_PLATFORMS="cpu", RAY_USAGE_STATS_ENABLED="0")
 # A tenth of a second more for each step, so that runs last until they are stopped.
 SLOW = """import runpy, time
 from shardwise.run import reports
-say = reports.Report.say
-def slowly(self, line):
+report = reports.Report.step
+def slowly(*given):
     time.sleep(0.1)
-    return say(self, line)
-reports.Report.say = slowly
+    return report(*given)
+reports.Report.step = slowly
 runpy.run_module("shardwise", run_name="__main__")
 """
 CONF = """ClusterName=engines

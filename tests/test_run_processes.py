@@ -145,12 +145,12 @@ def folders(environment, tmp_path_factory):
 # No file above 32 KiB: what a checkpoint writes fails, what a metric writes does not.
 FULL = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, 2**15))"
 # The process sends itself a signal when it has told of a step.
-AT = """import os; from shardwise.run import reports; say = reports.Report.say
-def told(self, line):
-    text = say(self, line)
-    if line["step"] == {0}: os.kill(os.getpid(), {1})
+AT = """import os; from shardwise.run import reports; report = reports.Report.step
+def told(self, step, *given):
+    text = report(self, step, *given)
+    if step == {0}: os.kill(os.getpid(), {1})
     return text
-reports.Report.say = told
+reports.Report.step = told
 """
 
 
@@ -194,15 +194,15 @@ PLAIN = ["--model.dropout", "0"]  # of what compiles, masks are half
 
 
 def test_a_run_whose_every_step_is_looked_at_hears_a_signal(here, tmp_path, monkeypatch):
-    say = reports.Report.say
+    report = reports.Report.step
 
-    def told(self, line):
-        text = say(self, line)
-        if line["step"] == 2:
+    def told(self, step, *given):
+        text = report(self, step, *given)
+        if step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
         return text
 
-    monkeypatch.setattr(reports.Report, "say", told)
+    monkeypatch.setattr(reports.Report, "step", told)
     looked = [*PLAIN, "--hash-every", "1", "--save-every", "1"]
     assert here(tmp_path / "run", looked) == signals.STOPPED
     assert 2 <= losses(tmp_path / "run")[-1][0] <= 4
