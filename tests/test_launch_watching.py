@@ -1,14 +1,12 @@
 """Whether processes hang, on a clock of our own."""
 
 import random
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.run import notes
-from shardwise.run.notes import STUCK, Note, Notes, Watch, odd, read
+from shardwise.run.notes import Note, Watch, odd, read
 
 AFTER, LONGER = 20.0, 600.0
 
@@ -129,19 +127,6 @@ def test_one_that_the_system_has_stopped_is_odd():
     clock = Clock(3)
     clock.step(range(1, 9))
     assert clock.hang(clock.now + AFTER + 1, stopped=[1]).odd == (1,)
-
-
-@pytest.mark.parametrize("doing, ends", [("stepping", True), ("saving", False)])
-def test_a_process_ends_itself_when_its_steps_stand_still(tmp_path, monkeypatch, doing, ends):
-    ended = []
-    monkeypatch.setattr(notes.os, "_exit", ended.append)
-    with Notes(tmp_path, 0, 0.1) as own:
-        own.say("reading", step=1)  # the first takes what it takes
-        time.sleep(0.6)
-        assert ended == []
-        own.say(doing, line="step 1")  # from here on as long as it took to get here
-        time.sleep(1.8)
-    assert set(ended) == ({STUCK} if ends else set())
 
 
 @given(seed=st.integers(0, 2**32), count=st.integers(1, 6))

@@ -1,5 +1,6 @@
 """What stands in, while a loss is tried, for parameters (shaken) and for marks (constants)."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,9 +8,25 @@ import jax.numpy as jnp
 import numpy as np
 
 
-@jax.jit  # for each shape once, whatever the loss
 def shaken(turn: Any, x: Any) -> Any:
-    """A parameter slightly changed, since zeros and symmetries hide what a loss does."""
+    """A parameter slightly changed, since zeros and symmetries hide what a loss does; it lies as
+    it was.
+    """
+    return _shaking(sharding_of(x))(turn, x)
+
+
+def sharding_of(x: Any) -> Any:
+    """Where an array was put on purpose; None of any other, or in a trace."""
+    is_put = not isinstance(x, jax.core.Tracer) and getattr(x, "committed", False)
+    return x.sharding if is_put else None
+
+
+@functools.cache
+def _shaking(where):  # for each shape one program, whatever the loss
+    return jax.jit(_shaken, out_shardings=where)
+
+
+def _shaken(turn, x):
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         return x
     draw = noise(jnp.shape(x), turn.seed)

@@ -5,6 +5,7 @@ turn: for two parts together, and for one alone, which is compiled when it is as
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -107,6 +108,7 @@ class Trials:
         self.outputs = {}  # {entries: {path of an auxiliary output: (its way, its shape)}}
         self.names = []  # of the numbers, but for auxiliary outputs; the first `sums` are sums
         self.sums, self.rounding = 0, 0.0  # of the loss's total, relative to it
+        self.shaken = None  # the last turn, and parameters shaken for it
         further = jax.tree.leaves((case.args, case.key))
         arrays = [x if hasattr(x, "dtype") else None for x in further]  # others stay themselves
         self.arguments = case.batch, arrays
@@ -125,15 +127,27 @@ class Trials:
         options = QUICK if jax.default_backend() == "cpu" else None
         run = functools.partial(self._numbers)  # as JAX caches what it traced of the method
         run = jax.jit(run, out_shardings=where, compiler_options=options)
-        params, none = self._shaken(Turn()), np.zeros(entries, np.int32)
-        self.held = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(params))
+        params, none = jax.tree.map(self._abstract, self.case.params), np.zeros(entries, np.int32)
+        self.held = sum(_bytes(x) for x in jax.tree.leaves(params))
         return run.trace(params, *self.arguments, none, none, none > 0)
 
-    def _shaken(self, turn):
-        def one(x):
-            return stand_ins.shaken(turn, widened(x) if self.widened else x)
+    def _abstract(self, x):
+        """What `_shaken` makes of a parameter, of which nothing is made before memory is asked."""
+        made = jax.eval_shape(lambda x: stand_ins.shaken(Turn(), self._wide(x)), x)
+        where = stand_ins.sharding_of(x)
+        return jax.ShapeDtypeStruct(
+            made.shape, made.dtype, sharding=where, weak_type=made.weak_type
+        )
 
-        return jax.tree.map(one, self.case.params)
+    def _wide(self, x):
+        return widened(x) if self.widened else x
+
+    def _shaken(self, turn):
+        if self.shaken is None or self.shaken[0] != turn:
+            self.shaken = None  # no two copies are held
+            params = jax.tree.map(lambda x: stand_ins.shaken(turn, self._wide(x)), self.case.params)
+            self.shaken = turn, params
+        return self.shaken[1]
 
     @property
     def memory(self) -> int:
@@ -235,6 +249,11 @@ def compiled(case: Case, part: Part) -> Trials:
         return Trials(case, part)
     except Exception:
         return Trials(case, part, widened=False)
+
+
+def _bytes(x):
+    shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+    return math.prod(shape) * x.dtype.itemsize
 
 
 def _is_real(x):

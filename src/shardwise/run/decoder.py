@@ -178,7 +178,8 @@ def sample(
     saved = folder.settings()
     if saved is None:
         raise FileNotFoundError(f"run: {folder.path} is no run folder: it has no settings.json.")
-    if "model.vocab" not in saved:
+    facts = (state.saved(folder) or {}).get("facts", {})
+    if facts and "program" not in facts:
         raise ValueError(f"run: {folder.path} trained a model of its own, and no decoder of text.")
     settings = from_flat(saved)
     if settings.data.tokens is not None:

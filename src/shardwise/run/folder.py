@@ -14,7 +14,7 @@ from shardwise.checkpoint.items import address
 class Folder:
     """The folder of a run. Process 0 writes it, but for the notes: each process writes its own.
 
-    settings.json        every setting and fact, as the run last started
+    settings.json        every setting, as the run last started
     metrics.jsonl        a line of JSON for each step that is done
     evaluations.jsonl    one for each evaluation
     hashes.jsonl         one for each step whose arrays were hashed

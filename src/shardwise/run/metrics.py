@@ -43,6 +43,15 @@ def read(file: Path) -> list[dict[str, Any]]:
     return found
 
 
+def missing(file: Path, last: int) -> list[tuple[int, int]]:
+    """(first, last) of each run of consecutive steps, up to `last`, that have no line."""
+    steps = {line["step"] for line in read(file)}
+    absent = [step for step in range(1, last + 1) if step not in steps]
+    starts = [step for step in absent if step - 1 in steps or step == 1]
+    ends = [step for step in absent if step + 1 in steps or step == last]
+    return list(zip(starts, ends, strict=True))
+
+
 def _line(text):
     """The line of a step, parsed; None for any other text."""
     try:

@@ -6,7 +6,6 @@ A watchdog within a process judges it by its own, and a launcher all of them fro
 import collections
 import dataclasses
 import json
-import math
 import os
 import socket
 import statistics
@@ -43,19 +42,19 @@ class Notes:
     """The notes of this process, in a file of its own; `last` is the newest.
 
     In their context, a thread ends a process that makes no progress: that reads or steps, from the
-    second step on, for `hang` seconds, or five of its steps where these take longer. Compiling,
+    second step on, for `hang` seconds and three times the longest step so far. Compiling,
     evaluating and saving take what they take.
     """
 
     def __init__(self, folder: Path, index: int, hang: float):
         self._file = folder / "processes" / f"{index}.json"
-        self._watch = Watch({index: time.monotonic()}, hang, math.inf)
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._hang, self._longest, self._since = hang, 0.0, None
+        self._over = threading.Event()
         self.last = Note(index, os.getpid(), socket.gethostname())
         self.say("starting")
 
     def __enter__(self):
-        threading.Thread(target=self._judge, daemon=True, name="watchdog").start()
+        threading.Thread(target=self._watch, daemon=True, name="watchdog").start()
         return self
 
     def __exit__(self, *_):
@@ -63,20 +62,24 @@ class Notes:
 
     def say(self, doing: str, **changes: int | str) -> None:
         """Note what the process is doing, and what changed: `step`, or the `line` of one done."""
+        now = time.monotonic()
+        if doing not in WATCHED:
+            self._since = None
+        elif self._since is None:
+            self._since = now if self.last.line else None
+        elif "line" in changes:
+            self._longest, self._since = max(self._longest, now - self._since), now
         self.last = dataclasses.replace(self.last, doing=doing, time=time.time(), **changes)
-        with self._lock:
-            self._watch.see({self.last.process: self.last}, time.monotonic())
         write(self._file, json.dumps(dataclasses.asdict(self.last)) + "\n")
 
-    def _judge(self):
-        own = self.last.process
+    def _watch(self):
         while not self._over.wait(0.5):
-            with self._lock:
-                found = self._watch.hang([own], time.monotonic())
-            if found and found.notes[own].line:
+            since, note = self._since, self.last
+            waited = 0.0 if since is None else time.monotonic() - since
+            if waited > self._hang + 3 * self._longest:
                 message = (
-                    f"run: process {own} has made no progress for {found.idle[own]:.0f} s, at "
-                    f"{found.notes[own].told()}: ending it.\n"
+                    f"run: process {note.process} has made no progress for {waited:.0f} s, at "
+                    f"{note.told()}: ending it.\n"
                 )
                 os.write(2, message.encode())
                 os._exit(STUCK)

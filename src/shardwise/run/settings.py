@@ -120,7 +120,7 @@ class Processes:
     count: int | None = None
     index: int | None = None
     heartbeat: int = 20  # seconds after which a process that is silent is taken for dead
-    hang: float = 25.0  # seconds without progress, or five steps' time, that end a process
+    hang: float = 25.0  # seconds without progress, beyond three steps' time, that end a process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,14 +256,14 @@ def _parsed(name, value, default):
 def check_resumable(saved: dict[str, Any], now: dict[str, Any], folder: Path) -> None:
     """Raise ValueError if settings differ that decide numbers; both are as `flat` gives them.
 
-    Of settings only what was saved is compared.
+    Only what was saved is compared.
     """
     fixed = ("layout.exact", *(_EXACT if now.get("layout.exact") else ()))
     held = [n for n in now if n in fixed or not {n, n.partition(".")[0]} & set(_FREE)]
     told = "; ".join(
-        f"{n} was {json.dumps(saved.get(n))} and is {json.dumps(now[n])}"
+        f"{n} was {json.dumps(saved[n])} and is {json.dumps(now[n])}"
         for n in held
-        if (n in saved or n.startswith("facts.")) and saved.get(n) != now[n]
+        if n in saved and saved[n] != now[n]
     )
     if told:
         raise ValueError(

@@ -129,14 +129,10 @@ def saved(folder: Folder) -> dict[str, Any] | None:
 def claim(
     settings: Settings, folder: Folder, facts: dict, unused: Collection[str], lock: Lock
 ) -> dict[str, Any] | None:
-    """What a run goes on from: the facts of its newest whole checkpoint, None where it begins.
-
-    Settings, but for the `unused`, and `facts` are compared with those that the folder has.
-    """
+    """What `saved` says of a run that goes on; settings, but for the `unused`, are compared."""
     now = {n: value for n, value in flat(settings).items() if n.partition(".")[0] not in unused}
-    now |= {f"facts.{name}": value for name, value in facts.items()}
     with system.together("run") as told:  # all have looked before one writes
-        told |= {name: value for name, value in now.items() if name != _OWN}
+        told |= {name: value for name, value in (now | facts).items() if name != _OWN}
         before = folder.settings()
         if before is not None and not settings.resume:
             raise FileExistsError(
@@ -150,16 +146,20 @@ def claim(
         for file in folder.lines:
             metrics.read(file)  # an error before any step
     found = saved(folder) if settings.resume else None
-    if found and jax.process_index() == 0:
-        told = {line["step"] for line in metrics.read(folder.metrics)}
-        if lacks := [step for step in range(1, found["step"] + 1) if step not in told]:
+    for name, value in (facts if found else {}).items():
+        if found["facts"].get(name) != value:
+            raise ValueError(
+                f"run: {settings.run} was trained with other facts: {name} was "
+                f"{found['facts'].get(name)!r} and is {value!r}."
+            )
+    if jax.process_index() == 0:
+        for first, last in metrics.missing(folder.metrics, found["step"] if found else 0):
             print(
-                f"run: {folder.metrics} has no lines of {len(lacks)} steps that were done, from "
-                f"{lacks[0]} to {lacks[-1]}; the run goes on from its checkpoint of step "
-                f"{found['step']}, without them.",
+                f"run: {folder.metrics} has no lines of steps {first} to {last}, which were done; "
+                f"the run goes on from its checkpoint of step {found['step']}, without them.",
                 file=sys.stderr,
             )
-    folder.write_settings((before or {}) | now)  # a fact that is not given again stays
+    folder.write_settings(now)
     return found
 
 

@@ -101,11 +101,11 @@ class _Run:
         state.key_argument(loss, seed, 0)  # an error before anything is compiled
         self.source, self.sample = feed(batches, settings.batch, layout), sample
         self.held_out = validation and feed(validation, settings.batch, layout)
-        facts = facts | {"first rows": self.source.fingerprint()}
+        self.facts = facts | {"first rows": self.source.fingerprint()}
 
         self.stop = stack.enter_context(signals.heard())
         lock = stack.enter_context(contextlib.closing(lock_of(self.folder)))
-        saved = state.claim(settings, self.folder, facts, unused, lock)
+        saved = state.claim(settings, self.folder, self.facts, unused, lock)
         if saved is not None:
             self.source.restore(saved["position"])
         self.notes = Notes(self.folder.path, jax.process_index(), settings.processes.hang)
@@ -239,7 +239,8 @@ class _Run:
         if self.saved_at == step:
             return
         self.notes.say("saving", step=step)
-        items = self._arrays() | {"run": {"step": step, "position": self.source.state(step)}}
+        facts = {"step": step, "position": self.source.state(step), "facts": self.facts}
+        items = self._arrays() | {"run": facts}
         checkpoint.save(self.folder.checkpoints, step, items, keep=self.settings.keep)
         self.saved_at = step
 
