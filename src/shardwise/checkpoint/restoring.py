@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 
 from shardwise.checkpoint.chunks import METADATA, Chunks, check_sums, chunks_of, places, read_sums
 from shardwise.checkpoint.directory import find, reader
@@ -230,7 +231,9 @@ def _how(leaves):
 def _abstract(leaf):
     if not isinstance(leaf, ARRAY):
         return np.asarray(leaf)
-    sharding = jnp.zeros(()).sharding if _is_uncommitted(leaf) else leaf.sharding
+    sharding = leaf.sharding
+    if _is_uncommitted(leaf):  # on one device, also where `jax.set_mesh` has set a mesh
+        sharding = SingleDeviceSharding(next(iter(jnp.zeros(()).devices())))
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 

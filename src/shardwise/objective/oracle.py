@@ -120,7 +120,8 @@ def judge(trials: Trials, alone: bool) -> bool:
     _check_parts(trials, apart)
     if apart and not any(trials.local.values()):
         _check_added(trials, splits, apart)
-    totals = (trials(turn).values[0] for turn in TURNS)
+    compared = TURNS[:1] if part.sequence else TURNS
+    totals = (trials(turn).values[0] for turn in compared)
     return any(np.isfinite(total) and total != 0 for total in totals)  # 0 tells nothing
 
 
