@@ -55,7 +55,11 @@ def walk(
 
 def path(keys: Iterable[Any]) -> str:
     """The text of a path of JAX's keys, as `jax.tree_util.tree_flatten_with_path` gives them."""
-    return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
+
+    def component(key):  # keys of another library's own classes have these attributes too
+        return str(next((getattr(key, x) for x in ("key", "name", "idx") if hasattr(key, x)), key))
+
+    return "/".join(map(component, keys))
 
 
 def _is_box(x: Any) -> bool:
@@ -146,9 +150,8 @@ def _names(tree):
 
 
 def _is_names(x):
-    # A PartitionSpec was a tuple before JAX 0.10.
-    is_tuple = isinstance(x, tuple) and not isinstance(x, PartitionSpec)
-    return is_tuple and all(isinstance(a, str | None) for a in x)
+    is_plain = isinstance(x, tuple) and not isinstance(x, PartitionSpec)  # one before JAX 0.10
+    return is_plain and all(isinstance(a, str | None) for a in x)
 
 
 def _for_each_axis(leaf, names):
@@ -159,8 +162,7 @@ def _for_each_axis(leaf, names):
         raise ValueError(
             f"{leaf.path} has shape {leaf.shape} and the logical axes {tuple(names)}; expected a "
             f"name for each axis, or for each but the leading one of a stack. For an optimizer's "
-            f"state whose arrays have other shapes than the parameters, use "
-            f"rules.follow(rule, params)."
+            f"state whose arrays have other shapes, use rules.follow(rule, params)."
         )
     return (LAYERS,) * (len(leaf.shape) - len(names)) + tuple(names)
 

@@ -52,8 +52,10 @@ def work(
     documents = np.zeros(size, int) if documents is None else np.asarray(documents)
     starts = np.concatenate([[True], documents[1:] != documents[:-1]])
     position = places - np.maximum.accumulate(np.where(starts, places, 0))
-    own = marks.Places(*(x[index][None] for x in (position, documents, places)))
-    seen = np.broadcast_to(marks.seen(own, own, mask), (1, size, size))
+    own = [x[index] for x in (position, documents, places)]
+    # By NumPy, so that it can be asked before devices are simulated, and in a trace.
+    query, key = (marks.Places(*(np.expand_dims(x, (0, axis)) for x in own)) for axis in (2, 1))
+    seen = np.broadcast_to(np.asarray(mask(query, key)), (1, size, size))[0]
     in_tiles = seen.reshape(size // tile, tile, size // tile, tile).any(axis=(1, 3)) * tile**2
     count = size // tile // n
     between = in_tiles.reshape(n, count, n, count).sum(axis=(1, 3))

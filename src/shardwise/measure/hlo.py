@@ -160,7 +160,7 @@ def parse(text: str) -> Program:
     """The program in an HLO module's text; ValueError where it is none."""
     computations, entry = {}, None
     text = _BROKEN.sub(lambda found: found[0].replace("\n", " "), text)
-    for is_entry, name, body in _COMPUTATION.findall(_COMMENT.sub("", text)):
+    for is_entry, name, body in _COMPUTATION.findall(_COMMENT.sub("", text).replace("\r\n", "\n")):
         read = [_instruction(line) for line in body.splitlines() if line.strip()]
         marked = [op.name for is_root, op in read if is_root] or [read[-1][1].name]
         computations[name] = Computation(name, {op.name: op for _, op in read}, marked[0])

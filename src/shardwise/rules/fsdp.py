@@ -43,10 +43,11 @@ class FSDPRule(Rule):
                 f"names that the tree carries tell."
             )
         super().__post_init__()
-        if self.names is None:  # those that the rule below knows
-            object.__setattr__(self, "names", getattr(self.over, "names", None))
         if self.pick not in ("largest", "first"):
             raise ValueError(f"FSDPRule: pick={self.pick!r}; expected 'largest' or 'first'.")
+
+    def _known_names(self):
+        return getattr(self.over, "names", None) if self.names is None else self.names
 
     def chosen(self, tree: Any, leaves: list[Leaf], mesh: Mesh) -> list[Choice]:
         check_axes(self.who, mesh, axes_of(self.axis))
@@ -76,7 +77,7 @@ class FSDPRule(Rule):
 
     def stacks(self, tree: Any) -> list[bool]:
         """A bool for each array of `tree`: whether axis 0 is known to be one of layers."""
-        leaves = read(tree, self.names)
+        leaves = read(tree, self._known_names())
         return [bool(x.shape) and not self._unsaid(x) and self._layers(x, 0) for x in leaves]
 
     def _layers(self, leaf, i):

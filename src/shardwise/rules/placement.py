@@ -39,8 +39,8 @@ def shardings(rule: Any, tree: Any, mesh: Mesh) -> Any:
         jax.tree.broadcast(jax.tree.map(lambda _: 0, rule, is_leaf=_is_rule), tree)
     except ValueError as error:
         raise ValueError(
-            f"The tree of rules, a prefix tree, does not fit the tree: {error} Give a rule, or a "
-            f"tree of rules with the same keys."
+            f"The tree of rules, a prefix tree, does not fit the tree. Give a rule, or a tree of "
+            f"rules with the same keys. {error}"
         ) from None
     return jax.tree_util.tree_map_with_path(resolve, rule, tree, is_leaf=_is_rule)
 

@@ -44,9 +44,12 @@ class Rule:
         """The PartitionSpecs of the tree's arrays, as a tree."""
         return jax.tree.unflatten(jax.tree.structure(tree), specs(self, tree, mesh))
 
+    def _known_names(self):
+        return self.names
+
     def choices(self, tree: Any, mesh: Mesh) -> list[Choice]:
         """One `Choice` for each leaf, in order, which fits the array and the mesh."""
-        leaves = read(tree, self.names)
+        leaves = read(tree, self._known_names())
         chosen = self.chosen(tree, leaves, mesh)
         return [self._fit(*pair, mesh) for pair in zip(leaves, chosen, strict=True)]
 

@@ -14,9 +14,9 @@ def check(schedule: Schedule | Lists) -> None:
         the ring of tasks that wait for each other.
     """
     found = from_tasks(getattr(schedule, "tasks", schedule))
-    for name in "stages", "microbatches", "device_of":
+    for name, form in ("stages", int), ("microbatches", int), ("device_of", tuple):
         told = getattr(found, name)
-        if (said := getattr(schedule, name, told)) != told:
+        if (said := form(getattr(schedule, name, told))) != told:
             raise ValueError(f"The schedule's {name} is {said}; by its tasks it is {told}.")
     _check_each_once(found)
     run_order(found)
@@ -24,6 +24,8 @@ def check(schedule: Schedule | Lists) -> None:
 
 def run_order(schedule: Schedule | Lists) -> list[Task]:
     """All tasks in one order in which each comes after its device's earlier ones and all it needs.
+
+    Of a schedule in which each task stands once, as `check` finds.
 
     Raises:
       ValueError: the order comes to a stop.

@@ -52,6 +52,9 @@ class Chips:
     def usable_hbm(self) -> int:
         """The bytes of memory that a program may hold on a device: of a TPU, what its compiler
         allows; of a GPU, what JAX takes when it starts, by XLA_CLIENT_MEM_FRACTION (0.75).
+
+        Raises:
+          ValueError: the variable is no number above 0.
         """
         if self.chip.usable_hbm:
             return self.chip.usable_hbm
