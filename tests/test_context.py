@@ -338,6 +338,11 @@ def test_the_work_of_each_order(order, critical):
     assert context.work(order, 4, 64, lambda q, k: k.positions < 8, documents).sum() == 64 * 16
 
 
+def test_work_is_plain_numbers_within_a_trace():
+    told = jax.jit(lambda x: x + context.work(context.zigzag, 2, 8).sum())(1)
+    assert told == 8 * 9 // 2 + 1
+
+
 def test_work_in_tiles_counts_whole_tiles():
     found = {o.__name__: context.work(o, 4, 64, tile=8).max(axis=0).sum() for o in ORDERS}
     assert found == {"contiguous": 960, "striped": 768, "zigzag": 576}

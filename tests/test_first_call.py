@@ -171,6 +171,8 @@ def test_too_little_memory_means_fewer_rows_and_then_a_shorter_sequence(monkeypa
         rows, length = seen[0]
         assert rows < 8 or (length or LENGTH) < LENGTH
     monkeypatch.setattr(beforehand, "room", lambda mesh: 10)
+    made = lambda *given: pytest.fail("parameters were made before memory was asked")  # noqa: E731
+    monkeypatch.setattr(Trials, "_shaken", made)
     few = {name: x[:, :16] for name, x in TOKENS.items()}
     assert "does not fit into memory" in judged(tokens_of_rows, [], batch=few)
 

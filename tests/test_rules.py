@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import jax
@@ -145,6 +146,18 @@ def test_fsdp_cuts_the_largest_or_the_first_axis_that_divides(shapes, size, pick
         assert len(spec) == cut + 1 and cut in fits
         longest = [i for i in fits if leaf.shape[i] == max(leaf.shape[j] for j in fits)]
         assert cut == (fits[0] if pick == "first" else longest[-1])
+
+
+def test_a_rule_over_another_goes_by_the_other_s_names():
+    params = {"w": jnp.zeros((64, 8))}
+    low, high = (
+        rules.LogicalRules({"a": "model", "b": None}, names={"w": names})
+        for names in (("a", "b"), ("b", "a"))
+    )
+    rule = rules.FSDPRule("fsdp", min_size=1, over=low)
+    grid = mesh.make(fsdp=4, model=2)
+    assert rule(params, grid) == {"w": P("model", "fsdp")}
+    assert dataclasses.replace(rule, over=high)(params, grid) == {"w": P("fsdp", "model")}
 
 
 def test_of_equal_axes_the_last_is_cut_unless_told_otherwise():

@@ -22,6 +22,33 @@ class Pair:
     other: dict
 
 
+@dataclasses.dataclass(frozen=True)
+class OwnKey:
+    """A key of a library's own, which JAX does not know."""
+
+    name: str
+
+    def __str__(self):
+        return f"<{self.name}>"
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Own:
+    def __init__(self, x):
+        self.x = x
+
+    def tree_flatten_with_keys(self):
+        return ((OwnKey("x"), self.x),), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_a_library_s_own_keys_are_told_by_their_names():
+    assert [path for path, _ in tree.leaves({"a": Own(jnp.ones(2))})] == ["a/x"]
+
+
 class Boxed(linen.Module):
     @linen.compact
     def __call__(self, x):
