@@ -151,6 +151,11 @@ def test_curves_carry_their_names_apart():
     assert not any(a.overlaps(b) for i, a in enumerate(extents) for b in extents[:i])
 
 
+def test_no_two_curves_look_alike():
+    (axes,) = figures.curves({f"{i}": ([0, 1], [i, i]) for i in range(9)}, "x", "y").axes
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.lines}) == 9
+
+
 def test_drawings_are_transparent_reproducible_and_shown_once():
     one, two = (figures.curves({"a": ([0, 1], [1, 0])}, "x", "y") for _ in range(2))
     assert one._repr_svg_() == one._repr_svg_() == two._repr_svg_()

@@ -20,6 +20,8 @@ DEVICES = (
 # Of middle lightness, so at least 3:1 on white and on near-black; dashes tell them apart in grey.
 LINES = ("#3a7bc8", "#c8504b", "#3a9a6b", "#8a63b8")
 DASHES = ("-", "--", "-.", ":")
+# The fifth line has the first one's colour in other dashes, and so on: no two look alike.
+STYLES = [(LINES[i], DASHES[(i + again) % 4]) for again in range(4) for i in range(4)]
 
 GREY = "#7a7a7a"  # text and axes: more than 4:1 on white and on near-black
 

@@ -246,8 +246,8 @@ def curves(
     drawing, axes = canvas(height=3.2)
     ends = []
     for i, (name, (x, y)) in enumerate(series.items()):
-        colour = palette.LINES[i % len(palette.LINES)]
-        axes.plot(x, y, color=colour, linestyle=palette.DASHES[i % len(palette.DASHES)])
+        colour, dashes = palette.STYLES[i % len(palette.STYLES)]
+        axes.plot(x, y, color=colour, linestyle=dashes)
         ends.append([float(y[-1]), name, colour])
     for name, height in dict(levels).items():
         axes.axhline(height, color=palette.GREY, linewidth=1, linestyle=(0, (2, 2)))
