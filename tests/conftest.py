@@ -24,8 +24,8 @@ for ignored in signal.SIGINT, signal.SIGQUIT, signal.SIGHUP:
         signal.signal(ignored, default)
 
 # JAX keeps what it traced: millions of objects, which the collector would go through again and
-# again, a tenth of the tests' time.
-gc.set_threshold(2000, 20, 50)
+# again, a tenth of the tests' time. What is imported, below, it never looks at again.
+gc.set_threshold(20_000, 50, 100)
 
 # Before anything asks for a device: afterwards JAX refuses another number.
 jax.config.update("jax_platforms", "cpu")
@@ -56,6 +56,11 @@ def pytest_collection_modifyitems(items):
     """The files that take longest come first, and the others as they were."""
     place = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
 
 
 # Compiled programs stay in memory as long as JAX keeps them.
