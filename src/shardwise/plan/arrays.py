@@ -23,9 +23,8 @@ def of_decoder(config: Config, optimizer: Optimizer = ADAMW) -> Arrays:
         for x in trees.read(shapes)
     )
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), shapes)
-    tx = optimizer.transformation()
-    state = jax.eval_shape(tx.init, plain)
-    if matrices.multiplies(tx.update, plain, state, plain):
+    state = jax.eval_shape(optimizer.transformation().init, plain)
+    if _multiplies(optimizer):
         raise ValueError(
             "plan: the optimizer's update multiplies matrices, which layouts gather whole for it; "
             "that is not planned. Plan with an optimizer whose update does not, such as adamw."
@@ -38,3 +37,13 @@ def of_decoder(config: Config, optimizer: Optimizer = ADAMW) -> Arrays:
             like = Array(path, x.shape, (trees.LAYERS,) * stacked + (None,) * (x.ndim - stacked), 0)
         found.append(like._replace(itemsize=x.dtype.itemsize))
     return Arrays(parameters, tuple(found))
+
+
+@functools.cache
+def _multiplies(optimizer):
+    """Whether its update multiplies matrices: asked once, with an array of each number of axes that
+    a decoder's have, each large enough to be factored.
+    """
+    tx = optimizer.transformation()
+    each = [jax.ShapeDtypeStruct((256,) * n, "float32") for n in range(1, 5)]
+    return matrices.multiplies(tx.update, each, jax.eval_shape(tx.init, each), each)
