@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from shardwise import model, plan, topology
+from shardwise.costs.arrays import Arrays
 from shardwise.plan import arrays, planning, roles
 
 
@@ -30,8 +31,19 @@ class Case(NamedTuple):
 @functools.cache
 def candidate(case: Case) -> plan.Candidate:
     """The layout by formula."""
-    given = case.config, arrays.of_decoder(case.config), topology.chips(case.chips)
+    given = case.config, _arrays(case.config), topology.chips(case.chips)
     return planning.candidate(case.roles, *given, case.batch, case.sequence)
+
+
+@functools.cache
+def _arrays(config):
+    """Of one layer's, which cases of many depths share: tracing a decoder is most of the work."""
+    one = arrays.of_decoder(dataclasses.replace(config, layers=1))
+    deep = (
+        tuple(x._replace(shape=(config.layers, *x.shape[1:])) if x.stacked else x for x in each)
+        for each in (one.parameters, one.state)
+    )
+    return Arrays(*deep)
 
 
 def _case(config, chips, batch, sequence, **sizes):

@@ -13,7 +13,6 @@ import pytest
 
 from shardwise import topology
 from shardwise.costs import memory
-from shardwise.layouts import matrices
 from shardwise.plan import roles
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -34,10 +33,9 @@ def on_gpus(benchmark):
 def imported(name):
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(ROOT / "benchmarks")
-        # To draw programs takes two hundred models' shapes, and no value; AdamW multiplies nothing.
+        # To draw programs takes two hundred models' shapes, and no value.
         zeros = lambda key, shape, dtype, *limits: jnp.zeros(shape, dtype)  # noqa: E731
         patched.setattr(jax.random, "uniform", zeros)
-        patched.setattr(matrices, "multiplies", lambda *update: False)
         yield importlib.import_module(name)
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", "")).startswith(str(ROOT / "benchmarks")):
