@@ -89,6 +89,19 @@ def test_it_is_judged_once(monkeypatch):
     assert len(calls) == 2
 
 
+def test_it_is_judged_once_however_many_rows_parts_have_and_anew_in_another_way(monkeypatch):
+    calls, judge, loss = [], oracle.judge, fresh(right)
+    monkeypatch.setattr(oracle, "judge", lambda *given: calls.append(1) or judge(*given))
+    few = {name: x[:16] for name, x in BATCH.items()}
+    fewer = layouts.Layout(mesh.make(fsdp=4), fsdp="fsdp")
+    for layout in LINE, fewer:  # two rows in a part, then four
+        layouts.value_and_grad(layout, loss)(layouts.place(layout, PARAMS), few)
+    assert len(calls) == 1
+    several = dataclasses.replace(fewer, microbatches=2)
+    layouts.value_and_grad(several, loss)(layouts.place(several, PARAMS), few)
+    assert len(calls) == 2
+
+
 def test_within_a_trace_a_warning_says_so_once():
     placed, run = layouts.place(LINE, PARAMS), layouts.value_and_grad(LINE, fresh(neighbours))
     with pytest.warns(UserWarning, match=r"not judged: within a trace.*objective\.check") as told:

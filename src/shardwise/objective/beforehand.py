@@ -29,12 +29,13 @@ def judge(case: Case, ways: tuple[str, ...], rows: int) -> str | None:
     The batch is divided in these `ways`, into parts of so many `rows`. Judging costs as little as
     numbers can: four rows in a part, which tell of a mistake as eight do, of a large model fewer
     tokens, and what a part really has only where these do not pass. Where memory does not do,
-    there are fewer rows and then fewer tokens. A loss is judged once for the same shapes. Simulated
-    devices have one memory: there it runs on one of them, and on others as one program by the
-    compiler, on arrays as they are cut. A loss that does not divide is `Indivisible`.
+    there are fewer rows and then fewer tokens. A loss is judged once for the same shapes and way,
+    however many rows parts have, if as many of them tell. Simulated devices have one memory: there
+    it runs on one of them, and on others as one program by the compiler, on arrays as they are cut.
+    A loss that does not divide is `Indivisible`.
     """
-    known, told = _known_of(case.loss), (ways, rows, _shapes_of(case))
-    if told in known:
+    known, shapes, sizes = _known_of(case.loss), _shapes_of(case), _sizes(case, ways, rows)
+    if any(known >= {(way, size, shapes) for way in ways} for size in sizes):
         return None
     context, mesh, first = contextlib.nullcontext(), case.mesh, case.mesh.devices.flat[0]
     if jax.process_count() == 1 and (mesh.size == 1 or first.platform == "cpu"):
@@ -43,33 +44,33 @@ def judge(case: Case, ways: tuple[str, ...], rows: int) -> str | None:
         context = meshes.outside()
     try:
         with context:
-            finite = _of_few_rows(case, ways, rows)
+            passed = _of_few_rows(case, ways, sizes)
     except Indivisible:
         raise
     except MemoryError:
         return "a program of few rows and tokens does not fit into memory either"
     except Exception as error:  # one of the loss's own the step raises itself
         return f"on few rows of the whole batch it raises {type(error).__name__}: {error}"
-    if not finite:
+    if passed is None:
         return "its numbers are not finite, or 0"
-    known.add(told)
+    known.update((way, passed, shapes) for way in ways)
     return None
 
 
-def _of_few_rows(case, ways, rows):
-    """Whether the loss is finite and not 0; where few rows do not pass, a part's own are tried."""
-    by_place, sizes = case.draws_by_place(), _sizes(case, ways, rows)
+def _of_few_rows(case, ways, sizes):
+    """The first of these sizes at which the loss passes; None where it is 0, or not finite."""
+    by_place = case.draws_by_place()
     for size in sizes:
         parts = oracle.plan(ways, case.batch, *size)
         try:
             if any([oracle.judge(_fitting(case, part), by_place) for part in parts]):
-                return True
+                return size
         except MemoryError:
             raise
         except Exception:
             if size is sizes[-1]:
                 raise  # else a group of rows may be larger, or a sequence of one length alone
-    return False
+    return None
 
 
 def _sizes(case, ways, rows):

@@ -7,12 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardwise.objective.means import widened
 
-def shaken(turn: Any, x: Any) -> Any:
-    """A parameter slightly changed, since zeros and symmetries hide what a loss does; it lies as
-    it was.
+
+def shaken(turn: Any, tree: Any, wide: bool = False) -> Any:
+    """Parameters slightly changed, since zeros and symmetries hide what a loss does; they lie as
+    they did. With `wide` in the dtypes in which parts are summed.
     """
-    return _shaking(sharding_of(x))(turn, x)
+    leaves, structure = jax.tree.flatten(tree)
+    shake = _shaking(tuple(map(sharding_of, leaves)), wide)
+    return structure.unflatten(shake(turn, leaves))
 
 
 def sharding_of(x: Any) -> Any:
@@ -22,8 +26,11 @@ def sharding_of(x: Any) -> Any:
 
 
 @functools.cache
-def _shaking(where):  # for each shape one program, whatever the loss
-    return jax.jit(_shaken, out_shardings=where)
+def _shaking(where, wide):  # for the same shapes one program, whatever the loss
+    def shake(turn, leaves):
+        return [_shaken(turn, x) for x in (widened(leaves) if wide else leaves)]
+
+    return jax.jit(shake, out_shardings=[*where])
 
 
 def _shaken(turn, x):

@@ -133,20 +133,16 @@ class Trials:
 
     def _abstract(self, x):
         """What `_shaken` makes of a parameter, of which nothing is made before memory is asked."""
-        made = jax.eval_shape(lambda x: stand_ins.shaken(Turn(), self._wide(x)), x)
+        made = jax.eval_shape(lambda x: stand_ins.shaken(Turn(), x, self.widened), x)
         where = stand_ins.sharding_of(x)
         return jax.ShapeDtypeStruct(
             made.shape, made.dtype, sharding=where, weak_type=made.weak_type
         )
 
-    def _wide(self, x):
-        return widened(x) if self.widened else x
-
     def _shaken(self, turn):
         if self.shaken is None or self.shaken[0] != turn:
             self.shaken = None  # no two copies are held
-            params = jax.tree.map(lambda x: stand_ins.shaken(turn, self._wide(x)), self.case.params)
-            self.shaken = turn, params
+            self.shaken = turn, stand_ins.shaken(turn, self.case.params, self.widened)
         return self.shaken[1]
 
     @property
