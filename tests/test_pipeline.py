@@ -86,7 +86,7 @@ def orders(draw, stages, microbatches):
 
 @pytest.mark.slow
 @given(data=st.data())
-@settings(max_examples=4)
+@settings(max_examples=3)
 def test_any_order_that_can_run_equals_one_device(data):
     stages = data.draw(st.sampled_from([2, 3, 4]))
     check_stack(orders(data.draw, stages, 4), stages, layers=6)
@@ -503,9 +503,11 @@ def test_what_a_pipeline_cannot_take_is_said_before_anything_runs(kind, message,
     how = dict(schedule="gpipe", microbatches=2, loss=scalar, batch=batch) | change
     params |= how.pop("more", {})
     loss, schedule, m, batch = (how.pop(k) for k in ("loss", "schedule", "microbatches", "batch"))
+    given = params, batch
+    arrays = all(isinstance(x, np.ndarray) for x in jax.tree.leaves(given))
     with pytest.raises(kind, match=message) as found:
         function = pipeline.value_and_grad(loss, TWO, schedule, m, **how)
-        function(params, batch)
+        jax.eval_shape(function, *given) if arrays else function(*given)
     assert len(str(found.value)) < 600 and "Traced<" not in str(found.value)
 
 

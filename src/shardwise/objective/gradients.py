@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from shardwise import marks
 from shardwise.objective.division import Division
-from shardwise.objective.means import Mean, cotangents, normal, quotient, widened
+from shardwise.objective.means import Mean, cotangents, normal, quotient, wide, widened
 from shardwise.objective.parts import numbers, reduced, split, ways
 from shardwise.objective.tracing import Traced, trace
 
@@ -172,8 +172,8 @@ def _accumulated(part, parts, rows, division):
 
     steps = (parts, rows, jnp.arange(division.microbatches))
     count = division.together(jnp.sum(jax.lax.map(lambda one: part.count(*one), steps)))
-    first = jax.tree.map(lambda x: x[0], steps)
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(forward_and_back, first, count)[0])
+    sums = part.traced.total, part.params  # a sum of gradients is like the parameter
+    zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), wide(jnp.result_type(x))), sums)
 
     def add(sums, one):
         found, extra = forward_and_back(one, count)

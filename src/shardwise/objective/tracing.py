@@ -70,6 +70,12 @@ class Traced:
         return mean.count is not None
 
     @property
+    def total(self) -> Any:
+        """The shape and dtype of the total."""
+        aval = self.closed.out_avals[0]
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+
+    @property
     def dtype(self) -> Any:
         """The dtype of the mean, as one device has it."""
         return jnp.result_type(*(x.dtype for x in self.closed.out_avals[: 1 + self.has_count]))

@@ -19,6 +19,7 @@ from shardwise.objective.parts import check_params, meaning, merged, reduced, sp
 from shardwise.objective.tracing import trace
 from shardwise.pipeline import checks, cut
 from shardwise.pipeline.cut.parts import abstract, inexact
+from shardwise.pipeline.cut.places import mark
 from shardwise.pipeline.program import WHOLE, Program
 from shardwise.pipeline.running import Run
 
@@ -77,32 +78,43 @@ def value_and_grad(
     within = dataclasses.replace(within, division=division)
     given = loss, mesh, schedule, microbatches, axis, within, has_aux, aux, who, backward
     specs = specs or (lambda params: [P()] * len(jax.tree.leaves(params)))
-    made: list[_Device] = []
 
-    def run(params, batch, *args, key=None):
+    def mapped(function, out_specs, params, batch, args, key):
+        """(`function` of a `_Device` and its arrays, in a shard_map; the device)."""
         checks.arrays(who, params, batch, args, key)
         check_params(params, mesh, who)
         leaves, structure = jax.tree.flatten(params)
         lie = list(specs(params))
         batch, numbers, laid = division.cut(batch)
         device = _Device(*given, lie, structure)
-        mapped = jax.shard_map(
-            device,
+        run = jax.shard_map(
+            functools.partial(function, device),
             mesh=mesh,
             in_specs=(lie, *laid, P(), P()),
-            out_specs=(P(), (P(), P(division.rows or None)), lie if backward else []),
+            out_specs=out_specs(lie),
             axis_names={axis, *within.by_hand},
             check_vma=False,  # around the user's loss; every sum over devices is written out
         )
-        value, parts, grads = mapped(leaves, batch, numbers, args, key)
-        made[:] = [device]
+        return run(leaves, batch, numbers, args, key), device
+
+    def run(params, batch, *args, key=None):
+        def out_specs(lie):
+            return P(), (P(), P(division.rows or None)), lie if backward else []
+
+        out, device = mapped(_Device.__call__, out_specs, params, batch, args, key)
+        value, parts, grads = out
         if has_aux:
             value = value, merged(*parts, device.ways, jax.tree.structure(device.extra))
-        return value, jax.tree.unflatten(structure, grads) if backward else None
+        return value, jax.tree.unflatten(device.structure, grads) if backward else None
 
-    def program(*given, **options):
-        jax.eval_shape(run, *given, **options)
-        return made.pop().program
+    def program(params, batch, *args, key=None):
+        made = []
+
+        def traced(*given):
+            made.append(mapped(_Device.buffered, lambda lie: (), *given)[1])
+
+        jax.eval_shape(traced, params, batch, args, key)
+        return made[0].program
 
     run.program = program
     return run
@@ -134,9 +146,7 @@ class _Device:
     def __call__(self, leaves, batch, numbers, args, key):
         m = self.microbatches
         parts = split(batch, m), split(numbers, m)
-        first = jax.tree.map(lambda x: x[0], parts)
-        with marks.bind(**self.within.meanings):
-            self._trace(leaves, *abstract((*first, args, key)))
+        self._trace(leaves, parts, args, key)
         if self.folded:
             key = self.within.division.fold(key)
             key = jax.vmap(functools.partial(jax.random.fold_in, key))(jnp.arange(m))
@@ -153,7 +163,20 @@ class _Device:
         grads = zip(self.program.back(sums, leaves), leaves, strict=True)
         return value, aux, [g.astype(x.dtype) for g, x in grads]
 
-    def _trace(self, leaves, batch, rows, args, key):
+    def buffered(self, leaves: list, batch: Any, numbers: Any, args: tuple, key: Any) -> tuple:
+        """Make the `program` and its buffers, as the call does, and run nothing."""
+        m = self.microbatches
+        self._trace(leaves, (split(batch, m), split(numbers, m)), args, key)
+        assert self.program.buffers  # whose stages are traced where the axes have names
+        return ()
+
+    def _trace(self, leaves, parts, args, key):
+        """Trace the loss of the first part of the batch."""
+        first = jax.tree.map(lambda x: x[0], parts)
+        with marks.bind(**self.within.meanings):
+            self._cut(leaves, *abstract((*first, args, key)))
+
+    def _cut(self, leaves, batch, rows, args, key):
         """Trace the loss of one part of the batch, of which all but the parameters are shapes."""
         within, m, shares = self.within, self.microbatches, WHOLE
         held = tuple(_place(spec, self.axis) for spec in self.specs)
@@ -173,7 +196,8 @@ class _Device:
         self.traced = None
         with marks.bind(**meanings):
             if m > 1 or within.division.axes:
-                self.traced = trace(self.loss, *given, self.has_aux)
+                with marks.bind(stage_boundary=mark):
+                    outputs = self.traced = trace(self.loss, *given, self.has_aux)
                 if m > 1:
                     self.traced.check_count(params, self.who)
             stages, shapes = cut.stages(outputs, *given, relocate=self._relocated)

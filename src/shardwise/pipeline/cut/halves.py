@@ -93,8 +93,7 @@ def _halves(whole):
     to_weights = whole.part([grads], [*given, [*cot, *done]], trim=3)
     pending = to_weights.inputs[3]
     to_input = whole.part([back, pending], whole.inputs, lambda eqn: True)
-    shapes = jax.eval_shape(to_input, *map(shapes_of, whole.inputs))[1]
-    return to_input, to_weights, _undivided(sent.eqns, back, pending), shapes
+    return to_input, to_weights, _undivided(sent.eqns, back, pending), shapes_of(pending)
 
 
 def _undivided(eqns, back, pending):
@@ -139,11 +138,19 @@ def _split_scan(eqn, wanted):
     theirs = body.part([[body.outputs[0][i] for i in rest]], [*body.inputs, known], trim=3)
     if not theirs.eqns:
         return [eqn]
-    stacked = {v: object() for v in theirs.inputs[3]}  # between the two scans
+    length = eqn.origin.params["length"]  # of what is stacked between the two scans
+    stacked = {v: _Stacked(Shape((length, *v.aval.shape), v.aval.dtype)) for v in theirs.inputs[3]}
     return [
         _half(eqn, "scan, to the input", ours, chosen, {}, stacked),
         _half(eqn, "scan, to the weights", theirs, rest, stacked, {}),
     ]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Stacked:
+    """A variable of our own."""
+
+    aval: Shape
 
 
 def _closed(body, wanted):

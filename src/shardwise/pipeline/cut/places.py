@@ -29,11 +29,12 @@ def trace(function: Callable, params: Any, data: Any, relocate: Callable | None)
             )
         return eqn if relocate is None else _relocated(eqn, relocate)
 
-    with marks.bind(stage_boundary=_mark):
+    with marks.bind(stage_boundary=mark):
         return traced(function, CALLS, params, data, change=change)
 
 
-def _mark(x):
+def mark(x: Any) -> Any:
+    """The meaning of `marks.stage_boundary` in a trace that is to be cut."""
     leaves, structure = jax.tree.flatten(x)
     if not leaves:
         raise ValueError(
