@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from scipy.sparse import csgraph, csr_array
 
 from shardwise import jaxprs, marks
 from shardwise.costs.memory import Terms
@@ -231,6 +230,8 @@ def _is_written(program, variable):
 
 def _cut(sizes, made_by, kept):
     """The variables of the minimum cut: each is two nodes, and the edge between them its size."""
+    from scipy.sparse import csgraph, csr_array  # a tenth of what a run imports, and no run cuts
+
     number = {v: i for i, v in enumerate(sizes)}
     n = len(sizes)
     source, sink = 2 * n, 2 * n + 1
