@@ -14,7 +14,7 @@ from sampling import IN_FULL, marked
 from shardwise import data, layouts, mesh, model, objective
 
 mesh.simulate(8)
-SIZES = dict(embed=32, layers=4, heads=16, kv_heads=8, head_dim=2, mlp=48, vocab=256)
+SIZES = dict(embed=32, layers=2, heads=16, kv_heads=8, head_dim=2, mlp=48, vocab=256)
 CONFIGS = {
     "gemma": dict(tied=True, norms="both", activation="gelu", qk_norm="head", qkv_bias=True),
     "olmo": dict(norms="after", qk_norm="heads"),
@@ -74,10 +74,11 @@ OTHERS = [case for case in CASES if case not in FAST | STANDING]
 
 
 @pytest.mark.parametrize(
-    "name, layout", [*marked(sorted(FAST | STANDING), FAST), *marked(OTHERS, (), 1)]
+    "name, layout",
+    [*marked(sorted(FAST | STANDING), FAST), *marked(OTHERS, (), 0)],
 )
 def test_a_variant_is_one_device(name, layout):
-    layout = layouts.LAYOUTS[layout](8)
+    layout = layouts.LAYOUTS[layout](max(4, 2 ** len(layout.split(", "))))
     before, loss, has_aux = program(name, layout.size("stage"))
     expected, grads = alone(name)
     params, state = layouts.init(layout, lambda key: before, TX, KEY)
@@ -98,7 +99,7 @@ def test_a_variant_has_the_parameters_that_it_says(name):
     assert ("blocks/attention_norm/scale" in paths) == (config.norms != "after")
     assert ("blocks/mlp_end/scale" in paths) == (config.norms != "before")
     shapes = {"/".join(map(str, k)): v.shape for k, v in nnx.to_flat_state(program_state(config))}
-    width = {"head": (4, 2), "heads": (4, 8, 2)}[config.qk_norm]
+    width = {"head": (2, 2), "heads": (2, 8, 2)}[config.qk_norm]
     assert shapes["blocks/k_norm/scale"] == width
 
 
@@ -141,7 +142,8 @@ def test_norms_and_biases_are_computed_as_published():
     expected = x2 + norm((g * u) @ w["down/kernel"], "mlp_end")
     graphdef = nnx.split(nnx.eval_shape(lambda: model.Block(config, nnx.Rngs(0))))[0]
     block = nnx.merge(graphdef, jax.tree.map(lambda a: a[0], state["blocks"]))
-    np.testing.assert_allclose(block(jnp.asarray(x, jnp.float32)), expected, atol=2e-5)
+    found = jax.jit(lambda x: block(x))(jnp.asarray(x, jnp.float32))
+    np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
 def _flat(state):
