@@ -74,8 +74,7 @@ OTHERS = [case for case in CASES if case not in FAST | STANDING]
 
 
 @pytest.mark.parametrize(
-    "name, layout",
-    [*marked(sorted(FAST | STANDING), FAST), *marked(OTHERS, (), 0)],
+    "name, layout", [*marked(sorted(FAST | STANDING), FAST), *marked(OTHERS, (), 1)]
 )
 def test_a_variant_is_one_device(name, layout):
     layout = layouts.LAYOUTS[layout](max(4, 2 ** len(layout.split(", "))))

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sampling import IN_FULL, marked
+from test_foreign import with_gradients
 from test_layouts import KEY, OPTIMIZERS, batches, drawn, parts
 
 from shardwise import checkpoint, fsdp, layouts, mesh, objective, rules
@@ -17,24 +18,12 @@ from shardwise import checkpoint, fsdp, layouts, mesh, objective, rules
 SEEN = ["hybrid", "fsdp, tensor by compiler"]
 STAGED = "stage, fsdp by hand"
 # Of these the program alone: what meshes are told within, of each kind.
-LOWERED = ["context by compiler", "expert by compiler", "stage, fsdp", "fsdp, expert, context"]
+LOWERED = ["context by compiler", "expert by compiler", "stage, fsdp"]
+LOWERED += ["stage, fsdp, context by hand", "fsdp, context, tensor", "fsdp, expert, context"]
 if IN_FULL:
     LOWERED = [name for name in layouts.LAYOUTS if name not in (*SEEN, STAGED)]
 TX = OPTIMIZERS["adamw"]
 LAYERS = 2
-
-
-def with_gradients(tx):
-    """`tx`, whose state is (the gradients that it got last, its own): one program has both."""
-
-    def init(params):
-        return jax.tree.map(jnp.zeros_like, params), tx.init(params)
-
-    def update(grads, state, params):
-        updates, own = tx.update(grads, state[1], params)
-        return updates, (grads, own)
-
-    return optax.GradientTransformation(init, update)
 
 
 def explicit(auto):

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sampling import marked
 
 from shardwise import marks, measure, mesh, model, objective
 from shardwise.measure import hlo, timing
@@ -34,9 +33,7 @@ def shape(*sizes, dtype=jnp.float32):
 # --- FLOPs
 
 
-@settings(max_examples=4)
-@example(2, 3, 4, 1)
-@example(3, 1, 1, 5)
+@settings(max_examples=12)
 @given(*[st.integers(1, 40)] * 4)
 def test_flops_of_one_batched_product(batch, m, n, k):
     program = compiled(
@@ -57,7 +54,7 @@ def unrolled(x, weights):
     return functools.reduce(lambda x, w: jnp.tanh(x @ w), weights, x)
 
 
-@settings(max_examples=2)
+@settings(max_examples=4)
 @given(st.integers(1, 6), st.integers(2, 20), st.integers(2, 20))
 def test_flops_of_a_scan_are_those_of_the_unrolled_loop(trips, rows, size):
     args = shape(rows, size), shape(trips, size, size)
@@ -115,7 +112,8 @@ def test_flops_of_convolutions_match_the_compilers_count(strides, padding):
     assert measure.flops(program) == program.cost_analysis()["flops"] > 0
     if padding == "VALID":
         assert measure.flops(program) == 2 * math.prod(program.out_info.shape) * 3 * 2 * 3
-    program = compiled(lambda out, *args: jax.vjp(convolve, *args)[1](out), program.out_info, *args)
+    _, pullback = jax.vjp(convolve, *(jnp.zeros(a.shape) for a in args))
+    program = compiled(pullback, program.out_info)
     assert measure.flops(program) == program.cost_analysis()["flops"] > 0
 
 
@@ -164,14 +162,8 @@ def every_kind(axes, n, trips):
     return lambda x: jax.lax.scan(once, x, None, length=trips)[0]
 
 
-# One axis of one, one of axes that neighbours share, and two that another lies between; in a loop.
-QUICK = [(*MESHES[0], 1), (*MESHES[1], 3), (*MESHES[5], 3)]
-
-
-@pytest.mark.parametrize(
-    ("axes_sizes", "axes", "trips"),
-    marked([(*each, trips) for each in MESHES for trips in (1, 3)], QUICK, 3),
-)
+@pytest.mark.parametrize("trips", [1, 3])
+@pytest.mark.parametrize(("axes_sizes", "axes"), MESHES)
 def test_every_kind_of_collective_on_every_mesh(axes_sizes, axes, trips):
     grid = mesh.make(**axes_sizes)
     n = math.prod(axes_sizes[axis] for axis in axes)

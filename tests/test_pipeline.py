@@ -86,7 +86,7 @@ def orders(draw, stages, microbatches):
 
 @pytest.mark.slow
 @given(data=st.data())
-@settings(max_examples=3)
+@settings(max_examples=4)
 def test_any_order_that_can_run_equals_one_device(data):
     stages = data.draw(st.sampled_from([2, 3, 4]))
     check_stack(orders(data.draw, stages, 4), stages, layers=6)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling import IN_FULL, marked
+from sampling import marked, sample
 
 from shardwise import context, layouts, measure, mesh, model, plan, schedules, topology, train
 from shardwise.costs import memory, sent
@@ -100,7 +100,7 @@ def compare(part, layout, program, shapes):
             assert math.isclose(ours[along], size), along
 
 
-@pytest.mark.parametrize("seed", marked(range(40), range(1, 7), 7))
+@pytest.mark.parametrize("seed", marked(range(40), range(1, 7), 14))
 def test_bytes_are_those_of_the_layout(seed):
     each, config, rows = drawn(seed)
     layout = compiling.layout_of(each, config, mesh.make(**each.sizes))
@@ -132,7 +132,7 @@ def test_scales_of_all_norms_are_summed_along_tensor():
     assert summed == [4 * n for n in scales] and over_heads == numbers - 4 * scales[1]
 
 
-@pytest.mark.parametrize("seed", marked(range(12), [], 2))
+@pytest.mark.parametrize("seed", marked(range(12), [], 3))
 def test_bytes_of_stages_are_those_of_the_layout(seed, monkeypatch):
     # `predict` would trace the loss again for each stage.
     monkeypatch.setattr(gradients, "in_stages", functools.cache(gradients.in_stages))
@@ -149,7 +149,7 @@ LOWERED = [(0, seed) for seed in (1, 2, 4, 5, 7, 10, 11)]
 LOWERED += [(1, seed) for seed in (0, 1, 3, 4, 5, 6, 8, 10, 11)]
 
 
-@pytest.mark.parametrize("mixed, seed", marked(LOWERED, [], 3))
+@pytest.mark.parametrize("mixed, seed", marked(LOWERED, [], 4))
 def test_bytes_sent_by_hand_are_those_in_the_lowered_program(mixed, seed):
     """All of them: of tokens that travel to experts, too."""
     each, config, rows = drawn(100 + seed, mixed=bool(mixed))
@@ -176,7 +176,7 @@ def on_host(jaxpr, times=1):
     return total
 
 
-@pytest.mark.parametrize("seed", marked(range(1, 7), [1], 1))
+@pytest.mark.parametrize("seed", marked(range(1, 7), [1], 2))
 def test_what_waits_on_the_host_is_what_enters_layers(seed):
     each, config, rows = drawn(300 + seed)
     each = dataclasses.replace(each, remat=True, offload=True, products=False)
@@ -347,8 +347,7 @@ def test_the_bubble_and_the_slots_are_those_of_the_schedule(p, more):
 
 
 MIXED = dict(experts=8, capacity_factor=1.25)
-STAGED = {"kept": (False, {}), "remat, experts": (True, MIXED)}
-STAGED |= {"remat": (True, {})} if IN_FULL else {}
+STAGED = {"kept": (False, {}), "remat": (True, {}), "remat, experts": (True, MIXED)}
 
 
 @pytest.mark.parametrize("name", marked(STAGED, ["kept"]))
@@ -398,7 +397,7 @@ SLOTS = {
 }
 
 
-@pytest.mark.parametrize("name", marked(SLOTS, ["expert, context"], 1))
+@pytest.mark.parametrize("name", marked(SLOTS, ["expert, context"]))
 def test_an_expert_has_the_slots_of_a_whole_row_on_each_part_of_it(name):
     """But no more than there are tokens: in what is sent, and in what is multiplied."""
     config = model.Config(
@@ -448,14 +447,12 @@ def test_the_compiler_is_given_the_kernel_where_devices_see_whole_sequences():
     assert isinstance(made.kernel, context.splash)
     cut = roles.Roles(fsdp=4, context=2), SMALL, mesh.make(fsdp=4, context=2), "splash"
     assert compiling.layout_of(*cut).kernel is None
-    optimizer = train.Optimizer(name="sgd")
-    given = dataclasses.replace(SMALL, layers=2), CHIPS, 8, 128, (), (), ()
-    whole = plan.Plan(*given, optimizer=optimizer)
+    whole = plan.Plan(dataclasses.replace(SMALL, layers=2), CHIPS, 8, 128, (), (), ())
     _, lowered = compiling.lowered(each, whole)
     assert "splash_mha_fwd" in lowered.as_text()
 
 
-@pytest.mark.parametrize("seed", marked(range(40), range(8), 10))
+@pytest.mark.parametrize("seed", marked(range(40), range(8)))
 def test_what_the_compiler_inserts_sends_what_the_formula_says(seed):
     """One by one, and in all."""
     each, config, rows = drawn(300 + seed, staged=seed % 2 == 0)
@@ -510,7 +507,7 @@ def flops_of_fsdp(config, each):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KEEPS if IN_FULL else ["gemma"])
+@pytest.mark.parametrize("name", sample(KEEPS, 2))
 def test_of_a_steps_products_that_are_kept_attentions_come_again(name):
     config, both = with_products(name)
     flops = [flops_of_fsdp(config, part.roles) for part in both]
