@@ -64,15 +64,16 @@ addEventListener("DOMContentLoaded", () => {
 
 // What overflows at this width can be scrolled by keyboard; what fits is no stop on the way.
 function reachScrolling() {
+  const scrolls = (e) => /auto|scroll/.test(getComputedStyle(e).overflow) && // on a phone, figures too
+    (e.scrollWidth > e.clientWidth + 1 || e.scrollHeight > e.clientHeight + 1);
   const changed = new ResizeObserver((seen) => {
     for (const { target } of seen) {
-      if (target.scrollWidth > target.clientWidth + 1 || target.scrollHeight > target.clientHeight + 1) target.tabIndex = 0;
+      if (scrolls(target)) target.tabIndex = 0;
       else target.removeAttribute("tabindex");
     }
   });
-  for (const element of document.querySelectorAll("article :is(pre, table, div.math, figure, .output, .pictures)")) {
-    if (/auto|scroll/.test(getComputedStyle(element).overflow)) changed.observe(element);
-  }
+  for (const element of document.querySelectorAll("article :is(pre, table, div.math, figure, .output, .pictures)"))
+    changed.observe(element);
 }
 
 // A field over the gallery of failures. A pasted message has numbers and names of its own: where no
