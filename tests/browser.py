@@ -68,7 +68,9 @@ def launch(playwright):
     error_class = pytest.importorskip("playwright.sync_api").Error
     found = next(filter(None, map(shutil.which, NAMES)), None)
     try:
-        return playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        return playwright.chromium.launch(
+            executable_path=found, args=["--no-sandbox", "--disable-gpu"]
+        )
     except error_class as error:
         how = "No browser: install chromium, or run `playwright install chromium`."
         missing(f"{how} ({error.message[:80]})")

@@ -251,6 +251,17 @@ def test_lowered_programs_say_how_many_devices_run_them():
     assert hlo.lowered(jax.jit(jnp.sin).lower(shape(8))).devices == 1
 
 
+def test_of_a_lowered_program_left_to_the_compiler_nothing_is_said():
+    """Its collectives are not there yet, and none is not their number."""
+    rows = NamedSharding(mesh.make(a=8), P("a"))
+    lowered = jax.jit(lambda x: x.sum(0), in_shardings=rows).lower(shape(8, 4))
+    with pytest.raises(ValueError, match="what its 8 devices send, the compiler has yet to decide"):
+        measure.collectives(lowered)
+    assert measure.collectives(lowered.compile())["all-reduce"].static == 1
+    alone = jax.shard_map(jnp.sin, mesh=mesh.make(a=8), in_specs=P("a"), out_specs=P("a"))
+    assert not measure.collectives(jax.jit(alone).lower(shape(8)))
+
+
 def test_lowered_programs_keep_the_dtype_in_which_a_collective_was_written():
     f = jax.shard_map(
         lambda x: jax.lax.psum(x, "a"), mesh=mesh.make(a=8), in_specs=P("a"), out_specs=P()

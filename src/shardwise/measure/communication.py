@@ -34,7 +34,7 @@ def collectives(program: Any, device: int | None = None) -> Collectives:
     really runs on one device: hand-written collectives and those that the compiler inserted, in the
     dtypes of its backend (the CPU's turns bfloat16 into float32). A lowered one holds only those
     written by hand in `jax.shard_map`, in the dtypes written, its arrays not yet divided along axes
-    that are left to the compiler.
+    that are left to the compiler; one for several devices without any `shard_map` is an error.
 
     An asynchronous start and done are one collective, a group of one device sends nothing, and of
     a conditional's branches the one that sends the most is counted. A loop in the scope of
@@ -50,10 +50,16 @@ def collectives(program: Any, device: int | None = None) -> Collectives:
       TypeError: `program` is none of these.
       ValueError: a collective whose bytes depend on data, one in a loop whose number of trips
         does, replica groups in a form not known here, or, in a lowered program, a custom call
-        that may send.
+        that may send, or nothing written by hand.
     """
     if isinstance(program, jax.stages.Lowered):
         program = hlo.lowered(program)
+        if program.devices > 1 and not program.by_hand:
+            raise ValueError(
+                f"measure.collectives: nothing in this lowered program is written by hand, in "
+                f"jax.shard_map: what its {program.devices} devices send, the compiler has yet to "
+                f"decide. Pass what .compile() of it returns."
+            )
     program = hlo.read("collectives", program)
     found, device = executed(Frame.of(program), read, lambda op: op.ring_bytes, device)
     return Collectives((dataclasses.replace(x.value, trips=x.times) for x in found), device)

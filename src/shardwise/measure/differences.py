@@ -5,6 +5,9 @@ import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+import jax
+
+from . import hlo
 from .communication import collectives
 from .counts import Op, Shown, number, parted
 from .hlo import Array
@@ -65,6 +68,8 @@ def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differe
     `written` of all names together is what `lowered` and `also` send, `compiled` what `compiled`
     sends: both on the device that sends the most as `lowered` is written.
     """
+    if isinstance(lowered, jax.stages.Lowered):
+        lowered = hlo.lowered(lowered)  # read here, since nothing in it need be written by hand
     written, sums = collectives(lowered), Differences()
     met = pairs((*written.ops, *also), collectives(compiled, written.device).ops)
     found = parted(met, lambda pair: pair.name)

@@ -30,6 +30,7 @@ _LIST = re.compile(r"\{(\d[\d, >-]*)\}")
 _ORDER = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _IOTA = re.compile(rf"\[([\d,]+)\]<={_ORDER}")
 _MESH_AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+_EDGES = "LocalToGlobalShape", "ShardToFullShape"  # where a shard_map ends
 # Custom calls that keep to their own device, by what they are for: libraries, TPU's own algorithms,
 # placement, Python on the host, kernels.
 _LOCAL = re.compile(
@@ -117,6 +118,12 @@ class Program:
     devices: int
     scheduled: bool = False
     places: Groups = ()
+
+    @property
+    def by_hand(self) -> bool:
+        """Whether a lowered program has a `jax.shard_map`, of any axes, in it."""
+        ops = (op for each in self.computations.values() for op in each.instructions.values())
+        return any(op.says("custom_call_target").endswith(_EDGES) for op in ops)
 
 
 def checked(who: str, program: Any) -> Any:

@@ -15,6 +15,7 @@ from shardwise import context, layouts, measure, model, topology
 from shardwise.context.kernels import LANES
 from shardwise.costs.arrays import Roles, parts
 from shardwise.costs.sent import inserted
+from shardwise.measure import hlo
 from shardwise.measure.differences import Differences
 from shardwise.measure.memory import Fit
 from shardwise.model import Config, Decoder
@@ -153,7 +154,8 @@ def check(candidate: Candidate, plan: Plan) -> Check:
     child.versions(plan.chips.chip)  # or there is no compiler, and nothing need be traced
     began = time.perf_counter()
     mesh, program = lowered(candidate.roles, plan)
-    by_hand, found, became = measure.collectives(program), {}, Differences()
+    # Read before, since of a tensor axis alone nothing is written by hand.
+    by_hand, found, became = measure.collectives(hlo.lowered(program)), {}, Differences()
     try:
         compiled = topology.compile(program, mesh)
         fit = measure.fits(compiled)
