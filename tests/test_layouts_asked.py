@@ -99,12 +99,15 @@ class Asked:
         self.add(layout.context, "reduce-scatter", keys, 2 * times, FLOAT)
 
     def activations(self):
-        """Megatron's, and the loss's maximum, sum and target."""
+        """Megatron's, what layers done again send before attention's sum and for it, and the
+        loss's maximum, sum and target.
+        """
         layout, cut = self.layout, self.parts(self.layout.rows) * self.layout.size("context")
         tokens = ROWS * LENGTH // cut // self.m
-        size, times = tokens * self.config.embed, self.m * (4 * self.layers + 2)
+        size, m, layers = tokens * self.config.embed, self.m, self.layers
+        times = m * (5 * layers + 2)
         if layout.sequence:
-            self.add(layout.tensor, "all-gather", size, times)
+            self.add(layout.tensor, "all-gather", size, m * (6 * layers + 2))
             self.add(layout.tensor, "reduce-scatter", size, times)
             self.add(layout.tensor, "all-reduce", self.config.embed, 2 * self.layers + 1, FLOAT)
         else:

@@ -69,7 +69,7 @@ class LayoutLedger(Ledger):
         if layout.context:
             self._attention(model, rows // layout.microbatches, length, again)
         if layout.tensor and "embed" in model.sizes:
-            self._tensor(model, rows, length // layout.size("context"), *ends)
+            self._tensor(model, rows, length // layout.size("context"), again, *ends)
 
     def stages(
         self, shapes: Any, batch: Any, again: bool, loss: Callable | None, has_aux: bool, place: int
@@ -148,12 +148,13 @@ class LayoutLedger(Ledger):
         one = attention(layout).bytes_sent(layout.size("context"), q, k)
         self.attention(layout.context, one, layout.microbatches * model.layers, again)
 
-    def _tensor(self, model, rows, length, first, last):
+    def _tensor(self, model, rows, length, again, first, last):
         layout, itemsize = self.layout, jnp.dtype(model.dtype).itemsize
         given = layout.size("tensor"), rows, length, model.sizes["embed"], model.layers, itemsize
-        norms = dict(scales=model.scales or None, normed_heads=model.cut_norms / model.layers)
-        told = tensor.bytes_sent(*given, layout.sequence, **norms)
-        of_ends = first * told.embedding + last * (told.head + told.loss)
+        normed = model.cut_norms / model.layers * (1 + again / 2)  # forward, backward, and again
+        norms = dict(scales=model.scales or None, normed_heads=normed)
+        told = tensor.bytes_sent(*given, layout.sequence, again, sums_again=again, **norms)
+        of_ends = (first + last) * told.embedding + last * told.loss  # which nothing does again
         self.add("activations", layout.tensor, told.layers + told.norms + of_ends)
 
 
