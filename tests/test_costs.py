@@ -55,14 +55,8 @@ def test_arrays_and_a_decoder_s_sizes_send_as_much_of_each_kind(sizes, remat):
     ledger.parameters(array_layouts(layout, program.params), program.params, remat)
     ledger.activations(program.params, program.batch, remat)
     (part,) = parts(each, config, arrays.of_decoder(config), 24, 32)
-    # In arrays no router is seen; and of tensor the layout's formula does nothing again.
+    # In arrays no router is seen.
     ours = {(s.roles, s.kind): s.bytes for s in sent(part) if s.kind not in ("tokens", "counts")}
-    if remat:
-        planned, asked = (x.pop((("tensor",), "activations"), 0) for x in (ours, ledger))
-        n, activation = layout.size("tensor"), part.tokens * config.embed * part.itemsize
-        # A layer gathers what enters attention and the MLP once more, and scatters one sum.
-        again = 2 * 2 * 3 * activation * (n - 1) / n
-        assert planned - asked == pytest.approx(again if n > 1 else 0)
     assert {kind for _, kind in ours} >= {"weights", "gradients", "loss"}
     assert ours == pytest.approx(dict(ledger))
 
