@@ -56,7 +56,8 @@ def predict(
     parameters, their gradients, attention, whose sizes are read from the parameters' logical axes,
     heads, kv_heads and head_dim. A mixture's dispatch is left out, since it depends on what a
     router chooses (`experts.bytes_sent`). Along the tensor axis it is Megatron's formula, with what
-    rematerialised layers send again, and a compiler does what it does (`tensor.bytes_sent`).
+    layers send again of which nothing but the input is kept, and a compiler does what it does
+    (`tensor.bytes_sent`).
 
     By the compiler, `held` is exact, and `sent` what the layout asks for: the bytes of the same
     roles by hand, with keys and values gathered along context. A compiler may sum where a scatter

@@ -154,13 +154,13 @@ def check(candidate: Candidate, plan: Plan) -> Check:
     child.versions(plan.chips.chip)  # or there is no compiler, and nothing need be traced
     began = time.perf_counter()
     mesh, program = lowered(candidate.roles, plan)
-    # Read before, since of a tensor axis alone nothing is written by hand.
-    by_hand, found, became = measure.collectives(hlo.lowered(program)), {}, Differences()
+    written = hlo.lowered(program)  # read here: with a tensor axis alone nothing is by hand
+    by_hand, found, became = measure.collectives(written), {}, Differences()
     try:
         compiled = topology.compile(program, mesh)
         fit = measure.fits(compiled)
         found = {kind: c.ring_bytes for kind, c in measure.collectives(compiled).items()}
-        became = measure.differences(program, compiled, _expected(plan, candidate, by_hand.device))
+        became = measure.differences(written, compiled, _expected(plan, candidate, by_hand.device))
     except topology.DoesNotFit as error:
         fit = measure.fits(error)
     spent = time.perf_counter() - began
