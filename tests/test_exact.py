@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sampling import IN_FULL, marked, sample
+from sampling import IN_FULL, sample
 
 from shardwise import layouts, marks, measure, mesh, model, objective, run
 from shardwise.layouts import Layout, exact
@@ -228,7 +228,8 @@ AUX = dict(sum="sum", mean="mean", most="max", rows="concatenate")
 AUX_CUT = {"rows": dict(data=2, fsdp=2), "context": dict(context=4)}
 
 
-@pytest.mark.parametrize("cut", marked(AUX_CUT, ["rows"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", AUX_CUT)
 def test_auxiliary_outputs_have_the_same_bits_and_rows_their_order(cut):
     params = {"w": np.asarray(drawn(1).normal(size=(24, 8)), np.float32)}
     batch = {"x": np.asarray(drawn(2).normal(size=(64, 24)), np.float32)}

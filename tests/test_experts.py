@@ -547,13 +547,14 @@ def by_hand(loss, params, batch, meaning, devices):
     return jax.jit(run)([v[...] for _, v in flat], batch)
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("config", "form"),
     [
         (CONFIGS[0], "all_to_all"),
-        pytest.param(CONFIGS[0], "gather", marks=SLOW),
-        pytest.param(CONFIGS[1], "ragged", marks=SLOW),
-        pytest.param(CONFIGS[2], "all_to_all", marks=SLOW),
+        (CONFIGS[0], "gather"),
+        (CONFIGS[1], "ragged"),
+        (CONFIGS[2], "all_to_all"),
     ],
     ids=["capacity", "gathered", "ragged", "biased"],
 )

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from sampling import IN_FULL, marked
+from sampling import IN_FULL
 from test_foreign import with_gradients
 from test_layouts import KEY, OPTIMIZERS, batches, drawn, parts
 
@@ -54,7 +54,8 @@ def equal(ours, theirs, **tolerance):
         np.testing.assert_allclose(a, b, **tolerance)
 
 
-@pytest.mark.parametrize("name", marked([*SEEN, STAGED], SEEN[:1]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SEEN, STAGED])
 def test_a_layout_does_there_what_it_does_on_auto_axes(name, tmp_path):
     auto, layout = twins(name)
     batch, found, tx = batches()[0], [], with_gradients(TX)

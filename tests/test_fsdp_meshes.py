@@ -64,6 +64,7 @@ def expected():
     return batch, jax.jit(objective.value_and_grad(loss))(params, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("m", "options"),
     marked(

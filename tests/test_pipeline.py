@@ -312,7 +312,8 @@ def test_draws_by_place_are_one_device_s():
     assert_close(mean, value)
 
 
-@pytest.mark.parametrize(("schedule", "devices"), marked([("1f1b", 4), ("zb_v", 2)], [("zb_v", 2)]))
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "devices"), [("1f1b", 4), ("zb_v", 2)])
 def test_stages_that_read_rows_of_keys_share_a_program(schedule, devices):
     """Which rows of what follows from a key or from the data each takes is a number in a table."""
 

@@ -397,7 +397,8 @@ SLOTS = {
 }
 
 
-@pytest.mark.parametrize("name", marked(SLOTS, ["expert, context"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOTS)
 def test_an_expert_has_the_slots_of_a_whole_row_on_each_part_of_it(name):
     """But no more than there are tokens: in what is sent, and in what is multiplied."""
     config = model.Config(

@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sampling import marked
 
 from shardwise import data, marks, measure, mesh, model, objective, rules
 
@@ -41,13 +40,8 @@ def reference():
     return function, params, batch, jax.jit(function)(params, batch)
 
 
-FAST = ("fsdp and tensor",)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    marked(LAYOUTS, FAST),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_gradient_of_one_device(layout):
     rule, names = LAYOUTS[layout]
     function, params, batch, (mean, grads) = reference()
