@@ -238,17 +238,3 @@ def test_kinds_differ_in_grey_and_carry_readable_numbers():
     assert all(b - a > 0.08 for a, b in itertools.pairwise(grey))
     for colour in pipelines.COLOURS.values():
         assert palette.contrast(palette.ink(colour), colour) > 4.5
-
-
-def test_live_activations_fill_each_row_as_high_as_its_peak():
-    """1F1B and ZB-V on two devices: 2 and 1 whole microbatches, and two on each in halves."""
-    runs = {name: schedules.timeline(schedules.spread(name, 2, 4)) for name in ("1f1b", "zb_v")}
-    drawing = figures.live_activations(runs)
-    said = [[text.get_text() for text in axes.texts] for axes in drawing.axes]
-    assert said == [["2", "1"], ["2", "2"]]
-    for axes, run in zip(drawing.axes, runs.values(), strict=True):
-        for row, (device, area) in enumerate(zip(run.live, axes.collections, strict=True)):
-            foot = 1.25 * (row + 1)
-            drawn = {round(foot - y, 6) for _, y in area.get_paths()[0].vertices}
-            share = run.schedule.devices / run.schedule.stages
-            assert drawn == {round(count * share / 2, 6) for _, count in device} | {0}

@@ -10,7 +10,7 @@ from .loads import loads_explorer
 from .mesh import mesh_explorer
 from .overlap import lanes_explorer, overlap
 from .palette import DEVICES, style
-from .pipelines import live_activations, pipeline_explorer, schedule
+from .pipelines import pipeline_explorer, schedule
 from .plots import bars, canvas, collective_picture, counters, curves, mesh_picture, shards
 from .products import Product, product_explorer
 from .questions import choose, fill_in, questions

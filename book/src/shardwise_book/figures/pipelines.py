@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-import numpy as np
 from matplotlib.patches import Rectangle
 
 from shardwise import schedules
@@ -10,7 +9,6 @@ from shardwise_book.figures import palette, svg
 from shardwise_book.figures.interactive import Control, Interactive, Refusal, explorer, said
 from shardwise_book.figures.plots import Drawing, canvas, legend, tile, words
 
-GAP = 0.25  # between rows of what is live, in heights of a row
 WAITS = {"color": palette.GREY, "alpha": 0.18, "linewidth": 0}
 
 # Forwards darkest, backwards to the weights lightest, so that they differ in grey too.
@@ -89,50 +87,9 @@ def chunk(table: schedules.Schedule, task: schedules.Task) -> int:
     return sum(device == home for device in table.device_of[: task.stage])
 
 
-def live_activations(runs: Mapping[str, schedules.Timeline], width: float = 3.9) -> Drawing:
-    """A panel for each timeline, two in a line: a row for each device, filled as high as it holds.
-
-    Heights and numbers, each row's highest, count microbatches through all layers of a device, on
-    one scale for all panels; so does time, on one axis.
-    """
-    lines = -(-len(runs) // 2)
-    rows = max(run.schedule.devices for run in runs.values())
-    high, grid = lines * (0.21 * rows + 0.3) + 0.35, {"sharex": True, "squeeze": False}
-    drawing, panels = canvas(width, high, 2, lines, **grid)
-    panels = panels.ravel()
-    span = max(run.makespan for run in runs.values())
-    most = max(_share(run.schedule) * max(run.peak_live) for run in runs.values())
-    for axes, (title, run) in zip(panels, runs.items(), strict=False):
-        _panel(axes, title, run, span, most)
-    for axes in panels[len(runs) :]:
-        axes.set_visible(False)
-    for axes in panels[max(0, len(runs) - 2) : len(runs)]:
-        axes.tick_params(axis="x", labelbottom=True)
-        axes.set_xlabel("time, in ticks")
-    return drawing
-
-
 def _share(table):
     """How much of a device's layers one stage has."""
     return table.devices / table.stages
-
-
-def _panel(axes, title, run, span, most):
-    middles = []
-    for device, changes in enumerate(run.live):
-        times, counts = np.array([*changes, (span, changes[-1][1])]).T
-        foot = (1 + GAP) * (device + 1)
-        heights = foot - counts * _share(run.schedule) / most
-        axes.fill_between(times, foot, heights, step="post", facecolor=COLOURS["F"], linewidth=0)
-        axes.plot([0, span], [foot, foot], color=palette.GREY, linewidth=0.6, linestyle="-")
-        peak = svg.short(_share(run.schedule) * run.peak_live[device], 3)
-        middles.append(foot - 0.5)
-        axes.text(span * 1.03, foot - 0.5, peak, va="center", fontsize=9, color=palette.GREY)
-    axes.set_title(title, loc="left", fontsize=9.5, fontweight="bold", pad=2)
-    axes.set_yticks(middles, range(len(middles)), fontsize=8.5)
-    axes.tick_params(length=0, labelsize=8.5)
-    axes.set(xlim=(0, span * 1.12), ylim=((1 + GAP) * len(middles) + 0.05, GAP / 2))
-    axes.spines[:].set_visible(False)
 
 
 def pipeline_explorer() -> Interactive:
