@@ -15,10 +15,12 @@ def sample(cases, many):
     return cases if IN_FULL else random.Random(SEED).sample(cases, many)
 
 
-def marked(cases, quick, many=None):
-    """The cases, slow but for the quick ones; of the slow ones a sample of so many, if told."""
-    others = [case for case in cases if case not in quick]
-    chosen = others if many is None else sample(others, many)
+def marked(cases, quick, many=None, always=()):
+    """The cases, slow but for the quick ones; of the slow ones a sample of so many, if told, beside
+    those that are never left out.
+    """
+    others = [case for case in cases if case not in quick and case not in always]
+    chosen = [*always, *(others if many is None else sample(others, many))]
     slow = [pytest.param(*_values(c), marks=pytest.mark.slow) for c in chosen]
     return [*(c for c in cases if c in quick), *slow]
 

@@ -15,7 +15,7 @@ STILL = "* { transition: none !important; animation: none !important; }"
 # Contrast, four fifths of the time, is asked of one element of each kind: same colour, font and
 # three tags with their classes. All else is asked of the whole page, in which code then is plain
 # text: its coloured pieces are half of all elements, and say nothing but their colours.
-RUN = """async (structure) => {
+RUN = """async () => {
   const kinds = new Map();
   for (const e of document.body.querySelectorAll("*")) {
     if (![...e.childNodes].some((n) => n.nodeType === 3 && n.textContent.trim())) continue;
@@ -29,11 +29,9 @@ RUN = """async (structure) => {
   const found = [];
   if (kinds.size)
     found.push(await axe.run({ include: [...kinds.values()] }, { ...told, runOnly: [contrast] }));
-  if (structure) {
-    for (const code of document.querySelectorAll("pre:not(:has(:not(span)))"))
-      code.textContent = code.textContent;
-    found.push(await axe.run({ ...told, rules: { [contrast]: { enabled: false } } }));
-  }
+  for (const code of document.querySelectorAll("pre:not(:has(:not(span)))"))
+    code.textContent = code.textContent;
+  found.push(await axe.run({ ...told, rules: { [contrast]: { enabled: false } } }));
   return found.flatMap(({ violations }) => violations).flatMap(({ id, help, nodes }) =>
     nodes.map(({ html, failureSummary }) => `${id}: ${help}\\n  ${html.slice(0, 200)}\\n  ` +
       failureSummary.replaceAll("\\n", "\\n  ")));
@@ -45,10 +43,10 @@ def axe():
     return files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8")
 
 
-def violations(page, structure=True):
-    """What axe-core finds on the page, a text for each place; of its contrast alone, if told."""
+def violations(page):
+    """What axe-core finds on the page, a text for each place."""
     page.evaluate(axe())
-    return page.evaluate(RUN, structure)
+    return page.evaluate(RUN)
 
 
 def test_axe_finds_what_is_wrong(browser):

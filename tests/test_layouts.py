@@ -258,8 +258,7 @@ def test_roles_combine(case):
     layout = layout_of(case, 4 if len(case) == 3 else 8)
     # By the compiler masks are those of whole arrays, which the layouts by name have.
     optimizer = "momentum" if fast else ("adamw", "adafactor")[COMBINED.index(case) % 2]
-    masks = layout.by_hand and not fast
-    check(layout, optimizer, masks, remat=not fast or bool(layout.stage))
+    check(layout, optimizer, layout.by_hand, remat=not fast or bool(layout.stage))
 
 
 def sharing(axis):
@@ -277,7 +276,7 @@ SHARED = {
 TWO = dict(data="data", fsdp="fsdp", microbatches=2)
 
 
-@pytest.mark.parametrize("name", marked(SHARED, (), 2))
+@pytest.mark.parametrize("name", marked(SHARED, (), 1, always=["fsdp"]))
 def test_experts_may_lie_on_the_axis_of_another_role(name):
     check(SHARED[name](), "momentum", name != "fsdp", remat=False)
 
@@ -962,7 +961,7 @@ def foreign():
 UNMARKED = ["data", "fsdp", "zero1", "zero2", "hybrid", "fsdp by compiler", "context by compiler"]
 
 
-@pytest.mark.parametrize("name", marked(UNMARKED, (), 4))
+@pytest.mark.parametrize("name", marked(UNMARKED, (), 3, always=["zero2"]))
 def test_a_model_that_nobody_here_wrote_needs_no_marks(name):
     params, batch, (mean, grads) = foreign()
     layout = layouts.LAYOUTS[name](8)

@@ -357,7 +357,7 @@ PREDICTED = {
 }
 
 
-@pytest.mark.parametrize("name", marked(PREDICTED, {"alone, of three"}, 4))
+@pytest.mark.parametrize("name", marked(PREDICTED, {"alone, of three"}, 3, always=["data, fsdp"]))
 def test_bytes_held_and_sent_are_predicted(name):
     """To the byte, by mesh axes, on the device of those along the stages that sends most."""
     roles, settings = PREDICTED[name]
