@@ -59,6 +59,29 @@ def test_a_sequence_in_another_order_is_not_a_number():
     assert jnp.isfinite(out[0]).all() and jnp.isnan(out[1]).all()
 
 
+@pytest.mark.parametrize("documents", [False, True])
+def test_cudnn_is_attention_to_rows_of_one_document(documents):
+    """By XLA in its place, since its kernel is for GPUs; rows of several documents are NaN."""
+    q, k, v, weights, packed = arrays(2, 96, 4, 2, 24)
+    attend, places = context.cudnn("xla"), packed if documents else marks.places(None, 2, 96)
+
+    def total(attend, *given):
+        return jnp.sum(attend(*given, places) * weights)
+
+    ours, theirs = (
+        jax.value_and_grad(functools.partial(total, each), (0, 1, 2))(q, k, v)
+        for each in (attend, marks.attend)
+    )
+    if documents:
+        assert jnp.isnan(attend(q, k, v, places)).all() and jnp.isnan(ours[0])
+        return
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6 * (1 + np.abs(b).max()))
+    turned = places._replace(index=places.index.at[1].set(places.index[1, ::-1]))
+    out = attend(q, k, v, turned)
+    assert jnp.isfinite(out[0]).all() and jnp.isnan(out[1]).all()
+
+
 def near(query, key):
     return marks.causal(query, key) & (query.index - key.index < 8)
 
@@ -74,6 +97,14 @@ def test_what_the_kernel_cannot_do_is_refused(size, mask, told):
     q, k, v, _, places = arrays(1, size, 2, 2, 8)
     with pytest.raises(ValueError, match=told):
         SPLASH(q, k, v, places, mask)
+
+
+def test_what_cudnn_cannot_do_is_refused():
+    q, k, v, _, places = arrays(1, 128, 2, 2, 8)
+    with pytest.raises(ValueError, match="cudnn: the mask 'near'"):
+        context.cudnn()(q, k, v, places, near)
+    with pytest.raises(ValueError, match="q is float32, and the kernel computes in bfloat16"):
+        context.cudnn()(q, k, v, places)
 
 
 @functools.cache

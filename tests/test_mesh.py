@@ -162,6 +162,23 @@ def test_make_says_what_does_not_fit(axes, message):
         mesh.make(**axes)
 
 
+def test_accelerators_are_taken_however_few_where_real_ones_are_asked_for(monkeypatch):
+    """Two, of a platform that is said to be one; without any, devices are simulated."""
+    mesh.simulate(8)
+    two = jax.devices()[:2]
+    monkeypatch.setattr(mesh, "_devices", None)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_device_count", lambda: len(two))
+    of_gpus = lambda backend=None: two if backend == "gpu" else two * 4  # noqa: E731
+    monkeypatch.setattr(jax, "local_devices", of_gpus)
+    monkeypatch.setattr(jax, "devices", of_gpus)
+    mesh.simulate(8, real=True)
+    assert mesh.devices() == two
+    mesh.simulate(8)
+    assert len(mesh.devices()) == 8
+    jax.config.update("jax_default_device", None)
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_simulate_gives_n_devices_and_no_cache_whose_collectives_stand_still(n):
     """Before the backend is up. Most runs that found a step of several devices there hung."""

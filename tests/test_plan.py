@@ -437,11 +437,20 @@ def test_a_mistake_is_named(given_to, told):
 
 
 def test_the_compiler_is_given_the_kernel_where_devices_see_whole_sequences():
-    """128 tokens are a tile of the splash kernel; a context axis cuts the sequence."""
+    """128 tokens are a tile of the splash kernel; cuDNN's takes 16 bits, and heads of up to 128; a
+    context axis cuts the sequence.
+    """
     devices = mesh.make(data=8)
-    gpus = topology.chips("h100:8")
-    for chips, length, kernel in (CHIPS, 256, "splash"), (CHIPS, 96, "tiles"), (gpus, 256, "tiles"):
-        assert compiling.kernel(plan.Plan(SMALL, chips, 8, length, (), (), ())) == kernel
+    gpus, narrow = topology.chips("h100:8"), dataclasses.replace(SMALL, dtype=jnp.bfloat16)
+    wide = dataclasses.replace(narrow, head_dim=256)
+    for chips, config, length, kernel in (
+        (CHIPS, SMALL, 256, "splash"),
+        (CHIPS, SMALL, 96, "tiles"),
+        (gpus, SMALL, 256, "tiles"),
+        (gpus, narrow, 96, "cudnn"),
+        (gpus, wide, 256, "tiles"),
+    ):
+        assert compiling.kernel(plan.Plan(config, chips, 8, length, (), (), ())) == kernel
     each = roles.Roles(data=8)
     assert compiling.layout_of(each, SMALL, devices).kernel is context.tiled
     made = compiling.layout_of(each, SMALL, devices, kernel="splash")

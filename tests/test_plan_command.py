@@ -1,5 +1,6 @@
 """`shardwise plan`: what it prints, and what it says of flags that are wrong."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -136,12 +137,17 @@ SIZES = dict(embed=64, layers=4, mlp=64, vocab=256)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kernel, length", [("tiles", 32), ("splash", 128)])
-def test_code_and_flags_are_the_layout_that_is_compiled(each, config, kernel, length):
+@pytest.mark.parametrize(
+    "chips, kernel, length",
+    [("v5e:2x4", "tiles", 32), ("v5e:2x4", "splash", 128), ("h100:8", "cudnn", 32)],
+)
+def test_code_and_flags_are_the_layout_that_is_compiled(each, config, chips, kernel, length):
+    if kernel == "cudnn":
+        config = dataclasses.replace(config, dtype=jnp.bfloat16)
     names = {"context": context, "jax": jax, "jnp": jnp, "layouts": layouts, "mesh": mesh}
     expected = compiling.layout_of(each, config, mesh.make(**each.sizes), kernel)
     optimizer = Optimizer(name="lion", moments="bfloat16") if each.remat else Optimizer()
-    given = config, topology.chips("v5e:2x4"), 16, length
+    given = config, topology.chips(chips), 16, length
     whole = plan.Plan(*given, (), (), (), optimizer=optimizer)
     assert eval(compiling.code(each, whole), names) == expected
     told = settings.flags(argv=shlex.split(compiling.flags(each, whole)))

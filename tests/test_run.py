@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import gzip
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib import resources
 from pathlib import Path
 
 import grain
@@ -660,6 +662,22 @@ def test_a_trace_tells_compute_from_collectives(tmp_path):
         assert each.compute > 0 and each.collectives >= each.waiting >= 0 and each.idle >= 0
     assert profiling.table(found).count("\n") == 24
     assert profiling.draw(ops, tmp_path / "p.png").stat().st_size > 5000
+
+
+def test_a_trace_of_a_gpu_has_its_kernels_run_by_run(tmp_path):
+    """Recorded on an H200: four steps of one program, the last handed over 20 ms late."""
+    packed = resources.files("shardwise_book").joinpath("traces/h200.xplane.pb.gz").read_bytes()
+    (tmp_path / "one.xplane.pb").write_bytes(gzip.decompress(packed))
+    ops = profiling.read(tmp_path)
+    assert [len(run) for run in profiling.runs(ops)] == [551] * 4  # of the 2,204 on its stream
+    assert profiling.compilations(ops) == {"jit_run": 1}
+    found = profiling.times(ops)
+    assert list(found) == [(step, 0) for step in range(4)]
+    for each in found.values():
+        assert each.compute == pytest.approx(12.8e-3, rel=0.01) and each.collectives == 0
+        assert each.idle == pytest.approx(0.32e-3, rel=0.05)
+    assert [gap > 0.02 for gap in profiling.gaps(ops)] == [False, False, True]
+    assert sum(op.name.startswith("nvjet") for op in ops) > 100  # NVIDIA's products
 
 
 def test_gaps_are_from_the_last_that_ends_to_the_first_that_begins():

@@ -19,18 +19,19 @@ _devices = None
 _TPU = ("/dev/accel*", "/dev/vfio/[0-9]*")  # the files by which a machine's TPU is reached
 
 
-def simulate(n: int = 8) -> None:
+def simulate(n: int = 8, *, real: bool = False) -> None:
     """Make `n` devices available in this process, on CPU where there are too few accelerators.
 
     First asks for `n` CPU devices, before JAX first touches a device. Then looks: with `n` or more
     accelerators, the first `n` of those are taken; with fewer (a Colab runtime with one GPU), the
-    first `n` CPU devices, and CPU becomes the default device. Called again with the same or a
-    smaller `n`, it selects again. Where several processes form one system (`jax.distributed`),
+    first `n` CPU devices, and CPU becomes the default device; or, with `real=True`, all that there
+    are, and CPU devices only where there is none. Called again with the same or a smaller `n`, it
+    selects again. Where several processes form one system (`jax.distributed`),
     every process asks for `n`, and all their devices are taken. Where only the TPU's compiler
     (libtpu) is installed, no TPU is looked for. JAX's persistent compilation cache is switched off
     for several CPU devices, whose collectives stand still when their program was read back.
 
-    Tried on CPU, with one process and with two; not on machines with accelerators.
+    Tried on CPU, with one process and with two, and on a machine with one GPU.
 
     Raises:
       ValueError: `n` is below 1.
@@ -46,7 +47,9 @@ def simulate(n: int = 8) -> None:
         pass  # The backend is up already: what it has decides below.
     platform = jax.default_backend()
     default = None
-    if platform != "cpu" and jax.local_device_count() < n:
+    if platform != "cpu" and real:
+        n = jax.local_device_count()
+    elif platform != "cpu" and jax.local_device_count() < n:
         platform = "cpu"
         default = jax.local_devices(backend="cpu")[0]
     jax.config.update("jax_default_device", default)

@@ -13,7 +13,7 @@ device, and differ in what they send, keep and allow:
 
 Where a device sees whole sequences, as without a context axis or by ulysses, a kernel may compute
 what it does with them: `layouts.Layout(kernel=...)`. `tiled` keeps no scores on any device, and
-`splash()`, for TPUs, never has them in memory.
+`splash()`, for TPUs, and `cudnn()`, for GPUs, never have them in memory.
 
 Which tokens a device has is an order of the whole sequence: `contiguous`, `striped` or `zigzag`.
 """
@@ -23,6 +23,7 @@ from shardwise.context.forms import bytes_sent
 from shardwise.context.gathering import AllGather as all_gather
 from shardwise.context.gathering import Ulysses as ulysses
 from shardwise.context.gathering import tiled
+from shardwise.context.kernels import Cudnn as cudnn
 from shardwise.context.kernels import Splash as splash
 from shardwise.context.orders import contiguous, striped, work, zigzag
 from shardwise.context.rotating import Ring as ring
@@ -37,6 +38,6 @@ FORMS = {
 }
 
 __all__ = [
-    "FORMS", "all_gather", "bytes_sent", "contiguous", "ring", "splash", "striped", "tiled",
-    "ulysses", "within", "work", "zigzag",
+    "FORMS", "all_gather", "bytes_sent", "contiguous", "cudnn", "ring", "splash", "striped",
+    "tiled", "ulysses", "within", "work", "zigzag",
 ]  # fmt: skip

@@ -1,6 +1,9 @@
-"""A kernel for TPUs where a device sees whole sequences: Pallas' splash attention."""
+"""Kernels for where a device sees whole sequences: Pallas' splash attention for TPUs, and cuDNN's
+for GPUs.
+"""
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +31,7 @@ class Splash:
     interpret: bool = False
 
     def __call__(self, q, k, v, places, mask=marks.causal):
-        if mask is not marks.causal:
-            raise ValueError(
-                f"context.splash: the mask {getattr(mask, '__name__', mask)!r} is a function of "
-                f"places, and the kernel knows marks.causal alone; leave kernel= out, or use "
-                f"attention by tiles, context.ring and its like."
-            )
+        _check_causal("splash", mask)
         # Imported where it is used: Pallas' TPU half takes its time, and few need it.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
@@ -58,6 +56,45 @@ class Splash:
         out = out.transpose(0, 2, 1, 3)[..., :depth].astype(v.dtype)
         ordered = jnp.all(places.index == jnp.arange(size)[None], axis=1)
         return jnp.where(ordered[:, None, None, None], out, jnp.nan)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cudnn:
+    """Attention on one device by cuDNN's fused kernel, which keeps no scores: for NVIDIA's GPUs.
+
+    A meaning of `marks.attend` for causal attention to whole sequences, each one document in its
+    own order: a row in which documents are packed, or tokens stand in another order, yields NaN.
+    With the implementation "xla" it runs on any device, and keeps the scores, for tests.
+
+    Raises:
+      ValueError: at the call, another mask than `marks.causal`, or a dtype of other than 16 bits.
+    """
+
+    implementation: Literal["cudnn", "xla"] = "cudnn"
+
+    def __call__(self, q, k, v, places, mask=marks.causal):
+        _check_causal("cudnn", mask)
+        if self.implementation == "cudnn" and q.dtype not in (jnp.bfloat16, jnp.float16):
+            raise ValueError(
+                f"context.cudnn: q is {q.dtype}, and the kernel computes in bfloat16 or float16; "
+                f"let the model compute in bfloat16 (model.Config(dtype=jnp.bfloat16), or "
+                f"Layout(dtype=jnp.bfloat16)), or take context.tiled."
+            )
+        out = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, implementation=self.implementation
+        )
+        known = places.index == jnp.arange(q.shape[1])[None]
+        known &= places.documents == places.documents[:, :1]
+        return jnp.where(jnp.all(known, axis=1)[:, None, None, None], out, jnp.nan)
+
+
+def _check_causal(who, mask):
+    if mask is not marks.causal:
+        raise ValueError(
+            f"context.{who}: the mask {getattr(mask, '__name__', mask)!r} is a function of "
+            f"places, and the kernel knows marks.causal alone; leave kernel= out, or use "
+            f"attention by tiles, context.ring and its like."
+        )
 
 
 def _flops(rows, size, heads, depth, tile):

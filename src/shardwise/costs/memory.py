@@ -25,6 +25,8 @@ class Terms(NamedTuple):
     device's shares where those of microbatches are added up.
 
     At the loss: `logits`, in the dtype of use, and the head's gradient; of GPUs one of them.
+    `beside` is what a GPU may have there besides, since its compiler chooses kernels by timing
+    them: the logits' gradient, and the head's, in the dtype of use and in float32.
 
     In a layer's backward pass: `gradients` of the device's shares; `layer`, all that one layer's
     backward pass has; `around`, an activation whole, as tensor's products need it, and half of one
@@ -46,20 +48,23 @@ class Terms(NamedTuple):
     summed: float = 0.0
     pending: float = 0.0
     task: float = 0.0
+    beside: float = 0.0
 
 
 # How many copies of each term the TPU compiler keeps. `benchmarks/plan.py` fits those that are no
 # counts, and judges the whole on other models; what offload needs was read from a few programs.
-COUNTS = Terms(*[1.0] * len(Terms._fields))
+COUNTS = Terms(*[1.0] * len(Terms._fields))._replace(beside=0.0)
 COEFFICIENTS = COUNTS._replace(layer=0.42, around=4.5, ring=0.8, dispatch=0.6)
 # XLA's for GPUs, which has sums of microbatches half a second time; `benchmarks/plan_gpu.py` fits.
 OF_GPUS = COUNTS._replace(around=0.0, logits=1.2, ring=0.3, dispatch=0.0, summed=1.5)
+# Where there is a GPU to time kernels on: no more than so (`benchmarks/gpu.py`).
+_AT_MOST = dict(logits=1.0, beside=1.0)
 # Of `_in_layer`, what GPUs' compiler works on in a backward pass: four arrays of the MLP's width,
 # gradients of some heads, and what enters products, whole, with gradients. By least squares too.
 _WORKED_ON = 1.0, 2.5, 1.4, 4 / 6
 _ALWAYS = ("weights", "kept", "summed", "pending")
 PHASES = (
-    (*_ALWAYS, "logits"),
+    (*_ALWAYS, "logits", "beside"),
     (*_ALWAYS, "gradients", "layer", "around", "ring", "dispatch"),
     (*_ALWAYS, "task"),
 )
@@ -95,6 +100,14 @@ class Memory:
     def total(self) -> float:
         return self.parameters + self.state + self.batch + self.step
 
+    @property
+    def most(self) -> float:
+        """The total with what a GPU may have `beside`; of TPUs the total."""
+        if not self.terms.beside:
+            return self.total
+        told = self.coefficients._replace(**_AT_MOST)
+        return max(self.total, dataclasses.replace(self, coefficients=told).total)
+
 
 def memory(part: Part, gpu: bool = False) -> Memory:
     """The `Memory` of a device, a GPU or a TPU; of stages, all are alike: they run one program."""
@@ -126,6 +139,7 @@ def _terms(part, parameters, gpu):
         ring=ahead * _ring(part) if r.context > 1 else 0,
         dispatch=_dispatch(part) if part.config.experts else 0,
         summed=parameters if r.microbatches > 1 else 0,
+        beside=_beside(part, head) if gpu else 0,
     )
 
 
@@ -202,6 +216,11 @@ def _logits(part, head, gpu):
     many = part.tokens > _FEW and part.roles.context == 1
     parts = 3 * 2 / n if n >= 4 else many
     return head + max(logits * (1 + parts), head)
+
+
+def _beside(part, head):
+    """The bytes of the logits' gradient, and of the head's in the dtype of use and in float32."""
+    return _of_vocabulary(part) * part.itemsize + head + head // part.itemsize * WIDE
 
 
 def _between(part):

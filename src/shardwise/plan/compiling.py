@@ -31,6 +31,7 @@ _NOTHING, _PRODUCTS = "nothing_saveable", "dots_with_no_batch_dims_saveable"
 _CODE = {
     "tiles": "context.tiled",
     "splash": "context.splash()",
+    "cudnn": "context.cudnn()",
     "offload": "layouts.offload",
     "bfloat16": "jnp.bfloat16",
     **{policy: f"jax.checkpoint_policies.{policy}" for policy in (_NOTHING, _PRODUCTS)},
@@ -38,8 +39,12 @@ _CODE = {
 
 
 def kernel(plan: Plan) -> str:
-    """What does attention to whole sequences: Pallas' kernel where there is one, or our tiles."""
-    return "tiles" if plan.chips.chip.node or plan.sequence % LANES else "splash"
+    """What does attention to whole sequences: a kernel where there is one, or our tiles."""
+    if plan.chips.chip.node:
+        c = plan.config
+        narrow = jnp.dtype(c.dtype).itemsize == 2 and c.head_dim % 8 == 0 and c.head_dim <= 128
+        return "cudnn" if narrow else "tiles"
+    return "tiles" if plan.sequence % LANES else "splash"
 
 
 def _settings(roles, config, kernel):
@@ -87,10 +92,10 @@ def _flag(name, value):
 
 def layout_of(roles: Roles, config: Config, mesh: Mesh, kernel: str = "tiles") -> layouts.Layout:
     """The layout on a mesh that has, for each role above 1, an axis of its name; with attention to
-    whole sequences in "tiles", or for TPUs by Pallas' "splash".
+    whole sequences in "tiles", for TPUs by Pallas' "splash", or for GPUs by "cudnn".
     """
     given = _settings(roles, config, kernel)
-    attend = context.splash() if kernel == "splash" else context.tiled
+    attend = {"splash": context.splash(), "cudnn": context.cudnn()}.get(kernel, context.tiled)
     again = getattr(jax.checkpoint_policies, given.get("remat", ""), layouts.offload)
     meant = {"kernel": attend, "remat": again, "dtype": config.dtype}
     return layout_on(mesh, roles, **{n: meant.get(n, x) for n, x in given.items()})
@@ -136,7 +141,9 @@ def lowered(each: Roles, plan: Plan) -> tuple[ChipMesh, jax.stages.Lowered]:
         job, layout = plan.own, layout_on(mesh.abstract, each, **plan.own.settings)
     else:
         job = program_of(each, plan.config, plan.batch, plan.sequence, plan.optimizer)
-        layout = layout_of(each, plan.config, mesh.abstract, kernel(plan))
+        # XLA's compiler knows no cuDNN where no GPU is; tiles took as much memory where one was.
+        chosen = "tiles" if plan.chips.chip.node else kernel(plan)
+        layout = layout_of(each, plan.config, mesh.abstract, chosen)
     axes = [entry or None for entry in (layout.rows, layout.context)]
     shapes = job.params, jax.eval_shape(job.tx.init, job.params), job.batch
     rows = jax.tree.map(lambda x: NamedSharding(mesh.abstract, P(*axes[: x.ndim])), job.batch)

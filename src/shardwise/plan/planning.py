@@ -104,7 +104,7 @@ class Plan:
         That is a "device" or, if its memory is known, its "host", of which a device has a part.
         """
         on_host = (self.chips.chip.host_bytes or math.inf) / self.chips.chip.devices
-        asked = ("device", c.memory.total, self.usable), ("host", c.memory.host, on_host)
+        asked = ("device", c.memory.most, self.usable), ("host", c.memory.host, on_host)
         return next(((who, needs, has) for who, needs, has in asked if needs > has), None)
 
     @property

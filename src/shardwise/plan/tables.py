@@ -30,7 +30,9 @@ NOTES_OF_OWN = (
 NOTE_OF_HOST = "With offload, what enters layers waits on the host between the passes."
 NOTE_OF_GPUS = (
     "Of a GPU's memory a program has what JAX takes when it starts: three quarters, or the share "
-    "that XLA_CLIENT_MEM_FRACTION says. NCCL and CUDA need theirs beside it."
+    "that XLA_CLIENT_MEM_FRACTION says. NCCL and CUDA need theirs beside it. On a GPU the compiler "
+    "chooses kernels by timing them, and may then have gradients of logits and head beside the "
+    "logits: that is 'at most', and must fit."
 )
 # What each term of `costs.memory.Terms` is, in a few words.
 _MEANT = Terms(
@@ -45,6 +47,7 @@ _MEANT = Terms(
     summed="gradients summed over microbatches",
     pending="of a pipeline: what the weights' gradients wait for",
     task="of a pipeline: what a task has just computed",
+    beside="gradients of logits and head, where the compiler chose so",
 )
 
 _OF_OWN = {"logits": "the gradient of the largest array that is kept"}
@@ -87,9 +90,11 @@ def _summary(plan, c: Candidate):
         f"{_seconds(s.hidden)} of transfers to run beside {_seconds(s.arithmetic)} of products; "
         f"one after the other, a step takes {_seconds(s.in_turn)}"
     )
+    memory = f"{c.memory.total / _GIB:.1f} of {plan.usable / _GIB:.1f} GiB on a device"
+    memory += f", at most {c.memory.most / _GIB:.1f}" if c.memory.most > c.memory.total else ""
     told = [
         ("best", words(plan, c)),
-        ("memory", f"{c.memory.total / _GIB:.1f} of {plan.usable / _GIB:.1f} GiB on a device"),
+        ("memory", memory),
         ("step", f"{_seconds(s.seconds)}{least}; longest {terms[0]}"),
         ("", "then " + " and ".join(terms[1:3])) if terms[1:] else None,
         ("counts on", beside) if s.hidden > _MUCH * s.arithmetic else None,
@@ -185,6 +190,7 @@ def explained(plan: Plan, c: Candidate) -> str:
     lines += [f"  {m.total / _GIB:9.2f}  in all, of {plan.usable / _GIB:.2f}"]
     other = [(k * n, what) for k, n, now, what in terms if k * n and not now]
     lines += [f"  {n / _GIB:9.2f}  at another time: {what}" for n, what in other]
+    lines += [f"  {m.most / _GIB:9.2f}  in all, at most"] if m.most > m.total else []
     lines += [f"  {m.host / _GIB:9.2f}  on the host"] if m.host else []
     lines += ["", "  Seconds of a step:"]
     lines += [f"  {x.seconds:9.4g}  {x.what}: {x.how}{x.more}" for x in _times(c) if x.seconds]
@@ -257,6 +263,7 @@ def _of_layout(plan: Plan, c: Candidate):
         "code": compiling.code(c.roles, plan) if plan.config else None,
         "flags": compiling.flags(c.roles, plan) if plan.config else None,
         "bytes": _named(m, "parameters state batch") | m.of_step._asdict() | _named(m, "total"),
+        "bytes_at_most": m.most,
         "bytes_on_host": m.host,
         "sent": [
             {"along": list(t.sent.roles)}

@@ -25,10 +25,11 @@ def join(
     count: int | None = None,
     index: int | None = None,
     *,
-    devices: int = 8,
+    devices: int | None = 8,
     heartbeat: int = 20,
 ) -> None:
-    """Make this process one of `count`, with its share of so many devices, simulated or real.
+    """Make this process one of `count`, with its share of so many devices, simulated or real; with
+    devices=None, of all accelerators, or where there are none of some eight simulated devices.
 
     Without the first three they are what SLURM, Kubernetes or a TPU VM says, and where none of them
     says anything, this is one process. Call it before anything touches a device. `heartbeat` is
@@ -60,7 +61,7 @@ def join(
             options["coordinator_bind_address"] = address
         _initialize(options)
     # Not jax.process_count() where we know: it would start the backend.
-    mesh.simulate(share or _share(devices, jax.process_count()))
+    mesh.simulate(share or _share(devices, jax.process_count()), real=devices is None)
 
 
 def _initialize(options):
@@ -130,6 +131,8 @@ def leave() -> None:
 
 
 def _share(devices, count):
+    if devices is None:
+        return max(8 // count, 1)
     if devices % count:
         raise ValueError(
             f"processes.join: {devices} devices do not divide among {count} processes; take "

@@ -15,7 +15,7 @@ from shardwise.run.settings import Processes
 def examine(
     system: Annotated[Processes, tyro.conf.arg(name="processes")],
     axes: Annotated[str, tyro.conf.arg(name="mesh")] = "fsdp=-1",
-    devices: int = 8,
+    devices: int | None = None,
     as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Try collectives, gradients, donation and random draws on the devices of a run.
@@ -23,7 +23,8 @@ def examine(
     Args:
       system: the processes, as of `shardwise train`.
       axes: names and sizes of mesh axes, as data=2,fsdp=4; one size may be -1.
-      devices: simulated, where there are fewer real ones; of all processes together.
+      devices: of all processes together, simulated where there are fewer real ones; by default all
+        accelerators, or without any eight simulated devices.
       as_json: print JSON on stdout, and nothing else there.
     """
     parts = [part.partition("=") for part in axes.split(",")]

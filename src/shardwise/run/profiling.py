@@ -3,7 +3,8 @@
 Traces are those of `jax.profiler`, read by its own `ProfileData`; XProf opens the same folder, and
 Perfetto the `.trace.json.gz` in it. On CPU a device is a thread, and a collective's waiting is its
 rendezvous; what two threads of one core do in turn looks like work on both, so that times there
-tell of order and of waiting, and nothing of speed.
+tell of order and of waiting, and nothing of speed. On a GPU operations are kernels, of which those
+of several streams, or of one CUDA graph, run side by side; waiting is not told there.
 """
 
 import bisect
@@ -20,7 +21,8 @@ import tyro
 from shardwise.run.folder import Folder
 
 STEP = "jit_train_step"
-_COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-", "send", "recv")
+_COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-", "send", "recv", "nccl")
+_RUN = "GpuExecutable::ExecuteThunks"  # the host's event of one run, within which kernels start
 
 
 class Op(NamedTuple):
@@ -67,21 +69,48 @@ def read(folder: str | Path) -> list[Op]:
         )
     with warnings.catch_warnings():  # jaxlib's own types, of some releases
         warnings.simplefilter("ignore", DeprecationWarning)
-        found = ProfileData.from_file(str(files[-1]))
-        return [op for plane in found.planes for line in plane.lines for op in _ops(plane, line)]
+        planes = list(ProfileData.from_file(str(files[-1])).planes)
+        runs = {}
+        for line in (line for plane in planes for line in plane.lines):
+            runs |= _launches(line)
+        return [op for plane in planes for line in plane.lines for op in _ops(plane, line, runs)]
 
 
-def _ops(plane: Any, line: Any) -> list[Op]:
-    """The operations of one line of a trace, of which those that hold others are left out."""
-    waits, told = [], []  # of a million events on a host's line few are operations
+def _launches(line: Any) -> dict[Any, int]:
+    """{a kernel's correlation: the run that started it}, of one thread of the host.
+
+    Runs are numbered in the order in which the thread starts them: alike for all GPUs, which run
+    the same programs.
+    """
+    runs, launches = [], []
     for event in line.events:
+        if _RUN in event.name:
+            runs.append((event.start_ns, event.start_ns + event.duration_ns))
+        elif (correlation := dict(event.stats).get("correlation_id")) is not None:
+            launches.append((event.start_ns, correlation))
+    runs.sort()
+    starts = [start for start, _ in runs]
+    places = ((bisect.bisect(starts, at) - 1, at, name) for at, name in launches)
+    return {name: run for run, at, name in places if run >= 0 and at < runs[run][1]}
+
+
+def _ops(plane: Any, line: Any, runs: dict[Any, int]) -> list[Op]:
+    """The operations of one line of a trace, of which those that hold others are left out."""
+    waits, told, kernels = [], [], plane.name.startswith("/device:GPU")
+    for event in line.events:  # of a million on a host's line few are operations
         if event.name == "Rendezvous":
             waits.append((event.start_ns, event.duration_ns))
-        elif {"hlo_op", "run_id"} <= (stats := dict(event.stats)).keys():
+            continue
+        stats = dict(event.stats)
+        if kernels and stats.get("correlation_id") in runs:
+            stats["run_id"] = runs[stats["correlation_id"]]
+        if {"hlo_op", "run_id"} <= stats.keys():
             told.append((event, stats))
     waits.sort()
     ops = [_op(plane.name, event, stats, waits) for event, stats in told]
     ops.sort(key=lambda op: (op.start, -op.stop))
+    if kernels:  # which hold none, and may lie within another's time
+        return ops
     pairs = itertools.zip_longest(ops, ops[1:])
     return [op for op, after in pairs if after is None or after.start >= op.stop]
 

@@ -27,6 +27,7 @@ _PLAIN = """checkpoint_dots checkpoint_dots_with_no_batch_dims dots_saveable
 dots_with_no_batch_dims_saveable everything_saveable nothing_saveable""".split()
 _POLICIES = {name: getattr(jax.checkpoint_policies, name) for name in _PLAIN}
 _POLICIES["offload"] = layouts.offload
+_KERNELS = {"tiles": context.tiled, "splash": context.splash(), "cudnn": context.cudnn()}
 # What may differ when a run goes on. The rest decides which numbers come next.
 _FREE = ("run", "steps", "save_every", "keep", "resume", "devices", "tensorboard", "profile", "bad")
 _FREE += ("limit", "layout", "evaluation", "processes", "model.stages", "model.remat", "hash_every")
@@ -54,8 +55,8 @@ class Roles:
     uneven: Literal["error", "replicate"] = "replicate"
     sequence: bool = False  # Megatron's sequence parallelism, beside tensor
     attention: str = "ring"  # over context; one of shardwise.context.FORMS
-    # Of whole sequences: all scores at once, in tiles, or by Pallas' kernel for TPUs.
-    kernel: Literal["scores", "tiles", "splash"] = "scores"
+    # Of whole sequences: all scores at once, in tiles, or by a kernel for TPUs, or for GPUs.
+    kernel: Literal["scores", "tiles", "splash", "cudnn"] = "scores"
     dispatch: str = "all_to_all"  # to experts; one of shardwise.experts.FORMS
     schedule: str = "1f1b"  # of the stages
     microbatches: int = 1
@@ -85,7 +86,7 @@ class Roles:
         taken = {role: size for role, size in fitted.items() if size > 1} or {"data": 1}
         options |= dict(zip(taken, taken, strict=True))
         options["remat"] = _POLICIES.get(self.remat)
-        options["kernel"] = {"tiles": context.tiled, "splash": context.splash()}.get(self.kernel)
+        options["kernel"] = _KERNELS.get(self.kernel)
         for name in ("dtype", "reduce_dtype"):
             options[name] = options[name] and jnp.dtype(options[name])
         return layouts.Layout(mesh.make(**taken), **options)
@@ -139,7 +140,9 @@ class Settings:
     ema: float | None = 0.99  # decay of the mean of the parameters; None: no mean
     bad: Literal["stop", "skip"] = "stop"  # what a step does whose gradients are not finite
     limit: float = float("inf")  # norm of the gradients above which a step counts as bad
-    devices: int = 8  # simulated, where there are fewer real ones; of all processes together
+    # Of all processes together, simulated where there are fewer real ones; by default all
+    # accelerators, or without any eight simulated devices.
+    devices: int | None = None
     tensorboard: bool = False  # events too, by the extra `tensorboard`
     profile: str | None = None  # first and last step of a trace, as 10:13
     layout: Roles = dataclasses.field(default_factory=Roles)
@@ -153,7 +156,7 @@ class Settings:
         object.__setattr__(self, "run", on_disk(self.run))
         whole = ("steps", "batch", "sequence", "save_every", "keep", "devices")
         for name, low in (dict.fromkeys(whole, 1) | {"seed": 0, "hash_every": 0}).items():
-            if getattr(self, name) < low:
+            if getattr(self, name) is not None and getattr(self, name) < low:
                 raise ValueError(f"run: {name}={getattr(self, name)}; expected {low} or more.")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"run: ema={self.ema}; expected a decay between 0 and 1, or None.")

@@ -86,7 +86,7 @@ def heard() -> contextlib.AbstractContextManager[Stop]:
     return contextlib.nullcontext(stop) if (stop := standing()) else Stop()
 
 
-def join(processes: Processes | None = None, devices: int = 8) -> None:
+def join(processes: Processes | None = None, devices: int | None = None) -> None:
     """Call `shardwise.processes.join` with the settings of a run.
 
     From here to `leave` a signal that asks for a stop is remembered: one that comes before the
