@@ -1,6 +1,7 @@
 """Each puzzle: its stub is open, wrong answers are told how they are wrong, its solution solves."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +152,7 @@ SOLUTIONS = {
     "clip": clipped,
     "settings": dict(zero=2, dtype="bfloat16", reduce_dtype="float32"),
     "order": LISTS,
-    "boundaries": marked(3, 5),
+    "boundaries": marked(2, 4),
     "smallest": "v5p:2x2x4",
     "division": plan.Roles(fsdp=16, tensor=4, remat=True, products=True),
     "gather_seconds": over_sides,
@@ -214,6 +215,7 @@ def placed_whole(tree, grid):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), tree)
 
 
+BFLOAT16 = dict(dtype="bfloat16", reduce_dtype="float32")
 WRONG = [
     ("smallest", "v5p:2x4x4", "it fits on 32 chips, and on 16 too"),
     ("smallest", "v5p:2x2x2", "of 95.7"),
@@ -265,8 +267,8 @@ WRONG = [
     ("gather", lambda x, w: (puzzles.layer(x, w), None), "it raises"),
     ("clip", copies_counted, '"w" under limit 1 is'),
     ("clip", whole_first, "bytes of payload; 4 are enough"),
-    ("settings", dict(zero=1), "the budget is 2.9Ψ"),
-    ("settings", dict(zero=3), "4.5Ψ are enough"),
+    ("settings", BFLOAT16 | dict(zero=1), "the budget is 2.9Ψ"),
+    ("settings", BFLOAT16 | dict(zero=3), "8Ψ(n−1)/n sent; 4.5 are enough"),
     ("settings", dict(zero=2, dtype="bfloat16"), "summed in bfloat16"),
     ("settings", dict(zero=2, remat=True), "leave out ['remat']"),
     ("order", [LISTS[0], LISTS[1], LISTS[2].replace("F1 I1 W0 W1", "W0 F1 I1 W1")], "17 is"),
@@ -274,8 +276,8 @@ WRONG = [
     ("order", [LISTS[0].replace("F0 F1 I0", "I0 F0 F1"), *LISTS[1:]], "Deadlock"),
     ("order", LISTS[:2], "2 lists"),
     ("order", [LISTS[0] + " X9", *LISTS[1:]], "'X9' is no task"),
-    ("boundaries", marked(2, 5), "384 are enough"),
-    ("boundaries", marked(3, 6), "384 are enough"),
+    ("boundaries", marked(2, 6), "54% of the parameters; at most half"),  # the two narrowest
+    ("boundaries", marked(3, 6), "1,024 bytes a row; 896 are enough"),
     ("boundaries", marked(1, 2), "at most half"),
     ("boundaries", marked(3), "2 stages"),
 ]
@@ -369,9 +371,27 @@ def _next(state, microbatches, most):
     return functools.reduce(lambda done, can: [(*s, c) for s in done for c in can], choices, [()])
 
 
-def test_bytes_that_products_need_are_the_least_of_all_layouts():
-    rows, columns = P("model", None), P(None, "model")
-    for one in rows, columns:
-        for two in rows, columns:
-            verdict = puzzles.product(lambda i, j, k, one=one, two=two: (one, two))
-            assert verdict.solved is False and "are enough" in verdict.text
+def test_the_cheapest_cut_has_not_the_narrowest_array():
+    """Of all pairs of marks; the one that takes the narrowest and then the least is not allowed."""
+    widths = puzzles.steps.WIDTHS
+    sizes = [a * b for a, b in itertools.pairwise(widths)]
+    cheapest = {}
+    for one, two in itertools.combinations(range(1, len(sizes)), 2):
+        stages = sizes[:one], sizes[one:two], sizes[two:]
+        if max(map(sum, stages)) <= sum(sizes) / 2:
+            cheapest[one, two] = 4 * (widths[one] + widths[two])
+    assert min(cheapest.values()) == puzzles.steps.LEAST == cheapest.pop((2, 4))
+    assert min(cheapest.values()) == 4 * (96 + 32) == cheapest[3, 6]
+    assert min(widths) == widths[6] and (2, 6) not in cheapest
+
+
+def test_no_other_pair_of_specs_sends_less():
+    """Of the four pairs that hold a quarter of each factor, each tried for one product's sizes."""
+    told, ways = puzzles.product(cheapest).text, (P("model", None), P(None, "model"))
+    for i, j, k in (256, 64, 32), (32, 64, 256), (16, 512, 16), (64, 64, 64):
+        assert f"({i}×{j} by {j}×{k})" in told
+        for pair in itertools.product(ways, ways):
+            verdict = puzzles.product(
+                lambda *s, p=pair, at=(i, j, k): p if s == at else cheapest(*s)
+            )
+            assert verdict.text == told or "are enough" in verdict.text

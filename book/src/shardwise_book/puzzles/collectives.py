@@ -28,7 +28,8 @@ def scatter(function: Callable[[jax.Array], jax.Array]) -> Verdict:
         steps, enough = n.bit_length() - 1, partial.nbytes // n * (n - 1) // n
         sent = judging.require_sent(program, enough, f"bytes on {n} devices")
         judging.require_at_most(moved.dynamic, steps, f"permutes on {n} devices")
-    return f"{steps} permutes on {n} devices, and {sent:,} bytes, those of the ring."
+    blocks = f"{n - 1} blocks of {partial.nbytes // n**2}"
+    return f"{steps} permutes on {n} devices, and {sent:,} bytes as on the ring, {blocks}."
 
 
 @puzzle("return this device's part of the sum.")
@@ -43,7 +44,7 @@ def one_order(function: Callable[[jax.Array], jax.Array]) -> Verdict:
         judging.require_equal(program(arrays), sums[0], f" on {n} devices")
         enough = sums.nbytes * (n - 1) // n
         sent = judging.require_sent(program, enough, f"bytes on {n} devices")
-    return f"the same bits on 1, 2, 4 and 8 devices, for a reduce-scatter's {sent:,.0f} bytes."
+    return f"the same bits on 1, 2, 4 and 8 devices, and on 8 a reduce-scatter's {sent:,.0f} bytes."
 
 
 def halo(x: jax.Array) -> jax.Array:
@@ -96,15 +97,17 @@ def gather(body: Callable[[jax.Array, Any], tuple[jax.Array, None]]) -> Verdict:
     """A scan's `body(x, w)` on a device's rows and its eighth of each matrix, cut along "fsdp"."""
     programs = {layers: _like_one_device(body, _stack(layers)) for layers in (2, 4)}
     temporaries = {n: measure.bytes_per_device(p).temporaries for n, p in programs.items()}
-    one = sum(a.nbytes for a in _stack(1).values())
-    grown = (temporaries[4] - temporaries[2]) / (2 * one)
-    if grown > 0.2:
+    one, grown = sum(a.nbytes for a in _stack(1).values()), (temporaries[4] - temporaries[2]) / 2
+    if grown > 0.2 * one:
         raise Wrong(
-            f"right gradients, but each layer more takes {grown:.2f} layers' bytes of temporaries: "
-            f"gathered weights are kept for the backward pass, or gathered too early."
+            f"right gradients, but each layer more takes {grown / one:.2f} layers' bytes of "
+            f"temporaries: gathered weights are kept for the backward pass, or gathered too early."
         )
     sent = judging.require_sent(programs[4], (3 * 4 * one + 8) * 7 / 8)
-    return f"{sent:,.0f} ring bytes, 3Ψ(n−1)/n, and {temporaries[4] / one:.2f} layers in memory."
+    return (
+        f"{sent:,.0f} ring bytes for 4 layers, and each layer more takes {grown:,.0f} bytes of "
+        f"temporaries, {grown / one:.3f} of its {one:,}."
+    )
 
 
 def _like_one_device(body, stack):
@@ -148,7 +151,7 @@ def clip(function: Callable[[dict[str, jax.Array], float], dict[str, jax.Array]]
 
 @puzzle("choose `zero`, `dtype` and `reduce_dtype`.")
 def settings(options: Mapping[str, Any]) -> Verdict:
-    """Settings of a `Layout` for four microbatches: at most 2.9Ψ in memory, sums in float32."""
+    """Settings of a `Layout` for four microbatches that send least in 2.9Ψ, sums in float32."""
     if unknown := set(options) - {"zero", "dtype", "reduce_dtype"}:
         raise Wrong(f"choose zero, dtype and reduce_dtype, and leave out {sorted(unknown)}.")
     lowered, program, psi = _step(options)
@@ -159,8 +162,8 @@ def settings(options: Mapping[str, Any]) -> Verdict:
         raise Wrong("gradients are summed in bfloat16; they are to be summed in float32.")
     sent = round(written.ring_bytes / psi * 8 / 7, 2)
     if sent > 4.5:
-        raise Wrong(f"within the budget ({total:.2f}Ψ), {sent:g}Ψ sent; 4.5Ψ are enough.")
-    return f"{sent:g}Ψ sent as written, in {total:.2f}Ψ of memory."
+        raise Wrong(f"within the budget ({total:.2f}Ψ), {sent:g}Ψ(n−1)/n sent; 4.5 are enough.")
+    return f"{sent:g}Ψ(n−1)/n sent as written, and {total:.2f}Ψ of memory as XLA for CPU has it."
 
 
 def _step(options):

@@ -57,8 +57,8 @@ def product(specs: Callable[[int, int, int], tuple[P, P]]) -> Verdict:
         # Either factor may be gathered, or the partial products be reduced, which is two passes.
         enough = min(a.nbytes, b.nbytes, 2 * 4 * i * k) * 3 / 4
         sent = judging.require_sent(program, enough, f"ring bytes for {i}×{j} times {j}×{k}")
-        told.append(f"{sent:,}")
-    return f"{', '.join(told)} ring bytes for the four products, and less is not possible."
+        told.append(f"{sent:,} ({i}×{j} by {j}×{k})")
+    return f"ring bytes {', '.join(told)}; no other pair of specs sends less."
 
 
 @puzzle("put a mesh axis, several, or None in the place of each of the dots.")
@@ -76,8 +76,11 @@ def table(axes: Mapping[str, str | tuple | None]) -> Verdict:
                     f"{row.path} lies under `{row.spec}`: {row.bytes:,} bytes on each device, and "
                     f"an eighth is {whole // 8:,}."
                 )
-    told = [f"{_send_mlp(rule, grid, embed, mlp):,}" for embed, *_, mlp in sizes]
-    return f"eighths of every matrix, and {' and '.join(told)} ring bytes for the two MLPs."
+    told = [
+        f"{_send_mlp(rule, grid, embed, mlp):,} ring bytes for an MLP of {embed} and {mlp}"
+        for embed, *_, mlp in sizes
+    ]
+    return f"eighths of every matrix; {', '.join(told)}."
 
 
 def _send_mlp(rule, grid, embed, mlp, rows=512):
@@ -116,7 +119,8 @@ def born(create: Callable[[jax.Array], jax.Array]) -> Verdict:
         raise Wrong(f"right values, but each device sends {sent:,} bytes; none need be sent.")
     judging.require_at_most(held.temporaries, held.outputs, "bytes of temporaries on each device")
     return (
-        f"{held.temporaries:,} bytes of temporaries beside {held.outputs:,} of shards, none sent."
+        f"XLA for CPU takes {held.temporaries:,} bytes of temporaries beside {held.outputs:,} of "
+        f"shards, and none is sent."
     )
 
 
