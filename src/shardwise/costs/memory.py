@@ -26,7 +26,7 @@ class Terms(NamedTuple):
 
     At the loss: `logits`, in the dtype of use, and the head's gradient; of GPUs one of them.
     `beside` is what a GPU may have there besides, since its compiler chooses kernels by timing
-    them: the logits' gradient, and the head's, in the dtype of use and in float32.
+    them: the logits' gradient, the head's in the dtype of use, and the share of it that is kept.
 
     In a layer's backward pass: `gradients` of the device's shares; `layer`, all that one layer's
     backward pass has; `around`, an activation whole, as tensor's products need it, and half of one
@@ -219,8 +219,12 @@ def _logits(part, head, gpu):
 
 
 def _beside(part, head):
-    """The bytes of the logits' gradient, and of the head's in the dtype of use and in float32."""
-    return _of_vocabulary(part) * part.itemsize + head + head // part.itemsize * WIDE
+    """The bytes of the logits' gradient, of the head's in the dtype of use, and of the device's
+    share of that in the parameters' own.
+    """
+    ends = (s for s in part.held() if not s.array.stacked and part.ends(s.array))
+    shares = sum(s.elements * s.array.itemsize for s in ends)
+    return _of_vocabulary(part) * part.itemsize + head + shares
 
 
 def _between(part):
