@@ -149,6 +149,21 @@ def test_gpus_of_a_draw_are_as_the_page_says(benchmark):
     assert verdict.kept and table in page and " ".join(verdict.told) in page
 
 
+def test_on_a_real_gpu_memory_is_within_what_must_fit(benchmark):
+    """Of programs that ran; who changes the formula runs `python benchmarks/gpu.py --table`."""
+    gpu = importlib.import_module("gpu")
+    record = gpu.recorded()
+    here = {n: said for n, said in record.items() if n.endswith("; cudnn")}
+    assert len(here) >= 5
+    for name, said in here.items():
+        found = gpu.planned(gpu.CASES[name]).memory
+        assert said["peak"] == pytest.approx(said["needed"], rel=0.01)
+        assert found.total <= found.most and 0.98 < found.most / said["needed"] < 1.07, name
+    vocabulary = gpu.planned(gpu.CASES["Qwen 3 0.6B; cudnn"]).memory
+    assert vocabulary.total < 0.8 * here["Qwen 3 0.6B; cudnn"]["needed"]  # why there is a `most`
+    assert gpu.PAGE.read_text() == gpu.page(record)
+
+
 @pytest.mark.slow
 def test_gpus_are_judged_by_programs_of_published_sizes(on_gpus):
     """Who changes the formula runs `python benchmarks/plan_gpu.py --table`."""

@@ -32,7 +32,7 @@ _READERS = ("train", "launch", "plan")
 
 _HELP = """shardwise: training across devices in JAX
 
-  shardwise train                 train a decoder on eight devices, simulated or real
+  shardwise train                 train a decoder on all accelerators, or simulated devices
   shardwise train --run FOLDER --resume
   shardwise sample FOLDER         write text from a checkpoint
   shardwise profile FOLDER        what devices did in the steps of `train --profile 10:13`
