@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise import mesh
+from shardwise.processes import system
 
 
 def in_fresh_python(code):
@@ -177,6 +178,29 @@ def test_accelerators_are_taken_however_few_where_real_ones_are_asked_for(monkey
     mesh.simulate(8)
     assert len(mesh.devices()) == 8
     jax.config.update("jax_default_device", None)
+
+
+@pytest.mark.parametrize(
+    "where, devices, taken",
+    [
+        ((None, None, None), None, (8, True)),
+        ((None, None, None), 4, (4, False)),
+        (("10.0.0.7:1234", 2, 0), None, (4, True)),
+        (("127.0.0.1:1234", 3, 0), None, (2, False)),
+        (("127.0.0.1:1234", 2, 0), 2, (1, False)),
+    ],
+)
+def test_processes_of_one_machine_do_not_each_take_its_accelerators(
+    monkeypatch, where, devices, taken
+):
+    asked = []
+    for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(system, "_initialize", lambda options: None)
+    monkeypatch.setattr(jax.config, "update", lambda *given: None)  # the backend is up already
+    monkeypatch.setattr(mesh, "simulate", lambda n, real: asked.append((n, real)))
+    system.join(*where, devices=devices)
+    assert asked == [taken]
 
 
 @pytest.mark.parametrize("n", [1, 3])

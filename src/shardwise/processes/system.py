@@ -29,7 +29,8 @@ def join(
     heartbeat: int = 20,
 ) -> None:
     """Make this process one of `count`, with its share of so many devices, simulated or real; with
-    devices=None, of all accelerators, or where there are none of some eight simulated devices.
+    devices=None, of all accelerators. Where there are none, or where several processes on one
+    machine (a loopback address) would each take all of them, some eight devices are simulated.
 
     Without the first three they are what SLURM, Kubernetes or a TPU VM says, and where none of them
     says anything, this is one process. Call it before anything touches a device. `heartbeat` is
@@ -61,7 +62,8 @@ def join(
             options["coordinator_bind_address"] = address
         _initialize(options)
     # Not jax.process_count() where we know: it would start the backend.
-    mesh.simulate(share or _share(devices, jax.process_count()), real=devices is None)
+    alone = count == 1 or not (address or "").startswith(("127.", "localhost", "[::1]"))
+    mesh.simulate(share or _share(devices, jax.process_count()), real=devices is None and alone)
 
 
 def _initialize(options):

@@ -25,7 +25,7 @@ class Local(Limits):
     """
 
     processes: int = 2
-    """How many; devices that are simulated are shared out between them."""
+    """How many; they share out simulated devices, and take accelerators only by --devices."""
     dry_run: bool = False
     """Print what would run, and run nothing."""
 
