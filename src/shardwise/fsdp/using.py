@@ -93,8 +93,8 @@ def use_of(
                 f"fsdp: {arrays[i].path} is stacked, and read outside marks.use, by {operation}: "
                 f"there a device has only its share of it. Call `weights = marks.use(weights)` "
                 f"before, in the layer's body (or on the whole stack, where all of it is read), or "
-                f"leave it out of stacked= (a Layout takes an array with fewer names than axes for "
-                f"a stack, unless it has stacked=)."
+                f"leave it out of stacked= (without stacked=, a Layout takes for a stack of layers "
+                f"each array with one dimension more than its logical axes name)."
             )
     deferred = tuple(how is not None and i not in found.elsewhere for i, how in enumerate(hows))
     known: dict = {}

@@ -133,7 +133,8 @@ class _Jit:
         if unused := set(self._names) - met:
             raise ValueError(
                 f"rules.jit: names has {min(unused)!r}, which {self._name} never marks; it marks "
-                f"{sorted(met)}. (A jaxpr or an exported program hides its marks.)"
+                f"{sorted(met)}. (In a function that was traced before, a jaxpr or one of jax.export, "
+                f"marks are not seen.)"
             )
         return out
 
