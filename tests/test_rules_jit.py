@@ -159,7 +159,7 @@ def test_what_hides_its_marks_is_named():
         return marks.constrain(x * 2, "hidden")
 
     traced = jax.extend.core.jaxpr_as_fun(jax.make_jaxpr(f)(jnp.ones(8)))
-    with pytest.raises(ValueError, match=r"which .* never marks; .*A jaxpr or an exported program"):
+    with pytest.raises(ValueError, match=r"which .* never marks; .*as a jaxpr or an exported"):
         rules.jit(lambda x: traced(x)[0], MESH, names={"hidden": P()})(jnp.ones(8))
 
 

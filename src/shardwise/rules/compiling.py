@@ -133,8 +133,8 @@ class _Jit:
         if unused := set(self._names) - met:
             raise ValueError(
                 f"rules.jit: names has {min(unused)!r}, which {self._name} never marks; it marks "
-                f"{sorted(met)}. (In a function that was traced before, a jaxpr or one of jax.export, "
-                f"marks are not seen.)"
+                f"{sorted(met)}. (Marks are not seen in what was traced before, as a jaxpr or an "
+                f"exported program.)"
             )
         return out
 
