@@ -47,16 +47,16 @@ it says too much. Where the layout says *remat*, activations are computed again,
 
 Then {number} programs that nobody chose: published decoders, most with fewer layers, on layouts and
 chips drawn by the seed {seed}, which was committed before any of them was compiled.
-They taught one count: of more than 8,192 tokens that context does not cut, the logits' gradient
-lies beside them. {verdict_of_tpu}
+They taught one count: of more than 8,192 tokens that context does not cut, as much again as the
+logits. We took it for their gradient. But the compiler's own list of the largest arrays, of two
+such programs, has copies of the gathered head and of its gradient in that place. {verdict_of_tpu}
 
 {tpu}
 
 Last, {number_of_newer} programs that taught nothing: the seed {seed_of_newer} was committed after
 that, and before any of them was compiled. {verdict_of_newer} Where the formula says far too much,
-32,768 tokens and a wide vocabulary meet, and the compiler needs no gradient beside the logits; in
-others of as many tokens it does. So the number of tokens is not what decides, and we do not know
-what does. (A border of 16,384 tokens comes nearer to two programs of the first draw, and calls one
+32,768 tokens and a wide vocabulary meet, and the compiler needs no more than the logits; in others
+of as many tokens it does. So the number of tokens is not what decides. (A border of 16,384 tokens comes nearer to two programs of the first draw, and calls one
 of them fitting that is refused: it stays at 8,192.) Of one program, cut over context and tensor,
 the formula says a fifth too little.
 

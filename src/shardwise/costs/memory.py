@@ -13,7 +13,7 @@ from shardwise.costs.arrays import Part
 from shardwise.costs.ledger import WIDE
 from shardwise.costs.sent import passed, slots
 
-_FEW = 8192  # tokens: of no more, the TPU compiler computes the logits' gradient as it is read
+_FEW = 8192  # tokens: of more, programs for TPUs need about as much again as the logits
 
 
 class Terms(NamedTuple):
@@ -206,9 +206,10 @@ def _of_vocabulary(part):
 def _logits(part, head, gpu):
     """The bytes of logits or, after them, of the head's gradient; of TPUs of both.
 
-    Of more than 8,192 tokens, not cut by context, the TPU compiler has the logits' gradient beside
-    them. Around four devices or more it takes the head's products in parts, which come from both
-    sides: two parts of each of the three.
+    Of more than 8,192 tokens, not cut by context, programs for TPUs need as much again: the logits'
+    gradient, or in two programs looked at copies of the gathered head and its gradient. Around four
+    devices or more the compiler takes the head's products in parts, which come from both sides: two
+    parts of each of the three.
     """
     logits, n = _of_vocabulary(part) * part.itemsize, part.roles.tensor
     if gpu:
