@@ -56,9 +56,9 @@ such programs, has copies of the gathered head and of its gradient in that place
 Last, {number_of_newer} programs that taught nothing: the seed {seed_of_newer} was committed after
 that, and before any of them was compiled. {verdict_of_newer} Where the formula says far too much,
 32,768 tokens and a wide vocabulary meet, and the compiler needs no more than the logits; in others
-of as many tokens it does. So the number of tokens is not what decides. (A border of 16,384 tokens comes nearer to two programs of the first draw, and calls one
-of them fitting that is refused: it stays at 8,192.) Of one program, cut over context and tensor,
-the formula says a fifth too little.
+of as many tokens it does. So the number of tokens is not what decides. (A border of 16,384 tokens
+comes nearer to two programs of the first draw, and calls one of them fitting that is refused: it
+stays at 8,192.) Of one program, cut over context and tensor, the formula says a fifth too little.
 
 {newer}
 
