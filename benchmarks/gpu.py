@@ -329,17 +329,18 @@ PAGE_TEXT = """# The planner beside a real GPU
 
 Decoders of published sizes, trained for {steps} steps on one {device}, {date}, with {versions}:
 AdamW with float32 state, products in bfloat16, random tokens. PyTorch is eager around compiled
-layers, its attention and AdamW fused; on small sizes it was asserted to compute our loss. Seconds
-are medians of one run. Nothing here says how several GPUs do together.
+layers, its attention and AdamW fused; on small sizes it was asserted to compute our loss. We clip
+by the global norm as well, which its step leaves out. Seconds are medians of one run. Nothing here
+says how several GPUs do together.
 
 ## Memory
 
-GiB. *By formula* is what XLA's compiler is expected to need without a GPU, and *at most* what
-`shardwise plan` asks to fit. *Compiled* is XLA's own count on this GPU, with *at most* beside it;
+GiB. *By formula* is what XLA's compiler is expected to need without a GPU, and *up to* what
+`shardwise plan` asks to fit. *Compiled* is XLA's own count on this GPU, with *up to* beside it;
 the allocator's peak in the run was within {peak:.1%} of that count. *Without a GPU* is what XLA
 reserves where it can time no kernel ({absent}), as in {{doc}}`judged_gpus`. On the GPU it needs
-more, most where the vocabulary is large: the logits' gradient lies beside the logits. *At most* was
-counted after these programs had been seen.
+more, most where the vocabulary is large: the logits' gradient lies beside the logits. *Up to* was
+counted after these programs had been seen, and has 2 % for what the count misses.
 
 {memory}
 
@@ -391,7 +392,7 @@ def page(record: dict[str, dict]) -> str:
         took.append((told, *cells, f"{found.mfu_bound:.0%}"))
     runs = [said for said in record.values() if "seconds" in said]
     absent = {x["versions"]["jax"] for n, x in record.items() if n.endswith("without a GPU")}
-    of_memory = "of", "by formula", "at most", "compiled", "without a GPU", "PyTorch's peak"
+    of_memory = "of", "by formula", "up to", "compiled", "without a GPU", "PyTorch's peak"
     return PAGE_TEXT.format(
         steps=STEPS,
         device=" and ".join(sorted({said["device"] for said in runs})),

@@ -31,6 +31,26 @@ def test_flops_of_library_calls():
     assert measure.flops(module(gemm.replace("NAME", 'custom_call_target="TopK"'))) == 0
 
 
+@pytest.mark.parametrize("mask, seen", [("CAUSAL", 1), ("NO_MASK", 2)])
+@pytest.mark.parametrize("which, products", [("", 2), ("Backward", 5)])
+def test_flops_of_cudnns_attention(which, products, mask, seen):
+    """As an H200's programs have it: 8 rows of 1,024 tokens, 16 heads of 64 numbers, 8 for keys."""
+    config = (
+        '{"cudnn_fmha_backend_config":{"bmm1_dot_dimension_numbers":{"lhs_batch_dimensions":'
+        '["0","2"],"lhs_contracting_dimensions":["3"]},"intermediate_tensor_shape":{"dimensions":'
+        f'["8","16","1024","1024"],"element_type":"BF16"}},"mask_type":"{mask}"}}}}'
+    )
+    body = """
+      %q = bf16[8,1024,16,64]{3,2,1,0} parameter(0)
+      %k = bf16[8,1024,8,64]{3,2,1,0} parameter(1)
+      ROOT %a = (bf16[8,16,1024,64]{3,1,2,0}, u8[256]{0}) custom-call(%q, %k, %k), """
+    body += f'custom_call_target="__cudnn$fmhaSoftmax{which}", backend_config={config}'
+    product = 2 * 8 * 16 * 1024**2 * 64
+    assert measure.flops(module(body)) == products * product * seen / 2
+    with pytest.raises(ValueError, match="cannot read the size"):
+        measure.flops(module(body.replace("intermediate_tensor_shape", "another")))
+
+
 @pytest.mark.parametrize("opcode", ["ragged-dot", "scaled-dot"])
 def test_products_whose_size_cannot_be_read_are_refused(opcode):
     body = f"  %p = f32[4,8] parameter(0)\n  ROOT %g = f32[4,8] {opcode}(%p, %p, %p)"

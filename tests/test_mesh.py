@@ -186,21 +186,29 @@ def test_accelerators_are_taken_however_few_where_real_ones_are_asked_for(monkey
         ((None, None, None), None, (8, True)),
         ((None, None, None), 4, (4, False)),
         (("10.0.0.7:1234", 2, 0), None, (4, True)),
-        (("127.0.0.1:1234", 3, 0), None, (2, False)),
+        (("127.0.0.1:1234", 2, 0), None, (4, False)),
         (("127.0.0.1:1234", 2, 0), 2, (1, False)),
     ],
 )
 def test_processes_of_one_machine_do_not_each_take_its_accelerators(
     monkeypatch, where, devices, taken
 ):
-    asked = []
+    asked, told = [], {}
     for name in ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(system, "_initialize", lambda options: None)
-    monkeypatch.setattr(jax.config, "update", lambda *given: None)  # the backend is up already
+    monkeypatch.setattr(jax.config, "update", told.__setitem__)  # the backend is up already
     monkeypatch.setattr(mesh, "simulate", lambda n, real: asked.append((n, real)))
     system.join(*where, devices=devices)
     assert asked == [taken]
+    of_one_machine = where[0] is not None and where[0].startswith("127.")
+    assert (told.get("jax_platforms") == "cpu") == (of_one_machine and devices is None)
+
+
+def test_eight_simulated_devices_do_not_divide_among_three_processes(monkeypatch):
+    monkeypatch.setattr(jax.config, "update", lambda *given: None)
+    with pytest.raises(ValueError, match="8 devices do not divide among 3 processes"):
+        system.join("127.0.0.1:1234", 3, 0, devices=None)
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -158,7 +158,7 @@ def test_on_a_real_gpu_memory_is_within_what_must_fit(benchmark):
     for name, said in here.items():
         found = gpu.planned(gpu.CASES[name]).memory
         assert said["peak"] == pytest.approx(said["needed"], rel=0.01)
-        assert found.total <= found.most and 0.98 < found.most / said["needed"] < 1.07, name
+        assert found.total <= found.most and 1 < found.most / said["needed"] < 1.1, name
     vocabulary = gpu.planned(gpu.CASES["Qwen 3 0.6B; cudnn"]).memory
     assert vocabulary.total < 0.8 * here["Qwen 3 0.6B; cudnn"]["needed"]  # why there is a `most`
     assert gpu.PAGE.read_text() == gpu.page(record)

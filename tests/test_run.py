@@ -697,6 +697,15 @@ def test_a_profile_that_is_no_range_is_refused(tmp_path):
         run.Settings(profile="10-13")
     with pytest.raises(FileNotFoundError, match="no trace in"):
         profiling.read(tmp_path)
+    with pytest.raises(ValueError, match="no operation of a device"):
+        profiling.times([])
+
+
+def test_cudnns_kernel_is_not_for_packed_rows():
+    layout = dataclasses.replace(run.Settings().layout, kernel="cudnn")
+    run.Settings(layout=layout)
+    with pytest.raises(ValueError, match="layout.kernel=cudnn takes rows of one; .* tiles"):
+        run.Settings(layout=layout, data=Data(packed=True))
 
 
 def test_settings_go_to_json_and_back():

@@ -39,7 +39,7 @@ _HELP = """shardwise: training across devices in JAX
   shardwise launch local --processes 4 -- train ...
   shardwise plan --model llama3-8b --chips v5p:4x4x8 --batch 1024 --sequence 8192
   shardwise diff FOLDER FOLDER    at which step two runs with --hash-every part
-  shardwise doctor --mesh data=2,fsdp=4    whether these devices compute what they should
+  shardwise doctor                whether these devices compute what they should
 
 Each has --help. With SHARDWISE_TRACEBACK=1 every error shows where it comes from."""
 

@@ -68,6 +68,8 @@ class Cudnn:
 
     Raises:
       ValueError: at the call, another mask than `marks.causal`, or a dtype of other than 16 bits.
+      RuntimeError, NotImplementedError: JAX's own, where there is no cuDNN, or a `head_dim` that
+        the kernel does not take (above 128, or no multiple of 8).
     """
 
     implementation: Literal["cudnn", "xla"] = "cudnn"
@@ -78,7 +80,7 @@ class Cudnn:
             raise ValueError(
                 f"context.cudnn: q is {q.dtype}, and the kernel computes in bfloat16 or float16; "
                 f"let the model compute in bfloat16 (model.Config(dtype=jnp.bfloat16), or "
-                f"Layout(dtype=jnp.bfloat16)), or take context.tiled."
+                f"--model.dtype bfloat16), or take context.tiled (--layout.kernel tiles)."
             )
         out = jax.nn.dot_product_attention(
             q, k, v, is_causal=True, implementation=self.implementation

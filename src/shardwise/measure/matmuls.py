@@ -70,12 +70,27 @@ def _custom_call(frame: Frame, op: Instruction) -> int | None:
             return count
         if told := re.search(r'"cost_estimate":\{"flops":"(\d+)"', config):
             return int(told[1])
+    if target.startswith("__cudnn$fmha"):
+        return _attention(frame, op, config)
     dims = dict(re.findall(r'"lhs_(contracting|batch)_dimensions":\s*\[([^\]]*)\]', config))
     if "contracting" in dims:
         return _dot(frame, op, dims["contracting"], dims.get("batch", ""))
     if re.search(_PRODUCTS, target, re.IGNORECASE):
         raise _unreadable(op, target)
     return None
+
+
+def _attention(frame: Frame, op: Instruction, config: str) -> int:
+    """FLOPs of cuDNN's attention: two products forward and five backward, of the half of the scores
+    that a causal mask lets through.
+    """
+    scores = re.search(r'"intermediate_tensor_shape":\{"dimensions":\[([^\]]*)\]', config)
+    if not scores:
+        raise _unreadable(op, op.says("custom_call_target"))
+    sizes = math.prod(int(n) for n in re.findall(r"\d+", scores[1]))
+    products = 5 if "Backward" in op.says("custom_call_target") else 2
+    whole = products * 2 * sizes * frame.operands(op)[0].dims[-1]
+    return whole // 2 if "CAUSAL" in config else whole
 
 
 def _unreadable(op: Instruction, what: str) -> ValueError:

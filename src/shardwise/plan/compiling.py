@@ -141,7 +141,7 @@ def lowered(each: Roles, plan: Plan) -> tuple[ChipMesh, jax.stages.Lowered]:
         job, layout = plan.own, layout_on(mesh.abstract, each, **plan.own.settings)
     else:
         job = program_of(each, plan.config, plan.batch, plan.sequence, plan.optimizer)
-        # XLA's compiler knows no cuDNN where no GPU is; tiles took as much memory where one was.
+        # XLA's compiler knows no cuDNN where no GPU is; where one was, tiles took about as much.
         chosen = "tiles" if plan.chips.chip.node else kernel(plan)
         layout = layout_of(each, plan.config, mesh.abstract, chosen)
     axes = [entry or None for entry in (layout.rows, layout.context)]
@@ -210,6 +210,8 @@ def _told(found):
         f"  {found.candidate.roles}: {fits}, {said:.2f}, by formula {ours:.2f} "
         f"({ours / said - 1:+.0%}); {sends}{found.seconds:.0f} s"
     )
+    if (memory := found.candidate.memory).most > memory.total:
+        told += f"; attention in tiles, and on a GPU up to {memory.most / 2**30:.2f}"
     became = "; ".join(
         f"{name} {d.written / 1e6:,.1f} MB" + (f" ({d.more / 1e6:+,.1f})" if d.more else "")
         for name, d in found.differences.items()

@@ -119,7 +119,7 @@ class Plan:
         found: dict[str, list[str]] = collections.defaultdict(list)
         for refusal in self.refused:
             found[refusal.kind].append(f"{refusal.roles}: {refusal.reason}")
-        for c in sorted(self.too_large, key=lambda c: c.memory.total):
+        for c in sorted(self.too_large, key=lambda c: c.memory.most):
             who, needs, has = self.lacking(c)
             told = f"{c.roles}: {needs / 2**30:.1f} of {has / 2**30:.1f} GiB"
             told += " for a device" if who == "host" else ""

@@ -32,7 +32,7 @@ NOTE_OF_GPUS = (
     "Of a GPU's memory a program has what JAX takes when it starts: three quarters, or the share "
     "that XLA_CLIENT_MEM_FRACTION says. NCCL and CUDA need theirs beside it. On a GPU the compiler "
     "chooses kernels by timing them, and may then have gradients of logits and head beside the "
-    "logits: that is 'at most', and must fit."
+    "logits: so much is asked to fit, but of stages. cuDNN's kernel takes rows of one document."
 )
 # What each term of `costs.memory.Terms` is, in a few words.
 _MEANT = Terms(
@@ -91,7 +91,7 @@ def _summary(plan, c: Candidate):
         f"one after the other, a step takes {_seconds(s.in_turn)}"
     )
     memory = f"{c.memory.total / _GIB:.1f} of {plan.usable / _GIB:.1f} GiB on a device"
-    memory += f", at most {c.memory.most / _GIB:.1f}" if c.memory.most > c.memory.total else ""
+    memory += f", up to {c.memory.most / _GIB:.1f}" if c.memory.most > c.memory.total else ""
     told = [
         ("best", words(plan, c)),
         ("memory", memory),
@@ -190,7 +190,7 @@ def explained(plan: Plan, c: Candidate) -> str:
     lines += [f"  {m.total / _GIB:9.2f}  in all, of {plan.usable / _GIB:.2f}"]
     other = [(k * n, what) for k, n, now, what in terms if k * n and not now]
     lines += [f"  {n / _GIB:9.2f}  at another time: {what}" for n, what in other]
-    lines += [f"  {m.most / _GIB:9.2f}  in all, at most"] if m.most > m.total else []
+    lines += [f"  {m.most / _GIB:9.2f}  in all on a GPU, up to"] if m.most > m.total else []
     lines += [f"  {m.host / _GIB:9.2f}  on the host"] if m.host else []
     lines += ["", "  Seconds of a step:"]
     lines += [f"  {x.seconds:9.4g}  {x.what}: {x.how}{x.more}" for x in _times(c) if x.seconds]
@@ -205,7 +205,7 @@ def why(plan: Plan, asked: Mapping[str, int]) -> str:
     if fitting:
         return told + _slower(plan.best[0], fitting[0])
     if large:
-        least = min(large, key=lambda c: c.memory.total)
+        least = min(large, key=lambda c: c.memory.most)
         of = {"device": "a device", "host": "its host"}[plan.lacking(least)[0]]
         return f"{told}It does not fit: {of} has too little memory.\n\n{explained(plan, least)}"
     if refused:
@@ -286,6 +286,7 @@ def of_check(found: compiling.Check) -> dict[str, Any]:
         "fits": bool(fit),
         "bytes": fit.needed,
         "bytes_by_formula": c.memory.total,
+        "bytes_at_most": c.memory.most,
         "memory": fit.memory and fit.memory._asdict(),
         "sent_by_hand_lowered": found.lowered,
         "sent_by_hand_by_formula": sum(by_hand),

@@ -29,8 +29,9 @@ def join(
     heartbeat: int = 20,
 ) -> None:
     """Make this process one of `count`, with its share of so many devices, simulated or real; with
-    devices=None, of all accelerators. Where there are none, or where several processes on one
-    machine (a loopback address) would each take all of them, some eight devices are simulated.
+    devices=None, of all accelerators, or of eight simulated devices where there are none. Several
+    processes on one machine (a loopback address) would each take all of its accelerators: for them
+    devices=None is eight on CPU. For a GPU each, say devices, and CUDA_VISIBLE_DEVICES.
 
     Without the first three they are what SLURM, Kubernetes or a TPU VM says, and where none of them
     says anything, this is one process. Call it before anything touches a device. `heartbeat` is
@@ -50,8 +51,12 @@ def join(
         )
     mesh.look_for_no_tpu()  # before jax.process_count() looks for devices
     count = count if not missing else _found()
+    alone = count == 1 or not (address or "").startswith(("127.", "localhost", "[::1]"))
+    real = devices is None and alone
+    if devices is None and not alone:
+        jax.config.update("jax_platforms", "cpu")
     # An error before any process waits for the others.
-    share = None if count is None else _share(devices, count)
+    share = None if count is None else _share(devices, count, real)
     if count != 1:
         if share:
             jax.config.update("jax_num_cpu_devices", share)
@@ -62,8 +67,7 @@ def join(
             options["coordinator_bind_address"] = address
         _initialize(options)
     # Not jax.process_count() where we know: it would start the backend.
-    alone = count == 1 or not (address or "").startswith(("127.", "localhost", "[::1]"))
-    mesh.simulate(share or _share(devices, jax.process_count()), real=devices is None and alone)
+    mesh.simulate(share or _share(devices, jax.process_count(), real), real=real)
 
 
 def _initialize(options):
@@ -132,9 +136,10 @@ def leave() -> None:
         jax.distributed.shutdown()
 
 
-def _share(devices, count):
-    if devices is None:
+def _share(devices, count, real):
+    if real:  # of simulated ones, should there be no real ones
         return max(8 // count, 1)
+    devices = 8 if devices is None else devices
     if devices % count:
         raise ValueError(
             f"processes.join: {devices} devices do not divide among {count} processes; take "

@@ -57,6 +57,8 @@ class Times(NamedTuple):
 def read(folder: str | Path) -> list[Op]:
     """The operations of the newest trace in a folder, without those that hold others (loops).
 
+    Of GPUs the trace has to begin when they are idle: runs are counted from its beginning.
+
     Raises:
       FileNotFoundError: no trace there.
     """
@@ -71,9 +73,14 @@ def read(folder: str | Path) -> list[Op]:
         warnings.simplefilter("ignore", DeprecationWarning)
         planes = list(ProfileData.from_file(str(files[-1])).planes)
         runs = {}
-        for line in (line for plane in planes for line in plane.lines):
-            runs |= _launches(line)
+        if any(_is_gpu(plane) for plane in planes):
+            for line in (line for plane in planes for line in plane.lines):
+                runs |= _launches(line)
         return [op for plane in planes for line in plane.lines for op in _ops(plane, line, runs)]
+
+
+def _is_gpu(plane):
+    return plane.name.startswith("/device:GPU")
 
 
 def _launches(line: Any) -> dict[Any, int]:
@@ -96,7 +103,7 @@ def _launches(line: Any) -> dict[Any, int]:
 
 def _ops(plane: Any, line: Any, runs: dict[Any, int]) -> list[Op]:
     """The operations of one line of a trace, of which those that hold others are left out."""
-    waits, told, kernels = [], [], plane.name.startswith("/device:GPU")
+    waits, told, kernels = [], [], _is_gpu(plane)
     for event in line.events:  # of a million on a host's line few are operations
         if event.name == "Rendezvous":
             waits.append((event.start_ns, event.duration_ns))
@@ -141,12 +148,17 @@ def runs(ops: Iterable[Op]) -> list[list[Op]]:
     """The operations of each step, in the order of starts.
 
     In another trace than a run's, those of each run of the program that took most time.
+
+    Raises:
+      ValueError: no operations, as in a trace that ended before a step began.
     """
     total: dict[str, float] = collections.defaultdict(float)
     found: dict[tuple[str, int], list[Op]] = collections.defaultdict(list)
     for op in ops:
         total[op.program] += op.stop - op.start
         found[op.program, op.run].append(op)
+    if not total:
+        raise ValueError("run: the trace has no operation of a device; trace steps that run.")
     main = STEP if STEP in total else max(total, key=lambda name: total[name])
     steps = (each for (program, _), each in found.items() if program == main)
     return sorted(steps, key=lambda run: min(op.start for op in run))

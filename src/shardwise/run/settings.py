@@ -161,6 +161,11 @@ class Settings:
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"run: ema={self.ema}; expected a decay between 0 and 1, or None.")
         self.profiled()
+        if self.data.packed and self.layout.kernel == "cudnn":
+            raise ValueError(
+                "run: data.packed puts several documents into a row, and layout.kernel=cudnn takes "
+                "rows of one; take --layout.kernel tiles, or leave --data.packed out."
+            )
         if not self.limit > 0:
             raise ValueError(f"run: limit={self.limit}; expected a norm above 0.")
 

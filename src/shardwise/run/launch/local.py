@@ -25,7 +25,9 @@ class Local(Limits):
     """
 
     processes: int = 2
-    """How many; they share out simulated devices, and take accelerators only by --devices."""
+    """How many; by default they share out eight simulated devices. For a GPU each, say --devices,
+    and let each see its own (CUDA_VISIBLE_DEVICES).
+    """
     dry_run: bool = False
     """Print what would run, and run nothing."""
 
