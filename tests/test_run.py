@@ -704,7 +704,7 @@ def test_a_profile_that_is_no_range_is_refused(tmp_path):
 def test_cudnns_kernel_is_not_for_packed_rows():
     layout = dataclasses.replace(run.Settings().layout, kernel="cudnn")
     run.Settings(layout=layout)
-    with pytest.raises(ValueError, match="layout.kernel=cudnn takes rows of one; .* tiles"):
+    with pytest.raises(ValueError, match=r"layout.kernel=cudnn takes rows of one; .* tiles"):
         run.Settings(layout=layout, data=Data(packed=True))
 
 
