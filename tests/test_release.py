@@ -50,7 +50,7 @@ class Package:
 
 
 LIBRARY = Package("shardwise", ROOT, {".py", ".json"})
-BOOK = Package("shardwise_book", ROOT / "book", {".py", ".js", ".css"})
+BOOK = Package("shardwise_book", ROOT / "book", {".py", ".js", ".css", ".gz"})
 both = pytest.mark.parametrize("package", [LIBRARY, BOOK], ids=["library", "book"])
 
 # Imports modules of unpacked wheels, and says which files they came from.
