@@ -47,8 +47,10 @@ def test_flops_of_cudnns_attention(which, products, mask, seen):
     body += f'custom_call_target="__cudnn$fmhaSoftmax{which}", backend_config={config}'
     product = 2 * 8 * 16 * 1024**2 * 64
     assert measure.flops(module(body)) == products * product * seen / 2
-    with pytest.raises(ValueError, match="cannot read the size"):
-        measure.flops(module(body.replace("intermediate_tensor_shape", "another")))
+    window = '"mask_type":', '"sliding_window_length":128,"mask_type":'
+    for old, new in ("intermediate_tensor_shape", "another"), (mask, "PADDING"), window:
+        with pytest.raises(ValueError, match="cannot read the size"):
+            measure.flops(module(body.replace(old, new)))
 
 
 @pytest.mark.parametrize("opcode", ["ragged-dot", "scaled-dot"])

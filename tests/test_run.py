@@ -697,6 +697,9 @@ def test_a_profile_that_is_no_range_is_refused(tmp_path):
         run.Settings(profile="10-13")
     with pytest.raises(FileNotFoundError, match="no trace in"):
         profiling.read(tmp_path)
+    (tmp_path / "half.xplane.pb").write_bytes(b"\n\xff\xffdevice")
+    with pytest.raises(ValueError, match=r"half\.xplane\.pb is no whole trace"):
+        profiling.read(tmp_path)
     with pytest.raises(ValueError, match="no operation of a device"):
         profiling.times([])
 

@@ -27,7 +27,8 @@ def flops(compiled: Any) -> int:
     and outer ones (nothing is contracted), which some backends compile to it, and in a program for
     GPUs products with a vector; transforms; solvers. What a backend pads is counted as it runs. A
     Pallas kernel counts by `marks.kernels` around it, as `context.splash` has it, or by the formula
-    that its author gave it (`pl.CostEstimate`).
+    that its author gave it (`pl.CostEstimate`); cuDNN's attention by the scores that its mask lets
+    through.
 
     Raises:
       TypeError: `compiled` is no `jax.stages.Compiled`, nor what `topology.compile` returns.
@@ -81,16 +82,19 @@ def _custom_call(frame: Frame, op: Instruction) -> int | None:
 
 
 def _attention(frame: Frame, op: Instruction, config: str) -> int:
-    """FLOPs of cuDNN's attention: two products forward and five backward, of the half of the scores
-    that a causal mask lets through.
+    """FLOPs of cuDNN's attention: two products forward and five backward, of all scores, or of the
+    half that a causal mask lets through; an error where a window or lengths cut more away.
     """
+    target = op.says("custom_call_target")
     scores = re.search(r'"intermediate_tensor_shape":\{"dimensions":\[([^\]]*)\]', config)
-    if not scores:
-        raise _unreadable(op, op.says("custom_call_target"))
+    shares = {"NO_MASK": 2, "CAUSAL": 1}  # of halves
+    mask = re.search(r'"mask_type":"(\w+)"', config)
+    windows = set(re.findall(r'"sliding_window_length":(\d+)', config)) - {"0"}
+    if not scores or not mask or mask[1] not in shares or windows:
+        raise _unreadable(op, target)
     sizes = math.prod(int(n) for n in re.findall(r"\d+", scores[1]))
-    products = 5 if "Backward" in op.says("custom_call_target") else 2
-    whole = products * 2 * sizes * frame.operands(op)[0].dims[-1]
-    return whole // 2 if "CAUSAL" in config else whole
+    products = 5 if "Backward" in target else 2
+    return products * shares[mask[1]] * sizes * frame.operands(op)[0].dims[-1]
 
 
 def _unreadable(op: Instruction, what: str) -> ValueError:

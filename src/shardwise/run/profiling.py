@@ -61,6 +61,7 @@ def read(folder: str | Path) -> list[Op]:
 
     Raises:
       FileNotFoundError: no trace there.
+      ValueError: a file that is no trace, or not whole.
     """
     from jax.profiler import ProfileData
 
@@ -71,7 +72,12 @@ def read(folder: str | Path) -> list[Op]:
         )
     with warnings.catch_warnings():  # jaxlib's own types, of some releases
         warnings.simplefilter("ignore", DeprecationWarning)
-        planes = list(ProfileData.from_file(str(files[-1])).planes)
+        try:
+            planes = list(ProfileData.from_file(str(files[-1])).planes)
+        except RuntimeError as error:
+            raise ValueError(
+                f"run: {files[-1]} is no whole trace ({error}); record it again."
+            ) from error
         runs = {}
         if any(_is_gpu(plane) for plane in planes):
             for line in (line for plane in planes for line in plane.lines):
