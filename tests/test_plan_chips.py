@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise import plan, topology
+from shardwise import mesh, plan, topology
 from shardwise.costs.arrays import parts
 from shardwise.costs.memory import memory
 from shardwise.plan import arrays, links, planning, published, roles
@@ -107,6 +107,68 @@ def test_whole_sides_are_rings_and_parts_are_lines():
     assert line.bandwidth(V5P) == V5P.link_bandwidth
     between = [side for side in ways["fsdp"].sides if side.stride > 1]
     assert [side.bandwidth(V5P) for side in between] == [2 * V5P.link_bandwidth / 2]
+
+
+class Device:
+    """A stand-in for a TPU: what `mesh_utils` asks of one."""
+
+    platform = "tpu"
+
+    def __init__(self, chips, place):
+        self.slice_index, *coords, self.core_on_chip = map(int, place)
+        self.coords = [*coords, 0, 0][:3]
+        self.device_kind, self.process_index = chips.chip.names[0], 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.sampled_from(
+        [
+            ("v5e:8x16", 1),
+            ("v5e:16x16", 2),
+            ("v6e:4x8", 1),
+            ("v5p:4x4x8", 1),
+            ("v5p:2x4x6", 2),
+            ("v4:4x4x4", 2),
+            ("tpu7x:4x4x4", 1),
+        ]
+    ),
+    st.randoms(),
+)
+def test_the_planners_links_are_those_that_a_mesh_has(chips, random):
+    """`mesh.make` lays axes by JAX's own function, on places as TPUs tell them."""
+    chips = topology.chips(*chips)
+    each = dict.fromkeys(roles.ORDER, 1)
+    left = chips.devices
+    while left > 1:
+        factor = next(n for n in (2, 3, 5, 7) if left % n == 0)
+        each[random.choice(roles.ORDER)] *= factor
+        left //= factor
+    try:
+        chips.mesh(**each)
+    except ValueError as error:
+        with pytest.raises(ValueError, match="which cut it unevenly"):
+            mesh.across_groups("mesh.make", each, chips.slices, "slices")
+        assert "unevenly" in str(error)
+        return
+    places = itertools.product(
+        range(chips.slices), *map(range, chips.shape), range(chips.chip.devices)
+    )
+    grid = mesh.placed([Device(chips, place) for place in places], each)
+    ways = links.lay(chips, tuple(each.items()))
+    for axis, role in enumerate(each):
+        line = [
+            grid[tuple(i if j == axis else 0 for j in range(grid.ndim))] for i in range(each[role])
+        ]
+        assert len({d.slice_index for d in line}) == ways[role].across
+        found = []
+        for side in range(len(chips.shape)):
+            at = sorted({d.coords[side] for d in line})
+            if len(at) > 1:
+                found.append(Side(len(at), at[1] - at[0], chips.shape[side]))
+        if len({d.core_on_chip for d in line}) > 1:
+            found.append(Side(2, 1, 2, on_chip=True))
+        assert ways[role].sides == tuple(found)
 
 
 # --- "How to Scale Your Model", chapter 6 (applied-training.md at commit 04d8de58): 70B on a pod

@@ -4,13 +4,14 @@ import contextlib
 import functools
 import glob
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata, util
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 __all__ = ["devices", "make", "simulate"]
@@ -80,8 +81,8 @@ def make(**axes: int) -> jax.sharding.Mesh:
     """A mesh by axis name: `make(data=-1, model=2)` on 8 devices is 4×2.
 
     The axes stand in the order in which they are written: neighbours along the last one are
-    neighbours in `devices()` (on TPU, in the topology that `jax.make_mesh` finds), so the axis with
-    the most traffic belongs last. One size may be -1, which takes the devices that remain; of more
+    neighbours in `devices()`, on TPUs in the torus (`placed`), so the axis with the most traffic
+    belongs last. One size may be -1, which takes the devices that remain; of more
     devices than the sizes need, the first are used. Axes are Auto: the compiler propagates
     shardings from inputs, outputs and constraints.
 
@@ -91,13 +92,50 @@ def make(**axes: int) -> jax.sharding.Mesh:
     """
     available = devices()
     sizes = resolve("mesh.make", axes, len(available))
+    grid = placed(available[: math.prod(sizes.values())], sizes)
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * grid.ndim)
+
+
+def placed(devices: Sequence[Any], sizes: Mapping[str, int]) -> np.ndarray:
+    """The devices as a mesh of these sizes has them: TPUs by JAX's `mesh_utils`, which gives each
+    axis, the last first, whole sides of the torus where it can and parts where not, with slices
+    outermost; all others in their order. (`jax.make_mesh` has parts on v5e alone, and no slices.)
+
+    Raises:
+      ValueError: borders between slices cut an axis unevenly.
+    """
     shape = tuple(sizes.values())
-    return jax.make_mesh(
-        shape,
-        tuple(sizes),
-        devices=available[: math.prod(shape)],
-        axis_types=(AxisType.Auto,) * len(shape),
+    if devices[0].platform != "tpu":
+        return np.array(devices).reshape(shape)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    across = across_groups("mesh.make", sizes, slices, "slices")
+    inside = [size // part for size, part in zip(shape, across, strict=True)]
+    if slices == 1:
+        return mesh_utils.create_device_mesh(inside, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_hybrid_device_mesh(
+        inside, across, devices, allow_split_physical_axes=True
     )
+
+
+def across_groups(who: str, sizes: Mapping[str, int], number: int, what: str) -> tuple[int, ...]:
+    """The number of parts into which borders between slices, or nodes, cut each axis of a mesh; the
+    first axes lie across.
+
+    Raises:
+      ValueError: an axis that the borders cut unevenly.
+    """
+    parts, rest = [], number
+    for name, size in sizes.items():
+        part = math.gcd(rest, size)
+        if part not in (rest, size):
+            raise ValueError(
+                f"{who}: the axis {name!r} of size {size} lies along {rest} {what}, which cut it "
+                f"unevenly; make it a multiple of {rest}, or a divisor with the rest in the next "
+                f"axis."
+            )
+        parts.append(part)
+        rest //= part
+    return tuple(parts)
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:

@@ -60,9 +60,9 @@ class Way(NamedTuple):
 
 @functools.lru_cache(maxsize=8192)
 def lay(chips: Chips, sizes: tuple[tuple[str, int], ...]) -> Mapping[str, Way]:
-    """{role: its Way}, of `sizes` in the order of the mesh: slices outermost, and what talks most,
-    the last, chooses its sides first: as many whole ones as possible, else parts of sides, with the
-    most bandwidth. (`mesh_utils`, which lays the mesh, may split them otherwise.)
+    """{role: its Way}, of `sizes` in the order of the mesh, as `mesh.placed` lays it on this torus:
+    slices outermost, and the last axis chooses its sides first. (Of up to 32 chips JAX may make
+    rings that go over several sides: nothing is slower there.)
     """
     mesh = chips.mesh(**dict(sizes))
     free = [Side(whole, 1, whole) for whole in chips.shape]  # what is left of each
@@ -70,23 +70,23 @@ def lay(chips: Chips, sizes: tuple[tuple[str, int], ...]) -> Mapping[str, Way]:
         free.append(Side(devices, 1, devices, on_chip=True))
     found = {}
     for (role, size), across in reversed([*zip(mesh.axes, mesh.across_slices(), strict=True)]):
-        factors = _choose(size // across, free, chips.chip)
-        found[role] = Way(_taken(factors, free), across, chips.groups)
+        factors = _choose(size // across, free)
+        taken = (s._replace(size=f) for s, f in zip(free, factors, strict=True) if f > 1)
+        found[role] = Way(tuple(taken), across, chips.groups)
         pairs = zip(free, factors, strict=True)
         free = [s._replace(size=s.size // f, stride=s.stride * f) for s, f in pairs]
     return found
 
 
-def _taken(factors, free):
-    return tuple(s._replace(size=f) for s, f in zip(free, factors, strict=True) if f > 1)
-
-
-def _choose(size, free, chip):
-    """The factors into which a size is cut, one for each side of the torus."""
+def _choose(size, free):
+    """The factors into which JAX's `mesh_utils` cuts a size, one for each side of the torus: as
+    much as can be on whole sides, then of more sides, then where another axis lies already.
+    """
 
     def order(factors):
-        whole = all(f in (1, side.size) for f, side in zip(factors, free, strict=True))
-        return whole, _bandwidth(_taken(factors, free), chip), factors
+        whole = [f for f, side in zip(factors, free, strict=True) if f == side.whole > 1]
+        shared = math.prod(f for f, side in zip(factors, free, strict=True) if side.stride > 1)
+        return math.prod(whole), len(whole), shared, factors
 
     options = ([f for f in divisors(side.size) if size % f == 0] for side in free)
     return max((f for f in itertools.product(*options) if math.prod(f) == size), key=order)

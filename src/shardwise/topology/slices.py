@@ -144,18 +144,8 @@ class ChipMesh:
 
     def across_slices(self) -> tuple[int, ...]:
         """The number of parts into which borders between slices, or nodes, cut each axis."""
-        parts, rest = [], self.chips.slices
-        for name, size in self.axes:
-            part = math.gcd(rest, size)
-            if part not in (rest, size):
-                raise ValueError(
-                    f"topology: the axis {name!r} of size {size} lies along {rest} "
-                    f"{self.chips.groups}, which cut it unevenly; make it a multiple of {rest}, or "
-                    f"a divisor with the rest in the next axis."
-                )
-            parts.append(part)
-            rest //= part
-        return tuple(parts)
+        chips = self.chips
+        return mesh.across_groups("topology", self.shape, chips.slices, chips.groups)
 
 
 def to_host(jaxpr: Any) -> bool:
