@@ -4,7 +4,8 @@ A seed is committed before the first of its programs is compiled. `fitted` are m
 `judged` published sizes, without biases, nothing tied, on GPUs; `held`, `again` and `tpu` published
 decoders as their config.json has them. `again` and `tpu` were drawn after the last fit, and so
 were `products`, on GPUs, whose layers keep their products; `newer`, on TPUs, after `tpu` had
-taught from how many tokens on a step has the logits' gradient.
+taught from how many tokens on a step has copies at the loss, and `last` after both had taught what
+is copied.
 """
 
 import dataclasses
@@ -105,6 +106,7 @@ DRAWS = {
     "again": Draw(28_112_026, 24, _by_config, _few),
     "tpu": Draw(29_112_026, 24, _by_config, _torus),
     "newer": Draw(1_122_026, 24, _by_config, _torus),
+    "last": Draw(3_122_026, 24, _by_config, _torus),
     "products": Draw(30_112_026, 12, _by_config, _few, dict(remat=True, products=True)),
 }
 

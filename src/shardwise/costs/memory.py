@@ -13,7 +13,7 @@ from shardwise.costs.arrays import Part
 from shardwise.costs.ledger import WIDE
 from shardwise.costs.sent import passed, slots
 
-_FEW = 8192  # tokens: of more, programs for TPUs need about as much again as the logits
+_FEW = 8192  # tokens: of more, programs for TPUs have copies at the loss
 
 
 class Terms(NamedTuple):
@@ -209,17 +209,22 @@ def _of_vocabulary(part):
 def _logits(part, head, gpu):
     """The bytes of logits or, after them, of the head's gradient; of TPUs of both.
 
-    Of more than 8,192 tokens, not cut by context, programs for TPUs need as much again: the logits'
-    gradient, or in two programs looked at copies of the gathered head and its gradient. Around four
-    devices or more the compiler takes the head's products in parts, which come from both sides: two
-    parts of each of the three.
+    Of more than 8,192 tokens, not cut by context, programs for TPUs have copies of the gathered
+    head and its gradient beside the logits: five, or one in a loop over microbatches. Around a
+    tensor axis the compiler takes the head's products in parts, which come from both sides: around
+    four devices or more, two parts of each of three products; around two, of as many tokens, as
+    much as the logits again.
     """
-    logits, n = _of_vocabulary(part) * part.itemsize, part.roles.tensor
+    logits, n, many = _of_vocabulary(part) * part.itemsize, part.roles.tensor, part.tokens > _FEW
     if gpu:
         return max(logits, head)
-    many = part.tokens > _FEW and part.roles.context == 1
-    parts = 3 * 2 / n if n >= 4 else many
-    return head + max(logits * (1 + parts), head)
+    if n > 1:
+        copies = logits * (3 * 2 / n if n >= 4 else many)
+    else:
+        copies = (
+            head * (many and part.roles.context == 1) * (1 if part.roles.microbatches > 1 else 5)
+        )
+    return head + max(logits + copies, head)
 
 
 def _beside(part, head):
