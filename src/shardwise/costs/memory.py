@@ -210,20 +210,17 @@ def _logits(part, head, gpu):
     """The bytes of logits or, after them, of the head's gradient; of TPUs of both.
 
     Of more than 8,192 tokens, not cut by context, programs for TPUs have copies of the gathered
-    head and its gradient beside the logits: five, or one in a loop over microbatches. Around a
-    tensor axis the compiler takes the head's products in parts, which come from both sides: around
+    head beside the logits, as their compiler lists them: four, or one in a loop over microbatches.
+    Around a tensor axis it takes the head's products in parts, which come from both sides: around
     four devices or more, two parts of each of three products; around two, of as many tokens, as
     much as the logits again.
     """
-    logits, n, many = _of_vocabulary(part) * part.itemsize, part.roles.tensor, part.tokens > _FEW
+    logits, r, many = _of_vocabulary(part) * part.itemsize, part.roles, part.tokens > _FEW
     if gpu:
         return max(logits, head)
-    if n > 1:
-        copies = logits * (3 * 2 / n if n >= 4 else many)
-    else:
-        copies = (
-            head * (many and part.roles.context == 1) * (1 if part.roles.microbatches > 1 else 5)
-        )
+    copies = head * (1 if r.microbatches > 1 else 4) * (many and r.context == 1)
+    if r.tensor > 1:
+        copies = logits * (3 * 2 / r.tensor if r.tensor >= 4 else many)
     return head + max(logits + copies, head)
 
 
