@@ -155,6 +155,7 @@ SOLUTIONS = {
     "boundaries": marked(2, 4),
     "smallest": "v5p:2x2x4",
     "division": plan.Roles(fsdp=16, tensor=4, remat=True, products=True),
+    "split": plan.Roles(fsdp=1024, tensor=4, remat=True),
     "gather_seconds": over_sides,
 }
 
@@ -226,6 +227,9 @@ WRONG = [
     ("division", plan.Roles(tensor=64), "kv_heads"),
     ("division", plan.Roles(fsdp=64, microbatches=2), "do not divide into microbatches"),
     ("division", plan.Roles(stage=2, fsdp=32), "stages are left out"),
+    ("split", plan.Roles(fsdp=4096, remat=True), "rows do not divide"),
+    ("split", plan.Roles(fsdp=1024, context=4, remat=True), "bound by fsdp"),
+    ("split", plan.Roles(fsdp=512, tensor=8, remat=True), "the best 1.3"),
     ("gather_seconds", functools.partial(over_sides, line=2), "on v5e (rings from 16)"),
     ("bands", P(("data", "model")), "device (0, 1) holds band 1, and should hold band 4"),
     ("bands", P("data"), "holds 0.25"),
@@ -283,7 +287,7 @@ WRONG = [
 ]
 STUBS = {name: (..., None, lambda *args: None, lambda *args: ...) for name in NAMES} | {
     "table": (..., dict.fromkeys(DECODER, ...)),
-    **dict.fromkeys(["bands", "smallest", "division"], (..., None)),
+    **dict.fromkeys(["bands", "smallest", "division", "split"], (..., None)),
     "settings": (..., dict(zero=..., dtype=...)),
     "order": (..., ["...", "...", "..."]),
     "boundaries": (..., lambda *args: None, marked()),
@@ -291,7 +295,7 @@ STUBS = {name: (..., None, lambda *args: None, lambda *args: ...) for name in NA
 
 
 def test_every_puzzle_has_a_solution_here():
-    assert set(SOLUTIONS) == set(NAMES) and len(NAMES) == 18
+    assert set(SOLUTIONS) == set(NAMES) and len(NAMES) == 19
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,7 +17,7 @@ import types
 from .collectives import clip, gather, halo, layer, one_order, scatter, settings, transpose
 from .judging import Verdict
 from .layouts import bands, born, product, table, target
-from .plans import division, gather_seconds, smallest
+from .plans import division, gather_seconds, smallest, split
 from .steps import accumulated, boundaries, order, segments, squares
 
 # What is imported here is what the package offers.

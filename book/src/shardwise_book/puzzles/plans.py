@@ -1,4 +1,4 @@
-"""Puzzles on plans: the smallest slice, a division of its chips, the seconds of a gather."""
+"""Puzzles on plans: the smallest slice, divisions of chips, the seconds of a gather."""
 
 import functools
 import math
@@ -13,6 +13,7 @@ from shardwise_book.puzzles.judging import Verdict, Wrong, puzzle
 _SHAPES = ["2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8"]
 _JOB = 64, 4096  # rows, tokens of a row
 _FEW = 64, 1024
+_LONG = 1024, 8192
 
 
 @puzzle('put a name such as `"v5p:4x4x4"` in the place of the dots.')
@@ -46,33 +47,49 @@ def _least(name):
 @puzzle("put `plan.Roles(...)` in the place of the dots.")
 def division(answer: plan.Roles) -> Verdict:
     """Roles for Llama 3 8B on 64 v5e chips, 64 rows of 1,024: near the best without stages."""
+    return _near_the_best(answer, "llama3-8b", "v5e:8x8", *_FEW)
+
+
+@puzzle("put `plan.Roles(...)` in the place of the dots.")
+def split(answer: plan.Roles) -> Verdict:
+    """Roles for Llama 3 70B on 4,096 H100s, 1,024 rows of 8,192, in the same way."""
+    return _near_the_best(answer, "llama3-70b", "h100:512x8", *_LONG)
+
+
+def _near_the_best(answer, model, name, batch, sequence):
+    """What is said of roles that take at most 5 % longer than the fastest without stages."""
     if not isinstance(answer, plan.Roles):
         raise Wrong(f"expected `plan.Roles(...)`, and got {answer!r}.")
-    config, chips = plan.preset("llama3-8b"), topology.chips("v5e:8x8")
-    given = config, arrays.of_decoder(config), chips, *_FEW
+    config, chips = plan.preset(model), topology.chips(name)
+    given = config, arrays.of_decoder(config), chips, batch, sequence
     devices = math.prod(answer.sizes.values())
     if devices != chips.devices:
         raise Wrong(f"{answer} are {devices} devices, and there are {chips.devices}.")
     if answer.stage > 1:
         raise Wrong("stages are left out here.")
-    if told := roles.refusal(answer, config, chips, *_FEW):
+    if told := roles.refusal(answer, config, chips, batch, sequence):
         raise Wrong(f"{told.kind}: {told.reason}.")
-    if answer not in roles.variants(answer, _FEW[0], chips):
-        raise Wrong(f"a device's {_FEW[0] // answer.rows} rows do not divide into microbatches.")
+    if answer not in roles.variants(answer, batch, chips):
+        raise Wrong(f"a device's {batch // answer.rows} rows do not divide into microbatches.")
     ours, room = planning.candidate(answer, *given), chips.usable_hbm
     if ours.memory.total > room:
         raise Wrong(f"it needs {ours.memory.total / 2**30:.1f} GiB of {room / 2**30:.2f}.")
-    best, took = _best(), ours.step.seconds
+    best, took = _best(*given), ours.step.seconds
     if took > 1.05 * best:
         raise Wrong(f"it takes {took:.3f} s, bound by {ours.step.binds}; the best {best:.3f}.")
     return f"{took:.3f} s, and the best takes {best:.3f}."
 
 
 @functools.cache
-def _best():
-    """Seconds of the fastest without stages."""
-    found = plan.plan("llama3-8b", "v5e:8x8", *_FEW)
-    return min(c.step.seconds for c in found.fitting if c.roles.stage == 1)
+def _best(config, held, chips, batch, sequence):
+    """Seconds of the fastest without stages that fits."""
+    given = config, held, chips, batch, sequence
+    found = []
+    for division in roles.every(chips.devices):
+        if division.stage == 1 and not roles.refusal(division, config, chips, batch, sequence):
+            each = (planning.candidate(r, *given) for r in roles.variants(division, batch, chips))
+            found += [c.step.seconds for c in each if c.memory.total <= chips.usable_hbm]
+    return min(found)
 
 
 @puzzle("write the body, and return seconds.")
