@@ -11,7 +11,6 @@ from shardwise import plan, topology
 _GIB, _MB = 2**30, 1e6
 _SHARE = 0.8  # of those judged, eight of ten are near
 _NEAR = 1.2  # what is too large by under 20 %
-_KNOWN = 0.7  # of what is known to be wrong
 PAGE = """# The planner, judged
 
 <!-- Written by `python benchmarks/plan.py`; edits are lost. -->
@@ -47,20 +46,21 @@ it says too much. Where the layout says *remat*, activations are computed again,
 
 Then {number} programs that nobody chose: published decoders, most with fewer layers, on layouts and
 chips drawn by the seed {seed}, which was committed before any of them was compiled.
-They taught one count: of more than 8,192 tokens that context does not cut, as much again as the
-logits. We took it for their gradient. But the compiler's own list of the largest arrays, of two
-such programs, has copies of the gathered head and of its gradient in that place. {verdict_of_tpu}
+They taught that of more than 8,192 tokens something else lies beside the logits, which we took for
+their gradient. {verdict_of_tpu}
 
 {tpu}
 
-Last, {number_of_newer} programs that taught nothing: the seed {seed_of_newer} was committed after
-that, and before any of them was compiled. {verdict_of_newer} Where the formula says far too much,
-32,768 tokens and a wide vocabulary meet, and the compiler needs no more than the logits; in others
-of as many tokens it does. So the number of tokens is not what decides. (A border of 16,384 tokens
-comes nearer to two programs of the first draw, and calls one of them fitting that is refused: it
-stays at 8,192.) Of one program, cut over context and tensor, the formula says a fifth too little.
+Then {number_of_newer} more, by the seed {seed_of_newer}. They contradicted that: one program needed
+far less, another more. The compiler's own list of the largest arrays, of two programs of these
+tables, has copies of the gathered head instead, and around a tensor axis of two as much as the
+logits again is needed under context too. So it is counted now (before that 17 and 18 of either
+table were within 10 %, 21 and 21 within 15 %). {verdict_of_newer}
 
 {newer}
+
+No program has judged this count since. The seed of {number_of_last} that will, {seed_of_last}, is
+committed; they were not compiled yet.
 
 The same for the models on which the coefficients were fitted.
 
@@ -115,20 +115,17 @@ def _usable(case):
 class Asked(NamedTuple):
     """What is asked of programs: eight of ten within `near`, all within `most`, none called fitting
     that is refused, and of those called too large by under 20 % at most a share `over` that
-    compiles; and, where all is to be `explained`, no byte sent without a reason. Those that are
-    `known` to be wrong by more than `most` may be so by 70 %.
+    compiles; and, where all is to be `explained`, no byte sent without a reason.
     """
 
     near: float
     most: float
     over: float
     explained: bool
-    known: tuple[str, ...] = ()
 
 
 CHOSEN, DRAWN = Asked(0.15, 0.35, 0.2, True), Asked(0.15, 0.30, 1.0, False)
-NEWER = DRAWN._replace(known=("newer 21, Llama 3 8B",))  # no rule explains it yet
-OF_TPUS = {"chosen": CHOSEN, "tpu": DRAWN, "newer": NEWER}
+OF_TPUS = {"chosen": CHOSEN, "tpu": DRAWN, "newer": DRAWN}
 
 
 def verdict(
@@ -154,11 +151,9 @@ def verdict(
         + f"; of {len(over)} that it calls too large by under 20 %, {len(compiles)} do" * bool(over)
         + ".",
     )
-    kept = near >= _SHARE * len(found) and all(
-        e <= (_KNOWN if n in asked.known else asked.most) for n, e in errors.items()
-    )
     kept = (
-        kept
+        near >= _SHARE * len(found)
+        and errors[worst] <= asked.most
         and not wrong
         and not (left and asked.explained)
         and len(compiles) <= asked.over * len(over)
@@ -169,7 +164,7 @@ def verdict(
 def verdicts(
     cases: Mapping[str, Case], found: Mapping[str, plan.Candidate], record: Mapping[str, Mapping]
 ) -> dict[str, Verdict]:
-    """Those on the programs for TPUs that were chosen, and on those of either draw."""
+    """Those on the programs for TPUs that were chosen, and on those of each draw."""
     return {
         which: verdict(cases, found_of(found, which), record, asked)
         for which, asked in OF_TPUS.items()
@@ -202,6 +197,8 @@ def page(
         number=DRAWS["tpu"].number,
         seed_of_newer=DRAWS["newer"].seed,
         number_of_newer=DRAWS["newer"].number,
+        seed_of_last=DRAWS["last"].seed,
+        number_of_last=DRAWS["last"].number,
         **tables,
     )
 
