@@ -1,8 +1,8 @@
 """Reading: each process takes from the files what its own devices need, a parameter at a time."""
 
 import contextlib
-import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,8 @@ def load(
 
     `config` is by default that of `llama.config(folder)`: bfloat16 stays bfloat16. One that is
     given has the same sizes; its `param_dtype` is what weights become. Without a mesh all lies on
-    the default device. A slice that several devices of a process need is read once, and the process
-    holds at a time no more than its devices' part of one parameter. Tied embeddings are read twice:
-    from then on, embedding and head are two parameters.
+    the default device. A process reads once what its devices need, of head_dim all, and holds at a
+    time no more than their part of one parameter. Tied embedding and head become two parameters.
 
     Raises:
       FileNotFoundError: a file is missing.
@@ -94,33 +93,18 @@ def _part(weight, each, asked, sizes, dtype):
     """The entries `asked`, (start, stop) for each axis, of a parameter, filled layer by layer."""
     taken = dict(zip(weight.ours, asked, strict=True))
     first, last = taken.pop("l", (0, 1))
-    runs = [_runs(word, taken, sizes) for word in weight.theirs.split()]
+    read, unmerged, within = [], [], []  # of each file's array
+    for outer, *inner in weight.theirs.split():
+        (start, stop), sides = taken[outer], [sizes[letter] for letter in inner]
+        read.append(slice(start * math.prod(sides), stop * math.prod(sides)))
+        unmerged += [stop - start, *sides]
+        within += [slice(None), *(slice(*taken[letter]) for letter in inner)]
     out = np.empty([stop - start for start, stop in asked], dtype)
-    layers = out if weight.stacked else out[None]
-    # Each file's array from "hd e" to "hde" to "ehd".
-    unmerged = [len(range(*taken[letter])) for letter in weight.letters]
-    order = [weight.letters.index(letter) for letter in weight.own]
-    for i in range(first, last):
-        layers[i - first] = _read(each[i], runs).reshape(unmerged).transpose(order)
+    layers, order = out if weight.stacked else out[None], "{}->{}".format(*weight.orders)
+    for i in range(first, last):  # from "hd e" to "hde" to "ehd"
+        part = each[i][tuple(read)].reshape(unmerged)[tuple(within)]
+        layers[i - first] = np.einsum(order, part)
     return out
-
-
-def _runs(word, taken, sizes):
-    """The slices of a file's axis, merged of `word`'s letters, that hold those `taken` of each: of
-    several heads one, or with a part of head_dim one for each.
-    """
-    of_each = np.ix_(*(range(*taken[letter]) for letter in word))
-    rows = np.ravel_multi_index(of_each, [sizes[letter] for letter in word]).ravel()
-    runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
-    return [slice(int(run[0]), int(run[-1]) + 1) for run in runs]
-
-
-def _read(array, runs):
-    """The product of the slices of each axis, of which one axis at most has several."""
-    pieces = [array[each] for each in itertools.product(*runs)]
-    if len(pieces) == 1:
-        return pieces[0]
-    return np.concatenate(pieces, max(range(len(runs)), key=lambda axis: len(runs[axis])))
 
 
 def library() -> Any:
@@ -128,9 +112,8 @@ def library() -> Any:
     try:
         import safetensors
     except ImportError:
-        raise ImportError(
-            "llama: needs safetensors: pip install 'shardwise[safetensors]'"
-        ) from None
+        how = "pip install 'shardwise[safetensors]'"
+        raise ImportError(f"llama: needs safetensors: {how}") from None
     return safetensors
 
 
@@ -153,7 +136,6 @@ def _opened(folder):
             file = stack.enter_context(library().safe_open(folder / name, framework="np"))
             found |= {name: file.get_slice(name) for name in file.keys()}
         if index is not None:
-            names.check_arrays(
-                folder / INDEX, dict.fromkeys(found, "there"), dict.fromkeys(index, "there")
-            )
+            there = [dict.fromkeys(each, "there") for each in (found, index)]
+            names.check_arrays(folder / INDEX, *there)
         yield found

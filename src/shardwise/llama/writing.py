@@ -27,10 +27,10 @@ def save(
 ) -> None:
     """Write the state of a `model.Decoder`, however it is laid out, in its own dtype.
 
-    A file holds at most `shard_bytes`, or one array that is larger. All processes call this, and
-    process 0 writes; a host holds one file's arrays at a time. The index comes last: a folder in
-    which writing broke off is no model. `fields` are added to `config.json`: what the decoder does
-    not know, such as max_position_embeddings or eos_token_id.
+    A file holds at most `shard_bytes`, or one array that is larger. All processes call this, hold
+    one file's arrays at a time, and process 0 writes, the index last: a folder in which writing
+    broke off is no model. `fields` are added to `config.json`: what the decoder does not know, such
+    as max_position_embeddings or eos_token_id.
 
     Raises:
       FileExistsError: the folder has a model already.
@@ -47,7 +47,12 @@ def save(
         text = names.text(config, dtype.name, dict(fields or {}))
         library()
         if writes:
-            _make(folder)
+            there = [folder / names.CONFIG, folder / INDEX, *folder.glob("*.safetensors")]
+            if there := [path.name for path in there if path.exists()]:
+                raise FileExistsError(
+                    f"llama.save: {folder} has {', '.join(there[:3])} already; choose a new folder."
+                )
+            folder.mkdir(parents=True, exist_ok=True)
     with together("llama.save"):
         _write(folder, plan, leaves, writes)
         if writes:
@@ -93,25 +98,16 @@ def _planned(config, itemsize, shard_bytes):
     return {f"model-{i:05d}-of-{count:05d}.safetensors": s for i, s in enumerate(shards, 1)}
 
 
-def _make(folder):
-    there = [folder / names.CONFIG, folder / INDEX, *folder.glob("*.safetensors")]
-    if there := [path.name for path in there if path.exists()]:
-        raise FileExistsError(
-            f"llama.save: {folder} has {', '.join(there[:3])} already; choose a new folder."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-
-
 def _write(folder, plan, leaves, writes):
     failed = None
     for file, entries in plan.items():
         arrays = {n: _gathered(leaves[path], WEIGHTS[path], layer) for n, path, layer in entries}
         try:
-            if writes and failed is None:
+            if writes and not failed:
                 _write_file(folder / file, arrays)
         except Exception as error:  # raised when the others wait for this process no more
             failed = error
-    if failed is not None:
+    if failed:
         raise failed
 
 
@@ -127,7 +123,7 @@ def _gathered(leaf, weight: Weight, layer):
     x = leaf if layer is None else leaf[layer]
     if not getattr(x, "is_fully_addressable", True):
         x = multihost_utils.process_allgather(x, tiled=True)
-    x = np.asarray(x).transpose([weight.own.index(letter) for letter in weight.letters])
-    sizes = dict(zip(weight.letters, x.shape, strict=True))
+    merged, own = weight.orders
+    x = np.einsum(f"{own}->{merged}", np.asarray(x))
     # safetensors writes memory as it lies, whatever the strides say.
-    return np.ascontiguousarray(x.reshape(weight.shape(sizes)))
+    return np.ascontiguousarray(x.reshape(weight.shape(dict(zip(merged, x.shape, strict=True)))))

@@ -110,7 +110,7 @@ class Computation:
 class Program:
     """Computations by name; `devices` run it, and if `scheduled`, in the order of its text.
 
-    `places` are the coordinates of the devices, as `topology.Compiled` has them; () if not known.
+    `places` are the devices' coordinates, as `topology.Compiled` has them; () if not known.
     """
 
     computations: dict[str, Computation]
@@ -120,10 +120,14 @@ class Program:
     places: Groups = ()
 
     @property
+    def custom_calls(self) -> list[Instruction]:
+        every = (op for each in self.computations.values() for op in each.instructions.values())
+        return [op for op in every if op.opcode == "custom-call"]
+
+    @property
     def by_hand(self) -> bool:
         """Whether a lowered program has a `jax.shard_map`, of any axes, in it."""
-        ops = (op for each in self.computations.values() for op in each.instructions.values())
-        return any(op.says("custom_call_target").endswith(_EDGES) for op in ops)
+        return any(op.says("custom_call_target").endswith(_EDGES) for op in self.custom_calls)
 
 
 def checked(who: str, program: Any) -> Any:
@@ -149,11 +153,10 @@ def lowered(given: jax.stages.Lowered) -> Program:
     """A lowered program as XLA reads it; ValueError for a custom call that may send anything."""
     # Not as_text("hlo"), which on JAX 0.7.2 leaves the configuration of custom calls out.
     program = parse(given.compiler_ir("hlo").as_hlo_module().to_string())
-    for op in (op for c in program.computations.values() for op in c.instructions.values()):
+    for op in program.custom_calls:
         target = op.says("custom_call_target")
         # A TPU kernel says so, and only then, if it copies to other devices.
-        sends = not _LOCAL.fullmatch(target) or "has_communication" in op.says("backend_config")
-        if op.opcode == "custom-call" and sends:
+        if not _LOCAL.fullmatch(target) or "has_communication" in op.says("backend_config"):
             raise ValueError(
                 f"measure: whether the custom call {target} sends anything to other devices is not "
                 f"known here; measure the parts of the program around it by themselves."

@@ -14,11 +14,8 @@ _COLORS = re.compile(r"colors:(\d+) phases:\d+ cores:\{([\d ]+)\}")
 
 
 def taken(begun: Found, chip: Any) -> tuple[int, float, Counter[Any]]:
-    """(directions of links along which it sends, seconds, load) of one run of a collective alone.
-
-    By its ways from device to device where it has such, else by its strategy, or of GPUs by the
-    nodes of its groups; directions are 0 between slices or nodes. The load is {link: seconds that
-    its bytes take} where links are known: two such that run at once share them.
+    """(directions of links, 0 between slices or nodes, seconds, load) of one run of a collective
+    alone; the load is {link: seconds} where links are known: two that run at once share them.
     """
     op, places = begun.value, begun.frame.program.places
     if chip.node:
@@ -53,8 +50,8 @@ def carried(pairs: Groups, places: Groups, chip: Any) -> Counter[tuple[int, ...]
     """{link: how many of the `pairs` send over it}, from one of the `places` of a slice to another.
 
     A way leads along one axis of the torus after another, and last from core to core; on a ring the
-    shorter way round, and of two as short half goes each. A link is told by its axis, its direction
-    and the chip that it leaves, whose devices share it.
+    shorter way round, and of two as short half goes each. A link is (axis, direction, the chip that
+    it leaves, whose devices share it).
     """
     found: Counter[tuple[int, ...]] = Counter()
     sizes = [max(along) + 1 for along in zip(*places, strict=True)][:-1]

@@ -26,11 +26,8 @@ def step_time(
     """The `StepTime` of `fn(*args)`, each call waited for; warm-up calls, which compile, not timed.
 
     `carry=k` gives the first k results of each call to the next as its first k arguments: a
-    step that donates its state needs that, and consumes the state it was given.
-
-    Raises:
-      ValueError: `fn` donates an argument that the next call needs again, `repeats` is not
-        positive, or `fn` returns fewer than `carry` results.
+    step that donates its state needs that, and consumes the state it was given. A ValueError where
+    `fn` donates what the next call needs, or returns fewer results, or a number is too small.
     """
     if repeats < 1 or warmup < 0 or not 0 <= carry <= len(args):
         raise ValueError(
@@ -42,28 +39,24 @@ def step_time(
         start = time.perf_counter()
         out = jax.block_until_ready(fn(*args))
         seconds.append(time.perf_counter() - start)
-        args = _next(args, out, carry)
+        results = out if isinstance(out, tuple | list) else (out,)
+        if len(results) < carry:
+            raise ValueError(
+                f"measure.step_time: carry={carry}, but the function returned {len(results)} "
+                f"result(s); expected at least {carry}, the next call's first arguments."
+            )
+        args = (*results[:carry], *args[carry:])
+        if gone := [i for i, arg in enumerate(args) if any(map(_is_gone, jax.tree.leaves(arg)))]:
+            raise ValueError(
+                f"measure.step_time calls the function again with the same arguments, but argument "
+                f"{', '.join(map(str, gone))} was donated and is gone. If the first results are "
+                f"the next call's first arguments, pass carry={gone[-1] + 1}; or do not donate."
+            )
     low, median, high = np.percentile(seconds[warmup:], [25, 50, 75])
     arrays = [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
     kind = next(iter(arrays[0].devices())).device_kind if arrays else "host"
     return StepTime(float(median), float(high - low), kind)
 
 
-def _next(args: tuple, out: Any, carry: int) -> tuple:
-    """The arguments of the next call; ValueError where one is missing, or gone."""
-    results = out if isinstance(out, tuple | list) else (out,)
-    if len(results) < carry:
-        raise ValueError(
-            f"measure.step_time: carry={carry}, but the function returned {len(results)} "
-            f"result(s); expected at least {carry}, the next call's first arguments."
-        )
-    args = (*results[:carry], *args[carry:])
-    leaves = [(i, leaf) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
-    gone = sorted({i for i, x in leaves if isinstance(x, jax.Array) and x.is_deleted()})
-    if gone:
-        raise ValueError(
-            f"measure.step_time calls the function again with the same arguments, but argument "
-            f"{', '.join(map(str, gone))} was donated and is gone. If the first results are the "
-            f"next call's first arguments, pass carry={gone[-1] + 1}; or do not donate."
-        )
-    return args
+def _is_gone(x):
+    return isinstance(x, jax.Array) and x.is_deleted()

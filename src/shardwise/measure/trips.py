@@ -103,10 +103,8 @@ def executed(
     """(all that `read` finds in one run of `frame`, or of one instruction of it, on which device).
 
     `read(frame, op)` returns a value, or None where nothing is of interest. Of branches and devices
-    that counts which has the largest sum of `weigh(value)` times its runs.
-
-    Raises:
-      ValueError: something found stands in a loop whose number of trips cannot be known.
+    that counts which has the largest sum of `weigh(value)` times its runs. A ValueError where
+    something found stands in a loop whose number of trips cannot be known.
     """
 
     def weight(found):  # of each device, where they differ
@@ -143,10 +141,9 @@ def executed(
 
 
 def trip_count(frame: Frame, loop: Instruction) -> int | np.ndarray:
-    """The number of times that the body of a while loop runs; ValueError if it depends on data.
-
-    As the compiler has noted it, or as `marks.turns` says, a mean over its runs for each device, or
-    else by a counter from a constant, by a constant, to a constant.
+    """The number of times that the body of a while loop runs: as the compiler noted it, or as
+    `marks.turns` says, a mean over its runs for each device, or by a counter from a constant, by a
+    constant, to a constant; ValueError where it depends on data.
     """
     config = loop.says("backend_config")
     if known := re.search(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"', config):

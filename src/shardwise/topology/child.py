@@ -48,9 +48,7 @@ def versions(chip: Chip | None = None) -> dict[str, str]:
 
 
 def run(request: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """The result of the compiler: sizes, text and report, or a refusal; or an error, where it does
-    not know the chip, or fails.
-    """
+    """The result of the compiler: sizes, text and report, or a refusal; an error where it fails."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         folder = Path(name)
         (folder / "module.mlir").write_text(module)

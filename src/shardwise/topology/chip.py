@@ -17,16 +17,15 @@ class Chip:
     """A chip's peaks; per chip where nothing else is said, in FLOP/s, bytes and bytes/s.
 
     A TPU's `links` go one way along each side of a torus of `dimensions` axes; an axis closes into
-    a ring from `ring_from` chips on (a multiple of it), and is a line below. A GPU has no torus:
-    it sends `link_bandwidth` into the switch that joins the `node` GPUs of a node (NVLink's), and
-    `dcn_bandwidth` into the network between nodes. `target` is what XLA is told of a GPU that is
-    not there.
+    a ring from `ring_from` chips on (a multiple of it). A GPU sends `link_bandwidth` into the
+    switch that joins the `node` GPUs of a node (NVLink's), and `dcn_bandwidth` into the network
+    between nodes; `target` is what XLA is told of one that is not there.
 
-    `host_bandwidth` is that of PCIe between a chip and its host, each way, and `host_bytes` the
-    chip's part of the host's memory; None where no source says. `usable_hbm` is what the compiler
-    lets a program hold on one *device*. `devices` is the number of JAX devices on a chip, which
-    share its HBM and its peak; of two, each sends `core_bandwidth` to the other. `names` are what
-    JAX calls them: of GPUs those with these peaks, no board for PCIe or with less memory.
+    `host_bandwidth` is PCIe's between a chip and its host, each way, and `host_bytes` the chip's
+    part of the host's memory; None where no source says. `usable_hbm` is what the compiler lets a
+    program hold on one *device*; the `devices` of a chip, as JAX counts, share its HBM and its
+    peak, and of two each sends `core_bandwidth` to the other. `names` are JAX's: of GPUs those with
+    these peaks, no board for PCIe or with less memory.
     """
 
     kind: str

@@ -32,15 +32,19 @@ class Buffer(NamedTuple):
     name: str
     source: str
 
+    def __str__(self) -> str:
+        return (
+            f"{self.bytes / 2**30:8.2f} GiB  {self.kind} {self.array}  {self.source or self.name}"
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program as the compiler made it: a value, which cannot run.
+    """A program as the compiler made it: a value, which `measure` reads and which cannot run.
 
-    `measure` takes it for a `jax.stages.Compiled`. `text` is optimized HLO, in the order in which
-    it is executed; `buffers` are the largest arrays; `coordinates` has for each device of
-    the mesh its place along each axis of the torus, its core and its slice; or its number in its
-    node, and the node.
+    `text` is optimized HLO, in the order in which it is executed; `buffers` are the largest arrays;
+    `coordinates` has for each device of the mesh its place along each axis of the torus, its core
+    and its slice; or its number in its node, and the node.
     """
 
     mesh: ChipMesh
@@ -79,24 +83,19 @@ class DoesNotFit(ValueError):
             f"topology.compile: on {mesh.chips} this program needs {needed / 2**30:.2f} GiB of "
             f"HBM on a device, and {who} {allowed / 2**30:.2f}. The largest arrays:"
         )
-        for b in buffers[:5]:
-            told += f"\n  {b.bytes / 2**30:8.2f} GiB  {b.kind} {b.array}  {b.source or b.name}"
-        super().__init__(told)
+        super().__init__("\n  ".join([told, *map(str, buffers[:5])]))
 
 
 def compile(
-    lowered: jax.stages.Lowered,
-    mesh: ChipMesh,
-    options: Mapping[str, Any] | None = None,
-    cached: bool = True,
+    lowered: jax.stages.Lowered, mesh: ChipMesh, options: Mapping[str, Any] | None = None
 ) -> Compiled:
     """The program that the chips' compiler makes of a lowered one, which `mesh.lower` returns.
 
-    For TPUs it is Google's. For GPUs it is XLA's, as it is without one to try kernels on: it takes
-    its default tiles for products and a slower sort, and knows no cuDNN; what is more than JAX
-    takes of a GPU's memory is refused here. It runs in a child process. Its result is kept in
-    $SHARDWISE_CACHE, or shardwise/ in the user's cache, by a hash of the program (its operations'
-    names, but no files and lines), the chips, options and versions.
+    For TPUs it is Google's. For GPUs it is XLA's, which without one to try kernels on takes default
+    tiles for products and a slower sort, and knows no cuDNN; what is more than JAX takes of a GPU's
+    memory is refused here. It runs in a child process. Its result is kept in $SHARDWISE_CACHE, or
+    shardwise/ in the user's cache, by a hash of the program (with its operations' names, without
+    files and lines), the chips, options and versions.
 
     Raises:
       DoesNotFit: the program needs more memory than a device has.
@@ -105,22 +104,14 @@ def compile(
       RuntimeError: the compiler fails in another way.
     """
     module = program_text(lowered)
-    if PLATFORMS.get(lowered) != mesh.platform:
-        raise ValueError(
-            f"topology.compile: the program was not lowered for {mesh.chips}, and may have taken "
-            f"another platform's branches; pass mesh.lower(jitted, *abstract_arguments), of this "
-            f"mesh."
-        )
-    _check(module, mesh)
+    _check(lowered, module, mesh)
     request, versions = _request(mesh, options or {}), child.versions(mesh.chips.chip)
     name = child.key(request, versions, module)
-    result = child.load(name) if cached else None
-    if result is None:
+    if (result := child.load(name)) is None:
         result = child.run(request, module)
         # The assignment is large, and only its largest entries are asked for.
         result["buffers"] = _largest(result.pop("assignment"), result["text"])
-        if cached:
-            child.save(name, result)
+        child.save(name, result)
     return _value(mesh, versions, result)
 
 
@@ -191,14 +182,19 @@ def _request(mesh, options):
     return {"name": name, "topology": topology, **where}
 
 
-def _check(module, mesh):
+def _check(lowered, module, mesh):
+    if PLATFORMS.get(lowered) != mesh.platform:
+        raise ValueError(
+            f"topology.compile: the program was not lowered for {mesh.chips}, and may have taken "
+            f"another platform's branches; pass what mesh.lower of this mesh returns."
+        )
     said = re.search(r"mhlo.num_partitions = (\d+)", module)
     devices = int(said[1]) if said else 1
     if devices != mesh.chips.devices:
         raise ValueError(
-            f"topology.compile: the program is lowered for {devices} devices, and "
-            f"{mesh.chips} have {mesh.chips.devices}; trace it with shardings of mesh.abstract, of "
-            f"which one argument at least has to have one."
+            f"topology.compile: the program is lowered for {devices} devices, and {mesh.chips} "
+            f"have {mesh.chips.devices}; trace it with shardings of mesh.abstract, of one argument "
+            f"at least."
         )
     meshes = [
         tuple((name, int(size)) for name, size in re.findall(r'"([^"]+)"=(\d+)', axes))
@@ -244,8 +240,6 @@ def _source(text, name):
 
 
 def total(report: str) -> int | None:
-    """The bytes of HBM in all, from a memory usage report; None for libtpu 0.0.23, whose one total
-    counts VMEM too.
-    """
+    """The bytes of HBM in all, from a report; None for libtpu 0.0.23's, which have VMEM in it."""
     said = re.search(r"Memory Space: default.*\nTotal bytes: (\d+)", report)
     return int(said[1]) if said else None

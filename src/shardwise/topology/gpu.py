@@ -57,7 +57,7 @@ def find() -> tuple[Path, str]:
 
 
 def absent(compiler: str, package: str, how: str) -> ImportError:
-    """An error of a compiler that is not here: how it is had, or that it does not exist here."""
+    """The error of a compiler that is not here: how it is had, or that it does not exist here."""
     here = f"{sys.platform} on {platform.machine()}"
     if here != "linux on x86_64":
         how = f"which does not exist for {here}, but on Linux on x86_64, on Colab for instance."
