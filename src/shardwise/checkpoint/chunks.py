@@ -1,4 +1,4 @@
-"""Chunks of arrays on disk, and their checksums: of those that it reads each process checks them.
+"""Chunks of arrays on disk, and the checksums by which each process checks those that it reads.
 
 Chunks below a kilobyte lie in TensorStore's index, which has checksums of its own.
 """
@@ -135,12 +135,9 @@ def _text(chunk):
 
 
 class Handler(ocp.StandardCheckpointHandler):
-    """Orbax's handler of trees, which also writes checksums beside what each process writes.
+    """Orbax's handler of trees, which also writes checksums beside what each process writes."""
 
-    It goes by the name of Orbax's own, so that Orbax reads our steps without this package.
-    """
-
-    typestr = ocp.StandardCheckpointHandler.typestr
+    typestr = ocp.StandardCheckpointHandler.typestr  # so that Orbax alone reads our steps
 
     async def async_save(self, directory, *args, **kwargs):
         futures = await super().async_save(directory, *args, **kwargs)

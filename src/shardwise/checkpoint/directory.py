@@ -24,10 +24,7 @@ except ImportError:  # not on Windows
     fcntl = None
 
 _LOCK = ".shardwise-lock"
-_ADVICE = (
-    "Save to another directory, or end that one first; it may also call checkpoint.wait, which "
-    "lets others in"
-)
+_ADVICE = "Save to another directory, or end that one first, or have it call checkpoint.wait"
 
 
 class Steps(type(ocp.path.step.standard_name_format())):
@@ -71,10 +68,9 @@ def find(where: str, step: int | None) -> tuple[int, list[str]]:
 
 
 class Lock:
-    """A lock on a local directory, which the operating system takes back when this process ends.
-
-    It is one of the process (POSIX's), hence not inherited by forked children that outlive it. The
-    error where another has it says `who` cannot, what that one `does` there, and `advice`.
+    """A lock on a local directory, which the operating system takes back when this process ends: it
+    is POSIX's, which forked children do not inherit. The error where another process has it begins
+    with `who`, and says what that one `does` there, and `advice`.
     """
 
     def __init__(self, where: str, who: str, does: str, advice: str):

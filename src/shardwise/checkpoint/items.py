@@ -14,6 +14,8 @@ import orbax.checkpoint as ocp
 
 from shardwise import tree
 
+_BYTES = "bytes, which JSON has not, in base64"
+
 
 def address(directory: str | os.PathLike) -> str:
     """The directory as Orbax takes it: one on a bucket untouched, else its one true local path;
@@ -22,10 +24,8 @@ def address(directory: str | os.PathLike) -> str:
     where = os.fspath(directory)
     where = where if is_bucket(where) else os.path.realpath(os.path.expanduser(where))
     if pattern := set(where) & set("*?["):  # Orbax looks for what it wrote by glob
-        raise ValueError(
-            f"checkpoint: {where} has {' and '.join(sorted(pattern))} in it, by which Orbax would "
-            f"look for other folders. Name a path without *, ? and [."
-        )
+        told = f"{' and '.join(sorted(pattern))} in it, by which Orbax would look for other folders"
+        raise ValueError(f"checkpoint: {where} has {told}. Name a path without *, ? and [.")
     return where
 
 
@@ -97,12 +97,7 @@ def to_json(name: str, item: Any) -> Any:
     where it would not come back as it is.
     """
     if isinstance(item, bytes):
-        return {"base64": base64.b64encode(item).decode()}
-    if isinstance(item, dict) and item.keys() == {"base64"}:
-        raise ValueError(
-            f"checkpoint.save: item {name!r} is a dict with the one key 'base64', which stands for "
-            f"bytes; give it another key beside that."
-        )
+        return {_BYTES: base64.b64encode(item).decode()}
     for keys, part in jax.tree_util.tree_flatten_with_path(item, is_leaf=_is_part)[0]:
         if part is None or type(part) in (bool, int, float, str):
             continue
@@ -123,8 +118,8 @@ def _is_part(x):
 
 def from_json(item: Any) -> Any:
     """The item that `to_json` was given."""
-    if isinstance(item, dict) and item.keys() == {"base64"}:
-        return base64.b64decode(item["base64"])
+    if isinstance(item, dict) and item.keys() == {_BYTES}:
+        return base64.b64decode(item[_BYTES])
     return item
 
 

@@ -60,15 +60,18 @@ def save(
     where = address(directory)
     writer = _writers.setdefault(where, Writer(where))
     with together("checkpoint.save") as facts:
-        step = _checked_step(step, keep)
-        _check_state(state)
+        _check(step, keep, state)
+        step = int(step)
         facts |= dict(directory=where, step=step, keep=keep, chunk_bytes=chunk_bytes)
         trees, arguments, digests = {}, {}, {}
         for name, item in state.items():
             if is_tree(item):
                 trees[name] = items.by_path(name, item)
                 arguments[name] = _to_orbax(name, trees[name], chunk_bytes)
-                facts[f"item {name!r}"] = _describe(trees[name])
+                facts[f"item {name!r}"] = [
+                    (path, np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "sharding", None))
+                    for path, x in trees[name].items()
+                ]
             elif not is_empty(item):
                 plain = items.to_json(name, item)
                 arguments[name] = ocp.args.JsonSave(plain)
@@ -87,30 +90,25 @@ def wait(directory: str | os.PathLike | None = None) -> None:
     programs save there.
 
     Raises:
-      Exception: what went wrong while writing; an ExceptionGroup, if more than one save did.
+      Exception: what went wrong while writing, with what went wrong elsewhere as its context.
     """
-    errors = []
-    for each in _writers_of(directory):
-        try:
-            each.wait()
-        except Exception as error:
-            errors.append(error)
-    if len(errors) > 1:
-        raise ExceptionGroup(f"checkpoint.wait: {len(errors)} saves failed", errors)
-    if errors:
-        raise errors[0]
+
+    def each(writers):
+        if writers:
+            try:
+                writers[0].wait()
+            finally:  # for the others too, and what fails there keeps what failed here
+                each(writers[1:])
+
+    each(_writers_of(directory))
 
 
-def _checked_step(step, keep):
+def _check(step, keep, state):
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
         raise ValueError(f"checkpoint.save: step is {step!r}; expected a whole number, 0 or more.")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         told = "how many of the newest steps stay, 1 or more, or None for all"
         raise ValueError(f"checkpoint.save: keep is {keep!r}; expected {told}.")
-    return int(step)
-
-
-def _check_state(state):
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise ValueError(
             f"checkpoint.save: the state is a {type(state).__name__}; expected a dict of named "
@@ -180,14 +178,6 @@ def save_args(array: Any, chunk_bytes: int) -> ocp.SaveArgs:
             break
         thin.append(axis)
     return ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=tuple(thin))
-
-
-def _describe(leaves):
-    """A text of what processes must agree on for a tree: shapes, dtypes and shardings."""
-    return "\n".join(
-        f"{path} {np.shape(x)} {getattr(x, 'dtype', type(x))} {getattr(x, 'sharding', None)}"
-        for path, x in leaves.items()
-    )
 
 
 def _check_replicas(trees):

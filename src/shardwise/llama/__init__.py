@@ -11,8 +11,7 @@ decoder with dropout, remat or stages has the same weights:
 `pip install "shardwise[safetensors]"`.
 """
 
+from shardwise.llama.files import load, save
 from shardwise.llama.names import config
-from shardwise.llama.reading import load
-from shardwise.llama.writing import save
 
 __all__ = ["config", "load", "save"]

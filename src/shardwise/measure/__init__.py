@@ -1,7 +1,7 @@
 """Costs of a program: bytes on each device, collectives, FLOPs, and time.
 
-Compiled programs are read, not run: `jax.jit(f).lower(*args).compile()` is what to pass, or what
-`topology.compile` returns for chips that are not here.
+Compiled programs are read, not run: `jax.jit(f).lower(*args).compile()`, or what `topology.compile`
+returns for chips that are not here.
 """
 
 from .communication import collectives

@@ -1,8 +1,4 @@
-"""Collectives in a program: how many, how often, and how many bytes each device sends.
-
-In the forms of every backend: also those that the TPU's compiler alone writes, which are carried
-collectives, fused scatters, and transfers between slices, over the data centre's network.
-"""
+"""Collectives in a program, in the forms of every backend: how many, how often, how many bytes."""
 
 import dataclasses
 import re
@@ -19,8 +15,7 @@ _UNCOUNTED = ("collective-broadcast", "ragged-all-to-all", "send")
 CARRIED = '"async_collective_fusion_config"'
 _PASSES_ON = (*SAME_VALUE, "get-tuple-element")
 # What a transfer's type is called here.
-_TRANSFERS = {kind.upper().replace("-", "_"): kind for kind in KINDS[:-1]}
-_TRANSFERS["ONE_TO_ONE"] = KINDS[-1]
+_TRANSFERS = {k.upper().replace("-", "_"): k for k in KINDS[:-1]} | {"ONE_TO_ONE": KINDS[-1]}
 _SLICE = 100_000  # in a device's number, where slices are counted from 1
 _STRATEGY = re.compile(
     r'"collective_algorithm_config":\{(?:"emitter":"([^"]*)")?,?(?:"strategy":"([^"]*)")?'
@@ -61,7 +56,7 @@ def collectives(program: Any, device: int | None = None) -> Collectives:
                 f"decide. Pass what .compile() of it returns."
             )
     program = hlo.read("collectives", program)
-    found, device = executed(Frame.of(program), read, lambda op: op.ring_bytes, device)
+    found, device = executed(Frame(program, program.entry), read, lambda op: op.ring_bytes, device)
     return Collectives((dataclasses.replace(x.value, trips=x.times) for x in found), device)
 
 
@@ -75,7 +70,9 @@ def read(frame: Frame, op: Instruction) -> Op | None:
     elif kind == "ragged-all-to-all" and frame.program.scheduled:
         groups, arrays, notes = hlo.replicas(op, devices), frame.operands(op)[:1], ("bound",)
         kind, n = "all-to-all", max(map(len, groups))
-    elif kind in _UNCOUNTED and op.says("is_host_transfer") != "true":
+    elif (kind in _UNCOUNTED and op.says("is_host_transfer") != "true") or (
+        kind == "collective-permute" and "slice_sizes" in op.attributes
+    ):
         raise ValueError(
             f"measure.collectives: cannot count the bytes of {op.name}, a {kind}; known are "
             f"{', '.join(KINDS)}. Measure the part of the program around it by itself."
@@ -83,7 +80,8 @@ def read(frame: Frame, op: Instruction) -> Op | None:
     elif kind not in KINDS or started is None:
         return None
     elif kind == "collective-permute":
-        groups, arrays, notes = hlo.pairs(op), frame.operands(op), _notes(frame, op)
+        groups = hlo.lists(op.attributes["source_target_pairs"])
+        arrays, notes = frame.operands(op), _notes(frame, op)
     else:
         groups, arrays, notes = hlo.replicas(op, devices), frame.operands(op), _notes(frame, op)
         n = max(map(len, groups))
@@ -96,10 +94,8 @@ def read(frame: Frame, op: Instruction) -> Op | None:
 
 
 def _starts(frame: Frame, op: Instruction) -> bool | None:
-    """Whether `op` starts an asynchronous collective; None for a later piece of one.
-
-    A carried one is written out in the fusion that starts it, in each that it runs beside, and in
-    the one that ends it. Of GPUs each is a start and a done, and says where nothing runs between.
+    """Whether `op` starts an asynchronous collective; None for a later piece of a carried one,
+    which stands in the fusion that starts it, in each that it runs beside, and where it ends.
     """
     start = frame.site if frame.within("async-start") else op
     if start.opcode.endswith("-start"):

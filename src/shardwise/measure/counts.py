@@ -165,8 +165,7 @@ def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ..
         if (last := max(map(max, op.groups))) >= mesh.size:
             raise ValueError(
                 f"measure.by_axis: {op.name} runs among devices up to number {last}, and the mesh "
-                f"{dict(mesh.shape)} has {mesh.size}; give the mesh that the program was written "
-                f"for."
+                f"{dict(mesh.shape)} has {mesh.size}; give the mesh that it was written for."
             )
         places = [np.stack(np.unravel_index(group, shape)) for group in op.groups]
         differ = np.any([np.ptp(place, axis=1) > 0 for place in places], axis=0)

@@ -69,20 +69,11 @@ def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differe
         lowered = hlo.lowered(lowered)  # read here, since nothing in it need be written by hand
     written, sums = collectives(lowered), Differences()
     met = pairs((*written.ops, *also), collectives(compiled, written.device).ops)
-    found = parted(met, lambda pair: pair.name)
+    found = parted(met, lambda pair: pair[0])
     for name in filter(found.get, _NAMES):
         _, ops, *sizes = zip(*found[name], strict=True)
         sums[name] = Difference(len({*ops} - {""}), *map(sum, sizes))
     return sums
-
-
-class Pair(NamedTuple):
-    """The reason's name, the compiled op's name ("" if there is none), ring bytes of both."""
-
-    name: str
-    op: str
-    written: float
-    compiled: float
 
 
 class _Piece:
@@ -155,8 +146,10 @@ _ORDER = {
 _NAMES = (*_RULES, "dropped", "repeated", "windowed", "inserted", "left over")
 
 
-def pairs(written: Iterable[Op], compiled: Iterable[Op]) -> Iterator[Pair]:
-    """Each collective written beside what it became; what has no fellow is beside nothing."""
+def pairs(written: Iterable[Op], compiled: Iterable[Op]) -> Iterator[tuple[str, str, float, float]]:
+    """(reason's name, name of the op compiled or "", ring bytes written, compiled) of each written
+    collective beside what it became; what has no fellow is beside nothing.
+    """
     pool = parted(_pieces(written), lambda piece: piece.op.group_size)
     met, padded = set(), []
     made = sorted(_pieces(compiled), key=lambda piece: not piece.is_by_hand)
@@ -169,12 +162,12 @@ def pairs(written: Iterable[Op], compiled: Iterable[Op]) -> Iterator[Pair]:
                 piece.times, fellow.times = piece.times - times, fellow.times - times
                 met.add(fellow.key)
                 padded += [piece] if name == "padded" else []
-                yield Pair(name, piece.op.name, fellow.bytes * times, piece.bytes * times)
+                yield name, piece.op.name, fellow.bytes * times, piece.bytes * times
     windows = [piece for piece in made if "windowed" in piece.op.notes]
     for piece in (piece for piece in made if piece.times):
-        yield Pair(_of_nobody(piece, met, padded), piece.op.name, 0, piece.bytes * piece.times)
+        yield _of_nobody(piece, met, padded), piece.op.name, 0, piece.bytes * piece.times
     for fellow in (fellow for found in pool.values() for fellow in found if fellow.times):
-        yield Pair(_of_none(fellow, met, windows), "", fellow.bytes * fellow.times, 0)
+        yield _of_none(fellow, met, windows), "", fellow.bytes * fellow.times, 0
 
 
 def _pieces(ops):

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from .counts import BETWEEN_SLICES, Op
+from .counts import BETWEEN_SLICES
 from .hlo import Groups
 from .trips import Found
 
@@ -22,7 +22,10 @@ def taken(begun: Found, chip: Any) -> tuple[int, float, Counter[Any]]:
         return *_switched(op, chip, places), Counter()
     if op.kind.endswith(BETWEEN_SLICES):
         return 0, op.ring_bytes / chip.dcn, Counter()
-    if places and (pairs := _pairs(op)):
+    pairs = op.groups if op.kind == "collective-permute" else ()
+    if op.kind == "all-to-all" or op.group_size == 2:
+        pairs = tuple((a, b) for group in op.groups for a in group for b in group)
+    if places and pairs:
         each = op.ring_bytes / max(1, (op.group_size or 2) - 1)
         rates = *[chip.link_bandwidth] * 3, chip.core_bandwidth  # the last from core to core
         ways = carried(pairs, places, chip).items()
@@ -34,15 +37,6 @@ def taken(begun: Found, chip: Any) -> tuple[int, float, Counter[Any]]:
         rings = (n > 2 and (len(sizes) == 1 or n >= (chip.ring_from or 0)) for n in sizes)
         lanes = min(ways, sum(2 if ring else 1 for ring in rings), chip.links)
     return lanes, op.ring_bytes / (lanes * chip.link_bandwidth) * chip.devices, Counter()
-
-
-def _pairs(op: Op) -> Groups:
-    """Each (source, target) to which a collective sends one of its parts; () of a ring's."""
-    if op.kind == "collective-permute":
-        return op.groups
-    if op.kind != "all-to-all" and op.group_size != 2:
-        return ()
-    return tuple((a, b) for group in op.groups for a in group for b in group)
 
 
 @functools.lru_cache(maxsize=256)

@@ -32,7 +32,8 @@ def flops(compiled: Any) -> int:
       TypeError: `compiled` is no `jax.stages.Compiled`, nor what `topology.compile` returns.
       ValueError: a product whose size cannot be read, or one in a loop whose trips depend on data.
     """
-    return within(Frame.of(hlo.read("flops", compiled)))
+    program = hlo.read("flops", compiled)
+    return within(Frame(program, program.entry))
 
 
 def within(frame: Frame, only: Instruction | None = None) -> int | float:

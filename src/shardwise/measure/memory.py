@@ -37,15 +37,10 @@ def bytes_per_device(compiled: Any) -> DeviceBytes:
     """The `DeviceBytes` of a `jax.stages.Compiled`, or of what `topology.compile` returns.
 
     The temporaries are the size of one buffer that serves all intermediate values, at their peak.
-    Where the backend does not say, a ValueError; something else than these is a TypeError.
+    Something else than these is a TypeError.
     """
     # Not `peak_memory_in_bytes`: on CPU it is below the temporaries alone.
     stats = checked("bytes_per_device", compiled).memory_analysis()
-    if stats is None:
-        raise ValueError(
-            "measure.bytes_per_device: this backend reports no memory for compiled programs; "
-            "measure the arrays instead, with measure.bytes_on_devices."
-        )
     kinds = ("argument", "output", "alias", "temp")
     return DeviceBytes(*(getattr(stats, f"{kind}_size_in_bytes") for kind in kinds))
 
@@ -75,10 +70,8 @@ def bytes_on_devices(tree: Any) -> dict[jax.Device, int]:
 
 @dataclass(frozen=True)
 class Fit:
-    """`needed` and `allowed` bytes on a device; true if the program fits.
-
-    `memory` tells what for, None of a program that was refused; `buffers` are the largest arrays,
-    where they are known, as `topology.compiling.Buffer`.
+    """`needed` and `allowed` bytes on a device; true if the program fits. `memory` tells what for,
+    None of one that was refused; `buffers` are the largest arrays, where they are known.
     """
 
     needed: int
@@ -88,11 +81,6 @@ class Fit:
 
     def __bool__(self) -> bool:
         return self.needed <= self.allowed
-
-    @property
-    def spare(self) -> int:
-        """Bytes that are left, or are missing, as a negative number."""
-        return self.allowed - self.needed
 
     def __repr__(self) -> str:
         says, g = "fits" if self else "does not fit", 2**30

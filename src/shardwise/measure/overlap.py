@@ -61,13 +61,9 @@ class Overlap:
             f"measurement)"
         ]
         for b in sorted(self.found, key=lambda b: -b.seconds * b.times)[:_SHOWN]:
-            how = "asynchronous" if b.op.asynchronous else "synchronous"
-            lines.append(
-                f"  {b.op.kind:20} {b.times:4} × {b.seconds * 1e6:9,.1f} µs  covered "
-                f"{b.covered * 1e6:9,.1f}  {how}, {len(b.products)} products  {b.op.source}"
-            )
-        more = len(self.found) - _SHOWN
-        return "\n".join(lines + [f"  and {more} more, shorter ones"] * (more > 0))
+            took = f"{b.times:4} × {b.seconds * 1e6:9,.1f} µs, {b.covered * 1e6:9,.1f} covered"
+            lines.append(f"  {b.op.kind:20} {took}  {b.op.source}")
+        return "\n".join(lines)
 
 
 def overlap(program: Any, chip: Any) -> Overlap:
@@ -108,7 +104,8 @@ def _begun(who: str, program: Any) -> list[list[Found]]:
             f"measure.{who}: the order of this program's instructions is no schedule; compile it "
             f"for TPUs, by topology.compile."
         )
-    found, _ = executed(Frame.of(program), communication.read, lambda op: op.ring_bytes)
+    whole = Frame(program, program.entry)
+    found, _ = executed(whole, communication.read, lambda op: op.ring_bytes)
     for i, begun in enumerate(found):
         # What a fusion starts or runs, it does in the order of the computation around it.
         if begun.frame.within("fusion", "async-start"):
@@ -117,11 +114,10 @@ def _begun(who: str, program: Any) -> list[list[Found]]:
 
 
 def _timed(chip, group: list[Found]) -> list[tuple[Found, int, float]]:
-    """(where it begins, directions of links, seconds) of each collective of one computation: of the
-    busiest link's of those that run at once, a part by what it would take alone.
-    """
+    """(where it begins, directions of links, seconds) of each collective of one computation."""
     alone = (links.taken(begun, chip) for begun in group)
     directions, seconds, loads = map(list, zip(*alone, strict=True))
+    # What the busiest link takes of those that run at once, in parts by what each takes alone.
     for those in _at_once(group, [i for i, load in enumerate(loads) if load]):
         busiest = max(sum((loads[i] for i in those), Counter()).values())
         in_turn = sum(max(loads[i].values()) for i in those)
@@ -162,14 +158,11 @@ def _beside(chip, taken, begun: Found, lanes, seconds) -> Beside:
 
 
 def _until(begun: Found) -> tuple[list[Instruction], str | None]:
-    """(instructions that run beside a collective, the name of the one that waits for it, or None).
-
-    One that ends in the next trip of its loop runs beside the rest of the body, and its beginning.
-    """
+    """(instructions that run beside a collective, the name of that which waits for it, or None)."""
     frame, order = begun.frame, list(begun.frame)
     after = order[order.index(begun.op) + 1 :]
     end, leaves_as = _follow(frame, after, {begun.op.name})
-    if end is None and leaves_as is not None and frame.within("while"):
+    if end is None and leaves_as is not None and frame.within("while"):  # until the next trip
         carried = (op for op in order if op.opcode == "get-tuple-element")
         held = {op.name for op in carried if op.attributes["index"] == str(leaves_as)}
         end, _ = _follow(frame, order, held)

@@ -15,27 +15,21 @@ class StepTime(NamedTuple):
     spread_s: float
     device_kind: str
 
-    def __str__(self) -> str:
-        apart = f"quartiles {self.spread_s:.2g} s apart"
-        return f"{self.median_s:.3g} s ({apart}) on {self.device_kind}"
 
-
-def step_time(
-    fn: Callable, *args: Any, repeats: int = 10, warmup: int = 1, carry: int = 0
-) -> StepTime:
-    """The `StepTime` of `fn(*args)`, each call waited for; warm-up calls, which compile, not timed.
+def step_time(fn: Callable, *args: Any, repeats: int = 10, carry: int = 0) -> StepTime:
+    """The `StepTime` of `fn(*args)`, each call waited for, after a first one, which compiles.
 
     `carry=k` gives the first k results of each call to the next as its first k arguments: a
     step that donates its state needs that, and consumes the state it was given. A ValueError where
     `fn` donates what the next call needs, or returns fewer results, or a number is too small.
     """
-    if repeats < 1 or warmup < 0 or not 0 <= carry <= len(args):
+    if repeats < 1 or not 0 <= carry <= len(args):
         raise ValueError(
-            f"measure.step_time: repeats={repeats}, warmup={warmup}, carry={carry}: expected at "
-            f"least 1, at least 0, and 0 to {len(args)} (the number of arguments)."
+            f"measure.step_time: repeats={repeats}, carry={carry}: expected at least 1, and 0 to "
+            f"{len(args)} (the number of arguments)."
         )
     seconds = []
-    for _ in range(warmup + repeats):
+    for _ in range(1 + repeats):
         start = time.perf_counter()
         out = jax.block_until_ready(fn(*args))
         seconds.append(time.perf_counter() - start)
@@ -52,7 +46,7 @@ def step_time(
                 f"{', '.join(map(str, gone))} was donated and is gone. If the first results are "
                 f"the next call's first arguments, pass carry={gone[-1] + 1}; or do not donate."
             )
-    low, median, high = np.percentile(seconds[warmup:], [25, 50, 75])
+    low, median, high = np.percentile(seconds[1:], [25, 50, 75])
     arrays = [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
     kind = next(iter(arrays[0].devices())).device_kind if arrays else "host"
     return StepTime(float(median), float(high - low), kind)

@@ -33,9 +33,7 @@ class Buffer(NamedTuple):
     source: str
 
     def __str__(self) -> str:
-        return (
-            f"{self.bytes / 2**30:8.2f} GiB  {self.kind} {self.array}  {self.source or self.name}"
-        )
+        return f"{self.bytes / 2**30:.2f} GiB  {self.kind} {self.array}  {self.source or self.name}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +51,6 @@ class Compiled:
     buffers: tuple[Buffer, ...] = dataclasses.field(repr=False)
     report: str = dataclasses.field(repr=False)
     coordinates: tuple[tuple[int, ...], ...] = dataclasses.field(repr=False)
-    versions: tuple[tuple[str, str], ...]
 
     @property
     def usable_hbm(self) -> int:
@@ -105,14 +102,14 @@ def compile(
     """
     module = program_text(lowered)
     _check(lowered, module, mesh)
-    request, versions = _request(mesh, options or {}), child.versions(mesh.chips.chip)
-    name = child.key(request, versions, module)
+    request = _request(mesh, options or {})
+    name = child.key(request, child.versions(mesh.chips.chip), module)
     if (result := child.load(name)) is None:
         result = child.run(request, module)
         # The assignment is large, and only its largest entries are asked for.
         result["buffers"] = _largest(result.pop("assignment"), result["text"])
         child.save(name, result)
-    return _value(mesh, versions, result)
+    return _value(mesh, result)
 
 
 def program_text(lowered: jax.stages.Lowered) -> str:
@@ -135,35 +132,23 @@ def program_text(lowered: jax.stages.Lowered) -> str:
     return re.sub(r"#loc\d*", lambda found: named(found[0]) or "unknown", body)
 
 
-def _value(mesh, versions, result):
+def _value(mesh, result):
     buffers = tuple(Buffer(*buffer) for buffer in result["buffers"])
     usable = mesh.chips.usable_hbm
     if said := result.get("refusal"):
-        needed, allowed = _totals(said, result["report"])
+        if not (told := refused(said)):
+            raise RuntimeError(f"topology.compile: the compiler refuses for another reason: {said}")
+        needed, allowed = told
+        exact = total(result["report"]) or needed
+        if abs(exact - needed) < _ROUNDING or "Allocation" in said:  # of one array alone
+            needed = exact
         raise DoesNotFit(mesh, needed, min(allowed, usable), buffers)
-    compiled = Compiled(
-        mesh=mesh,
-        text=result["text"],
-        sizes=tuple(result["sizes"]),
-        buffers=buffers,
-        report=result["report"],
-        coordinates=tuple(map(tuple, result["coordinates"])),
-        versions=tuple(sorted(versions.items())),
-    )
+    sizes, places = tuple(result["sizes"]), tuple(map(tuple, result["coordinates"]))
+    compiled = Compiled(mesh, result["text"], sizes, buffers, result["report"], places)
     needed = bytes_per_device(compiled).total
     if mesh.chips.chip.node and needed > usable:
         raise DoesNotFit(mesh, needed, usable, buffers)
     return compiled
-
-
-def _totals(said, report):
-    """(bytes needed, bytes allowed): as the compiler says, and exactly where its report agrees."""
-    if not (told := refused(said)):
-        raise RuntimeError(f"topology.compile: the compiler refuses, for another reason: {said}")
-    needed, allowed = told
-    exact = total(report) or needed
-    agrees = abs(exact - needed) < _ROUNDING or "Allocation" in said  # of one array alone
-    return exact if agrees else needed, allowed
 
 
 def _request(mesh, options):
@@ -183,27 +168,19 @@ def _request(mesh, options):
 
 
 def _check(lowered, module, mesh):
-    if PLATFORMS.get(lowered) != mesh.platform:
-        raise ValueError(
-            f"topology.compile: the program was not lowered for {mesh.chips}, and may have taken "
-            f"another platform's branches; pass what mesh.lower of this mesh returns."
-        )
     said = re.search(r"mhlo.num_partitions = (\d+)", module)
-    devices = int(said[1]) if said else 1
-    if devices != mesh.chips.devices:
-        raise ValueError(
-            f"topology.compile: the program is lowered for {devices} devices, and {mesh.chips} "
-            f"have {mesh.chips.devices}; trace it with shardings of mesh.abstract, of one argument "
-            f"at least."
-        )
-    meshes = [
-        tuple((name, int(size)) for name, size in re.findall(r'"([^"]+)"=(\d+)', axes))
+    axes = [
+        {name: int(size) for name, size in re.findall(r'"([^"]+)"=(\d+)', axes)}
         for axes in re.findall(r"sdy\.mesh @\S+ = <\[([^\]]+)\]", module)
     ]
-    if meshes and mesh.axes not in meshes:
+    has = PLATFORMS.get(lowered, "another platform"), int(said[1]) if said else 1
+    named = [tuple(each.items()) for each in axes]
+    if has != (mesh.platform, mesh.chips.devices) or (named and mesh.axes not in named):
         raise ValueError(
-            f"topology.compile: the program is lowered for the mesh {dict(meshes[0])}, not for "
-            f"{mesh.shape}; make it by chips.mesh with the same axes in the same order."
+            f"topology.compile: the program was lowered for {has[0]}, {has[1]} devices, the mesh "
+            f"{axes[0] if axes else {}}, and not for {mesh.chips}, {mesh.platform}, "
+            f"{mesh.chips.devices} devices, the mesh {mesh.shape}; pass what mesh.lower of this "
+            f"mesh returns, with shardings of mesh.abstract, for one argument at least."
         )
 
 

@@ -198,7 +198,7 @@ def usual(kind: str, least: int, most: int) -> Iterator[Chips]:
 
 
 def _gpus(who, sizes, chip, slices):
-    nodes, each = sizes if len(sizes) == 2 else (1, *sizes) if len(sizes) == 1 else (0, 0)
+    nodes, each = (1, *sizes)[-2:] if len(sizes) in (1, 2) else (0, 0)
     if slices > 1 or nodes < 1 or not 0 < each <= chip.node:
         raise ValueError(
             f"{who}: NVLink joins the {chip.node} GPUs of a node of {chip.kind}; write nodes and "
