@@ -144,11 +144,11 @@ def parted(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[An
 
 
 def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ...], Collectives]:
-    """{mesh axes: the `Collectives` along them}, keys and the axes of each in the mesh's order.
+    """{mesh axes: the `Collectives` along them}, keys and the axes of each in the order of `mesh`,
+    the program's.
 
     An axis counts if devices that take part together differ in their place along it: a sum over all
-    devices of a mesh of two axes stands under both names. `mesh` is that of the program, whose
-    devices have numbers in its order. What moves nothing is left out.
+    devices of a mesh of two axes stands under both names. What moves nothing is left out.
 
     Raises:
       ValueError: a collective among other devices than those of the mesh, or, between slices of

@@ -91,6 +91,7 @@ class _Piece:
         self.key = op.kind, self.whole, op.group_size
         self.bytes = dataclasses.replace(op, arrays=(array,), trips=1).ring_bytes
         self.is_combined = "combined" in op.notes
+        self.does = _SUMS if op.kind == "all-reduce" else (op.kind,)
         *within, name = op.source.split("/")
         made = (op.kind in kinds for written, kinds in _BY_HAND.items() if name.startswith(written))
         self.is_by_hand = "shard_map" in within and any(made)
@@ -117,13 +118,10 @@ _RULES = {
     "narrowed": lambda m, w: m.is_like(w) and m.width < w.width,
     "widened": lambda m, w: m.is_like(w),
     "all-reduce": lambda m, w: (
-        m.kind == "all-reduce" and w.kind in _SUMS and m.whole == w.whole and m.may_be(w)
+        m.kind == "all-reduce" and w.kind in m.does and m.whole == w.whole and m.may_be(w)
     ),
     "padded": lambda m, w: (
-        "padded" in m.op.notes
-        and w.kind in (_SUMS if m.kind == "all-reduce" else (m.kind,))
-        and w.whole < m.whole
-        and m.differs_in_one(w)
+        "padded" in m.op.notes and w.kind in m.does and w.whole < m.whole and m.differs_in_one(w)
     ),
     "divided": lambda m, w: (
         (m.is_by_hand or m.is_combined)

@@ -135,9 +135,8 @@ def executed(
 
 
 def trip_count(frame: Frame, loop: Instruction) -> int | np.ndarray:
-    """The number of times that the body of a while loop runs: as the compiler noted it, or as
-    `marks.turns` says, a mean over its runs for each device, or by a counter from a constant, by a
-    constant, to a constant; ValueError where it depends on data.
+    """The trips of a while loop: as the compiler noted them, or as `marks.turns` says, a mean over
+    its runs for each device, or by its counter; ValueError where they depend on data.
     """
     config = loop.says("backend_config")
     if known := re.search(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"', config):
