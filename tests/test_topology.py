@@ -71,7 +71,7 @@ def test_chips_are_counted_not_cores(name, slices, number, devices):
         ("h100:0x8", 1, "nodes and GPUs of each"),
         ("h100:2x2x2", 1, "nodes and GPUs of each"),
         ("h100:8", 2, "topology.chips('h100:8', slices=2): NVLink joins the 8 GPUs"),
-        ("v5p:4x4", 1, "along each of its torus' 3 axes, as in 2x2x2 or 4x4x4"),
+        ("v5p:4x4", 1, "3 axes; write its chips along each, as in 2x2x2 or 4x4x4"),
         ("v5e:2x2x2", 1, "2 axes"),
         ("v5e:", 1, "2x2 or 4x4"),
         ("v5e:axb", 1, "2x2 or 4x4"),

@@ -211,7 +211,9 @@ def _gpus(who, sizes, chip, slices):
 def _tpus(who, sizes, chip, slices):
     example = " or ".join("x".join([side] * chip.dimensions) for side in "24")
     if len(sizes) != chip.dimensions:
-        told = f"write {chip.kind}'s chips along each of its torus' {chip.dimensions} axes"
+        told = (
+            f"a {chip.kind} lies in a torus of {chip.dimensions} axes; write its chips along each"
+        )
     elif 0 in sizes or any(size % _HOST for size in sizes[:2]):
         told = f"hosts have {_HOST}×{_HOST} chips, so that the first two sizes are even"
     elif (number := math.prod(sizes)) > chip.largest:
