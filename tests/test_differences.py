@@ -35,9 +35,9 @@ def named(written, compiled):
     for i, ops in ((2, written), (3, compiled)):
         assert math.isclose(sum(pair[i] for pair in found), sum(o.ring_bytes for o in ops))
     told = {}
-    for pair in found:
-        before = told.get(pair.name, (0, 0))
-        told[pair.name] = before[0] + pair.written, before[1] + pair.compiled
+    for name, _, sent, sends in found:
+        before = told.get(name, (0, 0))
+        told[name] = before[0] + sent, before[1] + sends
     return told
 
 

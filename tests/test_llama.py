@@ -18,7 +18,10 @@ from shardwise import llama, mesh, model, processes, rules, tree
 SMALL = model.Config(vocab=24, embed=16, layers=4, heads=8, kv_heads=2, head_dim=4, mlp=40)
 RULES = {
     "fsdp": rules.FSDPRule("a", min_size=0, uneven="replicate"),
-    "heads": rules.PathRules(("blocks/(q|o)/kernel", P(None, None, "a")), strict=False),
+    "heads": rules.PathRules(
+        ("blocks/q/kernel", P(None, None, "a")), ("blocks/o/kernel", P(None, "a")), strict=False
+    ),
+    "head_dim": rules.PathRules(("blocks/o/kernel", P(None, "b", "a")), strict=False),
     "layers": rules.PathRules(("blocks/", P("a")), strict=False),
     "replicated": P(),
 }
@@ -195,7 +198,7 @@ class CountedSlice:
         return part
 
 
-@pytest.mark.parametrize("rule", [None, *RULES])
+@pytest.mark.parametrize("rule", [None, *(name for name in RULES if name != "head_dim")])
 def test_a_process_reads_each_entry_once(saved, rule, monkeypatch):
     folder, _, params = saved
     opened = safetensors.safe_open
@@ -301,7 +304,7 @@ def test_what_a_config_leaves_out_has_the_published_meaning(single):
 
 def test_names_shapes_and_numbers_of_the_files_are_checked_before_reading(single, monkeypatch):
     folder, arrays = single
-    monkeypatch.setattr("shardwise.llama.reading._part", lambda *args: pytest.fail("read"))
+    monkeypatch.setattr("shardwise.llama.files._part", lambda *args: pytest.fail("read"))
     path, name = folder / "model.safetensors", "model.layers.1.self_attn.k_proj.weight"
     for change, message in [
         ({name: None}, f"{name} is missing"),
@@ -328,13 +331,9 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path):
     path = tmp_path / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     places = index["weight_map"]
-    wrong = places | {"model.norm.bias": places["model.norm.weight"]}
-    path.write_text(json.dumps({"weight_map": wrong}))
-    with pytest.raises(ValueError, match=r"index.json: model.norm.bias is missing"):
-        llama.load(tmp_path)
     for name in ("gone.safetensors", "../elsewhere.safetensors"):
         path.write_text(json.dumps({"weight_map": places | {"model.norm.weight": name}}))
-        with pytest.raises(FileNotFoundError, match=f"{name}, which .*index.json names"):
+        with pytest.raises(FileNotFoundError, match=rf"no .*{name}\. There are .*index.json names"):
             llama.load(tmp_path)
 
 
@@ -402,7 +401,7 @@ def part_of_two(process, address, tests, source, target):
             llama.save(folder, params, config, shard_bytes=9000)
         except (OSError, RuntimeError) as error:
             told.append(type(error).__name__)
-        llama.writing._write_file = test_llama.no_space
+        llama.files._write_file = test_llama.no_space
     print("\ntold", *told)
 
 

@@ -553,8 +553,7 @@ def test_step_time_waits_and_leaves_out_the_warm_up(monkeypatch):
     clock = Clock(100, 5, 1, 2, 4, 3)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
     found = measure.step_time(clock, repeats=5)
-    assert (found.median_s, found.spread_s) == (3, 2)
-    assert str(found) == "3 s (quartiles 2 s apart) on host"
+    assert found == (3, 2, "host")
 
 
 def test_step_time_of_a_jitted_function_names_the_device():
@@ -574,7 +573,7 @@ def test_step_time_of_a_step_that_donates_its_state():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"repeats": 0}, "repeats=0, warmup=1, carry=0: expected at least 1"),
+        ({"repeats": 0}, "repeats=0, carry=0: expected at least 1"),
         ({"carry": 3}, r"carry=3: expected .* 0 to 2 \(the number of arguments\)"),
         ({"carry": 2}, r"carry=2, but the function returned 1 result\(s\)"),
     ],

@@ -21,7 +21,6 @@ from sampling import marked, sample
 from shardwise import data, layouts, marks, measure, model, topology
 from shardwise.measure import hlo
 from shardwise.measure.counts import Count
-from shardwise.measure.hlo import Array
 
 needs_libtpu = pytest.mark.skipif(
     not importlib.util.find_spec("libtpu"),
@@ -52,7 +51,8 @@ def manual(mesh, f, in_specs, out_specs):
 
 @functools.cache
 def by_hand(name, axis, rows, slices=1, columns=384, only=WRITTEN, **axes):
-    """(n, bytes of a share, what was counted) of one program with these collectives over `axis`."""
+    """(n, bytes of a share, what was counted, what became of what) of one program with these
+    collectives over `axis`."""
     mesh = topology.chips(name, slices).mesh(**axes)
     n = mesh.shape[axis]
 
@@ -70,7 +70,10 @@ def by_hand(name, axis, rows, slices=1, columns=384, only=WRITTEN, **axes):
     out = [P() if written in ("all_gather", "psum") else P(axis) for written in only]
     program = manual(mesh, each, (P(axis), P()), out)
     share, whole = sharded(mesh, (n * rows, columns), axis), sharded(mesh, (n * rows, columns))
-    return n, rows * columns * 2, measure.collectives(compiled(mesh, program, share, whole))
+    lowered = mesh.lower(jax.jit(program), share, whole)
+    made = topology.compile(lowered, mesh)
+    became = measure.differences(lowered, made)
+    return n, rows * columns * 2, measure.collectives(made), became
 
 
 def formula(written, n, share):
@@ -80,24 +83,8 @@ def formula(written, n, share):
         "reduce_scatter": share * (n - 1),
         "psum": 2 * share * (n - 1),
         "ppermute": share,
-        "halo": share,
         "all_to_all": share * (n - 1) // n,
     }[written]
-
-
-NAMES = {
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-reduce": "psum",
-    "all-to-all": "all_to_all",
-}
-
-
-def origins(op):
-    """Which of the collectives an instruction does the work of."""
-    if op.kind == "collective-permute":
-        return ("ppermute" if op.source.endswith("ppermute") else "halo",)
-    return tuple(NAMES[kind] for kind in op.written or (op.kind,) * len(op.arrays))
 
 
 PLACES = {
@@ -116,42 +103,38 @@ CHEAP = ("v5e:2x4",)
 @needs_libtpu
 @pytest.mark.parametrize("place", marked(PLACES, CHEAP, 1))
 def test_bytes_are_those_written_or_the_difference_has_a_name(place):
-    n, share, found = by_hand(**PLACES[place])
+    n, share, found, became = by_hand(**PLACES[place])
     written = PLACES[place].get("only", WRITTEN)
-    made = [origin for op in found.ops for origin in origins(op)]
-    padded = any("padded" in op.notes for op in found.ops)
-    assert sorted(made) == sorted([*written, *["halo"] * padded])
-    assert padded == (place == "padded")
+    assert sum(d.written for d in became.values()) == sum(formula(w, n, share) for w in written)
+    assert sum(d.compiled for d in became.values()) == found.ring_bytes
+    assert became.keys() <= {"as written", "combined", "all-reduce", "padded"}
+    assert ("padded" in became) == (place == "padded")
+    for name, change in became.items():  # sums over the torus instead: twice the bytes
+        if name != "padded":
+            assert change.compiled == change.written * (2 if name == "all-reduce" else 1)
     for op in found.ops:
-        expected = sum(formula(origin, n, share) for origin in origins(op))
-        if op.written:  # Sums over the torus instead: twice the bytes, and a name for how.
-            expected = formula("psum", n, share) * len(op.written)
-            assert op.kind == "all-reduce" and op.strategy
+        assert op.kind != "all-reduce" or op.strategy
         assert ("combined" in op.notes) == (len(op.arrays) > 1)
-        if "padded" in op.notes:
+        assert op.asynchronous == (op.kind == "collective-permute")
+        if place == "padded" and op.kind == "collective-permute":
+            assert op.ring_bytes < share  # what the padding has shifted moves on by one chip
+        elif place == "padded":
             ((_, (rows, columns)),) = op.arrays
             assert op.kind == "reduce-scatter" and rows * columns * 2 > n * share
-            expected = formula("reduce_scatter", n, rows * columns * 2 // n)
-        if origins(op) == ("halo",):  # What the padding has shifted moves on by one chip.
-            assert op.ring_bytes < expected
-        else:
-            assert op.ring_bytes == expected, op
-        assert op.asynchronous == (op.kind == "collective-permute")
+            assert op.ring_bytes == formula("reduce_scatter", n, rows * columns * 2 // n)
 
 
 @needs_libtpu
 @pytest.mark.slow
 def test_what_the_torus_makes_of_a_gather_and_a_scatter_is_told():
-    n, share, found = by_hand("v5p:4x4x8", "x", 32, only=WRITTEN[:3], x=128)
-    forms = measure.by_form(found)
-    written = [kind for form in forms for kind in form.written]
-    assert sorted(written) == ["all-gather", "all-reduce", "reduce-scatter"]
-    assert sum(part.ring_bytes for part in forms.values()) == found.ring_bytes
+    n, share, found, became = by_hand("v5p:4x4x8", "x", 32, only=WRITTEN[:3], x=128)
+    assert became.keys() == {"combined", "all-reduce"}
+    assert became["all-reduce"].written == 2 * formula("all_gather", n, share)
+    assert became["all-reduce"].more == became["all-reduce"].written
     assert found["all-reduce"].ring_bytes == 3 * formula("psum", n, share)
-    head, row = repr(forms).splitlines()
-    assert head.split()[:3] == ["collective", "written", "as"] and "combined" in row
-    assert all(word in forms._repr_html_() for word in ("reduce-scatter", "combined", "<th"))
-    assert repr(measure.by_form(measure.counts.Collectives([]))) == "no collectives"
+    head, *rows = repr(became).splitlines()
+    assert head.split()[:5] == ["what", "became", "of", "it", "in"] and len(rows) == 2
+    assert all(word in became._repr_html_() for word in ("all-reduce", "combined", "<th"))
 
 
 @needs_libtpu
@@ -161,10 +144,10 @@ def test_between_slices_transfers_have_kinds_of_their_own(size):
     """Over both networks together a device sends what one ring of all would have it send."""
     axes = dict(s=2, y=8) if size == 2 else dict(x=16)
     axis = "s" if size == 2 else "x"
-    n, share, found = by_hand("v5e:2x4", axis, 512, slices=2, **axes)
+    n, share, found, _ = by_hand("v5e:2x4", axis, 512, slices=2, **axes)
     between = {kind.removesuffix(" between slices") for kind in found if "between" in kind}
     assert between == set(measure.counts.KINDS)
-    within = {op.kind: op for op in found.ops if "between" not in op.kind and not op.written}
+    within = {op.kind: op for op in found.ops if "between" not in op.kind}
     sent = {kind: found[f"{kind} between slices"].ring_bytes for kind in between}
     assert sent["all-gather"] == share  # to the other slice, once
     assert sent["all-to-all"] == formula("all_to_all", n, share)
@@ -190,7 +173,7 @@ def test_between_slices_the_axes_are_known():
         ("y",): {"all-reduce"},
         ("s",): {"all-reduce between slices"},
     }
-    _, _, told_by_place = by_hand("v5e:2x4", "x", 512, slices=2, x=16)
+    _, _, told_by_place, _ = by_hand("v5e:2x4", "x", 512, slices=2, x=16)
     with pytest.raises(ValueError, match="tells who takes part by places"):
         measure.by_axis(told_by_place, topology.chips("v5e:2x4", 2).mesh(x=16).abstract)
 
@@ -373,18 +356,6 @@ def fsdp_step(mesh):
     return mesh.lower(layouts.step(layout, loss, tx), *state, batch), size
 
 
-def payloads(found):
-    """{kind that was written: bytes}, whatever was made of it."""
-    sums = dict.fromkeys(("all-gather", "reduce-scatter", "all-reduce"), 0)
-    for op in found.ops:
-        kinds = op.written or (op.kind,) * len(op.arrays)
-        each = [Array(*array).bytes * op.trips for array in op.arrays]
-        sizes = [size * op.payload_bytes // sum(each) for size in each]
-        for kind, size in zip(kinds, sizes, strict=True):
-            sums[kind] += size
-    return sums
-
-
 @needs_libtpu
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sample(["v5e:2x4", "v5p:2x2x2"], 1))
@@ -393,7 +364,8 @@ def test_a_whole_step_sends_what_was_written_and_holds_its_share(name):
     lowered, state = fsdp_step(mesh)
     made = topology.compile(lowered, mesh)
     written, found = measure.collectives(lowered), measure.collectives(made)
-    assert payloads(found) == payloads(written)
+    became = measure.differences(lowered, made)
+    assert became.keys() <= {"as written", "combined", "all-reduce"}
     assert found.payload_bytes == written.payload_bytes
     memory = measure.fits(made).memory
     assert state // 8 <= memory.arguments < state // 8 * 1.05  # small arrays are padded to tiles

@@ -1,6 +1,5 @@
 """Chips that are not here: their arithmetic, their meshes, and what their compiler says."""
 
-import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -72,7 +71,7 @@ def test_chips_are_counted_not_cores(name, slices, number, devices):
         ("h100:0x8", 1, "nodes and GPUs of each"),
         ("h100:2x2x2", 1, "nodes and GPUs of each"),
         ("h100:8", 2, "topology.chips('h100:8', slices=2): NVLink joins the 8 GPUs"),
-        ("v5p:4x4", 1, "3 axes; write its chips along each, as 2x2x2"),
+        ("v5p:4x4", 1, "3 axes; write its chips along each, as in 2x2x2 or 4x4x4"),
         ("v5e:2x2x2", 1, "2 axes"),
         ("v5e:", 1, "2x2 or 4x4"),
         ("v5e:axb", 1, "2x2 or 4x4"),
@@ -125,14 +124,8 @@ def test_a_mesh_has_no_devices_and_auto_axes():
     assert set(abstract.axis_types) == {AxisType.Auto}
 
 
-def test_every_number_of_a_chip_has_a_source():
-    told = {"kind", "names", "sources", "links", "dimensions", "devices"}
+def test_a_chip_has_a_torus_or_is_in_a_node():
     assert all(bool(chip.node) != bool(chip.dimensions) for chip in topology.CHIPS.values())
-    for chip in topology.CHIPS.values():
-        numbers = {f.name for f in dataclasses.fields(chip) if getattr(chip, f.name) is not None}
-        sourced = {name for names, _ in chip.sources for name in names.split(", ")}
-        assert numbers - told <= sourced, chip.kind
-        assert all(re.search(r"https://|libtpu", where) for _, where in chip.sources)
 
 
 def test_a_chip_says_its_peak_and_its_rings():
@@ -215,8 +208,8 @@ def test_what_is_not_lowered_or_for_other_axes_is_refused_before_anything_runs(m
     ours = topology.chips("v5e:2x4").mesh(data=2, model=4)
     lowered = ours.lower(jax.jit(jnp.sin), sharded(ours, (8, 8), P("data")))
     for other, said in (
-        (topology.chips("v5e:4x4").mesh(data=4, model=4), "for 8 devices, and v5e:4x4 have 16"),
-        (topology.chips("v5e:2x4").mesh(data=4, model=2), "not for {'data': 4, 'model': 2}"),
+        (topology.chips("v5e:4x4").mesh(data=4, model=4), "and not for v5e:4x4, tpu, 16 devices"),
+        (topology.chips("v5e:2x4").mesh(data=4, model=2), "8 devices, the mesh {'data': 4,"),
     ):
         with pytest.raises(ValueError, match=re.escape(said)):
             topology.compile(lowered, other)
@@ -262,7 +255,7 @@ def test_a_compiled_program_is_a_value_and_nothing_reaches_the_caller(capfd, mon
     assert sizes.alias_size_in_bytes == 4 * 256 * 640
     assert "is_scheduled=true" in first.as_text()
     fit = measure.fits(first)
-    assert fit and fit.spare == mesh.chips.chip.usable_hbm - fit.needed
+    assert fit and fit.allowed == mesh.chips.chip.usable_hbm
     held = fit.memory.arguments + fit.memory.outputs - fit.memory.aliased
     assert held <= fit.needed < held + fit.memory.temporaries + 2**20  # padded, and some beside
     if first.hbm_bytes is None:  # libtpu 0.0.23
@@ -274,12 +267,9 @@ def test_a_compiled_program_is_a_value_and_nothing_reaches_the_caller(capfd, mon
     assert held == sizes.argument_size_in_bytes
     temporaries = [b.bytes for b in fit.buffers if b.kind == "temporary"]
     assert max(temporaries) <= max(sizes.temp_size_in_bytes, 4096)  # scalars have 512 bytes each
-    assert dict(first.versions)["jax"] == jax.__version__
     monkeypatch.setattr(child, "run", None)  # From here on, only what is kept.
     again = topology.compile(mesh.lower(program(mesh), *arguments(mesh)), mesh)
     assert again == first and hash(again) == hash(first)
-    with pytest.raises(TypeError):
-        topology.compile(lowered, mesh, cached=False)
     with pytest.raises(TypeError):
         topology.compile(lowered, mesh, options={"xla_tpu_enable_latency_hiding_scheduler": True})
 

@@ -1,13 +1,10 @@
 """Checkpoints that restore onto any mesh: Orbax's CheckpointManager, asked precisely.
 
 A state is a dict of items, such as `{"params": ..., "opt_state": ..., "rng": key, "data": ...}`,
-each saved on its own, so that each can be read on its own. Arrays lie on disk by the paths and in
-the shapes that the model gave them, whatever layout wrote them. The directory is Orbax's, in
-Orbax's format: its own tools read it. Beside it lie a checksum of each chunk, and the lock of
-the one program that saves there.
-
-A directory may be a path on a bucket (`gs://...`), which goes to Orbax as it is, without lock and
-checksums; that was not tried, local disks were.
+each of which can be read on its own. Arrays lie on disk by the paths and in the shapes that the
+model gave them, whatever layout wrote them, in Orbax's format: its own tools read it. Beside them
+lie a checksum of each chunk, and the lock of the one program that saves there. A path on a bucket
+(`gs://...`) goes to Orbax as it is, without lock and checksums; only local disks were tried.
 """
 
 from shardwise.checkpoint.chunks import Chunks

@@ -1,8 +1,6 @@
-"""Chunks of arrays on disk, and their checksums, so that whoever reads a part can check it.
+"""Chunks of arrays on disk, and the checksums by which each process checks those that it reads.
 
-One process writes a chunk, with its checksum; whoever reads it, in any layout, checks it. Chunks
-below a kilobyte lie in TensorStore's index, which has checksums of its own. On a bucket there are
-none.
+Chunks below a kilobyte lie in TensorStore's index, which has checksums of its own.
 """
 
 import itertools
@@ -10,7 +8,7 @@ import json
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -25,9 +23,8 @@ _FOLDER = "digests"
 class Chunks(NamedTuple):
     """The chunks in which one array is stored.
 
-    `places` maps the number of a chunk along each axis to (file, offset, bytes), the file's path
-    relative to the item's directory. Chunks are compressed, those at an array's end padded. One
-    that comes to less than a kilobyte lies in TensorStore's index itself, and has no place.
+    `places` maps a chunk's number along each axis to (file, offset, bytes) in the item's directory.
+    Chunks are compressed, those at an array's end padded; one below a kilobyte has no place.
     """
 
     shape: tuple[int, ...]
@@ -35,9 +32,10 @@ class Chunks(NamedTuple):
     places: dict[tuple[int, ...], tuple[str, int, int]]
 
     def touched(self, index: tuple[slice, ...]) -> list[tuple[int, ...]]:
-        """The chunks that a block of the array touches; `index` is a slice for each axis."""
-        layers = []
-        for cut, size, width in zip(index, self.shape, self.chunk, strict=True):
+        """The chunks that a block touches; `index` is a slice for each axis, or for the first."""
+        whole, layers = slice(None), []
+        cuts = itertools.zip_longest(index, self.shape, self.chunk, fillvalue=whole)
+        for cut, size, width in cuts:
             start, stop, _ = cut.indices(size)
             layers.append(range(start // width, -(-stop // width)))
         return list(itertools.product(*layers))
@@ -55,7 +53,7 @@ def chunks_of(metadata, places):
 
 
 def places(folder):
-    """{name on disk: {chunk: its place}} of all arrays in one of TensorStore's databases."""
+    """{name on disk: {chunk: its place}} in one of TensorStore's databases."""
     files = tensorstore.KvStore.open({"driver": "file", "path": f"{folder}/"}).result()
     versions = tensorstore.ocdbt.dump(files).result()["versions"]
     found, nodes = {}, [versions[-1]["root"]["location"]]
@@ -72,7 +70,7 @@ def places(folder):
 
 
 def write_sums(item: str) -> None:
-    """Write the checksums of the chunks that this process wrote of an item, a directory."""
+    """Write the checksums of the chunks of an item, a directory, that this process wrote."""
     mine = Path(item, f"ocdbt.process_{jax.process_index()}")
     if not mine.exists():
         return
@@ -80,9 +78,9 @@ def write_sums(item: str) -> None:
         name: {_text(chunk): _crc(mine, place) for chunk, place in chunks.items()}
         for name, chunks in places(mine).items()
     }
-    folder = Path(item, _FOLDER)
-    folder.mkdir(exist_ok=True)
-    (folder / f"{jax.process_index()}.json").write_text(json.dumps(found))
+    file = Path(item, _FOLDER, f"{jax.process_index()}.json")
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(found))
 
 
 def read_sums(label: str, item: str) -> dict[str, dict[tuple[int, ...], tuple]]:
@@ -99,22 +97,30 @@ def read_sums(label: str, item: str) -> dict[str, dict[tuple[int, ...], tuple]]:
             for name, chunks in places(item).items()
         }
     except ValueError as error:
-        raise ValueError(
-            f"{label} is damaged: item {Path(item).name!r} has no readable index. Restore another "
-            f"step. {error}"
-        ) from error
+        told = f"item {Path(item).name!r} has no readable index. Restore another step. {error}"
+        raise ValueError(f"{label} is damaged: {told}") from error
 
 
-def check_sums(label: str, item: str, wanted: dict[tuple, tuple]) -> None:
-    """Read these chunks of an item, {(path, chunk): (place, checksum)}, and compare them."""
+def check_sums(label: str, item: str, stored: dict[str, Chunks], leaves: dict[str, Any]) -> None:
+    """Compare the chunks that this process's devices touch of `leaves` with their checksums."""
+    wanted = {}
+    for path in sorted(leaves.keys() & stored.keys()):
+        leaf, blocks, places = leaves[path], [()], stored[path].places
+        if (sharding := getattr(leaf, "sharding", None)) is not None:
+            blocks = sharding.addressable_devices_indices_map(leaf.shape).values()
+        touched = {chunk for block in blocks for chunk in stored[path].touched(block)}
+        wanted |= {(path, chunk): places[chunk] for chunk in sorted(touched & places.keys())}
     with ThreadPoolExecutor() as threads:
         found = threads.map(lambda each: _crc(item, each[0]), wanted.values())
         for ((path, chunk), (_, saved)), digest in zip(wanted.items(), found, strict=True):
             if digest != saved:
-                raise ValueError(
-                    f"{label} is damaged: of {Path(item).name}, chunk {chunk} of {path} is not "
-                    f"what was saved, by its checksum. Restore another step."
-                )
+                raise damaged(label, f"of {Path(item).name}, chunk {chunk} of {path}")
+
+
+def damaged(label: str, what: str) -> ValueError:
+    """The error of `what` was read and is not what was saved."""
+    told = "is not what was saved, by its checksum. Restore another step."
+    return ValueError(f"{label} is damaged: {what} {told}")
 
 
 def _crc(folder, place):
@@ -129,12 +135,9 @@ def _text(chunk):
 
 
 class Handler(ocp.StandardCheckpointHandler):
-    """Orbax's handler of trees, which also writes checksums beside what each process writes.
+    """Orbax's handler of trees, which also writes checksums beside what each process writes."""
 
-    It goes by the name of Orbax's own, so that Orbax reads our steps without this package.
-    """
-
-    typestr = ocp.StandardCheckpointHandler.typestr
+    typestr = ocp.StandardCheckpointHandler.typestr  # so that Orbax alone reads our steps
 
     async def async_save(self, directory, *args, **kwargs):
         futures = await super().async_save(directory, *args, **kwargs)

@@ -1,7 +1,6 @@
 """A directory of steps: which there are, and their one writer, which a lock keeps alone."""
 
 import contextlib
-import errno
 import os
 import re
 import shutil
@@ -25,22 +24,14 @@ except ImportError:  # not on Windows
     fcntl = None
 
 _LOCK = ".shardwise-lock"
-_ADVICE = (
-    "Save to another directory, or end that one first; it may also call checkpoint.wait, which "
-    "lets others in"
-)
+_ADVICE = "Save to another directory, or end that one first, or have it call checkpoint.wait"
 
 
-class Steps:
+class Steps(type(ocp.path.step.standard_name_format())):
     """Orbax's names of steps; a folder with a number for a name is one only if Orbax wrote it."""
 
-    def __init__(self):
-        self._plain = ocp.path.step.standard_name_format()
-        self.build_name = self._plain.build_name
-        self.find_step = self._plain.find_step
-
     def find_all(self, base_path: Any) -> Iterator[Any]:
-        every = self._plain.find_all(base_path)
+        every = super().find_all(base_path)
         return (found for found in every if (found.path / "_CHECKPOINT_METADATA").exists())
 
 
@@ -59,8 +50,7 @@ def find(where: str, step: int | None) -> tuple[int, list[str]]:
             facts["step"] = step
             if not manager.directory.exists():
                 raise FileNotFoundError(
-                    f"checkpoint.restore: no directory {manager.directory}; give the one that "
-                    f"checkpoint.save wrote to."
+                    f"checkpoint.restore: no directory {manager.directory}; give the one saved to."
                 )
             steps = sorted(manager.all_steps())
         # Processes may look while another program saves or deletes.
@@ -78,10 +68,9 @@ def find(where: str, step: int | None) -> tuple[int, list[str]]:
 
 
 class Lock:
-    """A lock on a local directory, which the operating system takes back when this process ends.
-
-    It is one of the process (POSIX's), hence not inherited by forked children that outlive it. The
-    error where another has it begins with `who`, and says what that one `does` there, and `advice`.
+    """A lock on a local directory, which the operating system takes back when this process ends: it
+    is POSIX's, which forked children do not inherit. The error where another process has it begins
+    with `who`, and says what that one `does` there, and `advice`.
     """
 
     def __init__(self, where: str, who: str, does: str, advice: str):
@@ -89,11 +78,7 @@ class Lock:
         self._file = None
 
     def take(self) -> None:
-        """Take the lock, unless this process has it.
-
-        Raises:
-          RuntimeError: another process has it.
-        """
+        """Take the lock, unless this process has it; RuntimeError where another process has."""
         path = os.path.join(self._where, _LOCK)
         with contextlib.suppress(FileNotFoundError):  # the directory was deleted
             if self._file is not None and os.path.samefile(self._file.fileno(), path):
@@ -103,22 +88,17 @@ class Lock:
         self._file = open(path, "a+")  # closing it gives the lock back
         try:
             if fcntl is None:
-                raise OSError(errno.ENOLCK, "no POSIX locks")
+                raise OSError("no POSIX locks")
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # as systems say it
+            self._file.seek(0)
+            other = f"another program ({self._file.read() or 'unknown'})"
+            self.close()
+            told = f"{self._who}: {other} {self._does} {self._where}. {self._advice}."
+            raise RuntimeError(told) from None
         except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                self._file.seek(0)
-                other = self._file.read() or "unknown"
-                self.close()
-                raise RuntimeError(
-                    f"{self._who}: another program ({other}) {self._does} {self._where}. "
-                    f"{self._advice}."
-                ) from None
-            warnings.warn(
-                f"{self._who}: {self._where} cannot be locked ({error}); make sure that no other "
-                f"program writes there.",
-                stacklevel=2,
-            )
+            told = f"{self._who}: {self._where} cannot be locked ({error}); make sure that no other"
+            warnings.warn(f"{told} program writes there.", stacklevel=2)
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}")
         self._file.flush()
@@ -131,10 +111,7 @@ class Lock:
 
 
 class Writer:
-    """The writer of steps to one directory, each in the background, which deletes those not kept.
-
-    A local directory stays locked from the first save on until `wait`.
-    """
+    """The writer of steps to one directory, which it locks from the first save on until `wait`."""
 
     def __init__(self, where):
         self._where = where
@@ -144,7 +121,7 @@ class Writer:
         self.compared = False  # whether replicas in several processes have been
 
     def save(self, step, keep, arguments, metadata):
-        """Start saving; a save that is still under way is waited for first."""
+        """Start saving, after a save that is still under way."""
         with self._turn:
             try:
                 self.finish()
@@ -153,9 +130,9 @@ class Writer:
                 self._manager = _manager(self._where, keep)
                 with together("checkpoint.save"):
                     self._check(step)
+                args = ocp.args.Composite(**arguments)
                 # Orbax's own schedule would skip some steps in silence.
-                composite = ocp.args.Composite(**arguments)
-                self._manager.save(step, args=composite, force=True, custom_metadata=metadata)
+                self._manager.save(step, args=args, force=True, custom_metadata=metadata)
             except BaseException:
                 self._lock.close()
                 raise
@@ -195,9 +172,9 @@ class Writer:
             )
         # On a bucket a save that was cut off has its step's own name.
         if not is_bucket(self._where) and folder.exists():
+            told = "is there already and is no checkpoint"
             raise ValueError(
-                f"checkpoint.save: {folder} is there already and is no checkpoint. Save another "
-                f"step, or to another directory."
+                f"checkpoint.save: {folder} {told}. Save another step, or to another directory."
             )
 
 

@@ -11,25 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore
 
 from shardwise import tree
 
+_BYTES = "bytes, which JSON has not, in base64"
+
 
 def address(directory: str | os.PathLike) -> str:
-    """The directory as Orbax takes it: one on a bucket untouched, else its one true local path.
-
-    Raises:
-      ValueError: a path that is also a pattern of others.
+    """The directory as Orbax takes it: one on a bucket untouched, else its one true local path;
+    a ValueError for a path that is also a pattern of others.
     """
     where = os.fspath(directory)
     where = where if is_bucket(where) else os.path.realpath(os.path.expanduser(where))
     if pattern := set(where) & set("*?["):  # Orbax looks for what it wrote by glob
-        raise ValueError(
-            f"checkpoint: {where} has {' and '.join(sorted(pattern))} in it, by which Orbax would "
-            f"look for other folders and not find what it saved there. Name a path without "
-            f"*, ? and [."
-        )
+        told = f"{' and '.join(sorted(pattern))} in it, by which Orbax would look for other folders"
+        raise ValueError(f"checkpoint: {where} has {told}. Name a path without *, ? and [.")
     return where
 
 
@@ -57,10 +53,8 @@ def _leaves(item):
 
 
 def by_path(name: str, item: Any) -> dict[str, Any]:
-    """{path: array} of a tree; a bare array goes by the item's own name.
-
-    Raises:
-      ValueError: two leaves would have one name on disk, or one lies below another.
+    """{path: array} of a tree; a bare array goes by the item's own name. A ValueError where two
+    leaves would have one name on disk, or one lies below another.
     """
     found, stored, parents = {}, {}, set()
     for path, array in tree.leaves(item):
@@ -98,30 +92,12 @@ def is_key(x: Any) -> bool:
     return jnp.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key)
 
 
-@functools.cache
-def is_storable(dtype: np.dtype) -> bool:
-    """Whether TensorStore's arrays, as Orbax asks for them, can have this dtype."""
-    spec = {"driver": "zarr", "kvstore": {"driver": "memory"}}
-    try:
-        tensorstore.open(spec, create=True, dtype=tensorstore.dtype(dtype), shape=[1]).result()
-    except ValueError:
-        return False
-    return True
-
-
 def to_json(name: str, item: Any) -> Any:
-    """The item as JSON can hold it: Grain's positions are dicts of numbers, or bytes.
-
-    Raises:
-      ValueError: it would not come back as it is.
+    """The item as JSON can hold it: Grain's positions are dicts of numbers, or bytes. A ValueError
+    where it would not come back as it is.
     """
     if isinstance(item, bytes):
-        return {"base64": base64.b64encode(item).decode()}
-    if isinstance(item, dict) and item.keys() == {"base64"}:
-        raise ValueError(
-            f"checkpoint.save: item {name!r} is a dict with the one key 'base64', which stands for "
-            f"bytes; give it another key beside that."
-        )
+        return {_BYTES: base64.b64encode(item).decode()}
     for keys, part in jax.tree_util.tree_flatten_with_path(item, is_leaf=_is_part)[0]:
         if part is None or type(part) in (bool, int, float, str):
             continue
@@ -142,8 +118,8 @@ def _is_part(x):
 
 def from_json(item: Any) -> Any:
     """The item that `to_json` was given."""
-    if isinstance(item, dict) and item.keys() == {"base64"}:
-        return base64.b64decode(item["base64"])
+    if isinstance(item, dict) and item.keys() == {_BYTES}:
+        return base64.b64decode(item[_BYTES])
     return item
 
 

@@ -8,21 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AbstractMesh, SingleDeviceSharding
 
-from shardwise.checkpoint.chunks import METADATA, Chunks, check_sums, chunks_of, places, read_sums
+from shardwise.checkpoint import chunks, items
+from shardwise.checkpoint.chunks import METADATA, Chunks
 from shardwise.checkpoint.directory import find, reader
-from shardwise.checkpoint.items import (
-    address,
-    by_path,
-    digest,
-    flat,
-    from_json,
-    is_empty,
-    is_key,
-    is_tree,
-    nested,
-)
+from shardwise.checkpoint.items import address, digest, flat, is_empty, is_key, is_tree
 from shardwise.checkpoint.saving import wait
 from shardwise.processes.system import together
 
@@ -37,16 +28,13 @@ def latest(directory: str | os.PathLike) -> int | None:
 
 
 def stored(directory: str | os.PathLike, step: int, item: str) -> dict[str, Chunks]:
-    """{path: Chunks} of an item's arrays, from Orbax's metadata and TensorStore's index.
-
-    For local directories.
-    """
+    """{path: Chunks} of an item's arrays, by its index in a local directory."""
     where = address(directory)
     # Of an item without a handler Orbax warns that it could not be restored.
     others = [path.name for path in Path(where, str(step)).glob("*/")]
     with reader(where, dict.fromkeys(others, False) | {item: True}) as manager:
         metadata = manager.item_metadata(step)[item].tree
-    return chunks_of(metadata, places(Path(where, str(step), item)))
+    return chunks.chunks_of(metadata, chunks.places(Path(where, str(step), item)))
 
 
 def restore(
@@ -61,15 +49,13 @@ def restore(
     jax.Array or jax.ShapeDtypeStruct with a sharding brings an array so laid out, of which each
     process reads the chunks that its devices need; one that is uncommitted or without a sharding,
     an uncommitted array on the default device; a NumPy array or a Python number, one of these.
+    `jax.eval_shape` and `rules.shardings` make such targets. For plain data, any value without
+    arrays will do, such as None. With `partial`, leaves that only the checkpoint has are left
+    unread: drop a new head from the target, and keep its fresh values.
 
-    No model is needed: `jax.eval_shape` and `rules.shardings` make such targets. For plain data,
-    any value without arrays will do, such as None. With `partial`, leaves that only the checkpoint
-    has are left unread: drop a new head from the target, and keep its fresh values.
-
-    A save of this process that is still under way is waited for. Before any array is restored, all
-    is compared with the checkpoint's metadata, and the chunks that devices need with their
-    checksums; dtypes are never cast. Several processes restore together, and one step: the newest
-    that all of them see.
+    A save of this process that is under way is waited for. Before any array is restored, all is
+    compared with the checkpoint's metadata, and the chunks that devices need with their checksums;
+    dtypes are never cast. Several processes restore together, and the newest step that all see.
 
     Raises:
       FileNotFoundError: no such directory or step, or the step is incomplete.
@@ -80,22 +66,22 @@ def restore(
     """
     wait(directory)
     where = address(directory)
-    step, items = find(where, step)
+    step, there = find(where, step)
     label = f"checkpoint.restore: step {step} in {where}"
     with together(label) as facts:
-        trees = {n: by_path(n, item) for n, item in target.items() if is_tree(item)}
+        trees = {n: items.by_path(n, item) for n, item in target.items() if is_tree(item)}
         facts |= {"items": " ".join(sorted(target)), "partial": partial}
         facts |= {f"item {n!r}": " ".join(leaves) for n, leaves in trees.items()}
-    with reader(where, {name: name in trees for name in {*items, *trees}}) as manager:
+    with reader(where, {name: name in trees for name in {*there, *trees}}) as manager:
         with together(label):
             folders = {name: f"{manager.directory}/{step}/{name}" for name in trees}
-            sums = {name: read_sums(label, folder) for name, folder in folders.items()}
+            sums = {name: chunks.read_sums(label, folder) for name, folder in folders.items()}
             saved = manager.metadata(step)
             wanted = _wanted(label, saved.item_handlers, target, trees)
             _check_leaves(label, saved.item_metadata, trees, partial)
             for name, leaves in trees.items():
-                stored = chunks_of(saved.item_metadata[name].tree, sums[name])
-                check_sums(label, folders[name], _touched(leaves, stored))
+                stored = chunks.chunks_of(saved.item_metadata[name].tree, sums[name])
+                chunks.check_sums(label, folders[name], stored, leaves)
         how = {name: _how(trees.get(name)) for name in wanted}
         found = manager.restore(step, args=ocp.args.Composite(**how)) if how else {}
     with together(label):
@@ -105,13 +91,10 @@ def restore(
                 arrays = flat(found[name])
                 leaves = [_like(path, leaf, arrays[path]) for path, leaf in trees[name].items()]
                 out[name] = jax.tree.unflatten(jax.tree.structure(target[name]), leaves)
-                continue
-            out[name] = from_json(found[name])
-            if ours is not None and ours["digests"][name] != digest(found[name]):
-                raise ValueError(
-                    f"{label} is damaged: item {name!r} is not what was saved, by its checksum. "
-                    f"Restore another step."
-                )
+            elif ours is not None and ours["digests"][name] != digest(found[name]):
+                raise chunks.damaged(label, f"item {name!r}")
+            else:
+                out[name] = items.from_json(found[name])
         return out
 
 
@@ -126,8 +109,8 @@ def _wanted(label, kinds, target, trees):
     for name in wanted:
         plain = str(kinds[name]).endswith("JsonCheckpointHandler")
         if plain == (name in trees):
-            told = ("plain data", "arrays") if plain else ("arrays", "none")
-            raise ValueError(f"{label}: item {name!r} holds {told[0]}; the target has {told[1]}.")
+            told = "plain data; the target has arrays" if plain else "arrays; the target has none"
+            raise ValueError(f"{label}: item {name!r} holds {told}.")
     return wanted
 
 
@@ -156,8 +139,7 @@ def _check_leaves(label, saved, trees, partial):
     if told:
         more = f"\n  and {len(told) - _SHOWN} more" if len(told) > _SHOWN else ""
         raise ValueError(
-            f"{label} is not what the target asks for:\n  "
-            + "\n  ".join(told[:_SHOWN])
+            "\n  ".join([f"{label} is not what the target asks for:", *told[:_SHOWN]])
             + f"{more}\nMake the target from the model that was saved. Dtypes are not cast here: "
             f"restore, then cast. To leave saved arrays unread, pass partial=True."
         )
@@ -191,10 +173,8 @@ def _check_held(what, leaf):
         raise ValueError(
             f"{what} does not fit its shape {leaf.shape}: {error}. Change the rule or the mesh."
         ) from error
-    try:
-        devices = set(sharding.device_set)
-    except ValueError:
-        devices = set()  # an abstract mesh has none
+    is_abstract = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
+    devices = set() if is_abstract else sharding.device_set
     there = {d for platform in {d.platform for d in devices} for d in jax.devices(platform)}
     if not devices or devices - there:
         raise ValueError(
@@ -203,27 +183,11 @@ def _check_held(what, leaf):
         )
 
 
-def _touched(leaves, stored):
-    """{(path, chunk): its place} of what this process's devices touch, {path: Chunks} of all."""
-    found = {}
-    for path in sorted(leaves.keys() & stored.keys()):
-        leaf, (shape, _, places) = leaves[path], stored[path]
-        touched = places.keys()
-        if (sharding := getattr(leaf, "sharding", None)) is not None:
-            more = [slice(None)] * (len(shape) - len(leaf.shape))  # the bits of typed keys
-            blocks = sharding.addressable_devices_indices_map(leaf.shape).values()
-            touched &= {
-                chunk for block in blocks for chunk in stored[path].touched((*block, *more))
-            }
-        found |= {(path, chunk): places[chunk] for chunk in sorted(touched)}
-    return found
-
-
 def _how(leaves):
     """The arguments with which Orbax restores an item: these leaves, or plain data."""
     if leaves is None:
         return ocp.args.JsonRestore()
-    tree = nested({path: _abstract(leaf) for path, leaf in leaves.items()})
+    tree = items.nested({path: _abstract(leaf) for path, leaf in leaves.items()})
     each = ocp.checkpoint_utils.construct_restore_args(tree)
     return ocp.args.PyTreeRestore(tree, restore_args=each, partial_restore=True)
 
@@ -246,10 +210,8 @@ def _like(path, leaf, array):
         return array if isinstance(leaf, np.ndarray) else type(leaf)(array)
     if array.dtype != leaf.dtype:
         # Told before by our own metadata, but not by that of plain Orbax.
-        raise ValueError(
-            f"checkpoint.restore: {path} is {array.dtype} in the checkpoint and {leaf.dtype} in "
-            f"the target."
-        )
+        both = f"{array.dtype} in the checkpoint and {leaf.dtype} in the target"
+        raise ValueError(f"checkpoint.restore: {path} is {both}.")
     if not _is_uncommitted(leaf):
         return array
     if is_key(array):

@@ -1,6 +1,7 @@
 """Saving while training goes on, by the one writer of each directory."""
 
 import atexit
+import functools
 import math
 import os
 import sys
@@ -11,20 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
+from shardwise.checkpoint import items
 from shardwise.checkpoint.chunks import METADATA
 from shardwise.checkpoint.directory import Writer
-from shardwise.checkpoint.items import (
-    address,
-    by_path,
-    digest,
-    is_empty,
-    is_key,
-    is_storable,
-    is_tree,
-    nested,
-    to_json,
-)
+from shardwise.checkpoint.items import address, digest, is_empty, is_key, is_tree
 from shardwise.processes.system import of_all, together
 
 # Names of an item, which is a directory beside these of Orbax's, that it cannot have.
@@ -42,8 +35,8 @@ def save(
     """Start saving `state` as `step`, and return once it is safe to change or donate its arrays.
 
     `state` is a dict of items: pytrees of arrays (typed PRNG keys included), or plain data without
-    arrays, such as the position of a data iterator, the same in every process. Devices
-    write their own shards. An item without leaves (the state of plain SGD) is not written.
+    arrays, such as the position of a data iterator. Devices write their own shards. An item without
+    leaves (the state of plain SGD) is not written.
 
     A thread writes; `wait` waits for it, and so does the end of the program, whose status is 1 if
     that fails (on Python 3.12.0 and 3.12.1, which start no threads by then, call `wait`). The step
@@ -52,9 +45,8 @@ def save(
     all), and what dead programs left unfinished is deleted. Until `wait` other programs cannot save
     to the directory, but on a bucket, which has no lock; threads take turns.
 
-    Arrays are cut into chunks of at most `chunk_bytes`, the unit of reading: a process reads those
-    that its part of an array touches. One that lies cut along some axes is cut further along those
-    only, while they last: who wants it cut along others reads more.
+    A process reads the chunks, of at most `chunk_bytes`, that its part of an array touches. An
+    array that lies cut along some axes is cut further along those only, while they last.
 
     Several processes call this together. That step and state are the same is checked at every save,
     and at the first one what each has for itself: NumPy arrays, arrays whole on every device.
@@ -68,17 +60,20 @@ def save(
     where = address(directory)
     writer = _writers.setdefault(where, Writer(where))
     with together("checkpoint.save") as facts:
-        step = _checked_step(step, keep)
-        _check_state(state)
+        _check(step, keep, state)
+        step = int(step)
         facts |= dict(directory=where, step=step, keep=keep, chunk_bytes=chunk_bytes)
         trees, arguments, digests = {}, {}, {}
         for name, item in state.items():
             if is_tree(item):
-                trees[name] = by_path(name, item)
+                trees[name] = items.by_path(name, item)
                 arguments[name] = _to_orbax(name, trees[name], chunk_bytes)
-                facts[f"item {name!r}"] = _describe(trees[name])
+                facts[f"item {name!r}"] = [
+                    (path, np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "sharding", None))
+                    for path, x in trees[name].items()
+                ]
             elif not is_empty(item):
-                plain = to_json(name, item)
+                plain = items.to_json(name, item)
                 arguments[name] = ocp.args.JsonSave(plain)
                 facts[f"item {name!r}"] = digests[name] = digest(plain)
     if jax.process_count() > 1:
@@ -91,37 +86,29 @@ def save(
 
 
 def wait(directory: str | os.PathLike | None = None) -> None:
-    """Block until what this process saves (there, or anywhere) is complete on disk.
-
-    After it, other programs may save there.
+    """Block until what this process saves (there, or anywhere) is complete on disk, and let other
+    programs save there.
 
     Raises:
-      Exception: what went wrong while writing; an ExceptionGroup, if more than one save did.
+      Exception: what went wrong while writing, with what went wrong elsewhere as its context.
     """
-    errors = []
-    for each in _writers_of(directory):
-        try:
-            each.wait()
-        except Exception as error:
-            errors.append(error)
-    if len(errors) > 1:
-        raise ExceptionGroup(f"checkpoint.wait: {len(errors)} saves failed", errors)
-    if errors:
-        raise errors[0]
+
+    def each(writers):
+        if writers:
+            try:
+                writers[0].wait()
+            finally:  # for the others too, and what fails there keeps what failed here
+                each(writers[1:])
+
+    each(_writers_of(directory))
 
 
-def _checked_step(step, keep):
+def _check(step, keep, state):
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
         raise ValueError(f"checkpoint.save: step is {step!r}; expected a whole number, 0 or more.")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
-        raise ValueError(
-            f"checkpoint.save: keep is {keep!r}; expected how many of the newest steps stay, 1 or "
-            f"more, or None for all."
-        )
-    return int(step)
-
-
-def _check_state(state):
+        told = "how many of the newest steps stay, 1 or more, or None for all"
+        raise ValueError(f"checkpoint.save: keep is {keep!r}; expected {told}.")
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise ValueError(
             f"checkpoint.save: the state is a {type(state).__name__}; expected a dict of named "
@@ -142,29 +129,38 @@ def _to_orbax(name, leaves, chunk_bytes):
     found = {path: _array(name, path, leaf) for path, leaf in leaves.items()}
     chunks = {path: save_args(x, chunk_bytes) for path, x in found.items()}
     ours = {"keys": {path: str(x.dtype) for path, x in found.items() if is_key(x)}}
-    return ocp.args.StandardSave(nested(found), nested(chunks), custom_metadata={METADATA: ours})
+    trees = items.nested(found), items.nested(chunks)
+    return ocp.args.StandardSave(*trees, custom_metadata={METADATA: ours})
 
 
 def _array(name, path, leaf):
     array = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-    if not is_key(array) and not is_storable(array.dtype):
-        raise ValueError(
-            f"checkpoint.save: {name}: {path} is {repr(leaf)[:60]}, of type {type(leaf).__name__} "
-            f"and dtype {array.dtype}, which no array on disk can have. Save the arrays alone, "
-            f"and plain data as an item of its own."
+    if not is_key(array) and not _is_storable(array.dtype):
+        told = (
+            f"is {repr(leaf)[:60]}, of type {type(leaf).__name__} and dtype {array.dtype}, which "
+            f"no array on disk can have. Save the arrays alone, and plain data as another item."
         )
-    if array.size == 0:
-        raise ValueError(
-            f"checkpoint.save: {name}: {path} has the shape {array.shape} and no elements; leave "
-            f"it out of the state."
+    elif array.size == 0:
+        told = f"has the shape {array.shape} and no elements; leave it out of the state."
+    elif isinstance(leaf, jax.Array) and jax.process_count() > 1 and leaf.is_fully_addressable:
+        told = (
+            f"lies on devices of process {jax.process_index()} alone, and {jax.process_count()} "
+            f"save. Place it on the mesh of all, with rules.place(tree, PartitionSpec(), mesh)."
         )
-    if isinstance(leaf, jax.Array) and jax.process_count() > 1 and leaf.is_fully_addressable:
-        raise ValueError(
-            f"checkpoint.save: {name}: {path} lies on devices of process {jax.process_index()} "
-            f"alone, and {jax.process_count()} processes save. Place it on the mesh of all, with "
-            f"rules.place(tree, PartitionSpec(), mesh)."
-        )
-    return array
+    else:
+        return array
+    raise ValueError(f"checkpoint.save: {name}: {path} {told}")
+
+
+@functools.cache
+def _is_storable(dtype):
+    """Whether TensorStore's arrays, as Orbax asks for them, can have this dtype."""
+    spec = {"driver": "zarr", "kvstore": {"driver": "memory"}}
+    try:
+        tensorstore.open(spec, create=True, dtype=tensorstore.dtype(dtype), shape=[1]).result()
+    except ValueError:
+        return False
+    return True
 
 
 def save_args(array: Any, chunk_bytes: int) -> ocp.SaveArgs:
@@ -182,14 +178,6 @@ def save_args(array: Any, chunk_bytes: int) -> ocp.SaveArgs:
             break
         thin.append(axis)
     return ocp.SaveArgs(chunk_byte_size=chunk_bytes, shard_axes=tuple(thin))
-
-
-def _describe(leaves):
-    """A text of what processes must agree on for a tree: shapes, dtypes and shardings."""
-    return "\n".join(
-        f"{path} {np.shape(x)} {getattr(x, 'dtype', type(x))} {getattr(x, 'sharding', None)}"
-        for path, x in leaves.items()
-    )
 
 
 def _check_replicas(trees):

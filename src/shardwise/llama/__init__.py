@@ -4,16 +4,14 @@
     config, params = llama.load(folder, rule=rule, mesh=grid)       # cut as the rule says
     llama.save(folder, params, config)
 
-The folder is one that `LlamaForCausalLM.from_pretrained` reads, and that its `save_pretrained`
-writes: `config.json`, and `model.safetensors` or several files with their index. What a token is,
-the tokenizer's files, stays outside. A decoder with dropout, remat or stages has the same weights:
-`load(folder, dataclasses.replace(llama.config(folder), remat=True))`.
-
-Needs safetensors: `pip install "shardwise[safetensors]"`.
+The folder is one that `LlamaForCausalLM.from_pretrained` reads and its `save_pretrained` writes:
+`config.json`, and `model.safetensors` or several files with their index, without the tokenizer's. A
+decoder with dropout, remat or stages has the same weights:
+`load(folder, dataclasses.replace(llama.config(folder), remat=True))`. Needs safetensors:
+`pip install "shardwise[safetensors]"`.
 """
 
+from shardwise.llama.files import load, save
 from shardwise.llama.names import config
-from shardwise.llama.reading import load
-from shardwise.llama.writing import save
 
 __all__ = ["config", "load", "save"]

@@ -1,10 +1,9 @@
 """Llama's names for what the decoder has: the fields of `config.json`, the weights and their axes.
 
-A letter is an axis: l layers, v vocab, e embed, h heads, k kv_heads, d head_dim, m mlp. A weight's
-come in words, one for each axis of the file's array, and the letters of a word are merged into that
-axis, the last one fastest: q_proj, "hd e", is the matrix from embed to all heads, transposed, whose
-row h * head_dim + d is entry d of head h. Rotary positions pair entry d with d + head_dim / 2 here
-and there, so that no row moves.
+A letter is an axis: l layers, v vocab, e embed, h heads, k kv_heads, d head_dim, m mlp. A word is
+an axis of the file's array, into which its letters are merged, the last one fastest: q_proj,
+"hd e", is the matrix from embed to all heads, transposed, whose row h * head_dim + d is entry d of
+head h. Rotary positions pair d with d + head_dim / 2 here and there, so that no row moves.
 """
 
 import json
@@ -49,14 +48,9 @@ class Weight(NamedTuple):
     ours: str
 
     @property
-    def letters(self) -> str:
-        """All letters of the file's array, none of which is layers."""
-        return self.theirs.replace(" ", "")
-
-    @property
-    def own(self) -> str:
-        """The same in the order of the parameter's axes."""
-        return self.ours.removeprefix("l")
+    def orders(self) -> tuple[str, str]:
+        """All letters but layers, in the order of the file's axes and in the parameter's."""
+        return self.theirs.replace(" ", ""), self.ours.removeprefix("l")
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of the file's array."""
@@ -116,8 +110,7 @@ def config(folder: str | Path) -> Config:
       ValueError: another architecture than LlamaForCausalLM, or what the decoder does not have:
         biases, another activation, scaled rotary positions, quantized weights.
     """
-    fields = read(folder)
-    where = Path(folder, CONFIG)
+    fields, where = read(folder), Path(folder, CONFIG)
     if missing := [name for name in _SIZES.values() if name not in fields]:
         raise ValueError(f"llama: {where} lacks {', '.join(missing)}; a config.json has them all.")
     dtype = fields.get("dtype") or fields.get("torch_dtype") or "float32"
@@ -141,8 +134,7 @@ def read(folder: str | Path) -> dict[str, Any]:
     if not where.exists():
         raise FileNotFoundError(f"llama: no {where}; the folder of a {ARCHITECTURE} has one.")
     fields = json.loads(where.read_text())
-    found = fields.get("architectures") or []
-    if found != [ARCHITECTURE]:
+    if (found := fields.get("architectures") or []) != [ARCHITECTURE]:
         raise ValueError(
             f"llama: {where} has the architectures {found}; expected {[ARCHITECTURE]}."
         )
@@ -155,10 +147,9 @@ def read(folder: str | Path) -> dict[str, Any]:
 def _rope_theta(where, fields):
     rope = fields.get("rope_parameters") or {}  # of transformers 5
     scaling = fields.get("rope_scaling") or {}
-    for each in (rope, scaling):
+    for name, each in {"rope_parameters": rope, "rope_scaling": scaling}.items():
         kind = each.get("rope_type", each.get("type", "default"))
         if kind != "default" or each.get("partial_rotary_factor", 1.0) != 1.0:
-            name = "rope_parameters" if each is rope else "rope_scaling"
             raise ValueError(
                 f"llama: {where} has {name}={each!r}; the decoder turns all of head_dim, by "
                 f"unscaled positions (rope_type 'default')."

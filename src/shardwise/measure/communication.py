@@ -1,8 +1,4 @@
-"""Collectives in a program: how many, how often, and how many bytes each device sends.
-
-In the forms of every backend: also those that the TPU's compiler alone writes, which are carried
-collectives, fused scatters, and transfers between slices, over the data centre's network.
-"""
+"""Collectives in a program, in the forms of every backend: how many, how often, how many bytes."""
 
 import dataclasses
 import re
@@ -12,15 +8,14 @@ import jax
 
 from . import hlo
 from .counts import BETWEEN_SLICES, KINDS, Collectives, Op
-from .hlo import Groups, Instruction
+from .hlo import Array, Groups, Instruction
 from .trips import SAME_VALUE, Frame, executed
 
 _UNCOUNTED = ("collective-broadcast", "ragged-all-to-all", "send")
 CARRIED = '"async_collective_fusion_config"'
 _PASSES_ON = (*SAME_VALUE, "get-tuple-element")
 # What a transfer's type is called here.
-_TRANSFERS = {kind.upper().replace("-", "_"): kind for kind in KINDS[:-1]}
-_TRANSFERS["ONE_TO_ONE"] = KINDS[-1]
+_TRANSFERS = {k.upper().replace("-", "_"): k for k in KINDS[:-1]} | {"ONE_TO_ONE": KINDS[-1]}
 _SLICE = 100_000  # in a device's number, where slices are counted from 1
 _STRATEGY = re.compile(
     r'"collective_algorithm_config":\{(?:"emitter":"([^"]*)")?,?(?:"strategy":"([^"]*)")?'
@@ -31,10 +26,10 @@ def collectives(program: Any, device: int | None = None) -> Collectives:
     """The `Collectives` of a lowered program, a compiled one, or one's optimized HLO text.
 
     A compiled program (a `jax.stages.Compiled`, or what `topology.compile` returns) holds what
-    really runs on one device: hand-written collectives and those that the compiler inserted, in the
-    dtypes of its backend (the CPU's turns bfloat16 into float32). A lowered one holds only those
-    written by hand in `jax.shard_map`, in the dtypes written, its arrays not yet divided along axes
-    that are left to the compiler; one for several devices without any `shard_map` is an error.
+    really runs on one device, written by hand or inserted by the compiler, in the dtypes of its
+    backend (the CPU's turns bfloat16 into float32). A lowered one holds only those written by hand
+    in `jax.shard_map`, in the dtypes written, its arrays not yet divided along axes that are left
+    to the compiler; one for several devices without any `shard_map` is an error.
 
     An asynchronous start and done are one collective, a group of one device sends nothing, and of
     a conditional's branches the one that sends the most is counted. A loop in the scope of
@@ -44,7 +39,7 @@ def collectives(program: Any, device: int | None = None) -> Collectives:
     In a TPU's program, what is carried by fusions counts once, where it starts; an all-reduce of
     which the same fusion keeps a share is a reduce-scatter, of the padded array; transfers between
     slices are kinds of their own, such as "all-reduce between slices"; and ragged-all-to-all
-    counts as if every row left its device: a bound. See `measure.by_form`.
+    counts as if every row left its device: a bound.
 
     Raises:
       TypeError: `program` is none of these.
@@ -61,21 +56,23 @@ def collectives(program: Any, device: int | None = None) -> Collectives:
                 f"decide. Pass what .compile() of it returns."
             )
     program = hlo.read("collectives", program)
-    found, device = executed(Frame.of(program), read, lambda op: op.ring_bytes, device)
+    found, device = executed(Frame(program, program.entry), read, lambda op: op.ring_bytes, device)
     return Collectives((dataclasses.replace(x.value, trips=x.times) for x in found), device)
 
 
 def read(frame: Frame, op: Instruction) -> Op | None:
     """The collective that one instruction is or starts, run once; None for any other."""
     kind, devices = op.opcode.removesuffix("-start"), frame.program.devices
-    started, n, written, notes = _starts(frame, op), None, (), ()
+    started, n, notes = _starts(frame, op), None, ()
     if between := _between_slices(op, devices):
         # Its operands are an array and a token.
         (kind, n, groups), started, arrays = between, True, frame.operands(op)[:1]
     elif kind == "ragged-all-to-all" and frame.program.scheduled:
         groups, arrays, notes = hlo.replicas(op, devices), frame.operands(op)[:1], ("bound",)
         kind, n = "all-to-all", max(map(len, groups))
-    elif kind in _UNCOUNTED and op.says("is_host_transfer") != "true":
+    elif (kind in _UNCOUNTED and op.says("is_host_transfer") != "true") or (
+        kind == "collective-permute" and "slice_sizes" in op.attributes
+    ):
         raise ValueError(
             f"measure.collectives: cannot count the bytes of {op.name}, a {kind}; known are "
             f"{', '.join(KINDS)}. Measure the part of the program around it by itself."
@@ -83,22 +80,22 @@ def read(frame: Frame, op: Instruction) -> Op | None:
     elif kind not in KINDS or started is None:
         return None
     elif kind == "collective-permute":
-        groups, arrays, notes = hlo.pairs(op), frame.operands(op), _notes(frame, op)
+        groups = hlo.lists(op.attributes["source_target_pairs"])
+        arrays, notes = frame.operands(op), _notes(frame, op)
     else:
         groups, arrays, notes = hlo.replicas(op, devices), frame.operands(op), _notes(frame, op)
         n = max(map(len, groups))
-        if op.opcode == "all-reduce":
-            kind, written = _work(frame, op, n)
-    more = groups, _strategy(frame, op), written, bool(started), notes
-    return Op(kind, op.name, arrays, n, 1, op.source, *more)
+        # The fusion keeps a share of the sum: one half of a fused reduce-scatter.
+        if kind == "all-reduce" and frame.within("fusion") and _is_cut(frame, op.name, arrays[0]):
+            kind = "reduce-scatter"
+    return Op(
+        kind, op.name, arrays, n, 1, op.source, groups, _strategy(frame, op), bool(started), notes
+    )
 
 
 def _starts(frame: Frame, op: Instruction) -> bool | None:
-    """Whether `op` starts an asynchronous collective; None for a later piece of one.
-
-    A carried collective stands in the fusion that starts it, in each that it runs beside, and in
-    the one that ends it: in all of them it is written out, and in the first alone it begins. Of
-    GPUs each is written as a start and a done, and says by itself where nothing may run between.
+    """Whether `op` starts an asynchronous collective; None for a later piece of a carried one,
+    which stands in the fusion that starts it, in each that it runs beside, and where it ends.
     """
     start = frame.site if frame.within("async-start") else op
     if start.opcode.endswith("-start"):
@@ -114,54 +111,15 @@ def _starts(frame: Frame, op: Instruction) -> bool | None:
     return None
 
 
-def _work(frame: Frame, op: Instruction, n: int) -> tuple[str, tuple[str, ...]]:
-    """The kind that an all-reduce among `n` devices is, and that whose work it does, by array.
-
-    It is one half of a fused reduce-scatter where the fusion keeps a share of its sum. It does a
-    gather's work where each device adds its share into zeros, and a scatter's where each keeps its
-    share of the sum and nothing else is made of it; where all are sums, no kinds are told.
-    """
-    whole = op.arrays[0].elements
-    if frame.within("fusion") and _is_cut(frame, op.name, lambda elements: elements < whole):
-        return "reduce-scatter", ()
-    written = tuple(_written_as(frame, op, i, n) for i in range(len(op.operands)))
-    return "all-reduce", written if set(written) != {"all-reduce"} else ()
-
-
-def _written_as(frame, op, index, n):
-    share = op.arrays[index].elements / n
-    inner, made = frame.trace(op.operands[index])
-    if made.opcode == "dynamic-update-slice":
-        at, base = inner.trace(made.operands[0])
-        update = inner.find(made.operands[1])
-        if base.opcode == "broadcast" and update.arrays[0].elements == share:
-            _, value = at.trace(base.operands[0])
-            return "all-gather" if value.operands in (("0",), ("-0",)) else "all-reduce"
-    outputs = [op]
-    if len(op.arrays) > 1:
-        outputs = [x for x in frame if x.operands == (op.name,) and x.says("index") == str(index)]
-    kept = [_is_cut(frame, x.name, lambda elements: elements == share) for x in outputs]
-    return "reduce-scatter" if kept and all(kept) else "all-reduce"
-
-
-def _is_cut(frame, name, fits):
-    """Whether every reader of a value, seen through what passes it on, takes a part of it, of a
-    number of elements that fits.
-    """
-
-    def takes_part(reader):
-        if reader.opcode in _PASSES_ON:
-            return _is_cut(frame, reader.name, fits)
-        if reader.opcode == "dynamic-slice":
-            return reader.operands[0] == name and fits(reader.arrays[0].elements)
-        if reader.opcode != "fusion":
-            return False
-        inside = frame.enter(reader.called[0], reader)
-        given = [op.name for op in inside if op.opcode == "parameter" and inside.given(op) == name]
-        return all(_is_cut(inside, parameter, fits) for parameter in given)
-
+def _is_cut(frame: Frame, name: str, whole: Array) -> bool:
+    """Whether every reader of a value, seen through what passes it on, takes a part of it."""
     readers = [op for op in frame if name in op.operands]
-    return bool(readers) and all(map(takes_part, readers))
+    return bool(readers) and all(
+        _is_cut(frame, op.name, whole)
+        if op.opcode in _PASSES_ON
+        else op.opcode == "dynamic-slice" and op.arrays[0].elements < whole.elements
+        for op in readers
+    )
 
 
 def _notes(frame: Frame, op: Instruction) -> tuple[str, ...]:
@@ -183,10 +141,10 @@ def _strategy(frame: Frame, op: Instruction) -> str:
 
 
 def _between_slices(op: Instruction, devices: int) -> tuple[str, int | None, Groups] | None:
-    """(kind, how many take part, who takes part) of a send to another slice; None for another send.
+    """(kind, how many take part, who takes part) of a send to another slice; None for another op.
 
-    How many is None of a send to one device. `devices` are those of one slice. Where not all of
-    them take part, they are told by their places, not by numbers, and the groups are empty.
+    How many is None of a send to one device. Where not all `devices` of a slice take part, they are
+    told by their places, not by numbers, and the groups are empty.
     """
     said = op.says("frontend_attributes")
     kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', said)

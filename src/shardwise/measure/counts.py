@@ -1,7 +1,6 @@
-"""Counts of collectives: a mapping by kind, a list, parts by mesh axis or form, shown as tables."""
+"""Counts of collectives: a mapping by kind, a list, parts by mesh axis, shown as tables."""
 
 import html
-from collections import namedtuple
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -55,11 +54,10 @@ class Op:
     named, `groups` the numbers of the devices that take part together, of `group_size`; or each
     (source, target) of a collective-permute, whose size is None.
 
-    Of a TPU's program: `strategy` is the compiler's name for how the chips exchange, `written` the
-    kind whose work an all-reduce does, of each array (empty if sums), `asynchronous` whether other
-    work may stand between its start and its end. `notes` are of "padded" (the arrays are larger
-    than those written), "windowed" (it passes on the shares of a product), "combined" (several
-    arrays in one), "bound" (at most so many bytes) and "expected" (of a formula, not a program).
+    Of a TPU's program: `strategy` is the compiler's name for how the chips exchange, `asynchronous`
+    whether other work may stand between start and end. `notes` are of "padded" (the arrays are
+    larger than those written), "windowed" (it passes on the shares of a product), "combined"
+    (several arrays), "bound" (at most so many bytes) and "expected" (of a formula, no program).
     """
 
     kind: str
@@ -70,7 +68,6 @@ class Op:
     source: str = ""
     groups: tuple[tuple[int, ...], ...] = ()
     strategy: str = ""
-    written: tuple[str, ...] = ()
     asynchronous: bool = False
     notes: tuple[str, ...] = ()
 
@@ -147,11 +144,11 @@ def parted(items: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[An
 
 
 def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ...], Collectives]:
-    """{mesh axes: the `Collectives` along them}, keys and the axes of each in the mesh's order.
+    """{mesh axes: the `Collectives` along them}, keys and the axes of each in the order of `mesh`,
+    the program's.
 
     An axis counts if devices that take part together differ in their place along it: a sum over all
-    devices of a mesh of two axes stands under both names. `mesh` is that of the program, whose
-    devices have numbers in its order. What moves nothing is left out.
+    devices of a mesh of two axes stands under both names. What moves nothing is left out.
 
     Raises:
       ValueError: a collective among other devices than those of the mesh, or, between slices of
@@ -168,8 +165,7 @@ def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ..
         if (last := max(map(max, op.groups))) >= mesh.size:
             raise ValueError(
                 f"measure.by_axis: {op.name} runs among devices up to number {last}, and the mesh "
-                f"{dict(mesh.shape)} has {mesh.size}; give the mesh that the program was written "
-                f"for."
+                f"{dict(mesh.shape)} has {mesh.size}; give the mesh that it was written for."
             )
         places = [np.stack(np.unravel_index(group, shape)) for group in op.groups]
         differ = np.any([np.ptp(place, axis=1) > 0 for place in places], axis=0)
@@ -178,30 +174,3 @@ def by_axis(found: Collectives, mesh: Mesh | AbstractMesh) -> dict[tuple[str, ..
     parts, place = parted(found.ops, axes), list(mesh.shape).index
     ordered = sorted(filter(None, parts), key=lambda axes: [*map(place, axes)])
     return {axes: Collectives(parts[axes]) for axes in ordered}
-
-
-# The way in which a collective runs; see `Op` for each field.
-Form = namedtuple("Form", "kind written strategy asynchronous notes")
-
-
-class Forms(Shown, dict[Form, Collectives]):
-    """{form: the `Collectives` of it} of the forms that occur; shown as a table."""
-
-    _columns = ("collective", "written as", "strategy", "in program", "times run", "ring bytes",
-                "notes")  # fmt: skip
-
-    def _rows(self):
-        for (kind, written, strategy, asynchronous, notes), found in self.items():
-            sizes = map(number, (found.static, found.dynamic, found.ring_bytes))
-            notes = ("asynchronous",) * asynchronous + notes
-            yield kind, ", ".join(written), strategy, *sizes, ", ".join(notes)
-
-
-def by_form(found: Collectives) -> Forms:
-    """The `Forms` of collectives, in the order in which they are met.
-
-    Of a program for TPUs: what does the work of what (`written`), by which of the compiler's
-    strategies, and whether other work may stand between start and end.
-    """
-    parts = parted(found.ops, lambda op: Form(*(getattr(op, name) for name in Form._fields)))
-    return Forms({form: Collectives(ops) for form, ops in parts.items()})

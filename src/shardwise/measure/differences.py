@@ -47,53 +47,40 @@ class Differences(Shown, dict[str, Difference]):
 def differences(lowered: Any, compiled: Any, also: Iterable[Op] = ()) -> Differences:
     """The `Differences`: what became in `compiled` of each collective written in `lowered`.
 
-    Both are what `collectives` takes, of one program; `also` are collectives that the compiler is
-    expected to insert, and count as written. A collective is known again by its kind, its
-    elements and how many devices take part; one in a loop once for each trip, and one of several
-    arrays by each. The names:
+    Both are what `collectives` takes, of one program; `also` are those that the compiler is to
+    insert, and count as written. A collective is known again by its kind, its elements and how many
+    devices take part; one in a loop once for each trip, one of several arrays by each. Names:
 
-    - as written; combined, several arrays in one;
-    - narrowed, or widened, to another dtype;
+    - as written; combined, several arrays in one; narrowed, or widened, to another dtype;
     - padded, so that all shares are alike, and what trims them again;
     - all-reduce, in the place of a gather or scatter, over several axes of a torus at once;
-    - divided, where arrays are written whole that the compiler cuts along axes that are left to it;
+    - divided, where arrays are written whole that the compiler cuts along axes left to it;
     - of equal rows, of which the compiler sends one;
-    - dropped, where it is written several times or in a loop, and done fewer times; or where it is
-      expected, and the compiler does without;
+    - dropped, where it is written several times or in a loop, and done fewer times, or is expected;
     - repeated, where it is done more often than written;
     - windowed, the shares of a product's operand passed on beside it, by the compiler;
-    - inserted, along axes that are left to the compiler, or outside of `jax.shard_map`;
+    - inserted, along axes left to the compiler, or outside of `jax.shard_map`;
     - left over: none of these.
 
-    `written` of all names together is what `lowered` and `also` send, `compiled` what `compiled`
-    sends: both on the device that sends the most as `lowered` is written.
+    `written` of all names is what `lowered` and `also` send, `compiled` what `compiled` sends: both
+    on the device that sends the most as `lowered` is written.
     """
     if isinstance(lowered, jax.stages.Lowered):
         lowered = hlo.lowered(lowered)  # read here, since nothing in it need be written by hand
     written, sums = collectives(lowered), Differences()
     met = pairs((*written.ops, *also), collectives(compiled, written.device).ops)
-    found = parted(met, lambda pair: pair.name)
+    found = parted(met, lambda pair: pair[0])
     for name in filter(found.get, _NAMES):
         _, ops, *sizes = zip(*found[name], strict=True)
         sums[name] = Difference(len({*ops} - {""}), *map(sum, sizes))
     return sums
 
 
-class Pair(NamedTuple):
-    """The reason's name, the compiled op's name ("" if there is none), ring bytes of both."""
-
-    name: str
-    op: str
-    written: float
-    compiled: float
-
-
 class _Piece:
-    """One array of a collective, of `times` runs.
+    """One array of a collective, of `times` runs, each of which sends `bytes`.
 
-    `whole` are the elements that the devices of a group have together, or each; `bytes` what one
-    run sends. Written and compiled ones of one `key` are alike but in `width`, the bytes of an
-    element.
+    `whole` are the elements that a group's devices have together, or each. Written and compiled
+    ones of one `key` are alike but in `width`, the bytes of an element.
     """
 
     def __init__(self, op: Op, array: Array):
@@ -104,15 +91,13 @@ class _Piece:
         self.key = op.kind, self.whole, op.group_size
         self.bytes = dataclasses.replace(op, arrays=(array,), trips=1).ring_bytes
         self.is_combined = "combined" in op.notes
+        self.does = _SUMS if op.kind == "all-reduce" else (op.kind,)
         *within, name = op.source.split("/")
         made = (op.kind in kinds for written, kinds in _BY_HAND.items() if name.startswith(written))
         self.is_by_hand = "shard_map" in within and any(made)
 
     def may_be(self, written):
-        """Whether it may be one that is written by hand, or is expected of the compiler.
-
-        By hand is also what the compiler tells no origin of, or another array's.
-        """
+        """Whether it may be by hand, as what the compiler tells no origin of, or is expected."""
         by_hand = "shard_map" in self.op.source or not self.op.source or self.is_combined
         return by_hand or "expected" in written.op.notes
 
@@ -121,7 +106,7 @@ class _Piece:
         return self.key == written.key and self.may_be(written)
 
     def differs_in_one(self, other):
-        """Whether all sizes of the arrays are alike but one, which may be 1 in one of them."""
+        """Whether all sizes but one are alike, which may be 1 in one of them."""
         both = (self.array.dims, other.array.dims), (self.dims, other.dims)
         return any(len(a) == len(b) and sum(map(operator.ne, a, b)) == 1 for a, b in both)
 
@@ -133,13 +118,10 @@ _RULES = {
     "narrowed": lambda m, w: m.is_like(w) and m.width < w.width,
     "widened": lambda m, w: m.is_like(w),
     "all-reduce": lambda m, w: (
-        m.kind == "all-reduce" and w.kind in _SUMS and m.whole == w.whole and m.may_be(w)
+        m.kind == "all-reduce" and w.kind in m.does and m.whole == w.whole and m.may_be(w)
     ),
     "padded": lambda m, w: (
-        "padded" in m.op.notes
-        and w.kind in (_SUMS if m.kind == "all-reduce" else (m.kind,))
-        and w.whole < m.whole
-        and m.differs_in_one(w)
+        "padded" in m.op.notes and w.kind in m.does and w.whole < m.whole and m.differs_in_one(w)
     ),
     "divided": lambda m, w: (
         (m.is_by_hand or m.is_combined)
@@ -162,8 +144,10 @@ _ORDER = {
 _NAMES = (*_RULES, "dropped", "repeated", "windowed", "inserted", "left over")
 
 
-def pairs(written: Iterable[Op], compiled: Iterable[Op]) -> Iterator[Pair]:
-    """Each collective written beside what it became; what has no fellow is beside nothing."""
+def pairs(written: Iterable[Op], compiled: Iterable[Op]) -> Iterator[tuple[str, str, float, float]]:
+    """(reason's name, name of the op compiled or "", ring bytes written, compiled) of each written
+    collective beside what it became; what has no fellow is beside nothing.
+    """
     pool = parted(_pieces(written), lambda piece: piece.op.group_size)
     met, padded = set(), []
     made = sorted(_pieces(compiled), key=lambda piece: not piece.is_by_hand)
@@ -176,13 +160,12 @@ def pairs(written: Iterable[Op], compiled: Iterable[Op]) -> Iterator[Pair]:
                 piece.times, fellow.times = piece.times - times, fellow.times - times
                 met.add(fellow.key)
                 padded += [piece] if name == "padded" else []
-                yield Pair(name, piece.op.name, fellow.bytes * times, piece.bytes * times)
+                yield name, piece.op.name, fellow.bytes * times, piece.bytes * times
     windows = [piece for piece in made if "windowed" in piece.op.notes]
     for piece in (piece for piece in made if piece.times):
-        name = _of_nobody(piece, met, padded)
-        yield Pair(name, piece.op.name, 0, piece.bytes * piece.times)
+        yield _of_nobody(piece, met, padded), piece.op.name, 0, piece.bytes * piece.times
     for fellow in (fellow for found in pool.values() for fellow in found if fellow.times):
-        yield Pair(_of_none(fellow, met, windows), "", fellow.bytes * fellow.times, 0)
+        yield _of_none(fellow, met, windows), "", fellow.bytes * fellow.times, 0
 
 
 def _pieces(ops):

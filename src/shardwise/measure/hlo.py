@@ -1,13 +1,9 @@
-"""Programs as HLO: a set of computations, each a list of instructions, parsed from their text.
-
-Optimized, as every backend prints it, or as XLA reads a lowered program. A while loop, a call, a
-fusion or a conditional names the computations that it runs.
+"""Programs as HLO: computations, each a list of instructions, parsed from the text that a backend
+prints of an optimized program, or XLA of a lowered one.
 """
 
-import dataclasses
 import math
 import re
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -63,8 +59,7 @@ class Array(NamedTuple):
         return -(-self.elements * int(width[1]) // 8) if width else 0
 
 
-@dataclass(frozen=True)
-class Instruction:
+class Instruction(NamedTuple):
     """`name = arrays opcode(operands), attributes`, tuples of arrays flattened."""
 
     name: str
@@ -97,8 +92,7 @@ class Instruction:
         return tuple(re.findall(r"[^\s%{},]+", ",".join(map(self.says, keys))))
 
 
-@dataclass(frozen=True)
-class Computation:
+class Computation(NamedTuple):
     """Instructions by name, in program order, and the name of the one that is the result."""
 
     name: str
@@ -106,24 +100,27 @@ class Computation:
     root: str
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """Computations by name; `devices` run it, and if `scheduled`, in the order of its text.
 
-    `places` are the coordinates of the devices, as `topology.Compiled` has them; () if not known.
+    `places` are the devices' coordinates, as `topology.Compiled` has them; () if not known.
     """
 
     computations: dict[str, Computation]
-    entry: str
+    entry: Computation
     devices: int
     scheduled: bool = False
     places: Groups = ()
 
     @property
+    def custom_calls(self) -> list[Instruction]:
+        every = (op for each in self.computations.values() for op in each.instructions.values())
+        return [op for op in every if op.opcode == "custom-call"]
+
+    @property
     def by_hand(self) -> bool:
         """Whether a lowered program has a `jax.shard_map`, of any axes, in it."""
-        ops = (op for each in self.computations.values() for op in each.instructions.values())
-        return any(op.says("custom_call_target").endswith(_EDGES) for op in ops)
+        return any(op.says("custom_call_target").endswith(_EDGES) for op in self.custom_calls)
 
 
 def checked(who: str, program: Any) -> Any:
@@ -142,25 +139,24 @@ def read(who: str, program: Any) -> Program:
     if isinstance(program, Program):
         return program
     parsed = parse(program if isinstance(program, str) else checked(who, program).as_text())
-    return dataclasses.replace(parsed, places=getattr(program, "coordinates", ()))
+    return parsed._replace(places=getattr(program, "coordinates", ()))
 
 
 def lowered(given: jax.stages.Lowered) -> Program:
     """A lowered program as XLA reads it; ValueError for a custom call that may send anything."""
     # Not as_text("hlo"), which on JAX 0.7.2 leaves the configuration of custom calls out.
     program = parse(given.compiler_ir("hlo").as_hlo_module().to_string())
-    for op in (op for c in program.computations.values() for op in c.instructions.values()):
+    for op in program.custom_calls:
         target = op.says("custom_call_target")
         # A TPU kernel says so, and only then, if it copies to other devices.
-        sends = not _LOCAL.fullmatch(target) or "has_communication" in op.says("backend_config")
-        if op.opcode == "custom-call" and sends:
+        if not _LOCAL.fullmatch(target) or "has_communication" in op.says("backend_config"):
             raise ValueError(
                 f"measure: whether the custom call {target} sends anything to other devices is not "
                 f"known here; measure the parts of the program around it by themselves."
             )
     told = given.compiler_ir().operation.attributes
     devices = [told[f"mhlo.num_{kind}"].value for kind in ("replicas", "partitions")]
-    return dataclasses.replace(program, devices=math.prod(devices))
+    return program._replace(devices=math.prod(devices))
 
 
 def parse(text: str) -> Program:
@@ -171,7 +167,7 @@ def parse(text: str) -> Program:
         read = [_instruction(line) for line in body.splitlines() if line.strip()]
         marked = [op.name for is_root, op in read if is_root] or [read[-1][1].name]
         computations[name] = Computation(name, {op.name: op for _, op in read}, marked[0])
-        entry = name if is_entry else entry
+        entry = computations[name] if is_entry else entry
     if entry is None:
         raise ValueError(
             f"measure: no ENTRY computation in this text, which starts {text[:60]!r}; expected an "
@@ -235,13 +231,6 @@ def replicas(op: Instruction, devices: int) -> Groups:
             f"{{{{0,1}},{{2,3}}}}, [2,2]<=[4] or mesh['a'=2,'b'=2] {{'a'}}."
         )
     return groups
-
-
-def pairs(op: Instruction) -> Groups:
-    """The (source, target) pairs of a collective-permute."""
-    if "slice_sizes" in op.attributes:
-        raise ValueError(f"measure.collectives: {op.name} sends slices, which are not known here.")
-    return lists(op.attributes["source_target_pairs"])
 
 
 def lists(text: str) -> Groups:

@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from .counts import BETWEEN_SLICES, Op
+from .counts import BETWEEN_SLICES
 from .hlo import Groups
 from .trips import Found
 
@@ -14,18 +14,18 @@ _COLORS = re.compile(r"colors:(\d+) phases:\d+ cores:\{([\d ]+)\}")
 
 
 def taken(begun: Found, chip: Any) -> tuple[int, float, Counter[Any]]:
-    """(directions of links along which it sends, seconds, load) of one run of a collective alone.
-
-    By its ways from device to device where it has such, else by its strategy, or of GPUs by the
-    nodes of its groups; directions are 0 between slices or nodes. The load is {link: seconds that
-    its bytes take} where links are known: two such that run at once share them.
+    """(directions of links, 0 between slices or nodes, seconds, load) of one run of a collective
+    alone; the load is {link: seconds} where links are known: two that run at once share them.
     """
     op, places = begun.value, begun.frame.program.places
     if chip.node:
         return *_switched(op, chip, places), Counter()
     if op.kind.endswith(BETWEEN_SLICES):
         return 0, op.ring_bytes / chip.dcn, Counter()
-    if places and (pairs := _pairs(op)):
+    pairs = op.groups if op.kind == "collective-permute" else ()
+    if op.kind == "all-to-all" or op.group_size == 2:
+        pairs = tuple((a, b) for group in op.groups for a in group for b in group)
+    if places and pairs:
         each = op.ring_bytes / max(1, (op.group_size or 2) - 1)
         rates = *[chip.link_bandwidth] * 3, chip.core_bandwidth  # the last from core to core
         ways = carried(pairs, places, chip).items()
@@ -39,22 +39,13 @@ def taken(begun: Found, chip: Any) -> tuple[int, float, Counter[Any]]:
     return lanes, op.ring_bytes / (lanes * chip.link_bandwidth) * chip.devices, Counter()
 
 
-def _pairs(op: Op) -> Groups:
-    """Each (source, target) to which a collective sends one of its parts; () of a ring's."""
-    if op.kind == "collective-permute":
-        return op.groups
-    if op.kind != "all-to-all" and op.group_size != 2:
-        return ()
-    return tuple((a, b) for group in op.groups for a in group for b in group)
-
-
 @functools.lru_cache(maxsize=256)
 def carried(pairs: Groups, places: Groups, chip: Any) -> Counter[tuple[int, ...]]:
     """{link: how many of the `pairs` send over it}, from one of the `places` of a slice to another.
 
     A way leads along one axis of the torus after another, and last from core to core; on a ring the
-    shorter way round, and of two as short half goes each. A link is told by its axis, its direction
-    and the chip that it leaves, whose devices share it.
+    shorter way round, and of two as short half goes each. A link is (axis, direction, the chip that
+    it leaves, whose devices share it).
     """
     found: Counter[tuple[int, ...]] = Counter()
     sizes = [max(along) + 1 for along in zip(*places, strict=True)][:-1]

@@ -18,23 +18,22 @@ def flops(compiled: Any) -> int:
     """FLOPs that one device performs in the matrix products and convolutions of a program.
 
     A product is 2 × output elements × contracted size, a convolution the same over the kernel's
-    positions that meet data. They count in fusions and library calls too, times the trips of the
-    loops around them: the same for a scanned and an unrolled model. Of a conditional's branches the
-    one with most counts. A loop in the scope of `marks.turns` runs as often as that says, on the
-    device that performs most in all.
+    positions that meet data; in fusions and library calls too, times the trips of the loops around
+    them. Of a conditional's branches the one with most counts. A loop in the scope of `marks.turns`
+    runs as often as that says, on the device that performs most in all.
 
     Not counted: elementwise work, among it inner products (neither side has an axis of its own)
     and outer ones (nothing is contracted), which some backends compile to it, and in a program for
     GPUs products with a vector; transforms; solvers. What a backend pads is counted as it runs. A
-    Pallas kernel counts by `marks.kernels` around it, as `context.splash` has it, or by the formula
-    that its author gave it (`pl.CostEstimate`); cuDNN's attention by the scores that its mask lets
-    through.
+    Pallas kernel counts by `marks.kernels` around it, or by the formula that its author gave it
+    (`pl.CostEstimate`); cuDNN's attention by the scores that its mask lets through.
 
     Raises:
       TypeError: `compiled` is no `jax.stages.Compiled`, nor what `topology.compile` returns.
       ValueError: a product whose size cannot be read, or one in a loop whose trips depend on data.
     """
-    return within(Frame.of(hlo.read("flops", compiled)))
+    program = hlo.read("flops", compiled)
+    return within(Frame(program, program.entry))
 
 
 def within(frame: Frame, only: Instruction | None = None) -> int | float:
@@ -87,14 +86,12 @@ def _attention(frame: Frame, op: Instruction, config: str) -> int:
     """
     target = op.says("custom_call_target")
     scores = re.search(r'"intermediate_tensor_shape":\{"dimensions":\[([^\]]*)\]', config)
-    shares = {"NO_MASK": 2, "CAUSAL": 1}  # of halves
-    mask = re.search(r'"mask_type":"(\w+)"', config)
-    windows = set(re.findall(r'"sliding_window_length":(\d+)', config)) - {"0"}
-    if not scores or not mask or mask[1] not in shares or windows:
+    mask = re.search(r'"mask_type":"(NO_MASK|CAUSAL)"', config)
+    if not scores or not mask or re.search(r'"sliding_window_length":[1-9]', config):
         raise _unreadable(op, target)
     sizes = math.prod(int(n) for n in re.findall(r"\d+", scores[1]))
-    products = 5 if "Backward" in target else 2
-    return products * shares[mask[1]] * sizes * frame.operands(op)[0].dims[-1]
+    products, halves = 5 if "Backward" in target else 2, 1 if mask[1] == "CAUSAL" else 2
+    return products * halves * sizes * frame.operands(op)[0].dims[-1]
 
 
 def _unreadable(op: Instruction, what: str) -> ValueError:

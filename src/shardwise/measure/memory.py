@@ -37,18 +37,10 @@ def bytes_per_device(compiled: Any) -> DeviceBytes:
     """The `DeviceBytes` of a `jax.stages.Compiled`, or of what `topology.compile` returns.
 
     The temporaries are the size of one buffer that serves all intermediate values, at their peak.
-
-    Raises:
-      TypeError: `compiled` is something else.
-      ValueError: the backend does not say.
+    Something else than these is a TypeError.
     """
     # Not `peak_memory_in_bytes`: on CPU it is below the temporaries alone.
     stats = checked("bytes_per_device", compiled).memory_analysis()
-    if stats is None:
-        raise ValueError(
-            "measure.bytes_per_device: this backend reports no memory for compiled programs; "
-            "measure the arrays instead, with measure.bytes_on_devices."
-        )
     kinds = ("argument", "output", "alias", "temp")
     return DeviceBytes(*(getattr(stats, f"{kind}_size_in_bytes") for kind in kinds))
 
@@ -56,11 +48,8 @@ def bytes_per_device(compiled: Any) -> DeviceBytes:
 def bytes_on_devices(tree: Any) -> dict[jax.Device, int]:
     """{device: bytes that the tree's arrays hold on it} of the devices that this process sees.
 
-    An array that stands in the tree twice counts once, a donated or deleted one not at all, and
-    NumPy arrays and Python numbers, which are on no device, not either.
-
-    Raises:
-      TypeError: a leaf is none of these.
+    An array that stands in the tree twice counts once, a deleted or donated one not at all, as
+    NumPy arrays and Python numbers. Any other leaf is a TypeError.
     """
     arrays, sizes = {}, Counter()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -81,10 +70,8 @@ def bytes_on_devices(tree: Any) -> dict[jax.Device, int]:
 
 @dataclass(frozen=True)
 class Fit:
-    """`needed` and `allowed` bytes on a device; true if the program fits.
-
-    `memory` tells what is needed for what, None for a program that was refused; `buffers` are the
-    largest arrays, where they are known, each with `bytes`, `kind`, `array`, `name` and `source`.
+    """`needed` and `allowed` bytes on a device; true if the program fits. `memory` tells what for,
+    None of one that was refused; `buffers` are the largest arrays, where they are known.
     """
 
     needed: int
@@ -95,18 +82,12 @@ class Fit:
     def __bool__(self) -> bool:
         return self.needed <= self.allowed
 
-    @property
-    def spare(self) -> int:
-        """Bytes that are left, or are missing, as a negative number."""
-        return self.allowed - self.needed
-
     def __repr__(self) -> str:
         says, g = "fits" if self else "does not fit", 2**30
-        held = self.memory._asdict() if self.memory else {}
         lines = [f"{says}: {self.needed / g:.2f} of {self.allowed / g:.2f} GiB"]
-        lines += ["  " + ", ".join(f"{k} {n / g:.2f}" for k, n in held.items())] if held else []
-        lines += [f"  {b.bytes / g:.2f}  {b.kind} {b.array}  {b.source}" for b in self.buffers[:5]]
-        return "\n".join(lines)
+        if self.memory:
+            lines += [", ".join(f"{k} {n / g:.2f}" for k, n in self.memory._asdict().items())]
+        return "\n  ".join([*lines, *map(str, self.buffers[:5])])
 
 
 def fits(program: Any, allowed: int | None = None) -> Fit:
@@ -114,10 +95,9 @@ def fits(program: Any, allowed: int | None = None) -> Fit:
 
     A program needs its arguments and outputs, less what is aliased, and its temporaries: so much
     at most, since temporaries may lie where a donated argument was. `needed` is what the compiler
-    itself counted, where it says so, as what `topology.compile` returns does. What the device
-    allows is known for that, for what it raises, and for TPU's errors; for another
-    `jax.stages.Compiled` say `allowed`, in bytes. (libtpu 0.0.23 does not look at arguments and
-    outputs: it returns what does not fit, and this tells.)
+    counted, where it says so. What the device allows is known for what `topology.compile` returns
+    or raises, and for TPU's errors; for another `jax.stages.Compiled` say `allowed`, in bytes.
+    (libtpu 0.0.23 returns what does not fit with its arguments and outputs, and this tells.)
 
     Raises:
       TypeError: neither a compiled program nor an error.
@@ -125,12 +105,12 @@ def fits(program: Any, allowed: int | None = None) -> Fit:
     """
     buffers = getattr(program, "buffers", ())
     if isinstance(program, Exception):
-        if not (told := refused(program)):
-            raise ValueError(
-                f"measure.fits: this {type(program).__name__} tells no numbers of memory: "
-                f"{str(program)[:200]!r}; expected a refusal such as 'Used 18.75G of 15.75G hbm'."
-            )
-        return Fit(told[0], allowed or told[1], None, buffers)
+        if told := refused(program):
+            return Fit(told[0], allowed or told[1], None, buffers)
+        raise ValueError(
+            f"measure.fits: this {type(program).__name__} tells no numbers of memory: "
+            f"{str(program)[:200]!r}; expected a refusal such as 'Used 18.75G of 15.75G hbm'."
+        )
     memory = bytes_per_device(program)
     if not (allowed := allowed or getattr(program, "usable_hbm", None)):
         raise ValueError(

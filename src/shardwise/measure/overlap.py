@@ -18,10 +18,9 @@ _HANDS_ON = ("tuple", "bitcast", "copy", "opt-barrier")
 class Beside:
     """One collective instruction, in one of its `times` runs; times in seconds.
 
-    `lanes` are the directions of links along which it sends, `seconds` its part of what it takes
-    with those that run at once over the same links. `products` are the instructions with products
-    between its start and its end, `arithmetic` their time at the chip's peak, and `covered` what
-    this collective has of it, no second given to two.
+    `lanes` are the directions of links along which it sends, `seconds` its part of what those take
+    that share them at once. `products` are the instructions that multiply between start and end,
+    `arithmetic` their time at the chip's peak, `covered` its part of that: no second has two.
     """
 
     op: Op
@@ -62,23 +61,18 @@ class Overlap:
             f"measurement)"
         ]
         for b in sorted(self.found, key=lambda b: -b.seconds * b.times)[:_SHOWN]:
-            how = "asynchronous" if b.op.asynchronous else "synchronous"
-            lines.append(
-                f"  {b.op.kind:20} {b.times:4} × {b.seconds * 1e6:9,.1f} µs  covered "
-                f"{b.covered * 1e6:9,.1f}  {how}, {len(b.products)} products  {b.op.source}"
-            )
-        more = len(self.found) - _SHOWN
-        return "\n".join(lines + [f"  and {more} more, shorter ones"] * (more > 0))
+            took = f"{b.times:4} × {b.seconds * 1e6:9,.1f} µs, {b.covered * 1e6:9,.1f} covered"
+            lines.append(f"  {b.op.kind:20} {took}  {b.op.source}")
+        return "\n".join(lines)
 
 
 def overlap(program: Any, chip: Any) -> Overlap:
     """The `Overlap` of a program compiled for TPUs, on a `chip` of `topology.CHIPS`.
 
-    A TPU's program is printed in the order in which it runs. What stands there between the start
-    of a collective and its end can run beside it; synchronous collectives are exposed. How long
-    each takes is a model: bytes over the links that the compiler's strategy uses, as its text and
-    the torus let us infer; FLOPs, as `flops` counts them, over the peak in bfloat16. Other work is
-    not counted.
+    A TPU's program is printed in the order in which it runs. What stands between the start of a
+    collective and its end can run beside it; synchronous collectives are exposed. How long each
+    takes is a model: bytes over the links that the compiler's strategy uses, as its text and the
+    torus let us infer; FLOPs, as `flops` counts them, over the peak in bfloat16; nothing else.
 
     A strategy has colors, parts of the array that travel at once. Where its name begins with
     `UniDirection` each counts for one direction, else (`StrategyRing`, `StrategyND`) for two, which
@@ -86,10 +80,9 @@ def overlap(program: Any, chip: Any) -> Overlap:
     than there are: along each of several axes two where it closes into a ring, one where it is a
     line, or two chips; along one axis two, as if the chips lay on a ring.
 
-    Of a permute, an all-to-all and a sum among two no strategy is asked: what each device sends to
-    another goes from link to link between their places, the shorter way along one axis after
-    another, and the link with the most bytes tells the time. Those that begin before any of them is
-    awaited run at once, and take as long as the busiest link of all, each of them a part of that.
+    Permutes, all-to-alls and sums among two go from link to link between the devices' places, the
+    shorter way along one axis after another, and the link with the most bytes tells the time. Those
+    that begin before any of them is awaited run at once: together as long as the busiest link.
     Where places are not known, as of text, each device has its links for itself: a permute one.
 
     Raises:
@@ -111,7 +104,8 @@ def _begun(who: str, program: Any) -> list[list[Found]]:
             f"measure.{who}: the order of this program's instructions is no schedule; compile it "
             f"for TPUs, by topology.compile."
         )
-    found, _ = executed(Frame.of(program), communication.read, lambda op: op.ring_bytes)
+    whole = Frame(program, program.entry)
+    found, _ = executed(whole, communication.read, lambda op: op.ring_bytes)
     for i, begun in enumerate(found):
         # What a fusion starts or runs, it does in the order of the computation around it.
         if begun.frame.within("fusion", "async-start"):
@@ -120,13 +114,10 @@ def _begun(who: str, program: Any) -> list[list[Found]]:
 
 
 def _timed(chip, group: list[Found]) -> list[tuple[Found, int, float]]:
-    """(where it begins, directions of links, seconds) of each collective of one computation.
-
-    Those that run at once take as long as the busiest link of all, each a part by what it would
-    take alone.
-    """
+    """(where it begins, directions of links, seconds) of each collective of one computation."""
     alone = (links.taken(begun, chip) for begun in group)
     directions, seconds, loads = map(list, zip(*alone, strict=True))
+    # What the busiest link takes of those that run at once, in parts by what each takes alone.
     for those in _at_once(group, [i for i, load in enumerate(loads) if load]):
         busiest = max(sum((loads[i] for i in those), Counter()).values())
         in_turn = sum(max(loads[i].values()) for i in those)
@@ -167,15 +158,11 @@ def _beside(chip, taken, begun: Found, lanes, seconds) -> Beside:
 
 
 def _until(begun: Found) -> tuple[list[Instruction], str | None]:
-    """(instructions that run beside a collective, the name of the one that waits for it, or None).
-
-    One that ends in the next trip of its loop runs beside the rest of the body, and its beginning;
-    one that is handed to a loop counts as waited for there.
-    """
+    """(instructions that run beside a collective, the name of that which waits for it, or None)."""
     frame, order = begun.frame, list(begun.frame)
     after = order[order.index(begun.op) + 1 :]
     end, leaves_as = _follow(frame, after, {begun.op.name})
-    if end is None and leaves_as is not None and frame.within("while"):
+    if end is None and leaves_as is not None and frame.within("while"):  # until the next trip
         carried = (op for op in order if op.opcode == "get-tuple-element")
         held = {op.name for op in carried if op.attributes["index"] == str(leaves_as)}
         end, _ = _follow(frame, order, held)
@@ -211,10 +198,8 @@ def _follow(frame, order, held):
 
 
 class Span(NamedTuple):
-    """The time from `start` to `end`, in seconds, in which instruction `name` occupies its lane.
-
-    A lane is "products" or, of a collective, "links"; `kind` is then which, and `asynchronous`
-    tells whether products may run beside it.
+    """The seconds from `start` to `end` in which instruction `name` occupies its lane: "products",
+    or of a collective of that `kind` "links"; beside `asynchronous` ones products may run.
     """
 
     lane: str
@@ -228,14 +213,10 @@ class Span(NamedTuple):
 def lanes(program: Any, chip: Any, trips: int = 2) -> tuple[Span, ...]:
     """The spans of that computation of a program which sends the most: a loop's body, in general.
 
-    Its instructions run in the order in which they stand, products for their FLOPs over the peak,
-    collectives for what `overlap` takes them to last, one after the other. A synchronous one lets
-    nothing else run; an asynchronous one is waited for where it ends. Other work takes no time: a
-    schedule and a model, not a measurement. Of a loop, the first `trips` are shown.
-
-    Raises:
-      TypeError: `program` is no compiled program.
-      ValueError: it is not scheduled; what `collectives` raises.
+    Its instructions run in the order in which they stand, for as long as `overlap` takes them to:
+    products, and collectives one after the other, of which a synchronous one lets nothing else run,
+    and an asynchronous one is waited for where it ends. Of a loop, the first `trips` are shown.
+    Raises what `overlap` does.
     """
     groups = _begun("lanes", program)
     most = max(groups, key=lambda g: sum(b.value.ring_bytes * b.times for b in g), default=())

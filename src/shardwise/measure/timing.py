@@ -15,55 +15,42 @@ class StepTime(NamedTuple):
     spread_s: float
     device_kind: str
 
-    def __str__(self) -> str:
-        apart = f"quartiles {self.spread_s:.2g} s apart"
-        return f"{self.median_s:.3g} s ({apart}) on {self.device_kind}"
 
-
-def step_time(
-    fn: Callable, *args: Any, repeats: int = 10, warmup: int = 1, carry: int = 0
-) -> StepTime:
-    """The `StepTime` of `fn(*args)`, each call waited for; warm-up calls, which compile, not timed.
+def step_time(fn: Callable, *args: Any, repeats: int = 10, carry: int = 0) -> StepTime:
+    """The `StepTime` of `fn(*args)`, each call waited for, after a first one, which compiles.
 
     `carry=k` gives the first k results of each call to the next as its first k arguments: a
-    step that donates its state needs that, and consumes the state it was given.
-
-    Raises:
-      ValueError: `fn` donates an argument that the next call needs again, `repeats` is not
-        positive, or `fn` returns fewer than `carry` results.
+    step that donates its state needs that, and consumes the state it was given. A ValueError where
+    `fn` donates what the next call needs, or returns fewer results, or a number is too small.
     """
-    if repeats < 1 or warmup < 0 or not 0 <= carry <= len(args):
+    if repeats < 1 or not 0 <= carry <= len(args):
         raise ValueError(
-            f"measure.step_time: repeats={repeats}, warmup={warmup}, carry={carry}: expected at "
-            f"least 1, at least 0, and 0 to {len(args)} (the number of arguments)."
+            f"measure.step_time: repeats={repeats}, carry={carry}: expected at least 1, and 0 to "
+            f"{len(args)} (the number of arguments)."
         )
     seconds = []
-    for _ in range(warmup + repeats):
+    for _ in range(1 + repeats):
         start = time.perf_counter()
         out = jax.block_until_ready(fn(*args))
         seconds.append(time.perf_counter() - start)
-        args = _next(args, out, carry)
-    low, median, high = np.percentile(seconds[warmup:], [25, 50, 75])
+        results = out if isinstance(out, tuple | list) else (out,)
+        if len(results) < carry:
+            raise ValueError(
+                f"measure.step_time: carry={carry}, but the function returned {len(results)} "
+                f"result(s); expected at least {carry}, the next call's first arguments."
+            )
+        args = (*results[:carry], *args[carry:])
+        if gone := [i for i, arg in enumerate(args) if any(map(_is_gone, jax.tree.leaves(arg)))]:
+            raise ValueError(
+                f"measure.step_time calls the function again with the same arguments, but argument "
+                f"{', '.join(map(str, gone))} was donated and is gone. If the first results are "
+                f"the next call's first arguments, pass carry={gone[-1] + 1}; or do not donate."
+            )
+    low, median, high = np.percentile(seconds[1:], [25, 50, 75])
     arrays = [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
     kind = next(iter(arrays[0].devices())).device_kind if arrays else "host"
     return StepTime(float(median), float(high - low), kind)
 
 
-def _next(args: tuple, out: Any, carry: int) -> tuple:
-    """The arguments of the next call; ValueError where one is missing, or gone."""
-    results = out if isinstance(out, tuple | list) else (out,)
-    if len(results) < carry:
-        raise ValueError(
-            f"measure.step_time: carry={carry}, but the function returned {len(results)} "
-            f"result(s); expected at least {carry}, the next call's first arguments."
-        )
-    args = (*results[:carry], *args[carry:])
-    leaves = [(i, leaf) for i, arg in enumerate(args) for leaf in jax.tree.leaves(arg)]
-    gone = sorted({i for i, x in leaves if isinstance(x, jax.Array) and x.is_deleted()})
-    if gone:
-        raise ValueError(
-            f"measure.step_time calls the function again with the same arguments, but argument "
-            f"{', '.join(map(str, gone))} was donated and is gone. If the first results are the "
-            f"next call's first arguments, pass carry={gone[-1] + 1}; or do not donate."
-        )
-    return args
+def _is_gone(x):
+    return isinstance(x, jax.Array) and x.is_deleted()

@@ -23,11 +23,6 @@ class Frame:
     caller: "Frame | None" = None
     site: Instruction | None = None
 
-    @classmethod
-    def of(cls, program: Program) -> "Frame":
-        """The computation with which a program begins."""
-        return cls(program, program.computations[program.entry])
-
     def __iter__(self) -> Iterator[Instruction]:
         return iter(self.computation.instructions.values())
 
@@ -61,9 +56,8 @@ class Frame:
         return tuple(array for name in op.operands for array in self.find(name).arrays)
 
     def trace(self, name: str) -> "tuple[Frame, Instruction]":
-        """The instruction that computes `name`, seen through calls, fusions, tuples and copies.
-
-        A loop's parameter is where the trace ends: its value differs from trip to trip.
+        """The instruction that computes `name`, seen through calls, fusions, tuples and copies, but
+        not a loop's parameter, whose value differs from trip to trip.
         """
         frame, op = self, self.find(name)
         while True:
@@ -102,11 +96,9 @@ def executed(
 ) -> tuple[list[Found], int]:
     """(all that `read` finds in one run of `frame`, or of one instruction of it, on which device).
 
-    `read(frame, op)` returns a value, or None where nothing is of interest. Of branches and devices
-    that counts which has the largest sum of `weigh(value)` times its runs.
-
-    Raises:
-      ValueError: something found stands in a loop whose number of trips cannot be known.
+    `read` returns None where nothing is of interest. Of branches and devices that counts which has
+    the largest sum of `weigh(value)` times its runs. A ValueError where something found stands in a
+    loop whose number of trips cannot be known.
     """
 
     def weight(found):  # of each device, where they differ
@@ -143,10 +135,8 @@ def executed(
 
 
 def trip_count(frame: Frame, loop: Instruction) -> int | np.ndarray:
-    """The number of times that the body of a while loop runs; ValueError if it depends on data.
-
-    As the compiler has noted it, or as `marks.turns` says, a mean over its runs for each device, or
-    else by a counter from a constant, by a constant, to a constant.
+    """The trips of a while loop: as the compiler noted them, or as `marks.turns` says, a mean over
+    its runs for each device, or by its counter; ValueError where they depend on data.
     """
     config = loop.says("backend_config")
     if known := re.search(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"', config):
@@ -167,6 +157,7 @@ class _Unknown(Exception):
     pass
 
 
+_NO_CONSTANT = "what its counter starts from, is raised by or compared with is no constant"
 # Which way a counter goes by its condition, 0 for either, and how far past the bound.
 _WAYS = {"LT": (1, 0), "LE": (1, 1), "GT": (-1, 0), "GE": (-1, 1), "NE": (0, 0)}
 
@@ -174,25 +165,22 @@ _WAYS = {"LT": (1, 0), "LE": (1, 1), "GT": (-1, 0), "GE": (-1, 1), "NE": (0, 0)}
 def _counted(frame, loop) -> int:
     """The trips of a loop by the counter that its condition compares."""
     test, body = (frame.enter(loop.attributes[key], loop) for key in ("condition", "body"))
-    condition = f"its condition {test.computation.name}"
     at, op = test.trace(test.computation.root)
     direction = op.says("direction")
     if op.opcode != "compare" or direction not in _WAYS:
-        raise _Unknown(f"{condition} is no comparison of a counter")
+        raise _Unknown(f"its condition {test.computation.name} is no comparison of a counter")
     way, past = _WAYS[direction]
     (index, offset), (other, bound) = (_sum(test, at, name) for name in op.operands)
     if index is None:
         index, offset, other, bound, way = other, bound, index, offset, -way
     if index is None or other is not None:
-        raise _Unknown(f"what {condition} asks of a counter is no constant")
-    apart = "its first values are not written beside it"
-    outer, start = _element(frame, loop.operands[0], index, apart)
-    if outer is not None:
-        raise _Unknown("the counter's first value is no constant")
-    inner = f"its body {body.computation.name} does not"
-    counted, step = _element(body, body.computation.root, index, f"{inner} write what it carries")
-    if counted != index:
-        raise _Unknown(f"{inner} add to the counter")
+        raise _Unknown(_NO_CONSTANT)
+    first, last = "its first values are not written beside it", "does not write what it carries"
+    outer, start = _element(frame, loop.operands[0], index, first)
+    last = f"its body {body.computation.name} {last}"
+    counted, step = _element(body, body.computation.root, index, last)
+    if outer is not None or counted != index:
+        raise _Unknown(_NO_CONSTANT)
     bound -= offset
     way = way or (1 if start < bound else -1)
     left, each = way * (bound - start) + past, way * step

@@ -1,9 +1,9 @@
 """Chips to compile for without having them, and the peaks, memory and links of each.
 
 `mesh = chips("v5p:4x4x8").mesh(fsdp=32, model=4)` lays axes along a torus, `chips("h100:16x8")`
-along 16 nodes of 8 GPUs. `compile(mesh.lower(jitted, *shapes), mesh)`, with shardings of
-`mesh.abstract`, is what the compiler of these chips says, Google's for TPUs or XLA's for GPUs: its
-program, its memory and its largest arrays, for `shardwise.measure` to read.
+along nodes of GPUs. `compile(mesh.lower(jitted, *shapes), mesh)`, with shardings of
+`mesh.abstract`, is the program, memory and largest arrays that Google's compiler for TPUs or XLA's
+for GPUs says, for `shardwise.measure` to read.
 """
 
 from .chip import CHIPS, of_device

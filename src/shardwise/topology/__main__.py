@@ -1,6 +1,5 @@
-"""`python -m shardwise.topology`: XLA's compiler for GPUs, installed beside this JAX, by pip.
-
-Further words are pip's options.
+"""`python -m shardwise.topology`: XLA's compiler for GPUs, installed beside this JAX, by pip, whose
+options further words are.
 """
 
 import subprocess

@@ -48,9 +48,7 @@ def versions(chip: Chip | None = None) -> dict[str, str]:
 
 
 def run(request: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """The result of the compiler: sizes, text and report, or a refusal; or an error, where it does
-    not know the chip, or fails.
-    """
+    """The result of the compiler: sizes, text and report, or a refusal; an error where it fails."""
     with tempfile.TemporaryDirectory(prefix="shardwise-") as name:
         folder = Path(name)
         (folder / "module.mlir").write_text(module)
@@ -111,8 +109,7 @@ def key(request: Mapping[str, Any], versions: Mapping[str, str], module: str) ->
 def load(name: str) -> dict[str, Any] | None:
     """The entry of that name, or None where there is none that can be read."""
     try:
-        entry = json.loads(folder().joinpath("compiled", f"{name}.json").read_text())
-        return entry if isinstance(entry, dict) else None
+        return json.loads(folder().joinpath("compiled", f"{name}.json").read_text())
     except (OSError, ValueError):
         return None
 

@@ -1,14 +1,17 @@
-"""The peaks, memory and links of each chip, with the source of each number."""
+"""The peaks, memory and links of each chip, with the source of each number.
+
+Where nothing else is said, TPUs' FLOP/s, memory and largest slices are Google's, from the page of
+each, https://docs.cloud.google.com/tpu/docs/v5e and so on; links, rings and PCIe are from the table
+in tpus.md of https://jax-ml.github.io/scaling-book/ at commit 0819a7d8; `usable_hbm` is what libtpu
+0.0.23 to 0.0.52 name when they refuse a program. GPUs' FLOP/s, bandwidths and nodes are from that
+book's gpus.md at commit 1a55377a, memory and `target` from
+https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs/ 0774019d to
+4336d12e.
+"""
 
 import dataclasses
 from typing import Any
 
-GOOGLE = "https://docs.cloud.google.com/tpu/docs/"
-# Its table of links stands in tpus.md at commit 0819a7d8, read on 2026-11-22.
-SCALING_BOOK = "https://jax-ml.github.io/scaling-book/"
-# Its page on GPUs is read at commit 1a55377a; XLA's descriptions at 0774019d to 4336d12e.
-_XLA = "https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs/"
-_COMPILER = "what libtpu 0.0.23 to 0.0.52 names as available when it refuses a program"
 _GIB = 2**30
 
 
@@ -17,16 +20,15 @@ class Chip:
     """A chip's peaks; per chip where nothing else is said, in FLOP/s, bytes and bytes/s.
 
     A TPU's `links` go one way along each side of a torus of `dimensions` axes; an axis closes into
-    a ring from `ring_from` chips on (a multiple of it), and is a line below. A GPU has no torus:
-    it sends `link_bandwidth` into the switch that joins the `node` GPUs of a node (NVLink's), and
-    `dcn_bandwidth` into the network between nodes. `target` is what XLA is told of a GPU that is
-    not there.
+    a ring from `ring_from` chips on (a multiple of it). A GPU sends `link_bandwidth` into the
+    switch that joins the `node` GPUs of a node (NVLink's), and `dcn_bandwidth` into the network
+    between nodes; `target` is what XLA is told of one that is not there.
 
-    `host_bandwidth` is that of PCIe between a chip and its host, each way, and `host_bytes` the
-    chip's part of the host's memory; None where no source says. `usable_hbm` is what the compiler
-    lets a program hold on one *device*. `devices` is the number of JAX devices on a chip, which
-    share its HBM and its peak; of two, each sends `core_bandwidth` to the other. `names` are what
-    JAX calls them: of GPUs those with these peaks, no board for PCIe or with less memory.
+    `host_bandwidth` is PCIe's between a chip and its host, each way, and `host_bytes` the chip's
+    part of the host's memory; None where no source says. `usable_hbm` is what the compiler lets a
+    program hold on one *device*; the `devices` of a chip, as JAX counts, share its HBM and its
+    peak, and of two each sends `core_bandwidth` to the other. `names` are JAX's: of GPUs those with
+    these peaks, no board for PCIe or with less memory.
     """
 
     kind: str
@@ -35,7 +37,6 @@ class Chip:
     hbm_bandwidth: float
     links: int
     link_bandwidth: float
-    sources: tuple[tuple[str, str], ...]
     names: tuple[str, ...]
     dimensions: int = 0
     ring_from: int | None = None
@@ -83,14 +84,8 @@ class Chip:
         return bool(self.ring_from) and size >= self.ring_from and size % self.ring_from == 0
 
 
-def _tpu(kind, flops, hbm, bandwidth, link, dcn, usable, where, host=(None, None), **more):
-    """A TPU: FLOP/s in tera, HBM in GiB, all else in GB; `where` more numbers are from."""
-    sources = {
-        "flops, hbm_bytes, hbm_bandwidth, largest": GOOGLE + kind,
-        "link_bandwidth": SCALING_BOOK + "tpus",
-        "ring_from, host_bandwidth": SCALING_BOOK + "tpus",
-        "usable_hbm": _COMPILER,
-    }
+def _tpu(kind, flops, hbm, bandwidth, link, dcn, usable, pcie, host=None, **more):
+    """A TPU: FLOP/s in tera, HBM in GiB, all else in GB."""
     return Chip(
         kind=kind,
         flops=tuple((dtype, tera * 1e12) for dtype, tera in flops.items()),
@@ -98,16 +93,15 @@ def _tpu(kind, flops, hbm, bandwidth, link, dcn, usable, where, host=(None, None
         hbm_bandwidth=bandwidth * 1e9,
         link_bandwidth=link * 1e9,
         dcn_bandwidth=dcn * 1e9,
-        host_bandwidth=host[0] and host[0] * 1e9,
-        host_bytes=host[1] and int(host[1] * 1e9),
+        host_bandwidth=pcie and pcie * 1e9,
+        host_bytes=host and int(host * 1e9),
         usable_hbm=int(usable * _GIB),
-        sources=tuple((sources | where).items()),
         **more,
     )
 
 
-def _gpu(kind, tera, bandwidth, nvlink, network, node=8, where=SCALING_BOOK + "gpus", **target):
-    """A GPU: FLOP/s and HBM's bandwidth in tera, links in GB/s; the network's is from `where`."""
+def _gpu(kind, tera, bandwidth, nvlink, network, node=8, **target):
+    """A GPU: FLOP/s and HBM's bandwidth in tera, links in GB/s."""
     return Chip(
         kind=kind,
         flops=(("bfloat16", tera * 1e12),),
@@ -119,51 +113,38 @@ def _gpu(kind, tera, bandwidth, nvlink, network, node=8, where=SCALING_BOOK + "g
         node=node,
         target=tuple(target.items()),
         names=(target["name"],),
-        sources=(
-            ("flops, hbm_bandwidth, link_bandwidth, node", SCALING_BOOK + "gpus"),
-            ("dcn_bandwidth", where),
-            ("hbm_bytes, target", _XLA),
-        ),
     )
 
 
 _TORUS_2D = dict(dimensions=2, links=4, ring_from=16, largest=256)
 _TORUS_3D = dict(dimensions=3, links=6, ring_from=4)
-_HOSTS = {"host_bytes": GOOGLE + "tpu7x: RAM of a machine with 4 chips"}
-_MACHINES = "https://cloud.google.com/kubernetes-engine/docs/concepts/tpus: 384 GB for 8 chips"
-_HDR = "https://alpha-one-index.github.io/ai-infra-index/specs/networking-interconnects.html"
-_HALF_OF_BOTH_WAYS = GOOGLE + "tpu7x: 1,200 GB/s over 6 links both ways"
 _NVIDIA = dict(fpus_per_core=128, shared_memory_per_core=233_472)
 _HOPPER = _NVIDIA | dict(core_count=132, major=9, clock_rate_ghz=1.98, l2_cache_size=52_428_800)
+# A host's memory is that of a machine with 4 chips, by Google's page on tpu7x.
 _TABLE = (
-    _tpu(
-        "v4", {"bfloat16": 275, "int8": 275}, 32, 1200, 45, 6.25, 30.75,
-        {"dcn_bandwidth": SCALING_BOOK + "tpus: 25 GB/s a host, of 4 chips"}, (16, None),
+    _tpu(  # the network: 25 GB/s a host of 4 chips, by the scaling book
+        "v4", {"bfloat16": 275, "int8": 275}, 32, 1200, 45, 6.25, 30.75, 16,
         names=("TPU v4",), largest=4096, **_TORUS_3D,
     ),
-    _tpu(
-        "v5e", {"bfloat16": 197, "int8": 393}, 16, 819, 45, 3.125, 15.75,
-        {"dcn_bandwidth": GOOGLE + "v5e: 2 × 100 Gb/s a host, of 8 chips", "host_bytes": _MACHINES},
-        (15, 48), names=("TPU v5 lite", "TPU v5e"), **_TORUS_2D,
+    _tpu(  # the network: 2 × 100 Gb/s a host of 8 chips, which has 384 GB:
+        # https://cloud.google.com/kubernetes-engine/docs/concepts/tpus
+        "v5e", {"bfloat16": 197, "int8": 393}, 16, 819, 45, 3.125, 15.75, 15, 48,
+        names=("TPU v5 lite", "TPU v5e"), **_TORUS_2D,
     ),
-    _tpu(
-        "v5p", {"bfloat16": 459, "float8": 459, "int8": 918}, 95, 2765, 90, 6.25, 95.73,
-        {"dcn_bandwidth": GOOGLE + "v5p: 50 Gb/s a chip", **_HOSTS}, (15, 112), largest=8960,
-        names=("TPU v5", "TPU v5p"), **_TORUS_3D,
+    _tpu(  # the network: 50 Gb/s a chip
+        "v5p", {"bfloat16": 459, "float8": 459, "int8": 918}, 95, 2765, 90, 6.25, 95.73, 15, 112,
+        largest=8960, names=("TPU v5", "TPU v5p"), **_TORUS_3D,
     ),
-    _tpu(
-        "v6e", {"bfloat16": 918, "float8": 918, "int8": 1836}, 32, 1638, 90, 12.5, 31.24,
-        {"dcn_bandwidth": GOOGLE + "tpu7x: v6e, 100 Gb/s a chip", **_HOSTS}, (32, 180),
+    _tpu(  # the network: 100 Gb/s a chip, by the page on tpu7x
+        "v6e", {"bfloat16": 918, "float8": 918, "int8": 1836}, 32, 1638, 90, 12.5, 31.24, 32, 180,
         names=("TPU v6 lite", "TPU v6e"), **_TORUS_2D,
     ),
-    _tpu(
-        "tpu7x", {"bfloat16": 2307, "float8": 4614}, 192, 7380, 100, 12.5, 94.74,
-        {"dcn_bandwidth": GOOGLE + "tpu7x: 100 Gb/s a chip", "link_bandwidth": _HALF_OF_BOTH_WAYS}
-        | {"core_bandwidth": GOOGLE + "tpu7x: from die to die six times a link of the torus"},
+    _tpu(  # 100 Gb/s a chip; 1,200 GB/s over 6 links both ways, from die to die six times a link
+        "tpu7x", {"bfloat16": 2307, "float8": 4614}, 192, 7380, 100, 12.5, 94.74, None,
         names=("TPU7x",), largest=9216, devices=2, core_bandwidth=600e9, **_TORUS_3D,
     ),
-    _gpu(
-        "a100", 310, 2.0, 300, 25, where=_HDR, core_count=108, major=8, clock_rate_ghz=1.41,
+    _gpu(  # the network: https://alpha-one-index.github.io/ai-infra-index/ (networking, HDR)
+        "a100", 310, 2.0, 300, 25, core_count=108, major=8, clock_rate_ghz=1.41,
         fpus_per_core=64, l2_cache_size=41_943_040, memory_bandwidth=2_039_040_000_000,
         shared_memory_per_core=167_936, device_memory_size=85_100_068_864,
         name="NVIDIA A100-SXM4-80GB",

@@ -32,15 +32,17 @@ class Buffer(NamedTuple):
     name: str
     source: str
 
+    def __str__(self) -> str:
+        return f"{self.bytes / 2**30:.2f} GiB  {self.kind} {self.array}  {self.source or self.name}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program as the compiler made it: a value, which cannot run.
+    """A program as the compiler made it: a value, which `measure` reads and which cannot run.
 
-    `measure` takes it for a `jax.stages.Compiled`. `text` is optimized HLO, in the order in which
-    it is executed; `buffers` are the largest arrays; `coordinates` has for each device of
-    the mesh its place along each axis of the torus, its core and its slice; or its number in its
-    node, and the node.
+    `text` is optimized HLO, in the order in which it is executed; `buffers` are the largest arrays;
+    `coordinates` has for each device of the mesh its place along each axis of the torus, its core
+    and its slice; or its number in its node, and the node.
     """
 
     mesh: ChipMesh
@@ -49,7 +51,6 @@ class Compiled:
     buffers: tuple[Buffer, ...] = dataclasses.field(repr=False)
     report: str = dataclasses.field(repr=False)
     coordinates: tuple[tuple[int, ...], ...] = dataclasses.field(repr=False)
-    versions: tuple[tuple[str, str], ...]
 
     @property
     def usable_hbm(self) -> int:
@@ -79,24 +80,19 @@ class DoesNotFit(ValueError):
             f"topology.compile: on {mesh.chips} this program needs {needed / 2**30:.2f} GiB of "
             f"HBM on a device, and {who} {allowed / 2**30:.2f}. The largest arrays:"
         )
-        for b in buffers[:5]:
-            told += f"\n  {b.bytes / 2**30:8.2f} GiB  {b.kind} {b.array}  {b.source or b.name}"
-        super().__init__(told)
+        super().__init__("\n  ".join([told, *map(str, buffers[:5])]))
 
 
 def compile(
-    lowered: jax.stages.Lowered,
-    mesh: ChipMesh,
-    options: Mapping[str, Any] | None = None,
-    cached: bool = True,
+    lowered: jax.stages.Lowered, mesh: ChipMesh, options: Mapping[str, Any] | None = None
 ) -> Compiled:
     """The program that the chips' compiler makes of a lowered one, which `mesh.lower` returns.
 
-    For TPUs it is Google's. For GPUs it is XLA's, as it is without one to try kernels on: it takes
-    its default tiles for products and a slower sort, and knows no cuDNN; what is more than JAX
-    takes of a GPU's memory is refused here. It runs in a child process. Its result is kept in
-    $SHARDWISE_CACHE, or shardwise/ in the user's cache, by a hash of the program (its operations'
-    names, but no files and lines), the chips, options and versions.
+    For TPUs it is Google's. For GPUs it is XLA's, which without one to try kernels on takes default
+    tiles for products and a slower sort, and knows no cuDNN; what is more than JAX takes of a GPU's
+    memory is refused here. It runs in a child process. Its result is kept in $SHARDWISE_CACHE, or
+    shardwise/ in the user's cache, by a hash of the program (with its operations' names, without
+    files and lines), the chips, options and versions.
 
     Raises:
       DoesNotFit: the program needs more memory than a device has.
@@ -105,23 +101,15 @@ def compile(
       RuntimeError: the compiler fails in another way.
     """
     module = program_text(lowered)
-    if PLATFORMS.get(lowered) != mesh.platform:
-        raise ValueError(
-            f"topology.compile: the program was not lowered for {mesh.chips}, and may have taken "
-            f"another platform's branches; pass mesh.lower(jitted, *abstract_arguments), of this "
-            f"mesh."
-        )
-    _check(module, mesh)
-    request, versions = _request(mesh, options or {}), child.versions(mesh.chips.chip)
-    name = child.key(request, versions, module)
-    result = child.load(name) if cached else None
-    if result is None:
+    _check(lowered, module, mesh)
+    request = _request(mesh, options or {})
+    name = child.key(request, child.versions(mesh.chips.chip), module)
+    if (result := child.load(name)) is None:
         result = child.run(request, module)
         # The assignment is large, and only its largest entries are asked for.
         result["buffers"] = _largest(result.pop("assignment"), result["text"])
-        if cached:
-            child.save(name, result)
-    return _value(mesh, versions, result)
+        child.save(name, result)
+    return _value(mesh, result)
 
 
 def program_text(lowered: jax.stages.Lowered) -> str:
@@ -144,35 +132,23 @@ def program_text(lowered: jax.stages.Lowered) -> str:
     return re.sub(r"#loc\d*", lambda found: named(found[0]) or "unknown", body)
 
 
-def _value(mesh, versions, result):
+def _value(mesh, result):
     buffers = tuple(Buffer(*buffer) for buffer in result["buffers"])
     usable = mesh.chips.usable_hbm
     if said := result.get("refusal"):
-        needed, allowed = _totals(said, result["report"])
+        if not (told := refused(said)):
+            raise RuntimeError(f"topology.compile: the compiler refuses for another reason: {said}")
+        needed, allowed = told
+        exact = total(result["report"]) or needed
+        if abs(exact - needed) < _ROUNDING or "Allocation" in said:  # of one array alone
+            needed = exact
         raise DoesNotFit(mesh, needed, min(allowed, usable), buffers)
-    compiled = Compiled(
-        mesh=mesh,
-        text=result["text"],
-        sizes=tuple(result["sizes"]),
-        buffers=buffers,
-        report=result["report"],
-        coordinates=tuple(map(tuple, result["coordinates"])),
-        versions=tuple(sorted(versions.items())),
-    )
+    sizes, places = tuple(result["sizes"]), tuple(map(tuple, result["coordinates"]))
+    compiled = Compiled(mesh, result["text"], sizes, buffers, result["report"], places)
     needed = bytes_per_device(compiled).total
     if mesh.chips.chip.node and needed > usable:
         raise DoesNotFit(mesh, needed, usable, buffers)
     return compiled
-
-
-def _totals(said, report):
-    """(bytes needed, bytes allowed): as the compiler says, and exactly where its report agrees."""
-    if not (told := refused(said)):
-        raise RuntimeError(f"topology.compile: the compiler refuses, for another reason: {said}")
-    needed, allowed = told
-    exact = total(report) or needed
-    agrees = abs(exact - needed) < _ROUNDING or "Allocation" in said  # of one array alone
-    return exact if agrees else needed, allowed
 
 
 def _request(mesh, options):
@@ -191,23 +167,20 @@ def _request(mesh, options):
     return {"name": name, "topology": topology, **where}
 
 
-def _check(module, mesh):
+def _check(lowered, module, mesh):
     said = re.search(r"mhlo.num_partitions = (\d+)", module)
-    devices = int(said[1]) if said else 1
-    if devices != mesh.chips.devices:
-        raise ValueError(
-            f"topology.compile: the program is lowered for {devices} devices, and "
-            f"{mesh.chips} have {mesh.chips.devices}; trace it with shardings of mesh.abstract, of "
-            f"which one argument at least has to have one."
-        )
-    meshes = [
-        tuple((name, int(size)) for name, size in re.findall(r'"([^"]+)"=(\d+)', axes))
+    axes = [
+        {name: int(size) for name, size in re.findall(r'"([^"]+)"=(\d+)', axes)}
         for axes in re.findall(r"sdy\.mesh @\S+ = <\[([^\]]+)\]", module)
     ]
-    if meshes and mesh.axes not in meshes:
+    has = PLATFORMS.get(lowered, "another platform"), int(said[1]) if said else 1
+    named = [tuple(each.items()) for each in axes]
+    if has != (mesh.platform, mesh.chips.devices) or (named and mesh.axes not in named):
         raise ValueError(
-            f"topology.compile: the program is lowered for the mesh {dict(meshes[0])}, not for "
-            f"{mesh.shape}; make it by chips.mesh with the same axes in the same order."
+            f"topology.compile: the program was lowered for {has[0]}, {has[1]} devices, the mesh "
+            f"{axes[0] if axes else {}}, and not for {mesh.chips}, {mesh.platform}, "
+            f"{mesh.chips.devices} devices, the mesh {mesh.shape}; pass what mesh.lower of this "
+            f"mesh returns, with shardings of mesh.abstract, for one argument at least."
         )
 
 
@@ -244,8 +217,6 @@ def _source(text, name):
 
 
 def total(report: str) -> int | None:
-    """The bytes of HBM in all, from a memory usage report; None for libtpu 0.0.23, whose one total
-    counts VMEM too.
-    """
+    """The bytes of HBM in all, from a report; None for libtpu 0.0.23's, which have VMEM in it."""
     said = re.search(r"Memory Space: default.*\nTotal bytes: (\d+)", report)
     return int(said[1]) if said else None

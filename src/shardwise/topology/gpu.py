@@ -15,7 +15,6 @@ import jaxlib
 from shardwise.topology.chip import Chip
 
 _PACKAGES = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
-_LIBRARY = "xla_cuda_plugin.so"
 # What all GPUs since A100 share, as XLA describes them.
 _ALIKE = dict(
     threads_per_block_limit=1024,
@@ -49,7 +48,7 @@ def find() -> tuple[Path, str]:
     for found in (*importlib.metadata.distributions(path=[str(folder())]), *_installed()):
         name, version = found.metadata["Name"].replace("_", "-"), found.version
         module = name.replace("jax-", "jax_plugins/xla_").removesuffix("-pjrt")
-        path = Path(str(found.locate_file(f"{module}/{_LIBRARY}")))
+        path = Path(str(found.locate_file(f"{module}/xla_cuda_plugin.so")))
         if name in _PACKAGES and version == jaxlib.__version__ and path.exists():
             return path, f"{name} {version}"
     how = f"beside this JAX: {shlex.quote(sys.executable)} -m shardwise.topology"
@@ -57,7 +56,7 @@ def find() -> tuple[Path, str]:
 
 
 def absent(compiler: str, package: str, how: str) -> ImportError:
-    """An error of a compiler that is not here: how it is had, or that it does not exist here."""
+    """The error of a compiler that is not here: how it is had, or that it does not exist here."""
     here = f"{sys.platform} on {platform.machine()}"
     if here != "linux on x86_64":
         how = f"which does not exist for {here}, but on Linux on x86_64, on Colab for instance."

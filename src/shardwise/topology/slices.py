@@ -51,10 +51,8 @@ class Chips:
     @property
     def usable_hbm(self) -> int:
         """The bytes of memory that a program may hold on a device: of a TPU, what its compiler
-        allows; of a GPU, what JAX takes when it starts, by XLA_CLIENT_MEM_FRACTION (0.75).
-
-        Raises:
-          ValueError: the variable is no number above 0.
+        allows; of a GPU, what JAX takes when it starts, by XLA_CLIENT_MEM_FRACTION (0.75), a
+        ValueError where that is no number above 0.
         """
         if self.chip.usable_hbm:
             return self.chip.usable_hbm
@@ -64,12 +62,10 @@ class Chips:
             share = float(said)
         except ValueError:
             share = 0.0
-        if not 0 < share < math.inf:
-            raise ValueError(
-                f"topology: {name}={said!r}; expected the share of a GPU's memory that JAX takes, "
-                f"such as 0.9."
-            )
-        return int(self.chip.hbm_bytes * share)
+        if 0 < share < math.inf:
+            return int(self.chip.hbm_bytes * share)
+        told = "the share of a GPU's memory that JAX takes, such as 0.9"
+        raise ValueError(f"topology: {name}={said!r}; expected {told}.")
 
     def __str__(self):
         sizes = (self.slices, *self.shape) if self.chip.node else self.shape
@@ -78,10 +74,8 @@ class Chips:
 
     def mesh(self, **axes: int) -> "ChipMesh":
         """The axes along these chips, in order: `mesh(fsdp=-1, model=4)`; one size may be -1, and
-        the first axes cross between slices, or nodes.
-
-        Raises:
-          ValueError: sizes that do not multiply to the number of devices, or that slices cut.
+        the first axes cross between slices, or nodes. A ValueError for sizes that do not multiply
+        to the number of devices, or that slices cut.
         """
         each = f" of {self.chip.devices} devices each" if self.chip.devices > 1 else ""
         who = f"topology: on {self}, {self.number} chips{each}, mesh"
@@ -105,15 +99,15 @@ class ChipMesh:
     @property
     def abstract(self) -> AbstractMesh:
         """The mesh to write shardings with and to trace for; it has no devices."""
-        sizes = tuple(self.shape.values())
-        return AbstractMesh(sizes, tuple(self.shape), axis_types=(AxisType.Auto,) * len(sizes))
+        names, sizes = zip(*self.axes, strict=True)
+        return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
 
     def lower(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """A jitted function, lowered for these chips with abstract arguments; nothing is allocated.
 
         `fn` is made by `jax.jit` or `rules.jit`, with shardings of `abstract`. Arguments are shapes
-        (`jax.ShapeDtypeStruct`); the compiler lays out those without a sharding, and at least one
-        has one. Whether a loss divides, `objective.check` tells, on any device.
+        (`jax.ShapeDtypeStruct`), one at least with a sharding; the compiler lays out the others.
+        Whether a loss divides, `objective.check` tells, on any device.
 
         Raises:
           TypeError: `fn` is not jitted.
@@ -163,14 +157,16 @@ def chips(name: str, slices: int = 1) -> Chips:
         GPUs than NVLink joins; fewer than one slice, or slices of GPUs.
     """
     kind, _, written = name.partition(":")
+    who = f"topology.chips({name!r}{f', slices={slices}' if slices != 1 else ''})"
     if kind not in CHIPS:
         raise ValueError(
-            f"topology.chips({name!r}): the kinds known are {', '.join(CHIPS)}, as in 'v5p:4x4x8' "
-            f"or, in nodes and GPUs of each, 'h100:16x8'."
+            f"{who}: the kinds known are {', '.join(CHIPS)}, as in 'v5p:4x4x8' or, in nodes and "
+            f"GPUs of each, 'h100:16x8'."
         )
     if slices < 1:
-        raise ValueError(f"topology.chips({name!r}, slices={slices}): give one slice or more.")
-    return (_gpus if CHIPS[kind].node else _tpus)(name, written, CHIPS[kind], slices)
+        raise ValueError(f"{who}: give one slice or more.")
+    sizes = [*map(int, written.split("x"))] if re.fullmatch(r"\d+(x\d+)*", written) else []
+    return (_gpus if CHIPS[kind].node else _tpus)(who, tuple(sizes), CHIPS[kind], slices)
 
 
 def usual(kind: str, least: int, most: int) -> Iterator[Chips]:
@@ -191,35 +187,28 @@ def usual(kind: str, least: int, most: int) -> Iterator[Chips]:
     return (c for c in every if least <= c.number <= most)
 
 
-def _gpus(name, written, chip, slices):
-    found = re.fullmatch(r"(?:(\d+)x)?(\d+)", written)
-    nodes, each = (int(found[1] or 1), int(found[2])) if found else (0, 0)
+def _gpus(who, sizes, chip, slices):
+    nodes, each = (1, *sizes)[-2:] if len(sizes) in (1, 2) else (0, 0)
     if slices > 1 or nodes < 1 or not 0 < each <= chip.node:
         raise ValueError(
-            f"topology.chips({name!r}{f', slices={slices}' if slices > 1 else ''}): NVLink joins "
-            f"the {chip.node} GPUs of a node of {chip.kind}; write nodes and GPUs of each, as in "
-            f"'{chip.kind}:16x{chip.node}', or up to {chip.node} of one node, as in "
-            f"'{chip.kind}:4'."
+            f"{who}: NVLink joins the {chip.node} GPUs of a node of {chip.kind}; write nodes and "
+            f"GPUs of each, as in '{chip.kind}:16x{chip.node}', or up to {chip.node} of one node, "
+            f"as in '{chip.kind}:4'."
         )
     return Chips(chip.kind, (each,), nodes)
 
 
-def _tpus(name, written, chip, slices):
-    example = "x".join(["2"] * chip.dimensions) + " or " + "x".join(["4"] * chip.dimensions)
-    if not re.fullmatch(r"\d+(x\d+)*", written) or written.count("x") + 1 != chip.dimensions:
-        raise ValueError(
-            f"topology.chips({name!r}): a {chip.kind} lies in a torus of {chip.dimensions} axes; "
-            f"write its chips along each, as {example}."
+def _tpus(who, sizes, chip, slices):
+    example = " or ".join("x".join([side] * chip.dimensions) for side in "24")
+    if len(sizes) != chip.dimensions:
+        told = (
+            f"a {chip.kind} lies in a torus of {chip.dimensions} axes; write its chips along each"
         )
-    shape = tuple(map(int, written.split("x")))
-    if any(size < 1 for size in shape) or any(size % _HOST for size in shape[:2]):
-        raise ValueError(
-            f"topology.chips({name!r}): hosts have {_HOST}×{_HOST} chips, so that the first two "
-            f"sizes are even, as in {example}."
-        )
-    if math.prod(shape) > chip.largest:
-        raise ValueError(
-            f"topology.chips({name!r}) are {math.prod(shape)} chips; a slice of {chip.kind} has "
-            f"{chip.largest} at most: give a smaller shape, and slices=."
-        )
-    return Chips(chip.kind, shape, slices)
+    elif 0 in sizes or any(size % _HOST for size in sizes[:2]):
+        told = f"hosts have {_HOST}×{_HOST} chips, so that the first two sizes are even"
+    elif (number := math.prod(sizes)) > chip.largest:
+        most = f"a slice of {chip.kind} has {chip.largest} at most"
+        told = f"{number} chips; {most}: give a smaller shape, and slices="
+    else:
+        return Chips(chip.kind, sizes, slices)
+    raise ValueError(f"{who}: {told}, as in {example}.")

@@ -1,7 +1,7 @@
 """The child process: reads a request, lays the mesh, compiles, writes what the compiler said.
 
-A script, so that nothing but JAX is imported. It alone uses JAX's private modules: no public
-function compiles a lowered program that was made elsewhere.
+A script, which imports JAX alone, and its private modules: no public function compiles a lowered
+program that was made elsewhere.
 """
 
 import json
