@@ -1,12 +1,16 @@
 """Whether processes hang, on a clock of our own."""
 
+import functools
 import random
+import types
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.run.notes import Note, Watch, odd, read
+from shardwise.run.launch import supervising
+from shardwise.run.launch.supervising import Limits
+from shardwise.run.notes import Note, Seen, odd, read
 
 AFTER, LONGER = 20.0, 600.0
 
@@ -16,24 +20,32 @@ def note(process, step, doing="stepping", line=""):
 
 
 class Clock:
-    """Some processes and their watch, started at 0; every process takes a step a second."""
+    """Some processes and who watches them, from 0 on; every process takes a step a second."""
 
     def __init__(self, count, after=AFTER):
-        self.now, self.count = 0.0, count
-        self.watch = Watch(dict.fromkeys(range(count), 0.0), after, LONGER)
+        self.now, self.count, self.limits = 0.0, count, Limits(after, LONGER)
+        self.seen = {i: Seen(0.0) for i in range(count)}
         self.notes = {}
 
     def see(self, now, **changed):
         self.now = now
         self.notes |= {int(name[1:]): note(int(name[1:]), *what) for name, what in changed.items()}
-        self.watch.see(self.notes, now)
+        for index, each in self.notes.items():
+            self.seen[index].see(each, now)
 
     def step(self, steps, seconds=1.0):
         for step in steps:
             self.see(self.now + seconds, **{f"p{i}": (step,) for i in range(self.count)})
 
     def hang(self, now, running=None, stopped=()):
-        return self.watch.hang(range(self.count) if running is None else running, now, stopped)
+        watching = supervising._Run(None, self.limits, patient=False)
+        for index, seen in self.seen.items():
+            code = None if running is None or index in running else 0
+            child = dict(index=index, seen=seen, code=code, pid=100 + index)
+            child |= dict(is_stopped=functools.partial(stopped.__contains__, index))
+            watching.children.append(types.SimpleNamespace(**child))
+        watching._look(now)
+        return watching._hang
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -121,7 +121,7 @@ class Processes:
     count: int | None = None
     index: int | None = None
     heartbeat: int = 20  # seconds after which a process that is silent is taken for dead
-    hang: float = 25.0  # seconds without progress, beyond three steps' time, that end a process
+    hang: float = 25.0  # seconds without progress, or five steps' time, that end a process
 
 
 @dataclasses.dataclass(frozen=True)

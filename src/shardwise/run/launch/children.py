@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shardwise.run.notes import Seen
 from shardwise.run.reports import OUT
 
 _LEASH = Path(__file__).with_name("leash.py")
@@ -22,12 +23,12 @@ _DRAINING = 2.0  # seconds for a dead process's pipe, which another that escaped
 class Child:
     """A process with a session of its own: a terminal's Ctrl-C reaches only who started it.
 
-    `code` is its return code as in `subprocess`, None while it runs; `lines` are its last ones, and
-    `raised` the last line of its last traceback, which the runtime's own words may follow.
+    `code` is its return code as in `subprocess`, None while it runs; `seen` its notes; `lines` are
+    its last ones, and `raised` ends its last traceback, which the runtime's own words may follow.
     """
 
     def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str]):
-        self.index, self.started = index, time.monotonic()
+        self.index, self.seen = index, Seen(time.monotonic())
         self.lines = collections.deque(maxlen=_REMEMBERED)
         self.code, self.raised, self.signalled, self._showing = None, "", False, False
         self._process = subprocess.Popen(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardwise.run import notes, signals
 from shardwise.run.launch.children import Child, ended
-from shardwise.run.notes import STUCK, Hang, Note, Watch
+from shardwise.run.notes import STUCK, Hang
 from shardwise.run.signals import STOPPED
 
 _GLANCE = 0.2  # seconds between looks at the processes and at their notes
@@ -56,10 +56,8 @@ def overall(codes: Sequence[int]) -> int:
     0 when all are done, 75 when all are done or stopped, else the first failure's: 128 + signal
     where a signal killed it.
     """
-    for code in codes:
-        if code not in WELL:
-            return 128 - code if code < 0 else code
-    return STOPPED if STOPPED in codes else 0
+    first = next((code for code in codes if code not in WELL), max(codes))
+    return 128 - first if first < 0 else first
 
 
 def supervise(
@@ -91,7 +89,6 @@ class _Run:
     def __init__(self, folder: Path | None, limits: Limits, patient: bool):
         self._folder, self._limits, self._patient = folder, limits, patient
         self.children: list[Child] = []
-        self._notes: dict[int, Note] = {}
         self._failed: list[Child] = []
         self._hang: Hang | None = None
         self._signal = self._again = 0
@@ -122,17 +119,14 @@ class _Run:
             self.kill()
 
     def to_the_end(self) -> End:
-        started = {child.index: child.started for child in self.children}
-        self._watch = Watch(started, self._limits.hang_after, self._limits.hang_after_long)
         said = False
         while self._running():
             time.sleep(_GLANCE)
             self._failed += [child for child in ended(self.children) if child.code not in WELL]
-            if self._signal:
+            if self._signal and not said:
+                said = True
                 self._pass_on()  # to those that were not started then
-                if not said:
-                    said = True
-                    _say(f"{_named(self._signal)} is passed on to all")
+                _say(f"{_named(self._signal)} is passed on to all")
             now = time.monotonic()
             if self._kill_at is None:
                 self._look(now)
@@ -144,27 +138,33 @@ class _Run:
 
     def _look(self, now):
         """Read the notes, and judge by them."""
-        pids = {child.index: child.pid for child in self.children}
         try:
             found = notes.read(self._folder) if self._folder else {}
-            # Others are of earlier runs.
-            self._notes = {i: note for i, note in found.items() if note.pid == pids.get(i)}
         except ValueError as error:  # no reason to end what trains
-            self._folder = None
+            self._folder, found = None, {}
             _say(f"{error}; from here on, hangs are not seen")
-        self._watch.see(self._notes, now)
+        for child in self.children:
+            note = found.get(child.index)
+            if note is not None and note.pid == child.pid:  # and not of an earlier run
+                child.seen.see(note, now)
         if self._failed:
             self._hang = self._blamed(self._failed[0], now)
-        elif self._limits.hang_after > 0:
-            self._hang = self._watch.hang(*_stand(self._running(), now))
+        elif self._is_still(now):
+            self._hang = _standing(self._running(), now)
+
+    def _is_still(self, now):
+        """Whether none moves that runs: one that does shows that no other blocks it."""
+        limits = self._limits.hang_after, self._limits.hang_after_long
+        begun = all(each.seen.note is not None and each.seen.note.step for each in self.children)
+        running = self._running() if begun and limits[0] > 0 else []
+        return running and all(child.seen.is_still(now, *limits) for child in running)
 
     def _blamed(self, first, now):
         """The hang that led to a failure, if another process hung: who waits for it may end first.
 
         A watchdog of its own ends such a process, or the runtime's heartbeat, which aborts it.
         """
-        unwell = [child for child in self.children if child.code not in WELL]
-        found = self._watch.standing(*_stand(unwell, now))
+        found = _standing([child for child in self.children if child.code not in WELL], now)
         stood = first.code == STUCK or found.idle.get(first.index, 0) > STANDSTILL
         return found if stood and found.odd and first.index not in found.odd else None
 
@@ -187,14 +187,14 @@ class _Run:
         status = overall([child.code for child in (*self._failed, *rest)])
         told = []
         if self._again:
-            told = [self._place(child, _ended(child.code)) for child in every]
+            told = [_place(child, _ended(child.code)) for child in every]
             told.append(f"a second signal, {_named(self._again)}, killed those that ran")
         elif self._hang is not None:
             told = self._hanging(every)
         elif self._failed:
             first = self._failed[0]
             told = [f"process {child.index} {_ended(child.code)}" for child in rest]
-            told += [*_last(first), self._place(first, _ended(first.code))]
+            told += [*_last(first), _place(first, _ended(first.code))]
         return End(status, told)
 
     def _hanging(self, children):
@@ -208,15 +208,16 @@ class _Run:
         lines += [line for child in odd or children for line in _last(child)]
         if not odd:
             return [*lines, "No process moves, and all note the same: which one cannot be told."]
-        return [*lines, *(self._place(child, _differs(hang, child.index)) for child in odd)]
+        return [*lines, *(_place(child, _differs(hang, child.index)) for child in odd)]
 
-    def _place(self, child, what):
-        """The line that tells what became of a process, and where it stood."""
-        note = self._notes.get(child.index)
-        where = "before it noted a step" if note is None else f"at {note.told()}"
-        line = f"; its note says: {note.line}" if note is not None and note.line else ""
-        raised = f"; its last traceback ends: {child.raised}" if child.raised else ""
-        return f"process {child.index} (pid {child.pid}), {where}, {what}{line}{raised}"
+
+def _place(child, what):
+    """The line that tells what became of a process, and where it stood."""
+    note = child.seen.note
+    where = "before it noted a step" if note is None else f"at {note.told()}"
+    line = f"; its note says: {note.line}" if note is not None and note.line else ""
+    raised = f"; its last traceback ends: {child.raised}" if child.raised else ""
+    return f"process {child.index} (pid {child.pid}), {where}, {what}{line}{raised}"
 
 
 def _differs(hang, index):
@@ -235,10 +236,10 @@ def _say(line):
     print(f"[launch] {line}", file=sys.stderr, flush=True)
 
 
-def _stand(children, now):
-    """What a `Watch` is asked: who, when, and which of them the operating system has stopped."""
+def _standing(children, now):
+    """The `Hang` of these processes, of which the operating system may have stopped some."""
     stopped = [child.index for child in children if child.is_stopped()]
-    return [child.index for child in children], now, stopped
+    return notes.standing({child.index: child.seen for child in children}, now, stopped)
 
 
 def _last(child):
