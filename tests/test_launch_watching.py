@@ -19,6 +19,10 @@ def note(process, step, doing="stepping", line=""):
     return Note(process, 100 + process, "here", step, doing, 0.0, line)
 
 
+class Process(types.SimpleNamespace):
+    __hash__ = object.__hash__
+
+
 class Clock:
     """Some processes and who watches them, from 0 on; every process takes a step a second."""
 
@@ -43,9 +47,12 @@ class Clock:
             code = None if running is None or index in running else 0
             child = dict(index=index, seen=seen, code=code, pid=100 + index)
             child |= dict(is_stopped=functools.partial(stopped.__contains__, index))
-            watching.children.append(types.SimpleNamespace(**child))
+            watching.children.append(Process(**child))
         watching._look(now)
-        return watching._hang
+        if (found := watching._hang) is None:
+            return None
+        idle = {child.index: waited for child, waited in found.idle.items()}
+        return found._replace(idle=idle, odd=tuple(child.index for child in found.odd))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -54,7 +61,7 @@ def test_all_that_stand_still_hang_after_the_limit_and_not_before(count):
     clock.step(range(1, 9))
     assert clock.hang(clock.now + AFTER) is None
     found = clock.hang(clock.now + AFTER + 0.1)
-    assert found.odd == () and set(found.notes) == set(range(count))
+    assert found.odd == () and set(found.idle) == set(range(count))
     assert found.idle[0] == pytest.approx(AFTER + 0.1)
 
 
@@ -131,7 +138,7 @@ def test_those_that_ended_are_not_waited_for():
     clock.step(range(1, 9))
     clock.see(clock.now, p0=(9, "done"))
     assert clock.hang(clock.now + AFTER + 1) is None
-    assert clock.hang(clock.now + AFTER + 1, running=[1, 2]).notes.keys() == {1, 2}
+    assert clock.hang(clock.now + AFTER + 1, running=[1, 2]).idle.keys() == {1, 2}
     assert clock.hang(clock.now + AFTER + 1, running=[]) is None
 
 
@@ -156,7 +163,7 @@ def test_random_runs_hang_when_they_stop_and_only_then(seed, count):
     last = {i: clock.notes[i] for i in range(count)}
     limit = 5 * clock.now + AFTER  # no step took longer than all
     found = clock.hang(clock.now + limit + 1)
-    assert found.notes == last
+    assert found.idle.keys() == last.keys()
     assert len({(last[i].step, last[i].doing) for i in range(count) if i not in found.odd}) == 1
     assert len(found.odd) < count
 

@@ -12,7 +12,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from shardwise.run.folder import write
@@ -113,11 +113,7 @@ class Notes:
 
 
 def read(folder: Path) -> dict[int, Note]:
-    """The last note of each process that ever had a part in a run, by its index.
-
-    Raises:
-      ValueError: a file there that is no note.
-    """
+    """The last note of each process that had a part in a run; a ValueError for what is none."""
     found = {}
     for file in (folder / "processes").glob("*.json"):
         try:
@@ -129,31 +125,9 @@ def read(folder: Path) -> dict[int, Note]:
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class Hang:
-    """Processes of which none moves: their notes, the seconds that they stand, the odd ones."""
-
-    notes: dict[int, Note]
-    idle: dict[int, float]
-    odd: tuple[int, ...]
-    stopped: bool = False  # the odd ones, by the operating system
-
-
-def standing(seen: Mapping[int, Seen], now: float, stopped: Collection[int] = ()) -> Hang:
-    """The `Hang` of processes that are known to hang, of those that have noted anything.
-
-    `stopped` are known not to run at all, by the operating system.
-    """
-    notes = {index: each.note for index, each in seen.items() if each.note is not None}
-    idle = {index: seen[index].idle(now) for index in notes}
-    return Hang(notes, idle, tuple(sorted(stopped)) or odd(notes), stopped=bool(stopped))
-
-
 def odd(notes: Mapping[int, Note]) -> tuple[int, ...]:
-    """The processes that do something else than most; none where all do the same.
-
-    Of two groups of equal size, those that step wait (in a collective, for the others), and of
-    these the ones with the higher step.
+    """The processes that do something else than most. Of two groups of equal size, those that step
+    wait (in a collective, for the others), and of these the ones with the higher step.
     """
     kinds = {i: (note.doing == "stepping", note.step, note.doing) for i, note in notes.items()}
     counts = collections.Counter(kinds.values())

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shardwise.run.notes import Seen
-from shardwise.run.reports import OUT
+from shardwise.run.reports import say
 
 _LEASH = Path(__file__).with_name("leash.py")
 _REMEMBERED = 20  # lines of each process
@@ -54,8 +54,7 @@ class Child:
     def kill(self) -> None:
         """Kill the process and what it has started."""
         if self.code is None:
-            # It ended since we last looked; of one that was not yet waited for, macOS says EPERM.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says EPERM
                 os.killpg(self.pid, signal.SIGKILL)
 
     def is_stopped(self) -> bool:
@@ -67,10 +66,8 @@ class Child:
 
     def has_ended(self) -> bool:
         """Whether the process ended since the last call; what it had started is then killed."""
-        if self.code is not None:
-            return False
         flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
-        if os.waitid(os.P_PID, self.pid, flags) is None:
+        if self.code is not None or os.waitid(os.P_PID, self.pid, flags) is None:
             return False
         self.close()  # with the rest of its group, before its number can be another's
         return True
@@ -97,9 +94,7 @@ class Child:
                 in_traceback |= text == "Traceback (most recent call last):"
                 self._showing = True
                 encoding = sys.stdout.encoding or "utf-8"  # which may not have all characters
-                shown = f"[{self.index}] {text}\n".encode(encoding, "backslashreplace")
-                OUT.write(shown.decode(encoding))  # in one write
-                OUT.flush()
+                say(f"[{self.index}] {text}".encode(encoding, "backslashreplace").decode(encoding))
                 self._showing = False
 
 

@@ -1,5 +1,5 @@
-"""Supervision of processes: the first failure or a hang ends all, signals are passed on, and what
-became of each is reported: who failed, at which step, doing what, and its last lines.
+"""Processes under supervision: the first failure or hang ends all, and is reported: who, at which
+step, doing what, and its last lines. Signals are passed on.
 """
 
 import signal
@@ -8,10 +8,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from shardwise.run import notes, signals
 from shardwise.run.launch.children import Child, ended
-from shardwise.run.notes import STUCK, Hang
+from shardwise.run.notes import STUCK
 from shardwise.run.signals import STOPPED
 
 _GLANCE = 0.2  # seconds between looks at the processes and at their notes
@@ -51,10 +52,8 @@ def report(end: End) -> int:
 
 
 def overall(codes: Sequence[int]) -> int:
-    """The status of a launcher whose processes ended with these codes, the first failure first.
-
-    0 when all are done, 75 when all are done or stopped, else the first failure's: 128 + signal
-    where a signal killed it.
+    """The status for processes with these codes: 0 when all are done, 75 when all are done or
+    stopped, else the first failure's, 128 + signal where a signal killed it.
     """
     first = next((code for code in codes if code not in WELL), max(codes))
     return 128 - first if first < 0 else first
@@ -70,8 +69,8 @@ def supervise(
 ) -> End:
     """Start the commands as processes `first` and so on, show what they print, wait for all.
 
-    `folder` is the run folder, where they note their steps; without it no hang is seen. Where it is
-    `patient`, a second signal kills nobody: what sends it kills by itself.
+    They note their steps in `folder`, the run folder. Where it is `patient`, a second signal kills
+    nobody: what sends it kills by itself.
     """
     run = _Run(folder, limits, patient)
     try:
@@ -83,6 +82,14 @@ def supervise(
         run.kill()
         for child in run.children:
             child.close()
+
+
+class Hang(NamedTuple):
+    """Processes that hang and have noted anything, the seconds that each stands, the odd ones."""
+
+    idle: dict[Child, float]
+    odd: list[Child]
+    stopped: bool  # the odd ones, by the operating system
 
 
 class _Run:
@@ -98,11 +105,10 @@ class _Run:
         for child in self.children:
             child.kill()
 
-    def _running(self) -> list[Child]:
-        """The processes whose end has not been seen."""
+    def _running(self):
         return [child for child in self.children if child.code is None]
 
-    def _pass_on(self) -> None:
+    def _pass_on(self):
         """Send the signal that was heard to each process that has had none."""
         for child in self._running():
             if not child.signalled:
@@ -150,7 +156,7 @@ class _Run:
         if self._failed:
             self._hang = self._blamed(self._failed[0], now)
         elif self._is_still(now):
-            self._hang = _standing(self._running(), now)
+            self._hang = _hang(self._running(), now)
 
     def _is_still(self, now):
         """Whether none moves that runs: one that does shows that no other blocks it."""
@@ -160,55 +166,45 @@ class _Run:
         return running and all(child.seen.is_still(now, *limits) for child in running)
 
     def _blamed(self, first, now):
-        """The hang that led to a failure, if another process hung: who waits for it may end first.
-
-        A watchdog of its own ends such a process, or the runtime's heartbeat, which aborts it.
+        """The hang that led to a failure, if another process hung: who waits for it may end first,
+        by its own watchdog, or by the runtime's heartbeat, which aborts it.
         """
-        found = _standing([child for child in self.children if child.code not in WELL], now)
-        stood = first.code == STUCK or found.idle.get(first.index, 0) > STANDSTILL
-        return found if stood and found.odd and first.index not in found.odd else None
+        found = _hang([child for child in self.children if child.code not in WELL], now)
+        stood = first.code == STUCK or found.idle.get(first, 0) > STANDSTILL
+        return found if stood and found.odd and first not in found.odd else None
 
     def _end_others(self, now):
         """Send SIGTERM to all; SIGKILL follows when their time is over."""
         self._kill_at = now + self._limits.grace
-        told = "they hang; ending all"
-        if self._failed:
-            first = self._failed[0]
-            told = f"process {first.index} {_ended(first.code)}; ending the others"
-        running = self._running()
-        if running and not self._again:
-            _say(told)
-        for child in running:
+        if self._running() and not self._again:
+            told = [f"process {c.index} {_ended(c.code)}; ending the others" for c in self._failed]
+            _say((told or ["they hang; ending all"])[0])
+        for child in self._running():
             child.send(signal.SIGTERM)
 
     def _end(self):
-        every = self.children
-        rest = [child for child in every if child not in self._failed[:1]]
-        status = overall([child.code for child in (*self._failed, *rest)])
-        told = []
+        every, first, told = self.children, self._failed[:1], []
         if self._again:
             told = [_place(child, _ended(child.code)) for child in every]
             told.append(f"a second signal, {_named(self._again)}, killed those that ran")
         elif self._hang is not None:
-            told = self._hanging(every)
-        elif self._failed:
-            first = self._failed[0]
-            told = [f"process {child.index} {_ended(child.code)}" for child in rest]
-            told += [*_last(first), _place(first, _ended(first.code))]
-        return End(status, told)
+            told = self._hanging(*self._hang)
+        elif first:
+            told = [f"process {c.index} {_ended(c.code)}" for c in every if c not in first]
+            told += [*_last(*first), _place(*first, _ended(first[0].code))]
+        return End(overall([child.code for child in (*self._failed, *every)]), told)
 
-    def _hanging(self, children):
+    def _hanging(self, idle, odd, stopped):
         """The lines that tell of processes that hang; the odd ones come last."""
-        hang, codes = self._hang, {child.index: child.code for child in children}
         lines = [
-            f"process {i}: {note.told()}, for {hang.idle[i]:.0f} s; it {_ended(codes[i])}"
-            for i, note in sorted(hang.notes.items())
+            f"process {c.index}: {c.seen.note.told()}, for {waited:.0f} s; it {_ended(c.code)}"
+            for c, waited in idle.items()
         ]
-        odd = [child for child in children if child.index in hang.odd]
-        lines += [line for child in odd or children for line in _last(child)]
+        lines += [line for child in odd or self.children for line in _last(child)]
         if not odd:
             return [*lines, "No process moves, and all note the same: which one cannot be told."]
-        return [*lines, *(_place(child, _differs(hang, child.index)) for child in odd)]
+        rest = "; ".join(sorted({child.seen.note.told() for child in idle if child not in odd}))
+        return [*lines, *(_place(child, _differs(child.seen.note, rest, stopped)) for child in odd)]
 
 
 def _place(child, what):
@@ -220,26 +216,27 @@ def _place(child, what):
     return f"process {child.index} (pid {child.pid}), {where}, {what}{line}{raised}"
 
 
-def _differs(hang, index):
+def _differs(note, rest, stopped):
     """What is known of an odd one: that it hangs, or only that it and the others do not meet."""
-    rest = "; ".join(sorted({n.told() for i, n in hang.notes.items() if i not in hang.odd}))
-    if not hang.stopped and index in hang.notes and hang.notes[index].doing not in ALONE:
+    if not stopped and note is not None and note.doing not in ALONE:
         return (
             f"differs from the others ({rest}), and all wait; who made a call more, or one less, "
             f"notes do not tell: compare the calls that each has made, and the stacks"
         )
     beside = f", while the others wait ({rest})" if rest else ""
-    return f"{'is stopped (SIGSTOP, or a debugger)' if hang.stopped else 'hangs'}{beside}"
+    return f"{'is stopped (SIGSTOP, or a debugger)' if stopped else 'hangs'}{beside}"
 
 
 def _say(line):
     print(f"[launch] {line}", file=sys.stderr, flush=True)
 
 
-def _standing(children, now):
-    """The `Hang` of these processes, of which the operating system may have stopped some."""
-    stopped = [child.index for child in children if child.is_stopped()]
-    return notes.standing({child.index: child.seen for child in children}, now, stopped)
+def _hang(children, now):
+    stopped = [child for child in children if child.is_stopped()]
+    noted = {child.index: child for child in children if child.seen.note is not None}
+    odd = notes.odd({index: child.seen.note for index, child in noted.items()})
+    idle = {child: child.seen.idle(now) for child in noted.values()}
+    return Hang(idle, stopped or [noted[index] for index in odd], bool(stopped))
 
 
 def _last(child):
