@@ -492,22 +492,6 @@ def test_damaged_lines_are_named_and_nothing_is_lost(tmp_path, half, line, name)
     assert {f: f.read_bytes() for f in (tmp_path / "r").glob("*.json*")} == before
 
 
-@pytest.mark.slow
-def test_lines_that_are_missing_are_told(tmp_path, half, capsys):
-    shutil.copytree(half, tmp_path / "r")
-    file = tmp_path / "r" / "metrics.jsonl"
-    each = file.read_text().splitlines(keepends=True)
-    file.write_text(each[1])  # of four
-    trained(tmp_path / "r", resume=True, steps=5)
-    told = capsys.readouterr().err
-    assert "no lines of steps 1 to 1, which were done" in told
-    assert "no lines of steps 3 to 4, which were done; the run goes on from its checkpoint" in told
-    assert [x["step"] for x in metrics.read(file)] == [2, 5]
-    file.unlink()
-    trained(tmp_path / "r", resume=True, steps=6)
-    assert "no lines of steps 1 to 5," in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["", "processes", "checkpoints", "metrics.jsonl", "settings.json"])
 def test_what_lies_in_the_place_of_a_runs_own_is_named(tmp_path, name):
     place = tmp_path / "r" / name if name else tmp_path / "r"

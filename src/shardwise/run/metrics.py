@@ -22,11 +22,7 @@ def add(file: Path, line: dict[str, Any]) -> None:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The lines of a file, in order; a last one that was cut off in writing is left out.
-
-    Raises:
-      ValueError: a line that is no step's.
-    """
+    """The lines of a file, without a last one cut in writing; a ValueError for a damaged one."""
     if not file.exists():
         return []
     found, texts = [], file.read_bytes().split(b"\n")
@@ -41,15 +37,6 @@ def read(file: Path) -> list[dict[str, Any]]:
                 f"this: take the line out, or move the file away, and go on."
             )
     return found
-
-
-def missing(file: Path, last: int) -> list[tuple[int, int]]:
-    """(first, last) of each run of consecutive steps, up to `last`, that have no line."""
-    steps = {line["step"] for line in read(file)}
-    absent = [step for step in range(1, last + 1) if step not in steps]
-    starts = [step for step in absent if step - 1 in steps or step == 1]
-    ends = [step for step in absent if step + 1 in steps or step == last]
-    return list(zip(starts, ends, strict=True))
 
 
 def _line(text):
