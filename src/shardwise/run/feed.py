@@ -1,8 +1,8 @@
 """The batches of a run: rows of a dataset, or whole batches of an iterator.
 
-Both kinds have `go(first, last)`, the batches of these steps, each laid over the devices; `whole`,
-a recent step's batch as NumPy arrays, and `some` rows of the first; a `fingerprint` of these; and
-`state`, the position after a step, for `restore`.
+Both kinds have `go(first, last)`, the batches of these steps over the devices; `whole`, a recent
+step's as NumPy arrays; `some` rows of the first, and their `fingerprint`; and `state`, the position
+after a step, to `restore`.
 """
 
 import functools
@@ -116,11 +116,7 @@ def feed(batches: Any, batch: int, layout: Layout) -> Feed | Stream:
 
 
 def sharding(layout: Layout, batch: int) -> NamedSharding:
-    """The NamedSharding of rows: over the axes that cut them, contiguous.
-
-    Raises:
-      ValueError: rows that do not divide.
-    """
+    """The NamedSharding of rows, cut contiguously; a ValueError where they do not divide."""
     parts = layout.exact or layout.parts(layout.rows) * layout.microbatches
     if batch % parts:
         what = "blocks" if layout.exact else f"parts, {layout.microbatches} on each device"

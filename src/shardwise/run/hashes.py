@@ -36,17 +36,14 @@ def diff(
       other: another one.
 
     Raises:
-      ValueError: no such folder; no hashes of the same step.
+      ValueError: no hashes of the same step.
     """
-    folders = [Folder(path) for path in (one, other)]
-    if missing := [str(each.path) for each in folders if not each.path.exists()]:
-        raise ValueError(f"diff: there is no run folder {missing[0]}.")
-    ours, theirs = ({x["step"]: x for x in metrics.read(each.hashes)} for each in folders)
+    ours, theirs = ({x["step"]: x for x in metrics.read(Folder(p).hashes)} for p in (one, other))
     steps = sorted(ours.keys() & theirs.keys())
     if not steps:
         raise ValueError(
-            f"diff: {one} and {other} have no hashes of one step; record them by --hash-every, the "
-            f"same in both runs."
+            f"diff: {one} and {other} are no run folders with hashes of one step; record them by "
+            f"--hash-every, the same in both runs."
         )
     first = next((s for s in steps if ours[s]["arrays"] != theirs[s]["arrays"]), None)
     a, b = (each[steps[-1] if first is None else first] for each in (ours, theirs))

@@ -1,7 +1,4 @@
-"""Signals that ask a run to stop: the first to save and leave, the second to end at once.
-
-They are heard from `join`, where this process joins the others of its system, until `leave`.
-"""
+"""Signals that ask a run to stop: the first to save and leave, the second to end at once."""
 
 import contextlib
 import os
@@ -15,10 +12,8 @@ from shardwise.run.settings import Processes
 from shardwise.run.state import Result
 
 STOPPED = 75  # the exit status of a run that one of them stopped, after saving (EX_TEMPFAIL)
-# A scheduler's, Ctrl-C and the terminal's Quit, a terminal that closes, and what SLURM is told to
-# send ahead of the end (submitit: USR2).
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
-ASKED += (signal.SIGUSR1, signal.SIGUSR2)
+ASKED += (signal.SIGUSR1, signal.SIGUSR2)  # which SLURM is told to send (submitit: USR2)
 
 
 def handled(handler: Callable[[int, FrameType | None], None]) -> contextlib.ExitStack:
@@ -42,10 +37,9 @@ def is_repeated(number: int) -> bool:
 class Stop(contextlib.ExitStack):
     """A handler of signals in its context, whose end puts back the earlier handlers.
 
-    A first signal is remembered: who counts steps looks, and agrees on it with other processes. A
-    second one ends the process also while its main thread compiles or waits in a collective, where
-    no Python handler runs: the interpreter writes each signal's number to a pipe, and a thread
-    reads it.
+    A first signal is remembered. A second one ends the process, also while its main thread compiles
+    or waits in a collective, where no Python handler runs: the interpreter writes each signal's
+    number to a pipe, and a thread reads it.
     """
 
     signal: int | None = None
@@ -89,8 +83,7 @@ def heard() -> contextlib.AbstractContextManager[Stop]:
 def join(processes: Processes | None = None, devices: int | None = None) -> None:
     """Call `shardwise.processes.join` with the settings of a run.
 
-    From here to `leave` a signal that asks for a stop is remembered: one that comes before the
-    first step, while data are read or programs compiled, is heard when that is done.
+    From here to `leave` a signal that asks for a stop is remembered, while programs compile too.
     """
     told = processes or Processes()
     with contextlib.ExitStack() as on_failure:
@@ -102,9 +95,8 @@ def join(processes: Processes | None = None, devices: int | None = None) -> None
 
 
 def leave(result: Result | None = None) -> int:
-    """Call `shardwise.processes.leave`; return the exit status that says how a run ended.
-
-    It is 0 when the run is done, 75 when a signal stopped it.
+    """Call `shardwise.processes.leave`; return the exit status: 0, or 75 where a signal stopped the
+    run.
     """
     system.leave()
     if stop := standing():
