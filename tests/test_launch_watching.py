@@ -3,6 +3,7 @@
 import functools
 import random
 import types
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,11 @@ AFTER, LONGER = 20.0, 600.0
 
 def note(process, step, doing="stepping", line=""):
     return Note(process, 100 + process, "here", step, doing, 0.0, line)
+
+
+class Hang(NamedTuple):
+    idle: dict
+    odd: tuple
 
 
 class Process(types.SimpleNamespace):
@@ -51,8 +57,8 @@ class Clock:
         watching._look(now)
         if (found := watching._hang) is None:
             return None
-        idle = {child.index: waited for child, waited in found.idle.items()}
-        return found._replace(idle=idle, odd=tuple(child.index for child in found.odd))
+        idle = {child.index: waited for child, waited in found[0].items()}
+        return Hang(idle, tuple(child.index for child in found[1]))
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])

@@ -12,7 +12,6 @@ import tyro
 
 from shardwise import mesh
 
-_UNREAD = 128 + signal.SIGPIPE  # of a command whose reader is gone, as a shell has it
 # Errors of what was given, and of the machine; others are ours, and show where they come from.
 _EXPECTED = ValueError, OSError, ImportError, RuntimeError
 _OURS = NotImplementedError, RecursionError, jax.errors.JaxRuntimeError
@@ -55,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # all that it printed is out, or cannot be
     except Exception as error:
         if _is_unread(error):
-            return _end(_UNREAD)
+            return _end(128 + signal.SIGPIPE)  # as a shell has it
         expected = isinstance(error, _EXPECTED) and not isinstance(error, _OURS)
         if expected and not os.environ.get("SHARDWISE_TRACEBACK"):
             print(f"shardwise: {error}", file=sys.stderr)

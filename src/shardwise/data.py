@@ -88,12 +88,7 @@ class Batches(Iterator):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from a position; a ValueError where it is one in other batches."""
-        if not isinstance(state, dict) or not isinstance(state.get("source"), dict):
-            raise ValueError(
-                f"data: {state!r} does not say in which batches it is a position; expected what "
-                f"get_state of such an iterator returned."
-            )
-        saved, here = state["source"], self._source
+        saved, here = state.get("source", {}), self._source
         if differ := [name for name in {**here, **saved} if saved.get(name) != here.get(name)]:
             told = "; ".join(f"{n} was {saved.get(n)!r} and is {here.get(n)!r}" for n in differ)
             raise ValueError(

@@ -72,8 +72,8 @@ class Config:
         yield "experts_per_token", out, f"from 1 to experts={experts}"
         yield "shared_experts", self.shared_experts and not experts, "0 where experts=0"
         yield "activation", experts and self.activation != "silu", "'silu' in experts"
-        wrong = factor is not None and not factor > 0
-        yield "capacity_factor", wrong, "above 0, or None for no drops"
+        out = factor is not None and not factor > 0
+        yield "capacity_factor", out, "above 0, or None for no drops"
 
 
 class Linear(nnx.Module):

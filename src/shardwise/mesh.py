@@ -38,10 +38,8 @@ def simulate(n: int = 8, *, real: bool = False) -> None:
     if n < 1:
         raise ValueError(f"mesh.simulate({n}): ask for at least one device.")
     look_for_no_tpu()
-    try:
+    with contextlib.suppress(RuntimeError):  # the backend is up: what it has decides below
         jax.config.update("jax_num_cpu_devices", n)
-    except RuntimeError:
-        pass  # The backend is up already: what it has decides below.
     platform, default = jax.default_backend(), None
     if platform != "cpu" and real:
         n = jax.local_device_count()

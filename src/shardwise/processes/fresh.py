@@ -27,9 +27,8 @@ def command(function: Callable, *args: Any) -> list[str]:
 
 
 def start(function: Callable, *args: Any, xla_flags: str = "") -> subprocess.Popen:
-    """A fresh Python on CPU that runs `command(function, *args)`; its output is captured as text.
-
-    `xla_flags` are added to this process's XLA_FLAGS.
+    """A fresh Python on CPU that runs `command(function, *args)`; its output is captured as text,
+    and `xla_flags` are added to this process's XLA_FLAGS.
     """
     flags = f"{os.environ.get('XLA_FLAGS', '')} {xla_flags}".strip()
     return subprocess.Popen(

@@ -102,7 +102,7 @@ def together(who: str) -> Iterator[dict[str, Any]]:
     except Exception as raised:
         error = raised
     own = {name: _brief(value) for name, value in facts.items()}
-    told = of_all([None if error is None else repr(error), own])
+    told = of_all([error and repr(error), own])
     if error is not None:
         raise error
     for process, (its, _) in enumerate(told):
@@ -161,9 +161,8 @@ def _found():
         return int(env["SLURM_NTASKS"])
     if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= env.keys():
         return None
-    hosts = len(env.get("TPU_WORKER_HOSTNAMES", "").split(","))
-    slices = int(env.get("MEGASCALE_NUM_SLICES", 1))
-    return 1 if hosts * slices == 1 else None
+    hosts, slices = env.get("TPU_WORKER_HOSTNAMES", ""), env.get("MEGASCALE_NUM_SLICES", "1")
+    return 1 if "," not in hosts and int(slices) == 1 else None
 
 
 def _brief(value):

@@ -163,10 +163,6 @@ def sample(
       mean: whether the mean of the parameters writes (EMA), or they themselves.
       step: which checkpoint; by default the newest.
       devices: over how many the parameters are cut, simulated where there are fewer.
-
-    Raises:
-      FileNotFoundError: no such run, or nothing saved in it.
-      ValueError: a run of tokens, which are no text.
     """
     mesh.simulate(devices)
     folder = Folder(run)

@@ -22,14 +22,12 @@ _READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
 
 
 class Feed:
-    """The batches of a dataset: step k (from 1) has the rows (k-1)·batch to k·batch, in order.
-
-    No position has to be saved. Each process reads the rows that its own devices need.
+    """The batches of a dataset: step k (from 1) has the rows (k-1)·batch to k·batch, in order, and
+    each process reads those that its own devices need. No position has to be saved.
     """
 
     def __init__(self, dataset: grain.MapDataset, batch: int, layout: Layout):
-        self._dataset, self._batch = dataset, batch
-        self._sharding = sharding(layout, batch)
+        self._dataset, self._batch, self._sharding = dataset, batch, sharding(layout, batch)
         found = self._sharding.addressable_devices_indices_map((batch,)).values()
         self._mine = np.unique([np.arange(batch)[index] for index in found]).tolist()
 
@@ -79,9 +77,8 @@ class Stream:
         start = self._batches.get_state()
         self.some = next(self._batches)
         self.restore(start)
-        self._batch = batch
         self._held = {}  # step: its batch, and the position after it
-        self._sharding = sharding(layout, batch)
+        self._batch, self._sharding = batch, sharding(layout, batch)
         found = {len(x) for x in jax.tree.leaves(self.some)}
         if found != {batch}:
             raise ValueError(

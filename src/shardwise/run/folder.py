@@ -18,7 +18,7 @@ class Folder:
     metrics.jsonl        a line of JSON for each step that is done
     evaluations.jsonl    one for each evaluation
     hashes.jsonl         one for each step whose arrays were hashed
-    metrics.png, .svg    loss and throughput, drawn
+    metrics.png          loss and throughput, drawn
     checkpoints/         Orbax, one folder for each saved step
     processes/0.json     what each process notes: process, pid, host, step, doing, time, line
     batches/12.npz       the batch of a bad step

@@ -34,9 +34,6 @@ def diff(
     Args:
       one: a run folder.
       other: another one.
-
-    Raises:
-      ValueError: no hashes of the same step.
     """
     ours, theirs = ({x["step"]: x for x in metrics.read(Folder(p).hashes)} for p in (one, other))
     steps = sorted(ours.keys() & theirs.keys())
@@ -50,8 +47,7 @@ def diff(
     if first is None:
         print(f"{len(a['arrays'])} arrays are equal in steps {_listed(steps)}.")
     else:
-        paths = {**a["arrays"], **b["arrays"]}
-        paths = [path for path in paths if a["arrays"].get(path) != b["arrays"].get(path)]
+        paths = sorted({path for path, _ in a["arrays"].items() ^ b["arrays"].items()})
         more = f", and {len(paths) - 8} more" if len(paths) > 8 else ""
         before = [step for step in steps if step < first]
         equal = f"equal in steps {_listed(before)}" if before else "the first that both recorded"

@@ -61,7 +61,7 @@ def _finite(x):
 
 
 def plot(folder: Folder) -> None:
-    """Draw metrics.png and metrics.svg, where matplotlib is installed, of what is done."""
+    """Draw metrics.png, where matplotlib is installed, of what is done."""
     lines = [x for x in read(folder.metrics) if isinstance(x["loss"], float)]
     if not lines or importlib.util.find_spec("matplotlib") is None:
         return
@@ -83,6 +83,4 @@ def plot(folder: Folder) -> None:
     what = "tokens" if "tokens" in lines[0] else "rows"
     speed.plot(steps, [x.get(f"{what}_per_second", math.nan) for x in lines])
     speed.set(xlabel="step", ylabel=f"{what}/s", ylim=(0, None))
-    for kind in ("png", "svg"):
-        figure.savefig(folder.path / f"metrics.{kind}", dpi=150)
-        figure.set_layout_engine("none")  # places are found once, and both have them
+    figure.savefig(folder.path / "metrics.png", dpi=150)

@@ -1,6 +1,5 @@
-"""The notes that each process leaves in the run folder of what it does, and who hangs by them.
-
-A watchdog within a process judges it by its own, and a launcher all of them from outside.
+"""The notes that each process leaves in the run folder of what it does, and who hangs by them: as
+a watchdog within it judges, and a launcher from outside.
 """
 
 import collections
@@ -118,10 +117,10 @@ def read(folder: Path) -> dict[int, Note]:
     for file in (folder / "processes").glob("*.json"):
         try:
             said = json.loads(file.read_bytes())
-            note = Note(**{field.name: said[field.name] for field in dataclasses.fields(Note)})
+            told = {field.name: said[field.name] for field in dataclasses.fields(Note)}
+            found[told["process"]] = Note(**told)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{file} is no note of a process ({error!r})") from None
-        found[note.process] = note
     return found
 
 

@@ -25,9 +25,8 @@ _RUN = "GpuExecutable::ExecuteThunks"  # the host's event of one run, within whi
 
 
 class Op(NamedTuple):
-    """One operation of a program on a device: `start` and `stop` in ns, `waiting` of it in ns.
-
-    `run` numbers the program's runs as the trace does, `compiled` the times that it was compiled.
+    """One operation on a device, in ns. `run` numbers the runs of `program` as the trace does,
+    `compiled` the times that it was compiled.
     """
 
     device: int

@@ -14,12 +14,12 @@ from shardwise.run.state import Result
 STOPPED = 75  # the exit status of a run that one of them stopped, after saving (EX_TEMPFAIL)
 ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 ASKED += (signal.SIGUSR1, signal.SIGUSR2)  # which SLURM is told to send (submitit: USR2)
+TWICE = signal.SIGHUP  # shell and kernel both tell a terminal's end: a second one asks no more
 
 
 def handled(handler: Callable[[int, FrameType | None], None]) -> contextlib.ExitStack:
-    """Let `handler` hear these signals until the end of the context, where this thread can.
-
-    SIGHUP stays ignored where it is, as nohup wishes.
+    """Let `handler` hear these signals until the end of the context, where this thread can; SIGHUP
+    stays ignored where it is, as nohup wishes.
     """
     ends = contextlib.ExitStack()
     kept = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
@@ -27,11 +27,6 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> contextlib.Exit
         for number in set(ASKED) - kept:
             ends.callback(signal.signal, number, signal.signal(number, handler))
     return ends
-
-
-def is_repeated(number: int) -> bool:
-    """Whether a second such signal asks no more: shell and kernel both tell a terminal's end."""
-    return number == signal.SIGHUP
 
 
 class Stop(contextlib.ExitStack):
@@ -61,7 +56,7 @@ class Stop(contextlib.ExitStack):
     def _count(self):
         seen = 0
         while number := os.read(self._read, 1):
-            seen += number[0] in ASKED and not (seen and is_repeated(number[0]))
+            seen += number[0] in ASKED and not (seen and number[0] == TWICE)
             if seen > 1:
                 message = f"run: {signal.Signals(number[0]).name} again: ending without saving.\n"
                 os.write(2, message.encode())
@@ -70,20 +65,14 @@ class Stop(contextlib.ExitStack):
 
 
 def standing() -> Stop | None:
-    """The Stop that handles this process's signals now, if one does."""
+    """The Stop that handles this process's signals now, as since `run.join`, if one does."""
     owner = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return owner if isinstance(owner, Stop) else None
 
 
-def heard() -> contextlib.AbstractContextManager[Stop]:
-    """The context of the Stop that stands since `run.join`; where none does, one for the block."""
-    return contextlib.nullcontext(stop) if (stop := standing()) else Stop()
-
-
 def join(processes: Processes | None = None, devices: int | None = None) -> None:
-    """Call `shardwise.processes.join` with the settings of a run.
-
-    From here to `leave` a signal that asks for a stop is remembered, while programs compile too.
+    """Call `shardwise.processes.join` with the settings of a run; from here to `leave` a signal
+    that asks for a stop is remembered, while programs compile too.
     """
     told = processes or Processes()
     with contextlib.ExitStack() as on_failure:

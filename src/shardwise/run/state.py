@@ -1,8 +1,4 @@
-"""The state that a run holds between steps, the keys of each, and the programs that change it.
-
-Keys are decided by seed and step alone: nothing of them has to be saved, and no mesh, process or
-resume changes them.
-"""
+"""The state of a run, the programs that change it, and keys, which seed and step alone decide."""
 
 import dataclasses
 import functools
@@ -72,9 +68,8 @@ def key_of_step(seed: Any, step: Any) -> jax.Array:
 
 
 def create(layout: Layout, make: Callable, tx: Any, seed: int) -> tuple:
-    """(params, opt_state), each array born where it lives, by one program of a key.
-
-    On CPU it is not optimized, which takes two thirds of the compiler's time, since it runs once.
+    """(params, opt_state), each array born where it lives, by one program of a key; on CPU, since
+    it runs once, without optimizing, which takes two thirds of the compiler's time.
     """
     born = functools.partial(layouts.init, layout, make, tx)
     if not layout.exact:

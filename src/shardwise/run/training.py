@@ -100,7 +100,7 @@ class _Run:
         self.held_out = validation and feed(validation, settings.batch, layout)
         self.facts = facts | {"first rows": self.source.fingerprint()}
 
-        self.stop = stack.enter_context(signals.heard())
+        self.stop = signals.standing() or stack.enter_context(signals.Stop())
         lock = stack.enter_context(contextlib.closing(lock_of(self.folder)))
         saved = state.claim(settings, self.folder, self.facts, unused, lock)
         if saved is not None:

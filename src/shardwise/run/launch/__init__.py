@@ -42,8 +42,7 @@ def _check(words):
     if not words or words[0].startswith("-"):
         raise Refused(
             f"after -- stands {repr(words[0]) if words else 'nothing'}; write a command of "
-            f"shardwise there, such as -- train --run runs/first, or a file of your own, -- "
-            f"mine.py."
+            f"shardwise there, as -- train --run runs/first, or a file of yours, -- mine.py."
         )
     for name in of_process((), "", 1, 0)[::2]:
         if option(words, name):

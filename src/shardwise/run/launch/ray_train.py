@@ -70,8 +70,7 @@ class Ray:
             from ray.train.v2.api.exceptions import TrainingFailedError
             from ray.train.v2.jax import JaxConfig, JaxTrainer
         except ImportError:
-            told = 'ray goes by Ray Train, which is not here: pip install "ray[train]"'
-            raise Refused(told) from None
+            raise Refused('ray needs Ray Train, missing here: pip install "ray[train]"') from None
         ray.init(address=self.address, include_dashboard=False)
         token = uuid.uuid4().hex
         trainer = JaxTrainer(

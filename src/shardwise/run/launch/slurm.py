@@ -75,10 +75,10 @@ class Slurm:
 
     def _parameters(self) -> dict[str, Any]:
         """The parameters of submitit's executor, by its own names."""
-        told = dict(job_name=self.name, time=self.time, nodes=self.nodes)
-        told["signal_delay_s"] = self.signal_before
+        told = dict(job_name=self.name, time=self.time, signal_delay_s=self.signal_before)
         # One task that fails ends the others, which would wait for it.
-        told |= dict(ntasks_per_node=self.tasks_per_node, srun_args=["--kill-on-bad-exit=1"])
+        told |= dict(nodes=self.nodes, ntasks_per_node=self.tasks_per_node)
+        told |= dict(srun_args=["--kill-on-bad-exit=1"])
         if self.gpus_per_task:
             # Every task sees all of its node's; JAX is told which of them are its own.
             told["gpus_per_node"] = self.gpus_per_task * self.tasks_per_node

@@ -6,9 +6,8 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from shardwise.run import notes, signals
 from shardwise.run.launch.children import Child, ended
@@ -40,7 +39,7 @@ class End:
     """The end of processes: the status for all, and what to say of a failure."""
 
     status: int
-    report: list[str] = field(default_factory=list)
+    report: list[str]
 
 
 def report(end: End) -> int:
@@ -84,20 +83,12 @@ def supervise(
             child.close()
 
 
-class Hang(NamedTuple):
-    """Processes that hang and have noted anything, the seconds that each stands, the odd ones."""
-
-    idle: dict[Child, float]
-    odd: list[Child]
-    stopped: bool  # the odd ones, by the operating system
-
-
 class _Run:
     def __init__(self, folder: Path | None, limits: Limits, patient: bool):
         self._folder, self._limits, self._patient = folder, limits, patient
         self.children: list[Child] = []
         self._failed: list[Child] = []
-        self._hang: Hang | None = None
+        self._hang: tuple | None = None  # as `_hang` finds it
         self._signal = self._again = 0
         self._kill_at: float | None = None
 
@@ -120,7 +111,7 @@ class _Run:
         if not self._signal:
             self._signal = number
             self._pass_on()
-        elif not (self._patient or signals.is_repeated(number)):
+        elif not (self._patient or number == signals.TWICE):
             self._again = number
             self.kill()
 
@@ -170,8 +161,9 @@ class _Run:
         by its own watchdog, or by the runtime's heartbeat, which aborts it.
         """
         found = _hang([child for child in self.children if child.code not in WELL], now)
-        stood = first.code == STUCK or found.idle.get(first, 0) > STANDSTILL
-        return found if stood and found.odd and first not in found.odd else None
+        idle, odd, _ = found
+        stood = first.code == STUCK or idle.get(first, 0) > STANDSTILL
+        return found if stood and odd and first not in odd else None
 
     def _end_others(self, now):
         """Send SIGTERM to all; SIGKILL follows when their time is over."""
@@ -232,11 +224,14 @@ def _say(line):
 
 
 def _hang(children, now):
+    """({child: seconds that it stands} of those that noted anything, the odd ones of these, whether
+    the operating system has stopped them), of children that hang.
+    """
     stopped = [child for child in children if child.is_stopped()]
     noted = {child.index: child for child in children if child.seen.note is not None}
     odd = notes.odd({index: child.seen.note for index, child in noted.items()})
     idle = {child: child.seen.idle(now) for child in noted.values()}
-    return Hang(idle, stopped or [noted[index] for index in odd], bool(stopped))
+    return idle, stopped or [noted[index] for index in odd], bool(stopped)
 
 
 def _last(child):
