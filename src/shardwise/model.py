@@ -131,7 +131,7 @@ class Decoder(nnx.Module):
             self.head = Linear(config, ("embed", "vocab"), ("embed",), rngs)
 
     def __call__(self, tokens, key=None, places=None):
-        """Logits; with a `key` dropout is on. By default each row is one document."""
+        """Logits; with a `key` dropout is on. `places`: by default each row is one document."""
         return self.route(tokens, key, places)[0]
 
     def route(
@@ -180,7 +180,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
 
     For the backward pass the logits and one number of each token are kept, and nothing else as wide
     as the vocabulary. A target's logit is found by comparing places: where one is indexed, the
-    TPUs' compiler writes all logits to memory once or twice more. Of no place it is NaN.
+    TPUs' compiler writes all logits to memory once or twice more. Of a target that is none: NaN.
     """
     wide, vocab = logits.astype(jnp.float32), logits.shape[-1]
     places = jax.lax.broadcasted_iota(targets.dtype, wide.shape, wide.ndim - 1)

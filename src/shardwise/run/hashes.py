@@ -39,8 +39,8 @@ def diff(
     steps = sorted(ours.keys() & theirs.keys())
     if not steps:
         raise ValueError(
-            f"diff: {one} and {other} are no run folders with hashes of one step; record them by "
-            f"--hash-every, the same in both runs."
+            f"diff: {one} and {other} have no hashes of one step, or are no run folders; record "
+            f"them by --hash-every, the same in both runs."
         )
     first = next((s for s in steps if ours[s]["arrays"] != theirs[s]["arrays"]), None)
     a, b = (each[steps[-1] if first is None else first] for each in (ours, theirs))

@@ -54,7 +54,8 @@ def train(
       validation: as `batches`, a MapDataset, of which evaluations read the first batches.
       has_aux: whether the loss returns aux too. If that is a dict, its scalars and vectors stand in
         the metrics, and of an `objective.Mean` the quotient, exact for every padding.
-      sample: of parameters, whole on each device, a text for the log at each evaluation.
+      sample: of parameters, whole on each device (where they do not fit, leave it out), a text for
+        the log at each evaluation.
       facts: what must be equal when the run goes on, beside the settings, such as checksums.
       flops: a step's model FLOPs (`plan.model_flops` of a decoder), of whose share of the bfloat16
         peak metrics have the `mfu`, where `topology.of_device` knows the devices.
