@@ -240,6 +240,12 @@ def test_batches_without_a_position_are_refused(tmp_path):
         trained(tmp_path / "r", batches=iter([{"x": np.zeros((8, 12))}]))
 
 
+def test_batches_of_another_size_are_refused(tmp_path):
+    batches = iter(rows().batch(4).to_iter_dataset(grain.ReadOptions(num_threads=1)))
+    with pytest.raises(ValueError, match=r"batches have \[4\] rows, and settings.batch says 8"):
+        trained(tmp_path / "r", batches=batches)
+
+
 def alone(steps):
     """The parameters of one device after each of these steps."""
     params, found = create(state.key_of_seed(0)), []
@@ -692,6 +698,20 @@ def test_cudnns_kernel_is_not_for_packed_rows():
     run.Settings(layout=layout)
     with pytest.raises(ValueError, match=r"layout.kernel=cudnn takes rows of one; .* tiles"):
         run.Settings(layout=layout, data=Data(packed=True))
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        (dict(steps=0), "steps=0; expected 1 or more"),
+        (dict(seed=-1), "seed=-1; expected 0 or more"),
+        (dict(ema=1.0), "ema=1.0; expected a decay between 0 and 1"),
+        (dict(limit=-1.0), "limit=-1.0; expected a norm above 0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(change, told):
+    with pytest.raises(ValueError, match=told):
+        run.Settings(**change)
 
 
 def test_settings_go_to_json_and_back():
