@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +45,9 @@ def test_right_devices_pass_every_check(axes):
     several = {axis for axis, size in axes.items() if size > 1}
     assert {f"{name} along {axis}" for name in COLLECTIVES for axis in several} <= checks
     assert not any("along one" in check for check in checks)
+    assert [f.check for f in found if f.information] == [
+        f"bandwidth of all_gather along {axis}" for axis in axes if axis in several
+    ]
 
 
 def test_an_explicit_mesh_is_examined_as_it_is():
@@ -106,6 +110,7 @@ def test_a_scatter_that_is_wrong_the_third_time_is_found(monkeypatch):
 
         return called
 
+    monkeypatch.setattr(doctor, "_bandwidth", lambda *_: "")
     monkeypatch.setattr(doctor._Operands, "by_hand", tired)
     assert wrong(fsdp=8).keys() == {"psum_scatter along fsdp, large, thrice"}
 
@@ -200,14 +205,17 @@ def test_draws_that_depend_on_the_mesh_are_found(monkeypatch):
     assert wrong(fsdp=8).keys() == {"random bits, of all devices and of one"}
 
 
-@pytest.mark.parametrize("fact", ["jax", "jaxlib", "random bits"])
+@pytest.mark.parametrize("fact", ["jax", "jaxlib", "random bits", "clocks"])
 def test_processes_that_differ_are_found(monkeypatch, fact):
     def of_two(value):
-        return [value, value | {fact: "another"} if isinstance(value, dict) else value]
+        if not isinstance(value, dict):
+            return [value, value]
+        ahead = {"begun": value["begun"] + 7, "ended": value["ended"] + 7}
+        return [value, value | (ahead if fact == "clocks" else {fact: "another"})]
 
     monkeypatch.setattr(doctor, "of_all", of_two)
     [(check, found)] = wrong(one=1).items()
-    assert check == fact and ", another" in found
+    assert check == fact and ("7.0 s apart" if fact == "clocks" else ", another") in found
 
 
 def test_a_check_that_raises_is_wrong_and_the_others_go_on(monkeypatch):
@@ -218,13 +226,21 @@ def test_a_check_that_raises_is_wrong_and_the_others_go_on(monkeypatch):
     assert wrong(fsdp=8) == {"all_to_all along fsdp": "NotImplementedError: no such collective"}
 
 
+def test_bandwidth_stands_beside_the_chips(monkeypatch):
+    chip = doctor.topology.CHIPS["v5e"]
+    monkeypatch.setattr(doctor.topology, "of_device", lambda kind: chip)
+    found = {f.check: f for f in doctor.examine(mesh.make(fsdp=8))}
+    told = found["bandwidth of all_gather along fsdp"]
+    assert told.found.endswith(" of 3 KiB of int32; a link of v5e has 45") and told.ok
+
+
 def test_the_command_prints_a_line_a_check(capsys, monkeypatch):
     found, examine = [], doctor.examine
     monkeypatch.setattr(doctor, "examine", lambda mesh: found.extend(examine(mesh)) or found)
     assert command.main(["doctor", "--mesh", "data=2,fsdp=-1"]) == 0
     first, *lines, last = capsys.readouterr().out.splitlines()
     assert first == "On 8 devices, cpu, of 1 process: data 2 × fsdp 4."
-    assert last == "All is right." and {line.split()[0] for line in lines} == {"ok"}
+    assert last == "All is right." and {line.split()[0] for line in lines} == {"ok", "info"}
     assert len(lines) == len(found) > 0
 
 
@@ -236,6 +252,11 @@ def test_the_command_names_what_is_wrong_and_exits_with_1(monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "WRONG  psum along fsdp " in out and "; expected what NumPy computes\n" in out
     assert out.endswith("1 check is wrong.\n")
+    assert command.main(["doctor", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["mesh"] == {"fsdp": 8} and told["ok"] is False
+    [found] = [each for each in told["findings"] if not each["ok"]]
+    assert found["check"] == "psum along fsdp"
 
 
 @pytest.mark.parametrize(
@@ -252,7 +273,7 @@ def test_axes_that_do_not_fit_are_refused(capsys):
     assert "does not fit 8 devices" in capsys.readouterr().err
 
 
-FAULTS = "", "result"
+FAULTS = "", "clock", "result"
 
 
 def of_two(process, address, faults):
@@ -263,6 +284,9 @@ def of_two(process, address, faults):
     found = {}
     for fault in faults:
         with pytest.MonkeyPatch.context() as patched:
+            if process == 1 and fault == "clock":
+                right = time.time
+                patched.setattr(time, "time", lambda right=right: right() + 5)
             if process == 1 and fault == "result":
                 patched.setattr(doctor, "_wrong", lambda out, expected: "off")
             each = doctor.examine(mesh.make(data=2, fsdp=2))
@@ -284,10 +308,11 @@ def test_two_processes_agree_on_what_is_wrong_in_one():
         fault: [each for each in found if not each["check"].startswith(KNOWN)]
         for fault, found in told[0].items()
     }
-    right, result = (
+    right, clock, result = (
         {each["check"]: each["found"] for each in new[fault] if not each["ok"]} for fault in FAULTS
     )
     assert right == {}
+    assert clock.keys() == {"clocks"} and clock["clocks"].endswith(" s apart")
     assert result["psum along data"] == "process 1: 1 KiB of float32: off"
     assert result["donation"] == "process 1: off"
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardwise import measure, topology
 from shardwise import mesh as meshes
 from shardwise.processes.system import of_all
 
@@ -45,23 +48,26 @@ _COLLECTIVES = {
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The result of a check: what was found, and what was expected."""
+    """The result of a check: what was found, what was expected; for information, never wrong."""
 
     check: str
     ok: bool
     found: str
     expected: str
+    information: bool = False
 
     def __str__(self) -> str:
+        word = "info" if self.information else "ok" if self.ok else "WRONG"
         told = self.found if self.ok else f"{self.found}; expected {self.expected}"
-        return f"{'ok' if self.ok else 'WRONG':7}{self.check:45}{told}".rstrip()
+        return f"{word:7}{self.check:45}{told}".rstrip()
 
 
 def examine(mesh: Mesh) -> list[Finding]:
     """The findings of all checks on the devices of `mesh`; every process calls it, and has all.
 
     Results must equal NumPy's exactly: operands are whole numbers, so small that no order of a sum
-    rounds. Collectives run along every axis of two devices or more; a check that raises is wrong.
+    rounds. Collectives run along every axis of two devices or more. A check that raises is
+    wrong.
     """
     with meshes.outside():
         operands, own = _Operands(meshes.auto(mesh)), []
@@ -70,6 +76,8 @@ def examine(mesh: Mesh) -> list[Finding]:
                 own.append(_tried(f"{name} along {axis}", _collective, operands, axis, name))
             large = f"psum_scatter along {axis}, large, thrice"
             own.append(_tried(large, _large_scatter, operands, axis))
+            rate = f"bandwidth of all_gather along {axis}"
+            own.append(_tried(rate, _bandwidth, operands, axis, information=True))
         own.append(_tried("gradient of gathered weights, in a scan", _gathered_weights, operands))
         own.append(_tried("gradient of a sharded table, in a scan", _sharded_table, operands))
         own.append(_tried("donation", _donation, operands))
@@ -80,7 +88,8 @@ def examine(mesh: Mesh) -> list[Finding]:
 class _Operands:
     """Whole numbers at random, a row for each place of a mesh, which every process knows.
 
-    Their sum over all devices is at most 256, which bfloat16 holds (over more, by all odds).
+    Their sum over all devices is at most 256, which bfloat16 holds; over more than 256 devices it
+    is so by all odds, since most numbers cancel.
     """
 
     def __init__(self, mesh):
@@ -124,13 +133,14 @@ class _Operands:
         return jax.jit(jax.shard_map(run, mesh=self.mesh, **cut))
 
 
-def _tried(check: str, run: Callable[..., str], *args: Any) -> Finding:
-    """The finding of `run(*args)`, which returns words for what is wrong."""
+def _tried(check: str, run: Callable[..., str], *args: Any, information: bool = False) -> Finding:
+    """The finding of `run(*args)`, which returns words for what is wrong, or for information."""
     try:
         found = run(*args)
     except Exception as error:  # whatever a backend raises for what it lacks
         found = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return Finding(check, not found, found, "what NumPy computes")
+    expected = "" if information else "what NumPy computes"
+    return Finding(check, information or not found, found, expected, information)
 
 
 def _collective(operands, axis, name, arrays=None, times=1):
@@ -150,6 +160,18 @@ def _large_scatter(operands, axis):
     n = operands.mesh.shape[axis]
     large = operands.array(min(_SCATTERED, _LARGEST // n) // 4 * n)
     return _collective(operands, axis, "psum_scatter", {"float32": large}, times=3)
+
+
+def _bandwidth(operands, axis):
+    """The bytes a device receives a second in an all-gather, beside those of its chip's links."""
+    n, kind = operands.mesh.shape[axis], operands.mesh.devices.flat[0].device_kind
+    gather = operands.by_hand(lambda row: [_COLLECTIVES["all_gather"][0](row, axis, n)])
+    label, operand = list(operands.of_sizes.items())[-1]
+    received = operand.nbytes / operands.mesh.size * (n - 1) / n
+    rate = received / measure.step_time(gather, operand, repeats=5).median_s
+    chip = topology.of_device(kind)
+    link = f"; a link of {chip.kind} has {chip.link_bandwidth / 1e9:.0f}" if chip else ""
+    return f"{rate / 1e9:.3g} GB/s into a device, of {label}{link}"
 
 
 def _accumulated(loss, weights, *batches):
@@ -221,11 +243,18 @@ def _draws(operands):
 
 
 def _same_in_all():
-    """The findings on what must be the same in all processes: versions, and a draw."""
-    facts = {name: metadata.version(name) for name in ("jax", "jaxlib")}
+    """The findings on what must be the same in all processes: clocks, versions, a draw."""
+    multihost_utils.sync_global_devices("before clocks are read")
+    begun = time.time()
+    multihost_utils.sync_global_devices("clocks")  # every process is here at one moment
+    facts = {"begun": begun, "ended": time.time()}
+    facts |= {name: metadata.version(name) for name in ("jax", "jaxlib")}
     facts["random bits"] = hex(jax.jit(jax.random.bits)(jax.random.key(0)))
-    told, findings = of_all(facts), []
-    for name in facts:
+    told = of_all(facts)
+    apart = max(each["begun"] for each in told) - min(each["ended"] for each in told)
+    clocks = f"{apart:.1f} s apart" if apart > 1 else ""
+    findings = [Finding("clocks", not clocks, clocks, "one second at most")]
+    for name in ("jax", "jaxlib", "random bits"):
         each = [facts[name] for facts in told]
         same = len(set(each)) == 1
         found = ", ".join(each[:1] if same else each)

@@ -1,5 +1,7 @@
 """The command `shardwise doctor`: this machine's devices, tried before a run is trusted."""
 
+import dataclasses
+import json
 import re
 from typing import Annotated
 
@@ -14,6 +16,7 @@ def examine(
     system: Annotated[Processes, tyro.conf.arg(name="processes")],
     axes: Annotated[str, tyro.conf.arg(name="mesh")] = "fsdp=-1",
     devices: int | None = None,
+    as_json: Annotated[bool, tyro.conf.arg(name="json")] = False,
 ) -> int:
     """Try collectives, gradients, donation and random draws on the devices of a run.
 
@@ -22,6 +25,7 @@ def examine(
       axes: names and sizes of mesh axes, as data=2,fsdp=4; one size may be -1.
       devices: of all processes together, simulated where there are fewer real ones; by default all
         accelerators, or without any eight simulated devices.
+      as_json: print JSON on stdout, and nothing else there.
     """
     parts = [part.partition("=") for part in axes.split(",")]
     sizes = {name: size for name, _, size in parts}
@@ -32,13 +36,20 @@ def examine(
     processes.join(*told, devices=devices, heartbeat=system.heartbeat)
     tried = mesh.make(**{name: int(size) for name, size in sizes.items()})
     found = doctor.examine(tried)
-    wrong = sum(not each.ok for each in found)
     if jax.process_index() == 0:
-        kind, count = tried.devices.flat[0].device_kind, jax.process_count()
-        told = " × ".join(f"{name} {size}" for name, size in tried.shape.items())
-        print(f"On {tried.size} devices, {kind}, of {count} process{'es' * (count > 1)}: {told}.")
-        print(*found, sep="\n")
-        last = f"{wrong} check{' is' if wrong == 1 else 's are'} wrong."
-        print(last if wrong else "All is right.", flush=True)
+        print(_examined(tried, found, as_json), flush=True)
     processes.leave()
-    return int(wrong > 0)
+    return int(not all(each.ok for each in found))
+
+
+def _examined(tried, found, as_json):
+    """What the doctor found, in lines or as JSON."""
+    kind, count = tried.devices.flat[0].device_kind, jax.process_count()
+    wrong = sum(not each.ok for each in found)
+    if as_json:
+        facts = dict(mesh=dict(tried.shape), device_kind=kind, processes=count, ok=not wrong)
+        return json.dumps(facts | {"findings": [*map(dataclasses.asdict, found)]}, indent=1)
+    axes = " × ".join(f"{name} {size}" for name, size in tried.shape.items())
+    first = f"On {tried.size} devices, {kind}, of {count} process{'es' * (count > 1)}: {axes}."
+    last = f"{wrong} check{' is' if wrong == 1 else 's are'} wrong." if wrong else "All is right."
+    return "\n".join([first, *map(str, found), last])
